@@ -300,27 +300,30 @@ class CapturedStep:
     def _check_unchanged(self, size_class: _SizeClass) -> None:
         """Raise RuntimeError if a number or an address that is part of a graph has changed."""
         for memory in size_class.memory:
-            what = memory.replaced()
-            if what is not None:
+            replaced = memory.replaced()
+            if replaced is not None:
                 raise RuntimeError(
-                    f"the {what} of {type(memory.optimizer).__name__} were replaced after the step "
-                    "was captured, as load_state_dict of an optimizer and .to() of a model do: "
-                    "call reset() to capture it again with the new ones"
+                    f"the {replaced} of {type(memory.optimizer).__name__} were replaced after the "
+                    "step was captured, as load_state_dict of an optimizer and .to() of a model "
+                    "do: call reset() to capture it again with the new ones"
                 )
-        now = self._numbers()
-        if now == size_class.numbers:
+        current = self._numbers()
+        if current == size_class.numbers:
             return
-        for place in sorted({*now, *size_class.numbers}):
-            before, after = size_class.numbers.get(place), now.get(place)
-            if before == after:
+        for attribute in sorted({*current, *size_class.numbers}):
+            captured_value, current_value = (
+                size_class.numbers.get(attribute),
+                current.get(attribute),
+            )
+            if captured_value == current_value:
                 continue
-            key, number, name = place
+            key, number, name = attribute
             optimizer = type(self._optimizers[key]).__name__
             raise RuntimeError(
-                f"{name!r} of group {number} of {optimizer} was {before!r} when the step was "
-                f"captured and is {after!r} now, which the graph would not see: make it a tensor "
-                f"on the device ({name}=torch.tensor({before!r}, device='cuda'), which schedulers "
-                "fill in place), or call reset() to capture again"
+                f"{name!r} of group {number} of {optimizer} was {captured_value!r} when the step "
+                f"was captured and is {current_value!r} now, which the graph would not see: make "
+                f"it a tensor on the device ({name}=torch.tensor({captured_value!r}, "
+                "device='cuda'), which schedulers fill in place), or call reset() to capture again"
             )
 
 
@@ -336,8 +339,8 @@ class _OptimizerMemory(NamedTuple):
         """Return what was replaced by other tensors since then, if anything was."""
         if vars(self.optimizer).get("state") is not self.state:
             return "states"
-        now = [parameter.data_ptr() for parameter in self.parameters]
-        return "parameters" if now != self.addresses else None
+        pointers = [parameter.data_ptr() for parameter in self.parameters]
+        return "parameters" if pointers != self.addresses else None
 
 
 def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
@@ -385,13 +388,13 @@ def _recorded(result: Any, stream: Any) -> Any:
 
 
 def _checked_bounds(bounds: Sequence[int]) -> tuple[int, ...]:
-    found = tuple(bounds) if isinstance(bounds, Sequence) else ()
-    is_valid = all(isinstance(bound, int) and 0 < bound <= MAX_BOUND for bound in found)
-    if not found or not is_valid or list(found) != sorted(set(found)):
+    checked = tuple(bounds) if isinstance(bounds, Sequence) else ()
+    is_valid = all(isinstance(bound, int) and 0 < bound <= MAX_BOUND for bound in checked)
+    if not checked or not is_valid or list(checked) != sorted(set(checked)):
         raise ValueError(
             f"bounds must be ascending ints in [1, 2**31), e.g. [4096, 16384], got {bounds!r}"
         )
-    return found
+    return checked
 
 
 @contextmanager
@@ -424,10 +427,15 @@ def _refusal(error: BaseException, waits: Sequence[str]) -> str:
     while error.__context__ is not None and not error.__suppress_context__:
         error = error.__context__  # ending a capture that has failed raises too
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith((_TORCH, _EMBLIB))]
-    lines = [f"{frame.filename}:{frame.lineno} ({frame.line})" for frame in (own or frames)[-1:]]
+    user_frames = [frame for frame in frames if not frame.filename.startswith((_TORCH, _EMBLIB))]
+    lines = [
+        f"{frame.filename}:{frame.lineno} ({frame.line})" for frame in (user_frames or frames)[-1:]
+    ]
     message = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
-    parts = [f"the step cannot be captured as a CUDA graph: {message}", *(f"at {x}" for x in lines)]
+    lines_of_message = [
+        f"the step cannot be captured as a CUDA graph: {message}",
+        *(f"at {x}" for x in lines),
+    ]
     if waits:
-        parts.append(f"waits of the uncaptured step: {'; '.join(dict.fromkeys(waits))}")
-    return "; ".join([*parts, _WAY_OUT])
+        lines_of_message.append(f"waits of the uncaptured step: {'; '.join(dict.fromkeys(waits))}")
+    return "; ".join([*lines_of_message, _WAY_OUT])

@@ -430,9 +430,9 @@ class TTSpec:
     @property
     def numel(self) -> int:
         """Return the number of values of the cores."""
-        full = self.full_ranks
-        factors = zip(self.row_factors, self.dim_factors, full, full[1:], strict=False)
-        return sum(p * left * q * right for p, q, left, right in factors)
+        full_ranks = self.full_ranks
+        factors = zip(self.row_factors, self.dim_factors, full_ranks, full_ranks[1:], strict=False)
+        return sum(p * left_rank * q * right_rank for p, q, left_rank, right_rank in factors)
 
     @property
     def nbytes(self) -> int:
@@ -441,8 +441,8 @@ class TTSpec:
 
     def usable(self) -> TTSpec:
         """Return this table with ranks that its cores can use, lowered where they cannot."""
-        most = shapes.most_ranks(self.row_factors, self.dim_factors)
-        ranks = tuple(min(rank, top) for rank, top in zip(self.ranks, most, strict=True))
+        max_ranks = shapes.most_ranks(self.row_factors, self.dim_factors)
+        ranks = tuple(min(rank, top) for rank, top in zip(self.ranks, max_ranks, strict=True))
         if ranks == self.ranks:
             return self
         _LOG.info(
@@ -479,18 +479,19 @@ class TTSpec:
         check_float_dtype("dtype", dtype)
         smallest = cls(rows, dim, (1,) * (cores - 1)) if like is None else like
         values = nbytes // dtype.itemsize
-        most = shapes.most_ranks(smallest.row_factors, smallest.dim_factors)
+        max_ranks = shapes.most_ranks(smallest.row_factors, smallest.dim_factors)
 
         def of_rank(rank: int) -> TTSpec:
-            return replace(smallest, ranks=tuple(min(rank, top) for top in most))
+            return replace(smallest, ranks=tuple(min(rank, top) for top in max_ranks))
 
         if of_rank(1).numel > values:
             raise ValueError(
                 f"a tensor train of {rows} x {dim} takes at least "
                 f"{of_rank(1).numel * dtype.itemsize} bytes with "
-                f"{len(most) + 1} cores, more than {nbytes}; use more cores, or raise the bytes"
+                f"{len(max_ranks) + 1} cores, more than {nbytes}; use more cores, or raise the "
+                "bytes"
             )
-        low, high = 1, max(most)
+        low, high = 1, max(max_ranks)
         while low < high:
             middle = (low + high + 1) // 2
             low, high = (middle, high) if of_rank(middle).numel <= values else (low, middle - 1)
@@ -499,12 +500,12 @@ class TTSpec:
 
 def brief(choice: Any) -> str:
     """Format a dataclass as a constructor call with the arguments that differ from defaults."""
-    given = [
+    fields_shown = [
         f"{f.name}={getattr(choice, f.name)!r}"
         for f in fields(choice)
         if f.default is MISSING or getattr(choice, f.name) != f.default
     ]
-    return f"{type(choice).__name__}({', '.join(given)})"
+    return f"{type(choice).__name__}({', '.join(fields_shown)})"
 
 
 def check_float_dtype(name: str, dtype: torch.dtype) -> None:

@@ -91,9 +91,9 @@ class PositionWeightedProcessor(PositionWeightedModule):
             ValueError: a bag is longer than its feature has positions (checked on the CPU).
         """
         keys, lengths, offsets = features.keys(), features.lengths(), features.offsets()
-        missing = sorted(self.max_feature_lengths.keys() - set(keys))
-        if missing:
-            raise KeyError(f"there are no features {missing}; there are {keys}")
+        missing_keys = sorted(self.max_feature_lengths.keys() - set(keys))
+        if missing_keys:
+            raise KeyError(f"there are no features {missing_keys}; there are {keys}")
         by_key = lengths.split(features.stride_per_key())
         offset_of = self._weight_offsets()
         rules = []

@@ -242,9 +242,9 @@ class TableGroups(nn.Module):
             if SliceKey.of(self.slices[s]) not in self._shared
         ]
 
-    def replace_handle(self, part: int, handle: TableHandle) -> None:
+    def replace_handle(self, slice_index: int, handle: TableHandle) -> None:
         """List a slice under another handle from now on."""
-        self.handles[part] = handle
+        self.handles[slice_index] = handle
         self._bind()
 
     def check_parameters(self) -> None:
@@ -302,8 +302,8 @@ class TableGroups(nn.Module):
         if len(outs) == 1:
             return outs[0]
         if self.pooling is Pooling.NONE:
-            same = all(out.shape[1] == outs[0].shape[1] for out in outs)
-            return torch.cat(outs if same else [out.view(-1) for out in outs])
+            has_one_width = all(out.shape[1] == outs[0].shape[1] for out in outs)
+            return torch.cat(outs if has_one_width else [out.view(-1) for out in outs])
         return (
             torch.cat(outs, 1)
             if batch_sizes is None
@@ -326,11 +326,15 @@ class TableGroups(nn.Module):
         if inputs is None:
             inputs = split(self.active, ids, offsets, batch_sizes, id_counts)
         outs = []
-        for one in inputs:
-            info, sizes = one.info, one.batch_sizes
-            scales = None if weights is None else one.part_of(weights)
-            counted = {} if use_counts is None else _counted(info, one.part_of(use_counts))
-            outs.append(info.module(one.ids, one.offsets, scales, batch_sizes=sizes, **counted))
+        for group_input in inputs:
+            info, sizes = group_input.info, group_input.batch_sizes
+            scales = None if weights is None else group_input.part_of(weights)
+            counted = {} if use_counts is None else _counted(info, group_input.part_of(use_counts))
+            outs.append(
+                info.module(
+                    group_input.ids, group_input.offsets, scales, batch_sizes=sizes, **counted
+                )
+            )
         return outs
 
     def set_output_dtype(self, dtype: torch.dtype) -> None:
@@ -360,15 +364,15 @@ class TableGroups(nn.Module):
         """Return the modules that look up and update, which are not among the submodules."""
         return list(self._table_modules)
 
-    def module_of(self, part: int) -> tuple[TableModule, int]:
+    def module_of(self, slice_index: int) -> tuple[TableModule, int]:
         """Return the module of a slice, and the number of the table in it."""
-        shared = self._shared.get(SliceKey.of(self.slices[part]))
+        shared = self._shared.get(SliceKey.of(self.slices[slice_index]))
         if shared is not None:
             return shared.module, 0
-        g, k = self._locations[part]
+        g, k = self._locations[slice_index]
         return self._table_modules[g], k
 
-    def views(self, part: int) -> dict[str, Tensor]:
+    def views(self, slice_index: int) -> dict[str, Tensor]:
         """Return weight and optimizer states of a slice, as views: writes reach the table.
 
         These are `weight` `[rows, dim]` and the states by name, `[rows, dim]` or `[rows]`; of a
@@ -377,7 +381,7 @@ class TableGroups(nn.Module):
         of a quantised table `packed`. A cache is flushed and emptied first. The views
         are invalid after the module moved.
         """
-        return self.handles[part].views()
+        return self.handles[slice_index].views()
 
     def all_views(self) -> list[dict[str, Tensor]]:
         """Return the `views` of every slice."""
@@ -400,9 +404,9 @@ class TableGroups(nn.Module):
             if (key := SliceKey.of(self.slices[grouping.slices[0]])) in self._shared
         ]
 
-    def parameters_of(self, part: int) -> dict[str, nn.Parameter]:
+    def parameters_of(self, slice_index: int) -> dict[str, nn.Parameter]:
         """Return the parameters of a slice: `weight`, or `cores.0`, ... of a tensor train."""
-        return dict(self.handles[part].named_parameters())
+        return dict(self.handles[slice_index].named_parameters())
 
     def reset_parameters(self, seeds: Mapping[str, int] | None = None) -> None:
         """Draw initial values, from a seed per table; reset optimizer states, steps and rates."""
@@ -450,9 +454,11 @@ class TableGroups(nn.Module):
             return
         inputs = split(self.active, ids, offsets, batch_sizes, id_counts)
         with self._lock:
-            for one in inputs:
-                if is_cached(one.info.module):
-                    one.info.module.prefetch(one.ids, one.offsets, batch_sizes=one.batch_sizes)
+            for group_input in inputs:
+                if is_cached(group_input.info.module):
+                    group_input.info.module.prefetch(
+                        group_input.ids, group_input.offsets, batch_sizes=group_input.batch_sizes
+                    )
             self._prefetched.append((ids, inputs))
 
     def _take_prefetched(self, ids: Tensor) -> list[GroupInput] | None:
@@ -528,14 +534,14 @@ def group(
     Slices of the tables named in `shared` are groups of their own.
     """
     optimizers = [part.config.optimizer or optimizer or NO_UPDATE for part in slices]
-    for part, chosen in zip(slices, optimizers, strict=True):
+    for part, own_optimizer in zip(slices, optimizers, strict=True):
         if part.config.name in shared:
             continue
-        if part.config.rounding is not None and not autograd.is_fused(chosen):
+        if part.config.rounding is not None and not autograd.is_fused(own_optimizer):
             raise ValueError(
                 f"rounding of {part.config.name!r} is of updates that emblib makes, but "
-                f"{brief(chosen)} leaves gradients to others: give the table or its collection one "
-                "of emblib.optim, e.g. optim.SGD(lr=0.1), or leave rounding out"
+                f"{brief(own_optimizer)} leaves gradients to others: give the table or its "
+                "collection one of emblib.optim, e.g. optim.SGD(lr=0.1), or leave rounding out"
             )
     keys: list[Hashable] = [
         ("shared", i)
@@ -577,14 +583,16 @@ def split(
         splits = [0, *accumulate(id_counts)]
     inputs, unit = [], 0
     for g, info in enumerate(groups):
-        first, last = splits[g], splits[g + 1]
+        first_bag, end_bag = splits[g], splits[g + 1]
         group_offsets = offsets[ends[g] : ends[g + 1] + 1]
         sizes = None
         if batch_sizes is not None:
             sizes = batch_sizes[unit : unit + len(info.units)]
             unit += len(info.units)
-        group_offsets = group_offsets - first if first else group_offsets
-        inputs.append(GroupInput(info, first, last, ids[first:last], group_offsets, sizes))
+        group_offsets = group_offsets - first_bag if first_bag else group_offsets
+        inputs.append(
+            GroupInput(info, first_bag, end_bag, ids[first_bag:end_bag], group_offsets, sizes)
+        )
     return inputs
 
 
@@ -594,13 +602,13 @@ def _split_captured(
     """Split a batch without reading its offsets: each group has padding before its ids."""
     count, inputs = ids.numel(), []
     positions = torch.arange(count, device=ids.device)
-    for info, (first, last) in zip(groups, pairwise(ends), strict=True):
-        group_offsets = offsets[first : last + 1]
+    for info, (begin, end) in zip(groups, pairwise(ends), strict=True):
+        group_offsets = offsets[begin : end + 1]
         shift = count - group_offsets[-1:]
         sources = positions - shift
         sources = torch.where(sources >= group_offsets[:1], sources, -1)
-        taken = take_or_fill(ids, sources, -1)
-        inputs.append(GroupInput(info, 0, count, taken, group_offsets + shift, None, sources))
+        group_ids = take_or_fill(ids, sources, -1)
+        inputs.append(GroupInput(info, 0, count, group_ids, group_offsets + shift, None, sources))
     return inputs
 
 

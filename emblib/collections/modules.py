@@ -30,7 +30,7 @@ from emblib.optim import Optimizer
 from emblib.specs import BoundsCheck, Pooling
 from emblib.storage import Quantized, TableHandle, TableSlice
 from emblib.storage.base import has_hyperparams
-from emblib.storage.initial_values import overwritten
+from emblib.storage.initial_values import skip_initial_values
 from emblib.tables import state_dicts
 
 
@@ -153,7 +153,7 @@ class TableCollection(nn.Module):
         self._own_handles()
         groups.set_bounds_check(self.bounds_check, [unit.feature for unit in self._units])
         self.groups = groups
-        self._wanted = [self._units[u].feature for u in groups.order]
+        self._features_in_order = [self._units[u].feature for u in groups.order]
         self._permutation: tuple[list[str], list[int], Tensor | None] = ([], [], None)
 
     def _own_handles(self) -> None:
@@ -173,26 +173,28 @@ class TableCollection(nn.Module):
 
     def _fits(self, features: Any) -> bool:
         """Return whether a batch has the features of the modules in their order."""
-        return isinstance(features, KeyedJaggedTensor) and features.keys() == self._wanted
+        return (
+            isinstance(features, KeyedJaggedTensor) and features.keys() == self._features_in_order
+        )
 
     def _ordered(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """Return the features that tables read, in the order of the modules."""
         batch = KeyedJaggedTensor.adopt(features)
-        keys, places, on_device = self._permutation
+        keys, positions, on_device = self._permutation
         if keys != batch.keys():
             index = batch.index_per_key()
-            missing = sorted(set(self._wanted) - index.keys())
-            if missing:
+            missing_features = sorted(set(self._features_in_order) - index.keys())
+            if missing_features:
                 raise KeyError(
-                    f"the batch must have the features of all tables: missing are {missing}, there "
-                    f"are {batch.keys()}"
+                    "the batch must have the features of all tables: missing are "
+                    f"{missing_features}, there are {batch.keys()}"
                 )
-            places, on_device = [index[feature] for feature in self._wanted], None
+            positions, on_device = [index[feature] for feature in self._features_in_order], None
         device = batch.device()
         if device.type == "cuda" and (on_device is None or on_device.device != device):
-            on_device = torch.tensor(places, device=device)  # a captured graph needs it
-        self._permutation = (list(batch.keys()), places, on_device)
-        return batch.permute(places, on_device if device.type == "cuda" else None)
+            on_device = torch.tensor(positions, device=device)  # a captured graph needs it
+        self._permutation = (list(batch.keys()), positions, on_device)
+        return batch.permute(positions, on_device if device.type == "cuda" else None)
 
     def _sample_weights(self, batch: KeyedJaggedTensor) -> Tensor:
         weights = batch.weights_or_none()
@@ -290,7 +292,7 @@ class TableCollection(nn.Module):
             for config in configs
         )
         try:
-            with overwritten():
+            with skip_initial_values():
                 groups = self._make_groups(old_groups.device, old_groups.seeds)
         except Exception:
             self.configs = configs
@@ -308,7 +310,7 @@ class TableCollection(nn.Module):
         """
         old_groups = self.groups
         self._shared = {**self._shared, **tables}
-        with overwritten():
+        with skip_initial_values():
             groups = self._make_groups(old_groups.device, old_groups.seeds)
         groups.set_output_dtype(old_groups.output_dtype)
         for s, handle in groups.own_handles() if old_groups.device.type != "meta" else ():
@@ -337,7 +339,7 @@ class TableCollection(nn.Module):
         """
         for config in self.configs:
             config.storage.check_copied(config)
-        with overwritten():
+        with skip_initial_values():
             copied = self._like(self.quantized_configs(bits))
         copied.groups.set_output_dtype(self.groups.output_dtype)
         copied.copy_rows(self)
@@ -346,13 +348,13 @@ class TableCollection(nn.Module):
     def quantized_configs(self, bits: int | Mapping[str, int] = 8) -> list[Any]:
         """Return the configurations of `quantized(bits)`."""
         names = [config.name for config in self.configs]
-        wanted = dict.fromkeys(names, bits) if isinstance(bits, int) else dict(bits)
-        unknown = sorted(wanted.keys() - set(names))
+        bits_by_table = dict.fromkeys(names, bits) if isinstance(bits, int) else dict(bits)
+        unknown = sorted(bits_by_table.keys() - set(names))
         if unknown:
             raise KeyError(f"there are no tables {unknown}; there are {sorted(names)}")
         return [
-            replace(config, storage=Quantized(wanted[config.name]), optimizer=None)
-            if config.storage.has_dense_rows and config.name in wanted
+            replace(config, storage=Quantized(bits_by_table[config.name]), optimizer=None)
+            if config.storage.has_dense_rows and config.name in bits_by_table
             else config
             for config in self.configs
         ]
@@ -362,14 +364,14 @@ class TableCollection(nn.Module):
         sources, configs = source.handles(), {config.name: config for config in source.configs}
         handles: Mapping[str, Any] = self.handles()
         for table in self.configs:
-            handle, theirs = handles[table.name], sources[table.name]
+            handle, source_handle = handles[table.name], sources[table.name]
             if isinstance(table.storage, Quantized) and configs[table.name].storage.has_dense_rows:
-                first = 0
-                for block in theirs.dense_blocks():
-                    handle.module.write_rows(handle.index, block, first)
-                    first += len(block)
+                first_row = 0
+                for block in source_handle.dense_blocks():
+                    handle.module.write_rows(handle.index, block, first_row)
+                    first_row += len(block)
             else:
-                handle.load_state_dict(theirs.state_dict())
+                handle.load_state_dict(source_handle.state_dict())
 
     def _like(self, configs: Sequence[Any]) -> Self:
         """Return a collection of other tables with the options of this one."""
@@ -514,15 +516,15 @@ class EmbeddingBagCollection(TableCollection):
         dims = [groups.dims[u] for u in groups.order]
         blocks = out.split([n * dim for n, dim in zip(strides, dims, strict=True)])
         lengths = batch.lengths().split(strides)
-        pieces: list[Tensor] = [out] * len(dims)
-        for place, u in enumerate(groups.order):
-            unit, block = self._units[u], blocks[place].view(-1, dims[place])
+        features: list[Tensor] = [out] * len(dims)
+        for position, u in enumerate(groups.order):
+            unit, block = self._units[u], blocks[position].view(-1, dims[position])
             if self._divides(unit):
-                block = block / lengths[place].clamp(min=1).unsqueeze(1)
+                block = block / lengths[position].clamp(min=1).unsqueeze(1)
             if inverse is not None:
                 block = block.index_select(0, inverse[keys[unit.feature]])
-            pieces[u] = block
-        return torch.cat(pieces, 1)
+            features[u] = block
+        return torch.cat(features, 1)
 
     def _like(self, configs: Sequence[EmbeddingBagConfig]) -> Self:
         return type(self)(
@@ -544,9 +546,9 @@ class EmbeddingBagCollection(TableCollection):
 
 def _inverse_of(batch: KeyedJaggedTensor) -> tuple[dict[str, int], Tensor | None]:
     """Return the row of each feature in the inverse indices, and the indices if there are any."""
-    given = batch.inverse_indices_or_none()
-    if given is not None:
-        return {key: row for row, key in enumerate(given[0])}, given[1]
+    inverse = batch.inverse_indices_or_none()
+    if inverse is not None:
+        return {key: row for row, key in enumerate(inverse[0])}, inverse[1]
     if len(set(batch.stride_per_key())) > 1:
         raise ValueError(
             "features that differ in their bags need inverse indices to become one batch, got "
@@ -564,10 +566,10 @@ class _ColumnOrder:
 
     def __init__(self, groups: TableGroups, means: Sequence[bool]) -> None:
         columns, column = groups.output_dim, 0
-        place_of = {u: place for place, u in enumerate(groups.order)}
+        position_of = {u: place for place, u in enumerate(groups.order)}
         targets, pieces = [], []
         for u, dim in enumerate(groups.dims):
-            bags = place_of[u] if means[u] else -1
+            bags = position_of[u] if means[u] else -1
             targets.append((column, columns, 0, dim, u, u + 1, bags))
             pieces.append((groups.column_of[u], columns, -1))
             column += dim
@@ -654,9 +656,11 @@ class EmbeddingCollection(TableCollection):
         if self._need_indices:
             ids = batch.values().split(batch.length_per_key())
         result = {}
-        for place in self._places:
-            name = self._names_in_order[place]
-            result[name] = JaggedTensor.from_valid(vectors[place], ids[place], lengths[place], None)
+        for position in self._positions:
+            name = self._names_in_order[position]
+            result[name] = JaggedTensor.from_valid(
+                vectors[position], ids[position], lengths[position], None
+            )
         return result
 
     def _vectors(self, batch: KeyedJaggedTensor) -> Sequence[Tensor]:
@@ -678,7 +682,7 @@ class EmbeddingCollection(TableCollection):
     def _set_groups(self, groups: TableGroups) -> None:
         super()._set_groups(groups)
         self._names_in_order = [self._units[u].name for u in groups.order]
-        self._places = sorted(range(len(groups.order)), key=groups.order.__getitem__)
+        self._positions = sorted(range(len(groups.order)), key=groups.order.__getitem__)
 
     def _like(self, configs: Sequence[EmbeddingConfig]) -> Self:
         return type(self)(

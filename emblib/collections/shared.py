@@ -183,8 +183,8 @@ class SharedTable:
     @property
     def dim(self) -> int:
         """Return the number of columns."""
-        first, end = self._span[1]
-        return end - first
+        begin, end = self._span[1]
+        return end - begin
 
     @property
     def is_joint(self) -> bool:
@@ -206,7 +206,9 @@ class SharedTable:
         if config.optimizer not in (None, self.config.optimizer):
             differs["optimizer"] = (self.config.optimizer, config.optimizer)
         if differs:
-            text = ", ".join(f"{k} {has!r}, not {got!r}" for k, (has, got) in differs.items())
+            text = ", ".join(
+                f"{k} {expected!r}, not {got!r}" for k, (expected, got) in differs.items()
+            )
             raise ValueError(
                 f"table {config.name!r} is shared and has {text}: make the configuration with "
                 f"SharedTables.pooled({config.name!r}, ...) or .unpooled(...); or omit shared= "
@@ -350,36 +352,38 @@ class SharedEntry:
             key: key of the first parameter of the table in the state dict.
         """
         if self._saved is not None:
-            target, first = self._saved
-            if target() is destination and first != key and first in destination:
+            target, first_key = self._saved
+            if target() is destination and first_key != key and first_key in destination:
                 return True
         if isinstance(destination, OrderedDict):
             self._saved = weakref.ref(destination), key
         return False
 
-    def is_loaded(self, key: str, given: Tensor | None, missing: list[str], errors: Any) -> bool:
+    def is_loaded(
+        self, key: str, value: Tensor | None, missing_keys: list[str], errors: Any
+    ) -> bool:
         """Return whether `load_state_dict` has loaded the table, or reported it, at another key.
 
         Args:
             key: key of the first parameter of the table in the state dict.
-            given: the value at this key, if there is one.
-            missing: the keys that are missing so far.
+            value: the value at this key, if there is one.
+            missing_keys: the keys that are missing so far.
             errors: the list of errors by which a load is known; other rows than at the first key
                 are one.
         """
         previous = self._loading
         if previous is None or previous.errors is not errors or previous.key == key:
-            self._loading = _FirstLoad(errors, key, None if given is None else weakref.ref(given))
+            self._loading = _FirstLoad(errors, key, None if value is None else weakref.ref(value))
             return False
-        if given is None:
+        if value is None:
             return True
         if previous.given is None:
-            if previous.key in missing:
-                missing.remove(previous.key)
-            self._loading = _FirstLoad(errors, key, weakref.ref(given))
+            if previous.key in missing_keys:
+                missing_keys.remove(previous.key)
+            self._loading = _FirstLoad(errors, key, weakref.ref(value))
             return False
-        first = previous.given()
-        if first is not None and not _are_equal(first, given):
+        first_value = previous.given()
+        if first_value is not None and not _are_equal(first_value, value):
             errors.append(
                 f"{key}: the state dict has other rows here than at {previous.key}, but both are "
                 "one shared table now: remove one of the two entries from the state dict, or "
@@ -422,11 +426,11 @@ class SharedHandle(DenseHandle):
             super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
-        *_, missing, _, errors = arguments
+        *_, missing_keys, _, errors = arguments
         if state_dicts.refuses(self, state_dict, prefix, errors):
             return
         key = f"{prefix}weight"
-        if not self.entry.is_loaded(key, state_dict.get(key), missing, errors):
+        if not self.entry.is_loaded(key, state_dict.get(key), missing_keys, errors):
             super()._load_from_state_dict(state_dict, prefix, *arguments)
 
 
@@ -500,25 +504,27 @@ def share_tables(model: nn.Module, names: Iterable[str] | None = None) -> dict[s
         >>> emblib.share_tables(model)
         {'item': ['0', '1']}
     """
-    every = dict(_duplicates(model))
-    wanted = list(every) if names is None else list(names)
-    unknown = sorted(set(wanted) - every.keys())
+    duplicates = dict(_duplicates(model))
+    shared_names = list(duplicates) if names is None else list(names)
+    unknown = sorted(set(shared_names) - duplicates.keys())
     if unknown:
-        raise KeyError(f"no two collections have tables {unknown}; duplicates are {sorted(every)}")
-    shared_tables = {name: _shared_by(name, every[name]) for name in wanted}
+        raise KeyError(
+            f"no two collections have tables {unknown}; duplicates are {sorted(duplicates)}"
+        )
+    shared_tables = {name: _shared_by(name, duplicates[name]) for name in shared_names}
     of_collection: dict[int, tuple[Any, dict[str, SharedTable]]] = {}
     for name, table in shared_tables.items():
-        for one in every[name].values():
-            of_collection.setdefault(id(one), (one, {}))[1][name] = table
+        for reader in duplicates[name].values():
+            of_collection.setdefault(id(reader), (reader, {}))[1][name] = table
     for collection, _ in of_collection.values():
         for config in collection.configs:
             config.storage.check_copied(config)
     for name, table in shared_tables.items():
-        first = next(iter(every[name].values()))
-        table.adopt(first.handles()[name])
+        first_collection = next(iter(duplicates[name].values()))
+        table.adopt(first_collection.handles()[name])
     for collection, tables in of_collection.values():
         collection.read_shared(tables)
-    return {name: list(every[name]) for name in wanted}
+    return {name: list(duplicates[name]) for name in shared_names}
 
 
 def _check_alike(first: TableConfig, second: TableConfig, first_path: str, path: str) -> None:
@@ -540,22 +546,26 @@ def _check_alike(first: TableConfig, second: TableConfig, first_path: str, path:
 def _shared_by(name: str, readers: Mapping[str, Any]) -> SharedTable:
     """Return the shared table for the tables of a name, without their rows."""
     table: SharedTable | None = None
-    for path, one in readers.items():
-        if not callable(getattr(one, "read_shared", None)):
+    for path, collection in readers.items():
+        if not callable(getattr(collection, "read_shared", None)):
             raise TypeError(
                 f"the collection {path!r} with table {name!r} is sharded: call share_tables before "
                 "the model is sharded"
             )
-        config = next(config for config in one.configs if config.name == name)
-        config = replace(config, optimizer=config.optimizer or one.optimizer)
+        config = next(config for config in collection.configs if config.name == name)
+        config = replace(config, optimizer=config.optimizer or collection.optimizer)
         if table is None:
-            first_path, first = path, one
-            table = SharedTable(TableSlice.whole(config), one.device, one.groups.seeds)
+            first_path, first = path, collection
+            table = SharedTable(
+                TableSlice.whole(config), collection.device, collection.groups.seeds
+            )
             continue
         _check_alike(table.config, config, first_path, path)
-        module = one.handles()[name].module
-        steps = 0 if one.device.type == "meta" else getattr(module, "step", 0)
-        if steps and not _are_equal(first.handles()[name].weight, one.handles()[name].weight):
+        module = collection.handles()[name].module
+        steps = 0 if collection.device.type == "meta" else getattr(module, "step", 0)
+        if steps and not _are_equal(
+            first.handles()[name].weight, collection.handles()[name].weight
+        ):
             raise ValueError(
                 f"table {name!r} of the collection {path!r} has made {steps} steps, which would be "
                 "lost: share tables before training; or load one state dict into all first"

@@ -58,13 +58,13 @@ def missing_of(ids: Tensor, misses: hash.Misses) -> Missing:
 
     The CPU has no such entries, since it knows the number of misses without waiting.
     """
-    first, counts = misses.first, misses.counts
+    first_positions, counts = misses.first, misses.counts
     if not ids.is_cuda:
         count = int(misses.offsets[-1])
-        first, counts = first[:count], counts[:count]
-    numbers = torch.arange(first.numel(), device=ids.device)
+        first_positions, counts = first_positions[:count], counts[:count]
+    numbers = torch.arange(first_positions.numel(), device=ids.device)
     tables = torch.searchsorted(misses.offsets[1:], numbers, right=True)
-    return Missing(ids[first], counts, tables)
+    return Missing(ids[first_positions], counts, tables)
 
 
 class _Picked(NamedTuple):
@@ -88,46 +88,48 @@ class _Counter(nn.Module):
 
     def __init__(
         self,
-        chosen: Sequence[int],
+        table_indices: Sequence[int],
         specs: Sequence[DynamicSpec],
         device: torch.device,
         hash_keys: Sequence[int],
     ) -> None:
         super().__init__()
         counters = []
-        for t in chosen:
+        for t in table_indices:
             counter = _frequency(specs[t]).counter
             assert isinstance(counter, ExactCounter)
             counters.append(DynamicSpec(counter.capacity, 1, eviction=Eviction.LFU))
         tail = DynamicSpec(1, 1, eviction=Eviction.LFU)
-        self.index = HashIndex([*counters, tail], device, [*(hash_keys[t] for t in chosen), 0])
-        table_of = torch.full((len(specs) + 1,), len(chosen))
-        table_of[list(chosen)] = torch.arange(len(chosen))
+        self.index = HashIndex(
+            [*counters, tail], device, [*(hash_keys[t] for t in table_indices), 0]
+        )
+        table_of = torch.full((len(specs) + 1,), len(table_indices))
+        table_of[list(table_indices)] = torch.arange(len(table_indices))
         self.register_buffer("table_of", table_of.to(device), persistent=False)
-        numbers = torch.arange(len(chosen) + 1, device=device)
+        numbers = torch.arange(len(table_indices) + 1, device=device)
         self.register_buffer("numbers", numbers, persistent=False)
 
-    def pick(self, missing: Missing, mask: Tensor | None = None) -> _Picked:
+    def pick(self, missing_keys: Missing, mask: Tensor | None = None) -> _Picked:
         """Return the misses of counted tables, by table and in order; only those in `mask`."""
-        length, tail = missing.keys.numel(), self.numbers.numel() - 1
-        tables = self.table_of[missing.tables]
-        chosen = tables < tail
+        length, tail = missing_keys.keys.numel(), self.numbers.numel() - 1
+        tables = self.table_of[missing_keys.tables]
+        is_counted = tables < tail
         if mask is not None:
-            chosen = chosen & mask
-        places = torch.where(chosen, torch.cumsum(chosen, 0) - 1, length)
+            is_counted = is_counted & mask
+        targets = torch.where(is_counted, torch.cumsum(is_counted, 0) - 1, length)
         moved = [
-            values.new_zeros(length + 1).scatter_(0, places, values)[:length]
-            for values in (missing.keys, missing.counts)
+            values.new_zeros(length + 1).scatter_(0, targets, values)[:length]
+            for values in (missing_keys.keys, missing_keys.counts)
         ]
-        counted = torch.where(chosen, tables, tail)
+        counted = torch.where(is_counted, tables, tail)
         sizes = torch.zeros_like(self.numbers).scatter_add_(0, counted, torch.ones_like(counted))
         ends = torch.cumsum(sizes, 0)
         starts = torch.cat([ends.new_zeros(1), ends])
-        return _Picked(hash.Keys(moved[0], starts, self.numbers), moved[1], places)
+        return _Picked(hash.Keys(moved[0], starts, self.numbers), moved[1], targets)
 
-    def add(self, missing: Missing, effects: Effects) -> Tensor:
+    def add(self, missing_keys: Missing, effects: Effects) -> Tensor:
         """Count the misses; the count of each so far, 0 for those of other tables."""
-        picked = self.pick(missing)
+        picked = self.pick(missing_keys)
         slots = self.index.insert(picked.batch, picked.counts, effects=effects).slots
         first_buckets = self.index.tables[:, HashTableColumn.FIRST_BUCKET]
         positions = torch.arange(slots.numel(), device=slots.device)
@@ -137,9 +139,9 @@ class _Counter(nn.Module):
         counts = effects.once(torch.ops.aten.where.self, slots < 0, picked.counts, scores)
         return torch.cat([counts, counts.new_zeros(1)])[picked.places]
 
-    def forget(self, missing: Missing, mask: Tensor) -> None:
+    def forget(self, missing_keys: Missing, mask: Tensor) -> None:
         """Drop those of `mask`."""
-        self.index.erase(self.pick(missing, mask).batch)
+        self.index.erase(self.pick(missing_keys, mask).batch)
 
     def counts(self, number: int) -> tuple[Tensor, Tensor]:
         """Keys and counts of one table."""
@@ -182,14 +184,14 @@ class _Counter(nn.Module):
         if state_dicts.refuses(self, state_dict, prefix, arguments[-1]):
             return
         super()._load_from_state_dict(state_dict, prefix, *arguments)
-        missing, unexpected = arguments[2], arguments[3]
+        missing_names, unexpected = arguments[2], arguments[3]
         hash_keys = state_dict.get(f"{prefix}index.{HASH_KEYS}", self.index.hash_keys)
         for number in range(self.numbers.numel() - 1):
-            names = [f"{prefix}{number}.{what}" for what in _ENTRIES]
-            absent = [name for name in names if name not in state_dict]
-            missing.extend(absent)
+            names = [f"{prefix}{number}.{entry}" for entry in _ENTRIES]
+            absent_names = [name for name in names if name not in state_dict]
+            missing_names.extend(absent_names)
             unexpected[:] = [name for name in unexpected if name not in names]
-            if not absent:
+            if not absent_names:
                 self.index.empty(number, int(hash_keys[number]))
                 self.set_counts(number, *(state_dict[name] for name in names))
 
@@ -222,7 +224,7 @@ class _Sketches(nn.Module):
 
     def __init__(
         self,
-        chosen: Sequence[int],
+        table_indices: Sequence[int],
         specs: Sequence[DynamicSpec],
         device: torch.device,
         hash_keys: Sequence[int],
@@ -231,8 +233,8 @@ class _Sketches(nn.Module):
         self._periods: list[tuple[int, int, int]] = []  # begin, end, counters a batch
         # By table: begin, width, depth, threshold, hash key.
         layout = torch.zeros(len(specs) + 1, 5, dtype=torch.int64)
-        begin, most = 0, 0
-        for t in chosen:
+        begin, max_depth = 0, 0
+        for t in table_indices:
             frequency = _frequency(specs[t])
             sketch = frequency.counter
             assert isinstance(sketch, CountMinSketch)
@@ -241,43 +243,45 @@ class _Sketches(nn.Module):
             layout[t] = torch.tensor([*sizes, frequency.threshold, hash_keys[t]])
             if sketch.halve_every is not None:
                 self._periods.append((begin, size, math.ceil(size / sketch.halve_every)))
-            begin, most = begin + size, max(most, frequency.threshold)
+            begin, max_depth = begin + size, max(max_depth, frequency.threshold)
         self.depth = int(layout[:, 2].max())
-        dtype = torch.uint8 if most < 2**8 else torch.int32 if most < 2**31 else torch.int64
+        dtype = (
+            torch.uint8 if max_depth < 2**8 else torch.int32 if max_depth < 2**31 else torch.int64
+        )
         # The last one takes what has no counter.
         counters = torch.zeros(begin + 1, dtype=dtype, device=device)
         self.register_buffer("counters", counters)
         self.register_buffer("batches", torch.zeros(1, dtype=torch.int64, device=device))
         self.register_buffer("layout", layout.to(device), persistent=False)
 
-    def add(self, missing: Missing, effects: Effects) -> Tensor:
+    def add(self, missing_keys: Missing, effects: Effects) -> Tensor:
         """Count the misses; the count of each, at most the threshold, 0 for other tables."""
         self._fade(effects)
-        begin, width, depth, threshold, hash_key = self.layout[missing.tables].unbind(1)
-        mixed = mix(missing.keys ^ hash_key)
+        begin, width, depth, threshold, hash_key = self.layout[missing_keys.tables].unbind(1)
+        mixed = mix(missing_keys.keys ^ hash_key)
         low, high = mixed & _LOW_31, mixed >> 33 & _LOW_31 | 1
         rows = torch.arange(self.depth, device=mixed.device)[:, None]
         column = ((low + rows * high & _LOW_31) * width) >> 31
         unused = self.counters.numel() - 1
-        places = torch.where(rows < depth, begin + rows * width + column, unused)
-        seen = torch.where(rows < depth, self.counters[places].long(), threshold).amin(0)
+        cells = torch.where(rows < depth, begin + rows * width + column, unused)
+        num_seen = torch.where(rows < depth, self.counters[cells].long(), threshold).amin(0)
         # No sum above the threshold, which may wrap where counts are near the largest number.
-        more = torch.minimum(missing.counts, threshold - seen)
-        counts: Tensor = effects.once(torch.ops.aten.add.Tensor, seen, more)
+        more = torch.minimum(missing_keys.counts, threshold - num_seen)
+        counts: Tensor = effects.once(torch.ops.aten.add.Tensor, num_seen, more)
         raised = counts.to(self.counters.dtype).expand(self.depth, -1)
-        self.counters.scatter_reduce_(0, places.flatten(), raised.flatten(), "amax")
+        self.counters.scatter_reduce_(0, cells.flatten(), raised.flatten(), "amax")
         self.counters[unused:].zero_()
         return counts
 
     def _fade(self, effects: Effects) -> None:
         """Halve the part of the counters whose turn it is."""
         batches = effects.once(torch.ops.aten.clone.default, self.batches)
-        for begin, size, part in self._periods:
-            turn = batches * part % (part * math.ceil(size / part))
-            places = turn + torch.arange(part, device=turn.device)
-            places = torch.where(places < size, begin + places, self.counters.numel() - 1)
-            halved = effects.once(torch.ops.aten.clone.default, self.counters[places] // 2)
-            self.counters[places] = halved
+        for begin, size, slice_size in self._periods:
+            turn = batches * slice_size % (slice_size * math.ceil(size / slice_size))
+            cells = turn + torch.arange(slice_size, device=turn.device)
+            cells = torch.where(cells < size, begin + cells, self.counters.numel() - 1)
+            halved = effects.once(torch.ops.aten.clone.default, self.counters[cells] // 2)
+            self.counters[cells] = halved
         effects.once(torch.ops.aten.add_.Scalar, self.batches, 1)
 
     @property
@@ -362,29 +366,29 @@ class Admission(nn.Module):
         """
         if self.counter is None and self.sketches is None:
             return in_store
-        missing = missing_of(keys.ids, misses)
-        count = missing.keys.numel()
+        missing_keys = missing_of(keys.ids, misses)
+        count = missing_keys.keys.numel()
         if in_store is not None:
-            tables = torch.where(in_store[:count], len(self.specs), missing.tables)
-            missing = missing._replace(tables=tables)
-        decided = self.decide(missing, effects)
+            tables = torch.where(in_store[:count], len(self.specs), missing_keys.tables)
+            missing_keys = missing_keys._replace(tables=tables)
+        decided = self.decide(missing_keys, effects)
         admitted = nn.functional.pad(decided, (0, keys.ids.numel() - count))
         return admitted if in_store is None else admitted | in_store
 
-    def decide(self, missing: Missing, effects: Effects | None = None) -> Tensor:
+    def decide(self, missing_keys: Missing, effects: Effects | None = None) -> Tensor:
         """Count missing keys and return which to admit, bool by key.
 
         The result of entries without a table is undefined.
         """
-        counts = torch.zeros_like(missing.counts)
+        counts = torch.zeros_like(missing_keys.counts)
         effects = Effects() if effects is None else effects
         if self.sketches is not None:
-            counts = counts + self.sketches.add(missing, effects)
+            counts = counts + self.sketches.add(missing_keys, effects)
         if self.counter is not None:
-            counts = counts + self.counter.add(missing, effects)
-        admitted = counts >= self.thresholds[missing.tables]
+            counts = counts + self.counter.add(missing_keys, effects)
+        admitted = counts >= self.thresholds[missing_keys.tables]
         if self.counter is not None:
-            self.counter.forget(missing, admitted)
+            self.counter.forget(missing_keys, admitted)
         return admitted
 
     def counts(self, table: int) -> tuple[Tensor, Tensor]:
@@ -420,7 +424,8 @@ class Admission(nn.Module):
         sketches = None if self.sketches is None else self.sketches.state_dict()
         return {
             "counter": None if self.counter is None else self.counter.index.snapshot(),
-            "sketches": sketches and {name: part.clone() for name, part in sketches.items()},
+            "sketches": sketches
+            and {name: counters.clone() for name, counters in sketches.items()},
         }
 
     def check_snapshot(self, snapshot: Any) -> None:
@@ -458,16 +463,18 @@ def _check_state(name: str, state: Any, expected: Mapping[str, Tensor]) -> None:
 
     Exact counters have any number of keys; states of earlier versions lack hash keys.
     """
-    wanted = dict(expected)
+    missing_entries = dict(expected)
     entries = dumps.check_entries(name, state, ())
     for key in expected:
-        stem, _, last = key.rpartition(".")
-        if last == HASH_KEYS and key not in entries:
-            del wanted[key]
-        elif last in _ENTRIES:
+        stem, _, entry = key.rpartition(".")
+        if entry == HASH_KEYS and key not in entries:
+            del missing_entries[key]
+        elif entry in _ENTRIES:
             keys = dumps.check_entries(name, entries, [f"{stem}.keys"])[f"{stem}.keys"]
-            wanted[key] = dumps.check_tensor(f"{name}.{stem}.keys", keys, torch.int64, (None,))
-    dumps.check_state(name, entries, wanted)
+            missing_entries[key] = dumps.check_tensor(
+                f"{name}.{stem}.keys", keys, torch.int64, (None,)
+            )
+    dumps.check_state(name, entries, missing_entries)
 
 
 def _frequency(spec: DynamicSpec) -> FrequencyAdmission:

@@ -280,9 +280,9 @@ class CachedTTEmbeddingBags(nn.Module):
         elif not self.include_last_offset:
             offsets = append_last_offset(indices, offsets)
         if padding := num_padding_ids(indices, offsets):  # which would be counted as an id
-            rest = None if per_sample_weights is None else per_sample_weights[padding:]
+            weights_of_ids = None if per_sample_weights is None else per_sample_weights[padding:]
             offsets = (offsets if self.include_last_offset else offsets[:-1]) - padding
-            out: Tensor = self(indices[padding:], offsets, rest, batch_sizes=batch_sizes)
+            out: Tensor = self(indices[padding:], offsets, weights_of_ids, batch_sizes=batch_sizes)
             none = self.trains.pooling is Pooling.NONE
             return torch.cat([out.new_zeros(padding, out.shape[1]), out]) if none else out
         offsets = self._checked_offsets(indices, offsets, batch_sizes)
@@ -448,11 +448,13 @@ class CachedTTEmbeddingBags(nn.Module):
 
     def _populate_in_time(self) -> None:
         """Choose the rows of tables whose `every` lookups have passed, except frozen tables."""
-        every = self.cache.every or math.inf
+        period = self.cache.every or math.inf
         frozen = self.trains.untrained
-        due = [t for t, since in enumerate(self._since) if since >= every and t not in frozen]
-        if due:
-            self._populate(due)
+        due_tables = [
+            t for t, since in enumerate(self._since) if since >= period and t not in frozen
+        ]
+        if due_tables:
+            self._populate(due_tables)
 
     @torch.no_grad()
     def _populate(self, tables: Iterable[int]) -> None:
@@ -460,9 +462,9 @@ class CachedTTEmbeddingBags(nn.Module):
         keys = torch.cat([part.keys for part in exported]) if exported else self.key_of_row[:0]
         uses = torch.cat([part.scores for part in exported]) if exported else keys
         for table in tables:
-            first, last = self._first_key[table : table + 2]
-            own = (keys >= first) & (keys < last)
-            self._populate_table(table, keys[own], uses[own])
+            first_key, end_key = self._first_key[table : table + 2]
+            is_of_table = (keys >= first_key) & (keys < end_key)
+            self._populate_table(table, keys[is_of_table], uses[is_of_table])
             self._since[table] = 0
         if self._has_stored_rows():  # which lookups in a CUDA graph cannot ask
             self._count_skipped_steps()
@@ -471,53 +473,53 @@ class CachedTTEmbeddingBags(nn.Module):
         keys, order = keys.sort()  # equal uses: the smaller id first
         uses = uses[order]
         best = keys[uses.argsort(descending=True, stable=True)[: self.cache_rows[table]]]
-        present = self._keys(table)
-        new = best[~torch.isin(best, present)]
-        leaving = ((present >= 0) & ~torch.isin(present, best)).nonzero().squeeze(1)
+        cached_keys = self._keys(table)
+        new_keys = best[~torch.isin(best, cached_keys)]
+        leaving = ((cached_keys >= 0) & ~torch.isin(cached_keys, best)).nonzero().squeeze(1)
         if self._spills:  # only as many as there is no room for
-            excess = max(len(new) - int((present < 0).sum()), 0)
-            leaving = least_used(present, leaving, keys, uses)[:excess]
-        self._replace_rows(table, leaving, new)
+            excess = max(len(new_keys) - int((cached_keys < 0).sum()), 0)
+            leaving = least_used(cached_keys, leaving, keys, uses)[:excess]
+        self._replace_rows(table, leaving, new_keys)
 
     def _keys(self, table: int) -> Tensor:
         """Return the keys of a table's stored rows, -1 for free ones."""
-        first, last = self._first_row[table : table + 2]
-        return self.key_of_row[first:last]
+        begin, end = self._first_row[table : table + 2]
+        return self.key_of_row[begin:end]
 
-    def _replace_rows(self, table: int, leaving: Tensor, new: Tensor) -> None:
+    def _replace_rows(self, table: int, leaving: Tensor, new_keys: Tensor) -> None:
         """Remove stored rows, by number within a table, and store keys with the rows of the cores.
 
         What the table is made of changes in one native call: cores, stored rows and whose they
         are. The index follows from these; it is made again if an interrupt comes before it.
         """
-        if not len(leaving) and not len(new):
+        if not len(leaving) and not len(new_keys):
             return
-        own = self._keys(table)
-        after, gone = own.clone(), own[leaving]
+        cached_keys = self._keys(table)
+        keys_after, removed_keys = cached_keys.clone(), cached_keys[leaving]
         cores = [core.detach().float() for core in self.trains.table_cores(table)]
         changes: list[partial[Any]] = []
         if len(leaving):
             cores, changes = self._eviction(table, leaving, cores)
-            after[leaving] = -1
-        free = (after < 0).nonzero().squeeze(1)[: len(new)]
-        after[free] = new
-        ids = new - self._first_key[table]
-        made = tt_projection.rows(self.tables[table], cores, ids) if len(new) else None
+            keys_after[leaving] = -1
+        free = (keys_after < 0).nonzero().squeeze(1)[: len(new_keys)]
+        keys_after[free] = new_keys
+        ids = new_keys - self._first_key[table]
+        new_rows = tt_projection.rows(self.tables[table], cores, ids) if len(new_keys) else None
         self.rows.settle()  # what a cache has learned would be dropped by `overwriting`
-        if made is not None:
+        if new_rows is not None:
             for name, view in self.rows.table_views()[table].items():
                 at = free.to(view.device)
-                values = made.to(view) if name == "weight" else torch.zeros_like(view[at])
+                values = new_rows.to(view) if name == "weight" else torch.zeros_like(view[at])
                 changes.append(partial(view.index_copy_, 0, at, values))
         self._choice += 1
         self._index_is_current = False
         with self.rows.overwriting():
-            in_one_call(*changes, partial(own.copy_, after))
-        if len(gone):
-            self.row_of_slot[self.index.slots(gone)] = -1
-            self.index.erase(gone)
-        if len(new):
-            slots = self.index.find_or_insert_slots(new).slots
+            in_one_call(*changes, partial(cached_keys.copy_, keys_after))
+        if len(removed_keys):
+            self.row_of_slot[self.index.slots(removed_keys)] = -1
+            self.index.erase(removed_keys)
+        if len(new_keys):
+            slots = self.index.find_or_insert_slots(new_keys).slots
             self.row_of_slot[slots] = free
         self._index_is_current = True
 
@@ -530,16 +532,20 @@ class CachedTTEmbeddingBags(nn.Module):
         """
         spec, ids = self.tables[table], self._keys(table)[rows] - self._first_key[table]
         values, calls = self._values(table, rows), []
-        made = tt_projection.rows(spec, cores, ids)
-        changed = float((values - made).double().square().sum())
+        train_rows = tt_projection.rows(spec, cores, ids)
+        changed = float((values - train_rows).double().square().sum())
         if self.cache.eviction is not RowEviction.DROP:
             moved = tt_projection.project(spec, cores, ids, values)
-            own = self.trains.table_cores(table)
-            calls = [partial(core.copy_, value) for core, value in zip(own, moved, strict=True)]
-            cores = [value.to(core.dtype).float() for core, value in zip(own, moved, strict=True)]
-            made = tt_projection.rows(spec, cores, ids)
-        lost = float((values - made).double().square().sum())
-        sums = torch.tensor([changed, lost], device=self.changes.device)
+            own_cores = self.trains.table_cores(table)
+            calls = [
+                partial(core.copy_, value) for core, value in zip(own_cores, moved, strict=True)
+            ]
+            cores = [
+                value.to(core.dtype).float() for core, value in zip(own_cores, moved, strict=True)
+            ]
+            train_rows = tt_projection.rows(spec, cores, ids)
+        squared_loss = float((values - train_rows).double().square().sum())
+        sums = torch.tensor([changed, squared_loss], device=self.changes.device)
         calls.append(partial(self.changes[table].add_, sums))
         evicted = self.counters[table, TT_COUNTERS.index("evicted")]
         return cores, [*calls, partial(evicted.add_, len(rows))]
@@ -560,12 +566,12 @@ class CachedTTEmbeddingBags(nn.Module):
         """Yield the rows of `to_dense` in blocks, in order."""
         keys = self._keys(table)
         rows = (keys >= 0).nonzero().squeeze(1)
-        ids, first = keys[rows] - self._first_key[table], 0
+        ids, first_id = keys[rows] - self._first_key[table], 0
         for block in self.trains.dense_blocks(table):
-            here = (ids >= first) & (ids < first + len(block))
-            block[ids[here] - first] = self._values(table, rows[here]).to(block)
+            is_in_block = (ids >= first_id) & (ids < first_id + len(block))
+            block[ids[is_in_block] - first_id] = self._values(table, rows[is_in_block]).to(block)
             yield block
-            first += len(block)
+            first_id += len(block)
 
     def cached_ids(self, table: int) -> Tensor:
         """Return the ids whose rows are stored, in the cache or spilled."""
@@ -579,11 +585,11 @@ class CachedTTEmbeddingBags(nn.Module):
 
     def _is_spilled(self, table: int) -> Tensor:
         """Return which of a table's stored rows the cache does not hold."""
-        first, last = self._first_row[table : table + 2]
+        begin, end = self._first_row[table : table + 2]
         cache = self.rows.row_cache
         if cache is None:
-            return torch.zeros(last - first, dtype=torch.bool, device=self.key_of_row.device)
-        rows = torch.arange(first, last, device=cache.tags.device)
+            return torch.zeros(end - begin, dtype=torch.bool, device=self.key_of_row.device)
+        rows = torch.arange(begin, end, device=cache.tags.device)
         return ~torch.isin(rows, cache.tags)
 
     def cache_stats(self) -> TTCacheStats:
@@ -595,8 +601,8 @@ class CachedTTEmbeddingBags(nn.Module):
             for t, (counts, changes) in enumerate(numbers)
         ]
         tables = [TTCacheStats(**row) for row in rows]
-        whole = {name: sum(row[name] for row in rows) for name in names}
-        return TTCacheStats(**whole, tables=dict(zip(self.rows.table_names, tables, strict=True)))
+        totals = {name: sum(row[name] for row in rows) for name in names}
+        return TTCacheStats(**totals, tables=dict(zip(self.rows.table_names, tables, strict=True)))
 
     def reset_cache_stats(self, table: int | None = None) -> None:
         """Set the counts of `cache_stats` to zero, of one table or (None) of all.
@@ -626,11 +632,15 @@ class CachedTTEmbeddingBags(nn.Module):
 
     def _counted(self, table: int) -> TableRows:
         """Return the counted ids of a table, as keys, with their uses as scores."""
-        every = self.counts.index.export(0)
-        own = (every.keys >= self._first_key[table]) & (every.keys < self._first_key[table + 1])
-        keys, stamps, uses = every.keys[own], every.stamps[own], every.scores
+        counted = self.counts.index.export(0)
+        is_of_table = (counted.keys >= self._first_key[table]) & (
+            counted.keys < self._first_key[table + 1]
+        )
+        keys, stamps, uses = counted.keys[is_of_table], counted.stamps[is_of_table], counted.scores
         assert uses is not None
-        return TableRows(keys, torch.zeros(len(keys), 1, device=keys.device), stamps, uses[own])
+        return TableRows(
+            keys, torch.zeros(len(keys), 1, device=keys.device), stamps, uses[is_of_table]
+        )
 
     def _rebuild_index(self) -> None:
         """Enter the stored keys into an empty index."""
@@ -662,19 +672,21 @@ class CachedTTEmbeddingBags(nn.Module):
         if isinstance(since, Tensor) and not since.dim():  # of all tables, in earlier versions
             state_dict[f"{prefix}since"] = since.expand(len(self.tables)).clone()
         stored = StoredTables(self.rows.table_names, self._first_key, self.rows.table_views())
-        found = [*stored.problems(state_dict, prefix)]
-        if not found:
+        problems = [*stored.problems(state_dict, prefix)]
+        if not problems:
             state_dict.update(stored.resized(state_dict, prefix))
-        if not state_dicts.refuses(self, state_dict, prefix, arguments[-1], found):
+        if not state_dicts.refuses(self, state_dict, prefix, arguments[-1], problems):
             self._index_is_current = False
             super()._load_from_state_dict(state_dict, prefix, *arguments)
 
     def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
         """Yield what is wrong with the entries of the module, of as many stored rows as here."""
         counts = (f"{prefix}{name}" for name in ("counters", "changes", "since"))
-        own = state_dicts.own_tensors(self, prefix)
-        yield from state_dicts.count_problems(state_dict, {name: own.pop(name) for name in counts})
-        yield from state_dicts.entry_problems(state_dict, own)
+        own_tensors = state_dicts.own_tensors(self, prefix)
+        yield from state_dicts.count_problems(
+            state_dict, {name: own_tensors.pop(name) for name in counts}
+        )
+        yield from state_dicts.entry_problems(state_dict, own_tensors)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -728,12 +740,12 @@ class CachedTTEmbeddingBags(nn.Module):
         trains, rows = self.trains.nbytes(), self.rows.nbytes()
         index = self.row_of_slot.nbytes + self.key_of_row.nbytes
         index += sum(t.nbytes for h in (self.index, self.counts) for t in h.index.tensors())
-        parts = {"weights": trains["weights"], "optimizer_state": trains["optimizer_state"]}
+        nbytes = {"weights": trains["weights"], "optimizer_state": trains["optimizer_state"]}
         if self._spills:
             spill = rows["weights"] + rows["optimizer_state"]
-            return {**parts, "cache": rows["cache"] + index, "spill": spill}
-        parts["optimizer_state"] += rows["optimizer_state"]
-        return {**parts, "cache": rows["weights"] + index, "spill": 0}
+            return {**nbytes, "cache": rows["cache"] + index, "spill": spill}
+        nbytes["optimizer_state"] += rows["optimizer_state"]
+        return {**nbytes, "cache": rows["weights"] + index, "spill": 0}
 
 
 def _restart_if_loaded(module: Any, incompatible: Any) -> None:

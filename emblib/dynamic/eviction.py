@@ -210,8 +210,8 @@ class EvictionLog:
         """Record keys that left a table at a tick, which is not before the last one recorded."""
         log = self._logs[table]
         if keys.numel():
-            before = log[-1][2] if log else 0
-            log.append((tick, keys.detach().cpu().clone(), before + keys.numel()))
+            num_before = log[-1][2] if log else 0
+            log.append((tick, keys.detach().cpu().clone(), num_before + keys.numel()))
         self._expected.pop(table, None)
         while log and log[-1][2] - log[0][2] + log[0][1].numel() > self._max_keys:
             self._complete_from[table] = max(self._complete_from[table], log[0][0] + 1)
@@ -219,18 +219,18 @@ class EvictionLog:
 
     def record_all(self, keys: Tensor, ends: Sequence[int], tick: int) -> None:
         """Record keys of all tables, concatenated: those of table t end at `ends[t]`."""
-        first = 0
+        begin = 0
         for table, end in enumerate(ends):
-            self.record(table, keys[first:end], tick)
-            first = end
+            self.record(table, keys[begin:end], tick)
+            begin = end
 
     def record_batch(self, inserted: InsertedBatch, tick: int) -> None:
         """Record the keys that the insertion of a batch evicted."""
         assert inserted.misses is not None
         assert inserted.result is not None
         evicted = inserted.result.status == hash.EVICTING
-        before = torch.cat([evicted.new_zeros(1, dtype=torch.int64), evicted.cumsum(0)])
-        ends = before[inserted.misses.offsets[1:]].tolist()
+        num_before = torch.cat([evicted.new_zeros(1, dtype=torch.int64), evicted.cumsum(0)])
+        ends = num_before[inserted.misses.offsets[1:]].tolist()
         self.record_all(inserted.result.evicted[evicted, 0], ends, tick)
 
     def complete_from(self, table: int) -> int:

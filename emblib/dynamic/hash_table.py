@@ -58,7 +58,7 @@ class Insertion(NamedTuple):
         if self.evicted is None or self.num_evicted is None:
             return self
         count = int(self.num_evicted)
-        return self._replace(evicted=TableRows(*(part[:count] for part in self.evicted)))
+        return self._replace(evicted=TableRows(*(column[:count] for column in self.evicted)))
 
 
 class HashTable(nn.Module):
@@ -110,11 +110,11 @@ class HashTable(nn.Module):
         self.seed = 0 if seed is None else check_count("seed", seed, minimum=0)
         # Given scores rank like counts followed by stamps; that order takes a score by key.
         self._assigns_scores = spec.eviction in (Eviction.STEP, Eviction.CUSTOM)
-        kept = {
+        spec_fields = {
             **vars(spec),
             "eviction": Eviction.LRU_LFU if self._assigns_scores else spec.eviction,
         }
-        self.index = HashIndex([DynamicSpec(**kept)], device, hash_keys_of(seed, [""]))
+        self.index = HashIndex([DynamicSpec(**spec_fields)], device, hash_keys_of(seed, [""]))
         device = self.index.tags.device
         values = memory.reserve(spec.rows * spec.dim, dtype, device)
         self.register_buffer("values", values.view(spec.rows, spec.dim), persistent=False)
@@ -125,8 +125,8 @@ class HashTable(nn.Module):
     def _scored(self) -> bool:
         return self.index.order in hash.SCORED
 
-    def _use(self, table: int, before: int, rows: int) -> None:
-        memory.use(self.values.view(-1), 0, before * self.spec.dim, rows * self.spec.dim)
+    def _use(self, table: int, rows_before: int, rows: int) -> None:
+        memory.use(self.values.view(-1), 0, rows_before * self.spec.dim, rows * self.spec.dim)
 
     def _rows(self) -> RowBuffers | None:
         """Return the rows that move when the table grows, None if it does not."""
@@ -342,15 +342,15 @@ class HashTable(nn.Module):
         effects.restart()
         if not self._assigns_scores or counts is None:
             return self.index.insert(batch, counts, rows=self._rows(), effects=effects)
-        given = counts
+        given_counts = counts
 
         def rank(keys: Keys, misses: Misses) -> None:
-            self._write_last(misses.counts, misses.groups.long(), given)
+            self._write_last(misses.counts, misses.groups.long(), given_counts)
 
         inserted = self.index.insert(
-            batch, torch.zeros_like(given), admit=rank, rows=self._rows(), effects=effects
+            batch, torch.zeros_like(given_counts), admit=rank, rows=self._rows(), effects=effects
         )
-        self._write_last(self._entries(HashEntryColumn.SCORE), inserted.slots, given)
+        self._write_last(self._entries(HashEntryColumn.SCORE), inserted.slots, given_counts)
         return inserted
 
     def _entries(self, column: HashEntryColumn) -> Tensor:
@@ -403,11 +403,11 @@ class HashTable(nn.Module):
     def scores(self, keys: Tensor) -> tuple[Tensor, Tensor]:
         """Return scores, int64 `[n]` (0 for none), and which keys are in the table, bool `[n]`."""
         slots = self.slots(keys)
-        there = slots >= 0
+        is_present = slots >= 0
         if not self._scored:
-            return torch.zeros_like(slots), there
+            return torch.zeros_like(slots), is_present
         scores = self._entries(HashEntryColumn.SCORE)[slots.clamp(min=0)]
-        return torch.where(there, scores, 0), there
+        return torch.where(is_present, scores, 0), is_present
 
     @atomic
     def set_scores(self, keys: Tensor, scores: Tensor | int) -> Tensor:
@@ -438,12 +438,14 @@ class HashTable(nn.Module):
 
         The table is not changed meanwhile.
         """
-        found = self.index.export(0, since)
-        scores = torch.zeros_like(found.keys) if found.scores is None else found.scores
-        for slots in found.slots.split(batch):
+        exported = self.index.export(0, since)
+        scores = torch.zeros_like(exported.keys) if exported.scores is None else exported.scores
+        for slots in exported.slots.split(batch):
             if slots.numel():
-                at = torch.searchsorted(found.slots, slots)
-                yield TableRows(found.keys[at], self.values[slots], found.stamps[at], scores[at])
+                at = torch.searchsorted(exported.slots, slots)
+                yield TableRows(
+                    exported.keys[at], self.values[slots], exported.stamps[at], scores[at]
+                )
 
     @torch.no_grad()
     @atomic
@@ -508,10 +510,10 @@ class HashTable(nn.Module):
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
-        parts = zip(self._no_rows(), *self.export(), strict=True)
-        rows = TableRows(*(torch.cat(part) for part in parts))
-        for name, part in rows._asdict().items():
-            destination[prefix + name] = part
+        columns = zip(self._no_rows(), *self.export(), strict=True)
+        rows = TableRows(*(torch.cat(column) for column in columns))
+        for name, column in rows._asdict().items():
+            destination[prefix + name] = column
         destination[prefix + "tick"] = self.index.clock.clone()
 
     @atomic
@@ -521,33 +523,38 @@ class HashTable(nn.Module):
         """Replace the content by a saved table, which may be of another capacity."""
         if state_dicts.refuses(self, state_dict, prefix, arguments[-1]):
             return
-        missing: list[str] = arguments[2]
+        missing_names: list[str] = arguments[2]
         names = [prefix + name for name in (*TableRows._fields, "tick")]
-        missing += (absent := [name for name in names if name not in state_dict])
-        if not absent:
-            *parts, tick = (state_dict[name].to(self.values.device) for name in names)
+        missing_names += (absent_names := [name for name in names if name not in state_dict])
+        if not absent_names:
+            *columns, tick = (state_dict[name].to(self.values.device) for name in names)
             hash_keys = state_dict.get(f"{prefix}index.{HASH_KEYS}")
 
             def make() -> None:
                 self.clear()
                 self.index.empty(0, None if hash_keys is None else int(hash_keys))
-                self.reserve(parts[0].numel())
-                self.load(TableRows(*parts))
+                self.reserve(columns[0].numel())
+                self.load(TableRows(*columns))
                 self.index.set_tick(int(tick))
 
             self._lock.complete(make, lambda: True)
 
     def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
         """Yield what is wrong with the entries of the table."""
-        word = torch.empty(0, dtype=torch.int64)
+        int64_scalar = torch.empty(0, dtype=torch.int64)
         keys = state_dict.get(f"{prefix}keys")
         size = len(keys) if isinstance(keys, Tensor) and keys.dim() == 1 else None
-        rows = {"keys": word, "values": self.values, "stamps": word, "scores": word}
-        for name, own in rows.items():
+        rows = {
+            "keys": int64_scalar,
+            "values": self.values,
+            "stamps": int64_scalar,
+            "scores": int64_scalar,
+        }
+        for name, expected in rows.items():
             shape = (size, *self.values.shape[1:]) if name == "values" else (size,)
             if prefix + name in state_dict:
                 value = state_dict[prefix + name]
-                problem = state_dicts.tensor_problem(value, own, shape)
+                problem = state_dicts.tensor_problem(value, expected, shape)
                 if not problem and name in ("stamps", "scores") and bool((value < 0).any()):
                     problem = f"must be >= 0, got {value}"
                 if not problem and name == "stamps" and bool((value >= MAX_TICK).any()):
@@ -576,8 +583,8 @@ class HashTable(nn.Module):
     @atomic
     def __reduce__(self) -> tuple[Any, ...]:
         used = self.values[: self.capacity()].clone()
-        made = (self.spec, self.dtype, self.seed, str(self.values.device))
-        return _rebuild, (*made, self.index.snapshot(), used)
+        arguments = (self.spec, self.dtype, self.seed, str(self.values.device))
+        return _rebuild, (*arguments, self.index.snapshot(), used)
 
     @atomic
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:

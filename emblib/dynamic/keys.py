@@ -42,8 +42,8 @@ def hash_keys_of(
         hash_seeds = [new_seed() if seed is None else seed] * len(names)
     if len(hash_seeds) != len(names):
         raise ValueError(f"hash_seeds must be one per table = {len(names)}, got {len(hash_seeds)}")
-    seeds = [check_count("hash_seeds", one, minimum=0) for one in hash_seeds]
-    return [hash_key_of(one, name) for one, name in zip(seeds, names, strict=True)]
+    seeds = [check_count("hash_seeds", given_seed, minimum=0) for given_seed in hash_seeds]
+    return [hash_key_of(given_seed, name) for given_seed, name in zip(seeds, names, strict=True)]
 
 
 def as_keys(keys: Tensor) -> Tensor:
@@ -114,7 +114,7 @@ class LastBatch(NamedTuple):
     keys: Keys
     version: int
 
-    def status_of(self, table: int, wanted: Tensor) -> Tensor:
+    def status_of(self, table: int, keys: Tensor) -> Tensor:
         """Return the status of keys of one table in the batch, uint8 `[n]` on the CPU.
 
         Raises:
@@ -128,12 +128,12 @@ class LastBatch(NamedTuple):
         of_table = hash.tables_of(self.keys) == table
         ids = self.keys.ids[of_table].cpu()
         status = of_insertion(self.inserted)[of_table].cpu()
-        result = torch.full(wanted.shape, KeyStatus.ABSENT, dtype=torch.uint8)
-        if not ids.numel() or not wanted.numel():
+        result = torch.full(keys.shape, KeyStatus.ABSENT, dtype=torch.uint8)
+        if not ids.numel() or not keys.numel():
             return result
         ordered, order = ids.sort()
-        at = torch.searchsorted(ordered, wanted).clamp_(max=ordered.numel() - 1)
-        is_match = ordered[at] == wanted
+        at = torch.searchsorted(ordered, keys).clamp_(max=ordered.numel() - 1)
+        is_match = ordered[at] == keys
         result[is_match] = status[order[at[is_match]]]
         return result
 

@@ -482,9 +482,9 @@ class DynamicEmbeddingBags(FusedTables):
     ) -> None:
         for hook in self._load_state_dict_pre_hooks.values():
             hook(state_dict, prefix, *arguments)
-        _, _, missing, unexpected, errors = arguments
+        _, _, missing_names, unexpected, errors = arguments
         if not state_dicts.refuses(self, state_dict, prefix, errors):
-            checkpoint.read_state(self.state, state_dict, prefix, missing, unexpected)
+            checkpoint.read_state(self.state, state_dict, prefix, missing_names, unexpected)
 
     @property
     def _names_in_checkpoints(self) -> SimpleNamespace:

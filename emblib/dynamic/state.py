@@ -128,8 +128,8 @@ class DynamicState:
         """Return the rows that the index moves when a table grows."""
         return RowBuffers(self.row_buffers, self.moves, self._use_rows)
 
-    def _use_rows(self, table: int, before: int, now: int) -> None:
-        self.layout.use(self.row_buffers, table, before, now)
+    def _use_rows(self, table: int, rows_before: int, rows_now: int) -> None:
+        self.layout.use(self.row_buffers, table, rows_before, rows_now)
 
     def use_initial_rows(self) -> None:
         """Take the rows of the initial capacities into use."""
@@ -138,13 +138,13 @@ class DynamicState:
 
     def parts(self) -> dict[str, nn.Module]:
         """Return the modules of the state by their names in state dicts."""
-        parts = {
+        children = {
             "index": self.index,
             "row_initializer": self.row_initializer,
             "admission": self.admission,
             "scores": self.scores,
         }
-        return {name: part for name, part in parts.items() if part is not None}
+        return {name: child for name, child in children.items() if child is not None}
 
     def table_number(self, table: int | str) -> int:
         """Return the number of a table given by number or name, see `RowLayout.table_number`."""
@@ -391,8 +391,10 @@ def assign_key_scores(state: DynamicState, table: int, keys: Tensor, scores: Ten
     entries[slots[is_fast], HashEntryColumn.SCORE] = largest.to(slots.device)[is_fast]
     is_present = is_fast.cpu()
     if state.backing is not None:
-        absent = ~is_present
-        is_present[absent] = state.backing.assign_scores(table, distinct[absent], largest[absent])
+        is_absent = ~is_present
+        is_present[is_absent] = state.backing.assign_scores(
+            table, distinct[is_absent], largest[is_absent]
+        )
     return is_present[groups]
 
 

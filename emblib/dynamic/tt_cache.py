@@ -95,8 +95,8 @@ class TTCache:
         for name in ("counted", "every"):
             if getattr(self, name) is not None:
                 check_count(name, getattr(self, name))
-        for name, given, minimum in (("rows", self.rows, 1), ("spill_rows", self.spill_rows, 0)):
-            for number in _numbers(given):
+        for name, value, minimum in (("rows", self.rows, 1), ("spill_rows", self.spill_rows, 0)):
+            for number in _numbers(value):
                 check_count(name, number, minimum=minimum)
         if self.spill_rows is not None and self.eviction is not RowEviction.SPILL:
             raise ValueError(
@@ -117,8 +117,8 @@ class TTCache:
             spilled = [_SPILLED * rows for rows in cached]
         else:
             spilled = _per_table("spill_rows", self.spill_rows, tables, minimum=0)
-        parts = zip(cached, spilled, tables, strict=True)
-        return [min(rows + more, spec.rows) for rows, more, spec in parts]
+        row_counts = zip(cached, spilled, tables, strict=True)
+        return [min(rows + more, spec.rows) for rows, more, spec in row_counts]
 
     @property
     def placement(self) -> Placement:
@@ -139,27 +139,27 @@ class TTCache:
 
     def index_specs(self, tables: Sequence[TTSpec]) -> tuple[DynamicSpec, DynamicSpec]:
         """Return the hash tables of ids that are stored, and of those that are counted."""
-        stored = math.ceil(sum(self.stored_rows_of(tables)) / _INDEX_LOAD)
+        num_stored = math.ceil(sum(self.stored_rows_of(tables)) / _INDEX_LOAD)
         return (
-            DynamicSpec(stored, 1, eviction=Eviction.NONE),
+            DynamicSpec(num_stored, 1, eviction=Eviction.NONE),
             DynamicSpec(self.counted_of(tables), 1, eviction=Eviction.LFU),
         )
 
 
-def _numbers(given: Any) -> Sequence[Any]:
+def _numbers(value: Any) -> Sequence[Any]:
     """Return one number or several as a sequence."""
-    if given is None:
+    if value is None:
         return ()
-    return given if isinstance(given, Sequence) and not isinstance(given, str) else (given,)
+    return value if isinstance(value, Sequence) and not isinstance(value, str) else (value,)
 
 
 def _per_table(
-    name: str, given: int | Sequence[int], tables: Sequence[TTSpec], *, minimum: int = 1
+    name: str, value: int | Sequence[int], tables: Sequence[TTSpec], *, minimum: int = 1
 ) -> list[int]:
     """Return a number of rows for each table, at most those that it has."""
-    numbers = list(given) if isinstance(given, Sequence) else [given] * len(tables)
+    numbers = list(value) if isinstance(value, Sequence) else [value] * len(tables)
     if len(numbers) != len(tables):
-        raise ValueError(f"{name} must be a number or one per table, got {given}")
+        raise ValueError(f"{name} must be a number or one per table, got {value}")
     pairs = zip(numbers, tables, strict=True)
     return [min(check_count(name, rows, minimum=minimum), spec.rows) for rows, spec in pairs]
 
@@ -199,14 +199,14 @@ TT_COUNTERS = ("lookups", "hits", "spill_hits", "evicted")
 assert tuple(f.name for f in fields(TTCacheStats))[: len(TT_COUNTERS)] == TT_COUNTERS
 
 
-def least_used(present: Tensor, rows: Tensor, keys: Tensor, uses: Tensor) -> Tensor:
+def least_used(cached_keys: Tensor, rows: Tensor, keys: Tensor, uses: Tensor) -> Tensor:
     """Return rows by ascending uses, of equal ones the largest key first; `keys` ascend."""
-    own = present[rows]
-    counts = torch.zeros_like(own)
+    candidates = cached_keys[rows]
+    counts = torch.zeros_like(candidates)
     if len(keys):
-        at = torch.searchsorted(keys, own).clamp(max=len(keys) - 1)
-        counts = torch.where(keys[at] == own, uses[at], 0)
-    by_key = own.argsort(descending=True)
+        at = torch.searchsorted(keys, candidates).clamp(max=len(keys) - 1)
+        counts = torch.where(keys[at] == candidates, uses[at], 0)
+    by_key = candidates.argsort(descending=True)
     return rows[by_key[counts[by_key].argsort(stable=True)]]
 
 

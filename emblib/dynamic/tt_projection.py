@@ -22,7 +22,7 @@ _MOST_ROWS_IN_INT64 = 1 << 31  # whose product with a multiplier fits
 
 def rows(spec: TTSpec, cores: Sequence[Tensor], ids: Tensor) -> Tensor:
     """Return the rows `[n, dim]` that the cores of a table make of ids, int64 `[n]`."""
-    return torch.cat([_rows_at(spec, cores, _places(spec, some)) for some in ids.split(_CHUNK)])
+    return torch.cat([_rows_at(spec, cores, _digits(spec, some)) for some in ids.split(_CHUNK)])
 
 
 def project(spec: TTSpec, cores: Sequence[Tensor], ids: Tensor, values: Tensor) -> Sequence[Tensor]:
@@ -37,27 +37,27 @@ def project(spec: TTSpec, cores: Sequence[Tensor], ids: Tensor, values: Tensor) 
         ids: int64 `[n]`.
         values: float32 `[n, dim]`.
     """
-    places = _places(spec, ids)
-    error = float((_rows_at(spec, cores, places) - values).square().sum())
+    digits = _digits(spec, ids)
+    error = float((_rows_at(spec, cores, digits) - values).square().sum())
     for _ in range(_STEPS):
-        left = values - _rows_at(spec, cores, places)
-        grads = reference.core_grads(cores, places, left, spec.row_factors, spec.dim_factors)
-        moved = _moved(spec, cores, grads, places)
+        residual = values - _rows_at(spec, cores, digits)
+        grads = reference.core_grads(cores, digits, residual, spec.row_factors, spec.dim_factors)
+        moved = _moved(spec, cores, grads, digits)
         size = float(moved.square().sum())
-        step = float((moved * left).sum()) / size if size else 0.0
+        step = float((moved * residual).sum()) / size if size else 0.0
         while step > _SHORTEST_STEP:
             tried = [c + step * g for c, g in zip(cores, grads, strict=True)]
-            now = float((_rows_at(spec, tried, places) - values).square().sum())
-            if now < error:
+            squared_error = float((_rows_at(spec, tried, digits) - values).square().sum())
+            if squared_error < error:
                 break
             step /= 2
         else:
             break
-        cores, error = tried, now
+        cores, error = tried, squared_error
     return cores
 
 
-def _places(spec: TTSpec, ids: Tensor) -> Tensor:
+def _digits(spec: TTSpec, ids: Tensor) -> Tensor:
     """Return the rows of the train that ids stand for."""
     multiplier, offset = spec.permutation
     if spec.rows > _MOST_ROWS_IN_INT64:
@@ -65,17 +65,17 @@ def _places(spec: TTSpec, ids: Tensor) -> Tensor:
     return (ids * multiplier + offset) % spec.rows
 
 
-def _rows_at(spec: TTSpec, cores: Sequence[Tensor], places: Tensor) -> Tensor:
-    return reference.rows(cores, places, spec.row_factors, spec.dim_factors)
+def _rows_at(spec: TTSpec, cores: Sequence[Tensor], digits: Tensor) -> Tensor:
+    return reference.rows(cores, digits, spec.row_factors, spec.dim_factors)
 
 
 def _moved(
-    spec: TTSpec, cores: Sequence[Tensor], grads: Sequence[Tensor], places: Tensor
+    spec: TTSpec, cores: Sequence[Tensor], grads: Sequence[Tensor], digits: Tensor
 ) -> Tensor:
     """Return the derivative of rows as the cores move along their gradients."""
 
-    def made(*moving: Tensor) -> Tensor:
-        return _rows_at(spec, moving, places)
+    def rows_of_cores(*moving: Tensor) -> Tensor:
+        return _rows_at(spec, moving, digits)
 
-    found: Tensor = torch.func.jvp(made, tuple(cores), tuple(grads))[1]
-    return found
+    change: Tensor = torch.func.jvp(rows_of_cores, tuple(cores), tuple(grads))[1]
+    return change

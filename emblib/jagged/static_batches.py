@@ -101,11 +101,11 @@ class BatchLayout:
         if self.parts != other.parts or self.fixed != other.fixed:
             of_other: dict[int, list[Any]] = {}
             of_self: dict[int, list[Any]] = {}
-            for found, layout in ((of_self, self), (of_other, other)):
+            for count, layout in ((of_self, self), (of_other, other)):
                 for number, fixed in enumerate(layout.fixed):
-                    found[number] = [fixed]
+                    count[number] = [fixed]
                 for part in layout.parts:
-                    found[part.leaf].append(f"{part.kind} {list(part.shape)} {part.dtype}")
+                    count[part.leaf].append(f"{part.kind} {list(part.shape)} {part.dtype}")
             number = next(n for n in of_self if of_self[n] != of_other[n])
             raise ValueError(
                 f"{_DIFFERS}leaf {number} has {of_other[number]}, that of the first one "
@@ -159,7 +159,7 @@ class StaticBatch:
         ends = [0]
         for size in sizes:
             ends.append(ends[-1] + -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
-        self._ranges = [(first, first + size) for first, size in zip(ends, sizes, strict=False)]
+        self._ranges = [(begin, begin + size) for begin, size in zip(ends, sizes, strict=False)]
         self._shapes = shapes
         self._bytes = torch.zeros(ends[-1], dtype=torch.uint8, device=device)
         self._tensors = self._views(self._bytes)
@@ -167,8 +167,8 @@ class StaticBatch:
 
     def _views(self, memory: Tensor) -> list[Tensor]:
         return [
-            memory[first:last].view(part.dtype).view(shape)
-            for (first, last), part, shape in zip(
+            memory[begin:end].view(part.dtype).view(shape)
+            for (begin, end), part, shape in zip(
                 self._ranges, self._layout.parts, self._shapes, strict=True
             )
         ]
@@ -304,8 +304,8 @@ def _values_of(leaf: Any) -> Tensor:
 def _tensor_of(leaf: Any, kind: str) -> Tensor:
     """Return a tensor of a leaf by its kind."""
     if kind == "offsets":
-        found: Tensor = leaf.offsets()
-        return found
+        offsets: Tensor = leaf.offsets()
+        return offsets
     weights: Tensor | None = leaf.weights_or_none() if kind == "weights" else None
     return _values_of(leaf) if weights is None else weights
 

@@ -156,11 +156,11 @@ class MemoryPlan:
         Raises:
             KeyError: the plan has no table of such a collection.
         """
-        found = tuple(choice.config for choice in self.choices if choice.path == path)
-        if not found:
+        configs = tuple(choice.config for choice in self.choices if choice.path == path)
+        if not configs:
             paths = sorted({choice.path for choice in self.choices})
             raise KeyError(f"the plan has no collection at {path!r}; it has {paths}")
-        return found
+        return configs
 
     @property
     def nbytes(self) -> int:
@@ -187,13 +187,15 @@ class MemoryPlan:
         head = ("table", "rows x dim", "stored as", "bytes", "of plain", "loss", "why")
         lines = [head]
         for choice in self.choices:
-            before = choice.before
-            name = f"{choice.path}.{before.name}" if choice.path else before.name
-            sizes = f"{before.num_embeddings:,} x {before.embedding_dim}"
-            stored = "as it is" if choice.method == AS_IT_IS else _described(choice)
+            config_before = choice.before
+            name = f"{choice.path}.{config_before.name}" if choice.path else config_before.name
+            sizes = f"{config_before.num_embeddings:,} x {config_before.embedding_dim}"
+            storage_text = "as it is" if choice.method == AS_IT_IS else _described(choice)
             share = f"1/{choice.plain_nbytes / choice.nbytes:.4g}" if choice.nbytes else "-"
             number = f"{choice.loss:.3f}"
-            lines.append((name, sizes, stored, size(choice.nbytes), share, number, choice.why))
+            lines.append(
+                (name, sizes, storage_text, size(choice.nbytes), share, number, choice.why)
+            )
         widths = [max(len(line[c]) for line in lines) for c in range(len(head) - 1)]
         table = [
             "  ".join(
@@ -273,32 +275,38 @@ def plan_memory(
         raise TypeError(f"trace must be a LookupTrace, as TraceRecorder.trace is, got {trace!r}")
     if optimizer is not None and not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer must be one of emblib.optim, got {optimizer!r}")
-    found = planned_tables(tables, optimizer)
-    given = _described_tables(found, importances_of(found, importance), trace, losses, backing)
-    options = [_candidates(table, methods, serving, device) for table in given]
+    tables_found = planned_tables(tables, optimizer)
+    described = _described_tables(
+        tables_found, importances_of(tables_found, importance), trace, losses, backing
+    )
+    options = [_candidates(table, methods, serving, device) for table in described]
     picked = pick(options, Limits(budget, None if backing is None else backing.nbytes))
     choices = tuple(_explained(some, k) for some, k in zip(options, picked, strict=True))
-    notes = tuple(_assumptions(given, choices, losses, serving))
+    notes = tuple(_assumptions(described, choices, losses, serving))
     return MemoryPlan(choices, budget, notes, backing)
 
 
 def _described_tables(
-    found: Sequence[tuple[str, TableConfig, Optimizer | None]],
+    tables: Sequence[tuple[str, TableConfig, Optimizer | None]],
     importances: Sequence[float],
     trace: LookupTrace | None,
     losses: Mapping[str, Curve] | None,
     backing: BackingMemory | None,
 ) -> list[_Table]:
     """Return the description of each table for the methods."""
-    planned = frozenset(f"{path}.{config.name}" for path, config, _ in found)
+    planned = frozenset(f"{path}.{config.name}" for path, config, _ in tables)
     curves = {**MEASURED, **(losses or {})}
     counts = [
         None if trace is None else _counts(trace, path, config, planned)
-        for path, config, _ in found
+        for path, config, _ in tables
     ]
-    known = [float(one.sum()) for one in counts if one is not None]
-    mean = sum(known) / len(known) if known else 1.0
-    lookups = [mean if one is None else float(one.sum()) for one in counts]
+    known_totals = [
+        float(table_counts.sum()) for table_counts in counts if table_counts is not None
+    ]
+    mean = sum(known_totals) / len(known_totals) if known_totals else 1.0
+    lookups = [
+        mean if table_counts is None else float(table_counts.sum()) for table_counts in counts
+    ]
     return [
         _Table(
             path=path,
@@ -310,10 +318,10 @@ def _described_tables(
             curves=curves,
             lookups=number / sum(lookups),
             backing=backing,
-            longest=max(c.embedding_dim for p, c, _ in found if p == path),
+            longest=max(c.embedding_dim for p, c, _ in tables if p == path),
         )
         for (path, config, trained_by), factor, count, number in zip(
-            found, importances, counts, lookups, strict=True
+            tables, importances, counts, lookups, strict=True
         )
     ]
 
@@ -366,9 +374,9 @@ def _narrow(table: _Table) -> Iterator[_Option]:
 
 def _tensor_train(table: _Table) -> Iterator[_Option]:
     with_ranks = TTSpec(table.rows, table.config.embedding_dim, (1, 1))
-    most = shapes.most_ranks(with_ranks.row_factors, with_ranks.dim_factors)
+    max_ranks = shapes.most_ranks(with_ranks.row_factors, with_ranks.dim_factors)
     # Small tables clip large ranks to equal ones.
-    for ranks in dict.fromkeys(tuple(min(rank, top) for top in most) for rank in _RANKS):
+    for ranks in dict.fromkeys(tuple(min(rank, top) for top in max_ranks) for rank in _RANKS):
         yield _measured(table, "tensor_train", TensorTrain(ranks))
 
 
@@ -489,14 +497,14 @@ def _candidates(
         )
 
     plain = int(_nbytes(table, table.config, serving, device).device)
-    every = [choice(AS_IT_IS, _Option(table.config, 0.0))]
+    candidates = [choice(AS_IT_IS, _Option(table.config, 0.0))]
     if table.config.storage == Dense():
         for method in methods:
             try:
-                every += [choice(method, option) for option in _MAKERS[method](table)]
+                candidates += [choice(method, option) for option in _MAKERS[method](table)]
             except ValueError as error:  # e.g. initial values that a method cannot draw
                 _LOG.info("%s cannot be stored as %s: %s", table.name, method, error)
-    return without_dominated(every)
+    return without_dominated(candidates)
 
 
 def _nbytes(table: _Table, config: TableConfig, serving: int | None, device: str) -> MemoryBytes:
@@ -517,26 +525,26 @@ def _nbytes(table: _Table, config: TableConfig, serving: int | None, device: str
 
 
 def _explained(choices: Sequence[MemoryChoice], picked: int) -> MemoryChoice:
-    choice, said = choices[picked], []
+    choice, sentences = choices[picked], []
     better = next((c for c in reversed(choices[:picked]) if c.cost < choice.cost), None)
     if better is not None:
         more = size(better.nbytes - choice.nbytes)
-        said.append(f"{_described(better)} would lose {better.loss:.3f} for {more} more")
+        sentences.append(f"{_described(better)} would lose {better.loss:.3f} for {more} more")
     if picked + 1 < len(choices):
         smaller = choices[picked + 1]
         less = size(choice.nbytes - smaller.nbytes)
-        said.append(f"{_described(smaller)} would lose {smaller.loss:.3f} for {less} less")
-    return replace(choice, why="; ".join(said) or "nothing else is possible")
+        sentences.append(f"{_described(smaller)} would lose {smaller.loss:.3f} for {less} less")
+    return replace(choice, why="; ".join(sentences) or "nothing else is possible")
 
 
 def _described(choice: MemoryChoice) -> str:
     names = {AS_IT_IS: "the table as it is", "bf16": "16-bit rows"}
     storage = choice.config.storage
     if choice.method == "cached" and isinstance(storage, Dense) and storage.cache is not None:
-        where = "on disk" if storage.placement is Placement.DISK else "in host memory"
+        placement_text = "on disk" if storage.placement is Placement.DISK else "in host memory"
         return (
-            f"{size(choice.backing_nbytes)} {where}, 1/{1 / storage.cache.load_factor:g} of the "
-            f"rows cached, hit rate {choice.hit_rate:.2f}"
+            f"{size(choice.backing_nbytes)} {placement_text}, 1/{1 / storage.cache.load_factor:g} "
+            f"of the rows cached, hit rate {choice.hit_rate:.2f}"
         )
     return names.get(choice.method) or brief(storage)
 
@@ -610,16 +618,16 @@ def _counts(
     another planned table.
     """
     traced = {f.table for f in trace.features}
-    own = f"{path}.{config.name}"
-    if own not in traced:
+    path_name = f"{path}.{config.name}"
+    if path_name not in traced:
         alike = {name for name in traced if name.rpartition(".")[2] == config.name}
         if len(alike) != 1 or alike & planned:
             return None
-        (own,) = alike
+        (path_name,) = alike
     rows = config.num_embeddings
     counts = torch.zeros(rows, dtype=torch.int64)
     for ids, feature in zip(trace.ids, trace.features, strict=True):
-        if feature.table == own:
+        if feature.table == path_name:
             valid = ids.to(torch.int64)
             counts += torch.bincount(valid[(valid >= 0) & (valid < rows)], minlength=rows)
     return counts if counts.any() else None

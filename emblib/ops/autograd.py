@@ -89,21 +89,21 @@ def for_update() -> Iterator[None]:
 
     The update of such a lookup reads no values of the output.
     """
-    before = _for_update.set(True)
+    token = _for_update.set(True)
     try:
         yield
     finally:
-        _for_update.reset(before)
+        _for_update.reset(token)
 
 
 @contextmanager
 def with_values() -> Iterator[None]:
     """Make lookups inside return their values, also within `for_update`: a gradient needs them."""
-    before = _for_update.set(False)
+    token = _for_update.set(False)
     try:
         yield
     finally:
-        _for_update.reset(before)
+        _for_update.reset(token)
 
 
 def is_for_update() -> bool:
@@ -263,8 +263,8 @@ def update_in_backward(
     """
     is_finite = overflow = None
     if scale is not None:
-        grad, is_finite = found = unscaled(grad, scale)
-        overflow = found.overflow()
+        grad, is_finite = unscaled_gradient = unscaled(grad, scale)
+        overflow = unscaled_gradient.overflow()
     locations = None if batch.hooks is None else batch.hooks.before_update()
     if locations is None:
         # Slots of a batch without hooks do not refer to a cache, so they are still valid.
@@ -352,13 +352,15 @@ def apply_row_gradients(
 def _of_trained_tables(batch: Lookup, locations: RowLocations) -> RowLocations:
     """Drop the rows of frozen tables; nothing is read back from the device."""
     assert batch.trained_features is not None
-    known, row_slots = locations.groups, locations.row_slots
+    groups_before, row_slots = locations.groups, locations.row_slots
     groups = groups_of(batch._replace(features=batch.trained_features))
     if row_slots is not None and row_slots.numel() > 0:
-        number = torch.arange(known.rows.numel(), device=known.rows.device)
-        rows = torch.where(number < known.count, known.rows, torch.iinfo(torch.int64).max)
-        found = torch.searchsorted(rows, groups.rows)
-        row_slots = row_slots[found.clamp(max=row_slots.numel() - 1)]
+        number = torch.arange(groups_before.rows.numel(), device=groups_before.rows.device)
+        rows = torch.where(
+            number < groups_before.count, groups_before.rows, torch.iinfo(torch.int64).max
+        )
+        positions = torch.searchsorted(rows, groups.rows)
+        row_slots = row_slots[positions.clamp(max=row_slots.numel() - 1)]
     return locations._replace(groups=groups, row_slots=row_slots)
 
 
@@ -455,9 +457,9 @@ class GradientLookup(torch.autograd.Function):
             make = _dense_grad if is_dense else _sparse_grad
             joined = make(ctx, grad, batch, groups, sample_weights)
             split = _split_dense if is_dense else _split_sparse
-            found = [joined] if ctx.offsets is None else split(joined, ctx.offsets)
-            wanted = zip(found, ctx.devices, is_wanted, strict=True)
-            grads = [g.to(device) if want else None for g, device, want in wanted]
+            gradients = [joined] if ctx.offsets is None else split(joined, ctx.offsets)
+            grads_to_move = zip(gradients, ctx.devices, is_wanted, strict=True)
+            grads = [g.to(device) if want else None for g, device, want in grads_to_move]
         if batch.hooks is not None:
             batch.hooks.after_update()
         return None, None, None, None, sample_grad, None, None, None, *grads

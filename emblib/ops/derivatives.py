@@ -14,13 +14,13 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 
-def refuse_tangents(what: str, *tensors: Tensor | None) -> None:
+def refuse_tangents(operation: str, *tensors: Tensor | None) -> None:
     """Raise NotImplementedError if one of the tensors has a tangent, which an op would drop.
 
     Outside of forward mode this reads one number. In compiled code it does nothing.
 
     Args:
-        what: names the tensors in the error.
+        operation: names the tensors in the error.
         tensors: the differentiable arguments of an op.
     """
     if forward_ad._current_level < 0 or torch.compiler.is_compiling():
@@ -28,9 +28,10 @@ def refuse_tangents(what: str, *tensors: Tensor | None) -> None:
     for tensor in tensors:
         if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
             raise NotImplementedError(
-                f"forward-mode differentiation of {what} (torch.func.jvp and jacfwd, dual tensors) "
-                "is not supported, with or without no_grad: use reverse mode, e.g. backward(); or "
-                "look up with the tangent as the sample weights, in which the output is linear"
+                f"forward-mode differentiation of {operation} (torch.func.jvp and jacfwd, dual "
+                "tensors) is not supported, with or without no_grad: use reverse mode, e.g. "
+                "backward(); or look up with the tangent as the sample weights, in which the "
+                "output is linear"
             )
 
 
@@ -50,13 +51,13 @@ def once_differentiable(backward: Backward) -> Backward:
             return backward(ctx, *grads)
         with torch.no_grad():
             results = backward(ctx, *grads)
-        sources = [one for one in grads if isinstance(one, Tensor) and one.requires_grad]
-        found = results if isinstance(results, tuple) else (results,)
-        tensors = [one for one in found if one is not None]
+        sources = [grad for grad in grads if isinstance(grad, Tensor) and grad.requires_grad]
+        grads_out = results if isinstance(results, tuple) else (results,)
+        tensors = [grad for grad in grads_out if grad is not None]
         if not sources or not tensors:
             return results
         guarded = iter(_NotTwice.apply(len(tensors), *tensors, *sources))
-        return tuple(None if one is None else next(guarded) for one in found)
+        return tuple(None if grad is None else next(guarded) for grad in grads_out)
 
     return call
 
@@ -66,7 +67,7 @@ class _NotTwice(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return tuple(one.detach() for one in tensors[:count])
+        return tuple(grad.detach() for grad in tensors[:count])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:

@@ -17,16 +17,16 @@ class Effects:
     """
 
     def __init__(self) -> None:
-        self._made: list[tuple[Any, Any]] = []  # operators and results
+        self._results: list[tuple[Any, Any]] = []  # operators and results
         self._next = 0
 
     def __len__(self) -> int:
         """Return the number of calls that were made."""
-        return len(self._made)
+        return len(self._results)
 
     def has_made(self, op: Any) -> bool:
         """Return whether an operator was called."""
-        return any(made is op for made, _ in self._made)
+        return any(made_op is op for made_op, _ in self._results)
 
     def restart(self) -> None:
         """Run the change again from its start: calls that were made return their results."""
@@ -35,7 +35,7 @@ class Effects:
     @property
     def is_next_made(self) -> bool:
         """Return whether the next call was made before an interruption."""
-        return self._next < len(self._made)
+        return self._next < len(self._results)
 
     def once(self, op: Any, *arguments: Any) -> Any:
         """Return the result of an operator (an `OpOverload`), which is called the first time only.
@@ -44,7 +44,7 @@ class Effects:
         handled between the two would lose it. So the overload's native function is called, not its
         `__call__`, which is Python.
         """
-        if self._next == len(self._made):
-            self._made.extend(zip((op,), itertools.starmap(op._op, (arguments,)), strict=False))
+        if self._next == len(self._results):
+            self._results.extend(zip((op,), itertools.starmap(op._op, (arguments,)), strict=False))
         self._next += 1
-        return self._made[self._next - 1][1]
+        return self._results[self._next - 1][1]

@@ -134,11 +134,11 @@ def adding_to(task: int) -> Iterator[None]:
 
     The graph of that backward must have the anchors of the tables.
     """
-    before = _outer_task.set(task)
+    token = _outer_task.set(task)
     try:
         yield
     finally:
-        _outer_task.reset(before)
+        _outer_task.reset(token)
 
 
 def apply_contributions(
@@ -165,18 +165,21 @@ def apply_contributions(
     """
     rule = autograd.UpdateRule.of(optimizer)
     if len(contributions) == 1:
-        (one,) = contributions
+        (contribution,) = contributions
         wanted = autograd.Wanted()
-        batch, weights = one.batch, one.row_weights
+        batch, weights = contribution.batch, contribution.row_weights
         return autograd.update_in_backward(
-            tiers, rule, batch, weights, one.grad, one.scale, wanted
+            tiers, rule, batch, weights, contribution.grad, contribution.scale, wanted
         )[0]
-    found = [_row_gradients(one, rule, feature[FeatureColumn.DIM]) for one in contributions]
-    rows, values, finite = zip(*found, strict=True)
+    row_gradients = [
+        _row_gradients(contribution, rule, feature[FeatureColumn.DIM])
+        for contribution in contributions
+    ]
+    rows, values, finite = zip(*row_gradients, strict=True)
     batch = autograd.lookup_of_rows([feature], [torch.cat(rows)], feature[FeatureColumn.ROWS])
     groups = autograd.groups_of(batch)
-    known = [one for one in finite if one is not None]
-    is_finite = torch.stack(known).all() if known else None
+    known_flags = [contribution for contribution in finite if contribution is not None]
+    is_finite = torch.stack(known_flags).all() if known_flags else None
     if is_finite is not None:  # without rows nothing is updated
         groups = groups._replace(count=groups.count * is_finite)
     counted = 1 if is_finite is None else is_finite.to(tiers.hyperparams.dtype)
@@ -184,23 +187,23 @@ def apply_contributions(
     autograd.apply_row_gradients(
         tiers, optimizer, batch, locations, torch.cat(values), counted=counted
     )
-    for one in contributions:
-        if one.batch.hooks is not None:
-            one.batch.hooks.after_update()
+    for contribution in contributions:
+        if contribution.batch.hooks is not None:
+            contribution.batch.hooks.after_update()
     return None if is_finite is None else torch.where(is_finite, 0.0, torch.inf)
 
 
 def _row_gradients(
-    one: autograd.Contribution, rule: autograd.UpdateRule, dim: int
+    contribution: autograd.Contribution, rule: autograd.UpdateRule, dim: int
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return rows `[L]`, -1 where there is none, their gradients `[L, dim]`, and if all are finite.
 
     Nothing is read back from the device.
     """
-    batch, grad, is_finite = one.batch, one.grad, None
-    if one.scale is not None:
-        grad, is_finite = unscaled(grad, one.scale)
-    if batch.pooling is Pooling.NONE and one.row_weights is None:  # already one per lookup
+    batch, grad, is_finite = contribution.batch, contribution.grad, None
+    if contribution.scale is not None:
+        grad, is_finite = unscaled(grad, contribution.scale)
+    if batch.pooling is Pooling.NONE and contribution.row_weights is None:  # already one per lookup
         return batch.indices.long(), autograd.clip_gradient(grad, rule).float(), is_finite
     locations = None if batch.hooks is None else batch.hooks.before_update()
     groups = autograd.groups_of(batch) if locations is None else locations.groups
@@ -210,7 +213,7 @@ def _row_gradients(
         *groups,
         batch.offsets,
         batch.bag_layout,
-        one.row_weights,
+        contribution.row_weights,
         codes.POOLING[batch.pooling.value],
         dim,
     )

@@ -99,9 +99,9 @@ def segments_at_end(starts: Tensor, order: Tensor, total: int) -> tuple[Tensor, 
 
 def take_or_fill(values: Tensor, sources: Tensor, fill: int) -> Tensor:
     """Return `values` at `sources`, and `fill` where a source is -1."""
-    taken = values.index_select(0, sources.clamp(min=0))
-    present = (sources >= 0).view(-1, *[1] * (values.dim() - 1))
-    return torch.where(present, taken, fill)
+    values_taken = values.index_select(0, sources.clamp(min=0))
+    is_present = (sources >= 0).view(-1, *[1] * (values.dim() - 1))
+    return torch.where(is_present, values_taken, fill)
 
 
 def is_captured(tensor: Tensor) -> bool:

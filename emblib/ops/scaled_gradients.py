@@ -48,11 +48,11 @@ _scaled: OrderedDict[int, _Scaled] = OrderedDict()  # by the id of a graph task
 
 
 def _entry(scalers: _Scalers, scaler: GradScaler) -> _Scaler:
-    known = scalers.get(id(scaler))
-    if known is None or known.reference() is not scaler:
-        known = scalers[id(scaler)] = _Scaler(scaler)
+    entry = scalers.get(id(scaler))
+    if entry is None or entry.reference() is not scaler:
+        entry = scalers[id(scaler)] = _Scaler(scaler)
         weakref.finalize(scaler, scalers.pop, id(scaler), None)
-    return known
+    return entry
 
 
 def _recording(name: str, method: Callable[..., Any], scalers: _Scalers) -> Callable[..., Any]:
@@ -82,8 +82,8 @@ def _tensors(value: Any) -> Iterable[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Iterable):
-        for part in value:
-            yield from _tensors(part)
+        for item in value:
+            yield from _tensors(item)
 
 
 def _record_scalers() -> _Scalers:
@@ -225,8 +225,8 @@ def counted_step(hyper: Tensor, grad: Tensor) -> Tensor | int:
     """
     if not torch.compiler.is_compiling():
         return 1
-    one: Tensor = torch.ops.emblib_python.one_unless_scaled(hyper, grad)
-    return one
+    step_count: Tensor = torch.ops.emblib_python.one_unless_scaled(hyper, grad)
+    return step_count
 
 
 def _one_unless_scaled(hyper: Tensor, grad: Tensor) -> Tensor:

@@ -100,8 +100,10 @@ class ShareGradients(Protocol):
     known, which may be after the backward passes of other slices.
     """
 
-    def __call__(self, grads: list[Tensor], use: Callable[[list[Tensor]], None]) -> None:
-        """Add `grads`, those of this slice, and pass the sums to `use`."""
+    def __call__(
+        self, grads: list[Tensor], apply_gradients: Callable[[list[Tensor]], None]
+    ) -> None:
+        """Add `grads`, those of this slice, and pass the sums to `apply_gradients`."""
         ...
 
 
@@ -157,11 +159,11 @@ def look_up(
     Calls that update in backward alone are `emblib.tables.tt_calls`, on a GPU too.
     """
     if keeps_rows or not _has_whole_passes(batch):
-        made = make_rows(cores, batch, num_saved)
-        out = pool(made, batch, sample_weights)
-        return out, made if keeps_rows else made._replace(rows=None, inverse=None)
+        rows = make_rows(cores, batch, num_saved)
+        out = pool(rows, batch, sample_weights)
+        return out, rows if keeps_rows else rows._replace(rows=None, inverse=None)
     layout = batch.layout
-    out, *kept = tt_lookup_checked_(
+    out, *saved = tt_lookup_checked_(
         cores,
         batch.tables,
         batch.feature_tables,
@@ -181,8 +183,8 @@ def look_up(
         batch.tables.new_empty(2),  # violations, which a call without a check does not count
         batch.matmul_code,
     )
-    groups, plan = tbe.Groups(*kept[:_GROUP_TENSORS]), TTPlan(*kept[_GROUP_TENSORS:-1])
-    return out, Made(groups, plan, kept[-1])
+    groups, plan = tbe.Groups(*saved[:_GROUP_TENSORS]), TTPlan(*saved[_GROUP_TENSORS:-1])
+    return out, Made(groups, plan, saved[-1])
 
 
 def _has_whole_passes(batch: TTLookup) -> bool:
@@ -190,13 +192,13 @@ def _has_whole_passes(batch: TTLookup) -> bool:
     return batch.indices.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
-def pool(made: Made, batch: TTLookup, sample_weights: Tensor | None) -> Tensor:
+def pool(rows: Made, batch: TTLookup, sample_weights: Tensor | None) -> Tensor:
     """Pool the rows made for a batch: `[B, output_dim]`, or `[L, D]` for NONE."""
-    weights, features, slots = _row_memory(made, batch)
+    weights, features, slots = _row_memory(rows, batch)
     return _ops.tbe_lookup(
         weights,
         features,
-        made.inverse,
+        rows.inverse,
         batch.offsets,
         slots,
         batch.bag_layout,
@@ -279,22 +281,22 @@ def _add_chunk(
 ) -> None:
     """Add the gradients of a chunk; its memory is free for the next one."""
     core_grads, sample_grad = sums
-    part, own = chunk.batch, cores[chunk.cores]
+    chunk_batch, chunk_cores = chunk.batch, cores[chunk.cores]
     weights = None if sample_weights is None else sample_weights[chunk.lookups]
     part_grad = grad[chunk.elements(grad, batch)].contiguous()
     if batch.pooling is Pooling.MEAN and chunk.share < 1.0:
         part_grad = part_grad * chunk.share
     if sample_grad is not None:
-        made = make_rows(own, part, 0)
-        sample_grad[chunk.lookups] = _sample_weight_grad(part_grad, made, part)
-        made = made._replace(rows=None, inverse=None)
+        chunk_rows = make_rows(chunk_cores, chunk_batch, 0)
+        sample_grad[chunk.lookups] = _sample_weight_grad(part_grad, chunk_rows, chunk_batch)
+        chunk_rows = chunk_rows._replace(rows=None, inverse=None)
     else:
-        size = left_value_size(own, *part.layout[1:3])
-        empty = own[0].new_empty(0, size, dtype=torch.float32)
-        made = Made(*_group(part), empty)
-    row_grads = _row_grads(part_grad, made, part, weights)
-    found = _core_grads(row_grads, made, part, own)
-    for total, core_grad in zip(core_grads[chunk.cores], found, strict=True):
+        size = left_value_size(chunk_cores, *chunk_batch.layout[1:3])
+        empty = chunk_cores[0].new_empty(0, size, dtype=torch.float32)
+        chunk_rows = Made(*_group(chunk_batch), empty)
+    row_grads = _row_grads(part_grad, chunk_rows, chunk_batch, weights)
+    chunk_grads = _core_grads(row_grads, chunk_rows, chunk_batch, chunk_cores)
+    for total, core_grad in zip(core_grads[chunk.cores], chunk_grads, strict=True):
         total += core_grad
 
 
@@ -309,8 +311,8 @@ def max_kept_prefixes(layout: TTLayout, cores: Sequence[Tensor]) -> int:
         return 0  # the left half is the first core itself
     if cores[0].device.type != "cpu":
         return layout.left_ids
-    kept = _KEPT_BYTES_CPU // (4 * left_value_size(cores, *layout[1:3]))
-    return min(layout.left_ids, kept)
+    max_prefixes = _KEPT_BYTES_CPU // (4 * left_value_size(cores, *layout[1:3]))
+    return min(layout.left_ids, max_prefixes)
 
 
 class DenseTTLookup(torch.autograd.Function):
@@ -332,9 +334,9 @@ class DenseTTLookup(torch.autograd.Function):
             ctx.save_for_backward(batch.indices, batch.offsets, sample_weights, *cores)
             return lookup_chunks(cores, batch, sample_weights)
         weighted = sample_weights is not None and sample_weights.requires_grad
-        kept = kept_prefixes(batch, cores)
-        out, made = look_up(cores, batch, sample_weights, kept, keeps_rows=weighted)
-        _save(ctx, made, sample_weights, cores)
+        num_saved = kept_prefixes(batch, cores)
+        out, rows = look_up(cores, batch, sample_weights, num_saved, keeps_rows=weighted)
+        _save(ctx, rows, sample_weights, cores)
         return out
 
     @staticmethod
@@ -359,16 +361,16 @@ class DenseTTLookup(torch.autograd.Function):
             for table, share in ctx.shares.items():
                 _sum_shared(core_grads, ctx.batch.layout.cores_of(table), share)
             return None, sample_grad, None, None, *core_grads
-        made, sample_weights, cores = _saved(ctx)
+        rows, sample_weights, cores = _saved(ctx)
         core_grads = [None] * len(cores)
         if any(ctx.needs_input_grad[4:]):
-            row_grads = _row_grads(grad, made, ctx.batch, sample_weights)
-            core_grads = _core_grads(row_grads, made, ctx.batch, cores)
+            row_grads = _row_grads(grad, rows, ctx.batch, sample_weights)
+            core_grads = _core_grads(row_grads, rows, ctx.batch, cores)
             for table, share in ctx.shares.items():
                 _sum_shared(core_grads, ctx.batch.layout.cores_of(table), share)
         sample_grad = None
         if ctx.needs_input_grad[1]:
-            sample_grad = _sample_weight_grad(grad, made, ctx.batch)
+            sample_grad = _sample_weight_grad(grad, rows, ctx.batch)
         return None, sample_grad, None, None, *core_grads
 
 
@@ -404,9 +406,9 @@ class FusedTTLookup(torch.autograd.Function):
             ctx.save_for_backward(batch.indices, batch.offsets, sample_weights)
             return lookup_chunks(cores, batch, sample_weights)
         weighted = sample_weights is not None and sample_weights.requires_grad
-        kept = 0 if compiling else kept_prefixes(batch, cores)
-        out, made = look_up(cores, batch, sample_weights, kept, keeps_rows=weighted)
-        _save(ctx, made, sample_weights, ())
+        num_saved = 0 if compiling else kept_prefixes(batch, cores)
+        out, rows = look_up(cores, batch, sample_weights, num_saved, keeps_rows=weighted)
+        _save(ctx, rows, sample_weights, ())
         return out
 
     @staticmethod
@@ -416,30 +418,32 @@ class FusedTTLookup(torch.autograd.Function):
         cores, batch = ctx.cores, ctx.batch
         if ctx.chunked:
             return _fused_backward_chunked(ctx, grad, ctx.saved_tensors[2])
-        made, sample_weights, _ = _saved(ctx)
+        rows, sample_weights, _ = _saved(ctx)
         scale = overflow = sample_grad = is_finite = None
         if ctx.needs_input_grad[0]:
             scale = scale_of_backward()
         if scale is not None:
-            grad, is_finite = found = unscaled(grad, scale)
-            overflow = found.overflow()
+            grad, is_finite = unscaled_gradient = unscaled(grad, scale)
+            overflow = unscaled_gradient.overflow()
         if ctx.needs_input_grad[6]:
-            sample_grad = _sample_weight_grad(grad, made, batch)
+            sample_grad = _sample_weight_grad(grad, rows, batch)
             if scale is not None:
                 sample_grad = sample_grad * scale.to(sample_grad.device)
         if not ctx.needs_input_grad[0]:
             return None, None, None, None, None, None, sample_grad, None, None
         if ctx.versions and ctx.versions != [core._version for core in cores]:
             # Another backward pass has moved the cores: values kept from forward no longer fit.
-            kept = made.prefixes.size(0)
-            _, prefixes = _ops.tt_rows(cores, made.plan, *batch.layout[:3], kept, batch.matmul_code)
-            made = made._replace(prefixes=prefixes)
+            num_saved = rows.prefixes.size(0)
+            _, prefixes = _ops.tt_rows(
+                cores, rows.plan, *batch.layout[:3], num_saved, batch.matmul_code
+            )
+            rows = rows._replace(prefixes=prefixes)
         grad = autograd.clip_gradient(grad, ctx.rule)
         if scale is None and not ctx.shares and not ctx.frozen_cores:
-            _update(cores, ctx.states, ctx.hyperparams, ctx.rule, made, batch, grad, sample_weights)
+            _update(cores, ctx.states, ctx.hyperparams, ctx.rule, rows, batch, grad, sample_weights)
             return overflow, None, None, None, None, None, sample_grad, None, None
-        row_grads = _row_grads(grad, made, batch, sample_weights)
-        core_grads = _core_grads(row_grads, made, batch, cores)
+        row_grads = _row_grads(grad, rows, batch, sample_weights)
+        core_grads = _core_grads(row_grads, rows, batch, cores)
         _apply_core_grads(ctx, core_grads, is_finite)
         return overflow, None, None, None, None, None, sample_grad, None, None
 
@@ -452,8 +456,8 @@ def _fused_backward_chunked(
     scale = scale_of_backward() if trains else None
     overflow = is_finite = None
     if scale is not None:
-        grad, is_finite = found = unscaled(grad, scale)
-        overflow = found.overflow()
+        grad, is_finite = unscaled_gradient = unscaled(grad, scale)
+        overflow = unscaled_gradient.overflow()
     needs_sample_grad = ctx.needs_input_grad[6]
     clipped = autograd.clip_gradient(grad, ctx.rule) if trains else grad
     at_once = needs_sample_grad and clipped is grad
@@ -506,7 +510,7 @@ def _update(
     states: Sequence[list[Tensor]],
     hyper: Tensor,
     rule: autograd.UpdateRule,
-    made: Made,
+    rows: Made,
     batch: TTLookup,
     grad: Tensor,
     sample_weights: Tensor | None,
@@ -528,20 +532,20 @@ def _update(
             batch.bag_layout,
             sample_weights,
             codes.POOLING[batch.pooling.value],
-            [*made.groups, *made.plan, made.prefixes],
+            [*rows.groups, *rows.plan, rows.prefixes],
             *batch.layout[:3],
             False,
             batch.matmul_code,
         )
         return
-    row_grads = _row_grads(grad, made, batch, sample_weights)
+    row_grads = _row_grads(grad, rows, batch, sample_weights)
     arguments = (
         cores,
         all_states,
         hyper,
         optimizer,
-        made.plan,
-        made.prefixes,
+        rows.plan,
+        rows.prefixes,
         row_grads,
         *batch.layout[:3],
         batch.matmul_code,
@@ -582,8 +586,10 @@ def update_cores(
         grads = [torch.where(is_finite, grad, 0.0) for grad in grads]  # zeros update no row
     optimizer = codes.OPTIMIZER[rule.name]
     updates = [
-        partial(_ops.update_rows_.default, core, state, hyper, optimizer, rule.descent(grad), first)
-        for core, state, grad, first in zip(cores, states, grads, first_rows, strict=True)
+        partial(
+            _ops.update_rows_.default, core, state, hyper, optimizer, rule.descent(grad), first_row
+        )
+        for core, state, grad, first_row in zip(cores, states, grads, first_rows, strict=True)
     ]
     _make_step(cores, hyper, grads[0], updates, is_finite)
 
@@ -616,12 +622,12 @@ def _make_step(
     )
 
 
-def _row_grads(grad: Tensor, made: Made, batch: TTLookup, sample_weights: Tensor | None) -> Tensor:
+def _row_grads(grad: Tensor, rows: Made, batch: TTLookup, sample_weights: Tensor | None) -> Tensor:
     """Return the gradients of the distinct rows."""
     return _ops.tbe_row_grads(
         grad,
         batch.key_features,
-        *made.groups,
+        *rows.groups,
         batch.offsets,
         batch.bag_layout,
         sample_weights,
@@ -631,20 +637,20 @@ def _row_grads(grad: Tensor, made: Made, batch: TTLookup, sample_weights: Tensor
 
 
 def _core_grads(
-    row_grads: Tensor, made: Made, batch: TTLookup, cores: Sequence[Tensor]
+    row_grads: Tensor, rows: Made, batch: TTLookup, cores: Sequence[Tensor]
 ) -> list[Tensor]:
     return _ops.tt_core_grads(
-        cores, made.plan, made.prefixes, row_grads, *batch.layout[:3], batch.matmul_code
+        cores, rows.plan, rows.prefixes, row_grads, *batch.layout[:3], batch.matmul_code
     )
 
 
-def _sample_weight_grad(grad: Tensor, made: Made, batch: TTLookup) -> Tensor:
-    weights, features, slots = _row_memory(made, batch)
+def _sample_weight_grad(grad: Tensor, rows: Made, batch: TTLookup) -> Tensor:
+    weights, features, slots = _row_memory(rows, batch)
     return _ops.tbe_sample_weight_grad(
         grad,
         weights,
         features,
-        made.inverse,
+        rows.inverse,
         batch.offsets,
         slots,
         batch.bag_layout,
@@ -652,22 +658,22 @@ def _sample_weight_grad(grad: Tensor, made: Made, batch: TTLookup) -> Tensor:
     )
 
 
-def _save(ctx: Any, made: Made, sample_weights: Tensor | None, cores: Sequence[Tensor]) -> None:
+def _save(ctx: Any, rows: Made, sample_weights: Tensor | None, cores: Sequence[Tensor]) -> None:
     """Save the tensors that backward reads."""
-    ctx.save_for_backward(*made.groups, *made.plan, *made[2:], sample_weights, *cores)
+    ctx.save_for_backward(*rows.groups, *rows.plan, *rows[2:], sample_weights, *cores)
 
 
 def _saved(ctx: Any) -> tuple[Made, Tensor | None, Sequence[Tensor]]:
     groups, plan = _GROUP_TENSORS, len(TTPlan._fields)
     tensors = ctx.saved_tensors
     *made_of_rows, sample_weights = tensors[groups + plan : groups + plan + 4]
-    made = Made(
+    rows = Made(
         tbe.Groups(*tensors[:groups]), TTPlan(*tensors[groups : groups + plan]), *made_of_rows
     )
-    return made, sample_weights, tensors[groups + plan + 4 :]
+    return rows, sample_weights, tensors[groups + plan + 4 :]
 
 
-def _row_memory(made: Made, batch: TTLookup) -> tuple[list[Tensor], Tensor, Tensor | None]:
+def _row_memory(train_rows: Made, batch: TTLookup) -> tuple[list[Tensor], Tensor, Tensor | None]:
     """Describe the made rows as dense tables of L rows: weights, features and slots of a lookup.
 
     Rows of tables of several dims have the stride of the widest, which only rows of a cache have.
@@ -676,10 +682,10 @@ def _row_memory(made: Made, batch: TTLookup) -> tuple[list[Tensor], Tensor, Tens
     if features.device.type == "cpu":  # which checks that so many rows are there
         features = features.clone()
         features[:, FeatureColumn.ROWS] = batch.indices.numel()
-    assert made.rows is not None
-    assert made.inverse is not None
-    rows = made.rows.view(-1)
+    assert train_rows.rows is not None
+    assert train_rows.inverse is not None
+    rows = train_rows.rows.view(-1)
     if batch.layout.has_one_dim:
         return [rows], features, None
     nothing = rows[:0]
-    return [rows, nothing, nothing, rows], features, made.inverse
+    return [rows, nothing, nothing, rows], features, train_rows.inverse

@@ -40,8 +40,8 @@ class TTLayout(NamedTuple):
 
     def cores_of(self, table: int) -> slice:
         """Return where a list of the cores of all tables has those of one."""
-        first = sum(self.num_cores[:table])
-        return slice(first, first + self.num_cores[table])
+        first_core = sum(self.num_cores[:table])
+        return slice(first_core, first_core + self.num_cores[table])
 
     def first_core_rows(self) -> list[int]:
         """Return the number of the first row of each core, among the rows of all cores."""
@@ -89,10 +89,10 @@ def layout_of(specs: Sequence[TTSpec]) -> TTLayout:
 
 def id_table_row(rows: int) -> tuple[int, ...]:
     """Return the row of `tables` of a table whose keys, for `tt_keys`, are its ids."""
-    first = min(rows, _MOST_HALVES)
-    columns = {TTTableColumn.ROWS: rows, TTTableColumn.FIRST: first}
+    first_size = min(rows, _MOST_HALVES)
+    columns = {TTTableColumn.ROWS: rows, TTTableColumn.FIRST: first_size}
     columns[TTTableColumn.MULTIPLIER] = columns[TTTableColumn.SECOND] = 1
-    columns[TTTableColumn.RIGHTS] = -(-rows // first)
+    columns[TTTableColumn.RIGHTS] = -(-rows // first_size)
     return tuple(columns.get(column, 0) for column in TTTableColumn)
 
 
@@ -155,16 +155,16 @@ class Chunk(NamedTuple):
     feature: int
     share: float
 
-    def elements(self, tensor: Tensor, whole: TTLookup) -> tuple[Any, ...]:
+    def elements(self, tensor: Tensor, batch: TTLookup) -> tuple[Any, ...]:
         """Return the index of the chunk's vectors in an output or its gradient."""
-        if whole.pooling is Pooling.NONE:
+        if batch.pooling is Pooling.NONE:
             return (self.lookups,)
-        column = int(whole.features[self.feature, FeatureColumn.COLUMN])
+        column = int(batch.features[self.feature, FeatureColumn.COLUMN])
         columns = torch.arange(self.batch.output_dim)
-        if whole.bag_layout is not None:
-            return (whole.bag_layout[self.bags, BagColumn.ELEMENT, None] + columns,)
-        first = self.feature * tensor.size(0)
-        bags = slice(self.bags.start - first, self.bags.stop - first)
+        if batch.bag_layout is not None:
+            return (batch.bag_layout[self.bags, BagColumn.ELEMENT, None] + columns,)
+        first_row = self.feature * tensor.size(0)
+        bags = slice(self.bags.start - first_row, self.bags.stop - first_row)
         return bags, slice(column, column + self.batch.output_dim)
 
 
@@ -199,8 +199,8 @@ def chunks_of(batch: TTLookup, sample_weights: Tensor | None) -> Iterator[Chunk]
         batch.indices, batch.offsets, batch.key_features, batch.bag_layout, ignore
     )
     batch = batch._replace(offsets=repaired)
-    most = _chunk_lookups(batch.layout, sample_weights)
-    max_bags = max(1, most // 4)
+    max_lookups = _chunk_lookups(batch.layout, sample_weights)
+    max_bags = max(1, max_lookups // 4)
     num_features, num_bags = batch.num_features, batch.offsets.numel() - 1
     ends = torch.arange(1, num_features + 1) * (num_bags // max(1, num_features))
     if batch.bag_layout is not None:
@@ -212,12 +212,16 @@ def chunks_of(batch: TTLookup, sample_weights: Tensor | None) -> Iterator[Chunk]
             stop = min(last_bag, bag + max_bags)
             candidates = batch.offsets[bag + 1 : stop + 1]
             begin = int(batch.offsets[bag])
-            whole = int(torch.searchsorted(candidates, begin + most, right=True))
-            stop = bag + max(whole, 1)
+            last_whole_bag = int(torch.searchsorted(candidates, begin + max_lookups, right=True))
+            stop = bag + max(last_whole_bag, 1)
             end = int(batch.offsets[stop])
-            for part in range(begin, max(end, begin + 1), most):
-                lookups = slice(part, min(part + most, end))
-                share = (lookups.stop - part) / (end - begin) if end - begin > most else 1.0
+            for chunk_begin in range(begin, max(end, begin + 1), max_lookups):
+                lookups = slice(chunk_begin, min(chunk_begin + max_lookups, end))
+                share = (
+                    (lookups.stop - chunk_begin) / (end - begin)
+                    if end - begin > max_lookups
+                    else 1.0
+                )
                 yield _chunk(batch, f, slice(bag, stop), lookups, share)
             bag = stop
 
@@ -228,14 +232,14 @@ def _chunk(batch: TTLookup, f: int, bags: slice, lookups: slice, share: float) -
     t = next(t for t, row in enumerate(layout.tables) if row[TTTableColumn.FIRST_KEY] == first_key)
     cores = layout.cores_of(t)
     first = TTTableColumn.FIRST_KEY
-    left, right = TTTableColumn.FIRST_LEFT, TTTableColumn.FIRST_RIGHT
+    first_left, first_right = TTTableColumn.FIRST_LEFT, TTTableColumn.FIRST_RIGHT
     row = list(layout.tables[t])
-    row[first] = row[left] = row[right] = 0
+    row[first] = row[first_left] = row[first_right] = 0
     p = layout.row_factors[cores]
     rights = row[TTTableColumn.RIGHTS]
     dim = math.prod(layout.dim_factors[cores])
     num_keys = math.prod(p)
-    one = TTLayout(
+    chunk_layout = TTLayout(
         p,
         layout.dim_factors[cores],
         (len(p),),
@@ -250,8 +254,8 @@ def _chunk(batch: TTLookup, f: int, bags: slice, lookups: slice, share: float) -
     features[:, FeatureColumn.ROW_BASE] = features[:, FeatureColumn.COLUMN] = 0
     offsets = batch.offsets[bags.start : bags.stop + 1].clamp(lookups.start, lookups.stop)
     tables = torch.tensor([row])
-    part = batch._replace(
-        layout=one,
+    chunk_batch = batch._replace(
+        layout=chunk_layout,
         tables=tables,
         feature_tables=tables,
         features=features,
@@ -261,4 +265,4 @@ def _chunk(batch: TTLookup, f: int, bags: slice, lookups: slice, share: float) -
         output_dim=dim,
         output_dtype=torch.float32,
     )
-    return Chunk(part, cores, lookups, bags, f, share)
+    return Chunk(chunk_batch, cores, lookups, bags, f, share)

@@ -130,10 +130,11 @@ class Optimizer:
         if self.max_gradient is not None:
             check_number("max_gradient", self.max_gradient)
         if self.weight_decay is not None and not isinstance(self.weight_decay, self.decays):
-            known = " or ".join(f"{kind.__name__}(rate)" for kind in self.decays)
+            known_decays = " or ".join(f"{kind.__name__}(rate)" for kind in self.decays)
             raise ValueError(
                 f"weight_decay of {type(self).__name__} must be None"
-                f"{f' or {known}' if known else ': it has none'}, got {self.weight_decay!r}"
+                f"{f' or {known_decays}' if known_decays else ': it has none'}, got "
+                f"{self.weight_decay!r}"
             )
 
     @property

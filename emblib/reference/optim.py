@@ -132,36 +132,36 @@ def _rowwise_adagrad(rows: RowBatch) -> tuple[Tensor, States]:
 def _ensemble_rowwise_adagrad(rows: RowBatch) -> tuple[Tensor, States]:
     slow, total = rows.states
     plain = RowBatch(rows.w, rows.kept, rows.g, [total], rows.lr, rows.step, rows.numbers)
-    new, states = _rowwise_adagrad(plain)
-    return new, [slow, *states]
+    new_rows, states = _rowwise_adagrad(plain)
+    return new_rows, [slow, *states]
 
 
-def _limited(new: Tensor, max_norm: float) -> Tensor:
+def _limited(new_rows: Tensor, max_norm: float) -> Tensor:
     """Scale rows to a norm of at most `max_norm`, if that is positive."""
-    norm = _norm(new)
+    norm = _norm(new_rows)
     if max_norm <= 0:
-        return new
-    return _scaled(torch.where(norm > max_norm, _ratio(max_norm, norm), 1.0), new)
+        return new_rows
+    return _scaled(torch.where(norm > max_norm, _ratio(max_norm, norm), 1.0), new_rows)
 
 
 def _max_norm(rows: RowBatch) -> tuple[Tensor, States]:
-    new, states = _rowwise_adagrad(rows)
-    return _limited(new, rows.numbers[1]), states
+    new_rows, states = _rowwise_adagrad(rows)
+    return _limited(new_rows, rows.numbers[1]), states
 
 
 def _global_decay(rows: RowBatch) -> tuple[Tensor, States]:
-    _, max_norm, rate, least, start = rows.numbers
+    _, max_norm, rate, min_scale, start = rows.numbers
     sums, previous = rows.states
     steps = decode_steps(previous).double()
     keep, missed = torch.ones_like(sums), min(rows.step, LAST_STEP) - steps - 1
     if rows.step >= start:
-        lazy = (max(1 - rows.lr * rate, 0.0) ** missed.clamp(min=0)).clamp(min=least)
+        lazy = (max(1 - rows.lr * rate, 0.0) ** missed.clamp(min=0)).clamp(min=min_scale)
         keep = torch.where((steps > 0) & (missed > 0), lazy.to(keep), keep)
         previous = _now(rows, previous)
     total = sums + rows.g.square().mean(1)
-    kept = _scaled(keep * (1 - rows.lr * rate), rows.kept)
-    new = kept - _scaled(_scale(rows, total), rows.g)
-    return _limited(new, max_norm), [total, previous]
+    decayed = _scaled(keep * (1 - rows.lr * rate), rows.kept)
+    new_rows = decayed - _scaled(_scale(rows, total), rows.g)
+    return _limited(new_rows, max_norm), [total, previous]
 
 
 def _gap(rows: RowBatch) -> Tensor:
@@ -187,8 +187,8 @@ def _count(rows: RowBatch, halflife: float) -> Tensor:
 def _cowclip(rows: RowBatch) -> tuple[Tensor, States]:
     _, max_norm, halflife, coefficient, lower = rows.numbers
     total, count = rows.states[0] + rows.g.square().mean(1), _count(rows, halflife)
-    most, norm = count * (coefficient * _norm(rows.w)).clamp(min=lower), _norm(rows.g)
-    clip = torch.where(norm > most, _ratio(1.0, norm) * most, 1.0)
+    norm_bound, norm = count * (coefficient * _norm(rows.w)).clamp(min=lower), _norm(rows.g)
+    clip = torch.where(norm > norm_bound, _ratio(1.0, norm) * norm_bound, 1.0)
     new = rows.kept - _scaled(clip * _scale(rows, total), rows.g)
     return _limited(new, max_norm), [total, _now(rows, total), count]
 
@@ -224,8 +224,8 @@ def _counter(rows: RowBatch) -> tuple[Tensor, States]:
             missed = _gap(rows).clamp(max=rows.step - start) - 1
             lazy = torch.where(missed == 0, 1.0, max(1 - rows.lr * rate, 0.0) ** missed)
             step, keep = step * lazy, (1 - rate * rows.lr) * lazy
-    new = _scaled(keep, rows.kept) - _scaled(step, rows.g)
-    return _limited(new, max_norm), [total, _now(rows, total), count]
+    new_rows = _scaled(keep, rows.kept) - _scaled(step, rows.g)
+    return _limited(new_rows, max_norm), [total, _now(rows, total), count]
 
 
 def _moments(rows: RowBatch, square: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -286,8 +286,8 @@ def _ftrl(rows: RowBatch) -> tuple[Tensor, States]:
     new_linear = linear + rows.g - sigma * rows.w
     shrunk = new_linear.sign() * (new_linear.abs() - l1).clamp(min=0)
     denominator = (beta + new_total.sqrt()) / rows.lr + l2
-    new = torch.where(moves, -_ratio(shrunk, denominator), rows.kept)
-    return new, [torch.where(moves, new_total, total), torch.where(moves, new_linear, linear)]
+    new_rows = torch.where(moves, -_ratio(shrunk, denominator), rows.kept)
+    return new_rows, [torch.where(moves, new_total, total), torch.where(moves, new_linear, linear)]
 
 
 @dataclass(frozen=True)
@@ -354,8 +354,8 @@ def update_rows_(
     """
     touched = grads.ne(0).any(1).nonzero().squeeze(1)
     local = [state[touched] for state in states]
-    new, new_states = step_rows(optimizer, weights[touched], grads[touched], local, hyper)
+    new_rows, new_states = step_rows(optimizer, weights[touched], grads[touched], local, hyper)
     ids = first_row + touched
-    store(weights, touched, new, hyper, ids, 0)
+    store(weights, touched, new_rows, hyper, ids, 0)
     for number, (state, values) in enumerate(zip(states, new_states, strict=True)):
         store(state, touched, values, hyper, ids, 1 + number)

@@ -469,21 +469,21 @@ class Storage:
     ) -> float:
         """Return the nanoseconds to update `ids` rows of a slice."""
         row = row_bytes(optimizer, part.dim, part.config.data_type.itemsize)
-        each = rates.update_row_ns(part, row, ids)
-        return ids * each + dense_gradient_ns(part, optimizer, rates)
+        ns_per_row = rates.update_row_ns(part, row, ids)
+        return ids * ns_per_row + dense_gradient_ns(part, optimizer, rates)
 
 
 def distinct_names(names: Sequence[str]) -> list[str]:
     """Return the names, with a number appended to those that occur again."""
-    taken: set[str] = set(names)
-    seen: set[str] = set()
+    used_names: set[str] = set(names)
+    repeated: set[str] = set()
     result = []
     for name in names:
         unique, number = name, 1
-        while unique in seen or (unique != name and unique in taken):
+        while unique in repeated or (unique != name and unique in used_names):
             number += 1
             unique = f"{name}_{number}"
-        seen.add(unique)
+        repeated.add(unique)
         result.append(unique)
     return result
 
@@ -498,10 +498,10 @@ def register(storage: Registered) -> Registered:
     Raises:
         ValueError: another kind has this name.
     """
-    known = _registry.setdefault(storage.plan_name, storage)
-    if known is not storage:
+    registered = _registry.setdefault(storage.plan_name, storage)
+    if registered is not storage:
         raise ValueError(
-            f"{storage.__name__}.plan_name {storage.plan_name!r} is that of {known.__name__}"
+            f"{storage.__name__}.plan_name {storage.plan_name!r} is that of {registered.__name__}"
         )
     return storage
 

@@ -41,10 +41,10 @@ def check_cache(cache: Any) -> None:
     if not isinstance(cache, TTCache):
         raise TypeError(f"cache must be None or a TTCache, e.g. TTCache(10_000), got {cache!r}")
     for name in ("rows", "spill_rows"):
-        given = getattr(cache, name)
-        if given is not None and not isinstance(given, int):
+        value = getattr(cache, name)
+        if value is not None and not isinstance(value, int):
             raise ValueError(
-                f"{name} of the cache of a table must be one number, got {given!r}: give each "
+                f"{name} of the cache of a table must be one number, got {value!r}: give each "
                 "table a TTCache of its own; tables that agree in the rest share a module anyway"
             )
 
@@ -68,17 +68,17 @@ def check_optimizer(parts: Sequence[TableSlice], cache: TTCache, optimizer: Opti
 def joint_cache(parts: Sequence[TableSlice]) -> TTCache:
     """Return the cache of the tables of one module."""
     caches = [_cache_of(part) for part in parts]
-    first = caches[0]
+    first_cache = caches[0]
     counted = None
     if any(cache.counted for cache in caches):
         pairs = zip(caches, parts, strict=True)
         counted = sum(cache.counted_of([part.spec]) for cache, part in pairs)
     spilled = None
-    if first.eviction is RowEviction.SPILL:
+    if first_cache.eviction is RowEviction.SPILL:
         pairs = zip(caches, parts, strict=True)
         spilled = [_spilled_rows(cache, part) for cache, part in pairs]
     rows = [rows for cache in caches if isinstance(rows := cache.rows, int)]
-    return TTCache(rows, first.eviction, counted, first.every, spilled)
+    return TTCache(rows, first_cache.eviction, counted, first_cache.every, spilled)
 
 
 def _cache_of(part: TableSlice) -> TTCache:
@@ -89,17 +89,17 @@ def _cache_of(part: TableSlice) -> TTCache:
 
 def _spilled_rows(cache: TTCache, part: TableSlice) -> int:
     """Return the rows of a table that are stored besides those in the cache."""
-    (stored,), (cached,) = cache.stored_rows_of([part.spec]), cache.rows_of([part.spec])
-    return stored - cached
+    (num_stored,), (num_cached,) = cache.stored_rows_of([part.spec]), cache.rows_of([part.spec])
+    return num_stored - num_cached
 
 
 def stored_rows(part: TableSlice, rows: int, storage: Dense) -> TableSlice:
     """Return the stored rows of a table as a dense table, which begins with zeros."""
     config: Any = part.config
-    stored = replace(
+    spec = replace(
         config, num_embeddings=rows, storage=storage, weight_init_min=0.0, weight_init_max=0.0
     )
-    return TableSlice.whole(stored)
+    return TableSlice.whole(spec)
 
 
 def nbytes(part: TableSlice, optimizer: Optimizer | None, device: str) -> MemoryBytes:
@@ -112,8 +112,8 @@ def nbytes(part: TableSlice, optimizer: Optimizer | None, device: str) -> Memory
     storage = Dense(cache.placement, cache.row_cache([spec]))
     sizes = storage.nbytes(stored_rows(part, rows, storage), optimizer, device)
     index, counts = cache.index_specs([spec])
-    words = _WORD * (rows + index.rows)  # the key of each row, and the row of each slot
-    return sizes._replace(device=sizes.device + words + _index_bytes(index, counts))
+    word_bytes = _WORD * (rows + index.rows)  # the key of each row, and the row of each slot
+    return sizes._replace(device=sizes.device + word_bytes + _index_bytes(index, counts))
 
 
 def _index_bytes(index: DynamicSpec, counts: DynamicSpec) -> int:
@@ -178,11 +178,11 @@ class CachedTTModule(CachedTTEmbeddingBags):
     @torch.no_grad()
     def set_stored_ids(self, table: int, ids: Tensor) -> None:
         """Set the id of each stored row, -1 for free ones; gradients of earlier lookups raise."""
-        own, ids = self._keys(table), ids.to(self.key_of_row.device)
+        stored_keys, ids = self._keys(table), ids.to(self.key_of_row.device)
         keys = torch.where(ids < 0, -1, ids + self._first_key[table])
         self._choice += 1
         self._index_is_current = False
-        own.copy_(keys)
+        stored_keys.copy_(keys)
         self._rebuild_index()
 
     def counted(self, table: int) -> dict[str, Tensor]:
@@ -291,10 +291,13 @@ class CachedTTPlaceholder(nn.Module):
 def views(module: Any) -> list[dict[str, Tensor]]:
     """Return per table its cores, its stored rows `cache.weight`, and the states of both."""
     module.rows.settle()
-    stored = module.rows.table_views()
+    stored_views = module.rows.table_views()
     return [
-        {**core_views(module.trains, t), **{f"cache.{name}": view for name, view in own.items()}}
-        for t, own in enumerate(stored)
+        {
+            **core_views(module.trains, t),
+            **{f"cache.{name}": view for name, view in table_views.items()},
+        }
+        for t, table_views in enumerate(stored_views)
     ]
 
 
@@ -403,17 +406,19 @@ class CachedTTHandle(TTHandle):
         assert isinstance(other, CachedTTHandle)
         self.cache.adopt(other.cache)
         if is_made(self._cached[0]) and is_made(other._cached[0]):  # noqa: SLF001 - of the same class
-            own, theirs, index = self.bags, other.bags, other.index
-            own.set_stored_ids(self.index, theirs.stored_ids(index))
-            own.set_counted(self.index, theirs.counted(index), theirs.counts.index.tick)
-            own.set_numbers(self.index, theirs.numbers(index))
+            own_bags, source_bags, index = self.bags, other.bags, other.index
+            own_bags.set_stored_ids(self.index, source_bags.stored_ids(index))
+            own_bags.set_counted(
+                self.index, source_bags.counted(index), source_bags.counts.index.tick
+            )
+            own_bags.set_numbers(self.index, source_bags.numbers(index))
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
-        own = f"{prefix}cache."
+        cache_prefix = f"{prefix}cache."
         if state_dicts.refuses(self, state_dict, prefix, arguments[-1]):
             return
         super()._load_from_state_dict(state_dict, prefix, *arguments)
-        if f"{prefix}cores.0" in state_dict and f"{own}keys" not in state_dict:
+        if f"{prefix}cores.0" in state_dict and f"{cache_prefix}keys" not in state_dict:
             self.cache.clear()
 
 
@@ -429,8 +434,8 @@ def made_module(module: Any) -> CachedTTModule:
             "a tensor train has no cache of rows on meta: move the collection with "
             "to_empty(device=...) first"
         )
-    made: CachedTTModule = module
-    return made
+    cached_module: CachedTTModule = module
+    return cached_module
 
 
 class StoredRowsHandle(DenseHandle):
@@ -460,22 +465,23 @@ class StoredRowsHandle(DenseHandle):
         if not is_made(self._cached[0]):
             return
         bags: CachedTTModule = self._cached[0]
-        own = self._tensors()
+        tensors = self._tensors()
         if key in state_dict:
             keys = state_dict[key]
             problem = state_dicts.key_problem(keys, bags.tables[self.index].rows)
             if not problem and f"{prefix}weight" not in state_dict:
                 problem = "there is no weight of these ids"
-            if not problem and int((keys >= 0).sum()) > len(own["weight"]):
+            if not problem and int((keys >= 0).sum()) > len(tensors["weight"]):
                 problem = (
                     f"the state dict has {int((keys >= 0).sum())} stored rows of table "
-                    f"{self.name!r}, here it has {len(own['weight'])}: give storage.TensorTrain a "
-                    "larger TTCache, or call empty_cache() of the table before saving"
+                    f"{self.name!r}, here it has {len(tensors['weight'])}: give "
+                    "storage.TensorTrain a larger TTCache, or call empty_cache() of the table "
+                    "before saving"
                 )
             if problem:
                 yield f"{key}: {problem}"
                 return
-            for name, view in own.items():
+            for name, view in tensors.items():
                 if prefix + name in state_dict:
                     shape = (len(keys), *view.shape[1:])
                     problem = state_dicts.tensor_problem(state_dict[prefix + name], view, shape)
@@ -505,32 +511,32 @@ class StoredRowsHandle(DenseHandle):
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
         """Load stored rows into the first ones here, or in their places where there are as many."""
-        _, _, missing, unexpected, errors = arguments
+        _, _, missing_keys, unexpected, errors = arguments
         if state_dicts.refuses(self, state_dict, prefix, errors):
             return
         if self._is_on_meta(state_dict, prefix, errors) or not is_made(self._cached[0]):
-            missing.append(f"{prefix}keys")
+            missing_keys.append(f"{prefix}keys")
             return
         names = self._names()
-        given = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
-        missing.extend(prefix + name for name in names if name not in given)
-        unexpected.extend(prefix + name for name in sorted(given.keys() - set(names)))
-        if "keys" in given:
-            self._write(given)
+        saved = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
+        missing_keys.extend(prefix + name for name in names if name not in saved)
+        unexpected.extend(prefix + name for name in sorted(saved.keys() - set(names)))
+        if "keys" in saved:
+            self._write(saved)
 
     @torch.no_grad()
-    def _write(self, given: Mapping[str, Tensor]) -> None:
+    def _write(self, saved: Mapping[str, Tensor]) -> None:
         bags: CachedTTModule = self._cached[0]
-        ids = given["keys"]
+        ids = saved["keys"]
         bags.rows.settle()
         with bags.rows.overwriting():
-            own = self._tensors()
-            capacity = len(own["weight"])
+            tensors = self._tensors()
+            capacity = len(tensors["weight"])
             used = (ids >= 0).nonzero().squeeze(1)
             if len(ids) != capacity:
                 ids = torch.cat([ids[used], ids.new_full((capacity - len(used),), -1)])
-            for name, view in own.items():
-                values = given.get(name)
+            for name, view in tensors.items():
+                values = saved.get(name)
                 if values is None:
                     view.zero_()
                 elif len(values) == capacity:
@@ -539,7 +545,7 @@ class StoredRowsHandle(DenseHandle):
                     view.zero_()
                     view[: len(used)] = values[used.to(values.device)].to(view)
         bags.set_stored_ids(self.index, ids)
-        bags.set_numbers(self.index, given)
+        bags.set_numbers(self.index, saved)
 
     def _names(self) -> list[str]:
         return ["keys", *self._tensors(), *_NUMBERS]
@@ -563,12 +569,12 @@ class CountsHandle(nn.Module):
 
     def attach(self, module: Any, index: int) -> None:
         """Become the counts of table `index` of a module."""
-        self._of = (module, index)
+        self._module_and_index = (module, index)
 
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
-        module, index = self._of
+        module, index = self._module_and_index
         if is_made(module):
             for name, values in module.counted(index).items():
                 destination[prefix + name] = values
@@ -576,20 +582,20 @@ class CountsHandle(nn.Module):
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
         """Replace the counts of the table."""
-        _, _, missing, unexpected, errors = arguments
+        _, _, missing_keys, unexpected, errors = arguments
         if state_dicts.refuses(self, state_dict, prefix, errors):
             return
-        module, index = self._of
-        given = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
-        absent = [name for name in _COUNTS if name not in given]
-        missing.extend(prefix + name for name in absent)
-        unexpected.extend(prefix + name for name in sorted(given.keys() - set(_COUNTS)))
-        if is_made(module) and not absent:
-            module.set_counted(index, given, int(given["tick"]))
+        module, index = self._module_and_index
+        saved = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
+        absent_names = [name for name in _COUNTS if name not in saved]
+        missing_keys.extend(prefix + name for name in absent_names)
+        unexpected.extend(prefix + name for name in sorted(saved.keys() - set(_COUNTS)))
+        if is_made(module) and not absent_names:
+            module.set_counted(index, saved, int(saved["tick"]))
 
     def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
         """Yield what is wrong with the counts in a state dict."""
-        module, index = self._of
+        module, index = self._module_and_index
         if not is_made(module):
             return
         key, size = f"{prefix}keys", 0
@@ -602,8 +608,8 @@ class CountsHandle(nn.Module):
                 yield f"{key}: {problem}"
                 return
             size = len(keys)
-        own = torch.empty(size, dtype=torch.int64)
-        rows = {prefix + name: own for name in ("stamps", "scores")}
+        expected = torch.empty(size, dtype=torch.int64)
+        rows = {prefix + name: expected for name in ("stamps", "scores")}
         yield from state_dicts.count_problems(state_dict, rows)
         yield from state_dicts.number_problems(state_dict, f"{prefix}tick", below=MAX_TICK)
 

@@ -184,8 +184,8 @@ class ComposedStorage(Storage):
 
     def views(self, module: Any) -> list[dict[str, Tensor]]:
         """Return the components of each table and their optimizer states."""
-        found: list[dict[str, Tensor]] = module.views()
-        return found
+        table_views: list[dict[str, Tensor]] = module.views()
+        return table_views
 
     def reset(self, module: Any, seeds: Sequence[int]) -> None:
         """Draw the initial values of all tables of a module again."""
@@ -199,9 +199,9 @@ class ComposedStorage(Storage):
         """Copy the columns of the slice of every component."""
         views = source.views()
         for name, view in target.views().items():
-            whole = views[name]
-            cut = whole.dim() > 1 and not part.has_all_columns
-            view.copy_(whole[:, slice(*part.columns)] if cut else whole)
+            source_view = views[name]
+            cut = source_view.dim() > 1 and not part.has_all_columns
+            view.copy_(source_view[:, slice(*part.columns)] if cut else source_view)
 
     def parameter_layouts(self, table: TableDescription) -> dict[str, TensorLayout]:
         """Return the components: every shard has all rows of them."""
@@ -250,30 +250,32 @@ class ComposedStorage(Storage):
     ) -> float:
         """Return the nanoseconds to look up the rows that `ids` read."""
         row = self.stored_width(part.dim) * part.config.data_type.itemsize
-        pieces = _pieces(part)
-        return sum(ids * rates.lookup_row_ns(pieces[c], row, ids) for c in self.reads)
+        components = _component_slices(part)
+        return sum(ids * rates.lookup_row_ns(components[c], row, ids) for c in self.reads)
 
     def update_ns(
         self, part: TableSlice, optimizer: Optimizer | None, ids: float, rates: Rates
     ) -> float:
         """Return the nanoseconds to update the rows that `ids` read."""
         row = row_bytes(optimizer, self.stored_width(part.dim), part.config.data_type.itemsize)
-        pieces = _pieces(part)
-        updates = sum(ids * rates.update_row_ns(pieces[c], row, ids) for c in self.reads)
-        return updates + sum(dense_gradient_ns(piece, optimizer, rates) for piece in pieces)
+        components = _component_slices(part)
+        updates = sum(ids * rates.update_row_ns(components[c], row, ids) for c in self.reads)
+        return updates + sum(
+            dense_gradient_ns(component, optimizer, rates) for component in components
+        )
 
 
 LAYOUT = "id_layout"  # in state dicts
 
 
-def _difference(found: Tensor | None, expected: Tensor) -> str:
+def _difference(actual: Tensor | None, expected: Tensor) -> str:
     """Return in which way an entry of a state dict is of another table; empty if it is not."""
-    if found is None:
+    if actual is None:
         return f"the state dict lacks {LAYOUT}, so it is of another kind of table"
-    if not torch.equal(found.cpu(), expected):
+    if not torch.equal(actual.cpu(), expected):
         return (
             f"the ids of the saved table read other rows: {LAYOUT} (kind, ids, reads, numbers) is "
-            f"{found.tolist()}, here {expected.tolist()}; use the storage of the saved table"
+            f"{actual.tolist()}, here {expected.tolist()}; use the storage of the saved table"
         )
     return ""
 
@@ -305,20 +307,24 @@ class ComposedModule(nn.Module):
     ) -> None:
         super().__init__()
         self._parts, self._reads = tuple(parts), tuple(reads)
-        first: Any = parts[0].storage
-        self._storage: ComposedStorage = first
-        self._count = len(first.reads)
+        first_storage: Any = parts[0].storage
+        self._storage: ComposedStorage = first_storage
+        self._count = len(first_storage.reads)
         self.pooling, self.output_dtype = pooling, torch.float32
         self._dims = [parts[t].dim for t in reads]
-        self._widths = [self._of(parts[t]).stored_width(parts[t].dim) for t in reads]
-        self._components = [self._of(part).components(part.config.num_embeddings) for part in parts]
-        self._first = [0, *accumulate(len(of_table) for of_table in self._components)]
-        features = [
-            self._first[t] + self._of(parts[t]).reads[k] for k in range(self._count) for t in reads
+        self._widths = [self._storage_of(parts[t]).stored_width(parts[t].dim) for t in reads]
+        self._components = [
+            self._storage_of(part).components(part.config.num_embeddings) for part in parts
         ]
-        multiplied = first.joining is Combine.MULTIPLY
+        self._first_component = [0, *accumulate(len(of_table) for of_table in self._components)]
+        features = [
+            self._first_component[t] + self._storage_of(parts[t]).reads[k]
+            for k in range(self._count)
+            for t in reads
+        ]
+        multiplied = first_storage.joining is Combine.MULTIPLY
         self.dense = DenseModule(
-            [piece for part in parts for piece in _pieces(part)],
+            [component for part in parts for component in _component_slices(part)],
             features,
             optimizer,
             Pooling.NONE if multiplied else pooling,
@@ -331,7 +337,7 @@ class ComposedModule(nn.Module):
         self._locate(device)
 
     @staticmethod
-    def _of(part: TableSlice) -> ComposedStorage:
+    def _storage_of(part: TableSlice) -> ComposedStorage:
         storage: Any = part.storage
         assert isinstance(storage, ComposedStorage)
         return storage
@@ -346,7 +352,7 @@ class ComposedModule(nn.Module):
 
     def _locate(self, device: torch.device) -> None:
         """Make the tensors that say how ids are mapped, by feature."""
-        numbers = [self._of(self._parts[t]).numbers() for t in self._reads]
+        numbers = [self._storage_of(self._parts[t]).numbers() for t in self._reads]
         ends = [self._parts[t].config.num_embeddings for t in self._reads]
         features = torch.zeros(len(ends), len(FeatureColumn), dtype=torch.int64)
         features[:, FeatureColumn.ROWS] = torch.tensor(ends, dtype=torch.int64)
@@ -377,14 +383,14 @@ class ComposedModule(nn.Module):
         count = self._count
         joined = rows[0] if count == 1 else torch.cat(rows)
         ends = [offsets[: None if k + 1 == count else -1] + k * ids.numel() for k in range(count)]
-        every = offsets if count == 1 else torch.cat(ends)
+        all_offsets = offsets if count == 1 else torch.cat(ends)
         sizes = None if batch_sizes is None else [*batch_sizes] * count
         if self._storage.joining is Combine.MULTIPLY:
-            out = self._multiplied(joined, every, offsets, weights, batch_sizes)
+            out = self._multiplied(joined, all_offsets, offsets, weights, batch_sizes)
             return out.to(self.output_dtype)
         scales = None if weights is None else torch.cat([weights] * count)
-        found: Tensor = self.dense(joined, every, scales, batch_sizes=sizes)
-        return self._joined(found, batch_sizes).to(self.output_dtype)
+        looked_up: Tensor = self.dense(joined, all_offsets, scales, batch_sizes=sizes)
+        return self._joined(looked_up, batch_sizes).to(self.output_dtype)
 
     def _rows_of(
         self, ids: Tensor, offsets: Tensor, batch_sizes: Sequence[Sequence[int]] | None
@@ -399,8 +405,8 @@ class ComposedModule(nn.Module):
             numbers, ends = self._numbers[:, feature], self.features[feature, FeatureColumn.ROWS]
         wide = ids.long()
         valid = (wide >= 0) & (wide < ends)
-        found = self._storage.rows_read(torch.where(valid, wide, 0), numbers, self._count)
-        return [torch.where(wide == -1, wide, rows).to(ids.dtype) for rows in found]
+        row_ids = self._storage.rows_read(torch.where(valid, wide, 0), numbers, self._count)
+        return [torch.where(wide == -1, wide, rows).to(ids.dtype) for rows in row_ids]
 
     def _features_of(
         self, ids: Tensor, offsets: Tensor, batch_sizes: Sequence[Sequence[int]] | None
@@ -414,27 +420,27 @@ class ComposedModule(nn.Module):
         position = torch.arange(ids.numel(), device=ids.device)
         return torch.bucketize(position, borders, right=True)
 
-    def _joined(self, found: Tensor, batch_sizes: Sequence[Sequence[int]] | None) -> Tensor:
+    def _joined(self, looked_up: Tensor, batch_sizes: Sequence[Sequence[int]] | None) -> Tensor:
         """Return the rows or bags that the looked-up ones make, which are in `count` blocks."""
         count, halves = self._count, self._storage.joining is Combine.CONCATENATE
         if count == 1:
-            return found if self._widths == self._dims else self._padded(found, batch_sizes)
+            return looked_up if self._widths == self._dims else self._padded(looked_up, batch_sizes)
         if self.pooling is Pooling.NONE:
-            blocks = found.view(count, -1, found.shape[1])
+            blocks = looked_up.view(count, -1, looked_up.shape[1])
             return blocks.transpose(0, 1).flatten(1) if halves else blocks.sum(0)
         if batch_sizes is None:
-            width = found.shape[1] // count
-            blocks = found.view(-1, count, width)
+            width = looked_up.shape[1] // count
+            blocks = looked_up.view(-1, count, width)
             return self._side_by_side(blocks.unbind(1)) if halves else blocks.sum(1)
         by_rank = list(zip(*batch_sizes, strict=True))
         lengths = [
             [n * width for n, width in zip(of_rank, self._widths, strict=True)]
             for of_rank in by_rank
         ]
-        parts = found.split([count * sum(of_rank) for of_rank in lengths])
+        rank_blocks = looked_up.split([count * sum(of_rank) for of_rank in lengths])
         joined = []
-        for part, of_rank in zip(parts, lengths, strict=True):
-            blocks = part.view(count, -1)
+        for rank_block, of_rank in zip(rank_blocks, lengths, strict=True):
+            blocks = rank_block.view(count, -1)
             if not halves:
                 joined.append(blocks.sum(0))
                 continue
@@ -444,29 +450,33 @@ class ComposedModule(nn.Module):
 
     def _side_by_side(self, blocks: Sequence[Tensor]) -> Tensor:
         """Return the columns of each feature, those of every block next to each other."""
-        pieces = zip(*(block.split(self._widths, 1) for block in blocks), strict=True)
-        return torch.cat([piece for of_feature in pieces for piece in of_feature], 1)
+        columns_by_feature = zip(*(block.split(self._widths, 1) for block in blocks), strict=True)
+        return torch.cat(
+            [columns for of_feature in columns_by_feature for columns in of_feature], 1
+        )
 
-    def _padded(self, found: Tensor, batch_sizes: Sequence[Sequence[int]] | None) -> Tensor:
+    def _padded(self, looked_up: Tensor, batch_sizes: Sequence[Sequence[int]] | None) -> Tensor:
         """Return rows or bags followed by zeros, up to the dim of their table."""
-        missing = [dim - width for dim, width in zip(self._dims, self._widths, strict=True)]
+        pad_widths = [dim - width for dim, width in zip(self._dims, self._widths, strict=True)]
         pad = nn.functional.pad
         if self.pooling is Pooling.NONE:
-            return pad(found, (0, missing[0]))
+            return pad(looked_up, (0, pad_widths[0]))
         if batch_sizes is None:
-            blocks = found.split(self._widths, 1)
-            padded = [pad(block, (0, n)) for block, n in zip(blocks, missing, strict=True)]
+            blocks = looked_up.split(self._widths, 1)
+            padded = [pad(block, (0, n)) for block, n in zip(blocks, pad_widths, strict=True)]
             return torch.cat(padded, 1)
         counts = [n for of_rank in zip(*batch_sizes, strict=True) for n in of_rank]
-        widths, zeros = (list(of_all) * len(batch_sizes[0]) for of_all in (self._widths, missing))
-        blocks = found.split([n * width for n, width in zip(counts, widths, strict=True)])
+        widths, zeros = (
+            list(of_all) * len(batch_sizes[0]) for of_all in (self._widths, pad_widths)
+        )
+        blocks = looked_up.split([n * width for n, width in zip(counts, widths, strict=True)])
         sizes = zip(blocks, widths, zeros, strict=True)
         return torch.cat([pad(b.view(-1, width), (0, n)).view(-1) for b, width, n in sizes])
 
     def _multiplied(
         self,
         rows: Tensor,
-        every: Tensor,
+        all_offsets: Tensor,
         offsets: Tensor,
         weights: Tensor | None,
         batch_sizes: Sequence[Sequence[int]] | None,
@@ -475,20 +485,20 @@ class ComposedModule(nn.Module):
         sizes = None if batch_sizes is None else [*batch_sizes] * self._count
         is_skipped = not torch.compiler.is_compiling() and autograd.is_for_update()
         with autograd.with_values() if is_skipped else contextlib.nullcontext():
-            found = self.dense(rows, every, batch_sizes=sizes).float()
-        first, second = found.view(self._count, -1, found.shape[1])
-        made = (1.0 + first) * second
+            looked_up = self.dense(rows, all_offsets, batch_sizes=sizes).float()
+        quotient_rows, remainder_rows = looked_up.view(self._count, -1, looked_up.shape[1])
+        products = (1.0 + quotient_rows) * remainder_rows
         if self.pooling is Pooling.NONE:
             if weights is not None:
                 raise ValueError(
                     "per_sample_weights scale rows that are pooled; unpooled tables have none"
                 )
-            return made
+            return products
         if weights is not None:
-            made = made * weights[:, None]
-        dim = made.shape[1]
+            products = products * weights[:, None]
+        dim = products.shape[1]
         bags = torch.segment_reduce(
-            made, "sum", offsets=offsets.long(), axis=0, initial=0.0, unsafe=True
+            products, "sum", offsets=offsets.long(), axis=0, initial=0.0, unsafe=True
         )
         if self.pooling is Pooling.MEAN:
             bags = bags / offsets.diff().clamp(min=1)[:, None]
@@ -503,23 +513,23 @@ class ComposedModule(nn.Module):
 
     def tables_of(self, index: int) -> dict[str, int]:
         """Return the parameters of a table, with their numbers in `dense`."""
-        first = self._first[index]
-        return {c.name: first + k for k, c in enumerate(self._components[index])}
+        first_table = self._first_component[index]
+        return {c.name: first_table + k for k, c in enumerate(self._components[index])}
 
     def layout_entry(self, index: int) -> Tensor:
         """Return the entry of a table in state dicts, see `ComposedStorage.layout_entry`."""
         part = self._parts[index]
-        return self._of(part).layout_entry(part.config.num_embeddings)
+        return self._storage_of(part).layout_entry(part.config.num_embeddings)
 
     def views(self) -> list[dict[str, Tensor]]:
         """Return per table its components and their optimizer states."""
         self.dense.settle()
-        every = self.dense.table_views()
+        table_views = self.dense.table_views()
         return [
             {
                 parameter if name == "weight" else view_name(parameter, name): view
                 for parameter, number in self.tables_of(t).items()
-                for name, view in every[number].items()
+                for name, view in table_views[number].items()
             }
             for t in range(len(self._parts))
         ]
@@ -606,7 +616,7 @@ class ComposedHandle(DenseHandle):
         return {LAYOUT: "_names_in_checkpoints"}
 
 
-def _pieces(part: TableSlice) -> list[TableSlice]:
+def _component_slices(part: TableSlice) -> list[TableSlice]:
     """Return the components of a slice as slices of dense tables."""
     config: Any = part.config
     storage: Any = config.storage

@@ -174,17 +174,17 @@ class Dense(Storage):
     ) -> float:
         """Return the nanoseconds to look up `ids` rows, fetched from slower memory if need be."""
         row = part.dim * part.config.data_type.itemsize
-        each = rates.lookup_row_ns(part, row, ids)
-        return ids * each + ids * self._transfer_ns(part, optimizer, rates, row, 0)
+        ns_per_row = rates.lookup_row_ns(part, row, ids)
+        return ids * ns_per_row + ids * self._transfer_ns(part, optimizer, rates, row, 0)
 
     def update_ns(
         self, part: TableSlice, optimizer: Optimizer | None, ids: float, rates: Rates
     ) -> float:
         """Return the nanoseconds to update `ids` rows, written to slower memory if need be."""
         row = row_bytes(optimizer, part.dim, part.config.data_type.itemsize)
-        each = rates.update_row_ns(part, row, ids)
+        ns_per_row = rates.update_row_ns(part, row, ids)
         making = ids * self._transfer_ns(part, optimizer, rates, row, row)
-        return ids * each + (making + dense_gradient_ns(part, optimizer, rates))
+        return ids * ns_per_row + (making + dense_gradient_ns(part, optimizer, rates))
 
     def _transfer_ns(
         self,
@@ -275,8 +275,13 @@ class DenseModule(TableBatchedEmbeddingBags):
         with torch._C.DisableTorchFunctionSubclass():
             self.register_buffer("weights", weights.detach(), persistent=False)
         self._offsets = [
-            autograd.WeightOffset(place.weight_offset, place.row_base, place.rows, place.dim)
-            for place in self._memory.layout.offsets
+            autograd.WeightOffset(
+                table_offset.weight_offset,
+                table_offset.row_base,
+                table_offset.rows,
+                table_offset.dim,
+            )
+            for table_offset in self._memory.layout.offsets
         ]
 
     def _draw(self, table: int, weight: Tensor) -> None:
@@ -313,7 +318,7 @@ class DenseModule(TableBatchedEmbeddingBags):
             pass
 
     def _parameters_by_feature(self) -> list[tuple[tuple[int, ...], nn.Parameter]]:
-        features = (place.feature(0) for place in self._memory.layout.offsets)
+        features = (table_offset.feature(0) for table_offset in self._memory.layout.offsets)
         return list(zip(features, self.table_parameters, strict=True))
 
     def _gradient_parameters(self) -> tuple[list[Any], list[autograd.WeightOffset]]:
@@ -402,20 +407,20 @@ class DenseHandle(TableHandle):
             super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
-        metadata, *rest = arguments
+        metadata, *other_arguments = arguments
         module: DenseModule = self.module
-        if state_dicts.refuses(self, state_dict, prefix, rest[-1]):
+        if state_dicts.refuses(self, state_dict, prefix, other_arguments[-1]):
             return
-        if self._is_on_meta(state_dict, prefix, rest[-1]):
+        if self._is_on_meta(state_dict, prefix, other_arguments[-1]):
             return
         # The parameter stays the view that it is, whatever load_state_dict(assign=...) asks for.
         metadata = {k: v for k, v in metadata.items() if k != "assign_to_params_buffers"}
         module.settle()
         with module.overwriting(), torch._C.DisableTorchFunctionSubclass():
-            super()._load_from_state_dict(state_dict, prefix, metadata, *rest)
+            super()._load_from_state_dict(state_dict, prefix, metadata, *other_arguments)
 
     def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
         """Yield what is wrong with the entries of the table."""
         with torch._C.DisableTorchFunctionSubclass():
-            own = state_dicts.own_tensors(self, prefix)
-        yield from state_dicts.entry_problems(state_dict, own)
+            tensors = state_dicts.own_tensors(self, prefix)
+        yield from state_dicts.entry_problems(state_dict, tensors)

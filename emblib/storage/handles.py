@@ -23,8 +23,8 @@ _handles = WeakTensorKeyDictionary()  # from a parameter to a weak reference of 
 
 def handle_of(parameter: nn.Parameter) -> TableHandle | None:
     """Return the handle of the table that a parameter belongs to, if it belongs to one."""
-    found = _handles.get(parameter)
-    return None if found is None else found()
+    handle = _handles.get(parameter)
+    return None if handle is None else handle()
 
 
 class TableHandle(nn.Module):
@@ -62,7 +62,10 @@ class TableHandle(nn.Module):
 
     def attach(self, module: TableModule, index: int) -> None:
         """Become the handle of table `index` of `module`."""
-        self._of = (module, index)  # a tuple, so that the module is no child of this module
+        self._module_and_index = (
+            module,
+            index,
+        )  # a tuple, so that the module is no child of this module
 
     def is_trained(self, name: str) -> bool:
         """Return whether the table of a parameter is trained, not frozen."""
@@ -88,12 +91,12 @@ class TableHandle(nn.Module):
     @property
     def module(self) -> TableModule:
         """Return the module that looks the table up."""
-        return self._of[0]
+        return self._module_and_index[0]
 
     @property
     def index(self) -> int:
         """Return the number of the table in its module."""
-        return self._of[1]
+        return self._module_and_index[1]
 
     def bind(self) -> None:
         """Make the parameters views of the memory that the module has now."""
@@ -138,8 +141,8 @@ class TableHandle(nn.Module):
 
     def _is_on_meta(self, state_dict: Any, prefix: str, errors: list[str]) -> bool:
         """Return whether there is no memory to load into, and append an error if so."""
-        present = any(key.startswith(prefix) for key in state_dict)
-        on_meta = present and any(parameter.is_meta for parameter in self.parameters())
+        has_entries = any(key.startswith(prefix) for key in state_dict)
+        on_meta = has_entries and any(parameter.is_meta for parameter in self.parameters())
         if on_meta:
             errors.append(
                 f"{prefix}: the table is on meta; call to_empty(device=...) of the model first"
@@ -170,7 +173,7 @@ def bind_view(handle: TableHandle, name: str, view: Tensor, optimizer: Optimizer
         parameters.ask_for_float32_gradient(parameter)
     is_cached = getattr(handle.module, "row_cache", None) is not None
     kind = parameters.CachedParameter if is_cached else parameters.ViewParameter
-    parameters.own(parameter, handle, kind)
+    parameters.set_owner(parameter, handle, kind)
     handle.set_trained(parameter, trained=parameter.requires_grad)
     mark(parameter, handle, optimizer)
 

@@ -125,8 +125,8 @@ class Hash(Storage):
 
     def spec(self, rows: int, dim: int, name: str) -> DynamicSpec:
         """Return a table of this storage as the table modules take it."""
-        own = {f.name for f in fields(self)}
-        names = [f.name for f in fields(DynamicSpec) if f.name in own]
+        field_names = {f.name for f in fields(self)}
+        names = [f.name for f in fields(DynamicSpec) if f.name in field_names]
         choices = {choice: getattr(self, choice) for choice in names}
         return DynamicSpec(rows, dim, name=name, **choices)
 
@@ -165,13 +165,13 @@ class Hash(Storage):
         # Counters, assigned scores and stores belong to a module, and so do the states of an
         # optimizer outside of it.
         order = self.eviction.order
-        is_alone = (
+        needs_own_module = (
             self.admission is not None
             or self.backing is not None
             or (order == "assigned" and order in SCORED)
             or not autograd.updates_in_backward(optimizer)
         )
-        rules = (order, self.insert_policy, self.seed, number if is_alone else -1)
+        rules = (order, self.insert_policy, self.seed, number if needs_own_module else -1)
         return ("hash", stored_as(part), optimizer, rules, dim)
 
     def make_kernel(
@@ -289,8 +289,8 @@ class Hash(Storage):
     def nbytes(self, part: TableSlice, optimizer: Optimizer | None, device: str) -> MemoryBytes:
         """Return the bytes of a full table: all of its capacity, whatever it starts with."""
         spec, itemsize = part.spec, part.config.data_type.itemsize
-        words = 3 if spec.eviction.order in SCORED else 2
-        index = spec.rows * (1 + words * _WORD)
+        num_words = 3 if spec.eviction.order in SCORED else 2
+        index = spec.rows * (1 + num_words * _WORD)
         states = state_bytes(optimizer, spec.rows, spec.dim, itemsize)
         values = spec.rows * spec.dim * itemsize + states
         fast = index + values + _counter_bytes(spec.admission)
@@ -311,16 +311,16 @@ class Hash(Storage):
         self, part: TableSlice, optimizer: Optimizer | None, ids: float, rates: Rates
     ) -> float:
         """Return the nanoseconds to find `ids` keys and to look up their rows."""
-        each = rates.lookup_row_ns(part, part.dim * part.config.data_type.itemsize, ids)
-        return float(ids * each + ids * rates.costs.hash_ns)
+        ns_per_row = rates.lookup_row_ns(part, part.dim * part.config.data_type.itemsize, ids)
+        return float(ids * ns_per_row + ids * rates.costs.hash_ns)
 
     def update_ns(
         self, part: TableSlice, optimizer: Optimizer | None, ids: float, rates: Rates
     ) -> float:
         """Return the nanoseconds to update the rows of `ids` keys."""
         row = row_bytes(optimizer, part.dim, part.config.data_type.itemsize)
-        each = rates.update_row_ns(part, row, ids)
-        return ids * each + dense_gradient_ns(part, optimizer, rates)
+        ns_per_row = rates.update_row_ns(part, row, ids)
+        return ids * ns_per_row + dense_gradient_ns(part, optimizer, rates)
 
 
 def _counter_bytes(admission: FrequencyAdmission | None) -> int:
@@ -423,18 +423,18 @@ class HashHandle(TableHandle):
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
         """Replace the keys, and everything stored with them."""
-        _, _, missing, unexpected, errors = arguments
+        _, _, missing_keys, unexpected, errors = arguments
         if state_dicts.refuses(self, state_dict, prefix, errors):
             return
         if self._is_on_meta(state_dict, prefix, errors) or self._is_on_placeholder:
-            missing.append(f"{prefix}keys")
+            missing_keys.append(f"{prefix}keys")
             return
         module: DynamicEmbeddingBags = self.module
         entries = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
         names = self._names()
-        missing.extend(prefix + key for key in sorted(names - entries.keys()))
-        others = self._entries_of_children(entries)
-        unexpected.extend(prefix + key for key in sorted(entries.keys() - names - others))
+        missing_keys.extend(prefix + key for key in sorted(names - entries.keys()))
+        child_entries = self._entries_of_children(entries)
+        unexpected.extend(prefix + key for key in sorted(entries.keys() - names - child_entries))
         try:
             module.load_state_dict(self._state_of_kernel(entries), strict=False)
         except RuntimeError as error:
@@ -443,19 +443,21 @@ class HashHandle(TableHandle):
     def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
         """Yield what is wrong with the entries of the table."""
         if not self._is_on_placeholder:
-            own = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
-            state = self._state_of_kernel(own)
+            saved = {
+                k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)
+            }
+            state = self._state_of_kernel(saved)
             table = f"{self.module.table_names[self.index]}."
             for problem in state_dicts.problems(self.module, state, ""):
                 yield prefix + problem.removeprefix(table)
 
     def _state_of_kernel(self, entries: Mapping[str, Any]) -> dict[str, Any]:
         """Return the entries of this table as a state dict of the module has them."""
-        others = self._entries_of_children(entries)
+        child_entries = self._entries_of_children(entries)
         table = f"{self.module.table_names[self.index]}."
         return {
-            key if key == "clock" or key in others else table + key: entries[key]
-            for key in (entries.keys() & self._names()) | others
+            key if key == "clock" or key in child_entries else table + key: entries[key]
+            for key in (entries.keys() & self._names()) | child_entries
         }
 
     def _entries_of_children(self, entries: Mapping[str, Any]) -> set[str]:
@@ -466,10 +468,10 @@ class HashHandle(TableHandle):
     def _names_in_checkpoints(self) -> SimpleNamespace:
         """Return the entries of a state dict that are no parameters, as attributes."""
         module: DynamicEmbeddingBags = self.module
-        others = {
+        child_names = {
             key.split(".")[0]: getattr(module, key.split(".")[0]) for key in child_state(module)
         }
-        return SimpleNamespace(**{**dict.fromkeys(self._names(), 0), **others})
+        return SimpleNamespace(**{**dict.fromkeys(self._names(), 0), **child_names})
 
     def _fqn_modifiers(self) -> dict[str, str]:
         """Tell `torch.distributed.checkpoint.state_dict` which attribute a key begins with."""

@@ -99,9 +99,11 @@ class Hashed(ComposedStorage):
     def rows_read(ids: Tensor, numbers: Tensor, count: int) -> list[Tensor]:
         """Return the row that each function selects."""
         rows, seed, by_remainder = numbers
-        found = [mixed(ids, seed * _MOST_FUNCTIONS + number) % rows for number in range(count)]
-        found[0] = torch.where(by_remainder == 1, ids % rows, found[0])
-        return found
+        rows_by_function = [
+            mixed(ids, seed * _MOST_FUNCTIONS + number) % rows for number in range(count)
+        ]
+        rows_by_function[0] = torch.where(by_remainder == 1, ids % rows, rows_by_function[0])
+        return rows_by_function
 
 
 # The constants of splitmix64 (Steele et al., OOPSLA 2014), as signed numbers.

@@ -21,26 +21,26 @@ def new_seeds(parts: Iterable[TableSlice]) -> dict[str, int]:
     return {name: primitives.new_seed() for name in dict.fromkeys(p.config.name for p in parts)}
 
 
-_overwritten = ContextVar("_overwritten", default=False)
+_skips = ContextVar("_skips", default=False)
 
 
 @contextlib.contextmanager
-def overwritten() -> Iterator[None]:
+def skip_initial_values() -> Iterator[None]:
     """Leave the rows of tables that are constructed inside without values: all are written after.
 
     Nothing calls `init_fn`, and torch's generator on the CPU stays as it is.
     """
-    token = _overwritten.set(True)
+    token = _skips.set(True)
     try:
         with torch.random.fork_rng(devices=[]):  # seeds of tables are drawn from it
             yield
     finally:
-        _overwritten.reset(token)
+        _skips.reset(token)
 
 
-def are_overwritten() -> bool:
+def skips_initial_values() -> bool:
     """Return whether tables that are constructed now need no initial values."""
-    return _overwritten.get()
+    return _skips.get()
 
 
 @torch.no_grad()
@@ -51,7 +51,7 @@ def draw(part: TableSlice, weight: Tensor, seed: int) -> None:
     the blocks that the slice meets, with torch's generators seeded.
     """
     config = part.config
-    if weight.is_meta or are_overwritten():
+    if weight.is_meta or skips_initial_values():
         return
     if isinstance(config.init_fn, ByRows):
         for rows, block_seed in _blocks(part, seed):
@@ -63,11 +63,11 @@ def draw(part: TableSlice, weight: Tensor, seed: int) -> None:
             if part.is_whole:
                 config.init_fn(weight)
                 return
-            whole = torch.empty(
+            table = torch.empty(
                 config.num_embeddings, config.embedding_dim, dtype=weight.dtype, device="cpu"
             )
-            config.init_fn(whole)
-        weight.copy_(part.part_of(whole))
+            config.init_fn(table)
+        weight.copy_(part.part_of(table))
         return
     for rows, block_seed in _blocks(part, seed):
         _draw_block(part, weight, rows, block_seed)

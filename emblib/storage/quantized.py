@@ -25,7 +25,7 @@ from emblib.storage.base import (
     distinct_names,
 )
 from emblib.storage.handles import TableHandle
-from emblib.storage.initial_values import are_overwritten, draw
+from emblib.storage.initial_values import draw, skips_initial_values
 from emblib.tables import QuantizedEmbeddingBags, state_dicts
 from emblib.tables.quantized import FORMER_ENTRIES, pack_former_rows
 
@@ -108,8 +108,8 @@ class Quantized(Storage):
         self, part: TableSlice, source: TableHandle, target: TableHandle, key_block: Span | None
     ) -> None:
         """Copy the rows of a slice of the whole table `source` into `target`."""
-        first, last = part.rows
-        target.views()["packed"].copy_(source.views()["packed"][first:last])
+        begin, end = part.rows
+        target.views()["packed"].copy_(source.views()["packed"][begin:end])
 
     def parameter_layouts(self, table: TableDescription) -> dict[str, TensorLayout]:
         """Return the packed rows."""
@@ -155,15 +155,15 @@ class QuantizedModule(QuantizedEmbeddingBags):
     def reset_parameters(self) -> None:
         """Draw the initial values of all tables."""
         super().reset_parameters()
-        if self.packed.is_meta or are_overwritten():
+        if self.packed.is_meta or skips_initial_values():
             return
         for table, (part, seed) in enumerate(zip(self._parts, self._seeds, strict=True)):
             step = part.num_rows if part.config.init_fn is not None else _ROWS
-            for first in range(*part.rows, step):
-                some = replace(part, rows=(first, min(first + step, part.rows[1])))
+            for first_row in range(*part.rows, step):
+                some = replace(part, rows=(first_row, min(first_row + step, part.rows[1])))
                 weight = torch.empty(some.num_rows, some.dim, device=self.packed.device)
                 draw(some, weight, seed)
-                self.write_rows(table, weight, first - part.rows[0])
+                self.write_rows(table, weight, first_row - part.rows[0])
 
 
 class QuantizedHandle(TableHandle):
@@ -203,7 +203,7 @@ class QuantizedHandle(TableHandle):
         destination.update({prefix + name: view for name, view in self.views().items()})
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
-        _, _, missing, unexpected, errors = arguments
+        _, _, missing_keys, unexpected, errors = arguments
         if state_dicts.refuses(self, state_dict, prefix, errors):
             return
         entries = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
@@ -216,7 +216,7 @@ class QuantizedHandle(TableHandle):
             return
         if set(entries) == set(FORMER_ENTRIES):
             entries = {"packed": self._pack_former(entries)}
-        missing.extend(prefix + name for name in sorted(views.keys() - entries.keys()))
+        missing_keys.extend(prefix + name for name in sorted(views.keys() - entries.keys()))
         unexpected.extend(prefix + name for name in sorted(entries.keys() - views.keys()))
         for name in views.keys() & entries.keys():
             views[name].copy_(entries[name])
@@ -224,10 +224,10 @@ class QuantizedHandle(TableHandle):
     def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
         """Yield what is wrong with the entries of the table."""
         entries = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
-        spec, word = self.module.tables[self.index], torch.empty(0)
+        spec, float_scalar = self.module.tables[self.index], torch.empty(0)
         if set(entries) == {"weight"}:
             weight, shape = entries["weight"], (spec.rows, spec.dim)
-            problem = state_dicts.tensor_problem(weight, word, shape)
+            problem = state_dicts.tensor_problem(weight, float_scalar, shape)
             if problem:
                 yield f"{prefix}weight: {problem}"
         elif set(entries) == set(FORMER_ENTRIES):

@@ -164,19 +164,19 @@ class TensorTrain(Storage):
 
     def slice_spec(self, part: TableSlice, name: str) -> TTSpec:
         """Return a slice as a tensor train of its own."""
-        whole = part.config.spec()
+        table_spec = part.config.spec()
         if part.is_whole:
-            return replace(whole, name=name)
+            return replace(table_spec, name=name)
         (p0, p1), (q0, q1) = self.core_range(part)
         return TTSpec(
             part.num_rows,
             part.dim,
-            whole.ranks,
-            (p1 - p0, *whole.row_factors[1:]),
-            (q1 - q0, *whole.dim_factors[1:]),
+            table_spec.ranks,
+            (p1 - p0, *table_spec.row_factors[1:]),
+            (q1 - q0, *table_spec.dim_factors[1:]),
             name,
-            whole.ids,
-            whole.seed,
+            table_spec.ids,
+            table_spec.seed,
         )
 
     def cut_units(self, table: TableDescription) -> CutUnits:
@@ -206,16 +206,16 @@ class TensorTrain(Storage):
         ends = part.config.num_embeddings, part.config.embedding_dim
         factors = spec.row_factors[0], spec.dim_factors[0]
         ranges = []
-        for name, (begin, end), unit, last, factor in zip(
+        for name, (begin, end), unit, size, factor in zip(
             ("rows", "columns"), (part.rows, part.columns), units, ends, factors, strict=True
         ):
-            if begin % unit or (end % unit and end != last):
+            if begin % unit or (end % unit and end != size):
                 raise ValueError(
                     f"{name} of a slice of tensor train {part.config.name!r} must be multiples of "
                     f"{unit}, the product of the factors of all cores but the first, got "
-                    f"[{begin}, {end}) of {last}"
+                    f"[{begin}, {end}) of {size}"
                 )
-            ranges.append((begin // unit, factor if end == last else end // unit))
+            ranges.append((begin // unit, factor if end == size else end // unit))
         return ranges[0], ranges[1]
 
     def cores_of(self, part: TableSlice, cores: Sequence[Tensor]) -> list[Tensor]:
@@ -224,11 +224,11 @@ class TensorTrain(Storage):
         `cores` may also be optimizer states, laid out like the cores or one number per core row.
         """
         (p0, p1), (q0, q1) = self.core_range(part)
-        first = cores[0][p0:p1]
-        if first.dim() == 2:
+        first_core = cores[0][p0:p1]
+        if first_core.dim() == 2:
             rank = part.config.spec().ranks[0]
-            first = first[:, q0 * rank : q1 * rank]
-        return [first, *cores[1:]]
+            first_core = first_core[:, q0 * rank : q1 * rank]
+        return [first_core, *cores[1:]]
 
     # Kernels
 
@@ -313,12 +313,12 @@ class TensorTrain(Storage):
         sizes = list(zip(spec.row_factors, widths, strict=True))
 
         def region(rows: Span, columns: Span) -> tuple[Span, Span]:
-            first = rows[0] // units.rows
+            first_digit = rows[0] // units.rows
             # The factors may make more rows than the table has; the last slice has them.
             at_end = rows[1] == table.num_embeddings
-            last = sizes[0][0] if at_end else -(-rows[1] // units.rows)
+            end_digit = sizes[0][0] if at_end else -(-rows[1] // units.rows)
             left, right = columns[0] // units.columns, -(-columns[1] // units.columns)
-            return (first, last), (left * rank, right * rank)
+            return (first_digit, end_digit), (left * rank, right * rank)
 
         return {
             f"cores.{k}": TensorLayout(size, table.data_type, None if k else region)
@@ -363,28 +363,28 @@ class TensorTrain(Storage):
         self, part: TableSlice, optimizer: Optimizer | None, ids: float, rates: Rates
     ) -> float:
         """Return the nanoseconds to compute the distinct rows of `ids`, and to look them up."""
-        each = rates.cached_lookup_ns(part.dim * _FLOAT)
+        ns_per_row = rates.cached_lookup_ns(part.dim * _FLOAT)
         making = _distinct(ids, part.num_rows) * multiply_adds(part.spec) * rates.costs.tt_ns
-        return float(ids * each + making)
+        return float(ids * ns_per_row + making)
 
     def update_ns(
         self, part: TableSlice, optimizer: Optimizer | None, ids: float, rates: Rates
     ) -> float:
         """Return the nanoseconds to update the cores with the gradients of `ids` rows."""
         row = row_bytes(optimizer, part.dim, part.config.data_type.itemsize)
-        each = rates.cached_update_ns(row)
+        ns_per_row = rates.cached_update_ns(row)
         # The gradients of all cores take twice the work of making the rows.
         making = 2 * _distinct(ids, part.num_rows) * multiply_adds(part.spec) * rates.costs.tt_ns
-        return float(ids * each + making)
+        return float(ids * ns_per_row + making)
 
 
 def _completed(factors: tuple[int, ...], size: int) -> tuple[int, ...]:
     """Return the factors with that of -1 as the least with which they multiply to `size`."""
     if -1 not in factors:
         return factors
-    others = math.prod(abs(factor) for factor in factors)
-    missing = -(-size // max(others, 1))
-    return tuple(missing if factor == -1 else factor for factor in factors)
+    given_product = math.prod(abs(factor) for factor in factors)
+    missing_factor = -(-size // max(given_product, 1))
+    return tuple(missing_factor if factor == -1 else factor for factor in factors)
 
 
 def multiply_adds(spec: TTSpec) -> float:

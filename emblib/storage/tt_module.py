@@ -93,8 +93,8 @@ class TTModule(TableBatchedTTEmbeddingBags):
     def _check_ranks(self) -> None:
         # Which ranks are of use depends on the whole table, not on how it is cut.
         for part in self._parts:
-            whole = part.config.spec()
-            check_ranks(whole.ranks, whole.row_factors, whole.dim_factors)
+            table_spec = part.config.spec()
+            check_ranks(table_spec.ranks, table_spec.row_factors, table_spec.dim_factors)
 
     def _draw(self, table: int) -> Sequence[Tensor]:
         """Draw the initial values of the whole table, and return those of the slice."""
@@ -102,10 +102,12 @@ class TTModule(TableBatchedTTEmbeddingBags):
         if device.type == "meta":
             return self.table_cores(table)
         storage: Any = part.storage
-        whole, cpu = part.config.spec(), torch.device("cpu")
-        layout = CoreLayout(whole.row_factors, whole.dim_factors, whole.full_ranks, cpu)
+        table_spec, cpu = part.config.spec(), torch.device("cpu")
+        layout = CoreLayout(
+            table_spec.row_factors, table_spec.dim_factors, table_spec.full_ranks, cpu
+        )
         with seeded(cpu, self.seeds[table]):
-            values = find_initializer(storage.init)(layout, 1.0 / math.sqrt(3.0 * whole.rows))
+            values = find_initializer(storage.init)(layout, 1.0 / math.sqrt(3.0 * table_spec.rows))
         drawn: list[Tensor] = storage.cores_of(part, values)
         return drawn
 
@@ -171,8 +173,8 @@ class TTHandle(TableHandle):
         problem = layout_entry.problem(state_dict, prefix, [self.spec], self.cores)
         if problem:
             yield problem
-        own = {prefix + layout_entry.NAME: layout_entry.entry(self.spec)}
-        yield from state_dicts.entry_problems(state_dict, own)
+        layout_entries = {prefix + layout_entry.NAME: layout_entry.entry(self.spec)}
+        yield from state_dicts.entry_problems(state_dict, layout_entries)
 
     @property
     def _names_in_checkpoints(self) -> SimpleNamespace:

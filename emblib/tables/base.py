@@ -213,7 +213,7 @@ class FusedTables(nn.Module):
     def _mark_parameter(self, parameter: nn.Parameter) -> None:
         """Make a parameter that backward updates notify this module when it is frozen."""
         if autograd.updates_in_backward(self.optimizer):
-            parameters.own(parameter, self, self.parameter_class)
+            parameters.set_owner(parameter, self, self.parameter_class)
         elif self.optimizer.deferred:
             parameters.ask_for_float32_gradient(parameter)
             marked: Any = parameter
@@ -373,8 +373,8 @@ class FusedTables(nn.Module):
 
     def set_table_trained(self, table: int, *, trained: bool) -> None:
         """Train a table from the next forward on, or freeze it."""
-        others = self._untrained - {table}
-        self._untrained = others if trained else others | {table}
+        untrained = self._untrained - {table}
+        self._untrained = untrained if trained else untrained | {table}
         self._frozen = len(self._untrained) == len(self.tables)
 
     @property
@@ -437,8 +437,8 @@ class FusedTables(nn.Module):
 
     def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
         """Yield what is wrong with the entries of the module."""
-        own = {prefix + key: tensor for key, tensor in self._checkpoint().items()}
-        features = own.pop(f"{prefix}features", None)
+        tensors = {prefix + key: tensor for key, tensor in self._checkpoint().items()}
+        features = tensors.pop(f"{prefix}features", None)
         if features is not None and f"{prefix}features" in state_dict:
             saved = state_dict[f"{prefix}features"]
             problem = state_dicts.tensor_problem(saved, features)
@@ -450,7 +450,7 @@ class FusedTables(nn.Module):
                 )
             if problem:
                 yield f"{prefix}features: {problem}"
-        yield from state_dicts.entry_problems(state_dict, own)
+        yield from state_dicts.entry_problems(state_dict, tensors)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         warn_of_dtype(fn, "precision=Precision(weights=...)")
@@ -477,10 +477,10 @@ class FusedTables(nn.Module):
             for name, spec in zip(self.table_names[:4], self.tables, strict=False)
         )
         more = f", ... {len(self.tables)} tables" if len(self.tables) > 4 else ""
-        parts = [f"[{sizes}{more}]", brief(self.optimizer), f"pooling={self.pooling.value}"]
+        fields = [f"[{sizes}{more}]", brief(self.optimizer), f"pooling={self.pooling.value}"]
         if self.precision != Precision():
-            parts.append(brief(self.precision))
-        return ", ".join(parts)
+            fields.append(brief(self.precision))
+        return ", ".join(fields)
 
 
 def _rows_of(gradient: Tensor) -> tuple[Tensor, Tensor]:
@@ -492,11 +492,11 @@ def _rows_of(gradient: Tensor) -> tuple[Tensor, Tensor]:
 
 def warn_of_dtype(fn: Callable[[Tensor], Tensor], argument: str) -> None:
     """Warn where a function of `nn.Module._apply` would change the dtype of a table."""
-    asked = fn(torch.empty(0, dtype=torch.float32)).dtype
-    if asked != torch.float32:
+    requested_dtype = fn(torch.empty(0, dtype=torch.float32)).dtype
+    if requested_dtype != torch.float32:
         warnings.warn(
-            f"emblib: tables keep their dtypes, {asked} is ignored; choose them when making one: "
-            f"{argument}, in a collection data_type= of the configuration",
+            f"emblib: tables keep their dtypes, {requested_dtype} is ignored; choose them when "
+            f"making one: {argument}, in a collection data_type= of the configuration",
             stacklevel=caller_level(),
         )
 
@@ -542,9 +542,9 @@ def bags_of_equal_length(
             "them, or leave offsets out"
         )
     bags, length = indices.shape
-    made = torch.arange(bags + 1, device=indices.device) * length
+    bag_offsets = torch.arange(bags + 1, device=indices.device) * length
     weights = None if per_sample_weights is None else per_sample_weights.reshape(-1)
-    return indices.reshape(-1), made, weights
+    return indices.reshape(-1), bag_offsets, weights
 
 
 def check_bounds(
@@ -608,8 +608,8 @@ def check_bounds(
     bad_indices, bad_offsets = violations.tolist()
     if (bad_indices or bad_offsets) and not is_repeated():
         module.bounds_violations.add_(violations)
-        where = first_violation(module, indices, repaired, features, bag_layout)
-        text = message.format(indices=bad_indices, offsets=bad_offsets, where=where)
+        location = first_violation(module, indices, repaired, features, bag_layout)
+        text = message.format(indices=bad_indices, offsets=bad_offsets, where=location)
         warnings.warn(text, stacklevel=caller_level())
     return repaired
 

@@ -40,11 +40,11 @@ def padded_batches() -> Iterator[None]:
     Tables of rows know padding by its ids of -1. Dynamic tables, for which -1 is a key like any
     other, need to be told.
     """
-    before = _is_padded.set(True)
+    token = _is_padded.set(True)
     try:
         yield
     finally:
-        _is_padded.reset(before)
+        _is_padded.reset(token)
 
 
 def is_padded() -> bool:
@@ -73,15 +73,15 @@ def first_violation(
     else:
         bags = bag_layout[:, 0]
     by_index = bags.repeat_interleave(offsets.diff())
-    first = int(offsets[0])
-    used = indices[first : first + len(by_index)]
+    first_offset = int(offsets[0])
+    used = indices[first_offset : first_offset + len(by_index)]
     rows = features[by_index, FeatureColumn.ROWS]
     invalid = ((used < -1) | (used >= rows)).nonzero()
     if not len(invalid):
         return ""
     at = int(invalid[0])
     return (
-        f" (the first: index {int(used[at])} at position {first + at}, "
+        f" (the first: index {int(used[at])} at position {first_offset + at}, "
         f"{feature_label(module, int(by_index[at]))} of {int(rows[at])} rows)"
     )
 
@@ -97,7 +97,7 @@ def feature_label(module: Any, feature: int) -> str:
     return f"feature {feature}, table {module.table_names[module.feature_tables[feature]]!r}"
 
 
-def _where(module: Any) -> str:
+def _call_site(module: Any) -> str:
     """Return a phrase that names the features of a module, of which a GPU counts violations."""
     labels = getattr(module, "feature_labels", None)
     if labels is None:
@@ -120,7 +120,7 @@ class BoundsReport:
         self._reported = (0, 0)
         self._checks = 0
         self._copy: tuple[Tensor, torch.cuda.Event] | None = None
-        self._message, self._where = BOUNDS_MESSAGE, ""
+        self._message, self._call_site = BOUNDS_MESSAGE, ""
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle as a new report: events belong to a process."""
@@ -136,8 +136,8 @@ class BoundsReport:
             return
         if torch.cuda.is_current_stream_capturing():
             return
-        if not self._where:
-            self._where = _where(module)
+        if not self._call_site:
+            self._call_site = _call_site(module)
         self._message = message
         self.poll()
         if self._copy is None and self._checks % CHECKS_PER_COPY == 0:
@@ -166,13 +166,17 @@ class BoundsReport:
     def _finish(self, copied: Tensor) -> None:
         counts: Sequence[int] = copied.tolist()
         self._copy = None
-        before = self._reported
-        if any(now < then for now, then in zip(counts, before, strict=True)):
-            before = (0, 0)  # the module was reset or moved
-        indices, offsets = (now - then for now, then in zip(counts, before, strict=True))
+        counts_before = self._reported
+        if any(
+            count < count_before for count, count_before in zip(counts, counts_before, strict=True)
+        ):
+            counts_before = (0, 0)  # the module was reset or moved
+        indices, offsets = (
+            count - count_before for count, count_before in zip(counts, counts_before, strict=True)
+        )
         self._reported = counts[0], counts[1]
         if indices or offsets:
-            text = self._message.format(indices=indices, offsets=offsets, where=self._where)
+            text = self._message.format(indices=indices, offsets=offsets, where=self._call_site)
             text += "; counted on the GPU in earlier batches"
             warnings.warn(text, stacklevel=caller_level())
 

@@ -272,14 +272,14 @@ def make_directory(directory: Path, what: str) -> None:
         ) from error
 
 
-def refuse_strangers(directory: Path, what: str, known: str) -> None:
-    """Raise ValueError unless a directory is empty but for a lock and the beginnings of `known`."""
-    others = sorted(set(os.listdir(directory)) - {LOCK, known + _NEXT})
-    if others:
+def refuse_strangers(directory: Path, what: str, known_file: str) -> None:
+    """Raise ValueError if a directory has files other than a lock and unfinished `known_file`s."""
+    unknown_files = sorted(set(os.listdir(directory)) - {LOCK, known_file + _NEXT})
+    if unknown_files:
         raise ValueError(
             f"the directory of {what} must be empty or hold them already; {directory} "
-            f"holds {', '.join(others[:4])}{' and more' if len(others) > 4 else ''}: name "
-            "another one, e.g. a new one in it"
+            f"holds {', '.join(unknown_files[:4])}{' and more' if len(unknown_files) > 4 else ''}: "
+            "name another one, e.g. a new one in it"
         )
 
 
@@ -322,26 +322,26 @@ def make_room(directory: Path, nbytes: int) -> None:
 
 
 @contextlib.contextmanager
-def replacing(path: Path, fresh: Path | None = None) -> Iterator[BinaryIO]:
+def replacing(path: Path, new_path: Path | None = None) -> Iterator[BinaryIO]:
     """Yield a file that replaces `path` on leaving, completely synced to the disk.
 
     Args:
         path: path of the file that is replaced.
-        fresh: path of the new file until then; None is a name that is the same every time, for
+        new_path: path of the new file until then; None is a name that is the same every time, for
             directories with a single writer.
 
     Raises:
         OSError: it could not be written; `path` is what it was.
     """
-    fresh = path.with_name(path.name + _NEXT) if fresh is None else fresh
+    new_path = path.with_name(path.name + _NEXT) if new_path is None else new_path
     try:
-        with os.fdopen(open_fresh(fresh, os.O_WRONLY | os.O_TRUNC), "wb") as file:
+        with os.fdopen(open_fresh(new_path, os.O_WRONLY | os.O_TRUNC), "wb") as file:
             yield file
             file.flush()
-            sync_file(file.fileno(), fresh)
-        rename(fresh, path)
+            sync_file(file.fileno(), new_path)
+        rename(new_path, path)
     except BaseException:
-        remove(fresh)
+        remove(new_path)
         raise
 
 
@@ -356,8 +356,8 @@ def saving(path: str | Path) -> Iterator[BinaryIO]:
         OSError: it could not be written; `path` is what it was.
     """
     target = Path(os.path.realpath(path))  # of a link, the file that it leads to
-    fresh = target.with_name(f".{target.name}.{os.getpid()}.{uuid.uuid4().hex[:8]}{_NEXT}")
-    with replacing(target, fresh) as file:
+    new_path = target.with_name(f".{target.name}.{os.getpid()}.{uuid.uuid4().hex[:8]}{_NEXT}")
+    with replacing(target, new_path) as file:
         yield file
     flush_directory(target.parent)
 
@@ -393,12 +393,12 @@ def load_json(path: str | Path) -> str:
 
 def save_archive(content: Any, file: BinaryIO) -> None:
     """Write a file for `torch.load`, a zip archive, with a checksum of each part of it."""
-    before = torch.serialization.get_crc32_options()
+    crc32_before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(True)
     try:
         torch.save(content, file)
     finally:
-        torch.serialization.set_crc32_options(before)
+        torch.serialization.set_crc32_options(crc32_before)
 
 
 def check_archive(path: str | Path) -> None:

@@ -156,17 +156,17 @@ def numbers_of(optimizer: Optimizer) -> dict[str, Any]:
     return numbers
 
 
-def changes_of_group(optimizer: Optimizer, given: Mapping[str, Any]) -> GroupChanges:
+def changes_of_group(optimizer: Optimizer, options: Mapping[str, Any]) -> GroupChanges:
     """Convert entries of a parameter group; return those that tables do not know unchanged.
 
     Raises:
         ValueError: an entry that would have an effect in `torch.optim`, but none on these tables.
     """
     changes = GroupChanges({}, {})
-    own = {field.name for field in fields(optimizer)}
-    values = {name: _plain(value) for name, value in given.items() if _has_meaning(name)}
+    field_names = {field.name for field in fields(optimizer)}
+    values = {name: _plain(value) for name, value in options.items() if _has_meaning(name)}
     for name, value in values.items():
-        if name in own and name not in _OPTIONS:
+        if name in field_names and name not in _OPTIONS:
             changes.fields[name] = float(value) if name == "lr" else value
         elif name not in _OPTIONS and not _is_neutral(name, value):
             raise ValueError(
@@ -176,9 +176,9 @@ def changes_of_group(optimizer: Optimizer, given: Mapping[str, Any]) -> GroupCha
             )
     if values.keys() & _OPTIONS:
         changes.fields["weight_decay"] = _decay(optimizer, values)
-    for name, value in given.items():
+    for name, value in options.items():
         changes.entries[name] = changes.fields.get(name, values.get(name, value))
-    if "weight_decay" in given:
+    if "weight_decay" in options:
         decay = changes.fields["weight_decay"]
         changes.entries["weight_decay"] = 0.0 if decay is None else float(decay.rate)
     return changes
@@ -199,15 +199,15 @@ def _decay(optimizer: Optimizer, values: Mapping[str, Any]) -> Any:
 
     An optimizer without one gets the kind that its namesake of `torch.optim` has.
     """
-    before = optimizer.weight_decay
-    decay = values.get("weight_decay", 0.0 if before is None else before.rate)
+    current_decay = optimizer.weight_decay
+    decay = values.get("weight_decay", 0.0 if current_decay is None else current_decay.rate)
     if decay is not None and not isinstance(decay, float | int):
         return decay  # an object, which the optimizer checks
     rate = decay or 0.0
-    kind = type(before) if before is not None else next(iter(optimizer.decays), None)
+    kind = type(current_decay) if current_decay is not None else next(iter(optimizer.decays), None)
     if values.get("decoupled_weight_decay") is not None and kind in (L2, Decoupled):
         kind = Decoupled if values["decoupled_weight_decay"] else L2
-    if not rate and (before is None or kind not in optimizer.decays):
+    if not rate and (current_decay is None or kind not in optimizer.decays):
         return None
     if kind is None:
         raise ValueError(

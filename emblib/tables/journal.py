@@ -83,10 +83,10 @@ class Journal:
 
     def append(self, block: int, rows: Tensor) -> Iterator[Tensor]:
         """Record rows of a block, numbered within it; yields those that are recorded so far."""
-        most = max(_LARGEST_BODY // self.blocks[block].row_bytes, 1)
-        for part in rows.split(most):
-            self._append(self._packed(block, part))
-            yield part
+        max_rows = max(_LARGEST_BODY // self.blocks[block].row_bytes, 1)
+        for row_block in rows.split(max_rows):
+            self._append(self._packed(block, row_block))
+            yield row_block
 
     def _packed(self, index: int, rows: Tensor) -> bytearray:
         block = self.blocks[index]
@@ -112,11 +112,11 @@ class Journal:
         """
         if os.fstat(self._handle).st_size != self._end:
             durable_files.resize(self._handle, self._end)
-        rest, at = memoryview(data), self._end
+        remaining, at = memoryview(data), self._end
         try:
-            while rest:
-                written = durable_files.write_at(self._handle, rest, at)
-                rest, at = rest[written:], at + written
+            while remaining:
+                num_written = durable_files.write_at(self._handle, remaining, at)
+                remaining, at = remaining[num_written:], at + num_written
         except OSError as error:
             durable_files.resize(self._handle, self._end)
             raise OSError(
@@ -189,9 +189,9 @@ class Journal:
         """
         at = _HEADER.size
         while at + _RECORD.size <= len(data):
-            magic, index, count, checksum, own = _RECORD.unpack_from(data, at)
+            magic, index, count, checksum, own_checksum = _RECORD.unpack_from(data, at)
             body = at + _RECORD.size
-            if magic != _ROWS or own != zlib.crc32(data[at : body - _CHECKSUM.size]):
+            if magic != _ROWS or own_checksum != zlib.crc32(data[at : body - _CHECKSUM.size]):
                 if self.interrupted:
                     return
                 raise self._damaged(f"the record at byte {at} has a wrong head")
@@ -206,9 +206,9 @@ class Journal:
             yield _Record(block, *_body(block, count, data[body:end]))
             at = end
 
-    def _damaged(self, what: str) -> JournalError:
+    def _damaged(self, defect: str) -> JournalError:
         return JournalError(
-            f"{self.path} is damaged: {what}. The tables were written to since their last commit "
+            f"{self.path} is damaged: {defect}. The tables were written to since their last commit "
             "and cannot be led back to it; delete the directory and start from a checkpoint"
         )
 

@@ -310,17 +310,19 @@ class Memory:
                 "a module with DISK tables cannot be copied: its files have one owner; save its "
                 "state_dict and load it into a module with another directory"
             )
-        other = object.__new__(Memory)
-        other.__dict__ = dict(self.__dict__)
+        copied = object.__new__(Memory)
+        copied.__dict__ = dict(self.__dict__)
         if self._mapped is not None:
-            other._host = [torch.empty_like(t, device="cpu", pin_memory=True) for t in self._mapped]
-            other._mapped = None
-            copies = other._host_tier(self._mapped[0].device)
+            copied._host = [
+                torch.empty_like(t, device="cpu", pin_memory=True) for t in self._mapped
+            ]
+            copied._mapped = None
+            copies = copied._host_tier(self._mapped[0].device)
             for copy, tensor in zip(copies, self._mapped, strict=True):
                 copy.copy_(tensor)
         elif self._host is not None:
-            other._host = [tensor.clone() for tensor in self._host]
-        return other
+            copied._host = [tensor.clone() for tensor in self._host]
+        return copied
 
     def __getstate__(self) -> dict[str, object]:
         if self._disk is not None:
@@ -370,19 +372,24 @@ def reserve(
     return torch.frombuffer(memory, dtype=dtype, count=numel, offset=begin)
 
 
-def use(tensor: Tensor, first: int, before: int, now: int) -> None:
+def use(tensor: Tensor, first_element: int, used_before: int, used_now: int) -> None:
     """Request huge pages for the part of a reserved tensor that came into use.
 
     Elements [first, first + now) are in use now, [first, first + before) were before. Huge pages
     are requested once at least one is filled: a small table stays small, whatever it may grow to.
     """
-    if tensor.device.type != "cpu" or now <= before:
+    if tensor.device.type != "cpu" or used_now <= used_before:
         return
     size = tensor.element_size()
-    address = tensor.data_ptr() + first * size
-    end = address + now * size
-    if end // _HUGE_PAGE == (address + before * size) // _HUGE_PAGE or now * size < _HUGE_PAGE:
+    address = tensor.data_ptr() + first_element * size
+    end = address + used_now * size
+    if (
+        end // _HUGE_PAGE == (address + used_before * size) // _HUGE_PAGE
+        or used_now * size < _HUGE_PAGE
+    ):
         return
     # The page that the last row is in as well: it fills next.
-    last = min(-(-end // _HUGE_PAGE) * _HUGE_PAGE, tensor.data_ptr() + tensor.nbytes)
-    torch.ops.emblib.advise_huge_pages_(tensor[first : first + (last - address) // size])
+    end_address = min(-(-end // _HUGE_PAGE) * _HUGE_PAGE, tensor.data_ptr() + tensor.nbytes)
+    torch.ops.emblib.advise_huge_pages_(
+        tensor[first_element : first_element + (end_address - address) // size]
+    )

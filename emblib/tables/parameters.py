@@ -42,16 +42,16 @@ def _optimizers_of(parameter: Any) -> list[Any]:
     `DistributedDataParallel` would take the mark for one of torch's own optimizers. It finds none
     on tables with gradients, and raises RuntimeError for those that backward updates.
     """
-    found: list[Any] | None = parameter.__dict__.get(_MARK)
-    if found is None:
+    marks: list[Any] | None = parameter.__dict__.get(_MARK)
+    if marks is None:
         raise AttributeError(_MARK)
     if sys._getframe(1).f_globals.get("__name__") == DistributedDataParallel.__module__:
-        of_tables = [one for one in found if isinstance(one, Optimizer)]
+        of_tables = [mark for mark in marks if isinstance(mark, Optimizer)]
         if any(map(updates_in_backward, of_tables)):
             refuse_replicas()
         if of_tables:
             raise AttributeError(_MARK)
-    return found
+    return marks
 
 
 def _set_optimizers(parameter: Any, optimizers: list[Any]) -> None:
@@ -347,7 +347,7 @@ def ask_for_float32_gradient(parameter: nn.Parameter) -> None:
         any_parameter.grad_dtype = torch.float32
 
 
-def own(parameter: nn.Parameter, owner: Owner, kind: type[TableParameter]) -> None:
+def set_owner(parameter: nn.Parameter, owner: Owner, kind: type[TableParameter]) -> None:
     """Convert a parameter in place to `kind`, which notifies `owner`."""
     if type(parameter) is not kind:
         parameter.__class__ = kind
@@ -357,9 +357,9 @@ def own(parameter: nn.Parameter, owner: Owner, kind: type[TableParameter]) -> No
 
 def is_updated_in_backward(parameter: Any) -> bool:
     """Return whether backward updates the table of a parameter, and leaves no gradient."""
-    known = parameter.__dict__.get(_MARK, ())
+    marks = parameter.__dict__.get(_MARK, ())
     return _is_of_bare_module(parameter) or any(
-        isinstance(one, Optimizer) and updates_in_backward(one) for one in known
+        isinstance(mark, Optimizer) and updates_in_backward(mark) for mark in marks
     )
 
 
@@ -465,7 +465,7 @@ def check_not_replicated(buffer: Tensor) -> None:
     ddp = getattr(DistributedDataParallel, "_active_ddp_module", None)
     if ddp is None or ddp.process_group.size() == 1:
         return
-    if any(known is buffer for known in ddp.modules_buffers):
+    if any(replicated is buffer for replicated in ddp.modules_buffers):
         refuse_replicas()
 
 
@@ -485,7 +485,9 @@ def check_dense_gradients(tables: Iterable[Tensor]) -> None:
     ddp = getattr(DistributedDataParallel, "_active_ddp_module", None)
     if ddp is None:
         return
-    if any(known is parameter for known in ddp._module_parameters for parameter in tables):
+    if any(
+        replicated is parameter for replicated in ddp._module_parameters for parameter in tables
+    ):
         raise RuntimeError(
             "DistributedDataParallel adds up dense gradients, and those of these tables are "
             "sparse: use a collection and emblib.sharding.DistributedModelParallel, or "
@@ -527,11 +529,11 @@ class UnsteppedGradients:
 
 def loses_values(fn: Callable[[Tensor], Tensor]) -> bool:
     """Return whether a function of `nn.Module._apply` returns other values, as `to_empty` does."""
-    known = torch.tensor([time.monotonic_ns()])  # in no freed memory that `fn` may get
-    result = fn(known)
-    if result.is_meta or result.dtype != known.dtype:  # a cast keeps values as far as it can
+    probe = torch.tensor([time.monotonic_ns()])  # in no freed memory that `fn` may get
+    result = fn(probe)
+    if result.is_meta or result.dtype != probe.dtype:  # a cast keeps values as far as it can
         return False
-    return int(result) != int(known)
+    return int(result) != int(probe)
 
 
 def are_replaced(parameters: Iterable[Any]) -> bool:

@@ -209,10 +209,10 @@ class QuantizedEmbeddingBags(nn.Module):
             ),
         )
         for table in range(len(tables.specs)):
-            first = 0
+            first_table = 0
             for block in tables.blocks(table):
-                quantized.write_rows(table, block, first)
-                first += len(block)
+                quantized.write_rows(table, block, first_table)
+                first_table += len(block)
         return quantized
 
     def write_rows(self, table: int, weights: Tensor, first_row: int = 0) -> None:
@@ -263,10 +263,10 @@ class QuantizedEmbeddingBags(nn.Module):
             dim=location.dim,
         )
         features = torch.tensor([layout], dtype=torch.int64, device=device)
-        for first in range(0, location.rows, _CHUNK):
-            rows = torch.arange(first, min(first + _CHUNK, location.rows), device=device)
+        for first_row in range(0, location.rows, _CHUNK):
+            rows = torch.arange(first_row, min(first_row + _CHUNK, location.rows), device=device)
             offsets = torch.tensor([0, rows.numel()], device=device)
-            out[first : first + _CHUNK] = quant.quant_lookup(
+            out[first_row : first_row + _CHUNK] = quant.quant_lookup(
                 self.packed,
                 features,
                 rows,
@@ -378,12 +378,12 @@ class QuantizedEmbeddingBags(nn.Module):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *arguments: Any
     ) -> None:
-        _, _, missing, unexpected, errors = arguments
+        _, _, missing_names, unexpected, errors = arguments
         targets = self._targets()
         packed_state = self._with_packed_rows(state_dict, prefix, errors)
         if state_dicts.refuses(self, packed_state, prefix, errors):
             return
-        sources = state_dicts.sources(targets, packed_state, prefix, missing, unexpected)
+        sources = state_dicts.sources(targets, packed_state, prefix, missing_names, unexpected)
         for key, value in state_dicts.own(sources, targets).items():
             targets[key].copy_(value)
 
@@ -464,13 +464,16 @@ def pack_former_rows(values: Tensor, scales: Tensor, dim: int, bits: int) -> Ten
             f"of rows of {dim} values with {bits} bits, which have [rows, {width}] and [rows, 2]"
         )
     packed = torch.empty(rows, quant.row_bytes(dim, bits), dtype=torch.uint8, device=values.device)
-    for first in range(0, rows, _CHUNK):
-        numbers, some = values[first : first + _CHUNK], scales[first : first + _CHUNK]
+    for first_row in range(0, rows, _CHUNK):
+        numbers, some = (
+            values[first_row : first_row + _CHUNK],
+            scales[first_row : first_row + _CHUNK],
+        )
         if bits == 4:
             numbers = torch.stack([numbers & 15, numbers >> 4], dim=2).flatten(1)
         weights = numbers[:, :dim].float() * some[:, :1] + some[:, 1:]
         _check_range(weights)
-        quant.quantize_rows_(packed[first : first + _CHUNK], weights.contiguous(), bits)
+        quant.quantize_rows_(packed[first_row : first_row + _CHUNK], weights.contiguous(), bits)
     return packed
 
 
@@ -489,12 +492,12 @@ class _Source(NamedTuple):
         """Describe the tables of `source`; raise TypeError for unsupported sources."""
         if isinstance(source, TableBatchedEmbeddingBags):
             specs = [TableSpec(s.rows, s.dim, s.name) for s in source.tables]
-            rest = (source.feature_tables, source.output_dtype, source.hyperparams.device)
-            return cls(specs, source.table_weights(), source.pooling, *rest)
+            settings = (source.feature_tables, source.output_dtype, source.hyperparams.device)
+            return cls(specs, source.table_weights(), source.pooling, *settings)
         if isinstance(source, TableBatchedTTEmbeddingBags):
             specs = [TableSpec(s.rows, s.dim, s.name) for s in source.tables]
-            rest = (source.feature_tables, source.output_dtype, source.hyperparams.device)
-            return cls(specs, source, source.pooling, *rest)
+            settings = (source.feature_tables, source.output_dtype, source.hyperparams.device)
+            return cls(specs, source, source.pooling, *settings)
         pooling = Pooling.SUM
         if isinstance(source, nn.Embedding):
             pooling, source = Pooling.NONE, source.weight

@@ -90,8 +90,8 @@ class CacheStats:
 assert tuple(f.name for f in fields(CacheStats))[:-1] == cache_ops.COUNTERS
 
 
-def _share(part: int, total: int) -> float:
-    return part / total if total else math.nan
+def _share(count: int, total: int) -> float:
+    return count / total if total else math.nan
 
 
 @dataclass(frozen=True)
@@ -263,11 +263,13 @@ class RowCache(nn.Module):
     def enter(self, ticket: int) -> None:
         """Start a batch: the next plans are for it, and its rows are not evicted."""
         self._in_flight.add(ticket)
-        now, oldest = self.clock[0], self.clock[1]
+        batch_number, oldest = self.clock[0], self.clock[1]
         # A difference to the clock: it stays valid when a captured graph replays it, and brings the
         # clock back to the tickets where an interrupt came between `new_ticket` and this.
         lag = self._now - min(self._in_flight)
-        in_one_call(partial(now.add_, 1), partial(torch.sub, now, lag, out=oldest))
+        in_one_call(
+            partial(batch_number.add_, 1), partial(torch.sub, batch_number, lag, out=oldest)
+        )
 
     def leave(self, ticket: int) -> None:
         """End a batch: plans of batches that enter later may evict its rows."""
@@ -344,7 +346,7 @@ class RowCache(nn.Module):
         conflicts = [self.clock, self.conflicts] if self.clock.is_cuda else []
         for groups, fetches in zip_longest(passes, later):
             plan = partial(native(cache_ops.plan_), *self._plan_arguments(groups))
-            planned, again = tee(map(call, (plan,)))
+            planned, plans_to_count = tee(map(call, (plan,)))
             move = partial(
                 native(cache_ops.move_),
                 tiers.weights,
@@ -356,7 +358,7 @@ class RowCache(nn.Module):
                 later=[*conflicts, *(fetches or ())],
             )
             moves.append(starmap(move, planned))
-            plans.append(again)
+            plans.append(plans_to_count)
         deque(chain.from_iterable(moves), maxlen=0)
         return [next(plan)[0] for plan in plans]
 
@@ -409,8 +411,8 @@ class RowCache(nn.Module):
 
     def reset(self) -> None:
         """Empty the cache, and forget batches in flight and usage counts."""
-        words = (self.tags, self.stamps, self.conflicts)
-        empty = [partial(tensor.fill_, cache_ops.EMPTY) for tensor in words]
+        word_tensors = (self.tags, self.stamps, self.conflicts)
+        empty = [partial(tensor.fill_, cache_ops.EMPTY) for tensor in word_tensors]
         in_one_call(*empty, partial(self.counts.zero_))
         self._in_flight.clear()
 

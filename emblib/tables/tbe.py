@@ -334,8 +334,8 @@ class TableBatchedEmbeddingBags(FusedTables):
         if self._prefetcher is not None:
             self._prefetcher.used()
         if overflow is not None:  # for a GradScaler, see FusedOptimizer
-            before = self.grad_anchor.grad
-            self.grad_anchor.grad = overflow if before is None else before + overflow
+            grad_before = self.grad_anchor.grad
+            self.grad_anchor.grad = overflow if grad_before is None else grad_before + overflow
 
     def _look_up(
         self,
@@ -349,13 +349,13 @@ class TableBatchedEmbeddingBags(FusedTables):
             with self._lock:
                 self._before_forward(tiers)
         updates = autograd.updates_in_backward(self.optimizer)
-        read = self._read if updates else self._read_for_gradients
+        read_rows = self._read if updates else self._read_for_gradients
         if self._prefetcher is not None:
-            read_slots = partial(read, tiers, sample_weights=sample_weights)
+            read_slots = partial(read_rows, tiers, sample_weights=sample_weights)
             return self._prefetcher.look_up(
                 batch, tiers, batch_id, self._no_check(), read_slots, training=self.training
             )
-        return read(tiers, batch, sample_weights)
+        return read_rows(tiers, batch, sample_weights)
 
     def _read_for_gradients(
         self, tiers: autograd.Tiers, batch: autograd.Lookup, sample_weights: Tensor | None
@@ -659,11 +659,11 @@ class TableBatchedEmbeddingBags(FusedTables):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *arguments: Any
     ) -> None:
-        metadata, _, missing, unexpected, errors = arguments
+        metadata, _, missing_names, unexpected, errors = arguments
         if state_dicts.refuses(self, state_dict, prefix, errors):
             return
         targets = self._checkpoint()
-        sources = state_dicts.sources(targets, state_dict, prefix, missing, unexpected)
+        sources = state_dicts.sources(targets, state_dict, prefix, missing_names, unexpected)
         if not sources:
             return
         if len(sources) < len(targets):
@@ -719,7 +719,7 @@ class TableBatchedEmbeddingBags(FusedTables):
 
     def extra_repr(self) -> str:
         """Describe tables, optimizer and options."""
-        parts = [super().extra_repr()]
+        fields = [super().extra_repr()]
         if self.row_cache is not None:
-            parts.append(brief(self.cache))
-        return ", ".join(parts)
+            fields.append(brief(self.cache))
+        return ", ".join(fields)

@@ -49,8 +49,10 @@ class Cores(nn.ParameterList):
 
     def as_list(self) -> list[nn.Parameter]:
         """Return the cores; iterating over a `ParameterList` is slow."""
-        own: Any = list(self._parameters.values())
-        return own if len(own) == len(self) else list(self)  # those that are computed are elsewhere
+        cores: Any = list(self._parameters.values())
+        return (
+            cores if len(cores) == len(self) else list(self)
+        )  # those that are computed are elsewhere
 
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, local_metadata: Any, *arguments: Any
@@ -197,9 +199,9 @@ class TableBatchedTTEmbeddingBags(FusedTables):
     def _key_feature(self, table: int, column: int) -> FeatureRow:
         """Return the row of `features` of the keys of a table."""
         spec = self.tables[table]
-        first = self.core_layout.tables[table][TTTableColumn.FIRST_KEY]
+        first_key = self.core_layout.tables[table][TTTableColumn.FIRST_KEY]
         rows = math.prod(spec.row_factors)
-        return FeatureRow(row_base=first, rows=rows, dim=spec.dim, column=column)
+        return FeatureRow(row_base=first_key, rows=rows, dim=spec.dim, column=column)
 
     def _id_feature(self, table: int, column: int) -> FeatureRow:
         """Return the row of `features` of the indices of a table, for the bounds check."""
@@ -240,8 +242,8 @@ class TableBatchedTTEmbeddingBags(FusedTables):
 
         Values are copied, with `assign=True` too: a module on `meta` moves to their device.
         """
-        metadata, *rest = arguments
-        missing: list[str] = arguments[2]
+        metadata, *other_arguments = arguments
+        missing_names: list[str] = arguments[2]
         if state_dicts.refuses(self, state_dict, prefix, arguments[4]):
             return
         keys = [f"{prefix}cores.{k}" for k in range(len(self.cores))]
@@ -251,9 +253,9 @@ class TableBatchedTTEmbeddingBags(FusedTables):
             and all(key in state_dict for key in keys)
         ):
             self.to_empty(device=state_dict[keys[0]].device)
-        super()._load_from_state_dict(state_dict, prefix, _copying(metadata), *rest)
-        if f"{prefix}cores.0" in state_dict and f"{prefix}{layout_entry.NAME}" in missing:
-            missing.remove(
+        super()._load_from_state_dict(state_dict, prefix, _copying(metadata), *other_arguments)
+        if f"{prefix}cores.0" in state_dict and f"{prefix}{layout_entry.NAME}" in missing_names:
+            missing_names.remove(
                 f"{prefix}{layout_entry.NAME}"
             )  # the shapes of the cores identify the layout
 
@@ -492,19 +494,19 @@ class TableBatchedTTEmbeddingBags(FusedTables):
         keys = torch.ops.emblib.tt_keys(
             batch.indices, batch.offsets, batch.bag_layout, batch.feature_tables
         )
-        features, found = len(self.feature_tables), []
+        features, works = len(self.feature_tables), []
         even = [[(batch.offsets.numel() - 1) // features]] * features
         bags = [0, *accumulate(map(sum, batch_sizes or even))]
         by_feature = keys.split(batch.offsets[bags].diff().tolist())
         for t, spec in enumerate(self.tables):
             readers = [f for f, table in enumerate(self.feature_tables) if table == t]
-            own = torch.cat([keys[:0], *(by_feature[f] for f in readers)])
-            own = own[own >= 0].unique()
+            table_keys = torch.cat([keys[:0], *(by_feature[f] for f in readers)])
+            table_keys = table_keys[table_keys >= 0].unique()
             rights = math.prod(spec.row_factors[1 if len(spec.row_factors) == 2 else 2 :])
-            halves = [half.unique().numel() for half in (own // rights, own % rights)]
-            distinct = own.numel(), halves[0], halves[1]
-            found.append(TTWork.of(spec.dim_factors, spec.full_ranks, distinct))
-        return found
+            halves = [half.unique().numel() for half in (table_keys // rights, table_keys % rights)]
+            distinct = table_keys.numel(), halves[0], halves[1]
+            works.append(TTWork.of(spec.dim_factors, spec.full_ranks, distinct))
+        return works
 
     @property
     def compression(self) -> float:
@@ -612,7 +614,7 @@ class TTEmbeddingBag(TableBatchedTTEmbeddingBags):
             torch.Size([1, 16])
         """
         dtype = getattr(options.get("precision"), "weights", torch.float32)
-        made = decompose(
+        decomposed = decompose(
             weight,
             spec,
             ranks=ranks,
@@ -622,9 +624,9 @@ class TTEmbeddingBag(TableBatchedTTEmbeddingBags):
             dtype=dtype,
         )
         with torch.random.fork_rng(devices=[]):  # the cores that it draws are overwritten
-            bag = cls(made.spec, optimizer, **{"device": weight.device, **options})
+            bag = cls(decomposed.spec, optimizer, **{"device": weight.device, **options})
         with torch.no_grad():
-            for core, value in zip(bag.cores, made.cores, strict=True):
+            for core, value in zip(bag.cores, decomposed.cores, strict=True):
                 core.copy_(value)
         return bag
 
@@ -679,8 +681,8 @@ class TTEmbeddingBag(TableBatchedTTEmbeddingBags):
 
 def join_blocks(blocks: Iterable[Tensor], rows: int, dim: int, device: torch.device) -> Tensor:
     """Return blocks of rows as one float32 matrix `[rows, dim]`, and no more than one block."""
-    dense, first = torch.empty(rows, dim, device=device), 0
+    dense, first_row = torch.empty(rows, dim, device=device), 0
     for block in blocks:
-        dense[first : first + len(block)] = block
-        first += len(block)
+        dense[first_row : first_row + len(block)] = block
+        first_row += len(block)
     return dense

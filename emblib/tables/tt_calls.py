@@ -201,7 +201,7 @@ class ShortTrainCalls:
         self,
         grad: Tensor,
         batch: TrainBatch,
-        kept: list[Tensor],
+        saved: list[Tensor],
         is_finite: Tensor | None,
         *,
         is_stale: bool,
@@ -223,7 +223,7 @@ class ShortTrainCalls:
             batch.bag_layout,
             batch.sample_weights,
             self._pooling,
-            kept,
+            saved,
             *self._shape,
             is_stale,
             self._matmul,
@@ -243,9 +243,9 @@ class ShortTTLookup(torch.autograd.Function):
         batch: TrainBatch,
     ) -> Tensor:
         """Return `[B, output_dim]`, or `[L, dim]` for NONE."""
-        out, *kept, offsets = calls.look_up(module, batch, calls.saved_of(batch.indices))
+        out, *saved, offsets = calls.look_up(module, batch, calls.saved_of(batch.indices))
         ctx.calls, ctx.versions, ctx.output_dim = calls, calls.versions(), batch.output_dim
-        ctx.save_for_backward(batch.indices, offsets, *batch[2:4], *kept)
+        ctx.save_for_backward(batch.indices, offsets, *batch[2:4], *saved)
         return out
 
     @staticmethod
@@ -253,14 +253,14 @@ class ShortTTLookup(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Apply the optimizer to every core."""
         calls: ShortTrainCalls = ctx.calls
-        indices, offsets, sample_weights, bag_layout, *kept = ctx.saved_tensors
+        indices, offsets, sample_weights, bag_layout, *saved = ctx.saved_tensors
         batch = TrainBatch(indices, offsets, sample_weights, bag_layout, ctx.output_dim)
         scale, overflow, is_finite = scale_of_backward(), None, None
         if scale is not None:
-            grad, is_finite = found = unscaled(grad, scale)
-            overflow = found.overflow()
+            grad, is_finite = unscaled_gradient = unscaled(grad, scale)
+            overflow = unscaled_gradient.overflow()
         is_stale = ctx.versions != calls.versions()
-        calls.update(grad, batch, kept, is_finite, is_stale=is_stale)
+        calls.update(grad, batch, saved, is_finite, is_stale=is_stale)
         return overflow, None, None, None
 
 

@@ -84,26 +84,30 @@ def decompose(
     check_float_dtype("dtype", dtype)
     rows, dim = weight.shape
     if nbytes is not None:
-        given = TTSpec.for_bytes(rows, dim, nbytes, like=spec, dtype=dtype)
+        initial_spec = TTSpec.for_bytes(rows, dim, nbytes, like=spec, dtype=dtype)
     elif spec is None:
-        given = TTSpec(rows, dim, (1,) * (2 if ranks is None else len(ranks)))
+        initial_spec = TTSpec(rows, dim, (1,) * (2 if ranks is None else len(ranks)))
     else:
-        given = spec
-    most = shapes.most_ranks(given.row_factors, given.dim_factors)
-    wanted = most if error is not None else tuple(ranks if ranks is not None else given.ranks)
-    limits = [min(rank, top) for rank, top in zip(wanted, most, strict=True)]
-    cut = _Cuts(weight, given, limits, error)
+        initial_spec = spec
+    max_ranks = shapes.most_ranks(initial_spec.row_factors, initial_spec.dim_factors)
+    wanted_ranks = (
+        max_ranks
+        if error is not None
+        else tuple(ranks if ranks is not None else initial_spec.ranks)
+    )
+    limits = [min(rank, top) for rank, top in zip(wanted_ranks, max_ranks, strict=True)]
+    cut = _Cuts(weight, initial_spec, limits, error)
     cores = cut.cores()
-    made = replace(given, ranks=cut.ranks)
+    cut_spec = replace(initial_spec, ranks=cut.ranks)
     if counts is not None and float(counts.sum()) > 0:
         for _ in range(_FIT_SWEEPS):
-            cores = _fit_outer(weight, made, cores, counts)
+            cores = _fit_outer(weight, cut_spec, cores, counts)
     cores = [core.to(dtype).float() for core in cores]
-    result = _measured(weight, made, cores, counts)
+    result = _measured(weight, cut_spec, cores, counts)
     hot = "" if result.hot_error is None else f", of the hottest 1% of rows {result.hot_error:.3g}"
     _LOG.info(
         "made a tensor train of ranks %s from a %d x %d table: relative error %.3g%s",
-        made.ranks,
+        cut_spec.ranks,
         rows,
         dim,
         result.error,
@@ -161,19 +165,19 @@ class _Cuts:
         p, q = self._spec.row_factors, self._spec.dim_factors
         basis = self._basis(self._gram_of_first(), self._limits[0])
         rank = basis.size(1)
-        rest = self._project(basis)  # [rank, prod(p[1:]), prod(q[1:])]
+        remainder = self._project(basis)  # [rank, prod(p[1:]), prod(q[1:])]
         cores, ranks = [_core(basis, p[0], 1, q[0])], [rank]
         for k in range(1, len(p) - 1):
             right_rows, right_columns = math.prod(p[k + 1 :]), math.prod(q[k + 1 :])
-            matrix = rest.view(rank, p[k], right_rows, q[k], right_columns)
+            matrix = remainder.view(rank, p[k], right_rows, q[k], right_columns)
             matrix = matrix.permute(1, 0, 3, 2, 4).reshape(p[k] * rank * q[k], -1)
             left, right = self._split(matrix, self._limits[k])
             cores.append(left.reshape(p[k], -1).float())
-            rest, rank = right.reshape(-1, right_rows, right_columns), left.size(1)
+            remainder, rank = right.reshape(-1, right_rows, right_columns), left.size(1)
             ranks.append(rank)
-        last = rest.permute(1, 0, 2).reshape(p[-1], -1)
+        last_core = remainder.permute(1, 0, 2).reshape(p[-1], -1)
         self.ranks = tuple(ranks)
-        return [*cores, last.float().contiguous()]
+        return [*cores, last_core.float().contiguous()]
 
     def _gram_of_first(self) -> Tensor:
         """Return the Gram matrix of (first row digit, first column digit), in float64."""
@@ -191,14 +195,14 @@ class _Cuts:
         p, q = self._spec.row_factors, self._spec.dim_factors
         rank, inner = basis.size(1), math.prod(q[1:])
         shape = rank, math.prod(p[1:]), inner
-        rest = torch.empty(shape, dtype=torch.float32, device=basis.device)
+        projected = torch.empty(shape, dtype=torch.float32, device=basis.device)
         begin, turned = 0, basis.T.float()
         for digits, values in _slices(self._weight, self._spec):
             columns = values.float().view(p[0], digits, q[0], inner)
             unfolded = columns.permute(0, 2, 1, 3).reshape(p[0] * q[0], digits * inner)
-            rest[:, begin : begin + digits] = (turned @ unfolded).view(rank, digits, inner)
+            projected[:, begin : begin + digits] = (turned @ unfolded).view(rank, digits, inner)
             begin += digits
-        return rest
+        return projected
 
     def _split(self, matrix: Tensor, limit: int) -> tuple[Tensor, Tensor]:
         """Return factors `[rows, rank]` and `[rank, columns]` of a matrix."""
@@ -245,12 +249,12 @@ def _slices(weight: Tensor, spec: TTSpec) -> Iterator[tuple[int, Tensor]]:
 
     Rows that only the factors make are zero.
     """
-    p0, others = spec.row_factors[0], math.prod(spec.row_factors[1:])
-    step = max(1, min(others, _CHUNK_BYTES // (8 * p0 * spec.dim)))
-    first = torch.arange(p0, device=weight.device).unsqueeze(1) * others
-    for begin in range(0, others, step):
-        digits = min(step, others - begin)
-        rows = (first + torch.arange(begin, begin + digits, device=weight.device)).view(-1)
+    p0, inner_rows = spec.row_factors[0], math.prod(spec.row_factors[1:])
+    step = max(1, min(inner_rows, _CHUNK_BYTES // (8 * p0 * spec.dim)))
+    first_row = torch.arange(p0, device=weight.device).unsqueeze(1) * inner_rows
+    for begin in range(0, inner_rows, step):
+        digits = min(step, inner_rows - begin)
+        rows = (first_row + torch.arange(begin, begin + digits, device=weight.device)).view(-1)
         values = weight.detach()[_ids(spec, rows.clamp(max=spec.rows - 1))]
         yield digits, values.masked_fill_((rows >= spec.rows).unsqueeze(1), 0.0)
 
@@ -267,15 +271,25 @@ def _rows(spec: TTSpec, ids: Tensor) -> Tensor:
     return (multiplier * ids + offset) % spec.rows
 
 
-def _parts(cores: Sequence[Tensor], spec: TTSpec, rows: Tensor, first: int, end: int) -> Tensor:
-    """Return the product of cores `first` to `end` for rows: `[L, R_first, columns, R_end]`."""
-    full, q = spec.full_ranks, spec.dim_factors
-    found = torch.eye(full[first], device=rows.device).expand(rows.numel(), -1, -1).unsqueeze(2)
-    for k in range(first, end):
+def _core_products(
+    cores: Sequence[Tensor], spec: TTSpec, rows: Tensor, first_core: int, end_core: int
+) -> Tensor:
+    """Multiply cores `first_core` to `end_core - 1` of rows int64 `[L]`.
+
+    Returns:
+        `[L, R[first_core], product of their q, R[end_core]]`.
+    """
+    full_ranks, q = spec.full_ranks, spec.dim_factors
+    products = (
+        torch.eye(full_ranks[first_core], device=rows.device)
+        .expand(rows.numel(), -1, -1)
+        .unsqueeze(2)
+    )
+    for k in range(first_core, end_core):
         digit = rows // math.prod(spec.row_factors[k + 1 :]) % spec.row_factors[k]
-        core = cores[k][digit].view(rows.numel(), full[k], q[k], full[k + 1])
-        found = torch.einsum("lacr,lrqs->lacqs", found, core).flatten(2, 3)
-    return found
+        core = cores[k][digit].view(rows.numel(), full_ranks[k], q[k], full_ranks[k + 1])
+        products = torch.einsum("lacr,lrqs->lacqs", products, core).flatten(2, 3)
+    return products
 
 
 def _fit_outer(weight: Tensor, spec: TTSpec, cores: list[Tensor], counts: Tensor) -> list[Tensor]:
@@ -293,22 +307,30 @@ def _fit_outer(weight: Tensor, spec: TTSpec, cores: list[Tensor], counts: Tensor
             rows, values, scale = _rows(spec, ids), chunk[0].double(), chunk[1].double()
             if outer == 0:
                 digit = rows // math.prod(spec.row_factors[1:])
-                known = _parts(cores, spec, rows, 1, len(cores)).squeeze(3).double()  # [L, r, c]
+                inner_products = (
+                    _core_products(cores, spec, rows, 1, len(cores)).squeeze(3).double()
+                )  # [L, r, c]
                 columns = values.view(rows.numel(), q, -1).transpose(1, 2)  # [L, c, q]
             else:
                 digit = rows % p
-                known = _parts(cores, spec, rows, 0, outer).squeeze(1).transpose(1, 2).double()
+                inner_products = (
+                    _core_products(cores, spec, rows, 0, outer).squeeze(1).transpose(1, 2).double()
+                )
                 columns = values.view(rows.numel(), -1, q)
-            weighted = known * scale.view(-1, 1, 1)
-            gram.index_add_(0, digit, weighted @ known.transpose(1, 2))
+            weighted = inner_products * scale.view(-1, 1, 1)
+            gram.index_add_(0, digit, weighted @ inner_products.transpose(1, 2))
             target.index_add_(0, digit, weighted @ columns)
         mean = gram.diagonal(dim1=1, dim2=2).mean(1)
         ridge = torch.where(mean > 0, mean * _RIDGE, 1.0).view(-1, 1, 1)
         eye = torch.eye(rank, dtype=torch.float64, device=weight.device)
-        before = cores[outer].double()
-        before = before.view(p, q, rank).transpose(1, 2) if outer == 0 else before.view(p, rank, q)
+        core_before = cores[outer].double()
+        core_before = (
+            core_before.view(p, q, rank).transpose(1, 2)
+            if outer == 0
+            else core_before.view(p, rank, q)
+        )
         # Towards the core as it was, where no counted row says otherwise.
-        fitted = torch.linalg.solve(gram + ridge * eye, target + ridge * before)
+        fitted = torch.linalg.solve(gram + ridge * eye, target + ridge * core_before)
         fitted = fitted.transpose(1, 2) if outer == 0 else fitted
         cores = [*cores]
         cores[outer] = fitted.reshape(p, -1).float()
@@ -331,35 +353,39 @@ def _measured(
 ) -> Decomposition:
     """Compare the rows that the cores make with the table, one first digit after another."""
     p, q, rank = spec.row_factors, spec.dim_factors, spec.ranks[0]
-    others, inner = math.prod(p[1:]), math.prod(q[1:])
-    rest = _product(cores[1:], spec).reshape(rank, others * inner)
-    lost = torch.empty(spec.rows, dtype=torch.float64, device=weight.device)
-    norm = torch.empty_like(lost)
-    for i, first in enumerate(cores[0].view(p[0], q[0], rank)):
-        rows = slice(min(i * others, spec.rows), min((i + 1) * others, spec.rows))
-        own = torch.arange(rows.start, rows.stop, device=weight.device)
-        values = weight.detach()[_ids(spec, own)].double()
-        made = (first @ rest).view(q[0], others, inner).transpose(0, 1)[: values.size(0)]
-        lost[rows] = (made.reshape(values.shape) - values).square().sum(1)
+    inner_rows, inner_columns = math.prod(p[1:]), math.prod(q[1:])
+    inner_product = _product(cores[1:], spec).reshape(rank, inner_rows * inner_columns)
+    squared_errors = torch.empty(spec.rows, dtype=torch.float64, device=weight.device)
+    norm = torch.empty_like(squared_errors)
+    for i, core_slice in enumerate(cores[0].view(p[0], q[0], rank)):
+        rows = slice(min(i * inner_rows, spec.rows), min((i + 1) * inner_rows, spec.rows))
+        row_ids = torch.arange(rows.start, rows.stop, device=weight.device)
+        values = weight.detach()[_ids(spec, row_ids)].double()
+        approximation = (
+            (core_slice @ inner_product)
+            .view(q[0], inner_rows, inner_columns)
+            .transpose(0, 1)[: values.size(0)]
+        )
+        squared_errors[rows] = (approximation.reshape(values.shape) - values).square().sum(1)
         norm[rows] = values.square().sum(1)
     hot_error = None
     if counts is not None:
         hottest = counts.to(weight.device).argsort(descending=True)[: max(1, spec.rows // 100)]
         hottest = _rows(spec, hottest)
-        hot_error = _ratio(lost[hottest], norm[hottest])
-    return Decomposition(spec, cores, _ratio(lost, norm), hot_error)
+        hot_error = _ratio(squared_errors[hottest], norm[hottest])
+    return Decomposition(spec, cores, _ratio(squared_errors, norm), hot_error)
 
 
 def _product(cores: Sequence[Tensor], spec: TTSpec) -> Tensor:
     """Return the product of the last cores for all their digits: `[R, rows, columns]`."""
-    full, p, q = spec.full_ranks, spec.row_factors, spec.dim_factors
-    found = torch.ones(1, 1, 1, device=cores[0].device)
+    full_ranks, p, q = spec.full_ranks, spec.row_factors, spec.dim_factors
+    product = torch.ones(1, 1, 1, device=cores[0].device)
     for k in range(len(p) - 1, len(p) - 1 - len(cores), -1):
-        core = cores[k - len(p)].view(p[k], full[k], q[k], full[k + 1])
-        found = torch.einsum("pacr,rnd->apncd", core, found).flatten(1, 2).flatten(2, 3)
-    return found
+        core = cores[k - len(p)].view(p[k], full_ranks[k], q[k], full_ranks[k + 1])
+        product = torch.einsum("pacr,rnd->apncd", core, product).flatten(1, 2).flatten(2, 3)
+    return product
 
 
-def _ratio(lost: Tensor, norm: Tensor) -> float:
+def _ratio(squared_error: Tensor, norm: Tensor) -> float:
     total = float(norm.sum())
-    return math.sqrt(float(lost.sum()) / total) if total else 0.0
+    return math.sqrt(float(squared_error.sum()) / total) if total else 0.0

@@ -45,19 +45,19 @@ class IdSkew:
     @classmethod
     def zipf(cls, rows: int, exponent: float = ZIPF) -> IdSkew:
         """Return the skew where the n-th id has a share in proportion to n^-exponent."""
-        first = torch.arange(1, min(rows, _GROUPS) + 1, dtype=torch.float64)
-        low, high = math.log(len(first) + 1), math.log(rows + 1)
+        head_ids = torch.arange(1, min(rows, _GROUPS) + 1, dtype=torch.float64)
+        low, high = math.log(len(head_ids) + 1), math.log(rows + 1)
         steps = torch.linspace(low, high, _GROUPS, dtype=torch.float64)
-        ends = torch.cat([first, steps.exp().round()]).unique()
+        ends = torch.cat([head_ids, steps.exp().round()]).unique()
         sizes = ends.diff()
         shares = (ends[:-1] + (sizes - 1) / 2) ** -exponent
         return cls(shares / (shares @ sizes), sizes)
 
     def missed(self, rows: int) -> float:
         """Return the share of lookups of all ids but the `rows` most used."""
-        before = self.sizes.cumsum(0) - self.sizes
-        kept = (rows - before).clamp(min=0.0).minimum(self.sizes)
-        return max(0.0, 1.0 - float(kept @ self.shares))
+        num_before = self.sizes.cumsum(0) - self.sizes
+        num_cached = (rows - num_before).clamp(min=0.0).minimum(self.sizes)
+        return max(0.0, 1.0 - float(num_cached @ self.shares))
 
     def hits(self, rows: int) -> float:
         """Return the share of lookups that a cache of the `rows` least recently used rows serves.
@@ -74,8 +74,8 @@ class IdSkew:
             low, high = high, 2.0 * high
         for _ in range(60):
             middle = (low + high) / 2
-            few = float(sizes @ -torch.expm1(-shares * middle)) < rows
-            low, high = (middle, high) if few else (low, middle)
+            is_below = float(sizes @ -torch.expm1(-shares * middle)) < rows
+            low, high = (middle, high) if is_below else (low, middle)
         return float((sizes * shares) @ -torch.expm1(-shares * high))
 
     def shared(self, rows: int) -> float:
@@ -93,8 +93,8 @@ class IdSkew:
         shares, sizes = self.shares[used], self.sizes[used]
         factors = decay.log() if rows == 1 else torch.log1p((decay - 1.0) / rows)
         expected = (sizes @ factors - factors).clamp(min=math.log(_LEAST)).exp()  # of exp(-o t)
-        kept = (decay * expected) @ steps * shares
-        return min(max(0.0, 1.0 - float((sizes * shares) @ kept)), 1.0)
+        shared_ids = (decay * expected) @ steps * shares
+        return min(max(0.0, 1.0 - float((sizes * shares) @ shared_ids)), 1.0)
 
     @cached_property
     def _decay(self) -> tuple[Tensor, Tensor]:

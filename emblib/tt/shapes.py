@@ -19,8 +19,8 @@ from collections.abc import Iterator, Sequence
 def row_factors(rows: int, cores: int) -> tuple[int, ...]:
     """Choose `cores` near-equal factors, descending, whose product is at least `rows`."""
     factors = []
-    for left in range(cores, 0, -1):
-        factor = _ceil_root(rows, left)
+    for cores_left in range(cores, 0, -1):
+        factor = _ceil_root(rows, cores_left)
         factors.append(factor)
         rows = -(-rows // factor)
     return tuple(factors)
@@ -53,10 +53,12 @@ def check_ranks(
     ranks: Sequence[int], row_factors: Sequence[int], dim_factors: Sequence[int]
 ) -> None:
     """Raise ValueError unless every rank is one that its cores can use, see `most_ranks`."""
-    for k, (rank, most) in enumerate(zip(ranks, most_ranks(row_factors, dim_factors), strict=True)):
-        if not 1 <= rank <= most:
+    for k, (rank, max_rank) in enumerate(
+        zip(ranks, most_ranks(row_factors, dim_factors), strict=True)
+    ):
+        if not 1 <= rank <= max_rank:
             raise ValueError(
-                f"ranks[{k}] must be in [1, {most}], what the cores on its two sides can use "
+                f"ranks[{k}] must be in [1, {max_rank}], what the cores on its two sides can use "
                 f"(row_factors {tuple(row_factors)}, dim_factors {tuple(dim_factors)}), "
                 f"got {rank}; lower it, use TTSpec.usable(), or use fewer cores"
             )
@@ -96,13 +98,13 @@ def _ceil_root(value: int, degree: int) -> int:
     return root
 
 
-def _factorisations(value: int, parts: int, least: int) -> Iterator[tuple[int, ...]]:
-    """Yield all ascending tuples of `parts` factors >= `least` with product `value`."""
-    if parts == 1:
-        if value >= least:
+def _factorisations(value: int, num_factors: int, min_factor: int) -> Iterator[tuple[int, ...]]:
+    """Yield all ascending tuples of `num_factors` factors >= `min_factor` with product `value`."""
+    if num_factors == 1:
+        if value >= min_factor:
             yield (value,)
         return
-    for factor in range(least, _ceil_root(value, parts) + 1):
+    for factor in range(min_factor, _ceil_root(value, num_factors) + 1):
         if value % factor == 0:
-            for rest in _factorisations(value // factor, parts - 1, factor):
-                yield (factor, *rest)
+            for other_factors in _factorisations(value // factor, num_factors - 1, factor):
+                yield (factor, *other_factors)

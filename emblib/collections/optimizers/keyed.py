@@ -46,14 +46,14 @@ class KeyedOptimizer(TorchOptimizer):
 
     def load_keyed_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         """Load the state of some parameters, by name."""
-        for name, given in state.items():
+        for name, saved in state.items():
             parameter = self.params[name]
             states = self.state[parameter]
-            for key, value in given.items():
-                old = states.get(key)
-                same = isinstance(old, Tensor) and isinstance(value, Tensor)
-                if same and old.shape == value.shape:
-                    old.copy_(value)
+            for key, value in saved.items():
+                current = states.get(key)
+                are_tensors = isinstance(current, Tensor) and isinstance(value, Tensor)
+                if are_tensors and current.shape == value.shape:
+                    current.copy_(value)
                 else:
                     states[key] = _placed(key, value, parameter)
 
@@ -74,11 +74,11 @@ class KeyedOptimizer(TorchOptimizer):
         """
         state_dict = by_name(state_dict, self.group_names())
         groups_here = [sorted(names) for names in self.group_names()]
-        given = [sorted(group["params"]) for group in state_dict["param_groups"]]
-        if groups_here != given:
+        saved_params = [sorted(group["params"]) for group in state_dict["param_groups"]]
+        if groups_here != saved_params:
             raise KeyError(
-                f"the state dict is of other parameters or groups: it has {given}, this optimizer "
-                f"has {groups_here}"
+                f"the state dict is of other parameters or groups: it has {saved_params}, this "
+                f"optimizer has {groups_here}"
             )
         unknown = sorted(
             state_dict["state"].keys() - {name for names in groups_here for name in names}
@@ -120,10 +120,10 @@ def by_name(state_dict: Mapping[str, Any], names: Sequence[Sequence[str]]) -> Ma
     groups = state_dict["param_groups"]
     if not any(isinstance(number, int) for group in groups for number in group["params"]):
         return state_dict
-    sizes, given = [*map(len, names)], [len(group["params"]) for group in groups]
-    if sizes != given:
+    sizes, saved_sizes = [*map(len, names)], [len(group["params"]) for group in groups]
+    if sizes != saved_sizes:
         raise KeyError(
-            f"the state dict of torch.optim has groups of {given} parameters, this optimizer "
+            f"the state dict of torch.optim has groups of {saved_sizes} parameters, this optimizer "
             f"{sizes}: {[*map(list, names)]}; make the groups in torch alike, or keep "
             "only their entries in the state dict"
         )
@@ -133,18 +133,18 @@ def by_name(state_dict: Mapping[str, Any], names: Sequence[Sequence[str]]) -> Ma
         saved = group.get("param_names")
         matched = saved if saved is not None and set(saved) == set(group_names) else group_names
         name_of.update(zip(group["params"], matched, strict=True))
-        rest = {k: v for k, v in group.items() if k not in ("params", "param_names")}
-        renamed.append({"params": list(matched), **rest})
+        options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+        renamed.append({"params": list(matched), **options})
     states = {name_of[number]: values for number, values in state_dict["state"].items()}
     return {"state": states, "param_groups": renamed}
 
 
 def cycled_defaults(groups: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Return `defaults` by which torch's schedulers find the momentum that they cycle."""
-    every = list(groups)
+    group_list = list(groups)
     for name in ("betas", "momentum"):
-        if every and all(name in group for group in every):
-            return {name: every[0][name]}
+        if group_list and all(name in group for group in group_list):
+            return {name: group_list[0][name]}
     return {}
 
 
@@ -339,22 +339,22 @@ def clip_grad_norm_(
             f"norm_type must be positive over ranks and for sparse gradients, inf for the largest "
             f"value; got {norm_type}"
         )
-    given = [p for p in parameters if p.grad is not None]
+    with_grad = [p for p in parameters if p.grad is not None]
     if peers is None:
-        total = _total_norm([_values_of(p) for p in given], norm_type)
+        total = _total_norm([_values_of(p) for p in with_grad], norm_type)
     else:
-        total = _norm_over_ranks(given, norm_type, peers)
+        total = _norm_over_ranks(with_grad, norm_type, peers)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(
             f"all gradients together have a norm of {float(total)}, which cannot be clipped; "
             "error_if_nonfinite=False scales them nevertheless"
         )
     # Each kind by itself: torch scales no list of several.
-    dense = [p for p in given if not _is_sparse(p)]
+    dense = [p for p in with_grad if not _is_sparse(p)]
     for some in (list(filter(_is_spread, dense)), [p for p in dense if not _is_spread(p)]):
         torch.nn.utils.clip_grads_with_norm_(some, max_norm, total)
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)  # as torch computes it
-    for parameter in given:
+    for parameter in with_grad:
         if _is_sparse(parameter):
             values = _values_of(parameter)
             values.mul_(factor.to(values.device))
@@ -364,10 +364,10 @@ def clip_grad_norm_(
 @torch.no_grad()
 def clip_grad_value_(parameters: Iterable[Tensor], clip_value: float) -> None:
     """Clamp every gradient to `[-clip_value, clip_value]`, also sparse ones."""
-    given = [p for p in parameters if p.grad is not None]
-    if dense := [p for p in given if not _is_sparse(p)]:
+    with_grad = [p for p in parameters if p.grad is not None]
+    if dense := [p for p in with_grad if not _is_sparse(p)]:
         torch.nn.utils.clip_grad_value_(dense, clip_value)
-    for parameter in given:
+    for parameter in with_grad:
         if _is_sparse(parameter):
             _values_of(parameter).clamp_(-clip_value, clip_value)
 
@@ -407,11 +407,11 @@ def _is_spread(parameter: Tensor) -> bool:
     return hasattr(parameter, "full_tensor")
 
 
-def _norm_over_ranks(given: Sequence[Tensor], norm_type: float, peers: Peers) -> Tensor:
+def _norm_over_ranks(parameters: Sequence[Tensor], norm_type: float, peers: Peers) -> Tensor:
     shards: list[Tensor] = []
     replicas: list[Tensor] = []
     spread: list[Tensor] = []
-    for parameter in given:
+    for parameter in parameters:
         grad, mark = parameter.grad, _marks.get(parameter)
         assert grad is not None
         if _is_spread(parameter) and norm_type == math.inf:
@@ -424,12 +424,12 @@ def _norm_over_ranks(given: Sequence[Tensor], norm_type: float, peers: Peers) ->
         elif mark.share is GradientShare.SHARD:
             shards.append(_values_of(parameter))
     norms_here = torch.stack([_norm(shards, norm_type), _norm(replicas, norm_type)])
-    every = peers.gather_numbers(norms_here)
+    norms_of_ranks = peers.gather_numbers(norms_here)
     # The replicas as the first rank has them: a last bit that differs would not stay the last.
-    norms = [every[:, 0], every[:1, 1]]
+    norms = [norms_of_ranks[:, 0], norms_of_ranks[:1, 1]]
     if spread:
         total: Any = torch.nn.utils.get_total_norm(spread, norm_type)
-        norms.append(total.full_tensor().to(every).view(1))
+        norms.append(total.full_tensor().to(norms_of_ranks).view(1))
     return torch.linalg.vector_norm(torch.cat(norms), norm_type)
 
 
@@ -494,9 +494,9 @@ class CombinedOptimizer(KeyedOptimizer):
         states: State = {}
         groups = []
         for prefix, optimizer in self._optimizers:
-            part = optimizer.state_dict()
-            states.update({_prefixed(prefix, k): v for k, v in part["state"].items()})
-            for group in part["param_groups"]:
+            own_state = optimizer.state_dict()
+            states.update({_prefixed(prefix, k): v for k, v in own_state["state"].items()})
+            for group in own_state["param_groups"]:
                 names = [_prefixed(prefix, name) for name in group["params"]]
                 groups.append({**group, "params": names})
         return {"state": states, "param_groups": groups}
@@ -514,11 +514,11 @@ class CombinedOptimizer(KeyedOptimizer):
                 f"the state dict has {len(groups)} groups of parameters, this optimizer "
                 f"{len(groups_here)}"
             )
-        first = 0
+        first_group = 0
         for prefix, optimizer in self._optimizers:
             count = len(optimizer.state_dict()["param_groups"])
-            selected = groups[first : first + count]
-            first += count
+            selected = groups[first_group : first_group + count]
+            first_group += count
             names = {name for group in selected for name in group["params"]}
             names |= set(
                 optimizer.state_dict()["state"]

@@ -170,11 +170,11 @@ class _Tables:
         return changes, hyperparameters.replaced(self._optimizer, changes.fields)
 
     def _write_module(self, module: Any, fields: dict[str, Any]) -> None:
-        others = {name: value for name, value in fields.items() if name != "lr"}
-        if any(getattr(module.optimizer, name) != value for name, value in others.items()):
+        other_fields = {name: value for name, value in fields.items() if name != "lr"}
+        if any(getattr(module.optimizer, name) != value for name, value in other_fields.items()):
             # With the rate, which would be read from the device otherwise.
             rate = fields.get("lr", self._rates[id(module)])
-            module.set_hyperparameters(**others, lr=rate)
+            module.set_hyperparameters(**other_fields, lr=rate)
         elif "lr" in fields:
             module.set_learning_rate(fields["lr"])
 

@@ -69,12 +69,12 @@ class DynamicEmbTable:
 
     def owned(self, is_owned: Callable[[Tensor], Tensor]) -> "DynamicEmbTable":
         """Return the entries of a rank; `is_owned` maps keys to a bool per key."""
-        chosen = is_owned(self.entries.keys).nonzero().view(-1)
+        owned_rows = is_owned(self.entries.keys).nonzero().view(-1)
         counts = self.counts
         if counts is not None:
             mask = is_owned(counts[0])
             counts = (counts[0][mask], counts[1][mask])
-        return DynamicEmbTable(self.entries.view(chosen), self.arguments, counts)
+        return DynamicEmbTable(self.entries.view(owned_rows), self.arguments, counts)
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ def commit(tables: Sequence[tuple[str | Path, str]], world_size: int) -> None:
     moves = [_Move.of(Path(directory).expanduser(), name) for directory, name in tables]
     for move in moves:
         for rank in range(world_size):
-            if _file(move.name, "emb_keys", rank, world_size) not in move.new:
+            if _file(move.name, "emb_keys", rank, world_size) not in move.new_files:
                 raise DumpError(
                     f"{move.staged} has no files of rank {rank} of {world_size}: all ranks must "
                     "write to one directory, on a file system that all of them see"
@@ -195,30 +195,32 @@ def commit(tables: Sequence[tuple[str | Path, str]], world_size: int) -> None:
 
 @dataclass(frozen=True)
 class _Move:
-    """The files of one table that `commit` replaces, `old`, and those it puts there, `new`."""
+    """Files of one table: `commit` replaces `old_files` by the staged `new_files`."""
 
     directory: Path
     name: str
     staged: Path
     replaced: Path
-    old: Sequence[str]
-    new: Sequence[str]
+    old_files: Sequence[str]
+    new_files: Sequence[str]
 
     @classmethod
     def of(cls, directory: Path, name: str) -> "_Move":
         staged = _staged(directory, name)
-        old, new = (_files_of(each, name) if each.is_dir() else () for each in (directory, staged))
-        return cls(directory, name, staged, directory / f".{name}.old", old, new)
+        old_files, new_files = (
+            _files_of(folder, name) if folder.is_dir() else () for folder in (directory, staged)
+        )
+        return cls(directory, name, staged, directory / f".{name}.old", old_files, new_files)
 
     def take_old(self) -> None:
-        for file in self.old:
+        for file in self.old_files:
             os.rename(self.directory / file, self.replaced / file)
 
     def put_values(self) -> None:
-        self._put(file for file in self.new if not _is_keys(file))
+        self._put(file for file in self.new_files if not _is_keys(file))
 
     def put_keys(self) -> None:
-        self._put(file for file in self.new if _is_keys(file))
+        self._put(file for file in self.new_files if _is_keys(file))
 
     def _put(self, files: Iterator[str]) -> None:
         for file in files:
@@ -229,13 +231,13 @@ class _Move:
 
         Errors are ignored, so that as many old files as possible are restored.
         """
-        for file in self.new:
-            if file not in self.old or (self.replaced / file).exists():
+        for file in self.new_files:
+            if file not in self.old_files or (self.replaced / file).exists():
                 with contextlib.suppress(OSError):
                     (self.directory / file).unlink(missing_ok=True)
 
     def put_back_old(self) -> None:
-        for file in reversed(self.old):
+        for file in reversed(self.old_files):
             with contextlib.suppress(OSError):
                 if (self.replaced / file).exists():
                     os.rename(self.replaced / file, self.directory / file)
@@ -277,12 +279,12 @@ def read(
             optimizer.
     """
     directory = Path(directory).expanduser()
-    of = _Files(directory, name, world_size(directory, name), rank)
-    keys, values = of.read("emb_keys", torch.int64), of.read("emb_values", torch.float32)
-    scores = of.read("emb_scores", torch.int64)
-    state_values = of.read("emb_opt_values", torch.float32) if states else None
+    files = _Files(directory, name, world_size(directory, name), rank)
+    keys, values = files.read("emb_keys", torch.int64), files.read("emb_values", torch.float32)
+    scores = files.read("emb_scores", torch.int64)
+    state_values = files.read("emb_opt_values", torch.float32) if states else None
     if state_values is None and states:
-        state_values = of.read("opt_values", torch.float32)
+        state_values = files.read("opt_values", torch.float32)
     assert keys is not None
     if values is None or values.numel() != keys.numel() * dim:
         num_values = 0 if values is None else values.numel()
@@ -297,8 +299,8 @@ def read(
     strategy = arguments.get("evict_strategy", _STRATEGIES.get(layout.order))
     ages = str(strategy).endswith("KLru")
     stamps, ranked = _ranks_of_scores(scores, keys.numel(), layout, ages=ages, name=name)
-    counted = of.read("counter_keys", torch.int64)
-    times = of.read("counter_frequencies", torch.int64)
+    counted = files.read("counter_keys", torch.int64)
+    times = files.read("counter_frequencies", torch.int64)
     if (counted is None) != (times is None) or (
         counted is not None and times is not None and counted.shape != times.shape
     ):
@@ -345,24 +347,24 @@ def _write_numbers(path: Path, numbers: Tensor) -> None:
 
 def _write_rows(path: Path, rows: Sequence[Rows], count: int) -> None:
     """Write the rows of tensors, concatenated per row, as float32."""
-    size = min(rows_at_a_time(each) for each in rows)
+    size = min(rows_at_a_time(tensor) for tensor in rows)
 
-    def piece(index: Tensor) -> Tensor:
-        parts = [each[index].detach().cpu().float() for each in rows]
+    def rows_at(index: Tensor) -> Tensor:
+        parts = [tensor[index].detach().cpu().float() for tensor in rows]
         return torch.cat([part[:, None] if part.dim() == 1 else part for part in parts], 1)
 
-    _write_pieces(path, (piece(index) for index in torch.arange(count).split(size)))
+    _write_pieces(path, (rows_at(index) for index in torch.arange(count).split(size)))
 
 
-def _write_pieces(path: Path, pieces: Any) -> None:
+def _write_pieces(path: Path, blocks: Any) -> None:
     """Write a file under a temporary name, then rename it."""
     with replacing(path) as file:
-        for piece in pieces:
-            flat = piece.cpu().contiguous().reshape(-1)
+        for block in blocks:
+            flat = block.cpu().contiguous().reshape(-1)
             if flat.numel():
-                data = bytearray(flat.numel() * flat.dtype.itemsize)
-                torch.frombuffer(data, dtype=flat.dtype).copy_(flat)
-                file.write(data)
+                buffer = bytearray(flat.numel() * flat.dtype.itemsize)
+                torch.frombuffer(buffer, dtype=flat.dtype).copy_(flat)
+                file.write(buffer)
 
 
 def world_size(directory: str | Path, name: str) -> int:
@@ -449,19 +451,19 @@ def check_one_dump(arguments: Mapping[str, tuple[Path, Mapping[str, Any]]]) -> N
     Raises:
         DumpError: the tables are of different dumps, or the entry is malformed.
     """
-    written: dict[str, tuple[str | None, list[Any]]] = {}
+    tables_by_name: dict[str, tuple[str | None, list[Any]]] = {}
     for table, (path, content) in arguments.items():
-        written[table] = (None, [])
+        tables_by_name[table] = (None, [])
         if _DUMP in content:
             entry = entry_of(path, content, _DUMP, dict)
             together = entry_of(path, entry, "tables", list)
             if not all(type(other) is str for other in together):
                 raise DumpError(f"{path} is malformed: 'tables' of {_DUMP!r} must be names")
-            written[table] = (entry_of(path, entry, "id", str), together)
-    for table, (identity, together) in written.items():
+            tables_by_name[table] = (entry_of(path, entry, "id", str), together)
+    for table, (identity, together) in tables_by_name.items():
         for other in together:
-            other_identity, others = written.get(other, (identity, []))
-            if other_identity != identity and (other_identity is None or table in others):
+            other_identity, other_tables = tables_by_name.get(other, (identity, []))
+            if other_identity != identity and (other_identity is None or table in other_tables):
                 raise DumpError(
                     f"{arguments[table][0]} and {arguments[other][0]} are of different dumps, "
                     f"{identity} and {other_identity}, but one call wrote both tables: a copy of "
@@ -487,13 +489,13 @@ class _Files:
         """
         ranks = range(self.world_size)
         paths = [self.directory / _file(self.name, item, r, self.world_size) for r in ranks]
-        missing = [path for path in paths if not path.exists()]
-        if len(missing) == len(paths):
+        missing_paths = [path for path in paths if not path.exists()]
+        if len(missing_paths) == len(paths):
             return None
-        if missing:
+        if missing_paths:
             raise DumpError(
-                f"{missing[0]} is missing, of {self.world_size} ranks {len(missing)} have no such "
-                "file; the dump is not whole, take another one"
+                f"{missing_paths[0]} is missing, of {self.world_size} ranks {len(missing_paths)} "
+                "have no such file; the dump is not whole, take another one"
             )
         if self.rank is not None:
             return _numbers(paths[self.rank], dtype)
@@ -518,15 +520,15 @@ def _length(numbers: Tensor | None) -> int:
 def _split_states(
     numbers: Tensor, count: int, states: Mapping[str, int], name: str
 ) -> dict[str, Tensor]:
-    wanted = sum(states.values())
-    width = numbers.numel() // count if count else wanted
-    padded = width == _PADDED and wanted == 1
-    if numbers.numel() != count * width or not (padded or width == wanted):
+    expected_columns = sum(states.values())
+    width = numbers.numel() // count if count else expected_columns
+    padded = width == _PADDED and expected_columns == 1
+    if numbers.numel() != count * width or not (padded or width == expected_columns):
         raise DumpError(
             f"the optimizer states of {name!r} have {width} numbers a row, those of this table "
             f"{dict(states)}; load without states, or into a table of the same optimizer"
         )
-    columns = numbers.view(count, width)[:, :wanted].split(list(states.values()), 1)
+    columns = numbers.view(count, width)[:, :expected_columns].split(list(states.values()), 1)
     return {
         key: column.reshape(-1) if states[key] == 1 else column
         for key, column in zip(states, columns, strict=True)

@@ -50,15 +50,15 @@ def make_room(keys: Tensor, slots: Tensor, buckets: int, hash_key: int) -> Tenso
     idle = step = 0
     while waiting.numel() and idle < _PATIENCE and int(room.free.sum()):
         step += 1
-        some, rest = waiting[:_AT_ONCE_cuckoo], waiting[_AT_ONCE_cuckoo:]
-        settled = room.settle(some, step)
-        left = some[~settled]
-        if left.numel() and not bool(settled.any()):
+        block, waiting_later = waiting[:_AT_ONCE_cuckoo], waiting[_AT_ONCE_cuckoo:]
+        settled = room.settle(block, step)
+        unsettled = block[~settled]
+        if unsettled.numel() and not bool(settled.any()):
             idle += 1
-            left = room.swap_neighbours(left, step)
+            unsettled = room.swap_neighbours(unsettled, step)
         else:
             idle = 0
-        waiting = torch.cat([left, rest])
+        waiting = torch.cat([unsettled, waiting_later])
     for entry in waiting.sort().values.tolist():
         if not int(room.free.sum()):
             break
@@ -69,8 +69,8 @@ def make_room(keys: Tensor, slots: Tensor, buckets: int, hash_key: int) -> Tenso
 class _Assignment:
     """The assignment of entries to slots; `free` `[buckets]` counts empty slots."""
 
-    def __init__(self, of: Tensor, slots: Tensor, buckets: int) -> None:
-        self._of, self.slots = of, slots
+    def __init__(self, bucket_pairs: Tensor, slots: Tensor, buckets: int) -> None:
+        self._of, self.slots = bucket_pairs, slots
         self._holder = torch.full((buckets, SLOTS), -1)
         placed = (slots >= 0).nonzero().view(-1)
         self._holder.view(-1)[slots[placed]] = placed
@@ -90,14 +90,17 @@ class _Assignment:
         )
         possible = self.free[elsewhere] > 0
         column = (_noise(possible.shape, step) * possible).argmax(1, keepdim=True)
-        chosen, goes_to = neighbours.gather(1, column)[:, 0], elsewhere.gather(1, column)[:, 0]
+        buckets_taken, goes_to = (
+            neighbours.gather(1, column)[:, 0],
+            elsewhere.gather(1, column)[:, 0],
+        )
         settled = possible.gather(1, column)[:, 0] & _first_of_each(goes_to, possible.any(1))
-        move = settled & (chosen >= 0)
-        takes, gives = waiting[move], chosen[move]
+        move = settled & (buckets_taken >= 0)
+        takes, gives = waiting[move], buckets_taken[move]
         freed = self.slots[gives]
         self._put(gives, goes_to[move])
         self._hold(takes, freed)
-        plain = settled & (chosen < 0)
+        plain = settled & (buckets_taken < 0)
         self._put(waiting[plain], goes_to[plain])
         return settled
 
@@ -114,22 +117,24 @@ class _Assignment:
 
     def search(self, entry: int) -> None:
         """Assign a slot to a waiting entry by the shortest chain of moves, if there is one."""
-        seen, mover = self._closed.clone(), torch.full_like(self.free, -1)
+        is_visited, mover = self._closed.clone(), torch.full_like(self.free, -1)
         frontier = self._of[:, entry].unique()
-        frontier = frontier[~seen[frontier]]
+        frontier = frontier[~is_visited[frontier]]
         mover[frontier] = entry  # the entry that moves into each bucket of the chain
         while frontier.numel():
-            seen[frontier] = True
+            is_visited[frontier] = True
             empty = frontier[self.free[frontier] > 0]
             if empty.numel():
                 self._shift(int(empty[0]), mover, entry)
                 return
             members = self._holder[frontier].view(-1)
             reached = self._other(members)
-            fresh = ~seen[reached]
-            mover.scatter_reduce_(0, reached[fresh], members[fresh], "amin", include_self=False)
-            frontier = reached[fresh].unique()
-        self._closed = seen
+            is_fresh = ~is_visited[reached]
+            mover.scatter_reduce_(
+                0, reached[is_fresh], members[is_fresh], "amin", include_self=False
+            )
+            frontier = reached[is_fresh].unique()
+        self._closed = is_visited
 
     def _shift(self, bucket: int, mover: Tensor, entry: int) -> None:
         """Move every entry of a chain to the slot that its predecessor leaves."""
@@ -137,9 +142,9 @@ class _Assignment:
         slot = bucket * SLOTS + int((self._holder[bucket] < 0).int().argmax())
         self.free[bucket] -= 1
         while current != entry:
-            left = int(self.slots[current])
+            freed_slot = int(self.slots[current])
             self._hold(torch.tensor([current]), torch.tensor([slot]))
-            slot, current = left, int(mover[left // SLOTS])
+            slot, current = freed_slot, int(mover[freed_slot // SLOTS])
         self._hold(torch.tensor([entry]), torch.tensor([slot]))
 
     def _other(self, entries: Tensor) -> Tensor:
@@ -148,8 +153,8 @@ class _Assignment:
 
     def _put(self, entries: Tensor, buckets: Tensor) -> None:
         """Put entries into the first empty slots of distinct buckets."""
-        way = (self._holder[buckets] < 0).int().argmax(1)
-        self._hold(entries, buckets * SLOTS + way)
+        free_way = (self._holder[buckets] < 0).int().argmax(1)
+        self._hold(entries, buckets * SLOTS + free_way)
         self.free[buckets] -= 1
 
     def _hold(self, entries: Tensor, slots: Tensor) -> None:
@@ -160,10 +165,10 @@ class _Assignment:
 def _first_of_each(values: Tensor, valid: Tensor) -> Tensor:
     """Return which elements are the first valid ones of their value."""
     numbers = torch.arange(values.numel())
-    last = int(values.max()) + 1 if values.numel() else 0
-    first = torch.full((last,), values.numel())
-    first.scatter_reduce_(0, values[valid], numbers[valid], "amin")
-    return valid & (first[values] == numbers)
+    num_values = int(values.max()) + 1 if values.numel() else 0
+    first_positions = torch.full((num_values,), values.numel())
+    first_positions.scatter_reduce_(0, values[valid], numbers[valid], "amin")
+    return valid & (first_positions[values] == numbers)
 
 
 def _noise(shape: tuple[int, ...], step: int) -> Tensor:
@@ -256,17 +261,17 @@ def check(target: TableTarget, entries: Entries) -> None:
 
 def _check_rows(target: TableTarget, entries: Entries) -> None:
     unknown = sorted(entries.rows.keys() - target.views.keys())
-    missing = sorted(target.views.keys() - entries.rows.keys())
-    if unknown or (missing and len(entries.rows) > 1) or WEIGHT not in entries.rows:
+    missing_names = sorted(target.views.keys() - entries.rows.keys())
+    if unknown or (missing_names and len(entries.rows) > 1) or WEIGHT not in entries.rows:
         raise ValueError(
             f"entries of {target.name!r} must have the rows {list(target.views)}, or the weight "
             f"alone, which leaves states at their first value; got {list(entries.rows)}"
         )
     for name, rows in entries.rows.items():
-        wanted = tuple(target.views[name].shape[1:])
-        if tuple(rows.shape[1:]) != wanted:
+        expected_shape = tuple(target.views[name].shape[1:])
+        if tuple(rows.shape[1:]) != expected_shape:
             raise ValueError(
-                f"{name} of {target.name!r} must have rows of shape {list(wanted)}, got "
+                f"{name} of {target.name!r} must have rows of shape {list(expected_shape)}, got "
                 f"{list(rows.shape[1:])}; it is of another table or optimizer"
             )
 
@@ -298,7 +303,7 @@ def _put(
     target: TableTarget,
     entries: Entries,
     report: Report | None,
-    place: Callable[[TableTarget, Entries], tuple[Tensor, int]],
+    assign_slots: Callable[[TableTarget, Entries], tuple[Tensor, int]],
 ) -> Loaded:
     index, table = target.index, target.table
     counters = index.counters[table].clone()
@@ -307,7 +312,7 @@ def _put(
     try:
         # No more than the table may have: the rest finds no place however it grows.
         index.reserve(table, index.size(table) + len(entries), target.rows)
-        slots, displaced = place(target, entries)
+        slots, displaced = assign_slots(target, entries)
         _write(target, entries, slots, report)
     finally:
         index.counters[table] = counters
@@ -324,7 +329,10 @@ def _replace_all(target: TableTarget, entries: Entries) -> tuple[Tensor, int]:
     best = order[: index.capacity(table)]
     keys = entries.keys[best]
     slots = torch.cat(
-        [_insert_block(index, table, part.to(device), "none")[0] for part in keys.split(_AT_ONCE)]
+        [
+            _insert_block(index, table, key_block.to(device), "none")[0]
+            for key_block in keys.split(_AT_ONCE)
+        ]
     )
     if bool((slots < 0).any()):
         hash_key = index.hash_key(table)
@@ -347,20 +355,20 @@ def _place_among(target: TableTarget, entries: Entries) -> tuple[Tensor, int]:
     device = index.tags.device
     slots = index.find(Keys.of(entries.keys.to(device), table)).cpu()
     order = of_entries.best_first(entries, index.order).cpu()
-    missing = order[slots[order] < 0]
+    missing_entries = order[slots[order] < 0]
     displaced = 0
-    for part in missing.split(_AT_ONCE):
-        slots[part] = _insert_block(index, table, entries.keys[part].to(device), "none")[0]
-        index.note_inserted(table, slots[part])
-    refused = missing[slots[missing] < 0]
+    for block in missing_entries.split(_AT_ONCE):
+        slots[block] = _insert_block(index, table, entries.keys[block].to(device), "none")[0]
+        index.note_inserted(table, slots[block])
+    refused = missing_entries[slots[missing_entries] < 0]
     if refused.numel() and index.size(table) < index.capacity(table):
         displaced = _rearrange(target, entries.keys[refused])
         slots = index.find(Keys.of(entries.keys.to(device), table)).cpu()
         refused = refused[slots[refused] < 0]
-    for part in refused.split(_AT_ONCE) if index.order != "none" else ():
-        placed, number = _insert_block(index, table, entries.keys[part].to(device), index.order)
+    for block in refused.split(_AT_ONCE) if index.order != "none" else ():
+        placed, number = _insert_block(index, table, entries.keys[block].to(device), index.order)
         index.note_inserted(table, placed)
-        slots[part], displaced = placed, displaced + number
+        slots[block], displaced = placed, displaced + number
     if displaced:  # among them may be entries that were found above
         slots = index.find(Keys.of(entries.keys.to(device), table)).cpu()
     return slots, displaced
@@ -372,22 +380,26 @@ def _rearrange(target: TableTarget, refused: Tensor) -> int:
     Returns how many entries of the table have none any more, because not all could be placed.
     """
     index, table = target.index, target.table
-    present = index.export(table)
-    device, num_slots = present.keys.device, present.slots.numel()
-    keys = torch.cat([present.keys.cpu(), refused])
-    before = torch.cat([present.slots.cpu(), torch.full_like(refused, -1)])
+    exported = index.export(table)
+    device, num_slots = exported.keys.device, exported.slots.numel()
+    keys = torch.cat([exported.keys.cpu(), refused])
+    slots_before = torch.cat([exported.slots.cpu(), torch.full_like(refused, -1)])
     hash_key = index.hash_key(table)
-    after = make_room(keys, before, index.buckets(table), hash_key)
-    moved = ((before >= 0) & (after >= 0) & (after != before)).nonzero().view(-1)
-    source, goal = before[moved].to(device), after[moved].to(device)
-    placed = (after >= 0).nonzero().view(-1)
-    new = placed[placed >= num_slots]
-    at = after[new].to(device)
+    slots_after = make_room(keys, slots_before, index.buckets(table), hash_key)
+    moved = (
+        ((slots_before >= 0) & (slots_after >= 0) & (slots_after != slots_before))
+        .nonzero()
+        .view(-1)
+    )
+    source, goal = slots_before[moved].to(device), slots_after[moved].to(device)
+    placed = (slots_after >= 0).nonzero().view(-1)
+    new_slots = placed[placed >= num_slots]
+    at = slots_after[new_slots].to(device)
     # Everything that is written is known before the first write, so it can be written again.
     views = [*index.views_by_slot(table), *(view.detach() for view in target.views.values())]
     rows = [view[source] for view in views]
     tags = torch.zeros_like(index.table_tags(table))
-    tags[after[placed].to(device)] = tags_of(keys[placed], hash_key).to(device)
+    tags[slots_after[placed].to(device)] = tags_of(keys[placed], hash_key).to(device)
     tick = index.tick
 
     def write() -> None:
@@ -396,13 +408,13 @@ def _rearrange(target: TableTarget, refused: Tensor) -> int:
             view[goal] = values
         index.table_tags(table).copy_(tags)
         entries = index.table_entries(table)
-        entries[at, HashEntryColumn.KEY] = keys[new].to(device)
+        entries[at, HashEntryColumn.KEY] = keys[new_slots].to(device)
         entries[at, HashEntryColumn.STAMP] = tick
         index.tables[table, HashTableColumn.SIZE] = placed.numel()
         index.note_inserted(table, at)
 
     target.complete(write)
-    return int((after[:num_slots] < 0).sum())
+    return int((slots_after[:num_slots] < 0).sum())
 
 
 def _insert_block(index: HashIndex, table: int, keys: Tensor, order: str) -> tuple[Tensor, int]:
@@ -442,23 +454,23 @@ def _write(target: TableTarget, entries: Entries, slots: Tensor, report: Report 
     )
     with torch.no_grad():
         for name, view in target.views.items():
-            rows, done = entries.rows.get(name), 0
-            for part in placed.split(rows_at_a_time(view)):
-                at = slots[part].to(view.device)
+            rows, num_written = entries.rows.get(name), 0
+            for slot_block in placed.split(rows_at_a_time(view)):
+                at = slots[slot_block].to(view.device)
                 if rows is None:
                     view[at] = target.initial_state
                 else:
-                    view[at] = rows[part].to(view)
-                done += part.numel()
+                    view[at] = rows[slot_block].to(view)
+                num_written += slot_block.numel()
                 if report is not None:
-                    report(DumpProgress(target.name, done, placed.numel()))
+                    report(DumpProgress(target.name, num_written, placed.numel()))
 
 
 def erase(target: TableTarget, keys: Tensor) -> int:
     """Remove keys; return how many were in the table."""
-    before = target.index.size(target.table)
+    size_before = target.index.size(target.table)
     target.index.erase(Keys.of(keys.to(target.index.tags.device), target.table))
-    return before - target.index.size(target.table)
+    return size_before - target.index.size(target.table)
 
 
 def absent(target: TableTarget, keys: Tensor) -> Tensor:

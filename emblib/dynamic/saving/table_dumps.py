@@ -194,7 +194,7 @@ def removed_since(state: DynamicState, table: int, since: int) -> Tensor:
 
 @of_state
 def changes_since(
-    state: DynamicState, since: int, chosen: Sequence[int] | None = None
+    state: DynamicState, since: int, table_indices: Sequence[int] | None = None
 ) -> ChangeSet:
     """Return what changed at tick `since` or later, for `apply_changes` to a copy of the tables.
 
@@ -203,13 +203,13 @@ def changes_since(
     Args:
         state: the tables.
         since: the tick.
-        chosen: the numbers of the tables; None is all.
+        table_indices: the numbers of the tables; None is all.
 
     Raises:
         RuntimeError: `track_evictions` was not called.
         ValueError: the eviction log does not reach back to the tick.
     """
-    numbers = list(range(len(state.specs)) if chosen is None else chosen)
+    numbers = list(range(len(state.specs)) if table_indices is None else table_indices)
     tables = {state.table_names[t]: _changes_of(state, t, since) for t in numbers}
     hyperparameters = state.hyperparams.cpu().clone()
     hash_keys = state.index.hash_keys.cpu()[numbers]
@@ -260,13 +260,13 @@ def apply_changes(
 
     def apply() -> dict[str, Loaded]:
         nonlocal report
-        now, report = report, None  # if it raises, the rest is applied without it
+        report_once, report = report, None  # if it raises, the rest is applied without it
         loaded = {}
         for name, of_table in changes.tables.items():
             t = state.table_number(name)
             if not size(state, t):
                 state.index.empty(t, hash_keys.get(t))
-            loaded[state.table_names[t]] = _apply_to_table(state, t, of_table, now)
+            loaded[state.table_names[t]] = _apply_to_table(state, t, of_table, report_once)
         state.index.counters.copy_(counters)
         state.index.set_tick(max(state.index.tick, changes.until))
         state.load_hyperparams(changes.hyperparameters)
@@ -274,11 +274,13 @@ def apply_changes(
         return loaded
 
     loaded = state.complete(apply)
-    lost = {n: done.left_out + done.displaced for n, done in loaded.items()}
-    if any(lost.values()):
+    num_lost = {
+        n: loaded_table.left_out + loaded_table.displaced for n, loaded_table in loaded.items()
+    }
+    if any(num_lost.values()):
         warnings.warn(
             "emblib: a copy had no slot for all keys of the tables that it follows; lost are "
-            f"{ {name: count for name, count in lost.items() if count} }: give it the capacity "
+            f"{ {name: count for name, count in num_lost.items() if count} }: give it the capacity "
             "and the seed of those tables, or load them whole",
             stacklevel=caller_level(),
         )
@@ -414,8 +416,8 @@ def set_table(state: DynamicState, table: int, dump: TableDump, report: Report |
 
     def write() -> Loaded:
         nonlocal report
-        now, report = report, None  # if it raises, the rest is loaded without it
-        loaded = set_table_entries(state, table, dump.entries, now, hash_key=dump.hash_key)
+        report_once, report = report, None  # if it raises, the rest is loaded without it
+        loaded = set_table_entries(state, table, dump.entries, report_once, hash_key=dump.hash_key)
         set_child_state(state, dump.others, dump.directory)
         state.index.set_tick(max(dump.clock, state.index.tick))
         if float(dump.hyperparameters[Hyper.STEP]) > float(state.hyperparams[Hyper.STEP]):

@@ -82,7 +82,7 @@ class BatchPlacement(NamedTuple):
 
 def _as_bytes(rows: Sequence[Tensor]) -> Tensor:
     """Join matrices of n rows as uint8 `[n, bytes of a row]` on the CPU."""
-    return torch.cat([part.view(torch.uint8) for part in rows], dim=1).cpu()
+    return torch.cat([buffer.view(torch.uint8) for buffer in rows], dim=1).cpu()
 
 
 class FastTier(Protocol):
@@ -179,12 +179,12 @@ class BackingTier:
         self.generation += 1
         offsets = misses.offsets.tolist()
         in_store = torch.zeros(keys.ids.numel(), dtype=torch.bool)
-        missing = keys.ids[misses.first].cpu()
+        missing_keys = keys.ids[misses.first].cpu()
         for t in range(len(self._widths)):
             self._check_overflow(t, offsets[t + 1] - offsets[t])
         rows = []
         for t in range(len(self._widths)):
-            records = self._read(t, missing[offsets[t] : offsets[t + 1]], erase_expired=True)
+            records = self._read(t, missing_keys[offsets[t] : offsets[t + 1]], erase_expired=True)
             rows.append(records)
             in_store[offsets[t] + records.positions] = True
         return rows, in_store.to(keys.ids.device)
@@ -216,8 +216,8 @@ class BackingTier:
         offsets, counts = misses.offsets.tolist(), misses.counts
         for t, records in enumerate(rows):
             at = (offsets[t] + records.positions).to(counts.device)
-            stored = records.rows.scores.to(counts.device)
-            counts[at] = stored + torch.minimum(counts[at], hash.MAX_USES - stored)
+            stored_uses = records.rows.scores.to(counts.device)
+            counts[at] = stored_uses + torch.minimum(counts[at], hash.MAX_USES - stored_uses)
 
     # Once they are inserted
 
@@ -242,7 +242,7 @@ class BackingTier:
         offsets, tick = misses.offsets.tolist(), self.fast.index.tick
         slots, status = result.slots.clone(), result.status.clone()
         moves, overflow, all_counts, slots_of_found = Moves({}, {}), [], [], []
-        for t, found in enumerate(rows):
+        for t, found_rows in enumerate(rows):
             of_table = slice(offsets[t], offsets[t + 1])
             entries = (slots[of_table], status[of_table], result.evicted[of_table])
             moves.demoted[t] = self._evicted_rows(t, *entries)
@@ -253,20 +253,20 @@ class BackingTier:
             no_values = torch.empty(refused_keys.numel(), 0, dtype=torch.uint8)
             stamps = torch.full_like(refused_keys, tick)
             overflow.append(StoredRows(refused_keys, stamps, scores, no_values))
-            slots_of_found.append(slots[of_table].cpu()[found.positions])
+            slots_of_found.append(slots[of_table].cpu()[found_rows.positions])
             promoted = (slots_of_found[t] >= 0) & (slots_of_found[t] < self.fast.specs[t].rows)
-            moves.promoted[t] = found.rows.keys[promoted]
+            moves.promoted[t] = found_rows.rows.keys[promoted]
             counts = dict(self._counts[t])
-            counts["backing_hits"] += found.positions.numel()
-            counts["prefetched"] += self.store.count_prefetched(t, found.rows.keys)
-            counts["new"] += offsets[t + 1] - offsets[t] - found.positions.numel()
+            counts["backing_hits"] += found_rows.positions.numel()
+            counts["prefetched"] += self.store.count_prefetched(t, found_rows.rows.keys)
+            counts["new"] += offsets[t + 1] - offsets[t] - found_rows.positions.numel()
             counts["promoted"] += int(promoted.sum())
             counts["demoted"] += moves.demoted[t].keys.numel()
             counts["served_in_place"] += refused_keys.numel()
             all_counts.append(counts)
         status[status == hash.REFUSED] = hash.NEW
-        for t, found in enumerate(rows):
-            status[(offsets[t] + found.positions).to(status.device)] = hash.HIT
+        for t, found_rows in enumerate(rows):
+            status[(offsets[t] + found_rows.positions).to(status.device)] = hash.HIT
         groups = misses.groups.long()
         positions = torch.where(groups < 0, inserted.slots, slots[groups.clamp(min=0)])
         return BatchPlacement(
@@ -348,14 +348,14 @@ class BackingTier:
     def search(self, keys: Keys) -> Tensor:
         """Return the slots of keys; keys in the store get copies in overflow rows."""
         slots = self.fast.index.find(keys)
-        missing = slots < 0
-        if not bool(missing.any()):
+        is_missing = slots < 0
+        if not bool(is_missing.any()):
             return slots
         self.write_back()
         self.generation += 1
         tables = tables_of(keys)
         for t in range(len(self._widths)):
-            at = (missing & (tables == t)).nonzero().view(-1)
+            at = (is_missing & (tables == t)).nonzero().view(-1)
             distinct, groups = keys.ids[at].cpu().unique(return_inverse=True)
             records = self._read(t, distinct)
             self._check_overflow(t, records.positions.numel())
@@ -390,8 +390,8 @@ class BackingTier:
         self._overflow = [StoredRows.none(width) for width in self._widths]
 
     def _overflow_slots(self, table: int, count: int) -> Tensor:
-        first = self.fast.specs[table].rows
-        return torch.arange(first, first + count)
+        first_overflow = self.fast.specs[table].rows
+        return torch.arange(first_overflow, first_overflow + count)
 
     # Rows as bytes
 
@@ -400,8 +400,8 @@ class BackingTier:
         layout = self.fast.layout
         rows = self.fast.specs[table].rows + layout.overflow_rows
         for number, buffer in enumerate(self.fast.row_buffers):
-            first, width = layout.first(table, number), layout.width(table, number)
-            yield buffer[first : first + rows * width].view(rows, width)
+            begin, width = layout.first_element(table, number), layout.width(table, number)
+            yield buffer[begin : begin + rows * width].view(rows, width)
 
     def _evicted_rows(
         self, table: int, slots: Tensor, status: Tensor, evicted: Tensor
@@ -409,9 +409,9 @@ class BackingTier:
         """Read the entries and the rows, with states, of evicted keys, which are in their slots."""
         buffers = [*self._buffers_of(table)]
         keys, rows, stamps, scores, count = hash.hash_evicted_rows(buffers, slots, status, evicted)
-        first = slice(int(count))
-        keys, stamps, scores = (part[first].cpu() for part in (keys, stamps, scores))
-        return StoredRows(keys, stamps, scores, _as_bytes([part[first] for part in rows]))
+        used = slice(int(count))
+        keys, stamps, scores = (column[used].cpu() for column in (keys, stamps, scores))
+        return StoredRows(keys, stamps, scores, _as_bytes([column[used] for column in rows]))
 
     def _gather(self, table: int, slots: Tensor) -> Tensor:
         slots = slots.to(self.fast.index.tags.device)
@@ -441,9 +441,11 @@ class BackingTier:
         values = torch.empty(keys.numel(), self._widths[table], dtype=torch.uint8)
         values[records.positions] = records.rows.values
         widths = [layout.width(table, b) * d.itemsize for b, d in enumerate(layout.dtypes)]
-        first = sum(widths[:buffer])
-        chosen = values[:, first : first + widths[buffer]].contiguous().view(layout.dtypes[buffer])
-        return chosen.view(-1) if layout.per_row(buffer) else chosen
+        begin = sum(widths[:buffer])
+        values_of_buffer = (
+            values[:, begin : begin + widths[buffer]].contiguous().view(layout.dtypes[buffer])
+        )
+        return values_of_buffer.view(-1) if layout.per_row(buffer) else values_of_buffer
 
     # Entries in and out
 
@@ -474,13 +476,13 @@ class BackingTier:
         """
         index = self.fast.index
         index.set_tick(max(index.tick, entries.newest_stamp()))
-        dropped = done = 0
+        dropped = num_done = 0
         order = best_first(entries, index.order).cpu()
-        for part in reversed(order.split(BATCH)):
-            dropped += self._load(table, entries.take(part))
-            done += part.numel()
+        for block in reversed(order.split(BATCH)):
+            dropped += self._load(table, entries.take(block))
+            num_done += block.numel()
             if report is not None:
-                report(DumpProgress(self.fast.table_names[table], done, len(entries)))
+                report(DumpProgress(self.fast.table_names[table], num_done, len(entries)))
         return Loaded(len(entries) - dropped, dropped, 0)
 
     def _load(self, table: int, entries: Entries) -> int:
@@ -495,10 +497,10 @@ class BackingTier:
                 value = rows[torch.arange(len(entries))].to("cpu", dtype).view(shape)
             values.append(value.contiguous().view(torch.uint8))
         scores = torch.zeros_like(entries.keys) if entries.scores is None else entries.scores
-        stored = StoredRows(
+        stored_rows = StoredRows(
             entries.keys.cpu(), entries.stamps.cpu(), scores.cpu(), torch.cat(values, dim=1)
         )
-        return self.store.put(table, stored).keys.numel()
+        return self.store.put(table, stored_rows).keys.numel()
 
     def absent(self, table: int, keys: Tensor) -> Tensor:
         """Return the keys that are not in the store."""
@@ -528,10 +530,10 @@ class BackingTier:
 
     def prefetch(self, keys: Keys) -> None:
         """Start reading the rows of a coming batch that are in the store."""
-        missing = self.fast.index.find(keys) < 0
+        is_missing = self.fast.index.find(keys) < 0
         tables = tables_of(keys)
         for t in range(len(self._widths)):
-            self.store.prefetch(t, keys.ids[missing & (tables == t)].cpu().unique())
+            self.store.prefetch(t, keys.ids[is_missing & (tables == t)].cpu().unique())
 
     @torch.no_grad()
     def erase(self, table: int, keys: Tensor) -> Tensor:

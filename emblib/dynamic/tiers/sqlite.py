@@ -158,31 +158,33 @@ class SqliteRows:
 
     def _create(self) -> None:
         """Make a database without tables; the file has its first page when it gets its name."""
-        fresh = self.path.with_name(f".{self.path.name}.{os.getpid()}.{secrets.token_hex(4)}.new")
+        new_path = self.path.with_name(
+            f".{self.path.name}.{os.getpid()}.{secrets.token_hex(4)}.new"
+        )
         try:
-            self._connect(fresh).close()
+            self._connect(new_path).close()
             with contextlib.suppress(FileExistsError):  # another process was first
-                os.link(fresh, self.path)
+                os.link(new_path, self.path)
         finally:
-            fresh.unlink(missing_ok=True)
+            new_path.unlink(missing_ok=True)
 
     def _refuse_others(self, connection: sqlite3.Connection) -> None:
         """Raise unless the database is new, or has all tables that a store has."""
         names = {name for (name,) in connection.execute("SELECT name FROM sqlite_master")}
         kinds = ("rows", "above")
-        wanted = {f"{kind}_{t}" for kind in kinds for t in range(len(self._tables))}
+        expected_names = {f"{kind}_{t}" for kind in kinds for t in range(len(self._tables))}
         if names and "emblib" not in names:
             raise ValueError(
                 f"{self.path} is a database of another program, with "
                 f"{', '.join(sorted(names)[:4])}; name another file"
             )
         has_layout = names and connection.execute("SELECT 1 FROM emblib").fetchone()
-        missing = sorted(wanted - names)
-        if names and (missing or not has_layout) and not self._has_other_layout(connection):
-            lost = missing or ["the entries of emblib"]
+        missing_names = sorted(expected_names - names)
+        if names and (missing_names or not has_layout) and not self._has_other_layout(connection):
+            lost_names = missing_names or ["the entries of emblib"]
             raise RuntimeError(
-                f"{self.path} is damaged: it has lost {', '.join(lost)}; restore it, or delete it "
-                "and load a checkpoint"
+                f"{self.path} is damaged: it has lost {', '.join(lost_names)}; restore it, or "
+                "delete it and load a checkpoint"
             )
 
     def _has_other_layout(self, connection: sqlite3.Connection) -> bool:
@@ -222,16 +224,16 @@ class SqliteRows:
         unchecked = saved.get("format") == _UNCHECKED
         if saved and not unchecked and self._verify is not Verify.OFF:
             self._verify_entries(saved, checksum)
-        wanted = {"format": _FORMAT, "byteorder": sys.byteorder}
-        wanted |= {f"table {t}": f"{s.name} {s.row_bytes}" for t, s in enumerate(self._tables)}
+        expected = {"format": _FORMAT, "byteorder": sys.byteorder}
+        expected |= {f"table {t}": f"{s.name} {s.row_bytes}" for t, s in enumerate(self._tables)}
         layout = {name: value for name, value in saved.items() if name != "note"}
-        if layout and layout | {"format": _FORMAT if unchecked else saved["format"]} != wanted:
+        if layout and layout | {"format": _FORMAT if unchecked else saved["format"]} != expected:
             raise ValueError(
-                f"{self.path} holds tables of another layout: {layout}, asked for are {wanted}; "
+                f"{self.path} holds tables of another layout: {layout}, asked for are {expected}; "
                 "name another file"
             )
         self.note = saved.get("note", "")
-        self._entries = wanted
+        self._entries = expected
         self._write_entries(self.note)
         columns = (
             "(key INTEGER PRIMARY KEY, stamp INTEGER, score INTEGER, value BLOB NOT NULL, "
@@ -326,12 +328,12 @@ class SqliteRows:
         """See `RowStore`."""
         keys = keys.detach().to("cpu", torch.int64)
         records: list[_Record] = []
-        for part in keys.unique().split(_AT_ONCE):
-            values = part.tolist()
+        for key_block in keys.unique().split(_AT_ONCE):
+            values = key_block.tolist()
             values += values[-1:] * (_AT_ONCE - len(values))  # the same statement every time
             marks = ",".join("?" * len(values))
             query = f"SELECT {_COLUMNS} FROM rows_{table} WHERE key IN ({marks})"
-            records += self._run(query, values) if part.numel() else ()
+            records += self._run(query, values) if key_block.numel() else ()
         return matched(keys, self._rows(table, records))
 
     def _rows(self, table: int, records: Sequence[_Record]) -> StoredRows:
@@ -368,8 +370,10 @@ class SqliteRows:
 
     def expire(self, table: int, before: int) -> Tensor:
         """See `RowStore`."""
-        parts = self._read_in_batches(f"rows_{table} WHERE stamp < {int(before)}", table, BATCH)
-        expired = [torch.empty(0, dtype=torch.int64), *(rows.keys for rows in parts)]
+        expired_blocks = self._read_in_batches(
+            f"rows_{table} WHERE stamp < {int(before)}", table, BATCH
+        )
+        expired = [torch.empty(0, dtype=torch.int64), *(rows.keys for rows in expired_blocks)]
         self._run(f"DELETE FROM rows_{table} WHERE stamp < ?", (before,))
         return torch.cat(expired)
 
@@ -392,9 +396,9 @@ class SqliteRows:
 
     def flush(self, fast_rows: Sequence[Iterable[StoredRows]], note: str) -> None:
         """See `RowStore`."""
-        for t, parts in enumerate(fast_rows):
+        for t, rows_of_table in enumerate(fast_rows):
             self._run(f"DELETE FROM above_{t}")
-            for rows in parts:
+            for rows in rows_of_table:
                 self._write("above", t, check_row(self._tables[t], rows))
         self._write_entries(note)
         self._is_committing = True
@@ -425,12 +429,12 @@ def _checksum(key: int, stamp: int, score: int, value: bytes | memoryview) -> in
 
 def _records(rows: StoredRows) -> Iterator[tuple[int, int, int, memoryview, int]]:
     width = rows.values.shape[1]
-    for part in rows.split():
-        data = bytearray(part.values.numel())
-        if data:
-            torch.frombuffer(data, dtype=torch.uint8).copy_(part.values.flatten())
-        view = memoryview(data)
-        words = zip(part.keys.tolist(), part.stamps.tolist(), part.scores.tolist(), strict=True)
+    for block in rows.split():
+        value_bytes = bytearray(block.values.numel())
+        if value_bytes:
+            torch.frombuffer(value_bytes, dtype=torch.uint8).copy_(block.values.flatten())
+        view = memoryview(value_bytes)
+        words = zip(block.keys.tolist(), block.stamps.tolist(), block.scores.tolist(), strict=True)
         for i, (key, stamp, score) in enumerate(words):
             value = view[i * width : (i + 1) * width]
             yield key, stamp, score, value, _checksum(key, stamp, score, value)
@@ -440,10 +444,10 @@ def _rows(records: Sequence[_Record], width: int) -> StoredRows:
     if not records:
         return StoredRows.none(width)
     words = torch.tensor([record[:3] for record in records], dtype=torch.int64).T.contiguous()
-    data = bytearray(b"".join(record[3] for record in records))
-    if len(data) != len(records) * width:
+    value_bytes = bytearray(b"".join(record[3] for record in records))
+    if len(value_bytes) != len(records) * width:
         raise RuntimeError(
             f"the database has rows of other sizes than {width} bytes; only emblib may write to it"
         )
-    values = torch.frombuffer(data, dtype=torch.uint8) if width else torch.empty(0)
+    values = torch.frombuffer(value_bytes, dtype=torch.uint8) if width else torch.empty(0)
     return StoredRows.from_words(words, values.to(torch.uint8).view(len(records), width))

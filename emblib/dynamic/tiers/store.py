@@ -66,19 +66,19 @@ class StoredRows(NamedTuple):
 
     def at(self, select: Tensor) -> "StoredRows":
         """Return the rows that a mask or positions select."""
-        return StoredRows(*(part[select] for part in self))
+        return StoredRows(*(column[select] for column in self))
 
     def split(self, size: int = BATCH) -> Iterator["StoredRows"]:
         """Yield the rows in batches."""
-        for parts in zip(*(part.split(size) for part in self), strict=True):
-            if parts[0].numel():
-                yield StoredRows(*parts)
+        for columns in zip(*(column.split(size) for column in self), strict=True):
+            if columns[0].numel():
+                yield StoredRows(*columns)
 
     @classmethod
-    def concatenate(cls, parts: Iterable["StoredRows"], row_bytes: int) -> "StoredRows":
+    def concatenate(cls, blocks: Iterable["StoredRows"], row_bytes: int) -> "StoredRows":
         """Concatenate rows."""
-        parts = [cls.none(row_bytes), *parts]
-        return cls(*(torch.cat(part) for part in zip(*parts, strict=True)))
+        blocks = [cls.none(row_bytes), *blocks]
+        return cls(*(torch.cat(columns) for columns in zip(*blocks, strict=True)))
 
 
 class FoundRows(NamedTuple):
@@ -146,13 +146,13 @@ class RowStore(Protocol):
 def check_row(table: StoredTable, rows: StoredRows) -> StoredRows:
     """Return rows as contiguous CPU tensors; raise ValueError unless they fit the table."""
     count = rows.keys.numel()
-    shapes = [tuple(part.shape) for part in rows]
+    shapes = [tuple(buffer.shape) for buffer in rows]
     if shapes != [(count,), (count,), (count,), (count, table.row_bytes)]:
         raise ValueError(
             f"rows of {table.name} need keys, stamps and scores of shape [n] and values of shape "
             f"[n, {table.row_bytes}], got {shapes}"
         )
-    return StoredRows(*(part.detach().to("cpu").contiguous() for part in rows))
+    return StoredRows(*(buffer.detach().to("cpu").contiguous() for buffer in rows))
 
 
 def matched(keys: Tensor, rows: StoredRows) -> FoundRows:
@@ -198,12 +198,12 @@ class StoreShard(NamedTuple):
         counts = {
             int(match[1]) for path in directory.iterdir() if (match := pattern.match(path.name))
         }
-        others = sorted(counts - {self.shard[1]})
-        if others:
+        other_counts = sorted(counts - {self.shard[1]})
+        if other_counts:
             warnings.warn(
-                f"emblib: {directory} has stores of table {self.name!r} for {others} shards, this "
-                f"model has {self.shard[1]}: their rows are not read. Load a checkpoint, which "
-                "has the rows for any number of shards, and then delete them",
+                f"emblib: {directory} has stores of table {self.name!r} for {other_counts} shards, "
+                f"this model has {self.shard[1]}: their rows are not read. Load a checkpoint, "
+                "which has the rows for any number of shards, and then delete them",
                 stacklevel=caller_level(),
             )
 
@@ -397,10 +397,10 @@ class PrefetchedRows:
         """
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "emblib rows")
-        done = [future for future in self._futures if future.done()]
-        self._futures = [future for future in self._futures if future not in done]
+        finished = [future for future in self._futures if future.done()]
+        self._futures = [future for future in self._futures if future not in finished]
         self._futures.append(self._thread.submit(_prefetch, weakref.ref(self), table, keys))
-        _raise_first(done)
+        _raise_first(finished)
 
     def wait(self) -> None:
         """Wait until no prefetch is running.
@@ -422,16 +422,16 @@ class PrefetchedRows:
     @_alone
     def count_prefetched(self, table: int, keys: Tensor) -> int:
         """Return how many of some keys have a row in memory."""
-        parts = (*self._kept_rows[table], *self._prefetched[table])
-        return int(torch.isin(keys, torch.cat([p.keys for p in parts])).sum()) if parts else 0
+        blocks = (*self._kept_rows[table], *self._prefetched[table])
+        return int(torch.isin(keys, torch.cat([p.keys for p in blocks])).sum()) if blocks else 0
 
     @_alone
     def read_ahead(self, table: int, keys: Tensor) -> None:
         """Read rows that are not in memory yet from the store."""
         prefetched = self._prefetched[table]
-        present = torch.cat([keys[:0], *(rows.keys for rows in prefetched)])
-        rows = self.behind.read(table, keys[~torch.isin(keys, present)]).rows
-        count = present.numel() + rows.keys.numel()
+        present_keys = torch.cat([keys[:0], *(rows.keys for rows in prefetched)])
+        rows = self.behind.read(table, keys[~torch.isin(keys, present_keys)]).rows
+        count = present_keys.numel() + rows.keys.numel()
         if rows.keys.numel():
             prefetched.append(rows)
         while count > MAX_PREFETCHED and len(prefetched) > 1:
@@ -452,16 +452,16 @@ class PrefetchedRows:
     @_alone
     def read(self, table: int, keys: Tensor) -> FoundRows:
         """See `RowStore`."""
-        asked = torch.arange(keys.numel())
+        positions = torch.arange(keys.numel())
         founds = []
         for rows in (*self._kept_rows[table], *self._prefetched[table]):
-            records = matched(keys[asked], rows)
-            founds.append(FoundRows(asked[records.positions], records.rows))
-            left = torch.ones_like(asked, dtype=torch.bool)
-            left[records.positions] = False
-            asked = asked[left]
-        records = self.behind.read(table, keys[asked])
-        founds.append(FoundRows(asked[records.positions], records.rows))
+            records = matched(keys[positions], rows)
+            founds.append(FoundRows(positions[records.positions], records.rows))
+            is_left = torch.ones_like(positions, dtype=torch.bool)
+            is_left[records.positions] = False
+            positions = positions[is_left]
+        records = self.behind.read(table, keys[positions])
+        founds.append(FoundRows(positions[records.positions], records.rows))
         rows = StoredRows.concatenate((records.rows for records in founds), self._widths[table])
         return FoundRows(torch.cat([records.positions for records in founds]), rows)
 
@@ -476,24 +476,24 @@ class PrefetchedRows:
         """See `RowStore`."""
         # Copies of rows that are about to be replaced must not outlive an interruption.
         self._forget_prefetched(table, rows.keys)
-        left = self.behind.put(table, rows)
-        self._forget(table, torch.cat([rows.keys, left.keys]))
-        return left
+        left_over = self.behind.put(table, rows)
+        self._forget(table, torch.cat([rows.keys, left_over.keys]))
+        return left_over
 
     @_alone
     def erase(self, table: int, keys: Tensor) -> Tensor:
         """See `RowStore`."""
-        here = torch.zeros(keys.numel(), dtype=torch.bool)
-        here[self.read(table, keys).positions] = True
+        is_erased = torch.zeros(keys.numel(), dtype=torch.bool)
+        is_erased[self.read(table, keys).positions] = True
         self._forget(table, keys)
         self.behind.erase(table, keys)
-        return here
+        return is_erased
 
     @_alone
     def expire(self, table: int, before: int) -> Tensor:
         """See `RowStore`."""
-        old = [rows.keys[rows.stamps < before] for rows in self._kept_rows[table]]
-        gone = torch.cat([*old, self.behind.expire(table, before)])
+        expired_keys = [rows.keys[rows.stamps < before] for rows in self._kept_rows[table]]
+        gone = torch.cat([*expired_keys, self.behind.expire(table, before)])
         self._forget(table, gone)
         return gone
 
@@ -532,8 +532,10 @@ class PrefetchedRows:
 
     @_alone
     def _flush(self, fast_rows: Sequence[Iterable[StoredRows]], note: str) -> None:
-        both = [itertools.chain(*pair) for pair in zip(self._kept_rows, fast_rows, strict=True)]
-        self.behind.flush(both, note)
+        blocks_by_table = [
+            itertools.chain(*pair) for pair in zip(self._kept_rows, fast_rows, strict=True)
+        ]
+        self.behind.flush(blocks_by_table, note)
         self.note = note
 
     def close(self) -> None:
@@ -544,10 +546,10 @@ class PrefetchedRows:
         self.behind.close()
 
 
-def _without(parts: Sequence[StoredRows], keys: Tensor) -> list[StoredRows]:
+def _without(blocks: Sequence[StoredRows], keys: Tensor) -> list[StoredRows]:
     """Return rows without those of some keys."""
     remaining = []
-    for rows in parts:
+    for rows in blocks:
         stays = ~torch.isin(rows.keys, keys)
         if stays.any():
             remaining.append(rows if stays.all() else rows.at(stays))
