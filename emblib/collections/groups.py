@@ -76,9 +76,9 @@ class SliceKey(NamedTuple):
     columns: tuple[int, int]
 
     @staticmethod
-    def of(part: TableSlice) -> SliceKey:
+    def of(table_slice: TableSlice) -> SliceKey:
         """Return the key of a slice."""
-        return SliceKey(part.config.name, part.rows, part.columns)
+        return SliceKey(table_slice.config.name, table_slice.rows, table_slice.columns)
 
 
 class SharedSlice(Protocol):
@@ -180,14 +180,14 @@ class TableGroups(nn.Module):
 
     def _make(self, number: int, device: torch.device) -> TableModule:
         grouping = self._groupings[number]
-        parts = [self.slices[s] for s in grouping.slices]
-        shared = self._shared.get(SliceKey.of(parts[0]))
+        slices = [self.slices[s] for s in grouping.slices]
+        shared = self._shared.get(SliceKey.of(slices[0]))
         if shared is not None:
             return shared.reader(len(grouping.units), self.pooling)
         reads = [grouping.slices.index(self.reads[u]) for u in grouping.units]
-        seeds = [self.seeds[part.config.name] for part in parts]
-        make = parts[0].storage.make_kernel
-        return make(parts, reads, grouping.optimizer, self.pooling, seeds, device)
+        seeds = [self.seeds[table_slice.config.name] for table_slice in slices]
+        make = slices[0].storage.make_module
+        return make(slices, reads, grouping.optimizer, self.pooling, seeds, device)
 
     def _lay_out(self) -> None:
         self.order = [u for grouping in self._groupings for u in grouping.units]
@@ -533,28 +533,28 @@ def group(
 
     Slices of the tables named in `shared` are groups of their own.
     """
-    optimizers = [part.config.optimizer or optimizer or NO_UPDATE for part in slices]
-    for part, own_optimizer in zip(slices, optimizers, strict=True):
-        if part.config.name in shared:
+    optimizers = [table_slice.config.optimizer or optimizer or NO_UPDATE for table_slice in slices]
+    for table_slice, own_optimizer in zip(slices, optimizers, strict=True):
+        if table_slice.config.name in shared:
             continue
-        if part.config.rounding is not None and not autograd.is_fused(own_optimizer):
+        if table_slice.config.rounding is not None and not autograd.is_fused(own_optimizer):
             raise ValueError(
-                f"rounding of {part.config.name!r} is of updates that emblib makes, but "
+                f"rounding of {table_slice.config.name!r} is of updates that emblib makes, but "
                 f"{brief(own_optimizer)} leaves gradients to others: give the table or its "
                 "collection one of emblib.optim, e.g. optim.SGD(lr=0.1), or leave rounding out"
             )
     keys: list[Hashable] = [
         ("shared", i)
-        if part.config.name in shared
-        else part.storage.group_key(part, i, optimizers[i], pooling)
-        for i, part in enumerate(slices)
+        if table_slice.config.name in shared
+        else table_slice.storage.group_key(table_slice, i, optimizers[i], pooling)
+        for i, table_slice in enumerate(slices)
     ]
     names: dict[Hashable, set[str]] = {}
-    for i, part in enumerate(slices):
+    for i, table_slice in enumerate(slices):
         names_of_group = names.setdefault(keys[i], set())
-        if part.storage.is_keyed and part.config.name in names_of_group:
+        if table_slice.storage.is_keyed and table_slice.config.name in names_of_group:
             keys[i] = (keys[i], i)  # initial values of rows depend on the name of the table
-        names_of_group.add(part.config.name)
+        names_of_group.add(table_slice.config.name)
     order = dict.fromkeys([keys[s] for s in reads] + keys)
     result = []
     for key in order:

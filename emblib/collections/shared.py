@@ -128,11 +128,11 @@ class SharedTable:
 
     def __init__(
         self,
-        part: TableSlice,
+        table_slice: TableSlice,
         device: torch.device | str | None,
         seeds: Mapping[str, int] | None = None,
     ) -> None:
-        config: Any = part.config
+        config: Any = table_slice.config
         if type(config.storage) is not Dense:
             raise ValueError(
                 f"shared table {config.name!r} must have storage=Dense(), got "
@@ -140,7 +140,7 @@ class SharedTable:
                 "any storage can have, or make the table dense"
             )
         self.config: TableConfig = config
-        self._span = part.rows, part.columns
+        self._span = table_slice.rows, table_slice.columns
         self._readers: weakref.WeakSet[SharedReader] = weakref.WeakSet()
         self._check_optimizer()
         self._set_groups(self._make(device, seeds))

@@ -379,8 +379,8 @@ class ShardedTables(nn.Module):
         seeds = common_seeds(wholes, source.groups, ranks)
         layout_here, replicated = layout.ranks[ranks.rank], layout.replicated
 
-        def make_shared(part: TableSlice) -> SharedTable:
-            table = SharedTable(part, device, seeds)
+        def make_shared(table_slice: TableSlice) -> SharedTable:
+            table = SharedTable(table_slice, device, seeds)
             fill(table.groups, source.groups, {})
             return table
 

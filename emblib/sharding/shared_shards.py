@@ -26,11 +26,13 @@ class SharedTableShards:
         self.entry = SharedEntry()
         self._shards: dict[SliceKey, SharedTable] = {}
 
-    def shard_of(self, part: TableSlice, make: Callable[[TableSlice], SharedTable]) -> SharedTable:
-        """Return the shard with the rows and columns of `part`; `make` makes it once."""
-        key = SliceKey.of(part)
+    def shard_of(
+        self, table_slice: TableSlice, make: Callable[[TableSlice], SharedTable]
+    ) -> SharedTable:
+        """Return the shard with the rows and columns of `table_slice`; `make` makes it once."""
+        key = SliceKey.of(table_slice)
         if key not in self._shards:
-            self._shards[key] = make(part)
+            self._shards[key] = make(table_slice)
         return self._shards[key]
 
 

@@ -205,9 +205,9 @@ def has_hyperparams(module: TableModule) -> TypeGuard[TrainedModule]:
     return hasattr(module, "hyperparams")
 
 
-def stored_as(part: TableSlice) -> Precision:
+def stored_as(table_slice: TableSlice) -> Precision:
     """Return dtype and rounding of the stored rows of a slice, which a module has for all."""
-    config = part.config
+    config = table_slice.config
     rounding = None if config.data_type is torch.float32 else config.rounding
     return Precision(weights=config.data_type, stochastic_rounding=rounding)
 
@@ -273,10 +273,10 @@ class Rates(Protocol):
     def costs(self) -> Any:
         """Return the `Calibration`: `hash_ns`, `tt_ns`, `arrange_ns`, `disk_bytes_per_s`, ..."""
 
-    def lookup_row_ns(self, part: TableSlice, row_bytes: float, ids: float) -> float:
+    def lookup_row_ns(self, table_slice: TableSlice, row_bytes: float, ids: float) -> float:
         """Return the time to add one row to its bag, given the share of rows in cache."""
 
-    def update_row_ns(self, part: TableSlice, row_bytes: float, ids: float) -> float:
+    def update_row_ns(self, table_slice: TableSlice, row_bytes: float, ids: float) -> float:
         """Return the time to update one row, given the share of rows in cache."""
 
     def cached_lookup_ns(self, row_bytes: float) -> float:
@@ -290,7 +290,7 @@ class Storage:
     """Base of storage kinds: frozen dataclasses whose fields are the choices of the user.
 
     The defaults are those of a table whose rows are tensors `[rows, dim]` that can be cut anywhere.
-    A subclass implements `spec`, `make_kernel` and `make_handle`, and overrides what differs.
+    A subclass implements `spec`, `make_module` and `make_handle`, and overrides what differs.
     Kernels are modules that are called with `(ids, offsets, weights, batch_sizes=...)`, like
     `TableBatchedEmbeddingBags`.
     """
@@ -329,31 +329,31 @@ class Storage:
         """Return a table of this storage as the table modules take it."""
         return TableSpec(rows, dim, name)
 
-    def check_slice(self, part: TableSlice) -> None:
+    def check_slice(self, table_slice: TableSlice) -> None:
         """Raise ValueError for a slice that this storage cannot be cut into."""
 
-    def slice_spec(self, part: TableSlice, name: str) -> Any:
+    def slice_spec(self, table_slice: TableSlice, name: str) -> Any:
         """Return a slice as a table of its own."""
-        return self.spec(part.num_rows, part.dim, name)
+        return self.spec(table_slice.num_rows, table_slice.dim, name)
 
     # Kernels
 
     def group_key(
-        self, part: TableSlice, number: int, optimizer: Optimizer, pooling: Pooling
+        self, table_slice: TableSlice, number: int, optimizer: Optimizer, pooling: Pooling
     ) -> Hashable:
         """Return a key that is equal for slices that can share a module.
 
         Args:
-            part: slice of a table.
+            table_slice: slice of a table.
             number: number of the slice among the slices of a rank; a key with it is unique.
             optimizer: optimizer of the slice.
             pooling: SUM or MEAN; NONE for one vector per id.
         """
         return number
 
-    def make_kernel(
+    def make_module(
         self,
-        parts: Sequence[TableSlice],
+        slices: Sequence[TableSlice],
         reads: Sequence[int],
         optimizer: Optimizer,
         pooling: Pooling,
@@ -363,8 +363,8 @@ class Storage:
         """Return the module of slices with equal group keys.
 
         Args:
-            parts: the slices.
-            reads: index into `parts` for each feature of the module.
+            slices: the slices.
+            reads: index into `slices` for each feature of the module.
             optimizer: optimizer of the slices.
             pooling: SUM or MEAN; NONE for one vector per id.
             seeds: seeds of the initial values, one per slice.
@@ -401,12 +401,16 @@ class Storage:
         return CutUnits()
 
     def copy_slice(
-        self, part: TableSlice, source: TableHandle, target: TableHandle, key_block: Span | None
+        self,
+        table_slice: TableSlice,
+        source: TableHandle,
+        target: TableHandle,
+        key_block: Span | None,
     ) -> None:
-        """Copy the slice `part` of the whole table `source` into `target`.
+        """Copy the slice `table_slice` of the whole table `source` into `target`.
 
         Args:
-            part: the slice that `target` has.
+            table_slice: the slice that `target` has.
             source: the whole table, of the same storage.
             target: the table to write.
             key_block: (number, count) of the block of keys that `target` owns; only for keyed
@@ -414,7 +418,7 @@ class Storage:
         """
         views, targets = source.views(), target.views()
         for name in targets.keys() & views.keys():
-            targets[name].copy_(part.part_of(views[name]))
+            targets[name].copy_(table_slice.part_of(views[name]))
 
     def resumes(self, source: TableHandle, target: TableHandle) -> bool:
         """Return whether `target` has rows of an earlier process, and `source` has none for it."""
@@ -443,34 +447,36 @@ class Storage:
 
     # Planner
 
-    def nbytes(self, part: TableSlice, optimizer: Optimizer | None, device: str) -> MemoryBytes:
+    def nbytes(
+        self, table_slice: TableSlice, optimizer: Optimizer | None, device: str
+    ) -> MemoryBytes:
         """Return the bytes of a slice, without those of batches.
 
         Without an optimizer, or with one whose gradients are dense, the gradient counts as well.
 
         Args:
-            part: the slice.
+            table_slice: the slice.
             optimizer: optimizer of the table; None counts no states.
             device: "cpu" or "cuda".
         """
-        itemsize = part.config.data_type.itemsize
-        states = state_bytes(optimizer, part.num_rows, part.dim, itemsize)
-        return MemoryBytes(part.num_rows * part.dim * itemsize + states)
+        itemsize = table_slice.config.data_type.itemsize
+        states = state_bytes(optimizer, table_slice.num_rows, table_slice.dim, itemsize)
+        return MemoryBytes(table_slice.num_rows * table_slice.dim * itemsize + states)
 
     def lookup_ns(
-        self, part: TableSlice, optimizer: Optimizer | None, ids: float, rates: Rates
+        self, table_slice: TableSlice, optimizer: Optimizer | None, ids: float, rates: Rates
     ) -> float:
         """Return the nanoseconds to look up `ids` rows of a slice."""
-        row = part.dim * part.config.data_type.itemsize
-        return ids * rates.lookup_row_ns(part, row, ids)
+        row = table_slice.dim * table_slice.config.data_type.itemsize
+        return ids * rates.lookup_row_ns(table_slice, row, ids)
 
     def update_ns(
-        self, part: TableSlice, optimizer: Optimizer | None, ids: float, rates: Rates
+        self, table_slice: TableSlice, optimizer: Optimizer | None, ids: float, rates: Rates
     ) -> float:
         """Return the nanoseconds to update `ids` rows of a slice."""
-        row = row_bytes(optimizer, part.dim, part.config.data_type.itemsize)
-        ns_per_row = rates.update_row_ns(part, row, ids)
-        return ids * ns_per_row + dense_gradient_ns(part, optimizer, rates)
+        row = row_bytes(optimizer, table_slice.dim, table_slice.config.data_type.itemsize)
+        ns_per_row = rates.update_row_ns(table_slice, row, ids)
+        return ids * ns_per_row + dense_gradient_ns(table_slice, optimizer, rates)
 
 
 def distinct_names(names: Sequence[str]) -> list[str]:
@@ -540,12 +546,12 @@ def row_bytes(optimizer: Optimizer | None, dim: int, itemsize: int) -> int:
     return dim * itemsize + (state_bytes(optimizer, 1, dim, itemsize) if is_fused(optimizer) else 0)
 
 
-def dense_gradient_ns(part: TableSlice, optimizer: Optimizer | None, rates: Rates) -> float:
+def dense_gradient_ns(table_slice: TableSlice, optimizer: Optimizer | None, rates: Rates) -> float:
     """Return the nanoseconds that forming a dense gradient takes, for a table without optimizer."""
     if optimizer is not None:
         return 0.0
-    itemsize = part.config.data_type.itemsize
-    return 2 * part.num_rows * part.dim * itemsize * float(rates.costs.arrange_ns)
+    itemsize = table_slice.config.data_type.itemsize
+    return 2 * table_slice.num_rows * table_slice.dim * itemsize * float(rates.costs.arrange_ns)
 
 
 def _has_dense_gradient(optimizer: Optimizer) -> bool:

@@ -49,9 +49,9 @@ def check_cache(cache: Any) -> None:
             )
 
 
-def check_optimizer(parts: Sequence[TableSlice], cache: TTCache, optimizer: Optimizer) -> None:
+def check_optimizer(slices: Sequence[TableSlice], cache: TTCache, optimizer: Optimizer) -> None:
     """Raise ValueError for an optimizer whose updates could miss the rows of a cache."""
-    names = ", ".join(repr(part.config.name) for part in parts)
+    names = ", ".join(repr(table_slice.config.name) for table_slice in slices)
     if optimizer.deferred:
         raise ValueError(
             f"{brief(optimizer)} applies gradients when the cache of {names} may have replaced "
@@ -65,52 +65,55 @@ def check_optimizer(parts: Sequence[TableSlice], cache: TTCache, optimizer: Opti
         )
 
 
-def joint_cache(parts: Sequence[TableSlice]) -> TTCache:
+def joint_cache(slices: Sequence[TableSlice]) -> TTCache:
     """Return the cache of the tables of one module."""
-    caches = [_cache_of(part) for part in parts]
+    caches = [_cache_of(table_slice) for table_slice in slices]
     first_cache = caches[0]
     counted = None
     if any(cache.counted for cache in caches):
-        pairs = zip(caches, parts, strict=True)
-        counted = sum(cache.counted_of([part.spec]) for cache, part in pairs)
+        pairs = zip(caches, slices, strict=True)
+        counted = sum(cache.counted_of([table_slice.spec]) for cache, table_slice in pairs)
     spilled = None
     if first_cache.eviction is RowEviction.SPILL:
-        pairs = zip(caches, parts, strict=True)
-        spilled = [_spilled_rows(cache, part) for cache, part in pairs]
+        pairs = zip(caches, slices, strict=True)
+        spilled = [_spilled_rows(cache, table_slice) for cache, table_slice in pairs]
     rows = [rows for cache in caches if isinstance(rows := cache.rows, int)]
     return TTCache(rows, first_cache.eviction, counted, first_cache.every, spilled)
 
 
-def _cache_of(part: TableSlice) -> TTCache:
-    storage: Any = part.storage
+def _cache_of(table_slice: TableSlice) -> TTCache:
+    storage: Any = table_slice.storage
     cache: TTCache = storage.cache
     return cache
 
 
-def _spilled_rows(cache: TTCache, part: TableSlice) -> int:
+def _spilled_rows(cache: TTCache, table_slice: TableSlice) -> int:
     """Return the rows of a table that are stored besides those in the cache."""
-    (num_stored,), (num_cached,) = cache.stored_rows_of([part.spec]), cache.rows_of([part.spec])
+    (num_stored,), (num_cached,) = (
+        cache.stored_rows_of([table_slice.spec]),
+        cache.rows_of([table_slice.spec]),
+    )
     return num_stored - num_cached
 
 
-def stored_rows(part: TableSlice, rows: int, storage: Dense) -> TableSlice:
+def stored_rows(table_slice: TableSlice, rows: int, storage: Dense) -> TableSlice:
     """Return the stored rows of a table as a dense table, which begins with zeros."""
-    config: Any = part.config
+    config: Any = table_slice.config
     spec = replace(
         config, num_embeddings=rows, storage=storage, weight_init_min=0.0, weight_init_max=0.0
     )
     return TableSlice.whole(spec)
 
 
-def nbytes(part: TableSlice, optimizer: Optimizer | None, device: str) -> MemoryBytes:
+def nbytes(table_slice: TableSlice, optimizer: Optimizer | None, device: str) -> MemoryBytes:
     """Return the bytes of a table's stored rows, their states and their index, without cores.
 
     With `SPILL` rows in host memory count there if `device` is "cuda", and otherwise with the rest.
     """
-    cache, spec = _cache_of(part), part.spec
+    cache, spec = _cache_of(table_slice), table_slice.spec
     (rows,) = cache.stored_rows_of([spec])
     storage = Dense(cache.placement, cache.row_cache([spec]))
-    sizes = storage.nbytes(stored_rows(part, rows, storage), optimizer, device)
+    sizes = storage.nbytes(stored_rows(table_slice, rows, storage), optimizer, device)
     index, counts = cache.index_specs([spec])
     word_bytes = _WORD * (rows + index.rows)  # the key of each row, and the row of each slot
     return sizes._replace(device=sizes.device + word_bytes + _index_bytes(index, counts))
@@ -126,22 +129,22 @@ class CachedTTModule(CachedTTEmbeddingBags):
 
     def __init__(
         self,
-        parts: Sequence[TableSlice],
+        slices: Sequence[TableSlice],
         reads: Sequence[int],
         optimizer: Optimizer,
         pooling: Pooling,
         seeds: Sequence[int],
         device: torch.device,
     ) -> None:
-        self._parts, self._reads, self._seeds = tuple(parts), tuple(reads), tuple(seeds)
-        names = distinct_names([part.config.name for part in parts])
+        self._parts, self._reads, self._seeds = tuple(slices), tuple(reads), tuple(seeds)
+        names = distinct_names([table_slice.config.name for table_slice in slices])
         super().__init__(
-            [part.named(name) for part, name in zip(parts, names, strict=True)],
-            joint_cache(parts),
+            [table_slice.named(name) for table_slice, name in zip(slices, names, strict=True)],
+            joint_cache(slices),
             optimizer,
             pooling=pooling,
             feature_tables=reads,
-            precision=stored_as(parts[0]),
+            precision=stored_as(slices[0]),
             device=device,
         )
 
@@ -228,7 +231,7 @@ class CachedTTModule(CachedTTEmbeddingBags):
 
 
 def make_trains(
-    parts: Sequence[TableSlice],
+    slices: Sequence[TableSlice],
     reads: Sequence[int],
     optimizer: Any,
     pooling: Pooling,
@@ -236,13 +239,13 @@ def make_trains(
     device: torch.device,
 ) -> TTModule:
     """Return the cores of cached trains; the module around them checks bounds."""
-    trains = TTModule(parts, reads, optimizer, pooling, seeds, device)
+    trains = TTModule(slices, reads, optimizer, pooling, seeds, device)
     trains.bounds_check = BoundsCheck.NONE
     return trains
 
 
 def make_rows(
-    parts: Sequence[TableSlice],
+    slices: Sequence[TableSlice],
     reads: Sequence[int],
     optimizer: Any,
     pooling: Pooling,
@@ -250,11 +253,11 @@ def make_rows(
     device: torch.device,
 ) -> DenseModule:
     """Return the stored rows of cached trains; the module around them checks bounds."""
-    specs = [part.spec for part in parts]
+    specs = [table_slice.spec for table_slice in slices]
     config = cache.row_cache(specs)
     pieces = [
-        stored_rows(part, rows, Dense(cache.placement, config))
-        for part, rows in zip(parts, cache.stored_rows_of(specs), strict=True)
+        stored_rows(table_slice, rows, Dense(cache.placement, config))
+        for table_slice, rows in zip(slices, cache.stored_rows_of(specs), strict=True)
     ]
     rows = DenseModule(pieces, reads, optimizer, pooling, [0] * len(pieces), config, device)
     rows.bounds_check = BoundsCheck.NONE
@@ -266,7 +269,7 @@ class CachedTTPlaceholder(nn.Module):
 
     def __init__(
         self,
-        parts: Sequence[TableSlice],
+        slices: Sequence[TableSlice],
         reads: Sequence[int],
         optimizer: Optimizer,
         pooling: Pooling,
@@ -275,8 +278,8 @@ class CachedTTPlaceholder(nn.Module):
     ) -> None:
         super().__init__()
         self.optimizer, self.output_dtype = optimizer, torch.float32
-        self.trains = make_trains(parts, reads, optimizer, pooling, seeds, device)
-        self.rows = make_rows(parts, reads, optimizer, pooling, joint_cache(parts), device)
+        self.trains = make_trains(slices, reads, optimizer, pooling, seeds, device)
+        self.rows = make_rows(slices, reads, optimizer, pooling, joint_cache(slices), device)
 
     @property
     def hyperparams(self) -> Tensor:

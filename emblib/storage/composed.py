@@ -132,12 +132,12 @@ class ComposedStorage(Storage):
         is_cut = self.joining is not Combine.CONCATENATE
         return CutUnits(table.num_embeddings, 1 if is_cut else table.embedding_dim)
 
-    def check_slice(self, part: TableSlice) -> None:
+    def check_slice(self, table_slice: TableSlice) -> None:
         """Raise ValueError for some of the rows, or for columns where those are not cut."""
-        units = self.cut_units(part.config)
-        if part.num_rows != units.rows or part.dim % units.columns:
+        units = self.cut_units(table_slice.config)
+        if table_slice.num_rows != units.rows or table_slice.dim % units.columns:
             raise ValueError(
-                f"{part.config.name!r} is stored as {self}, which is not cut by rows"
+                f"{table_slice.config.name!r} is stored as {self}, which is not cut by rows"
                 f"{' or columns' if units.columns > 1 else ''}"
             )
 
@@ -148,17 +148,19 @@ class ComposedStorage(Storage):
     # Kernels
 
     def group_key(
-        self, part: TableSlice, number: int, optimizer: Optimizer, pooling: Pooling
+        self, table_slice: TableSlice, number: int, optimizer: Optimizer, pooling: Pooling
     ) -> Hashable:
         """Return a key of what tables of one module have in common."""
         is_sparse = optimizer.leaves_gradient is Gradient.SPARSE
         unpooled = pooling is Pooling.NONE or self.joining is Combine.MULTIPLY
-        dims = (part.dim, self.stored_width(part.dim)) if is_sparse or unpooled else ()
-        return (type(self), self.joining, self.reads, stored_as(part), optimizer, dims)
+        dims = (
+            (table_slice.dim, self.stored_width(table_slice.dim)) if is_sparse or unpooled else ()
+        )
+        return (type(self), self.joining, self.reads, stored_as(table_slice), optimizer, dims)
 
-    def make_kernel(
+    def make_module(
         self,
-        parts: Sequence[TableSlice],
+        slices: Sequence[TableSlice],
         reads: Sequence[int],
         optimizer: Optimizer,
         pooling: Pooling,
@@ -173,10 +175,10 @@ class ComposedStorage(Storage):
         if self.joining is Combine.MULTIPLY and optimizer_hooks.global_decay(optimizer):
             raise ValueError(
                 f"{brief(optimizer)} scales rows as they are pooled, but those of "
-                f"{parts[0].config.name!r} are multiplied first: use combine='add', or an "
+                f"{slices[0].config.name!r} are multiplied first: use combine='add', or an "
                 "optimizer without global_decay"
             )
-        return ComposedModule(parts, reads, optimizer, pooling, seeds, device)
+        return ComposedModule(slices, reads, optimizer, pooling, seeds, device)
 
     def make_handle(self, module: TableModule, index: int) -> TableHandle:
         """Return the handle of a table, which has a parameter per component."""
@@ -194,14 +196,18 @@ class ComposedStorage(Storage):
     # Sharding and checkpoints
 
     def copy_slice(
-        self, part: TableSlice, source: TableHandle, target: TableHandle, key_block: Span | None
+        self,
+        table_slice: TableSlice,
+        source: TableHandle,
+        target: TableHandle,
+        key_block: Span | None,
     ) -> None:
         """Copy the columns of the slice of every component."""
         views = source.views()
         for name, view in target.views().items():
             source_view = views[name]
-            cut = source_view.dim() > 1 and not part.has_all_columns
-            view.copy_(source_view[:, slice(*part.columns)] if cut else source_view)
+            cut = source_view.dim() > 1 and not table_slice.has_all_columns
+            view.copy_(source_view[:, slice(*table_slice.columns)] if cut else source_view)
 
     def parameter_layouts(self, table: TableDescription) -> dict[str, TensorLayout]:
         """Return the components: every shard has all rows of them."""
@@ -239,26 +245,30 @@ class ComposedStorage(Storage):
 
     # Planner
 
-    def nbytes(self, part: TableSlice, optimizer: Optimizer | None, device: str) -> MemoryBytes:
+    def nbytes(
+        self, table_slice: TableSlice, optimizer: Optimizer | None, device: str
+    ) -> MemoryBytes:
         """Return the bytes of the components and their optimizer states."""
-        itemsize, width = part.config.data_type.itemsize, self.stored_width(part.dim)
-        rows = sum(c.rows for c in self.components(part.config.num_embeddings))
+        itemsize, width = table_slice.config.data_type.itemsize, self.stored_width(table_slice.dim)
+        rows = sum(c.rows for c in self.components(table_slice.config.num_embeddings))
         return MemoryBytes(rows * width * itemsize + state_bytes(optimizer, rows, width, itemsize))
 
     def lookup_ns(
-        self, part: TableSlice, optimizer: Optimizer | None, ids: float, rates: Rates
+        self, table_slice: TableSlice, optimizer: Optimizer | None, ids: float, rates: Rates
     ) -> float:
         """Return the nanoseconds to look up the rows that `ids` read."""
-        row = self.stored_width(part.dim) * part.config.data_type.itemsize
-        components = _component_slices(part)
+        row = self.stored_width(table_slice.dim) * table_slice.config.data_type.itemsize
+        components = _component_slices(table_slice)
         return sum(ids * rates.lookup_row_ns(components[c], row, ids) for c in self.reads)
 
     def update_ns(
-        self, part: TableSlice, optimizer: Optimizer | None, ids: float, rates: Rates
+        self, table_slice: TableSlice, optimizer: Optimizer | None, ids: float, rates: Rates
     ) -> float:
         """Return the nanoseconds to update the rows that `ids` read."""
-        row = row_bytes(optimizer, self.stored_width(part.dim), part.config.data_type.itemsize)
-        components = _component_slices(part)
+        row = row_bytes(
+            optimizer, self.stored_width(table_slice.dim), table_slice.config.data_type.itemsize
+        )
+        components = _component_slices(table_slice)
         updates = sum(ids * rates.update_row_ns(components[c], row, ids) for c in self.reads)
         return updates + sum(
             dense_gradient_ns(component, optimizer, rates) for component in components
@@ -298,7 +308,7 @@ class ComposedModule(nn.Module):
 
     def __init__(
         self,
-        parts: Sequence[TableSlice],
+        slices: Sequence[TableSlice],
         reads: Sequence[int],
         optimizer: Optimizer,
         pooling: Pooling,
@@ -306,25 +316,26 @@ class ComposedModule(nn.Module):
         device: torch.device,
     ) -> None:
         super().__init__()
-        self._parts, self._reads = tuple(parts), tuple(reads)
-        first_storage: Any = parts[0].storage
+        self._slices, self._reads = tuple(slices), tuple(reads)
+        first_storage: Any = slices[0].storage
         self._storage: ComposedStorage = first_storage
         self._count = len(first_storage.reads)
         self.pooling, self.output_dtype = pooling, torch.float32
-        self._dims = [parts[t].dim for t in reads]
-        self._widths = [self._storage_of(parts[t]).stored_width(parts[t].dim) for t in reads]
+        self._dims = [slices[t].dim for t in reads]
+        self._widths = [self._storage_of(slices[t]).stored_width(slices[t].dim) for t in reads]
         self._components = [
-            self._storage_of(part).components(part.config.num_embeddings) for part in parts
+            self._storage_of(table_slice).components(table_slice.config.num_embeddings)
+            for table_slice in slices
         ]
         self._first_component = [0, *accumulate(len(of_table) for of_table in self._components)]
         features = [
-            self._first_component[t] + self._storage_of(parts[t]).reads[k]
+            self._first_component[t] + self._storage_of(slices[t]).reads[k]
             for k in range(self._count)
             for t in reads
         ]
         multiplied = first_storage.joining is Combine.MULTIPLY
         self.dense = DenseModule(
-            [component for part in parts for component in _component_slices(part)],
+            [component for table_slice in slices for component in _component_slices(table_slice)],
             features,
             optimizer,
             Pooling.NONE if multiplied else pooling,
@@ -337,8 +348,8 @@ class ComposedModule(nn.Module):
         self._locate(device)
 
     @staticmethod
-    def _storage_of(part: TableSlice) -> ComposedStorage:
-        storage: Any = part.storage
+    def _storage_of(table_slice: TableSlice) -> ComposedStorage:
+        storage: Any = table_slice.storage
         assert isinstance(storage, ComposedStorage)
         return storage
 
@@ -352,8 +363,8 @@ class ComposedModule(nn.Module):
 
     def _locate(self, device: torch.device) -> None:
         """Make the tensors that say how ids are mapped, by feature."""
-        numbers = [self._storage_of(self._parts[t]).numbers() for t in self._reads]
-        ends = [self._parts[t].config.num_embeddings for t in self._reads]
+        numbers = [self._storage_of(self._slices[t]).numbers() for t in self._reads]
+        ends = [self._slices[t].config.num_embeddings for t in self._reads]
         features = torch.zeros(len(ends), len(FeatureColumn), dtype=torch.int64)
         features[:, FeatureColumn.ROWS] = torch.tensor(ends, dtype=torch.int64)
         features[:, FeatureColumn.DIM] = torch.tensor(self._dims, dtype=torch.int64)
@@ -518,8 +529,8 @@ class ComposedModule(nn.Module):
 
     def layout_entry(self, index: int) -> Tensor:
         """Return the entry of a table in state dicts, see `ComposedStorage.layout_entry`."""
-        part = self._parts[index]
-        return self._storage_of(part).layout_entry(part.config.num_embeddings)
+        table_slice = self._slices[index]
+        return self._storage_of(table_slice).layout_entry(table_slice.config.num_embeddings)
 
     def views(self) -> list[dict[str, Tensor]]:
         """Return per table its components and their optimizer states."""
@@ -531,7 +542,7 @@ class ComposedModule(nn.Module):
                 for parameter, number in self.tables_of(t).items()
                 for name, view in table_views[number].items()
             }
-            for t in range(len(self._parts))
+            for t in range(len(self._slices))
         ]
 
     def redraw(self, seeds: Sequence[int]) -> None:
@@ -572,7 +583,7 @@ class ComposedModule(nn.Module):
 
     def extra_repr(self) -> str:
         """Name the tables."""
-        sizes = (f"{p.config.name}: {p.config.num_embeddings} x {p.dim}" for p in self._parts)
+        sizes = (f"{p.config.name}: {p.config.num_embeddings} x {p.dim}" for p in self._slices)
         return f"[{', '.join(sizes)}] {self._storage}"
 
 
@@ -616,13 +627,13 @@ class ComposedHandle(DenseHandle):
         return {LAYOUT: "_names_in_checkpoints"}
 
 
-def _component_slices(part: TableSlice) -> list[TableSlice]:
+def _component_slices(table_slice: TableSlice) -> list[TableSlice]:
     """Return the components of a slice as slices of dense tables."""
-    config: Any = part.config
+    config: Any = table_slice.config
     storage: Any = config.storage
     low, high = config.bounds
     dim = storage.stored_width(config.embedding_dim)
-    columns = part.columns if dim == config.embedding_dim else (0, dim)
+    columns = table_slice.columns if dim == config.embedding_dim else (0, dim)
     return [
         TableSlice(
             replace(

@@ -98,18 +98,18 @@ class Dense(Storage):
     # Kernels
 
     def group_key(
-        self, part: TableSlice, number: int, optimizer: Optimizer, pooling: Pooling
+        self, table_slice: TableSlice, number: int, optimizer: Optimizer, pooling: Pooling
     ) -> Hashable:
         """Return a key of what tables of one module have in common."""
         # A sparse gradient is a matrix, so its tables must be equally wide.
         is_sparse = optimizer.leaves_gradient is Gradient.SPARSE
-        dim = part.dim if is_sparse or pooling is Pooling.NONE else 0
+        dim = table_slice.dim if is_sparse or pooling is Pooling.NONE else 0
         cached = (self.placement.cached, self.cache)
-        return ("dense", stored_as(part), optimizer, cached, dim)
+        return ("dense", stored_as(table_slice), optimizer, cached, dim)
 
-    def make_kernel(
+    def make_module(
         self,
-        parts: Sequence[TableSlice],
+        slices: Sequence[TableSlice],
         reads: Sequence[int],
         optimizer: Optimizer,
         pooling: Pooling,
@@ -121,8 +121,8 @@ class Dense(Storage):
         Raises:
             ValueError: tables outside the device without an optimizer that backward applies.
         """
-        _check_optimizer(parts, optimizer)
-        return DenseModule(parts, reads, optimizer, pooling, seeds, self.cache, device)
+        _check_optimizer(slices, optimizer)
+        return DenseModule(slices, reads, optimizer, pooling, seeds, self.cache, device)
 
     def make_handle(self, module: TableModule, index: int) -> TableHandle:
         """Return the handle of a table, which has the parameter `weight`."""
@@ -140,55 +140,57 @@ class Dense(Storage):
 
     # Planner
 
-    def nbytes(self, part: TableSlice, optimizer: Optimizer | None, device: str) -> MemoryBytes:
+    def nbytes(
+        self, table_slice: TableSlice, optimizer: Optimizer | None, device: str
+    ) -> MemoryBytes:
         """Return the bytes of rows, optimizer states and the cache, each in its memory."""
-        weights = part.num_rows * part.dim * part.config.data_type.itemsize
-        itemsize = part.config.data_type.itemsize
-        table = weights + state_bytes(optimizer, part.num_rows, part.dim, itemsize)
+        weights = table_slice.num_rows * table_slice.dim * table_slice.config.data_type.itemsize
+        itemsize = table_slice.config.data_type.itemsize
+        table = weights + state_bytes(optimizer, table_slice.num_rows, table_slice.dim, itemsize)
         if not self.placement.cached:
             in_host_memory = self.placement is Placement.MANAGED and device == "cuda"
             return MemoryBytes(0, table) if in_host_memory else MemoryBytes(table)
-        cache = self._cache_bytes(part, optimizer)
+        cache = self._cache_bytes(table_slice, optimizer)
         if self.placement is Placement.DISK:
             return MemoryBytes(cache, 0, table)
         # On the CPU the table is in the same memory as its cache.
         return MemoryBytes(cache, table) if device == "cuda" else MemoryBytes(cache + table)
 
-    def _cache_bytes(self, part: TableSlice, optimizer: Optimizer | None) -> int:
+    def _cache_bytes(self, table_slice: TableSlice, optimizer: Optimizer | None) -> int:
         """Return the bytes of a cache of this table alone.
 
         A cache that several tables share has rows as long as the longest.
         """
         cache = self.cache or CacheConfig()
-        dtype = cache.dtype or part.config.data_type
-        stride = -(-part.dim // 4) * 4
+        dtype = cache.dtype or table_slice.config.data_type
+        stride = -(-table_slice.dim // 4) * 4
         states = state_bytes(optimizer, 1, stride, dtype.itemsize)
         slot = _CACHE_SLOT + stride * dtype.itemsize + states
         has_counts = cache.policy is CachePolicy.LFU
-        counts = part.num_rows * torch.int32.itemsize if has_counts else 0
-        rows = cached_rows(self, part.num_rows)
+        counts = table_slice.num_rows * torch.int32.itemsize if has_counts else 0
+        rows = cached_rows(self, table_slice.num_rows)
         return rows * slot + rows // _CACHE_WAYS * _CACHE_SET + counts
 
     def lookup_ns(
-        self, part: TableSlice, optimizer: Optimizer | None, ids: float, rates: Rates
+        self, table_slice: TableSlice, optimizer: Optimizer | None, ids: float, rates: Rates
     ) -> float:
         """Return the nanoseconds to look up `ids` rows, fetched from slower memory if need be."""
-        row = part.dim * part.config.data_type.itemsize
-        ns_per_row = rates.lookup_row_ns(part, row, ids)
-        return ids * ns_per_row + ids * self._transfer_ns(part, optimizer, rates, row, 0)
+        row = table_slice.dim * table_slice.config.data_type.itemsize
+        ns_per_row = rates.lookup_row_ns(table_slice, row, ids)
+        return ids * ns_per_row + ids * self._transfer_ns(table_slice, optimizer, rates, row, 0)
 
     def update_ns(
-        self, part: TableSlice, optimizer: Optimizer | None, ids: float, rates: Rates
+        self, table_slice: TableSlice, optimizer: Optimizer | None, ids: float, rates: Rates
     ) -> float:
         """Return the nanoseconds to update `ids` rows, written to slower memory if need be."""
-        row = row_bytes(optimizer, part.dim, part.config.data_type.itemsize)
-        ns_per_row = rates.update_row_ns(part, row, ids)
-        making = ids * self._transfer_ns(part, optimizer, rates, row, row)
-        return ids * ns_per_row + (making + dense_gradient_ns(part, optimizer, rates))
+        row = row_bytes(optimizer, table_slice.dim, table_slice.config.data_type.itemsize)
+        ns_per_row = rates.update_row_ns(table_slice, row, ids)
+        making = ids * self._transfer_ns(table_slice, optimizer, rates, row, row)
+        return ids * ns_per_row + (making + dense_gradient_ns(table_slice, optimizer, rates))
 
     def _transfer_ns(
         self,
-        part: TableSlice,
+        table_slice: TableSlice,
         optimizer: Optimizer | None,
         rates: Rates,
         bytes_read: float,
@@ -208,8 +210,10 @@ class Dense(Storage):
         if bytes_written:
             return 0.0
         cache = self.cache or CacheConfig()
-        cached = cache.sets * _CACHE_WAYS / part.num_rows if cache.sets else cache.load_factor
-        row = row_bytes(optimizer, part.dim, part.config.data_type.itemsize)
+        cached = (
+            cache.sets * _CACHE_WAYS / table_slice.num_rows if cache.sets else cache.load_factor
+        )
+        row = row_bytes(optimizer, table_slice.dim, table_slice.config.data_type.itemsize)
         return max(0.0, 1.0 - cached) * 2 * row / rate / 1e-9
 
 
@@ -225,11 +229,11 @@ def view_name(parameter: str, state: str) -> str:
     return state if parameter == "weight" else f"{state}.{parameter}"
 
 
-def _check_optimizer(parts: Sequence[TableSlice], optimizer: Optimizer) -> None:
+def _check_optimizer(slices: Sequence[TableSlice], optimizer: Optimizer) -> None:
     elsewhere = {
-        part.config.name: str(spec.placement)
-        for part in parts
-        if (spec := part.spec).placement not in (Placement.DEVICE, Placement.HOST)
+        table_slice.config.name: str(spec.placement)
+        for table_slice in slices
+        if (spec := table_slice.spec).placement not in (Placement.DEVICE, Placement.HOST)
     }
     if elsewhere and not autograd.is_fused(optimizer):
         raise ValueError(
@@ -249,7 +253,7 @@ class DenseModule(TableBatchedEmbeddingBags):
 
     def __init__(
         self,
-        parts: Sequence[TableSlice],
+        slices: Sequence[TableSlice],
         feature_tables: Sequence[int],
         optimizer: Optimizer,
         pooling: Pooling,
@@ -257,15 +261,15 @@ class DenseModule(TableBatchedEmbeddingBags):
         cache: CacheConfig | None,
         device: torch.device,
     ) -> None:
-        self._parts, self._seeds = list(parts), list(seeds)
-        self.table_parameters: list[Any] = [None] * len(parts)
-        names = distinct_names([part.config.name for part in parts])
+        self._slices, self._seeds = list(slices), list(seeds)
+        self.table_parameters: list[Any] = [None] * len(slices)
+        names = distinct_names([table_slice.config.name for table_slice in slices])
         super().__init__(
-            [part.named(name) for part, name in zip(parts, names, strict=True)],
+            [table_slice.named(name) for table_slice, name in zip(slices, names, strict=True)],
             optimizer,
             pooling=pooling,
             feature_tables=feature_tables,
-            precision=stored_as(parts[0]),
+            precision=stored_as(slices[0]),
             cache=cache,
             device=device,
         )
@@ -285,7 +289,7 @@ class DenseModule(TableBatchedEmbeddingBags):
         ]
 
     def _draw(self, table: int, weight: Tensor) -> None:
-        draw(self._parts[table], weight, self._seeds[table])
+        draw(self._slices[table], weight, self._seeds[table])
 
     @atomic
     def view_of(self, table: int) -> dict[str, Tensor]:
@@ -326,7 +330,7 @@ class DenseModule(TableBatchedEmbeddingBags):
 
     def __getstate__(self) -> dict[str, Any]:
         # The handles set the parameters again.
-        return {**self.__dict__, "table_parameters": [None] * len(self._parts)}
+        return {**self.__dict__, "table_parameters": [None] * len(self._slices)}
 
 
 class DenseHandle(TableHandle):

@@ -130,22 +130,22 @@ class Hash(Storage):
         choices = {choice: getattr(self, choice) for choice in names}
         return DynamicSpec(rows, dim, name=name, **choices)
 
-    def check_slice(self, part: TableSlice) -> None:
+    def check_slice(self, table_slice: TableSlice) -> None:
         """Raise ValueError for a slice of columns."""
-        if not part.has_all_columns:
+        if not table_slice.has_all_columns:
             raise ValueError(
-                f"hash table {part.config.name!r} is not divided by columns, got columns "
-                f"{part.columns} of {part.config.embedding_dim}: every slice would have to insert "
-                "the same keys"
+                f"hash table {table_slice.config.name!r} is not divided by columns, got columns "
+                f"{table_slice.columns} of {table_slice.config.embedding_dim}: every slice would "
+                "have to insert the same keys"
             )
 
-    def slice_spec(self, part: TableSlice, name: str) -> DynamicSpec:
+    def slice_spec(self, table_slice: TableSlice, name: str) -> DynamicSpec:
         """Return a slice as a table of its own, with the initializer of the whole table."""
-        spec = self.spec(part.num_rows, part.dim, name)
+        spec = self.spec(table_slice.num_rows, table_slice.dim, name)
         if self.initializer != Uniform():
             return spec
         # Bounds of the whole table, so that they do not depend on how it is cut.
-        low, high = part.config.bounds
+        low, high = table_slice.config.bounds
         initializer = Uniform(low, high) if low < high else Constant(low)
         return replace(spec, initializer=initializer)
 
@@ -158,10 +158,10 @@ class Hash(Storage):
     # Kernels
 
     def group_key(
-        self, part: TableSlice, number: int, optimizer: Optimizer, pooling: Pooling
+        self, table_slice: TableSlice, number: int, optimizer: Optimizer, pooling: Pooling
     ) -> Hashable:
         """Return a key of what tables of one module have in common."""
-        dim = part.dim if pooling is Pooling.NONE else 0
+        dim = table_slice.dim if pooling is Pooling.NONE else 0
         # Counters, assigned scores and stores belong to a module, and so do the states of an
         # optimizer outside of it.
         order = self.eviction.order
@@ -172,11 +172,11 @@ class Hash(Storage):
             or not autograd.updates_in_backward(optimizer)
         )
         rules = (order, self.insert_policy, self.seed, number if needs_own_module else -1)
-        return ("hash", stored_as(part), optimizer, rules, dim)
+        return ("hash", stored_as(table_slice), optimizer, rules, dim)
 
-    def make_kernel(
+    def make_module(
         self,
-        parts: Sequence[TableSlice],
+        slices: Sequence[TableSlice],
         reads: Sequence[int],
         optimizer: Optimizer,
         pooling: Pooling,
@@ -185,38 +185,40 @@ class Hash(Storage):
     ) -> TableModule:
         """Return the module of slices with equal group keys; on meta a placeholder for it."""
         if device.type == "meta":
-            return MetaPlaceholder(parts, optimizer)
-        names = distinct_names([part.config.name for part in parts])
+            return MetaPlaceholder(slices, optimizer)
+        names = distinct_names([table_slice.config.name for table_slice in slices])
         make = partial(
             DynamicEmbeddingBags,
-            [part.named(name) for part, name in zip(parts, names, strict=True)],
+            [table_slice.named(name) for table_slice, name in zip(slices, names, strict=True)],
             optimizer,
             pooling=pooling,
             feature_tables=reads,
-            precision=stored_as(parts[0]),
+            precision=stored_as(slices[0]),
             seed=self.seed,
             device=device,
             hash_seeds=seeds if self.seed is None else None,
         )
         if self.backing is None:
             return make()
-        (part,) = parts
-        return self._with_store(make, part, seeds[0] if self.seed is None else self.seed)
+        (table_slice,) = slices
+        return self._with_store(make, table_slice, seeds[0] if self.seed is None else self.seed)
 
     def _with_store(
-        self, make: Callable[..., TableModule], part: TableSlice, seed: int
+        self, make: Callable[..., TableModule], table_slice: TableSlice, seed: int
     ) -> TableModule:
         """Return the module of one slice with a store of its own."""
         assert self.backing is not None
-        backing = self.backing.for_shard(StoreShard(part.config.name, part.shard, seed))
+        backing = self.backing.for_shard(
+            StoreShard(table_slice.config.name, table_slice.shard, seed)
+        )
         try:
             return make(backing=backing)
         except BlockingIOError as error:
-            if part.shard is None:
+            if table_slice.shard is None:
                 error.add_note(
-                    f"This is the whole table {part.config.name!r}, in a collection that is not "
-                    "sharded: if it is to be sharded, make the collection with device='meta', so "
-                    "that only the shards have stores"
+                    f"This is the whole table {table_slice.config.name!r}, in a collection that is "
+                    "not sharded: if it is to be sharded, make the collection with device='meta', "
+                    "so that only the shards have stores"
                 )
             raise
 
@@ -265,7 +267,11 @@ class Hash(Storage):
         return CutUnits(1, table.embedding_dim)
 
     def copy_slice(
-        self, part: TableSlice, source: TableHandle, target: TableHandle, key_block: Span | None
+        self,
+        table_slice: TableSlice,
+        source: TableHandle,
+        target: TableHandle,
+        key_block: Span | None,
     ) -> None:
         """Copy the keys that `target` owns, with their rows."""
         assert isinstance(source, HashHandle)
@@ -286,9 +292,11 @@ class Hash(Storage):
 
     # Planner
 
-    def nbytes(self, part: TableSlice, optimizer: Optimizer | None, device: str) -> MemoryBytes:
+    def nbytes(
+        self, table_slice: TableSlice, optimizer: Optimizer | None, device: str
+    ) -> MemoryBytes:
         """Return the bytes of a full table: all of its capacity, whatever it starts with."""
-        spec, itemsize = part.spec, part.config.data_type.itemsize
+        spec, itemsize = table_slice.spec, table_slice.config.data_type.itemsize
         num_words = 3 if spec.eviction.order in SCORED else 2
         index = spec.rows * (1 + num_words * _WORD)
         states = state_bytes(optimizer, spec.rows, spec.dim, itemsize)
@@ -303,24 +311,26 @@ class Hash(Storage):
             return MemoryBytes(fast)  # files grow with the number of keys, which is not known
         capacity = self.backing.store.capacity
         assert isinstance(capacity, int)
-        share = part.num_rows / part.config.num_embeddings
+        share = table_slice.num_rows / table_slice.config.num_embeddings
         behind = capacity * share * (row + 1 + 4 * _WORD)
         return MemoryBytes(fast + behind) if device == "cpu" else MemoryBytes(fast, behind)
 
     def lookup_ns(
-        self, part: TableSlice, optimizer: Optimizer | None, ids: float, rates: Rates
+        self, table_slice: TableSlice, optimizer: Optimizer | None, ids: float, rates: Rates
     ) -> float:
         """Return the nanoseconds to find `ids` keys and to look up their rows."""
-        ns_per_row = rates.lookup_row_ns(part, part.dim * part.config.data_type.itemsize, ids)
+        ns_per_row = rates.lookup_row_ns(
+            table_slice, table_slice.dim * table_slice.config.data_type.itemsize, ids
+        )
         return float(ids * ns_per_row + ids * rates.costs.hash_ns)
 
     def update_ns(
-        self, part: TableSlice, optimizer: Optimizer | None, ids: float, rates: Rates
+        self, table_slice: TableSlice, optimizer: Optimizer | None, ids: float, rates: Rates
     ) -> float:
         """Return the nanoseconds to update the rows of `ids` keys."""
-        row = row_bytes(optimizer, part.dim, part.config.data_type.itemsize)
-        ns_per_row = rates.update_row_ns(part, row, ids)
-        return ids * ns_per_row + dense_gradient_ns(part, optimizer, rates)
+        row = row_bytes(optimizer, table_slice.dim, table_slice.config.data_type.itemsize)
+        ns_per_row = rates.update_row_ns(table_slice, row, ids)
+        return ids * ns_per_row + dense_gradient_ns(table_slice, optimizer, rates)
 
 
 def _counter_bytes(admission: FrequencyAdmission | None) -> int:
@@ -338,9 +348,9 @@ def _counter_bytes(admission: FrequencyAdmission | None) -> int:
 class MetaPlaceholder(nn.Module):
     """Stands for a module that cannot be on meta, until the collection leaves it."""
 
-    def __init__(self, parts: Sequence[TableSlice], optimizer: Optimizer) -> None:
+    def __init__(self, slices: Sequence[TableSlice], optimizer: Optimizer) -> None:
         super().__init__()
-        self.shapes = [(part.num_rows, part.dim) for part in parts]
+        self.shapes = [(table_slice.num_rows, table_slice.dim) for table_slice in slices]
         self.optimizer, self.output_dtype = optimizer, torch.float32
         self.grad_anchor = torch.empty((), device="meta")
 
@@ -436,7 +446,7 @@ class HashHandle(TableHandle):
         child_entries = self._entries_of_children(entries)
         unexpected.extend(prefix + key for key in sorted(entries.keys() - names - child_entries))
         try:
-            module.load_state_dict(self._state_of_kernel(entries), strict=False)
+            module.load_state_dict(self._state_of_module(entries), strict=False)
         except RuntimeError as error:
             errors.append(f"{prefix}: {error}")
 
@@ -446,12 +456,12 @@ class HashHandle(TableHandle):
             saved = {
                 k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)
             }
-            state = self._state_of_kernel(saved)
+            state = self._state_of_module(saved)
             table = f"{self.module.table_names[self.index]}."
             for problem in state_dicts.problems(self.module, state, ""):
                 yield prefix + problem.removeprefix(table)
 
-    def _state_of_kernel(self, entries: Mapping[str, Any]) -> dict[str, Any]:
+    def _state_of_module(self, entries: Mapping[str, Any]) -> dict[str, Any]:
         """Return the entries of this table as a state dict of the module has them."""
         child_entries = self._entries_of_children(entries)
         table = f"{self.module.table_names[self.index]}."

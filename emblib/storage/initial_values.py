@@ -16,9 +16,9 @@ from emblib.storage.base import TableDescription, TableSlice
 _BLOCK = 1 << 22  # elements that are drawn at a time
 
 
-def new_seeds(parts: Iterable[TableSlice]) -> dict[str, int]:
+def new_seeds(slices: Iterable[TableSlice]) -> dict[str, int]:
     """Return a seed per table, drawn from torch's generator in the order of the tables."""
-    return {name: primitives.new_seed() for name in dict.fromkeys(p.config.name for p in parts)}
+    return {name: primitives.new_seed() for name in dict.fromkeys(p.config.name for p in slices)}
 
 
 _skips = ContextVar("_skips", default=False)
@@ -44,33 +44,33 @@ def skips_initial_values() -> bool:
 
 
 @torch.no_grad()
-def draw(part: TableSlice, weight: Tensor, seed: int) -> None:
+def draw(table_slice: TableSlice, weight: Tensor, seed: int) -> None:
     """Write the initial values of a slice of a dense table into `weight` `[rows, dim]`.
 
     An element starts the same however the table is cut. `init_fn` makes the whole table, `ByRows`
     the blocks that the slice meets, with torch's generators seeded.
     """
-    config = part.config
+    config = table_slice.config
     if weight.is_meta or skips_initial_values():
         return
     if isinstance(config.init_fn, ByRows):
-        for rows, block_seed in _blocks(part, seed):
+        for rows, block_seed in _blocks(table_slice, seed):
             with seeded(weight.device, block_seed):
-                _fill_block(part, weight, rows, config.init_fn)
+                _fill_block(table_slice, weight, rows, config.init_fn)
         return
     if config.init_fn is not None:
         with seeded(weight.device, seed):
-            if part.is_whole:
+            if table_slice.is_whole:
                 config.init_fn(weight)
                 return
             table = torch.empty(
                 config.num_embeddings, config.embedding_dim, dtype=weight.dtype, device="cpu"
             )
             config.init_fn(table)
-        weight.copy_(part.part_of(table))
+        weight.copy_(table_slice.part_of(table))
         return
-    for rows, block_seed in _blocks(part, seed):
-        _draw_block(part, weight, rows, block_seed)
+    for rows, block_seed in _blocks(table_slice, seed):
+        _draw_block(table_slice, weight, rows, block_seed)
 
 
 @contextlib.contextmanager
@@ -89,35 +89,35 @@ def _rows_of_block(config: TableDescription) -> int:
     return max(1, _BLOCK // config.embedding_dim)
 
 
-def _blocks(part: TableSlice, seed: int) -> Iterator[tuple[range, int]]:
+def _blocks(table_slice: TableSlice, seed: int) -> Iterator[tuple[range, int]]:
     """Yield the blocks of rows of the whole table that a slice meets, and the seed of each."""
-    step, rows = _rows_of_block(part.config), part.config.num_embeddings
-    for number in range(part.rows[0] // step, -(-part.rows[1] // step)):
+    step, rows = _rows_of_block(table_slice.config), table_slice.config.num_embeddings
+    for number in range(table_slice.rows[0] // step, -(-table_slice.rows[1] // step)):
         block_seed = (seed + number * 0x9E3779B97F4A7C15) % (2**63 - 1)
         yield range(number * step, min((number + 1) * step, rows)), block_seed
 
 
-def _fill_block(part: TableSlice, weight: Tensor, rows: range, init_fn: ByRows) -> None:
+def _fill_block(table_slice: TableSlice, weight: Tensor, rows: range, init_fn: ByRows) -> None:
     """Write the rows of a block that a slice has; `init_fn` always gets the whole block."""
-    begin, end = max(rows.start, part.rows[0]), min(rows.stop, part.rows[1])
-    target = weight[begin - part.rows[0] : end - part.rows[0]]
-    if len(target) == len(rows) and part.dim == part.config.embedding_dim:
+    begin, end = max(rows.start, table_slice.rows[0]), min(rows.stop, table_slice.rows[1])
+    target = weight[begin - table_slice.rows[0] : end - table_slice.rows[0]]
+    if len(target) == len(rows) and table_slice.dim == table_slice.config.embedding_dim:
         init_fn.function(target, rows)
         return
-    block = target.new_empty(len(rows), part.config.embedding_dim)
+    block = target.new_empty(len(rows), table_slice.config.embedding_dim)
     init_fn.function(block, rows)
-    target.copy_(block[begin - rows.start : end - rows.start, slice(*part.columns)])
+    target.copy_(block[begin - rows.start : end - rows.start, slice(*table_slice.columns)])
 
 
-def _draw_block(part: TableSlice, weight: Tensor, rows: range, seed: int) -> None:
-    begin, end = max(rows.start, part.rows[0]), min(rows.stop, part.rows[1])
-    target = weight[begin - part.rows[0] : end - part.rows[0]]
-    low, high = part.config.bounds
-    all_columns = part.dim == part.config.embedding_dim
+def _draw_block(table_slice: TableSlice, weight: Tensor, rows: range, seed: int) -> None:
+    begin, end = max(rows.start, table_slice.rows[0]), min(rows.stop, table_slice.rows[1])
+    target = weight[begin - table_slice.rows[0] : end - table_slice.rows[0]]
+    low, high = table_slice.config.bounds
+    all_columns = table_slice.dim == table_slice.config.embedding_dim
     if all_columns and begin == rows.start and target.is_contiguous():
         # A value depends on its offset in the block.
         primitives.fill_uniform_(target, low, high, seed)
         return
-    block = target.new_empty(end - rows.start, part.config.embedding_dim)
+    block = target.new_empty(end - rows.start, table_slice.config.embedding_dim)
     primitives.fill_uniform_(block, low, high, seed)
-    target.copy_(block[begin - rows.start :, part.columns[0] : part.columns[1]])
+    target.copy_(block[begin - rows.start :, table_slice.columns[0] : table_slice.columns[1]])

@@ -61,25 +61,26 @@ class Quantized(Storage):
                 f"{table.optimizer!r}"
             )
 
-    def check_slice(self, part: TableSlice) -> None:
+    def check_slice(self, table_slice: TableSlice) -> None:
         """Raise ValueError for a slice of columns."""
-        if not part.has_all_columns:
+        if not table_slice.has_all_columns:
             raise ValueError(
-                f"quantised table {part.config.name!r} is not divided by columns, got columns "
-                f"{part.columns} of {part.config.embedding_dim}: a row has one scale"
+                f"quantised table {table_slice.config.name!r} is not divided by columns, got "
+                f"columns {table_slice.columns} of {table_slice.config.embedding_dim}: a row has "
+                "one scale"
             )
 
     # Kernels
 
     def group_key(
-        self, part: TableSlice, number: int, optimizer: Optimizer, pooling: Pooling
+        self, table_slice: TableSlice, number: int, optimizer: Optimizer, pooling: Pooling
     ) -> Hashable:
         """Return a key of what tables of one module have in common."""
-        return ("quantized", self.bits, part.dim if pooling is Pooling.NONE else 0)
+        return ("quantized", self.bits, table_slice.dim if pooling is Pooling.NONE else 0)
 
-    def make_kernel(
+    def make_module(
         self,
-        parts: Sequence[TableSlice],
+        slices: Sequence[TableSlice],
         reads: Sequence[int],
         optimizer: Optimizer,
         pooling: Pooling,
@@ -87,7 +88,7 @@ class Quantized(Storage):
         device: torch.device,
     ) -> TableModule:
         """Return the module of slices with equal group keys."""
-        return QuantizedModule(parts, reads, self.bits, pooling, seeds, device)
+        return QuantizedModule(slices, reads, self.bits, pooling, seeds, device)
 
     def make_handle(self, module: TableModule, index: int) -> TableHandle:
         """Return the handle of a table, which has no parameters."""
@@ -105,10 +106,14 @@ class Quantized(Storage):
     # Sharding, checkpoints, planner
 
     def copy_slice(
-        self, part: TableSlice, source: TableHandle, target: TableHandle, key_block: Span | None
+        self,
+        table_slice: TableSlice,
+        source: TableHandle,
+        target: TableHandle,
+        key_block: Span | None,
     ) -> None:
         """Copy the rows of a slice of the whole table `source` into `target`."""
-        begin, end = part.rows
+        begin, end = table_slice.rows
         target.views()["packed"].copy_(source.views()["packed"][begin:end])
 
     def parameter_layouts(self, table: TableDescription) -> dict[str, TensorLayout]:
@@ -117,12 +122,14 @@ class Quantized(Storage):
         size = (table.num_embeddings, width)
         return {"packed": TensorLayout(size, torch.uint8, lambda rows, _: (rows, (0, width)))}
 
-    def nbytes(self, part: TableSlice, optimizer: Optimizer | None, device: str) -> MemoryBytes:
+    def nbytes(
+        self, table_slice: TableSlice, optimizer: Optimizer | None, device: str
+    ) -> MemoryBytes:
         """Return the bytes of numbers, and of a scale and an offset per row."""
-        return MemoryBytes(quant.table_bytes(part.num_rows, part.dim, self.bits))
+        return MemoryBytes(quant.table_bytes(table_slice.num_rows, table_slice.dim, self.bits))
 
     def update_ns(
-        self, part: TableSlice, optimizer: Optimizer | None, ids: float, rates: Rates
+        self, table_slice: TableSlice, optimizer: Optimizer | None, ids: float, rates: Rates
     ) -> float:
         """Return 0: nothing is trained."""
         return 0.0
@@ -135,16 +142,16 @@ class QuantizedModule(QuantizedEmbeddingBags):
 
     def __init__(
         self,
-        parts: Sequence[TableSlice],
+        slices: Sequence[TableSlice],
         feature_tables: Sequence[int],
         bits: int,
         pooling: Pooling,
         seeds: Sequence[int],
         device: torch.device,
     ) -> None:
-        self._parts, self._seeds = list(parts), list(seeds)
-        names = distinct_names([part.config.name for part in parts])
-        specs = [part.named(name) for part, name in zip(parts, names, strict=True)]
+        self._slices, self._seeds = list(slices), list(seeds)
+        names = distinct_names([table_slice.config.name for table_slice in slices])
+        specs = [table_slice.named(name) for table_slice, name in zip(slices, names, strict=True)]
         super().__init__(specs, bits, pooling=pooling, feature_tables=feature_tables, device=device)
 
     def redraw(self, seeds: Sequence[int]) -> None:
@@ -157,13 +164,15 @@ class QuantizedModule(QuantizedEmbeddingBags):
         super().reset_parameters()
         if self.packed.is_meta or skips_initial_values():
             return
-        for table, (part, seed) in enumerate(zip(self._parts, self._seeds, strict=True)):
-            step = part.num_rows if part.config.init_fn is not None else _ROWS
-            for first_row in range(*part.rows, step):
-                some = replace(part, rows=(first_row, min(first_row + step, part.rows[1])))
+        for table, (table_slice, seed) in enumerate(zip(self._slices, self._seeds, strict=True)):
+            step = table_slice.num_rows if table_slice.config.init_fn is not None else _ROWS
+            for first_row in range(*table_slice.rows, step):
+                some = replace(
+                    table_slice, rows=(first_row, min(first_row + step, table_slice.rows[1]))
+                )
                 weight = torch.empty(some.num_rows, some.dim, device=self.packed.device)
                 draw(some, weight, seed)
-                self.write_rows(table, weight, first_row - part.rows[0])
+                self.write_rows(table, weight, first_row - table_slice.rows[0])
 
 
 class QuantizedHandle(TableHandle):

@@ -132,22 +132,22 @@ class TensorTrain(Storage):
         factors = (_completed(self.row_factors, rows), _completed(self.dim_factors, dim))
         return TTSpec(rows, dim, self.ranks, *factors, name, self.ids, self.seed)
 
-    def check_slice(self, part: TableSlice) -> None:
+    def check_slice(self, table_slice: TableSlice) -> None:
         """Raise ValueError for a slice that cannot be a tensor train of its own.
 
         Slices end between slices of core 0. Each has a copy of the other cores, which random
         rounding, by the number of a row in its module, would make differ.
         """
-        if part.is_whole:
+        if table_slice.is_whole:
             return
         if self.cache is not None:
-            self.check_sharded(part.config)
-        if self._is_rounded_at_random(part.config):
+            self.check_sharded(table_slice.config)
+        if self._is_rounded_at_random(table_slice.config):
             raise ValueError(
-                f"{part.config.name!r} is a tensor train whose updates are rounded at random, so "
-                "that it cannot be cut: place it whole, or leave rounding out"
+                f"{table_slice.config.name!r} is a tensor train whose updates are rounded at "
+                "random, so that it cannot be cut: place it whole, or leave rounding out"
             )
-        self.core_range(part)
+        self.core_range(table_slice)
 
     def check_sharded(self, table: TableDescription) -> None:
         """Raise ValueError for a table with a cache, whose rows belong to one process."""
@@ -162,15 +162,15 @@ class TensorTrain(Storage):
     def _is_rounded_at_random(table: TableDescription) -> bool:
         return table.rounding is not None and table.data_type is not torch.float32
 
-    def slice_spec(self, part: TableSlice, name: str) -> TTSpec:
+    def slice_spec(self, table_slice: TableSlice, name: str) -> TTSpec:
         """Return a slice as a tensor train of its own."""
-        table_spec = part.config.spec()
-        if part.is_whole:
+        table_spec = table_slice.config.spec()
+        if table_slice.is_whole:
             return replace(table_spec, name=name)
-        (p0, p1), (q0, q1) = self.core_range(part)
+        (p0, p1), (q0, q1) = self.core_range(table_slice)
         return TTSpec(
-            part.num_rows,
-            part.dim,
+            table_slice.num_rows,
+            table_slice.dim,
             table_spec.ranks,
             (p1 - p0, *table_spec.row_factors[1:]),
             (q1 - q0, *table_spec.dim_factors[1:]),
@@ -193,7 +193,7 @@ class TensorTrain(Storage):
             rows = max(rows, table.num_embeddings)
         return CutUnits(rows, math.prod(spec.dim_factors[1:]))
 
-    def core_range(self, part: TableSlice) -> tuple[Span, Span]:
+    def core_range(self, table_slice: TableSlice) -> tuple[Span, Span]:
         """Return the ranges of the first row factor and of the first dim factor that a slice has.
 
         The factors may make more rows than the table has; a slice at its end has those as well.
@@ -201,54 +201,59 @@ class TensorTrain(Storage):
         Raises:
             ValueError: the slice does not end between slices of core 0.
         """
-        spec = part.config.spec()
-        units = self.cut_units(part.config)
-        ends = part.config.num_embeddings, part.config.embedding_dim
+        spec = table_slice.config.spec()
+        units = self.cut_units(table_slice.config)
+        ends = table_slice.config.num_embeddings, table_slice.config.embedding_dim
         factors = spec.row_factors[0], spec.dim_factors[0]
         ranges = []
         for name, (begin, end), unit, size, factor in zip(
-            ("rows", "columns"), (part.rows, part.columns), units, ends, factors, strict=True
+            ("rows", "columns"),
+            (table_slice.rows, table_slice.columns),
+            units,
+            ends,
+            factors,
+            strict=True,
         ):
             if begin % unit or (end % unit and end != size):
                 raise ValueError(
-                    f"{name} of a slice of tensor train {part.config.name!r} must be multiples of "
-                    f"{unit}, the product of the factors of all cores but the first, got "
-                    f"[{begin}, {end}) of {size}"
+                    f"{name} of a slice of tensor train {table_slice.config.name!r} must be "
+                    f"multiples of {unit}, the product of the factors of all cores but the first, "
+                    f"got [{begin}, {end}) of {size}"
                 )
             ranges.append((begin // unit, factor if end == size else end // unit))
         return ranges[0], ranges[1]
 
-    def cores_of(self, part: TableSlice, cores: Sequence[Tensor]) -> list[Tensor]:
+    def cores_of(self, table_slice: TableSlice, cores: Sequence[Tensor]) -> list[Tensor]:
         """Return what a slice has of the cores of the whole table: of core 0 a slice, all others.
 
         `cores` may also be optimizer states, laid out like the cores or one number per core row.
         """
-        (p0, p1), (q0, q1) = self.core_range(part)
+        (p0, p1), (q0, q1) = self.core_range(table_slice)
         first_core = cores[0][p0:p1]
         if first_core.dim() == 2:
-            rank = part.config.spec().ranks[0]
+            rank = table_slice.config.spec().ranks[0]
             first_core = first_core[:, q0 * rank : q1 * rank]
         return [first_core, *cores[1:]]
 
     # Kernels
 
     def group_key(
-        self, part: TableSlice, number: int, optimizer: Optimizer, pooling: Pooling
+        self, table_slice: TableSlice, number: int, optimizer: Optimizer, pooling: Pooling
     ) -> Hashable:
         """Return a key that whole tables of one optimizer and dtype share.
 
         A slice is alone: it sums gradients of cores with slices that may be on the same rank.
         """
-        if not part.is_whole:
+        if not table_slice.is_whole:
             return ("tensor_train", number)
-        dim = part.dim if pooling is Pooling.NONE else 0
+        dim = table_slice.dim if pooling is Pooling.NONE else 0
         cache = self.cache
         times = None if cache is None else (cache.eviction, cache.every)
-        return ("tensor_train", stored_as(part), self.matmul, optimizer, dim, times)
+        return ("tensor_train", stored_as(table_slice), self.matmul, optimizer, dim, times)
 
-    def make_kernel(
+    def make_module(
         self,
-        parts: Sequence[TableSlice],
+        slices: Sequence[TableSlice],
         reads: Sequence[int],
         optimizer: Optimizer,
         pooling: Pooling,
@@ -261,11 +266,11 @@ class TensorTrain(Storage):
             ValueError: an optimizer that rows of a cache cannot have.
         """
         if self.cache is None:
-            return TTModule(parts, reads, optimizer, pooling, seeds, device)
-        cached_train.check_optimizer(parts, self.cache, optimizer)
+            return TTModule(slices, reads, optimizer, pooling, seeds, device)
+        cached_train.check_optimizer(slices, self.cache, optimizer)
         on_meta = device.type == "meta"
         make = cached_train.CachedTTPlaceholder if on_meta else cached_train.CachedTTModule
-        return make(parts, reads, optimizer, pooling, seeds, device)
+        return make(slices, reads, optimizer, pooling, seeds, device)
 
     def is_placeholder(self, module: TableModule) -> bool:
         """Return whether `module` only stands for cached trains, which cannot be on meta."""
@@ -294,14 +299,18 @@ class TensorTrain(Storage):
     # Sharding and checkpoints
 
     def copy_slice(
-        self, part: TableSlice, source: TableHandle, target: TableHandle, key_block: Span | None
+        self,
+        table_slice: TableSlice,
+        source: TableHandle,
+        target: TableHandle,
+        key_block: Span | None,
     ) -> None:
         """Copy the slice's part of the cores of `source` and of their optimizer states."""
         views, targets = source.views(), target.views()
         stems = {name.rsplit(".", 1)[0] for name in targets.keys() & views.keys()}
         for stem in stems:
             names = sorted(name for name in targets if name.rsplit(".", 1)[0] == stem)
-            values = self.cores_of(part, [views[name] for name in names])
+            values = self.cores_of(table_slice, [views[name] for name in names])
             for name, value in zip(names, values, strict=True):
                 targets[name].copy_(value)
 
@@ -346,35 +355,46 @@ class TensorTrain(Storage):
 
     # Planner
 
-    def nbytes(self, part: TableSlice, optimizer: Optimizer | None, device: str) -> MemoryBytes:
+    def nbytes(
+        self, table_slice: TableSlice, optimizer: Optimizer | None, device: str
+    ) -> MemoryBytes:
         """Return the bytes of the cores, of the cache, and of the optimizer states of both."""
-        spec, total = part.spec, 0
-        ranks, itemsize = spec.full_ranks, part.config.data_type.itemsize
+        spec, total = table_slice.spec, 0
+        ranks, itemsize = spec.full_ranks, table_slice.config.data_type.itemsize
         for k, (p, q) in enumerate(zip(spec.row_factors, spec.dim_factors, strict=True)):
             width = ranks[k] * q * ranks[k + 1]
             total += p * width * itemsize
             total += state_bytes(optimizer, p, width, itemsize)
         if self.cache is None:
             return MemoryBytes(total)
-        sizes = cached_train.nbytes(part, optimizer, device)
+        sizes = cached_train.nbytes(table_slice, optimizer, device)
         return sizes._replace(device=sizes.device + total)
 
     def lookup_ns(
-        self, part: TableSlice, optimizer: Optimizer | None, ids: float, rates: Rates
+        self, table_slice: TableSlice, optimizer: Optimizer | None, ids: float, rates: Rates
     ) -> float:
         """Return the nanoseconds to compute the distinct rows of `ids`, and to look them up."""
-        ns_per_row = rates.cached_lookup_ns(part.dim * _FLOAT)
-        making = _distinct(ids, part.num_rows) * multiply_adds(part.spec) * rates.costs.tt_ns
+        ns_per_row = rates.cached_lookup_ns(table_slice.dim * _FLOAT)
+        making = (
+            _distinct(ids, table_slice.num_rows)
+            * multiply_adds(table_slice.spec)
+            * rates.costs.tt_ns
+        )
         return float(ids * ns_per_row + making)
 
     def update_ns(
-        self, part: TableSlice, optimizer: Optimizer | None, ids: float, rates: Rates
+        self, table_slice: TableSlice, optimizer: Optimizer | None, ids: float, rates: Rates
     ) -> float:
         """Return the nanoseconds to update the cores with the gradients of `ids` rows."""
-        row = row_bytes(optimizer, part.dim, part.config.data_type.itemsize)
+        row = row_bytes(optimizer, table_slice.dim, table_slice.config.data_type.itemsize)
         ns_per_row = rates.cached_update_ns(row)
         # The gradients of all cores take twice the work of making the rows.
-        making = 2 * _distinct(ids, part.num_rows) * multiply_adds(part.spec) * rates.costs.tt_ns
+        making = (
+            2
+            * _distinct(ids, table_slice.num_rows)
+            * multiply_adds(table_slice.spec)
+            * rates.costs.tt_ns
+        )
         return float(ids * ns_per_row + making)
 
 

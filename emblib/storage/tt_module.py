@@ -37,22 +37,22 @@ class TTModule(TableBatchedTTEmbeddingBags):
 
     def __init__(
         self,
-        parts: Sequence[TableSlice],
+        slices: Sequence[TableSlice],
         reads: Sequence[int],
         optimizer: Optimizer,
         pooling: Pooling,
         seeds: Sequence[int],
         device: torch.device,
     ) -> None:
-        self._parts, self.seeds = tuple(parts), tuple(seeds)
+        self._slices, self.seeds = tuple(slices), tuple(seeds)
         self._handled: dict[int, Cores] = {}
-        storage: Any = parts[0].storage
+        storage: Any = slices[0].storage
         super().__init__(
-            [part.spec for part in parts],
+            [table_slice.spec for table_slice in slices],
             optimizer,
             pooling=pooling,
             feature_tables=reads,
-            precision=replace(stored_as(parts[0]), matmul=storage.matmul),
+            precision=replace(stored_as(slices[0]), matmul=storage.matmul),
             device=device,
         )
 
@@ -92,23 +92,23 @@ class TTModule(TableBatchedTTEmbeddingBags):
 
     def _check_ranks(self) -> None:
         # Which ranks are of use depends on the whole table, not on how it is cut.
-        for part in self._parts:
-            table_spec = part.config.spec()
+        for table_slice in self._slices:
+            table_spec = table_slice.config.spec()
             check_ranks(table_spec.ranks, table_spec.row_factors, table_spec.dim_factors)
 
     def _draw(self, table: int) -> Sequence[Tensor]:
         """Draw the initial values of the whole table, and return those of the slice."""
-        part, device = self._parts[table], self.features.device
+        table_slice, device = self._slices[table], self.features.device
         if device.type == "meta":
             return self.table_cores(table)
-        storage: Any = part.storage
-        table_spec, cpu = part.config.spec(), torch.device("cpu")
+        storage: Any = table_slice.storage
+        table_spec, cpu = table_slice.config.spec(), torch.device("cpu")
         layout = CoreLayout(
             table_spec.row_factors, table_spec.dim_factors, table_spec.full_ranks, cpu
         )
         with seeded(cpu, self.seeds[table]):
             values = find_initializer(storage.init)(layout, 1.0 / math.sqrt(3.0 * table_spec.rows))
-        drawn: list[Tensor] = storage.cores_of(part, values)
+        drawn: list[Tensor] = storage.cores_of(table_slice, values)
         return drawn
 
 

@@ -130,14 +130,16 @@ class CostModel:
     # Parts
 
     def part(
-        self, work: TableWorkload, part: TableSlice, share: float, *, is_summed: bool = False
+        self, work: TableWorkload, table_slice: TableSlice, share: float, *, is_summed: bool = False
     ) -> Load:
         """Return the cost of a shard that gets the given share of the table's ids.
 
         `is_summed` is whether its node sums its rows with those of other shards.
         """
-        table = part.storage.nbytes(part, work.optimizer, self.device)
-        batches = [self._batch(one, part, share, is_summed=is_summed) for one in work.lookups]
+        table = table_slice.storage.nbytes(table_slice, work.optimizer, self.device)
+        batches = [
+            self._batch(one, table_slice, share, is_summed=is_summed) for one in work.lookups
+        ]
         seconds = [sum(phase) for phase in zip(*(one.seconds for one in batches), strict=True)]
         return Load(
             _exact(seconds),
@@ -145,7 +147,7 @@ class CostModel:
         )
 
     def _batch(
-        self, work: TableWorkload, part: TableSlice, share: float, *, is_summed: bool
+        self, work: TableWorkload, table_slice: TableSlice, share: float, *, is_summed: bool
     ) -> "_Batch":
         """Return the cost of one collection's lookups in a shard."""
         world, local = self.topology.world_size, self.topology.local_world_size
@@ -153,7 +155,7 @@ class CostModel:
         of_bags = 1.0 if is_summed else filled(work, share)
         bags = work.batch * world * work.num_features * of_bags
         rows_out = bags if work.config.pooled else ids
-        floats = rows_out * part.dim
+        floats = rows_out * table_slice.dim
         sent = ids * (_ID + (_FLOAT if work.is_weighted else 0)) + bags * _ID
         output = floats * (self.wire.forward + self.wire.backward) * self._s_per_byte
         if is_summed:
@@ -166,16 +168,17 @@ class CostModel:
         uneven = bags * self._costs.uneven_ns * _NS / 2 if of_bags < 1.0 else 0.0
         seconds = (
             sent * self._s_per_byte,
-            self._lookup(work, part, ids, rows_out) + uneven,
+            self._lookup(work, table_slice, ids, rows_out) + uneven,
             output,
-            self._update(work, part, ids, rows_out) + uneven * part.storage.is_trained,
+            self._update(work, table_slice, ids, rows_out)
+            + uneven * table_slice.storage.is_trained,
         )
         # Ids and lengths of each batch under way, and rows on their way out or gradients back.
         # Single rows are put in order before they are sent, and their gradients afterwards.
         rows = self._copies_of(work) * _FLOAT * floats
         # A rank's own rows count as sent, though those of large messages stay in place.
         io = self._moved * sent + rows
-        grouping = _GROUPING * ids * part.storage.is_trained
+        grouping = _GROUPING * ids * table_slice.storage.is_trained
         updating = io + (grouping if work.config.pooled else max(grouping, rows))
         if is_summed:
             # Rows in the order of sending, then those to sum; and gradients of all sums at once.
@@ -251,26 +254,26 @@ class CostModel:
         """Return how often output rows are copied; with one rank, pooled rows are the output."""
         return 1 if self.topology.world_size > 1 or not work.config.pooled else 0
 
-    def replicated(self, work: TableWorkload, part: TableSlice) -> Everywhere:
+    def replicated(self, work: TableWorkload, table_slice: TableSlice) -> Everywhere:
         """Return the cost of a replicated table: lookups of its own batch, updates of all."""
-        table = part.storage.nbytes(part, work.optimizer, self.device)
-        batches = [self._replicated(one, part) for one in work.lookups]
-        if part.storage.is_trained and not is_fused(work.optimizer):
+        table = table_slice.storage.nbytes(table_slice, work.optimizer, self.device)
+        batches = [self._replicated(one, table_slice) for one in work.lookups]
+        if table_slice.storage.is_trained and not is_fused(work.optimizer):
             # The gradient of the whole table is summed over the ranks, there and back.
-            sent = 2 * part.num_rows * part.dim * _FLOAT * self._s_per_byte
+            sent = 2 * table_slice.num_rows * table_slice.dim * _FLOAT * self._s_per_byte
             batches.append(_Batch((0.0, 0.0, sent, 0.0), 0.0, 0.0))
         seconds = [sum(phase) for phase in zip(*(one.seconds for one in batches), strict=True)]
         need = _need(table, sum(one.io for one in batches), sum(one.updating for one in batches))
         arrange = sum(one.arrange for one in batches)
         return Everywhere(_exact(seconds), _on_grid(arrange), need)
 
-    def _replicated(self, work: TableWorkload, part: TableSlice) -> "_Batch":
+    def _replicated(self, work: TableWorkload, table_slice: TableSlice) -> "_Batch":
         """Return the cost of one collection's lookups in a replicated table."""
         world = self.topology.world_size
         bags, ids = work.batch * work.num_features, work.batch * work.ids
         rows_out = bags if work.config.pooled else ids
         floats = rows_out * work.config.embedding_dim
-        lookup = self._lookup(work, part, ids, rows_out)
+        lookup = self._lookup(work, table_slice, ids, rows_out)
         given = self.batches * (ids * _ID + bags * _ID) + 2 * _FLOAT * floats
         combining = given + (_FLOAT * floats if work.config.pooled else 0.0)
         updating = given + _GROUPING * ids
@@ -278,17 +281,17 @@ class CostModel:
         if world > 1:
             # Rows are appended to the received ones and put into the output, gradients taken out.
             arrange = 6 * _FLOAT * floats * self._costs.arrange_ns * _NS
-        if not part.storage.is_trained:
+        if not table_slice.storage.is_trained:
             seconds = 0.0, lookup, 0.0, 0.0
         elif not is_fused(work.optimizer):
-            seconds = 0.0, lookup, 0.0, self._update(work, part, ids, rows_out)
+            seconds = 0.0, lookup, 0.0, self._update(work, table_slice, ids, rows_out)
         else:
             # Ids and gradients of all ranks come here.
             sent = (ids * (_ID + (_FLOAT if work.is_weighted else 0)) + bags * _ID) * world
-            update = self._update(work, part, ids * world, rows_out * world)
+            update = self._update(work, table_slice, ids * world, rows_out * world)
             values = 0.0
-            if part.storage.updates_need_rows:
-                update += self._lookup(work, part, ids * world, rows_out * world)
+            if table_slice.storage.updates_need_rows:
+                update += self._lookup(work, table_slice, ids * world, rows_out * world)
                 values = _FLOAT * floats * world
             back = floats * world * self.wire.backward
             seconds = sent * self._s_per_byte, lookup, back * self._s_per_byte, update
@@ -313,15 +316,15 @@ class CostModel:
         """Return the constants of the machine."""
         return self._costs
 
-    def lookup_row_ns(self, part: TableSlice, row_bytes: float, ids: float) -> float:
+    def lookup_row_ns(self, table_slice: TableSlice, row_bytes: float, ids: float) -> float:
         """Return the time to add one row to its bag, given the share of rows in cache."""
         costs = self._costs
-        return self._mixed(costs.lookup_near, costs.lookup_far, part, row_bytes, ids)
+        return self._mixed(costs.lookup_near, costs.lookup_far, table_slice, row_bytes, ids)
 
-    def update_row_ns(self, part: TableSlice, row_bytes: float, ids: float) -> float:
+    def update_row_ns(self, table_slice: TableSlice, row_bytes: float, ids: float) -> float:
         """Return the time to update one row, given the share of rows in cache."""
         costs = self._costs
-        return self._mixed(costs.update_near, costs.update_far, part, row_bytes, ids)
+        return self._mixed(costs.update_near, costs.update_far, table_slice, row_bytes, ids)
 
     def cached_lookup_ns(self, row_bytes: float) -> float:
         """Return the time to add one row to its bag where the table is in cache."""
@@ -332,7 +335,7 @@ class CostModel:
         return at(self._costs.update_near, row_bytes)
 
     def _mixed(
-        self, near: Curve, far: Curve, part: TableSlice, row_nbytes: float, ids: float
+        self, near: Curve, far: Curve, table_slice: TableSlice, row_nbytes: float, ids: float
     ) -> float:
         """Return the ns per row of a shard that is partly in cache.
 
@@ -340,23 +343,27 @@ class CostModel:
         equally much.
         """
         traffic = self.traffic / self.topology.world_size
-        part_traffic = ids * part.dim
+        part_traffic = ids * table_slice.dim
         near_bytes = self._costs.near_bytes * (min(1.0, part_traffic / traffic) if traffic else 1.0)
-        share = min(1.0, near_bytes / max(part.num_rows * row_nbytes, 1.0))
+        share = min(1.0, near_bytes / max(table_slice.num_rows * row_nbytes, 1.0))
         return share * at(near, row_nbytes) + (1.0 - share) * at(far, row_nbytes)
 
-    def _lookup(self, work: TableWorkload, part: TableSlice, ids: float, rows_out: float) -> float:
+    def _lookup(
+        self, work: TableWorkload, table_slice: TableSlice, ids: float, rows_out: float
+    ) -> float:
         costs = self._costs
-        rows = part.storage.lookup_ns(part, work.optimizer, ids, self)
-        bags = rows_out * at(costs.bag, part.dim * _FLOAT)
+        rows = table_slice.storage.lookup_ns(table_slice, work.optimizer, ids, self)
+        bags = rows_out * at(costs.bag, table_slice.dim * _FLOAT)
         return (rows + bags) * _NS + work.num_features * costs.unit_s / 2
 
-    def _update(self, work: TableWorkload, part: TableSlice, ids: float, rows_out: float) -> float:
-        if not part.storage.is_trained:
+    def _update(
+        self, work: TableWorkload, table_slice: TableSlice, ids: float, rows_out: float
+    ) -> float:
+        if not table_slice.storage.is_trained:
             return 0.0
         costs = self._costs
-        rows = part.storage.update_ns(part, work.optimizer, ids, self)
-        bags = rows_out * at(costs.bag_gradient, part.dim * _FLOAT)
+        rows = table_slice.storage.update_ns(table_slice, work.optimizer, ids, self)
+        bags = rows_out * at(costs.bag_gradient, table_slice.dim * _FLOAT)
         return (rows + bags) * _NS + work.num_features * costs.unit_s / 2
 
     # Steps
