@@ -1,25 +1,24 @@
 """Admission of missing keys: exact or sketched counts of keys that have no row yet.
 
-`Admission` sees the misses of a batch (`emblib.ops.hash.Misses`) and says which of them reached the
-threshold of their table, the batch at hand included. All of it is tensor code of static shapes:
-nothing waits for the device, and sums and maxima of integers do not depend on the order in which
-they are taken, so that neither the device nor the number of threads changes a decision.
+`Admission.admit` counts the misses of a batch (`emblib.ops.hash.Misses`), and returns which of them
+have reached the threshold of their table. It is tensor code with static shapes, so nothing waits
+for the device. Sums and maxima of integers do not depend on their order, so all devices and numbers
+of threads decide alike.
 
-**Exact**: a table of keys without values, ordered by count (`Eviction.LFU`). A key that is admitted
-leaves it. A key that is evicted, or rejected because its buckets are full of keys of this batch,
-is counted from zero again. The count of a rejected key is that of the batch alone.
+**Exact**: a table of keys without values, ordered by count (`Eviction.LFU`). An admitted
+key leaves it. A key that this table evicts, or rejects because its buckets are full of keys of the
+batch, is counted from zero again.
 
 **Sketch** (count-min with conservative update: Cormode and Muthukrishnan, 2005; Estan and Varghese,
-2002): `depth` rows of `width` counters, in each of which a key has one. A key's count is the least
-of its counters, and a batch raises none beyond what its keys now have. So a count may be too large,
-where all counters of a key are shared, but never too small. Counters stop at the threshold. A
-sketch forgets nothing by itself: with `halve_every` each counter is halved once in that many
-batches, a part of them in every batch, which lets rare keys fade.
+2002): `depth` rows of `width` counters; a key has one counter per row, and its count is the
+smallest of them. A batch raises a counter at most to the new count of its keys. So a count may be
+too large, if other keys share all its counters, but never too small. Counters stop at the
+threshold. With `halve_every` each counter is halved once in that many batches, some in every batch,
+so that rare keys are forgotten.
 
-Which counters a key has follows from the hash key of its table, as its bucket does. So who does not
-know the seed cannot choose keys that share their counters, each of which would seem frequent. State
-dicts keep the hash keys with the counters, which mean nothing under others; those of earlier
-versions lack them, and their sketches go on with 0.
+The hash key of a table selects the counters of its keys, so nobody without the seed can construct
+keys that share counters. State dicts have the hash keys with the counters, which are meaningless
+under others; older state dicts lack them, which means 0.
 """
 
 import math
@@ -41,12 +40,12 @@ from emblib.specs import CountMinSketch, DynamicSpec, Eviction, ExactCounter, Fr
 from emblib.tables import state_dicts
 
 _LOW_31 = 0x7FFFFFFF
-_ENTRIES = ("keys", "counts")  # of a table with an exact counter, in state dicts
+_ENTRIES = ("keys", "counts")  # state dict entries of an exact counter, per table
 _LAYOUT_HASH_KEY = 4
 
 
 class Missing(NamedTuple):
-    """Missing keys, and of each the table it is missing in; `num_tables` where there is none."""
+    """Missing keys: `keys`, `counts`, `tables`, int64 `[L]`; table `num_tables` marks padding."""
 
     keys: Tensor
     counts: Tensor
@@ -54,9 +53,9 @@ class Missing(NamedTuple):
 
 
 def missing_of(ids: Tensor, misses: hash.Misses) -> Missing:
-    """Return the misses of a batch as keys; entries past their end have no table.
+    """Return the misses of a batch as keys; on a GPU padded to `[L]`.
 
-    The CPU has no such entries, since it knows the number of misses without waiting.
+    On the CPU there is no padding: the number of misses is known without a wait.
     """
     first_positions, counts = misses.first, misses.counts
     if not ids.is_cuda:
@@ -68,19 +67,20 @@ def missing_of(ids: Tensor, misses: hash.Misses) -> Missing:
 
 
 class _Picked(NamedTuple):
-    """Some of the misses as a batch of their own."""
+    """Selected misses as a batch: `targets[i]` is the position of miss i in it."""
 
     batch: hash.Keys
     counts: Tensor
-    places: Tensor
+    targets: Tensor
     """Where each miss is now; the length of the batch for one that is not in it."""
 
 
 class _Counter(nn.Module):
     """Exact counts for some of the tables of a module.
 
-    The index has a table for each of them, and one more of a single bucket: batches are as long as
-    the batches that they are picked from, whatever is in them, and their tails go there.
+    The index has one table per counted table, and one more with a single bucket: selected batches
+        are
+    padded to static length, and the padding is counted there.
     """
 
     table_of: Tensor
@@ -110,7 +110,7 @@ class _Counter(nn.Module):
         self.register_buffer("numbers", numbers, persistent=False)
 
     def pick(self, missing_keys: Missing, mask: Tensor | None = None) -> _Picked:
-        """Return the misses of counted tables, by table and in order; only those in `mask`."""
+        """Select the misses of counted tables that `mask` has, sorted by table."""
         length, tail = missing_keys.keys.numel(), self.numbers.numel() - 1
         tables = self.table_of[missing_keys.tables]
         is_counted = tables < tail
@@ -128,7 +128,7 @@ class _Counter(nn.Module):
         return _Picked(hash.Keys(moved[0], starts, self.numbers), moved[1], targets)
 
     def add(self, missing_keys: Missing, effects: Effects) -> Tensor:
-        """Count the misses; the count of each so far, 0 for those of other tables."""
+        """Count the misses; return the count of each so far, int64 `[L]`, 0 for other tables."""
         picked = self.pick(missing_keys)
         slots = self.index.insert(picked.batch, picked.counts, effects=effects).slots
         first_buckets = self.index.tables[:, HashTableColumn.FIRST_BUCKET]
@@ -137,21 +137,21 @@ class _Counter(nn.Module):
         rows = first_buckets[segments] * hash.SLOTS + slots.clamp(min=0)
         scores = self.index.entries[:, HashEntryColumn.SCORE][rows]
         counts = effects.once(torch.ops.aten.where.self, slots < 0, picked.counts, scores)
-        return torch.cat([counts, counts.new_zeros(1)])[picked.places]
+        return torch.cat([counts, counts.new_zeros(1)])[picked.targets]
 
     def forget(self, missing_keys: Missing, mask: Tensor) -> None:
-        """Drop those of `mask`."""
+        """Remove the keys of `mask` from the counts."""
         self.index.erase(self.pick(missing_keys, mask).batch)
 
     def counts(self, number: int) -> tuple[Tensor, Tensor]:
-        """Keys and counts of one table."""
+        """Return keys and counts of one counted table, int64 `[n]` each."""
         entries = self.index.export(number)
         assert entries.scores is not None
         order = routing.canonical_order(entries.keys)
         return entries.keys[order], entries.scores[order]
 
     def set_counts(self, number: int, keys: Tensor, counts: Tensor) -> None:
-        """Hold these instead."""
+        """Replace the counts of one counted table."""
         device = self.numbers.device
         best = torch.argsort(counts, descending=True, stable=True)
         best = best[: self.index.capacity(number)]
@@ -175,7 +175,7 @@ class _Counter(nn.Module):
         return SimpleNamespace(**dict.fromkeys(numbers, SimpleNamespace(keys=0, counts=0)))
 
     def _fqn_modifiers(self) -> dict[str, str]:
-        """Tells `torch.distributed.checkpoint.state_dict` where the first part of a key leads."""
+        """Tell `torch.distributed.checkpoint.state_dict` which attribute a key begins with."""
         return dict.fromkeys(vars(self._by_number), "_by_number")
 
     def _load_from_state_dict(
@@ -196,7 +196,7 @@ class _Counter(nn.Module):
                 self.set_counts(number, *(state_dict[name] for name in names))
 
     def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
-        """Yield what is wrong with the entries of the counters."""
+        """Yield one message per invalid entry of the counters in a state dict."""
         word = torch.empty(0, dtype=torch.int64)
         for number in range(self.numbers.numel() - 1):
             key, size = f"{prefix}{number}.keys", 0
@@ -255,7 +255,7 @@ class _Sketches(nn.Module):
         self.register_buffer("layout", layout.to(device), persistent=False)
 
     def add(self, missing_keys: Missing, effects: Effects) -> Tensor:
-        """Count the misses; the count of each, at most the threshold, 0 for other tables."""
+        """Count the misses; return the count of each, at most the threshold, 0 for other tables."""
         self._fade(effects)
         begin, width, depth, threshold, hash_key = self.layout[missing_keys.tables].unbind(1)
         mixed = mix(missing_keys.keys ^ hash_key)
@@ -274,7 +274,7 @@ class _Sketches(nn.Module):
         return counts
 
     def _fade(self, effects: Effects) -> None:
-        """Halve the part of the counters whose turn it is."""
+        """Halve the counters whose turn this batch is."""
         batches = effects.once(torch.ops.aten.clone.default, self.batches)
         for begin, size, slice_size in self._periods:
             turn = batches * slice_size % (slice_size * math.ceil(size / slice_size))
@@ -309,7 +309,7 @@ class _Sketches(nn.Module):
             hash_keys.copy_(saved)
 
     def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
-        """Yield what is wrong with the entries of the sketches."""
+        """Yield one message per invalid entry of the sketches in a state dict."""
         tensors = state_dicts.own_tensors(self, prefix)
         yield from state_dicts.count_problems(state_dict, tensors)
         hash_keys = {prefix + HASH_KEYS: self.layout[:-1, _LAYOUT_HASH_KEY]}
@@ -317,10 +317,10 @@ class _Sketches(nn.Module):
 
 
 class Admission(nn.Module):
-    """Requirements that the tables of a module set for keys before these get a row.
+    """Decide which missing keys get a row, by how often they were seen.
 
     Args:
-        specs: the tables; those without `admission` take every key.
+        specs: specs of the tables; those without `admission` admit every key.
         device: device of the counts.
         hash_keys: hash key of each table, see `HashIndex`; None is 0 for all.
     """
@@ -378,7 +378,7 @@ class Admission(nn.Module):
     def decide(self, missing_keys: Missing, effects: Effects | None = None) -> Tensor:
         """Count missing keys and return which to admit, bool by key.
 
-        The result of entries without a table is undefined.
+        The result of padding is undefined.
         """
         counts = torch.zeros_like(missing_keys.counts)
         effects = Effects() if effects is None else effects
@@ -407,7 +407,7 @@ class Admission(nn.Module):
         self._counter_of(table).set_counts(self._exact_tables.index(table), keys, counts)
 
     def counts_exactly(self, table: int) -> bool:
-        """Return whether `counts` has an answer for a table."""
+        """Return whether a table counts exactly, so that `counts` is defined."""
         return table in self._exact_tables
 
     def _counter_of(self, table: int) -> _Counter:
@@ -459,7 +459,7 @@ class Admission(nn.Module):
 
 
 def _check_state(name: str, state: Any, expected: Mapping[str, Tensor]) -> None:
-    """Raise ValueError unless a state fits a module with the state `own`.
+    """Raise ValueError unless a state fits a module whose state is `expected`.
 
     Exact counters have any number of keys; states of earlier versions lack hash keys.
     """

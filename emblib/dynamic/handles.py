@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 
 class ShardLocation(Protocol):
-    """Present location of a shard: table `index` of `module`, which changes as the shard moves."""
+    """Current location of a shard: table `index` of `module`; it changes if the shard moves."""
 
     @property
     def module(self) -> Any:
@@ -80,9 +80,9 @@ class DynamicTable:
 
     If the table is sharded over several ranks, all ranks call a method together (except the setters
     and properties, which do not communicate but must be used alike on all ranks), and an error
-    on one rank is raised on all. Keys are passed by each rank as it has them, also none; answers
-    are for the keys of this rank. What a method returns for the whole table is the same on all
-    ranks. `local` acts on the shards of this rank alone.
+    on one rank is raised on all. Each rank passes any keys, possibly none, and gets answers for its
+    own keys. Results about the whole table are equal on all ranks. `local` acts on the shards of
+    this rank alone.
 
     Get a handle with `tables[name]`, after the model has its optimizers and is sharded.
 
@@ -149,11 +149,11 @@ class DynamicTable:
         return self._ask("contains", keys, dynamic_state.contains, default=False)
 
     def erase(self, keys: Tensor) -> Tensor:
-        """Remove keys with their rows; return whether each was there, once per key, bool `[n]`."""
+        """Remove keys with their rows; return whether each was present, bool `[n]`."""
         return self._ask("erase", keys, training.erase, default=False)
 
     def key_status(self, keys: Tensor) -> Tensor:
-        """Return what became of keys in the last training forward: uint8 `[n]` of `KeyStatus`.
+        """Return the `KeyStatus` of keys in the last training forward, uint8 `[n]`.
 
         Keys that were not in that batch are `KeyStatus.ABSENT`.
 
@@ -174,7 +174,7 @@ class DynamicTable:
             dynamic_state.set_eviction_score(state, {index: score})
 
     def set_key_scores(self, keys: Tensor, scores: Tensor | int) -> Tensor:
-        """Give keys scores of their own, for `Eviction.CUSTOM`; return which are there, bool `[n]`.
+        """Set scores of single keys, for `Eviction.CUSTOM`; return which are present, bool `[n]`.
 
         Right after the forward of a batch this is the same as scores per lookup, since keys of a
         batch never evict each other: with a feature of ids and one of their scores, pass the values
@@ -204,7 +204,7 @@ class DynamicTable:
             dynamic_state.set_eviction_step(state, index, step)
 
     def score(self) -> int | None:
-        """Return the score of the next batch, None where eviction assigns none."""
+        """Return the score of the next batch; None if eviction does not assign scores."""
         scores = self._everywhere("score", dynamic_state.eviction_score)
         return scores[0] if scores else None
 
@@ -370,7 +370,7 @@ class DynamicTable:
     # Shards and ranks
 
     def _numbered(self) -> Iterator[tuple[int, DynamicState, int]]:
-        """Yield number, state and number in the state of each shard of this process."""
+        """Yield (shard number, state, table index in the state) of each shard of this process."""
         for number, location in sorted(self.shards.items()):
             if not hasattr(location.module, "state"):
                 raise RuntimeError(
@@ -434,10 +434,9 @@ class DynamicTable:
         default: bool | int,
         values: Tensor | None = None,
     ) -> Tensor:
-        """Let the owner of each key answer; keys that no shard here owns are `default`.
+        """Ask the owner of each key; keys that no shard here owns get `default`.
 
-        `answer` is called with the state, the number of the table in it, keys, and their `values`
-        if there are any.
+        `answer(state, table index, keys[, values])` is called for the keys of each shard.
         """
         own_keys = routing.as_keys(keys).detach().cpu().view(-1)
         keys_of_ranks, all_values = zip(*self._gather(method, (own_keys, values)), strict=True)
@@ -468,7 +467,7 @@ def _copied(state: DynamicState, index: int, since: int | None) -> Entries:
 
 
 def _on_cpu(entries: Entries) -> Entries:
-    """Return copies of entries, with rows as tensors."""
+    """Copy entries to the CPU, with rows as tensors."""
     rows = {name: rows[torch.arange(len(entries))].cpu() for name, rows in entries.rows.items()}
     return Entries(entries.keys, entries.stamps, entries.scores, rows)
 
@@ -479,7 +478,7 @@ def _no_entries() -> Entries:
 
 
 def _joined(name: str, shard_changes: Sequence[ChangeSet]) -> ChangeSet:
-    """Return the changes of all shards as those of one table."""
+    """Merge the changes of all shards into one `ChangeSet`."""
     tables = [change.tables[name] for change in shard_changes]
     changes = Changes(
         _on_cpu(concatenate([table.upserts for table in tables])),
@@ -525,8 +524,8 @@ def _total(reports: Sequence[Loaded]) -> Loaded:
 class DynamicTables(Mapping[str, DynamicTable]):
     """The dynamic tables of a module or model, by name.
 
-    Where tables of several collections have one name, their names here are `path.name`, and each
-    table is found under its path in any case.
+    If several collections have a table of one name, these are listed as `path.name`. Every table
+    can be looked up by its path.
 
     Args:
         tables: tables by name.
@@ -541,7 +540,7 @@ class DynamicTables(Mapping[str, DynamicTable]):
 
     @classmethod
     def joined(cls, tables_by_path: Mapping[str, DynamicTables]) -> DynamicTables:
-        """Return the tables of several modules, given by path in their model."""
+        """Merge the tables of several modules, given by the module's path in the model."""
         names = [
             name
             for tables in tables_by_path.values()

@@ -1,4 +1,9 @@
-"""HashIndex: the keys of T dynamic tables and their slots, as a module over `emblib.ops.hash`."""
+"""HashIndex: the keys of T dynamic tables and their slots, as a module over `emblib.ops.hash`.
+
+`find` looks keys up. `insert` is a training step: touch the keys that hit, grow tables for the
+missing ones, insert those that are admitted. Native calls are made once per `Effects`, so that the
+same call completes an interrupted insertion. `emblib.ops.hash` defines tensors and ops.
+"""
 
 import copy
 import weakref
@@ -29,7 +34,7 @@ from emblib.specs import SLOTS, DynamicSpec
 from emblib.tables import memory
 
 HASH_KEYS = "hash_keys"  # the name in state dicts
-MAX_TICK = 1 << 62  # ticks are below
+MAX_TICK = 1 << 62  # ticks are less than this
 _SNAPSHOT = ("tables", "clock", "counters", "tags", "entries")
 
 
@@ -40,8 +45,8 @@ class RowBuffers(NamedTuple):
         buffers: tensors of any dtype.
         layout: int64 `[T, P, 2]` on the device: for each table and buffer the byte at which row 0
             begins, and the bytes per row.
-        on_grow: function that is called as `on_grow(table, rows_before, rows_after)` before a table
-            takes more rows into use; on the CPU only.
+        on_grow: function `on_grow(table, rows_before, rows_after)`, called before a table uses more
+            rows; on the CPU only.
     """
 
     buffers: list[Tensor]
@@ -54,10 +59,10 @@ class InsertedBatch(NamedTuple):
 
     Attributes:
         slots: int64 `[L]`, -1 for keys that were not inserted.
-        misses: the keys that were not in their table before; None if there are known to be none.
+        misses: the keys that were not in their table before; None if all hit.
         result: slots and status of the misses; None if `misses` is.
-        status: uint8 `[L]`, what became of the key of every position; None as `misses`, for `HIT`.
-            A backing store, which may change the result afterwards, does not change it.
+        status: uint8 `[L]`, status of the key at each position; None if all hit. A backing store
+            may change `result` later, but not this.
     """
 
     slots: Tensor
@@ -91,11 +96,10 @@ class HashIndex(nn.Module):
 
     `version` counts the calls after which slots may have changed: insertions, removals, restores.
 
-    `has_left` answers for an object registered by `watch` which keys left since then. For that the
-    index stores the version at which each slot got its key. It stores it late, and only while an
-    earlier watcher is alive: an insertion is remembered until the next one, which drops it where
-    there is none. So training steps that end before the next one begins cost nothing, and watchers
-    make the index store at most one insertion and 8 bytes per slot.
+    `has_left` tells an object that was registered by `watch` which keys have left since. For this
+    the index stores the version at which each slot got its key, 8 bytes per slot, but lazily: the
+    last insertion is kept until the next one, and its versions are stored only if an earlier
+    watcher is still alive. So training steps that do not overlap cost nothing.
 
     Args:
         specs: capacity, growth and eviction of each table; dims and other fields of values are
@@ -164,7 +168,7 @@ class HashIndex(nn.Module):
         self.register_buffer(name, tensor, persistent=False)
 
     def tensors(self) -> list[Tensor]:
-        """Return the index as the ops take it."""
+        """Return the list `index` of tensors that ops take."""
         return list(self._buffers.values())  # type: ignore[arg-type]  # all are there
 
     def clear(self) -> None:
@@ -200,7 +204,7 @@ class HashIndex(nn.Module):
         return torch.tensor(self._hash_keys, dtype=torch.int64)
 
     def hash_key(self, table: int) -> int:
-        """Return the number on which the hash of a table depends."""
+        """Return the hash key of a table."""
         return self._hash_keys[table]
 
     def empty(self, table: int, hash_key: int | None = None) -> None:
@@ -208,7 +212,7 @@ class HashIndex(nn.Module):
 
         Args:
             table: number of the table.
-            hash_key: the number on which its hash depends from now on; None keeps the present one.
+            hash_key: the new hash key; None keeps the current one.
         """
         self.version += 1
         self._emptied[table] = self.version
@@ -250,7 +254,7 @@ class HashIndex(nn.Module):
         rows: RowBuffers | None = None,
         effects: Effects | None = None,
     ) -> InsertedBatch:
-        """Touch the keys of a batch that are in their table, and insert the others.
+        """Touch the keys of a batch that are in their table, and insert the missing ones.
 
         The rows of evicted keys are not changed; a new key has the row that was in its slot. After
         an interruption, the same call with the same `effects`, restarted, completes the insertion.
@@ -303,11 +307,11 @@ class HashIndex(nn.Module):
         return InsertedBatch(slots, misses, result, status)
 
     def watch(self, watcher: object) -> None:
-        """Let `has_left` answer from now on, as long as `watcher` lives."""
+        """Enable `has_left` from this version on, as long as `watcher` lives."""
         self._watchers[watcher] = self.version
 
     def has_left(self, keys: Keys, slots: Tensor, version: int) -> Tensor:
-        """Return which keys left their table at some time since `version`; bool `[L]`.
+        """Return which keys have left since `version`, even if they returned; bool `[L]`.
 
         Args:
             keys: a batch.
@@ -332,7 +336,7 @@ class HashIndex(nn.Module):
             self._versions_by_slot()[at] = self.version
 
     def _settle_last(self) -> None:
-        """Drop the last insertion; store its version by slot if an earlier watcher is alive."""
+        """Store the last insertion's version per slot if a watcher needs it, then forget it."""
         insertion = self._last_insertion
         if insertion is None:
             return
@@ -357,7 +361,7 @@ class HashIndex(nn.Module):
         versions[-1:].zero_()
 
     def _positions(self, keys: Keys, slots: Tensor) -> Tensor:
-        """Return the index of each slot in `_inserted_at`, that of the spare entry for -1."""
+        """Return the index of each slot in `_inserted_at`; -1 maps to the spare last entry."""
         tables = tables_of(keys)
         rows = self.tables[:, HashTableColumn.MAX_BUCKETS][tables] * SLOTS
         at = self.tables[:, HashTableColumn.FIRST_BUCKET][tables] * SLOTS + slots
@@ -453,7 +457,7 @@ class HashIndex(nn.Module):
         num_buckets: int | None = None,
         effects: Effects | None = None,
     ) -> Tensor:
-        """Remove keys of some buckets (None: all from the first) that were last used before a tick.
+        """Remove keys of `num_buckets` buckets (None: all) that were last used before a tick.
 
         Returns:
             The removed keys, int64 `[N]` (waits for the device).
@@ -529,7 +533,7 @@ class HashIndex(nn.Module):
 
     @property
     def tick(self) -> int:
-        """The number of batches that were inserted (reads the device)."""
+        """Return the number of batches that were inserted (reads the device)."""
         return int(self.clock)
 
     def set_tick(self, tick: int) -> None:

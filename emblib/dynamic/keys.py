@@ -1,4 +1,8 @@
-"""Keys as numbers: the dtypes they come in, and their hash."""
+"""Keys of dynamic tables: dtypes, hash keys, status, and the rank that owns a key.
+
+A key is an int64. Its route, a 64-bit hash, orders keys in checkpoints and divides them into equal
+ranges over ranks (`owner`). A table's hash key, from seed and name, selects buckets within a table.
+"""
 
 import hashlib
 from collections.abc import Sequence
@@ -47,7 +51,7 @@ def hash_keys_of(
 
 
 def as_keys(keys: Tensor) -> Tensor:
-    """Keys as the tables hold them: int64, uint64 bit for bit.
+    """Convert keys to int64; uint64 keeps its bits.
 
     Raises:
         TypeError: another dtype.
@@ -99,7 +103,7 @@ class KeyStatus(IntEnum):
 
 
 def of_insertion(inserted: InsertedBatch) -> Tensor:
-    """Return the status of the keys of an inserted batch, uint8 `[L]` of `KeyStatus`."""
+    """Return the `KeyStatus` of each position of an inserted batch, uint8 `[L]`."""
     hits = torch.full_like(inserted.slots, KeyStatus.HIT, dtype=torch.uint8)
     if inserted.misses is None or inserted.result is None or not inserted.slots.numel():
         return hits
@@ -108,7 +112,7 @@ def of_insertion(inserted: InsertedBatch) -> Tensor:
 
 
 class LastBatch(NamedTuple):
-    """The last training batch: what became of its keys, and the version of their tensor."""
+    """The last training batch: its keys, their status, and the version of the ids' tensor."""
 
     inserted: InsertedBatch
     keys: Keys
@@ -142,7 +146,7 @@ _SIGN = -(1 << 63)
 
 
 def route(keys: Tensor) -> Tensor:
-    """int64 that is ascending where the routes, 64-bit unsigned numbers, are; one to one."""
+    """Return the route of each key, a bijective hash, as int64 in the order of unsigned routes."""
     return mix(mix(as_keys(keys))) ^ _SIGN
 
 

@@ -1,8 +1,9 @@
 """Rows of dynamic tables: weights and optimizer states by slot of the index.
 
-Each kind of value is one flat tensor, a row buffer, with the tables one after the other, each with
-room for its capacity; how much of it is in use follows the index (see `emblib.tables.memory`). This
-is the layout of `emblib.ops.tbe`, so that lookups and updates are those of plain tables.
+Weights are one flat tensor, and so is each optimizer state; such a tensor is a row buffer. It has
+the tables one after the other, each with room for its capacity, of which the rows of the index's
+slots are in use (see `emblib.tables.memory`). Dense tables have the same layout, so the ops of
+`emblib.ops.tbe` look up and update rows.
 `RowInitializer` writes new rows, and `TrainingUpdate` finds the rows of a batch in its backward.
 """
 
@@ -31,7 +32,7 @@ from emblib.tables.locks import ModuleLock
 class RowLayout:
     """Describe the row buffers of some tables: `weight`, then the states of the optimizer.
 
-    It has numbers only, no tensors; the module has the buffers.
+    The layout has numbers only; the module owns the buffers.
 
     Args:
         specs: specs of the tables.
@@ -66,7 +67,7 @@ class RowLayout:
         self.stride = -(-max((spec.dim for spec in specs), default=0) // 4) * 4
 
     def table_number(self, table: int | str) -> int:
-        """Return the number of a table given by number or name.
+        """Return the index of a table that is given by index or name.
 
         Raises:
             KeyError, IndexError: there is no such table.
@@ -99,7 +100,7 @@ class RowLayout:
         )
 
     def first_element(self, table: int, buffer: int) -> int:
-        """Return the element of a buffer at which a table begins."""
+        """Return the index of a table's first element in a buffer."""
         return (self._first_rows if self._per_row[buffer] else self._first_elements)[table]
 
     def first_row(self, table: int) -> int:
@@ -131,7 +132,7 @@ class RowLayout:
         ]
 
     def use(self, buffers: Sequence[Tensor], table: int, rows_before: int, rows_now: int) -> None:
-        """Take rows of a table into use: from `rows_before` rows to `rows_now`."""
+        """Note that a table uses `rows_now` rows, not `rows_before`; may request huge pages."""
         for number, buffer in enumerate(buffers):
             width = self.width(table, number)
             memory.use(
@@ -218,7 +219,7 @@ class RowLayout:
                 dumps.check_tensor(f"{name} of table {t}", buffers[p], dtype, shape)
 
     def restore(self, buffers: Sequence[Tensor], snapshot: Sequence[Sequence[Tensor]]) -> None:
-        """Write the rows of a snapshot into buffers of which nothing is in use yet."""
+        """Write the rows of a snapshot into buffers without rows in use."""
         for t, parts in enumerate(snapshot):
             views = self.views(buffers, t).values()
             for part in parts[:1]:
@@ -262,7 +263,7 @@ class BatchReads(NamedTuple):
         )
 
     def at(self, slots: Tensor) -> "BatchReads":
-        """Return the same reads where the keys are in other slots now."""
+        """Return the same reads with the keys at new slots."""
         if self.slots is None:
             return self._replace(indices=slots)
         return self._replace(indices=torch.where(self.slots < 0, slots, 0))
@@ -309,7 +310,7 @@ class RowInitializer(nn.Module):
             self.register_buffer(name, tensor.to(device), persistent=False)
 
     def write_(self, buffers: list[Tensor], keys: Keys, inserted: InsertedBatch) -> None:
-        """Write first values into the rows of the inserted keys."""
+        """Write initial values into the rows of the inserted keys."""
         misses, result = inserted.misses, inserted.result
         assert misses is not None
         assert result is not None
@@ -381,13 +382,12 @@ class BackingSearch(Protocol):
 
 
 class TrainingUpdate:
-    """Find the rows of a batch again in its backward, and hold what its update needs.
+    """Update hooks of a training lookup: find the rows of its batch again in backward.
 
-    These are the update hooks of a lookup in `emblib.ops.autograd`. Rows move when a table grows,
-    and keys are evicted. So if the index has changed since the forward, the slots of the keys are
-    looked up again: keys that were evicted in between are not updated, even if they were inserted
-    again, and are counted in `dropped_updates`. The index is watched as long as the graph exists,
-    which may run backward more than once.
+    After the forward a table may grow, which moves rows, and keys may be evicted. So if the index
+    has changed, backward looks up the slots again. Keys that were evicted in between, even if they
+    were inserted again, are not updated but counted in `dropped_updates`. The index is watched as
+    long as the graph exists, which may run backward more than once.
     """
 
     def __init__(
@@ -473,7 +473,7 @@ class TrainingUpdate:
         return autograd.RowLocations(groups, None, self.reads.slots, indices)
 
     def slots_to_update(self) -> Tensor:
-        """Return the present slots of the batch, -1 for none, which backward is about to update."""
+        """Return the current slots `[L]` that backward updates, -1 for none."""
         slots, _ = self.locate()
         self._note_update()
         return slots
@@ -483,7 +483,7 @@ class TrainingUpdate:
             self._backing_tier().will_update()
 
     def locate(self) -> tuple[Tensor, Tensor]:
-        """Return the present slots of the batch, -1 for none, and the rows its lookups read.
+        """Return the current slots of the batch, -1 for none, and the rows its lookups read.
 
         Raises:
             RuntimeError: sample weights get a gradient, which needs a row that was evicted.
@@ -500,7 +500,7 @@ class TrainingUpdate:
         return slots, self.reads.at(slots).indices
 
     def present_slots(self) -> tuple[Tensor, Tensor | None]:
-        """Return the present slots of the batch, and which of its rows are lost, None for none."""
+        """Return current slots, int64 `[L]`, and lost rows, bool `[L]` (None: none lost)."""
         if not self.is_stale():
             return self._slots, None
         if self._backing is None:

@@ -77,18 +77,18 @@ MEASURED: dict[str, Curve] = {
 }
 """Losses that `+experiment=quality` measured, the sums over its three data sets."""
 
-EVICTED = 0.9  # of what a lookup tells is lost where its id has no row, measured likewise
+EVICTED = 0.9  # share of a lookup's information that is lost if its id has no row, measured too
 
 METHODS = ("bf16", "narrow", "tensor_train", "hashed", "quotient_remainder")
 """Methods that `plan_memory` chooses from by default, besides tables as they are."""
 
-_MEASURED_ROWS = 9065  # of the largest table of MEASURED
+_MEASURED_ROWS = 9065  # rows of the largest table of MEASURED
 # The bytes of a train grow with the square of its ranks, so steps are at most 5/4; large ranks are
 # multiples of 4, so that rows of cores fill vector registers.
 _RANKS = (*range(1, 9), *range(10, 20, 2), 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128)
 # For methods whose losses are cheap to know; above 1/2 no smaller loss was measured than there.
 _FINE_SHARES = tuple(sorted({*SHARES, *(0.75 * share for share in SHARES)}, reverse=True))
-_NO_STATE = SGD(lr=0.0)  # of tables that are served
+_NO_STATE = SGD(lr=0.0)  # optimizer of tables that are only served
 
 
 @dataclass(frozen=True)
@@ -335,7 +335,7 @@ class _Table:
     is_assumed: bool  # whether the skew is
     skew: IdSkew
     curves: Mapping[str, Curve]
-    lookups: float  # of this table, as a share of all
+    lookups: float  # share of all lookups that read this table
     backing: BackingMemory | None
     longest: int  # dim of the tables of its collection, which may share its cache
 

@@ -20,9 +20,12 @@ from emblib.sharding.planner.feasible import size
 AS_IT_IS = "as it is"
 """The method of a table that is not changed."""
 
-SHARES = tuple(2.0**-n for n in range(1, 13))  # of rows or bytes, that are tried
+SHARES = tuple(2.0**-n for n in range(1, 13))  # shares of rows or bytes to try
 _UNITS = 4096  # into which the budget is divided, or more for many tables
-_UNITS_OF_TWO = (1024, 256)  # of the budget and of the memory behind caches, where that is short
+_UNITS_OF_TWO = (
+    1024,
+    256,
+)  # steps of the budget and of the memory behind caches, if both are limited
 _PER_MISS = 1e-6  # cost where all lookups miss a cache: it decides between equal losses only
 
 

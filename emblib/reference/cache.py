@@ -20,10 +20,10 @@ MAX_LOOKUPS = 2**31 - 1  # where the lookups of a row stop being counted
 
 COUNTERS = (
     "calls",  # plans in which the table was looked up; in the line of the whole: all plans
-    "lookups",  # of cached tables
+    "lookups",  # lookups of cached tables
     "unique",  # distinct rows, plan by plan
-    "unique_misses",  # of which not in the cache when the plan began
-    "conflict_unique_misses",  # of which found no way and are served from their own tier
+    "unique_misses",  # distinct rows that were not in the cache when the plan began
+    "conflict_unique_misses",  # misses without a free way, served from their own tier
     "conflict_misses",  # lookups of those
     "lookup_misses",  # lookups of all rows that were not in the cache when the plan began
     "write_backs",  # evicted rows, counted with their own table

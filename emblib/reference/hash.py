@@ -24,7 +24,7 @@ from torch import Tensor
 
 from emblib.reference.random import mix, philox_counters
 
-SLOTS = 32  # of a bucket
+SLOTS = 32  # slots per bucket
 PREFER_FIRST = 16  # with more free slots than these a first bucket is taken
 FIRST_CHOOSERS, MORE_CHOOSERS = 8, 4  # keys per bucket that may choose in a round: first, growth
 ORDERS = ("none", "lru", "lfu", "lru_lfu", "assigned")

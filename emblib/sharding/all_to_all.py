@@ -443,7 +443,7 @@ def gradient_headers(
 
 
 _KIND = 3  # entries of a header before the sizes
-_SCALED_BIT = 62  # of the third entry, for gradients
+_SCALED_BIT = 62  # bit of a header's third entry: the gradient is scaled
 
 
 def _raise_difference(kinds: Tensor, sent: Tensor, expected: Tensor, *, ranks: RankGroup) -> None:

@@ -35,8 +35,8 @@ _MAX_DIFFERENCES = 10
 _MAX_CHARACTERS = 200
 # Directories of DISK tables and GPUs of DDP: every rank has its own.
 _OF_ONE_RANK = {"directory", "device_ids", "output_device"}
-_MAX_DEPTH = 8  # of parts in parts
-_MAX_VALUES = 16  # of a tensor; of a larger one the shape is compared
+_MAX_DEPTH = 8  # nesting of values that is compared
+_MAX_VALUES = 16  # of a larger tensor only the shape is compared
 
 
 def agree(

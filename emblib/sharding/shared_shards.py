@@ -95,7 +95,7 @@ def _has_others(table: SharedTable, sources: Sequence[Any]) -> bool:
     readers = {module for source in sources for module in source.groups.table_modules()}
     if all(reader in readers for reader in table.readers()):
         return False
-    gc.collect()  # of collections that are gone, but in a cycle
+    gc.collect()  # frees deleted collections that are in reference cycles
     return not all(reader in readers for reader in table.readers())
 
 

@@ -1,9 +1,10 @@
-"""Tensor trains with a cache of rows in a collection: their module, and the handles of its tables.
+"""Cached tensor trains in a collection: the module of several tables, and their handles.
 
-The module is a `CachedTTEmbeddingBags` whose trains and stored rows are modules of a collection. A
-table has the handle of a tensor train, with two parts besides the cores: `cache`, its stored rows,
-and `counts`, how often its ids were looked up. All of it is in state dicts, by table, so that it
-does not depend on which tables share a module.
+`CachedTTModule` is a `CachedTTEmbeddingBags` of several tables. Besides its cores each table has
+stored rows (cached ones and, with `SPILL`, evicted ones) and a count of lookups per id. The handle
+of a table, `CachedTTHandle`, has the cores as parameters and two children: `cache` (stored rows and
+their ids) and `counts`. State dicts have all of these per table, so they do not depend on which
+tables share a module.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def check_cache(cache: Any) -> None:
 
 
 def check_optimizer(slices: Sequence[TableSlice], cache: TTCache, optimizer: Optimizer) -> None:
-    """Raise ValueError for an optimizer whose updates could miss the rows of a cache."""
+    """Raise ValueError for an optimizer that cannot update stored rows and cores alike."""
     names = ", ".join(repr(table_slice.config.name) for table_slice in slices)
     if optimizer.deferred:
         raise ValueError(
@@ -66,7 +67,7 @@ def check_optimizer(slices: Sequence[TableSlice], cache: TTCache, optimizer: Opt
 
 
 def joint_cache(slices: Sequence[TableSlice]) -> TTCache:
-    """Return the cache of the tables of one module."""
+    """Return one `TTCache` for all tables of a module, with their numbers of rows as tuples."""
     caches = [_cache_of(table_slice) for table_slice in slices]
     first_cache = caches[0]
     counted = None
@@ -88,7 +89,7 @@ def _cache_of(table_slice: TableSlice) -> TTCache:
 
 
 def _spilled_rows(cache: TTCache, table_slice: TableSlice) -> int:
-    """Return the rows of a table that are stored besides those in the cache."""
+    """Return how many spilled rows a table can store besides its cached rows."""
     (num_stored,), (num_cached,) = (
         cache.stored_rows_of([table_slice.spec]),
         cache.rows_of([table_slice.spec]),
@@ -97,7 +98,7 @@ def _spilled_rows(cache: TTCache, table_slice: TableSlice) -> int:
 
 
 def stored_rows(table_slice: TableSlice, rows: int, storage: Dense) -> TableSlice:
-    """Return the stored rows of a table as a dense table, which begins with zeros."""
+    """Return the stored rows of a table as a slice of a dense table; initial values are zeros."""
     config: Any = table_slice.config
     spec = replace(
         config, num_embeddings=rows, storage=storage, weight_init_min=0.0, weight_init_max=0.0
@@ -106,9 +107,9 @@ def stored_rows(table_slice: TableSlice, rows: int, storage: Dense) -> TableSlic
 
 
 def nbytes(table_slice: TableSlice, optimizer: Optimizer | None, device: str) -> MemoryBytes:
-    """Return the bytes of a table's stored rows, their states and their index, without cores.
+    """Return the bytes of stored rows, their optimizer states and their index, without cores.
 
-    With `SPILL` rows in host memory count there if `device` is "cuda", and otherwise with the rest.
+    Spilled rows in host memory count as host bytes if `device` is "cuda", else as device bytes.
     """
     cache, spec = _cache_of(table_slice), table_slice.spec
     (rows,) = cache.stored_rows_of([spec])
@@ -120,12 +121,12 @@ def nbytes(table_slice: TableSlice, optimizer: Optimizer | None, device: str) ->
 
 
 def _index_bytes(index: DynamicSpec, counts: DynamicSpec) -> int:
-    """Return the bytes of a tag, a key and a stamp per slot, and of a count of counted ids."""
+    """Return the bytes of both hash tables: tag, key, stamp per slot; counts have a score too."""
     return index.rows * (1 + 2 * _WORD) + counts.rows * (1 + 3 * _WORD)
 
 
 class CachedTTModule(CachedTTEmbeddingBags):
-    """Cached tensor trains, each with the initial values that it has without a cache."""
+    """Cached tensor trains of a collection; initial cores are those of trains without a cache."""
 
     def __init__(
         self,
@@ -162,11 +163,11 @@ class CachedTTModule(CachedTTEmbeddingBags):
 
     @property
     def hyperparams(self) -> Tensor:
-        """Return the numbers of the optimizer of the cores; those of the rows are equal."""
+        """Return the optimizer's numbers, float64, equal for cores and stored rows."""
         return self.trains.hyperparams
 
     def redraw(self, seeds: Sequence[int]) -> None:
-        """Draw the cores again, one seed per table; all rows leave the cache."""
+        """Draw the cores again with one seed per table, and empty the cache."""
         trains: Any = self.trains
         trains.seeds = tuple(seeds)  # with which `reset_parameters` draws
         self.reset_parameters()
@@ -174,7 +175,7 @@ class CachedTTModule(CachedTTEmbeddingBags):
     # One table, in the words of its handle
 
     def stored_ids(self, table: int) -> Tensor:
-        """Return the id of each stored row, int64 `[rows]`; -1 for rows that are free."""
+        """Return the id of each stored row of a table, int64 `[rows]`; -1 marks free rows."""
         keys = self._keys(table)
         return torch.where(keys < 0, keys, keys - self._first_key[table])
 
@@ -189,7 +190,7 @@ class CachedTTModule(CachedTTEmbeddingBags):
         self._rebuild_index()
 
     def counted(self, table: int) -> dict[str, Tensor]:
-        """Return `keys`, ids whose uses are counted, and their `stamps` and `scores`, the uses."""
+        """Return a table's counted ids, int64 `[n]` each: `keys`, `stamps`, `scores` (uses)."""
         rows = self._counted(table)
         ids = rows.keys - self._first_key[table]
         order = ids.argsort()
@@ -197,7 +198,7 @@ class CachedTTModule(CachedTTEmbeddingBags):
 
     @torch.no_grad()
     def set_counted(self, table: int, counts: Mapping[str, Tensor], tick: int) -> None:
-        """Replace the counts of a table by those that `counted` returned, made until `tick`."""
+        """Replace the counts of a table by what `counted` returned when the clock was `tick`."""
         tick = max(self.counts.index.tick, tick)  # loading is no batch of lookups
         self._forget_counts(table)
         device = self.key_of_row.device
@@ -207,7 +208,7 @@ class CachedTTModule(CachedTTEmbeddingBags):
         self.counts.index.set_tick(tick)
 
     def numbers(self, table: int) -> dict[str, Tensor]:
-        """Return counters, squared changes and lookups since the last choice of a table."""
+        """Return a table's counters, squared errors and lookups since the last populate."""
         since = torch.tensor(self._since[table])
         numbers = (self.counters[table], self.changes[table], since)
         return dict(zip(_NUMBERS, numbers, strict=True))
@@ -238,7 +239,7 @@ def make_trains(
     seeds: Sequence[int],
     device: torch.device,
 ) -> TTModule:
-    """Return the cores of cached trains; the module around them checks bounds."""
+    """Return the module of the cores; it checks no bounds, since the cached module does."""
     trains = TTModule(slices, reads, optimizer, pooling, seeds, device)
     trains.bounds_check = BoundsCheck.NONE
     return trains
@@ -252,7 +253,7 @@ def make_rows(
     cache: TTCache,
     device: torch.device,
 ) -> DenseModule:
-    """Return the stored rows of cached trains; the module around them checks bounds."""
+    """Return the module of the stored rows; it checks no bounds, since the cached module does."""
     specs = [table_slice.spec for table_slice in slices]
     config = cache.row_cache(specs)
     pieces = [
@@ -265,7 +266,7 @@ def make_rows(
 
 
 class CachedTTPlaceholder(nn.Module):
-    """Stands for a `CachedTTModule`, whose hash tables cannot be on meta, until it leaves it."""
+    """Placeholder on meta for a `CachedTTModule`, whose hash tables cannot be there."""
 
     def __init__(
         self,
@@ -292,7 +293,7 @@ class CachedTTPlaceholder(nn.Module):
 
 
 def views(module: Any) -> list[dict[str, Tensor]]:
-    """Return per table its cores, its stored rows `cache.weight`, and the states of both."""
+    """Return per table the views of cores, stored rows (`cache.weight`) and optimizer states."""
     module.rows.settle()
     stored_views = module.rows.table_views()
     return [
@@ -307,10 +308,10 @@ def views(module: Any) -> list[dict[str, Tensor]]:
 class CachedTTHandle(TTHandle):
     """A tensor train with a cache of rows: `cores.0`, ..., and `cache.weight`, its stored rows.
 
-    Its state dict has `cache.keys` as well, the id of each stored row or -1, the optimizer states
-    `cache.<state>` of these rows, which mean nothing without the ids, and `counts`, which ids were
-    looked up how often. It loads into a table with another number of stored rows, if those of the
-    state dict fit. Without `cache.keys` the table has no stored rows.
+    Its state dict also has `cache.keys` (the id of each stored row, -1 for free rows),
+    `cache.<state>` (optimizer states of stored rows) and `counts` (lookups per id). It loads into a
+    table with another number of stored rows, if the saved rows fit. A state dict without
+    `cache.keys` empties the cache.
 
     Example:
         >>> storage = emblib.storage.TensorTrain((8, 8), cache=emblib.TTCache(100))
@@ -326,7 +327,7 @@ class CachedTTHandle(TTHandle):
     counts: CountsHandle
 
     def attach(self, module: Any, index: int) -> None:
-        """Become the handle of table `index` of `module`, and have its cores and stored rows."""
+        """Attach to table `index` of `module`, and register its cores and stored rows."""
         self._cached = (module,)  # a tuple, so that the module is no child of this module
         super().attach(module.trains, index)
         if "cache" in self._modules:
@@ -338,7 +339,7 @@ class CachedTTHandle(TTHandle):
 
     @property
     def bags(self) -> CachedTTModule:
-        """Return the module of the table and of others.
+        """Return the module that stores this table.
 
         Raises:
             RuntimeError: the table is on meta, where it has no cache.
@@ -351,7 +352,7 @@ class CachedTTHandle(TTHandle):
         self.cache.set_owner(owner, name)
 
     def bind(self) -> None:
-        """Mark the cores as those of this table, and make the stored rows a parameter."""
+        """Register the cores with this handle, and make the stored rows a parameter."""
         super().bind()
         self.cache.bind()
 
@@ -368,7 +369,7 @@ class CachedTTHandle(TTHandle):
         return views(self._cached[0])[self.index]
 
     def dense_rows(self) -> Tensor:
-        """Return all rows `[rows, dim]`: stored ones, and the others computed from the cores."""
+        """Return all rows `[rows, dim]`; rows that are not stored are computed from the cores."""
         return self.bags.to_dense(self.index)
 
     def dense_blocks(self) -> Iterator[Tensor]:
@@ -378,7 +379,7 @@ class CachedTTHandle(TTHandle):
     # The cache
 
     def populate(self) -> None:
-        """Store the most used rows of this table from now on, see `CachedTTEmbeddingBags`."""
+        """Cache the most used rows of this table, see `CachedTTEmbeddingBags.populate`."""
         self.bags.populate(self.index)
 
     def empty_cache(self) -> None:
@@ -404,7 +405,7 @@ class CachedTTHandle(TTHandle):
     # Copies and state dicts
 
     def adopt(self, other: TTHandle) -> None:
-        """Make cores and stored rows parameters of this handle, and copy ids and counts."""
+        """Take over the parameters of another handle, and copy ids of stored rows and counts."""
         super().adopt(other)
         assert isinstance(other, CachedTTHandle)
         self.cache.adopt(other.cache)
@@ -426,12 +427,12 @@ class CachedTTHandle(TTHandle):
 
 
 def is_made(module: Any) -> bool:
-    """Return whether a module is no placeholder."""
+    """Return whether a module is a `CachedTTModule`, not a placeholder."""
     return not isinstance(module, CachedTTPlaceholder)
 
 
 def made_module(module: Any) -> CachedTTModule:
-    """Return a module that is no placeholder; raise RuntimeError for one that is."""
+    """Return `module`; raise RuntimeError if it is a placeholder on meta."""
     if not is_made(module):
         raise RuntimeError(
             "a tensor train has no cache of rows on meta: move the collection with "
@@ -445,12 +446,12 @@ class StoredRowsHandle(DenseHandle):
     """The stored rows of a cached train: `weight` `[stored rows, dim]`, in the order of `keys`."""
 
     def attach(self, module: Any, index: int) -> None:
-        """Become the handle of the stored rows of table `index` of a module."""
+        """Attach to the stored rows of table `index` of a module."""
         self._cached = (module,)
         super().attach(module.rows, index)
 
     def adopt(self, other: DenseHandle) -> None:
-        """Make the stored rows a parameter, with a copy of their values unless on meta."""
+        """Take over the other handle's parameter, and copy its values unless they are on meta."""
         if self.weight.is_meta:
             self._parameters["weight"] = other.get_parameter("weight")
         else:
@@ -463,7 +464,7 @@ class StoredRowsHandle(DenseHandle):
             bags.set_stored_ids(self.index, torch.full_like(bags.stored_ids(self.index), -1))
 
     def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
-        """Yield what is wrong with the stored rows in a state dict."""
+        """Yield one message per invalid entry of the stored rows in a state dict."""
         key = f"{prefix}keys"
         if not is_made(self._cached[0]):
             return
@@ -494,7 +495,7 @@ class StoredRowsHandle(DenseHandle):
         yield from state_dicts.count_problems(state_dict, numbers)
 
     def _tensors(self) -> dict[str, Tensor]:
-        """Return `weight` and the optimizer states, as views that may be older than the cache."""
+        """Return views of `weight` and optimizer states; rows in a device cache may be newer."""
         module: DenseModule = self.module
         return module.view_of(self.index)
 
@@ -513,7 +514,7 @@ class StoredRowsHandle(DenseHandle):
             destination[prefix + name] = numbers
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
-        """Load stored rows into the first ones here, or in their places where there are as many."""
+        """Load stored rows: at their positions if the sizes agree, else into the first rows."""
         _, _, missing_keys, unexpected, errors = arguments
         if state_dicts.refuses(self, state_dict, prefix, errors):
             return
@@ -564,14 +565,14 @@ class StoredRowsHandle(DenseHandle):
 
 
 class CountsHandle(nn.Module):
-    """Number of lookups per id of a cached train; its state dict has them by `keys`."""
+    """Number of lookups per id of a cached train; the state dict has `keys` and `scores`."""
 
     def __init__(self, module: Any, index: int) -> None:
         super().__init__()
         self.attach(module, index)
 
     def attach(self, module: Any, index: int) -> None:
-        """Become the counts of table `index` of a module."""
+        """Attach to the counts of table `index` of a module."""
         self._module_and_index = (module, index)
 
     def _save_to_state_dict(
@@ -597,7 +598,7 @@ class CountsHandle(nn.Module):
             module.set_counted(index, saved, int(saved["tick"]))
 
     def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
-        """Yield what is wrong with the counts in a state dict."""
+        """Yield one message per invalid entry of the counts in a state dict."""
         module, index = self._module_and_index
         if not is_made(module):
             return

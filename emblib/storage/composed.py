@@ -1,10 +1,11 @@
 """Storage whose rows are composed of rows of smaller dense tables.
 
-Every id reads a few rows of the *components* of its table, dense tables that are smaller than it;
-its own row is their sum, their concatenation or a product. Which rows, the subclasses say:
-`Hashed` and `QuotientRemainder`, whose ids share rows, and `Narrow`, whose rows are followed by
-zeros. The components of all such tables of one kind and optimizer are one module, so that a lookup
-is one call and a backward one step of the optimizer.
+A composed table stores one or two *components*: dense tables that together are smaller than it. An
+id maps to `count` rows of the components; its own row is their sum, concatenation or product. A
+subclass defines the mapping (`rows_read`): `Hashed` and `QuotientRemainder` let ids share rows,
+`Narrow` stores fewer columns and appends zeros. The components of all tables of one kind and
+optimizer are in one `DenseModule`: a lookup maps the ids `[L]` to rows `[count * L]`, looks them up
+in one call, and combines the `count` blocks of the output.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from emblib.tables.base import check_bounds, variable_batch
 
 
 class Combine(Choice):
-    """Operation that makes a row of the rows that its id reads.
+    """Operation that combines the rows which an id reads into its row.
 
     Example:
         >>> emblib.storage.QuotientRemainder(4_000, "add").combine
@@ -77,7 +78,7 @@ class Component(NamedTuple):
 
 
 class ComposedStorage(Storage):
-    """Base of kinds whose rows are composed; it can be cut by columns, unless concatenated."""
+    """Base of composed kinds of storage; they are sharded by columns, unless concatenated."""
 
     has_dense_rows: ClassVar[bool] = False  # the table would be larger with them
 
@@ -85,20 +86,20 @@ class ComposedStorage(Storage):
 
     @property
     def joining(self) -> Combine:
-        """Return how the rows that an id reads make its row."""
+        """Return the operation that combines the rows which an id reads."""
         return Combine.ADD
 
     @property
     def reads(self) -> tuple[int, ...]:
-        """Return for each row that an id reads the number of its component."""
+        """Return the index of the component of each row that an id reads."""
         return (0,)
 
     def components(self, num_embeddings: int) -> tuple[Component, ...]:
-        """Return the dense tables of a table of `num_embeddings` ids."""
+        """Return the components of a table with `num_embeddings` ids."""
         raise NotImplementedError
 
     def numbers(self) -> tuple[int, ...]:
-        """Return the integers that `rows_read` needs."""
+        """Return the integers that parametrise `rows_read`."""
         raise NotImplementedError
 
     @staticmethod
@@ -115,7 +116,7 @@ class ComposedStorage(Storage):
     # Configuration
 
     def check_table(self, table: TableDescription) -> None:
-        """Raise ValueError for rows that cannot be halved, or an `init_fn`."""
+        """Raise ValueError for an `init_fn`, or for concatenation with an odd dim."""
         if table.init_fn is not None:
             raise ValueError(
                 f"init_fn of {table.name!r} fills {table.num_embeddings} rows, which "
@@ -128,12 +129,12 @@ class ComposedStorage(Storage):
             )
 
     def cut_units(self, table: TableDescription) -> CutUnits:
-        """Return all rows, and one column; all columns if rows are concatenated."""
+        """Return that cuts are between any columns, not between rows; none if concatenated."""
         is_cut = self.joining is not Combine.CONCATENATE
         return CutUnits(table.num_embeddings, 1 if is_cut else table.embedding_dim)
 
     def check_slice(self, table_slice: TableSlice) -> None:
-        """Raise ValueError for some of the rows, or for columns where those are not cut."""
+        """Raise ValueError for a slice of rows, or of columns if rows are concatenated."""
         units = self.cut_units(table_slice.config)
         if table_slice.num_rows != units.rows or table_slice.dim % units.columns:
             raise ValueError(
@@ -142,7 +143,7 @@ class ComposedStorage(Storage):
             )
 
     def stored_width(self, dim: int) -> int:
-        """Return the columns of the components where the table has `dim`."""
+        """Return the number of columns of the components of a table with `dim` columns."""
         return dim // 2 if self.joining is Combine.CONCATENATE else dim
 
     # Kernels
@@ -227,17 +228,17 @@ class ComposedStorage(Storage):
         return {state.name: view_name(parameter, state.name) for state in optimizer.states}
 
     def layout_entry(self, num_embeddings: int) -> Tensor:
-        """Return int64 numbers that are equal for tables whose ids read the same rows."""
+        """Return a fingerprint of the mapping, int64: equal if ids read the same rows."""
         kind = zlib.crc32(f"{self.plan_name} {self.joining.value}".encode())
         numbers = [kind, num_embeddings, len(self.reads), *self.numbers()]
         return torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
     def metadata_entries(self, table: TableDescription) -> dict[str, Tensor]:
-        """Return the entry that tells which rows the ids of the table read."""
+        """Return the fingerprint of the mapping from ids to rows, which state dicts have."""
         return {LAYOUT: self.layout_entry(table.num_embeddings)}
 
     def check_entries(self, table: TableDescription, entries: Mapping[str, Tensor]) -> None:
-        """Raise ValueError for components whose rows other ids read."""
+        """Raise ValueError for components that were saved with another mapping of ids."""
         if not entries.keys().isdisjoint(self.parameter_layouts(table)):
             problem = _difference(entries.get(LAYOUT), self.layout_entry(table.num_embeddings))
             if problem:
@@ -279,7 +280,7 @@ LAYOUT = "id_layout"  # in state dicts
 
 
 def _difference(actual: Tensor | None, expected: Tensor) -> str:
-    """Return in which way an entry of a state dict is of another table; empty if it is not."""
+    """Return how the saved mapping of ids differs from the expected one; empty if it does not."""
     if actual is None:
         return f"the state dict lacks {LAYOUT}, so it is of another kind of table"
     if not torch.equal(actual.cpu(), expected):
@@ -298,10 +299,10 @@ def _all_rows(rows: int) -> Callable[[Span, Span], tuple[Span, Span]]:
 
 
 class ComposedModule(nn.Module):
-    """Looks up tables of one kind, in a module that has all their components.
+    """Module of composed tables of one kind; its child `dense` has all their components.
 
-    A batch is checked once, by the ids of the tables: invalid ids are counted and read what id 0
-    reads, and invalid offsets are repaired.
+    Bounds are checked once, before ids are mapped: invalid ids are counted and read the rows of
+    id 0, and invalid offsets are repaired.
     """
 
     bounds_check = BoundsCheck.WARNING
@@ -354,7 +355,7 @@ class ComposedModule(nn.Module):
         return storage
 
     def _spread(self, seeds: Sequence[int]) -> list[int]:
-        """Return a seed per component."""
+        """Return one seed per component, derived from one seed per table."""
         return [
             (seed + k * 0x632BE59BD9B4E019) % (2**63 - 1)
             for seed, components in zip(seeds, self._components, strict=True)
@@ -362,7 +363,7 @@ class ComposedModule(nn.Module):
         ]
 
     def _locate(self, device: torch.device) -> None:
-        """Make the tensors that say how ids are mapped, by feature."""
+        """Make the tensors that parametrise the mapping of ids, one column per feature."""
         numbers = [self._storage_of(self._slices[t]).numbers() for t in self._reads]
         ends = [self._slices[t].config.num_embeddings for t in self._reads]
         features = torch.zeros(len(ends), len(FeatureColumn), dtype=torch.int64)
@@ -406,7 +407,7 @@ class ComposedModule(nn.Module):
     def _rows_of(
         self, ids: Tensor, offsets: Tensor, batch_sizes: Sequence[Sequence[int]] | None
     ) -> list[Tensor]:
-        """Return the rows that ids read; -1 stays, other invalid ids read those of id 0."""
+        """Map ids to `count` tensors of rows, int64 `[L]`; -1 stays, other bad ids become 0."""
         if not self._reads:
             return [ids] * self._count
         if self._alike:
@@ -422,7 +423,7 @@ class ComposedModule(nn.Module):
     def _features_of(
         self, ids: Tensor, offsets: Tensor, batch_sizes: Sequence[Sequence[int]] | None
     ) -> Tensor:
-        """Return the feature of each id."""
+        """Return the index of the feature of each id, int64 `[L]`."""
         features = len(self._reads)
         bags = [(offsets.numel() - 1) // features] * features
         if batch_sizes is not None:
@@ -432,7 +433,7 @@ class ComposedModule(nn.Module):
         return torch.bucketize(position, borders, right=True)
 
     def _joined(self, looked_up: Tensor, batch_sizes: Sequence[Sequence[int]] | None) -> Tensor:
-        """Return the rows or bags that the looked-up ones make, which are in `count` blocks."""
+        """Combine the `count` blocks of looked-up rows or bags into one."""
         count, halves = self._count, self._storage.joining is Combine.CONCATENATE
         if count == 1:
             return looked_up if self._widths == self._dims else self._padded(looked_up, batch_sizes)
@@ -460,14 +461,14 @@ class ComposedModule(nn.Module):
         return torch.cat(joined)
 
     def _side_by_side(self, blocks: Sequence[Tensor]) -> Tensor:
-        """Return the columns of each feature, those of every block next to each other."""
+        """Concatenate the columns of all blocks, feature by feature."""
         columns_by_feature = zip(*(block.split(self._widths, 1) for block in blocks), strict=True)
         return torch.cat(
             [columns for of_feature in columns_by_feature for columns in of_feature], 1
         )
 
     def _padded(self, looked_up: Tensor, batch_sizes: Sequence[Sequence[int]] | None) -> Tensor:
-        """Return rows or bags followed by zeros, up to the dim of their table."""
+        """Append zero columns to each feature, up to the dim of its table."""
         pad_widths = [dim - width for dim, width in zip(self._dims, self._widths, strict=True)]
         pad = nn.functional.pad
         if self.pooling is Pooling.NONE:
@@ -492,7 +493,7 @@ class ComposedModule(nn.Module):
         weights: Tensor | None,
         batch_sizes: Sequence[Sequence[int]] | None,
     ) -> Tensor:
-        """Look rows up one by one, multiply, and pool."""
+        """Look up rows without pooling, multiply the two of each id as (1 + a) * b, then pool."""
         sizes = None if batch_sizes is None else [*batch_sizes] * self._count
         is_skipped = not torch.compiler.is_compiling() and autograd.is_for_update()
         with autograd.with_values() if is_skipped else contextlib.nullcontext():
@@ -523,7 +524,7 @@ class ComposedModule(nn.Module):
     # Tables
 
     def tables_of(self, index: int) -> dict[str, int]:
-        """Return the parameters of a table, with their numbers in `dense`."""
+        """Return {parameter: index of its table in `dense`} of a table."""
         first_table = self._first_component[index]
         return {c.name: first_table + k for k, c in enumerate(self._components[index])}
 
@@ -533,7 +534,7 @@ class ComposedModule(nn.Module):
         return self._storage_of(table_slice).layout_entry(table_slice.config.num_embeddings)
 
     def views(self) -> list[dict[str, Tensor]]:
-        """Return per table its components and their optimizer states."""
+        """Return per table the views of its components and their optimizer states."""
         self.dense.settle()
         table_views = self.dense.table_views()
         return [
@@ -588,10 +589,10 @@ class ComposedModule(nn.Module):
 
 
 class ComposedHandle(DenseHandle):
-    """A table with a parameter per component; its state dict says which rows ids read."""
+    """Handle with one parameter per component; its state dict has the mapping's fingerprint."""
 
     def attach(self, module: Any, index: int) -> None:
-        """Become the handle of table `index` of a `ComposedModule`."""
+        """Attach to table `index` of a `ComposedModule`."""
         self._layout = module.layout_entry(index)
         super().attach(module, index)
 
@@ -608,7 +609,7 @@ class ComposedHandle(DenseHandle):
             unexpected.remove(prefix + LAYOUT)
 
     def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
-        """Yield what is wrong with the entries of the table."""
+        """Yield one message per invalid entry of the table in a state dict."""
         if any(prefix + name in state_dict for name in self._tables):
             saved = state_dict.get(prefix + LAYOUT)
             problem = "" if saved is None else state_dicts.tensor_problem(saved, self._layout)

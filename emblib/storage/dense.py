@@ -1,4 +1,10 @@
-"""Dense storage: every row is stored as it is, in device memory, host memory or a file."""
+"""Dense storage: one stored row `[dim]` per id, in device memory, host memory or a file.
+
+Tables of one dtype, placement, cache and optimizer share a `DenseModule`, a
+`TableBatchedEmbeddingBags` whose flat `weights` has all of them. A `DenseHandle` shows one table as
+the parameter `weight` `[rows, dim]`, a view of that memory. With a fused optimizer backward updates
+the memory in place; otherwise gradients arrive at the parameters.
+"""
 
 from __future__ import annotations
 
@@ -46,12 +52,12 @@ _CACHE_SET = 8  # bytes of the last conflict per set
 
 @dataclass(frozen=True)
 class Dense(Storage):
-    """Every row is stored as it is.
+    """One stored row per id.
 
     Args:
         placement: the memory of the rows.
-        cache: cache of a placement that has one; tables of one collection with equal caches share
-            it.
+        cache: row cache on the device, for tables in host memory or on disk; None has no cache.
+            Tables of one collection with equal caches share one.
 
     Example:
         >>> placement = emblib.Placement.MANAGED_CACHING
@@ -80,7 +86,7 @@ class Dense(Storage):
 
     @classmethod
     def from_plan(cls, values: Mapping[str, Any]) -> Dense:
-        """Return the storage whose fields a plan in JSON has; its cache is a mapping, or None."""
+        """Return the storage from its fields in a plan's JSON; `cache` is a mapping or None."""
         cache = values.get("cache")
         if cache is None:
             return cls(**values)
@@ -119,7 +125,7 @@ class Dense(Storage):
         """Return the module of slices with equal group keys.
 
         Raises:
-            ValueError: tables outside the device without an optimizer that backward applies.
+            ValueError: tables in host memory or on disk need an optimizer of `emblib.optim`.
         """
         _check_optimizer(slices, optimizer)
         return DenseModule(slices, reads, optimizer, pooling, seeds, self.cache, device)
@@ -143,7 +149,7 @@ class Dense(Storage):
     def nbytes(
         self, table_slice: TableSlice, optimizer: Optimizer | None, device: str
     ) -> MemoryBytes:
-        """Return the bytes of rows, optimizer states and the cache, each in its memory."""
+        """Return the bytes of rows and optimizer states in their memory, and of the cache."""
         weights = table_slice.num_rows * table_slice.dim * table_slice.config.data_type.itemsize
         itemsize = table_slice.config.data_type.itemsize
         table = weights + state_bytes(optimizer, table_slice.num_rows, table_slice.dim, itemsize)
@@ -157,9 +163,9 @@ class Dense(Storage):
         return MemoryBytes(cache, table) if device == "cuda" else MemoryBytes(cache + table)
 
     def _cache_bytes(self, table_slice: TableSlice, optimizer: Optimizer | None) -> int:
-        """Return the bytes of a cache of this table alone.
+        """Return the device bytes of a cache that only this table uses.
 
-        A cache that several tables share has rows as long as the longest.
+        In a shared cache all rows have the length of the longest.
         """
         cache = self.cache or CacheConfig()
         dtype = cache.dtype or table_slice.config.data_type
@@ -218,14 +224,14 @@ class Dense(Storage):
 
 
 def cached_rows(storage: Dense, rows: int) -> int:
-    """Return the rows that the cache of a table alone has."""
+    """Return the number of rows in a cache that only one table uses, a multiple of 32."""
     cache = storage.cache or CacheConfig()
     sets = max(cache.sets or math.ceil(cache.load_factor * rows / _CACHE_WAYS), 1)
     return sets * _CACHE_WAYS
 
 
 def view_name(parameter: str, state: str) -> str:
-    """Return the name of an optimizer state of a parameter among the views of a table."""
+    """Return the key of a parameter's optimizer state in `views`."""
     return state if parameter == "weight" else f"{state}.{parameter}"
 
 
@@ -244,7 +250,7 @@ def _check_optimizer(slices: Sequence[TableSlice], optimizer: Optimizer) -> None
 
 
 class DenseModule(TableBatchedEmbeddingBags):
-    """The tables of one module, each with a parameter if backward leaves gradients.
+    """Dense tables in one module.
 
     `weights` is a buffer here: the parameters that users see are views of it, see `DenseHandle`.
     """
@@ -293,22 +299,22 @@ class DenseModule(TableBatchedEmbeddingBags):
 
     @atomic
     def view_of(self, table: int) -> dict[str, Tensor]:
-        """Return `weight` and optimizer states of a table; rows in a cache may be newer."""
+        """Return views of a table: `weight` and optimizer states; rows in a cache may be newer."""
         self._memory.verify()  # the caller may read the views at any time
         return self._memory.view(table, self.weights.detach(), self._states())
 
     @property
     def dense(self) -> DenseModule:
-        """Return the module of the dense tables, this one; see `ComposedModule`."""
+        """Return the module of the dense tables: this one, in a `ComposedModule` its child."""
         return self
 
     def tables_of(self, index: int) -> dict[str, int]:
-        """Return the parameters of a table of a collection, with their numbers here."""
+        """Return {parameter: index of its table in this module} of a table of a collection."""
         return {"weight": index}
 
     @property
     def first_table(self) -> TableOffset:
-        """Return where the first table is."""
+        """Return the location of the first table in the memory."""
         return self._memory.layout.offsets[0]
 
     def redraw(self, seeds: Sequence[int]) -> None:
@@ -317,7 +323,7 @@ class DenseModule(TableBatchedEmbeddingBags):
         self.reset_parameters()
 
     def commit(self) -> None:
-        """Make durable what was written to the views: a store on disk commits it."""
+        """Commit what was written to the views, if the tables are on disk."""
         with self.overwriting():
             pass
 
@@ -334,17 +340,17 @@ class DenseModule(TableBatchedEmbeddingBags):
 
 
 class DenseHandle(TableHandle):
-    """A dense table: the parameter `weight` `[rows, dim]`; or one composed of several tables."""
+    """Handle of a dense table, the parameter `weight` `[rows, dim]`, or of a composed one."""
 
     module: DenseModule
 
     def attach(self, module: Any, index: int) -> None:
-        """Become the handle of table `index` of `module`, which has one or more dense tables."""
+        """Attach to table `index` of `module`, which has one or more parameters."""
         self._tables: dict[str, int] = module.tables_of(index)
         super().attach(module.dense, next(iter(self._tables.values())))
 
     def bind(self) -> None:
-        """Make the parameters the views of the tables."""
+        """Make the parameters views of the module's memory."""
         module = self.module
         for name, number in self._tables.items():
             bind_view(self, name, module.view_of(number)["weight"], module.optimizer)
@@ -379,7 +385,7 @@ class DenseHandle(TableHandle):
         self.module.settle()
 
     def views(self) -> dict[str, Tensor]:
-        """Return parameters and optimizer states; flushes and empties the cache."""
+        """Return views of parameters and optimizer states; flushes and empties the cache first."""
         module: DenseModule = self.module
         module.settle()
         return {
@@ -389,11 +395,11 @@ class DenseHandle(TableHandle):
         }
 
     def commit(self) -> None:
-        """Make durable what was written to the views."""
+        """Commit what was written to the views, if the table is on disk."""
         self.module.commit()
 
     def adopt(self, other: DenseHandle) -> None:
-        """Copy the rows, and take the parameter objects."""
+        """Copy the rows of another handle, and take over its parameter objects."""
         views = other.views()
         with self.module.overwriting():
             for name, number in self._tables.items():
@@ -424,7 +430,7 @@ class DenseHandle(TableHandle):
             super()._load_from_state_dict(state_dict, prefix, metadata, *other_arguments)
 
     def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
-        """Yield what is wrong with the entries of the table."""
+        """Yield one message per invalid entry of the table in a state dict."""
         with torch._C.DisableTorchFunctionSubclass():
             tensors = state_dicts.own_tensors(self, prefix)
         yield from state_dicts.entry_problems(state_dict, tensors)

@@ -1,4 +1,9 @@
-"""Hash storage: rows for 64-bit keys of any value, in bounded memory."""
+"""Hash storage: rows for arbitrary 64-bit keys, in bounded memory.
+
+`Hash` makes a `DynamicEmbeddingBags` per group of tables. Sharding divides the keys by hash, so a
+slice of `n` rows is capacity for `n` keys, and checkpoints save rows by key, not by position. A
+hash table cannot be on meta; a `MetaPlaceholder` stands for it there.
+"""
 
 from __future__ import annotations
 
@@ -63,10 +68,11 @@ class Hash(Storage):
     """A hash table of rows by key; `num_embeddings` is its capacity. Fields are `DynamicSpec`'s.
 
     Args:
-        backing: the store behind the table, e.g. `BackingStore(DiskRows(directory))`, for tables
-            larger than the device; `num_embeddings` is then the capacity of the fast tier over all
-            ranks. Every shard makes a store of its own like this one, which itself stays unused:
-            host memory with its part of the capacity, files named by table and shard.
+        backing: store that takes the rows which the device evicts, e.g.
+            `BackingStore(DiskRows(directory))`; `num_embeddings` is then the device's capacity over
+            all ranks. Every shard makes its own store from this one, which itself stays unused:
+            host memory gets a share of the capacity, files get names with table and shard. None:
+            evicted rows are lost.
         seed: seed of the hash and of the initial values, as in `DynamicEmbeddingBags`. Where
             untrusted users choose the keys, set one that they do not know. Tables with different
             seeds do not share a module. None: initial values are those of seed 0, and keys are
@@ -116,7 +122,7 @@ class Hash(Storage):
     # Configuration
 
     def check_table(self, table: TableDescription) -> None:
-        """Raise ValueError for a table with `init_fn`: a row is made when its key is inserted."""
+        """Raise ValueError for a table with `init_fn`: rows are initialised at their insertion."""
         if table.init_fn is not None:
             raise ValueError(
                 f"a row of {table.name!r} gets its initial value when its key is inserted: use "
@@ -160,7 +166,7 @@ class Hash(Storage):
     def group_key(
         self, table_slice: TableSlice, number: int, optimizer: Optimizer, pooling: Pooling
     ) -> Hashable:
-        """Return a key of what tables of one module have in common."""
+        """Return a key that is equal for tables that can share a module."""
         dim = table_slice.dim if pooling is Pooling.NONE else 0
         # Counters, assigned scores and stores belong to a module, and so do the states of an
         # optimizer outside of it.
@@ -255,7 +261,7 @@ class Hash(Storage):
     # Sharding and checkpoints
 
     def resumes(self, source: TableHandle, target: TableHandle) -> bool:
-        """Return whether the store of a shard has rows, and the table that is sharded has none."""
+        """Return whether `target` has rows in its store and `source`, the whole table, none."""
         assert isinstance(source, HashHandle)
         assert isinstance(target, HashHandle)
         if self.backing is None or not target.module.size(target.index):
@@ -263,7 +269,7 @@ class Hash(Storage):
         return self.is_placeholder(source.module) or not source.module.size(source.index)
 
     def cut_units(self, table: TableDescription) -> CutUnits:
-        """Return that any number of rows can be cut off, and no columns."""
+        """Return that cuts are between any rows, not between columns."""
         return CutUnits(1, table.embedding_dim)
 
     def copy_slice(
@@ -295,7 +301,7 @@ class Hash(Storage):
     def nbytes(
         self, table_slice: TableSlice, optimizer: Optimizer | None, device: str
     ) -> MemoryBytes:
-        """Return the bytes of a full table: all of its capacity, whatever it starts with."""
+        """Return the bytes of a table with its full capacity, whatever `initial_capacity` is."""
         spec, itemsize = table_slice.spec, table_slice.config.data_type.itemsize
         num_words = 3 if spec.eviction.order in SCORED else 2
         index = spec.rows * (1 + num_words * _WORD)
@@ -346,7 +352,7 @@ def _counter_bytes(admission: FrequencyAdmission | None) -> int:
 
 
 class MetaPlaceholder(nn.Module):
-    """Stands for a module that cannot be on meta, until the collection leaves it."""
+    """Placeholder on meta for a `DynamicEmbeddingBags`, which cannot be there."""
 
     def __init__(self, slices: Sequence[TableSlice], optimizer: Optimizer) -> None:
         super().__init__()
@@ -360,11 +366,11 @@ class MetaPlaceholder(nn.Module):
 
 
 class HashHandle(TableHandle):
-    """A hash table: `weight` by slot; its state dict has the keys and everything stored with them.
+    """Handle of a hash table: `weight` `[slots, dim]`; its state dict has rows by key.
 
-    Entries are `keys`, `stamps`, `weight`, `<optimizer state>` and whatever else eviction and
-    admission store, as in a state dict of `DynamicEmbeddingBags`. Optimizer states of hash tables
-    are saved here and not with the optimizer, since they mean nothing without the keys.
+    Entries are `keys`, `stamps`, `weight`, `<optimizer state>` and the scores and counters of
+    eviction and admission, as in a state dict of `DynamicEmbeddingBags`. Optimizer states are saved
+    here, not with the optimizer: without the keys they have no meaning.
     """
 
     weight: nn.Parameter
@@ -389,12 +395,12 @@ class HashHandle(TableHandle):
         bind_view(self, "weight", view, module.optimizer)
 
     def set_trained(self, parameter: nn.Parameter, *, trained: bool) -> None:
-        """Train or freeze the table, once it has memory."""
+        """Train or freeze the table; RuntimeError on meta."""
         if not self._is_on_placeholder:
             super().set_trained(parameter, trained=trained)
 
     def adopt(self, other: HashHandle) -> None:
-        """Copy keys and rows, and take the parameter object."""
+        """Copy the keys and rows of another handle, and take over its parameter object."""
         if self._is_on_placeholder:
             self._parameters["weight"] = other.weight
             return
@@ -432,7 +438,7 @@ class HashHandle(TableHandle):
         destination[hash_keys] = destination[hash_keys][self.index : self.index + 1]
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
-        """Replace the keys, and everything stored with them."""
+        """Replace all keys and what is stored with them."""
         _, _, missing_keys, unexpected, errors = arguments
         if state_dicts.refuses(self, state_dict, prefix, errors):
             return
@@ -451,7 +457,7 @@ class HashHandle(TableHandle):
             errors.append(f"{prefix}: {error}")
 
     def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
-        """Yield what is wrong with the entries of the table."""
+        """Yield one message per invalid entry of the table in a state dict."""
         if not self._is_on_placeholder:
             saved = {
                 k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)
@@ -462,7 +468,7 @@ class HashHandle(TableHandle):
                 yield prefix + problem.removeprefix(table)
 
     def _state_of_module(self, entries: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the entries of this table as a state dict of the module has them."""
+        """Return the entries of this table under the keys of the module's state dict."""
         child_entries = self._entries_of_children(entries)
         table = f"{self.module.table_names[self.index]}."
         return {
@@ -476,7 +482,7 @@ class HashHandle(TableHandle):
 
     @property
     def _names_in_checkpoints(self) -> SimpleNamespace:
-        """Return the entries of a state dict that are no parameters, as attributes."""
+        """Return the state dict entries that are not parameters, as attributes."""
         module: DynamicEmbeddingBags = self.module
         child_names = {
             key.split(".")[0]: getattr(module, key.split(".")[0]) for key in child_state(module)

@@ -1,4 +1,8 @@
-"""Initial values of the rows of a table, which do not depend on how the table is cut."""
+"""Initial values of dense tables, which do not depend on how the table is sharded.
+
+The whole table is divided into blocks of about 4M elements. A block has a seed that depends on the
+table's seed and the block's number; a slice draws the blocks that it meets and copies its part.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ from emblib.init import ByRows
 from emblib.ops import primitives
 from emblib.storage.base import TableDescription, TableSlice
 
-_BLOCK = 1 << 22  # elements that are drawn at a time
+_BLOCK = 1 << 22  # elements of a block
 
 
 def new_seeds(slices: Iterable[TableSlice]) -> dict[str, int]:
@@ -26,9 +30,9 @@ _skips = ContextVar("_skips", default=False)
 
 @contextlib.contextmanager
 def skip_initial_values() -> Iterator[None]:
-    """Leave the rows of tables that are constructed inside without values: all are written after.
+    """Construct tables without initial values inside this context; the caller writes all rows.
 
-    Nothing calls `init_fn`, and torch's generator on the CPU stays as it is.
+    `init_fn` is not called, and torch's CPU generator does not advance.
     """
     token = _skips.set(True)
     try:
@@ -39,7 +43,7 @@ def skip_initial_values() -> Iterator[None]:
 
 
 def skips_initial_values() -> bool:
-    """Return whether tables that are constructed now need no initial values."""
+    """Return whether the caller is inside `skip_initial_values()`."""
     return _skips.get()
 
 
@@ -47,8 +51,8 @@ def skips_initial_values() -> bool:
 def draw(table_slice: TableSlice, weight: Tensor, seed: int) -> None:
     """Write the initial values of a slice of a dense table into `weight` `[rows, dim]`.
 
-    An element starts the same however the table is cut. `init_fn` makes the whole table, `ByRows`
-    the blocks that the slice meets, with torch's generators seeded.
+    An element has the same value however the table is sharded. `init_fn` writes the whole table,
+    `ByRows` each block that the slice meets; torch's generators are seeded before each call.
     """
     config = table_slice.config
     if weight.is_meta or skips_initial_values():
@@ -75,7 +79,7 @@ def draw(table_slice: TableSlice, weight: Tensor, seed: int) -> None:
 
 @contextlib.contextmanager
 def seeded(device: torch.device, seed: int) -> Iterator[None]:
-    """Seed torch's generators, and restore their states at the end."""
+    """Seed torch's generators of the CPU and of `device`; restore their states at the end."""
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
         torch.default_generator.manual_seed(seed)
@@ -90,7 +94,7 @@ def _rows_of_block(config: TableDescription) -> int:
 
 
 def _blocks(table_slice: TableSlice, seed: int) -> Iterator[tuple[range, int]]:
-    """Yield the blocks of rows of the whole table that a slice meets, and the seed of each."""
+    """Yield (rows of the table, seed) of each block that a slice meets."""
     step, rows = _rows_of_block(table_slice.config), table_slice.config.num_embeddings
     for number in range(table_slice.rows[0] // step, -(-table_slice.rows[1] // step)):
         block_seed = (seed + number * 0x9E3779B97F4A7C15) % (2**63 - 1)
@@ -98,7 +102,7 @@ def _blocks(table_slice: TableSlice, seed: int) -> Iterator[tuple[range, int]]:
 
 
 def _fill_block(table_slice: TableSlice, weight: Tensor, rows: range, init_fn: ByRows) -> None:
-    """Write the rows of a block that a slice has; `init_fn` always gets the whole block."""
+    """Write the slice's part of a block; `init_fn` always fills a whole block."""
     begin, end = max(rows.start, table_slice.rows[0]), min(rows.stop, table_slice.rows[1])
     target = weight[begin - table_slice.rows[0] : end - table_slice.rows[0]]
     if len(target) == len(rows) and table_slice.dim == table_slice.config.embedding_dim:

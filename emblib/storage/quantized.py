@@ -125,7 +125,7 @@ class Quantized(Storage):
     def nbytes(
         self, table_slice: TableSlice, optimizer: Optimizer | None, device: str
     ) -> MemoryBytes:
-        """Return the bytes of numbers, and of a scale and an offset per row."""
+        """Return the bytes of the packed rows, each with its scale and offset."""
         return MemoryBytes(quant.table_bytes(table_slice.num_rows, table_slice.dim, self.bits))
 
     def update_ns(
@@ -136,7 +136,7 @@ class Quantized(Storage):
 
 
 class QuantizedModule(QuantizedEmbeddingBags):
-    """Quantised slices of tables; the initial values are those of dense tables, quantised."""
+    """Module of quantised tables; initial values are those of dense tables, quantised."""
 
     optimizer: Optimizer = NO_UPDATE  # nothing is trained
 
@@ -176,10 +176,10 @@ class QuantizedModule(QuantizedEmbeddingBags):
 
 
 class QuantizedHandle(TableHandle):
-    """A quantised table: no parameters; its buffer and its state dict are the rows, `packed`.
+    """Handle of a quantised table: the buffer `packed`, its rows; it has no parameters.
 
-    It also loads the `weight` `[rows, dim]` of a dense table, and quantises it, and the `values`
-    and `scales` of a quantised table from before 0.1.0.
+    A state dict may instead have the `weight` `[rows, dim]` of a dense table, which is quantised,
+    or the `values` and `scales` of a quantised table from before 0.1.0.
     """
 
     module: QuantizedModule
@@ -231,7 +231,7 @@ class QuantizedHandle(TableHandle):
             views[name].copy_(entries[name])
 
     def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
-        """Yield what is wrong with the entries of the table."""
+        """Yield one message per invalid entry of the table in a state dict."""
         entries = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
         spec, float_scalar = self.module.tables[self.index], torch.empty(0)
         if set(entries) == {"weight"}:
@@ -249,7 +249,7 @@ class QuantizedHandle(TableHandle):
             yield from state_dicts.entry_problems(state_dict, entries)
 
     def _pack_former(self, entries: Mapping[str, Any]) -> Tensor:
-        """Return packed rows of entries from before 0.1.0."""
+        """Convert `values` and `scales` from before 0.1.0 to packed rows, uint8."""
         values, scales = (entries[name] for name in FORMER_ENTRIES)
         dim = self.module.tables[self.index].dim
         return pack_former_rows(values, scales, dim, self.module.bits)

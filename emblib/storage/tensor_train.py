@@ -1,10 +1,10 @@
 """Tensor-train storage: a row is a product of small cores.
 
-A row is a product of one slice of each core. The first factors of rows and columns, which are those
-of core 0, vary slowest: rows `[a * P, b * P)`, where P is the product of the other row factors, and
-columns `[c * Q, d * Q)` are a tensor train whose core 0 is the slice `[a:b, c * R_1 : d * R_1]` and
-whose other cores are those of the whole table. A slice of a table therefore has a slice of core 0,
-and a copy of every other core.
+A row is a product of one slice of each core. Core 0 has the first factors of rows and columns,
+which vary slowest. Let P and Q be the products of the other row and dim factors: rows `[a * P, b *
+P)` and columns `[c * Q, d * Q)` of a table are a tensor train whose core 0 is the slice `[a:b, c *
+R_1 : d * R_1]` of the table's core 0, and whose other cores are the table's. So a shard has a slice
+of core 0 and a copy of every other core, whose gradients are summed over the shards.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ class TensorTrain(Storage):
             them may be -1, which follows from the number of rows and the others.
         dim_factors: factors of the row length; () lets `emblib.tt.shapes` choose them.
         init: distribution of the initial values, as in `TTEmbeddingBag`.
-        ids: order of the ids in the train, see `TTSpec`. A table of permuted ids is not cut by
-            rows.
+        ids: order of the ids in the train, see `TTSpec`. A table with permuted ids is not sharded
+            by rows.
         seed: seed of the permutation.
-        cache: cache of the most used rows, which are stored as they are, see `TTCache`; its `rows`
-            and `spill_rows` are one number each. None stores no rows. Tables whose caches agree in
+        cache: cache that stores the most used rows as dense rows, see `TTCache`; its `rows` and
+            `spill_rows` are one number each. None: no cache. Tables whose caches agree in
             `eviction` and `every` share a module and the memory of their counts. Such a table is
             not sharded.
-        matmul: how exact products of cores are on a GPU, see `MatmulPrecision`.
+        matmul: precision of the products of cores on a GPU, see `MatmulPrecision`.
 
     Example:
         >>> storage = emblib.storage.TensorTrain((8, 8), cache=emblib.TTCache(100, every=1_000))
@@ -100,10 +100,10 @@ class TensorTrain(Storage):
 
     @classmethod
     def projected(cls, columns: int, init: str = "first_core") -> TensorTrain:
-        """Return the storage of `columns` values per row, and one matrix that makes rows of them.
+        """Return the storage of short rows `[columns]` that one learned matrix projects to `[dim]`.
 
-        The matrix `[columns, dim]` is of the table, and is learned like its rows (mixed
-        dimensions). It is a train of two cores: `cores.0` are the short rows, `cores.1` the matrix.
+        The table is a train of two cores (mixed dimensions): `cores.0` has the short rows,
+        `cores.1` the matrix `[columns, dim]`.
 
         Args:
             columns: number of stored columns per row, at most the dim.
@@ -119,7 +119,7 @@ class TensorTrain(Storage):
     # Configuration
 
     def check_table(self, table: TableDescription) -> None:
-        """Raise ValueError for initial values set elsewhere."""
+        """Raise ValueError for bounds or an `init_fn` of the table; `init` draws the cores."""
         if table.has_bounds or table.init_fn is not None:
             raise ValueError(
                 f"the initial values of the cores of {table.name!r} follow from "
@@ -135,8 +135,9 @@ class TensorTrain(Storage):
     def check_slice(self, table_slice: TableSlice) -> None:
         """Raise ValueError for a slice that cannot be a tensor train of its own.
 
-        Slices end between slices of core 0. Each has a copy of the other cores, which random
-        rounding, by the number of a row in its module, would make differ.
+        A slice must end between slices of core 0. Stochastic rounding is refused: its random
+        numbers depend on the row's index in the module, so the copies of the other cores would
+        differ.
         """
         if table_slice.is_whole:
             return
@@ -182,8 +183,8 @@ class TensorTrain(Storage):
     def cut_units(self, table: TableDescription) -> CutUnits:
         """Return the rows and columns of one slice of core 0.
 
-        All rows if ids are permuted; the whole table if it has a cache, or updates are rounded at
-        random.
+        The unit is all rows if ids are permuted, and the whole table if it has a cache or
+        stochastic rounding.
         """
         if self.cache is not None or self._is_rounded_at_random(table):
             return CutUnits(table.num_embeddings, table.embedding_dim)
@@ -194,9 +195,9 @@ class TensorTrain(Storage):
         return CutUnits(rows, math.prod(spec.dim_factors[1:]))
 
     def core_range(self, table_slice: TableSlice) -> tuple[Span, Span]:
-        """Return the ranges of the first row factor and of the first dim factor that a slice has.
+        """Return a slice's range of the first row factor and its range of the first dim factor.
 
-        The factors may make more rows than the table has; a slice at its end has those as well.
+        The product of the factors may exceed the table; a slice at its end includes the excess.
 
         Raises:
             ValueError: the slice does not end between slices of core 0.
@@ -224,7 +225,7 @@ class TensorTrain(Storage):
         return ranges[0], ranges[1]
 
     def cores_of(self, table_slice: TableSlice, cores: Sequence[Tensor]) -> list[Tensor]:
-        """Return what a slice has of the cores of the whole table: of core 0 a slice, all others.
+        """Return the cores of a slice: its part of core 0, and the other cores of the whole table.
 
         `cores` may also be optimizer states, laid out like the cores or one number per core row.
         """
@@ -240,9 +241,11 @@ class TensorTrain(Storage):
     def group_key(
         self, table_slice: TableSlice, number: int, optimizer: Optimizer, pooling: Pooling
     ) -> Hashable:
-        """Return a key that whole tables of one optimizer and dtype share.
+        """Return a key that is equal for whole tables with one optimizer, dtype and cache rule.
 
-        A slice is alone: it sums gradients of cores with slices that may be on the same rank.
+        A shard has a module of its own: it sums gradients of cores with other shards, which may be
+            on
+        the same rank.
         """
         if not table_slice.is_whole:
             return ("tensor_train", number)
@@ -260,10 +263,10 @@ class TensorTrain(Storage):
         seeds: Sequence[int],
         device: torch.device,
     ) -> TableModule:
-        """Return the module of the slices, which the features of `reads` read.
+        """Return the module of slices with equal group keys.
 
         Raises:
-            ValueError: an optimizer that rows of a cache cannot have.
+            ValueError: an optimizer that a cache does not support.
         """
         if self.cache is None:
             return TTModule(slices, reads, optimizer, pooling, seeds, device)
@@ -292,7 +295,7 @@ class TensorTrain(Storage):
         return [core_views(module, t) for t in range(len(module.tables))]
 
     def reset(self, module: Any, seeds: Sequence[int]) -> None:
-        """Draw the cores again; all rows leave the cache."""
+        """Draw the cores again, and empty the cache."""
         if not self.is_placeholder(module):
             module.redraw(seeds)
 
@@ -342,7 +345,7 @@ class TensorTrain(Storage):
         return {state.name: f"{state.name}.{number}" for state in optimizer.states}
 
     def metadata_entries(self, table: TableDescription) -> dict[str, Tensor]:
-        """Return the entry that tells which tensor train the cores are of."""
+        """Return the layout of the tensor train, see `emblib.tt.layout_entry`."""
         return {layout_entry.NAME: layout_entry.entry(table.spec())}
 
     def check_entries(self, table: TableDescription, entries: Mapping[str, Tensor]) -> None:
@@ -399,7 +402,7 @@ class TensorTrain(Storage):
 
 
 def _completed(factors: tuple[int, ...], size: int) -> tuple[int, ...]:
-    """Return the factors with that of -1 as the least with which they multiply to `size`."""
+    """Replace a factor of -1 by the smallest one for which the product is at least `size`."""
     if -1 not in factors:
         return factors
     given_product = math.prod(abs(factor) for factor in factors)
@@ -408,7 +411,7 @@ def _completed(factors: tuple[int, ...], size: int) -> tuple[int, ...]:
 
 
 def multiply_adds(spec: TTSpec) -> float:
-    """Return the multiply-adds of making one row from the left, core after core."""
+    """Return the multiply-adds to compute one row from left to right, core after core."""
     ranks, total, width = spec.full_ranks, 0, spec.dim_factors[0]
     for k in range(1, len(spec.dim_factors)):
         total += width * ranks[k] * spec.dim_factors[k] * ranks[k + 1]

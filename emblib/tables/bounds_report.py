@@ -1,4 +1,9 @@
-"""Report what a bounds check repaired: which index of which feature, on a GPU without a wait."""
+"""Report of a bounds check: which index of which feature was invalid.
+
+On the CPU `first_violation` names it at once. On a GPU the check only counts violations in device
+memory; `BoundsReport` copies the counts to pinned memory now and then, and warns when a copy has
+arrived, so the host never waits.
+"""
 
 import warnings
 from collections.abc import Iterator, Sequence
@@ -22,7 +27,7 @@ BOUNDS_MESSAGE = (
 
 
 class BatchCheck(NamedTuple):
-    """The check of a batch that an op makes on the way.
+    """A bounds check that another op makes before it reads the batch.
 
     Attributes:
         mode: a code of `codes.BOUNDS_CHECK`, None for no check.
@@ -37,8 +42,8 @@ class BatchCheck(NamedTuple):
 def padded_batches() -> Iterator[None]:
     """Look up batches whose ids before the first offset are padding, as a `CapturedStep` does.
 
-    Tables of rows know padding by its ids of -1. Dynamic tables, for which -1 is a key like any
-    other, need to be told.
+    Dense tables skip padding because its ids are -1. In dynamic tables -1 is a valid key, so they
+    ask `is_padded`.
     """
     token = _is_padded.set(True)
     try:
@@ -98,7 +103,7 @@ def feature_label(module: Any, feature: int) -> str:
 
 
 def _call_site(module: Any) -> str:
-    """Return a phrase that names the features of a module, of which a GPU counts violations."""
+    """Return a phrase that names the features whose violations a GPU counts together."""
     labels = getattr(module, "feature_labels", None)
     if labels is None:
         labels = [feature_label(module, f) for f in range(len(module.feature_tables))]
@@ -127,7 +132,7 @@ class BoundsReport:
         return BoundsReport, ()
 
     def add_check(self, module: Any, message: str) -> None:
-        """Note that a check has added to the module's `bounds_violations`, on its device.
+        """Note that a check may have added to the module's `bounds_violations` on the device.
 
         `message` is a format of the numbers of bad `indices` and `offsets`, and `where`.
         """

@@ -1,4 +1,4 @@
-"""Hyperparameters of tables under the names of `torch.optim`, and observers of their changes."""
+"""Change hyperparameters of tables by the names of `torch.optim`, and notify observers."""
 
 from collections.abc import Mapping
 from dataclasses import fields, replace
@@ -39,10 +39,10 @@ class HasHyperparams(Protocol):
 
 
 class Follower(Protocol):
-    """An object that shows the hyperparameters of modules, such as a group of an optimizer."""
+    """Observer that mirrors the hyperparameters of modules, such as a parameter group."""
 
     def follow(self, module: HasHyperparams, lr: float | None) -> None:
-        """Take over the numbers of `module.optimizer`, and the learning rate if it changed."""
+        """Copy the numbers of `module.optimizer`; `lr` is the new rate, None if unchanged."""
 
 
 _followers: WeakKeyDictionary[HasHyperparams, WeakSet[Any]] = WeakKeyDictionary()
@@ -102,7 +102,7 @@ def set_fields(module: HasHyperparams, changes: Mapping[str, Any]) -> None:
 
 
 def adopt(module: HasHyperparams, values: Tensor) -> None:
-    """Make the optimizer of a module, and all followers, show saved `hyperparams`.
+    """Set the optimizer of a module and its followers to saved `hyperparams`.
 
     Raises:
         ValueError: numbers that the optimizer cannot have; nothing is changed.
@@ -133,14 +133,14 @@ _FIELDS = frozenset(field.name for cls in FUSED.values() for field in fields(cls
 
 
 class GroupChanges(NamedTuple):
-    """Changes of a parameter group: fields of the optimizer, and entries as the group has them."""
+    """Changes of a parameter group: fields of the optimizer, and the group's entries."""
 
     fields: dict[str, Any]
     entries: dict[str, Any]
 
 
 def numbers_of(optimizer: Optimizer) -> dict[str, Any]:
-    """Return the numbers of an optimizer by the names of `torch.optim`, without the rate."""
+    """Return an optimizer's numbers by `torch.optim`'s names, without the learning rate."""
     numbers = {}
     for field in fields(optimizer):
         value = getattr(optimizer, field.name)
@@ -190,14 +190,14 @@ def _has_meaning(name: str) -> bool:
 
 
 def _is_neutral(name: str, value: Any) -> bool:
-    """Return whether an entry asks for nothing."""
+    """Return whether an entry has the value that requests no effect, e.g. False or 0."""
     return value is None or value == _NEUTRAL.get(name, 0.0)
 
 
 def _decay(optimizer: Optimizer, values: Mapping[str, Any]) -> Any:
-    """Return the weight decay that a group asks for: a rate of the kind that the optimizer has.
+    """Return the weight decay of a group's rate, of the kind that the optimizer has.
 
-    An optimizer without one gets the kind that its namesake of `torch.optim` has.
+    An optimizer without weight decay gets the kind that its namesake in `torch.optim` has.
     """
     current_decay = optimizer.weight_decay
     decay = values.get("weight_decay", 0.0 if current_decay is None else current_decay.rate)
@@ -218,7 +218,7 @@ def _decay(optimizer: Optimizer, values: Mapping[str, Any]) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Return numbers of torch and numpy as those of Python, and sequences of them as tuples."""
+    """Convert numbers of torch and numpy to Python's, and sequences of them to tuples."""
     if hasattr(value, "item"):
         return value.item()
     return tuple(map(_plain, value)) if isinstance(value, list | tuple) else value

@@ -1,6 +1,6 @@
 """The memory of a module's tables, tier by tier.
 
-The device tier is a parameter and buffers of the module, so that it moves with the module. The host
+The device tier is a parameter and buffers of the module, so it moves with the module. The host
 tier stays in host memory wherever the module moves. With the module on a GPU that memory is pinned,
 and its tensors are on the GPU (`mapped_memory`). The disk tier is files. `lay_out` is the pure
 part: tiers, offsets and linear row ids; csrc/core/layout.h is its counterpart.
@@ -83,7 +83,7 @@ class TableLayout:
         return self.total_rows - self.first_cached_row
 
     def by_row(self) -> list[tuple[int, ...]]:
-        """Return the tables in `features` format by ascending linear row."""
+        """Return the tables as rows of `features`, by ascending linear row."""
         return [p.feature(0) for p in sorted(self.offsets, key=lambda p: (p.row_base, p.rows))]
 
 
@@ -280,7 +280,7 @@ class Memory:
         return self._disk
 
     def take_opened(self) -> list[float] | None:
-        """Return the optimizer's numbers of an opened, non-empty store; once."""
+        """Return the optimizer's numbers of an existing store at the first call, else None."""
         opened, self._opened = self._opened, None
         return opened
 
@@ -349,8 +349,8 @@ def reserve(
 ) -> Tensor:
     """Reserve zeros for `numel` elements; large tensors on the CPU take no memory yet.
 
-    If at least half of it is used from the start, all of it is requested in huge pages: the tables
-    that lie in it one after the other may each be smaller than such a page.
+    If at least half is used from the start (`used_share`), huge pages are requested for all of it:
+    the tables in it may each be smaller than a huge page.
     """
     nbytes = numel * dtype.itemsize
     if device.type != "cpu" or nbytes < _HUGE_PAGE:
@@ -375,7 +375,8 @@ def reserve(
 def use(tensor: Tensor, first_element: int, used_before: int, used_now: int) -> None:
     """Request huge pages for the part of a reserved tensor that came into use.
 
-    Elements [first, first + now) are in use now, [first, first + before) were before. Huge pages
+    Elements `[first_element, first_element + used_now)` are in use now, the first `used_before` of
+    them were before. Huge pages
     are requested once at least one is filled: a small table stays small, whatever it may grow to.
     """
     if tensor.device.type != "cpu" or used_now <= used_before:

@@ -1,8 +1,8 @@
 """Checksums of the pages of a store's files at the last commit.
 
-`<file>.crc` holds a CRC-32 for every 4096 bytes of `<file>`. A commit replaces those of the pages
-that changed; their old ones go to the journal first, like rows. The manifest of the store holds the
-format and, for each file, the checksum of its checksums. So after a recovery every page can be
+`<file>.crc` holds a CRC-32 for every 4096 bytes of `<file>`. A commit replaces the checksums
+of changed pages; the old ones go to the journal first, like rows. The manifest of the store holds
+the format and, for each file, the checksum of its checksums. So after a recovery every page can be
 proved to be as the last commit left it.
 """
 
@@ -84,11 +84,11 @@ class PageSums:
     """Checksums of one file: verified before the first use of a page, renewed by commits.
 
     Args:
-        path: the file whose pages are meant.
-        describe: says which rows lie in bytes `[begin, end)`, for errors.
+        path: path of the file with the pages.
+        describe: function that names the rows in bytes `[begin, end)`, for errors.
 
     Attributes:
-        length: bytes of the file that the last commit covered; nothing is known of the rest.
+        length: bytes of the file that the last commit covered; the rest has no checksums.
         sums: uint8 `[pages, 4]`, the mapped checksums.
         all_known: whether no page needs to be verified any more.
     """
@@ -103,7 +103,7 @@ class PageSums:
         self.all_known = self._all_changed = False
 
     def resize(self, data: mmap.mmap | None, sums: mmap.mmap | None) -> None:
-        """Follow the file and its checksums, which are mapped again."""
+        """Use new mappings of the file and of its checksums, after a change of their size."""
         self._data = memoryview(b"" if data is None else data)
         self._sum_bytes = memoryview(b"" if sums is None else sums)
         if sums is not None:
@@ -115,7 +115,7 @@ class PageSums:
 
     @property
     def pages(self) -> int:
-        """Pages that the last commit covered."""
+        """Return the number of pages that the last commit covered."""
         return num_pages(self.length)
 
     def check(self, pages: Tensor) -> None:
@@ -170,7 +170,7 @@ class PageSums:
         self.all_known = self._all_changed = True
 
     def change(self, pages: Tensor) -> None:
-        """Note pages that are about to be written; what else is on them is verified first."""
+        """Note pages that are about to be written; verify their current content first."""
         self.check(pages)
         self._has_sum[pages] = 1
         self._changed[pages] = 1
@@ -185,8 +185,8 @@ class PageSums:
 
         Args:
             length: bytes of the file that the checksums are to cover.
-            skip_holes: take holes of the file for zeros without reading them; the file must have
-                been synced.
+            skip_holes: whether holes of the file count as zeros without being read; the file must
+                have been synced.
         """
         count = num_pages(length)
         for start in range(0, count, _CHUNK):
@@ -201,11 +201,11 @@ class PageSums:
                 yield pages[differing], sums[differing]
 
     def unjournaled(self, pages: Tensor) -> Tensor:
-        """Return those whose checksums of the last commit are not in the journal yet."""
+        """Return those of `pages` whose committed checksums are not in the journal yet."""
         return pages[(pages < self.pages) & (self._journaled[pages] == 0)]
 
     def note_journaled(self, pages: Tensor) -> None:
-        """Note that checksums are in the journal."""
+        """Note that the committed checksums of `pages` are in the journal."""
         self._journaled[pages] = 1
 
     def root(self, length: int) -> int:
@@ -213,7 +213,7 @@ class PageSums:
         return zlib.crc32(self._sum_bytes[: num_pages(length) * WIDTH])
 
     def after_commit(self, length: int) -> None:
-        """Note that the checksums are those of the last commit."""
+        """Note that a commit has written the current checksums, for `length` bytes."""
         self.length = length
         self.all_known |= self._all_changed
         self._all_changed = False

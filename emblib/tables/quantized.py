@@ -1,4 +1,8 @@
-"""Quantised tables: T read-only tables of 8 or 4 bits per value, looked up in one kernel."""
+"""Quantised tables: T read-only tables of 8 or 4 bits per value, looked up in one kernel.
+
+All rows are in one uint8 buffer `packed`, table after table. A row is a scale and an offset
+(float16), then its numbers of `bits` bits; kernels dequantise rows as they pool them.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
@@ -35,7 +39,7 @@ class _TableLocation(NamedTuple):
     row_bytes: int
 
     def view(self, packed: Tensor) -> Tensor:
-        """View the table's rows `[rows, row_bytes]` in those of the module."""
+        """Return the view `[rows, row_bytes]` of this table in the module's `packed`."""
         size = self.rows * self.row_bytes
         return packed[self.begin : self.begin + size].view(self.rows, self.row_bytes)
 
@@ -384,18 +388,18 @@ class QuantizedEmbeddingBags(nn.Module):
         if state_dicts.refuses(self, packed_state, prefix, errors):
             return
         sources = state_dicts.sources(targets, packed_state, prefix, missing_names, unexpected)
-        for key, value in state_dicts.own(sources, targets).items():
+        for key, value in state_dicts.without_shared_memory(sources, targets).items():
             targets[key].copy_(value)
 
     def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
-        """Yield what is wrong with the entries of the module."""
+        """Yield one message per invalid entry of the module in a state dict."""
         targets = {prefix + key: view for key, view in self._targets().items()}
         return state_dicts.entry_problems(state_dict, targets)
 
     def _with_packed_rows(
         self, state_dict: dict[str, Any], prefix: str, errors: list[str]
     ) -> dict[str, Any]:
-        """Return the state dict, with packed rows where it has them from before 0.1.0."""
+        """Return the state dict with packed rows in place of entries from before 0.1.0."""
         entries = dict(state_dict)
         for name, location in zip(self.table_names, self._locations, strict=True):
             former = [f"{prefix}{name}.{entry}" for entry in FORMER_ENTRIES]
@@ -446,7 +450,7 @@ def _check_range(weights: Tensor) -> None:
 def pack_former_rows(values: Tensor, scales: Tensor, dim: int, bits: int) -> Tensor:
     """Pack the rows of a state dict from before 0.1.0, which had the scales in another tensor.
 
-    They are quantised again, so the error of a value is a whole scale at most.
+    The values are quantised again, so their error is at most one scale.
 
     Args:
         values: the numbers, uint8 `[rows, bytes]`.

@@ -1,4 +1,8 @@
-"""The cached rows of a module in fast memory, with their optimizer states and the counters.
+"""The row cache of a module: cached rows in fast memory, their optimizer states, and counters.
+
+The cache is 32-way set-associative: a row hashes to a set, and lies in one of its 32 ways. A batch
+enters (`enter`), its rows are planned and fetched (`fetch`), looked up and updated by slot, and it
+leaves (`leave`); in between its rows are not evicted.
 
 `emblib.ops.cache` defines the ops on these tensors. The batches in flight are in
 `emblib.tables.cache`.
@@ -213,7 +217,7 @@ class RowCache(nn.Module):
         precision: Precision,
         device: torch.device | str | None = None,
     ) -> "RowCache":
-        """Make a cache by `options`; `names` are those of the tables, in the given order."""
+        """Make a cache with the user's options; `names` are the tables' names, in order."""
         device = torch.empty(0, device=device).device
         order = sorted(
             range(len(tables.offsets)),
@@ -256,7 +260,7 @@ class RowCache(nn.Module):
         return self._now
 
     def return_ticket(self) -> None:
-        """Take back the newest number, of a batch that was not fetched."""
+        """Take back the newest number: its batch was not fetched."""
         self.leave(self._now)
         self._now -= 1
 
@@ -363,7 +367,7 @@ class RowCache(nn.Module):
         return [next(plan)[0] for plan in plans]
 
     def fetch_later(self, tiers: Tiers, fetches: LaterFetches) -> partial[Any]:
-        """Return the call that fetches the rows which `fetch` left out."""
+        """Return the call that fetches the rows which `fetch` deferred."""
         return partial(
             native(cache_ops.move_),
             tiers.weights,

@@ -1,8 +1,8 @@
 """Checks of state dicts before the first write: a table module loads all of its state, or nothing.
 
-torch loads module by module, so that an entry which does not fit is found when others are written
-already. Here the module that torch reaches first checks the entries of all modules below it. Each
-module with entries of its own says what is wrong with them (`ChecksState`).
+torch loads module by module, so it would find an invalid entry after it has written others. Here
+the module that torch reaches first checks the entries of all its descendants, through
+`ChecksState.state_problems` of each module, and refuses the whole load if there is a problem.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class ChecksState(Protocol):
     """A module that checks its own entries of a state dict, those of its children excluded."""
 
     def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterable[str]:
-        """Yield what is wrong with the entries, each with its key; missing ones are not wrong."""
+        """Yield one message per invalid entry, with its key; missing entries are valid."""
 
 
 def refuses(
@@ -33,12 +33,12 @@ def refuses(
     errors: list[str],
     problems_found: Iterable[str] = (),
 ) -> bool:
-    """Return whether a module must load nothing; for the start of `_load_from_state_dict`.
+    """Return whether a module must load nothing; called first in `_load_from_state_dict`.
 
-    If an entry of the module or of one below it is wrong, `errors` says why, and the entries are
-    taken out of `state_dict`, from which torch loads the modules below.
+    If an entry of the module or of a descendant is invalid, append messages to `errors`, and remove
+    all entries from `state_dict`, from which torch loads the descendants next.
 
-    `problems_found` are problems that the module found itself; no others are looked for then.
+    `problems_found` are problems that the module itself has found; then no others are searched.
     """
     if state_dict.pop(prefix + _REFUSED, None):
         return True
@@ -58,7 +58,7 @@ def refuses(
 
 
 def entry_problems(state_dict: Mapping[str, Any], targets: Mapping[str, Tensor]) -> Iterator[str]:
-    """Yield what is wrong with the entries that are copied into `targets`, by their keys."""
+    """Yield one message per entry that cannot be copied to `targets` of the same key."""
     for key, expected in targets.items():
         if key in state_dict:
             is_hyper = key.rpartition(".")[2] == "hyper"
@@ -72,8 +72,8 @@ def tensor_problem(
 ) -> str:
     """Return why a value cannot be copied to a tensor of the dtype of `expected`; "" if it can.
 
-    Integers must stay what they are; floats are rounded, as torch does it. `shape` is what it must
-    have: None is any size, and for the whole any shape.
+    Integers must not change value; floats are rounded, as torch does. `shape` is the required
+    shape, in which None is any size; a `shape` of None allows any.
     """
     if not isinstance(value, Tensor):
         return f"must be a tensor, got {type(value).__name__}"
@@ -129,7 +129,7 @@ def hyper_problem(value: Any, expected: Tensor) -> str:
 
 
 def count_problems(state_dict: Mapping[str, Any], targets: Mapping[str, Tensor]) -> Iterator[str]:
-    """Yield what is wrong with entries of counts: as `entry_problems`, and none is negative."""
+    """Yield one message per invalid entry of counts, which must not be negative."""
     entry_errors = dict.fromkeys(entry_problems(state_dict, targets))
     yield from entry_errors
     for key in targets:
@@ -144,7 +144,7 @@ def count_problems(state_dict: Mapping[str, Any], targets: Mapping[str, Tensor])
 
 
 def number_problems(state_dict: Mapping[str, Any], key: str, below: int) -> Iterator[str]:
-    """Yield what is wrong with an entry of one integer in `[0, below)`."""
+    """Yield a message if the entry `key` is not one integer in `[0, below)`."""
     if key in state_dict:
         value = state_dict[key]
         problem = tensor_problem(value, torch.empty(0, dtype=torch.int64))
@@ -168,7 +168,7 @@ def key_problem(keys: Any, limit: int, size: int | None = None) -> str:
 
 
 def problems(module: nn.Module, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
-    """Yield what is wrong with the entries of a module and of all modules below it."""
+    """Yield one message per invalid entry of a module and its descendants."""
     for path, submodule in _modules_with_problems(module, prefix):
         if isinstance(submodule, ChecksState):
             yield from submodule.state_problems(state_dict, path)
@@ -226,8 +226,10 @@ def sources(
     return sources_by_name
 
 
-def own(tensors: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors, copied where they share memory with their targets."""
+def without_shared_memory(
+    tensors: Mapping[str, Tensor], targets: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return the tensors; those that share memory with their target are copied."""
     return {
         key: tensor.clone() if tensor.data_ptr() == targets[key].data_ptr() else tensor
         for key, tensor in tensors.items()

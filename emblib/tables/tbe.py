@@ -90,11 +90,11 @@ class TableBatchedEmbeddingBags(FusedTables):
     """Number of distinct rows of the next batch, if the caller knows it: the sparse gradients of
     `External` then need no read from the device. A wrong number raises ValueError on the CPU."""
     row_cache: RowCache | None
-    state_prev_iter: Tensor  # of GlobalDecay
+    state_prev_iter: Tensor  # last step that updated each row, for GlobalDecay
     _memory: Memory
     _prefetcher: Prefetcher | None
     _reporting: Reporting | None
-    _forwards: int  # steps begun so far by training forwards, for optimizers that count them
+    _forwards: int  # steps that training forwards have begun, for optimizers with periodic updates
     _calls: ShortCalls | None = None
     _applied_steps: int  # the value of `_forwards` at the last deferred step
 
@@ -234,7 +234,7 @@ class TableBatchedEmbeddingBags(FusedTables):
         return out
 
     def _prepare_calls(self) -> ShortCalls:
-        """Prepare calls of the module in its present state."""
+        """Make the shared arguments of calls from the module's current tensors and options."""
         if autograd.updates_in_backward(self.optimizer):
             self._check_weights()
         cache = self._prefetcher
@@ -243,7 +243,7 @@ class TableBatchedEmbeddingBags(FusedTables):
         return calls
 
     def _current_calls(self) -> ShortCalls:
-        """Return the prepared calls of the module as it is now."""
+        """Return the prepared calls, remade if the module has changed."""
         calls = self._calls
         return calls if calls is not None and calls.are_of(self) else self._prepare_calls()
 
@@ -292,7 +292,7 @@ class TableBatchedEmbeddingBags(FusedTables):
         *,
         is_prefetch: bool = False,
     ) -> autograd.Lookup:
-        """Return the batch as the kernels take it: repaired offsets and bag layout."""
+        """Check a batch and return it as ops take it, with repaired offsets and bag layout."""
         if not self.include_last_offset:
             offsets = base.append_last_offset(indices, offsets)
         source = self if reading is None else reading
@@ -321,12 +321,12 @@ class TableBatchedEmbeddingBags(FusedTables):
         batch_sizes: Sequence[Sequence[int]] | None,
         sample_weights: Tensor | None,
     ) -> Tensor:
-        """Look up a batch in the only table, with other features and pooling, see `joint_step`."""
+        """Look up a batch in the only table with a reading's features and pooling."""
         return self._look_up(batch_id, batch_sizes, sample_weights, reading)
 
     @atomic
     def apply_joint(self, contributions: Sequence[autograd.Contribution]) -> None:
-        """Make one step with the sum of the gradients of several readings of the only table."""
+        """Apply one optimizer step with the summed gradients of several readings of the table."""
         table, tiers = self._memory.layout.offsets[0].feature(0), self._tiers()
         apply = joint_step.apply_contributions
         overflow = apply(tiers, self.optimizer, contributions, table, self._locate)
@@ -407,11 +407,11 @@ class TableBatchedEmbeddingBags(FusedTables):
     def _gradient_parameters(
         self,
     ) -> tuple[Sequence[Tensor], Sequence[autograd.WeightOffset] | None]:
-        """Return the parameters that backward leaves gradients on, and where they lie."""
+        """Return the parameters that backward leaves gradients on, and their offsets in memory."""
         return [self.weights], None
 
     def _trained_features(self) -> Tensor:
-        """Return `features` without rows for frozen tables: their lookups are not grouped."""
+        """Return `features` without the rows of frozen tables: their lookups are not grouped."""
         trained = [t not in self._untrained for t in self.feature_tables]
         features = self.features.clone()
         features[:, FeatureColumn.ROWS] *= torch.tensor(trained, device=features.device)
@@ -513,7 +513,7 @@ class TableBatchedEmbeddingBags(FusedTables):
             prefetcher.prefetch(batch, self._tiers(), batch_id, self._no_check())
 
     def _no_check(self) -> BatchCheck:
-        """Return no check, for a batch that `_batch` has checked."""
+        """Return the check that does nothing, for a batch that `_batch` has checked."""
         return BatchCheck(None, self.bounds_violations)
 
     def flush(self) -> None:
@@ -609,7 +609,7 @@ class TableBatchedEmbeddingBags(FusedTables):
         reporting.step += 1
 
     def _tiers(self) -> autograd.Tiers:
-        """Return all memory of the module as the ops take it."""
+        """Return weights, optimizer states and hyperparameters, in the form that ops take."""
         weights, states = self._memory.all_tiers(self._device_weights(), self._states())
         if self.row_cache is not None:
             weights.append(self.row_cache.weights)
@@ -629,7 +629,7 @@ class TableBatchedEmbeddingBags(FusedTables):
 
     @contextlib.contextmanager
     def overwriting(self) -> Iterator[None]:
-        """Overwrite tables inside, bypassing the cache, which is emptied."""
+        """Empty the cache, and allow writes to tables inside this context."""
         with self._lock, self._memory.writing_everything(self.hyperparams):
             # Not before the disk tier is ready: a full disk must not drop cached updates.
             if self._prefetcher is not None:
@@ -670,7 +670,7 @@ class TableBatchedEmbeddingBags(FusedTables):
             self._memory.verify()
         if self._prefetcher is not None and len(sources) < len(targets):
             # Entries missing from the checkpoint keep their values, those in the cache included.
-            sources = state_dicts.own(sources, targets)
+            sources = state_dicts.without_shared_memory(sources, targets)
             self.flush()
         if "hyper" in sources:
             hyperparameters.adopt(self, sources["hyper"])

@@ -1,4 +1,10 @@
-"""Tables stored as tensor-train cores, with the optimizer fused into the backward pass."""
+"""Tables stored as tensor-train cores, with the optimizer fused into backward.
+
+A forward maps ids to keys (digits of the cores), groups the batch, computes each distinct row once
+as left half times right half, and pools. Backward forms the gradient of each distinct row, of the
+halves, then of the cores, and updates every core row that contributed. The ops are in
+`emblib.ops.tt`.
+"""
 
 from __future__ import annotations
 
@@ -40,12 +46,12 @@ from emblib.tt.shapes import check_ranks
 from emblib.tt.work import TTWork
 
 _LOG = logging.getLogger(__name__)
-_DENSE_CHUNK = 1 << 16  # rows made at a time by to_dense
-_ASSIGN = "assign_to_params_buffers"  # of a module's metadata, by load_state_dict(assign=True)
+_DENSE_CHUNK = 1 << 16  # rows that to_dense computes at a time
+_ASSIGN = "assign_to_params_buffers"  # metadata key that load_state_dict(assign=True) sets
 
 
 class Cores(nn.ParameterList):
-    """The cores; loading a state dict copies into these parameters and never replaces them."""
+    """The cores as a `ParameterList`; loading copies into these parameters, never replaces them."""
 
     def as_list(self) -> list[nn.Parameter]:
         """Return the cores; iterating over a `ParameterList` is slow."""
@@ -61,12 +67,12 @@ class Cores(nn.ParameterList):
             super()._load_from_state_dict(state_dict, prefix, _copying(local_metadata), *arguments)
 
     def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
-        """Yield what is wrong with the entries of the cores."""
+        """Yield one message per invalid entry of the cores in a state dict."""
         return state_dicts.entry_problems(state_dict, state_dicts.own_tensors(self, prefix))
 
 
 def _copying(metadata: dict[str, Any]) -> dict[str, Any]:
-    """Return the metadata of a load that copies values, whatever `assign` says."""
+    """Return the metadata of a load without `assign`: values are copied."""
     return {key: value for key, value in metadata.items() if key != _ASSIGN}
 
 
@@ -197,23 +203,23 @@ class TableBatchedTTEmbeddingBags(FusedTables):
         ]
 
     def _key_feature(self, table: int, column: int) -> FeatureRow:
-        """Return the row of `features` of the keys of a table."""
+        """Return a table's row of `features` for ops that take keys."""
         spec = self.tables[table]
         first_key = self.core_layout.tables[table][TTTableColumn.FIRST_KEY]
         rows = math.prod(spec.row_factors)
         return FeatureRow(row_base=first_key, rows=rows, dim=spec.dim, column=column)
 
     def _id_feature(self, table: int, column: int) -> FeatureRow:
-        """Return the row of `features` of the indices of a table, for the bounds check."""
+        """Return a table's row of `features` for the bounds check, which takes ids."""
         spec = self.tables[table]
         return FeatureRow(rows=spec.rows, dim=spec.dim, column=column)
 
     def _row_feature(self, table: int, column: int) -> FeatureRow:
-        """Return the row of `features` of the rows that a GPU makes of a table."""
+        """Return a table's row of `features` for the computed rows that a GPU pools."""
         return tt.row_feature(self.core_layout, self.tables[table].dim, column)
 
     def _ids(self) -> dict[str, Tensor]:
-        """Return how row ids become keys, by table and by feature."""
+        """Return the buffers `table_ids` and `feature_table_ids`, which map row ids to keys."""
         ids = torch.tensor(self.core_layout.tables, dtype=torch.int64, device="cpu")
         by_feature = ids[torch.tensor(self.feature_tables, dtype=torch.int64, device="cpu")]
         return {"table_ids": ids, "feature_table_ids": by_feature}
@@ -238,9 +244,9 @@ class TableBatchedTTEmbeddingBags(FusedTables):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *arguments: Any
     ) -> None:
-        """Load the states; the cores, which are loaded next, are loaded only if they fit.
+        """Load the optimizer states; torch then loads the cores, which are checked here as well.
 
-        Values are copied, with `assign=True` too: a module on `meta` moves to their device.
+        Values are copied, also with `assign=True`: a module on `meta` moves to their device.
         """
         metadata, *other_arguments = arguments
         missing_names: list[str] = arguments[2]
@@ -260,7 +266,7 @@ class TableBatchedTTEmbeddingBags(FusedTables):
             )  # the shapes of the cores identify the layout
 
     def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
-        """Yield what is wrong with the entries of the module."""
+        """Yield one message per invalid entry of the module in a state dict."""
         problem = layout_entry.problem(state_dict, prefix, self.tables, self.cores)
         if problem:
             yield problem
@@ -268,7 +274,7 @@ class TableBatchedTTEmbeddingBags(FusedTables):
             yield from super().state_problems(state_dict, prefix)
 
     def set_trained(self, parameter: nn.Parameter, *, trained: bool) -> None:
-        """Train the cores of a table from the next forward on, or freeze them: all, or none."""
+        """Train a core from the next forward on, or freeze it; a table's cores must agree."""
         numbers = self._numbers_of(parameter)
         self.frozen_cores = self.frozen_cores - numbers if trained else self.frozen_cores | numbers
         self._untrained = frozenset(
@@ -277,11 +283,11 @@ class TableBatchedTTEmbeddingBags(FusedTables):
         self._frozen = len(self._untrained) == len(self.tables)
 
     def _numbers_of(self, parameter: nn.Parameter) -> frozenset[int]:
-        """Return the numbers of the cores that a parameter has."""
+        """Return the indices in `cores` of a parameter: one core, or none."""
         return frozenset(k for k, core in enumerate(self.cores) if core is parameter)
 
     def core_numbers(self, table: int) -> range:
-        """Return the numbers of the cores of a table."""
+        """Return the indices in `cores` of a table."""
         return range(len(self.cores))[self.core_layout.cores_of(table)]
 
     def _check_frozen(self) -> None:
@@ -374,7 +380,7 @@ class TableBatchedTTEmbeddingBags(FusedTables):
         )
 
     def _prepare_calls(self, cores: list[Any]) -> ShortTrainCalls:
-        """Prepare calls of the module as it is now."""
+        """Make the shared arguments of calls from the module's current tensors and options."""
         if autograd.updates_in_backward(self.optimizer) and torch.is_grad_enabled():
             self._check_in_place(cores)
         self._calls = ShortTrainCalls(self, cores)
@@ -396,7 +402,7 @@ class TableBatchedTTEmbeddingBags(FusedTables):
     def _batch(
         self, indices: Tensor, offsets: Tensor, batch_sizes: Sequence[Sequence[int]] | None
     ) -> tt.TTLookup:
-        """Return the batch as the ops take it: repaired offsets and bag layout."""
+        """Check a batch and return it as ops take it, with repaired offsets and bag layout."""
         bag_layout, output_dim = self.layout_of_bags(offsets, batch_sizes, indices.device)
         return tt.TTLookup(
             self.core_layout,
@@ -510,7 +516,7 @@ class TableBatchedTTEmbeddingBags(FusedTables):
 
     @property
     def compression(self) -> float:
-        """Return the number of values of the dense tables over those of the cores."""
+        """Return (values of the dense tables) / (values of the cores)."""
         dense = sum(spec.rows * spec.dim for spec in self.tables)
         return dense / sum(core.numel() for core in self.cores)
 
@@ -680,7 +686,7 @@ class TTEmbeddingBag(TableBatchedTTEmbeddingBags):
 
 
 def join_blocks(blocks: Iterable[Tensor], rows: int, dim: int, device: torch.device) -> Tensor:
-    """Return blocks of rows as one float32 matrix `[rows, dim]`, and no more than one block."""
+    """Copy blocks of rows into one float32 matrix `[rows, dim]`; one block at a time in memory."""
     dense, first_row = torch.empty(rows, dim, device=device), 0
     for block in blocks:
         dense[first_row : first_row + len(block)] = block

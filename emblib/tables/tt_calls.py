@@ -1,9 +1,9 @@
 """Calls of tensor-train tables as one op per pass, with arguments that are prepared once.
 
-Forward is one op, which checks the batch and looks it up, and backward one, which counts the step
-and updates the cores. What a step needs of its lookup (grouping, plan, values of halves) goes from
-one to the other as tensors that nothing else reads. `emblib.ops.tt` serves every call that needs
-more: the bits are the same.
+Forward is one op, which checks the batch and looks it up; backward is one op, which counts the step
+and updates the cores. Forward returns the grouping, the plan and the values of left halves as
+tensors, and autograd saves them for backward. `emblib.ops.tt` serves all other calls, with the same
+bits.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _IGNORE = codes.BOUNDS_CHECK["ignore"]
 
 
 class TrainBatch(NamedTuple):
-    """The batch of a call: ids, offsets and sample weights, and where unequal bags go."""
+    """A batch: ids `[L]`, offsets, sample weights `[L]`, and `bag_layout` if batch sizes differ."""
 
     indices: Tensor
     offsets: Tensor
@@ -46,9 +46,9 @@ class TrainBatch(NamedTuple):
 
 
 class ShortTrainCalls:
-    """The arguments that the calls of a module share, as long as its tensors and options stay.
+    """Arguments that all calls of a module share, until its tensors or options change.
 
-    `suit` says whether backward updates the cores, and nothing else happens. A copy or pickle of
+    `suit` is whether calls need nothing but updates of the cores in backward. A copy or pickle of
     this object is None: the copy of a module makes its own.
     """
 
@@ -84,7 +84,7 @@ class ShortTrainCalls:
         return type(None), ()
 
     def are_of(self, module: TableBatchedTTEmbeddingBags, cores: list[Any]) -> bool:
-        """Return whether the tensors and options of a module are those of its last call."""
+        """Return whether a module still has the tensors and options of its last call."""
         buffers = module._buffers
         return (
             self._optimizer is module.optimizer
@@ -103,11 +103,10 @@ class ShortTrainCalls:
         offsets: Tensor,
         sample_weights: Tensor | None,
     ) -> bool:
-        """Return whether a call with these arguments alone can take this path.
+        """Return whether a call with these arguments can take this path.
 
-        It cannot where a mode or transform of torch is to see every op, where a gradient of the
-        sample weights is wanted, where tables are frozen or share cores, and for batches that the
-        CPU looks up in chunks.
+        False if a mode or transform of torch must see every op, sample weights need a gradient,
+        tables are frozen or share cores, or the CPU looks the batch up in chunks.
         """
         return (
             self.suit
@@ -145,7 +144,7 @@ class ShortTrainCalls:
     def look_up(
         self, module: TableBatchedTTEmbeddingBags, batch: TrainBatch, num_saved: int
     ) -> list[Tensor]:
-        """Return the output, what backward needs if `num_saved` >= 0, and last valid offsets."""
+        """Return [output, tensors for backward if `num_saved` >= 0 ..., repaired offsets]."""
         mode = self._mode
         warns = self._is_cuda and self._bounds_check is BoundsCheck.WARNING
         if warns and is_repeated():
@@ -190,11 +189,11 @@ class ShortTrainCalls:
         return results
 
     def saved_of(self, indices: Tensor) -> int:
-        """Return how many left-half values a lookup keeps for backward."""
+        """Return how many values of left halves a lookup saves for backward."""
         return min(indices.numel(), self._max_saved)
 
     def versions(self) -> tuple[int, ...]:
-        """Return what tells whether the cores have changed."""
+        """Return the versions of the cores, which differ after any change."""
         return tuple(map(_versions_of, self._cores))
 
     def update(
@@ -206,9 +205,9 @@ class ShortTrainCalls:
         *,
         is_stale: bool,
     ) -> None:
-        """Make one step with the gradient of an output; none if `is_finite` is false.
+        """Apply one optimizer step with the gradient of an output; none if `is_finite` is false.
 
-        `is_stale` says that the cores have changed since the lookup.
+        `is_stale`: the cores have changed since the lookup, so saved values are computed again.
         """
         torch.autograd.graph.increment_version(self._cores)  # first, lest an interrupt omit it
         _backward_(

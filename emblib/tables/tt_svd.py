@@ -1,12 +1,13 @@
 """Make tensor-train cores from a dense table: TT-SVD, and a fit weighted by access counts.
 
-The table is cut at each rank in turn: the matrix of what is left of the cut by what is right of it
-is replaced by its best approximation of that rank (Oseledets, 2011). The squared errors of the cuts
-add up, so the result is within `sqrt(cores - 1)` of the best tensor train of these ranks.
+The table is cut at each rank in turn: a matrix with the digits left of the cut as rows and those
+right of it as columns is replaced by its best approximation of that rank (Oseledets, 2011). The
+squared errors of the cuts add up, so the result is within `sqrt(cores - 1)` of the best tensor
+train of these ranks.
 
-Singular vectors are eigenvectors of the Gram matrix of the shorter side. The first cut, the only
-one of the size of the table, reads it in chunks; what is left after it is smaller by
-`rank / (p[0] * q[0])`. So there is never a second copy of the table.
+Singular vectors are eigenvectors of the Gram matrix of the shorter side. Only the
+first cut has the size of the table, which it reads in chunks; the remainder is smaller by a factor
+of `rank / (p[0] * q[0])`. So there is never a second copy of the table.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from emblib.tt import shapes
 _LOG = logging.getLogger(__name__)
 _CHUNK_BYTES = 64 << 20
 _FIT_SWEEPS = 3
-_RIDGE = 1e-6  # of the mean squared regressor, where few counted rows determine a slice
+_RIDGE = 1e-6  # times the mean squared regressor: few counted rows may determine a slice
 
 
 class Decomposition(NamedTuple):
@@ -148,7 +149,7 @@ def _check(
 
 
 class _Cuts:
-    """TT-SVD of one table. `limits` are the largest ranks; `error` may ask for smaller ones."""
+    """TT-SVD of one table: `limits` bound the ranks, `error` (relative) may choose smaller ones."""
 
     def __init__(
         self, weight: Tensor, spec: TTSpec, limits: Sequence[int], error: float | None
@@ -161,7 +162,7 @@ class _Cuts:
         self.ranks: tuple[int, ...] = ()
 
     def cores(self) -> list[Tensor]:
-        """Return the cores, and set `ranks`."""
+        """Cut the table into cores `[p[k], R[k] * q[k] * R[k + 1]]`, and set `ranks`."""
         p, q = self._spec.row_factors, self._spec.dim_factors
         basis = self._basis(self._gram_of_first(), self._limits[0])
         rank = basis.size(1)
@@ -238,16 +239,16 @@ def _core(basis: Tensor, p: int, rank: int, q: int) -> Tensor:
 
 
 def _chunks(weight: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Yield the first row and the rows of pieces of a table."""
+    """Yield (first row, rows) of chunks of a table."""
     step = max(1, _CHUNK_BYTES // (8 * weight.size(1)))
     for begin in range(0, weight.size(0), step):
         yield begin, weight[begin : begin + step].detach()
 
 
 def _slices(weight: Tensor, spec: TTSpec) -> Iterator[tuple[int, Tensor]]:
-    """Yield pieces of the table of all first digits: their other digits, and `[p[0] * digits, D]`.
+    """Yield chunks with all first row digits: (first inner row, values `[p[0] * n, D]`).
 
-    Rows that only the factors make are zero.
+    Rows beyond the table, which only the factors have, are zeros.
     """
     p0, inner_rows = spec.row_factors[0], math.prod(spec.row_factors[1:])
     step = max(1, min(inner_rows, _CHUNK_BYTES // (8 * p0 * spec.dim)))
@@ -260,13 +261,13 @@ def _slices(weight: Tensor, spec: TTSpec) -> Iterator[tuple[int, Tensor]]:
 
 
 def _ids(spec: TTSpec, rows: Tensor) -> Tensor:
-    """Return the ids that have these rows of the tensor train."""
+    """Map rows of the tensor train to ids, the inverse of `_rows`."""
     multiplier, offset = shapes.inverse(spec.permutation, spec.rows)
     return (multiplier * rows + offset) % spec.rows
 
 
 def _rows(spec: TTSpec, ids: Tensor) -> Tensor:
-    """Return the rows of the tensor train that these ids have."""
+    """Map ids to rows of the tensor train: permuted if the spec says so."""
     multiplier, offset = spec.permutation
     return (multiplier * ids + offset) % spec.rows
 
@@ -295,8 +296,8 @@ def _core_products(
 def _fit_outer(weight: Tensor, spec: TTSpec, cores: list[Tensor], counts: Tensor) -> list[Tensor]:
     """Fit the last core to the weighted rows, then the first.
 
-    Given the others, a slice of an outer core is the solution of a least-squares problem of its
-    own rows, with as many unknowns per column as the rank has.
+    Given the other cores, a slice of an outer core is the solution of a least-squares problem over
+    its own rows, with `rank` unknowns per column.
     """
     for outer in (len(cores) - 1, 0):
         rank = spec.full_ranks[1] if outer == 0 else spec.full_ranks[-2]
@@ -340,7 +341,7 @@ def _fit_outer(weight: Tensor, spec: TTSpec, cores: list[Tensor], counts: Tensor
 def _counted_chunks(
     weight: Tensor, spec: TTSpec, counts: Tensor
 ) -> Iterator[tuple[Tensor, tuple[Tensor, Tensor]]]:
-    """Yield ids that were accessed, the values of their rows and their counts."""
+    """Yield (ids `[n]`, (values `[n, D]`, counts `[n]`)) of chunks of accessed rows."""
     counted = counts.nonzero().squeeze(1).to(weight.device)
     widest = max(spec.ranks) ** 2 * spec.dim
     step = max(1, _CHUNK_BYTES // (8 * widest))
@@ -351,7 +352,7 @@ def _counted_chunks(
 def _measured(
     weight: Tensor, spec: TTSpec, cores: list[Tensor], counts: Tensor | None
 ) -> Decomposition:
-    """Compare the rows that the cores make with the table, one first digit after another."""
+    """Compute the errors of the cores, one first row digit after another."""
     p, q, rank = spec.row_factors, spec.dim_factors, spec.ranks[0]
     inner_rows, inner_columns = math.prod(p[1:]), math.prod(q[1:])
     inner_product = _product(cores[1:], spec).reshape(rank, inner_rows * inner_columns)
@@ -377,7 +378,7 @@ def _measured(
 
 
 def _product(cores: Sequence[Tensor], spec: TTSpec) -> Tensor:
-    """Return the product of the last cores for all their digits: `[R, rows, columns]`."""
+    """Multiply these last cores for all their digits: `[R, rows, columns]`."""
     full_ranks, p, q = spec.full_ranks, spec.row_factors, spec.dim_factors
     product = torch.ones(1, 1, 1, device=cores[0].device)
     for k in range(len(p) - 1, len(p) - 1 - len(cores), -1):

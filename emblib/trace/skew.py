@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 ZIPF = 1.05  # exponent of the skew of ids that no trace shows
-_GROUPS = 128  # of ids of about equal frequency, in an assumed skew
+_GROUPS = 128  # groups of ids with about equal frequency, in an assumed skew
 _GRID = 120  # points of an integral
-_LEAST = 1e-60  # of its factors; products of smaller ones are denormal numbers, which are slow
+_MIN_FACTOR = 1e-60  # products of smaller factors are denormal numbers, which are slow
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,7 +92,9 @@ class IdSkew:
         decay, steps = self._decay
         shares, sizes = self.shares[used], self.sizes[used]
         factors = decay.log() if rows == 1 else torch.log1p((decay - 1.0) / rows)
-        expected = (sizes @ factors - factors).clamp(min=math.log(_LEAST)).exp()  # of exp(-o t)
+        expected = (
+            (sizes @ factors - factors).clamp(min=math.log(_MIN_FACTOR)).exp()
+        )  # expected value of exp(-o t)
         shared_ids = (decay * expected) @ steps * shares
         return min(max(0.0, 1.0 - float((sizes * shares) @ shared_ids)), 1.0)
 
@@ -102,5 +104,5 @@ class IdSkew:
         shares = self.shares[self.shares > 0]
         low, high = -math.log(float(shares.max())) - 9, -math.log(float(shares.min())) + 4
         grid = torch.linspace(low, high, _GRID, dtype=torch.float64).exp()
-        decay = torch.outer(-shares, grid).exp().clamp(min=_LEAST)
+        decay = torch.outer(-shares, grid).exp().clamp(min=_MIN_FACTOR)
         return decay, grid * (high - low) / (_GRID - 1)

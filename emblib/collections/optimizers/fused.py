@@ -70,7 +70,7 @@ class FusedOptimizer(KeyedOptimizer):
     def __init__(self, modules: Mapping[str, HasFusedTables]) -> None:
         self._modules_by_path = dict(modules)
         entries: dict[Optimizer, list[tuple[str, FusedTableEntry]]] = {}
-        self._first_names: dict[str, str] = {}  # of further names of shared tables
+        self._first_names: dict[str, str] = {}  # other name of a shared table -> its first name
         listed: dict[int, list[str]] = {}
         for path, module in modules.items():
             for table in module.fused_tables():

@@ -42,7 +42,7 @@ _SKETCH_HASH_KEYS = f"admission.sketches.{HASH_KEYS}"
 
 @of_state
 def target_of(state: DynamicState, table: int, hash_key: int | None = None) -> TableTarget:
-    """Return a table of a module as a target of `emblib.dynamic.saving.loading`."""
+    """Return a table as the target that `emblib.dynamic.saving.loading` writes."""
     return TableTarget(
         index=state.index,
         table=table,
@@ -137,7 +137,7 @@ def write_state(state: DynamicState, destination: dict[str, Any], prefix: str) -
 
 
 def _gather(rows: Rows, order: Tensor) -> Tensor:
-    """Copy rows in some order to the CPU, 16 MiB at a time."""
+    """Copy rows in the given order to the CPU, 16 MiB at a time."""
     out = torch.empty(order.numel(), *rows.shape[1:], dtype=rows.dtype)
     num_done = 0
     for slots in order.split(rows_at_a_time(rows)):
@@ -176,7 +176,7 @@ def expected_names(state: DynamicState, state_dict: Mapping[str, Any]) -> dict[s
 
 
 def names_as_attributes(state: DynamicState) -> SimpleNamespace:
-    """Return the names in a state dict that are no parameter or buffer, as attributes."""
+    """Return the state dict entries that are not parameters or buffers, as attributes."""
     kinds = SimpleNamespace(stamps=0, keys=0, scores=0)
     for t in range(min(len(state.specs), 1)):
         kinds = SimpleNamespace(**vars(kinds), **state.table_rows(t))
@@ -210,7 +210,7 @@ def read_state(
 def state_problems(
     state: DynamicState, state_dict: Mapping[str, Any], prefix: str
 ) -> Iterator[str]:
-    """Yield what is wrong with the entries of a module in a state dict, without its children."""
+    """Yield one message per invalid entry of a module in a state dict, without its children."""
     saved = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
     problems = [
         *_tensor_problems(state, saved),
@@ -220,8 +220,8 @@ def state_problems(
     if not problems:
         try:
             entries = _entries_in(state, saved)
-            for t, table_entries_ in entries.items():
-                loading.check(target_of(state, t), table_entries_)
+            for t, entries_of_table in entries.items():
+                loading.check(target_of(state, t), entries_of_table)
             hash_keys_in(state, entries, saved.get(INDEX_HASH_KEYS))
         except (ValueError, TypeError) as error:
             problems.append(str(error))
@@ -229,7 +229,7 @@ def state_problems(
 
 
 def _tensor_problems(state: DynamicState, saved: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the entries by key that are no tensors of the dtype and shape of the tables'."""
+    """Yield one message per entry that is not a tensor of the tables' dtype and shape."""
     int64_scalar = torch.empty(0, dtype=torch.int64)
     for t, name in enumerate(state.table_names):
         keys = saved.get(f"{name}.keys")
@@ -282,7 +282,7 @@ def hash_keys_in(
 ) -> dict[int, int]:
     """Return the saved hash keys by table; an empty dict if none were saved.
 
-    Saved are those of all tables of a module, or of the tables that were found.
+    `saved` has those of all tables, or of the tables in `entries`.
     """
     if saved is None or not entries:
         return {}

@@ -22,12 +22,12 @@ from emblib.dynamic.saving.dumps import (
 )
 from emblib.dynamic.saving.entries import Entries, Rows
 
-_NEVER = 1 << 62  # no clock comes to that
-_PIECE = 1 << 24  # bytes of rows that are gathered at a time
+_NEVER = 1 << 62  # larger than any clock
+_PIECE = 1 << 24  # bytes of rows per write
 
 
 class DumpedTable(NamedTuple):
-    """A table in a dump; `removed` are the keys that were removed, in a dump of changes."""
+    """A table in a dump; `removed`, int64, are the keys removed since, in a dump of changes."""
 
     name: str
     order: str
@@ -38,8 +38,8 @@ class DumpedTable(NamedTuple):
 class Dump(NamedTuple):
     """The content of a dump for one rank.
 
-    `clock` is the largest tick of its parts, `since` the tick from which changes are told (None:
-    the tables are whole), `numbers` those of the optimizer, `others` what else was given.
+    `clock` is the largest tick of its parts; `since` the first tick of a dump of changes, None for
+    whole tables; `numbers` the optimizer's hyperparameters; `others` further tensors of the writer.
     """
 
     tables: dict[str, DumpedTable]

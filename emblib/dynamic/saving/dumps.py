@@ -46,7 +46,7 @@ _DTYPES = (
     "uint8",
     "bool",
 )
-_PIECE = 1 << 24  # bytes that are copied, checked or written at a time
+_PIECE = 1 << 24  # bytes that are copied or checked at a time
 
 
 class DumpError(RuntimeError):
@@ -65,7 +65,7 @@ class Part(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The prefix of the names of its files."""
+        """Return the prefix of the part's file names."""
         return f"part_{self.rank:05d}_of_{self.world_size:05d}"
 
 
@@ -310,7 +310,7 @@ class PartReader:
         """Read every array and compare its checksum.
 
         Raises:
-            DumpError: one is wrong.
+            DumpError: a checksum is wrong.
         """
         for description in _descriptions(self.content):
             data = self.array(description).reshape(-1).view(torch.uint8)
@@ -469,7 +469,7 @@ def check_entries(name: str, tree: Any, expected_names: Collection[str]) -> Mapp
 
 
 def check_list(name: str, tree: Any, length: int, unit: str) -> Sequence[Any]:
-    """Return `tree`; raise ValueError unless it is a list of one entry for each of something."""
+    """Return `tree`; raise ValueError unless it is a list with `length` entries, one per `unit`."""
     if not isinstance(tree, list | tuple) or len(tree) != length:
         length_found = len(tree) if isinstance(tree, list | tuple) else type(tree).__name__
         raise ValueError(f"{name} must be a list of {length}, one per {unit}, got {length_found}")
@@ -477,7 +477,7 @@ def check_list(name: str, tree: Any, length: int, unit: str) -> Sequence[Any]:
 
 
 def check_presence(name: str, tree: Any, expected: Any) -> None:
-    """Raise ValueError unless a snapshot and a module both have something, or neither has it."""
+    """Raise ValueError unless snapshot and module both have the part `name`, or neither."""
     if (tree is None) != (expected is None):
         saved, current = ("none" if value is None else "some" for value in (tree, expected))
         raise ValueError(f"{name}: there is {saved} in the snapshot, {current} in this module")
@@ -486,7 +486,7 @@ def check_presence(name: str, tree: Any, expected: Any) -> None:
 def check_tensor(name: str, value: Any, dtype: torch.dtype, shape: Sequence[int | None]) -> Tensor:
     """Return `value`; raise ValueError unless it is a tensor of a dtype and shape.
 
-    None is any size. What restores a snapshot writes the tensor to one of equal dtype and shape.
+    A size of None matches any.
     """
     type_name = type(value).__name__
     if isinstance(value, Tensor):

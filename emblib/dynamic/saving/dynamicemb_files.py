@@ -5,18 +5,17 @@ A table `t` of a directory is, for every rank of W, raw little-endian numbers wi
 - `t_emb_keys.rank_<r>.world_size_<W>`: int64 `[N]`
 - `t_emb_values...`: float32 `[N, D]`, whatever the dtype of the table
 - `t_emb_scores...`: int64 `[N]`, or `[N, 2]` for the compound strategy. A timestamp is saved as an
-  age, the time since the last use; counts, steps and scores of the user as they are
+  age, the time since the last use; counts, steps and user scores are saved unchanged
 - `t_emb_opt_values...` (earlier `t_opt_values...`): float32 `[N, S]`, the optimizer states of a row
   one after the other, first those as long as a row
 - `t_counter_keys...`, `t_counter_frequencies...`: int64, what was counted towards admission
 - `t_opt_args.json`: numbers of the optimizer, `evict_strategy`, `dist_type`, `step_score`
 
-Nothing there says what was cut short. So reading compares the sizes of all files of a table and
-refuses where one of a rank is missing; writing stages the files of all tables and ranks in
-`.t.new`. Only then it moves the old files of all tables to `.t.old`, and after that the new ones
-into their place. Keys are moved out first and in last: without them a table is refused, also by
-DynamicEmb. So a process that is killed leaves the old tables, the new ones, or tables that are
-refused.
+The format cannot show that a file was truncated. So reading compares the sizes of all files of a
+table, and raises if a file of any rank is missing. Writing first stages the files of all tables and
+ranks in `.t.new`, then moves the old files of all tables to `.t.old`, then moves the new ones into
+place. Keys are moved out first and in last, because neither emblib nor DynamicEmb reads a table
+without keys. So a killed process leaves old tables, new tables, or tables that cannot be read.
 
 `t_opt_args.json` has one entry more, `emblib_dump`: an id of the call that wrote the table, and
 all tables that it wrote. Loading compares them, see `check_one_dump`; DynamicEmb ignores the entry.
@@ -50,12 +49,12 @@ _STRATEGIES = {
     "none": "EvictStrategy.KCustomized",
 }
 _NAME = "{table}_{item}.rank_{rank}.world_size_{world_size}"
-_PADDED = 4  # float32 numbers in which a state of one number a row lies in memory there
+_PADDED = 4  # float32 numbers that DynamicEmb uses for a state of one number per row
 
 
 @dataclass(frozen=True)
 class DynamicEmbTable:
-    """A table of DynamicEmb's.
+    """A table in DynamicEmb's files.
 
     Args:
         entries: entries in emblib's form.
@@ -94,17 +93,17 @@ class Layout:
 def write(
     directory: str | Path, name: str, layout: Layout, table: DynamicEmbTable, clock: int
 ) -> None:
-    """Write a table as the only rank of one; every number of ranks can load that.
+    """Write a table as rank 0 of 1, which any number of ranks can load.
 
-    Their loader keeps the keys with `key % W == rank` where the number of ranks differs, as their
-    "roundrobin" router does for keys that are not negative.
+    If the number of ranks differs, DynamicEmb's loader keeps the keys with `key % W == rank`, as
+    its "roundrobin" router does for keys >= 0.
 
     Args:
         directory: directory of the collection, created with its parents if missing.
         name: name of the table; existing files are replaced once all new ones are written.
         layout: layout of the table.
-        table: `arguments` are written in addition to those that follow from the order. DynamicEmb
-            loads optimizer states only if `lr` and the other arguments of the optimizer are there.
+        table: table to write; its `arguments` are added to those of the layout. DynamicEmb loads
+            optimizer states only if these have `lr` and the optimizer's other arguments.
         clock: the tick from which ages count.
     """
     discard(directory, name)

@@ -66,7 +66,7 @@ from emblib.tables.page_sums import (
 )
 
 HEAD = 4  # int64 per head: used, key, stamp, score
-_MIN_SLOTS = 1024  # of a file
+_MIN_SLOTS = 1024  # smallest file, in rows
 
 
 class GrowingFile:

@@ -14,7 +14,7 @@ from emblib.tables import memory
 # a process count all of it. So an index starts small, and is replaced by larger ones as it fills.
 _MIN_CAPACITY = 1 << 16
 _GROWTH = 16
-_MAX_LOAD = 0.75  # of an index: below it few keys find both of their buckets full
+_MAX_LOAD = 0.75  # keys per slot of an index; below, few keys find both of their buckets full
 
 
 class SlotAllocator:

@@ -38,11 +38,11 @@ from emblib.specs import Verify
 from emblib.tables.durable_files import ChecksumError, json_checksum
 from emblib.tables.locks import call_in_forks
 
-_AT_ONCE = 512  # keys per query
-_LEAST_BYTES = 512  # of a database: its smallest page
+_KEYS_PER_QUERY = 512
+_MIN_DATABASE_BYTES = 512  # a database has at least one page, the smallest has 512 bytes
 _FORMAT = "2"
 _UNCHECKED = "1"  # the format before rows had checksums
-_CHECKSUM = "checksum"  # of the other entries of `emblib`
+_CHECKSUM = "checksum"  # checksum over the other entries of `emblib`
 _COLUMNS = "key, stamp, score, value, checksum"
 _WORDS = struct.Struct("<qqq")
 _Record = tuple[int, int, int, bytes, int]
@@ -137,7 +137,7 @@ class SqliteRows:
         """
         has_log = os.path.exists(f"{self.path}-wal") and os.path.getsize(f"{self.path}-wal") > 0
         size = self.path.stat().st_size if self.path.is_file() else None
-        if size is not None and size < _LEAST_BYTES:
+        if size is not None and size < _MIN_DATABASE_BYTES:
             defect = f"has {size} bytes, too few for a database: it was cut off, or never was one"
         elif not self.path.exists() and has_log:
             defect = f"is missing, and the log of its changes, {self.path.name}-wal, is still there"
@@ -328,9 +328,9 @@ class SqliteRows:
         """See `RowStore`."""
         keys = keys.detach().to("cpu", torch.int64)
         records: list[_Record] = []
-        for key_block in keys.unique().split(_AT_ONCE):
+        for key_block in keys.unique().split(_KEYS_PER_QUERY):
             values = key_block.tolist()
-            values += values[-1:] * (_AT_ONCE - len(values))  # the same statement every time
+            values += values[-1:] * (_KEYS_PER_QUERY - len(values))  # the same statement every time
             marks = ",".join("?" * len(values))
             query = f"SELECT {_COLUMNS} FROM rows_{table} WHERE key IN ({marks})"
             records += self._run(query, values) if key_block.numel() else ()

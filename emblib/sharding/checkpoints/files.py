@@ -33,7 +33,7 @@ from emblib.tables.durable_files import flush_directory, replacing
 
 METADATA = ".metadata"
 _DATA = "*.distcp"
-_SUMS = MetadataIndex("emblib.checksums")  # of what a rank wrote, among the results of its writes
+_SUMS = MetadataIndex("emblib.checksums")  # key of a rank's checksums among its write results
 
 
 class _SummedFiles(FileSystem):

@@ -319,7 +319,7 @@ def whole_state(state: Any, ranks: RankGroup, rank: int | None = 0) -> Any:
         return type(state)(whole_state(value, ranks, rank) for value in state)
     if not isinstance(state, Tensor):
         return state
-    whole_of = getattr(state, "full_tensor", None)  # of a DTensor
+    whole_of = getattr(state, "full_tensor", None)  # a DTensor has it
     return (state if whole_of is None else whole_of()).detach().to("cpu", copy=True)
 
 

@@ -170,7 +170,7 @@ class Loader:
         self._lane = Lane(device)
         self._batches: Iterator[Any] | None = None
         self._is_out = False
-        self._attributes_at_end: list[Any] = []  # of the iterator, once it is out
+        self._attributes_at_end: list[Any] = []  # the iterator's attributes when it was exhausted
         self._empty: Any = None  # an empty batch, on the host; None until there was a batch
 
     def read(self, batches: Iterator[Any]) -> None:
