@@ -27,7 +27,7 @@ class FusedTableEntry:
         names: names of its parameters within the module that contains it.
         modules: the modules with shards of the table on this rank; may be empty.
         parameters: parameters of these shards, by name.
-        identity: the same object in the entries of one table that several modules read.
+        identity: object that is the same in all entries of one shared table.
     """
 
     optimizer: Optimizer
@@ -81,7 +81,7 @@ def load_optimizer_state(
     handles: Handles,
     state: Mapping[str, Mapping[str, Tensor]],
 ) -> None:
-    """Write states and hyperparameters; a shared module takes those with the most steps."""
+    """Write states and hyperparameters; tables of one module share those with the most steps."""
     all_states = list(_states(groups, prefix, handles))
     for name, module, states in all_states:
         _check(name, {**states, HYPER: module.hyperparams}, state.get(name))

@@ -1,7 +1,8 @@
-"""The tables of one rank in as few modules as possible, and the lookup of a batch in them.
+"""Group the tables of one rank into as few modules as possible, and look up a batch in them.
 
-Slices of tables that can share a module are a group. A *unit* is one feature that reads one slice;
-`TableGroups` takes the units of a batch group after group, and looks up each group in one call.
+Slices of tables with equal `Storage.group_key` form a group, which one module stores. A *unit* is a
+feature that reads a slice. `TableGroups.forward` takes a batch whose units are sorted by group,
+splits ids and offsets by group, calls each module once, and joins the outputs.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ class GroupInfo:
 class GroupInput(NamedTuple):
     """The part of a batch that one group looks up: ids `[first, last)`, and their offsets.
 
-    While a CUDA graph is captured these numbers are on the device only. Then `sources` `[L]` are
-    the positions of the ids in the batch, -1 for padding before the first offset.
+    During the capture of a CUDA graph the two numbers are known on the device only. Then `sources`
+    `[L]` are the positions of the group's ids in the batch, -1 for padding.
     """
 
     info: GroupInfo
@@ -53,7 +54,7 @@ class GroupInput(NamedTuple):
     sources: Tensor | None = None
 
     def part_of(self, of_batch: Tensor) -> Tensor:
-        """Return the part of a tensor that has an entry per id of the batch."""
+        """Return the group's part of a tensor `[L]` with one entry per id of the batch."""
         if self.sources is None:
             return of_batch[self.first : self.last]
         return take_or_fill(of_batch, self.sources, 0)
@@ -82,7 +83,7 @@ class SliceKey(NamedTuple):
 
 
 class SharedSlice(Protocol):
-    """A slice of a table that other `TableGroups` have, and that several read."""
+    """A slice of a table that several `TableGroups` read; another one may own its memory."""
 
     groups: TableGroups
     joint: JointStep
@@ -106,12 +107,12 @@ class SharedSlice(Protocol):
 class TableGroups(nn.Module):
     """Look up units, each of which reads one slice of a table, and pool their bags.
 
-    Slices that differ in storage, dtype or optimizer have different modules. `forward` takes the
-    units module after module, in the order `order`; with one module it is one call of it.
+    Slices that differ in storage, dtype or optimizer are in different modules. `forward` takes the
+    units sorted by module, in the order `order`; with only one module it is one call of it.
 
-    `handles[i]` has the parameters of slice i, which are views of the memory of its module, and
-    `views(i)` its optimizer states as well. The modules are not among the modules of this one and
-    it has no state dict: the collection lists the handles under the names of its tables.
+    `handles[i]` has the parameters of slice i, views of its module's memory; `views(i)` has its
+    optimizer states as well. The modules are not submodules, and there is no state dict: the
+    collection registers the handles under the names of its tables.
 
     Args:
         slices: the slices of tables on this rank.
@@ -121,12 +122,11 @@ class TableGroups(nn.Module):
             the parameters, for an optimizer of torch.optim.
         device: device of the tables; None is torch's default device.
         seeds: seeds of the initial values, by table; None draws them from torch's generator. With
-            equal seeds an element starts the same however its table is cut. For a hash table it is
-            the seed of the hash, unless its storage has one.
+            equal seeds initial values do not depend on how a table is sharded. For a hash table it
+            is the seed of the hash, unless its storage has one.
         bags: SUM or MEAN. For slices of rows or columns of a table it must be SUM: the caller
             adds the slices up and divides.
-        shared: the slices that are read elsewhere too: they have their own memory, and their
-            optimizer instead of that of these groups.
+        shared: slices that other groups read too; these have their own memory and optimizer.
 
     Attributes:
         order: the units in the order of `forward`.
@@ -215,7 +215,7 @@ class TableGroups(nn.Module):
                 self.handles.append(self._storage_of(g).make_handle(self._table_modules[g], k))
 
     def _bind(self) -> None:
-        """Bind handles and parameters to the memory that the modules have now."""
+        """Bind handles and parameters to the modules' current memory."""
         for s, handle in self.own_handles():
             g, k = self._locations[s]
             handle.attach(self._table_modules[g], k)
@@ -243,7 +243,7 @@ class TableGroups(nn.Module):
         ]
 
     def replace_handle(self, slice_index: int, handle: TableHandle) -> None:
-        """List a slice under another handle from now on."""
+        """Replace the handle of a slice."""
         self.handles[slice_index] = handle
         self._bind()
 
@@ -348,7 +348,7 @@ class TableGroups(nn.Module):
                 any_module.precision = replace(any_module.precision, output=dtype)
 
     def set_bounds_check(self, bounds_check: BoundsCheck, features: Sequence[str]) -> None:
-        """Set what happens to invalid indices, and the names of the units' features in reports."""
+        """Set the reaction to invalid indices, and the feature names of the units for reports."""
         self._bounds_check, self._features = BoundsCheck(bounds_check), list(features)
         for grouping, module in zip(self._groupings, self._table_modules, strict=True):
             any_module: Any = module
@@ -365,7 +365,7 @@ class TableGroups(nn.Module):
         return list(self._table_modules)
 
     def module_of(self, slice_index: int) -> tuple[TableModule, int]:
-        """Return the module of a slice, and the number of the table in it."""
+        """Return the module of a slice, and the index of its table in the module."""
         shared = self._shared.get(SliceKey.of(self.slices[slice_index]))
         if shared is not None:
             return shared.module, 0
@@ -397,7 +397,7 @@ class TableGroups(nn.Module):
         return self.slices[self._groupings[number].slices[0]].storage
 
     def shared_slices(self) -> list[SharedSlice]:
-        """Return the slices that other collections read too, in the order of the units."""
+        """Return the shared slices, in the order of the units."""
         return [
             self._shared[key]
             for grouping in self._groupings
@@ -423,9 +423,9 @@ class TableGroups(nn.Module):
 
     @torch.no_grad()
     def adopt(self, other: TableGroups) -> None:
-        """Take the weights and the parameter objects of `other`, which has the same slices.
+        """Take over the weights and the parameter objects of `other`, which has the same slices.
 
-        Optimizer states stay as they are here. `other` must not be used afterwards.
+        Optimizer states do not change. `other` must not be used afterwards.
         """
         for s, handle in self.own_handles():
             handle.adopt(other.handles[s])
@@ -441,7 +441,7 @@ class TableGroups(nn.Module):
     ) -> None:
         """Load the rows of a later batch into the caches of the tables that have one.
 
-        Of hash tables with a backing store, rows that are in the store are read into memory.
+        For hash tables with a backing store, rows in the store are read into memory.
 
         `forward` must get the same tensors, and batches in the same order, as with
         `TableBatchedEmbeddingBags.prefetch`. Without cached tables this does nothing.
@@ -518,7 +518,7 @@ class TableGroups(nn.Module):
 
 
 def _counted(info: GroupInfo, use_counts: Tensor) -> dict[str, Tensor]:
-    """Return the argument of a module that tells how often the ids of its lookups are used."""
+    """Return the keyword argument `counts` for a module that counts uses, else none."""
     return {"counts": use_counts} if info.storage.counts_uses else {}
 
 
@@ -529,9 +529,9 @@ def group(
     pooling: Pooling,
     shared: Collection[str] = (),
 ) -> list[Grouping]:
-    """Return the groups in the order in which units first need them, those without units last.
+    """Group slices by `group_key`, ordered by their first unit; groups without units come last.
 
-    Slices of the tables named in `shared` are groups of their own.
+    Each slice of a table in `shared` is a group of its own.
     """
     optimizers = [table_slice.config.optimizer or optimizer or NO_UPDATE for table_slice in slices]
     for table_slice, own_optimizer in zip(slices, optimizers, strict=True):
@@ -615,7 +615,7 @@ def _split_captured(
 def _bag_ends(
     groups: Sequence[GroupInfo], offsets: Tensor, batch_sizes: Sequence[Sequence[int]] | None
 ) -> list[int]:
-    """Return the first bag of each group, and the number of bags."""
+    """Return the first bag of each group, then the number of bags."""
     units = [0, *accumulate(len(info.units) for info in groups)]
     if batch_sizes is None:
         batch = (offsets.numel() - 1) // max(units[-1], 1)
@@ -658,5 +658,5 @@ class CachedModule(TableModule, Protocol):
 
 
 def is_cached(module: TableModule) -> TypeGuard[CachedModule]:
-    """Return whether tables of a module have a cache, or a store behind them."""
+    """Return whether tables of a module have a row cache or a backing store."""
     return any(getattr(module, name, None) is not None for name in ("row_cache", "backing"))

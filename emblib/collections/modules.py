@@ -35,7 +35,7 @@ from emblib.tables import state_dicts
 
 
 class TableFeature:
-    """One feature of one table, in the order of the configurations."""
+    """A feature that reads a table, with its name in the output."""
 
     __slots__ = ("feature", "name", "table")
 
@@ -44,7 +44,7 @@ class TableFeature:
 
 
 def table_features(configs: Sequence[TableConfig]) -> list[TableFeature]:
-    """Return the features of all tables; a feature of several is named `feature@table`."""
+    """Return the features of all tables; one that reads several is named `feature@table`."""
     tables_of: dict[str, int] = {}
     for config in configs:
         for feature in config.feature_names:
@@ -75,8 +75,8 @@ def _check_device(device: Any) -> None:
 class TableCollection(nn.Module):
     """Base of collections: tables by name, looked up by the features that read them.
 
-    `groups` does the lookups. The tables are listed, saved and loaded under `handles_name`, each
-    with the names of its storage, see `emblib.storage`. A collection is as thread-safe as its
+    `groups` does the lookups. The handles of the tables are submodules under `handles_name`, so
+    parameters and state dicts have one entry per table. A collection is as thread-safe as its
     tables (docs/threads.md).
     """
 
@@ -141,11 +141,11 @@ class TableCollection(nn.Module):
         )
 
     def _bag_pooling(self) -> Pooling:
-        """Return how the modules pool a bag."""
+        """Return the pooling of the table modules."""
         return Pooling.SUM
 
     def _set_groups(self, groups: TableGroups) -> None:
-        """Install groups: the handles first, so that parameters are listed by their names."""
+        """Install groups; register the handles first, so that parameters get tables' names."""
         handles = {c.name: h for c, h in zip(self.configs, groups.handles, strict=True)}
         for name in (self.handles_name, "groups"):
             self._modules.pop(name, None)
@@ -165,20 +165,20 @@ class TableCollection(nn.Module):
         self._own_handles()
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
-        """Check the entries of all tables, before the first one is written."""
+        """Check the state dict entries of all tables, before the first one is written."""
         if not state_dicts.refuses(self, state_dict, prefix, arguments[-1]):
             super()._load_from_state_dict(state_dict, prefix, *arguments)
 
     # Batches
 
     def _fits(self, features: Any) -> bool:
-        """Return whether a batch has the features of the modules in their order."""
+        """Return whether a batch has exactly the features of `groups`, in their order."""
         return (
             isinstance(features, KeyedJaggedTensor) and features.keys() == self._features_in_order
         )
 
     def _ordered(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """Return the features that tables read, in the order of the modules."""
+        """Select the features that tables read, in the order of `groups`."""
         batch = KeyedJaggedTensor.adopt(features)
         keys, positions, on_device = self._permutation
         if keys != batch.keys():
@@ -206,7 +206,7 @@ class TableCollection(nn.Module):
         return weights if weights.dtype is torch.float32 else weights.float()
 
     def _id_counts(self, batch: KeyedJaggedTensor) -> list[int] | None:
-        """Return the ids of each group, if they are known on the host."""
+        """Return the number of ids per group, if known on the host."""
         lengths = batch.length_per_key_or_none()
         active = self.groups.active
         if lengths is None or len(active) == 1:
@@ -252,7 +252,7 @@ class TableCollection(nn.Module):
         )
 
     def reset_parameters(self, seeds: Mapping[str, int] | None = None) -> None:
-        """Draw initial values, from a seed per table; left out, from torch's generator.
+        """Draw initial values from one seed per table; None draws seeds from torch's generator.
 
         Call it also after `to_empty` of a collection that was constructed on `meta`.
         """
@@ -261,17 +261,17 @@ class TableCollection(nn.Module):
     def set_optimizers(self, optimizers: Mapping[str, Optimizer | None]) -> None:
         """Change the optimizers of tables; weights are kept, optimizer states are reset.
 
-        That of a shared table changes for all collections that read it.
+        The optimizer of a shared table changes for all collections that read it.
 
-        New modules are made, which takes the memory of all tables once more for a moment. The
-        parameters stay the same objects.
+        New modules replace the old ones, so the memory of all tables is needed twice for a moment.
+        The parameters stay the same objects.
 
         Args:
             optimizers: optimizer per table name; None uses the optimizer of the collection.
 
         Raises:
             KeyError: there is no such table.
-            ValueError: an optimizer that a table cannot have; nothing is changed then.
+            ValueError: an optimizer that a table does not support; nothing is changed then.
         """
         names = {config.name for config in self.configs}
         unknown = sorted(optimizers.keys() - names)
@@ -326,8 +326,8 @@ class TableCollection(nn.Module):
     def quantized(self, bits: int | Mapping[str, int] = 8) -> Self:
         """Return a collection for inference with the same rows, quantised.
 
-        Hash tables are copied as they are. The new collection is in evaluation mode. Initial values
-        are not drawn for it, and `init_fn` is not called. Besides this collection, the memory of
+        Hash tables are copied unchanged. The new collection is in evaluation mode. No initial
+        values are drawn for it, and `init_fn` is not called. Besides this collection, the memory of
         the result and of one block of 65,536 rows is needed.
 
         Args:
@@ -360,7 +360,7 @@ class TableCollection(nn.Module):
         ]
 
     def copy_rows(self, source: TableCollection) -> None:
-        """Copy the rows of a collection that has these tables; quantised tables quantise them."""
+        """Copy the rows of a collection with the same tables; quantised tables quantise them."""
         sources, configs = source.handles(), {config.name: config for config in source.configs}
         handles: Mapping[str, Any] = self.handles()
         for table in self.configs:
@@ -457,7 +457,7 @@ class EmbeddingBagCollection(TableCollection):
         super().__init__(tables, device, optimizer, shared, bounds_check)
 
     def _bag_pooling(self) -> Pooling:
-        """Return MEAN if all tables have it; of a mixture the sums are divided afterwards."""
+        """Return MEAN if all tables use it; otherwise SUM, and means are divided afterwards."""
         means = [config.pooling is Pooling.MEAN for config in self.configs]
         return Pooling.MEAN if means and all(means) else Pooling.SUM
 
@@ -497,12 +497,12 @@ class EmbeddingBagCollection(TableCollection):
         return KeyedTensor(self._names, self._columns, out)
 
     def _divides(self, unit: TableFeature) -> bool:
-        """Return whether the sums of a feature are still to be divided."""
+        """Return whether a feature's sums must be divided after the lookup to give means."""
         is_mean = self.configs[unit.table].pooling is Pooling.MEAN
         return is_mean and self.groups.pooling is Pooling.SUM
 
     def _expanded(self, batch: KeyedJaggedTensor) -> Tensor:
-        """Return the output of a batch whose features differ in their bags."""
+        """Expand the output of features with different numbers of bags by the inverse indices."""
         strides, groups = batch.stride_per_key(), self.groups
         weights = self._sample_weights(batch) if self._weighted else None
         out = groups(
@@ -545,7 +545,7 @@ class EmbeddingBagCollection(TableCollection):
 
 
 def _inverse_of(batch: KeyedJaggedTensor) -> tuple[dict[str, int], Tensor | None]:
-    """Return the row of each feature in the inverse indices, and the indices if there are any."""
+    """Return {feature: row in the inverse indices}, and the indices `[F, B]`, or None."""
     inverse = batch.inverse_indices_or_none()
     if inverse is not None:
         return {key: row for row, key in enumerate(inverse[0])}, inverse[1]

@@ -1,11 +1,11 @@
 """Shared tables: one table that several collections of a model read.
 
-`SharedTables` makes the tables. A collection that gets them as `shared=` reads those that its
-configurations name, with its own features and pooling, and has no memory of its own for them. A
-backward makes one update with the gradients of all lookups.
+`SharedTables` owns the tables. A collection that gets them as `shared=` reads those that its
+configurations name, with its own features and pooling, and has no memory for them. A backward makes
+one update with the summed gradients of all lookups (`emblib.ops.joint_step`).
 
-All collections list the same handle, so `named_parameters` has a shared table once, under the first
-collection in the order of the model. A state dict has it there too.
+All collections register the same handle, so `named_parameters` and state dicts have a shared table
+once, under the first collection in the order of the model.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _READERS_CHOOSE = ("feature_names", "pooling", "optimizer")
 class SharedTables:
     """Tables for several collections: one memory, one optimizer state, one update per backward.
 
-    This is no module: the model has the tables through the collections that read them.
+    This is not a module: the model has the tables through the collections that read them.
 
     Args:
         tables: configurations of the tables; features and pooling are those of the collections that
@@ -118,10 +118,10 @@ class SharedTables:
 
 
 class SharedTable:
-    """One shared table, or a shard of one: its memory, and the handle that all collections list.
+    """One shared table or shard: its memory, and the handle that all collections register.
 
     Args:
-        part: the table, or the shard; its configuration has the optimizer.
+        table_slice: table or shard; its configuration has the optimizer.
         device: device of the memory; None is torch's default device.
         seeds: seeds of the initial values, by table name; None draws them from torch's generator.
     """
@@ -165,7 +165,7 @@ class SharedTable:
 
     @property
     def handle(self) -> TableHandle:
-        """Return the handle that all collections list."""
+        """Return the handle that all collections register."""
         return self.groups.handles[0]
 
     @property
@@ -192,12 +192,12 @@ class SharedTable:
         return autograd.updates_in_backward(self.module.optimizer)
 
     def values(self) -> dict[str, Any]:
-        """Return the fields of the configuration that all collections have in common."""
+        """Return the configuration fields on which all readers must agree."""
         names = (f.name for f in fields(TableConfig) if f.name not in _READERS_CHOOSE)
         return {name: getattr(self.config, name) for name in names}
 
     def check_reader(self, config: TableConfig) -> None:
-        """Raise ValueError for a configuration of another table than this one."""
+        """Raise ValueError if a configuration differs from this table."""
         differs = {
             name: (value, getattr(config, name))
             for name, value in self.values().items()
@@ -231,7 +231,7 @@ class SharedTable:
 
     @torch.no_grad()
     def adopt(self, source: TableHandle) -> None:
-        """Take the rows, the optimizer state and the parameter of a table of a collection."""
+        """Take over rows, optimizer state and parameter of a collection's table."""
         old_module, module = source.module, self.module
         views, targets = source.views(), self.handle.views()
         for name in targets.keys() & views.keys():
@@ -246,11 +246,11 @@ class SharedTable:
         return SharedReader(self, num_features, pooling)
 
     def readers(self) -> list[SharedReader]:
-        """Return the modules that read the table and are in use."""
+        """Return the living modules that read the table."""
         return list(self._readers)
 
     def add_reader(self, reader: SharedReader) -> None:
-        """Count a module among the readers, as long as it is in use."""
+        """Register a module that reads the table; referenced weakly."""
         self._readers.add(reader)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -261,7 +261,7 @@ class SharedTable:
 
 
 class SharedReader(nn.Module):
-    """The lookups of one collection in a shared table, in the form of a module."""
+    """Table module with which one collection looks up a shared table; it owns no memory."""
 
     def __init__(self, table: SharedTable, num_features: int, pooling: Pooling) -> None:
         super().__init__()
@@ -300,7 +300,7 @@ class SharedReader(nn.Module):
         *,
         batch_sizes: Sequence[Sequence[int]] | None = None,
     ) -> Tensor:
-        """Look up a batch, as a module does."""
+        """Look up a batch; arguments are those of `TableBatchedEmbeddingBags`."""
         self.table.groups.check_parameters()
         module = self.table.module
         batch_id = BatchId(ids, offsets)
@@ -310,7 +310,7 @@ class SharedReader(nn.Module):
     def prefetch(
         self, ids: Tensor, offsets: Tensor, *, batch_sizes: Sequence[Sequence[int]] | None = None
     ) -> None:
-        """Fetch the rows of a later batch into the cache, as a module does."""
+        """Fetch the rows of a later batch into the cache, if there is one."""
         module = self.table.module
         module.prefetch_as(self._reading(), BatchId(ids, offsets), batch_sizes)
 
@@ -345,7 +345,7 @@ class SharedEntry:
         return type(self), ()
 
     def is_saved(self, destination: Any, key: str) -> bool:
-        """Return whether a state dict has the table at another key already; note that it is saved.
+        """Return whether a state dict already has the table under another key; else note this key.
 
         Args:
             destination: the state dict.
@@ -362,14 +362,14 @@ class SharedEntry:
     def is_loaded(
         self, key: str, value: Tensor | None, missing_keys: list[str], errors: Any
     ) -> bool:
-        """Return whether `load_state_dict` has loaded the table, or reported it, at another key.
+        """Return whether `load_state_dict` has already handled the table under another key.
 
         Args:
             key: key of the first parameter of the table in the state dict.
             value: the value at this key, if there is one.
             missing_keys: the keys that are missing so far.
-            errors: the list of errors by which a load is known; other rows than at the first key
-                are one.
+            errors: list of errors, which identifies a load; it gets one if the rows differ from
+                those at the first key.
         """
         previous = self._loading
         if previous is None or previous.errors is not errors or previous.key == key:
@@ -413,7 +413,7 @@ def _are_equal(first: Tensor, second: Tensor) -> bool:
 
 
 class SharedHandle(DenseHandle):
-    """A dense table that several collections list: saved once, under the first of their names."""
+    """Handle of a shared table: saved once, under its first name."""
 
     def __init__(self, storage: Storage, module: TableModule, index: int) -> None:
         self.entry = SharedEntry()
@@ -435,10 +435,10 @@ class SharedHandle(DenseHandle):
 
 
 def duplicate_tables(model: nn.Module) -> dict[str, list[str]]:
-    """Return the tables that several collections of a model have under one name, unshared.
+    """Return names under which several collections of a model have separate tables.
 
-    Each of them has its own memory, optimizer state and entry in a checkpoint, and learns from its
-    own collection alone. Where one table is meant, `share_tables` makes it one.
+    Each of these tables has its own memory, optimizer state and checkpoint entry, and learns only
+    from its own collection. If one table is meant, use `share_tables`.
 
     Returns:
         For each such name with equal sizes, the paths of the collections.
@@ -470,18 +470,18 @@ def _duplicates(model: nn.Module) -> list[tuple[str, dict[str, Any]]]:
 
 
 def _identity(collection: Any, handles: Any, name: str) -> Any:
-    """Return an object that the collections that read one table have in common."""
+    """Return an object that is equal for collections that read the same table."""
     if isinstance(handles, dict):
         return handles[name]
     return getattr(collection, "shared", {}).get(name, collection)  # a sharded one
 
 
 def share_tables(model: nn.Module, names: Iterable[str] | None = None) -> dict[str, list[str]]:
-    """Make each table that several collections of a model have under one name one shared table.
+    """Replace separate tables of one name in several collections by one shared table.
 
-    For models that are written for separate tables, as those of TorchRec. The rows, the optimizer
-    state and the parameter are those of the first collection in the order of the model. Call it
-    before the model is sharded or trained.
+    For models written with separate tables, as those of TorchRec. Rows, optimizer state and
+    parameter of the first collection, in the order of the model, are kept. Call it before the model
+    is sharded or trained.
 
     Args:
         model: model whose collections are changed in place.
@@ -528,7 +528,7 @@ def share_tables(model: nn.Module, names: Iterable[str] | None = None) -> dict[s
 
 
 def _check_alike(first: TableConfig, second: TableConfig, first_path: str, path: str) -> None:
-    """Raise ValueError for tables of one name that differ in more than their lookups."""
+    """Raise ValueError for tables of one name that differ in more than features and pooling."""
     names = [f.name for f in fields(TableConfig) if f.name not in ("feature_names", "pooling")]
     differs = [
         f"{name} {getattr(first, name)!r} and {getattr(second, name)!r}"
@@ -544,7 +544,7 @@ def _check_alike(first: TableConfig, second: TableConfig, first_path: str, path:
 
 
 def _shared_by(name: str, readers: Mapping[str, Any]) -> SharedTable:
-    """Return the shared table for the tables of a name, without their rows."""
+    """Construct the shared table for the tables of a name; rows are copied later."""
     table: SharedTable | None = None
     for path, collection in readers.items():
         if not callable(getattr(collection, "read_shared", None)):

@@ -1,4 +1,4 @@
-"""Stored rows of cached tensor trains in state dicts: their checks, and their number here."""
+"""Stored rows of cached tensor trains in state dicts: checks, and conversion to other sizes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class StoredTables(NamedTuple):
 
     Attributes:
         names: names of the tables, `[T]`.
-        first_keys: the key of the first row of each table, and the number of keys, `[T + 1]`.
+        first_keys: first key of each table, then the number of keys, `[T + 1]`.
         views: `weight` and the optimizer states of each table, `[rows, ...]`.
     """
 
@@ -32,7 +32,7 @@ class StoredTables(NamedTuple):
         ]
 
     def problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
-        """Yield where stored rows in a state dict, of any number, do not fit their keys."""
+        """Yield one message per problem of stored rows in a state dict; any number of rows fits."""
         key, begin = f"{prefix}key_of_row", 0
         tables = self.entries(prefix)
         if key not in state_dict or any(
@@ -60,7 +60,7 @@ class StoredTables(NamedTuple):
             yield f"{key}: there are {len(saved)} keys of {begin} stored rows"
 
     def _key_problems(self, table: int, used: Tensor) -> Iterator[str]:
-        """Yield why keys cannot be those of a table's stored rows."""
+        """Yield a message if `used` keys are not distinct keys of the table."""
         low, high = self.first_keys[table : table + 2]
         name, capacity = self.names[table], len(self.views[table]["weight"])
         if bool(((used < low) | (used >= high)).any()):
@@ -73,7 +73,7 @@ class StoredTables(NamedTuple):
             )
 
     def resized(self, state_dict: Mapping[str, Any], prefix: str) -> dict[str, Tensor]:
-        """Return entries without problems in the sizes of the views, where they have others."""
+        """Return the entries resized to the views, if saved with another number of rows."""
         saved = state_dict.get(f"{prefix}key_of_row")
         tables = self.entries(prefix)
         if saved is None or any(

@@ -1,7 +1,7 @@
 """Insertion of the keys of training batches into dynamic tables, with hooks and checks.
 
-An insertion is made completely or not at all, wherever an exception interrupts it: `BatchInsertion`
-states in which order the index, the rows and the backing store change.
+An insertion happens completely or not at all, wherever an exception interrupts it: `BatchInsertion`
+defines the order in which index, rows and backing store change, and how it is resumed.
 """
 
 import itertools
@@ -103,7 +103,7 @@ class BatchInsertion:
         self._has_begun = self._is_written = False
 
     def is_optional(self) -> bool:
-        """Return whether no key has a slot with the row of another one."""
+        """Return whether the insertion may be abandoned: no slot has the row of another key yet."""
         return self._is_written or not self._effects.has_made(hash.hash_insert_)
 
     def run(self) -> InsertedBatch:
@@ -279,14 +279,14 @@ def _drop_gradients(state: DynamicState, rows: Tensor) -> None:
 
 
 def reset_states(optimizer: torch.optim.Optimizer, weights: Tensor, rows: Tensor) -> None:
-    """Set the states that an optimizer of torch.optim has for rows of its weights to zero."""
+    """Zero the states of `rows` of `weights` in an optimizer of torch.optim."""
     for state in optimizer.state.get(weights, {}).values():
         if isinstance(state, Tensor) and state.shape[:1] == weights.shape[:1]:
             state[rows] = 0
 
 
 def _rows_of_new_keys(rows: RowLayout, keys: Keys, inserted: InsertedBatch) -> Tensor:
-    """Return the numbers, among the rows of all tables, of the rows that have a new key (waits)."""
+    """Return the rows with new keys, as indices over all tables, int64 (waits)."""
     assert inserted.misses is not None
     assert inserted.result is not None
     is_new = inserted.result.slots >= 0
@@ -296,7 +296,7 @@ def _rows_of_new_keys(rows: RowLayout, keys: Keys, inserted: InsertedBatch) -> T
 
 
 def check_device(device: torch.device) -> None:
-    """Raise ValueError on a device on which dynamic tables cannot be."""
+    """Raise ValueError for a device that dynamic tables do not support: meta."""
     if device.type == "meta":
         raise ValueError("dynamic tables have keys to begin with, so they cannot be on meta")
 
@@ -385,7 +385,7 @@ def num_padding_ids(ids: Tensor, offsets: Tensor) -> int:
 def feature_starts(
     offsets: Tensor, features: int, batch_sizes: Sequence[Sequence[int]] | None
 ) -> Tensor:
-    """Return where the ids of each feature begin, and their number, int64 `[features + 1]`."""
+    """Return the first id of each feature, then the number of ids, int64 `[features + 1]`."""
     if batch_sizes is not None:
         starts = offsets[[0, *itertools.accumulate(sum(sizes) for sizes in batch_sizes)]]
     elif offsets.numel() > 1:
@@ -402,7 +402,7 @@ def check_replicas(tags: Tensor, weights: Tensor) -> None:
     not be broadcast, and gradients of rows must not be added up.
 
     Raises:
-        RuntimeError: it would.
+        RuntimeError: DDP would broadcast buffers or add up gradients of rows.
     """
     ddp = getattr(DistributedDataParallel, "_active_ddp_module", None)
     if ddp is None:

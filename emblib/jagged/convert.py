@@ -31,7 +31,7 @@ def tensors_of_nested(nested: Tensor, weights: Tensor | None) -> JaggedTensors:
 
 
 def _ragged(nested: Any) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Return values without holes, lengths if there were holes, and offsets."""
+    """Return (packed values, lengths if there were holes, offsets)."""
     if not nested.is_nested or nested.layout is not torch.jagged:
         kind = f"a {'nested ' if nested.is_nested else ''}tensor of layout {nested.layout}"
         raise TypeError(

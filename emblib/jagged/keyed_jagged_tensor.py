@@ -534,9 +534,9 @@ class KeyedJaggedTensor:
     def _select_keys_padded(
         self, order: Sequence[int], order_tensor: Tensor
     ) -> "KeyedJaggedTensor":
-        """Return the features of `order` where a graph is captured: as many values as they may be.
+        """Select features during the capture of a CUDA graph: their sizes are unknown.
 
-        Those before the first offset are padding, ids of -1.
+        The result has as many values as this batch; those before its first offset are padding, -1.
         """
         count = self._values.size(0) * max(Counter(order).values(), default=0)
         starts = self.offsets()[:: self._stride]

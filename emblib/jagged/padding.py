@@ -87,6 +87,6 @@ def drop_padding(
 
 
 def _offsets_of(stay: Tensor, offsets: Tensor) -> Tensor:
-    """Return the offsets of bags of which only the ids that `stay`, bool `[L]`, are left."""
+    """Return the offsets after dropping the ids for which `stay`, bool `[L]`, is false."""
     num_before = torch.cat([stay.new_zeros(1, dtype=torch.int64), stay.cumsum(0)])
     return num_before[offsets.to(torch.int64)].to(offsets.dtype)

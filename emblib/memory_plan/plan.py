@@ -1,14 +1,14 @@
 """Choose how each table is stored, so that all of them fit into a number of bytes.
 
-For every table there are candidates: its rows as they are, 16-bit or shorter rows, tensor trains,
-rows shared by a hash, quotient and remainder, a hash table that evicts, or rows in slower memory
-behind a cache. Each has its bytes and a *loss*: the part of what the table tells a model that is
-lost, 0 for the table as it is and 1 where every id shares its row with all others. `plan_memory`
-picks one candidate per table so that the sum of losses, each times the *importance* of its table,
-is least.
+Every table has candidates: unchanged, 16-bit or shorter rows, tensor trains, hashed rows, quotient
+and remainder, a hash table that evicts, or rows in slower memory behind a cache. A candidate has a
+size in bytes and a *loss*: the fraction of the table's information that is lost, 0 for the
+    unchanged
+table and 1 if all ids share one row. `plan_memory` picks one candidate per table to minimise the
+sum of losses, each times the *importance* of its table.
 
-Losses come from two sources. Where ids share rows or have none, the loss follows from how often ids
-are looked up (`IdSkew`). For the other methods it was measured with `python run.py
+Losses have two sources. If ids share rows or have none, the loss follows from the skew of the
+lookups (`IdSkew`). For the other methods it was measured with `python run.py
 +experiment=quality` (`MEASURED`).
 """
 
@@ -230,7 +230,7 @@ def plan_memory(
 ) -> MemoryPlan:
     """Choose how each table is stored, so that all fit into `budget` bytes and lose least.
 
-    Tables of another storage or placement than `Dense()` stay as they are, and count.
+    Tables with a storage or placement other than `Dense()` are not changed, but count.
 
     Args:
         tables: a model with collections, or configurations of tables.
@@ -238,8 +238,8 @@ def plan_memory(
         trace: recorded lookups; their tables are found by name, or by `path.name` as
             `TraceRecorder` calls them. Without it ids are taken to be Zipf-distributed.
         optimizer: optimizer of the tables, if `tables` is not a model and they have none.
-        serving: 8 or 4: the budget is of a model that is served with rows of that many bits, where
-            rows are stored; methods that compute rows keep their own. Left out: of training.
+        serving: 8 or 4: bits per value of stored rows when the model is served, to which the budget
+            applies; methods that compute rows keep their dtype. None: the budget of training.
         methods: names of the methods to choose from: those of `METHODS`, "evicting", which makes a
             hash table by key, and "cached". None is `METHODS`, plus "cached" if there is `backing`.
         losses: measured losses of your own, by method, in place of `MEASURED`.
@@ -332,12 +332,12 @@ class _Table:
     config: TableConfig
     optimizer: Optimizer | None
     importance: float
-    is_assumed: bool  # whether the skew is
+    is_assumed: bool  # whether the skew is assumed, not traced
     skew: IdSkew
     curves: Mapping[str, Curve]
     lookups: float  # share of all lookups that read this table
     backing: BackingMemory | None
-    longest: int  # dim of the tables of its collection, which may share its cache
+    longest: int  # largest dim in its collection, whose tables may share its cache
 
     @property
     def name(self) -> str:
@@ -612,10 +612,10 @@ def _some(names: Sequence[str]) -> str:
 def _counts(
     trace: LookupTrace, path: str, config: TableConfig, planned: frozenset[str]
 ) -> Tensor | None:
-    """Return how often each id was looked up, None where the trace does not have the table.
+    """Return how often each id was looked up; None if the trace does not have the table.
 
-    A traced table of the same name at another path is taken where it is the only one, and not
-    another planned table.
+    A traced table of this name at another path is used if there is only one, and it is not another
+    planned table.
     """
     traced = {f.table for f in trace.features}
     path_name = f"{path}.{config.name}"
@@ -662,7 +662,7 @@ def _checked(
 
 
 def _check_backing(backing: BackingMemory | None, serving: int | None, device: str) -> None:
-    """Raise unless memory behind caches suits the device."""
+    """Raise TypeError or ValueError if backing memory does not suit the device."""
     if backing is None:
         return
     if not isinstance(backing, BackingMemory):

@@ -1,4 +1,4 @@
-"""The tables that a memory plan is made for, and how much each of them counts."""
+"""The tables of a memory plan, and their importances."""
 
 from __future__ import annotations
 

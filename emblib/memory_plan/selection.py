@@ -1,8 +1,8 @@
 """Pick one choice per table: the least sum of losses whose bytes fit into one or two memories.
 
-Every table has choices, each with its bytes of device memory, its bytes of the memory behind caches
-and its cost. `pick` is a knapsack over both memories in units, compared with plans that treat all
-tables alike; bytes that rounding leaves are spent on the choices that gain most.
+Every table has choices, each with bytes of device memory, bytes of backing memory and a cost.
+`pick` solves a knapsack over both memories in coarse units, compares it with plans that treat all
+tables alike, and spends the bytes that rounding left on the choices that gain most.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ AS_IT_IS = "as it is"
 """The method of a table that is not changed."""
 
 SHARES = tuple(2.0**-n for n in range(1, 13))  # shares of rows or bytes to try
-_UNITS = 4096  # into which the budget is divided, or more for many tables
+_UNITS = 4096  # units of the budget; more for many tables
 _UNITS_OF_TWO = (
     1024,
     256,
 )  # steps of the budget and of the memory behind caches, if both are limited
-_PER_MISS = 1e-6  # cost where all lookups miss a cache: it decides between equal losses only
+_PER_MISS = 1e-6  # cost if all lookups miss a cache; decides only between equal losses
 
 
 class BudgetError(ValueError):
@@ -104,7 +104,7 @@ Options = Sequence[Sequence[MemoryChoice]]
 
 
 class Limits(NamedTuple):
-    """Bytes that all tables may take of device memory and of that behind caches; None: any."""
+    """Maximum bytes of device memory and of backing memory for all tables; None: no limit."""
 
     budget: int
     backing: int | None = None
@@ -116,7 +116,7 @@ class Limits(NamedTuple):
 
 
 def without_dominated(choices: Sequence[MemoryChoice]) -> list[MemoryChoice]:
-    """Return the choices that no smaller one is as good as, the largest first."""
+    """Return the Pareto-optimal choices, the largest first."""
     frontier: list[MemoryChoice] = []
     for candidate in sorted(
         choices, key=lambda c: (c.nbytes, c.loss, -c.hit_rate, c.backing_nbytes)
@@ -131,10 +131,10 @@ def without_dominated(choices: Sequence[MemoryChoice]) -> list[MemoryChoice]:
 
 
 def pick(options: Options, limits: Limits) -> list[int]:
-    """Return the number of a choice per table: the least sum of costs within the limits.
+    """Return the index of one choice per table, with the least sum of costs within the limits.
 
     Raises:
-        BudgetError: no choices fit that were found.
+        BudgetError: no combination of choices was found that fits.
     """
     picked = _smallest(options, limits)
     picks = [_knapsack(options, Limits(limits.budget), _units_of_one(options))]
@@ -151,13 +151,13 @@ def pick(options: Options, limits: Limits) -> list[int]:
 
 
 def totals(options: Options, picked: Sequence[int]) -> tuple[int, int]:
-    """Return the bytes of device memory and of that behind caches."""
+    """Return the bytes of device memory and of backing memory."""
     picked_choices = [choices[k] for choices, k in zip(options, picked, strict=True)]
     return sum(c.nbytes for c in picked_choices), sum(c.backing_nbytes for c in picked_choices)
 
 
 def _smallest(options: Options, limits: Limits) -> list[int]:
-    """Return choices with little device memory, and with allowed amounts of backing memory."""
+    """Return choices that minimise device memory within the limit of backing memory."""
     picked = [len(choices) - 1 for choices in options]
     nbytes, backing = totals(options, picked)
     while limits.backing is not None and backing > limits.backing:
@@ -196,7 +196,7 @@ def _units_of_one(options: Options) -> tuple[int, int]:
 
 
 def _knapsack(options: Options, limits: Limits, units: tuple[int, int]) -> list[int]:
-    """Return the numbers of the best choices, empty where bytes rounded up to units do not fit."""
+    """Return the indices of the best choices; empty if bytes rounded up to units do not fit."""
     best = torch.zeros(units[0] + 1, units[1] + 1, dtype=torch.float64)  # by units that may be used
     choices_taken = []
     for choices in options:
@@ -244,7 +244,7 @@ def _uniform(options: Options) -> Iterator[list[int]]:
 
 
 def _filled(options: Options, picked: Sequence[int], limits: Limits) -> list[int]:
-    """Spend bytes that are left on the choices that gain most per byte of device memory."""
+    """Replace choices while bytes are left, those that gain most per byte first."""
     result = list(picked)
     while True:
         nbytes, backing = totals(options, result)

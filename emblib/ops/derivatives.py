@@ -1,8 +1,8 @@
-"""Derivatives that the ops do not have: they are refused, where torch would return zeros.
+"""Refuse derivatives that the ops do not have, where torch would silently return zeros.
 
-torch drops the tangent of an argument of an op without a forward-mode formula, and its
-`once_differentiable` cuts second derivatives off: `torch.autograd.functional.jvp`, which asks for
-them, takes an input that the result does not depend on as a zero.
+If an op has no forward-mode formula, torch drops the tangents of its arguments. Torch's
+`once_differentiable` cuts the graph, so `torch.autograd.functional.jvp`, which differentiates
+twice, sees a result that does not depend on its input and returns zeros.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ def refuse_tangents(operation: str, *tensors: Tensor | None) -> None:
     Outside of forward mode this reads one number. In compiled code it does nothing.
 
     Args:
-        operation: names the tensors in the error.
+        operation: name of the operation in the error.
         tensors: the differentiable arguments of an op.
     """
     if forward_ad._current_level < 0 or torch.compiler.is_compiling():
@@ -39,10 +39,10 @@ Backward = Callable[..., Any]
 
 
 def once_differentiable(backward: Backward) -> Backward:
-    """Make a backward of a Function whose results raise if they are differentiated.
+    """Wrap the backward of a Function so that differentiating its results raises.
 
-    As `torch.autograd.function.once_differentiable`, but the results depend on the gradients that
-    the backward gets, so that no derivative by these is taken for zero.
+    Unlike with `torch.autograd.function.once_differentiable`, the results depend on the incoming
+    gradients, so a derivative with respect to these raises too instead of being zero.
     """
 
     @wraps(backward)

@@ -13,7 +13,7 @@ from typing import Any
 class Effects:
     """The results of the native calls that one change has made so far, in their order.
 
-    The calls of a change must follow from its arguments and from the results of earlier calls.
+    The calls of a change must be determined by its arguments and the results of earlier calls.
     """
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class Effects:
         return len(self._results)
 
     def has_made(self, op: Any) -> bool:
-        """Return whether an operator was called."""
+        """Return whether `op` has been called for this change."""
         return any(made_op is op for made_op, _ in self._results)
 
     def restart(self) -> None:
@@ -38,11 +38,11 @@ class Effects:
         return self._next < len(self._results)
 
     def once(self, op: Any, *arguments: Any) -> Any:
-        """Return the result of an operator (an `OpOverload`), which is called the first time only.
+        """Call an operator (an `OpOverload`) the first time; return its result every time.
 
-        The result is stored without a step of the interpreter after the call: a signal that is
-        handled between the two would lose it. So the overload's native function is called, not its
-        `__call__`, which is Python.
+        Call and storing of the result are one bytecode, because a signal that is handled in between
+        would lose the result. So the overload's native function is called, not its Python
+        `__call__`.
         """
         if self._next == len(self._results):
             self._results.extend(zip((op,), itertools.starmap(op._op, (arguments,)), strict=False))

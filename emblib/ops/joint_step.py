@@ -1,6 +1,6 @@
 """Joint steps: one update per backward for a table that several lookups read.
 
-A backward of a `FusedLookup` updates its rows at once, so that two lookups of one table in a loss
+The backward of a `FusedLookup` updates its rows immediately, so two lookups of one table in a loss
 would be two steps. A lookup whose batch has a `JointStep` records its gradient there instead. All
 such lookups depend on one scalar, the anchor: autograd accumulates the gradient of a leaf after all
 of its consumers, so the hook of the anchor runs when every gradient of this backward is known, and
@@ -37,7 +37,7 @@ class JointTable(Protocol):
     """A module with one table, which makes the joint steps."""
 
     def apply_joint(self, contributions: Sequence[autograd.Contribution]) -> None:
-        """Make one step with the sum of the gradients of several lookups."""
+        """Apply one optimizer step with the summed gradients of several lookups."""
 
 
 class JointStep:
@@ -72,12 +72,12 @@ class JointStep:
         return self._anchor
 
     def of_backward(self) -> GradientSum:
-        """Return the sum to which present lookups add their gradients."""
+        """Return the sum to which lookups that are made now add their gradients."""
         task = _outer_task.get()
         return self if task is None else _OuterStep(self, task)
 
     def add(self, contribution: autograd.Contribution, task: int | None = None) -> Tensor:
-        """Record a gradient of a backward, the running one; return the gradient of the anchor."""
+        """Record a gradient of backward `task` (None: the running one); return the anchor's."""
         if task is None:
             task = torch._C._current_graph_task_id()
         self._waiting.setdefault(task, []).append(contribution)
@@ -148,10 +148,10 @@ def apply_contributions(
     feature: tuple[int, ...],
     locate: Callable[[tbe.Groups], autograd.RowLocations],
 ) -> Tensor | None:
-    """Make one step with the sum of the gradients of several lookups of one table.
+    """Apply one optimizer step with the summed gradients of several lookups of one table.
 
-    The gradients of a row are added up in the order of the backward. A lookup alone is updated as
-    without a joint step, to the same bits.
+    The gradients of a row are added in the order of the backward. A single lookup gives the same
+    bits as without a joint step.
 
     Args:
         tiers: the memory of the table.
@@ -196,7 +196,7 @@ def apply_contributions(
 def _row_gradients(
     contribution: autograd.Contribution, rule: autograd.UpdateRule, dim: int
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return rows `[L]`, -1 where there is none, their gradients `[L, dim]`, and if all are finite.
+    """Return rows `[L]` (-1: none), gradients `[L, dim]`, and whether all are finite (or None).
 
     Nothing is read back from the device.
     """

@@ -216,7 +216,7 @@ class Adagrad(Optimizer):
     eps: float = 1e-8
 
     functor: ClassVar[str] = "adagrad"
-    kept: ClassVar[tuple[State, ...]] = (State("sum"),)
+    base_states: ClassVar[tuple[State, ...]] = (State("sum"),)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -236,10 +236,10 @@ class RowwiseAdagrad(Optimizer):
 
     Args:
         eps: constant that is added to the root.
-        counter: None, or how steps and decay depend on the count of a row.
+        counter: dependence of steps and decay on the count of a row, or None.
         max_norm: > 0: rows are scaled to at most this norm after their step.
-        global_decay: None, or a decay that includes rarely seen rows; then
-            `weight_decay` and `counter` must be None.
+        global_decay: decay of all rows at every step, or None; with it `weight_decay` and `counter`
+            must be None.
 
     Example:
         >>> optimizer = emblib.optim.RowwiseAdagrad(0.1, max_norm=1.0)
@@ -254,7 +254,7 @@ class RowwiseAdagrad(Optimizer):
     global_decay: GlobalDecay | None = None
 
     functor: ClassVar[str] = "rowwise_adagrad"
-    kept: ClassVar[tuple[State, ...]] = (State("sum", per_row=True),)
+    base_states: ClassVar[tuple[State, ...]] = (State("sum", per_row=True),)
     decays: ClassVar[tuple[type, ...]] = (L2, Decoupled, AdagradW)
 
     def __post_init__(self) -> None:
@@ -310,8 +310,8 @@ class RowwiseAdagrad(Optimizer):
         """Return `sum`, then `prev_iter` with a global decay or counter, then `row_counter`."""
         previous, count = State("prev_iter", per_row=True), State("row_counter", per_row=True)
         if self.counter is not None:
-            return (*self.kept, previous, count)
-        return self.kept if self.global_decay is None else (*self.kept, previous)
+            return (*self.base_states, previous, count)
+        return self.base_states if self.global_decay is None else (*self.base_states, previous)
 
     def parameters(self) -> tuple[float, ...]:
         """Return `(eps,)`, and for a variant max_norm and the numbers of the variant."""
@@ -333,7 +333,7 @@ class RowwiseAdagrad(Optimizer):
 
 
 class EmaReset(Choice):
-    """Treatment of the moving average after it replaced the weights: KEEP or CLEAR it.
+    """Treatment of the moving average after it has replaced the weights: KEEP or CLEAR.
 
     Example:
         >>> optimizer = emblib.optim.EnsembleRowwiseAdagrad(0.1, slow=emblib.optim.EmaReset.CLEAR)
@@ -371,7 +371,7 @@ class EnsembleRowwiseAdagrad(Optimizer):
     slow: EmaReset = EmaReset.KEEP
 
     functor: ClassVar[str] = "ensemble_rowwise_adagrad"
-    kept: ClassVar[tuple[State, ...]] = (State("sparse_ema"), State("sum", per_row=True))
+    base_states: ClassVar[tuple[State, ...]] = (State("sparse_ema"), State("sum", per_row=True))
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,8 +1,8 @@
-"""The software cache as dictionaries and lists, one row after the other: the definition of correct.
+"""The software cache in dictionaries and lists, one row at a time: the definition of correct.
 
-32-way set-associative. Rows are known by their linear id. `CacheModel.plan` is one batch: what it
-finds, inserts, evicts and counts. `write_back` and `fetch` move one row
-between the cache and the memory tier of its table. The kernels of `csrc/cache` share no code and no
+The cache is 32-way set-associative; rows have linear ids. `CacheModel.plan` processes one batch: it
+finds, inserts, evicts and counts rows. `write_back` and `fetch` move one row between the cache and
+the memory tier of its table. The kernels of `csrc/cache` share no code and no
 data structure with this file.
 """
 
@@ -16,7 +16,7 @@ from emblib.columns import Tier
 from emblib.reference.random import finalise
 
 WAYS = 32
-MAX_LOOKUPS = 2**31 - 1  # where the lookups of a row stop being counted
+MAX_LOOKUPS = 2**31 - 1  # the count of a row's lookups saturates here
 
 COUNTERS = (
     "calls",  # plans in which the table was looked up; in the line of the whole: all plans
@@ -37,7 +37,7 @@ def set_of(row: int, sets: int) -> int:
 
 @dataclass
 class Way:
-    """One way of a set: the linear row that it holds, if any, and the batch that last used it."""
+    """One way of a set: its linear row, None if empty, and the batch that last used it."""
 
     row: int | None = None
     stamp: int = 0
@@ -45,14 +45,14 @@ class Way:
 
 @dataclass
 class CachePlan:
-    """Per row of a batch its slot (`set * 32 + way`; None: in its tier) and the row it evicts."""
+    """Slot of each row of a batch (`set * 32 + way`; None: in its tier), and evicted rows."""
 
     slots: dict[int, int | None] = field(default_factory=dict)
     brought_in: dict[int, int | None] = field(default_factory=dict)  # row -> row written back
 
 
 class CacheModel:
-    """The cache of tables whose linear rows are `ranges`, one `(first, rows)` per table."""
+    """The cache of tables with linear rows `ranges`: `(first row, number of rows)` per table."""
 
     def __init__(self, sets: int, policy: str, ranges: Sequence[tuple[int, int]]) -> None:
         self.sets = [[Way() for _ in range(WAYS)] for _ in range(sets)]
@@ -87,7 +87,7 @@ class CacheModel:
         return plan
 
     def _admit(self, number: int, rows: list[int], clock: tuple[int, int], plan: CachePlan) -> None:
-        """Give the missing rows of one set its ways, both in the order of the policy."""
+        """Assign the ways of one set to its missing rows, both in the order of the policy."""
         time, oldest = clock
         lfu, ways = self.policy == "lfu", self.sets[number]
         rows.sort(key=lambda row: (-self.counts[row], row) if lfu else row)

@@ -9,11 +9,11 @@ and no data structure with this file.
 
 Details of the definition:
 
-- a slot is empty if its tag is 0; its words in `entries` then mean nothing
+- a slot is empty if its tag is 0; its `entries` are then unspecified
 - if one of two full buckets has no entry that may be evicted, the other bucket evicts
 - the score of a new key is its uses (lfu, lru_lfu), the score of its table (assigned), or else 0
 - a present key that was not admitted is a hit like any other: admission concerns missing keys
-- rows that moved leave their bytes behind
+- a row that moved leaves its old bytes unchanged
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ from torch import Tensor
 from emblib.reference.random import mix, philox_counters
 
 SLOTS = 32  # slots per bucket
-PREFER_FIRST = 16  # with more free slots than these a first bucket is taken
+PREFER_FIRST = 16  # a first bucket with more free slots than this is taken
 FIRST_CHOOSERS, MORE_CHOOSERS = 8, 4  # keys per bucket that may choose in a round: first, growth
 ORDERS = ("none", "lru", "lfu", "lru_lfu", "assigned")
 COUNTERS = (
@@ -38,19 +38,19 @@ COUNTERS = (
     "expired",
     "erased",
 )
-HIT, NEW, EVICTING, REFUSED, NOT_ADMITTED = 1, 2, 3, 4, 5  # what became of a key
+HIT, NEW, EVICTING, REFUSED, NOT_ADMITTED = 1, 2, 3, 4, 5  # status of a key
 MAX_USES = 2**63 - 1  # the counter of uses of a key saturates here
 
 Batch = Sequence[tuple[int, int]]  # (table, key) of each position
 
 
 def hash_of(key: int, hash_key: int) -> int:
-    """Hash a key in a table with the number `hash_key`; both are 64 bits of any sign."""
+    """Hash a key with a table's `hash_key`; both are 64 bits of any sign."""
     return mix((key ^ hash_key) % 2**64)
 
 
 def tag_of(key: int, hash_key: int = 0) -> int:
-    """Return the byte, 1 to 255, by which a slot shows that it may hold the key."""
+    """Return the tag of a key, 1 to 255, which is stored with its slot."""
     return 1 + ((hash_of(key, hash_key) >> 40 & 0xFFFF) * 255 >> 16)
 
 
@@ -65,19 +65,19 @@ def addresses(key: int, buckets: int, hash_key: int = 0) -> tuple[int, int]:
 
 
 def choosers(buckets: int, number: int) -> int:
-    """Return how many missing keys of a table may choose their buckets in a round, the first is 0.
+    """Return how many missing keys of a table may choose buckets in round `number` (from 0).
 
-    Rounds are few: each has several times as many keys as the one before it.
+    Each round has several times as many keys as the previous one, so there are few rounds.
     """
     return FIRST_CHOOSERS * buckets * MORE_CHOOSERS**number
 
 
 def wanted_buckets(keys: int, buckets: int, max_buckets: int, load: int) -> int:
-    """Return the buckets for this many keys at `load` 1024ths: at least now, at most `max_buckets`.
+    """Return the buckets that `keys` keys need: from `buckets` to `max_buckets`.
 
-    Buckets that are not yet split get twice the keys of split ones. So a level of 2^n buckets is
-    split while the keys that fill them to the load grow by a quarter, and then no bucket is split
-    until the next level is as full. The last level ends at `max_buckets`.
+    `load` is in 1024ths of the slots. An unsplit bucket gets twice the keys of a split one. So all
+    2^n buckets of a level are split while the number of keys grows by a quarter from the load, and
+    then none until the next level is as full. The last level ends at `max_buckets`.
     """
     load_of_bucket = SLOTS * load  # keys of a bucket, in 1024ths
     level = 1
@@ -112,12 +112,12 @@ class Miss:
 
 @dataclass
 class ReferenceHashTable:
-    """One table: `buckets` in use of the `most` that it has memory for."""
+    """One table: `buckets` are in use, memory is for `most`."""
 
     buckets: int
     most: int
-    load: int  # 1024ths of the slots, beyond which it grows
-    hash_key: int = 0  # what its hash depends on
+    load: int  # keys per slot, in 1024ths, above which it grows
+    hash_key: int = 0  # selects the hash of its keys
     slots: list[HashEntry | None] = field(default_factory=list)
     counters: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTERS, 0))
 
@@ -259,7 +259,7 @@ class HashModel:
         *,
         evict: bool,
     ) -> None:
-        """Assign half of a bucket's usable slots, rounded up, to its keys in order."""
+        """Insert keys in order into at most half of a bucket's usable slots, rounded up."""
         room = len(self._older(table, bucket)) if evict else table.bucket(bucket).count(None)
         max_inserts = (room + 1) // 2
         for miss in bucket_misses:
@@ -315,13 +315,13 @@ class HashModel:
         return True
 
     def _rank(self, entry: HashEntry) -> tuple[int, int, int]:
-        """Return the sort key of entries: the least is evicted first."""
+        """Return the sort key of entries: the smallest is evicted first."""
         scored = self.order in ("lfu", "lru_lfu", "assigned")
         stamp = 0 if self.order == "lfu" else entry.stamp
         return entry.score if scored else 0, stamp, entry.key
 
     def _candidate(self, table: ReferenceHashTable, number: int) -> HashEntry | None:
-        """Return the bucket's eviction candidate: the least entry that this batch did not use."""
+        """Return a bucket's eviction candidate: its lowest entry that this batch did not use."""
         return min(self._older(table, number), key=self._rank, default=None)
 
     def _older(self, table: ReferenceHashTable, number: int) -> list[HashEntry]:
@@ -383,7 +383,7 @@ class HashModel:
 
     @classmethod
     def of(cls, index: Sequence[Tensor], order: str, insert_policy: str = "wins") -> "HashModel":
-        """Make the model of the tensors of an index."""
+        """Construct the model from the tensors of an index."""
         tags, entries, rows, clock, counters = (tensor.tolist() for tensor in index)
         tables = []
         for (first_slot, buckets, max_buckets, _, load, hash_key), counts in zip(
@@ -409,9 +409,9 @@ def positions(ids: Tensor, starts: Tensor, segment_tables: Tensor) -> list[tuple
 
 
 def fill_slots(slots: Tensor, inserted: Tensor, groups: Tensor) -> Tensor:
-    """Return the slot of every position; `inserted` is by miss, the others by position.
+    """Return the slot of every position: `slots` for hits, `inserted[groups]` for misses.
 
-    Statuses are filled in the same way, those of hits first.
+    Also used for statuses.
     """
     filled = slots.clone()
     filled[groups >= 0] = inserted[groups[groups >= 0].long()]
@@ -441,14 +441,14 @@ def start_rows_(
 
 
 def write_rows_(values: Tensor, slots: Tensor, rows: Tensor) -> None:
-    """Write rows in order: the last one of a slot stays; slot -1 is none."""
+    """Write rows to slots (-1: none), in order: the last row of a slot wins."""
     for slot, row in zip(slots.tolist(), rows, strict=True):
         if slot >= 0:
             values[slot] = row
 
 
 def add_rows_(values: Tensor, slots: Tensor, rows: Tensor) -> None:
-    """Add rows to those in slots, in order, each sum in the dtype of values; slot -1 is none."""
+    """Add rows to the rows at slots (-1: none), in order, each sum in the dtype of `values`."""
     for slot, row in zip(slots.tolist(), rows, strict=True):
         if slot >= 0:
             values[slot] += row

@@ -44,7 +44,7 @@ def ranks_and_rows(ids: Tensor, feature: Tensor, blocks: Tensor) -> tuple[Tensor
 
 
 def _routes(ids: Tensor, offsets: Tensor, routing: tuple[Tensor, ...]) -> list[tuple[Tensor, ...]]:
-    """Return per unit its lookups, the bags of those, its bags, and its ids."""
+    """Return per unit: positions of its ids, their bags, all of its bags, the ids in its block."""
     first_bags, features, blocks, copies, units = routing
     none = ids.new_empty(0, dtype=torch.int64)
     routes: list[tuple[Tensor, ...]] = [(none, none, none, ids[:0])] * (units.numel() - 1)
@@ -94,7 +94,7 @@ def _divisor(lengths: Tensor | None, first_bag: int, rows: int) -> Tensor | floa
 
 
 def _named(rows: Tensor | None, first_row: int, count: int) -> tuple[Tensor, Tensor]:
-    """Return the rows of a target for which a piece has rows, and those rows."""
+    """Return which rows of a target a piece has, and their indices in the piece."""
     all_positions = torch.arange(count)
     if first_row < 0 or rows is None:
         return all_positions, all_positions

@@ -51,7 +51,7 @@ def bag_of_lookup(offsets: Tensor, num_lookups: int) -> Tensor:
 
 
 def lost_ids(indices: Tensor, offsets: Tensor) -> Tensor:
-    """Return how many ids precede the first bag and are no padding, which is -1."""
+    """Return how many ids before the first bag are not padding (-1)."""
     if offsets.numel() < 2:
         return indices.new_zeros(())
     return (indices[: int(repair_offsets(offsets, indices.numel())[0])] != -1).sum()
@@ -89,7 +89,7 @@ def _tiers(weights: Tensor | Sequence[Tensor]) -> list[Tensor]:
 def _rows(
     tiers: Sequence[Tensor], feature: Sequence[int], index: Tensor, slots: Tensor | None
 ) -> Tensor:
-    """Return rows of a table, from the cache where a slot holds them."""
+    """Return rows of a table; a row with a slot is read from the cache."""
     offset, _, rows, dim, _, tier, _, stride = feature
     values = tiers[tier][offset : offset + rows * dim].view(rows, dim)[index]
     if slots is None or stride == 0 or len(tiers) <= Tier.CACHE:
@@ -115,8 +115,8 @@ def lookup(
 ) -> Tensor:
     """Pool bags: `[B, output_dim]`; `[L, output_dim]` for NONE, `[output_dim]` with a bag layout.
 
-    `weights` is a list of memory tiers or one tensor where there are no others; the result has its
-    dtype. Differentiable in `weights` and `sample_weights`.
+    `weights` is one tensor, or a list of memory tiers; the result has its dtype. Differentiable in
+    `weights` and `sample_weights`.
     """
     tiers, offsets = _tiers(weights), repair_offsets(offsets, indices.numel())
     bag, feature, index = _locate(features, indices, offsets, extras.bag_layout)
@@ -194,9 +194,9 @@ def update_(
 ) -> None:
     """Apply `optimizer` to the rows in `groups`, given the dense gradient of the flat weights.
 
-    `weights` and `weight_grad` are one tensor or a list, one a memory tier (the cache has no
-    gradient of its own); `states` are tier-major, as `emblib.optim` lists them; `row_slots [U]` is
-    where the cache holds a row, -1 where it does not.
+    `weights` and `weight_grad` are one tensor, or a list with one per memory tier (the cache has no
+    gradient). `states` has all states of tier 0, then of tier 1, ...; `row_slots` `[U]` is the
+    cache slot of each row, -1 for none.
     """
     weights = [weights] if isinstance(weights, Tensor) else weights
     weight_grad = [weight_grad] if isinstance(weight_grad, Tensor) else weight_grad

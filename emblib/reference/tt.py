@@ -36,7 +36,7 @@ def digits(ids: Tensor, row_factors: Sequence[int]) -> list[Tensor]:
 
 
 def matmul_operand(values: Tensor, precision: MatmulPrecision) -> Tensor:
-    """Return float32 `values` as products of a precision read them.
+    """Round float32 `values` to the precision in which products read their operands.
 
     TF32 has 11 significant bits, rounded to nearest with ties away from zero, BF16 has 8, with
     ties to even. FLOAT32 reads them as they are.
@@ -157,13 +157,14 @@ def stored(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the ids that the cores serve, the stored rows of the others, and the keys to count.
 
-    All are int64 `[L]`, with -1 for the rest; the first two are empty where no rows are stored.
+    All are int64 `[L]`, -1 for the others; the first two are empty if no rows are stored.
 
     Args:
-        indices: `[L]`, as the batch has them; those that differ from `ids` are not valid.
+        indices: `[L]`, as the batch has them; one that differs from its `ids` entry is invalid.
         ids: int64 `[L]`, repaired; -1 skips.
-        keys: int64 `[L]`, the ids among those of all tables.
-        slots: int64 `[L]`, of keys in the index of stored rows, -1 for none; None: no rows are.
+        keys: int64 `[L]`, the ids offset by the first key of their table.
+        slots: int64 `[L]`, slots of `keys` in the index of stored rows, -1 for none; None: no rows
+            are stored.
         row_of_slot: int64 `[S]`, the stored row of each slot, -1 for none.
     """
     counted = torch.where(indices == ids, keys, -1)
@@ -178,8 +179,8 @@ def count_(counted: Tensor, rows: Tensor, starts: Tensor, tables: Tensor, counte
 
     Args:
         counted: int64 `[L]`, the keys to count, -1 for none.
-        rows: int64 `[L]`, -1 for lookups that are no hits; empty: there are none.
-        starts: int64 `[F + 1]`, the first lookup of each feature; those before the first are none.
+        rows: int64 `[L]`, stored row of each lookup, -1 for misses; empty: no hits.
+        starts: int64 `[F + 1]`, first lookup of each feature; earlier ones are not counted.
         tables: int64 `[F]`.
         counters: changed in place.
     """

@@ -1,4 +1,4 @@
-"""The file of a trace: ids and lengths of every feature, in the narrowest integers."""
+"""LookupTrace: ids and bag lengths of every feature, and its file with the narrowest integers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class TracedFeature:
 class LookupTrace:
     """Lookups of F features: sample n of feature f looked up the next `lengths[f][n]` of `ids[f]`.
 
-    Features may have different numbers of samples, where modules are not called equally often.
+    Features may differ in their number of samples, if modules are not called equally often.
 
     Example:
         >>> trace = emblib.LookupTrace(  # one feature of two samples
@@ -128,7 +128,7 @@ class LookupTrace:
 
 
 class _Lengths(NamedTuple):
-    """Lengths as they are stored: a single value where all are equal."""
+    """Stored lengths: a single value if all are equal."""
 
     values: Tensor
     samples: int

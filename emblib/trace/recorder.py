@@ -1,7 +1,7 @@
 """The recorder: hooks on a model's embeddings that copy the ids of their calls.
 
-A `Reading` extracts the bags of a call from (name, module, args, kwargs); `_reading` selects the
-one of a module's kind.
+A `Reading` is a function of (name, module, args, kwargs) that extracts the bags of a call;
+`_reading` selects it by the kind of module.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Found = tuple[str, nn.Module, Reading]
 def embeddings(roots: Sequence[nn.Module]) -> list[Found]:
     """Return the outermost embeddings in the modules, each once, by its first name.
 
-    A module without embeddings in it counts as one itself.
+    A root without embeddings counts as an embedding itself.
     """
     found_by_id: dict[int, Found] = {}
     for root in roots:

@@ -1,4 +1,4 @@
-"""Skew of the lookups of a table, and its consequences for tables of fewer rows."""
+"""Skew of the lookups of a table, and what share of them a smaller table serves."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class IdSkew:
     """Distribution of the lookups of a table over its ids.
 
     Args:
-        shares: ids of about equal frequency are a group; the fraction of all lookups that one id of
-            each group has, the largest first; float64 `[G]`.
+        shares: fraction of all lookups per id of a group, float64 `[G]`, descending; a group has
+            ids of about equal frequency.
         sizes: numbers of ids in each group; float64 `[G]`.
     """
 
@@ -44,7 +44,7 @@ class IdSkew:
 
     @classmethod
     def zipf(cls, rows: int, exponent: float = ZIPF) -> IdSkew:
-        """Return the skew where the n-th id has a share in proportion to n^-exponent."""
+        """Return the skew in which id n has a share proportional to n^-exponent."""
         head_ids = torch.arange(1, min(rows, _GROUPS) + 1, dtype=torch.float64)
         low, high = math.log(len(head_ids) + 1), math.log(rows + 1)
         steps = torch.linspace(low, high, _GROUPS, dtype=torch.float64)
@@ -54,7 +54,7 @@ class IdSkew:
         return cls(shares / (shares @ sizes), sizes)
 
     def missed(self, rows: int) -> float:
-        """Return the share of lookups of all ids but the `rows` most used."""
+        """Return the share of lookups of ids other than the `rows` most used."""
         num_before = self.sizes.cumsum(0) - self.sizes
         num_cached = (rows - num_before).clamp(min=0.0).minimum(self.sizes)
         return max(0.0, 1.0 - float(num_cached @ self.shares))
@@ -62,8 +62,8 @@ class IdSkew:
     def hits(self, rows: int) -> float:
         """Return the share of lookups that a cache of the `rows` least recently used rows serves.
 
-        By Che's approximation: an id of share s is in the cache if one of the last t lookups was of
-        it, with probability 1 - exp(-s t), where t is such that `rows` ids are expected there.
+        By Che's approximation: an id of share s is in the cache if it was looked up in the last t
+        lookups, with probability 1 - exp(-s t); t is chosen so that `rows` ids are expected there.
         """
         used = self.shares > 0
         shares, sizes = self.shares[used], self.sizes[used]
@@ -81,10 +81,10 @@ class IdSkew:
     def shared(self, rows: int) -> float:
         """Return the share of a row's updates that come from other ids, with a hash to `rows`.
 
-        The expectation over lookups and hashes of o / (s + o), for an id of share s in whose row
-        others have o. It follows from 1 / (s + o), the integral of exp(-(s + o) t) over t, and the
-        expectation of exp(-o t), a product over all other ids, each of which is in the row by a
-        chance of 1 / rows.
+        This is the expectation, over lookups and hashes, of o / (s + o), where s is the share of an
+        id and o that of the other ids in its row. It is computed with 1 / (s + o), the integral of
+        exp(-(s + o) t) over t, and the expectation of exp(-o t): a product over all other ids, each
+        of which is in the row with probability 1 / rows.
         """
         used = self.shares > 0
         if not used.any():

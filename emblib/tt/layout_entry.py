@@ -1,8 +1,8 @@
-"""The entry of a state dict that says which tensor train its cores are of.
+"""The state dict entry `tt_layout`: rows, dim, factors and ranks of a tensor train.
 
-Cores of other ranks and factors may have the same shapes: those of ranks (2, 8) and dim factors
-(8, 4, 2) are those of ranks (4, 4) and dim factors (4, 4, 4). So state dicts have rows, dim,
-factors and ranks as one entry, and a tensor train takes the cores of no other.
+Cores of different tensor trains may have equal shapes: ranks (2, 8) with dim factors (8, 4, 2) give
+the same shapes as ranks (4, 4) with dim factors (4, 4, 4). So state dicts have this entry, and
+loading raises if it differs.
 """
 
 import math
@@ -16,13 +16,13 @@ from torch.nn.utils.rnn import pad_sequence
 from emblib.tt.shapes import check_ranks
 
 NAME = "tt_layout"
-_FEWEST = 7  # rows, dim, and of two cores the factors and one rank
+_FEWEST = 7  # numbers of an entry for two cores: rows, dim, 2 + 2 factors, 1 rank
 
 
 def entry(spec: Any) -> Tensor:
     """Return rows, dim, row factors, dim factors and ranks of a `TTSpec` as one int64 tensor.
 
-    Those of a table with permuted ids end with 1 + seed.
+    For a table with permuted ids, 1 + seed follows.
     """
     order = () if spec.ids.value == "as_given" else (1 + spec.seed,)
     numbers = (spec.rows, spec.dim, *spec.row_factors, *spec.dim_factors, *spec.ranks, *order)
@@ -30,7 +30,7 @@ def entry(spec: Any) -> Tensor:
 
 
 def entries(specs: Sequence[Any]) -> Tensor:
-    """Return the entry of the tables of a module: that of the table, or a padded row per table."""
+    """Return the entry of a module: `[n]` for one table, else one padded row per table."""
     rows = [entry(spec) for spec in specs]
     return rows[0] if len(rows) == 1 else pad_sequence(rows, batch_first=True)
 
@@ -44,10 +44,10 @@ def _rows_of(saved: Tensor | None, count: int) -> list[Tensor | None]:
 
 
 def difference(saved: Tensor | None, current: Tensor) -> str:
-    """Return why cores saved with the entry `saved` are not those of `current`; "" where they are.
+    """Return how the saved entry differs from the current one, as a message; "" if it does not.
 
-    Without an entry, as it was in older state dicts, the shapes of the cores must leave no choice
-    of ranks and factors. The number of rows is not compared then; rows that both have are the same.
+    Older state dicts have no entry (None). Then the shapes of the cores must determine ranks and
+    factors, and the number of rows is not compared: common rows are equal.
     """
     current_fields = _fields(current)
     if saved is None and current_fields["ids"] != "as_given":
@@ -81,7 +81,7 @@ def difference(saved: Tensor | None, current: Tensor) -> str:
 def problem(
     state_dict: Mapping[str, Any], prefix: str, specs: Sequence[Any], cores: Iterable[Tensor]
 ) -> str:
-    """Return why the cores in a state dict are not those of `specs`; "" if they are."""
+    """Return why the cores in a state dict do not fit `specs`, as a message; "" if they do."""
     own_cores = {f"{prefix}cores.{k}": core for k, core in enumerate(cores)}
     names_saved = [key for key in own_cores if key in state_dict]
     if not names_saved:
@@ -116,7 +116,7 @@ def _describe(fields: dict[str, Any]) -> str:
 
 
 def _of_equal_shapes(fields: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the tensor trains of these rows and dim whose cores have the same shapes."""
+    """Yield the fields of all tensor trains with equal rows, dim and core shapes."""
     full_ranks = (1, *fields["ranks"], 1)
     widths = [
         left * q * right
@@ -135,7 +135,7 @@ def _of_equal_shapes(fields: dict[str, Any]) -> Iterator[dict[str, Any]]:
 def _solutions(
     widths: Sequence[int], remaining: int
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Yield all ranks and dim factors of cores of these widths, the first of rank `remaining`."""
+    """Yield all (ranks, dim factors) of cores of these widths whose first rank is `remaining`."""
     product = widths[0] // remaining  # a divisor of it: see below
     if len(widths) == 1:
         yield (), (product,)

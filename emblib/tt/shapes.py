@@ -4,11 +4,10 @@ Row factors are ceil-roots: the padding they add is below 1% from a few thousand
 cost microseconds, where a search over prime factorisations takes seconds and may pad by 90%
 (2**20 rows). Dim factors are exact: a table never has columns its user did not ask for.
 
-Cores share rows by the digits of ids, not by what ids mean. Ids are often in an order that means
-something, such as first seen or most frequent, and ids that are near each other share cores: the
-hottest ids of a table in order of frequency share all but the last. A permutation of ids,
-`(multiplier * id + offset) % rows`, spreads them. It is a bijection, since the multiplier has no
-factor in common with the number of rows.
+Rows share core slices if their ids share digits, so ids near each other share most of them. Ids are
+often ordered, e.g. by frequency; then the hottest ids share all core slices but the last. A
+permutation of ids, `(multiplier * id + offset) % rows`, spreads them. It is a bijection, since the
+multiplier has no factor in common with the number of rows.
 """
 
 import math
@@ -80,7 +79,7 @@ def permutation(rows: int, seed: int) -> tuple[int, int]:
 
 
 def inverse(permuted: tuple[int, int], rows: int) -> tuple[int, int]:
-    """Return the multiplier and the offset that lead back."""
+    """Return the multiplier and offset of the inverse permutation."""
     multiplier, offset = permuted
     if rows == 1:
         return AS_GIVEN

@@ -429,10 +429,10 @@ _DUMP = "emblib_dump"
 
 
 def dump_argument(tables: Sequence[str]) -> dict[str, Any]:
-    """Return the entry of `t_opt_args.json` by which `check_one_dump` knows tables of one call.
+    """Return the `t_opt_args.json` entry that identifies tables written by one call.
 
     Args:
-        tables: all that the call writes, by names that differ.
+        tables: unique names of all tables that the call writes.
     """
     return {_DUMP: {"id": uuid.uuid4().hex, "tables": list(tables)}}
 
@@ -440,8 +440,8 @@ def dump_argument(tables: Sequence[str]) -> dict[str, Any]:
 def check_one_dump(arguments: Mapping[str, tuple[Path, Mapping[str, Any]]]) -> None:
     """Raise DumpError if tables that one call wrote together are mixed with those of another.
 
-    A table that was written without the others later is accepted. So are tables without the entry,
-    as DynamicEmb writes them, unless a call that wrote another of the tables wrote them too.
+    A table that was later written alone is accepted. So are tables without the entry, as DynamicEmb
+    writes them, unless the entry of another loaded table names them.
 
     Args:
         arguments: path and content of the `t_opt_args.json` of each table that is loaded, by the
@@ -481,10 +481,10 @@ class _Files:
     rank: int | None
 
     def read(self, item: str, dtype: torch.dtype) -> Tensor | None:
-        """Return the values of the ranks, concatenated; None where no rank has a file.
+        """Return the values of the ranks, concatenated; None if no rank has a file.
 
         Raises:
-            DumpError: some ranks have a file and others do not, whichever are read.
+            DumpError: some ranks have a file and others do not, even if these are not read.
         """
         ranks = range(self.world_size)
         paths = [self.directory / _file(self.name, item, r, self.world_size) for r in ranks]
@@ -551,7 +551,7 @@ def _ranks_of_scores(
 ) -> tuple[Tensor, Tensor | None]:
     """Return stamps and scores of entries; stamps are 1 if no file has times of use.
 
-    Whatever DynamicEmb's strategy, keys are evicted in the same order here.
+    The stamps and scores give the eviction order of DynamicEmb's strategy.
     """
     order, ones = layout.order, torch.ones(count, dtype=torch.int64)
     needs_scores = order in ("lfu", "lru_lfu", "assigned")

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from emblib.dynamic import keys as routing
 
-WEIGHT = "weight"  # the name of the rows that are no optimizer state
+WEIGHT = "weight"  # name of the weights among the rows of an entry
 
 
 class Chosen:
@@ -157,7 +157,7 @@ def concatenate(all_entries: Sequence[Entries]) -> Entries:
     """Concatenate entries; rows are copied when they are indexed.
 
     Raises:
-        ValueError: some have scores, or states, that others have not.
+        ValueError: some have scores or states and others do not.
     """
     if len(all_entries) == 1:
         return all_entries[0]
@@ -182,8 +182,8 @@ def concatenate(all_entries: Sequence[Entries]) -> Entries:
 def best_first(entries: Entries, order: str) -> Tensor:
     """Return the permutation that sorts entries from the last to be evicted to the first.
 
-    `order` is the table's eviction order: none, lru, lfu, lru_lfu or assigned. For none, the last
-    used come first.
+    `order` is the table's eviction order: none, lru, lfu, lru_lfu or assigned. For none, the order
+    is that of lru.
     """
     columns = [entries.keys]
     if order != "lfu":
@@ -207,7 +207,7 @@ _PART = re.compile(r"part_(\d+)_of_(\d+)\.(.*)", re.DOTALL)
 
 
 def as_part(state: Mapping[str, Tensor], rank: int, world_size: int) -> dict[str, Tensor]:
-    """Rename the state dict of one rank to names that no other rank uses.
+    """Rename the entries of one rank's state dict to names that no other rank uses.
 
     Raises:
         ValueError: it has keys that another rank owns, where lookups would not find them.
@@ -274,11 +274,12 @@ def combine(
 ) -> dict[str, Tensor]:
     """Combine several state dicts into that of one rank.
 
-    Rows by key are those of the keys that the rank owns. Of other integers, clocks and counts among
-    them, the element-wise maximum is taken: a count is never less than that of the rank which saw
-    the key. Floating-point values, those of the optimizer, are taken from the first part; so are
-    hash keys that differ between parts, with the counters that depend on them, since counts under
-    different hashes cannot be combined.
+    Rows by key: the keys that the rank owns. Other integers, e.g. clocks and counts: the
+        element-wise
+    maximum, so a count is at least that of the rank that saw the key. Floating-point values, those
+    of the optimizer: from the first part. Hash keys that differ between parts, and the counters
+    that depend on them: from the first part too, because counts under different hashes cannot be
+    combined.
     """
     joined: dict[str, Tensor] = {}
     by_key = {stem for state in states for stem in _stems(state)}
@@ -298,7 +299,7 @@ def combine(
 
 
 def _stems_of_unlike_hashes(states: Sequence[Mapping[str, Tensor]]) -> set[str]:
-    """Return the prefixes of names for which the parts have different hash keys."""
+    """Return the name prefixes whose hash keys differ between the states."""
     by_stem: dict[str, list[Tensor]] = {}
     for state in states:
         for key, value in state.items():

@@ -1,7 +1,7 @@
 """Snapshots of dynamic tables, slot by slot: they restore a module byte for byte.
 
-They fit modules of the same tables, optimizer, precision and admission only. `save` of a module
-writes entries instead, which fit any capacity; `load` of a module reads both.
+They restore only modules with the same tables, optimizer, precision and admission. A module's
+`save` writes entries instead, which fit tables of any capacity; its `load` reads both.
 """
 
 from collections.abc import Mapping
@@ -38,11 +38,11 @@ def take(state: DynamicState) -> dict[str, Any]:
 
 @of_state
 def restore(state: DynamicState, snapshot: Mapping[str, Any]) -> None:
-    """Restore the state of which a snapshot was taken, byte for byte.
+    """Restore a snapshot byte for byte.
 
     Raises:
-        ValueError: it is of tables of other dims, capacities, loads or eviction, of another
-            optimizer, precision or admission, or is malformed; nothing is changed.
+        ValueError: dims, capacities, loads, eviction, optimizer, precision or admission differ, or
+            the snapshot is malformed; nothing is changed.
         RuntimeError: the module has a backing store.
     """
     _refuse_backing(state)

@@ -81,7 +81,7 @@ def _write(
 
 
 def _changes_of(state: DynamicState, table: int, since: int | None) -> Changes:
-    """Return what changed in a table at tick `since` or later; None is all of it."""
+    """Return the changes of a table at tick `since` or later; None returns all entries."""
     entries = table_entries(state, table, since)
     if since is None:
         return Changes(entries, torch.empty(0, dtype=torch.int64))
@@ -159,12 +159,12 @@ class ChangeSet(NamedTuple):
     """The changes of the tables of a module since a tick.
 
     Attributes:
-        since: the tick from which on entries that were used or written, and removed keys, are here.
+        since: first tick of the changes: entries that were used or written, and removed keys.
         until: the tick to pass as `since` the next time.
         tables: changes by table name.
         hyperparameters: hyperparameters of the optimizer.
-        hash_keys: hash keys of the tables, int64 `[T]`, which a copy without keys takes over; None
-            leaves its own.
+        hash_keys: hash keys of the tables, int64 `[T]`, which a copy without keys adopts; None: it
+            keeps its own.
     """
 
     since: int
@@ -196,9 +196,9 @@ def removed_since(state: DynamicState, table: int, since: int) -> Tensor:
 def changes_since(
     state: DynamicState, since: int, table_indices: Sequence[int] | None = None
 ) -> ChangeSet:
-    """Return what changed at tick `since` or later, for `apply_changes` to a copy of the tables.
+    """Return the changes at tick `since` or later, for `apply_changes` to a copy of the tables.
 
-    The batch of that tick is included again: it may have been saved before it was trained.
+    The batch of tick `since` is included again: an earlier save may have come before its backward.
 
     Args:
         state: the tables.
@@ -245,11 +245,10 @@ def check_changes(state: DynamicState, changes: ChangeSet) -> dict[int, int]:
 def apply_changes(
     state: DynamicState, changes: ChangeSet, report: Report | None = None
 ) -> dict[str, Loaded]:
-    """Apply the changes of other tables to a copy of them; the last ones may be applied again.
+    """Apply changes to a copy of the tables; the last changes may be applied twice.
 
-    A copy of the same capacities and the same `index.hash_keys` (that is, of the same seed and
-    table names, or one that began by loading those tables) has a slot for every key. Keys that are
-    lost are counted in a warning.
+    A copy with equal capacities and hash keys (by the same seed and table names, or because it
+    first loaded those tables) has a slot for every key. A warning counts keys that are lost.
 
     Raises:
         ValueError: these tables have not reached the first tick of the changes, or are past the
@@ -309,7 +308,7 @@ class TableDump(NamedTuple):
     Attributes:
         directory: directory of the dump, for error messages.
         entries: entries of the table.
-        changes: changes to apply to the present entries; None for a dump of whole tables.
+        changes: changes to apply to the current entries; None for a dump of whole tables.
         clock: the tick of the dump.
         hyperparameters: hyperparameters of the optimizer.
         hash_key: hash key of the table at the time of the dump; None if unknown.

@@ -1,8 +1,8 @@
-"""BackingTier: the tier behind the tables of a module, and the moves of rows between the two tiers.
+"""BackingTier: a store behind the tables of a module, and moves of rows between the two tiers.
 
-A table is the union of its tiers: each key is in one of them. Rows in the store take part in every
-batch as those of the fast tier do, so no result depends on how many rows the fast tier has, as long
-as none leaves the store.
+Each key of a table is in one of two tiers: the fast tier (the index and its rows) or the store.
+Rows in the store are read and updated like others, so results do not depend on the size of the fast
+tier, as long as the store drops no row.
 
 A row in the store that a batch needs is promoted: it gets a slot like a new key, and the row that
 it evicts is demoted, with optimizer state, stamp and score. If it finds no slot (it ranks below all
@@ -45,7 +45,7 @@ _COUNTERS = [field.name for field in fields(TierStats)][2:]
 
 
 class Moves(NamedTuple):
-    """Rows on their way between the tiers, by table.
+    """Rows that are moving between the tiers, by table.
 
     Attributes:
         promoted: keys that have a slot and are still in the store.
@@ -57,14 +57,14 @@ class Moves(NamedTuple):
 
 
 class BatchPlacement(NamedTuple):
-    """Target slots of the rows of a batch; slots from `DynamicSpec.rows` on are overflow rows.
+    """Slots that the rows of a batch get; slots >= `DynamicSpec.rows` are overflow rows.
 
     Attributes:
         slots: int64 `[L]` by miss, as `InsertResult.slots`.
         status: uint8 `[L]` by miss, as `InsertResult.status`; `HIT` for rows from the store.
         positions: int64 `[L]`, the slot of each position of the batch.
         rows: rows that are in the store, per table.
-        slots_of_found: slots of these rows, per table; -1 where the key has none.
+        slots_of_found: slots of these rows, per table; -1 for keys without one.
         overflow: keys that are served in overflow rows, per table, without values.
         moves: rows that move between the tiers.
         counts: counters of `TierStats` after the batch, per table.
@@ -101,7 +101,7 @@ class FastTier(Protocol):
         """Return weights and optimizer states as flat tensors, by slot."""
 
     def load_hyperparams(self, values: Tensor) -> None:
-        """Take over saved `hyperparams`."""
+        """Overwrite `hyperparams` with saved values."""
 
     def record_evictions(self, table: int, keys: Tensor) -> None:
         """Record keys that left a table, if evictions are tracked."""
@@ -134,7 +134,7 @@ class BackingTier:
 
     @property
     def fast(self) -> FastTier:
-        """The tables in front of the store."""
+        """Return the tables in front of the store; RuntimeError if they were deleted."""
         fast = self._fast()
         assert fast is not None
         return fast
@@ -174,7 +174,7 @@ class BackingTier:
     # Before the keys of a batch are inserted
 
     def find_in_store(self, keys: Keys, misses: Misses) -> tuple[list[FoundRows], Tensor]:
-        """Read the rows of misses from the store, by table; return also bool `[L]` by miss."""
+        """Read the rows of misses from the store; return them per table, and bool `[L]` by miss."""
         self.write_back()
         self.generation += 1
         offsets = misses.offsets.tolist()
@@ -274,7 +274,7 @@ class BackingTier:
         )
 
     def take(self, inserted: InsertedBatch, placement: "BatchPlacement") -> None:
-        """Take the overflow rows of a batch into use; the same every time."""
+        """Note the overflow rows of a batch as used; repeated calls do the same."""
         assert inserted.result is not None
         self._counts, self._overflow = placement.counts, placement.overflow
         inserted.result.slots.copy_(placement.slots)
@@ -282,7 +282,7 @@ class BackingTier:
         inserted.slots.copy_(placement.positions)
 
     def write_found(self, placement: "BatchPlacement") -> None:
-        """Write rows from the store over first values, and note which rows move."""
+        """Write rows from the store to their slots, and note which rows move."""
         for t, records in enumerate(placement.rows):
             slots = placement.slots_of_found[t]
             has_row = slots >= 0
@@ -301,8 +301,8 @@ class BackingTier:
     def move_rows(self) -> None:
         """Remove promoted rows from the store, and put demoted rows into it.
 
-        Both are noted until the store has done it. After an error promoted rows are tried again;
-        demoted rows that the store cannot take stay in memory until `flush`.
+        Both stay noted until the store is done. After an error the promoted ones are tried again,
+        and demoted rows that the store cannot take stay in memory until `flush`.
         """
         promoted, demoted = self._moves
         try:
@@ -322,9 +322,9 @@ class BackingTier:
                 raise failed
 
     def _put_again(self, table: int, rows: StoredRows) -> None:
-        """Put rows; once more after an error that did not come from the disk.
+        """Put rows into the store; try once more after an error other than of the disk.
 
-        Such an error may have come within a `put`, which completes what it finds half done.
+        Such an error (e.g. Ctrl-C) may have interrupted the `put`, which a second call completes.
         """
         try:
             self._put(table, rows)
@@ -406,7 +406,7 @@ class BackingTier:
     def _evicted_rows(
         self, table: int, slots: Tensor, status: Tensor, evicted: Tensor
     ) -> StoredRows:
-        """Read the entries and the rows, with states, of evicted keys, which are in their slots."""
+        """Copy keys, stamps, scores and rows of evicted keys before their slots are overwritten."""
         buffers = [*self._buffers_of(table)]
         keys, rows, stamps, scores, count = hash.hash_evicted_rows(buffers, slots, status, evicted)
         used = slice(int(count))
@@ -429,7 +429,7 @@ class BackingTier:
         """Read one kind of value of keys in the store, `[n, dim]` or `[n]`.
 
         Raises:
-            RuntimeError: a key has left the store since its entry was asked for.
+            RuntimeError: a key has left the store since `join_entries`.
         """
         layout = self.fast.layout
         records = self.store.read(table, keys)
@@ -470,9 +470,9 @@ class BackingTier:
 
     @torch.no_grad()
     def load_entries(self, table: int, entries: Entries, report: Report | None) -> Loaded:
-        """Put entries whose keys are not in the fast tier into the store, the best of them last.
+        """Put entries, whose keys are not in the fast tier, into the store, the best of them last.
 
-        The order matters because later rows displace earlier ones in a full store.
+        In a full store later rows displace earlier ones.
         """
         index = self.fast.index
         index.set_tick(max(index.tick, entries.newest_stamp()))

@@ -114,7 +114,7 @@ class GrowingFile:
 
 
 class RowFile:
-    """The files of one table, the slot of each key, and which rows are in the fast tier.
+    """The files of one table: heads and rows by slot, the slot of each key, promoted rows.
 
     A promoted row keeps its slot, with the bytes of the last commit, until the next commit;
     `in_fast_tier` marks it. Slots from `committed` on were free at the last commit.
@@ -157,8 +157,8 @@ class RowFile:
     def recover(self) -> None:
         """Read the slot of each key from the heads again, if a change of them was interrupted.
 
-        A head is written after the values of its row, so a row is as before the change or as after
-        it; one that was replaced may have its new values with its old head until it is put again.
+        A head is written after the values of its row, so an interrupted change is complete or
+        absent. Only a replaced row may have new values with its old head, until it is put again.
         """
         if not self.is_changing:
             return
@@ -192,12 +192,12 @@ class RowFile:
 
     @property
     def block(self) -> Block:
-        """The journal's block of the table."""
+        """Return the journal's block of the table."""
         return Block(0, self.count, [self.heads.rows, self.values.rows])
 
     @property
     def sum_blocks(self) -> list[Block]:
-        """The journal's blocks of the checksums of heads and of values."""
+        """Return the journal's blocks of the checksums: of heads, of values."""
         return [Block(0, sums.sums.shape[0], [sums.sums]) for sums in self.sums]
 
     def change(self, slots: Tensor) -> None:
@@ -260,7 +260,7 @@ class RowFile:
         return ~(is_equal & (self._words()[slots, 0] != 0))
 
     def find_stored(self, keys: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the positions of keys stored here and not in the fast tier, and their slots."""
+        """Return (positions, slots) of those `keys` that are stored and not in the fast tier."""
         slots = self.allocator.find(keys)
         at = (slots >= 0).nonzero().squeeze(1)
         at = at[self.in_fast_tier[slots[at]] == 0]
@@ -268,7 +268,7 @@ class RowFile:
 
     @property
     def top(self) -> int:
-        """The end of the slots that may hold a row."""
+        """Return the end of the slots that may have a row."""
         return min(self.allocator.high, self.count)  # `high` exceeds `count` after a full disk
 
     def stored_slots(self) -> Tensor:
@@ -610,9 +610,9 @@ class DiskRows:
             self._finish_commit()
 
     def _finish_commit(self) -> None:
-        """Do what follows a commit, if `rows.json` was replaced; an interrupted flush may not have.
+        """Finish a commit whose `rows.json` was replaced; an interrupted flush may not have.
 
-        Until then the journal leads back to a commit that is no longer the last one.
+        Before this the journal would roll back to the previous commit.
         """
         if not self._is_committing or self._syncs.has_failed:
             return

@@ -1,4 +1,4 @@
-"""SlotAllocator: which slot of the files of a `DiskRows` each key has."""
+"""SlotAllocator: map the keys of a `DiskRows` to slots of its files, and reuse free slots."""
 
 import secrets
 
@@ -20,7 +20,8 @@ _MAX_LOAD = 0.75  # keys per slot of an index; below, few keys find both of thei
 class SlotAllocator:
     """A map from keys to slots of a file; the slots freed last are reused first.
 
-    A call that is interrupted leaves it useless: it is then made again from the heads of the rows.
+    An interrupted call leaves it inconsistent; the owner then rebuilds it from the heads of the
+    rows.
     """
 
     def __init__(self) -> None:
@@ -39,7 +40,7 @@ class SlotAllocator:
         self._overflow_keys: dict[int, int] = {}  # keys both of whose buckets are full
 
     def _reserve(self, keys: int) -> None:
-        """Move to a larger index if `keys` more would exceed the maximum load."""
+        """Move to a larger index if `keys` further keys would exceed the maximum load."""
         wanted_slots = (self.size + keys) / _MAX_LOAD
         capacity = self._by_slot.numel()
         if wanted_slots <= capacity:
@@ -58,7 +59,7 @@ class SlotAllocator:
 
     @property
     def size(self) -> int:
-        """The number of keys with a slot."""
+        """Return the number of keys with a slot."""
         return self._index.size(0) + len(self._overflow_keys)
 
     def find(self, keys: Tensor) -> Tensor:

@@ -99,8 +99,8 @@ class SqliteRows:
         Raises:
             BlockingIOError: the database is open for writing elsewhere.
             OSError: the file cannot be opened or made.
-            ValueError: the file holds something else, or tables of another layout.
-            RuntimeError: the file is not whole.
+            ValueError: the file is of another program, or has tables of another layout.
+            RuntimeError: the file is truncated or damaged.
             ChecksumError: the data differ from their checksum.
         """
         self.close()
@@ -131,9 +131,9 @@ class SqliteRows:
             raise
 
     def _check_file(self) -> None:
-        """Raise RuntimeError for a file that has lost its content, which SQLite takes for new.
+        """Raise RuntimeError for a truncated file, which SQLite would treat as a new database.
 
-        A file of this class is made with its first page, see `_create`, so it is never empty.
+        `_create` writes the first page before the file gets its name, so it is never empty.
         """
         has_log = os.path.exists(f"{self.path}-wal") and os.path.getsize(f"{self.path}-wal") > 0
         size = self.path.stat().st_size if self.path.is_file() else None
@@ -157,7 +157,7 @@ class SqliteRows:
         return connection
 
     def _create(self) -> None:
-        """Make a database without tables; the file has its first page when it gets its name."""
+        """Create a database without tables under a temporary name, then link it to its name."""
         new_path = self.path.with_name(
             f".{self.path.name}.{os.getpid()}.{secrets.token_hex(4)}.new"
         )
@@ -169,7 +169,7 @@ class SqliteRows:
             new_path.unlink(missing_ok=True)
 
     def _refuse_others(self, connection: sqlite3.Connection) -> None:
-        """Raise unless the database is new, or has all tables that a store has."""
+        """Raise an error unless the database is new or has all tables of a store."""
         names = {name for (name,) in connection.execute("SELECT name FROM sqlite_master")}
         kinds = ("rows", "above")
         expected_names = {f"{kind}_{t}" for kind in kinds for t in range(len(self._tables))}
@@ -188,12 +188,12 @@ class SqliteRows:
             )
 
     def _has_other_layout(self, connection: sqlite3.Connection) -> bool:
-        """Return whether the database is a whole store of another number of tables."""
+        """Return whether the database is a valid store with another number of tables."""
         query = "SELECT count(*) FROM emblib WHERE name LIKE 'table %'"
         return connection.execute(query).fetchone()[0] not in (0, len(self._tables))
 
     def _explained(self, error: sqlite3.DatabaseError) -> Exception:
-        """Return an error that says what is wrong with the file, and the way out."""
+        """Convert an SQLite error to one that names the cause and the way out."""
         if "locked" in str(error):
             return BlockingIOError(
                 f"{self.path} has one owner, and is open for writing elsewhere; close the module "
@@ -302,7 +302,7 @@ class SqliteRows:
         self._run_for_each(statement, _records(rows))
 
     def _run_for_each(self, statement: str, values: Iterable[Sequence[Any]]) -> None:
-        """Run a statement for each of some values, or for none if an exception is raised."""
+        """Run a statement once per tuple of values; undo all if an exception is raised."""
         self._undo_batch()
         self._in_batch = True
         self._run("SAVEPOINT batch")
@@ -317,7 +317,7 @@ class SqliteRows:
         self._in_batch = False
 
     def _undo_batch(self) -> None:
-        """Undo what an interrupted `_run_for_each` wrote."""
+        """Undo the writes of an interrupted `_run_for_each`."""
         if self._in_batch and self._connection is not None:
             with contextlib.suppress(sqlite3.OperationalError):  # it was released, or never begun
                 self._connection.execute("ROLLBACK TO batch")

@@ -30,7 +30,7 @@ from emblib.specs import Choice, DynamicSpec, InsertPolicy, check_count
 from emblib.tables.locks import call_in_forks
 from emblib.tables.parameters import caller_level
 
-BATCH = 1 << 16  # rows that are moved at a time, where all rows of a table are
+BATCH = 1 << 16  # rows per batch when all rows of a table are moved
 
 
 class StoredTable(NamedTuple):
@@ -82,7 +82,7 @@ class StoredRows(NamedTuple):
 
 
 class FoundRows(NamedTuple):
-    """The rows of the keys that a store has: `rows[i]` is that of key number `positions[i]`."""
+    """Rows of those keys that a store has: `rows[i]` belongs to key `positions[i]` of the query."""
 
     positions: Tensor
     rows: StoredRows
@@ -93,8 +93,8 @@ class RowStore(Protocol):
     """Store rows of several tables by key; tensors are on the CPU, all int64 keys are legal.
 
     Calls come from one thread at a time. A call that raises its own error has changed nothing.
-    An exception that comes into a call from outside (Ctrl-C, a lack of memory) may end it anywhere:
-    `lift`, `put`, `erase`, `expire` and `clear` are then made again with the same arguments.
+    An exception from outside (Ctrl-C, a lack of memory) may end a call anywhere; the caller then
+    repeats `lift`, `put`, `erase`, `expire` and `clear` with the same arguments.
 
     Attributes:
         note: the text passed to the last `flush`; empty in a new store.
@@ -110,7 +110,7 @@ class RowStore(Protocol):
         """Open the store for tables, new or stored; it is the first call."""
 
     def read(self, table: int, keys: Tensor) -> FoundRows:
-        """Return the rows of the keys that are in the store, and keep them; keys may repeat."""
+        """Return the rows of the keys that are in the store, removing none; keys may repeat."""
 
     def lift(self, table: int, keys: Tensor) -> None:
         """Remove rows that were promoted; keys that are not in the store are ignored."""
@@ -140,7 +140,7 @@ class RowStore(Protocol):
         """
 
     def close(self) -> None:
-        """Close the store, so that others can open it; what was not committed is undone."""
+        """Close the store, so that others can open it; undo changes since the last flush."""
 
 
 def check_row(table: StoredTable, rows: StoredRows) -> StoredRows:
@@ -156,7 +156,7 @@ def check_row(table: StoredTable, rows: StoredRows) -> StoredRows:
 
 
 def matched(keys: Tensor, rows: StoredRows) -> FoundRows:
-    """Return rows, which are in any order, by the position of their key in `keys`."""
+    """Find the position in `keys` of each row's key; `rows` may be in any order."""
     if not rows.keys.numel():
         return FoundRows(rows.keys, rows)
     ordered, order = rows.keys.sort()
@@ -336,7 +336,7 @@ class TierStats:
 
     @property
     def hit_rate(self) -> float:
-        """The fraction of the lookups that hit the fast tier; NaN without lookups."""
+        """Return the fraction of lookups that hit the fast tier; NaN without lookups."""
         return self.hits / self.lookups if self.lookups else float("nan")
 
 
@@ -345,10 +345,10 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
-def _alone(
+def _exclusive(
     method: Callable[Concatenate["PrefetchedRows", _P], _R],
 ) -> Callable[Concatenate["PrefetchedRows", _P], _R]:
-    """Have a method hold the lock of the store while it runs; see `emblib.tables.locks.atomic`."""
+    """Make a method hold the lock of the store while it runs, like `emblib.tables.locks.atomic`."""
 
     @functools.wraps(method)
     def call(self: "PrefetchedRows", /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -412,20 +412,20 @@ class PrefetchedRows:
         concurrent.futures.wait(futures)
         _raise_first(futures)
 
-    @_alone
+    @_exclusive
     def keep(self, table: int, rows: StoredRows) -> None:
         """Keep rows in memory that the store behind could not take."""
         if rows.keys.numel():
             self._forget(table, rows.keys)
             self._kept_rows[table].append(rows)
 
-    @_alone
+    @_exclusive
     def count_prefetched(self, table: int, keys: Tensor) -> int:
-        """Return how many of some keys have a row in memory."""
+        """Return how many of `keys` have a row in memory."""
         blocks = (*self._kept_rows[table], *self._prefetched[table])
         return int(torch.isin(keys, torch.cat([p.keys for p in blocks])).sum()) if blocks else 0
 
-    @_alone
+    @_exclusive
     def read_ahead(self, table: int, keys: Tensor) -> None:
         """Read rows that are not in memory yet from the store."""
         prefetched = self._prefetched[table]
@@ -449,7 +449,7 @@ class PrefetchedRows:
     def open(self, tables: Sequence[StoredTable]) -> None:
         """Do nothing, since the store behind is open already."""
 
-    @_alone
+    @_exclusive
     def read(self, table: int, keys: Tensor) -> FoundRows:
         """See `RowStore`."""
         positions = torch.arange(keys.numel())
@@ -465,13 +465,13 @@ class PrefetchedRows:
         rows = StoredRows.concatenate((records.rows for records in founds), self._widths[table])
         return FoundRows(torch.cat([records.positions for records in founds]), rows)
 
-    @_alone
+    @_exclusive
     def lift(self, table: int, keys: Tensor) -> None:
         """See `RowStore`."""
         self._forget(table, keys)
         self.behind.lift(table, keys)
 
-    @_alone
+    @_exclusive
     def put(self, table: int, rows: StoredRows) -> StoredRows:
         """See `RowStore`."""
         # Copies of rows that are about to be replaced must not outlive an interruption.
@@ -480,7 +480,7 @@ class PrefetchedRows:
         self._forget(table, torch.cat([rows.keys, left_over.keys]))
         return left_over
 
-    @_alone
+    @_exclusive
     def erase(self, table: int, keys: Tensor) -> Tensor:
         """See `RowStore`."""
         is_erased = torch.zeros(keys.numel(), dtype=torch.bool)
@@ -489,7 +489,7 @@ class PrefetchedRows:
         self.behind.erase(table, keys)
         return is_erased
 
-    @_alone
+    @_exclusive
     def expire(self, table: int, before: int) -> Tensor:
         """See `RowStore`."""
         expired_keys = [rows.keys[rows.stamps < before] for rows in self._kept_rows[table]]
@@ -511,7 +511,7 @@ class PrefetchedRows:
         none = torch.empty(0, dtype=torch.int64)
         return torch.cat([none, *(rows.keys for rows in self._kept_rows[table])])
 
-    @_alone
+    @_exclusive
     def size(self, table: int) -> int:
         """See `RowStore`."""
         size, pending = self.behind.size(table), self._kept_keys(table)
@@ -530,7 +530,7 @@ class PrefetchedRows:
         self.wait()
         self._flush(fast_rows, note)
 
-    @_alone
+    @_exclusive
     def _flush(self, fast_rows: Sequence[Iterable[StoredRows]], note: str) -> None:
         blocks_by_table = [
             itertools.chain(*pair) for pair in zip(self._kept_rows, fast_rows, strict=True)
