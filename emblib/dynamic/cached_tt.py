@@ -190,13 +190,11 @@ class CachedTTEmbeddingBags(nn.Module):
     def _make_trains(
         self, optimizer: Optimizer | None, init: str, options: dict[str, Any]
     ) -> TableBatchedTTEmbeddingBags:
-        """Make the tensor trains."""
         return TableBatchedTTEmbeddingBags(self.tables, optimizer, init=init, **options)
 
     def _make_rows(
         self, optimizer: Optimizer | None, options: dict[str, Any]
     ) -> TableBatchedEmbeddingBags:
-        """Make the tables of stored rows."""
         specs = [
             TableSpec(rows, spec.dim, spec.name, placement=self.cache.placement)
             for rows, spec in zip(self.stored_rows, self.tables, strict=True)
@@ -207,7 +205,6 @@ class CachedTTEmbeddingBags(nn.Module):
         return TableBatchedEmbeddingBags(specs, optimizer, cache=cache, **options)
 
     def _by_feature(self) -> dict[str, list[Any]]:
-        """Return the buffers that have one number per feature."""
         features = self.trains.feature_tables
         return {
             "key_bases": [self._first_key[t] for t in features],
@@ -342,8 +339,7 @@ class CachedTTEmbeddingBags(nn.Module):
     def _skip_rows(self) -> bool:
         """Return whether a lookup reads only the cores, because no rows are stored.
 
-        Its backward then counts a step of the cores only; `_count_skipped_steps` adds the missing
-        steps to the stored rows later.
+        Its backward counts a step of the cores only, `_count_skipped_steps` those of stored rows.
         """
         skips = not self._spills and not self._has_stored_rows()
         if not torch.is_grad_enabled():
@@ -535,10 +531,7 @@ class CachedTTEmbeddingBags(nn.Module):
     def _eviction(
         self, table: int, rows: Tensor, cores: list[Tensor]
     ) -> tuple[list[Tensor], list[partial[Any]]]:
-        """Return the float32 cores after rows have left, and the calls that change the module.
-
-        `rows` are indices among the table's stored rows.
-        """
+        """Return the float32 cores after rows have left, and the calls that change the module."""
         spec, ids = self.tables[table], self._keys(table)[rows] - self._first_key[table]
         values, calls = self._values(table, rows), []
         train_rows = tt_projection.rows(spec, cores, ids)

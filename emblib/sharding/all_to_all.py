@@ -227,24 +227,24 @@ def start_all_to_alls(
     if not is_merged or len(messages) <= 1 or ranks.size == 1:
         return [
             start_all_to_all(
-                one.sent,
-                one.sizes,
-                one.received_sizes,
+                message.sent,
+                message.sizes,
+                message.received_sizes,
                 ranks,
-                received=one.received,
+                received=message.received,
                 content=content,
                 has_header=False,
             )
-            for one in messages
+            for message in messages
         ]
-    flat = [one.sent.contiguous() for one in messages]
+    flat = [message.sent.contiguous() for message in messages]
     widths = [1] * len(messages)
     if any(values.dtype is not flat[0].dtype for values in flat):
         widths = [values.element_size() for values in flat]
         flat = [values.view(torch.uint8) for values in flat]
     by_message = [
-        values.split([n * width for n in one.sizes])
-        for values, one, width in zip(flat, messages, widths, strict=True)
+        values.split([n * width for n in message.sizes])
+        for values, message, width in zip(flat, messages, widths, strict=True)
     ]
     # Of the messages of rank 0, then of rank 1, ...
     sizes, received_sizes = (
@@ -302,11 +302,11 @@ def start_sizes(
             return ReadyAwaitable(
                 [_parsed(numbers, len(common), received_sizes, ranks) for numbers in received]
             )
-    sent = [[*common, *chain.from_iterable(of_rank)] for of_rank in rows]
+    payloads = [[*common, *chain.from_iterable(of_rank)] for of_rank in rows]
     size = len(common) + sum(received_sizes)
     pending = start_all_to_all(
-        torch.tensor(list(chain.from_iterable(sent)), device=ranks.device),
-        [len(numbers) for numbers in sent],
+        torch.tensor(list(chain.from_iterable(payloads)), device=ranks.device),
+        [len(numbers) for numbers in payloads],
         [size] * ranks.size,
         ranks,
         content=Content.SIZES,
@@ -314,10 +314,11 @@ def start_sizes(
     )
 
     def split() -> list[tuple[list[int], list[list[int]]]]:
-        every = pending.wait().view(ranks.size, size).tolist()
+        numbers_of_ranks = pending.wait().view(ranks.size, size).tolist()
         ends = [len(common), *accumulate(received_sizes, initial=len(common))][1:]
         return [
-            (numbers[: len(common)], [numbers[a:b] for a, b in pairwise(ends)]) for numbers in every
+            (numbers[: len(common)], [numbers[a:b] for a, b in pairwise(ends)])
+            for numbers in numbers_of_ranks
         ]
 
     return DeferredAwaitable(split)
@@ -335,8 +336,8 @@ def _parsed(
     numbers: list[int], num_common: int, sizes: Sequence[int], ranks: RankGroup
 ) -> tuple[list[int], list[list[int]]]:
     """Return the common numbers, and the lists for this rank, of the numbers of one rank."""
-    first = num_common + ranks.size
-    at = first + sum(numbers[num_common : num_common + ranks.rank])
+    begin = num_common + ranks.size
+    at = begin + sum(numbers[num_common : num_common + ranks.rank])
     rows = []
     for size in sizes:
         end = numbers[at]
@@ -403,19 +404,22 @@ class Headers:
         """
         self._work.wait()
         world, length = self._ranks.size, len(self._header)
-        every = self._received.tolist()
-        headers = [every[i : i + length] for i in range(0, len(every), length)]
+        entries = self._received.tolist()
+        headers = [entries[i : i + length] for i in range(0, len(entries), length)]
         headers.insert(self._ranks.rank, self._header)
-        first = _KIND + 2 * world
-        sent = [header[_KIND : _KIND + world] for header in headers]
-        expected = [header[_KIND + world : first] for header in headers]
+        begin = _KIND + 2 * world
+        sent_sizes = [header[_KIND : _KIND + world] for header in headers]
+        expected = [header[_KIND + world : begin] for header in headers]
         kinds = [header[:_KIND] for header in headers]
-        if kinds.count(kinds[0]) < world or list(map(list, zip(*sent, strict=True))) != expected:
-            tables = (torch.tensor(rows) for rows in (kinds, sent, expected))
+        if (
+            kinds.count(kinds[0]) < world
+            or list(map(list, zip(*sent_sizes, strict=True))) != expected
+        ):
+            tables = (torch.tensor(rows) for rows in (kinds, sent_sizes, expected))
             _raise_difference(*tables, ranks=self._ranks)
-        if any(header[first] < 0 for header in headers):
+        if any(header[begin] < 0 for header in headers):
             return None
-        return [header[first + 1 : first + 1 + header[first]] for header in headers]
+        return [header[begin + 1 : begin + 1 + header[begin]] for header in headers]
 
 
 def gradient_headers(
@@ -494,10 +498,10 @@ def _content_error(peer: int, sent: Content, rank: int, expected: Content) -> Ru
         f"{_SAME_ORDER}"
     )
     if Content.GRADIENTS in (sent, expected):
-        absent = peer if expected is Content.GRADIENTS else rank
+        missing_rank = peer if expected is Content.GRADIENTS else rank
         message += (
-            f". The last loss of rank {absent} left out the output of a sharded collection, which "
-            "that of the other rank used: every rank's loss must use it, if only times 0"
+            f". The last loss of rank {missing_rank} left out the output of a sharded collection, "
+            "which that of the other rank used: every rank's loss must use it, if only times 0"
         )
     return RuntimeError(message)
 
@@ -555,14 +559,14 @@ def _enter_collective(ranks: RankGroup) -> _Collective:
         state = _group_states.setdefault(group, _GroupState())
     thread = threading.current_thread()
     with state.lock:
-        other = state.by.thread
-        if other is not thread:
-            if not state.error and state.by.in_flight and other.is_alive():
+        other_thread = state.by.thread
+        if other_thread is not thread:
+            if not state.error and state.by.in_flight and other_thread.is_alive():
                 state.error = (
-                    f"threads {other.name!r} and {thread.name!r} exchange over one process group "
-                    "at the same time, which mixes up their messages: give every thread a process "
-                    "group of its own (torch.distributed.new_group, made in the same order on all "
-                    "ranks, and RankGroup(group)), or let one thread use it"
+                    f"threads {other_thread.name!r} and {thread.name!r} exchange over one process "
+                    "group at the same time, which mixes up their messages: give every thread a "
+                    "process group of its own (torch.distributed.new_group, made in the same "
+                    "order on all ranks, and RankGroup(group)), or let one thread use it"
                 )
             state.by = _Thread(thread)
         if state.error:

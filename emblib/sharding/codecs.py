@@ -435,8 +435,8 @@ class Values(NamedTuple):
     def nbytes(self) -> tuple[list[int], list[int]]:
         """Return the bytes of the messages to each rank, and of those from each rank."""
         width = self.codec.payload_dtype(self.values.dtype).itemsize
-        sent, received = map(self.codec.payload_splits, (self.sizes, self.received_sizes))
-        return [n * width for n in sent], [n * width for n in received]
+        sent_splits, received = map(self.codec.payload_splits, (self.sizes, self.received_sizes))
+        return [n * width for n in sent_splits], [n * width for n in received]
 
     def encoded(self) -> Message:
         """Return the encoded values."""
@@ -458,21 +458,21 @@ def start_values(
     this rank for itself are not sent, where that is possible; gradients leave theirs out before.
     """
     messages, results = [], []
-    for one in batch:
-        message, part = one.encoded(), None
-        may_stay = content is Content.ROWS and not is_merged and not one.comes_whole
-        if may_stay and _is_read_directly(one.codec, message.sent):
-            part = local_part(message.sizes, ranks)
-        sizes, local, begin = list(one.received_sizes), None, 0
-        if part is not None:
-            local, begin = part.of(message.sent), sum(sizes[: ranks.rank])
+    for values in batch:
+        message, local_values = values.encoded(), None
+        may_stay = content is Content.ROWS and not is_merged and not values.comes_whole
+        if may_stay and _is_read_directly(values.codec, message.sent):
+            local_values = local_part(message.sizes, ranks)
+        sizes, local, begin = list(values.received_sizes), None, 0
+        if local_values is not None:
+            local, begin = local_values.of(message.sent), sum(sizes[: ranks.rank])
             sent, received = (
                 without_local(of_message, ranks)
                 for of_message in (message.sizes, message.received_sizes)
             )
-            message = Message(part.others(message.sent), sent, received)
+            message = Message(local_values.others(message.sent), sent, received)
         messages.append(message)
-        results.append(partial(_decoded, one.codec, sizes, local, begin))
+        results.append(partial(_decoded, values.codec, sizes, local, begin))
     pending = start_all_to_alls(messages, ranks, content=content, is_merged=is_merged)
     return [
         DeferredAwaitable(partial(result, awaitable))

@@ -257,10 +257,10 @@ class InputDist(nn.Module):
         sums = sum_in_nodes(layout, self._ranks.local_size)
         if sums is None:
             return [], 0
-        firsts = [first for first, _ in self._spans]
+        firsts = [begin for begin, _ in self._spans]
         numbers = [
-            first + i
-            for first, of_rank in zip(firsts, sums.units, strict=True)
+            begin + i
+            for begin, of_rank in zip(firsts, sums.units, strict=True)
             for of_sum in of_rank
             for i in of_sum
         ]
@@ -308,14 +308,14 @@ class InputDist(nn.Module):
                 batch.num_replicated_ids,
                 kind,
                 by_unit + batch.skips_sums,
-                *batch.unit_bags[first:end],
+                *batch.unit_bags[begin:end],
             ]
-            for (first, end), ids in zip(self._spans, batch.num_ids, strict=True)
+            for (begin, end), ids in zip(self._spans, batch.num_ids, strict=True)
         ]
 
     def empty_headers(self) -> list[list[int]]:
         """Return headers that `headers` might return, of no batch."""
-        return [[0] * (_HEADER + end - first) for first, end in self._spans]
+        return [[0] * (_HEADER + end - begin) for begin, end in self._spans]
 
     def row_nbytes(self, inputs: LocalBatch) -> int:
         """Return the bytes of the rows that the ranks return for a batch, without codecs."""
@@ -368,10 +368,10 @@ class InputDist(nn.Module):
         """Send every id to the block of rows that has its row."""
         unit_bags, rows, skips_sums = [inputs.bags[f] for f in self._all], None, False
         first_bags = inputs.first_bags(range(len(inputs.bags)))
-        where = first_bags, self.features, self.blocks, self.units
+        routing = first_bags, self.features, self.blocks, self.units
         units = inputs.first_bags(self._all)
         lengths = route.route_lengths(
-            inputs.ids, inputs.offsets, *where, units, num_bags=sum(unit_bags)
+            inputs.ids, inputs.offsets, *routing, units, num_bags=sum(unit_bags)
         )
         starts = running_sums(lengths)
         unit_starts = starts[units]
@@ -380,7 +380,7 @@ class InputDist(nn.Module):
             ids, positions, weights = route.route_ids(
                 inputs.ids,
                 inputs.offsets,
-                *where,
+                *routing,
                 units,
                 starts=starts,
                 total=ends[-1],
@@ -430,8 +430,8 @@ class InputDist(nn.Module):
         """
         droppable = lengths
         if whole_units:
-            others = sorted(set(range(len(unit_bags))).difference(whole_units))
-            droppable = lengths.view(len(unit_bags), -1)[others]
+            divided_units = sorted(set(range(len(unit_bags))).difference(whole_units))
+            droppable = lengths.view(len(unit_bags), -1)[divided_units]
         if droppable.numel() * self._mean_columns < _MIN_SAVED:
             return lengths, None, unit_bags
         count = int(droppable.count_nonzero())
@@ -451,9 +451,9 @@ class InputDist(nn.Module):
         assert sent is not None
         positions = sent.positions
         if positions is None:
-            every = torch.arange(inputs.ids.numel(), device=inputs.ids.device)
+            all_positions = torch.arange(inputs.ids.numel(), device=inputs.ids.device)
             starts, total = inputs.starts(), sum(sent.num_ids)
-            positions = route.gather_segments(every, starts, self.order, total)
+            positions = route.gather_segments(all_positions, starts, self.order, total)
         if not self._replicated:
             return positions
         parts = positions.split(sent.num_ids)
@@ -548,33 +548,37 @@ def start_input_dists(requests: Sequence[InputRequest], ranks: RankGroup) -> Inp
     else is sent.
     """
     outgoing = [
-        _Outgoing(one.input_dist, one.inputs, one.input_dist.outgoing(one.inputs))
-        for one in requests
-        if one.inputs is not None
+        _Outgoing(request.input_dist, request.inputs, request.input_dist.outgoing(request.inputs))
+        for request in requests
+        if request.inputs is not None
     ]
     if len(outgoing) == len(requests):
-        headers = [one.input_dist.headers(one.inputs, one.batch) for one in outgoing]
+        headers = [
+            request.input_dist.headers(request.inputs, request.batch) for request in outgoing
+        ]
         common = [1, sum(map(_id_nbytes, outgoing))]
-        common.append(sum(one.input_dist.row_nbytes(one.inputs) for one in outgoing))
+        common.append(sum(request.input_dist.row_nbytes(request.inputs) for request in outgoing))
     else:
-        headers = [one.input_dist.empty_headers() for one in requests]
+        headers = [request.input_dist.empty_headers() for request in requests]
         common = [0, 0, 0]
     pending = start_sizes(
         common,
         list(zip(*headers, strict=True)),
-        [one.input_dist.header_size for one in requests],
+        [request.input_dist.header_size for request in requests],
         ranks,
     )
     return DeferredAwaitable(partial(_send_ids, outgoing, pending, ranks))
 
 
-def _id_nbytes(one: _Outgoing) -> int:
+def _id_nbytes(outgoing: _Outgoing) -> int:
     """Return the bytes of ids, lengths, weights and counts."""
-    num_ids = sum(one.batch.num_ids)
-    per_id = 1 + (one.batch.weights is not None)
-    count_nbytes = 0 if one.batch.counts is None else num_ids * one.batch.counts.element_size()
-    elements = num_ids * per_id + sum(one.batch.num_bags)
-    return elements * one.inputs.ids.element_size() + count_nbytes
+    num_ids = sum(outgoing.batch.num_ids)
+    per_id = 1 + (outgoing.batch.weights is not None)
+    count_nbytes = (
+        0 if outgoing.batch.counts is None else num_ids * outgoing.batch.counts.element_size()
+    )
+    elements = num_ids * per_id + sum(outgoing.batch.num_bags)
+    return elements * outgoing.inputs.ids.element_size() + count_nbytes
 
 
 def _send_ids(
@@ -590,8 +594,10 @@ def _send_ids(
         max(common[i] for common, _ in by_rank) <= _MAX_MERGED_NBYTES for i in (1, 2)
     )
     in_flight = [
-        one.input_dist.expect(one.inputs, one.batch, [headers[i] for _, headers in by_rank])
-        for i, one in enumerate(outgoing)
+        request.input_dist.expect(
+            request.inputs, request.batch, [headers[i] for _, headers in by_rank]
+        )
+        for i, request in enumerate(outgoing)
     ]
     messages: list[Message] = []
     for (_, _, batch), coming in zip(outgoing, in_flight, strict=True):
@@ -632,12 +638,12 @@ def _lengths(payload: Tensor, in_flight: _InFlight) -> tuple[Tensor, Tensor]:
         for rank, block in enumerate(shaped):
             torch.sum(block, 1, dtype=payload.dtype, out=segments[rank, 1:])
         return torch.cat(shaped, dim=1).view(-1), segments
-    every = torch.cat(blocks)
+    all_lengths = torch.cat(blocks)
     bags = torch.tensor(in_flight.bags, device=payload.device)
     ends = running_sums(bags.t().reshape(-1))
-    segments[:, 1:] = running_sums(every)[ends].diff().view(world, units)
+    segments[:, 1:] = running_sums(all_lengths)[ends].diff().view(world, units)
     order = torch.arange(world * units, device=payload.device).view(world, units).t().reshape(-1)
-    return route.gather_segments(every, ends, order, every.numel()), segments
+    return route.gather_segments(all_lengths, ends, order, all_lengths.numel()), segments
 
 
 def _batch_kind(inputs: LocalBatch) -> int:

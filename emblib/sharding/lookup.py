@@ -152,26 +152,26 @@ def start_joint_input_dist(
     pending: list[tuple[list[tuple[int, int]], Awaitable[Any]]] = []
     for ranks, indices in _by_group([call.module.ranks for call in calls]):
         sent = [
-            ((i, j), one)
+            ((i, j), request)
             for i in indices
-            for j, one in enumerate(inputs[i].requests)
-            if isinstance(one, InputRequest)
+            for j, request in enumerate(inputs[i].requests)
+            if isinstance(request, InputRequest)
         ]
         if sent:
-            places, requests = zip(*sent, strict=True)
-            pending.append((list(places), start_input_dists(requests, ranks)))
+            positions, requests = zip(*sent, strict=True)
+            pending.append((list(positions), start_input_dists(requests, ranks)))
 
     def send_ids() -> list[Awaitable[Any]] | None:
-        received: list[list[Any]] = [list(one.requests) for one in inputs]
-        for places, sizes in pending:
+        received: list[list[Any]] = [list(request.requests) for request in inputs]
+        for positions, sizes in pending:
             batches = sizes.wait()
             if batches is None:
                 return None
-            for (i, j), batch in zip(places, batches, strict=True):
+            for (i, j), batch in zip(positions, batches, strict=True):
                 received[i][j] = batch
         return [
-            DeferredAwaitable(partial(_joined, one.join, batches))
-            for one, batches in zip(inputs, received, strict=True)
+            DeferredAwaitable(partial(_joined, request.join, batches))
+            for request, batches in zip(inputs, received, strict=True)
         ]
 
     return DeferredAwaitable(send_ids)
@@ -200,7 +200,7 @@ def start_joint_output_dist(
     are enabled when it is called.
     """
     outputs = [call.module.outputs(call.rows, call.received) for call in calls]
-    results: list[list[Any]] = [list(one.steps) for one in outputs]
+    results: list[list[Any]] = [list(module_outputs.steps) for module_outputs in outputs]
     for ranks, indices in _by_group([call.module.ranks for call in calls]):
         sent = [
             (i, j)
@@ -216,16 +216,16 @@ def start_joint_output_dist(
             results[i][j] = output
     return [
         partial(
-            one.join,
+            module_outputs.join,
             [r if isinstance(r, Awaitable) else ReadyAwaitable(r) for r in of_one],
         )
-        for one, of_one in zip(outputs, results, strict=True)
+        for module_outputs, of_one in zip(outputs, results, strict=True)
     ]
 
 
-def _by_group(every: Sequence[RankGroup]) -> list[tuple[RankGroup, list[int]]]:
+def _by_group(groups: Sequence[RankGroup]) -> list[tuple[RankGroup, list[int]]]:
     """Return the positions of each process group, with its ranks."""
     by_group: dict[Any, tuple[RankGroup, list[int]]] = {}
-    for index, ranks in enumerate(every):
+    for index, ranks in enumerate(groups):
         by_group.setdefault(ranks.group, (ranks, []))[1].append(index)
     return list(by_group.values())

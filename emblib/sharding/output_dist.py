@@ -145,7 +145,7 @@ class _RowsInFlight:
         ]
         self._headers: Headers | None = None
         self._announced: set[int] = set()
-        self._ready: dict[int, tuple[Values, Tensor | None]] = {}
+        self._ready_gradients: dict[int, tuple[Values, Tensor | None]] = {}
         self._coming: dict[int, tuple[Awaitable[Received], Awaitable[Tensor] | None]] = {}
         self._scaling: _Scaling | None = None
         # A rank without tables takes part in backward too: the anchor requires a gradient.
@@ -164,15 +164,19 @@ class _RowsInFlight:
         is_sent = [step is None or step.has_direct for step in sums]
         received = iter(
             start_values(
-                [one for one, here in zip(values, is_sent, strict=True) if here],
+                [
+                    step_values
+                    for step_values, is_used in zip(values, is_sent, strict=True)
+                    if is_used
+                ],
                 self._ranks,
                 content=content,
                 is_merged=self._is_merged,
             )
         )
         return [
-            next(received) if here else ReadyAwaitable(Received(one.values))
-            for one, here in zip(values, is_sent, strict=True)
+            next(received) if is_used else ReadyAwaitable(Received(step_values.values))
+            for step_values, is_used in zip(values, is_sent, strict=True)
         ]
 
     def connect(self, index: int) -> Tensor:
@@ -200,8 +204,8 @@ class _RowsInFlight:
         is_last = len(self._announced) == len(self._steps)
         if is_last:
             self._headers = self._start_headers()
-        self._ready[index] = step.backward(grad, keeps_local=not self._is_merged)
-        replica_grads = self._ready[index][1]
+        self._ready_gradients[index] = step.backward(grad, keeps_local=not self._is_merged)
+        replica_grads = self._ready_gradients[index][1]
         if is_last:
             self._send()
         if step.sink_shape is not None or step.replica_shape is None:
@@ -211,7 +215,7 @@ class _RowsInFlight:
 
     def receive_gradient(self, index: int) -> tuple[Tensor | None, Tensor | None]:
         """Return the gradients of a lookup's rows, and of its `gradient_sink`."""
-        if self._ready:
+        if self._ready_gradients:
             self._headers = self._start_headers()
             self._send()
         if self._scaling is not None:
@@ -242,21 +246,21 @@ class _RowsInFlight:
 
     def _send(self) -> None:
         """Start to send the gradients that are ready."""
-        ready, self._ready = self._ready, {}
+        gradients, self._ready_gradients = self._ready_gradients, {}
         headers, self._headers = self._headers, None
         if headers is not None:
             headers.check()
         if self._scaling is not None:
             self._scaling.start()
-        indices = sorted(ready)
+        indices = sorted(gradients)
         sums = [self._steps[index].node_sums for index in indices]
         pending = start_gradients_of_sums(
             sums,
-            self._start([ready[index][0] for index in indices], sums, Content.GRADIENTS),
+            self._start([gradients[index][0] for index in indices], sums, Content.GRADIENTS),
             is_merged=self._is_merged,
         )
         for index, local in zip(indices, pending, strict=True):
-            gathered, replica_grads = None, ready[index][1]
+            gathered, replica_grads = None, gradients[index][1]
             if self._steps[index].sink_shape is not None:
                 assert replica_grads is not None
                 gathered = start_all_gather(
@@ -302,15 +306,15 @@ class _Scaling:
             RuntimeError: the scales differ, on every rank.
         """
         assert self._pending is not None
-        is_finite, least, most = self._pending.wait().unbind()
-        if is_finite.device.type == "cpu" and least != -most:
+        is_finite, min_scale, max_scale = self._pending.wait().unbind()
+        if is_finite.device.type == "cpu" and min_scale != -max_scale:
             raise RuntimeError(
-                f"the torch.amp.GradScalers of the ranks have different scales, {float(least)} to "
-                f"{float(-most)}, and a gradient has one: make them with equal arguments, give "
-                "scaler.step the FusedOptimizer on every rank, or use "
+                f"the torch.amp.GradScalers of the ranks have different scales, {float(min_scale)} "
+                f"to {float(-max_scale)}, and a gradient has one: make them with equal arguments, "
+                "give scaler.step the FusedOptimizer on every rank, or use "
                 "torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler"
             )
-        note_finite((is_finite > 0.0) & (least == -most))
+        note_finite((is_finite > 0.0) & (min_scale == -max_scale))
 
 
 class _RowsNode(torch.autograd.Function):
@@ -654,10 +658,10 @@ def _received(pending: Awaitable[Tensor]) -> Received:
 def _appended(
     steps: Sequence[NodeSumStep | None],
     first: Sequence[Awaitable[Received]],
-    then: Sequence[Awaitable[Received]],
+    second: Sequence[Awaitable[Received]],
 ) -> list[Awaitable[Received]]:
     """Join two results of each step that has sums; those of the others stay as they are."""
-    following = iter(then)
+    following = iter(second)
     return [
         awaitable
         if step is None

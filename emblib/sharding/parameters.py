@@ -43,11 +43,11 @@ class ShardParameters(nn.Module):
 
     def bind(self) -> None:
         """Register the current parameters of the handles."""
-        seen: dict[str, int] = {}
+        num_shards: dict[str, int] = {}
         self._parameters.clear()
         for shard in self._handles:
-            number = seen.get(shard.table, 0)
-            seen[shard.table] = number + 1
+            number = num_shards.get(shard.table, 0)
+            num_shards[shard.table] = number + 1
             name = shard.table if not number else f"{shard.table}#{number}"
             for i, (key, parameter) in enumerate(shard.handle.named_parameters()):
                 # Under dotted names, which register_parameter would refuse.

@@ -308,8 +308,12 @@ class PooledOutputDist(nn.Module):
         self._flat_sources = self._sources = _Sources(layout, layout.ranks)
         if sums is not None:
             self._sources = _Sources(layout, (*sums.direct, *sums.nodes))
-        every = [(r, unit) for r, of in enumerate(layout.ranks) for unit in of.all_units]
-        self._numbers = {unit: number for number, unit in enumerate(every)}
+        all_units = [
+            (r, unit)
+            for r, rank_layout in enumerate(layout.ranks)
+            for unit in rank_layout.all_units
+        ]
+        self._numbers = {unit: number for number, unit in enumerate(all_units)}
         self._replicated_widths = [unit.columns for unit in layout.replicated.units]
         self._divides = any(feature.is_mean for feature in layout.features)
         order = [unit.feature for unit in layout.ranks[0].units]
@@ -444,12 +448,12 @@ class PooledOutputDist(nn.Module):
         sources: list[tuple[int, int, int]] = []
         sources_by_bag: list[tuple[int, int, int]] = []
         for span in self._sources.spans:
-            first = len(sources)
+            source_index = len(sources)
             for rank, _, column in span.units:
                 sources.append((column, layouts[rank].columns, -1))
                 sources_by_bag.append((columns_before[rank], 0, 0))
             is_mean = self._layout.features[span.feature].is_mean
-            ends = first, len(sources)
+            ends = source_index, len(sources)
             targets.append(
                 (span.column, self._layout.columns, 0, span.width, *ends, 0 if is_mean else -1)
             )
@@ -470,7 +474,7 @@ class PooledOutputDist(nn.Module):
         sources: list[tuple[int, int, int]] = []
         for span in sources_of.spans:
             feature, count = features[span.feature], bags[span.feature]
-            first = len(sources)
+            source_index = len(sources)
             for rank, unit, column in span.units:
                 offset, number = starts[rank, unit]
                 within = column - sources_of.columns[rank, unit]
@@ -481,7 +485,7 @@ class PooledOutputDist(nn.Module):
                     row = number * count if rows is not None and number >= 0 else -1
                     sources.append((offset + within, unit.columns, row))
             mean = first_bag[span.feature] if feature.is_mean else -1
-            ends = first, len(sources)
+            ends = source_index, len(sources)
             if inputs.is_variable:
                 offset = first_element[span.feature] + span.column - feature.column
                 targets.append((offset, feature.dim, count, span.width, *ends, mean))

@@ -281,8 +281,8 @@ def grid(nodes: Sequence[int] | None = None) -> Rule:
     """
 
     def rule(shape: TableShape, world: World) -> ParameterSharding:
-        chosen = range(-(-world.size // world.local_size)) if nodes is None else nodes
-        columns = _by_columns(shape, tuple(chosen))
+        node_numbers = range(-(-world.size // world.local_size)) if nodes is None else nodes
+        columns = _by_columns(shape, tuple(node_numbers))
         shards = tuple(
             Shard(rows.rank, rows.rows, block.columns)
             for block in columns
@@ -305,8 +305,8 @@ def custom(shards: Sequence[Shard]) -> Rule:
         >>> emblib.sharding.construct_module_plan(bags, rules, world)["item"].ranks
         (0, 1)
     """
-    given = tuple(Shard(*shard) for shard in shards)
-    return lambda shape, world: ParameterSharding(ShardingType.CUSTOM, given)
+    all_shards = tuple(Shard(*shard) for shard in shards)
+    return lambda shape, world: ParameterSharding(ShardingType.CUSTOM, all_shards)
 
 
 def blocks(size: int, parts: int, unit: int = 1) -> list[Span]:

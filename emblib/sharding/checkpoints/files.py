@@ -242,13 +242,13 @@ def _errors_of_ranks() -> Iterator[None]:
         failures = [failure for failure, _ in error.failures.values()]
         if not all(isinstance(failure, Exception) for failure in failures):
             raise
-        said = [
+        messages = [
             str(failure)
             if isinstance(failure, CheckpointError)
             else f"{type(failure).__name__}: {failure}"
             for failure in failures
         ]
-        raise CheckpointError("; ".join(dict.fromkeys(said))) from error
+        raise CheckpointError("; ".join(dict.fromkeys(messages))) from error
 
 
 @contextlib.contextmanager

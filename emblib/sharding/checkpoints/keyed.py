@@ -44,14 +44,14 @@ def joined(
     }
     result: dict[str, Tensor] = {}
     for stem in sorted(stems):
-        parts = {number: rows[stem] for number, rows in by_key.items()}
-        rows = keyed_rows(parts, owners, ranks)
+        shards = {number: rows[stem] for number, rows in by_key.items()}
+        rows = keyed_rows(shards, owners, ranks)
         result.update({f"{stem}{name}": value for name, value in rows.items()})
-    rest = [
+    other_entries = [
         {key: value.cpu() for key, value in state.items() if key not in result}
         for state in states.values()
     ]
-    for other in (other for local in ranks.gather_objects(rest) for other in local):
+    for other in (other for local in ranks.gather_objects(other_entries) for other in local):
         for key, value in other.items():
             result[key] = torch.maximum(result[key], value) if key in result else value
     return result
@@ -140,11 +140,11 @@ def keyed_rows(
     """
     gathered = ranks.gather_objects(_described(parts, len(owners)))
     columns_of_shard = {number: columns for local in gathered for number, columns in local.items()}
-    first, *_ = columns_of_shard.values()
+    first_columns, *_ = columns_of_shard.values()
     counts = [columns_of_shard[number][KEYS][1][0] for number in range(len(owners))]
     starts = [sum(counts[:number]) for number in range(len(counts))]
     result = {}
-    for name, (dtype, (_, *shape)) in first.items():
+    for name, (dtype, (_, *shape)) in first_columns.items():
         shards = [
             Shard(rank, (start, start + count), (0, shape[0] if shape else 1))
             for rank, start, count in zip(owners, starts, counts, strict=True)
@@ -195,7 +195,7 @@ class KeyReader:
     def __init__(self, reader: Any, saved: Mapping[str, Any]) -> None:
         self._reader, self._saved = reader, saved
         self._spans: dict[tuple[str, int], dict[int, Span]] = {}
-        self._piece: tuple[str, int, Tensor] = ("", 0, torch.empty(0, dtype=torch.int64))
+        self._cached_keys: tuple[str, int, Tensor] = ("", 0, torch.empty(0, dtype=torch.int64))
 
     def spans(self, leaf: Leaf) -> dict[int, Span]:
         """Return the range of saved rows for each shard of the table on this rank."""
@@ -220,10 +220,10 @@ class KeyReader:
 
     def _key(self, name: str, row: int) -> Tensor:
         """Return one key; the block that contains it is read and cached."""
-        of, start, keys = self._piece
-        if of != name or not start <= row < start + keys.numel():
+        cached_name, start, keys = self._cached_keys
+        if cached_name != name or not start <= row < start + keys.numel():
             start, keys = self._read(name, row)
-            self._piece = name, start, keys
+            self._cached_keys = name, start, keys
         return keys[row - start : row - start + 1]
 
     def _read(self, name: str, row: int) -> tuple[int, Tensor]:

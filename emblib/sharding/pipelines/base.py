@@ -120,9 +120,9 @@ class TrainPipelineBase:
             self._meter.pause()
             raise StopIteration
         output = self._train(slot)
-        done = self._meter.end(slot.counted())
+        progress = self._meter.end(slot.counted())
         if self._on_progress is not None:
-            self._on_progress(done)
+            self._on_progress(progress)
         return output
 
     def run(self, batches: Iterable[Any]) -> Iterator[Any]:
@@ -406,5 +406,5 @@ class PrefetchTrainPipelineSparseDist(TrainPipelineSparseDist):
         super()._before_forward(slot)
         if self._inputs.is_known:
             # In the order of the steps: caches are given their batches as they are looked up.
-            for one in (slot, *self._next_to_send()[:1]):
-                self._sent(one).prefetch(self._prefetch_lane)
+            for next_slot in (slot, *self._next_to_send()[:1]):
+                self._sent(next_slot).prefetch(self._prefetch_lane)

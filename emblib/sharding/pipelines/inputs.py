@@ -57,7 +57,7 @@ class FoundInputs:
 
     def __init__(self, model: nn.Module) -> None:
         self._names = {module: name for name, module in sharded_modules(model).items()}
-        self._seen: list[InputCall] = []
+        self._calls_seen: list[InputCall] = []
         self._paths: list[tuple[Any, Path]] | None = None
 
     @property
@@ -71,8 +71,8 @@ class FoundInputs:
         forwards = {module: self._watched(module) for module in self._names}
         with _forwards(forwards):
             yield
-        paths = [(call.module, path_to(batch, call.features)) for call in self._seen]
-        self._seen = []
+        paths = [(call.module, path_to(batch, call.features)) for call in self._calls_seen]
+        self._calls_seen = []
         # A module of which one call cannot be known ahead would have its calls mixed up.
         unknown = {module: None for module, path in paths if path is None}
         for module in unknown:
@@ -88,7 +88,7 @@ class FoundInputs:
         plain = module.forward
 
         def forward(kjt: Any) -> Any:
-            self._seen.append(InputCall(module, kjt))
+            self._calls_seen.append(InputCall(module, kjt))
             return plain(kjt)
 
         return forward
@@ -111,14 +111,14 @@ class GivenInputs:
     def __call__(self, batch: Any) -> list[InputCall]:
         """Return the calls for a batch, in the order of the function's result."""
         calls = []
-        for key, given in self._function(batch).items():
+        for key, features in self._function(batch).items():
             module = self._modules.get(key) if isinstance(key, str) else key
-            if module is None or all(module is not one for one in self._modules.values()):
+            if module is None or all(module is not other for other in self._modules.values()):
                 raise ValueError(
                     f"inputs must be of the sharded collections {sorted(self._modules)}, got "
                     f"{key if isinstance(key, str) else type(key).__name__!r}"
                 )
-            several = given if isinstance(given, Sequence) else [given]
+            several = features if isinstance(features, Sequence) else [features]
             calls += [InputCall(module, kjt) for kjt in several]
         return calls
 
@@ -266,8 +266,8 @@ def _forwards(forwards: Mapping[Any, Callable[..., Any]]) -> Iterator[None]:
     try:
         yield
     finally:
-        for module, old in previous.items():
-            if old is None:
+        for module, own_forward in previous.items():
+            if own_forward is None:
                 del module.__dict__["forward"]
             else:
-                module.__dict__["forward"] = old
+                module.__dict__["forward"] = own_forward

@@ -113,10 +113,12 @@ class CostModel:
         works: Iterable[TableWorkload] = (),
     ) -> None:
         self.topology, self.wire, self.batches = topology, sent, batches
-        every = sum(
-            one.batch * one.ids * one.config.embedding_dim for work in works for one in work.lookups
+        total_bytes = sum(
+            lookup.batch * lookup.ids * lookup.config.embedding_dim
+            for work in works
+            for lookup in work.lookups
         )
-        self.traffic = every * topology.world_size
+        self.traffic = total_bytes * topology.world_size
         self._costs = topology.costs
         world, local = topology.world_size, topology.local_world_size
         costs = self._costs
@@ -138,12 +140,18 @@ class CostModel:
         """
         table = table_slice.storage.nbytes(table_slice, work.optimizer, self.device)
         batches = [
-            self._batch(one, table_slice, share, is_summed=is_summed) for one in work.lookups
+            self._batch(lookup, table_slice, share, is_summed=is_summed) for lookup in work.lookups
         ]
-        seconds = [sum(phase) for phase in zip(*(one.seconds for one in batches), strict=True)]
+        seconds = [
+            sum(phase) for phase in zip(*(lookup.seconds for lookup in batches), strict=True)
+        ]
         return Load(
             _exact(seconds),
-            _need(table, sum(one.io for one in batches), sum(one.updating for one in batches)),
+            _need(
+                table,
+                sum(lookup.io for lookup in batches),
+                sum(lookup.updating for lookup in batches),
+            ),
         )
 
     def _batch(
@@ -156,7 +164,7 @@ class CostModel:
         bags = work.batch * world * work.num_features * of_bags
         rows_out = bags if work.config.pooled else ids
         floats = rows_out * table_slice.dim
-        sent = ids * (_ID + (_FLOAT if work.is_weighted else 0)) + bags * _ID
+        sent_bytes = ids * (_ID + (_FLOAT if work.is_weighted else 0)) + bags * _ID
         output = floats * (self.wire.forward + self.wire.backward) * self._s_per_byte
         if is_summed:
             # Within the node float32, and each row is copied twice there: for sending, and summed.
@@ -167,7 +175,7 @@ class CostModel:
             )
         uneven = bags * self._costs.uneven_ns * _NS / 2 if of_bags < 1.0 else 0.0
         seconds = (
-            sent * self._s_per_byte,
+            sent_bytes * self._s_per_byte,
             self._lookup(work, table_slice, ids, rows_out) + uneven,
             output,
             self._update(work, table_slice, ids, rows_out)
@@ -177,13 +185,13 @@ class CostModel:
         # Single rows are put in order before they are sent, and their gradients afterwards.
         rows = self._copies_of(work) * _FLOAT * floats
         # A rank's own rows count as sent, though those of large messages stay in place.
-        io = self._moved * sent + rows
+        io = self._moved * sent_bytes + rows
         grouping = _GROUPING * ids * table_slice.storage.is_trained
         updating = io + (grouping if work.config.pooled else max(grouping, rows))
         if is_summed:
             # Rows in the order of sending, then those to sum; and gradients of all sums at once.
             io += 2 * rows + rows / local
-            updating = max(updating, self._moved * sent + 2 * rows + rows / local)
+            updating = max(updating, self._moved * sent_bytes + 2 * rows + rows / local)
         return _Batch(seconds, io, updating)
 
     def everywhere(
@@ -193,18 +201,18 @@ class CostModel:
 
         `shards` are the columns and id share of each shard, and whether its node sums its rows.
         """
-        every = list(shards)
-        first, *others = (self._everywhere(one, every) for one in work.lookups)
-        for other in others:
-            first = Everywhere(
-                first.seconds,
-                first.arrange + other.arrange,
-                first.nbytes.plus(other.nbytes),
-                first.positions + other.positions,
-                packs=first.packs or other.packs,
-                uneven=first.uneven + other.uneven,
+        shard_list = list(shards)
+        first_load, *other_loads = (self._everywhere(lookup, shard_list) for lookup in work.lookups)
+        for load in other_loads:
+            first_load = Everywhere(
+                first_load.seconds,
+                first_load.arrange + load.arrange,
+                first_load.nbytes.plus(load.nbytes),
+                first_load.positions + load.positions,
+                packs=first_load.packs or load.packs,
+                uneven=first_load.uneven + load.uneven,
             )
-        return first
+        return first_load
 
     def _everywhere(
         self, work: TableWorkload, shards: Sequence[tuple[int, float, bool]]
@@ -257,14 +265,18 @@ class CostModel:
     def replicated(self, work: TableWorkload, table_slice: TableSlice) -> Everywhere:
         """Return the cost of a replicated table: lookups of its own batch, updates of all."""
         table = table_slice.storage.nbytes(table_slice, work.optimizer, self.device)
-        batches = [self._replicated(one, table_slice) for one in work.lookups]
+        batches = [self._replicated(lookup, table_slice) for lookup in work.lookups]
         if table_slice.storage.is_trained and not is_fused(work.optimizer):
             # The gradient of the whole table is summed over the ranks, there and back.
-            sent = 2 * table_slice.num_rows * table_slice.dim * _FLOAT * self._s_per_byte
-            batches.append(_Batch((0.0, 0.0, sent, 0.0), 0.0, 0.0))
-        seconds = [sum(phase) for phase in zip(*(one.seconds for one in batches), strict=True)]
-        need = _need(table, sum(one.io for one in batches), sum(one.updating for one in batches))
-        arrange = sum(one.arrange for one in batches)
+            sent_s = 2 * table_slice.num_rows * table_slice.dim * _FLOAT * self._s_per_byte
+            batches.append(_Batch((0.0, 0.0, sent_s, 0.0), 0.0, 0.0))
+        seconds = [
+            sum(phase) for phase in zip(*(lookup.seconds for lookup in batches), strict=True)
+        ]
+        need = _need(
+            table, sum(lookup.io for lookup in batches), sum(lookup.updating for lookup in batches)
+        )
+        arrange = sum(lookup.arrange for lookup in batches)
         return Everywhere(_exact(seconds), _on_grid(arrange), need)
 
     def _replicated(self, work: TableWorkload, table_slice: TableSlice) -> "_Batch":
@@ -287,18 +299,23 @@ class CostModel:
             seconds = 0.0, lookup, 0.0, self._update(work, table_slice, ids, rows_out)
         else:
             # Ids and gradients of all ranks come here.
-            sent = (ids * (_ID + (_FLOAT if work.is_weighted else 0)) + bags * _ID) * world
+            sent_bytes = (ids * (_ID + (_FLOAT if work.is_weighted else 0)) + bags * _ID) * world
             update = self._update(work, table_slice, ids * world, rows_out * world)
             values = 0.0
             if table_slice.storage.updates_need_rows:
                 update += self._lookup(work, table_slice, ids * world, rows_out * world)
                 values = _FLOAT * floats * world
-            back = floats * world * self.wire.backward
-            seconds = sent * self._s_per_byte, lookup, back * self._s_per_byte, update
-            arrange += sent / _ID * self._costs.route_ns * _NS if world > 1 else 0.0
+            returned_bytes = floats * world * self.wire.backward
+            seconds = (
+                sent_bytes * self._s_per_byte,
+                lookup,
+                returned_bytes * self._s_per_byte,
+                update,
+            )
+            arrange += sent_bytes / _ID * self._costs.route_ns * _NS if world > 1 else 0.0
             # Gradients of this rank and of all; those of single rows are first made one tensor of
             # all features, and put in order when they have come.
-            everyone = self.batches * sent + _FLOAT * floats * world
+            everyone = self.batches * sent_bytes + _FLOAT * floats * world
             combining += everyone * self._copies_of(work)
             combining += 0.0 if work.config.pooled else 2 * _FLOAT * floats
             updating = given + everyone + values + _GROUPING * ids * world
@@ -373,9 +390,9 @@ class CostModel:
         costs, world = self._costs, self.topology.world_size
         if world == 1:
             return 0.0
-        each = costs.exchange_s + (world - 2) * costs.message_s
+        seconds_each = costs.exchange_s + (world - 2) * costs.message_s
         # Sizes, ids, rows and gradients; weights and their gradients go by themselves.
-        return (6 if weighted else 4) * each
+        return (6 if weighted else 4) * seconds_each
 
     def sums_s(self) -> float:
         """Return the same of the all-to-alls in which nodes sum rows, and return gradients."""

@@ -159,11 +159,11 @@ class _Rows:
                 bounds_check=BoundsCheck.NONE,
                 device=self.device,
             )
-            few, many = self._step(table, rows, _FEW), self._step(table, rows, _MANY)
-            ids = [(b - a) / _BAGS / (_MANY - _FEW) for a, b in zip(few, many, strict=True)]
+            few_s, many_s = self._step(table, rows, _FEW), self._step(table, rows, _MANY)
+            ids = [(b - a) / _BAGS / (_MANY - _FEW) for a, b in zip(few_s, many_s, strict=True)]
             bags = [
-                (seconds - fixed) / _BAGS - _FEW * each
-                for seconds, fixed, each in zip(few, self.fixed, ids, strict=True)
+                (seconds - fixed) / _BAGS - _FEW * per_id_s
+                for seconds, fixed, per_id_s in zip(few_s, self.fixed, ids, strict=True)
             ]
             ns = [max(1e9 * seconds, 0.0) for seconds in (ids[0], bags[0], ids[1], bags[1])]
             self._costs[key] = _Costs(*ns)
@@ -222,8 +222,8 @@ def _timed_step(
     """Measure the seconds of forward without gradients, and of what backward adds."""
     step = timed(lambda: forward().backward(grad), device, rounds)
     with torch.no_grad():
-        first = timed(forward, device, rounds)
-    return first, max(step - first, 0.0)
+        forward_s = timed(forward, device, rounds)
+    return forward_s, max(step - forward_s, 0.0)
 
 
 def _kernel(device: torch.device, rounds: int) -> tuple[float, float]:
@@ -245,8 +245,8 @@ def _units(device: torch.device, rounds: int) -> tuple[float, float]:
         step = tiny_step(RankGroup.single(device), tables, table_wise(0))
         return timed(lambda: step.forward().backward(step.gradient), device, rounds)
 
-    one, more = step_of(1), step_of(_TABLES + 1)
-    return one, max(more - one, 0.0) / _TABLES
+    one_s, many_s = step_of(1), step_of(_TABLES + 1)
+    return one_s, max(many_s - one_s, 0.0) / _TABLES
 
 
 class Tiny(NamedTuple):
@@ -264,11 +264,11 @@ def tiny_step(ranks: RankGroup, tables: int, *rules: Rule) -> Tiny:
     )
     world = World(ranks.size, ranks.local_size)
     shapes = dict.fromkeys(names, TableShape(64, 8))
-    chosen = {name: rules[t % len(rules)] for t, name in enumerate(names)}
-    plan = construct_plan(shapes, chosen, world)
+    plan_rules = {name: rules[t % len(rules)] for t, name in enumerate(names)}
+    plan = construct_plan(shapes, plan_rules, world)
     collection = ShardedEmbeddingBagCollection(source, plan, ranks)
-    one = torch.ones(tables, dtype=torch.int64, device=ranks.device)
-    batch = KeyedJaggedTensor(names, one, lengths=one)
+    lengths = torch.ones(tables, dtype=torch.int64, device=ranks.device)
+    batch = KeyedJaggedTensor(names, lengths, lengths=lengths)
     gradient = torch.ones(1, 8 * tables, device=ranks.device)
     return Tiny(lambda: collection(batch).values(), gradient)
 
@@ -383,30 +383,30 @@ def calibrate(ranks: RankGroup | None = None, sizes: Sizes | None = None) -> Cal
     if ranks.rank == 0 or at_once:
         calibration = computing(ranks.device, sizes)
     ranks.barrier()
-    first = ranks.gather_objects(calibration)[0]
-    assert first is not None
+    agreed = ranks.gather_objects(calibration)[0]
+    assert agreed is not None
     if ranks.size == 1:
-        return first
-    links = ranks.gather_objects(_links(ranks, first.step_s, sizes))
+        return agreed
+    links = ranks.gather_objects(_links(ranks, agreed.step_s, sizes))
     latency, copies, blocks, link, network = (max(column) for column in zip(*links, strict=True))
     nodes = f"{ranks.nodes} nodes" if ranks.nodes > 1 else "one node"
     return replace(
-        first,
-        source=f"{first.source}, {ranks.size} ranks on {nodes}",
+        agreed,
+        source=f"{agreed.source}, {ranks.size} ranks on {nodes}",
         exchange_s=latency,
         message_s=latency,
         copies_s=copies,
         blocks_s=blocks,
-        link_bytes_per_s=1.0 / link if link else first.link_bytes_per_s,
-        network_bytes_per_s=1.0 / network if network else first.network_bytes_per_s,
+        link_bytes_per_s=1.0 / link if link else agreed.link_bytes_per_s,
+        network_bytes_per_s=1.0 / network if network else agreed.network_bytes_per_s,
     )
 
 
 def _has_a_core_each(ranks: RankGroup) -> bool:
     """Return whether every rank of this node can compute at the same time; a collective."""
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(1))
-    every = ranks.gather_objects(cores)
-    node = every[ranks.node * ranks.local_size : (ranks.node + 1) * ranks.local_size]
+    cores_of_ranks = ranks.gather_objects(cores)
+    node = cores_of_ranks[ranks.node * ranks.local_size : (ranks.node + 1) * ranks.local_size]
     if ranks.device.type == "cuda":
         return True
     return len(set().union(*node)) >= ranks.local_size * torch.get_num_threads()
@@ -419,9 +419,9 @@ def _overheads(ranks: RankGroup, step_s: float, rounds: int) -> tuple[float, flo
     copied = _synchronised(
         ranks, tiny_step(ranks, ranks.size, *one_each[1:], data_parallel()), rounds
     )
-    each = max(spread - step_s, 1e-6) / _EXCHANGES / (ranks.size - 1)
+    message_s = max(spread - step_s, 1e-6) / _EXCHANGES / (ranks.size - 1)
     cut = _synchronised(ranks, tiny_step(ranks, ranks.size, *one_each[1:], row_wise()), rounds)
-    return each, max(copied - spread, 0.0), max(cut - spread, 0.0)
+    return message_s, max(copied - spread, 0.0), max(cut - spread, 0.0)
 
 
 def _synchronised(ranks: RankGroup, step: Tiny, rounds: int) -> float:
@@ -456,10 +456,10 @@ def _links(ranks: RankGroup, step_s: float, sizes: Sizes) -> tuple[float, ...]:
     """
     node = range(ranks.node * ranks.local_size, (ranks.node + 1) * ranks.local_size)
     neighbours = [r for r in node if r != ranks.rank]
-    others = [r for r in range(ranks.size) if r not in node]
-    latency = _exchange(ranks, [*neighbours, *others], 1, sizes.rounds)
+    remote_ranks = [r for r in range(ranks.size) if r not in node]
+    latency = _exchange(ranks, [*neighbours, *remote_ranks], 1, sizes.rounds)
     costs = [*_overheads(ranks, step_s, sizes.rounds)]
-    for peers in (neighbours, others):
+    for peers in (neighbours, remote_ranks):
         if not ranks.gather_objects(len(peers))[0]:
             costs.append(0.0)
             continue

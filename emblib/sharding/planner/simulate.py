@@ -86,10 +86,10 @@ def _world(
     constraints = dict(planner.constraints)
     if sharding is not None:
         for work in workloads_of(module, batch, constraints):
-            for one in work.lookups:
-                given = constraints.get(one.name, constraints.get(one.config.name))
-                constraints[one.name] = replace(
-                    given or TableConstraints(), sharding_types=(sharding,)
+            for lookup in work.lookups:
+                constraint = constraints.get(lookup.name, constraints.get(lookup.config.name))
+                constraints[lookup.name] = replace(
+                    constraint or TableConstraints(), sharding_types=(sharding,)
                 )
     planner_of_size = Planner(
         planner.topology.of_size(world_size),
@@ -166,11 +166,11 @@ def batch_of(works: Sequence[TableWorkload], seed: int) -> KeyedJaggedTensor:
     generator = torch.Generator().manual_seed(seed)
     keys, values, lengths = [], [], []
     for work in works:
-        each = work.ids / work.num_features
+        ids_per_feature = work.ids / work.num_features
         for key in work.config.feature_names:
             if key in keys:
                 continue  # one feature of several tables
-            length = _lengths(each, work.batch, generator)
+            length = _lengths(ids_per_feature, work.batch, generator)
             keys.append(key)
             lengths.append(length)
             size = (int(length.sum()),)
@@ -199,7 +199,7 @@ def _steps(
     planner: Planner, module: nn.Module, plan: ShardingPlan, ranks: RankGroup, seed: int
 ) -> list[_Step]:
     workloads = workloads_of(module, planner.batch_size, planner.constraints)
-    works = [one for work in workloads for one in work.lookups]
+    works = [lookup for work in workloads for lookup in work.lookups]
     sharded = shard(copy.deepcopy(module), plan, ranks)
     steps = []
     for path in dict.fromkeys(work.path for work in works):

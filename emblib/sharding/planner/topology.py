@@ -121,8 +121,8 @@ class Topology:
     def capacity(self) -> list[MemoryBytes]:
         """Return the memory of each rank."""
         memory = self.memory
-        each = memory if isinstance(memory, tuple) else (memory,) * self.world_size
-        return [MemoryBytes(device, self.host_memory, self.disk) for device in each]
+        memory_per_rank = memory if isinstance(memory, tuple) else (memory,) * self.world_size
+        return [MemoryBytes(device, self.host_memory, self.disk) for device in memory_per_rank]
 
     def of_size(self, world_size: int, local_world_size: int | None = None) -> "Topology":
         """Return a topology of another number of the same machines, by default in equal nodes."""

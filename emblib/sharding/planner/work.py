@@ -153,17 +153,19 @@ def workloads_of(
         source: Any = collection
         shared = source.shared_tables()
         for config in tables_of(collection):
-            full = f"{path}.{config.name}" if path else config.name
-            names |= {config.name, full}
-            given = constraints.get(full, constraints.get(config.name, TableConstraints()))
-            work = _work(path, collection, config, given, batch_size)
+            full_name = f"{path}.{config.name}" if path else config.name
+            names |= {config.name, full_name}
+            table_constraints = constraints.get(
+                full_name, constraints.get(config.name, TableConstraints())
+            )
+            work = _work(path, collection, config, table_constraints, batch_size)
             number = len(works)
             if config.name in shared:
                 number = numbers.setdefault(id(shared[config.name]), number)
                 _check_shared(work, works[number] if number < len(works) else work)
             if number < len(works):
-                first = works[number]
-                works[number] = replace(first, readers=(*first.readers, work))
+                first_work = works[number]
+                works[number] = replace(first_work, readers=(*first_work.readers, work))
             else:
                 works.append(work)
     if not works:
