@@ -1,22 +1,20 @@
 """Collectives of uneven sizes that stay in flight while the caller continues.
 
-On the journey of a batch this is the transport of every message: the sizes and ids of an
-input_dist, the rows of an output_dist, and their gradients. Every backend takes
-empty and uneven messages and any payload; the receiver sums, in float32 and in rank order. The
-gradients of replicated tables, which every rank needs, are gathered.
+All messages of a batch use it: the sizes and ids of an input_dist, the rows of an output_dist, and
+their gradients. Messages may be empty and uneven, over any backend. The receiver sums, in float32
+and in rank order. The gradients of replicated tables, which every rank needs, are gathered.
 
 The ranks of a process group pair up collectives by the order of their calls. Over gloo, a rank that
-calls another collective than its peers makes gloo abort the process. Therefore ranks first exchange
-a header that describes the collective when the tensor is in host memory, and raise on all ranks
-where headers disagree (`Headers`). Collectives that follow another one within the same forward have
+calls another collective than its peers makes gloo abort the process. So for tensors in host memory
+ranks first exchange a header that describes the collective, and all ranks raise if headers disagree
+(`Headers`). Collectives that follow another one within the same forward have
 no header of their own. A call with a header returns only once every rank has made it; the payload
 is still in flight. Only the collectives of this module carry headers: a rank that calls another one
 instead, such as a barrier, is not detected.
 
-Headers of all contents have the same size, so that ranks that disagree still exchange them. The
-numbers that ranks must know before they can allocate memory for ids travel in the header where they
-fit (`start_sizes`), and several messages for the same ranks in one collective
-(`start_all_to_alls`).
+All headers have the same size, so even ranks that disagree can exchange them. Numbers that ranks
+need to allocate memory for ids travel in the header if they fit (`start_sizes`). Several messages
+for the same ranks may travel in one collective (`start_all_to_alls`).
 """
 
 from __future__ import annotations
@@ -187,7 +185,7 @@ def start_minimum(values: Tensor, ranks: RankGroup) -> Awaitable[Tensor]:
 
 
 class _Works:
-    """Several `dist.Work`s that are waited for as one."""
+    """Several `dist.Work`s with one `wait`."""
 
     def __init__(self, works: Sequence[Any]) -> None:
         self._works = works
@@ -203,7 +201,7 @@ class _Works:
 class Message(NamedTuple):
     """One flat tensor per rank pair: `sizes[r]` elements of `sent` go to rank r.
 
-    `received` is where to write what comes, allocated if it is None.
+    `received` is the buffer for incoming elements, allocated if None.
     """
 
     sent: Tensor
@@ -215,14 +213,14 @@ class Message(NamedTuple):
 def start_all_to_alls(
     messages: Sequence[Message], ranks: RankGroup, *, content: Content, is_merged: bool
 ) -> list[Awaitable[Tensor]]:
-    """Start all-to-alls without headers; return what is received, by message.
+    """Start all-to-alls without headers; return an awaitable of the received elements per message.
 
     Args:
         messages: the messages; all ranks pass equally many.
         ranks: the ranks, which all make this call.
         content: kind of the messages.
-        is_merged: whether all messages are copied into one collective, which pays where they are
-            small. All ranks decide alike.
+        is_merged: whether all messages are copied into one collective, which is faster for small
+            ones. All ranks must pass the same.
     """
     if not is_merged or len(messages) <= 1 or ranks.size == 1:
         return [
@@ -325,7 +323,7 @@ def start_sizes(
 
 
 def _trimmed(row: Sequence[int]) -> list[int]:
-    """Return the length of a row without equal numbers at its end, and the numbers left."""
+    """Drop repeats of the last number; return [original length, remaining numbers ...]."""
     end = len(row)
     while end > 1 and row[end - 2] == row[end - 1]:
         end -= 1
@@ -335,7 +333,7 @@ def _trimmed(row: Sequence[int]) -> list[int]:
 def _parsed(
     numbers: list[int], num_common: int, sizes: Sequence[int], ranks: RankGroup
 ) -> tuple[list[int], list[list[int]]]:
-    """Return the common numbers, and the lists for this rank, of the numbers of one rank."""
+    """Split the numbers of one rank into the common ones and the lists for this rank."""
     begin = num_common + ranks.size
     at = begin + sum(numbers[num_common : num_common + ranks.rank])
     rows = []
@@ -357,15 +355,15 @@ _WITHIN_FORWARD = frozenset({Content.IDS, Content.WEIGHTS, Content.ROWS})
 class Headers:
     """The headers of one collective, exchanged between all ranks.
 
-    Every rank gets the headers of all and evaluates all pairs, so that all ranks decide alike and
-    none waits in the collective for a rank that raised.
+    Every rank gets the headers of all ranks and compares all pairs, so all ranks decide alike, and
+    none waits in the collective for a rank that has raised.
 
     Args:
-        kind: the content, the collective, and the messages that it has, as a bit mask.
+        kind: the content, the collective, and a bit mask of its messages.
         nbytes: `nbytes[r]` is the number of bytes that this rank sends to rank r.
         received_nbytes: the number of bytes that it expects from each rank.
         ranks: the ranks, in host memory.
-        numbers: numbers for the other ranks to read in the header, if they fit in `ROOM` numbers.
+        numbers: numbers to send in the header, if at most `ROOM`.
     """
 
     ROOM = 124
@@ -451,7 +449,7 @@ _SCALED_BIT = 62  # bit of a header's third entry: the gradient is scaled
 
 
 def _raise_difference(kinds: Tensor, sent: Tensor, expected: Tensor, *, ranks: RankGroup) -> None:
-    """Raise RuntimeError for a pair of headers that disagree, of this rank if there is one."""
+    """Raise RuntimeError for one pair of headers that disagree, preferably one of this rank."""
     # [receiver, sender]
     differs = (kinds[:, None] != kinds[None]).any(dim=2) | (expected != sent.T)
     rank = ranks.rank if differs[ranks.rank].any() else int(differs.any(dim=1).nonzero()[0])
@@ -510,7 +508,7 @@ def _content_error(peer: int, sent: Content, rank: int, expected: Content) -> Ru
 
 
 class _Thread:
-    """The collectives of one thread in flight, while no other thread has any."""
+    """The thread that has collectives in flight; no other thread may start any."""
 
     def __init__(self, thread: threading.Thread) -> None:
         self.thread, self.in_flight = thread, 0
@@ -547,10 +545,10 @@ _group_states_lock = threading.Lock()
 def _enter_collective(ranks: RankGroup) -> _Collective:
     """Register a collective of this thread, which lasts as long as the returned object.
 
-    Raise RuntimeError if another thread has one in flight. Ranks pair up collectives by their order
-    in the group, and two threads would call them in another order on each rank: messages would
-    reach the wrong table, and gloo aborts a process that gets more bytes than it expects. The group
-    is unusable from then on. Collectives of tensors on a GPU are not registered: torch runs their
+    Raise RuntimeError if another thread has one in flight, after which the group is unusable. Ranks
+    match collectives by their order in the group; two threads would call them in different orders
+    on different ranks, so messages would reach the wrong table, and gloo aborts a process that gets
+    more bytes than it expects. Collectives of tensors on a GPU are not registered: torch runs their
     backward in threads of its own.
     """
     group = ranks.group

@@ -1,11 +1,11 @@
 """Collectives of embeddings, as functions with gradients.
 
-Each call starts a collective and returns an `Awaitable`; between the call and its `wait` other work
-overlaps. Backward overlaps too: the gradient is sent once that of the output is known, and waited
-for when that of the input is needed. All of them are one all-to-all of uneven messages, that of
-`emblib.sharding.all_to_all`: messages may be empty, and sums are float32 (float64 for float64) in
-rank order, so that they are the same on every run. They are for modules that are no sharded
-collections; those send their batches by `emblib.sharding.lookup`.
+Each function starts a collective and returns an `Awaitable`, so other work overlaps until `wait`.
+Backward overlaps too: it sends the gradient as soon as that of the output is known, and waits when
+that of the input is needed. Every function uses the all-to-all of `emblib.sharding.all_to_all`:
+messages may be empty or uneven, and sums are float32 (float64 for float64) in rank order, so they
+are reproducible. They are for other modules than sharded collections, which use
+`emblib.sharding.lookup`.
 
 Every rank calls the same collectives in the same order, and either all ranks pass tensors that
 require gradients or none: a rank whose tensor is empty passes an empty one that does.
@@ -51,7 +51,7 @@ _BACK = {
 
 @dataclass(frozen=True)
 class _Leg:
-    """One direction of a collective: how many elements go to and come from each rank."""
+    """One direction of a collective: elements sent to and received from each rank, and codec."""
 
     pattern: _Pattern
     sizes: tuple[int, ...]
@@ -60,7 +60,7 @@ class _Leg:
     ranks: RankGroup
 
     def start(self, values: Tensor) -> Any:
-        """Send `values`, flat: `sum(sizes)` elements, or `sizes[0]` where all get a copy."""
+        """Send flat `values`: `sum(sizes)` elements, or `sizes[0]` if all ranks get a copy."""
         splits = self.codec.payload_splits
         if self.pattern is _Pattern.COPIES:
             payload = self.codec.encode(values, self.sizes[:1])
@@ -123,7 +123,7 @@ class _End(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Start to send the gradient; `_Start.backward` waits for it."""
+        """Start sending the gradient; `_Start.backward` waits for it."""
         ctx.call.pending = ctx.call.backward.start(grad.contiguous().view(-1))
         return grad.new_empty(0), None
 

@@ -20,7 +20,7 @@ from emblib.sharding.ranks import RankGroup
 class DDP:
     """Replicate the dense part on every rank with `DistributedDataParallel`.
 
-    `options` are further arguments of it, e.g. `{"static_graph": True}`. With `gradient_dtype`,
+    `options` are further arguments of DDP, e.g. `{"static_graph": True}`. With `gradient_dtype`,
     float16 or bfloat16, gradients are sent and added up in it.
 
     Raises:

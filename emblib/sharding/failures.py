@@ -1,6 +1,6 @@
 """Rank failures: name the ranks at fault when a collective fails, and start under torchrun.
 
-The error of a collective that fails because a process died names at most an address. Inside
+If a process dies, the error of the failed collective names at most an address. Inside
 `detect_rank_failures(ranks)` every rank writes a heartbeat to the store of its process group once a
 second, and its error if it fails itself. When a collective fails, the remaining ranks read the
 store and raise a `RankFailure` that names the ranks at fault. Nothing is recovered in place: a
@@ -230,7 +230,7 @@ class _StatusBoard:
         return self._get(f"beat/{rank}")
 
     def exit_state(self, rank: int) -> str:
-        """Return how the block ended on a rank; empty while it has not."""
+        """Return how the block ended on a rank; empty before that."""
         return self._get(f"end/{rank}").decode(errors="replace")
 
     def name_of(self, rank: int) -> str:
@@ -256,7 +256,7 @@ class _StatusBoard:
         )
 
     def _faults(self, timeout_s: float) -> dict[int, str]:
-        """Return faults by rank: immediately if one is certain, else after `patience` seconds."""
+        """Return faults by rank: immediately if one is certain, else after `timeout_s` seconds."""
         other_ranks = [r for r in range(self._ranks.size) if r != self._ranks.rank]
         first_beats = {rank: self.beat_of(rank) for rank in other_ranks}
         silent_ranks = other_ranks

@@ -50,9 +50,9 @@ def agree(
 
     Args:
         ranks: the processes.
-        prepare: the local work. It must not communicate, since it may have failed on other ranks.
-        describe: function that returns what must be the same on all ranks, given the result of
-            `prepare`, or None where that failed: a difference between ranks may be the reason.
+        prepare: local work. It must not communicate, because it may have failed on other ranks.
+        describe: function that returns the description that must be equal on all ranks, given the
+            result of `prepare`; None if that failed, perhaps because of a difference.
 
     Raises:
         ValueError: the descriptions differ; the message is the same on all ranks.
@@ -280,7 +280,7 @@ def _texts(name: str, value: Any, depth: int = 0) -> Iterator[tuple[str, str]]:
 
 
 def _parts(value: Any) -> list[tuple[Any, Any]]:
-    """Return name and value of the parts that the text of a value leaves out."""
+    """Return (name, value) of the items that `_text` of a value does not include."""
     if isinstance(value, Mapping):
         return list(value.items())
     if is_dataclass(value) and not isinstance(value, type):

@@ -31,7 +31,7 @@ class Feature(NamedTuple):
 
 
 class LookupUnit(NamedTuple):
-    """The lookup of one feature in one shard; `part` is the number of the shard on its rank."""
+    """The lookup of one feature in one shard; `part` is the shard's index on its rank."""
 
     feature: int
     shard: Shard
@@ -51,7 +51,7 @@ class TableShard(NamedTuple):
 
 
 class RankLayout(NamedTuple):
-    """The shards on one rank, and its units in the order of its kernels.
+    """The shards on one rank, and its units, sorted by table module.
 
     `replicated_units` are units of replicated tables whose ids are sent to every rank, see
     `CollectionLayout`.
@@ -99,7 +99,7 @@ class NodeSums(NamedTuple):
 
 
 def sum_in_nodes(layout: CollectionLayout, local_size: int) -> NodeSums | None:
-    """Find the units whose rows nodes of `local_size` ranks can sum; None if there are none."""
+    """Find units whose rows can be summed within nodes of `local_size` ranks; None if none."""
     units_of_columns: dict[tuple[int, Span], list[tuple[int, int]]] = {}
     for rank, rank_layout in enumerate(layout.ranks):
         for i, unit in enumerate(rank_layout.units):
@@ -238,7 +238,7 @@ def _rank_layout(
 
 
 class Blocks(NamedTuple):
-    """The units that get each id, as rows of the tensors that `emblib.ops.route` takes.
+    """The routing of ids to units, as rows of the tensors that `emblib.ops.route` takes.
 
     `features` (first block, blocks, rows, 1 if by key), `blocks` (first row, first copy, copies),
     `copies` unit numbers, counted rank after rank.

@@ -151,22 +151,22 @@ class DistributedModelParallel(nn.Module):
 
     @property
     def dense_ranks(self) -> RankGroup:
-        """The ranks that average the gradients of the dense part."""
+        """Return the ranks that average the gradients of the dense part."""
         return self.ranks
 
     @property
     def module(self) -> nn.Module:
-        """The model with its sharded collections, without the wrapper that averages gradients."""
+        """Return the model with sharded collections, without the wrapper of its dense part."""
         return unwrapped(self._wrapped)
 
     @property
     def wrapped(self) -> nn.Module:
-        """The model with its sharded collections, in the wrapper of its dense part, if any."""
+        """Return the model with sharded collections, in the wrapper of its dense part, if any."""
         return self._wrapped
 
     @property
     def joint_dist(self) -> JointDist:
-        """The input_dist of all collections before the forward, and which of them take part."""
+        """Return the joint input_dist, which also tells which collections take part."""
         return self._joint_dist
 
     @property
@@ -176,18 +176,18 @@ class DistributedModelParallel(nn.Module):
 
     @property
     def plan(self) -> ShardingPlan:
-        """The sharding of every table."""
+        """Return the sharding of every table."""
         modules = {path: m.plan for path, m in sharded_modules(self.module).items()}
         return ShardingPlan(modules, World(self.ranks.size, self.ranks.local_size))
 
     @property
     def tables(self) -> DynamicTables:
-        """The handles of the model's dynamic tables, by name; their methods are collectives."""
+        """Return the handles of dynamic tables, by name; their methods are collectives."""
         return tables_of(self.module)
 
     @cached_property
     def fused_optimizer(self) -> FusedOptimizer:
-        """The optimizer that the tables run in backward: its state and its learning rate."""
+        """Return the optimizer that the tables run in backward: its states and learning rate."""
         from emblib.collections.optimizers import FusedOptimizer
 
         return FusedOptimizer.of(self.module)

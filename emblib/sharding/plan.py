@@ -142,7 +142,7 @@ def module_plan(
 
     Raises:
         ValueError: a table without a rule, a rule without a table, or shards that do not fit.
-        TypeError: what is no rule.
+        TypeError: something that is not a rule.
     """
     if not isinstance(rules, Mapping):
         raise TypeError(
@@ -248,7 +248,7 @@ def _to_json(sharding: ParameterSharding) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return the fields of a storage as JSON has them."""
+    """Convert the fields of a storage to JSON values."""
     if isinstance(value, Mapping):
         return {key: _plain(entry) for key, entry in value.items()}
     if isinstance(value, Enum):

@@ -110,17 +110,17 @@ class RankGroup:
 
     @property
     def node(self) -> int:
-        """The number of the node that this rank runs on."""
+        """Return the number of the node that this rank runs on."""
         return self.rank // self.local_size
 
     @property
     def nodes(self) -> int:
-        """The number of nodes."""
+        """Return the number of nodes."""
         return self.size // self.local_size
 
     @property
     def local_rank(self) -> int:
-        """The number of this rank on its node."""
+        """Return the number of this rank on its node."""
         return self.rank % self.local_size
 
     def global_rank(self, rank: int) -> int:

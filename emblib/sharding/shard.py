@@ -52,7 +52,7 @@ def construct_module_plan(
 
     Raises:
         ValueError: a table without a rule, a rule without a table, or shards that do not fit.
-        TypeError: what is no rule.
+        TypeError: something that is not a rule.
 
     Example:
         >>> bags = emblib.EmbeddingBagCollection([emblib.EmbeddingBagConfig(8, 4, "item")])
@@ -83,8 +83,8 @@ def shard(
     Args:
         module: a model, which is modified, or one collection, which is not.
         plan: a `ShardingPlan`, or {path of a collection: {table: rule}}; the path of the module
-            itself is "". A collection with several paths is named by one of them and replaced at
-            all.
+            itself is "". A collection with several paths is named by one of them, and replaced
+            at all of them.
         ranks: the processes; by default all.
         optimizer: optimizer of tables whose configuration has none; None is that of their
             collection.
@@ -213,7 +213,7 @@ def _description(
     selected: list[_Chosen] | None,
     optimizer: Optimizer | None,
 ) -> dict[str, dict[str, Any]]:
-    """Describe the collections that a plan names; of a wrong plan, those that exist."""
+    """Describe the collections that a plan names; if the plan is wrong, those that exist."""
     modules = _modules_of(plan)
     paths, plans = (
         _paths_of(module, modules),
@@ -242,9 +242,9 @@ def _description(
 
 
 def _paths_of(module: nn.Module, named: Iterable[str]) -> dict[str, Any]:
-    """Return the collections of a model by their paths in it, also where it has one at several.
+    """Return the collections of a model by path; one that is at several paths has several entries.
 
-    A path through a module that is itself at several is there if it is among `named`.
+    A path through a module that is itself at several paths is included if it is in `named`.
     """
     paths = collections_of(module)
     collections = {id(part) for part in paths.values()}
@@ -261,7 +261,7 @@ def _paths_of(module: nn.Module, named: Iterable[str]) -> dict[str, Any]:
 
 
 def _replace(module: nn.Module, source: nn.Module, sharded: nn.Module) -> None:
-    """Put `sharded` wherever the model has `source`."""
+    """Replace `source` by `sharded` at all of its paths."""
     for parent in list(module.modules()):
         for name, child in list(parent._modules.items()):
             if child is source:

@@ -1,8 +1,8 @@
 """The sharded embedding collection: one vector per id.
 
-It begins and ends the journey of a batch, as `emblib.sharding.sharded_bags` does for pooled rows.
-Tables of one dim share messages: `SequenceTables` sends the vectors back to the positions of their
-ids. `ShardedEmbeddingCollection` has one `SequenceTables` per class of dims and widths.
+The counterpart of `emblib.sharding.sharded_bags` for unpooled rows. Tables of one dim share
+messages: `SequenceTables` returns each vector to the position of its id.
+`ShardedEmbeddingCollection` has one `SequenceTables` per combination of dim and slice width.
 """
 
 import math
@@ -68,10 +68,10 @@ class VectorFormat(NamedTuple):
 class _SequenceRoute:
     """One batch between its two all-to-alls, as indices of pieces of vectors.
 
-    `order` brings unit-major pieces into rank-major order, `index` says where a piece that comes
-    back goes in the output, seen as pieces; `copies` which vectors are those of copies.
-    `copies_order` brings vectors of copies of all ranks, rank-major, into unit-major order. `sent`,
-    `num_received` and `copied` count pieces and vectors by rank.
+    A piece is a slice of `width` columns of a vector. `order` sorts unit-major pieces by rank;
+    `index` is the position in the output of each returned piece. `copies` selects the vectors of
+    replicated tables, and `copies_order` sorts those of all ranks, rank-major, by unit. `sent`,
+    `num_received` and `copied` count pieces and vectors per rank.
     """
 
     order: Tensor
@@ -155,7 +155,7 @@ class SequenceTables(ShardedTables):
         return _SequenceStep(local, copies, gradient_sink, vector_route, self, is_small=is_small)
 
     def _local_output(self, local: Tensor, received: IncomingBatch) -> Tensor:
-        """Bring vectors that were not sent from the order of the kernels into that of the batch."""
+        """Reorder vectors that were not sent from the modules' order to that of the batch."""
         order = [unit.feature for unit in self._layout_here.units]
         if order == sorted(order):
             return local
@@ -527,10 +527,10 @@ class ShardedEmbeddingCollection(StateOfTables):
 
 
 class _RepeatedIds(NamedTuple):
-    """The ids of a feature before those that repeat were dropped.
+    """The ids of a feature before deduplication.
 
-    `inverse` is the position of each id among the distinct ones, `counts` how often each of these
-    was there.
+    `inverse` is the index of each id among the distinct ones, `counts` how often each of these
+    occurs.
     """
 
     ids: Tensor
@@ -557,7 +557,7 @@ class _Received(list[IncomingBatch]):
 def _without_repeats(
     features: KeyedJaggedTensor, keys: Sequence[str]
 ) -> tuple[KeyedJaggedTensor, dict[str, _RepeatedIds]]:
-    """Return each distinct id of every feature once, in one bag, and how to expand the results.
+    """Return a batch with each feature's distinct ids in one bag, and the data to expand results.
 
     Raises:
         KeyError: the batch lacks a feature.

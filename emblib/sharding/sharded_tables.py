@@ -1,9 +1,9 @@
 """The tables of one sharded collection: the base of pooled and sequence collections.
 
-`ShardedTables` makes the shards of this rank and fills them from the unsharded collection. On the
-journey of a batch it is the lookup: `input_request` is what to send of a batch, `rows` looks up
-what came. `ReplicatedTables` are the tables that every rank has: each rank looks up its own batch,
-and equal updates keep the replicas equal.
+`ShardedTables` makes the shards of this rank and fills them from the unsharded collection. It
+serves two stages of a sharded lookup: `input_request` returns the batch to send, `rows` looks up
+the received ids. `ReplicatedTables` are the tables that every rank has: each rank looks up its own
+batch, and equal updates keep the replicas equal.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -125,7 +125,7 @@ class ReplicatedTables(nn.Module):
 
 
 class GradientSink(torch.autograd.Function):
-    """A tensor without memory whose gradient is applied to a lookup that backward makes.
+    """Zeros without memory; backward makes a lookup and applies the gradient to it.
 
     Shared tables are not updated then: their gradients are added to the running backward, whose
     joint steps depend on `anchors`.
@@ -197,10 +197,10 @@ def common_seeds(
 
 @torch.no_grad()
 def fill(groups: TableGroups, source: TableGroups, blocks: Mapping[str, tuple[int, int]]) -> None:
-    """Copy the weights and optimizer states of whole tables into the shards that `groups` has.
+    """Copy weights and optimizer states of the whole tables into the shards of `groups`.
 
-    Shards of shared tables, which are not of `groups` alone, stay as they are.
-    A table whose storage is of another kind than in the source keeps its initial values.
+    Shards of shared tables are not changed. A table whose kind of storage differs from the source
+    keeps its initial values.
 
     Args:
         groups: shards of tables.
@@ -443,7 +443,7 @@ class ShardedTables(nn.Module):
             _check_keyed(config, sharding, self.ranks.size)
 
     def _effective_plan(self) -> dict[str, ParameterSharding]:
-        """Return the plan with replicated tables table-wise where there is one rank."""
+        """Return the plan; with one rank, replicated tables become table-wise."""
         if self.ranks.size > 1:
             return self.plan
         return {
@@ -513,7 +513,7 @@ class ShardedTables(nn.Module):
     def input_request(
         self, features: KeyedJaggedTensor | None, counts: Mapping[str, Tensor] | None = None
     ) -> InputRequest | Awaitable[IncomingBatch]:
-        """Return the batch to send, or the batch to look up where nothing needs to be sent.
+        """Return the batch to send, or the batch to look up if nothing needs to be sent.
 
         Args:
             features: the batch; None for a rank that has none.

@@ -54,7 +54,7 @@ def check_shared(
     selected: Sequence[tuple[str, Any, Mapping[str, ParameterSharding]]],
     other_collections: Mapping[str, Any],
 ) -> None:
-    """Raise ValueError for a plan that does not shard a shared table as one.
+    """Raise ValueError for a plan that shards a shared table differently in its readers.
 
     Args:
         selected: path, unsharded collection and plan of each collection that is replaced.
@@ -100,7 +100,7 @@ def check_shared(
 
 
 def _has_others(table: SharedTable, sources: Sequence[Any]) -> bool:
-    """Return whether a table is read by other collections than those."""
+    """Return whether other collections than `sources` read a table."""
     readers = {module for source in sources for module in source.groups.table_modules()}
     if all(reader in readers for reader in table.readers()):
         return False

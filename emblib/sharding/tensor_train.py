@@ -105,8 +105,8 @@ def _swap(
 ) -> None:
     """Send `sent[k]` to `owners[k]`, and receive into `received[k]` from it.
 
-    Point-to-point messages rather than a collective: other ranks do not know when the owners' pass
-    through backward reaches this point.
+    Point-to-point messages, not a collective: other ranks do not know when backward of the owners
+    reaches this point.
     """
     messages = []
     for k, owner in enumerate(owners):
@@ -139,8 +139,8 @@ def share_cores(
         ranks: the processes.
 
     Raises:
-        ValueError: several shards of a table on this rank without a fused optimizer: each of them
-            would have the gradient of its own lookups alone.
+        ValueError: several shards of a table on this rank without a fused optimizer: each would
+            have only the gradient of its own lookups.
     """
     for number, config in enumerate(configs):
         sharding = plan[config.name]

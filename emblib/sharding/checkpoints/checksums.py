@@ -77,7 +77,7 @@ def split(data: bytes, path: Path) -> tuple[bytes, dict[str, FileSums] | None]:
 
 
 def _files(content: dict[str, Any], path: Path) -> dict[str, FileSums]:
-    """Return the sums of the files that a footer has; raise errors of any kind for no footer."""
+    """Parse the JSON of a footer; raises any error for bytes that are not a footer."""
     if (content["format"], content["version"]) != (_FORMAT, VERSION):
         raise CheckpointError(
             f"{path} is of {content['format']} version {content['version']}, this emblib reads "
@@ -156,7 +156,7 @@ class CheckedStream(io.RawIOBase):
         return self._at
 
     def readinto(self, buffer: Any) -> int:
-        """Fill `buffer` as far as the file goes.
+        """Read into `buffer`, up to the end of the file; return the number of bytes.
 
         Raises:
             CheckpointError: a block has another checksum than when it was saved.

@@ -1,4 +1,4 @@
-"""Checkpoint dynamic tables over ranks: rows by key, in an order that any number of shards can cut.
+"""Checkpoint dynamic tables over ranks: rows sorted so that any number of shards are ranges.
 
 Checkpoints store the entries of a dynamic table sorted by route (`emblib.dynamic.keys`), and shard
 k of K owns the k-th of K equal ranges of routes. The table in a checkpoint is therefore the
@@ -29,9 +29,9 @@ def joined(
 ) -> dict[str, Tensor]:
     """Build the state dict of a dynamic table from those of its shards; a collective over `ranks`.
 
-    Tensors with one row per key are spread over the ranks like the shards. Of everything else,
-    clocks and sketch counters, all ranks get the largest values of all shards: a count is never
-    less than that of the shard that saw the key.
+    Tensors with one row per key become sharded tensors. For all others (clocks, sketch counters)
+    every rank gets the element-wise maximum over the shards, so a count is at least that of the
+    shard that saw the key.
     """
     by_key = {
         number: {stem: _by_route(state, stem) for stem in _stems(state)}
@@ -82,7 +82,7 @@ def part_of(state: Mapping[str, Tensor], number: int, count: int) -> dict[str, T
 
 
 def check_whole(state: Mapping[str, Any], name: str) -> None:
-    """Raise ValueError unless whole tensors in a state dict have one row per key."""
+    """Raise ValueError unless the full tensors in a state dict have one row per key."""
     for stem in _stems(state):
         keys = state[f"{stem}{KEYS}"]
         if isinstance(keys, KeyedRows):

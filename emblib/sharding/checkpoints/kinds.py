@@ -31,8 +31,8 @@ from emblib.tables import state_dicts
 class Entry:
     """One tensor of a table: its shards, and the memory of those on this rank.
 
-    `memory` has the tensors of a local shard, by its number in `shards`: several where slices have
-    copies of it. Without shards, every rank has the whole tensor under number 0.
+    `memory[i]` are the tensors of local shard i of `shards`; several if slices have copies of it.
+    Without shards, every rank has the full tensor as number 0.
     """
 
     size: tuple[int, ...]
@@ -43,7 +43,7 @@ class Entry:
     cuts: tuple[int, ...] | None = None
 
     def tensor(self) -> Tensor:
-        """Return the tensor as views of the memory; row states cut by columns are copied."""
+        """Return the sharded tensor over the memory; row states cut by columns are copied."""
         if not self.shards:
             return self.memory[0][0]
         values = {i: tensors[0] for i, tensors in self.memory.items()}
@@ -129,7 +129,7 @@ class Table:
 
     @property
     def shards(self) -> tuple[Shard, ...]:
-        """Return the shards of the table; none where every rank has a replica."""
+        """Return the shards of the table; none if every rank has a replica."""
         return self.sharding.shards
 
     def table_modules(self) -> list[Any]:
@@ -150,14 +150,14 @@ class Table:
 
     @property
     def hyperparams(self) -> Entry:
-        """Return the entry of the hyperparameters, which every rank with a shard has."""
+        """Return the entry of the hyperparameters, which every rank with a shard stores in full."""
         size = (self.optimizer.hyperparams().numel(),)
         return self._shared(
             size, torch.float64, [module.hyperparams for module in self.table_modules()]
         )
 
     def _shared(self, size: tuple[int, ...], dtype: torch.dtype, memory: list[Tensor]) -> Entry:
-        """Return the entry of a tensor that every rank with a shard has whole."""
+        """Return the entry of a tensor that every rank with a shard stores in full."""
         columns = (0, size[1] if len(size) > 1 else 1)
         shards = tuple(Shard(rank, (0, size[0]), columns) for rank in self.sharding.ranks)
         local_shards = {i for i, shard in enumerate(shards) if shard.rank == self.ranks.rank} or {0}
@@ -172,7 +172,7 @@ class Table:
         return {**self.storage.metadata_entries(self.config), **tensors}
 
     def parameter_names(self) -> Sequence[str]:
-        """Return the names of the entries without which the table cannot be loaded."""
+        """Return the names of the entries that loading the table requires."""
         return tuple(self.storage.parameter_layouts(self.config))
 
     def check_parameters(self, values: Mapping[str, Tensor]) -> None:
@@ -187,7 +187,7 @@ class Table:
             _check_values(values[key], entry, f"{self.name}.{key}")
 
     def set_parameters(self, values: Mapping[str, Tensor]) -> None:
-        """Write the parameters that are given."""
+        """Write those parameters that `values` has."""
         self._write([key for key in self.parameter_names() if key in values], values)
 
     def states(self) -> dict[str, dict[str, Tensor]]:
@@ -240,7 +240,7 @@ class Table:
             local_shard.groups.handles[local_shard.index].commit()
 
     def entries(self, keys: Sequence[str]) -> dict[str, Entry]:
-        """Return the entries of some tensors."""
+        """Return the entries of the tensors `keys`, by key."""
         views = {
             i: local_shard.groups.views(local_shard.index) for i, local_shard in self.local.items()
         }
@@ -279,7 +279,7 @@ class Table:
 
 
 class KeyedTable(Table):
-    """A table of keyed storage, saved by key: shard k of K has the keys that it owns."""
+    """A table of keyed storage, saved by key: shard k of K has the k-th range of routes."""
 
     def _numbered(self) -> dict[int, Any]:
         """Return the handles of the local shards by number; shards are numbered by rows."""
@@ -297,14 +297,14 @@ class KeyedTable(Table):
         return DynamicTable(self.name, self._numbered(), self._owners() or (0,), self.ranks)
 
     def parameters(self) -> dict[str, Tensor]:
-        """Return rows by key over all ranks; of other tensors, the largest values of all shards."""
+        """Return rows by key over all ranks; for other tensors the maximum over the shards."""
         states = {number: dict(h.state_dict()) for number, h in self._numbered().items()}
         if not self.shards:
             return states[0]
         return keyed.joined(states, self._owners(), self.ranks)
 
     def parameter_names(self) -> Sequence[str]:
-        """Return the names of the entries without which the table cannot be loaded."""
+        """Return the names of the entries that loading the table requires."""
         return ("keys", "weight")
 
     def check_parameters(self, values: Mapping[str, Tensor]) -> None:
@@ -344,7 +344,7 @@ def _raise_first(problems: Iterable[str], name: str) -> None:
 
 
 def module_state(tables: Tables, omitted: Collection[str] = ()) -> dict[str, Tensor]:
-    """Return the weights of tables, and the full state of dynamic tables; a collective."""
+    """Return the parameters of tables, and the whole state of dynamic ones; a collective."""
     return {
         f"{table.name}.{key}": value
         for table in _tables(tables)
@@ -354,7 +354,7 @@ def module_state(tables: Tables, omitted: Collection[str] = ()) -> dict[str, Ten
 
 
 def load_module_state(tables: Tables, state: Mapping[str, Tensor]) -> None:
-    """Load the result of `module_state`, or whole tensors; other tables do not change.
+    """Load the result of `module_state`, or full tensors; other tables do not change.
 
     Raises:
         ValueError: a tensor of another size, or sharded in another way, which
@@ -393,7 +393,7 @@ def optimizer_state(tables: Tables) -> dict[str, dict[str, Tensor]]:
 
 
 def load_optimizer_state(tables: Tables, state: Mapping[str, Mapping[str, Tensor]]) -> None:
-    """Load the result of `optimizer_state`, or whole tensors.
+    """Load the result of `optimizer_state`, or full tensors.
 
     Tables of one module share its hyperparameters: those with the most steps are loaded.
     """
@@ -458,9 +458,9 @@ def table_handles(tables: Tables) -> DynamicTables:
 class StateOfTables(nn.Module):
     """Base of sharded collections: state dicts with the names of the unsharded collection.
 
-    Values are `ShardedTable`s, and tensors where every rank has a replica. Whole tensors, as in the
+    Values are `ShardedTable`s, or tensors if every rank has a replica. Full tensors, as in the
     state dict of an unsharded collection, can be loaded as well: each rank reads its shards. With
-    dynamic tables, all ranks call `state_dict` together.
+    dynamic tables `state_dict` is a collective.
     """
 
     handles_name: ClassVar[str]
@@ -538,7 +538,7 @@ class StateOfTables(nn.Module):
 
     @cached_property
     def fused_optimizer(self) -> Any:
-        """The optimizer that the tables run in backward, a `FusedOptimizer` of this collection."""
+        """Return the optimizer that the tables run in backward, a `FusedOptimizer`."""
         from emblib.collections.optimizers import FusedOptimizer
 
         return FusedOptimizer.of(self)

@@ -1,4 +1,9 @@
-"""Load nested state dicts, whatever plan and number of ranks saved them."""
+"""Load nested state dicts, whatever plan and number of ranks saved them.
+
+`load` flattens the state to leaves, checks every leaf against the metadata of the checkpoint before
+anything is written, allocates a `Target` per leaf whose saved size or sharding differs, reads all
+targets at once, and then lets modules and optimizers load their state dicts.
+"""
 
 import itertools
 import json
@@ -32,13 +37,13 @@ from emblib.tt import layout_entry
 
 
 class Target:
-    """A tensor `room` that a saved value is read into and that becomes the value."""
+    """A tensor `room` into which a saved value is read; it then replaces the value of the leaf."""
 
     def __init__(self, leaf: Leaf, room: Any) -> None:
         self.leaf, self.room = leaf, room
 
     def finish(self) -> None:
-        """Replace the value by what was read."""
+        """Replace the value of the leaf by `room`."""
         self.leaf.replace(self.room)
 
 
@@ -48,7 +53,7 @@ class RowStateTarget(Target):
     Args:
         leaf: a `RowStates`, a `ShardedTable` `[R]` or a tensor `[R]`.
         size: the saved size: `[R]`, or `[R, intervals]`.
-        cuts: the columns between the saved intervals; None where the table was not cut.
+        cuts: first columns of the saved intervals, and the end; None if the table was not cut.
     """
 
     def __init__(self, leaf: Leaf, size: torch.Size, cuts: Sequence[int] | None) -> None:
@@ -233,8 +238,8 @@ class _Loading:
     def _check_whole(self, names: Iterable[str]) -> None:
         """Raise CheckpointError unless the chunks of tensors fill them.
 
-        The metadata determines how much memory is allocated; the files hold only what the chunks
-        have.
+        Memory is allocated by the metadata's sizes, but files have only the chunks: the rest would
+        stay uninitialised.
         """
         from emblib.sharding.checkpoints.unpickling import is_whole
 
@@ -295,9 +300,9 @@ class _Loading:
         return torch.empty(saved.size, dtype=dtype)
 
     def _without_new_hash_keys(self, all_leaves: list[Leaf]) -> list[Leaf]:
-        """Return the leaves, without hash keys of sketches where a checkpoint has only counters.
+        """Drop leaves of sketch hash keys if the checkpoint has counters but no hash keys.
 
-        Those were counted without a hash key and mean nothing under the hash key of this model.
+        Such counters were counted without a hash key, and are invalid under this model's.
         """
         older = {
             leaf.name: leaf
@@ -311,7 +316,7 @@ class _Loading:
         return [leaf for leaf in all_leaves if leaf.name not in older]
 
     def _checked_layouts(self, all_leaves: list[Leaf]) -> list[Leaf]:
-        """Return the leaves, without layouts of tensor trains that an older checkpoint lacks.
+        """Drop leaves of tensor-train layouts that an older checkpoint lacks; check the others.
 
         Raises:
             CheckpointError: the saved cores belong to another tensor train.
@@ -418,7 +423,7 @@ def _sibling(name: str, suffix: str) -> str:
 
 
 def _parameters(optimizer: Any) -> dict[Any, Tensor]:
-    """Return parameters by the name or number that the optimizer's state dict has for them."""
+    """Return parameters by their name or number in the optimizer's state dict."""
     named = getattr(optimizer, "params", None)
     if isinstance(named, dict):
         return named

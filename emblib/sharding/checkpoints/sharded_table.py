@@ -1,7 +1,7 @@
 """Tensors whose values are spread over ranks as shards: the values of sharded state dicts.
 
-`torch.distributed.checkpoint` asks a tensor for its chunks by three methods. `ShardedTable` has
-them, so that what was saved with one plan and number of ranks loads into any other.
+`torch.distributed.checkpoint` asks a tensor for its chunks by three methods. `ShardedTable`
+implements them, so a checkpoint of one plan and number of ranks loads into any other.
 """
 
 import itertools
@@ -20,7 +20,7 @@ PIECE_BYTES = 1 << 26
 
 
 class ShardedTable(Tensor):
-    """A `[rows, columns]` or `[rows]` tensor of which this rank holds some shards.
+    """A tensor `[rows, columns]` or `[rows]` of which this rank stores some shards.
 
     It has the size of the full tensor and the memory of the local shards. It can be cloned, moved,
     saved with `torch.distributed.checkpoint`, and gathered by `full_tensor`; all other operations
@@ -94,9 +94,9 @@ class ShardedTable(Tensor):
         return torch.empty(0, dtype=self.dtype, device=self.device)
 
     def pieces(self) -> list[tuple[tuple[int, ...], Tensor]]:
-        """Return offsets and values of this rank's non-empty blocks, in which metadata stores it.
+        """Return (offsets, values) of this rank's non-empty blocks, the chunks of checkpoints.
 
-        A tensor without values has one empty block, since metadata knows a tensor by its blocks.
+        A tensor without values has one empty block, because metadata lists a tensor by its blocks.
         """
         if 0 in self.size():
             return [((0,) * self.dim(), self.parts[0])] if 0 in self.parts else []
@@ -258,7 +258,7 @@ def cuts_of(shards: Sequence[Shard]) -> tuple[int, ...]:
 
 
 def stretches(columns: Span, cuts: Sequence[int]) -> Span:
-    """Return the numbers of the intervals between `cuts` that make up a span of columns."""
+    """Return the range of the intervals between `cuts` that make up a span of columns."""
     return cuts.index(columns[0]), cuts.index(columns[1])
 
 

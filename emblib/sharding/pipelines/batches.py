@@ -100,7 +100,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 
 def empty_batch(batch: Any) -> Any:
-    """Return the batch with no examples, which a rank without data computes with.
+    """Return the batch without examples, for a rank that has no data left.
 
     Tensors lose all of their first dimension, and jagged ones all bags; numbers and scalar tensors
     stay. A batch whose examples lie along another dimension needs a function of its own.
@@ -169,7 +169,7 @@ def follow(batch: Any, path: Path) -> Any:
 
 
 def same_input(first: Any, second: Any) -> bool:
-    """Return whether both are one jagged tensor, maybe in two objects, as model wrappers make."""
+    """Return whether both have the same tensors; model wrappers may copy the jagged object."""
     if first is second:
         return True
     if not (is_keyed(first) and is_keyed(second)):
@@ -204,8 +204,8 @@ class Staged(NamedTuple, Generic[T]):
 class Lane:
     """Runs one stage of a pipeline in order, on a CUDA stream of its own.
 
-    It waits for the given value only: a stage that waited for the current stream would run after
-    the step that it is to overlap with.
+    It waits only for its input, not for the current stream: otherwise it would run after the step
+    that it should overlap with.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -1,10 +1,10 @@
 """Inputs of sharded collections: find them in a batch, and send their ids ahead.
 
 A sharded collection sends ids to the ranks that look them up, looks up what it receives and returns
-the results (`emblib.sharding.lookup`). Ids depend on nothing that a step changes, so the
-first part may run while earlier batches are computed, for all collections together. The
-model is not rewritten for that: only while the pipeline runs its forward, the collections take what
-was sent ahead instead of sending it.
+the results (`emblib.sharding.lookup`). Ids do not depend on
+training, so a pipeline sends them while earlier batches are computed, for all collections together.
+The model is not rewritten: while the pipeline runs its forward, the `forward` of each collection is
+replaced by one that takes the batch which was sent ahead.
 """
 
 import contextlib
@@ -48,11 +48,11 @@ def sharded_modules(model: nn.Module) -> dict[str, Any]:
 
 
 class FoundInputs:
-    """Inputs that are found at their places in the first batch.
+    """Inputs of collections by their paths in a batch, learned from the first batch.
 
-    The first forward runs as it is while this looks on. An input that was an object of the batch
-    will be at the same place of the next one. One that the model made itself is not known before
-    the model runs: that collection then sends its ids in its forward.
+    The first forward runs unchanged and is observed. An input that is an object in the batch is
+    expected at the same path in later batches. For an input that the model computes itself, the
+    collection sends its ids in its forward.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -124,10 +124,10 @@ class GivenInputs:
 
 
 class CallsApart:
-    """The calls of a forward that look up by themselves, in checkpointed regions.
+    """The calls of a forward that look up separately, because they are in checkpointed regions.
 
-    A region repeats its lookup alone. The first batch shows which calls these are: there, all look
-    up by themselves.
+    A region repeats only its own lookup. With the first batch all calls look up separately, which
+    shows which of them are in regions.
     """
 
     def __init__(self) -> None:
@@ -198,7 +198,7 @@ class Ahead:
 
     @contextlib.contextmanager
     def taken(self) -> Iterator[None]:
-        """Let the collections use the ids sent ahead instead of sending their input, in a block."""
+        """Make collections use the ids that were sent ahead, inside this context."""
         self.send_ids()
         with_grad = torch.is_grad_enabled()
         waiting: dict[Any, deque[tuple[Any, Callable[[], Any]]]] = {}

@@ -1,11 +1,11 @@
 """The joint input_dist of a plain training loop: one for all sharded collections of a model.
 
 `DistributedModelParallel` starts it before its forward, for the inputs that are objects of the
-forward's arguments. The first forward shows which those are; afterwards the ranks compare what they
-found, and only send together what all of them found alike. A rank that does not find its inputs
-again says so with its sizes: then all ranks send that forward's ids collection by collection, and
-look for the inputs again. The first collection that the model calls looks up the batches of all, so
-that their rows return in one output_dist.
+forward's arguments. The first forward shows which those are. The ranks compare their findings, and
+send together only the inputs that all ranks found alike. If a rank does not find its inputs in a
+later forward, it says so in its message of sizes: all ranks then send the ids of that forward
+collection by collection, and search again. The first collection that the model calls looks up the
+batches of all, so that their rows return in one output_dist.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
 class _CallPath(NamedTuple):
     """A call of a collection and the path of its input in the arguments.
 
-    `is_alone` is whether it looks up by itself: in another grad mode than that of the forward, or
-    in a checkpointed region, which repeats its lookup alone.
+    `is_alone`: whether it looks up separately, because its grad mode differs from the forward's or
+    it is in a checkpointed region, which repeats only its own lookup.
     """
 
     module: Any
@@ -72,7 +72,7 @@ class _Mode:
 
 @dataclass
 class _Running:
-    """One forward: `seen` while it is searched, `waiting` where its ids were sent ahead."""
+    """One running forward: `seen` is for one that is searched, `waiting` for one sent ahead."""
 
     arguments: Arguments
     mode: _Mode
@@ -112,18 +112,18 @@ class JointDist:
 
     @property
     def together(self) -> list[str]:
-        """The paths of the collections whose ids the last kinds of forward sent together."""
+        """Return the paths of the collections whose ids are sent together."""
         calls = [call for mode in self._modes.values() for call in mode.calls or ()]
         return sorted({self._names[call.module] for call in calls})
 
     @property
     def apart(self) -> dict[str, str]:
-        """Why collections exchange by themselves, by path; those not called yet are missing."""
+        """Return {path: reason} of collections that exchange separately, if called so far."""
         return dict(self._reasons)
 
     @graph_break
     def start(self, arguments: Arguments) -> None:
-        """Send the ids of a forward with these arguments, if it is known where they are."""
+        """Send the ids of a forward with these arguments, if the paths of its inputs are known."""
         self.end_early()
         if not self.enabled or self._ranks.size == 1 or not self._names:
             return

@@ -200,8 +200,8 @@ class Loader:
     def is_last(self, slot: Slot, newest: Slot) -> bool:
         """Return whether an epoch ends with a slot that does not run: no rank has begun another.
 
-        A rank that was out sees that its iterator was reset, one that was not does not; all decide
-        by what every rank has said of its epoch with `newest`, the slot read last.
+        A rank that had no batch left notices that its iterator was reset; others do not. So all
+        decide by the epochs that the ranks have sent with `newest`, the slot read last.
         """
         if slot.numbers_of_ranks is None or newest.numbers_of_ranks is None:
             return slot.epoch == self.epoch
@@ -235,8 +235,8 @@ class Loader:
     def _was_reset(self) -> bool:
         """Return whether the iterator has changed since it was drained, as `iter(loader)` does.
 
-        Asking it for a batch would show that too. But not every iterator raises StopIteration
-        twice: one restarts by itself, and one waits for a queue to which nothing comes any more.
+        Calling `next` is no test: some iterators do not raise StopIteration twice, but restart, or
+        wait for a queue that stays empty.
         """
         attributes = _attributes(self._batches)
         return len(attributes) != len(self._attributes_at_end) or any(
@@ -274,7 +274,7 @@ class Loader:
 
 
 def _attributes(iterator: Any) -> list[Any]:
-    """Return the attributes of an iterator, and of iterators among them: it may wrap another."""
+    """Return the attributes of an iterator and of the iterators that it wraps."""
     attributes: list[Any] = []
     waiting, visited = [iterator], {id(iterator)}
     while waiting:
@@ -357,7 +357,7 @@ class Meter:
 
     @property
     def step(self) -> int:
-        """The number of finished steps."""
+        """Return the number of finished steps."""
         return self._marks[-1].step if self._marks else 0
 
     def begin(self) -> None:
