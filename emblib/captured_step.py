@@ -4,11 +4,11 @@ A small step spends its time on the host: Python, autograd and a launch per kern
 CUDA graph is one launch, but it repeats kernels with the shapes and the addresses that they were
 captured with. `CapturedStep` gives a step such shapes:
 
-1. Batches must have one `BatchLayout`; one that differs is refused before anything is written.
+1. All batches must have one `BatchLayout`; another one raises before anything is written.
 2. A `_SizeClass` has a `StaticBatch` for batches of at most `bound` ids, which pads them.
-3. The first steps of a class train as they are, uncaptured, on the stream of the capture. They are
-   the warm-up, so nothing is trained twice and nothing has to be restored. The next step captures,
-   which runs no kernel, and replays what it captured.
+3. The first steps of a class run uncaptured, on the stream of the capture. They are the warm-up and
+   train, so nothing must be restored. The next step is captured, which runs no kernel, and
+   replayed.
 
 On the CPU there are no graphs: each step is padded in the same way and runs at once.
 """
@@ -48,8 +48,9 @@ class CapturedStep:
     """Run a training step as a CUDA graph, for batches of varying numbers of ids.
 
     `step(batch)` is a whole step of your loop: `zero_grad`, forward, loss, backward, and `step` of
-    the optimizers of dense parameters. It must wait for nothing, and do the same for each batch:
-    Python runs in the first steps of a size class and when it is captured, never in a replay.
+    the optimizers of dense parameters. It must not wait for the device, and must do the same for
+    each batch: its Python runs in the first steps of a size class and in the capture, not in
+    replays.
 
     A batch is any tree of lists, tuples and dicts. The ids of each `KeyedJaggedTensor` and
     `JaggedTensor` in it may vary in number, up to a bound; all else keeps its shape. The step gets
@@ -58,9 +59,9 @@ class CapturedStep:
     number of padding ids. Modules of emblib skip the padding; other code that reads
     `values()` must skip it too.
 
-    The result is what the step returned, its tensors detached. After a replay these are static:
-    the next call with a batch of the same size class overwrites them, so clone what is to be kept.
-    The same holds for gradients that the step leaves on parameters.
+    The result is that of the step, with tensors detached. After a replay these are static: the next
+    batch of the same size class overwrites them, so clone them to keep them. The same holds for
+    gradients that the step leaves on parameters.
 
     The captured loop has the bits of an uncaptured one. Hyperparameters of emblib's tables are read
     by the kernels, so they may change between steps. Numbers of `torch.optim` are part of a graph:
@@ -155,7 +156,7 @@ class CapturedStep:
     def reset(self) -> None:
         """Forget graphs and structure: the next steps run uncaptured and are captured again.
 
-        Call it after what a graph does not see: other numbers in `param_groups`, `train()` or
+        Call it after changes that a graph does not see: numbers in `param_groups`, `train()` or
         `eval()`, frozen or moved parameters, other tables or optimizers.
         """
         if self._stream is not None:
@@ -183,7 +184,7 @@ class CapturedStep:
         return self.device
 
     def _laid_out(self, batch: Any) -> tuple[BatchLayout, list[Any]]:
-        """Return the layout of all batches and the leaves of this one, which must fit it."""
+        """Return the common layout and a batch's leaves; raise ValueError if they do not fit."""
         layout, leaves = BatchLayout.of(batch)
         if self._layout is None:
             if self.device is None:
@@ -336,7 +337,7 @@ class _OptimizerMemory(NamedTuple):
     addresses: list[int]
 
     def replaced(self) -> str | None:
-        """Return what was replaced by other tensors since then, if anything was."""
+        """Return what has been replaced since the capture, "state" or "parameters", or None."""
         if vars(self.optimizer).get("state") is not self.state:
             return "states"
         pointers = [parameter.data_ptr() for parameter in self.parameters]
@@ -372,15 +373,12 @@ class _SizeClass:
 
 
 def _detached(result: Any) -> Any:
-    """Return a result without its graph of autograd, which would keep the memory of the step."""
+    """Detach the tensors of a result; its autograd graph would keep the memory of the step."""
     return pytree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, result)
 
 
 def _recorded(result: Any, stream: Any) -> Any:
-    """Return an uncaptured result after noting that `stream` reads it, as its memory is another's.
-
-    Results on the host are left as they are.
-    """
+    """Record `stream` as a user of an uncaptured result, whose memory belongs to another stream."""
     for leaf in pytree.tree_leaves(result):
         if isinstance(leaf, Tensor) and leaf.is_cuda:
             leaf.record_stream(stream)
@@ -423,7 +421,7 @@ def _noting_waits(waits: list[str]) -> Any:
 
 
 def _refusal(error: BaseException, waits: Sequence[str]) -> str:
-    """Return why a step cannot be captured: the operation, its line and the way out."""
+    """Return the message for a step that cannot be captured: operation, line and way out."""
     while error.__context__ is not None and not error.__suppress_context__:
         error = error.__context__  # ending a capture that has failed raises too
     frames = traceback.extract_tb(error.__traceback__)

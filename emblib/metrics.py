@@ -27,8 +27,8 @@ __all__ = ["GroupedAUC", "NormalizedEntropy"]
 class NormalizedEntropy(Metric):
     """Mean cross entropy of predictions, divided by that of always predicting the mean label.
 
-    A model that knows the mean only has 1, lower is better. `compute` returns a float64 scalar,
-    NaN without examples or where all labels are equal.
+    A model that predicts the mean has 1; lower is better. `compute` returns a float64 scalar,
+    NaN without examples or if all labels are equal.
 
     Args:
         from_logits: whether predictions are logits; False if they are probabilities.
@@ -146,7 +146,7 @@ class GroupedAUC(Metric):
         self.groups.append(groups.detach().to(_DTYPES["groups"]))
 
     def sync(self, *arguments: Any, **options: Any) -> None:
-        """Gather the examples of all ranks, also where one has none."""
+        """Gather the examples of all ranks, some of which may have none."""
         for name, dtype in _DTYPES.items():
             batches = getattr(self, name)
             if isinstance(batches, list) and not batches:
@@ -178,7 +178,7 @@ _DTYPES = {"predictions": torch.float64, "labels": torch.float32, "groups": torc
 
 
 def _joined(batches: Tensor | list[Tensor]) -> Tensor:
-    """Return the examples as one tensor: after a sync they are one already."""
+    """Return the examples as one tensor, which they are already after a sync."""
     if isinstance(batches, Tensor):
         return batches
     return torch.cat(batches) if batches else torch.empty(0)

@@ -94,9 +94,11 @@ class TableBatchedEmbeddingBags(FusedTables):
     _memory: Memory
     _prefetcher: Prefetcher | None
     _reporting: Reporting | None
-    _forwards: int  # steps that training forwards have begun, for optimizers with periodic updates
+    _num_begun_steps: (
+        int  # steps that training forwards have begun, for optimizers with periodic updates
+    )
     _calls: ShortCalls | None = None
-    _applied_steps: int  # the value of `_forwards` at the last deferred step
+    _begun_steps_at_update: int  # `_num_begun_steps` at the last deferred update
 
     def __init__(
         self,
@@ -186,7 +188,9 @@ class TableBatchedEmbeddingBags(FusedTables):
         self._count_forwards_from_step()
 
     def _count_forwards_from_step(self) -> None:
-        self._forwards = self._applied_steps = 0 if self.hyperparams.is_meta else self.step
+        self._num_begun_steps = self._begun_steps_at_update = (
+            0 if self.hyperparams.is_meta else self.step
+        )
 
     def _draw(self, table: int, weight: Tensor) -> None:
         """Draw the initial values of a table."""
@@ -330,7 +334,7 @@ class TableBatchedEmbeddingBags(FusedTables):
         table, tiers = self._memory.layout.offsets[0].feature(0), self._tiers()
         apply = joint_step.apply_contributions
         overflow = apply(tiers, self.optimizer, contributions, table, self._locate)
-        self._applied_steps = self._forwards
+        self._begun_steps_at_update = self._num_begun_steps
         if self._prefetcher is not None:
             self._prefetcher.used()
         if overflow is not None:  # for a GradScaler, see FusedOptimizer
@@ -444,16 +448,18 @@ class TableBatchedEmbeddingBags(FusedTables):
                 "Python, which the replay of a CUDA graph does not run; capture the rest of the "
                 "model, or choose an optimizer without one"
             )
-        self._forwards += 1
+        self._num_begun_steps += 1
         self._memory.verify()  # the hooks read whole tables
-        optimizer_hooks.before_forward(self.optimizer, self._forwards, tiers, self.table_views())
+        optimizer_hooks.before_forward(
+            self.optimizer, self._num_begun_steps, tiers, self.table_views()
+        )
 
     def _begins_step(self, batch: autograd.Lookup) -> bool:
         """Return whether this is a training forward, and the first one of a step."""
         if self._frozen or not trains_first(training=self.training):
             return False
         every_forward_does = not self.optimizer.deferred and batch.joint is None
-        return every_forward_does or self._forwards == self._applied_steps
+        return every_forward_does or self._num_begun_steps == self._begun_steps_at_update
 
     def _locate(self, groups: tbe.Groups) -> autograd.RowLocations:
         if self._prefetcher is None:
@@ -462,7 +468,7 @@ class TableBatchedEmbeddingBags(FusedTables):
 
     def _apply_gradients(self) -> None:
         super()._apply_gradients()
-        self._applied_steps = self._forwards
+        self._begun_steps_at_update = self._num_begun_steps
         if self._prefetcher is not None:
             self._prefetcher.used()
 
@@ -556,7 +562,7 @@ class TableBatchedEmbeddingBags(FusedTables):
     def set_step(self, step: int) -> None:
         """Continue counting from `step` (>= 0): what bias corrections and row counters see."""
         super().set_step(step)
-        self._forwards = self._applied_steps = step
+        self._num_begun_steps = self._begun_steps_at_update = step
 
     def table_weights(self) -> list[Tensor]:
         """Return the tables as `[rows, dim]` views: writing to one writes to the module.

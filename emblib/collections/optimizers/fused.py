@@ -1,4 +1,9 @@
-"""Optimizers that tables apply in backward, as one torch optimizer: rates, states, conversion."""
+"""FusedOptimizer: the optimizers that tables apply in backward, as one torch optimizer.
+
+Also conversions: from FBGEMM's `fused_params`, from classes of `torch.optim`, and from parameters
+    on
+which torch's `_apply_optimizer_in_backward` has set an optimizer.
+"""
 
 from __future__ import annotations
 
@@ -53,11 +58,10 @@ class FusedOptimizer(KeyedOptimizer):
     Each module of such tables has a scalar in `param_groups`: its gradient is infinite after a
     scaled backward that overflowed, so that `GradScaler.step` of this optimizer sees it.
 
-    What is written to `param_groups` acts on the tables at once, so the next backward (deferred:
-    the next `step`) uses it, in whatever order a loop calls backward, `step`, `zero_grad` and a
-    scheduler; what modules set or load is shown by the groups. An entry that would have an effect
-    in `torch.optim` and has none here raises ValueError (`TableGroup`). There is one group for all
-    tables with equal optimizers.
+    Writing to `param_groups` changes the tables immediately: the next backward (deferred: the next
+    `step`) uses the new value. Groups also show what modules set or load. An entry that has an
+    effect in `torch.optim` but none here raises ValueError (`TableGroup`). There is one group for
+    all tables with equal optimizers.
 
     State dicts have, by parameter name, the optimizer states and `hyper`, the hyperparameters
     (learning rate and step among them). States of hash tables are in the state dict of their
@@ -174,7 +178,7 @@ class FusedOptimizer(KeyedOptimizer):
         super().load_state_dict(state_dict)
 
     def _templates(self) -> list[Template]:
-        """Return per group the optimizer, and the numbers that its tables have now."""
+        """Return the optimizer and the current hyperparameters of each group."""
         templates = []
         for optimizer, modules in zip(self._optimizers, self._table_modules, strict=True):
             current = modules[0].optimizer if modules else optimizer
@@ -183,7 +187,7 @@ class FusedOptimizer(KeyedOptimizer):
         return templates
 
     def _check_groups(self) -> None:
-        """Connect groups that were replaced, and warn of modules that were set one by one."""
+        """Reconnect replaced groups, and warn of modules of one group that differ."""
         for number, group in enumerate(self.param_groups[: len(self._table_modules)]):
             if not isinstance(group, TableGroup) or not group.is_connected:
                 self.param_groups[number] = TableGroup({"params": group["params"]})
@@ -299,7 +303,7 @@ _ONLY_DECOUPLED = (optim.LAMB,)
 
 
 class FusedParams(NamedTuple):
-    """An optimizer, and the parameters that it does not use: caches, dtypes, ..."""
+    """An optimizer, and the arguments in `rest` that it does not use: caches, dtypes, ..."""
 
     optimizer: Optimizer
     rest: dict[str, Any]
@@ -309,7 +313,7 @@ def from_fused_params(params: Mapping[str, Any]) -> FusedParams:
     """Return the optimizer of a dict of FBGEMM's arguments (TorchRec's `fused_params`).
 
     `optimizer` is a member of FBGEMM's EmbOptimType, its name or its value, or an optimizer of
-    emblib; left out, EXACT_SGD at a `learning_rate` of 0.01.
+    emblib; by default EXACT_SGD with a `learning_rate` of 0.01.
 
     Raises:
         ValueError: an optimizer that emblib does not have, or an argument that it would ignore.
@@ -494,8 +498,7 @@ def _check_not_marked_by_torch(parameter: nn.Parameter) -> None:
 def trained_configs(collection: Any, optimizer: Optimizer | None = None) -> tuple[TableConfig, ...]:
     """Return the configurations of a collection, with the optimizers that torch set in backward.
 
-    Those of shared tables have the optimizer of the table, else `optimizer`, else none that would
-    be that of the collection.
+    A shared table has its own optimizer, else `optimizer`; never that of the collection.
 
     `torch.distributed.optim._apply_optimizer_in_backward` steps a parameter in a hook of its
     gradient. A sharded table has other parameters, so it runs the same optimizer fused instead.
@@ -544,7 +547,7 @@ def _given_by_torch(table: str, handle: TableHandle) -> Optimizer | None:
 
 
 def _as_fused(stepper: Any, parameter: Any, number: int) -> Optimizer:
-    """Return optimizer `number` that torch gave a parameter, with the numbers that it has now."""
+    """Return optimizer `number` that torch gave a parameter, with its current hyperparameters."""
     arguments, options = parameter._optimizer_kwargs[number], stepper.param_groups[0]
     numbers = {
         "lr": options["lr"],

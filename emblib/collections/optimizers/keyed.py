@@ -107,8 +107,8 @@ class KeyedOptimizer(TorchOptimizer):
 def by_name(state_dict: Mapping[str, Any], names: Sequence[Sequence[str]]) -> Mapping[str, Any]:
     """Return a state dict of `torch.optim`, which numbers parameters, with names instead.
 
-    Names that the state dict has (`param_names`) are taken if they are these; otherwise parameters
-    are matched by their position in their group. A state dict by name is returned as it is.
+    If the state dict has `param_names` equal to `names`, these are used; otherwise parameters are
+    matched by position in their group. A state dict by name is returned unchanged.
 
     Args:
         state_dict: state dict of a `KeyedOptimizer` or of an optimizer of `torch.optim`.
@@ -140,7 +140,7 @@ def by_name(state_dict: Mapping[str, Any], names: Sequence[Sequence[str]]) -> Ma
 
 
 def cycled_defaults(groups: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return `defaults` by which torch's schedulers find the momentum that they cycle."""
+    """Return the `defaults` in which torch's cyclic schedulers look for the momentum."""
     group_list = list(groups)
     for name in ("betas", "momentum"):
         if group_list and all(name in group for group in group_list):
@@ -277,8 +277,8 @@ class GradientClippingOptimizer(OptimizerWrapper):
 class GradientShare(Choice):
     """A rank's part of the gradient of a parameter.
 
-    A SHARD, which no other rank has; a REPLICA of what all ranks have; or one that another rank
-    has as well and counts (COUNTED_ELSEWHERE).
+    SHARD: only this rank has it. REPLICA: all ranks have it. COUNTED_ELSEWHERE: another rank has it
+    too, and counts it.
     """
 
     SHARD = "shard"
@@ -305,7 +305,7 @@ _marks = WeakTensorKeyDictionary()
 
 
 def mark_gradient(parameter: Tensor, share: GradientShare, peers: Peers) -> None:
-    """Note what this rank has of the gradient of a parameter, for `clip_grad_norm_`."""
+    """Record this rank's share of a parameter's gradient, for `clip_grad_norm_`."""
     _marks[parameter] = _Mark(share, peers)
 
 
@@ -378,7 +378,7 @@ def _is_sparse(parameter: Tensor) -> bool:
 
 
 def _values_of(parameter: Tensor) -> Tensor:
-    """Return the values of a gradient: of a sparse one, those of its rows, once each."""
+    """Return the values of a gradient; a sparse one is coalesced first."""
     grad = parameter.grad
     assert grad is not None
     if not grad.is_sparse:
@@ -403,7 +403,7 @@ def _peers_of(parameters: Sequence[Tensor]) -> Peers | None:
 
 
 def _is_spread(parameter: Tensor) -> bool:
-    """Return whether it is a `DTensor`, which knows the other ranks itself (FSDP2)."""
+    """Return whether a parameter is a `DTensor` (FSDP2), whose norm includes other ranks."""
     return hasattr(parameter, "full_tensor")
 
 
@@ -439,7 +439,7 @@ def _norm(grads: Sequence[Tensor], norm_type: float) -> Tensor:
 
 
 def _total_norm(grads: Sequence[Tensor], norm_type: float) -> Tensor:
-    """Return the norm of all values; 0 for none, of which torch has no infinity norm."""
+    """Return the norm of all values; 0 without values, for which torch has no infinity norm."""
     return torch.nn.utils.get_total_norm([grad for grad in grads if grad.numel()], norm_type)
 
 

@@ -17,7 +17,7 @@ State = dict[str, dict[str, Any]]
 
 
 class Template(NamedTuple):
-    """The optimizer of a group, and its `hyperparams` now."""
+    """The optimizer of a group, and its current `hyperparams`."""
 
     optimizer: Optimizer
     numbers: Tensor
@@ -34,7 +34,7 @@ def from_torch_states(
     """Return a state dict of `torch.optim` as one of `FusedOptimizer`.
 
     `torch.optim.SGD` fits SGD, `Adagrad` fits Adagrad, and `Adam`, `AdamW` and `SparseAdam` fit
-    Adam. A parameter without a state, which was never stepped, has zeros.
+    Adam. A parameter without a state was never stepped; its states become zeros.
 
     Args:
         state_dict: state dict of an optimizer of `torch.optim`, with names as keys (`by_name`).
@@ -43,8 +43,8 @@ def from_torch_states(
 
     Raises:
         KeyError: the states of another optimizer.
-        ValueError: states of other shapes, or that tables have no place for; tables of one group
-            with different steps, which Adam would correct differently.
+        ValueError: states of other shapes, or that tables do not have; tables of one group with
+            different steps, for which Adam's bias corrections differ.
     """
     states: State = {}
     for group, template in zip(state_dict["param_groups"], templates, strict=True):
@@ -69,7 +69,7 @@ def from_torch_states(
 
 
 def _check_class(group: Mapping[str, Any], optimizer: Optimizer) -> None:
-    """Raise KeyError for a group of a class of `torch.optim` that the optimizer is not."""
+    """Raise KeyError if a group is of another class of `torch.optim` than `optimizer`."""
     fitting: type[Optimizer] | None = None
     if "nesterov" in group:
         fitting = optim.SGD

@@ -69,7 +69,7 @@ class FoundInputs:
     def watching(self, batch: Any) -> Iterator[None]:
         """Learn the inputs from the forward of this batch."""
         forwards = {module: self._watched(module) for module in self._names}
-        with _forwards(forwards):
+        with _replaced_forwards(forwards):
             yield
         paths = [(call.module, path_to(batch, call.features)) for call in self._calls_seen]
         self._calls_seen = []
@@ -205,7 +205,9 @@ class Ahead:
         for i, call in enumerate(self._calls):
             queue = waiting.setdefault(call.module, deque())
             queue.append((call.features, self._taker(i, with_grad=with_grad)))
-        with _forwards({module: _taking(module, queue) for module, queue in waiting.items()}):
+        with _replaced_forwards(
+            {module: _taking(module, queue) for module, queue in waiting.items()}
+        ):
             yield
         self._apart.is_learned = True
         for module, queue in waiting.items():
@@ -258,7 +260,7 @@ def _taking(module: Any, queue: deque[tuple[Any, Callable[[], Any]]]) -> Callabl
 
 
 @contextlib.contextmanager
-def _forwards(forwards: Mapping[Any, Callable[..., Any]]) -> Iterator[None]:
+def _replaced_forwards(forwards: Mapping[Any, Callable[..., Any]]) -> Iterator[None]:
     """Replace the `forward` of modules in a block; their hooks still run."""
     previous = {module: module.__dict__.get("forward") for module in forwards}
     for module, forward in forwards.items():

@@ -27,11 +27,11 @@ Seconds = tuple[float, float, float, float]
 
 _ID = 8  # bytes; int32 ids take half
 _FLOAT = 4
-_GROUPING = 20  # bytes an id takes while the lookups of a batch are grouped by row
+_GROUPING = 20  # bytes per id while the lookups of a batch are grouped by row
 _NS = 1e-9
 _SAMPLE = 4096
 _MAX_BAGS = 0.75  # as `emblib.sharding.input_dist` has it
-_NUMBER = 4  # bytes of the number of a row that is sent
+_NUMBER = 4  # bytes of a row index that is sent
 
 
 class Load(NamedTuple):
@@ -50,9 +50,9 @@ class Load(NamedTuple):
 class Everywhere(NamedTuple):
     """The cost of a table for every rank: seconds by phase, `arrange` in addition, and bytes.
 
-    `positions` are the bytes that ranks keep for the original positions of ids, once any table is
-    cut by rows. `packs` is whether bags without ids are not sent; `uneven` are the seconds that
-    this table costs in addition where another one packs, since lookups differ in their bags then.
+    `positions`: bytes of the original positions of ids, which ranks store if any table is cut by
+    rows. `packs`: whether bags without ids are not sent. `uneven`: additional seconds of this table
+    if another table packs, because features then differ in their number of bags.
     """
 
     seconds: Seconds
@@ -66,7 +66,7 @@ class Everywhere(NamedTuple):
 class _Batch(NamedTuple):
     """One collection's lookups in a table: seconds, and bytes until rows are sent and updated.
 
-    `arrange` are seconds in addition, as in `Everywhere`.
+    `arrange`: additional seconds, as in `Everywhere`.
     """
 
     seconds: Seconds
@@ -101,7 +101,7 @@ class CostModel:
     Args:
         topology: machine whose constants are used.
         sent: bytes per float in transit.
-        batches: distributed batches that are in memory at a time.
+        batches: number of distributed batches in memory at the same time.
         works: the tables that are planned together; they share the cache of a rank.
     """
 
@@ -136,7 +136,7 @@ class CostModel:
     ) -> Load:
         """Return the cost of a shard that gets the given share of the table's ids.
 
-        `is_summed` is whether its node sums its rows with those of other shards.
+        `is_summed`: whether its node sums its rows with those of other shards.
         """
         table = table_slice.storage.nbytes(table_slice, work.optimizer, self.device)
         batches = [
@@ -395,7 +395,7 @@ class CostModel:
         return (6 if weighted else 4) * seconds_each
 
     def sums_s(self) -> float:
-        """Return the same of the all-to-alls in which nodes sum rows, and return gradients."""
+        """Return the batch-independent seconds of the all-to-alls of sums within nodes."""
         costs, topology = self._costs, self.topology
         sizes = topology.local_world_size, topology.num_nodes
         return sum(2 * (costs.exchange_s + (size - 2) * costs.message_s) for size in sizes)
@@ -425,7 +425,7 @@ def _need(table: MemoryBytes, combining: float, updating: float) -> MemoryNeed:
 def filled(work: TableWorkload, share: float) -> float:
     """Return the share of a table's bags with ids in a shard; empty bags are not sent if many.
 
-    All bags count as sent where most are.
+    If most bags have ids, all count as sent.
     """
     if share >= 1.0 or not work.config.pooled:
         return 1.0

@@ -10,8 +10,8 @@ from emblib.sharding.planner.work import TableWorkload
 from emblib.sharding.sharding_types import Shard, ShardingType
 from emblib.storage import Dense, MemoryBytes
 
-_STEPS = 200_000  # placements that the search for any plan tries
-_DEEPEST = 400  # pieces; above it there is no such search, which is for few large tables
+_STEPS = 200_000  # maximum number of placements of the search for any plan
+_MAX_UNITS = 400  # with more units there is no such search, which is for few large tables
 
 
 def any_plan(problem: Problem) -> Plan:
@@ -22,7 +22,7 @@ def any_plan(problem: Problem) -> Plan:
     """
     world = problem.model.topology.world_size
     pieces = sum(max(len(o.units) for o in options) for options in problem.options)
-    if pieces > _DEEPEST:
+    if pieces > _MAX_UNITS:
         return []
     loads = problem.loads()
     options = [
@@ -65,7 +65,7 @@ class _Search:
         self.steps = 0
 
     def table(self, number: int) -> bool:
-        """Place the tables from this number on; return whether all were placed."""
+        """Place table `number` and the following ones; return whether all were placed."""
         if number == len(self.options):
             return True
         if any(
@@ -348,7 +348,7 @@ def _storages(device: str) -> str:
 
 
 def check_free_memory(free_memory: Sequence[MemoryBytes], dense_nbytes: int) -> None:
-    """Raise PlanError if a rank has no memory besides the reservation."""
+    """Raise PlanError if the reservation leaves a rank no memory."""
     for rank, pool in enumerate(free_memory):
         if pool.device <= 0:
             ways_out = (

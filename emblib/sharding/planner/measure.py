@@ -1,7 +1,7 @@
 """Measure the constants of the cost model on this machine.
 
-Times are the minimum over several rounds, to exclude other load on the machine; what a rank of one
-CPU thread computes is measured in processor time, which other programs do not lengthen.
+Times are the minimum over several rounds, to exclude other load on the machine; a rank with one CPU
+thread is measured in processor time, on which other programs have no effect.
 """
 
 import os
@@ -44,10 +44,10 @@ _ROUNDS = 20
 _DIMS = (8, 32, 64, 128)
 _STATEFUL = (64, 128)  # dims that are measured with Adam as well: rows with twice their state
 _BAGS = 4096
-_FEW, _MANY = 1, 13  # ids of a bag: what more of them take is the cost of an id
+_FEW, _MANY = 1, 13  # ids per bag: the cost of an id is the slope between the two
 _SMALL = 1 << 19  # bytes of a table that is in cache
-_VARIANTS = 6  # batches that take turns, so that one does not find its own rows in cache
-_COLD = 3  # large buffers that take turns, so that caches hold none of them
+_VARIANTS = 6  # batches used in turn, so that none finds its own rows in cache
+_COLD = 3  # large buffers used in turn, so that none stays in cache
 _TABLES = 64
 
 
@@ -60,7 +60,7 @@ class Sizes:
 
 
 def timed(function: Callable[[], object], device: torch.device, rounds: int) -> float:
-    """Return the seconds of a call that computes: the minimum over rounds that each last 5 ms."""
+    """Return the seconds per call of a computation: the minimum over rounds of 5 ms each."""
     is_serial = device.type == "cpu" and torch.get_num_threads() == 1
     clock = time.thread_time if is_serial else time.perf_counter
 
@@ -89,7 +89,7 @@ def wait(device: torch.device) -> None:
 def computing(device: torch.device, sizes: Sizes) -> Calibration:
     """Measure the constants of one rank; those of links keep their defaults."""
     base = calibration.CUDA if device.type == "cuda" else calibration.CPU
-    fixed = _kernel(device, sizes.rounds)
+    fixed = _one_table(device, sizes.rounds)
     step, unit = _units(device, sizes.rounds)
     near, middle, far = (
         _Rows(device, nbytes, sizes.rounds, fixed)
@@ -139,7 +139,7 @@ class _Costs:
 class _Rows:
     """Measure lookups and updates in one table of a given size.
 
-    `fixed` are the seconds of forward and of backward that do not depend on the batch.
+    `fixed`: seconds of forward and of backward that do not depend on the batch.
     """
 
     def __init__(
@@ -226,7 +226,7 @@ def _timed_step(
     return forward_s, max(step - forward_s, 0.0)
 
 
-def _kernel(device: torch.device, rounds: int) -> tuple[float, float]:
+def _one_table(device: torch.device, rounds: int) -> tuple[float, float]:
     """Measure the seconds of forward and backward of one table on a minimal batch."""
     module = TableBatchedEmbeddingBags(
         [TableSpec(64, 8)], SGD(0.1), bounds_check=BoundsCheck.NONE, device=device
@@ -366,7 +366,7 @@ def _multiply_add(device: torch.device, rounds: int) -> float:
 
 
 _EXCHANGES = 4  # all-to-alls of a step: header, ids, rows, gradients
-_MESSAGE = 1 << 21  # elements to each rank: more than caches hold, as rows of large batches are
+_MESSAGE = 1 << 21  # elements to each rank: larger than caches, like the rows of large batches
 
 
 def calibrate(ranks: RankGroup | None = None, sizes: Sizes | None = None) -> Calibration:
@@ -452,7 +452,7 @@ def _fastest(ranks: RankGroup, function: Callable[[], object], times: int, round
 def _links(ranks: RankGroup, step_s: float, sizes: Sizes) -> tuple[float, ...]:
     """Measure seconds of an empty message, replication, row cuts, and a byte on each link.
 
-    0 where there is no such link.
+    A figure is 0 if there is no such link.
     """
     node = range(ranks.node * ranks.local_size, (ranks.node + 1) * ranks.local_size)
     neighbours = [r for r in node if r != ranks.rank]

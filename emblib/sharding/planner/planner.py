@@ -110,7 +110,7 @@ class Planner:
         return Problem(model, free_memory, options, weighted, self.max_trials)
 
     def _search(self, problem: Problem, works: Sequence[TableWorkload]) -> Plan:
-        """Search with the configured storage; with alternatives only where that does not fit."""
+        """Search with the configured storages; add alternatives only if no plan fits."""
         configured = [[o for o in options if not o.penalty] for options in problem.options]
         alternatives = any(
             len(a) < len(b) for a, b in zip(configured, problem.options, strict=True)

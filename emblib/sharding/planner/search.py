@@ -175,12 +175,12 @@ class RankCosts:
         return costs.step_s + exchanges + blocks + copies + sums
 
     def spread(self) -> float:
-        """Return the sum of squares of the ranks' seconds: among equal steps, even is better."""
+        """Return the sum of squares of the ranks' seconds, which prefers even plans."""
         return sum(map(operator.mul, self.totals, self.totals))
 
 
-_NEAREST = 6  # the least loaded ranks that a table is offered
-_HEAVIEST = 12  # tables of a slow rank that are tried at a time
+_NEAREST = 6  # number of least loaded ranks that are tried for a table
+_HEAVIEST = 12  # number of a slow rank's tables that are tried at a time
 _EPSILON = 1e-9
 
 
@@ -287,7 +287,7 @@ def greedy(
 ) -> Plan:
     """Place tables in this order, each by the option with the smallest `key` after placement.
 
-    Stops early, with fewer choices than tables, where a table fits nowhere.
+    Stops early, with fewer choices than tables, if a table fits nowhere.
     """
     loads, plan = problem.loads(), dict[int, PlacedOption]()
     for t in order:
@@ -373,16 +373,16 @@ def improve(problem: Problem, plan: Plan) -> Plan:
 
 
 def _sweep(problem: Problem, plan: Plan, loads: RankCosts, tables: Iterable[int]) -> bool:
-    """Give each table its best choice while the others stay; return whether any changed."""
+    """Choose the best option per table with all others fixed; return whether any changed."""
     moved = False
     for t in tables:
         if problem.exhausted:
             break
-        moved |= _choose_anew(problem, plan, loads, t)
+        moved |= _choose_again(problem, plan, loads, t)
     return moved
 
 
-def _choose_anew(problem: Problem, plan: Plan, loads: RankCosts, t: int) -> bool:
+def _choose_again(problem: Problem, plan: Plan, loads: RankCosts, t: int) -> bool:
     old_score, old_placement = score(loads), plan[t]
     loads.add(old_placement, -1)
     best, best_score = old_placement, old_score

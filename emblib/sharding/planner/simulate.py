@@ -26,7 +26,7 @@ from emblib.specs import Choice
 
 
 class Scaling(Choice):
-    """Quantity that stays as ranks are added: the global batch (STRONG) or each rank's (WEAK)."""
+    """Quantity that is constant over worlds: the global batch (STRONG) or each rank's (WEAK)."""
 
     STRONG = "strong"
     WEAK = "weak"
@@ -147,7 +147,7 @@ def compare(
     samples: dict[str, list[float]] = {name: [] for name in plans}
     for number in range(rounds + 2):
         for name, step in steps.items():
-            seconds = _one(step, ranks)
+            seconds = _step_s(step, ranks)
             if number >= 2:  # the first ones warm up
                 samples[name].append(seconds)
     predicted = {name: planner.predict(module, plan).step_s for name, plan in plans.items()}
@@ -218,7 +218,7 @@ def _outputs(result: Any) -> list[Tensor]:
     return [jagged.values() for jagged in result.values()]
 
 
-def _one(steps: Sequence[_Step], ranks: RankGroup) -> float:
+def _step_s(steps: Sequence[_Step], ranks: RankGroup) -> float:
     """Measure the seconds of a step on the slowest rank."""
     ranks.barrier()
     if ranks.device.type == "cuda":

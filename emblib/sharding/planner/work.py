@@ -122,7 +122,7 @@ class Reservation:
             raise ValueError(f"dense_copies must be >= 0, got {self.dense_copies}")
 
     def left(self, capacity: MemoryBytes, dense_bytes: int) -> MemoryBytes:
-        """Return the memory for tables and batches, negative where the reservation is too large.
+        """Return the memory for tables and batches; negative if the reservation is too large.
 
         Of host memory and disk only `share` is reserved.
         """
@@ -182,7 +182,7 @@ def workloads_of(
 
 
 def _check_shared(work: TableWorkload, first: TableWorkload) -> None:
-    """Raise ValueError for constraints that a shared table cannot have."""
+    """Raise ValueError for constraints that a shared table does not support."""
     constraints, first_constraints = work.constraints, first.constraints
     if not all(type(storage) is Dense for storage in constraints.storages):
         raise ValueError(
