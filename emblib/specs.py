@@ -198,10 +198,9 @@ class MatmulPrecision(Choice):
     """Minimum precision of matrix products on a GPU's tensor cores.
 
     FLOAT32 is as exact as float32 arithmetic: each product is computed as three TF32 products. TF32
-        rounds
-    operands to 11 significant bits and BF16 to 8, a relative error of up to 2^-11 and 2^-8 per
-    operand, for less work. Sums are float32 in any case. A device may be more exact: the CPU, and
-    products that do not use tensor cores, compute in float32.
+    rounds operands to 11 significant bits and BF16 to 8, a relative error of up to 2^-11 and 2^-8
+    per operand, for less work. Sums are float32 in any case. A device may be more exact: the CPU,
+    and products that do not use tensor cores, compute in float32.
 
     Example:
         >>> precision = emblib.Precision(matmul=emblib.MatmulPrecision.TF32)

@@ -79,8 +79,7 @@ class _Counter(nn.Module):
     """Exact counts for some of the tables of a module.
 
     The index has one table per counted table, and one more with a single bucket: selected batches
-        are
-    padded to static length, and the padding is counted there.
+    are padded to static length, and the padding is counted there.
     """
 
     table_of: Tensor

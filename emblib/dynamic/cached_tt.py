@@ -88,10 +88,9 @@ class CachedTTEmbeddingBags(nn.Module):
     """Looks up tensor-train tables whose most used rows are stored dense.
 
     A stored row replaces the row of the cores: lookups read it, and backward updates it alone;
-        `to_dense` and `state_dict` have its values. Training lookups
-    count ids in a hash table; `populate` stores the rows of the most used ids. New
-    rows start with the cores' values and zero optimizer states. If rows are chosen between a lookup
-    and its backward, backward raises.
+    `to_dense` and `state_dict` have its values. Training lookups count ids in a hash table;
+    `populate` stores the rows of the most used ids. New rows start with the cores' values and zero
+    optimizer states. If rows are chosen between a lookup and its backward, backward raises.
 
     Args:
         tables: rows, dim, ranks, factors and name of each tensor train.

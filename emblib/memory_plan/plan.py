@@ -3,9 +3,8 @@
 Every table has candidates: unchanged, 16-bit or shorter rows, tensor trains, hashed rows, quotient
 and remainder, a hash table that evicts, or rows in slower memory behind a cache. A candidate has a
 size in bytes and a *loss*: the fraction of the table's information that is lost, 0 for the
-    unchanged
-table and 1 if all ids share one row. `plan_memory` picks one candidate per table to minimise the
-sum of losses, each times the *importance* of its table.
+unchanged table and 1 if all ids share one row. `plan_memory` picks one candidate per table to
+minimise the sum of losses, each times the *importance* of its table.
 
 Losses have two sources. If ids share rows or have none, the loss follows from the skew of the
 lookups (`IdSkew`). For the other methods it was measured with `python run.py

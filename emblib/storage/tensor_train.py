@@ -244,8 +244,7 @@ class TensorTrain(Storage):
         """Return a key that is equal for whole tables with one optimizer, dtype and cache rule.
 
         A shard has a module of its own: it sums gradients of cores with other shards, which may be
-            on
-        the same rank.
+        on the same rank.
         """
         if not table_slice.is_whole:
             return ("tensor_train", number)

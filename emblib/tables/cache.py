@@ -142,8 +142,7 @@ class InFlight:
         """Return the rows' locations; journal rows that the update writes directly to disk.
 
         The batch is released already here: the lock is held until the update is done, and an
-            interrupted
-        update then leaves nothing to release.
+        interrupted update then leaves nothing to release.
         """
         locations = self.locate(lookups=lookups)
         self.owner.protect_conflicts(locations)

@@ -1,8 +1,7 @@
 """FusedOptimizer: the optimizers that tables apply in backward, as one torch optimizer.
 
 Also conversions: from FBGEMM's `fused_params`, from classes of `torch.optim`, and from parameters
-    on
-which torch's `_apply_optimizer_in_backward` has set an optimizer.
+on which torch's `_apply_optimizer_in_backward` has set an optimizer.
 """
 
 from __future__ import annotations

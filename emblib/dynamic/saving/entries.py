@@ -275,11 +275,10 @@ def combine(
     """Combine several state dicts into that of one rank.
 
     Rows by key: the keys that the rank owns. Other integers, e.g. clocks and counts: the
-        element-wise
-    maximum, so a count is at least that of the rank that saw the key. Floating-point values, those
-    of the optimizer: from the first part. Hash keys that differ between parts, and the counters
-    that depend on them: from the first part too, because counts under different hashes cannot be
-    combined.
+    element-wise maximum, so a count is at least that of the rank that saw the key. Floating-point
+    values, those of the optimizer: from the first part. Hash keys that differ between parts, and
+    the counters that depend on them: from the first part too, because counts under different hashes
+    cannot be combined.
     """
     joined: dict[str, Tensor] = {}
     by_key = {stem for state in states for stem in _stems(state)}
