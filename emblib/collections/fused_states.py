@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from emblib.collections.groups import TableGroups
+from emblib.columns import Hyper
 from emblib.ops import autograd
 from emblib.optim import Optimizer
 from emblib.storage import TableHandle
@@ -91,8 +92,9 @@ def load_optimizer_state(
         for key, view in states.items():
             view.copy_(saved_states[key])
         previous = newest.get(id(module))
-        if previous is None or float(saved_states[HYPER][1]) > float(previous[1][1]):
-            newest[id(module)] = module, saved_states[HYPER]
+        saved_hyper = saved_states[HYPER]
+        if previous is None or float(saved_hyper[Hyper.STEP]) > float(previous[1][Hyper.STEP]):
+            newest[id(module)] = module, saved_hyper
     handle_of = {id(handle.module): handle for handle in handles.values()}
     for module, numbers in newest.values():
         for updating in handle_of[id(module)].fused_modules():
@@ -102,6 +104,17 @@ def load_optimizer_state(
 
 
 def _check(name: str, states: Mapping[str, Tensor], saved: Mapping[str, Tensor] | None) -> None:
+    """Compare the saved states of one parameter with its states.
+
+    Args:
+        name: name of the parameter.
+        states: the states that the parameter has, by name, and `hyper`.
+        saved: the saved ones; None if there are none for this parameter.
+
+    Raises:
+        KeyError: there are none, or one is missing.
+        ValueError: one has another shape.
+    """
     if saved is None:
         raise KeyError(f"the state of the optimizer lacks {name}")
     missing_names = sorted(states.keys() - saved.keys())

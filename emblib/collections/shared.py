@@ -154,8 +154,8 @@ class SharedTable:
             )
 
     def _make(self, device: Any, seeds: Any) -> TableGroups:
-        part = TableSlice(self.config, *self._span)
-        return TableGroups([part], [], pooled=False, device=device, seeds=seeds)
+        table_slice = TableSlice(self.config, *self._span)
+        return TableGroups([table_slice], [], pooled=False, device=device, seeds=seeds)
 
     def _set_groups(self, groups: TableGroups, handle: TableHandle | None = None) -> None:
         self.groups = groups

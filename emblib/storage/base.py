@@ -154,8 +154,8 @@ class TableSlice:
 
     def part_of(self, table: Tensor) -> Tensor:
         """Return the view of this slice in the whole table's tensor `[rows, dim]` or `[rows]`."""
-        part = table[self.rows[0] : self.rows[1]]
-        return part if part.dim() == 1 else part[:, self.columns[0] : self.columns[1]]
+        rows = table[self.rows[0] : self.rows[1]]
+        return rows if rows.dim() == 1 else rows[:, self.columns[0] : self.columns[1]]
 
 
 class TableModule(Protocol):

@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from emblib.tt.shapes import check_ranks
 
 NAME = "tt_layout"
-_FEWEST = 7  # numbers of an entry for two cores: rows, dim, 2 + 2 factors, 1 rank
+_MIN_NUMBERS = 7  # numbers of an entry for two cores: rows, dim, 2 + 2 factors, 1 rank
 
 
 def entry(spec: Any) -> Tensor:
@@ -65,7 +65,7 @@ def difference(saved: Tensor | None, current: Tensor) -> str:
             f"{_describe(other_layouts[0])}: if they are of this one, add the {NAME} that "
             "state_dict() has here"
         )
-    if saved.dim() != 1 or saved.numel() < _FEWEST:
+    if saved.dim() != 1 or saved.numel() < _MIN_NUMBERS:
         return f"{NAME} must be that of a tensor train, got a tensor {tuple(saved.shape)}"
     saved_fields = _fields(saved)
     if saved_fields == current_fields:

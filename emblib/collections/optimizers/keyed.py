@@ -55,7 +55,7 @@ class KeyedOptimizer(TorchOptimizer):
                 if are_tensors and current.shape == value.shape:
                     current.copy_(value)
                 else:
-                    states[key] = _placed(key, value, parameter)
+                    states[key] = _copy_beside(key, value, parameter)
 
     def state_dict(self) -> dict[str, Any]:
         """Return `state` by parameter name, and `param_groups` with parameter names."""
@@ -73,15 +73,15 @@ class KeyedOptimizer(TorchOptimizer):
             KeyError: other parameters, or other groups of them.
         """
         state_dict = by_name(state_dict, self.group_names())
-        groups_here = [sorted(names) for names in self.group_names()]
+        own_groups = [sorted(names) for names in self.group_names()]
         saved_params = [sorted(group["params"]) for group in state_dict["param_groups"]]
-        if groups_here != saved_params:
+        if own_groups != saved_params:
             raise KeyError(
                 f"the state dict is of other parameters or groups: it has {saved_params}, this "
-                f"optimizer has {groups_here}"
+                f"optimizer has {own_groups}"
             )
         unknown = sorted(
-            state_dict["state"].keys() - {name for names in groups_here for name in names}
+            state_dict["state"].keys() - {name for names in own_groups for name in names}
         )
         if unknown:
             raise KeyError(f"the state dict has states of parameters that are not here: {unknown}")
@@ -148,7 +148,7 @@ def cycled_defaults(groups: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     return {}
 
 
-def _placed(key: str, value: Any, parameter: Tensor) -> Any:
+def _copy_beside(key: str, value: Any, parameter: Tensor) -> Any:
     """Copy a state to the device of its parameter, except for the step, as torch does."""
     if not isinstance(value, Tensor):
         return value
@@ -508,11 +508,11 @@ class CombinedOptimizer(KeyedOptimizer):
             KeyError: other parameters, or other groups of them.
         """
         state_dict = by_name(state_dict, self.group_names())
-        groups_here, groups = self.state_dict()["param_groups"], list(state_dict["param_groups"])
-        if len(groups_here) != len(groups):
+        own_groups, groups = self.state_dict()["param_groups"], list(state_dict["param_groups"])
+        if len(own_groups) != len(groups):
             raise KeyError(
                 f"the state dict has {len(groups)} groups of parameters, this optimizer "
-                f"{len(groups_here)}"
+                f"{len(own_groups)}"
             )
         first_group = 0
         for prefix, optimizer in self._optimizers:

@@ -44,7 +44,7 @@ _FORMAT = "2"
 _UNCHECKED = "1"  # the format before rows had checksums
 _CHECKSUM = "checksum"  # checksum over the other entries of `emblib`
 _COLUMNS = "key, stamp, score, value, checksum"
-_WORDS = struct.Struct("<qqq")
+_CHECKED_NUMBERS = struct.Struct("<qqq")  # key, stamp and score, before the bytes of the row
 _Record = tuple[int, int, int, bytes, int]
 
 
@@ -424,7 +424,7 @@ class SqliteRows:
 
 
 def _checksum(key: int, stamp: int, score: int, value: bytes | memoryview) -> int:
-    return zlib.crc32(value, zlib.crc32(_WORDS.pack(key, stamp, score)))
+    return zlib.crc32(value, zlib.crc32(_CHECKED_NUMBERS.pack(key, stamp, score)))
 
 
 def _records(rows: StoredRows) -> Iterator[tuple[int, int, int, memoryview, int]]:
