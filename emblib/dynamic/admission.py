@@ -16,8 +16,8 @@ too large, if other keys share all its counters, but never too small. Counters s
 threshold. With `halve_every` each counter is halved once in that many batches, some in every batch,
 so that rare keys are forgotten.
 
-The hash key of a table selects the counters of its keys, so nobody without the seed can construct
-keys that share counters. State dicts have the hash keys with the counters, which are meaningless
+The hash key of a table selects the counters of its keys, so keys that share counters cannot be
+constructed without the seed. State dicts have the hash keys with the counters, which are meaningless
 under others; older state dicts lack them, which means 0.
 """
 

@@ -55,7 +55,7 @@ class KeyedOptimizer(TorchOptimizer):
                 if are_tensors and current.shape == value.shape:
                     current.copy_(value)
                 else:
-                    states[key] = _copy_beside(key, value, parameter)
+                    states[key] = _copy_to_device_of(key, value, parameter)
 
     def state_dict(self) -> dict[str, Any]:
         """Return `state` by parameter name, and `param_groups` with parameter names."""
@@ -148,7 +148,7 @@ def cycled_defaults(groups: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     return {}
 
 
-def _copy_beside(key: str, value: Any, parameter: Tensor) -> Any:
+def _copy_to_device_of(key: str, value: Any, parameter: Tensor) -> Any:
     """Copy a state to the device of its parameter, except for the step, as torch does."""
     if not isinstance(value, Tensor):
         return value

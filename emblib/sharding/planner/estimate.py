@@ -236,18 +236,18 @@ class CostModel:
         )
         # The caller's batch, the output and its gradient; then what is sent, and the pieces
         # that are put together.
-        given = self.batches * (ids * _ID + bags * _ID) + 2 * _FLOAT * out
+        in_and_out = self.batches * (ids * _ID + bags * _ID) + 2 * _FLOAT * out
         # The gradients of single rows are first made one tensor, then put in order.
         pieces_nbytes = self._copies_of(work) * _FLOAT * pieces
         ordered = 0.0 if work.config.pooled else pieces_nbytes
-        combining = given + (self.batches - 1) * sent + pieces_nbytes + ordered + numbers
+        combining = in_and_out + (self.batches - 1) * sent + pieces_nbytes + ordered + numbers
         positions = 0.0 if work.config.pooled else self._moved * sent_ids * _ID
         arrange, positions = _on_grid(arrange * _NS), float(math.ceil(positions))
         uneven = 0.0 if numbers or not work.config.pooled else looked_up * self._costs.uneven_ns
         return Everywhere(
             NOTHING.seconds,
             arrange,
-            _need(MemoryBytes(0), combining, given + ordered),
+            _need(MemoryBytes(0), combining, in_and_out + ordered),
             positions,
             packs=numbers > 0,
             uneven=_on_grid(uneven * _NS),
@@ -286,9 +286,9 @@ class CostModel:
         rows_out = bags if work.config.pooled else ids
         floats = rows_out * work.config.embedding_dim
         lookup = self._lookup(work, table_slice, ids, rows_out)
-        given = self.batches * (ids * _ID + bags * _ID) + 2 * _FLOAT * floats
-        combining = given + (_FLOAT * floats if work.config.pooled else 0.0)
-        updating = given + _GROUPING * ids
+        in_and_out = self.batches * (ids * _ID + bags * _ID) + 2 * _FLOAT * floats
+        combining = in_and_out + (_FLOAT * floats if work.config.pooled else 0.0)
+        updating = in_and_out + _GROUPING * ids
         arrange = 0.0
         if world > 1:
             # Rows are appended to the received ones and put into the output, gradients taken out.
@@ -318,7 +318,7 @@ class CostModel:
             everyone = self.batches * sent_bytes + _FLOAT * floats * world
             combining += everyone * self._copies_of(work)
             combining += 0.0 if work.config.pooled else 2 * _FLOAT * floats
-            updating = given + everyone + values + _GROUPING * ids * world
+            updating = in_and_out + everyone + values + _GROUPING * ids * world
         return _Batch(seconds, combining, updating, arrange)
 
     # Lookups and updates
