@@ -17,8 +17,8 @@ threshold. With `halve_every` each counter is halved once in that many batches, 
 so that rare keys are forgotten.
 
 The hash key of a table selects the counters of its keys, so keys that share counters cannot be
-constructed without the seed. State dicts have the hash keys with the counters, which are meaningless
-under others; older state dicts lack them, which means 0.
+constructed without the seed. State dicts have the hash keys with the counters, which are
+meaningless under others; older state dicts lack them, which means 0.
 """
 
 import math
