@@ -4,11 +4,11 @@ A small step spends its time on the host: Python, autograd and a launch per kern
 CUDA graph is one launch, but it repeats kernels with the shapes and the addresses that they were
 captured with. `CapturedStep` gives a step such shapes:
 
-1. Batches must have one `BatchLayout`; one that differs is refused before anything is written.
+1. All batches must have one `BatchLayout`; another one raises before anything is written.
 2. A `_SizeClass` has a `StaticBatch` for batches of at most `bound` ids, which pads them.
-3. The first steps of a class train as they are, uncaptured, on the stream of the capture. They are
-   the warm-up, so nothing is trained twice and nothing has to be restored. The next step captures,
-   which runs no kernel, and replays what it captured.
+3. The first steps of a class run uncaptured, on the stream of the capture. They are the warm-up and
+   train, so nothing must be restored. The next step is captured, which runs no kernel, and
+   replayed.
 
 On the CPU there are no graphs: each step is padded in the same way and runs at once.
 """
@@ -48,8 +48,9 @@ class CapturedStep:
     """Run a training step as a CUDA graph, for batches of varying numbers of ids.
 
     `step(batch)` is a whole step of your loop: `zero_grad`, forward, loss, backward, and `step` of
-    the optimizers of dense parameters. It must wait for nothing, and do the same for each batch:
-    Python runs in the first steps of a size class and when it is captured, never in a replay.
+    the optimizers of dense parameters. It must not wait for the device, and must do the same for
+    each batch: its Python runs in the first steps of a size class and in the capture, not in
+    replays.
 
     A batch is any tree of lists, tuples and dicts. The ids of each `KeyedJaggedTensor` and
     `JaggedTensor` in it may vary in number, up to a bound; all else keeps its shape. The step gets
@@ -58,9 +59,9 @@ class CapturedStep:
     number of padding ids. Modules of emblib skip the padding; other code that reads
     `values()` must skip it too.
 
-    The result is what the step returned, its tensors detached. After a replay these are static:
-    the next call with a batch of the same size class overwrites them, so clone what is to be kept.
-    The same holds for gradients that the step leaves on parameters.
+    The result is that of the step, with tensors detached. After a replay these are static: the next
+    batch of the same size class overwrites them, so clone them to keep them. The same holds for
+    gradients that the step leaves on parameters.
 
     The captured loop has the bits of an uncaptured one. Hyperparameters of emblib's tables are read
     by the kernels, so they may change between steps. Numbers of `torch.optim` are part of a graph:
@@ -155,7 +156,7 @@ class CapturedStep:
     def reset(self) -> None:
         """Forget graphs and structure: the next steps run uncaptured and are captured again.
 
-        Call it after what a graph does not see: other numbers in `param_groups`, `train()` or
+        Call it after changes that a graph does not see: numbers in `param_groups`, `train()` or
         `eval()`, frozen or moved parameters, other tables or optimizers.
         """
         if self._stream is not None:
@@ -183,7 +184,7 @@ class CapturedStep:
         return self.device
 
     def _laid_out(self, batch: Any) -> tuple[BatchLayout, list[Any]]:
-        """Return the layout of all batches and the leaves of this one, which must fit it."""
+        """Return the common layout and a batch's leaves; raise ValueError if they do not fit."""
         layout, leaves = BatchLayout.of(batch)
         if self._layout is None:
             if self.device is None:
@@ -300,27 +301,30 @@ class CapturedStep:
     def _check_unchanged(self, size_class: _SizeClass) -> None:
         """Raise RuntimeError if a number or an address that is part of a graph has changed."""
         for memory in size_class.memory:
-            what = memory.replaced()
-            if what is not None:
+            replaced = memory.replaced()
+            if replaced is not None:
                 raise RuntimeError(
-                    f"the {what} of {type(memory.optimizer).__name__} were replaced after the step "
-                    "was captured, as load_state_dict of an optimizer and .to() of a model do: "
-                    "call reset() to capture it again with the new ones"
+                    f"the {replaced} of {type(memory.optimizer).__name__} were replaced after the "
+                    "step was captured, as load_state_dict of an optimizer and .to() of a model "
+                    "do: call reset() to capture it again with the new ones"
                 )
-        now = self._numbers()
-        if now == size_class.numbers:
+        current = self._numbers()
+        if current == size_class.numbers:
             return
-        for place in sorted({*now, *size_class.numbers}):
-            before, after = size_class.numbers.get(place), now.get(place)
-            if before == after:
+        for attribute in sorted({*current, *size_class.numbers}):
+            captured_value, current_value = (
+                size_class.numbers.get(attribute),
+                current.get(attribute),
+            )
+            if captured_value == current_value:
                 continue
-            key, number, name = place
+            key, number, name = attribute
             optimizer = type(self._optimizers[key]).__name__
             raise RuntimeError(
-                f"{name!r} of group {number} of {optimizer} was {before!r} when the step was "
-                f"captured and is {after!r} now, which the graph would not see: make it a tensor "
-                f"on the device ({name}=torch.tensor({before!r}, device='cuda'), which schedulers "
-                "fill in place), or call reset() to capture again"
+                f"{name!r} of group {number} of {optimizer} was {captured_value!r} when the step "
+                f"was captured and is {current_value!r} now, which the graph would not see: make "
+                f"it a tensor on the device ({name}=torch.tensor({captured_value!r}, "
+                "device='cuda'), which schedulers fill in place), or call reset() to capture again"
             )
 
 
@@ -333,11 +337,11 @@ class _OptimizerMemory(NamedTuple):
     addresses: list[int]
 
     def replaced(self) -> str | None:
-        """Return what was replaced by other tensors since then, if anything was."""
+        """Return what has been replaced since the capture, "state" or "parameters", or None."""
         if vars(self.optimizer).get("state") is not self.state:
             return "states"
-        now = [parameter.data_ptr() for parameter in self.parameters]
-        return "parameters" if now != self.addresses else None
+        pointers = [parameter.data_ptr() for parameter in self.parameters]
+        return "parameters" if pointers != self.addresses else None
 
 
 def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
@@ -369,15 +373,12 @@ class _SizeClass:
 
 
 def _detached(result: Any) -> Any:
-    """Return a result without its graph of autograd, which would keep the memory of the step."""
+    """Detach the tensors of a result; its autograd graph would keep the memory of the step."""
     return pytree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, result)
 
 
 def _recorded(result: Any, stream: Any) -> Any:
-    """Return an uncaptured result after noting that `stream` reads it, as its memory is another's.
-
-    Results on the host are left as they are.
-    """
+    """Record `stream` as a user of an uncaptured result, whose memory belongs to another stream."""
     for leaf in pytree.tree_leaves(result):
         if isinstance(leaf, Tensor) and leaf.is_cuda:
             leaf.record_stream(stream)
@@ -385,13 +386,13 @@ def _recorded(result: Any, stream: Any) -> Any:
 
 
 def _checked_bounds(bounds: Sequence[int]) -> tuple[int, ...]:
-    found = tuple(bounds) if isinstance(bounds, Sequence) else ()
-    is_valid = all(isinstance(bound, int) and 0 < bound <= MAX_BOUND for bound in found)
-    if not found or not is_valid or list(found) != sorted(set(found)):
+    checked = tuple(bounds) if isinstance(bounds, Sequence) else ()
+    is_valid = all(isinstance(bound, int) and 0 < bound <= MAX_BOUND for bound in checked)
+    if not checked or not is_valid or list(checked) != sorted(set(checked)):
         raise ValueError(
             f"bounds must be ascending ints in [1, 2**31), e.g. [4096, 16384], got {bounds!r}"
         )
-    return found
+    return checked
 
 
 @contextmanager
@@ -420,14 +421,19 @@ def _noting_waits(waits: list[str]) -> Any:
 
 
 def _refusal(error: BaseException, waits: Sequence[str]) -> str:
-    """Return why a step cannot be captured: the operation, its line and the way out."""
+    """Return the message for a step that cannot be captured: operation, line and way out."""
     while error.__context__ is not None and not error.__suppress_context__:
         error = error.__context__  # ending a capture that has failed raises too
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith((_TORCH, _EMBLIB))]
-    lines = [f"{frame.filename}:{frame.lineno} ({frame.line})" for frame in (own or frames)[-1:]]
+    user_frames = [frame for frame in frames if not frame.filename.startswith((_TORCH, _EMBLIB))]
+    lines = [
+        f"{frame.filename}:{frame.lineno} ({frame.line})" for frame in (user_frames or frames)[-1:]
+    ]
     message = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
-    parts = [f"the step cannot be captured as a CUDA graph: {message}", *(f"at {x}" for x in lines)]
+    lines_of_message = [
+        f"the step cannot be captured as a CUDA graph: {message}",
+        *(f"at {x}" for x in lines),
+    ]
     if waits:
-        parts.append(f"waits of the uncaptured step: {'; '.join(dict.fromkeys(waits))}")
-    return "; ".join([*parts, _WAY_OUT])
+        lines_of_message.append(f"waits of the uncaptured step: {'; '.join(dict.fromkeys(waits))}")
+    return "; ".join([*lines_of_message, _WAY_OUT])

@@ -16,7 +16,7 @@ class Hyper(IntEnum):
     STEP = 1
     L2 = 2
     DECAY = 3
-    SEED = 4  # of stochastic rounding; -1 rounds to nearest
+    SEED = 4  # seed of stochastic rounding; -1 rounds to nearest
     OPTIMIZER_ARGS = 5
 
 
@@ -27,7 +27,7 @@ class FeatureColumn(IntEnum):
     ROW_BASE = 1  # linear row of its first row
     ROWS = 2
     DIM = 3
-    COLUMN = 4  # of the output
+    COLUMN = 4  # first column in the output
     TIER = 5
     STATE_BASE = 6  # rows before the table in its memory tier
     CACHE_STRIDE = 7  # elements between rows of the cache; 0 if the table is not cached
@@ -66,7 +66,7 @@ class TTTableColumn(IntEnum):
     """Columns of `tables` of tensor-train ops, int64 `[T, 10]` (csrc `TtTableIds`)."""
 
     ROWS = 0
-    MULTIPLIER = 1  # of ids, see emblib.tt.shapes
+    MULTIPLIER = 1  # factor that permutes ids, see emblib.tt.shapes
     OFFSET = 2
     FIRST = 3  # rows of the first core
     SECOND = 4  # rows of the second core

@@ -82,7 +82,7 @@ class TruncatedNormal:
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """The interval: `low` and `high`, or their defaults."""
+        """Return `low` and `high`, or their defaults."""
         return (
             self.mean - 2.0 * self.std if self.low is None else self.low,
             self.mean + 2.0 * self.std if self.high is None else self.high,
@@ -90,7 +90,7 @@ class TruncatedNormal:
 
     @property
     def probabilities(self) -> tuple[float, float]:
-        """The probabilities of the normal distribution below `low` and below `high`."""
+        """Return the probabilities of the normal distribution below `low` and below `high`."""
         low, high = (
             0.5 * math.erfc((self.mean - x) / (self.std * math.sqrt(2.0))) for x in self.bounds
         )
@@ -116,7 +116,7 @@ class Constant:
 
 @dataclass(frozen=True)
 class KeyModulo:
-    """Set every element to the key, read as unsigned, modulo 100000: shows which row was read.
+    """Set every element to the unsigned key modulo 100000, which shows the row that was read.
 
     Example:
         >>> spec = emblib.DynamicSpec(100, 2, initializer=emblib.init.KeyModulo())
@@ -159,13 +159,13 @@ def _check_interval(spec: Any, low: float, high: float) -> None:
 class ByRows:
     """Fill a table block by block: an `init_fn` that never needs the whole table.
 
-    A rank of a sharded table makes the blocks of its own rows only; any other `init_fn` makes the
-    whole table on each rank. Before each block torch's generators are seeded by the table and the
+    A rank of a sharded table fills only the blocks of its own rows; with any other `init_fn` each
+    rank fills the whole table. Before each block torch's generators are seeded by the table and the
     number of the block, so that values do not depend on the plan.
 
     Args:
-        function: function that takes a block `[n, embedding_dim]` to write to, and the rows of the
-            table that it is, a range of n; called for each block, in any order and on any rank.
+        function: function of a tensor `[n, embedding_dim]` to fill and the range of its n rows in
+            the table; called for each block, in any order and on any rank.
 
     Example:
         >>> pretrained = torch.arange(12.0).view(6, 2)  # in practice, a memory-mapped file

@@ -27,8 +27,8 @@ __all__ = ["GroupedAUC", "NormalizedEntropy"]
 class NormalizedEntropy(Metric):
     """Mean cross entropy of predictions, divided by that of always predicting the mean label.
 
-    A model that knows the mean only has 1, lower is better. `compute` returns a float64 scalar,
-    NaN without examples or where all labels are equal.
+    A model that predicts the mean has 1; lower is better. `compute` returns a float64 scalar,
+    NaN without examples or if all labels are equal.
 
     Args:
         from_logits: whether predictions are logits; False if they are probabilities.
@@ -146,11 +146,11 @@ class GroupedAUC(Metric):
         self.groups.append(groups.detach().to(_DTYPES["groups"]))
 
     def sync(self, *arguments: Any, **options: Any) -> None:
-        """Gather the examples of all ranks, also where one has none."""
+        """Gather the examples of all ranks, some of which may have none."""
         for name, dtype in _DTYPES.items():
-            kept = getattr(self, name)
-            if isinstance(kept, list) and not kept:
-                kept.append(torch.empty(0, dtype=dtype, device=self.device))
+            batches = getattr(self, name)
+            if isinstance(batches, list) and not batches:
+                batches.append(torch.empty(0, dtype=dtype, device=self.device))
         super().sync(*arguments, **options)
 
     def compute(self) -> Tensor:
@@ -177,11 +177,11 @@ class GroupedAUC(Metric):
 _DTYPES = {"predictions": torch.float64, "labels": torch.float32, "groups": torch.int64}
 
 
-def _joined(kept: Tensor | list[Tensor]) -> Tensor:
-    """Return the examples as one tensor: after a sync they are one already."""
-    if isinstance(kept, Tensor):
-        return kept
-    return torch.cat(kept) if kept else torch.empty(0)
+def _joined(batches: Tensor | list[Tensor]) -> Tensor:
+    """Return the examples as one tensor, which they are already after a sync."""
+    if isinstance(batches, Tensor):
+        return batches
+    return torch.cat(batches) if batches else torch.empty(0)
 
 
 def _tied_ranks(predictions: Tensor, group_of: Tensor, sizes: Tensor) -> Tensor:
@@ -190,17 +190,17 @@ def _tied_ranks(predictions: Tensor, group_of: Tensor, sizes: Tensor) -> Tensor:
     changes[1:] = (predictions[1:] != predictions[:-1]) | (group_of[1:] != group_of[:-1])
     tie = changes.cumsum(0) - 1
     counts = torch.bincount(tie)
-    last = counts.cumsum(0)  # 1 + the position of the last of a tie
+    last_rank = counts.cumsum(0)  # 1 + the position of the last of a tie
     starts = (sizes.cumsum(0) - sizes)[group_of]
-    return (last - (counts - 1) / 2)[tie].double() - starts
+    return (last_rank - (counts - 1) / 2)[tie].double() - starts
 
 
-def _check_shapes(predictions: Tensor, **others: Tensor | None) -> None:
+def _check_shapes(predictions: Tensor, **optional_tensors: Tensor | None) -> None:
     if predictions.dim() != 1:
         raise ValueError(
             f"predictions must be a vector [N], got {tuple(predictions.shape)}; flatten them"
         )
-    for name, tensor in others.items():
+    for name, tensor in optional_tensors.items():
         if tensor is not None and tensor.shape != predictions.shape:
             raise ValueError(
                 f"{name} must have the shape of predictions, {tuple(predictions.shape)}, got "

@@ -26,7 +26,7 @@ FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class Choice(Enum):
-    """An enum of lower-case words; an unknown value is answered with the valid ones."""
+    """An enum of lower-case words; the error for an unknown value lists the valid ones."""
 
     @classmethod
     def _missing_(cls, value: object) -> None:
@@ -35,7 +35,7 @@ class Choice(Enum):
 
 
 class Pooling(Choice):
-    """Operation that makes one vector of the rows of a bag; NONE keeps one vector per lookup.
+    """Operation that combines the rows of a bag into one vector; NONE returns one per lookup.
 
     `Pooling("MEAN")`, in capitals as in TorchRec, is accepted as well.
 
@@ -199,10 +199,10 @@ class StochasticRounding:
 class MatmulPrecision(Choice):
     """Minimum precision of matrix products on a GPU's tensor cores.
 
-    FLOAT32 is as exact as float32 arithmetic: each product is three of TF32 values. TF32 rounds
-    operands to 11 significant bits and BF16 to 8, a relative error of up to 2^-11 and 2^-8 per
-    operand, for less work. Sums are float32 in any case. A device may be more exact: the CPU, and
-    products that do not use tensor cores, compute in float32.
+    FLOAT32 is as exact as float32 arithmetic: each product is computed as three TF32 products. TF32
+    rounds operands to 11 significant bits and BF16 to 8, a relative error of up to 2^-11 and 2^-8
+    per operand, for less work. Sums are float32 in any case. A device may be more exact: the CPU,
+    and products that do not use tensor cores, compute in float32.
 
     Example:
         >>> precision = emblib.Precision(matmul=emblib.MatmulPrecision.TF32)
@@ -227,8 +227,7 @@ class Precision:
             number per row are float32.
         stochastic_rounding: how updates of weights and states that are not float32 are rounded;
             None rounds to nearest, which drops updates below half a unit in the last place.
-        matmul: how exact the products of the cores of tensor trains are on a GPU; other tables
-            multiply no matrices.
+        matmul: precision of the products of tensor-train cores on a GPU; unused by other tables.
 
     Example:
         >>> precision = emblib.Precision(weights=torch.bfloat16, output=torch.bfloat16)
@@ -317,7 +316,7 @@ class CacheConfig:
         dtype: dtype of the cached rows; None is the dtype of the weights.
         directory: directory of the DISK tables, one per module. It is created if it is missing;
             otherwise the tables in it are opened.
-        passes: None, or how to prefetch very large batches.
+        passes: division of very large batches into several prefetches, or None.
         verify: time at which the files of DISK tables are verified against their checksums, see
             `Verify`.
 
@@ -369,9 +368,9 @@ class TTSpec:
     `ranks` are the inner ranks (one less than there are cores). `row_factors` must multiply to at
     least `rows` and `dim_factors` to exactly `dim`; by default `emblib.tt.shapes` chooses them.
 
-    Ids that are near each other share cores. With `ids="permuted"` an id stands for the row of
-    another one, by a bijection drawn from `seed`: better where the order of ids means nothing, or
-    where they are in order of frequency (see `emblib.tt.shapes`).
+    Ids near each other share core slices. With `ids="permuted"` a bijection, drawn from `seed`,
+    maps ids to rows: better if ids are in random order or in order of frequency (see
+    `emblib.tt.shapes`).
 
     Example:
         >>> spec = emblib.TTSpec(rows=1_000_000, dim=64, ranks=(16, 16))
@@ -432,9 +431,9 @@ class TTSpec:
     @property
     def numel(self) -> int:
         """Return the number of values of the cores."""
-        full = self.full_ranks
-        factors = zip(self.row_factors, self.dim_factors, full, full[1:], strict=False)
-        return sum(p * left * q * right for p, q, left, right in factors)
+        full_ranks = self.full_ranks
+        factors = zip(self.row_factors, self.dim_factors, full_ranks, full_ranks[1:], strict=False)
+        return sum(p * left_rank * q * right_rank for p, q, left_rank, right_rank in factors)
 
     @property
     def nbytes(self) -> int:
@@ -442,9 +441,9 @@ class TTSpec:
         return torch.float32.itemsize * self.numel
 
     def usable(self) -> TTSpec:
-        """Return this table with ranks that its cores can use, lowered where they cannot."""
-        most = shapes.most_ranks(self.row_factors, self.dim_factors)
-        ranks = tuple(min(rank, top) for rank, top in zip(self.ranks, most, strict=True))
+        """Return this table with ranks lowered to those that its cores can use."""
+        max_ranks = shapes.most_ranks(self.row_factors, self.dim_factors)
+        ranks = tuple(min(rank, top) for rank, top in zip(self.ranks, max_ranks, strict=True))
         if ranks == self.ranks:
             return self
         _LOG.info(
@@ -468,8 +467,8 @@ class TTSpec:
     ) -> TTSpec:
         """Return the table of the largest ranks whose cores take at most `nbytes` in `dtype`.
 
-        All ranks are equal, except where cores cannot use as many. `like` has other factors, and
-        the number of cores, if those of `emblib.tt.shapes` should not be used.
+        All ranks are equal, except that ranks which cores cannot use are lowered. `like` gives the
+        factors and the number of cores instead of `emblib.tt.shapes`.
 
         Raises:
             ValueError: cores of rank 1 take more; another dtype than those of `Precision.weights`.
@@ -481,18 +480,19 @@ class TTSpec:
         check_float_dtype("dtype", dtype)
         smallest = cls(rows, dim, (1,) * (cores - 1)) if like is None else like
         values = nbytes // dtype.itemsize
-        most = shapes.most_ranks(smallest.row_factors, smallest.dim_factors)
+        max_ranks = shapes.most_ranks(smallest.row_factors, smallest.dim_factors)
 
         def of_rank(rank: int) -> TTSpec:
-            return replace(smallest, ranks=tuple(min(rank, top) for top in most))
+            return replace(smallest, ranks=tuple(min(rank, top) for top in max_ranks))
 
         if of_rank(1).numel > values:
             raise ValueError(
                 f"a tensor train of {rows} x {dim} takes at least "
                 f"{of_rank(1).numel * dtype.itemsize} bytes with "
-                f"{len(most) + 1} cores, more than {nbytes}; use more cores, or raise the bytes"
+                f"{len(max_ranks) + 1} cores, more than {nbytes}; use more cores, or raise the "
+                "bytes"
             )
-        low, high = 1, max(most)
+        low, high = 1, max(max_ranks)
         while low < high:
             middle = (low + high + 1) // 2
             low, high = (middle, high) if of_rank(middle).numel <= values else (low, middle - 1)
@@ -501,12 +501,12 @@ class TTSpec:
 
 def brief(choice: Any) -> str:
     """Format a dataclass as a constructor call with the arguments that differ from defaults."""
-    given = [
+    fields_shown = [
         f"{f.name}={getattr(choice, f.name)!r}"
         for f in fields(choice)
         if f.default is MISSING or getattr(choice, f.name) != f.default
     ]
-    return f"{type(choice).__name__}({', '.join(given)})"
+    return f"{type(choice).__name__}({', '.join(fields_shown)})"
 
 
 def check_float_dtype(name: str, dtype: torch.dtype) -> None:
@@ -547,7 +547,7 @@ class Eviction(Choice):
     NONE      no eviction: a full table rejects new keys
     ========  ==========================================================
 
-    Ties evict the smaller key. Keys of the present batch are never evicted.
+    Ties evict the smaller key. Keys of the current batch are never evicted.
 
     Example:
         >>> spec = emblib.DynamicSpec(capacity=32, dim=4, eviction=emblib.Eviction.LFU)
@@ -616,7 +616,7 @@ class OnInsertFailure(Choice):
 
 @dataclass(frozen=True)
 class ExactCounter:
-    """Count up to `capacity` keys (rounded up to 32); the least counted are evicted by others.
+    """Count up to `capacity` keys (rounded up to 32); keys with the lowest counts are evicted.
 
     Example:
         >>> admission = emblib.FrequencyAdmission(threshold=3, counter=emblib.ExactCounter(100))
@@ -707,16 +707,17 @@ class DynamicSpec:
         name: name of the table in checkpoints; the initial values of rows depend on it.
         initial_capacity: rows to start with; the table grows up to `capacity` as keys are inserted.
             None starts with `capacity`.
-        max_load: fraction of the rows in use above which a table that may grow does. Up to the
-            default, keys were seen to find slots at every size; above it some are evicted early.
+        max_load: load, in keys per row in use, above which a table grows. Up to the default all
+            keys found slots in tests of all sizes; above it some are evicted early.
         eviction: order in which keys are evicted when both buckets of a new key are full.
-        insert_policy: whether a new key always evicts one, or only a key that ranks lower.
+        insert_policy: condition for a new key to evict another: always, or only one that ranks
+            lower.
         initializer: first values of a row, a function of seed, table, key and element.
         initial_state: first value of the optimizer states of a row.
         default_value: value of all elements that a key without a row reads: a key that is not in
             the table in lookups without gradients, and one that was not inserted in training.
-        admission: None, or what a key needs before it is inserted.
-        ttl: None, or the number of steps without use after which a key expires.
+        admission: requirement for a key to be inserted; None inserts all keys.
+        ttl: number of steps without use after which a key expires; None: never.
         on_insert_failure: reaction of a training forward to keys that found no slot.
 
     Example:

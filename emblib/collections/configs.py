@@ -132,7 +132,7 @@ class TableConfig:
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """Return the interval in which initial values are uniform."""
+        """Return the bounds (low, high) of the uniform initial values."""
         bound = math.sqrt(1.0 / self.num_embeddings)
         return (
             -bound if self.weight_init_min is None else self.weight_init_min,
@@ -140,7 +140,7 @@ class TableConfig:
         )
 
     def spec(self) -> Any:
-        """Return the whole table as the table modules take it."""
+        """Return the spec of the whole table, for a table module."""
         return self.storage.spec(self.num_embeddings, self.embedding_dim, self.name)
 
 

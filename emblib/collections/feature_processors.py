@@ -16,7 +16,7 @@ from emblib.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 class PositionWeightedModule(nn.Module):
     """Weight the ids of features by their position in a bag, with learned weights.
 
-    Weights start at 1. Weights of the batch are multiplied by them.
+    Weights start at 1; they multiply the weights of the batch.
 
     Args:
         max_feature_lengths: number of weights per feature, the maximum length of its bags.
@@ -51,7 +51,7 @@ class PositionWeightedModule(nn.Module):
                 weights.fill_(1.0)
 
     def forward(self, features: Mapping[str, JaggedTensor]) -> dict[str, JaggedTensor]:
-        """Return the features with weights; features without positions unchanged.
+        """Return the features with weights; features without learned weights are unchanged.
 
         Raises:
             ValueError: a bag is longer than its feature has positions (checked on the CPU; on a GPU
@@ -91,9 +91,9 @@ class PositionWeightedProcessor(PositionWeightedModule):
             ValueError: a bag is longer than its feature has positions (checked on the CPU).
         """
         keys, lengths, offsets = features.keys(), features.lengths(), features.offsets()
-        missing = sorted(self.max_feature_lengths.keys() - set(keys))
-        if missing:
-            raise KeyError(f"there are no features {missing}; there are {keys}")
+        missing_keys = sorted(self.max_feature_lengths.keys() - set(keys))
+        if missing_keys:
+            raise KeyError(f"there are no features {missing_keys}; there are {keys}")
         by_key = lengths.split(features.stride_per_key())
         offset_of = self._weight_offsets()
         rules = []
@@ -125,8 +125,9 @@ class FeatureProcessedEmbeddingBagCollection(nn.Module):
 
     Args:
         embedding_bag_collection: a weighted collection.
-        feature_processors: a module from a batch to a batch with weights; or by feature, a module
-            from a dict of JaggedTensor to one with weights, such as `PositionWeightedModule`.
+        feature_processors: module that maps a KeyedJaggedTensor to one with weights; or a dict of
+            one module per feature, each from a dict of JaggedTensor to one with weights, such as
+            `PositionWeightedModule`.
 
     Example:
         >>> table = emblib.EmbeddingBagConfig(1_000, 16, "seen")
@@ -178,7 +179,7 @@ class FeatureProcessedEmbeddingBagCollection(nn.Module):
 
 
 def _positions(offsets: Tensor, lengths: Tensor, count: int) -> Tensor:
-    """Return the position of each id in its bag."""
+    """Return the position of each id in its bag, int64 `[L]`."""
     starts = offsets[:-1].repeat_interleave(lengths, output_size=count)
     return torch.arange(count, device=offsets.device) - starts
 
@@ -194,7 +195,7 @@ def _check_lengths(feature: str, lengths: Tensor, max_length: int) -> None:
 
 
 def _with_weights(features: KeyedJaggedTensor, weights: Tensor) -> KeyedJaggedTensor:
-    """Return the batch with other weights."""
+    """Return the batch with its weights replaced."""
     varies = features.variable_stride_per_key()
     return KeyedJaggedTensor(
         features.keys(),

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from emblib.collections.groups import TableGroups
+from emblib.columns import Hyper
 from emblib.ops import autograd
 from emblib.optim import Optimizer
 from emblib.storage import TableHandle
@@ -27,7 +28,7 @@ class FusedTableEntry:
         names: names of its parameters within the module that contains it.
         modules: the modules with shards of the table on this rank; may be empty.
         parameters: parameters of these shards, by name.
-        identity: the same object in the entries of one table that several modules read.
+        identity: object that is the same in all entries of one shared table.
     """
 
     optimizer: Optimizer
@@ -64,8 +65,8 @@ def _states(
     groups: TableGroups, prefix: str, handles: Handles
 ) -> Iterator[tuple[str, Any, dict[str, Tensor]]]:
     """Yield name, module and states of each parameter that backward updates."""
-    every = groups.all_views() if handles else []
-    for views, (table, handle) in zip(every, handles.items(), strict=True):
+    all_views = groups.all_views() if handles else []
+    for views, (table, handle) in zip(all_views, handles.items(), strict=True):
         module: Any = handle.module
         if not autograd.is_fused(module.optimizer):
             continue
@@ -81,18 +82,19 @@ def load_optimizer_state(
     handles: Handles,
     state: Mapping[str, Mapping[str, Tensor]],
 ) -> None:
-    """Write states and hyperparameters; a shared module takes those with the most steps."""
-    every = list(_states(groups, prefix, handles))
-    for name, module, states in every:
+    """Write states and hyperparameters; tables of one module share those with the most steps."""
+    all_states = list(_states(groups, prefix, handles))
+    for name, module, states in all_states:
         _check(name, {**states, HYPER: module.hyperparams}, state.get(name))
     newest: dict[int, tuple[Any, Tensor]] = {}
-    for name, module, states in every:
-        given = state[name]
+    for name, module, states in all_states:
+        saved_states = state[name]
         for key, view in states.items():
-            view.copy_(given[key])
+            view.copy_(saved_states[key])
         previous = newest.get(id(module))
-        if previous is None or float(given[HYPER][1]) > float(previous[1][1]):
-            newest[id(module)] = module, given[HYPER]
+        saved_hyper = saved_states[HYPER]
+        if previous is None or float(saved_hyper[Hyper.STEP]) > float(previous[1][Hyper.STEP]):
+            newest[id(module)] = module, saved_hyper
     handle_of = {id(handle.module): handle for handle in handles.values()}
     for module, numbers in newest.values():
         for updating in handle_of[id(module)].fused_modules():
@@ -101,18 +103,29 @@ def load_optimizer_state(
         handle_of[id(module)].commit()
 
 
-def _check(name: str, states: Mapping[str, Tensor], given: Mapping[str, Tensor] | None) -> None:
-    if given is None:
+def _check(name: str, states: Mapping[str, Tensor], saved: Mapping[str, Tensor] | None) -> None:
+    """Compare the saved states of one parameter with its states.
+
+    Args:
+        name: name of the parameter.
+        states: the states that the parameter has, by name, and `hyper`.
+        saved: the saved ones; None if there are none for this parameter.
+
+    Raises:
+        KeyError: there are none, or one is missing.
+        ValueError: one has another shape.
+    """
+    if saved is None:
         raise KeyError(f"the state of the optimizer lacks {name}")
-    missing = sorted(states.keys() - given.keys())
-    if missing:
+    missing_names = sorted(states.keys() - saved.keys())
+    if missing_names:
         raise KeyError(
-            f"the state of {name} lacks {missing}; it has {sorted(given)}: it is of another "
+            f"the state of {name} lacks {missing_names}; it has {sorted(saved)}: it is of another "
             "optimizer"
         )
     for key, view in states.items():
-        if given[key].shape != view.shape:
+        if saved[key].shape != view.shape:
             raise ValueError(
                 f"{key} of {name} must have the shape {tuple(view.shape)}, got "
-                f"{tuple(given[key].shape)}: it is of another table or optimizer"
+                f"{tuple(saved[key].shape)}: it is of another table or optimizer"
             )

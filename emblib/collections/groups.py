@@ -1,7 +1,8 @@
-"""The tables of one rank in as few modules as possible, and the lookup of a batch in them.
+"""Group the tables of one rank into as few modules as possible, and look up a batch in them.
 
-Slices of tables that can share a module are a group. A *unit* is one feature that reads one slice;
-`TableGroups` takes the units of a batch group after group, and looks up each group in one call.
+Slices of tables with equal `Storage.group_key` form a group, which one module stores. A *unit* is a
+feature that reads a slice. `TableGroups.forward` takes a batch whose units are sorted by group,
+splits ids and offsets by group, calls each module once, and joins the outputs.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ class GroupInfo:
 class GroupInput(NamedTuple):
     """The part of a batch that one group looks up: ids `[first, last)`, and their offsets.
 
-    While a CUDA graph is captured these numbers are on the device only. Then `sources` `[L]` are
-    the positions of the ids in the batch, -1 for padding before the first offset.
+    During the capture of a CUDA graph the two numbers are known on the device only. Then `sources`
+    `[L]` are the positions of the group's ids in the batch, -1 for padding.
     """
 
     info: GroupInfo
@@ -53,7 +54,7 @@ class GroupInput(NamedTuple):
     sources: Tensor | None = None
 
     def part_of(self, of_batch: Tensor) -> Tensor:
-        """Return the part of a tensor that has an entry per id of the batch."""
+        """Return the group's part of a tensor `[L]` with one entry per id of the batch."""
         if self.sources is None:
             return of_batch[self.first : self.last]
         return take_or_fill(of_batch, self.sources, 0)
@@ -76,13 +77,13 @@ class SliceKey(NamedTuple):
     columns: tuple[int, int]
 
     @staticmethod
-    def of(part: TableSlice) -> SliceKey:
+    def of(table_slice: TableSlice) -> SliceKey:
         """Return the key of a slice."""
-        return SliceKey(part.config.name, part.rows, part.columns)
+        return SliceKey(table_slice.config.name, table_slice.rows, table_slice.columns)
 
 
 class SharedSlice(Protocol):
-    """A slice of a table that other `TableGroups` have, and that several read."""
+    """A slice of a table that several `TableGroups` read; another one may own its memory."""
 
     groups: TableGroups
     joint: JointStep
@@ -106,12 +107,12 @@ class SharedSlice(Protocol):
 class TableGroups(nn.Module):
     """Look up units, each of which reads one slice of a table, and pool their bags.
 
-    Slices that differ in storage, dtype or optimizer have different modules. `forward` takes the
-    units module after module, in the order `order`; with one module it is one call of it.
+    Slices that differ in storage, dtype or optimizer are in different modules. `forward` takes the
+    units sorted by module, in the order `order`; with only one module it is one call of it.
 
-    `handles[i]` has the parameters of slice i, which are views of the memory of its module, and
-    `views(i)` its optimizer states as well. The modules are not among the modules of this one and
-    it has no state dict: the collection lists the handles under the names of its tables.
+    `handles[i]` has the parameters of slice i, views of its module's memory; `views(i)` has its
+    optimizer states as well. The modules are not submodules, and there is no state dict: the
+    collection registers the handles under the names of its tables.
 
     Args:
         slices: the slices of tables on this rank.
@@ -121,12 +122,11 @@ class TableGroups(nn.Module):
             the parameters, for an optimizer of torch.optim.
         device: device of the tables; None is torch's default device.
         seeds: seeds of the initial values, by table; None draws them from torch's generator. With
-            equal seeds an element starts the same however its table is cut. For a hash table it is
-            the seed of the hash, unless its storage has one.
+            equal seeds initial values do not depend on how a table is sharded. For a hash table it
+            is the seed of the hash, unless its storage has one.
         bags: SUM or MEAN. For slices of rows or columns of a table it must be SUM: the caller
             adds the slices up and divides.
-        shared: the slices that are read elsewhere too: they have their own memory, and their
-            optimizer instead of that of these groups.
+        shared: slices that other groups read too; these have their own memory and optimizer.
 
     Attributes:
         order: the units in the order of `forward`.
@@ -180,14 +180,14 @@ class TableGroups(nn.Module):
 
     def _make(self, number: int, device: torch.device) -> TableModule:
         grouping = self._groupings[number]
-        parts = [self.slices[s] for s in grouping.slices]
-        shared = self._shared.get(SliceKey.of(parts[0]))
+        slices = [self.slices[s] for s in grouping.slices]
+        shared = self._shared.get(SliceKey.of(slices[0]))
         if shared is not None:
             return shared.reader(len(grouping.units), self.pooling)
         reads = [grouping.slices.index(self.reads[u]) for u in grouping.units]
-        seeds = [self.seeds[part.config.name] for part in parts]
-        make = parts[0].storage.make_kernel
-        return make(parts, reads, grouping.optimizer, self.pooling, seeds, device)
+        seeds = [self.seeds[table_slice.config.name] for table_slice in slices]
+        make = slices[0].storage.make_module
+        return make(slices, reads, grouping.optimizer, self.pooling, seeds, device)
 
     def _lay_out(self) -> None:
         self.order = [u for grouping in self._groupings for u in grouping.units]
@@ -215,7 +215,7 @@ class TableGroups(nn.Module):
                 self.handles.append(self._storage_of(g).make_handle(self._table_modules[g], k))
 
     def _bind(self) -> None:
-        """Bind handles and parameters to the memory that the modules have now."""
+        """Bind handles and parameters to the modules' current memory."""
         for s, handle in self.own_handles():
             g, k = self._locations[s]
             handle.attach(self._table_modules[g], k)
@@ -242,9 +242,9 @@ class TableGroups(nn.Module):
             if SliceKey.of(self.slices[s]) not in self._shared
         ]
 
-    def replace_handle(self, part: int, handle: TableHandle) -> None:
-        """List a slice under another handle from now on."""
-        self.handles[part] = handle
+    def replace_handle(self, slice_index: int, handle: TableHandle) -> None:
+        """Replace the handle of a slice."""
+        self.handles[slice_index] = handle
         self._bind()
 
     def check_parameters(self) -> None:
@@ -302,8 +302,8 @@ class TableGroups(nn.Module):
         if len(outs) == 1:
             return outs[0]
         if self.pooling is Pooling.NONE:
-            same = all(out.shape[1] == outs[0].shape[1] for out in outs)
-            return torch.cat(outs if same else [out.view(-1) for out in outs])
+            has_one_width = all(out.shape[1] == outs[0].shape[1] for out in outs)
+            return torch.cat(outs if has_one_width else [out.view(-1) for out in outs])
         return (
             torch.cat(outs, 1)
             if batch_sizes is None
@@ -326,11 +326,15 @@ class TableGroups(nn.Module):
         if inputs is None:
             inputs = split(self.active, ids, offsets, batch_sizes, id_counts)
         outs = []
-        for one in inputs:
-            info, sizes = one.info, one.batch_sizes
-            scales = None if weights is None else one.part_of(weights)
-            counted = {} if use_counts is None else _counted(info, one.part_of(use_counts))
-            outs.append(info.module(one.ids, one.offsets, scales, batch_sizes=sizes, **counted))
+        for group_input in inputs:
+            info, sizes = group_input.info, group_input.batch_sizes
+            scales = None if weights is None else group_input.part_of(weights)
+            counted = {} if use_counts is None else _counted(info, group_input.part_of(use_counts))
+            outs.append(
+                info.module(
+                    group_input.ids, group_input.offsets, scales, batch_sizes=sizes, **counted
+                )
+            )
         return outs
 
     def set_output_dtype(self, dtype: torch.dtype) -> None:
@@ -344,7 +348,7 @@ class TableGroups(nn.Module):
                 any_module.precision = replace(any_module.precision, output=dtype)
 
     def set_bounds_check(self, bounds_check: BoundsCheck, features: Sequence[str]) -> None:
-        """Set what happens to invalid indices, and the names of the units' features in reports."""
+        """Set the reaction to invalid indices, and the feature names of the units for reports."""
         self._bounds_check, self._features = BoundsCheck(bounds_check), list(features)
         for grouping, module in zip(self._groupings, self._table_modules, strict=True):
             any_module: Any = module
@@ -360,15 +364,15 @@ class TableGroups(nn.Module):
         """Return the modules that look up and update, which are not among the submodules."""
         return list(self._table_modules)
 
-    def module_of(self, part: int) -> tuple[TableModule, int]:
-        """Return the module of a slice, and the number of the table in it."""
-        shared = self._shared.get(SliceKey.of(self.slices[part]))
+    def module_of(self, slice_index: int) -> tuple[TableModule, int]:
+        """Return the module of a slice, and the index of its table in the module."""
+        shared = self._shared.get(SliceKey.of(self.slices[slice_index]))
         if shared is not None:
             return shared.module, 0
-        g, k = self._locations[part]
+        g, k = self._locations[slice_index]
         return self._table_modules[g], k
 
-    def views(self, part: int) -> dict[str, Tensor]:
+    def views(self, slice_index: int) -> dict[str, Tensor]:
         """Return weight and optimizer states of a slice, as views: writes reach the table.
 
         These are `weight` `[rows, dim]` and the states by name, `[rows, dim]` or `[rows]`; of a
@@ -377,7 +381,7 @@ class TableGroups(nn.Module):
         of a quantised table `packed`. A cache is flushed and emptied first. The views
         are invalid after the module moved.
         """
-        return self.handles[part].views()
+        return self.handles[slice_index].views()
 
     def all_views(self) -> list[dict[str, Tensor]]:
         """Return the `views` of every slice."""
@@ -393,16 +397,16 @@ class TableGroups(nn.Module):
         return self.slices[self._groupings[number].slices[0]].storage
 
     def shared_slices(self) -> list[SharedSlice]:
-        """Return the slices that other collections read too, in the order of the units."""
+        """Return the shared slices, in the order of the units."""
         return [
             self._shared[key]
             for grouping in self._groupings
             if (key := SliceKey.of(self.slices[grouping.slices[0]])) in self._shared
         ]
 
-    def parameters_of(self, part: int) -> dict[str, nn.Parameter]:
+    def parameters_of(self, slice_index: int) -> dict[str, nn.Parameter]:
         """Return the parameters of a slice: `weight`, or `cores.0`, ... of a tensor train."""
-        return dict(self.handles[part].named_parameters())
+        return dict(self.handles[slice_index].named_parameters())
 
     def reset_parameters(self, seeds: Mapping[str, int] | None = None) -> None:
         """Draw initial values, from a seed per table; reset optimizer states, steps and rates."""
@@ -419,9 +423,9 @@ class TableGroups(nn.Module):
 
     @torch.no_grad()
     def adopt(self, other: TableGroups) -> None:
-        """Take the weights and the parameter objects of `other`, which has the same slices.
+        """Take over the weights and the parameter objects of `other`, which has the same slices.
 
-        Optimizer states stay as they are here. `other` must not be used afterwards.
+        Optimizer states do not change. `other` must not be used afterwards.
         """
         for s, handle in self.own_handles():
             handle.adopt(other.handles[s])
@@ -437,7 +441,7 @@ class TableGroups(nn.Module):
     ) -> None:
         """Load the rows of a later batch into the caches of the tables that have one.
 
-        Of hash tables with a backing store, rows that are in the store are read into memory.
+        For hash tables with a backing store, rows in the store are read into memory.
 
         `forward` must get the same tensors, and batches in the same order, as with
         `TableBatchedEmbeddingBags.prefetch`. Without cached tables this does nothing.
@@ -450,9 +454,11 @@ class TableGroups(nn.Module):
             return
         inputs = split(self.active, ids, offsets, batch_sizes, id_counts)
         with self._lock:
-            for one in inputs:
-                if is_cached(one.info.module):
-                    one.info.module.prefetch(one.ids, one.offsets, batch_sizes=one.batch_sizes)
+            for group_input in inputs:
+                if is_cached(group_input.info.module):
+                    group_input.info.module.prefetch(
+                        group_input.ids, group_input.offsets, batch_sizes=group_input.batch_sizes
+                    )
             self._prefetched.append((ids, inputs))
 
     def _take_prefetched(self, ids: Tensor) -> list[GroupInput] | None:
@@ -512,7 +518,7 @@ class TableGroups(nn.Module):
 
 
 def _counted(info: GroupInfo, use_counts: Tensor) -> dict[str, Tensor]:
-    """Return the argument of a module that tells how often the ids of its lookups are used."""
+    """Return the keyword argument `counts` for a module that counts uses, else none."""
     return {"counts": use_counts} if info.storage.counts_uses else {}
 
 
@@ -523,32 +529,32 @@ def group(
     pooling: Pooling,
     shared: Collection[str] = (),
 ) -> list[Grouping]:
-    """Return the groups in the order in which units first need them, those without units last.
+    """Group slices by `group_key`, ordered by their first unit; groups without units come last.
 
-    Slices of the tables named in `shared` are groups of their own.
+    Each slice of a table in `shared` is a group of its own.
     """
-    optimizers = [part.config.optimizer or optimizer or NO_UPDATE for part in slices]
-    for part, chosen in zip(slices, optimizers, strict=True):
-        if part.config.name in shared:
+    optimizers = [table_slice.config.optimizer or optimizer or NO_UPDATE for table_slice in slices]
+    for table_slice, own_optimizer in zip(slices, optimizers, strict=True):
+        if table_slice.config.name in shared:
             continue
-        if part.config.rounding is not None and not autograd.is_fused(chosen):
+        if table_slice.config.rounding is not None and not autograd.is_fused(own_optimizer):
             raise ValueError(
-                f"rounding of {part.config.name!r} is of updates that emblib makes, but "
-                f"{brief(chosen)} leaves gradients to others: give the table or its collection one "
-                "of emblib.optim, e.g. optim.SGD(lr=0.1), or leave rounding out"
+                f"rounding of {table_slice.config.name!r} is of updates that emblib makes, but "
+                f"{brief(own_optimizer)} leaves gradients to others: give the table or its "
+                "collection one of emblib.optim, e.g. optim.SGD(lr=0.1), or leave rounding out"
             )
     keys: list[Hashable] = [
         ("shared", i)
-        if part.config.name in shared
-        else part.storage.group_key(part, i, optimizers[i], pooling)
-        for i, part in enumerate(slices)
+        if table_slice.config.name in shared
+        else table_slice.storage.group_key(table_slice, i, optimizers[i], pooling)
+        for i, table_slice in enumerate(slices)
     ]
     names: dict[Hashable, set[str]] = {}
-    for i, part in enumerate(slices):
+    for i, table_slice in enumerate(slices):
         names_of_group = names.setdefault(keys[i], set())
-        if part.storage.is_keyed and part.config.name in names_of_group:
+        if table_slice.storage.is_keyed and table_slice.config.name in names_of_group:
             keys[i] = (keys[i], i)  # initial values of rows depend on the name of the table
-        names_of_group.add(part.config.name)
+        names_of_group.add(table_slice.config.name)
     order = dict.fromkeys([keys[s] for s in reads] + keys)
     result = []
     for key in order:
@@ -577,14 +583,16 @@ def split(
         splits = [0, *accumulate(id_counts)]
     inputs, unit = [], 0
     for g, info in enumerate(groups):
-        first, last = splits[g], splits[g + 1]
+        first_bag, end_bag = splits[g], splits[g + 1]
         group_offsets = offsets[ends[g] : ends[g + 1] + 1]
         sizes = None
         if batch_sizes is not None:
             sizes = batch_sizes[unit : unit + len(info.units)]
             unit += len(info.units)
-        group_offsets = group_offsets - first if first else group_offsets
-        inputs.append(GroupInput(info, first, last, ids[first:last], group_offsets, sizes))
+        group_offsets = group_offsets - first_bag if first_bag else group_offsets
+        inputs.append(
+            GroupInput(info, first_bag, end_bag, ids[first_bag:end_bag], group_offsets, sizes)
+        )
     return inputs
 
 
@@ -594,20 +602,20 @@ def _split_captured(
     """Split a batch without reading its offsets: each group has padding before its ids."""
     count, inputs = ids.numel(), []
     positions = torch.arange(count, device=ids.device)
-    for info, (first, last) in zip(groups, pairwise(ends), strict=True):
-        group_offsets = offsets[first : last + 1]
+    for info, (begin, end) in zip(groups, pairwise(ends), strict=True):
+        group_offsets = offsets[begin : end + 1]
         shift = count - group_offsets[-1:]
         sources = positions - shift
         sources = torch.where(sources >= group_offsets[:1], sources, -1)
-        taken = take_or_fill(ids, sources, -1)
-        inputs.append(GroupInput(info, 0, count, taken, group_offsets + shift, None, sources))
+        group_ids = take_or_fill(ids, sources, -1)
+        inputs.append(GroupInput(info, 0, count, group_ids, group_offsets + shift, None, sources))
     return inputs
 
 
 def _bag_ends(
     groups: Sequence[GroupInfo], offsets: Tensor, batch_sizes: Sequence[Sequence[int]] | None
 ) -> list[int]:
-    """Return the first bag of each group, and the number of bags."""
+    """Return the first bag of each group, then the number of bags."""
     units = [0, *accumulate(len(info.units) for info in groups)]
     if batch_sizes is None:
         batch = (offsets.numel() - 1) // max(units[-1], 1)
@@ -650,5 +658,5 @@ class CachedModule(TableModule, Protocol):
 
 
 def is_cached(module: TableModule) -> TypeGuard[CachedModule]:
-    """Return whether tables of a module have a cache, or a store behind them."""
+    """Return whether tables of a module have a row cache or a backing store."""
     return any(getattr(module, name, None) is not None for name in ("row_cache", "backing"))

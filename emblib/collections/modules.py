@@ -30,12 +30,12 @@ from emblib.optim import Optimizer
 from emblib.specs import BoundsCheck, Pooling
 from emblib.storage import Quantized, TableHandle, TableSlice
 from emblib.storage.base import has_hyperparams
-from emblib.storage.initial_values import overwritten
+from emblib.storage.initial_values import skip_initial_values
 from emblib.tables import state_dicts
 
 
 class TableFeature:
-    """One feature of one table, in the order of the configurations."""
+    """A feature that reads a table, with its name in the output."""
 
     __slots__ = ("feature", "name", "table")
 
@@ -44,7 +44,7 @@ class TableFeature:
 
 
 def table_features(configs: Sequence[TableConfig]) -> list[TableFeature]:
-    """Return the features of all tables; a feature of several is named `feature@table`."""
+    """Return the features of all tables; one that reads several is named `feature@table`."""
     tables_of: dict[str, int] = {}
     for config in configs:
         for feature in config.feature_names:
@@ -75,8 +75,8 @@ def _check_device(device: Any) -> None:
 class TableCollection(nn.Module):
     """Base of collections: tables by name, looked up by the features that read them.
 
-    `groups` does the lookups. The tables are listed, saved and loaded under `handles_name`, each
-    with the names of its storage, see `emblib.storage`. A collection is as thread-safe as its
+    `groups` does the lookups. The handles of the tables are submodules under `handles_name`, so
+    parameters and state dicts have one entry per table. A collection is as thread-safe as its
     tables (docs/threads.md).
     """
 
@@ -141,11 +141,11 @@ class TableCollection(nn.Module):
         )
 
     def _bag_pooling(self) -> Pooling:
-        """Return how the modules pool a bag."""
+        """Return the pooling of the table modules."""
         return Pooling.SUM
 
     def _set_groups(self, groups: TableGroups) -> None:
-        """Install groups: the handles first, so that parameters are listed by their names."""
+        """Install groups; register the handles first, so that parameters get tables' names."""
         handles = {c.name: h for c, h in zip(self.configs, groups.handles, strict=True)}
         for name in (self.handles_name, "groups"):
             self._modules.pop(name, None)
@@ -153,7 +153,7 @@ class TableCollection(nn.Module):
         self._own_handles()
         groups.set_bounds_check(self.bounds_check, [unit.feature for unit in self._units])
         self.groups = groups
-        self._wanted = [self._units[u].feature for u in groups.order]
+        self._features_in_order = [self._units[u].feature for u in groups.order]
         self._permutation: tuple[list[str], list[int], Tensor | None] = ([], [], None)
 
     def _own_handles(self) -> None:
@@ -165,34 +165,36 @@ class TableCollection(nn.Module):
         self._own_handles()
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
-        """Check the entries of all tables, before the first one is written."""
+        """Check the state dict entries of all tables, before the first one is written."""
         if not state_dicts.refuses(self, state_dict, prefix, arguments[-1]):
             super()._load_from_state_dict(state_dict, prefix, *arguments)
 
     # Batches
 
     def _fits(self, features: Any) -> bool:
-        """Return whether a batch has the features of the modules in their order."""
-        return isinstance(features, KeyedJaggedTensor) and features.keys() == self._wanted
+        """Return whether a batch has exactly the features of `groups`, in their order."""
+        return (
+            isinstance(features, KeyedJaggedTensor) and features.keys() == self._features_in_order
+        )
 
     def _ordered(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """Return the features that tables read, in the order of the modules."""
+        """Select the features that tables read, in the order of `groups`."""
         batch = KeyedJaggedTensor.adopt(features)
-        keys, places, on_device = self._permutation
+        keys, positions, on_device = self._permutation
         if keys != batch.keys():
             index = batch.index_per_key()
-            missing = sorted(set(self._wanted) - index.keys())
-            if missing:
+            missing_features = sorted(set(self._features_in_order) - index.keys())
+            if missing_features:
                 raise KeyError(
-                    f"the batch must have the features of all tables: missing are {missing}, there "
-                    f"are {batch.keys()}"
+                    "the batch must have the features of all tables: missing are "
+                    f"{missing_features}, there are {batch.keys()}"
                 )
-            places, on_device = [index[feature] for feature in self._wanted], None
+            positions, on_device = [index[feature] for feature in self._features_in_order], None
         device = batch.device()
         if device.type == "cuda" and (on_device is None or on_device.device != device):
-            on_device = torch.tensor(places, device=device)  # a captured graph needs it
-        self._permutation = (list(batch.keys()), places, on_device)
-        return batch.permute(places, on_device if device.type == "cuda" else None)
+            on_device = torch.tensor(positions, device=device)  # a captured graph needs it
+        self._permutation = (list(batch.keys()), positions, on_device)
+        return batch.permute(positions, on_device if device.type == "cuda" else None)
 
     def _sample_weights(self, batch: KeyedJaggedTensor) -> Tensor:
         weights = batch.weights_or_none()
@@ -204,7 +206,7 @@ class TableCollection(nn.Module):
         return weights if weights.dtype is torch.float32 else weights.float()
 
     def _id_counts(self, batch: KeyedJaggedTensor) -> list[int] | None:
-        """Return the ids of each group, if they are known on the host."""
+        """Return the number of ids per group, if known on the host."""
         lengths = batch.length_per_key_or_none()
         active = self.groups.active
         if lengths is None or len(active) == 1:
@@ -250,7 +252,7 @@ class TableCollection(nn.Module):
         )
 
     def reset_parameters(self, seeds: Mapping[str, int] | None = None) -> None:
-        """Draw initial values, from a seed per table; left out, from torch's generator.
+        """Draw initial values from one seed per table; None draws seeds from torch's generator.
 
         Call it also after `to_empty` of a collection that was constructed on `meta`.
         """
@@ -259,17 +261,17 @@ class TableCollection(nn.Module):
     def set_optimizers(self, optimizers: Mapping[str, Optimizer | None]) -> None:
         """Change the optimizers of tables; weights are kept, optimizer states are reset.
 
-        That of a shared table changes for all collections that read it.
+        The optimizer of a shared table changes for all collections that read it.
 
-        New modules are made, which takes the memory of all tables once more for a moment. The
-        parameters stay the same objects.
+        New modules replace the old ones, so the memory of all tables is needed twice for a moment.
+        The parameters stay the same objects.
 
         Args:
             optimizers: optimizer per table name; None uses the optimizer of the collection.
 
         Raises:
             KeyError: there is no such table.
-            ValueError: an optimizer that a table cannot have; nothing is changed then.
+            ValueError: an optimizer that a table does not support; nothing is changed then.
         """
         names = {config.name for config in self.configs}
         unknown = sorted(optimizers.keys() - names)
@@ -290,7 +292,7 @@ class TableCollection(nn.Module):
             for config in configs
         )
         try:
-            with overwritten():
+            with skip_initial_values():
                 groups = self._make_groups(old_groups.device, old_groups.seeds)
         except Exception:
             self.configs = configs
@@ -308,7 +310,7 @@ class TableCollection(nn.Module):
         """
         old_groups = self.groups
         self._shared = {**self._shared, **tables}
-        with overwritten():
+        with skip_initial_values():
             groups = self._make_groups(old_groups.device, old_groups.seeds)
         groups.set_output_dtype(old_groups.output_dtype)
         for s, handle in groups.own_handles() if old_groups.device.type != "meta" else ():
@@ -324,8 +326,8 @@ class TableCollection(nn.Module):
     def quantized(self, bits: int | Mapping[str, int] = 8) -> Self:
         """Return a collection for inference with the same rows, quantised.
 
-        Hash tables are copied as they are. The new collection is in evaluation mode. Initial values
-        are not drawn for it, and `init_fn` is not called. Besides this collection, the memory of
+        Hash tables are copied unchanged. The new collection is in evaluation mode. No initial
+        values are drawn for it, and `init_fn` is not called. Besides this collection, the memory of
         the result and of one block of 65,536 rows is needed.
 
         Args:
@@ -337,7 +339,7 @@ class TableCollection(nn.Module):
         """
         for config in self.configs:
             config.storage.check_copied(config)
-        with overwritten():
+        with skip_initial_values():
             copied = self._like(self.quantized_configs(bits))
         copied.groups.set_output_dtype(self.groups.output_dtype)
         copied.copy_rows(self)
@@ -346,30 +348,30 @@ class TableCollection(nn.Module):
     def quantized_configs(self, bits: int | Mapping[str, int] = 8) -> list[Any]:
         """Return the configurations of `quantized(bits)`."""
         names = [config.name for config in self.configs]
-        wanted = dict.fromkeys(names, bits) if isinstance(bits, int) else dict(bits)
-        unknown = sorted(wanted.keys() - set(names))
+        bits_by_table = dict.fromkeys(names, bits) if isinstance(bits, int) else dict(bits)
+        unknown = sorted(bits_by_table.keys() - set(names))
         if unknown:
             raise KeyError(f"there are no tables {unknown}; there are {sorted(names)}")
         return [
-            replace(config, storage=Quantized(wanted[config.name]), optimizer=None)
-            if config.storage.has_dense_rows and config.name in wanted
+            replace(config, storage=Quantized(bits_by_table[config.name]), optimizer=None)
+            if config.storage.has_dense_rows and config.name in bits_by_table
             else config
             for config in self.configs
         ]
 
     def copy_rows(self, source: TableCollection) -> None:
-        """Copy the rows of a collection that has these tables; quantised tables quantise them."""
+        """Copy the rows of a collection with the same tables; quantised tables quantise them."""
         sources, configs = source.handles(), {config.name: config for config in source.configs}
         handles: Mapping[str, Any] = self.handles()
         for table in self.configs:
-            handle, theirs = handles[table.name], sources[table.name]
+            handle, source_handle = handles[table.name], sources[table.name]
             if isinstance(table.storage, Quantized) and configs[table.name].storage.has_dense_rows:
-                first = 0
-                for block in theirs.dense_blocks():
-                    handle.module.write_rows(handle.index, block, first)
-                    first += len(block)
+                first_row = 0
+                for block in source_handle.dense_blocks():
+                    handle.module.write_rows(handle.index, block, first_row)
+                    first_row += len(block)
             else:
-                handle.load_state_dict(theirs.state_dict())
+                handle.load_state_dict(source_handle.state_dict())
 
     def _like(self, configs: Sequence[Any]) -> Self:
         """Return a collection of other tables with the options of this one."""
@@ -455,7 +457,7 @@ class EmbeddingBagCollection(TableCollection):
         super().__init__(tables, device, optimizer, shared, bounds_check)
 
     def _bag_pooling(self) -> Pooling:
-        """Return MEAN if all tables have it; of a mixture the sums are divided afterwards."""
+        """Return MEAN if all tables use it; otherwise SUM, and means are divided afterwards."""
         means = [config.pooling is Pooling.MEAN for config in self.configs]
         return Pooling.MEAN if means and all(means) else Pooling.SUM
 
@@ -495,12 +497,12 @@ class EmbeddingBagCollection(TableCollection):
         return KeyedTensor(self._names, self._columns, out)
 
     def _divides(self, unit: TableFeature) -> bool:
-        """Return whether the sums of a feature are still to be divided."""
+        """Return whether a feature's sums must be divided after the lookup to give means."""
         is_mean = self.configs[unit.table].pooling is Pooling.MEAN
         return is_mean and self.groups.pooling is Pooling.SUM
 
     def _expanded(self, batch: KeyedJaggedTensor) -> Tensor:
-        """Return the output of a batch whose features differ in their bags."""
+        """Expand the output of features with different numbers of bags by the inverse indices."""
         strides, groups = batch.stride_per_key(), self.groups
         weights = self._sample_weights(batch) if self._weighted else None
         out = groups(
@@ -514,15 +516,15 @@ class EmbeddingBagCollection(TableCollection):
         dims = [groups.dims[u] for u in groups.order]
         blocks = out.split([n * dim for n, dim in zip(strides, dims, strict=True)])
         lengths = batch.lengths().split(strides)
-        pieces: list[Tensor] = [out] * len(dims)
-        for place, u in enumerate(groups.order):
-            unit, block = self._units[u], blocks[place].view(-1, dims[place])
+        features: list[Tensor] = [out] * len(dims)
+        for position, u in enumerate(groups.order):
+            unit, block = self._units[u], blocks[position].view(-1, dims[position])
             if self._divides(unit):
-                block = block / lengths[place].clamp(min=1).unsqueeze(1)
+                block = block / lengths[position].clamp(min=1).unsqueeze(1)
             if inverse is not None:
                 block = block.index_select(0, inverse[keys[unit.feature]])
-            pieces[u] = block
-        return torch.cat(pieces, 1)
+            features[u] = block
+        return torch.cat(features, 1)
 
     def _like(self, configs: Sequence[EmbeddingBagConfig]) -> Self:
         return type(self)(
@@ -543,10 +545,10 @@ class EmbeddingBagCollection(TableCollection):
 
 
 def _inverse_of(batch: KeyedJaggedTensor) -> tuple[dict[str, int], Tensor | None]:
-    """Return the row of each feature in the inverse indices, and the indices if there are any."""
-    given = batch.inverse_indices_or_none()
-    if given is not None:
-        return {key: row for row, key in enumerate(given[0])}, given[1]
+    """Return {feature: row in the inverse indices}, and the indices `[F, B]`, or None."""
+    inverse = batch.inverse_indices_or_none()
+    if inverse is not None:
+        return {key: row for row, key in enumerate(inverse[0])}, inverse[1]
     if len(set(batch.stride_per_key())) > 1:
         raise ValueError(
             "features that differ in their bags need inverse indices to become one batch, got "
@@ -564,10 +566,10 @@ class _ColumnOrder:
 
     def __init__(self, groups: TableGroups, means: Sequence[bool]) -> None:
         columns, column = groups.output_dim, 0
-        place_of = {u: place for place, u in enumerate(groups.order)}
+        position_of = {u: place for place, u in enumerate(groups.order)}
         targets, pieces = [], []
         for u, dim in enumerate(groups.dims):
-            bags = place_of[u] if means[u] else -1
+            bags = position_of[u] if means[u] else -1
             targets.append((column, columns, 0, dim, u, u + 1, bags))
             pieces.append((groups.column_of[u], columns, -1))
             column += dim
@@ -654,9 +656,11 @@ class EmbeddingCollection(TableCollection):
         if self._need_indices:
             ids = batch.values().split(batch.length_per_key())
         result = {}
-        for place in self._places:
-            name = self._names_in_order[place]
-            result[name] = JaggedTensor.from_valid(vectors[place], ids[place], lengths[place], None)
+        for position in self._positions:
+            name = self._names_in_order[position]
+            result[name] = JaggedTensor.from_valid(
+                vectors[position], ids[position], lengths[position], None
+            )
         return result
 
     def _vectors(self, batch: KeyedJaggedTensor) -> Sequence[Tensor]:
@@ -678,7 +682,7 @@ class EmbeddingCollection(TableCollection):
     def _set_groups(self, groups: TableGroups) -> None:
         super()._set_groups(groups)
         self._names_in_order = [self._units[u].name for u in groups.order]
-        self._places = sorted(range(len(groups.order)), key=groups.order.__getitem__)
+        self._positions = sorted(range(len(groups.order)), key=groups.order.__getitem__)
 
     def _like(self, configs: Sequence[EmbeddingConfig]) -> Self:
         return type(self)(

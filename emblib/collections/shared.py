@@ -1,11 +1,11 @@
 """Shared tables: one table that several collections of a model read.
 
-`SharedTables` makes the tables. A collection that gets them as `shared=` reads those that its
-configurations name, with its own features and pooling, and has no memory of its own for them. A
-backward makes one update with the gradients of all lookups.
+`SharedTables` owns the tables. A collection that gets them as `shared=` reads those that its
+configurations name, with its own features and pooling, and has no memory for them. A backward makes
+one update with the summed gradients of all lookups (`emblib.ops.joint_step`).
 
-All collections list the same handle, so `named_parameters` has a shared table once, under the first
-collection in the order of the model. A state dict has it there too.
+All collections register the same handle, so `named_parameters` and state dicts have a shared table
+once, under the first collection in the order of the model.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _READERS_CHOOSE = ("feature_names", "pooling", "optimizer")
 class SharedTables:
     """Tables for several collections: one memory, one optimizer state, one update per backward.
 
-    This is no module: the model has the tables through the collections that read them.
+    This is not a module: the model has the tables through the collections that read them.
 
     Args:
         tables: configurations of the tables; features and pooling are those of the collections that
@@ -118,21 +118,21 @@ class SharedTables:
 
 
 class SharedTable:
-    """One shared table, or a shard of one: its memory, and the handle that all collections list.
+    """One shared table or shard: its memory, and the handle that all collections register.
 
     Args:
-        part: the table, or the shard; its configuration has the optimizer.
+        table_slice: table or shard; its configuration has the optimizer.
         device: device of the memory; None is torch's default device.
         seeds: seeds of the initial values, by table name; None draws them from torch's generator.
     """
 
     def __init__(
         self,
-        part: TableSlice,
+        table_slice: TableSlice,
         device: torch.device | str | None,
         seeds: Mapping[str, int] | None = None,
     ) -> None:
-        config: Any = part.config
+        config: Any = table_slice.config
         if type(config.storage) is not Dense:
             raise ValueError(
                 f"shared table {config.name!r} must have storage=Dense(), got "
@@ -140,7 +140,7 @@ class SharedTable:
                 "any storage can have, or make the table dense"
             )
         self.config: TableConfig = config
-        self._span = part.rows, part.columns
+        self._span = table_slice.rows, table_slice.columns
         self._readers: weakref.WeakSet[SharedReader] = weakref.WeakSet()
         self._check_optimizer()
         self._set_groups(self._make(device, seeds))
@@ -154,8 +154,8 @@ class SharedTable:
             )
 
     def _make(self, device: Any, seeds: Any) -> TableGroups:
-        part = TableSlice(self.config, *self._span)
-        return TableGroups([part], [], pooled=False, device=device, seeds=seeds)
+        table_slice = TableSlice(self.config, *self._span)
+        return TableGroups([table_slice], [], pooled=False, device=device, seeds=seeds)
 
     def _set_groups(self, groups: TableGroups, handle: TableHandle | None = None) -> None:
         self.groups = groups
@@ -165,7 +165,7 @@ class SharedTable:
 
     @property
     def handle(self) -> TableHandle:
-        """Return the handle that all collections list."""
+        """Return the handle that all collections register."""
         return self.groups.handles[0]
 
     @property
@@ -183,8 +183,8 @@ class SharedTable:
     @property
     def dim(self) -> int:
         """Return the number of columns."""
-        first, end = self._span[1]
-        return end - first
+        begin, end = self._span[1]
+        return end - begin
 
     @property
     def is_joint(self) -> bool:
@@ -192,12 +192,12 @@ class SharedTable:
         return autograd.updates_in_backward(self.module.optimizer)
 
     def values(self) -> dict[str, Any]:
-        """Return the fields of the configuration that all collections have in common."""
+        """Return the configuration fields on which all readers must agree."""
         names = (f.name for f in fields(TableConfig) if f.name not in _READERS_CHOOSE)
         return {name: getattr(self.config, name) for name in names}
 
     def check_reader(self, config: TableConfig) -> None:
-        """Raise ValueError for a configuration of another table than this one."""
+        """Raise ValueError if a configuration differs from this table."""
         differs = {
             name: (value, getattr(config, name))
             for name, value in self.values().items()
@@ -206,7 +206,9 @@ class SharedTable:
         if config.optimizer not in (None, self.config.optimizer):
             differs["optimizer"] = (self.config.optimizer, config.optimizer)
         if differs:
-            text = ", ".join(f"{k} {has!r}, not {got!r}" for k, (has, got) in differs.items())
+            text = ", ".join(
+                f"{k} {expected!r}, not {got!r}" for k, (expected, got) in differs.items()
+            )
             raise ValueError(
                 f"table {config.name!r} is shared and has {text}: make the configuration with "
                 f"SharedTables.pooled({config.name!r}, ...) or .unpooled(...); or omit shared= "
@@ -229,7 +231,7 @@ class SharedTable:
 
     @torch.no_grad()
     def adopt(self, source: TableHandle) -> None:
-        """Take the rows, the optimizer state and the parameter of a table of a collection."""
+        """Take over rows, optimizer state and parameter of a collection's table."""
         old_module, module = source.module, self.module
         views, targets = source.views(), self.handle.views()
         for name in targets.keys() & views.keys():
@@ -244,11 +246,11 @@ class SharedTable:
         return SharedReader(self, num_features, pooling)
 
     def readers(self) -> list[SharedReader]:
-        """Return the modules that read the table and are in use."""
+        """Return the living modules that read the table."""
         return list(self._readers)
 
     def add_reader(self, reader: SharedReader) -> None:
-        """Count a module among the readers, as long as it is in use."""
+        """Register a module that reads the table; referenced weakly."""
         self._readers.add(reader)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -259,7 +261,7 @@ class SharedTable:
 
 
 class SharedReader(nn.Module):
-    """The lookups of one collection in a shared table, in the form of a module."""
+    """Table module with which one collection looks up a shared table; it owns no memory."""
 
     def __init__(self, table: SharedTable, num_features: int, pooling: Pooling) -> None:
         super().__init__()
@@ -298,7 +300,7 @@ class SharedReader(nn.Module):
         *,
         batch_sizes: Sequence[Sequence[int]] | None = None,
     ) -> Tensor:
-        """Look up a batch, as a module does."""
+        """Look up a batch; arguments are those of `TableBatchedEmbeddingBags`."""
         self.table.groups.check_parameters()
         module = self.table.module
         batch_id = BatchId(ids, offsets)
@@ -308,7 +310,7 @@ class SharedReader(nn.Module):
     def prefetch(
         self, ids: Tensor, offsets: Tensor, *, batch_sizes: Sequence[Sequence[int]] | None = None
     ) -> None:
-        """Fetch the rows of a later batch into the cache, as a module does."""
+        """Fetch the rows of a later batch into the cache, if there is one."""
         module = self.table.module
         module.prefetch_as(self._reading(), BatchId(ids, offsets), batch_sizes)
 
@@ -343,43 +345,45 @@ class SharedEntry:
         return type(self), ()
 
     def is_saved(self, destination: Any, key: str) -> bool:
-        """Return whether a state dict has the table at another key already; note that it is saved.
+        """Return whether a state dict already has the table under another key; else note this key.
 
         Args:
             destination: the state dict.
             key: key of the first parameter of the table in the state dict.
         """
         if self._saved is not None:
-            target, first = self._saved
-            if target() is destination and first != key and first in destination:
+            target, first_key = self._saved
+            if target() is destination and first_key != key and first_key in destination:
                 return True
         if isinstance(destination, OrderedDict):
             self._saved = weakref.ref(destination), key
         return False
 
-    def is_loaded(self, key: str, given: Tensor | None, missing: list[str], errors: Any) -> bool:
-        """Return whether `load_state_dict` has loaded the table, or reported it, at another key.
+    def is_loaded(
+        self, key: str, value: Tensor | None, missing_keys: list[str], errors: Any
+    ) -> bool:
+        """Return whether `load_state_dict` has already handled the table under another key.
 
         Args:
             key: key of the first parameter of the table in the state dict.
-            given: the value at this key, if there is one.
-            missing: the keys that are missing so far.
-            errors: the list of errors by which a load is known; other rows than at the first key
-                are one.
+            value: the value at this key, if there is one.
+            missing_keys: the keys that are missing so far.
+            errors: list of errors, which identifies a load; it gets one if the rows differ from
+                those at the first key.
         """
         previous = self._loading
         if previous is None or previous.errors is not errors or previous.key == key:
-            self._loading = _FirstLoad(errors, key, None if given is None else weakref.ref(given))
+            self._loading = _FirstLoad(errors, key, None if value is None else weakref.ref(value))
             return False
-        if given is None:
+        if value is None:
             return True
         if previous.given is None:
-            if previous.key in missing:
-                missing.remove(previous.key)
-            self._loading = _FirstLoad(errors, key, weakref.ref(given))
+            if previous.key in missing_keys:
+                missing_keys.remove(previous.key)
+            self._loading = _FirstLoad(errors, key, weakref.ref(value))
             return False
-        first = previous.given()
-        if first is not None and not _are_equal(first, given):
+        first_value = previous.given()
+        if first_value is not None and not _are_equal(first_value, value):
             errors.append(
                 f"{key}: the state dict has other rows here than at {previous.key}, but both are "
                 "one shared table now: remove one of the two entries from the state dict, or "
@@ -409,7 +413,7 @@ def _are_equal(first: Tensor, second: Tensor) -> bool:
 
 
 class SharedHandle(DenseHandle):
-    """A dense table that several collections list: saved once, under the first of their names."""
+    """Handle of a shared table: saved once, under its first name."""
 
     def __init__(self, storage: Storage, module: TableModule, index: int) -> None:
         self.entry = SharedEntry()
@@ -422,19 +426,19 @@ class SharedHandle(DenseHandle):
             super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
-        *_, missing, _, errors = arguments
+        *_, missing_keys, _, errors = arguments
         if state_dicts.refuses(self, state_dict, prefix, errors):
             return
         key = f"{prefix}weight"
-        if not self.entry.is_loaded(key, state_dict.get(key), missing, errors):
+        if not self.entry.is_loaded(key, state_dict.get(key), missing_keys, errors):
             super()._load_from_state_dict(state_dict, prefix, *arguments)
 
 
 def duplicate_tables(model: nn.Module) -> dict[str, list[str]]:
-    """Return the tables that several collections of a model have under one name, unshared.
+    """Return names under which several collections of a model have separate tables.
 
-    Each of them has its own memory, optimizer state and entry in a checkpoint, and learns from its
-    own collection alone. Where one table is meant, `share_tables` makes it one.
+    Each of these tables has its own memory, optimizer state and checkpoint entry, and learns only
+    from its own collection. If one table is meant, use `share_tables`.
 
     Returns:
         For each such name with equal sizes, the paths of the collections.
@@ -466,18 +470,18 @@ def _duplicates(model: nn.Module) -> list[tuple[str, dict[str, Any]]]:
 
 
 def _identity(collection: Any, handles: Any, name: str) -> Any:
-    """Return an object that the collections that read one table have in common."""
+    """Return an object that is equal for collections that read the same table."""
     if isinstance(handles, dict):
         return handles[name]
     return getattr(collection, "shared", {}).get(name, collection)  # a sharded one
 
 
 def share_tables(model: nn.Module, names: Iterable[str] | None = None) -> dict[str, list[str]]:
-    """Make each table that several collections of a model have under one name one shared table.
+    """Replace separate tables of one name in several collections by one shared table.
 
-    For models that are written for separate tables, as those of TorchRec. The rows, the optimizer
-    state and the parameter are those of the first collection in the order of the model. Call it
-    before the model is sharded or trained.
+    For models written with separate tables, as those of TorchRec. Rows, optimizer state and
+    parameter of the first collection, in the order of the model, are kept. Call it before the model
+    is sharded or trained.
 
     Args:
         model: model whose collections are changed in place.
@@ -500,29 +504,31 @@ def share_tables(model: nn.Module, names: Iterable[str] | None = None) -> dict[s
         >>> emblib.share_tables(model)
         {'item': ['0', '1']}
     """
-    every = dict(_duplicates(model))
-    wanted = list(every) if names is None else list(names)
-    unknown = sorted(set(wanted) - every.keys())
+    duplicates = dict(_duplicates(model))
+    shared_names = list(duplicates) if names is None else list(names)
+    unknown = sorted(set(shared_names) - duplicates.keys())
     if unknown:
-        raise KeyError(f"no two collections have tables {unknown}; duplicates are {sorted(every)}")
-    shared_tables = {name: _shared_by(name, every[name]) for name in wanted}
+        raise KeyError(
+            f"no two collections have tables {unknown}; duplicates are {sorted(duplicates)}"
+        )
+    shared_tables = {name: _shared_by(name, duplicates[name]) for name in shared_names}
     of_collection: dict[int, tuple[Any, dict[str, SharedTable]]] = {}
     for name, table in shared_tables.items():
-        for one in every[name].values():
-            of_collection.setdefault(id(one), (one, {}))[1][name] = table
+        for reader in duplicates[name].values():
+            of_collection.setdefault(id(reader), (reader, {}))[1][name] = table
     for collection, _ in of_collection.values():
         for config in collection.configs:
             config.storage.check_copied(config)
     for name, table in shared_tables.items():
-        first = next(iter(every[name].values()))
-        table.adopt(first.handles()[name])
+        first_collection = next(iter(duplicates[name].values()))
+        table.adopt(first_collection.handles()[name])
     for collection, tables in of_collection.values():
         collection.read_shared(tables)
-    return {name: list(every[name]) for name in wanted}
+    return {name: list(duplicates[name]) for name in shared_names}
 
 
 def _check_alike(first: TableConfig, second: TableConfig, first_path: str, path: str) -> None:
-    """Raise ValueError for tables of one name that differ in more than their lookups."""
+    """Raise ValueError for tables of one name that differ in more than features and pooling."""
     names = [f.name for f in fields(TableConfig) if f.name not in ("feature_names", "pooling")]
     differs = [
         f"{name} {getattr(first, name)!r} and {getattr(second, name)!r}"
@@ -538,24 +544,28 @@ def _check_alike(first: TableConfig, second: TableConfig, first_path: str, path:
 
 
 def _shared_by(name: str, readers: Mapping[str, Any]) -> SharedTable:
-    """Return the shared table for the tables of a name, without their rows."""
+    """Construct the shared table for the tables of a name; rows are copied later."""
     table: SharedTable | None = None
-    for path, one in readers.items():
-        if not callable(getattr(one, "read_shared", None)):
+    for path, collection in readers.items():
+        if not callable(getattr(collection, "read_shared", None)):
             raise TypeError(
                 f"the collection {path!r} with table {name!r} is sharded: call share_tables before "
                 "the model is sharded"
             )
-        config = next(config for config in one.configs if config.name == name)
-        config = replace(config, optimizer=config.optimizer or one.optimizer)
+        config = next(config for config in collection.configs if config.name == name)
+        config = replace(config, optimizer=config.optimizer or collection.optimizer)
         if table is None:
-            first_path, first = path, one
-            table = SharedTable(TableSlice.whole(config), one.device, one.groups.seeds)
+            first_path, first = path, collection
+            table = SharedTable(
+                TableSlice.whole(config), collection.device, collection.groups.seeds
+            )
             continue
         _check_alike(table.config, config, first_path, path)
-        module = one.handles()[name].module
-        steps = 0 if one.device.type == "meta" else getattr(module, "step", 0)
-        if steps and not _are_equal(first.handles()[name].weight, one.handles()[name].weight):
+        module = collection.handles()[name].module
+        steps = 0 if collection.device.type == "meta" else getattr(module, "step", 0)
+        if steps and not _are_equal(
+            first.handles()[name].weight, collection.handles()[name].weight
+        ):
             raise ValueError(
                 f"table {name!r} of the collection {path!r} has made {steps} steps, which would be "
                 "lost: share tables before training; or load one state dict into all first"

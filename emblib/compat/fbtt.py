@@ -57,8 +57,8 @@ _OPTIMIZERS: dict[OptimType, type[Any]] = {
 _WITHOUT_EPS = (optim.SGD, optim.LARS)
 
 DISTRIBUTIONS = {
-    "uniform": "fbtt:uniform",
-    "naive-uniform": "fbtt:naive-uniform",  # its scale is its point
+    "uniform": "positive_uniform",
+    "naive-uniform": "unscaled_uniform",  # its scale is its point
     "normal": "gaussian",
     "approx-uniform": "approx_uniform",
     "approx-normal": "sampled_gaussian",

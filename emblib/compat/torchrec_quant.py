@@ -26,7 +26,7 @@ from emblib.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from emblib.ops.quant import HEADER_BYTES
 from emblib.sharding.shard import SHARDED
 from emblib.storage import Dense, Quantized
-from emblib.storage.initial_values import overwritten
+from emblib.storage.initial_values import skip_initial_values
 
 _BITS = {DataType.INT8: 8, DataType.INT4: 4}
 
@@ -139,7 +139,7 @@ def _from_float(cls: Any, module: Any, options: Mapping[str, Any]) -> Any:
     by_table = getattr(qconfig, "per_table_weight_dtype", None) or {}
     weight, output = qconfig.weight().dtype, qconfig.activation().dtype
     configs = [_with_type(c, by_table.get(c.name, weight)) for c in module.configs]
-    with overwritten():
+    with skip_initial_values():
         made = cls(configs, device=module.device, output_dtype=output, **options)
     made.copy_rows(module)
     return made
@@ -209,7 +209,7 @@ class _OverDevices(Subscripted, nn.Module):
         if len(set(placed.values())) == 1 and target.type == module.device.type == "cpu":
             return module  # nothing to copy
         configs = [config for config in self.configs if placed[config.name] == number]
-        with overwritten():
+        with skip_initial_values():
             made = self._like(module, configs, target)
         made.copy_rows(module)
         return made

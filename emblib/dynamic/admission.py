@@ -1,25 +1,24 @@
 """Admission of missing keys: exact or sketched counts of keys that have no row yet.
 
-`Admission` sees the misses of a batch (`emblib.ops.hash.Misses`) and says which of them reached the
-threshold of their table, the batch at hand included. All of it is tensor code of static shapes:
-nothing waits for the device, and sums and maxima of integers do not depend on the order in which
-they are taken, so that neither the device nor the number of threads changes a decision.
+`Admission.admit` counts the misses of a batch (`emblib.ops.hash.Misses`), and returns which of them
+have reached the threshold of their table. It is tensor code with static shapes, so nothing waits
+for the device. Sums and maxima of integers do not depend on their order, so all devices and numbers
+of threads decide alike.
 
-**Exact**: a table of keys without values, ordered by count (`Eviction.LFU`). A key that is admitted
-leaves it. A key that is evicted, or rejected because its buckets are full of keys of this batch,
-is counted from zero again. The count of a rejected key is that of the batch alone.
+**Exact**: a table of keys without values, ordered by count (`Eviction.LFU`). An admitted
+key leaves it. A key that this table evicts, or rejects because its buckets are full of keys of the
+batch, is counted from zero again.
 
 **Sketch** (count-min with conservative update: Cormode and Muthukrishnan, 2005; Estan and Varghese,
-2002): `depth` rows of `width` counters, in each of which a key has one. A key's count is the least
-of its counters, and a batch raises none beyond what its keys now have. So a count may be too large,
-where all counters of a key are shared, but never too small. Counters stop at the threshold. A
-sketch forgets nothing by itself: with `halve_every` each counter is halved once in that many
-batches, a part of them in every batch, which lets rare keys fade.
+2002): `depth` rows of `width` counters; a key has one counter per row, and its count is the
+smallest of them. A batch raises a counter at most to the new count of its keys. So a count may be
+too large, if other keys share all its counters, but never too small. Counters stop at the
+threshold. With `halve_every` each counter is halved once in that many batches, some in every batch,
+so that rare keys are forgotten.
 
-Which counters a key has follows from the hash key of its table, as its bucket does. So who does not
-know the seed cannot choose keys that share their counters, each of which would seem frequent. State
-dicts keep the hash keys with the counters, which mean nothing under others; those of earlier
-versions lack them, and their sketches go on with 0.
+The hash key of a table selects the counters of its keys, so keys that share counters cannot be
+constructed without the seed. State dicts have the hash keys with the counters, which are
+meaningless under others; older state dicts lack them, which means 0.
 """
 
 import math
@@ -41,12 +40,12 @@ from emblib.specs import CountMinSketch, DynamicSpec, Eviction, ExactCounter, Fr
 from emblib.tables import state_dicts
 
 _LOW_31 = 0x7FFFFFFF
-_ENTRIES = ("keys", "counts")  # of a table with an exact counter, in state dicts
+_ENTRIES = ("keys", "counts")  # state dict entries of an exact counter, per table
 _LAYOUT_HASH_KEY = 4
 
 
 class Missing(NamedTuple):
-    """Missing keys, and of each the table it is missing in; `num_tables` where there is none."""
+    """Missing keys: `keys`, `counts`, `tables`, int64 `[L]`; table `num_tables` marks padding."""
 
     keys: Tensor
     counts: Tensor
@@ -54,33 +53,33 @@ class Missing(NamedTuple):
 
 
 def missing_of(ids: Tensor, misses: hash.Misses) -> Missing:
-    """Return the misses of a batch as keys; entries past their end have no table.
+    """Return the misses of a batch as keys; on a GPU padded to `[L]`.
 
-    The CPU has no such entries, since it knows the number of misses without waiting.
+    On the CPU there is no padding: the number of misses is known without a wait.
     """
-    first, counts = misses.first, misses.counts
+    first_positions, counts = misses.first, misses.counts
     if not ids.is_cuda:
         count = int(misses.offsets[-1])
-        first, counts = first[:count], counts[:count]
-    numbers = torch.arange(first.numel(), device=ids.device)
+        first_positions, counts = first_positions[:count], counts[:count]
+    numbers = torch.arange(first_positions.numel(), device=ids.device)
     tables = torch.searchsorted(misses.offsets[1:], numbers, right=True)
-    return Missing(ids[first], counts, tables)
+    return Missing(ids[first_positions], counts, tables)
 
 
 class _Picked(NamedTuple):
-    """Some of the misses as a batch of their own."""
+    """Selected misses as a batch: `targets[i]` is the position of miss i in it."""
 
     batch: hash.Keys
     counts: Tensor
-    places: Tensor
+    targets: Tensor
     """Where each miss is now; the length of the batch for one that is not in it."""
 
 
 class _Counter(nn.Module):
     """Exact counts for some of the tables of a module.
 
-    The index has a table for each of them, and one more of a single bucket: batches are as long as
-    the batches that they are picked from, whatever is in them, and their tails go there.
+    The index has one table per counted table, and one more with a single bucket: selected batches
+    are padded to static length, and the padding is counted there.
     """
 
     table_of: Tensor
@@ -88,46 +87,48 @@ class _Counter(nn.Module):
 
     def __init__(
         self,
-        chosen: Sequence[int],
+        table_indices: Sequence[int],
         specs: Sequence[DynamicSpec],
         device: torch.device,
         hash_keys: Sequence[int],
     ) -> None:
         super().__init__()
         counters = []
-        for t in chosen:
+        for t in table_indices:
             counter = _frequency(specs[t]).counter
             assert isinstance(counter, ExactCounter)
             counters.append(DynamicSpec(counter.capacity, 1, eviction=Eviction.LFU))
         tail = DynamicSpec(1, 1, eviction=Eviction.LFU)
-        self.index = HashIndex([*counters, tail], device, [*(hash_keys[t] for t in chosen), 0])
-        table_of = torch.full((len(specs) + 1,), len(chosen))
-        table_of[list(chosen)] = torch.arange(len(chosen))
+        self.index = HashIndex(
+            [*counters, tail], device, [*(hash_keys[t] for t in table_indices), 0]
+        )
+        table_of = torch.full((len(specs) + 1,), len(table_indices))
+        table_of[list(table_indices)] = torch.arange(len(table_indices))
         self.register_buffer("table_of", table_of.to(device), persistent=False)
-        numbers = torch.arange(len(chosen) + 1, device=device)
+        numbers = torch.arange(len(table_indices) + 1, device=device)
         self.register_buffer("numbers", numbers, persistent=False)
 
-    def pick(self, missing: Missing, mask: Tensor | None = None) -> _Picked:
-        """Return the misses of counted tables, by table and in order; only those in `mask`."""
-        length, tail = missing.keys.numel(), self.numbers.numel() - 1
-        tables = self.table_of[missing.tables]
-        chosen = tables < tail
+    def pick(self, missing_keys: Missing, mask: Tensor | None = None) -> _Picked:
+        """Select the misses of counted tables that `mask` has, sorted by table."""
+        length, tail = missing_keys.keys.numel(), self.numbers.numel() - 1
+        tables = self.table_of[missing_keys.tables]
+        is_counted = tables < tail
         if mask is not None:
-            chosen = chosen & mask
-        places = torch.where(chosen, torch.cumsum(chosen, 0) - 1, length)
+            is_counted = is_counted & mask
+        targets = torch.where(is_counted, torch.cumsum(is_counted, 0) - 1, length)
         moved = [
-            values.new_zeros(length + 1).scatter_(0, places, values)[:length]
-            for values in (missing.keys, missing.counts)
+            values.new_zeros(length + 1).scatter_(0, targets, values)[:length]
+            for values in (missing_keys.keys, missing_keys.counts)
         ]
-        counted = torch.where(chosen, tables, tail)
+        counted = torch.where(is_counted, tables, tail)
         sizes = torch.zeros_like(self.numbers).scatter_add_(0, counted, torch.ones_like(counted))
         ends = torch.cumsum(sizes, 0)
         starts = torch.cat([ends.new_zeros(1), ends])
-        return _Picked(hash.Keys(moved[0], starts, self.numbers), moved[1], places)
+        return _Picked(hash.Keys(moved[0], starts, self.numbers), moved[1], targets)
 
-    def add(self, missing: Missing, effects: Effects) -> Tensor:
-        """Count the misses; the count of each so far, 0 for those of other tables."""
-        picked = self.pick(missing)
+    def add(self, missing_keys: Missing, effects: Effects) -> Tensor:
+        """Count the misses; return the count of each so far, int64 `[L]`, 0 for other tables."""
+        picked = self.pick(missing_keys)
         slots = self.index.insert(picked.batch, picked.counts, effects=effects).slots
         first_buckets = self.index.tables[:, HashTableColumn.FIRST_BUCKET]
         positions = torch.arange(slots.numel(), device=slots.device)
@@ -135,21 +136,21 @@ class _Counter(nn.Module):
         rows = first_buckets[segments] * hash.SLOTS + slots.clamp(min=0)
         scores = self.index.entries[:, HashEntryColumn.SCORE][rows]
         counts = effects.once(torch.ops.aten.where.self, slots < 0, picked.counts, scores)
-        return torch.cat([counts, counts.new_zeros(1)])[picked.places]
+        return torch.cat([counts, counts.new_zeros(1)])[picked.targets]
 
-    def forget(self, missing: Missing, mask: Tensor) -> None:
-        """Drop those of `mask`."""
-        self.index.erase(self.pick(missing, mask).batch)
+    def forget(self, missing_keys: Missing, mask: Tensor) -> None:
+        """Remove the keys of `mask` from the counts."""
+        self.index.erase(self.pick(missing_keys, mask).batch)
 
     def counts(self, number: int) -> tuple[Tensor, Tensor]:
-        """Keys and counts of one table."""
+        """Return keys and counts of one counted table, int64 `[n]` each."""
         entries = self.index.export(number)
         assert entries.scores is not None
         order = routing.canonical_order(entries.keys)
         return entries.keys[order], entries.scores[order]
 
     def set_counts(self, number: int, keys: Tensor, counts: Tensor) -> None:
-        """Hold these instead."""
+        """Replace the counts of one counted table."""
         device = self.numbers.device
         best = torch.argsort(counts, descending=True, stable=True)
         best = best[: self.index.capacity(number)]
@@ -173,7 +174,7 @@ class _Counter(nn.Module):
         return SimpleNamespace(**dict.fromkeys(numbers, SimpleNamespace(keys=0, counts=0)))
 
     def _fqn_modifiers(self) -> dict[str, str]:
-        """Tells `torch.distributed.checkpoint.state_dict` where the first part of a key leads."""
+        """Tell `torch.distributed.checkpoint.state_dict` which attribute a key begins with."""
         return dict.fromkeys(vars(self._by_number), "_by_number")
 
     def _load_from_state_dict(
@@ -182,19 +183,19 @@ class _Counter(nn.Module):
         if state_dicts.refuses(self, state_dict, prefix, arguments[-1]):
             return
         super()._load_from_state_dict(state_dict, prefix, *arguments)
-        missing, unexpected = arguments[2], arguments[3]
+        missing_names, unexpected = arguments[2], arguments[3]
         hash_keys = state_dict.get(f"{prefix}index.{HASH_KEYS}", self.index.hash_keys)
         for number in range(self.numbers.numel() - 1):
-            names = [f"{prefix}{number}.{what}" for what in _ENTRIES]
-            absent = [name for name in names if name not in state_dict]
-            missing.extend(absent)
+            names = [f"{prefix}{number}.{entry}" for entry in _ENTRIES]
+            absent_names = [name for name in names if name not in state_dict]
+            missing_names.extend(absent_names)
             unexpected[:] = [name for name in unexpected if name not in names]
-            if not absent:
+            if not absent_names:
                 self.index.empty(number, int(hash_keys[number]))
                 self.set_counts(number, *(state_dict[name] for name in names))
 
     def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
-        """Yield what is wrong with the entries of the counters."""
+        """Yield one message per invalid entry of the counters in a state dict."""
         word = torch.empty(0, dtype=torch.int64)
         for number in range(self.numbers.numel() - 1):
             key, size = f"{prefix}{number}.keys", 0
@@ -222,7 +223,7 @@ class _Sketches(nn.Module):
 
     def __init__(
         self,
-        chosen: Sequence[int],
+        table_indices: Sequence[int],
         specs: Sequence[DynamicSpec],
         device: torch.device,
         hash_keys: Sequence[int],
@@ -231,8 +232,8 @@ class _Sketches(nn.Module):
         self._periods: list[tuple[int, int, int]] = []  # begin, end, counters a batch
         # By table: begin, width, depth, threshold, hash key.
         layout = torch.zeros(len(specs) + 1, 5, dtype=torch.int64)
-        begin, most = 0, 0
-        for t in chosen:
+        begin, max_depth = 0, 0
+        for t in table_indices:
             frequency = _frequency(specs[t])
             sketch = frequency.counter
             assert isinstance(sketch, CountMinSketch)
@@ -241,43 +242,45 @@ class _Sketches(nn.Module):
             layout[t] = torch.tensor([*sizes, frequency.threshold, hash_keys[t]])
             if sketch.halve_every is not None:
                 self._periods.append((begin, size, math.ceil(size / sketch.halve_every)))
-            begin, most = begin + size, max(most, frequency.threshold)
+            begin, max_depth = begin + size, max(max_depth, frequency.threshold)
         self.depth = int(layout[:, 2].max())
-        dtype = torch.uint8 if most < 2**8 else torch.int32 if most < 2**31 else torch.int64
+        dtype = (
+            torch.uint8 if max_depth < 2**8 else torch.int32 if max_depth < 2**31 else torch.int64
+        )
         # The last one takes what has no counter.
         counters = torch.zeros(begin + 1, dtype=dtype, device=device)
         self.register_buffer("counters", counters)
         self.register_buffer("batches", torch.zeros(1, dtype=torch.int64, device=device))
         self.register_buffer("layout", layout.to(device), persistent=False)
 
-    def add(self, missing: Missing, effects: Effects) -> Tensor:
-        """Count the misses; the count of each, at most the threshold, 0 for other tables."""
+    def add(self, missing_keys: Missing, effects: Effects) -> Tensor:
+        """Count the misses; return the count of each, at most the threshold, 0 for other tables."""
         self._fade(effects)
-        begin, width, depth, threshold, hash_key = self.layout[missing.tables].unbind(1)
-        mixed = mix(missing.keys ^ hash_key)
+        begin, width, depth, threshold, hash_key = self.layout[missing_keys.tables].unbind(1)
+        mixed = mix(missing_keys.keys ^ hash_key)
         low, high = mixed & _LOW_31, mixed >> 33 & _LOW_31 | 1
         rows = torch.arange(self.depth, device=mixed.device)[:, None]
         column = ((low + rows * high & _LOW_31) * width) >> 31
         unused = self.counters.numel() - 1
-        places = torch.where(rows < depth, begin + rows * width + column, unused)
-        seen = torch.where(rows < depth, self.counters[places].long(), threshold).amin(0)
+        cells = torch.where(rows < depth, begin + rows * width + column, unused)
+        num_seen = torch.where(rows < depth, self.counters[cells].long(), threshold).amin(0)
         # No sum above the threshold, which may wrap where counts are near the largest number.
-        more = torch.minimum(missing.counts, threshold - seen)
-        counts: Tensor = effects.once(torch.ops.aten.add.Tensor, seen, more)
+        more = torch.minimum(missing_keys.counts, threshold - num_seen)
+        counts: Tensor = effects.once(torch.ops.aten.add.Tensor, num_seen, more)
         raised = counts.to(self.counters.dtype).expand(self.depth, -1)
-        self.counters.scatter_reduce_(0, places.flatten(), raised.flatten(), "amax")
+        self.counters.scatter_reduce_(0, cells.flatten(), raised.flatten(), "amax")
         self.counters[unused:].zero_()
         return counts
 
     def _fade(self, effects: Effects) -> None:
-        """Halve the part of the counters whose turn it is."""
+        """Halve the counters whose turn this batch is."""
         batches = effects.once(torch.ops.aten.clone.default, self.batches)
-        for begin, size, part in self._periods:
-            turn = batches * part % (part * math.ceil(size / part))
-            places = turn + torch.arange(part, device=turn.device)
-            places = torch.where(places < size, begin + places, self.counters.numel() - 1)
-            halved = effects.once(torch.ops.aten.clone.default, self.counters[places] // 2)
-            self.counters[places] = halved
+        for begin, size, slice_size in self._periods:
+            turn = batches * slice_size % (slice_size * math.ceil(size / slice_size))
+            cells = turn + torch.arange(slice_size, device=turn.device)
+            cells = torch.where(cells < size, begin + cells, self.counters.numel() - 1)
+            halved = effects.once(torch.ops.aten.clone.default, self.counters[cells] // 2)
+            self.counters[cells] = halved
         effects.once(torch.ops.aten.add_.Scalar, self.batches, 1)
 
     @property
@@ -305,7 +308,7 @@ class _Sketches(nn.Module):
             hash_keys.copy_(saved)
 
     def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
-        """Yield what is wrong with the entries of the sketches."""
+        """Yield one message per invalid entry of the sketches in a state dict."""
         tensors = state_dicts.own_tensors(self, prefix)
         yield from state_dicts.count_problems(state_dict, tensors)
         hash_keys = {prefix + HASH_KEYS: self.layout[:-1, _LAYOUT_HASH_KEY]}
@@ -313,10 +316,10 @@ class _Sketches(nn.Module):
 
 
 class Admission(nn.Module):
-    """Requirements that the tables of a module set for keys before these get a row.
+    """Decide which missing keys get a row, by how often they were seen.
 
     Args:
-        specs: the tables; those without `admission` take every key.
+        specs: specs of the tables; those without `admission` admit every key.
         device: device of the counts.
         hash_keys: hash key of each table, see `HashIndex`; None is 0 for all.
     """
@@ -362,34 +365,34 @@ class Admission(nn.Module):
         """
         if self.counter is None and self.sketches is None:
             return in_store
-        missing = missing_of(keys.ids, misses)
-        count = missing.keys.numel()
+        missing_keys = missing_of(keys.ids, misses)
+        count = missing_keys.keys.numel()
         if in_store is not None:
-            tables = torch.where(in_store[:count], len(self.specs), missing.tables)
-            missing = missing._replace(tables=tables)
-        decided = self.decide(missing, effects)
+            tables = torch.where(in_store[:count], len(self.specs), missing_keys.tables)
+            missing_keys = missing_keys._replace(tables=tables)
+        decided = self.decide(missing_keys, effects)
         admitted = nn.functional.pad(decided, (0, keys.ids.numel() - count))
         return admitted if in_store is None else admitted | in_store
 
-    def decide(self, missing: Missing, effects: Effects | None = None) -> Tensor:
+    def decide(self, missing_keys: Missing, effects: Effects | None = None) -> Tensor:
         """Count missing keys and return which to admit, bool by key.
 
-        The result of entries without a table is undefined.
+        The result of padding is undefined.
         """
-        counts = torch.zeros_like(missing.counts)
+        counts = torch.zeros_like(missing_keys.counts)
         effects = Effects() if effects is None else effects
         if self.sketches is not None:
-            counts = counts + self.sketches.add(missing, effects)
+            counts = counts + self.sketches.add(missing_keys, effects)
         if self.counter is not None:
-            counts = counts + self.counter.add(missing, effects)
-        admitted = counts >= self.thresholds[missing.tables]
+            counts = counts + self.counter.add(missing_keys, effects)
+        admitted = counts >= self.thresholds[missing_keys.tables]
         for table, spec in enumerate(self.specs):
             if spec.admission is not None and spec.admission.rule is not None:
-                (chosen,) = (missing.tables == table).nonzero(as_tuple=True)
-                answer = spec.admission.rule(missing.keys[chosen], counts[chosen])
+                (chosen,) = (missing_keys.tables == table).nonzero(as_tuple=True)
+                answer = spec.admission.rule(missing_keys.keys[chosen], counts[chosen])
                 admitted[chosen] = _checked_answer(spec, answer, chosen)
         if self.counter is not None:
-            self.counter.forget(missing, admitted)
+            self.counter.forget(missing_keys, admitted)
         return admitted
 
     def counts(self, table: int) -> tuple[Tensor, Tensor]:
@@ -408,7 +411,7 @@ class Admission(nn.Module):
         self._counter_of(table).set_counts(self._exact_tables.index(table), keys, counts)
 
     def counts_exactly(self, table: int) -> bool:
-        """Return whether `counts` has an answer for a table."""
+        """Return whether a table counts exactly, so that `counts` is defined."""
         return table in self._exact_tables
 
     def _counter_of(self, table: int) -> _Counter:
@@ -425,7 +428,8 @@ class Admission(nn.Module):
         sketches = None if self.sketches is None else self.sketches.state_dict()
         return {
             "counter": None if self.counter is None else self.counter.index.snapshot(),
-            "sketches": sketches and {name: part.clone() for name, part in sketches.items()},
+            "sketches": sketches
+            and {name: counters.clone() for name, counters in sketches.items()},
         }
 
     def check_snapshot(self, snapshot: Any) -> None:
@@ -459,20 +463,22 @@ class Admission(nn.Module):
 
 
 def _check_state(name: str, state: Any, expected: Mapping[str, Tensor]) -> None:
-    """Raise ValueError unless a state fits a module with the state `own`.
+    """Raise ValueError unless a state fits a module whose state is `expected`.
 
     Exact counters have any number of keys; states of earlier versions lack hash keys.
     """
-    wanted = dict(expected)
+    missing_entries = dict(expected)
     entries = dumps.check_entries(name, state, ())
     for key in expected:
-        stem, _, last = key.rpartition(".")
-        if last == HASH_KEYS and key not in entries:
-            del wanted[key]
-        elif last in _ENTRIES:
+        stem, _, entry = key.rpartition(".")
+        if entry == HASH_KEYS and key not in entries:
+            del missing_entries[key]
+        elif entry in _ENTRIES:
             keys = dumps.check_entries(name, entries, [f"{stem}.keys"])[f"{stem}.keys"]
-            wanted[key] = dumps.check_tensor(f"{name}.{stem}.keys", keys, torch.int64, (None,))
-    dumps.check_state(name, entries, wanted)
+            missing_entries[key] = dumps.check_tensor(
+                f"{name}.{stem}.keys", keys, torch.int64, (None,)
+            )
+    dumps.check_state(name, entries, missing_entries)
 
 
 def _checked_answer(spec: DynamicSpec, answer: Any, keys: Tensor) -> Tensor:

@@ -1,4 +1,10 @@
-"""Tensor trains whose most used rows are stored as they are, and looked up without the cores."""
+"""Tensor trains with a cache: the most used rows are stored dense, outside the cores.
+
+A batch is split by a hash table from ids to stored rows: hits are looked up in the stored rows,
+misses in the tensor train, and the two outputs are added. Backward updates stored rows and cores
+separately. Training lookups count ids in a second hash table; `populate` chooses the most used ids,
+moves the values of leaving rows into the cores (or drops or spills them) and computes the new ones.
+"""
 
 from __future__ import annotations
 
@@ -64,13 +70,13 @@ _count_ = native(_ops.tt_count_.default)
 
 
 class _Lookups(NamedTuple):
-    """The lookups of a batch.
+    """A batch split into lookups of cores and of stored rows.
 
     Attributes:
-        cold: int64 `[L]`, ids whose rows the cores make, -1 for the others.
-        rows: int64 `[L]`, the row among the stored ones of its table, -1 for ids without one;
-            empty where no rows are stored.
-        counted: the ids of all tables to count, -1 for none, in segments by feature.
+        cold: int64 `[L]`, ids that the cores serve, -1 for the others.
+        rows: int64 `[L]`, index of the id's stored row in its table, -1 for ids without one; empty
+            if no rows are stored.
+        counted: ids of all tables to count, -1 for none, in segments by feature.
     """
 
     cold: Tensor
@@ -79,13 +85,12 @@ class _Lookups(NamedTuple):
 
 
 class CachedTTEmbeddingBags(nn.Module):
-    """Looks up tensor-train tables, of which the most used rows are stored as they are.
+    """Looks up tensor-train tables whose most used rows are stored dense.
 
-    A stored row is owned by the cache: lookups read it, backward updates it with the optimizer, and
-    the cores have no part in it; `to_dense` and `state_dict` have its values. Training lookups
-    count ids in a hash table; `populate` stores the most used ones from then on. New rows
-    start with what the cores make of them and with zero optimizer states. Rows must not be chosen
-    between a lookup and its backward, which raises then.
+    A stored row replaces the row of the cores: lookups read it, and backward updates it alone;
+    `to_dense` and `state_dict` have its values. Training lookups count ids in a hash table;
+    `populate` stores the rows of the most used ids. New rows start with the cores' values and zero
+    optimizer states. If rows are chosen between a lookup and its backward, backward raises.
 
     Args:
         tables: rows, dim, ranks, factors and name of each tensor train.
@@ -95,10 +100,10 @@ class CachedTTEmbeddingBags(nn.Module):
         feature_tables: the table of each feature; by default feature i reads table i.
         init: initializer of the cores, as in `TableBatchedTTEmbeddingBags`.
         precision: dtypes of cores and stored rows (`weights`), output and optimizer state, and how
-            updates are rounded, and how exact products of cores are on a GPU (`matmul`). What goes
-            from rows into cores and back is rounded to nearest.
+            updates are rounded, and how exact products of cores are on a GPU (`matmul`). Values
+            that move between rows and cores are rounded to nearest.
         bounds_check: reaction to invalid indices and offsets, see `BoundsCheck`.
-        device: device of everything but spilled rows; not meta.
+        device: device of cores, cache and hash tables; not meta. Spilled rows are in host memory.
         include_last_offset: False for offsets without their last entry, the number of indices, as
             `nn.EmbeddingBag` takes them.
 
@@ -155,7 +160,9 @@ class CachedTTEmbeddingBags(nn.Module):
         options: dict[str, Any] = {
             "pooling": pooling,
             "feature_tables": feature_tables,
-            "precision": replace(self.precision, output=torch.float32),  # of what is added here
+            "precision": replace(
+                self.precision, output=torch.float32
+            ),  # the sum with cached rows is rounded once
             "bounds_check": BoundsCheck.NONE,  # this module checks, once for both
             "device": device,
         }
@@ -176,19 +183,17 @@ class CachedTTEmbeddingBags(nn.Module):
         self._choice = 0  # number of that choice
         self._index_is_current = True  # whether `index` and `row_of_slot` are as `key_of_row` says
         self._stores_rows = (0, False)  # a choice, and whether any rows were stored then
-        self._step_offset: Tensor | None = None  # of rows that lookups skip: see `_skip_rows`
+        self._step_offset: Tensor | None = None  # offset for skipped rows, see `_skip_rows`
         self.register_load_state_dict_post_hook(_restart_if_loaded)
 
     def _make_trains(
         self, optimizer: Optimizer | None, init: str, options: dict[str, Any]
     ) -> TableBatchedTTEmbeddingBags:
-        """Make the tensor trains."""
         return TableBatchedTTEmbeddingBags(self.tables, optimizer, init=init, **options)
 
     def _make_rows(
         self, optimizer: Optimizer | None, options: dict[str, Any]
     ) -> TableBatchedEmbeddingBags:
-        """Make the tables of stored rows."""
         specs = [
             TableSpec(rows, spec.dim, spec.name, placement=self.cache.placement)
             for rows, spec in zip(self.stored_rows, self.tables, strict=True)
@@ -199,7 +204,6 @@ class CachedTTEmbeddingBags(nn.Module):
         return TableBatchedEmbeddingBags(specs, optimizer, cache=cache, **options)
 
     def _by_feature(self) -> dict[str, list[Any]]:
-        """Return the buffers with a number per feature."""
         features = self.trains.feature_tables
         return {
             "key_bases": [self._first_key[t] for t in features],
@@ -220,7 +224,7 @@ class CachedTTEmbeddingBags(nn.Module):
         return self.trains.table_names
 
     def _fill_layout(self) -> None:
-        """Write what no state dict has into buffers that lost their values."""
+        """Recompute buffers that follow from the constructor, after a move from meta."""
         self.features.copy_(self.trains.id_features())
         self.bounds_violations.zero_()
         for name, values in self._by_feature().items():
@@ -280,9 +284,9 @@ class CachedTTEmbeddingBags(nn.Module):
         elif not self.include_last_offset:
             offsets = append_last_offset(indices, offsets)
         if padding := num_padding_ids(indices, offsets):  # which would be counted as an id
-            rest = None if per_sample_weights is None else per_sample_weights[padding:]
+            weights_of_ids = None if per_sample_weights is None else per_sample_weights[padding:]
             offsets = (offsets if self.include_last_offset else offsets[:-1]) - padding
-            out: Tensor = self(indices[padding:], offsets, rest, batch_sizes=batch_sizes)
+            out: Tensor = self(indices[padding:], offsets, weights_of_ids, batch_sizes=batch_sizes)
             none = self.trains.pooling is Pooling.NONE
             return torch.cat([out.new_zeros(padding, out.shape[1]), out]) if none else out
         offsets = self._checked_offsets(indices, offsets, batch_sizes)
@@ -302,10 +306,10 @@ class CachedTTEmbeddingBags(nn.Module):
         return out
 
     def _is_counted(self) -> bool:
-        """Return whether this lookup counts its ids; choose the rows first where it is time to.
+        """Return whether this lookup counts its ids; populate first, if it is time to.
 
         Raises:
-            RuntimeError: backward repeats a lookup since which rows were replaced.
+            RuntimeError: backward repeats a lookup, and rows were replaced in between.
         """
         running = running_forward(training=self.training)
         if running is not None and running.is_repeated:
@@ -326,15 +330,15 @@ class CachedTTEmbeddingBags(nn.Module):
         return counted
 
     def _has_stored_rows(self) -> bool:
-        """Return whether any rows are stored; reads the device once per choice of rows."""
+        """Return whether any rows are stored; reads the device once after each populate."""
         if self._stores_rows[0] != self._choice:
             self._stores_rows = (self._choice, bool((self.key_of_row >= 0).any()))
         return self._stores_rows[1]
 
     def _skip_rows(self) -> bool:
-        """Return whether a lookup reads the cores alone, since no rows are stored.
+        """Return whether a lookup reads only the cores, because no rows are stored.
 
-        Its backward counts a step of the cores; `_count_skipped_steps` then adds those of the rows.
+        Its backward counts a step of the cores only, `_count_skipped_steps` those of stored rows.
         """
         skips = not self._spills and not self._has_stored_rows()
         if not torch.is_grad_enabled():
@@ -352,7 +356,7 @@ class CachedTTEmbeddingBags(nn.Module):
 
     @torch.no_grad()
     def _count_skipped_steps(self) -> None:
-        """Add the steps of lookups that skipped the stored rows to the steps of these."""
+        """Add the steps that skipped the stored rows to the step of their optimizer."""
         if self._step_offset is not None:
             steps = self.trains.hyperparams[Hyper.STEP]
             self.rows.hyperparams[Hyper.STEP].copy_(steps + self._step_offset.to(steps))
@@ -363,7 +367,7 @@ class CachedTTEmbeddingBags(nn.Module):
     def _checked_offsets(
         self, indices: Tensor, offsets: Tensor, batch_sizes: Sequence[Sequence[int]] | None
     ) -> Tensor:
-        """Check a batch before anything is changed; return offsets repaired."""
+        """Check a batch before anything is changed; return repaired offsets."""
         features, bags = len(self.ends), offsets.numel() - 1
         if batch_sizes is None and (bags < 0 or bags % features):
             raise RuntimeError(
@@ -375,14 +379,14 @@ class CachedTTEmbeddingBags(nn.Module):
     def layout_of_bags(
         self, offsets: Tensor, batch_sizes: Sequence[Sequence[int]] | None
     ) -> Tensor | None:
-        """Return where each bag goes if batch sizes differ."""
+        """Return `bag_layout`, see `VariableBatch`; None if batch sizes are equal."""
         if batch_sizes is None:
             return None
         dims, bags = [self.tables[t].dim for t in self.feature_tables], offsets.numel() - 1
         return variable_batch(batch_sizes, dims, max(bags, 0), offsets.device).bag_layout
 
     def _check_choice(self, choice: int | None, gradient: Tensor | None = None) -> None:
-        """Raise where the stored rows are other ones than at the lookup: they would be updated."""
+        """Raise RuntimeError if the stored rows were chosen again since the lookup."""
         if choice is not None and choice != self._choice:
             raise RuntimeError(
                 "rows of the cache were replaced between a lookup and its backward: call "
@@ -394,7 +398,7 @@ class CachedTTEmbeddingBags(nn.Module):
     def _find(
         self, indices: Tensor, offsets: Tensor, batch_sizes: Sequence[Sequence[int]] | None
     ) -> _Lookups:
-        """Return which row each lookup reads, and what to count of it."""
+        """Split a batch into lookups of cores, stored rows, and ids to count."""
         features, layout = len(self.ends), self.layout_of_bags(offsets, batch_sizes)
         ids: Tensor = _ops.tt_keys(indices, offsets, layout, self.id_tables)
         starts = feature_starts(offsets, features, batch_sizes)
@@ -410,16 +414,16 @@ class CachedTTEmbeddingBags(nn.Module):
         return _Lookups(cold, rows, segments._replace(ids=counted))
 
     def _keys_of(self, ids: Tensor, starts: Tensor) -> Tensor:
-        """Return ids among those of all tables; -1 stays."""
+        """Add each table's first key to its ids, so that keys differ over tables; -1 stays."""
         position = torch.arange(ids.numel(), device=ids.device)
         feature = torch.bucketize(position, starts[1:-1], right=True)
         return torch.where(ids >= 0, ids + self.key_bases[feature], -1)
 
     @torch.no_grad()
     def _count(self, batch: _Lookups, missed_before: Tensor | None) -> None:
-        """Count the ids of a training lookup, before which `_missed` was `missed_before`.
+        """Count the ids of a training lookup; `missed_before` is `_missed()` before the lookup.
 
-        An id that was not valid, whose lookup read row 0, is none; -1 is a key that no table has.
+        Invalid ids, whose lookups read row 0, and -1 are not counted.
         """
         keys, numbers = batch.counted, (self.tables_of_features, self.counters)
         calls = [partial(_count_, keys.ids, batch.rows, keys.starts, *numbers)]
@@ -433,13 +437,13 @@ class CachedTTEmbeddingBags(nn.Module):
             self._since = [since + 1 for since in self._since]
 
     def _missed(self) -> Tensor | None:
-        """Return lookups by table of spilled rows so far; None where rows do not spill."""
+        """Return the number of lookups of spilled rows so far, per table; None without SPILL."""
         cache = self.rows.row_cache
         column = COUNTERS.index("lookup_misses")
         return None if cache is None else cache.counters[:-1, column].clone()
 
     def populate(self, table: int | None = None) -> None:
-        """Store the most used rows from now on; rows that are stored already stay as they are.
+        """Choose the most used rows and store them; rows that are stored already keep their values.
 
         Args:
             table: number of the table whose rows are chosen; None chooses those of all tables.
@@ -447,12 +451,14 @@ class CachedTTEmbeddingBags(nn.Module):
         self._populate(range(len(self.tables)) if table is None else [table])
 
     def _populate_in_time(self) -> None:
-        """Choose the rows of tables whose `every` lookups have passed, except frozen tables."""
-        every = self.cache.every or math.inf
+        """Populate tables that have had `every` lookups since the last time, except frozen ones."""
+        period = self.cache.every or math.inf
         frozen = self.trains.untrained
-        due = [t for t, since in enumerate(self._since) if since >= every and t not in frozen]
-        if due:
-            self._populate(due)
+        due_tables = [
+            t for t, since in enumerate(self._since) if since >= period and t not in frozen
+        ]
+        if due_tables:
+            self._populate(due_tables)
 
     @torch.no_grad()
     def _populate(self, tables: Iterable[int]) -> None:
@@ -460,9 +466,9 @@ class CachedTTEmbeddingBags(nn.Module):
         keys = torch.cat([part.keys for part in exported]) if exported else self.key_of_row[:0]
         uses = torch.cat([part.scores for part in exported]) if exported else keys
         for table in tables:
-            first, last = self._first_key[table : table + 2]
-            own = (keys >= first) & (keys < last)
-            self._populate_table(table, keys[own], uses[own])
+            first_key, end_key = self._first_key[table : table + 2]
+            is_of_table = (keys >= first_key) & (keys < end_key)
+            self._populate_table(table, keys[is_of_table], uses[is_of_table])
             self._since[table] = 0
         if self._has_stored_rows():  # which lookups in a CUDA graph cannot ask
             self._count_skipped_steps()
@@ -471,81 +477,82 @@ class CachedTTEmbeddingBags(nn.Module):
         keys, order = keys.sort()  # equal uses: the smaller id first
         uses = uses[order]
         best = keys[uses.argsort(descending=True, stable=True)[: self.cache_rows[table]]]
-        present = self._keys(table)
-        new = best[~torch.isin(best, present)]
-        leaving = ((present >= 0) & ~torch.isin(present, best)).nonzero().squeeze(1)
+        cached_keys = self._keys(table)
+        new_keys = best[~torch.isin(best, cached_keys)]
+        leaving = ((cached_keys >= 0) & ~torch.isin(cached_keys, best)).nonzero().squeeze(1)
         if self._spills:  # only as many as there is no room for
-            excess = max(len(new) - int((present < 0).sum()), 0)
-            leaving = least_used(present, leaving, keys, uses)[:excess]
-        self._replace_rows(table, leaving, new)
+            excess = max(len(new_keys) - int((cached_keys < 0).sum()), 0)
+            leaving = least_used(cached_keys, leaving, keys, uses)[:excess]
+        self._replace_rows(table, leaving, new_keys)
 
     def _keys(self, table: int) -> Tensor:
         """Return the keys of a table's stored rows, -1 for free ones."""
-        first, last = self._first_row[table : table + 2]
-        return self.key_of_row[first:last]
+        begin, end = self._first_row[table : table + 2]
+        return self.key_of_row[begin:end]
 
-    def _replace_rows(self, table: int, leaving: Tensor, new: Tensor) -> None:
-        """Remove stored rows, by number within a table, and store keys with the rows of the cores.
+    def _replace_rows(self, table: int, leaving: Tensor, new_keys: Tensor) -> None:
+        """Remove stored rows (`leaving`: indices in a table); store `new_keys` with core rows.
 
-        What the table is made of changes in one native call: cores, stored rows and whose they
-        are. The index follows from these; it is made again if an interrupt comes before it.
+        One native call changes cores, stored rows and their keys. The index is derived from them,
+        and is rebuilt if an interrupt comes before it is updated.
         """
-        if not len(leaving) and not len(new):
+        if not len(leaving) and not len(new_keys):
             return
-        own = self._keys(table)
-        after, gone = own.clone(), own[leaving]
+        cached_keys = self._keys(table)
+        keys_after, removed_keys = cached_keys.clone(), cached_keys[leaving]
         cores = [core.detach().float() for core in self.trains.table_cores(table)]
         changes: list[partial[Any]] = []
         if len(leaving):
             cores, changes = self._eviction(table, leaving, cores)
-            after[leaving] = -1
-        free = (after < 0).nonzero().squeeze(1)[: len(new)]
-        after[free] = new
-        ids = new - self._first_key[table]
-        made = tt_projection.rows(self.tables[table], cores, ids) if len(new) else None
+            keys_after[leaving] = -1
+        free = (keys_after < 0).nonzero().squeeze(1)[: len(new_keys)]
+        keys_after[free] = new_keys
+        ids = new_keys - self._first_key[table]
+        new_rows = tt_projection.rows(self.tables[table], cores, ids) if len(new_keys) else None
         self.rows.settle()  # what a cache has learned would be dropped by `overwriting`
-        if made is not None:
+        if new_rows is not None:
             for name, view in self.rows.table_views()[table].items():
                 at = free.to(view.device)
-                values = made.to(view) if name == "weight" else torch.zeros_like(view[at])
+                values = new_rows.to(view) if name == "weight" else torch.zeros_like(view[at])
                 changes.append(partial(view.index_copy_, 0, at, values))
         self._choice += 1
         self._index_is_current = False
         with self.rows.overwriting():
-            in_one_call(*changes, partial(own.copy_, after))
-        if len(gone):
-            self.row_of_slot[self.index.slots(gone)] = -1
-            self.index.erase(gone)
-        if len(new):
-            slots = self.index.find_or_insert_slots(new).slots
+            in_one_call(*changes, partial(cached_keys.copy_, keys_after))
+        if len(removed_keys):
+            self.row_of_slot[self.index.slots(removed_keys)] = -1
+            self.index.erase(removed_keys)
+        if len(new_keys):
+            slots = self.index.find_or_insert_slots(new_keys).slots
             self.row_of_slot[slots] = free
         self._index_is_current = True
 
     def _eviction(
         self, table: int, rows: Tensor, cores: list[Tensor]
     ) -> tuple[list[Tensor], list[partial[Any]]]:
-        """Return the cores after rows have left, as float32, and the calls that change the module.
-
-        Rows are numbered within a table's stored ones.
-        """
+        """Return the float32 cores after rows have left, and the calls that change the module."""
         spec, ids = self.tables[table], self._keys(table)[rows] - self._first_key[table]
         values, calls = self._values(table, rows), []
-        made = tt_projection.rows(spec, cores, ids)
-        changed = float((values - made).double().square().sum())
+        train_rows = tt_projection.rows(spec, cores, ids)
+        changed = float((values - train_rows).double().square().sum())
         if self.cache.eviction is not RowEviction.DROP:
             moved = tt_projection.project(spec, cores, ids, values)
-            own = self.trains.table_cores(table)
-            calls = [partial(core.copy_, value) for core, value in zip(own, moved, strict=True)]
-            cores = [value.to(core.dtype).float() for core, value in zip(own, moved, strict=True)]
-            made = tt_projection.rows(spec, cores, ids)
-        lost = float((values - made).double().square().sum())
-        sums = torch.tensor([changed, lost], device=self.changes.device)
+            own_cores = self.trains.table_cores(table)
+            calls = [
+                partial(core.copy_, value) for core, value in zip(own_cores, moved, strict=True)
+            ]
+            cores = [
+                value.to(core.dtype).float() for core, value in zip(own_cores, moved, strict=True)
+            ]
+            train_rows = tt_projection.rows(spec, cores, ids)
+        squared_loss = float((values - train_rows).double().square().sum())
+        sums = torch.tensor([changed, squared_loss], device=self.changes.device)
         calls.append(partial(self.changes[table].add_, sums))
         evicted = self.counters[table, TT_COUNTERS.index("evicted")]
         return cores, [*calls, partial(evicted.add_, len(rows))]
 
     def _values(self, table: int, rows: Tensor) -> Tensor:
-        """Return the values of stored rows, wherever they are, as float32."""
+        """Return the values of stored rows as float32, read from the cache if they are in it."""
         weight = self.rows.table_weights()[table].detach()
         return weight[rows.to(weight.device)].to(rows.device).float()
 
@@ -560,12 +567,12 @@ class CachedTTEmbeddingBags(nn.Module):
         """Yield the rows of `to_dense` in blocks, in order."""
         keys = self._keys(table)
         rows = (keys >= 0).nonzero().squeeze(1)
-        ids, first = keys[rows] - self._first_key[table], 0
+        ids, first_id = keys[rows] - self._first_key[table], 0
         for block in self.trains.dense_blocks(table):
-            here = (ids >= first) & (ids < first + len(block))
-            block[ids[here] - first] = self._values(table, rows[here]).to(block)
+            is_in_block = (ids >= first_id) & (ids < first_id + len(block))
+            block[ids[is_in_block] - first_id] = self._values(table, rows[is_in_block]).to(block)
             yield block
-            first += len(block)
+            first_id += len(block)
 
     def cached_ids(self, table: int) -> Tensor:
         """Return the ids whose rows are stored, in the cache or spilled."""
@@ -573,17 +580,17 @@ class CachedTTEmbeddingBags(nn.Module):
         return keys[keys >= 0] - self._first_key[table]
 
     def spilled_ids(self, table: int) -> Tensor:
-        """Return the ids whose rows are stored and not in the cache; none unless they spill."""
+        """Return the ids whose rows are stored but not in the cache; empty without SPILL."""
         keys = self._keys(table)
         return keys[(keys >= 0) & self._is_spilled(table)] - self._first_key[table]
 
     def _is_spilled(self, table: int) -> Tensor:
-        """Return which of a table's stored rows the cache does not hold."""
-        first, last = self._first_row[table : table + 2]
+        """Return which of a table's stored rows are not in the cache, bool `[stored rows]`."""
+        begin, end = self._first_row[table : table + 2]
         cache = self.rows.row_cache
         if cache is None:
-            return torch.zeros(last - first, dtype=torch.bool, device=self.key_of_row.device)
-        rows = torch.arange(first, last, device=cache.tags.device)
+            return torch.zeros(end - begin, dtype=torch.bool, device=self.key_of_row.device)
+        rows = torch.arange(begin, end, device=cache.tags.device)
         return ~torch.isin(rows, cache.tags)
 
     def cache_stats(self) -> TTCacheStats:
@@ -595,13 +602,13 @@ class CachedTTEmbeddingBags(nn.Module):
             for t, (counts, changes) in enumerate(numbers)
         ]
         tables = [TTCacheStats(**row) for row in rows]
-        whole = {name: sum(row[name] for row in rows) for name in names}
-        return TTCacheStats(**whole, tables=dict(zip(self.rows.table_names, tables, strict=True)))
+        totals = {name: sum(row[name] for row in rows) for name in names}
+        return TTCacheStats(**totals, tables=dict(zip(self.rows.table_names, tables, strict=True)))
 
     def reset_cache_stats(self, table: int | None = None) -> None:
         """Set the counts of `cache_stats` to zero, of one table or (None) of all.
 
-        `spilled` is no count, and stays.
+        `spilled` is the current number of spilled rows and does not change.
         """
         own = slice(None) if table is None else table
         self.counters[own] = 0
@@ -611,29 +618,33 @@ class CachedTTEmbeddingBags(nn.Module):
     def empty_cache(self, table: int | None = None) -> None:
         """Remove all stored rows and forget all counts, of one table or (None) of all.
 
-        With `DROP` their values are lost; otherwise, spilled ones included, they go into the cores.
+        With `DROP` their values are lost; otherwise all, spilled ones included, go into the cores.
         """
         for t in range(len(self.tables)) if table is None else (table,):
             rows = (self._keys(t) >= 0).nonzero().squeeze(1)
             self._replace_rows(t, rows, self.key_of_row[:0])
             self._forget_counts(t)
         if table is None:
-            self.counts.clear()  # of ids that no table has, too
+            self.counts.clear()  # also counts of ids that no table has
 
     def _forget_counts(self, table: int) -> None:
         """Remove the counted ids of a table."""
         self.counts.erase(self._counted(table).keys)
 
     def _counted(self, table: int) -> TableRows:
-        """Return the counted ids of a table, as keys, with their uses as scores."""
-        every = self.counts.index.export(0)
-        own = (every.keys >= self._first_key[table]) & (every.keys < self._first_key[table + 1])
-        keys, stamps, uses = every.keys[own], every.stamps[own], every.scores
+        """Return the counted ids of a table as keys, with their number of uses as scores."""
+        counted = self.counts.index.export(0)
+        is_of_table = (counted.keys >= self._first_key[table]) & (
+            counted.keys < self._first_key[table + 1]
+        )
+        keys, stamps, uses = counted.keys[is_of_table], counted.stamps[is_of_table], counted.scores
         assert uses is not None
-        return TableRows(keys, torch.zeros(len(keys), 1, device=keys.device), stamps, uses[own])
+        return TableRows(
+            keys, torch.zeros(len(keys), 1, device=keys.device), stamps, uses[is_of_table]
+        )
 
     def _rebuild_index(self) -> None:
-        """Enter the stored keys into an empty index."""
+        """Rebuild the index from the keys of the stored rows."""
         self._index_is_current = False
         self.index.clear()
         self.row_of_slot.fill_(-1)
@@ -651,7 +662,7 @@ class CachedTTEmbeddingBags(nn.Module):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *arguments: Any
     ) -> None:
-        """Load a state dict, of modules with other numbers of stored rows too.
+        """Load a state dict, also of a module with another number of stored rows.
 
         Raises:
             RuntimeError: more stored rows of a table than this module has; nothing was written.
@@ -659,22 +670,24 @@ class CachedTTEmbeddingBags(nn.Module):
         self._count_skipped_steps()
         self.since.copy_(torch.tensor(self._since))
         since = state_dict.get(f"{prefix}since")
-        if isinstance(since, Tensor) and not since.dim():  # of all tables, in earlier versions
+        if isinstance(since, Tensor) and not since.dim():  # earlier versions: one for all tables
             state_dict[f"{prefix}since"] = since.expand(len(self.tables)).clone()
         stored = StoredTables(self.rows.table_names, self._first_key, self.rows.table_views())
-        found = [*stored.problems(state_dict, prefix)]
-        if not found:
+        problems = [*stored.problems(state_dict, prefix)]
+        if not problems:
             state_dict.update(stored.resized(state_dict, prefix))
-        if not state_dicts.refuses(self, state_dict, prefix, arguments[-1], found):
+        if not state_dicts.refuses(self, state_dict, prefix, arguments[-1], problems):
             self._index_is_current = False
             super()._load_from_state_dict(state_dict, prefix, *arguments)
 
     def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
-        """Yield what is wrong with the entries of the module, of as many stored rows as here."""
+        """Yield one message per invalid entry; the saved number of stored rows must be this one."""
         counts = (f"{prefix}{name}" for name in ("counters", "changes", "since"))
-        own = state_dicts.own_tensors(self, prefix)
-        yield from state_dicts.count_problems(state_dict, {name: own.pop(name) for name in counts})
-        yield from state_dicts.entry_problems(state_dict, own)
+        own_tensors = state_dicts.own_tensors(self, prefix)
+        yield from state_dicts.count_problems(
+            state_dict, {name: own_tensors.pop(name) for name in counts}
+        )
+        yield from state_dicts.entry_problems(state_dict, own_tensors)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -688,12 +701,12 @@ class CachedTTEmbeddingBags(nn.Module):
         return self
 
     def finish_load(self) -> None:
-        """Rebuild the index after a state dict was loaded; one that was refused changed nothing."""
+        """Rebuild the index after loading a state dict; do nothing if it was refused."""
         if not self._index_is_current:
             self._restart()
 
     def _restart(self) -> None:
-        """Follow what was loaded: a lookup before it must not update rows by its backward."""
+        """Invalidate earlier lookups after a load: their backward must not update rows."""
         self._since, self._choice = self.since.tolist(), self._choice + 1
         self._rebuild_index()
 
@@ -728,12 +741,12 @@ class CachedTTEmbeddingBags(nn.Module):
         trains, rows = self.trains.nbytes(), self.rows.nbytes()
         index = self.row_of_slot.nbytes + self.key_of_row.nbytes
         index += sum(t.nbytes for h in (self.index, self.counts) for t in h.index.tensors())
-        parts = {"weights": trains["weights"], "optimizer_state": trains["optimizer_state"]}
+        nbytes = {"weights": trains["weights"], "optimizer_state": trains["optimizer_state"]}
         if self._spills:
             spill = rows["weights"] + rows["optimizer_state"]
-            return {**parts, "cache": rows["cache"] + index, "spill": spill}
-        parts["optimizer_state"] += rows["optimizer_state"]
-        return {**parts, "cache": rows["weights"] + index, "spill": 0}
+            return {**nbytes, "cache": rows["cache"] + index, "spill": spill}
+        nbytes["optimizer_state"] += rows["optimizer_state"]
+        return {**nbytes, "cache": rows["weights"] + index, "spill": 0}
 
 
 def _restart_if_loaded(module: Any, incompatible: Any) -> None:

@@ -19,7 +19,7 @@ _INT64_RANGE = (-(2**63), 2**63 - 1)
 
 
 class EvictionScores(nn.Module):
-    """Hold the score that each table assigns to the keys of its next training batch.
+    """Scores that each table assigns to the keys of its next training batch.
 
     Tables with `Eviction.STEP` count their training batches from 1 on. Tables with
     `Eviction.CUSTOM` assign the number that was last passed to `set`.
@@ -105,7 +105,7 @@ class EvictionScores(nn.Module):
                 self.values[t].fill_(1)
 
     def get(self) -> list[int | None]:
-        """Return the score of the next batch by table (reads the device); None where none is."""
+        """Return the next batch's score per table (reads the device); None if unset or unused."""
         return [
             None if t in self._unset or eviction.order != "assigned" else value
             for t, (eviction, value) in enumerate(
@@ -124,7 +124,7 @@ class EvictionScores(nn.Module):
         self._unset = {t for t in custom if not is_set[t]}
 
     def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
-        """Yield what is wrong with the entries of the scores."""
+        """Yield one message per invalid entry of the scores in a state dict."""
         return state_dicts.entry_problems(state_dict, state_dicts.own_tensors(self, prefix))
 
 
@@ -152,10 +152,10 @@ class Sweep(NamedTuple):
 class Expiry:
     """Choose the buckets that each training step searches for expired keys.
 
-    The choice is a function of the number of the step alone. A key of a table with `ttl` stays for
-    at least `ttl` steps after its last use and for at most an eighth more, because every bucket is
-    searched once in max(1, ttl // 8) steps. Until it is removed, the key is found as before, and a
-    use renews it. Steps are training batches, as for LRU.
+    The choice depends only on the step, the number of training batches. A key of a table with `ttl`
+    stays for at least `ttl` steps after its last use and at most an eighth longer, because every
+    bucket is searched once in max(1, ttl // 8) steps. Until it is removed the key can be found, and
+    a use renews it.
     """
 
     def __init__(self, specs: Sequence[DynamicSpec]) -> None:
@@ -176,8 +176,9 @@ class EvictionLog:
     inserted again: a reader checks which of them are in the table. Recording keys of a CUDA table
     waits for the device.
 
-    A call that removes keys and returns which is announced by `expect`, and `record` follows. If an
-    exception comes in between, keys may be missing, and the log is complete from the next tick on.
+    `expect` announces a call that removes keys, and `record` logs the keys after it. If an
+    exception comes in between, the log lacks keys, so it counts as complete only from the next tick
+    on.
 
     Args:
         num_tables: the number of tables.
@@ -202,16 +203,16 @@ class EvictionLog:
         self._expected = {}
 
     def expect(self, table: int, tick: int) -> None:
-        """Note that a call is about to remove keys at a tick, which `record` gets after it."""
+        """Announce a call that removes keys at a tick; `record` must follow it."""
         self._complete_from[table] = self.complete_from(table)
         self._expected[table] = tick
 
     def record(self, table: int, keys: Tensor, tick: int) -> None:
-        """Record keys that left a table at a tick, which is not before the last one recorded."""
+        """Record keys that left a table at `tick`, which is at least the last recorded tick."""
         log = self._logs[table]
         if keys.numel():
-            before = log[-1][2] if log else 0
-            log.append((tick, keys.detach().cpu().clone(), before + keys.numel()))
+            num_before = log[-1][2] if log else 0
+            log.append((tick, keys.detach().cpu().clone(), num_before + keys.numel()))
         self._expected.pop(table, None)
         while log and log[-1][2] - log[0][2] + log[0][1].numel() > self._max_keys:
             self._complete_from[table] = max(self._complete_from[table], log[0][0] + 1)
@@ -219,18 +220,18 @@ class EvictionLog:
 
     def record_all(self, keys: Tensor, ends: Sequence[int], tick: int) -> None:
         """Record keys of all tables, concatenated: those of table t end at `ends[t]`."""
-        first = 0
+        begin = 0
         for table, end in enumerate(ends):
-            self.record(table, keys[first:end], tick)
-            first = end
+            self.record(table, keys[begin:end], tick)
+            begin = end
 
     def record_batch(self, inserted: InsertedBatch, tick: int) -> None:
         """Record the keys that the insertion of a batch evicted."""
         assert inserted.misses is not None
         assert inserted.result is not None
         evicted = inserted.result.status == hash.EVICTING
-        before = torch.cat([evicted.new_zeros(1, dtype=torch.int64), evicted.cumsum(0)])
-        ends = before[inserted.misses.offsets[1:]].tolist()
+        num_before = torch.cat([evicted.new_zeros(1, dtype=torch.int64), evicted.cumsum(0)])
+        ends = num_before[inserted.misses.offsets[1:]].tolist()
         self.record_all(inserted.result.evicted[evicted, 0], ends, tick)
 
     def complete_from(self, table: int) -> int:

@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 
 class ShardLocation(Protocol):
-    """Present location of a shard: table `index` of `module`, which changes as the shard moves."""
+    """Current location of a shard: table `index` of `module`; it changes if the shard moves."""
 
     @property
     def module(self) -> Any:
@@ -80,9 +80,9 @@ class DynamicTable:
 
     If the table is sharded over several ranks, all ranks call a method together (except the setters
     and properties, which do not communicate but must be used alike on all ranks), and an error
-    on one rank is raised on all. Keys are passed by each rank as it has them, also none; answers
-    are for the keys of this rank. What a method returns for the whole table is the same on all
-    ranks. `local` acts on the shards of this rank alone.
+    on one rank is raised on all. Each rank passes any keys, possibly none, and gets answers for its
+    own keys. Results about the whole table are equal on all ranks. `local` acts on the shards of
+    this rank alone.
 
     Get a handle with `tables[name]`, after the model has its optimizers and is sharded.
 
@@ -133,8 +133,10 @@ class DynamicTable:
             counts = dynamic_state.tier_stats(state)
             return asdict(counts[state.table_names[index]]) if counts else None
 
-        parts = [part for part in self._everywhere("tier_stats", of_shard) if part is not None]
-        return TierStats(**_added(parts)) if parts else None
+        shard_stats = [
+            stats for stats in self._everywhere("tier_stats", of_shard) if stats is not None
+        ]
+        return TierStats(**_added(shard_stats)) if shard_stats else None
 
     def step(self) -> int:
         """Return the number of training forwards of the table."""
@@ -144,22 +146,22 @@ class DynamicTable:
 
     def contains(self, keys: Tensor) -> Tensor:
         """Return which keys are in the table, in any tier, bool `[n]` on the CPU."""
-        return self._ask("contains", keys, dynamic_state.contains, missing=False)
+        return self._ask("contains", keys, dynamic_state.contains, default=False)
 
     def erase(self, keys: Tensor) -> Tensor:
-        """Remove keys with their rows; return whether each was there, once per key, bool `[n]`."""
-        return self._ask("erase", keys, training.erase, missing=False)
+        """Remove keys with their rows; return whether each was present, bool `[n]`."""
+        return self._ask("erase", keys, training.erase, default=False)
 
     def key_status(self, keys: Tensor) -> Tensor:
-        """Return what became of keys in the last training forward: uint8 `[n]` of `KeyStatus`.
+        """Return the `KeyStatus` of keys in the last training forward, uint8 `[n]`.
 
         Keys that were not in that batch are `KeyStatus.ABSENT`.
 
         Raises:
             RuntimeError: there was no training forward, or its ids were overwritten since.
         """
-        absent = int(routing.KeyStatus.ABSENT)
-        return self._ask("key_status", keys, dynamic_state.status_of, missing=absent)
+        absent_code = int(routing.KeyStatus.ABSENT)
+        return self._ask("key_status", keys, dynamic_state.status_of, default=absent_code)
 
     # Eviction
 
@@ -172,7 +174,7 @@ class DynamicTable:
             dynamic_state.set_eviction_score(state, {index: score})
 
     def set_key_scores(self, keys: Tensor, scores: Tensor | int) -> Tensor:
-        """Give keys scores of their own, for `Eviction.CUSTOM`; return which are there, bool `[n]`.
+        """Set scores of single keys, for `Eviction.CUSTOM`; return which are present, bool `[n]`.
 
         Right after the forward of a batch this is the same as scores per lookup, since keys of a
         batch never evict each other: with a feature of ids and one of their scores, pass the values
@@ -194,7 +196,7 @@ class DynamicTable:
             )
         values = numbers.reshape(-1).expand(keys.numel()).contiguous()
         assign = dynamic_state.assign_key_scores
-        return self._ask("set_key_scores", keys, assign, missing=False, values=values)
+        return self._ask("set_key_scores", keys, assign, default=False, values=values)
 
     def set_step(self, step: int) -> None:
         """Set the step that keys get from the next batch, for `Eviction.STEP`, on all ranks."""
@@ -202,7 +204,7 @@ class DynamicTable:
             dynamic_state.set_eviction_step(state, index, step)
 
     def score(self) -> int | None:
-        """Return the score of the next batch, None where eviction assigns none."""
+        """Return the score of the next batch; None if eviction does not assign scores."""
         scores = self._everywhere("score", dynamic_state.eviction_score)
         return scores[0] if scores else None
 
@@ -232,8 +234,10 @@ class DynamicTable:
         Of a sharded table every rank gets all entries; `local.entries()` are those of this rank,
         and `save` writes a table of any size.
         """
-        parts = self._everywhere("entries", lambda state, index: _copied(state, index, since))
-        return _on_cpu(concatenate(parts)) if parts else _no_entries()
+        shard_entries = self._everywhere(
+            "entries", lambda state, index: _copied(state, index, since)
+        )
+        return _on_cpu(concatenate(shard_entries)) if shard_entries else _no_entries()
 
     def set_entries(self, entries: Entries) -> Loaded:
         """Replace the entries; every shard takes its own, so pass all of them on all ranks.
@@ -270,10 +274,10 @@ class DynamicTable:
             entries = _on_cpu(changes.upserts)
             return change_set._replace(tables={self.name: Changes(entries, changes.removed)})
 
-        parts = self._everywhere("changes_since", of_shard)
-        if not parts:
+        shard_changes = self._everywhere("changes_since", of_shard)
+        if not shard_changes:
             raise RuntimeError(f"this rank has no shard of table {self.name!r}: ask all ranks")
-        changes = _joined(self.name, parts)
+        changes = _joined(self.name, shard_changes)
         of_table = changes.tables[self.name]
         return TableChanges(step, changes.until, of_table.upserts, of_table.removed, changes)
 
@@ -366,7 +370,7 @@ class DynamicTable:
     # Shards and ranks
 
     def _numbered(self) -> Iterator[tuple[int, DynamicState, int]]:
-        """Yield number, state and number in the state of each shard of this process."""
+        """Yield (shard number, state, table index in the state) of each shard of this process."""
         for number, location in sorted(self.shards.items()):
             if not hasattr(location.module, "state"):
                 raise RuntimeError(
@@ -427,34 +431,33 @@ class DynamicTable:
         method: str,
         keys: Tensor,
         answer: Callable[..., Tensor],
-        missing: bool | int,
+        default: bool | int,
         values: Tensor | None = None,
     ) -> Tensor:
-        """Let the owner of each key answer; keys that no shard here owns are `missing`.
+        """Ask the owner of each key; keys that no shard here owns get `default`.
 
-        `answer` is called with the state, the number of the table in it, keys, and their `values`
-        if there are any.
+        `answer(state, table index, keys[, values])` is called for the keys of each shard.
         """
         own_keys = routing.as_keys(keys).detach().cpu().view(-1)
-        asked, all_values = zip(*self._gather(method, (own_keys, values)), strict=True)
+        keys_of_ranks, all_values = zip(*self._gather(method, (own_keys, values)), strict=True)
         every_value = None if values is None else torch.cat(all_values)
-        every = torch.cat(asked)
-        owner = routing.owner(every, len(self.owners))
+        all_keys = torch.cat(keys_of_ranks)
+        owner = routing.owner(all_keys, len(self.owners))
 
         def answers() -> Tensor:
-            dtype = torch.bool if isinstance(missing, bool) else torch.uint8
-            result = torch.full(every.shape, missing, dtype=dtype)
+            dtype = torch.bool if isinstance(default, bool) else torch.uint8
+            result = torch.full(all_keys.shape, default, dtype=dtype)
             for number, state, index in self._numbered():
                 at = (owner == number).nonzero().view(-1)
                 more = [] if every_value is None else [every_value[at]]
-                result[at] = answer(state, index, every[at], *more).cpu()
+                result[at] = answer(state, index, all_keys[at], *more).cpu()
             return result
 
         by_rank = self._together(method, answers)
         if self.ranks is None:
             return by_rank[0]
-        first = sum(part.numel() for part in asked[: self.ranks.rank])
-        at = slice(first, first + own_keys.numel())
+        begin = sum(part.numel() for part in keys_of_ranks[: self.ranks.rank])
+        at = slice(begin, begin + own_keys.numel())
         of_rank = torch.tensor(self.owners)[owner[at]]
         return torch.stack([part[at] for part in by_rank])[of_rank, torch.arange(own_keys.numel())]
 
@@ -464,7 +467,7 @@ def _copied(state: DynamicState, index: int, since: int | None) -> Entries:
 
 
 def _on_cpu(entries: Entries) -> Entries:
-    """Return copies of entries, with rows as tensors."""
+    """Copy entries to the CPU, with rows as tensors."""
     rows = {name: rows[torch.arange(len(entries))].cpu() for name, rows in entries.rows.items()}
     return Entries(entries.keys, entries.stamps, entries.scores, rows)
 
@@ -474,19 +477,24 @@ def _no_entries() -> Entries:
     return Entries(none, none, None, {"weight": torch.empty(0, 0)})
 
 
-def _joined(name: str, parts: Sequence[ChangeSet]) -> ChangeSet:
-    """Return the changes of all shards as those of one table."""
-    tables = [part.tables[name] for part in parts]
+def _joined(name: str, shard_changes: Sequence[ChangeSet]) -> ChangeSet:
+    """Merge the changes of all shards into one `ChangeSet`."""
+    tables = [change.tables[name] for change in shard_changes]
     changes = Changes(
         _on_cpu(concatenate([table.upserts for table in tables])),
         torch.cat([table.removed for table in tables]),
     )
-    first = parts[0]
-    hash_keys = first.hash_keys
-    if any(not torch.equal(_or_empty(part.hash_keys), _or_empty(hash_keys)) for part in parts):
+    first_changes = shard_changes[0]
+    hash_keys = first_changes.hash_keys
+    if any(
+        not torch.equal(_or_empty(change.hash_keys), _or_empty(hash_keys))
+        for change in shard_changes
+    ):
         hash_keys = None
-    until = min(part.until for part in parts)
-    return ChangeSet(first.since, until, {name: changes}, first.hyperparameters, hash_keys)
+    until = min(change.until for change in shard_changes)
+    return ChangeSet(
+        first_changes.since, until, {name: changes}, first_changes.hyperparameters, hash_keys
+    )
 
 
 def _or_empty(value: Tensor | None) -> Tensor:
@@ -497,17 +505,17 @@ def _cat(parts: Sequence[Tensor]) -> Tensor:
     return torch.cat(list(parts)) if parts else torch.empty(0, dtype=torch.int64)
 
 
-def _added(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+def _added(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
     total: dict[str, int] = {}
-    for part in parts:
-        for name, count in part.items():
+    for shard_counts in counts:
+        for name, count in shard_counts.items():
             total[name] = total.get(name, 0) + count
     return total
 
 
-def _total(parts: Sequence[Loaded]) -> Loaded:
+def _total(reports: Sequence[Loaded]) -> Loaded:
     names = Loaded._fields
-    return Loaded(**{name: sum(getattr(part, name) for part in parts) for name in names})
+    return Loaded(**{name: sum(getattr(report, name) for report in reports) for name in names})
 
 
 # Tables by name
@@ -516,8 +524,8 @@ def _total(parts: Sequence[Loaded]) -> Loaded:
 class DynamicTables(Mapping[str, DynamicTable]):
     """The dynamic tables of a module or model, by name.
 
-    Where tables of several collections have one name, their names here are `path.name`, and each
-    table is found under its path in any case.
+    If several collections have a table of one name, these are listed as `path.name`. Every table
+    can be looked up by its path.
 
     Args:
         tables: tables by name.
@@ -531,16 +539,20 @@ class DynamicTables(Mapping[str, DynamicTable]):
         self._by_path: dict[str, DynamicTable] = {}
 
     @classmethod
-    def joined(cls, parts: Mapping[str, DynamicTables]) -> DynamicTables:
-        """Return the tables of several modules, given by path in their model."""
-        names = [name for part in parts.values() for name in (*part._tables, *part._others)]  # noqa: SLF001 - of the same class
+    def joined(cls, tables_by_path: Mapping[str, DynamicTables]) -> DynamicTables:
+        """Merge the tables of several modules, given by the module's path in the model."""
+        names = [
+            name
+            for tables in tables_by_path.values()
+            for name in (*tables, *tables._others)  # noqa: SLF001 - of the same class
+        ]
         joined = cls({})
-        for path, part in parts.items():
+        for path, tables in tables_by_path.items():
             prefix = f"{path}." if path else ""
-            for name, table in part._tables.items():  # noqa: SLF001 - of the same class
+            for name, table in tables.items():
                 joined._by_path[prefix + name] = table
                 joined._tables[name if names.count(name) == 1 else prefix + name] = table
-            for name, kind in part._others.items():  # noqa: SLF001 - of the same class
+            for name, kind in tables._others.items():  # noqa: SLF001 - of the same class
                 joined._others.setdefault(name, kind)
                 joined._others[prefix + name] = kind
         return joined

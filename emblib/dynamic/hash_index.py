@@ -1,4 +1,9 @@
-"""HashIndex: the keys of T dynamic tables and their slots, as a module over `emblib.ops.hash`."""
+"""HashIndex: the keys of T dynamic tables and their slots, as a module over `emblib.ops.hash`.
+
+`find` looks keys up. `insert` is a training step: touch the keys that hit, grow tables for the
+missing ones, insert those that are admitted. Native calls are made once per `Effects`, so that the
+same call completes an interrupted insertion. `emblib.ops.hash` defines tensors and ops.
+"""
 
 import copy
 import weakref
@@ -29,7 +34,7 @@ from emblib.specs import SLOTS, DynamicSpec
 from emblib.tables import memory
 
 HASH_KEYS = "hash_keys"  # the name in state dicts
-MAX_TICK = 1 << 62  # ticks are below
+MAX_TICK = 1 << 62  # ticks are less than this
 _SNAPSHOT = ("tables", "clock", "counters", "tags", "entries")
 
 
@@ -40,8 +45,8 @@ class RowBuffers(NamedTuple):
         buffers: tensors of any dtype.
         layout: int64 `[T, P, 2]` on the device: for each table and buffer the byte at which row 0
             begins, and the bytes per row.
-        on_grow: function that is called as `on_grow(table, rows_before, rows_after)` before a table
-            takes more rows into use; on the CPU only.
+        on_grow: function `on_grow(table, rows_before, rows_after)`, called before a table uses more
+            rows; on the CPU only.
     """
 
     buffers: list[Tensor]
@@ -54,10 +59,10 @@ class InsertedBatch(NamedTuple):
 
     Attributes:
         slots: int64 `[L]`, -1 for keys that were not inserted.
-        misses: the keys that were not in their table before; None if there are known to be none.
+        misses: the keys that were not in their table before; None if all hit.
         result: slots and status of the misses; None if `misses` is.
-        status: uint8 `[L]`, what became of the key of every position; None as `misses`, for `HIT`.
-            A backing store, which may change the result afterwards, does not change it.
+        status: uint8 `[L]`, status of the key at each position; None if all hit. A backing store
+            may change `result` later, but not this.
     """
 
     slots: Tensor
@@ -91,11 +96,10 @@ class HashIndex(nn.Module):
 
     `version` counts the calls after which slots may have changed: insertions, removals, restores.
 
-    `has_left` answers for an object registered by `watch` which keys left since then. For that the
-    index stores the version at which each slot got its key. It stores it late, and only while an
-    earlier watcher is alive: an insertion is remembered until the next one, which drops it where
-    there is none. So training steps that end before the next one begins cost nothing, and watchers
-    make the index store at most one insertion and 8 bytes per slot.
+    `has_left` tells an object that was registered by `watch` which keys have left since. For this
+    the index stores the version at which each slot got its key, 8 bytes per slot, but lazily: the
+    last insertion is kept until the next one, and its versions are stored only if an earlier
+    watcher is still alive. So training steps that do not overlap cost nothing.
 
     Args:
         specs: capacity, growth and eviction of each table; dims and other fields of values are
@@ -131,7 +135,7 @@ class HashIndex(nn.Module):
         self.order, self.insert_policy = kinds.pop() if kinds else ("none", "wins")
         self.version = 0
         self._watchers: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
-        self._last: LastInsertion | None = None  # not yet in `_inserted_at`
+        self._last_insertion: LastInsertion | None = None  # not yet in `_inserted_at`
         # By slot the version at which its key was inserted, and a spare entry.
         self._inserted_at: Tensor | None = None
         self._inserted_at_layout: Tensor | None = None  # as a row buffer, see `RowBuffers`
@@ -164,22 +168,29 @@ class HashIndex(nn.Module):
         self.register_buffer(name, tensor, persistent=False)
 
     def tensors(self) -> list[Tensor]:
-        """Return the index as the ops take it."""
+        """Return the list `index` of tensors that ops take."""
         return list(self._buffers.values())  # type: ignore[arg-type]  # all are there
 
     def clear(self) -> None:
         """Remove all keys, counters and ticks; tables have their initial capacity again."""
         self.version += 1
         self._emptied = [self.version] * len(self.specs)
-        self._last = self._inserted_at = self._inserted_at_layout = None
+        self._last_insertion = self._inserted_at = self._inserted_at_layout = None
         for t, spec in enumerate(self.specs):
-            first = self._first_slots[t]
+            first_slot = self._first_slots[t]
             in_use = max(self.buckets(t), spec.buckets) * SLOTS
-            self.tags[first : first + in_use].zero_()
+            self.tags[first_slot : first_slot + in_use].zero_()
             self._use(t, 0, spec.buckets * SLOTS)
         rows = [
-            (first // SLOTS, spec.buckets, spec.max_buckets, 0, spec.max_load_1024ths, hash_key)
-            for first, spec, hash_key in zip(
+            (
+                first_slot // SLOTS,
+                spec.buckets,
+                spec.max_buckets,
+                0,
+                spec.max_load_1024ths,
+                hash_key,
+            )
+            for first_slot, spec, hash_key in zip(
                 self._first_slots, self.specs, self._hash_keys, strict=False
             )
         ]
@@ -193,7 +204,7 @@ class HashIndex(nn.Module):
         return torch.tensor(self._hash_keys, dtype=torch.int64)
 
     def hash_key(self, table: int) -> int:
-        """Return the number on which the hash of a table depends."""
+        """Return the hash key of a table."""
         return self._hash_keys[table]
 
     def empty(self, table: int, hash_key: int | None = None) -> None:
@@ -201,7 +212,7 @@ class HashIndex(nn.Module):
 
         Args:
             table: number of the table.
-            hash_key: the number on which its hash depends from now on; None keeps the present one.
+            hash_key: the new hash key; None keeps the current one.
         """
         self.version += 1
         self._emptied[table] = self.version
@@ -221,13 +232,13 @@ class HashIndex(nn.Module):
         # Only tables without keys can take another hash key, see `empty`.
         pass
 
-    def _use(self, table: int, before: int, rows: int) -> None:
-        first = self._first_slots[table]
-        memory.use(self.tags, first, before, rows)
+    def _use(self, table: int, rows_before: int, rows: int) -> None:
+        first_slot = self._first_slots[table]
+        memory.use(self.tags, first_slot, rows_before, rows)
         words = self.entries.shape[1]
-        memory.use(self.entries.view(-1), first * words, before * words, rows * words)
+        memory.use(self.entries.view(-1), first_slot * words, rows_before * words, rows * words)
         if self._inserted_at is not None:
-            memory.use(self._inserted_at, first, before, rows)
+            memory.use(self._inserted_at, first_slot, rows_before, rows)
 
     def find(self, keys: Keys) -> Tensor:
         """Return the slots of all positions, int64 `[L]`, -1 for none; changes nothing."""
@@ -243,7 +254,7 @@ class HashIndex(nn.Module):
         rows: RowBuffers | None = None,
         effects: Effects | None = None,
     ) -> InsertedBatch:
-        """Touch the keys of a batch that are in their table, and insert the others.
+        """Touch the keys of a batch that are in their table, and insert the missing ones.
 
         The rows of evicted keys are not changed; a new key has the row that was in its slot. After
         an interruption, the same call with the same `effects`, restarted, completes the insertion.
@@ -260,7 +271,7 @@ class HashIndex(nn.Module):
         """
         effects = Effects() if effects is None else effects
         if not effects.is_next_made:
-            if self._last is not None:
+            if self._last_insertion is not None:
                 self._settle_last()
             self.version += 1
         index, order = self.tensors(), codes.HASH_ORDER[self.order]
@@ -292,15 +303,15 @@ class HashIndex(nn.Module):
         )
         result = InsertResult(*inserted)
         if self._watchers:
-            self._last = LastInsertion(self.version, keys, misses, result)
+            self._last_insertion = LastInsertion(self.version, keys, misses, result)
         return InsertedBatch(slots, misses, result, status)
 
     def watch(self, watcher: object) -> None:
-        """Let `has_left` answer from now on, as long as `watcher` lives."""
+        """Enable `has_left` from this version on, as long as `watcher` lives."""
         self._watchers[watcher] = self.version
 
     def has_left(self, keys: Keys, slots: Tensor, version: int) -> Tensor:
-        """Return which keys left their table at some time since `version`; bool `[L]`.
+        """Return which keys have left since `version`, even if they returned; bool `[L]`.
 
         Args:
             keys: a batch.
@@ -310,12 +321,12 @@ class HashIndex(nn.Module):
         """
         self._settle_last()
         emptied = [at > version for at in self._emptied]
-        left = torch.full_like(slots, all(emptied), dtype=torch.bool)
+        has_left = torch.full_like(slots, all(emptied), dtype=torch.bool)
         if any(emptied) and not all(emptied):
-            left |= torch.tensor(emptied, device=slots.device)[tables_of(keys)]
+            has_left |= torch.tensor(emptied, device=slots.device)[tables_of(keys)]
         if self._inserted_at is not None:
-            left |= self._inserted_at[self._positions(keys, slots)] > version
-        return left
+            has_left |= self._inserted_at[self._positions(keys, slots)] > version
+        return has_left
 
     def note_inserted(self, table: int, slots: Tensor) -> None:
         """Note that a call other than `insert` put keys into these slots; -1 for none."""
@@ -325,32 +336,32 @@ class HashIndex(nn.Module):
             self._versions_by_slot()[at] = self.version
 
     def _settle_last(self) -> None:
-        """Drop the last insertion; store its version by slot if an earlier watcher is alive."""
-        last = self._last
-        if last is None:
+        """Store the last insertion's version per slot if a watcher needs it, then forget it."""
+        insertion = self._last_insertion
+        if insertion is None:
             return
         oldest = next(iter(self._watchers.values()), self.version)  # the first one registered
-        if oldest < last.version and last.keys.ids.numel():
-            self._store_versions(last)
+        if oldest < insertion.version and insertion.keys.ids.numel():
+            self._store_versions(insertion)
             if self.tags.is_cuda:  # the insertion may have been on another stream
                 stream = torch.cuda.current_stream(self.tags.device)
-                for tensor in (*last.keys, last.misses.groups, last.result.status):
+                for tensor in (*insertion.keys, insertion.misses.groups, insertion.result.status):
                     tensor.record_stream(stream)
-        self._last = None  # not before: an interruption leaves it to the next call
+        self._last_insertion = None  # not before: an interruption leaves it to the next call
 
-    def _store_versions(self, last: LastInsertion) -> None:
-        keys, groups = last.keys, last.misses.groups
-        status = last.result.status[groups.clamp(min=0).long()]
-        new = (status == NEW) | (status == EVICTING)
+    def _store_versions(self, insertion: LastInsertion) -> None:
+        keys, groups = insertion.keys, insertion.misses.groups
+        status = insertion.result.status[groups.clamp(min=0).long()]
+        is_new = (status == NEW) | (status == EVICTING)
         # Rows promoted from a backing store have status HIT: their keys never left.
-        has_slot = (groups >= 0) & (new | (status == HIT))
+        has_slot = (groups >= 0) & (is_new | (status == HIT))
         at = self._positions(keys, torch.where(has_slot, self.find(keys), -1))
         versions = self._versions_by_slot()
-        versions.scatter_(0, at, torch.where(new, last.version, 0))
+        versions.scatter_(0, at, torch.where(is_new, insertion.version, 0))
         versions[-1:].zero_()
 
     def _positions(self, keys: Keys, slots: Tensor) -> Tensor:
-        """Return the index of each slot in `_inserted_at`, that of the spare entry for -1."""
+        """Return the index of each slot in `_inserted_at`; -1 maps to the spare last entry."""
         tables = tables_of(keys)
         rows = self.tables[:, HashTableColumn.MAX_BUCKETS][tables] * SLOTS
         at = self.tables[:, HashTableColumn.FIRST_BUCKET][tables] * SLOTS + slots
@@ -408,12 +419,14 @@ class HashIndex(nn.Module):
 
     def _prepare_growth(self, table: int, keys: int, rows: RowBuffers | None) -> None:
         """Enable the rows that a table needs to grow to a number of keys."""
-        spec, before = self.specs[table], self.buckets(table)
-        wanted = hash.wanted_buckets(keys, before, spec.max_buckets, spec.max_load_1024ths)
-        if wanted > before:
-            self._use(table, before * SLOTS, wanted * SLOTS)
+        spec, num_buckets = self.specs[table], self.buckets(table)
+        wanted_buckets = hash.wanted_buckets(
+            keys, num_buckets, spec.max_buckets, spec.max_load_1024ths
+        )
+        if wanted_buckets > num_buckets:
+            self._use(table, num_buckets * SLOTS, wanted_buckets * SLOTS)
             if rows is not None and rows.on_grow is not None:
-                rows.on_grow(table, before * SLOTS, wanted * SLOTS)
+                rows.on_grow(table, num_buckets * SLOTS, wanted_buckets * SLOTS)
 
     def reserve(self, table: int, keys: int, rows: RowBuffers | None = None) -> None:
         """Grow a table to the size that a number of keys needs, at most to its capacity."""
@@ -444,7 +457,7 @@ class HashIndex(nn.Module):
         num_buckets: int | None = None,
         effects: Effects | None = None,
     ) -> Tensor:
-        """Remove keys of some buckets (None: all from the first) that were last used before a tick.
+        """Remove keys of `num_buckets` buckets (None: all) that were last used before a tick.
 
         Returns:
             The removed keys, int64 `[N]` (waits for the device).
@@ -456,8 +469,8 @@ class HashIndex(nn.Module):
         removed = effects.once(
             hash.hash_expire_, self.tensors(), table, first_bucket, num_buckets, before
         )
-        first = self._first_slots[table] + first_bucket * SLOTS
-        return self.entries[first : first + removed.numel(), HashEntryColumn.KEY][removed]
+        first_slot = self._first_slots[table] + first_bucket * SLOTS
+        return self.entries[first_slot : first_slot + removed.numel(), HashEntryColumn.KEY][removed]
 
     def export(self, table: int, since: int | None = None) -> ExportedEntries:
         """Return the entries of a table, all or those used at tick `since` or later (waits)."""
@@ -466,16 +479,16 @@ class HashIndex(nn.Module):
         if since is not None:
             is_used &= entries[:, HashEntryColumn.STAMP] >= since
         slots = is_used.nonzero().view(-1)
-        chosen = entries[slots]
+        used_entries = entries[slots]
         scores = (
-            chosen[:, HashEntryColumn.SCORE].clone()
+            used_entries[:, HashEntryColumn.SCORE].clone()
             if entries.shape[1] > HashEntryColumn.SCORE
             else None
         )
         return ExportedEntries(
-            chosen[:, HashEntryColumn.KEY].clone(),
+            used_entries[:, HashEntryColumn.KEY].clone(),
             slots,
-            chosen[:, HashEntryColumn.STAMP].clone(),
+            used_entries[:, HashEntryColumn.STAMP].clone(),
             scores,
         )
 
@@ -490,20 +503,20 @@ class HashIndex(nn.Module):
 
     def table_tags(self, table: int) -> Tensor:
         """Return the tags of the buckets in use, uint8 `[capacity]`, as a view."""
-        first = self._first_slots[table]
-        return self.tags[first : first + self.capacity(table)]
+        first_slot = self._first_slots[table]
+        return self.tags[first_slot : first_slot + self.capacity(table)]
 
     def table_entries(self, table: int) -> Tensor:
         """Return the entries of the buckets in use, int64 `[capacity, 2 or 3]`, as a view."""
-        first = self._first_slots[table]
-        return self.entries[first : first + self.capacity(table)]
+        first_slot = self._first_slots[table]
+        return self.entries[first_slot : first_slot + self.capacity(table)]
 
     def views_by_slot(self, table: int) -> list[Tensor]:
         """Return views of the per-slot tensors of a table, except the tags."""
-        first = self._first_slots[table]
+        first_slot = self._first_slots[table]
         views = [self.table_entries(table)]
         if self._inserted_at is not None:
-            views.append(self._inserted_at[first : first + self.capacity(table)])
+            views.append(self._inserted_at[first_slot : first_slot + self.capacity(table)])
         return views
 
     def buckets(self, table: int) -> int:
@@ -520,7 +533,7 @@ class HashIndex(nn.Module):
 
     @property
     def tick(self) -> int:
-        """The number of batches that were inserted (reads the device)."""
+        """Return the number of batches that were inserted (reads the device)."""
         return int(self.clock)
 
     def set_tick(self, tick: int) -> None:
@@ -557,16 +570,16 @@ class HashIndex(nn.Module):
         Raises:
             ValueError: it is of tables of other capacities, loads or eviction, or is malformed.
         """
-        parts = dumps.check_entries("index", snapshot, _SNAPSHOT)
-        tables = dumps.check_tensor("index.tables", parts["tables"], torch.int64, (None, None))
+        entries = dumps.check_entries("index", snapshot, _SNAPSHOT)
+        tables = dumps.check_tensor("index.tables", entries["tables"], torch.int64, (None, None))
         saved = _with_hash_keys(tables)
         fixed = [
             i
             for i in range(len(TABLE_FIELDS))
             if i not in (HashTableColumn.BUCKETS, HashTableColumn.SIZE, HashTableColumn.HASH_KEY)
         ]
-        same = saved.shape == self.tables.shape
-        if not same or saved[:, fixed].tolist() != self.tables[:, fixed].tolist():
+        is_alike = saved.shape == self.tables.shape
+        if not is_alike or saved[:, fixed].tolist() != self.tables[:, fixed].tolist():
             raise ValueError(
                 "a snapshot restores only tables of the same capacities, loads and eviction; its "
                 f"{TABLE_FIELDS} are {saved.tolist()}, this index has {self.tables.tolist()}; "
@@ -581,13 +594,13 @@ class HashIndex(nn.Module):
                 )
         for name in ("clock", "counters"):
             buffer: Tensor = getattr(self, name)
-            dumps.check_tensor(f"index.{name}", parts[name], buffer.dtype, buffer.shape)
+            dumps.check_tensor(f"index.{name}", entries[name], buffer.dtype, buffer.shape)
         for name, shape in (("tags", ()), ("entries", self.entries.shape[1:])):
             buffer = getattr(self, name)
-            tensors = dumps.check_list(f"index.{name}", parts[name], len(buckets), "table")
+            tensors = dumps.check_list(f"index.{name}", entries[name], len(buckets), "table")
             for tensor, count in zip(tensors, buckets, strict=True):
-                wanted = (count * SLOTS, *shape)
-                dumps.check_tensor(f"index.{name}", tensor, buffer.dtype, wanted)
+                expected_shape = (count * SLOTS, *shape)
+                dumps.check_tensor(f"index.{name}", tensor, buffer.dtype, expected_shape)
         return [count * SLOTS for count in buckets]
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
@@ -602,9 +615,11 @@ class HashIndex(nn.Module):
         for t in range(len(self.specs)):
             rows = int(saved[t, HashTableColumn.BUCKETS]) * SLOTS
             self._use(t, self.capacity(t), rows)
-            first = self._first_slots[t]
-            self.tags[first : first + rows] = snapshot["tags"][t].to(self.tags.device)
-            self.entries[first : first + rows] = snapshot["entries"][t].to(self.tags.device)
+            first_slot = self._first_slots[t]
+            self.tags[first_slot : first_slot + rows] = snapshot["tags"][t].to(self.tags.device)
+            self.entries[first_slot : first_slot + rows] = snapshot["entries"][t].to(
+                self.tags.device
+            )
         for name in ("clock", "counters"):
             getattr(self, name).copy_(snapshot[name])
         self.tables.copy_(saved)
@@ -612,16 +627,16 @@ class HashIndex(nn.Module):
 
     def copy_to(self, device: torch.device) -> "HashIndex":
         """Return a copy on another device; slots on this one are stale in it."""
-        other = HashIndex(self.specs, device)
-        other.restore(self.snapshot())
-        other.version = self.version + 1
-        return other
+        copied = HashIndex(self.specs, device)
+        copied.restore(self.snapshot())
+        copied.version = self.version + 1
+        return copied
 
     def __deepcopy__(self, memo: dict[int, object]) -> "HashIndex":
-        other = HashIndex(copy.deepcopy(self.specs, memo), self.tags.device)
-        other.restore(self.snapshot())
-        other.version = self.version
-        return other
+        copied = HashIndex(copy.deepcopy(self.specs, memo), self.tags.device)
+        copied.restore(self.snapshot())
+        copied.version = self.version
+        return copied
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (self.specs, str(self.tags.device), self.snapshot(), self.version)

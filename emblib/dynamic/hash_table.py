@@ -1,7 +1,8 @@
 """HashTable: one table of vectors by key, with scores and eviction, for direct use.
 
-What `emblib.DynamicEmbeddingBags` does in a training step, here each operation is a call. Surface
-after HierarchicalKV's (Apache-2.0); meanings are those of `emblib.ops.hash`, on CPU and CUDA alike.
+`emblib.DynamicEmbeddingBags` finds, inserts and updates rows in one training step; here each of
+these operations is a method. The methods are named after HierarchicalKV's (Apache-2.0);
+`emblib.ops.hash` defines their results, which are equal on CPU and CUDA.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -26,7 +27,7 @@ from emblib.tables.locks import atomic
 
 
 class TableRows(NamedTuple):
-    """Rows of a `HashTable`: keys, stamps (tick of last use), scores int64 `[n]`; `[n, dim]`.
+    """Rows of a `HashTable`: values `[n, dim]`; int64 `[n]` keys, stamps (last use), scores.
 
     Scores are 0 if the eviction order uses none.
     """
@@ -44,8 +45,8 @@ class Insertion(NamedTuple):
         slots: int64 `[n]`, row of `HashTable.values`; -1 for keys that found no slot.
         status: uint8 `[n]`: `emblib.ops.hash.HIT`, `NEW`, `EVICTING` (another was evicted) or
             `REFUSED`.
-        evicted: the evicted entries, where requested.
-        num_evicted: int64 `[1]`, their number, where requested; `evicted` may be padded.
+        evicted: the evicted rows, if requested.
+        num_evicted: int64 `[1]`, number of evicted rows, if requested; `evicted` may be padded.
     """
 
     slots: Tensor
@@ -54,21 +55,21 @@ class Insertion(NamedTuple):
     num_evicted: Tensor | None = None
 
     def trimmed(self) -> "Insertion":
-        """Return the same with as many evicted rows as there are (waits for the device)."""
+        """Return the insertion with `evicted` cut to `num_evicted` rows (waits for the device)."""
         if self.evicted is None or self.num_evicted is None:
             return self
         count = int(self.num_evicted)
-        return self._replace(evicted=TableRows(*(part[:count] for part in self.evicted)))
+        return self._replace(evicted=TableRows(*(column[:count] for column in self.evicted)))
 
 
 class HashTable(nn.Module):
     """Vectors for keys of any 64 bits, at most `spec.capacity`; the lowest scores are evicted.
 
-    Batches may repeat keys. Values that are written go in order: the last of a key stays. `scores`
-    of a call mean what `spec.eviction` makes of them: uses for LFU and LRU_LFU (added up; left
-    out, one each), the score itself for CUSTOM (the last of a key counts). LRU and NONE have none,
-    and for STEP it is the number of the batch. Threads may share a table: every method but `export`
-    is atomic (docs/threads.md).
+    Batches may repeat keys; the last value of a key is stored. `scores` depend on `spec.eviction`:
+    for LFU and LRU_LFU they are numbers of uses, which are added up (None: 1 each); for CUSTOM the
+    score itself, of which a key's last one is stored. LRU and NONE take none; STEP scores with the
+    number of the batch. Threads may share a table: every method but `export` is atomic
+    (docs/threads.md).
 
     Args:
         spec: capacity, dim, growth, eviction, insert_policy, and the initializer of rows for which
@@ -110,11 +111,11 @@ class HashTable(nn.Module):
         self.seed = 0 if seed is None else check_count("seed", seed, minimum=0)
         # Given scores rank like counts followed by stamps; that order takes a score by key.
         self._assigns_scores = spec.eviction in (Eviction.STEP, Eviction.CUSTOM)
-        kept = {
+        spec_fields = {
             **vars(spec),
             "eviction": Eviction.LRU_LFU if self._assigns_scores else spec.eviction,
         }
-        self.index = HashIndex([DynamicSpec(**kept)], device, hash_keys_of(seed, [""]))
+        self.index = HashIndex([DynamicSpec(**spec_fields)], device, hash_keys_of(seed, [""]))
         device = self.index.tags.device
         values = memory.reserve(spec.rows * spec.dim, dtype, device)
         self.register_buffer("values", values.view(spec.rows, spec.dim), persistent=False)
@@ -125,8 +126,8 @@ class HashTable(nn.Module):
     def _scored(self) -> bool:
         return self.index.order in hash.SCORED
 
-    def _use(self, table: int, before: int, rows: int) -> None:
-        memory.use(self.values.view(-1), 0, before * self.spec.dim, rows * self.spec.dim)
+    def _use(self, table: int, rows_before: int, rows: int) -> None:
+        memory.use(self.values.view(-1), 0, rows_before * self.spec.dim, rows * self.spec.dim)
 
     def _rows(self) -> RowBuffers | None:
         """Return the rows that move when the table grows, None if it does not."""
@@ -184,7 +185,7 @@ class HashTable(nn.Module):
     def find(self, keys: Tensor) -> tuple[Tensor, Tensor]:
         """Return values `[n, dim]` and which keys are in the table, bool `[n]`; change nothing.
 
-        Keys that are not there read `spec.default_value`.
+        Missing keys read `spec.default_value`.
         """
         batch, index = self._batch(keys), self.index.tensors()
         default_value = self.spec.default_value
@@ -198,7 +199,7 @@ class HashTable(nn.Module):
     def slots(self, keys: Tensor) -> Tensor:
         """Return rows in `values`, int64 `[n]`, -1 for missing keys; valid until an insertion.
 
-        What is written to those rows is the new value: no copies are made.
+        Writing to these rows of `values` changes the table.
         """
         return self.index.find(self._batch(keys))
 
@@ -265,8 +266,8 @@ class HashTable(nn.Module):
     ) -> tuple[Tensor, Insertion]:
         """Return the values `[n, dim]` of keys, inserting new ones.
 
-        A new key starts with the first of its `values`; left out, with what `spec.initializer`
-        gives. Keys that are refused read `spec.default_value`.
+        A new key starts with the first of its `values`, or with a draw of `spec.initializer` if
+        `values` is None. Refused keys read `spec.default_value`.
         """
         return self._find_or_insert(keys, values, scores, reads=True)
 
@@ -281,7 +282,7 @@ class HashTable(nn.Module):
     def _find_or_insert(
         self, keys: Tensor, values: Tensor | None, scores: Tensor | int | None, *, reads: bool
     ) -> tuple[Tensor, Insertion]:
-        """Find or insert keys; the rows that are returned are none if not `reads`."""
+        """Find or insert keys; return no rows if not `reads`."""
         batch, effects = self._batch(keys), Effects()
         counts = self._counts(batch, scores)
         values = None if values is None else self._checked(batch, values)
@@ -302,13 +303,13 @@ class HashTable(nn.Module):
 
     @atomic
     def find_slots(self, keys: Keys) -> Tensor:
-        """Return what `slots` does for a batch in segments; -1 for keys outside of them."""
+        """Return the slots of a batch in segments, as `slots` does; -1 outside the segments."""
         return self.index.find(keys)
 
     @torch.no_grad()
     @atomic
     def count(self, keys: Keys) -> None:
-        """Find or insert a batch in segments, for its scores: new rows keep what is in their slots.
+        """Count a batch in segments: insert or touch its keys, without writing new rows.
 
         Keys outside of the segments are not counted.
         """
@@ -342,15 +343,15 @@ class HashTable(nn.Module):
         effects.restart()
         if not self._assigns_scores or counts is None:
             return self.index.insert(batch, counts, rows=self._rows(), effects=effects)
-        given = counts
+        given_counts = counts
 
         def rank(keys: Keys, misses: Misses) -> None:
-            self._write_last(misses.counts, misses.groups.long(), given)
+            self._write_last(misses.counts, misses.groups.long(), given_counts)
 
         inserted = self.index.insert(
-            batch, torch.zeros_like(given), admit=rank, rows=self._rows(), effects=effects
+            batch, torch.zeros_like(given_counts), admit=rank, rows=self._rows(), effects=effects
         )
-        self._write_last(self._entries(HashEntryColumn.SCORE), inserted.slots, given)
+        self._write_last(self._entries(HashEntryColumn.SCORE), inserted.slots, given_counts)
         return inserted
 
     def _entries(self, column: HashEntryColumn) -> Tensor:
@@ -358,14 +359,14 @@ class HashTable(nn.Module):
         return self.index.entries[:, column]
 
     def _write_last(self, into: Tensor, numbers: Tensor, values: Tensor) -> None:
-        """Write the last of the values that have the same number; number -1 is none."""
+        """Write `values[i]` to entry `numbers[i]` (-1: none); of equal numbers the last wins."""
         hash.hash_write_rows_(into.unsqueeze(1), numbers, values.unsqueeze(1))
 
     def _write(self, slots: Tensor, values: Tensor) -> None:
         hash.hash_write_rows_(self.values, slots, values)
 
     def _with_evicted(self, insertion: Insertion, inserted: InsertedBatch) -> Insertion:
-        """Add the evicted rows to a result; they must be in their slots still."""
+        """Add the evicted rows to a result; call before their slots are overwritten."""
         result = inserted.result
         if result is None:
             none = torch.zeros(1, dtype=torch.int64, device=self.values.device)
@@ -403,11 +404,11 @@ class HashTable(nn.Module):
     def scores(self, keys: Tensor) -> tuple[Tensor, Tensor]:
         """Return scores, int64 `[n]` (0 for none), and which keys are in the table, bool `[n]`."""
         slots = self.slots(keys)
-        there = slots >= 0
+        is_present = slots >= 0
         if not self._scored:
-            return torch.zeros_like(slots), there
+            return torch.zeros_like(slots), is_present
         scores = self._entries(HashEntryColumn.SCORE)[slots.clamp(min=0)]
-        return torch.where(there, scores, 0), there
+        return torch.where(is_present, scores, 0), is_present
 
     @atomic
     def set_scores(self, keys: Tensor, scores: Tensor | int) -> Tensor:
@@ -438,20 +439,22 @@ class HashTable(nn.Module):
 
         The table is not changed meanwhile.
         """
-        found = self.index.export(0, since)
-        scores = torch.zeros_like(found.keys) if found.scores is None else found.scores
-        for slots in found.slots.split(batch):
+        exported = self.index.export(0, since)
+        scores = torch.zeros_like(exported.keys) if exported.scores is None else exported.scores
+        for slots in exported.slots.split(batch):
             if slots.numel():
-                at = torch.searchsorted(found.slots, slots)
-                yield TableRows(found.keys[at], self.values[slots], found.stamps[at], scores[at])
+                at = torch.searchsorted(exported.slots, slots)
+                yield TableRows(
+                    exported.keys[at], self.values[slots], exported.stamps[at], scores[at]
+                )
 
     @torch.no_grad()
     @atomic
     def load(self, rows: TableRows) -> Insertion:
         """Insert exported rows with their stamps and scores; keys are distinct.
 
-        They are inserted like new keys of one batch: entries that do not fit are evicted or
-        rejected in the same way. The ticks of the table go on from the newest stamp.
+        They are inserted like the new keys of one batch, so some may be evicted or rejected. The
+        table's tick continues from the newest stamp.
         """
         batch = self._batch(rows.keys)
         values = self._checked(batch, rows.values)
@@ -508,10 +511,10 @@ class HashTable(nn.Module):
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
-        parts = zip(self._no_rows(), *self.export(), strict=True)
-        rows = TableRows(*(torch.cat(part) for part in parts))
-        for name, part in rows._asdict().items():
-            destination[prefix + name] = part
+        columns = zip(self._no_rows(), *self.export(), strict=True)
+        rows = TableRows(*(torch.cat(column) for column in columns))
+        for name, column in rows._asdict().items():
+            destination[prefix + name] = column
         destination[prefix + "tick"] = self.index.clock.clone()
 
     @atomic
@@ -521,33 +524,38 @@ class HashTable(nn.Module):
         """Replace the content by a saved table, which may be of another capacity."""
         if state_dicts.refuses(self, state_dict, prefix, arguments[-1]):
             return
-        missing: list[str] = arguments[2]
+        missing_names: list[str] = arguments[2]
         names = [prefix + name for name in (*TableRows._fields, "tick")]
-        missing += (absent := [name for name in names if name not in state_dict])
-        if not absent:
-            *parts, tick = (state_dict[name].to(self.values.device) for name in names)
+        missing_names += (absent_names := [name for name in names if name not in state_dict])
+        if not absent_names:
+            *columns, tick = (state_dict[name].to(self.values.device) for name in names)
             hash_keys = state_dict.get(f"{prefix}index.{HASH_KEYS}")
 
             def make() -> None:
                 self.clear()
                 self.index.empty(0, None if hash_keys is None else int(hash_keys))
-                self.reserve(parts[0].numel())
-                self.load(TableRows(*parts))
+                self.reserve(columns[0].numel())
+                self.load(TableRows(*columns))
                 self.index.set_tick(int(tick))
 
             self._lock.complete(make, lambda: True)
 
     def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
-        """Yield what is wrong with the entries of the table."""
-        word = torch.empty(0, dtype=torch.int64)
+        """Yield one message per invalid entry of the table in a state dict."""
+        int64_scalar = torch.empty(0, dtype=torch.int64)
         keys = state_dict.get(f"{prefix}keys")
         size = len(keys) if isinstance(keys, Tensor) and keys.dim() == 1 else None
-        rows = {"keys": word, "values": self.values, "stamps": word, "scores": word}
-        for name, own in rows.items():
+        rows = {
+            "keys": int64_scalar,
+            "values": self.values,
+            "stamps": int64_scalar,
+            "scores": int64_scalar,
+        }
+        for name, expected in rows.items():
             shape = (size, *self.values.shape[1:]) if name == "values" else (size,)
             if prefix + name in state_dict:
                 value = state_dict[prefix + name]
-                problem = state_dicts.tensor_problem(value, own, shape)
+                problem = state_dicts.tensor_problem(value, expected, shape)
                 if not problem and name in ("stamps", "scores") and bool((value < 0).any()):
                     problem = f"must be >= 0, got {value}"
                 if not problem and name == "stamps" and bool((value >= MAX_TICK).any()):
@@ -562,11 +570,11 @@ class HashTable(nn.Module):
 
     @property
     def _names_in_checkpoints(self) -> SimpleNamespace:
-        """Return the names in a state dict that are no parameter or buffer, as attributes."""
+        """Return the state dict entries that are not parameters or buffers, as attributes."""
         return SimpleNamespace(**dict.fromkeys((*TableRows._fields, "tick")))
 
     def _fqn_modifiers(self) -> dict[str, str]:
-        """Tell `torch.distributed.checkpoint.state_dict` where the first part of a key leads."""
+        """Tell `torch.distributed.checkpoint.state_dict` which attribute a key begins with."""
         return dict.fromkeys(vars(self._names_in_checkpoints), "_names_in_checkpoints")
 
     def _no_rows(self) -> TableRows:
@@ -576,8 +584,8 @@ class HashTable(nn.Module):
     @atomic
     def __reduce__(self) -> tuple[Any, ...]:
         used = self.values[: self.capacity()].clone()
-        made = (self.spec, self.dtype, self.seed, str(self.values.device))
-        return _rebuild, (*made, self.index.snapshot(), used)
+        arguments = (self.spec, self.dtype, self.seed, str(self.values.device))
+        return _rebuild, (*arguments, self.index.snapshot(), used)
 
     @atomic
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:

@@ -1,4 +1,8 @@
-"""Keys as numbers: the dtypes they come in, and their hash."""
+"""Keys of dynamic tables: dtypes, hash keys, status, and the rank that owns a key.
+
+A key is an int64. Its route, a 64-bit hash, orders keys in checkpoints and divides them into equal
+ranges over ranks (`owner`). A table's hash key, from seed and name, selects buckets within a table.
+"""
 
 import hashlib
 from collections.abc import Sequence
@@ -42,12 +46,12 @@ def hash_keys_of(
         hash_seeds = [new_seed() if seed is None else seed] * len(names)
     if len(hash_seeds) != len(names):
         raise ValueError(f"hash_seeds must be one per table = {len(names)}, got {len(hash_seeds)}")
-    seeds = [check_count("hash_seeds", one, minimum=0) for one in hash_seeds]
-    return [hash_key_of(one, name) for one, name in zip(seeds, names, strict=True)]
+    seeds = [check_count("hash_seeds", given_seed, minimum=0) for given_seed in hash_seeds]
+    return [hash_key_of(given_seed, name) for given_seed, name in zip(seeds, names, strict=True)]
 
 
 def as_keys(keys: Tensor) -> Tensor:
-    """Keys as the tables hold them: int64, uint64 bit for bit.
+    """Convert keys to int64; uint64 keeps its bits.
 
     Raises:
         TypeError: another dtype.
@@ -99,7 +103,7 @@ class KeyStatus(IntEnum):
 
 
 def of_insertion(inserted: InsertedBatch) -> Tensor:
-    """Return the status of the keys of an inserted batch, uint8 `[L]` of `KeyStatus`."""
+    """Return the `KeyStatus` of each position of an inserted batch, uint8 `[L]`."""
     hits = torch.full_like(inserted.slots, KeyStatus.HIT, dtype=torch.uint8)
     if inserted.misses is None or inserted.result is None or not inserted.slots.numel():
         return hits
@@ -108,13 +112,13 @@ def of_insertion(inserted: InsertedBatch) -> Tensor:
 
 
 class LastBatch(NamedTuple):
-    """The last training batch: what became of its keys, and the version of their tensor."""
+    """The last training batch: its keys, their status, and the version of the ids' tensor."""
 
     inserted: InsertedBatch
     keys: Keys
     version: int
 
-    def status_of(self, table: int, wanted: Tensor) -> Tensor:
+    def status_of(self, table: int, keys: Tensor) -> Tensor:
         """Return the status of keys of one table in the batch, uint8 `[n]` on the CPU.
 
         Raises:
@@ -128,12 +132,12 @@ class LastBatch(NamedTuple):
         of_table = hash.tables_of(self.keys) == table
         ids = self.keys.ids[of_table].cpu()
         status = of_insertion(self.inserted)[of_table].cpu()
-        result = torch.full(wanted.shape, KeyStatus.ABSENT, dtype=torch.uint8)
-        if not ids.numel() or not wanted.numel():
+        result = torch.full(keys.shape, KeyStatus.ABSENT, dtype=torch.uint8)
+        if not ids.numel() or not keys.numel():
             return result
         ordered, order = ids.sort()
-        at = torch.searchsorted(ordered, wanted).clamp_(max=ordered.numel() - 1)
-        is_match = ordered[at] == wanted
+        at = torch.searchsorted(ordered, keys).clamp_(max=ordered.numel() - 1)
+        is_match = ordered[at] == keys
         result[is_match] = status[order[at[is_match]]]
         return result
 
@@ -142,7 +146,7 @@ _SIGN = -(1 << 63)
 
 
 def route(keys: Tensor) -> Tensor:
-    """int64 that is ascending where the routes, 64-bit unsigned numbers, are; one to one."""
+    """Return the route of each key, a bijective hash, as int64 in the order of unsigned routes."""
     return mix(mix(as_keys(keys))) ^ _SIGN
 
 

@@ -1,7 +1,9 @@
 """DynamicEmbeddingBags: T hash tables of rows with the optimizer fused into backward.
 
-The module owns a `DynamicState` and looks rows up in it. Questions, eviction, saving and loading
-are functions of the state, which are methods here.
+The module owns a `DynamicState` (index, rows, admission, scores, eviction log, backing store). A
+training forward makes keys of the ids, inserts them, looks up the slots like rows of a dense table,
+and keeps a `TrainingUpdate`, with which backward finds the rows again. Queries, eviction, saving
+and loading are functions of the state, called by the methods here.
 """
 
 import weakref
@@ -170,7 +172,7 @@ class DynamicEmbeddingBags(FusedTables):
         self.register_buffer("moves", moves, persistent=False)
 
     def _bind_state(self) -> None:
-        """Have the state refer to the memory that the module has now."""
+        """Point the state at the module's current tensors."""
         self._calls = None  # which would keep the memory on another device
         state, this_module = self.state, weakref.ref(self)
         state.weights, state.optimizer_states = self.weights, self._states()
@@ -185,24 +187,24 @@ class DynamicEmbeddingBags(FusedTables):
         state.adopt_hyperparams = adopt_hyperparams
 
     def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
-        """Register a parameter, of which the state has to know."""
+        """Register a parameter, and tell the state."""
         super().register_parameter(name, param)
         if name == "weights" and param is not None:
             self.state.weights = param
 
     @property
     def backing(self) -> BackingTier | None:
-        """The tier behind the tables; None for none."""
+        """Return the backing tier; None without one."""
         return self.state.backing
 
     @property
     def eviction_log(self) -> EvictionLog | None:
-        """The record of keys that left; None until `track_evictions`."""
+        """Return the log of removed keys; None before `track_evictions`."""
         return self.state.eviction_log
 
     @property
     def num_training_steps(self) -> int:
-        """The number of training forwards (reads the device)."""
+        """Return the number of training forwards (reads the device)."""
         return self.state.index.tick
 
     def table_handles(self) -> DynamicTables:
@@ -321,7 +323,7 @@ class DynamicEmbeddingBags(FusedTables):
         *,
         is_prefetch: bool = False,
     ) -> tuple[Keys, autograd.Lookup]:
-        """Return the batch as keys by table, and as bags whose rows are not known yet."""
+        """Return the batch as keys, and as a `Lookup` without rows."""
         if not self.include_last_offset:
             offsets = append_last_offset(ids, offsets)
         bag_layout, columns = None, self.output_dim
@@ -406,14 +408,14 @@ class DynamicEmbeddingBags(FusedTables):
         )
 
     def _prepare_calls(self) -> KeyedCalls:
-        """Prepare calls of the module as it is now."""
+        """Make the shared arguments of calls from the module's current tensors and options."""
         if self._updates_in_backward:
             self._check_in_place([self.weights])
         self._calls = KeyedCalls(self, self._tiers())
         return self._calls
 
     def _trains(self, running: recomputation.RunningForward | None) -> bool:
-        """Return whether a lookup inserts keys: in training mode, if the gradient is wanted."""
+        """Return whether a lookup inserts keys: in training mode with gradients enabled."""
         with_grad = torch.is_grad_enabled() or (running is not None and running.trains_without_grad)
         is_wanted = self._updates_in_backward or self.weights.requires_grad
         return self.training and with_grad and is_wanted
@@ -494,7 +496,7 @@ class DynamicEmbeddingBags(FusedTables):
         return checkpoint.expected_names(self.state, state_dict)
 
     def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
-        """Yield what is wrong with the entries of the module."""
+        """Yield one message per invalid entry of the module in a state dict."""
         return checkpoint.state_problems(self.state, state_dict, prefix)
 
     @atomic
@@ -503,17 +505,17 @@ class DynamicEmbeddingBags(FusedTables):
     ) -> None:
         for hook in self._load_state_dict_pre_hooks.values():
             hook(state_dict, prefix, *arguments)
-        _, _, missing, unexpected, errors = arguments
+        _, _, missing_names, unexpected, errors = arguments
         if not state_dicts.refuses(self, state_dict, prefix, errors):
-            checkpoint.read_state(self.state, state_dict, prefix, missing, unexpected)
+            checkpoint.read_state(self.state, state_dict, prefix, missing_names, unexpected)
 
     @property
     def _names_in_checkpoints(self) -> SimpleNamespace:
-        """Return the names in a state dict that are no parameter or buffer, as attributes."""
+        """Return the state dict entries that are not parameters or buffers, as attributes."""
         return checkpoint.names_as_attributes(self.state)
 
     def _fqn_modifiers(self) -> dict[str, str]:
-        """Tell `torch.distributed.checkpoint.state_dict` where the first part of a key leads."""
+        """Tell `torch.distributed.checkpoint.state_dict` which attribute a key begins with."""
         return dict.fromkeys([*self.table_names, checkpoint.CLOCK], "_names_in_checkpoints")
 
     # Copies, and moves to another device

@@ -1,8 +1,9 @@
 """Rows of dynamic tables: weights and optimizer states by slot of the index.
 
-Each kind of value is one flat tensor, a row buffer, with the tables one after the other, each with
-room for its capacity; how much of it is in use follows the index (see `emblib.tables.memory`). This
-is the layout of `emblib.ops.tbe`, so that lookups and updates are those of plain tables.
+Weights are one flat tensor, and so is each optimizer state; such a tensor is a row buffer. It has
+the tables one after the other, each with room for its capacity, of which the rows of the index's
+slots are in use (see `emblib.tables.memory`). Dense tables have the same layout, so the ops of
+`emblib.ops.tbe` look up and update rows.
 `RowInitializer` writes new rows, and `TrainingUpdate` finds the rows of a batch in its backward.
 """
 
@@ -31,7 +32,7 @@ from emblib.tables.locks import ModuleLock
 class RowLayout:
     """Describe the row buffers of some tables: `weight`, then the states of the optimizer.
 
-    It has numbers only, no tensors; the module has the buffers.
+    The layout has numbers only; the module owns the buffers.
 
     Args:
         specs: specs of the tables.
@@ -66,7 +67,7 @@ class RowLayout:
         self.stride = -(-max((spec.dim for spec in specs), default=0) // 4) * 4
 
     def table_number(self, table: int | str) -> int:
-        """Return the number of a table given by number or name.
+        """Return the index of a table that is given by index or name.
 
         Raises:
             KeyError, IndexError: there is no such table.
@@ -98,8 +99,8 @@ class RowLayout:
             self.width(table, number) * dtype.itemsize for number, dtype in enumerate(self.dtypes)
         )
 
-    def first(self, table: int, buffer: int) -> int:
-        """Return the element of a buffer at which a table begins."""
+    def first_element(self, table: int, buffer: int) -> int:
+        """Return the index of a table's first element in a buffer."""
         return (self._first_rows if self._per_row[buffer] else self._first_elements)[table]
 
     def first_row(self, table: int) -> int:
@@ -108,14 +109,14 @@ class RowLayout:
 
     def feature(self, table: int, column: int) -> FeatureRow:
         """Return a row of the `features` tensor, for output columns from `column` on."""
-        spec, first = self.specs[table], self._first_rows[table]
+        spec, first_row = self.specs[table], self._first_rows[table]
         return FeatureRow(
             weight_offset=self._first_elements[table],
-            row_base=first,
+            row_base=first_row,
             rows=spec.rows + self.overflow_rows,
             dim=spec.dim,
             column=column,
-            state_base=first,
+            state_base=first_row,
             cache_stride=self.stride,
         )
 
@@ -126,21 +127,23 @@ class RowLayout:
             self._first_rows if per_row else self._first_elements for per_row in self._per_row
         )
         return [
-            memory.reserve(first[-1], dtype, device, used / max(self.total_rows, 1))
-            for first, dtype in zip(firsts, self.dtypes, strict=True)
+            memory.reserve(first_element[-1], dtype, device, used / max(self.total_rows, 1))
+            for first_element, dtype in zip(firsts, self.dtypes, strict=True)
         ]
 
-    def use(self, buffers: Sequence[Tensor], table: int, before: int, now: int) -> None:
-        """Take rows of a table into use: from `before` rows to `now`."""
+    def use(self, buffers: Sequence[Tensor], table: int, rows_before: int, rows_now: int) -> None:
+        """Note that a table uses `rows_now` rows, not `rows_before`; may request huge pages."""
         for number, buffer in enumerate(buffers):
             width = self.width(table, number)
-            memory.use(buffer, self.first(table, number), before * width, now * width)
+            memory.use(
+                buffer, self.first_element(table, number), rows_before * width, rows_now * width
+            )
 
     def views(self, buffers: Sequence[Tensor], table: int) -> dict[str, Tensor]:
         """Return the rows of a table by name, `[rows, dim]` or `[rows]`, in use or not."""
         spec, views = self.specs[table], {}
         for number, (name, buffer) in enumerate(zip(self.names, buffers, strict=True)):
-            first, width = self.first(table, number), self.width(table, number)
+            first, width = self.first_element(table, number), self.width(table, number)
             rows = buffer[first : first + spec.rows * width]
             views[name] = rows if self._per_row[number] else rows.view(spec.rows, spec.dim)
         return views
@@ -149,7 +152,7 @@ class RowLayout:
         """Return `RowBuffers.layout`."""
         layout = [
             [
-                (self.first(t, p) * dtype.itemsize, self.width(t, p) * dtype.itemsize)
+                (self.first_element(t, p) * dtype.itemsize, self.width(t, p) * dtype.itemsize)
                 for p, dtype in enumerate(self.dtypes)
             ]
             for t in range(len(self.specs))
@@ -161,7 +164,7 @@ class RowLayout:
         layout = [
             [
                 (
-                    self.first(t, p),
+                    self.first_element(t, p),
                     self.width(t, p),
                     spec.rows + self.overflow_rows,
                     self.width(t, p),
@@ -208,15 +211,15 @@ class RowLayout:
     def check_snapshot(self, snapshot: Any, capacities: Sequence[int]) -> None:
         """Raise ValueError unless `restore` takes a snapshot of tables with these rows in use."""
         tables = dumps.check_list("rows", snapshot, len(self.specs), "table")
-        for t, (parts, rows) in enumerate(zip(tables, capacities, strict=True)):
-            what = f"rows of table {t}"
-            parts = dumps.check_list(what, parts, len(self.names), f"entry of {self.names}")
+        for t, (buffers, rows) in enumerate(zip(tables, capacities, strict=True)):
+            subject = f"rows of table {t}"
+            buffers = dumps.check_list(subject, buffers, len(self.names), f"entry of {self.names}")
             for p, (name, dtype) in enumerate(zip(self.names, self.dtypes, strict=True)):
                 shape = (rows,) if self._per_row[p] else (rows, self.width(t, p))
-                dumps.check_tensor(f"{name} of table {t}", parts[p], dtype, shape)
+                dumps.check_tensor(f"{name} of table {t}", buffers[p], dtype, shape)
 
     def restore(self, buffers: Sequence[Tensor], snapshot: Sequence[Sequence[Tensor]]) -> None:
-        """Write the rows of a snapshot into buffers of which nothing is in use yet."""
+        """Write the rows of a snapshot into buffers without rows in use."""
         for t, parts in enumerate(snapshot):
             views = self.views(buffers, t).values()
             for part in parts[:1]:
@@ -260,7 +263,7 @@ class BatchReads(NamedTuple):
         )
 
     def at(self, slots: Tensor) -> "BatchReads":
-        """Return the same reads where the keys are in other slots now."""
+        """Return the same reads with the keys at new slots."""
         if self.slots is None:
             return self._replace(indices=slots)
         return self._replace(indices=torch.where(self.slots < 0, slots, 0))
@@ -307,7 +310,7 @@ class RowInitializer(nn.Module):
             self.register_buffer(name, tensor.to(device), persistent=False)
 
     def write_(self, buffers: list[Tensor], keys: Keys, inserted: InsertedBatch) -> None:
-        """Write first values into the rows of the inserted keys."""
+        """Write initial values into the rows of the inserted keys."""
         misses, result = inserted.misses, inserted.result
         assert misses is not None
         assert result is not None
@@ -379,13 +382,12 @@ class BackingSearch(Protocol):
 
 
 class TrainingUpdate:
-    """Find the rows of a batch again in its backward, and hold what its update needs.
+    """Update hooks of a training lookup: find the rows of its batch again in backward.
 
-    These are the update hooks of a lookup in `emblib.ops.autograd`. Rows move when a table grows,
-    and keys are evicted. So if the index has changed since the forward, the slots of the keys are
-    looked up again: keys that were evicted in between are not updated, even if they were inserted
-    again, and are counted in `dropped_updates`. The index is watched as long as the graph exists,
-    which may run backward more than once.
+    After the forward a table may grow, which moves rows, and keys may be evicted. So if the index
+    has changed, backward looks up the slots again. Keys that were evicted in between, even if they
+    were inserted again, are not updated but counted in `dropped_updates`. The index is watched as
+    long as the graph exists, which may run backward more than once.
     """
 
     def __init__(
@@ -409,45 +411,45 @@ class TrainingUpdate:
         self.weighted = False  # whether sample weights get a gradient
 
     @classmethod
-    def of_repetition(cls, first: "TrainingUpdate | None", keys: Keys) -> "TrainingUpdate":
+    def of_repetition(cls, first_update: "TrainingUpdate | None", keys: Keys) -> "TrainingUpdate":
         """Return the update of a forward that backward repeats, which reads the same rows.
 
         Args:
-            first: update of the first forward; None if it is not known.
+            first_update: update of the first forward; None if it is not known.
             keys: keys of the repetition.
 
         Raises:
             RuntimeError: the first forward is not known or had other keys; a row that it read was
                 evicted since.
         """
-        if first is None or not first.has_keys(keys):
+        if first_update is None or not first_update.has_keys(keys):
             raise RuntimeError(
                 "backward repeats a checkpointed forward with other lookups in dynamic tables than "
                 "it had: a function in torch.utils.checkpoint.checkpoint must look up the same ids "
                 "both times, in the same order and mode"
             )
-        slots, lost = first.present_slots()
-        if lost is not None and bool(lost.any()):
+        slots, is_lost = first_update.present_slots()
+        if is_lost is not None and bool(is_lost.any()):
             raise RuntimeError(
                 "backward repeats a checkpointed forward, but keys that it looked up have left the "
                 "table since: run backward before the next training forward, choose a larger "
                 "capacity, or leave the tables outside of torch.utils.checkpoint"
             )
-        backing = None if first._backing is None else first._backing_tier()  # noqa: SLF001 - of the same class
+        backing = None if first_update._backing is None else first_update._backing_tier()  # noqa: SLF001 - of the same class
         return cls(
-            first.lock,
-            first._index,  # noqa: SLF001 - of the same class
+            first_update.lock,
+            first_update._index,  # noqa: SLF001 - of the same class
             keys,
             slots,
-            first.reads.at(slots),
-            first._dropped_updates,  # noqa: SLF001 - of the same class
+            first_update.reads.at(slots),
+            first_update._dropped_updates,  # noqa: SLF001 - of the same class
             backing,
         )
 
     def has_keys(self, keys: Keys) -> bool:
         """Return whether a batch has the same keys; on CUDA, whether it has as many."""
-        ids, others = self._keys.ids, keys.ids
-        return ids.shape == others.shape and (ids.is_cuda or torch.equal(ids, others))
+        ids, other_ids = self._keys.ids, keys.ids
+        return ids.shape == other_ids.shape and (ids.is_cuda or torch.equal(ids, other_ids))
 
     def _backing_tier(self) -> BackingSearch:
         assert self._backing is not None
@@ -471,7 +473,7 @@ class TrainingUpdate:
         return autograd.RowLocations(groups, None, self.reads.slots, indices)
 
     def slots_to_update(self) -> Tensor:
-        """Return the present slots of the batch, -1 for none, which backward is about to update."""
+        """Return the current slots `[L]` that backward updates, -1 for none."""
         slots, _ = self.locate()
         self._note_update()
         return slots
@@ -481,36 +483,36 @@ class TrainingUpdate:
             self._backing_tier().will_update()
 
     def locate(self) -> tuple[Tensor, Tensor]:
-        """Return the present slots of the batch, -1 for none, and the rows its lookups read.
+        """Return the current slots of the batch, -1 for none, and the rows its lookups read.
 
         Raises:
             RuntimeError: sample weights get a gradient, which needs a row that was evicted.
         """
-        slots, lost = self.present_slots()
-        if lost is None:
+        slots, is_lost = self.present_slots()
+        if is_lost is None:
             return slots, self.reads.indices
-        if self.weighted and bool(lost.any()):
+        if self.weighted and bool(is_lost.any()):
             raise RuntimeError(
                 "the gradient of per_sample_weights needs the rows that forward read, but keys of "
                 "the batch have left the table since; run backward before the next training forward"
             )
-        self._dropped_updates += lost.sum()
+        self._dropped_updates += is_lost.sum()
         return slots, self.reads.at(slots).indices
 
     def present_slots(self) -> tuple[Tensor, Tensor | None]:
-        """Return the present slots of the batch, and which of its rows are lost, None for none."""
+        """Return current slots, int64 `[L]`, and lost rows, bool `[L]` (None: none lost)."""
         if not self.is_stale():
             return self._slots, None
         if self._backing is None:
-            present = self._index.find(self._keys)
+            current_slots = self._index.find(self._keys)
         else:
-            present = self._backing_tier().search(self._keys)
-        left = self._index.has_left(self._keys, present, self._version)
-        slots = torch.where((self._slots < 0) | left, -1, present)
-        lost = (self._slots >= 0) & (slots < 0)
+            current_slots = self._backing_tier().search(self._keys)
+        has_left = self._index.has_left(self._keys, current_slots, self._version)
+        slots = torch.where((self._slots < 0) | has_left, -1, current_slots)
+        is_lost = (self._slots >= 0) & (slots < 0)
         if self.reads.slots is not None:
-            lost &= self.reads.slots < 0  # the others read default rows
-        return slots, lost
+            is_lost &= self.reads.slots < 0  # the others read default rows
+        return slots, is_lost
 
     def after_update(self) -> None:
         """Do nothing: the update changed no slot."""

@@ -1,9 +1,9 @@
 """Training lookups of dynamic tables whose backward is one op, with arguments prepared once.
 
-The time of a small batch is that of the Python between ops. `KeyedCalls` holds all that the calls
-of a module have in common; `KeyedLookup` looks up, and its backward groups the slots of the batch,
-counts the step and updates the rows in one op. Lookups that need more, such as a gradient of the
-sample weights, go through `emblib.ops.autograd`: the bits are the same.
+For small batches Python between ops dominates the time. `KeyedCalls` stores the arguments that all
+calls of a module share. `KeyedLookup` looks up, and its backward groups the slots of the batch,
+counts the step and updates the rows in one op. Other lookups, e.g. with a gradient of the sample
+weights, use `emblib.ops.autograd`, with the same bits.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from emblib.tables.short_calls import update_in_one_op
 
 
 class KeyedCalls:
-    """The arguments that the calls of a module share, as long as its tensors and optimizer stay.
+    """Arguments that all calls of a module share, until its tensors or optimizer change.
 
     A copy or pickle of this object is None: the copy of a module makes its own.
 
@@ -45,7 +45,7 @@ class KeyedCalls:
         return type(None), ()
 
     def are_of(self, module: FusedTables) -> bool:
-        """Return whether the tensors and the optimizer of a module are those of its last call."""
+        """Return whether a module still has the tensors and optimizer of its last call."""
         return (
             self._optimizer is module.optimizer
             and module._parameters.get("weights") is self._weights
@@ -57,8 +57,8 @@ class KeyedCalls:
     def take(self, batch: autograd.Lookup, sample_weights: Tensor | None) -> bool:
         """Return whether one op can be the backward of a lookup.
 
-        It cannot where gradients stay on the weights, where the sample weights need one, where
-        batch sizes differ, and for lookups that are made for their backward alone.
+        False if gradients stay on the weights, sample weights need a gradient, batch sizes differ,
+        or the lookup is made only for its backward.
         """
         return (
             self._updates
@@ -77,12 +77,12 @@ class KeyedCalls:
         sample_weights: Tensor | None,
         is_finite: Tensor | None,
     ) -> None:
-        """Make one step of the rows in `slots`; none if `is_finite` is false.
+        """Apply one optimizer step to the rows at `slots`; none if `is_finite` is false.
 
         Args:
             grad: the gradient of the output.
             batch: batch that was looked up, with placeholders for its tensors.
-            slots: int64 `[L]`, where the rows are now; -1 for none.
+            slots: int64 `[L]`, current slots of the rows; -1 for none.
             offsets: the offsets of the bags.
             sample_weights: float32 `[L]`, the factor of the gradient of each row.
             is_finite: bool, whether a scaled gradient is finite; None for others.

@@ -1,8 +1,8 @@
-"""DynamicState: the keys, the rows and all else that dynamic tables consist of, without lookups.
+"""DynamicState: keys, rows, admission, eviction and backing store of dynamic tables.
 
-A `DynamicEmbeddingBags` owns one and looks rows up in it. Everything else is a function of the
-state: questions and settings are here, `training` inserts the keys of batches, and `saving` has
-checkpoints. `of_state` functions take the module as well, so that they are methods of it.
+A `DynamicEmbeddingBags` owns one state and looks rows up in it. Everything else is a function of
+the state: queries and settings are here, `training` inserts the keys of batches, and `saving` has
+checkpoints. `@of_state` makes such a function accept the module too, so it can be a method of it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _INT64_MIN = -(2**63)
 
 
 class DynamicState:
-    """T tables of rows by key: index, rows, admission, eviction and the tier behind them.
+    """T tables of rows by key.
 
     A new state has no keys, and every table has the rows of its initial capacity in use.
 
@@ -43,30 +43,31 @@ class DynamicState:
         optimizer: the optimizer, whose states each row has.
         precision: dtypes of weights and states.
         seed: the seed of the first values of rows.
-        hash_keys: the number on which the hash of each table depends; None is 0 for all.
+        hash_keys: hash key of each table, see `emblib.dynamic.keys`; None is 0 for all.
         device: the device of the tables.
-        overflow_rows: rows behind those of each table, for a backing store.
+        overflow_rows: extra rows per table, in which rows of a backing store are served.
 
     Attributes:
         index: the keys and their slots.
         layout: the location of the rows of each table in the row buffers.
-        weights: the first row buffer, flat or `[rows, dim]`; a parameter where a module owns it.
+        weights: the first row buffer, flat or `[rows, dim]`; a parameter if a module owns the
+            state.
         optimizer_states: the other row buffers, flat.
         hyperparams: the numbers of the optimizer, float64.
         row_initializer: writes the first values of new rows.
-        admission: counts keys before they are inserted; None admits all.
+        admission: decides which missing keys are inserted; None admits all.
         scores: the eviction scores of the next batch; None if eviction assigns none.
         expiry: chooses the buckets in which each step looks for expired keys; None if none do.
         eviction_log: the keys that left; None until `track_evictions`.
-        is_deferred: whether gradients wait for a later step, which evicted keys have no part in.
-        on_new_rows: functions of the rows that got new keys, numbered over all tables, which are
-            called once these have first values; a copy has none.
-        backing: the tier behind the tables; None for none.
+        is_deferred: whether a later step applies gradients; those of evicted keys are then dropped.
+        on_new_rows: functions that are called with the indices, over all tables, of rows that got
+            new keys, after their initial values are written; a copy has none.
+        backing: the backing tier; None without a store.
         last_batch: slots and status of the keys of the last training batch.
         dropped_updates: int64 `[1]`, updates of keys that were evicted before their backward.
-        adopt_hyperparams: a function that sees saved numbers before they replace `hyperparams`, and
-            may refuse them.
-        lock: the lock of all this.
+        adopt_hyperparams: function that is called with saved hyperparameters before they replace
+            `hyperparams`, and may raise.
+        lock: the lock around all changes.
     """
 
     weights: Tensor
@@ -128,8 +129,8 @@ class DynamicState:
         """Return the rows that the index moves when a table grows."""
         return RowBuffers(self.row_buffers, self.moves, self._use_rows)
 
-    def _use_rows(self, table: int, before: int, now: int) -> None:
-        self.layout.use(self.row_buffers, table, before, now)
+    def _use_rows(self, table: int, rows_before: int, rows_now: int) -> None:
+        self.layout.use(self.row_buffers, table, rows_before, rows_now)
 
     def use_initial_rows(self) -> None:
         """Take the rows of the initial capacities into use."""
@@ -138,16 +139,16 @@ class DynamicState:
 
     def parts(self) -> dict[str, nn.Module]:
         """Return the modules of the state by their names in state dicts."""
-        parts = {
+        children = {
             "index": self.index,
             "row_initializer": self.row_initializer,
             "admission": self.admission,
             "scores": self.scores,
         }
-        return {name: part for name, part in parts.items() if part is not None}
+        return {name: child for name, child in children.items() if child is not None}
 
     def table_number(self, table: int | str) -> int:
-        """Return the number of a table given by number or name, see `RowLayout.table_number`."""
+        """Return the index of a table that is given by index or name."""
         return self.layout.table_number(table)
 
     def table_rows(self, table: int | str) -> dict[str, Tensor]:
@@ -166,12 +167,12 @@ class DynamicState:
         return Keys.of(as_keys(ids).to(self.index.tags.device), self.table_number(table))
 
     def update_of(self, keys: Keys, slots: Tensor, reads: BatchReads) -> TrainingUpdate:
-        """Return the update of keys in these slots, which reads these rows."""
+        """Return the hooks for the backward of a lookup that found `keys` at `slots`."""
         lock, dropped, backing = self.lock, self.dropped_updates, self.backing
         return TrainingUpdate(lock, self.index, keys, slots, reads, dropped, backing)
 
     def load_hyperparams(self, values: Tensor) -> None:
-        """Take over saved `hyperparams`.
+        """Overwrite `hyperparams` with saved values.
 
         Raises:
             ValueError: numbers that the optimizer cannot have; nothing is changed.
@@ -187,7 +188,7 @@ class DynamicState:
             self.eviction_log.record(table, keys, self.index.tick)
 
     def restart_eviction_log(self) -> None:
-        """Clear the eviction log, if there is one, once the tables were replaced."""
+        """Clear the eviction log, if there is one, after the tables were replaced."""
         if self.eviction_log is not None:
             self.eviction_log.restart(self.index.tick)
 
@@ -207,7 +208,7 @@ class StateOwner(Protocol):
 def of_state(
     function: Callable[Concatenate[DynamicState, _P], _R],
 ) -> Callable[Concatenate[DynamicState | StateOwner, _P], _R]:
-    """Run a function of a state under its lock; the function takes the owner of a state as well."""
+    """Make a function of a state hold its lock, and accept the state's owner instead."""
 
     @functools.wraps(function)
     def call(owner: DynamicState | StateOwner, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -239,9 +240,9 @@ def capacity(state: DynamicState, table: int | str) -> int:
 
 @of_state
 def find(state: DynamicState, table: int | str, ids: Tensor) -> Tensor:
-    """Return the rows of ids in `table_rows(table)`, int64, -1 for ids that are not there.
+    """Return the row of each id in `table_rows(table)`, int64 `[n]`, -1 for absent ids.
 
-    They are valid until the next training forward.
+    Rows are valid until the next training forward.
     """
     return state.index.find(state.keys_of(table, ids))
 
@@ -362,14 +363,14 @@ def set_eviction_step(state: DynamicState, table: int | str, step: int) -> None:
 
 @of_state
 def eviction_score(state: DynamicState, table: int | str) -> int | None:
-    """Return the score that a table assigns to its next batch, None for none (waits)."""
+    """Return the score that a table assigns to its next batch; None if it has none (waits)."""
     number = state.table_number(table)
     return None if state.scores is None else state.scores.get()[number]
 
 
 @of_state
 def assign_key_scores(state: DynamicState, table: int, keys: Tensor, scores: Tensor) -> Tensor:
-    """Set the scores of keys of a table, in either tier; return which are there, bool on the CPU.
+    """Set the scores of keys, in either tier; return which are present, bool `[n]` on the CPU.
 
     A key that occurs more than once gets the largest of its scores.
 
@@ -391,8 +392,10 @@ def assign_key_scores(state: DynamicState, table: int, keys: Tensor, scores: Ten
     entries[slots[is_fast], HashEntryColumn.SCORE] = largest.to(slots.device)[is_fast]
     is_present = is_fast.cpu()
     if state.backing is not None:
-        absent = ~is_present
-        is_present[absent] = state.backing.assign_scores(table, distinct[absent], largest[absent])
+        is_absent = ~is_present
+        is_present[is_absent] = state.backing.assign_scores(
+            table, distinct[is_absent], largest[is_absent]
+        )
     return is_present[groups]
 
 
@@ -408,6 +411,6 @@ def flush(state: DynamicState) -> None:
 
 @of_state
 def close(state: DynamicState) -> None:
-    """Close the backing store, undoing what was not flushed; the module is unusable then."""
+    """Close the backing store, undoing changes since the last flush; ends the module's use."""
     if state.backing is not None:
         state.backing.store.close()

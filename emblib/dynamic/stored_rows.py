@@ -1,4 +1,4 @@
-"""Stored rows of cached tensor trains in state dicts: their checks, and their number here."""
+"""Stored rows of cached tensor trains in state dicts: checks, and conversion to other sizes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class StoredTables(NamedTuple):
 
     Attributes:
         names: names of the tables, `[T]`.
-        first_keys: the key of the first row of each table, and the number of keys, `[T + 1]`.
+        first_keys: first key of each table, then the number of keys, `[T + 1]`.
         views: `weight` and the optimizer states of each table, `[rows, ...]`.
     """
 
@@ -27,38 +27,40 @@ class StoredTables(NamedTuple):
     def entries(self, prefix: str) -> list[dict[str, Tensor]]:
         """Return the views of each table by their keys in a state dict."""
         return [
-            {f"{prefix}rows.{name}.{part}": view for part, view in views.items()}
+            {f"{prefix}rows.{name}.{view_name}": view for view_name, view in views.items()}
             for name, views in zip(self.names, self.views, strict=True)
         ]
 
     def problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
-        """Yield where stored rows in a state dict, of any number, do not fit their keys."""
-        key, first = f"{prefix}key_of_row", 0
+        """Yield one message per problem of stored rows in a state dict; any number of rows fits."""
+        key, begin = f"{prefix}key_of_row", 0
         tables = self.entries(prefix)
-        if key not in state_dict or any(name not in state_dict for own in tables for name in own):
+        if key not in state_dict or any(
+            name not in state_dict for names_of_table in tables for name in names_of_table
+        ):
             return  # torch names what is missing
         saved = state_dict[key]
         problem = state_dicts.key_problem(saved, self.first_keys[-1])
         if problem:
             yield f"{key}: {problem}"
             return
-        for t, own in enumerate(tables):
-            weight = state_dict[next(iter(own))]
+        for t, names_of_table in enumerate(tables):
+            weight = state_dict[next(iter(names_of_table))]
             size = len(weight) if isinstance(weight, Tensor) and weight.dim() else 0
-            for name, view in own.items():
+            for name, view in names_of_table.items():
                 value, shape = state_dict[name], (size, *view.shape[1:])
                 problem = state_dicts.tensor_problem(value, view, shape)
                 if problem:
                     yield f"{name}: {problem}"
                     return
-            keys = saved[first : first + size]
+            keys = saved[begin : begin + size]
             yield from self._key_problems(t, keys[keys >= 0])
-            first += size
-        if first != len(saved):
-            yield f"{key}: there are {len(saved)} keys of {first} stored rows"
+            begin += size
+        if begin != len(saved):
+            yield f"{key}: there are {len(saved)} keys of {begin} stored rows"
 
     def _key_problems(self, table: int, used: Tensor) -> Iterator[str]:
-        """Yield why keys cannot be those of a table's stored rows."""
+        """Yield a message if `used` keys are not distinct keys of the table."""
         low, high = self.first_keys[table : table + 2]
         name, capacity = self.names[table], len(self.views[table]["weight"])
         if bool(((used < low) | (used >= high)).any()):
@@ -71,23 +73,27 @@ class StoredTables(NamedTuple):
             )
 
     def resized(self, state_dict: Mapping[str, Any], prefix: str) -> dict[str, Tensor]:
-        """Return entries without problems in the sizes of the views, where they have others."""
+        """Return the entries resized to the views, if saved with another number of rows."""
         saved = state_dict.get(f"{prefix}key_of_row")
         tables = self.entries(prefix)
-        if saved is None or any(key not in state_dict for own in tables for key in own):
+        if saved is None or any(
+            key not in state_dict for names_of_table in tables for key in names_of_table
+        ):
             return {}
-        entries, keys, first = {}, [], 0
-        for own in tables:
-            name, weight = next(iter(own.items()))
+        entries, keys, begin = {}, [], 0
+        for names_of_table in tables:
+            name, weight = next(iter(names_of_table.items()))
             size, capacity = len(state_dict[name]), len(weight)
-            those = saved[first : first + size]
-            first += size
+            saved_keys = saved[begin : begin + size]
+            begin += size
             if size != capacity:
-                used = (those >= 0).nonzero().squeeze(1)
-                for key, view in own.items():
+                used = (saved_keys >= 0).nonzero().squeeze(1)
+                for key, view in names_of_table.items():
                     source = state_dict[key]
                     entries[key] = torch.zeros_like(view)
                     entries[key][: len(used)] = source[used.to(source.device)].to(view)
-                those = torch.cat([those[used], those.new_full((capacity - len(used),), -1)])
-            keys.append(those)
+                saved_keys = torch.cat(
+                    [saved_keys[used], saved_keys.new_full((capacity - len(used),), -1)]
+                )
+            keys.append(saved_keys)
         return {**entries, f"{prefix}key_of_row": torch.cat(keys)}

@@ -1,7 +1,7 @@
 """Insertion of the keys of training batches into dynamic tables, with hooks and checks.
 
-An insertion is made completely or not at all, wherever an exception interrupts it: `BatchInsertion`
-states in which order the index, the rows and the backing store change.
+An insertion happens completely or not at all, wherever an exception interrupts it: `BatchInsertion`
+defines the order in which index, rows and backing store change, and how it is resumed.
 """
 
 import itertools
@@ -99,11 +99,11 @@ class BatchInsertion:
         self._expiry_effects: Effects | None = None
         self._inserted: InsertedBatch | None = None
         self._placement: BatchPlacement | None = None
-        self._found: list[FoundRows] = []
+        self._found_rows: list[FoundRows] = []
         self._has_begun = self._is_written = False
 
     def is_optional(self) -> bool:
-        """Return whether no key has a slot with the row of another one."""
+        """Return whether the insertion may be abandoned: no slot has the row of another key yet."""
         return self._is_written or not self._effects.has_made(hash.hash_insert_)
 
     def run(self) -> InsertedBatch:
@@ -147,14 +147,14 @@ class BatchInsertion:
         state = self._state
         in_store = admitted = None
         if state.backing is not None:
-            self._found, in_store = state.backing.find_in_store(keys, misses)
+            self._found_rows, in_store = state.backing.find_in_store(keys, misses)
         if state.admission is not None:
             if self._admission_effects is None:
                 self._admission_effects = Effects()
             self._admission_effects.restart()
             admitted = state.admission.admit(keys, misses, in_store, self._admission_effects)
         if state.backing is not None:
-            state.backing.add_stored_uses(misses, self._found)
+            state.backing.add_stored_uses(misses, self._found_rows)
         return admitted
 
     def _write_rows(self, inserted: InsertedBatch) -> None:
@@ -162,7 +162,9 @@ class BatchInsertion:
         # With a backing store evicted rows are demoted, and the tier records what leaves the store.
         if state.backing is not None:
             if self._placement is None:
-                self._placement = state.backing.place(keys, inserted, self._found, self._scores)
+                self._placement = state.backing.place(
+                    keys, inserted, self._found_rows, self._scores
+                )
             state.backing.take(inserted, self._placement)
         elif state.eviction_log is not None:
             state.eviction_log.record_batch(inserted, state.index.tick)
@@ -277,24 +279,24 @@ def _drop_gradients(state: DynamicState, rows: Tensor) -> None:
 
 
 def reset_states(optimizer: torch.optim.Optimizer, weights: Tensor, rows: Tensor) -> None:
-    """Set the states that an optimizer of torch.optim has for rows of its weights to zero."""
+    """Zero the states of `rows` of `weights` in an optimizer of torch.optim."""
     for state in optimizer.state.get(weights, {}).values():
         if isinstance(state, Tensor) and state.shape[:1] == weights.shape[:1]:
             state[rows] = 0
 
 
 def _rows_of_new_keys(rows: RowLayout, keys: Keys, inserted: InsertedBatch) -> Tensor:
-    """Return the numbers, among the rows of all tables, of the rows that have a new key (waits)."""
+    """Return the rows with new keys, as indices over all tables, int64 (waits)."""
     assert inserted.misses is not None
     assert inserted.result is not None
-    new = inserted.result.slots >= 0
-    tables = tables_of(keys)[inserted.misses.first[new]]
-    first = [rows.first_row(t) for t in range(len(rows.specs))]
-    return torch.tensor(first, device=tables.device)[tables] + inserted.result.slots[new]
+    is_new = inserted.result.slots >= 0
+    tables = tables_of(keys)[inserted.misses.first[is_new]]
+    first_rows = [rows.first_row(t) for t in range(len(rows.specs))]
+    return torch.tensor(first_rows, device=tables.device)[tables] + inserted.result.slots[is_new]
 
 
 def check_device(device: torch.device) -> None:
-    """Raise ValueError on a device on which dynamic tables cannot be."""
+    """Raise ValueError for a device that dynamic tables do not support: meta."""
     if device.type == "meta":
         raise ValueError("dynamic tables have keys to begin with, so they cannot be on meta")
 
@@ -316,16 +318,16 @@ def check_optimizer(
         )
     if optimizer.leaves_gradient is None:
         return
-    what = "state" if isinstance(optimizer, External) else "gradients"
+    subject = "state" if isinstance(optimizer, External) else "gradients"
     if has_backing:
         raise ValueError(
-            f"{description(optimizer)} keeps its {what} outside, where they would not move with "
+            f"{description(optimizer)} keeps its {subject} outside, where they would not move with "
             "the rows; use an optimizer that backward applies, e.g. optim.SGD(0.01), or tables "
             "without a backing store"
         )
     if any(s.buckets < s.max_buckets for s in specs):
         raise ValueError(
-            f"{description(optimizer)} keeps its {what} outside, where they would not move with "
+            f"{description(optimizer)} keeps its {subject} outside, where they would not move with "
             "the rows of a table that grows: leave initial_capacity out, or use an optimizer that "
             "backward applies, e.g. optim.SGD(0.01)"
         )
@@ -355,8 +357,8 @@ def check_batch(
         if tensor is None:
             continue
         if not isinstance(tensor, Tensor) or tensor.dtype != dtype:
-            got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise RuntimeError(f"{name} must be a tensor of {dtype}, got {got}")
+            type_name = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise RuntimeError(f"{name} must be a tensor of {dtype}, got {type_name}")
         if tensor.shape != ids.shape or tensor.device != ids.device:
             raise RuntimeError(
                 f"{name} must have one entry per lookup = {ids.numel()} on {ids.device}, got "
@@ -383,7 +385,7 @@ def num_padding_ids(ids: Tensor, offsets: Tensor) -> int:
 def feature_starts(
     offsets: Tensor, features: int, batch_sizes: Sequence[Sequence[int]] | None
 ) -> Tensor:
-    """Return where the ids of each feature begin, and their number, int64 `[features + 1]`."""
+    """Return the first id of each feature, then the number of ids, int64 `[features + 1]`."""
     if batch_sizes is not None:
         starts = offsets[[0, *itertools.accumulate(sum(sizes) for sizes in batch_sizes)]]
     elif offsets.numel() > 1:
@@ -400,7 +402,7 @@ def check_replicas(tags: Tensor, weights: Tensor) -> None:
     not be broadcast, and gradients of rows must not be added up.
 
     Raises:
-        RuntimeError: it would.
+        RuntimeError: DDP would broadcast buffers or add up gradients of rows.
     """
     ddp = getattr(DistributedDataParallel, "_active_ddp_module", None)
     if ddp is None:

@@ -27,7 +27,7 @@ from emblib.specs import (
 
 _SPILLED = 8  # rows in host memory per row of the cache, by default
 _COUNTED = 4  # ids counted per row of the cache, by default
-_INDEX_LOAD = 0.5  # at which every id finds a slot
+_INDEX_LOAD = 0.5  # load at which every id finds a slot
 
 
 class RowEviction(Choice):
@@ -52,12 +52,12 @@ class TTCache:
 
     With `SPILL` a row, once chosen, stays stored. Stored rows are a table in host memory (pinned,
     if the module is on a GPU) behind a cache of `rows` rows in the memory of the module:
-    `Placement.MANAGED_CACHING`, with the policy LFU. A lookup of a spilled row, one that the cache
-    does not hold, brings the row and its optimizer state into the cache; where all 32 ways of its
-    set hold rows that are used more often or are in flight, it reads the row, and backward updates
-    it, in host memory. No update is lost and no lookup waits for the host, wherever the row is. It
-    costs a transfer of the row and of its state over the bus, and of the row that is written back.
-    On a CPU both memories are the same: there, `PROJECT` or `DROP` with more rows are faster.
+    `Placement.MANAGED_CACHING`, with the policy LFU. A spilled row is one that is not in that
+    cache. A lookup of it brings the row and its optimizer state into the cache, unless all 32 ways
+    of its set have rows that are used more often or are in flight; then it is read and updated in
+    host memory. No update is lost, and no lookup waits for the host. The cost is the transfer of
+    the row and its state, and of the row that is written back. On a CPU both memories are the same,
+    so `PROJECT` or `DROP` with more rows are faster.
 
     Host memory takes `rows + spill_rows` rows per table, allocated at construction. When it is
     full, the least used stored rows leave as with `PROJECT`, one per row that is newly chosen;
@@ -66,9 +66,10 @@ class TTCache:
     Args:
         rows: number of stored rows per table, one number for all or one each.
         eviction: treatment of rows that leave the cache.
-        counted: ids of all tables whose uses are counted, the least used lose their counts to
-            others; by default 4 times the rows stored.
-        every: training lookups after which the rows are chosen again; None: only `populate` does.
+        counted: number of ids of all tables whose uses are counted; the least used ones lose their
+            counts to new ones; by default 4 times the stored rows.
+        every: number of training lookups after which rows are chosen again; None: only by
+            `populate`.
         spill_rows: rows per table that host memory has besides `rows`, one number for all or one
             each, with `SPILL` only; by default 8 times `rows`.
 
@@ -95,8 +96,8 @@ class TTCache:
         for name in ("counted", "every"):
             if getattr(self, name) is not None:
                 check_count(name, getattr(self, name))
-        for name, given, minimum in (("rows", self.rows, 1), ("spill_rows", self.spill_rows, 0)):
-            for number in _numbers(given):
+        for name, value, minimum in (("rows", self.rows, 1), ("spill_rows", self.spill_rows, 0)):
+            for number in _numbers(value):
                 check_count(name, number, minimum=minimum)
         if self.spill_rows is not None and self.eviction is not RowEviction.SPILL:
             raise ValueError(
@@ -105,11 +106,11 @@ class TTCache:
             )
 
     def rows_of(self, tables: Sequence[TTSpec]) -> list[int]:
-        """Return the rows in the cache of each table, at most all of it."""
+        """Return the number of cached rows per table, at most its rows."""
         return _per_table("rows", self.rows, tables)
 
     def stored_rows_of(self, tables: Sequence[TTSpec]) -> list[int]:
-        """Return the rows stored of each table, in the cache or spilled, at most all of it."""
+        """Return the number of stored rows per table, cached or spilled, at most its rows."""
         cached = self.rows_of(tables)
         if self.eviction is not RowEviction.SPILL:
             return cached
@@ -117,49 +118,49 @@ class TTCache:
             spilled = [_SPILLED * rows for rows in cached]
         else:
             spilled = _per_table("spill_rows", self.spill_rows, tables, minimum=0)
-        parts = zip(cached, spilled, tables, strict=True)
-        return [min(rows + more, spec.rows) for rows, more, spec in parts]
+        row_counts = zip(cached, spilled, tables, strict=True)
+        return [min(rows + more, spec.rows) for rows, more, spec in row_counts]
 
     @property
     def placement(self) -> Placement:
-        """Return where stored rows are."""
+        """Return the memory of stored rows."""
         spills = self.eviction is RowEviction.SPILL
         return Placement.MANAGED_CACHING if spills else Placement.DEVICE
 
     def row_cache(self, tables: Sequence[TTSpec]) -> CacheConfig | None:
-        """Return the cache of stored rows that are in host memory; None where they are not."""
+        """Return the cache options of stored rows in host memory; None if on the device."""
         if not self.placement.cached:
             return None
         sets = math.ceil(sum(self.rows_of(tables)) / WAYS)
         return CacheConfig(policy=CachePolicy.LFU, sets=sets)
 
     def counted_of(self, tables: Sequence[TTSpec]) -> int:
-        """Return the ids of all tables whose uses are counted."""
+        """Return the number of ids, of all tables, whose uses are counted."""
         return self.counted or _COUNTED * sum(self.stored_rows_of(tables))
 
     def index_specs(self, tables: Sequence[TTSpec]) -> tuple[DynamicSpec, DynamicSpec]:
         """Return the hash tables of ids that are stored, and of those that are counted."""
-        stored = math.ceil(sum(self.stored_rows_of(tables)) / _INDEX_LOAD)
+        num_stored = math.ceil(sum(self.stored_rows_of(tables)) / _INDEX_LOAD)
         return (
-            DynamicSpec(stored, 1, eviction=Eviction.NONE),
+            DynamicSpec(num_stored, 1, eviction=Eviction.NONE),
             DynamicSpec(self.counted_of(tables), 1, eviction=Eviction.LFU),
         )
 
 
-def _numbers(given: Any) -> Sequence[Any]:
+def _numbers(value: Any) -> Sequence[Any]:
     """Return one number or several as a sequence."""
-    if given is None:
+    if value is None:
         return ()
-    return given if isinstance(given, Sequence) and not isinstance(given, str) else (given,)
+    return value if isinstance(value, Sequence) and not isinstance(value, str) else (value,)
 
 
 def _per_table(
-    name: str, given: int | Sequence[int], tables: Sequence[TTSpec], *, minimum: int = 1
+    name: str, value: int | Sequence[int], tables: Sequence[TTSpec], *, minimum: int = 1
 ) -> list[int]:
     """Return a number of rows for each table, at most those that it has."""
-    numbers = list(given) if isinstance(given, Sequence) else [given] * len(tables)
+    numbers = list(value) if isinstance(value, Sequence) else [value] * len(tables)
     if len(numbers) != len(tables):
-        raise ValueError(f"{name} must be a number or one per table, got {given}")
+        raise ValueError(f"{name} must be a number or one per table, got {value}")
     pairs = zip(numbers, tables, strict=True)
     return [min(check_count(name, rows, minimum=minimum), spec.rows) for rows, spec in pairs]
 
@@ -172,10 +173,10 @@ class TTCacheStats:
         lookups: valid ids of training lookups.
         hits: lookups whose row was stored, in the cache or spilled.
         spill_hits: lookups whose row was spilled when their batch was looked up.
-        evicted: rows that left to the cores; spilled ones did not.
-        changed: sum of squares of what these had learned since they came.
-        lost: sum of squares of what the cores did not take on.
-        spilled: rows that are stored now and not in the cache.
+        evicted: rows that left the stored rows for the cores; spilling does not count.
+        changed: sum of squared differences between evicted rows and the cores' rows.
+        lost: sum of squared differences that remain after the cores were updated.
+        spilled: current number of stored rows that are not in the cache.
         tables: the same counts per table, by name; empty in those.
     """
 
@@ -199,21 +200,21 @@ TT_COUNTERS = ("lookups", "hits", "spill_hits", "evicted")
 assert tuple(f.name for f in fields(TTCacheStats))[: len(TT_COUNTERS)] == TT_COUNTERS
 
 
-def least_used(present: Tensor, rows: Tensor, keys: Tensor, uses: Tensor) -> Tensor:
-    """Return rows by ascending uses, of equal ones the largest key first; `keys` ascend."""
-    own = present[rows]
-    counts = torch.zeros_like(own)
+def least_used(cached_keys: Tensor, rows: Tensor, keys: Tensor, uses: Tensor) -> Tensor:
+    """Sort `rows` by ascending uses, larger keys first if equal; `keys` ascend."""
+    candidates = cached_keys[rows]
+    counts = torch.zeros_like(candidates)
     if len(keys):
-        at = torch.searchsorted(keys, own).clamp(max=len(keys) - 1)
-        counts = torch.where(keys[at] == own, uses[at], 0)
-    by_key = own.argsort(descending=True)
+        at = torch.searchsorted(keys, candidates).clamp(max=len(keys) - 1)
+        counts = torch.where(keys[at] == candidates, uses[at], 0)
+    by_key = candidates.argsort(descending=True)
     return rows[by_key[counts[by_key].argsort(stable=True)]]
 
 
 def check_arguments(
     cache: TTCache, optimizer: Optimizer | None, device: torch.device | str | None
 ) -> None:
-    """Raise for arguments that a cache of rows cannot have."""
+    """Raise TypeError or ValueError for arguments that a row cache does not support."""
     if not isinstance(cache, TTCache):
         raise TypeError(f"cache must be a TTCache, e.g. TTCache(10_000), got {cache!r}")
     if torch.empty(0, device=device).is_meta:

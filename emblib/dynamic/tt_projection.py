@@ -1,7 +1,7 @@
-"""Rows that the cores of a tensor train make, and steps of the cores towards given rows.
+"""Rows of a tensor train, and the projection of given rows into its cores.
 
-`project` is what `RowEviction.PROJECT` does with the rows that leave a cache. Cores and rows are
-float32.
+`RowEviction.PROJECT` calls `project` for the rows that leave a cache: a few steps of gradient
+descent move the cores towards these rows. Cores and rows are float32.
 """
 
 from __future__ import annotations
@@ -14,22 +14,24 @@ from torch import Tensor
 from emblib.reference import tt as reference
 from emblib.specs import TTSpec
 
-_STEPS = 8  # along the gradient, by which the changes of rows go into the cores
+_STEPS = 8  # gradient steps of a projection
 _SHORTEST_STEP = 1e-8
-_CHUNK = 1 << 14  # rows made at a time
-_MOST_ROWS_IN_INT64 = 1 << 31  # whose product with a multiplier fits
+_CHUNK = 1 << 14  # rows computed at a time
+_MAX_ROWS_IN_INT64 = 1 << 31  # row id times multiplier fits into int64
 
 
 def rows(spec: TTSpec, cores: Sequence[Tensor], ids: Tensor) -> Tensor:
-    """Return the rows `[n, dim]` that the cores of a table make of ids, int64 `[n]`."""
-    return torch.cat([_rows_at(spec, cores, _places(spec, some)) for some in ids.split(_CHUNK)])
+    """Compute the rows `[n, dim]` of ids, int64 `[n]`, from the cores."""
+    return torch.cat(
+        [_rows_at(spec, cores, _train_rows_of(spec, some)) for some in ids.split(_CHUNK)]
+    )
 
 
 def project(spec: TTSpec, cores: Sequence[Tensor], ids: Tensor, values: Tensor) -> Sequence[Tensor]:
     """Return cores whose rows of `ids` are closer to `values`.
 
-    Each step is along the gradient of the squared error, as long as is best where rows are
-    linear in the cores, and half that until the error falls.
+    Each step goes along the gradient of the squared error. Its length is the best one for rows that
+    are linear in the cores, halved until the error falls.
 
     Args:
         spec: spec of the table.
@@ -37,45 +39,47 @@ def project(spec: TTSpec, cores: Sequence[Tensor], ids: Tensor, values: Tensor) 
         ids: int64 `[n]`.
         values: float32 `[n, dim]`.
     """
-    places = _places(spec, ids)
-    error = float((_rows_at(spec, cores, places) - values).square().sum())
+    train_rows = _train_rows_of(spec, ids)
+    error = float((_rows_at(spec, cores, train_rows) - values).square().sum())
     for _ in range(_STEPS):
-        left = values - _rows_at(spec, cores, places)
-        grads = reference.core_grads(cores, places, left, spec.row_factors, spec.dim_factors)
-        moved = _moved(spec, cores, grads, places)
+        residual = values - _rows_at(spec, cores, train_rows)
+        grads = reference.core_grads(
+            cores, train_rows, residual, spec.row_factors, spec.dim_factors
+        )
+        moved = _moved(spec, cores, grads, train_rows)
         size = float(moved.square().sum())
-        step = float((moved * left).sum()) / size if size else 0.0
+        step = float((moved * residual).sum()) / size if size else 0.0
         while step > _SHORTEST_STEP:
             tried = [c + step * g for c, g in zip(cores, grads, strict=True)]
-            now = float((_rows_at(spec, tried, places) - values).square().sum())
-            if now < error:
+            squared_error = float((_rows_at(spec, tried, train_rows) - values).square().sum())
+            if squared_error < error:
                 break
             step /= 2
         else:
             break
-        cores, error = tried, now
+        cores, error = tried, squared_error
     return cores
 
 
-def _places(spec: TTSpec, ids: Tensor) -> Tensor:
-    """Return the rows of the train that ids stand for."""
+def _train_rows_of(spec: TTSpec, ids: Tensor) -> Tensor:
+    """Map ids to rows of the tensor train: permuted if the spec says so."""
     multiplier, offset = spec.permutation
-    if spec.rows > _MOST_ROWS_IN_INT64:
+    if spec.rows > _MAX_ROWS_IN_INT64:
         return reference.permuted(ids, spec.rows, spec.permutation)
     return (ids * multiplier + offset) % spec.rows
 
 
-def _rows_at(spec: TTSpec, cores: Sequence[Tensor], places: Tensor) -> Tensor:
-    return reference.rows(cores, places, spec.row_factors, spec.dim_factors)
+def _rows_at(spec: TTSpec, cores: Sequence[Tensor], train_rows: Tensor) -> Tensor:
+    return reference.rows(cores, train_rows, spec.row_factors, spec.dim_factors)
 
 
 def _moved(
-    spec: TTSpec, cores: Sequence[Tensor], grads: Sequence[Tensor], places: Tensor
+    spec: TTSpec, cores: Sequence[Tensor], grads: Sequence[Tensor], train_rows: Tensor
 ) -> Tensor:
-    """Return the derivative of rows as the cores move along their gradients."""
+    """Return the derivative of the rows, `[n, dim]`, along the gradients of the cores."""
 
-    def made(*moving: Tensor) -> Tensor:
-        return _rows_at(spec, moving, places)
+    def rows_of_cores(*moving: Tensor) -> Tensor:
+        return _rows_at(spec, moving, train_rows)
 
-    found: Tensor = torch.func.jvp(made, tuple(cores), tuple(grads))[1]
-    return found
+    change: Tensor = torch.func.jvp(rows_of_cores, tuple(cores), tuple(grads))[1]
+    return change

@@ -31,7 +31,7 @@ def tensors_of_nested(nested: Tensor, weights: Tensor | None) -> JaggedTensors:
 
 
 def _ragged(nested: Any) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Return values without holes, lengths if there were holes, and offsets."""
+    """Return (packed values, lengths if there were holes, offsets)."""
     if not nested.is_nested or nested.layout is not torch.jagged:
         kind = f"a {'nested ' if nested.is_nested else ''}tensor of layout {nested.layout}"
         raise TypeError(
@@ -46,16 +46,20 @@ def _ragged(nested: Any) -> tuple[Tensor, Tensor | None, Tensor]:
         return values, None, offsets
     # A view into a larger tensor: copy only the values of the bags.
     packed = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
-    first = torch.repeat_interleave(offsets[:-1] - packed[:-1], lengths)
-    return values[first + torch.arange(first.numel(), device=values.device)], lengths, packed
+    first_positions = torch.repeat_interleave(offsets[:-1] - packed[:-1], lengths)
+    return (
+        values[first_positions + torch.arange(first_positions.numel(), device=values.device)],
+        lengths,
+        packed,
+    )
 
 
 def _need(other: Any, kind: str, *names: str) -> None:
-    missing = [name for name in names if not callable(getattr(other, name, None))]
-    if missing:
+    missing_names = [name for name in names if not callable(getattr(other, name, None))]
+    if missing_names:
         raise TypeError(
             f"a {kind} must have {', '.join(f'{n}()' for n in names)}; {type(other).__name__} has "
-            f"no {', '.join(f'{n}()' for n in missing)}"
+            f"no {', '.join(f'{n}()' for n in missing_names)}"
         )
 
 

@@ -70,12 +70,12 @@ class JaggedTensor:
         cls, values: Tensor, weights: Tensor | None, lengths: Tensor | None, offsets: Tensor | None
     ) -> "JaggedTensor":
         """Construct from arguments that are known to be valid."""
-        made = cls.__new__(cls)
-        made._values = values
-        made._weights = weights
-        made._lengths = lengths
-        made._offsets = offsets
-        return made
+        jagged = cls.__new__(cls)
+        jagged._values = values
+        jagged._weights = weights
+        jagged._lengths = lengths
+        jagged._offsets = offsets
+        return jagged
 
     # Construction
 
@@ -120,8 +120,8 @@ class JaggedTensor:
         values: Tensor, lengths: Tensor, weights: Tensor | None = None
     ) -> "JaggedTensor":
         """Take the first `lengths[b]` entries of `values[b]` `[N, ...]` as bag b."""
-        kept = None if weights is None else unpad(weights, lengths)
-        return JaggedTensor(unpad(values, lengths), kept, lengths)
+        packed_weights = None if weights is None else unpad(weights, lengths)
+        return JaggedTensor(unpad(values, lengths), packed_weights, lengths)
 
     @staticmethod
     def from_nested(nested: Tensor, weights: Tensor | None = None) -> "JaggedTensor":
@@ -264,8 +264,8 @@ class JaggedTensor:
         return self
 
     def _tensors(self) -> list[Tensor]:
-        every = (self._values, self._weights, self._lengths, self._offsets)
-        return [tensor for tensor in every if tensor is not None]
+        optional_tensors = (self._values, self._weights, self._lengths, self._offsets)
+        return [tensor for tensor in optional_tensors if tensor is not None]
 
     def _mapped(self, change: Any) -> "JaggedTensor":
         lengths, offsets = self._lengths, self._offsets
@@ -457,14 +457,14 @@ def keyed_text(name: str, entries: dict[str, str]) -> str:
 
 
 def _nested(values: Tensor, lengths: Tensor) -> str:
-    shown = lengths[:_MAX_BAGS].tolist()
+    lengths_shown = lengths[:_MAX_BAGS].tolist()
     bags, start = [], 0
-    for length in shown:
+    for length in lengths_shown:
         entries = [_entry(v) for v in values[start : start + min(length, _MAX_VALUES)].tolist()]
         more = [f"... ({length} in all)"] if length > _MAX_VALUES else []
         bags.append(f"[{', '.join(entries + more)}]")
         start += length
-    if lengths.numel() > len(shown):
+    if lengths.numel() > len(lengths_shown):
         bags.append(f"... ({lengths.numel()} bags in all)")
     return f"[{', '.join(bags)}]"
 

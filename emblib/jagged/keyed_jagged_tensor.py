@@ -184,18 +184,18 @@ class KeyedJaggedTensor:
         strides: list[list[int]] | None = None,
     ) -> "KeyedJaggedTensor":
         """Construct from arguments that are known to be valid."""
-        made = cls.__new__(cls)
-        made._keys = keys
-        made._values = values
-        made._weights = weights
-        made._lengths = lengths
-        made._offsets = offsets
-        made._inverse = inverse
-        made._stride = stride
-        made._strides = strides
-        made._stride_per_key = None if strides is None else [sum(row) for row in strides]
-        made._index = made._length_per_key = made._offset_per_key = None
-        return made
+        batch = cls.__new__(cls)
+        batch._keys = keys
+        batch._values = values
+        batch._weights = weights
+        batch._lengths = lengths
+        batch._offsets = offsets
+        batch._inverse = inverse
+        batch._stride = stride
+        batch._strides = strides
+        batch._stride_per_key = None if strides is None else [sum(row) for row in strides]
+        batch._index = batch._length_per_key = batch._offset_per_key = None
+        return batch
 
     # Construction
 
@@ -210,8 +210,8 @@ class KeyedJaggedTensor:
         inverse_indices: InverseIndices | None = None,
     ) -> "KeyedJaggedTensor":
         """Construct from lengths, and read `length_per_key` from the device."""
-        rest = (stride, stride_per_key_per_rank, inverse_indices)
-        return KeyedJaggedTensor(keys, values, weights, lengths, None, *rest).sync()
+        layout = (stride, stride_per_key_per_rank, inverse_indices)
+        return KeyedJaggedTensor(keys, values, weights, lengths, None, *layout).sync()
 
     @staticmethod
     def from_offsets_sync(
@@ -224,8 +224,8 @@ class KeyedJaggedTensor:
         inverse_indices: InverseIndices | None = None,
     ) -> "KeyedJaggedTensor":
         """Construct from offsets, and read `length_per_key` from the device."""
-        rest = (stride, stride_per_key_per_rank, inverse_indices)
-        return KeyedJaggedTensor(keys, values, weights, None, offsets, *rest).sync()
+        layout = (stride, stride_per_key_per_rank, inverse_indices)
+        return KeyedJaggedTensor(keys, values, weights, None, offsets, *layout).sync()
 
     @staticmethod
     def from_jt_dict(
@@ -255,11 +255,13 @@ class KeyedJaggedTensor:
         Raises:
             ValueError: no batches, different strides, or weights in only some of them.
         """
-        made = KeyedJaggedTensor(**concat_arguments(batches))
-        known = [batch._length_per_key for batch in batches]
-        if all(lengths is not None for lengths in known):
-            made._length_per_key = [length for lengths in known for length in lengths or ()]
-        return made
+        joined = KeyedJaggedTensor(**concat_arguments(batches))
+        length_counts = [batch._length_per_key for batch in batches]
+        if all(lengths is not None for lengths in length_counts):
+            joined._length_per_key = [
+                length for lengths in length_counts for length in lengths or ()
+            ]
+        return joined
 
     @staticmethod
     def empty(
@@ -360,8 +362,8 @@ class KeyedJaggedTensor:
 
     def _tensors(self) -> list[Tensor]:
         inverse = None if self._inverse is None else self._inverse[1]
-        every = (self._values, self._weights, self._lengths, self._offsets, inverse)
-        return [tensor for tensor in every if tensor is not None]
+        optional_tensors = (self._values, self._weights, self._lengths, self._offsets, inverse)
+        return [tensor for tensor in optional_tensors if tensor is not None]
 
     # Numbers
 
@@ -448,11 +450,11 @@ class KeyedJaggedTensor:
                 a key twice, or inverse indices of other keys or of missing bags.
         """
         check_content(self._values, self._lengths, self._offsets)
-        known, bounds = self._length_per_key, self._read_bounds()
-        if known is not None and bounds_of(known) != bounds:
+        length_per_key, bounds = self._length_per_key, self._read_bounds()
+        if length_per_key is not None and bounds_of(length_per_key) != bounds:
             raise ValueError(
                 f"length_per_key must be the values per key, {[b - a for a, b in pairwise(bounds)]}"
-                f" by the offsets, got {known}"
+                f" by the offsets, got {length_per_key}"
             )
         devices = {str(tensor.device) for tensor in self._tensors()}
         if len(devices) > 1:
@@ -467,18 +469,18 @@ class KeyedJaggedTensor:
 
     def __getitem__(self, key: str) -> JaggedTensor:
         """Return the bags of one feature, as views."""
-        place = self.index_per_key().get(key)
-        if place is None:
+        position = self.index_per_key().get(key)
+        if position is None:
             raise KeyError(f"no feature {key!r}; there are {self._keys}")
         ends = self.offset_per_key()
-        start, end = ends[place], ends[place + 1]
+        start, end = ends[position], ends[position + 1]
         if self._strides is None:
-            first, last = place * self._stride, (place + 1) * self._stride
+            begin, end_bag = position * self._stride, (position + 1) * self._stride
         else:
-            first, last = self.lengths_offset_per_key()[place : place + 2]
+            begin, end_bag = self.lengths_offset_per_key()[position : position + 2]
         weights = None if self._weights is None else self._weights[start:end]
         return JaggedTensor.from_valid(
-            self._values[start:end], weights, self.lengths()[first:last], None
+            self._values[start:end], weights, self.lengths()[begin:end_bag], None
         )
 
     def to_dict(self) -> dict[str, JaggedTensor]:
@@ -487,9 +489,9 @@ class KeyedJaggedTensor:
         values = self._values.split(sizes)
         weights = [None] * len(sizes) if self._weights is None else self._weights.split(sizes)
         lengths = self.lengths().split(self.stride_per_key())
-        of = JaggedTensor.from_valid
-        parts = zip(self._keys, values, weights, lengths, strict=True)
-        return {key: of(v, w, n, None) for key, v, w, n in parts} if sizes else {}
+        make = JaggedTensor.from_valid
+        tensors_by_key = zip(self._keys, values, weights, lengths, strict=True)
+        return {key: make(v, w, n, None) for key, v, w, n in tensors_by_key} if sizes else {}
 
     def split(self, segments: Sequence[int]) -> list["KeyedJaggedTensor"]:
         """Split into the first `segments[0]` features, the next `segments[1]`, ..., as views.
@@ -502,11 +504,11 @@ class KeyedJaggedTensor:
                 f"segments must be >= 0 and add up to the number of keys = {len(self._keys)}, got "
                 f"{list(segments)}"
             )
-        parts, first = [], 0
+        batches, begin = [], 0
         for count in segments:
-            parts.append(self._part(range(first, first + count)))
-            first += count
-        return parts
+            batches.append(self._select_keys(range(begin, begin + count)))
+            begin += count
+        return batches
 
     def permute(
         self, indices: Sequence[int], indices_tensor: Tensor | None = None
@@ -526,18 +528,20 @@ class KeyedJaggedTensor:
             raise IndexError(f"positions must be 0 to {len(self._keys) - 1}, got {list(indices)}")
         is_fixed = self._length_per_key is None and self._strides is None and self._stride > 0
         if indices_tensor is not None and is_fixed and is_captured(self._values):
-            return self._padded_part(indices, indices_tensor)
-        return self._part(indices, indices_tensor)
+            return self._select_keys_padded(indices, indices_tensor)
+        return self._select_keys(indices, indices_tensor)
 
-    def _padded_part(self, order: Sequence[int], place: Tensor) -> "KeyedJaggedTensor":
-        """Return the features of `order` where a graph is captured: as many values as they may be.
+    def _select_keys_padded(
+        self, order: Sequence[int], order_tensor: Tensor
+    ) -> "KeyedJaggedTensor":
+        """Select features during the capture of a CUDA graph: their sizes are unknown.
 
-        Those before the first offset are padding, ids of -1.
+        The result has as many values as this batch; those before its first offset are padding, -1.
         """
         count = self._values.size(0) * max(Counter(order).values(), default=0)
         starts = self.offsets()[:: self._stride]
-        sources, begins = segments_at_end(starts, place, count)
-        lengths = self.lengths().view(len(self._keys), -1).index_select(0, place).view(-1)
+        sources, begins = segments_at_end(starts, order_tensor, count)
+        lengths = self.lengths().view(len(self._keys), -1).index_select(0, order_tensor).view(-1)
         offsets = lengths.new_zeros(lengths.numel() + 1)
         torch.cumsum(lengths, 0, dtype=lengths.dtype, out=offsets[1:])
         weights = self._weights
@@ -550,20 +554,22 @@ class KeyedJaggedTensor:
             self._stride,
         )
 
-    def _part(self, order: Sequence[int], place: Tensor | None = None) -> "KeyedJaggedTensor":
+    def _select_keys(
+        self, order: Sequence[int], order_tensor: Tensor | None = None
+    ) -> "KeyedJaggedTensor":
         sizes = self.length_per_key()
-        part = self._span(order) if is_run(order) else self._gathered(order, place)
+        tensors = self._span(order) if is_run(order) else self._gathered(order, order_tensor)
         keys, strides = self._keys, self._strides
-        made = KeyedJaggedTensor.from_valid(
+        selected = KeyedJaggedTensor.from_valid(
             [keys[i] for i in order],
-            *part,
+            *tensors,
             None,
             self._stride,
             self._inverse,
             None if strides is None else [strides[i] for i in order],
         )
-        made._length_per_key = [sizes[i] for i in order]
-        return made
+        selected._length_per_key = [sizes[i] for i in order]
+        return selected
 
     def _span(self, order: Sequence[int]) -> tuple[Tensor, Tensor | None, Tensor]:
         """Return values, weights and lengths of consecutive features, as views."""
@@ -575,29 +581,31 @@ class KeyedJaggedTensor:
         )
 
     def _gathered(
-        self, order: Sequence[int], place: Tensor | None
+        self, order: Sequence[int], order_tensor: Tensor | None
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """Return values, weights and lengths of the features of `order`, copied."""
         values, weights, lengths = self._values, self._weights, self.lengths()
-        if place is None:
-            place = torch.tensor(order, device=values.device)
+        if order_tensor is None:
+            order_tensor = torch.tensor(order, device=values.device)
         else:
-            place = place.to(torch.int64)
+            order_tensor = order_tensor.to(torch.int64)
         bags, sizes = self.stride_per_key(), self.length_per_key()
         if self._strides is None and self._stride and self._offsets is not None:
             starts = self._offsets[:: self._stride]
         else:
             starts = torch.tensor(self.offset_per_key(), device=values.device)
         if self._strides is None:
-            taken = lengths.view(len(sizes), -1).index_select(0, place).view(-1)
+            selected_lengths = lengths.view(len(sizes), -1).index_select(0, order_tensor).view(-1)
         else:
             first_bags = torch.tensor(self.lengths_offset_per_key(), device=values.device)
-            taken = gather_segments(lengths, first_bags, place, sum(bags[i] for i in order))
+            selected_lengths = gather_segments(
+                lengths, first_bags, order_tensor, sum(bags[i] for i in order)
+            )
         total = sum(sizes[i] for i in order)
         return (
-            gather_segments(values, starts, place, total),
-            None if weights is None else gather_segments(weights, starts, place, total),
-            taken,
+            gather_segments(values, starts, order_tensor, total),
+            None if weights is None else gather_segments(weights, starts, order_tensor, total),
+            selected_lengths,
         )
 
     def flatten_lengths(self) -> "KeyedJaggedTensor":
@@ -655,14 +663,14 @@ class KeyedJaggedTensor:
         Raises:
             ValueError: other keys or strides, or weights or inverse indices in only one of them.
         """
-        same = (
+        is_alike = (
             self._keys == other._keys
             and self.stride_per_key() == other.stride_per_key()
             and self._values.shape == other._values.shape
             and (self._weights is None) == (other._weights is None)
             and (self._inverse is None) == (other._inverse is None)
         )
-        if not same:
+        if not is_alike:
             raise ValueError(
                 f"copy_ needs a batch like {self!r}, got {other!r}: make the target with "
                 "empty_like(batch, device)"
@@ -689,7 +697,7 @@ class KeyedJaggedTensor:
     def _mapped(self, change: Callable[[Tensor], Tensor]) -> "KeyedJaggedTensor":
         weights, lengths, offsets = self._weights, self._lengths, self._offsets
         inverse = self._inverse
-        made = KeyedJaggedTensor.from_valid(
+        mapped = KeyedJaggedTensor.from_valid(
             self._keys,
             change(self._values),
             None if weights is None else change(weights),
@@ -699,9 +707,9 @@ class KeyedJaggedTensor:
             None if inverse is None else (inverse[0], change(inverse[1])),
             self._strides,
         )
-        made._index = self._index
-        made._length_per_key, made._offset_per_key = self._length_per_key, self._offset_per_key
-        return made
+        mapped._index = self._index
+        mapped._length_per_key, mapped._offset_per_key = self._length_per_key, self._offset_per_key
+        return mapped
 
     def __reduce__(self) -> Any:
         return KeyedJaggedTensor, (
@@ -716,11 +724,11 @@ class KeyedJaggedTensor:
         )
 
     def __str__(self) -> str:
-        of = {
+        shown = {
             k: bags_text(j.values(), j.weights_or_none(), j.lengths())
             for k, j in self.to_dict().items()
         }
-        return keyed_text("KeyedJaggedTensor", of)
+        return keyed_text("KeyedJaggedTensor", shown)
 
     def __repr__(self) -> str:
         weighted = "" if self._weights is None else ", weighted"

@@ -21,8 +21,8 @@ def bounds_of(lengths: Sequence[int]) -> list[int]:
 def positions_of(keys: Sequence[str]) -> dict[str, int]:
     """Return the position of each key; the first position of a repeated key."""
     index: dict[str, int] = {}
-    for place, key in enumerate(keys):
-        index.setdefault(key, place)
+    for position, key in enumerate(keys):
+        index.setdefault(key, position)
     return index
 
 
@@ -56,13 +56,13 @@ def known_lengths(lengths: Sequence[int], keys: Sequence[str], values: int) -> l
     Raises:
         ValueError: not one length per key, or another sum than there are values.
     """
-    known = list(lengths)
-    if len(known) != len(keys) or sum(known) != values:
+    known_counts = list(lengths)
+    if len(known_counts) != len(keys) or sum(known_counts) != values:
         raise ValueError(
             f"length_per_key must have one entry per key = {len(keys)} and add up to the number of "
-            f"values = {values}, got {known}"
+            f"values = {values}, got {known_counts}"
         )
-    return known
+    return known_counts
 
 
 def lists_of(strides: Sequence[Sequence[int]] | Tensor) -> list[list[int]]:
@@ -131,13 +131,13 @@ def dict_arguments(
     """
     if not jagged:
         raise ValueError("from_jt_dict needs a feature, got none: use KeyedJaggedTensor.empty()")
-    lengths = [one.lengths() for one in jagged.values()]
-    strides = [one.numel() for one in lengths]
+    lengths = [tensor.lengths() for tensor in jagged.values()]
+    strides = [tensor.numel() for tensor in lengths]
     varied = force_variable_stride or len(set(strides)) > 1
     return {
         "keys": list(jagged),
-        "values": torch.cat([one.values() for one in jagged.values()]),
-        "weights": _join_weights([one.weights_or_none() for one in jagged.values()]),
+        "values": torch.cat([tensor.values() for tensor in jagged.values()]),
+        "weights": _join_weights([tensor.weights_or_none() for tensor in jagged.values()]),
         "lengths": torch.cat(lengths),
         "stride_per_key_per_rank": [[stride] for stride in strides] if varied else None,
     }
@@ -179,8 +179,8 @@ def _join_strides(batches: Sequence[Any]) -> list[list[int]]:
         )
     joined: list[list[int]] = []
     for batch in batches:
-        own = batch.stride_per_key_per_rank()
-        joined += own or [[stride] for stride in batch.stride_per_key()]
+        strides = batch.stride_per_key_per_rank()
+        joined += strides or [[stride] for stride in batch.stride_per_key()]
     return joined
 
 
@@ -188,8 +188,8 @@ def _join_inverse(batches: Sequence[Any]) -> InverseIndices:
     keys: list[str] = []
     rows: list[Tensor] = []
     for batch in batches:
-        own, inverse = batch.keys(), batch.inverse_indices_or_none()
-        if not own:
+        batch_keys, inverse = batch.keys(), batch.inverse_indices_or_none()
+        if not batch_keys:
             continue
         if inverse is None:
             if batch.variable_stride_per_key():
@@ -198,25 +198,25 @@ def _join_inverse(batches: Sequence[Any]) -> InverseIndices:
                     f"{batch!r} has none"
                 )
             # Every example has its own bag.
-            every = torch.arange(batch.stride(), device=batch.device())
-            rows.append(every.expand(len(own), -1))
-        elif inverse[0] == own:
+            identity = torch.arange(batch.stride(), device=batch.device())
+            rows.append(identity.expand(len(batch_keys), -1))
+        elif inverse[0] == batch_keys:
             rows.append(inverse[1])
         else:
-            place = {key: i for i, key in enumerate(inverse[0])}
-            rows.append(inverse[1][[place[key] for key in own]])
-        keys += own
+            position_of = {key: i for i, key in enumerate(inverse[0])}
+            rows.append(inverse[1][[position_of[key] for key in batch_keys]])
+        keys += batch_keys
     if not rows:
         return next(batch.inverse_indices() for batch in batches if batch.inverse_indices_or_none())
     return keys, torch.cat(rows)
 
 
 def _join_weights(weights: Sequence[Tensor | None]) -> Tensor | None:
-    present = [tensor for tensor in weights if tensor is not None]
-    if not present:
+    given_weights = [tensor for tensor in weights if tensor is not None]
+    if not given_weights:
         return None
-    if len(present) != len(weights):
+    if len(given_weights) != len(weights):
         raise ValueError(
-            f"all or none must have weights, got them in {len(present)} of {len(weights)}"
+            f"all or none must have weights, got them in {len(given_weights)} of {len(weights)}"
         )
-    return torch.cat(present)
+    return torch.cat(given_weights)

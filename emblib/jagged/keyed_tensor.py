@@ -132,16 +132,16 @@ class KeyedTensor:
 
     def __getitem__(self, key: str) -> Tensor:
         """Return the block of `key`, as a view."""
-        place = self.index_per_key().get(key)
-        if place is None:
+        position = self.index_per_key().get(key)
+        if position is None:
             raise KeyError(f"no key {key!r}; there are {self._keys}")
-        start = self.offset_per_key()[place]
-        return self._values.narrow(self._key_dim, start, self._length_per_key[place])
+        start = self.offset_per_key()[position]
+        return self._values.narrow(self._key_dim, start, self._length_per_key[position])
 
     def to_dict(self) -> dict[str, Tensor]:
         """Return the block of each key, as views; backward is cheaper than with `[key]` per key."""
-        pieces = self._values.split(self._length_per_key, dim=self._key_dim)
-        return dict(zip(self._keys, pieces, strict=True)) if self._keys else {}
+        blocks = self._values.split(self._length_per_key, dim=self._key_dim)
+        return dict(zip(self._keys, blocks, strict=True)) if self._keys else {}
 
     @staticmethod
     def regroup(tensors: Sequence["KeyedTensor"], groups: Sequence[Sequence[str]]) -> list[Tensor]:
@@ -182,9 +182,9 @@ class KeyedTensor:
         self._values.record_stream(stream)
 
     def _with(self, values: Tensor) -> "KeyedTensor":
-        made = KeyedTensor(self._keys, self._length_per_key, values, self._key_dim)
-        made._index, made._offset_per_key = self._index, self._offset_per_key
-        return made
+        keyed = KeyedTensor(self._keys, self._length_per_key, values, self._key_dim)
+        keyed._index, keyed._offset_per_key = self._index, self._offset_per_key
+        return keyed
 
     def __reduce__(self) -> Any:
         return KeyedTensor, (self._keys, self._length_per_key, self._values, self._key_dim)
@@ -193,9 +193,9 @@ class KeyedTensor:
         return keyed_text("KeyedTensor", {k: str(v) for k, v in self.to_dict().items()})
 
     def __repr__(self) -> str:
-        pieces = dict(zip(self._keys, self._length_per_key, strict=True))
+        width_of_key = dict(zip(self._keys, self._length_per_key, strict=True))
         values = self._values
-        return f"KeyedTensor({pieces}, {list(values.shape)} {values.dtype}, {values.device})"
+        return f"KeyedTensor({width_of_key}, {list(values.shape)} {values.dtype}, {values.device})"
 
 
 class KTRegroupAsDict(nn.Module):
@@ -256,22 +256,22 @@ def regroup(tensors: Sequence[HasNamedBlocks], groups: Sequence[Sequence[str]]) 
             f"{sorted(dims)}"
         )
     dim = dims.pop()
-    pieces: dict[str, Tensor] = {}
+    block_of_key: dict[str, Tensor] = {}
     twice: set[str] = set()
     for tensor in tensors:
         keys = tensor.keys()
         if keys:
-            twice.update(pieces.keys() & keys)
-            found = tensor.values().split(tensor.length_per_key(), dim=dim)
-            pieces.update(zip(keys, found, strict=True))
+            twice.update(block_of_key.keys() & keys)
+            blocks = tensor.values().split(tensor.length_per_key(), dim=dim)
+            block_of_key.update(zip(keys, blocks, strict=True))
     try:
-        wanted = [[pieces[key] for key in group] for group in groups]
+        grouped_blocks = [[block_of_key[key] for key in group] for group in groups]
     except KeyError as error:
-        raise KeyError(f"no key {error.args[0]!r}; there are {list(pieces)}") from None
+        raise KeyError(f"no key {error.args[0]!r}; there are {list(block_of_key)}") from None
     if twice and (unclear := sorted(key for key in twice if any(key in group for group in groups))):
         raise ValueError(f"each key must be in one KeyedTensor, several have {unclear}")
     nothing = tensors[0].values().narrow(dim, 0, 0)
-    return [torch.cat(group or [nothing], dim=dim) for group in wanted]
+    return [torch.cat(group or [nothing], dim=dim) for group in grouped_blocks]
 
 
 # Lists, not tuples: a saved structure comes back from JSON as lists.
@@ -307,8 +307,8 @@ def _of_keyed_jagged(batch: KeyedJaggedTensor) -> Flattened:
 
 def _to_keyed_jagged(leaves: Iterable[Any], context: Context) -> KeyedJaggedTensor:
     keys, strides, stride, weighted, inverse_keys = context
-    values, lengths, *rest = leaves
-    inverse = None if inverse_keys is None else (inverse_keys, rest[-1])
+    values, lengths, *optional_leaves = leaves
+    inverse = None if inverse_keys is None else (inverse_keys, optional_leaves[-1])
     if stride is None:
         # Leaves may be any objects while a tree is mapped.
         if keys and strides is None:
@@ -317,9 +317,9 @@ def _to_keyed_jagged(leaves: Iterable[Any], context: Context) -> KeyedJaggedTens
             stride = inverse[1].size(-1)
         else:
             stride = max(map(sum, strides or []), default=0)
-    weights = rest[0] if weighted else None
-    of = KeyedJaggedTensor.from_valid
-    return of(keys, values, weights, lengths, None, stride, inverse, strides)
+    weights = optional_leaves[0] if weighted else None
+    make = KeyedJaggedTensor.from_valid
+    return make(keys, values, weights, lengths, None, stride, inverse, strides)
 
 
 def _of_keyed(tensor: KeyedTensor) -> Flattened:
@@ -387,9 +387,9 @@ def _flatten_as(node_type: "_NodeType", node: Any, spec: Any) -> list[Any]:
     if context != spec.context:
         names = node_type.context_names
         wrong = [
-            f"{name} {here!r} instead of {there!r}"
-            for name, here, there in zip(names, context, spec.context, strict=True)
-            if here != there
+            f"{name} {own_value!r} instead of {spec_value!r}"
+            for name, own_value, spec_value in zip(names, context, spec.context, strict=True)
+            if own_value != spec_value
         ]
         raise ValueError(
             f"a {node_type.kind.__name__} must be like the one that the graph was made for, got "

@@ -68,9 +68,9 @@ def drop_padding(
         if unknown:
             raise KeyError(f"padding_idx names {unknown}, which are not among {batch.keys()}")
         stay = torch.ones_like(values, dtype=torch.bool)
-        for key, first, last in zip(batch.keys(), bounds[:-1], bounds[1:], strict=True):
+        for key, begin, end in zip(batch.keys(), bounds[:-1], bounds[1:], strict=True):
             if key in padding_idx:
-                stay[first:last] = values[first:last] != padding_idx[key]
+                stay[begin:end] = values[begin:end] != padding_idx[key]
     else:
         stay = values != padding_idx
     weights = batch.weights_or_none()
@@ -87,6 +87,6 @@ def drop_padding(
 
 
 def _offsets_of(stay: Tensor, offsets: Tensor) -> Tensor:
-    """Return the offsets of bags of which only the ids that `stay`, bool `[L]`, are left."""
-    before = torch.cat([stay.new_zeros(1, dtype=torch.int64), stay.cumsum(0)])
-    return before[offsets.to(torch.int64)].to(offsets.dtype)
+    """Return the offsets after dropping the ids for which `stay`, bool `[L]`, is false."""
+    num_before = torch.cat([stay.new_zeros(1, dtype=torch.int64), stay.cumsum(0)])
+    return num_before[offsets.to(torch.int64)].to(offsets.dtype)

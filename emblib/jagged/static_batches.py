@@ -1,10 +1,10 @@
 """Static tensors for batches whose number of ids varies, as CUDA graphs need them.
 
-`BatchLayout` is what such batches have in common: keys, dense shapes, dtypes. Only the number of
-values of a jagged tensor may vary. A `StaticBatch` holds any batch of a layout with at most `bound`
-ids per jagged tensor: the ids of a batch are the last of the buffer, those before them are padding
-of -1, and offsets begin with the number of padding ids. Lookups before the first offset belong to
-no bag, in every kernel: they are neither read nor updated, grouped, counted nor reported.
+`BatchLayout` has what all batches share: keys, dense shapes, dtypes. Only the number of values of a
+jagged tensor may vary. A `StaticBatch` has buffers for any batch of a layout with at most `bound`
+ids per jagged tensor. The ids of a batch are at the end of the buffer, padding ids of -1 before
+them, and the first offset is the number of padding ids. All kernels ignore ids before the first
+offset.
 
 `StaticBatch.fill` does not wait. Tensors on the host are written into a block of pinned memory and
 copied from there, in one copy if the whole batch is on the host. `StagingRing` has as many blocks
@@ -25,7 +25,7 @@ from emblib.jagged.jagged_tensor import JaggedTensor
 from emblib.jagged.keyed_jagged_tensor import KeyedJaggedTensor
 
 PADDING_ID = -1
-ALIGNMENT_BYTES = 256  # of the tensors in a buffer, as of an allocation on a GPU
+ALIGNMENT_BYTES = 256  # alignment of tensors in a buffer, that of a GPU allocation
 MAX_STAGING_BLOCKS = 8  # batches that the host may be ahead of their copies
 
 _VALUES = (type(None), bool, int, float, str, bytes, torch.dtype, torch.device, Enum)
@@ -38,7 +38,7 @@ _DIFFERS = (
 
 
 class BatchPart(NamedTuple):
-    """One static tensor: which leaf and which of its tensors, shape without the ids, dtype."""
+    """One static tensor: index and kind of its source, shape without the ids, dtype."""
 
     leaf: int
     kind: str  # "values", "weights", "offsets" or "dense"
@@ -47,11 +47,11 @@ class BatchPart(NamedTuple):
 
     @property
     def is_padded(self) -> bool:
-        """Return whether the first dimension, which `shape` lacks, is the bound."""
+        """Return whether the first dimension is the bound, which `shape` does not have."""
         return self.kind in {"values", "weights"}
 
     def shape_with(self, bound: int) -> tuple[int, ...]:
-        """Return the shape in a class."""
+        """Return the shape of the static tensor for `bound` ids."""
         return (bound, *self.shape) if self.is_padded else self.shape
 
 
@@ -63,7 +63,7 @@ class _Fixed(NamedTuple):
 
 
 class BatchLayout:
-    """Layout that all batches share: the tree, and all of each leaf but the number of ids."""
+    """The tree of a batch, and everything about each leaf except the number of ids."""
 
     def __init__(self, tree: Any, leaves: Sequence[Any]) -> None:
         self.tree = tree
@@ -101,11 +101,11 @@ class BatchLayout:
         if self.parts != other.parts or self.fixed != other.fixed:
             of_other: dict[int, list[Any]] = {}
             of_self: dict[int, list[Any]] = {}
-            for found, layout in ((of_self, self), (of_other, other)):
+            for count, layout in ((of_self, self), (of_other, other)):
                 for number, fixed in enumerate(layout.fixed):
-                    found[number] = [fixed]
+                    count[number] = [fixed]
                 for part in layout.parts:
-                    found[part.leaf].append(f"{part.kind} {list(part.shape)} {part.dtype}")
+                    count[part.leaf].append(f"{part.kind} {list(part.shape)} {part.dtype}")
             number = next(n for n in of_self if of_self[n] != of_other[n])
             raise ValueError(
                 f"{_DIFFERS}leaf {number} has {of_other[number]}, that of the first one "
@@ -147,7 +147,7 @@ class BatchLayout:
 
 
 class StaticBatch:
-    """Tensors on a device that hold any batch of a layout with at most `bound` ids."""
+    """Static tensors on a device for any batch of a layout with at most `bound` ids."""
 
     def __init__(self, layout: BatchLayout, bound: int, device: torch.device) -> None:
         self._layout, self._bound = layout, bound
@@ -159,7 +159,7 @@ class StaticBatch:
         ends = [0]
         for size in sizes:
             ends.append(ends[-1] + -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
-        self._ranges = [(first, first + size) for first, size in zip(ends, sizes, strict=False)]
+        self._ranges = [(begin, begin + size) for begin, size in zip(ends, sizes, strict=False)]
         self._shapes = shapes
         self._bytes = torch.zeros(ends[-1], dtype=torch.uint8, device=device)
         self._tensors = self._views(self._bytes)
@@ -167,14 +167,14 @@ class StaticBatch:
 
     def _views(self, memory: Tensor) -> list[Tensor]:
         return [
-            memory[first:last].view(part.dtype).view(shape)
-            for (first, last), part, shape in zip(
+            memory[begin:end].view(part.dtype).view(shape)
+            for (begin, end), part, shape in zip(
                 self._ranges, self._layout.parts, self._shapes, strict=True
             )
         ]
 
     def batch(self) -> Any:
-        """Return a new batch of the static tensors: one that was read has numbers on the host."""
+        """Return a new batch over the static tensors, without cached numbers on the host."""
         parts: dict[int, dict[str, Tensor]] = {}
         for part, tensor in zip(self._layout.parts, self._tensors, strict=True):
             parts.setdefault(part.leaf, {})[part.kind] = tensor
@@ -236,7 +236,7 @@ class StagingRing:
         return torch.empty(self._nbytes, dtype=torch.uint8, pin_memory=True)
 
     def give_back(self, memory: Tensor) -> None:
-        """Return a block whose copy is on the current stream."""
+        """Give back a block; it is reused after the copy on the current stream has ended."""
         event = torch.cuda.Event()
         event.record()
         self._blocks.append((memory, event))
@@ -246,8 +246,8 @@ def _fixed(leaf: Any, number: int) -> _Fixed:
     """Return the fixed part of a leaf.
 
     Raises:
-        TypeError: a leaf that may contain tensors, which a graph would not see.
-        ValueError: one without a fixed shape, or that wants a gradient.
+        TypeError: a leaf of another type, which may contain tensors that a graph would not see.
+        ValueError: a leaf without a fixed shape, or one that requires a gradient.
     """
     if isinstance(leaf, KeyedJaggedTensor):
         if leaf.variable_stride_per_key() or leaf.inverse_indices_or_none() is not None:
@@ -280,7 +280,7 @@ def _fixed(leaf: Any, number: int) -> _Fixed:
 
 
 def _jagged(fixed: _Fixed, tensors: dict[str, Tensor]) -> KeyedJaggedTensor | JaggedTensor:
-    """Return a jagged tensor whose numbers on the host are unknown."""
+    """Return a jagged tensor without cached numbers on the host."""
     values, weights, offsets = tensors["values"], tensors.get("weights"), tensors["offsets"]
     if fixed.kind == "JaggedTensor":
         return JaggedTensor.from_valid(values, weights, None, offsets)
@@ -304,14 +304,14 @@ def _values_of(leaf: Any) -> Tensor:
 def _tensor_of(leaf: Any, kind: str) -> Tensor:
     """Return a tensor of a leaf by its kind."""
     if kind == "offsets":
-        found: Tensor = leaf.offsets()
-        return found
+        offsets: Tensor = leaf.offsets()
+        return offsets
     weights: Tensor | None = leaf.weights_or_none() if kind == "weights" else None
     return _values_of(leaf) if weights is None else weights
 
 
 def _num_offsets(leaf: KeyedJaggedTensor | JaggedTensor) -> tuple[int, torch.dtype]:
-    """Return number and dtype of the offsets, which are not computed for it."""
+    """Return number and dtype of the offsets without computing them."""
     offsets = leaf.offsets_or_none()
     if offsets is not None:
         return offsets.numel(), offsets.dtype

@@ -1,14 +1,13 @@
 """Choose how each table is stored, so that all of them fit into a number of bytes.
 
-For every table there are candidates: its rows as they are, 16-bit or shorter rows, tensor trains,
-rows shared by a hash, quotient and remainder, a hash table that evicts, or rows in slower memory
-behind a cache. Each has its bytes and a *loss*: the part of what the table tells a model that is
-lost, 0 for the table as it is and 1 where every id shares its row with all others. `plan_memory`
-picks one candidate per table so that the sum of losses, each times the *importance* of its table,
-is least.
+Every table has candidates: unchanged, 16-bit or shorter rows, tensor trains, hashed rows, quotient
+and remainder, a hash table that evicts, or rows in slower memory behind a cache. A candidate has a
+size in bytes and a *loss*: the fraction of the table's information that is lost, 0 for the
+unchanged table and 1 if all ids share one row. `plan_memory` picks one candidate per table to
+minimise the sum of losses, each times the *importance* of its table.
 
-Losses come from two sources. Where ids share rows or have none, the loss follows from how often ids
-are looked up (`IdSkew`). For the other methods it was measured with `python run.py
+Losses have two sources. If ids share rows or have none, the loss follows from the skew of the
+lookups (`IdSkew`). For the other methods it was measured with `python run.py
 +experiment=quality` (`MEASURED`).
 """
 
@@ -77,18 +76,18 @@ MEASURED: dict[str, Curve] = {
 }
 """Losses that `+experiment=quality` measured, the sums over its three data sets."""
 
-EVICTED = 0.9  # of what a lookup tells is lost where its id has no row, measured likewise
+EVICTED = 0.9  # share of a lookup's information that is lost if its id has no row, measured too
 
 METHODS = ("bf16", "narrow", "tensor_train", "hashed", "quotient_remainder")
 """Methods that `plan_memory` chooses from by default, besides tables as they are."""
 
-_MEASURED_ROWS = 9065  # of the largest table of MEASURED
+_MEASURED_ROWS = 9065  # rows of the largest table of MEASURED
 # The bytes of a train grow with the square of its ranks, so steps are at most 5/4; large ranks are
 # multiples of 4, so that rows of cores fill vector registers.
 _RANKS = (*range(1, 9), *range(10, 20, 2), 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128)
 # For methods whose losses are cheap to know; above 1/2 no smaller loss was measured than there.
 _FINE_SHARES = tuple(sorted({*SHARES, *(0.75 * share for share in SHARES)}, reverse=True))
-_NO_STATE = SGD(lr=0.0)  # of tables that are served
+_NO_STATE = SGD(lr=0.0)  # optimizer of tables that are only served
 
 
 @dataclass(frozen=True)
@@ -156,11 +155,11 @@ class MemoryPlan:
         Raises:
             KeyError: the plan has no table of such a collection.
         """
-        found = tuple(choice.config for choice in self.choices if choice.path == path)
-        if not found:
+        configs = tuple(choice.config for choice in self.choices if choice.path == path)
+        if not configs:
             paths = sorted({choice.path for choice in self.choices})
             raise KeyError(f"the plan has no collection at {path!r}; it has {paths}")
-        return found
+        return configs
 
     @property
     def nbytes(self) -> int:
@@ -187,13 +186,15 @@ class MemoryPlan:
         head = ("table", "rows x dim", "stored as", "bytes", "of plain", "loss", "why")
         lines = [head]
         for choice in self.choices:
-            before = choice.before
-            name = f"{choice.path}.{before.name}" if choice.path else before.name
-            sizes = f"{before.num_embeddings:,} x {before.embedding_dim}"
-            stored = "as it is" if choice.method == AS_IT_IS else _described(choice)
+            config_before = choice.before
+            name = f"{choice.path}.{config_before.name}" if choice.path else config_before.name
+            sizes = f"{config_before.num_embeddings:,} x {config_before.embedding_dim}"
+            storage_text = "as it is" if choice.method == AS_IT_IS else _described(choice)
             share = f"1/{choice.plain_nbytes / choice.nbytes:.4g}" if choice.nbytes else "-"
             number = f"{choice.loss:.3f}"
-            lines.append((name, sizes, stored, size(choice.nbytes), share, number, choice.why))
+            lines.append(
+                (name, sizes, storage_text, size(choice.nbytes), share, number, choice.why)
+            )
         widths = [max(len(line[c]) for line in lines) for c in range(len(head) - 1)]
         table = [
             "  ".join(
@@ -228,7 +229,7 @@ def plan_memory(
 ) -> MemoryPlan:
     """Choose how each table is stored, so that all fit into `budget` bytes and lose least.
 
-    Tables of another storage or placement than `Dense()` stay as they are, and count.
+    Tables with a storage or placement other than `Dense()` are not changed, but count.
 
     Args:
         tables: a model with collections, or configurations of tables.
@@ -236,8 +237,8 @@ def plan_memory(
         trace: recorded lookups; their tables are found by name, or by `path.name` as
             `TraceRecorder` calls them. Without it ids are taken to be Zipf-distributed.
         optimizer: optimizer of the tables, if `tables` is not a model and they have none.
-        serving: 8 or 4: the budget is of a model that is served with rows of that many bits, where
-            rows are stored; methods that compute rows keep their own. Left out: of training.
+        serving: 8 or 4: bits per value of stored rows when the model is served, to which the budget
+            applies; methods that compute rows keep their dtype. None: the budget of training.
         methods: names of the methods to choose from: those of `METHODS`, "evicting", which makes a
             hash table by key, and "cached". None is `METHODS`, plus "cached" if there is `backing`.
         losses: measured losses of your own, by method, in place of `MEASURED`.
@@ -273,32 +274,38 @@ def plan_memory(
         raise TypeError(f"trace must be a LookupTrace, as TraceRecorder.trace is, got {trace!r}")
     if optimizer is not None and not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer must be one of emblib.optim, got {optimizer!r}")
-    found = planned_tables(tables, optimizer)
-    given = _described_tables(found, importances_of(found, importance), trace, losses, backing)
-    options = [_candidates(table, methods, serving, device) for table in given]
+    tables_found = planned_tables(tables, optimizer)
+    described = _described_tables(
+        tables_found, importances_of(tables_found, importance), trace, losses, backing
+    )
+    options = [_candidates(table, methods, serving, device) for table in described]
     picked = pick(options, Limits(budget, None if backing is None else backing.nbytes))
     choices = tuple(_explained(some, k) for some, k in zip(options, picked, strict=True))
-    notes = tuple(_assumptions(given, choices, losses, serving))
+    notes = tuple(_assumptions(described, choices, losses, serving))
     return MemoryPlan(choices, budget, notes, backing)
 
 
 def _described_tables(
-    found: Sequence[tuple[str, TableConfig, Optimizer | None]],
+    tables: Sequence[tuple[str, TableConfig, Optimizer | None]],
     importances: Sequence[float],
     trace: LookupTrace | None,
     losses: Mapping[str, Curve] | None,
     backing: BackingMemory | None,
 ) -> list[_Table]:
     """Return the description of each table for the methods."""
-    planned = frozenset(f"{path}.{config.name}" for path, config, _ in found)
+    planned = frozenset(f"{path}.{config.name}" for path, config, _ in tables)
     curves = {**MEASURED, **(losses or {})}
     counts = [
         None if trace is None else _counts(trace, path, config, planned)
-        for path, config, _ in found
+        for path, config, _ in tables
     ]
-    known = [float(one.sum()) for one in counts if one is not None]
-    mean = sum(known) / len(known) if known else 1.0
-    lookups = [mean if one is None else float(one.sum()) for one in counts]
+    known_totals = [
+        float(table_counts.sum()) for table_counts in counts if table_counts is not None
+    ]
+    mean = sum(known_totals) / len(known_totals) if known_totals else 1.0
+    lookups = [
+        mean if table_counts is None else float(table_counts.sum()) for table_counts in counts
+    ]
     return [
         _Table(
             path=path,
@@ -310,10 +317,10 @@ def _described_tables(
             curves=curves,
             lookups=number / sum(lookups),
             backing=backing,
-            longest=max(c.embedding_dim for p, c, _ in found if p == path),
+            longest=max(c.embedding_dim for p, c, _ in tables if p == path),
         )
         for (path, config, trained_by), factor, count, number in zip(
-            found, importances, counts, lookups, strict=True
+            tables, importances, counts, lookups, strict=True
         )
     ]
 
@@ -324,12 +331,12 @@ class _Table:
     config: TableConfig
     optimizer: Optimizer | None
     importance: float
-    is_assumed: bool  # whether the skew is
+    is_assumed: bool  # whether the skew is assumed, not traced
     skew: IdSkew
     curves: Mapping[str, Curve]
-    lookups: float  # of this table, as a share of all
+    lookups: float  # share of all lookups that read this table
     backing: BackingMemory | None
-    longest: int  # dim of the tables of its collection, which may share its cache
+    longest: int  # largest dim in its collection, whose tables may share its cache
 
     @property
     def name(self) -> str:
@@ -366,9 +373,9 @@ def _narrow(table: _Table) -> Iterator[_Option]:
 
 def _tensor_train(table: _Table) -> Iterator[_Option]:
     with_ranks = TTSpec(table.rows, table.config.embedding_dim, (1, 1))
-    most = shapes.most_ranks(with_ranks.row_factors, with_ranks.dim_factors)
+    max_ranks = shapes.most_ranks(with_ranks.row_factors, with_ranks.dim_factors)
     # Small tables clip large ranks to equal ones.
-    for ranks in dict.fromkeys(tuple(min(rank, top) for top in most) for rank in _RANKS):
+    for ranks in dict.fromkeys(tuple(min(rank, top) for top in max_ranks) for rank in _RANKS):
         yield _measured(table, "tensor_train", TensorTrain(ranks))
 
 
@@ -489,14 +496,14 @@ def _candidates(
         )
 
     plain = int(_nbytes(table, table.config, serving, device).device)
-    every = [choice(AS_IT_IS, _Option(table.config, 0.0))]
+    candidates = [choice(AS_IT_IS, _Option(table.config, 0.0))]
     if table.config.storage == Dense():
         for method in methods:
             try:
-                every += [choice(method, option) for option in _MAKERS[method](table)]
+                candidates += [choice(method, option) for option in _MAKERS[method](table)]
             except ValueError as error:  # e.g. initial values that a method cannot draw
                 _LOG.info("%s cannot be stored as %s: %s", table.name, method, error)
-    return without_dominated(every)
+    return without_dominated(candidates)
 
 
 def _nbytes(table: _Table, config: TableConfig, serving: int | None, device: str) -> MemoryBytes:
@@ -517,26 +524,26 @@ def _nbytes(table: _Table, config: TableConfig, serving: int | None, device: str
 
 
 def _explained(choices: Sequence[MemoryChoice], picked: int) -> MemoryChoice:
-    choice, said = choices[picked], []
+    choice, sentences = choices[picked], []
     better = next((c for c in reversed(choices[:picked]) if c.cost < choice.cost), None)
     if better is not None:
         more = size(better.nbytes - choice.nbytes)
-        said.append(f"{_described(better)} would lose {better.loss:.3f} for {more} more")
+        sentences.append(f"{_described(better)} would lose {better.loss:.3f} for {more} more")
     if picked + 1 < len(choices):
         smaller = choices[picked + 1]
         less = size(choice.nbytes - smaller.nbytes)
-        said.append(f"{_described(smaller)} would lose {smaller.loss:.3f} for {less} less")
-    return replace(choice, why="; ".join(said) or "nothing else is possible")
+        sentences.append(f"{_described(smaller)} would lose {smaller.loss:.3f} for {less} less")
+    return replace(choice, why="; ".join(sentences) or "nothing else is possible")
 
 
 def _described(choice: MemoryChoice) -> str:
     names = {AS_IT_IS: "the table as it is", "bf16": "16-bit rows"}
     storage = choice.config.storage
     if choice.method == "cached" and isinstance(storage, Dense) and storage.cache is not None:
-        where = "on disk" if storage.placement is Placement.DISK else "in host memory"
+        placement_text = "on disk" if storage.placement is Placement.DISK else "in host memory"
         return (
-            f"{size(choice.backing_nbytes)} {where}, 1/{1 / storage.cache.load_factor:g} of the "
-            f"rows cached, hit rate {choice.hit_rate:.2f}"
+            f"{size(choice.backing_nbytes)} {placement_text}, 1/{1 / storage.cache.load_factor:g} "
+            f"of the rows cached, hit rate {choice.hit_rate:.2f}"
         )
     return names.get(choice.method) or brief(storage)
 
@@ -604,22 +611,22 @@ def _some(names: Sequence[str]) -> str:
 def _counts(
     trace: LookupTrace, path: str, config: TableConfig, planned: frozenset[str]
 ) -> Tensor | None:
-    """Return how often each id was looked up, None where the trace does not have the table.
+    """Return how often each id was looked up; None if the trace does not have the table.
 
-    A traced table of the same name at another path is taken where it is the only one, and not
-    another planned table.
+    A traced table of this name at another path is used if there is only one, and it is not another
+    planned table.
     """
     traced = {f.table for f in trace.features}
-    own = f"{path}.{config.name}"
-    if own not in traced:
+    path_name = f"{path}.{config.name}"
+    if path_name not in traced:
         alike = {name for name in traced if name.rpartition(".")[2] == config.name}
         if len(alike) != 1 or alike & planned:
             return None
-        (own,) = alike
+        (path_name,) = alike
     rows = config.num_embeddings
     counts = torch.zeros(rows, dtype=torch.int64)
     for ids, feature in zip(trace.ids, trace.features, strict=True):
-        if feature.table == own:
+        if feature.table == path_name:
             valid = ids.to(torch.int64)
             counts += torch.bincount(valid[(valid >= 0) & (valid < rows)], minlength=rows)
     return counts if counts.any() else None
@@ -654,7 +661,7 @@ def _checked(
 
 
 def _check_backing(backing: BackingMemory | None, serving: int | None, device: str) -> None:
-    """Raise unless memory behind caches suits the device."""
+    """Raise TypeError or ValueError if backing memory does not suit the device."""
     if backing is None:
         return
     if not isinstance(backing, BackingMemory):

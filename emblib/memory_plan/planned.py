@@ -1,4 +1,4 @@
-"""The tables that a memory plan is made for, and how much each of them counts."""
+"""The tables of a memory plan, and their importances."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def planned_tables(
         TypeError: something else in the list.
         ValueError: no tables, or shared ones.
     """
-    found: list[tuple[str, TableConfig, Any]]
+    tables_found: list[tuple[str, TableConfig, Any]]
     if not isinstance(tables, nn.Module):
         for config in tables:
             if not isinstance(config, TableConfig):
@@ -31,28 +31,30 @@ def planned_tables(
                     "tables must be a model, or a list of EmbeddingBagConfig or EmbeddingConfig, "
                     f"got {config!r}"
                 )
-        found = [("", config, config.optimizer or optimizer) for config in tables]
+        tables_found = [("", config, config.optimizer or optimizer) for config in tables]
     else:
         collections: dict[str, Any] = dict(collections_of(tables))
-        shared = {name for one in collections.values() for name in one.shared_tables()}
+        shared = {
+            name for collection_ in collections.values() for name in collection_.shared_tables()
+        }
         if shared:
             raise ValueError(
                 f"the tables {sorted(shared)} are shared by collections and stay dense: give "
                 "plan_memory the configurations of the other tables, and a budget without the "
                 "bytes of these"
             )
-        found = [
+        tables_found = [
             (path, config, config.optimizer or collection.optimizer)
             for path, collection in collections.items()
             for config in trained_configs(collection)
         ]
-    if not found:
+    if not tables_found:
         raise ValueError("there are no tables: the model has no collection, or the list is empty")
-    return found
+    return tables_found
 
 
 def importances_of(
-    found: Sequence[tuple[str, TableConfig, Optimizer | None]],
+    tables: Sequence[tuple[str, TableConfig, Optimizer | None]],
     importance: Mapping[str, float] | None,
 ) -> list[float]:
     """Return the importance of each table: that by `path.name`, by name, or 1.
@@ -60,15 +62,15 @@ def importances_of(
     Raises:
         ValueError: a name of no table, or a number that is no importance.
     """
-    given, known = dict(importance or {}), set()
+    remaining, known_names = dict(importance or {}), set()
     importances = []
-    for path, config, _ in found:
-        own = f"{path}.{config.name}"
-        known |= {own, config.name}
-        importances.append(float(given.get(own, given.get(config.name, 1.0))))
-    if unknown := sorted(given.keys() - known):
+    for path, config, _ in tables:
+        path_name = f"{path}.{config.name}"
+        known_names |= {path_name, config.name}
+        importances.append(float(remaining.get(path_name, remaining.get(config.name, 1.0))))
+    if unknown := sorted(remaining.keys() - known_names):
         raise ValueError(
-            f"importance of tables that are not there: {unknown}; have {sorted(known)}"
+            f"importance of tables that are not there: {unknown}; have {sorted(known_names)}"
         )
     if not all(math.isfinite(number) and number >= 0 for number in importances):
         raise ValueError(f"importance must be finite numbers >= 0, got {importance}")

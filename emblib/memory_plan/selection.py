@@ -1,8 +1,8 @@
 """Pick one choice per table: the least sum of losses whose bytes fit into one or two memories.
 
-Every table has choices, each with its bytes of device memory, its bytes of the memory behind caches
-and its cost. `pick` is a knapsack over both memories in units, compared with plans that treat all
-tables alike; bytes that rounding leaves are spent on the choices that gain most.
+Every table has choices, each with bytes of device memory, bytes of backing memory and a cost.
+`pick` solves a knapsack over both memories in coarse units, compares it with plans that treat all
+tables alike, and spends the bytes that rounding left on the choices that gain most.
 """
 
 from __future__ import annotations
@@ -20,10 +20,13 @@ from emblib.sharding.planner.feasible import size
 AS_IT_IS = "as it is"
 """The method of a table that is not changed."""
 
-SHARES = tuple(2.0**-n for n in range(1, 13))  # of rows or bytes, that are tried
-_UNITS = 4096  # into which the budget is divided, or more for many tables
-_UNITS_OF_TWO = (1024, 256)  # of the budget and of the memory behind caches, where that is short
-_PER_MISS = 1e-6  # cost where all lookups miss a cache: it decides between equal losses only
+SHARES = tuple(2.0**-n for n in range(1, 13))  # shares of rows or bytes to try
+_UNITS = 4096  # units of the budget; more for many tables
+_UNITS_OF_TWO = (
+    1024,
+    256,
+)  # steps of the budget and of the memory behind caches, if both are limited
+_PER_MISS = 1e-6  # cost if all lookups miss a cache; decides only between equal losses
 
 
 class BudgetError(ValueError):
@@ -101,7 +104,7 @@ Options = Sequence[Sequence[MemoryChoice]]
 
 
 class Limits(NamedTuple):
-    """Bytes that all tables may take of device memory and of that behind caches; None: any."""
+    """Maximum bytes of device memory and of backing memory for all tables; None: no limit."""
 
     budget: int
     backing: int | None = None
@@ -113,55 +116,57 @@ class Limits(NamedTuple):
 
 
 def without_dominated(choices: Sequence[MemoryChoice]) -> list[MemoryChoice]:
-    """Return the choices that no smaller one is as good as, the largest first."""
-    kept: list[MemoryChoice] = []
-    for one in sorted(choices, key=lambda c: (c.nbytes, c.loss, -c.hit_rate, c.backing_nbytes)):
+    """Return the Pareto-optimal choices, the largest first."""
+    frontier: list[MemoryChoice] = []
+    for candidate in sorted(
+        choices, key=lambda c: (c.nbytes, c.loss, -c.hit_rate, c.backing_nbytes)
+    ):
         if not any(
-            (k.loss, -k.hit_rate) <= (one.loss, -one.hit_rate)
-            and k.backing_nbytes <= one.backing_nbytes
-            for k in kept
+            (k.loss, -k.hit_rate) <= (candidate.loss, -candidate.hit_rate)
+            and k.backing_nbytes <= candidate.backing_nbytes
+            for k in frontier
         ):
-            kept.append(one)
-    return kept[::-1]
+            frontier.append(candidate)
+    return frontier[::-1]
 
 
 def pick(options: Options, limits: Limits) -> list[int]:
-    """Return the number of a choice per table: the least sum of costs within the limits.
+    """Return the index of one choice per table, with the least sum of costs within the limits.
 
     Raises:
-        BudgetError: no choices fit that were found.
+        BudgetError: no combination of choices was found that fits.
     """
     picked = _smallest(options, limits)
-    found = [_knapsack(options, Limits(limits.budget), _units_of_one(options))]
-    if found[0] and not limits.allow(options, found[0]):
-        found = [_knapsack(options, limits, _UNITS_OF_TWO)]
-    for other in [*found, *_uniform(options)]:
+    picks = [_knapsack(options, Limits(limits.budget), _units_of_one(options))]
+    if picks[0] and not limits.allow(options, picks[0]):
+        picks = [_knapsack(options, limits, _UNITS_OF_TWO)]
+    for candidate in [*picks, *_uniform(options)]:
         if (
-            other
-            and limits.allow(options, other)
-            and _cost(options, other) < _cost(options, picked)
+            candidate
+            and limits.allow(options, candidate)
+            and _cost(options, candidate) < _cost(options, picked)
         ):
-            picked = other
+            picked = candidate
     return _filled(options, picked, limits)
 
 
 def totals(options: Options, picked: Sequence[int]) -> tuple[int, int]:
-    """Return the bytes of device memory and of that behind caches."""
-    chosen = [choices[k] for choices, k in zip(options, picked, strict=True)]
-    return sum(c.nbytes for c in chosen), sum(c.backing_nbytes for c in chosen)
+    """Return the bytes of device memory and of backing memory."""
+    picked_choices = [choices[k] for choices, k in zip(options, picked, strict=True)]
+    return sum(c.nbytes for c in picked_choices), sum(c.backing_nbytes for c in picked_choices)
 
 
 def _smallest(options: Options, limits: Limits) -> list[int]:
-    """Return choices with little device memory, and with allowed amounts of backing memory."""
+    """Return choices that minimise device memory within the limit of backing memory."""
     picked = [len(choices) - 1 for choices in options]
     nbytes, backing = totals(options, picked)
     while limits.backing is not None and backing > limits.backing:
         exchanges = []
         for t, (choices, k) in enumerate(zip(options, picked, strict=True)):
-            for other, choice in enumerate(choices):
+            for index, choice in enumerate(choices):
                 less = choices[k].backing_nbytes - choice.backing_nbytes
                 if less > 0:
-                    exchanges.append(((choice.nbytes - choices[k].nbytes) / less, t, other))
+                    exchanges.append(((choice.nbytes - choices[k].nbytes) / less, t, index))
         if not exchanges:
             short = backing - limits.backing
             raise BudgetError(
@@ -172,8 +177,11 @@ def _smallest(options: Options, limits: Limits) -> list[int]:
         _, t, picked[t] = min(exchanges)
         nbytes, backing = totals(options, picked)
     if nbytes > limits.budget:
-        chosen = [choices[k] for choices, k in zip(options, picked, strict=True)]
-        largest, short = max(chosen, key=lambda choice: choice.nbytes), nbytes - limits.budget
+        picked_choices = [choices[k] for choices, k in zip(options, picked, strict=True)]
+        largest, short = (
+            max(picked_choices, key=lambda choice: choice.nbytes),
+            nbytes - limits.budget,
+        )
         raise BudgetError(
             f"the tables take at least {size(nbytes)}, which is {size(short)} more than the "
             f"budget of {size(limits.budget)}: raise it, allow other methods, or make tables "
@@ -188,28 +196,28 @@ def _units_of_one(options: Options) -> tuple[int, int]:
 
 
 def _knapsack(options: Options, limits: Limits, units: tuple[int, int]) -> list[int]:
-    """Return the numbers of the best choices, empty where bytes rounded up to units do not fit."""
+    """Return the indices of the best choices; empty if bytes rounded up to units do not fit."""
     best = torch.zeros(units[0] + 1, units[1] + 1, dtype=torch.float64)  # by units that may be used
-    taken = []
+    choices_taken = []
     for choices in options:
-        found = torch.full_like(best, math.inf)
+        losses = torch.full_like(best, math.inf)
         number = torch.zeros_like(best, dtype=torch.int16)
         for k, choice in enumerate(choices):
             device, backing = _units(choice, limits, units)
             if device <= units[0] and backing <= units[1]:
-                rest = best[: units[0] + 1 - device, : units[1] + 1 - backing] + choice.cost
-                target = found[device:, backing:]
-                number[device:, backing:][rest < target] = k
-                torch.minimum(target, rest, out=target)
-        best = found
-        taken.append(number)
+                remainder = best[: units[0] + 1 - device, : units[1] + 1 - backing] + choice.cost
+                target = losses[device:, backing:]
+                number[device:, backing:][remainder < target] = k
+                torch.minimum(target, remainder, out=target)
+        best = losses
+        choices_taken.append(number)
     if not math.isfinite(float(best[-1, -1])):
         return []
-    picked, left = [], list(units)
-    for choices, number in zip(reversed(options), reversed(taken), strict=True):
-        picked.append(int(number[left[0], left[1]]))
+    picked, units_left = [], list(units)
+    for choices, number in zip(reversed(options), reversed(choices_taken), strict=True):
+        picked.append(int(number[units_left[0], units_left[1]]))
         used = _units(choices[picked[-1]], limits, units)
-        left = [have - one for have, one in zip(left, used, strict=True)]
+        units_left = [have - units_used for have, units_used in zip(units_left, used, strict=True)]
     return picked[::-1]
 
 
@@ -236,19 +244,19 @@ def _uniform(options: Options) -> Iterator[list[int]]:
 
 
 def _filled(options: Options, picked: Sequence[int], limits: Limits) -> list[int]:
-    """Spend bytes that are left on the choices that gain most per byte of device memory."""
+    """Replace choices while bytes are left, those that gain most per byte first."""
     result = list(picked)
     while True:
         nbytes, backing = totals(options, result)
         gains = []
         for t, (choices, k) in enumerate(zip(options, result, strict=True)):
-            for other, better in enumerate(choices):
+            for index, better in enumerate(choices):
                 gain = choices[k].cost - better.cost
                 more = better.nbytes - choices[k].nbytes
                 behind = backing + better.backing_nbytes - choices[k].backing_nbytes
                 fits = limits.backing is None or behind <= max(limits.backing, backing)
                 if gain > 0 and nbytes + more <= limits.budget and fits:
-                    gains.append((gain / max(more, 1), -t, other))
+                    gains.append((gain / max(more, 1), -t, index))
         if not gains:
             return result
         _, t, better_number = max(gains)

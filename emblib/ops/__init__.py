@@ -1,4 +1,4 @@
-"""Loads the native library and is the Python face of `torch.ops.emblib`: shapes and gradients."""
+"""Python side of the native ops `torch.ops.emblib`: loading, shapes for tracing, gradients."""
 
 import platform
 import re

@@ -26,7 +26,7 @@ from emblib.specs import Pooling
 
 
 class RowLocations(NamedTuple):
-    """The rows of a batch and where the cache holds them: slots of groups and lookups."""
+    """Rows of a batch, and their cache slots: per distinct row and per lookup."""
 
     groups: tbe.Groups
     row_slots: Tensor | None = None
@@ -43,14 +43,14 @@ class UpdateHooks(Protocol):
         """Return the lock to hold from `before_update` to `after_update`, if any."""
 
     def before_update(self) -> RowLocations | None:
-        """Return the current rows of the batch, if known; called once, first in backward."""
+        """Return the current locations of the rows, or None; called once, first in backward."""
 
     def after_update(self) -> None:
         """Run after the rows have been written."""
 
 
 class Lookup(NamedTuple):
-    """One batch, with all that its backward needs."""
+    """One batch, with everything that its backward needs; fields as in `emblib.ops.tbe`."""
 
     features: Tensor
     indices: Tensor
@@ -85,29 +85,29 @@ _for_update = ContextVar("for_update", default=False)
 
 @contextmanager
 def for_update() -> Iterator[None]:
-    """Make lookups inside for their backward alone: fused ones return zeros without memory.
+    """Make lookups inside only for their backward: fused ones return zeros without memory.
 
-    The update of such a lookup reads no values of the output.
+    Allowed because the update does not read the output.
     """
-    before = _for_update.set(True)
+    token = _for_update.set(True)
     try:
         yield
     finally:
-        _for_update.reset(before)
+        _for_update.reset(token)
 
 
 @contextmanager
 def with_values() -> Iterator[None]:
-    """Make lookups inside return their values, also within `for_update`: a gradient needs them."""
-    before = _for_update.set(False)
+    """Make lookups inside return their values even within `for_update`, for gradients."""
+    token = _for_update.set(False)
     try:
         yield
     finally:
-        _for_update.reset(before)
+        _for_update.reset(token)
 
 
 def is_for_update() -> bool:
-    """Return whether lookups are made for their backward alone."""
+    """Return whether lookups are made only for their backward."""
     return _for_update.get()
 
 
@@ -161,7 +161,7 @@ class UpdateRule(NamedTuple):
 
 
 class FusedLookup(torch.autograd.Function):
-    """Look up; backward updates weights and states in place, without a weight gradient.
+    """Function that looks up; its backward updates weights and states in place.
 
     `grad_anchor` is a scalar that requires grad: it ties the output to autograd while the weights,
     which backward mutates, stay out of it. `row_weights` are the sample weights by which the
@@ -171,9 +171,9 @@ class FusedLookup(torch.autograd.Function):
     A gradient that a `torch.amp.GradScaler` has scaled is divided by the scale, and skipped if it
     is not finite; `grad_anchor` then gets the gradient 0 or infinity, for the scaler to find.
 
-    The gradient of `sample_weights` is taken at the rows as backward finds them, before its update:
-    where another backward has updated them since forward, as with two lookups in one loss, it
-    equals FBGEMM's.
+    The gradient of `sample_weights` is computed from the rows as they are in backward, before the
+    update. If another backward has updated them since forward (two lookups in one loss), they
+    differ from those of forward, as in FBGEMM.
     """
 
     @staticmethod
@@ -226,7 +226,7 @@ class FusedLookup(torch.autograd.Function):
 
 
 class Contribution(NamedTuple):
-    """The gradient of the output of one lookup, and all that its update needs."""
+    """The gradient of one lookup's output, and everything that its update needs."""
 
     batch: Lookup
     row_weights: Tensor | None
@@ -235,7 +235,7 @@ class Contribution(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """Tasks of a backward: update the rows, form the gradient of the sample weights."""
+    """Results that a backward must produce: the update, the gradient of sample weights."""
 
     update: bool = True
     sample_grad: bool = False
@@ -263,8 +263,8 @@ def update_in_backward(
     """
     is_finite = overflow = None
     if scale is not None:
-        grad, is_finite = found = unscaled(grad, scale)
-        overflow = found.overflow()
+        grad, is_finite = unscaled_gradient = unscaled(grad, scale)
+        overflow = unscaled_gradient.overflow()
     locations = None if batch.hooks is None else batch.hooks.before_update()
     if locations is None:
         # Slots of a batch without hooks do not refer to a cache, so they are still valid.
@@ -341,10 +341,10 @@ def apply_row_gradients(
     *,
     counted: Tensor | int = 1,
 ) -> None:
-    """Make one step with gradients `[L, dim]` of the rows of a batch of `lookup_of_rows`.
+    """Apply one optimizer step with gradients `[L, dim]` of a batch of `lookup_of_rows`.
 
-    Gradients of a row that occurs several times are added up. `counted` is what the step adds to
-    the number of steps: 0 for one whose gradients are not finite.
+    Gradients of a row that occurs several times are added up. `counted` is added to the step
+    count: 0 if the gradients are not finite.
     """
     _make_step(tiers, UpdateRule.of(optimizer), gradients, batch, locations, None, counted)
 
@@ -352,13 +352,15 @@ def apply_row_gradients(
 def _of_trained_tables(batch: Lookup, locations: RowLocations) -> RowLocations:
     """Drop the rows of frozen tables; nothing is read back from the device."""
     assert batch.trained_features is not None
-    known, row_slots = locations.groups, locations.row_slots
+    groups_before, row_slots = locations.groups, locations.row_slots
     groups = groups_of(batch._replace(features=batch.trained_features))
     if row_slots is not None and row_slots.numel() > 0:
-        number = torch.arange(known.rows.numel(), device=known.rows.device)
-        rows = torch.where(number < known.count, known.rows, torch.iinfo(torch.int64).max)
-        found = torch.searchsorted(rows, groups.rows)
-        row_slots = row_slots[found.clamp(max=row_slots.numel() - 1)]
+        number = torch.arange(groups_before.rows.numel(), device=groups_before.rows.device)
+        rows = torch.where(
+            number < groups_before.count, groups_before.rows, torch.iinfo(torch.int64).max
+        )
+        positions = torch.searchsorted(rows, groups.rows)
+        row_slots = row_slots[positions.clamp(max=row_slots.numel() - 1)]
     return locations._replace(groups=groups, row_slots=row_slots)
 
 
@@ -394,10 +396,10 @@ class WeightOffset(NamedTuple):
 
 
 class GradientLookup(torch.autograd.Function):
-    """Look up; backward leaves gradients on the parameters of tables: sparse COO, or dense.
+    """Function that looks up; its backward leaves sparse or dense gradients on parameters.
 
-    `memory` and `slower`, further tiers, are what lookups read; the parameters are views of them at
-    `offsets`. Without offsets the one parameter is the memory itself. A sparse gradient has the
+    Lookups read `memory` and the further tiers `slower`; the parameters are views of these at
+    `offsets`. Without offsets the only parameter is the memory itself. A sparse gradient has the
     distinct rows of the batch, and is on the device of its parameter.
     """
 
@@ -429,7 +431,7 @@ class GradientLookup(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients; a sparse one reads an unknown number of rows from the device."""
+        """Return the gradients; a sparse one reads its number of rows from the device."""
         lock = None if ctx.batch.hooks is None else ctx.batch.hooks.lock
         if lock is None:
             return GradientLookup._gradient(ctx, grad)
@@ -455,9 +457,9 @@ class GradientLookup(torch.autograd.Function):
             make = _dense_grad if is_dense else _sparse_grad
             joined = make(ctx, grad, batch, groups, sample_weights)
             split = _split_dense if is_dense else _split_sparse
-            found = [joined] if ctx.offsets is None else split(joined, ctx.offsets)
-            wanted = zip(found, ctx.devices, is_wanted, strict=True)
-            grads = [g.to(device) if want else None for g, device, want in wanted]
+            gradients = [joined] if ctx.offsets is None else split(joined, ctx.offsets)
+            grads_to_move = zip(gradients, ctx.devices, is_wanted, strict=True)
+            grads = [g.to(device) if want else None for g, device, want in grads_to_move]
         if batch.hooks is not None:
             batch.hooks.after_update()
         return None, None, None, None, sample_grad, None, None, None, *grads
@@ -466,7 +468,7 @@ class GradientLookup(torch.autograd.Function):
 def _dense_grad(
     ctx: Any, grad: Tensor, batch: Lookup, groups: tbe.Groups, sample_weights: Tensor | None
 ) -> Tensor:
-    """Form the gradient of all weights: one SGD step at rate -1 from zeros."""
+    """Compute the gradient of all weights: one SGD step at rate -1 from zeros."""
     result = grad.new_zeros(ctx.shape, dtype=ctx.dtype)
     hyper = grad.new_zeros(Hyper.OPTIMIZER_ARGS, dtype=torch.float64)
     for entry in (Hyper.LEARNING_RATE, Hyper.SEED):
@@ -621,7 +623,7 @@ def _may_move(hyper: Tensor) -> bool:
 
 
 def _readable(weights: Sequence[Tensor], batch: Lookup) -> Sequence[Tensor]:
-    """Return the tiers of a lookup, with `default_rows` in the place of a cache."""
+    """Return the tiers that a lookup reads, with `default_rows` as the cache tier."""
     if batch.default_rows is None:
         return weights
     none = batch.default_rows.new_empty(0)
@@ -636,7 +638,7 @@ def _update_call(
     locations: RowLocations,
     sample_weights: Tensor | None,
 ) -> partial[None]:
-    """Return the call of the op that updates rows."""
+    """Return the call of the op that updates rows, not yet made."""
     compiling = torch.compiler.is_compiling()
     return partial(
         tbe.tbe_update_ if compiling else native(tbe.tbe_update_),

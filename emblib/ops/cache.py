@@ -38,14 +38,21 @@ Where cache and tier have different dtypes, values are rounded: to nearest when 
 written back stochastically if the seed is not negative. `cache_flush_` writes back all rows in the
 cache, which stay there.
 
-On a GPU `hyper` of `cache_move_` may be empty if nothing is rounded stochastically. It is not read
-then, so that updates may count steps meanwhile. And `later` may keep a prefetched batch apart from
-the updates of earlier batches in flight, which write rows without a way in their tables. It is
-empty, `[clock, conflicts]`, or `[clock, conflicts, rows, slots, count]`. `conflicts` int64 `[sets]`
-is the last batch with a row without a way: `cache_move_` writes it. Rows that take a way in a set
-with conflicts of a batch in flight are not fetched but listed: int64 and int32 `[L]`, and their
-number int32 `[1]`, which is 0 before. Another `cache_move_` fetches them after the updates, with
-these tensors as rows, row_slots and count, and an empty `evicted`: no row is evicted.
+On a GPU `hyper` of `cache_move_` may be empty if nothing is rounded stochastically: it is not read
+then, so updates may count steps at the same time.
+
+`later` lists the rows that a prefetch must not fetch yet. Updates of earlier batches in flight
+write rows that got no way directly to their tables; a prefetch at the same time could fetch such a
+row before its update. `later` is empty (no such list), `[clock, conflicts]` or `[clock, conflicts,
+rows, slots, count]`:
+
+- `conflicts` int64 `[sets]`: the last batch with a row that got no way in this set; `cache_move_`
+  writes it
+- `rows` int64 `[L]`, `slots` int32 `[L]`, `count` int32 `[1]` (0 before the call): the rows that
+  took a way in a set with conflicts of a batch in flight. They are not fetched
+
+Another `cache_move_`, after the updates, fetches the listed rows. Its rows, row_slots and count are
+these tensors, and its `evicted` is empty: no row is evicted.
 
 `cache_prefetch_` is a whole prefetch in one call, so that no interrupt comes between its parts: it
 checks the batch, groups it, starts it (the clock advances, and its oldest batch in flight is `lag`

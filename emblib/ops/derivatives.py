@@ -1,8 +1,8 @@
-"""Derivatives that the ops do not have: they are refused, where torch would return zeros.
+"""Refuse derivatives that the ops do not have, where torch would silently return zeros.
 
-torch drops the tangent of an argument of an op without a forward-mode formula, and its
-`once_differentiable` cuts second derivatives off: `torch.autograd.functional.jvp`, which asks for
-them, takes an input that the result does not depend on as a zero.
+If an op has no forward-mode formula, torch drops the tangents of its arguments. Torch's
+`once_differentiable` cuts the graph, so `torch.autograd.functional.jvp`, which differentiates
+twice, sees a result that does not depend on its input and returns zeros.
 """
 
 from collections.abc import Callable
@@ -14,13 +14,13 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 
-def refuse_tangents(what: str, *tensors: Tensor | None) -> None:
+def refuse_tangents(operation: str, *tensors: Tensor | None) -> None:
     """Raise NotImplementedError if one of the tensors has a tangent, which an op would drop.
 
     Outside of forward mode this reads one number. In compiled code it does nothing.
 
     Args:
-        what: names the tensors in the error.
+        operation: name of the operation in the error.
         tensors: the differentiable arguments of an op.
     """
     if forward_ad._current_level < 0 or torch.compiler.is_compiling():
@@ -28,9 +28,10 @@ def refuse_tangents(what: str, *tensors: Tensor | None) -> None:
     for tensor in tensors:
         if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
             raise NotImplementedError(
-                f"forward-mode differentiation of {what} (torch.func.jvp and jacfwd, dual tensors) "
-                "is not supported, with or without no_grad: use reverse mode, e.g. backward(); or "
-                "look up with the tangent as the sample weights, in which the output is linear"
+                f"forward-mode differentiation of {operation} (torch.func.jvp and jacfwd, dual "
+                "tensors) is not supported, with or without no_grad: use reverse mode, e.g. "
+                "backward(); or look up with the tangent as the sample weights, in which the "
+                "output is linear"
             )
 
 
@@ -38,10 +39,10 @@ Backward = Callable[..., Any]
 
 
 def once_differentiable(backward: Backward) -> Backward:
-    """Make a backward of a Function whose results raise if they are differentiated.
+    """Wrap the backward of a Function so that differentiating its results raises.
 
-    As `torch.autograd.function.once_differentiable`, but the results depend on the gradients that
-    the backward gets, so that no derivative by these is taken for zero.
+    Unlike with `torch.autograd.function.once_differentiable`, the results depend on the incoming
+    gradients, so a derivative with respect to these raises too instead of being zero.
     """
 
     @wraps(backward)
@@ -50,13 +51,13 @@ def once_differentiable(backward: Backward) -> Backward:
             return backward(ctx, *grads)
         with torch.no_grad():
             results = backward(ctx, *grads)
-        sources = [one for one in grads if isinstance(one, Tensor) and one.requires_grad]
-        found = results if isinstance(results, tuple) else (results,)
-        tensors = [one for one in found if one is not None]
+        sources = [grad for grad in grads if isinstance(grad, Tensor) and grad.requires_grad]
+        grads_out = results if isinstance(results, tuple) else (results,)
+        tensors = [grad for grad in grads_out if grad is not None]
         if not sources or not tensors:
             return results
         guarded = iter(_NotTwice.apply(len(tensors), *tensors, *sources))
-        return tuple(None if one is None else next(guarded) for one in found)
+        return tuple(None if grad is None else next(guarded) for grad in grads_out)
 
     return call
 
@@ -66,7 +67,7 @@ class _NotTwice(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return tuple(one.detach() for one in tensors[:count])
+        return tuple(grad.detach() for grad in tensors[:count])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:

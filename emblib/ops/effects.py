@@ -13,20 +13,20 @@ from typing import Any
 class Effects:
     """The results of the native calls that one change has made so far, in their order.
 
-    The calls of a change must follow from its arguments and from the results of earlier calls.
+    The calls of a change must be determined by its arguments and the results of earlier calls.
     """
 
     def __init__(self) -> None:
-        self._made: list[tuple[Any, Any]] = []  # operators and results
+        self._results: list[tuple[Any, Any]] = []  # operators and results
         self._next = 0
 
     def __len__(self) -> int:
         """Return the number of calls that were made."""
-        return len(self._made)
+        return len(self._results)
 
     def has_made(self, op: Any) -> bool:
-        """Return whether an operator was called."""
-        return any(made is op for made, _ in self._made)
+        """Return whether `op` has been called for this change."""
+        return any(made_op is op for made_op, _ in self._results)
 
     def restart(self) -> None:
         """Run the change again from its start: calls that were made return their results."""
@@ -35,16 +35,16 @@ class Effects:
     @property
     def is_next_made(self) -> bool:
         """Return whether the next call was made before an interruption."""
-        return self._next < len(self._made)
+        return self._next < len(self._results)
 
     def once(self, op: Any, *arguments: Any) -> Any:
-        """Return the result of an operator (an `OpOverload`), which is called the first time only.
+        """Call an operator (an `OpOverload`) the first time; return its result every time.
 
-        The result is stored without a step of the interpreter after the call: a signal that is
-        handled between the two would lose it. So the overload's native function is called, not its
-        `__call__`, which is Python.
+        Call and storing of the result are one bytecode, because a signal that is handled in between
+        would lose the result. So the overload's native function is called, not its Python
+        `__call__`.
         """
-        if self._next == len(self._made):
-            self._made.extend(zip((op,), itertools.starmap(op._op, (arguments,)), strict=False))
+        if self._next == len(self._results):
+            self._results.extend(zip((op,), itertools.starmap(op._op, (arguments,)), strict=False))
         self._next += 1
-        return self._made[self._next - 1][1]
+        return self._results[self._next - 1][1]

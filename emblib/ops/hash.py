@@ -34,13 +34,13 @@ entries that may be evicted, if no slot is free), rounded up, are taken; the oth
 the next round. The limit keeps misses that cannot see each other from filling some buckets.
 
 `initial_rows_(row_buffers, layout, rules, ids, first, offsets, slots, seed)` writes the initial
-values of row `slots[i]` of each row buffer for missing key i, where that is not -1: missing keys
-are as `touch_` returns them, the key of i is `ids[first[i]]`, and i of table t lie in [offsets[t],
-offsets[t + 1]).
+values of row `slots[i]` of each row buffer for missing key i, unless `slots[i]` is -1. Missing keys
+are ordered as `touch_` returns them: the key of i is `ids[first[i]]`, and table t has those in
+`[offsets[t], offsets[t + 1])`.
 
 - `row_buffers`: float32 | float16 | bfloat16, flat: weights and states of all tables
 - `layout` int64 `[T, P, 5]`: per table and buffer offset, stride (elements), rows, dim, stream
-- `rules` float64 `[T, P, 7]`: how its values are made, see `rule_of`
+- `rules` float64 `[T, P, 7]`: parameters of the initial values, see `rule_of`
 
 A value depends only on seed, stream, key and element.
 
@@ -163,7 +163,7 @@ hash_evicted_rows = torch.ops.emblib.hash_evicted_rows.default
 def wanted_buckets(keys: int, buckets: int, most: int, load: int) -> int:
     """Return the number of buckets that `hash_grow_` gives a table for this many keys.
 
-    A level of 2^n buckets is split while the keys that fill them to `load` become a quarter more.
+    A level of 2^n buckets is split while the number of keys grows by a quarter from `load`.
     """
     per_bucket, level = SLOTS * load, 1
     while 4 * level <= most and 2 * level * per_bucket < keys * 1024:

@@ -1,6 +1,6 @@
 """Joint steps: one update per backward for a table that several lookups read.
 
-A backward of a `FusedLookup` updates its rows at once, so that two lookups of one table in a loss
+The backward of a `FusedLookup` updates its rows immediately, so two lookups of one table in a loss
 would be two steps. A lookup whose batch has a `JointStep` records its gradient there instead. All
 such lookups depend on one scalar, the anchor: autograd accumulates the gradient of a leaf after all
 of its consumers, so the hook of the anchor runs when every gradient of this backward is known, and
@@ -37,7 +37,7 @@ class JointTable(Protocol):
     """A module with one table, which makes the joint steps."""
 
     def apply_joint(self, contributions: Sequence[autograd.Contribution]) -> None:
-        """Make one step with the sum of the gradients of several lookups."""
+        """Apply one optimizer step with the summed gradients of several lookups."""
 
 
 class JointStep:
@@ -72,12 +72,12 @@ class JointStep:
         return self._anchor
 
     def of_backward(self) -> GradientSum:
-        """Return the sum to which present lookups add their gradients."""
+        """Return the sum to which lookups that are made now add their gradients."""
         task = _outer_task.get()
         return self if task is None else _OuterStep(self, task)
 
     def add(self, contribution: autograd.Contribution, task: int | None = None) -> Tensor:
-        """Record a gradient of a backward, the running one; return the gradient of the anchor."""
+        """Record a gradient of backward `task` (None: the running one); return the anchor's."""
         if task is None:
             task = torch._C._current_graph_task_id()
         self._waiting.setdefault(task, []).append(contribution)
@@ -134,11 +134,11 @@ def adding_to(task: int) -> Iterator[None]:
 
     The graph of that backward must have the anchors of the tables.
     """
-    before = _outer_task.set(task)
+    token = _outer_task.set(task)
     try:
         yield
     finally:
-        _outer_task.reset(before)
+        _outer_task.reset(token)
 
 
 def apply_contributions(
@@ -148,10 +148,10 @@ def apply_contributions(
     feature: tuple[int, ...],
     locate: Callable[[tbe.Groups], autograd.RowLocations],
 ) -> Tensor | None:
-    """Make one step with the sum of the gradients of several lookups of one table.
+    """Apply one optimizer step with the summed gradients of several lookups of one table.
 
-    The gradients of a row are added up in the order of the backward. A lookup alone is updated as
-    without a joint step, to the same bits.
+    The gradients of a row are added in the order of the backward. A single lookup gives the same
+    bits as without a joint step.
 
     Args:
         tiers: the memory of the table.
@@ -165,18 +165,21 @@ def apply_contributions(
     """
     rule = autograd.UpdateRule.of(optimizer)
     if len(contributions) == 1:
-        (one,) = contributions
+        (contribution,) = contributions
         wanted = autograd.Wanted()
-        batch, weights = one.batch, one.row_weights
+        batch, weights = contribution.batch, contribution.row_weights
         return autograd.update_in_backward(
-            tiers, rule, batch, weights, one.grad, one.scale, wanted
+            tiers, rule, batch, weights, contribution.grad, contribution.scale, wanted
         )[0]
-    found = [_row_gradients(one, rule, feature[FeatureColumn.DIM]) for one in contributions]
-    rows, values, finite = zip(*found, strict=True)
+    row_gradients = [
+        _row_gradients(contribution, rule, feature[FeatureColumn.DIM])
+        for contribution in contributions
+    ]
+    rows, values, finite = zip(*row_gradients, strict=True)
     batch = autograd.lookup_of_rows([feature], [torch.cat(rows)], feature[FeatureColumn.ROWS])
     groups = autograd.groups_of(batch)
-    known = [one for one in finite if one is not None]
-    is_finite = torch.stack(known).all() if known else None
+    known_flags = [contribution for contribution in finite if contribution is not None]
+    is_finite = torch.stack(known_flags).all() if known_flags else None
     if is_finite is not None:  # without rows nothing is updated
         groups = groups._replace(count=groups.count * is_finite)
     counted = 1 if is_finite is None else is_finite.to(tiers.hyperparams.dtype)
@@ -184,23 +187,23 @@ def apply_contributions(
     autograd.apply_row_gradients(
         tiers, optimizer, batch, locations, torch.cat(values), counted=counted
     )
-    for one in contributions:
-        if one.batch.hooks is not None:
-            one.batch.hooks.after_update()
+    for contribution in contributions:
+        if contribution.batch.hooks is not None:
+            contribution.batch.hooks.after_update()
     return None if is_finite is None else torch.where(is_finite, 0.0, torch.inf)
 
 
 def _row_gradients(
-    one: autograd.Contribution, rule: autograd.UpdateRule, dim: int
+    contribution: autograd.Contribution, rule: autograd.UpdateRule, dim: int
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return rows `[L]`, -1 where there is none, their gradients `[L, dim]`, and if all are finite.
+    """Return rows `[L]` (-1: none), gradients `[L, dim]`, and whether all are finite (or None).
 
     Nothing is read back from the device.
     """
-    batch, grad, is_finite = one.batch, one.grad, None
-    if one.scale is not None:
-        grad, is_finite = unscaled(grad, one.scale)
-    if batch.pooling is Pooling.NONE and one.row_weights is None:  # already one per lookup
+    batch, grad, is_finite = contribution.batch, contribution.grad, None
+    if contribution.scale is not None:
+        grad, is_finite = unscaled(grad, contribution.scale)
+    if batch.pooling is Pooling.NONE and contribution.row_weights is None:  # already one per lookup
         return batch.indices.long(), autograd.clip_gradient(grad, rule).float(), is_finite
     locations = None if batch.hooks is None else batch.hooks.before_update()
     groups = autograd.groups_of(batch) if locations is None else locations.groups
@@ -210,7 +213,7 @@ def _row_gradients(
         *groups,
         batch.offsets,
         batch.bag_layout,
-        one.row_weights,
+        contribution.row_weights,
         codes.POOLING[batch.pooling.value],
         dim,
     )

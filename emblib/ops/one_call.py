@@ -35,10 +35,10 @@ def count_step(step: Tensor, counted: Tensor | int, *updates: partial[Any]) -> N
     calls = [partial(step.add_, 1), *updates]
     if isinstance(counted, Tensor):
         calls.append(partial(step.add_, counted - 1))
-    made: list[Any] = []
+    results: list[Any] = []
     try:
-        made.extend(map(call, calls))
+        results.extend(map(call, calls))
     except BaseException:
-        if len(made) == 1:  # the first update raised; interrupts come before or after all
+        if len(results) == 1:  # the first update raised; interrupts come before or after all
             step.sub_(1)
         raise

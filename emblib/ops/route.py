@@ -74,9 +74,9 @@ def gather_segments(values: Tensor, starts: Tensor, order: Tensor, total: int) -
 
 
 def segments_at_end(starts: Tensor, order: Tensor, total: int) -> tuple[Tensor, Tensor]:
-    """Return where the elements of segments `order` are, as the last of `total` positions.
+    """Return sources of the concatenated segments `order`, placed at the end of `total` positions.
 
-    Unlike `gather_segments` it needs no number from the device, so that a CUDA graph holds it for
+    Unlike `gather_segments` it reads no number from the device, so a CUDA graph can capture it for
     segments of any lengths whose sum is at most `total`.
 
     Args:
@@ -85,8 +85,8 @@ def segments_at_end(starts: Tensor, order: Tensor, total: int) -> tuple[Tensor, 
         total: positions to fill.
 
     Returns:
-        int64 `[total]`, the source of each position, -1 for padding; and `[N]`, where segments
-        begin now.
+        int64 `[total]`, the source of each position, -1 for padding; and `[N]`, the position at
+        which each segment begins.
     """
     lengths = starts.diff().index_select(0, order)
     begins = total - lengths.flip(0).cumsum(0).flip(0)
@@ -99,13 +99,13 @@ def segments_at_end(starts: Tensor, order: Tensor, total: int) -> tuple[Tensor, 
 
 def take_or_fill(values: Tensor, sources: Tensor, fill: int) -> Tensor:
     """Return `values` at `sources`, and `fill` where a source is -1."""
-    taken = values.index_select(0, sources.clamp(min=0))
-    present = (sources >= 0).view(-1, *[1] * (values.dim() - 1))
-    return torch.where(present, taken, fill)
+    values_taken = values.index_select(0, sources.clamp(min=0))
+    is_present = (sources >= 0).view(-1, *[1] * (values.dim() - 1))
+    return torch.where(is_present, values_taken, fill)
 
 
 def is_captured(tensor: Tensor) -> bool:
-    """Return whether a CUDA graph is captured, which cannot read numbers from the device."""
+    """Return whether a CUDA graph is being captured, so that numbers cannot be read."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 

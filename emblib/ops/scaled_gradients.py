@@ -6,8 +6,8 @@ do the same there: they divide by the scale, a tensor on the device, and skip th
 gradient that is not finite, without reading anything back. `GradScaler.scale` is wrapped to mark
 the losses that it returns; the backward of a marked loss is known by the id of its graph task.
 
-Over ranks a step is skipped by all or none: sharded collections note what the gradients of the
-other ranks are (`note_finite`).
+All ranks skip a step or none does: sharded collections call `note_finite` with whether the
+gradients of the other ranks are finite.
 """
 
 import functools
@@ -37,7 +37,7 @@ _Scalers = dict[int, _Scaler]
 
 
 class _Scaled:
-    """The scale of a backward, and whether other gradients are finite, if that is known."""
+    """The scale of a backward, and whether gradients of other ranks are finite, if known."""
 
     def __init__(self, scale: Tensor) -> None:
         self.scale = scale
@@ -48,11 +48,11 @@ _scaled: OrderedDict[int, _Scaled] = OrderedDict()  # by the id of a graph task
 
 
 def _entry(scalers: _Scalers, scaler: GradScaler) -> _Scaler:
-    known = scalers.get(id(scaler))
-    if known is None or known.reference() is not scaler:
-        known = scalers[id(scaler)] = _Scaler(scaler)
+    entry = scalers.get(id(scaler))
+    if entry is None or entry.reference() is not scaler:
+        entry = scalers[id(scaler)] = _Scaler(scaler)
         weakref.finalize(scaler, scalers.pop, id(scaler), None)
-    return known
+    return entry
 
 
 def _recording(name: str, method: Callable[..., Any], scalers: _Scalers) -> Callable[..., Any]:
@@ -82,15 +82,16 @@ def _tensors(value: Any) -> Iterable[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Iterable):
-        for part in value:
-            yield from _tensors(part)
+        for item in value:
+            yield from _tensors(item)
 
 
 def _record_scalers() -> _Scalers:
-    """Record every `GradScaler` when it is made, copied or loaded; return the record.
+    """Wrap `GradScaler` to record every scaler; return the record.
 
-    Methods that scale record those that were made before, of the base class and of all subclasses,
-    also those defined later. Nothing is wrapped twice, also where this module is loaded again.
+    Constructor, copy and load are wrapped, and the methods that scale, for scalers that were made
+    before; in the base class and all subclasses, also later ones. Loading this module again wraps
+    nothing twice.
     """
     scalers: _Scalers = getattr(GradScaler.__init__, _MARK, {})
     classes: list[type] = [GradScaler]
@@ -146,7 +147,7 @@ def mark_nested(output: Tensor) -> None:
 def note_finite(is_finite: Tensor) -> None:
     """Record whether other gradients of the running backward are finite, a scalar.
 
-    Updates from here on are skipped where they are not.
+    Later updates of this backward are skipped if it is false.
     """
     scaled = _of_this_backward()
     assert scaled is not None
@@ -207,7 +208,7 @@ class UnscaledGradient(NamedTuple):
 def unscaled(grad: Tensor, scale: Tensor) -> UnscaledGradient:
     """Divide a gradient by its scale, in float32; nothing is read back from the device.
 
-    It counts as not finite where gradients elsewhere are not, see `note_finite`.
+    The step is also not finite if gradients of other ranks are not, see `note_finite`.
     """
     inverse = scale.to(grad.device).double().reciprocal().float()
     gradient = grad.float() * inverse
@@ -218,15 +219,15 @@ def unscaled(grad: Tensor, scale: Tensor) -> UnscaledGradient:
 
 
 def counted_step(hyper: Tensor, grad: Tensor) -> Tensor | int:
-    """Return the 1 that an update adds to the step; in a compiled graph it is an op that checks.
+    """Return 1, the increment of the step; in a compiled graph an op that returns it.
 
-    The op raises where gradients are scaled, whenever the graph runs. The graph keeps it, since the
-    step depends on it, and keeps it in backward, since it depends on `grad`.
+    The op raises if gradients are scaled when the graph runs. The graph cannot drop it, because the
+    step depends on it, nor move it out of backward, because it depends on `grad`.
     """
     if not torch.compiler.is_compiling():
         return 1
-    one: Tensor = torch.ops.emblib_python.one_unless_scaled(hyper, grad)
-    return one
+    step_count: Tensor = torch.ops.emblib_python.one_unless_scaled(hyper, grad)
+    return step_count
 
 
 def _one_unless_scaled(hyper: Tensor, grad: Tensor) -> Tensor:

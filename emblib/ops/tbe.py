@@ -56,7 +56,7 @@ def output_shape(
     *,
     variable: bool,
 ) -> tuple[int, ...]:
-    """Return the shape of a lookup's output; `variable` where there is a `bag_layout`."""
+    """Return the shape of a lookup's output; `variable` if there is a `bag_layout`."""
     if pooling == codes.POOLING["none"]:
         return indices.numel(), output_dim
     if variable:
@@ -91,7 +91,7 @@ def group(
 ) -> Groups:
     """Group lookups by linear row id `row_base + index`; `total_rows` bounds those ids.
 
-    `repaired` says that `check_bounds` returned the offsets: a GPU need not look at them again.
+    `repaired`: `check_bounds` has returned the offsets, so a GPU does not check them again.
     """
     return Groups(*tbe_group(features, indices, offsets, bag_layout, total_rows, repaired))
 

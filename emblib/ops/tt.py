@@ -1,7 +1,7 @@
 """Tensor-train tables: a provider of rows for the table-batched ops.
 
 A batch of T tables is keyed, grouped and pooled by the ops of `emblib.ops.tbe`; between them the
-ops here make each distinct row once. With L lookups, D the dim of the widest table, d cores, M
+ops here compute each distinct row once. With L lookups, D the dim of the widest table, d cores, M
 distinct rows and `Q_l`, `Q_r` the columns of the two halves that the chain of cores is cut into
 (`Q_l * Q_r = dim`, see csrc/tt/args.h):
 
@@ -25,8 +25,8 @@ distinct rows and `Q_l`, `Q_r` the columns of the two halves that the chain of c
   `emblib.ops.codes`, on the rows of a matrix whose gradient is not zero throughout; `first_row` is
   the id of its first row in the random numbers of stochastic rounding
 
-`matmul_precision`, a number of `emblib.ops.codes`, is how exact products are at least: on a GPU,
-those on tensor cores; all others, and those of the CPU, are float32.
+`matmul_precision`, a number of `emblib.ops.codes`, is the least precision of products on a GPU's
+tensor cores; all other products are float32.
 
 Cores are `[p_k, R_k * q_k * R_{k+1}]`, all float32, all float16 or all bfloat16; rows and gradients
 are float32. Core rows in 16 bits are converted as they are read, and an update rounds the rows that
@@ -69,7 +69,7 @@ tt_backward_ = _ops.tt_backward_.default
 
 # Left-half values kept for backward on the CPU, where making them again costs about as much as
 # reading them back from memory; it bounds scratch memory whatever the batch.
-_KEPT_BYTES_CPU = 6 << 20
+_SAVED_BYTES_CPU = 6 << 20
 
 
 class TTPlan(NamedTuple):
@@ -94,18 +94,20 @@ _GROUP_TENSORS = len(tbe.Groups._fields)
 
 
 class ShareGradients(Protocol):
-    """Sums the gradients of cores that several lookups, slices of one table, share.
+    """Function that sums the gradients of cores which several slices of one table share.
 
-    `use` is called once, with the gradients to update the cores of this slice with: when they are
-    known, which may be after the backward passes of other slices.
+    It calls `apply_gradients` once with the summed gradients, as soon as these are known: possibly
+    only after the backward passes of other slices.
     """
 
-    def __call__(self, grads: list[Tensor], use: Callable[[list[Tensor]], None]) -> None:
-        """Add `grads`, those of this slice, and pass the sums to `use`."""
+    def __call__(
+        self, grads: list[Tensor], apply_gradients: Callable[[list[Tensor]], None]
+    ) -> None:
+        """Add `grads`, those of this slice, and pass the sums to `apply_gradients`."""
         ...
 
 
-class Made(NamedTuple):
+class ComputedRows(NamedTuple):
     """The results of a forward pass that its backward needs.
 
     `rows` and `inverse`, the row of each lookup, are for the gradient of sample weights alone.
@@ -136,12 +138,12 @@ def _group(batch: TTLookup) -> tuple[tbe.Groups, TTPlan]:
     return groups, plan
 
 
-def make_rows(cores: Sequence[Tensor], batch: TTLookup, num_saved: int) -> Made:
-    """Group the lookups and make the distinct rows, keeping `num_saved` left-half values."""
+def compute_rows(cores: Sequence[Tensor], batch: TTLookup, num_saved: int) -> ComputedRows:
+    """Group the lookups and compute the distinct rows, saving `num_saved` left halves."""
     groups, plan = _group(batch)
     rows, prefixes = _ops.tt_rows(cores, plan, *batch.layout[:3], num_saved, batch.matmul_code)
     inverse = _ops.group_inverse(groups.segments, groups.lookups, groups.count)
-    return Made(groups, plan, prefixes, rows, inverse)
+    return ComputedRows(groups, plan, prefixes, rows, inverse)
 
 
 def look_up(
@@ -151,17 +153,17 @@ def look_up(
     num_saved: int = 0,
     *,
     keeps_rows: bool = False,
-) -> tuple[Tensor, Made]:
-    """Pool each bag, and return what backward needs, the rows only if `keeps_rows`.
+) -> tuple[Tensor, ComputedRows]:
+    """Pool each bag; return the output and the values that backward needs (rows if `keeps_rows`).
 
-    Calls that update in backward alone are `emblib.tables.tt_calls`, on a GPU too.
+    Calls that only update in backward use `emblib.tables.tt_calls` instead.
     """
     if keeps_rows or not _has_whole_passes(batch):
-        made = make_rows(cores, batch, num_saved)
-        out = pool(made, batch, sample_weights)
-        return out, made if keeps_rows else made._replace(rows=None, inverse=None)
+        rows = compute_rows(cores, batch, num_saved)
+        out = pool(rows, batch, sample_weights)
+        return out, rows if keeps_rows else rows._replace(rows=None, inverse=None)
     layout = batch.layout
-    out, *kept = tt_lookup_checked_(
+    out, *saved = tt_lookup_checked_(
         cores,
         batch.tables,
         batch.feature_tables,
@@ -181,22 +183,22 @@ def look_up(
         batch.tables.new_empty(2),  # violations, which a call without a check does not count
         batch.matmul_code,
     )
-    groups, plan = tbe.Groups(*kept[:_GROUP_TENSORS]), TTPlan(*kept[_GROUP_TENSORS:-1])
-    return out, Made(groups, plan, kept[-1])
+    groups, plan = tbe.Groups(*saved[:_GROUP_TENSORS]), TTPlan(*saved[_GROUP_TENSORS:-1])
+    return out, ComputedRows(groups, plan, saved[-1])
 
 
 def _has_whole_passes(batch: TTLookup) -> bool:
-    """Return whether the ops of whole passes serve a batch: on the CPU, outside compiled graphs."""
+    """Return whether one op serves a whole pass: on the CPU, outside compiled graphs."""
     return batch.indices.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
-def pool(made: Made, batch: TTLookup, sample_weights: Tensor | None) -> Tensor:
-    """Pool the rows made for a batch: `[B, output_dim]`, or `[L, D]` for NONE."""
-    weights, features, slots = _row_memory(made, batch)
+def pool(rows: ComputedRows, batch: TTLookup, sample_weights: Tensor | None) -> Tensor:
+    """Pool the computed rows of a batch: `[B, output_dim]`, or `[L, D]` for NONE."""
+    weights, features, slots = _row_memory(rows, batch)
     return _ops.tbe_lookup(
         weights,
         features,
-        made.inverse,
+        rows.inverse,
         batch.offsets,
         slots,
         batch.bag_layout,
@@ -279,38 +281,38 @@ def _add_chunk(
 ) -> None:
     """Add the gradients of a chunk; its memory is free for the next one."""
     core_grads, sample_grad = sums
-    part, own = chunk.batch, cores[chunk.cores]
+    chunk_batch, chunk_cores = chunk.batch, cores[chunk.cores]
     weights = None if sample_weights is None else sample_weights[chunk.lookups]
     part_grad = grad[chunk.elements(grad, batch)].contiguous()
     if batch.pooling is Pooling.MEAN and chunk.share < 1.0:
         part_grad = part_grad * chunk.share
     if sample_grad is not None:
-        made = make_rows(own, part, 0)
-        sample_grad[chunk.lookups] = _sample_weight_grad(part_grad, made, part)
-        made = made._replace(rows=None, inverse=None)
+        chunk_rows = compute_rows(chunk_cores, chunk_batch, 0)
+        sample_grad[chunk.lookups] = _sample_weight_grad(part_grad, chunk_rows, chunk_batch)
+        chunk_rows = chunk_rows._replace(rows=None, inverse=None)
     else:
-        size = left_value_size(own, *part.layout[1:3])
-        empty = own[0].new_empty(0, size, dtype=torch.float32)
-        made = Made(*_group(part), empty)
-    row_grads = _row_grads(part_grad, made, part, weights)
-    found = _core_grads(row_grads, made, part, own)
-    for total, core_grad in zip(core_grads[chunk.cores], found, strict=True):
+        size = left_value_size(chunk_cores, *chunk_batch.layout[1:3])
+        empty = chunk_cores[0].new_empty(0, size, dtype=torch.float32)
+        chunk_rows = ComputedRows(*_group(chunk_batch), empty)
+    row_grads = _row_grads(part_grad, chunk_rows, chunk_batch, weights)
+    chunk_grads = _core_grads(row_grads, chunk_rows, chunk_batch, chunk_cores)
+    for total, core_grad in zip(core_grads[chunk.cores], chunk_grads, strict=True):
         total += core_grad
 
 
 def kept_prefixes(batch: TTLookup, cores: Sequence[Tensor]) -> int:
-    """Return how many left-half values a forward pass keeps for its backward pass."""
+    """Return how many left halves a forward of this batch saves for backward."""
     return min(batch.indices.numel(), max_kept_prefixes(batch.layout, cores))
 
 
 def max_kept_prefixes(layout: TTLayout, cores: Sequence[Tensor]) -> int:
-    """Return how many left-half values a forward pass keeps at most."""
+    """Return the maximum number of left halves that a forward saves for backward."""
     if max(layout.num_cores) == 2:
         return 0  # the left half is the first core itself
     if cores[0].device.type != "cpu":
         return layout.left_ids
-    kept = _KEPT_BYTES_CPU // (4 * left_value_size(cores, *layout[1:3]))
-    return min(layout.left_ids, kept)
+    max_prefixes = _SAVED_BYTES_CPU // (4 * left_value_size(cores, *layout[1:3]))
+    return min(layout.left_ids, max_prefixes)
 
 
 class DenseTTLookup(torch.autograd.Function):
@@ -332,9 +334,9 @@ class DenseTTLookup(torch.autograd.Function):
             ctx.save_for_backward(batch.indices, batch.offsets, sample_weights, *cores)
             return lookup_chunks(cores, batch, sample_weights)
         weighted = sample_weights is not None and sample_weights.requires_grad
-        kept = kept_prefixes(batch, cores)
-        out, made = look_up(cores, batch, sample_weights, kept, keeps_rows=weighted)
-        _save(ctx, made, sample_weights, cores)
+        num_saved = kept_prefixes(batch, cores)
+        out, rows = look_up(cores, batch, sample_weights, num_saved, keeps_rows=weighted)
+        _save(ctx, rows, sample_weights, cores)
         return out
 
     @staticmethod
@@ -359,16 +361,16 @@ class DenseTTLookup(torch.autograd.Function):
             for table, share in ctx.shares.items():
                 _sum_shared(core_grads, ctx.batch.layout.cores_of(table), share)
             return None, sample_grad, None, None, *core_grads
-        made, sample_weights, cores = _saved(ctx)
+        rows, sample_weights, cores = _saved(ctx)
         core_grads = [None] * len(cores)
         if any(ctx.needs_input_grad[4:]):
-            row_grads = _row_grads(grad, made, ctx.batch, sample_weights)
-            core_grads = _core_grads(row_grads, made, ctx.batch, cores)
+            row_grads = _row_grads(grad, rows, ctx.batch, sample_weights)
+            core_grads = _core_grads(row_grads, rows, ctx.batch, cores)
             for table, share in ctx.shares.items():
                 _sum_shared(core_grads, ctx.batch.layout.cores_of(table), share)
         sample_grad = None
         if ctx.needs_input_grad[1]:
-            sample_grad = _sample_weight_grad(grad, made, ctx.batch)
+            sample_grad = _sample_weight_grad(grad, rows, ctx.batch)
         return None, sample_grad, None, None, *core_grads
 
 
@@ -376,8 +378,8 @@ class FusedTTLookup(torch.autograd.Function):
     """Look up; backward updates `cores` and `states` in place, without a core gradient.
 
     `grad_anchor` is a scalar that requires grad: it ties the output to autograd while the cores,
-    which backward mutates, stay out of it. The gradient is taken at the cores as
-    backward finds them.
+    which backward mutates, stay out of it. The gradient is computed from the cores
+    as they are in backward.
     """
 
     @staticmethod
@@ -404,9 +406,9 @@ class FusedTTLookup(torch.autograd.Function):
             ctx.save_for_backward(batch.indices, batch.offsets, sample_weights)
             return lookup_chunks(cores, batch, sample_weights)
         weighted = sample_weights is not None and sample_weights.requires_grad
-        kept = 0 if compiling else kept_prefixes(batch, cores)
-        out, made = look_up(cores, batch, sample_weights, kept, keeps_rows=weighted)
-        _save(ctx, made, sample_weights, ())
+        num_saved = 0 if compiling else kept_prefixes(batch, cores)
+        out, rows = look_up(cores, batch, sample_weights, num_saved, keeps_rows=weighted)
+        _save(ctx, rows, sample_weights, ())
         return out
 
     @staticmethod
@@ -416,30 +418,32 @@ class FusedTTLookup(torch.autograd.Function):
         cores, batch = ctx.cores, ctx.batch
         if ctx.chunked:
             return _fused_backward_chunked(ctx, grad, ctx.saved_tensors[2])
-        made, sample_weights, _ = _saved(ctx)
+        rows, sample_weights, _ = _saved(ctx)
         scale = overflow = sample_grad = is_finite = None
         if ctx.needs_input_grad[0]:
             scale = scale_of_backward()
         if scale is not None:
-            grad, is_finite = found = unscaled(grad, scale)
-            overflow = found.overflow()
+            grad, is_finite = unscaled_gradient = unscaled(grad, scale)
+            overflow = unscaled_gradient.overflow()
         if ctx.needs_input_grad[6]:
-            sample_grad = _sample_weight_grad(grad, made, batch)
+            sample_grad = _sample_weight_grad(grad, rows, batch)
             if scale is not None:
                 sample_grad = sample_grad * scale.to(sample_grad.device)
         if not ctx.needs_input_grad[0]:
             return None, None, None, None, None, None, sample_grad, None, None
         if ctx.versions and ctx.versions != [core._version for core in cores]:
             # Another backward pass has moved the cores: values kept from forward no longer fit.
-            kept = made.prefixes.size(0)
-            _, prefixes = _ops.tt_rows(cores, made.plan, *batch.layout[:3], kept, batch.matmul_code)
-            made = made._replace(prefixes=prefixes)
+            num_saved = rows.prefixes.size(0)
+            _, prefixes = _ops.tt_rows(
+                cores, rows.plan, *batch.layout[:3], num_saved, batch.matmul_code
+            )
+            rows = rows._replace(prefixes=prefixes)
         grad = autograd.clip_gradient(grad, ctx.rule)
         if scale is None and not ctx.shares and not ctx.frozen_cores:
-            _update(cores, ctx.states, ctx.hyperparams, ctx.rule, made, batch, grad, sample_weights)
+            _update(cores, ctx.states, ctx.hyperparams, ctx.rule, rows, batch, grad, sample_weights)
             return overflow, None, None, None, None, None, sample_grad, None, None
-        row_grads = _row_grads(grad, made, batch, sample_weights)
-        core_grads = _core_grads(row_grads, made, batch, cores)
+        row_grads = _row_grads(grad, rows, batch, sample_weights)
+        core_grads = _core_grads(row_grads, rows, batch, cores)
         _apply_core_grads(ctx, core_grads, is_finite)
         return overflow, None, None, None, None, None, sample_grad, None, None
 
@@ -452,8 +456,8 @@ def _fused_backward_chunked(
     scale = scale_of_backward() if trains else None
     overflow = is_finite = None
     if scale is not None:
-        grad, is_finite = found = unscaled(grad, scale)
-        overflow = found.overflow()
+        grad, is_finite = unscaled_gradient = unscaled(grad, scale)
+        overflow = unscaled_gradient.overflow()
     needs_sample_grad = ctx.needs_input_grad[6]
     clipped = autograd.clip_gradient(grad, ctx.rule) if trains else grad
     at_once = needs_sample_grad and clipped is grad
@@ -474,7 +478,7 @@ def _fused_backward_chunked(
 def _apply_core_grads(ctx: Any, core_grads: list[Tensor], is_finite: Tensor | None) -> None:
     """Apply one step to the trained cores, from gradients of whole cores.
 
-    `is_finite` is whether scaled gradients of the batch are, on all ranks.
+    `is_finite`: whether the scaled gradients of the batch are finite on all ranks.
     """
     if is_finite is not None:  # also for cores that no row of the batch uses, and shared ones
         core_grads = [torch.where(is_finite, grad, torch.nan) for grad in core_grads]
@@ -506,7 +510,7 @@ def _update(
     states: Sequence[list[Tensor]],
     hyper: Tensor,
     rule: autograd.UpdateRule,
-    made: Made,
+    rows: ComputedRows,
     batch: TTLookup,
     grad: Tensor,
     sample_weights: Tensor | None,
@@ -528,20 +532,20 @@ def _update(
             batch.bag_layout,
             sample_weights,
             codes.POOLING[batch.pooling.value],
-            [*made.groups, *made.plan, made.prefixes],
+            [*rows.groups, *rows.plan, rows.prefixes],
             *batch.layout[:3],
             False,
             batch.matmul_code,
         )
         return
-    row_grads = _row_grads(grad, made, batch, sample_weights)
+    row_grads = _row_grads(grad, rows, batch, sample_weights)
     arguments = (
         cores,
         all_states,
         hyper,
         optimizer,
-        made.plan,
-        made.prefixes,
+        rows.plan,
+        rows.prefixes,
         row_grads,
         *batch.layout[:3],
         batch.matmul_code,
@@ -550,7 +554,7 @@ def _update(
 
 
 def _sum_shared(core_grads: list[Any], cores: slice, share: ShareGradients) -> None:
-    """Replace the gradients of the cores of one of several tables by the sums of all slices."""
+    """Replace the gradients of one table's cores by the sums over all of its slices."""
     summed: list[Tensor] = []
     share(core_grads[cores], summed.extend)
     if not summed:
@@ -582,8 +586,10 @@ def update_cores(
         grads = [torch.where(is_finite, grad, 0.0) for grad in grads]  # zeros update no row
     optimizer = codes.OPTIMIZER[rule.name]
     updates = [
-        partial(_ops.update_rows_.default, core, state, hyper, optimizer, rule.descent(grad), first)
-        for core, state, grad, first in zip(cores, states, grads, first_rows, strict=True)
+        partial(
+            _ops.update_rows_.default, core, state, hyper, optimizer, rule.descent(grad), first_row
+        )
+        for core, state, grad, first_row in zip(cores, states, grads, first_rows, strict=True)
     ]
     _make_step(cores, hyper, grads[0], updates, is_finite)
 
@@ -616,12 +622,14 @@ def _make_step(
     )
 
 
-def _row_grads(grad: Tensor, made: Made, batch: TTLookup, sample_weights: Tensor | None) -> Tensor:
+def _row_grads(
+    grad: Tensor, rows: ComputedRows, batch: TTLookup, sample_weights: Tensor | None
+) -> Tensor:
     """Return the gradients of the distinct rows."""
     return _ops.tbe_row_grads(
         grad,
         batch.key_features,
-        *made.groups,
+        *rows.groups,
         batch.offsets,
         batch.bag_layout,
         sample_weights,
@@ -631,20 +639,20 @@ def _row_grads(grad: Tensor, made: Made, batch: TTLookup, sample_weights: Tensor
 
 
 def _core_grads(
-    row_grads: Tensor, made: Made, batch: TTLookup, cores: Sequence[Tensor]
+    row_grads: Tensor, rows: ComputedRows, batch: TTLookup, cores: Sequence[Tensor]
 ) -> list[Tensor]:
     return _ops.tt_core_grads(
-        cores, made.plan, made.prefixes, row_grads, *batch.layout[:3], batch.matmul_code
+        cores, rows.plan, rows.prefixes, row_grads, *batch.layout[:3], batch.matmul_code
     )
 
 
-def _sample_weight_grad(grad: Tensor, made: Made, batch: TTLookup) -> Tensor:
-    weights, features, slots = _row_memory(made, batch)
+def _sample_weight_grad(grad: Tensor, rows: ComputedRows, batch: TTLookup) -> Tensor:
+    weights, features, slots = _row_memory(rows, batch)
     return _ops.tbe_sample_weight_grad(
         grad,
         weights,
         features,
-        made.inverse,
+        rows.inverse,
         batch.offsets,
         slots,
         batch.bag_layout,
@@ -652,34 +660,38 @@ def _sample_weight_grad(grad: Tensor, made: Made, batch: TTLookup) -> Tensor:
     )
 
 
-def _save(ctx: Any, made: Made, sample_weights: Tensor | None, cores: Sequence[Tensor]) -> None:
+def _save(
+    ctx: Any, rows: ComputedRows, sample_weights: Tensor | None, cores: Sequence[Tensor]
+) -> None:
     """Save the tensors that backward reads."""
-    ctx.save_for_backward(*made.groups, *made.plan, *made[2:], sample_weights, *cores)
+    ctx.save_for_backward(*rows.groups, *rows.plan, *rows[2:], sample_weights, *cores)
 
 
-def _saved(ctx: Any) -> tuple[Made, Tensor | None, Sequence[Tensor]]:
+def _saved(ctx: Any) -> tuple[ComputedRows, Tensor | None, Sequence[Tensor]]:
     groups, plan = _GROUP_TENSORS, len(TTPlan._fields)
     tensors = ctx.saved_tensors
     *made_of_rows, sample_weights = tensors[groups + plan : groups + plan + 4]
-    made = Made(
+    rows = ComputedRows(
         tbe.Groups(*tensors[:groups]), TTPlan(*tensors[groups : groups + plan]), *made_of_rows
     )
-    return made, sample_weights, tensors[groups + plan + 4 :]
+    return rows, sample_weights, tensors[groups + plan + 4 :]
 
 
-def _row_memory(made: Made, batch: TTLookup) -> tuple[list[Tensor], Tensor, Tensor | None]:
-    """Describe the made rows as dense tables of L rows: weights, features and slots of a lookup.
+def _row_memory(
+    train_rows: ComputedRows, batch: TTLookup
+) -> tuple[list[Tensor], Tensor, Tensor | None]:
+    """Describe the computed rows as dense tables of L rows: weights, features, slots of a lookup.
 
-    Rows of tables of several dims have the stride of the widest, which only rows of a cache have.
+    If dims differ, all rows have the stride of the widest table, which only cache rows can have.
     """
     features = batch.features[2 * batch.num_features :]
     if features.device.type == "cpu":  # which checks that so many rows are there
         features = features.clone()
         features[:, FeatureColumn.ROWS] = batch.indices.numel()
-    assert made.rows is not None
-    assert made.inverse is not None
-    rows = made.rows.view(-1)
+    assert train_rows.rows is not None
+    assert train_rows.inverse is not None
+    rows = train_rows.rows.view(-1)
     if batch.layout.has_one_dim:
         return [rows], features, None
     nothing = rows[:0]
-    return [rows, nothing, nothing, rows], features, made.inverse
+    return [rows, nothing, nothing, rows], features, train_rows.inverse

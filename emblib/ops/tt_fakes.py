@@ -16,14 +16,14 @@ def left_value_size(
     cores: Sequence[Tensor], dim_factors: Sequence[int], num_cores: Sequence[int]
 ) -> int:
     """Return the floats per left half, its columns times the rank at its end: the largest."""
-    sizes, first = [], 0
+    sizes, begin = [], 0
     for count in num_cores:
-        size = cores[first].size(1)
+        size = cores[begin].size(1)
         if count > 2:
-            rank = size // dim_factors[first]
-            size = dim_factors[first] * (cores[first + 1].size(1) // rank)
+            rank = size // dim_factors[begin]
+            size = dim_factors[begin] * (cores[begin + 1].size(1) // rank)
         sizes.append(size)
-        first += count
+        begin += count
     return max(sizes)
 
 

@@ -22,10 +22,10 @@ CHUNK_BYTES = 128 << 20
 
 
 class TTLayout(NamedTuple):
-    """The tables of a module as the ops take them; see the top of this file.
+    """Layout of the tables of a module, in the form that ops take, see `emblib.ops.tt`.
 
-    `tables` has the rows of the tensor of this name, `num_keys`, `left_ids` and `right_ids` the
-    numbers of keys and of ids of halves of all tables, `dim` is that of the widest.
+    `tables` has the rows of the tensor of this name. `num_keys`, `left_ids` and `right_ids` are the
+    numbers of keys and of half ids over all tables; `dim` is the largest dim.
     """
 
     row_factors: tuple[int, ...]
@@ -39,16 +39,16 @@ class TTLayout(NamedTuple):
     has_one_dim: bool
 
     def cores_of(self, table: int) -> slice:
-        """Return where a list of the cores of all tables has those of one."""
-        first = sum(self.num_cores[:table])
-        return slice(first, first + self.num_cores[table])
+        """Return the slice of a table's cores in a list of all cores."""
+        first_core = sum(self.num_cores[:table])
+        return slice(first_core, first_core + self.num_cores[table])
 
     def first_core_rows(self) -> list[int]:
-        """Return the number of the first row of each core, among the rows of all cores."""
+        """Return the index of each core's first row among the rows of all cores."""
         return list(accumulate(self.row_factors[:-1], initial=0))
 
 
-_MOST_KEYS, _MOST_HALVES = 4 * 10**18, 2**31 - 1
+_MAX_KEYS, _MAX_HALVES = 4 * 10**18, 2**31 - 1
 
 
 def layout_of(specs: Sequence[TTSpec]) -> TTLayout:
@@ -67,9 +67,9 @@ def layout_of(specs: Sequence[TTSpec]) -> TTLayout:
         halves = p[0], second, num_rights, int(num_left == 2)
         tables.append((spec.rows, *spec.permutation, *halves, keys, lefts, rights))
         keys, lefts, rights = keys + num_lefts * num_rights, lefts + num_lefts, rights + num_rights
-    if keys > _MOST_KEYS or max(lefts, rights) > _MOST_HALVES:
+    if keys > _MAX_KEYS or max(lefts, rights) > _MAX_HALVES:
         raise ValueError(
-            f"the row factors of all tables must make fewer than 2^31 halves and {_MOST_KEYS} "
+            f"the row factors of all tables must make fewer than 2^31 halves and {_MAX_KEYS} "
             f"keys, got {lefts} and {rights} halves and {keys} keys; use several modules, more "
             "cores or more even factors"
         )
@@ -88,19 +88,19 @@ def layout_of(specs: Sequence[TTSpec]) -> TTLayout:
 
 
 def id_table_row(rows: int) -> tuple[int, ...]:
-    """Return the row of `tables` of a table whose keys, for `tt_keys`, are its ids."""
-    first = min(rows, _MOST_HALVES)
-    columns = {TTTableColumn.ROWS: rows, TTTableColumn.FIRST: first}
+    """Return the row of `tables` for which `tt_keys` returns ids as keys."""
+    first_size = min(rows, _MAX_HALVES)
+    columns = {TTTableColumn.ROWS: rows, TTTableColumn.FIRST: first_size}
     columns[TTTableColumn.MULTIPLIER] = columns[TTTableColumn.SECOND] = 1
-    columns[TTTableColumn.RIGHTS] = -(-rows // first)
+    columns[TTTableColumn.RIGHTS] = -(-rows // first_size)
     return tuple(columns.get(column, 0) for column in TTTableColumn)
 
 
 class TTLookup(NamedTuple):
-    """One batch; `features` `[3 F, 8]` describe its tables as dense ones, F features each time.
+    """One batch; `features` `[3 F, 8]` describe its tables as dense ones, three times.
 
-    Their rows are first the keys, then the ids, then the distinct rows that a GPU makes, see
-    `row_feature`. `repaired` says that `check_bounds` returned `offsets`.
+    The first F rows describe tables of keys, the next F tables of ids, the last F the computed rows
+    that a GPU pools, see `row_feature`. `repaired`: `check_bounds` has returned `offsets`.
     """
 
     layout: TTLayout
@@ -135,17 +135,17 @@ class TTLookup(NamedTuple):
 def row_feature(layout: TTLayout, dim: int, column: int) -> FeatureRow:
     """Return the row of `row_features` of a feature of a table with `dim` columns.
 
-    Lookups have the number of their row, so any bound above all numbers serves every batch. Rows of
-    tables of several dims have the stride of the widest, which only rows of a cache have.
+    Lookups are indices of computed rows, so the bound of a table may be any larger number. If dims
+    differ, all rows have the stride of the widest table, which only cache rows can have.
     """
     stride = 0 if layout.has_one_dim else layout.dim
-    return FeatureRow(rows=_MOST_HALVES, dim=dim, column=column, cache_stride=stride)
+    return FeatureRow(rows=_MAX_HALVES, dim=dim, column=column, cache_stride=stride)
 
 
 class Chunk(NamedTuple):
-    """A part of a large batch: a batch of one table and feature, and where it belongs.
+    """A part of a large batch: a batch of one feature, and its position in the large one.
 
-    `share` is the part of its only bag that the chunk has, 1 if it has whole bags.
+    `share` is the fraction of its only bag that the chunk has; 1 if it has whole bags.
     """
 
     batch: TTLookup
@@ -155,28 +155,28 @@ class Chunk(NamedTuple):
     feature: int
     share: float
 
-    def elements(self, tensor: Tensor, whole: TTLookup) -> tuple[Any, ...]:
+    def elements(self, tensor: Tensor, batch: TTLookup) -> tuple[Any, ...]:
         """Return the index of the chunk's vectors in an output or its gradient."""
-        if whole.pooling is Pooling.NONE:
+        if batch.pooling is Pooling.NONE:
             return (self.lookups,)
-        column = int(whole.features[self.feature, FeatureColumn.COLUMN])
+        column = int(batch.features[self.feature, FeatureColumn.COLUMN])
         columns = torch.arange(self.batch.output_dim)
-        if whole.bag_layout is not None:
-            return (whole.bag_layout[self.bags, BagColumn.ELEMENT, None] + columns,)
-        first = self.feature * tensor.size(0)
-        bags = slice(self.bags.start - first, self.bags.stop - first)
+        if batch.bag_layout is not None:
+            return (batch.bag_layout[self.bags, BagColumn.ELEMENT, None] + columns,)
+        first_row = self.feature * tensor.size(0)
+        bags = slice(self.bags.start - first_row, self.bags.stop - first_row)
         return bags, slice(column, column + self.batch.output_dim)
 
 
 def _chunk_lookups(layout: TTLayout, sample_weights: object) -> int:
-    """Return the lookups whose ids, plan, rows and gradients fit CHUNK_BYTES."""
+    """Return the number of lookups whose scratch memory fits CHUNK_BYTES."""
     # Bytes per column: a row, or a row and its gradient, and a quarter of a bag.
     per_column = 5 if sample_weights is None else 9
     return max(1, CHUNK_BYTES // (per_column * layout.dim + 100))
 
 
 def max_lookups_at_once(layout: TTLayout, device: torch.device) -> int:
-    """Return the lookups up to which no batch is processed in chunks, weighted or not."""
+    """Return the largest number of lookups that is never processed in chunks."""
     return _chunk_lookups(layout, ...) if device.type == "cpu" else sys.maxsize
 
 
@@ -199,8 +199,8 @@ def chunks_of(batch: TTLookup, sample_weights: Tensor | None) -> Iterator[Chunk]
         batch.indices, batch.offsets, batch.key_features, batch.bag_layout, ignore
     )
     batch = batch._replace(offsets=repaired)
-    most = _chunk_lookups(batch.layout, sample_weights)
-    max_bags = max(1, most // 4)
+    max_lookups = _chunk_lookups(batch.layout, sample_weights)
+    max_bags = max(1, max_lookups // 4)
     num_features, num_bags = batch.num_features, batch.offsets.numel() - 1
     ends = torch.arange(1, num_features + 1) * (num_bags // max(1, num_features))
     if batch.bag_layout is not None:
@@ -212,12 +212,16 @@ def chunks_of(batch: TTLookup, sample_weights: Tensor | None) -> Iterator[Chunk]
             stop = min(last_bag, bag + max_bags)
             candidates = batch.offsets[bag + 1 : stop + 1]
             begin = int(batch.offsets[bag])
-            whole = int(torch.searchsorted(candidates, begin + most, right=True))
-            stop = bag + max(whole, 1)
+            last_whole_bag = int(torch.searchsorted(candidates, begin + max_lookups, right=True))
+            stop = bag + max(last_whole_bag, 1)
             end = int(batch.offsets[stop])
-            for part in range(begin, max(end, begin + 1), most):
-                lookups = slice(part, min(part + most, end))
-                share = (lookups.stop - part) / (end - begin) if end - begin > most else 1.0
+            for chunk_begin in range(begin, max(end, begin + 1), max_lookups):
+                lookups = slice(chunk_begin, min(chunk_begin + max_lookups, end))
+                share = (
+                    (lookups.stop - chunk_begin) / (end - begin)
+                    if end - begin > max_lookups
+                    else 1.0
+                )
                 yield _chunk(batch, f, slice(bag, stop), lookups, share)
             bag = stop
 
@@ -228,14 +232,14 @@ def _chunk(batch: TTLookup, f: int, bags: slice, lookups: slice, share: float) -
     t = next(t for t, row in enumerate(layout.tables) if row[TTTableColumn.FIRST_KEY] == first_key)
     cores = layout.cores_of(t)
     first = TTTableColumn.FIRST_KEY
-    left, right = TTTableColumn.FIRST_LEFT, TTTableColumn.FIRST_RIGHT
+    first_left, first_right = TTTableColumn.FIRST_LEFT, TTTableColumn.FIRST_RIGHT
     row = list(layout.tables[t])
-    row[first] = row[left] = row[right] = 0
+    row[first] = row[first_left] = row[first_right] = 0
     p = layout.row_factors[cores]
     rights = row[TTTableColumn.RIGHTS]
     dim = math.prod(layout.dim_factors[cores])
     num_keys = math.prod(p)
-    one = TTLayout(
+    chunk_layout = TTLayout(
         p,
         layout.dim_factors[cores],
         (len(p),),
@@ -250,8 +254,8 @@ def _chunk(batch: TTLookup, f: int, bags: slice, lookups: slice, share: float) -
     features[:, FeatureColumn.ROW_BASE] = features[:, FeatureColumn.COLUMN] = 0
     offsets = batch.offsets[bags.start : bags.stop + 1].clamp(lookups.start, lookups.stop)
     tables = torch.tensor([row])
-    part = batch._replace(
-        layout=one,
+    chunk_batch = batch._replace(
+        layout=chunk_layout,
         tables=tables,
         feature_tables=tables,
         features=features,
@@ -261,4 +265,4 @@ def _chunk(batch: TTLookup, f: int, bags: slice, lookups: slice, share: float) -
         output_dim=dim,
         output_dtype=torch.float32,
     )
-    return Chunk(part, cores, lookups, bags, f, share)
+    return Chunk(chunk_batch, cores, lookups, bags, f, share)

@@ -117,10 +117,10 @@ class Counter:
         tails = (TailRate.RAISED, TailRate.LOWERED, TailRate.BY_COUNT)
         tail = float(tails.index(self.tail)) if self.tail in tails else -1.0
         rate = 0.0 if decay is None else float(decay.rate)
-        own = (self.halflife, kinds[type(decay)], rate, float(self.start), self.bound, tail)
+        numbers = (self.halflife, kinds[type(decay)], rate, float(self.start), self.bound, tail)
         if isinstance(self.threshold, RelativeThreshold):
-            return (*own, self.threshold.fraction_of_largest, 1.0, 1.0)
-        return (*own, self.threshold, 0.0, 1.0)
+            return (*numbers, self.threshold.fraction_of_largest, 1.0, 1.0)
+        return (*numbers, self.threshold, 0.0, 1.0)
 
     def with_parameters(self, numbers: Sequence[float]) -> "Counter":
         """Return this counter with the numbers that `parameters` returned."""
@@ -191,12 +191,12 @@ class GlobalDecay:
         `prev_iter` saturates, no missed steps are counted, as in the update. Nothing is read back
         from the device.
         """
-        now = torch.as_tensor(step, dtype=torch.float64, device=prev_iter.device)
+        current_step = torch.as_tensor(step, dtype=torch.float64, device=prev_iter.device)
         rate = torch.as_tensor(lr, dtype=torch.float64, device=prev_iter.device) * self.rate
         previous = decode_steps(prev_iter)
-        missed = now.clamp(max=LAST_STEP) - previous - 1
+        missed = current_step.clamp(max=LAST_STEP) - previous - 1
         factor = ((1 - rate).clamp(min=0) ** missed.clamp(min=0)).clamp(min=self.lower_bound)
-        holds = (previous > 0) & (missed > 0) & (now >= self.start)
+        holds = (previous > 0) & (missed > 0) & (current_step >= self.start)
         return torch.where(holds, factor, 1.0).to(prev_iter.dtype)
 
 
@@ -216,7 +216,7 @@ class Adagrad(Optimizer):
     eps: float = 1e-8
 
     functor: ClassVar[str] = "adagrad"
-    kept: ClassVar[tuple[State, ...]] = (State("sum"),)
+    base_states: ClassVar[tuple[State, ...]] = (State("sum"),)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -236,10 +236,10 @@ class RowwiseAdagrad(Optimizer):
 
     Args:
         eps: constant that is added to the root.
-        counter: None, or how steps and decay depend on the count of a row.
+        counter: dependence of steps and decay on the count of a row, or None.
         max_norm: > 0: rows are scaled to at most this norm after their step.
-        global_decay: None, or a decay that includes rarely seen rows; then
-            `weight_decay` and `counter` must be None.
+        global_decay: decay of all rows at every step, or None; with it `weight_decay` and `counter`
+            must be None.
 
     Example:
         >>> optimizer = emblib.optim.RowwiseAdagrad(0.1, max_norm=1.0)
@@ -254,7 +254,7 @@ class RowwiseAdagrad(Optimizer):
     global_decay: GlobalDecay | None = None
 
     functor: ClassVar[str] = "rowwise_adagrad"
-    kept: ClassVar[tuple[State, ...]] = (State("sum", per_row=True),)
+    base_states: ClassVar[tuple[State, ...]] = (State("sum", per_row=True),)
     decays: ClassVar[tuple[type, ...]] = (L2, Decoupled, AdagradW)
 
     def __post_init__(self) -> None:
@@ -280,17 +280,19 @@ class RowwiseAdagrad(Optimizer):
     def _fields_of(self, numbers: tuple[float, ...]) -> dict[str, Any]:
         if self.name == "rowwise_adagrad":
             return {"eps": numbers[0]}
-        found: dict[str, Any] = {"eps": numbers[0], "max_norm": numbers[1]}
-        own = numbers[2:]
+        fields: dict[str, Any] = {"eps": numbers[0], "max_norm": numbers[1]}
+        decay_numbers = numbers[2:]
         if isinstance(self.counter, Counter):
-            found["counter"] = self.counter.with_parameters(own)
-            kind = (None, L2, Decoupled, AdagradW)[int(own[1])]
-            found["weight_decay"] = None if kind is None else kind(own[2])
+            fields["counter"] = self.counter.with_parameters(decay_numbers)
+            kind = (None, L2, Decoupled, AdagradW)[int(decay_numbers[1])]
+            fields["weight_decay"] = None if kind is None else kind(decay_numbers[2])
         elif isinstance(self.counter, CowClip):
-            found["counter"] = CowClip(*own)
+            fields["counter"] = CowClip(*decay_numbers)
         elif self.global_decay is not None:
-            found["global_decay"] = GlobalDecay(own[0], int(own[2]), own[1])
-        return found
+            fields["global_decay"] = GlobalDecay(
+                decay_numbers[0], int(decay_numbers[2]), decay_numbers[1]
+            )
+        return fields
 
     @property
     def name(self) -> str:
@@ -308,8 +310,8 @@ class RowwiseAdagrad(Optimizer):
         """Return `sum`, then `prev_iter` with a global decay or counter, then `row_counter`."""
         previous, count = State("prev_iter", per_row=True), State("row_counter", per_row=True)
         if self.counter is not None:
-            return (*self.kept, previous, count)
-        return self.kept if self.global_decay is None else (*self.kept, previous)
+            return (*self.base_states, previous, count)
+        return self.base_states if self.global_decay is None else (*self.base_states, previous)
 
     def parameters(self) -> tuple[float, ...]:
         """Return `(eps,)`, and for a variant max_norm and the numbers of the variant."""
@@ -331,7 +333,7 @@ class RowwiseAdagrad(Optimizer):
 
 
 class EmaReset(Choice):
-    """Treatment of the moving average after it replaced the weights: KEEP or CLEAR it.
+    """Treatment of the moving average after it has replaced the weights: KEEP or CLEAR.
 
     Example:
         >>> optimizer = emblib.optim.EnsembleRowwiseAdagrad(0.1, slow=emblib.optim.EmaReset.CLEAR)
@@ -369,7 +371,7 @@ class EnsembleRowwiseAdagrad(Optimizer):
     slow: EmaReset = EmaReset.KEEP
 
     functor: ClassVar[str] = "ensemble_rowwise_adagrad"
-    kept: ClassVar[tuple[State, ...]] = (State("sparse_ema"), State("sum", per_row=True))
+    base_states: ClassVar[tuple[State, ...]] = (State("sparse_ema"), State("sum", per_row=True))
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -25,7 +25,7 @@ class Adam(Optimizer):
     eps: float = 1e-8
 
     functor: ClassVar[str] = "adam"
-    kept: ClassVar[tuple[State, ...]] = _ELEMENTS
+    base_states: ClassVar[tuple[State, ...]] = _ELEMENTS
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -51,7 +51,7 @@ class PartialRowwiseAdam(Adam):
     """
 
     functor: ClassVar[str] = "partial_rowwise_adam"
-    kept: ClassVar[tuple[State, ...]] = _PARTIAL
+    base_states: ClassVar[tuple[State, ...]] = _PARTIAL
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class LAMB(Optimizer):
     eps: float = 1e-8
 
     functor: ClassVar[str] = "lamb"
-    kept: ClassVar[tuple[State, ...]] = _ELEMENTS
+    base_states: ClassVar[tuple[State, ...]] = _ELEMENTS
     decays: ClassVar[tuple[type, ...]] = (Decoupled,)
 
     def __post_init__(self) -> None:
@@ -101,7 +101,7 @@ class PartialRowwiseLAMB(LAMB):
     """
 
     functor: ClassVar[str] = "partial_rowwise_lamb"
-    kept: ClassVar[tuple[State, ...]] = _PARTIAL
+    base_states: ClassVar[tuple[State, ...]] = _PARTIAL
 
 
 def _check_betas(betas: tuple[float, float]) -> None:

@@ -124,7 +124,7 @@ class Optimizer:
     __new__ = refuse_names_of_torch
 
     functor: ClassVar[str] = ""
-    kept: ClassVar[tuple[State, ...]] = ()
+    base_states: ClassVar[tuple[State, ...]] = ()
     decays: ClassVar[tuple[type, ...]] = (L2, Decoupled)
 
     def __post_init__(self) -> None:
@@ -133,10 +133,11 @@ class Optimizer:
         if self.max_gradient is not None:
             check_number("max_gradient", self.max_gradient)
         if self.weight_decay is not None and not isinstance(self.weight_decay, self.decays):
-            known = " or ".join(f"{kind.__name__}(rate)" for kind in self.decays)
+            known_decays = " or ".join(f"{kind.__name__}(rate)" for kind in self.decays)
             raise ValueError(
                 f"weight_decay of {type(self).__name__} must be None"
-                f"{f' or {known}' if known else ': it has none'}, got {self.weight_decay!r}"
+                f"{f' or {known_decays}' if known_decays else ': it has none'}, got "
+                f"{self.weight_decay!r}"
             )
 
     @property
@@ -152,10 +153,10 @@ class Optimizer:
     @property
     def states(self) -> tuple[State, ...]:
         """Return the states: those as long as a row first, then those of one number per row."""
-        return self.kept
+        return self.base_states
 
     def parameters(self) -> tuple[float, ...]:
-        """Return the numbers that follow the head of the hyperparameters."""
+        """Return the optimizer's own numbers, which follow lr, step, decays and seed."""
         return ()
 
     def hyperparams(self, device: torch.device | str | None = None) -> Tensor:
@@ -164,7 +165,7 @@ class Optimizer:
         return torch.tensor((*head, *self.parameters()), dtype=torch.float64, device=device)
 
     def _decay_head(self) -> tuple[float, float]:
-        """Return the rates of the two kinds of decay outside a functor."""
+        """Return the rates (L2, decoupled) that kernels apply outside the functor."""
         decay = self.weight_decay
         return (
             decay.rate if isinstance(decay, L2) else 0.0,
@@ -175,7 +176,7 @@ class Optimizer:
         """Return this optimizer with the numbers of `hyperparams`, except for the learning rate.
 
         Raises:
-            ValueError: numbers that it cannot have.
+            ValueError: a number out of range.
         """
         kind: Any = Decoupled if numbers[Hyper.DECAY] else L2
         rate = numbers[Hyper.DECAY] or numbers[Hyper.L2]
@@ -191,7 +192,7 @@ class Optimizer:
         return {}
 
     def _with_rate(self, kind: Any, rate: float) -> Any:
-        """Return a decay of a kind; None for a rate of 0 where there is none."""
+        """Return `kind(rate)`; None for a rate of 0 if there is no decay."""
         return None if not rate and self.weight_decay is None else kind(rate)
 
     def _rate(self) -> float:
@@ -256,7 +257,7 @@ class LARS(Optimizer):
     eta: float = 0.001
 
     functor: ClassVar[str] = "lars"
-    kept: ClassVar[tuple[State, ...]] = (State("momentum_buffer"),)
+    base_states: ClassVar[tuple[State, ...]] = (State("momentum_buffer"),)
     decays: ClassVar[tuple[type, ...]] = (L2,)
 
     def __post_init__(self) -> None:
@@ -301,7 +302,7 @@ class FTRL(Optimizer):
     l2: float = 0.0
 
     functor: ClassVar[str] = "ftrl"
-    kept: ClassVar[tuple[State, ...]] = (State("sum"), State("linear"))
+    base_states: ClassVar[tuple[State, ...]] = (State("sum"), State("linear"))
     decays: ClassVar[tuple[type, ...]] = ()
 
     def __post_init__(self) -> None:
@@ -364,7 +365,7 @@ NO_UPDATE = External(gradient=Gradient.DENSE)
 
 
 def description(optimizer: Optimizer) -> str:
-    """Return an optimizer as error messages name it.
+    """Format an optimizer for error messages.
 
     Example:
         >>> emblib.optim.description(emblib.optim.SGD(0.1))

@@ -1,8 +1,8 @@
-"""The software cache as dictionaries and lists, one row after the other: the definition of correct.
+"""The software cache in dictionaries and lists, one row at a time: the definition of correct.
 
-32-way set-associative. Rows are known by their linear id. `CacheModel.plan` is one batch: what it
-finds, inserts, evicts and counts. `write_back` and `fetch` move one row
-between the cache and the memory tier of its table. The kernels of `csrc/cache` share no code and no
+The cache is 32-way set-associative; rows have linear ids. `CacheModel.plan` processes one batch: it
+finds, inserts, evicts and counts rows. `write_back` and `fetch` move one row between the cache and
+the memory tier of its table. The kernels of `csrc/cache` share no code and no
 data structure with this file.
 """
 
@@ -16,14 +16,14 @@ from emblib.columns import Tier
 from emblib.reference.random import finalise
 
 WAYS = 32
-MAX_LOOKUPS = 2**31 - 1  # where the lookups of a row stop being counted
+MAX_LOOKUPS = 2**31 - 1  # the count of a row's lookups saturates here
 
 COUNTERS = (
     "calls",  # plans in which the table was looked up; in the line of the whole: all plans
-    "lookups",  # of cached tables
+    "lookups",  # lookups of cached tables
     "unique",  # distinct rows, plan by plan
-    "unique_misses",  # of which not in the cache when the plan began
-    "conflict_unique_misses",  # of which found no way and are served from their own tier
+    "unique_misses",  # distinct rows that were not in the cache when the plan began
+    "conflict_unique_misses",  # misses without a free way, served from their own tier
     "conflict_misses",  # lookups of those
     "lookup_misses",  # lookups of all rows that were not in the cache when the plan began
     "write_backs",  # evicted rows, counted with their own table
@@ -37,7 +37,7 @@ def set_of(row: int, sets: int) -> int:
 
 @dataclass
 class Way:
-    """One way of a set: the linear row that it holds, if any, and the batch that last used it."""
+    """One way of a set: its linear row, None if empty, and the batch that last used it."""
 
     row: int | None = None
     stamp: int = 0
@@ -45,14 +45,14 @@ class Way:
 
 @dataclass
 class CachePlan:
-    """Per row of a batch its slot (`set * 32 + way`; None: in its tier) and the row it evicts."""
+    """Slot of each row of a batch (`set * 32 + way`; None: in its tier), and evicted rows."""
 
     slots: dict[int, int | None] = field(default_factory=dict)
     brought_in: dict[int, int | None] = field(default_factory=dict)  # row -> row written back
 
 
 class CacheModel:
-    """The cache of tables whose linear rows are `ranges`, one `(first, rows)` per table."""
+    """The cache of tables with linear rows `ranges`: `(first row, number of rows)` per table."""
 
     def __init__(self, sets: int, policy: str, ranges: Sequence[tuple[int, int]]) -> None:
         self.sets = [[Way() for _ in range(WAYS)] for _ in range(sets)]
@@ -62,33 +62,33 @@ class CacheModel:
         self.tables = [dict.fromkeys(COUNTERS, 0) for _ in ranges]
         self.whole = dict.fromkeys(COUNTERS, 0)
 
-    def plan(self, lookups: Iterable[int], now: int, oldest: int) -> CachePlan:
-        """Plan batch number `now`; `lookups` may repeat rows and name rows outside these tables.
+    def plan(self, lookups: Iterable[int], clock: int, oldest: int) -> CachePlan:
+        """Plan batch number `clock`; `lookups` may repeat rows and name rows outside these tables.
 
-        `oldest` is the number of the oldest batch in flight, at most `now`: rows last used by that
-        batch or a later one are not evicted.
+        `oldest` is the number of the oldest batch in flight, at most `clock`: rows last used by
+        that batch or a later one are not evicted.
         """
         batch = Counter(row for row in lookups if self._table(row) >= 0)
         plan = CachePlan()
-        missing: dict[int, list[int]] = {}
+        missing_rows: dict[int, list[int]] = {}
         for row, times in batch.items():
             if self.policy == "lfu":
                 self.counts[row] = min(self.counts[row] + times, MAX_LOOKUPS)
             number = set_of(row, len(self.sets))
-            found = [w for w, way in enumerate(self.sets[number]) if way.row == row]
-            if found:
-                self.sets[number][found[0]].stamp = now
-                plan.slots[row] = number * WAYS + found[0]
+            ways = [w for w, entry in enumerate(self.sets[number]) if entry.row == row]
+            if ways:
+                self.sets[number][ways[0]].stamp = clock
+                plan.slots[row] = number * WAYS + ways[0]
             else:
-                missing.setdefault(number, []).append(row)
-        for number, rows in missing.items():
-            self._admit(number, rows, (now, min(oldest, now)), plan)
-        self._count(batch, plan, {row for rows in missing.values() for row in rows})
+                missing_rows.setdefault(number, []).append(row)
+        for number, rows in missing_rows.items():
+            self._admit(number, rows, (clock, min(oldest, clock)), plan)
+        self._count(batch, plan, {row for rows in missing_rows.values() for row in rows})
         return plan
 
     def _admit(self, number: int, rows: list[int], clock: tuple[int, int], plan: CachePlan) -> None:
-        """Give the missing rows of one set its ways, both in the order of the policy."""
-        now, oldest = clock
+        """Assign the ways of one set to its missing rows, both in the order of the policy."""
+        time, oldest = clock
         lfu, ways = self.policy == "lfu", self.sets[number]
         rows.sort(key=lambda row: (-self.counts[row], row) if lfu else row)
         free = [w for w in range(WAYS) if ways[w].row is None or ways[w].stamp < oldest]
@@ -102,7 +102,7 @@ class CacheModel:
                 continue
             plan.slots[row] = number * WAYS + free.pop(0)
             plan.brought_in[row] = way.row
-            way.row, way.stamp = row, now
+            way.row, way.stamp = row, time
 
     def _order(self, way: Way) -> tuple[int, ...]:
         """Rank ways for eviction: empty ones, then LRU by age, LFU by use, the newest first."""
@@ -113,12 +113,12 @@ class CacheModel:
         return (1, 0, way.stamp)
 
     def _table(self, row: int) -> int:
-        for t, (first, rows) in enumerate(self.ranges):
-            if first <= row < first + rows:
+        for t, (first_row, rows) in enumerate(self.ranges):
+            if first_row <= row < first_row + rows:
                 return t
         return -1
 
-    def _count(self, batch: Counter[int], plan: CachePlan, missing: set[int]) -> None:
+    def _count(self, batch: Counter[int], plan: CachePlan, missing_rows: set[int]) -> None:
         for t in {self._table(row) for row in batch}:
             self.tables[t]["calls"] += 1
         self.whole["calls"] += 1
@@ -127,20 +127,20 @@ class CacheModel:
             for line in (self.tables[self._table(row)], self.whole):
                 line["lookups"] += times
                 line["unique"] += 1
-                line["unique_misses"] += row in missing
-                line["lookup_misses"] += times * (row in missing)
+                line["unique_misses"] += row in missing_rows
+                line["lookup_misses"] += times * (row in missing_rows)
                 line["conflict_unique_misses"] += conflict
                 line["conflict_misses"] += times * conflict
-        for old in plan.brought_in.values():
-            if old is not None:
-                self.tables[self._table(old)]["write_backs"] += 1
+        for evicted in plan.brought_in.values():
+            if evicted is not None:
+                self.tables[self._table(evicted)]["write_backs"] += 1
                 self.whole["write_backs"] += 1
 
     def locate(self, row: int) -> int | None:
         """Return the current slot of a row, None if it is not in the cache."""
         number = set_of(row, len(self.sets))
-        found = [w for w, way in enumerate(self.sets[number]) if way.row == row]
-        return number * WAYS + found[0] if found else None
+        ways = [w for w, entry in enumerate(self.sets[number]) if entry.row == row]
+        return number * WAYS + ways[0] if ways else None
 
 
 @dataclass
@@ -151,40 +151,40 @@ class CacheMemory:
     states: Sequence[Sequence[Tensor]]
     tables: Tensor
 
-    def _places(self, row: int, slot: int) -> list[tuple[Tensor, Tensor]]:
+    def _locations(self, row: int, slot: int) -> list[tuple[Tensor, Tensor]]:
         """Return per tensor of a row its view in the table's tier and its view in the cache."""
-        offset, first, _, dim, _, tier, state_base, stride = next(
+        offset, first_row, _, dim, _, tier, state_base, stride = next(
             line for line in self.tables.tolist() if line[1] <= row < line[1] + line[2]
         )
-        start = offset + (row - first) * dim
+        start = offset + (row - first_row) * dim
         home, slots = slice(start, start + dim), slice(slot * stride, slot * stride + dim)
         pairs = [(self.weights[tier][home], self.weights[Tier.CACHE][slots])]
-        for own, cached in zip(self.states[tier], self.states[Tier.CACHE], strict=True):
+        for state, cached in zip(self.states[tier], self.states[Tier.CACHE], strict=True):
             if cached.numel() == self.weights[Tier.CACHE].numel():  # as long as the row
-                pairs.append((own[home], cached[slots]))
+                pairs.append((state[home], cached[slots]))
             else:
-                at = state_base + row - first
-                pairs.append((own[at : at + 1], cached[slot : slot + 1]))
+                at = state_base + row - first_row
+                pairs.append((state[at : at + 1], cached[slot : slot + 1]))
         return pairs
 
     def fetch(self, row: int, slot: int) -> None:
         """Copy a row and its states into the cache, rounding to nearest where it is narrower."""
-        for home, cached in self._places(row, slot):
+        for home, cached in self._locations(row, slot):
             cached.copy_(home)
 
     def write_back(self, row: int, slot: int) -> None:
         """Copy a row and its states from the cache, rounding to nearest where that is wider."""
-        for home, cached in self._places(row, slot):
+        for home, cached in self._locations(row, slot):
             home.copy_(cached)
 
 
 def move(memory: CacheMemory, plan: CachePlan) -> None:
     """Fetch every row of the plan, after writing back the row that it evicts."""
-    for row, old in plan.brought_in.items():
+    for row, evicted in plan.brought_in.items():
         slot = plan.slots[row]
         assert slot is not None, "who is brought in has a slot"
-        if old is not None:
-            memory.write_back(old, slot)
+        if evicted is not None:
+            memory.write_back(evicted, slot)
         memory.fetch(row, slot)
 
 

@@ -9,11 +9,11 @@ and no data structure with this file.
 
 Details of the definition:
 
-- a slot is empty if its tag is 0; its words in `entries` then mean nothing
+- a slot is empty if its tag is 0; its `entries` are then unspecified
 - if one of two full buckets has no entry that may be evicted, the other bucket evicts
 - the score of a new key is its uses (lfu, lru_lfu), the score of its table (assigned), or else 0
 - a present key that was not admitted is a hit like any other: admission concerns missing keys
-- rows that moved leave their bytes behind
+- a row that moved leaves its old bytes unchanged
 """
 
 from collections.abc import Sequence
@@ -24,8 +24,8 @@ from torch import Tensor
 
 from emblib.reference.random import mix, philox_counters
 
-SLOTS = 32  # of a bucket
-PREFER_FIRST = 16  # with more free slots than these a first bucket is taken
+SLOTS = 32  # slots per bucket
+PREFER_FIRST = 16  # a first bucket with more free slots than this is taken
 FIRST_CHOOSERS, MORE_CHOOSERS = 8, 4  # keys per bucket that may choose in a round: first, growth
 ORDERS = ("none", "lru", "lfu", "lru_lfu", "assigned")
 COUNTERS = (
@@ -38,19 +38,19 @@ COUNTERS = (
     "expired",
     "erased",
 )
-HIT, NEW, EVICTING, REFUSED, NOT_ADMITTED = 1, 2, 3, 4, 5  # what became of a key
+HIT, NEW, EVICTING, REFUSED, NOT_ADMITTED = 1, 2, 3, 4, 5  # status of a key
 MAX_USES = 2**63 - 1  # the counter of uses of a key saturates here
 
 Batch = Sequence[tuple[int, int]]  # (table, key) of each position
 
 
 def hash_of(key: int, hash_key: int) -> int:
-    """Hash a key in a table with the number `hash_key`; both are 64 bits of any sign."""
+    """Hash a key with a table's `hash_key`; both are 64 bits of any sign."""
     return mix((key ^ hash_key) % 2**64)
 
 
 def tag_of(key: int, hash_key: int = 0) -> int:
-    """Return the byte, 1 to 255, by which a slot shows that it may hold the key."""
+    """Return the tag of a key, 1 to 255, which is stored with its slot."""
     return 1 + ((hash_of(key, hash_key) >> 40 & 0xFFFF) * 255 >> 16)
 
 
@@ -58,32 +58,34 @@ def addresses(key: int, buckets: int, hash_key: int = 0) -> tuple[int, int]:
     """Return the two buckets of a key, by linear hashing (Litwin, 1980); they may be equal."""
     mixed, mask = hash_of(key, hash_key), 2 ** (buckets - 1).bit_length() - 1
     hashes = (mixed & 0x7FFFFFFF, (mixed * 0x9E3779B97F4A7C15 % 2**64) >> 33)
-    first, second = (h & mask if h & mask < buckets else h & mask >> 1 for h in hashes)
-    return first, second
+    first_bucket, second_bucket = (
+        h & mask if h & mask < buckets else h & mask >> 1 for h in hashes
+    )
+    return first_bucket, second_bucket
 
 
 def choosers(buckets: int, number: int) -> int:
-    """Return how many missing keys of a table may choose their buckets in a round, the first is 0.
+    """Return how many missing keys of a table may choose buckets in round `number` (from 0).
 
-    Rounds are few: each has several times as many keys as the one before it.
+    Each round has several times as many keys as the previous one, so there are few rounds.
     """
     return FIRST_CHOOSERS * buckets * MORE_CHOOSERS**number
 
 
-def wanted_buckets(keys: int, buckets: int, most: int, load: int) -> int:
-    """Return the buckets for this many keys at `load` 1024ths: at least now, at most `most`.
+def wanted_buckets(keys: int, buckets: int, max_buckets: int, load: int) -> int:
+    """Return the buckets that `keys` keys need: from `buckets` to `max_buckets`.
 
-    Buckets that are not yet split get twice the keys of split ones. So a level of 2^n buckets is
-    split while the keys that fill them to the load grow by a quarter, and then no bucket is split
-    until the next level is as full. The last level ends at `most`.
+    `load` is in 1024ths of the slots. An unsplit bucket gets twice the keys of a split one. So all
+    2^n buckets of a level are split while the number of keys grows by a quarter from the load, and
+    then none until the next level is as full. The last level ends at `max_buckets`.
     """
-    full = SLOTS * load  # keys of a bucket, in 1024ths
+    load_of_bucket = SLOTS * load  # keys of a bucket, in 1024ths
     level = 1
-    while 4 * level <= most and 2 * level * full < keys * 1024:
+    while 4 * level <= max_buckets and 2 * level * load_of_bucket < keys * 1024:
         level *= 2
-    over = max(0, keys * 1024 - level * full)
-    limit = 2 * level if 4 * level <= most else most
-    return max(buckets, min(limit, level + -(-4 * over // full)))
+    over = max(0, keys * 1024 - level * load_of_bucket)
+    limit = 2 * level if 4 * level <= max_buckets else max_buckets
+    return max(buckets, min(limit, level + -(-4 * over // load_of_bucket)))
 
 
 @dataclass(eq=False)
@@ -110,12 +112,12 @@ class Miss:
 
 @dataclass
 class ReferenceHashTable:
-    """One table: `buckets` in use of the `most` that it has memory for."""
+    """One table: `buckets` are in use, memory is for `most`."""
 
     buckets: int
     most: int
-    load: int  # 1024ths of the slots, beyond which it grows
-    hash_key: int = 0  # what its hash depends on
+    load: int  # keys per slot, in 1024ths, above which it grows
+    hash_key: int = 0  # selects the hash of its keys
     slots: list[HashEntry | None] = field(default_factory=list)
     counters: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTERS, 0))
 
@@ -150,13 +152,16 @@ class ReferenceHashTable:
 
     def grow(self, keys: int) -> dict[int, int]:
         """Split buckets until `keys` keys fit the load; return old to new slots of moved keys."""
-        old, self.buckets = self.buckets, wanted_buckets(keys, self.buckets, self.most, self.load)
+        old_buckets, self.buckets = (
+            self.buckets,
+            wanted_buckets(keys, self.buckets, self.most, self.load),
+        )
         moved: dict[int, int] = {}
-        for slot, entry in enumerate(self.slots[: old * SLOTS]):
+        for slot, entry in enumerate(self.slots[: old_buckets * SLOTS]):
             if entry is None:
                 continue
-            first, _ = addresses(entry.key, old, self.hash_key)
-            bucket = self.addresses(entry.key)[0 if first == slot // SLOTS else 1]
+            first_bucket, _ = addresses(entry.key, old_buckets, self.hash_key)
+            bucket = self.addresses(entry.key)[0 if first_bucket == slot // SLOTS else 1]
             if bucket != slot // SLOTS:
                 moved[slot] = bucket * SLOTS + self.bucket(bucket).index(None)
                 self.slots[moved[slot]], self.slots[slot] = entry, None
@@ -200,32 +205,32 @@ class HashModel:
 
     def misses(self, batch: Batch, slots: Sequence[int], counts: Sequence[int]) -> list[list[Miss]]:
         """Return the distinct keys without a slot, per table, in order of first occurrence."""
-        found: list[dict[int, Miss]] = [{} for _ in self.tables]
+        misses_by_key: list[dict[int, Miss]] = [{} for _ in self.tables]
         for position, ((t, key), slot, count) in enumerate(zip(batch, slots, counts, strict=True)):
             if slot < 0:
-                miss = found[t].setdefault(key, Miss(key, []))
+                miss = misses_by_key[t].setdefault(key, Miss(key, []))
                 miss.positions.append(position)
                 miss.total = min(miss.total + count, MAX_USES)
-        return [list(misses.values()) for misses in found]
+        return [list(misses.values()) for misses in misses_by_key]
 
     def grow(self, misses: Sequence[Sequence[Miss]]) -> list[dict[int, int]]:
         """Grow every table for its admitted misses; return per table the slots that moved."""
         return [
-            table.grow(table.size + sum(miss.admitted for miss in missing))
-            for table, missing in zip(self.tables, misses, strict=True)
+            table.grow(table.size + sum(miss.admitted for miss in misses_of_table))
+            for table, misses_of_table in zip(self.tables, misses, strict=True)
         ]
 
     def insert(self, misses: Sequence[Sequence[Miss]], batch_scores: Sequence[int]) -> None:
         """Insert or refuse every miss, into a free slot or by eviction; set the status of each."""
-        for table, missing, score in zip(self.tables, misses, batch_scores, strict=True):
+        for table, misses_of_table, score in zip(self.tables, misses, batch_scores, strict=True):
             pending: list[Miss] = []
             begin = number = 0
-            while pending or begin < len(missing):
+            while pending or begin < len(misses_of_table):
                 end = choosers(table.buckets, number)
-                pending += [miss for miss in missing[begin:end] if miss.admitted]
+                pending += [miss for miss in misses_of_table[begin:end] if miss.admitted]
                 pending = self._round(table, pending, score)
                 begin, number = end, number + 1
-            for miss in missing:
+            for miss in misses_of_table:
                 placed = miss.status in (NEW, EVICTING)
                 table.counters["inserted"] += placed
                 table.counters["evicted"] += miss.status == EVICTING
@@ -242,58 +247,66 @@ class HashModel:
                 miss.status = REFUSED
             else:
                 chosen_by.setdefault(choice, []).append((miss, entry))
-        for (bucket, evict), chosen in chosen_by.items():
-            self._serve(table, bucket, chosen, evict=evict)
+        for (bucket, evict), bucket_misses in chosen_by.items():
+            self._serve(table, bucket, bucket_misses, evict=evict)
         return [miss for miss in pending if miss.slot < 0 and miss.status != REFUSED]
 
     def _serve(
         self,
         table: ReferenceHashTable,
         bucket: int,
-        chosen: Sequence[tuple[Miss, HashEntry]],
+        bucket_misses: Sequence[tuple[Miss, HashEntry]],
         *,
         evict: bool,
     ) -> None:
-        """Assign half of a bucket's usable slots, rounded up, to its keys in order."""
+        """Insert keys in order into at most half of a bucket's usable slots, rounded up."""
         room = len(self._older(table, bucket)) if evict else table.bucket(bucket).count(None)
-        left = (room + 1) // 2
-        for new in chosen:
-            if left and (self._replace if evict else self._fill)(table, bucket, new):
-                left -= 1
+        max_inserts = (room + 1) // 2
+        for miss in bucket_misses:
+            if max_inserts and (self._replace if evict else self._fill)(table, bucket, miss):
+                max_inserts -= 1
 
     def _first_score(self, miss: Miss, batch_score: int) -> int:
         if self.order in ("lfu", "lru_lfu"):
             return miss.total
         return batch_score if self.order == "assigned" else 0
 
-    def _choose(self, table: ReferenceHashTable, new: HashEntry) -> tuple[int, bool] | None:
+    def _choose(self, table: ReferenceHashTable, entry: HashEntry) -> tuple[int, bool] | None:
         """Return a missing key's bucket and whether it must evict there; None if it is refused."""
-        first, second = table.addresses(new.key)
-        free = [table.bucket(number).count(None) for number in (first, second)]
+        first_bucket, second_bucket = table.addresses(entry.key)
+        free = [table.bucket(number).count(None) for number in (first_bucket, second_bucket)]
         if any(free):
-            return (first if free[0] > PREFER_FIRST or free[0] >= free[1] else second), False
-        candidates = [(self._candidate(table, number), number) for number in (first, second)]
+            return (
+                first_bucket if free[0] > PREFER_FIRST or free[0] >= free[1] else second_bucket
+            ), False
+        candidates = [
+            (self._candidate(table, number), number) for number in (first_bucket, second_bucket)
+        ]
         ranked = [
             (self._rank(candidate), number)
             for candidate, number in candidates
             if candidate is not None
         ]
-        if not ranked or self._gives_up(new, min(ranked)[0]):
+        if not ranked or self._gives_up(entry, min(ranked)[0]):
             return None
         return min(ranked)[1], True
 
-    def _fill(self, table: ReferenceHashTable, number: int, new: tuple[Miss, HashEntry]) -> bool:
+    def _fill(
+        self, table: ReferenceHashTable, number: int, miss_and_entry: tuple[Miss, HashEntry]
+    ) -> bool:
         """Insert the new key into the lowest empty slot of a bucket; return False if it is full."""
-        miss, entry = new
+        miss, entry = miss_and_entry
         if None not in table.bucket(number):
             return False
         miss.slot, miss.status = number * SLOTS + table.bucket(number).index(None), NEW
         table.slots[miss.slot] = entry
         return True
 
-    def _replace(self, table: ReferenceHashTable, number: int, new: tuple[Miss, HashEntry]) -> bool:
+    def _replace(
+        self, table: ReferenceHashTable, number: int, miss_and_entry: tuple[Miss, HashEntry]
+    ) -> bool:
         """Replace an entry of the bucket by the new key; return False if the key is refused."""
-        miss, entry = new
+        miss, entry = miss_and_entry
         candidate = self._candidate(table, number)
         if candidate is None or self._gives_up(entry, self._rank(candidate)):
             return False
@@ -302,13 +315,13 @@ class HashModel:
         return True
 
     def _rank(self, entry: HashEntry) -> tuple[int, int, int]:
-        """Return the sort key of entries: the least is evicted first."""
+        """Return the sort key of entries: the smallest is evicted first."""
         scored = self.order in ("lfu", "lru_lfu", "assigned")
         stamp = 0 if self.order == "lfu" else entry.stamp
         return entry.score if scored else 0, stamp, entry.key
 
     def _candidate(self, table: ReferenceHashTable, number: int) -> HashEntry | None:
-        """Return the bucket's eviction candidate: the least entry that this batch did not use."""
+        """Return a bucket's eviction candidate: its lowest entry that this batch did not use."""
         return min(self._older(table, number), key=self._rank, default=None)
 
     def _older(self, table: ReferenceHashTable, number: int) -> list[HashEntry]:
@@ -317,8 +330,8 @@ class HashModel:
             return []
         return [e for e in table.bucket(number) if e is not None and e.stamp < self.tick]
 
-    def _gives_up(self, new: HashEntry, candidate: tuple[int, int, int]) -> bool:
-        return self.insert_policy == "competes" and self._rank(new) < candidate
+    def _gives_up(self, entry: HashEntry, candidate: tuple[int, int, int]) -> bool:
+        return self.insert_policy == "competes" and self._rank(entry) < candidate
 
     # Calls of their own
 
@@ -356,10 +369,10 @@ class HashModel:
             for e in table.slots
         ]
         entries = [[0] * 3 if e is None else [e.key, e.stamp, e.score] for e in slots]
-        rows, first = [], 0
+        rows, first_slot = [], 0
         for x in self.tables:
-            rows.append((first, x.buckets, x.most, x.size, x.load, x.hash_key))
-            first += x.most
+            rows.append((first_slot, x.buckets, x.most, x.size, x.load, x.hash_key))
+            first_slot += x.most
         return [
             torch.tensor(tags, dtype=torch.uint8),
             torch.tensor(entries).view(-1, 3)[:, :words].contiguous(),
@@ -370,17 +383,19 @@ class HashModel:
 
     @classmethod
     def of(cls, index: Sequence[Tensor], order: str, insert_policy: str = "wins") -> "HashModel":
-        """Make the model of the tensors of an index."""
+        """Construct the model from the tensors of an index."""
         tags, entries, rows, clock, counters = (tensor.tolist() for tensor in index)
         tables = []
-        for (first, buckets, most, _, load, hash_key), counts in zip(rows, counters, strict=True):
-            window = slice(first * SLOTS, (first + most) * SLOTS)
+        for (first_slot, buckets, max_buckets, _, load, hash_key), counts in zip(
+            rows, counters, strict=True
+        ):
+            window = slice(first_slot * SLOTS, (first_slot + max_buckets) * SLOTS)
             slots = [
                 HashEntry(*words) if tag else None
                 for tag, words in zip(tags[window], entries[window], strict=True)
             ]
             by_name = dict(zip(COUNTERS, counts, strict=True))
-            tables.append(ReferenceHashTable(buckets, most, load, hash_key, slots, by_name))
+            tables.append(ReferenceHashTable(buckets, max_buckets, load, hash_key, slots, by_name))
         model = cls(tables, order, insert_policy)
         (model.tick,) = clock
         return model
@@ -394,9 +409,9 @@ def positions(ids: Tensor, starts: Tensor, segment_tables: Tensor) -> list[tuple
 
 
 def fill_slots(slots: Tensor, inserted: Tensor, groups: Tensor) -> Tensor:
-    """Return the slot of every position; `inserted` is by miss, the others by position.
+    """Return the slot of every position: `slots` for hits, `inserted[groups]` for misses.
 
-    Statuses are filled in the same way, those of hits first.
+    Also used for statuses.
     """
     filled = slots.clone()
     filled[groups >= 0] = inserted[groups[groups >= 0].long()]
@@ -426,14 +441,14 @@ def start_rows_(
 
 
 def write_rows_(values: Tensor, slots: Tensor, rows: Tensor) -> None:
-    """Write rows in order: the last one of a slot stays; slot -1 is none."""
+    """Write rows to slots (-1: none), in order: the last row of a slot wins."""
     for slot, row in zip(slots.tolist(), rows, strict=True):
         if slot >= 0:
             values[slot] = row
 
 
 def add_rows_(values: Tensor, slots: Tensor, rows: Tensor) -> None:
-    """Add rows to those in slots, in order, each sum in the dtype of values; slot -1 is none."""
+    """Add rows to the rows at slots (-1: none), in order, each sum in the dtype of `values`."""
     for slot, row in zip(slots.tolist(), rows, strict=True):
         if slot >= 0:
             values[slot] += row
@@ -454,7 +469,7 @@ UNIFORM, NORMAL, CONSTANT, DEBUG = range(4)
 
 def values(rule: Sequence[float], seed: int, stream: int, key: int, dim: int) -> Tensor:
     """Return the row of a key, float64 `[dim]`; `rule` is that of `emblib.ops.hash.rule_of`."""
-    kind, base, scale, first, span, low, high = rule
+    kind, base, scale, first_number, span, low, high = rule
     if kind == CONSTANT:
         return torch.full((dim,), base, dtype=torch.float64)
     if kind == DEBUG:
@@ -465,7 +480,7 @@ def values(rule: Sequence[float], seed: int, stream: int, key: int, dim: int) ->
     random = philox_counters(seed, counters).flatten()[:dim]
     if kind == UNIFORM:
         return base + scale * ((random >> 8).double() * 2.0**-24)
-    share = first + span * ((random.double() + 0.5) * 2.0**-32)
+    share = first_number + span * ((random.double() + 0.5) * 2.0**-32)
     return (base + scale * torch.special.ndtri(share)).clamp(low, high)
 
 
@@ -483,8 +498,10 @@ def initial_rows_(
     for table in range(offsets.numel() - 1):
         for miss in range(int(offsets[table]), int(offsets[table + 1])):
             slot, key = int(slots[miss]), int(ids[first[miss]])
-            for buffer, place, rule in zip(row_buffers, layout[table], rules[table], strict=True):
-                offset, stride, rows, dim, stream = place.tolist()
+            for buffer, buffer_layout, rule in zip(
+                row_buffers, layout[table], rules[table], strict=True
+            ):
+                offset, stride, rows, dim, stream = buffer_layout.tolist()
                 if 0 <= slot < rows:
                     begin = offset + slot * stride
                     row = values(rule.tolist(), seed, stream, key, dim)

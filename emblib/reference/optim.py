@@ -1,12 +1,14 @@
 """Optimizers in plain PyTorch: the definition of what a fused update does to a row.
 
-`OPTIMIZERS` has a rule by the name of every functor of `csrc/optim`. Any floating dtype: with
-float64 gradients the arithmetic is float64, and only stored values are rounded.
+`OPTIMIZERS` maps the name of every functor of `csrc/optim` to its rule, a function from a
+`RowBatch` to new weights and states. Arithmetic is in the dtype of the gradients, e.g. float64;
+only stored values are rounded.
 
 `round_stochastically` defines stochastic rounding from float32 to 16 bits in integer arithmetic,
 bit for bit as the kernels do it. The random words come from Philox: key `seed`, counter (low and
 high half of the linear row id, column / 4 and tensor, step). Tensor 0 is the weights, 1 and 2 are
-the element-wise states, 8 on are the same when a cache writes them back.
+the element-wise states, 8 on are the same
+tensors when a cache writes rows back.
 """
 
 import math
@@ -81,12 +83,13 @@ States = list[Tensor]
 class RowBatch:
     """A batch of rows during an optimizer step.
 
-    `w`, `g` `[U, D]`: weights, and gradient with the L2 penalty; `kept` are the weights after the
-    decoupled decay; `states` in the optimizer's order, `numbers` its own hyperparameters.
+    `w`, `g` `[U, D]`: weights, and gradient with the L2 penalty; `decayed`: the weights after
+    decoupled decay; `states` in the optimizer's order, `[U, D]` or `[U, 1]`; `numbers`: its own
+    hyperparameters.
     """
 
     w: Tensor
-    kept: Tensor
+    decayed: Tensor
     g: Tensor
     states: States
     lr: float
@@ -111,12 +114,12 @@ def _scaled(scale: Tensor, x: Tensor) -> Tensor:
 
 
 def _sgd(rows: RowBatch) -> tuple[Tensor, States]:
-    return rows.kept - rows.lr * rows.g, []
+    return rows.decayed - rows.lr * rows.g, []
 
 
 def _adagrad(rows: RowBatch) -> tuple[Tensor, States]:
     total = rows.states[0] + rows.g * rows.g
-    return rows.kept - _ratio(rows.lr * rows.g, total.sqrt() + rows.numbers[0]), [total]
+    return rows.decayed - _ratio(rows.lr * rows.g, total.sqrt() + rows.numbers[0]), [total]
 
 
 def _scale(rows: RowBatch, total: Tensor, lr: float | Tensor | None = None) -> Tensor:
@@ -126,42 +129,42 @@ def _scale(rows: RowBatch, total: Tensor, lr: float | Tensor | None = None) -> T
 
 def _rowwise_adagrad(rows: RowBatch) -> tuple[Tensor, States]:
     total = rows.states[0] + rows.g.square().mean(1)
-    return rows.kept - _scaled(_scale(rows, total), rows.g), [total]
+    return rows.decayed - _scaled(_scale(rows, total), rows.g), [total]
 
 
 def _ensemble_rowwise_adagrad(rows: RowBatch) -> tuple[Tensor, States]:
     slow, total = rows.states
-    plain = RowBatch(rows.w, rows.kept, rows.g, [total], rows.lr, rows.step, rows.numbers)
-    new, states = _rowwise_adagrad(plain)
-    return new, [slow, *states]
+    plain = RowBatch(rows.w, rows.decayed, rows.g, [total], rows.lr, rows.step, rows.numbers)
+    new_rows, states = _rowwise_adagrad(plain)
+    return new_rows, [slow, *states]
 
 
-def _limited(new: Tensor, max_norm: float) -> Tensor:
+def _limited(new_rows: Tensor, max_norm: float) -> Tensor:
     """Scale rows to a norm of at most `max_norm`, if that is positive."""
-    norm = _norm(new)
+    norm = _norm(new_rows)
     if max_norm <= 0:
-        return new
-    return _scaled(torch.where(norm > max_norm, _ratio(max_norm, norm), 1.0), new)
+        return new_rows
+    return _scaled(torch.where(norm > max_norm, _ratio(max_norm, norm), 1.0), new_rows)
 
 
 def _max_norm(rows: RowBatch) -> tuple[Tensor, States]:
-    new, states = _rowwise_adagrad(rows)
-    return _limited(new, rows.numbers[1]), states
+    new_rows, states = _rowwise_adagrad(rows)
+    return _limited(new_rows, rows.numbers[1]), states
 
 
 def _global_decay(rows: RowBatch) -> tuple[Tensor, States]:
-    _, max_norm, rate, least, start = rows.numbers
+    _, max_norm, rate, min_scale, start = rows.numbers
     sums, previous = rows.states
     steps = decode_steps(previous).double()
     keep, missed = torch.ones_like(sums), min(rows.step, LAST_STEP) - steps - 1
     if rows.step >= start:
-        lazy = (max(1 - rows.lr * rate, 0.0) ** missed.clamp(min=0)).clamp(min=least)
+        lazy = (max(1 - rows.lr * rate, 0.0) ** missed.clamp(min=0)).clamp(min=min_scale)
         keep = torch.where((steps > 0) & (missed > 0), lazy.to(keep), keep)
         previous = _now(rows, previous)
     total = sums + rows.g.square().mean(1)
-    kept = _scaled(keep * (1 - rows.lr * rate), rows.kept)
-    new = kept - _scaled(_scale(rows, total), rows.g)
-    return _limited(new, max_norm), [total, previous]
+    decayed = _scaled(keep * (1 - rows.lr * rate), rows.decayed)
+    new_rows = decayed - _scaled(_scale(rows, total), rows.g)
+    return _limited(new_rows, max_norm), [total, previous]
 
 
 def _gap(rows: RowBatch) -> Tensor:
@@ -187,14 +190,14 @@ def _count(rows: RowBatch, halflife: float) -> Tensor:
 def _cowclip(rows: RowBatch) -> tuple[Tensor, States]:
     _, max_norm, halflife, coefficient, lower = rows.numbers
     total, count = rows.states[0] + rows.g.square().mean(1), _count(rows, halflife)
-    most, norm = count * (coefficient * _norm(rows.w)).clamp(min=lower), _norm(rows.g)
-    clip = torch.where(norm > most, _ratio(1.0, norm) * most, 1.0)
-    new = rows.kept - _scaled(clip * _scale(rows, total), rows.g)
+    norm_bound, norm = count * (coefficient * _norm(rows.w)).clamp(min=lower), _norm(rows.g)
+    clip = torch.where(norm > norm_bound, _ratio(1.0, norm) * norm_bound, 1.0)
+    new = rows.decayed - _scaled(clip * _scale(rows, total), rows.g)
     return _limited(new, max_norm), [total, _now(rows, total), count]
 
 
 def _tail_scale(rows: RowBatch, plain: Tensor, count: Tensor) -> Tensor:
-    """Return the step size of frequently seen rows."""
+    """Return the step size of rows that were seen often."""
     bound, tail, threshold, share, largest = rows.numbers[6:11]
     ratio = (largest / (count + 1)) if tail == 0 else (count + 1) / largest
     special = plain * (ratio**bound).clamp(*((1, 10) if tail == 0 else (0.1, 1)))
@@ -224,8 +227,8 @@ def _counter(rows: RowBatch) -> tuple[Tensor, States]:
             missed = _gap(rows).clamp(max=rows.step - start) - 1
             lazy = torch.where(missed == 0, 1.0, max(1 - rows.lr * rate, 0.0) ** missed)
             step, keep = step * lazy, (1 - rate * rows.lr) * lazy
-    new = _scaled(keep, rows.kept) - _scaled(step, rows.g)
-    return _limited(new, max_norm), [total, _now(rows, total), count]
+    new_rows = _scaled(keep, rows.decayed) - _scaled(step, rows.g)
+    return _limited(new_rows, max_norm), [total, _now(rows, total), count]
 
 
 def _moments(rows: RowBatch, square: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -239,20 +242,20 @@ def _moments(rows: RowBatch, square: Tensor) -> tuple[Tensor, Tensor, Tensor, Te
 
 def _adam(rows: RowBatch) -> tuple[Tensor, States]:
     m, v, m_hat, denominator = _moments(rows, rows.g.square())
-    return rows.kept - rows.lr * _ratio(m_hat, denominator), [m, v]
+    return rows.decayed - rows.lr * _ratio(m_hat, denominator), [m, v]
 
 
 def _partial_rowwise_adam(rows: RowBatch) -> tuple[Tensor, States]:
     m, v, m_hat, denominator = _moments(rows, rows.g.square().mean(1))
-    return rows.kept - rows.lr * _ratio(m_hat, denominator.unsqueeze(1)), [m, v]
+    return rows.decayed - rows.lr * _ratio(m_hat, denominator.unsqueeze(1)), [m, v]
 
 
 def _trusted(rows: RowBatch, direction: Tensor) -> Tensor:
-    """Apply LAMB's step along `direction`: as long as the row, or plain where a norm is zero."""
+    """Apply LAMB's step: `direction` scaled to the row's norm, or unscaled if a norm is 0."""
     r = direction + rows.numbers[3] * rows.w
     w_norm, r_norm = _norm(rows.w), _norm(r)
     ratio = torch.where(w_norm > 0, _ratio(w_norm, r_norm), 1.0)
-    return rows.kept - _scaled(rows.lr * torch.where(r_norm > 0, ratio, 1.0), r)
+    return rows.decayed - _scaled(rows.lr * torch.where(r_norm > 0, ratio, 1.0), r)
 
 
 def _lamb(rows: RowBatch) -> tuple[Tensor, States]:
@@ -272,22 +275,22 @@ def _lars(rows: RowBatch) -> tuple[Tensor, States]:
     ratio = rows.lr * eta * _ratio(norm, denominator)
     rate = torch.where((norm > 0) & (denominator > 0), ratio, rows.lr)
     m = momentum * rows.states[0] + _scaled(rate, rows.g + decay * rows.w)
-    return rows.kept - m, [m]
+    return rows.decayed - m, [m]
 
 
 def _ftrl(rows: RowBatch) -> tuple[Tensor, States]:
     beta, l1, l2 = rows.numbers
     total, linear = rows.states
     if rows.lr == 0:
-        return rows.kept, [total, linear]
+        return rows.decayed, [total, linear]
     moves = rows.g.float().square() != 0
     new_total = total + rows.g * rows.g
     sigma = (new_total.sqrt() - total.sqrt()) / rows.lr
     new_linear = linear + rows.g - sigma * rows.w
     shrunk = new_linear.sign() * (new_linear.abs() - l1).clamp(min=0)
     denominator = (beta + new_total.sqrt()) / rows.lr + l2
-    new = torch.where(moves, -_ratio(shrunk, denominator), rows.kept)
-    return new, [torch.where(moves, new_total, total), torch.where(moves, new_linear, linear)]
+    new_rows = torch.where(moves, -_ratio(shrunk, denominator), rows.decayed)
+    return new_rows, [torch.where(moves, new_total, total), torch.where(moves, new_linear, linear)]
 
 
 @dataclass(frozen=True)
@@ -354,8 +357,8 @@ def update_rows_(
     """
     touched = grads.ne(0).any(1).nonzero().squeeze(1)
     local = [state[touched] for state in states]
-    new, new_states = step_rows(optimizer, weights[touched], grads[touched], local, hyper)
+    new_rows, new_states = step_rows(optimizer, weights[touched], grads[touched], local, hyper)
     ids = first_row + touched
-    store(weights, touched, new, hyper, ids, 0)
+    store(weights, touched, new_rows, hyper, ids, 0)
     for number, (state, values) in enumerate(zip(states, new_states, strict=True)):
         store(state, touched, values, hyper, ids, 1 + number)

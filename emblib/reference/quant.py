@@ -32,7 +32,7 @@ def quantize_rows(weights: Tensor, bits: int) -> Tensor:
 
 
 def _half_at_most(values: Tensor) -> Tensor:
-    """Return the largest float16 up to each of `values`, which are float32."""
+    """Round float32 values down to float16."""
     nearest = values.half()
     bits = nearest.view(torch.int16)
     below = torch.where(bits < 0, bits + 1, bits - 1)  # the sign is the highest bit

@@ -13,8 +13,8 @@ from emblib.reference.random import mix
 
 def gather_segments(values: Tensor, starts: Tensor, order: Tensor, total: int) -> Tensor:
     """Concatenate segments `order` of `values`, `total` rows in all."""
-    pieces = [values[int(starts[s]) : int(starts[s + 1])] for s in order.tolist()]
-    out = torch.cat([values[:0], *pieces])
+    segments = [values[int(starts[s]) : int(starts[s + 1])] for s in order.tolist()]
+    out = torch.cat([values[:0], *segments])
     if out.size(0) != total:
         raise ValueError(f"total must be the rows of all segments, {out.size(0)}, got {total}")
     return out
@@ -25,14 +25,14 @@ def owners(keys: Tensor, num_blocks: int) -> Tensor:
     return (mix(mix(keys.long())) >> 32 & (1 << 32) - 1) * num_blocks >> 32
 
 
-def places(ids: Tensor, feature: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
+def ranks_and_rows(ids: Tensor, feature: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Return the block of each id of one feature, int64, and the id within that block."""
-    first, count, rows, rule = feature.tolist()
+    first_row, count, rows, rule = feature.tolist()
     if rule == RouteRule.BY_KEY:
-        return first + owners(ids, count), ids
+        return first_row + owners(ids, count), ids
     pruned = ids == -1 if rows else torch.ones_like(ids, dtype=torch.bool)
     row = torch.where((ids >= 0) & (ids < rows), ids, 0).long()
-    first_rows = blocks[first : first + count, 0].contiguous()
+    first_rows = blocks[first_row : first_row + count, 0].contiguous()
     block = torch.searchsorted(first_rows, row, right=True) - 1
     local = torch.where(ids == row, row - first_rows[block], ids).to(ids.dtype)
     block, local = torch.where(pruned, 0, block), torch.where(pruned, -1, local)
@@ -40,33 +40,33 @@ def places(ids: Tensor, feature: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor
         beyond = ids >= rows
         block = torch.where(beyond, ids % count, block)
         local = torch.where(beyond, ids // count, local)
-    return first + block, local
+    return first_row + block, local
 
 
 def _routes(ids: Tensor, offsets: Tensor, routing: tuple[Tensor, ...]) -> list[tuple[Tensor, ...]]:
-    """Return per unit its lookups, the bags of those, its bags, and its ids."""
+    """Return per unit: positions of its ids, their bags, all of its bags, the ids in its block."""
     first_bags, features, blocks, copies, units = routing
     none = ids.new_empty(0, dtype=torch.int64)
-    found: list[tuple[Tensor, ...]] = [(none, none, none, ids[:0])] * (units.numel() - 1)
+    routes: list[tuple[Tensor, ...]] = [(none, none, none, ids[:0])] * (units.numel() - 1)
     for f, feature in enumerate(features):
         if int(feature[1]) == 0:
             continue
         bags = torch.arange(int(first_bags[f]), int(first_bags[f + 1]), device=ids.device)
         begin, end = (int(offsets[int(bag)]) for bag in first_bags[f : f + 2])
         bag = torch.repeat_interleave(offsets[bags + 1] - offsets[bags])
-        block, local = places(ids[begin:end], feature, blocks)
+        block, local = ranks_and_rows(ids[begin:end], feature, blocks)
         for b in range(int(feature[0]), int(feature[:2].sum())):
             selected = (block == b).nonzero().flatten()
             _, first_copy, num_copies = blocks[b].tolist()
             for unit in copies[first_copy : first_copy + num_copies].tolist():
-                found[unit] = (begin + selected, bag[selected], bags, local[selected])
-    return found
+                routes[unit] = (begin + selected, bag[selected], bags, local[selected])
+    return routes
 
 
 def route_lengths(ids: Tensor, offsets: Tensor, *routing: Tensor) -> Tensor:
     """Count the ids of each bag per unit."""
-    found = _routes(ids, offsets, routing)
-    counts = [torch.bincount(bag, minlength=bags.numel()) for _, bag, bags, _ in found]
+    routes = _routes(ids, offsets, routing)
+    counts = [torch.bincount(bag, minlength=bags.numel()) for _, bag, bags, _ in routes]
     return torch.cat([ids[:0], *counts]).to(ids.dtype)
 
 
@@ -74,11 +74,11 @@ def route_ids(
     ids: Tensor, offsets: Tensor, *routing: Tensor, weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the ids of all units, their source positions and the weights they carry."""
-    found = _routes(ids, offsets, routing)
+    routes = _routes(ids, offsets, routing)
     positions = torch.cat(
-        [ids.new_empty(0, dtype=torch.int64), *(lookups for lookups, *_ in found)]
+        [ids.new_empty(0, dtype=torch.int64), *(lookups for lookups, *_ in routes)]
     )
-    routed = torch.cat([ids[:0], *(local for *_, local in found)])
+    routed = torch.cat([ids[:0], *(local for *_, local in routes)])
     return routed, positions, None if weights is None else weights[positions]
 
 
@@ -94,15 +94,15 @@ def _divisor(lengths: Tensor | None, first_bag: int, rows: int) -> Tensor | floa
 
 
 def _named(rows: Tensor | None, first_row: int, count: int) -> tuple[Tensor, Tensor]:
-    """Return the rows of a target for which a piece has rows, and those rows."""
-    every = torch.arange(count)
+    """Return which rows of a target a piece has, and their indices in the piece."""
+    all_positions = torch.arange(count)
     if first_row < 0 or rows is None:
-        return every, every
-    own = rows[first_row : first_row + count].long()
-    return (own >= 0).nonzero().view(-1), own[own >= 0]
+        return all_positions, all_positions
+    named_rows = rows[first_row : first_row + count].long()
+    return (named_rows >= 0).nonzero().view(-1), named_rows[named_rows >= 0]
 
 
-def _most(rows: Tensor) -> int:
+def _max_count(rows: Tensor) -> int:
     return int(rows.max()) + 1 if rows.numel() else 0
 
 
@@ -123,12 +123,12 @@ def combine(
     if local is not None:
         source = torch.cat([source[:local_begin], local, source[local_begin:]])
     out = source.new_zeros(out_numel, dtype=dtype)
-    for offset, stride, count, width, first, end, first_bag in targets.tolist():
+    for offset, stride, count, width, first_piece, end_piece, first_bag in targets.tolist():
         total = source.new_zeros((count, width), dtype=torch.float32)
-        for piece, piece_stride, first_row in pieces[first:end].tolist():
-            there, found = _named(rows, first_row, count)
-            values = _rows(source, piece, piece_stride, _most(found), width)
-            total[there] += values[found].float()
+        for piece, piece_stride, first_row in pieces[first_piece:end_piece].tolist():
+            is_named, positions = _named(rows, first_row, count)
+            values = _rows(source, piece, piece_stride, _max_count(positions), width)
+            total[is_named] += values[positions].float()
         total /= _divisor(lengths, first_bag, count)
         _rows(out, offset, stride, count, width).copy_(total * scale)
     return out
@@ -149,13 +149,13 @@ def combine_backward(
 ) -> Tensor:
     """Apply the adjoint of `combine`: every piece gets its target's values, divided alike."""
     out = grad.new_zeros(source_numel, dtype=dtype)
-    for offset, stride, count, width, first, end, first_bag in targets.tolist():
+    for offset, stride, count, width, first_piece, end_piece, first_bag in targets.tolist():
         share = _rows(grad, offset, stride, count, width).float()
         share = share / _divisor(lengths, first_bag, count) * scale
-        for piece, piece_stride, first_row in pieces[first:end].tolist():
-            there, found = _named(rows, first_row, count)
-            values = _rows(out, piece, piece_stride, _most(found), width)
-            values[found] = share[there].to(dtype)
+        for piece, piece_stride, first_row in pieces[first_piece:end_piece].tolist():
+            is_named, positions = _named(rows, first_row, count)
+            values = _rows(out, piece, piece_stride, _max_count(positions), width)
+            values[positions] = share[is_named].to(dtype)
     if local is None:
         return out
     local_end = local_begin + local.numel()

@@ -51,7 +51,7 @@ def bag_of_lookup(offsets: Tensor, num_lookups: int) -> Tensor:
 
 
 def lost_ids(indices: Tensor, offsets: Tensor) -> Tensor:
-    """Return how many ids precede the first bag and are no padding, which is -1."""
+    """Return how many ids before the first bag are not padding (-1)."""
     if offsets.numel() < 2:
         return indices.new_zeros(())
     return (indices[: int(repair_offsets(offsets, indices.numel())[0])] != -1).sum()
@@ -89,7 +89,7 @@ def _tiers(weights: Tensor | Sequence[Tensor]) -> list[Tensor]:
 def _rows(
     tiers: Sequence[Tensor], feature: Sequence[int], index: Tensor, slots: Tensor | None
 ) -> Tensor:
-    """Return rows of a table, from the cache where a slot holds them."""
+    """Return rows of a table; a row with a slot is read from the cache."""
     offset, _, rows, dim, _, tier, _, stride = feature
     values = tiers[tier][offset : offset + rows * dim].view(rows, dim)[index]
     if slots is None or stride == 0 or len(tiers) <= Tier.CACHE:
@@ -115,8 +115,8 @@ def lookup(
 ) -> Tensor:
     """Pool bags: `[B, output_dim]`; `[L, output_dim]` for NONE, `[output_dim]` with a bag layout.
 
-    `weights` is a list of memory tiers or one tensor where there are no others; the result has its
-    dtype. Differentiable in `weights` and `sample_weights`.
+    `weights` is one tensor, or a list of memory tiers; the result has its dtype. Differentiable in
+    `weights` and `sample_weights`.
     """
     tiers, offsets = _tiers(weights), repair_offsets(offsets, indices.numel())
     bag, feature, index = _locate(features, indices, offsets, extras.bag_layout)
@@ -141,8 +141,10 @@ def lookup(
             values = values * sample_weights[selected].to(values.dtype).unsqueeze(1)
         if pooling is Pooling.MEAN:
             values = values / lengths[bag[selected]].to(values.dtype).unsqueeze(1)
-        first = start[selected if none else bag[selected]]
-        elements = first.unsqueeze(1) + torch.arange(described[3], device=first.device)
+        first_lookup = start[selected if none else bag[selected]]
+        elements = first_lookup.unsqueeze(1) + torch.arange(
+            described[3], device=first_lookup.device
+        )
         out = out.index_add(0, elements.flatten(), values.flatten())
     return out.view(shape)
 
@@ -153,12 +155,12 @@ def group(
     """Group the lookups by linear row id (`row_base + index`), stably; skipped ones are dropped."""
     offsets = repair_offsets(offsets, indices.numel())
     bag, feature, index = _locate(features, indices, offsets, bag_layout)
-    kept = (index >= 0).nonzero().squeeze(1)
-    keys = features[feature[kept], FeatureColumn.ROW_BASE] + index[kept]
+    valid_positions = (index >= 0).nonzero().squeeze(1)
+    keys = features[feature[valid_positions], FeatureColumn.ROW_BASE] + index[valid_positions]
     order = keys.argsort(stable=True)
     rows, counts = keys[order].unique_consecutive(return_counts=True)
     segments = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-    return RowGroups(rows, segments, kept[order], bag[kept[order]])
+    return RowGroups(rows, segments, valid_positions[order], bag[valid_positions[order]])
 
 
 def sample_weight_grad(
@@ -192,9 +194,9 @@ def update_(
 ) -> None:
     """Apply `optimizer` to the rows in `groups`, given the dense gradient of the flat weights.
 
-    `weights` and `weight_grad` are one tensor or a list, one a memory tier (the cache has no
-    gradient of its own); `states` are tier-major, as `emblib.optim` lists them; `row_slots [U]` is
-    where the cache holds a row, -1 where it does not.
+    `weights` and `weight_grad` are one tensor, or a list with one per memory tier (the cache has no
+    gradient). `states` has all states of tier 0, then of tier 1, ...; `row_slots` `[U]` is the
+    cache slot of each row, -1 for none.
     """
     weights = [weights] if isinstance(weights, Tensor) else weights
     weight_grad = [weight_grad] if isinstance(weight_grad, Tensor) else weight_grad
@@ -208,20 +210,20 @@ def update_(
             weights[Tier.CACHE].numel() // stride if stride and len(weights) > Tier.CACHE else 0
         )
         cached = selected & (slots >= 0) & (slots < capacity)
-        for tier, chosen in ((table_tier, selected & ~cached), (Tier.CACHE, cached)):
-            linear = groups.rows[chosen]
+        for tier, in_tier in ((table_tier, selected & ~cached), (Tier.CACHE, cached)):
+            linear = groups.rows[in_tier]
             if linear.numel() == 0:
                 continue
             columns = torch.arange(dim, device=linear.device)
             source = (offset + (linear - base) * dim).unsqueeze(1) + columns
-            at = (slots[chosen] * stride).unsqueeze(1) + columns if tier == Tier.CACHE else source
-            entry = slots[chosen] if tier == Tier.CACHE else state_base + linear - base
+            at = (slots[in_tier] * stride).unsqueeze(1) + columns if tier == Tier.CACHE else source
+            entry = slots[in_tier] if tier == Tier.CACHE else state_base + linear - base
             tier_states = states[tier * len(per_row) : (tier + 1) * len(per_row)]
-            places = [entry if by_row else at for by_row in per_row]
-            local = [state[i] for state, i in zip(tier_states, places, strict=True)]
-            new, new_states = optim.step_rows(
+            state_positions = [entry if by_row else at for by_row in per_row]
+            local = [state[i] for state, i in zip(tier_states, state_positions, strict=True)]
+            new_rows, new_states = optim.step_rows(
                 optimizer, weights[tier][at], weight_grad[table_tier][source], local, hyper
             )
-            optim.store(weights[tier], at, new, hyper, linear, 0)
+            optim.store(weights[tier], at, new_rows, hyper, linear, 0)
             for k, state in enumerate(tier_states):
-                optim.store(state, places[k], new_states[k], hyper, linear, 1 + k)
+                optim.store(state, state_positions[k], new_states[k], hyper, linear, 1 + k)

@@ -20,23 +20,23 @@ from emblib.specs import MatmulPrecision, Pooling
 
 def ranks(cores: Sequence[Tensor], dim_factors: Sequence[int]) -> tuple[int, ...]:
     """Return the ranks `1, R_1, .., 1` that the widths of the cores imply."""
-    full = [1]
+    full_ranks = [1]
     for core, q in zip(cores, dim_factors, strict=True):
-        full.append(core.size(1) // (full[-1] * q))
-    return tuple(full)
+        full_ranks.append(core.size(1) // (full_ranks[-1] * q))
+    return tuple(full_ranks)
 
 
 def digits(ids: Tensor, row_factors: Sequence[int]) -> list[Tensor]:
     """Return the mixed-radix digits of `ids`, most significant first."""
-    found = []
+    digits_ = []
     for factor in reversed(row_factors):
-        found.append(ids % factor)
+        digits_.append(ids % factor)
         ids = ids // factor
-    return found[::-1]
+    return digits_[::-1]
 
 
 def matmul_operand(values: Tensor, precision: MatmulPrecision) -> Tensor:
-    """Return float32 `values` as products of a precision read them.
+    """Round float32 `values` to the precision in which products read their operands.
 
     TF32 has 11 significant bits, rounded to nearest with ties away from zero, BF16 has 8, with
     ties to even. FLOAT32 reads them as they are.
@@ -54,13 +54,15 @@ def rows(
     cores: Sequence[Tensor], ids: Tensor, row_factors: Sequence[int], dim_factors: Sequence[int]
 ) -> Tensor:
     """Return rows `ids` of the table, `[L, D]`."""
-    full = ranks(cores, dim_factors)
+    full_ranks = ranks(cores, dim_factors)
     chain = cores[0].new_ones(ids.numel(), 1, 1)
     columns = 1
     for k, digit in enumerate(digits(ids.long(), row_factors)):
-        factor = cores[k][digit].view(ids.numel(), full[k], dim_factors[k] * full[k + 1])
+        factor = cores[k][digit].view(
+            ids.numel(), full_ranks[k], dim_factors[k] * full_ranks[k + 1]
+        )
         columns *= dim_factors[k]
-        chain = torch.bmm(chain, factor).view(ids.numel(), columns, full[k + 1])
+        chain = torch.bmm(chain, factor).view(ids.numel(), columns, full_ranks[k + 1])
     return chain.reshape(ids.numel(), math.prod(dim_factors))
 
 
@@ -93,13 +95,13 @@ def keys(
     """
     ids = indices.long()
     repaired = torch.where((ids >= 0) & (ids < num_rows), ids, 0)
-    parts = digits(permuted(repaired, num_rows, permutation), row_factors)
+    id_digits = digits(permuted(repaired, num_rows, permutation), row_factors)
     order = list(range(len(row_factors)))
     if len(order) > 2:
         order[:2] = [1, 0]
     key = torch.zeros_like(repaired)
     for k in order:
-        key = key * row_factors[k] + parts[k]
+        key = key * row_factors[k] + id_digits[k]
     return torch.where(ids == -1, ids, key)
 
 
@@ -108,10 +110,10 @@ def ids_of_keys(sort_keys: Tensor, row_factors: Sequence[int]) -> Tensor:
     order = list(range(len(row_factors)))
     if len(order) > 2:
         order[:2] = [1, 0]
-    parts = dict(zip(order, digits(sort_keys, [row_factors[k] for k in order]), strict=True))
+    id_digits = dict(zip(order, digits(sort_keys, [row_factors[k] for k in order]), strict=True))
     ids = torch.zeros_like(sort_keys)
     for k, factor in enumerate(row_factors):
-        ids = ids * factor + parts[k]
+        ids = ids * factor + id_digits[k]
     return ids
 
 
@@ -155,13 +157,14 @@ def stored(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the ids that the cores serve, the stored rows of the others, and the keys to count.
 
-    All are int64 `[L]`, with -1 for the rest; the first two are empty where no rows are stored.
+    All are int64 `[L]`, -1 for the others; the first two are empty if no rows are stored.
 
     Args:
-        indices: `[L]`, as the batch has them; those that differ from `ids` are not valid.
+        indices: `[L]`, as the batch has them; one that differs from its `ids` entry is invalid.
         ids: int64 `[L]`, repaired; -1 skips.
-        keys: int64 `[L]`, the ids among those of all tables.
-        slots: int64 `[L]`, of keys in the index of stored rows, -1 for none; None: no rows are.
+        keys: int64 `[L]`, the ids offset by the first key of their table.
+        slots: int64 `[L]`, slots of `keys` in the index of stored rows, -1 for none; None: no rows
+            are stored.
         row_of_slot: int64 `[S]`, the stored row of each slot, -1 for none.
     """
     counted = torch.where(indices == ids, keys, -1)
@@ -176,14 +179,14 @@ def count_(counted: Tensor, rows: Tensor, starts: Tensor, tables: Tensor, counte
 
     Args:
         counted: int64 `[L]`, the keys to count, -1 for none.
-        rows: int64 `[L]`, -1 for lookups that are no hits; empty: there are none.
-        starts: int64 `[F + 1]`, the first lookup of each feature; those before the first are none.
+        rows: int64 `[L]`, stored row of each lookup, -1 for misses; empty: no hits.
+        starts: int64 `[F + 1]`, first lookup of each feature; earlier ones are not counted.
         tables: int64 `[F]`.
         counters: changed in place.
     """
     for f, table in enumerate(tables.tolist()):
-        own = slice(int(starts[f]), int(starts[f + 1]))
-        is_lookup = counted[own] >= 0
+        ids_of_feature = slice(int(starts[f]), int(starts[f + 1]))
+        is_lookup = counted[ids_of_feature] >= 0
         counters[table, 0] += is_lookup.sum()
         if len(rows):
-            counters[table, 1] += (is_lookup & (rows[own] >= 0)).sum()
+            counters[table, 1] += (is_lookup & (rows[ids_of_feature] >= 0)).sum()

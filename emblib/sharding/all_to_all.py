@@ -1,22 +1,20 @@
 """Collectives of uneven sizes that stay in flight while the caller continues.
 
-On the journey of a batch this is the transport of every message: the sizes and ids of an
-input_dist, the rows of an output_dist, and their gradients. Every backend takes
-empty and uneven messages and any payload; the receiver sums, in float32 and in rank order. The
-gradients of replicated tables, which every rank needs, are gathered.
+All messages of a batch use it: the sizes and ids of an input_dist, the rows of an output_dist, and
+their gradients. Messages may be empty and uneven, over any backend. The receiver sums, in float32
+and in rank order. The gradients of replicated tables, which every rank needs, are gathered.
 
 The ranks of a process group pair up collectives by the order of their calls. Over gloo, a rank that
-calls another collective than its peers makes gloo abort the process. Therefore ranks first exchange
-a header that describes the collective when the tensor is in host memory, and raise on all ranks
-where headers disagree (`Headers`). Collectives that follow another one within the same forward have
+calls another collective than its peers makes gloo abort the process. So for tensors in host memory
+ranks first exchange a header that describes the collective, and all ranks raise if headers disagree
+(`Headers`). Collectives that follow another one within the same forward have
 no header of their own. A call with a header returns only once every rank has made it; the payload
 is still in flight. Only the collectives of this module carry headers: a rank that calls another one
 instead, such as a barrier, is not detected.
 
-Headers of all contents have the same size, so that ranks that disagree still exchange them. The
-numbers that ranks must know before they can allocate memory for ids travel in the header where they
-fit (`start_sizes`), and several messages for the same ranks in one collective
-(`start_all_to_alls`).
+All headers have the same size, so even ranks that disagree can exchange them. Numbers that ranks
+need to allocate memory for ids travel in the header if they fit (`start_sizes`). Several messages
+for the same ranks may travel in one collective (`start_all_to_alls`).
 """
 
 from __future__ import annotations
@@ -187,7 +185,7 @@ def start_minimum(values: Tensor, ranks: RankGroup) -> Awaitable[Tensor]:
 
 
 class _Works:
-    """Several `dist.Work`s that are waited for as one."""
+    """Several `dist.Work`s with one `wait`."""
 
     def __init__(self, works: Sequence[Any]) -> None:
         self._works = works
@@ -203,7 +201,7 @@ class _Works:
 class Message(NamedTuple):
     """One flat tensor per rank pair: `sizes[r]` elements of `sent` go to rank r.
 
-    `received` is where to write what comes, allocated if it is None.
+    `received` is the buffer for incoming elements, allocated if None.
     """
 
     sent: Tensor
@@ -215,36 +213,36 @@ class Message(NamedTuple):
 def start_all_to_alls(
     messages: Sequence[Message], ranks: RankGroup, *, content: Content, is_merged: bool
 ) -> list[Awaitable[Tensor]]:
-    """Start all-to-alls without headers; return what is received, by message.
+    """Start all-to-alls without headers; return an awaitable of the received elements per message.
 
     Args:
         messages: the messages; all ranks pass equally many.
         ranks: the ranks, which all make this call.
         content: kind of the messages.
-        is_merged: whether all messages are copied into one collective, which pays where they are
-            small. All ranks decide alike.
+        is_merged: whether all messages are copied into one collective, which is faster for small
+            ones. All ranks must pass the same.
     """
     if not is_merged or len(messages) <= 1 or ranks.size == 1:
         return [
             start_all_to_all(
-                one.sent,
-                one.sizes,
-                one.received_sizes,
+                message.sent,
+                message.sizes,
+                message.received_sizes,
                 ranks,
-                received=one.received,
+                received=message.received,
                 content=content,
                 has_header=False,
             )
-            for one in messages
+            for message in messages
         ]
-    flat = [one.sent.contiguous() for one in messages]
+    flat = [message.sent.contiguous() for message in messages]
     widths = [1] * len(messages)
     if any(values.dtype is not flat[0].dtype for values in flat):
         widths = [values.element_size() for values in flat]
         flat = [values.view(torch.uint8) for values in flat]
     by_message = [
-        values.split([n * width for n in one.sizes])
-        for values, one, width in zip(flat, messages, widths, strict=True)
+        values.split([n * width for n in message.sizes])
+        for values, message, width in zip(flat, messages, widths, strict=True)
     ]
     # Of the messages of rank 0, then of rank 1, ...
     sizes, received_sizes = (
@@ -302,11 +300,11 @@ def start_sizes(
             return ReadyAwaitable(
                 [_parsed(numbers, len(common), received_sizes, ranks) for numbers in received]
             )
-    sent = [[*common, *chain.from_iterable(of_rank)] for of_rank in rows]
+    payloads = [[*common, *chain.from_iterable(of_rank)] for of_rank in rows]
     size = len(common) + sum(received_sizes)
     pending = start_all_to_all(
-        torch.tensor(list(chain.from_iterable(sent)), device=ranks.device),
-        [len(numbers) for numbers in sent],
+        torch.tensor(list(chain.from_iterable(payloads)), device=ranks.device),
+        [len(numbers) for numbers in payloads],
         [size] * ranks.size,
         ranks,
         content=Content.SIZES,
@@ -314,17 +312,18 @@ def start_sizes(
     )
 
     def split() -> list[tuple[list[int], list[list[int]]]]:
-        every = pending.wait().view(ranks.size, size).tolist()
+        numbers_of_ranks = pending.wait().view(ranks.size, size).tolist()
         ends = [len(common), *accumulate(received_sizes, initial=len(common))][1:]
         return [
-            (numbers[: len(common)], [numbers[a:b] for a, b in pairwise(ends)]) for numbers in every
+            (numbers[: len(common)], [numbers[a:b] for a, b in pairwise(ends)])
+            for numbers in numbers_of_ranks
         ]
 
     return DeferredAwaitable(split)
 
 
 def _trimmed(row: Sequence[int]) -> list[int]:
-    """Return the length of a row without equal numbers at its end, and the numbers left."""
+    """Drop repeats of the last number; return [original length, remaining numbers ...]."""
     end = len(row)
     while end > 1 and row[end - 2] == row[end - 1]:
         end -= 1
@@ -334,9 +333,9 @@ def _trimmed(row: Sequence[int]) -> list[int]:
 def _parsed(
     numbers: list[int], num_common: int, sizes: Sequence[int], ranks: RankGroup
 ) -> tuple[list[int], list[list[int]]]:
-    """Return the common numbers, and the lists for this rank, of the numbers of one rank."""
-    first = num_common + ranks.size
-    at = first + sum(numbers[num_common : num_common + ranks.rank])
+    """Split the numbers of one rank into the common ones and the lists for this rank."""
+    begin = num_common + ranks.size
+    at = begin + sum(numbers[num_common : num_common + ranks.rank])
     rows = []
     for size in sizes:
         end = numbers[at]
@@ -356,15 +355,15 @@ _WITHIN_FORWARD = frozenset({Content.IDS, Content.WEIGHTS, Content.ROWS})
 class Headers:
     """The headers of one collective, exchanged between all ranks.
 
-    Every rank gets the headers of all and evaluates all pairs, so that all ranks decide alike and
-    none waits in the collective for a rank that raised.
+    Every rank gets the headers of all ranks and compares all pairs, so all ranks decide alike, and
+    none waits in the collective for a rank that has raised.
 
     Args:
-        kind: the content, the collective, and the messages that it has, as a bit mask.
+        kind: the content, the collective, and a bit mask of its messages.
         nbytes: `nbytes[r]` is the number of bytes that this rank sends to rank r.
         received_nbytes: the number of bytes that it expects from each rank.
         ranks: the ranks, in host memory.
-        numbers: numbers for the other ranks to read in the header, if they fit in `ROOM` numbers.
+        numbers: numbers to send in the header, if at most `ROOM`.
     """
 
     ROOM = 124
@@ -403,19 +402,22 @@ class Headers:
         """
         self._work.wait()
         world, length = self._ranks.size, len(self._header)
-        every = self._received.tolist()
-        headers = [every[i : i + length] for i in range(0, len(every), length)]
+        entries = self._received.tolist()
+        headers = [entries[i : i + length] for i in range(0, len(entries), length)]
         headers.insert(self._ranks.rank, self._header)
-        first = _KIND + 2 * world
-        sent = [header[_KIND : _KIND + world] for header in headers]
-        expected = [header[_KIND + world : first] for header in headers]
+        begin = _KIND + 2 * world
+        sent_sizes = [header[_KIND : _KIND + world] for header in headers]
+        expected = [header[_KIND + world : begin] for header in headers]
         kinds = [header[:_KIND] for header in headers]
-        if kinds.count(kinds[0]) < world or list(map(list, zip(*sent, strict=True))) != expected:
-            tables = (torch.tensor(rows) for rows in (kinds, sent, expected))
+        if (
+            kinds.count(kinds[0]) < world
+            or list(map(list, zip(*sent_sizes, strict=True))) != expected
+        ):
+            tables = (torch.tensor(rows) for rows in (kinds, sent_sizes, expected))
             _raise_difference(*tables, ranks=self._ranks)
-        if any(header[first] < 0 for header in headers):
+        if any(header[begin] < 0 for header in headers):
             return None
-        return [header[first + 1 : first + 1 + header[first]] for header in headers]
+        return [header[begin + 1 : begin + 1 + header[begin]] for header in headers]
 
 
 def gradient_headers(
@@ -443,11 +445,11 @@ def gradient_headers(
 
 
 _KIND = 3  # entries of a header before the sizes
-_SCALED_BIT = 62  # of the third entry, for gradients
+_SCALED_BIT = 62  # bit of a header's third entry: the gradient is scaled
 
 
 def _raise_difference(kinds: Tensor, sent: Tensor, expected: Tensor, *, ranks: RankGroup) -> None:
-    """Raise RuntimeError for a pair of headers that disagree, of this rank if there is one."""
+    """Raise RuntimeError for one pair of headers that disagree, preferably one of this rank."""
     # [receiver, sender]
     differs = (kinds[:, None] != kinds[None]).any(dim=2) | (expected != sent.T)
     rank = ranks.rank if differs[ranks.rank].any() else int(differs.any(dim=1).nonzero()[0])
@@ -494,10 +496,10 @@ def _content_error(peer: int, sent: Content, rank: int, expected: Content) -> Ru
         f"{_SAME_ORDER}"
     )
     if Content.GRADIENTS in (sent, expected):
-        absent = peer if expected is Content.GRADIENTS else rank
+        missing_rank = peer if expected is Content.GRADIENTS else rank
         message += (
-            f". The last loss of rank {absent} left out the output of a sharded collection, which "
-            "that of the other rank used: every rank's loss must use it, if only times 0"
+            f". The last loss of rank {missing_rank} left out the output of a sharded collection, "
+            "which that of the other rank used: every rank's loss must use it, if only times 0"
         )
     return RuntimeError(message)
 
@@ -506,7 +508,7 @@ def _content_error(peer: int, sent: Content, rank: int, expected: Content) -> Ru
 
 
 class _Thread:
-    """The collectives of one thread in flight, while no other thread has any."""
+    """The thread that has collectives in flight; no other thread may start any."""
 
     def __init__(self, thread: threading.Thread) -> None:
         self.thread, self.in_flight = thread, 0
@@ -543,10 +545,10 @@ _group_states_lock = threading.Lock()
 def _enter_collective(ranks: RankGroup) -> _Collective:
     """Register a collective of this thread, which lasts as long as the returned object.
 
-    Raise RuntimeError if another thread has one in flight. Ranks pair up collectives by their order
-    in the group, and two threads would call them in another order on each rank: messages would
-    reach the wrong table, and gloo aborts a process that gets more bytes than it expects. The group
-    is unusable from then on. Collectives of tensors on a GPU are not registered: torch runs their
+    Raise RuntimeError if another thread has one in flight, after which the group is unusable. Ranks
+    match collectives by their order in the group; two threads would call them in different orders
+    on different ranks, so messages would reach the wrong table, and gloo aborts a process that gets
+    more bytes than it expects. Collectives of tensors on a GPU are not registered: torch runs their
     backward in threads of its own.
     """
     group = ranks.group
@@ -555,14 +557,14 @@ def _enter_collective(ranks: RankGroup) -> _Collective:
         state = _group_states.setdefault(group, _GroupState())
     thread = threading.current_thread()
     with state.lock:
-        other = state.by.thread
-        if other is not thread:
-            if not state.error and state.by.in_flight and other.is_alive():
+        other_thread = state.by.thread
+        if other_thread is not thread:
+            if not state.error and state.by.in_flight and other_thread.is_alive():
                 state.error = (
-                    f"threads {other.name!r} and {thread.name!r} exchange over one process group "
-                    "at the same time, which mixes up their messages: give every thread a process "
-                    "group of its own (torch.distributed.new_group, made in the same order on all "
-                    "ranks, and RankGroup(group)), or let one thread use it"
+                    f"threads {other_thread.name!r} and {thread.name!r} exchange over one process "
+                    "group at the same time, which mixes up their messages: give every thread a "
+                    "process group of its own (torch.distributed.new_group, made in the same "
+                    "order on all ranks, and RankGroup(group)), or let one thread use it"
                 )
             state.by = _Thread(thread)
         if state.error:

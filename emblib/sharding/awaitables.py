@@ -1,8 +1,8 @@
 """Awaitables: results of operations that are still in flight.
 
-`Awaitable.wait()` returns the result, and the same object on every call. A `LazyAwaitable` also
-waits by itself wherever it is used in place of its result. On the journey of a batch every stage
-returns one: the input_dist, and the output of a collection, which waits when it is used.
+`Awaitable.wait()` waits and returns the result, the same object on every call. A `LazyAwaitable`
+can be used like its result; its first use waits. The stages of a sharded lookup return them:
+input_dist an `Awaitable`, the output of a collection a `LazyAwaitable`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Awaitable(Generic[T]):
 
     @property
     def callbacks(self) -> list[Callable[[Any], Any]]:
-        """The callbacks that the first `wait` will run; more may be appended."""
+        """Return the callbacks that the first `wait` will run; more may be appended."""
         return self._callbacks
 
     def _finish(self) -> T:
@@ -152,7 +152,7 @@ class LazyAwaitable(Awaitable[T]):
 
 
 class LazyReadyAwaitable(LazyAwaitable[T]):
-    """A result that is available already, where the caller expects a `LazyAwaitable`."""
+    """A `LazyAwaitable` whose result is available already."""
 
     def __init__(self, value: T) -> None:
         super().__init__()
@@ -193,7 +193,7 @@ class _Failure:
         self.error = error
 
 
-_PENDING = object()  # not None, which may be a result
+_PENDING = object()  # no result yet; None may be a result
 
 
 def _operator(name: str) -> Callable[..., Any]:

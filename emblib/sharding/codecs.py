@@ -1,8 +1,8 @@
 """Codecs: encodings of the rows and gradients that ranks send, smaller and less exact than float32.
 
-On the journey of a batch this is the form of rows and gradients in an output_dist: `start_values`
-encodes them and starts their all-to-alls, and what it returns decodes them. The rows of a rank for
-itself need not travel, see `local_part`.
+An output_dist sends rows and gradients in this form: `start_values` encodes them and starts their
+all-to-alls; the awaitables that it returns decode them. A rank's rows for itself are usually not
+sent, see `local_part`.
 
 A codec encodes a flat tensor, the concatenation of one split per rank, into a payload with splits
 of its own, and decodes it. `bound` returns an upper bound of the error of each value:
@@ -206,7 +206,7 @@ class _ScaledRows(Codec):
     @property
     @abstractmethod
     def _largest(self) -> float:
-        """The encoded value of the largest value of a row."""
+        """Return the encoded value of the largest value of a row."""
 
     @property
     @abstractmethod
@@ -375,25 +375,26 @@ def check_comm_precision(comm_precision: CommPrecision | None) -> CommPrecision:
 
 
 class LocalPart(NamedTuple):
-    """The part `[begin, end)` of values that a rank would send to itself, and stays where it is."""
+    """The part `[begin, end)` of flat values that is for this rank itself and is not sent."""
 
     begin: int
     end: int
 
     def of(self, values: Tensor) -> Tensor:
-        """Return the part."""
+        """Return the part of this rank."""
         return values[self.begin : self.end]
 
     def others(self, values: Tensor) -> Tensor:
-        """Return the values of the other ranks, which are neighbours, see `local_part`."""
+        """Return the values for the other ranks, one contiguous slice, see `local_part`."""
         return values[: self.begin] if self.begin else values[self.end :]
 
 
 def local_part(sizes: Sequence[int], ranks: RankGroup) -> LocalPart | None:
-    """Return the part of flat values, by rank, that stays on this rank; None if it has to travel.
+    """Return the part of flat values for this rank, or None if it must be sent like the others.
 
-    Backends copy the message of a rank to itself. An all-to-all sends neighbouring messages only,
-    so that the part stays if it is the first or the last one: always for two ranks.
+    Not sending it saves a copy, because backends copy a rank's message to itself. The other
+    messages must be contiguous, so this rank's must be the first or the last: always so with two
+    ranks.
     """
     if ranks.size == 1 or ranks.rank not in (0, ranks.size - 1):
         return None
@@ -402,15 +403,15 @@ def local_part(sizes: Sequence[int], ranks: RankGroup) -> LocalPart | None:
 
 
 def without_local(sizes: Sequence[int], ranks: RankGroup) -> list[int]:
-    """Return sizes by rank, with nothing for this rank."""
+    """Return sizes by rank, with 0 for this rank."""
     return [0 if rank == ranks.rank else size for rank, size in enumerate(sizes)]
 
 
 class Received(NamedTuple):
     """Values from all ranks, flat and in rank order.
 
-    Those of this rank are in `local`, which belongs before element `local_begin` of `values`, if it
-    is set.
+    If `local` is set, it has the values of this rank, which belong before element `local_begin` of
+    `values`.
     """
 
     values: Tensor
@@ -421,8 +422,8 @@ class Received(NamedTuple):
 class Values(NamedTuple):
     """Floating-point values for all ranks, flat, that a codec encodes.
 
-    `received` is where to write what comes, for values without a codec; allocated if it is None.
-    `comes_whole` is whether what comes must be one tensor, with the part of this rank.
+    `received` is the buffer for incoming values without a codec, allocated if None. `comes_whole`:
+    whether the result must be one tensor that includes the part of this rank.
     """
 
     values: Tensor
@@ -435,8 +436,8 @@ class Values(NamedTuple):
     def nbytes(self) -> tuple[list[int], list[int]]:
         """Return the bytes of the messages to each rank, and of those from each rank."""
         width = self.codec.payload_dtype(self.values.dtype).itemsize
-        sent, received = map(self.codec.payload_splits, (self.sizes, self.received_sizes))
-        return [n * width for n in sent], [n * width for n in received]
+        sent_splits, received = map(self.codec.payload_splits, (self.sizes, self.received_sizes))
+        return [n * width for n in sent_splits], [n * width for n in received]
 
     def encoded(self) -> Message:
         """Return the encoded values."""
@@ -452,27 +453,27 @@ def start_values(
     content: Content,
     is_merged: bool,
 ) -> list[Awaitable[Received]]:
-    """Start all-to-alls of values without headers; return what is received, decoded.
+    """Start all-to-alls of values without headers; return awaitables of the decoded values.
 
-    The results are float32, or 16-bit payloads where their reader converts. Rows of
-    this rank for itself are not sent, where that is possible; gradients leave theirs out before.
+    Results are float32, or 16-bit payloads if their reader converts them. Rows for this rank itself
+    are not sent if possible; gradients for this rank are left out by the caller.
     """
     messages, results = [], []
-    for one in batch:
-        message, part = one.encoded(), None
-        may_stay = content is Content.ROWS and not is_merged and not one.comes_whole
-        if may_stay and _is_read_directly(one.codec, message.sent):
-            part = local_part(message.sizes, ranks)
-        sizes, local, begin = list(one.received_sizes), None, 0
-        if part is not None:
-            local, begin = part.of(message.sent), sum(sizes[: ranks.rank])
+    for values in batch:
+        message, local_values = values.encoded(), None
+        may_stay = content is Content.ROWS and not is_merged and not values.comes_whole
+        if may_stay and _is_read_directly(values.codec, message.sent):
+            local_values = local_part(message.sizes, ranks)
+        sizes, local, begin = list(values.received_sizes), None, 0
+        if local_values is not None:
+            local, begin = local_values.of(message.sent), sum(sizes[: ranks.rank])
             sent, received = (
                 without_local(of_message, ranks)
                 for of_message in (message.sizes, message.received_sizes)
             )
-            message = Message(part.others(message.sent), sent, received)
+            message = Message(local_values.others(message.sent), sent, received)
         messages.append(message)
-        results.append(partial(_decoded, one.codec, sizes, local, begin))
+        results.append(partial(_decoded, values.codec, sizes, local, begin))
     pending = start_all_to_alls(messages, ranks, content=content, is_merged=is_merged)
     return [
         DeferredAwaitable(partial(result, awaitable))

@@ -1,11 +1,11 @@
 """Collectives of embeddings, as functions with gradients.
 
-Each call starts a collective and returns an `Awaitable`; between the call and its `wait` other work
-overlaps. Backward overlaps too: the gradient is sent once that of the output is known, and waited
-for when that of the input is needed. All of them are one all-to-all of uneven messages, that of
-`emblib.sharding.all_to_all`: messages may be empty, and sums are float32 (float64 for float64) in
-rank order, so that they are the same on every run. They are for modules that are no sharded
-collections; those send their batches by `emblib.sharding.lookup`.
+Each function starts a collective and returns an `Awaitable`, so other work overlaps until `wait`.
+Backward overlaps too: it sends the gradient as soon as that of the output is known, and waits when
+that of the input is needed. Every function uses the all-to-all of `emblib.sharding.all_to_all`:
+messages may be empty or uneven, and sums are float32 (float64 for float64) in rank order, so they
+are reproducible. They are for other modules than sharded collections, which use
+`emblib.sharding.lookup`.
 
 Every rank calls the same collectives in the same order, and either all ranks pass tensors that
 require gradients or none: a rank whose tensor is empty passes an empty one that does.
@@ -51,7 +51,7 @@ _BACK = {
 
 @dataclass(frozen=True)
 class _Leg:
-    """One direction of a collective: how many elements go to and come from each rank."""
+    """One direction of a collective: elements sent to and received from each rank, and codec."""
 
     pattern: _Pattern
     sizes: tuple[int, ...]
@@ -60,7 +60,7 @@ class _Leg:
     ranks: RankGroup
 
     def start(self, values: Tensor) -> Any:
-        """Send `values`, flat: `sum(sizes)` elements, or `sizes[0]` where all get a copy."""
+        """Send flat `values`: `sum(sizes)` elements, or `sizes[0]` if all ranks get a copy."""
         splits = self.codec.payload_splits
         if self.pattern is _Pattern.COPIES:
             payload = self.codec.encode(values, self.sizes[:1])
@@ -73,10 +73,10 @@ class _Leg:
         if self.pattern is not _Pattern.SUMS:
             return self.codec.decode(pending.wait(), self.received, dtype)
         wide = torch.promote_types(dtype, torch.float32)
-        parts = self.codec.decode(pending.wait(), self.received, wide).view(self.ranks.size, -1)
-        total = parts[0].clone()
-        for part in parts[1:]:
-            total.add_(part)
+        by_rank = self.codec.decode(pending.wait(), self.received, wide).view(self.ranks.size, -1)
+        total = by_rank[0].clone()
+        for values_of_rank in by_rank[1:]:
+            total.add_(values_of_rank)
         return total.to(dtype)
 
 
@@ -123,7 +123,7 @@ class _End(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Start to send the gradient; `_Start.backward` waits for it."""
+        """Start sending the gradient; `_Start.backward` waits for it."""
         ctx.call.pending = ctx.call.backward.start(grad.contiguous().view(-1))
         return grad.new_empty(0), None
 
@@ -145,22 +145,24 @@ def _start(
     received: Sequence[int],
     ranks: RankGroup,
     *,
-    how: tuple[_Pattern, CommPrecision, GradientReduction | str],
+    options: tuple[_Pattern, CommPrecision, GradientReduction | str],
 ) -> Awaitable[Tensor]:
-    pattern, comm_precision, gradients = how
+    pattern, comm_precision, gradients = options
     if not values.is_floating_point():
         raise TypeError(f"values must be floating, got {values.dtype}")
-    sent, received = tuple(sizes), tuple(received)
+    sent_sizes, received = tuple(sizes), tuple(received)
     legs = (
-        _Leg(pattern, sent, received, comm_precision.forward, ranks),
-        _Leg(_BACK[pattern], received, sent, comm_precision.backward, ranks),
+        _Leg(pattern, sent_sizes, received, comm_precision.forward, ranks),
+        _Leg(_BACK[pattern], received, sent_sizes, comm_precision.backward, ranks),
     )
     return _CollectiveAwaitable(values, _Call(legs, GradientReduction(gradients)))
 
 
-def _check_ranks(name: str, given: Sequence[Any], ranks: RankGroup) -> None:
-    if len(given) != ranks.size:
-        raise ValueError(f"{name} must have an entry for each of {ranks.size} ranks: got {given}")
+def _check_ranks(name: str, per_rank: Sequence[Any], ranks: RankGroup) -> None:
+    if len(per_rank) != ranks.size:
+        raise ValueError(
+            f"{name} must have an entry for each of {ranks.size} ranks: got {per_rank}"
+        )
 
 
 def _check_rows(name: str, values: Tensor, dims: int, rows: int) -> None:
@@ -197,13 +199,13 @@ def alltoall_pooled(
     received_sizes = [batch * n for n in columns]
 
     def join_columns(received: Tensor) -> Tensor:
-        pieces = zip(received.split(received_sizes), columns, strict=True)
-        return torch.cat([piece.view(batch, n) for piece, n in pieces], 1)
+        blocks = zip(received.split(received_sizes), columns, strict=True)
+        return torch.cat([block.view(batch, n) for block, n in blocks], 1)
 
-    how = _Pattern.PARTS, comm_precision, gradients
-    return _start(values, [n * width for n in batch_sizes], received_sizes, ranks, how=how).then(
-        join_columns
-    )
+    options = _Pattern.PARTS, comm_precision, gradients
+    return _start(
+        values, [n * width for n in batch_sizes], received_sizes, ranks, options=options
+    ).then(join_columns)
 
 
 def alltoallv(
@@ -278,7 +280,7 @@ def variable_batch_alltoall_pooled(
     rows = iter(batch_sizes_here)
     received_sizes = [sum(next(rows) * d for d in row) for row in columns]
     return _start(
-        values, sizes, received_sizes, ranks, how=(_Pattern.PARTS, comm_precision, gradients)
+        values, sizes, received_sizes, ranks, options=(_Pattern.PARTS, comm_precision, gradients)
     )
 
 
@@ -299,10 +301,10 @@ def alltoall_sequence(
     _check_ranks("received_sizes", received_sizes, ranks)
     _check_rows("values", values, 2, sum(sizes))
     width = values.size(1)
-    sent, received = [n * width for n in sizes], [n * width for n in received_sizes]
+    sent_sizes, received = [n * width for n in sizes], [n * width for n in received_sizes]
     rows = sum(received_sizes)
     how = _Pattern.PARTS, comm_precision, gradients
-    return _start(values, sent, received, ranks, how=how).then(
+    return _start(values, sent_sizes, received, ranks, options=how).then(
         lambda received_sizes: received_sizes.view(rows, width)
     )
 
@@ -355,8 +357,8 @@ def reduce_scatter_v_pooled(
     _check_rows("values", values, 2, sum(batch_sizes))
     width, batch = values.size(1), batch_sizes[ranks.rank]
     sizes, received_sizes = [n * width for n in batch_sizes], [batch * width] * ranks.size
-    how = _Pattern.SUMS, comm_precision, gradients
-    return _start(values, sizes, received_sizes, ranks, how=how).then(
+    options = _Pattern.SUMS, comm_precision, gradients
+    return _start(values, sizes, received_sizes, ranks, options=options).then(
         lambda sums: sums.view(batch, width)
     )
 
@@ -377,8 +379,8 @@ def all_gather_base_pooled(
     _check_ranks("batch_sizes", sizes, ranks)
     _check_rows("values", values, 2, sizes[ranks.rank])
     width, rows = values.size(1), sum(sizes)
-    sent, received = [values.numel()] * ranks.size, [n * width for n in sizes]
+    sent_sizes, received = [values.numel()] * ranks.size, [n * width for n in sizes]
     how = _Pattern.COPIES, comm_precision, gradients
-    return _start(values, sent, received, ranks, how=how).then(
+    return _start(values, sent_sizes, received, ranks, options=how).then(
         lambda received_sizes: received_sizes.view(rows, width)
     )

@@ -20,7 +20,7 @@ from emblib.sharding.ranks import RankGroup
 class DDP:
     """Replicate the dense part on every rank with `DistributedDataParallel`.
 
-    `options` are further arguments of it, e.g. `{"static_graph": True}`. With `gradient_dtype`,
+    `options` are further arguments of DDP, e.g. `{"static_graph": True}`. With `gradient_dtype`,
     float16 or bfloat16, gradients are sent and added up in it.
 
     Raises:
@@ -60,11 +60,11 @@ def _reduce_in(dtype: torch.dtype) -> Callable[[Any, dist.GradBucket], Any]:
 
     def reduce(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         buffer = bucket.buffer()
-        sent = buffer.to(dtype).div_(dist.get_world_size(group))
-        pending = dist.all_reduce(sent, group=group, async_op=True).get_future()
+        converted = buffer.to(dtype).div_(dist.get_world_size(group))
+        pending = dist.all_reduce(converted, group=group, async_op=True).get_future()
 
-        def write_back(done: Any) -> Tensor:
-            buffer.copy_(done.value()[0])
+        def write_back(future: Any) -> Tensor:
+            buffer.copy_(future.value()[0])
             return buffer
 
         return pending.then(write_back)
@@ -94,8 +94,8 @@ class FullyShard:
 
         assert ranks.group is not None
         mesh = DeviceMesh.from_group(ranks.group, ranks.device.type)
-        left = {p for name, p in module.named_parameters() if name in ignored}
-        options = {"mesh": mesh, "ignored_params": left, **self.options}
+        ignored_parameters = {p for name, p in module.named_parameters() if name in ignored}
+        options = {"mesh": mesh, "ignored_params": ignored_parameters, **self.options}
         for block in () if self.blocks is None else self.blocks(module):
             fully_shard(block, **options)
         fully_shard(module, **options)
@@ -135,15 +135,15 @@ def materialise(module: nn.Module, device: torch.device) -> None:
     Raises:
         RuntimeError: a module on the meta device has no `reset_parameters`.
     """
-    for name, part in module.named_modules():
-        modules = _with_containers(part)
+    for name, submodule in module.named_modules():
+        modules = _with_containers(submodule)
         if not any(tensor.is_meta for owner in modules for tensor in _tensors_of(owner)):
             continue
-        reset = getattr(part, "reset_parameters", None)
+        reset = getattr(submodule, "reset_parameters", None)
         if reset is None:
             raise RuntimeError(
-                f"{name or 'the model'} ({type(part).__name__}) is on the meta device and has no "
-                "reset_parameters() to initialize it; make it on a real device"
+                f"{name or 'the model'} ({type(submodule).__name__}) is on the meta device and has "
+                "no reset_parameters() to initialize it; make it on a real device"
             )
         for owner in modules:
             owner.to_empty(device=device, recurse=False)
@@ -151,14 +151,17 @@ def materialise(module: nn.Module, device: torch.device) -> None:
             reset()
 
 
-def _with_containers(part: nn.Module) -> list[nn.Module]:
+def _with_containers(submodule: nn.Module) -> list[nn.Module]:
     """Return a module and the parameter dicts and lists in it, which its own reset initializes."""
     container_types = (nn.ParameterDict, nn.ParameterList)
-    return [part, *(child for child in part.children() if isinstance(child, container_types))]
+    return [
+        submodule,
+        *(child for child in submodule.children() if isinstance(child, container_types)),
+    ]
 
 
-def _tensors_of(part: nn.Module) -> list[Tensor]:
-    return [*part.parameters(recurse=False), *part.buffers(recurse=False)]
+def _tensors_of(submodule: nn.Module) -> list[Tensor]:
+    return [*submodule.parameters(recurse=False), *submodule.buffers(recurse=False)]
 
 
 @torch.no_grad()
@@ -175,5 +178,5 @@ def copy_from_first(module: nn.Module, ranks: RankGroup, ignored: Collection[str
         # Send many small tensors in one message.
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
         dist.broadcast(flat, src=ranks.global_rank(0), group=ranks.group)
-        for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
-            tensor.copy_(part.view_as(tensor))
+        for tensor, values in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+            tensor.copy_(values.view_as(tensor))

@@ -1,6 +1,6 @@
 """Rank failures: name the ranks at fault when a collective fails, and start under torchrun.
 
-The error of a collective that fails because a process died names at most an address. Inside
+If a process dies, the error of the failed collective names at most an address. Inside
 `detect_rank_failures(ranks)` every rank writes a heartbeat to the store of its process group once a
 second, and its error if it fails itself. When a collective fails, the remaining ranks read the
 store and raise a `RankFailure` that names the ranks at fault. Nothing is recovered in place: a
@@ -171,22 +171,22 @@ class detect_rank_failures:
         # A connection answers one request at a time, and the other threads may wait for theirs.
         board = _StatusBoard(self._ranks, name)
         watched = (self._ranks.rank + 1) % self._ranks.size
-        seen, since = b"", time.monotonic()
+        last_beat, since = b"", time.monotonic()
         with suppress(Exception):  # without the store the collectives fail too
             while not self._stop.wait(self._interval):
                 board.beat()
-                beat, now = board.beat_of(watched), time.monotonic()
-                if beat != seen:
-                    seen, since = beat, now
-                elif beat and now - since > self._timeout and watched != self._ranks.rank:
+                beat, now_s = board.beat_of(watched), time.monotonic()
+                if beat != last_beat:
+                    last_beat, since = beat, now_s
+                elif beat and now_s - since > self._timeout and watched != self._ranks.rank:
                     if not board.exit_state(watched):
                         _LOG.error(
                             "%s has written no heartbeat for %.0f s",
                             board.name_of(watched),
-                            now - since,
+                            now_s - since,
                         )
                     # The ranks of a node fail together: report them all, one after another.
-                    watched, seen, since = (watched + 1) % self._ranks.size, b"", now
+                    watched, last_beat, since = (watched + 1) % self._ranks.size, b"", now_s
 
 
 def is_collective_error(error: BaseException | None) -> bool:
@@ -230,7 +230,7 @@ class _StatusBoard:
         return self._get(f"beat/{rank}")
 
     def exit_state(self, rank: int) -> str:
-        """Return how the block ended on a rank; empty while it has not."""
+        """Return how the block ended on a rank; empty before that."""
         return self._get(f"end/{rank}").decode(errors="replace")
 
     def name_of(self, rank: int) -> str:
@@ -256,31 +256,31 @@ class _StatusBoard:
         )
 
     def _faults(self, timeout_s: float) -> dict[int, str]:
-        """Return faults by rank: immediately if one is certain, else after `patience` seconds."""
-        others = [r for r in range(self._ranks.size) if r != self._ranks.rank]
-        first = {rank: self.beat_of(rank) for rank in others}
-        missing = others
+        """Return faults by rank: immediately if one is certain, else after `timeout_s` seconds."""
+        other_ranks = [r for r in range(self._ranks.size) if r != self._ranks.rank]
+        first_beats = {rank: self.beat_of(rank) for rank in other_ranks}
+        silent_ranks = other_ranks
         end = time.monotonic() + timeout_s
-        while missing and time.monotonic() < end:
-            faults = {rank: fault for rank in others if (fault := self._certain_fault(rank))}
+        while silent_ranks and time.monotonic() < end:
+            faults = {rank: fault for rank in other_ranks if (fault := self._certain_fault(rank))}
             if faults:
                 return faults
             # A rank whose collective has failed too is not at fault.
-            missing = [r for r in missing if not self._get(f"call/{r}")]
+            silent_ranks = [r for r in silent_ranks if not self._get(f"call/{r}")]
             time.sleep(_POLL_SECONDS)
         silent = {
             rank: f"wrote no heartbeat for {timeout_s:.0f} s"
-            if first[rank]
+            if first_beats[rank]
             else "never entered detect_rank_failures"
-            for rank in missing
-            if self.beat_of(rank) == first[rank] and self.exit_state(rank) != _DONE
+            for rank in silent_ranks
+            if self.beat_of(rank) == first_beats[rank] and self.exit_state(rank) != _DONE
         }
         # A rank that is merely late may be computing, and would have called the collective.
         return silent or {
             rank: "had left detect_rank_failures before the others"
             if self.exit_state(rank) == _DONE
             else "is alive, but did not call the collective that the others waited in"
-            for rank in missing
+            for rank in silent_ranks
         }
 
     def _certain_fault(self, rank: int) -> str:
@@ -300,11 +300,11 @@ class _StatusBoard:
             return
         end = time.monotonic() + timeout_s
         with suppress(Exception):
-            others = list(range(1, self._ranks.size))
-            while others and time.monotonic() < end:
+            other_ranks = list(range(1, self._ranks.size))
+            while other_ranks and time.monotonic() < end:
                 time.sleep(_POLL_SECONDS)
-                others = [
-                    r for r in others if not self.exit_state(r) and not self._certain_fault(r)
+                other_ranks = [
+                    r for r in other_ranks if not self.exit_state(r) and not self._certain_fault(r)
                 ]
 
 
@@ -406,11 +406,11 @@ def _wait_for_gloo_threads(seconds: float = 2.0) -> None:
     last reference to a tensor while the interpreter ends aborts the process ("terminate called
     without an active exception"), and torchrun would restart a job that has finished.
     """
-    end, seen = time.monotonic() + seconds, None
+    end, last_states = time.monotonic() + seconds, None
     while (threads := _gloo_threads()) and time.monotonic() < end:
-        if threads == seen and all(state == "S" for state, _ in threads.values()):
+        if threads == last_states and all(state == "S" for state, _ in threads.values()):
             return  # none has run since the last look, so none waits for the interpreter's lock
-        seen = threads
+        last_states = threads
         time.sleep(_MEET_POLL_SECONDS / 4)
 
 
@@ -464,8 +464,8 @@ def meet(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.St
             for r in range(1, size):
                 if str(r) not in members and meeting.check([f"{number}/{r}"]):
                     members[str(r)] = meeting.get(f"{number}/{r}").decode()
-            missing = [r for r in range(1, size) if str(r) not in members]
-            _check_time(end, f"ranks {missing} of {size} have not started", timeout)
+            missing_ranks = [r for r in range(1, size) if str(r) not in members]
+            _check_time(end, f"ranks {missing_ranks} of {size} have not started", timeout)
         meeting.set(f"{number}/members", json.dumps(members))
         return dist.PrefixStore(f"emblib/round/{number}", store)
     name, number = uuid.uuid4().hex, ""

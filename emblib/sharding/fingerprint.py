@@ -35,8 +35,8 @@ _MAX_DIFFERENCES = 10
 _MAX_CHARACTERS = 200
 # Directories of DISK tables and GPUs of DDP: every rank has its own.
 _OF_ONE_RANK = {"directory", "device_ids", "output_device"}
-_MAX_DEPTH = 8  # of parts in parts
-_MAX_VALUES = 16  # of a tensor; of a larger one the shape is compared
+_MAX_DEPTH = 8  # nesting of values that is compared
+_MAX_VALUES = 16  # of a larger tensor only the shape is compared
 
 
 def agree(
@@ -50,9 +50,9 @@ def agree(
 
     Args:
         ranks: the processes.
-        prepare: the local work. It must not communicate, since it may have failed on other ranks.
-        describe: function that returns what must be the same on all ranks, given the result of
-            `prepare`, or None where that failed: a difference between ranks may be the reason.
+        prepare: local work. It must not communicate, because it may have failed on other ranks.
+        describe: function that returns the description that must be equal on all ranks, given the
+            result of `prepare`; None if that failed, perhaps because of a difference.
 
     Raises:
         ValueError: the descriptions differ; the message is the same on all ranks.
@@ -83,13 +83,13 @@ def agree(
 def _raise(differences: list[str], failures: Mapping[int, str], error: Exception | None) -> None:
     failed = "; ".join(f"rank {rank} failed: {text}" for rank, text in failures.items())
     if differences:
-        shown = differences[:_MAX_DIFFERENCES]
-        if len(shown) < len(differences):
-            shown.append(f"... {len(differences)} differences in all")
+        differences_shown = differences[:_MAX_DIFFERENCES]
+        if len(differences_shown) < len(differences):
+            differences_shown.append(f"... {len(differences)} differences in all")
         raise ValueError(
             "tables, plan, optimizers, settings and versions must be the same on all ranks, and "
-            f"are not: {'; '.join(shown)}. Start all ranks with the same code, configuration and "
-            f"seeds{f' ({failed})' if failed else ''}"
+            f"are not: {'; '.join(differences_shown)}. Start all ranks with the same code, "
+            f"configuration and seeds{f' ({failed})' if failed else ''}"
         ) from error
     if error is not None:
         raise error
@@ -207,7 +207,7 @@ def collection_description(
         optimizer: optimizer of tables whose configuration has none.
         path: path of the collection in the model; without it, errors name tables only.
     """
-    where = f" of {path}" if path else ""
+    place_text = f" of {path}" if path else ""
     description: dict[str, dict[str, Any]] = {
         f"collection {path}" if path else "": {
             "type": type(source).__name__,
@@ -216,7 +216,7 @@ def collection_description(
             "need_indices": source.need_indices() if hasattr(source, "need_indices") else None,
         }
     }
-    modules = {part.config.name: i for i, part in enumerate(source.groups.slices)}
+    modules = {table_slice.config.name: i for i, table_slice in enumerate(source.groups.slices)}
     for config in configs:
         values = {f.name: getattr(config, f.name) for f in fields(config) if f.name != "name"}
         values["optimizer"] = config.optimizer or optimizer
@@ -228,7 +228,7 @@ def collection_description(
             values |= _sharding(plan[config.name])
             if not plan[config.name].is_replicated:  # copies become those of rank 0
                 values |= _values_of(module, source.device)
-        description[f"table {config.name}{where}"] = values
+        description[f"table {config.name}{place_text}"] = values
     return description
 
 
@@ -237,15 +237,15 @@ def _values_of(module: Any, device: torch.device) -> dict[str, Any]:
     hyper = getattr(module, "hyperparams", None)
     if device.type == "meta" or not isinstance(hyper, Tensor):
         return {"is_on_meta": device.type == "meta"}
-    rate, step, *others = hyper.tolist()
-    return {"is_on_meta": False, "now": {"lr": rate, "step": step, "hyper": others}}
+    rate, step, *other_numbers = hyper.tolist()
+    return {"is_on_meta": False, "now": {"lr": rate, "step": step, "hyper": other_numbers}}
 
 
 def _sharding(sharding: ParameterSharding) -> dict[str, Any]:
     description = {"sharding": sharding.type, "planned_storage": sharding.storage}
     for number, shard in enumerate(sharding.shards):
-        (first, end), (left, right) = shard.rows, shard.columns
-        description[f"shard {number}"] = f"[{first}:{end}, {left}:{right}] on rank {shard.rank}"
+        (first_row, end), (left, right) = shard.rows, shard.columns
+        description[f"shard {number}"] = f"[{first_row}:{end}, {left}:{right}] on rank {shard.rank}"
     return description
 
 
@@ -275,12 +275,12 @@ def _texts(name: str, value: Any, depth: int = 0) -> Iterator[tuple[str, str]]:
         return
     if not isinstance(value, Mapping):
         yield name, _text(value)
-    for key, part in _parts(value) if depth < _MAX_DEPTH else ():
-        yield from _texts(f"{name}.{key}", part, depth + 1)
+    for key, item in _parts(value) if depth < _MAX_DEPTH else ():
+        yield from _texts(f"{name}.{key}", item, depth + 1)
 
 
 def _parts(value: Any) -> list[tuple[Any, Any]]:
-    """Return name and value of the parts that the text of a value leaves out."""
+    """Return (name, value) of the items that `_text` of a value does not include."""
     if isinstance(value, Mapping):
         return list(value.items())
     if is_dataclass(value) and not isinstance(value, type):

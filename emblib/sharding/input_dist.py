@@ -1,13 +1,11 @@
 """The input_dist: send the ids of a batch to the ranks that store their rows.
 
-It is the first part of the journey of a batch. `InputDist` brings the ids of one collection into
-the order of sending, and what comes into the order of its lookups. `start_input_dists` sends the
-batches of several collections together, in two collectives; the caller waits for neither of them
-there. The first one has the number of bags and ids that each rank will get, which the host must
-know to allocate memory. The second one has the lengths of the bags followed by the ids, in one
-message per rank and collection, and the weights, and the counts of ids that were deduplicated,
-where there are any.
-Small messages of several collections travel in one collective.
+This is the first stage of a sharded lookup. `InputDist` sorts the ids of one collection by
+destination (rank, then unit), and the received ids by unit, then rank. `start_input_dists` sends
+the batches of several collections in two collectives, without waiting for either. The first has the
+numbers of bags and ids that each rank will get, which the host needs to allocate memory. The second
+has one message per rank and collection: lengths of bags, then ids, and weights and use counts if
+there are any. Small messages of several collections share one collective.
 """
 
 from collections.abc import Sequence
@@ -38,7 +36,7 @@ from emblib.sharding.ranks import RankGroup, sums_in_nodes
 # where nodes cannot sum the rows of this batch.
 _HEADER = 4
 _MAX_MERGED_NBYTES = 1 << 19  # copying larger messages costs more than a collective each
-_MAX_SHARE_OF_BAGS = 0.75  # empty bags are dropped only where at most this share is left
+_MAX_SHARE_OF_BAGS = 0.75  # empty bags are dropped only if at most this share remains
 _MIN_SAVED = (
     1 << 16
 )  # elements of rows; for small batches the work on indices costs more than it saves
@@ -50,7 +48,7 @@ class LocalBatch(NamedTuple):
     Attributes:
         ids: the ids of all bags, `[L]`.
         lengths: ids per bag.
-        offsets: begin of the ids of each bag, and the end of the last one.
+        offsets: first id of each bag, then the number of ids.
         weights: float32, one per id; None for unweighted lookups.
         bags: number of bags per feature.
         is_variable: whether features may differ in their number of bags.
@@ -68,13 +66,13 @@ class LocalBatch(NamedTuple):
     counts: Tensor | None = None
 
     def starts(self) -> Tensor:
-        """Return where the ids of each feature begin, and where those of the last one end."""
+        """Return the first id of each feature, then the number of ids."""
         if not self.is_variable and self.bags and self.bags[0]:
             return self.offsets[:: self.bags[0]]
         return self.offsets[self.first_bags(range(len(self.bags)))]
 
     def first_bags(self, features: Sequence[int]) -> Tensor:
-        """Return where the bags of each feature begin in this order, and the end of the last."""
+        """Return the first bag of each of these features, in order, then the number of bags."""
         device = self.offsets.device
         if self.is_variable or not features:
             return torch.tensor(bounds_of([self.bags[f] for f in features]), device=device)
@@ -94,13 +92,13 @@ class OutgoingBatch(NamedTuple):
         weights: None once sent, or for unweighted lookups.
         positions: position of each id in the batch of this rank; None where whole features are
             sent, and once sent if rows are pooled.
-        unit_starts: begin of the ids of each unit, and the end of the last one.
+        unit_starts: first id of each unit, then the number of ids.
         unit_bags: number of bags per unit. With `rows`, bags without ids for the unit are not sent.
         rows: int32 `[U * B]`: `rows[u * B + b]` is the row that unit u returns for bag b, -1 for
             none; None where every bag is sent.
         num_bags: bags sent to each rank.
         num_ids: ids sent to each rank.
-        num_replicated_ids: how many ids of each rank's message, the last ones, are for replicated
+        num_replicated_ids: number of ids at the end of each rank's message that are for replicated
             tables.
         skips_sums: whether bags of units that nodes sum were dropped, so that they cannot sum them.
         counts: int64, the uses that each id stands for; None once sent, or for one each.
@@ -127,14 +125,14 @@ class IncomingBatch(NamedTuple):
         inputs: the batch of this rank.
         sent: the batch that this rank sent; None where the world is this rank alone.
         ids: the ids of all bags, `[L]`.
-        offsets: begin of the ids of each bag, and the end of the last one.
+        offsets: first id of each bag, then the number of ids.
         weights: float32, one per id; None for unweighted lookups.
         bags: `bags[u][r]` is the number of bags of unit u from rank r. Units of replicated tables
             come last, where their ids are sent at all.
         by_unit: whether units differ in their number of bags; rows then return unit after unit.
         segments: `[ranks, units]`, number of ids.
         num_ids: ids from each rank without those for replicated tables.
-        num_replicated_ids: how many of `ids`, the last ones, are for replicated tables.
+        num_replicated_ids: number of ids at the end of `ids` that are for replicated tables.
         merges_rows: whether the rows of all collections that were sent together are few enough on
             every rank to return in one message.
         skips_sums: whether nodes cannot sum rows, because a rank has dropped bags of them.
@@ -157,9 +155,9 @@ class IncomingBatch(NamedTuple):
 
 
 class _InFlight(NamedTuple):
-    """A batch between the collective of the sizes and its end.
+    """A batch whose sizes have arrived and whose ids are in flight.
 
-    `num_bags` and `sizes` are bags and elements of the message from each rank.
+    `num_bags` and `sizes`: bags and elements of the message from each rank.
     """
 
     inputs: LocalBatch
@@ -173,12 +171,12 @@ class _InFlight(NamedTuple):
     skips_sums: bool
 
     def received_ids(self) -> list[int]:
-        """Return the number of ids from each rank, with those for replicated tables."""
+        """Return the number of ids from each rank, including those for replicated tables."""
         return [size - bags for size, bags in zip(self.sizes, self.num_bags, strict=True)]
 
 
 class ScaledGradient(torch.autograd.Function):
-    """Multiplies the gradient of a tensor by `scale`; the values stay as they are."""
+    """Identity whose backward multiplies the gradient by `scale`."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, scale: float) -> Tensor:
@@ -251,16 +249,16 @@ class InputDist(nn.Module):
     own_weight_order: Tensor
 
     def _units_of_sums(self, layout: CollectionLayout) -> tuple[list[int], int]:
-        """Return the numbers of the units whose rows nodes sum, and the number of sums per bag."""
+        """Return the indices of units whose rows nodes sum, and the number of sums per bag."""
         if not self._is_pooled or not sums_in_nodes(self._ranks):
             return [], 0
         sums = sum_in_nodes(layout, self._ranks.local_size)
         if sums is None:
             return [], 0
-        firsts = [first for first, _ in self._spans]
+        firsts = [begin for begin, _ in self._spans]
         numbers = [
-            first + i
-            for first, of_rank in zip(firsts, sums.units, strict=True)
+            begin + i
+            for begin, of_rank in zip(firsts, sums.units, strict=True)
             for of_sum in of_rank
             for i in of_sum
         ]
@@ -274,11 +272,11 @@ class InputDist(nn.Module):
 
     @property
     def header_size(self) -> int:
-        """The number of entries of a header for this rank."""
+        """Return the number of entries of a header for this rank."""
         return _HEADER + len(self._features[self._ranks.rank])
 
     def outgoing(self, inputs: LocalBatch) -> OutgoingBatch:
-        """Bring a batch into the order of sending."""
+        """Sort a batch by destination: rank, then unit."""
         weights = inputs.weights
         if weights is not None and weights.requires_grad and self._weight_scale != 1.0:
             weights = ScaledGradient.apply(weights, self._weight_scale)
@@ -299,7 +297,7 @@ class InputDist(nn.Module):
         return route.gather_segments(inputs.counts, inputs.starts(), self.order, sum(batch.num_ids))
 
     def headers(self, inputs: LocalBatch, batch: OutgoingBatch) -> list[list[int]]:
-        """Return the sizes of a batch by rank: what each rank must know before it gets the ids."""
+        """Return the sizes that each rank must know before it gets the ids, by rank."""
         kind = _batch_kind(inputs)
         by_unit = int(inputs.is_variable or batch.rows is not None)
         return [
@@ -308,14 +306,14 @@ class InputDist(nn.Module):
                 batch.num_replicated_ids,
                 kind,
                 by_unit + batch.skips_sums,
-                *batch.unit_bags[first:end],
+                *batch.unit_bags[begin:end],
             ]
-            for (first, end), ids in zip(self._spans, batch.num_ids, strict=True)
+            for (begin, end), ids in zip(self._spans, batch.num_ids, strict=True)
         ]
 
     def empty_headers(self) -> list[list[int]]:
-        """Return headers that `headers` might return, of no batch."""
-        return [[0] * (_HEADER + end - first) for first, end in self._spans]
+        """Return headers of the size of `headers(...)`, for a rank without a batch."""
+        return [[0] * (_HEADER + end - begin) for begin, end in self._spans]
 
     def row_nbytes(self, inputs: LocalBatch) -> int:
         """Return the bytes of the rows that the ranks return for a batch, without codecs."""
@@ -365,13 +363,13 @@ class InputDist(nn.Module):
         return inputs.lengths.view(len(bags), batch).index_select(0, self.order).view(-1)
 
     def _bucketize(self, inputs: LocalBatch) -> OutgoingBatch:
-        """Send every id to the block of rows that has its row."""
+        """Sort ids by the block of rows that contains their row."""
         unit_bags, rows, skips_sums = [inputs.bags[f] for f in self._all], None, False
         first_bags = inputs.first_bags(range(len(inputs.bags)))
-        where = first_bags, self.features, self.blocks, self.units
+        routing = first_bags, self.features, self.blocks, self.units
         units = inputs.first_bags(self._all)
         lengths = route.route_lengths(
-            inputs.ids, inputs.offsets, *where, units, num_bags=sum(unit_bags)
+            inputs.ids, inputs.offsets, *routing, units, num_bags=sum(unit_bags)
         )
         starts = running_sums(lengths)
         unit_starts = starts[units]
@@ -380,7 +378,7 @@ class InputDist(nn.Module):
             ids, positions, weights = route.route_ids(
                 inputs.ids,
                 inputs.offsets,
-                *where,
+                *routing,
                 units,
                 starts=starts,
                 total=ends[-1],
@@ -411,9 +409,9 @@ class InputDist(nn.Module):
         )
 
     def _skips_sums(self, lengths: Tensor, unit_bags: list[int]) -> bool:
-        """Return whether sums of nodes save no rows over those of bags that have ids.
+        """Return whether summing in nodes would not reduce the number of rows sent between nodes.
 
-        Of a feature with one id per bag, each bag has an id in one block of rows.
+        For a feature with one id per bag, each bag has ids in only one block of rows.
         """
         if not self._summed_units:
             return False
@@ -425,13 +423,13 @@ class InputDist(nn.Module):
     ) -> tuple[Tensor, Tensor | None, list[int]]:
         """Drop bags that have no id in a block of rows, if there are many: they need no row.
 
-        Of a feature with one id per bag, each of W blocks of rows has one bag in W. The bags of
-        the `whole_units` stay.
+        With one id per bag, each of W blocks of rows has ids of 1/W of the bags. Bags of
+        `whole_units` are not dropped.
         """
         droppable = lengths
         if whole_units:
-            others = sorted(set(range(len(unit_bags))).difference(whole_units))
-            droppable = lengths.view(len(unit_bags), -1)[others]
+            divided_units = sorted(set(range(len(unit_bags))).difference(whole_units))
+            droppable = lengths.view(len(unit_bags), -1)[divided_units]
         if droppable.numel() * self._mean_columns < _MIN_SAVED:
             return lengths, None, unit_bags
         count = int(droppable.count_nonzero())
@@ -451,9 +449,9 @@ class InputDist(nn.Module):
         assert sent is not None
         positions = sent.positions
         if positions is None:
-            every = torch.arange(inputs.ids.numel(), device=inputs.ids.device)
+            all_positions = torch.arange(inputs.ids.numel(), device=inputs.ids.device)
             starts, total = inputs.starts(), sum(sent.num_ids)
-            positions = route.gather_segments(every, starts, self.order, total)
+            positions = route.gather_segments(all_positions, starts, self.order, total)
         if not self._replicated:
             return positions
         parts = positions.split(sent.num_ids)
@@ -494,7 +492,7 @@ class InputDist(nn.Module):
         *,
         merges_rows: bool,
     ) -> IncomingBatch:
-        """Receive the ids and bring them from rank-major into unit-major order."""
+        """Receive the ids and sort them by unit, then by sending rank."""
         payload = ids.wait()
         lengths, segments = _lengths(payload, in_flight)
         starts = running_sums(segments.view(-1))
@@ -524,7 +522,7 @@ class InputDist(nn.Module):
 
 
 class InputRequest(NamedTuple):
-    """A batch to send, and how; None for a rank that has none and stops the input_dist."""
+    """A batch to send with its `InputDist`; None for a rank that stops the input_dist."""
 
     input_dist: InputDist
     inputs: LocalBatch | None
@@ -548,33 +546,37 @@ def start_input_dists(requests: Sequence[InputRequest], ranks: RankGroup) -> Inp
     else is sent.
     """
     outgoing = [
-        _Outgoing(one.input_dist, one.inputs, one.input_dist.outgoing(one.inputs))
-        for one in requests
-        if one.inputs is not None
+        _Outgoing(request.input_dist, request.inputs, request.input_dist.outgoing(request.inputs))
+        for request in requests
+        if request.inputs is not None
     ]
     if len(outgoing) == len(requests):
-        headers = [one.input_dist.headers(one.inputs, one.batch) for one in outgoing]
+        headers = [
+            request.input_dist.headers(request.inputs, request.batch) for request in outgoing
+        ]
         common = [1, sum(map(_id_nbytes, outgoing))]
-        common.append(sum(one.input_dist.row_nbytes(one.inputs) for one in outgoing))
+        common.append(sum(request.input_dist.row_nbytes(request.inputs) for request in outgoing))
     else:
-        headers = [one.input_dist.empty_headers() for one in requests]
+        headers = [request.input_dist.empty_headers() for request in requests]
         common = [0, 0, 0]
     pending = start_sizes(
         common,
         list(zip(*headers, strict=True)),
-        [one.input_dist.header_size for one in requests],
+        [request.input_dist.header_size for request in requests],
         ranks,
     )
     return DeferredAwaitable(partial(_send_ids, outgoing, pending, ranks))
 
 
-def _id_nbytes(one: _Outgoing) -> int:
+def _id_nbytes(outgoing: _Outgoing) -> int:
     """Return the bytes of ids, lengths, weights and counts."""
-    num_ids = sum(one.batch.num_ids)
-    per_id = 1 + (one.batch.weights is not None)
-    count_nbytes = 0 if one.batch.counts is None else num_ids * one.batch.counts.element_size()
-    elements = num_ids * per_id + sum(one.batch.num_bags)
-    return elements * one.inputs.ids.element_size() + count_nbytes
+    num_ids = sum(outgoing.batch.num_ids)
+    per_id = 1 + (outgoing.batch.weights is not None)
+    count_nbytes = (
+        0 if outgoing.batch.counts is None else num_ids * outgoing.batch.counts.element_size()
+    )
+    elements = num_ids * per_id + sum(outgoing.batch.num_bags)
+    return elements * outgoing.inputs.ids.element_size() + count_nbytes
 
 
 def _send_ids(
@@ -590,8 +592,10 @@ def _send_ids(
         max(common[i] for common, _ in by_rank) <= _MAX_MERGED_NBYTES for i in (1, 2)
     )
     in_flight = [
-        one.input_dist.expect(one.inputs, one.batch, [headers[i] for _, headers in by_rank])
-        for i, one in enumerate(outgoing)
+        request.input_dist.expect(
+            request.inputs, request.batch, [headers[i] for _, headers in by_rank]
+        )
+        for i, request in enumerate(outgoing)
     ]
     messages: list[Message] = []
     for (_, _, batch), coming in zip(outgoing, in_flight, strict=True):
@@ -632,12 +636,12 @@ def _lengths(payload: Tensor, in_flight: _InFlight) -> tuple[Tensor, Tensor]:
         for rank, block in enumerate(shaped):
             torch.sum(block, 1, dtype=payload.dtype, out=segments[rank, 1:])
         return torch.cat(shaped, dim=1).view(-1), segments
-    every = torch.cat(blocks)
+    all_lengths = torch.cat(blocks)
     bags = torch.tensor(in_flight.bags, device=payload.device)
     ends = running_sums(bags.t().reshape(-1))
-    segments[:, 1:] = running_sums(every)[ends].diff().view(world, units)
+    segments[:, 1:] = running_sums(all_lengths)[ends].diff().view(world, units)
     order = torch.arange(world * units, device=payload.device).view(world, units).t().reshape(-1)
-    return route.gather_segments(every, ends, order, every.numel()), segments
+    return route.gather_segments(all_lengths, ends, order, all_lengths.numel()), segments
 
 
 def _batch_kind(inputs: LocalBatch) -> int:

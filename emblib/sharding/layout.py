@@ -31,7 +31,7 @@ class Feature(NamedTuple):
 
 
 class LookupUnit(NamedTuple):
-    """The lookup of one feature in one shard; `part` is the number of the shard on its rank."""
+    """The lookup of one feature in one shard; `part` is the shard's index on its rank."""
 
     feature: int
     shard: Shard
@@ -51,7 +51,7 @@ class TableShard(NamedTuple):
 
 
 class RankLayout(NamedTuple):
-    """The shards on one rank, and its units in the order of its kernels.
+    """The shards on one rank, and its units, sorted by table module.
 
     `replicated_units` are units of replicated tables whose ids are sent to every rank, see
     `CollectionLayout`.
@@ -99,7 +99,7 @@ class NodeSums(NamedTuple):
 
 
 def sum_in_nodes(layout: CollectionLayout, local_size: int) -> NodeSums | None:
-    """Find the units whose rows nodes of `local_size` ranks can sum; None if there are none."""
+    """Find units whose rows can be summed within nodes of `local_size` ranks; None if none."""
     units_of_columns: dict[tuple[int, Span], list[tuple[int, int]]] = {}
     for rank, rank_layout in enumerate(layout.ranks):
         for i, unit in enumerate(rank_layout.units):
@@ -113,7 +113,7 @@ def sum_in_nodes(layout: CollectionLayout, local_size: int) -> NodeSums | None:
             continue
         shards = {(rank, i): layout.ranks[rank].units[i].shard for rank, i in members}
         rows = [shard.rows for shard in shards.values()]
-        span = min(first for first, _ in rows), max(end for _, end in rows)
+        span = min(first_row for first_row, _ in rows), max(end for _, end in rows)
         sums[node].append(LookupUnit(feature, Shard(-1, span, columns), -1))
         for rank in ranks:
             rows_of_rank = sorted((shards[r, i].rows, i) for r, i in members if r == rank)
@@ -123,8 +123,8 @@ def sum_in_nodes(layout: CollectionLayout, local_size: int) -> NodeSums | None:
     direct = []
     for rank_layout, own_sums in zip(layout.ranks, units, strict=True):
         summed = {i for of_sum in own_sums for i in of_sum}
-        others = [unit for i, unit in enumerate(rank_layout.units) if i not in summed]
-        direct.append(_of_units(others))
+        direct_units = [unit for i, unit in enumerate(rank_layout.units) if i not in summed]
+        direct.append(_of_units(direct_units))
     return NodeSums(tuple(direct), tuple(map(_of_units, sums)), tuple(map(tuple, units)))
 
 
@@ -176,9 +176,9 @@ def lay_out(
     copies: list[TableShard] = []
     for t, config in enumerate(configs):
         sharding = plan[config.name]
-        full = Shard(-1, (0, config.num_embeddings), (0, config.embedding_dim))
+        whole_table = Shard(-1, (0, config.num_embeddings), (0, config.embedding_dim))
         if sharding.is_replicated:
-            copies.append(TableShard(t, full))
+            copies.append(TableShard(t, whole_table))
         for shard in sharding.shards:
             parts[shard.rank].append(TableShard(t, shard))
 
@@ -238,7 +238,7 @@ def _rank_layout(
 
 
 class Blocks(NamedTuple):
-    """The units that get each id, as rows of the tensors that `emblib.ops.route` takes.
+    """The routing of ids to units, as rows of the tensors that `emblib.ops.route` takes.
 
     `features` (first block, blocks, rows, 1 if by key), `blocks` (first row, first copy, copies),
     `copies` unit numbers, counted rank after rank.
@@ -277,9 +277,9 @@ def blocks_of(configs: Sequence[Config], layout: CollectionLayout) -> Blocks:
 
 
 def _check_rows(name: str, spans: Sequence[Span]) -> None:
-    for first, second in pairwise(spans):
-        if first[1] > second[0]:
+    for previous, current in pairwise(spans):
+        if previous[1] > current[0]:
             raise ValueError(
                 f"table {name}: shards that overlap in rows must be cut at the same ones, got rows "
-                f"{first} and {second}"
+                f"{previous} and {current}"
             )

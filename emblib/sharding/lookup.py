@@ -1,14 +1,14 @@
-"""The journey of a batch through sharded collections: input_dist, lookup, output_dist.
+"""A sharded lookup in three stages: input_dist, lookup, output_dist.
 
-`look_up` is the whole of it for one collection:
+`look_up` runs all stages for one collection:
 
 1. `start_input_dist` sends ids to the ranks that store their rows (`emblib.sharding.input_dist`);
-2. `compute` of the collection looks up what came (`emblib.sharding.sharded_tables`);
+2. `compute` of the collection looks up the received ids (`emblib.sharding.sharded_tables`);
 3. `start_output_dist` returns the rows (`emblib.sharding.output_dist`).
 
-`start_joint_input_dist` and `start_joint_output_dist` do the same for several collections, whose
-messages travel together. A collection describes what it sends, as `ShardedModule`. All ranks call
-the functions with the same collections in the same order.
+`start_joint_input_dist` and `start_joint_output_dist` run a stage for several collections, whose
+messages travel together. `ShardedModule` is the interface by which a collection describes them. All
+ranks call the functions with the same collections in the same order.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from emblib.tables.recomputation import running_forward
 
 
 class Inputs(NamedTuple):
-    """Messages that a collection sends for a batch, and its use of the received ones.
+    """The input_dists of a collection's batch, and the function that joins the received batches.
 
-    A batch that stays on this rank is an awaitable of itself.
+    A batch that is not sent is an awaitable of itself.
     """
 
     requests: Sequence[InputRequest | Awaitable[IncomingBatch]]
@@ -37,9 +37,9 @@ class Inputs(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """The lookups of a collection, and the use of their outputs.
+    """The lookups of a collection, and the function that joins their outputs.
 
-    A lookup whose rows stay on this rank is its output.
+    A lookup whose rows are not sent is represented by its output.
     """
 
     steps: Sequence[OutputStep | Tensor]
@@ -54,7 +54,7 @@ class ShardedModule(Protocol):
     training: bool
 
     def inputs(self, features: Any) -> Inputs:
-        """Return what to send of a batch; None for a rank that stops the input_dist."""
+        """Return the messages of a batch; None on a rank that stops the input_dist."""
 
     def input_dist(self, features: Any) -> Awaitable[Awaitable[Any]]:
         """Start to send ids to the ranks that store their rows."""
@@ -80,9 +80,9 @@ class SentAhead(Protocol):
 
 
 def look_up(module: ShardedModule, features: Any) -> LazyAwaitable[Any]:
-    """Return the output of a collection: the journey of its batch, or what was sent ahead of it.
+    """Return the output of a collection: run all stages, or finish a batch that was sent ahead.
 
-    A forward that backward repeats has the batch that was sent ahead for the first one.
+    A forward that backward repeats uses the batch that was sent ahead for the first one.
     """
     running = running_forward(training=module.training)
     if running is not None and running.is_repeated:
@@ -104,7 +104,7 @@ def is_checkpointed(module: ShardedModule) -> bool:
 
 
 def look_up_apart(module: ShardedModule, received: Any) -> LazyAwaitable[Any]:
-    """Look up a batch that was sent ahead, alone, as a checkpointed region repeats it."""
+    """Look up a batch that was sent ahead, but separately: a checkpointed region repeats it."""
     running = running_forward(training=module.training)
     if running is not None:
         running.note(module, received)
@@ -133,7 +133,7 @@ def start_output_dist(module: ShardedModule, rows: Any, received: Any) -> LazyAw
 
 
 class InputCall(NamedTuple):
-    """A sharded collection and the batch that it gets, None for none."""
+    """A sharded collection and its batch; None for no batch."""
 
     module: ShardedModule
     features: Any
@@ -152,26 +152,26 @@ def start_joint_input_dist(
     pending: list[tuple[list[tuple[int, int]], Awaitable[Any]]] = []
     for ranks, indices in _by_group([call.module.ranks for call in calls]):
         sent = [
-            ((i, j), one)
+            ((i, j), request)
             for i in indices
-            for j, one in enumerate(inputs[i].requests)
-            if isinstance(one, InputRequest)
+            for j, request in enumerate(inputs[i].requests)
+            if isinstance(request, InputRequest)
         ]
         if sent:
-            places, requests = zip(*sent, strict=True)
-            pending.append((list(places), start_input_dists(requests, ranks)))
+            positions, requests = zip(*sent, strict=True)
+            pending.append((list(positions), start_input_dists(requests, ranks)))
 
     def send_ids() -> list[Awaitable[Any]] | None:
-        received: list[list[Any]] = [list(one.requests) for one in inputs]
-        for places, sizes in pending:
+        received: list[list[Any]] = [list(request.requests) for request in inputs]
+        for positions, sizes in pending:
             batches = sizes.wait()
             if batches is None:
                 return None
-            for (i, j), batch in zip(places, batches, strict=True):
+            for (i, j), batch in zip(positions, batches, strict=True):
                 received[i][j] = batch
         return [
-            DeferredAwaitable(partial(_joined, one.join, batches))
-            for one, batches in zip(inputs, received, strict=True)
+            DeferredAwaitable(partial(_joined, request.join, batches))
+            for request, batches in zip(inputs, received, strict=True)
         ]
 
     return DeferredAwaitable(send_ids)
@@ -200,7 +200,7 @@ def start_joint_output_dist(
     are enabled when it is called.
     """
     outputs = [call.module.outputs(call.rows, call.received) for call in calls]
-    results: list[list[Any]] = [list(one.steps) for one in outputs]
+    results: list[list[Any]] = [list(module_outputs.steps) for module_outputs in outputs]
     for ranks, indices in _by_group([call.module.ranks for call in calls]):
         sent = [
             (i, j)
@@ -216,16 +216,16 @@ def start_joint_output_dist(
             results[i][j] = output
     return [
         partial(
-            one.join,
+            module_outputs.join,
             [r if isinstance(r, Awaitable) else ReadyAwaitable(r) for r in of_one],
         )
-        for one, of_one in zip(outputs, results, strict=True)
+        for module_outputs, of_one in zip(outputs, results, strict=True)
     ]
 
 
-def _by_group(every: Sequence[RankGroup]) -> list[tuple[RankGroup, list[int]]]:
-    """Return the positions of each process group, with its ranks."""
+def _by_group(groups: Sequence[RankGroup]) -> list[tuple[RankGroup, list[int]]]:
+    """Return each distinct process group with its positions in `groups`."""
     by_group: dict[Any, tuple[RankGroup, list[int]]] = {}
-    for index, ranks in enumerate(every):
+    for index, ranks in enumerate(groups):
         by_group.setdefault(ranks.group, (ranks, []))[1].append(index)
     return list(by_group.values())

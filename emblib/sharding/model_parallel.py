@@ -96,12 +96,14 @@ class DistributedModelParallel(nn.Module):
     ) -> None:
         super().__init__()
         self.ranks = RankGroup.from_value(ranks)
-        how = fingerprint.agree(
+        wrapping_used = fingerprint.agree(
             self.ranks,
             lambda: wrapping(wrap),
-            lambda how: {
+            lambda wrapping_used: {
                 "": fingerprint.settings_of(
-                    self.ranks, plan=None if plan is None else "given", wrap=how or wrap or "none"
+                    self.ranks,
+                    plan=None if plan is None else "given",
+                    wrap=wrapping_used or wrap or "none",
                 ),
                 **_dense_description(module),
             },
@@ -123,14 +125,16 @@ class DistributedModelParallel(nn.Module):
         mark_dense(bare, self.ranks)
         self._wrapped = bare
         self._joint_dist = JointDist(bare, self.ranks)
-        if how is not None:
-            self.wrap_dense(how)
+        if wrapping_used is not None:
+            self.wrap_dense(wrapping_used)
 
     def wrap_dense(self, wrap: str | Wrapping) -> None:
         """Wrap the dense part, where the model was made with `wrap="none"`."""
         bare = self.module
-        how = fingerprint.agree(
-            self.dense_ranks, lambda: wrapping(wrap), lambda how: {"": {"wrap": how or wrap}}
+        wrapping_used = fingerprint.agree(
+            self.dense_ranks,
+            lambda: wrapping(wrap),
+            lambda wrapping_used: {"": {"wrap": wrapping_used or wrap}},
         )
         ignored = names_of_tables(bare) - _names_of_dense_tables(bare)
         dense = [p for name, p in bare.named_parameters() if name not in ignored]
@@ -141,28 +145,28 @@ class DistributedModelParallel(nn.Module):
             )
         trained = any(p.requires_grad and not is_updated_in_backward(p) for p in dense)
         # DDP refuses a model that has nothing for it.
-        if how is not None and self.dense_ranks.size > 1 and trained:
-            self._wrapped = how.wrap(bare, self.dense_ranks, ignored)
+        if wrapping_used is not None and self.dense_ranks.size > 1 and trained:
+            self._wrapped = wrapping_used.wrap(bare, self.dense_ranks, ignored)
             mark_dense(bare, self.dense_ranks)
 
     @property
     def dense_ranks(self) -> RankGroup:
-        """The ranks that average the gradients of the dense part."""
+        """Return the ranks that average the gradients of the dense part."""
         return self.ranks
 
     @property
     def module(self) -> nn.Module:
-        """The model with its sharded collections, without the wrapper that averages gradients."""
+        """Return the model with sharded collections, without the wrapper of its dense part."""
         return unwrapped(self._wrapped)
 
     @property
     def wrapped(self) -> nn.Module:
-        """The model with its sharded collections, in the wrapper of its dense part, if any."""
+        """Return the model with sharded collections, in the wrapper of its dense part, if any."""
         return self._wrapped
 
     @property
     def joint_dist(self) -> JointDist:
-        """The input_dist of all collections before the forward, and which of them take part."""
+        """Return the joint input_dist, which also tells which collections take part."""
         return self._joint_dist
 
     @property
@@ -172,18 +176,18 @@ class DistributedModelParallel(nn.Module):
 
     @property
     def plan(self) -> ShardingPlan:
-        """The sharding of every table."""
+        """Return the sharding of every table."""
         modules = {path: m.plan for path, m in sharded_modules(self.module).items()}
         return ShardingPlan(modules, World(self.ranks.size, self.ranks.local_size))
 
     @property
     def tables(self) -> DynamicTables:
-        """The handles of the model's dynamic tables, by name; their methods are collectives."""
+        """Return the handles of dynamic tables, by name; their methods are collectives."""
         return tables_of(self.module)
 
     @cached_property
     def fused_optimizer(self) -> FusedOptimizer:
-        """The optimizer that the tables run in backward: its state and its learning rate."""
+        """Return the optimizer that the tables run in backward: its states and learning rate."""
         from emblib.collections.optimizers import FusedOptimizer
 
         return FusedOptimizer.of(self.module)
@@ -277,23 +281,24 @@ def _move_own_tensors(part: nn.Module, device: torch.device) -> None:
 def _check_that_tables_are_sharded(module: nn.Module) -> None:
     """Raise ValueError for unsharded tables that backward updates: replicas would diverge."""
     inside = names_of_tables(module)
-    alone = [
+    unsharded = [
         name
         for name, parameter in module.named_parameters()
         if name not in inside and hasattr(parameter, "_in_backward_optimizers")
     ]
     paths = tuple(f"{path}." if path else "" for path in collections_of(module))
-    outside = [name for name in alone if not name.startswith(paths)]
+    outside = [name for name in unsharded if not name.startswith(paths)]
     if outside:
         raise ValueError(
             f"{outside} have an optimizer in backward and belong to no collection, so every rank "
             "would step them with its own gradients: pass only parameters of collections to "
             "_apply_optimizer_in_backward, and the others to an optimizer in the training loop"
         )
-    if alone:
+    if unsharded:
         raise ValueError(
             "parameters that backward updates must belong to collections in the plan, otherwise "
-            f"replicas diverge: add the collections of {alone} to the plan, e.g. as data_parallel()"
+            f"replicas diverge: add the collections of {unsharded} to the plan, e.g. as "
+            "data_parallel()"
         )
 
 
@@ -326,5 +331,5 @@ def planned(module: nn.Module, planner: Planner | None, ranks: RankGroup) -> Sha
         topology = Topology.detect(ranks.size, ranks.local_size, device=ranks.device.type)
         return Planner(topology, BATCH_SIZE)
 
-    given = fingerprint.agree(ranks, lambda: default() if planner is None else planner)
-    return collective_plan(module, given, ranks)
+    agreed_planner = fingerprint.agree(ranks, lambda: default() if planner is None else planner)
+    return collective_plan(module, agreed_planner, ranks)

@@ -1,20 +1,19 @@
 """The output_dist: pooled or single rows return to the ranks that own the bags, and gradients back.
 
-It is the last part of the journey of a batch. `start_output_dists` takes the lookups of one or
-several collections, as `OutputStep`s, and starts them together. Their rows return in one message
-per rank where they are few, otherwise in one per lookup; the step assembles its output of what
-comes. In backward, one header announces the gradients of all outputs that the loss uses, and they
-travel in the same way in the opposite direction.
+This is the last stage of a sharded lookup. `start_output_dists` starts the `OutputStep`s of one or
+several collections together. Few rows return in one message per rank, many in one per rank and
+lookup; each step assembles its output from the received rows. In backward, one header announces the
+gradients of all outputs that the loss uses, and these are sent in the opposite direction.
 
 In autograd every lookup has two nodes. `_OutputNode`, made when the output is used, passes on the
 gradient of the output; `_RowsNode`, made when the rows are sent, waits for the gradients of the
 rows from all ranks. Autograd runs nodes that were made later first, so that every `_OutputNode`
-that takes part in a backward pass has run before the first `_RowsNode`: by then it is known which
-outputs the loss uses, on all ranks alike, and outputs that no loss uses are left alone. If all are
-used, gradients are sent as soon as the last one is known.
+that takes part in a backward pass has run before the first `_RowsNode`: by then all ranks know
+which outputs the loss uses, and send nothing for the others. If all outputs are used, gradients are
+sent as soon as the last one is known.
 
-A loss that a `GradScaler` has scaled may overflow on one rank alone. The ranks agree about that
-while the gradients are under way, so that all of them skip the step (`_Scaling`).
+A loss that a `GradScaler` has scaled may overflow on only one rank. The ranks agree about it while
+the gradients are in flight, so that all of them skip the step (`_Scaling`).
 
 A table whose rows are divided over the ranks of one node (`table_row_wise`, `grid`) has a partial
 sum per bag on each of them. `NodeSumDist` adds these up within the node before they are sent to
@@ -22,8 +21,8 @@ other nodes. Rank k of a node adds up the partial sums for the bags of every ran
 on its node: an all-to-all within the node, and a sum in float32 and in the order of ranks. Ranks
 with equal local numbers then exchange the sums between nodes. One row per bag and node crosses the
 network, where one per bag and rank would without sums. The result has the same bits. In backward,
-gradients take the same way in the opposite direction: between ranks with equal local numbers, then
-to all ranks of the node, as they are. The codecs of a `CommPrecision` apply between nodes; within a
+gradients are sent in the opposite direction: between ranks with equal local numbers, then to all
+ranks of the node, unchanged. The codecs of a `CommPrecision` apply between nodes; within a
 node values are float32. `NodeSums` of `emblib.sharding.layout` finds the units that are summed;
 the batches of these units have all bags.
 """
@@ -81,8 +80,8 @@ class OutputStep(ABC):
         replica_sizes: elements of the gradients of replicated tables' rows, by rank; empty without
             a `gradient_sink`.
         is_small: whether the rows may travel with those of other lookups, see `IncomingBatch`.
-        node_sums: the rows that the node sums before they are sent; None for none. `rows` passes
-            them on, and `assemble` gets the sums after the rows of single ranks.
+        node_sums: rows that the node sums before they are sent, or None. `rows` includes them, and
+            `assemble` gets the sums after the rows of single ranks.
     """
 
     node_sums: NodeSumStep | None = None
@@ -116,7 +115,7 @@ class OutputStep(ABC):
     def backward(self, grad: Tensor, *, keeps_local: bool) -> tuple[Values, Tensor | None]:
         """Return the gradients of rows to send, and those of replicated tables' rows, flat.
 
-        With `keeps_local`, the gradients of rows of this rank are not sent, where that is possible.
+        With `keeps_local`, gradients of this rank's own rows are not sent if possible.
         """
 
     @abstractmethod
@@ -125,7 +124,7 @@ class OutputStep(ABC):
 
     @abstractmethod
     def local_gradient(self, received: Tensor) -> Tensor:
-        """Return the gradient of `local`, of what other ranks or all of them sent."""
+        """Return the gradient of `local` from the received gradients."""
 
     def sink_gradient(self, gathered: Tensor) -> Tensor:
         """Return the gradient of `gradient_sink`."""
@@ -145,7 +144,7 @@ class _RowsInFlight:
         ]
         self._headers: Headers | None = None
         self._announced: set[int] = set()
-        self._ready: dict[int, tuple[Values, Tensor | None]] = {}
+        self._ready_gradients: dict[int, tuple[Values, Tensor | None]] = {}
         self._coming: dict[int, tuple[Awaitable[Received], Awaitable[Tensor] | None]] = {}
         self._scaling: _Scaling | None = None
         # A rank without tables takes part in backward too: the anchor requires a gradient.
@@ -160,19 +159,23 @@ class _RowsInFlight:
     def _start(
         self, values: Sequence[Values], sums: Sequence[NodeSumStep | None], content: Content
     ) -> list[Awaitable[Received]]:
-        """Start to send values to single ranks, where any rank has some."""
+        """Start sending values to single ranks, if any rank has some."""
         is_sent = [step is None or step.has_direct for step in sums]
         received = iter(
             start_values(
-                [one for one, here in zip(values, is_sent, strict=True) if here],
+                [
+                    step_values
+                    for step_values, is_used in zip(values, is_sent, strict=True)
+                    if is_used
+                ],
                 self._ranks,
                 content=content,
                 is_merged=self._is_merged,
             )
         )
         return [
-            next(received) if here else ReadyAwaitable(Received(one.values))
-            for one, here in zip(values, is_sent, strict=True)
+            next(received) if is_used else ReadyAwaitable(Received(step_values.values))
+            for step_values, is_used in zip(values, is_sent, strict=True)
         ]
 
     def connect(self, index: int) -> Tensor:
@@ -190,9 +193,9 @@ class _RowsInFlight:
         return self._steps[index].assemble(rows.wait(), replica_rows)
 
     def send_gradient(self, index: int, grad: Tensor) -> Tensor | None:
-        """Take the gradient of an output; return that of this rank's replicated tables' rows.
+        """Store the gradient of an output; return the gradient of the replicated tables' rows.
 
-        The gradients are sent when the outputs of all lookups have theirs.
+        The gradients are sent when all outputs have one.
         """
         step = self._steps[index]
         self._add_to_scaling(grad)
@@ -200,8 +203,8 @@ class _RowsInFlight:
         is_last = len(self._announced) == len(self._steps)
         if is_last:
             self._headers = self._start_headers()
-        self._ready[index] = step.backward(grad, keeps_local=not self._is_merged)
-        replica_grads = self._ready[index][1]
+        self._ready_gradients[index] = step.backward(grad, keeps_local=not self._is_merged)
+        replica_grads = self._ready_gradients[index][1]
         if is_last:
             self._send()
         if step.sink_shape is not None or step.replica_shape is None:
@@ -211,7 +214,7 @@ class _RowsInFlight:
 
     def receive_gradient(self, index: int) -> tuple[Tensor | None, Tensor | None]:
         """Return the gradients of a lookup's rows, and of its `gradient_sink`."""
-        if self._ready:
+        if self._ready_gradients:
             self._headers = self._start_headers()
             self._send()
         if self._scaling is not None:
@@ -242,21 +245,21 @@ class _RowsInFlight:
 
     def _send(self) -> None:
         """Start to send the gradients that are ready."""
-        ready, self._ready = self._ready, {}
+        gradients, self._ready_gradients = self._ready_gradients, {}
         headers, self._headers = self._headers, None
         if headers is not None:
             headers.check()
         if self._scaling is not None:
             self._scaling.start()
-        indices = sorted(ready)
+        indices = sorted(gradients)
         sums = [self._steps[index].node_sums for index in indices]
         pending = start_gradients_of_sums(
             sums,
-            self._start([ready[index][0] for index in indices], sums, Content.GRADIENTS),
+            self._start([gradients[index][0] for index in indices], sums, Content.GRADIENTS),
             is_merged=self._is_merged,
         )
         for index, local in zip(indices, pending, strict=True):
-            gathered, replica_grads = None, ready[index][1]
+            gathered, replica_grads = None, gradients[index][1]
             if self._steps[index].sink_shape is not None:
                 assert replica_grads is not None
                 gathered = start_all_gather(
@@ -293,24 +296,24 @@ class _Scaling:
         self._pending = start_minimum(numbers, self._ranks)
 
     def agree(self) -> None:
-        """Note for updates of this backward whether the gradients of all ranks are finite.
+        """Tell the updates of this backward whether the gradients of all ranks are finite.
 
-        Where the host need not wait for the device to know it, scales that differ between ranks
-        raise; elsewhere the step is skipped, as after an overflow.
+        Scales that differ between ranks raise if the host knows them without a wait; otherwise the
+        step is skipped, as after an overflow.
 
         Raises:
             RuntimeError: the scales differ, on every rank.
         """
         assert self._pending is not None
-        is_finite, least, most = self._pending.wait().unbind()
-        if is_finite.device.type == "cpu" and least != -most:
+        is_finite, min_scale, max_scale = self._pending.wait().unbind()
+        if is_finite.device.type == "cpu" and min_scale != -max_scale:
             raise RuntimeError(
-                f"the torch.amp.GradScalers of the ranks have different scales, {float(least)} to "
-                f"{float(-most)}, and a gradient has one: make them with equal arguments, give "
-                "scaler.step the FusedOptimizer on every rank, or use "
+                f"the torch.amp.GradScalers of the ranks have different scales, {float(min_scale)} "
+                f"to {float(-max_scale)}, and a gradient has one: make them with equal arguments, "
+                "give scaler.step the FusedOptimizer on every rank, or use "
                 "torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler"
             )
-        note_finite((is_finite > 0.0) & (least == -most))
+        note_finite((is_finite > 0.0) & (min_scale == -max_scale))
 
 
 class _RowsNode(torch.autograd.Function):
@@ -377,7 +380,7 @@ class _Packing(NamedTuple):
         num_direct: elements for single ranks.
         local_sizes: elements that each rank of this node sums.
         sent: elements of the sums of this rank that go to each node.
-        row: elements of the rows in which sums are computed; 0 where the node sums none.
+        row: elements of the rows that are summed; 0 if the node sums none.
     """
 
     targets: Tensor
@@ -492,7 +495,7 @@ class NodeSumDist:
 def _positions(
     widths: Sequence[int], bags: Sequence[Sequence[int]], num_ranks: int, *, by_unit: bool
 ) -> list[list[tuple[int, int]]]:
-    """Return where the rows of each unit begin for each rank, and how far they are apart."""
+    """Return (first element, stride) of the rows of each unit, for each rank."""
     result: list[list[tuple[int, int]]] = []
     end, columns = 0, list(accumulate(widths, initial=0))
     for rank in range(num_ranks):
@@ -508,7 +511,7 @@ def _positions(
 
 
 class NodeSumStep:
-    """The rows of one lookup on their way through the node, and their gradients."""
+    """The sums within the node of one lookup's rows, and their gradients."""
 
     def __init__(
         self,
@@ -654,10 +657,10 @@ def _received(pending: Awaitable[Tensor]) -> Received:
 def _appended(
     steps: Sequence[NodeSumStep | None],
     first: Sequence[Awaitable[Received]],
-    then: Sequence[Awaitable[Received]],
+    second: Sequence[Awaitable[Received]],
 ) -> list[Awaitable[Received]]:
-    """Join two results of each step that has sums; those of the others stay as they are."""
-    following = iter(then)
+    """Concatenate both results of each step that has sums; others keep the first result."""
+    following = iter(second)
     return [
         awaitable
         if step is None

@@ -18,8 +18,8 @@ from emblib.tables.parameters import check_registered, refuse_replacement, regis
 class ShardHandle:
     """The handle of a table shard, and this rank's share of the gradients of its parameters.
 
-    `first` is the share of the first parameter and `remaining` that of the others: each shard of a
-    tensor train has a slice of the first core to itself and a copy of every other core.
+    `first` is the share of the first parameter, `remaining` that of the others: a shard of a tensor
+    train has its own slice of the first core, and a copy of every other core.
     """
 
     table: str
@@ -31,9 +31,8 @@ class ShardHandle:
 class ShardParameters(nn.Module):
     """The parameters of the shards on this rank: `<table>.weight`, `<table>.cores.0` and so on.
 
-    The second shard of a table on this rank is listed as `<table>#1`, and so on. The kernels own
-    the memory and move it between devices. The collection makes state dicts, which have whole
-    tables.
+    The second shard of a table on this rank is listed as `<table>#1`, and so on. The table modules
+    own the memory and move it between devices. The collection makes the state dicts.
     """
 
     def __init__(self, handles: Sequence[ShardHandle], ranks: RankGroup) -> None:
@@ -43,11 +42,11 @@ class ShardParameters(nn.Module):
 
     def bind(self) -> None:
         """Register the current parameters of the handles."""
-        seen: dict[str, int] = {}
+        num_shards: dict[str, int] = {}
         self._parameters.clear()
         for shard in self._handles:
-            number = seen.get(shard.table, 0)
-            seen[shard.table] = number + 1
+            number = num_shards.get(shard.table, 0)
+            num_shards[shard.table] = number + 1
             name = shard.table if not number else f"{shard.table}#{number}"
             for i, (key, parameter) in enumerate(shard.handle.named_parameters()):
                 # Under dotted names, which register_parameter would refuse.

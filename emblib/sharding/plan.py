@@ -142,7 +142,7 @@ def module_plan(
 
     Raises:
         ValueError: a table without a rule, a rule without a table, or shards that do not fit.
-        TypeError: what is no rule.
+        TypeError: something that is not a rule.
     """
     if not isinstance(rules, Mapping):
         raise TypeError(
@@ -181,11 +181,11 @@ def construct_plan(
     Raises:
         ValueError: a table has no rule, a rule has no table, or shards do not tile a table.
     """
-    missing, unknown = shapes.keys() - rules.keys(), rules.keys() - shapes.keys()
-    if missing or unknown:
+    missing_tables, unknown = shapes.keys() - rules.keys(), rules.keys() - shapes.keys()
+    if missing_tables or unknown:
         raise ValueError(
             "a plan needs a rule for exactly the tables of its collection: missing are "
-            f"{sorted(missing)}, unknown are {sorted(unknown)}"
+            f"{sorted(missing_tables)}, unknown are {sorted(unknown)}"
         )
     plan = {name: rules[name](shape, world) for name, shape in shapes.items()}
     for name, sharding in plan.items():
@@ -208,15 +208,15 @@ def _cells(sharding: ParameterSharding) -> tuple[str, str, str, str]:
     return sharding.type.value, storage, ranges(sharding.ranks), parts + more
 
 
-def ranges(ranks: Sequence[int], most: int | None = None) -> str:
-    """Format ranks as ranges, at most `most` of them: `0-3, 6` for 0, 1, 2, 3, 6."""
+def ranges(ranks: Sequence[int], max_ranges: int | None = None) -> str:
+    """Format ranks as ranges, at most `max_ranges` of them: `0-3, 6` for 0, 1, 2, 3, 6."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and runs[-1][1] == rank - 1:
             runs[-1][1] = rank
         else:
             runs.append([rank, rank])
-    described = [str(a) if a == b else f"{a}-{b}" for a, b in runs[:most]]
+    described = [str(a) if a == b else f"{a}-{b}" for a, b in runs[:max_ranges]]
     return ", ".join([*described, "..."] if len(described) < len(runs) else described)
 
 
@@ -248,7 +248,7 @@ def _to_json(sharding: ParameterSharding) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return the fields of a storage as JSON has them."""
+    """Convert the fields of a storage to JSON values."""
     if isinstance(value, Mapping):
         return {key: _plain(entry) for key, entry in value.items()}
     if isinstance(value, Enum):

@@ -110,17 +110,17 @@ class RankGroup:
 
     @property
     def node(self) -> int:
-        """The number of the node that this rank runs on."""
+        """Return the number of the node that this rank runs on."""
         return self.rank // self.local_size
 
     @property
     def nodes(self) -> int:
-        """The number of nodes."""
+        """Return the number of nodes."""
         return self.size // self.local_size
 
     @property
     def local_rank(self) -> int:
-        """The number of this rank on its node."""
+        """Return the number of this rank on its node."""
         return self.rank % self.local_size
 
     def global_rank(self, rank: int) -> int:
@@ -236,8 +236,8 @@ def split_by_node(ranks: RankGroup) -> NodeRanks:
     if ranks.local_size not in by_size:
         if ranks.device.type == "cpu":
             name = ranks.gather_objects(uuid.uuid4().hex)[0]
-            first, timeout = ranks.node * ranks.local_size, _timeout_of(ranks.group)
-            members = range(first, first + ranks.local_size)
+            first_rank, timeout = ranks.node * ranks.local_size, _timeout_of(ranks.group)
+            members = range(first_rank, first_rank + ranks.local_size)
             peers = range(ranks.local_rank, ranks.size, ranks.local_size)
             local = _connected(ranks, members, f"{name}/node{ranks.node}", timeout)
             across = _connected(ranks, peers, f"{name}/across{ranks.local_rank}", timeout)

@@ -116,7 +116,7 @@ class ReplicatedModelParallel(DistributedModelParallel):
         Values in 16 bits are averaged in float32 and rounded to nearest.
 
         Args:
-            optimizer_states: whether those of the tables are averaged too.
+            optimizer_states: whether optimizer states of the tables are averaged too.
         """
         if self.replicas.size == 1:
             return
@@ -129,7 +129,7 @@ class ReplicatedModelParallel(DistributedModelParallel):
 
     @torch.no_grad()
     def _copy_tables_from_first(self) -> None:
-        """Give all replicas the tables and optimizer states of the first."""
+        """Copy the tables and optimizer states of the first replica to all others."""
         if self.replicas.size == 1:
             return
         source, group = self.replicas.global_rank(0), self.replicas.group
@@ -140,7 +140,7 @@ class ReplicatedModelParallel(DistributedModelParallel):
     def _exchange_tables(
         self, collective: Callable[[Tensor], object], *, optimizer_states: bool
     ) -> None:
-        """Change the values that replicas share by a collective on float32 buffers of them."""
+        """Apply a collective to float32 buffers of the values that replicas share."""
         for chunk in _chunks(self._replicated_values(optimizer_states=optimizer_states)):
             buffer = torch.cat([part.float().reshape(-1) for part in chunk])
             collective(buffer)
@@ -151,12 +151,12 @@ class ReplicatedModelParallel(DistributedModelParallel):
                 handle.commit()
 
     def _table_groups(self) -> Iterator[TableGroups]:
-        """Yield the kernels of all tables on this rank, replicated tables included."""
+        """Yield the `TableGroups` of all tables on this rank, including replicated tables."""
         for part in sharded_modules(self.module).values():
             yield from {id(shard.groups): shard.groups for shard in part.local_shards()}.values()
 
     def _replicated_values(self, *, optimizer_states: bool) -> Iterator[Tensor]:
-        """Yield the values that replicas share, once, as views that writes go through."""
+        """Yield the values that replicas share, each once, as views of the tables."""
         listed = set()  # a shared table is in the groups of several collections
         for groups in self._table_groups():
             for part, views in enumerate(groups.all_views()):

@@ -52,7 +52,7 @@ def construct_module_plan(
 
     Raises:
         ValueError: a table without a rule, a rule without a table, or shards that do not fit.
-        TypeError: what is no rule.
+        TypeError: something that is not a rule.
 
     Example:
         >>> bags = emblib.EmbeddingBagCollection([emblib.EmbeddingBagConfig(8, 4, "item")])
@@ -83,8 +83,8 @@ def shard(
     Args:
         module: a model, which is modified, or one collection, which is not.
         plan: a `ShardingPlan`, or {path of a collection: {table: rule}}; the path of the module
-            itself is "". A collection with several paths is named by one of them and replaced at
-            all.
+            itself is "". A collection with several paths is named by one of them, and replaced
+            at all of them.
         ranks: the processes; by default all.
         optimizer: optimizer of tables whose configuration has none; None is that of their
             collection.
@@ -109,37 +109,37 @@ def shard(
         'ShardedEmbeddingBagCollection'
     """
     ranks = RankGroup.from_value(ranks)
-    chosen = fingerprint.agree(
+    selected = fingerprint.agree(
         ranks,
-        lambda: _chosen(module, plan, ranks),
-        lambda chosen: fingerprint.merged(
+        lambda: _selected_collections(module, plan, ranks),
+        lambda selected: fingerprint.merged(
             {
                 "": fingerprint.settings_of(
                     ranks, comm_precision=check_comm_precision(comm_precision), gradients=gradients
                 )
             },
-            _description(module, plan, chosen, optimizer),
+            _description(module, plan, selected, optimizer),
         ),
     )
     _warn_of_duplicates(module)
     modules, shared = [], SharedTablesOfModel()
-    for one in chosen:
-        sharded = one.make(
-            one.source,
-            one.plan,
+    for collection in selected:
+        sharded = collection.make(
+            collection.source,
+            collection.plan,
             ranks,
             comm_precision=comm_precision,
             gradients=gradients,
             optimizer=optimizer,
-            shared=shared.of(one.source),
+            shared=shared.of(collection.source),
         )
-        sharded.train(one.source.training)
-        if one.source is module:
+        sharded.train(collection.source.training)
+        if collection.source is module:
             return sharded
         modules.append(sharded)
     # Only once all are made: if one fails, the model does not change.
-    for one, sharded in zip(chosen, modules, strict=True):
-        _replace(module, one.source, sharded)
+    for collection, sharded in zip(selected, modules, strict=True):
+        _replace(module, collection.source, sharded)
     mark_dense(module, ranks)
     return module
 
@@ -166,7 +166,9 @@ class _Chosen:
     make: Any
 
 
-def _chosen(module: nn.Module, plan: ShardingPlan | Rules, ranks: RankGroup) -> list[_Chosen]:
+def _selected_collections(
+    module: nn.Module, plan: ShardingPlan | Rules, ranks: RankGroup
+) -> list[_Chosen]:
     """Return the collections of a plan, each once, even with several paths.
 
     Raises:
@@ -185,32 +187,38 @@ def _chosen(module: nn.Module, plan: ShardingPlan | Rules, ranks: RankGroup) -> 
             f"which are {sorted(paths)}"
         )
     world = World(ranks.size, ranks.local_size)
-    chosen: dict[int, _Chosen] = {}
+    selected: dict[int, _Chosen] = {}
     for path, rules in modules.items():
         source = paths[path]
-        one = _Chosen(
+        collection = _Chosen(
             path, source, construct_module_plan(source, rules, world), sharded_form(source, path)
         )
-        first = chosen.setdefault(id(source), one)
-        if first.plan != one.plan:
+        first_collection = selected.setdefault(id(source), collection)
+        if first_collection.plan != collection.plan:
             raise ValueError(
-                f"{first.path!r} and {path!r} are paths of one collection, but the plan has "
-                "different rules for them: name one of the paths, or make two collections"
+                f"{first_collection.path!r} and {path!r} are paths of one collection, but the plan "
+                "has different rules for them: name one of the paths, or make two collections"
             )
-    others = {path: part for path, part in paths.items() if id(part) not in chosen}
-    check_shared([(one.path, one.source, one.plan) for one in chosen.values()], others)
-    return list(chosen.values())
+    other_paths = {path: part for path, part in paths.items() if id(part) not in selected}
+    check_shared(
+        [(collection.path, collection.source, collection.plan) for collection in selected.values()],
+        other_paths,
+    )
+    return list(selected.values())
 
 
 def _description(
     module: nn.Module,
     plan: ShardingPlan | Rules,
-    chosen: list[_Chosen] | None,
+    selected: list[_Chosen] | None,
     optimizer: Optimizer | None,
 ) -> dict[str, dict[str, Any]]:
-    """Describe the collections that a plan names; of a wrong plan, those that exist."""
+    """Describe the collections that a plan names; if the plan is wrong, those that exist."""
     modules = _modules_of(plan)
-    paths, plans = _paths_of(module, modules), {one.path: one.plan for one in chosen or ()}
+    paths, plans = (
+        _paths_of(module, modules),
+        {collection.path: collection.plan for collection in selected or ()},
+    )
     description: dict[str, dict[str, Any]] = {
         "": {"collections": [path or "(the model)" for path in modules]}
     }
@@ -234,9 +242,9 @@ def _description(
 
 
 def _paths_of(module: nn.Module, named: Iterable[str]) -> dict[str, Any]:
-    """Return the collections of a model by their paths in it, also where it has one at several.
+    """Return the collections of a model by path; one that is at several paths has several entries.
 
-    A path through a module that is itself at several is there if it is among `named`.
+    A path through a module that is itself at several paths is included if it is in `named`.
     """
     paths = collections_of(module)
     collections = {id(part) for part in paths.values()}
@@ -253,7 +261,7 @@ def _paths_of(module: nn.Module, named: Iterable[str]) -> dict[str, Any]:
 
 
 def _replace(module: nn.Module, source: nn.Module, sharded: nn.Module) -> None:
-    """Put `sharded` wherever the model has `source`."""
+    """Replace `source` by `sharded` at all of its paths."""
     for parent in list(module.modules()):
         for name, child in list(parent._modules.items()):
             if child is source:
@@ -299,24 +307,24 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
 
 def _check_instance(source: Any, base: type[nn.Module], path: str) -> None:
     """Raise TypeError for attributes of a collection that its sharded form would lack."""
-    where = f"the collection{f' at {path!r}' if path else ''}"
+    subject = f"the collection{f' at {path!r}' if path else ''}"
     methods = sorted(name for name in vars(source) if isfunction(getattr(base, name, None)))
     if methods:
         raise TypeError(
-            f"{where} has {', '.join(methods)} set on the instance, which its sharded form would "
+            f"{subject} has {', '.join(methods)} set on the instance, which its sharded form would "
             "not have: put the collection into a module that does it, or set it after sharding"
         )
     tables = {source.handles_name, "groups"}
-    others = sorted({*source._modules, *source._parameters, *source._buffers} - tables)
-    if others:
+    extra_names = sorted({*source._modules, *source._parameters, *source._buffers} - tables)
+    if extra_names:
         raise TypeError(
-            f"{where} has {', '.join(others)} besides its tables, which its sharded form would not "
-            "have: put the collection into a module that has them"
+            f"{subject} has {', '.join(extra_names)} besides its tables, which its sharded form "
+            "would not have: put the collection into a module that has them"
         )
     hooks = [name for name in _HOOKS if getattr(source, name)]
     if hooks:
         raise TypeError(
-            f"{where} has hooks ({', '.join(hooks)}), which its sharded form would not have: "
+            f"{subject} has hooks ({', '.join(hooks)}), which its sharded form would not have: "
             "register them after sharding, or on a module around the collection"
         )
 

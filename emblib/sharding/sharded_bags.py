@@ -1,10 +1,10 @@
-"""The sharded embedding bag collection, which begins and ends the journey of a batch.
+"""The sharded embedding bag collection, and the output_dist of pooled rows.
 
 One all-to-all returns the rows (`emblib.sharding.output_dist`), then one pass over the received
 rows assembles the output: every feature's columns are copied from the rank that pooled them, or
 summed over the ranks that store blocks of the table's rows, in float32 and in rank order. MEAN
-pooling divides in this pass, by the lengths that this rank knows itself, so that the result does
-not depend on the plan. Backward does the same in the opposite direction.
+pooling divides in this pass, by the lengths of this rank's own batch, so the result does not depend
+on the plan. Backward does the same in the opposite direction.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -226,8 +226,8 @@ class _CopyTables(NamedTuple):
     """The arguments of `route.combine` for one batch.
 
     Attributes:
-        targets: `[spans, 7]`, where each span of columns goes in the output.
-        sources: `[sources, 3]`, where the rows that are added up for a span begin.
+        targets: `[spans, 7]`, output location of each span of columns.
+        sources: `[sources, 3]`, location of the rows that are summed for a span.
         rows: rows, see `OutgoingBatch.rows`.
         received_sizes: elements received from each rank, then from each node that sums rows.
         num_replicated: elements of the rows of replicated tables, which follow the received ones.
@@ -252,13 +252,13 @@ class _Span(NamedTuple):
 
 
 class _Sources:
-    """Senders of the received rows: all ranks; or ranks, then nodes that sum rows.
+    """Sources of the received rows: all ranks, then nodes that sum rows, if any.
 
     Attributes:
-        layouts: the layout of each.
-        all_layouts: these, then that of the replicated tables.
-        spans: how they make up the columns of the output.
-        widths: the columns of each unit of each.
+        layouts: layout of each source.
+        all_layouts: `layouts`, then the layout of the replicated tables.
+        spans: spans of output columns, and the units whose rows make them.
+        widths: number of columns of each unit, per source.
         columns: first column of each unit in the rows of its source.
     """
 
@@ -308,8 +308,12 @@ class PooledOutputDist(nn.Module):
         self._flat_sources = self._sources = _Sources(layout, layout.ranks)
         if sums is not None:
             self._sources = _Sources(layout, (*sums.direct, *sums.nodes))
-        every = [(r, unit) for r, of in enumerate(layout.ranks) for unit in of.all_units]
-        self._numbers = {unit: number for number, unit in enumerate(every)}
+        all_units = [
+            (r, unit)
+            for r, rank_layout in enumerate(layout.ranks)
+            for unit in rank_layout.all_units
+        ]
+        self._numbers = {unit: number for number, unit in enumerate(all_units)}
         self._replicated_widths = [unit.columns for unit in layout.replicated.units]
         self._divides = any(feature.is_mean for feature in layout.features)
         order = [unit.feature for unit in layout.ranks[0].units]
@@ -377,7 +381,7 @@ class PooledOutputDist(nn.Module):
         )
 
     def local_output(self, local: Tensor, received: IncomingBatch) -> Tensor:
-        """Return the output where this rank pooled all rows and nothing was sent."""
+        """Return the output if this rank pooled all rows and nothing was sent."""
         if self._in_order and not received.by_unit:
             return local
         tables = self._tables(received)
@@ -406,7 +410,7 @@ class PooledOutputDist(nn.Module):
         return sum(bags[0]), self._layout.replicated.columns
 
     def _elements(self, widths: Sequence[int], bags: Sequence[Sequence[int]]) -> list[int]:
-        """Return elements by rank: for each of its bags a row of every unit, of such a width."""
+        """Return the number of elements per rank: its bags times the width, summed over units."""
         sums = [0] * self._ranks.size
         for width, counts in zip(widths, bags, strict=False):
             for rank, count in enumerate(counts):
@@ -444,12 +448,12 @@ class PooledOutputDist(nn.Module):
         sources: list[tuple[int, int, int]] = []
         sources_by_bag: list[tuple[int, int, int]] = []
         for span in self._sources.spans:
-            first = len(sources)
+            source_index = len(sources)
             for rank, _, column in span.units:
                 sources.append((column, layouts[rank].columns, -1))
                 sources_by_bag.append((columns_before[rank], 0, 0))
             is_mean = self._layout.features[span.feature].is_mean
-            ends = first, len(sources)
+            ends = source_index, len(sources)
             targets.append(
                 (span.column, self._layout.columns, 0, span.width, *ends, 0 if is_mean else -1)
             )
@@ -470,7 +474,7 @@ class PooledOutputDist(nn.Module):
         sources: list[tuple[int, int, int]] = []
         for span in sources_of.spans:
             feature, count = features[span.feature], bags[span.feature]
-            first = len(sources)
+            source_index = len(sources)
             for rank, unit, column in span.units:
                 offset, number = starts[rank, unit]
                 within = column - sources_of.columns[rank, unit]
@@ -481,7 +485,7 @@ class PooledOutputDist(nn.Module):
                     row = number * count if rows is not None and number >= 0 else -1
                     sources.append((offset + within, unit.columns, row))
             mean = first_bag[span.feature] if feature.is_mean else -1
-            ends = first, len(sources)
+            ends = source_index, len(sources)
             if inputs.is_variable:
                 offset = first_element[span.feature] + span.column - feature.column
                 targets.append((offset, feature.dim, count, span.width, *ends, mean))
@@ -502,7 +506,7 @@ class PooledOutputDist(nn.Module):
     def _starts_by_unit(
         self, received: IncomingBatch
     ) -> tuple[dict[tuple[int, LookupUnit], tuple[int, int]], list[int]]:
-        """Return where the rows of each unit begin, with its number; and elements by source."""
+        """Return {(source, unit): (first element, index of the unit)}, and elements per source."""
         inputs, sent = received.inputs, received.sent
         starts: dict[tuple[int, LookupUnit], tuple[int, int]] = {}
         position = 0

@@ -1,8 +1,8 @@
 """The sharded embedding collection: one vector per id.
 
-It begins and ends the journey of a batch, as `emblib.sharding.sharded_bags` does for pooled rows.
-Tables of one dim share messages: `SequenceTables` sends the vectors back to the positions of their
-ids. `ShardedEmbeddingCollection` has one `SequenceTables` per class of dims and widths.
+The counterpart of `emblib.sharding.sharded_bags` for unpooled rows. Tables of one dim share
+messages: `SequenceTables` returns each vector to the position of its id.
+`ShardedEmbeddingCollection` has one `SequenceTables` per combination of dim and slice width.
 """
 
 import math
@@ -68,10 +68,10 @@ class VectorFormat(NamedTuple):
 class _SequenceRoute:
     """One batch between its two all-to-alls, as indices of pieces of vectors.
 
-    `order` brings unit-major pieces into rank-major order, `index` says where a piece that comes
-    back goes in the output, seen as pieces; `copies` which vectors are those of copies.
-    `copies_order` brings vectors of copies of all ranks, rank-major, into unit-major order. `sent`,
-    `num_received` and `copied` count pieces and vectors by rank.
+    A piece is a slice of `width` columns of a vector. `order` sorts unit-major pieces by rank;
+    `index` is the position in the output of each returned piece. `copies` selects the vectors of
+    replicated tables, and `copies_order` sorts those of all ranks, rank-major, by unit. `sent`,
+    `num_received` and `copied` count pieces and vectors per rank.
     """
 
     order: Tensor
@@ -111,13 +111,15 @@ class SequenceTables(ShardedTables):
         )
         self.format = format
         self.dim = configs[0].embedding_dim
-        every = [unit for rank in self.layout.ranks for unit in rank.all_units]
+        all_units = [unit for rank in self.layout.ranks for unit in rank.all_units]
         width, device = format.width, ranks.device
         self._pieces = [unit.columns // width for unit in self._layout_here.units]
-        self._equal = len({unit.columns for unit in every}) <= 1
+        self._equal = len({unit.columns for unit in all_units}) <= 1
         tables = {
-            "first": torch.tensor([u.shard.columns[0] // width for u in every], dtype=torch.int64),
-            "pieces": torch.tensor([u.columns // width for u in every], dtype=torch.int64),
+            "first": torch.tensor(
+                [u.shard.columns[0] // width for u in all_units], dtype=torch.int64
+            ),
+            "pieces": torch.tensor([u.columns // width for u in all_units], dtype=torch.int64),
         }
         for name, tensor in tables.items():
             self.register_buffer(name, tensor.to(device), persistent=False)
@@ -153,7 +155,7 @@ class SequenceTables(ShardedTables):
         return _SequenceStep(local, copies, gradient_sink, vector_route, self, is_small=is_small)
 
     def _local_output(self, local: Tensor, received: IncomingBatch) -> Tensor:
-        """Bring vectors that were not sent from the order of the kernels into that of the batch."""
+        """Reorder vectors that were not sent from the modules' order to that of the batch."""
         order = [unit.feature for unit in self._layout_here.units]
         if order == sorted(order):
             return local
@@ -211,8 +213,8 @@ class SequenceTables(ShardedTables):
         if self.replicated is None:
             return None
         inputs = received.inputs
-        every = torch.arange(inputs.ids.numel(), device=inputs.ids.device)
-        return self.replicated.of_features(inputs, every)
+        all_positions = torch.arange(inputs.ids.numel(), device=inputs.ids.device)
+        return self.replicated.of_features(inputs, all_positions)
 
 
 def _transposed(counts: Tensor, total: int) -> Tensor:
@@ -393,7 +395,7 @@ class ShardedEmbeddingCollection(StateOfTables):
             )
             for (_, width), configs in classes.items()
         )
-        handles = [handle for one in self._equal() for handle in one.handles()]
+        handles = [handle for tables in self._equal() for handle in tables.handles()]
         self.embeddings = ShardParameters(handles, self.ranks)
         self._outputs = self._find_outputs()
 
@@ -402,9 +404,9 @@ class ShardedEmbeddingCollection(StateOfTables):
         order = {config.name: t for t, config in enumerate(self.configs)}
         keys = [key for config in self.configs for key in config.feature_names]
         outputs = []
-        for c, one in enumerate(self._equal()):
-            for f, feature in enumerate(one.layout.features):
-                table = one.configs[feature.table].name
+        for c, tables in enumerate(self._equal()):
+            for f, feature in enumerate(tables.layout.features):
+                table = tables.configs[feature.table].name
                 name = f"{feature.key}@{table}" if keys.count(feature.key) > 1 else feature.key
                 outputs.append((order[table], f, c, name))
         return [(c, f, name) for _, f, c, name in sorted(outputs)]
@@ -420,7 +422,7 @@ class ShardedEmbeddingCollection(StateOfTables):
         return self._equal()[0].groups
 
     def _equal(self) -> list["SequenceTables"]:
-        return [one for one in self.classes if isinstance(one, SequenceTables)]
+        return [tables for tables in self.classes if isinstance(tables, SequenceTables)]
 
     def embedding_configs(self) -> tuple[Any, ...]:
         """Return the configurations of the tables."""
@@ -432,12 +434,12 @@ class ShardedEmbeddingCollection(StateOfTables):
 
     def local_shards(self) -> list[LocalShard]:
         """Return the table shards on this rank, including replicas."""
-        return [part for one in self._equal() for part in one.local_shards()]
+        return [part for tables in self._equal() for part in tables.local_shards()]
 
     def storage_config(self, table: str) -> Config:
         """Return the configuration of a table with the storage that the plan selects."""
-        one = next(one for one in self._equal() if table in one.plan)
-        return one.storage_config(table)
+        tables = next(tables for tables in self._equal() if table in tables.plan)
+        return tables.storage_config(table)
 
     def input_dist(self, features: KeyedJaggedTensor) -> Awaitable[Awaitable[Any]]:
         """Start to send ids to the ranks that store their rows.
@@ -453,7 +455,7 @@ class ShardedEmbeddingCollection(StateOfTables):
         if self.dedup and features is not None:
             features, repeated = _without_repeats(features, self._features())
             counts = {key: ids.counts for key, ids in repeated.items()}
-        requests = [one.input_request(features, counts) for one in self._equal()]
+        requests = [tables.input_request(features, counts) for tables in self._equal()]
         return Inputs(requests, partial(_Received, repeated=repeated))
 
     def _features(self) -> list[str]:
@@ -462,12 +464,14 @@ class ShardedEmbeddingCollection(StateOfTables):
 
     def prefetch(self, received: Sequence[IncomingBatch]) -> None:
         """Prefetch the rows of a batch into the caches of their tables."""
-        for one, batch in zip(self._equal(), received, strict=True):
-            one.prefetch(batch)
+        for tables, batch in zip(self._equal(), received, strict=True):
+            tables.prefetch(batch)
 
     def compute(self, received: Sequence[IncomingBatch]) -> list[Rows]:
         """Return vectors looked up for all ranks, and replicated tables' vectors of this batch."""
-        return [one.compute(batch) for one, batch in zip(self._equal(), received, strict=True)]
+        return [
+            tables.compute(batch) for tables, batch in zip(self._equal(), received, strict=True)
+        ]
 
     def output_dist(
         self, rows: Sequence[Rows], received: Sequence[IncomingBatch]
@@ -491,8 +495,8 @@ class ShardedEmbeddingCollection(StateOfTables):
             return LazyDeferredAwaitable(in_this_grad_mode(output))
 
         steps = [
-            one.output(vectors, batch)
-            for one, vectors, batch in zip(self._equal(), rows, received, strict=True)
+            tables.output(vectors, batch)
+            for tables, vectors, batch in zip(self._equal(), rows, received, strict=True)
         ]
         return Outputs(steps, join)
 
@@ -511,7 +515,7 @@ class ShardedEmbeddingCollection(StateOfTables):
         ]
         result = {}
         repeated = getattr(received, "repeated", None)
-        layouts = [one.layout.features for one in self._equal()]
+        layouts = [tables.layout.features for tables in self._equal()]
         for c, f, name in self._outputs:
             values, lengths, ids = split[c][f]
             if repeated is not None:
@@ -523,10 +527,10 @@ class ShardedEmbeddingCollection(StateOfTables):
 
 
 class _RepeatedIds(NamedTuple):
-    """The ids of a feature before those that repeat were dropped.
+    """The ids of a feature before deduplication.
 
-    `inverse` is the position of each id among the distinct ones, `counts` how often each of these
-    was there.
+    `inverse` is the index of each id among the distinct ones, `counts` how often each of these
+    occurs.
     """
 
     ids: Tensor
@@ -553,7 +557,7 @@ class _Received(list[IncomingBatch]):
 def _without_repeats(
     features: KeyedJaggedTensor, keys: Sequence[str]
 ) -> tuple[KeyedJaggedTensor, dict[str, _RepeatedIds]]:
-    """Return each distinct id of every feature once, in one bag, and how to expand the results.
+    """Return a batch with each feature's distinct ids in one bag, and the data to expand results.
 
     Raises:
         KeyError: the batch lacks a feature.

@@ -1,9 +1,9 @@
 """The tables of one sharded collection: the base of pooled and sequence collections.
 
-`ShardedTables` makes the shards of this rank and fills them from the unsharded collection. On the
-journey of a batch it is the lookup: `input_request` is what to send of a batch, `rows` looks up
-what came. `ReplicatedTables` are the tables that every rank has: each rank looks up its own batch,
-and equal updates keep the replicas equal.
+`ShardedTables` makes the shards of this rank and fills them from the unsharded collection. It
+serves two stages of a sharded lookup: `input_request` returns the batch to send, `rows` looks up
+the received ids. `ReplicatedTables` are the tables that every rank has: each rank looks up its own
+batch, and equal updates keep the replicas equal.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -103,13 +103,13 @@ class ReplicatedTables(nn.Module):
         The gradient is that of the rows of all ranks.
         """
         bags = received.bags[len(received.bags) - len(self._units) :]
-        first = received.ids.numel() - received.num_replicated_ids
-        offsets = received.offsets[received.offsets.numel() - 1 - sum(map(sum, bags)) :] - first
+        first_id = received.ids.numel() - received.num_replicated_ids
+        offsets = received.offsets[received.offsets.numel() - 1 - sum(map(sum, bags)) :] - first_id
         sizes = bags if received.inputs.is_variable else None
-        ids, weights = received.ids[first:], received.weights
+        ids, weights = received.ids[first_id:], received.weights
         # All ranks make the gradient of the same weights, and where they came from it adds up.
         if weights is not None:
-            weights = ScaledGradient.apply(weights[first:], 1.0 / self._world_size)
+            weights = ScaledGradient.apply(weights[first_id:], 1.0 / self._world_size)
 
         def look_up(weights: Tensor | None) -> Tensor:
             return self.groups(ids, offsets, weights, batch_sizes=sizes)
@@ -125,7 +125,7 @@ class ReplicatedTables(nn.Module):
 
 
 class GradientSink(torch.autograd.Function):
-    """A tensor without memory whose gradient is applied to a lookup that backward makes.
+    """Zeros without memory; backward makes a lookup and applies the gradient to it.
 
     Shared tables are not updated then: their gradients are added to the running backward, whose
     joint steps depend on `anchors`.
@@ -197,10 +197,10 @@ def common_seeds(
 
 @torch.no_grad()
 def fill(groups: TableGroups, source: TableGroups, blocks: Mapping[str, tuple[int, int]]) -> None:
-    """Copy the weights and optimizer states of whole tables into the shards that `groups` has.
+    """Copy weights and optimizer states of the whole tables into the shards of `groups`.
 
-    Shards of shared tables, which are not of `groups` alone, stay as they are.
-    A table whose storage is of another kind than in the source keeps its initial values.
+    Shards of shared tables are not changed. A table whose kind of storage differs from the source
+    keeps its initial values.
 
     Args:
         groups: shards of tables.
@@ -236,10 +236,10 @@ def equalise(groups: TableGroups, ranks: RankGroup) -> None:
     modules = {id(module): module for module, _ in map(groups.module_of, range(len(groups.slices)))}
     hypers = [module.hyperparams for module in modules.values() if has_hyperparams(module)]
     for tensor in (*tensors, *hypers):
-        sent = tensor.contiguous()
-        dist.broadcast(sent, ranks.global_rank(0), group=ranks.group)
-        if sent is not tensor:
-            tensor.copy_(sent)
+        contiguous = tensor.contiguous()
+        dist.broadcast(contiguous, ranks.global_rank(0), group=ranks.group)
+        if contiguous is not tensor:
+            tensor.copy_(contiguous)
 
 
 Result = TypeVar("Result")
@@ -312,15 +312,17 @@ def agreed_settings(
     def checked() -> Settings:
         check_shared_known(source, shared)
         default = optimizer or source.optimizer
-        how = GradientReduction(gradients)
+        reduction = GradientReduction(gradients)
         configs = trained_configs(source, optimizer)
         shardings = module_plan(configs, plan, World(ranks.size, ranks.local_size))
-        return Settings(configs, shardings, default, check_comm_precision(comm_precision), how)
+        return Settings(
+            configs, shardings, default, check_comm_precision(comm_precision), reduction
+        )
 
     def described(settings: Settings | None) -> fingerprint.Description:
         if settings is None:
             return {}
-        given = {
+        optimizers = {
             "": fingerprint.settings_of(
                 ranks, comm_precision=settings.comm_precision, gradients=gradients
             )
@@ -328,7 +330,7 @@ def agreed_settings(
         tables = fingerprint.collection_description(
             source, settings.configs, settings.plan, settings.optimizer
         )
-        return fingerprint.merged(given, tables)
+        return fingerprint.merged(optimizers, tables)
 
     return fingerprint.agree(ranks, checked, described)
 
@@ -379,8 +381,8 @@ class ShardedTables(nn.Module):
         seeds = common_seeds(wholes, source.groups, ranks)
         layout_here, replicated = layout.ranks[ranks.rank], layout.replicated
 
-        def make_shared(part: TableSlice) -> SharedTable:
-            table = SharedTable(part, device, seeds)
+        def make_shared(table_slice: TableSlice) -> SharedTable:
+            table = SharedTable(table_slice, device, seeds)
             fill(table.groups, source.groups, {})
             return table
 
@@ -441,7 +443,7 @@ class ShardedTables(nn.Module):
             _check_keyed(config, sharding, self.ranks.size)
 
     def _effective_plan(self) -> dict[str, ParameterSharding]:
-        """Return the plan with replicated tables table-wise where there is one rank."""
+        """Return the plan; with one rank, replicated tables become table-wise."""
         if self.ranks.size > 1:
             return self.plan
         return {
@@ -485,15 +487,15 @@ class ShardedTables(nn.Module):
         """Return the handle of each shard on this rank."""
         shard_handles = []
         for part in self.local_shards():
-            first = others = GradientShare.SHARD
+            first_share = other_share = GradientShare.SHARD
             if self.replicated is not None and part.groups is self.replicated.groups:
-                first = others = GradientShare.REPLICA
+                first_share = other_share = GradientShare.REPLICA
             elif self.ranks.rank != min(
                 shard.rank for shard in self._effective_plan()[part.table].shards
             ):
-                others = GradientShare.COUNTED_ELSEWHERE  # cores that all shards have
+                other_share = GradientShare.COUNTED_ELSEWHERE  # cores that all shards have
             handle = part.groups.handles[part.index]
-            shard_handles.append(ShardHandle(part.table, handle, first, others))
+            shard_handles.append(ShardHandle(part.table, handle, first_share, other_share))
         return shard_handles
 
     def storage_config(self, table: str) -> Config:
@@ -511,7 +513,7 @@ class ShardedTables(nn.Module):
     def input_request(
         self, features: KeyedJaggedTensor | None, counts: Mapping[str, Tensor] | None = None
     ) -> InputRequest | Awaitable[IncomingBatch]:
-        """Return the batch to send, or the batch to look up where nothing needs to be sent.
+        """Return the batch to send, or the batch to look up if nothing needs to be sent.
 
         Args:
             features: the batch; None for a rank that has none.
@@ -523,7 +525,7 @@ class ShardedTables(nn.Module):
         if counts is not None and self.counts_uses:
             inputs = inputs._replace(counts=torch.cat([counts[key] for key in self._keys]))
         if self._is_local:
-            return DeferredAwaitable(lambda: self._here(inputs))
+            return DeferredAwaitable(lambda: self._local_batch(inputs))
         return InputRequest(self._input_dist, inputs)
 
     @property
@@ -562,13 +564,13 @@ class ShardedTables(nn.Module):
 
     def _order(self, keys: tuple[str, ...]) -> list[int]:
         if keys not in self._orders:
-            missing = sorted(set(self._keys) - set(keys))
-            if missing:
-                raise KeyError(f"the batch has no features {missing}; it has {list(keys)}")
+            missing_keys = sorted(set(self._keys) - set(keys))
+            if missing_keys:
+                raise KeyError(f"the batch has no features {missing_keys}; it has {list(keys)}")
             self._orders[keys] = [keys.index(key) for key in self._keys]
         return self._orders[keys]
 
-    def _here(self, inputs: LocalBatch) -> IncomingBatch:
+    def _local_batch(self, inputs: LocalBatch) -> IncomingBatch:
         """Return the batch of a lookup without communication."""
         order = [unit.feature for unit in self._layout_here.units]
         ids, offsets, weights, counts = inputs.ids, inputs.offsets, inputs.weights, inputs.counts

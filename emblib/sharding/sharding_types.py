@@ -1,10 +1,10 @@
 """Sharding types: the shards of a table, and the rules that make them.
 
 A sharded table is a list of shards that tile `[rows, dim]`. Every sharding type is a rule that
-makes such a list; no later code depends on the types, so that any tiling is one (`custom`).
+makes such a list. Other code depends only on the shards, so any tiling is allowed (`custom`).
 
-Blocks are as equal as `torch.chunk` makes them: all of ceil(n / parts), the last ones shorter or
-not there. Rows and columns of a tensor-train table are cut between slices of its first core only,
+Blocks have ceil(n / parts) rows or columns, as with `torch.chunk`; the last ones may be shorter or
+missing. Rows and columns of a tensor-train table are cut between slices of its first core only,
 see `TableShape`.
 """
 
@@ -33,7 +33,7 @@ class Shard(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The number of rows and columns."""
+        """Return the number of rows and columns."""
         return self.rows[1] - self.rows[0], self.columns[1] - self.columns[0]
 
 
@@ -93,13 +93,13 @@ class ShardingType(Choice):
 
 @dataclass(frozen=True)
 class ParameterSharding:
-    """Sharding of one table: its shards, or none where every rank has a copy (DATA_PARALLEL).
+    """Sharding of one table: its shards, or none if every rank has a replica (DATA_PARALLEL).
 
     Args:
-        type: the name of the way; what counts are the shards.
+        type: name of the rule, for display; only the shards have an effect.
         shards: rectangles that tile the table; a rank may have several.
-        storage: None for the storage of the table's own configuration, or another one, e.g.
-            `Dense(Placement.MANAGED_CACHING)`.
+        storage: storage that replaces the table's own, e.g. `Dense(Placement.MANAGED_CACHING)`, or
+            None.
 
     Example:
         >>> left = emblib.sharding.Shard(rank=0, rows=(0, 8), columns=(0, 2))
@@ -115,7 +115,7 @@ class ParameterSharding:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks that store a shard, ascending; empty if every rank has a replica."""
+        """Return the ranks that store a shard, ascending; empty if every rank has a replica."""
         return tuple(sorted({shard.rank for shard in self.shards}))
 
     @property
@@ -281,8 +281,8 @@ def grid(nodes: Sequence[int] | None = None) -> Rule:
     """
 
     def rule(shape: TableShape, world: World) -> ParameterSharding:
-        chosen = range(-(-world.size // world.local_size)) if nodes is None else nodes
-        columns = _by_columns(shape, tuple(chosen))
+        node_numbers = range(-(-world.size // world.local_size)) if nodes is None else nodes
+        columns = _by_columns(shape, tuple(node_numbers))
         shards = tuple(
             Shard(rows.rank, rows.rows, block.columns)
             for block in columns
@@ -305,8 +305,8 @@ def custom(shards: Sequence[Shard]) -> Rule:
         >>> emblib.sharding.construct_module_plan(bags, rules, world)["item"].ranks
         (0, 1)
     """
-    given = tuple(Shard(*shard) for shard in shards)
-    return lambda shape, world: ParameterSharding(ShardingType.CUSTOM, given)
+    all_shards = tuple(Shard(*shard) for shard in shards)
+    return lambda shape, world: ParameterSharding(ShardingType.CUSTOM, all_shards)
 
 
 def blocks(size: int, parts: int, unit: int = 1) -> list[Span]:

@@ -26,11 +26,13 @@ class SharedTableShards:
         self.entry = SharedEntry()
         self._shards: dict[SliceKey, SharedTable] = {}
 
-    def shard_of(self, part: TableSlice, make: Callable[[TableSlice], SharedTable]) -> SharedTable:
-        """Return the shard with the rows and columns of `part`; `make` makes it once."""
-        key = SliceKey.of(part)
+    def shard_of(
+        self, table_slice: TableSlice, make: Callable[[TableSlice], SharedTable]
+    ) -> SharedTable:
+        """Return the shard with the rows and columns of `table_slice`; `make` makes it once."""
+        key = SliceKey.of(table_slice)
         if key not in self._shards:
-            self._shards[key] = make(part)
+            self._shards[key] = make(table_slice)
         return self._shards[key]
 
 
@@ -49,28 +51,29 @@ class SharedTablesOfModel:
 
 
 def check_shared(
-    chosen: Sequence[tuple[str, Any, Mapping[str, ParameterSharding]]], others: Mapping[str, Any]
+    selected: Sequence[tuple[str, Any, Mapping[str, ParameterSharding]]],
+    other_collections: Mapping[str, Any],
 ) -> None:
-    """Raise ValueError for a plan that does not shard a shared table as one.
+    """Raise ValueError for a plan that shards a shared table differently in its readers.
 
     Args:
-        chosen: path, unsharded collection and plan of each collection that is replaced.
-        others: the other collections of the model, by path.
+        selected: path, unsharded collection and plan of each collection that is replaced.
+        other_collections: the other collections of the model, by path.
     """
     tables: dict[int, list[tuple[str, SharedTable, ParameterSharding]]] = {}
-    for path, source, plan in chosen:
+    for path, source, plan in selected:
         for name, table in source.shared_tables().items():
             tables.setdefault(id(table), []).append((path, table, plan[name]))
     for users in tables.values():
-        first, table, sharding = users[0]
+        first_path, table, sharding = users[0]
         name = table.config.name
-        for path, _, other in users[1:]:
-            if other != sharding:
+        for path, _, other_sharding in users[1:]:
+            if other_sharding != sharding:
                 raise ValueError(
-                    f"the collections {first!r} and {path!r} read one shared table {name!r}, but "
-                    f"the plan shards it in two ways, {_text(sharding)} and {_text(other)}: give "
-                    "both the same rule; or construct the collections without shared=, for a table "
-                    "each"
+                    f"the collections {first_path!r} and {path!r} read one shared table {name!r}, "
+                    f"but the plan shards it in two ways, {_text(sharding)} and "
+                    f"{_text(other_sharding)}: give both the same rule; or construct the "
+                    "collections without shared=, for a table each"
                 )
         if type(sharding.storage) not in (type(None), Dense):
             raise ValueError(
@@ -78,22 +81,30 @@ def check_shared(
                 "tables must be Dense: leave that out of its constraints, or give one collection "
                 "all features of the table"
             )
-        left = [path for path, one in others.items() if table in one.shared_tables().values()]
-        if left or _has_others(table, [source for _, source, _ in chosen]):
+        unsharded_readers = [
+            path
+            for path, collection in other_collections.items()
+            if table in collection.shared_tables().values()
+        ]
+        if unsharded_readers or _has_others(table, [source for _, source, _ in selected]):
             raise ValueError(
                 f"the shared table {name!r} is read by "
-                + (f"the collections {left}, which" if left else "other collections, which")
+                + (
+                    f"the collections {unsharded_readers}, which"
+                    if unsharded_readers
+                    else "other collections, which"
+                )
                 + " the plan does not shard, and would be two tables afterwards: shard all "
                 "collections that read it in one call, or none of them"
             )
 
 
 def _has_others(table: SharedTable, sources: Sequence[Any]) -> bool:
-    """Return whether a table is read by other collections than those."""
+    """Return whether other collections than `sources` read a table."""
     readers = {module for source in sources for module in source.groups.table_modules()}
     if all(reader in readers for reader in table.readers()):
         return False
-    gc.collect()  # of collections that are gone, but in a cycle
+    gc.collect()  # frees deleted collections that are in reference cycles
     return not all(reader in readers for reader in table.readers())
 
 

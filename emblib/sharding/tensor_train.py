@@ -53,7 +53,7 @@ class SharedCores:
         """Return the function that shard number `shard` of this rank calls with its gradients."""
         return partial(self._add, shard)
 
-    def _add(self, shard: int, grads: list[Tensor], use: Use) -> None:
+    def _add(self, shard: int, grads: list[Tensor], apply_gradients: Use) -> None:
         if shard in self._waiting:
             self._waiting.clear()
             raise RuntimeError(
@@ -61,16 +61,18 @@ class SharedCores:
                 f"{self._ranks.rank}, and the backward of one ran twice before that of another; "
                 "run backward through the whole output"
             )
-        self._waiting[shard] = grads, use
+        self._waiting[shard] = grads, apply_gradients
         if len(self._waiting) < self._num_shards:
             return
         waiting, self._waiting = self._waiting, {}
-        every = [waiting[shard] for shard in sorted(waiting)]
-        common = [torch.cat([grad.reshape(-1) for grad in grads[1:]]) for grads, _ in every]
+        grads_of_shards = [waiting[shard] for shard in sorted(waiting)]
+        common = [
+            torch.cat([grad.reshape(-1) for grad in grads[1:]]) for grads, _ in grads_of_shards
+        ]
         total = common[0] if len(common) == 1 else torch.stack(common).sum(0)
         total = summed(total, self._ranks, self._owners)
-        sizes = [grad.numel() for grad in every[0][0][1:]]
-        for grads, use_ in every:
+        sizes = [grad.numel() for grad in grads_of_shards[0][0][1:]]
+        for grads, use_ in grads_of_shards:
             shared = zip(total.split(sizes), grads[1:], strict=True)
             use_([grads[0], *(flat.view(grad.shape) for flat, grad in shared)])
 
@@ -103,17 +105,17 @@ def _swap(
 ) -> None:
     """Send `sent[k]` to `owners[k]`, and receive into `received[k]` from it.
 
-    Point-to-point messages rather than a collective: other ranks do not know when the owners' pass
-    through backward reaches this point.
+    Point-to-point messages, not a collective: other ranks do not know when backward of the owners
+    reaches this point.
     """
     messages = []
     for k, owner in enumerate(owners):
         if owner == ranks.rank:
             continue
         peer = ranks.global_rank(owner)
-        for way, tensor in ((dist.isend, sent[k]), (dist.irecv, received[k])):
+        for operation, tensor in ((dist.isend, sent[k]), (dist.irecv, received[k])):
             if tensor.numel():
-                messages.append(dist.P2POp(way, tensor, peer, ranks.group))
+                messages.append(dist.P2POp(operation, tensor, peer, ranks.group))
     for work in dist.batch_isend_irecv(messages) if messages else []:
         work.wait()
 
@@ -137,8 +139,8 @@ def share_cores(
         ranks: the processes.
 
     Raises:
-        ValueError: several shards of a table on this rank without a fused optimizer: each of them
-            would have the gradient of its own lookups alone.
+        ValueError: several shards of a table on this rank without a fused optimizer: each would
+            have only the gradient of its own lookups.
     """
     for number, config in enumerate(configs):
         sharding = plan[config.name]
@@ -147,14 +149,14 @@ def share_cores(
         owners = sorted({shard.rank for shard in sharding.shards})
         if len(sharding.shards) < 2 or ranks.rank not in owners:
             continue
-        here = [i for i, part in enumerate(parts) if part.table == number]
-        modules: list[tuple[Any, int]] = [groups.module_of(i) for i in here]
-        if len(here) > 1 and not all(autograd.is_fused(m.optimizer) for m, _ in modules):
+        local_shards = [i for i, part in enumerate(parts) if part.table == number]
+        modules: list[tuple[Any, int]] = [groups.module_of(i) for i in local_shards]
+        if len(local_shards) > 1 and not all(autograd.is_fused(m.optimizer) for m, _ in modules):
             raise ValueError(
-                f"rank {ranks.rank} has {len(here)} shards of tensor train {config.name!r}, whose "
-                "gradients only a fused optimizer can add up: pass an optimizer, or plan at most "
-                "one shard per rank"
+                f"rank {ranks.rank} has {len(local_shards)} shards of tensor train "
+                f"{config.name!r}, whose gradients only a fused optimizer can add up: pass an "
+                "optimizer, or plan at most one shard per rank"
             )
-        shared = SharedCores(config.name, ranks, owners, len(here))
+        shared = SharedCores(config.name, ranks, owners, len(local_shards))
         for k, (module, table) in enumerate(modules):
             module.shared_gradients[table] = shared.member(k)

@@ -1,10 +1,10 @@
 """Storage kinds: the interface that every way to store a table implements.
 
-A `Storage` describes how the rows of one table are kept and answers every question about it. A
-collection asks it to group tables, to make the module and the handles, and for views of the memory;
-sharding asks where the table can be cut; a checkpoint asks for the layout of its tensors; and the
-planner asks for bytes and time. A new kind of storage is one file with one subclass, and one call
-of `register`.
+A `Storage` describes how the rows of one table are stored. Its methods serve four callers. A
+collection groups tables (`group_key`), makes their modules and handles, and reads their memory
+(`views`). Sharding asks where a table can be cut (`cut_units`) and copies slices. Checkpoints ask
+for the layout of the tensors (`parameter_layouts`). The planner asks for bytes and times. A new
+kind of storage is one file with one subclass, and one call of `register`.
 """
 
 from __future__ import annotations
@@ -55,19 +55,19 @@ class TableDescription(Protocol):
 
     @property
     def rounding(self) -> StochasticRounding | None:
-        """Return how updates of rows in 16 bits are rounded; None: to nearest."""
+        """Return how updates of 16-bit rows are rounded; None rounds to nearest."""
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """Return the interval in which initial values are uniform."""
+        """Return the bounds (low, high) of the uniform initial values."""
 
     @property
     def has_bounds(self) -> bool:
-        """Return whether the user set one of the bounds."""
+        """Return whether the user set `bounds`; otherwise they follow from the number of rows."""
 
     @property
     def init_fn(self) -> Callable[[Tensor], Any] | None:
-        """Return the function that writes the initial values, if there is one."""
+        """Return the user's function that writes initial values in place, or None."""
 
     @property
     def optimizer(self) -> Optimizer | None:
@@ -78,16 +78,17 @@ class TableDescription(Protocol):
         """Return how the rows are stored."""
 
     def spec(self) -> Any:
-        """Return the whole table as the table modules take it."""
+        """Return the spec of the whole table, e.g. a `TableSpec`, for a table module."""
 
 
 @dataclass(frozen=True)
 class TableSlice:
     """Rows `[r0, r1)` and columns `[c0, c1)` of a table.
 
-    The rows of a hash table are capacity for keys, not a range of keys: `shard` is (number, count)
-    of the block of keys of a shard, None for a table that is not sharded. A tensor train can be cut
-    only between slices of its first core, see `emblib.storage.TensorTrain`.
+    The rows of a hash table are capacity for keys, not a range of keys. Its keys are divided by
+    hash instead: `shard` is (number of this block of keys, number of blocks), None without
+    sharding. A tensor train can be cut only between slices of its first core, see
+    `emblib.storage.TensorTrain`.
 
     Example:
         >>> table = emblib.EmbeddingBagConfig(1_000, 16, "item")
@@ -144,21 +145,21 @@ class TableSlice:
 
     @property
     def spec(self) -> Any:
-        """Return the slice as a table of its own."""
+        """Return the spec of a table that has the rows and columns of this slice only."""
         return self.named(self.config.name)
 
     def named(self, name: str) -> Any:
-        """Return the slice as a table of its own, called `name`."""
+        """Return the spec of this slice under another name."""
         return self.storage.slice_spec(self, name)
 
     def part_of(self, table: Tensor) -> Tensor:
-        """Return the view of a tensor `[rows, dim]` or `[rows]` of the whole table."""
-        part = table[self.rows[0] : self.rows[1]]
-        return part if part.dim() == 1 else part[:, self.columns[0] : self.columns[1]]
+        """Return the view of this slice in the whole table's tensor `[rows, dim]` or `[rows]`."""
+        rows = table[self.rows[0] : self.rows[1]]
+        return rows if rows.dim() == 1 else rows[:, self.columns[0] : self.columns[1]]
 
 
 class TableModule(Protocol):
-    """A module with the memory of tables, which looks up and updates; every storage makes one."""
+    """Module that stores tables, looks them up and updates them; `Storage.make_module` makes it."""
 
     training: bool
 
@@ -187,33 +188,33 @@ class TableModule(Protocol):
 
 
 class TrainedModule(TableModule, Protocol):
-    """A table module whose optimizer has numbers; those of quantised tables have none."""
+    """Table module with an optimizer; quantised tables are modules without one."""
 
     @property
     def hyperparams(self) -> Tensor:
-        """Return the numbers of the optimizer, float64 on the device."""
+        """Return the numbers of the optimizer, float64 `[len(Hyper) or more]` on the device."""
 
     def load_hyperparams(self, values: Tensor) -> None:
-        """Take over saved `hyperparams`."""
+        """Overwrite `hyperparams` with saved values."""
 
     def set_step(self, step: int) -> None:
         """Continue counting updates from `step`."""
 
 
 def has_hyperparams(module: TableModule) -> TypeGuard[TrainedModule]:
-    """Return whether the optimizer of a table module has numbers."""
+    """Return whether a table module has `hyperparams`, i.e. is trained."""
     return hasattr(module, "hyperparams")
 
 
-def stored_as(part: TableSlice) -> Precision:
-    """Return dtype and rounding of the stored rows of a slice, which a module has for all."""
-    config = part.config
+def stored_as(table_slice: TableSlice) -> Precision:
+    """Return dtype and rounding of a slice's stored rows; slices of one module agree in them."""
+    config = table_slice.config
     rounding = None if config.data_type is torch.float32 else config.rounding
     return Precision(weights=config.data_type, stochastic_rounding=rounding)
 
 
 class CutUnits(NamedTuple):
-    """Granularity of cuts: at multiples of `rows` rows and of `columns` columns.
+    """Granularity of sharding: cuts are at multiples of `rows` rows and `columns` columns.
 
     Example:
         >>> dense = emblib.storage.Dense()
@@ -246,7 +247,7 @@ def same_region(rows: Span, columns: Span) -> tuple[Span, Span]:
 
 
 class MemoryBytes(NamedTuple):
-    """Bytes of the three memories that a table can be in.
+    """Bytes of a table in device memory, host memory and on disk.
 
     Example:
         >>> emblib.storage.MemoryBytes(device=1 << 20, host=1 << 30)
@@ -273,10 +274,10 @@ class Rates(Protocol):
     def costs(self) -> Any:
         """Return the `Calibration`: `hash_ns`, `tt_ns`, `arrange_ns`, `disk_bytes_per_s`, ..."""
 
-    def lookup_row_ns(self, part: TableSlice, row_bytes: float, ids: float) -> float:
+    def lookup_row_ns(self, table_slice: TableSlice, row_bytes: float, ids: float) -> float:
         """Return the time to add one row to its bag, given the share of rows in cache."""
 
-    def update_row_ns(self, part: TableSlice, row_bytes: float, ids: float) -> float:
+    def update_row_ns(self, table_slice: TableSlice, row_bytes: float, ids: float) -> float:
         """Return the time to update one row, given the share of rows in cache."""
 
     def cached_lookup_ns(self, row_bytes: float) -> float:
@@ -289,9 +290,9 @@ class Rates(Protocol):
 class Storage:
     """Base of storage kinds: frozen dataclasses whose fields are the choices of the user.
 
-    The defaults are those of a table whose rows are tensors `[rows, dim]` that can be cut anywhere.
-    A subclass implements `spec`, `make_kernel` and `make_handle`, and overrides what differs.
-    Kernels are modules that are called with `(ids, offsets, weights, batch_sizes=...)`, like
+    A subclass implements `spec`, `make_module` and `make_handle`. The other methods default to a
+    table whose parameters are tensors `[rows, dim]` that can be cut anywhere; a subclass overrides
+    those that differ. Modules are called with `(ids, offsets, weights, batch_sizes=...)`, like
     `TableBatchedEmbeddingBags`.
     """
 
@@ -318,42 +319,42 @@ class Storage:
         return False
 
     def check_table(self, table: TableDescription) -> None:
-        """Raise ValueError for a configuration that this storage cannot have."""
+        """Raise ValueError for a table configuration that this storage does not support."""
 
     @classmethod
     def from_plan(cls, values: Mapping[str, Any]) -> Self:
-        """Return the storage whose fields a sharding plan in JSON has, lists as tuples."""
+        """Return the storage from its fields in a sharding plan's JSON; lists become tuples."""
         return cls(**values)
 
     def spec(self, rows: int, dim: int, name: str) -> Any:
-        """Return a table of this storage as the table modules take it."""
+        """Return the spec of a table of this storage, for a table module."""
         return TableSpec(rows, dim, name)
 
-    def check_slice(self, part: TableSlice) -> None:
-        """Raise ValueError for a slice that this storage cannot be cut into."""
+    def check_slice(self, table_slice: TableSlice) -> None:
+        """Raise ValueError for a slice that this storage cannot store separately."""
 
-    def slice_spec(self, part: TableSlice, name: str) -> Any:
-        """Return a slice as a table of its own."""
-        return self.spec(part.num_rows, part.dim, name)
+    def slice_spec(self, table_slice: TableSlice, name: str) -> Any:
+        """Return the spec of a table that has only this slice."""
+        return self.spec(table_slice.num_rows, table_slice.dim, name)
 
     # Kernels
 
     def group_key(
-        self, part: TableSlice, number: int, optimizer: Optimizer, pooling: Pooling
+        self, table_slice: TableSlice, number: int, optimizer: Optimizer, pooling: Pooling
     ) -> Hashable:
         """Return a key that is equal for slices that can share a module.
 
         Args:
-            part: slice of a table.
+            table_slice: slice of a table.
             number: number of the slice among the slices of a rank; a key with it is unique.
             optimizer: optimizer of the slice.
             pooling: SUM or MEAN; NONE for one vector per id.
         """
         return number
 
-    def make_kernel(
+    def make_module(
         self,
-        parts: Sequence[TableSlice],
+        slices: Sequence[TableSlice],
         reads: Sequence[int],
         optimizer: Optimizer,
         pooling: Pooling,
@@ -363,8 +364,8 @@ class Storage:
         """Return the module of slices with equal group keys.
 
         Args:
-            parts: the slices.
-            reads: index into `parts` for each feature of the module.
+            slices: the slices.
+            reads: index into `slices` for each feature of the module.
             optimizer: optimizer of the slices.
             pooling: SUM or MEAN; NONE for one vector per id.
             seeds: seeds of the initial values, one per slice.
@@ -373,11 +374,11 @@ class Storage:
         raise NotImplementedError
 
     def is_placeholder(self, module: TableModule) -> bool:
-        """Return whether `module` only stands for one that cannot be on meta."""
+        """Return whether `module` is a placeholder on meta for a module that cannot be there."""
         return False
 
     def make_handle(self, module: TableModule, index: int) -> TableHandle:
-        """Return the module under which a collection lists table `index` of a module."""
+        """Return the handle of table `index` of a module: a child module of the collection."""
         raise NotImplementedError
 
     def views(self, module: Any) -> list[dict[str, Tensor]]:
@@ -389,24 +390,28 @@ class Storage:
         raise NotImplementedError
 
     def check_copied(self, table: TableDescription) -> None:
-        """Raise ValueError for a table whose rows a second module cannot have at the same time."""
+        """Raise ValueError for a table whose memory a second module cannot share."""
 
     # Sharding
 
     def check_sharded(self, table: TableDescription) -> None:
-        """Raise ValueError for a table that no sharded collection can have."""
+        """Raise ValueError for a table that cannot be sharded."""
 
     def cut_units(self, table: TableDescription) -> CutUnits:
-        """Return where a table may be cut."""
+        """Return the granularity at which sharding may cut a table."""
         return CutUnits()
 
     def copy_slice(
-        self, part: TableSlice, source: TableHandle, target: TableHandle, key_block: Span | None
+        self,
+        table_slice: TableSlice,
+        source: TableHandle,
+        target: TableHandle,
+        key_block: Span | None,
     ) -> None:
-        """Copy the slice `part` of the whole table `source` into `target`.
+        """Copy the slice `table_slice` of the whole table `source` into `target`.
 
         Args:
-            part: the slice that `target` has.
+            table_slice: the slice that `target` has.
             source: the whole table, of the same storage.
             target: the table to write.
             key_block: (number, count) of the block of keys that `target` owns; only for keyed
@@ -414,21 +419,21 @@ class Storage:
         """
         views, targets = source.views(), target.views()
         for name in targets.keys() & views.keys():
-            targets[name].copy_(part.part_of(views[name]))
+            targets[name].copy_(table_slice.part_of(views[name]))
 
     def resumes(self, source: TableHandle, target: TableHandle) -> bool:
-        """Return whether `target` has rows of an earlier process, and `source` has none for it."""
+        """Return whether `target` has rows from an earlier process that `source` does not have."""
         return False
 
     # Checkpoints
 
     def parameter_layouts(self, table: TableDescription) -> dict[str, TensorLayout]:
-        """Return the layout of each tensor that the state dict of a collection has."""
+        """Return the layout of each parameter of a table in checkpoints, by name."""
         size = (table.num_embeddings, table.embedding_dim)
         return {"weight": TensorLayout(size, table.data_type, same_region)}
 
     def state_views(self, parameter: str, optimizer: Optimizer) -> dict[str, str]:
-        """Return for each optimizer state of a parameter its name in `views`.
+        """Return {state: its key in `views`} for each optimizer state of a parameter.
 
         States that are saved with the table and not with its optimizer are left out.
         """
@@ -439,51 +444,53 @@ class Storage:
         return {}
 
     def check_entries(self, table: TableDescription, entries: Mapping[str, Tensor]) -> None:
-        """Raise ValueError for entries of a state dict that are of another table."""
+        """Raise ValueError for entries that a table of another layout saved."""
 
     # Planner
 
-    def nbytes(self, part: TableSlice, optimizer: Optimizer | None, device: str) -> MemoryBytes:
-        """Return the bytes of a slice, without those of batches.
+    def nbytes(
+        self, table_slice: TableSlice, optimizer: Optimizer | None, device: str
+    ) -> MemoryBytes:
+        """Return the bytes of a slice: rows and optimizer states, without memory that batches need.
 
         Without an optimizer, or with one whose gradients are dense, the gradient counts as well.
 
         Args:
-            part: the slice.
+            table_slice: the slice.
             optimizer: optimizer of the table; None counts no states.
             device: "cpu" or "cuda".
         """
-        itemsize = part.config.data_type.itemsize
-        states = state_bytes(optimizer, part.num_rows, part.dim, itemsize)
-        return MemoryBytes(part.num_rows * part.dim * itemsize + states)
+        itemsize = table_slice.config.data_type.itemsize
+        states = state_bytes(optimizer, table_slice.num_rows, table_slice.dim, itemsize)
+        return MemoryBytes(table_slice.num_rows * table_slice.dim * itemsize + states)
 
     def lookup_ns(
-        self, part: TableSlice, optimizer: Optimizer | None, ids: float, rates: Rates
+        self, table_slice: TableSlice, optimizer: Optimizer | None, ids: float, rates: Rates
     ) -> float:
         """Return the nanoseconds to look up `ids` rows of a slice."""
-        row = part.dim * part.config.data_type.itemsize
-        return ids * rates.lookup_row_ns(part, row, ids)
+        row = table_slice.dim * table_slice.config.data_type.itemsize
+        return ids * rates.lookup_row_ns(table_slice, row, ids)
 
     def update_ns(
-        self, part: TableSlice, optimizer: Optimizer | None, ids: float, rates: Rates
+        self, table_slice: TableSlice, optimizer: Optimizer | None, ids: float, rates: Rates
     ) -> float:
         """Return the nanoseconds to update `ids` rows of a slice."""
-        row = row_bytes(optimizer, part.dim, part.config.data_type.itemsize)
-        each = rates.update_row_ns(part, row, ids)
-        return ids * each + dense_gradient_ns(part, optimizer, rates)
+        row = row_bytes(optimizer, table_slice.dim, table_slice.config.data_type.itemsize)
+        ns_per_row = rates.update_row_ns(table_slice, row, ids)
+        return ids * ns_per_row + dense_gradient_ns(table_slice, optimizer, rates)
 
 
 def distinct_names(names: Sequence[str]) -> list[str]:
-    """Return the names, with a number appended to those that occur again."""
-    taken: set[str] = set(names)
-    seen: set[str] = set()
+    """Return the names in order; repeated ones get a number appended, to make all distinct."""
+    used_names: set[str] = set(names)
+    repeated: set[str] = set()
     result = []
     for name in names:
         unique, number = name, 1
-        while unique in seen or (unique != name and unique in taken):
+        while unique in repeated or (unique != name and unique in used_names):
             number += 1
             unique = f"{name}_{number}"
-        seen.add(unique)
+        repeated.add(unique)
         result.append(unique)
     return result
 
@@ -493,15 +500,15 @@ _registry: dict[str, type[Storage]] = {}
 
 
 def register(storage: Registered) -> Registered:
-    """Make a kind of storage known by its `plan_name`; usable as a decorator.
+    """Register a class of storage under its `plan_name`; usable as a decorator.
 
     Raises:
         ValueError: another kind has this name.
     """
-    known = _registry.setdefault(storage.plan_name, storage)
-    if known is not storage:
+    registered = _registry.setdefault(storage.plan_name, storage)
+    if registered is not storage:
         raise ValueError(
-            f"{storage.__name__}.plan_name {storage.plan_name!r} is that of {known.__name__}"
+            f"{storage.__name__}.plan_name {storage.plan_name!r} is that of {registered.__name__}"
         )
     return storage
 
@@ -540,12 +547,12 @@ def row_bytes(optimizer: Optimizer | None, dim: int, itemsize: int) -> int:
     return dim * itemsize + (state_bytes(optimizer, 1, dim, itemsize) if is_fused(optimizer) else 0)
 
 
-def dense_gradient_ns(part: TableSlice, optimizer: Optimizer | None, rates: Rates) -> float:
-    """Return the nanoseconds that forming a dense gradient takes, for a table without optimizer."""
+def dense_gradient_ns(table_slice: TableSlice, optimizer: Optimizer | None, rates: Rates) -> float:
+    """Return the nanoseconds to write a dense gradient; 0 if a fused optimizer leaves none."""
     if optimizer is not None:
         return 0.0
-    itemsize = part.config.data_type.itemsize
-    return 2 * part.num_rows * part.dim * itemsize * float(rates.costs.arrange_ns)
+    itemsize = table_slice.config.data_type.itemsize
+    return 2 * table_slice.num_rows * table_slice.dim * itemsize * float(rates.costs.arrange_ns)
 
 
 def _has_dense_gradient(optimizer: Optimizer) -> bool:

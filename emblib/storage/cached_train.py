@@ -1,9 +1,10 @@
-"""Tensor trains with a cache of rows in a collection: their module, and the handles of its tables.
+"""Cached tensor trains in a collection: the module of several tables, and their handles.
 
-The module is a `CachedTTEmbeddingBags` whose trains and stored rows are modules of a collection. A
-table has the handle of a tensor train, with two parts besides the cores: `cache`, its stored rows,
-and `counts`, how often its ids were looked up. All of it is in state dicts, by table, so that it
-does not depend on which tables share a module.
+`CachedTTModule` is a `CachedTTEmbeddingBags` of several tables. Besides its cores each table has
+stored rows (cached ones and, with `SPILL`, evicted ones) and a count of lookups per id. The handle
+of a table, `CachedTTHandle`, has the cores as parameters and two children: `cache` (stored rows and
+their ids) and `counts`. State dicts have all of these per table, so they do not depend on which
+tables share a module.
 """
 
 from __future__ import annotations
@@ -41,17 +42,17 @@ def check_cache(cache: Any) -> None:
     if not isinstance(cache, TTCache):
         raise TypeError(f"cache must be None or a TTCache, e.g. TTCache(10_000), got {cache!r}")
     for name in ("rows", "spill_rows"):
-        given = getattr(cache, name)
-        if given is not None and not isinstance(given, int):
+        value = getattr(cache, name)
+        if value is not None and not isinstance(value, int):
             raise ValueError(
-                f"{name} of the cache of a table must be one number, got {given!r}: give each "
+                f"{name} of the cache of a table must be one number, got {value!r}: give each "
                 "table a TTCache of its own; tables that agree in the rest share a module anyway"
             )
 
 
-def check_optimizer(parts: Sequence[TableSlice], cache: TTCache, optimizer: Optimizer) -> None:
-    """Raise ValueError for an optimizer whose updates could miss the rows of a cache."""
-    names = ", ".join(repr(part.config.name) for part in parts)
+def check_optimizer(slices: Sequence[TableSlice], cache: TTCache, optimizer: Optimizer) -> None:
+    """Raise ValueError for an optimizer that cannot update stored rows and cores alike."""
+    names = ", ".join(repr(table_slice.config.name) for table_slice in slices)
     if optimizer.deferred:
         raise ValueError(
             f"{brief(optimizer)} applies gradients when the cache of {names} may have replaced "
@@ -65,83 +66,86 @@ def check_optimizer(parts: Sequence[TableSlice], cache: TTCache, optimizer: Opti
         )
 
 
-def joint_cache(parts: Sequence[TableSlice]) -> TTCache:
-    """Return the cache of the tables of one module."""
-    caches = [_cache_of(part) for part in parts]
-    first = caches[0]
+def joint_cache(slices: Sequence[TableSlice]) -> TTCache:
+    """Return one `TTCache` for all tables of a module, with their numbers of rows as tuples."""
+    caches = [_cache_of(table_slice) for table_slice in slices]
+    first_cache = caches[0]
     counted = None
     if any(cache.counted for cache in caches):
-        pairs = zip(caches, parts, strict=True)
-        counted = sum(cache.counted_of([part.spec]) for cache, part in pairs)
+        pairs = zip(caches, slices, strict=True)
+        counted = sum(cache.counted_of([table_slice.spec]) for cache, table_slice in pairs)
     spilled = None
-    if first.eviction is RowEviction.SPILL:
-        pairs = zip(caches, parts, strict=True)
-        spilled = [_spilled_rows(cache, part) for cache, part in pairs]
+    if first_cache.eviction is RowEviction.SPILL:
+        pairs = zip(caches, slices, strict=True)
+        spilled = [_spilled_rows(cache, table_slice) for cache, table_slice in pairs]
     rows = [rows for cache in caches if isinstance(rows := cache.rows, int)]
-    return TTCache(rows, first.eviction, counted, first.every, spilled)
+    return TTCache(rows, first_cache.eviction, counted, first_cache.every, spilled)
 
 
-def _cache_of(part: TableSlice) -> TTCache:
-    storage: Any = part.storage
+def _cache_of(table_slice: TableSlice) -> TTCache:
+    storage: Any = table_slice.storage
     cache: TTCache = storage.cache
     return cache
 
 
-def _spilled_rows(cache: TTCache, part: TableSlice) -> int:
-    """Return the rows of a table that are stored besides those in the cache."""
-    (stored,), (cached,) = cache.stored_rows_of([part.spec]), cache.rows_of([part.spec])
-    return stored - cached
+def _spilled_rows(cache: TTCache, table_slice: TableSlice) -> int:
+    """Return how many spilled rows a table can store besides its cached rows."""
+    (num_stored,), (num_cached,) = (
+        cache.stored_rows_of([table_slice.spec]),
+        cache.rows_of([table_slice.spec]),
+    )
+    return num_stored - num_cached
 
 
-def stored_rows(part: TableSlice, rows: int, storage: Dense) -> TableSlice:
-    """Return the stored rows of a table as a dense table, which begins with zeros."""
-    config: Any = part.config
-    stored = replace(
+def stored_rows(table_slice: TableSlice, rows: int, storage: Dense) -> TableSlice:
+    """Return the stored rows of a table as a slice of a dense table; initial values are zeros."""
+    config: Any = table_slice.config
+    spec = replace(
         config, num_embeddings=rows, storage=storage, weight_init_min=0.0, weight_init_max=0.0
     )
-    return TableSlice.whole(stored)
+    return TableSlice.whole(spec)
 
 
-def nbytes(part: TableSlice, optimizer: Optimizer | None, device: str) -> MemoryBytes:
-    """Return the bytes of a table's stored rows, their states and their index, without cores.
+def nbytes(table_slice: TableSlice, optimizer: Optimizer | None, device: str) -> MemoryBytes:
+    """Return the bytes of stored rows, their optimizer states and their index, without cores.
 
-    With `SPILL` rows in host memory count there if `device` is "cuda", and otherwise with the rest.
+    Spilled rows in host memory count as host bytes if `device` is "cuda", else as device bytes.
     """
-    cache, spec = _cache_of(part), part.spec
+    cache, spec = _cache_of(table_slice), table_slice.spec
     (rows,) = cache.stored_rows_of([spec])
     storage = Dense(cache.placement, cache.row_cache([spec]))
-    sizes = storage.nbytes(stored_rows(part, rows, storage), optimizer, device)
+    sizes = storage.nbytes(stored_rows(table_slice, rows, storage), optimizer, device)
     index, counts = cache.index_specs([spec])
-    words = _WORD * (rows + index.rows)  # the key of each row, and the row of each slot
-    return sizes._replace(device=sizes.device + words + _index_bytes(index, counts))
+    word_bytes = _WORD * (rows + index.rows)  # the key of each row, and the row of each slot
+    return sizes._replace(device=sizes.device + word_bytes + _index_bytes(index, counts))
 
 
 def _index_bytes(index: DynamicSpec, counts: DynamicSpec) -> int:
-    """Return the bytes of a tag, a key and a stamp per slot, and of a count of counted ids."""
+    """Return the bytes of both hash tables: tag, key, stamp per slot; counts have a score too."""
     return index.rows * (1 + 2 * _WORD) + counts.rows * (1 + 3 * _WORD)
 
 
 class CachedTTModule(CachedTTEmbeddingBags):
-    """Cached tensor trains, each with the initial values that it has without a cache."""
+    """Cached tensor trains of a collection; initial cores are those of trains without a cache."""
 
     def __init__(
         self,
-        parts: Sequence[TableSlice],
+        slices: Sequence[TableSlice],
         reads: Sequence[int],
         optimizer: Optimizer,
         pooling: Pooling,
         seeds: Sequence[int],
         device: torch.device,
     ) -> None:
-        self._parts, self._reads, self._seeds = tuple(parts), tuple(reads), tuple(seeds)
-        names = distinct_names([part.config.name for part in parts])
+        self._parts, self._reads, self._seeds = tuple(slices), tuple(reads), tuple(seeds)
+        names = distinct_names([table_slice.config.name for table_slice in slices])
         super().__init__(
-            [part.named(name) for part, name in zip(parts, names, strict=True)],
-            joint_cache(parts),
+            [table_slice.named(name) for table_slice, name in zip(slices, names, strict=True)],
+            joint_cache(slices),
             optimizer,
             pooling=pooling,
             feature_tables=reads,
-            precision=stored_as(parts[0]),
+            precision=stored_as(slices[0]),
             device=device,
         )
 
@@ -159,11 +163,11 @@ class CachedTTModule(CachedTTEmbeddingBags):
 
     @property
     def hyperparams(self) -> Tensor:
-        """Return the numbers of the optimizer of the cores; those of the rows are equal."""
+        """Return the optimizer's numbers, float64, equal for cores and stored rows."""
         return self.trains.hyperparams
 
     def redraw(self, seeds: Sequence[int]) -> None:
-        """Draw the cores again, one seed per table; all rows leave the cache."""
+        """Draw the cores again with one seed per table, and empty the cache."""
         trains: Any = self.trains
         trains.seeds = tuple(seeds)  # with which `reset_parameters` draws
         self.reset_parameters()
@@ -171,22 +175,22 @@ class CachedTTModule(CachedTTEmbeddingBags):
     # One table, in the words of its handle
 
     def stored_ids(self, table: int) -> Tensor:
-        """Return the id of each stored row, int64 `[rows]`; -1 for rows that are free."""
+        """Return the id of each stored row of a table, int64 `[rows]`; -1 marks free rows."""
         keys = self._keys(table)
         return torch.where(keys < 0, keys, keys - self._first_key[table])
 
     @torch.no_grad()
     def set_stored_ids(self, table: int, ids: Tensor) -> None:
         """Set the id of each stored row, -1 for free ones; gradients of earlier lookups raise."""
-        own, ids = self._keys(table), ids.to(self.key_of_row.device)
+        stored_keys, ids = self._keys(table), ids.to(self.key_of_row.device)
         keys = torch.where(ids < 0, -1, ids + self._first_key[table])
         self._choice += 1
         self._index_is_current = False
-        own.copy_(keys)
+        stored_keys.copy_(keys)
         self._rebuild_index()
 
     def counted(self, table: int) -> dict[str, Tensor]:
-        """Return `keys`, ids whose uses are counted, and their `stamps` and `scores`, the uses."""
+        """Return a table's counted ids, int64 `[n]` each: `keys`, `stamps`, `scores` (uses)."""
         rows = self._counted(table)
         ids = rows.keys - self._first_key[table]
         order = ids.argsort()
@@ -194,7 +198,7 @@ class CachedTTModule(CachedTTEmbeddingBags):
 
     @torch.no_grad()
     def set_counted(self, table: int, counts: Mapping[str, Tensor], tick: int) -> None:
-        """Replace the counts of a table by those that `counted` returned, made until `tick`."""
+        """Replace the counts of a table by what `counted` returned when the clock was `tick`."""
         tick = max(self.counts.index.tick, tick)  # loading is no batch of lookups
         self._forget_counts(table)
         device = self.key_of_row.device
@@ -204,7 +208,7 @@ class CachedTTModule(CachedTTEmbeddingBags):
         self.counts.index.set_tick(tick)
 
     def numbers(self, table: int) -> dict[str, Tensor]:
-        """Return counters, squared changes and lookups since the last choice of a table."""
+        """Return a table's counters, squared errors and lookups since the last populate."""
         since = torch.tensor(self._since[table])
         numbers = (self.counters[table], self.changes[table], since)
         return dict(zip(_NUMBERS, numbers, strict=True))
@@ -228,33 +232,33 @@ class CachedTTModule(CachedTTEmbeddingBags):
 
 
 def make_trains(
-    parts: Sequence[TableSlice],
+    slices: Sequence[TableSlice],
     reads: Sequence[int],
     optimizer: Any,
     pooling: Pooling,
     seeds: Sequence[int],
     device: torch.device,
 ) -> TTModule:
-    """Return the cores of cached trains; the module around them checks bounds."""
-    trains = TTModule(parts, reads, optimizer, pooling, seeds, device)
+    """Return the module of the cores; it checks no bounds, since the cached module does."""
+    trains = TTModule(slices, reads, optimizer, pooling, seeds, device)
     trains.bounds_check = BoundsCheck.NONE
     return trains
 
 
 def make_rows(
-    parts: Sequence[TableSlice],
+    slices: Sequence[TableSlice],
     reads: Sequence[int],
     optimizer: Any,
     pooling: Pooling,
     cache: TTCache,
     device: torch.device,
 ) -> DenseModule:
-    """Return the stored rows of cached trains; the module around them checks bounds."""
-    specs = [part.spec for part in parts]
+    """Return the module of the stored rows; it checks no bounds, since the cached module does."""
+    specs = [table_slice.spec for table_slice in slices]
     config = cache.row_cache(specs)
     pieces = [
-        stored_rows(part, rows, Dense(cache.placement, config))
-        for part, rows in zip(parts, cache.stored_rows_of(specs), strict=True)
+        stored_rows(table_slice, rows, Dense(cache.placement, config))
+        for table_slice, rows in zip(slices, cache.stored_rows_of(specs), strict=True)
     ]
     rows = DenseModule(pieces, reads, optimizer, pooling, [0] * len(pieces), config, device)
     rows.bounds_check = BoundsCheck.NONE
@@ -262,11 +266,11 @@ def make_rows(
 
 
 class CachedTTPlaceholder(nn.Module):
-    """Stands for a `CachedTTModule`, whose hash tables cannot be on meta, until it leaves it."""
+    """Placeholder on meta for a `CachedTTModule`, whose hash tables cannot be there."""
 
     def __init__(
         self,
-        parts: Sequence[TableSlice],
+        slices: Sequence[TableSlice],
         reads: Sequence[int],
         optimizer: Optimizer,
         pooling: Pooling,
@@ -275,8 +279,8 @@ class CachedTTPlaceholder(nn.Module):
     ) -> None:
         super().__init__()
         self.optimizer, self.output_dtype = optimizer, torch.float32
-        self.trains = make_trains(parts, reads, optimizer, pooling, seeds, device)
-        self.rows = make_rows(parts, reads, optimizer, pooling, joint_cache(parts), device)
+        self.trains = make_trains(slices, reads, optimizer, pooling, seeds, device)
+        self.rows = make_rows(slices, reads, optimizer, pooling, joint_cache(slices), device)
 
     @property
     def hyperparams(self) -> Tensor:
@@ -289,22 +293,25 @@ class CachedTTPlaceholder(nn.Module):
 
 
 def views(module: Any) -> list[dict[str, Tensor]]:
-    """Return per table its cores, its stored rows `cache.weight`, and the states of both."""
+    """Return per table the views of cores, stored rows (`cache.weight`) and optimizer states."""
     module.rows.settle()
-    stored = module.rows.table_views()
+    stored_views = module.rows.table_views()
     return [
-        {**core_views(module.trains, t), **{f"cache.{name}": view for name, view in own.items()}}
-        for t, own in enumerate(stored)
+        {
+            **core_views(module.trains, t),
+            **{f"cache.{name}": view for name, view in table_views.items()},
+        }
+        for t, table_views in enumerate(stored_views)
     ]
 
 
 class CachedTTHandle(TTHandle):
     """A tensor train with a cache of rows: `cores.0`, ..., and `cache.weight`, its stored rows.
 
-    Its state dict has `cache.keys` as well, the id of each stored row or -1, the optimizer states
-    `cache.<state>` of these rows, which mean nothing without the ids, and `counts`, which ids were
-    looked up how often. It loads into a table with another number of stored rows, if those of the
-    state dict fit. Without `cache.keys` the table has no stored rows.
+    Its state dict also has `cache.keys` (the id of each stored row, -1 for free rows),
+    `cache.<state>` (optimizer states of stored rows) and `counts` (lookups per id). It loads into a
+    table with another number of stored rows, if the saved rows fit. A state dict without
+    `cache.keys` empties the cache.
 
     Example:
         >>> storage = emblib.storage.TensorTrain((8, 8), cache=emblib.TTCache(100))
@@ -320,7 +327,7 @@ class CachedTTHandle(TTHandle):
     counts: CountsHandle
 
     def attach(self, module: Any, index: int) -> None:
-        """Become the handle of table `index` of `module`, and have its cores and stored rows."""
+        """Attach to table `index` of `module`, and register its cores and stored rows."""
         self._cached = (module,)  # a tuple, so that the module is no child of this module
         super().attach(module.trains, index)
         if "cache" in self._modules:
@@ -332,7 +339,7 @@ class CachedTTHandle(TTHandle):
 
     @property
     def bags(self) -> CachedTTModule:
-        """Return the module of the table and of others.
+        """Return the module that stores this table.
 
         Raises:
             RuntimeError: the table is on meta, where it has no cache.
@@ -345,7 +352,7 @@ class CachedTTHandle(TTHandle):
         self.cache.set_owner(owner, name)
 
     def bind(self) -> None:
-        """Mark the cores as those of this table, and make the stored rows a parameter."""
+        """Register the cores with this handle, and make the stored rows a parameter."""
         super().bind()
         self.cache.bind()
 
@@ -362,7 +369,7 @@ class CachedTTHandle(TTHandle):
         return views(self._cached[0])[self.index]
 
     def dense_rows(self) -> Tensor:
-        """Return all rows `[rows, dim]`: stored ones, and the others computed from the cores."""
+        """Return all rows `[rows, dim]`; rows that are not stored are computed from the cores."""
         return self.bags.to_dense(self.index)
 
     def dense_blocks(self) -> Iterator[Tensor]:
@@ -372,7 +379,7 @@ class CachedTTHandle(TTHandle):
     # The cache
 
     def populate(self) -> None:
-        """Store the most used rows of this table from now on, see `CachedTTEmbeddingBags`."""
+        """Cache the most used rows of this table, see `CachedTTEmbeddingBags.populate`."""
         self.bags.populate(self.index)
 
     def empty_cache(self) -> None:
@@ -398,51 +405,53 @@ class CachedTTHandle(TTHandle):
     # Copies and state dicts
 
     def adopt(self, other: TTHandle) -> None:
-        """Make cores and stored rows parameters of this handle, and copy ids and counts."""
+        """Take over the parameters of another handle, and copy ids of stored rows and counts."""
         super().adopt(other)
         assert isinstance(other, CachedTTHandle)
         self.cache.adopt(other.cache)
         if is_made(self._cached[0]) and is_made(other._cached[0]):  # noqa: SLF001 - of the same class
-            own, theirs, index = self.bags, other.bags, other.index
-            own.set_stored_ids(self.index, theirs.stored_ids(index))
-            own.set_counted(self.index, theirs.counted(index), theirs.counts.index.tick)
-            own.set_numbers(self.index, theirs.numbers(index))
+            own_bags, source_bags, index = self.bags, other.bags, other.index
+            own_bags.set_stored_ids(self.index, source_bags.stored_ids(index))
+            own_bags.set_counted(
+                self.index, source_bags.counted(index), source_bags.counts.index.tick
+            )
+            own_bags.set_numbers(self.index, source_bags.numbers(index))
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
-        own = f"{prefix}cache."
+        cache_prefix = f"{prefix}cache."
         if state_dicts.refuses(self, state_dict, prefix, arguments[-1]):
             return
         super()._load_from_state_dict(state_dict, prefix, *arguments)
-        if f"{prefix}cores.0" in state_dict and f"{own}keys" not in state_dict:
+        if f"{prefix}cores.0" in state_dict and f"{cache_prefix}keys" not in state_dict:
             self.cache.clear()
 
 
 def is_made(module: Any) -> bool:
-    """Return whether a module is no placeholder."""
+    """Return whether a module is a `CachedTTModule`, not a placeholder."""
     return not isinstance(module, CachedTTPlaceholder)
 
 
 def made_module(module: Any) -> CachedTTModule:
-    """Return a module that is no placeholder; raise RuntimeError for one that is."""
+    """Return `module`; raise RuntimeError if it is a placeholder on meta."""
     if not is_made(module):
         raise RuntimeError(
             "a tensor train has no cache of rows on meta: move the collection with "
             "to_empty(device=...) first"
         )
-    made: CachedTTModule = module
-    return made
+    cached_module: CachedTTModule = module
+    return cached_module
 
 
 class StoredRowsHandle(DenseHandle):
     """The stored rows of a cached train: `weight` `[stored rows, dim]`, in the order of `keys`."""
 
     def attach(self, module: Any, index: int) -> None:
-        """Become the handle of the stored rows of table `index` of a module."""
+        """Attach to the stored rows of table `index` of a module."""
         self._cached = (module,)
         super().attach(module.rows, index)
 
     def adopt(self, other: DenseHandle) -> None:
-        """Make the stored rows a parameter, with a copy of their values unless on meta."""
+        """Take over the other handle's parameter, and copy its values unless they are on meta."""
         if self.weight.is_meta:
             self._parameters["weight"] = other.get_parameter("weight")
         else:
@@ -455,27 +464,28 @@ class StoredRowsHandle(DenseHandle):
             bags.set_stored_ids(self.index, torch.full_like(bags.stored_ids(self.index), -1))
 
     def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
-        """Yield what is wrong with the stored rows in a state dict."""
+        """Yield one message per invalid entry of the stored rows in a state dict."""
         key = f"{prefix}keys"
         if not is_made(self._cached[0]):
             return
         bags: CachedTTModule = self._cached[0]
-        own = self._tensors()
+        tensors = self._tensors()
         if key in state_dict:
             keys = state_dict[key]
             problem = state_dicts.key_problem(keys, bags.tables[self.index].rows)
             if not problem and f"{prefix}weight" not in state_dict:
                 problem = "there is no weight of these ids"
-            if not problem and int((keys >= 0).sum()) > len(own["weight"]):
+            if not problem and int((keys >= 0).sum()) > len(tensors["weight"]):
                 problem = (
                     f"the state dict has {int((keys >= 0).sum())} stored rows of table "
-                    f"{self.name!r}, here it has {len(own['weight'])}: give storage.TensorTrain a "
-                    "larger TTCache, or call empty_cache() of the table before saving"
+                    f"{self.name!r}, here it has {len(tensors['weight'])}: give "
+                    "storage.TensorTrain a larger TTCache, or call empty_cache() of the table "
+                    "before saving"
                 )
             if problem:
                 yield f"{key}: {problem}"
                 return
-            for name, view in own.items():
+            for name, view in tensors.items():
                 if prefix + name in state_dict:
                     shape = (len(keys), *view.shape[1:])
                     problem = state_dicts.tensor_problem(state_dict[prefix + name], view, shape)
@@ -485,7 +495,7 @@ class StoredRowsHandle(DenseHandle):
         yield from state_dicts.count_problems(state_dict, numbers)
 
     def _tensors(self) -> dict[str, Tensor]:
-        """Return `weight` and the optimizer states, as views that may be older than the cache."""
+        """Return views of `weight` and optimizer states; rows in a device cache may be newer."""
         module: DenseModule = self.module
         return module.view_of(self.index)
 
@@ -504,33 +514,33 @@ class StoredRowsHandle(DenseHandle):
             destination[prefix + name] = numbers
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
-        """Load stored rows into the first ones here, or in their places where there are as many."""
-        _, _, missing, unexpected, errors = arguments
+        """Load stored rows: at their positions if the sizes agree, else into the first rows."""
+        _, _, missing_keys, unexpected, errors = arguments
         if state_dicts.refuses(self, state_dict, prefix, errors):
             return
         if self._is_on_meta(state_dict, prefix, errors) or not is_made(self._cached[0]):
-            missing.append(f"{prefix}keys")
+            missing_keys.append(f"{prefix}keys")
             return
         names = self._names()
-        given = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
-        missing.extend(prefix + name for name in names if name not in given)
-        unexpected.extend(prefix + name for name in sorted(given.keys() - set(names)))
-        if "keys" in given:
-            self._write(given)
+        saved = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
+        missing_keys.extend(prefix + name for name in names if name not in saved)
+        unexpected.extend(prefix + name for name in sorted(saved.keys() - set(names)))
+        if "keys" in saved:
+            self._write(saved)
 
     @torch.no_grad()
-    def _write(self, given: Mapping[str, Tensor]) -> None:
+    def _write(self, saved: Mapping[str, Tensor]) -> None:
         bags: CachedTTModule = self._cached[0]
-        ids = given["keys"]
+        ids = saved["keys"]
         bags.rows.settle()
         with bags.rows.overwriting():
-            own = self._tensors()
-            capacity = len(own["weight"])
+            tensors = self._tensors()
+            capacity = len(tensors["weight"])
             used = (ids >= 0).nonzero().squeeze(1)
             if len(ids) != capacity:
                 ids = torch.cat([ids[used], ids.new_full((capacity - len(used),), -1)])
-            for name, view in own.items():
-                values = given.get(name)
+            for name, view in tensors.items():
+                values = saved.get(name)
                 if values is None:
                     view.zero_()
                 elif len(values) == capacity:
@@ -539,7 +549,7 @@ class StoredRowsHandle(DenseHandle):
                     view.zero_()
                     view[: len(used)] = values[used.to(values.device)].to(view)
         bags.set_stored_ids(self.index, ids)
-        bags.set_numbers(self.index, given)
+        bags.set_numbers(self.index, saved)
 
     def _names(self) -> list[str]:
         return ["keys", *self._tensors(), *_NUMBERS]
@@ -555,20 +565,20 @@ class StoredRowsHandle(DenseHandle):
 
 
 class CountsHandle(nn.Module):
-    """Number of lookups per id of a cached train; its state dict has them by `keys`."""
+    """Number of lookups per id of a cached train; the state dict has `keys` and `scores`."""
 
     def __init__(self, module: Any, index: int) -> None:
         super().__init__()
         self.attach(module, index)
 
     def attach(self, module: Any, index: int) -> None:
-        """Become the counts of table `index` of a module."""
-        self._of = (module, index)
+        """Attach to the counts of table `index` of a module."""
+        self._module_and_index = (module, index)
 
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
-        module, index = self._of
+        module, index = self._module_and_index
         if is_made(module):
             for name, values in module.counted(index).items():
                 destination[prefix + name] = values
@@ -576,20 +586,20 @@ class CountsHandle(nn.Module):
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
         """Replace the counts of the table."""
-        _, _, missing, unexpected, errors = arguments
+        _, _, missing_keys, unexpected, errors = arguments
         if state_dicts.refuses(self, state_dict, prefix, errors):
             return
-        module, index = self._of
-        given = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
-        absent = [name for name in _COUNTS if name not in given]
-        missing.extend(prefix + name for name in absent)
-        unexpected.extend(prefix + name for name in sorted(given.keys() - set(_COUNTS)))
-        if is_made(module) and not absent:
-            module.set_counted(index, given, int(given["tick"]))
+        module, index = self._module_and_index
+        saved = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
+        absent_names = [name for name in _COUNTS if name not in saved]
+        missing_keys.extend(prefix + name for name in absent_names)
+        unexpected.extend(prefix + name for name in sorted(saved.keys() - set(_COUNTS)))
+        if is_made(module) and not absent_names:
+            module.set_counted(index, saved, int(saved["tick"]))
 
     def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
-        """Yield what is wrong with the counts in a state dict."""
-        module, index = self._of
+        """Yield one message per invalid entry of the counts in a state dict."""
+        module, index = self._module_and_index
         if not is_made(module):
             return
         key, size = f"{prefix}keys", 0
@@ -602,8 +612,8 @@ class CountsHandle(nn.Module):
                 yield f"{key}: {problem}"
                 return
             size = len(keys)
-        own = torch.empty(size, dtype=torch.int64)
-        rows = {prefix + name: own for name in ("stamps", "scores")}
+        expected = torch.empty(size, dtype=torch.int64)
+        rows = {prefix + name: expected for name in ("stamps", "scores")}
         yield from state_dicts.count_problems(state_dict, rows)
         yield from state_dicts.number_problems(state_dict, f"{prefix}tick", below=MAX_TICK)
 

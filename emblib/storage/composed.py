@@ -1,10 +1,11 @@
 """Storage whose rows are composed of rows of smaller dense tables.
 
-Every id reads a few rows of the *components* of its table, dense tables that are smaller than it;
-its own row is their sum, their concatenation or a product. Which rows, the subclasses say:
-`Hashed` and `QuotientRemainder`, whose ids share rows, and `Narrow`, whose rows are followed by
-zeros. The components of all such tables of one kind and optimizer are one module, so that a lookup
-is one call and a backward one step of the optimizer.
+A composed table stores one or two *components*: dense tables that together are smaller than it. An
+id maps to `count` rows of the components; its own row is their sum, concatenation or product. A
+subclass defines the mapping (`rows_read`): `Hashed` and `QuotientRemainder` let ids share rows,
+`Narrow` stores fewer columns and appends zeros. The components of all tables of one kind and
+optimizer are in one `DenseModule`: a lookup maps the ids `[L]` to rows `[count * L]`, looks them up
+in one call, and combines the `count` blocks of the output.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from emblib.tables.base import check_bounds, variable_batch
 
 
 class Combine(Choice):
-    """Operation that makes a row of the rows that its id reads.
+    """Operation that combines the rows which an id reads into its row.
 
     Example:
         >>> emblib.storage.QuotientRemainder(4_000, "add").combine
@@ -77,7 +78,7 @@ class Component(NamedTuple):
 
 
 class ComposedStorage(Storage):
-    """Base of kinds whose rows are composed; it can be cut by columns, unless concatenated."""
+    """Base of composed kinds of storage; they are sharded by columns, unless concatenated."""
 
     has_dense_rows: ClassVar[bool] = False  # the table would be larger with them
 
@@ -85,20 +86,20 @@ class ComposedStorage(Storage):
 
     @property
     def joining(self) -> Combine:
-        """Return how the rows that an id reads make its row."""
+        """Return the operation that combines the rows which an id reads."""
         return Combine.ADD
 
     @property
     def reads(self) -> tuple[int, ...]:
-        """Return for each row that an id reads the number of its component."""
+        """Return the index of the component of each row that an id reads."""
         return (0,)
 
     def components(self, num_embeddings: int) -> tuple[Component, ...]:
-        """Return the dense tables of a table of `num_embeddings` ids."""
+        """Return the components of a table with `num_embeddings` ids."""
         raise NotImplementedError
 
     def numbers(self) -> tuple[int, ...]:
-        """Return the integers that `rows_read` needs."""
+        """Return the integers that parametrise `rows_read`."""
         raise NotImplementedError
 
     @staticmethod
@@ -115,7 +116,7 @@ class ComposedStorage(Storage):
     # Configuration
 
     def check_table(self, table: TableDescription) -> None:
-        """Raise ValueError for rows that cannot be halved, or an `init_fn`."""
+        """Raise ValueError for an `init_fn`, or for concatenation with an odd dim."""
         if table.init_fn is not None:
             raise ValueError(
                 f"init_fn of {table.name!r} fills {table.num_embeddings} rows, which "
@@ -128,37 +129,39 @@ class ComposedStorage(Storage):
             )
 
     def cut_units(self, table: TableDescription) -> CutUnits:
-        """Return all rows, and one column; all columns if rows are concatenated."""
+        """Return that cuts are between any columns, not between rows; none if concatenated."""
         is_cut = self.joining is not Combine.CONCATENATE
         return CutUnits(table.num_embeddings, 1 if is_cut else table.embedding_dim)
 
-    def check_slice(self, part: TableSlice) -> None:
-        """Raise ValueError for some of the rows, or for columns where those are not cut."""
-        units = self.cut_units(part.config)
-        if part.num_rows != units.rows or part.dim % units.columns:
+    def check_slice(self, table_slice: TableSlice) -> None:
+        """Raise ValueError for a slice of rows, or of columns if rows are concatenated."""
+        units = self.cut_units(table_slice.config)
+        if table_slice.num_rows != units.rows or table_slice.dim % units.columns:
             raise ValueError(
-                f"{part.config.name!r} is stored as {self}, which is not cut by rows"
+                f"{table_slice.config.name!r} is stored as {self}, which is not cut by rows"
                 f"{' or columns' if units.columns > 1 else ''}"
             )
 
     def stored_width(self, dim: int) -> int:
-        """Return the columns of the components where the table has `dim`."""
+        """Return the number of columns of the components of a table with `dim` columns."""
         return dim // 2 if self.joining is Combine.CONCATENATE else dim
 
     # Kernels
 
     def group_key(
-        self, part: TableSlice, number: int, optimizer: Optimizer, pooling: Pooling
+        self, table_slice: TableSlice, number: int, optimizer: Optimizer, pooling: Pooling
     ) -> Hashable:
         """Return a key of what tables of one module have in common."""
         is_sparse = optimizer.leaves_gradient is Gradient.SPARSE
         unpooled = pooling is Pooling.NONE or self.joining is Combine.MULTIPLY
-        dims = (part.dim, self.stored_width(part.dim)) if is_sparse or unpooled else ()
-        return (type(self), self.joining, self.reads, stored_as(part), optimizer, dims)
+        dims = (
+            (table_slice.dim, self.stored_width(table_slice.dim)) if is_sparse or unpooled else ()
+        )
+        return (type(self), self.joining, self.reads, stored_as(table_slice), optimizer, dims)
 
-    def make_kernel(
+    def make_module(
         self,
-        parts: Sequence[TableSlice],
+        slices: Sequence[TableSlice],
         reads: Sequence[int],
         optimizer: Optimizer,
         pooling: Pooling,
@@ -173,10 +176,10 @@ class ComposedStorage(Storage):
         if self.joining is Combine.MULTIPLY and optimizer_hooks.global_decay(optimizer):
             raise ValueError(
                 f"{brief(optimizer)} scales rows as they are pooled, but those of "
-                f"{parts[0].config.name!r} are multiplied first: use combine='add', or an "
+                f"{slices[0].config.name!r} are multiplied first: use combine='add', or an "
                 "optimizer without global_decay"
             )
-        return ComposedModule(parts, reads, optimizer, pooling, seeds, device)
+        return ComposedModule(slices, reads, optimizer, pooling, seeds, device)
 
     def make_handle(self, module: TableModule, index: int) -> TableHandle:
         """Return the handle of a table, which has a parameter per component."""
@@ -184,8 +187,8 @@ class ComposedStorage(Storage):
 
     def views(self, module: Any) -> list[dict[str, Tensor]]:
         """Return the components of each table and their optimizer states."""
-        found: list[dict[str, Tensor]] = module.views()
-        return found
+        table_views: list[dict[str, Tensor]] = module.views()
+        return table_views
 
     def reset(self, module: Any, seeds: Sequence[int]) -> None:
         """Draw the initial values of all tables of a module again."""
@@ -194,14 +197,18 @@ class ComposedStorage(Storage):
     # Sharding and checkpoints
 
     def copy_slice(
-        self, part: TableSlice, source: TableHandle, target: TableHandle, key_block: Span | None
+        self,
+        table_slice: TableSlice,
+        source: TableHandle,
+        target: TableHandle,
+        key_block: Span | None,
     ) -> None:
         """Copy the columns of the slice of every component."""
         views = source.views()
         for name, view in target.views().items():
-            whole = views[name]
-            cut = whole.dim() > 1 and not part.has_all_columns
-            view.copy_(whole[:, slice(*part.columns)] if cut else whole)
+            source_view = views[name]
+            cut = source_view.dim() > 1 and not table_slice.has_all_columns
+            view.copy_(source_view[:, slice(*table_slice.columns)] if cut else source_view)
 
     def parameter_layouts(self, table: TableDescription) -> dict[str, TensorLayout]:
         """Return the components: every shard has all rows of them."""
@@ -221,17 +228,17 @@ class ComposedStorage(Storage):
         return {state.name: view_name(parameter, state.name) for state in optimizer.states}
 
     def layout_entry(self, num_embeddings: int) -> Tensor:
-        """Return int64 numbers that are equal for tables whose ids read the same rows."""
+        """Return a fingerprint of the mapping, int64: equal if ids read the same rows."""
         kind = zlib.crc32(f"{self.plan_name} {self.joining.value}".encode())
         numbers = [kind, num_embeddings, len(self.reads), *self.numbers()]
         return torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
     def metadata_entries(self, table: TableDescription) -> dict[str, Tensor]:
-        """Return the entry that tells which rows the ids of the table read."""
+        """Return the fingerprint of the mapping from ids to rows, which state dicts have."""
         return {LAYOUT: self.layout_entry(table.num_embeddings)}
 
     def check_entries(self, table: TableDescription, entries: Mapping[str, Tensor]) -> None:
-        """Raise ValueError for components whose rows other ids read."""
+        """Raise ValueError for components that were saved with another mapping of ids."""
         if not entries.keys().isdisjoint(self.parameter_layouts(table)):
             problem = _difference(entries.get(LAYOUT), self.layout_entry(table.num_embeddings))
             if problem:
@@ -239,41 +246,47 @@ class ComposedStorage(Storage):
 
     # Planner
 
-    def nbytes(self, part: TableSlice, optimizer: Optimizer | None, device: str) -> MemoryBytes:
+    def nbytes(
+        self, table_slice: TableSlice, optimizer: Optimizer | None, device: str
+    ) -> MemoryBytes:
         """Return the bytes of the components and their optimizer states."""
-        itemsize, width = part.config.data_type.itemsize, self.stored_width(part.dim)
-        rows = sum(c.rows for c in self.components(part.config.num_embeddings))
+        itemsize, width = table_slice.config.data_type.itemsize, self.stored_width(table_slice.dim)
+        rows = sum(c.rows for c in self.components(table_slice.config.num_embeddings))
         return MemoryBytes(rows * width * itemsize + state_bytes(optimizer, rows, width, itemsize))
 
     def lookup_ns(
-        self, part: TableSlice, optimizer: Optimizer | None, ids: float, rates: Rates
+        self, table_slice: TableSlice, optimizer: Optimizer | None, ids: float, rates: Rates
     ) -> float:
         """Return the nanoseconds to look up the rows that `ids` read."""
-        row = self.stored_width(part.dim) * part.config.data_type.itemsize
-        pieces = _pieces(part)
-        return sum(ids * rates.lookup_row_ns(pieces[c], row, ids) for c in self.reads)
+        row = self.stored_width(table_slice.dim) * table_slice.config.data_type.itemsize
+        components = _component_slices(table_slice)
+        return sum(ids * rates.lookup_row_ns(components[c], row, ids) for c in self.reads)
 
     def update_ns(
-        self, part: TableSlice, optimizer: Optimizer | None, ids: float, rates: Rates
+        self, table_slice: TableSlice, optimizer: Optimizer | None, ids: float, rates: Rates
     ) -> float:
         """Return the nanoseconds to update the rows that `ids` read."""
-        row = row_bytes(optimizer, self.stored_width(part.dim), part.config.data_type.itemsize)
-        pieces = _pieces(part)
-        updates = sum(ids * rates.update_row_ns(pieces[c], row, ids) for c in self.reads)
-        return updates + sum(dense_gradient_ns(piece, optimizer, rates) for piece in pieces)
+        row = row_bytes(
+            optimizer, self.stored_width(table_slice.dim), table_slice.config.data_type.itemsize
+        )
+        components = _component_slices(table_slice)
+        updates = sum(ids * rates.update_row_ns(components[c], row, ids) for c in self.reads)
+        return updates + sum(
+            dense_gradient_ns(component, optimizer, rates) for component in components
+        )
 
 
 LAYOUT = "id_layout"  # in state dicts
 
 
-def _difference(found: Tensor | None, expected: Tensor) -> str:
-    """Return in which way an entry of a state dict is of another table; empty if it is not."""
-    if found is None:
+def _difference(actual: Tensor | None, expected: Tensor) -> str:
+    """Return how the saved mapping of ids differs from the expected one; empty if it does not."""
+    if actual is None:
         return f"the state dict lacks {LAYOUT}, so it is of another kind of table"
-    if not torch.equal(found.cpu(), expected):
+    if not torch.equal(actual.cpu(), expected):
         return (
             f"the ids of the saved table read other rows: {LAYOUT} (kind, ids, reads, numbers) is "
-            f"{found.tolist()}, here {expected.tolist()}; use the storage of the saved table"
+            f"{actual.tolist()}, here {expected.tolist()}; use the storage of the saved table"
         )
     return ""
 
@@ -286,17 +299,17 @@ def _all_rows(rows: int) -> Callable[[Span, Span], tuple[Span, Span]]:
 
 
 class ComposedModule(nn.Module):
-    """Looks up tables of one kind, in a module that has all their components.
+    """Module of composed tables of one kind; its child `dense` has all their components.
 
-    A batch is checked once, by the ids of the tables: invalid ids are counted and read what id 0
-    reads, and invalid offsets are repaired.
+    Bounds are checked once, before ids are mapped: invalid ids are counted and read the rows of
+    id 0, and invalid offsets are repaired.
     """
 
     bounds_check = BoundsCheck.WARNING
 
     def __init__(
         self,
-        parts: Sequence[TableSlice],
+        slices: Sequence[TableSlice],
         reads: Sequence[int],
         optimizer: Optimizer,
         pooling: Pooling,
@@ -304,21 +317,26 @@ class ComposedModule(nn.Module):
         device: torch.device,
     ) -> None:
         super().__init__()
-        self._parts, self._reads = tuple(parts), tuple(reads)
-        first: Any = parts[0].storage
-        self._storage: ComposedStorage = first
-        self._count = len(first.reads)
+        self._slices, self._reads = tuple(slices), tuple(reads)
+        first_storage: Any = slices[0].storage
+        self._storage: ComposedStorage = first_storage
+        self._count = len(first_storage.reads)
         self.pooling, self.output_dtype = pooling, torch.float32
-        self._dims = [parts[t].dim for t in reads]
-        self._widths = [self._of(parts[t]).stored_width(parts[t].dim) for t in reads]
-        self._components = [self._of(part).components(part.config.num_embeddings) for part in parts]
-        self._first = [0, *accumulate(len(of_table) for of_table in self._components)]
-        features = [
-            self._first[t] + self._of(parts[t]).reads[k] for k in range(self._count) for t in reads
+        self._dims = [slices[t].dim for t in reads]
+        self._widths = [self._storage_of(slices[t]).stored_width(slices[t].dim) for t in reads]
+        self._components = [
+            self._storage_of(table_slice).components(table_slice.config.num_embeddings)
+            for table_slice in slices
         ]
-        multiplied = first.joining is Combine.MULTIPLY
+        self._first_component = [0, *accumulate(len(of_table) for of_table in self._components)]
+        features = [
+            self._first_component[t] + self._storage_of(slices[t]).reads[k]
+            for k in range(self._count)
+            for t in reads
+        ]
+        multiplied = first_storage.joining is Combine.MULTIPLY
         self.dense = DenseModule(
-            [piece for part in parts for piece in _pieces(part)],
+            [component for table_slice in slices for component in _component_slices(table_slice)],
             features,
             optimizer,
             Pooling.NONE if multiplied else pooling,
@@ -331,13 +349,13 @@ class ComposedModule(nn.Module):
         self._locate(device)
 
     @staticmethod
-    def _of(part: TableSlice) -> ComposedStorage:
-        storage: Any = part.storage
+    def _storage_of(table_slice: TableSlice) -> ComposedStorage:
+        storage: Any = table_slice.storage
         assert isinstance(storage, ComposedStorage)
         return storage
 
     def _spread(self, seeds: Sequence[int]) -> list[int]:
-        """Return a seed per component."""
+        """Return one seed per component, derived from one seed per table."""
         return [
             (seed + k * 0x632BE59BD9B4E019) % (2**63 - 1)
             for seed, components in zip(seeds, self._components, strict=True)
@@ -345,9 +363,9 @@ class ComposedModule(nn.Module):
         ]
 
     def _locate(self, device: torch.device) -> None:
-        """Make the tensors that say how ids are mapped, by feature."""
-        numbers = [self._of(self._parts[t]).numbers() for t in self._reads]
-        ends = [self._parts[t].config.num_embeddings for t in self._reads]
+        """Make the tensors that parametrise the mapping of ids, one column per feature."""
+        numbers = [self._storage_of(self._slices[t]).numbers() for t in self._reads]
+        ends = [self._slices[t].config.num_embeddings for t in self._reads]
         features = torch.zeros(len(ends), len(FeatureColumn), dtype=torch.int64)
         features[:, FeatureColumn.ROWS] = torch.tensor(ends, dtype=torch.int64)
         features[:, FeatureColumn.DIM] = torch.tensor(self._dims, dtype=torch.int64)
@@ -377,19 +395,19 @@ class ComposedModule(nn.Module):
         count = self._count
         joined = rows[0] if count == 1 else torch.cat(rows)
         ends = [offsets[: None if k + 1 == count else -1] + k * ids.numel() for k in range(count)]
-        every = offsets if count == 1 else torch.cat(ends)
+        all_offsets = offsets if count == 1 else torch.cat(ends)
         sizes = None if batch_sizes is None else [*batch_sizes] * count
         if self._storage.joining is Combine.MULTIPLY:
-            out = self._multiplied(joined, every, offsets, weights, batch_sizes)
+            out = self._multiplied(joined, all_offsets, offsets, weights, batch_sizes)
             return out.to(self.output_dtype)
         scales = None if weights is None else torch.cat([weights] * count)
-        found: Tensor = self.dense(joined, every, scales, batch_sizes=sizes)
-        return self._joined(found, batch_sizes).to(self.output_dtype)
+        looked_up: Tensor = self.dense(joined, all_offsets, scales, batch_sizes=sizes)
+        return self._joined(looked_up, batch_sizes).to(self.output_dtype)
 
     def _rows_of(
         self, ids: Tensor, offsets: Tensor, batch_sizes: Sequence[Sequence[int]] | None
     ) -> list[Tensor]:
-        """Return the rows that ids read; -1 stays, other invalid ids read those of id 0."""
+        """Map ids to `count` tensors of rows, int64 `[L]`; -1 stays, other bad ids become 0."""
         if not self._reads:
             return [ids] * self._count
         if self._alike:
@@ -399,13 +417,13 @@ class ComposedModule(nn.Module):
             numbers, ends = self._numbers[:, feature], self.features[feature, FeatureColumn.ROWS]
         wide = ids.long()
         valid = (wide >= 0) & (wide < ends)
-        found = self._storage.rows_read(torch.where(valid, wide, 0), numbers, self._count)
-        return [torch.where(wide == -1, wide, rows).to(ids.dtype) for rows in found]
+        row_ids = self._storage.rows_read(torch.where(valid, wide, 0), numbers, self._count)
+        return [torch.where(wide == -1, wide, rows).to(ids.dtype) for rows in row_ids]
 
     def _features_of(
         self, ids: Tensor, offsets: Tensor, batch_sizes: Sequence[Sequence[int]] | None
     ) -> Tensor:
-        """Return the feature of each id."""
+        """Return the index of the feature of each id, int64 `[L]`."""
         features = len(self._reads)
         bags = [(offsets.numel() - 1) // features] * features
         if batch_sizes is not None:
@@ -414,27 +432,27 @@ class ComposedModule(nn.Module):
         position = torch.arange(ids.numel(), device=ids.device)
         return torch.bucketize(position, borders, right=True)
 
-    def _joined(self, found: Tensor, batch_sizes: Sequence[Sequence[int]] | None) -> Tensor:
-        """Return the rows or bags that the looked-up ones make, which are in `count` blocks."""
+    def _joined(self, looked_up: Tensor, batch_sizes: Sequence[Sequence[int]] | None) -> Tensor:
+        """Combine the `count` blocks of looked-up rows or bags into one."""
         count, halves = self._count, self._storage.joining is Combine.CONCATENATE
         if count == 1:
-            return found if self._widths == self._dims else self._padded(found, batch_sizes)
+            return looked_up if self._widths == self._dims else self._padded(looked_up, batch_sizes)
         if self.pooling is Pooling.NONE:
-            blocks = found.view(count, -1, found.shape[1])
+            blocks = looked_up.view(count, -1, looked_up.shape[1])
             return blocks.transpose(0, 1).flatten(1) if halves else blocks.sum(0)
         if batch_sizes is None:
-            width = found.shape[1] // count
-            blocks = found.view(-1, count, width)
+            width = looked_up.shape[1] // count
+            blocks = looked_up.view(-1, count, width)
             return self._side_by_side(blocks.unbind(1)) if halves else blocks.sum(1)
         by_rank = list(zip(*batch_sizes, strict=True))
         lengths = [
             [n * width for n, width in zip(of_rank, self._widths, strict=True)]
             for of_rank in by_rank
         ]
-        parts = found.split([count * sum(of_rank) for of_rank in lengths])
+        rank_blocks = looked_up.split([count * sum(of_rank) for of_rank in lengths])
         joined = []
-        for part, of_rank in zip(parts, lengths, strict=True):
-            blocks = part.view(count, -1)
+        for rank_block, of_rank in zip(rank_blocks, lengths, strict=True):
+            blocks = rank_block.view(count, -1)
             if not halves:
                 joined.append(blocks.sum(0))
                 continue
@@ -443,52 +461,56 @@ class ComposedModule(nn.Module):
         return torch.cat(joined)
 
     def _side_by_side(self, blocks: Sequence[Tensor]) -> Tensor:
-        """Return the columns of each feature, those of every block next to each other."""
-        pieces = zip(*(block.split(self._widths, 1) for block in blocks), strict=True)
-        return torch.cat([piece for of_feature in pieces for piece in of_feature], 1)
+        """Concatenate the columns of all blocks, feature by feature."""
+        columns_by_feature = zip(*(block.split(self._widths, 1) for block in blocks), strict=True)
+        return torch.cat(
+            [columns for of_feature in columns_by_feature for columns in of_feature], 1
+        )
 
-    def _padded(self, found: Tensor, batch_sizes: Sequence[Sequence[int]] | None) -> Tensor:
-        """Return rows or bags followed by zeros, up to the dim of their table."""
-        missing = [dim - width for dim, width in zip(self._dims, self._widths, strict=True)]
+    def _padded(self, looked_up: Tensor, batch_sizes: Sequence[Sequence[int]] | None) -> Tensor:
+        """Append zero columns to each feature, up to the dim of its table."""
+        pad_widths = [dim - width for dim, width in zip(self._dims, self._widths, strict=True)]
         pad = nn.functional.pad
         if self.pooling is Pooling.NONE:
-            return pad(found, (0, missing[0]))
+            return pad(looked_up, (0, pad_widths[0]))
         if batch_sizes is None:
-            blocks = found.split(self._widths, 1)
-            padded = [pad(block, (0, n)) for block, n in zip(blocks, missing, strict=True)]
+            blocks = looked_up.split(self._widths, 1)
+            padded = [pad(block, (0, n)) for block, n in zip(blocks, pad_widths, strict=True)]
             return torch.cat(padded, 1)
         counts = [n for of_rank in zip(*batch_sizes, strict=True) for n in of_rank]
-        widths, zeros = (list(of_all) * len(batch_sizes[0]) for of_all in (self._widths, missing))
-        blocks = found.split([n * width for n, width in zip(counts, widths, strict=True)])
+        widths, zeros = (
+            list(of_all) * len(batch_sizes[0]) for of_all in (self._widths, pad_widths)
+        )
+        blocks = looked_up.split([n * width for n, width in zip(counts, widths, strict=True)])
         sizes = zip(blocks, widths, zeros, strict=True)
         return torch.cat([pad(b.view(-1, width), (0, n)).view(-1) for b, width, n in sizes])
 
     def _multiplied(
         self,
         rows: Tensor,
-        every: Tensor,
+        all_offsets: Tensor,
         offsets: Tensor,
         weights: Tensor | None,
         batch_sizes: Sequence[Sequence[int]] | None,
     ) -> Tensor:
-        """Look rows up one by one, multiply, and pool."""
+        """Look up rows without pooling, multiply the two of each id as (1 + a) * b, then pool."""
         sizes = None if batch_sizes is None else [*batch_sizes] * self._count
         is_skipped = not torch.compiler.is_compiling() and autograd.is_for_update()
         with autograd.with_values() if is_skipped else contextlib.nullcontext():
-            found = self.dense(rows, every, batch_sizes=sizes).float()
-        first, second = found.view(self._count, -1, found.shape[1])
-        made = (1.0 + first) * second
+            looked_up = self.dense(rows, all_offsets, batch_sizes=sizes).float()
+        quotient_rows, remainder_rows = looked_up.view(self._count, -1, looked_up.shape[1])
+        products = (1.0 + quotient_rows) * remainder_rows
         if self.pooling is Pooling.NONE:
             if weights is not None:
                 raise ValueError(
                     "per_sample_weights scale rows that are pooled; unpooled tables have none"
                 )
-            return made
+            return products
         if weights is not None:
-            made = made * weights[:, None]
-        dim = made.shape[1]
+            products = products * weights[:, None]
+        dim = products.shape[1]
         bags = torch.segment_reduce(
-            made, "sum", offsets=offsets.long(), axis=0, initial=0.0, unsafe=True
+            products, "sum", offsets=offsets.long(), axis=0, initial=0.0, unsafe=True
         )
         if self.pooling is Pooling.MEAN:
             bags = bags / offsets.diff().clamp(min=1)[:, None]
@@ -502,26 +524,26 @@ class ComposedModule(nn.Module):
     # Tables
 
     def tables_of(self, index: int) -> dict[str, int]:
-        """Return the parameters of a table, with their numbers in `dense`."""
-        first = self._first[index]
-        return {c.name: first + k for k, c in enumerate(self._components[index])}
+        """Return {parameter: index of its table in `dense`} of a table."""
+        first_table = self._first_component[index]
+        return {c.name: first_table + k for k, c in enumerate(self._components[index])}
 
     def layout_entry(self, index: int) -> Tensor:
         """Return the entry of a table in state dicts, see `ComposedStorage.layout_entry`."""
-        part = self._parts[index]
-        return self._of(part).layout_entry(part.config.num_embeddings)
+        table_slice = self._slices[index]
+        return self._storage_of(table_slice).layout_entry(table_slice.config.num_embeddings)
 
     def views(self) -> list[dict[str, Tensor]]:
-        """Return per table its components and their optimizer states."""
+        """Return per table the views of its components and their optimizer states."""
         self.dense.settle()
-        every = self.dense.table_views()
+        table_views = self.dense.table_views()
         return [
             {
                 parameter if name == "weight" else view_name(parameter, name): view
                 for parameter, number in self.tables_of(t).items()
-                for name, view in every[number].items()
+                for name, view in table_views[number].items()
             }
-            for t in range(len(self._parts))
+            for t in range(len(self._slices))
         ]
 
     def redraw(self, seeds: Sequence[int]) -> None:
@@ -562,15 +584,15 @@ class ComposedModule(nn.Module):
 
     def extra_repr(self) -> str:
         """Name the tables."""
-        sizes = (f"{p.config.name}: {p.config.num_embeddings} x {p.dim}" for p in self._parts)
+        sizes = (f"{p.config.name}: {p.config.num_embeddings} x {p.dim}" for p in self._slices)
         return f"[{', '.join(sizes)}] {self._storage}"
 
 
 class ComposedHandle(DenseHandle):
-    """A table with a parameter per component; its state dict says which rows ids read."""
+    """Handle with one parameter per component; its state dict has the mapping's fingerprint."""
 
     def attach(self, module: Any, index: int) -> None:
-        """Become the handle of table `index` of a `ComposedModule`."""
+        """Attach to table `index` of a `ComposedModule`."""
         self._layout = module.layout_entry(index)
         super().attach(module, index)
 
@@ -587,7 +609,7 @@ class ComposedHandle(DenseHandle):
             unexpected.remove(prefix + LAYOUT)
 
     def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
-        """Yield what is wrong with the entries of the table."""
+        """Yield one message per invalid entry of the table in a state dict."""
         if any(prefix + name in state_dict for name in self._tables):
             saved = state_dict.get(prefix + LAYOUT)
             problem = "" if saved is None else state_dicts.tensor_problem(saved, self._layout)
@@ -606,13 +628,13 @@ class ComposedHandle(DenseHandle):
         return {LAYOUT: "_names_in_checkpoints"}
 
 
-def _pieces(part: TableSlice) -> list[TableSlice]:
+def _component_slices(table_slice: TableSlice) -> list[TableSlice]:
     """Return the components of a slice as slices of dense tables."""
-    config: Any = part.config
+    config: Any = table_slice.config
     storage: Any = config.storage
     low, high = config.bounds
     dim = storage.stored_width(config.embedding_dim)
-    columns = part.columns if dim == config.embedding_dim else (0, dim)
+    columns = table_slice.columns if dim == config.embedding_dim else (0, dim)
     return [
         TableSlice(
             replace(

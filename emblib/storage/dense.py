@@ -1,4 +1,10 @@
-"""Dense storage: every row is stored as it is, in device memory, host memory or a file."""
+"""Dense storage: one stored row `[dim]` per id, in device memory, host memory or a file.
+
+Tables of one dtype, placement, cache and optimizer share a `DenseModule`, a
+`TableBatchedEmbeddingBags` whose flat `weights` has all of them. A `DenseHandle` shows one table as
+the parameter `weight` `[rows, dim]`, a view of that memory. With a fused optimizer backward updates
+the memory in place; otherwise gradients arrive at the parameters.
+"""
 
 from __future__ import annotations
 
@@ -46,12 +52,12 @@ _CACHE_SET = 8  # bytes of the last conflict per set
 
 @dataclass(frozen=True)
 class Dense(Storage):
-    """Every row is stored as it is.
+    """One stored row per id.
 
     Args:
         placement: the memory of the rows.
-        cache: cache of a placement that has one; tables of one collection with equal caches share
-            it.
+        cache: row cache on the device, for tables in host memory or on disk; None has no cache.
+            Tables of one collection with equal caches share one.
 
     Example:
         >>> placement = emblib.Placement.MANAGED_CACHING
@@ -80,7 +86,7 @@ class Dense(Storage):
 
     @classmethod
     def from_plan(cls, values: Mapping[str, Any]) -> Dense:
-        """Return the storage whose fields a plan in JSON has; its cache is a mapping, or None."""
+        """Return the storage from its fields in a plan's JSON; `cache` is a mapping or None."""
         cache = values.get("cache")
         if cache is None:
             return cls(**values)
@@ -98,18 +104,18 @@ class Dense(Storage):
     # Kernels
 
     def group_key(
-        self, part: TableSlice, number: int, optimizer: Optimizer, pooling: Pooling
+        self, table_slice: TableSlice, number: int, optimizer: Optimizer, pooling: Pooling
     ) -> Hashable:
         """Return a key of what tables of one module have in common."""
         # A sparse gradient is a matrix, so its tables must be equally wide.
         is_sparse = optimizer.leaves_gradient is Gradient.SPARSE
-        dim = part.dim if is_sparse or pooling is Pooling.NONE else 0
+        dim = table_slice.dim if is_sparse or pooling is Pooling.NONE else 0
         cached = (self.placement.cached, self.cache)
-        return ("dense", stored_as(part), optimizer, cached, dim)
+        return ("dense", stored_as(table_slice), optimizer, cached, dim)
 
-    def make_kernel(
+    def make_module(
         self,
-        parts: Sequence[TableSlice],
+        slices: Sequence[TableSlice],
         reads: Sequence[int],
         optimizer: Optimizer,
         pooling: Pooling,
@@ -119,10 +125,10 @@ class Dense(Storage):
         """Return the module of slices with equal group keys.
 
         Raises:
-            ValueError: tables outside the device without an optimizer that backward applies.
+            ValueError: tables in host memory or on disk need an optimizer of `emblib.optim`.
         """
-        _check_optimizer(parts, optimizer)
-        return DenseModule(parts, reads, optimizer, pooling, seeds, self.cache, device)
+        _check_optimizer(slices, optimizer)
+        return DenseModule(slices, reads, optimizer, pooling, seeds, self.cache, device)
 
     def make_handle(self, module: TableModule, index: int) -> TableHandle:
         """Return the handle of a table, which has the parameter `weight`."""
@@ -140,55 +146,57 @@ class Dense(Storage):
 
     # Planner
 
-    def nbytes(self, part: TableSlice, optimizer: Optimizer | None, device: str) -> MemoryBytes:
-        """Return the bytes of rows, optimizer states and the cache, each in its memory."""
-        weights = part.num_rows * part.dim * part.config.data_type.itemsize
-        itemsize = part.config.data_type.itemsize
-        table = weights + state_bytes(optimizer, part.num_rows, part.dim, itemsize)
+    def nbytes(
+        self, table_slice: TableSlice, optimizer: Optimizer | None, device: str
+    ) -> MemoryBytes:
+        """Return the bytes of rows and optimizer states in their memory, and of the cache."""
+        weights = table_slice.num_rows * table_slice.dim * table_slice.config.data_type.itemsize
+        itemsize = table_slice.config.data_type.itemsize
+        table = weights + state_bytes(optimizer, table_slice.num_rows, table_slice.dim, itemsize)
         if not self.placement.cached:
             in_host_memory = self.placement is Placement.MANAGED and device == "cuda"
             return MemoryBytes(0, table) if in_host_memory else MemoryBytes(table)
-        cache = self._cache_bytes(part, optimizer)
+        cache = self._cache_bytes(table_slice, optimizer)
         if self.placement is Placement.DISK:
             return MemoryBytes(cache, 0, table)
         # On the CPU the table is in the same memory as its cache.
         return MemoryBytes(cache, table) if device == "cuda" else MemoryBytes(cache + table)
 
-    def _cache_bytes(self, part: TableSlice, optimizer: Optimizer | None) -> int:
-        """Return the bytes of a cache of this table alone.
+    def _cache_bytes(self, table_slice: TableSlice, optimizer: Optimizer | None) -> int:
+        """Return the device bytes of a cache that only this table uses.
 
-        A cache that several tables share has rows as long as the longest.
+        In a shared cache all rows have the length of the longest.
         """
         cache = self.cache or CacheConfig()
-        dtype = cache.dtype or part.config.data_type
-        stride = -(-part.dim // 4) * 4
+        dtype = cache.dtype or table_slice.config.data_type
+        stride = -(-table_slice.dim // 4) * 4
         states = state_bytes(optimizer, 1, stride, dtype.itemsize)
         slot = _CACHE_SLOT + stride * dtype.itemsize + states
         has_counts = cache.policy is CachePolicy.LFU
-        counts = part.num_rows * torch.int32.itemsize if has_counts else 0
-        rows = cached_rows(self, part.num_rows)
+        counts = table_slice.num_rows * torch.int32.itemsize if has_counts else 0
+        rows = cached_rows(self, table_slice.num_rows)
         return rows * slot + rows // _CACHE_WAYS * _CACHE_SET + counts
 
     def lookup_ns(
-        self, part: TableSlice, optimizer: Optimizer | None, ids: float, rates: Rates
+        self, table_slice: TableSlice, optimizer: Optimizer | None, ids: float, rates: Rates
     ) -> float:
         """Return the nanoseconds to look up `ids` rows, fetched from slower memory if need be."""
-        row = part.dim * part.config.data_type.itemsize
-        each = rates.lookup_row_ns(part, row, ids)
-        return ids * each + ids * self._transfer_ns(part, optimizer, rates, row, 0)
+        row = table_slice.dim * table_slice.config.data_type.itemsize
+        ns_per_row = rates.lookup_row_ns(table_slice, row, ids)
+        return ids * ns_per_row + ids * self._transfer_ns(table_slice, optimizer, rates, row, 0)
 
     def update_ns(
-        self, part: TableSlice, optimizer: Optimizer | None, ids: float, rates: Rates
+        self, table_slice: TableSlice, optimizer: Optimizer | None, ids: float, rates: Rates
     ) -> float:
         """Return the nanoseconds to update `ids` rows, written to slower memory if need be."""
-        row = row_bytes(optimizer, part.dim, part.config.data_type.itemsize)
-        each = rates.update_row_ns(part, row, ids)
-        making = ids * self._transfer_ns(part, optimizer, rates, row, row)
-        return ids * each + (making + dense_gradient_ns(part, optimizer, rates))
+        row = row_bytes(optimizer, table_slice.dim, table_slice.config.data_type.itemsize)
+        ns_per_row = rates.update_row_ns(table_slice, row, ids)
+        making = ids * self._transfer_ns(table_slice, optimizer, rates, row, row)
+        return ids * ns_per_row + (making + dense_gradient_ns(table_slice, optimizer, rates))
 
     def _transfer_ns(
         self,
-        part: TableSlice,
+        table_slice: TableSlice,
         optimizer: Optimizer | None,
         rates: Rates,
         bytes_read: float,
@@ -208,28 +216,30 @@ class Dense(Storage):
         if bytes_written:
             return 0.0
         cache = self.cache or CacheConfig()
-        cached = cache.sets * _CACHE_WAYS / part.num_rows if cache.sets else cache.load_factor
-        row = row_bytes(optimizer, part.dim, part.config.data_type.itemsize)
+        cached = (
+            cache.sets * _CACHE_WAYS / table_slice.num_rows if cache.sets else cache.load_factor
+        )
+        row = row_bytes(optimizer, table_slice.dim, table_slice.config.data_type.itemsize)
         return max(0.0, 1.0 - cached) * 2 * row / rate / 1e-9
 
 
 def cached_rows(storage: Dense, rows: int) -> int:
-    """Return the rows that the cache of a table alone has."""
+    """Return the number of rows in a cache that only one table uses, a multiple of 32."""
     cache = storage.cache or CacheConfig()
     sets = max(cache.sets or math.ceil(cache.load_factor * rows / _CACHE_WAYS), 1)
     return sets * _CACHE_WAYS
 
 
 def view_name(parameter: str, state: str) -> str:
-    """Return the name of an optimizer state of a parameter among the views of a table."""
+    """Return the key of a parameter's optimizer state in `views`."""
     return state if parameter == "weight" else f"{state}.{parameter}"
 
 
-def _check_optimizer(parts: Sequence[TableSlice], optimizer: Optimizer) -> None:
+def _check_optimizer(slices: Sequence[TableSlice], optimizer: Optimizer) -> None:
     elsewhere = {
-        part.config.name: str(spec.placement)
-        for part in parts
-        if (spec := part.spec).placement not in (Placement.DEVICE, Placement.HOST)
+        table_slice.config.name: str(spec.placement)
+        for table_slice in slices
+        if (spec := table_slice.spec).placement not in (Placement.DEVICE, Placement.HOST)
     }
     if elsewhere and not autograd.is_fused(optimizer):
         raise ValueError(
@@ -240,7 +250,7 @@ def _check_optimizer(parts: Sequence[TableSlice], optimizer: Optimizer) -> None:
 
 
 class DenseModule(TableBatchedEmbeddingBags):
-    """The tables of one module, each with a parameter if backward leaves gradients.
+    """Dense tables in one module.
 
     `weights` is a buffer here: the parameters that users see are views of it, see `DenseHandle`.
     """
@@ -249,7 +259,7 @@ class DenseModule(TableBatchedEmbeddingBags):
 
     def __init__(
         self,
-        parts: Sequence[TableSlice],
+        slices: Sequence[TableSlice],
         feature_tables: Sequence[int],
         optimizer: Optimizer,
         pooling: Pooling,
@@ -257,15 +267,15 @@ class DenseModule(TableBatchedEmbeddingBags):
         cache: CacheConfig | None,
         device: torch.device,
     ) -> None:
-        self._parts, self._seeds = list(parts), list(seeds)
-        self.table_parameters: list[Any] = [None] * len(parts)
-        names = distinct_names([part.config.name for part in parts])
+        self._slices, self._seeds = list(slices), list(seeds)
+        self.table_parameters: list[Any] = [None] * len(slices)
+        names = distinct_names([table_slice.config.name for table_slice in slices])
         super().__init__(
-            [part.named(name) for part, name in zip(parts, names, strict=True)],
+            [table_slice.named(name) for table_slice, name in zip(slices, names, strict=True)],
             optimizer,
             pooling=pooling,
             feature_tables=feature_tables,
-            precision=stored_as(parts[0]),
+            precision=stored_as(slices[0]),
             cache=cache,
             device=device,
         )
@@ -275,31 +285,36 @@ class DenseModule(TableBatchedEmbeddingBags):
         with torch._C.DisableTorchFunctionSubclass():
             self.register_buffer("weights", weights.detach(), persistent=False)
         self._offsets = [
-            autograd.WeightOffset(place.weight_offset, place.row_base, place.rows, place.dim)
-            for place in self._memory.layout.offsets
+            autograd.WeightOffset(
+                table_offset.weight_offset,
+                table_offset.row_base,
+                table_offset.rows,
+                table_offset.dim,
+            )
+            for table_offset in self._memory.layout.offsets
         ]
 
     def _draw(self, table: int, weight: Tensor) -> None:
-        draw(self._parts[table], weight, self._seeds[table])
+        draw(self._slices[table], weight, self._seeds[table])
 
     @atomic
     def view_of(self, table: int) -> dict[str, Tensor]:
-        """Return `weight` and optimizer states of a table; rows in a cache may be newer."""
+        """Return views of a table: `weight` and optimizer states; rows in a cache may be newer."""
         self._memory.verify()  # the caller may read the views at any time
         return self._memory.view(table, self.weights.detach(), self._states())
 
     @property
     def dense(self) -> DenseModule:
-        """Return the module of the dense tables, this one; see `ComposedModule`."""
+        """Return the module of the dense tables: this one, in a `ComposedModule` its child."""
         return self
 
     def tables_of(self, index: int) -> dict[str, int]:
-        """Return the parameters of a table of a collection, with their numbers here."""
+        """Return {parameter: index of its table in this module} of a table of a collection."""
         return {"weight": index}
 
     @property
     def first_table(self) -> TableOffset:
-        """Return where the first table is."""
+        """Return the location of the first table in the memory."""
         return self._memory.layout.offsets[0]
 
     def redraw(self, seeds: Sequence[int]) -> None:
@@ -308,12 +323,12 @@ class DenseModule(TableBatchedEmbeddingBags):
         self.reset_parameters()
 
     def commit(self) -> None:
-        """Make durable what was written to the views: a store on disk commits it."""
+        """Commit what was written to the views, if the tables are on disk."""
         with self.overwriting():
             pass
 
     def _parameters_by_feature(self) -> list[tuple[tuple[int, ...], nn.Parameter]]:
-        features = (place.feature(0) for place in self._memory.layout.offsets)
+        features = (table_offset.feature(0) for table_offset in self._memory.layout.offsets)
         return list(zip(features, self.table_parameters, strict=True))
 
     def _gradient_parameters(self) -> tuple[list[Any], list[autograd.WeightOffset]]:
@@ -321,21 +336,21 @@ class DenseModule(TableBatchedEmbeddingBags):
 
     def __getstate__(self) -> dict[str, Any]:
         # The handles set the parameters again.
-        return {**self.__dict__, "table_parameters": [None] * len(self._parts)}
+        return {**self.__dict__, "table_parameters": [None] * len(self._slices)}
 
 
 class DenseHandle(TableHandle):
-    """A dense table: the parameter `weight` `[rows, dim]`; or one composed of several tables."""
+    """Handle of a dense table, the parameter `weight` `[rows, dim]`, or of a composed one."""
 
     module: DenseModule
 
     def attach(self, module: Any, index: int) -> None:
-        """Become the handle of table `index` of `module`, which has one or more dense tables."""
+        """Attach to table `index` of `module`, which has one or more parameters."""
         self._tables: dict[str, int] = module.tables_of(index)
         super().attach(module.dense, next(iter(self._tables.values())))
 
     def bind(self) -> None:
-        """Make the parameters the views of the tables."""
+        """Make the parameters views of the module's memory."""
         module = self.module
         for name, number in self._tables.items():
             bind_view(self, name, module.view_of(number)["weight"], module.optimizer)
@@ -370,7 +385,7 @@ class DenseHandle(TableHandle):
         self.module.settle()
 
     def views(self) -> dict[str, Tensor]:
-        """Return parameters and optimizer states; flushes and empties the cache."""
+        """Return views of parameters and optimizer states; flushes and empties the cache first."""
         module: DenseModule = self.module
         module.settle()
         return {
@@ -380,11 +395,11 @@ class DenseHandle(TableHandle):
         }
 
     def commit(self) -> None:
-        """Make durable what was written to the views."""
+        """Commit what was written to the views, if the table is on disk."""
         self.module.commit()
 
     def adopt(self, other: DenseHandle) -> None:
-        """Copy the rows, and take the parameter objects."""
+        """Copy the rows of another handle, and take over its parameter objects."""
         views = other.views()
         with self.module.overwriting():
             for name, number in self._tables.items():
@@ -402,20 +417,20 @@ class DenseHandle(TableHandle):
             super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
-        metadata, *rest = arguments
+        metadata, *other_arguments = arguments
         module: DenseModule = self.module
-        if state_dicts.refuses(self, state_dict, prefix, rest[-1]):
+        if state_dicts.refuses(self, state_dict, prefix, other_arguments[-1]):
             return
-        if self._is_on_meta(state_dict, prefix, rest[-1]):
+        if self._is_on_meta(state_dict, prefix, other_arguments[-1]):
             return
         # The parameter stays the view that it is, whatever load_state_dict(assign=...) asks for.
         metadata = {k: v for k, v in metadata.items() if k != "assign_to_params_buffers"}
         module.settle()
         with module.overwriting(), torch._C.DisableTorchFunctionSubclass():
-            super()._load_from_state_dict(state_dict, prefix, metadata, *rest)
+            super()._load_from_state_dict(state_dict, prefix, metadata, *other_arguments)
 
     def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
-        """Yield what is wrong with the entries of the table."""
+        """Yield one message per invalid entry of the table in a state dict."""
         with torch._C.DisableTorchFunctionSubclass():
-            own = state_dicts.own_tensors(self, prefix)
-        yield from state_dicts.entry_problems(state_dict, own)
+            tensors = state_dicts.own_tensors(self, prefix)
+        yield from state_dicts.entry_problems(state_dict, tensors)

@@ -1,4 +1,9 @@
-"""Handles: the modules under which a collection lists, saves and loads each of its tables."""
+"""Handles: one module per table of a collection, which has its parameters and its state dict.
+
+Several tables share one module that stores and looks them up. A handle shows one of these tables to
+the user: its parameters are views of the module's memory, so optimizers, state dicts and
+`named_parameters` see one entry per table, whichever tables share a module.
+"""
 
 from __future__ import annotations
 
@@ -22,18 +27,18 @@ _handles = WeakTensorKeyDictionary()  # from a parameter to a weak reference of 
 
 
 def handle_of(parameter: nn.Parameter) -> TableHandle | None:
-    """Return the handle of the table that a parameter belongs to, if it belongs to one."""
-    found = _handles.get(parameter)
-    return None if found is None else found()
+    """Return the handle whose parameter this is, or None."""
+    handle = _handles.get(parameter)
+    return None if handle is None else handle()
 
 
 class TableHandle(nn.Module):
     """One table of a collection, with its parameters and their names.
 
-    The memory belongs to the module that has the table, and the module moves it; parameters are
-    views of it. With a fused optimizer they require a gradient and never get one: backward applies
-    it at once. `_in_backward_optimizers` on a parameter tells this to code that collects parameters
-    for an optimizer.
+    The module owns the memory and moves it between devices; the parameters are views. With a fused
+    optimizer they require gradients but never get one, because backward updates the table directly.
+    Their attribute `_in_backward_optimizers` says so to code that collects parameters for an
+    optimizer.
 
     Example:
         >>> bags = emblib.EmbeddingBagCollection([emblib.EmbeddingBagConfig(1_000, 16, "item")])
@@ -53,19 +58,22 @@ class TableHandle(nn.Module):
         self.attach(module, index)
 
     def set_owner(self, owner: nn.Module, name: str) -> None:
-        """Become the handle of the table `name` of a collection."""
+        """Set the collection and the name of this table."""
         self._owner, self.name = weakref.ref(owner), name
 
     def owner(self) -> Any:
-        """Return the collection of the table, if there is one."""
+        """Return the collection that has this table, or None."""
         return None if self._owner is None else self._owner()
 
     def attach(self, module: TableModule, index: int) -> None:
-        """Become the handle of table `index` of `module`."""
-        self._of = (module, index)  # a tuple, so that the module is no child of this module
+        """Attach to table `index` of `module`."""
+        self._module_and_index = (
+            module,
+            index,
+        )  # a tuple, so that the module is no child of this module
 
     def is_trained(self, name: str) -> bool:
-        """Return whether the table of a parameter is trained, not frozen."""
+        """Return whether the table of the parameter `name` is trained; False if it is frozen."""
         return self.index not in getattr(self.module, "_untrained", ())
 
     def set_trained(self, parameter: nn.Parameter, *, trained: bool) -> None:
@@ -80,20 +88,20 @@ class TableHandle(nn.Module):
         super().__setattr__(name, value)
 
     def before_read(self) -> None:
-        """Bring the parameters up to date with a cache."""
+        """Write cached rows back, so that the parameters have the newest values."""
 
     def before_write(self) -> None:
-        """Bring the parameters up to date and empty the cache."""
+        """Write cached rows back and empty the cache, so that writes to parameters take effect."""
 
     @property
     def module(self) -> TableModule:
         """Return the module that looks the table up."""
-        return self._of[0]
+        return self._module_and_index[0]
 
     @property
     def index(self) -> int:
-        """Return the number of the table in its module."""
-        return self._of[1]
+        """Return the index of the table in its module."""
+        return self._module_and_index[1]
 
     def bind(self) -> None:
         """Make the parameters views of the memory that the module has now."""
@@ -107,11 +115,11 @@ class TableHandle(nn.Module):
         return self.views()["weight"]
 
     def dense_blocks(self) -> Iterator[Tensor]:
-        """Yield `dense_rows` in blocks, in order; computed ones are never there as a whole."""
+        """Yield `dense_rows` in blocks of rows, in order, to limit memory."""
         yield from self.dense_rows().split(_BLOCK)
 
     def commit(self) -> None:
-        """Make durable what was written to the views."""
+        """Commit what was written to the views, if the table is on disk."""
 
     def fused_parameters(self) -> dict[str, nn.Parameter]:
         """Return the parameters by name if a fused optimizer updates them, else nothing."""
@@ -122,11 +130,11 @@ class TableHandle(nn.Module):
         return [self.module] if has_hyperparams(self.module) else []
 
     def checked_modules(self) -> list[nn.Module]:
-        """Return the modules with parameters whose replacement lookups would ignore."""
+        """Return the modules whose parameters must not be replaced: lookups read the memory."""
         return [self] if self.checks_parameters else []
 
     def optimizer_states(self, parameter: str, views: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the optimizer states of a parameter, out of `views`."""
+        """Return the optimizer states of a parameter, selected from `views`."""
         names = self._storage.state_views(parameter, self.module.optimizer)
         return {state: views[name] for state, name in names.items()}
 
@@ -137,9 +145,9 @@ class TableHandle(nn.Module):
         return self  # the module moves its memory
 
     def _is_on_meta(self, state_dict: Any, prefix: str, errors: list[str]) -> bool:
-        """Return whether there is no memory to load into, and append an error if so."""
-        present = any(key.startswith(prefix) for key in state_dict)
-        on_meta = present and any(parameter.is_meta for parameter in self.parameters())
+        """Return whether the table is on meta; if it has entries to load, append an error."""
+        has_entries = any(key.startswith(prefix) for key in state_dict)
+        on_meta = has_entries and any(parameter.is_meta for parameter in self.parameters())
         if on_meta:
             errors.append(
                 f"{prefix}: the table is on meta; call to_empty(device=...) of the model first"
@@ -152,7 +160,7 @@ class TableHandle(nn.Module):
 
 
 def bind_view(handle: TableHandle, name: str, view: Tensor, optimizer: Optimizer) -> None:
-    """Make a parameter `view`; it stays the same object where torch can move it there."""
+    """Make the parameter `name` of a handle a view; the object stays the same if torch can."""
     parameter = handle._parameters.get(name)
     if parameter is not None and torch._has_compatible_shallow_copy_type(parameter, view):
         parameters.set_data(parameter, view)
@@ -170,13 +178,13 @@ def bind_view(handle: TableHandle, name: str, view: Tensor, optimizer: Optimizer
         parameters.ask_for_float32_gradient(parameter)
     is_cached = getattr(handle.module, "row_cache", None) is not None
     kind = parameters.CachedParameter if is_cached else parameters.ViewParameter
-    parameters.own(parameter, handle, kind)
+    parameters.set_owner(parameter, handle, kind)
     handle.set_trained(parameter, trained=parameter.requires_grad)
     mark(parameter, handle, optimizer)
 
 
 def mark(parameter: nn.Parameter, handle: TableHandle, optimizer: Optimizer) -> None:
-    """Register the handle of a parameter, and note on it whether backward updates it."""
+    """Register a parameter with its handle, and mark it if backward updates it."""
     _handles[parameter] = weakref.ref(handle)
     marked: Any = parameter
     if autograd.is_fused(optimizer):  # deferred ones too: no other optimizer may step them

@@ -1,4 +1,9 @@
-"""Hash storage: rows for 64-bit keys of any value, in bounded memory."""
+"""Hash storage: rows for arbitrary 64-bit keys, in bounded memory.
+
+`Hash` makes a `DynamicEmbeddingBags` per group of tables. Sharding divides the keys by hash, so a
+slice of `n` rows is capacity for `n` keys, and checkpoints save rows by key, not by position. A
+hash table cannot be on meta; a `MetaPlaceholder` stands for it there.
+"""
 
 from __future__ import annotations
 
@@ -63,10 +68,11 @@ class Hash(Storage):
     """A hash table of rows by key; `num_embeddings` is its capacity. Fields are `DynamicSpec`'s.
 
     Args:
-        backing: the store behind the table, e.g. `BackingStore(DiskRows(directory))`, for tables
-            larger than the device; `num_embeddings` is then the capacity of the fast tier over all
-            ranks. Every shard makes a store of its own like this one, which itself stays unused:
-            host memory with its part of the capacity, files named by table and shard.
+        backing: store that takes the rows which the device evicts, e.g.
+            `BackingStore(DiskRows(directory))`; `num_embeddings` is then the device's capacity over
+            all ranks. Every shard makes its own store from this one, which itself stays unused:
+            host memory gets a share of the capacity, files get names with table and shard. None:
+            evicted rows are lost.
         seed: seed of the hash and of the initial values, as in `DynamicEmbeddingBags`. Where
             untrusted users choose the keys, set one that they do not know. Tables with different
             seeds do not share a module. None: initial values are those of seed 0, and keys are
@@ -116,7 +122,7 @@ class Hash(Storage):
     # Configuration
 
     def check_table(self, table: TableDescription) -> None:
-        """Raise ValueError for a table with `init_fn`: a row is made when its key is inserted."""
+        """Raise ValueError for a table with `init_fn`: rows are initialised at their insertion."""
         if table.init_fn is not None:
             raise ValueError(
                 f"a row of {table.name!r} gets its initial value when its key is inserted: use "
@@ -125,27 +131,27 @@ class Hash(Storage):
 
     def spec(self, rows: int, dim: int, name: str) -> DynamicSpec:
         """Return a table of this storage as the table modules take it."""
-        own = {f.name for f in fields(self)}
-        names = [f.name for f in fields(DynamicSpec) if f.name in own]
+        field_names = {f.name for f in fields(self)}
+        names = [f.name for f in fields(DynamicSpec) if f.name in field_names]
         choices = {choice: getattr(self, choice) for choice in names}
         return DynamicSpec(rows, dim, name=name, **choices)
 
-    def check_slice(self, part: TableSlice) -> None:
+    def check_slice(self, table_slice: TableSlice) -> None:
         """Raise ValueError for a slice of columns."""
-        if not part.has_all_columns:
+        if not table_slice.has_all_columns:
             raise ValueError(
-                f"hash table {part.config.name!r} is not divided by columns, got columns "
-                f"{part.columns} of {part.config.embedding_dim}: every slice would have to insert "
-                "the same keys"
+                f"hash table {table_slice.config.name!r} is not divided by columns, got columns "
+                f"{table_slice.columns} of {table_slice.config.embedding_dim}: every slice would "
+                "have to insert the same keys"
             )
 
-    def slice_spec(self, part: TableSlice, name: str) -> DynamicSpec:
+    def slice_spec(self, table_slice: TableSlice, name: str) -> DynamicSpec:
         """Return a slice as a table of its own, with the initializer of the whole table."""
-        spec = self.spec(part.num_rows, part.dim, name)
+        spec = self.spec(table_slice.num_rows, table_slice.dim, name)
         if self.initializer != Uniform():
             return spec
         # Bounds of the whole table, so that they do not depend on how it is cut.
-        low, high = part.config.bounds
+        low, high = table_slice.config.bounds
         initializer = Uniform(low, high) if low < high else Constant(low)
         return replace(spec, initializer=initializer)
 
@@ -158,25 +164,25 @@ class Hash(Storage):
     # Kernels
 
     def group_key(
-        self, part: TableSlice, number: int, optimizer: Optimizer, pooling: Pooling
+        self, table_slice: TableSlice, number: int, optimizer: Optimizer, pooling: Pooling
     ) -> Hashable:
-        """Return a key of what tables of one module have in common."""
-        dim = part.dim if pooling is Pooling.NONE else 0
+        """Return a key that is equal for tables that can share a module."""
+        dim = table_slice.dim if pooling is Pooling.NONE else 0
         # Counters, assigned scores and stores belong to a module, and so do the states of an
         # optimizer outside of it.
         order = self.eviction.order
-        is_alone = (
+        needs_own_module = (
             self.admission is not None
             or self.backing is not None
             or (order == "assigned" and order in SCORED)
             or not autograd.updates_in_backward(optimizer)
         )
-        rules = (order, self.insert_policy, self.seed, number if is_alone else -1)
-        return ("hash", stored_as(part), optimizer, rules, dim)
+        rules = (order, self.insert_policy, self.seed, number if needs_own_module else -1)
+        return ("hash", stored_as(table_slice), optimizer, rules, dim)
 
-    def make_kernel(
+    def make_module(
         self,
-        parts: Sequence[TableSlice],
+        slices: Sequence[TableSlice],
         reads: Sequence[int],
         optimizer: Optimizer,
         pooling: Pooling,
@@ -185,38 +191,40 @@ class Hash(Storage):
     ) -> TableModule:
         """Return the module of slices with equal group keys; on meta a placeholder for it."""
         if device.type == "meta":
-            return MetaPlaceholder(parts, optimizer)
-        names = distinct_names([part.config.name for part in parts])
+            return MetaPlaceholder(slices, optimizer)
+        names = distinct_names([table_slice.config.name for table_slice in slices])
         make = partial(
             DynamicEmbeddingBags,
-            [part.named(name) for part, name in zip(parts, names, strict=True)],
+            [table_slice.named(name) for table_slice, name in zip(slices, names, strict=True)],
             optimizer,
             pooling=pooling,
             feature_tables=reads,
-            precision=stored_as(parts[0]),
+            precision=stored_as(slices[0]),
             seed=self.seed,
             device=device,
             hash_seeds=seeds if self.seed is None else None,
         )
         if self.backing is None:
             return make()
-        (part,) = parts
-        return self._with_store(make, part, seeds[0] if self.seed is None else self.seed)
+        (table_slice,) = slices
+        return self._with_store(make, table_slice, seeds[0] if self.seed is None else self.seed)
 
     def _with_store(
-        self, make: Callable[..., TableModule], part: TableSlice, seed: int
+        self, make: Callable[..., TableModule], table_slice: TableSlice, seed: int
     ) -> TableModule:
         """Return the module of one slice with a store of its own."""
         assert self.backing is not None
-        backing = self.backing.for_shard(StoreShard(part.config.name, part.shard, seed))
+        backing = self.backing.for_shard(
+            StoreShard(table_slice.config.name, table_slice.shard, seed)
+        )
         try:
             return make(backing=backing)
         except BlockingIOError as error:
-            if part.shard is None:
+            if table_slice.shard is None:
                 error.add_note(
-                    f"This is the whole table {part.config.name!r}, in a collection that is not "
-                    "sharded: if it is to be sharded, make the collection with device='meta', so "
-                    "that only the shards have stores"
+                    f"This is the whole table {table_slice.config.name!r}, in a collection that is "
+                    "not sharded: if it is to be sharded, make the collection with device='meta', "
+                    "so that only the shards have stores"
                 )
             raise
 
@@ -253,7 +261,7 @@ class Hash(Storage):
     # Sharding and checkpoints
 
     def resumes(self, source: TableHandle, target: TableHandle) -> bool:
-        """Return whether the store of a shard has rows, and the table that is sharded has none."""
+        """Return whether `target` has rows in its store and `source`, the whole table, none."""
         assert isinstance(source, HashHandle)
         assert isinstance(target, HashHandle)
         if self.backing is None or not target.module.size(target.index):
@@ -261,11 +269,15 @@ class Hash(Storage):
         return self.is_placeholder(source.module) or not source.module.size(source.index)
 
     def cut_units(self, table: TableDescription) -> CutUnits:
-        """Return that any number of rows can be cut off, and no columns."""
+        """Return that cuts are between any rows, not between columns."""
         return CutUnits(1, table.embedding_dim)
 
     def copy_slice(
-        self, part: TableSlice, source: TableHandle, target: TableHandle, key_block: Span | None
+        self,
+        table_slice: TableSlice,
+        source: TableHandle,
+        target: TableHandle,
+        key_block: Span | None,
     ) -> None:
         """Copy the keys that `target` owns, with their rows."""
         assert isinstance(source, HashHandle)
@@ -286,11 +298,13 @@ class Hash(Storage):
 
     # Planner
 
-    def nbytes(self, part: TableSlice, optimizer: Optimizer | None, device: str) -> MemoryBytes:
-        """Return the bytes of a full table: all of its capacity, whatever it starts with."""
-        spec, itemsize = part.spec, part.config.data_type.itemsize
-        words = 3 if spec.eviction.order in SCORED else 2
-        index = spec.rows * (1 + words * _WORD)
+    def nbytes(
+        self, table_slice: TableSlice, optimizer: Optimizer | None, device: str
+    ) -> MemoryBytes:
+        """Return the bytes of a table with its full capacity, whatever `initial_capacity` is."""
+        spec, itemsize = table_slice.spec, table_slice.config.data_type.itemsize
+        num_words = 3 if spec.eviction.order in SCORED else 2
+        index = spec.rows * (1 + num_words * _WORD)
         states = state_bytes(optimizer, spec.rows, spec.dim, itemsize)
         values = spec.rows * spec.dim * itemsize + states
         fast = index + values + _counter_bytes(spec.admission)
@@ -303,24 +317,26 @@ class Hash(Storage):
             return MemoryBytes(fast)  # files grow with the number of keys, which is not known
         capacity = self.backing.store.capacity
         assert isinstance(capacity, int)
-        share = part.num_rows / part.config.num_embeddings
+        share = table_slice.num_rows / table_slice.config.num_embeddings
         behind = capacity * share * (row + 1 + 4 * _WORD)
         return MemoryBytes(fast + behind) if device == "cpu" else MemoryBytes(fast, behind)
 
     def lookup_ns(
-        self, part: TableSlice, optimizer: Optimizer | None, ids: float, rates: Rates
+        self, table_slice: TableSlice, optimizer: Optimizer | None, ids: float, rates: Rates
     ) -> float:
         """Return the nanoseconds to find `ids` keys and to look up their rows."""
-        each = rates.lookup_row_ns(part, part.dim * part.config.data_type.itemsize, ids)
-        return float(ids * each + ids * rates.costs.hash_ns)
+        ns_per_row = rates.lookup_row_ns(
+            table_slice, table_slice.dim * table_slice.config.data_type.itemsize, ids
+        )
+        return float(ids * ns_per_row + ids * rates.costs.hash_ns)
 
     def update_ns(
-        self, part: TableSlice, optimizer: Optimizer | None, ids: float, rates: Rates
+        self, table_slice: TableSlice, optimizer: Optimizer | None, ids: float, rates: Rates
     ) -> float:
         """Return the nanoseconds to update the rows of `ids` keys."""
-        row = row_bytes(optimizer, part.dim, part.config.data_type.itemsize)
-        each = rates.update_row_ns(part, row, ids)
-        return ids * each + dense_gradient_ns(part, optimizer, rates)
+        row = row_bytes(optimizer, table_slice.dim, table_slice.config.data_type.itemsize)
+        ns_per_row = rates.update_row_ns(table_slice, row, ids)
+        return ids * ns_per_row + dense_gradient_ns(table_slice, optimizer, rates)
 
 
 def _counter_bytes(admission: FrequencyAdmission | None) -> int:
@@ -336,11 +352,11 @@ def _counter_bytes(admission: FrequencyAdmission | None) -> int:
 
 
 class MetaPlaceholder(nn.Module):
-    """Stands for a module that cannot be on meta, until the collection leaves it."""
+    """Placeholder on meta for a `DynamicEmbeddingBags`, which cannot be there."""
 
-    def __init__(self, parts: Sequence[TableSlice], optimizer: Optimizer) -> None:
+    def __init__(self, slices: Sequence[TableSlice], optimizer: Optimizer) -> None:
         super().__init__()
-        self.shapes = [(part.num_rows, part.dim) for part in parts]
+        self.shapes = [(table_slice.num_rows, table_slice.dim) for table_slice in slices]
         self.optimizer, self.output_dtype = optimizer, torch.float32
         self.grad_anchor = torch.empty((), device="meta")
 
@@ -350,11 +366,11 @@ class MetaPlaceholder(nn.Module):
 
 
 class HashHandle(TableHandle):
-    """A hash table: `weight` by slot; its state dict has the keys and everything stored with them.
+    """Handle of a hash table: `weight` `[slots, dim]`; its state dict has rows by key.
 
-    Entries are `keys`, `stamps`, `weight`, `<optimizer state>` and whatever else eviction and
-    admission store, as in a state dict of `DynamicEmbeddingBags`. Optimizer states of hash tables
-    are saved here and not with the optimizer, since they mean nothing without the keys.
+    Entries are `keys`, `stamps`, `weight`, `<optimizer state>` and the scores and counters of
+    eviction and admission, as in a state dict of `DynamicEmbeddingBags`. Optimizer states are saved
+    here, not with the optimizer: without the keys they have no meaning.
     """
 
     weight: nn.Parameter
@@ -379,12 +395,12 @@ class HashHandle(TableHandle):
         bind_view(self, "weight", view, module.optimizer)
 
     def set_trained(self, parameter: nn.Parameter, *, trained: bool) -> None:
-        """Train or freeze the table, once it has memory."""
+        """Train or freeze the table; RuntimeError on meta."""
         if not self._is_on_placeholder:
             super().set_trained(parameter, trained=trained)
 
     def adopt(self, other: HashHandle) -> None:
-        """Copy keys and rows, and take the parameter object."""
+        """Copy the keys and rows of another handle, and take over its parameter object."""
         if self._is_on_placeholder:
             self._parameters["weight"] = other.weight
             return
@@ -422,40 +438,42 @@ class HashHandle(TableHandle):
         destination[hash_keys] = destination[hash_keys][self.index : self.index + 1]
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
-        """Replace the keys, and everything stored with them."""
-        _, _, missing, unexpected, errors = arguments
+        """Replace all keys and what is stored with them."""
+        _, _, missing_keys, unexpected, errors = arguments
         if state_dicts.refuses(self, state_dict, prefix, errors):
             return
         if self._is_on_meta(state_dict, prefix, errors) or self._is_on_placeholder:
-            missing.append(f"{prefix}keys")
+            missing_keys.append(f"{prefix}keys")
             return
         module: DynamicEmbeddingBags = self.module
         entries = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
         names = self._names()
-        missing.extend(prefix + key for key in sorted(names - entries.keys()))
-        others = self._entries_of_children(entries)
-        unexpected.extend(prefix + key for key in sorted(entries.keys() - names - others))
+        missing_keys.extend(prefix + key for key in sorted(names - entries.keys()))
+        child_entries = self._entries_of_children(entries)
+        unexpected.extend(prefix + key for key in sorted(entries.keys() - names - child_entries))
         try:
-            module.load_state_dict(self._state_of_kernel(entries), strict=False)
+            module.load_state_dict(self._state_of_module(entries), strict=False)
         except RuntimeError as error:
             errors.append(f"{prefix}: {error}")
 
     def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
-        """Yield what is wrong with the entries of the table."""
+        """Yield one message per invalid entry of the table in a state dict."""
         if not self._is_on_placeholder:
-            own = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
-            state = self._state_of_kernel(own)
+            saved = {
+                k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)
+            }
+            state = self._state_of_module(saved)
             table = f"{self.module.table_names[self.index]}."
             for problem in state_dicts.problems(self.module, state, ""):
                 yield prefix + problem.removeprefix(table)
 
-    def _state_of_kernel(self, entries: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the entries of this table as a state dict of the module has them."""
-        others = self._entries_of_children(entries)
+    def _state_of_module(self, entries: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the entries of this table under the keys of the module's state dict."""
+        child_entries = self._entries_of_children(entries)
         table = f"{self.module.table_names[self.index]}."
         return {
-            key if key == "clock" or key in others else table + key: entries[key]
-            for key in (entries.keys() & self._names()) | others
+            key if key == "clock" or key in child_entries else table + key: entries[key]
+            for key in (entries.keys() & self._names()) | child_entries
         }
 
     def _entries_of_children(self, entries: Mapping[str, Any]) -> set[str]:
@@ -464,12 +482,12 @@ class HashHandle(TableHandle):
 
     @property
     def _names_in_checkpoints(self) -> SimpleNamespace:
-        """Return the entries of a state dict that are no parameters, as attributes."""
+        """Return the state dict entries that are not parameters, as attributes."""
         module: DynamicEmbeddingBags = self.module
-        others = {
+        child_names = {
             key.split(".")[0]: getattr(module, key.split(".")[0]) for key in child_state(module)
         }
-        return SimpleNamespace(**{**dict.fromkeys(self._names(), 0), **others})
+        return SimpleNamespace(**{**dict.fromkeys(self._names(), 0), **child_names})
 
     def _fqn_modifiers(self) -> dict[str, str]:
         """Tell `torch.distributed.checkpoint.state_dict` which attribute a key begins with."""

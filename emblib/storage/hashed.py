@@ -1,4 +1,7 @@
-"""Hashed storage: ids share fewer rows, which a hash or the remainder of an id selects.
+"""Hashed storage: ids share rows that hash functions select.
+
+The row of an id is the sum of `functions` rows of one table: function 0 is a hash or the remainder
+of the id, the others are hashes with different seeds, so few ids share all their rows.
 
 Sources: the hashing trick (Weinberger et al., ICML 2009); several functions whose rows are added,
 as in hash embeddings (Svenstrup et al., NeurIPS 2017), without their weights.
@@ -17,8 +20,8 @@ from emblib.specs import Choice, check_count
 from emblib.storage.base import TableDescription
 from emblib.storage.composed import Component, ComposedStorage
 
-_MOST_FUNCTIONS = 64  # of one seed
-_MOST_SEEDS = 2**56
+_MAX_FUNCTIONS = 64  # hash functions per seed
+_MAX_SEEDS = 2**56
 
 
 class RowHash(Choice):
@@ -38,12 +41,12 @@ class RowHash(Choice):
 
 @dataclass(frozen=True)
 class Hashed(ComposedStorage):
-    """`rows` rows, which ids share; an id's row is the sum of those that its functions select.
+    """`rows` stored rows; the row of an id is the sum of those that its hash functions select.
 
     Args:
         rows: number of stored rows.
-        functions: number of rows that an id reads and adds; `hash` selects the first one, mixed
-            hash functions the others.
+        functions: number of rows that an id reads and adds; `hash` selects the first, seeded hash
+            functions the others.
         hash: the first function.
         seed: seed of the mixed functions.
 
@@ -66,9 +69,9 @@ class Hashed(ComposedStorage):
         for name in ("rows", "functions"):
             object.__setattr__(self, name, check_count(name, getattr(self, name)))
         object.__setattr__(self, "seed", check_count("seed", self.seed, minimum=0))
-        if self.functions > _MOST_FUNCTIONS or self.seed > _MOST_SEEDS:
+        if self.functions > _MAX_FUNCTIONS or self.seed > _MAX_SEEDS:
             raise ValueError(
-                f"functions must be at most {_MOST_FUNCTIONS} and seed at most {_MOST_SEEDS}, got "
+                f"functions must be at most {_MAX_FUNCTIONS} and seed at most {_MAX_SEEDS}, got "
                 f"{self.functions} and {self.seed}"
             )
         object.__setattr__(self, "hash", RowHash(self.hash))
@@ -84,11 +87,11 @@ class Hashed(ComposedStorage):
 
     @property
     def reads(self) -> tuple[int, ...]:
-        """Return the only component once per function."""
+        """Return component 0 once per function."""
         return (0,) * self.functions
 
     def components(self, num_embeddings: int) -> tuple[Component, ...]:
-        """Return the table `weight`; rows that are added up start smaller."""
+        """Return the table `weight`; its initial values shrink by sqrt(functions)."""
         return (Component("weight", self.rows, 1.0 / math.sqrt(self.functions)),)
 
     def numbers(self) -> tuple[int, ...]:
@@ -99,9 +102,11 @@ class Hashed(ComposedStorage):
     def rows_read(ids: Tensor, numbers: Tensor, count: int) -> list[Tensor]:
         """Return the row that each function selects."""
         rows, seed, by_remainder = numbers
-        found = [mixed(ids, seed * _MOST_FUNCTIONS + number) % rows for number in range(count)]
-        found[0] = torch.where(by_remainder == 1, ids % rows, found[0])
-        return found
+        rows_by_function = [
+            mixed(ids, seed * _MAX_FUNCTIONS + number) % rows for number in range(count)
+        ]
+        rows_by_function[0] = torch.where(by_remainder == 1, ids % rows, rows_by_function[0])
+        return rows_by_function
 
 
 # The constants of splitmix64 (Steele et al., OOPSLA 2014), as signed numbers.
@@ -109,7 +114,7 @@ _STEP, _FIRST, _SECOND = -7046029254386353131, -4658895280553007687, -7723592293
 
 
 def mixed(ids: Tensor, number: Tensor) -> Tensor:
-    """Return hashes of ids in [0, 2^62): the finaliser of splitmix64, another one per number."""
+    """Hash int64 ids into [0, 2^62) with splitmix64's finaliser; `number` seeds the hash."""
     z = ids + (2 * number + 1) * _STEP  # modulo 2^64, as all here
     z = (z ^ _shifted(z, 30)) * _FIRST
     z = (z ^ _shifted(z, 27)) * _SECOND
@@ -117,5 +122,5 @@ def mixed(ids: Tensor, number: Tensor) -> Tensor:
 
 
 def _shifted(z: Tensor, bits: int) -> Tensor:
-    """Return z shifted right without its sign."""
+    """Shift int64 right as if it were unsigned."""
     return (z >> bits) & ((1 << (64 - bits)) - 1)

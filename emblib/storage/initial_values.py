@@ -1,4 +1,8 @@
-"""Initial values of the rows of a table, which do not depend on how the table is cut."""
+"""Initial values of dense tables, which do not depend on how the table is sharded.
+
+The whole table is divided into blocks of about 4M elements. A block has a seed that depends on the
+table's seed and the block's number; a slice draws the blocks that it meets and copies its part.
+"""
 
 from __future__ import annotations
 
@@ -13,69 +17,69 @@ from emblib.init import ByRows
 from emblib.ops import primitives
 from emblib.storage.base import TableDescription, TableSlice
 
-_BLOCK = 1 << 22  # elements that are drawn at a time
+_BLOCK = 1 << 22  # elements of a block
 
 
-def new_seeds(parts: Iterable[TableSlice]) -> dict[str, int]:
+def new_seeds(slices: Iterable[TableSlice]) -> dict[str, int]:
     """Return a seed per table, drawn from torch's generator in the order of the tables."""
-    return {name: primitives.new_seed() for name in dict.fromkeys(p.config.name for p in parts)}
+    return {name: primitives.new_seed() for name in dict.fromkeys(p.config.name for p in slices)}
 
 
-_overwritten = ContextVar("_overwritten", default=False)
+_skips = ContextVar("_skips", default=False)
 
 
 @contextlib.contextmanager
-def overwritten() -> Iterator[None]:
-    """Leave the rows of tables that are constructed inside without values: all are written after.
+def skip_initial_values() -> Iterator[None]:
+    """Construct tables without initial values inside this context; the caller writes all rows.
 
-    Nothing calls `init_fn`, and torch's generator on the CPU stays as it is.
+    `init_fn` is not called, and torch's CPU generator does not advance.
     """
-    token = _overwritten.set(True)
+    token = _skips.set(True)
     try:
         with torch.random.fork_rng(devices=[]):  # seeds of tables are drawn from it
             yield
     finally:
-        _overwritten.reset(token)
+        _skips.reset(token)
 
 
-def are_overwritten() -> bool:
-    """Return whether tables that are constructed now need no initial values."""
-    return _overwritten.get()
+def skips_initial_values() -> bool:
+    """Return whether the caller is inside `skip_initial_values()`."""
+    return _skips.get()
 
 
 @torch.no_grad()
-def draw(part: TableSlice, weight: Tensor, seed: int) -> None:
+def draw(table_slice: TableSlice, weight: Tensor, seed: int) -> None:
     """Write the initial values of a slice of a dense table into `weight` `[rows, dim]`.
 
-    An element starts the same however the table is cut. `init_fn` makes the whole table, `ByRows`
-    the blocks that the slice meets, with torch's generators seeded.
+    An element has the same value however the table is sharded. `init_fn` writes the whole table,
+    `ByRows` each block that the slice meets; torch's generators are seeded before each call.
     """
-    config = part.config
-    if weight.is_meta or are_overwritten():
+    config = table_slice.config
+    if weight.is_meta or skips_initial_values():
         return
     if isinstance(config.init_fn, ByRows):
-        for rows, block_seed in _blocks(part, seed):
+        for rows, block_seed in _blocks(table_slice, seed):
             with seeded(weight.device, block_seed):
-                _fill_block(part, weight, rows, config.init_fn)
+                _fill_block(table_slice, weight, rows, config.init_fn)
         return
     if config.init_fn is not None:
         with seeded(weight.device, seed):
-            if part.is_whole:
+            if table_slice.is_whole:
                 config.init_fn(weight)
                 return
-            whole = torch.empty(
+            table = torch.empty(
                 config.num_embeddings, config.embedding_dim, dtype=weight.dtype, device="cpu"
             )
-            config.init_fn(whole)
-        weight.copy_(part.part_of(whole))
+            config.init_fn(table)
+        weight.copy_(table_slice.part_of(table))
         return
-    for rows, block_seed in _blocks(part, seed):
-        _draw_block(part, weight, rows, block_seed)
+    for rows, block_seed in _blocks(table_slice, seed):
+        _draw_block(table_slice, weight, rows, block_seed)
 
 
 @contextlib.contextmanager
 def seeded(device: torch.device, seed: int) -> Iterator[None]:
-    """Seed torch's generators, and restore their states at the end."""
+    """Seed torch's generators of the CPU and of `device`; restore their states at the end."""
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
         torch.default_generator.manual_seed(seed)
@@ -89,35 +93,35 @@ def _rows_of_block(config: TableDescription) -> int:
     return max(1, _BLOCK // config.embedding_dim)
 
 
-def _blocks(part: TableSlice, seed: int) -> Iterator[tuple[range, int]]:
-    """Yield the blocks of rows of the whole table that a slice meets, and the seed of each."""
-    step, rows = _rows_of_block(part.config), part.config.num_embeddings
-    for number in range(part.rows[0] // step, -(-part.rows[1] // step)):
+def _blocks(table_slice: TableSlice, seed: int) -> Iterator[tuple[range, int]]:
+    """Yield (rows of the table, seed) of each block that a slice meets."""
+    step, rows = _rows_of_block(table_slice.config), table_slice.config.num_embeddings
+    for number in range(table_slice.rows[0] // step, -(-table_slice.rows[1] // step)):
         block_seed = (seed + number * 0x9E3779B97F4A7C15) % (2**63 - 1)
         yield range(number * step, min((number + 1) * step, rows)), block_seed
 
 
-def _fill_block(part: TableSlice, weight: Tensor, rows: range, init_fn: ByRows) -> None:
-    """Write the rows of a block that a slice has; `init_fn` always gets the whole block."""
-    begin, end = max(rows.start, part.rows[0]), min(rows.stop, part.rows[1])
-    target = weight[begin - part.rows[0] : end - part.rows[0]]
-    if len(target) == len(rows) and part.dim == part.config.embedding_dim:
+def _fill_block(table_slice: TableSlice, weight: Tensor, rows: range, init_fn: ByRows) -> None:
+    """Write the slice's part of a block; `init_fn` always fills a whole block."""
+    begin, end = max(rows.start, table_slice.rows[0]), min(rows.stop, table_slice.rows[1])
+    target = weight[begin - table_slice.rows[0] : end - table_slice.rows[0]]
+    if len(target) == len(rows) and table_slice.dim == table_slice.config.embedding_dim:
         init_fn.function(target, rows)
         return
-    block = target.new_empty(len(rows), part.config.embedding_dim)
+    block = target.new_empty(len(rows), table_slice.config.embedding_dim)
     init_fn.function(block, rows)
-    target.copy_(block[begin - rows.start : end - rows.start, slice(*part.columns)])
+    target.copy_(block[begin - rows.start : end - rows.start, slice(*table_slice.columns)])
 
 
-def _draw_block(part: TableSlice, weight: Tensor, rows: range, seed: int) -> None:
-    begin, end = max(rows.start, part.rows[0]), min(rows.stop, part.rows[1])
-    target = weight[begin - part.rows[0] : end - part.rows[0]]
-    low, high = part.config.bounds
-    all_columns = part.dim == part.config.embedding_dim
+def _draw_block(table_slice: TableSlice, weight: Tensor, rows: range, seed: int) -> None:
+    begin, end = max(rows.start, table_slice.rows[0]), min(rows.stop, table_slice.rows[1])
+    target = weight[begin - table_slice.rows[0] : end - table_slice.rows[0]]
+    low, high = table_slice.config.bounds
+    all_columns = table_slice.dim == table_slice.config.embedding_dim
     if all_columns and begin == rows.start and target.is_contiguous():
         # A value depends on its offset in the block.
         primitives.fill_uniform_(target, low, high, seed)
         return
-    block = target.new_empty(end - rows.start, part.config.embedding_dim)
+    block = target.new_empty(end - rows.start, table_slice.config.embedding_dim)
     primitives.fill_uniform_(block, low, high, seed)
-    target.copy_(block[begin - rows.start :, part.columns[0] : part.columns[1]])
+    target.copy_(block[begin - rows.start :, table_slice.columns[0] : table_slice.columns[1]])

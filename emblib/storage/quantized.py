@@ -25,7 +25,7 @@ from emblib.storage.base import (
     distinct_names,
 )
 from emblib.storage.handles import TableHandle
-from emblib.storage.initial_values import are_overwritten, draw
+from emblib.storage.initial_values import draw, skips_initial_values
 from emblib.tables import QuantizedEmbeddingBags, state_dicts
 from emblib.tables.quantized import FORMER_ENTRIES, pack_former_rows
 
@@ -61,25 +61,26 @@ class Quantized(Storage):
                 f"{table.optimizer!r}"
             )
 
-    def check_slice(self, part: TableSlice) -> None:
+    def check_slice(self, table_slice: TableSlice) -> None:
         """Raise ValueError for a slice of columns."""
-        if not part.has_all_columns:
+        if not table_slice.has_all_columns:
             raise ValueError(
-                f"quantised table {part.config.name!r} is not divided by columns, got columns "
-                f"{part.columns} of {part.config.embedding_dim}: a row has one scale"
+                f"quantised table {table_slice.config.name!r} is not divided by columns, got "
+                f"columns {table_slice.columns} of {table_slice.config.embedding_dim}: a row has "
+                "one scale"
             )
 
     # Kernels
 
     def group_key(
-        self, part: TableSlice, number: int, optimizer: Optimizer, pooling: Pooling
+        self, table_slice: TableSlice, number: int, optimizer: Optimizer, pooling: Pooling
     ) -> Hashable:
         """Return a key of what tables of one module have in common."""
-        return ("quantized", self.bits, part.dim if pooling is Pooling.NONE else 0)
+        return ("quantized", self.bits, table_slice.dim if pooling is Pooling.NONE else 0)
 
-    def make_kernel(
+    def make_module(
         self,
-        parts: Sequence[TableSlice],
+        slices: Sequence[TableSlice],
         reads: Sequence[int],
         optimizer: Optimizer,
         pooling: Pooling,
@@ -87,7 +88,7 @@ class Quantized(Storage):
         device: torch.device,
     ) -> TableModule:
         """Return the module of slices with equal group keys."""
-        return QuantizedModule(parts, reads, self.bits, pooling, seeds, device)
+        return QuantizedModule(slices, reads, self.bits, pooling, seeds, device)
 
     def make_handle(self, module: TableModule, index: int) -> TableHandle:
         """Return the handle of a table, which has no parameters."""
@@ -105,11 +106,15 @@ class Quantized(Storage):
     # Sharding, checkpoints, planner
 
     def copy_slice(
-        self, part: TableSlice, source: TableHandle, target: TableHandle, key_block: Span | None
+        self,
+        table_slice: TableSlice,
+        source: TableHandle,
+        target: TableHandle,
+        key_block: Span | None,
     ) -> None:
         """Copy the rows of a slice of the whole table `source` into `target`."""
-        first, last = part.rows
-        target.views()["packed"].copy_(source.views()["packed"][first:last])
+        begin, end = table_slice.rows
+        target.views()["packed"].copy_(source.views()["packed"][begin:end])
 
     def parameter_layouts(self, table: TableDescription) -> dict[str, TensorLayout]:
         """Return the packed rows."""
@@ -117,34 +122,36 @@ class Quantized(Storage):
         size = (table.num_embeddings, width)
         return {"packed": TensorLayout(size, torch.uint8, lambda rows, _: (rows, (0, width)))}
 
-    def nbytes(self, part: TableSlice, optimizer: Optimizer | None, device: str) -> MemoryBytes:
-        """Return the bytes of numbers, and of a scale and an offset per row."""
-        return MemoryBytes(quant.table_bytes(part.num_rows, part.dim, self.bits))
+    def nbytes(
+        self, table_slice: TableSlice, optimizer: Optimizer | None, device: str
+    ) -> MemoryBytes:
+        """Return the bytes of the packed rows, each with its scale and offset."""
+        return MemoryBytes(quant.table_bytes(table_slice.num_rows, table_slice.dim, self.bits))
 
     def update_ns(
-        self, part: TableSlice, optimizer: Optimizer | None, ids: float, rates: Rates
+        self, table_slice: TableSlice, optimizer: Optimizer | None, ids: float, rates: Rates
     ) -> float:
         """Return 0: nothing is trained."""
         return 0.0
 
 
 class QuantizedModule(QuantizedEmbeddingBags):
-    """Quantised slices of tables; the initial values are those of dense tables, quantised."""
+    """Module of quantised tables; initial values are those of dense tables, quantised."""
 
     optimizer: Optimizer = NO_UPDATE  # nothing is trained
 
     def __init__(
         self,
-        parts: Sequence[TableSlice],
+        slices: Sequence[TableSlice],
         feature_tables: Sequence[int],
         bits: int,
         pooling: Pooling,
         seeds: Sequence[int],
         device: torch.device,
     ) -> None:
-        self._parts, self._seeds = list(parts), list(seeds)
-        names = distinct_names([part.config.name for part in parts])
-        specs = [part.named(name) for part, name in zip(parts, names, strict=True)]
+        self._slices, self._seeds = list(slices), list(seeds)
+        names = distinct_names([table_slice.config.name for table_slice in slices])
+        specs = [table_slice.named(name) for table_slice, name in zip(slices, names, strict=True)]
         super().__init__(specs, bits, pooling=pooling, feature_tables=feature_tables, device=device)
 
     def redraw(self, seeds: Sequence[int]) -> None:
@@ -155,22 +162,24 @@ class QuantizedModule(QuantizedEmbeddingBags):
     def reset_parameters(self) -> None:
         """Draw the initial values of all tables."""
         super().reset_parameters()
-        if self.packed.is_meta or are_overwritten():
+        if self.packed.is_meta or skips_initial_values():
             return
-        for table, (part, seed) in enumerate(zip(self._parts, self._seeds, strict=True)):
-            step = part.num_rows if part.config.init_fn is not None else _ROWS
-            for first in range(*part.rows, step):
-                some = replace(part, rows=(first, min(first + step, part.rows[1])))
+        for table, (table_slice, seed) in enumerate(zip(self._slices, self._seeds, strict=True)):
+            step = table_slice.num_rows if table_slice.config.init_fn is not None else _ROWS
+            for first_row in range(*table_slice.rows, step):
+                some = replace(
+                    table_slice, rows=(first_row, min(first_row + step, table_slice.rows[1]))
+                )
                 weight = torch.empty(some.num_rows, some.dim, device=self.packed.device)
                 draw(some, weight, seed)
-                self.write_rows(table, weight, first - part.rows[0])
+                self.write_rows(table, weight, first_row - table_slice.rows[0])
 
 
 class QuantizedHandle(TableHandle):
-    """A quantised table: no parameters; its buffer and its state dict are the rows, `packed`.
+    """Handle of a quantised table: the buffer `packed`, its rows; it has no parameters.
 
-    It also loads the `weight` `[rows, dim]` of a dense table, and quantises it, and the `values`
-    and `scales` of a quantised table from before 0.1.0.
+    A state dict may instead have the `weight` `[rows, dim]` of a dense table, which is quantised,
+    or the `values` and `scales` of a quantised table from before 0.1.0.
     """
 
     module: QuantizedModule
@@ -203,7 +212,7 @@ class QuantizedHandle(TableHandle):
         destination.update({prefix + name: view for name, view in self.views().items()})
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
-        _, _, missing, unexpected, errors = arguments
+        _, _, missing_keys, unexpected, errors = arguments
         if state_dicts.refuses(self, state_dict, prefix, errors):
             return
         entries = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
@@ -216,18 +225,18 @@ class QuantizedHandle(TableHandle):
             return
         if set(entries) == set(FORMER_ENTRIES):
             entries = {"packed": self._pack_former(entries)}
-        missing.extend(prefix + name for name in sorted(views.keys() - entries.keys()))
+        missing_keys.extend(prefix + name for name in sorted(views.keys() - entries.keys()))
         unexpected.extend(prefix + name for name in sorted(entries.keys() - views.keys()))
         for name in views.keys() & entries.keys():
             views[name].copy_(entries[name])
 
     def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
-        """Yield what is wrong with the entries of the table."""
+        """Yield one message per invalid entry of the table in a state dict."""
         entries = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
-        spec, word = self.module.tables[self.index], torch.empty(0)
+        spec, float_scalar = self.module.tables[self.index], torch.empty(0)
         if set(entries) == {"weight"}:
             weight, shape = entries["weight"], (spec.rows, spec.dim)
-            problem = state_dicts.tensor_problem(weight, word, shape)
+            problem = state_dicts.tensor_problem(weight, float_scalar, shape)
             if problem:
                 yield f"{prefix}weight: {problem}"
         elif set(entries) == set(FORMER_ENTRIES):
@@ -240,7 +249,7 @@ class QuantizedHandle(TableHandle):
             yield from state_dicts.entry_problems(state_dict, entries)
 
     def _pack_former(self, entries: Mapping[str, Any]) -> Tensor:
-        """Return packed rows of entries from before 0.1.0."""
+        """Convert `values` and `scales` from before 0.1.0 to packed rows, uint8."""
         values, scales = (entries[name] for name in FORMER_ENTRIES)
         dim = self.module.tables[self.index].dim
         return pack_former_rows(values, scales, dim, self.module.bits)

@@ -1,6 +1,7 @@
 """Quotient-remainder storage: an id reads a row by its quotient and one by its remainder.
 
-Unlike with a hash, no two ids read the same two rows. Source: compositional embeddings (Shi et al.,
+Id i reads row `i // divisor` of the quotients and row `i % divisor` of the remainders; no two ids
+read the same two rows. Source: compositional embeddings (Shi et al.,
 KDD 2020).
 """
 
@@ -46,9 +47,9 @@ class QuotientRemainder(ComposedStorage):
     def for_share(
         cls, num_embeddings: int, share: float, combine: Combine = Combine.MULTIPLY
     ) -> Self:
-        """Return the storage whose two parts have about `share * num_embeddings` rows in all.
+        """Return the storage whose components have about `share * num_embeddings` rows.
 
-        Of the two divisors that do, the larger: fewer ids share a row of the remainders.
+        Two divisors give this size; the larger is taken, so that fewer ids share a remainder's row.
 
         Args:
             num_embeddings: the ids of the table.
@@ -92,7 +93,7 @@ class QuotientRemainder(ComposedStorage):
 
     @property
     def reads(self) -> tuple[int, ...]:
-        """Return the quotients, then the remainders."""
+        """Return component 0 (quotients), then component 1 (remainders)."""
         return (0, 1)
 
     def components(self, num_embeddings: int) -> tuple[Component, ...]:

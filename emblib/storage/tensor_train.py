@@ -1,10 +1,10 @@
 """Tensor-train storage: a row is a product of small cores.
 
-A row is a product of one slice of each core. The first factors of rows and columns, which are those
-of core 0, vary slowest: rows `[a * P, b * P)`, where P is the product of the other row factors, and
-columns `[c * Q, d * Q)` are a tensor train whose core 0 is the slice `[a:b, c * R_1 : d * R_1]` and
-whose other cores are those of the whole table. A slice of a table therefore has a slice of core 0,
-and a copy of every other core.
+A row is a product of one slice of each core. Core 0 has the first factors of rows and columns,
+which vary slowest. Let P and Q be the products of the other row and dim factors: rows `[a * P, b *
+P)` and columns `[c * Q, d * Q)` of a table are a tensor train whose core 0 is the slice `[a:b, c *
+R_1 : d * R_1]` of the table's core 0, and whose other cores are the table's. So a shard has a slice
+of core 0 and a copy of every other core, whose gradients are summed over the shards.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ class TensorTrain(Storage):
             them may be -1, which follows from the number of rows and the others.
         dim_factors: factors of the row length; () lets `emblib.tt.shapes` choose them.
         init: distribution of the initial values, as in `TTEmbeddingBag`.
-        ids: order of the ids in the train, see `TTSpec`. A table of permuted ids is not cut by
-            rows.
+        ids: order of the ids in the train, see `TTSpec`. A table with permuted ids is not sharded
+            by rows.
         seed: seed of the permutation.
-        cache: cache of the most used rows, which are stored as they are, see `TTCache`; its `rows`
-            and `spill_rows` are one number each. None stores no rows. Tables whose caches agree in
+        cache: cache that stores the most used rows as dense rows, see `TTCache`; its `rows` and
+            `spill_rows` are one number each. None: no cache. Tables whose caches agree in
             `eviction` and `every` share a module and the memory of their counts. Such a table is
             not sharded.
-        matmul: how exact products of cores are on a GPU, see `MatmulPrecision`.
+        matmul: precision of the products of cores on a GPU, see `MatmulPrecision`.
 
     Example:
         >>> storage = emblib.storage.TensorTrain((8, 8), cache=emblib.TTCache(100, every=1_000))
@@ -100,10 +100,10 @@ class TensorTrain(Storage):
 
     @classmethod
     def projected(cls, columns: int, init: str = "first_core") -> TensorTrain:
-        """Return the storage of `columns` values per row, and one matrix that makes rows of them.
+        """Return the storage of short rows `[columns]` that one learned matrix projects to `[dim]`.
 
-        The matrix `[columns, dim]` is of the table, and is learned like its rows (mixed
-        dimensions). It is a train of two cores: `cores.0` are the short rows, `cores.1` the matrix.
+        The table is a train of two cores (mixed dimensions): `cores.0` has the short rows,
+        `cores.1` the matrix `[columns, dim]`.
 
         Args:
             columns: number of stored columns per row, at most the dim.
@@ -119,7 +119,7 @@ class TensorTrain(Storage):
     # Configuration
 
     def check_table(self, table: TableDescription) -> None:
-        """Raise ValueError for initial values set elsewhere."""
+        """Raise ValueError for bounds or an `init_fn` of the table; `init` draws the cores."""
         if table.has_bounds or table.init_fn is not None:
             raise ValueError(
                 f"the initial values of the cores of {table.name!r} follow from "
@@ -132,22 +132,23 @@ class TensorTrain(Storage):
         factors = (_completed(self.row_factors, rows), _completed(self.dim_factors, dim))
         return TTSpec(rows, dim, self.ranks, *factors, name, self.ids, self.seed)
 
-    def check_slice(self, part: TableSlice) -> None:
+    def check_slice(self, table_slice: TableSlice) -> None:
         """Raise ValueError for a slice that cannot be a tensor train of its own.
 
-        Slices end between slices of core 0. Each has a copy of the other cores, which random
-        rounding, by the number of a row in its module, would make differ.
+        A slice must end between slices of core 0. Stochastic rounding is refused: its random
+        numbers depend on the row's index in the module, so the copies of the other cores would
+        differ.
         """
-        if part.is_whole:
+        if table_slice.is_whole:
             return
         if self.cache is not None:
-            self.check_sharded(part.config)
-        if self._is_rounded_at_random(part.config):
+            self.check_sharded(table_slice.config)
+        if self._is_rounded_at_random(table_slice.config):
             raise ValueError(
-                f"{part.config.name!r} is a tensor train whose updates are rounded at random, so "
-                "that it cannot be cut: place it whole, or leave rounding out"
+                f"{table_slice.config.name!r} is a tensor train whose updates are rounded at "
+                "random, so that it cannot be cut: place it whole, or leave rounding out"
             )
-        self.core_range(part)
+        self.core_range(table_slice)
 
     def check_sharded(self, table: TableDescription) -> None:
         """Raise ValueError for a table with a cache, whose rows belong to one process."""
@@ -162,28 +163,28 @@ class TensorTrain(Storage):
     def _is_rounded_at_random(table: TableDescription) -> bool:
         return table.rounding is not None and table.data_type is not torch.float32
 
-    def slice_spec(self, part: TableSlice, name: str) -> TTSpec:
+    def slice_spec(self, table_slice: TableSlice, name: str) -> TTSpec:
         """Return a slice as a tensor train of its own."""
-        whole = part.config.spec()
-        if part.is_whole:
-            return replace(whole, name=name)
-        (p0, p1), (q0, q1) = self.core_range(part)
+        table_spec = table_slice.config.spec()
+        if table_slice.is_whole:
+            return replace(table_spec, name=name)
+        (p0, p1), (q0, q1) = self.core_range(table_slice)
         return TTSpec(
-            part.num_rows,
-            part.dim,
-            whole.ranks,
-            (p1 - p0, *whole.row_factors[1:]),
-            (q1 - q0, *whole.dim_factors[1:]),
+            table_slice.num_rows,
+            table_slice.dim,
+            table_spec.ranks,
+            (p1 - p0, *table_spec.row_factors[1:]),
+            (q1 - q0, *table_spec.dim_factors[1:]),
             name,
-            whole.ids,
-            whole.seed,
+            table_spec.ids,
+            table_spec.seed,
         )
 
     def cut_units(self, table: TableDescription) -> CutUnits:
         """Return the rows and columns of one slice of core 0.
 
-        All rows if ids are permuted; the whole table if it has a cache, or updates are rounded at
-        random.
+        The unit is all rows if ids are permuted, and the whole table if it has a cache or
+        stochastic rounding.
         """
         if self.cache is not None or self._is_rounded_at_random(table):
             return CutUnits(table.num_embeddings, table.embedding_dim)
@@ -193,79 +194,85 @@ class TensorTrain(Storage):
             rows = max(rows, table.num_embeddings)
         return CutUnits(rows, math.prod(spec.dim_factors[1:]))
 
-    def core_range(self, part: TableSlice) -> tuple[Span, Span]:
-        """Return the ranges of the first row factor and of the first dim factor that a slice has.
+    def core_range(self, table_slice: TableSlice) -> tuple[Span, Span]:
+        """Return a slice's range of the first row factor and its range of the first dim factor.
 
-        The factors may make more rows than the table has; a slice at its end has those as well.
+        The product of the factors may exceed the table; a slice at its end includes the excess.
 
         Raises:
             ValueError: the slice does not end between slices of core 0.
         """
-        spec = part.config.spec()
-        units = self.cut_units(part.config)
-        ends = part.config.num_embeddings, part.config.embedding_dim
+        spec = table_slice.config.spec()
+        units = self.cut_units(table_slice.config)
+        ends = table_slice.config.num_embeddings, table_slice.config.embedding_dim
         factors = spec.row_factors[0], spec.dim_factors[0]
         ranges = []
-        for name, (begin, end), unit, last, factor in zip(
-            ("rows", "columns"), (part.rows, part.columns), units, ends, factors, strict=True
+        for name, (begin, end), unit, size, factor in zip(
+            ("rows", "columns"),
+            (table_slice.rows, table_slice.columns),
+            units,
+            ends,
+            factors,
+            strict=True,
         ):
-            if begin % unit or (end % unit and end != last):
+            if begin % unit or (end % unit and end != size):
                 raise ValueError(
-                    f"{name} of a slice of tensor train {part.config.name!r} must be multiples of "
-                    f"{unit}, the product of the factors of all cores but the first, got "
-                    f"[{begin}, {end}) of {last}"
+                    f"{name} of a slice of tensor train {table_slice.config.name!r} must be "
+                    f"multiples of {unit}, the product of the factors of all cores but the first, "
+                    f"got [{begin}, {end}) of {size}"
                 )
-            ranges.append((begin // unit, factor if end == last else end // unit))
+            ranges.append((begin // unit, factor if end == size else end // unit))
         return ranges[0], ranges[1]
 
-    def cores_of(self, part: TableSlice, cores: Sequence[Tensor]) -> list[Tensor]:
-        """Return what a slice has of the cores of the whole table: of core 0 a slice, all others.
+    def cores_of(self, table_slice: TableSlice, cores: Sequence[Tensor]) -> list[Tensor]:
+        """Return the cores of a slice: its part of core 0, and the other cores of the whole table.
 
         `cores` may also be optimizer states, laid out like the cores or one number per core row.
         """
-        (p0, p1), (q0, q1) = self.core_range(part)
-        first = cores[0][p0:p1]
-        if first.dim() == 2:
-            rank = part.config.spec().ranks[0]
-            first = first[:, q0 * rank : q1 * rank]
-        return [first, *cores[1:]]
+        (p0, p1), (q0, q1) = self.core_range(table_slice)
+        first_core = cores[0][p0:p1]
+        if first_core.dim() == 2:
+            rank = table_slice.config.spec().ranks[0]
+            first_core = first_core[:, q0 * rank : q1 * rank]
+        return [first_core, *cores[1:]]
 
     # Kernels
 
     def group_key(
-        self, part: TableSlice, number: int, optimizer: Optimizer, pooling: Pooling
+        self, table_slice: TableSlice, number: int, optimizer: Optimizer, pooling: Pooling
     ) -> Hashable:
-        """Return a key that whole tables of one optimizer and dtype share.
+        """Return a key that is equal for whole tables with one optimizer, dtype and cache rule.
 
-        A slice is alone: it sums gradients of cores with slices that may be on the same rank.
+        A shard has a module of its own: it sums gradients of cores with other shards, which may be
+        on the same rank.
         """
-        if not part.is_whole:
+        if not table_slice.is_whole:
             return ("tensor_train", number)
-        dim = part.dim if pooling is Pooling.NONE else 0
+        dim = table_slice.dim if pooling is Pooling.NONE else 0
         cache = self.cache
         times = None if cache is None else (cache.eviction, cache.every)
-        return ("tensor_train", stored_as(part), self.matmul, optimizer, dim, times)
+        return ("tensor_train", stored_as(table_slice), self.matmul, optimizer, dim, times)
 
-    def make_kernel(
+    def make_module(
         self,
-        parts: Sequence[TableSlice],
+        slices: Sequence[TableSlice],
         reads: Sequence[int],
         optimizer: Optimizer,
         pooling: Pooling,
         seeds: Sequence[int],
         device: torch.device,
     ) -> TableModule:
-        """Return the module of the slices, which the features of `reads` read.
+        """Return the module of slices with equal group keys.
 
         Raises:
-            ValueError: an optimizer that rows of a cache cannot have.
+            ValueError: an optimizer that a cache does not support.
         """
         if self.cache is None:
-            return TTModule(parts, reads, optimizer, pooling, seeds, device)
-        cached_train.check_optimizer(parts, self.cache, optimizer)
+            return TTModule(slices, reads, optimizer, pooling, seeds, device)
+        cached_train.check_optimizer(slices, self.cache, optimizer)
         on_meta = device.type == "meta"
         make = cached_train.CachedTTPlaceholder if on_meta else cached_train.CachedTTModule
-        return make(parts, reads, optimizer, pooling, seeds, device)
+        return make(slices, reads, optimizer, pooling, seeds, device)
 
     def is_placeholder(self, module: TableModule) -> bool:
         """Return whether `module` only stands for cached trains, which cannot be on meta."""
@@ -287,21 +294,25 @@ class TensorTrain(Storage):
         return [core_views(module, t) for t in range(len(module.tables))]
 
     def reset(self, module: Any, seeds: Sequence[int]) -> None:
-        """Draw the cores again; all rows leave the cache."""
+        """Draw the cores again, and empty the cache."""
         if not self.is_placeholder(module):
             module.redraw(seeds)
 
     # Sharding and checkpoints
 
     def copy_slice(
-        self, part: TableSlice, source: TableHandle, target: TableHandle, key_block: Span | None
+        self,
+        table_slice: TableSlice,
+        source: TableHandle,
+        target: TableHandle,
+        key_block: Span | None,
     ) -> None:
         """Copy the slice's part of the cores of `source` and of their optimizer states."""
         views, targets = source.views(), target.views()
         stems = {name.rsplit(".", 1)[0] for name in targets.keys() & views.keys()}
         for stem in stems:
             names = sorted(name for name in targets if name.rsplit(".", 1)[0] == stem)
-            values = self.cores_of(part, [views[name] for name in names])
+            values = self.cores_of(table_slice, [views[name] for name in names])
             for name, value in zip(names, values, strict=True):
                 targets[name].copy_(value)
 
@@ -313,12 +324,12 @@ class TensorTrain(Storage):
         sizes = list(zip(spec.row_factors, widths, strict=True))
 
         def region(rows: Span, columns: Span) -> tuple[Span, Span]:
-            first = rows[0] // units.rows
+            first_digit = rows[0] // units.rows
             # The factors may make more rows than the table has; the last slice has them.
             at_end = rows[1] == table.num_embeddings
-            last = sizes[0][0] if at_end else -(-rows[1] // units.rows)
+            end_digit = sizes[0][0] if at_end else -(-rows[1] // units.rows)
             left, right = columns[0] // units.columns, -(-columns[1] // units.columns)
-            return (first, last), (left * rank, right * rank)
+            return (first_digit, end_digit), (left * rank, right * rank)
 
         return {
             f"cores.{k}": TensorLayout(size, table.data_type, None if k else region)
@@ -333,7 +344,7 @@ class TensorTrain(Storage):
         return {state.name: f"{state.name}.{number}" for state in optimizer.states}
 
     def metadata_entries(self, table: TableDescription) -> dict[str, Tensor]:
-        """Return the entry that tells which tensor train the cores are of."""
+        """Return the layout of the tensor train, see `emblib.tt.layout_entry`."""
         return {layout_entry.NAME: layout_entry.entry(table.spec())}
 
     def check_entries(self, table: TableDescription, entries: Mapping[str, Tensor]) -> None:
@@ -346,49 +357,60 @@ class TensorTrain(Storage):
 
     # Planner
 
-    def nbytes(self, part: TableSlice, optimizer: Optimizer | None, device: str) -> MemoryBytes:
+    def nbytes(
+        self, table_slice: TableSlice, optimizer: Optimizer | None, device: str
+    ) -> MemoryBytes:
         """Return the bytes of the cores, of the cache, and of the optimizer states of both."""
-        spec, total = part.spec, 0
-        ranks, itemsize = spec.full_ranks, part.config.data_type.itemsize
+        spec, total = table_slice.spec, 0
+        ranks, itemsize = spec.full_ranks, table_slice.config.data_type.itemsize
         for k, (p, q) in enumerate(zip(spec.row_factors, spec.dim_factors, strict=True)):
             width = ranks[k] * q * ranks[k + 1]
             total += p * width * itemsize
             total += state_bytes(optimizer, p, width, itemsize)
         if self.cache is None:
             return MemoryBytes(total)
-        sizes = cached_train.nbytes(part, optimizer, device)
+        sizes = cached_train.nbytes(table_slice, optimizer, device)
         return sizes._replace(device=sizes.device + total)
 
     def lookup_ns(
-        self, part: TableSlice, optimizer: Optimizer | None, ids: float, rates: Rates
+        self, table_slice: TableSlice, optimizer: Optimizer | None, ids: float, rates: Rates
     ) -> float:
         """Return the nanoseconds to compute the distinct rows of `ids`, and to look them up."""
-        each = rates.cached_lookup_ns(part.dim * _FLOAT)
-        making = _distinct(ids, part.num_rows) * multiply_adds(part.spec) * rates.costs.tt_ns
-        return float(ids * each + making)
+        ns_per_row = rates.cached_lookup_ns(table_slice.dim * _FLOAT)
+        making = (
+            _distinct(ids, table_slice.num_rows)
+            * multiply_adds(table_slice.spec)
+            * rates.costs.tt_ns
+        )
+        return float(ids * ns_per_row + making)
 
     def update_ns(
-        self, part: TableSlice, optimizer: Optimizer | None, ids: float, rates: Rates
+        self, table_slice: TableSlice, optimizer: Optimizer | None, ids: float, rates: Rates
     ) -> float:
         """Return the nanoseconds to update the cores with the gradients of `ids` rows."""
-        row = row_bytes(optimizer, part.dim, part.config.data_type.itemsize)
-        each = rates.cached_update_ns(row)
+        row = row_bytes(optimizer, table_slice.dim, table_slice.config.data_type.itemsize)
+        ns_per_row = rates.cached_update_ns(row)
         # The gradients of all cores take twice the work of making the rows.
-        making = 2 * _distinct(ids, part.num_rows) * multiply_adds(part.spec) * rates.costs.tt_ns
-        return float(ids * each + making)
+        making = (
+            2
+            * _distinct(ids, table_slice.num_rows)
+            * multiply_adds(table_slice.spec)
+            * rates.costs.tt_ns
+        )
+        return float(ids * ns_per_row + making)
 
 
 def _completed(factors: tuple[int, ...], size: int) -> tuple[int, ...]:
-    """Return the factors with that of -1 as the least with which they multiply to `size`."""
+    """Replace a factor of -1 by the smallest one for which the product is at least `size`."""
     if -1 not in factors:
         return factors
-    others = math.prod(abs(factor) for factor in factors)
-    missing = -(-size // max(others, 1))
-    return tuple(missing if factor == -1 else factor for factor in factors)
+    given_product = math.prod(abs(factor) for factor in factors)
+    missing_factor = -(-size // max(given_product, 1))
+    return tuple(missing_factor if factor == -1 else factor for factor in factors)
 
 
 def multiply_adds(spec: TTSpec) -> float:
-    """Return the multiply-adds of making one row from the left, core after core."""
+    """Return the multiply-adds to compute one row from left to right, core after core."""
     ranks, total, width = spec.full_ranks, 0, spec.dim_factors[0]
     for k in range(1, len(spec.dim_factors)):
         total += width * ranks[k] * spec.dim_factors[k] * ranks[k + 1]

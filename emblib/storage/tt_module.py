@@ -1,4 +1,4 @@
-"""The module of tensor trains in a collection, and the handles of its tables."""
+"""Tensor trains in a collection: the module of several tables, and their handles."""
 
 from __future__ import annotations
 
@@ -33,26 +33,26 @@ def core_views(module: Any, table: int) -> dict[str, Tensor]:
 
 
 class TTModule(TableBatchedTTEmbeddingBags):
-    """Slices of tensor-train tables, each with the initial values that its whole table has."""
+    """Module of tensor-train tables or shards; a shard has its whole table's initial values."""
 
     def __init__(
         self,
-        parts: Sequence[TableSlice],
+        slices: Sequence[TableSlice],
         reads: Sequence[int],
         optimizer: Optimizer,
         pooling: Pooling,
         seeds: Sequence[int],
         device: torch.device,
     ) -> None:
-        self._parts, self.seeds = tuple(parts), tuple(seeds)
+        self._slices, self.seeds = tuple(slices), tuple(seeds)
         self._handled: dict[int, Cores] = {}
-        storage: Any = parts[0].storage
+        storage: Any = slices[0].storage
         super().__init__(
-            [part.spec for part in parts],
+            [table_slice.spec for table_slice in slices],
             optimizer,
             pooling=pooling,
             feature_tables=reads,
-            precision=replace(stored_as(parts[0]), matmul=storage.matmul),
+            precision=replace(stored_as(slices[0]), matmul=storage.matmul),
             device=device,
         )
 
@@ -62,21 +62,18 @@ class TTModule(TableBatchedTTEmbeddingBags):
         self.reset_parameters()
 
     def set_cores(self, table: int, cores: Cores) -> None:
-        """Read the cores of a table from the list of its handle.
-
-        That is where functions of torch replace parameters.
-        """
+        """Read the cores of a table from its handle, where torch replaces parameters."""
         self._handled[table] = cores
 
     def replace_cores(self, table: int, cores: Cores) -> None:
-        """Make the cores of a handle those of a table, without gradients."""
+        """Replace a table's cores by those of a handle; they do not require gradients."""
         self.set_cores(table, cores)
         for k, core in zip(self.core_numbers(table), cores, strict=True):
             self.cores[k] = core
             core.grad = None
 
     def restore_trained(self, table: int, cores: Cores) -> None:
-        """Have the cores of a table require gradients unless they are frozen."""
+        """Make the cores of a table require gradients, unless the table is frozen."""
         if autograd.updates_in_backward(self.optimizer):
             for k, core in zip(self.core_numbers(table), cores, strict=True):
                 core.requires_grad_(k not in self.frozen_cores)
@@ -92,32 +89,34 @@ class TTModule(TableBatchedTTEmbeddingBags):
 
     def _check_ranks(self) -> None:
         # Which ranks are of use depends on the whole table, not on how it is cut.
-        for part in self._parts:
-            whole = part.config.spec()
-            check_ranks(whole.ranks, whole.row_factors, whole.dim_factors)
+        for table_slice in self._slices:
+            table_spec = table_slice.config.spec()
+            check_ranks(table_spec.ranks, table_spec.row_factors, table_spec.dim_factors)
 
     def _draw(self, table: int) -> Sequence[Tensor]:
-        """Draw the initial values of the whole table, and return those of the slice."""
-        part, device = self._parts[table], self.features.device
+        """Draw the initial cores of the whole table, and return those of the slice."""
+        table_slice, device = self._slices[table], self.features.device
         if device.type == "meta":
             return self.table_cores(table)
-        storage: Any = part.storage
-        whole, cpu = part.config.spec(), torch.device("cpu")
-        layout = CoreLayout(whole.row_factors, whole.dim_factors, whole.full_ranks, cpu)
+        storage: Any = table_slice.storage
+        table_spec, cpu = table_slice.config.spec(), torch.device("cpu")
+        layout = CoreLayout(
+            table_spec.row_factors, table_spec.dim_factors, table_spec.full_ranks, cpu
+        )
         with seeded(cpu, self.seeds[table]):
-            values = find_initializer(storage.init)(layout, 1.0 / math.sqrt(3.0 * whole.rows))
-        drawn: list[Tensor] = storage.cores_of(part, values)
+            values = find_initializer(storage.init)(layout, 1.0 / math.sqrt(3.0 * table_spec.rows))
+        drawn: list[Tensor] = storage.cores_of(table_slice, values)
         return drawn
 
 
 class TTHandle(TableHandle):
-    """A tensor-train table: `cores.0`, `cores.1`, ...; its state dict has its layout as well."""
+    """Handle of a tensor train: `cores.0`, `cores.1`, ...; its state dict also has the layout."""
 
     checks_parameters = False  # the cores are the memory, not views of it
     module: TTModule
 
     def attach(self, module: TableModule, index: int) -> None:
-        """Become the handle of table `index` of `module`, and have its cores."""
+        """Attach to table `index` of `module`, and register its cores."""
         super().attach(module, index)
         assert isinstance(module, TTModule)
         self.cores = Cores(module.table_cores(index))
@@ -130,7 +129,7 @@ class TTHandle(TableHandle):
         return spec
 
     def bind(self) -> None:
-        """Mark the cores as those of this table."""
+        """Register the cores with this handle."""
         module: TTModule = self.module
         module.restore_trained(self.index, self.cores)
         for core in self.cores:
@@ -138,16 +137,16 @@ class TTHandle(TableHandle):
         module.mark_cores()
 
     def dense_rows(self) -> Tensor:
-        """Return the rows that the cores make, `[rows, dim]`."""
+        """Compute all rows, `[rows, dim]`."""
         rows: Tensor = self.module.to_dense(self.index)
         return rows
 
     def dense_blocks(self) -> Iterator[Tensor]:
-        """Yield the rows that the cores make in blocks, in order."""
+        """Compute all rows, and yield them in blocks, in order."""
         yield from self.module.dense_blocks(self.index)
 
     def adopt(self, other: TTHandle) -> None:
-        """Take the cores."""
+        """Take over the cores of another handle."""
         self.cores = other.cores
         self.module.replace_cores(self.index, other.cores)
 
@@ -167,12 +166,12 @@ class TTHandle(TableHandle):
             unexpected.remove(f"{prefix}{layout_entry.NAME}")
 
     def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
-        """Yield what is wrong with the layout of the cores, which check themselves."""
+        """Yield one message if a state dict is of another layout; loading checks the cores."""
         problem = layout_entry.problem(state_dict, prefix, [self.spec], self.cores)
         if problem:
             yield problem
-        own = {prefix + layout_entry.NAME: layout_entry.entry(self.spec)}
-        yield from state_dicts.entry_problems(state_dict, own)
+        layout_entries = {prefix + layout_entry.NAME: layout_entry.entry(self.spec)}
+        yield from state_dicts.entry_problems(state_dict, layout_entries)
 
     @property
     def _names_in_checkpoints(self) -> SimpleNamespace:

@@ -1,9 +1,9 @@
 """Shared parts of the table modules: the base class `FusedTables`, functions of batches and states.
 
-`FusedTables` has features, optimizer and hyperparameters of a module; `check_bounds` checks the
-indices and offsets of a batch.
+`FusedTables` manages what all table modules have: features, optimizer, hyperparameters, freezing
+and state dicts. `check_bounds` checks the indices and offsets of a batch before an op reads them.
 
-State dicts have entries per table, so that they fit any placement, device and grouping:
+State dicts have entries per table, so they load into any placement, device and grouping:
 `<table>.weight` `[R, D]`, `<table>.<state>` `[R, D]` or `[R]` for each state of the optimizer, and
 `hyper`, its numbers. The tensors are views of the module's memory: writing into them, as
 `torch.distributed.checkpoint.load` does, writes into the module.
@@ -48,7 +48,7 @@ _bounds_check_ = native(tbe.bounds_check_)
 
 
 class SpecKind(NamedTuple):
-    """The class of a module's table specs, an example, and a hint for other specs."""
+    """The class of specs that a module accepts, with an example and a hint for error messages."""
 
     type: type
     example: str
@@ -163,7 +163,7 @@ class FusedTables(nn.Module):
     def _feature_rows(
         self, feature: Callable[[int, int], tuple[int, ...]]
     ) -> list[tuple[int, ...]]:
-        """Make `_layout` of `feature(table, column)`, a row of `features`, for every feature."""
+        """Return the rows of `features`: `feature(table, first output column)` per feature."""
         column, rows = 0, []
         for t, dim in zip(self.feature_tables, self._dims, strict=True):
             rows.append(feature(t, column))
@@ -175,8 +175,8 @@ class FusedTables(nn.Module):
     ) -> None:
         """Register weights `[sum rows * dim]` as a parameter and states as buffers.
 
-        If backward leaves a gradient on the weights, they are `[rows, dim]` if all tables have one
-        dim.
+        If backward leaves gradients and all tables have one dim, weights are `[rows, dim]`, else
+        flat.
         """
         has_gradient = not autograd.updates_in_backward(self.optimizer)
         dims = {spec.dim for spec in self.tables}
@@ -187,10 +187,10 @@ class FusedTables(nn.Module):
             self.register_buffer(f"state_{state.name}", tensor, persistent=persistent)
 
     def _register_common(self, device: torch.device) -> None:
-        """Register the buffers of every table, the step and the learning rate among them.
+        """Register the common buffers: `features`, `hyperparams`, `bounds_violations`, ...
 
-        `features` has the location of each table for the kernels. It is saved, so that a checkpoint
-        of other tables is refused, but its values always come from `_layout`.
+        `features` tells kernels the location of each table. It is saved only to refuse a checkpoint
+        of other tables; its values always come from `_layout`.
         """
         features = torch.empty(
             len(self._layout), len(FeatureColumn), dtype=torch.int64, device=device
@@ -217,7 +217,7 @@ class FusedTables(nn.Module):
     def _mark_parameter(self, parameter: nn.Parameter) -> None:
         """Make a parameter that backward updates notify this module when it is frozen."""
         if autograd.updates_in_backward(self.optimizer):
-            parameters.own(parameter, self, self.parameter_class)
+            parameters.set_owner(parameter, self, self.parameter_class)
         elif self.optimizer.deferred:
             parameters.ask_for_float32_gradient(parameter)
             marked: Any = parameter
@@ -239,7 +239,7 @@ class FusedTables(nn.Module):
     def layout_of_bags(
         self, offsets: Tensor, batch_sizes: Sequence[Sequence[int]] | None, device: torch.device
     ) -> tuple[Tensor | None, int]:
-        """Return where each bag goes with unequal batch sizes, and the size of the output."""
+        """Return `bag_layout` and output size, see `VariableBatch`; None if sizes are equal."""
         if batch_sizes is None:
             return None, self.output_dim
         bags = max(offsets.numel() - 1, 0)
@@ -251,7 +251,7 @@ class FusedTables(nn.Module):
 
     @property
     def hyperparams(self) -> Tensor:
-        """Return the numbers of the optimizer, float64 on the device; `hyper` in state dicts."""
+        """Return the optimizer's numbers (`Hyper`), float64; `hyper` in state dicts."""
         hyperparams = self._buffers["hyper"]
         assert hyperparams is not None
         return hyperparams
@@ -305,7 +305,7 @@ class FusedTables(nn.Module):
 
     @torch.no_grad()
     def load_hyperparams(self, values: Tensor) -> None:
-        """Take over saved `hyperparams`, the step among them.
+        """Overwrite `hyperparams`, including the step, with saved values.
 
         Raises:
             ValueError: numbers that the optimizer cannot have; nothing is changed.
@@ -358,11 +358,11 @@ class FusedTables(nn.Module):
         return [(tuple(feature), self.weights)]
 
     def _locate(self, groups: tbe.Groups) -> autograd.RowLocations:
-        """Return where the rows of an update are now."""
+        """Return the current locations of the rows that an update writes."""
         return autograd.RowLocations(groups)
 
     def _tiers(self) -> autograd.Tiers:
-        """Return all memory of the module as the ops take it."""
+        """Return weights, optimizer states and hyperparameters, in the form that ops take."""
         raise NotImplementedError
 
     def set_trained(self, parameter: nn.Parameter, *, trained: bool) -> None:
@@ -377,8 +377,8 @@ class FusedTables(nn.Module):
 
     def set_table_trained(self, table: int, *, trained: bool) -> None:
         """Train a table from the next forward on, or freeze it."""
-        others = self._untrained - {table}
-        self._untrained = others if trained else others | {table}
+        untrained = self._untrained - {table}
+        self._untrained = untrained if trained else untrained | {table}
         self._frozen = len(self._untrained) == len(self.tables)
 
     @property
@@ -396,7 +396,7 @@ class FusedTables(nn.Module):
         self._restore()
 
     def _restore(self) -> None:
-        """Recompute, on the current device, what follows from the construction alone."""
+        """Recompute buffers that depend only on constructor arguments, after a move from meta."""
         self._mark_parameters()
         device = self.hyperparams.device
         layout = torch.tensor(self._layout, dtype=torch.int64).view(-1, len(FeatureColumn))
@@ -440,9 +440,9 @@ class FusedTables(nn.Module):
         return state_dicts.own_tensors(self, "")
 
     def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
-        """Yield what is wrong with the entries of the module."""
-        own = {prefix + key: tensor for key, tensor in self._checkpoint().items()}
-        features = own.pop(f"{prefix}features", None)
+        """Yield one message per invalid entry of the module in a state dict."""
+        tensors = {prefix + key: tensor for key, tensor in self._checkpoint().items()}
+        features = tensors.pop(f"{prefix}features", None)
         if features is not None and f"{prefix}features" in state_dict:
             saved = state_dict[f"{prefix}features"]
             problem = state_dicts.tensor_problem(saved, features)
@@ -454,12 +454,14 @@ class FusedTables(nn.Module):
                 )
             if problem:
                 yield f"{prefix}features: {problem}"
-        yield from state_dicts.entry_problems(state_dict, own)
+        yield from state_dicts.entry_problems(state_dict, tensors)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         warn_of_dtype(fn, "precision=Precision(weights=...)")
         is_lost = self.hyperparams.is_meta or parameters.loses_values(fn)
-        with torch._C.DisableTorchFunctionSubclass():  # of `IncompleteParameter`
+        with (
+            torch._C.DisableTorchFunctionSubclass()
+        ):  # `IncompleteParameter` overrides torch functions
             super()._apply(ops.keep_dtype(fn), recurse)
         if is_lost and not self.hyperparams.is_meta:
             self.load_hyperparams(self.initial_hyperparams())
@@ -481,10 +483,10 @@ class FusedTables(nn.Module):
             for name, spec in zip(self.table_names[:4], self.tables, strict=False)
         )
         more = f", ... {len(self.tables)} tables" if len(self.tables) > 4 else ""
-        parts = [f"[{sizes}{more}]", brief(self.optimizer), f"pooling={self.pooling.value}"]
+        fields = [f"[{sizes}{more}]", brief(self.optimizer), f"pooling={self.pooling.value}"]
         if self.precision != Precision():
-            parts.append(brief(self.precision))
-        return ", ".join(parts)
+            fields.append(brief(self.precision))
+        return ", ".join(fields)
 
 
 def _rows_of(gradient: Tensor) -> tuple[Tensor, Tensor]:
@@ -496,11 +498,11 @@ def _rows_of(gradient: Tensor) -> tuple[Tensor, Tensor]:
 
 def warn_of_dtype(fn: Callable[[Tensor], Tensor], argument: str) -> None:
     """Warn where a function of `nn.Module._apply` would change the dtype of a table."""
-    asked = fn(torch.empty(0, dtype=torch.float32)).dtype
-    if asked != torch.float32:
+    requested_dtype = fn(torch.empty(0, dtype=torch.float32)).dtype
+    if requested_dtype != torch.float32:
         warnings.warn(
-            f"emblib: tables keep their dtypes, {asked} is ignored; choose them when making one: "
-            f"{argument}, in a collection data_type= of the configuration",
+            f"emblib: tables keep their dtypes, {requested_dtype} is ignored; choose them when "
+            f"making one: {argument}, in a collection data_type= of the configuration",
             stacklevel=caller_level(),
         )
 
@@ -520,7 +522,7 @@ def check_features(tables: Sequence[Any], feature_tables: Sequence[int], pooling
 
 
 class ChecksBounds(Protocol):
-    """A module whose batches `check_bounds` checks."""
+    """Module whose batches `check_bounds` can check."""
 
     features: Tensor
     bounds_violations: Tensor
@@ -535,7 +537,7 @@ def append_last_offset(indices: Tensor, offsets: Tensor) -> Tensor:
 def bags_of_equal_length(
     indices: Tensor, offsets: Tensor | None, per_sample_weights: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return 2-dimensional indices `[bags, N]` flat, with the offsets of bags and the last entry.
+    """Flatten indices `[bags, N]`, and return them with offsets `[bags + 1]` and flat weights.
 
     Raises:
         ValueError: offsets for such indices.
@@ -546,9 +548,9 @@ def bags_of_equal_length(
             "them, or leave offsets out"
         )
     bags, length = indices.shape
-    made = torch.arange(bags + 1, device=indices.device) * length
+    bag_offsets = torch.arange(bags + 1, device=indices.device) * length
     weights = None if per_sample_weights is None else per_sample_weights.reshape(-1)
-    return indices.reshape(-1), made, weights
+    return indices.reshape(-1), bag_offsets, weights
 
 
 def check_bounds(
@@ -612,14 +614,14 @@ def check_bounds(
     bad_indices, bad_offsets = violations.tolist()
     if (bad_indices or bad_offsets) and not is_repeated():
         module.bounds_violations.add_(violations)
-        where = first_violation(module, indices, repaired, features, bag_layout)
-        text = message.format(indices=bad_indices, offsets=bad_offsets, where=where)
+        location = first_violation(module, indices, repaired, features, bag_layout)
+        text = message.format(indices=bad_indices, offsets=bad_offsets, where=location)
         warnings.warn(text, stacklevel=caller_level())
     return repaired
 
 
 def is_eager(indices: Tensor) -> bool:
-    """Return whether no compiler, mode or transform of torch is to see the ops of a call."""
+    """Return whether ops may run unseen: no compiler, mode or transform of torch is active."""
     return (
         not torch.compiler.is_compiling()
         and type(indices) is Tensor
@@ -682,7 +684,9 @@ def variable_batch(
     dim = torch.tensor(list(dims), dtype=torch.int64).unsqueeze(1)
     shape = (len(dims), max(ranks, default=0))
     elements = (blocks.view(shape) * dim).t().reshape(-1)  # rank-major, as in the output
-    starts = (elements.cumsum(0) - elements).view(shape[::-1]).t()  # of each block [F, ranks]
+    starts = (
+        (elements.cumsum(0) - elements).view(shape[::-1]).t()
+    )  # first element of each block [F, ranks]
     first_bag = blocks.cumsum(0) - blocks
     # Bag i of a block with its first element at s and its first bag at b is at s + (i - b) * dim.
     dim_of_block = dim.expand(shape).reshape(-1)
@@ -696,7 +700,7 @@ def variable_batch(
 
 
 def table_names(names: Sequence[str]) -> list[str]:
-    """Return the name of each table in a state dict: its own, or `table_<i>` without one.
+    """Return the name of each table in state dicts: its own, or `table_<i>` if it has none.
 
     Raises:
         ValueError: two tables of one name.
@@ -712,7 +716,7 @@ Views = list[dict[str, Tensor]]
 
 
 def entries(names: Sequence[str], views: Views) -> Iterator[tuple[str, Tensor]]:
-    """Yield key and tensor of all entries of the tables; `views` has `weight` and the states."""
+    """Yield (key, tensor) of all state dict entries; `views` has `weight` and states per table."""
     for name, tensors in zip(names, views, strict=True):
         for key, tensor in tensors.items():
             yield f"{name}.{key}", tensor

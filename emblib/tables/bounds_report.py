@@ -1,4 +1,9 @@
-"""Report what a bounds check repaired: which index of which feature, on a GPU without a wait."""
+"""Report of a bounds check: which index of which feature was invalid.
+
+On the CPU `first_violation` names it at once. On a GPU the check only counts violations in device
+memory; `BoundsReport` copies the counts to pinned memory now and then, and warns when a copy has
+arrived, so the host never waits.
+"""
 
 import warnings
 from collections.abc import Iterator, Sequence
@@ -22,7 +27,7 @@ BOUNDS_MESSAGE = (
 
 
 class BatchCheck(NamedTuple):
-    """The check of a batch that an op makes on the way.
+    """A bounds check that another op makes before it reads the batch.
 
     Attributes:
         mode: a code of `codes.BOUNDS_CHECK`, None for no check.
@@ -37,14 +42,14 @@ class BatchCheck(NamedTuple):
 def padded_batches() -> Iterator[None]:
     """Look up batches whose ids before the first offset are padding, as a `CapturedStep` does.
 
-    Tables of rows know padding by its ids of -1. Dynamic tables, for which -1 is a key like any
-    other, need to be told.
+    Dense tables skip padding because its ids are -1. In dynamic tables -1 is a valid key, so they
+    ask `is_padded`.
     """
-    before = _is_padded.set(True)
+    token = _is_padded.set(True)
     try:
         yield
     finally:
-        _is_padded.reset(before)
+        _is_padded.reset(token)
 
 
 def is_padded() -> bool:
@@ -73,15 +78,15 @@ def first_violation(
     else:
         bags = bag_layout[:, 0]
     by_index = bags.repeat_interleave(offsets.diff())
-    first = int(offsets[0])
-    used = indices[first : first + len(by_index)]
+    first_offset = int(offsets[0])
+    used = indices[first_offset : first_offset + len(by_index)]
     rows = features[by_index, FeatureColumn.ROWS]
     invalid = ((used < -1) | (used >= rows)).nonzero()
     if not len(invalid):
         return ""
     at = int(invalid[0])
     return (
-        f" (the first: index {int(used[at])} at position {first + at}, "
+        f" (the first: index {int(used[at])} at position {first_offset + at}, "
         f"{feature_label(module, int(by_index[at]))} of {int(rows[at])} rows)"
     )
 
@@ -97,8 +102,8 @@ def feature_label(module: Any, feature: int) -> str:
     return f"feature {feature}, table {module.table_names[module.feature_tables[feature]]!r}"
 
 
-def _where(module: Any) -> str:
-    """Return a phrase that names the features of a module, of which a GPU counts violations."""
+def _call_site(module: Any) -> str:
+    """Return a phrase that names the features whose violations a GPU counts together."""
     labels = getattr(module, "feature_labels", None)
     if labels is None:
         labels = [feature_label(module, f) for f in range(len(module.feature_tables))]
@@ -120,14 +125,14 @@ class BoundsReport:
         self._reported = (0, 0)
         self._checks = 0
         self._copy: tuple[Tensor, torch.cuda.Event] | None = None
-        self._message, self._where = BOUNDS_MESSAGE, ""
+        self._message, self._call_site = BOUNDS_MESSAGE, ""
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle as a new report: events belong to a process."""
         return BoundsReport, ()
 
     def add_check(self, module: Any, message: str) -> None:
-        """Note that a check has added to the module's `bounds_violations`, on its device.
+        """Note that a check may have added to the module's `bounds_violations` on the device.
 
         `message` is a format of the numbers of bad `indices` and `offsets`, and `where`.
         """
@@ -136,8 +141,8 @@ class BoundsReport:
             return
         if torch.cuda.is_current_stream_capturing():
             return
-        if not self._where:
-            self._where = _where(module)
+        if not self._call_site:
+            self._call_site = _call_site(module)
         self._message = message
         self.poll()
         if self._copy is None and self._checks % CHECKS_PER_COPY == 0:
@@ -166,13 +171,17 @@ class BoundsReport:
     def _finish(self, copied: Tensor) -> None:
         counts: Sequence[int] = copied.tolist()
         self._copy = None
-        before = self._reported
-        if any(now < then for now, then in zip(counts, before, strict=True)):
-            before = (0, 0)  # the module was reset or moved
-        indices, offsets = (now - then for now, then in zip(counts, before, strict=True))
+        counts_before = self._reported
+        if any(
+            count < count_before for count, count_before in zip(counts, counts_before, strict=True)
+        ):
+            counts_before = (0, 0)  # the module was reset or moved
+        indices, offsets = (
+            count - count_before for count, count_before in zip(counts, counts_before, strict=True)
+        )
         self._reported = counts[0], counts[1]
         if indices or offsets:
-            text = self._message.format(indices=indices, offsets=offsets, where=self._where)
+            text = self._message.format(indices=indices, offsets=offsets, where=self._call_site)
             text += "; counted on the GPU in earlier batches"
             warnings.warn(text, stacklevel=caller_level())
 

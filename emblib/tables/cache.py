@@ -1,16 +1,16 @@
-"""The batches in flight of the software cache in front of tables in slow memory.
+"""Prefetching for the row cache: which batches are in flight, and where their rows are.
 
 `Prefetcher` is the cache of a module with its batches in flight; its `RowCache` holds the cached
 rows and the counters. A batch is planned and fetched by `prefetch` or `look_up`, is in flight until
 its update (`InFlight`, the hooks of its autograd graph), and is then released.
 
-The rows of a batch in flight are not evicted. Their slots are remembered, and looked up again if
-rows without a way may have got one since, for another batch: they must then be read and updated
-there.
+The rows of a batch in flight are not evicted, so their slots are stored with it. A row that found
+no free way is read in its table. If a later batch gives it a way, its slot must be looked up again,
+because the newest values are then in the cache.
 
-The lock of the module is held from the plan of a batch until its lookup has read the rows, and
-around its update: a plan is true of the cache only once the rows have moved, and a lookup reads
-slots that the next plan may assign to other rows.
+The module's lock is held from the plan of a batch until its lookup has read the rows, and around
+its update: a plan describes the cache only after the rows have moved, and the next plan may assign
+the slots that a lookup reads to other rows.
 
 On a GPU a prefetch may run on another stream than the training step. It waits for the updates of
 released batches, whose rows it may evict, and its lookup waits for it. Updates of batches in flight
@@ -21,9 +21,9 @@ then slots are looked up again.
 
 As long as all work is on one stream, which orders it, there are no events and no waits.
 
-An interrupt may come between any two lines. So tags change and rows move in one native call
-(`RowCache.prefetch`, `RowCache.fetch`). What later calls rely on is noted before it: arrivals,
-tickets, streams.
+An interrupt may come between any two lines. So one native call (`RowCache.prefetch`,
+`RowCache.fetch`) changes tags and moves rows, and state that later calls need (tickets, streams) is
+written before it.
 """
 
 import weakref
@@ -62,7 +62,7 @@ class BatchId(NamedTuple):
         return self.indices is other.indices and self.offsets is other.offsets
 
     def fits(self, other: "BatchId") -> bool:
-        """Return whether both may be one batch: equal, or, on a GPU, asserted there to be equal."""
+        """Return whether both have equal content; a GPU asserts it, without a wait."""
         for tensor, other_tensor in zip(self, other, strict=True):
             if tensor is other_tensor:
                 continue
@@ -81,9 +81,8 @@ _ORDER = "forward must get the batches in the order they were prefetched"
 class _Ticket(weakref.ref["InFlight"]):
     """The number of a batch in flight, and the stream of its last lookup.
 
-    When the batch goes out of use without an update, as with a graph that is dropped, its ticket is
-    appended to a list by C code: a finaliser in Python could be interrupted, and would swallow the
-    interrupt.
+    If the batch's graph is deleted without an update, C code appends the ticket to a list: a Python
+    finaliser could be interrupted, and would swallow the interrupt.
     """
 
     number = 0  # no batch has it
@@ -91,7 +90,7 @@ class _Ticket(weakref.ref["InFlight"]):
 
 
 class InFlight:
-    """A batch from prefetch to the end of its update; the `hooks` of its autograd graph."""
+    """A batch between its prefetch and the end of its update: the `hooks` of its autograd graph."""
 
     def __init__(self, owner: "Prefetcher") -> None:
         self.owner = owner
@@ -109,13 +108,13 @@ class InFlight:
         self._locations, self._last_arrival = locations, self.ticket.number
 
     def set_repetition(self, owner: "Prefetcher", running: RunningForward | None) -> None:
-        """Note the batch for the forward that backward repeats, if it is in such a region."""
+        """Store this batch for the repetition by activation checkpointing, if there will be one."""
         self._will_be_repeated = running is not None and running.trains_without_grad
         if running is not None:
             running.note(owner, self)
 
     def locate(self, *, lookups: bool = True) -> autograd.RowLocations:
-        """Locate the rows of the batch in the cache as it is now, and the slots of its lookups."""
+        """Return the current locations of the batch's rows and of its lookups."""
         owner, locations = self.owner, self._locations
         assert locations is not None
         if self.filled is not None:
@@ -140,10 +139,10 @@ class InFlight:
         return locations
 
     def before_update(self, *, lookups: bool = True) -> autograd.RowLocations:
-        """Return the rows; journal those that the update writes to the disk tier itself.
+        """Return the rows' locations; journal rows that the update writes directly to disk.
 
-        The batch is released here: the lock is held until the update is made, and an update that is
-        interrupted leaves nothing to release.
+        The batch is released already here: the lock is held until the update is done, and an
+        interrupted update then leaves nothing to release.
         """
         locations = self.locate(lookups=lookups)
         self.owner.protect_conflicts(locations)
@@ -152,7 +151,7 @@ class InFlight:
         return locations
 
     def after_update(self) -> None:
-        """Release the rows for eviction, after what was enqueued, unless they are read again."""
+        """Allow eviction of the rows after the enqueued work, unless the batch is read again."""
         if self._will_be_repeated:
             self._will_be_repeated = False
             return
@@ -160,7 +159,7 @@ class InFlight:
         self.owner.used()
 
     def leave(self) -> None:
-        """Release the rows for eviction; repeated calls do nothing."""
+        """Allow eviction of the rows; repeated calls do nothing."""
         if self.ticket is not None:
             self.owner.leave(self.ticket)
             self.ticket = None
@@ -170,9 +169,9 @@ _NUM_LOCATIONS = 7  # the first results of the op that prefetches
 
 
 class _Later(NamedTuple):
-    """Rows that are fetched before batch `number` is looked up: three of `tensors` from `first` on.
+    """Rows whose fetch is deferred until batch `number` is looked up.
 
-    There are none before the op that lists them.
+    `tensors[first : first + 3]` are the fields of `LaterFetches`, once the op has written them.
     """
 
     number: int
@@ -188,10 +187,10 @@ class _Later(NamedTuple):
 
 
 class _LastWork:
-    """The last work of a kind on a GPU, for other streams to wait for.
+    """Event and stream of the last work of a kind, for other streams to wait for.
 
-    Its stream is noted before the work and its event after it. Where an interrupt comes between
-    the two, `wait` waits for all that is on that stream.
+    The stream is stored before the work and the event after it. If an interrupt comes between the
+    two, `wait` waits for everything on that stream.
     """
 
     def __init__(self) -> None:
@@ -199,17 +198,17 @@ class _LastWork:
         self._stream: torch.cuda.Stream | None = None
 
     def begin(self, device: torch.device) -> None:
-        """Note that the current stream gets work."""
+        """Store the current stream, on which work follows."""
         if self._stream is not None:
             self.wait()
         self._stream = torch.cuda.current_stream(device)
 
     def end_on(self, stream: torch.cuda.Stream) -> None:
-        """Note that all work so far was on a stream."""
+        """Note that all work so far was enqueued on `stream`."""
         self._event, self._stream = stream.record_event(), None
 
     def end(self, device: torch.device) -> None:
-        """Note that the work is enqueued, after all earlier work of this kind."""
+        """Record an event after the work, which follows all earlier work of this kind."""
         if self._event is not None:
             _wait_for(self._event)
         self._event = _event(device)
@@ -231,7 +230,8 @@ class _LastWork:
 class Prefetcher:
     """The cache of a module and its batches in flight, in the order they were prefetched.
 
-    `lock` is that of the module; all methods enter it, except those that `InFlight` calls.
+    `lock` is the module's lock. All methods enter it except those that `InFlight` calls, whose
+    caller holds it.
     """
 
     def __init__(
@@ -248,12 +248,12 @@ class Prefetcher:
         # rows that got a way for it; those after it were planned with its rows in the cache.
         self.last_arrival = -1
         self._queue: deque[tuple[BatchId, tuple[int, int], InFlight]] = deque()
-        self._tickets: dict[int, _Ticket] = {}  # of batches in flight
+        self._tickets: dict[int, _Ticket] = {}  # ticket per batch in flight
         self._dropped: deque[_Ticket] = deque()  # those that the next batch releases
         self._later: deque[_Later] = deque()  # in the order of the tickets
         self._filled, self._used = _LastWork(), _LastWork()  # prefetches; finds and updates
         self._fetched = _LastWork()  # what was left for later
-        self._streams: list[torch.cuda.Stream] = []  # of all work, up to two of them
+        self._streams: list[torch.cuda.Stream] = []  # the up to two streams that have work
 
     def __getstate__(self) -> dict[str, object]:
         # Batches in flight belong to the original; a copy fetches rows when it gets the batches.
@@ -263,7 +263,7 @@ class Prefetcher:
 
     @property
     def fetches_at_once(self) -> bool:
-        """Return whether one op fetches the rows of any batch."""
+        """Return whether one op checks, groups and fetches a batch of any size."""
         return self.options.passes is None and self.memory.disk is None
 
     def is_on_one_stream(self) -> bool:
@@ -288,7 +288,7 @@ class Prefetcher:
     def prefetch(
         self, batch: autograd.Lookup, tiers: autograd.Tiers, batch_id: BatchId, check: BatchCheck
     ) -> bool:
-        """Fetch the rows of a batch; `batch_id` has the tensors that forward will get.
+        """Fetch the rows of a batch; `batch_id` has the tensors that forward will be called with.
 
         Returns:
             Whether the batch is valid; an invalid one, on the CPU, is not fetched.
@@ -315,8 +315,8 @@ class Prefetcher:
     ) -> InFlight | None:
         """Return the batch that forward looks up, prefetched or fetched now; None if it is invalid.
 
-        A prefetched one stays the next of the queue until `take`. The caller holds the lock;
-        `is_next` is what the method of that name returns.
+        A prefetched batch stays at the head of the queue until `take`. The caller holds the lock;
+        `is_next` is the result of the method of that name.
         """
         if is_next:
             return self._next_prefetched(batch_id)
@@ -328,14 +328,15 @@ class Prefetcher:
             raise
 
     def is_next(self, batch_id: BatchId, *, in_order: bool) -> bool:
-        """Return whether forward of a batch takes the next prefetched one.
+        """Return whether forward of this batch takes the next prefetched batch.
 
-        Those with gradients are in order; another one may be looked up between them.
+        Forwards with gradients (`in_order`) must come in the order of prefetching; others may look
+        up any batch in between.
         """
         return bool(self._queue) and (in_order or batch_id.is_(self._queue[0][0]))
 
     def take(self, flight: InFlight) -> None:
-        """Remove a batch that was looked up from the prefetched ones, if it is one of them."""
+        """Remove a batch that was looked up from the queue of prefetched ones, if it is there."""
         if self._queue and self._queue[0][2] is flight:
             self._queue.popleft()
 
@@ -375,7 +376,7 @@ class Prefetcher:
             return out
 
     def _next_prefetched(self, batch_id: BatchId) -> InFlight:
-        """Return the next of the prefetched batches, which `batch_id` must be."""
+        """Return the next prefetched batch; raise RuntimeError if it is not `batch_id`."""
         expected, versions, flight = self._queue[0]
         if expected.versions() != versions:
             raise RuntimeError(
@@ -445,7 +446,7 @@ class Prefetcher:
         return True
 
     def moved_tiers(self, tiers: autograd.Tiers) -> autograd.Tiers:
-        """Return the memory that rows move in; without numbers if a GPU rounds nothing."""
+        """Return the memory among which rows move; no hyperparameters if nothing is rounded."""
         if not self.cache.weights.is_cuda or self.rounds or tiers.hyperparams.numel() == 0:
             return tiers
         return tiers._replace(hyperparams=tiers.hyperparams[:0])
@@ -474,13 +475,13 @@ class Prefetcher:
         length = batch.indices.numel()
         if size >= length:
             return [autograd.groups_of(batch)]
-        parts = (_part(batch, start, start + size) for start in range(0, length, size))
+        parts = (_sub_batch(batch, start, start + size) for start in range(0, length, size))
         # A pass needs the rows of its part; the rest is freed, part by part.
         nothing = batch.indices.new_empty(0, dtype=torch.int32)
         return [autograd.groups_of(part)._replace(lookups=nothing, bags=nothing) for part in parts]
 
     def _fetch(self, passes: list[tbe.Groups], tiers: autograd.Tiers, number: int) -> Tensor:
-        """Fetch the rows of a batch; return the slots of those of the last pass."""
+        """Fetch the rows of a batch pass by pass; return the slots of the last pass's rows."""
         disk, first = self.memory.disk, self.memory.layout.first_disk_row
         later: list[LaterFetches] = []
         tiers = self.moved_tiers(tiers)
@@ -499,9 +500,9 @@ class Prefetcher:
         return row_slots
 
     def fetch_later(self, number: int) -> None:
-        """Fetch, on the current stream, the rows that prefetches up to a ticket deferred.
+        """Fetch on the current stream the rows that prefetches up to ticket `number` deferred.
 
-        All updates that were enqueued come first. The others look up their rows again.
+        Updates that are already enqueued run before it; later ones look up their slots again.
         """
         has_order, device = self.is_on_one_stream(), self.cache.weights.device
         if not has_order:
@@ -524,7 +525,7 @@ class Prefetcher:
                 self._fetched.end(device)
 
     def find(self, groups: tbe.Groups) -> Tensor:
-        """Return the current slots of rows, after all prefetches."""
+        """Return the current slots of a batch's distinct rows, after all prefetches."""
         self.settle()
         self.begin_use()
         row_slots = self.cache.find(groups)
@@ -552,20 +553,20 @@ class Prefetcher:
             self._filled.wait()
 
     def begin_use(self) -> None:
-        """Note that a find, an update or a flush follows on the current stream, until `used`."""
+        """Announce a find, an update or a flush on the current stream; `used` ends it."""
         if not self.is_on_one_stream():
             self._used.begin(self.cache.weights.device)
 
     def used(self) -> None:
-        """Record that a find, an update or a flush was enqueued, for the next prefetch to wait.
+        """Record that a find, an update or a flush was enqueued: the next prefetch waits for it.
 
-        Earlier ones, which may be on other streams, are waited for as well.
+        It also waits for earlier ones, which may be on other streams.
         """
         if not self.is_on_one_stream():
             self._used.end(self.cache.weights.device)
 
     def _new_ticket(self, flight: InFlight) -> _Ticket:
-        """Return the ticket of a batch whose rows are not evicted, from its plan on."""
+        """Return a ticket for a new batch: from its plan on its rows are not evicted."""
         number = self.cache.new_ticket()
         flight.ticket = ticket = _Ticket(flight, self._dropped.append)
         ticket.number = number
@@ -578,9 +579,9 @@ class Prefetcher:
         self._tickets.pop(ticket.number, None)
 
     def drop(self, flight: InFlight) -> None:
-        """Have the next batch release one that an exception ends: its traceback may live on.
+        """Let the next batch release this one after an exception, whose traceback may hold it.
 
-        A prefetched batch stays the next one.
+        A prefetched batch stays at the head of the queue.
         """
         is_next = bool(self._queue) and self._queue[0][2] is flight
         if flight.ticket is not None and not is_next:
@@ -642,7 +643,7 @@ _NO_ROWS = torch.empty(0, dtype=torch.int64)
 
 
 def _keep_on_this_stream(locations: autograd.RowLocations) -> torch.cuda.Stream | None:
-    """Keep the tensors of a prefetch on another stream from being reused while this one reads."""
+    """Record the current stream as a user of tensors that another stream's prefetch allocated."""
     if not locations.groups.rows.is_cuda:
         return None
     stream = torch.cuda.current_stream(locations.groups.rows.device)
@@ -652,7 +653,7 @@ def _keep_on_this_stream(locations: autograd.RowLocations) -> torch.cuda.Stream 
     return stream
 
 
-def _part(batch: autograd.Lookup, start: int, end: int) -> autograd.Lookup:
+def _sub_batch(batch: autograd.Lookup, start: int, end: int) -> autograd.Lookup:
     """Return lookups [start, end) of a batch."""
     end = min(end, batch.indices.numel())
     offsets = batch.offsets.clamp(start, end) - start
@@ -660,10 +661,10 @@ def _part(batch: autograd.Lookup, start: int, end: int) -> autograd.Lookup:
 
 
 def _event(device: torch.device) -> torch.cuda.Event | None:
-    """Record the current stream of a device, for other streams to wait for.
+    """Record and return an event on the current stream of a device, for other streams to wait for.
 
-    Returns None while a CUDA graph is captured: its events mean nothing outside, and the code that
-    captures several streams has to join them.
+    Returns None while a CUDA graph is captured: events of a capture have no meaning outside it, and
+    code that captures several streams must join them itself.
     """
     if torch.cuda.is_current_stream_capturing():
         return None
@@ -671,6 +672,6 @@ def _event(device: torch.device) -> torch.cuda.Event | None:
 
 
 def _wait_for(event: torch.cuda.Event) -> None:
-    """Make the current stream wait; a capture begins after all earlier work anyway."""
+    """Make the current stream wait for an event; a capture needs no wait."""
     if not torch.cuda.is_current_stream_capturing():
         torch.cuda.current_stream(event.device).wait_event(event)

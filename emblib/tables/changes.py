@@ -1,10 +1,10 @@
 """Atomic changes of a module: completed after any exception that interrupts them, or not begun.
 
-Ctrl-C, a lack of memory or an error of a callback can end a call between any two lines. A change of
-several tensors is therefore a function that can run again from its start and then completes the
-change (`emblib.ops.effects` makes native calls once). `CompletingLock.complete` runs it, and runs
-it again where an exception ended it, before the exception goes on. A second exception can end that
-too, so what is left is noted in the lock, and whoever enters the lock next runs it first.
+Ctrl-C, a lack of memory or an error of a callback can end a call between any two lines. So a change
+of several tensors is a function that can be run again from its start to complete the change
+(`emblib.ops.effects` makes sure that each native call happens once). `CompletingLock.complete` runs
+the function; if an exception ends it, runs it again and then re-raises the exception. If the second
+run is ended too, the lock stores the change, and the next thread to enter the lock runs it first.
 """
 
 import contextlib
@@ -19,12 +19,12 @@ _R = TypeVar("_R")
 
 
 class Change(Generic[_R]):
-    """A change that running again completes.
+    """A change of state that can be run again to complete it.
 
     Args:
         make: function that makes the change and returns its result.
-        is_optional: function that returns whether the change may stay as it is, because nothing was
-            changed yet that needs the rest of it.
+        is_optional: function that returns whether an interrupted change may be abandoned, because
+            nothing was changed yet that requires completion.
     """
 
     def __init__(self, make: Callable[[], _R], is_optional: Callable[[], bool]) -> None:
@@ -33,7 +33,7 @@ class Change(Generic[_R]):
         self._frame: FrameType | None = None
 
     def run(self) -> _R:
-        """Make the change, or the rest of it after an interruption."""
+        """Make the change, or complete it after an interruption."""
         self.has_begun = True
         self._frame = sys._getframe()
         result = self._make()
@@ -41,7 +41,7 @@ class Change(Generic[_R]):
         return result
 
     def is_running(self) -> bool:
-        """Return whether this thread is within `run`; a flag could be left set by an exception."""
+        """Return whether this thread is within `run`, read from its stack instead of a flag."""
         frame: FrameType | None = sys._getframe()
         while frame is not None and frame is not self._frame:
             frame = frame.f_back
@@ -56,11 +56,11 @@ class CompletingLock(ModuleLock):  # type: ignore[misc]  # as ModuleLock
         self._unfinished: list[Change[Any]] = []  # each is a part of the one before it
 
     def complete(self, make: Callable[[], _R], is_optional: Callable[[], bool]) -> _R:
-        """Make a change, see `Change`, while this thread holds the lock; changes may make others.
+        """Run a change, see `Change`, while this thread holds the lock; changes may be nested.
 
-        If an exception ends the change, the rest of it is made before the exception goes on; if
-        that is ended too, when the lock is entered next. An `Exception` that ends an optional
-        change twice leaves it as it is; any other change is tried again by every later call.
+        If an exception ends the change, it is completed before the exception is re-raised; if that
+        fails too, when the lock is entered next. An optional change that an `Exception` ends twice
+        is abandoned; any other is tried again by every later call.
         """
         change = Change(make, is_optional)
         depth = len(self._unfinished)
@@ -81,7 +81,7 @@ class CompletingLock(ModuleLock):  # type: ignore[misc]  # as ModuleLock
         self.__class__ = cls
 
     def _finish(self, depth: int) -> None:
-        """Make the rest of the changes from a depth on, innermost first."""
+        """Complete the interrupted changes nested at `depth` or deeper, innermost first."""
         while len(self._unfinished) > depth:
             change = self._unfinished[-1]
             try:
@@ -97,9 +97,9 @@ class CompletingLock(ModuleLock):  # type: ignore[misc]  # as ModuleLock
 
 
 class _ChangingLock(CompletingLock):  # type: ignore[misc]
-    """A lock during a change or after an interrupted one, which entering it completes.
+    """The class of a lock with a running or interrupted change; entering it completes the change.
 
-    Other locks are entered as `ModuleLock` is; so a change costs calls without one nothing.
+    Locks without a change have the class `CompletingLock`, whose entry costs nothing extra.
     """
 
     def __enter__(self) -> Any:  # type: ignore[override]

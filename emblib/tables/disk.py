@@ -4,19 +4,19 @@ A directory holds one store:
 
 - `weights.bin` and `state_<name>.bin`: the tables one after the other, and nothing else;
 - `weights.bin.crc` and so on: the checksums of their pages, see `emblib.tables.page_sums`;
-- `store.json`: what the tables are, the number of the last commit, the numbers saved with it and
-  the checksums of the checksums. It is replaced as a whole, and replacing it is the commit;
-- `journal`: rows as they were at the last commit, see `emblib.tables.journal`;
-- `lock`: held by the process that has the store open.
+- `store.json`: the layout of the tables, the number of the last commit, the numbers saved with it
+  and one checksum per file of checksums. Replacing this file is the commit;
+- `journal`: old values of rows that changed since the last commit, see `emblib.tables.journal`;
+- `lock`: locked by the process that has the store open.
 
-Rows are written in place, through the mapping. What makes that safe is an order: first a row's old
-bytes are in the journal, then it changes; and a commit writes the checksums' old values to the
-journal, syncs it, syncs all files, replaces `store.json`, syncs the directory and only then clears
-the journal. Whoever opens the store after a process that ended in between writes the journal back.
+Rows are written in place, through the mapping. The order of writes makes that safe. A row's old
+bytes are in the journal before the row changes. A commit writes the old checksums to the journal,
+syncs it, syncs all files, replaces `store.json`, syncs the directory, and only then clears the
+journal. If a process ends in between, the next one that opens the store writes the journal back.
 
-A changed row may reach the disk before its journal does, so after the end of the machine the
-journal is not enough: every page is then verified, and the store is as the last commit left it or
-is refused.
+After a power failure a changed row may be on the disk without its journal record. So after a
+restart of the machine every page is verified: the store is as the last commit left it, or opening
+it raises.
 """
 
 import contextlib
@@ -69,7 +69,7 @@ _FORMAT = 2
 
 
 class _Commit(NamedTuple):
-    """A commit on its way: its number, the saved numbers, and the versions of `user_tensors`."""
+    """A commit in progress: its number, the saved numbers, the versions of `user_tensors`."""
 
     epoch: int
     numbers: list[float]
@@ -267,7 +267,7 @@ class DiskStore:
             sums.check_all()
 
     def _numbers_of(self, rows: Tensor) -> Tensor:
-        """Row numbers as a flat int64 tensor; IndexError for a row that no table has."""
+        """Return row numbers as flat int64; raise IndexError for a row that no table has."""
         rows = rows.detach().to("cpu", torch.int64).flatten()
         if not rows.numel():
             return rows
@@ -280,7 +280,7 @@ class DiskStore:
         return rows
 
     def _by_block(self, rows: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Yield each block with some of `rows` (ascending): its index and the rows within it."""
+        """Yield (block index, row numbers within the block) for each block with some of `rows`."""
         if not rows.numel():
             return
         firsts = torch.tensor([block.first for block in self._blocks])
@@ -302,7 +302,7 @@ class DiskStore:
             IndexError: a row that no table has.
             OSError: the disk is full. The rows must not be written then; the store stays usable.
             SyncError: the disk failed; the store is of no use until it is opened again.
-            ChecksumError: what else is on their pages is not as the last commit left it.
+            ChecksumError: other bytes of their pages are not as the last commit left them.
         """
         self._check_usable()
         rows = self._numbers_of(rows)
@@ -345,9 +345,9 @@ class DiskStore:
             self._finish(self._committing)
 
     def _finish(self, commit: "_Commit") -> None:
-        """Start the epoch after a commit that is in the file; repeating it changes nothing.
+        """Start the epoch after a commit whose `store.json` is written; repeating it does nothing.
 
-        Until this is done a journal would lead back to the commit before.
+        Before this the journal would roll back to the previous commit.
         """
         flush_directory(self.directory)
         self._epoch = commit.epoch
@@ -361,7 +361,7 @@ class DiskStore:
         self._committing = None
 
     def _finish_interrupted(self) -> None:
-        """Finish a commit that an interrupt has ended, if its file was replaced before."""
+        """Finish an interrupted commit, if it had replaced `store.json` already."""
         commit = self._committing
         if commit is None:
             return
@@ -400,10 +400,10 @@ class DiskStore:
 
     @contextlib.contextmanager
     def writing_everything(self) -> Iterator[None]:
-        """Write most of the tables inside: nothing is journaled until the next commit.
+        """Allow writes to all rows inside this context without journaling, until the next commit.
 
-        That commit completes it. A store whose process ends before refuses to be opened, unless it
-        had no commit yet: then it is opened as new.
+        If the process ends before that commit, opening the store raises, unless it had no commit
+        yet: then it opens as a new store.
         """
         self._check_usable()
         if not self._whole:
@@ -456,7 +456,7 @@ def _layout_of(
     states: Sequence[State],
     state_dtype: torch.dtype,
 ) -> dict[str, Any]:
-    """Describe what must be the same when the store is opened again."""
+    """Return the properties that must be equal when the store is opened again."""
 
     def word(kept: torch.dtype) -> str:
         return str(kept).removeprefix("torch.")
@@ -493,7 +493,7 @@ def _sums_file(file: MappedFile) -> MappedFile:
 
 
 def _describe(tables: Sequence[TableSpec], widths: Sequence[int], begin: int, end: int) -> str:
-    """Return a text for the rows in bytes `[begin, end)` of a file; `widths` are bytes per row."""
+    """Return a text that names the rows in bytes `[begin, end)`; `widths` are bytes per row."""
     found, at = [], 0
     for spec, width in zip(tables, widths, strict=True):
         size = spec.rows * width
@@ -513,7 +513,7 @@ def _pages(tensor: Tensor, rows: Tensor) -> Tensor:
 def _blocks(
     tables: Sequence[TableSpec], weights: Tensor, states: Sequence[tuple[State, Tensor]]
 ) -> list[Block]:
-    """Neighbouring tables of one dim are one block: they lie in the files as one table would."""
+    """Return the blocks of the files: neighbouring tables of one dim are one block."""
     blocks, first, element = [], 0, 0
     for dim, group in itertools.groupby(tables, key=lambda spec: spec.dim):
         rows = sum(spec.rows for spec in group)

@@ -1,8 +1,8 @@
-"""Calls that change the files of a store or order those changes, and checksummed manifests.
+"""File operations of stores: writes, syncs, renames, locks, and manifests with checksums.
 
-Every store in files writes through these functions, so a test can record the calls and replay what
-a power failure may leave of them. Changes through a mapping need no call; they are ordered by
-`sync_map` and `sync_file` like all others.
+All stores in files write through these functions, so a test can record the calls and replay what a
+power failure may leave on the disk. Writes through a memory mapping need no call; `sync_map` and
+`sync_file` order them with the others.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ class SyncError(OSError):
 
 
 class SyncGuard:
-    """Refuses further changes of what a directory holds after a sync of it failed."""
+    """Refuses further changes of a directory's files after a sync of it failed."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -60,7 +60,7 @@ class SyncGuard:
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
-        """Remember a `SyncError` that passes."""
+        """Remember a `SyncError` that leaves this context, and re-raise it."""
         try:
             yield
         except SyncError as error:
@@ -73,10 +73,10 @@ class ChecksumError(RuntimeError):
 
 
 def open_own(path: Path, flags: int) -> int:
-    """Open a file whose name emblib chose, in a directory that it was given; create it.
+    """Open a file whose name emblib chose, in a directory of the user; create it if missing.
 
-    Others may be able to write to that directory too, and know the name: a link there would have
-    emblib overwrite the file that it leads to. A directory may be a link, its files may not.
+    Links are refused: another user who may write to the directory could place one under that name,
+    and emblib would overwrite its target. The directory itself may be a link.
 
     Raises:
         OSError: the file is a symbolic link, or cannot be opened.
@@ -95,9 +95,9 @@ def open_own(path: Path, flags: int) -> int:
 
 
 def open_fresh(path: Path, flags: int) -> int:
-    """Open a file whose content does not matter, such as a lock or a new version of a file.
+    """Open a file whose old content does not matter, such as a lock or a new version of a file.
 
-    A link in its place is removed; what it leads to stays as it is.
+    A link under this name is removed; its target does not change.
     """
     try:
         return open_own(path, flags)
@@ -119,7 +119,7 @@ def write_at(handle: int, data: memoryview, at: int) -> int:
 
 
 def resize(handle: int, size: int) -> None:
-    """Cut a file, or extend it by zeros."""
+    """Truncate a file to `size` bytes, or extend it with zeros."""
     os.ftruncate(handle, size)
 
 
@@ -129,7 +129,7 @@ def allocate(handle: int, begin: int, size: int) -> None:
 
 
 def rename(old: Path, new: Path) -> None:
-    """Give a file the name of another one, which it replaces."""
+    """Rename a file, replacing any file of the new name."""
     os.replace(old, new)
 
 
@@ -152,7 +152,7 @@ def sync_map(mapped: mmap.mmap, path: Path) -> None:
 
 
 def sync_directory(directory: Path) -> None:
-    """Wait until the present names in a directory are on the disk."""
+    """Wait until the current names in a directory are on the disk."""
     handle = os.open(directory, os.O_RDONLY)
     try:
         _fsync(handle, directory)
@@ -177,10 +177,10 @@ def seal(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def unseal(content: dict[str, Any]) -> dict[str, Any]:
-    """Return what was given to `seal`.
+    """Return the content that was given to `seal`.
 
     Raises:
-        ValueError: it is not what was sealed.
+        ValueError: the checksum is missing or wrong.
     """
     rest = {key: value for key, value in content.items() if key != _CHECKSUM}
     if content.get(_CHECKSUM) != json_checksum(rest):
@@ -246,14 +246,14 @@ class MappedFile:
             sync_map(self.mapped, self.path)
 
     def alias(self) -> Tensor:
-        """Another tensor over the mapped file, with a version counter of its own."""
+        """Return another tensor over the mapped file, with its own version counter."""
         if self.mapped is None:
             return torch.empty(0, dtype=self.dtype)
         return torch.frombuffer(self.mapped, dtype=self.dtype)
 
 
 def zeros(count: int) -> Tensor:
-    """uint8 zeros that take memory and time only where they are written to; a fork has its own."""
+    """Return uint8 zeros `[count]` that take memory only where written; forks get copies."""
     if not count:
         return torch.zeros(0, dtype=torch.uint8)
     memory = mmap.mmap(-1, count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -272,14 +272,14 @@ def make_directory(directory: Path, what: str) -> None:
         ) from error
 
 
-def refuse_strangers(directory: Path, what: str, known: str) -> None:
-    """Raise ValueError unless a directory is empty but for a lock and the beginnings of `known`."""
-    others = sorted(set(os.listdir(directory)) - {LOCK, known + _NEXT})
-    if others:
+def refuse_strangers(directory: Path, what: str, known_file: str) -> None:
+    """Raise ValueError if a directory has files other than a lock and unfinished `known_file`s."""
+    unknown_files = sorted(set(os.listdir(directory)) - {LOCK, known_file + _NEXT})
+    if unknown_files:
         raise ValueError(
             f"the directory of {what} must be empty or hold them already; {directory} "
-            f"holds {', '.join(others[:4])}{' and more' if len(others) > 4 else ''}: name "
-            "another one, e.g. a new one in it"
+            f"holds {', '.join(unknown_files[:4])}{' and more' if len(unknown_files) > 4 else ''}: "
+            "name another one, e.g. a new one in it"
         )
 
 
@@ -311,7 +311,7 @@ def lock(path: Path, what: str, way_out: str = "end it, or delete the module tha
 
 
 def make_room(directory: Path, nbytes: int) -> None:
-    """Raise OSError unless `nbytes` fit: a mapping that finds no room ends the process."""
+    """Raise OSError unless `nbytes` fit: on a full disk a write to a mapping is fatal."""
     free = shutil.disk_usage(directory).free
     if free < nbytes:
         raise OSError(
@@ -322,42 +322,42 @@ def make_room(directory: Path, nbytes: int) -> None:
 
 
 @contextlib.contextmanager
-def replacing(path: Path, fresh: Path | None = None) -> Iterator[BinaryIO]:
+def replacing(path: Path, new_path: Path | None = None) -> Iterator[BinaryIO]:
     """Yield a file that replaces `path` on leaving, completely synced to the disk.
 
     Args:
         path: path of the file that is replaced.
-        fresh: path of the new file until then; None is a name that is the same every time, for
+        new_path: path of the new file until then; None is a name that is the same every time, for
             directories with a single writer.
 
     Raises:
-        OSError: it could not be written; `path` is what it was.
+        OSError: it could not be written; `path` has its old content.
     """
-    fresh = path.with_name(path.name + _NEXT) if fresh is None else fresh
+    new_path = path.with_name(path.name + _NEXT) if new_path is None else new_path
     try:
-        with os.fdopen(open_fresh(fresh, os.O_WRONLY | os.O_TRUNC), "wb") as file:
+        with os.fdopen(open_fresh(new_path, os.O_WRONLY | os.O_TRUNC), "wb") as file:
             yield file
             file.flush()
-            sync_file(file.fileno(), fresh)
-        rename(fresh, path)
+            sync_file(file.fileno(), new_path)
+        rename(new_path, path)
     except BaseException:
-        remove(fresh)
+        remove(new_path)
         raise
 
 
 @contextlib.contextmanager
 def saving(path: str | Path) -> Iterator[BinaryIO]:
-    """Replace a file that users name and several processes may write: the last one wins.
+    """Yield a file that replaces `path`, which several processes may write: the last one wins.
 
-    On leaving, the file is on the disk as a whole, also under its name. What is written goes to a
-    file in the same directory, whose name no other writer uses.
+    The content is written to a file with a unique name in the same directory. On leaving, it is
+    synced to the disk and renamed.
 
     Raises:
-        OSError: it could not be written; `path` is what it was.
+        OSError: it could not be written; `path` has its old content.
     """
-    target = Path(os.path.realpath(path))  # of a link, the file that it leads to
-    fresh = target.with_name(f".{target.name}.{os.getpid()}.{uuid.uuid4().hex[:8]}{_NEXT}")
-    with replacing(target, fresh) as file:
+    target = Path(os.path.realpath(path))  # follow links
+    new_path = target.with_name(f".{target.name}.{os.getpid()}.{uuid.uuid4().hex[:8]}{_NEXT}")
+    with replacing(target, new_path) as file:
         yield file
     flush_directory(target.parent)
 
@@ -393,16 +393,16 @@ def load_json(path: str | Path) -> str:
 
 def save_archive(content: Any, file: BinaryIO) -> None:
     """Write a file for `torch.load`, a zip archive, with a checksum of each part of it."""
-    before = torch.serialization.get_crc32_options()
+    crc32_before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(True)
     try:
         torch.save(content, file)
     finally:
-        torch.serialization.set_crc32_options(before)
+        torch.serialization.set_crc32_options(crc32_before)
 
 
 def check_archive(path: str | Path) -> None:
-    """Compare the checksums of a file of `torch.save`; `torch.load` does not.
+    """Verify the checksums in a file of `torch.save`, which `torch.load` does not.
 
     Raises:
         ValueError: one is wrong, or the file is no such archive; the message says which.
@@ -450,7 +450,7 @@ class Closable(Protocol):
     """A store that is open in one process."""
 
     def close(self) -> None:
-        """Let others open it."""
+        """Close the store, so that others can open it."""
 
 
 _closed_by_forks: "weakref.WeakSet[Closable]" = weakref.WeakSet()
@@ -470,5 +470,5 @@ os.register_at_fork(after_in_child=_close_all)
 
 
 def flush_directory(directory: Path) -> None:
-    """Make names that were given to files survive the end of the machine."""
+    """Sync a directory, so that renames in it survive a power failure."""
     sync_directory(directory)

@@ -1,4 +1,4 @@
-"""Hyperparameters of tables under the names of `torch.optim`, and observers of their changes."""
+"""Change hyperparameters of tables by the names of `torch.optim`, and notify observers."""
 
 from collections.abc import Mapping
 from dataclasses import fields, replace
@@ -39,10 +39,10 @@ class HasHyperparams(Protocol):
 
 
 class Follower(Protocol):
-    """An object that shows the hyperparameters of modules, such as a group of an optimizer."""
+    """Observer that mirrors the hyperparameters of modules, such as a parameter group."""
 
     def follow(self, module: HasHyperparams, lr: float | None) -> None:
-        """Take over the numbers of `module.optimizer`, and the learning rate if it changed."""
+        """Copy the numbers of `module.optimizer`; `lr` is the new rate, None if unchanged."""
 
 
 _followers: WeakKeyDictionary[HasHyperparams, WeakSet[Any]] = WeakKeyDictionary()
@@ -102,7 +102,7 @@ def set_fields(module: HasHyperparams, changes: Mapping[str, Any]) -> None:
 
 
 def adopt(module: HasHyperparams, values: Tensor) -> None:
-    """Make the optimizer of a module, and all followers, show saved `hyperparams`.
+    """Set the optimizer of a module and its followers to saved `hyperparams`.
 
     Raises:
         ValueError: numbers that the optimizer cannot have; nothing is changed.
@@ -133,14 +133,14 @@ _FIELDS = frozenset(field.name for cls in FUSED.values() for field in fields(cls
 
 
 class GroupChanges(NamedTuple):
-    """Changes of a parameter group: fields of the optimizer, and entries as the group has them."""
+    """Changes of a parameter group: fields of the optimizer, and the group's entries."""
 
     fields: dict[str, Any]
     entries: dict[str, Any]
 
 
 def numbers_of(optimizer: Optimizer) -> dict[str, Any]:
-    """Return the numbers of an optimizer by the names of `torch.optim`, without the rate."""
+    """Return an optimizer's numbers by `torch.optim`'s names, without the learning rate."""
     numbers = {}
     for field in fields(optimizer):
         value = getattr(optimizer, field.name)
@@ -156,17 +156,17 @@ def numbers_of(optimizer: Optimizer) -> dict[str, Any]:
     return numbers
 
 
-def changes_of_group(optimizer: Optimizer, given: Mapping[str, Any]) -> GroupChanges:
+def changes_of_group(optimizer: Optimizer, options: Mapping[str, Any]) -> GroupChanges:
     """Convert entries of a parameter group; return those that tables do not know unchanged.
 
     Raises:
         ValueError: an entry that would have an effect in `torch.optim`, but none on these tables.
     """
     changes = GroupChanges({}, {})
-    own = {field.name for field in fields(optimizer)}
-    values = {name: _plain(value) for name, value in given.items() if _has_meaning(name)}
+    field_names = {field.name for field in fields(optimizer)}
+    values = {name: _plain(value) for name, value in options.items() if _has_meaning(name)}
     for name, value in values.items():
-        if name in own and name not in _OPTIONS:
+        if name in field_names and name not in _OPTIONS:
             changes.fields[name] = float(value) if name == "lr" else value
         elif name not in _OPTIONS and not _is_neutral(name, value):
             raise ValueError(
@@ -176,9 +176,9 @@ def changes_of_group(optimizer: Optimizer, given: Mapping[str, Any]) -> GroupCha
             )
     if values.keys() & _OPTIONS:
         changes.fields["weight_decay"] = _decay(optimizer, values)
-    for name, value in given.items():
+    for name, value in options.items():
         changes.entries[name] = changes.fields.get(name, values.get(name, value))
-    if "weight_decay" in given:
+    if "weight_decay" in options:
         decay = changes.fields["weight_decay"]
         changes.entries["weight_decay"] = 0.0 if decay is None else float(decay.rate)
     return changes
@@ -190,24 +190,24 @@ def _has_meaning(name: str) -> bool:
 
 
 def _is_neutral(name: str, value: Any) -> bool:
-    """Return whether an entry asks for nothing."""
+    """Return whether an entry has the value that requests no effect, e.g. False or 0."""
     return value is None or value == _NEUTRAL.get(name, 0.0)
 
 
 def _decay(optimizer: Optimizer, values: Mapping[str, Any]) -> Any:
-    """Return the weight decay that a group asks for: a rate of the kind that the optimizer has.
+    """Return the weight decay of a group's rate, of the kind that the optimizer has.
 
-    An optimizer without one gets the kind that its namesake of `torch.optim` has.
+    An optimizer without weight decay gets the kind that its namesake in `torch.optim` has.
     """
-    before = optimizer.weight_decay
-    decay = values.get("weight_decay", 0.0 if before is None else before.rate)
+    current_decay = optimizer.weight_decay
+    decay = values.get("weight_decay", 0.0 if current_decay is None else current_decay.rate)
     if decay is not None and not isinstance(decay, float | int):
         return decay  # an object, which the optimizer checks
     rate = decay or 0.0
-    kind = type(before) if before is not None else next(iter(optimizer.decays), None)
+    kind = type(current_decay) if current_decay is not None else next(iter(optimizer.decays), None)
     if values.get("decoupled_weight_decay") is not None and kind in (L2, Decoupled):
         kind = Decoupled if values["decoupled_weight_decay"] else L2
-    if not rate and (before is None or kind not in optimizer.decays):
+    if not rate and (current_decay is None or kind not in optimizer.decays):
         return None
     if kind is None:
         raise ValueError(
@@ -218,7 +218,7 @@ def _decay(optimizer: Optimizer, values: Mapping[str, Any]) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Return numbers of torch and numpy as those of Python, and sequences of them as tuples."""
+    """Convert numbers of torch and numpy to Python's, and sequences of them to tuples."""
     if hasattr(value, "item"):
         return value.item()
     return tuple(map(_plain, value)) if isinstance(value, list | tuple) else value

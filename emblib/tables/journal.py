@@ -1,15 +1,15 @@
 """The rollback journal of a DiskStore: rows as they were at the last commit, before they change.
 
-One file: a header, then records. The header names the epoch, the number of the commit that the
-records lead back to; once a later commit is there they mean nothing. A record is the row numbers
-of some rows and their bytes in the weights and in every optimizer state. It is written before any
-of its rows is, so a record cut short by the end of the process belongs to rows that did not change
-yet. Header and records carry checksums: whatever is damaged otherwise is an error, not a guess.
+The file is a header, then records. The header has the epoch: the number of the commit to which the
+records roll back; after a later commit they are void. A record has the numbers of some rows and
+their old bytes in the weights and in every optimizer state. It is written before its rows change,
+so a record that the end of the process truncated belongs to rows that did not change. Header and
+records have checksums; any other damage raises.
 
-The end of a process loses nothing that was written to a file or to mapped memory; the end of the
-machine does. So the header is synced, once per epoch, before the first row changes, and holds the
-id that the machine got when it started. After another start rows may have changed on the disk
-though their records never reached it: the store then verifies all pages against their checksums.
+If a process ends, nothing that it wrote to a file or a mapping is lost; if the machine ends, it may
+be. So the header is synced once per epoch, before the first row changes, and has the machine's boot
+id. If that id differs, rows may have changed on the disk without their records: the store then
+verifies all pages against their checksums.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ _HEADER = struct.Struct("<8sQ36sI")  # magic, epoch, id of the machine's start, 
 _RECORD = struct.Struct("<4sIQII")  # magic, block, rows, checksum of the body, checksum of this
 _MAGIC, _ROWS = b"emblib-1", b"rows"
 _CHECKSUM = struct.Struct("<I")
-_LARGEST_BODY = 1 << 24  # bytes: what protecting many rows takes in memory
+_LARGEST_BODY = 1 << 24  # bytes of a record, which limits the memory of `append`
 
 
 class Block(NamedTuple):
@@ -73,7 +73,7 @@ class Journal:
         self._end = 0  # 0: the epoch has no records yet
 
     def begin(self, epoch: int) -> None:
-        """Open the journal for rows as they were at commit `epoch`; repeated calls do nothing."""
+        """Start a journal of rows at commit `epoch`; repeated calls for one epoch do nothing."""
         if self._end:
             return
         header = _HEADER.pack(_MAGIC, epoch, machine_start(), 0)[: -_CHECKSUM.size]
@@ -82,11 +82,11 @@ class Journal:
         self._end = end  # not before: an interrupt must not leave a header that is never synced
 
     def append(self, block: int, rows: Tensor) -> Iterator[Tensor]:
-        """Record rows of a block, numbered within it; yields those that are recorded so far."""
-        most = max(_LARGEST_BODY // self.blocks[block].row_bytes, 1)
-        for part in rows.split(most):
-            self._append(self._packed(block, part))
-            yield part
+        """Record rows of a block, numbered within it; yield them, record by record."""
+        max_rows = max(_LARGEST_BODY // self.blocks[block].row_bytes, 1)
+        for row_block in rows.split(max_rows):
+            self._append(self._packed(block, row_block))
+            yield row_block
 
     def _packed(self, index: int, rows: Tensor) -> bytearray:
         block = self.blocks[index]
@@ -105,18 +105,18 @@ class Journal:
         self._end = self._write(data)
 
     def _write(self, data: bytes | bytearray) -> int:
-        """Write `data` at the end, or none of it; return where it ends.
+        """Write all of `data` at the end of the file, or none; return the new end.
 
-        What an interrupted call has left there is cut off first: the end of a longer record would
-        follow a shorter one, and make no record.
+        Bytes that an interrupted call left there are cut off first: the rest of a longer record
+        behind a shorter one would look like damage.
         """
         if os.fstat(self._handle).st_size != self._end:
             durable_files.resize(self._handle, self._end)
-        rest, at = memoryview(data), self._end
+        remaining, at = memoryview(data), self._end
         try:
-            while rest:
-                written = durable_files.write_at(self._handle, rest, at)
-                rest, at = rest[written:], at + written
+            while remaining:
+                num_written = durable_files.write_at(self._handle, remaining, at)
+                remaining, at = remaining[num_written:], at + num_written
         except OSError as error:
             durable_files.resize(self._handle, self._end)
             raise OSError(
@@ -140,8 +140,8 @@ class Journal:
     def roll_back(self, epoch: int) -> bool:
         """Restore the rows of commit `epoch`; return False if they did not change since.
 
-        Everything is read and verified before the first row is written. Doing it again, after it
-        was cut short, comes to the same.
+        Everything is read and verified before the first row is written. An interrupted roll-back
+        can be repeated.
 
         Raises:
             JournalError: a checksum is wrong.
@@ -182,16 +182,16 @@ class Journal:
         return epoch, start
 
     def _records(self, data: memoryview) -> Iterator[_Record]:
-        """Yield the records, verified.
+        """Yield the verified records.
 
-        After the end of the machine the journal ends where one did not reach the disk; whether rows
-        that it was of changed, their pages tell.
+        After a restart of the machine the journal ends at the first record that did not reach the
+        disk; checksums of pages tell whether its rows changed.
         """
         at = _HEADER.size
         while at + _RECORD.size <= len(data):
-            magic, index, count, checksum, own = _RECORD.unpack_from(data, at)
+            magic, index, count, checksum, own_checksum = _RECORD.unpack_from(data, at)
             body = at + _RECORD.size
-            if magic != _ROWS or own != zlib.crc32(data[at : body - _CHECKSUM.size]):
+            if magic != _ROWS or own_checksum != zlib.crc32(data[at : body - _CHECKSUM.size]):
                 if self.interrupted:
                     return
                 raise self._damaged(f"the record at byte {at} has a wrong head")
@@ -206,9 +206,9 @@ class Journal:
             yield _Record(block, *_body(block, count, data[body:end]))
             at = end
 
-    def _damaged(self, what: str) -> JournalError:
+    def _damaged(self, defect: str) -> JournalError:
         return JournalError(
-            f"{self.path} is damaged: {what}. The tables were written to since their last commit "
+            f"{self.path} is damaged: {defect}. The tables were written to since their last commit "
             "and cannot be led back to it; delete the directory and start from a checkpoint"
         )
 
@@ -218,7 +218,7 @@ def _body_bytes(block: Block, rows: int) -> int:
 
 
 def _body(block: Block, rows: int, data: memoryview) -> tuple[Tensor, list[Tensor]]:
-    """Row numbers and images of a record, as views of its body."""
+    """Return row numbers and old bytes of a record, as views of its body."""
     numbers = torch.frombuffer(data, dtype=torch.int64, count=rows)
     at, images = 8 * rows, []
     for tensor in block.tensors:
@@ -230,7 +230,7 @@ def _body(block: Block, rows: int, data: memoryview) -> tuple[Tensor, list[Tenso
 
 
 def machine_start() -> bytes:
-    """Return an id that the machine gets at boot; zeros where it has none."""
+    """Return the machine's boot id, 36 bytes; zeros if it has none."""
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_bytes().strip().ljust(36, b"\0")[:36]
     return bytes(36)

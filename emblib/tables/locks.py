@@ -1,6 +1,6 @@
 """Locks of modules whose lookups change them: caches, hash tables, stores of rows.
 
-One lock per module makes each of its calls atomic: from the moment that rows get their places until
+One lock per module makes each of its calls atomic: from the moment that rows get their slots until
 the lookup has read them, and around each update in backward, which autograd may run in a thread of
 its own. Nothing is held between a forward and its backward.
 """
@@ -19,12 +19,11 @@ _R = TypeVar("_R")
 class ModuleLock(_thread.RLock):  # type: ignore[misc]  # final in typeshed alone
     """A re-entrant lock as a context manager; copies and unpickled ones are new locks.
 
-    It is entered and left in C: no interrupt comes between taking the lock and being responsible
-    for it, as it could in an `__enter__` in Python.
+    It is entered and left in C, so no interrupt can come between acquiring the lock and entering
+    the `with` block, as it could in a Python `__enter__`.
 
-    A forked process has its own, which is free unless another thread of the parent held it at the
-    fork: what it protects was being changed, by a thread that the child does not have, so entering
-    it there raises RuntimeError.
+    A forked process has its own lock. If another thread of the parent held the lock at the fork,
+    the protected state may be half changed, so entering it in the child raises RuntimeError.
     """
 
     def __init__(self) -> None:

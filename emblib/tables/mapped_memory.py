@@ -1,7 +1,7 @@
 """Pinned host memory as CUDA tensors, which kernels read and write in place.
 
-CUDA maps pinned memory into the addresses of every GPU. A CPU tensor over such memory knows nothing
-of kernels: its values may be older than the last step, since reading it waits for nothing.
+CUDA maps pinned memory into the addresses of every GPU. Reading a CPU tensor over
+such memory does not wait for kernels, so its values may be older than the last step.
 `map_pinned` returns a CUDA tensor over the same memory instead. Torch's operations on it run on the
 GPU in the order of its streams, and its copies to the host wait, as with any tensor on the GPU.
 

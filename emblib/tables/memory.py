@@ -1,6 +1,6 @@
 """The memory of a module's tables, tier by tier.
 
-The device tier is a parameter and buffers of the module, so that it moves with the module. The host
+The device tier is a parameter and buffers of the module, so it moves with the module. The host
 tier stays in host memory wherever the module moves. With the module on a GPU that memory is pinned,
 and its tensors are on the GPU (`mapped_memory`). The disk tier is files. `lay_out` is the pure
 part: tiers, offsets and linear row ids; csrc/core/layout.h is its counterpart.
@@ -83,7 +83,7 @@ class TableLayout:
         return self.total_rows - self.first_cached_row
 
     def by_row(self) -> list[tuple[int, ...]]:
-        """Return the tables in `features` format by ascending linear row."""
+        """Return the tables as rows of `features`, by ascending linear row."""
         return [p.feature(0) for p in sorted(self.offsets, key=lambda p: (p.row_base, p.rows))]
 
 
@@ -280,7 +280,7 @@ class Memory:
         return self._disk
 
     def take_opened(self) -> list[float] | None:
-        """Return the optimizer's numbers of an opened, non-empty store; once."""
+        """Return the optimizer's numbers of an existing store at the first call, else None."""
         opened, self._opened = self._opened, None
         return opened
 
@@ -310,17 +310,19 @@ class Memory:
                 "a module with DISK tables cannot be copied: its files have one owner; save its "
                 "state_dict and load it into a module with another directory"
             )
-        other = object.__new__(Memory)
-        other.__dict__ = dict(self.__dict__)
+        copied = object.__new__(Memory)
+        copied.__dict__ = dict(self.__dict__)
         if self._mapped is not None:
-            other._host = [torch.empty_like(t, device="cpu", pin_memory=True) for t in self._mapped]
-            other._mapped = None
-            copies = other._host_tier(self._mapped[0].device)
+            copied._host = [
+                torch.empty_like(t, device="cpu", pin_memory=True) for t in self._mapped
+            ]
+            copied._mapped = None
+            copies = copied._host_tier(self._mapped[0].device)
             for copy, tensor in zip(copies, self._mapped, strict=True):
                 copy.copy_(tensor)
         elif self._host is not None:
-            other._host = [tensor.clone() for tensor in self._host]
-        return other
+            copied._host = [tensor.clone() for tensor in self._host]
+        return copied
 
     def __getstate__(self) -> dict[str, object]:
         if self._disk is not None:
@@ -347,8 +349,8 @@ def reserve(
 ) -> Tensor:
     """Reserve zeros for `numel` elements; large tensors on the CPU take no memory yet.
 
-    If at least half of it is used from the start, all of it is requested in huge pages: the tables
-    that lie in it one after the other may each be smaller than such a page.
+    If at least half is used from the start (`used_share`), huge pages are requested for all of it:
+    the tables in it may each be smaller than a huge page.
     """
     nbytes = numel * dtype.itemsize
     if device.type != "cpu" or nbytes < _HUGE_PAGE:
@@ -370,19 +372,25 @@ def reserve(
     return torch.frombuffer(memory, dtype=dtype, count=numel, offset=begin)
 
 
-def use(tensor: Tensor, first: int, before: int, now: int) -> None:
+def use(tensor: Tensor, first_element: int, used_before: int, used_now: int) -> None:
     """Request huge pages for the part of a reserved tensor that came into use.
 
-    Elements [first, first + now) are in use now, [first, first + before) were before. Huge pages
+    Elements `[first_element, first_element + used_now)` are in use now, the first `used_before` of
+    them were before. Huge pages
     are requested once at least one is filled: a small table stays small, whatever it may grow to.
     """
-    if tensor.device.type != "cpu" or now <= before:
+    if tensor.device.type != "cpu" or used_now <= used_before:
         return
     size = tensor.element_size()
-    address = tensor.data_ptr() + first * size
-    end = address + now * size
-    if end // _HUGE_PAGE == (address + before * size) // _HUGE_PAGE or now * size < _HUGE_PAGE:
+    address = tensor.data_ptr() + first_element * size
+    end = address + used_now * size
+    if (
+        end // _HUGE_PAGE == (address + used_before * size) // _HUGE_PAGE
+        or used_now * size < _HUGE_PAGE
+    ):
         return
     # The page that the last row is in as well: it fills next.
-    last = min(-(-end // _HUGE_PAGE) * _HUGE_PAGE, tensor.data_ptr() + tensor.nbytes)
-    torch.ops.emblib.advise_huge_pages_(tensor[first : first + (last - address) // size])
+    end_address = min(-(-end // _HUGE_PAGE) * _HUGE_PAGE, tensor.data_ptr() + tensor.nbytes)
+    torch.ops.emblib.advise_huge_pages_(
+        tensor[first_element : first_element + (end_address - address) // size]
+    )

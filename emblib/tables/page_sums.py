@@ -1,8 +1,8 @@
 """Checksums of the pages of a store's files at the last commit.
 
-`<file>.crc` holds a CRC-32 for every 4096 bytes of `<file>`. A commit replaces those of the pages
-that changed; their old ones go to the journal first, like rows. The manifest of the store holds the
-format and, for each file, the checksum of its checksums. So after a recovery every page can be
+`<file>.crc` holds a CRC-32 for every 4096 bytes of `<file>`. A commit replaces the checksums
+of changed pages; the old ones go to the journal first, like rows. The manifest of the store holds
+the format and, for each file, the checksum of its checksums. So after a recovery every page can be
 proved to be as the last commit left it.
 """
 
@@ -48,12 +48,12 @@ def pages_of(starts: Tensor, width: int) -> Tensor:
     """
     if not width or not starts.numel():
         return torch.empty(0, dtype=torch.int64)
-    first, last = starts // PAGE, (starts + (width - 1)) // PAGE
-    span = int((last - first).max()) + 1
+    first_pages, last_pages = starts // PAGE, (starts + (width - 1)) // PAGE
+    span = int((last_pages - first_pages).max()) + 1
     if span == 1:
-        return first.unique()
-    pages = first[:, None] + torch.arange(span)
-    return pages[pages <= last[:, None]].unique()
+        return first_pages.unique()
+    pages = first_pages[:, None] + torch.arange(span)
+    return pages[pages <= last_pages[:, None]].unique()
 
 
 def check_upgrade(directory: Path, verify: Verify) -> None:
@@ -84,11 +84,11 @@ class PageSums:
     """Checksums of one file: verified before the first use of a page, renewed by commits.
 
     Args:
-        path: the file whose pages are meant.
-        describe: says which rows lie in bytes `[begin, end)`, for errors.
+        path: path of the file with the pages.
+        describe: function that names the rows in bytes `[begin, end)`, for errors.
 
     Attributes:
-        length: bytes of the file that the last commit covered; nothing is known of the rest.
+        length: bytes of the file that the last commit covered; the rest has no checksums.
         sums: uint8 `[pages, 4]`, the mapped checksums.
         all_known: whether no page needs to be verified any more.
     """
@@ -99,23 +99,23 @@ class PageSums:
         self._data = self._sum_bytes = memoryview(b"")
         self.sums = torch.empty(0, WIDTH, dtype=torch.uint8)
         # By page: verified or written since opening, changed since the commit, in the journal.
-        self._known, self._changed, self._journaled = zeros(0), zeros(0), zeros(0)
+        self._has_sum, self._changed, self._journaled = zeros(0), zeros(0), zeros(0)
         self.all_known = self._all_changed = False
 
     def resize(self, data: mmap.mmap | None, sums: mmap.mmap | None) -> None:
-        """Follow the file and its checksums, which are mapped again."""
+        """Use new mappings of the file and of its checksums, after a change of their size."""
         self._data = memoryview(b"" if data is None else data)
         self._sum_bytes = memoryview(b"" if sums is None else sums)
         if sums is not None:
             self.sums = torch.frombuffer(sums, dtype=torch.uint8).view(-1, WIDTH)
-        self._known, self._changed, self._journaled = (
+        self._has_sum, self._changed, self._journaled = (
             _extended(flags, self.sums.shape[0])
-            for flags in (self._known, self._changed, self._journaled)
+            for flags in (self._has_sum, self._changed, self._journaled)
         )
 
     @property
     def pages(self) -> int:
-        """Pages that the last commit covered."""
+        """Return the number of pages that the last commit covered."""
         return num_pages(self.length)
 
     def check(self, pages: Tensor) -> None:
@@ -127,26 +127,26 @@ class PageSums:
         if self.all_known:
             return
         pages = pages[pages < self.pages]
-        self._verify(pages[self._known[pages] == 0])
+        self._verify(pages[self._has_sum[pages] == 0])
 
     def check_all(self) -> None:
         """Verify every page that was not verified yet."""
         if self.all_known:
             return
         for start in range(0, self.pages, _CHUNK):
-            known = self._known[start : min(start + _CHUNK, self.pages)]
-            pages = (known == 0).nonzero().squeeze(1) + start
+            has_sum = self._has_sum[start : min(start + _CHUNK, self.pages)]
+            pages = (has_sum == 0).nonzero().squeeze(1) + start
             self._verify(pages, skip_holes=True)
         self.all_known = True
 
     def _verify(self, pages: Tensor, *, skip_holes: bool = False) -> None:
         if not pages.numel():
             return
-        found = self._sums_of(pages, self.length, skip_holes=skip_holes)
-        wrong = pages[(found != self.sums[pages]).any(dim=1)]
+        sums_found = self._sums_of(pages, self.length, skip_holes=skip_holes)
+        wrong = pages[(sums_found != self.sums[pages]).any(dim=1)]
         if wrong.numel():
             raise self._error(wrong.tolist())
-        self._known[pages] = 1
+        self._has_sum[pages] = 1
 
     def _error(self, wrong: list[int]) -> ChecksumError:
         begin = wrong[0] * PAGE
@@ -170,9 +170,9 @@ class PageSums:
         self.all_known = self._all_changed = True
 
     def change(self, pages: Tensor) -> None:
-        """Note pages that are about to be written; what else is on them is verified first."""
+        """Note pages that are about to be written; verify their current content first."""
         self.check(pages)
-        self._known[pages] = 1
+        self._has_sum[pages] = 1
         self._changed[pages] = 1
 
     def extend(self, length: int) -> None:
@@ -185,8 +185,8 @@ class PageSums:
 
         Args:
             length: bytes of the file that the checksums are to cover.
-            skip_holes: take holes of the file for zeros without reading them; the file must have
-                been synced.
+            skip_holes: whether holes of the file count as zeros without being read; the file must
+                have been synced.
         """
         count = num_pages(length)
         for start in range(0, count, _CHUNK):
@@ -201,11 +201,11 @@ class PageSums:
                 yield pages[differing], sums[differing]
 
     def unjournaled(self, pages: Tensor) -> Tensor:
-        """Return those whose checksums of the last commit are not in the journal yet."""
+        """Return those of `pages` whose committed checksums are not in the journal yet."""
         return pages[(pages < self.pages) & (self._journaled[pages] == 0)]
 
     def note_journaled(self, pages: Tensor) -> None:
-        """Note that checksums are in the journal."""
+        """Note that the committed checksums of `pages` are in the journal."""
         self._journaled[pages] = 1
 
     def root(self, length: int) -> int:
@@ -213,7 +213,7 @@ class PageSums:
         return zlib.crc32(self._sum_bytes[: num_pages(length) * WIDTH])
 
     def after_commit(self, length: int) -> None:
-        """Note that the checksums are those of the last commit."""
+        """Note that a commit has written the current checksums, for `length` bytes."""
         self.length = length
         self.all_known |= self._all_changed
         self._all_changed = False
@@ -247,18 +247,18 @@ def _extended(flags: Tensor, count: int) -> Tensor:
 
 def _in_holes(path: Path, pages: Tensor) -> Tensor:
     """Return whether each of `pages`, ascending, lies in a hole of the file; False if unknown."""
-    first, last = int(pages[0]), int(pages[-1])
-    data = torch.zeros(last - first + 1, dtype=torch.bool)
+    first_page, last_page = int(pages[0]), int(pages[-1])
+    has_data = torch.zeros(last_page - first_page + 1, dtype=torch.bool)
     handle = os.open(path, os.O_RDONLY)
     try:
-        at, end = first * PAGE, (last + 1) * PAGE
+        at, end = first_page * PAGE, (last_page + 1) * PAGE
         while at < end:
             begin = os.lseek(handle, at, os.SEEK_DATA)
             at = os.lseek(handle, begin, os.SEEK_HOLE)
-            data[max(begin // PAGE - first, 0) : max(num_pages(at) - first, 0)] = True
+            has_data[max(begin // PAGE - first_page, 0) : max(num_pages(at) - first_page, 0)] = True
     except OSError as error:
         if error.errno != errno.ENXIO:  # no data up to the end of the file
-            data[:] = True
+            has_data[:] = True
     finally:
         os.close(handle)
-    return ~data[pages - first]
+    return ~has_data[pages - first_page]

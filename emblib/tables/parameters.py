@@ -1,4 +1,10 @@
-"""Parameters of tables that backward updates: each change reaches the table, or raises."""
+"""Parameter classes of tables: every change by the user reaches the table, or raises.
+
+Kernels read and update memory that the parameters only view, so torch alone would ignore some
+changes. `TableParameter` (updated in backward) forwards `requires_grad` to its owner and refuses
+gradients; `CachedParameter` writes a row cache back before it is read, and empties it before it is
+written; `IncompleteParameter` refuses writes that would miss tables outside the device.
+"""
 
 import sys
 import time
@@ -26,32 +32,32 @@ class Owner(Protocol):
         """Train the memory of the parameter from the next forward on, or freeze it."""
 
     def before_read(self) -> None:
-        """Bring the memory of the parameter up to date with a cache."""
+        """Write cached rows back, so that the parameter has the newest values."""
 
     def before_write(self) -> None:
-        """Bring the memory up to date and empty the cache; raise RuntimeError to refuse."""
+        """Write cached rows back and empty the cache; raise RuntimeError to refuse the write."""
 
 
-_owners = WeakTensorKeyDictionary()  # of parameters, to weak references
+_owners = WeakTensorKeyDictionary()  # parameter -> weak reference to its owner
 _MARK = "_in_backward_optimizers"
 
 
 def _optimizers_of(parameter: Any) -> list[Any]:
-    """Return the optimizers of a marked parameter, for code that collects those of a model.
+    """Return the optimizers of a marked parameter, the value of `_in_backward_optimizers`.
 
-    `DistributedDataParallel` would take the mark for one of torch's own optimizers. It finds none
-    on tables with gradients, and raises RuntimeError for those that backward updates.
+    `DistributedDataParallel` would take them for torch's own. It gets none for tables with
+    gradients, and RuntimeError for tables that backward updates.
     """
-    found: list[Any] | None = parameter.__dict__.get(_MARK)
-    if found is None:
+    marks: list[Any] | None = parameter.__dict__.get(_MARK)
+    if marks is None:
         raise AttributeError(_MARK)
     if sys._getframe(1).f_globals.get("__name__") == DistributedDataParallel.__module__:
-        of_tables = [one for one in found if isinstance(one, Optimizer)]
+        of_tables = [mark for mark in marks if isinstance(mark, Optimizer)]
         if any(map(updates_in_backward, of_tables)):
             refuse_replicas()
         if of_tables:
             raise AttributeError(_MARK)
-    return found
+    return marks
 
 
 def _set_optimizers(parameter: Any, optimizers: list[Any]) -> None:
@@ -111,7 +117,7 @@ class TableParameter(nn.Parameter):
     def requires_grad(self) -> bool:
         """Return whether the parameter requires a gradient, and so whether it is trained.
 
-        For callers in `_SEE_NO_GRADIENT` one of a bare module does not.
+        Callers in `_SEE_NO_GRADIENT` get False for a parameter of a module outside collections.
         """
         caller = sys._getframe(1).f_globals.get("__name__")
         if caller in _SEE_NO_GRADIENT and _is_of_bare_module(self):
@@ -170,7 +176,7 @@ def refuse_incomplete() -> NoReturn:
 
 def _writes(func: Any) -> bool:
     """Return whether a torch function writes its first argument."""
-    if isinstance(func, OpOverload):  # of a compiled graph, updates of tables among them
+    if isinstance(func, OpOverload):  # ops of a compiled graph, among them updates of tables
         return False
     name = getattr(func, "__name__", "")
     if name == "__set__":
@@ -347,7 +353,7 @@ def ask_for_float32_gradient(parameter: nn.Parameter) -> None:
         any_parameter.grad_dtype = torch.float32
 
 
-def own(parameter: nn.Parameter, owner: Owner, kind: type[TableParameter]) -> None:
+def set_owner(parameter: nn.Parameter, owner: Owner, kind: type[TableParameter]) -> None:
     """Convert a parameter in place to `kind`, which notifies `owner`."""
     if type(parameter) is not kind:
         parameter.__class__ = kind
@@ -357,9 +363,9 @@ def own(parameter: nn.Parameter, owner: Owner, kind: type[TableParameter]) -> No
 
 def is_updated_in_backward(parameter: Any) -> bool:
     """Return whether backward updates the table of a parameter, and leaves no gradient."""
-    known = parameter.__dict__.get(_MARK, ())
+    marks = parameter.__dict__.get(_MARK, ())
     return _is_of_bare_module(parameter) or any(
-        isinstance(one, Optimizer) and updates_in_backward(one) for one in known
+        isinstance(mark, Optimizer) and updates_in_backward(mark) for mark in marks
     )
 
 
@@ -372,8 +378,8 @@ def _is_of_bare_module(parameter: Any) -> bool:
 def refuse_gradients(parameter: nn.Parameter) -> None:
     """Raise in backward if a gradient arrives at a table that backward updates.
 
-    Lookups give it none, so it is of a penalty on the weights, or of weights that another module
-    uses too, and would be dropped.
+    Lookups leave none, so the gradient comes from a penalty on the weights or from another module
+    that uses them; it would be dropped silently.
     """
     hooks = parameter._backward_hooks or {}
     if not parameter.requires_grad or any(hasattr(hook, "refuses") for hook in hooks.values()):
@@ -423,7 +429,7 @@ class Registered(NamedTuple):
 
 
 def registered(modules: Iterable[nn.Module]) -> list[Registered]:
-    """Return the parameters of these modules, without those of submodules."""
+    """Return the parameters that are registered directly in these modules."""
     return [
         Registered(module._parameters, name, parameter)
         for module in modules
@@ -434,7 +440,7 @@ def registered(modules: Iterable[nn.Module]) -> list[Registered]:
 def check_registered(views: Iterable[Registered]) -> None:
     """Raise RuntimeError where a parameter was replaced, as `torch.func.functional_call` does.
 
-    Lookups read the memory that the parameter was a view of, and would ignore the other.
+    Lookups read the memory of the old parameter, and would ignore the new one.
     """
     if torch.compiler.is_compiling():
         return
@@ -465,7 +471,7 @@ def check_not_replicated(buffer: Tensor) -> None:
     ddp = getattr(DistributedDataParallel, "_active_ddp_module", None)
     if ddp is None or ddp.process_group.size() == 1:
         return
-    if any(known is buffer for known in ddp.modules_buffers):
+    if any(replicated is buffer for replicated in ddp.modules_buffers):
         refuse_replicas()
 
 
@@ -485,7 +491,9 @@ def check_dense_gradients(tables: Iterable[Tensor]) -> None:
     ddp = getattr(DistributedDataParallel, "_active_ddp_module", None)
     if ddp is None:
         return
-    if any(known is parameter for known in ddp._module_parameters for parameter in tables):
+    if any(
+        replicated is parameter for replicated in ddp._module_parameters for parameter in tables
+    ):
         raise RuntimeError(
             "DistributedDataParallel adds up dense gradients, and those of these tables are "
             "sparse: use a collection and emblib.sharding.DistributedModelParallel, or "
@@ -527,11 +535,11 @@ class UnsteppedGradients:
 
 def loses_values(fn: Callable[[Tensor], Tensor]) -> bool:
     """Return whether a function of `nn.Module._apply` returns other values, as `to_empty` does."""
-    known = torch.tensor([time.monotonic_ns()])  # in no freed memory that `fn` may get
-    result = fn(known)
-    if result.is_meta or result.dtype != known.dtype:  # a cast keeps values as far as it can
+    probe = torch.tensor([time.monotonic_ns()])  # in no freed memory that `fn` may get
+    result = fn(probe)
+    if result.is_meta or result.dtype != probe.dtype:  # a cast keeps values as far as it can
         return False
-    return int(result) != int(known)
+    return int(result) != int(probe)
 
 
 def are_replaced(parameters: Iterable[Any]) -> bool:
@@ -554,6 +562,6 @@ _INTERNAL_MODULES = (
     "emblib.",
     "torch.autograd.",
     "torch.nn.modules.",
-    "torch.utils._contextlib",  # of decorators such as torch.no_grad
+    "torch.utils._contextlib",  # decorators such as torch.no_grad
     "torch._dynamo.",
 )

@@ -1,4 +1,8 @@
-"""Quantised tables: T read-only tables of 8 or 4 bits per value, looked up in one kernel."""
+"""Quantised tables: T read-only tables of 8 or 4 bits per value, looked up in one kernel.
+
+All rows are in one uint8 buffer `packed`, table after table. A row is a scale and an offset
+(float16), then its numbers of `bits` bits; kernels dequantise rows as they pool them.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
@@ -35,7 +39,7 @@ class _TableLocation(NamedTuple):
     row_bytes: int
 
     def view(self, packed: Tensor) -> Tensor:
-        """View the table's rows `[rows, row_bytes]` in those of the module."""
+        """Return the view `[rows, row_bytes]` of this table in the module's `packed`."""
         size = self.rows * self.row_bytes
         return packed[self.begin : self.begin + size].view(self.rows, self.row_bytes)
 
@@ -209,10 +213,10 @@ class QuantizedEmbeddingBags(nn.Module):
             ),
         )
         for table in range(len(tables.specs)):
-            first = 0
+            first_table = 0
             for block in tables.blocks(table):
-                quantized.write_rows(table, block, first)
-                first += len(block)
+                quantized.write_rows(table, block, first_table)
+                first_table += len(block)
         return quantized
 
     def write_rows(self, table: int, weights: Tensor, first_row: int = 0) -> None:
@@ -263,10 +267,10 @@ class QuantizedEmbeddingBags(nn.Module):
             dim=location.dim,
         )
         features = torch.tensor([layout], dtype=torch.int64, device=device)
-        for first in range(0, location.rows, _CHUNK):
-            rows = torch.arange(first, min(first + _CHUNK, location.rows), device=device)
+        for first_row in range(0, location.rows, _CHUNK):
+            rows = torch.arange(first_row, min(first_row + _CHUNK, location.rows), device=device)
             offsets = torch.tensor([0, rows.numel()], device=device)
-            out[first : first + _CHUNK] = quant.quant_lookup(
+            out[first_row : first_row + _CHUNK] = quant.quant_lookup(
                 self.packed,
                 features,
                 rows,
@@ -378,24 +382,24 @@ class QuantizedEmbeddingBags(nn.Module):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *arguments: Any
     ) -> None:
-        _, _, missing, unexpected, errors = arguments
+        _, _, missing_names, unexpected, errors = arguments
         targets = self._targets()
         packed_state = self._with_packed_rows(state_dict, prefix, errors)
         if state_dicts.refuses(self, packed_state, prefix, errors):
             return
-        sources = state_dicts.sources(targets, packed_state, prefix, missing, unexpected)
-        for key, value in state_dicts.own(sources, targets).items():
+        sources = state_dicts.sources(targets, packed_state, prefix, missing_names, unexpected)
+        for key, value in state_dicts.without_shared_memory(sources, targets).items():
             targets[key].copy_(value)
 
     def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
-        """Yield what is wrong with the entries of the module."""
+        """Yield one message per invalid entry of the module in a state dict."""
         targets = {prefix + key: view for key, view in self._targets().items()}
         return state_dicts.entry_problems(state_dict, targets)
 
     def _with_packed_rows(
         self, state_dict: dict[str, Any], prefix: str, errors: list[str]
     ) -> dict[str, Any]:
-        """Return the state dict, with packed rows where it has them from before 0.1.0."""
+        """Return the state dict with packed rows in place of entries from before 0.1.0."""
         entries = dict(state_dict)
         for name, location in zip(self.table_names, self._locations, strict=True):
             former = [f"{prefix}{name}.{entry}" for entry in FORMER_ENTRIES]
@@ -446,7 +450,7 @@ def _check_range(weights: Tensor) -> None:
 def pack_former_rows(values: Tensor, scales: Tensor, dim: int, bits: int) -> Tensor:
     """Pack the rows of a state dict from before 0.1.0, which had the scales in another tensor.
 
-    They are quantised again, so the error of a value is a whole scale at most.
+    The values are quantised again, so their error is at most one scale.
 
     Args:
         values: the numbers, uint8 `[rows, bytes]`.
@@ -464,13 +468,16 @@ def pack_former_rows(values: Tensor, scales: Tensor, dim: int, bits: int) -> Ten
             f"of rows of {dim} values with {bits} bits, which have [rows, {width}] and [rows, 2]"
         )
     packed = torch.empty(rows, quant.row_bytes(dim, bits), dtype=torch.uint8, device=values.device)
-    for first in range(0, rows, _CHUNK):
-        numbers, some = values[first : first + _CHUNK], scales[first : first + _CHUNK]
+    for first_row in range(0, rows, _CHUNK):
+        numbers, some = (
+            values[first_row : first_row + _CHUNK],
+            scales[first_row : first_row + _CHUNK],
+        )
         if bits == 4:
             numbers = torch.stack([numbers & 15, numbers >> 4], dim=2).flatten(1)
         weights = numbers[:, :dim].float() * some[:, :1] + some[:, 1:]
         _check_range(weights)
-        quant.quantize_rows_(packed[first : first + _CHUNK], weights.contiguous(), bits)
+        quant.quantize_rows_(packed[first_row : first_row + _CHUNK], weights.contiguous(), bits)
     return packed
 
 
@@ -489,12 +496,12 @@ class _Source(NamedTuple):
         """Describe the tables of `source`; raise TypeError for unsupported sources."""
         if isinstance(source, TableBatchedEmbeddingBags):
             specs = [TableSpec(s.rows, s.dim, s.name) for s in source.tables]
-            rest = (source.feature_tables, source.output_dtype, source.hyperparams.device)
-            return cls(specs, source.table_weights(), source.pooling, *rest)
+            settings = (source.feature_tables, source.output_dtype, source.hyperparams.device)
+            return cls(specs, source.table_weights(), source.pooling, *settings)
         if isinstance(source, TableBatchedTTEmbeddingBags):
             specs = [TableSpec(s.rows, s.dim, s.name) for s in source.tables]
-            rest = (source.feature_tables, source.output_dtype, source.hyperparams.device)
-            return cls(specs, source, source.pooling, *rest)
+            settings = (source.feature_tables, source.output_dtype, source.hyperparams.device)
+            return cls(specs, source, source.pooling, *settings)
         pooling = Pooling.SUM
         if isinstance(source, nn.Embedding):
             pooling, source = Pooling.NONE, source.weight

@@ -1,4 +1,4 @@
-"""Readings: lookups of one table by features and with a pooling that its module does not have."""
+"""Readings: lookups of a module's only table by other features or another pooling."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class TableReading(NamedTuple):
     def layout_of_bags(
         self, offsets: Tensor, batch_sizes: Sequence[Sequence[int]] | None, device: torch.device
     ) -> tuple[Tensor | None, int]:
-        """Return where each bag goes with unequal batch sizes, and the size of the output."""
+        """Return `bag_layout` and output size, see `VariableBatch`; None if sizes are equal."""
         unpooled = self.pooling is Pooling.NONE
         output_dim = self.dim if unpooled else self.dim * len(self.features)
         if batch_sizes is None:

@@ -3,12 +3,12 @@
 `torch.utils.checkpoint` runs a function in forward and again in backward. The output of a lookup
 may be computed twice, but a key must be inserted, an id counted and a warning given once. So a
 lookup that changes something asks for its `running_forward`. The first forward `note`s what the
-repetition needs, e.g. the rows of its keys; the repetition gets that by `noted`, in the order of
-the calls, and changes nothing.
+repetition needs, e.g. the rows of its keys; the repetition gets the notes with `noted`, in the
+order of the calls, and changes nothing.
 
 The checkpointed regions around a lookup are found on the call stack: torch tells a function neither
-that it is checkpointed nor that it is repeated. What was noted is stored on torch's own object of a
-region, so it lives as long as the graph that may repeat the region.
+that it is checkpointed nor that it is repeated. The notes are stored on torch's own object of a
+region, so they live as long as the graph that may repeat the region.
 
 - With `use_reentrant=True` the first forward runs under `no_grad`. It must look up what training
   would, unless no input of the region requires a gradient: then nothing is repeated.
@@ -64,7 +64,7 @@ class RunningForward:
         return value
 
     def add(self, frame: FrameType) -> None:
-        """Add the region of a call in torch's file, if it is one of a region."""
+        """Add the region of a stack frame in torch's file, if the frame belongs to a region."""
         code, variables = frame.f_code, frame.f_locals
         if code is _REENTRANT_FORWARD:
             if variables["ctx"].next_functions:  # otherwise there is no graph to repeat it

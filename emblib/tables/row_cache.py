@@ -1,4 +1,8 @@
-"""The cached rows of a module in fast memory, with their optimizer states and the counters.
+"""The row cache of a module: cached rows in fast memory, their optimizer states, and counters.
+
+The cache is 32-way set-associative: a row hashes to a set, and lies in one of its 32 ways. A batch
+enters (`enter`), its rows are planned and fetched (`fetch`), looked up and updated by slot, and it
+leaves (`leave`); in between its rows are not evicted.
 
 `emblib.ops.cache` defines the ops on these tensors. The batches in flight are in
 `emblib.tables.cache`.
@@ -90,8 +94,8 @@ class CacheStats:
 assert tuple(f.name for f in fields(CacheStats))[:-1] == cache_ops.COUNTERS
 
 
-def _share(part: int, total: int) -> float:
-    return part / total if total else math.nan
+def _share(count: int, total: int) -> float:
+    return count / total if total else math.nan
 
 
 @dataclass(frozen=True)
@@ -213,7 +217,7 @@ class RowCache(nn.Module):
         precision: Precision,
         device: torch.device | str | None = None,
     ) -> "RowCache":
-        """Make a cache by `options`; `names` are those of the tables, in the given order."""
+        """Make a cache with the user's options; `names` are the tables' names, in order."""
         device = torch.empty(0, device=device).device
         order = sorted(
             range(len(tables.offsets)),
@@ -256,18 +260,20 @@ class RowCache(nn.Module):
         return self._now
 
     def return_ticket(self) -> None:
-        """Take back the newest number, of a batch that was not fetched."""
+        """Take back the newest number: its batch was not fetched."""
         self.leave(self._now)
         self._now -= 1
 
     def enter(self, ticket: int) -> None:
         """Start a batch: the next plans are for it, and its rows are not evicted."""
         self._in_flight.add(ticket)
-        now, oldest = self.clock[0], self.clock[1]
+        batch_number, oldest = self.clock[0], self.clock[1]
         # A difference to the clock: it stays valid when a captured graph replays it, and brings the
         # clock back to the tickets where an interrupt came between `new_ticket` and this.
         lag = self._now - min(self._in_flight)
-        in_one_call(partial(now.add_, 1), partial(torch.sub, now, lag, out=oldest))
+        in_one_call(
+            partial(batch_number.add_, 1), partial(torch.sub, batch_number, lag, out=oldest)
+        )
 
     def leave(self, ticket: int) -> None:
         """End a batch: plans of batches that enter later may evict its rows."""
@@ -344,7 +350,7 @@ class RowCache(nn.Module):
         conflicts = [self.clock, self.conflicts] if self.clock.is_cuda else []
         for groups, fetches in zip_longest(passes, later):
             plan = partial(native(cache_ops.plan_), *self._plan_arguments(groups))
-            planned, again = tee(map(call, (plan,)))
+            planned, plans_to_count = tee(map(call, (plan,)))
             move = partial(
                 native(cache_ops.move_),
                 tiers.weights,
@@ -356,12 +362,12 @@ class RowCache(nn.Module):
                 later=[*conflicts, *(fetches or ())],
             )
             moves.append(starmap(move, planned))
-            plans.append(again)
+            plans.append(plans_to_count)
         deque(chain.from_iterable(moves), maxlen=0)
         return [next(plan)[0] for plan in plans]
 
     def fetch_later(self, tiers: Tiers, fetches: LaterFetches) -> partial[Any]:
-        """Return the call that fetches the rows which `fetch` left out."""
+        """Return the call that fetches the rows which `fetch` deferred."""
         return partial(
             native(cache_ops.move_),
             tiers.weights,
@@ -409,8 +415,8 @@ class RowCache(nn.Module):
 
     def reset(self) -> None:
         """Empty the cache, and forget batches in flight and usage counts."""
-        words = (self.tags, self.stamps, self.conflicts)
-        empty = [partial(tensor.fill_, cache_ops.EMPTY) for tensor in words]
+        word_tensors = (self.tags, self.stamps, self.conflicts)
+        empty = [partial(tensor.fill_, cache_ops.EMPTY) for tensor in word_tensors]
         in_one_call(*empty, partial(self.counts.zero_))
         self._in_flight.clear()
 

@@ -1,11 +1,11 @@
 """Calls of tables as one op per pass, with arguments that are prepared once.
 
-For small batches the time of a call is that of the Python between ops, on a GPU also that of their
-launches. `ShortCalls` holds all that the calls of a module have in common, so that forward is one
-op, which checks the batch and looks it up, and backward one, which groups the lookups, counts the
-step and updates the rows. Tables with a row cache (`CachedCalls`) take one op more, which checks
-and groups the batch, plans and fetches its rows: backward has the groups from it. The kernels are
-those of `emblib.ops.autograd`, which serves every call that needs more: the bits are the same.
+For small batches Python between ops dominates the time of a call, on a GPU also the launches.
+`ShortCalls` stores the arguments that all calls of a module share. Forward is then one op, which
+checks the batch and looks it up, and backward one op, which groups the lookups, counts the step and
+updates the rows. Tables with a row cache (`CachedCalls`) need one more op, which checks and groups
+the batch and fetches its rows; backward reuses its groups. The kernels are the same as those of
+`emblib.ops.autograd`, which serves all other calls, so results have the same bits.
 """
 
 from __future__ import annotations
@@ -74,10 +74,9 @@ class ShortCallTables(Protocol):
 def is_plain_call(
     device: torch.device, indices: Tensor, offsets: Tensor, sample_weights: Tensor | None
 ) -> bool:
-    """Return whether one op may serve a call: of plain tensors, with nothing that watches ops.
+    """Return whether one op may serve a call of plain tensors.
 
-    It may not where a mode or transform of torch is to see every op, or where a gradient of the
-    sample weights is wanted.
+    False if a mode or transform of torch must see every op, or if sample weights need a gradient.
     """
     return (
         type(indices) is Tensor
@@ -95,10 +94,10 @@ def is_plain_call(
 
 
 class CheckOnTheWay:
-    """The bounds check that an op makes for a module, and the report of what it counts.
+    """The bounds check that a lookup op makes for a module, and the report of its counts.
 
-    Where `counts`, on a GPU that warns, `begin` and `end` belong before and after the op; `check`
-    is the check anywhere else.
+    If `counts` (on a GPU in mode WARNING), call `begin` before the op and `end` after it; otherwise
+    pass `check`.
     """
 
     def __init__(self, module: base.ChecksBounds) -> None:
@@ -126,7 +125,7 @@ class CheckOnTheWay:
         return self.check._replace(mode=_IGNORE) if self.counts else self.check
 
     def end(self, module: base.ChecksBounds, check: BatchCheck) -> None:
-        """Have what a check counted reported."""
+        """Report the violations that a check counted, at once or later."""
         if check.mode != _IGNORE:
             self._report.add_check(module, BOUNDS_MESSAGE)
 
@@ -136,7 +135,7 @@ LookedUp = tuple[Tensor, Tensor, InFlight | None]
 
 
 def update_in_one_op(tiers: autograd.Tiers, *arguments: Any) -> None:
-    """Call `tbe_backward_` with what follows its hyperparameters; weights that moved are noted."""
+    """Call `tbe_backward_`; `arguments` follow `hyperparams`. Note the change of weights."""
     is_cuda = tiers.hyperparams.is_cuda
     if is_cuda:  # first, lest an interrupt omit it
         torch.autograd.graph.increment_version(tiers.weights)
@@ -146,10 +145,10 @@ def update_in_one_op(tiers: autograd.Tiers, *arguments: Any) -> None:
 
 
 class ShortCalls:
-    """The arguments that the calls of a module share, as long as its tensors and options stay.
+    """Arguments that all calls of a module share, until its tensors or options change.
 
-    `suit` says whether calls need nothing but tables in the memory of their device. A copy or
-    pickle of this object is None: the copy of a module makes its own.
+    `suit` is whether calls need nothing but tables in the memory of their device. A copy or pickle
+    of this object is None: the copy of a module makes its own.
     """
 
     def __init__(self, module: ShortCallTables, tiers: Callable[[], autograd.Tiers]) -> None:
@@ -179,7 +178,7 @@ class ShortCalls:
         return type(None), ()
 
     def are_of(self, module: ShortCallTables) -> bool:
-        """Return whether the tensors and options of a module are those of its last call."""
+        """Return whether a module still has the tensors and options of its last call."""
         tensors = module.call_tensors()
         return (
             self._optimizer is module.optimizer
@@ -197,10 +196,10 @@ class ShortCalls:
         offsets: Tensor,
         sample_weights: Tensor | None,
     ) -> bool:
-        """Return whether a call with these arguments alone can take this path.
+        """Return whether a call with these arguments can take this path.
 
-        It cannot where `is_plain_call` says so, where tables are frozen one by one or replicated,
-        and for lookups that are made for their backward alone.
+        False if `is_plain_call` is false, tables are frozen one by one or replicated, or the lookup
+        is made only for its backward.
         """
         return (
             self.suit
@@ -237,7 +236,7 @@ class ShortCalls:
         *,
         in_order: bool,
     ) -> LookedUp:
-        """Look up a batch; what is invalid is reported."""
+        """Look up a batch, and report invalid indices and offsets."""
         check = self._check.begin() if self._check.counts else self._check.check
         results = self._read(module, indices, offsets, sample_weights, check)
         if self._check.counts:
@@ -256,7 +255,7 @@ class ShortCalls:
         check: BatchCheck,
         slots: Tensor | None = None,
     ) -> list[Tensor]:
-        """Return output and repaired offsets, if offsets are repaired; nothing if invalid."""
+        """Return `[output]` or `[output, repaired offsets]`; an empty list for an invalid batch."""
         results: list[Tensor] = _lookup_checked(
             self.tiers.weights,
             self.batch.features,
@@ -293,7 +292,7 @@ class ShortCalls:
         flight: InFlight | None,
         is_finite: Tensor | None = None,
     ) -> None:
-        """Make one step with the gradient of an output; none if `is_finite` is false."""
+        """Apply one optimizer step with the gradient of an output; none if `is_finite` is false."""
         self._update(grad, indices, offsets, sample_weights, None, is_finite)
 
     def _update(
@@ -323,7 +322,7 @@ class ShortCalls:
 
 
 class CachedCalls(ShortCalls):
-    """The calls of a module whose tables have a row cache, in memory: not those on disk."""
+    """The calls of a module whose tables in host memory have a row cache; not for disk."""
 
     def __init__(
         self,
@@ -345,14 +344,14 @@ class CachedCalls(ShortCalls):
         offsets: Tensor,
         sample_weights: Tensor | None,
     ) -> bool:
-        """Return whether a call can take this path; none that backward repeats can."""
+        """Return whether a call can take this path; False if backward repeats it."""
         return (
             super().take(module, indices, offsets, sample_weights)
             and running_forward(training=module.training) is None
         )
 
     def prefetch(self, module: ShortCallTables, batch_id: BatchId) -> None:
-        """Fetch the rows of a batch before its forward, which reports what is invalid."""
+        """Fetch the rows of a batch before its forward, which reports invalid input."""
         check = self._check.uncounted()
         batch = self.batch._replace(indices=batch_id.indices, offsets=batch_id.offsets)
         if self._prefetcher.prefetch(batch, self._moved_tiers, batch_id, check):
@@ -370,9 +369,9 @@ class CachedCalls(ShortCalls):
         *,
         in_order: bool,
     ) -> LookedUp:
-        """Look up a batch, which is in flight from now on; what is invalid is reported.
+        """Look up a batch, which is in flight from now on, and report invalid input.
 
-        With `in_order` it is the next prefetched batch, if there is one.
+        With `in_order` it must be the next prefetched batch, if any is prefetched.
         """
         batch_id = BatchId(indices, offsets)
         with self._prefetcher.lock:
@@ -427,7 +426,7 @@ class CachedCalls(ShortCalls):
         flight: InFlight | None,
         is_finite: Tensor | None = None,
     ) -> None:
-        """Make one step with the rows where the cache has them now."""
+        """Apply one optimizer step to the rows at their current slots."""
         assert flight is not None
         with flight.lock:
             locations = flight.before_update(lookups=False)
@@ -479,7 +478,7 @@ _apply: Callable[..., Tensor] = super(torch.autograd.Function, ShortLookup).appl
 
 
 def _is_plain(module: ShortCallTables) -> bool:
-    """Return whether nothing happens between the ops of a step of tables in memory."""
+    """Return whether a step of these tables needs no Python between its ops."""
     has_cache = module.prefetcher is not None
     tiers = (Tier.DEVICE, Tier.HOST) if has_cache else (Tier.DEVICE,)
     return (

@@ -1,8 +1,8 @@
 """Checks of state dicts before the first write: a table module loads all of its state, or nothing.
 
-torch loads module by module, so that an entry which does not fit is found when others are written
-already. Here the module that torch reaches first checks the entries of all modules below it. Each
-module with entries of its own says what is wrong with them (`ChecksState`).
+torch loads module by module, so it would find an invalid entry after it has written others. Here
+the module that torch reaches first checks the entries of all its descendants, through
+`ChecksState.state_problems` of each module, and refuses the whole load if there is a problem.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class ChecksState(Protocol):
     """A module that checks its own entries of a state dict, those of its children excluded."""
 
     def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterable[str]:
-        """Yield what is wrong with the entries, each with its key; missing ones are not wrong."""
+        """Yield one message per invalid entry, with its key; missing entries are valid."""
 
 
 def refuses(
@@ -31,51 +31,53 @@ def refuses(
     state_dict: MutableMapping[str, Any],
     prefix: str,
     errors: list[str],
-    found: Iterable[str] = (),
+    problems_found: Iterable[str] = (),
 ) -> bool:
-    """Return whether a module must load nothing; for the start of `_load_from_state_dict`.
+    """Return whether a module must load nothing; called first in `_load_from_state_dict`.
 
-    If an entry of the module or of one below it is wrong, `errors` says why, and the entries are
-    taken out of `state_dict`, from which torch loads the modules below.
+    If an entry of the module or of a descendant is invalid, append messages to `errors`, and remove
+    all entries from `state_dict`, from which torch loads the descendants next.
 
-    `found` are problems that the module found itself; no others are looked for then.
+    `problems_found` are problems that the module itself has found; then no others are searched.
     """
     if state_dict.pop(prefix + _REFUSED, None):
         return True
-    found = list(found) or list(problems(module, state_dict, prefix))
-    if not found:
+    problems_found = list(problems_found) or list(problems(module, state_dict, prefix))
+    if not problems_found:
         return False
-    errors.extend(found)
+    errors.extend(problems_found)
     for key in [key for key in state_dict if key.startswith(prefix)]:
         del state_dict[key]
-    for path, part in _parts(module, prefix):
-        if isinstance(part, ChecksState):
-            if part is not module:
+    for path, submodule in _modules_with_problems(module, prefix):
+        if isinstance(submodule, ChecksState):
+            if submodule is not module:
                 state_dict[path + _REFUSED] = True
-        elif _is_plain(part):
-            state_dict.update(own_tensors(part, path))
+        elif _is_plain(submodule):
+            state_dict.update(own_tensors(submodule, path))
     return True
 
 
 def entry_problems(state_dict: Mapping[str, Any], targets: Mapping[str, Tensor]) -> Iterator[str]:
-    """Yield what is wrong with the entries that are copied into `targets`, by their keys."""
-    for key, own in targets.items():
+    """Yield one message per entry that cannot be copied to `targets` of the same key."""
+    for key, expected in targets.items():
         if key in state_dict:
             is_hyper = key.rpartition(".")[2] == "hyper"
-            problem = (hyper_problem if is_hyper else copy_problem)(state_dict[key], own)
+            problem = (hyper_problem if is_hyper else copy_problem)(state_dict[key], expected)
             if problem:
                 yield f"{key}: {problem}"
 
 
-def tensor_problem(value: Any, own: Tensor, shape: tuple[int | None, ...] | None = None) -> str:
-    """Return why a value cannot be copied to a tensor of the dtype of `own`; "" if it can.
+def tensor_problem(
+    value: Any, expected: Tensor, shape: tuple[int | None, ...] | None = None
+) -> str:
+    """Return why a value cannot be copied to a tensor of the dtype of `expected`; "" if it can.
 
-    Integers must stay what they are; floats are rounded, as torch does it. `shape` is what it must
-    have: None is any size, and for the whole any shape.
+    Integers must not change value; floats are rounded, as torch does. `shape` is the required
+    shape, in which None is any size; a `shape` of None allows any.
     """
     if not isinstance(value, Tensor):
         return f"must be a tensor, got {type(value).__name__}"
-    if value.layout is not torch.strided or (value.is_meta and not own.is_meta):
+    if value.layout is not torch.strided or (value.is_meta and not expected.is_meta):
         return f"must be a dense tensor with values, got {value.layout} on {value.device}"
     if shape is not None and (
         value.dim() != len(shape)
@@ -87,44 +89,53 @@ def tensor_problem(value: Any, own: Tensor, shape: tuple[int | None, ...] | None
             "table or optimizer, or damaged; without this key and with strict=False the rest can "
             "be loaded"
         )
-    if value.is_complex() > own.is_complex():
+    if value.is_complex() > expected.is_complex():
         return f"must be real, got {value.dtype}"
-    if own.is_floating_point() or own.is_complex() or value.dtype == own.dtype or value.is_meta:
+    if (
+        expected.is_floating_point()
+        or expected.is_complex()
+        or value.dtype == expected.dtype
+        or value.is_meta
+    ):
         return ""
     is_integer = not value.is_floating_point() and value.dtype is not torch.bool
-    if not is_integer or not torch.equal(value.to(own.dtype).to(value.dtype), value):
-        return f"must be integers in the range of {own.dtype}, got {value.dtype}"
+    if not is_integer or not torch.equal(value.to(expected.dtype).to(value.dtype), value):
+        return f"must be integers in the range of {expected.dtype}, got {value.dtype}"
     return ""
 
 
-def copy_problem(value: Any, own: Tensor) -> str:
-    """Return why a value cannot be copied to `own`; "" if it can."""
-    return tensor_problem(value, own, tuple(own.shape))
+def copy_problem(value: Any, expected: Tensor) -> str:
+    """Return why a value cannot be copied to `expected`; "" if it can."""
+    return tensor_problem(value, expected, tuple(expected.shape))
 
 
-def hyper_problem(value: Any, own: Tensor) -> str:
+def hyper_problem(value: Any, expected: Tensor) -> str:
     """Return why a value cannot be the hyperparameters of an optimizer; "" if it can."""
-    problem = copy_problem(value, own)
-    if problem or value.is_meta or own.is_meta:
+    problem = copy_problem(value, expected)
+    if problem or value.is_meta or expected.is_meta:
         return problem
-    numbers, here = value.double().tolist(), own.tolist()
-    whole = (Hyper.STEP, Hyper.SEED)
-    for i, (number, known) in enumerate(zip(numbers, here, strict=True)):
+    numbers, expected_numbers = value.double().tolist(), expected.tolist()
+    integer_entries = (Hyper.STEP, Hyper.SEED)
+    for i, (number, expected_number) in enumerate(zip(numbers, expected_numbers, strict=True)):
         low = -1.0 if i == Hyper.SEED else 0.0
-        is_in_range = abs(number) < float("inf") and (number >= low or known < low)
-        if number != known and not (is_in_range and (i not in whole or number == int(number))):
+        is_in_range = abs(number) < float("inf") and (number >= low or expected_number < low)
+        if number != expected_number and not (
+            is_in_range and (i not in integer_entries or number == int(number))
+        ):
             name = Hyper(i).name.lower() if i < Hyper.OPTIMIZER_ARGS else f"number {i}"
-            kind = "an integer" if i in whole else "finite and"
+            kind = "an integer" if i in integer_entries else "finite and"
             return f"{name} must be {kind} >= {low:g}, got {number}"
     return ""
 
 
 def count_problems(state_dict: Mapping[str, Any], targets: Mapping[str, Tensor]) -> Iterator[str]:
-    """Yield what is wrong with entries of counts: as `entry_problems`, and none is negative."""
-    found = dict.fromkeys(entry_problems(state_dict, targets))
-    yield from found
+    """Yield one message per invalid entry of counts, which must not be negative."""
+    entry_errors = dict.fromkeys(entry_problems(state_dict, targets))
+    yield from entry_errors
     for key in targets:
-        if key in state_dict and not any(problem.startswith(f"{key}: ") for problem in found):
+        if key in state_dict and not any(
+            problem.startswith(f"{key}: ") for problem in entry_errors
+        ):
             value = state_dict[key]
             if not value.is_meta and not bool((value >= 0).all()):
                 yield f"{key}: counts must be >= 0, got {value}"
@@ -133,7 +144,7 @@ def count_problems(state_dict: Mapping[str, Any], targets: Mapping[str, Tensor])
 
 
 def number_problems(state_dict: Mapping[str, Any], key: str, below: int) -> Iterator[str]:
-    """Yield what is wrong with an entry of one integer in `[0, below)`."""
+    """Yield a message if the entry `key` is not one integer in `[0, below)`."""
     if key in state_dict:
         value = state_dict[key]
         problem = tensor_problem(value, torch.empty(0, dtype=torch.int64))
@@ -157,15 +168,15 @@ def key_problem(keys: Any, limit: int, size: int | None = None) -> str:
 
 
 def problems(module: nn.Module, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
-    """Yield what is wrong with the entries of a module and of all modules below it."""
-    for path, part in _parts(module, prefix):
-        if isinstance(part, ChecksState):
-            yield from part.state_problems(state_dict, path)
-        elif _is_plain(part):
-            yield from entry_problems(state_dict, own_tensors(part, path))
+    """Yield one message per invalid entry of a module and its descendants."""
+    for path, submodule in _modules_with_problems(module, prefix):
+        if isinstance(submodule, ChecksState):
+            yield from submodule.state_problems(state_dict, path)
+        elif _is_plain(submodule):
+            yield from entry_problems(state_dict, own_tensors(submodule, path))
 
 
-def _parts(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+def _modules_with_problems(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
     for name, part in module.named_modules():
         yield (f"{prefix}{name}." if name else prefix), part
 
@@ -189,11 +200,11 @@ def own_tensors(module: nn.Module, prefix: str) -> dict[str, Tensor]:
 def check_keys(expected: Iterable[str], state_dict: Mapping[str, Any]) -> None:
     """Raise RuntimeError where keys are missing or unexpected, before anything is written."""
     keys = set(expected)
-    missing, unexpected = sorted(keys - state_dict.keys()), sorted(state_dict.keys() - keys)
-    if missing or unexpected:
+    missing_names, unexpected = sorted(keys - state_dict.keys()), sorted(state_dict.keys() - keys)
+    if missing_names or unexpected:
         raise RuntimeError(
-            f"the state dict must have the keys of this module: missing are {missing}, unexpected "
-            f"{unexpected}; strict=False loads what there is"
+            f"the state dict must have the keys of this module: missing are {missing_names}, "
+            f"unexpected {unexpected}; strict=False loads what there is"
         )
 
 
@@ -208,15 +219,17 @@ def sources(
 
     Missing keys and unexpected keys are appended to the lists.
     """
-    given = [key.removeprefix(prefix) for key in state_dict if key.startswith(prefix)]
-    found = {key: state_dict[prefix + key] for key in given if key in targets}
-    missing_keys.extend(prefix + key for key in targets if key not in found)
-    unexpected_keys.extend(prefix + key for key in sorted(given) if key not in targets)
-    return found
+    names = [key.removeprefix(prefix) for key in state_dict if key.startswith(prefix)]
+    sources_by_name = {key: state_dict[prefix + key] for key in names if key in targets}
+    missing_keys.extend(prefix + key for key in targets if key not in sources_by_name)
+    unexpected_keys.extend(prefix + key for key in sorted(names) if key not in targets)
+    return sources_by_name
 
 
-def own(tensors: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors, copied where they share memory with their targets."""
+def without_shared_memory(
+    tensors: Mapping[str, Tensor], targets: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return the tensors; those that share memory with their target are copied."""
     return {
         key: tensor.clone() if tensor.data_ptr() == targets[key].data_ptr() else tensor
         for key, tensor in tensors.items()

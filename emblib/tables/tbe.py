@@ -90,13 +90,15 @@ class TableBatchedEmbeddingBags(FusedTables):
     """Number of distinct rows of the next batch, if the caller knows it: the sparse gradients of
     `External` then need no read from the device. A wrong number raises ValueError on the CPU."""
     row_cache: RowCache | None
-    state_prev_iter: Tensor  # of GlobalDecay
+    state_prev_iter: Tensor  # last step that updated each row, for GlobalDecay
     _memory: Memory
     _prefetcher: Prefetcher | None
     _reporting: Reporting | None
-    _forwards: int  # steps begun so far by training forwards, for optimizers that count them
+    _num_begun_steps: (
+        int  # steps that training forwards have begun, for optimizers with periodic updates
+    )
     _calls: ShortCalls | None = None
-    _applied_steps: int  # the value of `_forwards` at the last deferred step
+    _begun_steps_at_update: int  # `_num_begun_steps` at the last deferred update
 
     def __init__(
         self,
@@ -186,7 +188,9 @@ class TableBatchedEmbeddingBags(FusedTables):
         self._count_forwards_from_step()
 
     def _count_forwards_from_step(self) -> None:
-        self._forwards = self._applied_steps = 0 if self.hyperparams.is_meta else self.step
+        self._num_begun_steps = self._begun_steps_at_update = (
+            0 if self.hyperparams.is_meta else self.step
+        )
 
     def _draw(self, table: int, weight: Tensor) -> None:
         """Draw the initial values of a table."""
@@ -234,7 +238,7 @@ class TableBatchedEmbeddingBags(FusedTables):
         return out
 
     def _prepare_calls(self) -> ShortCalls:
-        """Prepare calls of the module in its present state."""
+        """Make the shared arguments of calls from the module's current tensors and options."""
         if autograd.updates_in_backward(self.optimizer):
             self._check_weights()
         cache = self._prefetcher
@@ -243,7 +247,7 @@ class TableBatchedEmbeddingBags(FusedTables):
         return calls
 
     def _current_calls(self) -> ShortCalls:
-        """Return the prepared calls of the module as it is now."""
+        """Return the prepared calls, remade if the module has changed."""
         calls = self._calls
         return calls if calls is not None and calls.are_of(self) else self._prepare_calls()
 
@@ -292,7 +296,7 @@ class TableBatchedEmbeddingBags(FusedTables):
         *,
         is_prefetch: bool = False,
     ) -> autograd.Lookup:
-        """Return the batch as the kernels take it: repaired offsets and bag layout."""
+        """Check a batch and return it as ops take it, with repaired offsets and bag layout."""
         if not self.include_last_offset:
             offsets = base.append_last_offset(indices, offsets)
         source = self if reading is None else reading
@@ -321,21 +325,21 @@ class TableBatchedEmbeddingBags(FusedTables):
         batch_sizes: Sequence[Sequence[int]] | None,
         sample_weights: Tensor | None,
     ) -> Tensor:
-        """Look up a batch in the only table, with other features and pooling, see `joint_step`."""
+        """Look up a batch in the only table with a reading's features and pooling."""
         return self._look_up(batch_id, batch_sizes, sample_weights, reading)
 
     @atomic
     def apply_joint(self, contributions: Sequence[autograd.Contribution]) -> None:
-        """Make one step with the sum of the gradients of several readings of the only table."""
+        """Apply one optimizer step with the summed gradients of several readings of the table."""
         table, tiers = self._memory.layout.offsets[0].feature(0), self._tiers()
         apply = joint_step.apply_contributions
         overflow = apply(tiers, self.optimizer, contributions, table, self._locate)
-        self._applied_steps = self._forwards
+        self._begun_steps_at_update = self._num_begun_steps
         if self._prefetcher is not None:
             self._prefetcher.used()
         if overflow is not None:  # for a GradScaler, see FusedOptimizer
-            before = self.grad_anchor.grad
-            self.grad_anchor.grad = overflow if before is None else before + overflow
+            grad_before = self.grad_anchor.grad
+            self.grad_anchor.grad = overflow if grad_before is None else grad_before + overflow
 
     def _look_up(
         self,
@@ -349,13 +353,13 @@ class TableBatchedEmbeddingBags(FusedTables):
             with self._lock:
                 self._before_forward(tiers)
         updates = autograd.updates_in_backward(self.optimizer)
-        read = self._read if updates else self._read_for_gradients
+        read_rows = self._read if updates else self._read_for_gradients
         if self._prefetcher is not None:
-            read_slots = partial(read, tiers, sample_weights=sample_weights)
+            read_slots = partial(read_rows, tiers, sample_weights=sample_weights)
             return self._prefetcher.look_up(
                 batch, tiers, batch_id, self._no_check(), read_slots, training=self.training
             )
-        return read(tiers, batch, sample_weights)
+        return read_rows(tiers, batch, sample_weights)
 
     def _read_for_gradients(
         self, tiers: autograd.Tiers, batch: autograd.Lookup, sample_weights: Tensor | None
@@ -407,11 +411,11 @@ class TableBatchedEmbeddingBags(FusedTables):
     def _gradient_parameters(
         self,
     ) -> tuple[Sequence[Tensor], Sequence[autograd.WeightOffset] | None]:
-        """Return the parameters that backward leaves gradients on, and where they lie."""
+        """Return the parameters that backward leaves gradients on, and their offsets in memory."""
         return [self.weights], None
 
     def _trained_features(self) -> Tensor:
-        """Return `features` without rows for frozen tables: their lookups are not grouped."""
+        """Return `features` without the rows of frozen tables: their lookups are not grouped."""
         trained = [t not in self._untrained for t in self.feature_tables]
         features = self.features.clone()
         features[:, FeatureColumn.ROWS] *= torch.tensor(trained, device=features.device)
@@ -444,16 +448,18 @@ class TableBatchedEmbeddingBags(FusedTables):
                 "Python, which the replay of a CUDA graph does not run; capture the rest of the "
                 "model, or choose an optimizer without one"
             )
-        self._forwards += 1
+        self._num_begun_steps += 1
         self._memory.verify()  # the hooks read whole tables
-        optimizer_hooks.before_forward(self.optimizer, self._forwards, tiers, self.table_views())
+        optimizer_hooks.before_forward(
+            self.optimizer, self._num_begun_steps, tiers, self.table_views()
+        )
 
     def _begins_step(self, batch: autograd.Lookup) -> bool:
         """Return whether this is a training forward, and the first one of a step."""
         if self._frozen or not trains_first(training=self.training):
             return False
         every_forward_does = not self.optimizer.deferred and batch.joint is None
-        return every_forward_does or self._forwards == self._applied_steps
+        return every_forward_does or self._num_begun_steps == self._begun_steps_at_update
 
     def _locate(self, groups: tbe.Groups) -> autograd.RowLocations:
         if self._prefetcher is None:
@@ -462,7 +468,7 @@ class TableBatchedEmbeddingBags(FusedTables):
 
     def _apply_gradients(self) -> None:
         super()._apply_gradients()
-        self._applied_steps = self._forwards
+        self._begun_steps_at_update = self._num_begun_steps
         if self._prefetcher is not None:
             self._prefetcher.used()
 
@@ -513,7 +519,7 @@ class TableBatchedEmbeddingBags(FusedTables):
             prefetcher.prefetch(batch, self._tiers(), batch_id, self._no_check())
 
     def _no_check(self) -> BatchCheck:
-        """Return no check, for a batch that `_batch` has checked."""
+        """Return the check that does nothing, for a batch that `_batch` has checked."""
         return BatchCheck(None, self.bounds_violations)
 
     def flush(self) -> None:
@@ -556,7 +562,7 @@ class TableBatchedEmbeddingBags(FusedTables):
     def set_step(self, step: int) -> None:
         """Continue counting from `step` (>= 0): what bias corrections and row counters see."""
         super().set_step(step)
-        self._forwards = self._applied_steps = step
+        self._num_begun_steps = self._begun_steps_at_update = step
 
     def table_weights(self) -> list[Tensor]:
         """Return the tables as `[rows, dim]` views: writing to one writes to the module.
@@ -609,7 +615,7 @@ class TableBatchedEmbeddingBags(FusedTables):
         reporting.step += 1
 
     def _tiers(self) -> autograd.Tiers:
-        """Return all memory of the module as the ops take it."""
+        """Return weights, optimizer states and hyperparameters, in the form that ops take."""
         weights, states = self._memory.all_tiers(self._device_weights(), self._states())
         if self.row_cache is not None:
             weights.append(self.row_cache.weights)
@@ -629,7 +635,7 @@ class TableBatchedEmbeddingBags(FusedTables):
 
     @contextlib.contextmanager
     def overwriting(self) -> Iterator[None]:
-        """Overwrite tables inside, bypassing the cache, which is emptied."""
+        """Empty the cache, and allow writes to tables inside this context."""
         with self._lock, self._memory.writing_everything(self.hyperparams):
             # Not before the disk tier is ready: a full disk must not drop cached updates.
             if self._prefetcher is not None:
@@ -659,18 +665,18 @@ class TableBatchedEmbeddingBags(FusedTables):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *arguments: Any
     ) -> None:
-        metadata, _, missing, unexpected, errors = arguments
+        metadata, _, missing_names, unexpected, errors = arguments
         if state_dicts.refuses(self, state_dict, prefix, errors):
             return
         targets = self._checkpoint()
-        sources = state_dicts.sources(targets, state_dict, prefix, missing, unexpected)
+        sources = state_dicts.sources(targets, state_dict, prefix, missing_names, unexpected)
         if not sources:
             return
         if len(sources) < len(targets):
             self._memory.verify()
         if self._prefetcher is not None and len(sources) < len(targets):
             # Entries missing from the checkpoint keep their values, those in the cache included.
-            sources = state_dicts.own(sources, targets)
+            sources = state_dicts.without_shared_memory(sources, targets)
             self.flush()
         if "hyper" in sources:
             hyperparameters.adopt(self, sources["hyper"])
@@ -719,7 +725,7 @@ class TableBatchedEmbeddingBags(FusedTables):
 
     def extra_repr(self) -> str:
         """Describe tables, optimizer and options."""
-        parts = [super().extra_repr()]
+        fields = [super().extra_repr()]
         if self.row_cache is not None:
-            parts.append(brief(self.cache))
-        return ", ".join(parts)
+            fields.append(brief(self.cache))
+        return ", ".join(fields)

@@ -1,4 +1,10 @@
-"""Tables stored as tensor-train cores, with the optimizer fused into the backward pass."""
+"""Tables stored as tensor-train cores, with the optimizer fused into backward.
+
+A forward maps ids to keys (digits of the cores), groups the batch, computes each distinct row once
+as left half times right half, and pools. Backward forms the gradient of each distinct row, of the
+halves, then of the cores, and updates every core row that contributed. The ops are in
+`emblib.ops.tt`.
+"""
 
 from __future__ import annotations
 
@@ -40,17 +46,19 @@ from emblib.tt.shapes import check_ranks
 from emblib.tt.work import TTWork
 
 _LOG = logging.getLogger(__name__)
-_DENSE_CHUNK = 1 << 16  # rows made at a time by to_dense
-_ASSIGN = "assign_to_params_buffers"  # of a module's metadata, by load_state_dict(assign=True)
+_DENSE_CHUNK = 1 << 16  # rows that to_dense computes at a time
+_ASSIGN = "assign_to_params_buffers"  # metadata key that load_state_dict(assign=True) sets
 
 
 class Cores(nn.ParameterList):
-    """The cores; loading a state dict copies into these parameters and never replaces them."""
+    """The cores as a `ParameterList`; loading copies into these parameters, never replaces them."""
 
     def as_list(self) -> list[nn.Parameter]:
         """Return the cores; iterating over a `ParameterList` is slow."""
-        own: Any = list(self._parameters.values())
-        return own if len(own) == len(self) else list(self)  # those that are computed are elsewhere
+        cores: Any = list(self._parameters.values())
+        return (
+            cores if len(cores) == len(self) else list(self)
+        )  # those that are computed are elsewhere
 
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, local_metadata: Any, *arguments: Any
@@ -59,12 +67,12 @@ class Cores(nn.ParameterList):
             super()._load_from_state_dict(state_dict, prefix, _copying(local_metadata), *arguments)
 
     def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
-        """Yield what is wrong with the entries of the cores."""
+        """Yield one message per invalid entry of the cores in a state dict."""
         return state_dicts.entry_problems(state_dict, state_dicts.own_tensors(self, prefix))
 
 
 def _copying(metadata: dict[str, Any]) -> dict[str, Any]:
-    """Return the metadata of a load that copies values, whatever `assign` says."""
+    """Return the metadata of a load without `assign`: values are copied."""
     return {key: value for key, value in metadata.items() if key != _ASSIGN}
 
 
@@ -85,8 +93,8 @@ class TableBatchedTTEmbeddingBags(FusedTables):
         feature_tables: the table of each feature; by default feature i reads table i.
         init: "gaussian", "uniform", "sampled_gaussian" (TT-Rec's) or "approx_uniform"; all give
             rows the standard deviation 1/sqrt(3 * rows), that of a dense table's uniform start.
-            FBTT-Embedding's five, with the scales that they have there, are "fbtt:uniform",
-            "fbtt:naive-uniform", "fbtt:normal", "fbtt:approx-uniform" and "fbtt:approx-normal".
+            "positive_uniform", "unscaled_uniform", "unscaled_normal", "saw_tooth" and
+            "unscaled_sampled_gaussian" are FBTT-Embedding's, with its scales, to compare runs.
         precision: dtypes of cores (`weights`), output and optimizer state, how updates of cores are
             rounded, and how exact products are on a GPU (`matmul`); rows and sums are float32 in
             any case. On the CPU products are float32 whatever `matmul` says, which is logged.
@@ -195,23 +203,23 @@ class TableBatchedTTEmbeddingBags(FusedTables):
         ]
 
     def _key_feature(self, table: int, column: int) -> FeatureRow:
-        """Return the row of `features` of the keys of a table."""
+        """Return a table's row of `features` for ops that take keys."""
         spec = self.tables[table]
-        first = self.core_layout.tables[table][TTTableColumn.FIRST_KEY]
+        first_key = self.core_layout.tables[table][TTTableColumn.FIRST_KEY]
         rows = math.prod(spec.row_factors)
-        return FeatureRow(row_base=first, rows=rows, dim=spec.dim, column=column)
+        return FeatureRow(row_base=first_key, rows=rows, dim=spec.dim, column=column)
 
     def _id_feature(self, table: int, column: int) -> FeatureRow:
-        """Return the row of `features` of the indices of a table, for the bounds check."""
+        """Return a table's row of `features` for the bounds check, which takes ids."""
         spec = self.tables[table]
         return FeatureRow(rows=spec.rows, dim=spec.dim, column=column)
 
     def _row_feature(self, table: int, column: int) -> FeatureRow:
-        """Return the row of `features` of the rows that a GPU makes of a table."""
+        """Return a table's row of `features` for the computed rows that a GPU pools."""
         return tt.row_feature(self.core_layout, self.tables[table].dim, column)
 
     def _ids(self) -> dict[str, Tensor]:
-        """Return how row ids become keys, by table and by feature."""
+        """Return the buffers `table_ids` and `feature_table_ids`, which map row ids to keys."""
         ids = torch.tensor(self.core_layout.tables, dtype=torch.int64, device="cpu")
         by_feature = ids[torch.tensor(self.feature_tables, dtype=torch.int64, device="cpu")]
         return {"table_ids": ids, "feature_table_ids": by_feature}
@@ -236,12 +244,12 @@ class TableBatchedTTEmbeddingBags(FusedTables):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *arguments: Any
     ) -> None:
-        """Load the states; the cores, which are loaded next, are loaded only if they fit.
+        """Load the optimizer states; torch then loads the cores, which are checked here as well.
 
-        Values are copied, with `assign=True` too: a module on `meta` moves to their device.
+        Values are copied, also with `assign=True`: a module on `meta` moves to their device.
         """
-        metadata, *rest = arguments
-        missing: list[str] = arguments[2]
+        metadata, *other_arguments = arguments
+        missing_names: list[str] = arguments[2]
         if state_dicts.refuses(self, state_dict, prefix, arguments[4]):
             return
         keys = [f"{prefix}cores.{k}" for k in range(len(self.cores))]
@@ -251,14 +259,14 @@ class TableBatchedTTEmbeddingBags(FusedTables):
             and all(key in state_dict for key in keys)
         ):
             self.to_empty(device=state_dict[keys[0]].device)
-        super()._load_from_state_dict(state_dict, prefix, _copying(metadata), *rest)
-        if f"{prefix}cores.0" in state_dict and f"{prefix}{layout_entry.NAME}" in missing:
-            missing.remove(
+        super()._load_from_state_dict(state_dict, prefix, _copying(metadata), *other_arguments)
+        if f"{prefix}cores.0" in state_dict and f"{prefix}{layout_entry.NAME}" in missing_names:
+            missing_names.remove(
                 f"{prefix}{layout_entry.NAME}"
             )  # the shapes of the cores identify the layout
 
     def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
-        """Yield what is wrong with the entries of the module."""
+        """Yield one message per invalid entry of the module in a state dict."""
         problem = layout_entry.problem(state_dict, prefix, self.tables, self.cores)
         if problem:
             yield problem
@@ -266,7 +274,7 @@ class TableBatchedTTEmbeddingBags(FusedTables):
             yield from super().state_problems(state_dict, prefix)
 
     def set_trained(self, parameter: nn.Parameter, *, trained: bool) -> None:
-        """Train the cores of a table from the next forward on, or freeze them: all, or none."""
+        """Train a core from the next forward on, or freeze it; a table's cores must agree."""
         numbers = self._numbers_of(parameter)
         self.frozen_cores = self.frozen_cores - numbers if trained else self.frozen_cores | numbers
         self._untrained = frozenset(
@@ -275,11 +283,11 @@ class TableBatchedTTEmbeddingBags(FusedTables):
         self._frozen = len(self._untrained) == len(self.tables)
 
     def _numbers_of(self, parameter: nn.Parameter) -> frozenset[int]:
-        """Return the numbers of the cores that a parameter has."""
+        """Return the indices in `cores` of a parameter: one core, or none."""
         return frozenset(k for k, core in enumerate(self.cores) if core is parameter)
 
     def core_numbers(self, table: int) -> range:
-        """Return the numbers of the cores of a table."""
+        """Return the indices in `cores` of a table."""
         return range(len(self.cores))[self.core_layout.cores_of(table)]
 
     def _check_frozen(self) -> None:
@@ -372,7 +380,7 @@ class TableBatchedTTEmbeddingBags(FusedTables):
         )
 
     def _prepare_calls(self, cores: list[Any]) -> ShortTrainCalls:
-        """Prepare calls of the module as it is now."""
+        """Make the shared arguments of calls from the module's current tensors and options."""
         if autograd.updates_in_backward(self.optimizer) and torch.is_grad_enabled():
             self._check_in_place(cores)
         self._calls = ShortTrainCalls(self, cores)
@@ -394,7 +402,7 @@ class TableBatchedTTEmbeddingBags(FusedTables):
     def _batch(
         self, indices: Tensor, offsets: Tensor, batch_sizes: Sequence[Sequence[int]] | None
     ) -> tt.TTLookup:
-        """Return the batch as the ops take it: repaired offsets and bag layout."""
+        """Check a batch and return it as ops take it, with repaired offsets and bag layout."""
         bag_layout, output_dim = self.layout_of_bags(offsets, batch_sizes, indices.device)
         return tt.TTLookup(
             self.core_layout,
@@ -492,23 +500,23 @@ class TableBatchedTTEmbeddingBags(FusedTables):
         keys = torch.ops.emblib.tt_keys(
             batch.indices, batch.offsets, batch.bag_layout, batch.feature_tables
         )
-        features, found = len(self.feature_tables), []
+        features, works = len(self.feature_tables), []
         even = [[(batch.offsets.numel() - 1) // features]] * features
         bags = [0, *accumulate(map(sum, batch_sizes or even))]
         by_feature = keys.split(batch.offsets[bags].diff().tolist())
         for t, spec in enumerate(self.tables):
             readers = [f for f, table in enumerate(self.feature_tables) if table == t]
-            own = torch.cat([keys[:0], *(by_feature[f] for f in readers)])
-            own = own[own >= 0].unique()
+            table_keys = torch.cat([keys[:0], *(by_feature[f] for f in readers)])
+            table_keys = table_keys[table_keys >= 0].unique()
             rights = math.prod(spec.row_factors[1 if len(spec.row_factors) == 2 else 2 :])
-            halves = [half.unique().numel() for half in (own // rights, own % rights)]
-            distinct = own.numel(), halves[0], halves[1]
-            found.append(TTWork.of(spec.dim_factors, spec.full_ranks, distinct))
-        return found
+            halves = [half.unique().numel() for half in (table_keys // rights, table_keys % rights)]
+            distinct = table_keys.numel(), halves[0], halves[1]
+            works.append(TTWork.of(spec.dim_factors, spec.full_ranks, distinct))
+        return works
 
     @property
     def compression(self) -> float:
-        """Return the number of values of the dense tables over those of the cores."""
+        """Return (values of the dense tables) / (values of the cores)."""
         dense = sum(spec.rows * spec.dim for spec in self.tables)
         return dense / sum(core.numel() for core in self.cores)
 
@@ -612,7 +620,7 @@ class TTEmbeddingBag(TableBatchedTTEmbeddingBags):
             torch.Size([1, 16])
         """
         dtype = getattr(options.get("precision"), "weights", torch.float32)
-        made = decompose(
+        decomposed = decompose(
             weight,
             spec,
             ranks=ranks,
@@ -622,9 +630,9 @@ class TTEmbeddingBag(TableBatchedTTEmbeddingBags):
             dtype=dtype,
         )
         with torch.random.fork_rng(devices=[]):  # the cores that it draws are overwritten
-            bag = cls(made.spec, optimizer, **{"device": weight.device, **options})
+            bag = cls(decomposed.spec, optimizer, **{"device": weight.device, **options})
         with torch.no_grad():
-            for core, value in zip(bag.cores, made.cores, strict=True):
+            for core, value in zip(bag.cores, decomposed.cores, strict=True):
                 core.copy_(value)
         return bag
 
@@ -678,9 +686,9 @@ class TTEmbeddingBag(TableBatchedTTEmbeddingBags):
 
 
 def join_blocks(blocks: Iterable[Tensor], rows: int, dim: int, device: torch.device) -> Tensor:
-    """Return blocks of rows as one float32 matrix `[rows, dim]`, and no more than one block."""
-    dense, first = torch.empty(rows, dim, device=device), 0
+    """Copy blocks of rows into one float32 matrix `[rows, dim]`; one block at a time in memory."""
+    dense, first_row = torch.empty(rows, dim, device=device), 0
     for block in blocks:
-        dense[first : first + len(block)] = block
-        first += len(block)
+        dense[first_row : first_row + len(block)] = block
+        first_row += len(block)
     return dense

@@ -1,9 +1,9 @@
 """Calls of tensor-train tables as one op per pass, with arguments that are prepared once.
 
-Forward is one op, which checks the batch and looks it up, and backward one, which counts the step
-and updates the cores. What a step needs of its lookup (grouping, plan, values of halves) goes from
-one to the other as tensors that nothing else reads. `emblib.ops.tt` serves every call that needs
-more: the bits are the same.
+Forward is one op, which checks the batch and looks it up; backward is one op, which counts the step
+and updates the cores. Forward returns the grouping, the plan and the values of left halves as
+tensors, and autograd saves them for backward. `emblib.ops.tt` serves all other calls, with the same
+bits.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _IGNORE = codes.BOUNDS_CHECK["ignore"]
 
 
 class TrainBatch(NamedTuple):
-    """The batch of a call: ids, offsets and sample weights, and where unequal bags go."""
+    """A batch: ids `[L]`, offsets, sample weights `[L]`, and `bag_layout` if batch sizes differ."""
 
     indices: Tensor
     offsets: Tensor
@@ -46,9 +46,9 @@ class TrainBatch(NamedTuple):
 
 
 class ShortTrainCalls:
-    """The arguments that the calls of a module share, as long as its tensors and options stay.
+    """Arguments that all calls of a module share, until its tensors or options change.
 
-    `suit` says whether backward updates the cores, and nothing else happens. A copy or pickle of
+    `suit` is whether calls need nothing but updates of the cores in backward. A copy or pickle of
     this object is None: the copy of a module makes its own.
     """
 
@@ -84,7 +84,7 @@ class ShortTrainCalls:
         return type(None), ()
 
     def are_of(self, module: TableBatchedTTEmbeddingBags, cores: list[Any]) -> bool:
-        """Return whether the tensors and options of a module are those of its last call."""
+        """Return whether a module still has the tensors and options of its last call."""
         buffers = module._buffers
         return (
             self._optimizer is module.optimizer
@@ -103,11 +103,10 @@ class ShortTrainCalls:
         offsets: Tensor,
         sample_weights: Tensor | None,
     ) -> bool:
-        """Return whether a call with these arguments alone can take this path.
+        """Return whether a call with these arguments can take this path.
 
-        It cannot where a mode or transform of torch is to see every op, where a gradient of the
-        sample weights is wanted, where tables are frozen or share cores, and for batches that the
-        CPU looks up in chunks.
+        False if a mode or transform of torch must see every op, sample weights need a gradient,
+        tables are frozen or share cores, or the CPU looks the batch up in chunks.
         """
         return (
             self.suit
@@ -145,7 +144,7 @@ class ShortTrainCalls:
     def look_up(
         self, module: TableBatchedTTEmbeddingBags, batch: TrainBatch, num_saved: int
     ) -> list[Tensor]:
-        """Return the output, what backward needs if `num_saved` >= 0, and last valid offsets."""
+        """Return [output, tensors for backward if `num_saved` >= 0 ..., repaired offsets]."""
         mode = self._mode
         warns = self._is_cuda and self._bounds_check is BoundsCheck.WARNING
         if warns and is_repeated():
@@ -190,25 +189,25 @@ class ShortTrainCalls:
         return results
 
     def saved_of(self, indices: Tensor) -> int:
-        """Return how many left-half values a lookup keeps for backward."""
+        """Return how many values of left halves a lookup saves for backward."""
         return min(indices.numel(), self._max_saved)
 
     def versions(self) -> tuple[int, ...]:
-        """Return what tells whether the cores have changed."""
+        """Return the versions of the cores, which differ after any change."""
         return tuple(map(_versions_of, self._cores))
 
     def update(
         self,
         grad: Tensor,
         batch: TrainBatch,
-        kept: list[Tensor],
+        saved: list[Tensor],
         is_finite: Tensor | None,
         *,
         is_stale: bool,
     ) -> None:
-        """Make one step with the gradient of an output; none if `is_finite` is false.
+        """Apply one optimizer step with the gradient of an output; none if `is_finite` is false.
 
-        `is_stale` says that the cores have changed since the lookup.
+        `is_stale`: the cores have changed since the lookup, so saved values are computed again.
         """
         torch.autograd.graph.increment_version(self._cores)  # first, lest an interrupt omit it
         _backward_(
@@ -223,7 +222,7 @@ class ShortTrainCalls:
             batch.bag_layout,
             batch.sample_weights,
             self._pooling,
-            kept,
+            saved,
             *self._shape,
             is_stale,
             self._matmul,
@@ -243,9 +242,9 @@ class ShortTTLookup(torch.autograd.Function):
         batch: TrainBatch,
     ) -> Tensor:
         """Return `[B, output_dim]`, or `[L, dim]` for NONE."""
-        out, *kept, offsets = calls.look_up(module, batch, calls.saved_of(batch.indices))
+        out, *saved, offsets = calls.look_up(module, batch, calls.saved_of(batch.indices))
         ctx.calls, ctx.versions, ctx.output_dim = calls, calls.versions(), batch.output_dim
-        ctx.save_for_backward(batch.indices, offsets, *batch[2:4], *kept)
+        ctx.save_for_backward(batch.indices, offsets, *batch[2:4], *saved)
         return out
 
     @staticmethod
@@ -253,14 +252,14 @@ class ShortTTLookup(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Apply the optimizer to every core."""
         calls: ShortTrainCalls = ctx.calls
-        indices, offsets, sample_weights, bag_layout, *kept = ctx.saved_tensors
+        indices, offsets, sample_weights, bag_layout, *saved = ctx.saved_tensors
         batch = TrainBatch(indices, offsets, sample_weights, bag_layout, ctx.output_dim)
         scale, overflow, is_finite = scale_of_backward(), None, None
         if scale is not None:
-            grad, is_finite = found = unscaled(grad, scale)
-            overflow = found.overflow()
+            grad, is_finite = unscaled_gradient = unscaled(grad, scale)
+            overflow = unscaled_gradient.overflow()
         is_stale = ctx.versions != calls.versions()
-        calls.update(grad, batch, kept, is_finite, is_stale=is_stale)
+        calls.update(grad, batch, saved, is_finite, is_stale=is_stale)
         return overflow, None, None, None
 
 

@@ -1,12 +1,13 @@
 """Make tensor-train cores from a dense table: TT-SVD, and a fit weighted by access counts.
 
-The table is cut at each rank in turn: the matrix of what is left of the cut by what is right of it
-is replaced by its best approximation of that rank (Oseledets, 2011). The squared errors of the cuts
-add up, so the result is within `sqrt(cores - 1)` of the best tensor train of these ranks.
+The table is cut at each rank in turn: a matrix with the digits left of the cut as rows and those
+right of it as columns is replaced by its best approximation of that rank (Oseledets, 2011). The
+squared errors of the cuts add up, so the result is within `sqrt(cores - 1)` of the best tensor
+train of these ranks.
 
-Singular vectors are eigenvectors of the Gram matrix of the shorter side. The first cut, the only
-one of the size of the table, reads it in chunks; what is left after it is smaller by
-`rank / (p[0] * q[0])`. So there is never a second copy of the table.
+Singular vectors are eigenvectors of the Gram matrix of the shorter side. Only the
+first cut has the size of the table, which it reads in chunks; the remainder is smaller by a factor
+of `rank / (p[0] * q[0])`. So there is never a second copy of the table.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from emblib.tt import shapes
 _LOG = logging.getLogger(__name__)
 _CHUNK_BYTES = 64 << 20
 _FIT_SWEEPS = 3
-_RIDGE = 1e-6  # of the mean squared regressor, where few counted rows determine a slice
+_RIDGE = 1e-6  # times the mean squared regressor: few counted rows may determine a slice
 
 
 class Decomposition(NamedTuple):
@@ -84,26 +85,30 @@ def decompose(
     check_float_dtype("dtype", dtype)
     rows, dim = weight.shape
     if nbytes is not None:
-        given = TTSpec.for_bytes(rows, dim, nbytes, like=spec, dtype=dtype)
+        initial_spec = TTSpec.for_bytes(rows, dim, nbytes, like=spec, dtype=dtype)
     elif spec is None:
-        given = TTSpec(rows, dim, (1,) * (2 if ranks is None else len(ranks)))
+        initial_spec = TTSpec(rows, dim, (1,) * (2 if ranks is None else len(ranks)))
     else:
-        given = spec
-    most = shapes.most_ranks(given.row_factors, given.dim_factors)
-    wanted = most if error is not None else tuple(ranks if ranks is not None else given.ranks)
-    limits = [min(rank, top) for rank, top in zip(wanted, most, strict=True)]
-    cut = _Cuts(weight, given, limits, error)
+        initial_spec = spec
+    max_ranks = shapes.most_ranks(initial_spec.row_factors, initial_spec.dim_factors)
+    wanted_ranks = (
+        max_ranks
+        if error is not None
+        else tuple(ranks if ranks is not None else initial_spec.ranks)
+    )
+    limits = [min(rank, top) for rank, top in zip(wanted_ranks, max_ranks, strict=True)]
+    cut = _Cuts(weight, initial_spec, limits, error)
     cores = cut.cores()
-    made = replace(given, ranks=cut.ranks)
+    cut_spec = replace(initial_spec, ranks=cut.ranks)
     if counts is not None and float(counts.sum()) > 0:
         for _ in range(_FIT_SWEEPS):
-            cores = _fit_outer(weight, made, cores, counts)
+            cores = _fit_outer(weight, cut_spec, cores, counts)
     cores = [core.to(dtype).float() for core in cores]
-    result = _measured(weight, made, cores, counts)
+    result = _measured(weight, cut_spec, cores, counts)
     hot = "" if result.hot_error is None else f", of the hottest 1% of rows {result.hot_error:.3g}"
     _LOG.info(
         "made a tensor train of ranks %s from a %d x %d table: relative error %.3g%s",
-        made.ranks,
+        cut_spec.ranks,
         rows,
         dim,
         result.error,
@@ -144,7 +149,7 @@ def _check(
 
 
 class _Cuts:
-    """TT-SVD of one table. `limits` are the largest ranks; `error` may ask for smaller ones."""
+    """TT-SVD of one table: `limits` bound the ranks, `error` (relative) may choose smaller ones."""
 
     def __init__(
         self, weight: Tensor, spec: TTSpec, limits: Sequence[int], error: float | None
@@ -157,23 +162,23 @@ class _Cuts:
         self.ranks: tuple[int, ...] = ()
 
     def cores(self) -> list[Tensor]:
-        """Return the cores, and set `ranks`."""
+        """Cut the table into cores `[p[k], R[k] * q[k] * R[k + 1]]`, and set `ranks`."""
         p, q = self._spec.row_factors, self._spec.dim_factors
         basis = self._basis(self._gram_of_first(), self._limits[0])
         rank = basis.size(1)
-        rest = self._project(basis)  # [rank, prod(p[1:]), prod(q[1:])]
+        remainder = self._project(basis)  # [rank, prod(p[1:]), prod(q[1:])]
         cores, ranks = [_core(basis, p[0], 1, q[0])], [rank]
         for k in range(1, len(p) - 1):
             right_rows, right_columns = math.prod(p[k + 1 :]), math.prod(q[k + 1 :])
-            matrix = rest.view(rank, p[k], right_rows, q[k], right_columns)
+            matrix = remainder.view(rank, p[k], right_rows, q[k], right_columns)
             matrix = matrix.permute(1, 0, 3, 2, 4).reshape(p[k] * rank * q[k], -1)
             left, right = self._split(matrix, self._limits[k])
             cores.append(left.reshape(p[k], -1).float())
-            rest, rank = right.reshape(-1, right_rows, right_columns), left.size(1)
+            remainder, rank = right.reshape(-1, right_rows, right_columns), left.size(1)
             ranks.append(rank)
-        last = rest.permute(1, 0, 2).reshape(p[-1], -1)
+        last_core = remainder.permute(1, 0, 2).reshape(p[-1], -1)
         self.ranks = tuple(ranks)
-        return [*cores, last.float().contiguous()]
+        return [*cores, last_core.float().contiguous()]
 
     def _gram_of_first(self) -> Tensor:
         """Return the Gram matrix of (first row digit, first column digit), in float64."""
@@ -191,14 +196,14 @@ class _Cuts:
         p, q = self._spec.row_factors, self._spec.dim_factors
         rank, inner = basis.size(1), math.prod(q[1:])
         shape = rank, math.prod(p[1:]), inner
-        rest = torch.empty(shape, dtype=torch.float32, device=basis.device)
+        projected = torch.empty(shape, dtype=torch.float32, device=basis.device)
         begin, turned = 0, basis.T.float()
         for digits, values in _slices(self._weight, self._spec):
             columns = values.float().view(p[0], digits, q[0], inner)
             unfolded = columns.permute(0, 2, 1, 3).reshape(p[0] * q[0], digits * inner)
-            rest[:, begin : begin + digits] = (turned @ unfolded).view(rank, digits, inner)
+            projected[:, begin : begin + digits] = (turned @ unfolded).view(rank, digits, inner)
             begin += digits
-        return rest
+        return projected
 
     def _split(self, matrix: Tensor, limit: int) -> tuple[Tensor, Tensor]:
         """Return factors `[rows, rank]` and `[rank, columns]` of a matrix."""
@@ -234,55 +239,65 @@ def _core(basis: Tensor, p: int, rank: int, q: int) -> Tensor:
 
 
 def _chunks(weight: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Yield the first row and the rows of pieces of a table."""
+    """Yield (first row, rows) of chunks of a table."""
     step = max(1, _CHUNK_BYTES // (8 * weight.size(1)))
     for begin in range(0, weight.size(0), step):
         yield begin, weight[begin : begin + step].detach()
 
 
 def _slices(weight: Tensor, spec: TTSpec) -> Iterator[tuple[int, Tensor]]:
-    """Yield pieces of the table of all first digits: their other digits, and `[p[0] * digits, D]`.
+    """Yield chunks with all first row digits: (first inner row, values `[p[0] * n, D]`).
 
-    Rows that only the factors make are zero.
+    Rows beyond the table, which only the factors have, are zeros.
     """
-    p0, others = spec.row_factors[0], math.prod(spec.row_factors[1:])
-    step = max(1, min(others, _CHUNK_BYTES // (8 * p0 * spec.dim)))
-    first = torch.arange(p0, device=weight.device).unsqueeze(1) * others
-    for begin in range(0, others, step):
-        digits = min(step, others - begin)
-        rows = (first + torch.arange(begin, begin + digits, device=weight.device)).view(-1)
+    p0, inner_rows = spec.row_factors[0], math.prod(spec.row_factors[1:])
+    step = max(1, min(inner_rows, _CHUNK_BYTES // (8 * p0 * spec.dim)))
+    first_row = torch.arange(p0, device=weight.device).unsqueeze(1) * inner_rows
+    for begin in range(0, inner_rows, step):
+        digits = min(step, inner_rows - begin)
+        rows = (first_row + torch.arange(begin, begin + digits, device=weight.device)).view(-1)
         values = weight.detach()[_ids(spec, rows.clamp(max=spec.rows - 1))]
         yield digits, values.masked_fill_((rows >= spec.rows).unsqueeze(1), 0.0)
 
 
 def _ids(spec: TTSpec, rows: Tensor) -> Tensor:
-    """Return the ids that have these rows of the tensor train."""
+    """Map rows of the tensor train to ids, the inverse of `_rows`."""
     multiplier, offset = shapes.inverse(spec.permutation, spec.rows)
     return (multiplier * rows + offset) % spec.rows
 
 
 def _rows(spec: TTSpec, ids: Tensor) -> Tensor:
-    """Return the rows of the tensor train that these ids have."""
+    """Map ids to rows of the tensor train: permuted if the spec says so."""
     multiplier, offset = spec.permutation
     return (multiplier * ids + offset) % spec.rows
 
 
-def _parts(cores: Sequence[Tensor], spec: TTSpec, rows: Tensor, first: int, end: int) -> Tensor:
-    """Return the product of cores `first` to `end` for rows: `[L, R_first, columns, R_end]`."""
-    full, q = spec.full_ranks, spec.dim_factors
-    found = torch.eye(full[first], device=rows.device).expand(rows.numel(), -1, -1).unsqueeze(2)
-    for k in range(first, end):
+def _core_products(
+    cores: Sequence[Tensor], spec: TTSpec, rows: Tensor, first_core: int, end_core: int
+) -> Tensor:
+    """Multiply cores `first_core` to `end_core - 1` of rows int64 `[L]`.
+
+    Returns:
+        `[L, R[first_core], product of their q, R[end_core]]`.
+    """
+    full_ranks, q = spec.full_ranks, spec.dim_factors
+    products = (
+        torch.eye(full_ranks[first_core], device=rows.device)
+        .expand(rows.numel(), -1, -1)
+        .unsqueeze(2)
+    )
+    for k in range(first_core, end_core):
         digit = rows // math.prod(spec.row_factors[k + 1 :]) % spec.row_factors[k]
-        core = cores[k][digit].view(rows.numel(), full[k], q[k], full[k + 1])
-        found = torch.einsum("lacr,lrqs->lacqs", found, core).flatten(2, 3)
-    return found
+        core = cores[k][digit].view(rows.numel(), full_ranks[k], q[k], full_ranks[k + 1])
+        products = torch.einsum("lacr,lrqs->lacqs", products, core).flatten(2, 3)
+    return products
 
 
 def _fit_outer(weight: Tensor, spec: TTSpec, cores: list[Tensor], counts: Tensor) -> list[Tensor]:
     """Fit the last core to the weighted rows, then the first.
 
-    Given the others, a slice of an outer core is the solution of a least-squares problem of its
-    own rows, with as many unknowns per column as the rank has.
+    Given the other cores, a slice of an outer core is the solution of a least-squares problem over
+    its own rows, with `rank` unknowns per column.
     """
     for outer in (len(cores) - 1, 0):
         rank = spec.full_ranks[1] if outer == 0 else spec.full_ranks[-2]
@@ -293,22 +308,30 @@ def _fit_outer(weight: Tensor, spec: TTSpec, cores: list[Tensor], counts: Tensor
             rows, values, scale = _rows(spec, ids), chunk[0].double(), chunk[1].double()
             if outer == 0:
                 digit = rows // math.prod(spec.row_factors[1:])
-                known = _parts(cores, spec, rows, 1, len(cores)).squeeze(3).double()  # [L, r, c]
+                inner_products = (
+                    _core_products(cores, spec, rows, 1, len(cores)).squeeze(3).double()
+                )  # [L, r, c]
                 columns = values.view(rows.numel(), q, -1).transpose(1, 2)  # [L, c, q]
             else:
                 digit = rows % p
-                known = _parts(cores, spec, rows, 0, outer).squeeze(1).transpose(1, 2).double()
+                inner_products = (
+                    _core_products(cores, spec, rows, 0, outer).squeeze(1).transpose(1, 2).double()
+                )
                 columns = values.view(rows.numel(), -1, q)
-            weighted = known * scale.view(-1, 1, 1)
-            gram.index_add_(0, digit, weighted @ known.transpose(1, 2))
+            weighted = inner_products * scale.view(-1, 1, 1)
+            gram.index_add_(0, digit, weighted @ inner_products.transpose(1, 2))
             target.index_add_(0, digit, weighted @ columns)
         mean = gram.diagonal(dim1=1, dim2=2).mean(1)
         ridge = torch.where(mean > 0, mean * _RIDGE, 1.0).view(-1, 1, 1)
         eye = torch.eye(rank, dtype=torch.float64, device=weight.device)
-        before = cores[outer].double()
-        before = before.view(p, q, rank).transpose(1, 2) if outer == 0 else before.view(p, rank, q)
+        core_before = cores[outer].double()
+        core_before = (
+            core_before.view(p, q, rank).transpose(1, 2)
+            if outer == 0
+            else core_before.view(p, rank, q)
+        )
         # Towards the core as it was, where no counted row says otherwise.
-        fitted = torch.linalg.solve(gram + ridge * eye, target + ridge * before)
+        fitted = torch.linalg.solve(gram + ridge * eye, target + ridge * core_before)
         fitted = fitted.transpose(1, 2) if outer == 0 else fitted
         cores = [*cores]
         cores[outer] = fitted.reshape(p, -1).float()
@@ -318,7 +341,7 @@ def _fit_outer(weight: Tensor, spec: TTSpec, cores: list[Tensor], counts: Tensor
 def _counted_chunks(
     weight: Tensor, spec: TTSpec, counts: Tensor
 ) -> Iterator[tuple[Tensor, tuple[Tensor, Tensor]]]:
-    """Yield ids that were accessed, the values of their rows and their counts."""
+    """Yield (ids `[n]`, (values `[n, D]`, counts `[n]`)) of chunks of accessed rows."""
     counted = counts.nonzero().squeeze(1).to(weight.device)
     widest = max(spec.ranks) ** 2 * spec.dim
     step = max(1, _CHUNK_BYTES // (8 * widest))
@@ -329,37 +352,41 @@ def _counted_chunks(
 def _measured(
     weight: Tensor, spec: TTSpec, cores: list[Tensor], counts: Tensor | None
 ) -> Decomposition:
-    """Compare the rows that the cores make with the table, one first digit after another."""
+    """Compute the errors of the cores, one first row digit after another."""
     p, q, rank = spec.row_factors, spec.dim_factors, spec.ranks[0]
-    others, inner = math.prod(p[1:]), math.prod(q[1:])
-    rest = _product(cores[1:], spec).reshape(rank, others * inner)
-    lost = torch.empty(spec.rows, dtype=torch.float64, device=weight.device)
-    norm = torch.empty_like(lost)
-    for i, first in enumerate(cores[0].view(p[0], q[0], rank)):
-        rows = slice(min(i * others, spec.rows), min((i + 1) * others, spec.rows))
-        own = torch.arange(rows.start, rows.stop, device=weight.device)
-        values = weight.detach()[_ids(spec, own)].double()
-        made = (first @ rest).view(q[0], others, inner).transpose(0, 1)[: values.size(0)]
-        lost[rows] = (made.reshape(values.shape) - values).square().sum(1)
+    inner_rows, inner_columns = math.prod(p[1:]), math.prod(q[1:])
+    inner_product = _product(cores[1:], spec).reshape(rank, inner_rows * inner_columns)
+    squared_errors = torch.empty(spec.rows, dtype=torch.float64, device=weight.device)
+    norm = torch.empty_like(squared_errors)
+    for i, core_slice in enumerate(cores[0].view(p[0], q[0], rank)):
+        rows = slice(min(i * inner_rows, spec.rows), min((i + 1) * inner_rows, spec.rows))
+        row_ids = torch.arange(rows.start, rows.stop, device=weight.device)
+        values = weight.detach()[_ids(spec, row_ids)].double()
+        approximation = (
+            (core_slice @ inner_product)
+            .view(q[0], inner_rows, inner_columns)
+            .transpose(0, 1)[: values.size(0)]
+        )
+        squared_errors[rows] = (approximation.reshape(values.shape) - values).square().sum(1)
         norm[rows] = values.square().sum(1)
     hot_error = None
     if counts is not None:
         hottest = counts.to(weight.device).argsort(descending=True)[: max(1, spec.rows // 100)]
         hottest = _rows(spec, hottest)
-        hot_error = _ratio(lost[hottest], norm[hottest])
-    return Decomposition(spec, cores, _ratio(lost, norm), hot_error)
+        hot_error = _ratio(squared_errors[hottest], norm[hottest])
+    return Decomposition(spec, cores, _ratio(squared_errors, norm), hot_error)
 
 
 def _product(cores: Sequence[Tensor], spec: TTSpec) -> Tensor:
-    """Return the product of the last cores for all their digits: `[R, rows, columns]`."""
-    full, p, q = spec.full_ranks, spec.row_factors, spec.dim_factors
-    found = torch.ones(1, 1, 1, device=cores[0].device)
+    """Multiply these last cores for all their digits: `[R, rows, columns]`."""
+    full_ranks, p, q = spec.full_ranks, spec.row_factors, spec.dim_factors
+    product = torch.ones(1, 1, 1, device=cores[0].device)
     for k in range(len(p) - 1, len(p) - 1 - len(cores), -1):
-        core = cores[k - len(p)].view(p[k], full[k], q[k], full[k + 1])
-        found = torch.einsum("pacr,rnd->apncd", core, found).flatten(1, 2).flatten(2, 3)
-    return found
+        core = cores[k - len(p)].view(p[k], full_ranks[k], q[k], full_ranks[k + 1])
+        product = torch.einsum("pacr,rnd->apncd", core, product).flatten(1, 2).flatten(2, 3)
+    return product
 
 
-def _ratio(lost: Tensor, norm: Tensor) -> float:
+def _ratio(squared_error: Tensor, norm: Tensor) -> float:
     total = float(norm.sum())
-    return math.sqrt(float(lost.sum()) / total) if total else 0.0
+    return math.sqrt(float(squared_error.sum()) / total) if total else 0.0

@@ -1,4 +1,4 @@
-"""The file of a trace: ids and lengths of every feature, in the narrowest integers."""
+"""LookupTrace: ids and bag lengths of every feature, and its file with the narrowest integers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class TracedFeature:
 class LookupTrace:
     """Lookups of F features: sample n of feature f looked up the next `lengths[f][n]` of `ids[f]`.
 
-    Features may have different numbers of samples, where modules are not called equally often.
+    Features may differ in their number of samples, if modules are not called equally often.
 
     Example:
         >>> trace = emblib.LookupTrace(  # one feature of two samples
@@ -55,14 +55,14 @@ class LookupTrace:
     def save(self, path: str | Path) -> str:
         """Write the file, all of it or nothing; returns its SHA-256 as 64 hexadecimal digits."""
         tables = [asdict(feature) for feature in self.features]
-        kept = [_Lengths.of(lengths) for lengths in self.lengths]
+        packed_lengths = [_Lengths.of(lengths) for lengths in self.lengths]
         content = {
             "format": FORMAT,
             "version": VERSION,
             "features": tables,
             "ids": list(self.ids),
-            "lengths": [k.values for k in kept],
-            "samples": [k.samples for k in kept],
+            "lengths": [k.values for k in packed_lengths],
+            "samples": [k.samples for k in packed_lengths],
         }
         with saving(path) as file:  # given a path, torch would put its name into the bytes
             save_archive(content, file)
@@ -83,8 +83,8 @@ class LookupTrace:
         except FileNotFoundError:
             raise
         except Exception as error:  # whatever the reader of torch comes across in damaged bytes
-            said = str(error).partition("\n")[0]
-            raise ValueError(f"{path} is not a trace that emblib wrote ({said})") from error
+            message = str(error).partition("\n")[0]
+            raise ValueError(f"{path} is not a trace that emblib wrote ({message})") from error
         if not isinstance(content, dict) or content.get("format") != FORMAT:
             raise ValueError(f"{path} is not a trace that emblib wrote")
         if content.get("version") != VERSION:
@@ -122,21 +122,21 @@ class LookupTrace:
         for feature, ids, lengths in zip(self.features, self.ids, self.lengths, strict=True):
             if not {ids.dtype, lengths.dtype} <= set(INTEGERS) or ids.dim() != 1:
                 return f"{feature.name} has ids of {ids.dtype} and lengths of {lengths.dtype}"
-            if (wanted := int(lengths.sum())) != ids.numel():
-                return f"{feature.name} has {ids.numel()} ids and lengths for {wanted}"
+            if (expected := int(lengths.sum())) != ids.numel():
+                return f"{feature.name} has {ids.numel()} ids and lengths for {expected}"
         return ""
 
 
 class _Lengths(NamedTuple):
-    """Lengths as they are stored: a single value where all are equal."""
+    """Stored lengths: a single value if all are equal."""
 
     values: Tensor
     samples: int
 
     @classmethod
     def of(cls, lengths: Tensor) -> _Lengths:
-        same = lengths.numel() > 0 and bool((lengths == lengths[0]).all())
-        return cls(lengths[:1].clone() if same else lengths, lengths.numel())
+        are_equal = lengths.numel() > 0 and bool((lengths == lengths[0]).all())
+        return cls(lengths[:1].clone() if are_equal else lengths, lengths.numel())
 
     def whole(self) -> Tensor:
         return self.values.expand(self.samples) if self.values.numel() == 1 else self.values

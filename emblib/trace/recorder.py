@@ -1,7 +1,7 @@
 """The recorder: hooks on a model's embeddings that copy the ids of their calls.
 
-A `Reading` extracts the bags of a call from (name, module, args, kwargs); `_reading` selects the
-one of a module's kind.
+A `Reading` is a function of (name, module, args, kwargs) that extracts the bags of a call;
+`_reading` selects it by the kind of module.
 """
 
 from __future__ import annotations
@@ -44,27 +44,29 @@ Found = tuple[str, nn.Module, Reading]
 def embeddings(roots: Sequence[nn.Module]) -> list[Found]:
     """Return the outermost embeddings in the modules, each once, by its first name.
 
-    A module without embeddings in it counts as one itself.
+    A root without embeddings counts as an embedding itself.
     """
-    every: dict[int, Found] = {}
+    found_by_id: dict[int, Found] = {}
     for root in roots:
-        for found in _outermost(root):
-            every.setdefault(id(found[1]), found)
-    within = {id(m) for _, outer, _ in every.values() for m in outer.modules() if m is not outer}
-    return [found for key, found in every.items() if key not in within]
+        for table_module in _outermost(root):
+            found_by_id.setdefault(id(table_module[1]), table_module)
+    within = {
+        id(m) for _, outer, _ in found_by_id.values() for m in outer.modules() if m is not outer
+    }
+    return [table_module for key, table_module in found_by_id.items() if key not in within]
 
 
 def _outermost(root: nn.Module) -> list[Found]:
-    found: list[Found] = []
+    table_modules: list[Found] = []
     inside: list[str] = []
     for path, module in root.named_modules():
         if any(path.startswith(f"{outer}.") or not outer for outer in inside):
             continue
         reading = _reading(module)
         if reading is not None:
-            found.append((path or type(root).__name__, module, reading))
+            table_modules.append((path or type(root).__name__, module, reading))
             inside.append(path)
-    return found or [(type(root).__name__, root, _keyed)]
+    return table_modules or [(type(root).__name__, root, _keyed)]
 
 
 def distinct(names: Sequence[str]) -> list[str]:
@@ -87,8 +89,8 @@ def _reading(module: nn.Module) -> Reading | None:
     return _keyed if _configurations(module) else None
 
 
-def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], place: int, name: str) -> Any:
-    return args[place] if len(args) > place else kwargs.get(name)
+def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], position: int, name: str) -> Any:
+    return args[position] if len(args) > position else kwargs.get(name)
 
 
 def _one_each(ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -180,16 +182,18 @@ def _split(
     features: Sequence[TracedFeature], ids: Tensor, lengths: Tensor, bags: Sequence[int]
 ) -> list[Bags]:
     by_feature = lengths.to("cpu", torch.int64).split(list(bags))
-    own = ids.split([int(part.sum()) for part in by_feature])
-    return [Bags(*parts) for parts in zip(features, own, by_feature, strict=True)]
+    ids_by_feature = ids.split([int(feature_lengths.sum()) for feature_lengths in by_feature])
+    return [
+        Bags(*bags_fields) for bags_fields in zip(features, ids_by_feature, by_feature, strict=True)
+    ]
 
 
 def _configurations(module: nn.Module) -> list[Any]:
     """Return the table configurations of a collection, by TorchRec's attribute names."""
     for attribute in ("embedding_bag_configs", "embedding_configs"):
-        found = getattr(module, attribute, None)
-        if found is not None:
-            return list(found() if callable(found) else found)
+        configs = getattr(module, attribute, None)
+        if configs is not None:
+            return list(configs() if callable(configs) else configs)
     return []
 
 
@@ -261,8 +265,8 @@ class TraceRecorder:
                     f"modules must be nn.Modules, got {type(module).__name__}: "
                     "TraceRecorder(first, second) takes them one by one"
                 )
-        self._found = embeddings(modules)
-        self._names = distinct([name for name, _, _ in self._found])
+        self._table_modules = embeddings(modules)
+        self._names = distinct([name for name, _, _ in self._table_modules])
         self._calls = calls
         self._recorded: dict[str, list[Bags]] = {}
         self._hooks: list[Any] = []
@@ -272,7 +276,7 @@ class TraceRecorder:
         if self._hooks:
             raise RuntimeError("a recorder is entered once at a time; leave its `with` block first")
         try:
-            for name, (_, module, read) in zip(self._names, self._found, strict=True):
+            for name, (_, module, read) in zip(self._names, self._table_modules, strict=True):
                 hook = _Hook(name, read, self._recorded, self._calls, self._lock)
                 self._hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
         except BaseException:
@@ -301,16 +305,16 @@ class TraceRecorder:
             ValueError: nothing was recorded.
         """
         with self._lock:
-            parts = [list(calls) for calls in self._recorded.values()]
-        if not parts:
+            calls_by_name = [list(calls) for calls in self._recorded.values()]
+        if not calls_by_name:
             raise ValueError(
                 f"nothing was recorded: run the model inside the `with` block; it calls "
                 f"{', '.join(self._names)} there, unless it is compiled (record it uncompiled)"
             )
         return LookupTrace(
-            tuple(calls[0].feature for calls in parts),
-            tuple(_narrow(torch.cat([c.ids for c in calls])) for calls in parts),
-            tuple(_narrow(torch.cat([c.lengths for c in calls])) for calls in parts),
+            tuple(calls[0].feature for calls in calls_by_name),
+            tuple(_narrow(torch.cat([c.ids for c in calls])) for calls in calls_by_name),
+            tuple(_narrow(torch.cat([c.lengths for c in calls])) for calls in calls_by_name),
         )
 
     def save(self, path: str | Path) -> str:
@@ -329,19 +333,24 @@ class _Hook:
         calls: int,
         lock: ModuleLock,
     ) -> None:
-        self.name, self.read, self.recorded, self.left = name, read, recorded, calls or math.inf
+        self.name, self.read, self.recorded, self.calls_left = (
+            name,
+            read,
+            recorded,
+            calls or math.inf,
+        )
         self.lock = lock
 
     @graph_break
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self.left <= 0 or is_repeated():
+        if self.calls_left <= 0 or is_repeated():
             return
-        every = [_real_lookups(bags) for bags in self.read(self.name, module, args, kwargs)]
+        recorded_bags = [_real_lookups(bags) for bags in self.read(self.name, module, args, kwargs)]
         with self.lock:
-            if self.left <= 0:
+            if self.calls_left <= 0:
                 return
-            self.left -= 1
-            for bags in every:
+            self.calls_left -= 1
+            for bags in recorded_bags:
                 self.recorded.setdefault(bags.feature.name, []).append(bags)
 
     def __reduce__(self) -> tuple[type[_NoHook], tuple[()]]:
@@ -361,8 +370,8 @@ def _real_lookups(bags: Bags) -> Bags:
     lengths = bags.lengths.detach().reshape(-1).to("cpu", torch.int64)
     real = ids >= 0
     if not bool(real.all()):
-        of = torch.repeat_interleave(torch.arange(lengths.numel()), lengths)
-        lengths = torch.bincount(of[real], minlength=lengths.numel())
+        bag_of_lookup = torch.repeat_interleave(torch.arange(lengths.numel()), lengths)
+        lengths = torch.bincount(bag_of_lookup[real], minlength=lengths.numel())
         ids = ids[real]
     return Bags(bags.feature, _narrow(ids).clone(), _narrow(lengths).clone())
 

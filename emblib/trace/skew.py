@@ -1,4 +1,4 @@
-"""Skew of the lookups of a table, and its consequences for tables of fewer rows."""
+"""Skew of the lookups of a table, and what share of them a smaller table serves."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 ZIPF = 1.05  # exponent of the skew of ids that no trace shows
-_GROUPS = 128  # of ids of about equal frequency, in an assumed skew
+_GROUPS = 128  # groups of ids with about equal frequency, in an assumed skew
 _GRID = 120  # points of an integral
-_LEAST = 1e-60  # of its factors; products of smaller ones are denormal numbers, which are slow
+_MIN_FACTOR = 1e-60  # products of smaller factors are denormal numbers, which are slow
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,8 +20,8 @@ class IdSkew:
     """Distribution of the lookups of a table over its ids.
 
     Args:
-        shares: ids of about equal frequency are a group; the fraction of all lookups that one id of
-            each group has, the largest first; float64 `[G]`.
+        shares: fraction of all lookups per id of a group, float64 `[G]`, descending; a group has
+            ids of about equal frequency.
         sizes: numbers of ids in each group; float64 `[G]`.
     """
 
@@ -44,26 +44,26 @@ class IdSkew:
 
     @classmethod
     def zipf(cls, rows: int, exponent: float = ZIPF) -> IdSkew:
-        """Return the skew where the n-th id has a share in proportion to n^-exponent."""
-        first = torch.arange(1, min(rows, _GROUPS) + 1, dtype=torch.float64)
-        low, high = math.log(len(first) + 1), math.log(rows + 1)
+        """Return the skew in which id n has a share proportional to n^-exponent."""
+        head_ids = torch.arange(1, min(rows, _GROUPS) + 1, dtype=torch.float64)
+        low, high = math.log(len(head_ids) + 1), math.log(rows + 1)
         steps = torch.linspace(low, high, _GROUPS, dtype=torch.float64)
-        ends = torch.cat([first, steps.exp().round()]).unique()
+        ends = torch.cat([head_ids, steps.exp().round()]).unique()
         sizes = ends.diff()
         shares = (ends[:-1] + (sizes - 1) / 2) ** -exponent
         return cls(shares / (shares @ sizes), sizes)
 
     def missed(self, rows: int) -> float:
-        """Return the share of lookups of all ids but the `rows` most used."""
-        before = self.sizes.cumsum(0) - self.sizes
-        kept = (rows - before).clamp(min=0.0).minimum(self.sizes)
-        return max(0.0, 1.0 - float(kept @ self.shares))
+        """Return the share of lookups of ids other than the `rows` most used."""
+        num_before = self.sizes.cumsum(0) - self.sizes
+        num_cached = (rows - num_before).clamp(min=0.0).minimum(self.sizes)
+        return max(0.0, 1.0 - float(num_cached @ self.shares))
 
     def hits(self, rows: int) -> float:
         """Return the share of lookups that a cache of the `rows` least recently used rows serves.
 
-        By Che's approximation: an id of share s is in the cache if one of the last t lookups was of
-        it, with probability 1 - exp(-s t), where t is such that `rows` ids are expected there.
+        By Che's approximation: an id of share s is in the cache if it was looked up in the last t
+        lookups, with probability 1 - exp(-s t); t is chosen so that `rows` ids are expected there.
         """
         used = self.shares > 0
         shares, sizes = self.shares[used], self.sizes[used]
@@ -74,17 +74,17 @@ class IdSkew:
             low, high = high, 2.0 * high
         for _ in range(60):
             middle = (low + high) / 2
-            few = float(sizes @ -torch.expm1(-shares * middle)) < rows
-            low, high = (middle, high) if few else (low, middle)
+            is_below = float(sizes @ -torch.expm1(-shares * middle)) < rows
+            low, high = (middle, high) if is_below else (low, middle)
         return float((sizes * shares) @ -torch.expm1(-shares * high))
 
     def shared(self, rows: int) -> float:
         """Return the share of a row's updates that come from other ids, with a hash to `rows`.
 
-        The expectation over lookups and hashes of o / (s + o), for an id of share s in whose row
-        others have o. It follows from 1 / (s + o), the integral of exp(-(s + o) t) over t, and the
-        expectation of exp(-o t), a product over all other ids, each of which is in the row by a
-        chance of 1 / rows.
+        This is the expectation, over lookups and hashes, of o / (s + o), where s is the share of an
+        id and o that of the other ids in its row. It is computed with 1 / (s + o), the integral of
+        exp(-(s + o) t) over t, and the expectation of exp(-o t): a product over all other ids, each
+        of which is in the row with probability 1 / rows.
         """
         used = self.shares > 0
         if not used.any():
@@ -92,9 +92,11 @@ class IdSkew:
         decay, steps = self._decay
         shares, sizes = self.shares[used], self.sizes[used]
         factors = decay.log() if rows == 1 else torch.log1p((decay - 1.0) / rows)
-        expected = (sizes @ factors - factors).clamp(min=math.log(_LEAST)).exp()  # of exp(-o t)
-        kept = (decay * expected) @ steps * shares
-        return min(max(0.0, 1.0 - float((sizes * shares) @ kept)), 1.0)
+        expected = (
+            (sizes @ factors - factors).clamp(min=math.log(_MIN_FACTOR)).exp()
+        )  # expected value of exp(-o t)
+        shared_ids = (decay * expected) @ steps * shares
+        return min(max(0.0, 1.0 - float((sizes * shares) @ shared_ids)), 1.0)
 
     @cached_property
     def _decay(self) -> tuple[Tensor, Tensor]:
@@ -102,5 +104,5 @@ class IdSkew:
         shares = self.shares[self.shares > 0]
         low, high = -math.log(float(shares.max())) - 9, -math.log(float(shares.min())) + 4
         grid = torch.linspace(low, high, _GRID, dtype=torch.float64).exp()
-        decay = torch.outer(-shares, grid).exp().clamp(min=_LEAST)
+        decay = torch.outer(-shares, grid).exp().clamp(min=_MIN_FACTOR)
         return decay, grid * (high - low) / (_GRID - 1)

@@ -1,12 +1,13 @@
-"""Initial values of tensor-train cores, scaled so that the rows they make have a chosen deviation.
+"""Initial values of tensor-train cores, scaled so that rows get a chosen standard deviation.
 
-A row is a sum of products of core entries, so the deviation of the entries must take the ranks
-into account: for independent entries of deviation s, rows have `s**d * sqrt(prod(ranks))`. Every
-scheme of `INITIALIZERS` gives rows the deviation `std`, `1 / sqrt(3 * rows)` by default in
-`TTEmbeddingBag`, that of DLRM's uniform +-1/sqrt(rows). Those of `FBTT_INITIALIZERS` are the five
-of FBTT-Embedding with the scales that they have there, to compare with its runs; most give rows
-another deviation. Numbers come from torch's generator of the device. Terms: p row factors, q dim
-factors, R ranks with the 1 at both ends, d cores.
+A scheme takes the sizes of the cores and `std`, and returns one float32 tensor
+`[p[k], R[k] * q[k] * R[k + 1]]` per core. Terms: p row factors, q dim factors, R ranks with the 1
+at both ends, d cores; `std` is `1 / sqrt(3 * rows)` in `TTEmbeddingBag`, the deviation of DLRM's
+uniform +-1/sqrt(rows). A row is a sum of products of core entries: independent entries of deviation
+s make rows of deviation `s**d * sqrt(prod(R))`. The schemes of `INITIALIZERS` solve this for s, so
+rows have the deviation `std`. Those of `UNSCALED_INITIALIZERS` ignore the ranks or the number of
+cores, so most rows have another deviation: they are FBTT-Embedding's formulas, to compare with its
+runs. Numbers come from torch's generator of the device.
 """
 
 import math
@@ -91,15 +92,16 @@ _JITTER = 0.01
 
 
 def approx_uniform(layout: CoreLayout, std: float) -> list[Tensor]:
-    """Make rows whose values are uniform around zero, rows of one table unlike each other.
+    """Make rows whose values are uniform around zero and whose directions are independent.
 
-    Every value is one entry of the last core, where values are dealt out evenly, with a random
-    sign. Which one, the other cores select: from each place of a bond they lead to one random place
-    of the next. (A sum of several entries would be closer to a normal distribution.) A jitter of 1%
-    tells equal selections apart.
+    The last core has values spaced evenly between -1 and 1, in random order. The other cores select
+    among them: for each rank index on their left they have one nonzero entry, +1 or -1, at a random
+    rank index on their right, so every value of a row is one entry of the last core with a sign. (A
+    sum of several entries would be closer to a normal distribution.) Noise of 1 % separates rows
+    with equal selections.
 
-    FBTT's scheme of this name selects levels by the last digits of row and column alone, so that
-    the rows of a table lie in few dimensions: the effective rank is 4 of 64.
+    `saw_tooth` selects by the last digits of row and column alone, so the rows of a table lie in
+    few dimensions: the effective rank is 4 of 64.
     """
     ranks, cores, device = layout.full_ranks, len(layout.row_factors), layout.device
     scale = (std * math.sqrt(3.0)) ** (1.0 / cores)
@@ -107,14 +109,14 @@ def approx_uniform(layout: CoreLayout, std: float) -> list[Tensor]:
     for k, (p, q) in enumerate(zip(layout.row_factors, layout.dim_factors, strict=True)):
         shape = (p, ranks[k], q, ranks[k + 1])
         if k == cores - 1:
-            # Dealt out, not drawn: a small core would miss parts of the interval by chance.
+            # A permutation, not draws: a small core would miss parts of the interval by chance.
             count = math.prod(shape)
-            place = torch.randperm(count, device=device).view(shape)
-            core = (2.0 * place + 1.0) / count - 1.0
+            level = torch.randperm(count, device=device).view(shape)
+            core = (2.0 * level + 1.0) / count - 1.0
         else:
             sign = torch.randint(0, 2, (*shape[:3], 1), device=device) * 2.0 - 1.0
-            chosen = torch.randint(0, shape[3], (*shape[:3], 1), device=device)
-            core = torch.zeros(shape, device=device).scatter_(3, chosen, sign)
+            selected = torch.randint(0, shape[3], (*shape[:3], 1), device=device)
+            core = torch.zeros(shape, device=device).scatter_(3, selected, sign)
         noise = torch.randn(shape, device=device) * (_JITTER / math.sqrt(ranks[k] * ranks[k + 1]))
         values.append(((core + noise) * scale).reshape(p, -1))
     return values
@@ -129,110 +131,123 @@ INITIALIZERS: dict[str, Callable[[CoreLayout, float], list[Tensor]]] = {
 }
 
 
-def _rows(std: float) -> float:
+def _num_rows(std: float) -> float:
     """Return the number of rows of a table from the deviation that its rows should have."""
     return 1.0 / (3.0 * std * std)
 
 
-def fbtt_uniform(layout: CoreLayout, std: float) -> list[Tensor]:
+def positive_uniform(layout: CoreLayout, std: float) -> list[Tensor]:
     """Draw entries uniform from 0 up: all are positive, and rows almost equal."""
     cores = len(layout.row_factors)
-    variance = 2.0 / (_rows(std) + math.prod(layout.dim_factors))
+    variance = 2.0 / (_num_rows(std) + math.prod(layout.dim_factors))
     bound = (variance / math.prod(layout.full_ranks)) ** (1.0 / (2 * cores))
     return [torch.rand(shape, device=layout.device) * bound for shape in layout.shapes()]
 
 
-def fbtt_naive_uniform(layout: CoreLayout, std: float) -> list[Tensor]:
+def unscaled_uniform(layout: CoreLayout, std: float) -> list[Tensor]:
     """Draw entries uniform in [0, 1/sqrt(rows)), whatever the number of cores."""
-    bound = 1.0 / math.sqrt(_rows(std))
+    bound = 1.0 / math.sqrt(_num_rows(std))
     return [torch.rand(shape, device=layout.device) * bound for shape in layout.shapes()]
 
 
-def fbtt_normal(layout: CoreLayout, std: float) -> list[Tensor]:
+def unscaled_normal(layout: CoreLayout, std: float) -> list[Tensor]:
     """Draw normal entries of deviation 1/sqrt(rows), whatever the number of cores."""
-    scale = 1.0 / math.sqrt(_rows(std))
+    scale = 1.0 / math.sqrt(_num_rows(std))
     return [torch.randn(shape, device=layout.device) * scale for shape in layout.shapes()]
 
 
-def fbtt_approx_normal(layout: CoreLayout, std: float) -> list[Tensor]:
-    """Draw normal entries with |z| >= 2, times the cube root of `std` for 2 and 4 cores as well."""
+def unscaled_sampled_gaussian(layout: CoreLayout, std: float) -> list[Tensor]:
+    """Draw normal entries with |z| >= 2, times the cube root of `std` for any number of cores."""
     return [_tails(shape, layout.device) * std ** (1.0 / 3.0) for shape in layout.shapes()]
 
 
-def fbtt_approx_uniform(layout: CoreLayout, std: float) -> list[Tensor]:
-    """Make rows of uniform values that lie in few dimensions, by saw teeth in 3 cores.
+def saw_tooth(layout: CoreLayout, std: float) -> list[Tensor]:
+    """Make rows of uniform values that lie in few dimensions, from saw-tooth numbers in 3 cores.
 
-    Entries of the first core, and of the second, are near 1/sqrt(R[1]). In the second, each row and
-    column has one even place of the second bond with nearly zeros and one tooth, and in the last
-    core each has one tooth at an odd place and nearly zeros elsewhere.
+    Entries of the first two cores are near 1/sqrt(R[1]), with two exceptions. In the second core,
+    the entries of a row and column at one random even index of R[2] are nearly zero, but for one
+    saw-tooth number. In the last core, the entries of a row and column are nearly zero, but for one
+    saw-tooth number at a random odd index of R[2].
 
     Raises:
-        ValueError: another number of cores than 3, a second rank below 2.
+        ValueError: there are not 3 cores, or the second rank is below 2.
     """
     if len(layout.row_factors) != 3 or layout.full_ranks[2] < 2:
         raise ValueError(
-            "init 'fbtt:approx-uniform' needs 3 cores and a second rank of at least 2, got the "
+            "init 'saw_tooth' needs 3 cores and a second rank of at least 2, got the "
             f"ranks {tuple(layout.full_ranks[1:-1])}; use 'approx_uniform'"
         )
     (p0, p1, p2), (q0, q1, q2) = layout.row_factors, layout.dim_factors
-    first, second, device = layout.full_ranks[1], layout.full_ranks[2], layout.device
-    level = 1.0 / math.sqrt(first)
-    head = level + _JITTER * torch.randn(p0, q0 * first, device=device)
+    first_rank, second_rank, device = layout.full_ranks[1], layout.full_ranks[2], layout.device
+    level = 1.0 / math.sqrt(first_rank)
+    head = level + _JITTER * torch.randn(p0, q0 * first_rank, device=device)
 
-    middle = level + _JITTER * torch.randn(p1, first, q1, second, device=device)
-    even = 2 * torch.randint((second + 1) // 2, (p1, 1, q1, 1), device=device)
-    place = torch.randint(first, (p1, 1, q1, 1), device=device)
-    quiet = torch.randn(p1, first, q1, 1, device=device) * (_JITTER**2 / level)
-    quiet.scatter_(1, place, _saw_tooth((p1, 1, q1, 1), device) / level)
-    middle.scatter_(3, even.expand(p1, first, q1, 1), quiet)
+    middle = level + _JITTER * torch.randn(p1, first_rank, q1, second_rank, device=device)
+    even_index = 2 * torch.randint((second_rank + 1) // 2, (p1, 1, q1, 1), device=device)
+    tooth_index = torch.randint(first_rank, (p1, 1, q1, 1), device=device)
+    near_zeros = torch.randn(p1, first_rank, q1, 1, device=device) * (_JITTER**2 / level)
+    near_zeros.scatter_(1, tooth_index, _saw_tooth((p1, 1, q1, 1), device) / level)
+    middle.scatter_(3, even_index.expand(p1, first_rank, q1, 1), near_zeros)
 
-    last = _JITTER * torch.randn(p2, second, q2, device=device)
-    odd = 1 + 2 * torch.randint(second // 2, (p2, 1, q2), device=device)
-    last.scatter_(1, odd, _saw_tooth((p2, 1, q2), device))
-    scale = _rows(std) ** (-1.0 / 6.0)
+    last = _JITTER * torch.randn(p2, second_rank, q2, device=device)
+    odd_index = 1 + 2 * torch.randint(second_rank // 2, (p2, 1, q2), device=device)
+    last.scatter_(1, odd_index, _saw_tooth((p2, 1, q2), device))
+    scale = _num_rows(std) ** (-1.0 / 6.0)
     return [core.reshape(core.shape[0], -1) * scale for core in (head, middle, last)]
 
 
-_TEETH = 15  # on either side of zero, that at zero included
-_TOOTH = 0.7 / (2 * _TEETH)
+_TEETH = 15  # levels on either side of zero, zero included
+_TOOTH_WIDTH = 0.7 / (2 * _TEETH)
 
 
 def _saw_tooth(shape: tuple[int, ...], device: torch.device) -> Tensor:
     """Draw numbers in (-1, 1) near multiples of 1/15."""
     tooth = torch.randint(1 - _TEETH, _TEETH, shape, device=device) / _TEETH
-    return tooth + (torch.rand(shape, device=device) - 0.5) * _TOOTH
+    return tooth + (torch.rand(shape, device=device) - 0.5) * _TOOTH_WIDTH
 
 
-FBTT_INITIALIZERS: dict[str, Callable[[CoreLayout, float], list[Tensor]]] = {
-    "fbtt:uniform": fbtt_uniform,
-    "fbtt:naive-uniform": fbtt_naive_uniform,
-    "fbtt:normal": fbtt_normal,
-    "fbtt:approx-uniform": fbtt_approx_uniform,
-    "fbtt:approx-normal": fbtt_approx_normal,
+UNSCALED_INITIALIZERS: dict[str, Callable[[CoreLayout, float], list[Tensor]]] = {
+    "positive_uniform": positive_uniform,
+    "unscaled_uniform": unscaled_uniform,
+    "unscaled_normal": unscaled_normal,
+    "saw_tooth": saw_tooth,
+    "unscaled_sampled_gaussian": unscaled_sampled_gaussian,
 }
 
-_OF_SAME_KIND = {
+_RENAMED = {
+    "fbtt:uniform": "positive_uniform",
+    "fbtt:naive-uniform": "unscaled_uniform",
+    "fbtt:normal": "unscaled_normal",
+    "fbtt:approx-uniform": "saw_tooth",
+    "fbtt:approx-normal": "unscaled_sampled_gaussian",
+}
+"""Former names of `UNSCALED_INITIALIZERS`, FBTT-Embedding's with a prefix."""
+
+_SCALED_COUNTERPARTS = {
     "normal": "gaussian",
     "approx-uniform": "approx_uniform",
     "approx-normal": "sampled_gaussian",
     "naive-uniform": "uniform",
 }
+"""FBTT-Embedding's names, and the scheme of `INITIALIZERS` with the same distribution."""
 
 
 def find_initializer(name: str) -> Callable[[CoreLayout, float], list[Tensor]]:
-    """Return the scheme of a name, which is called with sizes and the deviation `std` of rows.
+    """Return the scheme called `name`: it takes the sizes of cores and the deviation of rows.
 
     Raises:
-        ValueError: no such scheme. Names of FBTT are refused without their prefix, since ours of
-            the same kind have other scales; "uniform" is ours.
+        ValueError: no scheme has this name. For one of FBTT-Embedding's names the message says
+            which scheme draws the same numbers, and which the same distribution, scaled.
     """
-    schemes = {**INITIALIZERS, **FBTT_INITIALIZERS}
+    schemes = {**INITIALIZERS, **UNSCALED_INITIALIZERS}
     if name in schemes:
         return schemes[name]
-    if name in _OF_SAME_KIND:
+    if name in _RENAMED:
+        raise ValueError(f"init {name!r} is now called {_RENAMED[name]!r}")
+    if name in _SCALED_COUNTERPARTS:
         raise ValueError(
             f"init {name!r} is a name of FBTT-Embedding, whose scales differ: use "
-            f"{_OF_SAME_KIND[name]!r} for rows of deviation 1/sqrt(3 * rows), or 'fbtt:{name}' for "
-            "its own formula"
+            f"{_SCALED_COUNTERPARTS[name]!r} for rows of deviation 1/sqrt(3 * rows), or "
+            f"{_RENAMED[f'fbtt:{name}']!r} for its own formula"
         )
     raise ValueError(f"init must be one of {', '.join(schemes)}, got {name!r}")

@@ -1,8 +1,8 @@
-"""The entry of a state dict that says which tensor train its cores are of.
+"""The state dict entry `tt_layout`: rows, dim, factors and ranks of a tensor train.
 
-Cores of other ranks and factors may have the same shapes: those of ranks (2, 8) and dim factors
-(8, 4, 2) are those of ranks (4, 4) and dim factors (4, 4, 4). So state dicts have rows, dim,
-factors and ranks as one entry, and a tensor train takes the cores of no other.
+Cores of different tensor trains may have equal shapes: ranks (2, 8) with dim factors (8, 4, 2) give
+the same shapes as ranks (4, 4) with dim factors (4, 4, 4). So state dicts have this entry, and
+loading raises if it differs.
 """
 
 import math
@@ -16,13 +16,13 @@ from torch.nn.utils.rnn import pad_sequence
 from emblib.tt.shapes import check_ranks
 
 NAME = "tt_layout"
-_FEWEST = 7  # rows, dim, and of two cores the factors and one rank
+_MIN_NUMBERS = 7  # numbers of an entry for two cores: rows, dim, 2 + 2 factors, 1 rank
 
 
 def entry(spec: Any) -> Tensor:
     """Return rows, dim, row factors, dim factors and ranks of a `TTSpec` as one int64 tensor.
 
-    Those of a table with permuted ids end with 1 + seed.
+    For a table with permuted ids, 1 + seed follows.
     """
     order = () if spec.ids.value == "as_given" else (1 + spec.seed,)
     numbers = (spec.rows, spec.dim, *spec.row_factors, *spec.dim_factors, *spec.ranks, *order)
@@ -30,7 +30,7 @@ def entry(spec: Any) -> Tensor:
 
 
 def entries(specs: Sequence[Any]) -> Tensor:
-    """Return the entry of the tables of a module: that of the table, or a padded row per table."""
+    """Return the entry of a module: `[n]` for one table, else one padded row per table."""
     rows = [entry(spec) for spec in specs]
     return rows[0] if len(rows) == 1 else pad_sequence(rows, batch_first=True)
 
@@ -43,77 +43,84 @@ def _rows_of(saved: Tensor | None, count: int) -> list[Tensor | None]:
     return (rows + [None] * count)[:count]
 
 
-def difference(saved: Tensor | None, own: Tensor) -> str:
-    """Return why cores saved with the entry `saved` are not those of `own`; "" where they are.
+def difference(saved: Tensor | None, current: Tensor) -> str:
+    """Return how the saved entry differs from the current one, as a message; "" if it does not.
 
-    Without an entry, as it was in older state dicts, the shapes of the cores must leave no choice
-    of ranks and factors. The number of rows is not compared then; rows that both have are the same.
+    Older state dicts have no entry (None). Then the shapes of the cores must determine ranks and
+    factors, and the number of rows is not compared: common rows are equal.
     """
-    here = _fields(own)
-    if saved is None and here["ids"] != "as_given":
-        return f"there is no {NAME}, so the ids of these cores are as given, here {here['ids']}"
+    current_fields = _fields(current)
+    if saved is None and current_fields["ids"] != "as_given":
+        here = current_fields["ids"]
+        return f"there is no {NAME}, so the ids of these cores are as given, here {here}"
     if saved is None:
-        others = [other for other in _of_equal_shapes(here) if other != here]
-        if not others:
+        other_layouts = [
+            other for other in _of_equal_shapes(current_fields) if other != current_fields
+        ]
+        if not other_layouts:
             return ""
         return (
             f"there is no {NAME}, as in state dicts of older versions, and the shapes of the cores "
-            f"fit other tensor trains than {_describe(here)}, e.g. {_describe(others[0])}: if they "
-            f"are of this one, add the {NAME} that state_dict() has here"
+            f"fit other tensor trains than {_describe(current_fields)}, e.g. "
+            f"{_describe(other_layouts[0])}: if they are of this one, add the {NAME} that "
+            "state_dict() has here"
         )
-    if saved.dim() != 1 or saved.numel() < _FEWEST:
+    if saved.dim() != 1 or saved.numel() < _MIN_NUMBERS:
         return f"{NAME} must be that of a tensor train, got a tensor {tuple(saved.shape)}"
-    found = _fields(saved)
-    if found == here:
+    saved_fields = _fields(saved)
+    if saved_fields == current_fields:
         return ""
-    differing = ", ".join(key for key in here if found[key] != here[key])
+    differing = ", ".join(key for key in current_fields if saved_fields[key] != current_fields[key])
     return (
         f"the cores are of another tensor train, which differs in {differing}: saved are "
-        f"{_describe(found)}, here are {_describe(here)}; make the table with those that were saved"
+        f"{_describe(saved_fields)}, here are {_describe(current_fields)}; make the table with "
+        "those that were saved"
     )
 
 
 def problem(
     state_dict: Mapping[str, Any], prefix: str, specs: Sequence[Any], cores: Iterable[Tensor]
 ) -> str:
-    """Return why the cores in a state dict are not those of `specs`; "" if they are."""
-    own = {f"{prefix}cores.{k}": core for k, core in enumerate(cores)}
-    given = [key for key in own if key in state_dict]
-    if not given:
+    """Return why the cores in a state dict do not fit `specs`, as a message; "" if they do."""
+    own_cores = {f"{prefix}cores.{k}": core for k, core in enumerate(cores)}
+    names_saved = [key for key in own_cores if key in state_dict]
+    if not names_saved:
         return ""
     saved = state_dict.get(f"{prefix}{NAME}")
     if saved is not None and (not isinstance(saved, Tensor) or saved.is_meta):
         return f"{prefix}{NAME}: must be a tensor with values, got {saved!r}"
-    found = map(difference, _rows_of(saved, len(specs)), map(entry, specs))
-    differing = next(filter(None, found), "")
+    differences = map(difference, _rows_of(saved, len(specs)), map(entry, specs))
+    differing = next(filter(None, differences), "")
     return f"{prefix}cores: {differing}" if differing else ""
 
 
 def _fields(numbers: Tensor) -> dict[str, Any]:
-    rows, dim, *rest = numbers.tolist()
-    cores = (len(rest) + 1) // 3  # 3 * cores - 1 numbers, and one more if ids are permuted
-    seed = rest.pop() - 1 if len(rest) == 3 * cores else None
+    rows, dim, *more_numbers = numbers.tolist()
+    cores = (len(more_numbers) + 1) // 3  # 3 * cores - 1 numbers, and one more if ids are permuted
+    seed = more_numbers.pop() - 1 if len(more_numbers) == 3 * cores else None
     return {
         "rows": rows,
         "dim": dim,
-        "row_factors": tuple(rest[:cores]),
-        "dim_factors": tuple(rest[cores : 2 * cores]),
-        "ranks": tuple(rest[2 * cores :]),
+        "row_factors": tuple(more_numbers[:cores]),
+        "dim_factors": tuple(more_numbers[cores : 2 * cores]),
+        "ranks": tuple(more_numbers[2 * cores :]),
         "ids": "as_given" if seed is None else f"permuted by seed {seed}",
     }
 
 
 def _describe(fields: dict[str, Any]) -> str:
-    shown = {key: value for key, value in fields.items() if (key, value) != ("ids", "as_given")}
-    return ", ".join(f"{key}={value}" for key, value in shown.items())
+    shown_fields = {
+        key: value for key, value in fields.items() if (key, value) != ("ids", "as_given")
+    }
+    return ", ".join(f"{key}={value}" for key, value in shown_fields.items())
 
 
 def _of_equal_shapes(fields: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the tensor trains of these rows and dim whose cores have the same shapes."""
-    full = (1, *fields["ranks"], 1)
+    """Yield the fields of all tensor trains with equal rows, dim and core shapes."""
+    full_ranks = (1, *fields["ranks"], 1)
     widths = [
         left * q * right
-        for left, q, right in zip(full, fields["dim_factors"], full[1:], strict=False)
+        for left, q, right in zip(full_ranks, fields["dim_factors"], full_ranks[1:], strict=False)
     ]
     for ranks, dim_factors in _solutions(widths, 1):
         if math.prod(dim_factors) != fields["dim"]:
@@ -126,10 +133,10 @@ def _of_equal_shapes(fields: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _solutions(
-    widths: Sequence[int], left: int
+    widths: Sequence[int], remaining: int
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Yield all ranks and dim factors of cores of these widths, the first of rank `left`."""
-    product = widths[0] // left  # a divisor of it: see below
+    """Yield all (ranks, dim factors) of cores of these widths whose first rank is `remaining`."""
+    product = widths[0] // remaining  # a divisor of it: see below
     if len(widths) == 1:
         yield (), (product,)
         return

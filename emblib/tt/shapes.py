@@ -4,11 +4,10 @@ Row factors are ceil-roots: the padding they add is below 1% from a few thousand
 cost microseconds, where a search over prime factorisations takes seconds and may pad by 90%
 (2**20 rows). Dim factors are exact: a table never has columns its user did not ask for.
 
-Cores share rows by the digits of ids, not by what ids mean. Ids are often in an order that means
-something, such as first seen or most frequent, and ids that are near each other share cores: the
-hottest ids of a table in order of frequency share all but the last. A permutation of ids,
-`(multiplier * id + offset) % rows`, spreads them. It is a bijection, since the multiplier has no
-factor in common with the number of rows.
+Rows share core slices if their ids share digits, so ids near each other share most of them. Ids are
+often ordered, e.g. by frequency; then the hottest ids share all core slices but the last. A
+permutation of ids, `(multiplier * id + offset) % rows`, spreads them. It is a bijection, since the
+multiplier has no factor in common with the number of rows.
 """
 
 import math
@@ -19,8 +18,8 @@ from collections.abc import Iterator, Sequence
 def row_factors(rows: int, cores: int) -> tuple[int, ...]:
     """Choose `cores` near-equal factors, descending, whose product is at least `rows`."""
     factors = []
-    for left in range(cores, 0, -1):
-        factor = _ceil_root(rows, left)
+    for cores_left in range(cores, 0, -1):
+        factor = _ceil_root(rows, cores_left)
         factors.append(factor)
         rows = -(-rows // factor)
     return tuple(factors)
@@ -53,10 +52,12 @@ def check_ranks(
     ranks: Sequence[int], row_factors: Sequence[int], dim_factors: Sequence[int]
 ) -> None:
     """Raise ValueError unless every rank is one that its cores can use, see `most_ranks`."""
-    for k, (rank, most) in enumerate(zip(ranks, most_ranks(row_factors, dim_factors), strict=True)):
-        if not 1 <= rank <= most:
+    for k, (rank, max_rank) in enumerate(
+        zip(ranks, most_ranks(row_factors, dim_factors), strict=True)
+    ):
+        if not 1 <= rank <= max_rank:
             raise ValueError(
-                f"ranks[{k}] must be in [1, {most}], what the cores on its two sides can use "
+                f"ranks[{k}] must be in [1, {max_rank}], what the cores on its two sides can use "
                 f"(row_factors {tuple(row_factors)}, dim_factors {tuple(dim_factors)}), "
                 f"got {rank}; lower it, use TTSpec.usable(), or use fewer cores"
             )
@@ -78,7 +79,7 @@ def permutation(rows: int, seed: int) -> tuple[int, int]:
 
 
 def inverse(permuted: tuple[int, int], rows: int) -> tuple[int, int]:
-    """Return the multiplier and the offset that lead back."""
+    """Return the multiplier and offset of the inverse permutation."""
     multiplier, offset = permuted
     if rows == 1:
         return AS_GIVEN
@@ -96,13 +97,13 @@ def _ceil_root(value: int, degree: int) -> int:
     return root
 
 
-def _factorisations(value: int, parts: int, least: int) -> Iterator[tuple[int, ...]]:
-    """Yield all ascending tuples of `parts` factors >= `least` with product `value`."""
-    if parts == 1:
-        if value >= least:
+def _factorisations(value: int, num_factors: int, min_factor: int) -> Iterator[tuple[int, ...]]:
+    """Yield all ascending tuples of `num_factors` factors >= `min_factor` with product `value`."""
+    if num_factors == 1:
+        if value >= min_factor:
             yield (value,)
         return
-    for factor in range(least, _ceil_root(value, parts) + 1):
+    for factor in range(min_factor, _ceil_root(value, num_factors) + 1):
         if value % factor == 0:
-            for rest in _factorisations(value // factor, parts - 1, factor):
-                yield (factor, *rest)
+            for other_factors in _factorisations(value // factor, num_factors - 1, factor):
+                yield (factor, *other_factors)

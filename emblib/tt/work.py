@@ -1,9 +1,9 @@
 """Work of a batch of lookups in a tensor train: the multiply-adds of its products.
 
 A row is the product of a left and a right half, which rows share: with cores G_0, G_1, ... the left
-half is G_0 G_1 (G_0 alone of two cores), the right half the rest. A batch makes each distinct half
-and each distinct row once, forward. Backward makes the left halves again, and carries the gradient
-of each row to both halves, and that of each half to its cores.
+half is G_0 G_1 (G_0 if there are two cores), the right half the product of the others. Forward
+computes each distinct half and each distinct row once. Backward computes the left halves again,
+then the gradients of both halves from those of the rows, then the gradients of the cores.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class TTWork(NamedTuple):
 
     Attributes:
         rows: number of distinct rows.
-        lefts, rights: distinct halves of these.
+        lefts, rights: number of distinct left and right halves.
         forward, backward: multiply-adds of the products; sums of bags and updates are not counted.
 
     Example:
@@ -38,7 +38,7 @@ class TTWork(NamedTuple):
     def of(
         cls, dim_factors: Sequence[int], full_ranks: Sequence[int], distinct: tuple[int, int, int]
     ) -> TTWork:
-        """Return the work of numbers of distinct (rows, lefts, rights).
+        """Return the work of a batch with `distinct` numbers of (rows, left, right halves).
 
         Args:
             dim_factors: q, one per core.
@@ -57,7 +57,7 @@ class TTWork(NamedTuple):
 
 
 def _pair(dim_factors: Sequence[int], ranks: Sequence[int]) -> int:
-    """Return the multiply-adds that make a half of two cores; one core is read as it is."""
+    """Return the multiply-adds of a half: those of one product of two cores, 0 for one core."""
     if len(dim_factors) == 1:
         return 0
     return math.prod(dim_factors) * math.prod(ranks)

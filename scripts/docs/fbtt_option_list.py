@@ -66,7 +66,7 @@ ARGUMENTS = (
         "uniform and naive-uniform: as there, cores in [0, c), which gives rows a common mean. "
         "normal: `gaussian`, approx-uniform: `approx_uniform`, approx-normal: `sampled_gaussian`, "
         "all with rows of deviation 1 / sqrt(3 rows). The other three formulas of FBTT are `init` "
-        "of `TableBatchedTTEmbeddingBags`: `fbtt:normal`, ...",
+        "of `TableBatchedTTEmbeddingBags`: `unscaled_normal`, ...",
     ),
     Option("enforce_embedding_dim", "–", "Has no effect: the dimension is never rounded up"),
     Option("device", "`device`", "Of the cores; not in FBTT, which needs CUDA"),

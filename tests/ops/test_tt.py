@@ -95,7 +95,7 @@ def every_case() -> pytest.MarkDecorator:
 class Run(NamedTuple):
     """What a pass over one batch made, with the ids of its distinct rows."""
 
-    made: tt.Made
+    made: tt.ComputedRows
     count: int
     ids: Tensor
 
@@ -111,7 +111,7 @@ def batch_of(case: Case, ids: Tensor) -> tt.TTLookup:
 
 
 def make(cores: list[Tensor], case: Case, ids: Tensor, num_saved: int) -> Run:
-    made = tt.make_rows(cores, batch_of(case, ids), num_saved)
+    made = tt.compute_rows(cores, batch_of(case, ids), num_saved)
     count = int(made.groups.count)
     return Run(made, count, reference.ids_of_keys(made.groups.rows[:count], case.p))
 
@@ -435,7 +435,7 @@ def test_whole_passes_have_the_bits_of_their_parts(case: Case, weighted: bool) -
     batch = batch_of(case, ids)._replace(pooling=Pooling.SUM)
     weights = torch.rand(ids.numel(), generator=generator) if weighted else None
     num_saved = 0 if len(case.p) == 2 else 9
-    made = tt.make_rows(cores, batch, num_saved)
+    made = tt.compute_rows(cores, batch, num_saved)
     whole_lookup([torch.full_like(core, torch.nan) for core in cores], batch, weights)  # in scratch
     out, *kept = whole_lookup(cores, batch, weights, num_saved)
     assert torch.equal(out, tt.pool(made, batch, weights))

@@ -46,7 +46,7 @@ class Modulo(storage.Storage):
 
         return {"weight": storage.TensorLayout(size, torch.float32, region)}
 
-    def make_kernel(
+    def make_module(
         self,
         parts: Sequence[TableSlice],
         reads: Sequence[int],

@@ -12,7 +12,7 @@ from torch import Tensor
 from emblib.specs import TTSpec
 from emblib.storage import TensorTrain
 from emblib.tables import TTEmbeddingBag
-from emblib.tt.initializers import FBTT_INITIALIZERS, INITIALIZERS, find_initializer
+from emblib.tt.initializers import INITIALIZERS, UNSCALED_INITIALIZERS, find_initializer
 
 SPEC = TTSpec(110, 8, (3, 4), (4, 5, 6), (2, 2, 2))
 
@@ -96,7 +96,7 @@ def half_a_digit(number: str) -> float:
     return 0.5 * 10.0 ** -len(number.partition(".")[2])
 
 
-@pytest.mark.parametrize("init", [*INITIALIZERS, *FBTT_INITIALIZERS])
+@pytest.mark.parametrize("init", [*INITIALIZERS, *UNSCALED_INITIALIZERS])
 def test_the_documentation_has_the_moments_of_initial_values(init: str) -> None:
     written = documented()[init]
     deviation, at_8, at_32, rank, cosine = map(float, written)
@@ -112,7 +112,7 @@ def test_the_documentation_has_the_moments_of_initial_values(init: str) -> None:
 
 
 def test_the_documentation_has_every_initialisation() -> None:
-    assert set(documented()) == {*INITIALIZERS, *FBTT_INITIALIZERS}
+    assert set(documented()) == {*INITIALIZERS, *UNSCALED_INITIALIZERS}
 
 
 def entries(init: str, ranks: tuple[int, ...]) -> tuple[TTSpec, list[Tensor]]:
@@ -121,15 +121,15 @@ def entries(init: str, ranks: tuple[int, ...]) -> tuple[TTSpec, list[Tensor]]:
 
 
 @pytest.mark.parametrize("ranks", [(8,), (8, 6), (4, 8, 6)], ids=str)
-def test_fbtts_formulas_of_core_entries(ranks: tuple[int, ...]) -> None:
-    cores = len(ranks) + 1
+def test_unscaled_formulas_of_core_entries(ranks: tuple[int, ...]) -> None:
+    num_cores = len(ranks) + 1
     inverse = 1 / math.sqrt(8000)
     spread = 1.0
     for rank in ranks:
-        spread *= rank ** (-1 / (2 * cores))
+        spread *= rank ** (-1 / (2 * num_cores))
     bounds = {
-        "fbtt:uniform": math.sqrt(2 / 8016) ** (1 / cores) * spread,
-        "fbtt:naive-uniform": inverse,
+        "positive_uniform": math.sqrt(2 / 8016) ** (1 / num_cores) * spread,
+        "unscaled_uniform": inverse,
     }
     for init, bound in bounds.items():
         for core in entries(init, ranks)[1]:
@@ -138,17 +138,20 @@ def test_fbtts_formulas_of_core_entries(ranks: tuple[int, ...]) -> None:
             # The largest of so many is below with probability e^-12.
             assert (1 - 12 / count) * bound < float(core.max()) <= bound * (1 + 1e-6)
             assert float(core.mean()) == pytest.approx(bound / 2, rel=5 / math.sqrt(3 * count))
-    drawn = torch.cat([core.flatten() for core in entries("fbtt:normal", ranks)[1]])
+    drawn = torch.cat([core.flatten() for core in entries("unscaled_normal", ranks)[1]])
     assert float(drawn.std()) == pytest.approx(inverse, rel=0.1)
     assert kurtosis(drawn) == pytest.approx(3, rel=0.2)
     scale = (inverse / math.sqrt(3)) ** (1 / 3)
-    drawn = torch.cat([core.flatten() for core in entries("fbtt:approx-normal", ranks)[1]]) / scale
+    drawn = (
+        torch.cat([core.flatten() for core in entries("unscaled_sampled_gaussian", ranks)[1]])
+        / scale
+    )
     assert 2 * (1 - 1e-6) <= float(drawn.abs().min()) < 2.1
     assert float(drawn.square().mean()) == pytest.approx(5.746, rel=0.1)
 
 
-def test_fbtts_saw_teeth_are_where_its_pattern_has_them() -> None:
-    spec, (head, middle, last) = entries("fbtt:approx-uniform", (8, 6))
+def test_saw_teeth_are_where_the_pattern_has_them() -> None:
+    spec, (head, middle, last) = entries("saw_tooth", (8, 6))
     scale = 8000 ** (-1 / 6)
     p, q = spec.row_factors, spec.dim_factors
     level = 1 / math.sqrt(8)
@@ -168,22 +171,24 @@ def test_fbtts_saw_teeth_are_where_its_pattern_has_them() -> None:
     assert len(large) > 0.85 * p[2] * q[2]  # one of 29 teeth is at zero
 
 
-def test_names_of_fbtt_are_refused_without_their_prefix() -> None:
-    for bare, ours in (
-        ("normal", "gaussian"),
-        ("naive-uniform", "uniform"),
-        ("approx-uniform", "approx_uniform"),
-        ("approx-normal", "sampled_gaussian"),
+def test_names_of_fbtt_are_refused_with_the_name_to_use() -> None:
+    for bare, scaled, unscaled in (
+        ("normal", "gaussian", "unscaled_normal"),
+        ("naive-uniform", "uniform", "unscaled_uniform"),
+        ("approx-uniform", "approx_uniform", "saw_tooth"),
+        ("approx-normal", "sampled_gaussian", "unscaled_sampled_gaussian"),
     ):
         for make in (lambda: TTEmbeddingBag(SPEC, init=bare), lambda: TensorTrain((2,), init=bare)):  # noqa: B023
-            with pytest.raises(ValueError, match=f"use '{ours}' for rows.*or 'fbtt:{bare}'"):
+            with pytest.raises(ValueError, match=f"use '{scaled}' for rows.*or '{unscaled}'"):
                 make()
-    with pytest.raises(ValueError, match=r"init must be one of gaussian, .*fbtt:uniform"):
+        with pytest.raises(ValueError, match=f"'fbtt:{bare}' is now called '{unscaled}'"):
+            TTEmbeddingBag(SPEC, init=f"fbtt:{bare}")
+    with pytest.raises(ValueError, match=r"init must be one of gaussian, .*positive_uniform"):
         find_initializer("xavier")
     with pytest.raises(ValueError, match="needs 3 cores"):
-        TTEmbeddingBag(TTSpec(100, 8, (4,)), init="fbtt:approx-uniform")
+        TTEmbeddingBag(TTSpec(100, 8, (4,)), init="saw_tooth")
     with pytest.raises(ValueError, match="second rank of at least 2"):
-        TTEmbeddingBag(TTSpec(100, 8, (4, 1)), init="fbtt:approx-uniform")
+        TTEmbeddingBag(TTSpec(100, 8, (4, 1)), init="saw_tooth")
 
 
 def test_approx_uniform_values_fill_the_interval_evenly() -> None:
@@ -203,7 +208,7 @@ def test_sampled_gaussian_entries_avoid_zero() -> None:
 
 
 def test_initial_values_follow_torchs_seed() -> None:
-    for init in (*INITIALIZERS, *FBTT_INITIALIZERS):
+    for init in (*INITIALIZERS, *UNSCALED_INITIALIZERS):
         tables = []
         for _ in range(2):
             torch.manual_seed(11)

@@ -1,4 +1,8 @@
-"""Optimizers that tables apply in backward, as one torch optimizer: rates, states, conversion."""
+"""FusedOptimizer: the optimizers that tables apply in backward, as one torch optimizer.
+
+Also conversions: from FBGEMM's `fused_params`, from classes of `torch.optim`, and from parameters
+on which torch's `_apply_optimizer_in_backward` has set an optimizer.
+"""
 
 from __future__ import annotations
 
@@ -53,11 +57,10 @@ class FusedOptimizer(KeyedOptimizer):
     Each module of such tables has a scalar in `param_groups`: its gradient is infinite after a
     scaled backward that overflowed, so that `GradScaler.step` of this optimizer sees it.
 
-    What is written to `param_groups` acts on the tables at once, so the next backward (deferred:
-    the next `step`) uses it, in whatever order a loop calls backward, `step`, `zero_grad` and a
-    scheduler; what modules set or load is shown by the groups. An entry that would have an effect
-    in `torch.optim` and has none here raises ValueError (`TableGroup`). There is one group for all
-    tables with equal optimizers.
+    Writing to `param_groups` changes the tables immediately: the next backward (deferred: the next
+    `step`) uses the new value. Groups also show what modules set or load. An entry that has an
+    effect in `torch.optim` but none here raises ValueError (`TableGroup`). There is one group for
+    all tables with equal optimizers.
 
     State dicts have, by parameter name, the optimizer states and `hyper`, the hyperparameters
     (learning rate and step among them). States of hash tables are in the state dict of their
@@ -70,7 +73,7 @@ class FusedOptimizer(KeyedOptimizer):
     def __init__(self, modules: Mapping[str, HasFusedTables]) -> None:
         self._modules_by_path = dict(modules)
         entries: dict[Optimizer, list[tuple[str, FusedTableEntry]]] = {}
-        self._first_names: dict[str, str] = {}  # of further names of shared tables
+        self._first_names: dict[str, str] = {}  # other name of a shared table -> its first name
         listed: dict[int, list[str]] = {}
         for path, module in modules.items():
             for table in module.fused_tables():
@@ -85,8 +88,8 @@ class FusedOptimizer(KeyedOptimizer):
         self._optimizers = list(entries)
         params: dict[str, nn.Parameter] = {}
         for tables in entries.values():
-            here = {prefix + k: p for prefix, t in tables for k, p in t.parameters.items()}
-            params.update(here)
+            parameters = {prefix + k: p for prefix, t in tables for k, p in t.parameters.items()}
+            params.update(parameters)
             table_modules = {
                 id(table_module): table_module
                 for _, table in tables
@@ -100,7 +103,7 @@ class FusedOptimizer(KeyedOptimizer):
                     "after to_empty(device=...) and reset_parameters()"
                 )
             anchors = [k.grad_anchor for k in table_modules.values() if not k.optimizer.deferred]
-            group = TableGroup({"params": [*here.values(), *anchors]})
+            group = TableGroup({"params": [*parameters.values(), *anchors]})
             groups.append(group)
         super().__init__(params, groups)
         for number in range(len(groups)):
@@ -112,11 +115,11 @@ class FusedOptimizer(KeyedOptimizer):
     def of(module: nn.Module) -> FusedOptimizer:
         """Return the optimizer of all tables in a module, by the names of its parameters."""
         modules: dict[str, HasFusedTables] = {}
-        for path, part in module.named_modules():
-            if isinstance(part, HasFusedTables):
-                modules[path] = part
-            elif isinstance(part, FusedTables) and is_fused(part.optimizer):
-                modules[path] = _BareTables(part)
+        for path, submodule in module.named_modules():
+            if isinstance(submodule, HasFusedTables):
+                modules[path] = submodule
+            elif isinstance(submodule, FusedTables) and is_fused(submodule.optimizer):
+                modules[path] = _BareTables(submodule)
         return FusedOptimizer(modules)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -174,16 +177,16 @@ class FusedOptimizer(KeyedOptimizer):
         super().load_state_dict(state_dict)
 
     def _templates(self) -> list[Template]:
-        """Return per group the optimizer, and the numbers that its tables have now."""
+        """Return the optimizer and the current hyperparameters of each group."""
         templates = []
         for optimizer, modules in zip(self._optimizers, self._table_modules, strict=True):
-            now = modules[0].optimizer if modules else optimizer
-            numbers = modules[0].hyperparams.detach().cpu() if modules else now.hyperparams()
-            templates.append(Template(now, numbers.clone()))
+            current = modules[0].optimizer if modules else optimizer
+            numbers = modules[0].hyperparams.detach().cpu() if modules else current.hyperparams()
+            templates.append(Template(current, numbers.clone()))
         return templates
 
     def _check_groups(self) -> None:
-        """Connect groups that were replaced, and warn of modules that were set one by one."""
+        """Reconnect replaced groups, and warn of modules of one group that differ."""
         for number, group in enumerate(self.param_groups[: len(self._table_modules)]):
             if not isinstance(group, TableGroup) or not group.is_connected:
                 self.param_groups[number] = TableGroup({"params": group["params"]})
@@ -196,9 +199,9 @@ class FusedOptimizer(KeyedOptimizer):
         group: Any = self.param_groups[number]
         optimizer, modules = self._optimizers[number], self._table_modules[number]
         rates = [module.learning_rate for module in modules]
-        now = modules[0].optimizer if modules else optimizer
-        group.follow({"lr": rates[0] if rates else optimizer.lr, **numbers_of(now)})
-        group.connect(now, modules, rates)
+        current = modules[0].optimizer if modules else optimizer
+        group.follow({"lr": rates[0] if rates else optimizer.lr, **numbers_of(current)})
+        group.connect(current, modules, rates)
         group.show()
         return group
 
@@ -299,7 +302,7 @@ _ONLY_DECOUPLED = (optim.LAMB,)
 
 
 class FusedParams(NamedTuple):
-    """An optimizer, and the parameters that it does not use: caches, dtypes, ..."""
+    """An optimizer, and the arguments in `rest` that it does not use: caches, dtypes, ..."""
 
     optimizer: Optimizer
     rest: dict[str, Any]
@@ -309,31 +312,32 @@ def from_fused_params(params: Mapping[str, Any]) -> FusedParams:
     """Return the optimizer of a dict of FBGEMM's arguments (TorchRec's `fused_params`).
 
     `optimizer` is a member of FBGEMM's EmbOptimType, its name or its value, or an optimizer of
-    emblib; left out, EXACT_SGD at a `learning_rate` of 0.01.
+    emblib; by default EXACT_SGD with a `learning_rate` of 0.01.
 
     Raises:
         ValueError: an optimizer that emblib does not have, or an argument that it would ignore.
     """
-    rest = {key: value for key, value in params.items() if key not in _OWN}
-    given = params.get("optimizer", "exact_sgd")
-    if isinstance(given, Optimizer):
-        rate = params.get("learning_rate", given.lr)
-        return FusedParams(dataclasses.replace(given, lr=rate), rest)
-    word = str(getattr(given, "value", given)).lower()
-    word = _NAMES.get(word, word)
-    if word not in _KINDS:
+    table_arguments = {key: value for key, value in params.items() if key not in _OWN}
+    optimizer = params.get("optimizer", "exact_sgd")
+    if isinstance(optimizer, Optimizer):
+        rate = params.get("learning_rate", optimizer.lr)
+        return FusedParams(dataclasses.replace(optimizer, lr=rate), table_arguments)
+    optimizer_name = str(getattr(optimizer, "value", optimizer)).lower()
+    optimizer_name = _NAMES.get(optimizer_name, optimizer_name)
+    if optimizer_name not in _KINDS:
         raise ValueError(
-            f"optimizer must be one of {', '.join(_KINDS)}, or one of emblib.optim, got {given!r}"
+            f"optimizer must be one of {', '.join(_KINDS)}, or one of emblib.optim, got "
+            f"{optimizer!r}"
         )
-    make, uses = _KINDS[word]
+    make, uses = _KINDS[optimizer_name]
     unused = [name for name in _NUMBERS if params.get(name) and name not in uses]
     if unused:
         raise ValueError(
-            f"{', '.join(unused)} would have no effect on {word}: leave it out, or choose an "
-            "optimizer that has it"
+            f"{', '.join(unused)} would have no effect on {optimizer_name}: leave it out, or "
+            "choose an optimizer that has it"
         )
     numbers = {name: params[name] for name in uses if name in params}
-    return FusedParams(make(**_arguments(make, numbers, params)), rest)
+    return FusedParams(make(**_arguments(make, numbers, params)), table_arguments)
 
 
 def _arguments(make: Any, numbers: dict[str, Any], params: Mapping[str, Any]) -> dict[str, Any]:
@@ -354,10 +358,10 @@ def _arguments(make: Any, numbers: dict[str, Any], params: Mapping[str, Any]) ->
 
 def _decay(make: Any, rate: float, mode: Any) -> Any:
     """Convert FBGEMM's modes: NONE (0) and L2 (1) add to the gradient, DECOUPLE (2) does not."""
-    word = str(getattr(mode, "name", mode)).lower()
-    decoupled = word in ("decouple", "2") or issubclass(make, _ONLY_DECOUPLED)
-    adds = word in ("l2", "none", "0", "1") and not issubclass(make, _ONLY_DECOUPLED)
-    if word not in ("l2", "none", "0", "1", "decouple", "2"):
+    mode_name = str(getattr(mode, "name", mode)).lower()
+    decoupled = mode_name in ("decouple", "2") or issubclass(make, _ONLY_DECOUPLED)
+    adds = mode_name in ("l2", "none", "0", "1") and not issubclass(make, _ONLY_DECOUPLED)
+    if mode_name not in ("l2", "none", "0", "1", "decouple", "2"):
         raise ValueError(
             f"weight_decay_mode must be NONE, L2 or DECOUPLE here, got {mode!r}; make the "
             "optimizer with emblib.optim for others"
@@ -391,18 +395,18 @@ def from_torch(optimizer_class: Any, arguments: Mapping[str, Any]) -> Optimizer:
         # A number, as the classes of torch.optim take it.
         kind = optim.Decoupled if issubclass(optimizer_class, _ONLY_DECOUPLED) else optim.L2
         return optimizer_class(**{**arguments, "weight_decay": kind(decay) if decay else None})
-    given = dict(arguments)
+    options = dict(arguments)
     defaults = _defaults_of(optimizer_class)
     if defaults is None:
         raise TypeError(
             "tables run torch.optim.SGD, Adagrad, Adam or AdamW, a RowWiseAdagrad, or a class of "
             f"emblib.optim, got {optimizer_class!r}"
         )
-    for name in list(given):
+    for name in list(options):
         if name in defaults.numbers:
-            defaults.numbers[name] = given.pop(name)
-    maximize = given.pop("maximize", False)
-    idle = {k: v for k, v in given.items() if k not in _IDLE and v}
+            defaults.numbers[name] = options.pop(name)
+    maximize = options.pop("maximize", False)
+    idle = {k: v for k, v in options.items() if k not in _IDLE and v}
     if idle:
         raise ValueError(
             f"{idle} of {optimizer_class.__name__} are not supported by tables, which take "
@@ -463,23 +467,23 @@ def apply_optimizer_in_backward(
     """
     arguments = dict(optimizer_kwargs or {})
     tables: dict[int, tuple[Any, dict[str, Optimizer]]] = {}
-    others = []
+    other_parameters = []
     for parameter in params:
         _check_not_marked_by_torch(parameter)
         handle = handle_of(parameter)
         owner = None if handle is None else handle.owner()
         if handle is None or owner is None:
-            others.append(parameter)
+            other_parameters.append(parameter)
             continue
         fused = optimizer if isinstance(optimizer, Optimizer) else from_torch(optimizer, arguments)
-        _, wanted = tables.setdefault(id(owner), (owner, {}))
-        wanted[handle.name] = fused
-    if others:
+        _, optimizers_by_name = tables.setdefault(id(owner), (owner, {}))
+        optimizers_by_name[handle.name] = fused
+    if other_parameters:
         _check_of_torch(optimizer)
-    for parameter in others:
+    for parameter in other_parameters:
         _step_in_backward(parameter, optimizer, arguments)
-    for owner, wanted in tables.values():
-        owner.set_optimizers(wanted)
+    for owner, optimizers_by_name in tables.values():
+        owner.set_optimizers(optimizers_by_name)
 
 
 def _check_not_marked_by_torch(parameter: nn.Parameter) -> None:
@@ -493,8 +497,7 @@ def _check_not_marked_by_torch(parameter: nn.Parameter) -> None:
 def trained_configs(collection: Any, optimizer: Optimizer | None = None) -> tuple[TableConfig, ...]:
     """Return the configurations of a collection, with the optimizers that torch set in backward.
 
-    Those of shared tables have the optimizer of the table, else `optimizer`, else none that would
-    be that of the collection.
+    A shared table has its own optimizer, else `optimizer`; never that of the collection.
 
     `torch.distributed.optim._apply_optimizer_in_backward` steps a parameter in a hook of its
     gradient. A sharded table has other parameters, so it runs the same optimizer fused instead.
@@ -507,10 +510,12 @@ def trained_configs(collection: Any, optimizer: Optimizer | None = None) -> tupl
     configs, handles = [], collection.handles()
     shared = collection.shared_tables()
     for config in collection.configs:
-        chosen = _given_by_torch(config.name, handles[config.name])
-        if chosen is None and config.name in shared:
-            chosen = shared[config.name].config.optimizer or optimizer or NO_UPDATE
-        configs.append(config if chosen is None else replace(config, optimizer=chosen))
+        optimizer_of_table = _given_by_torch(config.name, handles[config.name])
+        if optimizer_of_table is None and config.name in shared:
+            optimizer_of_table = shared[config.name].config.optimizer or optimizer or NO_UPDATE
+        configs.append(
+            config if optimizer_of_table is None else replace(config, optimizer=optimizer_of_table)
+        )
     return tuple(configs)
 
 
@@ -532,7 +537,7 @@ def _given_by_torch(table: str, handle: TableHandle) -> Optimizer | None:
             raise
     if not any(optimizers):
         return None
-    if len(optimizers[0]) != 1 or any(one != optimizers[0] for one in optimizers):
+    if len(optimizers[0]) != 1 or any(other != optimizers[0] for other in optimizers):
         raise ValueError(
             f"table {table!r} must have one optimizer, and torch's own "
             f"_apply_optimizer_in_backward gave its parameters {optimizers}"
@@ -541,9 +546,12 @@ def _given_by_torch(table: str, handle: TableHandle) -> Optimizer | None:
 
 
 def _as_fused(stepper: Any, parameter: Any, number: int) -> Optimizer:
-    """Return optimizer `number` that torch gave a parameter, with the numbers that it has now."""
-    arguments, now = parameter._optimizer_kwargs[number], stepper.param_groups[0]
-    numbers = {"lr": now["lr"], **{name: now.get(name, arguments[name]) for name in arguments}}
+    """Return optimizer `number` that torch gave a parameter, with its current hyperparameters."""
+    arguments, options = parameter._optimizer_kwargs[number], stepper.param_groups[0]
+    numbers = {
+        "lr": options["lr"],
+        **{name: options.get(name, arguments[name]) for name in arguments},
+    }
     return from_torch(parameter._optimizer_classes[number], numbers)
 
 
@@ -566,9 +574,9 @@ def _step_in_backward(parameter: nn.Parameter, make: Any, arguments: dict[str, A
         )
     setattr(marked, _MARK, [stepper])
 
-    def step(ready: Any) -> None:
+    def step(parameter_with_grad: Any) -> None:
         stepper.step()
-        ready.grad = None
+        parameter_with_grad.grad = None
 
     parameter.register_post_accumulate_grad_hook(step)
 

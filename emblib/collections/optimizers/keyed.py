@@ -46,16 +46,16 @@ class KeyedOptimizer(TorchOptimizer):
 
     def load_keyed_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         """Load the state of some parameters, by name."""
-        for name, given in state.items():
+        for name, saved in state.items():
             parameter = self.params[name]
             states = self.state[parameter]
-            for key, value in given.items():
-                old = states.get(key)
-                same = isinstance(old, Tensor) and isinstance(value, Tensor)
-                if same and old.shape == value.shape:
-                    old.copy_(value)
+            for key, value in saved.items():
+                current = states.get(key)
+                are_tensors = isinstance(current, Tensor) and isinstance(value, Tensor)
+                if are_tensors and current.shape == value.shape:
+                    current.copy_(value)
                 else:
-                    states[key] = _placed(key, value, parameter)
+                    states[key] = _copy_to_device_of(key, value, parameter)
 
     def state_dict(self) -> dict[str, Any]:
         """Return `state` by parameter name, and `param_groups` with parameter names."""
@@ -73,15 +73,15 @@ class KeyedOptimizer(TorchOptimizer):
             KeyError: other parameters, or other groups of them.
         """
         state_dict = by_name(state_dict, self.group_names())
-        groups_here = [sorted(names) for names in self.group_names()]
-        given = [sorted(group["params"]) for group in state_dict["param_groups"]]
-        if groups_here != given:
+        own_groups = [sorted(names) for names in self.group_names()]
+        saved_params = [sorted(group["params"]) for group in state_dict["param_groups"]]
+        if own_groups != saved_params:
             raise KeyError(
-                f"the state dict is of other parameters or groups: it has {given}, this optimizer "
-                f"has {groups_here}"
+                f"the state dict is of other parameters or groups: it has {saved_params}, this "
+                f"optimizer has {own_groups}"
             )
         unknown = sorted(
-            state_dict["state"].keys() - {name for names in groups_here for name in names}
+            state_dict["state"].keys() - {name for names in own_groups for name in names}
         )
         if unknown:
             raise KeyError(f"the state dict has states of parameters that are not here: {unknown}")
@@ -107,8 +107,8 @@ class KeyedOptimizer(TorchOptimizer):
 def by_name(state_dict: Mapping[str, Any], names: Sequence[Sequence[str]]) -> Mapping[str, Any]:
     """Return a state dict of `torch.optim`, which numbers parameters, with names instead.
 
-    Names that the state dict has (`param_names`) are taken if they are these; otherwise parameters
-    are matched by their position in their group. A state dict by name is returned as it is.
+    If the state dict has `param_names` equal to `names`, these are used; otherwise parameters are
+    matched by position in their group. A state dict by name is returned unchanged.
 
     Args:
         state_dict: state dict of a `KeyedOptimizer` or of an optimizer of `torch.optim`.
@@ -120,10 +120,10 @@ def by_name(state_dict: Mapping[str, Any], names: Sequence[Sequence[str]]) -> Ma
     groups = state_dict["param_groups"]
     if not any(isinstance(number, int) for group in groups for number in group["params"]):
         return state_dict
-    sizes, given = [*map(len, names)], [len(group["params"]) for group in groups]
-    if sizes != given:
+    sizes, saved_sizes = [*map(len, names)], [len(group["params"]) for group in groups]
+    if sizes != saved_sizes:
         raise KeyError(
-            f"the state dict of torch.optim has groups of {given} parameters, this optimizer "
+            f"the state dict of torch.optim has groups of {saved_sizes} parameters, this optimizer "
             f"{sizes}: {[*map(list, names)]}; make the groups in torch alike, or keep "
             "only their entries in the state dict"
         )
@@ -133,22 +133,22 @@ def by_name(state_dict: Mapping[str, Any], names: Sequence[Sequence[str]]) -> Ma
         saved = group.get("param_names")
         matched = saved if saved is not None and set(saved) == set(group_names) else group_names
         name_of.update(zip(group["params"], matched, strict=True))
-        rest = {k: v for k, v in group.items() if k not in ("params", "param_names")}
-        renamed.append({"params": list(matched), **rest})
+        options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+        renamed.append({"params": list(matched), **options})
     states = {name_of[number]: values for number, values in state_dict["state"].items()}
     return {"state": states, "param_groups": renamed}
 
 
 def cycled_defaults(groups: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return `defaults` by which torch's schedulers find the momentum that they cycle."""
-    every = list(groups)
+    """Return the `defaults` in which torch's cyclic schedulers look for the momentum."""
+    group_list = list(groups)
     for name in ("betas", "momentum"):
-        if every and all(name in group for group in every):
-            return {name: every[0][name]}
+        if group_list and all(name in group for group in group_list):
+            return {name: group_list[0][name]}
     return {}
 
 
-def _placed(key: str, value: Any, parameter: Tensor) -> Any:
+def _copy_to_device_of(key: str, value: Any, parameter: Tensor) -> Any:
     """Copy a state to the device of its parameter, except for the step, as torch does."""
     if not isinstance(value, Tensor):
         return value
@@ -277,8 +277,8 @@ class GradientClippingOptimizer(OptimizerWrapper):
 class GradientShare(Choice):
     """A rank's part of the gradient of a parameter.
 
-    A SHARD, which no other rank has; a REPLICA of what all ranks have; or one that another rank
-    has as well and counts (COUNTED_ELSEWHERE).
+    SHARD: only this rank has it. REPLICA: all ranks have it. COUNTED_ELSEWHERE: another rank has it
+    too, and counts it.
     """
 
     SHARD = "shard"
@@ -305,7 +305,7 @@ _marks = WeakTensorKeyDictionary()
 
 
 def mark_gradient(parameter: Tensor, share: GradientShare, peers: Peers) -> None:
-    """Note what this rank has of the gradient of a parameter, for `clip_grad_norm_`."""
+    """Record this rank's share of a parameter's gradient, for `clip_grad_norm_`."""
     _marks[parameter] = _Mark(share, peers)
 
 
@@ -339,22 +339,22 @@ def clip_grad_norm_(
             f"norm_type must be positive over ranks and for sparse gradients, inf for the largest "
             f"value; got {norm_type}"
         )
-    given = [p for p in parameters if p.grad is not None]
+    with_grad = [p for p in parameters if p.grad is not None]
     if peers is None:
-        total = _total_norm([_values_of(p) for p in given], norm_type)
+        total = _total_norm([_values_of(p) for p in with_grad], norm_type)
     else:
-        total = _norm_over_ranks(given, norm_type, peers)
+        total = _norm_over_ranks(with_grad, norm_type, peers)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(
             f"all gradients together have a norm of {float(total)}, which cannot be clipped; "
             "error_if_nonfinite=False scales them nevertheless"
         )
     # Each kind by itself: torch scales no list of several.
-    dense = [p for p in given if not _is_sparse(p)]
+    dense = [p for p in with_grad if not _is_sparse(p)]
     for some in (list(filter(_is_spread, dense)), [p for p in dense if not _is_spread(p)]):
         torch.nn.utils.clip_grads_with_norm_(some, max_norm, total)
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)  # as torch computes it
-    for parameter in given:
+    for parameter in with_grad:
         if _is_sparse(parameter):
             values = _values_of(parameter)
             values.mul_(factor.to(values.device))
@@ -364,10 +364,10 @@ def clip_grad_norm_(
 @torch.no_grad()
 def clip_grad_value_(parameters: Iterable[Tensor], clip_value: float) -> None:
     """Clamp every gradient to `[-clip_value, clip_value]`, also sparse ones."""
-    given = [p for p in parameters if p.grad is not None]
-    if dense := [p for p in given if not _is_sparse(p)]:
+    with_grad = [p for p in parameters if p.grad is not None]
+    if dense := [p for p in with_grad if not _is_sparse(p)]:
         torch.nn.utils.clip_grad_value_(dense, clip_value)
-    for parameter in given:
+    for parameter in with_grad:
         if _is_sparse(parameter):
             _values_of(parameter).clamp_(-clip_value, clip_value)
 
@@ -378,7 +378,7 @@ def _is_sparse(parameter: Tensor) -> bool:
 
 
 def _values_of(parameter: Tensor) -> Tensor:
-    """Return the values of a gradient: of a sparse one, those of its rows, once each."""
+    """Return the values of a gradient; a sparse one is coalesced first."""
     grad = parameter.grad
     assert grad is not None
     if not grad.is_sparse:
@@ -403,15 +403,15 @@ def _peers_of(parameters: Sequence[Tensor]) -> Peers | None:
 
 
 def _is_spread(parameter: Tensor) -> bool:
-    """Return whether it is a `DTensor`, which knows the other ranks itself (FSDP2)."""
+    """Return whether a parameter is a `DTensor` (FSDP2), whose norm includes other ranks."""
     return hasattr(parameter, "full_tensor")
 
 
-def _norm_over_ranks(given: Sequence[Tensor], norm_type: float, peers: Peers) -> Tensor:
+def _norm_over_ranks(parameters: Sequence[Tensor], norm_type: float, peers: Peers) -> Tensor:
     shards: list[Tensor] = []
     replicas: list[Tensor] = []
     spread: list[Tensor] = []
-    for parameter in given:
+    for parameter in parameters:
         grad, mark = parameter.grad, _marks.get(parameter)
         assert grad is not None
         if _is_spread(parameter) and norm_type == math.inf:
@@ -424,12 +424,12 @@ def _norm_over_ranks(given: Sequence[Tensor], norm_type: float, peers: Peers) ->
         elif mark.share is GradientShare.SHARD:
             shards.append(_values_of(parameter))
     norms_here = torch.stack([_norm(shards, norm_type), _norm(replicas, norm_type)])
-    every = peers.gather_numbers(norms_here)
+    norms_of_ranks = peers.gather_numbers(norms_here)
     # The replicas as the first rank has them: a last bit that differs would not stay the last.
-    norms = [every[:, 0], every[:1, 1]]
+    norms = [norms_of_ranks[:, 0], norms_of_ranks[:1, 1]]
     if spread:
         total: Any = torch.nn.utils.get_total_norm(spread, norm_type)
-        norms.append(total.full_tensor().to(every).view(1))
+        norms.append(total.full_tensor().to(norms_of_ranks).view(1))
     return torch.linalg.vector_norm(torch.cat(norms), norm_type)
 
 
@@ -439,7 +439,7 @@ def _norm(grads: Sequence[Tensor], norm_type: float) -> Tensor:
 
 
 def _total_norm(grads: Sequence[Tensor], norm_type: float) -> Tensor:
-    """Return the norm of all values; 0 for none, of which torch has no infinity norm."""
+    """Return the norm of all values; 0 without values, for which torch has no infinity norm."""
     return torch.nn.utils.get_total_norm([grad for grad in grads if grad.numel()], norm_type)
 
 
@@ -494,9 +494,9 @@ class CombinedOptimizer(KeyedOptimizer):
         states: State = {}
         groups = []
         for prefix, optimizer in self._optimizers:
-            part = optimizer.state_dict()
-            states.update({_prefixed(prefix, k): v for k, v in part["state"].items()})
-            for group in part["param_groups"]:
+            own_state = optimizer.state_dict()
+            states.update({_prefixed(prefix, k): v for k, v in own_state["state"].items()})
+            for group in own_state["param_groups"]:
                 names = [_prefixed(prefix, name) for name in group["params"]]
                 groups.append({**group, "params": names})
         return {"state": states, "param_groups": groups}
@@ -508,17 +508,17 @@ class CombinedOptimizer(KeyedOptimizer):
             KeyError: other parameters, or other groups of them.
         """
         state_dict = by_name(state_dict, self.group_names())
-        groups_here, groups = self.state_dict()["param_groups"], list(state_dict["param_groups"])
-        if len(groups_here) != len(groups):
+        own_groups, groups = self.state_dict()["param_groups"], list(state_dict["param_groups"])
+        if len(own_groups) != len(groups):
             raise KeyError(
                 f"the state dict has {len(groups)} groups of parameters, this optimizer "
-                f"{len(groups_here)}"
+                f"{len(own_groups)}"
             )
-        first = 0
+        first_group = 0
         for prefix, optimizer in self._optimizers:
             count = len(optimizer.state_dict()["param_groups"])
-            selected = groups[first : first + count]
-            first += count
+            selected = groups[first_group : first_group + count]
+            first_group += count
             names = {name for group in selected for name in group["params"]}
             names |= set(
                 optimizer.state_dict()["state"]

@@ -28,7 +28,7 @@ class TableGroup(dict[str, Any]):
     _tables: _Tables | None = None
 
     def connect(self, optimizer: Optimizer, modules: Sequence[Any], rates: Sequence[float]) -> None:
-        """Write entries to these modules, which have these learning rates, and follow theirs."""
+        """Connect to modules with these learning rates, in both directions."""
         self._tables = _Tables(self, optimizer, modules, rates)
 
     def show(self) -> None:
@@ -104,7 +104,7 @@ class TableGroup(dict[str, Any]):
             )
 
     def follow(self, entries: dict[str, Any]) -> None:
-        """Show what modules have."""
+        """Show the values of the modules."""
         super().update(entries)
 
     def __getstate__(self) -> None:
@@ -170,23 +170,23 @@ class _Tables:
         return changes, hyperparameters.replaced(self._optimizer, changes.fields)
 
     def _write_module(self, module: Any, fields: dict[str, Any]) -> None:
-        others = {name: value for name, value in fields.items() if name != "lr"}
-        if any(getattr(module.optimizer, name) != value for name, value in others.items()):
+        other_fields = {name: value for name, value in fields.items() if name != "lr"}
+        if any(getattr(module.optimizer, name) != value for name, value in other_fields.items()):
             # With the rate, which would be read from the device otherwise.
             rate = fields.get("lr", self._rates[id(module)])
-            module.set_hyperparameters(**others, lr=rate)
+            module.set_hyperparameters(**other_fields, lr=rate)
         elif "lr" in fields:
             module.set_learning_rate(fields["lr"])
 
     def follow(self, module: Any, lr: float | None) -> None:
-        """Take over what a module has; the group shows it where all modules agree."""
+        """Store a module's values; the group shows those on which all modules agree."""
         if lr is not None:
             self._rates[id(module)] = lr
         if not self._is_writing:
             self.show()
 
     def show(self) -> None:
-        """Show in the group what all modules have in common; note where they differ."""
+        """Show in the group the values on which all modules agree; note where they differ."""
         group = self._group()
         if group is None or not self._modules:
             return

@@ -17,7 +17,7 @@ State = dict[str, dict[str, Any]]
 
 
 class Template(NamedTuple):
-    """The optimizer of a group, and its `hyperparams` now."""
+    """The optimizer of a group, and its current `hyperparams`."""
 
     optimizer: Optimizer
     numbers: Tensor
@@ -34,7 +34,7 @@ def from_torch_states(
     """Return a state dict of `torch.optim` as one of `FusedOptimizer`.
 
     `torch.optim.SGD` fits SGD, `Adagrad` fits Adagrad, and `Adam`, `AdamW` and `SparseAdam` fit
-    Adam. A parameter without a state, which was never stepped, has zeros.
+    Adam. A parameter without a state was never stepped; its states become zeros.
 
     Args:
         state_dict: state dict of an optimizer of `torch.optim`, with names as keys (`by_name`).
@@ -43,16 +43,16 @@ def from_torch_states(
 
     Raises:
         KeyError: the states of another optimizer.
-        ValueError: states of other shapes, or that tables have no place for; tables of one group
-            with different steps, which Adam would correct differently.
+        ValueError: states of other shapes, or that tables do not have; tables of one group with
+            different steps, for which Adam's bias corrections differ.
     """
     states: State = {}
     for group, template in zip(state_dict["param_groups"], templates, strict=True):
-        given = {name: state_dict["state"].get(name, {}) for name in group["params"]}
+        saved_states = {name: state_dict["state"].get(name, {}) for name in group["params"]}
         _check_class(group, template.optimizer)
-        steps = {int(values["step"]) for values in given.values() if "step" in values}
+        steps = {int(values["step"]) for values in saved_states.values() if "step" in values}
         if hasattr(template.optimizer, "betas"):
-            steps |= {0 for values in given.values() if "step" not in values}
+            steps |= {0 for values in saved_states.values() if "step" not in values}
             if len(steps) > 1:
                 raise ValueError(
                     f"the parameters have made different numbers of steps, {sorted(steps)}, and "
@@ -62,14 +62,14 @@ def from_torch_states(
         numbers = template.numbers
         if steps:
             numbers[Hyper.STEP] = max(steps)
-        for name, values in given.items():
-            wanted = {key: view for key, view in table_states[name].items() if key != HYPER}
-            states[name] = {**_states(name, values, wanted), HYPER: numbers}
+        for name, values in saved_states.items():
+            views = {key: view for key, view in table_states[name].items() if key != HYPER}
+            states[name] = {**_states(name, values, views), HYPER: numbers}
     return {"state": states, "param_groups": state_dict["param_groups"]}
 
 
 def _check_class(group: Mapping[str, Any], optimizer: Optimizer) -> None:
-    """Raise KeyError for a group of a class of `torch.optim` that the optimizer is not."""
+    """Raise KeyError if a group is of another class of `torch.optim` than `optimizer`."""
     fitting: type[Optimizer] | None = None
     if "nesterov" in group:
         fitting = optim.SGD
@@ -86,23 +86,23 @@ def _check_class(group: Mapping[str, Any], optimizer: Optimizer) -> None:
         )
 
 
-def _states(name: str, given: Mapping[str, Any], wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _states(name: str, saved: Mapping[str, Any], views: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the states of a parameter, checked against those of its table."""
-    states = {k: v for k, v in given.items() if k != "step" and v is not None}
-    unknown = sorted(states.keys() - wanted.keys())
+    states = {k: v for k, v in saved.items() if k != "step" and v is not None}
+    unknown = sorted(states.keys() - views.keys())
     if unknown:
         raise ValueError(
             f"a FusedOptimizer has no place for the states {unknown} of {name} (it has "
-            f"{sorted(wanted)}). Optimizer states of bare modules, hash tables and stored rows are "
+            f"{sorted(views)}). Optimizer states of bare modules, hash tables and stored rows are "
             "in the state dicts of their modules: copy them there, in bare modules to "
             "table_optimizer_states(), and continue with set_step"
         )
-    if states and states.keys() != wanted.keys():
-        raise KeyError(f"the state of {name} lacks {sorted(wanted.keys() - states.keys())}")
+    if states and states.keys() != views.keys():
+        raise KeyError(f"the state of {name} lacks {sorted(views.keys() - states.keys())}")
     for key, value in states.items():
-        if value.shape != wanted[key].shape:
+        if value.shape != views[key].shape:
             raise ValueError(
-                f"{key} of {name} must have the shape {tuple(wanted[key].shape)}, got "
+                f"{key} of {name} must have the shape {tuple(views[key].shape)}, got "
                 f"{tuple(value.shape)}: it is of another table"
             )
-    return states or {key: torch.zeros(tuple(view.shape)) for key, view in wanted.items()}
+    return states or {key: torch.zeros(tuple(view.shape)) for key, view in views.items()}

@@ -42,7 +42,7 @@ _SKETCH_HASH_KEYS = f"admission.sketches.{HASH_KEYS}"
 
 @of_state
 def target_of(state: DynamicState, table: int, hash_key: int | None = None) -> TableTarget:
-    """Return a table of a module as a target of `emblib.dynamic.saving.loading`."""
+    """Return a table as the target that `emblib.dynamic.saving.loading` writes."""
     return TableTarget(
         index=state.index,
         table=table,
@@ -102,13 +102,13 @@ def set_table_entries(
 
     def write() -> Loaded:
         nonlocal report
-        now, report = report, None  # if it raises, the rest is loaded without it
+        report_once, report = report, None  # if it raises, the rest is loaded without it
         if state.backing is None:
-            return loading.replace(target, entries, now)
+            return loading.replace(target, entries, report_once)
         state.backing.drop_overflow_rows()
         state.backing.store.clear(table)
         state.index.empty(table, hash_key)
-        return state.backing.load_entries(table, entries, now)
+        return state.backing.load_entries(table, entries, report_once)
 
     return state.complete(write)
 
@@ -137,12 +137,12 @@ def write_state(state: DynamicState, destination: dict[str, Any], prefix: str) -
 
 
 def _gather(rows: Rows, order: Tensor) -> Tensor:
-    """Copy rows in some order to the CPU, 16 MiB at a time."""
+    """Copy rows in the given order to the CPU, 16 MiB at a time."""
     out = torch.empty(order.numel(), *rows.shape[1:], dtype=rows.dtype)
-    done = 0
-    for part in order.split(rows_at_a_time(rows)):
-        out[done : done + part.numel()] = rows[part].cpu()
-        done += part.numel()
+    num_done = 0
+    for slots in order.split(rows_at_a_time(rows)):
+        out[num_done : num_done + slots.numel()] = rows[slots].cpu()
+        num_done += slots.numel()
     return out
 
 
@@ -160,8 +160,8 @@ def child_state(state: DynamicState) -> dict[str, Tensor]:
     names = state_names(state)
     return {
         f"{child}.{key}": value
-        for child, part in state.parts().items()
-        for key, value in part.state_dict().items()
+        for child, child_module in state.parts().items()
+        for key, value in child_module.state_dict().items()
         if f"{child}.{key}" not in names
     }
 
@@ -176,7 +176,7 @@ def expected_names(state: DynamicState, state_dict: Mapping[str, Any]) -> dict[s
 
 
 def names_as_attributes(state: DynamicState) -> SimpleNamespace:
-    """Return the names in a state dict that are no parameter or buffer, as attributes."""
+    """Return the state dict entries that are not parameters or buffers, as attributes."""
     kinds = SimpleNamespace(stamps=0, keys=0, scores=0)
     for t in range(min(len(state.specs), 1)):
         kinds = SimpleNamespace(**vars(kinds), **state.table_rows(t))
@@ -210,7 +210,7 @@ def read_state(
 def state_problems(
     state: DynamicState, state_dict: Mapping[str, Any], prefix: str
 ) -> Iterator[str]:
-    """Yield what is wrong with the entries of a module in a state dict, without its children."""
+    """Yield one message per invalid entry of a module in a state dict, without its children."""
     saved = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
     problems = [
         *_tensor_problems(state, saved),
@@ -220,8 +220,8 @@ def state_problems(
     if not problems:
         try:
             entries = _entries_in(state, saved)
-            for t, those in entries.items():
-                loading.check(target_of(state, t), those)
+            for t, entries_of_table in entries.items():
+                loading.check(target_of(state, t), entries_of_table)
             hash_keys_in(state, entries, saved.get(INDEX_HASH_KEYS))
         except (ValueError, TypeError) as error:
             problems.append(str(error))
@@ -229,19 +229,19 @@ def state_problems(
 
 
 def _tensor_problems(state: DynamicState, saved: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the entries by key that are no tensors of the dtype and shape of the tables'."""
-    word = torch.empty(0, dtype=torch.int64)
+    """Yield one message per entry that is not a tensor of the tables' dtype and shape."""
+    int64_scalar = torch.empty(0, dtype=torch.int64)
     for t, name in enumerate(state.table_names):
         keys = saved.get(f"{name}.keys")
         size = len(keys) if isinstance(keys, Tensor) and keys.dim() == 1 else None
-        for kind, view in {**dict.fromkeys(_COLUMNS, word), **state.table_rows(t)}.items():
+        for kind, view in {**dict.fromkeys(_COLUMNS, int64_scalar), **state.table_rows(t)}.items():
             key = f"{name}.{kind}"
             if key in saved:
                 problem = state_dicts.tensor_problem(saved[key], view, (size, *view.shape[1:]))
                 if problem:
                     yield f"{key}: {problem}"
     if INDEX_HASH_KEYS in saved:
-        problem = state_dicts.tensor_problem(saved[INDEX_HASH_KEYS], word)
+        problem = state_dicts.tensor_problem(saved[INDEX_HASH_KEYS], int64_scalar)
         if problem:
             yield f"{INDEX_HASH_KEYS}: {problem}"
 
@@ -282,7 +282,7 @@ def hash_keys_in(
 ) -> dict[int, int]:
     """Return the saved hash keys by table; an empty dict if none were saved.
 
-    Saved are those of all tables of a module, or of the tables that were found.
+    `saved` has those of all tables, or of the tables in `entries`.
     """
     if saved is None or not entries:
         return {}
@@ -310,10 +310,10 @@ def replace_tables(
 
     def write() -> dict[str, Loaded]:
         nonlocal report
-        now, report = report, None  # if it raises, the rest is loaded without it
+        report_once, report = report, None  # if it raises, the rest is loaded without it
         loaded = {
             state.table_names[t]: set_table_entries(
-                state, t, of_table, now, hash_key=hash_keys.get(t)
+                state, t, of_table, report_once, hash_key=hash_keys.get(t)
             )
             for t, of_table in entries.items()
         }
@@ -329,7 +329,11 @@ def replace_tables(
         return loaded
 
     loaded = state.complete(write)
-    left_out = {name: done.left_out for name, done in loaded.items() if done.left_out}
+    left_out = {
+        name: loaded_table.left_out
+        for name, loaded_table in loaded.items()
+        if loaded_table.left_out
+    }
     if left_out:
         warnings.warn(
             f"emblib: tables had no slot for all entries they were loaded with; left out, those "
@@ -349,9 +353,9 @@ def set_child_state(
         DumpError: the state in `directory` does not fit, before anything is changed.
     """
     by_child = check_child_state(state, saved, directory)
-    for child, part in state.parts().items():
+    for child, child_module in state.parts().items():
         if by_child[child]:
-            part.load_state_dict(by_child[child])
+            child_module.load_state_dict(by_child[child])
 
 
 def check_child_state(

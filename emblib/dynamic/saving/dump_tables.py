@@ -22,12 +22,12 @@ from emblib.dynamic.saving.dumps import (
 )
 from emblib.dynamic.saving.entries import Entries, Rows
 
-_NEVER = 1 << 62  # no clock comes to that
-_PIECE = 1 << 24  # bytes of rows that are gathered at a time
+_NEVER = 1 << 62  # larger than any clock
+_PIECE = 1 << 24  # bytes of rows per write
 
 
 class DumpedTable(NamedTuple):
-    """A table in a dump; `removed` are the keys that were removed, in a dump of changes."""
+    """A table in a dump; `removed`, int64, are the keys removed since, in a dump of changes."""
 
     name: str
     order: str
@@ -38,8 +38,8 @@ class DumpedTable(NamedTuple):
 class Dump(NamedTuple):
     """The content of a dump for one rank.
 
-    `clock` is the largest tick of its parts, `since` the tick from which changes are told (None:
-    the tables are whole), `numbers` those of the optimizer, `others` what else was given.
+    `clock` is the largest tick of its parts; `since` the first tick of a dump of changes, None for
+    whole tables; `numbers` the optimizer's hyperparameters; `others` further tensors of the writer.
     """
 
     tables: dict[str, DumpedTable]
@@ -110,13 +110,13 @@ def _write_array(writer: Writer, numbers: Tensor) -> dict[str, Any]:
 def _write_rows(
     writer: Writer, source: Rows, order: Tensor, progress: tuple[str, Report] | None
 ) -> dict[str, Any]:
-    done = 0
+    num_written = 0
     with writer.array(source.dtype, (order.numel(), *source.shape[1:])) as array:
         for index in order.split(rows_at_a_time(source)):
             array.append(source[index])
-            done += index.numel()
+            num_written += index.numel()
             if progress is not None:
-                progress[1](DumpProgress(progress[0], done, order.numel()))
+                progress[1](DumpProgress(progress[0], num_written, order.numel()))
     return array.description
 
 
@@ -143,13 +143,13 @@ def read(directory: str | Path, rank: int = 0, world_size: int = 1) -> Dump:
         part.verify()
     names = list(dict.fromkeys(t["name"] for part in parts for t in part.content["tables"]))
     tables = {name: _read_table(parts, name, rank, world_size) for name in names}
-    first = parts[0].content
+    content = parts[0].content
     clock = max(part.content["clock"] for part in parts)
     others = [
         {key: part.array(value) for key, value in part.content["others"].items()} for part in parts
     ]
     joined = state_dict_parts.combine(others, rank, world_size)
-    return Dump(tables, clock, first["since"], first["numbers"], joined)
+    return Dump(tables, clock, content["since"], content["numbers"], joined)
 
 
 def read_header(directory: str | Path) -> Header:
@@ -161,9 +161,9 @@ def read_header(directory: str | Path) -> Header:
     parts = read_parts(directory)
     for part in parts:
         _check(part)
-    first = parts[0].content
+    content = parts[0].content
     clock = max(part.content["clock"] for part in parts)
-    return Header(first["identity"], clock, first["since"], first["numbers"])
+    return Header(content["identity"], clock, content["since"], content["numbers"])
 
 
 def _check(part: PartReader) -> None:

@@ -46,7 +46,7 @@ _DTYPES = (
     "uint8",
     "bool",
 )
-_PIECE = 1 << 24  # bytes that are copied, checked or written at a time
+_PIECE = 1 << 24  # bytes that are copied or checked at a time
 
 
 class DumpError(RuntimeError):
@@ -65,7 +65,7 @@ class Part(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The prefix of the names of its files."""
+        """Return the prefix of the part's file names."""
         return f"part_{self.rank:05d}_of_{self.world_size:05d}"
 
 
@@ -86,13 +86,15 @@ def field(path: Path, tree: Any, name: str, *kinds: type) -> Any:
     Raises:
         DumpError: the manifest at `path` has no such entry in `tree`.
     """
-    wanted = " or ".join(kind.__name__ for kind in kinds)
+    type_names = " or ".join(kind.__name__ for kind in kinds)
     if not isinstance(tree, dict):
         raise DumpError(f"{path} is malformed: there is {_short(tree)} where {name!r} must be")
     if name not in tree:
-        raise DumpError(f"{path} is malformed: it lacks {name!r}, which must be {wanted}")
+        raise DumpError(f"{path} is malformed: it lacks {name!r}, which must be {type_names}")
     if type(tree[name]) not in kinds:
-        raise DumpError(f"{path} is malformed: {name!r} must be {wanted}, is {_short(tree[name])}")
+        raise DumpError(
+            f"{path} is malformed: {name!r} must be {type_names}, is {_short(tree[name])}"
+        )
     return tree[name]
 
 
@@ -203,23 +205,23 @@ class ArrayWriter:
     def append(self, numbers: Tensor) -> None:
         """Append a tensor of any shape and device, converted to the dtype of the array."""
         flat = numbers.detach().reshape(-1)
-        for piece in flat.split(max(_PIECE // self.dtype.itemsize, 1)):
-            if not piece.numel():
+        for chunk in flat.split(max(_PIECE // self.dtype.itemsize, 1)):
+            if not chunk.numel():
                 continue
-            data = bytearray(piece.numel() * self.dtype.itemsize)
-            torch.frombuffer(data, dtype=self.dtype).copy_(piece)
-            self._crc = zlib.crc32(data, self._crc)
-            _write(self._handle, data, self._at)
-            self._at += len(data)
+            buffer = bytearray(chunk.numel() * self.dtype.itemsize)
+            torch.frombuffer(buffer, dtype=self.dtype).copy_(chunk)
+            self._crc = zlib.crc32(buffer, self._crc)
+            _write(self._handle, buffer, self._at)
+            self._at += len(buffer)
 
     def flush(self) -> None:
         """Flush the array, which must be complete, to the disk."""
-        wanted = self.dtype.itemsize
+        nbytes = self.dtype.itemsize
         for size in self.shape:
-            wanted *= size
-        if self._at != wanted:
+            nbytes *= size
+        if self._at != nbytes:
             raise RuntimeError(
-                f"an array of shape {list(self.shape)} has {wanted} bytes, {self._at} were written"
+                f"an array of shape {list(self.shape)} has {nbytes} bytes, {self._at} were written"
             )
         os.fsync(self._handle)
 
@@ -308,15 +310,15 @@ class PartReader:
         """Read every array and compare its checksum.
 
         Raises:
-            DumpError: one is wrong.
+            DumpError: a checksum is wrong.
         """
         for description in _descriptions(self.content):
             data = self.array(description).reshape(-1).view(torch.uint8)
             crc = 0
-            for piece in data.split(_PIECE):
-                buffer = bytearray(piece.numel())
+            for chunk in data.split(_PIECE):
+                buffer = bytearray(chunk.numel())
                 if buffer:
-                    torch.frombuffer(buffer, dtype=torch.uint8).copy_(piece)
+                    torch.frombuffer(buffer, dtype=torch.uint8).copy_(chunk)
                 crc = zlib.crc32(buffer, crc)
             if crc != description["crc32"]:
                 path = self.path.parent / description["file"]
@@ -337,11 +339,11 @@ def read_parts(directory: str | Path) -> list[PartReader]:
     world_size = parts[0].part.world_size
     ranks = {part.part.rank for part in parts}
     # No more than a few are counted: a damaged manifest may claim any number of them.
-    missing = list(itertools.islice((r for r in range(world_size) if r not in ranks), 8))
-    if missing:
+    missing_ranks = list(itertools.islice((r for r in range(world_size) if r not in ranks), 8))
+    if missing_ranks:
         raise DumpError(
             f"{directory} holds part of a dump: of {world_size} parts those of ranks "
-            f"{missing} are missing, so it was cut short; take an older one"
+            f"{missing_ranks} are missing, so it was cut short; take an older one"
         )
     if len(parts) > world_size:
         raise DumpError(
@@ -397,17 +399,17 @@ def _manifest_names(path: Path) -> set[str]:
 
 
 def _write(handle: int, data: bytes | bytearray, at: int) -> None:
-    rest = memoryview(data)
-    while rest:
-        written = os.pwrite(handle, rest, at)
-        rest, at = rest[written:], at + written
+    remaining = memoryview(data)
+    while remaining:
+        num_written = os.pwrite(handle, remaining, at)
+        remaining, at = remaining[num_written:], at + num_written
 
 
 def write(directory: str | Path, tree: Any) -> None:
     """Write a snapshot, a tree of dicts, lists and tensors, replacing an older dump."""
     with Writer(directory) as writer:
-        written = _write_tree(writer, tree)
-        writer.commit({"identity": "snapshot", "tree": written})
+        tree_entry = _write_tree(writer, tree)
+        writer.commit({"identity": "snapshot", "tree": tree_entry})
 
 
 def _write_tree(writer: Writer, tree: Any) -> Any:
@@ -457,52 +459,52 @@ def _read(part: PartReader, tree: Any) -> Any:
     return part.array(field(part.path, tree, "tensor", dict))
 
 
-def check_entries(name: str, tree: Any, wanted: Collection[str]) -> Mapping[str, Any]:
-    """Return `tree`; raise ValueError unless it is a dict with the `wanted` entries."""
+def check_entries(name: str, tree: Any, expected_names: Collection[str]) -> Mapping[str, Any]:
+    """Return `tree`; raise ValueError unless it is a dict with the `expected_names` entries."""
     if not isinstance(tree, Mapping):
         raise ValueError(f"{name} must be a dict, got {type(tree).__name__}")
-    if missing := sorted(set(wanted) - tree.keys()):
-        raise ValueError(f"{name} lacks {missing}")
+    if missing_names := sorted(set(expected_names) - tree.keys()):
+        raise ValueError(f"{name} lacks {missing_names}")
     return tree
 
 
-def check_list(name: str, tree: Any, length: int, of: str) -> Sequence[Any]:
-    """Return `tree`; raise ValueError unless it is a list of one entry for each of something."""
+def check_list(name: str, tree: Any, length: int, unit: str) -> Sequence[Any]:
+    """Return `tree`; raise ValueError unless it is a list with `length` entries, one per `unit`."""
     if not isinstance(tree, list | tuple) or len(tree) != length:
-        got = len(tree) if isinstance(tree, list | tuple) else type(tree).__name__
-        raise ValueError(f"{name} must be a list of {length}, one per {of}, got {got}")
+        length_found = len(tree) if isinstance(tree, list | tuple) else type(tree).__name__
+        raise ValueError(f"{name} must be a list of {length}, one per {unit}, got {length_found}")
     return tree
 
 
-def check_presence(name: str, tree: Any, part: Any) -> None:
-    """Raise ValueError unless a snapshot and a module both have something, or neither has it."""
-    if (tree is None) != (part is None):
-        saved, current = ("none" if each is None else "some" for each in (tree, part))
+def check_presence(name: str, tree: Any, expected: Any) -> None:
+    """Raise ValueError unless snapshot and module both have the part `name`, or neither."""
+    if (tree is None) != (expected is None):
+        saved, current = ("none" if value is None else "some" for value in (tree, expected))
         raise ValueError(f"{name}: there is {saved} in the snapshot, {current} in this module")
 
 
 def check_tensor(name: str, value: Any, dtype: torch.dtype, shape: Sequence[int | None]) -> Tensor:
     """Return `value`; raise ValueError unless it is a tensor of a dtype and shape.
 
-    None is any size. What restores a snapshot writes the tensor to one of equal dtype and shape.
+    A size of None matches any.
     """
-    got = type(value).__name__
+    type_name = type(value).__name__
     if isinstance(value, Tensor):
         fits = value.dtype == dtype and value.dim() == len(shape)
         sizes = zip(shape, value.shape, strict=False)
         if fits and all(want in (size, None) for want, size in sizes):
             return value
-        got = f"{value.dtype} {list(value.shape)}"
+        type_name = f"{value.dtype} {list(value.shape)}"
     raise ValueError(
-        f"{name} must be {dtype} {list(shape)}, got {got}; it is of other tables, of another "
+        f"{name} must be {dtype} {list(shape)}, got {type_name}; it is of other tables, of another "
         "optimizer or precision, or damaged"
     )
 
 
-def check_state(name: str, state: Any, wanted: Mapping[str, Tensor]) -> None:
-    """Raise ValueError unless a state dict has exactly the `wanted` keys, dtypes and shapes."""
-    check_entries(name, state, wanted)
-    if unknown := sorted(state.keys() - wanted.keys()):
+def check_state(name: str, state: Any, expected: Mapping[str, Tensor]) -> None:
+    """Raise ValueError unless a state dict has exactly the `expected` keys, dtypes and shapes."""
+    check_entries(name, state, expected)
+    if unknown := sorted(state.keys() - expected.keys()):
         raise ValueError(f"{name} has {unknown}, which this module has not")
-    for key, tensor in wanted.items():
+    for key, tensor in expected.items():
         check_tensor(f"{name}.{key}", state[key], tensor.dtype, tensor.shape)

@@ -5,18 +5,17 @@ A table `t` of a directory is, for every rank of W, raw little-endian numbers wi
 - `t_emb_keys.rank_<r>.world_size_<W>`: int64 `[N]`
 - `t_emb_values...`: float32 `[N, D]`, whatever the dtype of the table
 - `t_emb_scores...`: int64 `[N]`, or `[N, 2]` for the compound strategy. A timestamp is saved as an
-  age, the time since the last use; counts, steps and scores of the user as they are
+  age, the time since the last use; counts, steps and user scores are saved unchanged
 - `t_emb_opt_values...` (earlier `t_opt_values...`): float32 `[N, S]`, the optimizer states of a row
   one after the other, first those as long as a row
 - `t_counter_keys...`, `t_counter_frequencies...`: int64, what was counted towards admission
 - `t_opt_args.json`: numbers of the optimizer, `evict_strategy`, `dist_type`, `step_score`
 
-Nothing there says what was cut short. So reading compares the sizes of all files of a table and
-refuses where one of a rank is missing; writing stages the files of all tables and ranks in
-`.t.new`. Only then it moves the old files of all tables to `.t.old`, and after that the new ones
-into their place. Keys are moved out first and in last: without them a table is refused, also by
-DynamicEmb. So a process that is killed leaves the old tables, the new ones, or tables that are
-refused.
+The format cannot show that a file was truncated. So reading compares the sizes of all files of a
+table, and raises if a file of any rank is missing. Writing first stages the files of all tables and
+ranks in `.t.new`, then moves the old files of all tables to `.t.old`, then moves the new ones into
+place. Keys are moved out first and in last, because neither emblib nor DynamicEmb reads a table
+without keys. So a killed process leaves old tables, new tables, or tables that cannot be read.
 
 `t_opt_args.json` has one entry more, `emblib_dump`: an id of the call that wrote the table, and
 all tables that it wrote. Loading compares them, see `check_one_dump`; DynamicEmb ignores the entry.
@@ -50,12 +49,12 @@ _STRATEGIES = {
     "none": "EvictStrategy.KCustomized",
 }
 _NAME = "{table}_{item}.rank_{rank}.world_size_{world_size}"
-_PADDED = 4  # float32 numbers in which a state of one number a row lies in memory there
+_PADDED = 4  # float32 numbers that DynamicEmb uses for a state of one number per row
 
 
 @dataclass(frozen=True)
 class DynamicEmbTable:
-    """A table of DynamicEmb's.
+    """A table in DynamicEmb's files.
 
     Args:
         entries: entries in emblib's form.
@@ -69,12 +68,12 @@ class DynamicEmbTable:
 
     def owned(self, is_owned: Callable[[Tensor], Tensor]) -> "DynamicEmbTable":
         """Return the entries of a rank; `is_owned` maps keys to a bool per key."""
-        chosen = is_owned(self.entries.keys).nonzero().view(-1)
+        owned_rows = is_owned(self.entries.keys).nonzero().view(-1)
         counts = self.counts
         if counts is not None:
             mask = is_owned(counts[0])
             counts = (counts[0][mask], counts[1][mask])
-        return DynamicEmbTable(self.entries.view(chosen), self.arguments, counts)
+        return DynamicEmbTable(self.entries.view(owned_rows), self.arguments, counts)
 
 
 @dataclass(frozen=True)
@@ -94,17 +93,17 @@ class Layout:
 def write(
     directory: str | Path, name: str, layout: Layout, table: DynamicEmbTable, clock: int
 ) -> None:
-    """Write a table as the only rank of one; every number of ranks can load that.
+    """Write a table as rank 0 of 1, which any number of ranks can load.
 
-    Their loader keeps the keys with `key % W == rank` where the number of ranks differs, as their
-    "roundrobin" router does for keys that are not negative.
+    If the number of ranks differs, DynamicEmb's loader keeps the keys with `key % W == rank`, as
+    its "roundrobin" router does for keys >= 0.
 
     Args:
         directory: directory of the collection, created with its parents if missing.
         name: name of the table; existing files are replaced once all new ones are written.
         layout: layout of the table.
-        table: `arguments` are written in addition to those that follow from the order. DynamicEmb
-            loads optimizer states only if `lr` and the other arguments of the optimizer are there.
+        table: table to write; its `arguments` are added to those of the layout. DynamicEmb loads
+            optimizer states only if these have `lr` and the optimizer's other arguments.
         clock: the tick from which ages count.
     """
     discard(directory, name)
@@ -168,7 +167,7 @@ def commit(tables: Sequence[tuple[str | Path, str]], world_size: int) -> None:
     moves = [_Move.of(Path(directory).expanduser(), name) for directory, name in tables]
     for move in moves:
         for rank in range(world_size):
-            if file_name(move.name, "emb_keys", rank, world_size) not in move.new:
+            if file_name(move.name, "emb_keys", rank, world_size) not in move.new_files:
                 raise DumpError(
                     f"{move.staged} has no files of rank {rank} of {world_size}: all ranks must "
                     "write to one directory, on a file system that all of them see"
@@ -195,30 +194,32 @@ def commit(tables: Sequence[tuple[str | Path, str]], world_size: int) -> None:
 
 @dataclass(frozen=True)
 class _Move:
-    """The files of one table that `commit` replaces, `old`, and those it puts there, `new`."""
+    """Files of one table: `commit` replaces `old_files` by the staged `new_files`."""
 
     directory: Path
     name: str
     staged: Path
     replaced: Path
-    old: Sequence[str]
-    new: Sequence[str]
+    old_files: Sequence[str]
+    new_files: Sequence[str]
 
     @classmethod
     def of(cls, directory: Path, name: str) -> "_Move":
         staged = _staged(directory, name)
-        old, new = (_files_of(each, name) if each.is_dir() else () for each in (directory, staged))
-        return cls(directory, name, staged, directory / f".{name}.old", old, new)
+        old_files, new_files = (
+            _files_of(folder, name) if folder.is_dir() else () for folder in (directory, staged)
+        )
+        return cls(directory, name, staged, directory / f".{name}.old", old_files, new_files)
 
     def take_old(self) -> None:
-        for file in self.old:
+        for file in self.old_files:
             os.rename(self.directory / file, self.replaced / file)
 
     def put_values(self) -> None:
-        self._put(file for file in self.new if not _is_keys(file))
+        self._put(file for file in self.new_files if not _is_keys(file))
 
     def put_keys(self) -> None:
-        self._put(file for file in self.new if _is_keys(file))
+        self._put(file for file in self.new_files if _is_keys(file))
 
     def _put(self, files: Iterator[str]) -> None:
         for file in files:
@@ -229,13 +230,13 @@ class _Move:
 
         Errors are ignored, so that as many old files as possible are restored.
         """
-        for file in self.new:
-            if file not in self.old or (self.replaced / file).exists():
+        for file in self.new_files:
+            if file not in self.old_files or (self.replaced / file).exists():
                 with contextlib.suppress(OSError):
                     (self.directory / file).unlink(missing_ok=True)
 
     def put_back_old(self) -> None:
-        for file in reversed(self.old):
+        for file in reversed(self.old_files):
             with contextlib.suppress(OSError):
                 if (self.replaced / file).exists():
                     os.rename(self.replaced / file, self.directory / file)
@@ -277,12 +278,12 @@ def read(
             optimizer.
     """
     directory = Path(directory).expanduser()
-    of = _Files(directory, name, world_size(directory, name), rank)
-    keys, values = of.read("emb_keys", torch.int64), of.read("emb_values", torch.float32)
-    scores = of.read("emb_scores", torch.int64)
-    state_values = of.read("emb_opt_values", torch.float32) if states else None
+    files = _Files(directory, name, world_size(directory, name), rank)
+    keys, values = files.read("emb_keys", torch.int64), files.read("emb_values", torch.float32)
+    scores = files.read("emb_scores", torch.int64)
+    state_values = files.read("emb_opt_values", torch.float32) if states else None
     if state_values is None and states:
-        state_values = of.read("opt_values", torch.float32)
+        state_values = files.read("opt_values", torch.float32)
     assert keys is not None
     if values is None or values.numel() != keys.numel() * dim:
         num_values = 0 if values is None else values.numel()
@@ -297,8 +298,8 @@ def read(
     strategy = arguments.get("evict_strategy", _STRATEGIES.get(layout.order))
     ages = str(strategy).endswith("KLru")
     stamps, ranked = _ranks_of_scores(scores, keys.numel(), layout, ages=ages, name=name)
-    counted = of.read("counter_keys", torch.int64)
-    times = of.read("counter_frequencies", torch.int64)
+    counted = files.read("counter_keys", torch.int64)
+    times = files.read("counter_frequencies", torch.int64)
     if (counted is None) != (times is None) or (
         counted is not None and times is not None and counted.shape != times.shape
     ):
@@ -346,24 +347,24 @@ def _write_numbers(path: Path, numbers: Tensor) -> None:
 
 def _write_rows(path: Path, rows: Sequence[Rows], count: int) -> None:
     """Write the rows of tensors, concatenated per row, as float32."""
-    size = min(rows_at_a_time(each) for each in rows)
+    size = min(rows_at_a_time(tensor) for tensor in rows)
 
-    def piece(index: Tensor) -> Tensor:
-        parts = [each[index].detach().cpu().float() for each in rows]
+    def rows_at(index: Tensor) -> Tensor:
+        parts = [tensor[index].detach().cpu().float() for tensor in rows]
         return torch.cat([part[:, None] if part.dim() == 1 else part for part in parts], 1)
 
-    _write_pieces(path, (piece(index) for index in torch.arange(count).split(size)))
+    _write_pieces(path, (rows_at(index) for index in torch.arange(count).split(size)))
 
 
-def _write_pieces(path: Path, pieces: Any) -> None:
+def _write_pieces(path: Path, blocks: Any) -> None:
     """Write a file under a temporary name, then rename it."""
     with replacing(path) as file:
-        for piece in pieces:
-            flat = piece.cpu().contiguous().reshape(-1)
+        for block in blocks:
+            flat = block.cpu().contiguous().reshape(-1)
             if flat.numel():
-                data = bytearray(flat.numel() * flat.dtype.itemsize)
-                torch.frombuffer(data, dtype=flat.dtype).copy_(flat)
-                file.write(data)
+                buffer = bytearray(flat.numel() * flat.dtype.itemsize)
+                torch.frombuffer(buffer, dtype=flat.dtype).copy_(flat)
+                file.write(buffer)
 
 
 def world_size(directory: str | Path, name: str) -> int:
@@ -429,10 +430,10 @@ _DUMP = "emblib_dump"
 
 
 def dump_argument(tables: Sequence[str]) -> dict[str, Any]:
-    """Return the entry of `t_opt_args.json` by which `check_one_dump` knows tables of one call.
+    """Return the `t_opt_args.json` entry that identifies tables written by one call.
 
     Args:
-        tables: all that the call writes, by names that differ.
+        tables: unique names of all tables that the call writes.
     """
     return {_DUMP: {"id": uuid.uuid4().hex, "tables": list(tables)}}
 
@@ -440,8 +441,8 @@ def dump_argument(tables: Sequence[str]) -> dict[str, Any]:
 def check_one_dump(arguments: Mapping[str, tuple[Path, Mapping[str, Any]]]) -> None:
     """Raise DumpError if tables that one call wrote together are mixed with those of another.
 
-    A table that was written without the others later is accepted. So are tables without the entry,
-    as DynamicEmb writes them, unless a call that wrote another of the tables wrote them too.
+    A table that was later written alone is accepted. So are tables without the entry, as DynamicEmb
+    writes them, unless the entry of another loaded table names them.
 
     Args:
         arguments: path and content of the `t_opt_args.json` of each table that is loaded, by the
@@ -450,19 +451,19 @@ def check_one_dump(arguments: Mapping[str, tuple[Path, Mapping[str, Any]]]) -> N
     Raises:
         DumpError: the tables are of different dumps, or the entry is malformed.
     """
-    written: dict[str, tuple[str | None, list[Any]]] = {}
+    tables_by_name: dict[str, tuple[str | None, list[Any]]] = {}
     for table, (path, content) in arguments.items():
-        written[table] = (None, [])
+        tables_by_name[table] = (None, [])
         if _DUMP in content:
             entry = entry_of(path, content, _DUMP, dict)
             together = entry_of(path, entry, "tables", list)
             if not all(type(other) is str for other in together):
                 raise DumpError(f"{path} is malformed: 'tables' of {_DUMP!r} must be names")
-            written[table] = (entry_of(path, entry, "id", str), together)
-    for table, (identity, together) in written.items():
+            tables_by_name[table] = (entry_of(path, entry, "id", str), together)
+    for table, (identity, together) in tables_by_name.items():
         for other in together:
-            other_identity, others = written.get(other, (identity, []))
-            if other_identity != identity and (other_identity is None or table in others):
+            other_identity, other_tables = tables_by_name.get(other, (identity, []))
+            if other_identity != identity and (other_identity is None or table in other_tables):
                 raise DumpError(
                     f"{arguments[table][0]} and {arguments[other][0]} are of different dumps, "
                     f"{identity} and {other_identity}, but one call wrote both tables: a copy of "
@@ -481,20 +482,20 @@ class _Files:
     rank: int | None
 
     def read(self, item: str, dtype: torch.dtype) -> Tensor | None:
-        """Return the values of the ranks, concatenated; None where no rank has a file.
+        """Return the values of the ranks, concatenated; None if no rank has a file.
 
         Raises:
-            DumpError: some ranks have a file and others do not, whichever are read.
+            DumpError: some ranks have a file and others do not, even if these are not read.
         """
         ranks = range(self.world_size)
         paths = [self.directory / file_name(self.name, item, r, self.world_size) for r in ranks]
-        missing = [path for path in paths if not path.exists()]
-        if len(missing) == len(paths):
+        missing_paths = [path for path in paths if not path.exists()]
+        if len(missing_paths) == len(paths):
             return None
-        if missing:
+        if missing_paths:
             raise DumpError(
-                f"{missing[0]} is missing, of {self.world_size} ranks {len(missing)} have no such "
-                "file; the dump is not whole, take another one"
+                f"{missing_paths[0]} is missing, of {self.world_size} ranks {len(missing_paths)} "
+                "have no such file; the dump is not whole, take another one"
             )
         if self.rank is not None:
             return _numbers(paths[self.rank], dtype)
@@ -519,15 +520,15 @@ def _length(numbers: Tensor | None) -> int:
 def _split_states(
     numbers: Tensor, count: int, states: Mapping[str, int], name: str
 ) -> dict[str, Tensor]:
-    wanted = sum(states.values())
-    width = numbers.numel() // count if count else wanted
-    padded = width == _PADDED and wanted == 1
-    if numbers.numel() != count * width or not (padded or width == wanted):
+    expected_columns = sum(states.values())
+    width = numbers.numel() // count if count else expected_columns
+    padded = width == _PADDED and expected_columns == 1
+    if numbers.numel() != count * width or not (padded or width == expected_columns):
         raise DumpError(
             f"the optimizer states of {name!r} have {width} numbers a row, those of this table "
             f"{dict(states)}; load without states, or into a table of the same optimizer"
         )
-    columns = numbers.view(count, width)[:, :wanted].split(list(states.values()), 1)
+    columns = numbers.view(count, width)[:, :expected_columns].split(list(states.values()), 1)
     return {
         key: column.reshape(-1) if states[key] == 1 else column
         for key, column in zip(states, columns, strict=True)
@@ -551,7 +552,7 @@ def _ranks_of_scores(
 ) -> tuple[Tensor, Tensor | None]:
     """Return stamps and scores of entries; stamps are 1 if no file has times of use.
 
-    Whatever DynamicEmb's strategy, keys are evicted in the same order here.
+    The stamps and scores give the eviction order of DynamicEmb's strategy.
     """
     order, ones = layout.order, torch.ones(count, dtype=torch.int64)
     needs_scores = order in ("lfu", "lru_lfu", "assigned")

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from emblib.dynamic import keys as routing
 
-WEIGHT = "weight"  # the name of the rows that are no optimizer state
+WEIGHT = "weight"  # name of the weights among the rows of an entry
 
 
 class Chosen:
@@ -24,13 +24,13 @@ class Chosen:
     dtype: torch.dtype
     shape: tuple[int, ...]
 
-    def __init__(self, rows: "Rows", chosen: Tensor) -> None:
-        self._rows, self._chosen = rows, chosen
+    def __init__(self, rows: "Rows", positions: Tensor) -> None:
+        self._rows, self._positions = rows, positions
         self.dtype = rows.dtype
-        self.shape = (chosen.numel(), *rows.shape[1:])
+        self.shape = (positions.numel(), *rows.shape[1:])
 
     def __getitem__(self, index: Tensor) -> Tensor:
-        return self._rows[self._chosen[index.to(self._chosen.device)]].detach()
+        return self._rows[self._positions[index.to(self._positions.device)]].detach()
 
 
 class Joined:
@@ -153,34 +153,37 @@ class Changes(NamedTuple):
     removed: Tensor
 
 
-def concatenate(parts: Sequence[Entries]) -> Entries:
+def concatenate(all_entries: Sequence[Entries]) -> Entries:
     """Concatenate entries; rows are copied when they are indexed.
 
     Raises:
-        ValueError: some have scores, or states, that others have not.
+        ValueError: some have scores or states and others do not.
     """
-    if len(parts) == 1:
-        return parts[0]
-    scores = [part.scores for part in parts if part.scores is not None]
-    names = {tuple(part.rows) for part in parts}
-    if len(scores) not in (0, len(parts)) or len(names) > 1:
+    if len(all_entries) == 1:
+        return all_entries[0]
+    scores = [entries.scores for entries in all_entries if entries.scores is not None]
+    names = {tuple(entries.rows) for entries in all_entries}
+    if len(scores) not in (0, len(all_entries)) or len(names) > 1:
         raise ValueError(
             "parts of one table must have the same rows and all of them scores or none; got rows "
-            f"{sorted(names)} and scores in {len(scores)} of {len(parts)}"
+            f"{sorted(names)} and scores in {len(scores)} of {len(all_entries)}"
         )
     return Entries(
-        torch.cat([part.keys for part in parts]),
-        torch.cat([part.stamps for part in parts]),
+        torch.cat([entries.keys for entries in all_entries]),
+        torch.cat([entries.stamps for entries in all_entries]),
         torch.cat(scores) if scores else None,
-        {name: Joined([part.rows[name] for part in parts]) for name in parts[0].rows},
+        {
+            name: Joined([entries.rows[name] for entries in all_entries])
+            for name in all_entries[0].rows
+        },
     )
 
 
 def best_first(entries: Entries, order: str) -> Tensor:
     """Return the permutation that sorts entries from the last to be evicted to the first.
 
-    `order` is the table's eviction order: none, lru, lfu, lru_lfu or assigned. For none, the last
-    used come first.
+    `order` is the table's eviction order: none, lru, lfu, lru_lfu or assigned. For none, the order
+    is that of lru.
     """
     columns = [entries.keys]
     if order != "lfu":
@@ -204,7 +207,7 @@ _PART = re.compile(r"part_(\d+)_of_(\d+)\.(.*)", re.DOTALL)
 
 
 def as_part(state: Mapping[str, Tensor], rank: int, world_size: int) -> dict[str, Tensor]:
-    """Rename the state dict of one rank to names that no other rank uses.
+    """Rename the entries of one rank's state dict to names that no other rank uses.
 
     Raises:
         ValueError: it has keys that another rank owns, where lookups would not find them.
@@ -235,9 +238,12 @@ def empty_parts(metadata: Mapping[str, Any], rank: int, world_size: int) -> dict
         match = _PART.fullmatch(key)
         if match is None or not hasattr(saved, "properties"):
             continue
-        theirs, parts = int(match[1]), int(match[2])
+        number, num_parts = int(match[1]), int(match[2])
         # Rank r of W owns routes from r / W to (r + 1) / W of all.
-        if theirs * world_size < (rank + 1) * parts and rank * parts < (theirs + 1) * world_size:
+        if (
+            number * world_size < (rank + 1) * num_parts
+            and rank * num_parts < (number + 1) * world_size
+        ):
             room[key] = torch.empty(saved.size, dtype=saved.properties.dtype)
     return room
 
@@ -263,35 +269,39 @@ def join_parts(state: Mapping[str, Tensor], rank: int, world_size: int) -> dict[
     return combine([parts[number] for number in sorted(parts)], rank, world_size)
 
 
-def combine(parts: Sequence[Mapping[str, Tensor]], rank: int, world_size: int) -> dict[str, Tensor]:
+def combine(
+    states: Sequence[Mapping[str, Tensor]], rank: int, world_size: int
+) -> dict[str, Tensor]:
     """Combine several state dicts into that of one rank.
 
-    Rows by key are those of the keys that the rank owns. Of other integers, clocks and counts among
-    them, the element-wise maximum is taken: a count is never less than that of the rank which saw
-    the key. Floating-point values, those of the optimizer, are taken from the first part; so are
-    hash keys that differ between parts, with the counters that depend on them, since counts under
-    different hashes cannot be combined.
+    Rows by key: the keys that the rank owns. Other integers, e.g. clocks and counts: the
+    element-wise maximum, so a count is at least that of the rank that saw the key. Floating-point
+    values, those of the optimizer: from the first part. Hash keys that differ between parts, and
+    the counters that depend on them: from the first part too, because counts under different hashes
+    cannot be combined.
     """
     joined: dict[str, Tensor] = {}
-    by_key = {stem for part in parts for stem in _stems(part)}
-    unlike = _stems_of_unlike_hashes(parts)
-    for key in dict.fromkeys(key for part in parts for key in part):
+    by_key = {stem for state in states for stem in _stems(state)}
+    unlike = _stems_of_unlike_hashes(states)
+    for key in dict.fromkeys(key for state in states for key in state):
         stem = f"{key.rpartition('.')[0]}."
-        holders = [part for part in parts if key in part]
-        if stem in by_key and all(_is_by_key(part, stem, key) for part in holders):
-            joined[key] = torch.cat([_owned(part, stem, key, rank, world_size) for part in holders])
+        holders = [state for state in states if key in state]
+        if stem in by_key and all(_is_by_key(state, stem, key) for state in holders):
+            joined[key] = torch.cat(
+                [_owned(state, stem, key, rank, world_size) for state in holders]
+            )
         elif holders[0][key].dtype.is_floating_point or stem in unlike:
             joined[key] = holders[0][key]
         else:
-            joined[key] = _largest(part[key] for part in holders)
+            joined[key] = _largest(state[key] for state in holders)
     return joined
 
 
-def _stems_of_unlike_hashes(parts: Sequence[Mapping[str, Tensor]]) -> set[str]:
-    """Return the prefixes of names for which the parts have different hash keys."""
+def _stems_of_unlike_hashes(states: Sequence[Mapping[str, Tensor]]) -> set[str]:
+    """Return the name prefixes whose hash keys differ between the states."""
     by_stem: dict[str, list[Tensor]] = {}
-    for part in parts:
-        for key, value in part.items():
+    for state in states:
+        for key, value in state.items():
             if key.endswith(f".{_HASH_KEYS}"):
                 by_stem.setdefault(key, []).append(value)
     return {
@@ -324,18 +334,18 @@ def _stems(state: Mapping[str, Any]) -> list[str]:
     return [key.removesuffix("keys") for key in state if key.endswith(".keys")]
 
 
-def _is_by_key(part: Mapping[str, Tensor], stem: str, key: str) -> bool:
-    keys = part.get(f"{stem}keys")
-    return keys is not None and part[key].shape[:1] == keys.shape
+def _is_by_key(state: Mapping[str, Tensor], stem: str, key: str) -> bool:
+    keys = state.get(f"{stem}keys")
+    return keys is not None and state[key].shape[:1] == keys.shape
 
 
-def _owned(part: Mapping[str, Tensor], stem: str, key: str, rank: int, world_size: int) -> Tensor:
-    is_owned = routing.owner(part[f"{stem}keys"], world_size) == rank
-    return part[key] if bool(is_owned.all()) else part[key][is_owned]
+def _owned(state: Mapping[str, Tensor], stem: str, key: str, rank: int, world_size: int) -> Tensor:
+    is_owned = routing.owner(state[f"{stem}keys"], world_size) == rank
+    return state[key] if bool(is_owned.all()) else state[key][is_owned]
 
 
 def _largest(tensors: Iterable[Tensor]) -> Tensor:
-    first, *others = tensors
-    for other in others:
+    first, *other_tensors = tensors
+    for other in other_tensors:
         first = torch.maximum(first.to(other.device), other)
     return first

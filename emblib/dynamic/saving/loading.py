@@ -1,4 +1,10 @@
-"""Export the entries of one dynamic table, and import them into a table of any capacity."""
+"""Export the entries of one dynamic table, and import them into a table of any capacity.
+
+Entries are inserted with the native op first, in blocks. If some find both buckets full although
+the table has empty slots, `make_room` computes a better assignment, by cuckoo hashing: an entry
+that waits takes a slot whose entry moves to its other bucket. Rounds of such moves run vectorised;
+the last few entries search for the shortest chain of moves one by one.
+"""
 
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
@@ -16,8 +22,8 @@ from emblib.ops import codes, hash
 from emblib.ops.hash import SCORED, SLOTS, Keys
 from emblib.reference.random import GOLDEN, mix
 
-_AT_ONCE_cuckoo = 1 << 12  # entries that look for a place in one round
-_PATIENCE = 50  # rounds without an entry more
+_ENTRIES_PER_ROUND = 1 << 12  # waiting entries that try to get a slot in one round
+_MAX_IDLE_ROUNDS = 50  # rounds in which no further entry gets a slot
 
 
 def buckets_of(keys: Tensor, buckets: int, hash_key: int) -> Tensor:
@@ -35,30 +41,30 @@ def tags_of(keys: Tensor, hash_key: int) -> Tensor:
 
 
 def make_room(keys: Tensor, slots: Tensor, buckets: int, hash_key: int) -> Tensor:
-    """Return slots for the only entries of a table, so that as many as possible have one.
+    """Assign slots to the entries of a table, so that as many as possible have one.
 
     Args:
-        keys: int64 `[N]`, distinct, the ones that matter most first.
-        slots: int64 `[N]`, of each in one of its buckets, or -1.
+        keys: int64 `[N]`, distinct, the most important first.
+        slots: int64 `[N]`, the current slot of each key, in one of its buckets, or -1.
         buckets: number of buckets of the table.
         hash_key: hash key of the table.
 
-    Which entries stay out, if any, and where the others are follows from the input alone.
+    The result, including which entries get no slot, depends only on the arguments.
     """
     room = _Assignment(buckets_of(keys, buckets, hash_key), slots.clone(), buckets)
     waiting = (slots < 0).nonzero().view(-1)
     idle = step = 0
-    while waiting.numel() and idle < _PATIENCE and int(room.free.sum()):
+    while waiting.numel() and idle < _MAX_IDLE_ROUNDS and int(room.free.sum()):
         step += 1
-        some, rest = waiting[:_AT_ONCE_cuckoo], waiting[_AT_ONCE_cuckoo:]
-        settled = room.settle(some, step)
-        left = some[~settled]
-        if left.numel() and not bool(settled.any()):
+        block, waiting_later = waiting[:_ENTRIES_PER_ROUND], waiting[_ENTRIES_PER_ROUND:]
+        settled = room.settle(block, step)
+        unsettled = block[~settled]
+        if unsettled.numel() and not bool(settled.any()):
             idle += 1
-            left = room.swap_neighbours(left, step)
+            unsettled = room.swap_neighbours(unsettled, step)
         else:
             idle = 0
-        waiting = torch.cat([left, rest])
+        waiting = torch.cat([unsettled, waiting_later])
     for entry in waiting.sort().values.tolist():
         if not int(room.free.sum()):
             break
@@ -69,8 +75,8 @@ def make_room(keys: Tensor, slots: Tensor, buckets: int, hash_key: int) -> Tenso
 class _Assignment:
     """The assignment of entries to slots; `free` `[buckets]` counts empty slots."""
 
-    def __init__(self, of: Tensor, slots: Tensor, buckets: int) -> None:
-        self._of, self.slots = of, slots
+    def __init__(self, bucket_pairs: Tensor, slots: Tensor, buckets: int) -> None:
+        self._bucket_pairs, self.slots = bucket_pairs, slots
         self._holder = torch.full((buckets, SLOTS), -1)
         placed = (slots >= 0).nonzero().view(-1)
         self._holder.view(-1)[slots[placed]] = placed
@@ -80,76 +86,85 @@ class _Assignment:
         self._closed = torch.zeros(buckets, dtype=torch.bool)
 
     def settle(self, waiting: Tensor, step: int) -> Tensor:
-        """Assign slots to waiting entries by at most one move each; return which have one."""
-        neighbours = self._holder[self._of[:, waiting].T].reshape(waiting.numel(), -1)
+        """Assign slots to waiting entries with at most one move each; return which got one."""
+        neighbours = self._holder[self._bucket_pairs[:, waiting].T].reshape(waiting.numel(), -1)
         # The bucket that each neighbour could move to; empty slots need no move.
         empty = neighbours < 0
-        elsewhere = self._other(neighbours.clamp(min=0))
+        elsewhere = self._other_bucket(neighbours.clamp(min=0))
         elsewhere = torch.where(
-            empty, self._of[:, waiting].T.repeat_interleave(SLOTS, 1), elsewhere
+            empty, self._bucket_pairs[:, waiting].T.repeat_interleave(SLOTS, 1), elsewhere
         )
         possible = self.free[elsewhere] > 0
         column = (_noise(possible.shape, step) * possible).argmax(1, keepdim=True)
-        chosen, goes_to = neighbours.gather(1, column)[:, 0], elsewhere.gather(1, column)[:, 0]
+        buckets_taken, goes_to = (
+            neighbours.gather(1, column)[:, 0],
+            elsewhere.gather(1, column)[:, 0],
+        )
         settled = possible.gather(1, column)[:, 0] & _first_of_each(goes_to, possible.any(1))
-        move = settled & (chosen >= 0)
-        takes, gives = waiting[move], chosen[move]
+        move = settled & (buckets_taken >= 0)
+        takes, gives = waiting[move], buckets_taken[move]
         freed = self.slots[gives]
         self._put(gives, goes_to[move])
         self._hold(takes, freed)
-        plain = settled & (chosen < 0)
+        plain = settled & (buckets_taken < 0)
         self._put(waiting[plain], goes_to[plain])
         return settled
 
     def swap_neighbours(self, waiting: Tensor, step: int) -> Tensor:
-        """Let each waiting entry displace a neighbour, which waits instead."""
-        slots = self._of[0, waiting] * SLOTS + (_noise((waiting.numel(),), step) % SLOTS)
+        """Let each waiting entry take the slot of another, which waits instead."""
+        slots = self._bucket_pairs[0, waiting] * SLOTS + (_noise((waiting.numel(),), step) % SLOTS)
         once = _first_of_each(slots, torch.ones_like(waiting, dtype=torch.bool))
         gone = self._holder.view(-1)[slots[once]]
         self.slots[gone] = -1
         self._hold(waiting[once], slots[once])
         # They try their other bucket next time.
-        self._of[:, waiting] = self._of[:, waiting].flip(0)
+        self._bucket_pairs[:, waiting] = self._bucket_pairs[:, waiting].flip(0)
         return torch.cat([gone, waiting[~once]])
 
     def search(self, entry: int) -> None:
         """Assign a slot to a waiting entry by the shortest chain of moves, if there is one."""
-        seen, mover = self._closed.clone(), torch.full_like(self.free, -1)
-        frontier = self._of[:, entry].unique()
-        frontier = frontier[~seen[frontier]]
+        is_visited, mover = self._closed.clone(), torch.full_like(self.free, -1)
+        frontier = self._bucket_pairs[:, entry].unique()
+        frontier = frontier[~is_visited[frontier]]
         mover[frontier] = entry  # the entry that moves into each bucket of the chain
         while frontier.numel():
-            seen[frontier] = True
+            is_visited[frontier] = True
             empty = frontier[self.free[frontier] > 0]
             if empty.numel():
                 self._shift(int(empty[0]), mover, entry)
                 return
             members = self._holder[frontier].view(-1)
-            reached = self._other(members)
-            fresh = ~seen[reached]
-            mover.scatter_reduce_(0, reached[fresh], members[fresh], "amin", include_self=False)
-            frontier = reached[fresh].unique()
-        self._closed = seen
+            reached = self._other_bucket(members)
+            is_fresh = ~is_visited[reached]
+            mover.scatter_reduce_(
+                0, reached[is_fresh], members[is_fresh], "amin", include_self=False
+            )
+            frontier = reached[is_fresh].unique()
+        self._closed = is_visited
 
     def _shift(self, bucket: int, mover: Tensor, entry: int) -> None:
-        """Move every entry of a chain to the slot that its predecessor leaves."""
+        """Move every entry of a chain to the slot that the next one frees."""
         current = int(mover[bucket])
         slot = bucket * SLOTS + int((self._holder[bucket] < 0).int().argmax())
         self.free[bucket] -= 1
         while current != entry:
-            left = int(self.slots[current])
+            freed_slot = int(self.slots[current])
             self._hold(torch.tensor([current]), torch.tensor([slot]))
-            slot, current = left, int(mover[left // SLOTS])
+            slot, current = freed_slot, int(mover[freed_slot // SLOTS])
         self._hold(torch.tensor([entry]), torch.tensor([slot]))
 
-    def _other(self, entries: Tensor) -> Tensor:
+    def _other_bucket(self, entries: Tensor) -> Tensor:
         """Return the alternative bucket of each entry."""
-        return self._of[0, entries] + self._of[1, entries] - self.slots[entries] // SLOTS
+        return (
+            self._bucket_pairs[0, entries]
+            + self._bucket_pairs[1, entries]
+            - self.slots[entries] // SLOTS
+        )
 
     def _put(self, entries: Tensor, buckets: Tensor) -> None:
         """Put entries into the first empty slots of distinct buckets."""
-        way = (self._holder[buckets] < 0).int().argmax(1)
-        self._hold(entries, buckets * SLOTS + way)
+        free_way = (self._holder[buckets] < 0).int().argmax(1)
+        self._hold(entries, buckets * SLOTS + free_way)
         self.free[buckets] -= 1
 
     def _hold(self, entries: Tensor, slots: Tensor) -> None:
@@ -160,10 +175,10 @@ class _Assignment:
 def _first_of_each(values: Tensor, valid: Tensor) -> Tensor:
     """Return which elements are the first valid ones of their value."""
     numbers = torch.arange(values.numel())
-    last = int(values.max()) + 1 if values.numel() else 0
-    first = torch.full((last,), values.numel())
-    first.scatter_reduce_(0, values[valid], numbers[valid], "amin")
-    return valid & (first[values] == numbers)
+    num_values = int(values.max()) + 1 if values.numel() else 0
+    first_positions = torch.full((num_values,), values.numel())
+    first_positions.scatter_reduce_(0, values[valid], numbers[valid], "amin")
+    return valid & (first_positions[values] == numbers)
 
 
 def _noise(shape: tuple[int, ...], step: int) -> Tensor:
@@ -175,11 +190,11 @@ def _noise(shape: tuple[int, ...], step: int) -> Tensor:
     return (mix(numbers) >> 2 & 0x3FFFFFFFFFFFFFFF).view(shape) + 1
 
 
-_AT_ONCE = 1 << 22  # keys that are placed by one call
+_KEYS_PER_CALL = 1 << 22  # keys that one call inserts
 
 
 def run(function: Callable[[], None]) -> None:
-    """Run a function."""
+    """Call a function: the default of `TableTarget.complete`."""
     function()
 
 
@@ -190,10 +205,10 @@ class TableTarget(NamedTuple):
         index: index with the keys of the table.
         table: number of the table in `index`.
         name: name of the table in progress and error messages.
-        views: rows by slot, `weight` first, then states; as many as the table may have.
-        rows: the same as the index moves them when the table grows; None where it does not.
-        initial_state: value of optimizer states of entries that come without them.
-        hash_key: hash key of a table that is replaced; None keeps the present one.
+        views: rows by slot up to the maximum capacity: `weight`, then optimizer states.
+        rows: the same rows, which the index moves when the table grows; None if it cannot grow.
+        initial_state: value of optimizer states of entries that have none.
+        hash_key: hash key that a replaced table gets; None keeps the current one.
         complete: runs a function, and once more if it is interrupted.
     """
 
@@ -212,7 +227,7 @@ class Loaded(NamedTuple):
 
     Attributes:
         loaded: number of entries that are in the table now.
-        left_out: number of entries that found no slot: the first ones in the order of eviction.
+        left_out: number of entries that found no slot: those that would be evicted first.
         displaced: entries of the table that were evicted for them.
     """
 
@@ -224,7 +239,7 @@ class Loaded(NamedTuple):
 def export(target: TableTarget, since: int | None = None) -> Entries:
     """Return the entries of a table, or those used at step `since` or later, by ascending slot.
 
-    Keys, stamps and scores are copies on the CPU; rows are copied when they are asked for.
+    Keys, stamps and scores are copies on the CPU; rows are copied when they are indexed.
     """
     entries = target.index.export(target.table, since)
     rows = {name: Chosen(view, entries.slots) for name, view in target.views.items()}
@@ -256,26 +271,25 @@ def check(target: TableTarget, entries: Entries) -> None:
 
 def _check_rows(target: TableTarget, entries: Entries) -> None:
     unknown = sorted(entries.rows.keys() - target.views.keys())
-    missing = sorted(target.views.keys() - entries.rows.keys())
-    if unknown or (missing and len(entries.rows) > 1) or WEIGHT not in entries.rows:
+    missing_names = sorted(target.views.keys() - entries.rows.keys())
+    if unknown or (missing_names and len(entries.rows) > 1) or WEIGHT not in entries.rows:
         raise ValueError(
             f"entries of {target.name!r} must have the rows {list(target.views)}, or the weight "
             f"alone, which leaves states at their first value; got {list(entries.rows)}"
         )
     for name, rows in entries.rows.items():
-        wanted = tuple(target.views[name].shape[1:])
-        if tuple(rows.shape[1:]) != wanted:
+        expected_shape = tuple(target.views[name].shape[1:])
+        if tuple(rows.shape[1:]) != expected_shape:
             raise ValueError(
-                f"{name} of {target.name!r} must have rows of shape {list(wanted)}, got "
+                f"{name} of {target.name!r} must have rows of shape {list(expected_shape)}, got "
                 f"{list(rows.shape[1:])}; it is of another table or optimizer"
             )
 
 
 def replace(target: TableTarget, entries: Entries, report: Report | None = None) -> Loaded:
-    """Replace the entries of a table; if not all fit, by the best of them.
+    """Replace the entries of a table; if not all fit, keep those that would be evicted last.
 
-    The best are those that would be evicted last. A table takes as many as it has rows, unless some
-    of its buckets are those of fewer keys than they have slots.
+    A table takes as many entries as it has rows, unless too few keys hash to some of its buckets.
     """
     check(target, entries)
     index, table = target.index, target.table
@@ -286,9 +300,9 @@ def replace(target: TableTarget, entries: Entries, report: Report | None = None)
 def put(target: TableTarget, entries: Entries, report: Report | None = None) -> Loaded:
     """Overwrite the entries of keys that are in a table, and insert the others.
 
-    Where both buckets of a key are full, entries move to their other buckets, so that a table which
-    follows another one of its size has room for all that this has. What still finds no place takes
-    that of what the table would evict.
+    If both buckets of a key are full, entries move to their other buckets, so that a copy of a
+    table has room for all of its entries. Keys that still find no slot evict entries, as in
+    training.
     """
     check(target, entries)
     return _put(target, entries, report, _place_among)
@@ -298,7 +312,7 @@ def _put(
     target: TableTarget,
     entries: Entries,
     report: Report | None,
-    place: Callable[[TableTarget, Entries], tuple[Tensor, int]],
+    assign_slots: Callable[[TableTarget, Entries], tuple[Tensor, int]],
 ) -> Loaded:
     index, table = target.index, target.table
     counters = index.counters[table].clone()
@@ -307,7 +321,7 @@ def _put(
     try:
         # No more than the table may have: the rest finds no place however it grows.
         index.reserve(table, index.size(table) + len(entries), target.rows)
-        slots, displaced = place(target, entries)
+        slots, displaced = assign_slots(target, entries)
         _write(target, entries, slots, report)
     finally:
         index.counters[table] = counters
@@ -317,14 +331,17 @@ def _put(
 
 
 def _replace_all(target: TableTarget, entries: Entries) -> tuple[Tensor, int]:
-    """Return a slot of an empty table for the best entries, -1 for the others."""
+    """Empty the table; return a slot for each entry that is kept, -1 for the others, and 0."""
     index, table = target.index, target.table
     device = index.tags.device
     order = of_entries.best_first(entries, index.order).cpu()
     best = order[: index.capacity(table)]
     keys = entries.keys[best]
     slots = torch.cat(
-        [_insert_block(index, table, part.to(device), "none")[0] for part in keys.split(_AT_ONCE)]
+        [
+            _insert_block(index, table, key_block.to(device), "none")[0]
+            for key_block in keys.split(_KEYS_PER_CALL)
+        ]
     )
     if bool((slots < 0).any()):
         hash_key = index.hash_key(table)
@@ -342,52 +359,56 @@ def _replace_all(target: TableTarget, entries: Entries) -> tuple[Tensor, int]:
 
 
 def _place_among(target: TableTarget, entries: Entries) -> tuple[Tensor, int]:
-    """Return a slot for every entry, -1 for none, and the number of evicted entries."""
+    """Return the slot of each entry, -1 for none, and the number of evicted entries."""
     index, table = target.index, target.table
     device = index.tags.device
     slots = index.find(Keys.of(entries.keys.to(device), table)).cpu()
     order = of_entries.best_first(entries, index.order).cpu()
-    missing = order[slots[order] < 0]
+    missing_entries = order[slots[order] < 0]
     displaced = 0
-    for part in missing.split(_AT_ONCE):
-        slots[part] = _insert_block(index, table, entries.keys[part].to(device), "none")[0]
-        index.note_inserted(table, slots[part])
-    refused = missing[slots[missing] < 0]
+    for block in missing_entries.split(_KEYS_PER_CALL):
+        slots[block] = _insert_block(index, table, entries.keys[block].to(device), "none")[0]
+        index.note_inserted(table, slots[block])
+    refused = missing_entries[slots[missing_entries] < 0]
     if refused.numel() and index.size(table) < index.capacity(table):
         displaced = _rearrange(target, entries.keys[refused])
         slots = index.find(Keys.of(entries.keys.to(device), table)).cpu()
         refused = refused[slots[refused] < 0]
-    for part in refused.split(_AT_ONCE) if index.order != "none" else ():
-        placed, number = _insert_block(index, table, entries.keys[part].to(device), index.order)
+    for block in refused.split(_KEYS_PER_CALL) if index.order != "none" else ():
+        placed, number = _insert_block(index, table, entries.keys[block].to(device), index.order)
         index.note_inserted(table, placed)
-        slots[part], displaced = placed, displaced + number
+        slots[block], displaced = placed, displaced + number
     if displaced:  # among them may be entries that were found above
         slots = index.find(Keys.of(entries.keys.to(device), table)).cpu()
     return slots, displaced
 
 
 def _rearrange(target: TableTarget, refused: Tensor) -> int:
-    """Move entries to their other buckets until keys that were refused have slots as well.
+    """Move entries to their other buckets until refused keys have slots as well.
 
-    Returns how many entries of the table have none any more, because not all could be placed.
+    Returns how many entries of the table lost their slot, because not all fit.
     """
     index, table = target.index, target.table
-    present = index.export(table)
-    device, num_slots = present.keys.device, present.slots.numel()
-    keys = torch.cat([present.keys.cpu(), refused])
-    before = torch.cat([present.slots.cpu(), torch.full_like(refused, -1)])
+    exported = index.export(table)
+    device, num_slots = exported.keys.device, exported.slots.numel()
+    keys = torch.cat([exported.keys.cpu(), refused])
+    slots_before = torch.cat([exported.slots.cpu(), torch.full_like(refused, -1)])
     hash_key = index.hash_key(table)
-    after = make_room(keys, before, index.buckets(table), hash_key)
-    moved = ((before >= 0) & (after >= 0) & (after != before)).nonzero().view(-1)
-    source, goal = before[moved].to(device), after[moved].to(device)
-    placed = (after >= 0).nonzero().view(-1)
-    new = placed[placed >= num_slots]
-    at = after[new].to(device)
+    slots_after = make_room(keys, slots_before, index.buckets(table), hash_key)
+    moved = (
+        ((slots_before >= 0) & (slots_after >= 0) & (slots_after != slots_before))
+        .nonzero()
+        .view(-1)
+    )
+    source, goal = slots_before[moved].to(device), slots_after[moved].to(device)
+    placed = (slots_after >= 0).nonzero().view(-1)
+    new_slots = placed[placed >= num_slots]
+    at = slots_after[new_slots].to(device)
     # Everything that is written is known before the first write, so it can be written again.
     views = [*index.views_by_slot(table), *(view.detach() for view in target.views.values())]
     rows = [view[source] for view in views]
     tags = torch.zeros_like(index.table_tags(table))
-    tags[after[placed].to(device)] = tags_of(keys[placed], hash_key).to(device)
+    tags[slots_after[placed].to(device)] = tags_of(keys[placed], hash_key).to(device)
     tick = index.tick
 
     def write() -> None:
@@ -396,13 +417,13 @@ def _rearrange(target: TableTarget, refused: Tensor) -> int:
             view[goal] = values
         index.table_tags(table).copy_(tags)
         entries = index.table_entries(table)
-        entries[at, HashEntryColumn.KEY] = keys[new].to(device)
+        entries[at, HashEntryColumn.KEY] = keys[new_slots].to(device)
         entries[at, HashEntryColumn.STAMP] = tick
         index.tables[table, HashTableColumn.SIZE] = placed.numel()
         index.note_inserted(table, at)
 
     target.complete(write)
-    return int((after[:num_slots] < 0).sum())
+    return int((slots_after[:num_slots] < 0).sum())
 
 
 def _insert_block(index: HashIndex, table: int, keys: Tensor, order: str) -> tuple[Tensor, int]:
@@ -442,23 +463,23 @@ def _write(target: TableTarget, entries: Entries, slots: Tensor, report: Report 
     )
     with torch.no_grad():
         for name, view in target.views.items():
-            rows, done = entries.rows.get(name), 0
-            for part in placed.split(rows_at_a_time(view)):
-                at = slots[part].to(view.device)
+            rows, num_written = entries.rows.get(name), 0
+            for slot_block in placed.split(rows_at_a_time(view)):
+                at = slots[slot_block].to(view.device)
                 if rows is None:
                     view[at] = target.initial_state
                 else:
-                    view[at] = rows[part].to(view)
-                done += part.numel()
+                    view[at] = rows[slot_block].to(view)
+                num_written += slot_block.numel()
                 if report is not None:
-                    report(DumpProgress(target.name, done, placed.numel()))
+                    report(DumpProgress(target.name, num_written, placed.numel()))
 
 
 def erase(target: TableTarget, keys: Tensor) -> int:
     """Remove keys; return how many were in the table."""
-    before = target.index.size(target.table)
+    size_before = target.index.size(target.table)
     target.index.erase(Keys.of(keys.to(target.index.tags.device), target.table))
-    return before - target.index.size(target.table)
+    return size_before - target.index.size(target.table)
 
 
 def absent(target: TableTarget, keys: Tensor) -> Tensor:

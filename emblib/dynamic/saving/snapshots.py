@@ -1,7 +1,7 @@
 """Snapshots of dynamic tables, slot by slot: they restore a module byte for byte.
 
-They fit modules of the same tables, optimizer, precision and admission only. `save` of a module
-writes entries instead, which fit any capacity; `load` of a module reads both.
+They restore only modules with the same tables, optimizer, precision and admission. A module's
+`save` writes entries instead, which fit tables of any capacity; its `load` reads both.
 """
 
 from collections.abc import Mapping
@@ -32,17 +32,17 @@ def take(state: DynamicState) -> dict[str, Any]:
         "rows": state.layout.snapshot(state.row_buffers, state.capacities()),
         "hyper": state.hyperparams.clone(),
         "admission": None if admission is None else admission.snapshot(),
-        "scores": of_scores and {name: part.clone() for name, part in of_scores.items()},
+        "scores": of_scores and {name: value.clone() for name, value in of_scores.items()},
     }
 
 
 @of_state
 def restore(state: DynamicState, snapshot: Mapping[str, Any]) -> None:
-    """Restore the state of which a snapshot was taken, byte for byte.
+    """Restore a snapshot byte for byte.
 
     Raises:
-        ValueError: it is of tables of other dims, capacities, loads or eviction, of another
-            optimizer, precision or admission, or is malformed; nothing is changed.
+        ValueError: dims, capacities, loads, eviction, optimizer, precision or admission differ, or
+            the snapshot is malformed; nothing is changed.
         RuntimeError: the module has a backing store.
     """
     _refuse_backing(state)
@@ -81,16 +81,16 @@ def load(state: DynamicState | StateOwner, directory: str | Path) -> None:
 
 def _check(state: DynamicState, snapshot: Any) -> None:
     """Raise ValueError unless all entries of a snapshot fit a module."""
-    parts = dumps.check_entries("the snapshot", snapshot, _ENTRIES)
-    capacities = state.index.check_snapshot(parts["index"])
-    state.layout.check_snapshot(parts["rows"], capacities)
-    dumps.check_tensor("hyper", parts["hyper"], state.hyperparams.dtype, state.hyperparams.shape)
-    for name, present in (("admission", state.admission), ("scores", state.scores)):
-        dumps.check_presence(name, parts[name], present)
+    entries = dumps.check_entries("the snapshot", snapshot, _ENTRIES)
+    capacities = state.index.check_snapshot(entries["index"])
+    state.layout.check_snapshot(entries["rows"], capacities)
+    dumps.check_tensor("hyper", entries["hyper"], state.hyperparams.dtype, state.hyperparams.shape)
+    for name, child in (("admission", state.admission), ("scores", state.scores)):
+        dumps.check_presence(name, entries[name], child)
     if state.admission is not None:
-        state.admission.check_snapshot(parts["admission"])
+        state.admission.check_snapshot(entries["admission"])
     if state.scores is not None:
-        dumps.check_state("scores", parts["scores"], state.scores.state_dict())
+        dumps.check_state("scores", entries["scores"], state.scores.state_dict())
 
 
 def _refuse_backing(state: DynamicState) -> None:

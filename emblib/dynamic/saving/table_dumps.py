@@ -81,7 +81,7 @@ def _write(
 
 
 def _changes_of(state: DynamicState, table: int, since: int | None) -> Changes:
-    """Return what changed in a table at tick `since` or later; None is all of it."""
+    """Return the changes of a table at tick `since` or later; None returns all entries."""
     entries = table_entries(state, table, since)
     if since is None:
         return Changes(entries, torch.empty(0, dtype=torch.int64))
@@ -159,12 +159,12 @@ class ChangeSet(NamedTuple):
     """The changes of the tables of a module since a tick.
 
     Attributes:
-        since: the tick from which on entries that were used or written, and removed keys, are here.
+        since: first tick of the changes: entries that were used or written, and removed keys.
         until: the tick to pass as `since` the next time.
         tables: changes by table name.
         hyperparameters: hyperparameters of the optimizer.
-        hash_keys: hash keys of the tables, int64 `[T]`, which a copy without keys takes over; None
-            leaves its own.
+        hash_keys: hash keys of the tables, int64 `[T]`, which a copy without keys adopts; None: it
+            keeps its own.
     """
 
     since: int
@@ -194,22 +194,22 @@ def removed_since(state: DynamicState, table: int, since: int) -> Tensor:
 
 @of_state
 def changes_since(
-    state: DynamicState, since: int, chosen: Sequence[int] | None = None
+    state: DynamicState, since: int, table_indices: Sequence[int] | None = None
 ) -> ChangeSet:
-    """Return what changed at tick `since` or later, for `apply_changes` to a copy of the tables.
+    """Return the changes at tick `since` or later, for `apply_changes` to a copy of the tables.
 
-    The batch of that tick is included again: it may have been saved before it was trained.
+    The batch of tick `since` is included again: an earlier save may have come before its backward.
 
     Args:
         state: the tables.
         since: the tick.
-        chosen: the numbers of the tables; None is all.
+        table_indices: the numbers of the tables; None is all.
 
     Raises:
         RuntimeError: `track_evictions` was not called.
         ValueError: the eviction log does not reach back to the tick.
     """
-    numbers = list(range(len(state.specs)) if chosen is None else chosen)
+    numbers = list(range(len(state.specs)) if table_indices is None else table_indices)
     tables = {state.table_names[t]: _changes_of(state, t, since) for t in numbers}
     hyperparameters = state.hyperparams.cpu().clone()
     hash_keys = state.index.hash_keys.cpu()[numbers]
@@ -245,11 +245,10 @@ def check_changes(state: DynamicState, changes: ChangeSet) -> dict[int, int]:
 def apply_changes(
     state: DynamicState, changes: ChangeSet, report: Report | None = None
 ) -> dict[str, Loaded]:
-    """Apply the changes of other tables to a copy of them; the last ones may be applied again.
+    """Apply changes to a copy of the tables; the last changes may be applied twice.
 
-    A copy of the same capacities and the same `index.hash_keys` (that is, of the same seed and
-    table names, or one that began by loading those tables) has a slot for every key. Keys that are
-    lost are counted in a warning.
+    A copy with equal capacities and hash keys (by the same seed and table names, or because it
+    first loaded those tables) has a slot for every key. A warning counts keys that are lost.
 
     Raises:
         ValueError: these tables have not reached the first tick of the changes, or are past the
@@ -260,13 +259,13 @@ def apply_changes(
 
     def apply() -> dict[str, Loaded]:
         nonlocal report
-        now, report = report, None  # if it raises, the rest is applied without it
+        report_once, report = report, None  # if it raises, the rest is applied without it
         loaded = {}
         for name, of_table in changes.tables.items():
             t = state.table_number(name)
             if not size(state, t):
                 state.index.empty(t, hash_keys.get(t))
-            loaded[state.table_names[t]] = _apply_to_table(state, t, of_table, now)
+            loaded[state.table_names[t]] = _apply_to_table(state, t, of_table, report_once)
         state.index.counters.copy_(counters)
         state.index.set_tick(max(state.index.tick, changes.until))
         state.load_hyperparams(changes.hyperparameters)
@@ -274,11 +273,13 @@ def apply_changes(
         return loaded
 
     loaded = state.complete(apply)
-    lost = {n: done.left_out + done.displaced for n, done in loaded.items()}
-    if any(lost.values()):
+    num_lost = {
+        n: loaded_table.left_out + loaded_table.displaced for n, loaded_table in loaded.items()
+    }
+    if any(num_lost.values()):
         warnings.warn(
             "emblib: a copy had no slot for all keys of the tables that it follows; lost are "
-            f"{ {name: count for name, count in lost.items() if count} }: give it the capacity "
+            f"{ {name: count for name, count in num_lost.items() if count} }: give it the capacity "
             "and the seed of those tables, or load them whole",
             stacklevel=caller_level(),
         )
@@ -307,7 +308,7 @@ class TableDump(NamedTuple):
     Attributes:
         directory: directory of the dump, for error messages.
         entries: entries of the table.
-        changes: changes to apply to the present entries; None for a dump of whole tables.
+        changes: changes to apply to the current entries; None for a dump of whole tables.
         clock: the tick of the dump.
         hyperparameters: hyperparameters of the optimizer.
         hash_key: hash key of the table at the time of the dump; None if unknown.
@@ -414,8 +415,8 @@ def set_table(state: DynamicState, table: int, dump: TableDump, report: Report |
 
     def write() -> Loaded:
         nonlocal report
-        now, report = report, None  # if it raises, the rest is loaded without it
-        loaded = set_table_entries(state, table, dump.entries, now, hash_key=dump.hash_key)
+        report_once, report = report, None  # if it raises, the rest is loaded without it
+        loaded = set_table_entries(state, table, dump.entries, report_once, hash_key=dump.hash_key)
         set_child_state(state, dump.others, dump.directory)
         state.index.set_tick(max(dump.clock, state.index.tick))
         if float(dump.hyperparameters[Hyper.STEP]) > float(state.hyperparams[Hyper.STEP]):

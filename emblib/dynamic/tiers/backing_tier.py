@@ -1,8 +1,8 @@
-"""BackingTier: the tier behind the tables of a module, and the moves of rows between the two tiers.
+"""BackingTier: a store behind the tables of a module, and moves of rows between the two tiers.
 
-A table is the union of its tiers: each key is in one of them. Rows in the store take part in every
-batch as those of the fast tier do, so no result depends on how many rows the fast tier has, as long
-as none leaves the store.
+Each key of a table is in one of two tiers: the fast tier (the index and its rows) or the store.
+Rows in the store are read and updated like others, so results do not depend on the size of the fast
+tier, as long as the store drops no row.
 
 A row in the store that a batch needs is promoted: it gets a slot like a new key, and the row that
 it evicts is demoted, with optimizer state, stamp and score. If it finds no slot (it ranks below all
@@ -45,7 +45,7 @@ _COUNTERS = [field.name for field in fields(TierStats)][2:]
 
 
 class Moves(NamedTuple):
-    """Rows on their way between the tiers, by table.
+    """Rows that are moving between the tiers, by table.
 
     Attributes:
         promoted: keys that have a slot and are still in the store.
@@ -57,14 +57,14 @@ class Moves(NamedTuple):
 
 
 class BatchPlacement(NamedTuple):
-    """Target slots of the rows of a batch; slots from `DynamicSpec.rows` on are overflow rows.
+    """Slots that the rows of a batch get; slots >= `DynamicSpec.rows` are overflow rows.
 
     Attributes:
         slots: int64 `[L]` by miss, as `InsertResult.slots`.
         status: uint8 `[L]` by miss, as `InsertResult.status`; `HIT` for rows from the store.
         positions: int64 `[L]`, the slot of each position of the batch.
         rows: rows that are in the store, per table.
-        slots_of_found: slots of these rows, per table; -1 where the key has none.
+        slots_of_found: slots of these rows, per table; -1 for keys without one.
         overflow: keys that are served in overflow rows, per table, without values.
         moves: rows that move between the tiers.
         counts: counters of `TierStats` after the batch, per table.
@@ -82,7 +82,7 @@ class BatchPlacement(NamedTuple):
 
 def _as_bytes(rows: Sequence[Tensor]) -> Tensor:
     """Join matrices of n rows as uint8 `[n, bytes of a row]` on the CPU."""
-    return torch.cat([part.view(torch.uint8) for part in rows], dim=1).cpu()
+    return torch.cat([buffer.view(torch.uint8) for buffer in rows], dim=1).cpu()
 
 
 class FastTier(Protocol):
@@ -101,7 +101,7 @@ class FastTier(Protocol):
         """Return weights and optimizer states as flat tensors, by slot."""
 
     def load_hyperparams(self, values: Tensor) -> None:
-        """Take over saved `hyperparams`."""
+        """Overwrite `hyperparams` with saved values."""
 
     def record_evictions(self, table: int, keys: Tensor) -> None:
         """Record keys that left a table, if evictions are tracked."""
@@ -134,7 +134,7 @@ class BackingTier:
 
     @property
     def fast(self) -> FastTier:
-        """The tables in front of the store."""
+        """Return the tables in front of the store; RuntimeError if they were deleted."""
         fast = self._fast()
         assert fast is not None
         return fast
@@ -174,17 +174,17 @@ class BackingTier:
     # Before the keys of a batch are inserted
 
     def find_in_store(self, keys: Keys, misses: Misses) -> tuple[list[FoundRows], Tensor]:
-        """Read the rows of misses from the store, by table; return also bool `[L]` by miss."""
+        """Read the rows of misses from the store; return them per table, and bool `[L]` by miss."""
         self.write_back()
         self.generation += 1
         offsets = misses.offsets.tolist()
         in_store = torch.zeros(keys.ids.numel(), dtype=torch.bool)
-        missing = keys.ids[misses.first].cpu()
+        missing_keys = keys.ids[misses.first].cpu()
         for t in range(len(self._widths)):
             self._check_overflow(t, offsets[t + 1] - offsets[t])
         rows = []
         for t in range(len(self._widths)):
-            records = self._read(t, missing[offsets[t] : offsets[t + 1]], erase_expired=True)
+            records = self._read(t, missing_keys[offsets[t] : offsets[t + 1]], erase_expired=True)
             rows.append(records)
             in_store[offsets[t] + records.positions] = True
         return rows, in_store.to(keys.ids.device)
@@ -216,8 +216,8 @@ class BackingTier:
         offsets, counts = misses.offsets.tolist(), misses.counts
         for t, records in enumerate(rows):
             at = (offsets[t] + records.positions).to(counts.device)
-            stored = records.rows.scores.to(counts.device)
-            counts[at] = stored + torch.minimum(counts[at], hash.MAX_USES - stored)
+            stored_uses = records.rows.scores.to(counts.device)
+            counts[at] = stored_uses + torch.minimum(counts[at], hash.MAX_USES - stored_uses)
 
     # Once they are inserted
 
@@ -242,7 +242,7 @@ class BackingTier:
         offsets, tick = misses.offsets.tolist(), self.fast.index.tick
         slots, status = result.slots.clone(), result.status.clone()
         moves, overflow, all_counts, slots_of_found = Moves({}, {}), [], [], []
-        for t, found in enumerate(rows):
+        for t, found_rows in enumerate(rows):
             of_table = slice(offsets[t], offsets[t + 1])
             entries = (slots[of_table], status[of_table], result.evicted[of_table])
             moves.demoted[t] = self._evicted_rows(t, *entries)
@@ -253,20 +253,20 @@ class BackingTier:
             no_values = torch.empty(refused_keys.numel(), 0, dtype=torch.uint8)
             stamps = torch.full_like(refused_keys, tick)
             overflow.append(StoredRows(refused_keys, stamps, scores, no_values))
-            slots_of_found.append(slots[of_table].cpu()[found.positions])
+            slots_of_found.append(slots[of_table].cpu()[found_rows.positions])
             promoted = (slots_of_found[t] >= 0) & (slots_of_found[t] < self.fast.specs[t].rows)
-            moves.promoted[t] = found.rows.keys[promoted]
+            moves.promoted[t] = found_rows.rows.keys[promoted]
             counts = dict(self._counts[t])
-            counts["backing_hits"] += found.positions.numel()
-            counts["prefetched"] += self.store.count_prefetched(t, found.rows.keys)
-            counts["new"] += offsets[t + 1] - offsets[t] - found.positions.numel()
+            counts["backing_hits"] += found_rows.positions.numel()
+            counts["prefetched"] += self.store.count_prefetched(t, found_rows.rows.keys)
+            counts["new"] += offsets[t + 1] - offsets[t] - found_rows.positions.numel()
             counts["promoted"] += int(promoted.sum())
             counts["demoted"] += moves.demoted[t].keys.numel()
             counts["served_in_place"] += refused_keys.numel()
             all_counts.append(counts)
         status[status == hash.REFUSED] = hash.NEW
-        for t, found in enumerate(rows):
-            status[(offsets[t] + found.positions).to(status.device)] = hash.HIT
+        for t, found_rows in enumerate(rows):
+            status[(offsets[t] + found_rows.positions).to(status.device)] = hash.HIT
         groups = misses.groups.long()
         positions = torch.where(groups < 0, inserted.slots, slots[groups.clamp(min=0)])
         return BatchPlacement(
@@ -274,7 +274,7 @@ class BackingTier:
         )
 
     def take(self, inserted: InsertedBatch, placement: "BatchPlacement") -> None:
-        """Take the overflow rows of a batch into use; the same every time."""
+        """Note the overflow rows of a batch as used; repeated calls do the same."""
         assert inserted.result is not None
         self._counts, self._overflow = placement.counts, placement.overflow
         inserted.result.slots.copy_(placement.slots)
@@ -282,7 +282,7 @@ class BackingTier:
         inserted.slots.copy_(placement.positions)
 
     def write_found(self, placement: "BatchPlacement") -> None:
-        """Write rows from the store over first values, and note which rows move."""
+        """Write rows from the store to their slots, and note which rows move."""
         for t, records in enumerate(placement.rows):
             slots = placement.slots_of_found[t]
             has_row = slots >= 0
@@ -301,8 +301,8 @@ class BackingTier:
     def move_rows(self) -> None:
         """Remove promoted rows from the store, and put demoted rows into it.
 
-        Both are noted until the store has done it. After an error promoted rows are tried again;
-        demoted rows that the store cannot take stay in memory until `flush`.
+        Both stay noted until the store is done. After an error the promoted ones are tried again,
+        and demoted rows that the store cannot take stay in memory until `flush`.
         """
         promoted, demoted = self._moves
         try:
@@ -322,9 +322,9 @@ class BackingTier:
                 raise failed
 
     def _put_again(self, table: int, rows: StoredRows) -> None:
-        """Put rows; once more after an error that did not come from the disk.
+        """Put rows into the store; try once more after an error other than of the disk.
 
-        Such an error may have come within a `put`, which completes what it finds half done.
+        Such an error (e.g. Ctrl-C) may have interrupted the `put`, which a second call completes.
         """
         try:
             self._put(table, rows)
@@ -348,14 +348,14 @@ class BackingTier:
     def search(self, keys: Keys) -> Tensor:
         """Return the slots of keys; keys in the store get copies in overflow rows."""
         slots = self.fast.index.find(keys)
-        missing = slots < 0
-        if not bool(missing.any()):
+        is_missing = slots < 0
+        if not bool(is_missing.any()):
             return slots
         self.write_back()
         self.generation += 1
         tables = tables_of(keys)
         for t in range(len(self._widths)):
-            at = (missing & (tables == t)).nonzero().view(-1)
+            at = (is_missing & (tables == t)).nonzero().view(-1)
             distinct, groups = keys.ids[at].cpu().unique(return_inverse=True)
             records = self._read(t, distinct)
             self._check_overflow(t, records.positions.numel())
@@ -390,8 +390,8 @@ class BackingTier:
         self._overflow = [StoredRows.none(width) for width in self._widths]
 
     def _overflow_slots(self, table: int, count: int) -> Tensor:
-        first = self.fast.specs[table].rows
-        return torch.arange(first, first + count)
+        first_overflow = self.fast.specs[table].rows
+        return torch.arange(first_overflow, first_overflow + count)
 
     # Rows as bytes
 
@@ -400,18 +400,18 @@ class BackingTier:
         layout = self.fast.layout
         rows = self.fast.specs[table].rows + layout.overflow_rows
         for number, buffer in enumerate(self.fast.row_buffers):
-            first, width = layout.first(table, number), layout.width(table, number)
-            yield buffer[first : first + rows * width].view(rows, width)
+            begin, width = layout.first_element(table, number), layout.width(table, number)
+            yield buffer[begin : begin + rows * width].view(rows, width)
 
     def _evicted_rows(
         self, table: int, slots: Tensor, status: Tensor, evicted: Tensor
     ) -> StoredRows:
-        """Read the entries and the rows, with states, of evicted keys, which are in their slots."""
+        """Copy keys, stamps, scores and rows of evicted keys before their slots are overwritten."""
         buffers = [*self._buffers_of(table)]
         keys, rows, stamps, scores, count = hash.hash_evicted_rows(buffers, slots, status, evicted)
-        first = slice(int(count))
-        keys, stamps, scores = (part[first].cpu() for part in (keys, stamps, scores))
-        return StoredRows(keys, stamps, scores, _as_bytes([part[first] for part in rows]))
+        used = slice(int(count))
+        keys, stamps, scores = (column[used].cpu() for column in (keys, stamps, scores))
+        return StoredRows(keys, stamps, scores, _as_bytes([column[used] for column in rows]))
 
     def _gather(self, table: int, slots: Tensor) -> Tensor:
         slots = slots.to(self.fast.index.tags.device)
@@ -429,7 +429,7 @@ class BackingTier:
         """Read one kind of value of keys in the store, `[n, dim]` or `[n]`.
 
         Raises:
-            RuntimeError: a key has left the store since its entry was asked for.
+            RuntimeError: a key has left the store since `join_entries`.
         """
         layout = self.fast.layout
         records = self.store.read(table, keys)
@@ -441,9 +441,11 @@ class BackingTier:
         values = torch.empty(keys.numel(), self._widths[table], dtype=torch.uint8)
         values[records.positions] = records.rows.values
         widths = [layout.width(table, b) * d.itemsize for b, d in enumerate(layout.dtypes)]
-        first = sum(widths[:buffer])
-        chosen = values[:, first : first + widths[buffer]].contiguous().view(layout.dtypes[buffer])
-        return chosen.view(-1) if layout.per_row(buffer) else chosen
+        begin = sum(widths[:buffer])
+        values_of_buffer = (
+            values[:, begin : begin + widths[buffer]].contiguous().view(layout.dtypes[buffer])
+        )
+        return values_of_buffer.view(-1) if layout.per_row(buffer) else values_of_buffer
 
     # Entries in and out
 
@@ -468,19 +470,19 @@ class BackingTier:
 
     @torch.no_grad()
     def load_entries(self, table: int, entries: Entries, report: Report | None) -> Loaded:
-        """Put entries whose keys are not in the fast tier into the store, the best of them last.
+        """Put entries, whose keys are not in the fast tier, into the store, the best of them last.
 
-        The order matters because later rows displace earlier ones in a full store.
+        In a full store later rows displace earlier ones.
         """
         index = self.fast.index
         index.set_tick(max(index.tick, entries.newest_stamp()))
-        dropped = done = 0
+        dropped = num_done = 0
         order = best_first(entries, index.order).cpu()
-        for part in reversed(order.split(BATCH)):
-            dropped += self._load(table, entries.take(part))
-            done += part.numel()
+        for block in reversed(order.split(BATCH)):
+            dropped += self._load(table, entries.take(block))
+            num_done += block.numel()
             if report is not None:
-                report(DumpProgress(self.fast.table_names[table], done, len(entries)))
+                report(DumpProgress(self.fast.table_names[table], num_done, len(entries)))
         return Loaded(len(entries) - dropped, dropped, 0)
 
     def _load(self, table: int, entries: Entries) -> int:
@@ -495,10 +497,10 @@ class BackingTier:
                 value = rows[torch.arange(len(entries))].to("cpu", dtype).view(shape)
             values.append(value.contiguous().view(torch.uint8))
         scores = torch.zeros_like(entries.keys) if entries.scores is None else entries.scores
-        stored = StoredRows(
+        stored_rows = StoredRows(
             entries.keys.cpu(), entries.stamps.cpu(), scores.cpu(), torch.cat(values, dim=1)
         )
-        return self.store.put(table, stored).keys.numel()
+        return self.store.put(table, stored_rows).keys.numel()
 
     def absent(self, table: int, keys: Tensor) -> Tensor:
         """Return the keys that are not in the store."""
@@ -528,10 +530,10 @@ class BackingTier:
 
     def prefetch(self, keys: Keys) -> None:
         """Start reading the rows of a coming batch that are in the store."""
-        missing = self.fast.index.find(keys) < 0
+        is_missing = self.fast.index.find(keys) < 0
         tables = tables_of(keys)
         for t in range(len(self._widths)):
-            self.store.prefetch(t, keys.ids[missing & (tables == t)].cpu().unique())
+            self.store.prefetch(t, keys.ids[is_missing & (tables == t)].cpu().unique())
 
     @torch.no_grad()
     def erase(self, table: int, keys: Tensor) -> Tensor:

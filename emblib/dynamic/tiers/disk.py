@@ -66,7 +66,7 @@ from emblib.tables.page_sums import (
 )
 
 HEAD = 4  # int64 per head: used, key, stamp, score
-_MIN_SLOTS = 1024  # of a file
+_MIN_SLOTS = 1024  # smallest file, in rows
 
 
 class GrowingFile:
@@ -114,7 +114,7 @@ class GrowingFile:
 
 
 class RowFile:
-    """The files of one table, the slot of each key, and which rows are in the fast tier.
+    """The files of one table: heads and rows by slot, the slot of each key, promoted rows.
 
     A promoted row keeps its slot, with the bytes of the last commit, until the next commit;
     `in_fast_tier` marks it. Slots from `committed` on were free at the last commit.
@@ -157,8 +157,8 @@ class RowFile:
     def recover(self) -> None:
         """Read the slot of each key from the heads again, if a change of them was interrupted.
 
-        A head is written after the values of its row, so a row is as before the change or as after
-        it; one that was replaced may have its new values with its old head until it is put again.
+        A head is written after the values of its row, so an interrupted change is complete or
+        absent. Only a replaced row may have new values with its old head, until it is put again.
         """
         if not self.is_changing:
             return
@@ -192,12 +192,12 @@ class RowFile:
 
     @property
     def block(self) -> Block:
-        """The journal's block of the table."""
+        """Return the journal's block of the table."""
         return Block(0, self.count, [self.heads.rows, self.values.rows])
 
     @property
     def sum_blocks(self) -> list[Block]:
-        """The journal's blocks of the checksums of heads and of values."""
+        """Return the journal's blocks of the checksums: of heads, of values."""
         return [Block(0, sums.sums.shape[0], [sums.sums]) for sums in self.sums]
 
     def change(self, slots: Tensor) -> None:
@@ -218,8 +218,8 @@ class RowFile:
         for kind, (file, sums) in enumerate(zip(self._files, self.sums, strict=True)):
             length = self.top * file.width
             sums.extend(length)
-            for pages, fresh in sums.renewed(length):
-                yield kind, pages, fresh
+            for pages, new_sums in sums.renewed(length):
+                yield kind, pages, new_sums
 
     def roots(self) -> list[int]:
         """Return the root checksums of heads and of values, for the slots in use."""
@@ -229,15 +229,15 @@ class RowFile:
     def assign(self, keys: Tensor) -> tuple[Tensor, Tensor]:
         """Return the slots of distinct keys, assigning missing ones, and the new keys."""
         slots = self.allocator.find(keys)
-        new = keys[slots < 0]
-        slots[slots < 0] = self.allocator.add(new)
+        new_keys = keys[slots < 0]
+        slots[slots < 0] = self.allocator.add(new_keys)
         if self.allocator.high > self.count:
             try:
                 self._resize(max(self.allocator.high, self.count + self.count // 4))
             except OSError:
-                self.allocator.remove(new)
+                self.allocator.remove(new_keys)
                 raise
-        return slots, new
+        return slots, new_keys
 
     def write(self, slots: Tensor, rows: StoredRows) -> None:
         """Write rows and heads to slots that are journaled already."""
@@ -255,12 +255,12 @@ class RowFile:
     def differing(self, slots: Tensor, rows: StoredRows) -> Tensor:
         """Return which of `rows` differ from the content of their slots."""
         current = self.rows(slots)
-        same = (current.keys == rows.keys) & (current.values == rows.values).all(dim=1)
-        same &= (current.stamps == rows.stamps) & (current.scores == rows.scores)
-        return ~(same & (self._words()[slots, 0] != 0))
+        is_equal = (current.keys == rows.keys) & (current.values == rows.values).all(dim=1)
+        is_equal &= (current.stamps == rows.stamps) & (current.scores == rows.scores)
+        return ~(is_equal & (self._words()[slots, 0] != 0))
 
     def find_stored(self, keys: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the positions of keys stored here and not in the fast tier, and their slots."""
+        """Return (positions, slots) of those `keys` that are stored and not in the fast tier."""
         slots = self.allocator.find(keys)
         at = (slots >= 0).nonzero().squeeze(1)
         at = at[self.in_fast_tier[slots[at]] == 0]
@@ -268,7 +268,7 @@ class RowFile:
 
     @property
     def top(self) -> int:
-        """The end of the slots that may hold a row."""
+        """Return the end of the slots that may have a row."""
         return min(self.allocator.high, self.count)  # `high` exceeds `count` after a full disk
 
     def stored_slots(self) -> Tensor:
@@ -483,16 +483,16 @@ class DiskRows:
             with self._syncs.watch():
                 self._journal.begin(self._epoch)
                 self._journal.blocks = self._blocks()
-                for part in self._journal.append(table, slots):
-                    row_file.journaled[part] = 1
+                for journal_write in self._journal.append(table, slots):
+                    row_file.journaled[journal_write] = 1
 
-    def _write(self, table: int, slots: Tensor, new: Tensor, rows: StoredRows) -> None:
+    def _write(self, table: int, slots: Tensor, new_keys: Tensor, rows: StoredRows) -> None:
         row_file = self._row_files[table]
         try:
             row_file.change(slots)
             self._protect(table, slots)
         except (OSError, RuntimeError):
-            row_file.allocator.remove(new)
+            row_file.allocator.remove(new_keys)
             raise
         row_file.write(slots, rows)
 
@@ -511,8 +511,8 @@ class DiskRows:
         row_file = self._row_file(table)
         rows = check_row(self._tables[table], rows)
         row_file.is_changing = True
-        slots, new = row_file.assign(rows.keys)
-        self._write(table, slots, new, rows)
+        slots, new_keys = row_file.assign(rows.keys)
+        self._write(table, slots, new_keys, rows)
         row_file.in_fast_tier[slots] = 0
         row_file.is_changing = False
         return StoredRows.none(row_file.row_bytes)
@@ -540,9 +540,9 @@ class DiskRows:
         row_file, expired = self._row_file(table), []
         for slots in row_file.stored_slots().split(BATCH):
             rows = row_file.rows(slots)
-            old = rows.stamps < before
-            self._free(table, slots[old])
-            expired.append(rows.keys[old])
+            is_old = rows.stamps < before
+            self._free(table, slots[is_old])
+            expired.append(rows.keys[is_old])
         return torch.cat([torch.empty(0, dtype=torch.int64), *expired])
 
     def iterate(self, table: int, batch: int = BATCH) -> Iterator[StoredRows]:
@@ -564,10 +564,10 @@ class DiskRows:
     def flush(self, fast_rows: Sequence[Iterable[StoredRows]], note: str) -> None:
         """See `RowStore`; writes only rows of the fast tier that changed."""
         self._finish_commit()
-        for t, parts in enumerate(fast_rows):
+        for t, rows_of_table in enumerate(fast_rows):
             row_file = self._row_file(t)
             was_in_fast_tier = row_file.in_fast_tier.clone()
-            for rows in parts:
+            for rows in rows_of_table:
                 was_in_fast_tier = self._write_fast_rows(
                     t, check_row(self._tables[t], rows), was_in_fast_tier
                 )
@@ -578,10 +578,10 @@ class DiskRows:
         """Write rows of the fast tier and mark them; return `was_in_fast_tier` without them."""
         row_file = self._row_files[table]
         row_file.is_changing = True
-        slots, new = row_file.assign(rows.keys)
+        slots, new_keys = row_file.assign(rows.keys)
         row_file.in_fast_tier[slots] = 1  # before the heads say that the rows are here
         differing = row_file.differing(slots, rows)
-        self._write(table, slots[differing], new, rows.at(differing))
+        self._write(table, slots[differing], new_keys, rows.at(differing))
         row_file.is_changing = False
         if was_in_fast_tier.numel() < row_file.count:
             was_in_fast_tier = torch.cat(
@@ -597,9 +597,9 @@ class DiskRows:
         self._syncs.check()
         with self._syncs.watch():
             for t, row_file in enumerate(self._row_files):
-                for kind, pages, fresh in row_file.sums_to_renew():
+                for kind, pages, new_sums in row_file.sums_to_renew():
                     self._journal_sums(t, kind, pages)
-                    row_file.sums[kind].sums.index_copy_(0, pages, fresh)
+                    row_file.sums[kind].sums.index_copy_(0, pages, new_sums)
             # The journal must be on the disk before rows and checksums are overwritten there.
             self._journal.sync()
             for row_file in self._row_files:
@@ -610,9 +610,9 @@ class DiskRows:
             self._finish_commit()
 
     def _finish_commit(self) -> None:
-        """Do what follows a commit, if `rows.json` was replaced; an interrupted flush may not have.
+        """Finish a commit whose `rows.json` was replaced; an interrupted flush may not have.
 
-        Until then the journal leads back to a commit that is no longer the last one.
+        Before this the journal would roll back to the previous commit.
         """
         if not self._is_committing or self._syncs.has_failed:
             return
@@ -637,8 +637,10 @@ class DiskRows:
         if pages.numel():
             self._journal.begin(self._epoch)
             self._journal.blocks = self._blocks()
-            for part in self._journal.append(len(self._row_files) + 2 * table + kind, pages):
-                sums.note_journaled(part)
+            for journal_write in self._journal.append(
+                len(self._row_files) + 2 * table + kind, pages
+            ):
+                sums.note_journaled(journal_write)
 
     def close(self) -> None:
         """See `RowStore`."""

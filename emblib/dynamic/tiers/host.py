@@ -135,11 +135,14 @@ class HostRows:
         # Makes every stored row older than the new ones.
         index.set_tick(max(index.tick, int(rows.stamps.max())))
 
-        def rank(keys: Keys, misses: Misses) -> None:
+        def count_uses_by_score(keys: Keys, misses: Misses) -> None:
+            """Write the scores of new keys into `misses.counts`: the index evicts by them first."""
             count = int(misses.offsets[-1])
             misses.counts[:count] = rows.scores[misses.first[:count]]
 
-        inserted = index.insert(Keys.of(rows.keys), torch.zeros_like(rows.keys), admit=rank)
+        inserted = index.insert(
+            Keys.of(rows.keys), torch.zeros_like(rows.keys), admit=count_uses_by_score
+        )
         slots, dropped = inserted.slots, StoredRows.none(values.shape[1])
         if inserted.result is not None:
             result = inserted.result

@@ -38,13 +38,13 @@ from emblib.specs import Verify
 from emblib.tables.durable_files import ChecksumError, json_checksum
 from emblib.tables.locks import call_in_forks
 
-_AT_ONCE = 512  # keys per query
-_LEAST_BYTES = 512  # of a database: its smallest page
+_KEYS_PER_QUERY = 512
+_MIN_DATABASE_BYTES = 512  # a database has at least one page, the smallest has 512 bytes
 _FORMAT = "2"
 _UNCHECKED = "1"  # the format before rows had checksums
-_CHECKSUM = "checksum"  # of the other entries of `emblib`
+_CHECKSUM = "checksum"  # checksum over the other entries of `emblib`
 _COLUMNS = "key, stamp, score, value, checksum"
-_WORDS = struct.Struct("<qqq")
+_CHECKED_NUMBERS = struct.Struct("<qqq")  # key, stamp and score, before the bytes of the row
 _Record = tuple[int, int, int, bytes, int]
 
 
@@ -99,8 +99,8 @@ class SqliteRows:
         Raises:
             BlockingIOError: the database is open for writing elsewhere.
             OSError: the file cannot be opened or made.
-            ValueError: the file holds something else, or tables of another layout.
-            RuntimeError: the file is not whole.
+            ValueError: the file is of another program, or has tables of another layout.
+            RuntimeError: the file is truncated or damaged.
             ChecksumError: the data differ from their checksum.
         """
         self.close()
@@ -131,13 +131,13 @@ class SqliteRows:
             raise
 
     def _check_file(self) -> None:
-        """Raise RuntimeError for a file that has lost its content, which SQLite takes for new.
+        """Raise RuntimeError for a truncated file, which SQLite would treat as a new database.
 
-        A file of this class is made with its first page, see `_create`, so it is never empty.
+        `_create` writes the first page before the file gets its name, so it is never empty.
         """
         has_log = os.path.exists(f"{self.path}-wal") and os.path.getsize(f"{self.path}-wal") > 0
         size = self.path.stat().st_size if self.path.is_file() else None
-        if size is not None and size < _LEAST_BYTES:
+        if size is not None and size < _MIN_DATABASE_BYTES:
             defect = f"has {size} bytes, too few for a database: it was cut off, or never was one"
         elif not self.path.exists() and has_log:
             defect = f"is missing, and the log of its changes, {self.path.name}-wal, is still there"
@@ -157,41 +157,43 @@ class SqliteRows:
         return connection
 
     def _create(self) -> None:
-        """Make a database without tables; the file has its first page when it gets its name."""
-        fresh = self.path.with_name(f".{self.path.name}.{os.getpid()}.{secrets.token_hex(4)}.new")
+        """Create a database without tables under a temporary name, then link it to its name."""
+        new_path = self.path.with_name(
+            f".{self.path.name}.{os.getpid()}.{secrets.token_hex(4)}.new"
+        )
         try:
-            self._connect(fresh).close()
+            self._connect(new_path).close()
             with contextlib.suppress(FileExistsError):  # another process was first
-                os.link(fresh, self.path)
+                os.link(new_path, self.path)
         finally:
-            fresh.unlink(missing_ok=True)
+            new_path.unlink(missing_ok=True)
 
     def _refuse_others(self, connection: sqlite3.Connection) -> None:
-        """Raise unless the database is new, or has all tables that a store has."""
+        """Raise an error unless the database is new or has all tables of a store."""
         names = {name for (name,) in connection.execute("SELECT name FROM sqlite_master")}
         kinds = ("rows", "above")
-        wanted = {f"{kind}_{t}" for kind in kinds for t in range(len(self._tables))}
+        expected_names = {f"{kind}_{t}" for kind in kinds for t in range(len(self._tables))}
         if names and "emblib" not in names:
             raise ValueError(
                 f"{self.path} is a database of another program, with "
                 f"{', '.join(sorted(names)[:4])}; name another file"
             )
         has_layout = names and connection.execute("SELECT 1 FROM emblib").fetchone()
-        missing = sorted(wanted - names)
-        if names and (missing or not has_layout) and not self._has_other_layout(connection):
-            lost = missing or ["the entries of emblib"]
+        missing_names = sorted(expected_names - names)
+        if names and (missing_names or not has_layout) and not self._has_other_layout(connection):
+            lost_names = missing_names or ["the entries of emblib"]
             raise RuntimeError(
-                f"{self.path} is damaged: it has lost {', '.join(lost)}; restore it, or delete it "
-                "and load a checkpoint"
+                f"{self.path} is damaged: it has lost {', '.join(lost_names)}; restore it, or "
+                "delete it and load a checkpoint"
             )
 
     def _has_other_layout(self, connection: sqlite3.Connection) -> bool:
-        """Return whether the database is a whole store of another number of tables."""
+        """Return whether the database is a valid store with another number of tables."""
         query = "SELECT count(*) FROM emblib WHERE name LIKE 'table %'"
         return connection.execute(query).fetchone()[0] not in (0, len(self._tables))
 
     def _explained(self, error: sqlite3.DatabaseError) -> Exception:
-        """Return an error that says what is wrong with the file, and the way out."""
+        """Convert an SQLite error to one that names the cause and the way out."""
         if "locked" in str(error):
             return BlockingIOError(
                 f"{self.path} has one owner, and is open for writing elsewhere; close the module "
@@ -222,16 +224,16 @@ class SqliteRows:
         unchecked = saved.get("format") == _UNCHECKED
         if saved and not unchecked and self._verify is not Verify.OFF:
             self._verify_entries(saved, checksum)
-        wanted = {"format": _FORMAT, "byteorder": sys.byteorder}
-        wanted |= {f"table {t}": f"{s.name} {s.row_bytes}" for t, s in enumerate(self._tables)}
+        expected = {"format": _FORMAT, "byteorder": sys.byteorder}
+        expected |= {f"table {t}": f"{s.name} {s.row_bytes}" for t, s in enumerate(self._tables)}
         layout = {name: value for name, value in saved.items() if name != "note"}
-        if layout and layout | {"format": _FORMAT if unchecked else saved["format"]} != wanted:
+        if layout and layout | {"format": _FORMAT if unchecked else saved["format"]} != expected:
             raise ValueError(
-                f"{self.path} holds tables of another layout: {layout}, asked for are {wanted}; "
+                f"{self.path} holds tables of another layout: {layout}, asked for are {expected}; "
                 "name another file"
             )
         self.note = saved.get("note", "")
-        self._entries = wanted
+        self._entries = expected
         self._write_entries(self.note)
         columns = (
             "(key INTEGER PRIMARY KEY, stamp INTEGER, score INTEGER, value BLOB NOT NULL, "
@@ -300,7 +302,7 @@ class SqliteRows:
         self._run_for_each(statement, _records(rows))
 
     def _run_for_each(self, statement: str, values: Iterable[Sequence[Any]]) -> None:
-        """Run a statement for each of some values, or for none if an exception is raised."""
+        """Run a statement once per tuple of values; undo all if an exception is raised."""
         self._undo_batch()
         self._in_batch = True
         self._run("SAVEPOINT batch")
@@ -315,7 +317,7 @@ class SqliteRows:
         self._in_batch = False
 
     def _undo_batch(self) -> None:
-        """Undo what an interrupted `_run_for_each` wrote."""
+        """Undo the writes of an interrupted `_run_for_each`."""
         if self._in_batch and self._connection is not None:
             with contextlib.suppress(sqlite3.OperationalError):  # it was released, or never begun
                 self._connection.execute("ROLLBACK TO batch")
@@ -326,12 +328,12 @@ class SqliteRows:
         """See `RowStore`."""
         keys = keys.detach().to("cpu", torch.int64)
         records: list[_Record] = []
-        for part in keys.unique().split(_AT_ONCE):
-            values = part.tolist()
-            values += values[-1:] * (_AT_ONCE - len(values))  # the same statement every time
+        for key_block in keys.unique().split(_KEYS_PER_QUERY):
+            values = key_block.tolist()
+            values += values[-1:] * (_KEYS_PER_QUERY - len(values))  # the same statement every time
             marks = ",".join("?" * len(values))
             query = f"SELECT {_COLUMNS} FROM rows_{table} WHERE key IN ({marks})"
-            records += self._run(query, values) if part.numel() else ()
+            records += self._run(query, values) if key_block.numel() else ()
         return matched(keys, self._rows(table, records))
 
     def _rows(self, table: int, records: Sequence[_Record]) -> StoredRows:
@@ -368,8 +370,10 @@ class SqliteRows:
 
     def expire(self, table: int, before: int) -> Tensor:
         """See `RowStore`."""
-        parts = self._read_in_batches(f"rows_{table} WHERE stamp < {int(before)}", table, BATCH)
-        expired = [torch.empty(0, dtype=torch.int64), *(rows.keys for rows in parts)]
+        expired_blocks = self._read_in_batches(
+            f"rows_{table} WHERE stamp < {int(before)}", table, BATCH
+        )
+        expired = [torch.empty(0, dtype=torch.int64), *(rows.keys for rows in expired_blocks)]
         self._run(f"DELETE FROM rows_{table} WHERE stamp < ?", (before,))
         return torch.cat(expired)
 
@@ -392,9 +396,9 @@ class SqliteRows:
 
     def flush(self, fast_rows: Sequence[Iterable[StoredRows]], note: str) -> None:
         """See `RowStore`."""
-        for t, parts in enumerate(fast_rows):
+        for t, rows_of_table in enumerate(fast_rows):
             self._run(f"DELETE FROM above_{t}")
-            for rows in parts:
+            for rows in rows_of_table:
                 self._write("above", t, check_row(self._tables[t], rows))
         self._write_entries(note)
         self._is_committing = True
@@ -420,17 +424,17 @@ class SqliteRows:
 
 
 def _checksum(key: int, stamp: int, score: int, value: bytes | memoryview) -> int:
-    return zlib.crc32(value, zlib.crc32(_WORDS.pack(key, stamp, score)))
+    return zlib.crc32(value, zlib.crc32(_CHECKED_NUMBERS.pack(key, stamp, score)))
 
 
 def _records(rows: StoredRows) -> Iterator[tuple[int, int, int, memoryview, int]]:
     width = rows.values.shape[1]
-    for part in rows.split():
-        data = bytearray(part.values.numel())
-        if data:
-            torch.frombuffer(data, dtype=torch.uint8).copy_(part.values.flatten())
-        view = memoryview(data)
-        words = zip(part.keys.tolist(), part.stamps.tolist(), part.scores.tolist(), strict=True)
+    for block in rows.split():
+        value_bytes = bytearray(block.values.numel())
+        if value_bytes:
+            torch.frombuffer(value_bytes, dtype=torch.uint8).copy_(block.values.flatten())
+        view = memoryview(value_bytes)
+        words = zip(block.keys.tolist(), block.stamps.tolist(), block.scores.tolist(), strict=True)
         for i, (key, stamp, score) in enumerate(words):
             value = view[i * width : (i + 1) * width]
             yield key, stamp, score, value, _checksum(key, stamp, score, value)
@@ -440,10 +444,10 @@ def _rows(records: Sequence[_Record], width: int) -> StoredRows:
     if not records:
         return StoredRows.none(width)
     words = torch.tensor([record[:3] for record in records], dtype=torch.int64).T.contiguous()
-    data = bytearray(b"".join(record[3] for record in records))
-    if len(data) != len(records) * width:
+    value_bytes = bytearray(b"".join(record[3] for record in records))
+    if len(value_bytes) != len(records) * width:
         raise RuntimeError(
             f"the database has rows of other sizes than {width} bytes; only emblib may write to it"
         )
-    values = torch.frombuffer(data, dtype=torch.uint8) if width else torch.empty(0)
+    values = torch.frombuffer(value_bytes, dtype=torch.uint8) if width else torch.empty(0)
     return StoredRows.from_words(words, values.to(torch.uint8).view(len(records), width))

@@ -30,7 +30,7 @@ from emblib.specs import Choice, DynamicSpec, InsertPolicy, check_count
 from emblib.tables.locks import call_in_forks
 from emblib.tables.parameters import caller_level
 
-BATCH = 1 << 16  # rows that are moved at a time, where all rows of a table are
+BATCH = 1 << 16  # rows per batch when all rows of a table are moved
 
 
 class StoredTable(NamedTuple):
@@ -66,23 +66,23 @@ class StoredRows(NamedTuple):
 
     def at(self, select: Tensor) -> "StoredRows":
         """Return the rows that a mask or positions select."""
-        return StoredRows(*(part[select] for part in self))
+        return StoredRows(*(column[select] for column in self))
 
     def split(self, size: int = BATCH) -> Iterator["StoredRows"]:
         """Yield the rows in batches."""
-        for parts in zip(*(part.split(size) for part in self), strict=True):
-            if parts[0].numel():
-                yield StoredRows(*parts)
+        for columns in zip(*(column.split(size) for column in self), strict=True):
+            if columns[0].numel():
+                yield StoredRows(*columns)
 
     @classmethod
-    def concatenate(cls, parts: Iterable["StoredRows"], row_bytes: int) -> "StoredRows":
+    def concatenate(cls, blocks: Iterable["StoredRows"], row_bytes: int) -> "StoredRows":
         """Concatenate rows."""
-        parts = [cls.none(row_bytes), *parts]
-        return cls(*(torch.cat(part) for part in zip(*parts, strict=True)))
+        blocks = [cls.none(row_bytes), *blocks]
+        return cls(*(torch.cat(columns) for columns in zip(*blocks, strict=True)))
 
 
 class FoundRows(NamedTuple):
-    """The rows of the keys that a store has: `rows[i]` is that of key number `positions[i]`."""
+    """Rows of those keys that a store has: `rows[i]` belongs to key `positions[i]` of the query."""
 
     positions: Tensor
     rows: StoredRows
@@ -93,8 +93,8 @@ class RowStore(Protocol):
     """Store rows of several tables by key; tensors are on the CPU, all int64 keys are legal.
 
     Calls come from one thread at a time. A call that raises its own error has changed nothing.
-    An exception that comes into a call from outside (Ctrl-C, a lack of memory) may end it anywhere:
-    `lift`, `put`, `erase`, `expire` and `clear` are then made again with the same arguments.
+    An exception from outside (Ctrl-C, a lack of memory) may end a call anywhere; the caller then
+    repeats `lift`, `put`, `erase`, `expire` and `clear` with the same arguments.
 
     Attributes:
         note: the text passed to the last `flush`; empty in a new store.
@@ -110,7 +110,7 @@ class RowStore(Protocol):
         """Open the store for tables, new or stored; it is the first call."""
 
     def read(self, table: int, keys: Tensor) -> FoundRows:
-        """Return the rows of the keys that are in the store, and keep them; keys may repeat."""
+        """Return the rows of the keys that are in the store, removing none; keys may repeat."""
 
     def lift(self, table: int, keys: Tensor) -> None:
         """Remove rows that were promoted; keys that are not in the store are ignored."""
@@ -140,23 +140,23 @@ class RowStore(Protocol):
         """
 
     def close(self) -> None:
-        """Close the store, so that others can open it; what was not committed is undone."""
+        """Close the store, so that others can open it; undo changes since the last flush."""
 
 
 def check_row(table: StoredTable, rows: StoredRows) -> StoredRows:
     """Return rows as contiguous CPU tensors; raise ValueError unless they fit the table."""
     count = rows.keys.numel()
-    shapes = [tuple(part.shape) for part in rows]
+    shapes = [tuple(buffer.shape) for buffer in rows]
     if shapes != [(count,), (count,), (count,), (count, table.row_bytes)]:
         raise ValueError(
             f"rows of {table.name} need keys, stamps and scores of shape [n] and values of shape "
             f"[n, {table.row_bytes}], got {shapes}"
         )
-    return StoredRows(*(part.detach().to("cpu").contiguous() for part in rows))
+    return StoredRows(*(buffer.detach().to("cpu").contiguous() for buffer in rows))
 
 
 def matched(keys: Tensor, rows: StoredRows) -> FoundRows:
-    """Return rows, which are in any order, by the position of their key in `keys`."""
+    """Find the position in `keys` of each row's key; `rows` may be in any order."""
     if not rows.keys.numel():
         return FoundRows(rows.keys, rows)
     ordered, order = rows.keys.sort()
@@ -198,12 +198,12 @@ class StoreShard(NamedTuple):
         counts = {
             int(match[1]) for path in directory.iterdir() if (match := pattern.match(path.name))
         }
-        others = sorted(counts - {self.shard[1]})
-        if others:
+        other_counts = sorted(counts - {self.shard[1]})
+        if other_counts:
             warnings.warn(
-                f"emblib: {directory} has stores of table {self.name!r} for {others} shards, this "
-                f"model has {self.shard[1]}: their rows are not read. Load a checkpoint, which "
-                "has the rows for any number of shards, and then delete them",
+                f"emblib: {directory} has stores of table {self.name!r} for {other_counts} shards, "
+                f"this model has {self.shard[1]}: their rows are not read. Load a checkpoint, "
+                "which has the rows for any number of shards, and then delete them",
                 stacklevel=caller_level(),
             )
 
@@ -336,7 +336,7 @@ class TierStats:
 
     @property
     def hit_rate(self) -> float:
-        """The fraction of the lookups that hit the fast tier; NaN without lookups."""
+        """Return the fraction of lookups that hit the fast tier; NaN without lookups."""
         return self.hits / self.lookups if self.lookups else float("nan")
 
 
@@ -345,10 +345,10 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
-def _alone(
+def _exclusive(
     method: Callable[Concatenate["PrefetchedRows", _P], _R],
 ) -> Callable[Concatenate["PrefetchedRows", _P], _R]:
-    """Have a method hold the lock of the store while it runs; see `emblib.tables.locks.atomic`."""
+    """Make a method hold the lock of the store while it runs, like `emblib.tables.locks.atomic`."""
 
     @functools.wraps(method)
     def call(self: "PrefetchedRows", /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -397,10 +397,10 @@ class PrefetchedRows:
         """
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "emblib rows")
-        done = [future for future in self._futures if future.done()]
-        self._futures = [future for future in self._futures if future not in done]
+        finished = [future for future in self._futures if future.done()]
+        self._futures = [future for future in self._futures if future not in finished]
         self._futures.append(self._thread.submit(_prefetch, weakref.ref(self), table, keys))
-        _raise_first(done)
+        _raise_first(finished)
 
     def wait(self) -> None:
         """Wait until no prefetch is running.
@@ -412,26 +412,26 @@ class PrefetchedRows:
         concurrent.futures.wait(futures)
         _raise_first(futures)
 
-    @_alone
+    @_exclusive
     def keep(self, table: int, rows: StoredRows) -> None:
         """Keep rows in memory that the store behind could not take."""
         if rows.keys.numel():
             self._forget(table, rows.keys)
             self._kept_rows[table].append(rows)
 
-    @_alone
+    @_exclusive
     def count_prefetched(self, table: int, keys: Tensor) -> int:
-        """Return how many of some keys have a row in memory."""
-        parts = (*self._kept_rows[table], *self._prefetched[table])
-        return int(torch.isin(keys, torch.cat([p.keys for p in parts])).sum()) if parts else 0
+        """Return how many of `keys` have a row in memory."""
+        blocks = (*self._kept_rows[table], *self._prefetched[table])
+        return int(torch.isin(keys, torch.cat([p.keys for p in blocks])).sum()) if blocks else 0
 
-    @_alone
+    @_exclusive
     def read_ahead(self, table: int, keys: Tensor) -> None:
         """Read rows that are not in memory yet from the store."""
         prefetched = self._prefetched[table]
-        present = torch.cat([keys[:0], *(rows.keys for rows in prefetched)])
-        rows = self.behind.read(table, keys[~torch.isin(keys, present)]).rows
-        count = present.numel() + rows.keys.numel()
+        present_keys = torch.cat([keys[:0], *(rows.keys for rows in prefetched)])
+        rows = self.behind.read(table, keys[~torch.isin(keys, present_keys)]).rows
+        count = present_keys.numel() + rows.keys.numel()
         if rows.keys.numel():
             prefetched.append(rows)
         while count > MAX_PREFETCHED and len(prefetched) > 1:
@@ -449,51 +449,51 @@ class PrefetchedRows:
     def open(self, tables: Sequence[StoredTable]) -> None:
         """Do nothing, since the store behind is open already."""
 
-    @_alone
+    @_exclusive
     def read(self, table: int, keys: Tensor) -> FoundRows:
         """See `RowStore`."""
-        asked = torch.arange(keys.numel())
+        positions = torch.arange(keys.numel())
         founds = []
         for rows in (*self._kept_rows[table], *self._prefetched[table]):
-            records = matched(keys[asked], rows)
-            founds.append(FoundRows(asked[records.positions], records.rows))
-            left = torch.ones_like(asked, dtype=torch.bool)
-            left[records.positions] = False
-            asked = asked[left]
-        records = self.behind.read(table, keys[asked])
-        founds.append(FoundRows(asked[records.positions], records.rows))
+            records = matched(keys[positions], rows)
+            founds.append(FoundRows(positions[records.positions], records.rows))
+            is_left = torch.ones_like(positions, dtype=torch.bool)
+            is_left[records.positions] = False
+            positions = positions[is_left]
+        records = self.behind.read(table, keys[positions])
+        founds.append(FoundRows(positions[records.positions], records.rows))
         rows = StoredRows.concatenate((records.rows for records in founds), self._widths[table])
         return FoundRows(torch.cat([records.positions for records in founds]), rows)
 
-    @_alone
+    @_exclusive
     def lift(self, table: int, keys: Tensor) -> None:
         """See `RowStore`."""
         self._forget(table, keys)
         self.behind.lift(table, keys)
 
-    @_alone
+    @_exclusive
     def put(self, table: int, rows: StoredRows) -> StoredRows:
         """See `RowStore`."""
         # Copies of rows that are about to be replaced must not outlive an interruption.
         self._forget_prefetched(table, rows.keys)
-        left = self.behind.put(table, rows)
-        self._forget(table, torch.cat([rows.keys, left.keys]))
-        return left
+        left_over = self.behind.put(table, rows)
+        self._forget(table, torch.cat([rows.keys, left_over.keys]))
+        return left_over
 
-    @_alone
+    @_exclusive
     def erase(self, table: int, keys: Tensor) -> Tensor:
         """See `RowStore`."""
-        here = torch.zeros(keys.numel(), dtype=torch.bool)
-        here[self.read(table, keys).positions] = True
+        is_erased = torch.zeros(keys.numel(), dtype=torch.bool)
+        is_erased[self.read(table, keys).positions] = True
         self._forget(table, keys)
         self.behind.erase(table, keys)
-        return here
+        return is_erased
 
-    @_alone
+    @_exclusive
     def expire(self, table: int, before: int) -> Tensor:
         """See `RowStore`."""
-        old = [rows.keys[rows.stamps < before] for rows in self._kept_rows[table]]
-        gone = torch.cat([*old, self.behind.expire(table, before)])
+        expired_keys = [rows.keys[rows.stamps < before] for rows in self._kept_rows[table]]
+        gone = torch.cat([*expired_keys, self.behind.expire(table, before)])
         self._forget(table, gone)
         return gone
 
@@ -511,7 +511,7 @@ class PrefetchedRows:
         none = torch.empty(0, dtype=torch.int64)
         return torch.cat([none, *(rows.keys for rows in self._kept_rows[table])])
 
-    @_alone
+    @_exclusive
     def size(self, table: int) -> int:
         """See `RowStore`."""
         size, pending = self.behind.size(table), self._kept_keys(table)
@@ -530,10 +530,12 @@ class PrefetchedRows:
         self.wait()
         self._flush(fast_rows, note)
 
-    @_alone
+    @_exclusive
     def _flush(self, fast_rows: Sequence[Iterable[StoredRows]], note: str) -> None:
-        both = [itertools.chain(*pair) for pair in zip(self._kept_rows, fast_rows, strict=True)]
-        self.behind.flush(both, note)
+        blocks_by_table = [
+            itertools.chain(*pair) for pair in zip(self._kept_rows, fast_rows, strict=True)
+        ]
+        self.behind.flush(blocks_by_table, note)
         self.note = note
 
     def close(self) -> None:
@@ -544,10 +546,10 @@ class PrefetchedRows:
         self.behind.close()
 
 
-def _without(parts: Sequence[StoredRows], keys: Tensor) -> list[StoredRows]:
+def _without(blocks: Sequence[StoredRows], keys: Tensor) -> list[StoredRows]:
     """Return rows without those of some keys."""
     remaining = []
-    for rows in parts:
+    for rows in blocks:
         stays = ~torch.isin(rows.keys, keys)
         if stays.any():
             remaining.append(rows if stays.all() else rows.at(stays))

@@ -77,7 +77,7 @@ def split(data: bytes, path: Path) -> tuple[bytes, dict[str, FileSums] | None]:
 
 
 def _files(content: dict[str, Any], path: Path) -> dict[str, FileSums]:
-    """Return the sums of the files that a footer has; raise errors of any kind for no footer."""
+    """Parse the JSON of a footer; raises any error for bytes that are not a footer."""
     if (content["format"], content["version"]) != (_FORMAT, VERSION):
         raise CheckpointError(
             f"{path} is of {content['format']} version {content['version']}, this emblib reads "
@@ -106,17 +106,17 @@ class SummingStream:
 
     def write(self, data: Any) -> int:
         """Write all of `data`."""
-        rest = memoryview(data).cast("B")
-        count = len(rest)
-        self._stream.write(rest)
+        remaining = memoryview(data).cast("B")
+        count = len(remaining)
+        self._stream.write(remaining)
         sums = self.sums
-        while rest:
+        while remaining:
             room = BLOCK_BYTES - sums.nbytes % BLOCK_BYTES
-            part, rest = rest[:room], rest[room:]
+            chunk, remaining = remaining[:room], remaining[room:]
             if room == BLOCK_BYTES:
                 sums.crc32.append(0)
-            sums.crc32[-1] = zlib.crc32(part, sums.crc32[-1])
-            sums.nbytes += len(part)
+            sums.crc32[-1] = zlib.crc32(chunk, sums.crc32[-1])
+            sums.nbytes += len(chunk)
         return count
 
     def __getattr__(self, name: str) -> Any:
@@ -156,20 +156,20 @@ class CheckedStream(io.RawIOBase):
         return self._at
 
     def readinto(self, buffer: Any) -> int:
-        """Fill `buffer` as far as the file goes.
+        """Read into `buffer`, up to the end of the file; return the number of bytes.
 
         Raises:
             CheckpointError: a block has another checksum than when it was saved.
         """
         room = memoryview(buffer).cast("B")
-        done = 0
-        while done < len(room) and self._at < self._sums.nbytes:
-            number, first = divmod(self._at, BLOCK_BYTES)
-            part = self._checked(number)[first : first + len(room) - done]
-            room[done : done + len(part)] = part
-            done += len(part)
-            self._at += len(part)
-        return done
+        num_read = 0
+        while num_read < len(room) and self._at < self._sums.nbytes:
+            number, offset = divmod(self._at, BLOCK_BYTES)
+            chunk = self._checked(number)[offset : offset + len(room) - num_read]
+            room[num_read : num_read + len(chunk)] = chunk
+            num_read += len(chunk)
+            self._at += len(chunk)
+        return num_read
 
     def _checked(self, number: int) -> memoryview:
         """Return a block; read and compare it unless it is cached."""

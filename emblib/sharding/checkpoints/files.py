@@ -1,4 +1,4 @@
-"""Write and read the directory of a checkpoint: it is always complete, however the writers end.
+"""Write and read the directory of a checkpoint, which is complete however the writers end.
 
 The format is that of torch.distributed.checkpoint: files that its metadata names. Every save gives
 its files new names, so that an older checkpoint in the directory stays valid until the new metadata
@@ -33,7 +33,7 @@ from emblib.tables.durable_files import flush_directory, replacing
 
 METADATA = ".metadata"
 _DATA = "*.distcp"
-_SUMS = MetadataIndex("emblib.checksums")  # of what a rank wrote, among the results of its writes
+_SUMS = MetadataIndex("emblib.checksums")  # key of a rank's checksums among its write results
 
 
 class _SummedFiles(FileSystem):
@@ -66,7 +66,7 @@ class CheckpointWriter(dcp.FileSystemWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[dcp.SavePlan]) -> list[dcp.SavePlan]:
-        """Give the files of all ranks names that no earlier save has used."""
+        """Name the files of all ranks with names that no earlier save has used."""
         return [
             dataclasses.replace(
                 plan,
@@ -87,8 +87,8 @@ class CheckpointWriter(dcp.FileSystemWriter):
     def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
         """Commit, then delete files that do not belong to this checkpoint.
 
-        The metadata is written here rather than by torch, whose versions differ in which object
-        they write and in what has reached the disk before the rename.
+        The metadata is written here, because versions of torch differ in the object that they write
+        and in what they sync before the rename.
         """
         metadata.storage_data = {}
         files: dict[str, FileSums] = {}
@@ -156,7 +156,7 @@ class Reader(dcp.FileSystemReader):
         self._check_extents(sums)
 
     def _check_extents(self, sums: dict[str, FileSums] | None) -> None:
-        """Raise CheckpointError if the metadata places something beyond the end of a file."""
+        """Raise CheckpointError if the metadata refers to bytes beyond the end of a file."""
         ends: dict[str, int] = {}
         for info in self.metadata.storage_data.values():
             end = info.offset + info.length
@@ -242,13 +242,13 @@ def _errors_of_ranks() -> Iterator[None]:
         failures = [failure for failure, _ in error.failures.values()]
         if not all(isinstance(failure, Exception) for failure in failures):
             raise
-        said = [
+        messages = [
             str(failure)
             if isinstance(failure, CheckpointError)
             else f"{type(failure).__name__}: {failure}"
             for failure in failures
         ]
-        raise CheckpointError("; ".join(dict.fromkeys(said))) from error
+        raise CheckpointError("; ".join(dict.fromkeys(messages))) from error
 
 
 @contextlib.contextmanager

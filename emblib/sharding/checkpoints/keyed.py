@@ -1,4 +1,4 @@
-"""Checkpoint dynamic tables over ranks: rows by key, in an order that any number of shards can cut.
+"""Checkpoint dynamic tables over ranks: rows sorted so that any number of shards are ranges.
 
 Checkpoints store the entries of a dynamic table sorted by route (`emblib.dynamic.keys`), and shard
 k of K owns the k-th of K equal ranges of routes. The table in a checkpoint is therefore the
@@ -29,9 +29,9 @@ def joined(
 ) -> dict[str, Tensor]:
     """Build the state dict of a dynamic table from those of its shards; a collective over `ranks`.
 
-    Tensors with one row per key are spread over the ranks like the shards. Of everything else,
-    clocks and sketch counters, all ranks get the largest values of all shards: a count is never
-    less than that of the shard that saw the key.
+    Tensors with one row per key become sharded tensors. For all others (clocks, sketch counters)
+    every rank gets the element-wise maximum over the shards, so a count is at least that of the
+    shard that saw the key.
     """
     by_key = {
         number: {stem: _by_route(state, stem) for stem in _stems(state)}
@@ -44,14 +44,14 @@ def joined(
     }
     result: dict[str, Tensor] = {}
     for stem in sorted(stems):
-        parts = {number: rows[stem] for number, rows in by_key.items()}
-        rows = keyed_rows(parts, owners, ranks)
+        shards = {number: rows[stem] for number, rows in by_key.items()}
+        rows = keyed_rows(shards, owners, ranks)
         result.update({f"{stem}{name}": value for name, value in rows.items()})
-    rest = [
+    other_entries = [
         {key: value.cpu() for key, value in state.items() if key not in result}
         for state in states.values()
     ]
-    for other in (other for local in ranks.gather_objects(rest) for other in local):
+    for other in (other for local in ranks.gather_objects(other_entries) for other in local):
         for key, value in other.items():
             result[key] = torch.maximum(result[key], value) if key in result else value
     return result
@@ -82,7 +82,7 @@ def part_of(state: Mapping[str, Tensor], number: int, count: int) -> dict[str, T
 
 
 def check_whole(state: Mapping[str, Any], name: str) -> None:
-    """Raise ValueError unless whole tensors in a state dict have one row per key."""
+    """Raise ValueError unless the full tensors in a state dict have one row per key."""
     for stem in _stems(state):
         keys = state[f"{stem}{KEYS}"]
         if isinstance(keys, KeyedRows):
@@ -140,11 +140,11 @@ def keyed_rows(
     """
     gathered = ranks.gather_objects(_described(parts, len(owners)))
     columns_of_shard = {number: columns for local in gathered for number, columns in local.items()}
-    first, *_ = columns_of_shard.values()
+    first_columns, *_ = columns_of_shard.values()
     counts = [columns_of_shard[number][KEYS][1][0] for number in range(len(owners))]
     starts = [sum(counts[:number]) for number in range(len(counts))]
     result = {}
-    for name, (dtype, (_, *shape)) in first.items():
+    for name, (dtype, (_, *shape)) in first_columns.items():
         shards = [
             Shard(rank, (start, start + count), (0, shape[0] if shape else 1))
             for rank, start, count in zip(owners, starts, counts, strict=True)
@@ -195,7 +195,7 @@ class KeyReader:
     def __init__(self, reader: Any, saved: Mapping[str, Any]) -> None:
         self._reader, self._saved = reader, saved
         self._spans: dict[tuple[str, int], dict[int, Span]] = {}
-        self._piece: tuple[str, int, Tensor] = ("", 0, torch.empty(0, dtype=torch.int64))
+        self._cached_keys: tuple[str, int, Tensor] = ("", 0, torch.empty(0, dtype=torch.int64))
 
     def spans(self, leaf: Leaf) -> dict[int, Span]:
         """Return the range of saved rows for each shard of the table on this rank."""
@@ -220,10 +220,10 @@ class KeyReader:
 
     def _key(self, name: str, row: int) -> Tensor:
         """Return one key; the block that contains it is read and cached."""
-        of, start, keys = self._piece
-        if of != name or not start <= row < start + keys.numel():
+        cached_name, start, keys = self._cached_keys
+        if cached_name != name or not start <= row < start + keys.numel():
             start, keys = self._read(name, row)
-            self._piece = name, start, keys
+            self._cached_keys = name, start, keys
         return keys[row - start : row - start + 1]
 
     def _read(self, name: str, row: int) -> tuple[int, Tensor]:

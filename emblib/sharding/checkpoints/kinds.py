@@ -31,8 +31,8 @@ from emblib.tables import state_dicts
 class Entry:
     """One tensor of a table: its shards, and the memory of those on this rank.
 
-    `memory` has the tensors of a local shard, by its number in `shards`: several where slices have
-    copies of it. Without shards, every rank has the whole tensor under number 0.
+    `memory[i]` are the tensors of local shard i of `shards`; several if slices have copies of it.
+    Without shards, every rank has the full tensor as number 0.
     """
 
     size: tuple[int, ...]
@@ -43,17 +43,17 @@ class Entry:
     cuts: tuple[int, ...] | None = None
 
     def tensor(self) -> Tensor:
-        """Return the tensor as views of the memory; row states cut by columns are copied."""
+        """Return the sharded tensor over the memory; row states cut by columns are copied."""
         if not self.shards:
             return self.memory[0][0]
-        parts = {i: tensors[0] for i, tensors in self.memory.items()}
+        values = {i: tensors[0] for i, tensors in self.memory.items()}
         if self.cuts is None:
-            return ShardedTable(self.size, self.shards, parts, self.ranks, self.dtype)
-        parts = {
-            i: part.view(-1, 1).expand(self.shards[i].shape).contiguous()
-            for i, part in parts.items()
+            return ShardedTable(self.size, self.shards, values, self.ranks, self.dtype)
+        values = {
+            i: value.view(-1, 1).expand(self.shards[i].shape).contiguous()
+            for i, value in values.items()
         }
-        states = RowStates(self.size, self.shards, parts, self.ranks, self.dtype)
+        states = RowStates(self.size, self.shards, values, self.ranks, self.dtype)
         states.cuts = self.cuts
         return states
 
@@ -67,10 +67,10 @@ class Entry:
 
     def write(self, parts: Mapping[int, Tensor]) -> None:
         """Copy the result of `parts_of` into the memory of the shards."""
-        for i, part in parts.items():
+        for i, value in parts.items():
             for tensor in self.memory[i]:
-                if tensor.data_ptr() != part.data_ptr():
-                    tensor.copy_(part)
+                if tensor.data_ptr() != value.data_ptr():
+                    tensor.copy_(value)
 
     def _part(self, value: Tensor, number: int, name: str) -> Tensor:
         size = self.size[:1] if self.cuts else self.size
@@ -129,28 +129,35 @@ class Table:
 
     @property
     def shards(self) -> tuple[Shard, ...]:
-        """Return the shards of the table; none where every rank has a replica."""
+        """Return the shards of the table; none if every rank has a replica."""
         return self.sharding.shards
 
     def table_modules(self) -> list[Any]:
         """Return the modules that store the local shards."""
-        return [part.groups.module_of(part.index)[0] for part in self.local.values()]
+        return [
+            local_shard.groups.module_of(local_shard.index)[0]
+            for local_shard in self.local.values()
+        ]
 
     def fused_parameters(self) -> dict[str, Any]:
         """Return the parameters of the first local shard that a fused optimizer updates."""
-        first = next(iter(self.local.values()), None)
-        return {} if first is None else first.groups.handles[first.index].fused_parameters()
+        first_shard = next(iter(self.local.values()), None)
+        return (
+            {}
+            if first_shard is None
+            else first_shard.groups.handles[first_shard.index].fused_parameters()
+        )
 
     @property
     def hyperparams(self) -> Entry:
-        """Return the entry of the hyperparameters, which every rank with a shard has."""
+        """Return the entry of the hyperparameters, which every rank with a shard stores in full."""
         size = (self.optimizer.hyperparams().numel(),)
         return self._shared(
             size, torch.float64, [module.hyperparams for module in self.table_modules()]
         )
 
     def _shared(self, size: tuple[int, ...], dtype: torch.dtype, memory: list[Tensor]) -> Entry:
-        """Return the entry of a tensor that every rank with a shard has whole."""
+        """Return the entry of a tensor that every rank with a shard stores in full."""
         columns = (0, size[1] if len(size) > 1 else 1)
         shards = tuple(Shard(rank, (0, size[0]), columns) for rank in self.sharding.ranks)
         local_shards = {i for i, shard in enumerate(shards) if shard.rank == self.ranks.rank} or {0}
@@ -165,23 +172,23 @@ class Table:
         return {**self.storage.metadata_entries(self.config), **tensors}
 
     def parameter_names(self) -> Sequence[str]:
-        """Return the names of the entries without which the table cannot be loaded."""
+        """Return the names of the entries that loading the table requires."""
         return tuple(self.storage.parameter_layouts(self.config))
 
-    def check_parameters(self, given: Mapping[str, Tensor]) -> None:
+    def check_parameters(self, values: Mapping[str, Tensor]) -> None:
         """Raise ValueError for parameters of another table, before any table is written."""
         for key, expected in self.storage.metadata_entries(self.config).items():
-            if key in given:
-                problem = state_dicts.tensor_problem(given[key], expected)
+            if key in values:
+                problem = state_dicts.tensor_problem(values[key], expected)
                 _raise_first([problem], f"{self.name}.{key}")
-        self.storage.check_entries(self.config, given)
-        present = [key for key in self.parameter_names() if key in given]
-        for key, entry in self.entries(present).items():
-            _check_values(given[key], entry, f"{self.name}.{key}")
+        self.storage.check_entries(self.config, values)
+        present_keys = [key for key in self.parameter_names() if key in values]
+        for key, entry in self.entries(present_keys).items():
+            _check_values(values[key], entry, f"{self.name}.{key}")
 
-    def set_parameters(self, given: Mapping[str, Tensor]) -> None:
-        """Write the parameters that are given."""
-        self._write([key for key in self.parameter_names() if key in given], given)
+    def set_parameters(self, values: Mapping[str, Tensor]) -> None:
+        """Write those parameters that `values` has."""
+        self._write([key for key in self.parameter_names() if key in values], values)
 
     def states(self) -> dict[str, dict[str, Tensor]]:
         """Return the optimizer states by parameter; none without a fused optimizer."""
@@ -199,14 +206,14 @@ class Table:
             for parameter, names, keys in self._states_by_parameter()
         }
 
-    def set_states(self, parameter: str, given: Mapping[str, Tensor]) -> None:
+    def set_states(self, parameter: str, values: Mapping[str, Tensor]) -> None:
         """Write the optimizer states of a parameter, without the hyperparameters."""
-        for of, names, keys in self._states_by_parameter():
-            if of == parameter:
-                missing = sorted(set(names) - given.keys())
-                if missing:
-                    raise KeyError(f"the state of {self.name}.{parameter} lacks {missing}")
-                self._write(keys, {k: given[n] for n, k in zip(names, keys, strict=True)})
+        for owner, names, keys in self._states_by_parameter():
+            if owner == parameter:
+                missing_names = sorted(set(names) - values.keys())
+                if missing_names:
+                    raise KeyError(f"the state of {self.name}.{parameter} lacks {missing_names}")
+                self._write(keys, {k: values[n] for n, k in zip(names, keys, strict=True)})
 
     def fused_names(self) -> list[str]:
         """Return the parameters that have optimizer states."""
@@ -221,18 +228,22 @@ class Table:
     def _fused_parameter_names(self) -> Sequence[str]:
         return self.parameter_names()
 
-    def _write(self, keys: Sequence[str], given: Mapping[str, Tensor]) -> None:
+    def _write(self, keys: Sequence[str], values: Mapping[str, Tensor]) -> None:
         with torch.no_grad():
             entries = self.entries(keys)
-            parts = {k: e.parts_of(given[k], f"{self.name}.{k}") for k, e in entries.items()}
+            shard_values = {
+                k: e.parts_of(values[k], f"{self.name}.{k}") for k, e in entries.items()
+            }
             for key, entry in entries.items():
-                entry.write(parts[key])
-        for part in self.local.values():
-            part.groups.handles[part.index].commit()
+                entry.write(shard_values[key])
+        for local_shard in self.local.values():
+            local_shard.groups.handles[local_shard.index].commit()
 
     def entries(self, keys: Sequence[str]) -> dict[str, Entry]:
-        """Return the entries of some tensors."""
-        views = {i: part.groups.views(part.index) for i, part in self.local.items()}
+        """Return the entries of the tensors `keys`, by key."""
+        views = {
+            i: local_shard.groups.views(local_shard.index) for i, local_shard in self.local.items()
+        }
         return {key: self._entry(key, {i: v[key] for i, v in views.items()}) for key in keys}
 
     def _layouts_of_views(self) -> dict[str, tuple[TensorLayout, bool]]:
@@ -268,14 +279,14 @@ class Table:
 
 
 class KeyedTable(Table):
-    """A table of keyed storage, saved by key: shard k of K has the keys that it owns."""
+    """A table of keyed storage, saved by key: shard k of K has the k-th range of routes."""
 
     def _numbered(self) -> dict[int, Any]:
         """Return the handles of the local shards by number; shards are numbered by rows."""
         order = sorted(range(len(self.shards)), key=lambda i: self.shards[i].rows)
         return {
-            order.index(i) if self.shards else 0: part.groups.handles[part.index]
-            for i, part in self.local.items()
+            order.index(i) if self.shards else 0: local_shard.groups.handles[local_shard.index]
+            for i, local_shard in self.local.items()
         }
 
     def _owners(self) -> list[int]:
@@ -286,32 +297,32 @@ class KeyedTable(Table):
         return DynamicTable(self.name, self._numbered(), self._owners() or (0,), self.ranks)
 
     def parameters(self) -> dict[str, Tensor]:
-        """Return rows by key over all ranks; of other tensors, the largest values of all shards."""
+        """Return rows by key over all ranks; for other tensors the maximum over the shards."""
         states = {number: dict(h.state_dict()) for number, h in self._numbered().items()}
         if not self.shards:
             return states[0]
         return keyed.joined(states, self._owners(), self.ranks)
 
     def parameter_names(self) -> Sequence[str]:
-        """Return the names of the entries without which the table cannot be loaded."""
+        """Return the names of the entries that loading the table requires."""
         return ("keys", "weight")
 
-    def check_parameters(self, given: Mapping[str, Tensor]) -> None:
+    def check_parameters(self, values: Mapping[str, Tensor]) -> None:
         """Raise ValueError for entries by key that do not fit, before any table is written."""
-        keyed.check_whole(given, self.name)
-        for handle, part in self._parts_of(given):
-            _raise_first(state_dicts.problems(handle, part, ""), self.name)
+        keyed.check_whole(values, self.name)
+        for handle, shard_values in self._parts_of(values):
+            _raise_first(state_dicts.problems(handle, shard_values, ""), self.name)
 
-    def set_parameters(self, given: Mapping[str, Tensor]) -> None:
+    def set_parameters(self, values: Mapping[str, Tensor]) -> None:
         """Load into every shard the keys that it owns."""
-        for handle, part in self._parts_of(given):
-            handle.load_state_dict(part)
+        for handle, shard_values in self._parts_of(values):
+            handle.load_state_dict(shard_values)
 
-    def _parts_of(self, given: Mapping[str, Tensor]) -> Iterator[tuple[Any, dict[str, Tensor]]]:
+    def _parts_of(self, values: Mapping[str, Tensor]) -> Iterator[tuple[Any, dict[str, Tensor]]]:
         """Yield each local shard with the entries of the keys that it owns."""
-        if {"keys", "weight"} <= given.keys():
+        if {"keys", "weight"} <= values.keys():
             for number, handle in self._numbered().items():
-                yield handle, keyed.part_of(given, number, max(len(self.shards), 1))
+                yield handle, keyed.part_of(values, number, max(len(self.shards), 1))
 
     def _fused_parameter_names(self) -> Sequence[str]:
         return ("weight",)
@@ -333,7 +344,7 @@ def _raise_first(problems: Iterable[str], name: str) -> None:
 
 
 def module_state(tables: Tables, omitted: Collection[str] = ()) -> dict[str, Tensor]:
-    """Return the weights of tables, and the full state of dynamic tables; a collective."""
+    """Return the parameters of tables, and the whole state of dynamic ones; a collective."""
     return {
         f"{table.name}.{key}": value
         for table in _tables(tables)
@@ -343,22 +354,22 @@ def module_state(tables: Tables, omitted: Collection[str] = ()) -> dict[str, Ten
 
 
 def load_module_state(tables: Tables, state: Mapping[str, Tensor]) -> None:
-    """Load the result of `module_state`, or whole tensors; other tables do not change.
+    """Load the result of `module_state`, or full tensors; other tables do not change.
 
     Raises:
         ValueError: a tensor of another size, or sharded in another way, which
             `emblib.sharding.checkpoints.load` converts; nothing is written to that table. Or cores
             of another tensor train; then nothing is written at all.
     """
-    every = [
+    tables_and_values = [
         (table, {k.removeprefix(p): v for k, v in state.items() if k.startswith(p)})
         for table in _tables(tables)
         for p in (f"{table.name}.",)
     ]
-    for table, given in every:
-        table.check_parameters(given)
-    for table, given in every:
-        table.set_parameters(given)
+    for table, values in tables_and_values:
+        table.check_parameters(values)
+    for table, values in tables_and_values:
+        table.set_parameters(values)
 
 
 def missing_names(tables: Tables, state: Mapping[str, Any]) -> list[str]:
@@ -382,19 +393,19 @@ def optimizer_state(tables: Tables) -> dict[str, dict[str, Tensor]]:
 
 
 def load_optimizer_state(tables: Tables, state: Mapping[str, Mapping[str, Tensor]]) -> None:
-    """Load the result of `optimizer_state`, or whole tensors.
+    """Load the result of `optimizer_state`, or full tensors.
 
     Tables of one module share its hyperparameters: those with the most steps are loaded.
     """
     numbers: list[tuple[Any, Tensor]] = []
     for table in _tables(tables):
         for parameter in table.states():
-            given = state.get(f"{table.name}.{parameter}")
-            if given is None:
+            values = state.get(f"{table.name}.{parameter}")
+            if values is None:
                 raise KeyError(f"the state of the optimizer lacks {table.name}.{parameter}")
-            table.set_states(parameter, given)
-            if HYPER in given:
-                hyper_entries = table.hyperparams.parts_of(given[HYPER], HYPER)
+            table.set_states(parameter, values)
+            if HYPER in values:
+                hyper_entries = table.hyperparams.parts_of(values[HYPER], HYPER)
                 numbers += [
                     (k, hyper) for k in table.table_modules() for hyper in hyper_entries.values()
                 ]
@@ -425,29 +436,31 @@ def fused_tables(tables: Tables, prefix: str) -> list[FusedTableEntry]:
 
 def _tables(tables: Tables) -> list[Table]:
     local: dict[str, list[StoredShard]] = {name: [] for name in tables.plan}
-    for part in tables.local_shards():
-        local[part.table].append(part)
+    for local_shard in tables.local_shards():
+        local[local_shard.table].append(local_shard)
     return [
-        (KeyedTable if tables.storage_config(name).storage.is_keyed else Table)(tables, name, parts)
-        for name, parts in local.items()
+        (KeyedTable if tables.storage_config(name).storage.is_keyed else Table)(
+            tables, name, shards
+        )
+        for name, shards in local.items()
     ]
 
 
 def table_handles(tables: Tables) -> DynamicTables:
     """Return the handles of dynamic tables by name, over all ranks."""
-    every = _tables(tables)
+    all_tables = _tables(tables)
     return DynamicTables(
-        {table.name: table.handle() for table in every if isinstance(table, KeyedTable)},
-        {t.name: type(t.storage).__name__ for t in every if not isinstance(t, KeyedTable)},
+        {table.name: table.handle() for table in all_tables if isinstance(table, KeyedTable)},
+        {t.name: type(t.storage).__name__ for t in all_tables if not isinstance(t, KeyedTable)},
     )
 
 
 class StateOfTables(nn.Module):
     """Base of sharded collections: state dicts with the names of the unsharded collection.
 
-    Values are `ShardedTable`s, and tensors where every rank has a replica. Whole tensors, as in the
+    Values are `ShardedTable`s, or tensors if every rank has a replica. Full tensors, as in the
     state dict of an unsharded collection, can be loaded as well: each rank reads its shards. With
-    dynamic tables, all ranks call `state_dict` together.
+    dynamic tables `state_dict` is a collective.
     """
 
     handles_name: ClassVar[str]
@@ -463,12 +476,12 @@ class StateOfTables(nn.Module):
     ) -> None:
         spread: Any = self
         handles_prefix = f"{prefix}{self.handles_name}."
-        again = {
+        shared_entries = {
             name
             for name, shared in spread.shared.items()
             if shared.entry.is_saved(destination, f"{handles_prefix}{name}.weight")
         }
-        for key, value in module_state(spread, again).items():
+        for key, value in module_state(spread, shared_entries).items():
             destination[f"{handles_prefix}{key}"] = value
 
     def _load_from_state_dict(
@@ -476,21 +489,25 @@ class StateOfTables(nn.Module):
     ) -> None:
         missing, unexpected, errors = arguments[2:]
         handles_prefix = f"{prefix}{self.handles_name}."
-        given = {
+        values = {
             k.removeprefix(handles_prefix): v
             for k, v in state_dict.items()
             if k.startswith(handles_prefix)
         }
         spread: Any = self
-        again = tuple(
+        shared_prefixes = tuple(
             f"{name}."
             for name, shared in spread.shared.items()
             if shared.entry.is_loaded(
-                f"{handles_prefix}{name}.weight", given.get(f"{name}.weight"), missing, errors
+                f"{handles_prefix}{name}.weight", values.get(f"{name}.weight"), missing, errors
             )
         )
-        given = {key: value for key, value in given.items() if not key.startswith(again)}
-        lacking = [key for key in missing_names(spread, given) if not key.startswith(again)]
+        values = {
+            key: value for key, value in values.items() if not key.startswith(shared_prefixes)
+        }
+        lacking = [
+            key for key in missing_names(spread, values) if not key.startswith(shared_prefixes)
+        ]
         missing.extend(handles_prefix + key for key in lacking)
         # Submodules have no state of their own: all entries are of tables.
         prefixes = known_prefixes(spread)
@@ -500,7 +517,7 @@ class StateOfTables(nn.Module):
             if key.startswith(prefix) and not key.removeprefix(handles_prefix).startswith(prefixes)
         )
         try:
-            load_module_state(spread, given)
+            load_module_state(spread, values)
         except (ValueError, RuntimeError) as error:
             errors.append(f"{prefix}: {error}")
 
@@ -521,7 +538,7 @@ class StateOfTables(nn.Module):
 
     @cached_property
     def fused_optimizer(self) -> Any:
-        """The optimizer that the tables run in backward, a `FusedOptimizer` of this collection."""
+        """Return the optimizer that the tables run in backward, a `FusedOptimizer`."""
         from emblib.collections.optimizers import FusedOptimizer
 
         return FusedOptimizer.of(self)
@@ -546,9 +563,9 @@ class StateOfTables(nn.Module):
         """
         handles_prefix = f"{self.handles_name}."
         spread: Any = self
-        given = {
+        values = {
             key.removeprefix(handles_prefix): value
             for key, value in state.items()
             if key.startswith(handles_prefix)
         }
-        load_optimizer_state(spread, given)
+        load_optimizer_state(spread, values)

@@ -1,4 +1,9 @@
-"""Load nested state dicts, whatever plan and number of ranks saved them."""
+"""Load nested state dicts, whatever plan and number of ranks saved them.
+
+`load` flattens the state to leaves, checks every leaf against the metadata of the checkpoint before
+anything is written, allocates a `Target` per leaf whose saved size or sharding differs, reads all
+targets at once, and then lets modules and optimizers load their state dicts.
+"""
 
 import itertools
 import json
@@ -32,13 +37,13 @@ from emblib.tt import layout_entry
 
 
 class Target:
-    """A tensor `room` that a saved value is read into and that becomes the value."""
+    """A tensor `room` into which a saved value is read; it then replaces the value of the leaf."""
 
     def __init__(self, leaf: Leaf, room: Any) -> None:
         self.leaf, self.room = leaf, room
 
     def finish(self) -> None:
-        """Replace the value by what was read."""
+        """Replace the value of the leaf by `room`."""
         self.leaf.replace(self.room)
 
 
@@ -48,7 +53,7 @@ class RowStateTarget(Target):
     Args:
         leaf: a `RowStates`, a `ShardedTable` `[R]` or a tensor `[R]`.
         size: the saved size: `[R]`, or `[R, intervals]`.
-        cuts: the columns between the saved intervals; None where the table was not cut.
+        cuts: first columns of the saved intervals, and the end; None if the table was not cut.
     """
 
     def __init__(self, leaf: Leaf, size: torch.Size, cuts: Sequence[int] | None) -> None:
@@ -73,13 +78,13 @@ class RowStateTarget(Target):
         if not isinstance(value, ShardedTable):
             value.copy_(self._rows((0, value.shape[0]), None))
             return
-        for i, part in value.parts.items():
+        for i, memory in value.parts.items():
             shard = value.shards[i]
             columns = None
             if isinstance(value, RowStates):
                 columns = (value.cuts[shard.columns[0]], value.cuts[shard.columns[1]])
             rows = self._rows(shard.rows, columns)
-            part.copy_(rows.view(-1, *[1] * (part.dim() - 1)).expand_as(part))
+            memory.copy_(rows.view(-1, *[1] * (memory.dim() - 1)).expand_as(memory))
 
     def _rows(self, rows: Span, columns: Span | None) -> Tensor:
         """Return the numbers of a span of rows, for a span of columns or for all."""
@@ -180,8 +185,8 @@ def load_export(path: str | Path) -> dict[str, Any]:
     try:
         content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # whatever the reader of torch comes across
-        said = str(error).partition("\n")[0]
-        raise CheckpointError(f"{path} cannot be loaded ({said}); {way_out}") from error
+        message = str(error).partition("\n")[0]
+        raise CheckpointError(f"{path} cannot be loaded ({message}); {way_out}") from error
     return content
 
 
@@ -203,23 +208,23 @@ class _Loading:
             notes = {NOTES: torch.empty(self.saved[NOTES].size, dtype=torch.uint8)}
             read(notes, self.reader, RankGroup.single())
             self.cuts = self._cuts(bytes(notes[NOTES].flatten().tolist()))
-        every = self._checked_layouts(self._without_new_hash_keys(list(leaves(self.tree))))
-        missing = sorted(leaf.name for leaf in every if leaf.name not in self.saved)
-        self._check_quantised(missing)
-        if missing and strict:
+        all_leaves = self._checked_layouts(self._without_new_hash_keys(list(leaves(self.tree))))
+        missing_names = sorted(leaf.name for leaf in all_leaves if leaf.name not in self.saved)
+        self._check_quantised(missing_names)
+        if missing_names and strict:
             raise CheckpointError(
-                f"{path} does not have {', '.join(missing[:5])}"
-                f"{f' and {len(missing) - 5} more' if len(missing) > 5 else ''}: it is of another "
-                "model; strict=False leaves them as they are"
+                f"{path} does not have {', '.join(missing_names[:5])}"
+                f"{f' and {len(missing_names) - 5} more' if len(missing_names) > 5 else ''}: it is "
+                "of another model; strict=False leaves them as they are"
             )
-        self.leaves = [leaf for leaf in every if leaf.name in self.saved]
+        self.leaves = [leaf for leaf in all_leaves if leaf.name in self.saved]
         self._check_sizes()
 
-    def _check_quantised(self, missing: Sequence[str]) -> None:
+    def _check_quantised(self, missing_names: Sequence[str]) -> None:
         """Raise CheckpointError where quantised tables have the layout from before 0.1.0."""
         former = [
             name.removesuffix(".packed")
-            for name in missing
+            for name in missing_names
             if name.endswith(".packed") and _sibling(name, "scales") in self.saved
         ]
         if former:
@@ -233,8 +238,8 @@ class _Loading:
     def _check_whole(self, names: Iterable[str]) -> None:
         """Raise CheckpointError unless the chunks of tensors fill them.
 
-        The metadata determines how much memory is allocated; the files hold only what the chunks
-        have.
+        Memory is allocated by the metadata's sizes, but files have only the chunks: the rest would
+        stay uninitialised.
         """
         from emblib.sharding.checkpoints.unpickling import is_whole
 
@@ -294,31 +299,31 @@ class _Loading:
         self._check_whole([name])
         return torch.empty(saved.size, dtype=dtype)
 
-    def _without_new_hash_keys(self, every: list[Leaf]) -> list[Leaf]:
-        """Return the leaves, without hash keys of sketches where a checkpoint has only counters.
+    def _without_new_hash_keys(self, all_leaves: list[Leaf]) -> list[Leaf]:
+        """Drop leaves of sketch hash keys if the checkpoint has counters but no hash keys.
 
-        Those were counted without a hash key and mean nothing under the hash key of this model.
+        Such counters were counted without a hash key, and are invalid under this model's.
         """
         older = {
             leaf.name: leaf
-            for leaf in every
+            for leaf in all_leaves
             if leaf.name.endswith(f".sketches.{HASH_KEYS}")
             and leaf.name not in self.saved
             and _sibling(leaf.name, "counters") in self.saved
         }
         for leaf in older.values():
             del leaf.container[leaf.key]
-        return [leaf for leaf in every if leaf.name not in older]
+        return [leaf for leaf in all_leaves if leaf.name not in older]
 
-    def _checked_layouts(self, every: list[Leaf]) -> list[Leaf]:
-        """Return the leaves, without layouts of tensor trains that an older checkpoint lacks.
+    def _checked_layouts(self, all_leaves: list[Leaf]) -> list[Leaf]:
+        """Drop leaves of tensor-train layouts that an older checkpoint lacks; check the others.
 
         Raises:
             CheckpointError: the saved cores belong to another tensor train.
         """
         from emblib.sharding.checkpoints.files import read
 
-        layouts = {leaf.name: leaf for leaf in every if _is_layout(leaf)}
+        layouts = {leaf.name: leaf for leaf in all_leaves if _is_layout(leaf)}
         saved_names = [name for name in layouts if hasattr(self.saved.get(name), "properties")]
         self._check_whole(saved_names)
         saved_layouts = {
@@ -341,7 +346,7 @@ class _Loading:
             raise CheckpointError(f"{self.path} is of other tables; {'; '.join(wrong[:5])}")
         for name in lacking:  # the shapes of the cores say as much
             del layouts[name].container[layouts[name].key]
-        return [leaf for leaf in every if leaf.name not in lacking]
+        return [leaf for leaf in all_leaves if leaf.name not in lacking]
 
     def _size(self, leaf: Leaf) -> torch.Size | None:
         """Return the saved size; None for values that are not tensors."""
@@ -362,9 +367,11 @@ class _Loading:
             else:
                 fits = is_tensor_of_size(value, size)
             if not fits:
-                here = tuple(value.size()) if isinstance(value, Tensor) else type(value).__name__
+                current_size = (
+                    tuple(value.size()) if isinstance(value, Tensor) else type(value).__name__
+                )
                 saved = "no tensor" if size is None else f"a tensor {tuple(size)}"
-                wrong.append(f"{leaf.name}: saved is {saved}, here is {here}")
+                wrong.append(f"{leaf.name}: saved is {saved}, here is {current_size}")
         if wrong:
             raise CheckpointError(
                 f"{self.path} is of other tables or another optimizer; {'; '.join(wrong[:5])}"
@@ -376,8 +383,10 @@ class _Loading:
         reader = KeyReader(self.reader, self.saved)
         keyed = [leaf for leaf in self.leaves if is_keyed(leaf.name, self.saved)]
         local_spans = agreed(ranks, lambda: {leaf.name: reader.spans(leaf) for leaf in keyed})
-        every = ranks.gather_objects(local_spans)
-        return agreed(ranks, lambda: {leaf.name: self._target(leaf, every) for leaf in self.leaves})
+        spans_of_ranks = ranks.gather_objects(local_spans)
+        return agreed(
+            ranks, lambda: {leaf.name: self._target(leaf, spans_of_ranks) for leaf in self.leaves}
+        )
 
     def _target(self, leaf: Leaf, spans: list[dict[str, dict[int, tuple[int, int]]]]) -> Target:
         value, size = leaf.value, self._size(leaf)
@@ -409,12 +418,12 @@ def _is_layout(leaf: Leaf) -> bool:
     return name == layout_entry.NAME and isinstance(leaf.value, Tensor)
 
 
-def _sibling(name: str, other: str) -> str:
-    return f"{name[: name.rfind('.') + 1]}{other}"
+def _sibling(name: str, suffix: str) -> str:
+    return f"{name[: name.rfind('.') + 1]}{suffix}"
 
 
 def _parameters(optimizer: Any) -> dict[Any, Tensor]:
-    """Return parameters by the name or number that the optimizer's state dict has for them."""
+    """Return parameters by their name or number in the optimizer's state dict."""
     named = getattr(optimizer, "params", None)
     if isinstance(named, dict):
         return named

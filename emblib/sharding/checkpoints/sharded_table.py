@@ -1,7 +1,7 @@
 """Tensors whose values are spread over ranks as shards: the values of sharded state dicts.
 
-`torch.distributed.checkpoint` asks a tensor for its chunks by three methods. `ShardedTable` has
-them, so that what was saved with one plan and number of ranks loads into any other.
+`torch.distributed.checkpoint` asks a tensor for its chunks by three methods. `ShardedTable`
+implements them, so a checkpoint of one plan and number of ranks loads into any other.
 """
 
 import itertools
@@ -20,7 +20,7 @@ PIECE_BYTES = 1 << 26
 
 
 class ShardedTable(Tensor):
-    """A `[rows, columns]` or `[rows]` tensor of which this rank holds some shards.
+    """A tensor `[rows, columns]` or `[rows]` of which this rank stores some shards.
 
     It has the size of the full tensor and the memory of the local shards. It can be cloned, moved,
     saved with `torch.distributed.checkpoint`, and gathered by `full_tensor`; all other operations
@@ -71,11 +71,11 @@ class ShardedTable(Tensor):
                 f"{sorted(self.parts)}"
             )
         for i, part in self.parts.items():
-            wanted = self.shards[i].shape[: self.dim()]
-            if tuple(part.shape) != wanted or part.dtype != dtype:
+            shard_shape = self.shards[i].shape[: self.dim()]
+            if tuple(part.shape) != shard_shape or part.dtype != dtype:
                 raise ValueError(
-                    f"{self.shards[i]} is a {dtype} tensor of shape {wanted}, got {part.dtype} "
-                    f"{tuple(part.shape)}"
+                    f"{self.shards[i]} is a {dtype} tensor of shape {shard_shape}, got "
+                    f"{part.dtype} {tuple(part.shape)}"
                 )
 
     def with_parts(
@@ -94,9 +94,9 @@ class ShardedTable(Tensor):
         return torch.empty(0, dtype=self.dtype, device=self.device)
 
     def pieces(self) -> list[tuple[tuple[int, ...], Tensor]]:
-        """Return offsets and values of this rank's non-empty blocks, in which metadata stores it.
+        """Return (offsets, values) of this rank's non-empty blocks, the chunks of checkpoints.
 
-        A tensor without values has one empty block, since metadata knows a tensor by its blocks.
+        A tensor without values has one empty block, because metadata lists a tensor by its blocks.
         """
         if 0 in self.size():
             return [((0,) * self.dim(), self.parts[0])] if 0 in self.parts else []
@@ -214,9 +214,9 @@ class RowStates(ShardedTable):
         self, parts: Mapping[int, Tensor], dtype: torch.dtype | None = None
     ) -> "RowStates":
         """Return a tensor with the same shards and other memory."""
-        new = RowStates(self.size(), self.shards, parts, self.ranks, dtype or self.dtype)
-        new.cuts = self.cuts
-        return new
+        row_states = RowStates(self.size(), self.shards, parts, self.ranks, dtype or self.dtype)
+        row_states.cuts = self.cuts
+        return row_states
 
 
 class KeyedRows(ShardedTable):
@@ -258,7 +258,7 @@ def cuts_of(shards: Sequence[Shard]) -> tuple[int, ...]:
 
 
 def stretches(columns: Span, cuts: Sequence[int]) -> Span:
-    """Return the numbers of the intervals between `cuts` that make up a span of columns."""
+    """Return the range of the intervals between `cuts` that make up a span of columns."""
     return cuts.index(columns[0]), cuts.index(columns[1])
 
 
@@ -282,24 +282,24 @@ def gathered(table: ShardedTable, rank: int | None = None) -> Tensor:
     """Gather the full tensor on the CPU, on `rank` or on all; others get an empty tensor."""
     ranks = table.ranks
     target = 0 if rank is None else rank
-    full = torch.empty(table.size() if ranks.rank == target else (0,), dtype=table.dtype)
+    full_tensor = torch.empty(table.size() if ranks.rank == target else (0,), dtype=table.dtype)
     for i, shard in enumerate(table.shards):
         if ranks.rank not in (target, shard.rank):
             continue
         for offsets, sizes in pieces_of(shard, table.dim(), table.element_size()):
             region = tuple(slice(a, a + n) for a, n in zip(offsets, sizes, strict=True))
             if shard.rank == ranks.rank:
-                first = offsets[0] - shard.rows[0]
-                piece = table.parts[i][first : first + sizes[0]]
+                first_row = offsets[0] - shard.rows[0]
+                block = table.parts[i][first_row : first_row + sizes[0]]
                 if ranks.rank == target:
-                    full[region] = piece.cpu()
+                    full_tensor[region] = block.cpu()
                 else:
-                    _send(piece, target, ranks)
+                    _send(block, target, ranks)
             else:
-                full[region] = _received(sizes, table.dtype, shard.rank, ranks)
+                full_tensor[region] = _received(sizes, table.dtype, shard.rank, ranks)
     if rank is None and ranks.size > 1:
-        return _broadcast_whole(full, table, ranks)
-    return full
+        return _broadcast_whole(full_tensor, table, ranks)
+    return full_tensor
 
 
 def whole_state(state: Any, ranks: RankGroup, rank: int | None = 0) -> Any:
@@ -309,39 +309,39 @@ def whole_state(state: Any, ranks: RankGroup, rank: int | None = 0) -> Any:
     than `rank` get the unsharded values, and empty tensors.
     """
     if isinstance(state, ShardedTable):
-        full = state.full_tensor(rank)
-        if isinstance(state, RowStates) and full.numel():
-            return averaged(full, state.cuts, (0, state.cuts[-1]))
-        return full
+        full_tensor = state.full_tensor(rank)
+        if isinstance(state, RowStates) and full_tensor.numel():
+            return averaged(full_tensor, state.cuts, (0, state.cuts[-1]))
+        return full_tensor
     if isinstance(state, Mapping):
         return {key: whole_state(value, ranks, rank) for key, value in state.items()}
     if isinstance(state, list | tuple):
         return type(state)(whole_state(value, ranks, rank) for value in state)
     if not isinstance(state, Tensor):
         return state
-    whole_of = getattr(state, "full_tensor", None)  # of a DTensor
+    whole_of = getattr(state, "full_tensor", None)  # a DTensor has it
     return (state if whole_of is None else whole_of()).detach().to("cpu", copy=True)
 
 
-def _send(piece: Tensor, target: int, ranks: RankGroup) -> None:
-    dist.send(_as_bytes(piece.to(ranks.device)), ranks.global_rank(target), group=ranks.group)
+def _send(block: Tensor, target: int, ranks: RankGroup) -> None:
+    dist.send(_as_bytes(block.to(ranks.device)), ranks.global_rank(target), group=ranks.group)
 
 
 def _received(sizes: tuple[int, ...], dtype: torch.dtype, source: int, ranks: RankGroup) -> Tensor:
-    piece = torch.empty(sizes, dtype=dtype, device=ranks.device)
-    dist.recv(_as_bytes(piece), ranks.global_rank(source), group=ranks.group)
-    return piece.cpu()
+    block = torch.empty(sizes, dtype=dtype, device=ranks.device)
+    dist.recv(_as_bytes(block), ranks.global_rank(source), group=ranks.group)
+    return block.cpu()
 
 
-def _broadcast_whole(full: Tensor, table: ShardedTable, ranks: RankGroup) -> Tensor:
+def _broadcast_whole(full_tensor: Tensor, table: ShardedTable, ranks: RankGroup) -> Tensor:
     if ranks.rank:
-        full = torch.empty(table.size(), dtype=table.dtype)
-    step = max(PIECE_BYTES // max(full[:1].numel() * full.element_size(), 1), 1)
-    for rows in full.split(step):
-        piece = rows.to(ranks.device)
-        dist.broadcast(_as_bytes(piece), ranks.global_rank(0), group=ranks.group)
-        rows.copy_(piece)
-    return full
+        full_tensor = torch.empty(table.size(), dtype=table.dtype)
+    step = max(PIECE_BYTES // max(full_tensor[:1].numel() * full_tensor.element_size(), 1), 1)
+    for rows in full_tensor.split(step):
+        block = rows.to(ranks.device)
+        dist.broadcast(_as_bytes(block), ranks.global_rank(0), group=ranks.group)
+        rows.copy_(block)
+    return full_tensor
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 _CHECKPOINT = "torch.distributed.checkpoint"
 _ADMITTED = {
-    "builtins": {"getattr"},  # of a member of an enum, which e.g. Python 3.11.2 pickles so
+    "builtins": {"getattr"},  # e.g. Python 3.11.2 pickles members of enums with it
     f"{_CHECKPOINT}.metadata": {
         "BytesStorageMetadata",
         "ChunkStorageMetadata",

@@ -61,8 +61,8 @@ def read_value(data: io.BytesIO, name: str, path: Path) -> Any:
                 "run code; if you trust the checkpoint, call torch.serialization.add_safe_globals "
                 "first"
             ) from error
-        said = str(cause).partition("\n")[0]
-        raise CheckpointError(f"{path}: {name} is damaged: {said}") from cause
+        message = str(cause).partition("\n")[0]
+        raise CheckpointError(f"{path}: {name} is damaged: {message}") from cause
 
 
 class _NumpyType:
@@ -126,11 +126,11 @@ def checked_values(state: Mapping[str, Any]) -> dict[str, Any]:
         try:
             torch.load(io.BytesIO(data.getvalue()), weights_only=True)
         except pickle.UnpicklingError as error:
-            needed = ", ".join(sorted(_unsafe(data))) or "more than that"
+            class_names = ", ".join(sorted(_unsafe(data))) or "more than that"
             raise TypeError(
                 f"values of a checkpoint must be tensors, numbers, text, or lists and dicts of "
                 f"these, since loading others may run code; {leaf.name} is a "
-                f"{type(leaf.value).__name__} and needs {needed}: save "
+                f"{type(leaf.value).__name__} and needs {class_names}: save "
                 "what it is made of, or call torch.serialization.add_safe_globals before saving "
                 "and loading"
             ) from error

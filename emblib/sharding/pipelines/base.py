@@ -99,7 +99,7 @@ class TrainPipelineBase:
 
     @property
     def steps(self) -> int:
-        """The number of finished steps, where a loader resumes: batches are read ahead."""
+        """Return the number of finished steps, from which a loader resumes."""
         return self._meter.step
 
     def progress(self, batches: Iterator[Any]) -> Any:
@@ -120,9 +120,9 @@ class TrainPipelineBase:
             self._meter.pause()
             raise StopIteration
         output = self._train(slot)
-        done = self._meter.end(slot.counted())
+        progress = self._meter.end(slot.counted())
         if self._on_progress is not None:
-            self._on_progress(done)
+            self._on_progress(progress)
         return output
 
     def run(self, batches: Iterable[Any]) -> Iterator[Any]:
@@ -213,9 +213,9 @@ class TrainPipelineSparseDist(TrainPipelineBase):
     Args:
         model: model, as for `TrainPipelineBase`; so are `optimizer`, `device`, `forward`,
             `uneven_inputs`, `on_progress` and `ranks`.
-        inputs: gives {path of a sharded collection: its jagged tensor} of a batch. Left out, the
-            first batch shows it: an input that is an object of the batch (an attribute, an item)
-            is found again at the same place.
+        inputs: function that returns {path of a sharded collection: its jagged tensor} of a batch.
+            None learns the inputs from the first batch: an input that is an attribute or item of
+            the batch is found at the same path in later ones.
 
     Example:
         >>> ranks = emblib.sharding.RankGroup.single()
@@ -350,7 +350,7 @@ class EvalPipelineSparseDist(TrainPipelineSparseDist):
         )
 
     def progress(self, batches: Iterator[Any]) -> Any:
-        """Evaluate the next batch and return the output of `forward`, all of it.
+        """Evaluate the next batch and return the whole result of `forward`.
 
         Raises:
             ValueError: the model is in training mode.
@@ -370,9 +370,8 @@ class PrefetchTrainPipelineSparseDist(TrainPipelineSparseDist):
 
     While batch i is computed: the rows of batch i + 1 that are not in the cache of their table
     (`Placement.MANAGED_CACHING`) are brought in, the ids of batch i + 2 are sent, and batch i + 3
-    is copied. A row that is in the cache is updated there, so what was brought in before an update
-    has it. Without cached tables there is nothing to bring in, and `TrainPipelineSparseDist` does
-    the same with a batch less in memory.
+    is copied. Rows in the cache are updated there, so prefetched rows are never stale. Without
+    cached tables use `TrainPipelineSparseDist`, which has one batch less in memory.
 
     Example:
         >>> cached = emblib.storage.Dense(emblib.Placement.MANAGED_CACHING)
@@ -406,5 +405,5 @@ class PrefetchTrainPipelineSparseDist(TrainPipelineSparseDist):
         super()._before_forward(slot)
         if self._inputs.is_known:
             # In the order of the steps: caches are given their batches as they are looked up.
-            for one in (slot, *self._next_to_send()[:1]):
-                self._sent(one).prefetch(self._prefetch_lane)
+            for next_slot in (slot, *self._next_to_send()[:1]):
+                self._sent(next_slot).prefetch(self._prefetch_lane)

@@ -66,19 +66,19 @@ def _rebuilt(value: Any, act: Callable[[Any], Any]) -> Any:
     if _is_leaf(value):
         return act(value)
     parts = {step: _rebuilt(inner, act) for step, inner in parts_of(value)}
-    if all(new is part(value, step) for step, new in parts.items()):
+    if all(new_item is part(value, step) for step, new_item in parts.items()):
         return value
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*parts.values())
     if isinstance(value, tuple | list):
         return type(value)(parts.values())
-    new = copy.copy(value)
+    new_item = copy.copy(value)
     for step, inner in parts.items():
         if isinstance(value, Mapping):
-            new[step] = inner
+            new_item[step] = inner
         else:
-            object.__setattr__(new, step, inner)  # also where the dataclass is frozen
-    return new
+            object.__setattr__(new_item, step, inner)  # also where the dataclass is frozen
+    return new_item
 
 
 def device_of(leaf: Any) -> torch.device:
@@ -100,7 +100,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 
 def empty_batch(batch: Any) -> Any:
-    """Return the batch with no examples, which a rank without data computes with.
+    """Return the batch without examples, for a rank that has no data left.
 
     Tensors lose all of their first dimension, and jagged ones all bags; numbers and scalar tensors
     stay. A batch whose examples lie along another dimension needs a function of its own.
@@ -155,9 +155,9 @@ def path_to(batch: Any, target: Any) -> Path | None:
     if same_input(batch, target):
         return ()
     for step, inner in parts_of(batch):
-        rest = path_to(inner, target)
-        if rest is not None:
-            return (step, *rest)
+        inner_path = path_to(inner, target)
+        if inner_path is not None:
+            return (step, *inner_path)
     return None
 
 
@@ -168,17 +168,17 @@ def follow(batch: Any, path: Path) -> Any:
     return batch
 
 
-def same_input(one: Any, other: Any) -> bool:
-    """Return whether both are one jagged tensor, maybe in two objects, as model wrappers make."""
-    if one is other:
+def same_input(first: Any, second: Any) -> bool:
+    """Return whether both have the same tensors; model wrappers may copy the jagged object."""
+    if first is second:
         return True
-    if not (is_keyed(one) and is_keyed(other)):
+    if not (is_keyed(first) and is_keyed(second)):
         return False
     return (
-        one.values() is other.values()
-        and one.weights_or_none() is other.weights_or_none()
-        and one.lengths() is other.lengths()
-        and list(one.keys()) == list(other.keys())
+        first.values() is second.values()
+        and first.weights_or_none() is second.weights_or_none()
+        and first.lengths() is second.lengths()
+        and list(first.keys()) == list(second.keys())
     )
 
 
@@ -204,19 +204,19 @@ class Staged(NamedTuple, Generic[T]):
 class Lane:
     """Runs one stage of a pipeline in order, on a CUDA stream of its own.
 
-    It waits for the given value only: a stage that waited for the current stream would run after
-    the step that it is to overlap with.
+    It waits only for its input, not for the current stream: otherwise it would run after the step
+    that it should overlap with.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def run(self, work: Callable[[S], T], given: Staged[S]) -> Staged[T]:
+    def run(self, work: Callable[[S], T], staged: Staged[S]) -> Staged[T]:
         """Run `work(given.value)` once the value is ready."""
         if self._stream is None:
-            return Staged(work(given.value))
+            return Staged(work(staged.value))
         with torch.cuda.stream(self._stream):
-            value = work(given.take())
+            value = work(staged.take())
             return Staged(value, self._stream.record_event())
 
 

@@ -1,10 +1,10 @@
 """Inputs of sharded collections: find them in a batch, and send their ids ahead.
 
 A sharded collection sends ids to the ranks that look them up, looks up what it receives and returns
-the results (`emblib.sharding.lookup`). Ids depend on nothing that a step changes, so the
-first part may run while earlier batches are computed, for all collections together. The
-model is not rewritten for that: only while the pipeline runs its forward, the collections take what
-was sent ahead instead of sending it.
+the results (`emblib.sharding.lookup`). Ids do not depend on
+training, so a pipeline sends them while earlier batches are computed, for all collections together.
+The model is not rewritten: while the pipeline runs its forward, the `forward` of each collection is
+replaced by one that takes the batch which was sent ahead.
 """
 
 import contextlib
@@ -48,16 +48,16 @@ def sharded_modules(model: nn.Module) -> dict[str, Any]:
 
 
 class FoundInputs:
-    """Inputs that are found at their places in the first batch.
+    """Inputs of collections by their paths in a batch, learned from the first batch.
 
-    The first forward runs as it is while this looks on. An input that was an object of the batch
-    will be at the same place of the next one. One that the model made itself is not known before
-    the model runs: that collection then sends its ids in its forward.
+    The first forward runs unchanged and is observed. An input that is an object in the batch is
+    expected at the same path in later batches. For an input that the model computes itself, the
+    collection sends its ids in its forward.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._names = {module: name for name, module in sharded_modules(model).items()}
-        self._seen: list[InputCall] = []
+        self._calls_seen: list[InputCall] = []
         self._paths: list[tuple[Any, Path]] | None = None
 
     @property
@@ -69,10 +69,10 @@ class FoundInputs:
     def watching(self, batch: Any) -> Iterator[None]:
         """Learn the inputs from the forward of this batch."""
         forwards = {module: self._watched(module) for module in self._names}
-        with _forwards(forwards):
+        with _replaced_forwards(forwards):
             yield
-        paths = [(call.module, path_to(batch, call.features)) for call in self._seen]
-        self._seen = []
+        paths = [(call.module, path_to(batch, call.features)) for call in self._calls_seen]
+        self._calls_seen = []
         # A module of which one call cannot be known ahead would have its calls mixed up.
         unknown = {module: None for module, path in paths if path is None}
         for module in unknown:
@@ -88,7 +88,7 @@ class FoundInputs:
         plain = module.forward
 
         def forward(kjt: Any) -> Any:
-            self._seen.append(InputCall(module, kjt))
+            self._calls_seen.append(InputCall(module, kjt))
             return plain(kjt)
 
         return forward
@@ -111,23 +111,23 @@ class GivenInputs:
     def __call__(self, batch: Any) -> list[InputCall]:
         """Return the calls for a batch, in the order of the function's result."""
         calls = []
-        for key, given in self._function(batch).items():
+        for key, features in self._function(batch).items():
             module = self._modules.get(key) if isinstance(key, str) else key
-            if module is None or all(module is not one for one in self._modules.values()):
+            if module is None or all(module is not other for other in self._modules.values()):
                 raise ValueError(
                     f"inputs must be of the sharded collections {sorted(self._modules)}, got "
                     f"{key if isinstance(key, str) else type(key).__name__!r}"
                 )
-            several = given if isinstance(given, Sequence) else [given]
+            several = features if isinstance(features, Sequence) else [features]
             calls += [InputCall(module, kjt) for kjt in several]
         return calls
 
 
 class CallsApart:
-    """The calls of a forward that look up by themselves, in checkpointed regions.
+    """The calls of a forward that look up separately, because they are in checkpointed regions.
 
-    A region repeats its lookup alone. The first batch shows which calls these are: there, all look
-    up by themselves.
+    A region repeats only its own lookup. With the first batch all calls look up separately, which
+    shows which of them are in regions.
     """
 
     def __init__(self) -> None:
@@ -198,14 +198,16 @@ class Ahead:
 
     @contextlib.contextmanager
     def taken(self) -> Iterator[None]:
-        """Let the collections use the ids sent ahead instead of sending their input, in a block."""
+        """Make collections use the ids that were sent ahead, inside this context."""
         self.send_ids()
         with_grad = torch.is_grad_enabled()
         waiting: dict[Any, deque[tuple[Any, Callable[[], Any]]]] = {}
         for i, call in enumerate(self._calls):
             queue = waiting.setdefault(call.module, deque())
             queue.append((call.features, self._taker(i, with_grad=with_grad)))
-        with _forwards({module: _taking(module, queue) for module, queue in waiting.items()}):
+        with _replaced_forwards(
+            {module: _taking(module, queue) for module, queue in waiting.items()}
+        ):
             yield
         self._apart.is_learned = True
         for module, queue in waiting.items():
@@ -258,7 +260,7 @@ def _taking(module: Any, queue: deque[tuple[Any, Callable[[], Any]]]) -> Callabl
 
 
 @contextlib.contextmanager
-def _forwards(forwards: Mapping[Any, Callable[..., Any]]) -> Iterator[None]:
+def _replaced_forwards(forwards: Mapping[Any, Callable[..., Any]]) -> Iterator[None]:
     """Replace the `forward` of modules in a block; their hooks still run."""
     previous = {module: module.__dict__.get("forward") for module in forwards}
     for module, forward in forwards.items():
@@ -266,8 +268,8 @@ def _forwards(forwards: Mapping[Any, Callable[..., Any]]) -> Iterator[None]:
     try:
         yield
     finally:
-        for module, old in previous.items():
-            if old is None:
+        for module, own_forward in previous.items():
+            if own_forward is None:
                 del module.__dict__["forward"]
             else:
-                module.__dict__["forward"] = old
+                module.__dict__["forward"] = own_forward

@@ -1,11 +1,11 @@
 """The joint input_dist of a plain training loop: one for all sharded collections of a model.
 
 `DistributedModelParallel` starts it before its forward, for the inputs that are objects of the
-forward's arguments. The first forward shows which those are; afterwards the ranks compare what they
-found, and only send together what all of them found alike. A rank that does not find its inputs
-again says so with its sizes: then all ranks send that forward's ids collection by collection, and
-look for the inputs again. The first collection that the model calls looks up the batches of all, so
-that their rows return in one output_dist.
+forward's arguments. The first forward shows which those are. The ranks compare their findings, and
+send together only the inputs that all ranks found alike. If a rank does not find its inputs in a
+later forward, it says so in its message of sizes: all ranks then send the ids of that forward
+collection by collection, and search again. The first collection that the model calls looks up the
+batches of all, so that their rows return in one output_dist.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
 class _CallPath(NamedTuple):
     """A call of a collection and the path of its input in the arguments.
 
-    `is_alone` is whether it looks up by itself: in another grad mode than that of the forward, or
-    in a checkpointed region, which repeats its lookup alone.
+    `is_alone`: whether it looks up separately, because its grad mode differs from the forward's or
+    it is in a checkpointed region, which repeats only its own lookup.
     """
 
     module: Any
@@ -72,7 +72,7 @@ class _Mode:
 
 @dataclass
 class _Running:
-    """One forward: `seen` while it is searched, `waiting` where its ids were sent ahead."""
+    """One running forward: `seen` is for one that is searched, `waiting` for one sent ahead."""
 
     arguments: Arguments
     mode: _Mode
@@ -112,18 +112,18 @@ class JointDist:
 
     @property
     def together(self) -> list[str]:
-        """The paths of the collections whose ids the last kinds of forward sent together."""
-        calls = [one for mode in self._modes.values() for one in mode.calls or ()]
-        return sorted({self._names[one.module] for one in calls})
+        """Return the paths of the collections whose ids are sent together."""
+        calls = [call for mode in self._modes.values() for call in mode.calls or ()]
+        return sorted({self._names[call.module] for call in calls})
 
     @property
     def apart(self) -> dict[str, str]:
-        """Why collections exchange by themselves, by path; those not called yet are missing."""
+        """Return {path: reason} of collections that exchange separately, if called so far."""
         return dict(self._reasons)
 
     @graph_break
     def start(self, arguments: Arguments) -> None:
-        """Send the ids of a forward with these arguments, if it is known where they are."""
+        """Send the ids of a forward with these arguments, if the paths of its inputs are known."""
         self.end_early()
         if not self.enabled or self._ranks.size == 1 or not self._names:
             return
@@ -211,7 +211,7 @@ class JointDist:
                 "collections: set joint_dist.enabled = False of the model on all ranks"
             )
         if not running.outputs:
-            together = [i for i, one in enumerate(mode_calls) if not one.is_alone]
+            together = [i for i, call in enumerate(mode_calls) if not call.is_alone]
             with torch.set_grad_enabled(running.with_grad):
                 running.outputs = dict(zip(together, _look_up(running, together), strict=True))
         return running.outputs.pop(index)()
@@ -236,9 +236,9 @@ class JointDist:
 
     def _settle(self, running: _Running) -> None:
         calls, reasons = self._calls_ahead(running)
-        described = [(self._names[one.module], repr(one.path), one.is_alone) for one in calls]
-        every = self._ranks.gather_objects((described, reasons))
-        if any(other != every[0] for other in every):
+        described = [(self._names[call.module], repr(call.path), call.is_alone) for call in calls]
+        found_by_ranks = self._ranks.gather_objects((described, reasons))
+        if any(found_by_rank != found_by_ranks[0] for found_by_rank in found_by_ranks):
             calls = []
             reasons = dict.fromkeys(
                 self._names.values(), "ranks found its input at different places, or not at all"
@@ -246,11 +246,11 @@ class JointDist:
         is_settled = bool(calls) or running.mode.searches >= _MAX_SEARCHES
         running.mode.calls = calls if is_settled else None
         self._reasons = {
-            path: why for path, why in self._reasons.items() if path not in self.together
+            path: reason for path, reason in self._reasons.items() if path not in self.together
         }
         self._set_reasons_by_path(reasons)
         if calls:
-            names = [self._names[one.module] for one in calls]
+            names = [self._names[call.module] for call in calls]
             _LOG.info("collections that exchange together: %s", ", ".join(names))
 
     def _calls_ahead(self, running: _Running) -> tuple[list[_CallPath], dict[str, str]]:
@@ -269,13 +269,13 @@ class JointDist:
         # A module of which one call cannot be known ahead would have its calls mixed up.
         return [one for one in calls if self._names[one.module] not in reasons], reasons
 
-    def _set_reasons(self, modules: Mapping[Any, str], why: str) -> None:
-        self._set_reasons_by_path(dict.fromkeys(modules.values(), why))
+    def _set_reasons(self, modules: Mapping[Any, str], reason: str) -> None:
+        self._set_reasons_by_path(dict.fromkeys(modules.values(), reason))
 
     def _set_reasons_by_path(self, reasons: Mapping[str, str]) -> None:
-        for path, why in reasons.items():
-            if self._reasons.get(path) != why:
-                _LOG.info("%s exchanges by itself: %s", path, why)
+        for path, reason in reasons.items():
+            if self._reasons.get(path) != reason:
+                _LOG.info("%s exchanges by itself: %s", path, reason)
         self._reasons.update(reasons)
 
 

@@ -47,9 +47,9 @@ class Agreement:
         if self._ranks.size == 1:
             return ReadyAwaitable([list(numbers)])
         size, sizes = self._ranks.size, [len(numbers)] * self._ranks.size
-        sent = torch.tensor([*numbers] * size, dtype=torch.int64)
+        payload = torch.tensor([*numbers] * size, dtype=torch.int64)
         pending = start_all_to_all(
-            sent, sizes, sizes, self._ranks, content=Content.NUMBERS, has_header=self._has_header
+            payload, sizes, sizes, self._ranks, content=Content.NUMBERS, has_header=self._has_header
         )
         return DeferredAwaitable(lambda: pending.wait().view(size, -1).tolist())
 
@@ -132,22 +132,24 @@ class ExampleCount(NamedTuple):
 class Slot:
     """One step in the pipeline: the batch of this rank, if it has one, and the state of all ranks.
 
-    `heard` are the numbers that every rank sends about its batch; `runs` is whether the ranks
-    compute this step, None until that is decided; `sent` are the inputs sent ahead.
+    `numbers_of_ranks`: the numbers that every rank sends about its batch. `runs`: whether the ranks
+    compute this step, None until that is decided. `sent`: the inputs that were sent ahead.
     """
 
     epoch: int
     batch: Staged[Any] | None
     examples: int
-    heard: Awaitable[list[list[int]]] | None
+    numbers_of_ranks: Awaitable[list[list[int]]] | None
     runs: bool | None = None
     sent: Any = None
 
     def counted(self) -> ExampleCount:
         """Return the examples of the batch."""
-        if self.heard is None:
+        if self.numbers_of_ranks is None:
             return ExampleCount(self.examples, None)
-        return ExampleCount(self.examples, sum(said[_EXAMPLES] for said in self.heard.wait()))
+        return ExampleCount(
+            self.examples, sum(numbers[_EXAMPLES] for numbers in self.numbers_of_ranks.wait())
+        )
 
 
 # The numbers that a rank sends with every batch.
@@ -170,7 +172,7 @@ class Loader:
         self._lane = Lane(device)
         self._batches: Iterator[Any] | None = None
         self._is_out = False
-        self._attributes_at_end: list[Any] = []  # of the iterator, once it is out
+        self._attributes_at_end: list[Any] = []  # the iterator's attributes when it was exhausted
         self._empty: Any = None  # an empty batch, on the host; None until there was a batch
 
     def read(self, batches: Iterator[Any]) -> None:
@@ -198,20 +200,22 @@ class Loader:
     def is_last(self, slot: Slot, newest: Slot) -> bool:
         """Return whether an epoch ends with a slot that does not run: no rank has begun another.
 
-        A rank that was out sees that its iterator was reset, one that was not does not; all decide
-        by what every rank has said of its epoch with `newest`, the slot read last.
+        A rank that had no batch left notices that its iterator was reset; others do not. So all
+        decide by the epochs that the ranks have sent with `newest`, the slot read last.
         """
-        if slot.heard is None or newest.heard is None:
+        if slot.numbers_of_ranks is None or newest.numbers_of_ranks is None:
             return slot.epoch == self.epoch
-        then, now = slot.heard.wait(), newest.heard.wait()
-        return all(a[_EPOCH] == b[_EPOCH] for a, b in zip(then, now, strict=True))
+        slot_numbers, newest_numbers = slot.numbers_of_ranks.wait(), newest.numbers_of_ranks.wait()
+        return all(
+            a[_EPOCH] == b[_EPOCH] for a, b in zip(slot_numbers, newest_numbers, strict=True)
+        )
 
     def fetch(self) -> Slot:
         """Read the next batch, start its copy to the device, and send its numbers to all ranks."""
         batch = self._next()
         examples = 0 if batch is None else examples_of(batch)
-        said = (int(batch is not None), examples, int(self._empty is not None), self.epoch)
-        heard = None if self._agreement is None else self._agreement.gather(said)
+        numbers = (int(batch is not None), examples, int(self._empty is not None), self.epoch)
+        heard = None if self._agreement is None else self._agreement.gather(numbers)
         staged = None if batch is None else self._copy(batch)
         return Slot(self.epoch, staged, examples, heard)
 
@@ -231,21 +235,21 @@ class Loader:
     def _was_reset(self) -> bool:
         """Return whether the iterator has changed since it was drained, as `iter(loader)` does.
 
-        Asking it for a batch would show that too. But not every iterator raises StopIteration
-        twice: one restarts by itself, and one waits for a queue to which nothing comes any more.
+        Calling `next` is no test: some iterators do not raise StopIteration twice, but restart, or
+        wait for a queue that stays empty.
         """
-        now = _attributes(self._batches)
-        return len(now) != len(self._attributes_at_end) or any(
-            a is not b for a, b in zip(now, self._attributes_at_end, strict=True)
+        attributes = _attributes(self._batches)
+        return len(attributes) != len(self._attributes_at_end) or any(
+            a is not b for a, b in zip(attributes, self._attributes_at_end, strict=True)
         )
 
     def _copy(self, batch: Any) -> Staged[Any]:
-        ready = None
+        event = None
         if self._device.type == "cuda" and any(
             device_of(leaf).type == "cuda" for leaf in leaves(batch)
         ):
-            ready = torch.cuda.current_stream(self._device).record_event()
-        return self._lane.run(lambda given: to_device(given, self._device), Staged(batch, ready))
+            event = torch.cuda.current_stream(self._device).record_event()
+        return self._lane.run(lambda staged: to_device(staged, self._device), Staged(batch, event))
 
     def settle(self, slot: Slot) -> bool:
         """Return whether the ranks compute this step, with an empty batch on ranks without one."""
@@ -256,13 +260,13 @@ class Loader:
         return slot.runs
 
     def _decide(self, slot: Slot) -> bool:
-        if slot.heard is None:
+        if slot.numbers_of_ranks is None:
             return slot.batch is not None
-        said = slot.heard.wait()
-        have = sum(numbers[_HAS] for numbers in said)
+        numbers_of_ranks = slot.numbers_of_ranks.wait()
+        have = sum(numbers[_HAS] for numbers in numbers_of_ranks)
         if isinstance(self.uneven_inputs, StopAtShortest):
-            return have == len(said)
-        if have and not all(numbers[_KNOWS] for numbers in said):
+            return have == len(numbers_of_ranks)
+        if have and not all(numbers[_KNOWS] for numbers in numbers_of_ranks):
             empties = self._ranks.gather_objects(_on_host(self._empty))
             if self._empty is None:
                 self._empty = next(empty for empty in empties if empty is not None)
@@ -270,15 +274,15 @@ class Loader:
 
 
 def _attributes(iterator: Any) -> list[Any]:
-    """Return the attributes of an iterator, and of iterators among them: it may wrap another."""
+    """Return the attributes of an iterator and of the iterators that it wraps."""
     attributes: list[Any] = []
-    waiting, seen = [iterator], {id(iterator)}
+    waiting, visited = [iterator], {id(iterator)}
     while waiting:
         values = list(getattr(waiting.pop(), "__dict__", {}).values())
         attributes += values
-        inner = [v for v in values if hasattr(type(v), "__next__") and id(v) not in seen]
+        inner = [v for v in values if hasattr(type(v), "__next__") and id(v) not in visited]
         waiting += inner
-        seen.update(map(id, inner))
+        visited.update(map(id, inner))
     return attributes
 
 
@@ -326,10 +330,10 @@ class Progress(NamedTuple):
         everywhere = self.examples_per_s is not None
         rate = self.examples_per_s if everywhere else self.own_examples_per_s
         count = self.examples if everywhere else self.own_examples
-        where = "" if everywhere else " (this rank)"
+        scope_text = "" if everywhere else " (this rank)"
         return (
             f"step {self.step}: {count} examples in {self.elapsed_s:.1f} s, "
-            f"{self.steps_per_s:.2f} steps/s, {rate:.0f} examples/s{where}"
+            f"{self.steps_per_s:.2f} steps/s, {rate:.0f} examples/s{scope_text}"
         )
 
 
@@ -353,7 +357,7 @@ class Meter:
 
     @property
     def step(self) -> int:
-        """The number of finished steps."""
+        """Return the number of finished steps."""
         return self._marks[-1].step if self._marks else 0
 
     def begin(self) -> None:
@@ -362,9 +366,9 @@ class Meter:
             self._start_s = time.perf_counter()
             self._marks.append(_MeterMark(self._start_s, 0, 0, 0))
         elif self._is_paused:
-            last = self._marks[-1]
+            last_mark = self._marks[-1]
             self._marks.clear()
-            self._marks.append(last._replace(time_s=time.perf_counter()))
+            self._marks.append(last_mark._replace(time_s=time.perf_counter()))
         self._is_paused = False
 
     def pause(self) -> None:
@@ -373,21 +377,27 @@ class Meter:
 
     def end(self, counted: ExampleCount) -> Progress:
         """End a step and return the progress."""
-        last = self._marks[-1]
-        everywhere = None if counted.all is None or last.all is None else last.all + counted.all
-        now = _MeterMark(time.perf_counter(), last.step + 1, last.local + counted.local, everywhere)
-        self._marks.append(now)
-        first = self._marks[0]
-        window_s = max(now.time_s - first.time_s, 1e-9)
+        last_mark = self._marks[-1]
+        everywhere = (
+            None if counted.all is None or last_mark.all is None else last_mark.all + counted.all
+        )
+        mark = _MeterMark(
+            time.perf_counter(), last_mark.step + 1, last_mark.local + counted.local, everywhere
+        )
+        self._marks.append(mark)
+        first_mark = self._marks[0]
+        window_s = max(mark.time_s - first_mark.time_s, 1e-9)
         all_per_s = (
-            None if now.all is None or first.all is None else (now.all - first.all) / window_s
+            None
+            if mark.all is None or first_mark.all is None
+            else (mark.all - first_mark.all) / window_s
         )
         return Progress(
-            now.step,
-            now.local,
-            now.all,
-            now.time_s - self._start_s,
-            (now.step - first.step) / window_s,
-            (now.local - first.local) / window_s,
+            mark.step,
+            mark.local,
+            mark.all,
+            mark.time_s - self._start_s,
+            (mark.step - first_mark.step) / window_s,
+            (mark.local - first_mark.local) / window_s,
             all_per_s,
         )

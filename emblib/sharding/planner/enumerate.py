@@ -106,12 +106,12 @@ class Option:
         }
         if self.type in makers:
             return makers[self.type]
-        one = {
+        rule_of_type = {
             ShardingType.TABLE_WISE: sharding_types.table_wise,
             ShardingType.TABLE_ROW_WISE: sharding_types.table_row_wise,
             ShardingType.TABLE_COLUMN_WISE: sharding_types.table_column_wise,
         }
-        return one[self.type](targets[0])
+        return rule_of_type[self.type](targets[0])
 
 
 def options_of(work: TableWorkload, model: CostModel) -> list[Option]:
@@ -126,10 +126,11 @@ def options_of(work: TableWorkload, model: CostModel) -> list[Option]:
         for sharding_type in allowed_types(work, model.topology, storage):
             options += list(_options(work, model, sharding_type, storage, penalty))
     if not options:
-        asked = [t.value for t in work.constraints.sharding_types or ()]
+        requested_types = [t.value for t in work.constraints.sharding_types or ()]
         raise ValueError(
-            f"no sharding type that is allowed for table {work.name} can hold it: {asked} on "
-            f"{model.topology.num_nodes} nodes of {model.topology.local_world_size} ranks"
+            f"no sharding type that is allowed for table {work.name} can hold it: "
+            f"{requested_types} on {model.topology.num_nodes} nodes of "
+            f"{model.topology.local_world_size} ranks"
         )
     return options
 
@@ -275,12 +276,12 @@ def _by_rank(shards: Sequence[Shard], loads: Sequence[Load], size: int) -> list[
 
 def _apart(members: Sequence[Load]) -> tuple[Load, Unit]:
     """Split loads into the cost that all ranks share and a unit of the last ranks' differences."""
-    common, first = members[0], len(members)
-    while first > 0 and members[first - 1] != common:
-        first -= 1
-    if any(load != common for load in members[:first]):
+    common, index = members[0], len(members)
+    while index > 0 and members[index - 1] != common:
+        index -= 1
+    if any(load != common for load in members[:index]):
         return NOTHING, Unit(Domain.WORLD, tuple(members))
-    return common, Unit(Domain.WORLD, tuple(m.plus(common, -1) for m in members[first:]), first)
+    return common, Unit(Domain.WORLD, tuple(m.plus(common, -1) for m in members[index:]), index)
 
 
 def _rules(
@@ -297,19 +298,19 @@ def _rules(
     elif sharding_type is ShardingType.TABLE_ROW_WISE:
         yield sharding_types.table_row_wise(0), Domain.NODE
     elif sharding_type is ShardingType.TABLE_COLUMN_WISE:
-        least = work.constraints.min_partition
-        if work.config.embedding_dim // topology.local_world_size >= least:
+        min_partition = work.constraints.min_partition
+        if work.config.embedding_dim // topology.local_world_size >= min_partition:
             yield sharding_types.table_column_wise(0), Domain.NODE
     elif sharding_type is ShardingType.GRID:
         for parts in _column_counts(work, topology.num_nodes):
             yield sharding_types.grid(range(parts)), Domain.NODE
 
 
-def _column_counts(work: TableWorkload, most: int) -> list[int]:
+def _column_counts(work: TableWorkload, max_count: int) -> list[int]:
     """Return the numbers of column shards to try: powers of two, and the largest one."""
-    most = min(most, work.config.embedding_dim // work.constraints.min_partition)
-    counts = [2**k for k in range(1, most.bit_length()) if 2**k <= most]
-    return sorted({*counts, most} - {0, 1})
+    max_count = min(max_count, work.config.embedding_dim // work.constraints.min_partition)
+    counts = [2**k for k in range(1, max_count.bit_length()) if 2**k <= max_count]
+    return sorted({*counts, max_count} - {0, 1})
 
 
 def _units(

@@ -27,11 +27,11 @@ Seconds = tuple[float, float, float, float]
 
 _ID = 8  # bytes; int32 ids take half
 _FLOAT = 4
-_GROUPING = 20  # bytes an id takes while the lookups of a batch are grouped by row
+_GROUPING = 20  # bytes per id while the lookups of a batch are grouped by row
 _NS = 1e-9
 _SAMPLE = 4096
 _MAX_BAGS = 0.75  # as `emblib.sharding.input_dist` has it
-_NUMBER = 4  # bytes of the number of a row that is sent
+_NUMBER = 4  # bytes of a row index that is sent
 
 
 class Load(NamedTuple):
@@ -50,9 +50,9 @@ class Load(NamedTuple):
 class Everywhere(NamedTuple):
     """The cost of a table for every rank: seconds by phase, `arrange` in addition, and bytes.
 
-    `positions` are the bytes that ranks keep for the original positions of ids, once any table is
-    cut by rows. `packs` is whether bags without ids are not sent; `uneven` are the seconds that
-    this table costs in addition where another one packs, since lookups differ in their bags then.
+    `positions`: bytes of the original positions of ids, which ranks store if any table is cut by
+    rows. `packs`: whether bags without ids are not sent. `uneven`: additional seconds of this table
+    if another table packs, because features then differ in their number of bags.
     """
 
     seconds: Seconds
@@ -66,7 +66,7 @@ class Everywhere(NamedTuple):
 class _Batch(NamedTuple):
     """One collection's lookups in a table: seconds, and bytes until rows are sent and updated.
 
-    `arrange` are seconds in addition, as in `Everywhere`.
+    `arrange`: additional seconds, as in `Everywhere`.
     """
 
     seconds: Seconds
@@ -101,7 +101,7 @@ class CostModel:
     Args:
         topology: machine whose constants are used.
         sent: bytes per float in transit.
-        batches: distributed batches that are in memory at a time.
+        batches: number of distributed batches in memory at the same time.
         works: the tables that are planned together; they share the cache of a rank.
     """
 
@@ -113,10 +113,12 @@ class CostModel:
         works: Iterable[TableWorkload] = (),
     ) -> None:
         self.topology, self.wire, self.batches = topology, sent, batches
-        every = sum(
-            one.batch * one.ids * one.config.embedding_dim for work in works for one in work.lookups
+        total_bytes = sum(
+            lookup.batch * lookup.ids * lookup.config.embedding_dim
+            for work in works
+            for lookup in work.lookups
         )
-        self.traffic = every * topology.world_size
+        self.traffic = total_bytes * topology.world_size
         self._costs = topology.costs
         world, local = topology.world_size, topology.local_world_size
         costs = self._costs
@@ -130,22 +132,30 @@ class CostModel:
     # Parts
 
     def part(
-        self, work: TableWorkload, part: TableSlice, share: float, *, is_summed: bool = False
+        self, work: TableWorkload, table_slice: TableSlice, share: float, *, is_summed: bool = False
     ) -> Load:
         """Return the cost of a shard that gets the given share of the table's ids.
 
-        `is_summed` is whether its node sums its rows with those of other shards.
+        `is_summed`: whether its node sums its rows with those of other shards.
         """
-        table = part.storage.nbytes(part, work.optimizer, self.device)
-        batches = [self._batch(one, part, share, is_summed=is_summed) for one in work.lookups]
-        seconds = [sum(phase) for phase in zip(*(one.seconds for one in batches), strict=True)]
+        table = table_slice.storage.nbytes(table_slice, work.optimizer, self.device)
+        batches = [
+            self._batch(lookup, table_slice, share, is_summed=is_summed) for lookup in work.lookups
+        ]
+        seconds = [
+            sum(phase) for phase in zip(*(lookup.seconds for lookup in batches), strict=True)
+        ]
         return Load(
             _exact(seconds),
-            _need(table, sum(one.io for one in batches), sum(one.updating for one in batches)),
+            _need(
+                table,
+                sum(lookup.io for lookup in batches),
+                sum(lookup.updating for lookup in batches),
+            ),
         )
 
     def _batch(
-        self, work: TableWorkload, part: TableSlice, share: float, *, is_summed: bool
+        self, work: TableWorkload, table_slice: TableSlice, share: float, *, is_summed: bool
     ) -> "_Batch":
         """Return the cost of one collection's lookups in a shard."""
         world, local = self.topology.world_size, self.topology.local_world_size
@@ -153,8 +163,8 @@ class CostModel:
         of_bags = 1.0 if is_summed else filled(work, share)
         bags = work.batch * world * work.num_features * of_bags
         rows_out = bags if work.config.pooled else ids
-        floats = rows_out * part.dim
-        sent = ids * (_ID + (_FLOAT if work.is_weighted else 0)) + bags * _ID
+        floats = rows_out * table_slice.dim
+        sent_bytes = ids * (_ID + (_FLOAT if work.is_weighted else 0)) + bags * _ID
         output = floats * (self.wire.forward + self.wire.backward) * self._s_per_byte
         if is_summed:
             # Within the node float32, and each row is copied twice there: for sending, and summed.
@@ -165,22 +175,23 @@ class CostModel:
             )
         uneven = bags * self._costs.uneven_ns * _NS / 2 if of_bags < 1.0 else 0.0
         seconds = (
-            sent * self._s_per_byte,
-            self._lookup(work, part, ids, rows_out) + uneven,
+            sent_bytes * self._s_per_byte,
+            self._lookup(work, table_slice, ids, rows_out) + uneven,
             output,
-            self._update(work, part, ids, rows_out) + uneven * part.storage.is_trained,
+            self._update(work, table_slice, ids, rows_out)
+            + uneven * table_slice.storage.is_trained,
         )
         # Ids and lengths of each batch under way, and rows on their way out or gradients back.
         # Single rows are put in order before they are sent, and their gradients afterwards.
         rows = self._copies_of(work) * _FLOAT * floats
         # A rank's own rows count as sent, though those of large messages stay in place.
-        io = self._moved * sent + rows
-        grouping = _GROUPING * ids * part.storage.is_trained
+        io = self._moved * sent_bytes + rows
+        grouping = _GROUPING * ids * table_slice.storage.is_trained
         updating = io + (grouping if work.config.pooled else max(grouping, rows))
         if is_summed:
             # Rows in the order of sending, then those to sum; and gradients of all sums at once.
             io += 2 * rows + rows / local
-            updating = max(updating, self._moved * sent + 2 * rows + rows / local)
+            updating = max(updating, self._moved * sent_bytes + 2 * rows + rows / local)
         return _Batch(seconds, io, updating)
 
     def everywhere(
@@ -190,18 +201,18 @@ class CostModel:
 
         `shards` are the columns and id share of each shard, and whether its node sums its rows.
         """
-        every = list(shards)
-        first, *others = (self._everywhere(one, every) for one in work.lookups)
-        for other in others:
-            first = Everywhere(
-                first.seconds,
-                first.arrange + other.arrange,
-                first.nbytes.plus(other.nbytes),
-                first.positions + other.positions,
-                packs=first.packs or other.packs,
-                uneven=first.uneven + other.uneven,
+        shard_list = list(shards)
+        first_load, *other_loads = (self._everywhere(lookup, shard_list) for lookup in work.lookups)
+        for load in other_loads:
+            first_load = Everywhere(
+                first_load.seconds,
+                first_load.arrange + load.arrange,
+                first_load.nbytes.plus(load.nbytes),
+                first_load.positions + load.positions,
+                packs=first_load.packs or load.packs,
+                uneven=first_load.uneven + load.uneven,
             )
-        return first
+        return first_load
 
     def _everywhere(
         self, work: TableWorkload, shards: Sequence[tuple[int, float, bool]]
@@ -225,18 +236,18 @@ class CostModel:
         )
         # The caller's batch, the output and its gradient; then what is sent, and the pieces
         # that are put together.
-        given = self.batches * (ids * _ID + bags * _ID) + 2 * _FLOAT * out
+        in_and_out = self.batches * (ids * _ID + bags * _ID) + 2 * _FLOAT * out
         # The gradients of single rows are first made one tensor, then put in order.
         pieces_nbytes = self._copies_of(work) * _FLOAT * pieces
         ordered = 0.0 if work.config.pooled else pieces_nbytes
-        combining = given + (self.batches - 1) * sent + pieces_nbytes + ordered + numbers
+        combining = in_and_out + (self.batches - 1) * sent + pieces_nbytes + ordered + numbers
         positions = 0.0 if work.config.pooled else self._moved * sent_ids * _ID
         arrange, positions = _on_grid(arrange * _NS), float(math.ceil(positions))
         uneven = 0.0 if numbers or not work.config.pooled else looked_up * self._costs.uneven_ns
         return Everywhere(
             NOTHING.seconds,
             arrange,
-            _need(MemoryBytes(0), combining, given + ordered),
+            _need(MemoryBytes(0), combining, in_and_out + ordered),
             positions,
             packs=numbers > 0,
             uneven=_on_grid(uneven * _NS),
@@ -251,54 +262,63 @@ class CostModel:
         """Return how often output rows are copied; with one rank, pooled rows are the output."""
         return 1 if self.topology.world_size > 1 or not work.config.pooled else 0
 
-    def replicated(self, work: TableWorkload, part: TableSlice) -> Everywhere:
+    def replicated(self, work: TableWorkload, table_slice: TableSlice) -> Everywhere:
         """Return the cost of a replicated table: lookups of its own batch, updates of all."""
-        table = part.storage.nbytes(part, work.optimizer, self.device)
-        batches = [self._replicated(one, part) for one in work.lookups]
-        if part.storage.is_trained and not is_fused(work.optimizer):
+        table = table_slice.storage.nbytes(table_slice, work.optimizer, self.device)
+        batches = [self._replicated(lookup, table_slice) for lookup in work.lookups]
+        if table_slice.storage.is_trained and not is_fused(work.optimizer):
             # The gradient of the whole table is summed over the ranks, there and back.
-            sent = 2 * part.num_rows * part.dim * _FLOAT * self._s_per_byte
-            batches.append(_Batch((0.0, 0.0, sent, 0.0), 0.0, 0.0))
-        seconds = [sum(phase) for phase in zip(*(one.seconds for one in batches), strict=True)]
-        need = _need(table, sum(one.io for one in batches), sum(one.updating for one in batches))
-        arrange = sum(one.arrange for one in batches)
+            sent_s = 2 * table_slice.num_rows * table_slice.dim * _FLOAT * self._s_per_byte
+            batches.append(_Batch((0.0, 0.0, sent_s, 0.0), 0.0, 0.0))
+        seconds = [
+            sum(phase) for phase in zip(*(lookup.seconds for lookup in batches), strict=True)
+        ]
+        need = _need(
+            table, sum(lookup.io for lookup in batches), sum(lookup.updating for lookup in batches)
+        )
+        arrange = sum(lookup.arrange for lookup in batches)
         return Everywhere(_exact(seconds), _on_grid(arrange), need)
 
-    def _replicated(self, work: TableWorkload, part: TableSlice) -> "_Batch":
+    def _replicated(self, work: TableWorkload, table_slice: TableSlice) -> "_Batch":
         """Return the cost of one collection's lookups in a replicated table."""
         world = self.topology.world_size
         bags, ids = work.batch * work.num_features, work.batch * work.ids
         rows_out = bags if work.config.pooled else ids
         floats = rows_out * work.config.embedding_dim
-        lookup = self._lookup(work, part, ids, rows_out)
-        given = self.batches * (ids * _ID + bags * _ID) + 2 * _FLOAT * floats
-        combining = given + (_FLOAT * floats if work.config.pooled else 0.0)
-        updating = given + _GROUPING * ids
+        lookup = self._lookup(work, table_slice, ids, rows_out)
+        in_and_out = self.batches * (ids * _ID + bags * _ID) + 2 * _FLOAT * floats
+        combining = in_and_out + (_FLOAT * floats if work.config.pooled else 0.0)
+        updating = in_and_out + _GROUPING * ids
         arrange = 0.0
         if world > 1:
             # Rows are appended to the received ones and put into the output, gradients taken out.
             arrange = 6 * _FLOAT * floats * self._costs.arrange_ns * _NS
-        if not part.storage.is_trained:
+        if not table_slice.storage.is_trained:
             seconds = 0.0, lookup, 0.0, 0.0
         elif not is_fused(work.optimizer):
-            seconds = 0.0, lookup, 0.0, self._update(work, part, ids, rows_out)
+            seconds = 0.0, lookup, 0.0, self._update(work, table_slice, ids, rows_out)
         else:
             # Ids and gradients of all ranks come here.
-            sent = (ids * (_ID + (_FLOAT if work.is_weighted else 0)) + bags * _ID) * world
-            update = self._update(work, part, ids * world, rows_out * world)
+            sent_bytes = (ids * (_ID + (_FLOAT if work.is_weighted else 0)) + bags * _ID) * world
+            update = self._update(work, table_slice, ids * world, rows_out * world)
             values = 0.0
-            if part.storage.updates_need_rows:
-                update += self._lookup(work, part, ids * world, rows_out * world)
+            if table_slice.storage.updates_need_rows:
+                update += self._lookup(work, table_slice, ids * world, rows_out * world)
                 values = _FLOAT * floats * world
-            back = floats * world * self.wire.backward
-            seconds = sent * self._s_per_byte, lookup, back * self._s_per_byte, update
-            arrange += sent / _ID * self._costs.route_ns * _NS if world > 1 else 0.0
+            returned_bytes = floats * world * self.wire.backward
+            seconds = (
+                sent_bytes * self._s_per_byte,
+                lookup,
+                returned_bytes * self._s_per_byte,
+                update,
+            )
+            arrange += sent_bytes / _ID * self._costs.route_ns * _NS if world > 1 else 0.0
             # Gradients of this rank and of all; those of single rows are first made one tensor of
             # all features, and put in order when they have come.
-            everyone = self.batches * sent + _FLOAT * floats * world
+            everyone = self.batches * sent_bytes + _FLOAT * floats * world
             combining += everyone * self._copies_of(work)
             combining += 0.0 if work.config.pooled else 2 * _FLOAT * floats
-            updating = given + everyone + values + _GROUPING * ids * world
+            updating = in_and_out + everyone + values + _GROUPING * ids * world
         return _Batch(seconds, combining, updating, arrange)
 
     # Lookups and updates
@@ -313,15 +333,15 @@ class CostModel:
         """Return the constants of the machine."""
         return self._costs
 
-    def lookup_row_ns(self, part: TableSlice, row_bytes: float, ids: float) -> float:
+    def lookup_row_ns(self, table_slice: TableSlice, row_bytes: float, ids: float) -> float:
         """Return the time to add one row to its bag, given the share of rows in cache."""
         costs = self._costs
-        return self._mixed(costs.lookup_near, costs.lookup_far, part, row_bytes, ids)
+        return self._mixed(costs.lookup_near, costs.lookup_far, table_slice, row_bytes, ids)
 
-    def update_row_ns(self, part: TableSlice, row_bytes: float, ids: float) -> float:
+    def update_row_ns(self, table_slice: TableSlice, row_bytes: float, ids: float) -> float:
         """Return the time to update one row, given the share of rows in cache."""
         costs = self._costs
-        return self._mixed(costs.update_near, costs.update_far, part, row_bytes, ids)
+        return self._mixed(costs.update_near, costs.update_far, table_slice, row_bytes, ids)
 
     def cached_lookup_ns(self, row_bytes: float) -> float:
         """Return the time to add one row to its bag where the table is in cache."""
@@ -332,7 +352,7 @@ class CostModel:
         return at(self._costs.update_near, row_bytes)
 
     def _mixed(
-        self, near: Curve, far: Curve, part: TableSlice, row_nbytes: float, ids: float
+        self, near: Curve, far: Curve, table_slice: TableSlice, row_nbytes: float, ids: float
     ) -> float:
         """Return the ns per row of a shard that is partly in cache.
 
@@ -340,23 +360,27 @@ class CostModel:
         equally much.
         """
         traffic = self.traffic / self.topology.world_size
-        part_traffic = ids * part.dim
+        part_traffic = ids * table_slice.dim
         near_bytes = self._costs.near_bytes * (min(1.0, part_traffic / traffic) if traffic else 1.0)
-        share = min(1.0, near_bytes / max(part.num_rows * row_nbytes, 1.0))
+        share = min(1.0, near_bytes / max(table_slice.num_rows * row_nbytes, 1.0))
         return share * at(near, row_nbytes) + (1.0 - share) * at(far, row_nbytes)
 
-    def _lookup(self, work: TableWorkload, part: TableSlice, ids: float, rows_out: float) -> float:
+    def _lookup(
+        self, work: TableWorkload, table_slice: TableSlice, ids: float, rows_out: float
+    ) -> float:
         costs = self._costs
-        rows = part.storage.lookup_ns(part, work.optimizer, ids, self)
-        bags = rows_out * at(costs.bag, part.dim * _FLOAT)
+        rows = table_slice.storage.lookup_ns(table_slice, work.optimizer, ids, self)
+        bags = rows_out * at(costs.bag, table_slice.dim * _FLOAT)
         return (rows + bags) * _NS + work.num_features * costs.unit_s / 2
 
-    def _update(self, work: TableWorkload, part: TableSlice, ids: float, rows_out: float) -> float:
-        if not part.storage.is_trained:
+    def _update(
+        self, work: TableWorkload, table_slice: TableSlice, ids: float, rows_out: float
+    ) -> float:
+        if not table_slice.storage.is_trained:
             return 0.0
         costs = self._costs
-        rows = part.storage.update_ns(part, work.optimizer, ids, self)
-        bags = rows_out * at(costs.bag_gradient, part.dim * _FLOAT)
+        rows = table_slice.storage.update_ns(table_slice, work.optimizer, ids, self)
+        bags = rows_out * at(costs.bag_gradient, table_slice.dim * _FLOAT)
         return (rows + bags) * _NS + work.num_features * costs.unit_s / 2
 
     # Steps
@@ -366,12 +390,12 @@ class CostModel:
         costs, world = self._costs, self.topology.world_size
         if world == 1:
             return 0.0
-        each = costs.exchange_s + (world - 2) * costs.message_s
+        seconds_each = costs.exchange_s + (world - 2) * costs.message_s
         # Sizes, ids, rows and gradients; weights and their gradients go by themselves.
-        return (6 if weighted else 4) * each
+        return (6 if weighted else 4) * seconds_each
 
     def sums_s(self) -> float:
-        """Return the same of the all-to-alls in which nodes sum rows, and return gradients."""
+        """Return the batch-independent seconds of the all-to-alls of sums within nodes."""
         costs, topology = self._costs, self.topology
         sizes = topology.local_world_size, topology.num_nodes
         return sum(2 * (costs.exchange_s + (size - 2) * costs.message_s) for size in sizes)
@@ -401,7 +425,7 @@ def _need(table: MemoryBytes, combining: float, updating: float) -> MemoryNeed:
 def filled(work: TableWorkload, share: float) -> float:
     """Return the share of a table's bags with ids in a shard; empty bags are not sent if many.
 
-    All bags count as sent where most are.
+    If most bags have ids, all count as sent.
     """
     if share >= 1.0 or not work.config.pooled:
         return 1.0

@@ -10,8 +10,8 @@ from emblib.sharding.planner.work import TableWorkload
 from emblib.sharding.sharding_types import Shard, ShardingType
 from emblib.storage import Dense, MemoryBytes
 
-_STEPS = 200_000  # placements that the search for any plan tries
-_DEEPEST = 400  # pieces; above it there is no such search, which is for few large tables
+_STEPS = 200_000  # maximum number of placements of the search for any plan
+_MAX_UNITS = 400  # with more units there is no such search, which is for few large tables
 
 
 def any_plan(problem: Problem) -> Plan:
@@ -22,27 +22,28 @@ def any_plan(problem: Problem) -> Plan:
     """
     world = problem.model.topology.world_size
     pieces = sum(max(len(o.units) for o in options) for options in problem.options)
-    if pieces > _DEEPEST:
+    if pieces > _MAX_UNITS:
         return []
     loads = problem.loads()
     options = [
-        sorted(given, key=lambda o: (o.penalty, max(o.nbytes(world)))) for given in problem.options
+        sorted(table_options, key=lambda o: (o.penalty, max(o.nbytes(world))))
+        for table_options in problem.options
     ]
     # The tables with the largest smallest piece first: they have the fewest places.
     order = sorted(range(len(options)), key=lambda t: (-min(map(_largest, options[t])), t))
-    least = [
+    smallest = [
         [min(column) for column in zip(*(o.nbytes(world) for o in options[t]), strict=True)]
         for t in order
     ]
     remaining = [
-        [sum(row[pool] for row in least[i:]) for pool in range(len(MemoryNeed._fields))]
-        for i in range(len(least) + 1)
+        [sum(row[pool] for row in smallest[i:]) for pool in range(len(MemoryNeed._fields))]
+        for i in range(len(smallest) + 1)
     ]
     search = _Search(loads, [options[t] for t in order], remaining)
     if not search.table(0):
         return []
-    chosen = dict(zip(order, search.placed, strict=True))
-    return [chosen[t] for t in sorted(chosen)]
+    targets_by_table = dict(zip(order, search.placed, strict=True))
+    return [targets_by_table[t] for t in sorted(targets_by_table)]
 
 
 def _largest(option: Option) -> float:
@@ -64,7 +65,7 @@ class _Search:
         self.steps = 0
 
     def table(self, number: int) -> bool:
-        """Place the tables from this number on; return whether all were placed."""
+        """Place table `number` and the following ones; return whether all were placed."""
         if number == len(self.options):
             return True
         if any(
@@ -129,7 +130,7 @@ class _Search:
     def _free_of(self, rank: int) -> tuple[float, ...]:
         free_memory = self.loads.free_memory[rank]
         return tuple(
-            round(r - taken[rank]) for r, taken in zip(free_memory, self.loads.nbytes, strict=True)
+            round(r - used[rank]) for r, used in zip(free_memory, self.loads.nbytes, strict=True)
         )
 
     def _free(self) -> list[float]:
@@ -185,23 +186,25 @@ def _cut(loads: RankCosts, work: TableWorkload, problem: Problem) -> PlacedOptio
         return parts.load(shard(0, 0, rows), rows / shape.rows).nbytes.device
 
     def free(rank: int) -> float:
-        taken = (loads.nbytes[pool][rank] + loads.common[pool] for pool in (0, 1))
-        return loads.free_memory[rank][0] - max(taken)
+        used = (loads.nbytes[pool][rank] + loads.common[pool] for pool in (0, 1))
+        return loads.free_memory[rank][0] - max(used)
 
     # What every rank holds for a table in so many pieces, before any row: a row of each piece for
     # every bag at most.
     equal = problem.model.everywhere(work, [(shape.columns, 1.0 / world, False)] * world)
-    rows_sent = sum(one.batch * max(one.num_features, one.ids) for one in work.lookups)
+    rows_sent = sum(lookup.batch * max(lookup.num_features, lookup.ids) for lookup in work.lookups)
     pieces = world * rows_sent * (shape.columns + 4) * 4
     common = equal.nbytes.device + equal.positions + pieces
-    first, all_rows = nbytes(min(unit, shape.rows)), nbytes(shape.rows)
-    slope = max((all_rows - first) / max(shape.rows - unit, 1), 1e-9)
+    first_bytes, all_rows = nbytes(min(unit, shape.rows)), nbytes(shape.rows)
+    slope = max((all_rows - first_bytes) / max(shape.rows - unit, 1), 1e-9)
     shards: list[Shard] = []
     begin = 0
     for rank in sorted(range(world), key=lambda r: (-free(r), r)):
         free_memory = free(rank) - common
         rows = (
-            unit + int((free_memory - first) / slope) // unit * unit if free_memory >= first else 0
+            unit + int((free_memory - first_bytes) / slope) // unit * unit
+            if free_memory >= first_bytes
+            else 0
         )
         rows = min(rows, shape.rows - begin)
         while rows > 0 and nbytes(rows) > free_memory:
@@ -253,33 +256,33 @@ def no_plan(problem: Problem, works: Sequence[TableWorkload]) -> PlanError:
     needs = [min(max(o.nbytes(world)) for o in options) for options in problem.options]
     order = sorted(range(len(works)), key=lambda t: (-needs[t], t))
     free_memory = [max(0.0, pool.device) for pool in problem.free_memory]
-    alone = [t for t in order if not _fits_alone(problem, t)]
+    too_large = [t for t in order if not _fits_alone(problem, t)]
     have, need = sum(free_memory), sum(needs)
-    if alone:
-        short = max(_short_alone(problem, t) for t in alone)
-        what = (
-            f"{_names(works, needs, alone)} {'fits' if len(alone) == 1 else 'fit'} nowhere, even "
-            f"with all memory free; at least {size(short)} short"
+    if too_large:
+        short = max(_short_alone(problem, t) for t in too_large)
+        subject = (
+            f"{_names(works, needs, too_large)} {'fits' if len(too_large) == 1 else 'fit'} "
+            f"nowhere, even with all memory free; at least {size(short)} short"
         )
     elif need > have:
         short = need - have
-        what = f"all tables need {size(need)} at least, {size(short)} more than there is"
+        subject = f"all tables need {size(need)} at least, {size(short)} more than there is"
     else:
         short = 0.0
-        what = (
+        subject = (
             f"all tables need {size(need)} at least, which is there in all, but no way was found "
             "to divide them so that each shard fits"
         )
-    chosen = alone or order
-    ways = _ways(problem, works, chosen, short, max(free_memory))
+    tables_shown = too_large or order
+    ways_out = _ways(problem, works, tables_shown, short, max(free_memory))
     ranks = f"{world} ranks" if world > 1 else "1 rank"
     message = (
-        f"no plan fits: {what}. There are {ranks} with {size(min(free_memory))}"
+        f"no plan fits: {subject}. There are {ranks} with {size(min(free_memory))}"
         f"{f' to {size(max(free_memory))}' if max(free_memory) > min(free_memory) else ''} each "
         "for tables and batches (after the reservation). "
-        f"Largest: {_names(works, needs, order)}. Ways out: {'; '.join(ways)}"
+        f"Largest: {_names(works, needs, order)}. Ways out: {'; '.join(ways_out)}"
     )
-    return PlanError(message, [works[t].name for t in chosen], int(short), ways)
+    return PlanError(message, [works[t].name for t in tables_shown], int(short), ways_out)
 
 
 def _fits_alone(problem: Problem, t: int) -> bool:
@@ -315,27 +318,27 @@ def _ways(
 ) -> list[str]:
     topology = problem.model.topology
     largest = works[tables[0]]
-    ways = []
+    ways_out = []
     rows = ShardingType.ROW_WISE
     types = largest.constraints.sharding_types
     if types is not None and rows not in types and topology.world_size > 1:
-        ways.append(f"allow {rows.value} for {largest.name}, which cuts it into equal parts")
+        ways_out.append(f"allow {rows.value} for {largest.name}, which cuts it into equal parts")
     if short > 0 and free_memory > 0:
         more = -(-int(short) // int(free_memory))
-        ways.append(
+        ways_out.append(
             f"use {more} more rank{'s' if more > 1 else ''} or more, or ranks with more memory"
         )
     if not largest.constraints.storages and not largest.config.storage.is_keyed:
         storages = _storages(topology.device)
-        ways.append(
+        ways_out.append(
             f"allow another storage, as TableConstraints(storages=({storages},)) for {largest.name}"
         )
     if largest.config.data_type.itemsize == 4 and largest.config.storage == Dense():
-        ways.append("keep tables in 16 bits (data_type=torch.bfloat16)")
+        ways_out.append("keep tables in 16 bits (data_type=torch.bfloat16)")
     if largest.optimizer is not None and any(not s.per_row for s in largest.optimizer.states):
-        ways.append("take an optimizer with one number a row, as RowwiseAdagrad")
-    ways.append("make the batch, or the Reservation, smaller")
-    return ways
+        ways_out.append("take an optimizer with one number a row, as RowwiseAdagrad")
+    ways_out.append("make the batch, or the Reservation, smaller")
+    return ways_out
 
 
 def _storages(device: str) -> str:
@@ -345,18 +348,18 @@ def _storages(device: str) -> str:
 
 
 def check_free_memory(free_memory: Sequence[MemoryBytes], dense_nbytes: int) -> None:
-    """Raise PlanError if a rank has no memory besides the reservation."""
+    """Raise PlanError if the reservation leaves a rank no memory."""
     for rank, pool in enumerate(free_memory):
         if pool.device <= 0:
-            ways = (
+            ways_out = (
                 "reserve less: Reservation(share=..., nbytes=..., dense_copies=...)",
                 "give ranks more memory",
             )
             raise PlanError(
                 f"nothing is left for tables on rank {rank}: the reservation, with "
                 f"{size(dense_nbytes)} of dense parameters, takes {size(-pool.device)} more than "
-                f"there is. Ways out: {'; '.join(ways)}",
+                f"there is. Ways out: {'; '.join(ways_out)}",
                 (),
                 int(-pool.device),
-                ways,
+                ways_out,
             )

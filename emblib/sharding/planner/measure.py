@@ -1,7 +1,7 @@
 """Measure the constants of the cost model on this machine.
 
-Times are the minimum over several rounds, to exclude other load on the machine; what a rank of one
-CPU thread computes is measured in processor time, which other programs do not lengthen.
+Times are the minimum over several rounds, to exclude other load on the machine; a rank with one CPU
+thread is measured in processor time, on which other programs have no effect.
 """
 
 import os
@@ -44,10 +44,10 @@ _ROUNDS = 20
 _DIMS = (8, 32, 64, 128)
 _STATEFUL = (64, 128)  # dims that are measured with Adam as well: rows with twice their state
 _BAGS = 4096
-_FEW, _MANY = 1, 13  # ids of a bag: what more of them take is the cost of an id
+_FEW, _MANY = 1, 13  # ids per bag: the cost of an id is the slope between the two
 _SMALL = 1 << 19  # bytes of a table that is in cache
-_VARIANTS = 6  # batches that take turns, so that one does not find its own rows in cache
-_COLD = 3  # large buffers that take turns, so that caches hold none of them
+_VARIANTS = 6  # batches used in turn, so that none finds its own rows in cache
+_COLD = 3  # large buffers used in turn, so that none stays in cache
 _TABLES = 64
 
 
@@ -60,7 +60,7 @@ class Sizes:
 
 
 def timed(function: Callable[[], object], device: torch.device, rounds: int) -> float:
-    """Return the seconds of a call that computes: the minimum over rounds that each last 5 ms."""
+    """Return the seconds per call of a computation: the minimum over rounds of 5 ms each."""
     is_serial = device.type == "cpu" and torch.get_num_threads() == 1
     clock = time.thread_time if is_serial else time.perf_counter
 
@@ -89,7 +89,7 @@ def wait(device: torch.device) -> None:
 def computing(device: torch.device, sizes: Sizes) -> Calibration:
     """Measure the constants of one rank; those of links keep their defaults."""
     base = calibration.CUDA if device.type == "cuda" else calibration.CPU
-    fixed = _kernel(device, sizes.rounds)
+    fixed = _one_table(device, sizes.rounds)
     step, unit = _units(device, sizes.rounds)
     near, middle, far = (
         _Rows(device, nbytes, sizes.rounds, fixed)
@@ -139,7 +139,7 @@ class _Costs:
 class _Rows:
     """Measure lookups and updates in one table of a given size.
 
-    `fixed` are the seconds of forward and of backward that do not depend on the batch.
+    `fixed`: seconds of forward and of backward that do not depend on the batch.
     """
 
     def __init__(
@@ -159,11 +159,11 @@ class _Rows:
                 bounds_check=BoundsCheck.NONE,
                 device=self.device,
             )
-            few, many = self._step(table, rows, _FEW), self._step(table, rows, _MANY)
-            ids = [(b - a) / _BAGS / (_MANY - _FEW) for a, b in zip(few, many, strict=True)]
+            few_s, many_s = self._step(table, rows, _FEW), self._step(table, rows, _MANY)
+            ids = [(b - a) / _BAGS / (_MANY - _FEW) for a, b in zip(few_s, many_s, strict=True)]
             bags = [
-                (seconds - fixed) / _BAGS - _FEW * each
-                for seconds, fixed, each in zip(few, self.fixed, ids, strict=True)
+                (seconds - fixed) / _BAGS - _FEW * per_id_s
+                for seconds, fixed, per_id_s in zip(few_s, self.fixed, ids, strict=True)
             ]
             ns = [max(1e9 * seconds, 0.0) for seconds in (ids[0], bags[0], ids[1], bags[1])]
             self._costs[key] = _Costs(*ns)
@@ -222,11 +222,11 @@ def _timed_step(
     """Measure the seconds of forward without gradients, and of what backward adds."""
     step = timed(lambda: forward().backward(grad), device, rounds)
     with torch.no_grad():
-        first = timed(forward, device, rounds)
-    return first, max(step - first, 0.0)
+        forward_s = timed(forward, device, rounds)
+    return forward_s, max(step - forward_s, 0.0)
 
 
-def _kernel(device: torch.device, rounds: int) -> tuple[float, float]:
+def _one_table(device: torch.device, rounds: int) -> tuple[float, float]:
     """Measure the seconds of forward and backward of one table on a minimal batch."""
     module = TableBatchedEmbeddingBags(
         [TableSpec(64, 8)], SGD(0.1), bounds_check=BoundsCheck.NONE, device=device
@@ -245,8 +245,8 @@ def _units(device: torch.device, rounds: int) -> tuple[float, float]:
         step = tiny_step(RankGroup.single(device), tables, table_wise(0))
         return timed(lambda: step.forward().backward(step.gradient), device, rounds)
 
-    one, more = step_of(1), step_of(_TABLES + 1)
-    return one, max(more - one, 0.0) / _TABLES
+    one_s, many_s = step_of(1), step_of(_TABLES + 1)
+    return one_s, max(many_s - one_s, 0.0) / _TABLES
 
 
 class Tiny(NamedTuple):
@@ -264,11 +264,11 @@ def tiny_step(ranks: RankGroup, tables: int, *rules: Rule) -> Tiny:
     )
     world = World(ranks.size, ranks.local_size)
     shapes = dict.fromkeys(names, TableShape(64, 8))
-    chosen = {name: rules[t % len(rules)] for t, name in enumerate(names)}
-    plan = construct_plan(shapes, chosen, world)
+    plan_rules = {name: rules[t % len(rules)] for t, name in enumerate(names)}
+    plan = construct_plan(shapes, plan_rules, world)
     collection = ShardedEmbeddingBagCollection(source, plan, ranks)
-    one = torch.ones(tables, dtype=torch.int64, device=ranks.device)
-    batch = KeyedJaggedTensor(names, one, lengths=one)
+    lengths = torch.ones(tables, dtype=torch.int64, device=ranks.device)
+    batch = KeyedJaggedTensor(names, lengths, lengths=lengths)
     gradient = torch.ones(1, 8 * tables, device=ranks.device)
     return Tiny(lambda: collection(batch).values(), gradient)
 
@@ -366,7 +366,7 @@ def _multiply_add(device: torch.device, rounds: int) -> float:
 
 
 _EXCHANGES = 4  # all-to-alls of a step: header, ids, rows, gradients
-_MESSAGE = 1 << 21  # elements to each rank: more than caches hold, as rows of large batches are
+_MESSAGE = 1 << 21  # elements to each rank: larger than caches, like the rows of large batches
 
 
 def calibrate(ranks: RankGroup | None = None, sizes: Sizes | None = None) -> Calibration:
@@ -383,30 +383,30 @@ def calibrate(ranks: RankGroup | None = None, sizes: Sizes | None = None) -> Cal
     if ranks.rank == 0 or at_once:
         calibration = computing(ranks.device, sizes)
     ranks.barrier()
-    first = ranks.gather_objects(calibration)[0]
-    assert first is not None
+    agreed = ranks.gather_objects(calibration)[0]
+    assert agreed is not None
     if ranks.size == 1:
-        return first
-    links = ranks.gather_objects(_links(ranks, first.step_s, sizes))
+        return agreed
+    links = ranks.gather_objects(_links(ranks, agreed.step_s, sizes))
     latency, copies, blocks, link, network = (max(column) for column in zip(*links, strict=True))
     nodes = f"{ranks.nodes} nodes" if ranks.nodes > 1 else "one node"
     return replace(
-        first,
-        source=f"{first.source}, {ranks.size} ranks on {nodes}",
+        agreed,
+        source=f"{agreed.source}, {ranks.size} ranks on {nodes}",
         exchange_s=latency,
         message_s=latency,
         copies_s=copies,
         blocks_s=blocks,
-        link_bytes_per_s=1.0 / link if link else first.link_bytes_per_s,
-        network_bytes_per_s=1.0 / network if network else first.network_bytes_per_s,
+        link_bytes_per_s=1.0 / link if link else agreed.link_bytes_per_s,
+        network_bytes_per_s=1.0 / network if network else agreed.network_bytes_per_s,
     )
 
 
 def _has_a_core_each(ranks: RankGroup) -> bool:
     """Return whether every rank of this node can compute at the same time; a collective."""
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(1))
-    every = ranks.gather_objects(cores)
-    node = every[ranks.node * ranks.local_size : (ranks.node + 1) * ranks.local_size]
+    cores_of_ranks = ranks.gather_objects(cores)
+    node = cores_of_ranks[ranks.node * ranks.local_size : (ranks.node + 1) * ranks.local_size]
     if ranks.device.type == "cuda":
         return True
     return len(set().union(*node)) >= ranks.local_size * torch.get_num_threads()
@@ -419,9 +419,9 @@ def _overheads(ranks: RankGroup, step_s: float, rounds: int) -> tuple[float, flo
     copied = _synchronised(
         ranks, tiny_step(ranks, ranks.size, *one_each[1:], data_parallel()), rounds
     )
-    each = max(spread - step_s, 1e-6) / _EXCHANGES / (ranks.size - 1)
+    message_s = max(spread - step_s, 1e-6) / _EXCHANGES / (ranks.size - 1)
     cut = _synchronised(ranks, tiny_step(ranks, ranks.size, *one_each[1:], row_wise()), rounds)
-    return each, max(copied - spread, 0.0), max(cut - spread, 0.0)
+    return message_s, max(copied - spread, 0.0), max(cut - spread, 0.0)
 
 
 def _synchronised(ranks: RankGroup, step: Tiny, rounds: int) -> float:
@@ -452,14 +452,14 @@ def _fastest(ranks: RankGroup, function: Callable[[], object], times: int, round
 def _links(ranks: RankGroup, step_s: float, sizes: Sizes) -> tuple[float, ...]:
     """Measure seconds of an empty message, replication, row cuts, and a byte on each link.
 
-    0 where there is no such link.
+    A figure is 0 if there is no such link.
     """
     node = range(ranks.node * ranks.local_size, (ranks.node + 1) * ranks.local_size)
     neighbours = [r for r in node if r != ranks.rank]
-    others = [r for r in range(ranks.size) if r not in node]
-    latency = _exchange(ranks, [*neighbours, *others], 1, sizes.rounds)
+    remote_ranks = [r for r in range(ranks.size) if r not in node]
+    latency = _exchange(ranks, [*neighbours, *remote_ranks], 1, sizes.rounds)
     costs = [*_overheads(ranks, step_s, sizes.rounds)]
-    for peers in (neighbours, others):
+    for peers in (neighbours, remote_ranks):
         if not ranks.gather_objects(len(peers))[0]:
             costs.append(0.0)
             continue

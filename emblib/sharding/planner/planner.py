@@ -106,21 +106,25 @@ class Planner:
         options: Sequence[Sequence[Option]],
         free_memory: Sequence[MemoryBytes],
     ) -> Problem:
-        weighted = any(one.is_weighted for work in works for one in work.lookups)
+        weighted = any(lookup.is_weighted for work in works for lookup in work.lookups)
         return Problem(model, free_memory, options, weighted, self.max_trials)
 
     def _search(self, problem: Problem, works: Sequence[TableWorkload]) -> Plan:
-        """Search with the configured storage; with alternatives only where that does not fit."""
+        """Search with the configured storages; add alternatives only if no plan fits."""
         configured = [[o for o in options if not o.penalty] for options in problem.options]
         alternatives = any(
             len(a) < len(b) for a, b in zip(configured, problem.options, strict=True)
         )
-        first = self._problem(problem.model, works, configured, problem.free_memory)
-        plans = starts(first) if all(configured) else []
+        configured_problem = self._problem(problem.model, works, configured, problem.free_memory)
+        plans = starts(configured_problem) if all(configured) else []
         if not plans:
-            plans = [p for p in (any_plan(first), cut_to_fit(first, works)) if p]
+            plans = [
+                p
+                for p in (any_plan(configured_problem), cut_to_fit(configured_problem, works))
+                if p
+            ]
         if plans:
-            return best_of(first, plans)
+            return best_of(configured_problem, plans)
         if not alternatives:
             return []
         plans = starts(problem) or [p for p in (any_plan(problem),) if p]

@@ -100,7 +100,7 @@ def predict(
         raise ValueError(
             f"the plan is for {plan.world}, the topology has {model.topology.world}: plan again"
         )
-    weighted = any(one.is_weighted for work in works for one in work.lookups)
+    weighted = any(lookup.is_weighted for work in works for lookup in work.lookups)
     loads = RankCosts(model, free_memory, weighted=weighted)
     tables = []
     for work in works:
@@ -141,9 +141,7 @@ def _prediction(
                 seconds[r] + common
                 for seconds, common in zip(loads.seconds, loads.everywhere, strict=True)
             ),
-            MemoryNeed(
-                *(taken[r] + c for taken, c in zip(loads.nbytes, loads.common, strict=True))
-            ),
+            MemoryNeed(*(used[r] + c for used, c in zip(loads.nbytes, loads.common, strict=True))),
             MemoryBytes(*loads.free_memory[r][1:]),
             num_shards[r],
         )
@@ -201,24 +199,26 @@ def _grid(rows: Sequence[Sequence[str]]) -> list[str]:
 def _table_rows(tables: Sequence[TablePrediction]) -> list[list[str]]:
     rows = [["table", "sharding", "ranks", "rows", "dim", "ids/example", "memory", "ms"]]
     slowest = sorted(tables, key=lambda table: -table.step_s)[:_MAX_TABLES]
-    shown = [table for table in tables if table in slowest] if len(tables) > _MAX_TABLES else tables
-    for table in shown:
+    tables_shown = (
+        [table for table in tables if table in slowest] if len(tables) > _MAX_TABLES else tables
+    )
+    for table in tables_shown:
         config, sharding = table.work.config, table.sharding
         kind = "" if sharding.storage is None else f" as {type(sharding.storage).__name__}"
         rows.append(
             [
                 table.work.name,
                 sharding.type.value + kind,
-                ranges(sharding.ranks, most=4) if sharding.shards else "all",
+                ranges(sharding.ranks, max_ranges=4) if sharding.shards else "all",
                 f"{config.num_embeddings:,}",
                 str(config.embedding_dim),
-                f"{sum(one.ids for one in table.work.lookups):g}",
+                f"{sum(lookup.ids for lookup in table.work.lookups):g}",
                 size(table.nbytes.device + table.nbytes.host + table.nbytes.disk),
                 _ms(table.step_s),
             ]
         )
-    if len(shown) < len(tables):
-        rows.append([f"... {len(tables) - len(shown)} faster ones", *[""] * 7])
+    if len(tables_shown) < len(tables):
+        rows.append([f"... {len(tables) - len(tables_shown)} faster ones", *[""] * 7])
     return rows
 
 
@@ -245,9 +245,9 @@ def _rank_rows(prediction: Prediction) -> list[list[str]]:
                 *map(_ms, rank.seconds),
             ]
         )
-    left = len(prediction.ranks) - len(order)
-    if left:
-        rows.append([f"... {left} faster ones", *[""] * (len(rows[0]) - 1)])
+    num_hidden = len(prediction.ranks) - len(order)
+    if num_hidden:
+        rows.append([f"... {num_hidden} faster ones", *[""] * (len(rows[0]) - 1)])
     return rows
 
 

@@ -175,12 +175,12 @@ class RankCosts:
         return costs.step_s + exchanges + blocks + copies + sums
 
     def spread(self) -> float:
-        """Return the sum of squares of the ranks' seconds: among equal steps, even is better."""
+        """Return the sum of squares of the ranks' seconds, which prefers even plans."""
         return sum(map(operator.mul, self.totals, self.totals))
 
 
-_NEAREST = 6  # the least loaded ranks that a table is offered
-_HEAVIEST = 12  # tables of a slow rank that are tried at a time
+_NEAREST = 6  # number of least loaded ranks that are tried for a table
+_HEAVIEST = 12  # number of a slow rank's tables that are tried at a time
 _EPSILON = 1e-9
 
 
@@ -287,7 +287,7 @@ def greedy(
 ) -> Plan:
     """Place tables in this order, each by the option with the smallest `key` after placement.
 
-    Stops early, with fewer choices than tables, where a table fits nowhere.
+    Stops early, with fewer choices than tables, if a table fits nowhere.
     """
     loads, plan = problem.loads(), dict[int, PlacedOption]()
     for t in order:
@@ -373,38 +373,38 @@ def improve(problem: Problem, plan: Plan) -> Plan:
 
 
 def _sweep(problem: Problem, plan: Plan, loads: RankCosts, tables: Iterable[int]) -> bool:
-    """Give each table its best choice while the others stay; return whether any changed."""
+    """Choose the best option per table with all others fixed; return whether any changed."""
     moved = False
     for t in tables:
         if problem.exhausted:
             break
-        moved |= _choose_anew(problem, plan, loads, t)
+        moved |= _choose_again(problem, plan, loads, t)
     return moved
 
 
-def _choose_anew(problem: Problem, plan: Plan, loads: RankCosts, t: int) -> bool:
-    old_score, old = score(loads), plan[t]
-    loads.add(old, -1)
-    best, best_score = old, old_score
+def _choose_again(problem: Problem, plan: Plan, loads: RankCosts, t: int) -> bool:
+    old_score, old_placement = score(loads), plan[t]
+    loads.add(old_placement, -1)
+    best, best_score = old_placement, old_score
     for option in problem.options[t]:
         for choice in _placings(loads, option):
             loads.add(choice)
             problem.tried += 1
-            new = score(loads)
+            new_score = score(loads)
             loads.add(choice, -1)
-            if _better(new, best_score):
-                best, best_score = choice, new
+            if _better(new_score, best_score):
+                best, best_score = choice, new_score
     loads.add(best)
     plan[t] = best
-    return best is not old
+    return best is not old_placement
 
 
 def _placings(loads: RankCosts, option: Option) -> list[PlacedOption]:
     """Return placements on the ranks that are least loaded in total and in each phase."""
-    first = place(loads, option)
-    if first is None:
+    first_placement = place(loads, option)
+    if first_placement is None:
         return []
-    placings = {first.targets: first}
+    placings = {first_placement.targets: first_placement}
     if len(option.units) == 1 and option.units[0].domain is Domain.RANK:
         ranks = sorted(range(len(loads.totals)), key=loads.totals.__getitem__)[:_NEAREST]
         for seconds in loads.seconds:
@@ -473,9 +473,9 @@ def _swap(problem: Problem, plan: Plan, loads: RankCosts) -> bool:
     quiet = sorted(range(len(loads.totals)), key=loads.totals.__getitem__)[:_NEAREST]
     for rank in _slow_ranks(loads):
         of_rank = [t for t in _heaviest(loads, plan, rank) if single.get(t) == rank]
-        others = [t for t, at in single.items() if at in quiet and at != rank]
+        other_tables = [t for t, at in single.items() if at in quiet and at != rank]
         for a in of_rank:
-            for b in others:
+            for b in other_tables:
                 if problem.exhausted:
                     return False
                 problem.tried += 1
@@ -487,20 +487,23 @@ def _swap(problem: Problem, plan: Plan, loads: RankCosts) -> bool:
 def _swapped(plan: Plan, loads: RankCosts, a: int, b: int) -> bool:
     """Swap the ranks of two tables if that shortens the step; return whether it did."""
     old_score = score(loads)
-    old = plan[a], plan[b]
-    new = PlacedOption(old[0].option, old[1].targets), PlacedOption(old[1].option, old[0].targets)
-    for choice in old:
+    old_placements = plan[a], plan[b]
+    new_placements = (
+        PlacedOption(old_placements[0].option, old_placements[1].targets),
+        PlacedOption(old_placements[1].option, old_placements[0].targets),
+    )
+    for choice in old_placements:
         loads.add(choice, -1)
-    if loads.fits(new[0].option.units[0], new[0].targets[0]):
-        loads.add(new[0])
-        if loads.fits(new[1].option.units[0], new[1].targets[0]):
-            loads.add(new[1])
+    if loads.fits(new_placements[0].option.units[0], new_placements[0].targets[0]):
+        loads.add(new_placements[0])
+        if loads.fits(new_placements[1].option.units[0], new_placements[1].targets[0]):
+            loads.add(new_placements[1])
             if _better(score(loads), old_score):
-                plan[a], plan[b] = new
+                plan[a], plan[b] = new_placements
                 return True
-            loads.add(new[1], -1)
-        loads.add(new[0], -1)
-    for choice in old:
+            loads.add(new_placements[1], -1)
+        loads.add(new_placements[0], -1)
+    for choice in old_placements:
         loads.add(choice)
     return False
 

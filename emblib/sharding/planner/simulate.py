@@ -26,7 +26,7 @@ from emblib.specs import Choice
 
 
 class Scaling(Choice):
-    """Quantity that stays as ranks are added: the global batch (STRONG) or each rank's (WEAK)."""
+    """Quantity that is constant over worlds: the global batch (STRONG) or each rank's (WEAK)."""
 
     STRONG = "strong"
     WEAK = "weak"
@@ -86,10 +86,10 @@ def _world(
     constraints = dict(planner.constraints)
     if sharding is not None:
         for work in workloads_of(module, batch, constraints):
-            for one in work.lookups:
-                given = constraints.get(one.name, constraints.get(one.config.name))
-                constraints[one.name] = replace(
-                    given or TableConstraints(), sharding_types=(sharding,)
+            for lookup in work.lookups:
+                constraint = constraints.get(lookup.name, constraints.get(lookup.config.name))
+                constraints[lookup.name] = replace(
+                    constraint or TableConstraints(), sharding_types=(sharding,)
                 )
     planner_of_size = Planner(
         planner.topology.of_size(world_size),
@@ -147,7 +147,7 @@ def compare(
     samples: dict[str, list[float]] = {name: [] for name in plans}
     for number in range(rounds + 2):
         for name, step in steps.items():
-            seconds = _one(step, ranks)
+            seconds = _step_s(step, ranks)
             if number >= 2:  # the first ones warm up
                 samples[name].append(seconds)
     predicted = {name: planner.predict(module, plan).step_s for name, plan in plans.items()}
@@ -166,11 +166,11 @@ def batch_of(works: Sequence[TableWorkload], seed: int) -> KeyedJaggedTensor:
     generator = torch.Generator().manual_seed(seed)
     keys, values, lengths = [], [], []
     for work in works:
-        each = work.ids / work.num_features
+        ids_per_feature = work.ids / work.num_features
         for key in work.config.feature_names:
             if key in keys:
                 continue  # one feature of several tables
-            length = _lengths(each, work.batch, generator)
+            length = _lengths(ids_per_feature, work.batch, generator)
             keys.append(key)
             lengths.append(length)
             size = (int(length.sum()),)
@@ -199,7 +199,7 @@ def _steps(
     planner: Planner, module: nn.Module, plan: ShardingPlan, ranks: RankGroup, seed: int
 ) -> list[_Step]:
     workloads = workloads_of(module, planner.batch_size, planner.constraints)
-    works = [one for work in workloads for one in work.lookups]
+    works = [lookup for work in workloads for lookup in work.lookups]
     sharded = shard(copy.deepcopy(module), plan, ranks)
     steps = []
     for path in dict.fromkeys(work.path for work in works):
@@ -218,7 +218,7 @@ def _outputs(result: Any) -> list[Tensor]:
     return [jagged.values() for jagged in result.values()]
 
 
-def _one(steps: Sequence[_Step], ranks: RankGroup) -> float:
+def _step_s(steps: Sequence[_Step], ranks: RankGroup) -> float:
     """Measure the seconds of a step on the slowest rank."""
     ranks.barrier()
     if ranks.device.type == "cuda":

@@ -99,7 +99,7 @@ class Topology:
 
     @property
     def world(self) -> World:
-        """Return the ranks and nodes as sharding rules take them."""
+        """Return the `World`, for sharding rules."""
         return World(self.world_size, self.local_world_size)
 
     @property
@@ -121,11 +121,11 @@ class Topology:
     def capacity(self) -> list[MemoryBytes]:
         """Return the memory of each rank."""
         memory = self.memory
-        each = memory if isinstance(memory, tuple) else (memory,) * self.world_size
-        return [MemoryBytes(device, self.host_memory, self.disk) for device in each]
+        memory_per_rank = memory if isinstance(memory, tuple) else (memory,) * self.world_size
+        return [MemoryBytes(device, self.host_memory, self.disk) for device in memory_per_rank]
 
     def of_size(self, world_size: int, local_world_size: int | None = None) -> "Topology":
-        """Return a topology of another number of the same machines, by default in equal nodes."""
+        """Return the topology of another number of equal machines, by default with equal nodes."""
         local = local_world_size or min(self.local_world_size, world_size)
         memory = self.memory if isinstance(self.memory, int) else min(self.memory)
         return replace(self, world_size=world_size, local_world_size=local, memory=memory)
@@ -141,8 +141,8 @@ class Topology:
     ) -> "Topology":
         """Describe this machine, and assume that the other ranks have equal ones.
 
-        Memory is that of the current GPU, or the host's (a container's limit, where there is one)
-        divided by the ranks per node. Disk is 0: set `disk=` to use it.
+        Memory is that of the current GPU, or the host's (or its container's limit) divided by the
+        ranks per node. Disk is 0: set `disk=` to use it.
         """
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"

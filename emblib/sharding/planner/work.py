@@ -122,7 +122,7 @@ class Reservation:
             raise ValueError(f"dense_copies must be >= 0, got {self.dense_copies}")
 
     def left(self, capacity: MemoryBytes, dense_bytes: int) -> MemoryBytes:
-        """Return the memory for tables and batches, negative where the reservation is too large.
+        """Return the memory for tables and batches; negative if the reservation is too large.
 
         Of host memory and disk only `share` is reserved.
         """
@@ -153,17 +153,19 @@ def workloads_of(
         source: Any = collection
         shared = source.shared_tables()
         for config in tables_of(collection):
-            full = f"{path}.{config.name}" if path else config.name
-            names |= {config.name, full}
-            given = constraints.get(full, constraints.get(config.name, TableConstraints()))
-            work = _work(path, collection, config, given, batch_size)
+            full_name = f"{path}.{config.name}" if path else config.name
+            names |= {config.name, full_name}
+            table_constraints = constraints.get(
+                full_name, constraints.get(config.name, TableConstraints())
+            )
+            work = _work(path, collection, config, table_constraints, batch_size)
             number = len(works)
             if config.name in shared:
                 number = numbers.setdefault(id(shared[config.name]), number)
                 _check_shared(work, works[number] if number < len(works) else work)
             if number < len(works):
-                first = works[number]
-                works[number] = replace(first, readers=(*first.readers, work))
+                first_work = works[number]
+                works[number] = replace(first_work, readers=(*first_work.readers, work))
             else:
                 works.append(work)
     if not works:
@@ -180,7 +182,7 @@ def workloads_of(
 
 
 def _check_shared(work: TableWorkload, first: TableWorkload) -> None:
-    """Raise ValueError for constraints that a shared table cannot have."""
+    """Raise ValueError for constraints that a shared table does not support."""
     constraints, first_constraints = work.constraints, first.constraints
     if not all(type(storage) is Dense for storage in constraints.storages):
         raise ValueError(
