@@ -27,12 +27,10 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import torch
 import yaml
 
-from experiments.machine import environment, sources
-from experiments.machine.cpu import BUSY_CORES, CpuTime
-from experiments.machine.telemetry import MAX_STOLEN_SHARE
+from experiments.machine import sources
+from experiments.machine.cpu import BUSY_CORES, MAX_STOLEN_SHARE, CpuTime
 from experiments.paths import REFERENCE, ROOT
 from experiments.report import text
 
@@ -96,6 +94,8 @@ def measure(keep: Callable[[str], Path], *, smoke: bool) -> int:
         keep: function that stores the newest run of an experiment and returns its folder.
         smoke: whether to try every part at a size that means nothing, and store nothing.
     """
+    import torch  # which pages, that read evidence, are written without
+
     worst = 0
     for part in (*CPU_PARTS, *(GPU_PARTS if torch.cuda.is_available() else ())):
         folder = ROOT / "reports" / "runs" / "smoke" / MATRIX if smoke else matrix_folder()
@@ -115,6 +115,10 @@ def measure(keep: Callable[[str], Path], *, smoke: bool) -> int:
 
 def matrix_folder() -> Path:
     """Return the folder of the matrix: of the CPU with all its threads."""
+    import torch  # as in `measure`
+
+    from experiments.machine import environment
+
     return REFERENCE / device_folder(environment.device_name(torch.device("cpu"))) / MATRIX
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 
 BUSY_CORES = 0.25  # cores of other processes that raise the flag `busy`
+MAX_STOLEN_SHARE = 0.01  # share of stolen time that raises the flag `stolen_time`
 MIN_SECONDS = 0.1  # shortest time that clock ticks of 10 ms can measure
 LIKELY_CACHE_BYTES = 32 << 20  # assumed last-level cache of a system that does not state it
 CORES = "sys/devices/system/cpu"

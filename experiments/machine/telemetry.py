@@ -16,10 +16,9 @@ from typing import Any
 import psutil
 import torch
 
-from experiments.machine.cpu import BUSY_CORES, Cpu, CpuTime, mean_mhz
+from experiments.machine.cpu import BUSY_CORES, MAX_STOLEN_SHARE, Cpu, CpuTime, mean_mhz
 
 CPU_PERIOD_SECONDS = 0.2  # period of samples of the CPU's load and frequency
-MAX_STOLEN_SHARE = 0.01  # share of stolen time that raises the flag `stolen_time`
 NVML_PERIOD_SECONDS = 0.1  # period of samples of a GPU, about that of the driver's readings
 MAX_CLOCK_RANGE = 0.02  # range of clocks ÷ median clock that raises the flag `clocks_varied`
 # Bits of nvmlDeviceGetCurrentClocksEventReasons that mean "slower than it could be". Idle, clocks

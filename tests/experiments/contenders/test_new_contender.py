@@ -82,8 +82,9 @@ def test_a_stranger_finds_the_new_contender_in_the_results(harness: Path, tmp_pa
 
 
 def test_the_new_experiment_is_listed_and_its_names_are_checked(harness: Path) -> None:
-    listed = run(harness, "--help").stdout
-    assert re.search(r"stacking +is one EmbeddingBag over all tables as good", listed)
+    assert re.search(r"experiment=.*\bstacking\b", run(harness, "--help").stdout, re.DOTALL)
+    listed = run(harness, "list").stdout
+    assert re.search(r"stacking .*\nis one EmbeddingBag over all tables as good", listed)
     wrong = run(harness, "+experiment=stacking", "contenders=[one_matrx]")
     assert wrong.returncode == 2
     assert "Did you mean 'one_matrix'?" in wrong.stderr

@@ -309,7 +309,8 @@ def test_three_processes_give_a_verdict_and_the_sentence_says_it(tmp_path: Path)
     assert row["verdict"] == "SLOWER"
     assert "; slower, 3 processes)" in first
     assert text.interval(row["ratio_lo"], row["ratio_hi"]) in first
-    assert answer.tiles(run)[0].style == "bad"
+    memory, step, *_ = answer.tiles(run)
+    assert (memory.style, step.style) == ("", "bad")
     table = section_table(run, "criteo")
     verdicts = [r[table.heads.index("verdict")].shown for r in table.rows]
     assert verdicts[0] == "baseline"

@@ -342,4 +342,4 @@ def test_a_full_disk_ends_the_run_with_status_1(
     assert status == 1
     assert read_json(path, "run.json")["status"] == "store: No space left on device"
     assert read_json(path, "run.json")["jobs"] == 0
-    assert "the store cannot be written" in capsys.readouterr().out
+    assert "the records cannot be written" in capsys.readouterr().out
