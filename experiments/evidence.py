@@ -173,7 +173,7 @@ def machine_words(state: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class StoredEvidence:
-    """What is known of a stored measurement."""
+    """Record of a stored measurement: commit, date, device and digests of its code."""
 
     commit: str  # empty: not recorded
     date: str

@@ -1,7 +1,7 @@
 """Compare times of CUDA kernels with a model: `python run.py kernel_times --out FILE.md`.
 
-The model divides the bytes of a kernel by a published rate of gathers; the page has the measured
-times beside it. `docs/cuda_performance.md` has the model alone.
+The model divides the bytes of a kernel by a published rate of gathers; the page has both
+times. `docs/cuda_performance.md` has the model alone.
 """
 
 from __future__ import annotations

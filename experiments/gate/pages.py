@@ -88,8 +88,8 @@ def percent(value: float | None) -> Value:
 def counted(line: PointFinding, name: str) -> Value:
     """Format '1.031 (2,113,402)': head ÷ base, and the count of head."""
     sides = line.counts.get(name)
-    ratio = sides["head"] / sides["base"] if sides and sides["base"] else None
-    return Value.of(ratio, lambda v: f"{v:.4f} ({sides['head']:,.0f})" if sides else "")
+    head_per_base = sides["head"] / sides["base"] if sides and sides["base"] else None
+    return Value.of(head_per_base, lambda v: f"{v:.4f} ({sides['head']:,.0f})" if sides else "")
 
 
 def shown_path(path: Path) -> str:

@@ -133,7 +133,7 @@ def fit(
     for rate in plan.rates:
         note(f"training, rate {rate:g}")
         fits.append(_fit_once(data, plan, make(rate), rate))
-    return min(fits, key=lambda fit: fit.valid.loss)
+    return min(fits, key=lambda one: one.valid.loss)
 
 
 def _fit_once(data: Clicks, plan: TrainingPlan, model: Model, rate: float) -> TrainedModel:

@@ -125,21 +125,21 @@ def zero_collision_hash(
         input: ids `[N]`, int32 or int64.
         identities: slots `[S, 1]`.
         max_probe: number of slots to look at.
-        circular_probe: must be True.
-        exp_hours: must be -1.
-        readonly: must be True: FBGEMM's CPU build does not insert either.
+        circular_probe: flag that must be True.
+        exp_hours: number that must be -1.
+        readonly: flag that must be True: FBGEMM's CPU build does not insert either.
         local_sizes: slots of the part of each id, `[N]`; without it, all.
         offsets: first slot of the part of each id, `[N]`.
-        metadata: must be None.
+        metadata: argument that must be None.
         output_on_uvm: ignored: the result is on the device of `input`.
         disable_fallback: whether an id without a slot gets -1.
-        input_metadata: must be None.
-        eviction_threshold: must be -1.
-        eviction_policy: must be 0.
+        input_metadata: argument that must be None.
+        eviction_threshold: number that must be -1.
+        eviction_policy: number that must be 0.
         opt_in_prob: -1, or with `num_reserved_slots` any number.
         num_reserved_slots: last slots of each part, for ids without a slot; -1 for none.
-        opt_in_rands: for insertion only.
-        runtime_meta: for insertion only.
+        opt_in_rands: argument of insertion, which raises.
+        runtime_meta: argument of insertion, which raises.
     """
     evicts = exp_hours != -1 or eviction_threshold != -1 or eviction_policy != 0
     if not readonly or evicts or any(t is not None for t in (metadata, input_metadata)):
