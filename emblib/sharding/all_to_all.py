@@ -201,7 +201,8 @@ class _Works:
 class Message(NamedTuple):
     """One flat tensor per rank pair: `sizes[r]` elements of `sent` go to rank r.
 
-    `received` is the buffer for incoming elements, allocated if None.
+    `received` is the buffer for incoming elements, allocated if None; merged messages do not use
+    it.
     """
 
     sent: Tensor
