@@ -65,7 +65,7 @@ _MODULES = {
         "AdaGradDynamicEmbeddingOptimizer AdamDynamicEmbeddingOptimizer "
         "BaseDynamicEmbeddingOptimizer EmbOptimType OptimizerArgs "
         "RowWiseAdaGradDynamicEmbeddingOptimizer SGDDynamicEmbeddingOptimizer "
-        "get_optimizer_ckpt_state_dim get_optimizer_state_dim get_required_arg string_to_opt_type"
+        "get_optimizer_ckpt_state_dim get_optimizer_state_dim"
     ),
     "planner": (
         "DynamicEmbParameterConstraints DynamicEmbParameterSharding DynamicEmbeddingEnumerator "
@@ -91,7 +91,7 @@ _MODULES = {
         "DEMB_TABLE_ALIGN_SIZE DynamicEmbInitializerArgs DynamicEmbInitializerMode EMBEDDING_TYPE "
         "KEY_TYPE MAX_BUCKET_CAPACITY MemoryType OPT_STATE_TYPE SCORE_TYPE Storage"
     ),
-    "utils": "DTYPE_NUM_BYTES TORCHREC_TYPES assert_tensors_equal torch_to_dyn_emb",
+    "utils": "DTYPE_NUM_BYTES TORCHREC_TYPES torch_to_dyn_emb",
 }
 """The modules of DynamicEmb that users import from, and their names."""
 _OTHERS = "BoundsCheckMode DynamicEmbDataType WeightDecayMode"  # of this module only

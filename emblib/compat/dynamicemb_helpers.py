@@ -8,18 +8,18 @@ import, and raise where they are used (`RAISES`).
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from emblib import sharding
-from emblib.compat import torchrec_sharders, torchrec_types
+from emblib.compat import dynamicemb_arguments, torchrec_sharders, torchrec_types
 from emblib.compat.dynamicemb_dump import modules_of
 from emblib.compat.dynamicemb_functions import DynamicEmbTables
 from emblib.compat.dynamicemb_sharders import DYNAMICEMB_KERNEL, DynamicEmbHash
+from emblib.compat.dynamicemb_tables import numbers_of_states
 from emblib.compat.dynamicemb_types import DynamicEmbEvictStrategy
 from emblib.compat.fbgemm_types import EmbOptimType, as_member
 from emblib.compat.raising import raising
@@ -100,15 +100,6 @@ def string_to_evict_strategy(strategy_str: str) -> DynamicEmbEvictStrategy:
     return by_name[strategy_str]
 
 
-def string_to_opt_type(optimizer_str: str) -> EmbOptimType:
-    """Return the optimizer that a dump names, e.g. "adam".
-
-    Raises:
-        ValueError: no such name.
-    """
-    return EmbOptimType(optimizer_str)
-
-
 def get_optimizer_state_dim(
     optimizer_type: EmbOptimType, dim: int, dtype: torch.dtype | None = None
 ) -> int:
@@ -127,27 +118,13 @@ def get_optimizer_ckpt_state_dim(
     Args:
         optimizer_type: the optimizer.
         dim: numbers of a row.
-        dtype: ignored: states are float32.
-    """
-    match as_member(EmbOptimType, optimizer_type):
-        case EmbOptimType.ADAM:
-            return 2 * dim
-        case EmbOptimType.EXACT_ADAGRAD:
-            return dim
-        case EmbOptimType.EXACT_ROWWISE_ADAGRAD:
-            return 1
-    return 0
-
-
-def get_required_arg(args: Mapping[str, Any], key: str) -> Any:
-    """Return an argument of an optimizer.
+        dtype: without effect: states are float32.
 
     Raises:
-        ValueError: there is none of this name.
+        NotImplementedError: an optimizer that DynamicEmb does not run.
     """
-    if key not in args:
-        raise ValueError(f"the optimizer needs {key!r}, there are {sorted(args)}")
-    return args[key]
+    rule = dynamicemb_arguments.default_optimizer(as_member(EmbOptimType, optimizer_type))
+    return numbers_of_states(rule, dim)
 
 
 # Files of dumps
@@ -279,12 +256,6 @@ class ShardedDynamicEmbeddingBagCollection(metaclass=_ShardedDynamic):
     """Sharded embedding bag collections with dynamic tables, for `isinstance`."""
 
     emblib_class = sharding.ShardedEmbeddingBagCollection
-
-
-def assert_tensors_equal(*tensors: Tensor) -> None:
-    """Raise AssertionError unless all tensors are equal."""
-    for other in tensors[1:]:
-        torch.testing.assert_close(other, tensors[0], rtol=0, atol=0)
 
 
 _BY_REASON = (

@@ -102,8 +102,12 @@ def _rows_there(
 
 def bytes_per_row(dtype: torch.dtype, dim: int, rule: optim.Optimizer) -> int:
     """Return the bytes of a row and its optimizer state, which is float32."""
-    states = sum(4 * (1 if state.per_row else dim) for state in rule.states)
-    return dim * dtype.itemsize + states
+    return dim * dtype.itemsize + 4 * numbers_of_states(rule, dim)
+
+
+def numbers_of_states(rule: optim.Optimizer, dim: int) -> int:
+    """Return the numbers of optimizer state of a row of `dim` numbers."""
+    return sum(1 if state.per_row else dim for state in rule.states)
 
 
 class _Prefetched(NamedTuple):

@@ -389,8 +389,7 @@ SHARDING = (
     ),
     Option(
         "data_type_to_dyn_emb, dyn_emb_to_torch, torch_to_dyn_emb, dtype_to_bytes, "
-        "string_to_evict_strategy, string_to_opt_type, get_required_arg, "
-        "get_optimizer_state_dim, get_optimizer_ckpt_state_dim, assert_tensors_equal",
+        "string_to_evict_strategy, get_optimizer_state_dim, get_optimizer_ckpt_state_dim",
         "",
         "As there; a row of row-wise Adagrad has one number of state in memory, too",
     ),
