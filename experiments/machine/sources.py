@@ -23,8 +23,18 @@ AREAS = {
     "tensor trains": ("csrc/tt", "emblib/tt"),
     "hash tables": ("csrc/hash", "emblib/dynamic"),
     "caches": ("csrc/cache",),
+    "quantised tables": ("csrc/quant",),
+    "sharding": ("csrc/route", "emblib/sharding"),
 }
-BASE = ("csrc/core", "csrc/group", "csrc/memory", "csrc/optim", "csrc/random", "emblib/ops")
+BASE = (
+    "csrc/core",
+    "csrc/group",
+    "csrc/memory",
+    "csrc/optim",
+    "csrc/random",
+    "emblib/ops",
+    "emblib/optim",
+)
 OF_DEVICE = {"cpu": ("_cpu.cpp", "_kernels.cpp"), "cuda": (".cu", ".cuh")}
 SUFFIXES = (".py", ".h", ".cpp", ".cu", ".cuh")
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/|(\"(?:\\.|[^\"\\\n])*\")", re.DOTALL)
