@@ -1,9 +1,10 @@
 """The measurements that README.md and docs/benchmarks.md quote: their plan, their age, the machine.
 
-`python run.py reference measure` measures the plan on one commit: `tests.bench.cpu_matrix` against
-FBGEMM and nn.EmbeddingBag, `peers` (with TorchRec and TensorLy where they are installed),
-`hash_load_factor` (with cykhash), and on a machine with a GPU what `GPU_PARTS` names; at least five
-processes per cell, in about twenty minutes on a CPU. What else the machine did before and meanwhile
+`python run.py reference measure` measures the plan on one commit: the programs `cpu_matrix`,
+`cpu_peers` and `optimizer_steps` of tests.bench against FBGEMM and nn.EmbeddingBag, the experiments
+`peers` (with TorchRec and TensorLy where they are installed) and `hash_load_factor` (with cykhash),
+and on a machine with a GPU what `GPU_PARTS` names, in about half an hour on a CPU. Cells of the
+matrix and of the experiments have at least five processes. What else the machine did before and meanwhile
 is stored with each part, in machine.json. `timing=smoke` tries the plan and stores nothing.
 
 A measurement stores digests of the code that it is of (experiments/machine/sources.py). Where that
@@ -36,7 +37,6 @@ from experiments.report import text
 
 PROCESSES = 5  # per cell
 STATE = "machine.json"  # what else the machine did
-MATRIX = "cpu_matrix"
 # Contenders by the beginning of their names -> the area of the code that they run besides TBE's.
 AREA_OF = {
     "tt": "tensor trains",
@@ -53,19 +53,18 @@ SAMPLE_SECONDS = 5.0  # between two samples of the load during a part
 
 @dataclass(frozen=True)
 class Part:
-    """A command of the plan: an experiment with its settings, or the matrix of tests.bench."""
+    """A command of the plan: an experiment, or a program of tests.bench, with its settings."""
 
     name: str
     settings: Sequence[str] = ()
+    program: bool = False
+    smoke: Sequence[str] = ()  # settings of a program for a size that means nothing
 
     def command(self, *, smoke: bool, out: Path) -> list[str]:
-        """Return the command that measures the part; the matrix writes to `out`."""
-        if self.name == MATRIX:
-            chosen = ["--processes", str(PROCESSES)]
-            if smoke:
-                chosen = ["--processes", "1", "--seconds", "0.01", "--points", "T1", "D16", "B1"]
-            words = ["-m", "tests.bench.cpu_matrix", "--curated", "--pages", "small"]
-            return [sys.executable, *words, "--out", str(out), *chosen]
+        """Return the command that measures the part; a program writes to `out`."""
+        if self.program:
+            chosen = [*self.settings, *(self.smoke if smoke else ())]
+            return [sys.executable, "-m", f"tests.bench.{self.name}", *chosen, "--out", str(out)]
         chosen = [f"timing.replicates={PROCESSES}", *self.settings]
         if smoke:
             chosen = ["timing=smoke", *(w for w in self.settings if w.startswith("device"))]
@@ -73,7 +72,18 @@ class Part:
 
 
 CPU_PARTS = (
-    Part(MATRIX),
+    Part(
+        "cpu_matrix",
+        ("--curated", "--pages", "small", "--processes", str(PROCESSES)),
+        program=True,
+        smoke=("--processes", "1", "--seconds", "0.01", "--points", "T1", "D16", "B1"),
+    ),
+    Part("cpu_peers", program=True, smoke=("--rounds", "1", "--cases", "B")),
+    Part(
+        "optimizer_steps",
+        program=True,
+        smoke=("--seconds", "0.01", "--cases", "B", "--options", "rowwise adagrad"),
+    ),
     Part("peers", ("device=cpu", "device.threads=1", "timing.total_seconds=300")),
     Part(
         "hash_load_factor",
@@ -98,7 +108,7 @@ def measure(keep: Callable[[str], Path], *, smoke: bool) -> int:
 
     worst = 0
     for part in (*CPU_PARTS, *(GPU_PARTS if torch.cuda.is_available() else ())):
-        folder = ROOT / "reports" / "runs" / "smoke" / MATRIX if smoke else matrix_folder()
+        folder = (ROOT / "reports" / "runs" / "smoke" if smoke else cpu_folder()) / part.name
         command = part.command(smoke=smoke, out=folder)
         print("$ " + " ".join(["python", *command[1:]]), flush=True)
         status, state = watched(command)
@@ -107,19 +117,19 @@ def measure(keep: Callable[[str], Path], *, smoke: bool) -> int:
             print(f"{part.name}: did not finish well and is not kept", file=sys.stderr)
             worst = 1
         elif not smoke:
-            stored = folder if part.name == MATRIX else keep(part.name)
+            stored = folder if part.program else keep(part.name)
             (stored / STATE).write_text(json.dumps(state, indent=1) + "\n")
             print(f"kept {os.path.relpath(stored, ROOT)}")
     return worst
 
 
-def matrix_folder() -> Path:
-    """Return the folder of the matrix: of the CPU with all its threads."""
+def cpu_folder() -> Path:
+    """Return the folder of the programs' results: that of the CPU with all its threads."""
     import torch  # as in `measure`
 
     from experiments.machine import environment
 
-    return REFERENCE / device_folder(environment.device_name(torch.device("cpu"))) / MATRIX
+    return REFERENCE / device_folder(environment.device_name(torch.device("cpu")))
 
 
 def device_folder(device: str) -> str:

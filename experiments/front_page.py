@@ -4,8 +4,7 @@ The README has one table: per pass and peer the median over all measured shapes,
 the best of them, on the CPU and on each GPU that has references.
 
 `tests/bench/cpu_peers.py` measures three large workloads against FBGEMM in one process, in
-alternating rounds. A cell of that table is the median over the rounds. Ties and losses stay in the
-table and are marked; so is each cell that a second reference, `optimizer_steps`, contradicts.
+alternating rounds. A cell of that table is the median over the rounds; ties and losses are marked.
 
 `tests/bench/cpu_matrix.py` measures a matrix of shapes against FBGEMM and `nn.EmbeddingBag`. A cell
 of that table sums up all shapes; those where emblib is slower are listed below it.
@@ -45,14 +44,6 @@ WORK = {
     ("forward", "sequence", "sgd"): "forward, fp32, no pooling",
     ("step", "sequence", "sgd"): "step, fp32, SGD, no pooling",
 }
-# The same step in optimizer_steps, where it was measured there too.
-OPTIONS = {
-    ("step", "fp32", "sgd"): "SGD",
-    ("step", "fp32", "rowwise_adagrad"): "rowwise Adagrad",
-    ("step", "fp16", "sgd"): "SGD, fp16",
-}
-DISAGREEMENT = 1.25  # ratio between the two references beyond which a cell is marked
-
 Key = tuple[str, str, str, str, int]  # phase, variant, optimizer, shape, threads
 
 
@@ -75,37 +66,14 @@ def ratios(folder: Path = REFERENCE / DEVICE) -> dict[Key, Summary]:
     }
 
 
-def second_opinions(folder: Path = REFERENCE / DEVICE) -> dict[Key, float]:
-    """Return the same ratio from the `optimizer_steps` reference, for the points it contains."""
-    with (folder / "optimizer_steps/optimizer_steps.csv").open(newline="") as file:
-        measured = {
-            (row["option"], row["case"], int(row["threads"])): float(row["ratio"])
-            for row in csv.DictReader(file)
-            if row["contender"] == "fbgemm" and row["status"] == "ok" and row["ratio"]
-        }
-    return {
-        (*work, shape, threads): measured[option, shape, threads]
-        for work, option in OPTIONS.items()
-        for shape in SHAPES
-        for threads in THREADS
-        if (option, shape, threads) in measured
-    }
-
-
-def cell(ratio: Summary, second: float | None) -> str:
-    """Format one ratio; mark ties (the interval contains 1), losses and contradicted values."""
+def cell(ratio: Summary) -> str:
+    """Format one ratio; mark ties (the interval contains 1) and losses."""
     word = " (tie)" if ratio.lo <= 1 <= ratio.hi else " (slower)" if ratio.median < 1 else ""
-    return f"{ratio.median:.2f}×{word}{' †' if _contradicts(ratio, second) else ''}"
+    return f"{ratio.median:.2f}×{word}"
 
 
-def _contradicts(ratio: Summary, second: float | None) -> bool:
-    if second is None:
-        return False
-    return max(second / ratio.median, ratio.median / second) > DISAGREEMENT
-
-
-def table(measured: Mapping[Key, Summary], second: Mapping[Key, float]) -> str:
-    """Return the Markdown table and the notes that explain its marks."""
+def peers_table(measured: Mapping[Key, Summary]) -> str:
+    """Return the Markdown table of the three large workloads, and what they are."""
     columns = [(shape, threads) for shape in SHAPES for threads in THREADS]
     heads = [f"{shape}, {threads} thread{'s' * (threads > 1)}" for shape, threads in columns]
     lines = [
@@ -113,18 +81,9 @@ def table(measured: Mapping[Key, Summary], second: Mapping[Key, float]) -> str:
         f"| --- |{' ---: |' * len(heads)}",
     ]
     for work, title in WORK.items():
-        keys = [(*work, *column) for column in columns]
-        cells = [cell(measured[key], second.get(key)) for key in keys]
+        cells = [cell(measured[(*work, *column)]) for column in columns]
         lines.append(f"| {title} | {' | '.join(cells)} |")
-    lines += ["", *(f"- {shape}: {words}." for shape, words in SHAPES.items())]
-    marked = [key for key in measured if _contradicts(measured[key], second.get(key))]
-    if marked:
-        listed = ", ".join(
-            f"{second[key]:.2f}× ({WORK[key[:3]]}, {key[3]}, {key[4]} thread{'s' * (key[4] > 1)})"
-            for key in marked
-        )
-        lines.append(f"- † The second reference, `optimizer_steps`, has other values: {listed}.")
-    return "\n".join(lines)
+    return "\n".join([*lines, "", *(f"- {shape}: {words}." for shape, words in SHAPES.items())])
 
 
 # (pass, dtype) of cpu_matrix -> the row's title.
@@ -138,15 +97,11 @@ MATRIX_WORK = {
         "adam": "step, Adam",
     }.items()
 }
-# (peer, threads, pages) -> the column's title.
+# (peer, threads) -> the column's title.
 MATRIX_COLUMNS = {
-    (peer, threads, pages): f"{name}, {threads} thread{'s' * (threads > 1)}{suffix}"
-    for peer, name, kinds in (
-        ("fbgemm", "FBGEMM", {"small": "", "huge": ", huge pages"}),
-        ("torch", "nn.EmbeddingBag", {"small": ""}),
-    )
+    (peer, threads): f"{name}, {threads} thread{'s' * (threads > 1)}"
+    for peer, name in (("fbgemm", "FBGEMM"), ("torch", "nn.EmbeddingBag"))
     for threads in THREADS
-    for pages, suffix in kinds.items()
 }
 
 
@@ -162,7 +117,7 @@ def matrix_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return the Markdown table of the matrix, and the shapes where emblib is slower."""
     cells: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for row in rows:
-        work, column = (row["pass"], row["dtype"]), (row["peer"], row["threads"], row["pages"])
+        work, column = (row["pass"], row["dtype"]), (row["peer"], row["threads"])
         cells.setdefault((work, column), []).append(row)
     measured = {column for _, column in cells}
     columns = {column: head for column, head in MATRIX_COLUMNS.items() if column in measured}
@@ -247,8 +202,7 @@ def speed_table(
     for (peer, work, dtype), title in SPEED_ROWS.items():
         cells = []
         for threads in THREADS:
-            column = {"peer": peer, "threads": threads, "pages": "small"}
-            wanted = {"pass": work, "dtype": dtype, **column}
+            wanted = {"pass": work, "dtype": dtype, "peer": peer, "threads": threads}
             cells.append(_speed_cell([_median(r) for r in rows if wanted.items() <= r.items()]))
         phase = GPU_PHASES.get((work, dtype))
         cells += [_speed_cell(gpu.get((peer, phase or ""), [])) for gpu in gpus.values()]
@@ -297,7 +251,9 @@ def matrix_source(rows: Sequence[Mapping[str, Any]], folder: Path = REFERENCE / 
 
 def benchmarks(page: str, folder: Path = REFERENCE / DEVICE) -> str:
     """Return the text of docs/benchmarks.md with the tables of this module replaced."""
-    page = replaced(page, PEERS, table(ratios(folder), second_opinions(folder)))
+    known = StoredEvidence.read(folder / "cpu_peers")
+    source = f"- {text.capitalised(known.age())}; {machine_words(known.state)}."
+    page = replaced(page, PEERS, f"{peers_table(ratios(folder))}\n{source}")
     rows = matrix_rows(folder)
     source = text.capitalised(f"{matrix_source(rows, folder)}.")
     return replaced(page, MATRIX, f"{source}\n\n{matrix_table(rows)}")

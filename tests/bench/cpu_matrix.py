@@ -171,20 +171,26 @@ def rows_of(
     ]
 
 
-def measure(pages: str, arguments: argparse.Namespace) -> list[Row]:
-    """All points at one page size and number of threads."""
+def points(pages: str, *, curated: bool) -> dict[Group, list[Case]]:
+    """The shapes of each group at one page size."""
     dtypes = DTYPES if pages == "small" else ("fp32",)
     groups = [Group(*four) for four in itertools.product(TABLES, DIMS, dtypes, PASSES)]
-    if arguments.curated:
-        groups = [
-            group for group in groups if group.dtype == "fp32" or group.dim == CURATED_FP16_DIM
-        ]
+    if not curated:
+        return {group: group.cases() for group in groups}
+    return {
+        group: [case for case in group.cases() if case.batch != CURATED_WITHOUT_BATCH]
+        for group in groups
+        if group.dtype == "fp32" or group.dim == CURATED_FP16_DIM
+    }
+
+
+def measure(pages: str, arguments: argparse.Namespace) -> list[Row]:
+    """All points at one page size and number of threads."""
+    groups = points(pages, curated=arguments.curated)
     rows: list[Row] = []
     start = time.monotonic()
-    for done, group in enumerate(groups):
-        cases = [case for case in group.cases() if _is_chosen(case, group, arguments.points)]
-        if arguments.curated:
-            cases = [case for case in cases if case.batch != CURATED_WITHOUT_BATCH]
+    for done, (group, shapes) in enumerate(groups.items()):
+        cases = [case for case in shapes if _is_chosen(case, group, arguments.points)]
         tables = group.contenders() if cases else {}
         for case in cases:
             found = rows_of(case, group, tables, pages, arguments.seconds)

@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 
 from emblib import Pooling, Precision, TableBatchedEmbeddingBags, TableSpec, optim
+from experiments.machine import environment
 
 # Read by malloc and OpenMP when the process starts. Threads that wait passively give the core back,
 # which matters to all contenders on a machine that others use.
@@ -384,6 +385,7 @@ def main() -> None:
             "torch": torch.__version__,
             "machine": platform.processor() or platform.machine(),
             "load": os.getloadavg(),
+            "environment": environment.describe(torch.device("cpu"), sys.argv[1:]),
             "rounds": arguments.rounds,
             "rows": rows,
         }

@@ -32,6 +32,7 @@ from torch import Tensor
 
 from experiments.machine import memory
 from experiments.timing import statistics
+from experiments.machine import environment
 from tests.bench.cpu_peers import CASES, ENVIRONMENT
 from tests.bench.optimizer_options import (
     OPTIONS,
@@ -225,6 +226,7 @@ def write(rows: list[Row], folder: Path) -> None:
         "torch": torch.__version__,
         "machine": platform.processor() or platform.machine(),
         "load": os.getloadavg(),
+        "environment": environment.describe(torch.device("cpu"), sys.argv[1:]),
         "rows": rows,
     }
     (folder / "optimizer_steps.json").write_text(json.dumps(info) + "\n")
