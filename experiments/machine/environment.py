@@ -72,9 +72,12 @@ def device_name(device: torch.device) -> str:
 
 
 def git_state() -> dict[str, Any]:
-    """Return the commit (`sha`) and whether the working tree differs from it (`dirty`)."""
+    """Return the commit (`sha`) and whether the working tree differs from it (`dirty`).
+
+    Results do not count: the second run that is kept as a reference finds those of the first.
+    """
     sha = _git("rev-parse", "--short=12", "HEAD")
-    changed = _git("status", "--porcelain", "--untracked-files=no")
+    changed = _git("status", "--porcelain", "--untracked-files=no", "--", ":(exclude,top)reports")
     return {"sha": sha or None, "dirty": None if sha is None else bool(changed)}
 
 
