@@ -244,23 +244,24 @@ def _uniform(options: Options) -> Iterator[list[int]]:
 
 
 def _filled(options: Options, picked: Sequence[int], limits: Limits) -> list[int]:
-    """Replace choices while bytes are left, those that gain most per byte first."""
+    """Replace choices while bytes are left, the one with the largest gain per byte first."""
     result = list(picked)
     while True:
         nbytes, backing = totals(options, result)
-        gains = []
-        for t, (choices, k) in enumerate(zip(options, result, strict=True)):
+        gains: dict[tuple[int, int], float] = {}  # (table, its better choice) -> gain per byte
+        for table, (choices, k) in enumerate(zip(options, result, strict=True)):
             for index, better in enumerate(choices):
                 gain = choices[k].cost - better.cost
                 more = better.nbytes - choices[k].nbytes
                 behind = backing + better.backing_nbytes - choices[k].backing_nbytes
                 fits = limits.backing is None or behind <= max(limits.backing, backing)
                 if gain > 0 and nbytes + more <= limits.budget and fits:
-                    gains.append((gain / max(more, 1), -t, index))
+                    gains[table, index] = gain / max(more, 1)
         if not gains:
             return result
-        _, t, better_number = max(gains)
-        result[-t] = better_number
+        # Of equal gains the first table's, and of that table the last choice's.
+        table, index = max(gains, key=lambda key: (gains[key], -key[0], key[1]))
+        result[table] = index
 
 
 def _cost(options: Options, picked: Sequence[int]) -> float:

@@ -25,6 +25,23 @@ keys (`Misses`); `grow_`, which splits as many buckets as `wanted_buckets` deman
 `insert_`, which inserts them. With `slots` and `groups` of the batch, `insert_` also returns slot
 and status of every position: those of its miss, where it has one.
 
+The ops of the index; optional arguments may be None, and all tensors are on one device:
+
+- `find(index, *batch)` returns the slot of every position, int64 `[L]`
+- `touch_(index, *batch, counts, batch_scores, order)` also records the uses: `counts` int64 `[L]`
+  are the uses of each position, None for one each; `batch_scores` int64 `[T]` is the score that
+  order "assigned" gives keys of a table, and None for other orders. Returns the slots, then the
+  fields of `Misses`
+- `grow_(index, row_buffers, row_layout, *batch, slots, offsets, admitted)` grows tables for their
+  misses, moves the rows of keys whose bucket is split, and corrects `slots` of the batch in place;
+  `admitted` bool `[L]` says by miss whether it counts, None for all
+- `insert_(index, ids, first, totals, offsets, admitted, batch_scores, order, insert_policy, slots,
+  groups)` inserts misses: `ids` of the batch and the fields of its `Misses`. Returns the fields of
+  `InsertResult`, then slot and status by position, which are empty without `slots` and `groups`
+- `erase_(index, *batch)` removes keys and returns the slots that they had
+- `expire_(index, table, first_bucket, num_buckets, before)` removes the keys of those buckets that
+  were last used before clock `before`; returns which slots it freed, bool `[num_buckets * 32]`
+
 The misses of a table are inserted in rounds. In the first, its first 8 misses per bucket choose
 between their buckets; in each later one four times as many, without those that are done. They
 choose by the state at the beginning of the round: the first bucket if it has more than 16 free

@@ -1,4 +1,8 @@
-"""Seeded draws of row ids: uniform or zipf(q, s), exact, without memory proportional to E."""
+"""Random row ids of a uniform or a Zipf-Mandelbrot law, in constant memory for any number of rows.
+
+Rank r of `rows` has a probability proportional to (r + q)^-s. The draws follow it exactly, and the
+same generator gives the same ids. A permutation then says which row has which rank.
+"""
 
 from __future__ import annotations
 

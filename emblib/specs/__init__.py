@@ -1,0 +1,53 @@
+"""Frozen descriptions of tables, their options as enums, and checks of arguments."""
+
+from emblib.specs.caches import CacheConfig, CachePolicy, MultiPassPrefetch, Verify
+from emblib.specs.choices import FLOAT_DTYPES, Choice, brief, check_count, check_float_dtype
+from emblib.specs.dynamic import (
+    SLOTS,
+    CountMinSketch,
+    DynamicSpec,
+    Eviction,
+    ExactCounter,
+    FrequencyAdmission,
+    InsertPolicy,
+    OnInsertFailure,
+)
+from emblib.specs.tables import (
+    BoundsCheck,
+    MatmulPrecision,
+    Placement,
+    Pooling,
+    Precision,
+    StochasticRounding,
+    TableSpec,
+)
+from emblib.specs.tensor_trains import IdOrder, TTSpec
+
+__all__ = [
+    "FLOAT_DTYPES",
+    "SLOTS",
+    "BoundsCheck",
+    "CacheConfig",
+    "CachePolicy",
+    "Choice",
+    "CountMinSketch",
+    "DynamicSpec",
+    "Eviction",
+    "ExactCounter",
+    "FrequencyAdmission",
+    "IdOrder",
+    "InsertPolicy",
+    "MatmulPrecision",
+    "MultiPassPrefetch",
+    "OnInsertFailure",
+    "Placement",
+    "Pooling",
+    "Precision",
+    "StochasticRounding",
+    "TTSpec",
+    "TableSpec",
+    "Verify",
+    "brief",
+    "check_count",
+    "check_float_dtype",
+]

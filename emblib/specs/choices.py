@@ -1,0 +1,53 @@
+"""Enums of words, and the checks and the format that all descriptions share."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import MISSING, fields
+from enum import Enum
+from typing import Any, SupportsIndex
+
+import torch
+
+FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class Choice(Enum):
+    """An enum of lower-case words; the error for an unknown value lists the valid ones."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> None:
+        choices = ", ".join(repr(member.value) for member in cls)
+        raise ValueError(f"{cls.__name__} must be one of {choices}, got {value!r}")
+
+
+def brief(choice: Any) -> str:
+    """Format a dataclass as a constructor call with the arguments that differ from defaults."""
+    fields_shown = [
+        f"{f.name}={getattr(choice, f.name)!r}"
+        for f in fields(choice)
+        if f.default is MISSING or getattr(choice, f.name) != f.default
+    ]
+    return f"{type(choice).__name__}({', '.join(fields_shown)})"
+
+
+def check_float_dtype(name: str, dtype: torch.dtype) -> None:
+    """Raise ValueError unless `dtype` is one that tables and outputs can have."""
+    if dtype not in FLOAT_DTYPES:
+        raise ValueError(f"{name} must be float32, float16 or bfloat16, got {dtype}")
+
+
+def check_count(name: str, value: SupportsIndex, *, minimum: int = 1) -> int:
+    """Return `value` as an int; raise TypeError for others, ValueError below `minimum`."""
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+        raise TypeError(f"{name} must be an int, got {value!r}")
+    number = operator.index(value)
+    if number < minimum:
+        raise ValueError(f"{name} must be >= {minimum}, got {number}")
+    return number
+
+
+def set_counts(spec: Any, *names: str, minimum: int = 1) -> None:
+    """Check fields of a frozen dataclass, and convert NumPy integers to plain ints."""
+    for name in names:
+        object.__setattr__(spec, name, check_count(name, getattr(spec, name), minimum=minimum))

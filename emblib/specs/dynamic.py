@@ -1,0 +1,271 @@
+"""Description of dynamic tables: capacity, eviction, insertion and admission of keys."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from emblib.init import Initializer, Uniform, check_finite, check_initializer
+from emblib.specs.choices import Choice, check_count
+
+SLOTS = 32
+"""Slots of a bucket: capacities are rounded up to a multiple of it."""
+
+
+class Eviction(Choice):
+    """The eviction order: a new key replaces the key of a full bucket with the least value.
+
+    ========  ==========================================================
+    LRU       the step it was last used in
+    LFU       how often it was used
+    LRU_LFU   how often it was used, then the step it was last used in
+    STEP      the step number that the module counts for each table
+    CUSTOM    the score that you set, see `DynamicEmbeddingBags`
+    NONE      no eviction: a full table rejects new keys
+    ========  ==========================================================
+
+    Ties evict the smaller key. Keys of the current batch are never evicted.
+
+    Example:
+        >>> spec = emblib.DynamicSpec(capacity=32, dim=4, eviction=emblib.Eviction.LFU)
+        >>> table = emblib.HashTable(spec)
+        >>> often = torch.arange(16)
+        >>> for keys in (often, often, often + 16, often + 32):  # 48 keys for 32 slots
+        ...     _ = table.find_or_insert(keys)
+        >>> bool(table.contains(often).all()), bool(table.contains(often + 16).any())
+        (True, False)
+    """
+
+    LRU = "lru"
+    LFU = "lfu"
+    LRU_LFU = "lru_lfu"
+    STEP = "step"
+    CUSTOM = "custom"
+    NONE = "none"
+
+    @property
+    def order(self) -> str:
+        """Return the order by which the index ranks its entries."""
+        return "assigned" if self in (Eviction.STEP, Eviction.CUSTOM) else self.value
+
+
+class InsertPolicy(Choice):
+    """Condition for evicting the lowest-ranked key: always, or if the new key ranks above it.
+
+    Example:
+        >>> for policy in emblib.InsertPolicy:
+        ...     spec = emblib.DynamicSpec(32, 4, eviction=emblib.Eviction.LFU, insert_policy=policy)
+        ...     table = emblib.HashTable(spec)
+        ...     _ = table.find_or_insert(torch.arange(32), scores=2)  # full, with 2 uses each
+        ...     _ = table.find_or_insert(torch.tensor([99]))  # 1 use
+        ...     print(policy.name, bool(table.contains(torch.tensor([99]))))
+        ALWAYS_EVICT True
+        EVICT_IF_LOWER False
+    """
+
+    ALWAYS_EVICT = "wins"
+    EVICT_IF_LOWER = "competes"
+
+
+class OnInsertFailure(Choice):
+    """Reaction of a training forward to keys of its batch that found no slot.
+
+    In every mode such a key reads `DynamicSpec.default_value`, is not trained, and is counted in
+    `stats()`. WARN warns and RAISE raises at the end of that forward; on CUDA both wait for the
+    device.
+
+    Example:
+        >>> spec = emblib.DynamicSpec(
+        ...     32, 4, eviction=emblib.Eviction.NONE, on_insert_failure=emblib.OnInsertFailure.RAISE
+        ... )
+        >>> bags = emblib.DynamicEmbeddingBags([spec])
+        >>> pooled = bags(torch.arange(32), torch.tensor([0, 32]))  # the table is full
+        >>> bags(torch.tensor([99]), torch.tensor([0, 1]))
+        Traceback (most recent call last):
+            ...
+        RuntimeError: emblib: 1 keys found no slot in table 'table_0' of capacity 32...
+    """
+
+    IGNORE = "ignore"
+    WARN = "warning"
+    RAISE = "error"
+
+
+@dataclass(frozen=True)
+class ExactCounter:
+    """Count up to `capacity` keys (rounded up to 32); keys with the lowest counts are evicted.
+
+    Example:
+        >>> admission = emblib.FrequencyAdmission(threshold=3, counter=emblib.ExactCounter(100))
+        >>> admission.counter
+        ExactCounter(capacity=100)
+    """
+
+    capacity: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "capacity", check_count("capacity", self.capacity))
+
+
+@dataclass(frozen=True)
+class CountMinSketch:
+    """Count keys in a count-min sketch of `depth` rows of `width` counters; counts may be too high.
+
+    With `halve_every` each counter is halved once in that many batches, so that the counts of rare
+    keys fade. None halves none.
+
+    Example:
+        >>> counter = emblib.CountMinSketch(width=1 << 16, depth=4, halve_every=1_000)
+        >>> emblib.FrequencyAdmission(threshold=3, counter=counter).counter
+        CountMinSketch(width=65536, depth=4, halve_every=1000)
+    """
+
+    width: int
+    depth: int = 4
+    halve_every: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("width", "depth"):
+            object.__setattr__(self, name, check_count(name, getattr(self, name)))
+        if self.width >= 2**31:
+            raise ValueError(f"width of CountMinSketch must be below 2^31, got {self.width}")
+        if self.halve_every is not None:
+            object.__setattr__(self, "halve_every", check_count("halve_every", self.halve_every))
+
+
+@dataclass(frozen=True)
+class FrequencyAdmission:
+    """Admit a key once it was used `threshold` times, the current batch included.
+
+    Args:
+        threshold: number of uses, duplicates within a batch included.
+        counter: counts the uses of keys without a row.
+        reads: initializer of the values that such a key reads in training, which are not trained;
+            None reads `DynamicSpec.default_value`.
+        rule: function of keys and their counts, int64 `[n]` on the device of the tables, that
+            returns which keys to admit, bool `[n]`, in place of the threshold. It must depend on
+            its arguments only, and makes the host wait for a GPU; None compares with the threshold.
+
+    Example:
+        >>> admission = emblib.FrequencyAdmission(threshold=2, counter=emblib.ExactCounter(100))
+        >>> bags = emblib.DynamicEmbeddingBags([emblib.DynamicSpec(100, 4, admission=admission)])
+        >>> for _ in range(2):  # the second use of key 7 admits it
+        ...     pooled = bags(torch.tensor([7]), torch.tensor([0, 1]))
+        ...     print(emblib.KeyStatus(int(bags.key_status()[0])).name)
+        NOT_ADMITTED
+        NEW
+    """
+
+    threshold: int
+    counter: ExactCounter | CountMinSketch
+    reads: Initializer | None = None
+    rule: Callable[[Tensor, Tensor], Tensor] | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "threshold", check_count("threshold", self.threshold))
+        if self.rule is not None and not callable(self.rule):
+            raise TypeError(f"rule must be a function of keys and counts, got {self.rule!r}")
+        if not isinstance(self.counter, ExactCounter | CountMinSketch):
+            raise TypeError(
+                "counter must be an ExactCounter(capacity) or a CountMinSketch(width), got "
+                f"{self.counter!r}"
+            )
+        if self.reads is not None:
+            check_initializer("reads", self.reads)
+
+
+@dataclass(frozen=True)
+class DynamicSpec:
+    """Describe a table of rows of length `dim`, keyed by arbitrary 64-bit ids.
+
+    Args:
+        capacity: maximum number of rows; rounded up to a multiple of 32.
+        dim: elements per row.
+        name: name of the table in checkpoints; the initial values of rows depend on it.
+        initial_capacity: rows to start with; the table grows up to `capacity` as keys are inserted.
+            None starts with `capacity`.
+        max_load: load, in keys per row in use, above which a table grows. Up to the default all
+            keys found slots in tests of all sizes; above it some are evicted early.
+        eviction: order in which keys are evicted when both buckets of a new key are full.
+        insert_policy: condition for a new key to evict another: always, or only one that ranks
+            lower.
+        initializer: first values of a row, a function of seed, table, key and element.
+        initial_state: first value of the optimizer states of a row.
+        default_value: value of all elements that a key without a row reads: a key that is not in
+            the table in lookups without gradients, and one that was not inserted in training.
+        admission: requirement for a key to be inserted; None inserts all keys.
+        ttl: number of steps without use after which a key expires; None: never.
+        on_insert_failure: reaction of a training forward to keys that found no slot.
+
+    Example:
+        >>> spec = emblib.DynamicSpec(capacity=1_000, dim=16, name="item", initial_capacity=64)
+        >>> bags = emblib.DynamicEmbeddingBags([spec], emblib.optim.Adagrad(0.1))
+        >>> pooled = bags(torch.arange(500), torch.tensor([0, 500]))
+        >>> bags.size(0), bags.capacity(0)
+        (500, 992)
+    """
+
+    capacity: int
+    dim: int
+    name: str = field(default="", kw_only=True)
+    initial_capacity: int | None = field(default=None, kw_only=True)
+    max_load: float = field(default=0.8, kw_only=True)
+    eviction: Eviction = field(default=Eviction.LRU, kw_only=True)
+    insert_policy: InsertPolicy = field(default=InsertPolicy.ALWAYS_EVICT, kw_only=True)
+    initializer: Initializer = field(default=Uniform(), kw_only=True)
+    initial_state: float = field(default=0.0, kw_only=True)
+    default_value: float = field(default=0.0, kw_only=True)
+    admission: FrequencyAdmission | None = field(default=None, kw_only=True)
+    ttl: int | None = field(default=None, kw_only=True)
+    on_insert_failure: OnInsertFailure = field(default=OnInsertFailure.IGNORE, kw_only=True)
+
+    def __post_init__(self) -> None:
+        for name in ("capacity", "dim"):
+            object.__setattr__(self, name, check_count(name, getattr(self, name)))
+        for name in ("initial_capacity", "ttl"):
+            value = getattr(self, name)
+            if value is not None:
+                object.__setattr__(self, name, check_count(name, value))
+        if self.initial_capacity is not None and self.initial_capacity > self.capacity:
+            raise ValueError(
+                f"initial_capacity must be at most capacity = {self.capacity}, got "
+                f"{self.initial_capacity}"
+            )
+        if not isinstance(self.name, str) or "." in self.name:
+            raise ValueError(f"name must be a string without dots, got {self.name!r}")
+        object.__setattr__(self, "eviction", Eviction(self.eviction))
+        object.__setattr__(self, "insert_policy", InsertPolicy(self.insert_policy))
+        policy = OnInsertFailure(self.on_insert_failure)
+        object.__setattr__(self, "on_insert_failure", policy)
+        check_finite(self, "max_load", "initial_state", "default_value")
+        if not 0.0 < self.max_load <= 1.0:
+            raise ValueError(f"max_load must be in (0, 1], got {self.max_load}")
+        check_initializer("initializer", self.initializer)
+        if self.admission is not None and not isinstance(self.admission, FrequencyAdmission):
+            raise TypeError(
+                "admission must be None or a FrequencyAdmission(threshold, counter), got "
+                f"{self.admission!r}"
+            )
+
+    @property
+    def max_buckets(self) -> int:
+        """Return the number of buckets at full capacity."""
+        return -(-self.capacity // SLOTS)
+
+    @property
+    def rows(self) -> int:
+        """Return the number of rows for which memory is reserved: `capacity`, rounded up."""
+        return self.max_buckets * SLOTS
+
+    @property
+    def buckets(self) -> int:
+        """Return the initial number of buckets."""
+        capacity = self.capacity if self.initial_capacity is None else self.initial_capacity
+        return -(-capacity // SLOTS)
+
+    @property
+    def max_load_1024ths(self) -> int:
+        """Return `max_load` in 1024ths, as the index stores it."""
+        return max(1, round(self.max_load * 1024))

@@ -1,0 +1,159 @@
+"""Description of tensor-train tables."""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from emblib.specs.choices import Choice, check_count, check_float_dtype, set_counts
+from emblib.tt import shapes
+
+_LOG = logging.getLogger(__name__)
+
+
+class IdOrder(Choice):
+    """Row of a tensor train that an id reads: its own, or that of a bijection."""
+
+    AS_GIVEN = "as_given"
+    PERMUTED = "permuted"
+
+
+@dataclass(frozen=True)
+class TTSpec:
+    """A table of `rows` vectors of length `dim`, stored as 2 to 4 tensor-train cores.
+
+    `ranks` are the inner ranks (one less than there are cores). `row_factors` must multiply to at
+    least `rows` and `dim_factors` to exactly `dim`; by default `emblib.tt.shapes` chooses them.
+
+    Ids near each other share core slices. With `ids="permuted"` a bijection, drawn from `seed`,
+    maps ids to rows: better if ids are in random order or in order of frequency (see
+    `emblib.tt.shapes`).
+
+    Example:
+        >>> spec = emblib.TTSpec(rows=1_000_000, dim=64, ranks=(16, 16))
+        >>> spec.row_factors, spec.dim_factors
+        ((100, 100, 100), (4, 4, 4))
+        >>> spec.numel, spec.rows * spec.dim
+        (115200, 64000000)
+    """
+
+    rows: int
+    dim: int
+    ranks: tuple[int, ...]
+    row_factors: tuple[int, ...] = field(default=())
+    dim_factors: tuple[int, ...] = field(default=())
+    name: str = ""
+    ids: IdOrder = IdOrder.AS_GIVEN
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        set_counts(self, "rows", "dim")
+        object.__setattr__(self, "ranks", tuple(self.ranks))
+        object.__setattr__(self, "ids", IdOrder(self.ids))
+        object.__setattr__(self, "seed", check_count("seed", self.seed, minimum=0))
+        cores = len(self.ranks) + 1
+        if not 2 <= cores <= 4:
+            raise ValueError(f"ranks must have 1 to 3 entries (2 to 4 cores), got {self.ranks}")
+        for rank in self.ranks:
+            check_count("each rank", rank)
+        rows = tuple(self.row_factors or ()) or shapes.row_factors(self.rows, cores)
+        dims = tuple(self.dim_factors or ()) or shapes.dim_factors(self.dim, cores)
+        object.__setattr__(self, "row_factors", rows)
+        object.__setattr__(self, "dim_factors", dims)
+        for name, factors in (("row_factors", rows), ("dim_factors", dims)):
+            if len(factors) != cores:
+                raise ValueError(
+                    f"{name} must have one entry per core = {cores} (ranks has {cores - 1}), "
+                    f"got {factors}"
+                )
+            for factor in factors:
+                check_count(f"each of {name}", factor)
+        if math.prod(rows) < self.rows:
+            raise ValueError(f"row_factors {rows} multiply to {math.prod(rows)} < rows {self.rows}")
+        if math.prod(dims) != self.dim:
+            raise ValueError(f"dim_factors {dims} must multiply to dim {self.dim}")
+
+    @property
+    def full_ranks(self) -> tuple[int, ...]:
+        """Return the ranks with the 1 at both ends: core k is `[p_k, R_k * q_k * R_{k+1}]`."""
+        return (1, *self.ranks, 1)
+
+    @property
+    def permutation(self) -> tuple[int, int]:
+        """Return multiplier and offset: id i has row `(multiplier * i + offset) % rows`."""
+        if self.ids is IdOrder.AS_GIVEN:
+            return shapes.AS_GIVEN
+        return shapes.permutation(self.rows, self.seed)
+
+    @property
+    def numel(self) -> int:
+        """Return the number of values of the cores."""
+        full_ranks = self.full_ranks
+        factors = zip(self.row_factors, self.dim_factors, full_ranks, full_ranks[1:], strict=False)
+        return sum(p * left_rank * q * right_rank for p, q, left_rank, right_rank in factors)
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of the cores in float32; in 16 bits they are half."""
+        return torch.float32.itemsize * self.numel
+
+    def usable(self) -> TTSpec:
+        """Return this table with ranks lowered to those that its cores can use."""
+        max_ranks = shapes.most_ranks(self.row_factors, self.dim_factors)
+        ranks = tuple(min(rank, top) for rank, top in zip(self.ranks, max_ranks, strict=True))
+        if ranks == self.ranks:
+            return self
+        _LOG.info(
+            "ranks %s of table %r are more than its cores can use, they are %s now",
+            self.ranks,
+            self.name,
+            ranks,
+        )
+        return replace(self, ranks=ranks)
+
+    @classmethod
+    def for_bytes(
+        cls,
+        rows: int,
+        dim: int,
+        nbytes: int,
+        *,
+        cores: int = 3,
+        like: TTSpec | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> TTSpec:
+        """Return the table of the largest ranks whose cores take at most `nbytes` in `dtype`.
+
+        All ranks are equal, except that ranks which cores cannot use are lowered. `like` gives the
+        factors and the number of cores instead of `emblib.tt.shapes`.
+
+        Raises:
+            ValueError: cores of rank 1 take more; another dtype than those of `Precision.weights`.
+
+        Example:
+            >>> emblib.TTSpec.for_bytes(1_000_000, 64, 1 << 20).ranks
+            (24, 24)
+        """
+        check_float_dtype("dtype", dtype)
+        smallest = cls(rows, dim, (1,) * (cores - 1)) if like is None else like
+        values = nbytes // dtype.itemsize
+        max_ranks = shapes.most_ranks(smallest.row_factors, smallest.dim_factors)
+
+        def of_rank(rank: int) -> TTSpec:
+            return replace(smallest, ranks=tuple(min(rank, top) for top in max_ranks))
+
+        if of_rank(1).numel > values:
+            raise ValueError(
+                f"a tensor train of {rows} x {dim} takes at least "
+                f"{of_rank(1).numel * dtype.itemsize} bytes with "
+                f"{len(max_ranks) + 1} cores, more than {nbytes}; use more cores, or raise the "
+                "bytes"
+            )
+        low, high = 1, max(max_ranks)
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if of_rank(middle).numel <= values else (low, middle - 1)
+        return of_rank(low)
