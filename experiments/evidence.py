@@ -4,8 +4,8 @@
 `cpu_peers` and `optimizer_steps` of tests.bench against FBGEMM and nn.EmbeddingBag, the experiments
 `peers` (with TorchRec and TensorLy where they are installed) and `hash_load_factor` (with cykhash),
 and on a machine with a GPU what `GPU_PARTS` names, in about half an hour on a CPU. Cells of the
-matrix and of the experiments have at least five processes. What else the machine did before and meanwhile
-is stored with each part, in machine.json. `timing=smoke` tries the plan and stores nothing.
+matrix and of the experiments have at least five processes. What else the machine did before and
+meanwhile is stored with each part, in machine.json. `timing=smoke` tries the plan only.
 
 A measurement stores digests of the code that it is of (experiments/machine/sources.py). Where that
 code has changed since, the generated text says so; a test compares the text. A change of a kernel
@@ -15,6 +15,7 @@ thus never asks for a new measurement, but the page cannot pass off an old one a
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import re
@@ -22,7 +23,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,8 @@ AREA_OF = {
     "cached": "caches",
     "disk": "caches",
 }
+PR_SET_CHILD_SUBREAPER = 36  # of linux/prctl.h
+ORPHAN_SECONDS = 10.0  # for which orphans may take to end
 LOOK_SECONDS = 1.0  # for which other processes are watched before a part
 SAMPLE_SECONDS = 5.0  # between two samples of the load during a part
 
@@ -144,11 +147,12 @@ def watched(command: Sequence[str]) -> tuple[int, dict[str, Any]]:
     state = {"load_before": round(psutil.getloadavg()[0], 2), "others_before": before.shares()[1]}
     meanwhile, ours, start = CpuTime(), _child_seconds(), time.monotonic()
     loads: list[float] = []
-    process = subprocess.Popen(command, cwd=ROOT)
-    while (status := process.poll()) is None:
-        loads.append(round(psutil.getloadavg()[0], 2))
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(SAMPLE_SECONDS)
+    with _orphans_adopted():
+        process = subprocess.Popen(command, cwd=ROOT)
+        while (status := process.poll()) is None:
+            loads.append(round(psutil.getloadavg()[0], 2))
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(SAMPLE_SECONDS)
     seconds = max(time.monotonic() - start, 1e-3)
     stolen, used = meanwhile.shares()
     others = max(0.0, (used or 0.0) - (_child_seconds() - ours) / seconds)
@@ -158,6 +162,30 @@ def watched(command: Sequence[str]) -> tuple[int, dict[str, Any]]:
         "stolen": round(stolen or 0.0, 4),
         "seconds": round(seconds),
     }
+
+
+@contextlib.contextmanager
+def _orphans_adopted() -> Iterator[None]:
+    """Adopt processes whose own parent ends, on Linux, and wait at the end for those that came.
+
+    An experiment measures in children of a fork server, which outlives the experiment: without this
+    their processor time would look like that of other programs.
+    """
+    if sys.platform != "linux":
+        yield
+        return
+    prctl, own = ctypes.CDLL(None).prctl, psutil.Process()
+    earlier = {child.pid for child in own.children()}
+    prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    try:
+        yield
+        end = time.monotonic() + ORPHAN_SECONDS
+        for pid in {child.pid for child in own.children()} - earlier:
+            with contextlib.suppress(ChildProcessError):  # it has been waited for
+                while os.waitpid(pid, os.WNOHANG)[0] == 0 and time.monotonic() < end:
+                    time.sleep(0.05)
+    finally:
+        prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 
 
 def _child_seconds() -> float:

@@ -30,9 +30,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from experiments.machine import memory
+from experiments.machine import environment, memory
 from experiments.timing import statistics
-from experiments.machine import environment
 from tests.bench.cpu_peers import CASES, ENVIRONMENT
 from tests.bench.optimizer_options import (
     OPTIONS,

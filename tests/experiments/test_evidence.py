@@ -114,6 +114,23 @@ def test_a_command_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "idle" in evidence.machine_words(state)
 
 
+LEAVES_A_CHILD = """
+import os, time
+if os.fork() == 0:
+    while time.process_time() < 0.5: pass
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="orphans are adopted on Linux")
+def test_the_work_of_a_child_that_outlives_its_parent_is_the_commands(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(evidence, "LOOK_SECONDS", 0.0)
+    before = evidence._child_seconds()
+    evidence.watched([sys.executable, "-c", LEAVES_A_CHILD])
+    assert evidence._child_seconds() - before >= 0.5
+
+
 def test_the_plan_has_its_processes_and_a_part_that_fails_is_not_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
