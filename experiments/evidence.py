@@ -31,6 +31,7 @@ from typing import Any
 import psutil
 import yaml
 
+from experiments.config.schema import UsageError
 from experiments.machine import sources
 from experiments.machine.cpu import BUSY_CORES, MAX_STOLEN_SHARE, CpuTime
 from experiments.paths import REFERENCE, ROOT
@@ -100,17 +101,22 @@ GPU_PARTS = (
 )
 
 
-def measure(keep: Callable[[str], Path], *, smoke: bool) -> int:
+def measure(keep: Callable[[str], Path], names: Sequence[str] = (), *, smoke: bool) -> int:
     """Measure the plan and store what finished; return 1 where a part failed.
 
     Args:
         keep: function that stores the newest run of an experiment and returns its folder.
+        names: names of the parts to measure; all by default.
         smoke: whether to try every part at a size that means nothing, and store nothing.
     """
     import torch  # which pages, that read evidence, are written without
 
+    plan = (*CPU_PARTS, *(GPU_PARTS if torch.cuda.is_available() else ()))
+    known = dict.fromkeys(part.name for part in plan)
+    if unknown := [name for name in names if name not in known]:
+        raise UsageError(f"{unknown[0]} is no part of the plan, which has {text.listed([*known])}")
     worst = 0
-    for part in (*CPU_PARTS, *(GPU_PARTS if torch.cuda.is_available() else ())):
+    for part in (part for part in plan if not names or part.name in names):
         folder = (ROOT / "reports" / "runs" / "smoke" if smoke else cpu_folder()) / part.name
         command = part.command(smoke=smoke, out=folder)
         print("$ " + " ".join(["python", *command[1:]]), flush=True)

@@ -5,8 +5,8 @@ docs/benchmarks.md and reports/README.md. `add` measures the named experiments o
 default those that have a reference), stores the finished runs, updates these pages and
 reports/published/README.md, and compares each run with the references of other machines; its
 arguments with `=` go to every run, e.g. timing=paper. `measure` measures what README.md and
-docs/benchmarks.md quote, on one commit (experiments/evidence.py), and updates the pages. Exit
-status: 0 done, 1 a run failed or a page is out of date, 2 wrong usage.
+docs/benchmarks.md quote, on one commit (experiments/evidence.py), all of it or the named parts, and
+updates the pages. Exit status: 0 done, 1 a run failed or a page is out of date, 2 wrong usage.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     adder = commands.add_parser("add", help="measure on this machine and store the runs")
     adder.add_argument("words", nargs="*", metavar="EXPERIMENT|KEY=VALUE")
     measured = commands.add_parser("measure", help="measure what README.md quotes, on one commit")
-    measured.add_argument("timing", nargs="?", choices=["timing=smoke"], help="only try the plan")
+    measured.add_argument(
+        "words", nargs="*", metavar="PART|timing=smoke", help="some parts; only try the plan"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -57,8 +59,9 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.action == "add":
         return add(arguments.words)
     if arguments.action == "measure":
-        smoke = arguments.timing is not None
-        worst = evidence.measure(lambda name: keep(newest(name)), smoke=smoke)
+        smoke = "timing=smoke" in arguments.words
+        names = [word for word in arguments.words if word != "timing=smoke"]
+        worst = evidence.measure(lambda name: keep(newest(name)), names, smoke=smoke)
         return worst if smoke else max(worst, write_pages())
     return update(write=arguments.action == "write")
 

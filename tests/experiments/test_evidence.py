@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from experiments import evidence, front_page, reference
+from experiments.config.schema import UsageError
 from experiments.evidence import StoredEvidence
 from experiments.machine import sources
 from experiments.paths import REFERENCE, ROOT
@@ -164,6 +165,11 @@ def test_the_plan_has_its_processes_and_a_part_that_fails_is_not_kept(
     assert evidence.measure(keep, smoke=True) == 1
     assert kept == ["hash_load_factor"]  # nothing more
     assert all("smoke" in " ".join(command) for command in commands)
+    commands.clear()
+    evidence.measure(keep, ["hash_load_factor"], smoke=True)
+    assert ["hash_load_factor" in " ".join(command) for command in commands] == [True]
+    with pytest.raises(UsageError, match=r"peer is no part of the plan, which has cpu_matrix"):
+        evidence.measure(keep, ["peer"], smoke=True)
 
 
 def test_every_part_of_the_plan_is_an_experiment_that_fits_its_schema() -> None:
