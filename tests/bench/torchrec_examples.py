@@ -1,0 +1,149 @@
+"""TorchRec's own training examples over FBGEMM and over emblib: loss curves and times of steps.
+
+    python -m tests.bench.torchrec_examples SOURCES [--ranks 1 2] [--steps 40] [--rounds 3]
+
+SOURCES is a checkout of TorchRec at the tag of the release to run, with its `examples`; what it
+imports must be installed. Every example runs unmodified, in processes of its own, started by
+torchrun over gloo; the libraries take turns. A step's loss is the tensor of its `backward()`, and
+its time that between two of them; the first tenth of the steps is not timed. Prints a Markdown
+table: per example and number of ranks the first and the last loss over each library, the largest
+difference between the two curves, and the median over the rounds of FBGEMM's median step ÷
+emblib's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+LIBRARIES = ("fbgemm", "emblib")
+RANK = "EMBLIB_TORCHREC_EXAMPLE"  # what a rank is to run: name, steps, file of the curve
+Curve = list[tuple[float, float]]  # loss and time of every step
+
+
+def _golden(module: str, steps: int) -> None:
+    sizes: dict[str, Any] = {"num_embeddings": 10_000, "embedding_dim": 64}
+    importlib.import_module(f"examples.golden_training.{module}").train(
+        **sizes, num_iterations=steps
+    )
+
+
+def _bert4rec(mode: str, steps: int) -> None:
+    sys.path.insert(0, str(Path("examples/bert4rec").resolve()))
+    words = ["--dataset_name", "random", "--mode", mode, "--emb_dim", "64", "--max_len", "20"]
+    sizes = ["--random_user_count", "100", "--random_item_count", "500", "--random_size", "4000"]
+    batch = ["--train_batch_size", "32", "--num_epochs", str(max(1, steps // 10))]
+    importlib.import_module("bert4rec_main").main([*words, *sizes, *batch])
+
+
+EXAMPLES: dict[str, Callable[[int], None]] = {
+    "golden_training/train_dlrm.py": lambda steps: _golden("train_dlrm", steps),
+    "golden_training/train_dlrm_data_parallel.py": lambda steps: _golden(
+        "train_dlrm_data_parallel", steps
+    ),
+    "bert4rec --mode ddp": lambda steps: _bert4rec("ddp", steps),
+    "bert4rec --mode dmp": lambda steps: _bert4rec("dmp", steps),
+}
+
+
+def run_rank(name: str, steps: int, out: str) -> None:
+    """Run an example in this rank; rank 0 writes the curve."""
+    import torch
+
+    rank = int(os.environ["RANK"])
+    torch.manual_seed(rank)
+    torch.set_num_threads(1)
+    curve: Curve = []
+    backward = torch.Tensor.backward
+
+    def recorded(loss: torch.Tensor, *arguments: Any, **options: Any) -> None:
+        curve.append((float(loss.detach().sum()), time.perf_counter()))
+        backward(loss, *arguments, **options)
+
+    torch.Tensor.backward = recorded  # type: ignore[method-assign]
+    sys.path.insert(0, os.getcwd())
+    EXAMPLES[name](steps)
+    if rank == 0:
+        Path(out).write_text(json.dumps(curve))
+
+
+def run(name: str, library: str, ranks: int, options: argparse.Namespace) -> Curve | str:
+    """Run an example over a library; return its curve, or the last line of its error."""
+    environment = {**os.environ, "EMBLIB_AS_FBGEMM": "1" if library == "emblib" else "0"}
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "curve.json"
+        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        environment[RANK] = json.dumps([name, options.steps, str(out)])
+        environment["PYTHONPATH"] = os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])
+        done = subprocess.run(
+            [sys.executable, *launch, "--module", "tests.bench.torchrec_examples"],
+            env=environment,
+            cwd=options.sources,
+            capture_output=True,
+            text=True,
+        )
+        if out.exists():
+            return [tuple(step) for step in json.loads(out.read_text())]
+        errors = [line for line in done.stderr.splitlines() if "Error" in line]
+        return errors[0].partition("]:")[2] if errors else done.stderr[-200:]
+
+
+def seconds_of(curve: Curve) -> float:
+    """Return the median time of a step."""
+    times = [time for _, time in curve[len(curve) // 10 :]]
+    return statistics.median(b - a for a, b in itertools.pairwise(times))
+
+
+def row(name: str, ranks: int, options: argparse.Namespace) -> list[str]:
+    """Return the cells of an example."""
+    curves: dict[str, Curve] = {}
+    times: list[float] = []
+    for turn in range(options.rounds):
+        order = LIBRARIES if turn % 2 else LIBRARIES[::-1]
+        results = {library: run(name, library, ranks, options) for library in order}
+        failed = [f"over {who}: {what}" for who, what in results.items() if isinstance(what, str)]
+        curves |= {who: what for who, what in results.items() if not isinstance(what, str)}
+        if failed:
+            return [name, str(ranks), *(_ends(curves.get(who, [])) for who in LIBRARIES), *failed]
+        times.append(seconds_of(curves["fbgemm"]) / seconds_of(curves["emblib"]))
+    apart = max(abs(a[0] - b[0]) for a, b in zip(*curves.values(), strict=True))
+    spread = f"{statistics.median(times):.2f} ({min(times):.2f} to {max(times):.2f})"
+    return [name, str(ranks), *(_ends(curves[who]) for who in LIBRARIES), f"{apart:.1e}", spread]
+
+
+def _ends(curve: Curve) -> str:
+    return f"{curve[0][0]:.4f} → {curve[-1][0]:.4f}" if curve else "–"
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Run every example over both libraries and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("sources", type=Path)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", default="", help="part of the names of the examples")
+    options = parser.parse_args(words)
+    print("| example | ranks | loss over FBGEMM | over emblib | apart at most | FBGEMM ÷ emblib |")
+    print("| --- | ---: | ---: | ---: | ---: | ---: |")
+    for name in (name for name in EXAMPLES if options.only in name):
+        for ranks in options.ranks:
+            print(f"| {' | '.join(row(name, ranks, options))} |", flush=True)
+
+
+if __name__ == "__main__":
+    if RANK in os.environ:
+        run_rank(*json.loads(os.environ[RANK]))
+    else:
+        main()
