@@ -25,7 +25,7 @@ inline constexpr const char* kPolicies[] = {"lru", "lfu"};
 // How the entries of a bucket of a hash table are ranked; the lowest one is evicted first. The
 // comment at a member names what is compared, the first difference decides.
 enum class Order : int {
-  kNone,     // nothing: no entry is ever evicted
+  kNone,     // nothing is compared: no entry is ever evicted
   kLru,      // stamp, key
   kLfu,      // score (a count), key
   kLruLfu,   // score (a count), stamp, key

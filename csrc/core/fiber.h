@@ -116,10 +116,12 @@ class Fiber {
 #endif
   }
 
-  // Tell the sanitizer that the switch has happened; `entry` calls it first.
+  // Announce to AddressSanitizer that the switch to this fiber has happened. `entry` calls it
+  // first.
   void arrive() {
 #if defined(__SANITIZE_ADDRESS__)
-    // The fiber just left reports its stack: the only way to learn that of the main fiber.
+    // This call also returns the stack of the fiber that was left. The stack of the main fiber,
+    // which was never started, is known only from here.
     Fiber* from = arriving_from();
     __sanitizer_finish_switch_fiber(fake_stack_, &from->bottom_, &from->bytes_);
 #endif

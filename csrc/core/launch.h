@@ -26,7 +26,7 @@ inline void check_cuda(cudaError_t error, const char* what) {
 inline cudaStream_t current_stream(int32_t device) {
   using Getter = AOTITorchError (*)(int32_t, void**);
   static const Getter get = [] {
-    // Loaded already wherever there is a CUDA tensor: this only finds it.
+    // The library is loaded if there is a CUDA tensor; RTLD_NOLOAD only looks it up.
     void* library = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);
     void* symbol =
         dlsym(library != nullptr ? library : RTLD_DEFAULT, "aoti_torch_get_current_cuda_stream");

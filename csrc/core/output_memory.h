@@ -30,7 +30,7 @@ inline constexpr int64_t kMinOutputBlock = int64_t{128} << 10;
 // The maximum number of bytes of all unused blocks together. A larger block is returned to the
 // system when its tensor is destroyed.
 #if defined(__SANITIZE_ADDRESS__)
-inline constexpr int64_t kKeptOutputBytes = 0;  // so that accesses to freed blocks are found
+inline constexpr int64_t kKeptOutputBytes = 0;  // the sanitizer finds accesses to freed blocks
 #else
 inline constexpr int64_t kKeptOutputBytes = int64_t{256} << 20;
 #endif
@@ -38,7 +38,7 @@ inline constexpr int64_t kKeptOutputBytes = int64_t{256} << 20;
 // The blocks that no tensor uses. All functions may be called by several threads at once.
 class OutputBlocks {
  public:
-  // Never destroyed: tensors may die after static objects.
+  // Return the only object. It is never destroyed, because tensors may outlive static objects.
   static OutputBlocks& of_process() {
     static auto* const blocks = new OutputBlocks;
     return *blocks;
@@ -49,7 +49,8 @@ class OutputBlocks {
   // system has no memory.
   void* take(int64_t* bytes) {
     const int64_t wanted = *bytes;
-    // Sizes in steps of an eighth, so that batches whose sizes differ a little use the same block.
+    // Round up to steps of an eighth of the size, so that batches of slightly different sizes use
+    // the same block.
     const int64_t step = static_cast<int64_t>(std::bit_floor(static_cast<uint64_t>(wanted))) / 8;
     *bytes = (wanted + step - 1) / step * step;
     {

@@ -21,7 +21,7 @@ EMB_HD uint64_t finalise(uint64_t x) {
 EMB_HD uint64_t mix(uint64_t x) { return finalise(x + 0x9E3779B97F4A7C15u); }
 
 // Four random words of Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3",
-// 2011). They depend on the key and the counter alone, so any thread of any device computes them,
+// 2011). They depend on the key and the counter only, so any thread of any device may compute them,
 // in any order, with the same result.
 struct Random4 {
   uint32_t word[4];

@@ -16,7 +16,7 @@ namespace emb {
 // The maximum number of bytes that a thread keeps. A larger block is returned to the system when it
 // is freed.
 #if defined(__SANITIZE_ADDRESS__)
-inline constexpr int64_t kKeptScratchBytes = 0;  // so that accesses to freed blocks are found
+inline constexpr int64_t kKeptScratchBytes = 0;  // the sanitizer finds accesses to freed blocks
 #else
 inline constexpr int64_t kKeptScratchBytes = int64_t{16} << 20;
 #endif

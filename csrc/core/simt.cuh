@@ -249,7 +249,7 @@ EMB_DEVICE int64_t global_warp() {
 }
 EMB_DEVICE int64_t warps_in_grid() { return static_cast<int64_t>(gridDim.x) * blockDim.x / kWarp; }
 
-// The same for threads.
+// Return the number of this thread in the grid, and the number of threads of the grid.
 EMB_DEVICE int64_t global_thread() {
   return static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
 }

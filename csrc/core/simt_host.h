@@ -83,7 +83,7 @@ class Machine {
         const unsigned b = first + rank;
         Block& of = blocks_[rank];
         of.index = {b % grid.x, b / grid.x % grid.y, b / grid.x / grid.y};
-        // Bytes that no kernel has written read as NaN.
+        // Shared memory reads as NaN until the kernel writes it.
         of.shared.assign(shared_bytes / sizeof(Chunk) + 1, kUnwritten);
       }
       run_cluster();
@@ -226,7 +226,7 @@ class Machine {
 
  private:
   static constexpr unsigned kMaxThreads = 1024;
-  static constexpr unsigned kMaxCluster = 8;  // more is not portable
+  static constexpr unsigned kMaxCluster = 8;  // the portable maximum of CUDA
   static constexpr unsigned kMaxWarps = kMaxCluster * kMaxThreads / 32;
 
   // The unit in which shared memory is allocated and aligned, 16 bytes with its padding.

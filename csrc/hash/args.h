@@ -26,7 +26,7 @@ namespace emb {
 
 inline constexpr int kSlots = 32;  // slots per bucket
 inline constexpr uint8_t kEmptyTag = 0;
-// A new key takes its first bucket, without a look at the second, if the first has more free slots
+// A new key takes its first bucket, without a look at the second, if the first has more empty slots
 // than this. Source: simulated, reports/LOG.md, 2026-11-21.
 inline constexpr int kPreferredFreeSlots = 16;
 inline constexpr int64_t kNoSlot = -1;

@@ -11,8 +11,8 @@ namespace emb::cuda {
 // How a hit updates its entry.
 struct KeyTouch {
   Order order;
-  const int64_t* counts;        // [n] uses of each id; null: 1 each
-  const int64_t* batch_scores;  // [T] score of this batch; null: 0
+  const int64_t* counts;        // [n], uses of each position's key; null for 1 each
+  const int64_t* batch_scores;  // [T], the score of this batch in each table; null for 0
 };
 
 // Begin a batch, before hash_touch_kernel: advance the clock, count the lookups of each table,

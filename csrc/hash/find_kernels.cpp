@@ -164,7 +164,7 @@ EMB_HD int64_t resolve(const HashTable& table, int64_t key, int64_t id, const Pr
 template <bool kTouches>
 int64_t find_all(const HashTable& shared, const int64_t* ids, int64_t n, const HashTouch* touch,
                  int64_t* slots) {
-  const HashTable table = shared;  // a copy: stores to memory cannot change it
+  const HashTable table = shared;  // a local copy, which no store through a pointer can change
   Probes p;
   Unresolved unresolved[2];
   int64_t hits = 0;

@@ -322,7 +322,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> hash_insert_(
   std::fill(slot_data, slot_data + call.n, kNoSlot);
   std::fill(statuses, statuses + call.n, static_cast<uint8_t>(InsertStatus::kMiss));
   Tensor evicted = call.evicted;
-  torch::stable::zero_(evicted);  // the same bytes in every run
+  torch::stable::zero_(evicted);  // so that unspecified words are the same in every run
   for (int64_t t = 0; t < index.num_tables; ++t) {
     for (int64_t i = misses.begin(t); i < misses.end(t); ++i) {
       if (!misses.is_admitted(i)) statuses[i] = static_cast<uint8_t>(InsertStatus::kNotAdmitted);

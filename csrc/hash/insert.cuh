@@ -534,7 +534,7 @@ struct PendingList {
     for (int tile = 0; tile < size; tile += kTileThreads) {
       const int64_t miss = at(tile + static_cast<int>(threadIdx.x));
       const bool stays = miss >= 0 && insertion.is_pending(miss);
-      __syncthreads();  // the list ends before the tile: all of it has been read
+      __syncthreads();  // the new list is not longer than what has been read when it is written
       if (stays) misses[atomicAdd(size_of_block, 1)] = static_cast<int32_t>(miss);
     }
     __syncthreads();
