@@ -1,6 +1,11 @@
-// What a lane or a group of lanes of a lookup on the GPU takes: a bag, or without pooling a lookup.
-// For tables of any format: `Args` has the members features, num_features, bags, map, columns and
-// pooling of a lookup.
+// The unit of work of a lane, or of a group of lanes, in a lookup on the GPU: a bag, or a lookup if
+// there is no pooling. It serves tables of any format. `Args`, the arguments of a lookup kernel,
+// has the members
+//   features, num_features  the features, [num_features] in device memory
+//   bags, map               the lookups and the output row of every bag (Bags, BagMap)
+//   columns                 columns of an output row of a fixed batch or without pooling, elements
+//                           of the whole output of a variable batch
+//   pooling                 Pooling
 #pragma once
 
 #include "core/layout.h"
@@ -8,20 +13,23 @@
 
 namespace emb::cuda {
 
-// Only what inner loops need stays in registers: the rest of the feature is read again, from the
-// cache, where it is used. A number behind the last bag gives a bag of no lookups and no columns.
+// A bag or a lookup. Only what inner loops need is in registers; other members of the feature are
+// read where they are used, from the cache. A number beyond the last item gives a task without
+// lookups and without columns.
 struct BagTask {
   const Feature* feature;
-  int begin = 0, length = 0, dim = 0;
+  int begin = 0;   // first lookup
+  int length = 0;  // lookups
+  int dim = 0;     // output columns
 
-  // The task of a bag, with pooling.
+  // The task of a bag, with pooling; `bag` may be beyond the last one.
   template <class Args>
   EMB_DEVICE BagTask(const Args& args, uint32_t bag) : feature(args.features) {
     if (bag < args.bags.count) set_bag(args, bag);
   }
 
-  // The task of item `item` of `items`: bags, or lookups without pooling. Lookups before the first
-  // bag have no feature, and zeros as output.
+  // The task of item `item` of `items`: a bag, or without pooling a lookup. A lookup before the
+  // first bag belongs to no feature: its task has length 0 and all output columns, which become 0.
   template <class Args>
   EMB_DEVICE BagTask(const Args& args, int64_t item, int64_t items) : feature(args.features) {
     if (item >= items) return;
@@ -36,13 +44,13 @@ struct BagTask {
     length = 1;
   }
 
-  // Return the first element of the output of a bag, with pooling.
+  // Return the first output element of this task's bag, with pooling.
   template <class Args>
   EMB_DEVICE int64_t bag_element(const Args& args, uint32_t bag) const {
     return dim > 0 ? args.map.element(bag, feature->column) : 0;
   }
 
-  // Return the first element of the output of an item.
+  // Return the first output element of this task's item.
   template <class Args>
   EMB_DEVICE int64_t element(const Args& args, int64_t item) const {
     if (args.pooling == Pooling::kNone) return item * args.columns;
@@ -59,13 +67,14 @@ struct BagTask {
   }
 };
 
-// Return the mean columns per row of the output; the width of each feature is known on the device
-// only.
+// Return the mean number of columns of a bag's output, rounded up. The host uses it to size grids,
+// since the dim of each feature is known on the device only.
 template <class Args>
 int64_t mean_width(const Args& args) {
-  const int64_t rows = args.map.layout != nullptr ? args.bags.count : args.num_features;
-  if (args.pooling == Pooling::kNone || rows == 0) return args.columns;
-  return (args.columns + rows - 1) / rows;
+  // The parts that `columns` is the sum of: features of a fixed batch, bags of a variable one.
+  const int64_t parts = args.map.layout != nullptr ? args.bags.count : args.num_features;
+  if (args.pooling == Pooling::kNone || parts == 0) return args.columns;
+  return (args.columns + parts - 1) / parts;
 }
 
 }  // namespace emb::cuda

@@ -1,5 +1,6 @@
-// Argument checks shared by the entry points of all ops. Every message states the rule, the value
-// that was passed and, where there is one, the remedy. All checks run before anything is written.
+// Checks of arguments that the entries of several ops share, and conversion of tensors to the
+// structs that kernels take. Every message states the rule, the value that was passed and, where
+// there is one, the remedy. An entry runs all checks before it writes anything.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -20,8 +21,10 @@ namespace emb {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
+// The maximum number of lookups, and of bags, per call: kernels number them with 32 bits.
 inline constexpr int64_t kMaxLookups = (int64_t{1} << 31) - 1;
 
+// Return the name of a dtype in torch, for messages.
 inline const char* dtype_name(ScalarType type) {
   switch (type) {
     case ScalarType::Double:
@@ -43,8 +46,9 @@ inline const char* dtype_name(ScalarType type) {
   }
 }
 
-// The functions below raise unless an argument is what they are named after. `op` and `name` are
-// the names of the op and of its argument, for the message.
+// The check functions below throw unless an argument has the property in their name. `op` and
+// `name` are the names of the op and of its argument, for the message. They look at dtype, shape
+// and device of tensors on any device; they read contents only where that is said.
 
 inline void check_same_device(const char* op, const char* name, const Tensor& tensor,
                               const Tensor& like) {
@@ -54,6 +58,7 @@ inline void check_same_device(const char* op, const char* name, const Tensor& te
       "they are on two GPUs); move it with .to(device)");
 }
 
+// Check that a tensor is a vector of int32 or int64.
 inline void check_index_dtype(const char* op, const char* name, const Tensor& tensor) {
   const ScalarType type = tensor.scalar_type();
   STD_TORCH_CHECK(type == ScalarType::Int || type == ScalarType::Long, op, ": ", name,
@@ -62,6 +67,7 @@ inline void check_index_dtype(const char* op, const char* name, const Tensor& te
                   "; bags are given by offsets, so flatten the indices and pass where they start");
 }
 
+// Return the Dtype of a float type of 16 or 32 bits; throw for another dtype.
 inline Dtype float_dtype(const char* op, const char* name, ScalarType type) {
   if (type == ScalarType::Float) return Dtype::kFloat;
   if (type == ScalarType::Half) return Dtype::kHalf;
@@ -76,7 +82,7 @@ inline void check_dtype(const char* op, const char* name, const Tensor& tensor, 
                   dtype_name(tensor.scalar_type()));
 }
 
-// Return a list of codes for a message: "0 (sum), 1 (mean), 2 (none)".
+// Return a list of the codes 0 to count - 1 for a message: "0 (sum), 1 (mean), 2 (none)".
 inline std::string list_codes(const char* const* names, size_t count) {
   std::string text;
   for (size_t i = 0; i < count; ++i) {
@@ -85,7 +91,8 @@ inline std::string list_codes(const char* const* names, size_t count) {
   return text;
 }
 
-// Return the enumerator of `code`; `names` are those of core/codes.h.
+// Return the enumerator with the number `code`; throw if there is none. `names` are the names of
+// the enumerators, see core/codes.h.
 template <class Choice, size_t n>
 Choice parse_choice(const char* op, const char* argument, int64_t code,
                     const char* const (&names)[n]) {
@@ -98,7 +105,7 @@ inline Pooling parse_pooling(const char* op, int64_t code) {
   return parse_choice<Pooling>(op, "pooling", code, kPoolings);
 }
 
-// Check the `features` tensor of a group of tables: int64 [F, 8], contiguous; see Feature.
+// Check that `features` is a contiguous int64 [F, 8], rows of Feature. Its contents are not read.
 inline void check_features(const char* op, const Tensor& features) {
   check_dtype(op, "features", features, ScalarType::Long, "int64");
   STD_TORCH_CHECK(
@@ -106,17 +113,19 @@ inline void check_features(const char* op, const Tensor& features) {
       ": features must be a contiguous [F, ", kFeatureColumns, "] tensor");
 }
 
-// A size for checks against which nothing is too large, with room for sums of two.
+// A size that stands for "no limit" in checks. The sum of two does not overflow.
 inline constexpr int64_t kUnlimited = int64_t{1} << 62;
 
-// The weights of a module: one tensor per memory tier, in the order of `Tier`. Unused tiers are
-// empty; trailing ones may be left out.
+// The weights of a module: the addresses of one tensor per memory tier, in the order of `Tier`.
+// The tensors own the memory and must outlive this struct.
 struct TierWeights {
-  const void* data[kTiers] = {};
-  int64_t elements[kTiers] = {};
-  Dtype type = Dtype::kFloat;  // dtype of the tables of all tiers
-  Dtype cache_type = Dtype::kFloat;
+  const void* data[kTiers] = {};     // null for tiers that are not in the list
+  int64_t elements[kTiers] = {};     // 0 for unused tiers
+  Dtype type = Dtype::kFloat;        // dtype of the tables of all tiers
+  Dtype cache_type = Dtype::kFloat;  // dtype of the cache; `type` without a cache
 
+  // `weights` are 1 to 4 contiguous float tensors; unused tiers are empty, and trailing ones may be
+  // omitted. Throws if the tables of two tiers differ in dtype. Devices are not checked.
   TierWeights(const char* op, const std::vector<Tensor>& weights) {
     STD_TORCH_CHECK(!weights.empty() && weights.size() <= kTiers, op,
                     ": weights must be a list of 1 to ", kTiers,
@@ -144,19 +153,21 @@ struct TierWeights {
   }
 };
 
-// The number of elements of the tables of each tier; a single number applies to all tiers.
+// The number of elements of the tables in each tier, without the cache.
 struct TierSizes {
   int64_t elements[kCacheTier];
 
+  // The same number for every tier, for example kUnlimited.
   TierSizes(int64_t every) : elements{every, every, every} {}
   TierSizes(const TierWeights& weights)
       : elements{weights.elements[0], weights.elements[1], weights.elements[2]} {}
 };
 
-// Check that every feature lies inside the weights of its tier, the linear rows, and the columns of
-// the output or gradient: this makes reads and writes safe whatever the caller passes. Without
-// pooling all features share one set of columns; in a variable batch `bag_layout` says where the
-// output rows are.
+// Check the contents of `features`, which must be in host memory: every feature must lie inside the
+// weights of its tier (`sizes`), inside the linear row ids [0, total_rows), and inside the
+// `num_columns` columns of the output or gradient. Kernels rely on this, so that no caller can make
+// them access other memory. Without pooling all features begin at column 0. For a variable batch
+// pass kUnlimited columns; FeatureBags checks its output rows.
 inline void check_layout(const char* op, const Tensor& features, const TierSizes& sizes,
                          int64_t num_columns, int64_t total_rows, Pooling pooling) {
   const auto* feature = static_cast<const Feature*>(features.const_data_ptr());
@@ -180,7 +191,9 @@ inline void check_layout(const char* op, const Tensor& features, const TierSizes
   }
 }
 
-// Check the shape and dtype of `bag_layout`. Its contents are on the device and are not checked.
+// Check that `bag_layout` is a contiguous int64 [bags, 2] on the device of `offsets`, which has
+// bags + 1 entries. Return its data, not null even for an empty batch. Its contents, which may be
+// on a device, are not read.
 inline const BagLayout* check_bag_layout(const char* op, const Tensor& bag_layout,
                                          const Tensor& offsets) {
   check_dtype(op, "bag_layout", bag_layout, ScalarType::Long, "int64");
@@ -196,7 +209,8 @@ inline const BagLayout* check_bag_layout(const char* op, const Tensor& bag_layou
                                  : static_cast<const BagLayout*>(bag_layout.const_data_ptr());
 }
 
-// Return the bags per feature, B, of F*B + 1 offsets.
+// Return the number of bags per feature, B, of a fixed batch, for `offsets` of F * B + 1 entries;
+// 0 without features.
 inline int64_t batch_size(const char* op, int64_t num_features, const Tensor& offsets) {
   STD_TORCH_CHECK(offsets.numel() >= 1, op, ": offsets must have F*B + 1 entries, got none");
   const int64_t bags = offsets.numel() - 1;
@@ -207,6 +221,8 @@ inline int64_t batch_size(const char* op, int64_t num_features, const Tensor& of
   return num_features > 0 ? bags / num_features : 0;
 }
 
+// Check that `indices` and `offsets` are vectors of int32 or int64 (not necessarily the same) on
+// one device, with at most kMaxLookups entries, and that there is a bag if there are indices.
 inline void check_lookups(const char* op, const Tensor& indices, const Tensor& offsets) {
   check_index_dtype(op, "indices", indices);
   check_index_dtype(op, "offsets", offsets);
@@ -218,8 +234,9 @@ inline void check_lookups(const char* op, const Tensor& indices, const Tensor& o
                   " indices but no bags: offsets must have F*B + 1 entries, got ", offsets.numel());
 }
 
-// Return the BagMap of a batch; `columns` is the width of the pooled output of a fixed batch. The
-// contents of `bag_layout` are not checked.
+// Return the BagMap of a batch: a variable one if `bag_layout` is passed, to which the result
+// points. `columns` is the number of columns of the pooled output of a fixed batch. Checks what
+// check_bag_layout or batch_size check.
 inline BagMap bag_map(const char* op, int64_t num_features, const Tensor& offsets,
                       const std::optional<Tensor>& bag_layout, int64_t columns) {
   if (bag_layout) return {check_bag_layout(op, *bag_layout, offsets), 1, 0};
@@ -227,6 +244,8 @@ inline BagMap bag_map(const char* op, int64_t num_features, const Tensor& offset
   return {nullptr, static_cast<uint32_t>(batch > 0 ? batch : 1), columns};
 }
 
+// Check that `slots`, if passed, are cache slots: a contiguous int32 vector with one entry per
+// lookup, on the device of `indices`.
 inline void check_slots(const char* op, const std::optional<Tensor>& slots, const Tensor& indices) {
   if (!slots) return;
   check_dtype(op, "slots", *slots, ScalarType::Int, "int32");
@@ -237,6 +256,8 @@ inline void check_slots(const char* op, const std::optional<Tensor>& slots, cons
   check_same_device(op, "slots", *slots, indices);
 }
 
+// Check that `sample_weights`, if passed, is a float32 vector with one entry per lookup, on the
+// device of `indices_or_lookups`, which has as many entries.
 inline void check_sample_weights(const char* op, const std::optional<Tensor>& sample_weights,
                                  const Tensor& indices_or_lookups) {
   if (!sample_weights) return;
@@ -248,8 +269,8 @@ inline void check_sample_weights(const char* op, const std::optional<Tensor>& sa
   check_same_device(op, "sample_weights", *sample_weights, indices_or_lookups);
 }
 
-// Return the columns of the gradient of a pooled output: of one row, or in a variable batch of all
-// rows together.
+// Return the number of columns of `grad`, the gradient of a pooled output: [B, columns], or for a
+// variable batch a vector of the elements of all rows.
 inline int64_t check_pooled_grad(const char* op, const Tensor& grad, bool variable) {
   STD_TORCH_CHECK(grad.dim() == (variable ? 1 : 2), op,
                   ": grad must be [B, columns], or a vector with bag_layout, got ", grad.dim(),
@@ -257,24 +278,27 @@ inline int64_t check_pooled_grad(const char* op, const Tensor& grad, bool variab
   return grad.size(grad.dim() - 1);
 }
 
-// Return the tensor itself where it is contiguous: torch's function asks the dispatcher even then.
+// Return a contiguous tensor with the same values: the tensor itself if it is contiguous. torch's
+// function would call the dispatcher even then.
 inline Tensor as_contiguous(const Tensor& tensor) {
   return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
 }
 
-// Return the tensor itself where the columns of its rows are adjacent, else a contiguous copy. The
-// gradient of one part of a concatenation is such a view: its rows are a whole row of the
-// concatenation apart.
+// Return a tensor with the same values in which the columns of a row are adjacent: the tensor
+// itself if that holds, otherwise a contiguous copy. The gradient of one part of a concatenation
+// needs no copy: the distance of its rows is a whole row of the concatenation.
 inline Tensor with_adjacent_columns(const Tensor& rows) {
   const bool adjacent = rows.dim() == 2 && rows.stride(1) == 1 && rows.stride(0) >= 0;
   return adjacent ? rows : as_contiguous(rows);
 }
 
-// Return the elements between two rows of what `with_adjacent_columns` returns.
+// Return the number of elements from one row to the next in a result of `with_adjacent_columns`;
+// the number of all elements for a vector.
 inline int64_t row_stride(const Tensor& rows) {
   return rows.dim() == 2 ? rows.stride(0) : rows.numel();
 }
 
+// Return views of a contiguous vector of int32 or int64, and of a checked `features` tensor.
 inline IndexArray index_array(const Tensor& tensor) {
   return {tensor.const_data_ptr(), tensor.scalar_type() == ScalarType::Long};
 }

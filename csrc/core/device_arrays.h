@@ -1,5 +1,7 @@
-// Scratch arrays of an op on a device in one allocation: an allocation through torch costs the host
-// more than a kernel costs the GPU. torch frees the memory in stream order.
+// The scratch arrays of an op on a GPU, in one allocation: an allocation through torch takes more
+// time of the host than a small kernel takes on the GPU. `add` every array, then `allocate` once.
+// The memory is freed with this object, in stream order: kernels that were launched on the same
+// stream before may still use it.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -14,7 +16,8 @@ namespace emb::cuda {
 
 class DeviceArrays {
  public:
-  // Reserve an array of n elements, aligned to 256 bytes; `allocate` writes where it is.
+  // Reserve an array of n elements, aligned to 256 bytes. `allocate` writes its device address to
+  // `*address`, which must exist until then. The array is uninitialised.
   template <class T>
   void add(T** address, int64_t n) {
     constexpr int64_t kAlignment = 256;
@@ -22,6 +25,7 @@ class DeviceArrays {
     bytes_ += (n * static_cast<int64_t>(sizeof(T)) + kAlignment - 1) / kAlignment * kAlignment;
   }
 
+  // Allocate all arrays on the device of `like`. Throws AllocationError.
   void allocate(const torch::stable::Tensor& like) {
     memory_ = emb::allocate(like, {bytes_}, torch::headeronly::ScalarType::Byte);
     auto* memory = static_cast<char*>(memory_->mutable_data_ptr());

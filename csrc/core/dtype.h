@@ -1,5 +1,5 @@
-// The dtypes of the kernels as an enum for torch-free code, and index arrays whose integer width is
-// known at run time only.
+// Element types for code without torch: the dtypes of weights, states and outputs as an enum, and
+// arrays of indices whose integer width is known at run time only.
 #pragma once
 
 #include <cstdint>
@@ -13,16 +13,17 @@ enum class Dtype : int { kFloat = 0, kHalf = 1, kBfloat16 = 2 };
 
 inline constexpr int kDtypes = 3;
 
-// Return the bytes of an element.
+// Return the bytes of an element of dtype `type`.
 EMB_HD constexpr int64_t size_of(Dtype type) { return type == Dtype::kFloat ? 4 : 2; }
 
+// A value that stands for type T.
 template <class T>
 struct TypeTag {
   using type = T;
 };
 
-// Call `body(TypeTag<T>{}, index)` for the element type and the number of each Dtype, to fill a
-// table of kernels that is indexed by dtype.
+// Call `body(TypeTag<T>{}, number)` for each Dtype, with its element type and its number, for
+// example to fill a table of kernels that is indexed by dtype.
 template <class Body>
 constexpr void for_each_dtype(const Body& body) {
   body(TypeTag<float>{}, static_cast<int>(Dtype::kFloat));
@@ -30,11 +31,11 @@ constexpr void for_each_dtype(const Body& body) {
   body(TypeTag<bfloat16>{}, static_cast<int>(Dtype::kBfloat16));
 }
 
-// int32 or int64 data. Each access costs one predictable branch, which is fine for offsets
-// (one per bag).
+// A view of an array of int32 or int64 on the host or on a device. Each access takes a predictable
+// branch, which is cheap enough for offsets, of which a bag reads two.
 struct IndexArray {
-  const void* data = nullptr;
-  bool is_int64 = true;
+  const void* data = nullptr;  // not owned
+  bool is_int64 = true;        // else int32
 
   EMB_HD int64_t operator[](int64_t i) const {
     return is_int64 ? static_cast<const int64_t*>(data)[i] : static_cast<const int32_t*>(data)[i];

@@ -1,6 +1,7 @@
-// The wrapper of every op: `EMB_IMPL(m, emb, tbe_lookup)` registers the function of that name. It
-// does what all ops need: it rejects tensors whose storage is smaller than their size, and it
-// reports failed allocations.
+// The wrapper of every op, and allocation of tensors. `EMB_IMPL(m, emb, tbe_lookup)` registers the
+// function emb::tbe_lookup as the op of that name. The wrapper does what all ops need: before the
+// call it rejects tensors whose storage is smaller than their size, and it turns a failed
+// allocation into an error that names the op.
 #pragma once
 
 #include <dlfcn.h>
@@ -18,8 +19,8 @@
 
 namespace emb {
 
-// Return torch's message for the call into it that just failed; "" before torch 2.13, which does
-// not expose it.
+// Return torch's message for the call into torch that just failed on this thread; "" for versions
+// before torch 2.13, which do not expose it.
 inline std::string torch_error_message() {
   using Getter = const char* (*)();
   static const auto get =
@@ -28,12 +29,15 @@ inline std::string torch_error_message() {
   return words == nullptr ? "" : words;
 }
 
+// Thrown by `allocate`; the wrapper adds the name of the op.
 struct AllocationError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// Return a contiguous tensor on the device of `like`, uninitialized; say why if that failed.
-// torch's `new_empty` would look the operator up by its name, at every call.
+// Return a contiguous, uninitialised tensor of at most 4 dimensions on the device of `like`, of
+// dtype `type` or else that of `like`. Throws AllocationError with the reason that torch gives. On
+// a GPU the memory is freed in the order of torch's current stream. torch's `new_empty` is not used
+// because it looks the operator up by name at every call.
 inline torch::stable::Tensor allocate(
     const torch::stable::Tensor& like, const std::vector<int64_t>& sizes,
     std::optional<torch::headeronly::ScalarType> type = std::nullopt) {
@@ -59,6 +63,7 @@ inline torch::stable::Tensor allocate(
                         (words.empty() ? "" : ": " + words));
 }
 
+// The same, filled with zeros.
 inline torch::stable::Tensor allocate_zeros(
     const torch::stable::Tensor& like, const std::vector<int64_t>& sizes,
     std::optional<torch::headeronly::ScalarType> type = std::nullopt) {
@@ -67,8 +72,9 @@ inline torch::stable::Tensor allocate_zeros(
   return tensor;
 }
 
-// Check that the elements lie inside the storage: `untyped_storage().resize_()` may have shrunk it
-// since the tensor was created.
+// Check that the elements of a tensor lie inside its storage, which `untyped_storage().resize_()`
+// may have shrunk since the tensor was created. `op` and `argument`, the position in the schema,
+// are for the message. The overloads check optional tensors and lists, and accept other arguments.
 inline void check_storage(const char* op, int argument, const torch::stable::Tensor& tensor) {
   const int64_t numel = tensor.numel();
   if (numel == 0) return;
@@ -101,6 +107,8 @@ inline void check_storage(const char* op, int argument,
 template <class Value>
 void check_storage(const char*, int, const Value&) {}
 
+// Entry<function, Name>::call is `function` with these checks; Name::get() returns the op's name.
+// It throws std::runtime_error or what `function` throws.
 template <auto function, class Name>
 struct Entry;
 
@@ -127,6 +135,8 @@ struct Entry<function, Name> {
 
 }  // namespace emb
 
+// Register function space::name as the implementation of op `name` in `library`, the argument of a
+// STABLE_TORCH_LIBRARY_IMPL block.
 #define EMB_IMPL(library, space, name)                                       \
   do {                                                                       \
     struct Name {                                                            \

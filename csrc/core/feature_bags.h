@@ -1,5 +1,6 @@
-// The bags of each feature, and their distribution over threads: ranges of equal cost, each of one
-// feature, since a kernel works on one table at a time. All features share one parallel region.
+// The bags of each feature on the CPU, and their distribution over threads. Threads get ranges of
+// bags of about equal cost. A range is divided where the feature changes, since a kernel works on
+// one table at a time. All features share one parallel region.
 #pragma once
 
 #include <algorithm>
@@ -11,15 +12,23 @@
 
 namespace emb {
 
-// The smallest cost, lookups and bags, of a range that gets a thread of its own.
+// The minimum cost of a range that gets a thread of its own, in lookups plus bags.
 inline constexpr int64_t kBagGrain = 512;
 
-// The bags of feature f are [first_bags[f], first_bags[f + 1]).
+// The range of bags of every feature. It owns `first_bags`; `map` points into the tensor
+// `bag_layout`, which must live as long as this object.
 struct FeatureBags {
+  // [F + 1]: feature f has the bags [first_bags[f], first_bags[f + 1]), empty for a feature without
+  // bags.
   std::vector<int64_t> first_bags = {0};
   BagMap map;
 
-  // Check `bag_layout`: its rows must lie within `columns` elements unless there is no pooling.
+  // `features` [F, 8] must have been checked (check_features). `offsets` has one entry more than
+  // there are bags; only their number is read. `columns` is the number of columns of the output of
+  // a fixed batch, or of all elements of the output of a variable batch, the one with a
+  // `bag_layout`. Throws if the number of bags does not fit a fixed batch; for a variable batch, if
+  // the features of `bag_layout` do not ascend or are out of range, or if the row of a bag does not
+  // lie inside `columns` (not checked without pooling).
   FeatureBags(const char* op, const Tensor& features, const Tensor& offsets,
               const std::optional<Tensor>& bag_layout, Pooling pooling, int64_t columns)
       : map(bag_map(op, features.size(0), offsets, bag_layout, columns)) {
@@ -49,12 +58,15 @@ struct FeatureBags {
 
   int64_t num_features() const { return static_cast<int64_t>(first_bags.size()) - 1; }
   int64_t num_bags() const { return first_bags.back(); }
+  // Return the feature of a bag in [0, num_bags()), by binary search.
   int64_t feature_of(int64_t bag) const {
     return std::upper_bound(first_bags.begin(), first_bags.end(), bag) - first_bags.begin() - 1;
   }
 };
 
-// Call `body(feature, first_bag, last_bag)` for all bags, in parallel.
+// Call `body(feature, first_bag, last_bag)` for ranges [first_bag, last_bag) that together are all
+// bags; each is a non-empty range of bags of one feature. Several threads call `body` at once; it
+// must not throw.
 template <class Body>
 void for_feature_bags(const Bags& bags, const FeatureBags& features, const Body& body) {
   const auto cost = [&](int64_t bag) {

@@ -1,4 +1,7 @@
-// Fibers: threads of execution that take turns on one system thread, with a stack each.
+// Fibers: threads of execution with a stack each that take turns on one system thread, for the CUDA
+// emulation. A fiber is a stack and a saved stack pointer. A switch takes a few nanoseconds on
+// x86-64; on other processors it uses ucontext. Every switch is announced to AddressSanitizer, so
+// that it knows the current stack. Not for use by several threads.
 #pragma once
 
 #include <sys/mman.h>
@@ -17,16 +20,13 @@
 
 namespace emb::simt {
 
-// A fiber is a stack and a saved stack pointer. Switching costs a few nanoseconds on x86-64; on
-// other processors it goes through ucontext. Every switch is announced to AddressSanitizer, so that
-// it knows the current stack.
-
 inline constexpr size_t kStackBytes = 256 * 1024;
-inline constexpr size_t kGuardBytes = 4096;
+inline constexpr size_t kGuardBytes = 4096;  // inaccessible, below the stack: overflows fault
 
 #if defined(__x86_64__)
 
-// Save the callee-saved registers on this stack and continue on the other one.
+// Save the callee-saved registers on this stack and its pointer in `*save`, then continue on the
+// stack with the pointer `load`.
 __attribute__((naked, noinline, weak)) void swap_stacks(void** save, void* load);
 __attribute__((naked, noinline, weak)) void swap_stacks(void**, void*) {
   asm volatile(
@@ -35,11 +35,13 @@ __attribute__((naked, noinline, weak)) void swap_stacks(void**, void*) {
       "popq %r15\n popq %r14\n popq %r13\n popq %r12\n popq %rbx\n popq %rbp\n ret\n");
 }
 
+// A saved state of execution. `start` prepares one that runs `entry` on a stack of `bytes` bytes;
+// `swap` saves the current state here and continues with `to`.
 class Context {
  public:
   void start(char* stack, size_t bytes, void (*entry)()) {
-    // `entry` expects the stack as after a call: 8 bytes off a multiple of 16, with a return
-    // address that ends backtraces. Below it are six registers for swap_stacks to pop.
+    // `entry` expects the stack as it is after a call: 8 bytes below a multiple of 16, with a
+    // return address; 0 ends backtraces. Below it are six registers for swap_stacks to pop.
     auto* top = reinterpret_cast<uint64_t*>(stack + bytes);
     top[-1] = 0;
     top[-2] = reinterpret_cast<uint64_t>(entry);
@@ -71,7 +73,8 @@ class Context {
 
 #endif
 
-// A fiber owns its stack for its whole life and runs `entry`, which must never return.
+// A fiber that owns its stack. A fiber that was never started stands for the stack of the system
+// thread that switches away from it.
 class Fiber {
  public:
   Fiber() = default;
@@ -81,6 +84,9 @@ class Fiber {
     if (memory_ != nullptr) munmap(memory_, kGuardBytes + kStackBytes);
   }
 
+  // Prepare the fiber to run `entry` when it is switched to next. `entry` must call `arrive` first
+  // and never return. A fiber may be started again, but not while it runs; what was on its stack is
+  // lost without destructors. Throws std::runtime_error without memory for the stack.
   void start(void (*entry)()) {
     if (memory_ == nullptr) {
       void* memory = mmap(nullptr, kGuardBytes + kStackBytes, PROT_READ | PROT_WRITE,
@@ -96,7 +102,7 @@ class Fiber {
     context_.start(memory_ + kGuardBytes, kStackBytes, entry);
   }
 
-  // Leave this fiber for `to`; return when another fiber switches back to this one.
+  // Switch from this fiber, the running one, to `to`; return when another fiber switches back.
   void switch_to(Fiber& to) {
 #if defined(__SANITIZE_ADDRESS__)
     __sanitizer_start_switch_fiber(&fake_stack_, to.bottom_ ? to.bottom_ : to.stack(),
@@ -110,10 +116,12 @@ class Fiber {
 #endif
   }
 
-  // Tell the sanitizer that the switch has happened; `entry` calls it first.
+  // Announce to AddressSanitizer that the switch to this fiber has happened. `entry` calls it
+  // first.
   void arrive() {
 #if defined(__SANITIZE_ADDRESS__)
-    // The fiber just left reports its stack: the only way to learn that of the main fiber.
+    // This call also returns the stack of the fiber that was left. The stack of the main fiber,
+    // which was never started, is known only from here.
     Fiber* from = arriving_from();
     __sanitizer_finish_switch_fiber(fake_stack_, &from->bottom_, &from->bytes_);
 #endif

@@ -1,5 +1,7 @@
-// fp16 and bf16 as storage types: 16 bits in memory, float in registers. There is no arithmetic in
-// 16 bits, only conversion, which rounds to nearest even.
+// The storage types fp16 (half16) and bf16 (bfloat16): 16 bits in memory, float in registers. There
+// is no arithmetic in 16 bits, only conversion. `to_float` is exact; `from_float<T>` rounds to
+// nearest, ties to even, overflows to infinity and keeps NaN a NaN. Host and device give the same
+// bits, except for those of a NaN.
 #pragma once
 
 #include <cstdint>
@@ -22,6 +24,7 @@ struct bfloat16 {
   uint16_t bits;
 };
 
+// Return the 32 bits of a float, and the float of 32 bits.
 EMB_HD uint32_t float_bits(float x) {
   uint32_t bits;
   memcpy(&bits, &x, sizeof(bits));

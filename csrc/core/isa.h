@@ -1,7 +1,8 @@
-// One binary, several instruction sets: every `*_kernels.cpp` is compiled once per instruction set
-// into a namespace of that name and defines a table of function pointers there. This header
-// detects what the processor supports and selects the table. EMBLIB_ISA=baseline|avx2|avx512 in
-// the environment selects a lower instruction set (tests use it). Only `*_cpu.cpp` include it.
+// Selects the CPU kernels for the instruction set of this processor. Every `*_kernels.cpp` is
+// compiled once per instruction set, each time into a namespace of that name, and defines a table
+// of function pointers there. This header detects the best instruction set and selects its table.
+// EMBLIB_ISA=baseline|avx2|avx512 in the environment lowers the choice; tests use it. Only
+// `*_cpu.cpp` may include this header.
 #pragma once
 
 #include <cstdlib>
@@ -13,6 +14,8 @@ namespace emb {
 
 enum class Isa { kBaseline = 0, kAvx2 = 1, kAvx512 = 2 };
 
+// Return the best instruction set that the processor has and EMBLIB_ISA allows; kBaseline on
+// processors other than x86. Throws std::runtime_error for an unknown value of EMBLIB_ISA.
 inline Isa detect_isa() {
 #if defined(EMB_X86)
   Isa isa = Isa::kBaseline;
@@ -38,12 +41,14 @@ inline Isa detect_isa() {
 #endif
 }
 
+// Return detect_isa() of the first call: later changes of the environment have no effect.
 inline Isa cpu_isa() {
   static const Isa isa = detect_isa();
   return isa;
 }
 
-// Return the instance of `Table`, a struct of function pointers, for this processor.
+// Return the one of the three instances that was compiled for cpu_isa(). `Table` is a struct of
+// function pointers.
 template <class Table>
 const Table& pick_isa(const Table& baseline, const Table& avx2, const Table& avx512) {
   switch (cpu_isa()) {
@@ -58,8 +63,9 @@ const Table& pick_isa(const Table& baseline, const Table& avx2, const Table& avx
 
 }  // namespace emb
 
-// Declare the instances of `Table` named `instance`, one per instruction set, and define `getter`,
-// which returns the one for this processor. Use it in namespace emb.
+// Declare the instances of struct `Table` that are named `instance`, one per instruction set, and
+// define the function `getter()`, which returns the one for this processor. Use it in namespace
+// emb.
 #if defined(EMB_X86)
 #define EMB_SELECT_KERNELS(Table, instance, getter)                        \
   namespace baseline {                                                     \

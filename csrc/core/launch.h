@@ -1,7 +1,8 @@
-// Kernel launches from the entry points of the CUDA library: device guard, torch's current stream,
-// grid limits. torch's stable ABI (2.10) provides the current CUDA stream through a function that
-// only CUDA builds of torch have. It is looked up on first use, so that the library links and loads
-// with any torch.
+// Kernel launches from the entries of the CUDA library: CudaLauncher selects the device, takes
+// torch's current stream and knows how large grids should be. Errors of CUDA are thrown as errors
+// of torch. torch's stable ABI (2.10) provides the current CUDA stream through a function that only
+// CUDA builds of torch have; it is looked up on first use, so that the library links and loads with
+// any torch.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -16,14 +17,16 @@
 
 namespace emb {
 
+// Throw if a call into CUDA failed; `what` names the call in the message.
 inline void check_cuda(cudaError_t error, const char* what) {
   STD_TORCH_CHECK(error == cudaSuccess, "emblib: ", what, " failed: ", cudaGetErrorString(error));
 }
 
+// Return torch's current stream of this thread on a device. Throws if torch is no CUDA build.
 inline cudaStream_t current_stream(int32_t device) {
   using Getter = AOTITorchError (*)(int32_t, void**);
   static const Getter get = [] {
-    // Loaded already wherever there is a CUDA tensor: this only finds it.
+    // The library is loaded if there is a CUDA tensor; RTLD_NOLOAD only looks it up.
     void* library = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);
     void* symbol =
         dlsym(library != nullptr ? library : RTLD_DEFAULT, "aoti_torch_get_current_cuda_stream");
@@ -38,8 +41,9 @@ inline cudaStream_t current_stream(int32_t device) {
   return static_cast<cudaStream_t>(stream);
 }
 
-// Return the address at which kernels on the device of `like` access the tensor of a memory tier:
-// the tensor is on that device, or in pinned host memory, which a GPU accesses in place.
+// Return the address at which kernels on the device of `like` access `tensor`, the memory of a
+// tier. The tensor must be on that device or in pinned host memory, which a GPU accesses in place;
+// otherwise this throws. The caller keeps the tensor alive while kernels use it.
 inline void* kernel_address(const char* op, const torch::stable::Tensor& tensor,
                             const torch::stable::Tensor& like) {
   void* address = const_cast<void*>(tensor.const_data_ptr());
@@ -54,6 +58,7 @@ inline void* kernel_address(const char* op, const torch::stable::Tensor& tensor,
   return attributes.devicePointer;
 }
 
+// Return the number of multiprocessors of a device; it is queried once per device.
 inline int multiprocessors(int device) {
   static int counts[64] = {};
   int& count = counts[device < 64 ? device : 63];
@@ -64,8 +69,8 @@ inline int multiprocessors(int device) {
   return count;
 }
 
-// Return the largest cluster of blocks that the device runs: clusters began with sm_90, and 8
-// blocks are portable.
+// Return the maximum number of blocks in a cluster on a device: 8, the portable maximum, from sm_90
+// on; 1 on older devices, which have no clusters.
 inline unsigned max_cluster_of(int device) {
   static int majors[64] = {};
   int& major = majors[device < 64 ? device : 63];
@@ -76,8 +81,10 @@ inline unsigned max_cluster_of(int device) {
   return major >= 9 ? 8 : 1;
 }
 
-// Starts kernels on the device of a tensor, on torch's current stream. That device is the current
-// one for the lifetime of the object.
+// Starts kernels on the device of tensor `on`, on torch's current stream at its construction. That
+// device is CUDA's current device for the lifetime of the object. Launches return at once; kernels
+// run in the order of their launches. The pointers among `arguments` must be valid on the device
+// until the kernel has run. simt::HostLauncher has the same functions for the emulation.
 class CudaLauncher {
  public:
   explicit CudaLauncher(const torch::stable::Tensor& on)
@@ -88,11 +95,13 @@ class CudaLauncher {
 
   cudaStream_t stream() const { return stream_; }
 
-  // Return the maximum number of blocks of a grid, for `each` blocks per multiprocessor.
+  // Return the number of blocks of a grid that has `each` blocks per multiprocessor: the limit for
+  // grids of kernels with grid-stride loops.
   int64_t blocks(int each) const { return int64_t{multiprocessors_} * each; }
 
-  // Return the largest cluster that `kernel` may be started in. A library for older architectures
-  // alone runs on this device, but its kernels know of no cluster.
+  // Return the maximum number of blocks in a cluster of `kernel`. It is 1 if the library was
+  // compiled for older architectures only: such code runs on newer devices too, but without
+  // clusters.
   template <class... Parameters>
   unsigned max_cluster(void (*kernel)(Parameters...)) const {
     if (max_cluster_ == 1) return 1;
@@ -105,12 +114,14 @@ class CudaLauncher {
     return knows_clusters ? max_cluster_ : 1;
   }
 
+  // Start `kernel` on a grid, without dynamic shared memory.
   template <class... Parameters, class... Arguments>
   void operator()(void (*kernel)(Parameters...), dim3 grid, dim3 block,
                   const Arguments&... arguments) const {
     with_shared(kernel, grid, block, 0, arguments...);
   }
 
+  // Start `kernel` on a grid, with `shared_bytes` of dynamic shared memory per block.
   template <class... Parameters, class... Arguments>
   void with_shared(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_bytes,
                    const Arguments&... arguments) const {
@@ -128,7 +139,7 @@ class CudaLauncher {
     check_cuda(cudaLaunchKernelEx(&config, kernel, arguments...), "a kernel launch");
   }
 
-  // Start one cluster of `blocks` blocks.
+  // Start `kernel` on a grid that is one cluster of `blocks` <= max_cluster(kernel) blocks.
   template <class... Parameters, class... Arguments>
   void cluster(void (*kernel)(Parameters...), unsigned blocks, dim3 block, size_t shared_bytes,
                const Arguments&... arguments) const {
@@ -147,6 +158,7 @@ class CudaLauncher {
     check_cuda(cudaLaunchKernelEx(&config, kernel, arguments...), "a kernel launch");
   }
 
+  // Fill device memory with zero bytes, in stream order.
   void zero(void* data, size_t bytes) const {
     check_cuda(cudaMemsetAsync(data, 0, bytes, stream_), "cudaMemsetAsync");
   }

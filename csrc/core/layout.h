@@ -1,35 +1,41 @@
-// How a batch and the tables are laid out: which columns and rows a feature reads, where each bag
-// begins and ends, in which memory tier a row is stored, and where the output row of a bag goes.
+// The layout of tables and batches, shared by CPU and CUDA kernels. It answers four questions:
+// which rows and output columns belong to a feature (Feature), which lookups belong to a bag
+// (Bags), in which memory tier a row is stored (locate_row), and where the output row of a bag
+// begins (BagMap).
+//
+// A *lookup* is an entry of `indices`, a *bag* a range of lookups whose rows are pooled, and a
+// *feature* a range of bags that read one table. All structs here are views: they own no memory.
 #pragma once
 
 #include "core/dtype.h"
 
 namespace emb {
 
-// The table and the output columns of a feature: a row of the `features` tensor. Row r of its table
-// is [weight_offset + r * dim, + dim) of the weights of memory tier `tier`. Its linear row id is
-// row_base + r, unique in the module; groups and caches identify rows by it. Its row-wise states
-// are entry state_base + r of that tier. The pooled row goes to output columns
-// [column, column + dim).
+// The table of a feature and its output columns: a row of the tensor `features`, int64 [F, 8].
+// Sizes are in elements. Row r of the table, 0 <= r < rows, consists of the elements
+// [weight_offset + r * dim, weight_offset + (r + 1) * dim) of the weights of its tier.
 struct Feature {
-  int64_t weight_offset;
-  int64_t row_base;
-  int64_t rows;
-  int64_t dim;
-  int64_t column;
-  int64_t tier;
-  int64_t state_base;
-  int64_t cache_stride;  // elements between rows of the cache; 0 if the table is not cached
+  int64_t weight_offset;  // first element of row 0 in the weights of its tier
+  int64_t row_base;       // row r has the linear row id row_base + r, unique in the module; groups
+                          // and caches identify rows by it
+  int64_t rows;           // rows of the table
+  int64_t dim;            // columns of a row
+  int64_t column;         // the pooled row goes to output columns [column, column + dim)
+  int64_t tier;           // memory tier of the table, a Tier below kCacheTier
+  int64_t state_base;     // row-wise states of row r are entry state_base + r of the tier's states
+  int64_t cache_stride;   // elements between rows of the cache; 0 if the table is not cached
 };
 
 inline constexpr int kFeatureColumns = 8;
 static_assert(sizeof(Feature) == kFeatureColumns * sizeof(int64_t));
 
-// The bags of a batch. Whatever the contents of `offsets`, a bag is a range inside
-// [0, num_lookups].
+// The bags of a batch: bag b has the lookups [begin(b), end(b)), 0 <= b < count. Offsets need not
+// be checked: they are clamped when they are read, so that every bag is a range inside
+// [0, num_lookups]. The last bag ends at num_lookups, whatever the last offset is. Lookups before
+// the first offset belong to no bag.
 struct Bags {
-  IndexArray offsets;
-  int64_t count = 0;
+  IndexArray offsets;  // [count + 1], the first lookup of each bag
+  int64_t count = 0;   // bags
   int64_t num_lookups = 0;
 
   EMB_HD int64_t begin(int64_t bag) const { return clamp(offsets[bag], 0); }
@@ -43,35 +49,36 @@ struct Bags {
   }
 };
 
-// Return what the sum of a bag's rows is multiplied by. `Length` is an integer.
+// Return the factor for the sum of the rows of a bag of `length` lookups: 1 / length for the mean,
+// otherwise 1. `Length` is an integer type.
 template <class Length>
 EMB_HD float mean_factor(Pooling pooling, Length length) {
   return pooling == Pooling::kMean && length > 0 ? 1.0f / static_cast<float>(length) : 1.0f;
 }
 
-// Repair an index as FBGEMM does: -1 means "pruned, skip"; any other index out of range reads row
-// 0, if the table has rows.
+// Return the row that a lookup reads, -1 if it is skipped. As in FBGEMM, index -1 means "pruned"
+// and is skipped, and any other index outside [0, rows) reads row 0. In an empty table every lookup
+// is skipped.
 EMB_HD int64_t repair_index(int64_t index, int64_t rows) {
   return index >= 0 && index < rows ? index : index == -1 || rows == 0 ? -1 : 0;
 }
 
-// The weights of a module are spread over up to four memory tiers, and every kernel gets the base
-// of each. A row of a cached table is in the cache tier while it has a slot, otherwise in the tier
-// of its table.
-//
-// These are the positions in the `weights` list of an op; unused tiers are empty or left out.
+// The memory tiers of a module's weights; a value is the position in the list `weights` of an op.
+// Tensors of unused tiers are empty, and trailing ones are omitted. A row of a cached table is in
+// the cache tier while it has a cache slot, otherwise in the tier of its table.
 enum Tier : int { kDeviceTier = 0, kHostTier = 1, kDiskTier = 2, kCacheTier = 3 };
 
 inline constexpr int kTiers = 4;
 
+// Where the weights and states of a row are stored.
 struct RowLocation {
-  int tier;
+  int tier;         // a Tier
   int64_t element;  // first element of the row in the tier's weights and element-wise states
-  int64_t row;      // entry of the tier's row-wise states
+  int64_t row;      // entry of the row in the tier's row-wise states
 };
 
-// Return the location of row `row` of the table of `feature`; `slot` is its slot in the cache, -1
-// if it has none.
+// Return the location of row `row` in [0, feature.rows) of the table of `feature`. `slot` is the
+// cache slot of the row, -1 if it has none; it is ignored for a table that is not cached.
 EMB_HD RowLocation locate_row(const Feature& feature, int64_t row, int64_t slot) {
   if (slot >= 0 && feature.cache_stride > 0) {
     return {kCacheTier, slot * feature.cache_stride, slot};
@@ -80,10 +87,10 @@ EMB_HD RowLocation locate_row(const Feature& feature, int64_t row, int64_t slot)
           feature.state_base + row};
 }
 
-// A divisor of numbers below 2^31. A quotient takes a multiplication and a shift, where a GPU,
-// which cannot divide integers, needs some 20 instructions. With 2^(s-1) < d <= 2^s and m =
-// ceil(2^(31+s) / d), m n / 2^(31+s) exceeds n / d by less than 1 / d for n < 2^31, so that
-// rounding down gives the quotient.
+// A divisor, at least 1, of numbers below 2^31. It divides by a multiplication and a shift; a GPU
+// has no integer division and would need about 20 instructions. Why it is exact: let d be the
+// divisor, 2^(s-1) < d <= 2^s, and m = ceil(2^(31+s) / d). For n < 2^31, m n / 2^(31+s) exceeds
+// n / d by less than 1 / d, so rounding it down gives the quotient.
 class Divisor {
  public:
   // NOLINTNEXTLINE: a number becomes a divisor wherever one is needed.
@@ -103,20 +110,23 @@ class Divisor {
   uint32_t value_, multiplier_, shift_ = 0;
 };
 
-// In a fixed batch every feature has the same number of bags, and a bag's number determines its
-// feature and its output row. In a variable batch (VBE) the caller lists both in `bag_layout`.
-//
-// A row of the `bag_layout` tensor. Bags of a feature are contiguous, and features ascend.
+// A batch is fixed or variable. In a *fixed batch* every feature has the same number of bags, and
+// the number of a bag determines its feature and its output row: bag f * B + b is row b of feature
+// f. In a *variable batch* (VBE) the caller lists both for every bag in the tensor `bag_layout`,
+// int64 [bags, 2], of which this is a row. The bags of a feature are neighbours, and features
+// ascend.
 struct BagLayout {
   int64_t feature;
   int64_t element;  // first element of the bag's row in the flat pooled output
 };
 
+// The feature and the output row of every bag.
 struct BagMap {
-  const BagLayout* layout = nullptr;  // the bags of a variable batch; null for a fixed one
+  const BagLayout* layout = nullptr;  // [bags] of a variable batch; null for a fixed batch
   Divisor batch = 1;                  // bags per feature of a fixed batch, at least 1
   int64_t columns = 0;                // columns of the output of a fixed batch
 
+  // Return the feature of a bag.
   EMB_HD int64_t feature(uint32_t bag) const {
     return layout != nullptr ? layout[bag].feature : batch.quotient(bag);
   }
@@ -126,22 +136,28 @@ struct BagMap {
   }
 };
 
-// The lookups [begin, end) of a bag, and the first element of its row, counted from a base.
+// The lookups [begin, end) of a bag, and `element`, where its output row begins: see BagRows.
 struct BagSpan {
   int64_t begin, end, element;
 };
 
-// The bags of one feature as the CPU kernels see them, which work on ranges [first_bag, last_bag)
-// of bags. Without pooling every lookup of the range is a bag of its own. Rows of the output, or of
-// its gradient, are counted from a base: in a fixed batch the row of `first_bag` in the columns of
-// the feature, without pooling the row of lookup 0, in a variable batch element 0.
+// The bags of one feature and their output rows, as a CPU kernel sees them. A kernel works on a
+// range of bags [first_bag, last_bag), not empty. With pooling an item of the range is a bag;
+// without pooling it is a lookup, as if every lookup were a bag of its own.
+//
+// A kernel gets a pointer to a base element of the output, or of its gradient, and `element` counts
+// from that base. The base is
+//   without pooling     the row of lookup 0 (element 0),
+//   in a fixed batch    the row of first_bag in the columns of the feature,
+//   in a variable batch element 0.
 struct BagRows {
-  Bags bags;
+  Bags bags;  // of all features
   Pooling pooling;
-  const BagLayout* layout;  // the bags of a variable batch, else null
-  int64_t stride;           // elements between rows of a fixed batch, or of lookups
+  const BagLayout* layout;  // [bags] of a variable batch; null for a fixed batch
+  int64_t stride;           // elements between the rows of a fixed batch, or of lookups
 
-  // Return the elements from the beginning of the output to the base.
+  // Return the number of elements from the beginning of the output to the base; `column` is the
+  // first output column of the feature.
   static int64_t base(const BagMap& map, Pooling pooling, int64_t first_bag, int64_t column) {
     if (pooling == Pooling::kNone || map.layout != nullptr) return 0;
     return map.element(static_cast<uint32_t>(first_bag), column);
@@ -150,12 +166,12 @@ struct BagRows {
   EMB_HD int64_t first_lookup(int64_t first_bag) const { return bags.begin(first_bag); }
   EMB_HD int64_t end_lookup(int64_t last_bag) const { return bags.end(last_bag - 1); }
 
-  // Return the number of bags, or of lookups without pooling.
+  // Return the number of items of a range.
   EMB_HD int64_t count(int64_t first_bag, int64_t last_bag) const {
     return pooling == Pooling::kNone ? end_lookup(last_bag) - first_lookup(first_bag)
                                      : last_bag - first_bag;
   }
-  // Return the k-th of them.
+  // Return item k of the range that begins at first_bag.
   EMB_HD BagSpan span(int64_t first_bag, int64_t k) const {
     if (pooling == Pooling::kNone) {
       const int64_t lookup = first_lookup(first_bag) + k;
@@ -164,14 +180,16 @@ struct BagRows {
     const int64_t bag = first_bag + k;
     return {bags.begin(bag), bags.end(bag), element(first_bag, bag)};
   }
-  // Return the first element of the row of a bag with pooling.
+  // Return where the output row of `bag` begins, with pooling.
   EMB_HD int64_t element(int64_t first_bag, int64_t bag) const {
     return layout != nullptr ? layout[bag].element : (bag - first_bag) * stride;
   }
 };
 
-// Return the feature of lookup i: the last feature that begins at or before i; in a variable batch
-// the feature of the last bag that does. For invalid offsets the result is any feature in range.
+// Return the feature of lookup i, by binary search over the first lookups of features, in a
+// variable batch over those of bags: the last one that begins at or before i. There must be at
+// least one bag. Where the offsets do not ascend, or i is before the first bag, the result is some
+// feature in range.
 EMB_HD int64_t feature_of_lookup(const BagMap& map, const Bags& bags, int num_features, int64_t i) {
   const bool variable = map.layout != nullptr;
   const int64_t bags_of_step = variable ? 1 : map.batch.value();

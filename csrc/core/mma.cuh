@@ -1,30 +1,33 @@
-// Products of small matrices on tensor cores: sum += a b, with a [16, 8], b [8, 8] and a sum
-// [16, 8] that are distributed over the lanes of a warp as `mma.sync.m16n8k8` has them. All lanes
-// of the warp call `multiply_add` together.
+// Products of small matrices on tensor cores: sum += a b, where a is [16, 8], b is [8, 8] and sum
+// is [16, 8], all of float32. The matrices are distributed over the registers of the 32 lanes of a
+// warp in the layout of the instruction `mma.sync.m16n8k8`. All lanes call `multiply_add` together.
 //
-// With row = lane / 4 and column = lane % 4 a lane has of
-//   a: (row, column), (row + 8, column), (row, column + 4), (row + 8, column + 4)
-//   b: (column, row), (column + 4, row)
-//   sum: (row, 2 column), (row, 2 column + 1), (row + 8, 2 column), (row + 8, 2 column + 1)
-// The order of k is free as long as a and b agree, so kernels choose it such that loads are wide.
+// A lane with row = lane / 4 and column = lane % 4 holds these elements, in this order:
+//   a[4]:   (row, column), (row + 8, column), (row, column + 4), (row + 8, column + 4)
+//   b[2]:   (column, row), (column + 4, row)
+//   sum[4]: (row, 2 column), (row, 2 column + 1), (row + 8, 2 column), (row + 8, 2 column + 1)
+// The eight columns of a and rows of b may be permuted, both in the same way: the sum is the same.
+// Kernels choose a permutation with which their loads are wide.
 //
-// A type chooses how exact the products are:
-//   * Tf32x3: each operand is the sum of two TF32 values: big, x rounded to 11 bits, and small, the
-//     rest truncated to 11 bits; a b is big big + big small + small big. Against the exact product
-//     this misses at most 2^-21 of it: the last bit of either operand (2^-23), and small small
-//     (2^-22). The tensor core adds the products of one call only; sums of many calls are added in
-//     float32, rounded to nearest, since the tensor core truncates its sums, which in a long sum
-//     would add up. So a product alone has the error of a few roundings to float32, and a sum of
-//     eight or more is as exact as one in float32 (tests/simt/test_mma.py).
-//   * Tf32: operands are rounded to 11 bits, ties away from zero: 2^-11 each.
-//   * Bf16: operands are rounded to 8 bits, ties to even: 2^-8 each.
-// An infinite operand, or one that rounds to infinity (|x| >= 2^128 - 2^116 in TF32), gives NaN or
-// infinity; NaN gives NaN.
+// The accuracy is chosen by a type, a struct with operands A and B and `multiply_add`:
+//   * Tf32x3 is nearly as exact as float32. Each operand x is split into two TF32 values: `big` is
+//     x rounded to 11 significant bits, and `small` is x - big truncated to 11 bits. The product
+//     is big big + big small + small big. Its relative error is at most 2^-21: 2^-23 for the
+//     truncated last bit of each operand, and 2^-22 for the product small small, which is omitted.
+//     The tensor core truncates its sums, and in a long sum these errors would add up. So it adds
+//     up the products of one call only, and the sums of calls are added in float32, rounded to
+//     nearest. A single product then has the error of a few float32 roundings, and a sum of eight
+//     products or more is as exact as one in float32 (tests/simt/test_mma.py).
+//   * Tf32 rounds operands to 11 significant bits, ties away from zero: a relative error of up to
+//     2^-11 per operand.
+//   * Bf16 rounds operands to 8 significant bits, ties to even: up to 2^-8 per operand.
+// An operand that is infinite or rounds to infinity (|x| >= 2^128 - 2^116 in TF32) gives infinity
+// or NaN; a NaN gives NaN.
 //
-// On the host, operands have the same bits as on a GPU. The products of a call are exact and their
-// sum is truncated to float32. A GPU may add them in another order and with fewer bits, which PTX
-// leaves open, so that last bits differ between GPUs and from the host. On one GPU the same
-// operands give the same bits.
+// The emulation rounds operands to the same bits as a GPU. It computes the products of a call
+// exactly and truncates their sum to float32. A GPU may add them in another order and with fewer
+// bits, which PTX leaves open, so the last bits of sums can differ between GPU models and from the
+// host. On one GPU the same operands always give the same bits.
 #pragma once
 
 #include "core/codes.h"
@@ -33,7 +36,8 @@
 
 namespace emb::cuda {
 
-// Round to TF32, to nearest with ties away from zero; the lower 13 bits of the result are zero.
+// Return the bits of x rounded to TF32, to nearest with ties away from zero. The lower 13 bits are
+// zero.
 EMB_HD uint32_t tf32_bits(float x) {
 #if defined(__CUDA_ARCH__)
   uint32_t bits;
@@ -46,7 +50,8 @@ EMB_HD uint32_t tf32_bits(float x) {
 #endif
 }
 
-// Round two floats to BF16, to nearest even; the first in the lower half.
+// Return the bits of two floats rounded to BF16, to nearest even: `low` in the lower half of the
+// word, `high` in the upper half.
 EMB_HD uint32_t bf16_bits(float low, float high) {
 #if defined(__CUDA_ARCH__)
   uint32_t bits;
@@ -60,7 +65,8 @@ EMB_HD uint32_t bf16_bits(float low, float high) {
 
 #if defined(__CUDACC__)
 
-// sum += a b. Of TF32 operands the instruction reads the upper 19 bits.
+// sum += a b, one instruction. A word of `a` or `b` holds one TF32 value, of which the instruction
+// reads the upper 19 bits, or two BF16 values: columns k and k + 4 of a, rows k and k + 4 of b.
 EMB_DEVICE void mma_tf32(float (&sum)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
   asm volatile(
       "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
@@ -79,34 +85,34 @@ EMB_DEVICE void mma_bf16(float (&sum)[4], const uint32_t (&a)[2], const uint32_t
 
 #else
 
-// What a lane brings to a product.
+// The operands of one lane in the emulation, on the stack of its fiber.
 struct MmaLane {
-  const uint32_t *a, *b;
-  float* sum;
-  bool done = false;
+  const uint32_t *a, *b;  // words, as the instruction takes them
+  float* sum;             // [4], read and written
+  bool done = false;      // whether the product has been added to `sum`
 };
 
-// Return part `part` of a word, which has one value of TF32, or two of BF16.
-template <int kParts>
-__attribute__((no_sanitize("thread"))) inline double part_of(uint32_t word, int part) {
-  const uint32_t bits = kParts == 1 ? word & ~0x1fffu : part == 0 ? word << 16 : word >> 16 << 16;
+// Return value `which` of a word, which holds kValues of them: one TF32 value or two BF16 values.
+template <int kValues>
+__attribute__((no_sanitize("thread"))) inline double value_of(uint32_t word, int which) {
+  const uint32_t bits = kValues == 1 ? word & ~0x1fffu : which == 0 ? word << 16 : word >> 16 << 16;
   float x;
   __builtin_memcpy(&x, &bits, sizeof(x));
   return static_cast<double>(x);
 }
 
-// Write the sums of all lanes. Their operands are on stacks, which the race detector does not
-// watch.
-template <int kParts>
+// Compute the product of a whole warp and update the sums of all lanes. All of it is on the stacks
+// of fibers, which the race detector (tests/pretend) does not watch, so accesses are not recorded.
+template <int kValues>
 __attribute__((no_sanitize("thread"))) void multiply_lanes(MmaLane* const (&lanes)[32]) {
   double a[16][8], b[8][8];
   for (int row = 0; row < 8; ++row) {
     for (int k = 0; k < 8; ++k) {
       const MmaLane& lane = *lanes[row * 4 + k % 4];
-      const int word = kParts == 1 ? k / 4 : 0, part = kParts == 1 ? 0 : k / 4;
-      a[row][k] = part_of<kParts>(lane.a[word * 2], part);
-      a[row + 8][k] = part_of<kParts>(lane.a[word * 2 + 1], part);
-      b[k][row] = part_of<kParts>(lane.b[word], part);
+      const int word = kValues == 1 ? k / 4 : 0, which = kValues == 1 ? 0 : k / 4;
+      a[row][k] = value_of<kValues>(lane.a[word * 2], which);
+      a[row + 8][k] = value_of<kValues>(lane.a[word * 2 + 1], which);
+      b[k][row] = value_of<kValues>(lane.b[word], which);
     }
   }
   for (int m = 0; m < 16; ++m) {
@@ -128,29 +134,34 @@ __attribute__((no_sanitize("thread"))) void multiply_lanes(MmaLane* const (&lane
   for (MmaLane* lane : lanes) lane->done = true;
 }
 
-template <int kParts>
-void emulate_mma(const char* name, MmaLane* own, simt::Where where) {
+// Meet the other lanes of the warp and add the product to the sum of every lane. The first lane
+// that continues computes the product for all.
+template <int kValues>
+void emulate_mma(const char* name, MmaLane* self, simt::Where where) {
   const simt::WarpValues& values =
-      simt::Machine::get().meet_warp(name, simt::kFullMask, simt::to_word(own), where);
-  if (own->done) return;  // by the first lane that goes on
+      simt::Machine::get().meet_warp(name, simt::kFullMask, simt::to_word(self), where);
+  if (self->done) return;
   MmaLane* lanes[32];
   for (int i = 0; i < 32; ++i) lanes[i] = simt::from_word<MmaLane*>(values.word[i]);
-  multiply_lanes<kParts>(lanes);
+  multiply_lanes<kValues>(lanes);
 }
 
 inline void mma_tf32(float (&sum)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
                      simt::Where where = simt::Where::current()) {
-  MmaLane own{a, b, sum};
-  emulate_mma<1>("mma_tf32", &own, where);
+  MmaLane self{a, b, sum};
+  emulate_mma<1>("mma_tf32", &self, where);
 }
 
 inline void mma_bf16(float (&sum)[4], const uint32_t (&a)[2], const uint32_t (&b)[1],
                      simt::Where where = simt::Where::current()) {
-  MmaLane own{a, b, sum};
-  emulate_mma<2>("mma_bf16", &own, where);
+  MmaLane self{a, b, sum};
+  emulate_mma<2>("mma_bf16", &self, where);
 }
 
 #endif
+
+// The three accuracies. A constructor of A or B takes this lane's elements of the matrix in the
+// order at the top of this file.
 
 struct Tf32x3 {
   template <int kWords>
@@ -160,7 +171,8 @@ struct Tf32x3 {
     EMB_DEVICE explicit Operand(const float (&x)[kWords]) {
 #pragma unroll
       for (int i = 0; i < kWords; ++i) {
-        // As tf32_bits, in fewer instructions; it may lose a NaN, which `small` then has.
+        // The same as tf32_bits in fewer instructions, except that a NaN may become another value;
+        // then `small` is NaN.
         big[i] = (float_bits(x[i]) + 0x1000u) & ~0x1fffu;
         small[i] = float_bits(x[i] - bits_float(big[i]));
       }
@@ -170,12 +182,12 @@ struct Tf32x3 {
   using B = Operand<2>;
 
   EMB_DEVICE static void multiply_add(float (&sum)[4], const A& a, const B& b) {
-    float part[4] = {};
-    mma_tf32(part, a.small, b.big);
-    mma_tf32(part, a.big, b.small);
-    mma_tf32(part, a.big, b.big);
+    float product[4] = {};
+    mma_tf32(product, a.small, b.big);
+    mma_tf32(product, a.big, b.small);
+    mma_tf32(product, a.big, b.big);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) sum[i] += part[i];
+    for (int i = 0; i < 4; ++i) sum[i] += product[i];
   }
 };
 
@@ -215,7 +227,8 @@ struct Bf16 {
   }
 };
 
-// Call `use` with the products of a precision, to launch the kernel that has them.
+// Call `use` with a value of the type that has the accuracy `precision`, for example to launch the
+// kernel template with that type.
 template <class Use>
 void with_products(MatmulPrecision precision, const Use& use) {
   switch (precision) {

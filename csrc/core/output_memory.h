@@ -1,12 +1,12 @@
-// Memory of the outputs of CPU ops, kept for the next step when the tensor dies. glibc gives memory
-// of this size back to the system, always or depending on what else is in the heap, and the system
-// clears each page when it is first written again: with 26 tables of D 64 and a batch of 2,048 up
-// to 5,100 page faults per step, which took longer than the step.
+// Memory for the outputs of CPU ops. When such a tensor is destroyed its memory is kept for the
+// next step. Otherwise glibc would return blocks of this size to the system, which clears each page
+// again before its first use: with 26 tables of D 64 and a batch of 2,048 there were up to 5,100
+// page faults per step, which took longer than the step.
 //
-// Blocks are of the process, as a tensor may die in another thread than the one that made it. A
-// tensor over a block cannot be resized, and torch's memory profiler does not see it. torch 2.10
-// cannot make one. There, and with EMBLIB_KEEP_OUTPUTS=0 in the environment, outputs have torch's
-// memory, in huge pages.
+// The blocks belong to the process, because a tensor may be destroyed in another thread than the
+// one that allocated it. A tensor over a block cannot be resized, and torch's memory profiler does
+// not see it. torch 2.10 cannot wrap such memory. With it, and with EMBLIB_KEEP_OUTPUTS=0 in the
+// environment, outputs use torch's memory, in huge pages.
 #pragma once
 
 #include <dlfcn.h>
@@ -23,30 +23,34 @@
 
 namespace emb {
 
-// Smaller tensors are in memory that glibc keeps (its smallest mmap and trim thresholds).
+// The size in bytes from which outputs use these blocks. glibc keeps the memory of smaller tensors:
+// this is the minimum of its mmap and trim thresholds.
 inline constexpr int64_t kMinOutputBlock = int64_t{128} << 10;
 
-// Bytes of all blocks that no tensor uses, at most; larger blocks go back to the system at once.
+// The maximum number of bytes of all unused blocks together. A larger block is returned to the
+// system when its tensor is destroyed.
 #if defined(__SANITIZE_ADDRESS__)
-inline constexpr int64_t kKeptOutputBytes = 0;  // so that accesses to freed blocks are found
+inline constexpr int64_t kKeptOutputBytes = 0;  // the sanitizer finds accesses to freed blocks
 #else
 inline constexpr int64_t kKeptOutputBytes = int64_t{256} << 20;
 #endif
 
-// The blocks that no tensor uses.
+// The blocks that no tensor uses. All functions may be called by several threads at once.
 class OutputBlocks {
  public:
-  // Never destroyed: tensors may die after static objects.
+  // Return the only object. It is never destroyed, because tensors may outlive static objects.
   static OutputBlocks& of_process() {
     static auto* const blocks = new OutputBlocks;
     return *blocks;
   }
 
-  // Return memory for at least `bytes`, in huge pages where that is possible; set `bytes` to its
-  // size.
+  // Return a block of at least `*bytes` bytes (`*bytes` >= kMinOutputBlock), in huge pages where
+  // possible, and set `*bytes` to its size. The caller owns it until `give`. Return null if the
+  // system has no memory.
   void* take(int64_t* bytes) {
     const int64_t wanted = *bytes;
-    // Sizes in steps of an eighth, so that batches whose sizes differ a little use the same block.
+    // Round up to steps of an eighth of the size, so that batches of slightly different sizes use
+    // the same block.
     const int64_t step = static_cast<int64_t>(std::bit_floor(static_cast<uint64_t>(wanted))) / 8;
     *bytes = (wanted + step - 1) / step * step;
     {
@@ -61,6 +65,7 @@ class OutputBlocks {
     return data;
   }
 
+  // Take back a block of `bytes` bytes, the size that `take` reported.
   void give(void* data, int64_t bytes) {
     const std::lock_guard lock(mutex_);
     blocks_.give(data, bytes);
@@ -69,7 +74,8 @@ class OutputBlocks {
  private:
   static constexpr int64_t kPageBytes = 4096;
 
-  // A thread of the parent may hold the mutex while another forks.
+  // The handlers hold the mutex during a fork: another thread of the parent might hold it at that
+  // moment, and that thread does not exist in the child to release it.
   OutputBlocks() : blocks_(kKeptOutputBytes) {
     pthread_atfork([] { of_process().mutex_.lock(); }, [] { of_process().mutex_.unlock(); },
                    [] { of_process().mutex_.unlock(); });
@@ -79,7 +85,8 @@ class OutputBlocks {
   KeptBlocks blocks_;
 };
 
-// `torch_from_blob` of torch's shim, since 2.11: a tensor over memory that `deleter` takes back.
+// The type of `torch_from_blob` in torch's C shim, available since torch 2.11. It wraps memory in a
+// tensor; `deleter` gets the memory back when the storage is destroyed.
 using FromBlob = AOTITorchError (*)(void* data, int64_t ndim, const int64_t* sizes,
                                     const int64_t* strides, int64_t storage_offset, int32_t dtype,
                                     int32_t device_type, int32_t device_index,
@@ -87,7 +94,7 @@ using FromBlob = AOTITorchError (*)(void* data, int64_t ndim, const int64_t* siz
                                     int64_t opaque_size, void (*deleter)(void* data, void* context),
                                     void* context);
 
-// Return null where outputs have torch's memory.
+// Return that function, or null if outputs must use torch's memory: see the top of this file.
 inline FromBlob from_blob_with_deleter() {
   static const FromBlob function = [] {
     const char* const keep = std::getenv("EMBLIB_KEEP_OUTPUTS");
@@ -97,14 +104,15 @@ inline FromBlob from_blob_with_deleter() {
   return function;
 }
 
+// Return the bytes of an element of int32, int64, or a float type of 16 or 32 bits.
 constexpr int64_t element_bytes(torch::headeronly::ScalarType type) {
   using torch::headeronly::ScalarType;
   if (type == ScalarType::Long) return 8;
   return type == ScalarType::Int || type == ScalarType::Float ? 4 : 2;
 }
 
-// Return an uninitialized tensor on the CPU for the output of an op: of int32, int64 or a
-// float type of 16 or 32 bits.
+// Return an uninitialised, contiguous CPU tensor for the output of an op; `type` is int32, int64 or
+// a float type of 16 or 32 bits, and `like` any CPU tensor. Throws AllocationError.
 inline torch::stable::Tensor allocate_output(const torch::stable::Tensor& like,
                                              const std::vector<int64_t>& sizes,
                                              torch::headeronly::ScalarType type) {

@@ -1,5 +1,6 @@
-// Parallel loops on torch's intra-op threads. Kernels split work by cost, not by count, and no
-// result depends on where it is split.
+// Parallel loops on torch's intra-op threads. Work is divided by cost, not by the number of items,
+// and no result may depend on where it is divided. The functions return when all calls have; a
+// `task` or `body` must not throw, and several threads call it at once.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -8,9 +9,10 @@
 
 namespace emb {
 
+// Return the number of threads that a loop may use, at least 1.
 inline int num_threads() { return static_cast<int>(torch::stable::get_num_threads()); }
 
-// Call `task(i)` for i in [0, count) on several threads; `task` must not throw.
+// Call `task(i)` for every i in [0, count), each a unit of work that may go to a thread of its own.
 template <class Task>
 void parallel_tasks(int64_t count, const Task& task) {
   if (count == 1) return task(int64_t{0});
@@ -19,7 +21,8 @@ void parallel_tasks(int64_t count, const Task& task) {
   });
 }
 
-// Return the first i in [0, n] with cost(i) >= part/parts of cost(n); `cost` never decreases.
+// Return where part `part` of `parts` of [0, n) begins: the first i with a cost(i) of at least
+// part/parts of cost(n). `cost(i)` is the cost of [0, i) and must not decrease.
 template <class Cost>
 int64_t split_point(int64_t n, int64_t part, int64_t parts, const Cost& cost) {
   if (part == 0) return 0;
@@ -37,8 +40,9 @@ int64_t split_point(int64_t n, int64_t part, int64_t parts, const Cost& cost) {
   return low;
 }
 
-// Split [0, n) into ranges of equal cost, at most one per thread and of at least `grain` cost each,
-// and call `body(begin, end)` for every range.
+// Divide [0, n) into ranges of about equal cost and call `body(begin, end)` for every range that is
+// not empty. There is at most one range per thread, and at most one per `grain` of cost plus one.
+// `cost(i)` is the cost of [0, i).
 template <class Cost, class Body>
 void parallel_balanced(int64_t n, int64_t grain, const Cost& cost, const Body& body) {
   if (n == 0) return;

@@ -1,17 +1,22 @@
-// Sums of rows on one CPU thread, for whatever rows are made of: floats, packed numbers, pieces of
-// other tensors. Sums over random rows are bound by cache misses, so rows are prefetched a fixed
-// number of rows ahead, across bags. The sums of a block of up to 8 registers of columns stay in
-// registers while the block of all rows is read. Only for `*_kernels.cpp`.
+// Pooling on one CPU thread: sums of the rows of bags, for rows of any format (floats, packed
+// numbers, rows of other tensors). Sums over random rows are bound by cache misses, so every row is
+// prefetched a fixed number of rows before its use, across bags. Columns are processed in blocks of
+// up to 8 registers: the sums of a block stay in registers while the block's columns of all rows
+// are read. Only `*_kernels.cpp` may include this header.
 //
-// `Rows` is a sequence of rows to be added up:
+// `Rows` is a sequence of rows, one per lookup, with the members
 //
-//   dim()                   columns of a row
-//   skip_columns(count)     make rows begin `count` columns later; called on a copy
-//   at(i)                   address of the first column of row i, null for a row to skip
-//   values(address, i)      what is added for that row: vector(v), columns [v * kLanes, + kLanes),
-//                           and first(n), the first n < kLanes columns
-//   prefetch(i, count)      request the first `count` columns of row i, if there is such a row
-//   distance()              rows between a prefetch and its use; only for `pool_bags`
+//   dim()                   number of columns of a row
+//   skip_columns(n)         make every row begin n columns later; called on a copy
+//   at(i)                   address of the first column of row i, null if the row is skipped
+//   values(address, i)      the columns to be added for that row, as an object with
+//                             vector(v)   Vec of columns [v * kLanes, (v + 1) * kLanes)
+//                             first(n)    Vec whose first n lanes are the first n < kLanes columns
+//   prefetch(i, n)          prefetch the first n columns of row i; i may be beyond the last row
+//   distance()              number of rows between a prefetch and the use of the row
+//
+// `finish` maps the sum of some columns to the values that are stored, Vec to Vec, for example by
+// the factor of a mean. Outputs of type O (float, half16 or bfloat16) are rounded to nearest.
 #pragma once
 
 #include "core/layout.h"
@@ -19,9 +24,9 @@
 
 namespace emb::EMB_ISA {
 
-// Write columns [column, column + kVectors * kLanes) of `finish` of the sum of rows [begin, end).
-// Every block prefetches its columns of later rows, so that the number of cache lines is a
-// compile-time constant.
+// Write columns [column, column + kVectors * kLanes) of the output row `out`: `finish` of the sum
+// of rows [begin, end). The block prefetches its own columns of later rows, so that the number of
+// cache lines per row is a compile-time constant.
 template <int kVectors, class Rows, class Finish, class O>
 EMB_HD void pool_block(Rows rows, int64_t column, int64_t begin, int64_t end, const Finish& finish,
                        O* out) {
@@ -37,7 +42,7 @@ EMB_HD void pool_block(Rows rows, int64_t column, int64_t begin, int64_t end, co
   for (int v = 0; v < kVectors; ++v) store(out + column + v * kLanes, finish(sums[v]));
 }
 
-// The same for the last columns, fewer than kLanes.
+// The same for the columns from `column` to the end of the row, fewer than kLanes.
 template <class Rows, class Finish, class O>
 EMB_HD void pool_tail(Rows rows, int64_t column, int64_t begin, int64_t end, const Finish& finish,
                       O* out) {
@@ -53,7 +58,8 @@ EMB_HD void pool_tail(Rows rows, int64_t column, int64_t begin, int64_t end, con
   store_first(out + column, finish(sum), rest);
 }
 
-// Write `finish(sum)` of the sum of rows [begin, end), in their order, to `out`.
+// Write the output row of a bag, [dim()] at `out`: `finish` of the sum of rows [begin, end), added
+// in this order. The sum of no rows is 0.
 template <class Rows, class Finish, class O>
 EMB_HD void pool_bag(const Rows& rows, int64_t begin, int64_t end, const Finish& finish, O* out) {
   const int64_t dim = rows.dim();
@@ -76,13 +82,14 @@ EMB_HD void pool_bag(const Rows& rows, int64_t begin, int64_t end, const Finish&
   if (column < dim) pool_tail(rows, column, begin, end, finish, out);
 }
 
-// Write the rows of bags [first_bag, last_bag) of one feature, whose lookups are `rows`.
+// Write the output rows of bags [first_bag, last_bag) of one feature, not empty. Row i of `rows` is
+// that of lookup i. `out` is the base element of the output, see BagRows.
 template <class Rows, class O>
 EMB_HD void pool_bags(const BagRows& bags, const Rows& rows, int64_t first_bag, int64_t last_bag,
                       O* out) {
   const int64_t first = bags.first_lookup(first_bag), last = bags.end_lookup(last_bag);
   for (int64_t i = first; i < first + rows.distance(); ++i) rows.prefetch(i, rows.dim());
-  const int64_t count = bags.count(first_bag, last_bag);
+  const int64_t count = bags.count(first_bag, last_bag);  // bags, or lookups without pooling
   for (int64_t k = 0; k < count; ++k) {
     const BagSpan bag = bags.span(first_bag, k);
     const Vec factor = broadcast(mean_factor(bags.pooling, bag.end - bag.begin));

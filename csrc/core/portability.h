@@ -1,4 +1,5 @@
-// Attributes that let one header serve the host compiler and nvcc.
+// EMB_HD, the attributes of an inline function in a header that both the host compiler and nvcc
+// compile. Under nvcc the function runs on host and device.
 #pragma once
 
 #include <cstddef>

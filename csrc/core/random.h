@@ -1,32 +1,33 @@
-// Hashing of 64-bit keys, and counter-based random numbers.
+// Hashing of 64-bit keys, and random numbers that are computed from a counter. All functions are
+// pure and give the same bits on host and device.
 #pragma once
 
 #include "core/portability.h"
 
 namespace emb {
 
-// Return the finaliser of MurmurHash3 of `x` (Appleby, 2011; public domain): every input bit flips
-// every output bit with a probability of about one half. 0 is a fixed point.
+// Return a hash of `x`, the finaliser of MurmurHash3 (Appleby, 2011; public domain): every input
+// bit flips every output bit with a probability of about one half. 0 is a fixed point.
 EMB_HD uint64_t finalise(uint64_t x) {
   x = (x ^ x >> 33) * 0xFF51AFD7ED558CCDu;
   x = (x ^ x >> 33) * 0xC4CEB9FE1A85EC53u;
   return x ^ x >> 33;
 }
 
-// Return the same after an addition, so that 0 is no fixed point. Applied twice to a key it
-// selects the rank that owns the key, the same on all ranks. Applied to a key and a random number
-// of the table it selects the buckets, see HashTable::hash: without that number, an adversary could
-// choose keys that fill one bucket.
+// Return the same hash after an addition, so that 0 is not a fixed point. It has two uses. Applied
+// twice to a key it selects the rank that owns the key, the same one on all ranks. Applied to a key
+// combined with a random number of the table it selects the key's buckets (HashTable::hash);
+// without that number an adversary could choose keys that fill one bucket.
 EMB_HD uint64_t mix(uint64_t x) { return finalise(x + 0x9E3779B97F4A7C15u); }
 
 // Four random words of Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3",
-// 2011). They depend on the key and the counter alone, so any thread of any device computes them,
+// 2011). They depend on the key and the counter only, so any thread of any device may compute them,
 // in any order, with the same result.
 struct Random4 {
   uint32_t word[4];
 };
 
-// Return the words of counter (c0, c1, c2, c3) under the key `seed`.
+// Return the four words of counter (c0, c1, c2, c3) under the key `seed`.
 EMB_HD Random4 philox(uint64_t seed, uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3) {
   uint32_t k0 = static_cast<uint32_t>(seed), k1 = static_cast<uint32_t>(seed >> 32);
   for (int round = 0; round < 10; ++round) {
@@ -41,7 +42,7 @@ EMB_HD Random4 philox(uint64_t seed, uint32_t c0, uint32_t c1, uint32_t c2, uint
   return {{c0, c1, c2, c3}};
 }
 
-// Return words 4 * block to 4 * block + 3 of the stream of `seed`.
+// Return words [4 * block, 4 * block + 4) of the stream of random words that `seed` defines.
 EMB_HD Random4 philox(uint64_t seed, uint64_t block) {
   return philox(seed, static_cast<uint32_t>(block), static_cast<uint32_t>(block >> 32), 0, 0);
 }

@@ -1,7 +1,7 @@
-// Stochastic rounding from float to 16 bits: up or down at random, so that the stored value is
-// unbiased and updates far below one unit in the last place still count. The random words come from
-// a counter made of row, columns, step and tensor: they are the same on any number of threads and
-// on any device.
+// Stochastic rounding from float to 16 bits. A value is rounded up or down at random, such that its
+// mean is exact: updates far below one unit in the last place still count on average. The random
+// words come from a counter made of row, columns, step and tensor, so they are the same on any
+// number of threads and on any device.
 #pragma once
 
 #include "core/codes.h"
@@ -10,23 +10,26 @@
 
 namespace emb {
 
-// Which tensor of a row is rounded. The write-back of a cached row uses separate random numbers.
+// The tensor of a row that is rounded; each value selects separate random words. States are
+// numbered from kRoundState on. kRoundWriteBack is added for the write-back of a cached row.
 enum RoundedTensor : uint32_t { kRoundWeights = 0, kRoundState = 1, kRoundWriteBack = 8 };
 
-// How values are rounded to 16 bits, from the step and the seed of a `hyper` vector; a negative
-// seed means rounding to nearest.
+// How the values of one step are rounded to 16 bits.
 struct Rounding {
-  uint64_t seed;
-  uint32_t step;
-  bool stochastic;
+  uint64_t seed;    // the key of the random words
+  uint32_t step;    // number of the step
+  bool stochastic;  // whether to round at random; else to nearest
 
+  // Round to nearest.
   EMB_HD Rounding() : seed(0), step(0), stochastic(false) {}
+  // Take seed and step from a vector `hyper` (HyperColumn); a negative seed rounds to nearest.
   EMB_HD explicit Rounding(const double* hyper)
       : seed(hyper[kSeed] > 0.0 ? static_cast<uint64_t>(hyper[kSeed]) : 0),
         step(hyper[kStep] > 0.0 ? static_cast<uint32_t>(static_cast<uint64_t>(hyper[kStep])) : 0),
         stochastic(hyper[kSeed] >= 0.0) {}
 
-  // Return the random words of columns [4 * block, 4 * block + 4) of the row with linear id `row`.
+  // Return the random words for columns [4 * block, 4 * block + 4), block < 2^28, of the row with
+  // linear row id `row`. `tensor` is a RoundedTensor.
   EMB_HD Random4 words(int64_t row, uint32_t block, uint32_t tensor) const {
     const auto id = static_cast<uint64_t>(row);
     return philox(seed, static_cast<uint32_t>(id), static_cast<uint32_t>(id >> 32),
@@ -34,8 +37,10 @@ struct Rounding {
   }
 };
 
-// Branch-free, so that loops over it vectorise. A finite value becomes infinite only where rounding
-// to nearest makes it infinite.
+// Return `x` rounded to T, away from zero with a probability that is the fraction of the distance
+// from the next value towards zero. `word` is a uniform random word. A finite value becomes
+// infinite only if rounding to nearest makes it infinite; NaN stays NaN. The functions have no
+// branches, so that loops over them vectorise.
 template <class T>
 EMB_HD T round_randomly(float x, uint32_t word);
 

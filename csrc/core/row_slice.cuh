@@ -1,6 +1,11 @@
-// Slices of a row: a lane owns N neighbouring columns and moves them in one access of N * sizeof(T)
-// bytes where the alignment of the row allows, otherwise element by element. In registers a slice
-// stays in storage format until it is used, so that several rows in flight need few registers.
+// Slices of rows, and groups of lanes that share a row. A slice is N neighbouring columns of a row
+// of T (float, half16 or bfloat16) that one lane owns. The lane moves them in one access of
+// N * sizeof(T) bytes if the address is aligned to that size, otherwise element by element. A slice
+// in registers keeps the format of memory until it is used, so that several rows in flight need few
+// registers.
+//
+// In this file `valid` is the number of columns from an address to the end of the row: columns
+// from `valid` on are neither read nor written. It may be 0 or negative.
 #pragma once
 
 #include <type_traits>
@@ -11,6 +16,7 @@
 
 namespace emb::cuda {
 
+// The columns of a lane in registers, initially 0. slice[k] is column k as a float.
 template <class T, int N>
 struct RowSlice {
   static constexpr int kBytes = N * static_cast<int>(sizeof(T));
@@ -60,6 +66,7 @@ struct RowSlice {
     }
   }
 
+  // Load the columns: with kVector all N from an aligned address, else the first `valid` ones.
   template <bool kVector>
   EMB_DEVICE void load(const T* address, int valid) {
     if constexpr (kVector) {
@@ -70,12 +77,14 @@ struct RowSlice {
   }
 };
 
+// Return whether an address is a multiple of `bytes`, a power of two.
 EMB_HD bool is_aligned(const void* address, int bytes) {
   return (reinterpret_cast<uintptr_t>(address) & static_cast<uintptr_t>(bytes - 1)) == 0;
 }
 
-// Read the first `valid` of N columns as floats, in one access if aligned. Unlike RowSlice::load it
-// does not use the read-only path: the same kernel may write the memory.
+// Read the first `valid` of N columns as floats; the others become 0. This takes one access if the
+// address is aligned. Unlike RowSlice::load it does not use the read-only path, so the same kernel
+// may write the memory.
 template <class T, int N>
 EMB_DEVICE void read_columns(const T* address, int valid, float (&values)[N]) {
   constexpr int kBytes = N * static_cast<int>(sizeof(T));
@@ -92,6 +101,8 @@ EMB_DEVICE void read_columns(const T* address, int valid, float (&values)[N]) {
   }
 }
 
+// Write the first `valid` of N columns, rounded to nearest; in one access if the address is
+// aligned.
 template <class T, int N>
 EMB_DEVICE void write_columns(T* address, int valid, const float (&values)[N]) {
   constexpr int kBytes = N * static_cast<int>(sizeof(T));
@@ -111,22 +122,23 @@ EMB_DEVICE void write_columns(T* address, int valid, const float (&values)[N]) {
   }
 }
 
-// Write N columns of an output, aligned to 16 bytes or to all of them, with `store_streaming`.
+// Write all N columns of an output row, rounded to nearest, with `store_streaming`. The address
+// must be a multiple of 16 bytes, or of 8 if N columns have only 8.
 template <class T, int N>
 EMB_DEVICE void stream_vector(T* address, const float (&values)[N]) {
   constexpr int kBytes = N * static_cast<int>(sizeof(T));
   using Pack = std::conditional_t < kBytes<16, simt::Pack8, simt::Pack16>;
   constexpr int kPacks = kBytes / static_cast<int>(sizeof(Pack));
-  constexpr int kEach = N / kPacks, kWords = static_cast<int>(sizeof(Pack)) / 4;
+  constexpr int kPackColumns = N / kPacks, kWords = static_cast<int>(sizeof(Pack)) / 4;
 #pragma unroll
   for (int p = 0; p < kPacks; ++p) {
     Pack pack;
 #pragma unroll
     for (int w = 0; w < kWords; ++w) {
       if constexpr (sizeof(T) == 4) {
-        pack.word[w] = float_bits(values[p * kEach + w]);
+        pack.word[w] = float_bits(values[p * kPackColumns + w]);
       } else {
-        const float* pair = values + p * kEach + 2 * w;
+        const float* pair = values + p * kPackColumns + 2 * w;
         pack.word[w] =
             from_float<T>(pair[0]).bits | static_cast<uint32_t>(from_float<T>(pair[1]).bits) << 16;
       }
@@ -135,7 +147,7 @@ EMB_DEVICE void stream_vector(T* address, const float (&values)[N]) {
   }
 }
 
-// The same for the first `valid` columns and any alignment.
+// The same for the first `valid` columns at any address.
 template <class T, int N>
 EMB_DEVICE void stream_columns(T* address, int valid, const float (&values)[N]) {
   constexpr int kBytes = N * static_cast<int>(sizeof(T));
@@ -149,7 +161,9 @@ EMB_DEVICE void stream_columns(T* address, int valid, const float (&values)[N]) 
   }
 }
 
-// The same for a dtype that is known at run time only: one uniform branch per row costs nothing.
+// The same functions for data of a dtype that is known at run time only; the address is that of
+// element `element` of `data`. The branch is the same for the whole warp and costs nothing
+// noticeable.
 template <int N>
 EMB_DEVICE void read_columns(const void* data, Dtype type, int64_t element, int valid,
                              float (&values)[N]) {
@@ -197,11 +211,12 @@ EMB_DEVICE void stream_columns(void* data, Dtype type, int64_t element, int vali
   }
 }
 
-// A warp is divided into groups that share a row: `lanes` lanes (4 to 32) of N columns each.
+// The position of a lane in a warp that is divided into groups of `lanes` lanes, a power of two
+// from 4 to 32. The lanes of a group share a row, N columns each.
 struct LaneGroup {
-  int lanes;  // lanes of a group
-  int group;  // this lane's group within the warp
-  int rank;   // this lane within its group
+  int lanes;  // lanes per group
+  int group;  // number of this lane's group in the warp
+  int rank;   // number of this lane in its group
 
   EMB_DEVICE explicit LaneGroup(int lanes_of_group) : lanes(lanes_of_group) {
     const int lane = static_cast<int>(threadIdx.x % simt::kWarp);
@@ -211,27 +226,31 @@ struct LaneGroup {
   EMB_DEVICE int groups_in_warp() const { return static_cast<int>(simt::kWarp) / lanes; }
 };
 
-// Return the smallest group whose lanes cover a row of `dim` columns at once, N per lane.
+// Return the minimum number of lanes of a group that covers a row of `dim` columns at once, with
+// `columns_of_lane` columns per lane; at most 32.
 inline int lanes_for(int64_t dim, int columns_of_lane) {
   int lanes = 4;
   while (lanes < 32 && static_cast<int64_t>(lanes) * columns_of_lane < dim) lanes *= 2;
   return lanes;
 }
 
-inline unsigned blocks_for(int64_t work, int64_t work_of_block, int64_t limit) {
-  const int64_t blocks = (work + work_of_block - 1) / work_of_block;
-  return static_cast<unsigned>(blocks < 1 ? 1 : blocks < limit ? blocks : limit);
+// Return the number of blocks of a grid for `items` items, `items_per_block` each; at least 1 and
+// at most `max_blocks`.
+inline unsigned blocks_for(int64_t items, int64_t items_per_block, int64_t max_blocks) {
+  const int64_t blocks = (items + items_per_block - 1) / items_per_block;
+  return static_cast<unsigned>(blocks < 1 ? 1 : blocks < max_blocks ? blocks : max_blocks);
 }
 
-inline constexpr int kRowsInFlight = 4;
+inline constexpr int kRowsInFlight = 4;  // rows that a lane loads before it uses the first
 
-// The inner loop of forward and backward: a group of lanes adds up rows from arbitrary addresses,
-// four in flight, in the order of the lanes.
+// Add weighted rows from arbitrary addresses to `sum`: the inner loop of forward and backward. Each
+// of the first `steps` lanes of a group holds one row: its offset in elements from the table, or a
+// negative number for no row, and its weight. Every lane adds its own columns of these rows, in the
+// order of the lanes, with kRowsInFlight rows in flight.
 //
-// Add `weight` times the row at `offset` (elements from `base`; negative: none) for the first
-// `steps` lanes of a group, each of which holds the offset and the weight of one row. `base` points
-// at this lane's first column; `valid` is the number of columns from there to the end of the row.
-// All lanes of the warp call it with equal `steps`.
+// `base` is the address of this lane's first column in a row with offset 0; `lanes` is the number
+// of lanes per group. All 32 lanes of the warp call this with the same `lanes` and `steps`; lanes
+// of a group from `steps` on must have a negative offset and the weight 0.
 template <class T, int N, bool kVector>
 EMB_DEVICE void add_rows(const T* base, int64_t offset, float weight, int valid, int lanes,
                          int steps, float (&sum)[N]) {

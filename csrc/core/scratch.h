@@ -1,7 +1,7 @@
-// Scratch memory of the CPU ops. A thread keeps freed blocks for its next call: glibc returns
-// blocks of a megabyte to the system, which clears every page again when it is first written. A
-// fifth of the samples of a training step of seven tensor trains were there (reports/LOG.md).
-// `output_memory.h` keeps the memory of outputs in the same way.
+// Scratch memory of the CPU ops. Every thread keeps the blocks that it frees and reuses them in its
+// next call. Without this, glibc would return blocks of a megabyte to the system, which clears
+// every page again before its first use: that took a fifth of the time of a training step of seven
+// tensor trains (reports/LOG.md). `output_memory.h` keeps the memory of outputs in the same way.
 #pragma once
 
 #include <cstdint>
@@ -13,14 +13,16 @@
 
 namespace emb {
 
-// Bytes that a thread keeps at most. Larger blocks go back to the system at once.
+// The maximum number of bytes that a thread keeps. A larger block is returned to the system when it
+// is freed.
 #if defined(__SANITIZE_ADDRESS__)
-inline constexpr int64_t kKeptScratchBytes = 0;  // so that accesses to freed blocks are found
+inline constexpr int64_t kKeptScratchBytes = 0;  // the sanitizer finds accesses to freed blocks
 #else
 inline constexpr int64_t kKeptScratchBytes = int64_t{16} << 20;
 #endif
 
-// Freed blocks of memory, oldest first, of at most `limit` bytes in all. Not synchronised.
+// A store of freed blocks, oldest first, of at most `limit` bytes together. It owns the blocks and
+// returns them to the system with std::free. It is not synchronised.
 class KeptBlocks {
  public:
   explicit KeptBlocks(int64_t limit) : limit_(limit) {}
@@ -35,8 +37,9 @@ class KeptBlocks {
     return blocks;
   }
 
-  // Return the smallest kept block of at least `bytes`, and set `bytes` to its size; null if there
-  // is none, or only one that is several times as large.
+  // Take out the smallest block of at least `*bytes` bytes, return it and set `*bytes` to its size.
+  // Blocks of more than four times the size are left for larger requests. Return null, and leave
+  // `*bytes` as it is, if no block fits.
   void* take(int64_t* bytes) {
     size_t best = blocks_.size();
     for (size_t i = 0; i < blocks_.size(); ++i) {
@@ -51,6 +54,7 @@ class KeptBlocks {
     return data;
   }
 
+  // Take ownership of a block of `bytes` bytes; free the oldest blocks until the limit holds.
   void give(void* data, int64_t bytes) {
     if (bytes > limit_) return std::free(data);
     while (bytes_ + bytes > limit_) {
@@ -77,6 +81,8 @@ class KeptBlocks {
   int64_t bytes_ = 0;
 };
 
+// The deleter of Scratch: gives the block to the store of the thread that releases it, which need
+// not be the thread that allocated it.
 struct ReturnScratch {
   int64_t bytes = 0;
   void operator()(void* data) const { KeptBlocks::of_this_thread().give(data, bytes); }
@@ -86,7 +92,8 @@ template <class T>
 using Scratch = std::unique_ptr<T[], ReturnScratch>;
 using Floats = Scratch<float>;
 
-// Return uninitialized memory for n trivial values, aligned to cache lines.
+// Return uninitialised memory for n values, aligned to a cache line; n may be 0. Throws
+// std::bad_alloc. No destructors run.
 template <class T>
 Scratch<T> new_scratch(int64_t n) {
   static_assert(std::is_trivially_destructible_v<T>);

@@ -1,19 +1,20 @@
-// Find the interval that contains an element, given the starts of the intervals: the bag of a
-// lookup, the group of a sorted position. A block takes a tile of neighbouring elements. Two of its
-// warps find the intervals of the first and the last element, 32 probes at a time; each thread then
-// searches only between them. The work is proportional to the number of elements, so one long
-// interval is no problem.
+// Finds the interval that contains an element, given where the intervals start: for example the bag
+// of a lookup, or the group of a sorted position. A block takes a tile of neighbouring elements.
+// Two of its warps find the intervals of the first and the last element of the tile, with 32 probes
+// at a time; then each thread searches for its elements between these two only. A tile has a fixed
+// number of elements, so a long interval does not unbalance the work.
 #pragma once
 
 #include "core/simt.cuh"
 
 namespace emb::cuda {
 
-inline constexpr int kTileThreads = 256;
-inline constexpr int kTileSize = 1024;
+inline constexpr int kTileThreads = 256;  // threads per block of most kernels
+inline constexpr int kTileSize = 1024;    // elements per tile
 
-// Return the last i in [0, n) with starts(i) <= x, or -1; the same in each lane of a full warp.
-// `starts` should not decrease; where it does, the result is some i in range.
+// Return the last i in [0, n) with starts(i) <= x, or -1 if there is none. All 32 lanes of a warp
+// must call this with the same arguments and get the same result. `starts(i)` returns int64 and
+// should not decrease; if it does, the result is some i in [-1, n).
 template <class Starts>
 EMB_DEVICE int warp_search(const Starts& starts, int n, int64_t x) {
   const int lane = static_cast<int>(threadIdx.x % simt::kWarp);
@@ -22,27 +23,29 @@ EMB_DEVICE int warp_search(const Starts& starts, int n, int64_t x) {
     const int step = (high - low + 32) / 33;
     // 64 bits: a probe may exceed the largest int before it is compared with `high`.
     const int64_t probe = low + (lane + int64_t{1}) * step;
-    const unsigned hits =
+    const unsigned at_most_x =
         __ballot_sync(simt::kFullMask, probe < high && starts(static_cast<int>(probe)) <= x);
-    const int count = hits == simt::kFullMask ? 32 : __ffs(static_cast<int>(~hits)) - 1;
-    low += count * step;
-    if (count < 32 && high - low > step) high = low + step;
+    // The number of probes before the first one whose start is greater than x.
+    const int passed = at_most_x == simt::kFullMask ? 32 : __ffs(static_cast<int>(~at_most_x)) - 1;
+    low += passed * step;
+    if (passed < 32 && high - low > step) high = low + step;
   }
   return low;
 }
 
-// The range of intervals that a tile's elements fall into.
+// The intervals that the elements of a tile are in.
 struct TileSearch {
-  int first, last;
+  int first, last;  // interval of the tile's first and last element; -1 before all intervals
 
-  // Called by all threads of a block of at least two warps, for elements [begin, end), not empty;
-  // `shared` is two ints that no thread uses before the next barrier.
+  // Find them, by all threads of a block of at least two warps. `starts(i)` is where interval i in
+  // [0, n) starts. The tile is [begin, end), not empty. `shared` is shared memory for two ints that
+  // may be used again when the constructor returns. Contains barriers.
   template <class Starts>
   EMB_DEVICE TileSearch(const Starts& starts, int n, int64_t begin, int64_t end, int* shared) {
     const unsigned warp = threadIdx.x / simt::kWarp;
     if (warp < 2) {
-      const int found = warp_search(starts, n, warp == 0 ? begin : end - 1);
-      if (threadIdx.x % simt::kWarp == 0) shared[warp] = found;
+      const int interval = warp_search(starts, n, warp == 0 ? begin : end - 1);
+      if (threadIdx.x % simt::kWarp == 0) shared[warp] = interval;
     }
     __syncthreads();
     first = shared[0];
@@ -50,7 +53,7 @@ struct TileSearch {
     __syncthreads();
   }
 
-  // Return the interval of x, one of the tile's elements; -1 if x precedes all intervals.
+  // Return the interval of element x of the tile, -1 if x is before all intervals.
   template <class Starts>
   EMB_DEVICE int find(const Starts& starts, int64_t x) const {
     int low = first, high = last;

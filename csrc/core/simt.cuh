@@ -1,29 +1,32 @@
-// What a kernel may use besides C++, in a form that both nvcc and the host compiler understand.
+// The part of CUDA that kernels may use, in a form that both nvcc and a host compiler understand.
 //
-// Kernels live in `*.cuh` files as plain `__global__` templates that include only torch-free
-// headers and this one. Under nvcc the names below are CUDA's own. Under a host compiler they come
-// from core/simt_host.h, in which the threads of a block are fibers that meet at barriers and warp
-// collectives and blocks run one after another, so that tests run every kernel without a GPU
-// (tests/simt). The contract, which the emulation enforces with an error instead of a hang:
+// Kernels live in `*.cuh` files as plain `__global__` functions and templates; these files include
+// only torch-free headers. Under nvcc the names below are CUDA's own. Under a host compiler they
+// come from core/simt_host.h, an emulation in which the threads of a block are fibers that meet at
+// barriers and warp collectives, and blocks run one after another. So tests run every kernel
+// without a GPU (tests/simt). Kernels keep to this contract; the emulation reports a violation
+// where a GPU would hang or read garbage:
 //   * names: threadIdx blockIdx blockDim gridDim, __shared__ (static), dynamic_shared<T>(),
 //     __syncthreads __syncwarp __shfl_sync __shfl_up_sync __shfl_down_sync __shfl_xor_sync
 //     __ballot_sync __any_sync __all_sync __match_any_sync __reduce_{add,min,max}_sync,
 //     atomicAdd atomicMax atomicMin atomicExch atomicCAS, __threadfence, __popc __ffs __clz
 //     __vcmpeq4;
-//   * simt::copy_async<N> copies from global to shared memory while the thread goes on; no thread
-//     may read the copy before that thread has waited (simt::wait_for_copies) and the block has
-//     met;
-//   * every lane of its mask reaches a collective, at one source line, before any of them leaves
-//     it; lanes of the mask must not have left the kernel. A shuffle reads only lanes of its mask;
-//   * every thread of the block reaches a barrier at one source line: no early return;
-//   * trap(message) ends the launch: an error on the host, a device-side trap on the GPU;
-//   * the blocks of a cluster (launcher.cluster) run together: simt::cluster_rank, cluster_size,
-//     cluster_sync, and of_block(address, rank) for the dynamic shared memory of another block,
-//     after a first cluster_sync and before the last one that this block reaches. Such a kernel has
-//     no static __shared__ memory: here it would be one for all blocks. Code for architectures
-//     before sm_90 has no clusters: the functions are those of a cluster of one block.
+//   * simt::copy_async<N> copies from global to shared memory while the thread continues. A thread
+//     may read the copy only after the thread that started it has waited (simt::wait_for_copies)
+//     and the block has met at a barrier;
+//   * every lane in the mask of a collective reaches it, at the same source line; no lane in the
+//     mask has left the kernel. A shuffle reads only lanes in its mask;
+//   * every thread of the block reaches a barrier, at the same source line: no early return;
+//   * trap(message) ends the launch: with an error on the host, with a device-side trap on a GPU;
+//   * the blocks of a cluster (launcher.cluster) run together. They have simt::cluster_rank,
+//     cluster_size and cluster_sync, and of_block(address, rank) for the dynamic shared memory of
+//     another block, which is valid between the first and the last cluster_sync of the kernel. Such
+//     a kernel has no static __shared__ memory: the emulation has only one for all blocks. Code for
+//     architectures before sm_90 has no clusters; there the functions describe a cluster of one
+//     block.
 // Host code starts kernels through a launcher object, `launcher(kernel, grid, block, args...)`:
-// CudaLauncher (core/launch.h) or simt::HostLauncher, so that both share the code that sizes grids.
+// CudaLauncher (core/launch.h), or simt::HostLauncher in the emulation. Both share the code that
+// sizes grids.
 #pragma once
 
 #include <cstdint>
@@ -33,7 +36,8 @@
 #if defined(__CUDACC__)
 #include <cassert>
 #define EMB_DEVICE __device__ __forceinline__
-// Of a parameter: kernels read it where it is, also at an index that differs between threads.
+// Marks a kernel parameter that is read in place, without a copy in local memory, even if it is an
+// array that threads index differently.
 #define EMB_GRID_CONSTANT __grid_constant__
 #else
 #include "core/simt_host.h"
@@ -46,7 +50,7 @@ namespace emb::simt {
 inline constexpr unsigned kWarp = 32;
 inline constexpr unsigned kFullMask = 0xffffffffu;
 
-// 16 bytes that move in one instruction; the address must be a multiple of 16.
+// 16 or 8 bytes that move in one instruction; the address must be a multiple of that size.
 struct alignas(16) Pack16 {
   uint32_t word[4];
 };
@@ -58,9 +62,11 @@ struct alignas(8) Pack8 {
 
 using Dim3 = dim3;
 
-// Zeros in device memory: what a load reads that has nothing to load.
+// 16 bytes of zeros in device memory: a valid address for loads and copies that have nothing to
+// read.
 [[maybe_unused]] static __device__ const Pack16 kZeros = {};
 
+// Load from global memory that no thread writes during the kernel (the read-only path).
 EMB_DEVICE Pack16 load(const Pack16* address) {
   const uint4 v = __ldg(reinterpret_cast<const uint4*>(address));
   return {{v.x, v.y, v.z, v.w}};
@@ -72,21 +78,23 @@ EMB_DEVICE Pack8 load(const Pack8* address) {
 EMB_DEVICE uint32_t load(const uint32_t* address) { return __ldg(address); }
 EMB_DEVICE uint16_t load(const uint16_t* address) { return __ldg(address); }
 
-// Return `x & mask | bits` in one instruction; the compiler makes two of constants.
+// Return `(x & mask) | bits` in one instruction; the compiler would use two if the operands are
+// constants.
 EMB_DEVICE uint32_t mask_and_set(uint32_t x, uint32_t mask, uint32_t bits) {
   uint32_t result;
   asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(result) : "r"(x), "r"(mask), "r"(bits));
   return result;
 }
 
-// Keep an address in registers: the compiler would add it up from kernel arguments at every use.
+// Keep an address in registers; the compiler would compute it again from kernel arguments at every
+// use.
 template <class T>
 EMB_DEVICE void keep_in_registers(T*& address) {
   asm("" : "+l"(address));
 }
 
-// Store what no kernel reads soon: it leaves the L2 cache before other lines, such as rows of hot
-// ids.
+// Store a value that no kernel reads soon. Its cache line is evicted from the L2 cache before
+// others, such as rows of hot ids.
 EMB_DEVICE void store_streaming(Pack16* address, const Pack16& value) {
   __stcs(reinterpret_cast<uint4*>(address),
          make_uint4(value.word[0], value.word[1], value.word[2], value.word[3]));
@@ -95,9 +103,9 @@ EMB_DEVICE void store_streaming(Pack8* address, const Pack8& value) {
   __stcs(reinterpret_cast<uint2*>(address), make_uint2(value.word[0], value.word[1]));
 }
 
-// Start to copy kBytes (4, 8 or 16) from global to shared memory, both aligned to that, or to fill
-// with zeros if not `inside`; `global` must be an address of device memory in either case. Copies
-// of 16 bytes go past the first-level cache.
+// Start to copy kBytes (4, 8 or 16) bytes from `global` to `shared`, or to fill `shared` with zeros
+// if not `inside`. Both addresses must be multiples of kBytes, and `global` must be a valid address
+// of global memory even if it is not read. Copies of 16 bytes bypass the L1 cache.
 template <int kBytes>
 EMB_DEVICE void copy_async(void* shared, const void* global, bool inside) {
   static_assert(kBytes == 4 || kBytes == 8 || kBytes == 16);
@@ -114,10 +122,10 @@ EMB_DEVICE void copy_async(void* shared, const void* global, bool inside) {
   }
 }
 
-// Close the group of copies that this thread started since the last one.
+// Put the copies that this thread started since its last call into one group.
 EMB_DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// Wait until at most kGroups of this thread's groups of copies are not complete.
+// Wait until at most kGroups of this thread's groups of copies, the latest ones, are incomplete.
 template <int kGroups>
 EMB_DEVICE void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kGroups) : "memory");
@@ -126,6 +134,7 @@ EMB_DEVICE void wait_for_copies() {
 // End the kernel as a failed assert does: the message is printed and the next call into CUDA fails.
 EMB_DEVICE void trap(const char* message) { __assert_fail(message, "emblib", 0, "kernel"); }
 
+// Return the dynamic shared memory of this block, aligned to 16 bytes.
 template <class T>
 EMB_DEVICE T* dynamic_shared() {
   extern __shared__ __align__(16) unsigned char emb_dynamic_shared[];
@@ -136,11 +145,13 @@ EMB_DEVICE T* dynamic_shared() {
 
 EMB_DEVICE unsigned cluster_rank() { return __clusterRelativeBlockRank(); }
 EMB_DEVICE unsigned cluster_size() { return __clusterSizeInBlocks(); }
-// Meet all threads of the cluster; what they wrote before is visible after.
+// Wait for all threads of the cluster; what they wrote before is visible to all afterwards.
 EMB_DEVICE void cluster_sync() {
   __cluster_barrier_arrive();
   __cluster_barrier_wait();
 }
+// Return the address in block `rank` of the cluster that corresponds to `address`, which is in the
+// dynamic shared memory of this block.
 template <class T>
 EMB_DEVICE T* of_block(T* address, unsigned rank) {
   return static_cast<T*>(__cluster_map_shared_rank(address, rank));
@@ -215,8 +226,9 @@ T* of_block(T* address, unsigned rank, Where where = Where::current()) {
 
 #endif
 
-// Return the sum over the groups of `width` lanes (a power of two) that tile the warp, in every
-// lane. The additions form a butterfly, hence the same order in each lane and each run.
+// Divide the warp into groups of `width` lanes, a power of two; return the sum over this lane's
+// group, in every lane. All 32 lanes must call this. The additions form a butterfly, so their order
+// is the same in every run.
 template <class T>
 EMB_DEVICE T group_sum(T value, int width) {
   for (int offset = width / 2; offset > 0; offset /= 2) {
@@ -225,19 +237,19 @@ EMB_DEVICE T group_sum(T value, int width) {
   return value;
 }
 
-// Add to a count that several threads change; a negative `n` subtracts.
+// Add `n`, of either sign, to a count in global memory that several threads change.
 EMB_DEVICE void atomic_add(int64_t* count, int64_t n) {
   atomicAdd(reinterpret_cast<unsigned long long*>(count), static_cast<unsigned long long>(n));
 }
 
-// The warp's number in the grid and the number of warps in the grid, for grid-stride loops over
-// warps.
+// Return the number of this warp in the grid, and the number of warps of the grid, for grid-stride
+// loops. Grid and block have one dimension, and blocks have whole warps.
 EMB_DEVICE int64_t global_warp() {
   return (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) / kWarp;
 }
 EMB_DEVICE int64_t warps_in_grid() { return static_cast<int64_t>(gridDim.x) * blockDim.x / kWarp; }
 
-// The same for threads.
+// Return the number of this thread in the grid, and the number of threads of the grid.
 EMB_DEVICE int64_t global_thread() {
   return static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
 }

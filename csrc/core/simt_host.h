@@ -1,5 +1,17 @@
-// The CUDA emulation behind core/simt.cuh: the scheduler that runs the threads of a block, the
-// launcher that tests use, and CUDA's names. Everything is inline and single-threaded.
+// The CUDA emulation behind core/simt.cuh, for host compilers: the scheduler that runs the threads
+// of a block (Machine), the launcher that tests use (HostLauncher), and CUDA's names. Everything is
+// inline and runs on one system thread.
+//
+// The threads of a block are fibers. A fiber runs until it must wait for others, at a barrier or a
+// warp collective; then the next runnable one continues. If none is runnable, the block is
+// deadlocked, and the launch ends with a report of where each thread waits.
+// EMBLIB_SIMT_ORDER=reverse in the environment runs blocks, warps and lanes in the opposite order,
+// which exposes kernels that rely on an order that CUDA does not guarantee.
+//
+// Blocks run one after another, but the blocks of a cluster run together: all their threads are
+// fibers of one schedule, numbered block by block in whole warps. Each block has its own dynamic
+// shared memory, which the others may access between two cluster barriers; when a block has left
+// the kernel its memory reads as NaN.
 #pragma once
 
 #include <algorithm>
@@ -22,16 +34,7 @@
 
 namespace emb::simt {
 
-// The scheduler. The threads of a block are fibers of one system thread: a fiber runs until it must
-// wait for others at a barrier or a warp collective, and then the next runnable one takes over.
-// When none is runnable, the block is deadlocked: the launch ends with a report of where each
-// thread waits. EMBLIB_SIMT_ORDER=reverse runs blocks, warps and lanes in the opposite order, which
-// exposes kernels that rely on an order they did not ask for.
-//
-// The blocks of a cluster run together: all their threads are fibers of one schedule, numbered
-// block by block in whole warps. Each block has its own dynamic shared memory, which the others
-// reach between two cluster barriers; a block that has left reads as NaN.
-
+// CUDA's dim3.
 struct Dim3 {
   unsigned x = 1, y = 1, z = 1;
 
@@ -39,11 +42,14 @@ struct Dim3 {
   unsigned volume() const { return x * y * z; }
 };
 
-// The value that each lane passed to a collective.
+// The value that each lane passed to a collective; unspecified for lanes outside its mask.
 struct WarpValues {
   uint64_t word[32];
 };
 
+// The scheduler. Its functions are called by the fiber of the current thread of the kernel, except
+// for `run`. `where` is the source line of the call in the kernel, for reports. Whatever breaks the
+// rules of core/simt.cuh ends the launch: `run` throws std::runtime_error.
 class Machine {
  public:
   static Machine& get() {
@@ -51,8 +57,8 @@ class Machine {
     return machine;
   }
 
-  // Run a grid whose blocks form clusters of `cluster` neighbours in x; throw std::runtime_error
-  // where a kernel breaks the rules of core/simt.cuh.
+  // Run `kernel`, the kernel with its arguments, in every thread of a grid. Its blocks form
+  // clusters of `cluster` neighbours in x and have `shared_bytes` of dynamic shared memory each.
   void run(Dim3 grid, Dim3 block, size_t shared_bytes, const std::function<void()>& kernel,
            unsigned cluster = 1) {
     if (block.volume() == 0 || block.volume() > kMaxThreads || grid.volume() == 0) {
@@ -77,22 +83,23 @@ class Machine {
         const unsigned b = first + rank;
         Block& of = blocks_[rank];
         of.index = {b % grid.x, b / grid.x % grid.y, b / grid.x / grid.y};
-        // Bytes that no kernel has written read as NaN.
+        // Shared memory reads as NaN until the kernel writes it.
         of.shared.assign(shared_bytes / sizeof(Chunk) + 1, kUnwritten);
       }
       run_cluster();
     }
   }
 
+  // Return the lane of the current thread, and the dynamic shared memory of its block.
   unsigned lane() const { return current_ % 32; }
   void* dynamic_shared() { return blocks_[rank()].shared.data(); }
 
-  // The position of the current block in its cluster, and the number of blocks of a cluster.
+  // Return the rank of the current block in its cluster, and the number of blocks of a cluster.
   unsigned rank() const { return blocks_.size() == 1 ? 0 : current_ / (block_warps_ * 32); }
   unsigned cluster_size() const { return static_cast<unsigned>(blocks_.size()); }
 
-  // Return where the block `rank` of the cluster has what is at `address` in the dynamic shared
-  // memory of this block.
+  // Return the address in the dynamic shared memory of block `rank` of the cluster that corresponds
+  // to `address` in that of this block.
   void* map_shared(const void* address, unsigned rank, std::source_location where) {
     if (rank >= cluster_size()) {
       fail_at(where, "of_block names block " + std::to_string(rank) + " of a cluster of " +
@@ -110,6 +117,7 @@ class Machine {
     return reinterpret_cast<char*>(blocks_[rank].shared.data()) + offset;
   }
 
+  // Wait for all threads of the block.
   void meet_block(std::source_location where) {
     Thread& self = threads_[current_];
     const unsigned rank = this->rank();
@@ -131,6 +139,7 @@ class Machine {
     wait();
   }
 
+  // Wait for all threads of the cluster.
   void meet_cluster(std::source_location where) {
     Thread& self = threads_[current_];
     if (exited_ > 0) fail_at(where, "cluster_sync after other threads have left the kernel");
@@ -150,7 +159,8 @@ class Machine {
     wait();
   }
 
-  // The values are valid until this thread meets others again.
+  // Wait for the lanes in `mask` at the collective `name`; return what every lane passed as
+  // `value`. The result is valid until this thread meets others again.
   const WarpValues& meet_warp(const char* name, unsigned mask, uint64_t value,
                               std::source_location where) {
     Thread& self = threads_[current_];
@@ -178,7 +188,8 @@ class Machine {
     return exchange.values;
   }
 
-  // A copy happens when its thread waits for it; until then its target reads as NaN.
+  // Start a copy of `words` words of 4 bytes, or of zeros if not `inside`. The copy happens when
+  // this thread waits for it; until then its target reads as NaN.
   void start_copy(uint32_t* to, const uint32_t* from, unsigned words, bool inside) {
     std::fill_n(to, words, 0xffffffffu);
     Thread& self = threads_[current_];
@@ -187,6 +198,7 @@ class Machine {
 
   void commit_copies() { ++threads_[current_].copy_groups; }
 
+  // Complete all groups of copies of this thread but the latest `groups_in_flight`.
   void wait_for_copies(unsigned groups_in_flight) {
     Thread& self = threads_[current_];
     std::vector<Copy> in_flight;
@@ -204,7 +216,7 @@ class Machine {
     stop(show(where) + ": " + message);
   }
 
-  // End the launch from inside a kernel.
+  // End the launch from inside a kernel: `run` throws an error with this message.
   [[noreturn]] void stop(const std::string& message) {
     failure_ =
         "simt: block (" + block_name() + "), thread " + std::to_string(thread()) + ": " + message;
@@ -214,46 +226,48 @@ class Machine {
 
  private:
   static constexpr unsigned kMaxThreads = 1024;
-  static constexpr unsigned kMaxCluster = 8;  // more is not portable
+  static constexpr unsigned kMaxCluster = 8;  // the portable maximum of CUDA
   static constexpr unsigned kMaxWarps = kMaxCluster * kMaxThreads / 32;
 
+  // The unit in which shared memory is allocated and aligned, 16 bytes with its padding.
   struct Chunk {
     alignas(16) uint32_t words[2];
   };
   static constexpr Chunk kUnwritten{{0xffffffffu, 0xffffffffu}};
 
-  // A block of the cluster that runs.
+  // A block of the running cluster.
   struct Block {
-    Dim3 index;
-    unsigned exited = 0, at_barrier = 0;  // threads
-    std::source_location barrier;
-    std::vector<Chunk> shared;
+    Dim3 index;                           // blockIdx
+    unsigned exited = 0, at_barrier = 0;  // threads that have left the kernel, or wait at `barrier`
+    std::source_location barrier;         // the last __syncthreads that a thread reached
+    std::vector<Chunk> shared;            // dynamic shared memory
   };
 
+  // An asynchronous copy that its thread has not waited for.
   struct Copy {
     uint32_t* to;
     const uint32_t* from;
-    unsigned words;
-    bool inside;
-    unsigned group;
+    unsigned words;  // of 4 bytes
+    bool inside;     // else zeros are copied
+    unsigned group;  // number of its group of copies in the thread
   };
 
   struct Thread {
-    const char* waits_for = nullptr;
-    std::source_location where;
-    unsigned mask = 0;
-    uint64_t value = 0;
-    unsigned exchange = 0;     // the last exchange of its warp that it took part in
-    std::vector<Copy> copies;  // copies to shared memory that are not yet waited for
-    unsigned copy_groups = 0;  // closed groups of copies
+    const char* waits_for = nullptr;  // name of the last barrier or collective, null at first
+    std::source_location where;       // its source line
+    unsigned mask = 0;                // its mask, for a collective
+    uint64_t value = 0;               // the value passed to it
+    unsigned exchange = 0;            // the last exchange of its warp that it took part in
+    std::vector<Copy> copies;         // copies to shared memory that it has not waited for
+    unsigned copy_groups = 0;         // closed groups of copies
   };
 
-  // The values of a collective, as long as lanes have not read them.
+  // The values of a completed collective, kept until all its lanes have read them.
   struct Exchange {
     WarpValues values;
-    unsigned readers = 0;
+    unsigned readers = 0;  // lanes that have not read them yet, a bit each
   };
-  // Each lane leaves at most one unread, so that one of these is free.
+  // The exchanges of a warp. Each of the 32 lanes leaves at most one unread, so one is always free.
   using Exchanges = std::array<Exchange, 33>;
 
   Machine() {
@@ -274,6 +288,7 @@ class Machine {
            std::to_string(where.line());
   }
 
+  // Return the warps of the cluster, the mask of a warp's threads, and the thread in its block.
   unsigned warps() const { return block_warps_ * cluster_size(); }
   unsigned all_lanes(unsigned warp) const {
     const unsigned lanes = live_ - warp % block_warps_ * 32;
@@ -347,18 +362,21 @@ class Machine {
     }
   }
 
+  // Suspend the current thread until another one makes it runnable.
   void wait() {
     runnable_[current_ / 32] &= ~(1u << lane());
     enter(*fibers_[current_], next());
   }
 
+  // Switch from fiber `from` to a thread.
   void enter(Fiber& from, unsigned thread) {
     current_ = thread;
     set_thread();
     from.switch_to(*fibers_[thread]);
   }
 
-  // Return the next thread to run. Lanes of the same warp come first: a collective waits for them.
+  // Return the next thread to run. Lanes of the current warp come first, because a collective may
+  // wait for them.
   unsigned next() {
     const unsigned first = current_ / 32;
     for (unsigned i = 0; i < warps(); ++i) {
@@ -371,8 +389,8 @@ class Machine {
     stop("deadlock, no thread can go on:" + waiting_report());
   }
 
-  // Complete a collective: the last lane has arrived, so every lane gets all values and may
-  // continue.
+  // Complete a collective when the last lane of its mask has arrived: give all values to all of
+  // these lanes and make them runnable.
   void complete(unsigned warp, unsigned mask) {
     unsigned free = 0;
     while (exchanges_[warp][free].readers != 0) ++free;
@@ -394,6 +412,7 @@ class Machine {
     runnable_[warp] |= mask;
   }
 
+  // Return a text that says where threads wait, and how many.
   std::string waiting_report() const {
     std::map<std::string, unsigned> groups;
     for (unsigned t = 0; t < warps() * 32; ++t) {
@@ -428,9 +447,11 @@ class Machine {
   Fiber main_;
   std::string failure_;
   std::source_location cluster_barrier_;
-  unsigned current_ = 0, live_ = 0, block_warps_ = 0;  // live: threads per block
-  unsigned exited_ = 0, at_cluster_barrier_ = 0;       // threads of the cluster
-  bool cluster_has_met_ = false;
+  // The running thread, numbered in the cluster; the threads and the warps per block.
+  unsigned current_ = 0, live_ = 0, block_warps_ = 0;
+  unsigned exited_ = 0, at_cluster_barrier_ = 0;  // threads of the cluster
+  bool cluster_has_met_ = false;                  // at a first cluster_sync
+  // The lanes of each warp that can run, wait at a collective, or have left the kernel.
   unsigned runnable_[kMaxWarps] = {}, waiting_[kMaxWarps] = {}, done_[kMaxWarps] = {};
   bool reverse_ = false;
 };
@@ -486,7 +507,7 @@ T from_word(uint64_t word) {
   return value;
 }
 
-// Exchange the values of all lanes of `mask`; return `pick(lane, values)` for this lane.
+// Exchange `value` with all lanes in `mask`; return `pick(lane, values)` for this lane.
 template <class Pick>
 auto collective(const char* name, unsigned mask, uint64_t value, Where where, const Pick& pick) {
   Machine& machine = Machine::get();
@@ -494,6 +515,7 @@ auto collective(const char* name, unsigned mask, uint64_t value, Where where, co
   return pick(machine.lane(), values);
 }
 
+// Return the value of lane `source_of_lane`.
 template <class T>
 T shuffle(const char* name, unsigned mask, T value, Where where, int source_of_lane) {
   return collective(name, mask, to_word(value), where, [&](unsigned, const WarpValues& values) {
@@ -506,6 +528,7 @@ T shuffle(const char* name, unsigned mask, T value, Where where, int source_of_l
   });
 }
 
+// Return the combination of the values of all lanes in `mask`.
 template <class T, class Reduce>
 T reduce(const char* name, unsigned mask, T value, Where where, const Reduce& combine) {
   return collective(name, mask, to_word(value), where,
@@ -520,14 +543,14 @@ T reduce(const char* name, unsigned mask, T value, Where where, const Reduce& co
                     });
 }
 
-// Starts kernels on the emulated machine; the counterpart of CudaLauncher.
+// Starts kernels on the emulated machine, with the functions of CudaLauncher. A launch returns when
+// the kernel has run.
 struct HostLauncher {
   unsigned max_cluster_size = 8;  // 1 for a device without clusters
 
-  // Few blocks, so that grid-stride loops iterate more than once.
+  // Return a small number, so that grid-stride loops iterate more than once.
   int64_t blocks(int) const { return 3; }
 
-  // Return the largest cluster that `kernel` may be started in.
   template <class Kernel>
   unsigned max_cluster(Kernel*) const {
     return max_cluster_size;
@@ -652,7 +675,7 @@ T __reduce_max_sync(unsigned mask, T value, emb::simt::Where where = emb::simt::
                            [](T a, T b) { return a < b ? b : a; });
 }
 
-// Threads take turns, so a plain read-modify-write is atomic.
+// A thread runs until it waits, so a plain read-modify-write is atomic.
 template <class T>
 T atomicAdd(T* address, T value) {
   const T before = *address;
@@ -692,7 +715,7 @@ inline void __threadfence() {}
 inline int __popc(unsigned x) { return std::popcount(x); }
 inline int __ffs(int x) { return x == 0 ? 0 : std::countr_zero(static_cast<unsigned>(x)) + 1; }
 inline int __clz(int x) { return std::countl_zero(static_cast<unsigned>(x)); }
-// Compare byte by byte: 0xff where equal, else 0.
+// Compare the bytes of two words: 0xff for equal bytes, else 0.
 inline unsigned __vcmpeq4(unsigned a, unsigned b) {
   unsigned equal = 0;
   for (unsigned byte = 0xffu; byte != 0; byte <<= 8) {

@@ -1,6 +1,6 @@
-// Copies of small arrays to the device through the parameters of a kernel. They are in stream order
-// and part of a captured graph, need no pinned memory, and the array may be freed at once: the
-// driver has copied the parameters when the launch returns.
+// Copies small arrays from the host to the device through the parameters of a kernel. Such a copy
+// runs in stream order, can be captured in a CUDA graph, and needs no pinned memory. The arrays may
+// be freed as soon as the launch returns, because the driver has copied the parameters by then.
 #pragma once
 
 #include <cstddef>
@@ -15,7 +15,8 @@
 namespace emb::cuda {
 
 inline constexpr int kUploadThreads = 128;
-// Words of 8 bytes of a launch: parameters have 4 KB everywhere, 32,764 bytes from CUDA 12.1 on.
+// Words of 8 bytes that one launch copies. Kernel parameters may have 4 KB on every GPU and driver,
+// and 32,764 bytes from CUDA 12.1 on.
 inline constexpr int kFewWords = 480, kManyWords = 4000;
 
 template <int kWords>
@@ -23,45 +24,51 @@ struct UploadWords {
   uint64_t word[kWords];
 };
 
-// What the first launch does besides, for an update that begins with it: fill a gradient with zeros
-// and count the step. Without a finite gradient there is no step: it is not counted, and words from
-// `first_of_step` on, the arguments of the update, are 0.
+// Extra work of an upload that begins an update step; all pointers are to device memory. It fills a
+// gradient with zeros and counts the step. If the gradient of the batch is not finite, the step is
+// skipped: it is not counted, and the uploaded words from `first_of_step` on, the arguments of the
+// update, arrive as 0.
 struct BeginStep {
-  float* zeros = nullptr;  // aligned to 16 bytes
-  int64_t num_zeros = 0;   // a multiple of 4
-  double* step = nullptr;
-  const bool* is_finite = nullptr;  // null for a gradient that is
-  int64_t first_of_step = 0;
+  float* zeros = nullptr;           // [num_zeros], filled with 0; aligned to 16 bytes
+  int64_t num_zeros = 0;            // a multiple of 4; 0 if there is nothing to fill
+  double* step = nullptr;           // [1], incremented; null to count nothing
+  const bool* is_finite = nullptr;  // [1]; null if the gradient is known to be finite
+  int64_t first_of_step = 0;        // position among the uploaded words
 };
 
+// Copy `num_words` words, at most kWords and the threads of the grid, to device memory `to`, and do
+// the work of `begin`.
 template <int kWords>
 __global__ void __launch_bounds__(kUploadThreads)
-    upload_kernel(const EMB_GRID_CONSTANT UploadWords<kWords> words, int count, uint64_t* to,
+    upload_kernel(const EMB_GRID_CONSTANT UploadWords<kWords> words, int num_words, uint64_t* to,
                   BeginStep begin) {
   const int64_t i = simt::global_thread();
   const bool is_finite = begin.is_finite == nullptr || *begin.is_finite;
-  if (i < count) to[i] = is_finite || i < begin.first_of_step ? words.word[i] : 0;
+  if (i < num_words) to[i] = is_finite || i < begin.first_of_step ? words.word[i] : 0;
   for (int64_t j = 4 * i; j < begin.num_zeros; j += 4 * simt::threads_in_grid()) {
     *reinterpret_cast<simt::Pack16*>(begin.zeros + j) = {};
   }
   if (i == 0 && begin.step != nullptr && is_finite) *begin.step += 1.0;
 }
 
+// Launch one upload of `num_words` <= kWords words from host memory `from` to device memory `to`.
 template <int kWords, class Launcher>
-void upload_words(const Launcher& launcher, const uint64_t* from, int count, uint64_t* to,
+void upload_words(const Launcher& launcher, const uint64_t* from, int num_words, uint64_t* to,
                   const BeginStep& begin) {
   UploadWords<kWords> words;
-  std::memcpy(words.word, from, static_cast<size_t>(count) * sizeof(uint64_t));
-  const unsigned of_words = blocks_for(count, kUploadThreads, kWords);
-  const unsigned of_zeros = blocks_for(begin.num_zeros / 4, kUploadThreads, launcher.blocks(16));
-  launcher(upload_kernel<kWords>, of_words > of_zeros ? of_words : of_zeros, kUploadThreads, words,
-           count, to, begin);
+  std::memcpy(words.word, from, static_cast<size_t>(num_words) * sizeof(uint64_t));
+  const unsigned word_blocks = blocks_for(num_words, kUploadThreads, kWords);
+  const unsigned zero_blocks = blocks_for(begin.num_zeros / 4, kUploadThreads, launcher.blocks(16));
+  launcher(upload_kernel<kWords>, word_blocks > zero_blocks ? word_blocks : zero_blocks,
+           kUploadThreads, words, num_words, to, begin);
 }
 
-// Arrays of arguments that one launch, or one per `kManyWords` words, copies to the device.
+// A list of arrays that are copied to the device together: `add` every array, allocate `words()`
+// words of device memory, then `start` the copy.
 class Upload {
  public:
-  // Append an array; return where it will be, in words.
+  // Append a copy of an array, whose elements are whole words of 8 bytes. Return its position in
+  // the device memory, in words.
   template <class T>
   int64_t add(const std::vector<T>& items) {
     static_assert(std::is_trivially_copyable_v<T> && sizeof(T) % sizeof(uint64_t) == 0);
@@ -71,22 +78,25 @@ class Upload {
     return first;
   }
 
+  // Return the number of words of all arrays.
   int64_t words() const { return static_cast<int64_t>(words_.size()); }
 
-  // Start the copy to `to`, which has room for `words()`; at least one launch if `begin` has work.
+  // Start the copy to `to`, [words()] in device memory: one launch per kManyWords words, and one if
+  // there are no words but `begin` has work. The first launch does that work. This object may be
+  // destroyed afterwards; `to` and the pointers in `begin` must live until the stream has passed.
   template <class Launcher>
   void start(const Launcher& launcher, uint64_t* to, BeginStep begin = {}) const {
-    int64_t first = 0;
-    while (first < words() || begin.step != nullptr || begin.num_zeros > 0) {
-      const int64_t rest = words() - first;
-      const int count = static_cast<int>(rest < kManyWords ? rest : kManyWords);
-      if (count <= kFewWords) {
-        upload_words<kFewWords>(launcher, words_.data() + first, count, to + first, begin);
+    int64_t done = 0;  // words whose copy has been launched
+    while (done < words() || begin.step != nullptr || begin.num_zeros > 0) {
+      const int64_t rest = words() - done;
+      const int num_words = static_cast<int>(rest < kManyWords ? rest : kManyWords);
+      if (num_words <= kFewWords) {
+        upload_words<kFewWords>(launcher, words_.data() + done, num_words, to + done, begin);
       } else {
-        upload_words<kManyWords>(launcher, words_.data() + first, count, to + first, begin);
+        upload_words<kManyWords>(launcher, words_.data() + done, num_words, to + done, begin);
       }
-      first += count;
-      begin = {nullptr, 0, nullptr, begin.is_finite, begin.first_of_step - count};
+      done += num_words;
+      begin = {nullptr, 0, nullptr, begin.is_finite, begin.first_of_step - num_words};
     }
   }
 

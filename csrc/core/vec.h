@@ -1,6 +1,7 @@
-// A register of floats for the CPU kernels: 16, 8 or 4 lanes depending on the ISA this translation
-// unit is compiled for, with loads and stores that convert from and to fp16 and bf16. Only
-// `*_kernels.cpp` may include it, since its meaning depends on EMB_ISA.
+// Vec, a register of floats for the CPU kernels. It has 16, 8 or 4 lanes, depending on the
+// instruction set that this translation unit is compiled for. Loads convert from float, fp16 or
+// bf16, and stores convert to them, rounding to nearest even. Addresses need no alignment. Only
+// `*_kernels.cpp` may include this header, since its meaning depends on EMB_ISA.
 #pragma once
 
 #if !defined(EMB_ISA)
@@ -27,6 +28,7 @@ typedef float Vec __attribute__((vector_size(kLanes * sizeof(float))));
 
 EMB_HD Vec broadcast(float x) { return Vec{} + x; }
 
+// Load or store kLanes elements at `p`.
 EMB_HD Vec load(const float* p) {
   Vec v;
   __builtin_memcpy(&v, p, sizeof(v));
@@ -90,7 +92,8 @@ EMB_HD void store(T* p, Vec v) {
 
 #endif
 
-// Load the first `n` lanes only (0 < n < kLanes); the rest load as zero and are not stored.
+// Load or store the first `n` elements only, 0 < n < kLanes. The other lanes load as zero; memory
+// beyond the n elements is neither read nor written.
 template <class T>
 EMB_HD Vec load_first(const T* p, int n) {
 #if defined(__AVX512F__)
@@ -128,7 +131,8 @@ EMB_HD float sum(Vec v) {
 #endif
 }
 
-// Prefetch every cache line of a row; with `write`, in a state that allows the store.
+// Prefetch the cache lines of a row of `nbytes` bytes, one per 64 bytes from `row` on; with `write`
+// for a store. `row` may be any address: prefetches do not fault.
 template <bool write>
 EMB_HD void prefetch_row(const void* row, int64_t nbytes) {
   const char* p = static_cast<const char*>(row);

@@ -1,6 +1,6 @@
-// The sort under `group` on the GPU and its scratch memory, for the entries of all ops that sort.
-// Ops that make their own keys fill `buffers().keys` and `buffers().positions` and call
-// `sort_and_group`; see group_cuda.cu.
+// Sorting and grouping on the GPU, and scratch memory for it, for the entries of all ops that sort
+// keys. An op that computes its own keys creates a DeviceSort, fills `buffers().keys` and
+// `buffers().positions` by a kernel, and calls `sort_and_group`. Nothing here waits for the device.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -14,15 +14,17 @@
 
 namespace emb::cuda {
 
-// Return the bytes of scratch that CUB needs for n pairs with keys up to `limit`.
+// Return the bytes of scratch that CUB needs to sort n pairs with keys up to `limit`, at least 1.
+// `Key` is uint32_t or uint64_t.
 template <class Key>
 int64_t sort_scratch_bytes(int64_t n, Key limit);
 
-// Sort by key, stable, with that much scratch. Nothing waits for the device.
+// Sort `pairs` by key, stable: pairs of equal keys keep their order. `scratch` is device memory of
+// sort_scratch_bytes(pairs.n, pairs.limit) bytes, in use until the stream has passed.
 template <class Key>
 void sort_pairs(const CudaLauncher& launcher, const SortPairs<Key>& pairs, void* scratch);
 
-// The same, and allocate the scratch.
+// The same with scratch that is allocated on the device of `like`.
 template <class Key>
 void sort_pairs(const CudaLauncher& launcher, const torch::stable::Tensor& like,
                 const SortPairs<Key>& pairs) {
@@ -31,13 +33,15 @@ void sort_pairs(const CudaLauncher& launcher, const torch::stable::Tensor& like,
   sort_pairs(launcher, pairs, scratch.mutable_data_ptr());
 }
 
-// Group the keys in `sort`, whose positions are 0, 1, ..., and write the groups: small batches in
-// one launch (group/small_group.cuh), others with CUB. Nothing waits for the device.
+// Sort the keys in `sort` and write their groups to `out`. The caller has filled `sort.keys`, at
+// most `sort.limit` each, and `sort.positions` with 0, 1, ..., n - 1. Keys equal to the limit
+// belong to no group. The sorted positions go to `sort.sorted_positions`. Small batches take one
+// launch (group/small_group.cuh), others CUB's sort, with scratch on the device of `like`.
 template <class Key>
 void sort_and_group(const CudaLauncher& launcher, const torch::stable::Tensor& like,
                     const SortBuffers<Key>& sort, const GroupOutput& out);
 
-// These, and the kernels that write the groups, are compiled with group_cuda.cu alone.
+// The templates above, and the kernels that write the groups, are compiled in group_cuda.cu only.
 #define EMB_EXTERN_SORT(Key)                                                             \
   extern template void launch_groups(const CudaLauncher&, const SortBuffers<Key>&,       \
                                      const GroupOutput&);                                \
@@ -49,7 +53,9 @@ EMB_EXTERN_SORT(uint32_t);
 EMB_EXTERN_SORT(uint64_t);
 #undef EMB_EXTERN_SORT
 
-// Scratch for n keys below `limit` on the device of `like`. torch frees it in stream order.
+// The buffers of a sort of n keys up to `limit` on the device of `like`. They are scratch of this
+// object, freed with it in stream order; only `sorted_positions`, int32 [n] on the device, is the
+// caller's. `Key` must be uint64_t if needs_wide_keys(limit).
 template <class Key>
 class DeviceSort {
  public:
@@ -72,17 +78,19 @@ class DeviceSort {
   SortBuffers<Key> buffers_;
 };
 
-// Return whether keys in [0, limit] need 64 bits.
+// Return whether keys in [0, limit] are sorted as 64 bits. 32 bits serve limits below 2^32 - 1.
 inline bool needs_wide_keys(int64_t limit) { return limit >= (int64_t{1} << 32) - 1; }
 
-// Launches, scratch memory and sorting for an op of several steps. torch frees the scratch, which
-// lives as long as this object, in stream order. Nothing waits for the device.
+// Launches, scratch memory and sorting for an op of several kernels, on the device of tensor `on`.
+// The scratch lives as long as this object and is freed in stream order: kernels launched before
+// may still use it. tests/simt/host_work.h has the same for the emulation.
 class DeviceWork {
  public:
   explicit DeviceWork(const torch::stable::Tensor& on) : like_(on), launcher_(on) {}
 
   const CudaLauncher& launcher() const { return launcher_; }
 
+  // Return uninitialised device memory for n values of T. Throws AllocationError.
   template <class T>
   T* scratch(int64_t n) {
     scratch_tensors_.push_back(allocate(like_, {n * static_cast<int64_t>(sizeof(T))},
@@ -90,6 +98,7 @@ class DeviceWork {
     return reinterpret_cast<T*>(scratch_tensors_.back().mutable_data_ptr());
   }
 
+  // Sort pairs by key, stable.
   void sort(const SortPairs<uint32_t>& pairs) { sort_pairs(launcher_, like_, pairs); }
 
  private:

@@ -1,10 +1,19 @@
-// Entries of grouping on the CPU that other entries call.
+// The CPU entry of grouping that entries of other ops call.
 #pragma once
 
 #include "core/check.h"
 
 namespace emb {
 
+// Return the group of every position, int32 [n], -1 for a position whose key belongs to no group:
+// the inverse of `group`. The arguments are the results of one call of `group` or `tbe_group` for n
+// keys, contiguous int32 CPU tensors:
+//   segments     [n + 1], group g has the sorted positions [segments[g], segments[g + 1])
+//   permutation  [n], permutation[j] is the position whose key is number j in sorted order
+//   count        [1], the number of groups
+// Throws if dtypes or shapes are wrong, or if entries of `segments` or `permutation` are out of
+// range. Not checked: that `permutation` has every position once; the result is unspecified for
+// those that are missing.
 Tensor group_inverse(const Tensor& segments, const Tensor& permutation, const Tensor& count);
 
 }  // namespace emb

@@ -1,4 +1,5 @@
-// `group` and `group_inverse` on the CPU: keys become items, see group_items.h.
+// `group` and `group_inverse` on the CPU. `group` turns keys into items, which group_items.h sorts
+// and divides into groups.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -12,6 +13,7 @@
 namespace emb {
 namespace {
 
+// Group n keys; keys outside [0, num_keys) belong to no group.
 template <class Item>
 void group_keys(IndexArray keys, int64_t n, int64_t num_keys, const GroupOutput& out) {
   std::vector<int64_t> firsts(group_parts(n) + 1);
@@ -25,6 +27,14 @@ void group_keys(IndexArray keys, int64_t n, int64_t num_keys, const GroupOutput&
   group_items<Item>(n, num_keys, firsts, fill, out, [](int64_t, int64_t) {});
 }
 
+// Group equal keys. `keys` is a vector of n int32 or int64 values; those outside [0, num_keys)
+// belong to no group. Returns, for `count` groups in ascending order of their keys:
+//   unique       [n], dtype of keys: the key of each group, then 0
+//   segments     int32 [n + 1]: group g has the sorted positions [segments[g], segments[g + 1]);
+//                entries after `count` repeat segments[count]
+//   permutation  int32 [n]: positions in `keys` sorted by key, equal keys in their order; positions
+//                of keys without a group at the end
+//   count        int32 [1]: the number of groups
 std::tuple<Tensor, Tensor, Tensor, Tensor> group(const Tensor& keys, int64_t num_keys) {
   check_index_dtype("group", "keys", keys);
   STD_TORCH_CHECK(num_keys >= 0, "group: num_keys must be >= 0, got ", num_keys);
@@ -41,7 +51,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> group(const Tensor& keys, int64_t num
   return {result.unique, result.segments, result.permutation, result.count};
 }
 
-constexpr int64_t kGrain = 1 << 14;
+constexpr int64_t kGrain = 1 << 14;  // minimum number of positions per thread of group_inverse
 
 }  // namespace
 
@@ -63,6 +73,7 @@ Tensor group_inverse(const Tensor& segments, const Tensor& permutation, const Te
   const int64_t groups = *count.const_data_ptr<int32_t>();
   STD_TORCH_CHECK(groups >= 0 && groups <= n && (n == 0 || segment[groups] <= n), op,
                   ": count and segments must come from one call of group, got count ", groups);
+  // `signs` becomes negative if a length of a group is negative or a position is not in [0, n).
   int32_t signs = groups > 0 ? segment[0] : 0;
   for (int64_t g = 0; g < groups; ++g) signs |= segment[g + 1] - segment[g];
   for (int64_t j = 0; j < n; ++j)

@@ -1,6 +1,7 @@
-// `group` and `group_inverse` on the GPU. Small batches take one launch (small_group.cuh). For
-// others CUB's radix sort runs over the significant bits only, on 32-bit keys where they suffice.
-// Everything stays on the device.
+// `group` and `group_inverse` on the GPU, and the sort that other ops use (device_sort.h). A small
+// batch takes one launch (small_group.cuh). A larger one is sorted by CUB's radix sort, on 32-bit
+// keys if they suffice and on their significant bits only; kernels before and after it make the
+// keys and write the groups (segments.cuh). The number of groups stays on the device.
 #include <torch/csrc/stable/library.h>
 
 #include <bit>
@@ -16,7 +17,8 @@ namespace emb::cuda {
 
 namespace {
 
-// Call CUB's sort: for the size of its scratch if that is null, else to sort.
+// Call CUB's sort. If `scratch` is null it only writes the bytes of scratch that it needs to
+// `*bytes`; otherwise it sorts with `*bytes` bytes of scratch.
 template <class Key>
 void run_sort(const SortPairs<Key>& in, void* scratch, size_t* bytes, cudaStream_t stream) {
   const int bits = std::max(1, static_cast<int>(std::bit_width(in.limit)));
@@ -26,7 +28,9 @@ void run_sort(const SortPairs<Key>& in, void* scratch, size_t* bytes, cudaStream
       scratch == nullptr ? "sizing CUB's scratch" : "CUB");
 }
 
-// Group a small batch and return true; false if it is not one.
+// Group n keys in [0, limit) in one launch and return true; return false, without a launch, if the
+// batch is too large for that or the keys need 64 bits. Other keys belong to no group. `positions`,
+// int32 [n], gets the sorted positions.
 bool group_small(const CudaLauncher& launcher, const IndexArray& keys, int64_t n, int64_t limit,
                  int32_t* positions, const GroupOutput& out) {
   if (n > kMaxSmallGroup || needs_wide_keys(limit)) return false;
@@ -37,6 +41,7 @@ bool group_small(const CudaLauncher& launcher, const IndexArray& keys, int64_t n
   return true;
 }
 
+// Sort the keys in `sort` with CUB and write their groups.
 template <class Key>
 void group_large(const CudaLauncher& launcher, const Tensor& like, const SortBuffers<Key>& sort,
                  const GroupOutput& out) {
@@ -66,7 +71,7 @@ void sort_pairs(const CudaLauncher& launcher, const SortPairs<Key>& pairs, void*
 template <class Key>
 void sort_and_group(const CudaLauncher& launcher, const Tensor& like, const SortBuffers<Key>& sort,
                     const GroupOutput& out) {
-  // Keys of 31 bits are numbers of an index array; `limit` is none that belongs to a group.
+  // Keys below 2^31 can be read as int32 by group_small, for which `limit` belongs to no group.
   const bool is_int32 = sizeof(Key) == 4 && sort.limit <= std::numeric_limits<int32_t>::max();
   const auto limit = static_cast<int64_t>(sort.limit);
   if (is_int32 && group_small(launcher, IndexArray{sort.keys, false}, sort.n, limit,
@@ -88,6 +93,7 @@ EMB_SORT(uint64_t);
 
 namespace {
 
+// Group a contiguous vector of int32 or int64 keys by sorting.
 template <class Key>
 void group_keys(const CudaLauncher& launcher, const Tensor& keys, int64_t num_keys,
                 int32_t* permutation, const GroupOutput& out) {
@@ -96,6 +102,7 @@ void group_keys(const CudaLauncher& launcher, const Tensor& keys, int64_t num_ke
   group_large(launcher, keys, sort.buffers(), out);
 }
 
+// The op `group`, see group_cpu.cpp.
 std::tuple<Tensor, Tensor, Tensor, Tensor> group(const Tensor& keys, int64_t num_keys) {
   check_index_dtype("group", "keys", keys);
   STD_TORCH_CHECK(num_keys >= 0, "group: num_keys must be >= 0, got ", num_keys);
@@ -126,6 +133,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> group(const Tensor& keys, int64_t num
   return {unique, segments, permutation, count};
 }
 
+// The op `group_inverse`, see entries.h. Contents are on the device and are not checked: the
+// arguments must come from one call of `group`.
 Tensor group_inverse(const Tensor& segments, const Tensor& permutation, const Tensor& count) {
   const char* op = "group_inverse";
   for (const Tensor* tensor : {&segments, &permutation, &count}) {

@@ -1,8 +1,13 @@
-// Grouping on the CPU, in four parallel regions whatever the number of key bits: (1) every chunk of
-// the input makes its items and counts them by the top bits of the key, (2) it scatters them into
-// buckets, (3) every bucket is radix-sorted on the remaining bits inside the cache and its groups
-// are counted, (4) every bucket writes its groups. Every step is stable, so the result does not
-// depend on the number of threads.
+// Grouping on the CPU: a parallel sort of items (key, position) by key, which also finds the groups
+// of equal keys. It takes four parallel regions, whatever the number of key bits:
+//   (1) every chunk of the input makes its items and counts them by the top bits of the key,
+//   (2) every chunk scatters its items into buckets, one per value of the top bits,
+//   (3) every bucket is radix-sorted by the remaining bits, inside the cache, and its groups are
+//       counted,
+//   (4) every bucket writes its groups.
+// Every step is stable, so the result does not depend on the number of threads. A small input is
+// sorted by one thread at once, and an input whose keys come in ascending runs is sorted run by run
+// (group_runs). n, the number of items, is below 2^31 throughout.
 #pragma once
 
 #include <algorithm>
@@ -19,7 +24,7 @@
 
 namespace emb {
 
-// A lookup to be sorted: 8 bytes if keys have 32 bits, which holds for fewer than 2^32 rows.
+// A key to be sorted and its position in the input. Item32, 8 bytes, serves limits below 2^32.
 struct Item32 {
   uint32_t key;
   uint32_t position;
@@ -30,13 +35,16 @@ struct Item64 {
   uint64_t position;
 };
 
-// The output of a grouping. Items whose key is >= limit belong to no group and sort to the end.
+// The arrays that a grouping of n items writes, in host memory of the caller. Groups are in
+// ascending order of their keys; items whose key is at least the limit belong to no group and come
+// last in `permutation`.
 struct GroupOutput {
-  void* unique;  // [n], int64 or int32, entries from `count` on are 0
+  void* unique;  // [n], int64 or int32: the key of each group; entries from `count` on are 0
   bool unique_is_int64;
-  int32_t* segments;     // [n + 1], entries after `count` repeat segments[count]
-  int32_t* permutation;  // [n]
-  int32_t* count;        // [1]
+  int32_t* segments;     // [n + 1]: group g has the sorted items [segments[g], segments[g + 1]);
+                         // entries after `count` repeat segments[count]
+  int32_t* permutation;  // [n]: the positions of the sorted items
+  int32_t* count;        // [1]: the number of groups
 
   void write_unique(int64_t i, uint64_t key) const {
     if (unique_is_int64) {
@@ -47,16 +55,17 @@ struct GroupOutput {
   }
 };
 
-// One stable pass of a radix sort, in two steps: counting and scattering. Both walk `kStreams`
-// equal runs of the input side by side, each with separate counters: where many keys share a digit,
-// increments of one counter wait for each other, but increments of several counters overlap. Stream
-// s is items [begin(s), begin(s + 1)).
+// One stable pass of a radix sort, in two steps: counting and scattering. The input is divided into
+// kStreams equal streams, which both steps walk side by side, each with counters of its own: where
+// many keys share a digit, increments of one counter must wait for each other, but increments of
+// different counters overlap. Stream s has the items [begin(s), begin(s + 1)). Counters are an
+// array [kStreams, stride], of which the first `mask` + 1 columns are used.
 template <int kStreams, class Item>
 struct RadixPass {
-  const Item* items;
+  const Item* items;  // [n]
   int64_t n;
-  int shift;
-  uint32_t mask;
+  int shift;      // the digit of a key is key >> shift & mask
+  uint32_t mask;  // number of digits - 1, a mask of ones
 
   int64_t begin(int stream) const { return stream == kStreams ? n : n / kStreams * stream; }
   // 64 bits, because a shift by all 32 bits of a key is undefined.
@@ -71,7 +80,8 @@ struct RadixPass {
     for (int64_t i = n / kStreams * kStreams; i < n; ++i) ++last[digit(i)];
   }
 
-  // counters[stream * stride + digit] is where the stream's next item of that digit goes.
+  // Copy the items to `out`. counters[stream * stride + digit] is where the stream's first item of
+  // that digit goes, and is advanced.
   void scatter(uint32_t* counters, int64_t stride, Item* out) const {
     for (int64_t i = 0; i < n / kStreams; ++i) {
       for (int s = 0; s < kStreams; ++s) {
@@ -84,9 +94,9 @@ struct RadixPass {
   }
 };
 
-// Turn counters[streams][digits] into the offsets at which each stream writes: digit by digit, and
-// in the order of the streams within a digit. Call `at(digit, offset)` for the start of every
-// digit.
+// Turn the counts in `counters` [streams, digits] into the offsets at which each stream writes its
+// items of each digit: digit by digit, within a digit in the order of the streams. Call
+// `at(digit, offset)` with the offset at which each digit starts.
 template <class At>
 void exclusive_offsets(uint32_t* counters, int64_t streams, int64_t digits, const At& at) {
   uint32_t sum = 0;
@@ -96,7 +106,8 @@ void exclusive_offsets(uint32_t* counters, int64_t streams, int64_t digits, cons
   }
 }
 
-// Sort items by the low `bits` bits of the key in digits of at most `max_width` <= kMaxWidth bits.
+// Sort `items` [n] by the low `bits` bits of the key, stable, in passes over digits of at most
+// `max_width` bits, at most kMaxWidth. `scratch` is [n]; the result is in `items`.
 template <int kStreams, int kMaxWidth = 8, class Item>
 void radix_sort(Item* items, Item* scratch, int64_t n, int bits, int max_width) {
   const int passes = (bits + max_width - 1) / max_width;
@@ -115,30 +126,33 @@ void radix_sort(Item* items, Item* scratch, int64_t n, int bits, int max_width) 
   if (from != items) std::memcpy(items, from, n * sizeof(Item));
 }
 
-// The sizes below are items, the widths bits of a digit. Few items get narrow digits: clearing and
-// adding their counters must not cost more than the pass. Source: measured, reports/LOG.md,
-// 2026-11-21 (streams of counters) and 2026-11-23 (wide digits for one core).
-inline constexpr int64_t kInsertionSortItems = 24;  // most items of a bucket or run
-inline constexpr int64_t kOneStreamItems = 2048;    // more are counted in kCounterStreams streams
-inline constexpr int kCounterStreams = 4;           // streams of counters, see RadixPass
-inline constexpr int kBucketDigitBits = 8;
-inline constexpr int kRunDigitBits = 11;
-inline constexpr int64_t kSmallInput = int64_t{1} << 16;  // sorted by one core, inside its cache
-inline constexpr int kMaxBucketBits = 11;
-inline constexpr int kBucketItemsLog2 = 6;   // fewest items per bucket if keys are distinct
-inline constexpr int64_t kPartItems = 8192;  // items per thread's part of the input or of buckets
-inline constexpr int64_t kRunPartItems = 4096;  // items per thread's part of the runs
+// Tuned constants: sizes are numbers of items, widths are bits of a digit. Few items are sorted by
+// narrow digits, because clearing and adding up the counters must not take longer than the pass.
+// Source: measured, reports/LOG.md, 2026-11-21 (streams of counters) and 2026-11-23 (wide digits
+// for one core).
+inline constexpr int64_t kInsertionSortItems = 24;  // maximum size for an insertion sort
+inline constexpr int64_t kOneStreamItems = 2048;    // maximum size for one stream of counters
+inline constexpr int kCounterStreams = 4;           // streams of counters above it, see RadixPass
+inline constexpr int kBucketDigitBits = 8;          // maximum width for a bucket
+inline constexpr int kRunDigitBits = 11;            // maximum width for a run or a small input
+inline constexpr int64_t kSmallInput = int64_t{1} << 16;  // maximum size that one core sorts alone
+inline constexpr int kMaxBucketBits = 11;    // maximum number of top bits that select a bucket
+inline constexpr int kBucketItemsLog2 = 6;   // log2 of the minimum mean size of a bucket
+inline constexpr int64_t kPartItems = 8192;  // minimum size of a thread's share of input or buckets
+inline constexpr int64_t kRunPartItems = 4096;  // minimum size of a thread's share of the runs
 
-// Return the width of the digits in which a bucket of n items is sorted.
+// Return the maximum width of the digits by which a bucket of n items is sorted.
 constexpr int bucket_digit_bits(int64_t n) { return n < 96 ? 6 : n < 512 ? 7 : kBucketDigitBits; }
 
-// The same for a run or a small input, of which `wide` items or more take the widest digits.
+// The same for a run or a small input of n items. The widest digits serve sizes from `wide` on.
 constexpr int run_digit_bits(int64_t n, int64_t wide) {
   return n < 256 ? 6 : n < wide ? 8 : kRunDigitBits;
 }
 inline constexpr int64_t kWideRunItems = 2048, kWideInputItems = 8192;
 
-// Sort a bucket by the low `bits` bits of the key, stable; the result is in `items`.
+// Sort a bucket, `items` [n], by key, stable. More than kInsertionSortItems items are sorted by the
+// low `bits` bits only; the other bits of their keys must be equal. `scratch` is [n]; the result is
+// in `items`.
 template <class Item>
 void sort_bucket(Item* items, Item* scratch, int64_t n, int bits) {
   if (n > kOneStreamItems) {
@@ -155,6 +169,7 @@ void sort_bucket(Item* items, Item* scratch, int64_t n, int bits) {
   }
 }
 
+// Return the number of groups of n sorted items, without items whose key is at least `limit`.
 template <class Item>
 int64_t count_groups(const Item* items, int64_t n, uint64_t limit) {
   while (n > 0 && items[n - 1].key >= limit) --n;
@@ -163,8 +178,10 @@ int64_t count_groups(const Item* items, int64_t n, uint64_t limit) {
   return groups;
 }
 
-// Write the groups of sorted items [begin, end), the first of which is group `group` + 1; `base` is
-// added to their keys.
+// Write the groups and the permutation of items [begin, end) of `sorted`, all items in order. No
+// group may extend beyond the range. `group` is the number of the last group before the range, -1
+// for none; return that of the last group written. `base` is added to the keys in `out.unique`.
+// `emit(j, position)` is called for every item j.
 template <class Item, class Emit>
 int64_t write_groups(const Item* sorted, int64_t begin, int64_t end, int64_t group, uint64_t limit,
                      const GroupOutput& out, const Emit& emit, uint64_t base = 0) {
@@ -184,7 +201,8 @@ int64_t write_groups(const Item* sorted, int64_t begin, int64_t end, int64_t gro
   return group;
 }
 
-// Pad the output after `total` groups.
+// Complete the output when all of its `total` groups are written: fill `unique` and `segments`
+// after the last group and write the count. `sorted` are all n items.
 template <class Item>
 void finish_groups(const Item* sorted, int64_t n, int64_t total, uint64_t limit,
                    const GroupOutput& out) {
@@ -196,10 +214,13 @@ void finish_groups(const Item* sorted, int64_t n, int64_t total, uint64_t limit,
   *out.count = static_cast<int32_t>(total);
 }
 
-// Group n items with keys <= limit; `limit` itself means "no group". The input comes in chunks,
-// chunk c at positions [firsts[c], firsts[c + 1]): `fill(c, put)` calls `put(position, key)` once
-// for each of them. `emit(sorted, position)` is called for every item in its final position. Both
-// run in parallel.
+// Group n items and write the result to `out`. Keys are at most `limit`; an item with the key
+// `limit` belongs to no group. Item32 serves limits below 2^32.
+//
+// The input comes in chunks that threads read in parallel: chunk c has the positions [firsts[c],
+// firsts[c + 1]), so `firsts` begins with 0 and ends with n. `fill(c, put)` must call
+// `put(position, key)` once for each position of its chunk. `emit(j, position)` is called once for
+// every item, where j is its number in sorted order. Several threads call both.
 template <class Item, class Fill, class Emit>
 void group_items(int64_t n, uint64_t limit, const std::vector<int64_t>& firsts, const Fill& fill,
                  const GroupOutput& out, const Emit& emit) {
@@ -257,16 +278,18 @@ void group_items(int64_t n, uint64_t limit, const std::vector<int64_t>& firsts, 
   finish_groups(sorted.get(), n, groups[buckets], limit, out);
 }
 
-// A run of items whose keys lie above those of the runs before it: [base, base + keys).
+// A run of neighbouring items with keys in [base, base + keys), where keys <= 2^32. It ends where
+// the next run begins; a run may be empty.
 struct Run {
   int64_t first;  // position of its first item
-  uint64_t base;
+  uint64_t base;  // at least the end of the previous run's keys
   uint64_t keys;
 };
 
-// Group n items that come in runs, all with valid keys: each run is sorted by itself, on fewer bits
-// and inside the cache of a core. `fill(r, put)` calls `put(position, key - base)` for every item
-// of run r; `emit` is that of `group_items`.
+// Group n items that come in runs with ascending keys, all of which belong to groups. Every run is
+// sorted alone, on fewer bits than all keys have and inside the cache of a core. `fill(r, put)`
+// must call `put(position, key - base)` once for each position of run r; `emit` is that of
+// `group_items`.
 template <class Fill, class Emit>
 void group_runs(int64_t n, const std::vector<Run>& runs, const Fill& fill, const GroupOutput& out,
                 const Emit& emit) {
@@ -317,13 +340,13 @@ void group_runs(int64_t n, const std::vector<Run>& runs, const Fill& fill, const
   finish_groups(items.get(), n, groups[count], kNoLimit, out);
 }
 
-// Return the number of chunks that n items are divided into.
+// Return the number of chunks that an input of n items should be divided into, at least 1.
 inline int64_t group_parts(int64_t n) {
   return std::clamp<int64_t>(n / kPartItems, 1, num_threads());
 }
 
-// The tensors that a grouping returns on the CPU; shared by `group` and `tbe_group`.
-
+// The tensors that `group` and `tbe_group` return on the CPU for n keys, uninitialised; see
+// GroupOutput for their contents. `output()` points into them.
 struct GroupTensors {
   Tensor unique, segments, permutation, count;
 

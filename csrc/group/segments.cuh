@@ -1,10 +1,13 @@
-// The kernels before and after the sort of `group`: make keys sortable, write the groups. The sort
-// itself (CUB on a GPU, std::stable_sort in tests) delivers the sorted keys and positions. Keys
-// that belong to no group are set to `limit`, the largest key, so they form the last run, if any.
+// The kernels of `group` before and after its sort: they make the keys of the sort, and write the
+// groups. The sort itself (CUB on a GPU, std::stable_sort in tests) delivers the sorted keys and
+// their positions. Keys that belong to no group are replaced by `limit`, which is greater than all
+// others, so they come last.
 //
-// The sorted keys are cut into at most kMaxRanges ranges, a block each. One kernel counts the
-// groups that begin in each range; in the other, a block adds up the counts of the ranges before
-// its own and writes the groups that begin in it.
+// The sorted keys are divided into at most kMaxRanges ranges, one per block. A first kernel counts
+// the groups that begin in each range. In a second kernel every block adds up the counts of the
+// ranges before its own and writes the groups that begin in its range.
+//
+// n, the number of keys, is below 2^31. All pointers are to device memory of the caller.
 #pragma once
 
 #include "core/dtype.h"
@@ -16,52 +19,56 @@ namespace emb::cuda {
 
 inline constexpr int kMaxRanges = 1024;
 
-// The input and output of a stable sort by key, all on the device; n elements each.
+// The input and output of a stable sort by key. Key is uint32_t or uint64_t.
 template <class Key>
 struct SortPairs {
-  Key *keys, *sorted_keys;
-  int32_t *positions, *sorted_positions;
+  Key *keys, *sorted_keys;                // [n] input, [n] output
+  int32_t *positions, *sorted_positions;  // [n] input, [n] output
   int64_t n;
-  Key limit;  // the greatest key
+  Key limit;  // the maximum key
 };
 
 // The same for a sort whose runs of equal keys become groups.
 template <class Key>
 struct SortBuffers {
-  Key *keys, *sorted_keys;
-  int32_t *positions, *sorted_positions;
-  int32_t*
-      range_counts;  // [2, kMaxRanges]: of each range, groups that begin and keys below `limit`
+  Key *keys, *sorted_keys;                // [n] each
+  int32_t *positions, *sorted_positions;  // [n] each
+  // Scratch [2, kMaxRanges], for each range: the groups that begin in it, and its keys below
+  // `limit`.
+  int32_t* range_counts;
   int64_t n;
-  Key limit;
+  Key limit;  // the key that belongs to no group
 };
 
-// The step of the update that reads a grouping, which the grouping counts on the way. If the
-// gradient is not finite there is no step, and the grouping reports no groups.
+// The step counter of the update that uses a grouping: the grouping increments it, which saves a
+// launch. If the gradient is not finite, the step is skipped: it is not counted, and the grouping
+// reports 0 groups, so that the update changes nothing.
 struct StepCount {
-  double* step = nullptr;           // counter to add one to
-  const bool* is_finite = nullptr;  // null for a gradient that is
+  double* step = nullptr;           // [1], incremented; null to count nothing
+  const bool* is_finite = nullptr;  // [1]; null if the gradient is known to be finite
 };
 
-// Count the step, and return the number of groups to update. Called by one thread of the grid.
-EMB_DEVICE int count_step(const StepCount& count, int groups) {
+// Count the step; return the number of groups to update: num_groups, or 0 if the step is skipped.
+// Called by one thread of the grid.
+EMB_DEVICE int count_step(const StepCount& count, int num_groups) {
   if (count.is_finite != nullptr && !*count.is_finite) return 0;
   if (count.step != nullptr) *count.step += 1.0;
-  return groups;
+  return num_groups;
 }
 
+// The arrays that a grouping writes, as `group` returns them (group_cpu.cpp).
 struct GroupOutput {
   void* unique;  // [n] int32 or int64
   bool unique_is_int64;
   int32_t *segments, *count;  // [n + 1], [1]
-  // For `tbe_group`: the bag of each lookup, and the output for the bags of the sorted ones; else
-  // null.
+  // For `tbe_group`, else null: the bag of each lookup [n], an input, and the bags of the sorted
+  // lookups [n], an output. A small group knows the bags itself and reads no `bag_of`.
   const int32_t* bag_of;
   int32_t* bags;
   StepCount step = {};
 };
 
-// Make the keys of the sort. Keys outside [0, limit) belong to no group.
+// Write the keys and the positions of the sort. Keys outside [0, limit) become `limit`.
 template <class Key>
 __global__ void __launch_bounds__(kTileThreads)
     keys_kernel(IndexArray keys, SortBuffers<Key> sort) {
@@ -73,28 +80,30 @@ __global__ void __launch_bounds__(kTileThreads)
   }
 }
 
-// Return the number of ranges that n sorted keys are cut into, and below it the first key of range
-// r.
+// Return the number of ranges that n sorted keys are divided into, 0 without keys.
 EMB_HD int64_t num_ranges(int64_t n) {
   const int64_t tiles = (n + kTileSize - 1) / kTileSize;
   return tiles < kMaxRanges ? tiles : kMaxRanges;
 }
+// Return where range r of n > 0 sorted keys begins, a multiple of kTileSize. Range num_ranges(n)
+// begins at n.
 EMB_HD int64_t range_begin(int64_t n, int64_t r) {
   const int64_t tiles = (n + kTileSize - 1) / kTileSize, ranges = num_ranges(n);
   const int64_t begin = tiles * r / ranges * kTileSize;
   return begin < n ? begin : n;
 }
 
-// Return the sum over the block, in every thread.
+// Return the sum of `value` over the block, in every thread. Called by all kTileThreads threads;
+// contains barriers.
 EMB_DEVICE int block_sum(int value) {
-  __shared__ int of_warp[kTileThreads / simt::kWarp];
+  __shared__ int warp_sums[kTileThreads / simt::kWarp];
   value = __reduce_add_sync(simt::kFullMask, value);
   __syncthreads();
-  if (threadIdx.x % simt::kWarp == 0) of_warp[threadIdx.x / simt::kWarp] = value;
+  if (threadIdx.x % simt::kWarp == 0) warp_sums[threadIdx.x / simt::kWarp] = value;
   __syncthreads();
   value = 0;
 #pragma unroll
-  for (const int other : of_warp) value += other;
+  for (const int warp_sum : warp_sums) value += warp_sum;
   return value;
 }
 
@@ -105,34 +114,37 @@ EMB_DEVICE bool begins_group(const SortBuffers<Key>& sort, int64_t i) {
   return key != sort.limit && (i == 0 || sort.sorted_keys[i - 1] != key);
 }
 
+// Write the two counts of every range to `sort.range_counts`. One block per range.
 template <class Key>
 __global__ void __launch_bounds__(kTileThreads) count_groups_kernel(SortBuffers<Key> sort) {
   const int64_t end = range_begin(sort.n, blockIdx.x + 1);
-  int begun = 0, grouped = 0;
+  int num_groups = 0, num_grouped = 0;
   for (int64_t i = range_begin(sort.n, blockIdx.x) + threadIdx.x; i < end; i += kTileThreads) {
-    begun += begins_group(sort, i);
-    grouped += sort.sorted_keys[i] != sort.limit;
+    num_groups += begins_group(sort, i);
+    num_grouped += sort.sorted_keys[i] != sort.limit;
   }
-  begun = block_sum(begun);
-  grouped = block_sum(grouped);
+  num_groups = block_sum(num_groups);
+  num_grouped = block_sum(num_grouped);
   if (threadIdx.x != 0) return;
-  sort.range_counts[blockIdx.x] = begun;
-  sort.range_counts[kMaxRanges + blockIdx.x] = grouped;
+  sort.range_counts[blockIdx.x] = num_groups;
+  sort.range_counts[kMaxRanges + blockIdx.x] = num_grouped;
 }
 
-// The groups before a block's range, and in all ranges; the sorted keys that belong to groups.
+// The groups that begin before a block's range, all groups, and all keys that belong to groups.
 struct GroupTotals {
-  int before = 0, count = 0, grouped = 0;
+  int before = 0, num_groups = 0, num_grouped = 0;
 };
 
+// Add up `counts`, the range_counts of `ranges` ranges, for this block's range. Called by all
+// kTileThreads threads.
 EMB_DEVICE GroupTotals add_ranges(const int32_t* counts, int ranges) {
   GroupTotals sums;
   for (int r = static_cast<int>(threadIdx.x); r < ranges; r += kTileThreads) {
-    sums.count += counts[r];
-    sums.grouped += counts[kMaxRanges + r];
+    sums.num_groups += counts[r];
+    sums.num_grouped += counts[kMaxRanges + r];
     if (r < static_cast<int>(blockIdx.x)) sums.before += counts[r];
   }
-  return {block_sum(sums.before), block_sum(sums.count), block_sum(sums.grouped)};
+  return {block_sum(sums.before), block_sum(sums.num_groups), block_sum(sums.num_grouped)};
 }
 
 EMB_DEVICE void put_unique(const GroupOutput& out, int64_t i, int64_t key) {
@@ -143,76 +155,83 @@ EMB_DEVICE void put_unique(const GroupOutput& out, int64_t i, int64_t key) {
   }
 }
 
-// Write the groups, and after the last one zeros to `unique` and the number of grouped keys to
-// `segments`, as `group` returns them.
+// Write the groups that begin in this block's range: `unique` and `segments`, and the bags of the
+// sorted lookups if asked for. After the last group `unique` is 0, and `segments` is the number of
+// keys that belong to groups. `sort.range_counts` must be complete. One block per range, and one if
+// there are no keys.
 template <class Key>
 __global__ void __launch_bounds__(kTileThreads)
     groups_kernel(SortBuffers<Key> sort, GroupOutput out) {
-  constexpr int kEach = kTileSize / kTileThreads, kWarps = kTileThreads / simt::kWarp;
-  __shared__ int begun[kEach * kWarps];
+  // A thread has key j * kTileThreads + threadIdx.x of a tile, for j < kThreadKeys. The 32 keys of
+  // a warp for one j are a row, in the order of the tile: row j * kWarps + warp.
+  constexpr int kThreadKeys = kTileSize / kTileThreads, kWarps = kTileThreads / simt::kWarp;
+  __shared__ int row_groups[kThreadKeys * kWarps];  // groups that begin in each row
   const unsigned lane = threadIdx.x % simt::kWarp, warp = threadIdx.x / simt::kWarp;
   const int ranges = static_cast<int>(num_ranges(sort.n));
   GroupTotals totals = add_ranges(sort.range_counts, ranges);
   if (simt::global_thread() == 0) {
-    *out.count = count_step(out.step, totals.count);
-    out.segments[sort.n] = totals.grouped;
+    *out.count = count_step(out.step, totals.num_groups);
+    out.segments[sort.n] = totals.num_grouped;
   }
   const int64_t end = ranges == 0 ? 0 : range_begin(sort.n, blockIdx.x + 1);
   for (int64_t tile = ranges == 0 ? 0 : range_begin(sort.n, blockIdx.x); tile < end;
        tile += kTileSize) {
-    unsigned heads[kEach];
+    unsigned heads[kThreadKeys];  // the lanes of this warp whose key begins a group
 #pragma unroll
-    for (int j = 0; j < kEach; ++j) {
+    for (int j = 0; j < kThreadKeys; ++j) {
       const int64_t i = tile + j * kTileThreads + threadIdx.x;
       heads[j] = __ballot_sync(simt::kFullMask, i < end && begins_group(sort, i));
-      if (lane == 0) begun[j * kWarps + warp] = __popc(heads[j]);
+      if (lane == 0) row_groups[j * kWarps + warp] = __popc(heads[j]);
     }
     __syncthreads();
-    int group[kEach],
-        in_tile = 0;  // the number of the first group of this warp's part of tile row j
+    int first_group[kThreadKeys];  // number of the first group that begins in this warp's row j
+    int num_groups = 0;            // groups that begin in the tile
 #pragma unroll
-    for (int w = 0; w < kEach * kWarps; ++w) {
-      if (w % kWarps == static_cast<int>(warp)) group[w / kWarps] = totals.before + in_tile;
-      in_tile += begun[w];
+    for (int row = 0; row < kThreadKeys * kWarps; ++row) {
+      if (row % kWarps == static_cast<int>(warp)) {
+        first_group[row / kWarps] = totals.before + num_groups;
+      }
+      num_groups += row_groups[row];
     }
     __syncthreads();
-    totals.before += in_tile;
+    totals.before += num_groups;
 #pragma unroll
-    for (int j = 0; j < kEach; ++j) {
+    for (int j = 0; j < kThreadKeys; ++j) {
       const int64_t i = tile + j * kTileThreads + threadIdx.x;
       if (i >= end) continue;
       if (heads[j] >> lane & 1u) {
-        const int u = group[j] + __popc(heads[j] & ((1u << lane) - 1));
-        put_unique(out, u, static_cast<int64_t>(sort.sorted_keys[i]));
-        out.segments[u] = static_cast<int32_t>(i);
+        const int group = first_group[j] + __popc(heads[j] & ((1u << lane) - 1));
+        put_unique(out, group, static_cast<int64_t>(sort.sorted_keys[i]));
+        out.segments[group] = static_cast<int32_t>(i);
       }
-      if (i >= totals.count) {
+      if (i >= totals.num_groups) {
         put_unique(out, i, 0);
-        out.segments[i] = totals.grouped;
+        out.segments[i] = totals.num_grouped;
       }
       if (out.bags != nullptr) out.bags[i] = out.bag_of[sort.sorted_positions[i]];
     }
   }
 }
 
-// The groups of n keys, and an output for the group of each key, -1 for none; null: none.
+// The groups of n keys, as `group` returns them, and the output of `group_inverse`.
 struct InverseArgs {
-  const int32_t *segments, *permutation, *count;
+  const int32_t *segments, *permutation, *count;  // [n + 1], [n], [1]
   int64_t n;
-  int32_t* inverse;
+  int32_t* inverse;  // [n]: the group of each position, -1 for none; null if it is not wanted
 };
 
-// Write the group of every key. `range` is shared memory for two numbers.
+// Write `args.inverse`, not null, by the whole grid of blocks of kTileThreads threads. `range` is
+// shared memory for two ints.
 EMB_DEVICE void write_inverse(const InverseArgs& args, int* range) {
-  const int groups = *args.count;
-  const int32_t grouped = args.segments[groups];
+  const int num_groups = *args.count;
+  const int32_t num_grouped = args.segments[num_groups];
   const auto start = [&](int group) { return static_cast<int64_t>(args.segments[group]); };
   for (int64_t tile = static_cast<int64_t>(blockIdx.x) * kTileSize; tile < args.n;
        tile += static_cast<int64_t>(gridDim.x) * kTileSize) {
     const int64_t end = tile + kTileSize < args.n ? tile + kTileSize : args.n;
-    const TileSearch search(start, groups, tile, end, range);
+    const TileSearch search(start, num_groups, tile, end, range);
     for (int64_t j = tile + threadIdx.x; j < end; j += kTileThreads) {
-      args.inverse[args.permutation[j]] = j < grouped ? search.find(start, j) : -1;
+      args.inverse[args.permutation[j]] = j < num_grouped ? search.find(start, j) : -1;
     }
   }
 }
@@ -223,12 +242,14 @@ EMB_DEVICE void write_inverse(const InverseArgs& args, int* range) {
   write_inverse(args, range);
 }
 
+// Fill `sort.keys` and `sort.positions` from `keys` [n], n > 0.
 template <class Key, class Launcher>
 void launch_keys(const Launcher& launcher, const IndexArray& keys, const SortBuffers<Key>& sort) {
   launcher(keys_kernel<Key>, blocks_for(sort.n, kTileSize, launcher.blocks(32)), kTileThreads, keys,
            sort);
 }
 
+// Write the groups of the sorted keys and positions in `sort`. n may be 0.
 template <class Key, class Launcher>
 void launch_groups(const Launcher& launcher, const SortBuffers<Key>& sort, const GroupOutput& out) {
   const auto ranges = static_cast<unsigned>(num_ranges(sort.n));
@@ -236,6 +257,7 @@ void launch_groups(const Launcher& launcher, const SortBuffers<Key>& sort, const
   launcher(groups_kernel<Key>, ranges > 0 ? ranges : 1, kTileThreads, sort, out);
 }
 
+// Write the group of every position. n may be 0.
 template <class Launcher>
 void launch_inverse(const Launcher& launcher, const InverseArgs& args) {
   if (args.n == 0) return;

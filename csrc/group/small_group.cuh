@@ -1,16 +1,27 @@
 // Grouping of a small batch in one launch: a cluster of blocks makes the keys, sorts them in shared
-// memory, finds the runs and writes all that `group` returns. CUB would take five launches, most of
-// whose time is not work.
+// memory, finds the groups of equal keys and writes all that `group` returns. CUB would take five
+// launches, and most of their time would be overhead. A device without clusters runs one block.
 //
-// A block holds blockDim * kItems neighbouring keys; item i of a lane is element i * 32 + lane of
-// its warp's part, so order within a warp is order by (item, lane). Every pass of the radix sort
-// ranks by up to kDigitBits bits, stably: equal digits within the warp by ballots, then warps by a
-// histogram each, then blocks by reading each other's totals. Pairs go to their place in the memory
-// of the block that holds it. A payload is the position and, 14 bits up, the bag of a lookup. Keys
-// beyond n have all bits set: they follow the keys of no group and are dropped.
+// Every block holds blockDim * kItems neighbouring elements of the sorted sequence. An element is a
+// key and a payload: the position of the key and, from bit kPositionBits on, the bag of a lookup.
+// A warp holds 32 * kItems neighbouring elements, and item i of a lane is element i * 32 + lane of
+// them, so the order within a warp is that of (item, lane). Elements beyond n have keys with all
+// bits set: they stay behind the keys that belong to no group, and are not written.
 //
-// A device without clusters runs one block. `Source` makes the keys: GivenKeys below, or lookups
-// (tbe/keys.cuh).
+// The sort is a stable radix sort of up to kDigitBits bits per pass. In a pass, the new place of an
+// element follows from the elements of smaller digits and those of the same digit before it: within
+// the warp they are counted by ballots, over the warps of a block by one histogram per warp, and
+// over the blocks by reading each other's totals. Then every element is written to its new place,
+// in the shared memory of the block that holds it.
+//
+// `Source` makes the keys: GivenKeys below, or the lookups of a batch (SmallLookups in
+// tbe/keys.cuh). Its members are
+//   kHasBags            whether keys have bags, and invalid ones are counted
+//   prepared(memory)    the source to make the keys from, after work by all blocks of the cluster
+//   Tile(source, begin, end, range)  the state of a thread for positions [begin, end), not empty
+//     key(source, i, limit, &bag)      key of position i, `limit` if it belongs to no group
+//     num_bad(), num_lost()            invalid indices, and those before the first bag, so far
+//   report(memory)      writes the tallies of invalid lookups, when they are complete
 #pragma once
 
 #include <algorithm>
@@ -21,18 +32,20 @@
 namespace emb::cuda {
 
 inline constexpr int kDigitBits = 7, kDigits = 1 << kDigitBits;
-inline constexpr unsigned kSmallThreads = 512;  // most threads per block, at least one per digit
-inline constexpr int kPositionBits = 14;
-inline constexpr int64_t kMaxSmallGroup = int64_t{1} << kPositionBits;
+inline constexpr unsigned kSmallThreads = 512;  // maximum number of threads per block
+inline constexpr int kPositionBits = 14;        // bits of a payload for the position
+inline constexpr int64_t kMaxSmallGroup = int64_t{1} << kPositionBits;  // keys
 inline constexpr int64_t kMaxSmallBags = int64_t{1} << (32 - kPositionBits);
 
-// How many keys each thread holds, threads per block, blocks of the cluster; no items: too many.
+// The shape of a launch. All three are powers of two; a block has at least one thread per digit.
 struct SmallGroupPlan {
-  int items = 0;
-  unsigned threads = 0, blocks = 0;
+  int items = 0;         // keys per thread: 1, 2 or 4; 0 if the batch is too large for one launch
+  unsigned threads = 0;  // threads per block
+  unsigned blocks = 0;   // blocks of the cluster
 };
 
-// Measured on an H100: of equal capacities, more blocks with fewer items per thread are faster.
+// Return the plan for n keys and clusters of up to `max_cluster` blocks, a power of two. Of equal
+// capacities, more blocks with fewer items per thread are faster (measured on an H100).
 inline SmallGroupPlan plan_small_group(int64_t n, unsigned max_cluster) {
   const auto size =
       static_cast<unsigned>(std::bit_ceil(static_cast<uint64_t>(std::max(n, int64_t{1}))));
@@ -43,25 +56,35 @@ inline SmallGroupPlan plan_small_group(int64_t n, unsigned max_cluster) {
   return {static_cast<int>(items), threads, blocks};
 }
 
-// The shared memory of a block, all of it dynamic: blocks reach each other's.
+// The shared memory of a block. All of it is dynamic, because blocks of a cluster access each
+// other's.
 struct SmallMemory {
-  uint32_t *keys, *payloads;  // [blockDim * kItems]
-  uint32_t* histograms;       // [warps, kDigits]
-  uint32_t *totals, *bases;   // [kDigits]
-  uint32_t* of_warp;          // [32]
-  uint32_t* tally;            // [kTallies]
-  int* range;                 // [2]
+  uint32_t *keys, *payloads;  // [blockDim * kItems], the elements of this block
+  uint32_t* histograms;       // [warps, kDigits]: elements of each digit per warp, then before it
+  uint32_t* totals;           // [kDigits]: elements of each digit in this block
+  uint32_t* bases;            // [kDigits]: where the elements of each digit of this block go
+  uint32_t* of_warp;          // [32]: one number per warp
+  uint32_t* tally;            // [kTallies], see Tally
+  int* range;                 // [2], for a TileSearch
 
-  // Groups that begin here, keys that belong to groups; for lookups, invalid indices, offsets that
-  // were repaired and indices before them, offsets that are not valid.
-  enum Tally { kBegun, kGrouped, kBadIndices, kBadOffsets, kInvalid, kTallies };
+  // The counts of a block in `tally`.
+  enum Tally {
+    kBegun,       // groups that begin in this block
+    kGrouped,     // keys of this block that belong to groups
+    kBadIndices,  // invalid indices
+    kBadOffsets,  // offsets that were repaired, and indices before the first bag
+    kInvalid,     // offsets that need repair
+    kTallies
+  };
 
+  // Return the bytes of shared memory for `threads` threads with `items` keys each.
   static size_t bytes(unsigned threads, int items) {
     return (2 * size_t{threads} * items + (threads / simt::kWarp + 2) * kDigits + 32 + kTallies +
             2) *
            sizeof(uint32_t);
   }
 
+  // `size` is the number of elements of the block.
   explicit EMB_DEVICE SmallMemory(unsigned size) {
     keys = simt::dynamic_shared<uint32_t>();
     payloads = keys + size;
@@ -74,30 +97,33 @@ struct SmallMemory {
   }
 };
 
-// Return the sum of a tally over the blocks of the cluster.
+// Return the sum of a tally over the blocks of the cluster, after they have met.
 EMB_DEVICE uint32_t cluster_total(const SmallMemory& memory, SmallMemory::Tally which) {
   uint32_t sum = 0;
   for (unsigned b = 0; b < simt::cluster_size(); ++b) sum += simt::of_block(memory.tally, b)[which];
   return sum;
 }
 
-// Add what the lanes of a warp counted to a tally of the block.
+// Add the sum of `count` over the lanes of the warp to a tally of the block. All 32 lanes must call
+// this.
 EMB_DEVICE void count_in_block(const SmallMemory& memory, SmallMemory::Tally which,
                                uint32_t count) {
   count = __reduce_add_sync(simt::kFullMask, count);
   if (threadIdx.x % simt::kWarp == 0 && count > 0) atomicAdd(memory.tally + which, count);
 }
 
+// The arguments of the kernel; outputs are in device memory of the caller.
 struct SmallGroupArgs {
-  int32_t n;
-  uint32_t limit;
-  int bits, bits_per_pass;  // bits that keys up to `limit` have, and bits sorted per pass
-  int32_t* positions;       // [n] outputs; null: none
-  uint32_t* sorted_keys;    // [n]
-  GroupOutput out;          // null `segments`: no groups
-  unsigned block_bits = 0;  // a block holds 2^block_bits keys; set by the launch
+  int32_t n;                // keys, at most kMaxSmallGroup
+  uint32_t limit;           // the key that belongs to no group, at least all others
+  int bits, bits_per_pass;  // bits of keys up to `limit`, and bits that a pass sorts by
+  int32_t* positions;       // [n] output: positions in sorted order; null if not wanted
+  uint32_t* sorted_keys;    // [n] output; null if not wanted
+  GroupOutput out;          // with null `segments` if no groups are wanted
+  unsigned block_bits = 0;  // log2 of the keys per block; set by launch_small_group
 };
 
+// Return the arguments for n keys; `positions` may be null.
 inline SmallGroupArgs small_group_args(int64_t n, uint32_t limit, int32_t* positions,
                                        const GroupOutput& out) {
   const int bits = std::max(1, static_cast<int>(std::bit_width(limit)));
@@ -106,7 +132,7 @@ inline SmallGroupArgs small_group_args(int64_t n, uint32_t limit, int32_t* posit
       static_cast<int32_t>(n), limit, bits, (bits + passes - 1) / passes, positions, nullptr, out};
 }
 
-// The keys of `group`: those outside [0, limit) belong to no group.
+// The keys of the op `group`, [n] in device memory; keys outside [0, limit) belong to no group.
 struct GivenKeys {
   static constexpr bool kHasBags = false;
   IndexArray keys;
@@ -125,13 +151,16 @@ struct GivenKeys {
   EMB_DEVICE void report(const SmallMemory&) const {}
 };
 
+// The sort and the grouping, as one thread sees them. All threads of the cluster call every
+// function.
 template <int kItems>
 struct SmallSort {
-  uint32_t key[kItems], payload[kItems];
+  uint32_t key[kItems], payload[kItems];  // the thread's elements
   const SmallGroupArgs& args;
   const SmallMemory& memory;
-  unsigned rank, lane, warp, own;  // own: the thread's first element in its block
-  unsigned size, size_bits;        // keys per block, and log2 of that
+  unsigned rank, lane, warp;  // of the block in the cluster, of the thread in its block
+  unsigned element;           // number of the thread's item 0 in its block; item i is 32 * i behind
+  unsigned size, size_bits;   // elements per block, and log2 of that
 
   EMB_DEVICE SmallSort(const SmallGroupArgs& args_, const SmallMemory& memory_)
       : args(args_),
@@ -139,15 +168,17 @@ struct SmallSort {
         rank(simt::cluster_rank()),
         lane(threadIdx.x % simt::kWarp),
         warp(threadIdx.x / simt::kWarp),
-        own(warp * simt::kWarp * kItems + lane),
+        element(warp * simt::kWarp * kItems + lane),
         size(blockDim.x * kItems),
         size_bits(args_.block_bits) {}
 
-  // Return the position of item i in the batch.
+  // Return the number of item i in the cluster: before the sort the position of its key in the
+  // batch.
   EMB_DEVICE int position(int i) const {
-    return static_cast<int>(rank * size + own + i * simt::kWarp);
+    return static_cast<int>(rank * size + element + i * simt::kWarp);
   }
 
+  // Make the elements of this thread.
   template <class Source>
   EMB_DEVICE void make_keys(const Source& source) {
     const int first = static_cast<int>(rank * size);
@@ -173,7 +204,8 @@ struct SmallSort {
     }
   }
 
-  // Return the keys of the same digit before each item in its warp; leave the warp's counts.
+  // Write, for every item, how many elements of the same digit precede it in its warp, to `before`.
+  // Leave the number of the warp's elements of each digit in its histogram.
   EMB_DEVICE void rank_in_warp(const uint32_t (&digit)[kItems], uint32_t (&before)[kItems]) {
     uint32_t* const counts = memory.histograms + warp * kDigits;
 #pragma unroll
@@ -196,8 +228,9 @@ struct SmallSort {
     }
   }
 
-  // Turn the counts of the warps into those of the warps before, and find where each digit of this
-  // block begins in the order of the cluster. A thread per digit.
+  // Turn the histograms of the warps into numbers of elements in the warps before, and write where
+  // the elements of each digit of this block go, in the numbers of the cluster, to `bases`. One
+  // thread per digit works.
   EMB_DEVICE void scan_digits() {
     const unsigned digit = threadIdx.x;
     uint32_t total = 0;
@@ -216,7 +249,7 @@ struct SmallSort {
     if (digit < kDigits) {
       const unsigned blocks = simt::cluster_size();
 #pragma unroll
-      for (unsigned b = 0; b < 8; ++b) {  // loads of all blocks at once
+      for (unsigned b = 0; b < 8; ++b) {  // unrolled for the largest cluster: all loads at once
         const uint32_t count = simt::of_block(memory.totals, b < blocks ? b : 0)[digit];
         if (b < rank) before += count;
         if (b < blocks) all += count;
@@ -238,6 +271,7 @@ struct SmallSort {
     __syncthreads();
   }
 
+  // Sort the elements of the cluster by key, stable; each thread gets those at its positions.
   EMB_DEVICE void sort() {
     for (int shift = 0; shift < args.bits; shift += args.bits_per_pass) {
       uint32_t digit[kItems], before[kItems];
@@ -259,18 +293,20 @@ struct SmallSort {
       simt::cluster_sync();
 #pragma unroll
       for (int i = 0; i < kItems; ++i) {
-        key[i] = memory.keys[own + i * simt::kWarp];
-        payload[i] = memory.payloads[own + i * simt::kWarp];
+        key[i] = memory.keys[element + i * simt::kWarp];
+        payload[i] = memory.payloads[element + i * simt::kWarp];
       }
     }
   }
 
-  // Return, for each item, a bit per lane of the warp whose key begins a group; count them.
+  // Write, for each item, a mask of the lanes of the warp whose key begins a group to `heads`.
+  // Return the number of groups that begin before this warp's elements. Leave the tallies kBegun
+  // and kGrouped of every block.
   EMB_DEVICE uint32_t find_groups(uint32_t (&heads)[kItems]) {
     uint32_t begun = 0, grouped = 0;
 #pragma unroll
     for (int i = 0; i < kItems; ++i) {
-      const unsigned at = own + i * simt::kWarp;
+      const unsigned at = element + i * simt::kWarp;
       uint32_t previous = args.limit;
       if (at > 0) {
         previous = memory.keys[at - 1];
@@ -294,13 +330,15 @@ struct SmallSort {
     return before;
   }
 
+  // Write all outputs of this thread's elements; `heads` and `group` are what find_groups wrote and
+  // returned.
   EMB_DEVICE void write(const uint32_t (&heads)[kItems], uint32_t group) const {
     const GroupOutput& out = args.out;
-    const uint32_t count = cluster_total(memory, SmallMemory::kBegun);
-    const auto grouped = static_cast<int32_t>(cluster_total(memory, SmallMemory::kGrouped));
+    const uint32_t num_groups = cluster_total(memory, SmallMemory::kBegun);
+    const auto num_grouped = static_cast<int32_t>(cluster_total(memory, SmallMemory::kGrouped));
     if (rank == 0 && threadIdx.x == 0 && out.segments != nullptr) {
-      *out.count = count_step(out.step, static_cast<int>(count));
-      out.segments[args.n] = grouped;
+      *out.count = count_step(out.step, static_cast<int>(num_groups));
+      out.segments[args.n] = num_grouped;
     }
 #pragma unroll
     for (int i = 0; i < kItems; ++i) {
@@ -311,14 +349,14 @@ struct SmallSort {
         }
         if (args.sorted_keys != nullptr) args.sorted_keys[at] = key[i];
         if (out.bags != nullptr) out.bags[at] = static_cast<int32_t>(payload[i] >> kPositionBits);
-        if (out.segments != nullptr && static_cast<uint32_t>(at) >= count) {
+        if (out.segments != nullptr && static_cast<uint32_t>(at) >= num_groups) {
           put_unique(out, at, 0);
-          out.segments[at] = grouped;
+          out.segments[at] = num_grouped;
         }
         if (out.segments != nullptr && (heads[i] >> lane & 1u)) {
-          const uint32_t u = group + __popc(heads[i] & ((1u << lane) - 1));
-          put_unique(out, u, key[i]);
-          out.segments[u] = at;
+          const uint32_t number = group + __popc(heads[i] & ((1u << lane) - 1));
+          put_unique(out, number, key[i]);
+          out.segments[number] = at;
         }
       }
       group += __popc(heads[i]);
@@ -326,6 +364,7 @@ struct SmallSort {
   }
 };
 
+// Group the keys of `source`, by one cluster whose shape is a SmallGroupPlan with kItems items.
 template <class Source, int kItems>
 __global__ void __launch_bounds__(kSmallThreads)
     small_group_kernel(Source source, SmallGroupArgs args) {
@@ -345,7 +384,7 @@ __global__ void __launch_bounds__(kSmallThreads)
 template <class Source>
 using SmallGroupKernel = void (*)(Source, SmallGroupArgs);
 
-// Return the kernel for 1, 2 or 4 keys per thread.
+// Return the kernel for `items` keys per thread: 1, 2 or 4.
 template <class Source>
 SmallGroupKernel<Source> find_small_group_kernel(int items) {
   return items == 1   ? small_group_kernel<Source, 1>
@@ -353,12 +392,13 @@ SmallGroupKernel<Source> find_small_group_kernel(int items) {
                       : small_group_kernel<Source, 4>;
 }
 
-// Return the largest cluster that the kernels for `Source` may be started in.
+// Return the maximum number of blocks in a cluster of the kernels for `Source`.
 template <class Source, class Launcher>
 unsigned max_small_cluster(const Launcher& launcher) {
   return launcher.max_cluster(small_group_kernel<Source, 1>);
 }
 
+// Group the keys of `source`. `plan` is plan_small_group(args.n, ...) and must have items.
 template <class Source, class Launcher>
 void launch_small_group(const Launcher& launcher, const SmallGroupPlan& plan, const Source& source,
                         SmallGroupArgs args) {

@@ -1,14 +1,18 @@
-// The hash index of dynamic tables: the arithmetic that CPU and CUDA share, the arguments of the
-// kernels, and the CPU's tables of kernels.
+// The hash index of dynamic tables: the arithmetic that CPU and CUDA share, and the arguments and
+// the tables of the CPU kernels. emblib/ops/hash.py describes the ops and their tensors.
 //
-// A table is a run of buckets of 32 slots. A key may be in either of two buckets, both derived from
-// one 64-bit mix of it. The tag byte of a slot is 0 if the slot is empty, otherwise it holds 8 bits
-// of that mix: no key value is reserved to mark empty slots. Rows of values have the numbers of the
-// slots.
+// A table is an array of buckets of 32 slots. A key may be in either of two buckets; both follow
+// from one 64-bit hash of the key, called `mixed`. A slot has a tag, one byte, and an entry, two or
+// three words: key, stamp (the clock at the last use) and, for some orders, a score. The tag is 0
+// if the slot is empty, otherwise it holds 8 bits of `mixed`; so no key value is reserved to mark
+// empty slots. The rows of values of a table are numbered by its slots.
 //
-// Buckets are addressed as in linear hashing (Litwin, 1980): a table has any number of them and
-// grows by splitting one at a time. A new bucket receives entries of one old bucket only, and the
-// entries that stay keep their slots.
+// Buckets are addressed as in linear hashing (Litwin, 1980): a table may have any number of buckets
+// and grows by splitting one at a time. A new bucket receives entries of one old bucket only, and
+// entries that are not moved keep their slots.
+//
+// A *position* is an index into the ids of a batch, a *miss* one of the distinct missing keys of a
+// batch, numbered by table and first position.
 #pragma once
 
 #include <cstdint>
@@ -22,44 +26,55 @@ namespace emb {
 
 inline constexpr int kSlots = 32;  // slots per bucket
 inline constexpr uint8_t kEmptyTag = 0;
-// The free slots above which the first bucket is taken without looking at the second. Source:
-// simulated, reports/LOG.md, 2026-11-21.
+// A new key takes its first bucket, without a look at the second, if the first has more empty slots
+// than this. Source: simulated, reports/LOG.md, 2026-11-21.
 inline constexpr int kPreferredFreeSlots = 16;
 inline constexpr int64_t kNoSlot = -1;
-// The keys per bucket that may choose in round 0. Source: hit rates of emulated streams,
-// reports/LOG.md, 2026-11-25.
+// The number of misses per bucket that may choose in round 0 of an insertion, see `choosers`.
+// Source: hit rates of emulated streams, reports/LOG.md, 2026-11-25.
 inline constexpr int64_t kChoosersPerBucket = 8;
-inline constexpr int kChooserGrowthLog2 = 2;  // each round has four times those of the one before
+inline constexpr int kChooserGrowthLog2 = 2;  // four times as many misses in each later round
 
-// Columns of the tensor `tables`: where the buckets of a table begin, their number and maximum
-// number, its number of keys, the load (in 1024ths of its slots) above which it grows, and the
-// random number that its hash depends on.
-enum HashTableColumn : int { kFirstBucket, kBuckets, kMaxBuckets, kSize, kMaxLoad, kHashKey };
+// Columns of the tensor `tables`, int64 [T, 6].
+enum HashTableColumn : int {
+  kFirstBucket,  // number of the table's first bucket among those of all tables
+  kBuckets,      // buckets in use
+  kMaxBuckets,   // buckets that the table has memory for
+  kSize,         // keys in the table
+  kMaxLoad,      // fraction of occupied slots above which the table grows, in 1024ths
+  kHashKey       // random number of the table that the hash of its keys depends on
+};
 
 inline constexpr int kHashTableColumns = kHashKey + 1;
 
-// Columns of the tensor `entries`, int64; the third exists if the order needs it.
+// Columns of the tensor `entries`, int64 [S, 2] or [S, 3]. kScore exists if has_scores(order).
 enum HashEntryColumn : int { kKey, kStamp, kScore };
 
-// Columns of the tensor `counters`.
+// Columns of the tensor `counters`, int64 [T, 8]: totals since the table was created.
 enum HashCounter : int {
   kLookups,      // positions of training batches
   kHits,         // positions whose key was in the table
-  kInserted,     // keys that got a slot
+  kInserted,     // missing keys that got a slot
   kEvicted,      // keys that were replaced by new ones
-  kRefused,      // keys that got no slot
-  kNotAdmitted,  // keys that the admission policy rejected
-  kExpired,
-  kErased
+  kRefused,      // missing keys that got no slot
+  kNotAdmitted,  // missing keys that the admission policy rejected
+  kExpired,      // keys removed by hash_expire_
+  kErased        // keys removed by hash_erase_
 };
 
 inline constexpr int kHashCounters = kErased + 1;
 
-// What became of a key: kMiss until an insertion has decided; kHit for positions of keys that had a
-// slot; kEvicting for a new key that took the slot of another.
-enum class InsertStatus : uint8_t { kMiss, kHit, kNew, kEvicting, kRefused, kNotAdmitted };
+// The result of an insertion for a key.
+enum class InsertStatus : uint8_t {
+  kMiss,        // not decided yet; for entries beyond the last miss, the final value
+  kHit,         // of a position: its key had a slot before the insertion
+  kNew,         // the key got an empty slot
+  kEvicting,    // the key got the slot of an evicted key
+  kRefused,     // the key got no slot
+  kNotAdmitted  // the admission policy rejected the key
+};
 
-// Return whether entries have a score, the third word, by which the order ranks them.
+// Return whether an order ranks entries by a score, so that entries have a third word.
 EMB_HD constexpr bool has_scores(Order order) {
   return order != Order::kNone && order != Order::kLru;
 }
@@ -68,75 +83,80 @@ EMB_HD constexpr bool order_counts_uses(Order order) {
   return order == Order::kLfu || order == Order::kLruLfu;
 }
 
-// Return whether adding `more` to a count of uses overflows. Counts saturate: a count that wrapped
-// would make the most used key the first to be evicted. A negative `more` is not checked and may
-// wrap.
+// Return whether count + more overflows, for counts of uses. Counts saturate at INT64_MAX, because
+// a count that wrapped around would make the most used key the first to be evicted. A negative
+// `more` is not checked and may wrap.
 EMB_HD bool count_overflows(int64_t count, int64_t more) {
   return more > 0 && count > INT64_MAX - more;
 }
-// Return the sum of a count and `more` uses, INT64_MAX if it overflows.
+// Return count + more, or INT64_MAX if that overflows.
 EMB_HD int64_t add_uses(int64_t count, int64_t more) {
   if (count_overflows(count, more)) return INT64_MAX;
   return static_cast<int64_t>(static_cast<uint64_t>(count) + static_cast<uint64_t>(more));
 }
 
-// Return the smallest mask of ones that covers [0, buckets).
+// Return the smallest mask of low ones that covers [0, buckets), for buckets >= 1.
 EMB_HD uint64_t address_mask(int64_t buckets) {
   uint64_t mask = static_cast<uint64_t>(buckets) - 1;
   for (int shift = 1; shift < 64; shift *= 2) mask |= mask >> shift;
   return mask;
 }
 
-// Return the bucket of `hash` in a table of `buckets`, whose `mask` is address_mask(buckets).
+// Return the bucket that `hash` addresses in a table of `buckets` buckets; `mask` is
+// address_mask(buckets).
 EMB_HD int64_t address(uint64_t hash, int64_t buckets, uint64_t mask) {
   const auto beyond = uint64_t{(hash & mask) >= static_cast<uint64_t>(buckets)};
   return static_cast<int64_t>(hash & mask >> beyond);  // no branch: it would be unpredictable
 }
 
-// Return the bits of a mix for its two addresses and its tag. Tables have fewer than 2^31 buckets,
-// so the first address (low bits) shares no bits with the tag (bits 40 to 55).
+// Return the bits of `mixed` for the two bucket addresses of a key, and its tag, 1 to 255. Tables
+// have fewer than 2^31 buckets, so the first address (low bits) shares no bits with the tag (bits
+// 40 to 55).
 EMB_HD uint64_t first_hash(uint64_t mixed) { return mixed & 0x7fffffffu; }
 EMB_HD uint64_t second_hash(uint64_t mixed) { return mixed * 0x9E3779B97F4A7C15u >> 33; }
 EMB_HD uint8_t tag_of(uint64_t mixed) {
   return static_cast<uint8_t>(1 + ((mixed >> 40 & 0xffff) * 255 >> 16));
 }
 
-// The rank of an entry in its bucket; see Order.
+// The rank of an entry in its bucket, compared in the order of the members; see Order.
 struct EntryRank {
   int64_t score, stamp, key;
 };
 
+// Return the rank of an entry; words that the order does not compare become 0.
 EMB_HD EntryRank entry_rank(Order order, int64_t key, int64_t stamp, int64_t score) {
   return {has_scores(order) ? score : 0, order == Order::kLfu ? 0 : stamp, key};
 }
 
-// Return whether `a` is evicted before `b`.
+// Return whether an entry of rank `a` is evicted before one of rank `b`.
 EMB_HD bool less(const EntryRank& a, const EntryRank& b) {
   if (a.score != b.score) return a.score < b.score;
   if (a.stamp != b.stamp) return a.stamp < b.stamp;
   return a.key < b.key;
 }
 
-// Return how many missing keys of a table of `buckets` may choose their buckets in a round, the
-// first of which is 0: all of them choose from the same state of the table; see `hash_insert_`.
+// Return how many of the first misses of a table of `buckets` buckets may choose a bucket in round
+// `round`, from 0, of an insertion (hash_cpu.cpp). The misses of a round all see the table as it
+// was at the beginning of the round.
 EMB_HD int64_t choosers(int64_t buckets, int round) {
   constexpr int kMaxRound = 14;  // round by which more than 2^31 keys may choose
   return kChoosersPerBucket * buckets
          << kChooserGrowthLog2 * (round < kMaxRound ? round : kMaxRound);
 }
 
-// Return how many of `room` slots a bucket gives away in a round. Keys that choose at the same time
-// do not see each other, so without a limit a bucket would be filled while its neighbours are not.
+// Return how many of its `room` usable slots (empty ones, or those of entries that may be evicted)
+// a bucket assigns in one round: its share. Keys that choose in the same round do not see each
+// other, so without this limit they would fill some buckets while others stay empty.
 EMB_HD int slots_of_round(int room) { return (room + 1) / 2; }
 
-// Return how many buckets a table of `buckets` must have for `keys` keys: never fewer, at most
-// `max_buckets`.
+// Return how many buckets a table with `buckets` buckets should have for `keys` keys: at least
+// `buckets`, at most `max_buckets`. `load` is the kMaxLoad of the table, in 1024ths.
 //
-// Buckets that are not yet split receive twice the keys of those that are. If buckets were added at
-// the rate of keys, they would be full long before the table is. So all buckets of a level, which
-// are a power of two, are split while the keys that filled them to `load` grow by a quarter; after
-// that the table has room until twice as many buckets are filled to `load`. The last level ends at
-// `max_buckets`.
+// A bucket that is not split yet receives twice as many keys as one that is. If buckets were added
+// at the rate of keys, the unsplit ones would be full long before the table is. So a level, a power
+// of two of buckets, is split completely, while its keys grow by a quarter from the number that
+// filled it to `load`. Then no bucket is split until twice as many buckets are filled to `load`.
+// The last level ends at `max_buckets`.
 EMB_HD int64_t wanted_buckets(int64_t keys, int64_t buckets, int64_t max_buckets, int64_t load) {
   const int64_t per_bucket = kSlots * load;  // keys per bucket at that load, in 1024ths
   int64_t level = 1;
@@ -148,111 +168,123 @@ EMB_HD int64_t wanted_buckets(int64_t keys, int64_t buckets, int64_t max_buckets
   return allowed < buckets ? buckets : allowed;
 }
 
-// The CPU kernels.
-
-// One table; the pointers are those of its first bucket.
+// One table, for kernels on the CPU and on the GPU: a view of the tensors of the index. Buckets and
+// slots are numbered from those of the table's first bucket.
 struct HashTable {
-  uint8_t* tags;
-  int64_t* entries;
-  int64_t words;  // words per entry
-  int64_t buckets;
-  uint64_t mask;
-  uint64_t hash_key;
+  uint8_t* tags;      // [buckets * kSlots]
+  int64_t* entries;   // [buckets * kSlots, words]
+  int64_t words;      // words per entry, 2 or 3
+  int64_t buckets;    // buckets in use
+  uint64_t mask;      // address_mask(buckets)
+  uint64_t hash_key;  // see kHashKey
 
-  // Return a hash that cannot be predicted without the hash key of the table. The buckets and the
-  // tag follow from it.
+  // Return `mixed`, the hash of a key, which cannot be predicted without the table's hash_key.
   EMB_HD uint64_t hash(int64_t key) const { return mix(static_cast<uint64_t>(key) ^ hash_key); }
+  // Return the words of the entry in a slot.
   EMB_HD int64_t* entry(int64_t slot) const { return entries + slot * words; }
+  // Return the two buckets of a key with the hash `mixed`; they may be equal.
   EMB_HD int64_t first(uint64_t mixed) const { return address(first_hash(mixed), buckets, mask); }
   EMB_HD int64_t second(uint64_t mixed) const { return address(second_hash(mixed), buckets, mask); }
 };
 
+// The CPU kernels. All pointers are to host memory of the caller and are used during the call only.
+
 // How a hit updates its entry.
 struct HashTouch {
   Order order;
-  int64_t stamp;
-  int64_t batch_score;
-  const int64_t* counts;  // uses of each id; null for 1 each
+  int64_t stamp;          // the clock of the batch
+  int64_t batch_score;    // the new score, if the caller assigns scores
+  const int64_t* counts;  // uses of each id, parallel to `ids` of the call; null for 1 each
 };
 
-// Missing keys to be inserted into one table; arrays are by miss.
+// The insertion of misses into one table. Arrays are by miss, of all tables of the batch; slots are
+// of the table.
 struct HashInsertion {
   HashTable table;
   Order order;
-  bool competes;
+  bool competes;  // whether a new key must rank as high as the entry that it evicts
+  // The clock of the batch, whose own entries are not evicted; the score of new entries, if the
+  // caller assigns scores.
   int64_t stamp, batch_score;
-  const int64_t* ids;    // ids of the batch
-  const int64_t* first;  // position of the key in `ids`
-  const int64_t* totals;
-  int64_t* slots;
-  uint8_t* status;
-  int64_t* evicted;  // three words each
+  const int64_t* ids;     // ids of the batch, by position
+  const int64_t* first;   // the first position of the miss in `ids`
+  const int64_t* totals;  // uses of the miss in the batch
+  int64_t* slots;         // output: the slot of the miss; kNoSlot until it has one
+  uint8_t* status;        // output: InsertStatus
+  int64_t* evicted;       // output, three words each: key, stamp and score of the evicted entry,
+                          // written if the status is kEvicting
 
   EMB_HD int64_t key(int64_t miss) const { return ids[first[miss]]; }
+  // Return the score of the new entry of a miss.
   EMB_HD int64_t score(int64_t miss) const {
     return order_counts_uses(order) ? totals[miss] : batch_score;
   }
 };
 
-// The entry of a bucket that is evicted first, and the number of those that can be evicted.
+// The entry of a full bucket that is evicted first.
 struct EvictionCandidate {
-  int64_t slot = kNoSlot;
+  int64_t slot = kNoSlot;  // kNoSlot if no entry may be evicted
   EntryRank rank = {};
-  int count = 0;
+  int count = 0;  // entries of the bucket that may be evicted
 };
 
-// A bucket at the beginning of a round; `candidate` is unset if a slot is free. `share` is how many
-// slots it can still give away in the round.
+// A bucket at the beginning of a round.
 struct BucketState {
-  int free, share;
-  EvictionCandidate candidate;
+  int free, share;              // empty slots; slots that it may still assign in the round
+  EvictionCandidate candidate;  // set if no slot is empty
 };
 
-// The choice of a pending key: the slot of the entry to evict, or any slot of a bucket with a free
-// one; and how many free slots, or entries that can be evicted, the bucket has left after the
-// round.
+// What a pending miss chose in a round.
 struct Choice {
-  enum Mode : int32_t { kFree, kEvict, kRefused };
-  int64_t slot;
+  enum Mode : int32_t {
+    kFree,    // an empty slot of the bucket
+    kEvict,   // the slot of an entry to evict
+    kRefused  // nothing: the miss gets no slot
+  };
+  int64_t slot;  // kFree: any slot of the chosen bucket; kEvict: the slot of the entry
   Mode mode;
-  int32_t left;
+  int32_t left;  // usable slots of the bucket that must remain after the round
 };
 
-// A row buffer of a table: an array of values by slot that moves with the entries. `data` is the
-// address of row 0, `bytes` the size of a row.
+// A row buffer of a table: one row of values per slot, which moves with the entry of the slot.
 struct RowBuffer {
-  uint8_t* data;
-  int64_t bytes;
+  uint8_t* data;  // row 0
+  int64_t bytes;  // bytes per row
 };
 
 struct HashFindKernels {
-  // Find the slots of ids [0, n), -1 for none; return the number of hits. With `touch`, also update
-  // the entries of hits.
+  // Write the slot of each of n ids to `slots` [n], -1 if the table does not have it; return the
+  // number of hits. If `touch` is not null, update the entries of hits; several threads may do so
+  // at once.
   int64_t (*find)(const HashTable&, const int64_t* ids, int64_t n, const HashTouch* touch,
                   int64_t* slots);
-  // Find the ids again that are no longer in their slots; leave slots of -1.
+  // Correct `slots` [n] after entries have moved: find each id again that is no longer in its slot.
+  // Slots of -1 stay.
   void (*refresh)(const HashTable&, const int64_t* ids, int64_t n, int64_t* slots);
 };
 
 struct HashInsertKernels {
-  // Read the states of buckets [begin, end).
+  // Write the states of buckets [begin, end) to states[begin] to states[end - 1].
   void (*read_states)(const HashInsertion&, int64_t begin, int64_t end, BucketState* states);
-  // Choose for `pending` [0, n), from the present state of the table: that in `states`, by bucket,
-  // unless it is null.
+  // Choose for the n misses in `pending`; write `choices` [n]. The table is not changed. `states`
+  // are the states of all buckets at this moment, or null to read them from the table.
   void (*choose)(const HashInsertion&, const BucketState* states, const int64_t* pending, int64_t n,
                  Choice* choices);
-  // Carry out, in order, the choices whose bucket is in [begin, end); `states` is as above.
+  // Execute, in their order, the choices whose bucket is in [begin, end). `pending`, `choices` and
+  // `states` are those of `choose`. A miss that gets no slot because the bucket has assigned its
+  // share keeps kNoSlot and the status kMiss. Several threads may work on different buckets.
   void (*commit)(const HashInsertion&, BucketState* states, const int64_t* pending, int64_t n,
                  const Choice* choices, int64_t begin, int64_t end);
-  // Fill buckets [begin, end), the new ones of a table that had `old`, from the buckets that they
-  // are split from.
+  // Split buckets of a table that has grown from `old` buckets: move entries, and their rows in the
+  // `num_buffers` row buffers, to the new buckets [begin, end), which are empty. Several threads
+  // may work on different ranges.
   void (*split)(const HashTable&, int64_t old, const RowBuffer* buffers, int num_buffers,
                 int64_t begin, int64_t end);
 };
 
-// Return the random number that scratch tables of a batch are hashed with. It is drawn once per
-// process, so that an adversary cannot choose keys that all hash alike. It affects only positions
-// in scratch tables, no result.
+// Return the random number for the hashes of scratch tables. It is drawn once per process, so that
+// an adversary cannot choose keys that fall into the same cells. It affects only where keys are in
+// scratch tables, and no result.
 inline uint64_t batch_hash_key() {
   static const uint64_t key = [] {
     std::random_device source;

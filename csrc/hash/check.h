@@ -1,6 +1,12 @@
-// The arguments of the hash ops, checked and in the form that the kernels take. There is one struct
-// per op, which the CPU and the CUDA entry construct; a constructor checks what the host knows:
-// dtypes, shapes, devices. `check_contents` reads tensors, so only the CPU entries call it.
+// The arguments of the hash ops, checked and in the form that kernels take. There is one struct per
+// op, which both its CPU and its CUDA entry construct. The constructor checks what the host knows
+// of tensors on any device (dtypes, shapes, devices) and allocates the results. `check_contents`
+// reads the tensors, so only the CPU entry calls it, before it writes anything; on a GPU contents
+// are trusted. All of them throw an error that states the rule and the offending value.
+//
+// The structs hold pointers into the tensors of the caller and are used within one call. Their
+// arrays are named after the arguments of the ops, which emblib/ops/hash.py describes: n is the
+// number of positions of the batch, T the number of tables, S that of slots of all tables.
 #pragma once
 
 #include <initializer_list>
@@ -17,14 +23,15 @@
 
 namespace emb {
 
-// The list [tags, entries, tables, clock, counters].
+// The index: the list of tensors [tags, entries, tables, clock, counters], contiguous and on one
+// device.
 struct HashIndex {
-  uint8_t* tags;
-  int64_t* entries;
-  int64_t* tables;  // [T, kHashTableColumns]
-  int64_t* clock;
-  int64_t* counters;  // [T, kHashCounters]
-  int64_t slots, words, num_tables;
+  uint8_t* tags;                     // [S]
+  int64_t* entries;                  // [S, words], see HashEntryColumn
+  int64_t* tables;                   // [T, kHashTableColumns], see HashTableColumn
+  int64_t* clock;                    // [1], the number of batches so far
+  int64_t* counters;                 // [T, kHashCounters], see HashCounter
+  int64_t slots, words, num_tables;  // S; words per entry, 2 or 3; T
 
   HashIndex(const char* op, const std::vector<Tensor>& index) {
     STD_TORCH_CHECK(index.size() == 5, op,
@@ -56,6 +63,8 @@ struct HashIndex {
     counters = index[4].mutable_data_ptr<int64_t>();
   }
 
+  // The functions below read the tensors, so they are for the CPU only, except for check_table.
+
   int64_t& field(int64_t table, HashTableColumn field) const {
     return tables[table * kHashTableColumns + field];
   }
@@ -63,7 +72,7 @@ struct HashIndex {
     return counters[table * kHashCounters + counter];
   }
 
-  // Return a table; reads `tables`, so on the CPU only.
+  // Return a view of table t in [0, T).
   HashTable table(int64_t t) const {
     const int64_t first_slot = field(t, kFirstBucket) * kSlots;
     const int64_t buckets = field(t, kBuckets);
@@ -72,12 +81,14 @@ struct HashIndex {
         buckets,           address_mask(buckets),        static_cast<uint64_t>(field(t, kHashKey))};
   }
 
+  // Check that there is a table t.
   void check_table(const char* op, int64_t t) const {
     STD_TORCH_CHECK(t >= 0 && t < num_tables, op, ": table must be in [0, ", num_tables, "), got ",
                     t);
   }
 
-  // Check that every table lies inside the memory, whatever the caller passes; on the CPU only.
+  // Check that the buckets of every table lie inside the memory of the index, so that no contents
+  // of `tables` make an op access other memory.
   void check_tables(const char* op) const {
     for (int64_t t = 0; t < num_tables; ++t) {
       const int64_t first = field(t, kFirstBucket), max_buckets = field(t, kMaxBuckets);
@@ -92,6 +103,8 @@ struct HashIndex {
   }
 };
 
+// Return the order with the number `code`; throw if there is none, or if it needs scores and
+// entries have fewer than three `words`.
 inline Order parse_order(const char* op, int64_t code, int64_t words) {
   const auto order = parse_choice<Order>(op, "order", code, kOrders);
   STD_TORCH_CHECK(!has_scores(order) || words == 3, op, ": order ", kOrders[code],
@@ -99,6 +112,8 @@ inline Order parse_order(const char* op, int64_t code, int64_t words) {
   return order;
 }
 
+// Check the number of tables, and the number of positions or slots of a call: kernels number them
+// with 32 bits.
 inline void check_num_tables(const char* op, int64_t num_tables) {
   STD_TORCH_CHECK(num_tables >= 0 && num_tables <= kMaxLookups, op,
                   ": num_tables must be in [0, 2^31), got ", num_tables);
@@ -109,11 +124,12 @@ inline void check_num_keys(const char* op, int64_t n) {
                   "; split the batch");
 }
 
-// A batch of keys: segment f, ids [starts[f], starts[f + 1]), belongs to table tables[f].
+// A batch of n keys in segments: the ids [starts[f], starts[f + 1]) are keys of table tables[f].
+// All tensors are contiguous int64 vectors on one device.
 struct HashBatch {
-  const int64_t* ids;
-  const int64_t* starts;
-  const int64_t* tables;
+  const int64_t* ids;     // [n], any 64 bits each
+  const int64_t* starts;  // [segments + 1], from 0 to n, ascending
+  const int64_t* tables;  // [segments], in [0, T); a table may have several segments
   int64_t n, segments;
 
   HashBatch(const char* op, const Tensor& ids_, const Tensor& starts_, const Tensor& tables_) {
@@ -137,7 +153,7 @@ struct HashBatch {
     tables = tables_.const_data_ptr<int64_t>();
   }
 
-  // Check that segments cover the ids in order and name existing tables; on the CPU only.
+  // Check the contents of `starts` and `tables`; on the CPU only.
   void check_segments(const char* op, int64_t num_tables) const {
     STD_TORCH_CHECK(starts[0] == 0 && starts[segments] == n, op,
                     ": starts must begin with 0 and end with the number of ids, ", n, ", got ",
@@ -151,7 +167,8 @@ struct HashBatch {
   }
 };
 
-// Return the data of an optional int64 tensor with `length` entries, or null.
+// Return the data of an optional tensor, or null if it is not passed. It must be a contiguous int64
+// tensor of `length` entries on the device of `like`.
 inline const int64_t* optional_longs(const char* op, const char* name,
                                      const std::optional<Tensor>& tensor, int64_t length,
                                      const Tensor& like) {
@@ -163,7 +180,8 @@ inline const int64_t* optional_longs(const char* op, const char* name,
   return tensor->const_data_ptr<int64_t>();
 }
 
-// The same for int32, always passed.
+// Return the data of a tensor, which must be a contiguous int32 tensor of `length` entries on the
+// device of `like`.
 inline const int32_t* required_ints(const char* op, const char* name, const Tensor& tensor,
                                     int64_t length, const Tensor& like) {
   check_dtype(op, name, tensor, ScalarType::Int, "int32");
@@ -173,8 +191,7 @@ inline const int32_t* required_ints(const char* op, const char* name, const Tens
   return tensor.const_data_ptr<int32_t>();
 }
 
-// The index and the batch of an op on keys. On the CPU, where contents of tensors can be read,
-// `check_contents` must follow.
+// The index and the batch of an op on keys, on one device.
 struct HashCall {
   const char* op;
   HashIndex index;
@@ -192,16 +209,18 @@ struct HashCall {
   }
 };
 
-// Return whether a new key must rank at least as high as the entry that it evicts.
+// Return whether the insert policy with the number `insert_policy` is kCompetes; throw if there is
+// no such policy.
 inline bool parse_competes(const char* op, int64_t insert_policy) {
   return parse_choice<InsertPolicy>(op, "insert_policy", insert_policy, kInsertPolicies) ==
          InsertPolicy::kCompetes;
 }
 
-// How entries are ranked, and the score of the batch.
+// How entries are ranked, and the scores that the caller assigns.
 struct HashScoring {
   Order order;
-  const int64_t* batch_scores;  // [T], for the order "assigned"
+  const int64_t* batch_scores;  // [T], the score of this batch in each table; null for 0. The order
+                                // "assigned" needs it.
 
   HashScoring(const char* op, const HashIndex& index, int64_t order_code,
               const std::optional<Tensor>& batch_scores_, const Tensor& like)
@@ -215,8 +234,7 @@ struct HashScoring {
   int64_t of(int64_t table) const { return batch_scores == nullptr ? 0 : batch_scores[table]; }
 };
 
-// Check the bucket range [first_bucket, first_bucket + num_buckets) of a table of at most
-// `max_buckets`.
+// Check that the buckets [first_bucket, first_bucket + num_buckets) lie in [0, max_buckets).
 inline void check_window(const char* op, int64_t max_buckets, int64_t first_bucket,
                          int64_t num_buckets) {
   STD_TORCH_CHECK(
@@ -225,10 +243,12 @@ inline void check_window(const char* op, int64_t max_buckets, int64_t first_buck
       "), got ", first_bucket, " and ", num_buckets);
 }
 
-// The missing keys of a batch: those of table t are ids [offsets[t], offsets[t + 1]), as
-// `hash_touch_` returns them.
+// The misses of a batch as `hash_touch_` returns them: table t has the misses [offsets[t],
+// offsets[t + 1]). There are at most n, the number of ids.
 class Misses {
  public:
+  // `offsets` is int64 [T + 1]; `admitted` is bool [n], by miss, and may be omitted if all misses
+  // are admitted.
   Misses(const char* op, const HashIndex& index, const Tensor& ids, const Tensor& offsets,
          const std::optional<Tensor>& admitted)
       : n_(ids.numel()),
@@ -243,7 +263,7 @@ class Misses {
     admitted_ = static_cast<const bool*>(admitted->const_data_ptr());
   }
 
-  // Check the contents of `offsets`; on the CPU only.
+  // Check that `offsets` ascend from 0 to at most n; on the CPU only.
   void check_ends(const char* op) const {
     int64_t previous = 0;
     for (int64_t t = 0; t <= tables_; ++t) {
@@ -255,8 +275,10 @@ class Misses {
   }
 
   const int64_t* offsets() const { return offsets_; }
-  const bool* admitted() const { return admitted_; }
+  const bool* admitted() const { return admitted_; }  // null if all misses are admitted
 
+  // On the CPU only: the range of misses of a table, the number of all misses, whether a miss is
+  // admitted, and the number of admitted misses of a table.
   int64_t begin(int64_t table) const { return offsets_[table]; }
   int64_t end(int64_t table) const { return offsets_[table + 1]; }
   int64_t count() const { return offsets_[tables_]; }
@@ -273,12 +295,15 @@ class Misses {
   const bool* admitted_ = nullptr;
 };
 
-// The inputs of `hash_touch_`, and its results, uninitialised: slots [n] of the ids, -1 for a miss;
-// first [misses], the position at which each missing key first occurs; groups [n], the miss of each
-// position; totals [misses], the uses of each missing key; offsets [T + 1] of the tables' misses.
+// The arguments of `hash_touch_` and its results, allocated but not written:
+//   slots    int64 [n], by position: the slot of the key, -1 for a miss
+//   first    int64 [n], by miss: the first position of the key; 0 after the last miss
+//   groups   int32 [n], by position: the miss of the key, -1 for a hit
+//   totals   int64 [n], by miss: the uses of the key in the batch; 0 after the last miss
+//   offsets  int64 [T + 1]: table t has the misses [offsets[t], offsets[t + 1])
 struct TouchCall : HashCall {
   HashScoring scoring;
-  const int64_t* counts;
+  const int64_t* counts;  // [n], uses of each position's key; null for 1 each
   Tensor slots, first, groups, totals, offsets;
 
   TouchCall(const std::vector<Tensor>& tensors, const Tensor& ids, const Tensor& starts,
@@ -298,19 +323,26 @@ struct TouchCall : HashCall {
   }
 };
 
-// The inputs of `hash_insert_`, and its results, uninitialised: by miss, and by position if `slots`
-// and `groups`, those of the batch, are passed.
+// The arguments of `hash_insert_` and its results, allocated but not written:
+//   inserted    int64 [n], by miss: the slot of the key, -1 if it was not inserted
+//   status      uint8 [n], by miss: InsertStatus
+//   evicted     int64 [n, 3], by miss: key, stamp and score of the evicted entry; unspecified if
+//               the status is not kEvicting
+//   filled      int64 [positions], by position: the slot of the key, -1 if it has none
+//   key_status  uint8 [positions], by position: InsertStatus
+// The last two are wanted if the caller passes `slots` and `groups` of the batch; otherwise they
+// are empty.
 struct InsertCall {
   const char* op = "hash_insert_";
   HashIndex index;
   HashScoring scoring;
-  bool competes;
-  int64_t n;
-  const int64_t *ids, *first, *totals;
+  bool competes;                        // see parse_competes
+  int64_t n;                            // positions of the batch
+  const int64_t *ids, *first, *totals;  // [n] each: by position, by miss, by miss
   Misses misses;
-  const int64_t* slots;
-  const int32_t* groups;
-  int64_t positions;
+  const int64_t* slots;   // [n], by position, as hash_touch_ returns them; or null
+  const int32_t* groups;  // [n], by position, as hash_touch_ returns them; or null
+  int64_t positions;      // n with `slots` and `groups`, else 0
   Tensor inserted, status, evicted, filled, key_status;
 
   InsertCall(const std::vector<Tensor>& tensors, const Tensor& ids_, const Tensor& first_,
@@ -339,7 +371,7 @@ struct InsertCall {
                     ": slots and groups must be passed together");
   }
 
-  // Check the contents of tensors; on the CPU only.
+  // On the CPU only. A wrong `slots` is harmless: it is only copied.
   void check_contents() const {
     index.check_tables(op);
     misses.check_ends(op);
@@ -358,13 +390,15 @@ struct InsertCall {
   }
 };
 
-// The row buffers of all tables: arrays of values by slot that move with the entries. For each
-// table and buffer, row_layout int64 [T, P, 2] holds the byte at which its row 0 begins and the
-// bytes per row.
+// The row buffers of all tables on the CPU: P buffers with rows of values by slot, which move with
+// the entries. `row_layout` int64 [T, P, 2] has for each table and buffer the byte of the buffer at
+// which row 0 of the table begins, and the bytes per row.
 struct RowBuffers {
-  int count;
-  std::vector<RowBuffer> buffers;  // [T, P], on the CPU
+  int count;                       // P
+  std::vector<RowBuffer> buffers;  // [T, P], pointing into the tensors
 
+  // Checks the contents of `row_layout` too: the rows of every table must lie inside the buffer,
+  // for its maximum number of buckets.
   RowBuffers(const char* op, const HashIndex& index, const std::vector<Tensor>& row_buffers,
              const Tensor& row_layout)
       : count(static_cast<int>(row_buffers.size())) {
@@ -383,6 +417,7 @@ struct RowBuffers {
     }
   }
 
+  // Check dtypes and shapes, for tensors on any device.
   static void check_form(const char* op, const HashIndex& index,
                          const std::vector<Tensor>& row_buffers, const Tensor& row_layout) {
     check_dtype(op, "row_layout", row_layout, ScalarType::Long, "int64");
@@ -396,13 +431,15 @@ struct RowBuffers {
     }
   }
 
+  // Return the `count` row buffers of a table.
   const RowBuffer* of(int64_t table) const { return buffers.data() + table * count; }
 };
 
-// The inputs of `hash_grow_`.
+// The arguments of `hash_grow_`. The CUDA entry checks the devices of the row buffers itself; the
+// CPU entry checks `row_layout` by RowBuffers.
 struct GrowCall : HashCall {
-  Misses misses;
-  int64_t* slots;
+  Misses misses;   // for which the tables grow
+  int64_t* slots;  // [n], by position: the slots of the batch, corrected when entries move
 
   GrowCall(const std::vector<Tensor>& tensors, const std::vector<Tensor>& row_buffers,
            const Tensor& row_layout, const Tensor& ids, const Tensor& starts, const Tensor& tables,
@@ -420,10 +457,11 @@ struct GrowCall : HashCall {
   }
 };
 
-// Values by slot: [slots, dim], of which the rows are contiguous.
+// A matrix of values by slot, [count, dim], with contiguous rows that do not overlap, on the device
+// of `like`. Elements of 2, 4 or 8 bytes are allowed. Slots outside [0, count) have no row.
 struct RowMatrix {
-  const Tensor& values;
-  int64_t count, dim;
+  const Tensor& values;  // of the caller; must outlive this struct
+  int64_t count, dim;    // rows, columns
 
   RowMatrix(const char* op, const Tensor& values_, const Tensor& like)
       : values(values_),
@@ -438,7 +476,8 @@ struct RowMatrix {
     check_same_device(op, "values", values, like);
   }
 
-  // Return the data of `rows` [n, dim], which must be of the same kind.
+  // Return the data of the argument `rows`, which must be a contiguous [n, dim] of the dtype and on
+  // the device of the matrix.
   const void* check_rows(const char* op, const char* name, const Tensor& rows, int64_t n) const {
     STD_TORCH_CHECK(rows.dim() == 2 && rows.size(0) == n && rows.size(1) == dim &&
                         rows.is_contiguous() && rows.scalar_type() == values.scalar_type(),
@@ -448,7 +487,8 @@ struct RowMatrix {
     return rows.const_data_ptr();
   }
 
-  // Return the rows; `with` are addresses that rows are copied from or to.
+  // Return the matrix as bytes; `with` are the addresses that rows are copied from or to, null
+  // where there is none.
   RowBytes bytes(std::initializer_list<const void*> with) const {
     const int64_t size = values.element_size(), stride = count > 1 ? values.stride(0) : dim;
     void* data = const_cast<void*>(values.const_data_ptr());
@@ -458,7 +498,8 @@ struct RowMatrix {
     return {data, dim * size, stride * size, count, alignment_of(bits)};
   }
 
-  // Return the bits of a default value, which fill 32 bits.
+  // Return a word of 32 bits that consists of the default value in the dtype of the matrix, twice
+  // if that has 16 bits. Throws unless the dtype is float32, float16 or bfloat16.
   uint32_t fill(const char* op, double value) const {
     const auto number = static_cast<float>(value);
     switch (float_dtype(op, "values", values.scalar_type())) {
@@ -472,12 +513,15 @@ struct RowMatrix {
   }
 };
 
-// The inputs of the ops on rows, checked, with their results, uninitialised. The constructors check
-// dtypes, shapes and devices. `check_contents` also reads the tensors, so only the CPU ops call it.
+// The ops on rows. Results are allocated but not written.
 
+// The arguments and results of `hash_find_rows`. Row s of the matrix is that of slot s of all
+// tables together: the rows of table t begin with that of the first slot of its first bucket.
 struct FindRowsCall : HashCall {
   RowMatrix matrix;
-  uint32_t fill;
+  uint32_t fill;  // the default value, see RowMatrix::fill
+  // [n, dim], the row of each key, default values for a missing key; bool [n], whether the table
+  // has the key.
   Tensor rows, found;
 
   FindRowsCall(const std::vector<Tensor>& tensors, const Tensor& ids, const Tensor& starts,
@@ -489,10 +533,11 @@ struct FindRowsCall : HashCall {
         found(allocate(ids, {batch.n}, ScalarType::Bool)) {}
 };
 
-// Rows by position: slots [n] of a matrix.
+// A matrix and a slot for each of n positions. Slots outside the matrix, such as -1, stand for no
+// row.
 struct SlotRows {
   RowMatrix matrix;
-  const int64_t* slots;
+  const int64_t* slots;  // [n]
   int64_t n;
 
   SlotRows(const char* op, const Tensor& values, const Tensor& slots_)
@@ -503,9 +548,11 @@ struct SlotRows {
   }
 };
 
+// The arguments and the result of `hash_read_rows`.
 struct ReadRowsCall : SlotRows {
-  uint32_t fill;
-  Tensor rows;
+  uint32_t fill;  // the default value, see RowMatrix::fill
+  Tensor rows;    // [n, dim]: the row in each slot, default values if there is none; [0, dim] if
+                  // not `returns_rows`
 
   ReadRowsCall(const char* op, const Tensor& values, const Tensor& slots_, double default_value,
                bool returns_rows = true)
@@ -514,10 +561,12 @@ struct ReadRowsCall : SlotRows {
         rows(allocate(values, {returns_rows ? n : 0, matrix.dim})) {}
 };
 
+// The arguments and the result of `hash_start_rows_`, which also writes the rows of new keys: the
+// row of miss g starts as row first[g] of `starting`.
 struct StartRowsCall : ReadRowsCall {
-  const int32_t* groups;
-  const int64_t* first;
-  const void* starting;
+  const int32_t* groups;  // [n], by position: the miss of the key, negative if its row is not new
+  const int64_t* first;   // [n], by miss: the first position of the key
+  const void* starting;   // [n, dim], by position, of the dtype of the matrix
 
   StartRowsCall(const Tensor& values, const Tensor& slots_, const Tensor& groups_,
                 const Tensor& first_, const Tensor& starting_, double default_value,
@@ -539,18 +588,21 @@ struct StartRowsCall : ReadRowsCall {
   static constexpr const char* kOp = "hash_start_rows_";
 };
 
+// The arguments of `hash_write_rows_`.
 struct WriteRowsCall : SlotRows {
-  const void* rows;
+  const void* rows;  // [n, dim], the row to write to each slot; the last one of a slot remains
 
   WriteRowsCall(const char* op, const Tensor& values, const Tensor& slots_, const Tensor& rows_)
       : SlotRows(op, values, slots_), rows(matrix.check_rows(op, "rows", rows_, n)) {}
 };
 
-// The groups of positions are those that `group` makes of slots: `slots` here are the distinct
-// ones.
+// The arguments of `hash_add_rows_`. The positions of `rows` come in groups of equal slots, as the
+// op `group` returns them for the slots of positions: `slots` here are its result `unique`, by
+// group, of which the first `*count` are used. The rows of group g are those at permutation[j] for
+// j in [segments[g], segments[g + 1]).
 struct AddRowsCall : WriteRowsCall {
-  Dtype dtype;
-  const int32_t *segments, *permutation, *count;
+  Dtype dtype;                                    // of matrix and rows
+  const int32_t *segments, *permutation, *count;  // [n + 1], [n], [1]
 
   AddRowsCall(const Tensor& values, const Tensor& slots_, const Tensor& segments_,
               const Tensor& permutation_, const Tensor& count_, const Tensor& rows_)
@@ -576,14 +628,18 @@ struct AddRowsCall : WriteRowsCall {
   static constexpr const char* kOp = "hash_add_rows_";
 };
 
-// Several matrices, e.g. weights and states of an optimizer, of the same slots.
+// The arguments and results of `hash_evicted_rows`, which gathers the evicted keys of an insertion
+// in the order of their misses. It takes the results of `hash_insert_` and must run before the rows
+// of the new keys are written. The matrices, for example weights and optimizer states, have the
+// same slots.
 struct EvictedRowsCall {
-  std::vector<RowMatrix> matrices;
-  const int64_t *slots, *words;
-  const uint8_t* status;
-  int64_t n;
+  std::vector<RowMatrix> matrices;  // P
+  const int64_t *slots, *words;     // by miss: [n] the slot, [n, 3] the words of the evicted entry
+  const uint8_t* status;            // [n], by miss: InsertStatus
+  int64_t n;                        // positions of the batch, at least as many as misses
+  // int64 [n] each, of which the first `count` are written; `count` is int64 [1].
   Tensor keys, stamps, scores, count;
-  std::vector<Tensor> rows;
+  std::vector<Tensor> rows;  // P matrices [n, dim], of which the first `count` rows are written
 
   EvictedRowsCall(const std::vector<Tensor>& values, const Tensor& slots_, const Tensor& status_,
                   const Tensor& evicted)
@@ -614,15 +670,19 @@ struct EvictedRowsCall {
   static constexpr const char* kOp = "hash_evicted_rows";
 };
 
-// The arguments of `hash_initial_rows_`; `check` covers everything but the contents of tensors that
-// may be on a device.
+// The arguments of `hash_initial_rows_`, which writes the initial rows of the misses of a batch.
+// All tensors are contiguous and on one device.
 struct InitialInputs {
-  std::vector<Tensor>& row_buffers;
+  std::vector<Tensor>& row_buffers;  // P float tensors: weights and states of all tables
+  // layout int64 [T, P, 5], rows of InitialLayout; rules float64 [T, P, 7], rows of InitialRule;
+  // ids int64, the ids of the batch; first and slots int64, by miss: position in `ids`, and slot
+  // of its table, -1 for none; offsets int64 [T + 1], the misses of each table.
   const Tensor &layout, &rules, &ids, &first, &offsets, &slots;
 
   int64_t num_tables() const { return offsets.numel() - 1; }
   int64_t num_buffers() const { return static_cast<int64_t>(row_buffers.size()); }
 
+  // Check dtypes, shapes and devices, and no contents.
   void check(const char* op) const {
     for (const Tensor* tensor : {&layout, &ids, &first, &offsets, &slots}) {
       check_dtype(op, "each of layout, ids, first, offsets and slots", *tensor, ScalarType::Long,

@@ -1,7 +1,10 @@
-// The hash index as kernels access it, and grid loops over keys that are stored table by table. A
-// thread takes a key: the 32 tags of a bucket are one sector of memory, which the thread compares
-// with the key's tag in registers. The sizes of tables are known on the device only, so grids are
-// sized by what the host knows and loop over what exists.
+// The hash index as GPU kernels access it, and the tools that all of them share: search of a key,
+// loops over keys that are stored table by table, sums over a block, and counters per table.
+//
+// One thread searches for a key: the 32 tags of a bucket are one sector of memory, which the thread
+// compares with the key's tag in registers. Only the device knows how many keys and buckets there
+// are, so grids are sized by what the host knows, and kernels loop over what exists. Blocks have
+// kTileThreads threads throughout. All pointers are to device memory of the caller.
 #pragma once
 
 #include "core/row_slice.cuh"
@@ -11,20 +14,25 @@
 
 namespace emb::cuda {
 
-static_assert(kSlots == static_cast<int>(simt::kWarp), "a lane is a slot of a bucket");
+// Lanes of a warp and warps of a block, as signed numbers.
+inline constexpr int kWarpLanes = static_cast<int>(simt::kWarp);
+inline constexpr int kBlockWarps = kTileThreads / kWarpLanes;
+static_assert(kSlots == kWarpLanes, "where a warp works on a bucket, a lane has one slot");
 
+// The index in device memory; its contents are trusted.
 struct DeviceIndex {
-  uint8_t* tags;
-  int64_t* entries;
-  int64_t* tables;  // [T, kHashTableColumns]
-  int64_t* clock;
+  uint8_t* tags;      // [S] for S slots of all tables, aligned to 16 bytes
+  int64_t* entries;   // [S, words]
+  int64_t* tables;    // [T, kHashTableColumns]
+  int64_t* clock;     // [1]
   int64_t* counters;  // [T, kHashCounters]
-  int64_t words;
-  int num_tables;
+  int64_t words;      // words per entry, 2 or 3
+  int num_tables;     // T
 
   EMB_DEVICE int64_t& field(int t, HashTableColumn field) const {
     return tables[int64_t{t} * kHashTableColumns + field];
   }
+  // Return a view of table t in [0, T).
   EMB_DEVICE HashTable table(int t) const {
     const int64_t first_slot = field(t, kFirstBucket) * kSlots, buckets = field(t, kBuckets);
     return {
@@ -33,13 +41,15 @@ struct DeviceIndex {
   }
 };
 
-// A batch of keys: segment f, ids [starts[f], starts[f + 1]), belongs to table tables[f].
+// A batch of n keys in segments: the ids [starts[f], starts[f + 1]) are keys of table tables[f].
+// `starts` should ascend from 0 to n, and `tables` name existing tables. If not, kernels still stay
+// inside their memory, and positions outside the segments of existing tables get no slot.
 struct KeyBatch {
-  const int64_t *ids, *starts, *tables;
+  const int64_t *ids, *starts, *tables;  // [n], [segments + 1], [segments]
   int64_t n;
   int segments;
 
-  // Return the table of a position that is in a segment.
+  // Return the table of a position that is in a segment, by binary search.
   EMB_DEVICE int64_t table_at(int64_t position) const {
     int low = 0, high = segments - 1;
     while (low < high) {
@@ -54,24 +64,26 @@ struct KeyBatch {
   }
 };
 
-// The misses of a batch by table: those of table t are [offsets[t], offsets[t + 1]). `admitted` is
-// by miss, null if all are.
+// The misses of a batch, as hash_touch_ numbers them by table and first position.
 struct DeviceMisses {
-  const int64_t* offsets;
-  const bool* admitted;
+  const int64_t* offsets;  // [T + 1]: table t has the misses [offsets[t], offsets[t + 1])
+  const bool* admitted;    // by miss; null if all are admitted
 };
 
 EMB_DEVICE int lane_in_warp() { return static_cast<int>(threadIdx.x % simt::kWarp); }
 
-// Add n >= 0 with saturation. A thread that makes the sum wrap sets it to the maximum afterwards.
-// Additions in between are not lost: the sum has reached its maximum anyway.
+// Add n >= 0 uses to a sum in global memory that several threads change; the sum saturates. A
+// thread whose addition makes the sum wrap around sets it to the maximum afterwards. That
+// overwrites additions of other threads in between, which do not matter: the sum is at its maximum
+// anyway.
 EMB_DEVICE void add_uses_to(int64_t* sum, int64_t n) {
   auto* words = reinterpret_cast<unsigned long long*>(sum);
   const auto before = static_cast<int64_t>(atomicAdd(words, static_cast<unsigned long long>(n)));
   if (count_overflows(before, n)) atomicExch(words, static_cast<unsigned long long>(INT64_MAX));
 }
 
-// Return a mask of the 32 tags of a bucket that equal a byte.
+// Return a mask with one bit per slot of a bucket, set where its tag equals `tag`. `tags` are the
+// 32 tags of the bucket, aligned to 16 bytes.
 EMB_DEVICE uint32_t match_tags(const uint8_t* tags, uint8_t tag) {
   const auto* packs = reinterpret_cast<const simt::Pack16*>(tags);
   const simt::Pack16 halves[] = {packs[0], packs[1]};
@@ -85,7 +97,7 @@ EMB_DEVICE uint32_t match_tags(const uint8_t* tags, uint8_t tag) {
   return mask;
 }
 
-// Return the slot of a key in one bucket, kNoSlot if it is not there. `tag` is that of the key.
+// Return the slot of `key`, which has the tag `tag`, in a bucket, kNoSlot if it is not there.
 EMB_DEVICE int64_t find_in_bucket(const HashTable& table, int64_t bucket, uint8_t tag,
                                   int64_t key) {
   uint32_t candidates = match_tags(table.tags + bucket * kSlots, tag);
@@ -96,7 +108,7 @@ EMB_DEVICE int64_t find_in_bucket(const HashTable& table, int64_t bucket, uint8_
   return kNoSlot;
 }
 
-// Return the slot of a key in a table, kNoSlot if it has none.
+// Return the slot of `key` in a table, kNoSlot if it has none.
 EMB_DEVICE int64_t find_slot(const HashTable& table, int64_t key) {
   const uint64_t mixed = table.hash(key);
   const int64_t slot = find_in_bucket(table, table.first(mixed), tag_of(mixed), key);
@@ -104,8 +116,9 @@ EMB_DEVICE int64_t find_slot(const HashTable& table, int64_t key) {
   return find_in_bucket(table, table.second(mixed), tag_of(mixed), key);
 }
 
-// Return the sum of `value` over the threads of the block before this one; write the sum over all
-// threads to `*total`. `shared` has one entry per warp. Called by the whole block.
+// Return the sum of `value` over the threads of the block before this one, and write the sum over
+// all threads to `*total`. `shared` is shared memory, [kBlockWarps], which may be used again when
+// this returns. Called by all threads of the block; contains barriers.
 EMB_DEVICE int64_t exclusive_sum(int64_t value, int64_t* shared, int64_t* total) {
   const int lane = lane_in_warp(), warp = static_cast<int>(threadIdx.x / simt::kWarp);
   int64_t sum = value;
@@ -113,10 +126,10 @@ EMB_DEVICE int64_t exclusive_sum(int64_t value, int64_t* shared, int64_t* total)
     const int64_t other = __shfl_up_sync(simt::kFullMask, sum, offset);
     if (lane >= static_cast<int>(offset)) sum += other;
   }
-  if (lane == kSlots - 1) shared[warp] = sum;
+  if (lane == kWarpLanes - 1) shared[warp] = sum;
   __syncthreads();
   *total = 0;
-  for (int w = 0; w < kTileThreads / kSlots; ++w) {
+  for (int w = 0; w < kBlockWarps; ++w) {
     if (w == warp) sum += *total;
     *total += shared[w];
   }
@@ -124,7 +137,7 @@ EMB_DEVICE int64_t exclusive_sum(int64_t value, int64_t* shared, int64_t* total)
   return sum - value;
 }
 
-// The same for one bit per thread, by ballots.
+// The same for one bit per thread, counted by ballots.
 EMB_DEVICE int exclusive_count(bool bit, int* shared, int* total) {
   const unsigned bits = __ballot_sync(simt::kFullMask, bit);
   const int lane = lane_in_warp(), warp = static_cast<int>(threadIdx.x / simt::kWarp);
@@ -132,7 +145,7 @@ EMB_DEVICE int exclusive_count(bool bit, int* shared, int* total) {
   __syncthreads();
   int count = __popc(bits & ((1u << lane) - 1));
   *total = 0;
-  for (int w = 0; w < kTileThreads / kSlots; ++w) {
+  for (int w = 0; w < kBlockWarps; ++w) {
     if (w == warp) count += *total;
     *total += shared[w];
   }
@@ -140,21 +153,23 @@ EMB_DEVICE int exclusive_count(bool bit, int* shared, int* total) {
   return count;
 }
 
-// Return where the part of n elements begins that a block works on, a multiple of a tile; the parts
-// of all blocks follow one another.
+// Divide n elements into one part per block of the grid, in the order of the blocks. Return where
+// the part of `block` begins, a multiple of kTileThreads; for the number of blocks, at least n.
 EMB_DEVICE int64_t block_begin(int64_t n, unsigned block) {
   return (n + kTileThreads - 1) / kTileThreads * block / gridDim.x * kTileThreads;
 }
 
-// Number `block` of the `blocks` that share a loop.
+// The share of a block in a loop over a grid, or over some blocks of it: block number `block` of
+// `blocks`.
 struct GridShare {
   int64_t block, blocks;
 };
 
-// Call `body(x, i)` for this block's share of the x in [0, n). i is the interval that contains x:
-// the last one with starts(i) <= x, -1 if there is none. Called by all kTileThreads threads of the
-// block. Whole warps call `body`, so it may use collectives; the last lanes have x >= n and i = -1.
-// `shared` is two ints of the block.
+// Call `body(x, i)` for this block's share of the numbers x in [0, n), one per thread at a time,
+// where i is the interval that contains x: the last i in [0, intervals) with starts(i) <= x, or -1
+// if there is none. All threads of the block call this. Whole warps call `body`, so it may use
+// collectives; the last threads of a loop get x >= n with i = -1. `shared` is shared memory for two
+// ints.
 template <class Starts, class Body>
 EMB_DEVICE void for_each_of(const GridShare& share, const Starts& starts, int intervals, int64_t n,
                             int* shared, const Body& body) {
@@ -165,15 +180,15 @@ EMB_DEVICE void for_each_of(const GridShare& share, const Starts& starts, int in
   }
 }
 
-// The same for the whole grid.
+// The same with the loop shared by the whole grid.
 template <class Starts, class Body>
 EMB_DEVICE void for_each_of(const Starts& starts, int intervals, int64_t n, int* shared,
                             const Body& body) {
   for_each_of(GridShare{blockIdx.x, gridDim.x}, starts, intervals, n, shared, body);
 }
 
-// Call `body(position, table)` for every key of a batch, as above; the table is -1 if the index has
-// no such table.
+// Call `body(position, table)` for every position of a batch in the same way. The table is -1 if
+// the position is in no segment, is beyond n, or if the index has no such table.
 template <class Body>
 EMB_DEVICE void for_each_key(const KeyBatch& batch, int num_tables, int* shared, const Body& body) {
   const auto start = [&](int f) { return batch.starts[f]; };
@@ -183,14 +198,16 @@ EMB_DEVICE void for_each_key(const KeyBatch& batch, int num_tables, int* shared,
   });
 }
 
-// Counts per table that a warp adds up in registers while it works on one table, and adds to memory
-// when it comes to another, or at `flush`. A warp seldom changes the table, so few atomics remain.
+// A counter per table in global memory, to which a warp adds. The warp adds up in registers while
+// it works on one table, and adds the sum to memory when it comes to another table, or at `flush`.
+// A warp seldom changes the table, so few atomic additions remain. All 32 lanes call every
+// function, and must call `flush` at the end.
 class TableTally {
  public:
-  // `sums` is the counter of table 0; tables are `stride` apart.
+  // `sums` is the address of the counter of table 0; the next table's is `stride` words behind.
   EMB_DEVICE TableTally(int64_t* sums, int stride) : sums_(sums), stride_(stride) {}
 
-  // Count 1 for the table of every lane where `counts`. Called by the whole warp.
+  // Add 1 to the counter of this lane's table if `counts`. Table -1 counts nothing.
   EMB_DEVICE void add(int table, bool counts) {
     unsigned left = __ballot_sync(simt::kFullMask, counts && table >= 0);
     while (left != 0) {
@@ -201,24 +218,25 @@ class TableTally {
     }
   }
 
-  // The same with a count per lane.
+  // Add `count` to the counter of this lane's table.
   EMB_DEVICE void add_each(int table, int count) {
     unsigned left = __ballot_sync(simt::kFullMask, count != 0 && table >= 0);
     while (left != 0) {
       const int next = __shfl_sync(simt::kFullMask, table, __ffs(static_cast<int>(left)) - 1);
       const bool same = count != 0 && table == next;
       left &= ~__ballot_sync(simt::kFullMask, same);
-      add_all(next, simt::group_sum(same ? count : 0, kSlots));
+      add_all(next, simt::group_sum(same ? count : 0, kWarpLanes));
     }
   }
 
-  // The same with equal arguments in every lane.
+  // Add `count` once to the counter of one table; all lanes pass the same arguments.
   EMB_DEVICE void add_all(int table, int count) {
     if (table != table_) flush();
     table_ = table;
     count_ += count;
   }
 
+  // Add what is in registers to memory.
   EMB_DEVICE void flush() {
     if (count_ != 0 && lane_in_warp() == 0)
       simt::atomic_add(sums_ + int64_t{table_} * stride_, count_);
@@ -231,6 +249,7 @@ class TableTally {
   int table_ = -1, count_ = 0;
 };
 
+// Return a tally for a column of `index.counters`.
 EMB_DEVICE TableTally counter_tally(const DeviceIndex& index, HashCounter counter) {
   return {index.counters + counter, kHashCounters};
 }

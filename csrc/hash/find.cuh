@@ -1,5 +1,6 @@
-// `hash_find` and `hash_touch_` on the GPU, one thread per key. In `hash_touch_`, the thread of a
-// missing key also claims a scratch cell; misses.cuh numbers the misses by these cells.
+// `hash_find` and `hash_touch_` on the GPU, with one thread per key. In `hash_touch_`, the thread
+// of a missing key also claims a scratch cell for it; misses.cuh numbers the misses by these cells.
+// All pointers are to device memory of the caller.
 #pragma once
 
 #include "hash/device_index.cuh"
@@ -10,12 +11,12 @@ namespace emb::cuda {
 // How a hit updates its entry.
 struct KeyTouch {
   Order order;
-  const int64_t* counts;        // [n] uses of each id; null: 1 each
-  const int64_t* batch_scores;  // [T] score of this batch; null: 0
+  const int64_t* counts;        // [n], uses of each position's key; null for 1 each
+  const int64_t* batch_scores;  // [T], the score of this batch in each table; null for 0
 };
 
-// Advance the clock, count the lookups of each table, order the segments by table, and clear the
-// cells and the counters of misses. Runs before `hash_touch_kernel`, in the same stream.
+// Begin a batch, before hash_touch_kernel: advance the clock, count the lookups of each table,
+// write the plan of the batch in `parts` parts, empty the cells, and clear the counts of misses.
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
     hash_begin_batch_kernel(DeviceIndex index, KeyBatch batch, KeyCells keys, BatchPlan plan,
                             int parts) {
@@ -36,6 +37,7 @@ struct KeyTouch {
   if (blockIdx.x == 0) plan_batch(batch, index.num_tables, plan);
 }
 
+// Write the slot of every key to `slots` [n], kNoSlot for a missing key.
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
     hash_find_kernel(DeviceIndex index, KeyBatch batch, int64_t* slots) {
   __shared__ int range[2];
@@ -45,9 +47,10 @@ struct KeyTouch {
   });
 }
 
-// Update an entry. Several lanes may have the same entry: all store the same stamp, and counts add
-// up in any order. Without explicit counts, one lane adds for all lanes that share an entry. All 32
-// lanes must call this; a lane without an entry passes null.
+// Update the entry of this lane's key, null for a lane without one; `stamp` is the clock,
+// `batch_score` the score of the key's table. Several lanes may have the same entry: all store the
+// same stamp, and counts add up in any order. Without explicit counts, one lane adds for all lanes
+// that share an entry. All 32 lanes must call this.
 EMB_DEVICE void touch_entry(const KeyTouch& touch, int64_t stamp, int64_t* entry, int64_t position,
                             int64_t batch_score) {
   if (entry != nullptr) entry[kStamp] = stamp;
@@ -64,6 +67,8 @@ EMB_DEVICE void touch_entry(const KeyTouch& touch, int64_t stamp, int64_t* entry
   }
 }
 
+// Find every key. Write its slot to `slots` [n] and update the entry of a hit; claim a cell for a
+// missing key. Count hits in the index, and distinct missing keys per table in `misses` [T].
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
     hash_touch_kernel(DeviceIndex index, KeyBatch batch, KeyTouch touch, KeyCells keys,
                       int64_t* misses, int64_t* slots) {
@@ -92,6 +97,7 @@ EMB_DEVICE void touch_entry(const KeyTouch& touch, int64_t stamp, int64_t* entry
   new_misses.flush();
 }
 
+// Launch `hash_find`: write `slots` [n].
 template <class Launcher>
 void launch_hash_find(const Launcher& launcher, const DeviceIndex& index, const KeyBatch& batch,
                       int64_t* slots) {
@@ -99,6 +105,8 @@ void launch_hash_find(const Launcher& launcher, const DeviceIndex& index, const 
   launcher(hash_find_kernel, key_blocks(launcher, batch.n), kTileThreads, index, batch, slots);
 }
 
+// Launch `hash_touch_`: write `slots` [n] and `out`, and change the index. `work`, a DeviceWork or
+// its counterpart in tests, owns the scratch memory.
 template <class Work>
 void launch_hash_touch(Work& work, const DeviceIndex& index, const KeyBatch& batch,
                        const KeyTouch& touch, int64_t* slots, const MissOutput& out) {

@@ -1,48 +1,61 @@
-// Finds keys on one CPU thread. A key costs two unpredictable cache lines, the tags of its bucket
-// and its entry. So each key passes through four steps that are many keys apart, and every step
-// prefetches the line that the next one reads. No step branches on its result: keys that are not
-// where they were looked up first are collected and resolved once per chunk.
+// Finds keys on one CPU thread. A key needs two cache lines at unpredictable addresses: the tags of
+// its bucket, and its entry. To hide their latency, each key passes through four steps, and many
+// other keys are processed between two steps of a key:
+//   prefetch_tags  prefetches the tags of the first bucket,
+//   probe_first    compares them and prefetches a candidate entry, or the tags of the second bucket
+//                  if there is none,
+//   probe_chosen   compares the tags of the chosen bucket and prefetches the candidate entry,
+//   compare        compares the key with that entry.
+// No step branches on its result. Keys that are neither found nor surely missing after the last
+// step are collected, and resolved together once per chunk of keys.
+//
+// HashFindKernels in args.h describes `find` and `refresh`. In this file `key` is the number of a
+// key in the call, and `id` the key itself.
 #include "hash/match.h"
 
 namespace emb::EMB_ISA {
 namespace {
 
 // Source of these sizes: measured on one thread, reports/LOG.md, 2026-11-21.
-constexpr int kChunkKeys =
-    64;  // keys that are hashed at once; unresolved keys are looked up once per chunk
-constexpr int kRingKeys =
-    4 * kChunkKeys;  // more keys than the longest path through the steps spans
-// Distance of each step, in keys, from the prefetch of the tags.
+// Keys that are hashed at once, and after which unresolved keys are resolved.
+constexpr int kChunkKeys = 64;
+// Keys whose state is kept: more than the number of keys between the hash of a key and its end.
+constexpr int kRingKeys = 4 * kChunkKeys;
+// The number of keys between the first step of a key and each later one.
 constexpr int kKeysToFirst = 16;
 constexpr int kKeysToSecond = kKeysToFirst + 24;
 constexpr int kKeysToCompare = kKeysToFirst + kChunkKeys;
 
-// The state of the keys in flight, by the number of the key modulo kRingKeys.
+// The state of the keys in flight; that of key number i is at index at(i). A *candidate* is a slot
+// of a bucket whose tag is that of the key.
 struct Probes {
-  int64_t first[kRingKeys], second[kRingKeys];  // buckets
-  int64_t slot[kRingKeys];                      // slot of the lowest candidate
-  uint32_t candidates[kRingKeys];  // slots with the key's tag in the bucket of `slot`, a bit each
+  int64_t first[kRingKeys], second[kRingKeys];  // the two buckets of the key
+  int64_t slot[kRingKeys];         // the lowest candidate of the chosen bucket, or any slot of it
+  uint32_t candidates[kRingKeys];  // the candidates of that bucket, a bit each
   uint8_t tag[kRingKeys];
 
   static int at(int64_t i) { return static_cast<int>(i & (kRingKeys - 1)); }
 };
 
-// Numbers of the keys that differ from their lowest candidate.
+// The numbers of keys that are not in their lowest candidate, but may be elsewhere.
 struct Unresolved {
   int64_t keys[kChunkKeys];
   int count = 0;
 };
 
+// Return the slot of the lowest bit of `candidates` in a bucket, its last slot if there is none.
 EMB_HD int64_t lowest_slot(int64_t bucket, uint32_t candidates) {
   return bucket * kSlots + lowest(candidates | uint32_t{1} << (kSlots - 1));
 }
 
-// Prefetch a line. Tags are read soon; entries, of which many are in flight, go to the second-level
-// cache, which has room for them. The choice uses bit operations: the compiler turns `?:` into a
-// branch, and a mispredicted one takes as long as the remaining steps.
+// Prefetch the tags of a bucket, which are read soon, into the L1 cache.
 EMB_HD void prefetch_tags(const HashTable& table, int64_t bucket) {
   __builtin_prefetch(table.tags + bucket * kSlots);
 }
+
+// Prefetch the entry in a slot, or the tags of a bucket if not `entry`, into the L2 cache, because
+// too many entries are in flight for L1. The choice uses bit operations: the compiler would turn
+// `?:` into a branch, and a misprediction takes as long as the remaining steps.
 EMB_HD void prefetch_either(bool entry, const HashTable& table, int64_t slot, int64_t bucket) {
   const auto line = reinterpret_cast<uintptr_t>(table.entry(slot));
   const auto tags = reinterpret_cast<uintptr_t>(table.tags + bucket * kSlots);
@@ -50,6 +63,7 @@ EMB_HD void prefetch_either(bool entry, const HashTable& table, int64_t slot, in
   __builtin_prefetch(reinterpret_cast<const void*>(chosen), 0, 2);
 }
 
+// Write buckets and tags of the chunk of keys that begins with number `begin`, of n keys.
 EMB_HD void hash_keys(const HashTable& table, const int64_t* ids, int64_t begin, int64_t n,
                       Probes* p) {
   const int64_t buckets = table.buckets;
@@ -64,6 +78,8 @@ EMB_HD void hash_keys(const HashTable& table, const int64_t* ids, int64_t begin,
   }
 }
 
+// Choose the first bucket of a key if it has a candidate, otherwise the second, and prefetch what
+// the next step reads.
 EMB_HD void probe_first(const HashTable& table, int64_t key, Probes* p) {
   const int i = Probes::at(key);
   const uint32_t candidates = match(table.tags + p->first[i] * kSlots, p->tag[i]);
@@ -73,14 +89,14 @@ EMB_HD void probe_first(const HashTable& table, int64_t key, Probes* p) {
   prefetch_either(candidates != 0, table, slot, p->second[i]);
 }
 
-// Return the slot whose entry is read: without a candidate slot 0, which is in the cache, since the
-// entry of an empty slot would cost a cache line for nothing.
+// Return the slot whose entry is read: `slot` if there are candidates; otherwise slot 0, whose
+// entry is in the cache, because another entry would be a cache miss for nothing.
 EMB_HD int64_t read_slot(int64_t slot, uint32_t candidates) {
   return slot & -int64_t{candidates != 0};
 }
 
-// Match the tags again in the chosen bucket, for most keys the first one, which is in the cache by
-// now.
+// Compare the tags of the chosen bucket and prefetch the entry of the lowest candidate. For most
+// keys this is the first bucket, whose tags are in the cache and are compared again.
 EMB_HD void probe_chosen(const HashTable& table, int64_t key, Probes* p) {
   const int i = Probes::at(key);
   const int64_t bucket = p->slot[i] / kSlots;
@@ -89,8 +105,8 @@ EMB_HD void probe_chosen(const HashTable& table, int64_t key, Probes* p) {
   __builtin_prefetch(table.entry(read_slot(p->slot[i], p->candidates[i])), 0, 2);
 }
 
-// Return the slot of the key if it is the lowest candidate, else -1; add it to `unresolved` if it
-// may be elsewhere.
+// Return the slot of the lowest candidate if it has the key, else -1. Add the key to `unresolved`
+// if it may be elsewhere: in another candidate, or in the second bucket if the first was chosen.
 EMB_HD int64_t compare(const HashTable& table, int64_t key, int64_t id, const Probes& p,
                        Unresolved* unresolved) {
   const int i = Probes::at(key);
@@ -106,8 +122,8 @@ EMB_HD int64_t compare(const HashTable& table, int64_t key, int64_t id, const Pr
   return slot | -static_cast<int64_t>(miss);
 }
 
-// Other threads may update the same entry: all store the same stamp, and counts add up in any
-// order.
+// Update the entry of a hit; `position` is the number of the key, an index into touch.counts. Other
+// threads may update the same entry: all store the same stamp, and counts add up in any order.
 EMB_HD void touch_entry(const HashTouch& touch, int64_t* entry, int64_t position) {
   __atomic_store_n(entry + kStamp, touch.stamp, __ATOMIC_RELAXED);
   if (!has_scores(touch.order)) return;
@@ -132,8 +148,8 @@ EMB_HD void prefetch_unresolved(const HashTable& table, const Unresolved& unreso
   }
 }
 
-// Look up an unresolved key: its other candidates, then its second bucket if those were in the
-// first.
+// Return the slot of an unresolved key, -1 if it has none: compare its other candidates, then look
+// in its second bucket if the first was chosen.
 EMB_HD int64_t resolve(const HashTable& table, int64_t key, int64_t id, const Probes& p) {
   const int i = Probes::at(key);
   const int64_t bucket = p.slot[i] / kSlots;
@@ -143,10 +159,12 @@ EMB_HD int64_t resolve(const HashTable& table, int64_t key, int64_t id, const Pr
   return find_in(table, p.second[i], p.tag[i], id);
 }
 
+// `find`, where kTouches says whether `touch` is passed. Keys that remain unresolved after a chunk
+// are resolved after the next one, when what they need has been prefetched.
 template <bool kTouches>
 int64_t find_all(const HashTable& shared, const int64_t* ids, int64_t n, const HashTouch* touch,
                  int64_t* slots) {
-  const HashTable table = shared;  // a copy: stores to memory cannot change it
+  const HashTable table = shared;  // a local copy, which no store through a pointer can change
   Probes p;
   Unresolved unresolved[2];
   int64_t hits = 0;

@@ -1,6 +1,7 @@
-// `hash_grow_` on the GPU: count the admitted misses, plan the growth, split buckets, look moved
-// keys up again. A new bucket receives entries of one old bucket only, so a warp takes a new
-// bucket, and its lanes the slots of the old one.
+// `hash_grow_` on the GPU, in four steps: count the admitted misses of each table, plan how many
+// buckets each table gets, split buckets, and find keys of the batch that have moved again. A new
+// bucket (child) receives entries of one old bucket (parent) only, so one warp fills a child, with
+// one lane per slot of the parent. All pointers are to device memory of the caller.
 #pragma once
 
 #include "hash/device_index.cuh"
@@ -9,24 +10,26 @@ namespace emb::cuda {
 
 inline constexpr int kMaxRowBuffers = 16;
 
-// Row buffers: arrays of values by slot that move with the entries. `layout` [T, P, 2]: the byte at
-// which row 0 of a table begins in a buffer, and bytes per row.
+// The row buffers of all tables: P buffers with rows of values by slot, which move with the
+// entries.
 struct DeviceRowBuffers {
-  uint8_t* data[kMaxRowBuffers];
-  int count;
-  const int64_t* layout;
+  uint8_t* data[kMaxRowBuffers];  // in device memory or mapped host memory
+  int count;                      // P
+  const int64_t* layout;  // [T, P, 2]: the byte of the buffer at which row 0 of the table begins,
+                          // and the bytes per row
 };
 
+// The arguments of the kernels.
 struct Growth {
   DeviceIndex index;
   DeviceRowBuffers buffers;
-  DeviceMisses misses;
-  // Scratch by table: the number of admitted misses if not all are, the buckets before, and the
-  // table's range [first_new[t], first_new[t + 1]) of all new buckets.
+  DeviceMisses misses;  // for which the tables grow
+  // Scratch by table: [T] admitted misses, used if not all are admitted; [T] buckets before; and
+  // [T + 1] new buckets, where those of table t are [first_new[t], first_new[t + 1]) of all.
   int64_t *admitted_misses, *old_buckets, *first_new;
 };
 
-// Count the admitted misses of every table. The counts are 0 before the launch.
+// Add the admitted misses of every table to `admitted_misses`, which is 0 before.
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
     hash_wanted_kernel(Growth growth) {
   __shared__ int range[2];
@@ -40,7 +43,7 @@ struct Growth {
   admitted_misses.flush();
 }
 
-// Set the counts of admitted misses to 0.
+// Set `admitted_misses` to 0.
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
     hash_no_wanted_kernel(Growth growth) {
   for (int64_t t = simt::global_thread(); t < growth.index.num_tables;
@@ -49,12 +52,13 @@ struct Growth {
   }
 }
 
-// Set the new number of buckets of every table and save the old one in scratch. Runs in one block.
+// Set the new number of buckets of every table; save the old one in `old_buckets`, and write
+// `first_new`. The grid is one block.
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
     hash_plan_kernel(Growth growth) {
-  __shared__ int64_t sums[kTileThreads / kSlots];
+  __shared__ int64_t sums[kBlockWarps];
   const DeviceIndex& index = growth.index;
-  int64_t before = 0;
+  int64_t before = 0;  // new buckets of the tables before
   for (int tile = 0; tile < index.num_tables; tile += kTileThreads) {
     const int t = tile + static_cast<int>(threadIdx.x);
     int64_t gained = 0;
@@ -77,18 +81,20 @@ struct Growth {
   if (threadIdx.x == 0) growth.first_new[index.num_tables] = before;
 }
 
+// Copy `bytes` bytes by the whole warp, in units of T. Both addresses and `bytes` are multiples of
+// its size.
 template <class T>
 EMB_DEVICE void copy_units(uint8_t* to, const uint8_t* from, int64_t bytes) {
   const auto units = bytes / static_cast<int64_t>(sizeof(T));
   // Few rows are wider than one iteration of the warp; an unrolled loop would cost registers for
   // all rows.
 #pragma unroll 1
-  for (int64_t i = lane_in_warp(); i < units; i += kSlots) {
+  for (int64_t i = lane_in_warp(); i < units; i += kWarpLanes) {
     reinterpret_cast<T*>(to)[i] = reinterpret_cast<const T*>(from)[i];
   }
 }
 
-// Copy a row by the whole warp, in words as wide as the alignment allows.
+// Copy a row of `bytes` bytes by the whole warp, in units as wide as the alignment allows.
 EMB_DEVICE void copy_row(uint8_t* to, const uint8_t* from, int64_t bytes) {
   const auto bits = reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from) |
                     static_cast<uintptr_t>(bytes);
@@ -101,7 +107,8 @@ EMB_DEVICE void copy_row(uint8_t* to, const uint8_t* from, int64_t bytes) {
   }
 }
 
-// Copy the row of slot `from` of table t to slot `to` in all row buffers. Called by the whole warp.
+// Copy the rows in slot `from` of table t to slot `to`, in all row buffers. Called by the whole
+// warp.
 EMB_DEVICE void copy_rows(const DeviceRowBuffers& buffers, int t, int64_t to, int64_t from) {
   for (int p = 0; p < buffers.count; ++p) {
     const int64_t* layout = buffers.layout + 2 * (int64_t{t} * buffers.count + p);
@@ -110,9 +117,10 @@ EMB_DEVICE void copy_rows(const DeviceRowBuffers& buffers, int t, int64_t to, in
   }
 }
 
-// Move the entries of bucket `child`, a new one of table t, which had `old` buckets. Meanwhile
-// other warps empty other slots of the same old bucket. Whether this lane still sees the tag of
-// such a slot does not matter: its key does not belong to this child.
+// Fill `child`, a new bucket of table t, which had `old` buckets: move the entries of its parent
+// that belong there, with their rows. Called by the whole warp. Other warps may fill other children
+// of the same parent and empty other slots of it at the same time. It does not matter whether this
+// lane still sees the tag of such a slot, because the key does not belong to this child.
 EMB_DEVICE void fill_child(const Growth& growth, int t, int64_t child, int64_t old) {
   const HashTable table = growth.index.table(t);
   const uint64_t old_mask = address_mask(old);
@@ -136,6 +144,7 @@ EMB_DEVICE void fill_child(const Growth& growth, int t, int64_t child, int64_t o
   }
 }
 
+// Fill all new buckets, one warp each.
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
     hash_split_kernel(Growth growth) {
   const int num_tables = growth.index.num_tables;
@@ -148,7 +157,8 @@ EMB_DEVICE void fill_child(const Growth& growth, int t, int64_t child, int64_t o
   }
 }
 
-// Look up keys again that are no longer in their slots.
+// Correct `slots` [n], the slots of the batch: find each key again that is no longer in its slot.
+// Slots of -1 stay.
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
     hash_refresh_kernel(Growth growth, KeyBatch batch, int64_t* slots) {
   __shared__ int range[2];
@@ -159,14 +169,15 @@ EMB_DEVICE void fill_child(const Growth& growth, int t, int64_t child, int64_t o
     if (slot < 0) return;
     const HashTable table = growth.index.table(t);
     const int64_t key = batch.ids[position];
-    const bool there = slot < table.buckets * kSlots && table.tags[slot] != kEmptyTag &&
-                       table.entry(slot)[kKey] == key;
-    if (!there) slots[position] = find_slot(table, key);
+    const bool is_in_slot = slot < table.buckets * kSlots && table.tags[slot] != kEmptyTag &&
+                            table.entry(slot)[kKey] == key;
+    if (!is_in_slot) slots[position] = find_slot(table, key);
   });
 }
 
-// `growth` comes without its scratch; `buckets` is the number of buckets in the memory of the
-// index.
+// Launch `hash_grow_`: grow the tables and correct `slots` [n] of the batch. The scratch of
+// `growth` is allocated here; `buckets` is the number of buckets in the memory of the index, for
+// which the grid is sized.
 template <class Work>
 void launch_grow(Work& work, Growth growth, const KeyBatch& batch, int64_t* slots,
                  int64_t buckets) {
@@ -184,8 +195,8 @@ void launch_grow(Work& work, Growth growth, const KeyBatch& batch, int64_t* slot
     launcher(hash_wanted_kernel, key_blocks(launcher, batch.n), kTileThreads, growth);
   }
   launcher(hash_plan_kernel, 1, kTileThreads, growth);
-  launcher(hash_split_kernel, blocks_for(buckets, kTileThreads / kSlots, launcher.blocks(8)),
-           kTileThreads, growth);
+  launcher(hash_split_kernel, blocks_for(buckets, kBlockWarps, launcher.blocks(8)), kTileThreads,
+           growth);
   if (batch.n == 0) return;
   launcher(hash_refresh_kernel, key_blocks(launcher, batch.n), kTileThreads, growth, batch, slots);
 }

@@ -1,6 +1,8 @@
-// The hash index ops on the CPU: find and touch keys, list the misses of a batch, grow tables,
-// insert new keys, erase and expire, and rows of values by slot. Every op checks its arguments
-// (check.h) before it changes the index, and its result does not depend on the number of threads.
+// The ops of the hash index on the CPU: find and touch keys, list the misses of a batch, grow
+// tables, insert new keys, erase and expire keys, and rows of values by slot. Every op checks its
+// arguments before it changes anything (check.h, which also describes arguments and results), and
+// its result does not depend on the number of threads. The kernels are in find_kernels.cpp and
+// insert_kernels.cpp.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -23,9 +25,10 @@ EMB_SELECT_KERNELS(HashInsertKernels, kHashInsertKernels, hash_insert_kernels)
 
 namespace {
 
-constexpr int64_t kKeysPerTask = 2048;  // keys that a task looks up
+constexpr int64_t kKeysPerTask = 2048;  // minimum number of keys that a thread looks up
 
-// Call `body(segment, begin, end)` for ranges of ids of one segment each, in parallel.
+// Call `body(segment, begin, end)` for ranges of positions that together are the whole batch; each
+// is a non-empty range of one segment. Several threads call it at once.
 template <class Body>
 void parallel_segments(const HashBatch& batch, const Body& body) {
   const auto cost = [](int64_t i) { return i; };
@@ -39,6 +42,7 @@ void parallel_segments(const HashBatch& batch, const Body& body) {
   });
 }
 
+// Return the slot of each key, int64 [n], -1 for a missing key. Changes nothing.
 Tensor hash_find(std::vector<Tensor> tensors, const Tensor& ids, const Tensor& starts,
                  const Tensor& tables) {
   const HashCall call("hash_find", tensors, ids, starts, tables);
@@ -55,10 +59,13 @@ Tensor hash_find(std::vector<Tensor> tensors, const Tensor& ids, const Tensor& s
   return slots;
 }
 
-// The distinct missing keys of one table in order of occurrence: open addressing over their
-// numbers.
+// A scratch hash table that finds the number of a missing key among the distinct missing keys of
+// one table: open addressing, with the numbers of misses as contents. The keys themselves are read
+// from the batch: miss m has the key ids[first[m]].
 class MissSet {
  public:
+  // `first` is filled by the caller, for every number before that is passed as `next`. At most
+  // `max_keys` keys may be added.
   MissSet(const int64_t* ids, const int64_t* first, int64_t max_keys)
       : ids_(ids),
         first_(first),
@@ -89,13 +96,15 @@ class MissSet {
   std::unique_ptr<int32_t[]> numbers_;
 };
 
+// The data of these results of hash_touch_, see TouchCall.
 struct MissOutput {
   int64_t* first;
   int32_t* groups;
   int64_t* totals;
 };
 
-// Add the misses of a segment to the `count` misses so far; return their new number.
+// Add the misses of a segment to `out`, which has `count` misses; return the new number of misses.
+// `slots` and `counts` are by position; `set` has the misses of the segment's table so far.
 int64_t add_misses(const HashBatch& batch, int64_t segment, const int64_t* slots,
                    const int64_t* counts, int64_t count, const MissOutput& out, MissSet* set) {
   constexpr int64_t kKeysAhead = 16;  // keys between a prefetch and the read
@@ -106,7 +115,7 @@ int64_t add_misses(const HashBatch& batch, int64_t segment, const int64_t* slots
       out.groups[i] = -1;
       continue;
     }
-    // Written before the comparison: the key of a new number must be readable.
+    // Before the call below, which reads the key of number `count` if it compares with it.
     out.first[count] = i;
     const int32_t number = set->find_or_add(batch.ids[i], static_cast<int32_t>(count));
     if (number == count) out.totals[count++] = 0;
@@ -116,7 +125,8 @@ int64_t add_misses(const HashBatch& batch, int64_t segment, const int64_t* slots
   return count;
 }
 
-// List the misses of a batch by table; `slots` are those of its positions.
+// Write the misses of a batch, numbered by table and first position, to the results of `call`.
+// `slots` [n] are the slots of its positions.
 void list_misses(const TouchCall& call, const int64_t* slots) {
   const HashBatch& batch = call.batch;
   const int64_t num_tables = call.index.num_tables;
@@ -141,6 +151,8 @@ void list_misses(const TouchCall& call, const int64_t* slots) {
   std::fill(out.totals + count, out.totals + batch.n, 0);
 }
 
+// Begin a training step: advance the clock, find the keys, update the entries of hits, count
+// lookups and hits, and list the misses. See TouchCall for arguments and results.
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> hash_touch_(
     std::vector<Tensor> tensors, const Tensor& ids, const Tensor& starts, const Tensor& tables,
     std::optional<Tensor> counts, std::optional<Tensor> batch_scores, int64_t order) {
@@ -164,9 +176,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> hash_touch_(
   return call.results();
 }
 
-constexpr int64_t kChoosersPerTask = 1024, kBucketsPerTask = 256;  // work of a task of an insertion
+// The minimum number of choosing misses, and of buckets, per thread of an insertion.
+constexpr int64_t kChoosersPerTask = 1024, kBucketsPerTask = 256;
 
-// Fill the buckets that table t has gained; it had `old`.
+// Fill the new buckets of table t, which had `old` buckets, from those that they are split from.
 void grow_table(const HashIndex& index, int64_t t, int64_t old, const RowBuffer* buffers,
                 int num_buffers) {
   const HashTable table = index.table(t);
@@ -178,6 +191,9 @@ void grow_table(const HashIndex& index, int64_t t, int64_t old, const RowBuffer*
       });
 }
 
+// Split as many buckets of every table as it needs for its keys and its admitted misses
+// (wanted_buckets), move rows with their entries, and correct `slots` of the batch. The arguments
+// after `tables` are the slots, offsets and admissions of its misses: see GrowCall.
 void hash_grow_(std::vector<Tensor> tensors, std::vector<Tensor> row_buffers,
                 const Tensor& row_layout, const Tensor& ids, const Tensor& starts,
                 const Tensor& tables, Tensor slots, const Tensor& offsets,
@@ -207,8 +223,9 @@ void hash_grow_(std::vector<Tensor> tensors, std::vector<Tensor> row_buffers,
   }
 }
 
-// Run one round: `pending` [0, n) choose buckets, then the choices are carried out, both in
-// parallel. With more keys than buckets, each bucket is read once instead of once for every key.
+// Run one round of an insertion: the n misses in `pending` choose buckets, then the choices are
+// executed, both in parallel. Writes `choices` [n] and the results in `insertion`. With more misses
+// than buckets, the state of each bucket is read once, not once for every miss.
 void run_round(const HashInsertion& insertion, const int64_t* pending, int64_t n, Choice* choices) {
   const HashInsertKernels& kernels = hash_insert_kernels();
   const auto each = [](int64_t i) { return i; };
@@ -229,7 +246,9 @@ void run_round(const HashInsertion& insertion, const int64_t* pending, int64_t n
   });
 }
 
-// Insert the admitted ones of misses [begin, end), those of a table, in rounds.
+// Insert the admitted misses of a table, which has misses [begin, end). In every round more of them
+// may choose (`choosers`), and those that got no slot in the round before choose again; it ends
+// when every miss has a slot or is refused.
 void insert_all(const HashInsertion& insertion, const Misses& misses, int64_t begin, int64_t end) {
   std::vector<int64_t> pending;
   std::vector<Choice> choices;
@@ -255,6 +274,8 @@ void insert_all(const HashInsertion& insertion, const Misses& misses, int64_t be
   }
 }
 
+// Add the results of an insertion, the n statuses of the misses of table t, to the counters and to
+// the size of the table.
 void count_statuses(const HashIndex& index, int64_t t, const uint8_t* status, int64_t n) {
   int64_t counts[8] = {};
   for (int64_t i = 0; i < n; ++i) ++counts[status[i] & 7];
@@ -266,8 +287,8 @@ void count_statuses(const HashIndex& index, int64_t t, const uint8_t* status, in
   index.field(t, kSize) += of(InsertStatus::kNew);
 }
 
-// Write the slot and the status of every position of the batch: those of its miss, where it has
-// one.
+// Write the slot and the status of every position of the batch: those of its miss if it has one,
+// otherwise its slot before and kHit.
 void fill_positions(const InsertCall& call) {
   const auto* inserted = call.inserted.const_data_ptr<int64_t>();
   const auto* status = static_cast<const uint8_t*>(call.status.const_data_ptr());
@@ -283,6 +304,9 @@ void fill_positions(const InsertCall& call) {
   });
 }
 
+// Insert the admitted misses of a batch: into an empty slot, or by eviction of an entry that the
+// batch does not use. See InsertCall for arguments and results. `ids` are those of the batch;
+// `first`, `totals` and `offsets` are results of hash_touch_.
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> hash_insert_(
     std::vector<Tensor> tensors, const Tensor& ids, const Tensor& first, const Tensor& totals,
     const Tensor& offsets, std::optional<Tensor> admitted, std::optional<Tensor> batch_scores,
@@ -298,7 +322,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> hash_insert_(
   std::fill(slot_data, slot_data + call.n, kNoSlot);
   std::fill(statuses, statuses + call.n, static_cast<uint8_t>(InsertStatus::kMiss));
   Tensor evicted = call.evicted;
-  torch::stable::zero_(evicted);  // the same bytes in every run
+  torch::stable::zero_(evicted);  // so that unspecified words are the same in every run
   for (int64_t t = 0; t < index.num_tables; ++t) {
     for (int64_t i = misses.begin(t); i < misses.end(t); ++i) {
       if (!misses.is_admitted(i)) statuses[i] = static_cast<uint8_t>(InsertStatus::kNotAdmitted);
@@ -321,6 +345,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> hash_insert_(
   return call.results();
 }
 
+// Remove keys. Return the slot that each position emptied, int64 [n]; -1 if its key is missing or
+// an earlier position removed it.
 Tensor hash_erase_(std::vector<Tensor> tensors, const Tensor& ids, const Tensor& starts,
                    const Tensor& tables) {
   const HashCall call("hash_erase_", tensors, ids, starts, tables);
@@ -349,6 +375,9 @@ Tensor hash_erase_(std::vector<Tensor> tensors, const Tensor& ids, const Tensor&
   return slots;
 }
 
+// Remove the keys of table t that were last used before the clock was `before`, from its buckets
+// [first_bucket, first_bucket + num_buckets). Return bool [num_buckets * 32]: which slots of these
+// buckets were emptied.
 Tensor hash_expire_(std::vector<Tensor> tensors, int64_t t, int64_t first_bucket,
                     int64_t num_buckets, int64_t before) {
   const char* op = "hash_expire_";
@@ -373,7 +402,8 @@ Tensor hash_expire_(std::vector<Tensor> tensors, int64_t t, int64_t first_bucket
   return removed;
 }
 
-// Copy a row, or fill it with a value of 2 or 4 bytes that 32 bits repeat.
+// Copy a row of `bytes` bytes from `from`; if that is null, fill it with the word `fill`, see
+// RowMatrix::fill.
 void copy_row(char* to, const char* from, int64_t bytes, uint32_t fill) {
   if (from != nullptr) {
     std::memcpy(to, from, bytes);
@@ -383,15 +413,16 @@ void copy_row(char* to, const char* from, int64_t bytes, uint32_t fill) {
     std::memcpy(to + i, reinterpret_cast<char*>(&fill) + i % 4, 2);
 }
 
-// Return the row in a slot, null for slots that are -1 or outside.
+// Return the row in a slot, null if the matrix has no such slot.
 char* row_in(const RowBytes& rows, int64_t slot) {
   if (slot < 0 || slot >= rows.count) return nullptr;
   return static_cast<char*>(rows.data) + slot * rows.stride;
 }
 
-constexpr int64_t kRowBytesPerTask = 1 << 15;
+constexpr int64_t kRowBytesPerTask = 1 << 15;  // minimum number of bytes that a thread copies
 
-// Call `body(begin, end)` for ranges of n rows in parallel.
+// Call `body(begin, end)` for ranges that together are [0, n), in parallel, where every number
+// stands for the copy of one row.
 template <class Body>
 void parallel_rows(int64_t n, const RowBytes& rows, const Body& body) {
   parallel_balanced(n, kRowBytesPerTask, [&](int64_t i) { return i * (rows.bytes + 16); }, body);
@@ -399,7 +430,8 @@ void parallel_rows(int64_t n, const RowBytes& rows, const Body& body) {
 
 constexpr int64_t kRowsAhead = 8;  // rows between a prefetch and the copy
 
-// Read the rows of slots [begin, end).
+// Copy the rows in slots[begin] to slots[end - 1] to rows [begin, end) of `out`; rows that do not
+// exist are filled with `fill`.
 void read_range(const RowBytes& rows, const int64_t* slots, int64_t begin, int64_t end,
                 uint32_t fill, char* out) {
   for (int64_t i = begin; i < end; ++i) {
@@ -408,6 +440,7 @@ void read_range(const RowBytes& rows, const int64_t* slots, int64_t begin, int64
   }
 }
 
+// Find keys and read their rows. See FindRowsCall.
 std::tuple<Tensor, Tensor> hash_find_rows(std::vector<Tensor> tensors, const Tensor& ids,
                                           const Tensor& starts, const Tensor& tables,
                                           const Tensor& values, double default_value) {
@@ -436,6 +469,7 @@ std::tuple<Tensor, Tensor> hash_find_rows(std::vector<Tensor> tensors, const Ten
   return {call.rows, call.found};
 }
 
+// Read the row in each slot. See ReadRowsCall.
 Tensor hash_read_rows(const Tensor& values, const Tensor& slots, double default_value) {
   const ReadRowsCall call("hash_read_rows", values, slots, default_value);
   const RowBytes source = call.matrix.bytes({});
@@ -446,6 +480,7 @@ Tensor hash_read_rows(const Tensor& values, const Tensor& slots, double default_
   return call.rows;
 }
 
+// Write the first rows of new keys, and read the row of every position. See StartRowsCall.
 Tensor hash_start_rows_(Tensor values, const Tensor& slots, const Tensor& groups,
                         const Tensor& first, const Tensor& starting, double default_value,
                         bool returns_rows) {
@@ -470,7 +505,8 @@ Tensor hash_start_rows_(Tensor values, const Tensor& slots, const Tensor& groups
   return call.rows;
 }
 
-// Every thread writes the slots of its share, so that their rows are written in order.
+// Write a row to each slot; the last one of a slot remains. Slots are distributed over threads by
+// their hash, and every thread goes through all positions in order.
 void hash_write_rows_(Tensor values, const Tensor& slots, const Tensor& rows) {
   const WriteRowsCall call("hash_write_rows_", values, slots, rows);
   const RowBytes target = call.matrix.bytes({});
@@ -488,7 +524,7 @@ void hash_write_rows_(Tensor values, const Tensor& slots, const Tensor& rows) {
   });
 }
 
-// Add the rows of group g to that of its slot, one after the other; every sum is rounded.
+// Add the rows of group g to the row in its slot, one after the other. Every sum is rounded to T.
 template <class T>
 void add_group(const AddRowsCall& call, const RowBytes& target, int64_t g) {
   auto* row = reinterpret_cast<T*>(row_in(target, call.slots[g]));
@@ -501,6 +537,7 @@ void add_group(const AddRowsCall& call, const RowBytes& target, int64_t g) {
   }
 }
 
+// Add rows to those in slots. See AddRowsCall.
 void hash_add_rows_(Tensor values, const Tensor& slots, const Tensor& segments,
                     const Tensor& permutation, const Tensor& count, const Tensor& rows) {
   const AddRowsCall call(values, slots, segments, permutation, count, rows);
@@ -515,6 +552,8 @@ void hash_add_rows_(Tensor values, const Tensor& slots, const Tensor& segments,
   });
 }
 
+// Gather the keys, stamps, scores and rows of the keys that an insertion evicted, and their number.
+// See EvictedRowsCall. Entries after the last one are 0.
 std::tuple<Tensor, std::vector<Tensor>, Tensor, Tensor, Tensor> hash_evicted_rows(
     std::vector<Tensor> values, const Tensor& slots, const Tensor& status, const Tensor& evicted) {
   EvictedRowsCall call(values, slots, status, evicted);

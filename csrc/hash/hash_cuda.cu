@@ -1,5 +1,7 @@
-// The hash index ops on the GPU: checks and launch. The contents of tensors stay on the device and
-// are not checked: tables and segments must come from the module that owns them.
+// The ops of the hash index on the GPU: checks and launches. hash_cpu.cpp says what each op does,
+// check.h describes arguments and results, and the `*.cuh` files have the kernels. The contents of
+// tensors stay on the device and are not checked: `tables` and segments must come from the module
+// that owns the index. Nothing here waits for the device.
 #include <torch/csrc/stable/library.h>
 
 #include <optional>
@@ -20,9 +22,11 @@
 
 namespace emb::cuda {
 
-// The end of the last bucket, for any number of buckets that 32 bits count.
+// The maximum number of slots of all tables: kernels number buckets with 32 bits.
 inline constexpr int64_t kMaxSlots = int64_t{kMaxLookups} * kSlots;
 
+// Return the index in the form that kernels take. Throws if the tags are not aligned to 16 bytes,
+// or if there are too many buckets or tables for 32 bits.
 inline DeviceIndex device_index(const char* op, const HashIndex& index) {
   STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(index.tags) % 16 == 0, op,
                   ": tags must begin at a multiple of 16 bytes; do not slice them");
@@ -38,6 +42,7 @@ inline DeviceIndex device_index(const char* op, const HashIndex& index) {
           static_cast<int>(index.num_tables)};
 }
 
+// Return the batch in the form that kernels take. Throws for too many segments.
 inline KeyBatch key_batch(const char* op, const HashBatch& batch) {
   STD_TORCH_CHECK(batch.segments <= kMaxLookups, op, ": at most 2^31 - 1 segments, got ",
                   batch.segments);
@@ -72,6 +77,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> hash_touch_(
   return call.results();
 }
 
+// Return the row buffers in the form that kernels take, at most kMaxRowBuffers. Each must be on the
+// device of `like` or in pinned host memory. The result points into the tensors.
 DeviceRowBuffers device_buffers(const char* op, std::vector<Tensor>& row_buffers,
                                 const Tensor& row_layout, const Tensor& like) {
   STD_TORCH_CHECK(row_buffers.size() <= kMaxRowBuffers, op, ": at most ", kMaxRowBuffers,

@@ -1,5 +1,7 @@
-// `hash_initial_rows_` on the GPU: a warp takes up to 32 new rows of a table, and a lane four
-// elements of a row at a time, the words of one Philox counter.
+// `hash_initial_rows_` on the GPU: writes the initial rows of new keys. A warp takes up to 32 new
+// rows of one table, in one row buffer after the other. A lane computes four neighbouring elements
+// of a row at a time, the values of one Philox counter. All pointers are to device memory of the
+// caller; their contents are not checked.
 #pragma once
 
 #include "core/row_slice.cuh"
@@ -11,20 +13,26 @@ namespace emb::cuda {
 
 inline constexpr int kMaxInitialBuffers = 16;
 
+// A row buffer: weights or states of all tables, flat.
 struct InitialBuffer {
   void* data;
   Dtype type;
 };
 
+// The arguments of the kernel, for T tables and P row buffers.
 struct InitialRows {
-  InitialBuffer buffers[kMaxInitialBuffers];
-  int num_buffers, num_tables;
-  const InitialLayout* layout;  // [T, P]
-  const InitialRule* rules;     // [T, P]
-  const int64_t *ids, *first, *offsets, *slots;
+  InitialBuffer buffers[kMaxInitialBuffers];  // [P]
+  int num_buffers, num_tables;                // P, T
+  const InitialLayout* layout;                // [T, P]
+  const InitialRule* rules;                   // [T, P]
+  const int64_t* ids;                         // by position: ids of the batch
+  const int64_t* first;                       // by miss: a position of its key in `ids`
+  const int64_t* offsets;  // [T + 1]: table t has the misses [offsets[t], offsets[t + 1])
+  const int64_t* slots;    // by miss: slot of its table; without a row in `layout`: none
   uint64_t seed;
 };
 
+// Compute elements [4 * block, 4 * block + 4) of the initial row of `key`.
 EMB_DEVICE void initial_values(const InitialRule& rule, const InitialLayout& layout, int64_t key,
                                uint64_t seed, uint32_t block, float (&values)[4]) {
   const auto kind = static_cast<InitialKind>(static_cast<int>(rule.kind));
@@ -43,15 +51,16 @@ EMB_DEVICE void initial_values(const InitialRule& rule, const InitialLayout& lay
   }
 }
 
-// Write the rows of misses [begin, begin + count) of table t in one array. Rows have far fewer than
-// 2^29 elements, so 32 bits can number the counters of 32 rows.
+// Write the rows of misses [begin, begin + num_rows) of table t, at most 32, in one row buffer, by
+// the whole warp. Rows have far fewer than 2^29 elements, so 32 bits can number the Philox counters
+// of 32 rows.
 EMB_DEVICE void write_initial(const InitialRows& rows, int t, int buffer, int64_t begin,
-                              int count) {
+                              int num_rows) {
   const InitialLayout layout = rows.layout[int64_t{t} * rows.num_buffers + buffer];
   const InitialRule& rule = rows.rules[int64_t{t} * rows.num_buffers + buffer];
   const InitialBuffer& out = rows.buffers[buffer];
   const auto blocks = static_cast<uint32_t>((layout.dim + 3) / 4);
-  for (uint32_t i = threadIdx.x % simt::kWarp; i < blocks * count; i += simt::kWarp) {
+  for (uint32_t i = threadIdx.x % simt::kWarp; i < blocks * num_rows; i += simt::kWarp) {
     const uint32_t row = i / blocks, block = i - row * blocks;
     const int64_t slot = rows.slots[begin + row];
     if (slot < 0 || slot >= layout.rows) continue;
@@ -63,6 +72,7 @@ EMB_DEVICE void write_initial(const InitialRows& rows, int t, int buffer, int64_
   }
 }
 
+// Write the rows of all misses. A warp takes 32 neighbouring misses, table by table.
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
     initial_rows_kernel(InitialRows rows) {
   const auto start = [&](int t) { return rows.offsets[t]; };
@@ -82,7 +92,8 @@ EMB_DEVICE void write_initial(const InitialRows& rows, int t, int buffer, int64_
   }
 }
 
-// `n` is the maximum number of new rows.
+// Launch `hash_initial_rows_`. `n`, the maximum number of misses, sizes the grid: the host does not
+// know their number.
 template <class Launcher>
 void launch_initial_rows(const Launcher& launcher, const InitialRows& rows, int64_t n) {
   if (n == 0 || rows.num_tables == 0) return;

@@ -1,6 +1,7 @@
-// The initial values of rows of new keys. They depend on seed, table, key and element only, so that
-// a row is the same to the last bit on any device, on any rank and for any order of batches. The
-// arithmetic is in double, with explicit fused operations, which leaves compilers no freedom.
+// The initial values of the rows of new keys. A value depends only on seed, stream (a number of the
+// table), key and element, so a row has the same bits on any device, on any rank and for any order
+// of batches. The arithmetic is in double with explicit fused operations, which leaves compilers no
+// freedom.
 #pragma once
 
 #include <cmath>
@@ -12,41 +13,46 @@
 
 namespace emb {
 
+// The distribution of initial values. kKeyModulo is the key, as an unsigned number, modulo 100,000,
+// in every element.
 enum class InitialKind : int { kUniform, kNormal, kConstant, kKeyModulo };
 
-// A row of the tensor `rules`, float64.
+// How the rows of a table in a row buffer are initialised: a row of the tensor `rules`, float64
+// [T, P, 7].
 struct InitialRule {
-  double kind;
-  double base,
-      scale;  // lower bound and span of a uniform number, or mean and deviation of a normal one
-  double first, span;  // range of probabilities that the normal distribution is truncated to
-  double low, high;    // values at the ends of that range
+  double kind;  // an InitialKind
+  // kUniform: lower bound and span; kNormal: mean and standard deviation; kConstant: the value.
+  double base, scale;
+  // kNormal: the distribution is truncated to the probabilities [first, first + span], which are
+  // the values [low, high].
+  double first, span;
+  double low, high;
 };
 
 inline constexpr int kInitialRuleColumns = 7;
 static_assert(sizeof(InitialRule) == kInitialRuleColumns * sizeof(double));
 
-// The location of the rows of a table in an array: a row of the tensor `layout`, int64. `stream`
-// distinguishes tables that have keys in common.
+// Where the rows of a table are in a row buffer: a row of the tensor `layout`, int64 [T, P, 5].
 struct InitialLayout {
   int64_t offset;  // elements before row 0
-  int64_t stride;
-  int64_t rows;
-  int64_t dim;
-  int64_t stream;
+  int64_t stride;  // elements from one row to the next
+  int64_t rows;    // rows of the table; slots beyond them are ignored
+  int64_t dim;     // elements to initialise per row
+  int64_t stream;  // distinguishes tables that have keys in common; the low 32 bits count
 };
 
 inline constexpr int kInitialLayoutColumns = 5;
 static_assert(sizeof(InitialLayout) == kInitialLayoutColumns * sizeof(int64_t));
 
-// Return the random words of elements 4 * block to 4 * block + 3 of the row of a key.
+// Return the random words of elements [4 * block, 4 * block + 4) of the row of a key.
 EMB_HD Random4 row_words(uint64_t seed, int64_t stream, int64_t key, uint32_t block) {
   const auto bits = static_cast<uint64_t>(key);
   return philox(seed, static_cast<uint32_t>(bits), static_cast<uint32_t>(bits >> 32),
                 static_cast<uint32_t>(stream), block);
 }
 
-// Return the natural logarithm of a normal number in (0, 1), to about 1e-13.
+// Return the natural logarithm of a normal (not subnormal) number in (0, 1), with a relative error
+// of about 1e-13.
 EMB_HD double log_of(double x) {
   uint64_t bits;
   memcpy(&bits, &x, sizeof(bits));
@@ -70,8 +76,9 @@ EMB_HD double log_of(double x) {
   return fma(exponent, 0.6931471805599453, s * 2.0 * sum);
 }
 
-// Return the value below which the normal distribution has probability p, to a relative 1e-7: PPND7
-// of Wichura, "Algorithm AS 241: the percentage points of the normal distribution", 1988.
+// Return the value below which the standard normal distribution has probability p, with a relative
+// error of about 1e-7: PPND7 of Wichura, "Algorithm AS 241: the percentage points of the normal
+// distribution", 1988.
 EMB_HD double normal_quantile(double p) {
   const double q = p - 0.5;
   const double r = fma(-q, q, 0.180625);
@@ -91,6 +98,7 @@ EMB_HD double normal_quantile(double p) {
   return r >= 0.0 ? central : q < 0.0 ? -outer : outer;
 }
 
+// Return the value of an element with the random word `word`, for kUniform and for kNormal.
 EMB_HD float uniform_value(const InitialRule& rule, uint32_t word) {
   const double u = static_cast<double>(word >> 8) * 0x1p-24;
   return static_cast<float>(fma(rule.scale, u, rule.base));
@@ -102,7 +110,7 @@ EMB_HD float normal_value(const InitialRule& rule, uint32_t word) {
   return static_cast<float>(x < rule.low ? rule.low : x > rule.high ? rule.high : x);
 }
 
-// Return the value of every element of a row for rules without random numbers.
+// Return the value of every element of the row of a key, for kConstant and kKeyModulo.
 EMB_HD float plain_value(const InitialRule& rule, int64_t key) {
   if (static_cast<InitialKind>(static_cast<int>(rule.kind)) == InitialKind::kConstant) {
     return static_cast<float>(rule.base);
@@ -110,19 +118,19 @@ EMB_HD float plain_value(const InitialRule& rule, int64_t key) {
   return static_cast<float>(static_cast<uint64_t>(key) % 100000);
 }
 
-// The CPU kernel: writes the initial values of one row.
-
+// The row that a call of the CPU kernel writes.
 struct InitialRow {
-  void* out;
-  int64_t dim;
-  int64_t key, stream;
+  void* out;            // [dim] of the kernel's dtype, in host memory of the caller
+  int64_t dim;          // elements
+  int64_t key, stream;  // the key of the row; see InitialLayout
   uint64_t seed;
 };
 
+// The CPU kernel writes the initial values of one row.
 using InitialFn = void (*)(const InitialRow& row, const InitialRule& rule);
 
 struct InitialTable {
-  InitialFn at[kDtypes];  // [dtype]
+  InitialFn at[kDtypes];  // the kernel for each Dtype
 };
 
 }  // namespace emb

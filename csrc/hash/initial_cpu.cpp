@@ -1,4 +1,5 @@
-// `hash_initial_rows_` on the CPU: checks, then the rows of new keys in parallel.
+// `hash_initial_rows_` on the CPU: checks the arguments, then writes the initial rows of new keys
+// in parallel.
 #include <torch/csrc/stable/library.h>
 
 #include "core/isa.h"
@@ -12,14 +13,17 @@ EMB_SELECT_KERNELS(InitialTable, kInitialTable, initial_table)
 
 namespace {
 
-constexpr int64_t kElementsPerTask = 4096;  // elements, approximately
+constexpr int64_t kElementsPerTask = 4096;  // approximate minimum number of elements per thread
 
+// A row buffer; the tensor owns the memory.
 struct Buffer {
   char* data;
   Dtype type;
   int64_t numel;
 };
 
+// Check that the rows in `layout` lie inside their row buffers, that `offsets` ascend, and that
+// `first` are positions in `ids`. Slots need no check: those without a row are ignored.
 void check_contents(const char* op, const InitialInputs& in, const std::vector<Buffer>& buffers) {
   const auto* layout = static_cast<const InitialLayout*>(in.layout.const_data_ptr());
   for (int64_t i = 0; i < in.layout.size(0) * in.num_buffers(); ++i) {
@@ -48,6 +52,8 @@ void check_contents(const char* op, const InitialInputs& in, const std::vector<B
   }
 }
 
+// Write row slots[i] of each row buffer for every miss i, unless the slot is -1. See InitialInputs
+// for the tensors; `seed` selects the random numbers.
 void hash_initial_rows_(std::vector<Tensor> row_buffers, const Tensor& layout, const Tensor& rules,
                         const Tensor& ids, const Tensor& first, const Tensor& offsets,
                         const Tensor& slots, int64_t seed) {

@@ -1,17 +1,19 @@
-// The initial values of one row on a CPU thread: 16 Philox counters advance side by side, and 64
-// words become values side by side, so that both loops vectorise.
+// Writes the initial values of one row on a CPU thread. A block of 16 Philox counters is computed
+// at a time, and then its 64 random words become values, so that both loops vectorise. initial.h
+// describes the arguments.
 #include "core/vec.h"
 #include "hash/initial.h"
 
 namespace emb::EMB_ISA {
 namespace {
 
-constexpr int kCounters = 16;
-constexpr int kValues = 4 * kCounters;
+constexpr int kCounters = 16;           // counters per block
+constexpr int kValues = 4 * kCounters;  // values per block
 
 template <class T>
 void initial_row(const InitialRow& row, const InitialRule& given) {
-  const InitialRule rule = given;  // a copy in registers: loads inside a condition do not vectorise
+  // A copy in registers: a loop with a load inside a condition does not vectorise.
+  const InitialRule rule = given;
   T* out = static_cast<T*>(row.out);
   const auto kind = static_cast<InitialKind>(static_cast<int>(rule.kind));
   if (kind == InitialKind::kConstant || kind == InitialKind::kKeyModulo) {

@@ -1,15 +1,23 @@
-// `hash_insert_` on the GPU: insert the admitted misses of a batch.
+// `hash_insert_` on the GPU: inserts the admitted misses of a batch in rounds. emblib/ops/hash.py
+// describes the rounds, args.h the statuses and ranks.
 //
-// Keys choose buckets, one lane per key; then every chosen bucket serves its keys in order, as far
-// as its share of the round goes. The keys that chose a bucket form a chain in scratch memory, in
-// no order; the founder of the chain handles the bucket. A key that is alone gets the slot that it
-// saw when it chose. One lane assigns empty slots to a few keys; for more keys, or if entries are
-// evicted for several, the whole warp works on the bucket, one lane per slot. It then has the
-// entries of the next bucket in flight while it works on one.
+// A round has two kernels. In the first, pending misses choose buckets, one lane per miss. The
+// misses that choose a bucket form a chain in scratch memory, in any order; the miss that comes
+// first in time is the founder of the chain. In the second kernel the warp of the founder serves
+// the bucket: it assigns the bucket's share of slots to the members of the chain in the order of
+// misses. There are three cases:
+//   - a member that is alone gets the slot that it saw when it chose;
+//   - one lane assigns empty slots to a few members;
+//   - for more members, or if entries are evicted for several, the whole warp works on the bucket,
+//     one lane per slot, and loads the entries of the next bucket at the same time.
 //
-// After the rounds of all multiprocessors, one block per table goes on with a list of the keys that
-// were pending in the last of them, in no order: chains are served in order of misses. The other
-// blocks of that kernel wait for those, and write what became of every key.
+// Only the device knows how many rounds are needed, and nothing waits for it. The first rounds, in
+// which almost all misses get a slot, use all multiprocessors; the host estimates their number. A
+// last kernel finishes the tables with one block per table, from a list of the misses that are
+// still pending, in any order. Its other blocks wait for that and write the results.
+//
+// Buckets are numbered over all tables here, and misses over all tables of the batch. All pointers
+// are to device memory of the caller.
 #pragma once
 
 #include "hash/device_index.cuh"
@@ -19,56 +27,66 @@ namespace emb::cuda {
 // The value of `last_in_chain` for a bucket without a chain.
 enum ChainState : int32_t {
   kEmptyChain = -1,
-  kExhaustedBucket = -2,  // nor has the bucket an entry that this batch may still evict
+  kExhaustedBucket = -2,  // and also without an entry that this batch may still evict
 };
 
-// The slot of its bucket that a miss gets if no other one chose the bucket.
+// The slot of its bucket that a miss gets if no other miss chose the bucket.
 struct ChosenSlot {
-  uint8_t way : 5;
-  bool evicts : 1, exhausts : 1;  // whether the bucket has no entry to evict afterwards
+  uint8_t way : 5;    // number of the slot in its bucket
+  bool evicts : 1;    // whether the slot has an entry, which is evicted
+  bool exhausts : 1;  // whether no entry of the bucket may be evicted afterwards
 };
 
+// The arguments of the kernels. n is the number of positions of the batch; arrays by miss have n
+// entries, of which those of existing misses are used.
 struct Insertion {
   DeviceIndex index;
   Order order;
-  bool competes;
-  const int64_t *ids, *first, *totals, *batch_scores;  // batch_scores: by table, null for 0
+  bool competes;                // whether a new key must rank as high as the entry that it evicts
+  const int64_t* ids;           // [n], by position: ids of the batch
+  const int64_t* first;         // by miss: the first position of the key
+  const int64_t* totals;        // by miss: uses of the key in the batch
+  const int64_t* batch_scores;  // [T], the score of the batch in each table; null for 0
   DeviceMisses misses;
-  // By miss.
-  int64_t* slots;
-  uint8_t* status;
-  int64_t* evicted;
-  // Scratch. By bucket: the last member of its chain, or a ChainState. By miss: the previous member
-  // of its chain, negative for the founder, the bucket that it chose and the slot. `pending`, by
-  // miss, has a list for every table, of `num_pending` misses. Of the last kernel: how many blocks
-  // have begun, and how many are done with their tables.
-  int32_t *last_in_chain, *previous_in_chain, *chosen_bucket, *pending, *num_pending;
-  int32_t *begun_blocks, *done_blocks;
-  ChosenSlot* chosen_slot;
+  // Results, see InsertCall in check.h.
+  int64_t* slots;    // by miss
+  uint8_t* status;   // by miss, InsertStatus
+  int64_t* evicted;  // by miss, three words each
+  // Scratch.
+  int32_t* last_in_chain;      // by bucket: the last miss of its chain, or a ChainState
+  int32_t* previous_in_chain;  // by miss: the previous one of its chain, negative for the founder
+  int32_t* chosen_bucket;      // by miss: the bucket that it chose last
+  int32_t* pending;         // by miss: from offsets[t] on, a list of pending misses of each table t
+  int32_t* num_pending;     // [T], the length of each list
+  int32_t* begun_blocks;    // [1], blocks of the last kernel that have begun
+  int32_t* done_blocks;     // [1], blocks of the last kernel that have finished their tables
+  ChosenSlot* chosen_slot;  // by miss
 
   EMB_DEVICE bool is_pending(int64_t miss) const {
     return status[miss] == static_cast<uint8_t>(InsertStatus::kMiss);
   }
 };
 
-// A missing key as an entry.
+// The entry that a miss gets.
 struct NewEntry {
   int64_t miss, key, stamp, score;
 };
 
+// Return the entry of a miss of table t.
 EMB_DEVICE NewEntry new_entry(const Insertion& insertion, int64_t miss, int t) {
   const int64_t batch_score = insertion.batch_scores == nullptr ? 0 : insertion.batch_scores[t];
   return {miss, insertion.ids[insertion.first[miss]], *insertion.index.clock,
           order_counts_uses(insertion.order) ? insertion.totals[miss] : batch_score};
 }
 
-// An entry that may be evicted, and its slot in the bucket; -1 for none.
+// An entry that may be evicted.
 struct Candidate {
   EntryRank rank;
-  int way;
+  int way;  // number of its slot in the bucket; -1 for no entry
 };
 
-// Return this lane's entry of a full bucket.
+// Return the entry in this lane's slot of a full bucket, no entry if it may not be evicted: the
+// batch, whose clock is `stamp`, uses it, or the order evicts nothing.
 EMB_DEVICE Candidate lane_entry(const Insertion& insertion, int64_t bucket, int64_t stamp) {
   const int64_t slot = bucket * kSlots + lane_in_warp();
   const int64_t* entry = insertion.index.entries + slot * insertion.index.words;
@@ -78,11 +96,13 @@ EMB_DEVICE Candidate lane_entry(const Insertion& insertion, int64_t bucket, int6
           can_evict ? lane_in_warp() : -1};
 }
 
+// Return whether `a` is evicted before `b`.
 EMB_DEVICE bool comes_before(const Candidate& a, const Candidate& b) {
   return a.way >= 0 && (b.way < 0 || less(a.rank, b.rank));
 }
 
-// Return the minimum over the lanes that take part, of which there is one.
+// Return the minimum of `value` over the lanes that take part, at least one. All 32 lanes must call
+// this.
 EMB_DEVICE int64_t min_of_lanes(int64_t value, bool takes_part) {
   const auto high = static_cast<int32_t>(value >> 32);
   const int32_t min_high = __reduce_min_sync(simt::kFullMask, takes_part ? high : INT32_MAX);
@@ -92,7 +112,8 @@ EMB_DEVICE int64_t min_of_lanes(int64_t value, bool takes_part) {
   return static_cast<int64_t>(static_cast<uint64_t>(static_cast<uint32_t>(min_high)) << 32 | low);
 }
 
-// Return the lowest candidate of all lanes, in every lane. The way of a candidate is its lane.
+// Return the candidate of the lowest rank of all lanes, in every lane; no entry if no lane has one.
+// The way of a lane's candidate must be the lane. All 32 lanes must call this.
 EMB_DEVICE Candidate min_over_warp(Order order, const Candidate& candidate) {
   bool is_lowest = candidate.way >= 0;
   if (__ballot_sync(simt::kFullMask, is_lowest) == 0) return {{}, -1};
@@ -111,17 +132,19 @@ EMB_DEVICE Candidate min_over_warp(Order order, const Candidate& candidate) {
   return lowest;
 }
 
+// Return whether a new entry may replace a candidate.
 EMB_DEVICE bool can_evict(const Insertion& insertion, const Candidate& candidate,
-                          const NewEntry& to) {
+                          const NewEntry& entry) {
   if (candidate.way < 0 || !insertion.competes) return candidate.way >= 0;
-  return !less(entry_rank(insertion.order, to.key, to.stamp, to.score), candidate.rank);
+  return !less(entry_rank(insertion.order, entry.key, entry.stamp, entry.score), candidate.rank);
 }
 
+// Return whether a full bucket is known to have no entry that this batch may evict.
 EMB_DEVICE bool is_exhausted(const Insertion& insertion, int64_t bucket) {
   return insertion.order == Order::kNone || insertion.last_in_chain[bucket] == kExhaustedBucket;
 }
 
-// This lane's entries of the two buckets of a key.
+// The two buckets of a key, both full, and the entries in this lane's slot of each.
 struct BucketPair {
   int32_t first, second;
   Candidate in_first, in_second;
@@ -132,43 +155,45 @@ EMB_DEVICE BucketPair load_pair(const Insertion& insertion, int32_t first, int32
   return {first, second, lane_entry(insertion, first, stamp), lane_entry(insertion, second, stamp)};
 }
 
-// The choice of a key; bucket -1 for none.
+// What a miss chose.
 struct DeviceChoice {
-  int32_t bucket;
+  int32_t bucket;  // -1 if it is refused
   ChosenSlot slot;
 };
 
-// Choose between two full buckets. The whole warp calls it for the key of one lane: only that lane
-// passes `to` and uses the result.
+// Choose between two full buckets for the key of one lane. The whole warp calls this, but only that
+// lane passes its `entry` and uses the result.
 EMB_DEVICE DeviceChoice full_choice(const Insertion& insertion, const BucketPair& buckets,
-                                    const NewEntry& to) {
-  Candidate a = min_over_warp(insertion.order, buckets.in_first);
-  const Candidate b = min_over_warp(insertion.order, buckets.in_second);
-  const bool take_second = comes_before(b, a);
-  if (take_second) a = b;
+                                    const NewEntry& entry) {
+  Candidate lowest = min_over_warp(insertion.order, buckets.in_first);
+  const Candidate in_second = min_over_warp(insertion.order, buckets.in_second);
+  const bool take_second = comes_before(in_second, lowest);
+  if (take_second) lowest = in_second;
   const int way = take_second ? buckets.in_second.way : buckets.in_first.way;
-  const int count = __popc(__ballot_sync(simt::kFullMask, way >= 0));
-  if (!can_evict(insertion, a, to)) return {-1, {}};
+  const int num_candidates = __popc(__ballot_sync(simt::kFullMask, way >= 0));
+  if (!can_evict(insertion, lowest, entry)) return {-1, {}};
   return {take_second ? buckets.second : buckets.first,
-          {static_cast<uint8_t>(a.way), true, count == 1}};
+          {static_cast<uint8_t>(lowest.way), true, num_candidates == 1}};
 }
 
+// Return a mask of the empty slots of a bucket.
 EMB_DEVICE uint32_t empty_slots(const Insertion& insertion, int64_t bucket) {
   return match_tags(insertion.index.tags + bucket * kSlots, kEmptyTag);
 }
 
-// Choose a bucket for this lane's miss if it is active: afterwards the miss is refused, or in the
-// chain of a bucket. Return whether it is in a chain. Called by the whole warp.
+// Choose a bucket for this lane's miss of table t, if it is `active`. Afterwards the miss is
+// refused, or in the chain of a bucket; return whether it is in a chain. The table is not changed.
+// All 32 lanes must call this.
 EMB_DEVICE bool choose_bucket(const Insertion& insertion, int64_t miss, int t, bool active) {
-  NewEntry self{};
-  int32_t first = 0, second = 0;  // buckets of all tables together
+  NewEntry entry{};
+  int32_t first = 0, second = 0;  // the buckets of the key
   DeviceChoice choice{-1, {}};
-  bool searches = false;
+  bool searches = false;  // whether both buckets are full, so that the warp must compare entries
   if (active) {
-    self = new_entry(insertion, miss, t);
+    entry = new_entry(insertion, miss, t);
     const HashTable table = insertion.index.table(t);
     const int64_t base = insertion.index.field(t, kFirstBucket);
-    const uint64_t mixed = table.hash(self.key);
+    const uint64_t mixed = table.hash(entry.key);
     first = static_cast<int32_t>(base + table.first(mixed));
     second = static_cast<int32_t>(base + table.second(mixed));
     uint32_t empty = empty_slots(insertion, first), in_second = 0;
@@ -181,22 +206,22 @@ EMB_DEVICE bool choose_bucket(const Insertion& insertion, int64_t miss, int t, b
     }
     searches = empty == 0 && !(is_exhausted(insertion, first) && is_exhausted(insertion, second));
   }
-  unsigned left = __ballot_sync(simt::kFullMask, searches);
+  unsigned lanes_left = __ballot_sync(simt::kFullMask, searches);
   const int64_t stamp = *insertion.index.clock;
-  const auto pair_of = [&](unsigned lanes) {
+  const auto pair_of_first = [&](unsigned lanes) {
     const int lane = __ffs(static_cast<int>(lanes)) - 1;
     return load_pair(insertion, __shfl_sync(simt::kFullMask, first, lane),
                      __shfl_sync(simt::kFullMask, second, lane), stamp);
   };
   BucketPair next{};
-  if (left != 0) next = pair_of(left);
-  while (left != 0) {
+  if (lanes_left != 0) next = pair_of_first(lanes_left);
+  while (lanes_left != 0) {
     const BucketPair pair = next;
-    const int lane = __ffs(static_cast<int>(left)) - 1;
-    left &= left - 1;
-    if (left != 0) next = pair_of(left);  // in flight during the search
-    const DeviceChoice of_lane = full_choice(insertion, pair, self);
-    if (lane_in_warp() == lane) choice = of_lane;
+    const int lane = __ffs(static_cast<int>(lanes_left)) - 1;
+    lanes_left &= lanes_left - 1;
+    if (lanes_left != 0) next = pair_of_first(lanes_left);  // in flight during the search
+    const DeviceChoice choice_of_lane = full_choice(insertion, pair, entry);
+    if (lane_in_warp() == lane) choice = choice_of_lane;
   }
   if (!active) return false;
   if (choice.bucket < 0) {
@@ -210,8 +235,8 @@ EMB_DEVICE bool choose_bucket(const Insertion& insertion, int64_t miss, int t, b
   return true;
 }
 
-// Return the first 32 members of a chain that come after `last`, one per lane, in order; INT32_MAX
-// in lanes beyond them.
+// Return the 32 lowest misses greater than `last` in the chain of a bucket, one per lane in
+// ascending order; INT32_MAX in the lanes beyond them. All 32 lanes must call this.
 EMB_DEVICE int32_t next_members(const Insertion& insertion, int64_t bucket, int32_t last) {
   int32_t of_lane = INT32_MAX;
   for (int32_t member = insertion.last_in_chain[bucket]; member >= 0;
@@ -225,25 +250,28 @@ EMB_DEVICE int32_t next_members(const Insertion& insertion, int64_t bucket, int3
   return of_lane;
 }
 
+// Write a new entry of table t into slot `way` of a bucket, and the results of its miss. For the
+// status kEvicting, first copy the entry that is in the slot to `insertion.evicted`.
 EMB_DEVICE void write_entry(const Insertion& insertion, int t, int64_t bucket, int way,
-                            const NewEntry& of, InsertStatus status) {
+                            const NewEntry& entry, InsertStatus status) {
   const int64_t slot = bucket * kSlots + way;
-  int64_t* entry = insertion.index.entries + slot * insertion.index.words;
+  int64_t* words = insertion.index.entries + slot * insertion.index.words;
   if (status == InsertStatus::kEvicting) {
-    int64_t* evicted = insertion.evicted + 3 * of.miss;
-    evicted[kKey] = entry[kKey];
-    evicted[kStamp] = entry[kStamp];
-    evicted[kScore] = has_scores(insertion.order) ? entry[kScore] : 0;
+    int64_t* evicted = insertion.evicted + 3 * entry.miss;
+    evicted[kKey] = words[kKey];
+    evicted[kStamp] = words[kStamp];
+    evicted[kScore] = has_scores(insertion.order) ? words[kScore] : 0;
   }
-  insertion.index.tags[slot] = tag_of(insertion.index.table(t).hash(of.key));
-  entry[kKey] = of.key;
-  entry[kStamp] = of.stamp;
-  if (has_scores(insertion.order)) entry[kScore] = of.score;
-  insertion.slots[of.miss] = slot - insertion.index.field(t, kFirstBucket) * kSlots;
-  insertion.status[of.miss] = static_cast<uint8_t>(status);
+  insertion.index.tags[slot] = tag_of(insertion.index.table(t).hash(entry.key));
+  words[kKey] = entry.key;
+  words[kStamp] = entry.stamp;
+  if (has_scores(insertion.order)) words[kScore] = entry.score;
+  insertion.slots[entry.miss] = slot - insertion.index.field(t, kFirstBucket) * kSlots;
+  insertion.status[entry.miss] = static_cast<uint8_t>(status);
 }
 
-// Assign the share of a round of the empty slots of a bucket to the first members of its chain.
+// Assign a bucket's share of its empty slots, the mask `empty`, to the first members of its chain.
+// All 32 lanes must call this.
 EMB_DEVICE void fill_bucket(const Insertion& insertion, int t, int64_t bucket, uint32_t empty) {
   const int32_t member = next_members(insertion, bucket, -1);
   const int share = slots_of_round(__popc(empty));
@@ -255,11 +283,11 @@ EMB_DEVICE void fill_bucket(const Insertion& insertion, int t, int64_t bucket, u
   }
 }
 
-// The same by one lane, for a chain of up to kLaneMembers members that all get a slot; otherwise do
-// nothing and return false.
+// The same by one lane, if the chain has at most kLaneMembers members and all get a slot; otherwise
+// do nothing and return false.
 EMB_DEVICE bool fill_by_lane(const Insertion& insertion, int t, int64_t bucket, uint32_t empty) {
-  constexpr int kLaneMembers = 4;                                                // in registers
-  int32_t members[kLaneMembers] = {INT32_MAX, INT32_MAX, INT32_MAX, INT32_MAX};  // in order
+  constexpr int kLaneMembers = 4;  // members that are kept in registers, sorted
+  int32_t members[kLaneMembers] = {INT32_MAX, INT32_MAX, INT32_MAX, INT32_MAX};
   for (int32_t next = insertion.last_in_chain[bucket]; next >= 0;
        next = insertion.previous_in_chain[next]) {
     int32_t member = next;
@@ -286,9 +314,9 @@ EMB_DEVICE bool fill_by_lane(const Insertion& insertion, int t, int64_t bucket, 
   return true;
 }
 
-// Replace the share of a round of the entries of a full bucket of table t by members in order, the
-// lowest entry first; `self` is this lane's entry. Return whether the bucket has no entry left that
-// this batch may evict.
+// Replace a full bucket's share of its entries by the members of its chain in order, the entry of
+// the lowest rank first. `self` is the entry in this lane's slot. Return whether the bucket has no
+// entry left that this batch may evict. All 32 lanes must call this.
 EMB_DEVICE bool replace_in_bucket(const Insertion& insertion, int t, int64_t bucket,
                                   Candidate self) {
   Candidate candidate = min_over_warp(insertion.order, self);
@@ -297,22 +325,22 @@ EMB_DEVICE bool replace_in_bucket(const Insertion& insertion, int t, int64_t buc
     const int32_t member = next_members(insertion, bucket, last);
     const int members = __popc(__ballot_sync(simt::kFullMask, member != INT32_MAX));
     for (int k = 0; k < members && share > 0; ++k) {
-      const NewEntry to = new_entry(insertion, __shfl_sync(simt::kFullMask, member, k), t);
-      if (!can_evict(insertion, candidate, to)) continue;
+      const NewEntry entry = new_entry(insertion, __shfl_sync(simt::kFullMask, member, k), t);
+      if (!can_evict(insertion, candidate, entry)) continue;
       if (lane_in_warp() == candidate.way) {
-        write_entry(insertion, t, bucket, candidate.way, to, InsertStatus::kEvicting);
-        self.way = -1;  // belongs to this batch now
+        write_entry(insertion, t, bucket, candidate.way, entry, InsertStatus::kEvicting);
+        self.way = -1;  // the slot belongs to this batch now
       }
       --share;
       candidate = min_over_warp(insertion.order, self);
     }
-    if (members < kSlots) break;
-    last = __shfl_sync(simt::kFullMask, member, kSlots - 1);
+    if (members < kWarpLanes) break;
+    last = __shfl_sync(simt::kFullMask, member, kWarpLanes - 1);
   }
   return candidate.way < 0;
 }
 
-// Serve a chain of one member.
+// Give the only member of the chain of a bucket the slot that it chose.
 EMB_DEVICE void serve_single(const Insertion& insertion, int64_t miss, int t, int64_t bucket,
                              ChosenSlot slot) {
   write_entry(insertion, t, bucket, slot.way, new_entry(insertion, miss, t),
@@ -320,7 +348,8 @@ EMB_DEVICE void serve_single(const Insertion& insertion, int64_t miss, int t, in
   insertion.last_in_chain[bucket] = slot.exhausts ? kExhaustedBucket : kEmptyChain;
 }
 
-// Serve the chains that this warp's lanes founded. Called by the whole warp.
+// Serve the chains that were founded by this warp's misses, and leave them empty. `miss`, of table
+// t, is this lane's miss if it is `active`. All 32 lanes must call this.
 EMB_DEVICE void serve_buckets(const Insertion& insertion, int64_t miss, int t, bool active) {
   const bool founds = active && insertion.is_pending(miss) && insertion.previous_in_chain[miss] < 0;
   const int32_t chosen = founds ? insertion.chosen_bucket[miss] : 0;
@@ -336,9 +365,9 @@ EMB_DEVICE void serve_buckets(const Insertion& insertion, int64_t miss, int t, b
       if (!fills) insertion.last_in_chain[chosen] = kEmptyChain;
     }
   }
-  unsigned left = __ballot_sync(simt::kFullMask, fills);
-  for (; left != 0; left &= left - 1) {
-    const int lane = __ffs(static_cast<int>(left)) - 1;
+  unsigned filling = __ballot_sync(simt::kFullMask, fills);
+  for (; filling != 0; filling &= filling - 1) {
+    const int lane = __ffs(static_cast<int>(filling)) - 1;
     const int32_t bucket = __shfl_sync(simt::kFullMask, chosen, lane);
     const int table = __shfl_sync(simt::kFullMask, t, lane);
     const uint32_t empty = empty_slots(insertion, bucket);
@@ -347,21 +376,22 @@ EMB_DEVICE void serve_buckets(const Insertion& insertion, int64_t miss, int t, b
     __syncwarp();
     if (lane_in_warp() == 0) insertion.last_in_chain[bucket] = kEmptyChain;
   }
-  unsigned full = __ballot_sync(simt::kFullMask, replaces);
+  unsigned replacing = __ballot_sync(simt::kFullMask, replaces);
   const int64_t stamp = *insertion.index.clock;
-  const auto entry_of = [&](unsigned lanes) {
+  const auto entry_of_first = [&](unsigned lanes) {
     const int lane = __ffs(static_cast<int>(lanes)) - 1;
     return lane_entry(insertion, __shfl_sync(simt::kFullMask, chosen, lane), stamp);
   };
   Candidate next{};
-  if (full != 0) next = entry_of(full);
-  while (full != 0) {
+  if (replacing != 0) next = entry_of_first(replacing);
+  while (replacing != 0) {
     const Candidate self = next;
-    const int lane = __ffs(static_cast<int>(full)) - 1;
+    const int lane = __ffs(static_cast<int>(replacing)) - 1;
     const int32_t bucket = __shfl_sync(simt::kFullMask, chosen, lane);
     const int table = __shfl_sync(simt::kFullMask, t, lane);
-    full &= full - 1;
-    if (full != 0) next = entry_of(full);  // in flight; no other warp changes these buckets
+    replacing &= replacing - 1;
+    // In flight during the work on this bucket. No other warp changes these buckets.
+    if (replacing != 0) next = entry_of_first(replacing);
     const bool exhausts = replace_in_bucket(insertion, table, bucket, self);
     __syncwarp();
     if (lane_in_warp() == 0) {
@@ -370,16 +400,13 @@ EMB_DEVICE void serve_buckets(const Insertion& insertion, int64_t miss, int t, b
   }
 }
 
-// The rounds. Nothing waits for the device, and only the device knows how many rounds are needed.
-// The first rounds, in which almost all keys get a slot, use all multiprocessors; the host
-// estimates their number. In a last kernel one block per table continues until no key is pending.
-
-inline constexpr int kMaxWideRounds = 5;
-// Buckets per key of a batch above which only those buckets are cleared that a miss may choose: two
-// sectors of 32 bytes per miss instead of 4 bytes per bucket.
+inline constexpr int kMaxWideRounds = 5;  // rounds on all multiprocessors
+// If there are more buckets per position of the batch than this, only the chains of buckets that a
+// miss may choose are cleared: two sectors of 32 bytes per miss instead of 4 bytes per bucket.
 inline constexpr int64_t kSparseBucketsPerKey = 16;
 
-// Clear the chains of all buckets, or of those that misses may choose.
+// Clear the chains of all `buckets` buckets, or of those that misses may choose. Called by the
+// whole grid; `shared` is shared memory for two ints.
 EMB_DEVICE void clear_chains(const Insertion& insertion, int64_t buckets, bool clears_all,
                              int* shared) {
   if (clears_all) {
@@ -399,41 +426,46 @@ EMB_DEVICE void clear_chains(const Insertion& insertion, int64_t buckets, bool c
   });
 }
 
-// Initialise the results and the chains. Words of keys that are not evicted mean nothing.
+// Initialise slots and statuses [n], and the scratch memory, for `buckets` buckets of all tables.
+// `evicted` stays uninitialised: it is unspecified for keys that evict nothing.
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
     hash_begin_kernel(Insertion insertion, int64_t n, int64_t buckets, bool clears_all) {
   __shared__ int range[2];
   const DeviceMisses& misses = insertion.misses;
-  const int64_t step = simt::threads_in_grid(), count = misses.offsets[insertion.index.num_tables];
+  const int64_t step = simt::threads_in_grid();
+  const int64_t num_misses = misses.offsets[insertion.index.num_tables];
   clear_chains(insertion, buckets, clears_all, range);
   if (simt::global_thread() == 0) *insertion.begun_blocks = *insertion.done_blocks = 0;
   for (int64_t t = simt::global_thread(); t < insertion.index.num_tables; t += step) {
     insertion.num_pending[t] = 0;
   }
   for (int64_t i = simt::global_thread(); i < n; i += step) {
-    const bool kept_out = i < count && misses.admitted != nullptr && !misses.admitted[i];
+    const bool is_rejected = i < num_misses && misses.admitted != nullptr && !misses.admitted[i];
     insertion.slots[i] = kNoSlot;
     insertion.status[i] =
-        static_cast<uint8_t>(kept_out ? InsertStatus::kNotAdmitted : InsertStatus::kMiss);
+        static_cast<uint8_t>(is_rejected ? InsertStatus::kNotAdmitted : InsertStatus::kMiss);
   }
 }
 
-// Call `body(miss, table, active)` for the misses; active if the miss may choose in this round. A
-// bucket may occupy a warp for the key of one lane, so few misses are distributed over all warps, a
-// few for each.
+// Call `body(miss, table, active)` for the misses of the batch, by the whole grid; `active` says
+// whether the miss may choose in this round. Whole warps call `body`; lanes without a miss get
+// table -1 and are not active. A bucket may occupy a warp for the miss of one lane, so if there are
+// few misses, all warps get a few of them. `shared` is shared memory for two ints.
 template <class Body>
 EMB_DEVICE void for_each_chooser(const Insertion& insertion, int round, int* shared,
                                  const Body& body) {
   const int num_tables = insertion.index.num_tables;
   const int64_t* offsets = insertion.misses.offsets;
   const auto start = [&](int t) { return offsets[t]; };
-  const int64_t count = offsets[num_tables], warps = simt::warps_in_grid();
-  const int64_t share = (count + warps - 1) / warps;
-  const int lanes = share < kSlots ? static_cast<int>(share) : kSlots;
-  const int64_t tile_size = int64_t{lanes} * (kTileThreads / kSlots);
+  const int64_t num_misses = offsets[num_tables], warps = simt::warps_in_grid();
+  const int64_t misses_of_warp = (num_misses + warps - 1) / warps;
+  // Lanes of a warp that have a miss.
+  const int lanes = misses_of_warp < kWarpLanes ? static_cast<int>(misses_of_warp) : kWarpLanes;
+  const int64_t tile_size = int64_t{lanes} * kBlockWarps;
   const int64_t self = threadIdx.x / simt::kWarp * lanes + lane_in_warp();
-  for (int64_t tile = blockIdx.x * tile_size; tile < count; tile += gridDim.x * tile_size) {
-    const int64_t end = tile + tile_size < count ? tile + tile_size : count, miss = tile + self;
+  for (int64_t tile = blockIdx.x * tile_size; tile < num_misses; tile += gridDim.x * tile_size) {
+    const int64_t end = tile + tile_size < num_misses ? tile + tile_size : num_misses;
+    const int64_t miss = tile + self;
     const TileSearch search(start, num_tables, tile, end, shared);
     const int t = lane_in_warp() < lanes && miss < end ? search.find(start, miss) : -1;
     body(miss, t,
@@ -441,11 +473,12 @@ EMB_DEVICE void for_each_chooser(const Insertion& insertion, int round, int* sha
   }
 }
 
-// Append this lane's miss to the list of its table if it is `listed`. Called by the whole warp.
+// Append this lane's miss to the list of pending misses of its table t, if `listed`. All 32 lanes
+// must call this.
 EMB_DEVICE void list_pending(const Insertion& insertion, int64_t miss, int t, bool listed) {
-  unsigned left = __ballot_sync(simt::kFullMask, listed);
-  while (left != 0) {
-    const int leader = __ffs(static_cast<int>(left)) - 1;
+  unsigned lanes_left = __ballot_sync(simt::kFullMask, listed);
+  while (lanes_left != 0) {
+    const int leader = __ffs(static_cast<int>(lanes_left)) - 1;
     const int table = __shfl_sync(simt::kFullMask, t, leader);
     const bool is_of_table = listed && t == table;
     const unsigned same = __ballot_sync(simt::kFullMask, is_of_table);
@@ -459,10 +492,12 @@ EMB_DEVICE void list_pending(const Insertion& insertion, int64_t miss, int t, bo
       insertion.pending[insertion.misses.offsets[table] + before + lower] =
           static_cast<int32_t>(miss);
     }
-    left &= ~same;
+    lanes_left &= ~same;
   }
 }
 
+// The first kernel of a round: pending misses choose buckets. In the last round that uses all
+// multiprocessors, `lists` is set: the misses that are in a chain are listed for the last kernel.
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
     hash_choose_kernel(Insertion insertion, int round, bool lists) {
   __shared__ int range[2];
@@ -474,7 +509,8 @@ EMB_DEVICE void list_pending(const Insertion& insertion, int64_t miss, int t, bo
   });
 }
 
-// Three blocks per multiprocessor: for more, the compiler would spill registers.
+// The second kernel of a round: serve all chains. Three blocks per multiprocessor: for more, the
+// compiler would spill registers.
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads, 3)
     hash_serve_kernel(Insertion insertion, int round) {
   __shared__ int range[2];
@@ -483,20 +519,22 @@ EMB_DEVICE void list_pending(const Insertion& insertion, int64_t miss, int t, bo
   });
 }
 
-// The list of a table in the block that finishes it: [0, size) of `misses`.
+// The list of pending misses of a table, in the block that finishes it.
 struct PendingList {
-  int32_t* misses;
-  int size;
+  int32_t* misses;  // in scratch memory, with room for all misses of the table
+  int size;         // misses on the list, the same in every thread
 
+  // Return entry i, -1 beyond the end.
   EMB_DEVICE int64_t at(int i) const { return i < size ? misses[i] : -1; }
 
-  // Drop the misses that are not pending. `size_of_block` is one number of the block.
+  // Remove misses that are not pending any more; the order of the others may change. Called by all
+  // threads of the block; `size_of_block` is shared memory for one int.
   EMB_DEVICE void compact(const Insertion& insertion, int* size_of_block) {
     if (threadIdx.x == 0) *size_of_block = 0;
     for (int tile = 0; tile < size; tile += kTileThreads) {
       const int64_t miss = at(tile + static_cast<int>(threadIdx.x));
       const bool stays = miss >= 0 && insertion.is_pending(miss);
-      __syncthreads();  // the list ends before the tile: all of it has been read
+      __syncthreads();  // the new list is not longer than what has been read when it is written
       if (stays) misses[atomicAdd(size_of_block, 1)] = static_cast<int32_t>(miss);
     }
     __syncthreads();
@@ -505,32 +543,32 @@ struct PendingList {
   }
 };
 
-// Run the remaining rounds of every `blocks`-th table from `block` on, until no key is pending:
-// those on the list, and those that may choose in later rounds only. Neighbours on the list go to
-// different warps. `list_size` is one number of the block.
+// Run the remaining rounds, from `first_round` on, for tables block, block + blocks, ..., until no
+// miss is pending: neither those on the lists nor those that may choose in later rounds only.
+// Neighbours on a list go to different warps. Called by all threads of the block; `list_size` is
+// shared memory for one int.
 EMB_DEVICE void finish_tables(const Insertion& insertion, int first_round, int block, int blocks,
                               int* list_size) {
-  constexpr int kWarps = kTileThreads / kSlots;
-  const auto self = static_cast<int>(threadIdx.x / simt::kWarp) + lane_in_warp() * kWarps;
+  const auto self = static_cast<int>(threadIdx.x / simt::kWarp) + lane_in_warp() * kBlockWarps;
   const int64_t* offsets = insertion.misses.offsets;
   for (int t = block; t < insertion.index.num_tables; t += blocks) {
     const auto first = static_cast<int>(offsets[t]);
-    const int count = static_cast<int>(offsets[t + 1]) - first;
+    const int num_misses = static_cast<int>(offsets[t + 1]) - first;
     const int64_t buckets = insertion.index.field(t, kBuckets);
     PendingList list{insertion.pending + first, insertion.num_pending[t]};
     const auto choosers_of = [&](int round) {
       const int64_t choose = choosers(buckets, round);
-      return choose < count ? static_cast<int>(choose) : count;
+      return choose < num_misses ? static_cast<int>(choose) : num_misses;
     };
-    int begun = choosers_of(first_round - 1);
+    int num_choosers = choosers_of(first_round - 1);  // misses that may have chosen so far
     list.compact(insertion, list_size);
-    for (int round = first_round; list.size > 0 || begun < count; ++round) {
+    for (int round = first_round; list.size > 0 || num_choosers < num_misses; ++round) {
       const int end = choosers_of(round);
-      for (int i = begun + static_cast<int>(threadIdx.x); i < end; i += kTileThreads) {
-        list.misses[list.size + i - begun] = first + i;
+      for (int i = num_choosers + static_cast<int>(threadIdx.x); i < end; i += kTileThreads) {
+        list.misses[list.size + i - num_choosers] = first + i;
       }
-      list.size += end - begun;
-      begun = end;
+      list.size += end - num_choosers;
+      num_choosers = end;
       __syncthreads();
       for (int tile = 0; tile < list.size; tile += kTileThreads) {
         const int64_t miss = list.at(tile + self);
@@ -549,18 +587,18 @@ EMB_DEVICE void finish_tables(const Insertion& insertion, int first_round, int b
   }
 }
 
-// Slots and misses of the positions of a batch, before and after the insertion; n is 0 where no one
-// asks for them.
+// The slots of the positions of a batch, before and after the insertion.
 struct BatchSlots {
-  const int64_t* slots;
-  const int32_t* groups;
-  int64_t n;
-  int64_t* filled;
-  uint8_t* status;
+  const int64_t* slots;   // [n], the slot before the insertion
+  const int32_t* groups;  // [n], the miss of the position, -1 for a hit
+  int64_t n;              // positions; 0 if these results are not wanted
+  int64_t* filled;        // [n] output: the slot after the insertion, -1 for none
+  uint8_t* status;        // [n] output: InsertStatus
 };
 
-// Write the slot and the status of every position: those of its miss, where it has one. The loads
-// of kLoads positions are in flight at once.
+// Write the slot and the status of this block's share of the positions: those of its miss if the
+// position has one, otherwise its slot before and kHit. The loads of kLoads positions are in flight
+// at once.
 EMB_DEVICE void fill_positions(const Insertion& insertion, const BatchSlots& batch,
                                const GridShare& share) {
   constexpr int kLoads = 4;
@@ -590,7 +628,8 @@ EMB_DEVICE void fill_positions(const Insertion& insertion, const BatchSlots& bat
   }
 }
 
-// Count what became of the misses.
+// Add the results of this block's share of the misses to the counters and the sizes of the tables.
+// `shared` is shared memory for two ints.
 EMB_DEVICE void count_outcome(const Insertion& insertion, const GridShare& share, int* shared) {
   const DeviceIndex& index = insertion.index;
   TableTally inserted = counter_tally(index, kInserted), evicted = counter_tally(index, kEvicted);
@@ -598,8 +637,8 @@ EMB_DEVICE void count_outcome(const Insertion& insertion, const GridShare& share
   TableTally not_admitted = counter_tally(index, kNotAdmitted);
   TableTally sizes(index.tables + kSize, kHashTableColumns);
   const auto start = [&](int t) { return insertion.misses.offsets[t]; };
-  const int64_t count = insertion.misses.offsets[index.num_tables];
-  for_each_of(share, start, index.num_tables, count, shared, [&](int64_t miss, int t) {
+  const int64_t num_misses = insertion.misses.offsets[index.num_tables];
+  for_each_of(share, start, index.num_tables, num_misses, shared, [&](int64_t miss, int t) {
     const auto status =
         t < 0 ? InsertStatus::kMiss : static_cast<InsertStatus>(insertion.status[miss]);
     inserted.add(t, status == InsertStatus::kNew || status == InsertStatus::kEvicting);
@@ -611,8 +650,9 @@ EMB_DEVICE void count_outcome(const Insertion& insertion, const GridShare& share
   for (TableTally* tally : {&inserted, &evicted, &refused, &not_admitted, &sizes}) tally->flush();
 }
 
-// Finish the tables in the first `finishers` blocks to begin; the others wait for them, then count
-// what became of the misses and tell every position. A block waits for running blocks only.
+// The last kernel, after `rounds` rounds. The first `finishers` blocks that begin finish the
+// tables. The others, of which there must be at least one, wait for them, count the results of the
+// misses and write those of all positions. A block waits for blocks only that have begun before it.
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads, 2)
     hash_outcome_kernel(Insertion insertion, BatchSlots batch, int rounds, int finishers) {
   __shared__ int range[2];
@@ -638,16 +678,18 @@ EMB_DEVICE void count_outcome(const Insertion& insertion, const GridShare& share
   fill_positions(insertion, batch, share);
 }
 
-// Return the number of rounds on all multiprocessors, for n keys and `buckets` buckets of all
-// tables: as many as it takes until all keys may choose if all tables have their full size and the
-// keys are distributed evenly, and one for keys whose bucket had no slot left for them.
+// Return the number of rounds on all multiprocessors for a batch of n positions; `buckets` is the
+// number of buckets in the memory of all tables. These are the rounds until all misses may choose,
+// if all tables use all their buckets and the misses are distributed evenly, and one more for
+// misses whose bucket had no slot left.
 inline int wide_rounds(int64_t n, int64_t buckets) {
   int rounds = 1;
   while (rounds < kMaxWideRounds - 1 && choosers(buckets, rounds - 1) < n) ++rounds;
   return rounds + 1;
 }
 
-// `insertion` comes without its scratch.
+// Launch `hash_insert_` for a batch of n positions. The scratch of `insertion` is allocated here;
+// `buckets` is the number of buckets in the memory of the index.
 template <class Work>
 void launch_insert(Work& work, Insertion insertion, const BatchSlots& batch, int64_t n,
                    int64_t buckets) {

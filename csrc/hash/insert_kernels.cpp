@@ -1,7 +1,8 @@
 // Inserts missing keys and splits buckets on one CPU thread: the steps of a round of `hash_insert_`
-// and of `hash_grow_` (hash_cpu.cpp). In a round all pending keys choose a bucket from one state of
-// the table; then choices are carried out in the order of misses, each bucket giving away at most
-// `slots_of_round`. A key whose bucket gave none away stays pending.
+// and of `hash_grow_` (hash_cpu.cpp). In a round every pending miss chooses a bucket, and all see
+// the same state of the table. Then the choices are executed in the order of misses. A bucket
+// assigns at most its share of slots (`slots_of_round`); a miss that comes too late stays pending.
+// HashInsertKernels in args.h describes the functions and their arguments.
 
 #include <cstring>
 
@@ -12,8 +13,9 @@ namespace {
 
 constexpr int kKeysAhead = 8;  // keys between a prefetch and the read
 
-// Narrow `alive` (-1 or 0, by slot) to the entries with the minimum of a word. The loops over all
-// slots have no branch, so that they vectorise.
+// Reduce a set of slots of a bucket to those whose entry has the minimum of word number `word`.
+// `alive` [kSlots] is the set: -1 for a member, else 0. `entries` are those of the bucket, `words`
+// words each. The loops over all slots have no branch, so that they vectorise.
 EMB_HD void keep_minimum(const int64_t* entries, int64_t words, int word, int64_t* alive) {
   int64_t values[kSlots], min_value = INT64_MAX;
   for (int way = 0; way < kSlots; ++way) {
@@ -24,7 +26,8 @@ EMB_HD void keep_minimum(const int64_t* entries, int64_t words, int word, int64_
   for (int way = 0; way < kSlots; ++way) alive[way] &= -int64_t{values[way] == min_value};
 }
 
-// Return the entry of a full bucket to evict: the lowest that this batch has not used.
+// Return the entry of a full bucket that is evicted first: the one of the lowest rank among those
+// that this batch does not use.
 EMB_HD EvictionCandidate min_value(const HashInsertion& insertion, int64_t bucket) {
   if (insertion.order == Order::kNone) return {};
   const HashTable& table = insertion.table;
@@ -47,7 +50,7 @@ EMB_HD EvictionCandidate min_value(const HashInsertion& insertion, int64_t bucke
           static_cast<int>(count)};
 }
 
-// Return whether a missing key may replace an entry.
+// Return whether a miss may replace an entry, of which there may be none.
 EMB_HD bool can_evict(const HashInsertion& insertion, int64_t miss,
                       const EvictionCandidate& candidate) {
   if (candidate.slot == kNoSlot) return false;
@@ -57,6 +60,7 @@ EMB_HD bool can_evict(const HashInsertion& insertion, int64_t miss,
       candidate.rank);
 }
 
+// The two buckets of a key.
 struct Buckets {
   int64_t first, second;
 };
@@ -70,6 +74,7 @@ EMB_HD int free_slots(const HashTable& table, int64_t bucket) {
   return __builtin_popcount(match(table.tags + bucket * kSlots, kEmptyTag));
 }
 
+// The functions above for `states`, the states of all buckets, or for the table if that is null.
 EMB_HD int free_slots(const HashInsertion& insertion, const BucketState* states, int64_t bucket) {
   return states == nullptr ? free_slots(insertion.table, bucket) : states[bucket].free;
 }
@@ -88,13 +93,14 @@ void read_states(const HashInsertion& insertion, int64_t begin, int64_t end, Buc
   }
 }
 
-// Return the choice of a bucket with `room` free slots, or entries that can be evicted.
+// Return the choice of a slot in a bucket with `room` usable slots: empty ones, or those of entries
+// that may be evicted.
 EMB_HD Choice choice_of(int64_t slot, Choice::Mode mode, int room) {
   return {slot, mode, room - slots_of_round(room)};
 }
 
-// Choose for a miss: the bucket with more free slots, else the entry of both buckets that ranks
-// lowest. `states` may be null, see HashInsertKernels.
+// Return the choice of a miss: the bucket with more empty slots (the first one if it has more than
+// kPreferredFreeSlots, or as many), or in two full buckets the entry of the lowest rank.
 EMB_HD Choice choose_one(const HashInsertion& insertion, const BucketState* states, int64_t miss) {
   const auto [first, second] = buckets_of(insertion, miss);
   const int in_first = free_slots(insertion, states, first);
@@ -118,6 +124,7 @@ EMB_HD void prefetch_tags(const HashInsertion& insertion, int64_t miss) {
   __builtin_prefetch(insertion.table.tags + second * kSlots);
 }
 
+// Prefetch all entries of a bucket.
 EMB_HD void prefetch_entries(const HashTable& table, int64_t bucket) {
   constexpr int64_t kLine = 64 / sizeof(int64_t);
   const int64_t* entries = table.entry(bucket * kSlots);
@@ -146,7 +153,8 @@ void choose(const HashInsertion& insertion, const BucketState* states, const int
   }
 }
 
-// Write the entry of a miss into a slot; report the entry that it evicts, if `status` says so.
+// Write the entry of a miss into a slot, with its results. For the status kEvicting, first copy the
+// entry that is in the slot to `insertion.evicted`.
 EMB_HD void fill(const HashInsertion& insertion, int64_t miss, int64_t slot, InsertStatus status) {
   const HashTable& table = insertion.table;
   int64_t* entry = table.entry(slot);
@@ -164,8 +172,7 @@ EMB_HD void fill(const HashInsertion& insertion, int64_t miss, int64_t slot, Ins
   insertion.status[miss] = static_cast<uint8_t>(status);
 }
 
-// Carry out a choice that is not kRefused. The miss keeps kNoSlot if the bucket has given away its
-// share of the round.
+// Execute a choice that is not kRefused, unless the bucket has assigned its share of the round.
 EMB_HD void commit_one(const HashInsertion& insertion, int64_t miss, const Choice& choice) {
   const HashTable& table = insertion.table;
   const int64_t bucket = choice.slot / kSlots;
@@ -176,7 +183,7 @@ EMB_HD void commit_one(const HashInsertion& insertion, int64_t miss, const Choic
     }
     return;
   }
-  // The lowest entry of the bucket remains the lowest until it is replaced.
+  // If the chosen entry has not been replaced in this round, it is still the one of lowest rank.
   if (table.entry(choice.slot)[kStamp] < insertion.stamp) {
     return fill(insertion, miss, choice.slot, InsertStatus::kEvicting);
   }
@@ -205,15 +212,15 @@ void commit(const HashInsertion& insertion, BucketState* states, const int64_t* 
   }
 }
 
-// Return whether bucket `child` is the first that was split off bucket `parent` of a table of
-// `old`.
+// Return whether bucket `child` is the first one that is split off bucket `parent` when a table of
+// `old` buckets grows; `old_mask` is address_mask(old).
 EMB_HD bool is_first_child(int64_t child, int64_t parent, int64_t old, uint64_t old_mask) {
   const int64_t half = static_cast<int64_t>(old_mask >> 1) + 1;
   const bool undivided = parent < half && parent + half >= old && old > 1;
   return child == parent + (undivided ? half : static_cast<int64_t>(old_mask) + 1);
 }
 
-// Move an entry and its rows to an empty slot of the same table.
+// Move an entry and its rows from slot `from` to the empty slot `to` of the same table.
 EMB_HD void move_entry(const HashTable& table, int64_t from, int64_t to, const RowBuffer* buffers,
                        int num_buffers) {
   table.tags[to] = table.tags[from];
@@ -225,7 +232,8 @@ EMB_HD void move_entry(const HashTable& table, int64_t from, int64_t to, const R
   }
 }
 
-// Move the entries of a bucket whose address has changed since the table was `before`.
+// Move the entries of a bucket that no longer belong there, now that the table `before` has become
+// `table`.
 EMB_HD void split_bucket(const HashTable& table, const HashTable& before, int64_t bucket,
                          const RowBuffer* buffers, int num_buffers) {
   uint32_t used = ~match(table.tags + bucket * kSlots, kEmptyTag);
@@ -242,6 +250,8 @@ EMB_HD void split_bucket(const HashTable& table, const HashTable& before, int64_
   }
 }
 
+// A parent may have several children, also in other ranges. The call that has the first child moves
+// all entries of the parent, so that no two threads work on one parent.
 void split(const HashTable& table, int64_t old, const RowBuffer* buffers, int num_buffers,
            int64_t begin, int64_t end) {
   HashTable before = table;

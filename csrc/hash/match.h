@@ -1,5 +1,5 @@
-// Finds a key in a bucket or a table by comparing tags, for CPU kernels. Only `*_kernels.cpp` may
-// include it.
+// Finds a key in a bucket or a table on the CPU: the tags of a bucket are compared at once, and
+// only entries with the tag of the key are read. Only `*_kernels.cpp` may include this header.
 #pragma once
 
 #include <bit>
@@ -16,8 +16,8 @@
 
 namespace emb::EMB_ISA {
 
-// Return a mask with a bit per slot of a bucket: whether its tag equals `tag`. `tags` are the 32
-// tags of the bucket.
+// Return a mask with one bit per slot of a bucket, set where its tag equals `tag`. `tags` are the
+// 32 tags of the bucket, at any address.
 EMB_HD uint32_t match(const uint8_t* tags, uint8_t tag) {
 #if defined(__AVX2__)
   const __m256i all = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(tags));
@@ -40,8 +40,8 @@ EMB_HD uint32_t match(const uint8_t* tags, uint8_t tag) {
 // Return the number of the lowest set bit; `mask` is not 0.
 EMB_HD int lowest(uint32_t mask) { return __builtin_ctz(mask); }
 
-// Return the slot of `key` among the slots of a bucket whose bits are set in `candidates`, kNoSlot
-// if it is in none of them.
+// Return the slot of `key` among the slots of a bucket whose bit is set in `candidates`, kNoSlot if
+// it is in none of them.
 EMB_HD int64_t find_among(const HashTable& table, int64_t bucket, uint32_t candidates,
                           int64_t key) {
   for (; candidates != 0; candidates &= candidates - 1) {
@@ -51,7 +51,7 @@ EMB_HD int64_t find_among(const HashTable& table, int64_t bucket, uint32_t candi
   return kNoSlot;
 }
 
-// Return the slot of `key`, whose tag is `tag`, in a bucket, kNoSlot if it is not there.
+// Return the slot of `key`, which has the tag `tag`, in a bucket, kNoSlot if it is not there.
 EMB_HD int64_t find_in(const HashTable& table, int64_t bucket, uint8_t tag, int64_t key) {
   return find_among(table, bucket, match(table.tags + bucket * kSlots, tag), key);
 }

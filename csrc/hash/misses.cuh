@@ -1,13 +1,16 @@
-// The distinct missing keys of a batch on the GPU, which `hash_touch_` finds.
+// Finds and numbers the misses of a batch on the GPU, its distinct missing keys, for `hash_touch_`.
 //
-// A scratch table of open addressing holds, for every distinct missing key, the first of its
-// positions: whichever thread claims a cell, the lowest position remains, so the result does not
-// depend on the order of threads. Misses are numbered by table and first position without a sort: a
-// plan of the batch has its segments in the order of their tables, and in that order the number of
-// a miss is the number of first positions before its own. One kernel does all of it: blocks take
-// parts of the batch in order, publish how many first positions they have, wait for the counts of
-// the parts before, and write numbers into cells, where later positions of the same keys find them.
-// A block waits only for parts that were taken before its own, by blocks that are running.
+// A scratch table of open addressing has a cell for every distinct missing key, which holds the
+// first of its positions: whichever thread claims a cell, the lowest position remains, so the
+// result does not depend on the order of threads.
+//
+// Misses are numbered by table and first position, without a sort. A plan of the batch lists its
+// segments in the order of their tables; this is the order of the plan. In it, the number of a miss
+// is the number of first positions before its own. One kernel (hash_number_kernel) does this: the
+// batch is divided into parts in the order of the plan, and blocks take parts in order. A block
+// publishes how many first positions its part has, waits for the numbers of the parts before, and
+// writes the number of each of its misses into the cell, where later positions of the key find it.
+// It waits only for parts that were taken before its own, hence by blocks that are running.
 #pragma once
 
 #include "hash/args.h"
@@ -15,26 +18,27 @@
 
 namespace emb::cuda {
 
-inline constexpr uint32_t kNoCell = UINT32_MAX;
-inline constexpr uint32_t kEmptyCell = UINT32_MAX;
-inline constexpr uint32_t kNumberedCell = uint32_t{1} << 31;
+inline constexpr uint32_t kNoCell = UINT32_MAX;               // of a position without a cell
+inline constexpr uint32_t kEmptyCell = UINT32_MAX;            // the value of an unclaimed cell
+inline constexpr uint32_t kNumberedCell = uint32_t{1} << 31;  // the bit of a numbered cell
 
-// A key's cell, and whether its thread is the first to claim it.
+// The cell of a key, and whether this thread claimed it first.
 struct CellClaim {
   uint32_t cell;
   bool is_new;
 };
 
-// Positions by key. A cell is kEmptyCell, or the lowest position so far of its key; once misses are
-// numbered, kNumberedCell and the number of its miss.
+// A scratch hash table of keys. A cell is kEmptyCell, or the lowest position so far of its key;
+// after the key is numbered, kNumberedCell | number of its miss.
 struct KeyCells {
-  uint32_t* cells;
-  uint32_t mask;      // number of cells - 1, a mask of ones
-  uint32_t* cell_of;  // cell of each position; kNoCell for keys that are not taken
-  uint64_t hash_key;
+  uint32_t* cells;    // [mask + 1]
+  uint32_t mask;      // a mask of ones; there are at least as many cells as positions
+  uint32_t* cell_of;  // [n], by position: its cell; kNoCell for positions that claim none
+  uint64_t hash_key;  // random number that the hash of keys depends on
 
-  // Claim the cell of the key at a position of table t. The value of a claimed cell only decreases,
-  // and all its values are positions of one key: reading an old value is harmless.
+  // Claim the cell of the key at `position`, which belongs to table t. The value of a claimed cell
+  // only decreases, and all its values are positions of one key, so it is harmless to read an old
+  // one.
   EMB_DEVICE CellClaim claim(const KeyBatch& batch, int64_t position, int t) const {
     const auto self = static_cast<uint32_t>(position);
     const int64_t key = batch.ids[position];
@@ -50,12 +54,13 @@ struct KeyCells {
     }
   }
 
-  // Return whether a position is the first of the key in `cell`, before that is numbered.
+  // Return whether `position` is the first one of the key in `cell`, which may be kNoCell. The cell
+  // must not be numbered yet.
   EMB_DEVICE bool is_first(uint32_t cell, int64_t position) const {
     return cell != kNoCell && cells[cell] == static_cast<uint32_t>(position);
   }
 
-  // Return the number of the miss in a cell, when it has one.
+  // Wait until a cell is numbered; return the number of its miss.
   EMB_DEVICE int32_t wait_for_number(uint32_t cell) const {
     for (;;) {
       const uint32_t value = *static_cast<const volatile uint32_t*>(cells + cell);
@@ -64,31 +69,35 @@ struct KeyCells {
   }
 };
 
-// Results by miss, and `groups` by position.
+// The results of `hash_touch_` but for the slots; check.h describes them (TouchCall).
 struct MissOutput {
-  int64_t *first, *totals, *offsets;
-  int32_t* groups;
+  int64_t *first, *totals, *offsets;  // [n], [n], [T + 1]
+  int32_t* groups;                    // [n]
 };
 
-// Scratch for the numbers of a batch's misses.
+// The plan of a batch, in scratch memory. F is the number of segments.
 struct BatchPlan {
-  int32_t* segments;     // segments in the order of their tables
-  int64_t* starts;       // beginning of each in a batch of that order, and their end
-  int32_t* next;         // next segment of each table, and of no table, while segments are ordered
-  int64_t* misses;       // misses of each table
-  int32_t* part_firsts;  // first positions of each part of the batch, + 1; 0 until known
-  int32_t *taken_parts, *is_valid;
+  int32_t* segments;  // [F], the segments in the order of their tables; those of no table last
+  int64_t* starts;    // [F + 1], where each of them starts in the order of the plan, and their end
+  int32_t* next;      // [T + 1], while the segments are ordered: where the next segment of each
+                      // table goes, and of no table
+  int64_t* misses;    // [T], the number of misses of each table
+  // [parts], the number of first positions of each part of the batch plus 1; 0 until it is
+  // published.
+  int32_t* part_firsts;
+  int32_t* taken_parts;  // [1], the number of parts that blocks have taken
+  int32_t* is_valid;     // [1], whether the segments cover the batch in order
 };
 
-// Return the number of cells for a batch of n keys: a power of two, usually at least twice the
-// keys.
+// Return the number of cells for a batch of n keys: a power of two, at least twice the number of
+// keys up to 2^30 keys, and never more than 2^31.
 inline int64_t num_cells(int64_t n) {
   int64_t cells = 64;
   while (cells < 2 * n && cells < int64_t{1} << 31) cells *= 2;
   return cells;
 }
 
-// Fill scratch with ones.
+// Empty all cells, by the whole grid.
 EMB_DEVICE void clear_cells(uint32_t* cells, uint32_t mask) {
   for (int64_t i = simt::global_thread(); i <= mask; i += simt::threads_in_grid()) {
     cells[i] = kEmptyCell;
@@ -100,11 +109,12 @@ EMB_DEVICE void clear_cells(uint32_t* cells, uint32_t mask) {
   clear_cells(cells, mask);
 }
 
-// Order the segments of a batch by table; padding, the positions before the first segment, comes
-// behind them. Segments that do not cover the rest of the batch in order make the plan invalid: the
-// batch has no misses then. Called by one block.
+// Write the plan of a batch: order its segments by table, stable (a counting sort). Positions
+// before the first segment come after all segments in the order of the plan. If the segments do not
+// cover the rest of the batch in order, the plan is invalid, and the batch has no misses. Called by
+// all threads of one block.
 EMB_DEVICE void plan_batch(const KeyBatch& batch, int num_tables, const BatchPlan& plan) {
-  __shared__ int64_t sums[kTileThreads / kSlots];
+  __shared__ int64_t sums[kBlockWarps];
   __shared__ int tile_tables[kTileThreads];
   __shared__ int is_valid;
   const auto self = static_cast<int>(threadIdx.x);
@@ -151,8 +161,10 @@ EMB_DEVICE void plan_batch(const KeyBatch& batch, int num_tables, const BatchPla
   *plan.is_valid = is_valid;
 }
 
-// Call `body(i, position)` for the i-th positions, in the order of the plan, of a part of the
-// batch, tile by tile; position -1 beyond its end. Called by all threads of the block.
+// Call `body(i, position)` for the positions of part `part` of the batch, tile by tile: position i
+// in the order of the plan is position `position` of the batch; -1 beyond the end of the batch. If
+// the plan is invalid, both orders are the same. Called by all threads of the block; `shared` is
+// shared memory for two ints.
 template <class Body>
 EMB_DEVICE void for_each_of_part(const KeyBatch& batch, const BatchPlan& plan, unsigned part,
                                  int* shared, const Body& body) {
@@ -174,7 +186,8 @@ EMB_DEVICE void for_each_of_part(const KeyBatch& batch, const BatchPlan& plan, u
   }
 }
 
-// Write where each table begins among the misses. Called by one block.
+// Write `offsets` [T + 1], the misses of each table. Called by all threads of one block; `sums` is
+// shared memory, [kBlockWarps].
 EMB_DEVICE void write_offsets(int num_tables, const BatchPlan& plan, int64_t* offsets,
                               int64_t* sums) {
   const bool is_valid = *plan.is_valid != 0;
@@ -189,7 +202,9 @@ EMB_DEVICE void write_offsets(int num_tables, const BatchPlan& plan, int64_t* of
   if (threadIdx.x == 0) offsets[num_tables] = before;
 }
 
-// Publish the number of first positions of a part; return that of all parts before it.
+// Publish the number of first positions of a part, the sum of `firsts` over the block; wait for the
+// parts before it and return the sum of theirs. Called by all threads of the block; `sums` is
+// shared memory, [kBlockWarps].
 EMB_DEVICE int64_t firsts_before(const BatchPlan& plan, unsigned part, int64_t firsts,
                                  int64_t* sums) {
   int64_t total;
@@ -207,8 +222,10 @@ EMB_DEVICE int64_t firsts_before(const BatchPlan& plan, unsigned part, int64_t f
   return total;
 }
 
-// Add the uses of positions that are not the first ones of their keys. A key that occurs several
-// times in a warp is added once. Called by the whole warp; group -1 for none.
+// Add the uses of positions that are not the first ones of their keys to `totals`. `group` is the
+// miss of this lane's position, -1 for a lane that adds nothing. `uses` is by position; null for 1
+// each, and then a key that occurs several times in the warp is added once. All 32 lanes must call
+// this.
 EMB_DEVICE void add_repeats(int32_t group, const int64_t* uses, int64_t position, int64_t* totals) {
   if (!__any_sync(simt::kFullMask, group >= 0)) return;
   __threadfence();  // the uses of the first position were written before its number
@@ -221,14 +238,16 @@ EMB_DEVICE void add_repeats(int32_t group, const int64_t* uses, int64_t position
   if (group >= 0 && leads) add_uses_to(totals + group, __popc(same));
 }
 
-// Number the misses, write the number of each position's key, and add up the uses. Entries behind
-// the last miss are 0: the positions that are not first write them, from the end on.
+// Number the misses and write all of `out`. `uses` is [n], the uses of each position; null for 1
+// each. The grid has one block per part; all cells are claimed. `first` and `totals` have n
+// entries, of which those after the last miss become 0: each position that is not the first one of
+// a miss writes one of them, counted from the end.
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads, 6)
     hash_number_kernel(KeyBatch batch, int num_tables, BatchPlan plan, KeyCells keys,
                        const int64_t* uses, MissOutput out) {
   __shared__ int range[2];
-  __shared__ int64_t sums[kTileThreads / kSlots];
-  __shared__ int counts[kTileThreads / kSlots];
+  __shared__ int64_t sums[kBlockWarps];
+  __shared__ int counts[kBlockWarps];
   __shared__ int part_of_block;
   if (threadIdx.x == 0) part_of_block = atomicAdd(plan.taken_parts, 1);
   __syncthreads();
@@ -255,17 +274,17 @@ EMB_DEVICE void add_repeats(int32_t group, const int64_t* uses, int64_t position
       out.totals[entry] = !is_first ? 0 : uses == nullptr ? 1 : uses[position];
     }
     if (is_first) {
-      __threadfence();  // the uses before the number: whoever sees that adds to them
+      __threadfence();  // whoever sees the number adds to the uses, so these are written first
       atomicExch(keys.cells + cell, kNumberedCell | static_cast<uint32_t>(number));
     }
-    __syncthreads();  // from here on threads wait for numbers, of this tile too
+    __syncthreads();  // the numbers of this tile are written before its threads wait for them
     const int32_t group = cell == kNoCell ? -1 : keys.wait_for_number(cell);
     if (position >= 0) out.groups[position] = group;
     add_repeats(is_first ? -1 : group, uses, position, out.totals);
   });
 }
 
-// Return cells for the keys of a batch, not cleared.
+// Return cells for a batch of n keys in scratch memory of `work`; they are not empty yet.
 template <class Work>
 KeyCells key_cells(Work& work, int64_t n) {
   const int64_t cells = num_cells(n);
@@ -273,7 +292,7 @@ KeyCells key_cells(Work& work, int64_t n) {
           work.template scratch<uint32_t>(n), batch_hash_key()};
 }
 
-// Return scratch for a batch of which `parts` blocks number the misses, not cleared.
+// Return a plan for a batch in `parts` parts, in scratch memory of `work`; it is not written yet.
 template <class Work>
 BatchPlan batch_plan(Work& work, const KeyBatch& batch, int num_tables, unsigned parts) {
   const int64_t longs = batch.segments + 1 + int64_t{num_tables};

@@ -1,4 +1,6 @@
-// `hash_erase_` and `hash_expire_` on the GPU.
+// `hash_erase_` and `hash_expire_` on the GPU. Both remove a key by emptying its tag. A batch may
+// name a key several times: its positions claim a scratch cell (misses.cuh), and the first position
+// removes it. All pointers are to device memory of the caller.
 #pragma once
 
 #include "hash/find.cuh"
@@ -6,7 +8,8 @@
 
 namespace emb::cuda {
 
-// Find the keys, and claim a cell for each that is there.
+// Write the slot of every key to `slots` [n], kNoSlot for a missing key; claim a cell for each key
+// that has a slot. The cells are empty before.
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
     hash_find_and_claim_kernel(DeviceIndex index, KeyBatch batch, KeyCells keys, int64_t* slots) {
   __shared__ int range[2];
@@ -18,7 +21,8 @@ namespace emb::cuda {
   });
 }
 
-// The first position of a key frees its slot.
+// Empty the slot of every key that was found, by its first position. In `slots`, replace the slot
+// by kNoSlot for all other positions. Count the keys.
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
     hash_erase_kernel(DeviceIndex index, KeyBatch batch, KeyCells keys, int64_t* slots) {
   __shared__ int range[2];
@@ -38,13 +42,16 @@ namespace emb::cuda {
   sizes.flush();
 }
 
+// Which keys `hash_expire_` removes: those of buckets [first_bucket, first_bucket + num_buckets) of
+// a table whose stamp is less than `before`.
 struct ExpireWindow {
   int table;
   int64_t first_bucket, num_buckets;
   int64_t before;
 };
 
-// One thread per slot; slots beyond the buckets of the table are empty.
+// Empty the slots of expired keys, one thread per slot. Write to `removed` [num_buckets * kSlots]
+// which slots of the window were emptied; buckets that the table does not use have none.
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
     hash_expire_kernel(DeviceIndex index, ExpireWindow window, bool* removed) {
   const HashTable table = index.table(window.table);
@@ -64,6 +71,8 @@ struct ExpireWindow {
   sizes.flush();
 }
 
+// Launch `hash_erase_`: write `slots` [n], the slot that each position emptied, and change the
+// index.
 template <class Work>
 void launch_erase(Work& work, const DeviceIndex& index, const KeyBatch& batch, int64_t* slots) {
   if (batch.n == 0) return;
@@ -75,6 +84,7 @@ void launch_erase(Work& work, const DeviceIndex& index, const KeyBatch& batch, i
   launcher(hash_erase_kernel, blocks, kTileThreads, index, batch, keys, slots);
 }
 
+// Launch `hash_expire_`.
 template <class Launcher>
 void launch_expire(const Launcher& launcher, const DeviceIndex& index, const ExpireWindow& window,
                    bool* removed) {

@@ -1,20 +1,22 @@
-// Rows of values by slot on the GPU: find and read them, read them, start new ones, write them, add
-// to them, and gather those of evicted keys.
+// Rows of values by slot on the GPU: finds and reads them, reads them, starts new ones, writes
+// them, adds to them, and gathers those of evicted keys. check.h describes the arguments of the
+// ops. All pointers are to device memory of the caller.
 //
-// A warp takes 32 keys. Each lane computes once where the row of its key comes from and where it
-// goes; then groups of lanes copy the rows, the addresses by shuffles, and each group has
-// kRowsInFlight rows in registers before it stores the first. Rows are bytes, so they move in units
-// of 16 bytes where addresses allow, of 8, 4 or 2 otherwise.
+// Copies: a warp takes 32 positions. Each lane computes, once, where the row of its position comes
+// from and where it goes. Then groups of lanes copy the rows and get the addresses by shuffles; a
+// group has kRowsInFlight rows in registers before it stores the first. Rows are copied as bytes,
+// in units of 16 bytes if all addresses allow it, otherwise of 8, 4 or 2.
 //
-// Where a batch repeats a key, its last row is written: positions claim cells of a scratch table by
-// slot, and a cell ends with the last position of its slot, whatever the order of threads.
+// Writes: if a batch repeats a slot, the last of its rows is written. Positions claim cells of a
+// scratch table by slot, and whatever the order of threads, a cell ends with the last position of
+// its slot.
 //
-// Rows that are added come in groups of equal slots: a group of lanes adds up those of a slot in
-// order, with kRowsInFlight in registers.
+// Additions: the rows come in groups of equal slots. A group of lanes adds up the rows of a slot in
+// order, with kRowsInFlight rows in registers.
 //
-// Evicted rows are gathered in the order of their keys without a sort: every block counts those of
-// its range of keys, and later begins at the sum of the counts before it. Every matrix, of weights
-// or states, takes one kernel; the first one also gathers the entries.
+// Evicted rows are gathered in the order of misses without a sort: every block counts the evicted
+// keys in its range of misses, and then writes from the sum of the counts before it. Each matrix
+// (weights or states) takes one kernel; the first one also gathers the entries.
 #pragma once
 
 #include <type_traits>
@@ -26,37 +28,38 @@
 
 namespace emb::cuda {
 
+// The units that rows are copied in; uint32_t and uint16_t are two more.
 using Unit16 = simt::Pack16;
 using Unit8 = simt::Pack8;
 
-// Rows of `units` units each, which groups of `lanes` lanes copy.
+// How a row is copied.
 struct RowUnits {
-  int64_t units;
-  int lanes;
+  int64_t units;  // units per row
+  int lanes;      // lanes of a group that copies a row, see LaneGroup
 };
 
-// Rows in memory, `stride` units apart; `rows` of them.
+// A matrix of rows by slot.
 template <class Unit>
 struct RowArray {
-  Unit* data;
-  int64_t stride, rows;
+  Unit* data;            // row 0
+  int64_t stride, rows;  // units from one row to the next; number of rows
 
   EMB_DEVICE Unit* row(int64_t number) const { return data + number * stride; }
-  // Return the row in a slot, null for slots that are -1 or outside.
+  // Return the row in a slot, null if the matrix has no such slot.
   EMB_DEVICE Unit* in_slot(int64_t slot) const {
     return slot >= 0 && slot < rows ? row(slot) : nullptr;
   }
 };
 
-// What a lane's row is copied from (null: the default value), and to (null: nowhere); `also` is a
-// second target.
+// The copy of a lane's row.
 template <class Unit>
 struct RowMove {
-  const Unit* from = nullptr;
+  const Unit* from = nullptr;  // null for default values
+  // The target, null to copy nothing; and a second target, null for none.
   Unit *to = nullptr, *also = nullptr;
 };
 
-// Return the unit of which a row of default values consists; `word` repeats the element.
+// Return a unit of a row of default values; `word` is RowMatrix::fill.
 template <class Unit>
 EMB_DEVICE Unit filled_unit(uint32_t word) {
   if constexpr (std::is_integral_v<Unit>) {
@@ -68,6 +71,7 @@ EMB_DEVICE Unit filled_unit(uint32_t word) {
   }
 }
 
+// Store a unit that no kernel reads soon.
 template <class Unit>
 EMB_DEVICE void store_unit(Unit* address, const Unit& value) {
   if constexpr (std::is_integral_v<Unit>) {
@@ -77,17 +81,19 @@ EMB_DEVICE void store_unit(Unit* address, const Unit& value) {
   }
 }
 
+// Return the pointer of another lane. All 32 lanes must call this.
 template <class T>
 EMB_DEVICE T* from_lane(T* pointer, int lane) {
   const auto bits = reinterpret_cast<unsigned long long>(pointer);
   return reinterpret_cast<T*>(__shfl_sync(simt::kFullMask, bits, lane));
 }
 
-// Return the n-th set bit of a mask that has more than n; some bit otherwise.
+// Return the position of set bit number n, from 0, of a mask; some position if the mask has no more
+// than n bits.
 EMB_DEVICE int nth_set_bit(unsigned mask, int n) {
   int bit = 0;
 #pragma unroll
-  for (int width = kSlots / 2; width > 0; width /= 2) {
+  for (int width = kWarpLanes / 2; width > 0; width /= 2) {
     const int lower = __popc(mask >> bit & ((1u << width) - 1));
     if (n >= lower) {
       n -= lower;
@@ -97,13 +103,14 @@ EMB_DEVICE int nth_set_bit(unsigned mask, int n) {
   return bit;
 }
 
-// Copy the rows of the warp's lanes. Called by the whole warp. `kTwice`: some have two targets;
-// `kStreams`: no kernel reads the first target soon.
+// Copy the rows of the warp's lanes; `move` is that of this lane. kTwice says that `also` may be
+// set, kStreams that no kernel reads the first targets soon. `fill` is the word of default values,
+// see RowMatrix::fill. All 32 lanes must call this.
 template <bool kTwice, bool kStreams, class Unit>
 EMB_DEVICE void move_rows(const RowUnits& shape, RowMove<Unit> move, uint32_t fill) {
   const unsigned moves = __ballot_sync(simt::kFullMask, move.to != nullptr);
-  const int count = __popc(moves);
-  if (count < kSlots) {  // the lanes that have a row become the first ones
+  const int num_moves = __popc(moves);
+  if (num_moves < kWarpLanes) {  // lane i takes over the i-th move
     const int lane = nth_set_bit(moves, lane_in_warp());
     move.from = from_lane(move.from, lane);
     move.to = from_lane(move.to, lane);
@@ -111,15 +118,15 @@ EMB_DEVICE void move_rows(const RowUnits& shape, RowMove<Unit> move, uint32_t fi
   }
   const LaneGroup group(shape.lanes);
   const Unit empty = filled_unit<Unit>(fill);
-  for (int first = 0; first < count; first += kRowsInFlight * group.groups_in_warp()) {
+  for (int first = 0; first < num_moves; first += kRowsInFlight * group.groups_in_warp()) {
     RowMove<Unit> rows[kRowsInFlight];
 #pragma unroll
     for (int r = 0; r < kRowsInFlight; ++r) {
-      const int row = first + r * group.groups_in_warp() + group.group, lane = row % kSlots;
+      const int row = first + r * group.groups_in_warp() + group.group, lane = row % kWarpLanes;
       rows[r].from = from_lane(move.from, lane);
       rows[r].to = from_lane(move.to, lane);
       if constexpr (kTwice) rows[r].also = from_lane(move.also, lane);
-      if (row >= count) rows[r] = {};
+      if (row >= num_moves) rows[r] = {};
     }
     for (int64_t unit = group.rank; unit < shape.units; unit += group.lanes) {
       Unit values[kRowsInFlight];
@@ -141,7 +148,8 @@ EMB_DEVICE void move_rows(const RowUnits& shape, RowMove<Unit> move, uint32_t fi
   }
 }
 
-// Slots are those of all tables together: rows of table t begin with that of its first slot.
+// Find keys; write their rows to `out` [n], and to `found` [n] whether the index has them. Rows are
+// by slots of all tables together: those of table t begin with that of its first slot.
 template <class Unit>
 __global__ void __launch_bounds__(kTileThreads)
     hash_find_rows_kernel(DeviceIndex index, KeyBatch batch, RowArray<const Unit> values,
@@ -159,22 +167,23 @@ __global__ void __launch_bounds__(kTileThreads)
   });
 }
 
-// Rows that start: position i has missing key `groups[i]`, -1 for none; the row of missing key g
-// starts as row `first[g]` of `data`, and position first[g] writes it. Null `data` starts none.
+// The first rows of new keys: the row of miss g starts as row first[g] of `data`, and position
+// first[g] writes it.
 template <class Unit>
 struct StartingRows {
-  const Unit* data;
-  const int32_t* groups;
-  const int64_t* first;
+  const Unit* data;       // [n], contiguous rows by position; null to start no rows
+  const int32_t* groups;  // [n], by position: the miss of the key, -1 if its row is not new
+  const int64_t* first;   // [n], by miss: the first position of the key, in [0, n), not checked
 };
 
-// Read the row of every slot, and write those of new keys; null `out` reads nothing.
+// Write the rows of new keys to the matrix, and the row of every position to `out` [n], contiguous;
+// null `out` if these are not wanted. Slots without a row have default values.
 template <class Unit>
 __global__ void __launch_bounds__(kTileThreads)
     hash_read_rows_kernel(RowArray<Unit> values, const int64_t* slots, int64_t n,
                           StartingRows<Unit> starting, RowUnits shape, uint32_t fill, Unit* out) {
-  for (int64_t tile = simt::global_warp() * kSlots; tile < n;
-       tile += simt::warps_in_grid() * kSlots) {
+  for (int64_t tile = simt::global_warp() * kWarpLanes; tile < n;
+       tile += simt::warps_in_grid() * kWarpLanes) {
     const int64_t position = tile + lane_in_warp();
     RowMove<Unit> move;
     if (position < n) {
@@ -192,14 +201,15 @@ __global__ void __launch_bounds__(kTileThreads)
   }
 }
 
-// The positions of a batch by slot: a cell is -1 or holds the last position so far of its slot.
+// A scratch hash table of slots. A cell is -1, or the last position so far of its slot.
 struct SlotCells {
-  int32_t* cells;
-  uint32_t mask;
-  uint32_t* cell_of;  // cell of each position
+  int32_t* cells;     // [mask + 1]
+  uint32_t mask;      // a mask of ones; there are at least as many cells as positions
+  uint32_t* cell_of;  // [n], by position: its cell; unset for negative slots
 };
 
-// The value of a claimed cell only increases, and all its values are positions of one slot.
+// Claim the cells of all positions. The cells are empty before. The value of a claimed cell only
+// increases, and all its values are positions of one slot.
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
     hash_claim_last_kernel(const int64_t* slots, int64_t n, SlotCells keys) {
   for (int64_t i = simt::global_thread(); i < n; i += simt::threads_in_grid()) {
@@ -220,12 +230,14 @@ struct SlotCells {
   }
 }
 
+// Write `rows` [n], contiguous rows by position, to their slots; of a repeated slot only the last
+// one. All cells are claimed.
 template <class Unit>
 __global__ void __launch_bounds__(kTileThreads)
     hash_write_rows_kernel(RowArray<Unit> values, const int64_t* slots, int64_t n, SlotCells keys,
                            RowUnits shape, const Unit* rows) {
-  for (int64_t tile = simt::global_warp() * kSlots; tile < n;
-       tile += simt::warps_in_grid() * kSlots) {
+  for (int64_t tile = simt::global_warp() * kWarpLanes; tile < n;
+       tile += simt::warps_in_grid() * kWarpLanes) {
     const int64_t position = tile + lane_in_warp();
     RowMove<Unit> move;
     if (position < n && slots[position] >= 0 && keys.cells[keys.cell_of[position]] == position) {
@@ -236,15 +248,16 @@ __global__ void __launch_bounds__(kTileThreads)
   }
 }
 
-// Positions by slot, as `group` returns them: group g, that of slots[g], has the positions
-// permutation[j] for j in [segments[g], segments[g + 1]). There are at most n groups.
+// The n positions of a batch in groups of equal slots, as the op `group` returns them: group g,
+// that of slots[g], has the positions permutation[j] for j in [segments[g], segments[g + 1]).
 struct SlotGroups {
-  const int64_t* slots;
-  const int32_t *segments, *permutation, *count;
+  const int64_t* slots;                           // [n], by group
+  const int32_t *segments, *permutation, *count;  // [n + 1], [n], [1]
   int64_t n;
 };
 
-// Add rows of `dim` elements to those in slots, each sum rounded to T.
+// Add `rows` [n, dim], contiguous rows by position, to the rows of `dim` elements in their slots,
+// in the order of positions. Every sum is rounded to T. `lanes` is the size of a group of lanes.
 template <class T>
 __global__ void __launch_bounds__(kTileThreads)
     hash_add_rows_kernel(RowArray<T> values, SlotGroups groups, int64_t dim, int lanes,
@@ -281,47 +294,52 @@ __global__ void __launch_bounds__(kTileThreads)
   }
 }
 
-// The entries and rows of evicted keys, gathered; all by miss.
+// The keys that an insertion evicted: the results of `hash_insert_`, by miss.
 struct EvictedKeys {
-  const int64_t* slots;
-  const uint8_t* status;
-  const int64_t* words;  // three each
-  int64_t n;
-  int32_t* counts;  // scratch, by block
+  const int64_t* slots;   // [n]
+  const uint8_t* status;  // [n], InsertStatus
+  const int64_t* words;   // [n, 3]: key, stamp and score
+  int64_t n;              // positions of the batch
+  int32_t* counts;        // scratch, one per block: evicted keys in its range of misses
 
+  // Return whether a miss has evicted a key.
   EMB_DEVICE bool has(int64_t miss) const {
     return miss < n && status[miss] == static_cast<uint8_t>(InsertStatus::kEvicting);
   }
 };
 
-// Null where a kernel gathers rows only.
+// Outputs [n], [n], [n] and [1] for the entries of evicted keys and their number; null for a kernel
+// that gathers rows only.
 struct EvictedEntries {
   int64_t *keys, *stamps, *scores, *count;
 };
 
-// Rows by slot, and where those of evicted keys go.
+// A matrix of rows by slot, and the output [n] for the rows of evicted keys, contiguous.
 struct EvictedMatrix {
   RowBytes rows;
   void* out;
 };
 
+// Write `evicted.counts`.
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
     hash_count_evicted_kernel(EvictedKeys evicted) {
-  __shared__ int64_t sums[kTileThreads / kSlots];
-  int64_t mine = 0, total;
+  __shared__ int64_t sums[kBlockWarps];
+  int64_t num_evicted = 0, total;  // of this thread, of the block
   const int64_t end = block_begin(evicted.n, blockIdx.x + 1);
   for (int64_t i = block_begin(evicted.n, blockIdx.x) + threadIdx.x; i < end; i += kTileThreads) {
-    mine += evicted.has(i);
+    num_evicted += evicted.has(i);
   }
-  exclusive_sum(mine, sums, &total);
+  exclusive_sum(num_evicted, sums, &total);
   if (threadIdx.x == 0) evicted.counts[blockIdx.x] = static_cast<int32_t>(total);
 }
 
+// Gather the rows of evicted keys of one matrix to `rows`, and their entries if asked for, by a
+// grid of as many blocks as `evicted.counts` has.
 template <class Unit>
 __global__ void __launch_bounds__(kTileThreads)
     hash_evicted_rows_kernel(RowArray<const Unit> values, EvictedKeys evicted, RowUnits shape,
                              EvictedEntries entries, Unit* rows) {
-  __shared__ int64_t sums[kTileThreads / kSlots];
+  __shared__ int64_t sums[kBlockWarps];
   int64_t before = 0, total;
   for (unsigned block = threadIdx.x; block < blockIdx.x; block += kTileThreads) {
     before += evicted.counts[block];
@@ -350,8 +368,8 @@ __global__ void __launch_bounds__(kTileThreads)
   }
 }
 
-// Call `body(Unit{}, units)` for the widest unit that rows of `bytes` can be divided into, where
-// all addresses are multiples of it.
+// Call `body(Unit{}, units)` with the widest unit whose size divides rows.alignment, and the number
+// of such units per row.
 template <class Body>
 void with_unit(const RowBytes& rows, const Body& body) {
   if (rows.alignment % 16 == 0) return body(Unit16{}, rows.bytes / 16);
@@ -367,6 +385,10 @@ RowArray<Unit> row_array(void* data, int64_t stride_bytes, int64_t rows) {
   return {static_cast<Unit*>(data), stride_bytes / static_cast<int64_t>(sizeof(Unit)), rows};
 }
 
+// The launches of the ops. `rows` is the matrix, with an alignment that covers the other addresses;
+// outputs and inputs of rows by position are contiguous, of rows.bytes each.
+
+// Launch `hash_find_rows`: write `out` [n] and `found` [n].
 template <class Launcher>
 void launch_find_rows(const Launcher& launcher, const DeviceIndex& index, const KeyBatch& batch,
                       const RowBytes& rows, uint32_t fill, void* out, bool* found) {
@@ -379,7 +401,8 @@ void launch_find_rows(const Launcher& launcher, const DeviceIndex& index, const 
   });
 }
 
-// `starting.data` is untyped here.
+// Launch `hash_read_rows` or `hash_start_rows_`: start the rows of new keys, unless starting.data
+// is null, and write `out` [n], unless that is null.
 template <class Launcher>
 void launch_read_rows(const Launcher& launcher, const RowBytes& rows, const int64_t* slots,
                       int64_t n, const StartingRows<void>& starting, uint32_t fill, void* out) {
@@ -394,6 +417,7 @@ void launch_read_rows(const Launcher& launcher, const RowBytes& rows, const int6
   });
 }
 
+// Launch `hash_write_rows_`: write the rows `from` [n] to their slots.
 template <class Work>
 void launch_write_rows(Work& work, const RowBytes& rows, const int64_t* slots, int64_t n,
                        const void* from) {
@@ -414,6 +438,7 @@ void launch_write_rows(Work& work, const RowBytes& rows, const int64_t* slots, i
   });
 }
 
+// Launch `hash_add_rows_`: add the rows `from` [n] to those in their slots.
 template <class Launcher>
 void launch_add_rows(const Launcher& launcher, const RowBytes& rows, Dtype dtype,
                      const SlotGroups& groups, const void* from) {
@@ -430,7 +455,8 @@ void launch_add_rows(const Launcher& launcher, const RowBytes& rows, Dtype dtype
   });
 }
 
-// `evicted` comes without its scratch.
+// Launch `hash_evicted_rows` for `num_matrices` matrices, at least one if `entries` are wanted. The
+// scratch of `evicted` is allocated here.
 template <class Work>
 void launch_evicted_rows(Work& work, EvictedKeys evicted, EvictedEntries entries,
                          const EvictedMatrix* matrices, int num_matrices) {
