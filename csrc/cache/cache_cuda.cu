@@ -217,6 +217,9 @@ void cache_flush_(std::vector<Tensor> weights, std::vector<Tensor> states, const
                   const Tensor& tables, const Tensor& tags) {
   const char* op = "cache_flush_";
   const CacheMemory memory = device_memory(op, weights, states, hyper, tables);
+  STD_TORCH_CHECK(memory.hyper != nullptr, op, ": hyper must have at least ",
+                  static_cast<int>(kOptimizerArgs),
+                  " entries; only cache_move_ takes an empty one");
   check_tags(op, tags);
   check_same_device(op, "tags", tags, tables);
   launch_flush(CudaLauncher(tables), memory, tags.const_data_ptr<int64_t>(), tags.numel());

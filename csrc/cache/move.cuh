@@ -284,10 +284,10 @@ EMB_DEVICE void postpone(const PostponedFetches& later, RowMove* move, bool is_l
   }
 }
 
-// Write back the rows in all slots, which `tags`, [num_slots], names.
+// Write back the rows in all slots, which `tags`, [num_slots], names; memory.hyper is not null.
 [[maybe_unused]] static __global__ void __launch_bounds__(kMoveThreads)
     flush_kernel(CacheMemory memory, const int64_t* tags, int64_t num_slots) {
-  const Rounding rounding = memory.hyper != nullptr ? Rounding(memory.hyper) : Rounding();
+  const Rounding rounding(memory.hyper);
   for (int64_t first = simt::global_warp() * simt::kWarp; first < num_slots;
        first += simt::warps_in_grid() * simt::kWarp) {
     RowMove move;

@@ -34,8 +34,8 @@ class Backward {
     args_.pooling = parse_pooling(op, pooling);
     check_features(op, features);
     check_index_dtype(op, "offsets", offsets);
-    const Tensor* elsewhere[] = {&features, &lookups, &offsets};
-    for (const Tensor* tensor : elsewhere) check_same_device(op, "grad", grad, *tensor);
+    const Tensor* other_inputs[] = {&features, &lookups, &offsets};
+    for (const Tensor* tensor : other_inputs) check_same_device(op, "grad", grad, *tensor);
     check_sample_weights(op, sample_weights, lookups);
     const int64_t num_lookups = lookups.numel();
     const int64_t columns = check_grad(op, grad, num_lookups, bag_layout.has_value());

@@ -288,10 +288,11 @@ Tensor matrix_within(const Tensor& memory, int64_t first, int64_t rows, int64_t 
 }
 
 // Point the tables of a batch to the gradients of their cores.
-void set_grads(const GradMemory& places, float* grads, TtBatch* batch) {
+void set_grads(const GradMemory& grad_memory, float* grads, TtBatch* batch) {
   size_t number = 0;
   for (TtBatchTable& table : batch->tables) {
-    for (int k = 0; k < table.shape.cores; ++k) table.grads[k] = grads + places.offsets[number++];
+    for (int k = 0; k < table.shape.cores; ++k)
+      table.grads[k] = grads + grad_memory.offsets[number++];
   }
 }
 
@@ -305,24 +306,25 @@ void take_values(const float* left_values, TtBatch* batch, Memory& take, TtMemor
   }
 }
 
-// Add an optimizer step per core to `arrays`; `grads` is the memory that `places` describes.
+// Add an optimizer step per core to `arrays`; `grads` is the memory that `grad_memory` describes.
 void add_steps(const std::vector<Tensor>& cores, const std::vector<OptimizerStepArgs>& steps,
-               const GradMemory& places, const float* grads, TtArrays* arrays) {
+               const GradMemory& grad_memory, const float* grads, TtArrays* arrays) {
   int64_t first_row = 0;  // first row of a core among the rows of all cores
   for (size_t k = 0; k < cores.size(); ++k) {
-    const MatrixGrad in{grads + places.offsets[k], cores[k].size(0), cores[k].size(1), first_row};
+    const MatrixGrad in{grads + grad_memory.offsets[k], cores[k].size(0), cores[k].size(1),
+                        first_row};
     arrays->add_step({in, steps[k].tiers[0], 0});
     first_row += cores[k].size(0);
   }
 }
 
-// Write the gradients of the cores to `grads`, the memory that `places` describes, and apply the
-// optimizer to the cores, if `steps` (one per core) is not empty.
+// Write the gradients of the cores to `grads`, the memory that `grad_memory` describes, and apply
+// the optimizer to the cores, if `steps` (one per core) is not empty.
 void run_backward(TtBatch batch, const std::vector<Tensor>& cores, const Tensor& prefixes,
-                  const Tensor& row_grads, const GradMemory& places, float* grads,
+                  const Tensor& row_grads, const GradMemory& grad_memory, float* grads,
                   const CudaLauncher& launcher, const std::vector<OptimizerStepArgs>& steps) {
   const Tensor gradient = as_contiguous(row_grads);
-  set_grads(places, grads, &batch);
+  set_grads(grad_memory, grads, &batch);
   TtMemory memory;
   const bool has_values = !batch.has_left_pairs || prefixes.size(0) >= batch.lefts();
   uint64_t* words = nullptr;
@@ -332,8 +334,8 @@ void run_backward(TtBatch batch, const std::vector<Tensor>& cores, const Tensor&
     words = take.words<uint64_t>(TtArrays::max_words(batch));
   });
   TtArrays arrays(batch, memory);
-  if (!steps.empty()) add_steps(cores, steps, places, grads, &arrays);
-  arrays.upload(launcher, words, BeginStep{grads, places.zeros});
+  if (!steps.empty()) add_steps(cores, steps, grad_memory, grads, &arrays);
+  arrays.upload(launcher, words, BeginStep{grads, grad_memory.zeros});
   arrays.make_values(launcher, memory);
   arrays.make_grads(launcher, memory, gradient.const_data_ptr<float>());
   if (!steps.empty()) arrays.update(launcher, steps[0]);
@@ -351,17 +353,18 @@ std::vector<Tensor> tt_core_grads(std::vector<Tensor> cores, std::vector<Tensor>
   check_same_device(op, "row_grads", row_grads, cores[0]);
   check_same_device(op, "prefixes", prefixes, cores[0]);
   const CudaLauncher launcher(cores[0]);
-  const GradMemory places(tables);
-  Tensor memory = allocate(cores[0], {places.floats}, ScalarType::Float);
+  const GradMemory grad_memory(tables);
+  Tensor memory = allocate(cores[0], {grad_memory.floats}, ScalarType::Float);
   auto* data = memory.mutable_data_ptr<float>();
   if (batch.plan.capacity == 0) {
     torch::stable::zero_(memory);
   } else {
-    run_backward(batch, cores, prefixes, row_grads, places, data, launcher, {});
+    run_backward(batch, cores, prefixes, row_grads, grad_memory, data, launcher, {});
   }
   std::vector<Tensor> grads;
   for (size_t k = 0; k < cores.size(); ++k) {
-    grads.push_back(matrix_within(memory, places.offsets[k], cores[k].size(0), cores[k].size(1)));
+    grads.push_back(
+        matrix_within(memory, grad_memory.offsets[k], cores[k].size(0), cores[k].size(1)));
   }
   return grads;
 }
@@ -371,15 +374,17 @@ std::vector<Tensor> tt_core_grads(std::vector<Tensor> cores, std::vector<Tensor>
 std::vector<OptimizerStepArgs> core_steps(const char* op, const std::vector<Tensor>& cores,
                                           const std::vector<Tensor>& states, const Tensor& hyper,
                                           int64_t optimizer) {
-  const size_t each = cores.empty() ? 0 : states.size() / cores.size();
-  STD_TORCH_CHECK(states.size() == each * cores.size(), op,
+  const size_t per_core = cores.empty() ? 0 : states.size() / cores.size();
+  STD_TORCH_CHECK(states.size() == per_core * cores.size(), op,
                   ": states must have the same number of tensors for each of ", cores.size(),
                   " cores, got ", states.size());
   check_same_device(op, "hyper", hyper, cores[0]);
   std::vector<OptimizerStepArgs> steps;
   for (size_t k = 0; k < cores.size(); ++k) {
-    const std::vector<Tensor> own(states.begin() + k * each, states.begin() + (k + 1) * each);
-    steps.push_back(optimizer_step_args(op, {cores[k]}, optimizer, own, hyper, cores[k].size(0)));
+    const std::vector<Tensor> core_states(states.begin() + k * per_core,
+                                          states.begin() + (k + 1) * per_core);
+    steps.push_back(
+        optimizer_step_args(op, {cores[k]}, optimizer, core_states, hyper, cores[k].size(0)));
   }
   return steps;
 }
@@ -398,10 +403,10 @@ void tt_update_(std::vector<Tensor> cores, std::vector<Tensor> states, const Ten
   const std::vector<OptimizerStepArgs> steps = core_steps(op, cores, states, hyper, optimizer);
   if (batch.plan.capacity == 0) return;
   const CudaLauncher launcher(cores[0]);
-  const GradMemory places(tables);
-  const Tensor memory = allocate(cores[0], {places.floats}, ScalarType::Float);
+  const GradMemory grad_memory(tables);
+  const Tensor memory = allocate(cores[0], {grad_memory.floats}, ScalarType::Float);
   auto* grads = static_cast<float*>(memory.mutable_data_ptr());
-  run_backward(batch, cores, prefixes, row_grads, places, grads, launcher, steps);
+  run_backward(batch, cores, prefixes, row_grads, grad_memory, grads, launcher, steps);
 }
 
 // What a forward pass keeps for its backward pass, in one tensor.
@@ -432,8 +437,8 @@ TtBatch new_batch(const char* op, const TtTables& tables, const std::vector<Tens
                   int64_t matmul_precision) {
   check_features(op, features);
   check_lookups(op, indices, offsets);
-  const Tensor* elsewhere[] = {&features, &indices, &offsets};
-  for (const Tensor* tensor : elsewhere) check_same_device(op, "each core", *tensor, cores[0]);
+  const Tensor* other_inputs[] = {&features, &indices, &offsets};
+  for (const Tensor* tensor : other_inputs) check_same_device(op, "each core", *tensor, cores[0]);
   std::vector<const void*> data;
   for (const Tensor& core : cores) data.push_back(core.const_data_ptr());
   TtPlan plan{};
@@ -453,16 +458,16 @@ Tensor pool_rows(const TtBatch& batch, bool has_one_dim, float* rows, int32_t* i
     return torch::stable::from_blob(data, {n}, {1}, features.device(), type);
   };
   const int64_t n = batch.plan.capacity;
-  const Tensor made = tensor(rows, n * batch.row_stride, ScalarType::Float);
-  const Tensor numbers = tensor(inverse, n, ScalarType::Int);
-  std::vector<Tensor> weights{made};
+  const Tensor row_tensor = tensor(rows, n * batch.row_stride, ScalarType::Float);
+  const Tensor row_of_lookup = tensor(inverse, n, ScalarType::Int);
+  std::vector<Tensor> weights{row_tensor};
   std::optional<Tensor> slots;
   if (!has_one_dim) {  // rows have the stride of the widest, which only rows of a cache have
-    const Tensor nothing = tensor(rows, 0, ScalarType::Float);
-    weights = {made, nothing, nothing, made};
-    slots = numbers;
+    const Tensor empty_tier = tensor(rows, 0, ScalarType::Float);
+    weights = {row_tensor, empty_tier, empty_tier, row_tensor};
+    slots = row_of_lookup;
   }
-  return tbe_lookup(weights, tt_features("tt_lookup_checked_", features, kTtOfRows), numbers,
+  return tbe_lookup(weights, tt_features("tt_lookup_checked_", features, kTtOfRows), row_of_lookup,
                     offsets, slots, bag_layout, sample_weights, pooling, output_dim, output_dtype);
 }
 
@@ -550,7 +555,7 @@ void tt_backward_(std::vector<Tensor> cores, std::vector<Tensor> states, Tensor 
   const std::vector<OptimizerStepArgs> steps = core_steps(op, cores, states, hyper, optimizer);
   const int64_t n = indices.numel();
   const CudaLauncher launcher(indices);
-  const GradMemory places(shapes);
+  const GradMemory grad_memory(shapes);
   Kept from_forward;
   const Memory memory(op, indices, kept[0], [&](Memory& take) { from_forward.take(&batch, take); });
   TtMemory values = from_forward.values;
@@ -559,17 +564,17 @@ void tt_backward_(std::vector<Tensor> cores, std::vector<Tensor> states, Tensor 
   uint64_t* words = nullptr;
   const Memory scratch(indices, [&](Memory& take) {
     row_grads = take(n * batch.row_stride);
-    grads = take(places.floats);
+    grads = take(grad_memory.floats);
     if (is_stale) take_values(nullptr, &batch, take, &values);
     values.add_backward(&batch, take);
     words = take.words<uint64_t>(TtArrays::max_words(batch));
   });
-  set_grads(places, grads, &batch);
+  set_grads(grad_memory, grads, &batch);
   TtArrays arrays(batch, values);
-  add_steps(cores, steps, places, grads, &arrays);
+  add_steps(cores, steps, grad_memory, grads, &arrays);
   sum_row_grads(op, grad, tt_features(op, features, kTtOfKeys), indices, from_forward.groups,
                 offsets, bag_layout, sample_weights, pooling, batch.row_stride, row_grads);
-  BeginStep begin{grads, places.zeros, static_cast<double*>(hyper.mutable_data_ptr()) + kStep,
+  BeginStep begin{grads, grad_memory.zeros, static_cast<double*>(hyper.mutable_data_ptr()) + kStep,
                   is_finite ? is_finite->const_data_ptr<bool>() : nullptr};
   if (n == 0) begin.num_zeros = 0;
   arrays.upload(launcher, words, begin);
