@@ -51,10 +51,11 @@ EMB_HD int64_t set_of(int64_t row, int64_t sets) {
 EMB_HD int64_t usage_word(Policy policy, int64_t lookups, int64_t now) {
   return policy == Policy::kLru ? now : lookups << 32 | (now & 0xffffffff);
 }
-// Return the number of the batch in a usage word (LFU: its low 32 bits), and below it the lookups.
+// Return the number of the batch in a usage word; of LFU its low 32 bits.
 EMB_HD int64_t batch_of(Policy policy, int64_t word) {
   return policy == Policy::kLru ? word : word & 0xffffffff;
 }
+// Return the lookups in a usage word of LFU.
 EMB_HD int64_t lookups_of(int64_t word) { return word >> 32; }
 
 // Return the sum of two numbers of lookups, at most the maximum of int32.

@@ -9,13 +9,14 @@ namespace {
 
 constexpr int kBlock = 8;  // rows whose lines are prefetched before the first of them is copied
 
-// Return the address of a row in a tensor, and below it the number of its entries there.
+// Return the address of the row at a location in a tensor.
 EMB_HD char* address(const CacheMemory& memory, int tensor, const RowLocation& location) {
   const TierTensor& tensor_of_tier = memory.tensors[tensor][location.tier];
   return static_cast<char*>(tensor_of_tier.data) +
          entry(memory, tensor, location) * size_of(tensor_of_tier.type);
 }
 
+// Return the number of entries that a row has in a tensor.
 EMB_HD int64_t length(const CacheMemory& memory, int tensor, const TierRow& row) {
   return memory.is_by_row(tensor) ? 1 : row.dim;
 }

@@ -23,11 +23,12 @@ struct Segments {
   int64_t* sums;                      // [count], scratch: rows to the end of each, within its tile
   int64_t* tiles;                     // [tiles + 1], scratch: rows before each tile
 
-  // Return the first row, in the values, of the m-th wanted segment, and below it its rows.
+  // Return the first row, in the values, of the m-th wanted segment.
   EMB_DEVICE int64_t begin(int64_t m) const {
     const int64_t s = order[m];
     return s < 0 || s >= num_segments ? 0 : clamp(starts[s], 0);
   }
+  // Return the number of rows of the m-th wanted segment.
   EMB_DEVICE int64_t size(int64_t m) const {
     const int64_t s = order[m];
     if (s < 0 || s >= num_segments) return 0;

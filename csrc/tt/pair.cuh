@@ -34,11 +34,11 @@ struct TtHalves {
 
   // Return the floats of a line.
   EMB_DEVICE int width() const { return half.q_inner * half.rank; }
-  // Return the first float of line (half u, outer column) in the values of halves, and below it
-  // how many floats behind that element n of the line is.
+  // Return the first float of line (half u, outer column) in the values of halves.
   EMB_DEVICE int64_t line_offset(int64_t u, int outer_column) const {
     return u * value_stride + int64_t{1} * outer_column * (mirrored ? half.rank : width());
   }
+  // Return the floats from the first float of a line to its element n.
   EMB_DEVICE int64_t element_offset(int n) const {
     if (!mirrored) return n;
     return n + int64_t{1} * (n / half.rank) * half.rank * (half.q_outer - 1);

@@ -53,13 +53,14 @@ EMB_DEVICE int32_t first_at_least(const T* values, int32_t n, int64_t x) {
 // range is the work of a block.
 inline constexpr int kTtRanges = 512;
 
-// Return the rows per range, and below it the number of ranges, for at most n rows.
+// Return the rows per range, for at most n rows.
 EMB_HD int64_t tt_range_rows(int64_t n) {
   const int64_t tiles = (n + kTileThreads - 1) / kTileThreads;
   const int64_t tiles_of_range = (tiles + kTtRanges - 1) / kTtRanges;
   return (tiles_of_range > 0 ? tiles_of_range : 1) * kTileThreads;
 }
 
+// Return the number of ranges, for at most n rows.
 inline unsigned tt_ranges(int64_t n) {
   const int64_t rows = tt_range_rows(n);
   return n > 0 ? static_cast<unsigned>((n + rows - 1) / rows) : 1;
