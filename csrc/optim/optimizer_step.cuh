@@ -165,22 +165,22 @@ void visit_selection(const OptimizerStepArgs& args, bool narrow, const Visitor& 
     visit(TypeTag<GradientOnly>{});
     return;
   }
-  bool found = false;
+  bool has_kernel = false;
   Optimizers::visit(args.optimizer, [&](auto tag) {
     using Opt = typename decltype(tag)::type;
     if constexpr (std::is_same_v<Opt, Sgd>) {
       if (narrow) {
         visit(TypeTag<Compiled<Narrow<Opt>>>{});
-        found = true;
+        has_kernel = true;
         return;
       }
     }
     if constexpr (kIsCommon<Opt>) {
       visit(TypeTag<Compiled<Opt>>{});
-      found = true;
+      has_kernel = true;
     }
   });
-  if (!found) visit(TypeTag<AtRunTime>{});
+  if (!has_kernel) visit(TypeTag<AtRunTime>{});
 }
 
 // Build the Step of the block. Called once by all threads of the block; ends with a barrier.

@@ -450,8 +450,8 @@ template <int kBits, class Launcher>
 void launch_quant_lookup_of(const Launcher& launcher, const QuantArgs& args) {
   constexpr int kWarp = static_cast<int>(simt::kWarp);
   const int64_t width = mean_width(args);
-  const int fewest = lanes_for(width, kQuantColumns);
-  const int lanes = fewest < kMinQuantLanes ? kMinQuantLanes : fewest;
+  const int min_lanes = lanes_for(width, kQuantColumns);
+  const int lanes = min_lanes < kMinQuantLanes ? kMinQuantLanes : min_lanes;
   const unsigned stripes = blocks_for(width, lanes * kQuantColumns, 64);
   const bool is_short = has_short_quant_bags(args);
   const int64_t items_of_block = (is_short ? kWarp : kWarp / lanes) * (kQuantThreads / kWarp);

@@ -11,7 +11,7 @@ namespace emb::cuda {
 // All pointers are to device memory that must live until the kernel has run.
 struct BoundsArgs {
   IndexArray indices, offsets;    // [num_lookups], [num_bags + 1]
-  const Feature* features;        // [F], contents checked by nobody
+  const Feature* features;        // [F], contents not checked
   int64_t num_lookups, num_bags;  // lookups without bags are not allowed: see check_lookups
   BagMap map;
   bool fatal;                      // trap at the first violation

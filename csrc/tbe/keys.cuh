@@ -70,10 +70,10 @@ EMB_DEVICE void find_bags(const Bags& bags, int64_t tile, int64_t end, KeyTile& 
     if (at >= 0 && at < kKeyTile) atomicMax(&shared.bags[at], static_cast<int>(bag));
   }
   __syncthreads();
-  int* const mine = shared.bags + threadIdx.x * kKeysEach;
+  int* const bags_of_thread = shared.bags + threadIdx.x * kKeysEach;
   int bag[kKeysEach], maximum = search.first;
 #pragma unroll
-  for (int i = 0; i < kKeysEach; ++i) bag[i] = maximum = max_of(maximum, mine[i]);
+  for (int i = 0; i < kKeysEach; ++i) bag[i] = maximum = max_of(maximum, bags_of_thread[i]);
 #pragma unroll
   for (unsigned delta = 1; delta < simt::kWarp; delta *= 2) {
     const int other = __shfl_up_sync(simt::kFullMask, maximum, delta);
@@ -85,7 +85,7 @@ EMB_DEVICE void find_bags(const Bags& bags, int64_t tile, int64_t end, KeyTile& 
   __syncthreads();
   for (unsigned w = 0; w < warp; ++w) before = max_of(before, shared.of_warp[w]);
 #pragma unroll
-  for (int i = 0; i < kKeysEach; ++i) mine[i] = max_of(bag[i], before);
+  for (int i = 0; i < kKeysEach; ++i) bags_of_thread[i] = max_of(bag[i], before);
   __syncthreads();
 }
 

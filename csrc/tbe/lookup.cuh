@@ -100,11 +100,11 @@ EMB_DEVICE bool has_whole_vectors(const LookupArgs& args, const Feature& feature
   constexpr int N = 16 / sizeof(W);
   const W* base = static_cast<const W*>(args.weights);
   const W* table = base + args.distance[feature.tier] + feature.weight_offset;
-  bool whole = feature.dim % N == 0 && is_aligned(table, 16);
+  bool aligned = feature.dim % N == 0 && is_aligned(table, 16);
   if (args.slots != nullptr && feature.cache_stride > 0) {
-    whole = whole && feature.cache_stride % N == 0 && is_aligned(args.cache, 16);
+    aligned = aligned && feature.cache_stride % N == 0 && is_aligned(args.cache, 16);
   }
-  return whole;
+  return aligned;
 }
 
 // Add columns [column, column + N) of the rows of a bag, times their weights, to `sum`. `longest`

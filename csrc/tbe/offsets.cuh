@@ -42,9 +42,9 @@ EMB_DEVICE int find_invalid_offsets(const Bags& bags, const BatchCheck& check, i
   int invalid = 0;
 #pragma unroll 4
   for (int64_t i = first; i <= bags.count; i += step) {
-    const int64_t x = bags.offsets[i], least = i == 0 ? 0 : bags.offsets[i - 1];
+    const int64_t x = bags.offsets[i], previous = i == 0 ? 0 : bags.offsets[i - 1];
     invalid +=
-        x < least || x > bags.num_lookups || (i == bags.count && i > 0 && x != bags.num_lookups);
+        x < previous || x > bags.num_lookups || (i == bags.count && i > 0 && x != bags.num_lookups);
     if (check.copies) check.repaired[i] = static_cast<int32_t>(x);
   }
   return invalid;
@@ -69,19 +69,19 @@ EMB_DEVICE int repair_offsets(const Bags& bags, int32_t* repaired, int32_t* of_w
       if (lane >= delta) maximum = max_of(maximum, other);
     }
     if (lane == simt::kWarp - 1) of_warp[warp] = maximum;
-    int32_t here = __shfl_up_sync(simt::kFullMask, maximum, 1u);
-    here = lane == 0 ? floor : max_of(floor, here);
+    int32_t running_max = __shfl_up_sync(simt::kFullMask, maximum, 1u);
+    running_max = lane == 0 ? floor : max_of(floor, running_max);
     __syncthreads();
     for (unsigned w = 0; w < blockDim.x / simt::kWarp; ++w) {
       floor = max_of(floor, of_warp[w]);
-      if (w < warp) here = max_of(here, of_warp[w]);
+      if (w < warp) running_max = max_of(running_max, of_warp[w]);
     }
 #pragma unroll 1
     for (int64_t i = first; i < first + kEach && i <= bags.count; ++i) {
-      here = max_of(here, clamped_offset(bags, i));
-      if (i == bags.count && i > 0) here = static_cast<int32_t>(bags.num_lookups);
-      bad += here != bags.offsets[i];
-      repaired[i] = here;
+      running_max = max_of(running_max, clamped_offset(bags, i));
+      if (i == bags.count && i > 0) running_max = static_cast<int32_t>(bags.num_lookups);
+      bad += running_max != bags.offsets[i];
+      repaired[i] = running_max;
     }
     __syncthreads();
   }

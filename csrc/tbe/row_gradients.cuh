@@ -231,14 +231,14 @@ __global__ void __launch_bounds__(kChunkThreads, 4) chunk_kernel(GradArgs args, 
   const int64_t slots = first_slot(args.segments[*args.count]);
   for (int64_t first = blockIdx.x; first < slots; first += int64_t{gridDim.x} * simt::kWarp) {
     const int64_t t = first + static_cast<int64_t>(threadIdx.x % simt::kWarp) * gridDim.x;
-    ChunkTask own{-1, 0};
-    if (t < slots) own = args.tasks[t];
-    for (uint32_t left = __ballot_sync(simt::kFullMask, own.segment >= 0); left != 0;
-         left &= left - 1) {
-      const int of = __ffs(static_cast<int>(left)) - 1;
-      const ChunkTask task{__shfl_sync(simt::kFullMask, own.segment, of),
-                           __shfl_sync(simt::kFullMask, own.chunk, of)};
-      sum_chunk<G>(args, lane, task, first + static_cast<int64_t>(of) * gridDim.x, stretch_sum);
+    ChunkTask lane_task{-1, 0};
+    if (t < slots) lane_task = args.tasks[t];
+    for (uint32_t pending = __ballot_sync(simt::kFullMask, lane_task.segment >= 0); pending != 0;
+         pending &= pending - 1) {
+      const int holder = __ffs(static_cast<int>(pending)) - 1;
+      const ChunkTask task{__shfl_sync(simt::kFullMask, lane_task.segment, holder),
+                           __shfl_sync(simt::kFullMask, lane_task.chunk, holder)};
+      sum_chunk<G>(args, lane, task, first + static_cast<int64_t>(holder) * gridDim.x, stretch_sum);
     }
   }
 }

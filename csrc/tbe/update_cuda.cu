@@ -136,8 +136,8 @@ class Backward {
   // Set the mean width of a row, and the maximum width of rows whose lookups are summed in chunks.
   void set_widths(int64_t num_features, int64_t num_bags, int64_t columns, bool variable) {
     const bool pooled = args_.pooling != Pooling::kNone;
-    const int64_t parts = !pooled ? 1 : variable ? num_bags : num_features;
-    mean_dim_ = parts > 0 ? (columns + parts - 1) / parts : columns;
+    const int64_t output_rows = !pooled ? 1 : variable ? num_bags : num_features;
+    mean_dim_ = output_rows > 0 ? (columns + output_rows - 1) / output_rows : columns;
     const int64_t widest = pooled && variable ? std::min(columns, kVariableColumns) : columns;
     args_.partial_stride = partial_stride(widest);
   }
@@ -145,12 +145,12 @@ class Backward {
   // Check the dtypes, sizes and devices of a grouping; its contents are trusted.
   static void check_groups(const char* op, const Grouping& groups) {
     check_dtype(op, "rows", groups.rows, ScalarType::Long, "int64, as tbe_group returns it");
-    const Tensor* parts[] = {&groups.segments, &groups.lookups, &groups.bags, &groups.count};
-    for (const Tensor* part : parts) {
-      check_dtype(op, "a grouping tensor", *part, ScalarType::Int,
+    const Tensor* tensors[] = {&groups.segments, &groups.lookups, &groups.bags, &groups.count};
+    for (const Tensor* tensor : tensors) {
+      check_dtype(op, "a grouping tensor", *tensor, ScalarType::Int,
                   "int32, as tbe_group returns it");
-      STD_TORCH_CHECK(part->is_contiguous(), op, ": grouping tensors must be contiguous");
-      check_same_device(op, "a grouping tensor", *part, groups.rows);
+      STD_TORCH_CHECK(tensor->is_contiguous(), op, ": grouping tensors must be contiguous");
+      check_same_device(op, "a grouping tensor", *tensor, groups.rows);
     }
     const int64_t n = groups.lookups.numel();
     STD_TORCH_CHECK(groups.segments.numel() == n + 1 && groups.bags.numel() == n &&

@@ -326,8 +326,8 @@ struct InnerGroup {
   EMB_DEVICE InnerGroup(const TtHalves& halves, int inner_row, int (&range)[2]) : inner(inner_row) {
     const int warp = static_cast<int>(threadIdx.x / simt::kWarp);
     if (warp < 2) {
-      const int found = halves.warp_lower_bound((int64_t{inner} + warp) * halves.half.outer_rows);
-      if (threadIdx.x % simt::kWarp == 0) range[warp] = found;
+      const int half = halves.warp_lower_bound((int64_t{inner} + warp) * halves.half.outer_rows);
+      if (threadIdx.x % simt::kWarp == 0) range[warp] = half;
     }
     __syncthreads();
     begin = range[0];
