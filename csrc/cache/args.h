@@ -1,11 +1,13 @@
 // The software cache in front of tables in slow memory: 32-way set-associative, with the same
-// results on CPU and GPU; emblib/reference/cache.py is the definition. A batch is a deterministic
-// program. (1) Every distinct row probes its set; a hit is stamped with the number of the batch.
-// (2) The missing rows of a set take its ways, both in order. (3) Rows that find no way stay in
-// their tier. No set depends on another, so sets run in parallel in any order.
+// results on CPU and GPU; emblib/reference/cache.py is the definition, emblib/ops/cache.py has the
+// shapes of the tensors. A batch is processed so: (1) Every distinct row probes its set, and a hit
+// is stamped with the number of the batch. (2) The missing rows of a set, in order, take the ways
+// of the set, in order. (3) Rows that get no way stay in their tier (a *conflict*). No set depends
+// on another, so sets run in parallel in any order.
 //
-// This file has the arithmetic that CPU and CUDA share, the arguments of the kernels, and the CPU's
-// tables of kernels.
+// This file has the arithmetic that CPU and GPU share, the arguments of the kernels, and the CPU's
+// function tables. A *row* is a linear row id; u counts the distinct rows of a batch; a slot is
+// set * kWays + way. Pointers are to memory of the device of the op, which the caller owns.
 #pragma once
 
 #include "core/dtype.h"
@@ -16,9 +18,9 @@
 namespace emb {
 
 inline constexpr int kWays = 32;
-inline constexpr int64_t kNoRow = -1;  // the tag of an empty way, and its usage word
-inline constexpr int64_t kNoMove =
-    -2;  // an entry of `evicted` whose row does not move; kNoRow there means an empty way
+inline constexpr int64_t kNoRow = -1;   // tag and usage word of an empty way; in `evicted`: the row
+                                        // took an empty way
+inline constexpr int64_t kNoMove = -2;  // in `evicted`: the row does not move
 
 // Columns of `counters`; emblib/tables/row_cache.py describes each.
 enum CacheCounter : int {
@@ -40,44 +42,49 @@ EMB_HD int64_t set_of(int64_t row, int64_t sets) {
       (finalise(static_cast<uint64_t>(row)) >> 32) * static_cast<uint64_t>(sets) >> 32);
 }
 
-// The usage of a way is one word. LRU: the number of the batch that used it last; the lowest is
-// replaced first. LFU: the lookups of its row so far, above the 32 low bits of that number; fewest
-// lookups first, and among equal ones the row that was used last: if batches come again, as in a
-// next epoch, the others are needed sooner, and if not, it makes no difference. The count
-// of a row is in the word while the row is cached and in `counts` otherwise, so that neither a
-// probe nor the choice of a way reads other memory.
+// The usage word of a way. LRU: the number of the batch that used the way last; the lowest is
+// replaced first. LFU: the lookups of its row so far, in the upper 32 bits, and the low 32 bits of
+// that number; the way with the fewest lookups is replaced first, and among equal ones the way that
+// was used last. If batches come again, as in the next epoch, the other rows are needed sooner; if
+// not, it makes no difference. The lookups of a row are counted in the word while the row is
+// cached, else in `counts`, so that neither a probe nor the choice of a way reads other memory.
 EMB_HD int64_t usage_word(Policy policy, int64_t lookups, int64_t now) {
   return policy == Policy::kLru ? now : lookups << 32 | (now & 0xffffffff);
 }
+// Return the number of the batch in a usage word; of LFU its low 32 bits.
 EMB_HD int64_t batch_of(Policy policy, int64_t word) {
   return policy == Policy::kLru ? word : word & 0xffffffff;
 }
+// Return the lookups in a usage word of LFU.
 EMB_HD int64_t lookups_of(int64_t word) { return word >> 32; }
 
-// Add to a number of lookups, which saturates at the maximum of int32.
+// Return the sum of two numbers of lookups, at most the maximum of int32.
 EMB_HD int64_t add_lookups(int64_t before, int64_t more) {
   const int64_t sum = before + more;
   return sum < 0x7fffffff ? sum : 0x7fffffff;
 }
 
-// The position of a way in the order in which ways are replaced: empty ones first, kNotFree never.
-// Rows used by batch `oldest` or a later one are in flight and stay. The tags are not needed.
+// The order of a way that may not be replaced.
 inline constexpr int64_t kNotFree = INT64_MAX;
 
+// Return a number by which the ways of a set are ordered: they are replaced in ascending order,
+// empty ones first, those with kNotFree never. A way that was used by batch `oldest` or a later one
+// is in flight and stays.
 EMB_HD int64_t way_order(Policy policy, int64_t word, int64_t oldest) {
   if (word < 0) return word;
   if (batch_of(policy, word) >= oldest) return kNotFree;
   return policy == Policy::kLru ? word : word ^ 0xffffffff;
 }
 
-// Return whether a row with so many lookups may replace the row of a way; `order` is the result of
-// way_order.
+// Return whether a row with `lookups` lookups so far may replace the row of a way; `order` is the
+// result of way_order.
 EMB_HD bool may_replace(Policy policy, int64_t lookups, int64_t order) {
   if (order == kNotFree) return false;
   return policy == Policy::kLru || order < 0 || lookups >= lookups_of(order);
 }
 
-// Return the table of a linear row, or -1. `tables` ascend by row_base.
+// Return the table of a linear row, or -1 if no table has it. Here and below, `tables` must ascend
+// by row_base, and those with a cache must be the last ones; on the CPU check_tables checks both.
 EMB_HD int find_table(const Feature* tables, int num_tables, int64_t row) {
   int low = -1,
       high = num_tables;  // [low, high) contains the last table that begins at or before `row`
@@ -92,7 +99,7 @@ EMB_HD int find_table(const Feature* tables, int num_tables, int64_t row) {
   return low >= 0 && row - tables[low].row_base < tables[low].rows ? low : -1;
 }
 
-// Return the first cached table; all tables after it are cached as well.
+// Return the first cached table, num_tables if there is none; all tables after it are cached too.
 EMB_HD int first_cached_table(const Feature* tables, int num_tables) {
   int low = 0, high = num_tables;
   while (low < high) {
@@ -106,7 +113,7 @@ EMB_HD int first_cached_table(const Feature* tables, int num_tables) {
   return low;
 }
 
-// Return the first cached linear row; all rows after it are cached as well.
+// Return the first cached linear row, INT64_MAX if there is none; all rows after it are cached too.
 EMB_HD int64_t first_cached_row(const Feature* tables, int num_tables) {
   const int table = first_cached_table(tables, num_tables);
   return table < num_tables ? tables[table].row_base : INT64_MAX;
@@ -119,67 +126,71 @@ EMB_HD int64_t end_of_rows(const Feature* tables, int num_tables) {
 
 // The state of a cache.
 struct CacheState {
-  int64_t* tags;    // [sets, kWays] linear rows
-  int64_t* words;   // [sets, kWays], see usage_word
+  int64_t* tags;    // [sets, kWays] linear row of each way, negative for an empty one
+  int64_t* words;   // [sets, kWays] usage words
   int32_t* counts;  // [cached rows], LFU only: lookups so far of rows that are not cached
   int64_t sets;
-  int64_t first_row;  // first cached linear row
+  int64_t first_row;  // first cached linear row, that of counts[0]
   Policy policy;
 };
 
 // The CPU kernels of `cache_plan_` and `cache_locate`.
 
-// A distinct row of a batch that is not cached: its position in `rows`, and its set.
+// A distinct row of a batch that is not in the cache.
 struct Miss {
-  int32_t position;
+  int32_t position;  // its position u in `rows`
   uint32_t set;
 };
 
 struct CachePlanArgs {
   CacheState cache;
-  int64_t now, oldest;
-  const int64_t* rows;
-  const int32_t* segments;
-  int32_t* row_slots;
-  int64_t* evicted;
-  int64_t end_row;  // one past the last linear row; higher tags belong to no table
+  int64_t now, oldest;      // numbers of this batch, and of the oldest batch in flight
+  const int64_t* rows;      // [U] distinct rows of the batch, ascending
+  const int32_t* segments;  // [U + 1] row u has segments[u + 1] - segments[u] lookups
+  int32_t* row_slots;       // [U], an output: slot of each row, -1 for none
+  int64_t* evicted;         // [U], an output: row that each row replaces, kNoRow or kNoMove
+  int64_t end_row;          // one past the last linear row; tags from here on belong to no table
 };
 
-// The misses of a batch by set, as `group` returns them.
+// The misses of a batch grouped by set: group g is the misses permutation[segments[g]], ...,
+// permutation[segments[g + 1] - 1] of set sets[g]; within a group positions ascend.
 struct MissGroups {
   const Miss* misses;  // ascending by position
   const int32_t *sets, *segments, *permutation;
 };
 
 struct CachePlanTable {
-  // Find the slots of rows [begin, end), -1 for misses. Also list the misses in `misses` unless
-  // that is null. Return the number of misses.
+  // Write row_slots of rows [begin, end), which must be cached rows: -1 for misses. Unless `misses`
+  // is null, list the misses there; it has room for end - begin. Return the number of misses, 0 if
+  // `misses` is null.
   int64_t (*locate)(const CachePlanArgs&, int64_t begin, int64_t end, Miss* misses);
-  // The same, and record the use of the hits.
+  // The same; also set `evicted` to kNoMove, stamp the hits, and count the lookups.
   int64_t (*probe)(const CachePlanArgs&, int64_t begin, int64_t end, Miss* misses);
   // Assign ways to the misses of groups [begin, end).
   void (*admit)(const CachePlanArgs&, const MissGroups&, int64_t begin, int64_t end);
 };
 
 // The arguments of `cache_move_` and `cache_flush_` on any device: the weights and states of all
-// memory tiers, and the locations that a row moves between.
+// memory tiers, and the locations between which a row moves.
 
 // The weights and up to seven states; no optimizer has more.
 inline constexpr int kMaxCacheTensors = 8;
 
+// The memory of one tensor in one tier.
 struct TierTensor {
   void* data;
   Dtype type;
 };
 
 struct CacheMemory {
-  const Feature* tables;
+  const Feature* tables;  // [num_tables]
   int num_tables;
-  int num_tensors;                               // the weights, then the states
-  TierTensor tensors[kMaxCacheTensors][kTiers];  // null if a tier is not used
+  int num_tensors;                               // tensor 0 is the weights, the others are states
+  TierTensor tensors[kMaxCacheTensors][kTiers];  // data is null if a tier is not used
   uint32_t by_row;                               // bit k: tensor k has one entry per row
-  int64_t cache_elements, cache_rows;  // sizes of the cache tier: element-wise and row-wise
-  // For stochastic rounding, at least kOptimizerArgs entries; on a GPU null if nothing is rounded.
+  int64_t cache_elements, cache_rows;  // of the cache tier: elements, entries of row-wise states
+  // The optimizer's numbers, read for stochastic rounding, kOptimizerArgs or more; on a GPU null if
+  // nothing is rounded stochastically.
   const double* hyper;
 
   EMB_HD bool is_by_row(int tensor) const { return by_row >> tensor & 1u; }
@@ -187,11 +198,12 @@ struct CacheMemory {
 
 // A row and its location in the tier of its table; dim 0 if there is no such row.
 struct TierRow {
-  int64_t row;
-  int64_t dim, stride;
+  int64_t row;          // linear row id
+  int64_t dim, stride;  // columns; elements between rows of the cache
   RowLocation location;
 };
 
+// Return a row of a cached table; dim is 0 for a negative number or a row of no such table.
 EMB_HD TierRow find_tier_row(const CacheMemory& memory, int64_t row) {
   const int t = row < 0 ? -1 : find_table(memory.tables, memory.num_tables, row);
   if (t < 0 || memory.tables[t].cache_stride == 0) return {row, 0, 0, {0, 0, 0}};
@@ -199,10 +211,12 @@ EMB_HD TierRow find_tier_row(const CacheMemory& memory, int64_t row) {
   return {row, table.dim, table.cache_stride, locate_row(table, row - table.row_base, -1)};
 }
 
+// Return the location of a row in a slot of the cache.
 EMB_HD RowLocation slot_location(const TierRow& row, int64_t slot) {
   return {kCacheTier, slot * row.stride, slot};
 }
 
+// Return whether there are such a row and such a slot.
 EMB_HD bool fits(const CacheMemory& memory, const TierRow& row, int64_t slot) {
   return row.dim > 0 && slot >= 0 && slot < memory.cache_rows &&
          (slot + 1) * row.stride <= memory.cache_elements;
@@ -218,30 +232,32 @@ EMB_HD uint32_t write_back_stream(int tensor) {
   return kRoundWriteBack + static_cast<uint32_t>(tensor);
 }
 
-// The moves of a batch, as `cache_plan_` returns them.
+// The moves of a batch, as `cache_plan_` returns them: row rows[u] goes to slot row_slots[u], and
+// the row evicted[u] in this slot goes back to its table, unless evicted[u] is kNoMove.
 struct CacheMoves {
-  const int64_t* rows;
-  const int32_t* row_slots;
-  const int64_t*
-      evicted;  // evicted rows; null, on a GPU, if every row is fetched and none is evicted
+  const int64_t* rows;       // [U]
+  const int32_t* row_slots;  // [U]
+  const int64_t* evicted;    // [U]; null, on a GPU: every row is fetched and none is evicted
 };
 
-// What a GPU leaves out of the moves of a batch that is prefetched while earlier batches are in
-// flight: their updates need not wait for it then. A row without a way is updated in its table, and
-// the set remembers the batch. A row of the batch that takes a way of such a set may be one that is
-// updated there: it is fetched by a later call, after the update. Its slot is in `slots`, and the
-// row that it evicts is written back at once.
+// On a GPU: fetches that are postponed while earlier batches are in flight, so that the updates of
+// these need not wait for the prefetch. A row without a way is updated in its table, and its set
+// remembers the batch in `conflicts`. A later row that takes a way of such a set may be that very
+// row, not updated yet. So it is listed in `rows` and `slots` to be fetched by another call after
+// the update; the row that it evicts is written back at once.
 struct PostponedFetches {
-  const int64_t* clock = nullptr;  // clock of the batch that `cache_plan_` planned
-  int64_t* conflicts = nullptr;    // [sets] the last batch with a row without a way; null: on a CPU
+  const int64_t* clock = nullptr;  // [2] of the batch that was planned: its number, the oldest one
+  int64_t* conflicts = nullptr;    // [sets] last batch with a row without a way; null: not recorded
   int64_t sets = 0;
-  int64_t* rows = nullptr;   // [U]
-  int32_t* slots = nullptr;  // [U]
-  int32_t* count = nullptr;  // null: nothing is postponed
+  int64_t* rows = nullptr;   // [U], an output
+  int32_t* slots = nullptr;  // [U], an output
+  int32_t* count = nullptr;  // [1], 0 before: postponed fetches; null: nothing is postponed
 
+  // Return whether the row that gets this slot may be one that a batch in flight updates.
   EMB_HD bool may_be_updated(int64_t slot) const {
     return count != nullptr && slot / kWays < sets && conflicts[slot / kWays] >= clock[1];
   }
+  // Record that `row`, a cached row of the batch, got no way.
   EMB_HD void note_conflict(int64_t row) const { conflicts[set_of(row, sets)] = clock[0]; }
 };
 
@@ -250,7 +266,7 @@ struct PostponedFetches {
 struct CacheMoveTable {
   // For rows [begin, end) of the batch: write back the rows that they evict, then fetch them.
   void (*move)(const CacheMemory&, const CacheMoves&, int64_t begin, int64_t end);
-  // Write back the rows that `tags` names in slots [begin, end).
+  // Write back the rows in slots [begin, end), which `tags`, [slots], names; they stay cached.
   void (*flush)(const CacheMemory&, const int64_t* tags, int64_t begin, int64_t end);
 };
 

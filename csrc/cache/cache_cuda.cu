@@ -1,5 +1,6 @@
-// The cache ops on the GPU: plan (probe, group the misses by set, admit, count), locate, move and
-// flush. Nothing waits for the device.
+// The cache ops on the GPU: plan (probe, group the misses by set, admit, count), locate, move,
+// flush, and a whole prefetch. Nothing waits for the device. The contracts are those of the CPU
+// (plan_cpu.cpp, move_cpu.cpp, prefetch_cpu.cpp), except that contents of tensors are trusted.
 #include <torch/csrc/stable/library.h>
 
 #include <tuple>
@@ -16,7 +17,7 @@
 namespace emb::cuda {
 namespace {
 
-// A plan on the device and its output.
+// A plan on the device and its output, int32 and int64 [L].
 struct DevicePlan {
   Tensor row_slots, evicted;
   CachePlan args;
@@ -38,8 +39,8 @@ struct DevicePlan {
     STD_TORCH_CHECK(call.cache.sets > 0, call.op, ": a cache needs at least one set");
   }
 
-  // Probe, group the misses by set, admit and count them; write the slots of the lookups `of`.
-  void run(const CudaLauncher& launcher, const LookupSlots& of = {}) const {
+  // Probe, group the misses by set, admit and count them; write the slots of `lookups`, if any.
+  void run(const CudaLauncher& launcher, const LookupSlots& lookups = {}) const {
     const int64_t n = args.n;
     int32_t *sets, *segments, *count;
     SortBuffers<uint32_t> sort{};
@@ -57,7 +58,7 @@ struct DevicePlan {
     scratch.allocate(row_slots);
     launch_probe(launcher, args, sort);
     sort_and_group(launcher, row_slots, sort, {sets, false, segments, count, nullptr, nullptr});
-    launch_admit(launcher, args, {sets, segments, sort.sorted_positions, count}, of);
+    launch_admit(launcher, args, {sets, segments, sort.sorted_positions, count}, lookups);
   }
 };
 
@@ -110,9 +111,8 @@ Tensor cache_lookup_slots(const Tensor& row_slots, const Tensor& segments, const
   return slots;
 }
 
-// Check the memory of `cache_move_` and `cache_flush_` and return its device addresses. The host
-// tier is pinned memory, which kernels read and write in place.
-
+// Check the weights, states, hyper and tables of an op that moves rows, and return the addresses
+// that kernels use. The host tier is pinned memory, which kernels read and write in place.
 CacheMemory device_memory(const char* op, std::vector<Tensor>& weights, std::vector<Tensor>& states,
                           const Tensor& hyper, const Tensor& tables) {
   CacheMemory memory = cache_memory(op, weights, states, hyper, tables);
@@ -128,6 +128,8 @@ CacheMemory device_memory(const char* op, std::vector<Tensor>& weights, std::vec
   return memory;
 }
 
+// Check `later`, which is empty, [clock, conflicts] or [clock, conflicts, rows, slots, count] for
+// the batch `rows`, and return the fetches to postpone.
 PostponedFetches postponed_fetches(const char* op, std::vector<Tensor>& later, const Tensor& rows) {
   PostponedFetches fetches{};
   if (later.empty()) return fetches;
@@ -151,6 +153,8 @@ PostponedFetches postponed_fetches(const char* op, std::vector<Tensor>& later, c
   return fetches;
 }
 
+// As on the CPU. Besides, `evicted` may be empty: then every row is fetched and none is evicted;
+// `hyper` may be empty: then nothing is rounded stochastically; and `later` postpones fetches.
 void cache_move_(std::vector<Tensor> weights, std::vector<Tensor> states, const Tensor& hyper,
                  const Tensor& tables, const Tensor& rows, const Tensor& count,
                  const Tensor& row_slots, const Tensor& evicted, std::vector<Tensor> later) {
@@ -166,7 +170,9 @@ void cache_move_(std::vector<Tensor> weights, std::vector<Tensor> states, const 
               count.const_data_ptr<int32_t>(), rows.numel());
 }
 
-// Everything that may raise comes before the kernels that change the cache.
+// As on the CPU, but an invalid batch is repaired. Returns the seven tensors, then, if `postpones`,
+// the postponed fetches [rows, slots, count], then, with `check`, the repaired offsets. Everything
+// that may raise comes before the kernels that change the cache.
 std::vector<Tensor> cache_prefetch_(std::vector<Tensor> weights, std::vector<Tensor> states,
                                     const Tensor& hyper, std::vector<Tensor> cache,
                                     const Tensor& tables, int64_t policy, int64_t lag,
@@ -211,6 +217,9 @@ void cache_flush_(std::vector<Tensor> weights, std::vector<Tensor> states, const
                   const Tensor& tables, const Tensor& tags) {
   const char* op = "cache_flush_";
   const CacheMemory memory = device_memory(op, weights, states, hyper, tables);
+  STD_TORCH_CHECK(memory.hyper != nullptr, op, ": hyper must have at least ",
+                  static_cast<int>(kOptimizerArgs),
+                  " entries; only cache_move_ takes an empty one");
   check_tags(op, tags);
   check_same_device(op, "tags", tags, tables);
   launch_flush(CudaLauncher(tables), memory, tags.const_data_ptr<int64_t>(), tags.numel());

@@ -1,4 +1,5 @@
-// Argument checks that the cache ops share.
+// Argument checks that the cache ops share. A check raises with the name `op` of the op; `name` is
+// that of the argument. On a GPU shapes, dtypes and devices are checked, contents are trusted.
 #pragma once
 
 #include <vector>
@@ -17,7 +18,7 @@ inline void check_cache_tensor(const char* op, const char* name, const Tensor& t
   check_same_device(op, name, tensor, like);
 }
 
-// Check `tags` and return the number of sets.
+// Check `tags`, int64 [sets, kWays], and return the number of sets.
 inline int64_t check_tags(const char* op, const Tensor& tags) {
   check_cache_tensor(op, "tags", tags, ScalarType::Long, tags);
   STD_TORCH_CHECK(tags.dim() == 2 && tags.size(1) == kWays, op, ": tags must be [sets, ", kWays,
@@ -27,6 +28,7 @@ inline int64_t check_tags(const char* op, const Tensor& tags) {
   return tags.size(0);
 }
 
+// The same for a tensor that must have `numel` entries.
 inline void check_cache_vector(const char* op, const char* name, const Tensor& tensor,
                                ScalarType type, int64_t numel, const Tensor& like) {
   check_cache_tensor(op, name, tensor, type, like);
@@ -34,7 +36,8 @@ inline void check_cache_vector(const char* op, const char* name, const Tensor& t
                   tensor.numel());
 }
 
-// Check the distinct rows of a batch, as tbe_group returns them.
+// Check the distinct rows of a batch, as tbe_group returns them: `rows` int64 [L], of which the
+// first `count`, int32 [1], exist. `like` is a tensor on the cache's device.
 inline void check_rows(const char* op, const Tensor& rows, const Tensor& count,
                        const Tensor& like) {
   STD_TORCH_CHECK(rows.numel() <= kMaxLookups, op, ": at most 2^31 - 1 rows a call, got ",
@@ -43,23 +46,26 @@ inline void check_rows(const char* op, const Tensor& rows, const Tensor& count,
   check_cache_vector(op, "count", count, ScalarType::Int, 1, like);
 }
 
+// Check the segments of these rows, int32 [L + 1].
 inline void check_segments(const char* op, const Tensor& segments, const Tensor& rows) {
   check_cache_vector(op, "segments", segments, ScalarType::Int, rows.numel() + 1, rows);
 }
 
-// The arguments of a plan on any device, checked, in the form that the kernels take. Contents are
-// not checked: they may be on a device.
+// The arguments of a plan on any device, in the form that the kernels take. Shapes, dtypes and
+// devices are checked, contents are not: they may be on a device. Pointers are to tensors that the
+// op's caller holds.
 struct PlanCall {
   const char* op;
   Tensor tags, tables;
-  CacheState cache;  // the CPU sets first_row
-  int64_t num_counts;
-  int64_t* counters;
-  int64_t* clock;
-  const int64_t* rows = nullptr;
-  const int32_t *segments = nullptr, *count = nullptr;
-  int64_t n = 0;  // entries of `rows`, of which the first `count` are in use
+  CacheState cache;               // first_row is 0: HostPlan, or the kernels, compute it
+  int64_t num_counts;             // entries of `counts`
+  int64_t* counters;              // [T + 1, kCounters]
+  int64_t* clock;                 // [2] numbers of the batch and of the oldest batch in flight
+  const int64_t* rows = nullptr;  // [n], of which the first `count` exist
+  const int32_t *segments = nullptr, *count = nullptr;  // [n + 1], [1]
+  int64_t n = 0;
 
+  // Check all but the rows. `words` are the stamps, see usage_word.
   PlanCall(const char* op, const Tensor& tags, const Tensor& words, const Tensor& counts,
            const Tensor& counters_in, const Tensor& clock_in, const Tensor& tables, int64_t policy)
       : op(op), tags(tags), tables(tables) {
@@ -94,7 +100,7 @@ struct PlanCall {
   int num_tables() const { return static_cast<int>(tables.size(0)); }
 };
 
-// Check what `cache_prefetch_` alone takes.
+// Check the arguments that only `cache_prefetch_` has.
 inline void check_prefetch(const char* op, const std::vector<Tensor>& cache, int64_t lag,
                            const std::optional<int64_t>& check, const Tensor& violations) {
   STD_TORCH_CHECK(cache.size() == 6, op,
@@ -104,8 +110,8 @@ inline void check_prefetch(const char* op, const std::vector<Tensor>& cache, int
   check_bounds_arguments(op, check, violations);
 }
 
-// Check `tables` where they can be read: ascending by row; the cached ones last, contiguous, and
-// with one stride.
+// Check the contents of `tables`, on the CPU only: they must ascend by row and not overlap, and the
+// cached ones must be the last, without gaps between their rows, and have one stride.
 inline void check_tables(const char* op, const Tensor& tables) {
   check_features(op, tables);
   const Feature* table = feature_array(tables);
@@ -128,9 +134,10 @@ inline void check_tables(const char* op, const Tensor& tables) {
   }
 }
 
-// Return the memory of `cache_move_` and `cache_flush_`. `states` are tier-major: every tier has as
-// many as there are states. Whether a state has one entry per element or per row follows from its
-// size in the cache tier, whose rows have at least four elements.
+// Check the weights (four tensors, one per tier), states, `hyper` and `tables` of `cache_move_` and
+// `cache_flush_`, and return them. `states` are tier-major: all of tier 0, then all of tier 1, ..
+// Whether a state has one entry per element or one per row follows from its size in the cache tier,
+// whose rows have at least four elements. That tables lie inside the tensors is not checked.
 inline CacheMemory cache_memory(const char* op, std::vector<Tensor>& weights,
                                 std::vector<Tensor>& states, const Tensor& hyper,
                                 const Tensor& tables) {

@@ -1,12 +1,13 @@
 // Moves rows and their optimizer states between the cache and the tiers of their tables on the GPU.
+// An optimizer state is moved like the weights: all are tensors of CacheMemory.
 //
 // A warp takes 32 rows of the batch. Lane i computes once where row i comes from, where the row
-// that it evicts goes to, and whether it moves at all. Then groups of lanes, as wide as a row, take
-// the rows that move, kMoveRows each at a time: all of these are read before one of them is
-// written, so some 2 KB per warp and direction are on the bus at once, and both directions are
+// that it evicts goes to, and whether it moves at all (RowMove). Then groups of lanes, as wide as a
+// row, take the rows that move, kMoveRows at a time: all of these are read before one of them is
+// written, so that some 2 KB per warp and direction are on the bus at once, and both directions are
 // busy. States with one entry per row are moved by the lane of the row. A lane owns the same
 // columns of the row that leaves a slot and of the row that enters it: it reads a column of the
-// slot before it overwrites it, and no lane waits for another.
+// slot before it overwrites it, so no lane waits for another.
 //
 // The grid is small: a bus of 55 GB/s with a latency of 2 us is full with some 100 KB in flight,
 // and a prefetch on a side stream must leave the multiprocessors to the training step.
@@ -19,11 +20,12 @@
 namespace emb::cuda {
 
 inline constexpr int kMoveThreads = 256;
-inline constexpr int kMoveColumns = 4;
+inline constexpr int kMoveColumns = 4;  // columns per lane and access, where dtypes are converted
 inline constexpr int kMoveRows = 4;     // rows in flight per group of lanes
 inline constexpr int kMoveBlocks = 16;  // 128 warps with 256 KB in flight per direction
 
-// Round columns [column, column + valid) of a row that is written back.
+// Round columns [column, column + kMoveColumns) of linear row `row`, which is written back, to
+// dtype `type` stochastically; `tensor` and the row select the random numbers.
 EMB_DEVICE void round_columns(Dtype type, const Rounding& rounding, int64_t row, int64_t column,
                               int tensor, float (&values)[kMoveColumns]) {
   if (type == Dtype::kFloat) return;
@@ -37,12 +39,14 @@ EMB_DEVICE void round_columns(Dtype type, const Rounding& rounding, int64_t row,
   }
 }
 
-// The moves of one row: `out` leaves a slot and `in` enters it; either may be missing (dim 0).
+// The move of one row of the batch: `out` leaves a slot and `in` enters it. dim 0 stands for no
+// row, in either.
 struct RowMove {
   TierRow out{kNoRow, 0, 0, {0, 0, 0}}, in{kNoRow, 0, 0, {0, 0, 0}};
   int64_t slot = 0;
 
   EMB_DEVICE bool any() const { return out.dim > 0 || in.dim > 0; }
+  // Return the elements between rows of the cache.
   EMB_DEVICE int64_t stride() const { return out.dim > 0 ? out.stride : in.stride; }
 };
 
@@ -64,16 +68,18 @@ EMB_DEVICE void move_entry(const CacheMemory& memory, int tensor, const RowMove&
   if (move.in.dim > 0) write_columns(cache.data, cache.type, move.slot, 1, in_value);
 }
 
-// Return the lanes of a group that moves rows of so many accesses.
+// Return the lanes of a group that moves rows of `accesses` accesses each.
 EMB_DEVICE int lanes_of_move(int accesses) {
   int lanes = 4;
   while (lanes < static_cast<int>(simt::kWarp) && lanes < accesses) lanes *= 2;
   return lanes;
 }
 
-// The part of a move that a group needs, from the lane of its row.
+// What a group needs of the move that lane `source` has; all lanes pass their move. Without a
+// source (-1) both dims are 0. Called by the whole warp.
 struct SharedMove {
-  int64_t out_element, in_element, start;
+  int64_t out_element, in_element;  // first elements of the rows in their tiers
+  int64_t start;                    // first element of the slot in the cache
   int out_dim, in_dim, out_tier, in_tier;
 
   SharedMove() = default;
@@ -93,43 +99,45 @@ struct SharedMove {
   }
 };
 
-// Remove the next R rows of each group from the set of those that move, which is the same in all
-// lanes; -1: none.
+// Assign the next R rows that move to each group: remove their lanes from `pending`, the bit mask
+// of lanes whose rows have not been moved, which is the same in all lanes, and write the lanes of
+// this group's rows to `source`, -1 for none.
 template <int R>
-EMB_DEVICE void take_rows(unsigned* left, const LaneGroup& lane, int (&source)[R]) {
+EMB_DEVICE void take_rows(unsigned* pending, const LaneGroup& lane, int (&source)[R]) {
 #pragma unroll
   for (int r = 0; r < R; ++r) {
     source[r] = -1;
     for (int g = 0; g < lane.groups_in_warp(); ++g) {
-      const int next = __ffs(static_cast<int>(*left)) - 1;
-      *left &= *left - 1;
+      const int next = __ffs(static_cast<int>(*pending)) - 1;
+      *pending &= *pending - 1;
       if (g == lane.group) source[r] = next;
     }
   }
 }
 
+// Return the address of the `pack`-th 16 bytes of a row that begins at `element`.
 EMB_DEVICE simt::Pack16* pack_at(const TierTensor& tensor, int64_t element, int64_t pack) {
   char* row = static_cast<char*>(tensor.data) + element * size_of(tensor.type);
   return reinterpret_cast<simt::Pack16*>(row) + pack;
 }
 
-// Move rows of a tensor with an entry per element. All rows consist of aligned 16 bytes, and the
-// cache has the dtype of their tiers.
-EMB_DEVICE void copy_packs(const CacheMemory& memory, int tensor, const RowMove& mine,
-                           unsigned left, int packs) {
+// Move the rows of the lanes `pending`, a bit mask, in an element-wise tensor. All these rows must
+// be aligned 16-byte packs, at most `packs` each, and the cache must have the dtype of their tiers.
+EMB_DEVICE void copy_packs(const CacheMemory& memory, int tensor, const RowMove& lane_move,
+                           unsigned pending, int packs) {
   constexpr int R = kMoveRows;
   const TierTensor cache = memory.tensors[tensor][kCacheTier];
   const int size = static_cast<int>(size_of(cache.type));
   const LaneGroup lane(lanes_of_move(packs));
-  while (left != 0) {
+  while (pending != 0) {
     int source[R];
-    take_rows(&left, lane, source);
+    take_rows(&pending, lane, source);
     const simt::Pack16* in_row[R];
     simt::Pack16 *out_row[R], *slot[R];
     int in_packs[R], out_packs[R];
 #pragma unroll
     for (int r = 0; r < R; ++r) {
-      const SharedMove move(mine, source[r]);
+      const SharedMove move(lane_move, source[r]);
       in_row[r] = pack_at(memory.tensors[tensor][move.in_tier], move.in_element, lane.rank);
       out_row[r] = pack_at(memory.tensors[tensor][move.out_tier], move.out_element, lane.rank);
       slot[r] = pack_at(cache, move.start, lane.rank);
@@ -158,18 +166,19 @@ EMB_DEVICE void copy_packs(const CacheMemory& memory, int tensor, const RowMove&
   }
 }
 
-// The same for any alignment and dtypes, a row of each group at a time.
-EMB_DEVICE void convert_columns(const CacheMemory& memory, int tensor, const RowMove& mine,
-                                unsigned left, int widest, const Rounding& rounding) {
+// The same for any alignment and dtypes, a row of each group at a time; no row has more than
+// `widest` columns.
+EMB_DEVICE void convert_columns(const CacheMemory& memory, int tensor, const RowMove& lane_move,
+                                unsigned pending, int widest, const Rounding& rounding) {
   constexpr int N = kMoveColumns;
   const TierTensor cache = memory.tensors[tensor][kCacheTier];
   const LaneGroup lane(lanes_of_move((widest + N - 1) / N));
-  while (left != 0) {
+  while (pending != 0) {
     int source[1];
-    take_rows(&left, lane, source);
-    const SharedMove move(mine, source[0]);
+    take_rows(&pending, lane, source);
+    const SharedMove move(lane_move, source[0]);
     const int64_t out_row =
-        __shfl_sync(simt::kFullMask, mine.out.row, source[0] < 0 ? 0 : source[0]);
+        __shfl_sync(simt::kFullMask, lane_move.out.row, source[0] < 0 ? 0 : source[0]);
     const TierTensor out_tier = memory.tensors[tensor][move.out_tier];
     const TierTensor in_tier = memory.tensors[tensor][move.in_tier];
     for (int c = lane.rank * N; c < widest; c += lane.lanes * N) {
@@ -190,7 +199,8 @@ EMB_DEVICE void convert_columns(const CacheMemory& memory, int tensor, const Row
   }
 }
 
-// Return whether a row of this lane is aligned 16 bytes in a tensor of the dtype of its tier.
+// Return whether a row is made of aligned 16-byte packs, in a tensor of its tier and in the slot of
+// the cache that begins at element `start`, and both have one dtype. True if there is no row.
 EMB_DEVICE bool is_whole(const CacheMemory& memory, int tensor, const TierRow& row, int64_t start) {
   if (row.dim == 0) return true;
   const TierTensor cache = memory.tensors[tensor][kCacheTier];
@@ -200,30 +210,33 @@ EMB_DEVICE bool is_whole(const CacheMemory& memory, int tensor, const TierRow& r
          is_aligned(pack_at(cache, start, 0), 16);
 }
 
-// Move the rows of the lanes of a warp.
-EMB_DEVICE void move_rows(const CacheMemory& memory, const RowMove& mine,
+// Move the rows of a warp, one per lane, in all tensors. Called by the whole warp.
+EMB_DEVICE void move_rows(const CacheMemory& memory, const RowMove& lane_move,
                           const Rounding& rounding) {
-  const unsigned movers = __ballot_sync(simt::kFullMask, mine.any());
+  const unsigned movers = __ballot_sync(simt::kFullMask, lane_move.any());
   if (movers == 0) return;
-  const int64_t start = mine.slot * mine.stride();
-  const int dim = static_cast<int>(mine.in.dim > mine.out.dim ? mine.in.dim : mine.out.dim);
+  const int64_t start = lane_move.slot * lane_move.stride();
+  const int64_t in_dim = lane_move.in.dim, out_dim = lane_move.out.dim;
+  const int dim = static_cast<int>(in_dim > out_dim ? in_dim : out_dim);
   const int widest = __reduce_max_sync(simt::kFullMask, dim);
   for (int k = 0; k < memory.num_tensors; ++k) {
     if (memory.is_by_row(k)) {
-      if (mine.any()) move_entry(memory, k, mine, rounding);
+      if (lane_move.any()) move_entry(memory, k, lane_move, rounding);
       continue;
     }
-    const bool whole = is_whole(memory, k, mine.in, start) && is_whole(memory, k, mine.out, start);
+    const bool whole =
+        is_whole(memory, k, lane_move.in, start) && is_whole(memory, k, lane_move.out, start);
     if (__all_sync(simt::kFullMask, whole)) {
       const int64_t size = size_of(memory.tensors[k][kCacheTier].type);
-      copy_packs(memory, k, mine, movers, static_cast<int>(widest * size / 16));
+      copy_packs(memory, k, lane_move, movers, static_cast<int>(widest * size / 16));
     } else {
-      convert_columns(memory, k, mine, movers, widest, rounding);
+      convert_columns(memory, k, lane_move, movers, widest, rounding);
     }
   }
 }
 
-// Leave the fetch of this lane's row to a later call if `is_late`. Called by the whole warp.
+// If `is_late`, list the fetch of this lane's row in `later`, and remove it from `move`. Called by
+// the whole warp.
 EMB_DEVICE void postpone(const PostponedFetches& later, RowMove* move, bool is_late) {
   const unsigned late = __ballot_sync(simt::kFullMask, is_late);
   if (late == 0) return;
@@ -239,6 +252,8 @@ EMB_DEVICE void postpone(const PostponedFetches& later, RowMove* move, bool is_l
   move->in.dim = 0;
 }
 
+// Move the rows of a batch, of which there are *num_rows, except for those that `later` postpones.
+// A warp takes 32 rows, grid-stride.
 [[maybe_unused]] static __global__ void __launch_bounds__(kMoveThreads)
     move_kernel(CacheMemory memory, CacheMoves moves, PostponedFetches later,
                 const int32_t* num_rows) {
@@ -247,43 +262,45 @@ EMB_DEVICE void postpone(const PostponedFetches& later, RowMove* move, bool is_l
   for (int64_t first = simt::global_warp() * simt::kWarp; first < count;
        first += simt::warps_in_grid() * simt::kWarp) {
     const int64_t u = first + threadIdx.x % simt::kWarp;
-    RowMove mine;
+    RowMove move;
     bool is_late = false;
     if (u < count) {
       const int64_t evicted = moves.evicted != nullptr ? moves.evicted[u] : kNoRow;
       const int64_t row = moves.rows[u];
-      mine.slot = moves.row_slots[u];
+      move.slot = moves.row_slots[u];
       if (evicted != kNoMove) {
         const TierRow in = find_tier_row(memory, row);
-        if (fits(memory, in, mine.slot)) {
-          mine.in = in;
-          mine.out = find_tier_row(memory, evicted);
-          is_late = later.may_be_updated(mine.slot);
+        if (fits(memory, in, move.slot)) {
+          move.in = in;
+          move.out = find_tier_row(memory, evicted);
+          is_late = later.may_be_updated(move.slot);
         }
-      } else if (mine.slot < 0 && later.conflicts != nullptr) {
+      } else if (move.slot < 0 && later.conflicts != nullptr) {
         if (find_tier_row(memory, row).dim > 0) later.note_conflict(row);
       }
     }
-    if (later.count != nullptr) postpone(later, &mine, is_late);
-    move_rows(memory, mine, rounding);
+    if (later.count != nullptr) postpone(later, &move, is_late);
+    move_rows(memory, move, rounding);
   }
 }
 
+// Write back the rows in all slots, which `tags`, [num_slots], names; memory.hyper is not null.
 [[maybe_unused]] static __global__ void __launch_bounds__(kMoveThreads)
     flush_kernel(CacheMemory memory, const int64_t* tags, int64_t num_slots) {
   const Rounding rounding(memory.hyper);
   for (int64_t first = simt::global_warp() * simt::kWarp; first < num_slots;
        first += simt::warps_in_grid() * simt::kWarp) {
-    RowMove mine;
-    mine.slot = first + threadIdx.x % simt::kWarp;
-    if (mine.slot < num_slots) {
-      const TierRow out = find_tier_row(memory, tags[mine.slot]);
-      if (fits(memory, out, mine.slot)) mine.out = out;
+    RowMove move;
+    move.slot = first + threadIdx.x % simt::kWarp;
+    if (move.slot < num_slots) {
+      const TierRow out = find_tier_row(memory, tags[move.slot]);
+      if (fits(memory, out, move.slot)) move.out = out;
     }
-    move_rows(memory, mine, rounding);
+    move_rows(memory, move, rounding);
   }
 }
 
+// Move the first *count of at most n rows of a batch.
 template <class Launcher>
 void launch_move(const Launcher& launcher, const CacheMemory& memory, const CacheMoves& moves,
                  const PostponedFetches& later, const int32_t* count, int64_t n) {

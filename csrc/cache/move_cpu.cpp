@@ -1,5 +1,6 @@
-// `cache_move_` and `cache_flush_` on the CPU: checks, then rows or slots in parallel. No two rows
-// of a batch share a slot, and no row has two locations, so the order does not matter.
+// `cache_move_` and `cache_flush_` on the CPU: check the arguments, then move rows, or flush slots,
+// in parallel. No two rows of a batch have one slot, and no row has two, so that the order of moves
+// does not matter.
 #include <torch/csrc/stable/library.h>
 
 #include <vector>
@@ -16,9 +17,9 @@ EMB_SELECT_KERNELS(CacheMoveTable, kCacheMoveTable, move_table)
 
 namespace {
 
-constexpr int64_t kGrain = 512;  // rows
+constexpr int64_t kGrain = 512;  // rows, or slots: smallest range that gets a thread
 
-// Check that every cached table lies inside its tier.
+// Raise unless every cached table lies inside the weights and states of its tier.
 void check_tier_rows(const char* op, const CacheMemory& memory, const std::vector<Tensor>& weights,
                      const std::vector<Tensor>& states) {
   for (int t = 0; t < memory.num_tables; ++t) {
@@ -41,6 +42,7 @@ void check_tier_rows(const char* op, const CacheMemory& memory, const std::vecto
 
 }  // namespace
 
+// The contracts of both functions are in cache/entries.h.
 CacheMemory check_memory(const char* op, std::vector<Tensor>& weights, std::vector<Tensor>& states,
                          const Tensor& hyper, const Tensor& tables) {
   check_tables(op, tables);
@@ -57,6 +59,13 @@ void move_batch(const CacheMemory& memory, const CacheMoves& moves, int64_t coun
 
 namespace {
 
+// Write back the rows that a batch evicts, then fetch its rows, with their states.
+//   weights, states      per tier (device, host, disk, cache); states of all tiers, tier-major
+//   hyper                float64, read for stochastic rounding of rows that are written back
+//   tables               int64 [T, 8], as check_tables requires
+//   rows, count          int64 [L] and int32 [1]: the distinct rows of the batch
+//   row_slots, evicted   int32 [L] and int64 [L]: the plan that cache_plan_ returned for them
+//   later                empty: only a GPU postpones fetches
 void cache_move_(std::vector<Tensor> weights, std::vector<Tensor> states, const Tensor& hyper,
                  const Tensor& tables, const Tensor& rows, const Tensor& count,
                  const Tensor& row_slots, const Tensor& evicted, std::vector<Tensor> later) {
@@ -77,6 +86,8 @@ void cache_move_(std::vector<Tensor> weights, std::vector<Tensor> states, const 
              n);
 }
 
+// Write the rows that `tags`, int64 [sets, kWays], names back to their tables, with their states.
+// They stay in the cache. The other arguments are those of cache_move_.
 void cache_flush_(std::vector<Tensor> weights, std::vector<Tensor> states, const Tensor& hyper,
                   const Tensor& tables, const Tensor& tags) {
   const char* op = "cache_flush_";

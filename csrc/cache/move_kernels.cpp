@@ -1,5 +1,6 @@
 // Moves rows and their optimizer states between the cache and the tiers of their tables on one CPU
-// thread: a copy where the dtypes agree, otherwise a conversion.
+// thread: a copy if both have one dtype, otherwise a conversion. Rows are processed in blocks, of
+// which all lines are prefetched before the first row is copied.
 #include "cache/args.h"
 #include "core/vec.h"
 
@@ -8,16 +9,19 @@ namespace {
 
 constexpr int kBlock = 8;  // rows whose lines are prefetched before the first of them is copied
 
+// Return the address of the row at a location in a tensor.
 EMB_HD char* address(const CacheMemory& memory, int tensor, const RowLocation& location) {
   const TierTensor& tensor_of_tier = memory.tensors[tensor][location.tier];
   return static_cast<char*>(tensor_of_tier.data) +
          entry(memory, tensor, location) * size_of(tensor_of_tier.type);
 }
 
+// Return the number of entries that a row has in a tensor.
 EMB_HD int64_t length(const CacheMemory& memory, int tensor, const TierRow& row) {
   return memory.is_by_row(tensor) ? 1 : row.dim;
 }
 
+// Copy n values, rounded to nearest.
 template <class To, class From>
 void convert(To* to, const From* from, int64_t n) {
   int64_t d = 0;
@@ -25,7 +29,8 @@ void convert(To* to, const From* from, int64_t n) {
   for (; d < n; ++d) to[d] = from_float<To>(to_float(from[d]));
 }
 
-// Convert with stochastic rounding; the row and the tensor select the random numbers.
+// Copy n values, rounded stochastically; the linear row and the tensor's stream select the random
+// numbers.
 template <class To, class From>
 void convert_randomly(To* to, const From* from, int64_t n, const Rounding& rounding, int64_t row,
                       uint32_t stream) {
@@ -37,6 +42,7 @@ void convert_randomly(To* to, const From* from, int64_t n, const Rounding& round
   }
 }
 
+// Call `visit` with `data` as a pointer to elements of dtype `type`.
 template <class Visitor>
 EMB_HD void visit_dtype(Dtype type, void* data, const Visitor& visit) {
   if (type == Dtype::kFloat) return visit(static_cast<float*>(data));
@@ -44,8 +50,8 @@ EMB_HD void visit_dtype(Dtype type, void* data, const Visitor& visit) {
   visit(static_cast<bfloat16*>(data));
 }
 
-// Copy a row with all its states from one location to another. Round stochastically where
-// `rounding` is not null and the target dtype is narrower.
+// Copy a row with all its states from one location to another. Tensors whose dtype differs between
+// the two are rounded: stochastically if `rounding` is not null, else to nearest.
 void copy_row(const CacheMemory& memory, const TierRow& row, const RowLocation& from,
               const RowLocation& to, const Rounding* rounding) {
   for (int k = 0; k < memory.num_tensors; ++k) {
@@ -69,6 +75,7 @@ void copy_row(const CacheMemory& memory, const TierRow& row, const RowLocation& 
   }
 }
 
+// Prefetch a row with all its states at a location, for writing or reading.
 template <bool write>
 EMB_HD void prefetch_location(const CacheMemory& memory, const TierRow& row,
                               const RowLocation& location) {
@@ -84,7 +91,8 @@ struct Move {
   int64_t slot;
 };
 
-// Write back evicted rows and fetch rows [begin, end).
+// The functions of CacheMoveTable, see cache/args.h.
+
 void move(const CacheMemory& memory, const CacheMoves& moves, int64_t begin, int64_t end) {
   const Rounding rounding(memory.hyper);
   const Rounding* random = rounding.stochastic ? &rounding : nullptr;
@@ -111,7 +119,6 @@ void move(const CacheMemory& memory, const CacheMoves& moves, int64_t begin, int
   }
 }
 
-// Write the rows in slots [begin, end) back to their tables.
 void flush(const CacheMemory& memory, const int64_t* tags, int64_t begin, int64_t end) {
   const Rounding rounding(memory.hyper);
   const Rounding* random = rounding.stochastic ? &rounding : nullptr;

@@ -1,5 +1,9 @@
-// Probing, admission and counting on the GPU. A warp takes one row, or one set, and each lane one
-// way: the tags of a set are one coalesced load. The sort of `group` groups the misses by set.
+// The plan of a batch on the GPU: probing, admission, counting, and the slots of lookups.
+//
+// A warp takes one row (probe_kernel), or one set with misses (admit_kernel), and each lane one of
+// the 32 ways, so that the tags of a set are one coalesced load. In between, the sort of group/
+// groups the misses by set. The last kernel counts the batch and writes the slot of every lookup.
+// Launch: launch_probe, sort and group, launch_admit.
 #pragma once
 
 #include "cache/args.h"
@@ -14,22 +18,24 @@ inline constexpr int kCacheThreads = 256;
 inline constexpr int kCacheWarps = kCacheThreads / static_cast<int>(simt::kWarp);
 static_assert(kWays == static_cast<int>(simt::kWarp));
 
+// All pointers are to device memory that must live until the kernels have run.
 struct CachePlan {
-  CacheState cache;  // first_row is computed on the device, where the tables are
-  int64_t* clock;
-  int64_t* counters;
-  const Feature* tables;
+  CacheState cache;       // first_row is not used: kernels compute it from `tables`
+  int64_t* clock;         // [2] numbers of the batch and of the oldest batch in flight
+  int64_t* counters;      // [num_tables + 1, kCounters], to which the batch is added
+  const Feature* tables;  // [num_tables], ascending by row; the cached ones are the last
   int num_tables;
-  const int64_t* rows;
-  const int32_t *segments, *count;
-  int64_t n;  // entries of `rows`, of which the first `count` are in use
-  int32_t* row_slots;
-  int64_t* evicted;
+  const int64_t* rows;              // [n] distinct rows, ascending; the first *count exist
+  const int32_t *segments, *count;  // [n + 1] of the lookups by row, [1]
+  int64_t n;
+  int32_t* row_slots;  // [n], an output: slot of each row, -1 for none and from *count on
+  int64_t* evicted;    // [n], an output: row that each row replaces, kNoRow or kNoMove
   // Negative: the clock is that of the batch. Else the plan starts the next batch, whose oldest one
-  // in flight is `lag` before it: the last kernel of the plan sets the clock.
+  // in flight is `lag` batches before it: the last kernel of the plan sets the clock.
   int64_t lag = -1;
-  int32_t* num_postponed = nullptr;  // set to 0 by the last kernel, unless null
+  int32_t* num_postponed = nullptr;  // [1], set to 0 by the last kernel; may be null
 
+  // Return the numbers of the batch and of the oldest batch in flight.
   EMB_HD int64_t now() const { return clock[0] + (lag < 0 ? 0 : 1); }
   EMB_HD int64_t oldest() const {
     const int64_t oldest = lag < 0 ? clock[1] : now() - lag;
@@ -37,24 +43,29 @@ struct CachePlan {
   }
 };
 
-// The misses by set, as `group` returns them.
+// The misses grouped by set: group g < *count is the rows permutation[segments[g]], ...,
+// permutation[segments[g + 1] - 1], ascending, of set sets[g].
 struct MissGroups {
   const int32_t *sets, *segments, *permutation, *count;
 };
 
 EMB_DEVICE int lane_id() { return static_cast<int>(threadIdx.x % simt::kWarp); }
 
+// Return the lookups of row u in the batch.
 EMB_DEVICE int64_t lookups_at(const CachePlan& plan, int64_t u) {
   return plan.segments[u + 1] - plan.segments[u];
 }
 
-// Return the way that holds `row`, the same in every lane; -1 if there is none.
+// Return the way of set `set` that has `row`, the same in every lane; -1 if there is none. Called
+// by the whole warp.
 EMB_DEVICE int find_way(const CacheState& cache, int64_t set, int64_t row) {
   const int64_t tag = cache.tags[set * kWays + lane_id()];
   return __ffs(static_cast<int>(__ballot_sync(simt::kFullMask, tag == row))) - 1;
 }
 
-// Record the use of hits; give misses their set as the key of a sort.
+// Write row_slots of all rows, -1 for misses, stamp the hits, and count lookups (LFU). Write the
+// set of each miss as the key of the sort that groups misses; other rows get sort.limit. A warp
+// takes a row, grid-stride.
 [[maybe_unused]] static __global__ void __launch_bounds__(kCacheThreads)
     probe_kernel(CachePlan plan, SortBuffers<uint32_t> sort) {
   const CacheState& cache = plan.cache;
@@ -84,6 +95,8 @@ EMB_DEVICE int find_way(const CacheState& cache, int64_t set, int64_t row) {
   }
 }
 
+// Write row_slots of all rows and change nothing else. Of `plan` only cache.tags, cache.sets, the
+// tables, rows, count, n and row_slots are used.
 [[maybe_unused]] static __global__ void __launch_bounds__(kCacheThreads)
     locate_kernel(CachePlan plan) {
   const int64_t first_row = first_cached_row(plan.tables, plan.num_tables), count = *plan.count;
@@ -96,8 +109,9 @@ EMB_DEVICE int find_way(const CacheState& cache, int64_t set, int64_t row) {
   }
 }
 
-// A missing row of a set, as LFU compares them: its lookups above how early it comes among the
-// misses. kNoMiss comes after all.
+// The key of a missing row, by which LFU orders the misses of a set, highest first: its lookups in
+// the upper 32 bits, and in the lower ones a number that falls with its number among the misses.
+// kNoMiss comes after all.
 inline constexpr int64_t kNoMiss = -1;
 
 EMB_DEVICE int64_t miss_key(int64_t lookups, int32_t number) {
@@ -108,16 +122,17 @@ EMB_DEVICE int32_t number_of_miss(int64_t key) {
   return 0x7fffffff - static_cast<int32_t>(key & 0xffffffff);
 }
 
-// Return how many of the first `num` lanes hold a key that comes before `key`.
+// Return how many of the first `num` lanes pass a key, in `keys`, that comes before `key`, this
+// lane's. Called by the whole warp.
 EMB_DEVICE int count_before(int64_t key, int64_t keys, int num) {
   int before = 0;
   for (int k = 0; k < num; ++k) before += __shfl_sync(simt::kFullMask, keys, k) > key;
   return before;
 }
 
-// Write the keys of the up to kWays misses with most lookups of [begin, end) to `best`, most first,
-// then kNoMiss. Each count is read once; 32 misses at a time are ranked against the best so far.
-// Called by the whole warp.
+// Write the keys of the kWays misses that come first of [begin, end), a group, to `best`, [kWays],
+// in order, then kNoMiss. Each count of lookups is read once; 32 misses at a time are ranked
+// against the best so far. Called by the whole warp.
 EMB_DEVICE void rank_by_lookups(const CachePlan& plan, const MissGroups& groups, int64_t first_row,
                                 int32_t begin, int32_t end, int64_t* best) {
   int64_t leader = kNoMiss;  // first miss so far that has this lane's rank
@@ -143,7 +158,9 @@ EMB_DEVICE void rank_by_lookups(const CachePlan& plan, const MissGroups& groups,
   }
 }
 
-// One warp per set: lane w decides whether way w is replaced, and by which row.
+// Assign ways to the misses. A warp takes a set, grid-stride; lane w decides whether way w is
+// replaced, and by which row: the miss that has the same rank among the misses as way w among the
+// ways.
 [[maybe_unused]] static __global__ void __launch_bounds__(kCacheThreads)
     admit_kernel(CachePlan plan, MissGroups groups) {
   __shared__ int64_t best[kCacheWarps][kWays];
@@ -167,14 +184,14 @@ EMB_DEVICE void rank_by_lookups(const CachePlan& plan, const MissGroups& groups,
       const int32_t u = groups.permutation[begin + (lfu ? number_of_miss(chosen[rank]) : rank)];
       const int64_t row = plan.rows[u], lookups = lfu ? lookups_of_miss(chosen[rank]) : 0;
       if (may_replace(cache.policy, lookups, order)) {
-        const int64_t old = cache.tags[slot];
+        const int64_t evicted = cache.tags[slot];
         // Higher tags belong to no table. The bound is computed here: to keep it would take one
         // register too many.
-        if (lfu && old >= first_row && old < end_of_rows(plan.tables, plan.num_tables)) {
-          cache.counts[old - first_row] = static_cast<int32_t>(lookups_of(word));
+        if (lfu && evicted >= first_row && evicted < end_of_rows(plan.tables, plan.num_tables)) {
+          cache.counts[evicted - first_row] = static_cast<int32_t>(lookups_of(word));
         }
         plan.row_slots[u] = static_cast<int32_t>(slot);
-        plan.evicted[u] = old < 0 ? kNoRow : old;
+        plan.evicted[u] = evicted < 0 ? kNoRow : evicted;
         cache.tags[slot] = row;
         cache.words[slot] = usage_word(cache.policy, lookups, now);
       }
@@ -183,18 +200,20 @@ EMB_DEVICE void rank_by_lookups(const CachePlan& plan, const MissGroups& groups,
   }
 }
 
-// Counters of one table that a warp has not written yet; every lane has a partial sum.
+// Counts of one table that a warp has not added to the counters yet; every lane has a partial sum.
 struct Tally {
-  int table = -1;
-  int32_t sums[kWriteBacks] = {};  // a batch has fewer than 2^31 lookups
+  int table = -1;                  // -1: none
+  int32_t sums[kWriteBacks] = {};  // by counter; a batch has fewer than 2^31 lookups
 };
 
+// Add n to a counter of a table; table num_tables has the totals.
 EMB_DEVICE void add_counter(const CachePlan& plan, int table, CacheCounter counter, int64_t n) {
   atomicAdd(reinterpret_cast<unsigned long long*>(plan.counters + table * kCounters + counter),
             static_cast<unsigned long long>(n));
 }
 
-// Called by the whole warp.
+// Add a tally to the counters of its table and to the totals, and clear it. Called by the whole
+// warp.
 EMB_DEVICE void flush_tally(const CachePlan& plan, Tally* tally) {
 #pragma unroll
   for (int c = 0; c < kWriteBacks; ++c) {
@@ -206,7 +225,8 @@ EMB_DEVICE void flush_tally(const CachePlan& plan, Tally* tally) {
   }
 }
 
-// Count row u. Rows ascend, so a warp seldom changes the table.
+// Count row u, of a table that begins with row `row_base`, in `sums` of a tally. The first row of
+// the batch in the table counts the call.
 EMB_DEVICE void tally_row(const CachePlan& plan, int64_t u, int64_t row_base, int32_t* sums) {
   const auto lookups = static_cast<int32_t>(lookups_at(plan, u));
   const bool conflict = plan.row_slots[u] < 0;
@@ -220,8 +240,8 @@ EMB_DEVICE void tally_row(const CachePlan& plan, int64_t u, int64_t row_base, in
   sums[kConflictMisses] += conflict ? lookups : 0;
 }
 
-// Count the rows of a plan in `blocks` blocks. Each warp counts 32 rows at a time of a contiguous
-// range of rows.
+// Count the rows of a plan, in block `block` of `blocks`. Each warp takes a contiguous range of
+// rows, 32 at a time; since rows ascend, its table seldom changes.
 EMB_DEVICE void count_rows(const CachePlan& plan, unsigned block, unsigned blocks) {
   const int64_t first_row = first_cached_row(plan.tables, plan.num_tables), count = *plan.count;
   const int64_t tiles = (count + kWays - 1) / kWays, warps = int64_t{blocks} * kCacheWarps;
@@ -232,66 +252,69 @@ EMB_DEVICE void count_rows(const CachePlan& plan, unsigned block, unsigned block
     const int64_t u = tile * kWays + lane_id();
     const bool cached = u < count && plan.rows[u] >= first_row;
     const int table = cached ? find_table(plan.tables, plan.num_tables, plan.rows[u]) : -1;
-    unsigned left = __ballot_sync(simt::kFullMask, table >= 0);
-    while (left != 0) {
-      const int next = __shfl_sync(simt::kFullMask, table, __ffs(static_cast<int>(left)) - 1);
+    unsigned pending = __ballot_sync(simt::kFullMask, table >= 0);  // lanes not yet counted
+    while (pending != 0) {
+      const int next = __shfl_sync(simt::kFullMask, table, __ffs(static_cast<int>(pending)) - 1);
       if (next != tally.table) {
         if (tally.table >= 0) flush_tally(plan, &tally);
         tally.table = next;
       }
       if (table == next) tally_row(plan, u, plan.tables[table].row_base, tally.sums);
-      left &= ~__ballot_sync(simt::kFullMask, table == next);
+      pending &= ~__ballot_sync(simt::kFullMask, table == next);
     }
-    const int64_t old = cached ? plan.evicted[u] : -1;
-    const int owner = old >= 0 ? find_table(plan.tables, plan.num_tables, old) : -1;
-    left = __ballot_sync(simt::kFullMask, owner >= 0);
-    while (left != 0) {
-      const int next = __shfl_sync(simt::kFullMask, owner, __ffs(static_cast<int>(left)) - 1);
-      const unsigned same = __ballot_sync(simt::kFullMask, owner == next);
+    const int64_t evicted = cached ? plan.evicted[u] : -1;
+    const int evicted_table = evicted >= 0 ? find_table(plan.tables, plan.num_tables, evicted) : -1;
+    pending = __ballot_sync(simt::kFullMask, evicted_table >= 0);
+    while (pending != 0) {
+      const int next =
+          __shfl_sync(simt::kFullMask, evicted_table, __ffs(static_cast<int>(pending)) - 1);
+      const unsigned same = __ballot_sync(simt::kFullMask, evicted_table == next);
       if (lane_id() == 0) {
         add_counter(plan, next, kWriteBacks, __popc(same));
         add_counter(plan, plan.num_tables, kWriteBacks, __popc(same));
       }
-      left &= ~same;
+      pending &= ~same;
     }
   }
   if (tally.table >= 0) flush_tally(plan, &tally);
 }
 
-// The slot of every lookup, from those of the rows.
+// The slots of n lookups, from those of their rows.
 struct LookupSlots {
-  const int32_t *row_slots, *segments, *lookups, *count;
+  const int32_t* row_slots;                   // slot of each distinct row
+  const int32_t *segments, *lookups, *count;  // the grouping of tbe_group: [n + 1], [n], [1]
   int64_t n;
-  int32_t* slots;  // [n]
+  int32_t* slots;  // [n], an output: slot of the row of each lookup, -1 for none
 };
 
-// Write the slot of every lookup, -1 for none, in `blocks` blocks.
-EMB_DEVICE void write_lookup_slots(const LookupSlots& of, unsigned block, unsigned blocks,
+// Write the slot of every lookup, in block `block` of `blocks`. All threads of the block call it;
+// `range` is shared memory for two ints.
+EMB_DEVICE void write_lookup_slots(const LookupSlots& args, unsigned block, unsigned blocks,
                                    int* range) {
-  const int groups = *of.count;
-  const int32_t grouped = of.segments[groups];
-  const auto start = [&](int group) { return static_cast<int64_t>(of.segments[group]); };
-  for (int64_t tile = int64_t{block} * kTileSize; tile < of.n;
+  const int groups = *args.count;
+  const int32_t grouped = args.segments[groups];
+  const auto start = [&](int group) { return static_cast<int64_t>(args.segments[group]); };
+  for (int64_t tile = int64_t{block} * kTileSize; tile < args.n;
        tile += int64_t{blocks} * kTileSize) {
-    const int64_t end = tile + kTileSize < of.n ? tile + kTileSize : of.n;
+    const int64_t end = tile + kTileSize < args.n ? tile + kTileSize : args.n;
     const TileSearch search(start, groups, tile, end, range);
     for (int64_t j = tile + threadIdx.x; j < end; j += kTileThreads) {
       const int group = j < grouped ? search.find(start, j) : -1;
-      of.slots[of.lookups[j]] = group < 0 ? -1 : of.row_slots[group];
+      args.slots[args.lookups[j]] = group < 0 ? -1 : args.row_slots[group];
     }
   }
 }
 
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
-    lookup_slots_kernel(LookupSlots of) {
+    lookup_slots_kernel(LookupSlots args) {
   __shared__ int range[2];
-  write_lookup_slots(of, blockIdx.x, gridDim.x, range);
+  write_lookup_slots(args, blockIdx.x, gridDim.x, range);
 }
 
-// The last kernel of a plan: its first blocks count the rows, the others write the slots of the
-// lookups, if they are wanted.
+// The last kernel of a plan: the first `counting_blocks` blocks count the rows, the others write
+// the slots of `lookups`, if there are any; one thread sets the clock.
 [[maybe_unused]] static __global__ void __launch_bounds__(kCacheThreads, 6)
-    finish_plan_kernel(CachePlan plan, unsigned counting_blocks, LookupSlots of) {
+    finish_plan_kernel(CachePlan plan, unsigned counting_blocks, LookupSlots lookups) {
   __shared__ int range[2];
   if (simt::global_thread() == 0) {
     add_counter(plan, plan.num_tables, kCalls, 1);
@@ -304,7 +327,7 @@ EMB_DEVICE void write_lookup_slots(const LookupSlots& of, unsigned block, unsign
   if (blockIdx.x < counting_blocks) {
     count_rows(plan, blockIdx.x, counting_blocks);
   } else {
-    write_lookup_slots(of, blockIdx.x - counting_blocks, gridDim.x - counting_blocks, range);
+    write_lookup_slots(lookups, blockIdx.x - counting_blocks, gridDim.x - counting_blocks, range);
   }
 }
 static_assert(kCacheThreads == kTileThreads);
@@ -324,24 +347,27 @@ void launch_locate(const Launcher& launcher, const CachePlan& plan) {
            plan);
 }
 
-// Called after the misses were grouped. `of` are the lookups whose slots are written, if any.
+// Admit the misses, which have been grouped by set, and count the batch. Write the slots of
+// `lookups`, if there are any.
 template <class Launcher>
 void launch_admit(const Launcher& launcher, const CachePlan& plan, const MissGroups& groups,
-                  const LookupSlots& of = {}) {
+                  const LookupSlots& lookups = {}) {
   if (plan.n > 0) {
     const int64_t max_sets = plan.n < plan.cache.sets ? plan.n : plan.cache.sets;
     launcher(admit_kernel, blocks_for(max_sets, kCacheWarps, launcher.blocks(32)), kCacheThreads,
              plan, groups);
   }
   const unsigned counting = blocks_for(plan.n, 8 * kCacheThreads, launcher.blocks(8));
-  const unsigned writing = of.n == 0 ? 0 : blocks_for(of.n, kTileSize, launcher.blocks(32));
-  launcher(finish_plan_kernel, counting + writing, kCacheThreads, plan, counting, of);
+  const unsigned writing =
+      lookups.n == 0 ? 0 : blocks_for(lookups.n, kTileSize, launcher.blocks(32));
+  launcher(finish_plan_kernel, counting + writing, kCacheThreads, plan, counting, lookups);
 }
 
 template <class Launcher>
-void launch_lookup_slots(const Launcher& launcher, const LookupSlots& of) {
-  if (of.n == 0) return;
-  launcher(lookup_slots_kernel, blocks_for(of.n, kTileSize, launcher.blocks(32)), kTileThreads, of);
+void launch_lookup_slots(const Launcher& launcher, const LookupSlots& args) {
+  if (args.n == 0) return;
+  launcher(lookup_slots_kernel, blocks_for(args.n, kTileSize, launcher.blocks(32)), kTileThreads,
+           args);
 }
 
 }  // namespace emb::cuda

@@ -1,5 +1,6 @@
 // `cache_plan_`, `cache_evictions`, `cache_locate` and `cache_lookup_slots` on the CPU. A plan
-// checks its input, probes rows in parallel, admits misses set by set in parallel, then counts.
+// checks its input, probes the rows in parallel, groups the misses by set, admits them set by set
+// in parallel, and adds the batch to the counters. The kernels are in plan_kernels.cpp.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -20,16 +21,18 @@ EMB_SELECT_KERNELS(CachePlanTable, kCachePlanTable, plan_table)
 
 namespace {
 
-constexpr int64_t kGrain = 2048;  // rows, or misses
+constexpr int64_t kGrain = 2048;  // rows, or misses: smallest range that gets a thread
 
-// The distinct rows of a batch; those from `first` on belong to cached tables.
+// The distinct rows of a batch, ascending. Those from position `first` on are cached rows: rows of
+// tables with a cache.
 struct CachedRows {
-  const int64_t* rows;
-  const int32_t* segments;  // null if lookups are not counted
+  const int64_t* rows;      // [count]
+  const int32_t* segments;  // [count + 1]; null if lookups are not counted
   int64_t first, count;
 
+  // Return the position of the first row that is at least `row`.
   int64_t find(int64_t row) const { return std::lower_bound(rows, rows + count, row) - rows; }
-  // Return the bounds of equal chunks of the cached rows.
+  // Divide the cached rows into equal chunks; return their bounds, at least two.
   std::vector<int64_t> cut() const {
     const int64_t parts = std::clamp<int64_t>((count - first) / kGrain, 1, num_threads());
     std::vector<int64_t> cuts(parts + 1);
@@ -38,6 +41,9 @@ struct CachedRows {
   }
 };
 
+// Check the contents of a batch of `count` rows and return it: rows must be distinct, ascending and
+// of the tables, segments (unless null) must not decrease. `n` bounds `count`. `tables` have been
+// checked.
 CachedRows check_batch(const char* op, const Tensor& tables, const int64_t* rows,
                        const int32_t* segments, int64_t n, int64_t count) {
   const Feature* table = feature_array(tables);
@@ -67,25 +73,28 @@ CachedRows check_batch(const char* op, const Tensor& tables, const int64_t* rows
   return batch;
 }
 
-// Fill the entries of rows that are not cached, and those after the last row.
+// Fill the entries of `out`, [n], of rows that are not cached, and those after the last row.
 template <class T>
 void fill_outside(T* out, const CachedRows& batch, int64_t n, int64_t value) {
   std::fill(out, out + batch.first, static_cast<T>(value));
   std::fill(out + batch.count, out + n, static_cast<T>(value));
 }
 
-// Adds a batch to the counters. `reserve` comes before the first write of a plan: a plan that ran
-// out of memory after it had changed tags would leave rows in the wrong places.
+// Adds a batch to `counters`, [tables + 1, kCounters]: a row per table, then the totals. Call
+// `reserve` before a plan changes anything: a plan that ran out of memory after it had changed tags
+// would leave rows in the wrong slots.
 class BatchCounters {
  public:
   BatchCounters(int64_t* counters, const Feature* tables, int num_tables)
       : counters_(counters), tables_(tables), num_tables_(num_tables) {}
 
+  // Allocate all memory that counting the batch needs.
   void reserve(const CachedRows& batch) {
     max_parts_ = std::clamp<int64_t>((batch.count - batch.first) / kGrain, 1, num_threads());
     local_.assign(max_parts_ * (num_tables_ + 1) * kCounters, 0);
   }
 
+  // Count the call, the distinct rows and the lookups of the batch.
   void add_lookups(const CachedRows& batch) {
     add(num_tables_, kCalls, 1);
     for (int t = first_cached_table(tables_, num_tables_); t < num_tables_; ++t) {
@@ -98,6 +107,7 @@ class BatchCounters {
     }
   }
 
+  // Count the n misses of a plan, and the rows that they evict.
   void add_misses(const CachePlanArgs& args, const Miss* missed, int64_t n) {
     const int64_t parts = std::clamp<int64_t>(n / kGrain, 1, max_parts_);
     const int64_t size = (num_tables_ + 1) * kCounters;
@@ -117,6 +127,7 @@ class BatchCounters {
     add(num_tables_, counter, n);
   }
 
+  // Count the misses [begin, end), which ascend by row.
   void add_some(const CachePlanArgs& args, const Miss* begin, const Miss* end) {
     int table = begin == end ? 0 : find_table(tables_, num_tables_, args.rows[begin->position]);
     for (const Miss* miss = begin; miss != end; ++miss) {
@@ -137,10 +148,10 @@ class BatchCounters {
   const Feature* tables_;
   int num_tables_;
   int64_t max_parts_ = 1;
-  std::vector<int64_t> local_;  // one per part of the misses
+  std::vector<int64_t> local_;  // [parts, tables + 1, kCounters], for each part of the misses
 };
 
-// The sets of a batch before its plan, which `restore` brings back.
+// A copy of the sets of a batch, made before its plan; `restore` undoes the plan.
 class SavedSets {
  public:
   SavedSets(const CachePlanArgs& args, const CachedRows& batch) : args_(args), batch_(batch) {
@@ -188,7 +199,8 @@ class SavedSets {
   std::vector<int32_t> counts_;  // LFU: of the rows of the batch, then of those in its sets
 };
 
-// Probe all rows and list the missing ones, ascending; return where each chunk of them begins.
+// Probe all cached rows, and list the misses in `misses`, ascending by position; it has room for
+// all cached rows. Return where each chunk of the misses begins, then their number.
 std::vector<int64_t> probe_all(const CachePlanArgs& args, const CachedRows& batch, Miss* misses) {
   const std::vector<int64_t> cuts = batch.cut();
   const int64_t parts = static_cast<int64_t>(cuts.size()) - 1;
@@ -203,7 +215,7 @@ std::vector<int64_t> probe_all(const CachePlanArgs& args, const CachedRows& batc
   return ends;
 }
 
-// Group the misses by set and let every set assign its ways; `firsts` divides them into chunks.
+// Group the misses by set and let every set assign its ways; `firsts` is what probe_all returned.
 void admit_all(const CachePlanArgs& args, const Miss* misses, const std::vector<int64_t>& firsts) {
   const int64_t n = firsts.back();
   const std::unique_ptr<int32_t[]> sets(new int32_t[n]), permutation(new int32_t[n]);
@@ -220,7 +232,8 @@ void admit_all(const CachePlanArgs& args, const Miss* misses, const std::vector<
       [&](int64_t begin, int64_t end) { plan_table().admit(args, groups, begin, end); });
 }
 
-// A call of `cache_plan_` or `cache_evictions` whose contents are checked too, and its output.
+// A call of `cache_plan_` or `cache_evictions` with all contents checked, and its output, int32 and
+// int64 [L].
 struct HostPlan {
   CachedRows batch;
   Tensor row_slots, evicted;
@@ -259,7 +272,8 @@ struct HostPlan {
     return check_batch(call.op, call.tables, call.rows, call.segments, call.n, *call.count);
   }
 
-  // Plan; return the number of misses, which are listed in `misses`.
+  // Plan, which changes the cache. List the misses in `misses`, which has room for all cached rows,
+  // and return their number.
   int64_t run(Miss* misses) const {
     const std::vector<int64_t> firsts = probe_all(args, batch, misses);
     if (firsts.back() > 0) admit_all(args, misses, firsts);
@@ -269,6 +283,7 @@ struct HostPlan {
 
 }  // namespace
 
+// The contract is in cache/entries.h.
 std::tuple<Tensor, Tensor> plan_batch(const PlanCall& call) {
   const HostPlan plan(call);
   const std::unique_ptr<Miss[]> misses(new Miss[plan.batch.count - plan.batch.first]);
@@ -282,6 +297,14 @@ std::tuple<Tensor, Tensor> plan_batch(const PlanCall& call) {
 
 namespace {
 
+// Plan a batch: assign slots to its rows, in place in tags, stamps, counts and counters. Return
+// (row_slots, evicted), see plan_batch.
+//   tags, stamps, counts   the cache, see CacheState; counts may be empty for LRU
+//   counters               int64 [T + 1, kCounters]
+//   clock                  int64 [2] numbers of this batch and of the oldest one in flight
+//   tables                 int64 [T, 8], as check_tables requires
+//   rows, segments, count  the distinct rows of the batch, as tbe_group returns them
+//   policy                 a code of Policy
 std::tuple<Tensor, Tensor> cache_plan_(Tensor tags, Tensor stamps, Tensor counts, Tensor counters,
                                        const Tensor& clock, const Tensor& tables,
                                        const Tensor& rows, const Tensor& segments,
@@ -291,7 +314,9 @@ std::tuple<Tensor, Tensor> cache_plan_(Tensor tags, Tensor stamps, Tensor counts
   return plan_batch(call);
 }
 
-// The plan is made in place and undone before the op ends.
+// Return `evicted`, int64 [L], of the plan that cache_plan_ would make for these arguments, and
+// leave all of them unchanged. The plan is made in place and undone before the op ends, so nothing
+// else may use the cache meanwhile.
 Tensor cache_evictions(Tensor tags, Tensor stamps, Tensor counts, Tensor counters,
                        const Tensor& clock, const Tensor& tables, const Tensor& rows,
                        const Tensor& segments, const Tensor& count, int64_t policy) {
@@ -310,6 +335,8 @@ Tensor cache_evictions(Tensor tags, Tensor stamps, Tensor counts, Tensor counter
   return plan.evicted;
 }
 
+// Return the slot of each distinct row of a batch, int32 [L], -1 for one that is not in the cache;
+// nothing changes.
 Tensor cache_locate(const Tensor& tags, const Tensor& tables, const Tensor& rows,
                     const Tensor& count) {
   const char* op = "cache_locate";
@@ -335,6 +362,7 @@ Tensor cache_locate(const Tensor& tags, const Tensor& tables, const Tensor& rows
 
 }  // namespace
 
+// The contract is in cache/entries.h.
 Tensor cache_lookup_slots(const Tensor& row_slots, const Tensor& segments, const Tensor& lookups,
                           const Tensor& count) {
   const char* op = "cache_lookup_slots";

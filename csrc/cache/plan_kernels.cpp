@@ -1,7 +1,7 @@
-// Probing and admission on one CPU thread. The tags of a set are four cache lines, which are
-// prefetched a block of rows ahead. A hit writes one cache line of usage words. Only a miss reads
-// all usage words of a set; it reads no tags. Sets with misses are in ascending order, so admission
-// walks forward through memory.
+// Probing and admission on one CPU thread: the functions of CachePlanTable (cache/args.h). The tags
+// of a set are four cache lines, which are prefetched a block of rows ahead. A hit writes one cache
+// line of usage words. Only a miss reads all usage words of a set; it reads no tags. Sets with
+// misses are in ascending order, so admission walks forward through memory.
 #include "cache/args.h"
 #include "core/vec.h"
 
@@ -10,11 +10,12 @@ namespace {
 
 constexpr int kBlock = 16;  // rows whose tags are prefetched while the previous block is probed
 
+// Prefetch a set of tags or of usage words; `first` is the array of all sets.
 EMB_HD void prefetch_set(const int64_t* first, int64_t set) {
   prefetch_row<false>(first + set * kWays, kWays * static_cast<int64_t>(sizeof(int64_t)));
 }
 
-// Return the first way with this tag (or usage word), kWays if there is none.
+// Return the first way whose word in `words`, [kWays], is `wanted`, kWays if there is none.
 EMB_HD int find_way(const int64_t* words, int64_t wanted) {
   uint32_t found = 0;
 #if defined(__AVX512F__)
@@ -36,11 +37,12 @@ EMB_HD int find_way(const int64_t* words, int64_t wanted) {
   return found == 0 ? kWays : __builtin_ctz(found);
 }
 
+// Return the lookups of row u in the batch.
 EMB_HD int64_t lookups_at(const CachePlanArgs& args, int64_t u) {
   return args.segments[u + 1] - args.segments[u];
 }
 
-// Record the use of the ways of rows [begin, end), as row_slots has them.
+// Stamp the ways of those of rows [begin, end) that are hits.
 EMB_HD void record_uses(const CachePlanArgs& args, int64_t begin, int64_t end) {
   const CacheState& cache = args.cache;
   for (int64_t u = begin; u < end; ++u) {
@@ -52,6 +54,7 @@ EMB_HD void record_uses(const CachePlanArgs& args, int64_t begin, int64_t end) {
   }
 }
 
+// CachePlanTable::probe if `use`, else CachePlanTable::locate.
 template <bool use>
 int64_t probe(const CachePlanArgs& args, int64_t begin, int64_t end, Miss* misses) {
   const CacheState& cache = args.cache;
@@ -106,7 +109,8 @@ struct Candidate {
   int32_t lookups;
 };
 
-// Return the rows of a group that come first in the order of the policy, at most one per way.
+// Write the misses of group g that come first in the order of the policy to `best`, [kWays]: LRU
+// in ascending order of rows, LFU by descending lookups. Return how many there are, at most kWays.
 EMB_HD int first_candidates(const CachePlanArgs& args, const MissGroups& groups, int64_t g,
                             Candidate* best) {
   const CacheState& cache = args.cache;

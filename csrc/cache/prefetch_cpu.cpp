@@ -1,5 +1,6 @@
-// `cache_prefetch_` on the CPU: check, group, plan and move a batch in one call. All arguments are
-// checked before the cache changes, so tags and rows belong together whatever raises.
+// `cache_prefetch_` on the CPU: check, group, plan and move a batch in one call. Arguments are
+// checked before the cache changes, so that an op that raises for one of them leaves no tag whose
+// row has not been fetched.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -14,6 +15,7 @@
 namespace emb {
 namespace {
 
+// Return whether all indices and offsets of a batch are valid.
 bool is_valid(const char* op, const Tensor& features, const Tensor& indices_in,
               const Tensor& offsets_in, const std::optional<Tensor>& bag_layout) {
   const Tensor indices = as_contiguous(indices_in), offsets = as_contiguous(offsets_in);
@@ -22,7 +24,8 @@ bool is_valid(const char* op, const Tensor& features, const Tensor& indices_in,
   return is_valid_batch(features, index_array(indices), bags, feature_bags);
 }
 
-// Plan the next batch: the clock returns to the last one if there is no memory for the plan.
+// Start the next batch of the clock, whose oldest one in flight is `lag` batches before it. Plan it
+// and return its row_slots and evicted rows. If the plan raises, the clock is reset.
 std::tuple<Tensor, Tensor> plan_next(const PlanCall& call, int64_t lag) {
   const int64_t now = call.clock[0], oldest = call.clock[1];
   call.clock[0] = now + 1;
@@ -36,6 +39,17 @@ std::tuple<Tensor, Tensor> plan_next(const PlanCall& call, int64_t lag) {
   }
 }
 
+// Prefetch a batch: return [rows, segments, lookups, bags, count] as tbe_group does, row_slots,
+// int32 [L], and the slot of the row of each lookup, int32 [L]. Return no tensor for an invalid
+// batch, if `check`, a code of BoundsMode, asks for a check; nothing has changed then, and the
+// caller reports and repairs it.
+//   weights, states, hyper, tables   as for cache_move_
+//   cache       [tags, stamps, counts, counters, clock, conflicts] (conflicts is not used here)
+//   policy      a code of Policy
+//   lag         batches between the oldest one in flight and this one, at least 0
+//   postpones   must be false: only a GPU postpones fetches
+//   features, indices, offsets, bag_layout, total_rows, repaired   as for tbe_group
+//   violations  only validated
 std::vector<Tensor> cache_prefetch_(std::vector<Tensor> weights, std::vector<Tensor> states,
                                     const Tensor& hyper, std::vector<Tensor> cache,
                                     const Tensor& tables, int64_t policy, int64_t lag,

@@ -1,4 +1,4 @@
-// `advise_huge_pages_`, for tables.
+// `advise_huge_pages_`: ask the system to back the memory of a table with 2 MiB pages.
 #include <torch/csrc/stable/library.h>
 
 #include "core/check.h"
@@ -7,6 +7,8 @@
 namespace emb {
 namespace {
 
+// `tensor` must be contiguous and should not have been written yet; its values do not change. The
+// system may ignore the advice (core/huge_pages.h).
 void advise_huge_pages_(Tensor tensor) {
   advise_huge_pages(tensor.mutable_data_ptr(),
                     tensor.numel() * static_cast<int64_t>(tensor.element_size()));

@@ -1,14 +1,17 @@
-// Adam (Kingma & Ba, 2015), lazy as torch.optim.SparseAdam: only rows with a gradient are updated.
-// LAMB (You et al., 2020): Adam with steps scaled to the norm of the row. And variants of both with
-// one second moment per row.
+// Functors (see optim/functor.h) of Adam and LAMB, and of variants with one second moment per row.
+// Adam (Kingma & Ba, 2015) is lazy, as torch.optim.SparseAdam: only rows with a gradient are
+// updated. LAMB (You et al., 2020) is Adam with steps scaled to the norm of the row.
+//
+// Element-wise states: the first moment m, then the second moment v, unless that is row-wise.
 #pragma once
 
 #include "optim/functor.h"
 
 namespace emb {
 
+// What all of them share: the moments and their bias corrections.
 struct AdamMoments {
-  enum Column : int { kBeta1 = kOptimizerArgs, kBeta2, kEps };
+  enum Column : int { kBeta1 = kOptimizerArgs, kBeta2, kEps };  // entries of `hyper`
   static constexpr bool kCountsSteps = true;
   float lr, beta1, beta2, eps, one_minus_beta1, one_minus_beta2, correction1, correction2;
 
@@ -24,6 +27,7 @@ struct AdamMoments {
         correction2(as_float(1.0 / sqrt(1.0 - pow(hyper[kBeta2], hyper[kStep])))) {}
 
  protected:
+  // Return the next first and second moment.
   template <class F>
   EMB_HD F first(F m, F g) const {
     return beta1 * m + one_minus_beta1 * g;
@@ -32,7 +36,8 @@ struct AdamMoments {
   EMB_HD F second(F v, F square) const {
     return beta2 * v + one_minus_beta2 * square;
   }
-  // Return the factor of a first moment whose second moment is `v`.
+  // Return by what a first moment is multiplied whose second moment is `v`: bias corrections over
+  // the root of v.
   EMB_HD float direction(float v) const {
     return ScalarMath::ratio(correction1, sqrtf(v) * correction2 + eps);
   }
@@ -59,6 +64,7 @@ struct Adam : AdamMoments {
   }
 };
 
+// Adam whose second moment is one number per row: of the mean squared gradient.
 struct PartialRowwiseAdam : AdamMoments {
   static constexpr const char* kName = "partial_rowwise_adam";
   static constexpr int kNumHyper = 3, kElementStates = 1, kSteppedStates = 1, kRowStates = 1;
@@ -87,7 +93,7 @@ EMB_HD float trust_ratio(float weight_square, float step_square) {
                                                     : 1.0f;
 }
 
-// The norm of the step includes its weight decay.
+// The sums are the squared norms of the row and of Adam's step, which includes the weight decay.
 struct Lamb : AdamMoments {
   enum LambColumn : int { kWeightDecay = kEps + 1 };
   static constexpr const char* kName = "lamb";
@@ -114,14 +120,15 @@ struct Lamb : AdamMoments {
   }
 
  private:
+  // Return Adam's step with weight decay, from the next moments, without the learning rate.
   template <class Math, class F>
   EMB_HD F whole_step(F w, F m, F v) const {
     return Math::ratio(correction1 * m, Math::root(v) * correction2 + eps) + decay * w;
   }
 };
 
-// With one second moment per row, the norm of the step follows from sums of m * m, m * w and w * w:
-// no second pass over the row.
+// LAMB with one second moment per row. The norm of the step then follows from sums of m * m, m * w
+// and w * w, without a second pass over the row.
 struct PartialRowwiseLamb : AdamMoments {
   enum LambColumn : int { kWeightDecay = kEps + 1 };
   static constexpr const char* kName = "partial_rowwise_lamb";

@@ -1,5 +1,6 @@
-// The arguments of optimizer updates: weights and states by memory tier, and the CPU kernels of
-// `update_rows_`.
+// The arguments of optimizer updates: weights and states by memory tier, on any device, and the
+// arguments and function table of the CPU kernels of `update_rows_`. Pointers are to memory of the
+// op's tensors, which its caller holds.
 #pragma once
 
 #include "core/layout.h"
@@ -7,12 +8,12 @@
 
 namespace emb {
 
-// One memory tier of a module. Element-wise states are laid out like the weights; row-wise ones
-// have one entry per row.
+// The weights and states of one memory tier. Pointers are null for states that the optimizer does
+// not have, and for an unused tier.
 struct TierRows {
-  void* weights = nullptr;
-  void* element_states[kMaxElementStates] = {};
-  float* row_states[kMaxRowStates] = {};
+  void* weights = nullptr;                       // [elements]
+  void* element_states[kMaxElementStates] = {};  // [elements], laid out like the weights
+  float* row_states[kMaxRowStates] = {};         // [rows], see RowLocation::row
   Dtype weight_type = Dtype::kFloat;
   Dtype state_types[kMaxElementStates] = {};
   int64_t elements = 0;  // elements of the weights
@@ -32,8 +33,8 @@ struct TierRows {
   }
 };
 
-// Return the location of row `row` of the table of `feature` for an update. A slot outside the
-// cache is ignored.
+// Return the location of row `row` of the table of `feature` for an update. `slot` is its slot in
+// the cache, negative for none; a slot outside the cache counts as none.
 EMB_HD RowLocation locate_update(const Feature& feature, int64_t row, int64_t slot,
                                  const TierRows& cache) {
   const bool held = slot >= 0 && feature.cache_stride > 0 && slot < cache.rows &&
@@ -47,28 +48,31 @@ struct UpdateRowsArgs {
   TierRows tier;       // matrices [rows, width], row-wise states [rows]
   const float* grads;  // [.., width]
   int64_t width;
-  const double* hyper;
+  const double* hyper;            // see functor.h
   const int32_t* rows = nullptr;  // row of each gradient; null if gradient i is that of row i
   int64_t first_row = 0;          // id of row 0 in the random numbers of stochastic rounding
 };
 
-// Rows of scratch of an update: the gradient, and what is stored in 16 bits as floats.
+// Rows of scratch of an update: the gradient, and weights and states that are stored in 16 bits.
 inline constexpr int64_t kMatrixScratchRows = 2 + kMaxElementStates;
 
-// Update the rows of gradients [begin, end); `scratch` has room for kMatrixScratchRows rows.
+// Update the rows of gradients [begin, end), except those whose gradient is zero throughout.
+// `scratch`, of this thread alone, is kMatrixScratchRows * width floats.
 using UpdateRowsFn = void (*)(const UpdateRowsArgs&, float* scratch, int64_t begin, int64_t end);
 
-// Copies rows of a matrix as floats: row rows[i] of `from` becomes row i of `to`.
+// Rows of a matrix that are copied as floats: row rows[i] of `from` becomes row i of `to`.
 struct WidenRowsArgs {
-  const void* from;
+  const void* from;  // [.., width] of 16-bit dtype `type`
   Dtype type;
   const int32_t* rows;
   int64_t width;
-  float* to;
+  float* to;  // [.., width]
 };
 
 struct UpdateRowsTable {
-  UpdateRowsFn (*find)(int optimizer);  // null if there is no such optimizer
+  // Return the kernel of an optimizer, null if there is none of that number.
+  UpdateRowsFn (*find)(int optimizer);
+  // Copy rows [begin, end) of `to`.
   void (*widen)(const WidenRowsArgs&, int64_t begin, int64_t end);
 };
 

@@ -1,5 +1,6 @@
-// Checks the state tensors and the `hyper` vector of an optimizer against the declarations of its
-// functor, and sorts weights and states by memory tier. Shared by all ops that update weights.
+// Checks of the state tensors and the `hyper` vector of an optimizer against the declarations of
+// its functor, shared by all ops that update weights, on the CPU and on the GPU. They also sort
+// weights and states by memory tier. A check raises with the name `op`.
 #pragma once
 
 #include <vector>
@@ -10,15 +11,16 @@
 
 namespace emb {
 
-// The states of an optimizer and the length of its `hyper`.
+// The numbers of states of an optimizer, and the length of its `hyper`.
 struct OptimizerShape {
   const char* name = nullptr;
   int element_states = 0, row_states = 0, hyper = 0;
-  bool counts_steps = false;
+  bool counts_steps = false;  // needs the number of the step, from 1
 
   int states() const { return element_states + row_states; }
 };
 
+// Return the shape of an optimizer; raise if there is none of that number.
 inline OptimizerShape optimizer_shape(const char* op, int64_t optimizer) {
   OptimizerShape shape;
   Optimizers::visit(parse_choice<int>(op, "optimizer", optimizer, Optimizers::kNames),
@@ -30,7 +32,7 @@ inline OptimizerShape optimizer_shape(const char* op, int64_t optimizer) {
   return shape;
 }
 
-// Check the scalar that says whether a step is made.
+// Check `is_finite`, bool [1] or null: whether there is a step.
 inline void check_is_finite(const char* op, const std::optional<Tensor>& is_finite) {
   if (!is_finite) return;
   check_dtype(op, "is_finite", *is_finite, ScalarType::Bool, "bool");
@@ -38,14 +40,14 @@ inline void check_is_finite(const char* op, const std::optional<Tensor>& is_fini
                   is_finite->numel(), " elements");
 }
 
-// Check the hyper vector of an op that counts the step itself, on the CPU.
+// Check that `hyper` has a step, for an op that counts it.
 inline void check_has_step(const char* op, const Tensor& hyper) {
   check_dtype(op, "hyper", hyper, ScalarType::Double, "float64");
   STD_TORCH_CHECK(hyper.is_contiguous() && hyper.numel() > kStep, op,
                   ": hyper must be contiguous and have the step");
 }
 
-// Count a step and call `update`; one that throws counts as no step.
+// Count a step in `hyper`, on the CPU, and call `update`. If that throws, uncount the step.
 template <class Update>
 void count_step(const Tensor& hyper, const Update& update) {
   auto* numbers = static_cast<double*>(hyper.mutable_data_ptr());
@@ -58,6 +60,8 @@ void count_step(const Tensor& hyper, const Update& update) {
   }
 }
 
+// Check `hyper` of an optimizer: float64, contiguous, of its length, and, on the CPU, with a step
+// of 1 or more if the optimizer needs one.
 inline void check_hyper(const char* op, const OptimizerShape& shape, const Tensor& hyper) {
   check_dtype(op, "hyper", hyper, ScalarType::Double, "float64");
   STD_TORCH_CHECK(hyper.is_contiguous() && hyper.numel() == shape.hyper, op, ": ", shape.name,
@@ -69,8 +73,9 @@ inline void check_hyper(const char* op, const OptimizerShape& shape, const Tenso
       ": ", shape.name, " counts its steps from 1; hyper[1] must be >= 1 at the first update");
 }
 
-// Check the states of one tier: as many entries as the weights have elements; row-wise ones at
-// least `rows`.
+// Check the states of one tier and set them in `tier`: element-wise ones need as many entries as
+// the weights have elements, row-wise ones at least `rows`. `states` has shape.states() tensors;
+// `tier` has the number of elements.
 inline void check_tier_states(const char* op, const OptimizerShape& shape, const Tensor* states,
                               int64_t rows, TierRows* tier) {
   for (int i = 0; i < shape.states(); ++i) {
@@ -92,9 +97,9 @@ inline void check_tier_states(const char* op, const OptimizerShape& shape, const
   }
 }
 
-// Check the weights and states of all tiers. `states` is tier-major: all of tier 0, then all of
-// tier 1. `rows` is the minimum number of rows of each tier of tables; the size of the cache
-// follows from its tensors.
+// Check the weights and states of all tiers and set `tiers` to them. `states` is tier-major: all of
+// tier 0, then all of tier 1, .. `rows` is the minimum number of rows of each tier; that of the
+// cache is 0, since the size of the cache follows from its tensors.
 inline void check_tiers(const char* op, int64_t optimizer, const std::vector<Tensor>& weights,
                         const std::vector<Tensor>& states, const int64_t (&rows)[kTiers],
                         TierRows (&tiers)[kTiers]) {
@@ -114,6 +119,7 @@ inline void check_tiers(const char* op, int64_t optimizer, const std::vector<Ten
   }
 }
 
+// Check the cache slots of the unique rows, int32 with at least `groups` entries.
 inline void check_row_slots(const char* op, const Tensor& row_slots, int64_t groups) {
   check_dtype(op, "row_slots", row_slots, ScalarType::Int, "int32");
   STD_TORCH_CHECK(row_slots.dim() == 1 && row_slots.is_contiguous() && row_slots.numel() >= groups,
@@ -121,7 +127,7 @@ inline void check_row_slots(const char* op, const Tensor& row_slots, int64_t gro
                   " or more, got ", row_slots.numel());
 }
 
-// Check the arguments of `update_rows_`: two matrices of one shape, the gradient in float32.
+// Check the matrices of `update_rows_`: of one shape, `weights` contiguous, `grads` float32.
 inline void check_matrices(const char* op, const Tensor& weights, const Tensor& grads) {
   float_dtype(op, "weights", weights.scalar_type());
   check_dtype(op, "grads", grads, ScalarType::Float, "float32");
@@ -133,7 +139,7 @@ inline void check_matrices(const char* op, const Tensor& weights, const Tensor& 
       grads.numel(), " values in ", grads.dim(), " dimensions");
 }
 
-// Check the weights and states of `update_rows_` and return them as the only tier.
+// Check `hyper`, the weights and the states of `update_rows_` and return the latter as one tier.
 inline TierRows check_matrix_states(const char* op, int64_t optimizer, const Tensor& weights,
                                     const std::vector<Tensor>& states, const Tensor& hyper) {
   check_hyper(op, optimizer_shape(op, optimizer), hyper);

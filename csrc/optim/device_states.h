@@ -1,5 +1,6 @@
-// Turns the arguments of an updating op into those of its CUDA kernels. The checks are those of the
-// CPU (check.h). `hyper` stays on the device, so that a captured graph reads its current values.
+// Turns the arguments of an op that updates weights on the GPU into those of its kernels. The
+// checks are those of the CPU (check.h). `hyper` stays on the device, so that a captured graph
+// reads its current values.
 #pragma once
 
 #include <vector>
@@ -10,8 +11,8 @@
 
 namespace emb::cuda {
 
-// Replace `address` of a tensor of tier `tier` by its address for kernels. The host tier may be in
-// pinned host memory.
+// Set `address` to where kernels reach a tensor of memory tier `tier`, which must be on the device
+// of `hyper`; only the host tier may be in pinned host memory. An empty tensor changes nothing.
 template <class T>
 void reach(const char* op, const char* name, const Tensor& tensor, const Tensor& hyper, int tier,
            T** address) {
@@ -20,8 +21,9 @@ void reach(const char* op, const char* name, const Tensor& tensor, const Tensor&
   *address = static_cast<T*>(kernel_address(op, tensor, hyper));
 }
 
-// The number of rows of each table is on the device, so the module must ensure that the states are
-// long enough; `rows` is what the host knows.
+// Check weights, states and `hyper` and return the arguments of an optimizer step, which refer to
+// these tensors. `rows` is the minimum number of rows of tier 0, 0 if the host does not know it:
+// the rows of tables are on the device, so that the module must ensure that states are long enough.
 inline OptimizerStepArgs optimizer_step_args(const char* op, const std::vector<Tensor>& weights,
                                              int64_t optimizer, const std::vector<Tensor>& states,
                                              const Tensor& hyper, int64_t rows) {

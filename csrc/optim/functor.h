@@ -1,11 +1,12 @@
-// What the optimizers have in common: the first entries of the `hyper` vector, and the form of a
-// functor.
+// What the optimizers have in common: the form of a functor, and weight decay.
 //
-// A functor is a pure function of registers: no thread index, no device, no dtype. It is built from
-// `hyper`. `add_sums` is called for every element of a row and adds its terms to up to kNumRowSums
-// sums; `begin_row` turns these and the row-wise states into two factors; `step` updates one
-// element. Optimizers without sums skip the first. The CPU and CUDA drivers differ only in which
-// thread calls them. The members of a functor:
+// A functor is the arithmetic of an optimizer on registers: it knows no thread index, no device and
+// no dtype. It is built from `hyper`, the optimizer's float64 vector: the common entries that
+// core/codes.h names (learning rate, step, ..), then kNumHyper entries of its own. A row is updated
+// in three steps: `add_sums` is called for every element of the row and adds its terms to up to
+// kNumRowSums sums; `begin_row` turns these sums and the row-wise states into two factors, and
+// updates those states; `step` updates one element and its states. Optimizers without sums skip the
+// first. The CPU and CUDA drivers differ only in which thread calls them. The members of a functor:
 //
 //   kName                 its name
 //   kNumHyper             its arguments in `hyper`, after the common entries
@@ -15,7 +16,10 @@
 //   kNumRowSums           sums over a row
 //   kSumsNeedGradientOnly whether the sums depend on the gradient only
 //   kCountsSteps          whether `hyper` must hold the number of the step, from 1
-//   add_sums<Math>(w, g, m, v, sums), begin_row(states, sums, dim), step(w, g, &m, &v, scale)
+//   add_sums<Math>(w, g, m, v, sums)     w weight, g gradient (with the L2 penalty), m and v the
+//                                        element-wise states before the step; floats or vectors
+//   begin_row(states, sums, dim)         return the RowFactors of a row of `dim` columns
+//   step(w, g, &m, &v, factors)          return the new weight; w has had its decoupled decay
 #pragma once
 
 #include <cmath>
@@ -29,15 +33,18 @@ inline constexpr int kMaxElementStates = 2, kMaxRowStates = 3, kMaxRowSums = 4;
 
 EMB_HD float as_float(double x) { return static_cast<float>(x); }
 
-// The two kinds of weight decay that every optimizer supports, applied around the functor.
+// The two kinds of weight decay that every optimizer supports; the drivers apply them.
 struct WeightDecay {
+  // l2 times the weight is added to the gradient; the weight is multiplied by `factor` (decoupled
+  // decay) before the step.
   float l2, factor;
 
   EMB_HD explicit WeightDecay(const double* hyper)
       : l2(as_float(hyper[kL2])), factor(as_float(1.0 - hyper[kLearningRate] * hyper[kDecay])) {}
 };
 
-// The factors that `begin_row` passes to `step`: of the gradient (or momentum), and of the weights.
+// The factors of a row that `begin_row` returns and `step` takes: that of the gradient (or of the
+// momentum), and that of the weights.
 struct RowFactors {
   float gradient = 0.0f, weight = 1.0f;
 };

@@ -1,5 +1,7 @@
-// One optimizer step on a slice of a row on the GPU: the functors of optimizers.h. What a kernel
-// knows of optimizer and dtypes when it is compiled is its `Selection`.
+// One optimizer step on a slice of a row on the GPU, with the functors of optimizers.h. A kernel is
+// a template of its `Selection`: AtRunTime serves all optimizers, Compiled<Opt> one of them, and
+// GradientOnly none, so that the summed gradient is the result. A block builds a Step, its copy of
+// the arguments in shared memory, and then calls the functions below per row.
 #pragma once
 
 #include <new>
@@ -19,21 +21,22 @@ inline constexpr int kNoOptimizer = -1;
 // Columns that a lane owns in the backward pass: as many as one counter of random numbers serves.
 inline constexpr int kColumns = 4;
 
+// Pointers are to device memory (the host tier to pinned memory).
 struct OptimizerStepArgs {
   int optimizer = kNoOptimizer;  // number in Optimizers
-  int stepped_states = 0;        // element-wise states that the optimizer updates
+  // Set by find_optimizer; see functor.h.
+  int stepped_states = 0;
   int row_states = 0;
-  int sums = 0;                         // how many sums over a row it needs,
-  bool sums_need_gradient_only = true;  // whether the sums depend on the gradient only
-  const double* hyper =
-      nullptr;  // device memory, so that a captured graph reads its current values
-  TierRows tiers[kTiers] = {};
+  int sums = 0;
+  bool sums_need_gradient_only = true;
+  const double* hyper = nullptr;  // read on the device: a captured graph sees its current values
+  TierRows tiers[kTiers] = {};    // weights and states, which kernels write
 
-  // Return whether the first step of a row needs all of the row.
+  // Return whether a row needs something of all of its columns, or a state, before its first step.
   EMB_HD bool by_row() const { return sums > 0 || row_states > 0; }
 };
 
-// Set the properties of an optimizer. Return false if there is no such number.
+// Set the optimizer of `args` and its properties. Return false if there is none of that number.
 inline bool find_optimizer(int optimizer, OptimizerStepArgs* args) {
   args->optimizer = optimizer;
   return Optimizers::visit(optimizer, [args](auto tag) {
@@ -55,14 +58,16 @@ struct Step {
   alignas(16) unsigned char optimizer[Optimizers::max_bytes()];
 };
 
-// Memory for a Step in shared memory, where constructors do not run.
+// Shared memory for a Step: constructors do not run there, so build_step does.
 struct alignas(16) StepStorage {
   unsigned char bytes[sizeof(Step)];
 
   EMB_DEVICE const Step& get() const { return *reinterpret_cast<const Step*>(bytes); }
 };
 
-// Selected when the kernel runs: one kernel serves all optimizers and dtypes.
+// The optimizer is known when the kernel runs: one kernel serves all of them. The members of a
+// Selection are the constants of the functor, kScalesWeights (whether RowFactors::weight is used),
+// `visit` and `build`.
 struct AtRunTime {
   static constexpr bool kHasOptimizer = true, kHasSums = true, kScalesWeights = true;
   EMB_DEVICE static int stepped_states(const OptimizerStepArgs& args) {
@@ -75,13 +80,14 @@ struct AtRunTime {
   }
   EMB_DEVICE static bool by_row(const OptimizerStepArgs& args) { return args.by_row(); }
 
-  // Call `visit` with the optimizer of the block.
+  // Call `visitor` with the functor of the block, which `build` made.
   template <class Visitor>
   EMB_DEVICE static void visit(const OptimizerStepArgs& args, const Step& step,
                                const Visitor& visitor) {
     visit_one_of(Optimizers{}, args.optimizer, step.optimizer, visitor);
   }
 
+  // Build the functor in `bytes`.
   EMB_DEVICE static void build(const OptimizerStepArgs& args, unsigned char* bytes) {
     build_one_of(Optimizers{}, args.optimizer, args.hyper, bytes);
   }
@@ -142,38 +148,39 @@ template <class Opt>
 inline constexpr bool kIsCommon = std::is_same_v<Opt, Sgd> || std::is_same_v<Opt, Adagrad> ||
                                   std::is_same_v<Opt, RowwiseAdagrad> || std::is_same_v<Opt, Adam>;
 
-// An optimizer for rows of at most kNarrowRow columns on average, of which a kernel of its own has
-// fewer per lane: then reading what is to be updated, which takes several loads in series, is most
-// of the work, and more warps help more than more rows per warp.
+// An optimizer for rows of at most kNarrowRow columns on average, with a kernel of its own that has
+// fewer slices per lane. For such rows most of the time is spent on finding what to update, several
+// loads in series, so that more warps help more than more rows per warp.
 template <class Opt>
 struct Narrow : Opt {
   using Opt::Opt;
 };
 inline constexpr int64_t kNarrowRow = 16;
 
-// Call `visit` with the type tag of the Selection of the kernel that serves these arguments.
+// Call `visit` with the type tag of the Selection for these arguments; `narrow`: rows have at most
+// kNarrowRow columns on average.
 template <class Visitor>
 void visit_selection(const OptimizerStepArgs& args, bool narrow, const Visitor& visit) {
   if (args.optimizer == kNoOptimizer) {
     visit(TypeTag<GradientOnly>{});
     return;
   }
-  bool found = false;
+  bool has_kernel = false;
   Optimizers::visit(args.optimizer, [&](auto tag) {
     using Opt = typename decltype(tag)::type;
     if constexpr (std::is_same_v<Opt, Sgd>) {
       if (narrow) {
         visit(TypeTag<Compiled<Narrow<Opt>>>{});
-        found = true;
+        has_kernel = true;
         return;
       }
     }
     if constexpr (kIsCommon<Opt>) {
       visit(TypeTag<Compiled<Opt>>{});
-      found = true;
+      has_kernel = true;
     }
   });
-  if (!found) visit(TypeTag<AtRunTime>{});
+  if (!has_kernel) visit(TypeTag<AtRunTime>{});
 }
 
 // Build the Step of the block. Called once by all threads of the block; ends with a barrier.
@@ -200,7 +207,8 @@ struct Columns {
   float w[kColumns] = {}, first[kColumns] = {}, second[kColumns] = {};
 };
 
-// Load columns [0, valid) at `element` of the tier; none if valid <= 0.
+// Load columns [0, valid) from `element` of the tier on; none if valid <= 0. Only states that the
+// optimizer updates are loaded.
 template <class Selection>
 EMB_DEVICE void load_columns(const OptimizerStepArgs& args, const TierRows& tier, int64_t element,
                              int valid, Columns* x) {
@@ -232,18 +240,21 @@ EMB_DEVICE void sum_columns(const OptimizerStepArgs& args, const Step& step, con
   });
 }
 
+// Add the L2 penalty to the gradient.
 EMB_DEVICE void add_penalty(const Step& step, const Columns& x, float (&gradient)[kColumns]) {
 #pragma unroll
   for (int k = 0; k < kColumns; ++k) gradient[k] += step.decay.l2 * x.w[k];
 }
 
-// Where a lane's columns are written after the step.
+// The location of a lane's columns.
 struct ColumnLocation {
-  int64_t element;  // first element of the columns in the tier
-  int64_t row;      // linear row id
-  int column, valid;
+  int64_t element;    // first element of the columns in the tier
+  int64_t row;        // linear row id, for random numbers
+  int column, valid;  // first column; columns from there to the end of the row
 };
 
+// Write columns of a tensor, `data` of dtype `type`, rounded as `rounding` says; `tensor` selects
+// the random numbers (RoundedTensor). Changes `values`.
 EMB_DEVICE void store_columns(const Rounding& rounding, const ColumnLocation& location,
                               uint32_t tensor, void* data, Dtype type, float (&values)[kColumns]) {
   if (rounding.stochastic && type != Dtype::kFloat) {
@@ -260,7 +271,8 @@ EMB_DEVICE void store_columns(const Rounding& rounding, const ColumnLocation& lo
   write_columns(data, type, location.element, location.valid, values);
 }
 
-// Update the columns and their states and write them.
+// Update columns and their states, and write them. `gradient` includes the L2 penalty, `scale` is
+// the factors of the row.
 template <class Selection>
 EMB_DEVICE void step_columns(const OptimizerStepArgs& args, const Step& step, const TierRows& tier,
                              const ColumnLocation& location, const float (&gradient)[kColumns],

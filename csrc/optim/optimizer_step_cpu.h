@@ -1,5 +1,7 @@
-// An optimizer's step on one row of floats, and rows stored in 16 bits as floats: for the CPU
-// kernels of all ops that update weights. Only `*_kernels.cpp` may include it.
+// The step of an optimizer on one row of floats, with the functors of optimizers.h, and the
+// conversion of rows that are stored in 16 bits. For the CPU kernels of all ops that update
+// weights; only `*_kernels.cpp` may include it. A row takes, in this order: add_penalty, row_sums,
+// Opt::begin_row, decay_row, step_row.
 #pragma once
 
 #include "core/dtype.h"
@@ -27,7 +29,8 @@ struct VecMath {
   }
 };
 
-// The rows that an optimizer works on: weights, gradient, and the states that it updates.
+// The rows of floats, [dim], on which an optimizer works: weights, gradient, and the element-wise
+// states that it updates, null for none. They do not overlap.
 struct RowViews {
   float* __restrict w;
   float* __restrict g;
@@ -35,8 +38,8 @@ struct RowViews {
   float* __restrict second;
 };
 
-// Compute the sums that `begin_row` needs. Lanes beyond the end are zeros, which add nothing to any
-// of them.
+// Write the sums over a row that `begin_row` needs to `sums`, [kNumRowSums]. Lanes beyond the end
+// are zeros, which add nothing to any of them.
 template <class Opt>
 EMB_HD void row_sums(const Opt& opt, int64_t dim, const RowViews& row, float* sums) {
   if constexpr (Opt::kNumRowSums > 0) {
@@ -60,8 +63,7 @@ EMB_HD void row_sums(const Opt& opt, int64_t dim, const RowViews& row, float* su
   }
 }
 
-// Update a row. `scale` is the result of Opt::begin_row; states that Opt does not update are not
-// touched.
+// Update the weights and states of a row. `scale` is the result of Opt::begin_row.
 template <class Opt>
 EMB_HD void step_row(const Opt& opt, int64_t dim, RowFactors scale, const RowViews& row) {
   float* __restrict w = row.w;
@@ -77,7 +79,7 @@ EMB_HD void step_row(const Opt& opt, int64_t dim, RowFactors scale, const RowVie
   }
 }
 
-// Apply the weight decay before and after `begin_row`. The rows are in the core's cache.
+// Add the L2 penalty to the gradient, which must be in memory that may be written.
 EMB_HD void add_penalty(const WeightDecay& decay, int64_t dim, const RowViews& row) {
   if (decay.l2 == 0.0f) return;
   float* __restrict g = row.g;
@@ -85,13 +87,15 @@ EMB_HD void add_penalty(const WeightDecay& decay, int64_t dim, const RowViews& r
   for (int64_t d = 0; d < dim; ++d) g[d] += decay.l2 * w[d];
 }
 
+// Apply the decoupled decay to the weights.
 EMB_HD void decay_row(const WeightDecay& decay, int64_t dim, const RowViews& row) {
   if (decay.factor == 1.0f) return;
   float* __restrict w = row.w;
   for (int64_t d = 0; d < dim; ++d) w[d] *= decay.factor;
 }
 
-// Rows stored in 16 bits: conversion to floats and back, rounded to nearest or stochastically.
+// Rows stored in 16 bits: widen_row converts `dim` columns to floats; narrow_row converts them
+// back, rounded to nearest, and round_row stochastically.
 
 template <class T>
 EMB_HD void widen_row(const T* row, int64_t dim, float* out) {
@@ -107,8 +111,8 @@ EMB_HD void narrow_row(const float* values, int64_t dim, T* row) {
   for (; d < dim; ++d) row[d] = from_float<T>(values[d]);
 }
 
-// Round a row stochastically: 16 Philox counters advance side by side, one per lane, for 64
-// columns.
+// Linear row `id` and `tensor` select the random numbers. 16 Philox counters advance side by side,
+// one per lane, for 64 columns.
 template <class T>
 inline void round_row(const float* __restrict values, int64_t dim, T* __restrict row,
                       const Rounding& rounding, int64_t id, uint32_t tensor) {
@@ -139,6 +143,7 @@ inline void round_row(const float* __restrict values, int64_t dim, T* __restrict
   }
 }
 
+// Convert the row from element `element` on of `data`, of 16-bit dtype `type`, to floats.
 [[gnu::noinline]] inline void widen_row(const void* data, Dtype type, int64_t element, int64_t dim,
                                         float* out) {
   if (type == Dtype::kHalf) {
@@ -148,8 +153,9 @@ inline void round_row(const float* __restrict values, int64_t dim, T* __restrict
   }
 }
 
-// Store a row in 16 bits; `id` is the linear row and `tensor` selects one of its tensors
-// (RoundedTensor).
+// Store a row from element `element` on of `data`, of 16-bit dtype `type`, rounded as `rounding`
+// says. Linear row `id` and `tensor`, one of its tensors (RoundedTensor), select the random
+// numbers.
 [[gnu::noinline]] inline void narrow_row(const float* values, int64_t dim, void* data, Dtype type,
                                          int64_t element, const Rounding& rounding, int64_t id,
                                          uint32_t tensor) {

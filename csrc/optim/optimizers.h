@@ -1,5 +1,6 @@
-// All optimizers; the number of an optimizer is its position in `Optimizers`. To add one: write a
-// functor (see functor.h) and add it to `Optimizers` and to emblib/ops/codes.py.
+// The list of all optimizers. The number of an optimizer, which ops take, is its position in
+// `Optimizers`. To add one, write a functor (see functor.h) and add it to the end of `Optimizers`
+// and to emblib/ops/codes.py.
 #pragma once
 
 #include "core/dtype.h"
@@ -22,6 +23,7 @@ struct OptimizerList {
 
   static constexpr const char* kNames[kCount] = {Opts::kName...};
 
+  // Return the size of the largest functor.
   static constexpr size_t max_bytes() {
     size_t max = 0;
     ((max = sizeof(Opts) > max ? sizeof(Opts) : max), ...);

@@ -1,7 +1,10 @@
-// Slices of several rows in registers. A lane that updates one slice of a row at a time waits for
-// each; a batch of kSlices slices, of as many rows as fit, has all their loads in flight at once.
-// The dtype of a tensor is known at run time: one uniform branch per tensor and batch, while values
-// still have the format of the memory.
+// Slices of several rows in registers, for the fused update (tbe/update.cuh).
+//
+// A group of lanes takes a row in *slices* of kColumns columns per lane. A lane that updated one
+// slice at a time would wait for each; a batch of kSlices slices, of as many rows as fit, has all
+// their loads in flight at once. The dtype of a tensor is known at run time only: values are loaded
+// in the format of the memory and converted afterwards, so that there is one uniform branch per
+// tensor and batch.
 #pragma once
 
 #include "core/rounding.h"
@@ -10,47 +13,51 @@
 
 namespace emb::cuda {
 
-// Which columns of a row a lane processes. A group of lanes takes a row in slices of four columns
-// per lane. Where rows can be read in vectors these are neighbours, otherwise `lanes` apart, so
-// that the lanes of a group read neighbours at once. The same in all lanes of a warp but for `rank`
-// and `own`.
+// Which columns of a row a lane processes. If rows can be read in vectors, the four columns of a
+// lane in a slice are neighbours; otherwise they are `lanes` apart, so that the lanes of a group
+// read neighbours at once. All but `rank` and `own` is the same in all lanes of a warp.
 struct RowLayout {
   int dim = 0, lanes = 4;
   int log2_slices = 0;  // slices of a row in a batch
   bool vectors;         // whether rows are read in vectors
 
+  // Rows of `columns` columns, in batches of at most `max_slices` slices, a power of two.
   EMB_DEVICE RowLayout(int columns, bool in_vectors, int max_slices)
       : dim(columns), vectors(in_vectors) {
     while (lanes < static_cast<int>(simt::kWarp) && lanes * kColumns < dim) lanes *= 2;
     while ((1 << log2_slices) < max_slices && (width() << log2_slices) < dim) ++log2_slices;
   }
 
+  // Return the number of the lane in its group.
   EMB_DEVICE int rank() const { return static_cast<int>(threadIdx.x) & (lanes - 1); }
-  // Return the first column of the lane in a slice.
+  // Return the first column of the lane in a slice, counted from that of the slice.
   EMB_DEVICE int own() const { return vectors ? rank() * kColumns : rank(); }
   EMB_DEVICE int step() const { return vectors ? 1 : lanes; }  // distance between columns of a lane
   EMB_DEVICE int width() const { return lanes * kColumns; }    // columns of a slice
   EMB_DEVICE int columns() const { return width() << log2_slices; }  // columns of a row in a batch
+  // Return which slice of its row slice s of a batch is.
   EMB_DEVICE int slice_of_row(int s) const { return s & ((1 << log2_slices) - 1); }
   EMB_DEVICE bool is_first_slice(int s) const { return slice_of_row(s) == 0; }
   EMB_DEVICE bool is_last_slice(int s) const { return slice_of_row(s + 1) == 0; }
+  // Return the bit mask of the lanes of this lane's group.
   EMB_DEVICE unsigned lanes_of_group() const {
     if (lanes == static_cast<int>(simt::kWarp)) return simt::kFullMask;
     return ((1u << lanes) - 1) << (threadIdx.x % simt::kWarp & ~static_cast<unsigned>(lanes - 1));
   }
 };
 
-// Where a lane's columns of a slice start. The functions below are passed a function of the number
-// of the slice, `location_of(s)`: locations are computed when they are used.
+// The location of a lane's columns of a slice. The functions below take a function of the number of
+// the slice, `location_of(s)`, so that locations are computed when they are used.
 struct SliceLocation {
-  int64_t element;  // first element of the row in weights and element-wise states
-  int valid;        // columns from there to the end of the row; none if <= 0
+  int64_t element;  // element of the lane's first column in weights and element-wise states
+  int valid;        // columns from there to the end of the row; nothing is accessed if <= 0
 };
 
 template <int kSlices>
 using Slices = float[kSlices][kColumns];
 
-// Load the four columns of a slice as they are stored: those of 16 bits fill two words.
+// Load the four columns of a slice as they are stored: those of 16 bits fill the first two words.
+// kReadOnly: no kernel of the launch writes the memory. `address` is a multiple of the vector.
 template <class T, bool kReadOnly>
 EMB_DEVICE void load_vector(const T* address, int valid, float (&x)[kColumns]) {
   using Pack = std::conditional_t<sizeof(T) == 4, simt::Pack16, simt::Pack8>;
@@ -61,7 +68,7 @@ EMB_DEVICE void load_vector(const T* address, int valid, float (&x)[kColumns]) {
   for (int i = 0; i < static_cast<int>(sizeof(Pack)) / 4; ++i) x[i] = bits_float(pack.word[i]);
 }
 
-// The same one by one, `step` apart.
+// The same for columns that are `step` apart, one by one.
 template <class T>
 EMB_DEVICE void load_columns_apart(int step, const T* address, int valid, float (&x)[kColumns]) {
   uint32_t bits[kColumns] = {};
@@ -100,7 +107,8 @@ EMB_DEVICE void load_slices_of(bool vectors, int step, const T* data, const Loca
   }
 }
 
-// Load slices in vectors, or else columns that are `step` apart.
+// Load the slices of a batch from `data`, of dtype `type`, as they are stored: in vectors, or else
+// columns that are `step` apart. Called by all lanes of a warp.
 template <bool kReadOnly, int kSlices, class LocationOf>
 EMB_DEVICE void load_slices(bool vectors, int step, const void* data, Dtype type,
                             const LocationOf& location_of, Slices<kSlices>& x) {
@@ -113,7 +121,7 @@ EMB_DEVICE void load_slices(bool vectors, int step, const void* data, Dtype type
   }
 }
 
-// Convert loaded slices to floats.
+// Convert loaded slices of dtype T, or of dtype `type`, to floats.
 template <class T, int kSlices>
 EMB_DEVICE void widen_from(Slices<kSlices>& x) {
 #pragma unroll
@@ -132,6 +140,7 @@ EMB_DEVICE void widen(Dtype type, Slices<kSlices>& x) {
   if (type == Dtype::kBfloat16) widen_from<bfloat16, kSlices>(x);
 }
 
+// Store the slices of a batch as elements of type T, rounded to nearest.
 template <class T, int kSlices, class LocationOf>
 EMB_DEVICE void store_slices_of(const RowLayout& layout, T* data, const LocationOf& location_of,
                                 const Slices<kSlices>& x) {
@@ -160,7 +169,7 @@ EMB_DEVICE void store_slices_of(const RowLayout& layout, T* data, const Location
   }
 }
 
-// Store slices, rounded to nearest.
+// The same for a tensor `data` of dtype `type`.
 template <int kSlices, class LocationOf>
 EMB_DEVICE void store_slices(const RowLayout& layout, void* data, Dtype type,
                              const LocationOf& location_of, const Slices<kSlices>& x) {
@@ -173,7 +182,8 @@ EMB_DEVICE void store_slices(const RowLayout& layout, void* data, Dtype type,
   }
 }
 
-// Store column `column` of the row with linear id `row`, rounded at random, at `data`.
+// Store column `column` of linear row `row` at `data`, rounded stochastically; the row and `tensor`
+// (RoundedTensor) select the random numbers.
 template <class T>
 EMB_DEVICE void store_randomly(const Rounding& rounding, uint32_t tensor, int64_t row, int column,
                                T* data, float x) {
@@ -184,7 +194,8 @@ EMB_DEVICE void store_randomly(const Rounding& rounding, uint32_t tensor, int64_
   *data = round_randomly<T>(x, at & 2 ? high : low);
 }
 
-// Store a slice of 16 bits, rounded at random.
+// Store a lane's columns of a slice of linear row `row` in 16 bits, rounded stochastically; `data`
+// is the address of the first, from which `valid` columns are left to the end of the row.
 template <class T>
 EMB_DEVICE void store_slice_randomly(const RowLayout& layout, const Rounding& rounding,
                                      uint32_t tensor, int64_t row, T* data, int valid,
@@ -211,11 +222,13 @@ EMB_DEVICE void store_slice_randomly(const RowLayout& layout, const Rounding& ro
   }
 }
 
-// The rows and element-wise states of a batch.
+// The weights and element-wise states of a batch, of this lane: call load, convert, sum_rows (if
+// the optimizer has sums), apply, store.
 template <int kSlices>
 struct RowBatch {
   Slices<kSlices> w = {}, first = {}, second = {};
 
+  // Load the weights and the states that the optimizer updates, as they are stored.
   template <class Selection, class LocationOf>
   EMB_DEVICE void load(Selection, const OptimizerStepArgs& args, const RowLayout& layout,
                        const TierRows& tier, const LocationOf& location_of) {
@@ -231,6 +244,7 @@ struct RowBatch {
     }
   }
 
+  // Convert what was loaded to floats.
   template <class Selection>
   EMB_DEVICE void convert(Selection, const OptimizerStepArgs& args, const TierRows& tier) {
     widen<kSlices>(tier.weight_type, w);
@@ -238,8 +252,8 @@ struct RowBatch {
     if (Selection::stepped_states(args) > 1) widen<kSlices>(tier.state_types[1], second);
   }
 
-  // Compute this lane's terms of the sums over each row. A row's sums are in its last slice, those
-  // of its slices in order.
+  // Add this lane's terms of the sums over each row to `sums`, slice by slice in order, so that the
+  // last slice of a row has the sums of the row.
   template <class Selection>
   EMB_DEVICE void sum_rows(Selection, const OptimizerStepArgs& args, const Step& step,
                            const RowLayout& layout, const Slices<kSlices>& gradient,
@@ -271,7 +285,7 @@ struct RowBatch {
     }
   }
 
-  // Update the rows; `factors_of(s)`, called by all lanes, are the factors of the row of slice s.
+  // Update the rows; factors_of(s), called by all lanes, returns the factors of the row of slice s.
   template <class Selection, class FactorsOf>
   EMB_DEVICE void apply(Selection, const OptimizerStepArgs& args, const Step& step,
                         const Slices<kSlices>& gradient, const FactorsOf& factors_of) {

@@ -1,7 +1,8 @@
-// Row-wise Adagrad, whose state is the mean of the squared gradient over the row, and its variants:
-// limited norms, updates that depend on how often a row occurs, clipping by the norm of the row
-// (Zheng et al., "CowClip", 2022), and decay that makes up for steps without the row. The formulas
-// are those that FBGEMM documents for EXACT_ROWWISE_ADAGRAD.
+// Functors (see optim/functor.h) of row-wise Adagrad, whose state is one number per row: the sum,
+// over the steps, of the mean squared gradient of the row. And of its variants: with a limited
+// norm, with updates that depend on how often a row occurs, with clipping by the norm of the row
+// (Zheng et al., "CowClip", 2022), and with decay that makes up for steps without the row. The
+// formulas are those that FBGEMM documents for EXACT_ROWWISE_ADAGRAD.
 #pragma once
 
 #include <cmath>
@@ -22,6 +23,7 @@ inline constexpr int32_t kBitsOfLastPlainStep = 0x4B800000, kBitsOfLargestFloat 
 inline constexpr double kMaxStep =
     double{kLastPlainStep} + (kBitsOfLargestFloat - kBitsOfLastPlainStep);
 
+// Return the state that stands for a step, which is 0 or more.
 EMB_HD float encode_step(double step) {
   if (step <= kLastPlainStep) return static_cast<float>(step);
   if (step > kMaxStep) step = kMaxStep;
@@ -31,21 +33,22 @@ EMB_HD float encode_step(double step) {
   return code;
 }
 
-// Return the steps after 2^24; 0 up to 2^24.
+// Return how many steps a stored step is after 2^24, 0 if it is not.
 EMB_HD int32_t steps_beyond_plain(float code) {
   int32_t bits;
   memcpy(&bits, &code, sizeof bits);
   return bits > kBitsOfLastPlainStep ? bits - kBitsOfLastPlainStep : 0;
 }
 
-// Return the steps from one number to a later one, rounded to a float at the end only.
+// Return the number of steps from one stored step to a later one, rounded to a float only at the
+// end.
 EMB_HD float steps_between(float previous, float now) {
   const float plain = fminf(now, kLastPlainStep) - fminf(previous, kLastPlainStep);
   return plain + static_cast<float>(steps_beyond_plain(now) - steps_beyond_plain(previous));
 }
 
-// The row-wise states: sum of the mean squared gradients, step of the last update (encode_step),
-// and how often the row occurred.
+// The row-wise states, in this order: the sum of mean squared gradients, the step of the last
+// update (see encode_step), and how often the row occurred.
 enum RowwiseState : int { kSum, kLastStep, kCounter };
 
 struct RowwiseAdagrad {
@@ -71,7 +74,8 @@ struct RowwiseAdagrad {
   }
 };
 
-// Row-wise Adagrad with a moving average of the weights as state 0, which only the module updates.
+// Row-wise Adagrad with a moving average of the weights as element-wise state 0, which the module
+// updates, not `step`.
 struct EnsembleRowwiseAdagrad : RowwiseAdagrad {
   static constexpr const char* kName = "ensemble_rowwise_adagrad";
   static constexpr int kElementStates = 1;
@@ -79,7 +83,7 @@ struct EnsembleRowwiseAdagrad : RowwiseAdagrad {
   using RowwiseAdagrad::RowwiseAdagrad;
 };
 
-// Sums over a row from which its norm before and after the step follows.
+// The sums over a row from which its norm after the step follows: of g * g, w * g and w * w.
 struct RowwiseNorms {
   enum Column : int { kEps = kOptimizerArgs, kMaxNorm };
   static constexpr int kElementStates = 0, kSteppedStates = 0, kNumRowSums = 3;
@@ -102,8 +106,8 @@ struct RowwiseNorms {
   }
 
  protected:
-  // Scale the step so that the norm of the row is at most max_norm after it (0: no limit). This
-  // includes the decoupled decay that the driver applies to w.
+  // Return the factors, scaled so that the norm of the row after the step is at most max_norm (0:
+  // no limit). The norm includes the decoupled decay that the driver applies to w.
   EMB_HD RowFactors limit_norm(RowFactors scale, const float* sums) const {
     if (max_norm <= 0.0f) return scale;
     const float k = scale.weight * decay_factor, s = scale.gradient;
@@ -115,6 +119,7 @@ struct RowwiseNorms {
   }
 };
 
+// Row-wise Adagrad that limits the norm of the row.
 struct RowwiseAdagradMaxNorm : RowwiseNorms {
   static constexpr const char* kName = "rowwise_adagrad_max_norm";
   static constexpr int kNumHyper = 2, kRowStates = 1;
@@ -127,13 +132,14 @@ struct RowwiseAdagradMaxNorm : RowwiseNorms {
   }
 };
 
-// Return log(1 - decay), computed in double: powers of a number so close to 1 need all its digits.
-// A decay of 1 or more results in zero weights.
+// Return log(1 - decay), computed in double: powers of a number close to 1 need all its digits. For
+// a decay of 1 or more return a number whose exponential is 0.
 EMB_HD float log_decay_factor(double decay) {
   return decay < 1.0 ? as_float(log1p(-decay)) : -1e30f;
 }
 
-// Weight decay that makes up for missed steps when a row occurs again.
+// Row-wise Adagrad with a weight decay that makes up for missed steps when a row occurs again, from
+// step kFirstStep on. The factor for the missed steps is at least min_factor.
 struct RowwiseAdagradGlobalDecay : RowwiseNorms {
   enum DecayColumn : int { kRate = kMaxNorm + 1, kMinFactor, kFirstStep };
   static constexpr const char* kName = "rowwise_adagrad_global_decay";
@@ -163,7 +169,8 @@ struct RowwiseAdagradGlobalDecay : RowwiseNorms {
   }
 };
 
-// How often a row occurred; occurrences decay with a half-life in steps.
+// Counts how often a row occurred. With a positive half-life, in steps, occurrences decay; with a
+// negative one they do not; with 0 every row counts as 1.
 struct OccurrenceCounter : RowwiseNorms {
   enum CounterColumn : int { kHalflife = kMaxNorm + 1 };
   float now, halflife, forget;
@@ -179,6 +186,7 @@ struct OccurrenceCounter : RowwiseNorms {
   EMB_HD float steps_since(float previous) const {
     return previous == 0.0f ? 1.0f : steps_between(previous, now);
   }
+  // Return the next count of a row, whose count was `counter` at its last step `previous`.
   EMB_HD float count(float counter, float previous) const {
     if (halflife == 0.0f) return 1.0f;
     return halflife < 0.0f ? counter + 1.0f
@@ -186,6 +194,8 @@ struct OccurrenceCounter : RowwiseNorms {
   }
 };
 
+// Row-wise Adagrad that clips the norm of the gradient to a multiple of the norm of the row, times
+// how often the row occurred.
 struct RowwiseAdagradCowClip : OccurrenceCounter {
   enum ClipColumn : int { kCoefficient = kHalflife + 1, kLowerBound };
   static constexpr const char* kName = "rowwise_adagrad_cowclip";
@@ -209,16 +219,17 @@ struct RowwiseAdagradCowClip : OccurrenceCounter {
   }
 };
 
-// The L2 penalty enters the sum of squares and, weighted by frequency, the weights.
+// Row-wise Adagrad whose weight decay and learning rate depend on how often a row occurred. A
+// coupled decay (L2 penalty) enters the sum of squares and, weighted by frequency, the weights.
 struct RowwiseAdagradCounter : OccurrenceCounter {
   enum AdjustColumn : int {
     kDecayKind = kHalflife + 1,  // a CounterDecay
     kRate,
-    kFirstStep,            // step from which on rates are adjusted
+    kFirstStep,            // rates are adjusted after this step; from the beginning if it is <= 0
     kBound,                // exponent or bound of the tail's learning rate
     kTailRate,             // a TailRate
-    kThreshold,            // count from which a row is in the tail
-    kThresholdIsRelative,  // whether the threshold is a part of the largest count
+    kThreshold,            // a row of a higher count is in the tail
+    kThresholdIsRelative,  // above 0: the threshold is a fraction of the largest count
     kLargestCount
   };
   static constexpr const char* kName = "rowwise_adagrad_counter";
@@ -273,6 +284,7 @@ struct RowwiseAdagradCounter : OccurrenceCounter {
   }
 
  private:
+  // Return the factor of the gradient of a row in the tail; `plain` is that of other rows.
   EMB_HD float tail_scale(float plain, float counter) const {
     if (tail_rate == kOfCount) return adagrad_scale(lr, bound * counter, eps);
     const bool raised = tail_rate == kRaised;

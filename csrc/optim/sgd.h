@@ -1,4 +1,4 @@
-// SGD, Adagrad (Duchi et al., 2011), LARS and FTRL.
+// Functors (see optim/functor.h) of SGD, Adagrad (Duchi et al., 2011), LARS and FTRL.
 #pragma once
 
 #include "optim/functor.h"

@@ -1,5 +1,6 @@
-// The kernel that updates matrices (update_rows.cuh), for the entries that launch it. It is
-// compiled with update_rows_cuda.cu alone: a copy is a hundred kilobytes of code.
+// Declares the launch of the kernel that updates matrices (update_rows.cuh), for the entries that
+// need it. The kernel is compiled in update_rows_cuda.cu only, since a copy is a hundred kilobytes
+// of code.
 #pragma once
 
 #include "core/launch.h"

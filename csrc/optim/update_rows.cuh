@@ -1,7 +1,8 @@
-// An optimizer over all rows of matrices with dense gradients on the GPU: a block per row, a warp
-// per row of up to 128 columns, with the same bits. A row whose gradient is all zero was not part
-// of the batch and keeps its weights and states. One launch serves one matrix, described by the
-// arguments of the kernel, or any number of them, described in device memory.
+// An optimizer over all rows of matrices with dense gradients on the GPU. A block takes a row, or a
+// warp if the row has at most 128 columns; both give the same bits. A row whose gradient is zero
+// throughout was not part of the batch and keeps its weights and states. One launch serves one
+// matrix, described by the arguments of the kernel, or any number of them, described in device
+// memory.
 #pragma once
 
 #include "core/search.cuh"
@@ -11,12 +12,13 @@ namespace emb::cuda {
 
 inline constexpr int kMatrixThreads = 128;
 
+// The gradient of a matrix, in device memory.
 struct MatrixGrad {
   const float* grad;  // [rows, width]
   int64_t rows, width;
   int64_t first_row;  // id of row 0 in the random numbers of stochastic rounding
 
-  // Return whether a warp takes a row, and how many rows a block takes.
+  // Return whether a warp takes a row; how many rows a block takes; how many blocks there are.
   EMB_HD bool by_warp() const { return width <= int64_t{simt::kWarp} * kColumns; }
   EMB_HD int rows_of_block() const {
     return by_warp() ? kMatrixThreads / static_cast<int>(simt::kWarp) : 1;
@@ -24,16 +26,16 @@ struct MatrixGrad {
   EMB_HD int64_t blocks() const { return (rows + rows_of_block() - 1) / rows_of_block(); }
 };
 
-// One of the matrices of a launch.
+// One of the matrices of a launch: its gradient, its weights and states.
 struct MatrixStep {
   MatrixGrad in;
   TierRows tier;
-  int64_t first_block;  // among the blocks of all matrices
+  int64_t first_block;  // number of its first block among the blocks of all matrices
 };
 
 // Replace each of `values`, in every thread, by its sum over the block, added in the order of
-// warps. Return whether `flag` holds in any thread. All threads of the block call this; two
-// barriers.
+// warps. Return whether `flag` is true in any thread. All threads of the block call this; it has
+// two barriers.
 EMB_DEVICE bool block_sums(float (&values)[kMaxRowSums], bool flag) {
   constexpr int kWarps = kMatrixThreads / static_cast<int>(simt::kWarp);
   __shared__ float sum_of_warp[kWarps][kMaxRowSums];
@@ -60,7 +62,7 @@ EMB_DEVICE bool block_sums(float (&values)[kMaxRowSums], bool flag) {
   return any;
 }
 
-// The same for the warp, with the same bits where the other warps have zeros. No barrier.
+// The same for a warp, with the bits of block_sums where all other warps have zeros. No barrier.
 EMB_DEVICE bool warp_sums(float (&values)[kMaxRowSums], bool flag) {
 #pragma unroll
   for (int k = 0; k < kMaxRowSums; ++k) {
@@ -69,8 +71,9 @@ EMB_DEVICE bool warp_sums(float (&values)[kMaxRowSums], bool flag) {
   return __any_sync(simt::kFullMask, flag) != 0;
 }
 
-// Add the terms of this thread's columns to the sums of a row; return whether their gradient is
-// nonzero.
+// Add the terms of this thread's columns to the sums of the row that begins at element `start`;
+// return whether one of their gradients is not zero. `threads` threads have the row, of which this
+// is number `thread`; Access is a Selection.
 template <class Access>
 EMB_DEVICE bool sum_row(const MatrixGrad& in, const OptimizerStepArgs& args, const Step& step,
                         const TierRows& tier, int64_t start, unsigned thread, unsigned threads,
@@ -126,13 +129,14 @@ EMB_DEVICE void update_matrix_rows(const MatrixGrad& in, const OptimizerStepArgs
   }
 }
 
-// The matrices of a launch: one, or `count` of them in device memory.
+// The matrices of a launch: `one`, or, if `many` is not null, `count` of them in device memory.
 struct MatrixSteps {
   MatrixStep one;
   const MatrixStep* many = nullptr;
   int count = 1;
   int64_t blocks = 0;  // blocks that all matrices take together
 
+  // Return the matrix of a block. All lanes of a warp call this.
   EMB_DEVICE const MatrixStep& of_block(int64_t block) const {
     if (many == nullptr) return one;
     const auto first_block = [&](int i) { return many[i].first_block; };
@@ -140,9 +144,10 @@ struct MatrixSteps {
   }
 };
 
-// One kernel serves one matrix and many, and one library file compiles it (update_matrix.h): a copy
-// is a hundred kilobytes of code. Six blocks per multiprocessor allow 80 registers; left alone,
-// ptxas takes 64 and spills two.
+// Update the rows of all matrices, grid-stride over their blocks. One kernel serves one matrix and
+// many, and one file compiles it (update_matrix.h), since a copy is a hundred kilobytes of code.
+// Six blocks per multiprocessor leave 80 registers; without the bound, ptxas takes 64 and spills
+// two.
 template <class Access>
 __global__ void __launch_bounds__(kMatrixThreads, 6)
     update_matrices_kernel(const EMB_GRID_CONSTANT MatrixSteps matrices, OptimizerStepArgs args) {
@@ -165,8 +170,8 @@ void launch_update_rows(const Launcher& launcher, const MatrixGrad& in,
            kMatrixThreads, one, step);
 }
 
-// Update `count` matrices with `blocks` blocks in all; `matrices` are in device memory. The tiers
-// of `step` are not read.
+// Update the `count` matrices of `matrices`, in device memory, which take `blocks` blocks in all.
+// The tiers of `step` are not read.
 template <class Launcher>
 void launch_update_matrices(const Launcher& launcher, const MatrixStep* matrices, int count,
                             int64_t blocks, const OptimizerStepArgs& step) {

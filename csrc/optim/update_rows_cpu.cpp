@@ -1,4 +1,5 @@
-// `update_rows_` on the CPU: checks, then rows in parallel.
+// `update_rows_` on the CPU: check the arguments, then update rows in parallel with
+// update_rows_kernels.cpp.
 #include <torch/csrc/stable/library.h>
 
 #include <memory>
@@ -16,8 +17,12 @@ EMB_SELECT_KERNELS(UpdateRowsTable, kUpdateRowsTable, update_rows_table)
 
 namespace {
 
-constexpr int64_t kGrain = 1 << 15;  // elements
+constexpr int64_t kGrain = 1 << 15;  // elements: smallest range that gets a thread
 
+// Apply an optimizer, a code of core/codes.h, to the rows of `weights`, [R, D] of float32, float16
+// or bfloat16, whose gradient is not zero throughout; in place in weights and states. `grads` is
+// float32 [R, D]. `first_row` is the id of row 0 in the random numbers of stochastic rounding. The
+// step in `hyper` has been counted.
 void update_rows_(Tensor weights, std::vector<Tensor> states, const Tensor& hyper,
                   int64_t optimizer, const Tensor& grads, int64_t first_row) {
   const char* op = "update_rows_";

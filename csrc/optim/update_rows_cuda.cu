@@ -1,4 +1,5 @@
-// `update_rows_` on the GPU: checks and launch.
+// `update_rows_` on the GPU: check the arguments and launch. The contract is in
+// update_rows_cpu.cpp.
 #include <torch/csrc/stable/library.h>
 
 #include <vector>

@@ -1,5 +1,6 @@
-// An optimizer over rows of a matrix on one CPU thread. A row whose gradient is all zero was not
-// part of the batch and keeps its weights and states.
+// An optimizer over rows of a matrix on one CPU thread: the functions of UpdateRowsTable
+// (optim/args.h). A row whose gradient is zero throughout was not part of the batch and keeps its
+// weights and states.
 #include "optim/args.h"
 #include "optim/optimizer_step_cpu.h"
 #include "optim/optimizers.h"
@@ -7,7 +8,7 @@
 namespace emb::EMB_ISA {
 namespace {
 
-// Almost every nonzero row is detected at its first elements.
+// Return whether all elements are zero. For nearly every other row the first elements decide.
 EMB_HD bool is_zero(const float* g, int64_t width) {
   int64_t d = 0;
   for (; d + kLanes <= width; d += kLanes) {
@@ -22,8 +23,8 @@ EMB_HD bool is_zero(const float* g, int64_t width) {
   return true;
 }
 
-// Return the views of the row that starts at `start`: in place, or in scratch where it is stored in
-// 16 bits.
+// Return the views of the row that begins at element `start`: its gradient in `scratch`, not set
+// yet; weights and states in place, or as copies in `scratch` if they are stored in 16 bits.
 template <class Opt>
 EMB_HD RowViews open_row(const TierRows& tier, int64_t start, int64_t width, float* scratch) {
   RowViews views{nullptr, scratch, nullptr, nullptr};
@@ -43,7 +44,7 @@ EMB_HD RowViews open_row(const TierRows& tier, int64_t start, int64_t width, flo
   return views;
 }
 
-// Store what `open_row` has widened; `id` is that of the row in the random numbers.
+// Store what open_row copied; `id` is that of the row in the random numbers.
 template <class Opt>
 EMB_HD void close_row(const TierRows& tier, int64_t start, int64_t width, const RowViews& views,
                       const Rounding& rounding, int64_t id) {
@@ -60,6 +61,7 @@ EMB_HD void close_row(const TierRows& tier, int64_t start, int64_t width, const 
   }
 }
 
+// Update the row of gradient `number`.
 template <class Opt>
 EMB_HD void update_row(const Opt& opt, const WeightDecay& decay, const Rounding& rounding,
                        const UpdateRowsArgs& args, float* scratch, int64_t number) {
@@ -79,6 +81,7 @@ EMB_HD void update_row(const Opt& opt, const WeightDecay& decay, const Rounding&
   close_row<Opt>(args.tier, start, width, views, rounding, args.first_row + row);
 }
 
+// The UpdateRowsFn of an optimizer.
 template <class Opt>
 void update(const UpdateRowsArgs& args, float* scratch, int64_t begin, int64_t end) {
   const Opt opt(args.hyper);

@@ -1,7 +1,10 @@
-// Rows of 8 or 4 bits per value, and the arguments of their ops. A row is its scale and offset as
-// two fp16 values, then a number per column, then zeros up to a multiple of 4 bytes, so that a GPU
-// can load words. Value d is `scale * q + offset` for its number q. With 4 bits the even columns
-// are the low halves of their bytes. FBGEMM's IntNBit rows have the same format.
+// The format of rows of 8 or 4 bits per value, and the arguments and function tables of the CPU
+// kernels of their ops.
+//
+// A row is its scale and its offset, both float16, then the *number* q of each column, an unsigned
+// integer of 8 or 4 bits, then zeros up to a multiple of 4 bytes, so that a GPU can load words. The
+// value of a column is scale * q + offset. With 4 bits the even columns are the low halves of their
+// bytes. FBGEMM's IntNBit rows have the same format.
 #pragma once
 
 #include <cmath>
@@ -14,6 +17,7 @@
 
 namespace emb {
 
+// The header of a row.
 struct RowScale {
   half16 scale, offset;
 };
@@ -24,7 +28,7 @@ static_assert(kHeaderBytes == 4);
 
 inline constexpr float kLargestHalf = 65504.0f;
 
-// Return the bytes of the numbers of `columns` values.
+// Return the bytes that the numbers of `columns` columns take.
 EMB_HD int64_t packed_bytes(int64_t columns, int bits) { return (columns * bits + 7) / 8; }
 
 // Return the bytes of a row of `dim` columns, header and padding included.
@@ -33,7 +37,7 @@ EMB_HD int64_t row_bytes(int64_t dim, int bits) {
   return kHeaderBytes + static_cast<int64_t>(words) * kWordBytes;
 }
 
-// Return the largest half up to x, which is finite and at least -kLargestHalf.
+// Return the largest half that is at most x, for a finite x of at least -kLargestHalf.
 EMB_HD half16 half_at_most(float x) {
   const half16 nearest = from_float<half16>(x);
   if (to_float(nearest) <= x) return nearest;
@@ -41,18 +45,19 @@ EMB_HD half16 half_at_most(float x) {
   return {static_cast<uint16_t>(negative ? nearest.bits + 1 : nearest.bits - 1)};
 }
 
-// Return the smallest half from x on, which is finite and at most kLargestHalf.
+// Return the smallest half that is at least x, for a finite x of at most kLargestHalf.
 EMB_HD half16 half_at_least(float x) {
   return {static_cast<uint16_t>(half_at_most(-x).bits ^ 0x8000u)};
 }
 
-// Return x within the range of a half, and 0 for -0, which would make equal rows differ in a bit.
+// Return x, or the closest end of the range of finite halves. Return 0 for -0, because the sign
+// would make rows of equal values differ.
 EMB_HD float clamp_to_half(float x) {
   return (x > kLargestHalf ? kLargestHalf : x < -kLargestHalf ? -kLargestHalf : x) + 0.0f;
 }
 
-// Return the scale of a row with values in [low, high]. The offset is rounded down and the scale
-// up, so that the numbers reach both ends.
+// Return the header of a row whose minimum and maximum are `low` and `high`, both finite. The
+// offset is rounded down and the scale up, so that the numbers reach both ends.
 EMB_HD RowScale row_scale(float low, float high, int bits) {
   const auto levels = static_cast<float>((1 << bits) - 1);
   const half16 offset = half_at_most(clamp_to_half(low));
@@ -67,7 +72,7 @@ struct RowStep {
       : scale(to_float(row.scale)), offset(to_float(row.offset)) {}
 };
 
-// Return the number of a value, rounded to nearest even.
+// Return the number of a value, to nearest, ties to even; 0 if the scale is 0.
 EMB_HD uint8_t quantized(float value, RowStep row, int bits) {
   const auto levels = static_cast<float>((1 << bits) - 1);
   const float steps = row.scale > 0.0f ? (value - row.offset) / row.scale : 0.0f;
@@ -78,12 +83,13 @@ EMB_HD uint8_t quantized(float value, RowStep row, int bits) {
 // The CPU kernels of `quantize_rows_`.
 
 struct QuantizeArgs {
-  const void* rows;  // [R, dim]
-  uint8_t* packed;   // [R, row bytes]
+  const void* rows;  // [R, dim], dim > 0; the kernel is chosen by dtype
+  uint8_t* packed;   // [R, row_bytes(dim, bits)], an output
   int64_t dim;
-  int bits;
+  int bits;  // 8 or 4
 };
 
+// Quantise rows [first_row, last_row).
 using QuantizeFn = void (*)(const QuantizeArgs&, int64_t first_row, int64_t last_row);
 
 struct QuantizeTable {
@@ -93,14 +99,15 @@ struct QuantizeTable {
 // The CPU kernels of `quant_lookup`, which work on a range of bags of one feature.
 
 struct QuantLookupArgs {
-  const uint8_t* packed;  // row 0 of the feature's table
+  const uint8_t* packed;  // [rows, row_bytes(dim, bits)]: the feature's table
   int64_t rows, dim;
-  const void* indices;
+  const void* indices;  // [L], repaired as they are read
   BagRows bags;
-  const float* sample_weights;  // [L] or null
-  void* out;                    // base of the rows of `bags`
+  const float* sample_weights;  // [L] or null; null without pooling
+  void* out;                    // the base of the output rows (see BagRows), of the output dtype
 };
 
+// Write the output rows of bags [first_bag, last_bag), at least one, all of the same feature.
 using QuantLookupFn = void (*)(const QuantLookupArgs&, int64_t first_bag, int64_t last_bag);
 
 struct QuantLookupTable {

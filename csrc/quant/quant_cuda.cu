@@ -1,5 +1,7 @@
-// `quantize_rows_` and `quant_lookup` on the GPU: checks, allocation, launch. The contents of
-// `features` are on the device and are not read here: nothing waits for the GPU.
+// `quantize_rows_`, `quant_lookup` and `quant_lookup_checked_` on the GPU: check the arguments,
+// allocate, launch. The contents of `features` are on the device and are not read here, so that
+// nothing waits for the GPU. The contracts are those of quant_cpu.cpp, except that elements of the
+// output that no bag has are unspecified, if there are bags.
 #include <torch/csrc/stable/library.h>
 
 #include <optional>
@@ -21,7 +23,7 @@ void quantize_rows_(Tensor packed, const Tensor& weights, int64_t bits) {
   launch_quantize(CudaLauncher(packed), args, type);
 }
 
-// Look up the bags of a checked call, whose output is `out`.
+// Launch the lookup of a call into `out`; `bags` are those of the call, or have repaired offsets.
 void look_up(const QuantCall& call, const Bags& bags, Tensor* out) {
   const QuantArgs args{static_cast<const uint8_t*>(call.packed.const_data_ptr()),
                        out->mutable_data_ptr(),
@@ -41,6 +43,7 @@ void look_up(const QuantCall& call, const Bags& bags, Tensor* out) {
   }
 }
 
+// Check the number of columns and allocate the output, uninitialised.
 Tensor new_output(const char* op, const QuantCall& call) {
   const int64_t num_features = call.features.size(0);
   STD_TORCH_CHECK(call.bag_layout || call.pooling == Pooling::kNone || call.columns >= num_features,
@@ -60,7 +63,9 @@ Tensor quant_lookup(const Tensor& packed, const Tensor& features, const Tensor& 
   return out;
 }
 
-// A GPU repairs what is invalid, so that every batch is valid: nothing waits for it.
+// Return [output]. Unlike the CPU's, the result is complete for an invalid batch too: the kernels
+// repair what is invalid, so that the host need not wait to learn whether the batch is valid. In
+// the mode "warning" violations are added to `violations`.
 std::vector<Tensor> quant_lookup_checked_(const Tensor& packed, const Tensor& features,
                                           const Tensor& indices, const Tensor& offsets,
                                           std::optional<Tensor> sample_weights, int64_t pooling,

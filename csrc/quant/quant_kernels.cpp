@@ -1,5 +1,6 @@
-// Quantised tables on one CPU thread: quantise rows (one pass for the range of a row, one for its
-// numbers), look up bags.
+// Quantised tables on one CPU thread. Quantising a row takes one pass for its minimum and maximum
+// and one for its numbers. Lookups pool rows with core/pool_bag.h; a row is converted to floats as
+// it is added.
 #include "core/half.h"
 #include "core/pool_bag.h"
 #include "core/vec.h"
@@ -8,6 +9,7 @@
 namespace emb::EMB_ISA {
 namespace {
 
+// Return the header of a row of `dim` columns, at least one.
 template <class T>
 RowScale scale_of(const T* row, int64_t dim, int bits) {
   float low = to_float(row[0]), high = low;
@@ -19,6 +21,7 @@ RowScale scale_of(const T* row, int64_t dim, int bits) {
   return row_scale(low, high, bits);
 }
 
+// The QuantizeFn of rows of dtype T.
 template <class T>
 void quantize(const QuantizeArgs& args, int64_t first_row, int64_t last_row) {
   const int64_t dim = args.dim, nbytes = packed_bytes(dim, args.bits);
@@ -49,7 +52,7 @@ void quantize(const QuantizeArgs& args, int64_t first_row, int64_t last_row) {
 extern const QuantizeTable kQuantizeTable;
 const QuantizeTable kQuantizeTable = {{quantize<float>, quantize<half16>, quantize<bfloat16>}};
 
-// Registers of floats from packed numbers, `kLanes` at a time.
+// Vectors of floats from packed numbers, kLanes at a time.
 
 template <int kBits>
 inline constexpr int kPackedBytes = kLanes * kBits / 8;
@@ -65,7 +68,7 @@ EMB_HD __m128i unpack_halves(__m128i bytes) {
 
 #endif
 
-// Load `kLanes` numbers from `p`, which need not be aligned.
+// Load kLanes numbers as floats from `p`, which need not be aligned.
 template <int kBits>
 EMB_HD Vec load_packed(const uint8_t* p) {
 #if defined(__AVX512F__)
@@ -107,16 +110,18 @@ EMB_HD Vec load_packed_first(const uint8_t* p, int n) {
 
 namespace {
 
-// The lookup. Rows are converted to floats before they are added: separate sums of their offsets
-// would cancel in long bags.
+// The lookup. Values are computed before they are added: sums of numbers and sums of offsets, if
+// added separately, would cancel in long bags.
 
-// How many lookups ahead rows are prefetched: a row is one line, or a few.
+// Lookups between the prefetch of a row, which is a cache line or a few, and its use.
 constexpr int64_t kAhead = 16;
 
-// The scale and offset of a row times its weight, in all lanes.
+// The factor and the summand of a row's numbers, in all lanes: its scale and its offset, both times
+// the weight of the lookup.
 struct RowFactors {
   Vec by, plus;
 
+  // `row` is the address of the row's header.
   EMB_HD RowFactors(const uint8_t* row, float weight) {
     int32_t header;
     __builtin_memcpy(&header, row, kHeaderBytes);
@@ -143,13 +148,14 @@ struct RowFactors {
   }
 };
 
-// The lookups of one feature as `pool_bags` reads them. An address is `kHeaderBytes` before the
-// numbers of the first column that is not skipped.
+// The lookups of one feature in the form that `pool_bags` takes: core/pool_bag.h has the contract
+// of the members. The address of a row is kHeaderBytes before the numbers of the first column that
+// is not skipped.
 template <int kBits, class I>
 struct PackedRows {
   const QuantLookupArgs& args;
-  int64_t stride, last;
-  int64_t skipped = 0;  // bytes of columns
+  int64_t stride, last;  // bytes per row; end of the lookups that may be prefetched
+  int64_t skipped = 0;   // bytes of the columns that are skipped
 
   struct Values {
     const uint8_t* numbers;
@@ -186,6 +192,7 @@ struct PackedRows {
   }
 };
 
+// The QuantLookupFn of kBits bits, outputs of dtype O and indices of dtype I.
 template <int kBits, class O, class I>
 void lookup(const QuantLookupArgs& args, int64_t first_bag, int64_t last_bag) {
   const PackedRows<kBits, I> rows{args, row_bytes(args.dim, kBits), args.bags.end_lookup(last_bag)};

@@ -1,4 +1,5 @@
-// The arguments of `fill_uniform_`, and its CPU kernels.
+// The arguments of `fill_uniform_` on any device, and the function table of its CPU kernels.
+// Element i of the tensor is low + span * u, where u in [0, 1) depends only on the seed and on i.
 #pragma once
 
 #include "core/dtype.h"
@@ -6,7 +7,7 @@
 namespace emb {
 
 struct UniformArgs {
-  void* out;
+  void* out;  // [numel] of the dtype for which the kernel is chosen
   int64_t numel;
   float low, span;
   uint64_t seed;
@@ -15,6 +16,7 @@ struct UniformArgs {
 // Elements of a block of the CPU kernel, which advances 16 Philox counters at once.
 inline constexpr int64_t kUniformBlock = 64;
 
+// Fill blocks [first_block, last_block) of kUniformBlock elements; the last one may be shorter.
 using UniformFn = void (*)(const UniformArgs&, int64_t first_block, int64_t last_block);
 
 struct UniformTable {

@@ -1,4 +1,4 @@
-// Checks of `fill_uniform_`, shared by both backends.
+// Checks of `fill_uniform_`, shared by the CPU and the GPU.
 #pragma once
 
 #include <cmath>
@@ -7,6 +7,8 @@
 
 namespace emb {
 
+// Raise unless `tensor` is contiguous and of a supported dtype, and low <= high, both finite;
+// return the dtype.
 inline Dtype check_range(const char* op, const Tensor& tensor, double low, double high) {
   STD_TORCH_CHECK(tensor.is_contiguous(), op, ": tensor must be contiguous");
   STD_TORCH_CHECK(std::isfinite(low) && std::isfinite(high) && low <= high, op,

@@ -9,6 +9,7 @@
 
 namespace emb::cuda {
 
+// Fill a tensor of dtype T, grid-stride over counters.
 template <class T>
 __global__ void fill_uniform_kernel(UniformArgs fill) {
   const int64_t counters = (fill.numel + 3) / 4, stride = int64_t{gridDim.x} * blockDim.x;

@@ -1,4 +1,5 @@
-// `fill_uniform_` on the CPU: checks, then blocks in parallel.
+// `fill_uniform_` on the CPU: check the arguments, then fill blocks in parallel with
+// uniform_kernels.cpp.
 #include <torch/csrc/stable/library.h>
 
 #include "core/check.h"
@@ -13,8 +14,10 @@ EMB_SELECT_KERNELS(UniformTable, kUniformTable, uniform_table)
 
 namespace {
 
-constexpr int64_t kGrain = 256;  // blocks
+constexpr int64_t kGrain = 256;  // blocks: smallest range that gets a thread
 
+// Fill `tensor`, contiguous and float32, float16 or bfloat16, with uniform numbers in [low, high).
+// The result depends on neither the device nor the number of threads.
 void fill_uniform_(Tensor tensor, double low, double high, int64_t seed) {
   const Dtype type = check_range("fill_uniform_", tensor, low, high);
   const UniformArgs args{tensor.mutable_data_ptr(), tensor.numel(), static_cast<float>(low),

@@ -1,4 +1,4 @@
-// `fill_uniform_` on the GPU: checks and launch.
+// `fill_uniform_` on the GPU: check the arguments and launch. The contract is in uniform_cpu.cpp.
 #include <torch/csrc/stable/library.h>
 
 #include "core/check.h"

@@ -1,5 +1,5 @@
-// Uniform random numbers on one CPU thread: 16 counters advance side by side, one per lane, so that
-// the rounds of Philox vectorise.
+// Uniform random numbers on one CPU thread: 16 Philox counters advance side by side, one per lane,
+// so that the rounds vectorise. A counter makes four elements.
 #include "core/random.h"
 #include "core/vec.h"
 #include "random/args.h"
@@ -7,6 +7,7 @@
 namespace emb::EMB_ISA {
 namespace {
 
+// The UniformFn of a tensor of dtype T.
 template <class T>
 void fill(const UniformArgs& args, int64_t first_block, int64_t last_block) {
   constexpr int kCounters = kUniformBlock / 4;

@@ -1,5 +1,11 @@
-// The layouts of emblib/ops/route.py as structs, the arithmetic that CPU and CUDA share, and the
-// CPU's tables of kernels. A *unit* is what one rank looks up for one feature.
+// Routing: which rank gets which id of a batch, and how the rows that ranks return are combined.
+// This file has the layouts, which emblib/ops/route.py documents, as structs; the arithmetic that
+// CPU and GPU share; and the arguments and function tables of the CPU kernels.
+//
+// A table is divided into *blocks* of rows, each of which one rank or several (copies) store. A
+// *unit* is what one rank looks up for one feature: for each bag of the feature, the ids that fall
+// into the rank's block, in their order. Pointers are to memory of the device of the op, which the
+// caller owns.
 #pragma once
 
 #include "core/layout.h"
@@ -7,18 +13,23 @@
 
 namespace emb {
 
+// How the block of an id is chosen: by the range of rows that has it, by a hash of the id, or by
+// range for ids of the table and by remainder for larger ones.
 enum RouteRule : int64_t { kByRange = 0, kByKey = 1, kByRangeElseSpread = 2 };
 
-// A row of `features`.
+// A row of `features`: blocks [first_block, first_block + num_blocks) of a table of `rows` rows.
 struct RouteFeature {
   int64_t first_block, num_blocks, rows, rule;
 };
 
-// A row of `blocks`.
+// A row of `blocks`: the first row of a block, and the units copies[first_copy], ...,
+// copies[first_copy + num_copies - 1] that get its ids.
 struct RouteBlock {
   int64_t first_row, first_copy, num_copies;
 };
 
+// The five tensors of a routing: bags [first_bags[f], first_bags[f + 1]) of the batch are those of
+// feature f; bags [units[u], units[u + 1]) of the output are those of unit u.
 struct Routing {
   const int64_t* first_bags;
   const RouteFeature* features;
@@ -46,11 +57,13 @@ EMB_HD int64_t block_of_row(const RouteBlock* blocks, int64_t count, int64_t row
   return first;
 }
 
+// Where an id goes.
 struct RoutedId {
-  int64_t block;  // block among those of its feature
-  int64_t id;     // row of the id as the rank with the block numbers it
+  int64_t block;  // number of the block among those of its feature
+  int64_t id;     // the id in the numbering of the rank that has the block
 };
 
+// Return where an id of a feature goes; `blocks` are those of the feature, at least one.
 EMB_HD RoutedId route_id(const RouteFeature& feature, const RouteBlock* blocks, int64_t id) {
   if (feature.rule == kByKey) return {owner(id, feature.num_blocks), id};
   if (feature.rule == kByRangeElseSpread && id >= feature.rows) {
@@ -64,13 +77,16 @@ EMB_HD RoutedId route_id(const RouteFeature& feature, const RouteBlock* blocks, 
   return {block, row == id ? row - blocks[block].first_row : id};
 }
 
-// A row of `targets`: [rows, width] elements of the output, rows `stride` apart.
+// A row of `targets`: a matrix [rows, width] in the flat output, from element `offset` on, rows
+// `stride` elements apart. It is the sum of pieces [first_piece, end_piece). If `first_bag` is not
+// negative, row i is divided by lengths[first_bag + i], or by 1 if that is 0.
 struct Target {
   int64_t offset, stride, rows, width, first_piece, end_piece, first_bag;
 };
 
-// A row of `pieces`: the elements of the source for a target. If `first_row` is not negative, entry
-// `first_row + i` of `rows` is the row of the piece for row i of the target, -1 for none.
+// A row of `pieces`: a matrix in the flat source, of the width of its target. Row i of the target
+// uses its row i, or, if `first_row` is not negative, its row rows[first_row + i], where -1 stands
+// for none.
 struct SourcePiece {
   int64_t offset, stride, first_row;
 };
@@ -81,41 +97,43 @@ inline constexpr int kRouteFeatureColumns = 4, kRouteBlockColumns = 3, kTargetCo
 // The CPU kernels that count and move the ids of a range of bags.
 
 struct RouteArgs {
-  Routing routing;
-  const void* ids;
-  Bags bags;
-  void* out;  // lengths or ids, of the dtype of the ids
+  Routing routing;  // its contents have been checked
+  const void* ids;  // [L]
+  Bags bags;        // of the batch
+  void* out;        // count: [bags of all units] lengths; move: [total] ids; dtype of `ids`
   // For `move` only.
-  IndexArray starts;
-  int64_t total;
-  int64_t* positions;
-  const float* weights;
-  float* out_weights;
-  int64_t* scratch;  // three numbers per block, for the feature with the most blocks
+  IndexArray starts;     // [bags of all units + 1] sums of the lengths that `count` wrote
+  int64_t total;         // ids in the output
+  int64_t* positions;    // [total], an output: the position in `ids` of each id of the output
+  const float* weights;  // [L], or null
+  float* out_weights;    // [total], an output: the weight of each id; not used without weights
+  int64_t* scratch;      // of this thread: 3 numbers per block of the feature with the most blocks
 };
 
-// Process bags [begin, end) of feature f. Return false if the arguments contradict each other:
-// offsets that descend, or starts that do not match the ids.
+// Count or move the ids of bags [begin, end) of the batch, all of feature f. Return false if the
+// arguments contradict each other: offsets that descend, or starts that are not sums of the lengths
+// of these ids. Nothing outside the outputs is written in any case.
 using RouteFn = bool (*)(const RouteArgs&, int64_t f, int64_t begin, int64_t end);
 
 struct RouteTable {
   RouteFn count[2], move[2];  // [ids are int64]
 };
 
-// The elements of a source that are in a tensor of their own, `local`: the part [begin, end). The
-// others follow one another in the tensor of the source.
+// A flat source of which elements [begin, end) are in a tensor of their own, `local`. The others
+// follow one another in the tensor of the source. No elements: begin = end.
 struct LocalPart {
   void* data;
   int64_t begin, end;
 
   EMB_HD int64_t size() const { return end - begin; }
 
-  // Return the number of parts before an element: 0, 1 or 2.
+  // Return in which section an element is: 0 before the local part, 1 in it, 2 behind it. 0 if
+  // there is no local part.
   EMB_HD int section(int64_t offset) const {
     return size() == 0 ? 0 : int{offset >= begin} + int{offset >= end};
   }
 
-  // Return the address of an element.
+  // Return the address of an element of the source, whose other elements are at data_of_others.
   template <class T>
   EMB_HD T* at(T* data_of_others, int64_t offset) const {
     const int number = section(offset);
@@ -126,17 +144,18 @@ struct LocalPart {
 
 // The CPU kernels of `combine` and `combine_backward`.
 
+// The contents of all layouts have been checked.
 struct CombineArgs {
-  const void* in;
-  void* out;
-  LocalPart local;  // the local part of `in` for `combine`, of `out` for `combine_backward`
+  const void* in;   // combine: the source; combine_backward: the gradient of the output
+  void* out;        // combine: the output; combine_backward: the gradient of the source
+  LocalPart local;  // the local part of the source, or of its gradient
   const SourcePiece* pieces;
-  IndexArray lengths;
-  const int32_t* rows;
-  float scale;
+  IndexArray lengths;   // read for targets with a first_bag
+  const int32_t* rows;  // read for pieces with a first_row
+  float scale;          // factor of all sums
 };
 
-// Process rows [begin, end) of a target.
+// Write rows [begin, end) of a target, or, backward, those of its pieces.
 using CombineFn = void (*)(const CombineArgs&, const Target&, int64_t begin, int64_t end);
 
 struct CombineTable {

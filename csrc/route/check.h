@@ -1,5 +1,7 @@
-// Checks of the routing ops, shared by both backends: the dtypes and shapes of their tensors. The
-// contents of layouts are checked on the CPU only, see check_routing and check_targets.
+// Checks of the routing ops, shared by the CPU and the GPU. The constructors below check the
+// dtypes, shapes and devices of tensors. The contents of layouts are checked on the CPU only, by
+// check_routing and check_targets; GPU kernels skip what lies outside the tensors. A check raises
+// with the name `op`.
 #pragma once
 
 #include <algorithm>
@@ -10,6 +12,7 @@
 
 namespace emb {
 
+// Check that a tensor is int64, contiguous and [n, words], or [n] if `words` is 1.
 inline void check_int64_rows(const char* op, const char* name, const Tensor& tensor, int64_t words,
                              const Tensor& like) {
   check_dtype(op, name, tensor, ScalarType::Long, "int64");
@@ -19,8 +22,10 @@ inline void check_int64_rows(const char* op, const char* name, const Tensor& ten
   check_same_device(op, name, tensor, like);
 }
 
+// The ids, bags and layout of a routing op. The object keeps contiguous ids and offsets; `routing`
+// points into tensors of the op's caller.
 struct RouteInputs {
-  Tensor ids, offsets;
+  Tensor ids, offsets;  // int32 or int64 [L] and [bags + 1]
   Routing routing;
 
   RouteInputs(const char* op, const Tensor& ids_in, const Tensor& offsets_in,
@@ -59,10 +64,11 @@ struct RouteInputs {
   Bags bags() const { return {index_array(offsets), offsets.numel() - 1, ids.numel()}; }
 };
 
-// The optional weights of ids, null if there are none; also checks the dtype of `starts`.
+// The weights of ids, float32 [L], if there are any. Also checks the dtype of `starts`, and that
+// `total` is not negative.
 struct RouteWeights {
-  Tensor tensor;
-  const float* data = nullptr;
+  Tensor tensor;                // holds the memory of `data`
+  const float* data = nullptr;  // [L], null without weights
 
   RouteWeights(const char* op, const RouteInputs& in, const Tensor& starts, int64_t total,
                const std::optional<Tensor>& weights)
@@ -77,10 +83,11 @@ struct RouteWeights {
   }
 };
 
-// The tensors of `gather_segments`.
+// The tensors of `gather_segments`, contiguous: values [N, ..], starts int32 or int64
+// [segments + 1], order int64 [M].
 struct SegmentInputs {
   Tensor values, starts, order;
-  int64_t row_nbytes = 0;
+  int64_t row_nbytes = 0;  // bytes per row of `values`
 
   SegmentInputs(const char* op, const Tensor& values_in, const Tensor& starts_in,
                 const Tensor& order_in, int64_t total)
@@ -98,6 +105,7 @@ struct SegmentInputs {
     for (int64_t d = 1; d < values.dim(); ++d) row_nbytes *= values.size(d);
   }
 
+  // Allocate the output, [total, ..] of the dtype of `values`.
   Tensor new_output(int64_t total) const {
     std::vector<int64_t> sizes{total};
     for (int64_t d = 1; d < values.dim(); ++d) sizes.push_back(values.size(d));
@@ -105,14 +113,15 @@ struct SegmentInputs {
   }
 };
 
-// The tensors of `combine` and `combine_backward`.
+// The tensors of `combine` and `combine_backward`. The object keeps contiguous copies; `targets`
+// and `pieces` point into tensors of the op's caller.
 struct CombineInputs {
-  Tensor flat;
-  std::optional<Tensor> rows, lengths;
-  const Target* targets;
-  const SourcePiece* pieces;
+  Tensor flat;                          // the source, or the gradient of the output
+  std::optional<Tensor> rows, lengths;  // int32, int32 or int64
+  const Target* targets;                // [num_targets]
+  const SourcePiece* pieces;            // [num_pieces]
   int64_t num_targets, num_pieces;
-  LocalPart local{};
+  LocalPart local{};  // set by set_local or set_local_of
 
   CombineInputs(const char* op, const char* name, const Tensor& flat_in, const Tensor& target_rows,
                 const Tensor& piece_rows, const std::optional<Tensor>& rows_in,
@@ -138,8 +147,8 @@ struct CombineInputs {
     num_pieces = piece_rows.size(0);
   }
 
-  // Add the elements of the source from `begin` on that are in a tensor of their own; the source
-  // has `others` elements outside of it.
+  // Set the local part: `tensor`, flat and of the dtype of the source, has the elements of the
+  // source from `begin` on; `others` elements are outside of it. A null tensor has none.
   void set_local(const char* op, const std::optional<Tensor>& tensor, int64_t begin, int64_t others,
                  ScalarType dtype) {
     if (!tensor) {
@@ -177,8 +186,9 @@ struct CombineInputs {
   IndexArray length_array() const { return lengths ? index_array(*lengths) : IndexArray{}; }
 };
 
-// Check the blocks of a feature; on the CPU only.
+// Checks of contents, on the CPU only.
 
+// Check feature f: its blocks and their copies are in range, and its blocks ascend from row 0.
 inline void check_blocks(const char* op, const Routing& routing, const RouteFeature& feature,
                          int64_t f) {
   STD_TORCH_CHECK(feature.first_block >= 0 && feature.num_blocks >= 0 && feature.rows >= 0 &&
@@ -205,7 +215,7 @@ inline void check_blocks(const char* op, const Routing& routing, const RouteFeat
   }
 }
 
-// Check that units have the bags of their features and that each is named once.
+// Check that each unit is named once in `copies`, and has as many bags as the feature of its block.
 inline void check_units(const char* op, const Routing& routing) {
   std::vector<bool> named(routing.num_units, false);
   STD_TORCH_CHECK(routing.units[0] == 0, op, ": units must begin at bag 0, got ", routing.units[0]);
@@ -231,6 +241,8 @@ inline void check_units(const char* op, const Routing& routing) {
   }
 }
 
+// Check the contents of a routing, and that offsets run from 0 to the number of ids. Kernels find
+// out whether offsets descend in between.
 inline void check_routing(const char* op, const RouteInputs& in) {
   const Routing& routing = in.routing;
   const Bags bags = in.bags();
@@ -250,7 +262,8 @@ inline void check_routing(const char* op, const RouteInputs& in) {
   check_units(op, routing);
 }
 
-// Return whether `rows` rows of `width` from `offset` on, `stride` apart, are inside [0, numel).
+// Return whether `rows` rows of `width` elements, from `offset` on and `stride` apart, are inside
+// [0, numel) and, if there are several, do not overlap.
 inline bool rows_fit(int64_t offset, int64_t stride, int64_t rows, int64_t width, int64_t numel) {
   if (offset < 0 || rows < 0 || width < 0) return false;
   if (rows == 0 || width == 0) return true;
@@ -258,7 +271,7 @@ inline bool rows_fit(int64_t offset, int64_t stride, int64_t rows, int64_t width
   return rows == 1 || (stride >= width && (numel - width - offset) / stride >= rows - 1);
 }
 
-// Return whether `rows` rows of a piece lie in the source, all inside or all outside of `local`.
+// Return whether `rows` rows of a piece lie in the source, all in one section of LocalPart.
 inline bool piece_rows_fit(const CombineInputs& in, const SourcePiece& piece, int64_t rows,
                            int64_t width, int64_t source_numel) {
   if (!rows_fit(piece.offset, piece.stride, rows, width, source_numel)) return false;
@@ -267,6 +280,7 @@ inline bool piece_rows_fit(const CombineInputs& in, const SourcePiece& piece, in
   return in.local.section(piece.offset) == in.local.section(last);
 }
 
+// Return whether all rows of a piece that its target uses lie in the source.
 inline bool piece_fits(const CombineInputs& in, const SourcePiece& piece, const Target& target,
                        int64_t source_numel) {
   if (piece.first_row < 0) {
@@ -281,7 +295,9 @@ inline bool piece_fits(const CombineInputs& in, const SourcePiece& piece, const 
   return piece_rows_fit(in, piece, last + int64_t{1}, target.width, source_numel);
 }
 
-// Check the contents of targets and pieces; `out_numel` and `source_numel` are those of `combine`.
+// Check the contents of targets and pieces: they lie inside the output of `out_numel` elements and
+// the source of `source_numel`, and targets have as many elements as the output. That they do not
+// overlap is not checked.
 inline void check_targets(const char* op, const CombineInputs& in, int64_t out_numel,
                           int64_t source_numel) {
   int64_t covered = 0;

@@ -1,5 +1,7 @@
-// `combine` and its adjoint `combine_backward` on the GPU: a group of lanes takes a row, four
-// columns per lane. Targets and pieces that lie outside the tensors are skipped.
+// `combine` and its adjoint `combine_backward` on the GPU. blockIdx.y iterates over targets,
+// blockIdx.x over their rows; a group of 4 to 32 lanes takes a row, four columns per lane at a
+// time. Layouts are not checked before, since they are on the device: targets and pieces that lie
+// outside the tensors are skipped.
 #pragma once
 
 #include "core/row_slice.cuh"
@@ -11,26 +13,29 @@ namespace emb::cuda {
 inline constexpr int kCombineThreads = 256;
 inline constexpr int kCombineColumns = 4;
 
+// Pointers are to device memory. "Source" and "output" are those of `combine`: backward, `in` is
+// the gradient of the output and `out` that of the source.
 struct DeviceCombine {
-  const Target* targets;
-  const SourcePiece* pieces;
+  const Target* targets;      // [num_targets]
+  const SourcePiece* pieces;  // [num_pieces]
   int64_t num_targets, num_pieces;
-  IndexArray lengths;
+  IndexArray lengths;  // [num_lengths], read for targets with a first_bag
   int64_t num_lengths;
-  const int32_t* rows;
+  const int32_t* rows;  // [num_rows], read for pieces with a first_row
   int64_t num_rows;
-  float scale;
+  float scale;  // factor of all sums
   const void* in;
   void* out;
-  LocalPart local;  // the local part of the source of `combine`
-  int64_t source_numel,
-      out_numel;  // elements of the source and the output of `combine`, `local` included
+  LocalPart local;                  // of the source
+  int64_t source_numel, out_numel;  // elements of the source (`local` included) and of the output
 };
 
+// Return whether elements [offset, offset + width) are inside [0, numel).
 EMB_DEVICE bool lies_inside(int64_t offset, int64_t width, int64_t numel) {
   return offset >= 0 && width <= numel && offset <= numel - width;
 }
 
+// Return by what a row of a target is divided: its length, at least 1, or 1 if it has none.
 EMB_DEVICE float combine_divisor(const DeviceCombine& in, const Target& target, int64_t row) {
   const int64_t bag = target.first_bag + row;
   if (target.first_bag < 0 || bag >= in.num_lengths) return 1.0f;
@@ -38,7 +43,8 @@ EMB_DEVICE float combine_divisor(const DeviceCombine& in, const Target& target, 
   return length > 1 ? static_cast<float>(length) : 1.0f;
 }
 
-// Return the first element of a piece for a row of its target; -1 if it has none.
+// Return the first element, in the source, of the row of a piece for row `row` of its target; -1
+// if there is none, or if it does not lie in one section of the source.
 EMB_DEVICE int64_t piece_begin(const DeviceCombine& in, const SourcePiece& piece,
                                const Target& target, int64_t row) {
   if (piece.first_row >= 0) {
@@ -52,8 +58,8 @@ EMB_DEVICE int64_t piece_begin(const DeviceCombine& in, const SourcePiece& piece
   return is_in_one ? begin : -1;
 }
 
-// Call `body(target, row, group)` for the rows of all targets that lie inside the output:
-// blockIdx.y iterates over targets, blockIdx.x over their rows.
+// Call `body(target, row, group)` for the rows of all targets that lie inside the output. `group`
+// is the lanes that take the row.
 template <class Body>
 EMB_DEVICE void for_rows(const DeviceCombine& in, const Body& body) {
   for (int64_t t = blockIdx.y; t < in.num_targets; t += gridDim.y) {
@@ -77,6 +83,7 @@ EMB_DEVICE void for_rows(const DeviceCombine& in, const Body& body) {
   }
 }
 
+// Write the rows of all targets. S and O are the dtypes of in.in and in.out.
 template <class S, class O>
 __global__ void __launch_bounds__(kCombineThreads, 4) combine_kernel(DeviceCombine in) {
   for_rows(in, [&](const Target& target, int64_t row, const LaneGroup& group) {
@@ -103,6 +110,7 @@ __global__ void __launch_bounds__(kCombineThreads, 4) combine_kernel(DeviceCombi
   });
 }
 
+// Write the gradients of all pieces; other elements of in.out are not written.
 template <class S, class O>
 __global__ void __launch_bounds__(kCombineThreads, 4) spread_kernel(DeviceCombine in) {
   for_rows(in, [&](const Target& target, int64_t row, const LaneGroup& group) {
@@ -129,12 +137,12 @@ enum class Direction { kCombine, kSpread };
 
 template <Direction kDirection, class S, class Launcher>
 void launch_combine_from(const Launcher& launcher, const DeviceCombine& in, Dtype to) {
-  constexpr int64_t kOfBlock = kCombineThreads * kCombineColumns * 4;  // elements
+  constexpr int64_t kElementsPerBlock = kCombineThreads * kCombineColumns * 4;
   const auto targets = static_cast<unsigned>(in.num_targets < 65535 ? in.num_targets : 65535);
-  const int64_t of_target = in.out_numel / in.num_targets + 1;
+  const int64_t elements_per_target = in.out_numel / in.num_targets + 1;
   const int64_t max_blocks = launcher.blocks(32) / targets + 1;
   simt::Dim3 grid{};
-  grid.x = blocks_for(of_target, kOfBlock, max_blocks);
+  grid.x = blocks_for(elements_per_target, kElementsPerBlock, max_blocks);
   grid.y = targets;
   grid.z = 1;
   constexpr bool kForward = kDirection == Direction::kCombine;
@@ -150,6 +158,8 @@ void launch_combine_from(const Launcher& launcher, const DeviceCombine& in, Dtyp
   }
 }
 
+// Launch `combine`, or its adjoint. `from` and `to` are the dtypes of in.in and in.out. For the
+// adjoint, in.out and in.local must be zeros before, unless pieces name all of the source.
 template <Direction kDirection, class Launcher>
 void launch_combine(const Launcher& launcher, const DeviceCombine& in, Dtype from, Dtype to) {
   if (in.num_targets == 0) return;

@@ -1,5 +1,6 @@
-// `combine` and `combine_backward` on the CPU: checks, allocation, merging of neighbouring targets,
-// and parallel work in ranges that write neighbouring rows.
+// `combine`, `combine_backward` and `combine_backward_` on the CPU: check the arguments, allocate
+// the output, merge targets whose columns and pieces continue each other, and divide the rows into
+// ranges of equal cost, each of which writes neighbouring rows.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -18,7 +19,7 @@ EMB_SELECT_KERNELS(CombineTable, kCombineTable, combine_table)
 namespace {
 
 constexpr int64_t kRows = 16;          // rows of a target per call of the kernel
-constexpr int64_t kGrain = 32 * 1024;  // elements
+constexpr int64_t kGrain = 32 * 1024;  // elements: smallest range that gets a thread
 
 // Return whether the columns of `next` and of its pieces continue those of `target`.
 bool continues(const CombineInputs& in, const Target& target, const Target& next) {
@@ -55,13 +56,14 @@ std::vector<Target> merged(const CombineInputs& in) {
   return targets;
 }
 
-// Return how many of the `count` rows of a target a piece has.
+// Return for how many of the `count` rows of a target the piece has a row.
 int64_t rows_named(const CombineInputs& in, const SourcePiece& piece, int64_t count) {
   if (piece.first_row < 0) return count;
   const int32_t* rows = in.row_data() + piece.first_row;
   return std::count_if(rows, rows + count, [](int32_t row) { return row >= 0; });
 }
 
+// Run `kernel` over all rows of all targets, in parallel.
 void run(CombineFn kernel, const CombineArgs& args, const std::vector<Target>& targets) {
   const auto count = static_cast<int64_t>(targets.size());
   bool equal = true;
@@ -99,6 +101,12 @@ void run(CombineFn kernel, const CombineArgs& args, const std::vector<Target>& t
   });
 }
 
+// Return the flat output, [out_numel] of `dtype`: each target is the sum of its pieces in `source`,
+// divided by lengths if it has a first_bag, times `scale`.
+//   source              flat; float32, float16 or bfloat16, as `dtype`
+//   targets, pieces     int64 [T, 7] and [P, 3], rows of Target and SourcePiece
+//   rows, lengths       int32, and int32 or int64; null if no piece or target names them
+//   local, local_begin  elements of the source in a tensor of their own: see LocalPart; or null, 0
 Tensor combine(const Tensor& source, const Tensor& targets, const Tensor& pieces,
                std::optional<Tensor> rows, std::optional<Tensor> lengths, int64_t out_numel,
                ScalarType dtype, double scale, std::optional<Tensor> local, int64_t local_begin) {
@@ -120,7 +128,9 @@ Tensor combine(const Tensor& source, const Tensor& targets, const Tensor& pieces
   return out;
 }
 
-// Compute the adjoint of `combine`: elements of the source that are in `local` go there.
+// Return the gradient of the source of `combine`, for the gradient of its output in in.flat: the
+// elements outside of `local`, of `dtype`. Those inside are written to `local`. Elements of which
+// no piece is made are 0.
 Tensor spread(const char* op, CombineInputs& in, int64_t source_numel, ScalarType dtype,
               double scale, std::optional<Tensor> local, int64_t local_begin) {
   const Dtype from = float_dtype(op, "grad", in.flat.scalar_type());
@@ -151,6 +161,8 @@ Tensor spread(const char* op, CombineInputs& in, int64_t source_numel, ScalarTyp
   return out;
 }
 
+// Return the gradient of a source without local part, [source_numel] of `dtype`; the other
+// arguments are those of `combine`.
 Tensor combine_backward(const Tensor& grad, const Tensor& targets, const Tensor& pieces,
                         std::optional<Tensor> rows, std::optional<Tensor> lengths,
                         int64_t source_numel, ScalarType dtype, double scale) {
@@ -159,6 +171,8 @@ Tensor combine_backward(const Tensor& grad, const Tensor& targets, const Tensor&
   return spread(op, in, source_numel, dtype, scale, std::nullopt, 0);
 }
 
+// Write the gradient of the local part of a source of source_numel elements in all to `local`, and
+// return that of the other elements, of the dtype of `local`.
 Tensor combine_backward_(const Tensor& grad, const Tensor& targets, const Tensor& pieces,
                          std::optional<Tensor> rows, std::optional<Tensor> lengths,
                          int64_t source_numel, double scale, Tensor local, int64_t local_begin) {

@@ -1,5 +1,5 @@
-// `combine` and `combine_backward` for rows of one target on one CPU thread; a copy if values do
-// not change.
+// `combine` and `combine_backward` for rows of one target on one CPU thread: the functions of
+// CombineTable (route/args.h). Rows whose values do not change are copied as bytes.
 #include <type_traits>
 
 #include "core/pool_bag.h"
@@ -9,24 +9,27 @@
 namespace emb::EMB_ISA {
 namespace {
 
+// Return by what a row of a target is divided: its length, at least 1, or 1 if it has none.
 EMB_HD float divisor(const CombineArgs& args, const Target& target, int64_t row) {
   if (target.first_bag < 0) return 1.0f;
   const int64_t length = args.lengths[target.first_bag + row];
   return length > 1 ? static_cast<float>(length) : 1.0f;
 }
 
-// Return the first element of a piece for a row of its target; null if it has none.
+// Return the address of the row of a piece for row `row` of its target, null if there is none.
+// `data` is the source without its local part.
 template <class T>
 EMB_HD T* row_of(const CombineArgs& args, const SourcePiece& piece, T* data, int64_t row) {
   if (piece.first_row >= 0) row = args.rows[piece.first_row + row];
   return row < 0 ? nullptr : args.local.at(data, piece.offset) + row * piece.stride;
 }
 
-// Return whether pieces are copied unchanged.
+// Return whether values are neither divided nor scaled.
 EMB_HD bool keeps_values(const CombineArgs& args, const Target& target) {
   return target.first_bag < 0 && args.scale == 1.0f;
 }
 
+// Copy `rows` rows of `width` elements; strides are in elements.
 template <class T>
 void copy_rows(const T* in, int64_t in_stride, T* out, int64_t out_stride, int64_t rows,
                int64_t width) {
@@ -39,7 +42,8 @@ void copy_rows(const T* in, int64_t in_stride, T* out, int64_t out_stride, int64
   }
 }
 
-// The pieces of a target for one of its rows, as `pool_bag` reads them: piece i is row i.
+// The pieces of a target for row `row` of it, in the form that `pool_bag` takes: what pool_bag
+// calls row i is piece i. core/pool_bag.h has the contract of the members.
 template <class S>
 struct PieceRows {
   const CombineArgs& args;
@@ -63,7 +67,7 @@ struct PieceRows {
   EMB_HD static void prefetch(int64_t, int64_t) {}  // rows of a target are neighbours
 };
 
-// Sum the pieces of a target for a row, divide by `length` and multiply by the scale.
+// Write a row of a target to `out`: the sum of its pieces, divided by `length`, times the scale.
 template <class S, class O>
 void add_rows(const CombineArgs& args, const Target& target, int64_t row, float length, O* out) {
   const auto scaled = [&](Vec sum) {
@@ -74,6 +78,7 @@ void add_rows(const CombineArgs& args, const Target& target, int64_t row, float 
   pool_bag(pieces, target.first_piece, target.end_piece, scaled, out);
 }
 
+// The CombineFn of `combine`.
 template <class S, class O>
 void combine_rows(const CombineArgs& args, const Target& target, int64_t begin, int64_t end) {
   O* out = static_cast<O*>(args.out) + target.offset;
@@ -92,6 +97,7 @@ void combine_rows(const CombineArgs& args, const Target& target, int64_t begin, 
   }
 }
 
+// Write scale(x) for the vectors x of a row of `width` elements.
 template <class S, class O, class Scale>
 void scale_row(const S* in, O* out, int64_t width, const Scale& scale) {
   int64_t c = 0;
@@ -100,6 +106,7 @@ void scale_row(const S* in, O* out, int64_t width, const Scale& scale) {
   if (rest > 0) store_first(out + c, scale(load_first(in + c, rest)), rest);
 }
 
+// The CombineFn of `combine_backward`.
 template <class S, class O>
 void combine_backward_rows(const CombineArgs& args, const Target& target, int64_t begin,
                            int64_t end) {

@@ -1,7 +1,8 @@
-// Counts and moves ids on the GPU: a short bag by one lane, a long one by a warp, where a match
-// finds the lanes whose ids go to the same block and the first of them counts for all. No other
-// thread writes what belongs to a bag, so no atomics are needed and ids keep their order. Layouts
-// are not trusted: whatever lies outside the tensors is skipped.
+// Counts and moves ids on the GPU. A lane takes a short bag. A warp takes a long one, 32 ids at a
+// time: a match instruction finds the lanes whose ids go to the same block, and the first of them
+// counts for all. No two threads write for one bag at a time, so that no atomics are needed and ids
+// keep their order. Layouts are not checked before, since they are on the device: whatever lies
+// outside the tensors is skipped.
 #pragma once
 
 #include "core/row_slice.cuh"
@@ -14,23 +15,24 @@ inline constexpr int kRouteThreads = 256;
 inline constexpr int kShortBag = 16;  // ids that one lane routes
 inline constexpr int kShortMean = 8;  // ids per bag up to which lanes take bags
 
+// Pointers are to device memory. A *cell* is a bag of a unit: a bag of the output.
 struct DeviceRoute {
   Routing routing;
-  const void* ids;
-  Bags bags;
-  void* out;         // lengths, which are 0 before; or ids
+  const void* ids;   // [L]
+  Bags bags;         // of the batch
+  void* out;         // of the dtype of ids: [out_bags] lengths, 0 before; or [total] ids
   int64_t out_bags;  // bags of all units
-  // For the ids only.
-  IndexArray starts;
-  int64_t total;
-  int64_t* positions;
-  const float* weights;
-  float* out_weights;
-  int32_t* used;  // [out_bags], 0 before: ids of a bag that have been moved
+  // Only for moving ids.
+  IndexArray starts;     // [out_bags + 1] sums of the lengths
+  int64_t total;         // ids in the output
+  int64_t* positions;    // [total], an output: the position in `ids` of each id of the output
+  const float* weights;  // [L], or null
+  float* out_weights;    // [total], an output, unless `weights` is null
+  int32_t* used;         // [out_bags], 0 before: ids of each bag that have been moved
 };
 
-// Return the last feature whose bags begin at or before `bag`; the caller must check that it
-// contains the bag.
+// Return the last feature whose bags begin at or before `bag`, 0 if there is none. There must be a
+// feature; the caller must check that it has the bag.
 EMB_DEVICE int64_t feature_of_bag(const Routing& routing, int64_t bag) {
   int64_t low = 0, high = routing.num_features;
   while (high - low > 1) {
@@ -44,13 +46,14 @@ EMB_DEVICE int64_t feature_of_bag(const Routing& routing, int64_t bag) {
   return low;
 }
 
-// A feature and one of its bags; not `usable` if the layout is invalid.
+// A bag of the batch and its feature.
 struct BagRoute {
   RouteFeature feature;
-  const RouteBlock* blocks;
-  int64_t bag;  // relative to the first of the feature
-  bool usable;
+  const RouteBlock* blocks;  // of the feature
+  int64_t bag;               // number of the bag within the feature
+  bool usable;  // false if no feature has the bag, or if it has no blocks or invalid ones
 
+  // Bag `number` of the batch.
   EMB_DEVICE BagRoute(const Routing& routing, int64_t number) : blocks(nullptr), usable(false) {
     const int64_t f = feature_of_bag(routing, number);
     feature = routing.features[f];
@@ -61,6 +64,7 @@ struct BagRoute {
     if (usable) blocks = routing.blocks + feature.first_block;
   }
 
+  // Return the number of copies of a block, 0 if they are invalid.
   EMB_DEVICE int64_t copies(const Routing& routing, int64_t block) const {
     const RouteBlock& b = blocks[block];
     const bool fits = b.first_copy >= 0 && b.num_copies <= routing.num_copies &&
@@ -68,7 +72,7 @@ struct BagRoute {
     return fits && b.num_copies > 0 ? b.num_copies : 0;
   }
 
-  // Return the index of the bag among the bags of copy `copy` of a block; -1 if there is none.
+  // Return the cell of the bag in copy `copy` of a block, -1 if the layout has none.
   EMB_DEVICE int64_t cell(const DeviceRoute& in, int64_t block, int64_t copy) const {
     const int64_t unit = in.routing.copies[blocks[block].first_copy + copy];
     if (unit < 0 || unit >= in.routing.num_units) return -1;
@@ -77,11 +81,12 @@ struct BagRoute {
   }
 };
 
-// The lanes whose ids go to the same block; `block` is -1 for lanes without an id.
+// The lanes of a warp whose ids go to the block of this lane's id.
 struct BlockPeers {
-  unsigned peers;
-  int leader, rank;
+  unsigned peers;    // bit mask of these lanes
+  int leader, rank;  // the first of them; how many of them come before this lane
 
+  // All lanes of the warp call this, those without an id with -1.
   EMB_DEVICE explicit BlockPeers(int block) {
     peers = __match_any_sync(simt::kFullMask, block);
     leader = __ffs(static_cast<int>(peers)) - 1;
@@ -92,7 +97,7 @@ struct BlockPeers {
   EMB_DEVICE int count() const { return __popc(peers); }
 };
 
-// Count the ids of a bag.
+// Counts the ids [begin, end) of a bag. I is the dtype of ids.
 template <class I>
 struct CountIds {
   // By this lane alone.
@@ -132,7 +137,7 @@ struct CountIds {
   }
 };
 
-// Move the ids of a bag.
+// Moves the ids [begin, end) of a bag.
 template <class I>
 struct MoveIds {
   // By this lane alone.
@@ -172,7 +177,8 @@ struct MoveIds {
   }
 
  private:
-  // Write an id, of which `moved` of its bag were moved before, for each copy of its block.
+  // Write an id, the one at `position` of the batch, for each copy of its block; `moved` ids of its
+  // bag have been written before, and first_cell is the cell of copy 0.
   EMB_DEVICE static void put(const DeviceRoute& in, const BagRoute& route, const RoutedId& routed,
                              int64_t copies, int64_t first_cell, int moved, int64_t position) {
     for (int64_t copy = 0; copy < copies; ++copy) {
@@ -187,8 +193,9 @@ struct MoveIds {
   }
 };
 
-// Let a warp take `bags_of_warp` bags, 1 or 32. Of 32, each lane routes a short bag, and the warp
-// the long ones, one after the other.
+// Process all bags with `Work` (CountIds or MoveIds), grid-stride. A warp takes `bags_of_warp`
+// bags, 1 or 32. Of 32, each lane processes one, if it is short, and the warp the long ones, one
+// after the other.
 template <class Work>
 EMB_DEVICE void route_bags(const DeviceRoute& in, int bags_of_warp) {
   const int lane = static_cast<int>(threadIdx.x % simt::kWarp);
@@ -227,7 +234,7 @@ __global__ void __launch_bounds__(kRouteThreads, 4)
   route_bags<MoveIds<I>>(in, bags_of_warp);
 }
 
-// Launch a kernel over the bags.
+// Launch a kernel over all bags of the batch; nothing if there are no bags or no features.
 template <class Launcher, class Kernel>
 void launch_over_bags(const Launcher& launcher, Kernel kernel, const DeviceRoute& in) {
   if (in.bags.count == 0 || in.routing.num_features == 0) return;

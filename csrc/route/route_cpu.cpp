@@ -1,4 +1,5 @@
-// `route_lengths` and `route_ids` on the CPU: checks, allocation, and bags in ranges of equal cost.
+// `route_lengths` and `route_ids` on the CPU: check the arguments, allocate the outputs, and divide
+// the bags into ranges of equal cost, which the threads process with route_kernels.cpp.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -17,9 +18,10 @@ EMB_SELECT_KERNELS(RouteTable, kRouteTable, route_table)
 
 namespace {
 
-constexpr int64_t kGrain = 8192;  // ids and bags
+constexpr int64_t kGrain = 8192;  // ids plus bags: smallest range that gets a thread
 
-// Run `kernel` over the bags of all features; return false if it found a contradiction.
+// Run `kernel` over the bags of all features, in parallel; return false if it found a
+// contradiction. Sets the scratch of `args` per thread.
 bool run(const RouteArgs& args, RouteFn kernel) {
   const Routing& routing = args.routing;
   if (routing.num_features == 0) return true;
@@ -48,6 +50,7 @@ bool run(const RouteArgs& args, RouteFn kernel) {
   return fits;
 }
 
+// Return the arguments that both ops have; the outputs are set afterwards.
 RouteArgs route_args(const RouteInputs& in) {
   RouteArgs args{};
   args.routing = in.routing;
@@ -56,6 +59,9 @@ RouteArgs route_args(const RouteInputs& in) {
   return args;
 }
 
+// Return the number of ids in each bag of all units, [num_bags] of the dtype of `ids`. `ids` is
+// int32 or int64 [L], `offsets` [bags + 1]; the next five tensors are the Routing. num_bags must be
+// the number of bags of all units, units[-1].
 Tensor route_lengths(const Tensor& ids, const Tensor& offsets, const Tensor& first_bags,
                      const Tensor& features, const Tensor& blocks, const Tensor& copies,
                      const Tensor& units, int64_t num_bags) {
@@ -73,6 +79,10 @@ Tensor route_lengths(const Tensor& ids, const Tensor& offsets, const Tensor& fir
   return out;
 }
 
+// Return the ids of all units, unit by unit and bag by bag: (ids [total], positions int64 [total],
+// weights float32 [total]). Output i is the id at position positions[i] of `ids`, as its rank
+// numbers it; `weights` is empty if `weights` is null, else float32 [L]. `starts`, [bags of all
+// units + 1], are the sums of the lengths that route_lengths returned, `total` the last of them.
 std::tuple<Tensor, Tensor, Tensor> route_ids(const Tensor& ids, const Tensor& offsets,
                                              const Tensor& first_bags, const Tensor& features,
                                              const Tensor& blocks, const Tensor& copies,

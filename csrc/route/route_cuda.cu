@@ -1,4 +1,7 @@
-// The routing ops on the GPU: checks, allocation and launch.
+// The routing ops on the GPU: check dtypes and shapes, allocate, launch. Nothing waits for the
+// device. The contracts are those of the CPU (route_cpu.cpp, segments_cpu.cpp, combine_cpu.cpp),
+// except that contents of layouts are not checked: what lies outside the tensors is skipped, and
+// the output is unspecified there.
 #include <torch/csrc/stable/library.h>
 
 #include <tuple>
@@ -12,6 +15,7 @@
 namespace emb::cuda {
 namespace {
 
+// Return the arguments that counting and moving have; the outputs are set afterwards.
 DeviceRoute device_route(const RouteInputs& in, int64_t out_bags) {
   DeviceRoute route{};
   route.routing = in.routing;
@@ -88,6 +92,7 @@ Tensor gather_segments(const Tensor& values, const Tensor& starts, const Tensor&
   return out;
 }
 
+// Return the arguments of both directions but for the sizes of source and output.
 DeviceCombine device_combine(const CombineInputs& in, Tensor& out, double scale) {
   return {in.targets,
           in.pieces,
@@ -123,7 +128,8 @@ Tensor combine(const Tensor& source, const Tensor& targets, const Tensor& pieces
   return out;
 }
 
-// Compute the adjoint of `combine`: elements of the source that are in `local` go there.
+// Return the gradient of the source of `combine`, for the gradient of its output in in.flat: the
+// elements outside of `local`, of `dtype`. Those inside are written to `local`.
 Tensor spread(const char* op, CombineInputs& in, int64_t source_numel, ScalarType dtype,
               double scale, std::optional<Tensor> local, int64_t local_begin) {
   const Dtype from = float_dtype(op, "grad", in.flat.scalar_type());

@@ -1,4 +1,11 @@
-// Counts and moves the ids of a range of bags of one feature on one CPU thread.
+// Counts and moves the ids of a range of bags of one feature on one CPU thread: the functions of
+// RouteTable (route/args.h).
+//
+// The work is to find the block of each id. With few blocks, an id is compared with the start of
+// every block, which vectorises; blocks of equal size take a multiplication; otherwise a binary
+// search or a hash (route_id) takes one id after the other. Counting processes long bags one by
+// one, with a loop over the ids per block, and short bags in chunks of ids. Moving writes the ids
+// of each block at the block's cursor, and copies the result for further copies of the block.
 #include <cstdint>
 
 #include "route/args.h"
@@ -9,16 +16,16 @@ namespace {
 // Up to this number of blocks, ids are compared with the start of every block, which vectorises.
 constexpr int64_t kFewBlocks = 12;
 constexpr int64_t kExact = int64_t{1} << 52;  // doubles represent all integers up to this one
-constexpr int64_t kLongBag = 8;               // ids of a bag from which a loop per block pays
+constexpr int64_t kLongBag = 8;               // mean ids per bag from which a loop per block pays
 constexpr int64_t kChunk = 512;               // ids whose blocks are found before they are moved
 
-// Return whether ids of type I can reach a bound.
+// Return whether an id of type I can be as large as `bound`.
 template <class I>
 bool reaches(int64_t bound) {
   return sizeof(I) == 8 || bound <= INT32_MAX;
 }
 
-// Return how many ids are at least `bound`.
+// Return how many of n ids are at least `bound`.
 template <class I>
 int64_t count_from(const I* ids, int64_t n, int64_t bound) {
   if (!reaches<I>(bound)) return 0;
@@ -28,7 +35,7 @@ int64_t count_from(const I* ids, int64_t n, int64_t bound) {
   return found;
 }
 
-// The blocks of a feature, and the location of bags [begin, end) in their units.
+// A feature, its blocks, and a range of its bags.
 struct FeatureRoute {
   const RouteFeature& feature;
   const RouteBlock* blocks;
@@ -36,6 +43,7 @@ struct FeatureRoute {
   int64_t begin, end;  // bags, relative to the first of the feature
   int64_t step;        // rows per block if there are many blocks of equal size, else 0
 
+  // Bags [first, last) of the batch, all of feature f.
   FeatureRoute(const Routing& all, int64_t f, int64_t first, int64_t last)
       : feature(all.features[f]),
         blocks(all.blocks + feature.first_block),
@@ -49,14 +57,15 @@ struct FeatureRoute {
     }
   }
 
+  // Return whether ids are compared with the start of every block.
   bool few() const { return feature.rule != kByKey && feature.num_blocks <= kFewBlocks; }
-  // Return the first of the bags in copy `copy` of block k.
+  // Return the first of the range's bags in the output, for copy `copy` of block k.
   int64_t bag(int64_t k, int64_t copy) const {
     return routing.units[routing.copies[blocks[k].first_copy + copy]] + begin;
   }
 };
 
-// Return how many ids are not pruned: after repair they are row 0 or a later one.
+// Return how many of n ids are not pruned: after repair they are rows of a table of `rows` rows.
 template <class I>
 int64_t count_rows(const I* ids, int64_t n, int64_t rows) {
   if (rows == 0) return 0;
@@ -65,6 +74,8 @@ int64_t count_rows(const I* ids, int64_t n, int64_t rows) {
   return found;
 }
 
+// Write how many of n ids go to each block to `counts`, [num_blocks], for a feature with few blocks
+// and the rule kByRange.
 template <class I>
 void count_few(const FeatureRoute& route, const I* ids, int64_t n, int64_t* counts) {
   const int64_t num_blocks = route.feature.num_blocks;
@@ -80,8 +91,10 @@ void count_few(const FeatureRoute& route, const I* ids, int64_t n, int64_t* coun
   counts[0] = n - from;
 }
 
-// Find the blocks of n ids and the ids relative to them, for at most kMaxBlocks blocks. Missing
-// blocks begin where no id reaches them.
+// The functions find*: write the block of each of n ids to `block`, and the id in the numbering of
+// the block's rank to `local`, [n] each, as route_id defines them.
+
+// For at most kMaxBlocks blocks. Blocks that do not exist begin where no id reaches them.
 template <class I, int kMaxBlocks>
 void find_up_to(const FeatureRoute& route, const I* ids, int64_t n, I* block, I* local) {
   const int64_t rows = route.feature.rows;
@@ -110,6 +123,7 @@ void find_up_to(const FeatureRoute& route, const I* ids, int64_t n, I* block, I*
   }
 }
 
+// For few blocks.
 template <class I>
 void find_few(const FeatureRoute& route, const I* ids, int64_t n, I* block, I* local) {
   static_assert(kFewBlocks == 12);
@@ -121,6 +135,7 @@ void find_few(const FeatureRoute& route, const I* ids, int64_t n, I* block, I* l
   find(route, ids, n, block, local);
 }
 
+// For any blocks and rule.
 template <class I>
 void find_many(const FeatureRoute& route, const I* ids, int64_t n, I* block, I* local) {
   for (int64_t i = 0; i < n; ++i) {
@@ -130,7 +145,7 @@ void find_many(const FeatureRoute& route, const I* ids, int64_t n, I* block, I* 
   }
 }
 
-// Blocks of equal size: the product with the reciprocal is exact or off by one.
+// For blocks of equal size: the product with the reciprocal is the block, or off by one.
 template <class I>
 void find_equal(const FeatureRoute& route, const I* ids, int64_t n, I* block, I* local) {
   const int64_t step = route.step, rows = route.feature.rows;
@@ -147,6 +162,7 @@ void find_equal(const FeatureRoute& route, const I* ids, int64_t n, I* block, I*
   }
 }
 
+// With the fastest of these.
 template <class I>
 void find(const FeatureRoute& route, const I* ids, int64_t n, I* block, I* local) {
   const RouteFeature& feature = route.feature;
@@ -161,7 +177,9 @@ void find(const FeatureRoute& route, const I* ids, int64_t n, I* block, I* local
   }
 }
 
-// Add every id to the length of its bag in its block; the lengths are 0 before.
+// Write the lengths of `bags` bags from bag `begin` of the batch on, by adding every id to the
+// length of its bag in its block. The lengths of block k begin at out[first[k]], and are 0 before;
+// first[k] is negative for a block without copies. Return false for offsets that descend.
 template <class I>
 bool count_one_by_one(const RouteArgs& args, const FeatureRoute& route, const int64_t* first,
                       int64_t begin, int64_t bags) {
@@ -192,6 +210,7 @@ bool count_one_by_one(const RouteArgs& args, const FeatureRoute& route, const in
   return true;
 }
 
+// The same, bag by bag, for a feature with one block, or with few blocks and the rule kByRange.
 template <class I>
 bool count_bag_by_bag(const RouteArgs& args, const FeatureRoute& route, const int64_t* first,
                       int64_t begin, int64_t bags) {
@@ -244,11 +263,13 @@ bool count(const RouteArgs& args, int64_t f, int64_t begin, int64_t end) {
   return true;
 }
 
-// Where the ids of each block are written: [cursor, end) of the outputs.
+// Where the ids of each block are written, for its first copy: [cursor, end) of the outputs, from
+// `start` on. One entry per block each, in args.scratch.
 struct WriteCursors {
   int64_t *cursor, *end, *start;
 
-  // Return false if the starts do not fit.
+  // Set the cursors from args.starts. Return false if these lie outside the outputs, or differ in
+  // length between copies of a block.
   bool begin(const RouteArgs& args, const FeatureRoute& route) {
     const int64_t num_blocks = route.feature.num_blocks;
     cursor = args.scratch;
@@ -271,6 +292,7 @@ struct WriteCursors {
   }
 };
 
+// Move n ids, at most kChunk, from position `first` on. Return false if a block has no room left.
 template <class I>
 bool move_chunk(const RouteArgs& args, const FeatureRoute& route, const WriteCursors& cursors,
                 int64_t first, int64_t n) {
@@ -293,7 +315,8 @@ bool move_chunk(const RouteArgs& args, const FeatureRoute& route, const WriteCur
   return fits;
 }
 
-// Move the ids of a feature with one block: a copy.
+// Move all n ids, from position `first` on, of a feature with one block: a copy. Return false if
+// the block has not exactly the room.
 template <class I>
 bool move_all(const RouteArgs& args, const FeatureRoute& route, const WriteCursors& cursors,
               int64_t first, int64_t n) {

@@ -1,6 +1,7 @@
-// Concatenates segments of rows on the GPU. Rows are copied in the widest words that the alignment
-// allows. The output offset of each segment comes from a scan over tiles of segments, whose partial
-// sums are added where they are read.
+// Concatenates segments of rows on the GPU. The first output row of each segment comes from a scan:
+// one kernel sums the rows of the segments within tiles of 256 segments, a second one turns the
+// sums of tiles into sums of all tiles before, and readers add both. A third kernel copies the rows
+// in the widest words that the alignment allows.
 #pragma once
 
 #include "core/dtype.h"
@@ -12,24 +13,29 @@ namespace emb::cuda {
 
 inline constexpr int kScanThreads = 256;
 
+// The segments values[starts[s]:starts[s + 1]] for s in `order`, in device memory. Contents are not
+// checked before: starts are clamped to the rows of the values, a segment that does not exist is
+// empty.
 struct Segments {
-  IndexArray starts;
-  const int64_t* order;
-  int64_t num_segments, count, rows;  // `count` is the number of wanted segments
-  int64_t* sums;                      // [count]: rows up to the end of each, within its tile
-  int64_t* tiles;                     // [tiles + 1]: rows before each tile
+  IndexArray starts;                  // [num_segments + 1]
+  const int64_t* order;               // [count] the wanted segments
+  int64_t num_segments, count, rows;  // `rows` is the number of rows of the values
+  int64_t* sums;                      // [count], scratch: rows to the end of each, within its tile
+  int64_t* tiles;                     // [tiles + 1], scratch: rows before each tile
 
+  // Return the first row, in the values, of the m-th wanted segment.
   EMB_DEVICE int64_t begin(int64_t m) const {
     const int64_t s = order[m];
     return s < 0 || s >= num_segments ? 0 : clamp(starts[s], 0);
   }
+  // Return the number of rows of the m-th wanted segment.
   EMB_DEVICE int64_t size(int64_t m) const {
     const int64_t s = order[m];
     if (s < 0 || s >= num_segments) return 0;
     const int64_t first = clamp(starts[s], 0);
     return clamp(starts[s + 1], first) - first;
   }
-  // Return the first output row of a wanted segment.
+  // Return the first output row of the m-th wanted segment, after the scan.
   EMB_DEVICE int64_t first(int64_t m) const {
     return (m % kScanThreads == 0 ? 0 : sums[m - 1]) + tiles[m / kScanThreads];
   }
@@ -40,10 +46,11 @@ struct Segments {
   }
 };
 
+// Return the number of tiles of `count` segments.
 inline int64_t scan_tiles(int64_t count) { return (count + kScanThreads - 1) / kScanThreads; }
 
-// Return the sum over this thread and the threads before it in the block; `shared` has one number
-// per warp.
+// Return the sum of `value` over this thread and those before it in the block. All threads call it;
+// `shared` is memory for one number per warp.
 EMB_DEVICE int64_t block_scan(int64_t value, int64_t* shared) {
   const unsigned lane = threadIdx.x % simt::kWarp, warp = threadIdx.x / simt::kWarp;
   for (unsigned step = 1; step < simt::kWarp; step *= 2) {
@@ -57,6 +64,7 @@ EMB_DEVICE int64_t block_scan(int64_t value, int64_t* shared) {
   return value;
 }
 
+// Write in.sums, and the rows of each tile to in.tiles.
 [[maybe_unused]] static __global__ void __launch_bounds__(kScanThreads)
     segment_sums_kernel(Segments in, int64_t tiles) {
   __shared__ int64_t shared[kScanThreads / simt::kWarp];
@@ -68,7 +76,7 @@ EMB_DEVICE int64_t block_scan(int64_t value, int64_t* shared) {
   }
 }
 
-// Turn the rows of each tile into the rows before it; runs in one block.
+// Turn the rows of each tile, in in.tiles, into the rows before it; runs in one block.
 [[maybe_unused]] static __global__ void __launch_bounds__(kScanThreads)
     segment_tiles_kernel(Segments in, int64_t tiles) {
   __shared__ int64_t shared[kScanThreads / simt::kWarp];
@@ -88,7 +96,8 @@ EMB_DEVICE int64_t block_scan(int64_t value, int64_t* shared) {
   }
 }
 
-// Copy rows of `words` words of type Word. Rows that no segment fills become 0.
+// Copy rows of `words` words of type Word to `out`, [total, words]. Rows that no segment fills
+// become 0.
 template <class Word>
 __global__ void __launch_bounds__(kTileThreads, 4)
     segment_copy_kernel(Segments in, const Word* values, Word* out, int64_t total, int64_t words) {
@@ -117,6 +126,7 @@ void launch_segment_copy(const Launcher& launcher, const Segments& in, const voi
            words);
 }
 
+// Write all `total` output rows, of row_nbytes bytes each; all arrays are in device memory.
 template <class Launcher>
 void launch_gather_segments(const Launcher& launcher, const Segments& in, const void* values,
                             void* out, int64_t total, int64_t row_nbytes) {

@@ -1,4 +1,5 @@
-// `gather_segments` on the CPU: copies runs of rows as bytes, in ranges of equal size.
+// `gather_segments` on the CPU: copies segments of rows as bytes. Threads take ranges of the output
+// of equal size, which may begin within a segment.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -11,9 +12,9 @@
 namespace emb {
 namespace {
 
-constexpr int64_t kGrain = 64 * 1024;  // bytes
+constexpr int64_t kGrain = 64 * 1024;  // bytes: smallest range that gets a thread
 
-// Copies of few bytes are inlined: they cost less than the call.
+// Copy bytes; inlined for one word, because a call costs more than the copy.
 inline void copy_bytes(char* out, const char* in, int64_t nbytes) {
   if (nbytes == 8) {
     std::memcpy(out, in, 8);
@@ -24,7 +25,9 @@ inline void copy_bytes(char* out, const char* in, int64_t nbytes) {
   }
 }
 
-// Compute the output offset of each segment, and the end of the last one.
+// Write the first output row of each wanted segment to `first`, [count + 1], and last the end of
+// the last one. `order`, [count], names the segments; raise unless they exist, lie in the `rows`
+// rows of the values, and do not descend.
 void lay_out(const char* op, IndexArray starts, int64_t num_segments, const int64_t* order,
              int64_t count, int64_t rows, int64_t* first) {
   int64_t at = 0;
@@ -41,6 +44,8 @@ void lay_out(const char* op, IndexArray starts, int64_t num_segments, const int6
   first[count] = at;
 }
 
+// Return the segments values[starts[s]:starts[s + 1]] for s in `order`, one after the other:
+// [total, ..] of the dtype of `values`, which may be any. `total` must be their rows.
 Tensor gather_segments(const Tensor& values, const Tensor& starts, const Tensor& order,
                        int64_t total) {
   const char* op = "gather_segments";

@@ -1,4 +1,10 @@
-// The arguments and tables of the CPU kernels of table-batched embeddings.
+// The arguments and function tables of the CPU kernels of table-batched embeddings.
+//
+// An entry (`*_cpu.cpp`) checks its tensors, fills one of these structs, and lets several threads
+// call a kernel (`*_kernels.cpp`), each on its own range of bags or of unique rows. The structs own
+// nothing: all pointers are to host memory of the op's tensors or of the entry's scratch, and are
+// valid until the op returns. Kernels check nothing but indices, which they repair as they read
+// them. L is the number of lookups, U of unique rows.
 #pragma once
 
 #include "core/dtype.h"
@@ -27,34 +33,35 @@ struct Divider {
   }
 };
 
-// Whether a table has a cache in front of it, and whether the cache has another dtype.
+// Whether a table has a cache in front of it: none, one of the table's dtype, or one of another.
 enum class Caching : int { kNone = 0, kSame = 1, kMixed = 2 };
 
 // The rows that the lookups of one feature read: those of its table, or of the cache in front of
 // it.
 struct TableRows {
-  const void* table;  // row 0 of the feature's table
-  int64_t rows, dim;
-  IndexArray indices;
+  const void* table;   // [rows, dim], row-major: the feature's table
+  int64_t rows, dim;   // rows may be 0: then every lookup is skipped
+  IndexArray indices;  // [L] of all features, not checked: see repair_index
   Caching caching = Caching::kNone;
-  // The other members are only set if there is a cache.
-  Dtype type = Dtype::kFloat, cache_type = Dtype::kFloat;
-  const void* cache = nullptr;
-  const int32_t* slots = nullptr;  // [L]
-  int64_t num_slots = 0, cache_stride = 0;
+  // The other members are set only if `caching` is not kNone.
+  Dtype type = Dtype::kFloat, cache_type = Dtype::kFloat;  // of `table` and of `cache`
+  const void* cache = nullptr;                             // [num_slots, cache_stride], row-major
+  const int32_t* slots = nullptr;           // [L]; any number that is no slot means "not cached"
+  int64_t num_slots = 0, cache_stride = 0;  // the stride is in elements, at least `dim`
 };
 
-// The forward kernels, which work on a range of bags of one feature.
+// Forward: pool a range of bags of one feature.
 
 struct LookupArgs {
   TableRows rows;
   BagRows bags;
-  const float* sample_weights;  // [L] or null
-  void* out;                    // base of the rows of `bags`
-  float* scratch = nullptr;     // one row, if the cache and the table differ in dtype
-  bool stream = false;          // store past the caches; output rows are whole cache lines
+  const float* sample_weights;  // [L] or null; null with Pooling::kNone
+  void* out;                    // the base of the output rows (see BagRows), of the output dtype
+  float* scratch = nullptr;     // [dim], of this thread alone; null unless caching is kMixed
+  bool stream = false;          // store past the caches; output rows must be whole cache lines
 };
 
+// Write the output rows of bags [first_bag, last_bag), at least one, all of the same feature.
 using LookupFn = void (*)(const LookupArgs&, int64_t first_bag, int64_t last_bag);
 
 struct LookupTable {
@@ -62,16 +69,17 @@ struct LookupTable {
   LookupFn mixed[kDtypes];  // [output dtype], if the cache and the table differ in dtype
 };
 
-// The kernels for the gradient of sample weights, which work on a range of bags of one feature.
+// The gradient of the sample weights, for a range of bags of one feature.
 
 struct SampleWeightArgs {
   TableRows rows;
-  BagRows bags;
-  const void* grad;          // base of the rows of `bags`
+  BagRows bags;              // with sum or mean pooling
+  const void* grad;          // the base of the gradient's rows (see BagRows)
   float* out;                // [L]
-  float* scratch = nullptr;  // one row, if the cache and the table differ in dtype
+  float* scratch = nullptr;  // [dim], of this thread alone; null unless caching is kMixed
 };
 
+// Write `out` for the lookups of bags [first_bag, last_bag), at least one, of the same feature.
 using SampleWeightFn = void (*)(const SampleWeightArgs&, int64_t first_bag, int64_t last_bag);
 
 struct SampleWeightTable {
@@ -79,75 +87,81 @@ struct SampleWeightTable {
   SampleWeightFn mixed[kDtypes];  // [gradient dtype], if the cache and the table differ in dtype
 };
 
-// The backward kernels, which work on a range of unique rows.
+// Backward: sum the gradients of each unique row, and update it. A *group* is the lookups of one
+// unique row; `tbe_group` sorts lookups by row, so that a group is a segment of sorted lookups.
 
-// Lookups of one unique row that are summed at once; longer segments are divided into chunks of
-// this length, whose partial sums are added in order. Fixed, so that the sum never depends on the
-// number of threads.
+// Sorted lookups that are summed at once. A longer segment is divided into chunks of this length,
+// whose sums are added in order. The length is fixed, so that a sum never depends on the number of
+// threads.
 inline constexpr int64_t kChunk = 1024;
 
-// Where the gradient of every sorted lookup is, and its weight.
+// The gradient of every sorted lookup: where it is and what it is multiplied by.
 struct GradArgs {
-  const void* grad;
-  int64_t grad_stride;  // elements of `element_size` bytes
-  int64_t element_size;
-  const Feature* features;
-  const BagLayout* bag_layout;  // the bags of a variable batch; null for a fixed one
-  int64_t batch;                // bags per feature of a fixed batch
-  Divider by_batch;
+  const void* grad;         // [B, columns]; [columns] of a variable batch; [L, D] without pooling
+  int64_t grad_stride;      // elements between rows of `grad`
+  int64_t element_size;     // bytes per element of `grad`
+  const Feature* features;  // [F]
+  const BagLayout* bag_layout;  // [bags] of a variable batch; null for a fixed one
+  int64_t batch;                // bags per feature of a fixed batch, at least 1
+  Divider by_batch;             // divides a bag's number by `batch`
+  // The grouping, as tbe_group returns it: group g is sorted lookups [segments[g],
+  // segments[g + 1]); sorted lookup j is lookup lookups[j] of bag bags[j].
   const int32_t *segments, *lookups, *bags;
-  const float* bag_scale;       // [bags] 1 / length for MEAN, else null
-  const float* sample_weights;  // [L] or null
-  bool per_lookup;              // NONE: row i of grad belongs to lookup i
-  bool fetch_ahead;             // the gradient is too large for the caches
+  const float* bag_scale;       // [bags] 1 / length for MEAN, 0 for an empty bag; else null
+  const float* sample_weights;  // [L] by lookup, or null
+  bool per_lookup;              // no pooling: row i of `grad` belongs to lookup i
+  bool fetch_ahead;             // prefetch gradients: `grad` is too large for the caches
 };
 
-// Segments longer than kChunk, ascending; the chunk sums of segment i are rows first_chunk[i] to
-// first_chunk[i + 1] of `partials`, each `stride` floats.
+// The groups longer than kChunk. The chunk sums of groups[i] are rows [first_chunk[i],
+// first_chunk[i + 1]) of `partials`.
 struct LongSegments {
-  const int64_t *groups, *first_chunk;
+  const int64_t *groups, *first_chunk;  // [count], ascending; [count + 1]
   int64_t count;
-  const float* partials;
-  int64_t stride;
+  const float* partials;  // [chunks, stride]
+  int64_t stride;         // floats per chunk sum, at least the dim of every group
 };
 
-// The rows of one table without a cache. Row r, a linear row id, is at element `element + r * dim`
-// and row-wise state `state + r` of its tier.
+// The rows of one table without a cache. `first_row` and `rows` count linear row ids. Row r, a
+// linear row id, is at element `element + r * dim` and row-wise state `state + r` of tier `tier`.
 struct TableSpan {
   int64_t first_row, rows, dim, tier, element, state;
-  int64_t feature;  // the one that reads the table, -1 if there are several
+  int64_t feature;  // the only feature that reads the table, -1 if there are several
 };
 
 struct UpdateArgs {
   GradArgs grads;
   LongSegments longs = {};
-  const TableSpan* tables = nullptr;  // tables by ascending rows; null if one of them has a cache
-  int64_t num_tables = 0;
-  const int64_t* rows = nullptr;       // [U] linear row ids
-  const int32_t* row_slots = nullptr;  // [U] slots of rows in the cache, or null
-  TierRows tiers[kTiers] = {};
-  const double* hyper = nullptr;
+  const TableSpan* tables = nullptr;   // [num_tables], disjoint, by ascending rows
+  int64_t num_tables = 0;              // 0 where spans_of made none: use UpdateTable::update
+  const int64_t* rows = nullptr;       // [U] linear row id of each group, ascending
+  const int32_t* row_slots = nullptr;  // [U] cache slot of each row, -1 for none; null: no cache
+  TierRows tiers[kTiers] = {};         // weights and states, which the kernels write
+  const double* hyper = nullptr;       // the optimizer's numbers, see optim/functor.h
 
   explicit UpdateArgs(const GradArgs& gradients) : grads(gradients) {}
 };
 
-// Add up the gradients of sorted lookups [begin, end).
+// Write the sum of the gradients of sorted lookups [begin, end), all of tables of `dim` columns, to
+// sum[0, dim).
 using SumFn = void (*)(const GradArgs&, int64_t begin, int64_t end, int64_t dim, float* sum);
 // Unique rows processed together while the next ones are prefetched. Four rows of 256 to 512 bytes
 // with their gradients fill the miss buffers; eight made the update 1.1-1.4x slower (Zen 4).
 inline constexpr int kRowBatch = 4;
 // Rows of scratch per unique row: its gradient, and weights and states stored in 16 bits.
 inline constexpr int kScratchRows = 2 + kMaxElementStates;
-// Update unique rows [begin, end), none longer than `widest`; `scratch` has room for
-// kRowBatch * kScratchRows such rows.
+// Update the rows of groups [begin, end). No row has more than `widest` columns; `scratch`, of this
+// thread alone, is kRowBatch * kScratchRows * widest floats.
 using UpdateFn = void (*)(const UpdateArgs&, SumFn, float* scratch, int64_t widest, int64_t begin,
                           int64_t end);
 
 struct UpdateTable {
   SumFn sum[kDtypes];  // [gradient dtype]
-  // Null if there is no such optimizer. The second one takes args.tables.
+  // Return the kernel of an optimizer, null if there is none of that number. `update` locates every
+  // row by its first lookup; `update_tables`, which is faster, by args.tables.
   UpdateFn (*update)(int optimizer);
   UpdateFn (*update_tables)(int optimizer);
+  // Write the sum of the gradients of a group to sum[0, dim), from chunk sums if it is long.
   void (*segment_sum)(const UpdateArgs&, SumFn, int64_t group, int64_t dim, float* sum);
 };
 

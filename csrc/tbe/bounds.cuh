@@ -1,28 +1,32 @@
-// Bounds check of indices and offsets on the GPU, in one launch: the pass that makes the keys of
-// lookups (tbe/keys.cuh), without keys. Offsets are repaired into a new array. Violations are
-// counted on the device; in the fatal mode the kernel fails as an assert does.
+// Bounds check of indices and offsets on the GPU, in one launch: the kernel that makes the keys of
+// lookups (tbe/keys.cuh) runs without writing keys. Repaired offsets go to a new array, indices are
+// only counted, since every kernel repairs those it reads. Violations are counted on the device; in
+// the fatal mode the kernel traps, as an assert does.
 #pragma once
 
 #include "tbe/keys.cuh"
 
 namespace emb::cuda {
 
+// All pointers are to device memory that must live until the kernel has run.
 struct BoundsArgs {
-  IndexArray indices, offsets;
-  const Feature* features;
-  int64_t num_lookups, num_bags;
+  IndexArray indices, offsets;    // [num_lookups], [num_bags + 1]
+  const Feature* features;        // [F], contents not checked
+  int64_t num_lookups, num_bags;  // lookups without bags are not allowed: see check_lookups
   BagMap map;
-  bool fatal;
-  unsigned long long* progress;    // [2], scratch; null will do for `checks_with_one_block`
-  int32_t* repaired;               // [num_bags + 1]
-  unsigned long long* violations;  // [2]: indices, offsets; null to count none
+  bool fatal;                      // trap at the first violation
+  unsigned long long* progress;    // [2], scratch; may be null if `checks_with_one_block`
+  int32_t* repaired;               // [num_bags + 1], an output
+  unsigned long long* violations;  // [2]: indices, offsets; null: not counted
   bool adds = true;                // counts are added to `violations`, else they replace it
 };
 
+// Return whether one block checks the batch, which then needs no `progress`.
 inline bool checks_with_one_block(int64_t num_lookups, int64_t num_bags) {
   return num_lookups <= kKeyTile && num_bags < kKeyTile;
 }
 
+// Write args.repaired and count violations; `launcher` is a CudaLauncher or a simt::HostLauncher.
 template <class Launcher>
 void launch_bounds_check(const Launcher& launcher, const BoundsArgs& args) {
   const LookupKeys in{args.features, args.indices,

@@ -1,5 +1,6 @@
-// `bounds_check` on the CPU. It reads every index and offset of every batch, so the usual case, all
-// valid, is branch-free loops that vectorise; violations are located only if there are any.
+// `bounds_check` and `bounds_check_` on the CPU. They read every index and offset of every batch.
+// The usual case, in which all are valid, is branch-free loops that vectorise; violations are
+// counted one by one, and located for the error message, only if there are any.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -16,6 +17,7 @@
 namespace emb {
 namespace {
 
+// Return how many of indices [begin, end) are neither rows of a table of `rows` rows nor -1.
 template <class I>
 int64_t count_bad(const I* indices, int64_t begin, int64_t end, int64_t rows) {
   if (indices_are_valid(indices, begin, end, rows)) return 0;
@@ -29,6 +31,7 @@ int64_t count_bad(IndexArray indices, int64_t begin, int64_t end, int64_t rows) 
                           : count_bad(static_cast<const int32_t*>(indices.data), begin, end, rows);
 }
 
+// Raise for the first invalid index; `offsets`, [bags + 1], have been repaired.
 [[noreturn]] void fail_index(const Feature* features, IndexArray indices, const int32_t* offsets,
                              const FeatureBags& bags) {
   for (int64_t f = 0; f < bags.num_features(); ++f) {
@@ -47,6 +50,7 @@ int64_t count_bad(IndexArray indices, int64_t begin, int64_t end, int64_t rows) 
 
 }  // namespace
 
+// The contract is in tbe/entries.h.
 std::tuple<Tensor, Tensor> bounds_check(const Tensor& indices, const Tensor& offsets,
                                         const Tensor& features, std::optional<Tensor> bag_layout,
                                         int64_t mode_code) {
@@ -88,6 +92,9 @@ std::tuple<Tensor, Tensor> bounds_check(const Tensor& indices, const Tensor& off
 
 namespace {
 
+// Return the repaired offsets, int32 [bags + 1], as `bounds_check` does. In the mode "warning" add
+// the numbers of invalid indices and offsets to `violations`, int64 [2], which no other mode
+// writes.
 Tensor bounds_check_(const Tensor& indices, const Tensor& offsets, const Tensor& features,
                      std::optional<Tensor> bag_layout, int64_t mode, Tensor violations) {
   const bool counts =

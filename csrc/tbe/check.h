@@ -1,9 +1,12 @@
 // Checks of the lookup ops on the CPU, and the repair of offsets to the form that the kernels need:
-// int32, clamped to [0, L], never decreasing, the last equal to L. The usual case, all valid, is
-// one branch-free loop; the rest runs only otherwise. The lookups before a first offset above 0
-// belong to no bag. Ids of -1 there are padding, which lets batches of different sizes share the
-// shape of a captured step. Other ids there are lost, and so is a bag where the last offset is left
-// out: a different format rather than a wrong number, which is not repaired silently.
+// int32, clamped to [0, L], never decreasing, the last equal to L. One branch-free loop finds out
+// whether all offsets are valid, as they usually are; only otherwise does the repair run.
+//
+// Lookups before the first offset, if that is above 0, belong to no bag. An index of -1 there is
+// padding, which lets batches of different sizes share the shape of a captured step; any other
+// index there is *lost*. In a batch of one feature a last offset below L is taken for a format that
+// leaves the last offset out, which would lose a bag. Both point to another format rather than to a
+// wrong number, so the mode "warning" raises for them instead of repairing them.
 #pragma once
 
 #include <algorithm>
@@ -24,8 +27,9 @@ inline constexpr const char* kLastOffset =
     "with include_last_offset=False, which takes offsets in the form of nn.EmbeddingBag (are they "
     "offsets, not lengths?)";
 
-// Copy offsets and return whether they are valid. A negative sign anywhere in the differences or in
-// the offsets means invalid, so that the loop needs only subtraction and or.
+// Copy offsets, [num_bags + 1], to `repaired`, and return whether they are valid. If they are not,
+// the copy is meaningless. A negative sign anywhere in the differences or in the offsets means
+// invalid, so that the loop needs only subtraction and or.
 template <class I>
 bool copy_if_valid(const I* offsets, int64_t num_bags, int64_t num_lookups, int32_t* repaired) {
   using U = std::make_unsigned_t<I>;
@@ -40,7 +44,7 @@ bool copy_if_valid(const I* offsets, int64_t num_bags, int64_t num_lookups, int3
          (num_bags == 0 || static_cast<int64_t>(offsets[num_bags]) == num_lookups);
 }
 
-// Return whether offsets need no repair.
+// Return whether offsets, [num_bags + 1], need no repair.
 template <class I>
 bool offsets_are_valid(const I* offsets, int64_t num_bags, int64_t num_lookups) {
   using U = std::make_unsigned_t<I>;
@@ -59,8 +63,9 @@ inline bool offsets_are_valid(IndexArray offsets, int64_t num_bags, int64_t num_
              : offsets_are_valid(static_cast<const int32_t*>(offsets.data), num_bags, num_lookups);
 }
 
-// Return whether indices [begin, end) are rows of a table, or -1. Invalid ones set the sign of
-// (index + 1) or of (rows - 1 - index); 64-bit comparisons would not vectorise.
+// Return whether indices [begin, end) are all rows of a table of `rows` rows, or -1. An invalid
+// one sets the sign of (index + 1) or of (rows - 1 - index); 64-bit comparisons would not
+// vectorise.
 template <class I>
 bool indices_are_valid(const I* indices, int64_t begin, int64_t end, int64_t rows) {
   uint64_t signs = 0;
@@ -77,7 +82,7 @@ inline bool indices_are_valid(IndexArray indices, int64_t begin, int64_t end, in
              : indices_are_valid(static_cast<const int32_t*>(indices.data), begin, end, rows);
 }
 
-// Return how many ids before the first bag are lost: those that are no padding.
+// Return how many indices before the first bag are lost: those that are not -1.
 inline int64_t count_lost(IndexArray indices, IndexArray offsets, int64_t num_bags,
                           int64_t num_lookups) {
   if (num_bags == 0) return 0;
@@ -87,9 +92,11 @@ inline int64_t count_lost(IndexArray indices, IndexArray offsets, int64_t num_ba
   return lost;
 }
 
-// Repair offsets and return how many were invalid, plus the number of `lost` ids. kFatal raises at
-// the first one. kWarning raises for a different format; only for a single feature (`one_feature`)
-// is a missing entry not evident from the number of bags.
+// Write the repaired offsets to `repaired`, [num_bags + 1], and return how many differ from
+// `offsets`, plus `lost`, the result of count_lost. kFatal raises for the first invalid offset.
+// kWarning raises for lost indices and for a last offset that is left out. The latter is looked for
+// only in a batch of one feature (`one_feature`): with more features the number of offsets is then
+// no F * B + 1, which raised before.
 inline int64_t repair_offsets(IndexArray offsets, int64_t num_bags, int64_t num_lookups,
                               BoundsMode mode, bool one_feature, int32_t* repaired,
                               int64_t lost = 0) {
@@ -123,9 +130,9 @@ inline int64_t repair_offsets(IndexArray offsets, int64_t num_bags, int64_t num_
   return bad + lost;
 }
 
-// The checked arguments that the lookup ops share on the CPU, with the contiguous copies they point
-// into.
-
+// The checked arguments that the lookup ops share on the CPU. The object keeps the (contiguous)
+// tensors alive that `bags` and `rows_of` refer to, but not the weights, which the op's caller
+// holds.
 struct LookupInputs {
   TierWeights weights;
   Pooling pooling;
@@ -134,8 +141,10 @@ struct LookupInputs {
   FeatureBags feature_bags;
   Bags bags;
 
-  // `columns` is the width of the output or its gradient: of a row, or in a variable batch of all
-  // rows together.
+  // Check everything that a kernel relies on, and raise otherwise: shapes, dtypes, that each
+  // feature lies within its tier of the weights, and that the output rows lie within `columns`, the
+  // width of the output or its gradient: of a row, or in a variable batch of all rows together.
+  // Indices, offsets and slots are not checked: kernels repair them as they read them.
   LookupInputs(const char* op, const std::vector<Tensor>& weights_in, const Tensor& features_in,
                const Tensor& indices_in, const Tensor& offsets_in,
                const std::optional<Tensor>& slots_in, const std::optional<Tensor>& bag_layout,
@@ -154,6 +163,7 @@ struct LookupInputs {
                  variable ? Pooling::kNone : pooling);
   }
 
+  // Return the rows that `feature`, one of `features`, reads; valid as long as this object.
   TableRows rows_of(const Feature& feature) const {
     const auto* table = static_cast<const char*>(weights.data[feature.tier]);
     TableRows rows{table + feature.weight_offset * size_of(weights.type), feature.rows, feature.dim,

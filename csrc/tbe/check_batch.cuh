@@ -1,11 +1,11 @@
-// Bounds check of a batch in front of its lookup. What it finds and repairs is defined by
-// bounds.cuh; a small batch takes one launch instead of three.
+// Bounds check of a batch in front of its lookup, with the results of bounds.cuh. A small batch
+// takes one launch and no memory to be cleared before it; a large one is left to bounds.cuh.
 //
-// Every block of the one launch reads all offsets: they are valid if the first is not negative,
-// none exceeds the next, and the last is the number of indices, which takes no scan. Then a block
-// copies its part of them and checks its tile of indices, as bounds.cuh does. Otherwise, which is
-// rare, each thread finds the maximum of the offsets before its own, and the bag of an index, from
-// the beginning: quadratic work, but no block waits for another.
+// Every block reads all offsets. They are valid if the first is not negative, none exceeds the
+// next, and the last is the number of indices: this takes no scan, and no block waits for another.
+// If they are valid, a block copies its share of the offsets and checks its tiles of indices. If
+// not, which is rare, each thread computes the running maximum up to its own offset, and the bag of
+// its own index, from the beginning: quadratic work, but still without waiting.
 #pragma once
 
 #include "tbe/bounds.cuh"
@@ -13,7 +13,7 @@
 namespace emb::cuda {
 
 inline constexpr int kCheckThreads = 1024;
-// A block reads so many offsets in a few microseconds, as long as a launch takes.
+// A block reads this many offsets in a few microseconds, about the time of a launch.
 inline constexpr int64_t kMaxCheckedOffsets = 32 * kCheckThreads;
 inline constexpr int64_t kMaxCheckedLookups = 32 * kCheckThreads;
 
@@ -21,7 +21,8 @@ inline bool is_small_batch(const BoundsArgs& args) {
   return args.num_bags < kMaxCheckedOffsets && args.num_lookups <= kMaxCheckedLookups;
 }
 
-// Return whether `value` is true in any thread of the block, in every thread.
+// Return, in every thread, whether `value` is true in any thread of the block. All threads call it;
+// a second call needs a barrier before it, since both use one shared array.
 EMB_DEVICE bool any_of_block(bool value) {
   __shared__ int of_warp[kCheckThreads / simt::kWarp];
   static_assert(kCheckThreads == simt::kWarp * simt::kWarp);
@@ -32,8 +33,8 @@ EMB_DEVICE bool any_of_block(bool value) {
   return __any_sync(simt::kFullMask, of_warp[lane] != 0);
 }
 
-// Return whether one of the offsets that this thread reads, or its successor, is invalid. The loads
-// depend on nothing, so that many are in flight.
+// Return whether one of this thread's offsets exceeds its successor, or, in thread 0, whether the
+// first or the last offset is wrong. The loads are independent, so that many are in flight.
 EMB_DEVICE bool finds_bad_offset(const BoundsArgs& args) {
   const int64_t last = args.num_bags;
   bool bad = threadIdx.x == 0 && (args.offsets[0] < 0 || args.offsets[last] != args.num_lookups);
@@ -48,7 +49,7 @@ EMB_DEVICE Bags bags_of(const BoundsArgs& args) {
   return {args.offsets, args.num_bags, args.num_lookups};
 }
 
-// Return the repaired offset i.
+// Return the repaired offset i, from all offsets up to i.
 EMB_DEVICE int32_t repaired_offset(const BoundsArgs& args, int64_t i) {
   if (i == args.num_bags && i > 0) return static_cast<int32_t>(args.num_lookups);
   int32_t maximum = 0;
@@ -63,7 +64,7 @@ EMB_DEVICE int bag_by_repaired(const BoundsArgs& args, int64_t i) {
   return static_cast<int>(bag) - 1;
 }
 
-// Add the violation of lookup i, if any, to `bad`.
+// Add the violation of lookup i of bag `bag` (-1: before the first bag), if any, to `bad`.
 EMB_DEVICE void check_index(const BoundsArgs& args, int64_t i, int bag, BadIndices* bad) {
   const int64_t index = args.indices[i];
   if (bag < 0) {
@@ -74,13 +75,16 @@ EMB_DEVICE void check_index(const BoundsArgs& args, int64_t i, int bag, BadIndic
   bad->invalid += !((index >= 0 && index < rows) || index == -1);
 }
 
-// Add the violations of a warp to a counter. Called by the whole warp.
+// Add the violations of a warp, `bad` in each lane, to args.violations[kind]: 0 counts indices, 1
+// offsets. Called by the whole warp.
 EMB_DEVICE void count_violations(const BoundsArgs& args, int kind, int bad) {
   bad = __reduce_add_sync(simt::kFullMask, bad);
   if (bad == 0 || args.violations == nullptr || threadIdx.x % simt::kWarp != 0) return;
   atomicAdd(&args.violations[kind], static_cast<unsigned long long>(bad));
 }
 
+// Grid-stride over offsets and over tiles of kCheckThreads indices; always adds to
+// args.violations, whatever args.adds says.
 [[maybe_unused]] static __global__ void __launch_bounds__(kCheckThreads)
     check_batch_kernel(BoundsArgs args) {
   __shared__ int range[2];
@@ -121,7 +125,7 @@ EMB_DEVICE void count_violations(const BoundsArgs& args, int kind, int bad) {
   count_violations(args, 1, bad_offsets + bad.lost);
 }
 
-// As launch_bounds_check; a small batch needs no `progress`, and `violations` need not be zero.
+// As launch_bounds_check with args.adds; args.progress may be null for a batch that is_small_batch.
 template <class Launcher>
 void launch_check_batch(const Launcher& launcher, const BoundsArgs& args) {
   if (!is_small_batch(args)) {

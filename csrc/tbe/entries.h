@@ -1,4 +1,8 @@
-// Entries of table-batched embeddings that other entries call, on the CPU and on the GPU.
+// Entries of table-batched embeddings that other entries call, on the CPU and on the GPU. Shapes
+// and dtypes of the arguments that all ops share (features, indices, offsets, bag_layout, slots,
+// weights, sample_weights) are in emblib/ops/tbe.py. All tensors of a call are on one device. An
+// entry checks shapes, dtypes and devices and raises before anything is written; on the GPU it does
+// not read the contents of tensors and does not wait for the device.
 #pragma once
 
 #include <optional>
@@ -10,29 +14,44 @@
 
 namespace emb {
 
-// The five tensors of a grouping, as `tbe_group` returns them.
+// The five tensors of a grouping, as `tbe_group` returns them; they belong to the caller.
 struct Grouping {
   const Tensor &rows, &segments, &lookups, &bags, &count;
 };
 
-// `repaired` says that `offsets` never decrease and end with the number of indices, as
-// `bounds_check` returns them.
+// Check indices and offsets of a batch; `mode` is a code of BoundsMode. Return the repaired
+// offsets, int32 [bags + 1], and the numbers of violations, int64 [2]: invalid indices, and offsets
+// that the repair changed plus lost indices (tbe/check.h). Indices are not changed, since every
+// kernel repairs those it reads. The mode "fatal" raises for a violation (a GPU traps).
 std::tuple<Tensor, Tensor> bounds_check(const Tensor& indices, const Tensor& offsets,
                                         const Tensor& features, std::optional<Tensor> bag_layout,
                                         int64_t mode);
 
+// Sort the lookups of a batch by linear row id, stably; ids must be below `total_rows`. Return
+//   rows      int64 [L]: the distinct ids, ascending; entries from U on are 0
+//   segments  int32 [L + 1]: group g is sorted lookups [segments[g], segments[g + 1]), which is
+//             empty from group U on
+//   lookups   int32 [L]: the position of each sorted lookup in `indices`
+//   bags      int32 [L]: the bag of each sorted lookup
+//   count     int32 [1]: the number of groups U
+// Skipped lookups are in no group and sort to the end. `repaired` states that `bounds_check`
+// returned `offsets`; otherwise offsets are repaired as they are read, without a report.
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> tbe_group(const Tensor& features,
                                                              const Tensor& indices,
                                                              const Tensor& offsets,
                                                              std::optional<Tensor> bag_layout,
                                                              int64_t total_rows, bool repaired);
 
+// Pool the rows of every bag; `pooling` is a code of Pooling. Return [B, columns], in a variable
+// batch [columns], without pooling [L, columns], of output_dtype. An empty bag and a skipped lookup
+// give zeros, and so do elements of the output that no bag has.
 Tensor tbe_lookup(std::vector<Tensor> weights, const Tensor& features, const Tensor& indices,
                   const Tensor& offsets, std::optional<Tensor> slots,
                   std::optional<Tensor> bag_layout, std::optional<Tensor> sample_weights,
                   int64_t pooling, int64_t columns, ScalarType output_dtype);
 
-// Check the mode of a bounds check, if there is one, and the counters that it adds to.
+// Return the mode of a bounds check, nothing if `mode` is null (no check). Raise if it is no code
+// of BoundsMode, or if `violations`, the counters that the check adds to, is not int64 [2].
 inline std::optional<BoundsMode> check_bounds_arguments(const char* op,
                                                         const std::optional<int64_t>& mode,
                                                         const Tensor& violations) {
@@ -43,11 +62,14 @@ inline std::optional<BoundsMode> check_bounds_arguments(const char* op,
   return parse_choice<BoundsMode>(op, "mode", *mode, kBoundsModes);
 }
 
-// Return whether neither indices nor offsets of a batch need a repair or a report.
+// Return whether all offsets are valid and all indices are rows of their table or -1, so that there
+// is nothing to repair or to report.
 bool is_valid_batch(const Tensor& features, IndexArray indices, const Bags& bags,
                     const FeatureBags& feature_bags);
 
-// Sum the gradients of the lookups of each group into row `group` of `out`, [L, dim].
+// Write the sum of the gradients of the lookups of each group g < U to row g of `out`, float32
+// [L, dim] of host memory; rows from U on are not written, nor are columns beyond the dim of a
+// group's table, which may not exceed `dim`. `op` is the op's name for messages.
 void sum_row_grads(const char* op, const Tensor& grad, const Tensor& features,
                    const Grouping& groups, const Tensor& offsets,
                    const std::optional<Tensor>& bag_layout,
@@ -56,7 +78,8 @@ void sum_row_grads(const char* op, const Tensor& grad, const Tensor& features,
 
 namespace cuda {
 
-// A grouping of n lookups, as `tbe_group` returns it.
+// The device memory of a grouping of n lookups, as `tbe_group` returns it; whoever allocated it
+// keeps it until the kernels that use it have run.
 struct GroupArrays {
   int64_t* rows;            // [n]
   int32_t* segments;        // [n + 1]
@@ -64,26 +87,32 @@ struct GroupArrays {
   int32_t* count;           // [1]
 };
 
+// As `bounds_check`, but return the offsets alone, and add the violations to `violations`, int64
+// [2], in the mode "warning" only.
 Tensor bounds_check_(const Tensor& indices, const Tensor& offsets, const Tensor& features,
                      std::optional<Tensor> bag_layout, int64_t mode_code, Tensor violations);
 
-// `tbe_group` into memory of the caller.
+// As `tbe_group`, but write the grouping to `out`; `op` is the calling op's name for messages.
 void group_lookups(const char* op, const Tensor& features, const Tensor& indices,
                    const Tensor& offsets, const std::optional<Tensor>& bag_layout,
                    int64_t total_rows, bool repaired, const GroupArrays& out);
 
+// As emb::tbe_lookup, except that elements of the output that no bag has are unspecified, if there
+// are bags.
 Tensor tbe_lookup(std::vector<Tensor> weights, const Tensor& features, const Tensor& indices,
                   const Tensor& offsets, std::optional<Tensor> slots,
                   std::optional<Tensor> bag_layout, std::optional<Tensor> sample_weights,
                   int64_t pooling, int64_t columns, ScalarType output_dtype);
 
-// `tbe_row_grads` into memory of the caller: of the rows of groups, their columns alone.
+// As emb::sum_row_grads, but `groups` and `out` are device memory, and `indices` serves only for
+// the number of lookups. That no dim exceeds `dim` is not checked.
 void sum_row_grads(const char* op, const Tensor& grad, const Tensor& features,
                    const Tensor& indices, const GroupArrays& groups, const Tensor& offsets,
                    const std::optional<Tensor>& bag_layout,
                    const std::optional<Tensor>& sample_weights, int64_t pooling, int64_t dim,
                    float* out);
 
+// As emb::tbe_group.
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> tbe_group(const Tensor& features,
                                                              const Tensor& indices,
                                                              const Tensor& offsets,

@@ -1,5 +1,10 @@
-// `tbe_group` on the CPU: the lookups of all features as linear row ids, grouped, with the bag of
-// every sorted lookup for the backward pass. Valid batches are grouped table by table.
+// `tbe_group` on the CPU: turn the lookups of all features into linear row ids, sort and group
+// them, and return the bag of every sorted lookup for the backward pass.
+//
+// There are two ways. If features read their tables in the order of the rows, if no lookup is
+// skipped, and if no table has so many lookups that threads would wait for it, each table is
+// grouped separately (group_runs): its lookups are neighbours and its keys are small. Otherwise
+// all lookups are grouped together (group_items). Both give the same result.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -17,13 +22,15 @@
 namespace emb {
 namespace {
 
-// The lookups of each table, where features read tables in the order of their rows.
+// The lookups of each table, a run of neighbouring lookups per table.
 struct TableRuns {
   std::vector<Run> runs;
-  std::vector<int64_t> first_bag;  // [runs + 1]
+  std::vector<int64_t> first_bag;  // [runs + 1]: the bags of run r begin with first_bag[r]
 };
 
-// Return a run per table; none if rows are in another order, or runs would keep threads waiting.
+// Return a run per table. Return none if features do not read tables in the order of their rows, if
+// there is only one table, or if one run is too large for this way. `offsets`, [bags + 1], have
+// been repaired.
 TableRuns runs_of(const Feature* features, const FeatureBags& feature_bags,
                   std::span<const int32_t> offsets) {
   TableRuns found;
@@ -49,7 +56,8 @@ TableRuns runs_of(const Feature* features, const FeatureBags& feature_bags,
   return found;
 }
 
-// Return whether all lookups belong to bags and are of existing rows, none skipped.
+// Return whether all lookups belong to bags and all indices are rows of their table: none is
+// skipped. `offsets` have been repaired. A negative sign in `signs` means no.
 template <class I>
 bool all_found(const Feature* features, const FeatureBags& feature_bags, const I* indices,
                std::span<const int32_t> offsets) {
@@ -63,7 +71,8 @@ bool all_found(const Feature* features, const FeatureBags& feature_bags, const I
   return signs >= 0;
 }
 
-// Group by table if all lookups have rows; return whether it is done.
+// Group the lookups of each table separately, if that is possible; return whether it was. Only then
+// are `out` and `sorted_bags`, [L], written.
 template <class I>
 bool group_by_table(const Feature* features, const FeatureBags& feature_bags, const I* indices,
                     std::span<const int32_t> offsets, const GroupOutput& out,
@@ -85,6 +94,9 @@ bool group_by_table(const Feature* features, const FeatureBags& feature_bags, co
   return true;
 }
 
+// Group the lookups of all tables together. Skipped lookups get the key `total_rows`, which belongs
+// to no group. `Item` is Item32 for keys below 2^32, else Item64. `offsets` have been repaired;
+// `sorted_bags` is [L].
 template <class Item>
 void group_lookups(const Feature* features, const FeatureBags& feature_bags, IndexArray indices,
                    std::span<const int32_t> offsets, int64_t total_rows, const GroupOutput& out,
@@ -121,7 +133,8 @@ void group_lookups(const Feature* features, const FeatureBags& feature_bags, Ind
 
 }  // namespace
 
-// A copy of the offsets is needed whether they were repaired or not.
+// The contract is in tbe/entries.h. `repaired` saves nothing here: the offsets are copied to int32
+// in any case, and the copy repairs them.
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> tbe_group(
     const Tensor& features, const Tensor& indices, const Tensor& offsets,
     std::optional<Tensor> bag_layout, int64_t total_rows, bool /*repaired*/) {

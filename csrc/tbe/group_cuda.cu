@@ -1,5 +1,5 @@
-// `tbe_group` on the GPU: the lookups of all features as linear row ids, grouped, with the bag of
-// every sorted lookup.
+// `tbe_group` on the GPU: turn the lookups of all features into linear row ids, sort and group
+// them, and return the bag of every sorted lookup. tbe/grouping.h says which kernels that takes.
 #include <torch/csrc/stable/library.h>
 
 #include <optional>
@@ -18,7 +18,7 @@ template void launch_lookup_keys(const CudaLauncher&, const LookupKeys&, const B
 
 namespace {
 
-// Return how to group a batch in one launch, without items if that is impossible.
+// Return how to group a batch in one launch; `items` is 0 if the batch is too large for that.
 SmallGroupPlan small_plan(const CudaLauncher& launcher, const GroupBatch& batch) {
   if (batch.bags.num_lookups > kMaxSmallGroup || batch.bags.count > kMaxSmallBags ||
       needs_wide_keys(batch.total_rows)) {
@@ -27,10 +27,13 @@ SmallGroupPlan small_plan(const CudaLauncher& launcher, const GroupBatch& batch)
   return plan_small_group(batch.bags.num_lookups, max_small_cluster<SmallLookups>(launcher));
 }
 
+// Return the source of the keys; `bag_of`, [L] or null, is where the bag of each lookup is written.
 LookupKeys lookup_keys(const GroupBatch& batch, int32_t* bag_of) {
   return {batch.features, batch.indices, batch.bags, batch.map, bag_of};
 }
 
+// Return where the passes over sorted keys write; `bag_of`, [L], is read to write the sorted bags,
+// null if the kernel knows the bags itself.
 GroupOutput group_output(const GroupArrays& arrays, const int32_t* bag_of, const StepCount& step) {
   GroupOutput out{};
   out.unique = arrays.rows;
@@ -43,7 +46,7 @@ GroupOutput group_output(const GroupArrays& arrays, const int32_t* bag_of, const
   return out;
 }
 
-// Group with CUB's sort.
+// Group with CUB's sort. `Key` is uint64_t if total_rows needs it, else uint32_t.
 template <class Key>
 void sort_lookups(const CudaLauncher& launcher, const Tensor& like, const GroupBatch& batch,
                   const GroupArrays& arrays, const StepCount& step) {
@@ -112,6 +115,7 @@ void group_lookups(const char* op, const Tensor& features, const Tensor& indices
   group_lookups(CudaLauncher(indices), indices, batch, out, {});
 }
 
+// The contract is in tbe/entries.h.
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> tbe_group(const Tensor& features,
                                                              const Tensor& indices,
                                                              const Tensor& offsets,

@@ -1,5 +1,6 @@
-// The grouping of lookups on the GPU, for ops that group on the way: `tbe_group` and steps of
-// training. The kernels are compiled with group_cuda.cu alone. Nothing waits for the device.
+// The grouping of lookups on the GPU as a function, for `tbe_group` and for ops that group as a
+// part of a training step. The kernels are compiled in group_cuda.cu only. Nothing waits for the
+// device.
 #pragma once
 
 #include "core/device_arrays.h"
@@ -10,22 +11,25 @@
 
 namespace emb::cuda {
 
-// A batch whose lookups are grouped by linear row id, which is below `total_rows`.
+// A batch whose lookups are to be grouped. All pointers are to device memory, which must live until
+// the kernels have run; shapes have been checked.
 struct GroupBatch {
-  const Feature* features;
-  IndexArray indices;
+  const Feature* features;  // [F]
+  IndexArray indices;       // [L], repaired as they are read
   Bags bags;
   BagMap map;
-  int64_t total_rows;
-  bool repaired;  // whether `bags.offsets` is what `bounds_check` returned
+  int64_t total_rows;  // a bound of all linear row ids: row_base + rows of any feature
+  bool repaired;       // `bounds_check` returned bags.offsets, so that they are not checked again
 };
 
-// Group the lookups of a batch on the device of `like`, and count the step of their update. All
-// memory is allocated before the first launch, in one piece.
+// Write the grouping of a batch to `out`, and count the step of its update in `step` (which may
+// count none: `{}`). `like` is a tensor on the device; scratch memory, one allocation, is taken
+// from torch before the first launch, so that a failure launches nothing.
 //
-// Up to kMaxSmallGroup lookups one launch on GPUs with clusters of blocks. Above, without them
-// above 2,048, and for total_rows of 2^32 - 1 and more: a pass that makes keys, CUB's sort, and two
-// passes over the sorted keys. The last of them counts the step.
+// Small batches take one launch of a cluster of blocks (group/small_group.cuh): up to
+// kMaxSmallGroup lookups, or up to 2,048 on GPUs without clusters. Larger batches, and any with
+// total_rows of 2^32 - 1 or more, take a pass that makes keys, CUB's sort, and two passes over the
+// sorted keys, of which the last counts the step.
 void group_lookups(const CudaLauncher& launcher, const torch::stable::Tensor& like,
                    const GroupBatch& batch, const GroupArrays& out, const StepCount& step);
 

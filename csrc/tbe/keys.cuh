@@ -1,11 +1,11 @@
-// The keys of jagged lookups for `group`: every lookup gets its linear row id and its bag. Skipped
-// lookups (index -1, or before the first bag) get the key that belongs to no group. The same pass
-// checks indices and offsets.
+// The keys by which the lookups of a batch are grouped: every lookup gets its linear row id and its
+// bag. Skipped lookups (index -1, or before the first bag) get a key that belongs to no group. The
+// same kernel checks indices and offsets.
 //
-// A block takes tiles of lookups. The bags that begin in a tile leave their number at their first
-// lookup, and a running maximum gives each lookup its bag. Keys are made from the offsets as they
-// are while these are looked at; if one was invalid, the last block to finish repairs the offsets
-// and makes all keys again. That block is slow, and such batches are rare.
+// A block takes tiles of lookups. Each bag that begins in a tile writes its number at its first
+// lookup, and a running maximum then gives each lookup its bag. The grid checks the offsets while
+// it makes keys from them unrepaired. If an offset turns out to be invalid, the last block to
+// finish repairs all offsets and makes all keys again: slowly, but such batches are rare.
 #pragma once
 
 #include "core/search.cuh"
@@ -14,20 +14,24 @@
 
 namespace emb::cuda {
 
+// The lookups of a batch, in device memory. There are no lookups without bags: check_lookups
+// rejects such a batch.
 struct LookupKeys {
-  const Feature* features;
-  IndexArray indices;
+  const Feature* features;  // [F]
+  IndexArray indices;       // [L]
   Bags bags;
   BagMap map;
-  int32_t* bag_of;  // [L], an output; null: none
+  int32_t* bag_of;  // [L], an output: the bag of each lookup, 0 for none; null: not written
 };
 
-// The invalid indices of a thread, and those that are lost before the first bag.
+// The numbers of indices that a thread found to be neither rows nor -1, and of indices that are
+// lost before the first bag.
 struct BadIndices {
   int invalid = 0, lost = 0;
 };
 
-// Return the key of lookup i in bag `bag`; add its violation, if any, to `bad`.
+// Return the key of lookup i in bag `bag` (-1: before the first bag): its linear row id, or `limit`
+// for a skipped lookup or an id that is not below it. Add its violation, if any, to `bad`.
 template <class Key>
 EMB_DEVICE Key lookup_key(const LookupKeys& in, int64_t i, int bag, Key limit, BadIndices* bad) {
   const int64_t index = in.indices[i];
@@ -43,15 +47,18 @@ EMB_DEVICE Key lookup_key(const LookupKeys& in, int64_t i, int bag, Key limit, B
   return id < limit ? static_cast<Key>(id) : limit;
 }
 
+// Lookups per thread, and per tile of a block.
 inline constexpr int kKeysEach = 8, kKeyTile = kTileThreads * kKeysEach;
 
+// The shared memory of a block.
 struct KeyTile {
-  int bags[kKeyTile];
-  int of_warp[kTileThreads / simt::kWarp];
-  int range[2];
+  int bags[kKeyTile];                       // the bag of each lookup of the tile
+  int of_warp[kTileThreads / simt::kWarp];  // a number per warp
+  int range[2];                             // for TileSearch
 };
 
-// Find the bag of each lookup of a tile, -1 for none, in shared memory.
+// Write the bag of each lookup of tile [tile, end), -1 for none, to shared.bags. All threads of the
+// block call it.
 EMB_DEVICE void find_bags(const Bags& bags, int64_t tile, int64_t end, KeyTile& shared) {
   const auto start = [&](int bag) { return bags.begin(bag); };
   const unsigned lane = threadIdx.x % simt::kWarp, warp = threadIdx.x / simt::kWarp;
@@ -63,10 +70,10 @@ EMB_DEVICE void find_bags(const Bags& bags, int64_t tile, int64_t end, KeyTile& 
     if (at >= 0 && at < kKeyTile) atomicMax(&shared.bags[at], static_cast<int>(bag));
   }
   __syncthreads();
-  int* const mine = shared.bags + threadIdx.x * kKeysEach;
+  int* const bags_of_thread = shared.bags + threadIdx.x * kKeysEach;
   int bag[kKeysEach], maximum = search.first;
 #pragma unroll
-  for (int i = 0; i < kKeysEach; ++i) bag[i] = maximum = max_of(maximum, mine[i]);
+  for (int i = 0; i < kKeysEach; ++i) bag[i] = maximum = max_of(maximum, bags_of_thread[i]);
 #pragma unroll
   for (unsigned delta = 1; delta < simt::kWarp; delta *= 2) {
     const int other = __shfl_up_sync(simt::kFullMask, maximum, delta);
@@ -78,11 +85,12 @@ EMB_DEVICE void find_bags(const Bags& bags, int64_t tile, int64_t end, KeyTile& 
   __syncthreads();
   for (unsigned w = 0; w < warp; ++w) before = max_of(before, shared.of_warp[w]);
 #pragma unroll
-  for (int i = 0; i < kKeysEach; ++i) mine[i] = max_of(bag[i], before);
+  for (int i = 0; i < kKeysEach; ++i) bags_of_thread[i] = max_of(bag[i], before);
   __syncthreads();
 }
 
-// Make the keys of a tile; add this thread's violations to `bad`.
+// Write the keys, positions and bags of the kKeyTile lookups from `tile` on, or fewer at the end;
+// a null array in `sort` is not written. Add this thread's violations to `bad`.
 template <class Key>
 EMB_DEVICE void make_keys(const LookupKeys& in, const Bags& bags, const SortBuffers<Key>& sort,
                           int64_t tile, KeyTile& shared, BadIndices* bad) {
@@ -102,7 +110,8 @@ EMB_DEVICE void make_keys(const LookupKeys& in, const Bags& bags, const SortBuff
   __syncthreads();
 }
 
-// What the blocks of a grid counted, complete in the block that finishes last.
+// The violations that the blocks of a grid counted: invalid indices, lost indices, invalid offsets.
+// They are complete only in the block that finishes last, where `is_last` is true.
 struct GridCounts {
   int64_t indices, lost, offsets;
   bool is_last;
@@ -141,7 +150,8 @@ EMB_DEVICE GridCounts finish_block(const BatchCheck& check, const BadIndices& ba
 // and spills.
 inline constexpr int kKeyBlocks = 6;
 
-// Without keys in `sort` it only checks.
+// Make the keys of all lookups and check the batch as `check` says. Both are optional: without
+// arrays in `sort` no keys are written, with a null check.repaired nothing is checked.
 template <class Key>
 __global__ void __launch_bounds__(kTileThreads, kKeyBlocks)
     lookup_keys_kernel(LookupKeys in, BatchCheck check, SortBuffers<Key> sort) {
@@ -179,6 +189,7 @@ __global__ void __launch_bounds__(kTileThreads, kKeyBlocks)
   if (threadIdx.x == 0) report_violations(check, counts.indices, counts.offsets + counts.lost);
 }
 
+// Launch lookup_keys_kernel; of `sort` it uses keys, positions and limit.
 template <class Key, class Launcher>
 void launch_lookup_keys(const Launcher& launcher, const LookupKeys& in, const BatchCheck& check,
                         const SortBuffers<Key>& sort) {
@@ -192,13 +203,15 @@ void launch_lookup_keys(const Launcher& launcher, const LookupKeys& in, const Ba
   launcher(lookup_keys_kernel<Key>, blocks, kTileThreads, in, check, sort);
 }
 
-// Lookups as the keys of a small batch (group/small_group.cuh).
+// Lookups as the source of keys for the one-launch grouping of a small batch, which calls these
+// members: see group/small_group.cuh.
 struct SmallLookups {
   static constexpr bool kHasBags = true;
   LookupKeys in;
   BatchCheck check;
 
-  // Look at the offsets with all blocks; return the lookups with offsets that need no repair.
+  // Check the offsets with all blocks of the cluster, and let one block repair them if necessary.
+  // Return the lookups with valid offsets.
   EMB_DEVICE SmallLookups prepared(const SmallMemory& memory) const {
     if (check.repaired == nullptr) return *this;
     const unsigned rank = simt::cluster_rank(), step = simt::cluster_size() * blockDim.x;
@@ -217,6 +230,7 @@ struct SmallLookups {
     return repaired;
   }
 
+  // The lookups [begin, end) of a block; `range` is shared memory for TileSearch.
   struct Tile {
     TileSearch search;
     BadIndices bad;
@@ -224,16 +238,18 @@ struct SmallLookups {
     EMB_DEVICE Tile(const SmallLookups& source, int64_t begin, int64_t end, int* range)
         : search([&](int bag) { return source.in.bags.begin(bag); },
                  static_cast<int>(source.in.bags.count), begin, end, range) {}
-    EMB_DEVICE uint32_t key(const SmallLookups& source, int64_t i, uint32_t limit, uint32_t* of) {
+    // Return the key of lookup i, and write its bag (0 for none) to `bag_of_lookup`.
+    EMB_DEVICE uint32_t key(const SmallLookups& source, int64_t i, uint32_t limit,
+                            uint32_t* bag_of_lookup) {
       const int bag = search.find([&](int b) { return source.in.bags.begin(b); }, i);
-      *of = bag < 0 ? 0 : static_cast<uint32_t>(bag);
+      *bag_of_lookup = bag < 0 ? 0 : static_cast<uint32_t>(bag);
       return lookup_key(source.in, i, bag, limit, &bad);
     }
     EMB_DEVICE uint32_t num_bad() const { return static_cast<uint32_t>(bad.invalid); }
     EMB_DEVICE uint32_t num_lost() const { return static_cast<uint32_t>(bad.lost); }
   };
 
-  // Write the counts, once they are complete in all blocks.
+  // Write the numbers of violations, once they are complete in all blocks.
   EMB_DEVICE void report(const SmallMemory& memory) const {
     if (check.repaired == nullptr || simt::cluster_rank() > 0 || threadIdx.x > 0) return;
     report_violations(check, cluster_total(memory, SmallMemory::kBadIndices),

@@ -1,9 +1,14 @@
-// Forward of table-batched embeddings on the GPU. A group of 4 to 32 lanes takes a bag. Each lane
-// owns 16 bytes of the row, so a warp always requests 512 bytes at a time, and four rows of each
-// bag are in flight before the first is used. Each lane reads one index, a tile ahead of its use,
-// and shares it by shuffles. The groups of a warp run in lockstep (the trip count is that of the
-// longest bag), so all collectives name the full warp. Sums are in the order of the lookups. There
-// are variants for short bags, for long bags, for sequences and for caches with another dtype.
+// Forward of table-batched embeddings on the GPU.
+//
+// A group of 4 to 32 lanes takes a bag. Each lane owns 16 bytes of the row, so that a warp always
+// requests 512 bytes at a time, and four rows of each bag are in flight before the first is used.
+// Each lane reads the index of one lookup, a tile of lookups ahead of its use, and passes the
+// address of its row to the group by shuffles. The groups of a warp run in lockstep: all take as
+// many steps as the longest bag, so that collectives name the full warp. A bag's rows are added in
+// the order of its lookups, in float.
+//
+// pool_kernel is the general kernel. short_bags_kernel, long_bags_kernel, sequence_kernel (no
+// pooling) and mixed_lookup_kernel (a cache of another dtype) are variants; launch_lookup selects.
 #pragma once
 
 #include "core/bag_task.cuh"
@@ -16,29 +21,35 @@ namespace emb::cuda {
 
 inline constexpr int kLookupThreads = 256;
 
+// All pointers are to memory that the device can read (tables may be in pinned host memory), and
+// that must live until the kernel has run. The entry has checked shapes and dtypes; nothing has
+// checked the contents of device tensors, so kernels repair indices, offsets and slots as they read
+// them. `features` and `map` are trusted.
 struct LookupArgs {
-  // The tier with the lowest address; rows are addressed by their distance from it, in elements.
+  // The memory of the tier with the lowest address. Rows are addressed by their distance from it,
+  // in elements: `distance` of their tier plus their element in it. 0 for an unused tier.
   const void* weights;
   int64_t distance[kTiers];
   Dtype weight_type;
   void* output;  // [B, columns], [columns] in a variable batch, or [L, columns] for NONE
   Dtype output_type;
-  const Feature* features;
+  const Feature* features;  // [num_features]
   int num_features;
-  IndexArray indices;
+  IndexArray indices;  // [L]
   Bags bags;
   BagMap map;
-  int64_t columns;
+  int64_t columns;  // columns of `output`
   Pooling pooling;
-  const float* sample_weights;  // [L] or null
-  const int32_t* slots;         // [L] or null if nothing is cached
-  const void* cache;
-  int64_t cache_elements;
+  const float* sample_weights;  // [L]; null: all are 1
+  const int32_t* slots;         // [L] cache slot of each row, -1 for none; null: nothing is cached
+  const void* cache;            // of cache_type; null if there is no cache
+  int64_t cache_elements;       // elements of the cache, 0 if there is none
   Dtype cache_type;
 };
 
-// Set the distance of every tier from the lowest one. A cache of another dtype has none: other
-// kernels read its rows.
+// Set `weights`, `distance`, `cache` and `cache_elements` for tiers at the addresses `data` with
+// `elements` elements each; the dtypes must be set before. Only a cache of the tables' dtype can be
+// addressed by its distance: mixed_lookup_kernel reads the rows of another one.
 inline void set_tiers(const void* const (&data)[kTiers], const int64_t (&elements)[kTiers],
                       LookupArgs* args) {
   const int64_t size = size_of(args->weight_type);
@@ -58,12 +69,13 @@ inline void set_tiers(const void* const (&data)[kTiers], const int64_t (&element
   args->cache_elements = elements[kCacheTier];
 }
 
-// Return a slot of `slots`, -1 if the cache has no such slot.
+// Return `slot`, or -1 if the cache has no such slot.
 EMB_DEVICE int64_t valid_slot(const LookupArgs& args, const Feature& feature, int64_t slot) {
   return slot >= 0 && (slot + 1) * feature.cache_stride <= args.cache_elements ? slot : -1;
 }
 
-// The index and the cache slot of a lookup, which are read ahead of the row.
+// The index and the cache slot of a lookup, which are read ahead of the row. The default is a
+// lookup to skip.
 struct LookupId {
   int64_t index = -1;
   int32_t slot = -1;
@@ -74,12 +86,12 @@ struct LookupId {
   }
 };
 
-// Return the elements from `args.weights` to the row of a lookup, -1 for one to skip.
+// Return the distance of the row of a lookup from args.weights in elements, -1 for one to skip.
 EMB_DEVICE int64_t row_offset(const LookupArgs& args, const Feature& feature, const LookupId& id) {
   const int64_t row = repair_index(id.index, feature.rows);
   if (row < 0 || row >= feature.rows) return -1;
-  const RowLocation place = locate_row(feature, row, valid_slot(args, feature, id.slot));
-  return args.distance[place.tier] + place.element;
+  const RowLocation location = locate_row(feature, row, valid_slot(args, feature, id.slot));
+  return args.distance[location.tier] + location.element;
 }
 
 // Return whether all rows of a feature begin and end at multiples of 16 bytes.
@@ -88,14 +100,16 @@ EMB_DEVICE bool has_whole_vectors(const LookupArgs& args, const Feature& feature
   constexpr int N = 16 / sizeof(W);
   const W* base = static_cast<const W*>(args.weights);
   const W* table = base + args.distance[feature.tier] + feature.weight_offset;
-  bool whole = feature.dim % N == 0 && is_aligned(table, 16);
+  bool aligned = feature.dim % N == 0 && is_aligned(table, 16);
   if (args.slots != nullptr && feature.cache_stride > 0) {
-    whole = whole && feature.cache_stride % N == 0 && is_aligned(args.cache, 16);
+    aligned = aligned && feature.cache_stride % N == 0 && is_aligned(args.cache, 16);
   }
-  return whole;
+  return aligned;
 }
 
-// Sum columns [column, column + N) of a bag over all of its lookups.
+// Add columns [column, column + N) of the rows of a bag, times their weights, to `sum`. `longest`
+// is the maximum length of a bag in the warp; kVector: rows can be read in whole 16-byte vectors.
+// Called by all lanes of a warp.
 template <class W, int N, bool kVector>
 EMB_DEVICE void sum_bag(const LookupArgs& args, const BagTask& task, const LaneGroup& lane,
                         int column, int longest, float (&sum)[N]) {
@@ -115,6 +129,8 @@ EMB_DEVICE void sum_bag(const LookupArgs& args, const BagTask& task, const LaneG
   }
 }
 
+// Write columns [column, column + N) of the output of a bag; for MEAN, `sum` is divided by its
+// length. Columns beyond the row are not written.
 template <int N>
 EMB_DEVICE void write_bag(const LookupArgs& args, const BagTask& task, uint32_t bag, int column,
                           float (&sum)[N]) {
@@ -124,11 +140,12 @@ EMB_DEVICE void write_bag(const LookupArgs& args, const BagTask& task, uint32_t 
 #pragma unroll
     for (int e = 0; e < N; ++e) sum[e] *= scale;
   }
-  const int64_t place = args.map.element(bag, task.feature->column);
-  stream_columns(args.output, args.output_type, place + column, task.dim - column, sum);
+  const int64_t element = args.map.element(bag, task.feature->column);
+  stream_columns(args.output, args.output_type, element + column, task.dim - column, sum);
 }
 
-// Pooled lookup. The grid's second dimension divides the columns of rows wider than a warp.
+// Pooled lookup of bags of any length, grid-stride over bags; `lanes` is the number of lanes per
+// bag. The grid's second dimension divides the columns of rows wider than a group.
 template <class W>
 __global__ void __launch_bounds__(kLookupThreads, 4) pool_kernel(LookupArgs args, int lanes) {
   constexpr int N = 16 / sizeof(W);
@@ -155,7 +172,8 @@ __global__ void __launch_bounds__(kLookupThreads, 4) pool_kernel(LookupArgs args
   }
 }
 
-// Copy columns [column, column + N) of the rows of the warp's 32 lookups, four per group at a time.
+// Copy columns [column, column + N) of the rows of the warp's 32 lookups from `first` on, four per
+// group at a time. Each lane passes the `offset` of the row of its lookup, -1 for zeros.
 template <class W, int N, bool kVector>
 EMB_DEVICE void copy_rows(const LookupArgs& args, const LaneGroup& lane, int64_t offset,
                           int64_t first, int column) {
@@ -181,7 +199,8 @@ EMB_DEVICE void copy_rows(const LookupArgs& args, const LaneGroup& lane, int64_t
   }
 }
 
-// Sequence lookup (NONE): every lookup is a row of the output; skipped ones are zeros.
+// Lookup without pooling (NONE): every lookup is a row of the output; skipped lookups are zeros. A
+// warp takes 32 lookups, of which each lane locates one.
 template <class W>
 __global__ void __launch_bounds__(kLookupThreads, 4) sequence_kernel(LookupArgs args, int lanes) {
   constexpr int N = 16 / sizeof(W);
@@ -212,13 +231,13 @@ __global__ void __launch_bounds__(kLookupThreads, 4) sequence_kernel(LookupArgs 
 
 // Pooled lookup of short bags (one lookup or a few each, as in click logs). The rows of one bag
 // cannot saturate the memory system, so a group of lanes takes four bags at once and has a row of
-// each in flight. Every lane of the warp holds one bag's metadata and indices; the groups get them
-// by shuffles. A bag's rows are still added in order.
+// each in flight. Each lane of the warp locates the rows of one bag, and passes them to the group
+// that sums the bag by shuffles. A bag's rows are still added in order.
 
 inline constexpr int kBagsInFlight = 4;
 inline constexpr int kShortBagThreads = 128;
 
-// Where row `step` of each lane's bag starts, in elements from the weights, and its weight.
+// Row `step` of a lane's bag: its distance from args.weights in elements (-1: none), its weight.
 struct StepRow {
   int64_t offset = -1;
   float weight = 0.0f;
@@ -231,7 +250,9 @@ struct StepRow {
   }
 };
 
-// Sum this lane's columns of the group's bags; lane s * groups + group holds bag s of the group.
+// Sum this lane's columns of the four bags of its group; bag s of a group is located by lane
+// s * groups + group of the warp. `task` is the bag that this lane locates, `longest` the maximum
+// length in the warp.
 template <class W, int N, bool kVector>
 EMB_DEVICE void sum_short_bags(const LookupArgs& args, const BagTask& task, const LaneGroup& lane,
                                int column, int longest, float (&sum)[kBagsInFlight][N]) {
@@ -241,36 +262,36 @@ EMB_DEVICE void sum_short_bags(const LookupArgs& args, const BagTask& task, cons
   };
   LookupId id = id_at(0);
   for (int step = 0; step < longest; ++step) {
-    const StepRow mine(args, task, id, step);
+    const StepRow located(args, task, id, step);
     id = id_at(step + 1);
     RowSlice<W, N> slice[kBagsInFlight];
 #pragma unroll
     for (int s = 0; s < kBagsInFlight; ++s) {
       const int owner = s * lane.groups_in_warp() + lane.group;
-      const int64_t row = __shfl_sync(simt::kFullMask, mine.offset, owner);
+      const int64_t row = __shfl_sync(simt::kFullMask, located.offset, owner);
       const int valid = __shfl_sync(simt::kFullMask, task.dim, owner) - column;
       if (row >= 0 && valid > 0) slice[s].template load<kVector>(weights + row, valid);
     }
 #pragma unroll
     for (int s = 0; s < kBagsInFlight; ++s) {
       const int owner = s * lane.groups_in_warp() + lane.group;
-      const float weight = __shfl_sync(simt::kFullMask, mine.weight, owner);
+      const float weight = __shfl_sync(simt::kFullMask, located.weight, owner);
 #pragma unroll
       for (int e = 0; e < N; ++e) sum[s][e] += weight * slice[s][e];
     }
   }
 }
 
-// Write this lane's columns of the group's bags.
+// Write this lane's columns of the four bags of its group; `bag` is the one that this lane locates.
 template <int N>
 EMB_DEVICE void write_short_bags(const LookupArgs& args, const BagTask& task, const LaneGroup& lane,
                                  uint32_t bag, int column, float (&sum)[kBagsInFlight][N]) {
-  const int64_t place = task.bag_element(args, bag);
+  const int64_t element = task.bag_element(args, bag);
   const float scale = mean_factor(args.pooling, task.length);
 #pragma unroll
   for (int s = 0; s < kBagsInFlight; ++s) {
     const int owner = s * lane.groups_in_warp() + lane.group;
-    const int64_t out = __shfl_sync(simt::kFullMask, place, owner) + column;
+    const int64_t out = __shfl_sync(simt::kFullMask, element, owner) + column;
     const int valid = __shfl_sync(simt::kFullMask, task.dim, owner) - column;
     const float factor = __shfl_sync(simt::kFullMask, scale, owner);
     if (valid <= 0) continue;
@@ -280,7 +301,8 @@ EMB_DEVICE void write_short_bags(const LookupArgs& args, const BagTask& task, co
   }
 }
 
-// 72 registers per thread for float, where a lane sums 4 x 4 columns, and 96 for 4 x 8 of 16 bits.
+// The blocks per multiprocessor leave 72 registers per thread for float, where a lane sums 4 x 4
+// columns, and 96 for 16 bits, where it sums 4 x 8.
 template <class W>
 __global__ void __launch_bounds__(kShortBagThreads, sizeof(W) == 4 ? 7 : 5)
     short_bags_kernel(LookupArgs args, int lanes) {
@@ -289,10 +311,10 @@ __global__ void __launch_bounds__(kShortBagThreads, sizeof(W) == 4 ? 7 : 5)
   const auto bags = static_cast<uint32_t>(args.bags.count);
   const auto bags_of_warp = static_cast<uint32_t>(kBagsInFlight * lane.groups_in_warp());
   const uint32_t stride = static_cast<uint32_t>(simt::warps_in_grid()) * bags_of_warp;
-  const uint32_t mine = threadIdx.x % simt::kWarp;
+  const uint32_t lane_of_warp = threadIdx.x % simt::kWarp;
   for (uint32_t first = static_cast<uint32_t>(simt::global_warp()) * bags_of_warp; first < bags;
        first += stride) {
-    const uint32_t bag = mine < bags_of_warp ? first + mine : bags;
+    const uint32_t bag = lane_of_warp < bags_of_warp ? first + lane_of_warp : bags;
     const BagTask task(args, bag);
     const int longest = __reduce_max_sync(simt::kFullMask, task.length);
     const int widest = __reduce_max_sync(simt::kFullMask, task.dim);
@@ -311,25 +333,27 @@ __global__ void __launch_bounds__(kShortBagThreads, sizeof(W) == 4 ? 7 : 5)
   }
 }
 
-// Return whether four bags at once are better than four rows of one.
+// Return whether short_bags_kernel is faster than pool_kernel: bags have at most four lookups on
+// average.
 inline bool has_short_bags(const LookupArgs& args) {
   return args.bags.num_lookups <= kBagsInFlight * args.bags.count;
 }
 
 // Pooled lookup of few, long bags. One group of lanes per bag would leave most of the GPU idle, so
-// a block takes a bag: each of its groups sums a range of the lookups, then the sums are added in
-// order.
+// a block takes a bag: each of its groups sums a stretch of the lookups, then the sums of the
+// stretches are added in order.
 
-// Return one group's range of a bag that the block shares; all ranges but the last have `share`
-// lookups.
+// Return stretch number `stretch` of a bag, one group's work. Stretches have `share` lookups each;
+// the last ones may have fewer or none.
 EMB_DEVICE BagTask stretch_of(const BagTask& bag, int stretch, int share) {
-  BagTask part = bag;
+  BagTask result = bag;
   const int rest = bag.length - stretch * share;
-  part.begin += stretch * share;
-  part.length = rest < 0 ? 0 : rest < share ? rest : share;
-  return part;
+  result.begin += stretch * share;
+  result.length = rest < 0 ? 0 : rest < share ? rest : share;
+  return result;
 }
 
+// A block takes a bag, grid-stride; `lanes` is the number of lanes per stretch.
 template <class W>
 __global__ void __launch_bounds__(kLookupThreads, 3) long_bags_kernel(LookupArgs args, int lanes) {
   constexpr int N = 16 / sizeof(W);
@@ -340,16 +364,16 @@ __global__ void __launch_bounds__(kLookupThreads, 3) long_bags_kernel(LookupArgs
   for (uint32_t bag = blockIdx.x; bag < bags; bag += gridDim.x) {
     const BagTask task(args, bag);
     const int share = (task.length + stretches - 1) / stretches;
-    const BagTask part = stretch_of(task, static_cast<int>(threadIdx.x) / lanes, share);
+    const BagTask stretch = stretch_of(task, static_cast<int>(threadIdx.x) / lanes, share);
     const bool vector = has_whole_vectors<W>(args, *task.feature);
     for (int base = static_cast<int>(blockIdx.y) * lanes * N; base < task.dim;
          base += static_cast<int>(gridDim.y) * lanes * N) {
       const int column = base + lane.rank * N;
       float sum[N] = {};
       if (vector) {
-        sum_bag<W, N, true>(args, part, lane, column, share, sum);
+        sum_bag<W, N, true>(args, stretch, lane, column, share, sum);
       } else {
-        sum_bag<W, N, false>(args, part, lane, column, share, sum);
+        sum_bag<W, N, false>(args, stretch, lane, column, share, sum);
       }
 #pragma unroll
       for (int e = 0; e < N; ++e) stretch_sum[threadIdx.x][e] = sum[e];
@@ -373,17 +397,18 @@ inline bool has_long_bags(const LookupArgs& args, int lanes) {
   return args.bags.num_lookups >= kLong * args.bags.count && args.bags.count * lanes < kEnoughLanes;
 }
 
-// Lookups where the cache has another dtype than the tables, for every pair of dtypes. A group of
-// lanes takes a bag, as in pool_kernel: each lane locates one row, and four rows are in flight in
-// their storage formats.
+// Lookups where the cache has another dtype than the tables, for every pair of dtypes, pooled or
+// not. A group of lanes takes a bag, or a lookup, as in pool_kernel: each lane locates one row, and
+// four rows are in flight in their storage formats.
 
+// Return whether rows may be of two dtypes.
 inline bool has_mixed_rows(const LookupArgs& args) {
   return args.slots != nullptr && args.cache_type != args.weight_type;
 }
 
 inline constexpr int kMixedColumns = 4;  // columns per lane
 
-// Columns of a row of either dtype, as they are stored.
+// Four columns of a row of any dtype, as they are stored; set `type` before loading.
 struct MixedSlice {
   uint32_t word[kMixedColumns] = {};
   Dtype type = Dtype::kFloat;
@@ -412,28 +437,32 @@ struct MixedSlice {
   }
 };
 
-// The address of the row of lookup i in one word, which lanes can pass on: bit 0 says that the
-// cache has it, since addresses of rows are even; 0 is a lookup to skip.
+// Return the address of the row of lookup i in one word, which lanes can pass on by a shuffle. Bit
+// 0, which is free because addresses of rows are even, is set if the row is in the cache. 0 is a
+// lookup to skip.
 EMB_DEVICE int64_t mixed_address(const LookupArgs& args, const Feature& feature, int64_t i) {
   const int64_t row = repair_index(args.indices[i], feature.rows);
   if (row < 0 || row >= feature.rows) return 0;
-  const RowLocation place = locate_row(feature, row, valid_slot(args, feature, args.slots[i]));
-  if (place.tier == kCacheTier) {
-    return (reinterpret_cast<int64_t>(args.cache) + place.element * size_of(args.cache_type)) | 1;
+  const RowLocation location = locate_row(feature, row, valid_slot(args, feature, args.slots[i]));
+  if (location.tier == kCacheTier) {
+    const int64_t bytes = location.element * size_of(args.cache_type);
+    return (reinterpret_cast<int64_t>(args.cache) + bytes) | 1;
   }
-  const int64_t element = args.distance[place.tier] + place.element;
+  const int64_t element = args.distance[location.tier] + location.element;
   return reinterpret_cast<int64_t>(args.weights) + element * size_of(args.weight_type);
 }
 
-// Return whether a row of `dim` columns at `address` can be read in whole vectors.
+// Return whether a row of `dim` columns at `address`, a result of mixed_address, can be read in
+// whole vectors.
 EMB_DEVICE bool has_mixed_vectors(const LookupArgs& args, int dim, int64_t address) {
   const int64_t size = size_of((address & 1) != 0 ? args.cache_type : args.weight_type);
   const int64_t odd = (kMixedColumns * size - 1) & ~int64_t{1};
   return address == 0 || (dim % kMixedColumns == 0 && (address & odd) == 0);
 }
 
-// Call `use(k, columns)` with four columns of the row at `address` of lane k of a group, for the
-// first `steps` lanes in turn. All lanes of the warp call it with equal `steps`.
+// For the first `steps` lanes k of a group in turn, call `use(k, slice)` with columns [column,
+// column + 4) of the row whose `address` lane k passed. All lanes of the warp call it with equal
+// `steps`; `valid` is the number of columns from `column` to the end of the row.
 template <bool kVector, class Use>
 EMB_DEVICE void read_mixed_rows(const LookupArgs& args, int64_t address, int column, int valid,
                                 int lanes, int steps, const Use& use) {
@@ -485,14 +514,16 @@ EMB_DEVICE void add_mixed_bag(const LookupArgs& args, const BagTask& task, const
   }
 }
 
+// Grid-stride over `items`: bags, or lookups without pooling.
 [[maybe_unused]] static __global__ void __launch_bounds__(kLookupThreads)
-    mixed_lookup_kernel(LookupArgs args, int64_t bags, int lanes) {
+    mixed_lookup_kernel(LookupArgs args, int64_t items, int lanes) {
   constexpr int N = kMixedColumns;
   const LaneGroup lane(lanes);
   const int64_t stride = simt::warps_in_grid() * lane.groups_in_warp();
-  for (int64_t first = simt::global_warp() * lane.groups_in_warp(); first < bags; first += stride) {
-    const int64_t bag = first + lane.group;
-    const BagTask task(args, bag, bags);
+  for (int64_t first = simt::global_warp() * lane.groups_in_warp(); first < items;
+       first += stride) {
+    const int64_t item = first + lane.group;
+    const BagTask task(args, item, items);
     const int longest = __reduce_max_sync(simt::kFullMask, task.length);
     const int widest = __reduce_max_sync(simt::kFullMask, task.dim);
     const float scale = mean_factor(args.pooling, task.length);
@@ -503,7 +534,7 @@ EMB_DEVICE void add_mixed_bag(const LookupArgs& args, const BagTask& task, const
       if (column >= task.dim) continue;
 #pragma unroll
       for (int e = 0; e < N; ++e) sum[e] *= scale;
-      stream_columns(args.output, args.output_type, task.element(args, bag) + column,
+      stream_columns(args.output, args.output_type, task.element(args, item) + column,
                      task.dim - column, sum);
     }
   }
@@ -511,17 +542,15 @@ EMB_DEVICE void add_mixed_bag(const LookupArgs& args, const BagTask& task, const
 
 template <class Launcher>
 void launch_mixed_lookup(const Launcher& launcher, const LookupArgs& args) {
-  const int64_t bags = args.pooling == Pooling::kNone ? args.bags.num_lookups : args.bags.count;
+  const int64_t items = args.pooling == Pooling::kNone ? args.bags.num_lookups : args.bags.count;
   const int lanes = lanes_for(mean_width(args), kMixedColumns);
-  launcher(mixed_lookup_kernel, blocks_for(bags, kLookupThreads / lanes, launcher.blocks(256)),
-           kLookupThreads, args, bags, lanes);
+  launcher(mixed_lookup_kernel, blocks_for(items, kLookupThreads / lanes, launcher.blocks(256)),
+           kLookupThreads, args, items, lanes);
 }
 
-// Selects the kernel of a lookup, the lanes per row and the blocks of the grid. The width of each
-// feature is known on the device only, so the number of lanes follows the mean width; any choice
-// gives the same result.
-
-// `launcher` is a CudaLauncher or, in tests, a simt::HostLauncher.
+// Select the kernel of a lookup, the lanes per row and the blocks of the grid. The width of each
+// feature is known on the device only, so the number of lanes follows the mean width; any number
+// gives the same result. `launcher` is a CudaLauncher or, in tests, a simt::HostLauncher.
 template <class W, class Launcher>
 void launch_lookup_of(const Launcher& launcher, const LookupArgs& args) {
   constexpr int N = 16 / sizeof(W);
@@ -545,6 +574,8 @@ void launch_lookup_of(const Launcher& launcher, const LookupArgs& args) {
   }
 }
 
+// Write args.output: every row of a bag or, without pooling, of a lookup. There must be a bag. In a
+// variable batch, columns that no bag has are not written.
 template <class Launcher>
 void launch_lookup(const Launcher& launcher, const LookupArgs& args) {
   if (args.columns == 0) return;

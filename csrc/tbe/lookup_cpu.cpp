@@ -1,5 +1,6 @@
-// `tbe_lookup` on the CPU: checks, allocation, and bags in ranges of equal cost. All tables share
-// one parallel region.
+// `tbe_lookup` and `tbe_lookup_checked_` on the CPU: check the arguments, allocate the output, and
+// divide the bags of all features into ranges of equal cost, which the threads pool with the
+// kernels of lookup_kernels.cpp. All tables share one parallel region.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -20,6 +21,7 @@ EMB_SELECT_KERNELS(LookupTable, kLookupTable, lookup_table)
 
 namespace {
 
+// Return the kernel for rows of dtype `weights` and an output of dtype `output`.
 LookupFn kernel_for(const TableRows& rows, Dtype weights, Dtype output) {
   const LookupTable& table = lookup_table();
   if (rows.caching == Caching::kMixed) return table.mixed[static_cast<int>(output)];
@@ -27,22 +29,23 @@ LookupFn kernel_for(const TableRows& rows, Dtype weights, Dtype output) {
                  [static_cast<int>(output)][rows.indices.is_int64];
 }
 
-// Outputs of this size and more are written past the caches, which would not hold them until they
-// are read: a store in place costs a read of the line, and evicts rows.
+// Outputs of at least this many bytes are written past the caches, which would not hold them until
+// they are read: an ordinary store reads the cache line first, and evicts rows.
 constexpr int64_t kStreamBytes = int64_t{2} << 20;
 
 int64_t bytes_of(const Tensor& tensor) {
   return tensor.numel() * static_cast<int64_t>(tensor.element_size());
 }
 
-// Return whether rows of `dim` floats, `columns` apart, are whole cache lines.
+// Return whether rows of `dim` floats from `out` on, `columns` floats apart, are whole cache lines.
 bool is_lines(const void* out, int64_t columns, int64_t dim) {
   constexpr int64_t kLine = 64 / sizeof(float);
   return reinterpret_cast<uintptr_t>(out) % 64 == 0 && columns % kLine == 0 && dim % kLine == 0;
 }
 
-// Return whether the rows of a variable batch cover the output without gaps or overlaps. They are
-// runs of neighbouring rows, one per feature and rank.
+// Return whether the output rows of a variable batch cover `columns` elements without gaps or
+// overlaps. Usually they are a few runs of neighbouring rows, one per feature and rank; for too
+// many runs the answer is no, which only costs a needless clearing of the output.
 bool variable_rows_cover(const LookupInputs& in, int64_t columns) {
   constexpr size_t kMaxRuns = 4096;
   const FeatureBags& feature_bags = in.feature_bags;
@@ -71,7 +74,8 @@ bool variable_rows_cover(const LookupInputs& in, int64_t columns) {
   return end == columns;
 }
 
-// Allocate the output; clear it if the kernels may leave some of it unwritten.
+// Allocate the output, and clear it if the kernels may leave some of it unwritten. Raise if there
+// is no pooling and a feature's dim is not `columns`.
 Tensor new_output(const LookupInputs& in, int64_t columns, ScalarType dtype) {
   const FeatureBags& feature_bags = in.feature_bags;
   const int64_t num_features = feature_bags.num_features();
@@ -99,7 +103,7 @@ Tensor new_output(const LookupInputs& in, int64_t columns, ScalarType dtype) {
   return out;
 }
 
-// Look up the checked arguments; sample weights are contiguous.
+// Look up the checked arguments; `scales` are the sample weights, contiguous.
 Tensor look_up(const LookupInputs& in, const std::optional<Tensor>& scales, int64_t columns,
                ScalarType output_dtype) {
   const Dtype output_type = float_dtype("tbe_lookup", "output_dtype", output_dtype);
@@ -128,6 +132,7 @@ Tensor look_up(const LookupInputs& in, const std::optional<Tensor>& scales, int6
 
 }  // namespace
 
+// The contract of both functions is in tbe/entries.h.
 Tensor tbe_lookup(std::vector<Tensor> weights, const Tensor& features, const Tensor& indices,
                   const Tensor& offsets, std::optional<Tensor> slots,
                   std::optional<Tensor> bag_layout, std::optional<Tensor> sample_weights,
@@ -165,6 +170,9 @@ bool is_valid_batch(const Tensor& features, IndexArray indices, const Bags& bags
 
 namespace {
 
+// Check a fixed batch and look it up: return [output], as `tbe_lookup` returns it, or no tensor for
+// an invalid batch, which the caller then repairs and reports with `bounds_check`. `mode` and
+// `violations` are only validated: nothing is counted here.
 std::vector<Tensor> tbe_lookup_checked_(std::vector<Tensor> weights, const Tensor& features,
                                         const Tensor& indices, const Tensor& offsets,
                                         std::optional<Tensor> sample_weights, int64_t pooling,

@@ -1,6 +1,6 @@
-// `tbe_lookup`, `bounds_check`, both in one, and `tbe_sample_weight_grad` on the GPU: checks,
-// allocation, launch.
-// The contents of `features` are on the device and are not read here: nothing waits for the GPU.
+// `tbe_lookup`, `bounds_check`, both in one op, and `tbe_sample_weight_grad` on the GPU: check the
+// arguments, allocate, launch. The contents of device tensors (`features`, `bag_layout`, offsets)
+// are not read here, so that nothing waits for the GPU.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -20,13 +20,15 @@
 
 namespace emb::cuda {
 
-// The kernel under `launch_bounds_check` is compiled with group_cuda.cu alone.
+// The kernel that `launch_bounds_check` launches is compiled in group_cuda.cu only.
 extern template void launch_lookup_keys(const CudaLauncher&, const LookupKeys&, const BatchCheck&,
                                         const SortBuffers<uint32_t>&);
 
 namespace {
 
-// The checked arguments of a lookup, with the contiguous copies they point into.
+// The checked arguments of a lookup. `args` points into the (contiguous) tensors that the object
+// keeps alive, and into `features`, `slots` and the weights, which the op's caller holds. The
+// output, the sample weights and the dtype of the output are set afterwards.
 struct Lookup {
   Tensor indices, offsets;
   std::optional<Tensor> sample_weights;
@@ -69,7 +71,7 @@ struct Lookup {
   }
 };
 
-// Set the sample weights of a lookup.
+// Check the sample weights, float32 [L] or null, and set them in a lookup.
 void set_sample_weights(const char* op, const std::optional<Tensor>& sample_weights,
                         Lookup* lookup) {
   check_sample_weights(op, sample_weights, lookup->indices);
@@ -80,7 +82,7 @@ void set_sample_weights(const char* op, const std::optional<Tensor>& sample_weig
   lookup->args.sample_weights = lookup->sample_weights->const_data_ptr<float>();
 }
 
-// Allocate the output of a lookup.
+// Allocate the output of a lookup, uninitialised, and set it in the lookup.
 Tensor new_output(const char* op, ScalarType dtype, bool variable, Lookup* lookup) {
   LookupArgs& args = lookup->args;
   const bool none = args.pooling == Pooling::kNone;
@@ -92,6 +94,7 @@ Tensor new_output(const char* op, ScalarType dtype, bool variable, Lookup* looku
   return out;
 }
 
+// Launch a lookup into `out`, which is the memory args.output.
 void look_up(const CudaLauncher& launcher, const LookupArgs& args, Tensor* out) {
   if (args.bags.count == 0) {
     torch::stable::zero_(*out);
@@ -102,6 +105,7 @@ void look_up(const CudaLauncher& launcher, const LookupArgs& args, Tensor* out) 
 
 }  // namespace
 
+// The contract is in tbe/entries.h.
 Tensor tbe_lookup(std::vector<Tensor> weights, const Tensor& features, const Tensor& indices,
                   const Tensor& offsets, std::optional<Tensor> slots,
                   std::optional<Tensor> bag_layout, std::optional<Tensor> sample_weights,
@@ -117,8 +121,8 @@ Tensor tbe_lookup(std::vector<Tensor> weights, const Tensor& features, const Ten
 
 namespace {
 
-// Check a batch and return its repaired offsets. In the mode "warning" violations are added to
-// `violations`.
+// Check a batch and return its repaired offsets, int32 [bags + 1]. `args` has the batch; its other
+// members are set here. In the mode "warning" violations are added to `violations`, int64 [2].
 Tensor repaired_offsets(const CudaLauncher& launcher, const Tensor& like, BoundsArgs args,
                         BoundsMode mode, Tensor* violations) {
   Tensor repaired = allocate(like, {args.num_bags + 1}, ScalarType::Int);
@@ -142,6 +146,7 @@ Tensor repaired_offsets(const CudaLauncher& launcher, const Tensor& like, Bounds
 
 }  // namespace
 
+// The contract is in tbe/entries.h.
 Tensor bounds_check_(const Tensor& indices, const Tensor& offsets, const Tensor& features,
                      std::optional<Tensor> bag_layout, int64_t mode_code, Tensor violations) {
   const char* op = "bounds_check_";
@@ -160,7 +165,9 @@ Tensor bounds_check_(const Tensor& indices, const Tensor& offsets, const Tensor&
 
 namespace {
 
-// A GPU repairs what is invalid, so that every batch is valid: nothing waits for it.
+// Check a fixed batch and look it up. Return [output], and with a mode [output, repaired offsets].
+// Unlike the CPU's, the result is complete for an invalid batch too: the kernels repair what is
+// invalid, so that the host need not wait to learn whether the batch is valid.
 std::vector<Tensor> tbe_lookup_checked_(std::vector<Tensor> weights, const Tensor& features,
                                         const Tensor& indices, const Tensor& offsets,
                                         std::optional<Tensor> sample_weights, int64_t pooling,
@@ -187,6 +194,7 @@ std::vector<Tensor> tbe_lookup_checked_(std::vector<Tensor> weights, const Tenso
   return results;
 }
 
+// Return the gradient of the sample weights, float32 [L]; as the CPU's, see sample_weights_cpu.cpp.
 Tensor tbe_sample_weight_grad(const Tensor& grad, std::vector<Tensor> weights,
                               const Tensor& features, const Tensor& indices, const Tensor& offsets,
                               std::optional<Tensor> slots, std::optional<Tensor> bag_layout,
@@ -208,6 +216,7 @@ Tensor tbe_sample_weight_grad(const Tensor& grad, std::vector<Tensor> weights,
   return out;
 }
 
+// The contract is that of emb::bounds_check in tbe/entries.h.
 std::tuple<Tensor, Tensor> bounds_check(const Tensor& indices, const Tensor& offsets,
                                         const Tensor& features, std::optional<Tensor> bag_layout,
                                         int64_t mode_code) {

@@ -1,11 +1,11 @@
-// Forward of table-batched embeddings on one CPU thread. It is bound by cache misses on random
-// rows, so it must keep enough of them in flight: rows are prefetched a fixed number of lookups
-// ahead, across bags.
+// Forward of table-batched embeddings on one CPU thread. Its time is cache misses on random rows,
+// so it must keep enough of them in flight: rows are prefetched a fixed number of lookups ahead,
+// across bags.
 //
-// Two paths give the same bits. If all indices of a range are rows of its table and there is no
-// cache, as is usual, addresses need no repair and whole rows are prefetched, in few instructions
-// per lookup: more of them then wait for memory side by side. The other path, `pool_bags` of
-// core/pool_bag.h, repairs every index as it reads it.
+// Two paths give the same bits. If all indices of a range of bags are rows of the table and there
+// is no cache, as is usual, `pool_valid` needs few instructions per lookup, since no index is
+// repaired and whole rows are prefetched; so more cache misses overlap. Otherwise `pool`, which
+// uses `pool_bags` of core/pool_bag.h, repairs every index as it reads it.
 #include <type_traits>
 
 #include "core/pool_bag.h"
@@ -15,22 +15,24 @@
 namespace emb::EMB_ISA {
 namespace {
 
-// Bytes of rows to prefetch: enough to cover the latency of memory without exceeding the fill
-// buffers; in bytes because a row of 512 B is 8 requests.
+// Bytes of rows in flight: enough to cover the latency of memory without exceeding the fill
+// buffers. The unit is bytes because a row of 512 bytes is 8 requests.
 constexpr int64_t kPrefetchBytes = 4096;
 
+// Return how many lookups ahead to prefetch rows of `row_bytes` bytes.
 int64_t prefetch_distance(int64_t row_bytes) {
   const int64_t rows = kPrefetchBytes / (row_bytes < 64 ? 64 : row_bytes);
   return rows < 2 ? 2 : rows > 32 ? 32 : rows;
 }
 
-// The lookups of one feature as `pool_bags` reads them.
+// The lookups of one feature in the form that `pool_bags` takes: core/pool_bag.h has the contract
+// of the members. `Reader` is one of tbe/read_rows.h.
 template <class Reader>
 struct WeightedRows {
   using Element = typename Reader::Element;
   Reader reader;
-  const float* sample_weights;
-  int64_t last, ahead;
+  const float* sample_weights;  // [L] or null
+  int64_t last, ahead;          // end of the lookups that may be prefetched, prefetch distance
 
   struct Values {
     const Element* columns;
@@ -51,6 +53,7 @@ struct WeightedRows {
   }
 };
 
+// Pool bags [first_bag, last_bag) with any indices; O is the dtype of the output.
 template <class O, class Reader>
 EMB_HD void pool(const LookupArgs& args, const Reader& reader, int64_t first_bag,
                  int64_t last_bag) {
@@ -62,11 +65,13 @@ EMB_HD void pool(const LookupArgs& args, const Reader& reader, int64_t first_bag
 
 // The path for valid indices.
 
-// Rows of a table: of kVectors registers, or of any length if that is 0.
+// Rows of a table whose indices are all valid. A row has kVectors vector registers; 0 stands for
+// any length.
 template <int kVectors, class W, class I>
 struct ValidRows {
   const W* table;
-  const I* ids;
+  const I* ids;  // [L]
+  // Columns of a row (used if kVectors is 0), end of the lookups, prefetch distance in lookups.
   int64_t any_dim, last, distance;
 
   ValidRows(const LookupArgs& args, const I* indices, int64_t end)
@@ -79,17 +84,18 @@ struct ValidRows {
   EMB_HD int64_t dim() const { return kVectors > 0 ? kVectors * kLanes : any_dim; }
   EMB_HD int64_t nbytes() const { return dim() * static_cast<int64_t>(sizeof(W)); }
   EMB_HD const W* at(int64_t i) const { return table + static_cast<int64_t>(ids[i]) * dim(); }
-  // Prefetch the row that is read `distance` lookups after i; the last one again at the end.
+  // Prefetch the row that is read `distance` lookups after i; near the end, the last row again.
   EMB_HD void prefetch_after(int64_t i) const {
     prefetch_row<false>(at(i + distance < last ? i + distance : last - 1), nbytes());
   }
+  // Prefetch the rows of the first `distance` lookups from `first` on.
   EMB_HD void prefetch_first(int64_t first) const {
     const int64_t stop = first + distance < last ? first + distance : last;
     for (int64_t i = first; i < stop; ++i) prefetch_row<false>(at(i), nbytes());
   }
 };
 
-// Stores to an output that the caches do not hold anyway: past them if `kStream`.
+// Store a vector of the output; with `kStream` past the caches, which only float outputs do.
 template <bool kStream, class O>
 EMB_HD void put(O* out, Vec values) {
   store(out, values);
@@ -105,13 +111,15 @@ EMB_HD void put(float* out, Vec values) {
   store(out, values);
 }
 
+// Make stores past the caches visible to other threads before any later store.
 EMB_HD void end_stream() {
 #if defined(__AVX2__)
   _mm_sfence();
 #endif
 }
 
-// Copy the row of a bag of one lookup. Zero is added as a sum would do, which turns -0 into 0.
+// Write the output of a bag of one lookup: its row times `weight`. Zero is added as a sum would do,
+// which turns -0 into 0.
 template <int kVectors, bool kStream, class W, class O>
 EMB_HD void copy_row(const W* row, int64_t dim, float weight, O* out) {
   const Vec factor = broadcast(weight);
@@ -127,8 +135,9 @@ EMB_HD void copy_row(const W* row, int64_t dim, float weight, O* out) {
   }
 }
 
-// Add up columns [column, column + kVectors * kLanes) of a bag; the block that is `kFirst`
-// prefetches.
+// Write columns [column, column + kVectors * kLanes) of the output of a bag: the sum of the rows of
+// lookups [begin, end), times their `weights` ([L] or null), times `scale`. Only the first block of
+// a bag (`kFirst`) prefetches.
 template <int kVectors, bool kFirst, bool kStream, class Source, class O>
 EMB_HD void sum_block(const Source& rows, const float* weights, int64_t column, int64_t begin,
                       int64_t end, float scale, O* out) {
@@ -151,7 +160,7 @@ EMB_HD void sum_block(const Source& rows, const float* weights, int64_t column, 
   for (int v = 0; v < kVectors; ++v) put<kStream>(out + column + v * kLanes, sums[v] * factor);
 }
 
-// Add up a bag of rows of any length. The rows are prefetched with the first block.
+// Write the output of a bag of rows of any length. The first block prefetches whole rows.
 template <class Source, class O>
 EMB_HD void sum_bag(const Source& rows, const float* weights, int64_t begin, int64_t end,
                     float scale, O* out) {
@@ -186,7 +195,8 @@ EMB_HD void sum_bag(const Source& rows, const float* weights, int64_t begin, int
   store_first(out + column, total * broadcast(scale), rest);
 }
 
-// Return whether every bag of a range has one lookup.
+// Return whether every bag of [first_bag, last_bag) has exactly one lookup. Differences, since
+// comparisons of 64 bits would not vectorise. Reads offsets[last_bag].
 template <class Offset>
 bool all_ones(const Offset* offsets, int64_t first_bag, int64_t last_bag) {
   const auto first = static_cast<uint64_t>(offsets[first_bag]);
@@ -206,7 +216,8 @@ bool all_ones(const Bags& bags, int64_t first_bag, int64_t last_bag) {
              : all_ones(static_cast<const int32_t*>(offsets.data), first_bag, last_bag);
 }
 
-// Pool bags of rows of kVectors registers, or of any length if that is 0.
+// Pool bags [first_bag, last_bag) with valid indices. Rows have kVectors vector registers; 0 stands
+// for any length.
 template <int kVectors, bool kStream, class O, class W, class I>
 void pool_valid(const LookupArgs& args, const I* ids, int64_t first_bag, int64_t last_bag) {
   const BagRows& bags = args.bags;
@@ -289,6 +300,9 @@ bool all_valid(const I* indices, int64_t begin, int64_t end, int64_t rows) {
   }
   return static_cast<int64_t>(signs) >= 0;
 }
+
+// The kernels of the table: LookupFn for tables without a cache, with one of the same dtype, and
+// with one of another dtype.
 
 template <class W, class O, class I>
 void lookup(const LookupArgs& args, int64_t first_bag, int64_t last_bag) {

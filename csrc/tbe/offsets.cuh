@@ -1,10 +1,10 @@
-// Validation and repair of the offsets of a batch. Repaired offsets are clamped to [0, L], never
-// decrease, and end with L: a running maximum. The lookups before a first offset above 0 belong to
-// no bag: indices of -1 there are padding, each other one is lost, which counts as a violation of
-// the offsets.
+// Validation and repair of the offsets of a batch on the GPU. Repaired offsets are clamped to
+// [0, L], never decrease, and end with L: they are a running maximum. Lookups before the first
+// offset, if that is above 0, belong to no bag: an index of -1 there is padding, any other is
+// *lost*, which counts as a violation of the offsets.
 //
-// Nearly every batch is valid, so that all threads look at the offsets once. Only if one of them
-// finds an invalid offset does a single block repair them all, in the same launch.
+// Nearly every batch is valid. So all threads check the offsets, without a scan, and only if one of
+// them finds an invalid offset does a single block repair them all, in the same launch.
 #pragma once
 
 #include "core/dtype.h"
@@ -13,41 +13,45 @@
 
 namespace emb::cuda {
 
-// What a kernel over lookups does besides; nothing if `repaired` is null.
+// The check of a batch that a kernel over its lookups makes on the way; none if `repaired` is null.
+// Pointers are to device memory.
 struct BatchCheck {
   int32_t* repaired = nullptr;  // [bags + 1], written if an offset is invalid
   bool copies = false;          // write `repaired` for valid offsets too
-  bool fatal = false;           // fail as an assert does
+  bool fatal = false;           // trap at a violation, as an assert does
   // [2]: invalid indices, and offsets that the repair changed plus lost indices; null: not counted
   unsigned long long* violations = nullptr;
-  bool adds = true;                        // counts are added to `violations`, else they replace it
-  unsigned long long* progress = nullptr;  // [2], scratch of a launch of several blocks
+  bool adds = true;  // counts are added to `violations`, else they replace it
+  // [2], scratch of a launch of several blocks, 0 before the kernel runs; null for one block.
+  unsigned long long* progress = nullptr;
 };
 
 EMB_DEVICE int32_t max_of(int32_t a, int32_t b) { return a > b ? a : b; }
 
+// Return offset i, clamped to [0, L].
 EMB_DEVICE int32_t clamped_offset(const Bags& bags, int64_t i) {
   const int64_t x = bags.offsets[i];
   return static_cast<int32_t>(x < 0 ? 0 : x > bags.num_lookups ? bags.num_lookups : x);
 }
 
-// Return how many offsets first, first + step, ... are not as repaired ones are. A count above 0
-// says no more than that there are any.
+// Return 0 if the offsets first, first + step, ... of [0, bags] are valid, else any positive
+// number: an offset that a repair would change may be counted or not, depending on its neighbours.
+// With check.copies also copy these offsets to check.repaired.
 EMB_DEVICE int find_invalid_offsets(const Bags& bags, const BatchCheck& check, int64_t first,
                                     int64_t step) {
   int invalid = 0;
 #pragma unroll 4
   for (int64_t i = first; i <= bags.count; i += step) {
-    const int64_t x = bags.offsets[i], least = i == 0 ? 0 : bags.offsets[i - 1];
+    const int64_t x = bags.offsets[i], previous = i == 0 ? 0 : bags.offsets[i - 1];
     invalid +=
-        x < least || x > bags.num_lookups || (i == bags.count && i > 0 && x != bags.num_lookups);
+        x < previous || x > bags.num_lookups || (i == bags.count && i > 0 && x != bags.num_lookups);
     if (check.copies) check.repaired[i] = static_cast<int32_t>(x);
   }
   return invalid;
 }
 
-// Repair all offsets with one block; return how many this thread changed. `of_warp` is shared
-// memory for an int per warp.
+// Write the repaired offsets to `repaired`, [bags + 1]; return how many offsets of this thread
+// changed. All threads of one block call it; `of_warp` is shared memory for an int per warp.
 EMB_DEVICE int repair_offsets(const Bags& bags, int32_t* repaired, int32_t* of_warp) {
   constexpr int kEach = 4;
   const unsigned lane = threadIdx.x % simt::kWarp, warp = threadIdx.x / simt::kWarp;
@@ -65,19 +69,19 @@ EMB_DEVICE int repair_offsets(const Bags& bags, int32_t* repaired, int32_t* of_w
       if (lane >= delta) maximum = max_of(maximum, other);
     }
     if (lane == simt::kWarp - 1) of_warp[warp] = maximum;
-    int32_t here = __shfl_up_sync(simt::kFullMask, maximum, 1u);
-    here = lane == 0 ? floor : max_of(floor, here);
+    int32_t running_max = __shfl_up_sync(simt::kFullMask, maximum, 1u);
+    running_max = lane == 0 ? floor : max_of(floor, running_max);
     __syncthreads();
     for (unsigned w = 0; w < blockDim.x / simt::kWarp; ++w) {
       floor = max_of(floor, of_warp[w]);
-      if (w < warp) here = max_of(here, of_warp[w]);
+      if (w < warp) running_max = max_of(running_max, of_warp[w]);
     }
 #pragma unroll 1
     for (int64_t i = first; i < first + kEach && i <= bags.count; ++i) {
-      here = max_of(here, clamped_offset(bags, i));
-      if (i == bags.count && i > 0) here = static_cast<int32_t>(bags.num_lookups);
-      bad += here != bags.offsets[i];
-      repaired[i] = here;
+      running_max = max_of(running_max, clamped_offset(bags, i));
+      if (i == bags.count && i > 0) running_max = static_cast<int32_t>(bags.num_lookups);
+      bad += running_max != bags.offsets[i];
+      repaired[i] = running_max;
     }
     __syncthreads();
   }
@@ -89,7 +93,8 @@ EMB_DEVICE void fail_for_offsets() {
       "bounds_check: offsets must start at 0, not decrease, and end at the number of indices");
 }
 
-// Write the counts, or end the kernel in the fatal mode; one thread calls it.
+// Count `indices` and `offsets` violations in check.violations, or trap in the fatal mode. One
+// thread of the grid calls it.
 EMB_DEVICE void report_violations(const BatchCheck& check, int64_t indices, int64_t offsets) {
   if (check.fatal && offsets > 0) fail_for_offsets();
   if (check.fatal && indices > 0) {

@@ -1,4 +1,4 @@
-// Checks of the arguments of the ops that are whole passes, on the CPU and on the GPU.
+// Checks of the arguments of `tbe_backward_`, shared by the CPU and the GPU.
 #pragma once
 
 #include <optional>
@@ -8,7 +8,8 @@
 
 namespace emb {
 
-// Check the number of tensors of rows that a cache has located.
+// Raise unless `located` has the six tensors with which a cache's prefetch locates the rows of a
+// batch. The tensors themselves are checked by their users.
 inline void check_located(const char* op, const std::vector<Tensor>& located) {
   STD_TORCH_CHECK(located.size() == 6, op,
                   ": located must be [rows, segments, lookups, bags, count, row_slots], got ",

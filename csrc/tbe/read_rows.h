@@ -1,6 +1,7 @@
-// Access to the row of a lookup for CPU kernels, with the case distinctions outside their loops:
-// rows of a table; rows of a table or its cache; or, if those differ in dtype, rows as floats. Only
-// for `*_kernels.cpp`.
+// The row of a lookup, for CPU kernels. Each case has a reader, so that it is decided outside the
+// loops over lookups: PlainRows for rows of a table, CachedRows for rows of a table or of its
+// cache, and MixedRows for a table and a cache of two dtypes, whose rows are copied as floats. All
+// have the members of PlainRows. Only `*_kernels.cpp` may include this file.
 #pragma once
 
 #include "core/vec.h"
@@ -22,7 +23,7 @@ struct PlainRows {
 
   // Make rows begin `count` columns later.
   EMB_HD void skip_columns(int64_t count) { table += count; }
-  // Return the row of lookup i, or null for one to skip.
+  // Return the first column of the row of lookup i, or null for a lookup to skip.
   EMB_HD const W* at(int64_t i) const {
     const int64_t row = repair_index(ids[i], rows);
     return row < 0 ? nullptr : table + row * dim;
@@ -70,7 +71,7 @@ struct CachedRows {
   }
 };
 
-// Copy a row as floats.
+// Copy a row of `dim` columns as floats to `out`.
 template <class W>
 EMB_HD void widen_row(const W* row, int64_t dim, float* out) {
   int64_t d = 0;
@@ -78,6 +79,7 @@ EMB_HD void widen_row(const W* row, int64_t dim, float* out) {
   for (; d < dim; ++d) out[d] = to_float(row[d]);
 }
 
+// The same for the row that begins at element `element` of `base`, an array of dtype `type`.
 EMB_HD void widen_row(const void* base, Dtype type, int64_t element, int64_t dim, float* out) {
   if (type == Dtype::kFloat) {
     widen_row(static_cast<const float*>(base) + element, dim, out);
@@ -88,7 +90,8 @@ EMB_HD void widen_row(const void* base, Dtype type, int64_t element, int64_t dim
   }
 }
 
-// Rows of a table or of a cache of another dtype, copied to `scratch` as floats.
+// Rows of a table or of a cache of another dtype. `at` copies a row as floats to `scratch`, [dim],
+// and returns an address there, which is valid until the next call. `in` must outlive the reader.
 struct MixedRows {
   using Element = float;
   const TableRows& in;

@@ -1,13 +1,14 @@
-// Gradients of rows on the GPU, from the gradients of bags, for the fused update (update.cuh).
+// Gradients of rows on the GPU, as sums of the gradients of bags, for the fused update
+// (update.cuh).
 //
-// The gradients of rows come from the gradients of bags. Lookups are sorted by row; a segment is
-// the lookups of one row. The lanes that update a row sum segments of up to kShortSegment lookups.
-// A longer segment is divided into chunks, one block each, so that a hot row is spread over the
-// device; the chunk sums are in `partials` and are added in order. The chunks depend on the length
-// of the segment only, so the same gradients give the same bits.
+// Lookups are sorted by row; a segment is the lookups of one row. The lanes that update a row sum
+// its segment if that has at most kShortSegment lookups. A longer segment is divided into chunks,
+// which blocks sum beforehand, so that one hot row occupies the whole device; the lanes then add
+// the chunk sums in order. Chunks depend on the length of the segment only, so that the same
+// gradients give the same bits.
 //
-// Chunks need no counter: a chunk sum belongs to a *slot*, one for every kShortSegment sorted
-// lookups. The slots of a segment are those whose first lookup lies in it, and a long segment has
+// Chunk sums are found without a counter: memory has a *chunk slot* for every kShortSegment sorted
+// lookups, and the slots of a segment are those whose first lookup lies in it. A long segment has
 // at least as many slots as chunks.
 #pragma once
 
@@ -21,27 +22,29 @@
 namespace emb::cuda {
 
 inline constexpr int kChunkThreads = 256;
-inline constexpr int kShortSegment = 256;
-inline constexpr int kChunk = 1024;
-inline constexpr int kMaxChunks = 256;
+inline constexpr int kShortSegment = 256;  // lookups of the longest segment without chunks
+inline constexpr int kChunk = 1024;        // lookups per chunk; a multiple in very long segments
+inline constexpr int kMaxChunks = 256;     // chunks per segment
 
+// Return the lookups per chunk of a segment, except in its last chunk.
 EMB_HD int chunk_length(int segment_length) {
   return kChunk *
          static_cast<int>((static_cast<int64_t>(segment_length) + kChunk * kMaxChunks - 1) /
                           (kChunk * kMaxChunks));
 }
 
+// Return the number of chunks of a segment.
 EMB_HD int chunks_of(int segment_length) {
   const int length = chunk_length(segment_length);
   return static_cast<int>((static_cast<int64_t>(segment_length) + length - 1) / length);
 }
 
-// Return the number of slots of L lookups; 0 if no segment can be long.
+// Return the number of chunk slots of a batch; 0 if no segment can be long.
 EMB_HD int64_t max_chunks(int64_t num_lookups) {
   return num_lookups > kShortSegment ? (num_lookups + kShortSegment - 1) / kShortSegment : 0;
 }
 
-// Return the first slot of a segment that starts at sorted lookup `begin`.
+// Return the first chunk slot of a segment that starts at sorted lookup `begin`.
 EMB_HD int64_t first_slot(int64_t begin) { return (begin + kShortSegment - 1) / kShortSegment; }
 
 // Return the floats between two chunk sums, for rows of up to `columns`: a multiple of 16 bytes.
@@ -49,35 +52,42 @@ inline int64_t partial_stride(int64_t columns) {
   return (columns + kColumns - 1) / kColumns * kColumns;
 }
 
-// Rows of a variable batch that are wider than this are not divided into chunks.
+// In a variable batch, the columns of a chunk sum: the host does not know the widest row. Segments
+// of wider rows are not divided into chunks.
 inline constexpr int64_t kVariableColumns = 1024;
 
-// The chunk of a slot; none if `segment` is negative.
+// The chunk of a chunk slot: a group and the number of its chunk; no chunk if `segment` is
+// negative.
 struct ChunkTask {
   int32_t segment, chunk;
 };
 
+// All pointers are to device memory that must live until the kernels have run. The entry has
+// checked shapes; the contents (grouping, features, bag layout) are trusted.
 struct GradArgs {
-  const void* grad;  // rows where `map` has them, or [L, stride] for NONE
+  const void* grad;  // rows at the elements of `map`; without pooling [L, stride]
   Dtype grad_type;
-  int64_t stride;
-  const Feature* features;
+  int64_t stride;           // elements between rows of `grad`
+  const Feature* features;  // [F]
   BagMap map;
-  Bags bags_in;  // bags, by whose lengths MEAN divides
+  Bags bags_in;  // the bags, by whose lengths MEAN divides
   Pooling pooling;
-  const float* sample_weights;  // [L] or null
-  // As `tbe_group` returns them.
+  const float* sample_weights;  // [L] by lookup; null: all are 1
+  // The grouping of `tbe_group`: linear row id [L], segments [L + 1], and lookup and bag of each
+  // sorted lookup [L]; `count`, [1], is the number U of groups.
   const int64_t* rows;
   const int32_t *segments, *lookups, *bags, *count;
-  const int32_t* row_slots;  // [U] slots of rows in the cache, or null
-  int64_t num_lookups;
-  // By slot: which chunk it is, and its sum.
+  const int32_t* row_slots;  // [U] cache slot of each row, -1 for none; null: nothing is cached
+  int64_t num_lookups;       // L
+  // Scratch, by chunk slot: which chunk it is, and the sum of that chunk, [slots, partial_stride].
+  // Null if max_chunks(L) is 0.
   ChunkTask* tasks;
   float* partials;
   int64_t partial_stride;
-  int64_t result_stride;  // between the gradients that an op without an optimizer writes
+  int64_t result_stride;  // without an optimizer: floats between the gradients of rows, an output
 };
 
+// Return the bag of sorted lookup j.
 EMB_DEVICE uint32_t bag_of(const GradArgs& args, int j) {
   return static_cast<uint32_t>(args.bags[j]);
 }
@@ -87,14 +97,14 @@ EMB_DEVICE const Feature& feature_of(const GradArgs& args, int j) {
   return args.features[args.map.feature(bag_of(args, j))];
 }
 
-// Return where the gradient of sorted lookup j of `bag` starts, in elements.
+// Return the first element, in `grad`, of the gradient of sorted lookup j, which is of bag `bag`.
 EMB_DEVICE int64_t grad_offset(const GradArgs& args, int j, uint32_t bag) {
   if (args.pooling == Pooling::kNone) return args.lookups[j] * args.stride;
   if (args.map.layout != nullptr) return args.map.layout[bag].element;
   return args.map.element(bag, args.features[args.map.feature(bag)].column);
 }
 
-// Return its weight.
+// Return what that gradient is multiplied by: sample weight, and 1 / length for MEAN.
 EMB_DEVICE float grad_weight(const GradArgs& args, int j, uint32_t bag) {
   float weight = 1.0f;
   if (args.pooling == Pooling::kMean) {
@@ -105,14 +115,15 @@ EMB_DEVICE float grad_weight(const GradArgs& args, int j, uint32_t bag) {
   return weight;
 }
 
-// Return whether a segment is summed in chunks: it must be long, and its row must fit a chunk sum.
-// Chunk sums of a variable batch have a fixed size, since the host does not know the widest row.
+// Return whether a segment of `length` lookups of a row of `dim` columns is summed in chunks: it
+// must be long, and its row must fit a chunk sum.
 EMB_DEVICE bool has_chunks(const GradArgs& args, int length, int dim) {
   return length > kShortSegment && dim <= args.partial_stride;
 }
 
-// Add this lane's columns of the gradients of sorted lookups [begin, begin + length); `longest` is
-// the maximum length in the warp. Called by all lanes.
+// Add columns [column, column + kColumns) of the gradients of sorted lookups [begin, begin +
+// length), times their weights, to `sum`. The row has `dim` columns; `longest` is the maximum
+// length in the warp. Called by all lanes of a warp.
 template <class G>
 EMB_DEVICE void add_grads(const GradArgs& args, const LaneGroup& lane, int begin, int length,
                           int longest, int column, int dim, float (&sum)[kColumns]) {
@@ -136,8 +147,9 @@ EMB_DEVICE void add_grads(const GradArgs& args, const LaneGroup& lane, int begin
   }
 }
 
-// Set the tasks of the slots of all segments, if any can be long. For groups that nothing has
-// counted the step of, count it and write how many of them are updated.
+// Set the tasks of all chunk slots, if args.tasks is not null. If `num_updated`, [1], is not null,
+// the grouping has not counted the step: count it, and write the number of groups to update, 0 if
+// the gradient is not finite.
 [[maybe_unused]] static __global__ void __launch_bounds__(kChunkThreads)
     plan_chunks_kernel(GradArgs args, StepCount step, int32_t* num_updated) {
   const int count = *args.count;
@@ -173,8 +185,10 @@ EMB_DEVICE void add_grads(const GradArgs& args, const LaneGroup& lane, int begin
   }
 }
 
-// Sum the chunk of slot t in a block: every group of lanes sums a range of it, then the sums are
-// added in order. The grid's second dimension divides the columns of wide rows.
+// Write the sum of the chunk of slot t to its row of args.partials. All threads of a block call it:
+// every group of lanes sums a stretch of the chunk, then the sums of the stretches are added in
+// order. The grid's second dimension divides the columns of wide rows. `stretch_sum` is shared
+// memory, [kChunkThreads].
 template <class G>
 EMB_DEVICE void sum_chunk(const GradArgs& args, const LaneGroup& lane, ChunkTask task, int64_t t,
                           float (*stretch_sum)[kColumns]) {
@@ -208,8 +222,8 @@ EMB_DEVICE void sum_chunk(const GradArgs& args, const LaneGroup& lane, ChunkTask
   }
 }
 
-// Sum the chunks of all slots, one block per chunk. Each warp of a block reads the tasks of its
-// next 32 slots at once, since most slots have none.
+// Sum the chunks of all slots, one block per chunk, `lanes` lanes per stretch. Each warp of a block
+// reads the tasks of the block's next 32 slots at once, since most slots have no chunk.
 template <class G>
 __global__ void __launch_bounds__(kChunkThreads, 4) chunk_kernel(GradArgs args, int lanes) {
   __shared__ float stretch_sum[kChunkThreads][kColumns];
@@ -217,14 +231,14 @@ __global__ void __launch_bounds__(kChunkThreads, 4) chunk_kernel(GradArgs args, 
   const int64_t slots = first_slot(args.segments[*args.count]);
   for (int64_t first = blockIdx.x; first < slots; first += int64_t{gridDim.x} * simt::kWarp) {
     const int64_t t = first + static_cast<int64_t>(threadIdx.x % simt::kWarp) * gridDim.x;
-    ChunkTask own{-1, 0};
-    if (t < slots) own = args.tasks[t];
-    for (uint32_t left = __ballot_sync(simt::kFullMask, own.segment >= 0); left != 0;
-         left &= left - 1) {
-      const int of = __ffs(static_cast<int>(left)) - 1;
-      const ChunkTask task{__shfl_sync(simt::kFullMask, own.segment, of),
-                           __shfl_sync(simt::kFullMask, own.chunk, of)};
-      sum_chunk<G>(args, lane, task, first + static_cast<int64_t>(of) * gridDim.x, stretch_sum);
+    ChunkTask lane_task{-1, 0};
+    if (t < slots) lane_task = args.tasks[t];
+    for (uint32_t pending = __ballot_sync(simt::kFullMask, lane_task.segment >= 0); pending != 0;
+         pending &= pending - 1) {
+      const int holder = __ffs(static_cast<int>(pending)) - 1;
+      const ChunkTask task{__shfl_sync(simt::kFullMask, lane_task.segment, holder),
+                           __shfl_sync(simt::kFullMask, lane_task.chunk, holder)};
+      sum_chunk<G>(args, lane, task, first + static_cast<int64_t>(holder) * gridDim.x, stretch_sum);
     }
   }
 }

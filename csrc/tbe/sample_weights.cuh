@@ -1,6 +1,6 @@
 // Gradient of the sample weights on the GPU: for each lookup the dot product of its row with the
-// gradient of its bag. As in the forward a group of lanes takes a bag with four rows in flight; the
-// gradient of the bag stays in registers.
+// gradient of its bag (divided by the bag's length for MEAN). As in the forward (tbe/lookup.cuh), a
+// group of lanes takes a bag with four rows in flight; the gradient of the bag stays in registers.
 #pragma once
 
 #include "tbe/lookup.cuh"
@@ -8,14 +8,17 @@
 namespace emb::cuda {
 
 struct SampleWeightArgs {
-  LookupArgs lookup;  // its output is not used
-  const void* grad;   // [B, columns], or [columns] in a variable batch
+  // The lookup whose weights these are. `output` is not used; map.columns is the row stride of
+  // `grad`.
+  LookupArgs lookup;
+  const void* grad;  // [B, columns], or [columns] in a variable batch
   Dtype grad_type;
-  float* out;  // [L], zeroed
+  float* out;  // [L], zeros before: lookups without a row are not written
 };
 
-// Return the dot products of up to `steps` rows of a tile with `grad`; each lane gets that of its
-// lookup.
+// Return the dot product of N columns of each lane's row, at distance `offset` from `weights` (-1:
+// none), with `grad`, for the first `steps` lanes of a group. `valid` is the number of columns to
+// the end of the row. Called by all lanes of a warp.
 template <class W, int N, bool kVector>
 EMB_DEVICE float dot_rows(const W* weights, int64_t offset, int valid, const LaneGroup& lane,
                           int steps, const float (&grad)[N]) {
@@ -39,8 +42,8 @@ EMB_DEVICE float dot_rows(const W* weights, int64_t offset, int valid, const Lan
   return result;
 }
 
-// Multiply a slice of the columns of a bag with all of its lookups, and add to the result of
-// earlier slices.
+// Add the dot products of `grad`, columns [column, column + N) of the gradient of a bag, with the
+// rows of all its lookups to args.out.
 template <class W, int N, bool kVector>
 EMB_DEVICE void dot_bag(const SampleWeightArgs& args, const BagTask& task, const LaneGroup& lane,
                         int column, int longest, const float (&grad)[N]) {
@@ -57,8 +60,7 @@ EMB_DEVICE void dot_bag(const SampleWeightArgs& args, const BagTask& task, const
   }
 }
 
-// Multiply columns [column, column + 4) of a bag with all of its lookups, some of which are in a
-// cache of another dtype than the tables.
+// The same for rows some of which are in a cache of another dtype than the tables.
 EMB_DEVICE void dot_mixed_bag(const SampleWeightArgs& args, const BagTask& task,
                               const LaneGroup& lane, int column, int longest,
                               const float (&grad)[kMixedColumns]) {
@@ -80,8 +82,9 @@ EMB_DEVICE void dot_mixed_bag(const SampleWeightArgs& args, const BagTask& task,
   }
 }
 
-// Call `dot(task, column, longest, grad)` for each bag with N columns of its gradient at a time, in
-// registers; MEAN divides it by the length of the bag. All lanes of the warp call `dot`.
+// Call `dot(task, column, longest, grad)` for each bag, with columns [column, column + N) of its
+// gradient at a time; for MEAN these are divided by the length of the bag. `longest` is the maximum
+// length of a bag in the warp. All lanes of the warp call `dot`.
 template <int N, class Dot>
 EMB_DEVICE void for_bag_gradients(const SampleWeightArgs& args, const LaneGroup& lane,
                                   const Dot& dot) {
@@ -151,6 +154,7 @@ void launch_sample_weights_of(const Launcher& launcher, const SampleWeightArgs& 
            args, lanes);
 }
 
+// Write args.out; `launcher` is a CudaLauncher or, in tests, a simt::HostLauncher.
 template <class Launcher>
 void launch_sample_weights(const Launcher& launcher, const SampleWeightArgs& args) {
   if (args.lookup.bags.count == 0) return;

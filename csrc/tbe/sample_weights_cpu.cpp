@@ -1,4 +1,5 @@
-// `tbe_sample_weight_grad` on the CPU: checks, allocation, and bags in ranges of equal cost.
+// `tbe_sample_weight_grad` on the CPU: check the arguments, allocate the result, and divide the
+// bags into ranges of equal cost, which the threads process with sample_weights_kernels.cpp.
 #include <torch/csrc/stable/library.h>
 
 #include <memory>
@@ -14,6 +15,7 @@ EMB_SELECT_KERNELS(SampleWeightTable, kSampleWeightTable, sample_weight_table)
 
 namespace {
 
+// Return the kernel for rows of dtype `weights` and a gradient of dtype `grad`.
 SampleWeightFn kernel_for(const TableRows& rows, Dtype weights, Dtype grad) {
   const SampleWeightTable& table = sample_weight_table();
   if (rows.caching == Caching::kMixed) return table.mixed[static_cast<int>(grad)];
@@ -21,6 +23,10 @@ SampleWeightFn kernel_for(const TableRows& rows, Dtype weights, Dtype grad) {
       .at[rows.caching == Caching::kSame][static_cast<int>(weights)][static_cast<int>(grad)];
 }
 
+// Return the gradient of the sample weights, float32 [L], 0 for skipped lookups. `grad` is the
+// gradient of the pooled output, [B, columns] or, with bag_layout, [columns]; a view whose rows are
+// apart is read in place. `pooling` must be sum or mean. The other arguments are those of
+// `tbe_lookup`.
 Tensor tbe_sample_weight_grad(const Tensor& grad, std::vector<Tensor> weights,
                               const Tensor& features, const Tensor& indices, const Tensor& offsets,
                               std::optional<Tensor> slots, std::optional<Tensor> bag_layout,

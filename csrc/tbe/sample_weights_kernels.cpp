@@ -1,12 +1,12 @@
-// Gradient of the sample weights on one CPU thread: for each lookup the dot product of its row and
-// the gradient of its bag.
+// Gradient of the sample weights on one CPU thread: for each lookup the dot product of its row with
+// the gradient of its bag, divided by the bag's length for MEAN. Rows are prefetched across bags.
 #include "tbe/args.h"
 #include "tbe/read_rows.h"
 
 namespace emb::EMB_ISA {
 namespace {
 
-constexpr int64_t kRowsAhead = 8;
+constexpr int64_t kRowsAhead = 8;  // lookups between the prefetch of a row and its use
 
 template <class T, class G>
 EMB_HD float dot(const T* row, const G* grad, int64_t dim) {
@@ -18,6 +18,8 @@ EMB_HD float dot(const T* row, const G* grad, int64_t dim) {
   return total;
 }
 
+// Write args.out for the lookups of bags [first_bag, last_bag); `rows` is a reader of
+// tbe/read_rows.h, G the dtype of the gradient.
 template <class G, class Reader>
 EMB_HD void dot_bags(const SampleWeightArgs& args, const Reader& rows, int64_t first_bag,
                      int64_t last_bag) {

@@ -1,12 +1,13 @@
 // Backward of table-batched embeddings on the GPU, fused with the optimizer.
 //
-// A warp takes a tile of up to 32 unique rows. Each lane reads the grouping's entry for one of
-// them, and its row-wise states, into shared memory: once per row, not once per lane of a group.
-// Then groups of 4 to 32 lanes take rows of their lanes in batches, whose weights, states and
-// gradients are in registers at once (row_batch.cuh). Rows of one lookup come first. The gradients
-// of others are summed into shared memory before their batch starts, each lane its own columns. The
-// lane that holds a row computes its factors, so that roots and divisions of a batch are computed
-// together. No atomics on data.
+// A warp takes a tile of up to 32 unique rows. Each lane *holds* one of them: it reads the row's
+// entry in the grouping and its row-wise states into shared memory, once per row instead of once
+// per lane of a group. Then each group of 4 to 32 lanes updates the rows that its lanes hold, a
+// batch of rows at a time, whose weights, states and gradients are in registers at once
+// (row_batch.cuh). Rows of one lookup come first: their gradient is read where it is. For the
+// others the group sums the gradients into shared memory before their batch starts, each lane its
+// own columns. The lane that holds a row computes its factors, so that the roots and divisions of a
+// batch run in parallel. There are no atomics on data.
 #pragma once
 
 #include <algorithm>
@@ -26,8 +27,9 @@ inline constexpr int kUpdateWarps = kUpdateThreads / static_cast<int>(simt::kWar
 inline constexpr int kLog2Columns = 2;
 static_assert(1 << kLog2Columns == kColumns);
 
-// Slices in the registers of a lane, and blocks per multiprocessor, which bound the registers of a
-// thread: 5 leave 96, 6 leave 80, 4 leave 128. The compiler needs most for Blackwell.
+// For each selection of optimizers: the slices (four columns of a row) in the registers of a lane,
+// and the blocks per multiprocessor, which bound the registers of a thread: 6 blocks leave 80, 5
+// leave 96, 4 leave 128. The compiler needs the most registers for Blackwell.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
 inline constexpr int kMostUpdateBlocks = 4;
 #elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
@@ -64,13 +66,15 @@ struct UpdateShape<AtRunTime> : UpdateShape<void> {
 // A grid has at most this many times the blocks that run at once.
 inline constexpr int kUpdateWaves = 8;
 
-// The tile of a warp. A group of lanes, those of a row of mean width, holds as many rows as lanes
-// in large batches, and fewer in small ones, to keep all warps busy. Powers of two.
+// The tile of a warp: 2^log2_lanes lanes form a group (enough for a row of mean width), and a group
+// holds 2^log2_rows rows: as many as it has lanes in large batches, fewer in small ones, which
+// keeps all warps busy.
 struct Tile {
   int log2_lanes, log2_rows;
 
+  // Return the number of rows in a tile.
   EMB_HD uint32_t all_rows() const { return simt::kWarp >> log2_lanes << log2_rows; }
-  // Return which row of the tile a lane holds; one beyond the tile if none.
+  // Return which row of the tile this lane holds; a number beyond the tile if it holds none.
   EMB_DEVICE uint32_t row_of_lane() const {
     const unsigned lane = threadIdx.x % simt::kWarp, rank = lane & ((1u << log2_lanes) - 1);
     return rank >> log2_rows == 0 ? (lane >> log2_lanes << log2_rows) + rank : simt::kWarp;
@@ -82,27 +86,28 @@ EMB_DEVICE bool reads_vectors(const GradArgs& args) {
   return is_aligned(args.grad, kColumns * static_cast<int>(size_of(args.grad_type)));
 }
 
-// What a warp knows of a row of its tile, in shared memory: a batch needs it for a few
-// instructions, registers would hold it all the time. Offsets are in units of four elements where
-// the row is read in vectors, otherwise of one.
+// A row of a tile, in shared memory: a batch needs it for a few instructions, while registers would
+// keep it all the time. Offsets are in *units* of four elements if the row is read in vectors, else
+// of one.
 struct TileRow {
-  uint32_t weight, grad;  // low words of the offsets of the row and of its only gradient,
-  uint32_t high;          // the lower 16 bits of their high words
-  float scale;            // factor of the only gradient of the row
-  int begin, length;      // its lookups
-  bool is_summed;         // its gradient is a sum, or not aligned as the row is: see sum_lookups
-  int64_t id;             // linear
-  int64_t state;          // entry of the row-wise states
+  uint32_t weight;    // low word of the offset of the row in its tier
+  uint32_t grad;      // low word of the offset of its gradient, if it has one lookup
+  uint32_t high;      // lower 16 bits of the high words of `weight` and, shifted by 16, of `grad`
+  float scale;        // factor of its gradient, if it has one lookup
+  int begin, length;  // its sorted lookups [begin, begin + length); length 0: nothing to update
+  bool is_summed;     // the gradient is a sum, or is aligned otherwise than the row: sum_lookups
+  int64_t id;         // linear row id
+  int64_t state;      // entry of the row-wise states in its tier
   float states[kMaxRowStates];
-  uint32_t layout;  // what rows of one batch share: dim, tier, whether read in vectors
+  uint32_t layout;  // what rows of one batch share: dim, tier, whether they are read in vectors
 
   static constexpr int kVectorBit = 1, kTierShift = 1, kDimShift = 3;
 
-  // Read row u.
+  // Read row u of the grouping. Without an optimizer, the row is row u of the result.
   template <class Selection>
   EMB_DEVICE void read(Selection, const GradArgs& args, const OptimizerStepArgs& optimizer,
                        const Step& step, uint32_t u) {
-    // Loads first: those of a line do not depend on each other.
+    // Loads first: those on one line are independent of each other.
     const int from = args.segments[u], to = args.segments[u + 1];
     const int64_t row = Selection::kHasOptimizer ? args.rows[u] : 0;
     const int slot = args.row_slots != nullptr ? args.row_slots[u] : -1;
@@ -139,12 +144,13 @@ struct TileRow {
   }
 };
 
-// A warp's rows of one layout: what all batches of them share.
+// The update of the rows of a tile that have one layout. References are to the kernel's arguments,
+// pointers to shared memory; a lane is one of a warp.
 template <class Selection>
 struct TileUpdate {
   static constexpr int kSlices = UpdateShape<Selection>::kSlices;
 
-  // The lane that holds the row of each slice of a batch, -1 if none: a byte each.
+  // The lane that holds the row of each slice of a batch, -1 if the slice has no row; a byte each.
   struct LaneOfSlice {
     uint32_t bytes = 0;
 
@@ -156,19 +162,19 @@ struct TileUpdate {
   const GradArgs& args;
   const OptimizerStepArgs& optimizer;
   const Step& step;
-  const TierRows& tier;
-  const TileRow* rows;  // rows of the tile, by lane
+  const TierRows& tier;  // the memory tier of all these rows
+  const TileRow* rows;   // [32] rows of the tile, by the lane that holds them
   RowLayout layout;
-  bool wide;  // whether any offset has a high word
-  float (*row_gradient)[kUpdateThreads][kColumns];
-  float (*row_sums)[kMaxRowSums];
+  bool wide;                                        // whether any offset has a high word
+  float (*row_gradient)[kUpdateThreads][kColumns];  // [kSlices], scratch
+  float (*row_sums)[kMaxRowSums];                   // [kUpdateThreads], scratch
 
   EMB_DEVICE static void copy(const float (&from)[kMaxRowSums], float (&to)[kMaxRowSums]) {
 #pragma unroll
     for (int k = 0; k < kMaxRowSums; ++k) to[k] = from[k];
   }
 
-  // Take the lowest of `lanes`, one per row, for the slices of a batch.
+  // Assign rows to the slices of a batch: the rows that the lowest of `lanes`, a bit mask, hold.
   EMB_DEVICE LaneOfSlice take(uint32_t lanes) const {
     LaneOfSlice lane;
     int current = -1;
@@ -183,22 +189,24 @@ struct TileUpdate {
     return lane;
   }
 
-  // Return the row that a lane of `take` holds, of lane 0 for -1.
+  // Return the row that `lane` holds; any row for -1.
   EMB_DEVICE const TileRow& row_of(int lane) const { return rows[lane < 0 ? 0 : lane]; }
 
-  // Return the columns of slice s to the end of the row, for this lane.
+  // Return the number of columns from this lane's part of slice s, of the columns from `base` on,
+  // to the end of the row that `lane` holds; 0 or less for none.
   EMB_DEVICE int columns_left(int s, int lane, int base) const {
     return lane < 0 ? 0
                     : layout.dim - base - layout.slice_of_row(s) * layout.width() - layout.own();
   }
 
-  // Return the element at `column` of what starts `units` units from its base.
+  // Return the element at `column` of a row that starts at `units` units, low and high word.
   EMB_DEVICE int64_t first_element(uint32_t units, uint32_t high, int column) const {
     const uint64_t all = wide ? uint64_t{high & 0xffffu} << 32 | units : units;
     return static_cast<int64_t>(all << (layout.vectors ? kLog2Columns : 0)) + column;
   }
 
-  // Locate slice s of its row, or of the only gradient of the row.
+  // Locate this lane's part of slice s, of the columns from `base` on: in its row, and in the only
+  // gradient of the row.
   EMB_DEVICE SliceLocation locate_row(LaneOfSlice lane, int s, int base) const {
     const TileRow& row = row_of(lane[s]);
     const int valid = columns_left(s, lane[s], base);
@@ -210,7 +218,8 @@ struct TileUpdate {
     return {first_element(row.grad, row.high >> 16, layout.dim - valid), valid};
   }
 
-  // Add this lane's columns of the gradients of sorted lookups [begin, begin + length).
+  // Add this lane's columns, from `column` on, of the gradients of sorted lookups [begin, begin +
+  // length) to `sum`. All lanes of the warp call it, each group for a row of its own.
   EMB_DEVICE void add_lookups(int begin, int length, int column, float (&sum)[kColumns]) const {
     const int longest = __reduce_max_sync(simt::kFullMask, length);
 #pragma unroll 1
@@ -239,9 +248,9 @@ struct TileUpdate {
     }
   }
 
-  // Add the gradients at the offsets that the first `steps` lanes of a group hold (negative: none),
-  // in their order, four in flight. Loads are unconditional, of the first gradient in place of
-  // none: the compiler would wait for each conditional one.
+  // Add the gradients at the offsets that the first `steps` lanes of a group pass (negative: none),
+  // times their scales, in the order of the lanes, four in flight. Loads are unconditional, of
+  // zeros where there is no gradient: the compiler would wait for each conditional load.
   template <class G>
   EMB_DEVICE void add_vectors(int64_t offset, float scale, int column, int steps,
                               float (&sum)[kColumns]) const {
@@ -264,7 +273,7 @@ struct TileUpdate {
     }
   }
 
-  // The same for columns that are apart or not aligned.
+  // The same for columns that are not adjacent in a lane or not aligned.
   EMB_DEVICE void add_apart(int64_t offset, float scale, int column, int steps,
                             float (&sum)[kColumns]) const {
 #pragma unroll 1
@@ -300,7 +309,7 @@ struct TileUpdate {
     }
   }
 
-  // Sum the gradients of the rows of a batch into shared memory.
+  // Sum the gradients of the rows of a batch, of their columns from `base` on, into row_gradient.
   EMB_DEVICE void sum_lookups(LaneOfSlice lane_of, int base) const {
 #pragma unroll 1
     for (int s = 0; s < kSlices; ++s) {
@@ -316,7 +325,7 @@ struct TileUpdate {
     }
   }
 
-  // Load the gradients of a batch: summed ones, or those of the only lookup of each row.
+  // Load the gradients of a batch: sums from row_gradient, or that of the only lookup of each row.
   EMB_DEVICE void load_gradients(LaneOfSlice lane, bool summed, int base,
                                  Slices<kSlices>& gradient) const {
     if (summed) {
@@ -332,6 +341,7 @@ struct TileUpdate {
         [&](int s) { return locate_gradient(lane, s, base); }, gradient);
   }
 
+  // Turn loaded gradients into scaled floats; sums are that already.
   EMB_DEVICE void convert_gradients(LaneOfSlice lane, bool summed,
                                     Slices<kSlices>& gradient) const {
     if (summed) return;
@@ -345,12 +355,12 @@ struct TileUpdate {
     }
   }
 
-  // Complete the sums of the rows of a batch. Return the factors of this lane's row, if it is one
-  // of them, and update its row-wise states.
+  // Complete the sums of the rows of a batch over the lanes of their groups. If this lane holds a
+  // row of the batch, update its row-wise states and return its factors.
   EMB_DEVICE RowFactors start_rows(LaneOfSlice lane, float (&sums)[kSlices][kMaxRowSums]) {
-    const int own_lane = static_cast<int>(threadIdx.x % simt::kWarp);
-    float own[kMaxRowSums] = {};
-    bool mine = false;
+    const int this_lane = static_cast<int>(threadIdx.x % simt::kWarp);
+    float held_sums[kMaxRowSums] = {};  // the sums of the row that this lane holds
+    bool holds_row = false;
     for (int offset = layout.lanes / 2; offset > 0; offset /= 2) {
 #pragma unroll
       for (int s = 0; s < kSlices; ++s) {
@@ -363,27 +373,29 @@ struct TileUpdate {
     }
 #pragma unroll
     for (int s = 0; s < kSlices; ++s) {
-      if (!layout.is_last_slice(s) || lane[s] != own_lane) continue;
-      mine = true;
+      if (!layout.is_last_slice(s) || lane[s] != this_lane) continue;
+      holds_row = true;
 #pragma unroll
-      for (int k = 0; k < kMaxRowSums; ++k) own[k] = sums[s][k];
+      for (int k = 0; k < kMaxRowSums; ++k) held_sums[k] = sums[s][k];
     }
-    const TileRow& row = rows[own_lane];
+    const TileRow& row = rows[this_lane];
     float states[kMaxRowStates] = {};
 #pragma unroll
     for (int s = 0; s < kMaxRowStates; ++s) {
       if (s < Selection::row_states(optimizer)) states[s] = row.states[s];
     }
-    const RowFactors factors = begin_row<Selection>(optimizer, step, states, own, layout.dim);
+    const RowFactors factors = begin_row<Selection>(optimizer, step, states, held_sums, layout.dim);
 #pragma unroll
     for (int s = 0; s < kMaxRowStates; ++s) {
-      if (s < Selection::row_states(optimizer) && mine) tier.row_states[s][row.state] = states[s];
+      if (s < Selection::row_states(optimizer) && holds_row)
+        tier.row_states[s][row.state] = states[s];
     }
     return factors;
   }
 
-  // Store slices of 16 bits, rounded at random: one after the other, from shared memory, since
-  // random numbers take many registers.
+  // Store the slices `x` in 16 bits with stochastic rounding, in `data` of dtype `type`. Slices are
+  // stored one after the other, from shared memory, since random numbers take many registers.
+  // `tensor` selects the random numbers (RoundedTensor).
   EMB_DEVICE void store_randomly(LaneOfSlice lane_of, int base, uint32_t tensor, void* data,
                                  Dtype type, const Slices<kSlices>& x) const {
 #pragma unroll
@@ -408,13 +420,16 @@ struct TileUpdate {
     }
   }
 
-  // What to do with columns of a batch: add to the sums of the rows, complete these, update. Sums
-  // that are carried from columns to columns are in shared memory.
+  // The steps of a pass over some columns of a batch.
   struct Pass {
-    bool sums, starts, updates, carries;
+    bool sums;     // add to the sums over each row
+    bool starts;   // complete these sums and compute the factors of each row
+    bool updates;  // update weights and states
+    bool carries;  // keep the sums in row_sums between the passes: a row has several of them
   };
 
-  // Process the columns of a batch from `base` on.
+  // Do `pass` for the columns of a batch from `base` on. `factors` are those of the row that this
+  // lane holds: written if pass.starts, else read.
   EMB_DEVICE void update_columns(LaneOfSlice lane, bool summed, int base, Pass pass,
                                  RowFactors* factors) {
     const auto location_of = [&](int s) { return locate_row(lane, s, base); };
@@ -446,13 +461,13 @@ struct TileUpdate {
         if (pass.starts) *factors = start_rows(lane, sums);
       }
       if (!pass.updates) return;
-      const RowFactors own = *factors;
+      const RowFactors held = *factors;
       batch.apply(Selection{}, optimizer, step, gradient, [&](int s) {
-        if (!Selection::by_row(optimizer)) return own;
-        const int of = lane[s] < 0 ? 0 : lane[s];
-        RowFactors factors_of_row{__shfl_sync(simt::kFullMask, own.gradient, of), 1.0f};
+        if (!Selection::by_row(optimizer)) return held;
+        const int holder = lane[s] < 0 ? 0 : lane[s];
+        RowFactors factors_of_row{__shfl_sync(simt::kFullMask, held.gradient, holder), 1.0f};
         if constexpr (Selection::kScalesWeights)
-          factors_of_row.weight = __shfl_sync(simt::kFullMask, own.weight, of);
+          factors_of_row.weight = __shfl_sync(simt::kFullMask, held.weight, holder);
         return factors_of_row;
       });
       batch.store(Selection{}, optimizer, tier,
@@ -466,9 +481,10 @@ struct TileUpdate {
     }
   }
 
-  // Update a batch of rows and return the lanes of the others. Sums over a row must be complete
-  // before its first column is updated: rows wider than a batch are processed in two passes, the
-  // second from the cache.
+  // Update a batch of the rows that `lanes`, a bit mask, hold, and return the lanes whose rows are
+  // left. `summed`: whether their gradients are sums. Sums over a row must be complete before its
+  // first column is updated, so rows wider than a batch take two passes, of which the second reads
+  // from the cache.
   EMB_DEVICE uint32_t update_batch(uint32_t lanes, bool summed) {
     const LaneOfSlice lane = take(lanes);
     const bool has_sums = Selection::sums(optimizer) > 0;
@@ -495,16 +511,17 @@ struct TileUpdate {
   }
 };
 
-// Update the rows of a tile.
+// Update the rows of a tile, `rows` [32], one layout after the other. Called by all lanes of a
+// warp; sets the length of each row to 0.
 template <class Selection>
 EMB_DEVICE void update_tile(const GradArgs& args, const OptimizerStepArgs& optimizer,
                             const Step& step, TileRow* rows,
                             float (*row_gradient)[kUpdateThreads][kColumns],
                             float (*row_sums)[kMaxRowSums]) {
-  TileRow& own = rows[threadIdx.x % simt::kWarp];
-  while (const uint32_t pending = __ballot_sync(simt::kFullMask, own.length > 0)) {
+  TileRow& held = rows[threadIdx.x % simt::kWarp];  // the row that this lane holds
+  while (const uint32_t pending = __ballot_sync(simt::kFullMask, held.length > 0)) {
     const uint32_t layout = rows[__ffs(static_cast<int>(pending)) - 1].layout;
-    const bool has_high = own.length > 0 && own.layout == layout && own.high != 0;
+    const bool has_high = held.length > 0 && held.layout == layout && held.high != 0;
     TileUpdate<Selection> update{
         args,
         optimizer,
@@ -518,17 +535,20 @@ EMB_DEVICE void update_tile(const GradArgs& args, const OptimizerStepArgs& optim
         row_sums};
 #pragma unroll 1
     for (int summed = 0; summed < 2; ++summed) {
-      const bool now = own.length > 0 && own.layout == layout && own.is_summed == (summed != 0);
-      uint32_t lanes = __ballot_sync(simt::kFullMask, now) & update.layout.lanes_of_group();
+      const bool is_next =
+          held.length > 0 && held.layout == layout && held.is_summed == (summed != 0);
+      uint32_t lanes = __ballot_sync(simt::kFullMask, is_next) & update.layout.lanes_of_group();
       while (__any_sync(simt::kFullMask, lanes != 0))
         lanes = update.update_batch(lanes, summed != 0);
     }
     __syncwarp();  // no lane needs the rows any more
-    if (own.layout == layout) own.length = 0;
+    if (held.layout == layout) held.length = 0;
     __syncwarp();
   }
 }
 
+// Update all rows of the grouping, grid-stride over tiles. The grid's second dimension divides the
+// columns of wide rows, only for optimizers without states or sums per row.
 template <class Selection>
 __global__ void __launch_bounds__(kUpdateThreads, UpdateShape<Selection>::kBlocks)
     update_kernel(GradArgs args, OptimizerStepArgs optimizer, Tile tile) {
@@ -539,7 +559,8 @@ __global__ void __launch_bounds__(kUpdateThreads, UpdateShape<Selection>::kBlock
       __shared__ float row_gradient[UpdateShape<Selection>::kSlices][kUpdateThreads][kColumns];
   __shared__ float row_sums[Selection::kHasSums ? kUpdateThreads : 1][kMaxRowSums];
   const auto count = static_cast<uint32_t>(*args.count);
-  // The grid is sized by lookups: without repeated ones a block in vain would still build its step.
+  // The grid is sized by lookups, so with repeated rows some blocks have no tile: they return
+  // before they build their step.
   if (blockIdx.x * kUpdateWarps * tile.all_rows() >= count) return;
   if (threadIdx.x == 0) num_rows = count;
   build_step<Selection>(optimizer, &storage);
@@ -549,18 +570,18 @@ __global__ void __launch_bounds__(kUpdateThreads, UpdateShape<Selection>::kBlock
   for (uint32_t t = blockIdx.x * kUpdateWarps + warp; t * tile.all_rows() < num_rows;
        t += gridDim.x * kUpdateWarps) {
     __syncwarp();  // all lanes are done with the rows of the last tile
-    TileRow* const own = rows + threadIdx.x % simt::kWarp;
+    TileRow* const held = rows + threadIdx.x % simt::kWarp;
     const uint32_t row = tile.row_of_lane(), u = t * tile.all_rows() + row;
-    own->length = 0;
-    own->layout = 0;
-    if (row < tile.all_rows() && u < num_rows) own->read(Selection{}, args, optimizer, step, u);
+    held->length = 0;
+    held->layout = 0;
+    if (row < tile.all_rows() && u < num_rows) held->read(Selection{}, args, optimizer, step, u);
     __syncwarp();
     update_tile<Selection>(args, optimizer, step, rows, row_gradient, row_sums);
   }
 }
 
-// Divide `num_rows` rows, or fewer, into tiles of at most 32, so that `warps` warps are busy if
-// there are enough rows.
+// Return the tile for at most `num_rows` rows of `mean_dim` columns on average: of up to 32 rows,
+// but so few that `warps` warps are busy, if there are enough rows.
 inline Tile divide_rows(int64_t num_rows, int64_t mean_dim, int64_t warps) {
   Tile tile{2, 0};
   while ((1 << tile.log2_lanes) < lanes_for(mean_dim, kColumns)) ++tile.log2_lanes;
@@ -569,6 +590,7 @@ inline Tile divide_rows(int64_t num_rows, int64_t mean_dim, int64_t warps) {
   return tile;
 }
 
+// Sum the chunks of long segments, if there can be any; G is the dtype of the gradient.
 template <class G, class Launcher>
 void launch_chunks(const Launcher& launcher, const GradArgs& args, int64_t mean_dim) {
   const int64_t slots = max_chunks(args.num_lookups);
@@ -579,8 +601,10 @@ void launch_chunks(const Launcher& launcher, const GradArgs& args, int64_t mean_
            kChunkThreads, args, lanes);
 }
 
-// `mean_dim`, the mean width of the features, determines the lanes per row. The number of groups
-// that are updated is written to `num_updated`, if the grouping has not counted the step.
+// Update all rows of the grouping in `args`; without an optimizer, write their gradients to the
+// weights of tier 0 of `optimizer`. `mean_dim`, the mean width of the features, determines the
+// lanes per row. `num_updated`, [1] of device memory, is scratch: if it is not null, the grouping
+// has not counted the step, and `step` is counted here.
 template <class Launcher>
 void launch_update(const Launcher& launcher, GradArgs args, const OptimizerStepArgs& optimizer,
                    int64_t mean_dim, const StepCount& step = {}, int32_t* num_updated = nullptr) {

@@ -1,5 +1,10 @@
-// The backward ops of table-batched embeddings on the CPU: `tbe_update_` (fused optimizer) and
-// `tbe_row_grads` (gradients as a tensor).
+// The backward ops of table-batched embeddings on the CPU: `tbe_update_` (gradients summed per row
+// and applied by the optimizer), `tbe_backward_` (the same with grouping and counting of the step)
+// and `tbe_row_grads` (the gradients of rows as a tensor).
+//
+// An op checks its arguments, the grouping included, since the kernels of update_kernels.cpp trust
+// it. Segments of hot rows are summed in chunks first, in parallel. Then threads take ranges of
+// groups of equal cost.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -22,21 +27,23 @@ EMB_SELECT_KERNELS(UpdateTable, kUpdateTable, update_table)
 
 namespace {
 
-constexpr int64_t kGrain = 512;
+constexpr int64_t kGrain = 512;       // smallest cost of a range that gets a thread: see for_groups
 constexpr int64_t kGroupsAhead = 16;  // groups of `tbe_row_grads` whose gradients are prefetched
 
-// Scratch aligned to cache lines: vectors of that size never touch two lines.
+// Scratch aligned to cache lines, so that no vector register of 64 bytes touches two lines.
 constexpr int64_t kLineFloats = 16;
 struct alignas(64) CacheLine {
   float values[kLineFloats];
 };
 
-// Gradients up to this size are in the caches without a prefetch, most of them in the core's own: a
-// gradient row is used by every lookup of its bag. Prefetching them costs time (8 % of the update
-// at 1.3 MB with 20 lookups per bag).
+// Gradients of at most this many bytes are not prefetched. They are in the caches anyway, most of
+// them in the core's own, because every lookup of a bag uses the bag's gradient. Prefetching cost
+// 8 % of the time of an update at 1.3 MB with 20 lookups per bag.
 constexpr int64_t kCacheBytes = int64_t{2} << 20;
 
-// The tensors of a grouping and of the gradient, in the form that kernels read, during a call.
+// The gradient and the grouping of a batch, checked, in the form that kernels read. The object
+// keeps the tensors alive that `args` points into. The constructor checks the grouping;
+// `set_pooling` then checks all else that depends on the pooling, and must be called before `args`.
 struct Gradient {
   Tensor grad, features, segments, lookups, bags, offsets;
   std::optional<Tensor> sample_weights;
@@ -69,8 +76,9 @@ struct Gradient {
     check_grouping(op, groups.rows, groups.count);
   }
 
-  // Check that tbe_group made the grouping, because the kernels trust it: 12 bytes per lookup, read
-  // once, compared to rows of hundreds of bytes.
+  // Raise unless the grouping is one that tbe_group could have made, because the kernels trust it:
+  // segments ascend and are not empty, lookups and bags are in range. This reads 12 bytes per
+  // lookup, compared to rows of hundreds of bytes. Sets num_groups.
   void check_grouping(const char* op, const Tensor& rows, const Tensor& count) {
     bool valid = rows.numel() == num_lookups && segments.numel() == num_lookups + 1 &&
                  bags.numel() == num_lookups && count.numel() == 1;
@@ -97,6 +105,8 @@ struct Gradient {
                     "tbe_group for these features and offsets");
   }
 
+  // Check the code of the pooling, the sample weights (float32 [L] or null), the shape of the
+  // gradient and, in a variable batch, that its rows lie inside the gradient.
   void set_pooling(const char* op, int64_t code, const std::optional<Tensor>& weights,
                    const std::optional<Tensor>& bag_layout) {
     pooling = parse_pooling(op, code);
@@ -114,6 +124,8 @@ struct Gradient {
     }
   }
 
+  // Check the shape of the gradient and set `columns`: of a row, or in a variable batch of all rows
+  // together.
   void check_shape(const char* op) {
     if (layout != nullptr && pooling != Pooling::kNone) {
       columns = check_pooled_grad(op, grad, true);
@@ -127,8 +139,8 @@ struct Gradient {
     columns = grad.size(1);
   }
 
-  // Return the columns that features must keep to; in a variable batch bag_layout was checked
-  // instead.
+  // Return the number of columns within which the columns of each feature must lie. In a variable
+  // batch any number will do, since set_pooling has checked bag_layout.
   int64_t feature_columns() const {
     return layout != nullptr && pooling != Pooling::kNone ? kUnlimited : columns;
   }
@@ -150,9 +162,10 @@ struct Gradient {
             grad.numel() * static_cast<int64_t>(grad.element_size()) > kCacheBytes};
   }
 
-  // Check that the lookups of each group have one dim and a nonempty table, which has the row: a
-  // group is as wide as its table. Skipped if the features rule out anything else; a foreign row
-  // then counts as the first of its table.
+  // Raise unless all lookups of each group are of nonempty tables of one dim, and, if `rows` is not
+  // null, the table of the first lookup has the row rows[group]. If all tables have rows and one
+  // dim this is not checked, since nothing can then be read or written outside a table: kernels
+  // take a row outside its table for the table's first row.
   void check_groups(const char* op, const GradArgs& args, const int64_t* rows) const {
     const Feature* feature = feature_array(features);
     bool trusted = true;
@@ -177,7 +190,7 @@ struct Gradient {
     }
   }
 
-  // Return the maximum dim. Tables without rows are never updated, so their dim does not count.
+  // Return the maximum dim of the tables that have rows; others are never updated.
   int64_t max_dim() const {
     int64_t dim = 0;
     const Feature* feature = feature_array(features);
@@ -188,7 +201,7 @@ struct Gradient {
   }
 };
 
-// Return the length of the row of sorted lookup j.
+// Return the dim of the table of sorted lookup j.
 int64_t dim_of(const GradArgs& args, int64_t j) {
   const int64_t bag = args.bags[j];
   const int64_t feature =
@@ -196,7 +209,8 @@ int64_t dim_of(const GradArgs& args, int64_t j) {
   return args.features[feature].dim;
 }
 
-// The chunk sums of all segments longer than kChunk, so that one hot row occupies all threads.
+// The chunk sums of all segments longer than kChunk, computed by all threads, so that one hot row
+// does not keep a single thread busy. `dim` bounds the dim of all groups.
 struct ChunkSums {
   std::vector<int64_t> groups, first_chunk = {0};
   Floats partials;
@@ -220,22 +234,23 @@ struct ChunkSums {
     });
   }
 
+  // Return the sums as kernels read them, valid as long as this object.
   LongSegments view() const {
     return {groups.data(), first_chunk.data(), static_cast<int64_t>(groups.size()), partials.get(),
             stride};
   }
 };
 
-// Call `body` for ranges of groups, in parallel. The cost of a group is its row, about four
-// lookups, and its lookups.
+// Call `body(begin, end)` for ranges of groups, in parallel. The cost of a group is that of its
+// lookups plus that of its row, which is about four lookups.
 template <class Body>
 void for_groups(const GradArgs& args, int64_t num_groups, const Body& body) {
   const auto cost = [&](int64_t group) { return args.segments[group] + 4 * group; };
   parallel_balanced(num_groups, kGrain, cost, body);
 }
 
-// Prefetch the gradient of the first lookup of a group, in a fixed batch. Inlined, since the
-// compiler drops calls of functions that only prefetch.
+// Prefetch the gradient, `dim` columns, of the first lookup of a group of a fixed batch. Inlined,
+// since the compiler drops calls of functions that only prefetch.
 EMB_HD void prefetch_first(const GradArgs& args, int64_t group, int64_t dim) {
   const int64_t j = args.segments[group];
   int64_t element = 0;
@@ -252,6 +267,7 @@ EMB_HD void prefetch_first(const GradArgs& args, int64_t group, int64_t dim) {
 
 }  // namespace
 
+// The contract is in tbe/entries.h.
 void sum_row_grads(const char* op, const Tensor& grad, const Tensor& features,
                    const Grouping& groups, const Tensor& offsets,
                    const std::optional<Tensor>& bag_layout,
@@ -270,7 +286,8 @@ void sum_row_grads(const char* op, const Tensor& grad, const Tensor& features,
   const SumFn sum = update_table().sum[static_cast<int>(gradient.type)];
   const ChunkSums chunks(args.grads, gradient.num_groups, dim, sum);
   args.longs = chunks.view();
-  // Bags of few lookups: a gradient is read once or twice, so it is not in the core's own caches.
+  // With at most two lookups per bag a gradient is read once or twice, so that it is not yet in the
+  // core's own caches.
   const bool ahead = !bag_layout && gradient.num_lookups <= 2 * gradient.num_bags;
   for_groups(args.grads, gradient.num_groups, [&](int64_t begin, int64_t end) {
     for (int64_t group = begin; group < end; ++group) {
@@ -285,6 +302,9 @@ void sum_row_grads(const char* op, const Tensor& grad, const Tensor& features,
 
 namespace {
 
+// Return the gradient of each unique row, float32 [L, dim]: see sum_row_grads for what is
+// unspecified in it. `rows` to `count` are the grouping that tbe_group returned for these features
+// and offsets; `grad` is [B, columns], with bag_layout [columns], without pooling [L, D].
 Tensor tbe_row_grads(const Tensor& grad, const Tensor& features, const Tensor& rows,
                      const Tensor& segments, const Tensor& lookups, const Tensor& bags,
                      const Tensor& count, const Tensor& offsets, std::optional<Tensor> bag_layout,
@@ -295,7 +315,8 @@ Tensor tbe_row_grads(const Tensor& grad, const Tensor& features, const Tensor& r
   return out;
 }
 
-// Check the weights and states of all tiers against the rows that `features` names.
+// Raise unless the weights and states of each tier have room for all rows that `features` names.
+// Set args->tiers to them.
 void check_memory(const char* op, int64_t optimizer, const std::vector<Tensor>& weights,
                   const std::vector<Tensor>& states, const Gradient& gradient, UpdateArgs* args) {
   check_layout(op, gradient.features, TierWeights(op, weights), gradient.feature_columns(),
@@ -309,8 +330,9 @@ void check_memory(const char* op, int64_t optimizer, const std::vector<Tensor>& 
   check_tiers(op, optimizer, weights, states, rows, args->tiers);
 }
 
-// Return the tables by ascending rows. None where a table may have rows in a cache, or where
-// features disagree about a table: such updates locate every row by its first lookup.
+// Return the tables by ascending rows, each once. Return none if rows may be in a cache (`cached`),
+// or if features disagree about the place of a table: then UpdateTable::update locates every row by
+// its first lookup.
 std::vector<TableSpan> spans_of(const Gradient& gradient, bool cached) {
   std::vector<TableSpan> spans;
   if (cached) return spans;
@@ -344,6 +366,15 @@ std::vector<TableSpan> spans_of(const Gradient& gradient, bool cached) {
   return spans;
 }
 
+// Update the rows of a grouping in place: sum the gradients of each unique row, and apply the
+// optimizer to it.
+//   weights, states  one tensor per memory tier, and the optimizer's states of all tiers, in place
+//   hyper            float64 [..], read only: the caller has counted the step
+//   optimizer        a code of core/codes.h
+//   rows..count      the grouping that tbe_group returned for these features and offsets
+//   row_slots        int32 [U or more] cache slot of each unique row; null: nothing is cached
+//   grad             [B, columns], with bag_layout [columns], without pooling [L, D]
+// The grouping is checked; whatever passes leads to no access outside the tensors.
 void tbe_update_(std::vector<Tensor> weights, std::vector<Tensor> states, const Tensor& hyper,
                  int64_t optimizer, const Tensor& grad, const Tensor& features, const Tensor& rows,
                  const Tensor& segments, const Tensor& lookups, const Tensor& bags,
@@ -383,6 +414,10 @@ void tbe_update_(std::vector<Tensor> weights, std::vector<Tensor> states, const 
   });
 }
 
+// Count the step in `hyper`, and update: group the lookups of a fixed batch, or take the grouping
+// `located`, [rows, segments, lookups, bags, count, row_slots], which a cache's prefetch made; then
+// do as tbe_update_. If `is_finite`, bool [1] or null, is false, do nothing. `repaired` is that of
+// tbe_group. If the update raises, the step is not counted.
 void tbe_backward_(std::vector<Tensor> weights, std::vector<Tensor> states, Tensor hyper,
                    int64_t optimizer, const Tensor& grad, const Tensor& features,
                    const Tensor& indices, const Tensor& offsets,

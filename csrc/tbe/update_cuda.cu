@@ -1,6 +1,7 @@
-// `tbe_update_`, `tbe_row_grads` and `tbe_backward_` on the GPU: checks, scratch memory, launch.
-// The number of unique rows is known on the device only, so grids and scratch are sized by the
-// number of lookups.
+// `tbe_update_`, `tbe_row_grads` and `tbe_backward_` on the GPU: check the arguments, allocate
+// scratch memory, launch. The number of unique rows is known on the device only, so grids and
+// scratch are sized by the number of lookups. The contracts are those of update_cpu.cpp, except
+// that the contents of device tensors are trusted.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -18,10 +19,13 @@
 namespace emb::cuda {
 namespace {
 
-// The checked arguments of a backward op, with the contiguous copies and scratch they point into.
+// The checked arguments of a backward op. `args_` points into the (contiguous) tensors that the
+// object keeps alive and into those of the op's caller. Use: construct, set_groups, set_slots or
+// set_result_stride if needed, then one of the functions run*.
 class Backward {
  public:
-  // `lookups` has an entry for each lookup. The groups are set afterwards.
+  // Check the arguments and set all but the groups. Of `lookups` only the number and the device
+  // matter: it is the lookups of the grouping, or the indices.
   Backward(const char* op, const Tensor& grad, const Tensor& features, const Tensor& lookups,
            const Tensor& offsets, const std::optional<Tensor>& bag_layout,
            const std::optional<Tensor>& sample_weights, int64_t pooling)
@@ -30,8 +34,8 @@ class Backward {
     args_.pooling = parse_pooling(op, pooling);
     check_features(op, features);
     check_index_dtype(op, "offsets", offsets);
-    const Tensor* elsewhere[] = {&features, &lookups, &offsets};
-    for (const Tensor* tensor : elsewhere) check_same_device(op, "grad", grad, *tensor);
+    const Tensor* other_inputs[] = {&features, &lookups, &offsets};
+    for (const Tensor* tensor : other_inputs) check_same_device(op, "grad", grad, *tensor);
     check_sample_weights(op, sample_weights, lookups);
     const int64_t num_lookups = lookups.numel();
     const int64_t columns = check_grad(op, grad, num_lookups, bag_layout.has_value());
@@ -54,6 +58,7 @@ class Backward {
     }
   }
 
+  // Set the groups: tensors of the caller, which are checked, or arrays, which are not.
   void set_groups(const char* op, const Grouping& groups) {
     check_groups(op, groups);
     args_.rows = groups.rows.const_data_ptr<int64_t>();
@@ -71,6 +76,7 @@ class Backward {
     args_.count = groups.count;
   }
 
+  // Set the cache slots of the unique rows, int32 [L], or null if nothing is cached.
   void set_slots(const char* op, const std::optional<Tensor>& row_slots) {
     if (!row_slots) return;
     check_row_slots(op, *row_slots, 0);
@@ -81,9 +87,11 @@ class Backward {
     args_.row_slots = row_slots->const_data_ptr<int32_t>();
   }
 
+  // Without an optimizer: set the floats between the gradients of rows in the result.
   void set_result_stride(int64_t stride) { args_.result_stride = stride; }
 
-  // Reserve the scratch of `run`, whose addresses are known once it is allocated.
+  // Reserve the scratch of `run`. Call scratch->allocate() before `run`: it writes the addresses
+  // into this object, which therefore may not move in between.
   void add_scratch(DeviceArrays* scratch) {
     const int64_t slots = max_chunks(args_.num_lookups);
     if (slots == 0) return;
@@ -91,11 +99,12 @@ class Backward {
     scratch->add(&args_.tasks, slots);
   }
 
+  // Launch the update, in scratch that add_scratch reserved. The grouping has counted the step.
   void run(const CudaLauncher& launcher, const OptimizerStepArgs& step) {
     launch_update(launcher, args_, step, mean_dim_);
   }
 
-  // The same with scratch of its own.
+  // Allocate scratch and launch the update.
   void run_alone(const CudaLauncher& launcher, const OptimizerStepArgs& step) {
     DeviceArrays scratch;
     add_scratch(&scratch);
@@ -103,7 +112,7 @@ class Backward {
     run(launcher, step);
   }
 
-  // The same and count the step, which the grouping has not.
+  // Allocate scratch, launch the update, and count the step, which the grouping has not.
   void run_and_count(const CudaLauncher& launcher, const OptimizerStepArgs& step,
                      const StepCount& count) {
     int32_t* num_updated = nullptr;
@@ -115,7 +124,8 @@ class Backward {
   }
 
  private:
-  // Return the columns of the gradient: of one row, or in a variable batch of all rows together.
+  // Check the shape of the gradient and return its columns: of one row, or in a variable batch of
+  // all rows together.
   int64_t check_grad(const char* op, const Tensor& grad, int64_t num_lookups, bool variable) const {
     if (args_.pooling != Pooling::kNone) return check_pooled_grad(op, grad, variable);
     STD_TORCH_CHECK(grad.dim() == 2 && grad.size(0) == num_lookups, op,
@@ -126,20 +136,21 @@ class Backward {
   // Set the mean width of a row, and the maximum width of rows whose lookups are summed in chunks.
   void set_widths(int64_t num_features, int64_t num_bags, int64_t columns, bool variable) {
     const bool pooled = args_.pooling != Pooling::kNone;
-    const int64_t parts = !pooled ? 1 : variable ? num_bags : num_features;
-    mean_dim_ = parts > 0 ? (columns + parts - 1) / parts : columns;
+    const int64_t output_rows = !pooled ? 1 : variable ? num_bags : num_features;
+    mean_dim_ = output_rows > 0 ? (columns + output_rows - 1) / output_rows : columns;
     const int64_t widest = pooled && variable ? std::min(columns, kVariableColumns) : columns;
     args_.partial_stride = partial_stride(widest);
   }
 
+  // Check the dtypes, sizes and devices of a grouping; its contents are trusted.
   static void check_groups(const char* op, const Grouping& groups) {
     check_dtype(op, "rows", groups.rows, ScalarType::Long, "int64, as tbe_group returns it");
-    const Tensor* parts[] = {&groups.segments, &groups.lookups, &groups.bags, &groups.count};
-    for (const Tensor* part : parts) {
-      check_dtype(op, "a grouping tensor", *part, ScalarType::Int,
+    const Tensor* tensors[] = {&groups.segments, &groups.lookups, &groups.bags, &groups.count};
+    for (const Tensor* tensor : tensors) {
+      check_dtype(op, "a grouping tensor", *tensor, ScalarType::Int,
                   "int32, as tbe_group returns it");
-      STD_TORCH_CHECK(part->is_contiguous(), op, ": grouping tensors must be contiguous");
-      check_same_device(op, "a grouping tensor", *part, groups.rows);
+      STD_TORCH_CHECK(tensor->is_contiguous(), op, ": grouping tensors must be contiguous");
+      check_same_device(op, "a grouping tensor", *tensor, groups.rows);
     }
     const int64_t n = groups.lookups.numel();
     STD_TORCH_CHECK(groups.segments.numel() == n + 1 && groups.bags.numel() == n &&
@@ -220,6 +231,7 @@ void tbe_backward_(std::vector<Tensor> weights, std::vector<Tensor> states, Tens
   backward.run(launcher, step);
 }
 
+// Write the gradients of the rows of `backward` to `out`, [L, dim] of device memory.
 void sum_row_grads(Backward* backward, const Tensor& grad, int64_t dim, float* out) {
   backward->set_result_stride(dim);
   OptimizerStepArgs step;
@@ -242,6 +254,7 @@ Tensor tbe_row_grads(const Tensor& grad, const Tensor& features, const Tensor& r
 
 }  // namespace
 
+// The contract is in tbe/entries.h.
 void sum_row_grads(const char* op, const Tensor& grad, const Tensor& features,
                    const Tensor& indices, const GroupArrays& groups, const Tensor& offsets,
                    const std::optional<Tensor>& bag_layout,

@@ -1,6 +1,10 @@
 // Backward of table-batched embeddings on one CPU thread: the gradients of a unique row are summed
-// in registers, then the optimizer reads and writes the row once. As in the forward the cost is
+// in registers, then the optimizer reads and writes the row once. As in the forward, the time is
 // cache misses on random rows, so the rows of the next groups are prefetched for writing.
+//
+// A group is the lookups of one unique row. There are two drivers with the same results: `update`
+// locates each row by its first lookup, which is always possible; `update_tables` takes the groups
+// table by table, which needs tables without a cache and leaves little to compute per row.
 #include "optim/optimizer_step_cpu.h"
 #include "optim/optimizers.h"
 #include "tbe/args.h"
@@ -8,9 +12,9 @@
 namespace emb::EMB_ISA {
 namespace {
 
-// Lookups of a group whose gradients are prefetched before the group is summed.
+// Lookups at the beginning of a group whose gradients are prefetched before the group is summed.
 constexpr int64_t kGradsAhead = 4;
-// Lines of gradients that are prefetched ahead while a group is summed.
+// Cache lines of gradients in flight while a group is summed.
 constexpr int64_t kGradLinesAhead = 32;
 
 // Return the feature of a bag.
@@ -19,7 +23,7 @@ EMB_HD int64_t feature_of(const GradArgs& args, int64_t bag) {
                                     : args.by_batch(static_cast<uint32_t>(bag));
 }
 
-// Return the first element, relative to `grad`, of the gradient of sorted lookup j.
+// Return the first element, in args.grad, of the gradient of sorted lookup j.
 EMB_HD int64_t grad_offset(const GradArgs& args, int64_t j) {
   if (args.per_lookup) return args.lookups[j] * args.grad_stride;
   const int64_t bag = args.bags[j];
@@ -28,11 +32,14 @@ EMB_HD int64_t grad_offset(const GradArgs& args, int64_t j) {
   return (bag - feature * args.batch) * args.grad_stride + args.features[feature].column;
 }
 
+// Return what that gradient is multiplied by: sample weight, and 1 / length for MEAN.
 EMB_HD float grad_scale(const GradArgs& args, int64_t j) {
   const float scale = args.bag_scale ? args.bag_scale[args.bags[j]] : 1.0f;
   return args.sample_weights ? scale * args.sample_weights[args.lookups[j]] : scale;
 }
 
+// Write columns [column, column + kVectors * kLanes) of the sum of the gradients of sorted lookups
+// [begin, end) to `sum`, which begins with column 0.
 template <int kVectors, class G>
 EMB_HD void sum_block(const GradArgs& args, int64_t begin, int64_t end, int64_t column,
                       float* sum) {
@@ -51,6 +58,7 @@ EMB_HD void sum_block(const GradArgs& args, int64_t begin, int64_t end, int64_t 
   for (int v = 0; v < kVectors; ++v) store(sum + column + v * kLanes, sums[v]);
 }
 
+// The SumFn of gradients of dtype G.
 template <class G>
 void sum_lookups(const GradArgs& args, int64_t begin, int64_t end, int64_t dim, float* sum) {
   int64_t column = 0;
@@ -74,6 +82,8 @@ void sum_lookups(const GradArgs& args, int64_t begin, int64_t end, int64_t dim, 
   store_first(sum + column, total, rest);
 }
 
+// Write the sum of the gradients of a group to sum[0, dim): from its lookups, or, if the group is
+// longer than kChunk, from its chunk sums in args.longs.
 void segment_sum(const UpdateArgs& args, SumFn sum_fn, int64_t group, int64_t dim, float* sum) {
   const int64_t begin = args.grads.segments[group], end = args.grads.segments[group + 1];
   if (end - begin <= kChunk) return sum_fn(args.grads, begin, end, dim, sum);
@@ -90,6 +100,7 @@ void segment_sum(const UpdateArgs& args, SumFn sum_fn, int64_t group, int64_t di
   }
 }
 
+// Prefetch the gradients, `dim` columns each, of the first lookups of a group.
 EMB_HD void prefetch_grads(const GradArgs& args, int64_t group, int64_t dim) {
   const int64_t begin = args.segments[group], end = args.segments[group + 1];
   const int64_t stop = end - begin < kGradsAhead ? end : begin + kGradsAhead;
@@ -101,21 +112,21 @@ EMB_HD void prefetch_grads(const GradArgs& args, int64_t group, int64_t dim) {
 
 // A row during its update.
 struct RowUpdate {
-  const TierRows* tier;
+  const TierRows* tier;  // its memory tier
   RowLocation location;
-  int64_t id, dim;
-  RowViews views;
-  float sums[kMaxRowSums];
-  RowFactors scale;
+  int64_t id, dim;          // linear row id, columns
+  RowViews views;           // gradient, weights and states as floats
+  float sums[kMaxRowSums];  // the optimizer's sums over the row
+  RowFactors scale;         // the optimizer's factors of the row
 };
 
-// Set the location of the row of a group. Any of its lookups determines the feature, hence the
-// table.
+// Set tier, location, id and dim of the row of a group. Any of its lookups determines the feature
+// and with it the table; the first is taken.
 EMB_HD void locate(const UpdateArgs& args, int64_t group, RowUpdate* target) {
   const int64_t bag = args.grads.bags[args.grads.segments[group]];
   const Feature& feature = args.grads.features[feature_of(args.grads, bag)];
-  // A row of another feature means that tbe_group did not make the grouping: it must not lead
-  // outside the table.
+  // A row outside the table, which tbe_group never makes, counts as row 0, so that nothing outside
+  // the table is written.
   const int64_t row_of_table = args.rows[group] - feature.row_base;
   const int64_t row = row_of_table >= 0 && row_of_table < feature.rows ? row_of_table : 0;
   const int64_t slot = args.row_slots != nullptr ? args.row_slots[group] : -1;
@@ -125,7 +136,7 @@ EMB_HD void locate(const UpdateArgs& args, int64_t group, RowUpdate* target) {
   target->dim = feature.dim;
 }
 
-// Prefetch all of the row that Opt updates, for writing.
+// Prefetch all that Opt writes of a row: weights, element-wise states and row-wise states.
 template <class Opt>
 EMB_HD void prefetch_target(const RowUpdate& target) {
   const auto ask = [&](const void* data, Dtype type) {
@@ -142,20 +153,23 @@ EMB_HD void prefetch_target(const RowUpdate& target) {
   }
 }
 
-// Return the row as floats: in place, or a copy in `scratch` if it is stored in 16 bits.
+// Return the row in tensor `data` (weights or an element-wise state) of dtype `type` as floats: in
+// place, or as a copy in `scratch`, [dim], if it is stored in 16 bits.
 EMB_HD float* open_row(void* data, Dtype type, const RowUpdate& target, float* scratch) {
   if (type == Dtype::kFloat) return static_cast<float*>(data) + target.location.element;
   widen_row(data, type, target.location.element, target.dim, scratch);
   return scratch;
 }
 
+// Store what open_row copied; `tensor` selects the random numbers of stochastic rounding.
 EMB_HD void close_row(const float* values, void* data, Dtype type, const RowUpdate& target,
                       const Rounding& rounding, uint32_t tensor) {
   if (type == Dtype::kFloat) return;
   narrow_row(values, target.dim, data, type, target.location.element, rounding, target.id, tensor);
 }
 
-// `scratch` has room for what is stored in 16 bits.
+// Set the views of weights and states of a row. `scratch` has room for 1 + kSteppedStates rows of
+// floats, since all of them may be stored in 16 bits.
 template <class Opt>
 EMB_HD void open_target(RowUpdate* target, float* scratch) {
   const TierRows& tier = *target->tier;
@@ -170,6 +184,7 @@ EMB_HD void open_target(RowUpdate* target, float* scratch) {
   }
 }
 
+// Store the weights and states of an updated row, as far as open_target copied them.
 template <class Opt>
 EMB_HD void close_target(const RowUpdate& target, const Rounding& rounding) {
   const TierRows& tier = *target.tier;
@@ -184,6 +199,7 @@ EMB_HD void close_target(const RowUpdate& target, const Rounding& rounding) {
   }
 }
 
+// Update the row-wise states of a row from its sums, and set its factors.
 template <class Opt>
 EMB_HD void begin_target(const Opt& opt, RowUpdate* target) {
   float states[kMaxRowStates];
@@ -196,8 +212,9 @@ EMB_HD void begin_target(const Opt& opt, RowUpdate* target) {
   }
 }
 
-// Rows are processed in batches: a row-wise optimizer has a chain of reduction, square root and
-// division before it can write, and a few such chains side by side cost little more than one.
+// The UpdateFn of any table. Rows are processed in batches of kRowBatch: a row-wise optimizer has a
+// chain of reduction, square root and division before it can write, and a few such chains side by
+// side take little longer than one. The rows of the next batch are prefetched meanwhile.
 template <class Opt>
 void update(const UpdateArgs& args, SumFn sum_fn, float* scratch, int64_t widest, int64_t begin,
             int64_t end) {
@@ -242,10 +259,11 @@ void update(const UpdateArgs& args, SumFn sum_fn, float* scratch, int64_t widest
 // Tables without a cache: all rows of a table have one dim and one memory tier, and usually one
 // feature reads it, so that little is left to compute per row.
 
-// Lines of rows and states that are prefetched ahead.
+// Cache lines of rows and states in flight.
 constexpr int64_t kLinesAhead = 32;
 
-// Rows of one table during their update; kDim is its dim, 0 for any.
+// The update of the groups of one table. kDim is the table's dim if it is known when compiling,
+// else 0. kNarrow: weights or stepped states are stored in 16 bits.
 template <class Opt, int kDim, bool kNarrow>
 struct TableUpdate {
   const UpdateArgs& args;
@@ -254,14 +272,17 @@ struct TableUpdate {
   Opt opt;
   WeightDecay decay;
   Rounding rounding;
-  int64_t distance, end;  // groups
+  int64_t distance, end;  // groups between the prefetch of a row and its update; end of the groups
+  // Lookups between the prefetch of a gradient and its use; last sorted lookup of the groups.
   int64_t grads_ahead, last_lookup;
-  // The gradient of bag b is at `grad + b * stride` if one feature reads the table.
+  // If one feature reads the table, in a fixed batch with pooling: bag first_bag + b has its
+  // gradient at byte `grad + b * stride`. Otherwise `grad` is null.
   const char* grad;
   int64_t stride, first_bag;
-  bool plain;     // whether a gradient is a float row of the output's gradient, times 1
-  bool in_place;  // whether the gradient of a single lookup is used where it is
+  bool plain;     // gradients are float rows that nothing scales
+  bool in_place;  // the gradient of a single lookup is read where it is, not copied
 
+  // `float_grads`: gradients are float32; `last`: end of the groups.
   TableUpdate(const UpdateArgs& all, const TableSpan& span, bool float_grads, int64_t last)
       : args(all),
         table(span),
@@ -288,14 +309,16 @@ struct TableUpdate {
 
   EMB_HD int64_t dim() const { return kDim > 0 ? kDim : table.dim; }
 
-  // Return row `group` of the table; a foreign one, which tbe_group never makes, counts as the
-  // first.
+  // Return the linear row id of a group; one outside the table, which tbe_group never makes, counts
+  // as the table's first.
   EMB_HD int64_t row_of(int64_t group) const {
     const int64_t row = args.rows[group];
     const auto of_table = static_cast<uint64_t>(row - table.first_row);
     return of_table < static_cast<uint64_t>(table.rows) ? row : table.first_row;
   }
 
+  // Return the address of the gradient of sorted lookup j. A bag of another feature, which
+  // tbe_group never makes, counts as the feature's first.
   EMB_HD const char* grad_of(int64_t j) const {
     if (grad != nullptr) {
       const int64_t bag = args.grads.bags[j] - first_bag;
@@ -306,6 +329,8 @@ struct TableUpdate {
     return static_cast<const char*>(args.grads.grad) + offset * args.grads.element_size;
   }
 
+  // Prefetch weights and states of the row of a group for writing; nothing for a group behind the
+  // last.
   EMB_HD void fetch(int64_t group) const {
     if (group >= end) return;
     const int64_t row = row_of(group), element = table.element + row * dim();
@@ -320,14 +345,16 @@ struct TableUpdate {
     }
   }
 
-  // Prefetch the gradient that is read some lookups later, which may be of a later group.
+  // Prefetch the gradient of sorted lookup j, which may be of a later group; nothing behind the
+  // last lookup.
   EMB_HD void fetch_grad(int64_t j) const {
     if (args.grads.fetch_ahead && j <= last_lookup) {
       prefetch_row<false>(grad_of(j), dim() * args.grads.element_size);
     }
   }
 
-  // Sum the gradients of a group, as `sum_lookups` does, where nothing scales them.
+  // Write the sum of the gradients of sorted lookups [begin, stop), as `sum_lookups` does, for
+  // gradients that are `plain` and of kDim columns.
   EMB_HD void sum_plain(int64_t begin, int64_t stop, float* sum) const {
     constexpr int kVectors = kDim / kLanes > 0 ? kDim / kLanes : 1;
     Vec sums[kVectors] = {};
@@ -339,7 +366,8 @@ struct TableUpdate {
     for (int v = 0; v < kVectors; ++v) store(sum + v * kLanes, sums[v]);
   }
 
-  // Return the views of a row; `scratch` has room for its gradient and what is stored in 16 bits.
+  // Return the gradient, weights and states of a group's row as floats: in place, or else in
+  // `scratch`, which has room for kScratchRows rows.
   EMB_HD RowViews open(int64_t group, int64_t row, SumFn sum_fn, float* scratch) const {
     const int64_t element = table.element + row * dim();
     const int32_t begin = args.grads.segments[group], stop = args.grads.segments[group + 1];
@@ -374,7 +402,7 @@ struct TableUpdate {
     return views;
   }
 
-  // Store what `open` has widened.
+  // Store the weights and states that `open` copied to scratch.
   EMB_HD void close(int64_t row, const RowViews& views) const {
     if constexpr (!kNarrow) return;
     const int64_t element = table.element + row * dim();
@@ -391,6 +419,7 @@ struct TableUpdate {
     }
   }
 
+  // Update groups [begin, end), at least one.
   void run(SumFn sum_fn, float* scratch, int64_t begin) const {
     for (int64_t group = begin; group < begin + distance; ++group) fetch(group);
     for (int64_t j = 0; j < grads_ahead; ++j) fetch_grad(args.grads.segments[begin] + j);
@@ -408,6 +437,7 @@ struct TableUpdate {
     }
   }
 
+  // Update the row-wise states of a row from its sums, and return its factors.
   EMB_HD RowFactors begin_row(int64_t row, const float* sums) const {
     float states[kMaxRowStates];
     for (int s = 0; s < Opt::kRowStates; ++s) states[s] = tier.row_states[s][table.state + row];
@@ -417,6 +447,7 @@ struct TableUpdate {
   }
 };
 
+// Update groups [begin, end), all of one table, with the TableUpdate for its dim and dtypes.
 template <class Opt>
 void update_table(const UpdateArgs& args, const TableSpan& table, bool float_grads, SumFn sum_fn,
                   float* scratch, int64_t begin, int64_t end) {
@@ -443,7 +474,8 @@ void update_table(const UpdateArgs& args, const TableSpan& table, bool float_gra
   }
 }
 
-// Update groups [begin, end), table by table: the rows ascend, and those of a table are neighbours.
+// The UpdateFn for args.tables: take groups [begin, end) table by table. This works because rows
+// ascend, so that the groups of a table are neighbours.
 template <class Opt>
 void update_tables(const UpdateArgs& args, SumFn sum_fn, float* scratch, int64_t, int64_t begin,
                    int64_t end) {
@@ -469,6 +501,7 @@ void update_tables(const UpdateArgs& args, SumFn sum_fn, float* scratch, int64_t
   }
 }
 
+// Return the kernels of an optimizer, null if there is none of that number.
 UpdateFn find_update_tables(int optimizer) {
   UpdateFn found = nullptr;
   Optimizers::visit(optimizer,

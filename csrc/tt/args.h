@@ -1,13 +1,16 @@
-// The shapes of tensor-train tables, the plan of a batch, and the arguments and tables of the CPU
-// kernels.
+// The shapes of tensor-train tables, the plan of a batch, and the arguments and the function table
+// of the CPU kernels.
 //
-// A row is a chain of cores, G0[i0] G1[i1] .. The cores are divided into a left and a right half of
-// one or two cores each, so that a row is always one product, row[jl, jr] = sum_r
-// left[jl, r] * right[jr, r], whatever the number of cores. The right half is stored mirrored
-// (axes of its cores reversed), so that both halves have the same form and share all code.
+// A row of a table is a product of one row of each of its 2 to 4 cores, G0[i0] G1[i1] ... The cores
+// are divided into a left and a right half of one or two cores each (a *pair*), so that a row is
+// always one product, row[jl, jr] = sum_r left[jl, r] * right[jr, r], whatever the number of cores.
+// The right half is stored mirrored (the axes of its cores reversed), so that both halves have the
+// same form and share all code. Rows of a batch with the same half share its *value*, a matrix.
 //
-// An op works on all tables of a module. Keys, and ids of halves, are numbered table after table,
-// so that what belongs to a table is a range of every sorted array.
+// A half has an id, and a row has a key made of the ids of its halves. An op works on all tables of
+// a module: keys and ids are numbered table after table, so that those of a table are a range of
+// every sorted array. In names, u counts the distinct left halves of a batch, v its distinct right
+// halves, j its distinct rows; all structs hold pointers that they do not own.
 #pragma once
 
 #include <cstddef>
@@ -20,10 +23,11 @@ namespace emb {
 
 inline constexpr int kMaxCores = 4;
 
-// One half: rows of an outer core [outer_rows][q_outer, inner_rank] times, in a pair, rows of an
-// inner core [inner_rows][inner_rank, q_inner, rank]. Its value is a matrix
-// [q_outer q_inner, rank]. The inner core is the large one. The id of a half is
-// inner * outer_rows + outer, so that in ascending order equal inner rows are contiguous.
+// The shape of one half. The outer core is [outer_rows][q_outer, inner_rank]; a pair also has an
+// inner core [inner_rows][inner_rank, q_inner, rank], which is the large one. The value of a half
+// is a matrix [q_outer q_inner, rank]. The id of a half is inner row * outer_rows + outer row, so
+// that in ascending order halves with the same inner row are neighbours. Without a pair inner_rows
+// and q_inner are 1 and inner_rank is the rank.
 struct TtHalf {
   bool pair;
   int64_t outer_rows, inner_rows;
@@ -31,24 +35,25 @@ struct TtHalf {
 
   EMB_HD int64_t ids() const { return outer_rows * inner_rows; }
   EMB_HD int columns() const { return q_outer * q_inner; }
+  // Elements of a value, of a row of the outer core, and of a row of the inner core.
   EMB_HD int64_t value_size() const { return int64_t{1} * columns() * rank; }
   EMB_HD int64_t outer_size() const { return int64_t{1} * q_outer * inner_rank; }
   EMB_HD int64_t inner_size() const { return int64_t{1} * inner_rank * q_inner * rank; }
 };
 
-// A row of the `tables` tensor: how row ids of a table become keys, the id of the left half and
-// then that of the right one; and where its keys and the ids of its halves begin among those of all
-// tables.
+// A row of the `tables` tensor of an op: how ids of a table become keys, and where its keys and the
+// ids of its halves begin among those of all tables. The key of a row within its table is
+// (id of its left half) * rights + (id of its right half).
 struct TtTableIds {
-  int64_t rows;
+  int64_t rows;                // rows of the table
   int64_t multiplier, offset;  // id i has row (multiplier * i + offset) % rows
-  int64_t first, second;       // rows of the first two cores
+  int64_t first, second;       // rows of the first two cores; second is 1 if the left half is one
   int64_t rights;              // ids of right halves
-  int64_t is_pair;             // 1 if the left half is a pair
-  int64_t first_key, first_left, first_right;
+  int64_t is_pair;             // 1 if the left half is a pair, else 0
+  int64_t first_key, first_left, first_right;  // first key, first ids of left and right halves
 };
 
-// Return the row of an id. With fewer than 2^32 rows the product has 64 bits.
+// Return the row of an id in [0, rows). With fewer than 2^32 rows 64 bits hold the product.
 EMB_HD int64_t tt_row(const TtTableIds& table, int64_t id) {
   if (table.multiplier == 1 && table.offset == 0) return id;
   const auto rows = static_cast<uint64_t>(table.rows);
@@ -60,7 +65,8 @@ EMB_HD int64_t tt_row(const TtTableIds& table, int64_t id) {
   return static_cast<int64_t>((Wide{multiplier} * i + offset) % rows);
 }
 
-// Return the key of a row within its table, -1 for one to skip; other ids are repaired.
+// Return the key, within its table, of the row of an index: -1 for an index of -1 or an empty
+// table, and the key of id 0 for any other index out of range (see repair_index).
 EMB_HD int64_t tt_key(const TtTableIds& table, int64_t index) {
   const int64_t repaired = repair_index(index, table.rows);
   if (repaired < 0) return -1;
@@ -73,8 +79,10 @@ EMB_HD int64_t tt_key(const TtTableIds& table, int64_t index) {
 inline constexpr int kTtTableColumns = 10;
 static_assert(sizeof(TtTableIds) == kTtTableColumns * sizeof(int64_t));
 
+// The shape of a table: core k is [p[k]][ranks[k], q[k], ranks[k + 1]]; the first and the last of
+// the ranks are 1. A row has dim() = q[0] * q[1] * ... columns.
 struct TtShape {
-  int cores;
+  int cores;  // 2 to kMaxCores
   int64_t p[kMaxCores];
   int q[kMaxCores], ranks[kMaxCores + 1];
 
@@ -90,17 +98,19 @@ struct TtShape {
   EMB_HD int dim() const { return left().columns() * right().columns(); }
 };
 
-// The grouping of a batch's distinct rows by their halves: the tensors that `tt_plan` returns. Rows
-// j are in key order, so the rows of left half u are [left_segments[u], left_segments[u + 1]). The
-// rows of right half v are right_rows[right_segments[v]], .., ascending. Rows and halves of table t
-// are [starts[t], starts[t + 1]) of the three rows of `starts`. Entries after the last table are
-// meaningless.
+// The plan of a batch: its distinct rows grouped by their halves, as the tensors that `tt_plan`
+// returns. Rows j are in key order, so that the rows of left half u are [left_segments[u],
+// left_segments[u + 1]). The rows of right half v are right_rows[right_segments[v]], ...,
+// right_rows[right_segments[v + 1] - 1], ascending. Numbers u, v and j count those of all tables;
+// entries behind the last one that exists are unspecified.
 struct TtPlan {
-  int64_t capacity;  // rows that the tensors have room for, L
+  int64_t capacity;  // rows for which the tensors have room: L
   int64_t tables;    // T
+  // Ids of the distinct left halves, ascending [L]; segments [L + 1]; left half u of each row [L].
   const int32_t *lefts, *left_segments, *row_lefts;
+  // The same for right halves, and the rows sorted by right half [L].
   const int32_t *rights, *right_segments, *row_rights, *right_rows;
-  const int32_t* starts;  // [3, T + 1]: of rows, left halves, right halves
+  const int32_t* starts;  // [3, T + 1] first row, first left and first right half of each table
 
   EMB_HD const int32_t* row_starts() const { return starts; }
   EMB_HD const int32_t* left_starts() const { return starts + tables + 1; }
@@ -121,22 +131,23 @@ enum TtPlanTensor : int {
 };
 
 // The CPU kernels. Each works on a range of halves of one table on one thread; the `*_cpu.cpp`
-// files check, allocate and divide the work. Indices u count distinct left halves of the table, v
-// distinct right halves of the table, j distinct rows of all tables; rows are sorted by left half.
+// files check, allocate and divide the work. Here u and v count the distinct halves of one table, j
+// the distinct rows of all tables.
 
-// Left halves processed together: enough for the gradient of the inner core to run at full speed,
-// few enough that their values stay in the first-level cache.
+// Left halves processed together: enough for the product that makes the gradient of an inner row to
+// run at full speed, few enough that their values stay in the first-level cache.
 inline constexpr int64_t kTtBlock = 16;
 
+// The distinct halves of one kind of a table, and the cores that they are made of.
 struct TtHalfCores {
   TtHalf half;
   const float* outer;  // [outer_rows][q_outer, inner_rank]
   const float* inner;  // [inner_rows][inner_rank, q_inner, rank]; unused when not a pair
-  const int32_t* ids;  // distinct ids, ascending
+  const int32_t* ids;  // ids of the distinct halves, ascending
   int64_t first_id;    // the first id of the table
-  bool mirrored;       // the right half: its columns come out as (inner, outer)
-  // The rows of `outer` and `inner` of each half where these have the rows of the batch only; null
-  // where they are the cores.
+  bool mirrored;       // right halves: columns of a value are (inner, outer), not (outer, inner)
+  // If `outer` and `inner` are not whole cores but only the rows that the batch uses: the row of
+  // each half in them. Else null.
   const int32_t *outer_numbers = nullptr, *inner_numbers = nullptr;
 
   EMB_HD int64_t id(int64_t u) const { return ids[u] - first_id; }
@@ -147,56 +158,61 @@ struct TtHalfCores {
   }
 };
 
-// The values of halves: the first `num_saved` from the forward pass, the others either in the core
-// itself (if `ids` is not null) or in a buffer that starts with half `first`.
+// The values of halves: the first `num_saved` in a buffer that the forward pass saved. The others
+// are in `rest`: rows of a core, if `ids` is not null, or else a buffer that begins with half
+// `first`.
 struct TtValues {
-  const float* saved;
+  const float* saved;  // [num_saved][size]
   int64_t num_saved;
-  const float* rest;
-  const int32_t* ids;
-  int64_t first_id, first, size;
+  const float* rest;              // [..][size]
+  const int32_t* ids;             // ids of the halves, or null
+  int64_t first_id, first, size;  // first id of the table, first half in `rest`, floats per value
 
+  // Return the value of half u.
   EMB_HD const float* at(int64_t u) const {
     if (u < num_saved) return saved + u * size;
     return rest + (ids != nullptr ? ids[u] - first_id : u - first) * size;
   }
 };
 
+// Making the rows of left halves. M is the number of distinct rows of all tables.
 struct TtRowsArgs {
   TtHalfCores left;
-  int right_columns;
-  const float* right;      // [V][right columns, rank]
-  TtValues right_natural;  // [rank, right columns] each; only read when lanes run along the right
-  const int32_t *left_segments, *row_rights;
-  int64_t first_right;  // what row_rights has for v = 0
-  float* saved;         // values of the first `num_saved` left halves
+  int right_columns;       // columns of a right half
+  const float* right;      // [V][right_columns, rank] values of the right halves
+  TtValues right_natural;  // the same, each [rank, right_columns]; read if lanes_along_right()
+  const int32_t *left_segments, *row_rights;  // of the plan, from the table's first half on
+  int64_t first_right;                        // the number that row_rights has for v = 0
+  float* saved;  // [num_saved][value size], an output: values of the first left halves
   int64_t num_saved;
-  float* rows;  // [M][row_stride]
-  int64_t row_stride;
+  float* rows;         // [M][row_stride], an output
+  int64_t row_stride;  // floats
 
   // Return whether lanes run along the right half: they run along the wider one.
   EMB_HD bool lanes_along_right() const { return right_columns >= left.half.columns(); }
 };
 
-// The gradients of one half, of the core rows of the batch only. Those of the inner core are
-// complete once all of a group has been processed. Those of the outer core are stored per half
-// (from `first` on) and summed afterwards, see sum_outer.
+// The gradients of the cores of one half, an output: of the core rows that the batch uses. The
+// gradient of an inner row is complete once all halves with that row have been processed. Gradients
+// of outer rows are stored per half, and summed afterwards by `sum_outer`.
 struct TtHalfGrads {
-  float* inner;                  // [..][inner_size]
+  float* inner;                  // [..][inner_size]; null if the half is no pair
   const int32_t* inner_numbers;  // the row of `inner` of each half
-  float* outer_values;           // [..][outer_size]
+  float* outer_values;           // [..][outer_size], of halves from `first` on
   int64_t first;
 };
 
-// Where the optimizer is applied to inner rows while their gradients are in the cache. `grads` then
-// has room for `capacity` rows only, and halves [begin, end) must begin and end with an inner row.
+// The optimizer step on inner rows as soon as their gradients are complete and still in the cache.
+// With a step, TtHalfGrads::inner has room for `capacity` rows only, and the halves of a call must
+// begin and end with an inner row.
 struct TtInnerStep {
-  UpdateRowsFn update = nullptr;  // null: all gradients are kept
-  UpdateRowsArgs args = {};       // `grads` is not read; `rows` by number, as inner_numbers
+  UpdateRowsFn update = nullptr;  // null: no step, all gradients are kept
+  UpdateRowsArgs args = {};       // `rows` is the core row of each number; `grads` is set by apply
   int64_t capacity = 0;
-  float* scratch = nullptr;
+  float* scratch = nullptr;  // [kMatrixScratchRows, inner_size], of this thread alone
 
-  // Apply the optimizer to `count` inner rows from number `first` on.
+  // Apply the optimizer to `count` inner rows from number `first` on, whose gradients are `grads`,
+  // [count, inner_size].
   void apply(const float* grads, int64_t first, int64_t count) const {
     UpdateRowsArgs now = args;
     now.grads = grads;
@@ -205,61 +221,77 @@ struct TtInnerStep {
   }
 };
 
+// The gradients of the cores of left halves; members as in TtRowsArgs.
 struct TtLeftGradsArgs {
   TtHalfCores left;
   int right_columns;
   const float* right;
   const int32_t *left_segments, *row_rights;
   int64_t first_right;
-  const float* row_grads;  // [M][row_stride]
+  const float* row_grads;  // [M][row_stride] gradients of the rows
   int64_t row_stride;
   TtHalfGrads grads;
   TtInnerStep step = {};
 };
 
+// The gradients of the values of right halves, which grow in waves of left halves: a call adds the
+// rows that come before `row_end` and have not been added.
 struct TtRightGradsArgs {
-  TtValues left;
+  TtValues left;  // values of the left halves
   int left_columns, right_columns, rank;
+  // right_segments, right_rows, row_lefts and row_rights of the plan.
   const int32_t *segments, *rows, *row_lefts, *row_rights;
   int64_t first_left, first_right;  // what row_lefts and row_rights have for u = 0 and v = 0
-  int32_t* cursors;                 // [V] next entry of `rows` of each right half
-  int64_t row_end;                  // rows from here on belong to a later wave
-  const float* row_grads;
+  int32_t* cursors;                 // [V] next entry of `rows` of each half, in and out
+  int64_t row_end;                  // the first row of a later wave
+  const float* row_grads;           // [M][row_stride]
   int64_t row_stride;
-  float* grads;  // [V][right columns, rank]
+  float* grads;  // [V][right_columns, rank], an output; a half's first row sets it, others add
 };
 
-// Adds outer_values of the halves members[starts[i]], .. to row i of the gradient.
+// Sums of the gradients of outer rows: row i gets those of halves members[starts[i]], ...,
+// members[starts[i + 1] - 1], in this order.
 struct TtOuterSumArgs {
-  const float* outer_values;
-  int64_t size;
+  const float* outer_values;  // [halves][size]
+  int64_t size;               // floats per outer row
   const int32_t *starts, *members;
-  float* grads;
+  float* grads;  // [rows][size], to which the sums are added
 };
 
-// Reverses the axes of rows: row from_ids[i] of `from`, or i, becomes row to_ids[i] of `to`, or i.
+// Rows whose axes are reversed: row from_ids[i] of `from` becomes row to_ids[i] of `to`. Null ids
+// stand for row i.
 struct TtReverseArgs {
   const float* from;  // [..][a, q, b]
   float* to;          // [..][b, q, a]
   const int32_t *from_ids, *to_ids;
-  int64_t first_id;  // what the ids have for row 0
+  int64_t first_id;  // the id of row 0
   int64_t a, q, b;
 };
 
+// The kernels. [begin, end) is a range of halves, if nothing else is said; `scratch` is
+// tt_scratch_size floats of this thread alone.
 struct TtTable {
+  // Write the values of halves of a pair to `values`, which begins with half `begin`.
   void (*expand)(const TtHalfCores&, float* values, float* scratch, int64_t begin, int64_t end);
+  // Write the rows of left halves, and the values of those below num_saved.
   void (*rows)(const TtRowsArgs&, float* scratch, int64_t begin, int64_t end);
+  // Write the gradients of the cores of left halves, or apply the step to those of the inner core.
   void (*left_grads)(const TtLeftGradsArgs&, float* scratch, int64_t begin, int64_t end);
+  // Add rows to the gradients of the values of right halves.
   void (*right_grads)(const TtRightGradsArgs&, int64_t begin, int64_t end);
-  // The same for a range of rows instead of right halves: same bits, see there.
+  // The same for rows [begin, end) instead of right halves, with the same bits. Only one thread at
+  // a time may call it for a table.
   void (*right_grads_by_row)(const TtRightGradsArgs&, int64_t begin, int64_t end);
+  // Write the gradients of both cores of a pair from `value_grads`, which begins with half `begin`.
   void (*contract)(const TtHalfCores&, const TtHalfGrads&, const float* value_grads, float* scratch,
                    int64_t begin, int64_t end);
+  // Sum the gradients of outer rows [begin, end).
   void (*sum_outer)(const TtOuterSumArgs&, int64_t begin, int64_t end);
+  // Reverse rows [begin, end).
   void (*reverse)(const TtReverseArgs&, int64_t begin, int64_t end);
 };
 
-// Floats of scratch that any kernel above needs on one thread.
+// Return the floats of scratch that any kernel above needs on one thread; `dim` is that of a row.
 inline int64_t tt_scratch_size(const TtHalf& half, int dim) {
   return kTtBlock * (2 * half.value_size() + half.outer_size()) + half.inner_size() +
          half.value_size() + dim;

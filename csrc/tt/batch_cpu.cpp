@@ -1,7 +1,7 @@
 // Whole passes of tensor-train tables on the CPU: `tt_lookup_checked_` and `tt_backward_` call the
-// ops of which a pass consists. Rows and their gradients, the largest tensors between these ops,
-// are in scratch memory that the thread keeps; a plan is checked once, when it comes back for
-// backward.
+// ops of which a pass consists: keys, grouping, plan, rows, pooling; gradients of rows, update.
+// Rows and their gradients, the largest tensors between these ops, are in scratch memory that the
+// thread keeps. A plan is checked once, when it comes back for the backward pass.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -19,7 +19,8 @@
 namespace emb {
 namespace {
 
-// Rows of floats in scratch memory, as the tensor that entries take.
+// Rows of floats, [rows, columns], in scratch memory, with a tensor that refers to it: entries take
+// tensors. Both are valid as long as the object.
 struct ScratchRows {
   Floats memory;
   Tensor tensor;
@@ -30,7 +31,7 @@ struct ScratchRows {
                                         ScalarType::Float)) {}
 };
 
-// Check that the layout of the tables, from which keys are made, is that of the cores.
+// Raise unless the layout of `count` tables, from which keys are made, is that of the cores.
 void check_layout_of(const char* op, const TtTableIds* layout, int64_t count,
                      const TtTables& tables) {
   bool equal = count == tables.size();
@@ -47,8 +48,9 @@ void check_layout_of(const char* op, const TtTableIds* layout, int64_t count,
                   "makes them");
 }
 
-// Copy `features` for a lookup in the distinct rows of the batch, which are a table of `rows` rows.
-// Rows of tables of several dims have the stride of the widest, which only rows of a cache have.
+// Return a copy of `features` for a lookup in the distinct rows of the batch, as one table of
+// `rows` rows. If tables differ in dim, rows have the stride of the widest; only rows of a cache
+// can have a stride, so they are looked up as such, with the stride `cache_stride`, else 0.
 Tensor features_of_rows(const Tensor& features, int64_t rows, int64_t cache_stride) {
   Tensor copy = allocate(features, {features.size(0), features.size(1)});
   const Feature* from = feature_array(features);
@@ -62,10 +64,11 @@ Tensor features_of_rows(const Tensor& features, int64_t rows, int64_t cache_stri
   return copy;
 }
 
-// The tensors that a lookup returns for its backward pass: a grouping, a plan, left-half values.
+// The tensors that a lookup returns for its backward pass: a grouping, a plan, the values of left
+// halves.
 constexpr size_t kGroupTensors = 5, kKeptTensors = kGroupTensors + kTtPlanTensors + 1;
 
-// Return whether all indices and offsets are valid; raise in no mode.
+// Return whether all indices and offsets are valid. Invalid ones do not raise, whatever the mode.
 bool is_valid(const char* op, const Tensor& features, const Tensor& indices, const Tensor& offsets,
               const std::optional<Tensor>& bag_layout, int64_t mode) {
   parse_choice<BoundsMode>(op, "check", mode, kBoundsModes);
@@ -76,6 +79,15 @@ bool is_valid(const char* op, const Tensor& features, const Tensor& indices, con
   return counts[0] == 0 && counts[1] == 0;
 }
 
+// Look up a batch: return the pooled rows and, if num_saved >= 0, what tt_backward_ needs of this
+// pass (kKeptTensors tensors). With `check`, a code of BoundsMode, an invalid batch returns no
+// tensor; without it indices and offsets are repaired.
+//   cores, row_factors, dim_factors, num_cores   the tables, see TtTables
+//   tables, feature_tables    int64 [T, 10] and [F, 10] rows of TtTableIds, by table and by feature
+//   features                  int64 [3 F, 8], see TtFeatures
+//   num_saved                 left halves whose values are kept; -1 for a pass without backward
+//   violations                not used on the CPU: the caller counts for an invalid batch
+// The other arguments are those of tbe_lookup.
 std::vector<Tensor> tt_lookup_checked_(
     std::vector<Tensor> cores, const Tensor& tables, const Tensor& feature_tables,
     const Tensor& features, const Tensor& indices, const Tensor& offsets,
@@ -118,6 +130,11 @@ std::vector<Tensor> tt_lookup_checked_(
   return results;
 }
 
+// Count the step in `hyper` and update the cores and `states` (those of the first core, then those
+// of the second, ..) in place. `kept` is what tt_lookup_checked_ returned for these indices after
+// the output. `is_stale`: the cores have changed since, so that kept values are not used. If
+// `is_finite`, bool [1] or null, is false, nothing is updated. `grad` is the gradient of the
+// output. If the update raises, the step is not counted.
 void tt_backward_(std::vector<Tensor> cores, std::vector<Tensor> states, Tensor hyper,
                   int64_t optimizer, const Tensor& grad, const Tensor& features,
                   const Tensor& indices, const Tensor& offsets, std::optional<Tensor> bag_layout,

@@ -1,5 +1,7 @@
-// Kernels that split the lookups of cached tensor trains into stored and computed rows, and count
-// lookups and hits. If all lookups of a warp belong to one feature, one lane adds them.
+// The kernels of cached tensor trains on the GPU: tt_stored_kernel splits the lookups of a batch
+// into those of stored rows and those of rows that the cores make, tt_count_kernel counts lookups
+// and hits per table. A thread takes a lookup. If all lookups of a warp belong to one feature, as
+// most do, one lane adds their number, else each lane adds its own.
 #pragma once
 
 #include "core/row_slice.cuh"
@@ -15,7 +17,8 @@ inline constexpr int kStoredThreads = 256;
   for (int64_t i = simt::global_thread(); i < args.n; i += simt::threads_in_grid()) args.split(i);
 }
 
-// Return the last feature that begins at or before lookup i, -1 for none.
+// Return the last feature that begins at or before lookup i, -1 if there is none or if i is behind
+// the last lookup of all features.
 EMB_DEVICE int64_t feature_at(const TtCountArgs& args, int64_t i) {
   int64_t low = -1, high = args.num_features;
   while (high - low > 1) {

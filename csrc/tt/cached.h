@@ -1,5 +1,6 @@
-// Lookups of tensor trains with a cache of rows: which of them read a stored row and which the
-// cores, and what is counted of a batch.
+// Lookups of tensor trains some of whose rows are *stored*: which lookups read a stored row and
+// which have their row made from the cores, and the counts of lookups and hits per table. Pointers
+// are to memory of the device on which the op runs; n is the number of lookups.
 #pragma once
 
 #include "core/dtype.h"
@@ -7,19 +8,22 @@
 
 namespace emb {
 
-// The outputs are [n]; `rows` and `cold` are null where no rows are stored.
+// The arguments of `tt_stored`. Inputs and outputs are [n], by lookup.
 struct TtStoredArgs {
-  IndexArray indices;    // indices of the batch
-  const int64_t* ids;    // repaired: -1 for lookups to skip
-  const int64_t* keys;   // the ids among those of all tables
-  const int64_t* slots;  // slot of each key in the index of stored rows, -1 for none; null: all are
-  const int64_t* row_of_slot;
+  IndexArray indices;          // indices of the batch, as the caller passed them
+  const int64_t* ids;          // the repaired indices; -1 for lookups to skip
+  const int64_t* keys;         // the ids, numbered over all tables
+  const int64_t* slots;        // slot of each key in the index of stored rows, -1 for none; null if
+                               // no row is stored
+  const int64_t* row_of_slot;  // [num_slots] stored row of each slot, -1 for none
   int64_t num_slots;
   int64_t n;
-  int64_t* cold;     // the id where the cores make the row, else -1
+  // Outputs. `cold` and `rows` are not written if `slots` is null.
+  int64_t* cold;     // the id if the cores make the row, else -1
   int64_t* rows;     // the stored row, -1 for none
-  int64_t* counted;  // the key of a valid id, -1 for others
+  int64_t* counted;  // the key if the index was valid, else -1
 
+  // Write the outputs of lookup i.
   EMB_HD void split(int64_t i) const {
     const int64_t id = ids[i];
     counted[i] = indices[i] == id ? keys[i] : -1;
@@ -31,18 +35,19 @@ struct TtStoredArgs {
   }
 };
 
+// The arguments of `tt_count_`.
 struct TtCountArgs {
-  const int64_t *counted, *rows;  // [n] as above; `rows` null where none are stored
+  const int64_t *counted, *rows;  // [n] outputs of `tt_stored`; `rows` is null if none are stored
   int64_t n;
-  const int64_t* starts;  // [F + 1] first lookup of each feature
-  const int64_t* tables;  // [F]
+  const int64_t* starts;  // [F + 1] first lookup of each feature, ascending, then the end
+  const int64_t* tables;  // [F] table of each feature
   int64_t num_features, num_tables;
-  int64_t* counters;  // [T, columns]: lookups, hits, ..
-  int64_t columns;
+  int64_t* counters;  // [num_tables, columns]: column 0 counts lookups, column 1 hits
+  int64_t columns;    // 2 or more
 
   EMB_HD bool is_lookup(int64_t i) const { return counted[i] >= 0; }
   EMB_HD bool is_hit(int64_t i) const { return rows != nullptr && is_lookup(i) && rows[i] >= 0; }
-  // Return the counters of a feature; null for a table that there is not.
+  // Return the counters of the table of a feature, null if its number is out of range.
   EMB_HD int64_t* of_feature(int64_t f) const {
     return tables[f] >= 0 && tables[f] < num_tables ? counters + tables[f] * columns : nullptr;
   }

@@ -1,4 +1,5 @@
-// `tt_stored` and `tt_count_` on the CPU.
+// `tt_stored` and `tt_count_` on the CPU: which lookups of cached tensor trains read a stored row,
+// and the counts of lookups and hits per table. See tt/cached.h.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -11,6 +12,8 @@
 namespace emb {
 namespace {
 
+// Return (cold, rows, counted), int64 [n] each; `cold` and `rows` are empty if `slots` is null.
+// `ids`, `keys` and `slots` are int64 [n], row_of_slot int64 [slots].
 std::tuple<Tensor, Tensor, Tensor> tt_stored(const Tensor& indices, const Tensor& ids,
                                              const Tensor& keys, std::optional<Tensor> slots,
                                              const Tensor& row_of_slot) {
@@ -23,6 +26,8 @@ std::tuple<Tensor, Tensor, Tensor> tt_stored(const Tensor& indices, const Tensor
   return {stored.cold, stored.rows, stored.counted};
 }
 
+// Add the numbers of lookups and hits of a batch to `counters`, int64 [T, 2 or more]. `rows` is
+// int64 [n], or empty if no rows are stored.
 void tt_count_(const Tensor& counted, const Tensor& rows, const Tensor& starts,
                const Tensor& tables, Tensor counters) {
   const TtCountArgs args = tt_count_args("tt_count_", counted, rows, starts, tables, &counters);

@@ -1,4 +1,4 @@
-// `tt_stored` and `tt_count_` on the GPU: one launch each.
+// `tt_stored` and `tt_count_` on the GPU, one launch each. The contracts are in cached_cpu.cpp.
 #include <torch/csrc/stable/library.h>
 
 #include <optional>

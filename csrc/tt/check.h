@@ -1,5 +1,7 @@
-// Checks of the tensor-train ops: the shape that cores and factors imply, and the plan of a batch.
-// Shared by the CPU and CUDA entries; all checks run before anything is written.
+// Checks of the tensor-train ops, shared by the CPU and the GPU: the shapes that cores and factors
+// imply, the layout of the tables, the plan of a batch, optimizer states. A check raises with the
+// name `op`; all checks run before anything is written. What is said to run "on the CPU only" reads
+// the contents of tensors, which on a GPU are trusted.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -15,11 +17,13 @@
 
 namespace emb {
 
-// Rows of cores and ids of halves are int32 in the plan.
+// The most rows of a core and ids of halves: they are int32 in the plan.
 inline constexpr int64_t kMaxTtIds = (int64_t{1} << 31) - 1;
-// Digits, keys and the product of all row factors are int64; the margin prevents overflow of sums.
+// The most keys: they, and the product of all row factors, are int64; the margin prevents overflow
+// of sums.
 inline constexpr double kMaxTtRows = 4.0e18;
 
+// Check the row factors of a table, one per core, and return a shape that has nothing else set.
 inline TtShape tt_row_shape(const char* op, const std::vector<int64_t>& row_factors) {
   TtShape shape{};
   shape.cores = static_cast<int>(row_factors.size());
@@ -44,8 +48,8 @@ inline MatmulPrecision parse_matmul_precision(const char* op, int64_t code) {
   return parse_choice<MatmulPrecision>(op, "matmul_precision", code, kMatmulPrecisions);
 }
 
-// Check the layout tensor of the tables, or of those that features read: int64 [T, 10],
-// contiguous.
+// Check the dtype and shape of the layout tensor `name` of the tables, or of those that features
+// read, int64 [T, 10] and contiguous, and return its rows.
 inline const TtTableIds* tt_table_ids(const char* op, const char* name, const Tensor& tables) {
   check_dtype(op, name, tables, ScalarType::Long, "int64");
   STD_TORCH_CHECK(tables.dim() == 2 && tables.size(1) == kTtTableColumns && tables.is_contiguous(),
@@ -53,7 +57,7 @@ inline const TtTableIds* tt_table_ids(const char* op, const char* name, const Te
   return reinterpret_cast<const TtTableIds*>(tables.const_data_ptr<int64_t>());
 }
 
-// Check a row of such a tensor, on the CPU only.
+// Check the contents of a row of such a tensor, on the CPU only.
 inline void check_table_ids(const char* op, const TtTableIds& table) {
   const bool positive = table.rows >= 1 && table.first >= 1 && table.second >= 1 &&
                         table.rights >= 1 && table.multiplier >= 1 && table.offset >= 0;
@@ -109,17 +113,19 @@ inline TtShape tt_shape(const char* op, const std::vector<Tensor>& cores,
   return shape;
 }
 
-// The tensor-train tables of an op: shapes, cores, and where their ids begin among those of all.
+// The tensor-train tables of an op: shapes, cores, and where their cores, keys and ids begin among
+// those of all tables. The vectors first_* have an entry per table and one for the end.
 struct TtTables {
-  std::vector<TtShape> shapes;
-  std::vector<std::vector<Tensor>> cores;
+  std::vector<TtShape> shapes;             // [T]
+  std::vector<std::vector<Tensor>> cores;  // [T][cores]
   std::vector<int64_t> first_cores = {0};
   std::vector<int64_t> first_keys = {0}, first_lefts = {0}, first_rights = {0};
   Dtype type = Dtype::kFloat;  // dtype of all cores
   int64_t dim = 0;             // columns of the widest table
   int64_t value_size = 0;      // floats of the largest left half
 
-  // Lists of all tables one after the other; table t has num_cores[t] entries of each.
+  // Check the lists of cores and factors of all tables, one after the other; table t has
+  // num_cores[t] entries of each.
   TtTables(const char* op, const std::vector<Tensor>& all_cores,
            const std::vector<int64_t>& row_factors, const std::vector<int64_t>& dim_factors,
            const std::vector<int64_t>& num_cores) {
@@ -154,6 +160,7 @@ struct TtTables {
   int64_t size() const { return static_cast<int64_t>(shapes.size()); }
 
  private:
+  // Number the ids and keys of another table behind those of the tables before.
   void append(const char* op, const TtShape& shape) {
     const TtHalf left = shape.left(), right = shape.right();
     const double keys = static_cast<double>(left.ids()) * static_cast<double>(right.ids());
@@ -169,9 +176,11 @@ struct TtTables {
   }
 };
 
-// What the thirds of the `features` of a whole pass describe: keys, ids, and rows that are made.
+// The thirds of the `features` of a whole pass, each [F, 8]: they describe the tables as tables of
+// keys (to group), of ids (to check bounds), and of rows that are made (to pool them).
 enum TtFeatures : int { kTtOfKeys, kTtOfIds, kTtOfRows, kTtFeatureKinds };
 
+// Return a third of `features`, [3 F, 8], as a tensor that shares its memory.
 inline Tensor tt_features(const char* op, const Tensor& features, TtFeatures kind) {
   check_features(op, features);
   STD_TORCH_CHECK(features.size(0) % kTtFeatureKinds == 0 && features.is_contiguous(), op,
@@ -184,6 +193,8 @@ inline Tensor tt_features(const char* op, const Tensor& features, TtFeatures kin
                                   features.device(), ScalarType::Long);
 }
 
+// Check the number, dtypes and sizes of the tensors of a plan, in the order of TtPlanTensor, and
+// return the plan, which refers to their memory. Contents are not checked.
 inline TtPlan tt_plan_of(const char* op, const std::vector<Tensor>& tensors, int64_t tables) {
   STD_TORCH_CHECK(tensors.size() == kTtPlanTensors, op, ": plan must be the ",
                   static_cast<int>(kTtPlanTensors), " tensors that tt_plan returns, got ",
@@ -205,8 +216,8 @@ inline TtPlan tt_plan_of(const char* op, const std::vector<Tensor>& tensors, int
           data[kTtRightRows], data[kTtStarts]};
 }
 
-// Check the distinct ids of halves, ascending and below `ids`, and the rows of each: segments from
-// row 0 to row `rows`, none of them empty.
+// Return whether the ids of `count` distinct halves ascend and are in [0, ids), and whether their
+// segments of rows go from row 0 to row `rows` and none is empty.
 inline bool halves_fit(const int32_t* halves, const int32_t* segments, int64_t count, int64_t ids,
                        int64_t rows) {
   bool fit = count <= rows && (count > 0 || rows == 0) && segments[0] == 0;
@@ -218,7 +229,8 @@ inline bool halves_fit(const int32_t* halves, const int32_t* segments, int64_t c
   return fit && segments[count] == rows;
 }
 
-// Check that the halves of every table are in its range of ids, and begin with its first row.
+// Return whether the halves of every table are in its range of ids, and the first of them begins
+// with the table's first row.
 inline bool starts_fit(const TtPlan& plan, const TtTables& tables, const int32_t* starts,
                        const int32_t* halves, const int32_t* segments,
                        const std::vector<int64_t>& first_ids) {
@@ -231,9 +243,9 @@ inline bool starts_fit(const TtPlan& plan, const TtTables& tables, const int32_t
   return true;
 }
 
-// Check that number(i) is v for the entries [segments[v], segments[v + 1]) of halves v, which have
-// been checked: it begins with 0, never decreases, and grows by one where a segment begins. Without
-// a branch per entry, since most segments have one or few.
+// Return whether number(i) is v for all entries i in [segments[v], segments[v + 1]), for `count`
+// halves v whose segments have been checked. It is so if it begins with 0, never decreases, and
+// grows by one exactly where a segment begins. No branch per entry, since most segments have few.
 template <class Number>
 bool numbers_fit(const int32_t* segments, int64_t count, int64_t entries, const Number& number) {
   bool fit = entries == 0 || (number(0) == 0 && number(entries - 1) == count - 1);
@@ -246,8 +258,8 @@ bool numbers_fit(const int32_t* segments, int64_t count, int64_t entries, const 
   return fit;
 }
 
-// Check the contents of a plan, on the CPU only: the kernels trust them. This takes a few
-// comparisons per row, compared to thousands of multiplications.
+// Raise unless the contents of a plan are consistent, on the CPU only: the kernels trust them. This
+// takes a few comparisons per row, compared to thousands of multiplications.
 inline void check_plan_contents(const char* op, const TtPlan& plan, const TtTables& tables) {
   const int64_t count = tables.size();
   bool fit = true;
@@ -281,7 +293,8 @@ inline void check_plan_contents(const char* op, const TtPlan& plan, const TtTabl
   STD_TORCH_CHECK(fit, op, ": plan must be what tt_plan returned for these row_factors");
 }
 
-// Check the remaining arguments of `tt_core_grads`; `num_rows` is the minimum number of rows.
+// Check `prefixes`, the saved values of left halves, float32 [saved, value_size], and `row_grads`,
+// float32 [num_rows or more, dim].
 inline void check_core_grad_inputs(const char* op, const TtTables& tables, int64_t num_rows,
                                    const Tensor& prefixes, const Tensor& row_grads) {
   check_dtype(op, "row_grads", row_grads, ScalarType::Float, "float32");
@@ -295,7 +308,8 @@ inline void check_core_grad_inputs(const char* op, const TtTables& tables, int64
       ": prefixes must be what tt_rows returned for these cores");
 }
 
-// The checked arguments of `tt_stored` with its outputs; `indices` must be contiguous.
+// The checked arguments of `tt_stored` and its outputs, allocated here. `indices` must be
+// contiguous; `args` refers to the caller's tensors.
 struct TtStored {
   Tensor cold, rows, counted;
   TtStoredArgs args{};
@@ -333,7 +347,7 @@ struct TtStored {
   }
 };
 
-// Check the arguments of `tt_count_`.
+// Check the arguments of `tt_count_`, all int64 and contiguous, and return them.
 inline TtCountArgs tt_count_args(const char* op, const Tensor& counted, const Tensor& rows,
                                  const Tensor& starts, const Tensor& tables, Tensor* counters) {
   const Tensor* inputs[] = {&counted, &rows, &starts, &tables, counters};
@@ -360,8 +374,8 @@ inline TtCountArgs tt_count_args(const char* op, const Tensor& counted, const Te
           counters->size(1)};
 }
 
-// Check the optimizer states of `tt_update_`, those of the first core first, and return weights and
-// states of each core.
+// Check `hyper` and the optimizer states of `tt_update_`, all of the first core, then all of the
+// second, .., and return the weights and states of each core.
 inline std::vector<TierRows> check_core_states(const char* op, int64_t optimizer,
                                                const std::vector<Tensor>& cores,
                                                const std::vector<Tensor>& states,

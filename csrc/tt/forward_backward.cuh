@@ -1,10 +1,15 @@
 // The forward and the backward pass of tensor-train tables on the GPU as sequences of kernels, for
-// any launcher: tests/simt runs the same code on an emulated machine. Sizes that only the device
-// knows (distinct rows and halves) stay there; grids and buffers have the maximum size.
+// any launcher: tests/simt runs the same code on an emulated machine. The numbers of distinct rows
+// and halves are known on the device only, so grids and buffers have the maximum size.
 //
-// Every kernel serves all tables in one launch, so a pass takes the same number of launches for any
-// number of tables. What differs between tables is in arrays in device memory (TtTableRows, TtPair
-// and others), which one launch writes before the others (core/upload.cuh).
+// Every kernel serves all tables in one launch, so that a pass takes the same number of launches
+// for any number of tables. What differs between tables is in arrays of arguments in device memory
+// (TtTableRows, TtPair and others), which the first launch writes (core/upload.cuh).
+//
+// A pass builds a TtBatch (shapes, cores and plan), a TtMemory (which asks for the buffers) and a
+// TtArrays (from both), and calls the latter's `upload`, `make_values`, and then `make_rows`
+// (forward) or `make_grads` and `update` (backward). All refer to memory of the caller, who keeps
+// it until the kernels have run.
 #pragma once
 
 #include <vector>
@@ -21,27 +26,29 @@ namespace emb::cuda {
 inline int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t max_of(int64_t a, int64_t b) { return a > b ? a : b; }
 
-// One table of a batch.
+// One table of a batch; its addresses are of device memory.
 struct TtBatchTable {
   TtShape shape;
-  int64_t first_left, first_right;  // ids
+  int64_t first_left, first_right;  // first ids of its halves
   const void* cores[kMaxCores];
-  const float* left[2];     // the cores of the left half as floats, of 16-bit ones copies
-  float* mirrored[2];       // the outer and the inner core of a right pair, axes reversed
-  float* grads[kMaxCores];  // gradients of the cores; null in a forward pass
-  float* mirrored_grads[2];
+  const float* left[2];      // outer and inner core of the left half as floats: cores, or copies
+  float* mirrored[2];        // outer and inner core of a right pair, axes reversed; copies
+  float* grads[kMaxCores];   // gradients of the cores; null in a forward pass
+  float* mirrored_grads[2];  // gradients of `mirrored`, in a backward pass
 };
 
-// All tables of a batch. Values of halves are rows of `left_stride` and `right_stride` floats, the
-// same for all tables; rows and their gradients have `row_stride`.
+// All tables of a batch. The values of halves of all tables have the same stride, left and right,
+// and so have rows and their gradients; strides are in floats.
 struct TtBatch {
   std::vector<TtBatchTable> tables;
   Dtype type;  // dtype of the cores
   TtPlan plan;
   MatmulPrecision precision;
-  int64_t left_ids = 0, right_ids = 0, left_stride = 0, right_stride = 0, row_stride = 0;
+  int64_t left_ids = 0, right_ids = 0;  // ids of halves of all tables
+  int64_t left_stride = 0, right_stride = 0, row_stride = 0;
   bool has_left_pairs = false, has_right_pairs = false;
 
+  // `cores` has the addresses of the cores, table after table.
   TtBatch(const std::vector<TtShape>& shapes, const std::vector<const void*>& cores, Dtype dtype,
           const TtPlan& batch_plan, MatmulPrecision matmul)
       : type(dtype), plan(batch_plan), precision(matmul) {
@@ -62,37 +69,39 @@ struct TtBatch {
     }
   }
 
-  // The most distinct halves that there may be, and the floats of their values.
+  // The maximum number of distinct halves, and the floats of their values.
   int64_t lefts() const { return min_of(plan.capacity, left_ids); }
   int64_t rights() const { return min_of(plan.capacity, right_ids); }
   int64_t left_floats() const { return lefts() * left_stride; }
   int64_t right_floats() const { return rights() * right_stride; }
 
-  // Return the most floats of an outer row of pairs, left or right ones; 0 if there are none.
-  int64_t most_outer_floats(TtHalf (TtShape::*half_of)() const) const {
-    int64_t found = 0;
+  // Return the maximum floats of a row of the outer core of a pair, of left or of right halves; 0
+  // if no half is a pair.
+  int64_t max_outer_floats(TtHalf (TtShape::*half_of)() const) const {
+    int64_t floats = 0;
     for (const TtBatchTable& table : tables) {
       const TtHalf half = (table.shape.*half_of)();
-      if (half.pair) found = max_of(found, half.outer_size());
+      if (half.pair) floats = max_of(floats, half.outer_size());
     }
-    return found;
+    return floats;
   }
 };
 
-// The buffers of a pass. Those of length 0 are null.
+// The buffers of a pass in device memory. Those of length 0 are null. The functions add_* take
+// `allocate`, which returns memory for a number of floats that lives as long as the pass.
 struct TtMemory {
-  float* right_values = nullptr;
-  const float* left_values = nullptr;  // left values from the forward pass, or made by `expand`
-  float* made_left_values = nullptr;   // left values that `expand` writes; null if it need not
+  float* right_values = nullptr;       // [rights, right_stride]
+  const float* left_values = nullptr;  // [lefts, left_stride] of pairs: saved or made
+  float* made_left_values = nullptr;   // left_values if this pass makes them, else null
   // Of a backward pass.
   float *left_grads = nullptr, *right_grads = nullptr;  // gradients of the values of pairs
-  float* partials = nullptr;
-  float *left_outer_values = nullptr, *right_outer_values = nullptr;
+  float* partials = nullptr;                            // of right_grads.cuh: [slots, right_stride]
+  float *left_outer_values = nullptr, *right_outer_values = nullptr;  // TtPair::outer_values
 
-  // Make the values of left pairs, in memory of so many floats.
+  // Let this pass make the values of left pairs, in `values`, memory for left_floats().
   void set_left_values(float* values) { left_values = made_left_values = values; }
 
-  // `allocate` returns memory of so many floats that lives as long as the pass.
+  // Take the buffers of a forward pass but for left_values, and those of `batch`.
   template <class Allocate>
   void add_forward(TtBatch* batch, Allocate& allocate) {
     right_values = allocate(batch->right_floats());
@@ -109,13 +118,14 @@ struct TtMemory {
     }
   }
 
+  // Take the additional buffers of a backward pass.
   template <class Allocate>
   void add_backward(TtBatch* batch, Allocate& allocate) {
     left_grads = allocate(batch->has_left_pairs ? batch->left_floats() : 0);
     right_grads = allocate(batch->has_right_pairs ? batch->right_floats() : 0);
     partials = allocate(chunk_slots(batch->plan.capacity) * batch->right_stride);
-    left_outer_values = allocate(batch->lefts() * batch->most_outer_floats(&TtShape::left));
-    right_outer_values = allocate(batch->rights() * batch->most_outer_floats(&TtShape::right));
+    left_outer_values = allocate(batch->lefts() * batch->max_outer_floats(&TtShape::left));
+    right_outer_values = allocate(batch->rights() * batch->max_outer_floats(&TtShape::right));
     for (TtBatchTable& table : batch->tables) {
       const TtHalf right = table.shape.right();
       if (!right.pair) continue;
@@ -125,7 +135,9 @@ struct TtMemory {
   }
 };
 
-// The arrays of arguments of a pass, and in the end where they are on the device.
+// The arrays of arguments of a pass, and the launches that use them. Refers to `batch`. The
+// constructor builds the arrays on the host; `upload` copies them to the device, and must be called
+// before any other launch.
 class TtArrays {
  public:
   TtArrays(const TtBatch& batch, const TtMemory& memory) : batch_(batch) {
@@ -143,14 +155,15 @@ class TtArrays {
     args_.row_stride = batch.row_stride;
   }
 
-  // Add an optimizer step on the rows of a core.
+  // Add an optimizer step on the rows of a core, before `upload`; first_block of `step` is set
+  // here.
   void add_step(MatrixStep step) {
     step.first_block = update_blocks_;
     update_blocks_ += step.in.blocks();
     steps_.push_back(step);
   }
 
-  // Return the most words that `upload` writes.
+  // Return the maximum number of 8-byte words that `upload` writes.
   static int64_t max_words(const TtBatch& batch) {
     int64_t bytes = 0;
     for (const TtBatchTable& table : batch.tables) {
@@ -160,7 +173,8 @@ class TtArrays {
     return bytes / static_cast<int64_t>(sizeof(uint64_t));
   }
 
-  // Copy the arrays to the device, to memory for `max_words`, and begin the step of an update.
+  // Copy the arrays to `words`, device memory for max_words, and do what `begin` says: fill
+  // gradients with zeros, count the step of an update.
   template <class Launcher>
   void upload(const Launcher& launcher, uint64_t* words, BeginStep begin = {}) {
     Upload upload;
@@ -191,11 +205,15 @@ class TtArrays {
     launch_expand(launcher, batch_.precision, pairs_from(makes_left ? 0 : num_left_pairs_));
   }
 
+  // Make the distinct rows, [capacity, row_stride]; rows and columns that do not exist are not
+  // written.
   template <class Launcher>
   void make_rows(const Launcher& launcher, float* rows) const {
     launch_tt_rows(launcher, batch_.precision, kernels_, batch_.lefts(), args_, rows);
   }
 
+  // Make the gradients of all cores from those of the rows, [capacity, row_stride]. Of a core that
+  // is in no pair only rows that the batch uses are written.
   template <class Launcher>
   void make_grads(const Launcher& launcher, const TtMemory& memory, const float* row_grads) const {
     launch_left_grads(launcher, batch_.precision, kernels_, batch_.lefts(), args_, row_grads);
@@ -207,6 +225,8 @@ class TtArrays {
     reverse(launcher, device_mirror_back_, size_of(mirror_back_), Dtype::kFloat);
   }
 
+  // Apply the optimizer to the cores, by the steps of add_step; of `step` only the optimizer and
+  // its numbers matter.
   template <class Launcher>
   void update(const Launcher& launcher, const OptimizerStepArgs& step) const {
     launch_update_matrices(launcher, device_steps_, size_of(steps_), update_blocks_, step);
@@ -218,13 +238,15 @@ class TtArrays {
     return static_cast<int>(items.size());
   }
 
-  // 32 bits hold the offsets of values and gradients in units of four floats.
+  // Return whether right_grads.cuh may read gradients and left values in vectors: 32 bits must hold
+  // their offsets in units of four floats.
   bool has_row_vectors(const float* row_grads) const {
-    constexpr int64_t kMost = int64_t{1} << 34;
-    return batch_.row_stride % 4 == 0 && is_aligned(row_grads, 16) && max_left_floats_ < kMost &&
-           batch_.plan.capacity * batch_.row_stride < kMost;
+    constexpr int64_t kMaxFloats = int64_t{1} << 34;
+    return batch_.row_stride % 4 == 0 && is_aligned(row_grads, 16) &&
+           max_left_floats_ < kMaxFloats && batch_.plan.capacity * batch_.row_stride < kMaxFloats;
   }
 
+  // Return the left halves, and the right pairs, of a table, the `number`-th of the batch.
   TtHalves left_halves(const TtBatchTable& table, int64_t number) const {
     const TtPlan& plan = batch_.plan;
     return {table.shape.left(),          table.left[0],    table.left[1],      plan.lefts,
@@ -236,6 +258,7 @@ class TtArrays {
             plan.right_starts() + number, table.first_right, batch_.right_stride, true};
   }
 
+  // Add a table, the `number`-th of the batch, to the arrays.
   void add_rows(const TtBatchTable& table, const TtMemory& memory);
   void add_copies(const TtBatchTable& table, int64_t number);
   void add_left_pair(const TtBatchTable& table, const TtMemory& memory, int64_t number);
@@ -249,29 +272,31 @@ class TtArrays {
     pairs_.push_back(pair);
   }
 
-  // Return the pairs from a number on.
+  // Return the pairs from number `first` on: left pairs come first, then right ones.
   TtPairs pairs_from(int first) const {
-    TtPairs found;
-    found.pairs = device_pairs_ + first;
-    found.count = size_of(pairs_) - first;
-    if (found.count > 0) found.first_inner = pairs_[first].first_inner;
+    TtPairs result;
+    result.pairs = device_pairs_ + first;
+    result.count = size_of(pairs_) - first;
+    if (result.count > 0) result.first_inner = pairs_[first].first_inner;
     for (int i = first; i < size_of(pairs_); ++i) {
       const TtHalf& half = pairs_[i].halves.half;
-      found.equal_inner_rows =
-          i == first || found.equal_inner_rows == half.inner_rows ? half.inner_rows : 0;
-      found.inner_rows += half.inner_rows;
-      found.outer_rows += half.outer_rows;
-      found.max_width = static_cast<int>(max_of(found.max_width, half.q_inner * half.rank));
-      found.max_inner_rank = static_cast<int>(max_of(found.max_inner_rank, half.inner_rank));
+      result.equal_inner_rows =
+          i == first || result.equal_inner_rows == half.inner_rows ? half.inner_rows : 0;
+      result.inner_rows += half.inner_rows;
+      result.outer_rows += half.outer_rows;
+      result.max_width = static_cast<int>(max_of(result.max_width, half.q_inner * half.rank));
+      result.max_inner_rank = static_cast<int>(max_of(result.max_inner_rank, half.inner_rank));
     }
-    return found;
+    return result;
   }
 
+  // Reverse the axes of the rows of `matrix_count` matrices of dtype `type`.
   template <class Launcher>
-  void reverse(const Launcher& launcher, const TtReverse* matrices, int count, Dtype type) const {
-    if (count == 0) return;
+  void reverse(const Launcher& launcher, const TtReverse* matrices, int matrix_count,
+               Dtype type) const {
+    if (matrix_count == 0) return;
     launcher(reverse_kernel, blocks_for(mirror_rows_, 1, launcher.blocks(64)), kRowThreads,
-             matrices, count, mirror_rows_, type);
+             matrices, matrix_count, mirror_rows_, type);
   }
 
   const TtBatch& batch_;
@@ -279,7 +304,8 @@ class TtArrays {
   TtKernels kernels_;
   bool has_last_cores_ = false;
   int num_left_pairs_ = 0, max_right_tiles_ = 0;
-  int64_t max_left_floats_ = 0;  // most floats that TtTableRows::left points to
+  int64_t max_left_floats_ = 0;  // maximum floats that a TtTableRows::left points to
+  // Totals over all pairs, copies of cores, mirrored cores and optimizer steps.
   int64_t pair_inner_rows_ = 0, pair_outer_rows_ = 0;
   int64_t widen_rows_ = 0, mirror_rows_ = 0, update_blocks_ = 0;
   std::vector<TtTableRows> rows_;
@@ -326,13 +352,14 @@ inline void TtArrays::add_rows(const TtBatchTable& table, const TtMemory& memory
   (has_right_vectors ? kernels_.right_vectors : kernels_.right_scalars) = true;
 }
 
-// Copies of cores before and after the products: as floats, and with their axes reversed.
+// Add the copies of cores: of 16-bit left cores as floats, of the cores of a right pair with their
+// axes reversed, and back from the gradients of these.
 inline void TtArrays::add_copies(const TtBatchTable& table, int64_t number) {
   const TtHalf left = table.shape.left(), right = table.shape.right();
   const int last = table.shape.cores - 1;
-  const auto widen = [&](int k, int64_t rows, int64_t width, int64_t unit) {
+  const auto widen = [&](int k, int64_t rows, int64_t width, int64_t ids_per_row) {
     widen_.push_back({left_halves(table, number), table.cores[k], const_cast<float*>(table.left[k]),
-                      widen_rows_, width, unit});
+                      widen_rows_, width, ids_per_row});
     widen_rows_ += rows;
   };
   if (batch_.type != Dtype::kFloat) {
@@ -361,7 +388,7 @@ inline void TtArrays::add_left_pair(const TtBatchTable& table, const TtMemory& m
   pair.values = memory.made_left_values;
   pair.value_grads = memory.left_grads;
   pair.outer_values = memory.left_outer_values;
-  pair.outer_stride = batch_.most_outer_floats(&TtShape::left);
+  pair.outer_stride = batch_.max_outer_floats(&TtShape::left);
   pair.outer_grads = table.grads[0];
   pair.inner_grads = table.grads[1];
   add_pair(pair);
@@ -375,7 +402,7 @@ inline void TtArrays::add_right_pair(const TtBatchTable& table, const TtMemory& 
   pair.values = memory.right_values;
   pair.value_grads = memory.right_grads;
   pair.outer_values = memory.right_outer_values;
-  pair.outer_stride = batch_.most_outer_floats(&TtShape::right);
+  pair.outer_stride = batch_.max_outer_floats(&TtShape::right);
   pair.outer_grads = table.mirrored_grads[0];
   pair.inner_grads = table.mirrored_grads[1];
   add_pair(pair);

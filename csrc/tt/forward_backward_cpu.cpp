@@ -1,6 +1,10 @@
-// `tt_rows`, `tt_core_grads` and `tt_update_` on the CPU. The right halves of a batch are few and
-// are all expanded first; left halves are expanded when they are needed. Of the cores only rows
-// that the batch uses are read, and only these have gradients and are updated. All arithmetic is
+// `tt_rows`, `tt_core_grads` and `tt_update_` on the CPU: rows from cores, and back from gradients
+// of rows to gradients of cores, or to updated cores.
+//
+// To *expand* a half is to compute its value from its cores. The right halves of a batch are few
+// and are all expanded first; left halves are expanded when they are needed. Only core rows that
+// the batch uses are read, and only these have gradients and are updated. Tables are processed one
+// after another by all threads, or several at once by a thread each (for_tables). All arithmetic is
 // float32, which every `matmul_precision` allows.
 #include <torch/csrc/stable/library.h>
 
@@ -26,14 +30,14 @@ namespace emb {
 EMB_SELECT_KERNELS(TtTable, kTtTable, tt_table)
 EMB_SELECT_KERNELS(UpdateRowsTable, kUpdateRowsTable, tt_update_table)
 
-// A range with fewer multiplications than this is not worth waking a thread for.
+// The smallest work of a thread: in multiplications, and for updates in elements.
 inline constexpr int64_t kTtGrain = 1 << 21;
-inline constexpr int64_t kUpdateGrain = 1 << 15;  // elements
-// Work on whole tables, in multiplications: what a thread should have, and what a row costs
-// besides.
+inline constexpr int64_t kUpdateGrain = 1 << 15;
+// For a thread that takes whole tables: its smallest work, and the work of a row besides its
+// product, both in multiplications.
 inline constexpr int64_t kTableGrain = 1 << 19, kRowWork = 256;
 
-// Reverse the axes of every row of a core, in parallel.
+// Reverse the axes of `rows` rows, in parallel.
 inline void tt_reverse(const TtReverseArgs& args, int64_t rows) {
   const int64_t size = args.a * args.q * args.b;
   parallel_balanced(
@@ -41,27 +45,28 @@ inline void tt_reverse(const TtReverseArgs& args, int64_t rows) {
       [&](int64_t begin, int64_t end) { tt_table().reverse(args, begin, end); });
 }
 
-// Float copies of the core rows that a batch uses, of cores stored in 16 bits.
+// Float copies of the core rows that a batch uses, for cores stored in 16 bits.
 struct UsedCores {
-  std::vector<int32_t> rows[kMaxCores];  // used rows of the whole core, ascending
-  Floats values[kMaxCores];
-  std::vector<int32_t> lefts, rights;  // ids of the halves among those that these rows make
+  std::vector<int32_t> rows[kMaxCores];  // the rows of each core that are used, ascending
+  Floats values[kMaxCores];              // copies of these rows
+  std::vector<int32_t> lefts, rights;    // ids of the halves in a table of only these rows
 };
 
-// One table and its part of the plan of a batch: pointers to its first left and right half. Numbers
-// in the plan count those of all tables, so they are relative to `first_row`, `first_left` and
-// `first_right`. With 16-bit cores it is the table that the core rows of the batch make: halves
-// keep their order among each other, so all results have the bits of float cores of equal values.
+// One table of a batch, and its part of the plan. `plan` points to the table's first left and right
+// half; numbers of rows and halves in it count those of all tables, so first_row, first_left and
+// first_right must be subtracted. For 16-bit cores the table is replaced by a smaller one of
+// float32 copies of the core rows that the batch uses. Halves keep their order, so that all results
+// have the bits of float32 cores of equal values.
 struct TtBatch {
   TtShape shape;
   int64_t first_core;  // number of the first core in the list of the cores of all tables
   TtPlan plan;
   int64_t first_row, first_left, first_right;
-  int64_t num_rows, num_lefts, num_rights;
+  int64_t num_rows, num_lefts, num_rights;  // distinct rows and halves of the table
   int64_t first_left_id, first_right_id;
   TtHalf left, right;
-  std::vector<const float*> cores;
-  UsedCores used;  // the rows that 16-bit cores have as floats
+  std::vector<const float*> cores;  // the cores, or the copies in `used`
+  UsedCores used;                   // empty for float32 cores
 
   TtBatch(const TtTables& tables, const TtPlan& all, int64_t t)
       : shape(tables.shapes[t]),
@@ -88,7 +93,7 @@ struct TtBatch {
     for (const Tensor& core : tables.cores[t]) cores.push_back(core.const_data_ptr<float>());
   }
 
-  // Return the row of core k that row `row` of `cores[k]` is.
+  // Return the row of core k of the whole table that is row `row` of cores[k].
   int64_t core_row(int64_t k, int64_t row) const {
     return used.rows[k].empty() ? row : used.rows[k][row];
   }
@@ -97,7 +102,7 @@ struct TtBatch {
     return {left, cores[0], cores[1], plan.lefts, first_left_id, false};
   }
 
-  // Return the multiplications for the left halves [0, u) and their rows.
+  // Return the number of multiplications for the left halves [0, u) and their rows.
   int64_t cost(int64_t u) const {
     const int64_t per_left = left.pair ? left.q_outer * left.inner_size() : 0;
     return u * per_left + (plan.left_segments[u] - first_row) * shape.dim() * left.rank;
@@ -109,7 +114,7 @@ struct TtBatch {
   void widen(const std::vector<Tensor>& narrow, Dtype type);
 };
 
-// Replace the table by the one that the core rows of the batch make, as floats.
+// Replace the table by one of float32 copies of the core rows that the batch uses.
 void TtBatch::widen(const std::vector<Tensor>& narrow, Dtype type) {
   const int last = shape.cores - 1;
   used.lefts = number_rows({left, nullptr, nullptr, plan.lefts, first_left_id, false}, num_lefts,
@@ -135,11 +140,11 @@ void TtBatch::widen(const std::vector<Tensor>& narrow, Dtype type) {
   first_left_id = first_right_id = 0;
 }
 
-// The right halves of a batch, expanded: [V][columns, rank].
+// The right halves of a table of a batch, expanded. Refers to `batch`, which must outlive it.
 struct TtRights {
-  std::optional<PairRows> rows;           // the rows of a pair
+  std::optional<PairRows> rows;           // of a pair: the core rows that are used
   Floats mirrored_outer, mirrored_inner;  // these rows with their axes reversed
-  Floats values;
+  Floats values;                          // [V][columns, rank]
   TtHalfCores cores;
 
   explicit TtRights(const TtBatch& batch)
@@ -179,20 +184,19 @@ struct TtRights {
 
 namespace {
 
-// The output of `tt_rows`: rows of `stride` floats, and the values of the first `num_saved` left
-// halves of all tables, for each of which there are `value_stride` floats.
+// The output of `tt_rows`: the rows of all tables, and the values of their first left halves.
 struct TtRowsOutput {
-  float *rows, *saved;
+  float *rows, *saved;  // [capacity][stride], [num_saved][value_stride]
   int64_t stride, num_saved, value_stride;
 
-  // Return the part of a table: its values lie one after the other.
+  // Return where the values of a table are saved, one after the other without gaps, and how many.
   float* saved_of(const TtBatch& batch) const { return saved + batch.first_left * value_stride; }
   int64_t num_saved_of(const TtBatch& batch) const {
     return std::clamp<int64_t>(num_saved - batch.first_left, 0, batch.num_lefts);
   }
 };
 
-// Make the distinct rows of one table; each left half is expanded once.
+// Write the distinct rows of one table, in parallel; each left half is expanded once.
 void make_rows(const TtBatch& batch, const TtRowsOutput& out) {
   const TtHalf &left = batch.left, &right = batch.right;
   const TtRights rights(batch);
@@ -236,8 +240,8 @@ std::vector<TtBatch> used_tables(const TtTables& tables, const TtPlan& plan) {
   return used;
 }
 
-// Call `body` for each table, and tell whether it has one thread: tables are processed on several
-// threads at once where that keeps all of them busy, else one after another, each on all threads.
+// Call body(table, alone) for each table: for several tables at once, on one thread each (`alone`),
+// if that keeps all threads busy; otherwise for one after another, each on all threads.
 template <class Body>
 void for_tables(const std::vector<TtBatch>& tables, const Body& body) {
   std::vector<int64_t> work = {0};  // before each table
@@ -261,6 +265,7 @@ void for_tables(const std::vector<TtBatch>& tables, const Body& body) {
 
 }  // namespace
 
+// The contract is in tt/entries.h.
 void tt_make_rows(const TtTables& tables, const TtPlan& plan, const Tensor& prefixes, float* rows) {
   const TtRowsOutput out{rows, prefixes.mutable_data_ptr<float>(), tables.dim, prefixes.size(0),
                          tables.value_size};
@@ -269,6 +274,11 @@ void tt_make_rows(const TtTables& tables, const TtPlan& plan, const Tensor& pref
 
 namespace {
 
+// Return the distinct rows of all tables in key order, float32 [L, dim of the widest table], and
+// the values of the first num_saved left halves, float32 [num_saved, value_size]. Rows behind the
+// last one, columns beyond the dim of a table, and values of halves that are no pair or do not
+// exist are unspecified. `plan_tensors` are those of tt_plan, whose contents are checked; the lists
+// are those of TtTables.
 std::tuple<Tensor, Tensor> tt_rows(std::vector<Tensor> cores, std::vector<Tensor> plan_tensors,
                                    std::vector<int64_t> row_factors,
                                    std::vector<int64_t> dim_factors, std::vector<int64_t> num_cores,
@@ -287,19 +297,20 @@ std::tuple<Tensor, Tensor> tt_rows(std::vector<Tensor> cores, std::vector<Tensor
 }
 
 // The gradients. The left halves are processed in waves, so that scratch memory does not grow with
-// the batch: first those whose values the forward pass saved, then the others. A wave computes the
-// gradient of every inner row in it, from values that are expanded again just before if they were
-// not saved; then it adds the contributions of the wave to right halves and outer rows. These are
-// two parallel regions per wave. In `tt_update_` the optimizer runs inside the first one, on inner
-// rows whose gradients are complete: no other half reads these rows. Each sum is computed by one
-// thread in a fixed order, whatever the number of threads and the size of the waves.
+// the batch: first those whose values the forward pass saved, then the others, whose values the
+// wave expands again. A wave has two parallel regions. The first computes the gradient of every
+// inner row of the wave, and one gradient of an outer row per half. The second adds the wave's
+// contributions to the gradients of right halves and of outer rows. In `tt_update_` the optimizer
+// runs inside the first region, on inner rows whose gradients are complete: no other half reads
+// these rows. Each sum is computed by one thread in a fixed order, whatever the number of threads
+// and the size of the waves.
 
-// Floats of left values in a wave that expands them again. A single thread never waits between
-// waves, so its waves fit its second-level cache.
+// Floats of left values in a wave that expands them again: for all threads, and for one thread,
+// which need not wait for others between waves, so that its waves fit its second-level cache.
 constexpr int64_t kWaveFloats = 1 << 20, kWaveFloatsAlone = 1 << 18;
 
-// The halves [begin, end) by outer row, for the sum of their outer values into the gradients of the
-// outer rows of the batch.
+// The halves [begin, end) sorted by outer row, to sum their `outer_values`, [halves, size], into
+// the gradients of the outer rows of the batch, `grads` [outer rows, size].
 class OuterSums {
  public:
   OuterSums(const PairRows& rows, int64_t size, int64_t begin, int64_t end,
@@ -325,35 +336,38 @@ class OuterSums {
   TtOuterSumArgs args_;
 };
 
-// How the optimizer is applied to the rows of a core.
+// The optimizer step on the rows of a core.
 struct CoreStep {
   UpdateRowsFn update;
-  TierRows tier;
+  TierRows tier;  // the core and its states
   const double* hyper;
-  int64_t first_row;  // the number of its first row among the rows of all cores
+  int64_t first_row;  // number of the core's first row among the rows of all cores
 
+  // Return the arguments for gradients `grads`, [.., width], of the core rows `rows`.
   UpdateRowsArgs args(const float* grads, int64_t width, const int32_t* rows) const {
     return {tier, grads, width, hyper, rows, first_row};
   }
 };
 
-// Floats of gradients of inner rows that are complete when the optimizer is applied to them: few
-// enough to be in the first two levels of the cache.
+// Floats of gradients of inner rows that are collected before the optimizer is applied to them: few
+// enough to be still in the first two levels of the cache.
 constexpr int64_t kStepFloats = 1 << 13;
 
 // The gradients of the rows of one core that the batch uses.
 struct CoreGrads {
-  std::vector<int32_t> rows;  // ascending
-  Floats values;              // [rows][width]
+  std::vector<int32_t> rows;  // core rows, ascending
+  Floats values;              // [rows][width], their gradients
   int64_t width = 0;
 
   int64_t size() const { return static_cast<int64_t>(rows.size()); }
 };
 
+// The backward pass of one table of a batch: call left_half, then right_half.
 class Backward {
  public:
-  // `saved` has the values of the first `num_saved` left halves; rows of gradients have `stride`
-  // floats. `alone`: on one thread, while other threads may have other tables.
+  // `saved` has the values of the first `num_saved` left halves of the table; `row_grads` has the
+  // gradients of the rows of all tables, `stride` floats each. `alone`: run on one thread, because
+  // other threads have other tables. Refers to all arguments.
   Backward(const TtBatch& batch, const TtRights& rights, const float* saved, int64_t num_saved,
            const float* row_grads, int64_t stride, bool alone)
       : batch_(batch),
@@ -368,8 +382,9 @@ class Backward {
             saved, batch.left.pair ? num_saved : 0, nullptr, batch.plan.lefts, batch.first_left_id,
             0,     batch.left.value_size()} {}
 
-  // Compute the gradients of the core or cores of the left half, and those of the right values.
-  // With `step`, the inner core of a pair may be updated at once: `inner` is then empty.
+  // Compute the gradients of the core or cores of the left half, and those of the values of right
+  // halves. `inner` is not touched if the half is no pair. If `step` is not null, the inner core
+  // may be updated at once; `inner` then has no rows.
   void left_half(CoreGrads* outer, CoreGrads* inner, const CoreStep* step) {
     const TtHalf& left = batch_.left;
     const int64_t lefts = batch_.num_lefts;
@@ -418,7 +433,8 @@ class Backward {
     }
   }
 
-  // Compute the gradients of the core or cores of the right half; `third` is that of a pair.
+  // Compute the gradients of the core or cores of the right half; `third`, that of the inner core,
+  // is not touched if the half is no pair.
   void right_half(CoreGrads* last, CoreGrads* third) const {
     const TtHalf& half = batch_.right;
     last->width = half.outer_size();
@@ -466,8 +482,8 @@ class Backward {
   }
 
  private:
-  // Compute the gradients of the inner core, and the values of the outer core, for left halves
-  // [begin, end).
+  // Compute the gradients of the inner core, and the gradients of outer rows per half, for left
+  // halves [begin, end).
   void left_groups(const TtHalfGrads& grads, int64_t begin, int64_t end) {
     const TtLeftGradsArgs args{batch_.left_cores(),
                                batch_.right.columns(),
@@ -509,8 +525,8 @@ class Backward {
   }
 
   // Add the rows of left halves below `end` that were not added before to the gradients of right
-  // halves, and, in the same parallel region, the values of `sums` to outer rows.
-  // A single thread takes the rows in their own order.
+  // halves. In the same parallel region, run `sums`, if it is not null. A single thread takes the
+  // rows in their order.
   void right_sums(int64_t end, const OuterSums* sums) {
     const TtPlan& plan = batch_.plan;
     const TtRightGradsArgs args{left_,
@@ -561,7 +577,7 @@ class Backward {
   TtValues left_;
 };
 
-// The arguments of an op that computes the gradients of cores.
+// The checked arguments of an op that computes the gradients of cores.
 struct GradInputs {
   const TtTables& tables;
   TtPlan plan;
@@ -577,8 +593,9 @@ struct GradInputs {
     check_core_grad_inputs(op, tables, plan.row_starts()[tables.size()], prefixes, row_grads);
   }
 
-  // Compute the gradients of the cores of a table that has rows in the batch. With `inner_step`, of
-  // the second core, there may be none of that core: it is updated then.
+  // Return the gradients of the cores of a table that has rows in the batch. If `inner_step`, the
+  // step of the second core, is not null, that core may have been updated already: then it has no
+  // gradients here.
   std::vector<CoreGrads> of(const TtBatch& batch, const CoreStep* inner_step, bool alone) const {
     const TtRights rights(batch);
     const TtRowsOutput saved{nullptr, const_cast<float*>(prefixes.const_data_ptr<float>()), 0,
@@ -597,6 +614,9 @@ struct GradInputs {
   }
 };
 
+// Return the gradients of all cores, float32 of the cores' shapes, zeros for rows that the batch
+// does not use. `prefixes` are the values that tt_rows saved, `row_grads` is float32 [rows or more,
+// dim], the gradient of what tt_rows returned.
 std::vector<Tensor> tt_core_grads(std::vector<Tensor> cores, std::vector<Tensor> plan_tensors,
                                   const Tensor& prefixes, const Tensor& row_grads,
                                   std::vector<int64_t> row_factors,
@@ -626,6 +646,7 @@ std::vector<Tensor> tt_core_grads(std::vector<Tensor> cores, std::vector<Tensor>
 
 }  // namespace
 
+// The contract is in tt/entries.h.
 void tt_update_rows(const char* op, const TtTables& tables, const std::vector<Tensor>& cores,
                     const std::vector<Tensor>& states, const Tensor& hyper, int64_t optimizer,
                     const std::vector<Tensor>& plan_tensors, const Tensor& prefixes,
@@ -657,6 +678,9 @@ void tt_update_rows(const char* op, const TtTables& tables, const std::vector<Te
 
 namespace {
 
+// Apply the optimizer to the core rows that the batch uses, in place, as `update_rows_` does with
+// the gradients of tt_core_grads. The step in `hyper` has been counted. `states` are all of the
+// first core, then all of the second, ..
 void tt_update_(std::vector<Tensor> cores, std::vector<Tensor> states, const Tensor& hyper,
                 int64_t optimizer, std::vector<Tensor> plan_tensors, const Tensor& prefixes,
                 const Tensor& row_grads, std::vector<int64_t> row_factors,

@@ -1,10 +1,11 @@
-// Tensor-train tables on the GPU: checks, memory from torch's allocator, launch. Nothing waits for
-// the device.
+// Tensor-train tables on the GPU: check the arguments, take memory from torch's allocator, launch.
+// Nothing waits for the device. The contracts of the ops are those of the CPU (plan_cpu.cpp,
+// forward_backward_cpu.cpp, batch_cpu.cpp), except that contents of device tensors are trusted.
 //
 // `tt_lookup_checked_` and `tt_backward_` are whole passes. The first keeps for the second all that
 // both need, in one tensor (`Kept`): the grouping of the lookups, the plan, copies of cores and the
-// values of halves. Each pass has one more allocation, for its scratch. The other ops are their
-// parts, which compiled graphs and gradients of sample weights and of whole cores take.
+// values of halves. Each pass has one more allocation, for its scratch. The other ops are parts of
+// these passes; compiled graphs, and gradients of sample weights and of whole cores, call them.
 #include <torch/csrc/stable/library.h>
 
 #include <optional>
@@ -23,8 +24,9 @@
 namespace emb::cuda {
 namespace {
 
-// Memory for the duration of a call, which torch frees in stream order. One allocation has all
-// buffers that `take_all(memory)` takes: it is called twice, and gets null addresses at first.
+// Buffers in one allocation, which torch frees in stream order after the object's end.
+// `take_all(memory)` takes the buffers, by calling `memory` for each. It is called twice: the first
+// time to add up the sizes, with null addresses as results, the second time with the addresses.
 class Memory {
  public:
   template <class TakeAll>
@@ -34,7 +36,8 @@ class Memory {
     place(take_all);
   }
 
-  // Take the buffers from a tensor that such an object allocated.
+  // Take the buffers from `tensor`, which another object allocated for the same sizes; raise if it
+  // has another size.
   template <class TakeAll>
   Memory(const char* op, const Tensor& like, const Tensor& tensor, const TakeAll& take_all)
       : tensor_(tensor) {
@@ -48,18 +51,19 @@ class Memory {
 
   const Tensor& tensor() const { return *tensor_; }
 
-  float* operator()(int64_t floats) {
-    constexpr int64_t kAligned = 64;
-    if (floats == 0) return nullptr;
-    const int64_t rounded = (floats + kAligned - 1) / kAligned * kAligned;
+  // Take a buffer of n floats, aligned to 256 bytes within the allocation; null for none.
+  float* operator()(int64_t n) {
+    constexpr int64_t kAlignedFloats = 64;
+    if (n == 0) return nullptr;
+    const int64_t rounded = (n + kAlignedFloats - 1) / kAlignedFloats * kAlignedFloats;
     floats_ += rounded;
-    float* const found = next_;
-    if (found != nullptr) next_ += rounded;
-    return found;
+    float* const buffer = next_;
+    if (buffer != nullptr) next_ += rounded;
+    return buffer;
   }
 
+  // Take a buffer of n int32, or of n numbers of 8 bytes.
   int32_t* ints(int64_t n) { return reinterpret_cast<int32_t*>((*this)(n)); }
-  // Words of 8 bytes.
   template <class T>
   T* words(int64_t n) {
     static_assert(sizeof(T) == 8);
@@ -75,11 +79,11 @@ class Memory {
   }
 
   std::optional<Tensor> tensor_;
-  float* next_ = nullptr;
+  float* next_ = nullptr;  // the next buffer, null while sizes are added up
   int64_t floats_ = 0;
 };
 
-// Write the keys of a batch.
+// Write the keys of a batch to `keys`, [L] of device memory. The op has called check_lookups.
 void make_keys(const char* op, const CudaLauncher& launcher, const Tensor& indices,
                const Tensor& offsets, const std::optional<Tensor>& bag_layout,
                const Tensor& feature_tables, int64_t* keys) {
@@ -105,7 +109,7 @@ Tensor tt_keys(const Tensor& indices, const Tensor& offsets, std::optional<Tenso
   return keys;
 }
 
-// The tensors of a plan.
+// The tensors of a plan, in the order of TtPlanTensor, in device memory.
 struct PlanArrays {
   int32_t* arrays[kTtPlanTensors];
 
@@ -125,14 +129,15 @@ struct PlanArrays {
   }
 };
 
+// Return the sizes of these tensors for n lookups.
 std::vector<int64_t> plan_sizes(int64_t n, int64_t tables) {
   return {n, n + 1, n, n, n + 1, n, n, 3 * (tables + 1)};
 }
 
 // The scratch of `make_plan`.
 struct PlanScratch {
-  int32_t* left_of_row = nullptr;
-  SortBuffers<uint32_t> right{};
+  int32_t* left_of_row = nullptr;  // [n] left id of each row, then [kTtRanges] counts per range
+  SortBuffers<uint32_t> right{};   // the sort of the rows by right id
 
   void take(Memory& memory, int64_t n, int64_t right_ids) {
     left_of_row = memory.ints(n + kTtRanges);
@@ -145,7 +150,9 @@ struct PlanScratch {
   }
 };
 
-// Plan the distinct rows of `keys`, and write the row of each lookup that `lookups` groups.
+// Write the plan of the distinct rows of `keys` to `plan`, and the row of each lookup to
+// lookups.inverse, if that is not null. All pointers are to device memory; `like` is a tensor
+// there.
 void make_plan(const CudaLauncher& launcher, const Tensor& like, const int64_t* keys,
                const int32_t* count, const TtTableIds* table, int64_t num_tables,
                PlanScratch* scratch, const PlanArrays& plan, const InverseArgs& lookups) {
@@ -167,6 +174,7 @@ void make_plan(const CudaLauncher& launcher, const Tensor& like, const int64_t* 
                    {rights, lookups, keys, plan[kTtLefts], plan[kTtRights], table, tables, starts});
 }
 
+// The contract is that of emb::tt_plan in tt/entries.h.
 std::vector<Tensor> tt_plan(const Tensor& keys, const Tensor& count, const Tensor& tables,
                             int64_t left_ids, int64_t right_ids) {
   const char* op = "tt_plan";
@@ -196,6 +204,7 @@ std::vector<Tensor> tt_plan(const Tensor& keys, const Tensor& count, const Tenso
   return plan;
 }
 
+// Check the plan of a batch and return the batch.
 TtBatch make_batch(const char* op, const TtTables& tables, const std::vector<Tensor>& cores,
                    const std::vector<Tensor>& plan_tensors, int64_t matmul_precision) {
   const MatmulPrecision precision = parse_matmul_precision(op, matmul_precision);
@@ -239,11 +248,11 @@ std::tuple<Tensor, Tensor> tt_rows(std::vector<Tensor> cores, std::vector<Tensor
   return {rows, prefixes};
 }
 
-// The gradients of all cores in one tensor. Cores that are no part of a pair come first: only rows
-// of the batch are written there, so they must be zero before.
+// Where the gradients of all cores are in one tensor. Cores that are no part of a pair come first:
+// only rows that the batch uses are written there, so they must be zeros before.
 struct GradMemory {
-  std::vector<int64_t> offsets;  // offset of each core
-  int64_t zeros = 0, floats = 0;
+  std::vector<int64_t> offsets;   // first float of each core
+  int64_t zeros = 0, floats = 0;  // floats that must be zeros, floats of the tensor
 
   explicit GradMemory(const TtTables& tables) {
     for (const bool in_pair : {false, true}) {
@@ -267,8 +276,8 @@ struct GradMemory {
   }
 };
 
-// Return the matrix [rows, columns] that begins at element `first` of a flat tensor, and shares its
-// memory. `torch::stable::view` failed in the schema check of opcheck, on the pretend GPU.
+// Return the matrix [rows, columns] that begins at element `first` of a flat tensor and shares its
+// memory. Not `torch::stable::view`: it fails in the schema check of opcheck on the pretend GPU.
 Tensor matrix_within(const Tensor& memory, int64_t first, int64_t rows, int64_t columns) {
   const int64_t sizes[] = {rows, columns}, strides[] = {columns, 1};
   AtenTensorHandle matrix = nullptr;
@@ -279,15 +288,16 @@ Tensor matrix_within(const Tensor& memory, int64_t first, int64_t rows, int64_t 
 }
 
 // Point the tables of a batch to the gradients of their cores.
-void set_grads(const GradMemory& places, float* grads, TtBatch* batch) {
+void set_grads(const GradMemory& grad_memory, float* grads, TtBatch* batch) {
   size_t number = 0;
   for (TtBatchTable& table : batch->tables) {
-    for (int k = 0; k < table.shape.cores; ++k) table.grads[k] = grads + places.offsets[number++];
+    for (int k = 0; k < table.shape.cores; ++k)
+      table.grads[k] = grads + grad_memory.offsets[number++];
   }
 }
 
-// Take memory for the values that a forward pass makes, unless `left_values` has those of left
-// pairs.
+// Take the buffers of a forward pass, and set the values of left pairs: `left_values`, if it is not
+// null, else a buffer that this pass fills.
 void take_values(const float* left_values, TtBatch* batch, Memory& take, TtMemory* memory) {
   memory->add_forward(batch, take);
   memory->left_values = left_values;
@@ -296,23 +306,25 @@ void take_values(const float* left_values, TtBatch* batch, Memory& take, TtMemor
   }
 }
 
-// Add the steps of an optimizer on all cores.
+// Add an optimizer step per core to `arrays`; `grads` is the memory that `grad_memory` describes.
 void add_steps(const std::vector<Tensor>& cores, const std::vector<OptimizerStepArgs>& steps,
-               const GradMemory& places, const float* grads, TtArrays* arrays) {
+               const GradMemory& grad_memory, const float* grads, TtArrays* arrays) {
   int64_t first_row = 0;  // first row of a core among the rows of all cores
   for (size_t k = 0; k < cores.size(); ++k) {
-    const MatrixGrad in{grads + places.offsets[k], cores[k].size(0), cores[k].size(1), first_row};
+    const MatrixGrad in{grads + grad_memory.offsets[k], cores[k].size(0), cores[k].size(1),
+                        first_row};
     arrays->add_step({in, steps[k].tiers[0], 0});
     first_row += cores[k].size(0);
   }
 }
 
-// Compute the gradients of the cores in `grads`, and with `steps` the optimizer steps from them.
+// Write the gradients of the cores to `grads`, the memory that `grad_memory` describes, and apply
+// the optimizer to the cores, if `steps` (one per core) is not empty.
 void run_backward(TtBatch batch, const std::vector<Tensor>& cores, const Tensor& prefixes,
-                  const Tensor& row_grads, const GradMemory& places, float* grads,
+                  const Tensor& row_grads, const GradMemory& grad_memory, float* grads,
                   const CudaLauncher& launcher, const std::vector<OptimizerStepArgs>& steps) {
   const Tensor gradient = as_contiguous(row_grads);
-  set_grads(places, grads, &batch);
+  set_grads(grad_memory, grads, &batch);
   TtMemory memory;
   const bool has_values = !batch.has_left_pairs || prefixes.size(0) >= batch.lefts();
   uint64_t* words = nullptr;
@@ -322,8 +334,8 @@ void run_backward(TtBatch batch, const std::vector<Tensor>& cores, const Tensor&
     words = take.words<uint64_t>(TtArrays::max_words(batch));
   });
   TtArrays arrays(batch, memory);
-  if (!steps.empty()) add_steps(cores, steps, places, grads, &arrays);
-  arrays.upload(launcher, words, BeginStep{grads, places.zeros});
+  if (!steps.empty()) add_steps(cores, steps, grad_memory, grads, &arrays);
+  arrays.upload(launcher, words, BeginStep{grads, grad_memory.zeros});
   arrays.make_values(launcher, memory);
   arrays.make_grads(launcher, memory, gradient.const_data_ptr<float>());
   if (!steps.empty()) arrays.update(launcher, steps[0]);
@@ -341,34 +353,38 @@ std::vector<Tensor> tt_core_grads(std::vector<Tensor> cores, std::vector<Tensor>
   check_same_device(op, "row_grads", row_grads, cores[0]);
   check_same_device(op, "prefixes", prefixes, cores[0]);
   const CudaLauncher launcher(cores[0]);
-  const GradMemory places(tables);
-  Tensor memory = allocate(cores[0], {places.floats}, ScalarType::Float);
+  const GradMemory grad_memory(tables);
+  Tensor memory = allocate(cores[0], {grad_memory.floats}, ScalarType::Float);
   auto* data = memory.mutable_data_ptr<float>();
   if (batch.plan.capacity == 0) {
     torch::stable::zero_(memory);
   } else {
-    run_backward(batch, cores, prefixes, row_grads, places, data, launcher, {});
+    run_backward(batch, cores, prefixes, row_grads, grad_memory, data, launcher, {});
   }
   std::vector<Tensor> grads;
   for (size_t k = 0; k < cores.size(); ++k) {
-    grads.push_back(matrix_within(memory, places.offsets[k], cores[k].size(0), cores[k].size(1)));
+    grads.push_back(
+        matrix_within(memory, grad_memory.offsets[k], cores[k].size(0), cores[k].size(1)));
   }
   return grads;
 }
 
-// Check the states of an optimizer, those of the first core first, and return its steps by core.
+// Check `hyper` and the states of an optimizer, all of the first core, then all of the second, ..,
+// and return a step per core.
 std::vector<OptimizerStepArgs> core_steps(const char* op, const std::vector<Tensor>& cores,
                                           const std::vector<Tensor>& states, const Tensor& hyper,
                                           int64_t optimizer) {
-  const size_t each = cores.empty() ? 0 : states.size() / cores.size();
-  STD_TORCH_CHECK(states.size() == each * cores.size(), op,
+  const size_t per_core = cores.empty() ? 0 : states.size() / cores.size();
+  STD_TORCH_CHECK(states.size() == per_core * cores.size(), op,
                   ": states must have the same number of tensors for each of ", cores.size(),
                   " cores, got ", states.size());
   check_same_device(op, "hyper", hyper, cores[0]);
   std::vector<OptimizerStepArgs> steps;
   for (size_t k = 0; k < cores.size(); ++k) {
-    const std::vector<Tensor> own(states.begin() + k * each, states.begin() + (k + 1) * each);
-    steps.push_back(optimizer_step_args(op, {cores[k]}, optimizer, own, hyper, cores[k].size(0)));
+    const std::vector<Tensor> core_states(states.begin() + k * per_core,
+                                          states.begin() + (k + 1) * per_core);
+    steps.push_back(
+        optimizer_step_args(op, {cores[k]}, optimizer, core_states, hyper, cores[k].size(0)));
   }
   return steps;
 }
@@ -387,18 +403,19 @@ void tt_update_(std::vector<Tensor> cores, std::vector<Tensor> states, const Ten
   const std::vector<OptimizerStepArgs> steps = core_steps(op, cores, states, hyper, optimizer);
   if (batch.plan.capacity == 0) return;
   const CudaLauncher launcher(cores[0]);
-  const GradMemory places(tables);
-  const Tensor memory = allocate(cores[0], {places.floats}, ScalarType::Float);
+  const GradMemory grad_memory(tables);
+  const Tensor memory = allocate(cores[0], {grad_memory.floats}, ScalarType::Float);
   auto* grads = static_cast<float*>(memory.mutable_data_ptr());
-  run_backward(batch, cores, prefixes, row_grads, places, grads, launcher, steps);
+  run_backward(batch, cores, prefixes, row_grads, grad_memory, grads, launcher, steps);
 }
 
-// What a forward pass keeps for its backward pass.
+// What a forward pass keeps for its backward pass, in one tensor.
 struct Kept {
   GroupArrays groups{};
   PlanArrays plan{};
   TtMemory values;  // right values, copies of cores, left values
 
+  // Take the buffers from `memory`, and set the plan of `batch` to them.
   void take(TtBatch* batch, Memory& memory) {
     const int64_t n = batch->plan.capacity;
     groups.rows = memory.words<int64_t>(n);
@@ -414,14 +431,14 @@ struct Kept {
   }
 };
 
-// Check the batch of a pass, and return it with an empty plan.
+// Check the lookups of a pass, and return its batch with the sizes of the plan but no memory.
 TtBatch new_batch(const char* op, const TtTables& tables, const std::vector<Tensor>& cores,
                   const Tensor& features, const Tensor& indices, const Tensor& offsets,
                   int64_t matmul_precision) {
   check_features(op, features);
   check_lookups(op, indices, offsets);
-  const Tensor* elsewhere[] = {&features, &indices, &offsets};
-  for (const Tensor* tensor : elsewhere) check_same_device(op, "each core", *tensor, cores[0]);
+  const Tensor* other_inputs[] = {&features, &indices, &offsets};
+  for (const Tensor* tensor : other_inputs) check_same_device(op, "each core", *tensor, cores[0]);
   std::vector<const void*> data;
   for (const Tensor& core : cores) data.push_back(core.const_data_ptr());
   TtPlan plan{};
@@ -430,7 +447,8 @@ TtBatch new_batch(const char* op, const TtTables& tables, const std::vector<Tens
   return {tables.shapes, data, tables.type, plan, parse_matmul_precision(op, matmul_precision)};
 }
 
-// Pool the rows that were made for a batch.
+// Return the pooled output of a batch. `rows` are its distinct rows, [L, row_stride]; `inverse`,
+// [L], has the row of each lookup. `has_one_dim`: all tables have one dim.
 Tensor pool_rows(const TtBatch& batch, bool has_one_dim, float* rows, int32_t* inverse,
                  const Tensor& features, const Tensor& offsets,
                  const std::optional<Tensor>& bag_layout,
@@ -440,19 +458,22 @@ Tensor pool_rows(const TtBatch& batch, bool has_one_dim, float* rows, int32_t* i
     return torch::stable::from_blob(data, {n}, {1}, features.device(), type);
   };
   const int64_t n = batch.plan.capacity;
-  const Tensor made = tensor(rows, n * batch.row_stride, ScalarType::Float);
-  const Tensor numbers = tensor(inverse, n, ScalarType::Int);
-  std::vector<Tensor> weights{made};
+  const Tensor row_tensor = tensor(rows, n * batch.row_stride, ScalarType::Float);
+  const Tensor row_of_lookup = tensor(inverse, n, ScalarType::Int);
+  std::vector<Tensor> weights{row_tensor};
   std::optional<Tensor> slots;
   if (!has_one_dim) {  // rows have the stride of the widest, which only rows of a cache have
-    const Tensor nothing = tensor(rows, 0, ScalarType::Float);
-    weights = {made, nothing, nothing, made};
-    slots = numbers;
+    const Tensor empty_tier = tensor(rows, 0, ScalarType::Float);
+    weights = {row_tensor, empty_tier, empty_tier, row_tensor};
+    slots = row_of_lookup;
   }
-  return tbe_lookup(weights, tt_features("tt_lookup_checked_", features, kTtOfRows), numbers,
+  return tbe_lookup(weights, tt_features("tt_lookup_checked_", features, kTtOfRows), row_of_lookup,
                     offsets, slots, bag_layout, sample_weights, pooling, output_dim, output_dtype);
 }
 
+// Return [output], then, if num_saved >= 0, the tensor for tt_backward_, then, with `check`, the
+// repaired offsets. Violations are added to `violations` in the mode "warning". The arguments are
+// those of the CPU.
 std::vector<Tensor> tt_lookup_checked_(
     std::vector<Tensor> cores, const Tensor& tables, const Tensor& feature_tables,
     const Tensor& features, const Tensor& indices, const Tensor& offsets,
@@ -513,8 +534,9 @@ std::vector<Tensor> tt_lookup_checked_(
   return results;
 }
 
-// Everything is checked and allocated before the launch that counts the step, so that a call that
-// raises counts none.
+// As on the CPU, but `kept` is the one tensor that tt_lookup_checked_ returned. Everything is
+// checked and allocated before the launch that counts the step, so that a call that raises counts
+// none.
 void tt_backward_(std::vector<Tensor> cores, std::vector<Tensor> states, Tensor hyper,
                   int64_t optimizer, const Tensor& grad, const Tensor& features,
                   const Tensor& indices, const Tensor& offsets, std::optional<Tensor> bag_layout,
@@ -533,7 +555,7 @@ void tt_backward_(std::vector<Tensor> cores, std::vector<Tensor> states, Tensor 
   const std::vector<OptimizerStepArgs> steps = core_steps(op, cores, states, hyper, optimizer);
   const int64_t n = indices.numel();
   const CudaLauncher launcher(indices);
-  const GradMemory places(shapes);
+  const GradMemory grad_memory(shapes);
   Kept from_forward;
   const Memory memory(op, indices, kept[0], [&](Memory& take) { from_forward.take(&batch, take); });
   TtMemory values = from_forward.values;
@@ -542,17 +564,17 @@ void tt_backward_(std::vector<Tensor> cores, std::vector<Tensor> states, Tensor 
   uint64_t* words = nullptr;
   const Memory scratch(indices, [&](Memory& take) {
     row_grads = take(n * batch.row_stride);
-    grads = take(places.floats);
+    grads = take(grad_memory.floats);
     if (is_stale) take_values(nullptr, &batch, take, &values);
     values.add_backward(&batch, take);
     words = take.words<uint64_t>(TtArrays::max_words(batch));
   });
-  set_grads(places, grads, &batch);
+  set_grads(grad_memory, grads, &batch);
   TtArrays arrays(batch, values);
-  add_steps(cores, steps, places, grads, &arrays);
+  add_steps(cores, steps, grad_memory, grads, &arrays);
   sum_row_grads(op, grad, tt_features(op, features, kTtOfKeys), indices, from_forward.groups,
                 offsets, bag_layout, sample_weights, pooling, batch.row_stride, row_grads);
-  BeginStep begin{grads, places.zeros, static_cast<double*>(hyper.mutable_data_ptr()) + kStep,
+  BeginStep begin{grads, grad_memory.zeros, static_cast<double*>(hyper.mutable_data_ptr()) + kStep,
                   is_finite ? is_finite->const_data_ptr<bool>() : nullptr};
   if (n == 0) begin.num_zeros = 0;
   arrays.upload(launcher, words, begin);

@@ -1,10 +1,14 @@
-// Pairs of cores on the GPU: the values of their distinct halves, and the gradients of both cores.
-// Ids are sorted by the inner core, the large one. A block takes one inner row and a tile of
-// columns, finds the halves that share the row, and runs one tiled product over all of them: on
-// tensor cores, from shared memory, into which the next tiles are copied meanwhile. The gradient of
-// an inner row is complete in registers, so there are no atomics and no partial sums. One launch
-// serves the pairs of all tables, whatever their shapes: their inner rows are numbered pair after
-// pair, and a block reads the arguments of its pair from device memory.
+// Pairs of cores on the GPU: the values of their distinct halves (expand), and the gradients of
+// both cores from the gradients of these values (contract). Shapes and names are those of TtHalf in
+// tt/args.h.
+//
+// Ids of halves are sorted by the row of the inner core, the large one. A block takes one inner row
+// and a tile of columns, finds the halves that share the row, and runs one tiled product over all
+// of them: on tensor cores, from shared memory, into which the next tiles are copied meanwhile. The
+// gradient of an inner row is complete in the registers of one block, so there are no atomics and
+// no partial sums. One launch serves the pairs of all tables, whatever their shapes: their inner
+// rows are numbered pair after pair, and a block reads the arguments of its pair from device
+// memory. A *line* is one outer column of one half: a row of a product.
 #pragma once
 
 #include "core/codes.h"
@@ -16,42 +20,45 @@
 
 namespace emb::cuda {
 
-// The distinct halves of one kind of a table, [range[0], range[1]) of those of all tables; the
-// range is known on the device only.
+// The distinct halves of one kind of a table: [range[0], range[1]) of those of all tables. All
+// pointers are to device memory.
 struct TtHalves {
   TtHalf half;
-  const float* outer;  // [outer_rows][q_outer, inner_rank]
-  const float* inner;  // [inner_rows][inner_rank, q_inner, rank]
-  const int32_t *ids, *range;
+  const float* outer;    // [outer_rows][q_outer, inner_rank]
+  const float* inner;    // [inner_rows][inner_rank, q_inner, rank]
+  const int32_t* ids;    // ids of the distinct halves of all tables, ascending
+  const int32_t* range;  // [2], known on the device only
   int64_t first_id;      // first id of the table
   int64_t value_stride;  // floats between the values of halves
-  bool mirrored;         // columns of a value come as (inner, outer)
+  bool mirrored;         // right halves: columns of a value are (inner, outer)
 
+  // Return the floats of a line.
   EMB_DEVICE int width() const { return half.q_inner * half.rank; }
-  // Return the offset in the values of line (half u, outer column); add element_offset(n) for
-  // element n of the inner core's row.
+  // Return the first float of line (half u, outer column) in the values of halves.
   EMB_DEVICE int64_t line_offset(int64_t u, int outer_column) const {
     return u * value_stride + int64_t{1} * outer_column * (mirrored ? half.rank : width());
   }
+  // Return the floats from the first float of a line to its element n.
   EMB_DEVICE int64_t element_offset(int n) const {
     if (!mirrored) return n;
     return n + int64_t{1} * (n / half.rank) * half.rank * (half.q_outer - 1);
   }
-  // Return whether four neighbours, from a multiple of four on, can move at once in the cores and
-  // in `values`, those of halves.
+  // Return whether four neighbours, from a multiple of four on, can move at once, in the cores and
+  // in the values of halves `values` (or their gradients).
   EMB_DEVICE bool has_vectors(const float* values) const {
     return half.inner_rank % 4 == 0 && half.rank % 4 == 0 && value_stride % 4 == 0 &&
            is_aligned(outer, 16) && is_aligned(inner, 16) && is_aligned(values, 16);
   }
   // Write elements n and n + 1 of the line of a value, where they exist.
   EMB_DEVICE void store_pair_of(float* line, int n, bool vectors, float first, float second) const;
-  // The same for all lanes of a warp at once, in fewer steps.
+  // Return the first of the table's distinct halves whose id within the table is at least `id`,
+  // range[1] if there is none. All lanes of a warp call this with the same id.
   EMB_DEVICE int warp_lower_bound(int64_t id) const {
     const int first = range[0];
     const auto id_of = [&](int u) { return int64_t{ids[first + u]} - first_id; };
     return first + 1 + warp_search(id_of, range[1] - first, id - 1);
   }
-  // Return the first of the table's distinct halves whose id within the table is >= id.
+  // The same for a single thread, in more steps.
   EMB_DEVICE int lower_bound(int64_t id) const {
     int low = range[0], high = range[1];
     while (low < high) {
@@ -68,39 +75,40 @@ struct TtHalves {
 
 // Elements of a row of a core, and lines of an inner row, fit an int (tt/check.h).
 
-// A pair of cores of a batch, with what its values and gradients need.
+// A pair of cores of a batch, with its values and gradients, in device memory.
 struct TtPair {
   TtHalves halves;
-  int64_t first_inner, first_outer;  // numbers of its core rows among those of all pairs
-  float* values;                     // values of the halves of all tables
-  const float* value_grads;          // the same
-  // One outer row per half; those of a table follow each other from the place of its first half on.
+  int64_t first_inner, first_outer;  // numbers of its first core rows among those of all pairs
+  float* values;             // [halves of all tables][value_stride], written by expand_kernel
+  const float* value_grads;  // gradients of the values, likewise; null in a forward pass
+  // Scratch of a backward pass: the gradient of an outer row, per half. The rows of a table, of
+  // outer_size floats, follow each other without gaps from outer_values_of_table() on.
   float* outer_values;
-  int64_t outer_stride;              // floats per half of all tables
-  float *outer_grads, *inner_grads;  // gradients of the cores of this pair
+  int64_t outer_stride;              // floats per half, the maximum over all tables
+  float *outer_grads, *inner_grads;  // gradients of the cores of this pair, outputs
 
   EMB_DEVICE float* outer_values_of_table() const {
     return outer_values + halves.range[0] * outer_stride;
   }
 };
 
-// The pairs of a batch, in device memory; sizes are totals and maxima over the pairs.
+// The pairs of a launch. Sizes are totals and maxima over these pairs.
 struct TtPairs {
-  const TtPair* pairs = nullptr;
+  const TtPair* pairs = nullptr;  // [count], in device memory
   int count = 0;
-  int64_t first_inner = 0;  // number of the first inner row
-  int64_t inner_rows = 0, outer_rows = 0;
-  int64_t equal_inner_rows = 0;  // inner rows of every pair, 0 if pairs differ
+  int64_t first_inner = 0;                 // number of the first inner row
+  int64_t inner_rows = 0, outer_rows = 0;  // totals
+  int64_t equal_inner_rows = 0;            // inner rows of each pair, 0 if pairs differ
   int max_width = 0, max_inner_rank = 0;
 
-  // Return the pair of an inner row. All lanes of a warp call this.
+  // Return the pair of the inner row of that number. All lanes of a warp call this.
   EMB_DEVICE int pair_of_inner(int64_t row) const {
     if (equal_inner_rows > 0) return static_cast<int>((row - first_inner) / equal_inner_rows);
     return warp_search([&](int i) { return pairs[i].first_inner; }, count, row);
   }
-  // Copy the arguments of the pair of the block's inner row to shared memory, where they need no
-  // registers, and return the number of that row within the pair. All threads of the block call
-  // this.
+  // Copy the pair of the block's inner row, which is row blockIdx.x of the launch, to shared
+  // memory, where it needs no registers. Return the number of that row within the pair. All threads
+  // of the block call this.
   EMB_DEVICE int start_block(TtPair* copy) const {
     const int64_t row = first_inner + blockIdx.x;
     const auto* from = reinterpret_cast<const uint64_t*>(pairs + pair_of_inner(row));
@@ -111,7 +119,8 @@ struct TtPairs {
     __syncthreads();
     return static_cast<int>(row - copy->first_inner);
   }
-  // Return the pair of an outer row. All lanes of a warp call this.
+  // Return the pair of the outer row of that number, if the launch has all pairs of the batch. All
+  // lanes of a warp call this.
   EMB_DEVICE int pair_of_outer(int64_t row) const {
     return warp_search([&](int i) { return pairs[i].first_outer; }, count, row);
   }
@@ -120,11 +129,11 @@ struct TtPairs {
 inline constexpr int kPairThreads = 128;
 inline constexpr int kPairBlocks = 5;  // blocks per multiprocessor, which registers must allow
 inline constexpr int kDepth = 32;      // depth, along k, of the tiles in shared memory
-inline constexpr int kWarpM = 32, kWarpN = 16;  // size of the part of a tile that a warp computes
+inline constexpr int kWarpM = 32, kWarpN = 16;  // rows and columns of a tile that a warp computes
 
-// A tile of one operand in shared memory, kCount values of m or n by kDepth of k. Lines run along k
-// or along m or n, as they do in global memory; between them is room such that the loads of a
-// fragment touch all 32 banks.
+// A tile of one operand in shared memory: kCount indices of m or n by kDepth of k. Lines of the
+// tile run along k (kAlongDepth), or along m or n, as they do in global memory; they are padded so
+// that the loads of a fragment touch all 32 banks.
 template <int kCount, bool kAlongDepth>
 struct Tile {
   static constexpr int kLines = kAlongDepth ? kCount : kDepth;
@@ -169,24 +178,25 @@ struct Tile {
   }
 };
 
-// Where the lines of the halves of an inner row are, kLines at a time. Three such tables take
-// turns: one is written while the copies of the next tile, and the results of this one, use the
-// others.
+// The places of the lines of the halves of an inner row, kLines at a time, in shared memory. Three
+// such tables take turns: one is written while the copies of the next tile, and the results of this
+// one, use the other two.
 template <int kLines>
 struct LineTables {
   int64_t outer[3][kLines];  // elements into the outer core; -1 after the last line
   int64_t value[3][kLines];  // elements into the values of halves, likewise
 };
 
+// The shared memory of a block: two stages of tiles of both operands, and tables of lines.
 template <class A, class B, int kLines>
 struct PairMemory {
   A a[2];
   B b[2];
   LineTables<kLines> lines;
-  int range[2];
+  int range[2];  // for InnerGroup
 };
 
-// The lane's place in the product that its block computes.
+// The position of a lane in the product of kN columns that its block computes.
 template <int kN>
 struct PairLane {
   int row, column;  // this lane's row and column of a fragment, see core/mma.cuh
@@ -202,7 +212,7 @@ struct PairLane {
   }
 };
 
-// The sums of a warp: two by two tiles of 16 x 8.
+// A lane's part of the sums of a warp: two by two fragments of 16 x 8.
 struct PairSums {
   float sum[2][2][4] = {};
 
@@ -232,7 +242,8 @@ struct PairSums {
     }
   }
 
-  // Call store(m, n, first, second) for each pair of neighbours of the tile.
+  // Call store(m, n, first, second) for each of this lane's pairs of sums, elements (m, n) and
+  // (m, n + 1) of the tile.
   template <class Lane, class Store>
   EMB_DEVICE void for_pairs(const Lane& lane, const Store& store) const {
 #pragma unroll
@@ -249,7 +260,8 @@ struct PairSums {
   }
 };
 
-// Write two neighbours, of which the first `valid` exist.
+// Write two neighbours, of which the first `valid` exist (2 or more: both). `vectors`: address is a
+// multiple of 8 bytes.
 EMB_DEVICE void store_pair(float* address, int valid, bool vectors, float first, float second) {
   if (vectors && valid >= 2) {
     struct alignas(8) Pair {
@@ -269,7 +281,7 @@ EMB_DEVICE void TtHalves::store_pair_of(float* line, int n, bool vectors, float 
   if (n + 1 < width()) line[element_offset(n + 1)] = second;
 }
 
-// One chunk of kDepth along k of one tile; a tile has `chunks` of them.
+// A step of a product: one chunk of kDepth along k of one tile; a tile has `chunks` of them.
 struct TileStep {
   int tile = 0, chunk = 0;
 
@@ -278,8 +290,9 @@ struct TileStep {
   }
 };
 
-// Run all steps of `tiles` tiles: prepare(step) writes its table of lines, start(step, stage)
-// starts its copies, and compute(step, stage) runs while the copies of the next step are under way.
+// Run all steps of `tiles` tiles, in order: prepare(step) writes the step's table of lines,
+// start(step, stage) starts its copies to shared memory, and compute(step, stage) uses them, while
+// the copies of the next step are in flight. All threads of the block call this.
 template <class Prepare, class Start, class Compute>
 EMB_DEVICE void run_steps(int tiles, int chunks, const Prepare& prepare, const Start& start,
                           const Compute& compute) {
@@ -303,23 +316,25 @@ EMB_DEVICE void run_steps(int tiles, int chunks, const Prepare& prepare, const S
   }
 }
 
-// The halves that share an inner row, from `begin` on, as lines: q_outer for each half.
+// The halves of an inner row.
 struct InnerGroup {
-  int inner, begin, lines;
+  int inner;  // the inner row
+  int begin;  // the first half
+  int lines;  // lines of all these halves, q_outer for each
 
-  // Find them; all threads of the block call this.
+  // Find the halves. All threads of the block call this; `range` is shared memory.
   EMB_DEVICE InnerGroup(const TtHalves& halves, int inner_row, int (&range)[2]) : inner(inner_row) {
     const int warp = static_cast<int>(threadIdx.x / simt::kWarp);
     if (warp < 2) {
-      const int found = halves.warp_lower_bound((int64_t{inner} + warp) * halves.half.outer_rows);
-      if (threadIdx.x % simt::kWarp == 0) range[warp] = found;
+      const int half = halves.warp_lower_bound((int64_t{inner} + warp) * halves.half.outer_rows);
+      if (threadIdx.x % simt::kWarp == 0) range[warp] = half;
     }
     __syncthreads();
     begin = range[0];
     lines = (range[1] - begin) * halves.half.q_outer;
   }
 
-  // Write table `t` for the lines from `first` on.
+  // Write table `t` of `tables` for the kLines lines from `first` on.
   template <int kLines>
   EMB_DEVICE void locate(const TtHalves& halves, int first, int t,
                          LineTables<kLines>* tables) const {
@@ -335,9 +350,11 @@ struct InnerGroup {
   }
 };
 
+// Return the number of tiles of `tile` elements that cover n.
 EMB_HD int tiles_of(int n, int tile) { return n / tile + (n % tile != 0); }
 
-// values[line, n] = sum over k of outer[line, k] * inner[k, n].
+// values[line, n] = sum over k of outer[line, k] * inner[k, n]. Block x takes inner row x of the
+// launch, block y columns [64 y, 64 y + 64).
 template <class Products>
 __global__ void __launch_bounds__(kPairThreads, kPairBlocks) expand_kernel(TtPairs pairs) {
   constexpr int kM = 32, kN = 64;
@@ -367,7 +384,7 @@ __global__ void __launch_bounds__(kPairThreads, kPairBlocks) expand_kernel(TtPai
         memory.a[stage].start_copies(
             halves.outer, vectors, [&](int m) { return lines[m]; },
             [&](int k) { return k0 + k < depth ? k0 + k : -1; });
-        // Up to two chunks of the inner row stay where they are.
+        // If the inner row has at most two chunks, they stay in shared memory for all tiles.
         if (chunks <= 2 && step.tile * chunks + step.chunk >= 2) return;
         memory.b[stage].start_copies(
             row, vectors, [&](int k) { return k0 + k < depth ? (k0 + k) * width : -1; },
@@ -387,8 +404,9 @@ __global__ void __launch_bounds__(kPairThreads, kPairBlocks) expand_kernel(TtPai
       });
 }
 
-// grads[inner][m, n] = sum over lines of outer[line, m] * value_grads[line, n]; zero if no half
-// uses the row.
+// inner_grads[inner][m, n] = sum over lines of outer[line, m] * value_grads[line, n], zeros if no
+// half uses the row. Block x takes inner row x of the launch, block y 64 columns n, block z 32 rows
+// m.
 template <class Products>
 __global__ void __launch_bounds__(kPairThreads, kPairBlocks) inner_grads_kernel(TtPairs pairs) {
   constexpr int kM = 32, kN = 64;
@@ -406,7 +424,7 @@ __global__ void __launch_bounds__(kPairThreads, kPairBlocks) inner_grads_kernel(
   const InnerGroup group(halves, inner, memory.range);
   const bool vectors = halves.has_vectors(value_grads);
   PairSums sums;
-  // Chunks of lines are tiles of one chunk here: each has a table.
+  // The sum runs over lines: each chunk of kDepth lines is a tile of one chunk, with a table.
   run_steps(
       tiles_of(group.lines, kDepth), 1,
       [&](TileStep step) {
@@ -438,7 +456,8 @@ __global__ void __launch_bounds__(kPairThreads, kPairBlocks) inner_grads_kernel(
   });
 }
 
-// outer_values[u - range[0]][jo, m] = sum over n of value_grads[line, n] * inner[m, n].
+// outer_values[u - range[0]][jo, m] = sum over n of value_grads[line, n] * inner[m, n] for each
+// line (half u, outer column jo). Block x takes inner row x of the launch, block y 32 columns m.
 template <class Products>
 __global__ void __launch_bounds__(kPairThreads, kPairBlocks) outer_values_kernel(TtPairs pairs) {
   constexpr int kM = 64, kN = 32;
@@ -491,11 +510,12 @@ __global__ void __launch_bounds__(kPairThreads, kPairBlocks) outer_values_kernel
       });
 }
 
-// grads[outer row] = sum, in order, of the outer values of the halves that use it. A block takes an
-// outer row and searches its halves 128 inner rows at a time.
+// outer_grads[outer row] = sum, in the order of the halves, of the outer values of the halves that
+// use it. A block takes an outer row, grid-stride, and searches its halves 128 inner rows at a
+// time.
 [[maybe_unused]] static __global__ void __launch_bounds__(kPairThreads, 5)
     sum_outer_kernel(TtPairs pairs) {
-  __shared__ int found[kPairThreads];
+  __shared__ int half_of[kPairThreads];  // the half with inner row `first` + i, -1 for none
   for (int64_t number = blockIdx.x; number < pairs.outer_rows; number += gridDim.x) {
     const TtPair& pair = pairs.pairs[pairs.pair_of_outer(number)];
     const TtHalves halves = pair.halves;
@@ -509,12 +529,12 @@ __global__ void __launch_bounds__(kPairThreads, kPairBlocks) outer_values_kernel
       const int u = inner < halves.half.inner_rows ? halves.lower_bound(id) : halves_end;
       __syncthreads();
       const bool exists = u < halves_end && halves.ids[u] - halves.first_id == id;
-      found[threadIdx.x] = exists ? u - first_half : -1;
+      half_of[threadIdx.x] = exists ? u - first_half : -1;
       __syncthreads();
       for (int64_t d = threadIdx.x; d < size; d += kPairThreads) {
         float sum = first > 0 ? grads[row * size + d] : 0.0f;
         for (int i = 0; i < kPairThreads; ++i) {
-          if (found[i] >= 0) sum += outer_values[found[i] * size + d];
+          if (half_of[i] >= 0) sum += outer_values[half_of[i] * size + d];
         }
         grads[row * size + d] = sum;
       }
@@ -522,17 +542,17 @@ __global__ void __launch_bounds__(kPairThreads, kPairBlocks) outer_values_kernel
   }
 }
 
-// A core stored in 16 bits whose rows are copied as floats: those that halves of the batch use.
+// A core stored in 16 bits, of which the rows that halves of the batch use are copied as floats.
 struct TtWiden {
-  TtHalves halves;
-  const void* from;  // [rows][width]
-  float* to;
-  int64_t first_row;  // among the rows of all cores of the launch
+  TtHalves halves;    // the halves that use the core
+  const void* from;   // [rows][width], the core
+  float* to;          // [rows][width], written for used rows only
+  int64_t first_row;  // number of its first row among the rows of all cores of the launch
   int64_t width;
-  int64_t unit;  // ids of halves that share a row; 0: all rows are copied
+  int64_t ids_per_row;  // row r is used by halves with ids from r * ids_per_row; 0: copy all rows
 };
 
-// A block per row.
+// Copy the rows of `count` cores of dtype `type`, `rows` in all; a block per row, grid-stride.
 [[maybe_unused]] static __global__ void __launch_bounds__(kPairThreads)
     widen_cores_kernel(const TtWiden* cores, int count, int64_t rows, Dtype type) {
   __shared__ int range[2];
@@ -543,9 +563,10 @@ struct TtWiden {
     const int warp = static_cast<int>(threadIdx.x / simt::kWarp);
     __syncthreads();
     if (warp < 2) {
-      const int found =
-          core.unit > 0 ? core.halves.warp_lower_bound((row + warp) * core.unit) : warp;
-      if (threadIdx.x % simt::kWarp == 0) range[warp] = found;
+      const int half = core.ids_per_row > 0
+                           ? core.halves.warp_lower_bound((row + warp) * core.ids_per_row)
+                           : warp;
+      if (threadIdx.x % simt::kWarp == 0) range[warp] = half;
     }
     __syncthreads();
     if (range[0] == range[1]) continue;
@@ -557,6 +578,7 @@ struct TtWiden {
   }
 }
 
+// Write the values of the halves of `pairs`.
 template <class Launcher>
 void launch_expand(const Launcher& launcher, MatmulPrecision precision, const TtPairs& pairs) {
   if (pairs.count == 0) return;
@@ -566,6 +588,8 @@ void launch_expand(const Launcher& launcher, MatmulPrecision precision, const Tt
   });
 }
 
+// Write the gradients of both cores of `pairs`, which are all pairs of a batch, from the gradients
+// of the values of halves.
 template <class Launcher>
 void launch_contract(const Launcher& launcher, MatmulPrecision precision, const TtPairs& pairs) {
   if (pairs.count == 0) return;

@@ -1,5 +1,7 @@
-// The core rows that the halves of a batch use, on the CPU: which they are, and the halves of each
-// inner row. Ids of halves ascend, so that those of one inner row are neighbours.
+// The core rows that the halves of a table in a batch use, on the CPU: which they are, and the
+// halves of each inner row. Ids of halves ascend, so that halves of one inner row are neighbours.
+// To *number* the used rows is to count them, ascending, from 0; names of such numbers end with
+// `numbers`.
 #pragma once
 
 #include <algorithm>
@@ -11,11 +13,12 @@
 
 namespace emb {
 
-// The core rows that the halves of a pair use, ascending, and the number among them of each half.
+// The core rows that the halves of a pair use.
 struct PairRows {
-  std::vector<int32_t> outer, inner;                  // core rows
-  std::vector<int32_t> outer_numbers, inner_numbers;  // numbers of the core rows, by half
+  std::vector<int32_t> outer, inner;                  // the used core rows, ascending
+  std::vector<int32_t> outer_numbers, inner_numbers;  // [halves] number of the row of each half
 
+  // Find the rows of `halves` halves; of `cores` only the shape and the ids are read.
   PairRows(const TtHalfCores& cores, int64_t halves)
       : outer_numbers(halves), inner_numbers(halves) {
     std::vector<int32_t> number_of(cores.half.outer_rows, -1);
@@ -41,7 +44,7 @@ struct PairRows {
   int64_t num_outer() const { return static_cast<int64_t>(outer.size()); }
   int64_t num_inner() const { return static_cast<int64_t>(inner.size()); }
 
-  // Return the most halves with the same inner row.
+  // Return the maximum number of halves that have the same inner row.
   int64_t max_halves_of_inner() const {
     int64_t most = 0, own = 0;
     for (size_t u = 0; u < inner_numbers.size(); ++u) {
@@ -51,7 +54,8 @@ struct PairRows {
     return most;
   }
 
-  // Return the last half up to u that begins an inner row, or u if it is the end.
+  // Return the last half, not behind u, that is the first of its inner row; u itself if it is the
+  // number of halves.
   int64_t inner_begin(int64_t u) const {
     const auto halves = static_cast<int64_t>(inner_numbers.size());
     while (u > 0 && u < halves && inner_numbers[u] == inner_numbers[u - 1]) --u;
@@ -59,15 +63,15 @@ struct PairRows {
   }
 };
 
-// Copy ids of halves that are rows of a core.
+// Return the core rows of halves that are no pairs: their ids, counted from the table's first id.
 inline std::vector<int32_t> core_rows(const int32_t* ids, int64_t count, int64_t first_id) {
   std::vector<int32_t> rows(count);
   for (int64_t i = 0; i < count; ++i) rows[i] = static_cast<int32_t>(ids[i] - first_id);
   return rows;
 }
 
-// Find the core rows that halves use, and return the ids that the halves have among those that
-// these rows make.
+// Write the core rows that the halves of a table use to `outer` and, for a pair, `inner`, and
+// return the ids of these halves in a table that has only these rows.
 inline std::vector<int32_t> number_rows(const TtHalfCores& cores, int64_t halves,
                                         std::vector<int32_t>* outer, std::vector<int32_t>* inner) {
   std::vector<int32_t> ids(halves);
@@ -86,7 +90,7 @@ inline std::vector<int32_t> number_rows(const TtHalfCores& cores, int64_t halves
   return ids;
 }
 
-// Return ranges of halves with the same inner row: group i is [starts[i], starts[i + 1]).
+// Divide halves [begin, end) by their inner row, and return the start of each group and then `end`.
 inline std::vector<int64_t> inner_groups(const TtHalfCores& cores, int64_t begin, int64_t end) {
   std::vector<int64_t> starts;
   int64_t limit = 0;

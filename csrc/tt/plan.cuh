@@ -1,6 +1,10 @@
-// The keys and halves of a batch on the GPU. Distinct rows are in key order, so the rows of a left
-// half are neighbours: their runs are counted by ranges of rows, a block each, and written by a
-// second kernel that adds up the counts before its range. The sort of `group` groups right ids.
+// The keys and the plan of a batch on the GPU (see TtPlan in tt/args.h).
+//
+// Distinct rows are in key order, so that the rows of a left half are neighbours. tt_split_kernel
+// computes the ids of both halves of each row, and counts the left halves that begin in each range
+// of rows, a block per range; tt_lefts_kernel adds up the counts of the ranges before its own, and
+// writes the left halves. The sort and grouping of group/ then group the rows by right id, and
+// tt_finish_kernel writes what is left: row_rights, and where the halves of each table begin.
 #pragma once
 
 #include "core/layout.h"
@@ -10,14 +14,16 @@
 
 namespace emb::cuda {
 
+// All pointers are to device memory. There is at least one bag if there are lookups: every entry
+// calls check_lookups, since feature_of_lookup reads a bag whatever their number.
 struct TtKeysArgs {
-  IndexArray ids;
-  int64_t n;
-  const TtTableIds* tables;  // tables by feature
+  IndexArray ids;            // [n] indices of the batch, repaired as they are read
+  int64_t n;                 // lookups
+  const TtTableIds* tables;  // [num_features] the table of each feature
   int num_features;
   Bags bags;
   BagMap map;
-  int64_t* keys;
+  int64_t* keys;  // [n], an output: keys within the table, -1 for lookups to skip
 };
 
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
@@ -28,7 +34,7 @@ struct TtKeysArgs {
   }
 }
 
-// Return the first of n ascending values that is >= x.
+// Return the position of the first of n ascending values that is at least x, n if there is none.
 template <class T>
 EMB_DEVICE int32_t first_at_least(const T* values, int32_t n, int64_t x) {
   int32_t low = 0, high = n;
@@ -43,36 +49,42 @@ EMB_DEVICE int32_t first_at_least(const T* values, int32_t n, int64_t x) {
   return low;
 }
 
-// Ranges of rows of equal length, a multiple of kTileThreads; each is the work of a block.
+// Rows are divided into at most kTtRanges ranges of equal length, a multiple of kTileThreads; each
+// range is the work of a block.
 inline constexpr int kTtRanges = 512;
 
+// Return the rows per range, for at most n rows.
 EMB_HD int64_t tt_range_rows(int64_t n) {
   const int64_t tiles = (n + kTileThreads - 1) / kTileThreads;
   const int64_t tiles_of_range = (tiles + kTtRanges - 1) / kTtRanges;
   return (tiles_of_range > 0 ? tiles_of_range : 1) * kTileThreads;
 }
 
+// Return the number of ranges, for at most n rows.
 inline unsigned tt_ranges(int64_t n) {
   const int64_t rows = tt_range_rows(n);
   return n > 0 ? static_cast<unsigned>((n + rows - 1) / rows) : 1;
 }
 
+// All pointers are to device memory; n = right.n is the capacity of the plan.
 struct TtSplitArgs {
-  const int64_t* keys;
-  const int32_t* count;
-  const TtTableIds* tables;
+  const int64_t* keys;       // [n] distinct keys of all tables, ascending; the first *count exist
+  const int32_t* count;      // [1]
+  const TtTableIds* tables;  // [num_tables]
   int num_tables;
-  SortBuffers<uint32_t> right;
-  int32_t* left_ids;      // [n] of each row
-  int32_t* range_counts;  // [kTtRanges] left halves that begin in each range
-  int32_t* starts;        // [3, T + 1]; the last entry of the first row is an output
+  SortBuffers<uint32_t> right;  // its keys (right ids, `limit` for rows that do not exist) and
+                                // positions (rows) are outputs
+  int32_t* left_ids;            // [n], an output: left id of each row, -1 if it does not exist
+  int32_t* range_counts;        // [kTtRanges], an output: left halves that begin in each range
+  int32_t* starts;              // [3, T + 1] of the plan; starts[T], the number of rows, is written
 };
 
+// The ids of the halves of a row.
 struct TtIds {
   int32_t left, right;
 };
 
-// Return the ids of the halves of a key.
+// Return the ids of the halves of a key of all tables.
 EMB_DEVICE TtIds ids_of_key(const TtSplitArgs& args, int64_t key) {
   int low = 0, high = args.num_tables - 1;  // the last table whose first key is <= the key
   while (low < high) {
@@ -84,15 +96,16 @@ EMB_DEVICE TtIds ids_of_key(const TtSplitArgs& args, int64_t key) {
     }
   }
   const TtTableIds& table = args.tables[low];
-  const int64_t own = key - table.first_key, half = own / table.rights;
-  return {static_cast<int32_t>(table.first_left + half),
-          static_cast<int32_t>(table.first_right + own - half * table.rights)};
+  const int64_t key_of_table = key - table.first_key, left = key_of_table / table.rights;
+  return {static_cast<int32_t>(table.first_left + left),
+          static_cast<int32_t>(table.first_right + key_of_table - left * table.rights)};
 }
 
-// Return the sum of one number per warp, in every thread. Two barriers.
-EMB_DEVICE int32_t sum_of_warps(int32_t own, int32_t* shared) {
+// Return, in every thread of the block, the sum over its warps of the number that lane 0 passes.
+// Has two barriers; `shared` is memory for a number per warp.
+EMB_DEVICE int32_t sum_of_warps(int32_t number, int32_t* shared) {
   constexpr int kWarps = kTileThreads / static_cast<int>(simt::kWarp);
-  if (threadIdx.x % simt::kWarp == 0) shared[threadIdx.x / simt::kWarp] = own;
+  if (threadIdx.x % simt::kWarp == 0) shared[threadIdx.x / simt::kWarp] = number;
   __syncthreads();
   int32_t sum = 0;
   for (int w = 0; w < kWarps; ++w) sum += shared[w];
@@ -100,6 +113,7 @@ EMB_DEVICE int32_t sum_of_warps(int32_t own, int32_t* shared) {
   return sum;
 }
 
+// Write the ids of the halves of each row, and how many left halves begin in the block's range.
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
     tt_split_kernel(TtSplitArgs args) {
   __shared__ int32_t counts[kTileThreads / simt::kWarp];
@@ -127,14 +141,16 @@ EMB_DEVICE int32_t sum_of_warps(int32_t own, int32_t* shared) {
   if (threadIdx.x == 0) args.range_counts[blockIdx.x] = sum;
 }
 
+// `count`, `left_ids` and `range_counts` are those of TtSplitArgs; the rest are outputs: tensors of
+// the plan, and the number of left halves, [1].
 struct TtLeftsArgs {
   const int32_t *count, *left_ids, *range_counts;
-  int64_t n;
+  int64_t n;  // the capacity of the plan
   int32_t *lefts, *segments, *row_lefts;
   int32_t* num_lefts;
 };
 
-// Write the left halves that begin in a range, and the number of the half of each row.
+// Write the left halves that begin in the block's range, and the left half of each of its rows.
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
     tt_lefts_kernel(TtLeftsArgs args) {
   constexpr int kWarps = kTileThreads / static_cast<int>(simt::kWarp);
@@ -172,15 +188,16 @@ struct TtLeftsArgs {
   }
 }
 
-// What is left to do once right halves are grouped: the half of each row, where the rows and halves
-// of each table begin (the ends of all are in `starts` already), and, if asked, the row of each
-// lookup.
+// The last step of a plan, after right halves have been grouped.
 struct TtFinishArgs {
-  InverseArgs rights, lookups;
-  const int64_t* keys;
-  const int32_t *left_ids, *right_ids;  // ids of the distinct halves
+  InverseArgs rights;   // writes the right half of each row
+  InverseArgs lookups;  // writes the row of each lookup, unless its `inverse` is null
+  const int64_t* keys;  // distinct keys
+  const int32_t *left_ids, *right_ids;  // ids of the distinct halves, as in the plan
   const TtTableIds* tables;
   int num_tables;
+  // [3, T + 1] of the plan: the last entries, the numbers of rows and halves, are read; the others,
+  // where those of each table begin, are written.
   int32_t* starts;
 };
 
@@ -208,6 +225,7 @@ void launch_tt_keys(const Launcher& launcher, const TtKeysArgs& args) {
   launcher(tt_keys_kernel, blocks_for(args.n, kTileSize, launcher.blocks(32)), kTileThreads, args);
 }
 
+// Launch the first two kernels of a plan; `lefts` has the outputs of `args` as inputs.
 template <class Launcher>
 void launch_tt_split(const Launcher& launcher, const TtSplitArgs& args, const TtLeftsArgs& lefts) {
   const unsigned ranges = tt_ranges(args.right.n);

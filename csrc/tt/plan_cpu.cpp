@@ -1,5 +1,6 @@
-// `tt_keys` and `tt_plan` on the CPU: find the halves that the rows of a batch share. The rows are
-// sorted by key, so left halves are runs; the shared sort groups the right halves.
+// `tt_keys` and `tt_plan` on the CPU: the keys of the lookups of a batch, and which halves its
+// distinct rows share. Rows are sorted by key, so that the rows of a left half are neighbours; for
+// right halves rows are grouped with the sort of group/.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -16,10 +17,11 @@
 namespace emb {
 namespace {
 
-constexpr int64_t kGrain = 1 << 14;
+constexpr int64_t kGrain = 1 << 14;  // lookups: smallest range that gets a thread
 
 }  // namespace
 
+// The contract is in tt/entries.h.
 Tensor tt_keys(const Tensor& indices, const Tensor& offsets, std::optional<Tensor> bag_layout,
                const Tensor& feature_tables) {
   const char* op = "tt_keys";
@@ -55,10 +57,12 @@ Tensor tt_keys(const Tensor& indices, const Tensor& offsets, std::optional<Tenso
 
 namespace {
 
+// The tensors of a plan in the order of TtPlanTensor, and their memory.
 struct PlanTensors {
   std::vector<Tensor> tensors;
   int32_t* data[kTtPlanTensors];
 
+  // Allocate a plan for as many rows as `like` has elements.
   PlanTensors(const Tensor& like, int64_t tables) {
     const int64_t n = like.numel();
     for (const int64_t size : {n, n + 1, n, n, n + 1, n, n, 3 * (tables + 1)}) {
@@ -68,18 +72,19 @@ struct PlanTensors {
   }
 };
 
-// The distinct keys of a batch, and the tables that they are of.
+// The distinct keys of a batch, and the tables to which they belong.
 struct Keys {
-  const int64_t* data;
+  const int64_t* data;  // [count], ascending
   int64_t count;
-  const TtTableIds* tables;
+  const TtTableIds* tables;  // [num_tables]
   int64_t num_tables;
 
   // Return the first key of table t; for t = num_tables, a bound of all keys.
   int64_t first(int64_t t) const { return t < num_tables ? tables[t].first_key : kUnlimited; }
 };
 
-// Find the rows of each table, and among them runs of equal left halves.
+// Write the tensors of `plan` about left halves, and where the rows and left halves of each table
+// begin.
 void find_lefts(const Keys& keys, const PlanTensors& plan) {
   int32_t *lefts = plan.data[kTtLefts], *segments = plan.data[kTtLeftSegments],
           *row_lefts = plan.data[kTtRowLefts], *starts = plan.data[kTtStarts];
@@ -106,7 +111,8 @@ void find_lefts(const Keys& keys, const PlanTensors& plan) {
   segments[count] = static_cast<int32_t>(keys.count);
 }
 
-// Group the rows, whose left halves are known, by their right half.
+// Write the tensors of `plan` about right halves, of which all tables have `right_ids` ids, after
+// find_lefts.
 void find_rights(const Keys& keys, int64_t right_ids, const PlanTensors& plan) {
   const int32_t *lefts = plan.data[kTtLefts], *row_lefts = plan.data[kTtRowLefts],
                 *starts = plan.data[kTtStarts];
@@ -146,6 +152,7 @@ void find_rights(const Keys& keys, int64_t right_ids, const PlanTensors& plan) {
 
 }  // namespace
 
+// The contract is in tt/entries.h. Entries behind the last row or half are set to 0.
 std::vector<Tensor> tt_plan(const Tensor& keys, const Tensor& count, const Tensor& tables,
                             int64_t left_ids, int64_t right_ids) {
   const char* op = "tt_plan";

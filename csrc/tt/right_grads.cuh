@@ -1,16 +1,17 @@
-// Gradients of right halves on the GPU, of all tables in one launch: grads[v][jr, r] = sum over the
-// rows j of v and over jl of row_grads[j][jl, jr] * left[jl, r].
+// Gradients of the values of right halves on the GPU, of all tables in one launch:
+// grads[v][jr, r] = sum over the rows j of v and over jl of row_grads[j][jl, jr] * left[jl, r].
 //
-// The rows of a half are cut into chunks of 64, counted from its first row, so that the sums do not
-// depend on the batch. A block of four warps takes a chunk and a tile of 128 ranks and four right
-// columns. Lane i of a warp looks up row i of 32 once: its number and that of its left half; the
-// loop shuffles them. The lanes of a warp take lines (row, jl) side by side, each four neighbours
-// along the rank; four lines per lane are in flight, and each is an outer product of four ranks and
-// four right columns: 16 multiply-adds for two loads of 16 bytes. Lanes and warps are summed in a
-// fixed order. A half of one chunk, as most are, is written at once; the chunks of others are
+// The rows of a half are divided into chunks of 64, counted from its first row, so that the sums do
+// not depend on the rest of the batch. A block of four warps takes a chunk and a tile of 128 ranks
+// and four right columns. A *line* is a left column jl of a row; a *quad* is four neighbours along
+// the rank. Lane i of a warp looks up row i of 32 once (its number and that of its left half), and
+// passes both to the other lanes by shuffles. Each lane of a warp takes lines of its own and one
+// quad; it has four lines in flight, and each is an outer product of four ranks and four right
+// columns: 16 multiply-adds for two loads of 16 bytes. Lanes and warps are summed in a fixed order.
+// The sum of a half of one chunk, as most are, is written at once; the chunks of other halves are
 // summed by a second kernel, in order. Ranks and columns beyond the end of a table count as zeros,
-// so all shapes have one order of sums; shapes or strides that allow no vectors run on the second
-// instantiation, with the same bits.
+// so that all shapes have one order of sums. Shapes or strides that allow no vectors run on the
+// second instantiation, with the same bits.
 #pragma once
 
 #include "tt/rows.cuh"
@@ -21,22 +22,25 @@ inline constexpr int kChunkRows = 64;
 inline constexpr int kTileQuads = 32;   // quads of ranks per tile
 inline constexpr int kTileColumns = 4;  // right columns of a tile
 
-// Chunk c of half v of the batch has work item v + begin / 64 + c, where `begin` is its first
-// entry of right_rows: no scan is needed, and no two chunks have the same.
+// Return the number of work items for `rights` halves of `rows` rows in all. Chunk c of half v is
+// item v + begin / 64 + c, where `begin` is the first entry of the half in right_rows: this needs
+// no scan, and no two chunks have the same item. Some items have no chunk.
 EMB_HD int64_t chunk_items(int64_t rights, int64_t rows) { return rights + rows / kChunkRows + 1; }
 
-// The sums of chunk c of a half of several chunks are in slot 2 (begin / 64) + c: such a half has
-// more than 64 rows, so the next one begins two slots or more after its last.
+// Return the number of slots for the sums of chunks. Chunk c of a half of several chunks has slot
+// 2 (begin / 64) + c: such a half has more than 64 rows, so no other half has the same slots.
 EMB_HD int64_t chunk_slots(int64_t rows) { return 2 * (rows / kChunkRows) + 2; }
 
+// What the kernels need besides TtRowsArgs; all in device memory.
 struct TtRightGrads {
-  const float* row_grads;
-  bool has_vectors;  // whether rows of gradients allow vectors, and 32 bits hold all offsets
-  float* partials;   // [chunk_slots][right_stride]
-  float* values;     // gradients of the values of pairs, [V][right_stride]
-  int max_tiles;     // most tiles of any table
+  const float* row_grads;  // [M][row_stride] gradients of the rows
+  bool has_vectors;        // row_grads allows vectors, and 32 bits hold all offsets in quads
+  float* partials;         // [chunk_slots][right_stride], scratch
+  float* values;           // [V][right_stride], an output: gradients of the values of pairs
+  int max_tiles;           // maximum of right_tiles over the tables
 };
 
+// Return the number of tiles of a right value.
 EMB_HD int right_tiles(int right_columns, int rank) {
   const int quads = (rank + 3) / 4;
   return (quads + kTileQuads - 1) / kTileQuads * ((right_columns + 3) / 4);
@@ -46,13 +50,13 @@ EMB_DEVICE bool has_right_vectors(const TtTableRows& table, const TtRightGrads& 
   return out.has_vectors && table.has_vectors && table.right_columns % 4 == 0;
 }
 
-// Rows of one right half that a block adds.
+// A chunk: rows of one right half that a block adds.
 struct RowChunk {
   int64_t half;
   int number, count;  // number of this chunk, and number of chunks of the half
-  int first, rows;    // entries of right_rows
+  int first, rows;    // first entry in right_rows, and number of entries
 
-  // All lanes of a warp call this.
+  // Find the chunk of a work item; there is none if number >= count. All lanes of a warp call this.
   EMB_DEVICE RowChunk(const int32_t* segments, int rights, int64_t item) {
     const auto first_item = [&](int v) { return int64_t{v} + segments[v] / kChunkRows; };
     half = warp_search(first_item, rights, item);
@@ -64,7 +68,8 @@ struct RowChunk {
   }
 };
 
-// Where element (jr, r) of the gradient of a right half is.
+// The place of the gradient of a right half: element (jr, r) is data[jr * column_stride +
+// r * rank_stride], in the gradient of the last core or, for a pair, in TtRightGrads::values.
 struct RightGradOf {
   float* data;
   int64_t column_stride, rank_stride;
@@ -84,7 +89,9 @@ struct RightGradOf {
   }
 };
 
-// The lines (row, jl) of a lane, of up to 32 rows whose numbers the lanes of its warp have.
+// Iterates over the lines of a lane among those of up to 32 rows, of which each lane of the warp
+// has looked up one. The lines of a block's four warps are taken side by side, one per `quads`
+// lanes.
 class LineWalk {
  public:
   EMB_DEVICE LineWalk(int quads, int left_columns)
@@ -96,7 +103,8 @@ class LineWalk {
     step_columns_ = lines - step_rows_ * left_columns;
   }
 
-  // Begin with the first rows; return the number of passes over `rows` rows.
+  // Go to the lane's first line of `rows` rows; return the number of lines of each lane, some of
+  // which may not be `inside`.
   EMB_DEVICE int begin(int rows) {
     const int line = static_cast<int>(threadIdx.x / simt::kWarp) * lines_of_warp_ + part_;
     rows_ = part_ < lines_of_warp_ ? rows : 0;
@@ -105,9 +113,11 @@ class LineWalk {
     const int lines = lines_of_warp_ * kRowWarps;
     return (rows * left_columns_ + lines - 1) / lines;
   }
+  // Return whether the line exists; its row, the lane that has looked it up; its left column.
   EMB_DEVICE bool inside() const { return row_ < rows_; }
   EMB_DEVICE int row() const { return row_ & static_cast<int>(simt::kWarp - 1); }
   EMB_DEVICE int column() const { return column_; }
+  // Go to the lane's next line.
   EMB_DEVICE void next() {
     row_ += step_rows_;
     column_ += step_columns_;
@@ -134,8 +144,9 @@ struct OuterSums {
     }
   }
 
-  // Add the sums of the lane `offset` lanes away and keep half of 2 kHalf; `first` is the number of
-  // the first that is left.
+  // Exchange sums with the lane whose number differs in bit `offset`: of 2 kHalf sums each of the
+  // two lanes keeps one half, with the other lane's added. `first` is increased to the number of
+  // the first sum that this lane keeps.
   template <int kHalf>
   EMB_DEVICE void fold(unsigned offset, int* first) {
     const bool upper = (threadIdx.x & offset) != 0;
@@ -149,14 +160,16 @@ struct OuterSums {
   }
 };
 
-// Sums of the lanes of four warps, [4 right columns, quads * 4 ranks].
+// The sums of a tile, [4 right columns, quads * 4 ranks], from those of the lanes of four warps, in
+// shared memory of kFloats floats.
 class TileSums {
  public:
-  static constexpr int kStride =
-      17;  // floats between the sums of two lanes: no two lanes share a bank
+  static constexpr int kStride = 17;  // floats between the sums of two lanes, in different banks
 
-  // Write the sums of all lanes; ends with a barrier.
-  EMB_DEVICE void store(OuterSums* own, int quads) {
+  // Write the sums of this lane, `sums`, which change; all threads of the block call this. If the
+  // number of quads is a power of two, lanes with the same quad are added before (`folded_`). Ends
+  // with a barrier.
+  EMB_DEVICE void store(OuterSums* sums, int quads) {
     const int lane = static_cast<int>(threadIdx.x % simt::kWarp);
     const int warp = static_cast<int>(threadIdx.x / simt::kWarp);
     folded_ = (quads & (quads - 1)) == 0;
@@ -164,26 +177,26 @@ class TileSums {
     if (!folded_) {
       float* to = value_of(warp) + lane * kStride;
 #pragma unroll
-      for (int i = 0; i < 16; ++i) to[i] = own->sum[i];
+      for (int i = 0; i < 16; ++i) to[i] = sums->sum[i];
     } else {
       int first = 0, count = 16;
-      if (quads <= 16) own->fold<8>(16, &first), count = 8;
-      if (quads <= 8) own->fold<4>(8, &first), count = 4;
-      if (quads <= 4) own->fold<2>(4, &first), count = 2;
-      if (quads <= 2) own->fold<1>(2, &first), count = 1;
-      if (quads == 1) own->sum[0] += __shfl_xor_sync(simt::kFullMask, own->sum[0], 1);
+      if (quads <= 16) sums->fold<8>(16, &first), count = 8;
+      if (quads <= 8) sums->fold<4>(8, &first), count = 4;
+      if (quads <= 4) sums->fold<2>(4, &first), count = 2;
+      if (quads <= 2) sums->fold<1>(2, &first), count = 1;
+      if (quads == 1) sums->sum[0] += __shfl_xor_sync(simt::kFullMask, sums->sum[0], 1);
       // Value i is (right column (first + i) / 4, rank (first + i) % 4 of the quad).
       float* to = value_of(warp) + lane % quads * 4;
       const bool writes = quads > 1 || lane % 2 == 0;
 #pragma unroll
       for (int i = 0; i < 16; ++i) {
-        if (writes && i < count) to[(first + i) / 4 * quads * 4 + (first + i) % 4] = own->sum[i];
+        if (writes && i < count) to[(first + i) / 4 * quads * 4 + (first + i) % 4] = sums->sum[i];
       }
     }
     __syncthreads();
   }
 
-  // Return the sum of element (right column j, rank r of the tile).
+  // Return element (right column j, rank r) of the tile, after `store`.
   EMB_DEVICE float at(int j, int r) const {
     float sum = 0.0f;
     if (folded_) {
@@ -214,8 +227,8 @@ class TileSums {
   int quads_ = 0;
 };
 
-// Add the lines of a chunk that belong to this lane: four ranks from `rank`, four columns from
-// `column` on.
+// Add this lane's lines of a chunk to `sums`: four ranks from `rank` on, four right columns from
+// `column` on. `quads` is the number of quads of the block's tile.
 template <bool kVectors>
 EMB_DEVICE void add_lines(const TtRowsArgs& args, const TtTableRows& table, const float* row_grads,
                           const RowChunk& chunk, int quads, int rank, int column, OuterSums* sums) {
@@ -226,14 +239,15 @@ EMB_DEVICE void add_lines(const TtRowsArgs& args, const TtTableRows& table, cons
   LineWalk walk(quads, table.left_columns);
   for (int done = 0; done < chunk.rows; done += static_cast<int>(simt::kWarp)) {
     const int rest = chunk.rows - done, rows = rest < 32 ? rest : 32;
-    uint32_t own_left = 0,
-             own_row = 0;  // offsets of this lane, with vectors in units of four floats
+    // The row that this lane looks up and its left half: with vectors as offsets in quads, else as
+    // numbers.
+    uint32_t lane_left = 0, lane_row = 0;
     if (lane < rows) {
       const int64_t j = args.plan.right_rows[chunk.first + done + lane];
       const int64_t u = args.plan.row_lefts[j];
       const int64_t number = left.ids != nullptr ? left.ids[u] - left.first_id : u;
-      own_left = static_cast<uint32_t>(kVectors ? number * (left.stride / 4) : number);
-      own_row = static_cast<uint32_t>(kVectors ? j * (args.row_stride / 4) : j);
+      lane_left = static_cast<uint32_t>(kVectors ? number * (left.stride / 4) : number);
+      lane_row = static_cast<uint32_t>(kVectors ? j * (args.row_stride / 4) : j);
     }
     const int passes = walk.begin(rows);
 #pragma unroll 1
@@ -241,8 +255,8 @@ EMB_DEVICE void add_lines(const TtRowsArgs& args, const TtTableRows& table, cons
       float x[kLinesInFlight][4], g[kLinesInFlight][4];
 #pragma unroll
       for (int i = 0; i < kLinesInFlight; ++i) {
-        const uint32_t of_left = __shfl_sync(simt::kFullMask, own_left, walk.row());
-        const uint32_t of_row = __shfl_sync(simt::kFullMask, own_row, walk.row());
+        const uint32_t of_left = __shfl_sync(simt::kFullMask, lane_left, walk.row());
+        const uint32_t of_row = __shfl_sync(simt::kFullMask, lane_row, walk.row());
         const bool inside = walk.inside();
         const int jl = walk.column();
         if constexpr (kVectors) {
@@ -273,8 +287,9 @@ EMB_DEVICE void add_lines(const TtRowsArgs& args, const TtTableRows& table, cons
   }
 }
 
-// Seven blocks per multiprocessor allow the registers of four lines; with eight ptxas adds the
-// first lines before it asks for the others.
+// Sum each chunk, and write the sum to `partials`, or to the gradient if the half has one chunk. A
+// block takes an item and a tile, grid-stride. Seven blocks per multiprocessor leave the registers
+// for four lines; with eight, ptxas adds the first lines before it loads the others.
 template <bool kVectors>
 __global__ void __launch_bounds__(kRowThreads, kVectors ? 7 : 5)
     right_partials_kernel(TtRowsArgs args, TtRightGrads out) {
@@ -318,7 +333,8 @@ __global__ void __launch_bounds__(kRowThreads, kVectors ? 7 : 5)
   }
 }
 
-// The gradients of halves of several chunks: the sums of their chunks, in order. A warp per half.
+// Write the gradients of halves of several chunks: the sums of their chunks, in order. A warp takes
+// a half, grid-stride.
 [[maybe_unused]] static __global__ void __launch_bounds__(kRowThreads, 8)
     right_sums_kernel(TtRowsArgs args, TtRightGrads out) {
   const int lane = static_cast<int>(threadIdx.x % simt::kWarp);
@@ -341,7 +357,9 @@ __global__ void __launch_bounds__(kRowThreads, kVectors ? 7 : 5)
   }
 }
 
-// `rights` is the most right halves that there may be; `kernels` says which instantiations.
+// Write the gradients of the values of all right halves; those of the last core directly. `rights`
+// is the maximum number of right halves. any_vectors and any_scalars: whether there are tables for
+// either instantiation.
 template <class Launcher>
 void launch_right_grads(const Launcher& launcher, bool any_vectors, bool any_scalars,
                         int64_t rights, const TtRowsArgs& args, const TtRightGrads& out) {

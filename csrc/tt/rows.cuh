@@ -1,17 +1,20 @@
-// Rows from the values of their halves on the GPU, and the gradients of those values. A row is left
-// [Ql, rank] times right [Qr, rank]; a warp takes the rows of one half, which lie side by side as
-// columns of one product. Each operand is read once, by the lanes that multiply it, so that shared
-// memory would save nothing: lanes load four neighbours at once from global memory, and the order
-// of k on the tensor cores is that in which they have them.
+// Rows from the values of their halves on the GPU, and the gradients of the values of left halves
+// (those of right halves are in right_grads.cuh).
+//
+// A row is left [Ql, rank] times right [Qr, rank]. A warp takes the rows of one left half, side by
+// side as columns of one product. Each operand is read once, by the lanes that multiply it, so
+// shared memory would save nothing: lanes load four neighbours at once from global memory, and the
+// tensor cores take k in the order in which lanes have loaded it.
 //
 // One launch serves the halves of all tables, whatever their shapes: a warp looks up the table of
-// its half in `starts` and reads its arguments from device memory.
+// its half in the plan's `starts` and reads the table's arguments from device memory.
 //
-// On tensor cores run rows and the gradients of left halves, for ranks (and, for gradients, right
-// columns) that are multiples of four; other shapes run on `tt_rows_kernel` and
-// `left_grads_kernel`, whose lanes own elements of the result. The choice depends on the shape of
-// the table alone: a table has the same bits in every batch. A batch with tables of both kinds
-// launches both kernels, each of which skips the tables of the other.
+// Rows and the gradients of left halves are computed on tensor cores if the rank (and, for
+// gradients, the number of right columns) is a multiple of four; other shapes run on
+// tt_rows_kernel and left_grads_kernel, in which a lane owns elements of the result. The choice
+// depends on the shape of the table alone, so that a table has the same bits in every batch. A
+// batch with tables of both kinds launches both kernels, each of which skips the tables of the
+// other.
 #pragma once
 
 #include "core/codes.h"
@@ -26,14 +29,16 @@ namespace emb::cuda {
 inline constexpr int kRowThreads = 128;
 inline constexpr int kElementsPerLane = 4;  // elements of a result that a lane keeps in registers
 
-// A row of floats per half: of a buffer, or, with ids, of a core.
+// A row of floats per left half: of a buffer by its number or, if `ids` is not null, of a core by
+// its id.
 template <class Float>
 struct TtHalfRows {
   Float* data;
-  const int32_t* ids;
-  int64_t first_id;  // first id of the table
-  int64_t stride;    // floats between rows
+  const int32_t* ids;  // ids of all left halves, or null
+  int64_t first_id;    // first id of the table
+  int64_t stride;      // floats between rows
 
+  // Return the row of left half u of all tables.
   EMB_DEVICE Float* at(int64_t u) const {
     return data + (ids != nullptr ? ids[u] - first_id : u) * stride;
   }
@@ -42,8 +47,8 @@ struct TtHalfRows {
 // A table of a batch, in device memory.
 struct TtTableRows {
   int left_columns, right_columns, rank;
-  bool has_pair;     // whether the left half is one: else its values are rows of the first core
-  bool has_vectors;  // whether four neighbours along the rank can be loaded at once
+  bool has_pair;     // the left half is a pair; else its values are rows of the first core
+  bool has_vectors;  // four neighbours along the rank of values can be loaded at once
   int32_t first_left, first_right;  // the first ids of the table
   const float* left;                // values of left halves, or the first core
   float* left_grads;                // their gradients, or that of the first core
@@ -60,22 +65,22 @@ struct TtTableRows {
   EMB_HD bool has_mma_grads() const { return rank % 4 == 0 && right_columns % 4 == 0; }
 };
 
-// Return the table of a row or half, from where those of each table start. All lanes of a warp call
-// this.
+// Return the table of row or half `item` of all tables; `starts`, [tables], has the first of each
+// table. All lanes of a warp call this.
 EMB_DEVICE int table_of(const int32_t* starts, int tables, int64_t item) {
   if (tables == 1) return 0;
   return warp_search([&](int t) { return int64_t{starts[t]}; }, tables, item);
 }
 
-// All tables of a batch. Rows and halves are numbered over all tables; their numbers are known on
-// the device only.
+// All tables of a batch; pointers are to device memory. Rows and halves are numbered over all
+// tables; how many there are is known on the device only.
 struct TtRowsArgs {
-  const TtTableRows* tables;
+  const TtTableRows* tables;  // [T]
   TtPlan plan;
-  const float* right;  // [V][right_stride], of which [right columns, rank] are used
-  int64_t right_stride;
-  int64_t row_stride;  // floats between rows and between their gradients
-  // The most of any table: 16 left columns, 32 columns of the rank.
+  const float* right;    // [V][right_stride] values of right halves: [right columns, rank] each
+  int64_t right_stride;  // floats
+  int64_t row_stride;    // floats between rows and between their gradients
+  // Maxima over the tables: groups of 16 left columns, groups of 32 columns of the rank.
   int max_fragments, max_parts;
 
   EMB_HD int num_tables() const { return static_cast<int>(plan.tables); }
@@ -100,7 +105,7 @@ struct TtRowsArgs {
   }
 };
 
-// Load four neighbours, zeros if not `inside`.
+// Load four neighbours, zeros if not `inside`. `vectors`: `address` is a multiple of 16 bytes.
 EMB_DEVICE void load_four(const float* address, bool inside, bool vectors, float (&x)[4]) {
   RowSlice<float, 4> slice;
   if (inside) {
@@ -114,12 +119,14 @@ EMB_DEVICE void load_four(const float* address, bool inside, bool vectors, float
   for (int i = 0; i < 4; ++i) x[i] = slice[i];
 }
 
+// Return an element of `data`, an array of dtype `type`.
 EMB_DEVICE float read_float(const void* data, Dtype type, int64_t element) {
   if (type == Dtype::kFloat) return static_cast<const float*>(data)[element];
   if (type == Dtype::kHalf) return to_float(static_cast<const half16*>(data)[element]);
   return to_float(static_cast<const bfloat16*>(data)[element]);
 }
 
+// Store four neighbours. `vectors`: `address` is a multiple of 16 bytes.
 EMB_DEVICE void store_four(float* address, bool vectors, const float (&x)[4]) {
   if (vectors) {
     *reinterpret_cast<simt::Pack16*>(address) = {
@@ -130,7 +137,7 @@ EMB_DEVICE void store_four(float* address, bool vectors, const float (&x)[4]) {
   for (int i = 0; i < 4; ++i) address[i] = x[i];
 }
 
-// Where the lane's elements of a fragment are, see core/mma.cuh.
+// The lane's row and column of a fragment, see core/mma.cuh.
 struct FragmentLane {
   int row = static_cast<int>(threadIdx.x % simt::kWarp) / 4;
   int column = static_cast<int>(threadIdx.x % simt::kWarp) % 4;
@@ -139,17 +146,20 @@ struct FragmentLane {
 inline constexpr int kFragmentM = 16;  // left columns of a warp
 inline constexpr int kFragments = 4;   // fragments of 8 columns that a warp computes at once
 
-// The left columns that a warp computes: 16 of them.
+// The left columns that a warp computes: 16 of them, the rows of a fragment, of which a lane has
+// two.
 struct LeftColumns {
   int first;
-  bool has_low, has_high;  // whether the lane's two rows of a fragment exist
+  bool has_low, has_high;  // whether the lane's two left columns exist
 
+  // The `number`-th 16 of `left_columns`.
   EMB_DEVICE LeftColumns(int left_columns, int64_t number, const FragmentLane& lane)
       : first(static_cast<int>(number) * kFragmentM),
         has_low(first + lane.row < left_columns),
         has_high(first + lane.row + 8 < left_columns) {}
 
-  // Load four neighbours of the lane's two lines of a matrix [left columns, width].
+  // Load four neighbours, from `element` on, of the lane's two lines of a matrix [left columns,
+  // width]; zeros if not `inside` or if a line does not exist.
   EMB_DEVICE void load(const float* matrix, int64_t width, int64_t element, bool inside,
                        bool vectors, const FragmentLane& lane, float (&low)[4],
                        float (&high)[4]) const {
@@ -159,12 +169,14 @@ struct LeftColumns {
   }
 };
 
+// Return the number of groups of 16 left columns.
 EMB_HD int fragments_of(int64_t columns) {
   return static_cast<int>((columns + kFragmentM - 1) / kFragmentM);
 }
 
-// rows[j][jl, jr] = sum over r of left[jl, r] * right[jr, r]; one warp per left half and 16 left
-// columns. The columns of the product are the right columns of all rows.
+// rows[j][jl, jr] = sum over r of left[jl, r] * right[jr, r]. A warp takes a left half,
+// grid-stride, and 16 left columns, group number first_fragment + blockIdx.y. The columns of the
+// product are the right columns of all rows of the half.
 template <class Products>
 __global__ void __launch_bounds__(kRowThreads, 5)
     mma_rows_kernel(TtRowsArgs args, int first_fragment, float* rows) {
@@ -191,8 +203,8 @@ __global__ void __launch_bounds__(kRowThreads, 5)
         return row + static_cast<int>(rows_on);
       };
       const int64_t columns_left = int64_t{end - row} * right_columns - offset;
-      constexpr int kMost = kFragments * 8;
-      const int rest = columns_left < kMost ? static_cast<int>(columns_left) : kMost;
+      constexpr int kMaxColumns = kFragments * 8;
+      const int rest = columns_left < kMaxColumns ? static_cast<int>(columns_left) : kMaxColumns;
       const float* right[kFragments];
       bool has_column[kFragments];
 #pragma unroll
@@ -240,9 +252,10 @@ __global__ void __launch_bounds__(kRowThreads, 5)
   }
 }
 
-// grads[u][jl, r] = sum over rows j of u and over jr of row_grads[j][jl, jr] * right[jr, r]; one
-// warp per left half, 16 left columns and 32 columns of the rank. Four neighbours jr of a row are
-// a quad; lane column c has every fourth quad, from c on. Column n of fragment i is 4 n + i.
+// grads[u][jl, r] = sum over rows j of u and over jr of row_grads[j][jl, jr] * right[jr, r]. A warp
+// takes a left half, 16 left columns and 32 columns of the rank, grid-stride. Four neighbours jr of
+// a row are a quad; lane column c takes every fourth quad, from c on. Column n of fragment i is
+// column 4 n + i of the 32.
 template <class Products>
 __global__ void __launch_bounds__(kRowThreads, 5)
     mma_left_grads_kernel(TtRowsArgs args, const float* row_grads) {
@@ -302,7 +315,8 @@ __global__ void __launch_bounds__(kRowThreads, 5)
   }
 }
 
-// rows[j][jl, jr] = sum over r of left[jl, r] * right[jr, r]; one warp per left half.
+// rows[j][jl, jr] = sum over r of left[jl, r] * right[jr, r], for tables without has_mma_rows; one
+// warp per left half.
 [[maybe_unused]] static __global__ void __launch_bounds__(kRowThreads)
     tt_rows_kernel(TtRowsArgs args, float* rows) {
   const int lane = static_cast<int>(threadIdx.x % simt::kWarp);
@@ -327,7 +341,8 @@ __global__ void __launch_bounds__(kRowThreads, 5)
   }
 }
 
-// The elements of a result [columns, rank] that a lane owns in one pass: lane, lane + 32, ..
+// The elements of a result [columns, rank] that a lane owns in one pass: first + lane,
+// first + lane + 32, ...
 struct LaneElements {
   int64_t element[kElementsPerLane];
   int column[kElementsPerLane], inner[kElementsPerLane];
@@ -347,8 +362,8 @@ struct LaneElements {
 
 inline constexpr int64_t kPass = kElementsPerLane * static_cast<int64_t>(simt::kWarp);
 
-// grads[u][jl, r] = sum over rows j of u and over jr of row_grads[j][jl, jr] * right[jr, r]; one
-// warp per left half.
+// grads[u][jl, r] = sum over rows j of u and over jr of row_grads[j][jl, jr] * right[jr, r], for
+// tables without has_mma_grads; one warp per left half.
 [[maybe_unused]] static __global__ void __launch_bounds__(kRowThreads, 6)
     left_grads_kernel(TtRowsArgs args, const float* row_grads) {
   const int64_t last = args.lefts();
@@ -381,8 +396,8 @@ inline constexpr int64_t kPass = kElementsPerLane * static_cast<int64_t>(simt::k
   }
 }
 
-// right[v] = the row of the last core with its axes reversed, a warp per right half. Right halves
-// that are pairs have other values.
+// Write the values of right halves that are no pairs, [V][right_stride]: the row of the last core
+// (of dtype `type`) with its axes reversed. A warp takes a right half, grid-stride.
 [[maybe_unused]] static __global__ void __launch_bounds__(kRowThreads)
     right_values_kernel(TtRowsArgs args, Dtype type, float* values) {
   const int lane = static_cast<int>(threadIdx.x % simt::kWarp);
@@ -401,15 +416,17 @@ inline constexpr int64_t kPass = kElementsPerLane * static_cast<int64_t>(simt::k
   }
 }
 
-// A matrix whose rows are reversed: row [a, q, b] of `from` becomes row [b, q, a] of `to`.
+// A matrix whose rows get their axes reversed: row [a, q, b] of `from` becomes row [b, q, a] of
+// `to`.
 struct TtReverse {
   const void* from;
   float* to;
-  int64_t first_row;  // among the rows of all matrices of the launch
+  int64_t first_row;  // number of its first row among the rows of all matrices of the launch
   int64_t a, q, b;
 };
 
-// A block per row of all matrices.
+// Reverse the rows of `count` matrices of dtype `type`, `rows` in all; a block per row,
+// grid-stride.
 [[maybe_unused]] static __global__ void __launch_bounds__(kRowThreads)
     reverse_kernel(const TtReverse* matrices, int count, int64_t rows, Dtype type) {
   for (int64_t number = blockIdx.x; number < rows; number += gridDim.x) {
@@ -434,6 +451,7 @@ struct TtKernels {
   bool right_vectors = false, right_scalars = false;
 };
 
+// Write the distinct rows, [M][row_stride]; `lefts` is the maximum number of left halves.
 template <class Launcher>
 void launch_tt_rows(const Launcher& launcher, MatmulPrecision precision, const TtKernels& kernels,
                     int64_t lefts, const TtRowsArgs& args, float* rows) {
@@ -453,6 +471,8 @@ void launch_tt_rows(const Launcher& launcher, MatmulPrecision precision, const T
   }
 }
 
+// Write the gradients of the values of left halves, or of the first core, from those of the rows,
+// [M][row_stride].
 template <class Launcher>
 void launch_left_grads(const Launcher& launcher, MatmulPrecision precision,
                        const TtKernels& kernels, int64_t lefts, const TtRowsArgs& args,

@@ -1,6 +1,7 @@
-// Products of small matrices, and their transposition, in registers. Lanes run along the columns of
-// b and c; elements of a are broadcast, so a may have any strides. Columns are covered by vectors
-// of decreasing width, so no size needs padding.
+// Products and transpositions of small matrices in registers, on one CPU thread. In a product, the
+// lanes of a vector run along the columns of b and c, and elements of a are broadcast, so that a
+// may have any strides. Columns are covered by vectors of decreasing width, so that no size needs
+// padding. Only `*_kernels.cpp` may include this file.
 #pragma once
 
 #include "core/vec.h"
@@ -9,7 +10,8 @@ namespace emb::EMB_ISA {
 
 enum class Store { kSet, kAdd };
 
-// c[m, n] (+)= sum over k of a[m, k] * b[k, n]; strides in elements, columns of b and c contiguous.
+// c[m, n] = (kSet) or += (kAdd) the sum over k of a[m, k] * b[k, n]. Strides are in elements;
+// columns of b and c are contiguous. c must not overlap a or b.
 struct Product {
   int64_t m, n, k;
   const float* a;
@@ -21,6 +23,7 @@ struct Product {
   Store store;
 };
 
+// A vector of kWidth floats, and the type of lane numbers for a shuffle of it.
 template <int kWidth>
 struct VecOf {
   typedef float type __attribute__((vector_size(kWidth * sizeof(float))));
@@ -98,6 +101,7 @@ void columns(const Product& p, int64_t n) {
   if (m < p.m) tile<kWidth, 1, kVectors>(p, m, n);
 }
 
+// Compute a product.
 inline void multiply(const Product& p) {
   int64_t n = 0;
   if constexpr (kLanes == 16) {
@@ -134,6 +138,7 @@ EMB_HD typename VecOf<kWidth>::lanes exchange_lanes() {
   return lanes;
 }
 
+// Do the rounds of a transposition for blocks of kSpan lanes and all smaller ones.
 template <int kWidth, int kSpan>
 EMB_HD void exchange(typename VecOf<kWidth>::type (&rows)[kWidth]) {
   if constexpr (kSpan > 0) {
@@ -163,9 +168,10 @@ EMB_HD void transpose_block(const float* from, int64_t from_row, float* to, int6
 
 struct Matrix {
   const float* data;
-  int64_t rows, columns, row;  // `row` is the stride between rows
+  int64_t rows, columns, row;  // `row` is the stride between rows, in elements
 };
 
+// Transpose a matrix in blocks of kWidth x kWidth, and the rest by elements.
 template <int kWidth>
 EMB_HD void transpose_blocks(const Matrix& from, float* to, int64_t to_row) {
   const int64_t rows = from.rows / kWidth * kWidth, columns = from.columns / kWidth * kWidth;
@@ -181,7 +187,7 @@ EMB_HD void transpose_blocks(const Matrix& from, float* to, int64_t to_row) {
   }
 }
 
-// to[j, i] = from[i, j].
+// to[j, i] = from[i, j]; `to_row` is the stride between rows of `to`, in elements.
 inline void transpose(const Matrix& from, float* to, int64_t to_row) {
   const int64_t smaller = from.rows < from.columns ? from.rows : from.columns;
   if constexpr (kLanes >= 16) {

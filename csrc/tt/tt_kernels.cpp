@@ -1,7 +1,8 @@
-// Tensor-train forward and backward on one CPU thread. All work is products of small matrices whose
-// operands stay in the first two cache levels. The halves are sorted by their inner core, the large
-// one, which is read once for all halves that share it, and whose gradient is one product over
-// them.
+// Tensor-train forward and backward on one CPU thread: the kernels of TtTable (tt/args.h). All work
+// is products of small matrices whose operands stay in the first two cache levels. Halves are
+// sorted by the row of the inner core, the large one. So an inner row is read once for all halves
+// that share it, and its gradient is one product over them. Halves are processed in *blocks*: up to
+// kTtBlock halves of one inner row.
 
 #include "core/vec.h"
 #include "tt/args.h"
@@ -15,7 +16,8 @@ EMB_HD void copy(const float* from, int64_t n, float* to) {
   __builtin_memcpy(to, from, static_cast<size_t>(n) * sizeof(float));
 }
 
-// The scratch of one call, see tt_scratch_size.
+// The scratch of one call, of tt_scratch_size floats: outer rows of a block, its values, its values
+// with columns in another order, an inner row, a value, a row.
 struct Scratch {
   float *packed, *values, *permuted, *inner, *value, *row;
 
@@ -38,9 +40,9 @@ EMB_HD int64_t block_end(const TtHalfCores& cores, int64_t u, int64_t end) {
   return last;
 }
 
-// Prefetches the inner row of half u, which the next block begins with, in `parts` parts: between
-// them is work, since a core waits when it asks for more lines than it can have in flight. The
-// products read the row by columns, which the hardware does not foresee.
+// Prefetches the inner row of half u, with which the next block begins, in `parts` parts with work
+// in between, since a core that asks for more lines than it can have in flight waits. The products
+// read the row by columns, which the hardware does not foresee. Does nothing if u is `end`.
 class InnerPrefetch {
  public:
   EMB_HD InnerPrefetch(const TtHalfCores& cores, int64_t u, int64_t end, int64_t parts) {
@@ -61,10 +63,10 @@ class InnerPrefetch {
   int64_t part_ = 0;
 };
 
-// Rows whose operands are prefetched. They are read in the order of the other half, so that the
-// hardware does not foresee them.
+// Rows between the prefetch of a row's operands and their use. Rows of a right half are in the
+// order of their left halves, so that the hardware does not foresee where they are.
 constexpr int64_t kRowsAhead = 6;
-constexpr int64_t kSumsAhead = 2;  // sums ahead that are prefetched from the second-level cache
+constexpr int64_t kSumsAhead = 2;  // the same for sums, which are in the second-level cache
 
 // Copy the outer rows of the halves [begin, end) one after the other: [n q_outer, inner_rank].
 EMB_HD void pack_outer(const TtHalfCores& cores, int64_t begin, int64_t end, float* packed) {
@@ -79,7 +81,8 @@ EMB_HD void pack_outer(const TtHalfCores& cores, int64_t begin, int64_t end, flo
 
 enum class Order { kInnerFirst, kOuterFirst };
 
-// Swap the two column factors of values: (outer, inner) <-> (inner, outer).
+// Copy n values with their two column factors swapped, (outer, inner) <-> (inner, outer), so that
+// they have `to_order`.
 EMB_HD void reorder(const TtHalf& half, const float* from, Order to_order, int64_t n, float* to) {
   const int first = to_order == Order::kInnerFirst ? half.q_inner : half.q_outer;
   const int second = half.columns() / first;
@@ -92,7 +95,7 @@ EMB_HD void reorder(const TtHalf& half, const float* from, Order to_order, int64
   }
 }
 
-// Compute the values of the halves of one block.
+// Write the values of the halves [begin, end) of one block.
 EMB_HD void expand_block(const TtHalfCores& cores, int64_t begin, int64_t end,
                          const Scratch& scratch, float* values) {
   const TtHalf& half = cores.half;
@@ -124,8 +127,8 @@ void expand(const TtHalfCores& cores, float* values, float* scratch_data, int64_
   }
 }
 
-// Compute a row of kRight columns per column of the left half, of which there are four, in
-// registers: two sums per element, over even and odd k, so that additions overlap.
+// Write the row, [4, kRight], of a left value, [4, rank], and a right value, [rank, kRight], in
+// registers. Each element has two sums, over even and over odd k, so that additions overlap.
 template <int kRight>
 EMB_HD void small_row(const float* value, const float* right, int64_t rank, float* row) {
   using V = typename VecOf<kRight>::type;
@@ -151,7 +154,7 @@ EMB_HD void small_row(const float* value, const float* right, int64_t rank, floa
   }
 }
 
-// Compute all rows of left half u from its value.
+// Write all rows of left half u, whose value is `value`.
 EMB_HD void rows_of_left(const TtRowsArgs& args, int64_t u, const float* value,
                          const Scratch& scratch) {
   const TtHalf& left = args.left.half;
@@ -211,8 +214,9 @@ void rows(const TtRowsArgs& args, float* scratch_data, int64_t begin, int64_t en
   }
 }
 
-// Compute the gradients of both cores of a pair from those of the values of one block; `inner_grad`
-// is that of its inner row.
+// Write the gradients of both cores of a pair from those of the values of one block, `value_grads`:
+// per half that of its outer row, and that of the block's inner row, `inner_grad`, to which all but
+// the first block of the inner row add. scratch.inner has the inner row, transposed.
 EMB_HD void contract_block(const TtHalfCores& cores, const TtHalfGrads& grads, float* inner_grad,
                            int64_t begin, int64_t end, const float* value_grads,
                            const Scratch& scratch) {
@@ -250,7 +254,8 @@ EMB_HD void contract_block(const TtHalfCores& cores, const TtHalfGrads& grads, f
             .store = Store::kSet});
 }
 
-// Write the transposed inner row of half u to scratch.inner, unless the half before has the same.
+// Write the transposed inner row of half u to scratch.inner, unless it is there already: because
+// the half before, not before `begin`, has the same inner row.
 EMB_HD void transpose_inner(const TtHalfCores& cores, int64_t begin, int64_t u,
                             const Scratch& scratch) {
   const TtHalf& half = cores.half;
@@ -271,8 +276,8 @@ void contract(const TtHalfCores& cores, const TtHalfGrads& grads, const float* v
   }
 }
 
-// Compute columns [n, n + kVectors * kLanes) of `value_grad` for right halves of four columns and
-// four columns of the left half: the sums stay in registers over all rows.
+// Write elements of the gradient of the value of left half u, for right halves of four columns: its
+// columns [m, m + 4), ranks [n, n + kVectors * kLanes). The sums stay in registers over all rows.
 template <int kVectors>
 EMB_HD void value_grad_tile(const TtLeftGradsArgs& args, int64_t u, int64_t m, int64_t n,
                             float* out) {
@@ -301,7 +306,8 @@ EMB_HD void value_grad_tile(const TtLeftGradsArgs& args, int64_t u, int64_t m, i
   }
 }
 
-// Compute the gradient of the value of left half u: its rows' gradients times their right halves.
+// Write the gradient of the value of left half u, [columns, rank]: the sum over its rows of their
+// gradients times their right halves.
 EMB_HD void value_grad(const TtLeftGradsArgs& args, int64_t u, float* out) {
   const TtHalf& left = args.left.half;
   const int64_t columns = left.columns(), rank = left.rank, right_columns = args.right_columns;
@@ -360,7 +366,8 @@ void left_grads(const TtLeftGradsArgs& args, float* scratch_data, int64_t begin,
   }
 }
 
-// Prefetch the gradient and the left value of the row at entry `cursor + kRowsAhead`.
+// Prefetch the gradient and the left value of the row at entry `cursor + kRowsAhead` of args.rows,
+// if that is before `last`.
 EMB_HD void prefetch_row_of_right(const TtRightGradsArgs& args, int64_t cursor, int64_t last) {
   if (cursor + kRowsAhead >= last) return;
   const int64_t j = args.rows[cursor + kRowsAhead];
@@ -370,8 +377,8 @@ EMB_HD void prefetch_row_of_right(const TtRightGradsArgs& args, int64_t cursor, 
   prefetch_row<false>(args.left.at(args.row_lefts[j] - args.first_left), nbytes * args.rank);
 }
 
-// Add the product of a row's gradient and its left value to the gradient of a right half of four
-// columns.
+// Add the product of a row's gradient, `grad` [left columns, 4], and its left value, `left`, to the
+// gradient of a right half of four columns, of which `sums` has kVectors * kLanes ranks.
 template <int kVectors>
 EMB_HD void add_row(const TtRightGradsArgs& args, const float* grad, const float* left,
                     Vec (&sums)[4][kVectors]) {
@@ -388,8 +395,8 @@ EMB_HD void add_row(const TtRightGradsArgs& args, const float* grad, const float
   }
 }
 
-// Add columns [n, n + kVectors * kLanes) of the gradient of right half v, of four columns, over its
-// rows of this wave: the sums stay in registers. Return the next entry of `rows`.
+// Add the rows of this wave to ranks [n, n + kVectors * kLanes) of the gradient of right half v, of
+// four columns; the sums stay in registers. Return the half's next entry in args.rows.
 template <int kVectors>
 EMB_HD int32_t right_grad_tile(const TtRightGradsArgs& args, int64_t v, int64_t n, int64_t last) {
   const int64_t rank = args.rank;
@@ -453,7 +460,8 @@ void right_grads(const TtRightGradsArgs& args, int64_t begin, int64_t end) {
   }
 }
 
-// Add columns [n, n + kVectors * kLanes) of the product of row j to the gradient of right half v.
+// Add row j to ranks [n, n + kVectors * kLanes) of the gradient of right half v, of four columns;
+// the first row of the half sets it.
 template <int kVectors>
 EMB_HD void row_grad_tile(const TtRightGradsArgs& args, int64_t j, int64_t v, int64_t n,
                           bool is_first) {
@@ -476,9 +484,10 @@ EMB_HD void row_grad_tile(const TtRightGradsArgs& args, int64_t j, int64_t v, in
   }
 }
 
-// Add rows in their own order: left values and gradients of rows, the larger part, are then read
-// from front to back. The rows of a right half are in this order in `rows` too, and a sum in memory
-// has the bits of one in registers. Only one thread may have rows of a right half.
+// Add rows [begin, end) in their order, so that left values and gradients of rows, the larger part
+// of the memory, are read from front to back. The rows of a right half are in this order in
+// args.rows too, and a sum in memory has the bits of one in registers, so that results are those of
+// right_grads. Only one thread may call this for a table.
 void right_grads_by_row(const TtRightGradsArgs& args, int64_t begin, int64_t end) {
   const int64_t rank = args.rank, nbytes = args.right_columns * rank * int64_t{sizeof(float)};
   const bool in_registers = args.right_columns == 4 && rank % kLanes == 0;

@@ -219,6 +219,14 @@ def _arguments(policy: str) -> tuple[Twin, Store, Groups, tuple[Tensor, Tensor]]
     return twin, store, groups, (row_slots, evicted)
 
 
+def test_a_flush_needs_hyper(device: torch.device) -> None:
+    """On a GPU the numbers are read by the kernel, to which an empty tensor is a null pointer."""
+    twin, store, _, _ = _arguments("lru")
+    arguments = (store.weights, store.states, HYPER[:0], twin.tables, twin.tags)
+    with pytest.raises(RuntimeError, match="hyper must have at least 5 entries"):
+        on(device, cache.flush_)(*arguments)
+
+
 @pytest.mark.parametrize("ahead", [0, 2])
 @pytest.mark.parametrize("policy", ["lru", "lfu"])
 def test_evictions_are_those_of_the_plan_and_change_nothing(policy: str, ahead: int) -> None:

@@ -512,10 +512,20 @@ def _tables(*rows: Sequence[int]) -> Tensor:
     return torch.tensor(rows or [(60, 1, 0, 3, 4, 5, 1, 0, 0, 0)])
 
 
-def _keys(*, ids: Tensor | None = None, tables: Tensor | None = None) -> Tensor:
+def _keys(
+    *,
+    ids: Tensor | None = None,
+    tables: Tensor | None = None,
+    bags: tuple[Tensor, Tensor | None] | None = None,
+) -> Tensor:
     ids = torch.arange(3) if ids is None else ids
-    offsets = torch.arange(ids.numel() + 1)
-    return ops.tt_keys(ids, offsets, None, _tables() if tables is None else tables)
+    bags = (torch.arange(ids.numel() + 1), None) if bags is None else bags
+    return ops.tt_keys(ids, *bags, _tables() if tables is None else tables)
+
+
+def _no_bags(*, variable: bool) -> tuple[Tensor, Tensor | None]:
+    """Offsets and bag layout of a batch without bags."""
+    return torch.zeros(1, dtype=torch.int64), _numbers(0)[0].view(0, 2) if variable else None
 
 
 def _plan(tables: Tensor, left_ids: int = 12, right_ids: int = 5) -> list[Tensor]:
@@ -527,12 +537,18 @@ def _gradients(small: "Small") -> tuple[object, ...]:
     return small.plan, small.prefixes, torch.zeros(9, 8), [3, 4, 5], [2, 2, 2], [3]
 
 
-def _look_up(small: "Small", p: list[int], features: Tensor | None = None) -> object:
+def _look_up(
+    small: "Small",
+    p: list[int],
+    features: Tensor | None = None,
+    bags: tuple[Tensor, Tensor | None] | None = None,
+) -> object:
     """`tt_lookup_checked_` of tables (3, 4, 5) with cores of other row factors."""
     batch = batch_of(Case((3, 4, 5), (2, 2, 2), (2, 2), 0), torch.arange(3))
     cores = [torch.zeros(p[k], core.size(1)) for k, core in enumerate(small.cores)]
     features = batch.features if features is None else features
-    lookups = (features, batch.indices, batch.offsets, None, None, POOLING["none"], 8)
+    bags = (batch.offsets, None) if bags is None else bags
+    lookups = (features, batch.indices, *bags, None, POOLING["none"], 8)
     shape = (torch.float32, p, [2, 2, 2], [3], 0, None, torch.zeros(2, dtype=torch.int64))
     return ops.tt_lookup_checked_(cores, batch.tables, batch.tables, *lookups, *shape)
 
@@ -586,6 +602,9 @@ WRONG = {
     "the same number of tensors for each": lambda c: ops.tt_update_(
         c.cores, c.cores[:2], torch.zeros(6).double(), OPTIMIZER["adagrad"], *_gradients(c)
     ),
+    "but no bags": lambda c: _keys(bags=_no_bags(variable=False)),
+    "indices but no bags": lambda c: _keys(bags=_no_bags(variable=True)),
+    "3 indices but no bags": lambda c: _look_up(c, [3, 4, 5], bags=_no_bags(variable=True)),
     "tables must be those of row_factors": lambda c: _look_up(c, [4, 3, 5]),
     "features must have a row per feature for keys": lambda c: _look_up(
         c, [3, 4, 5], features=torch.zeros(1, 8, dtype=torch.int64)
