@@ -31,6 +31,9 @@ export PYTHON VENV TORCH TORCH_VERSION EXTRAS EMBLIB_CUDA JOBS
 
 STATE := $(if $(VENV),$(VENV),build)/.make
 BIN = $$(cat $(STATE)/bin)
+# The native libraries are compiled while what they do not need is installed.
+MAKEFLAGS += --jobs=2
+unexport MAKEFLAGS
 SOURCES := $(shell find csrc -type f) pyproject.toml
 
 .PHONY: help run test quick lint format gpu-test pretend-test gpu-day docs gate micro nightly dependency-test smoke native clean distclean force
@@ -49,7 +52,7 @@ test: native ## the whole test suite, slow tests last (ARGS="-k lookup"; FILES=p
 	  $(BIN)/python -m pytest -q -n $(WORKERS) --maxschedchunk 1 \
 	  -o console_output_style=classic $$tests $(ARGS)
 
-quick: $(STATE)/native ## linters, house rules and tests of what differs from the last commit, in about a minute
+quick: native ## linters, house rules and tests of what differs from the last commit, in about a minute
 	@scripts/quick.sh $(BIN) $(ARGS)
 
 gpu-test: native ## the tests that use a GPU; fails if torch sees none
@@ -91,7 +94,7 @@ lint: $(STATE)/environment ## ruff, clang-format and mypy
 format: $(STATE)/environment ## apply ruff and clang-format
 	@scripts/format.sh $(BIN)
 
-native: $(STATE)/native ## set up the environment, build the native libraries
+native: $(STATE)/native $(STATE)/environment ## set up the environment, build the native libraries
 
 clean: ## remove build outputs and caches
 	rm -rf build dist .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache
@@ -100,11 +103,14 @@ clean: ## remove build outputs and caches
 distclean: clean ## also remove the environment
 	rm -rf .venv
 
-$(STATE)/environment: pyproject.toml scripts/environment.sh
+$(STATE)/torch: pyproject.toml scripts/environment.sh
 	@mkdir -p build && scripts/environment.sh $(STATE)
 
+$(STATE)/environment: $(STATE)/torch
+	@scripts/environment.sh $(STATE) extras
+
 # Rewritten only if a setting changes, so that the libraries are rebuilt exactly then.
-$(STATE)/settings: $(STATE)/environment scripts/cuda_choice.sh force
+$(STATE)/settings: $(STATE)/torch scripts/cuda_choice.sh force
 	@choice=$$(scripts/cuda_choice.sh $(STATE)) && \
 	  echo "$${choice%% *} $(TORCH_CUDA_ARCH_LIST) $$(command -v nvcc)" > $(STATE)/settings.new
 	@cmp -s $(STATE)/settings.new $(STATE)/settings || cp $(STATE)/settings.new $(STATE)/settings

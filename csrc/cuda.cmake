@@ -43,6 +43,11 @@ endif()
 find_package(CUDAToolkit REQUIRED)
 
 file(GLOB cuda_sources CONFIGURE_DEPENDS "*/*_cuda.cu")
+# The longest first, so that no job is alone with one at the end.
+foreach(long group/group tbe/lookup hash/hash tt/forward_backward tbe/update)
+  list(REMOVE_ITEM cuda_sources "${CMAKE_CURRENT_SOURCE_DIR}/${long}_cuda.cu")
+  list(PREPEND cuda_sources "${CMAKE_CURRENT_SOURCE_DIR}/${long}_cuda.cu")
+endforeach()
 add_library(emblib_cuda SHARED ${cuda_sources})
 target_link_libraries(emblib_cuda PRIVATE torch_stable emblib_cpu CUDA::cudart_static)
 target_compile_definitions(emblib_cuda PRIVATE USE_CUDA)

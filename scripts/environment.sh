@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Creates the Python environment of the Makefile: venv, torch, build tools, dependencies.
-#   VENV PYTHON TORCH TORCH_VERSION EXTRAS EMBLIB_CUDA scripts/environment.sh STATE
+# Creates the Python environment of the Makefile: venv, torch, build tools; called again with `extras`, all
+# other dependencies, while the native libraries are compiled.
+#   VENV PYTHON TORCH TORCH_VERSION EXTRAS EMBLIB_CUDA scripts/environment.sh STATE [extras]
 # Writes STATE/bin (the folder of the environment's python), STATE/constraints (its torch, which no later
 # resolution may replace: another torch is gigabytes, and the libraries link to this one) and
 # STATE/torch_cuda (the CUDA version of that torch, empty for a CPU build).
@@ -29,6 +30,36 @@ try:
 except metadata.PackageNotFoundError:
     sys.exit(1)'
 }
+
+# Packages are compiled as they are imported: pip would compile all 11,000 files, most of them for nothing.
+pip_install() { "$python" -m pip --disable-pip-version-check install -qq --no-compile "$@"; }
+
+# Install what pyproject.toml requires for a build, or the extras. numpy belongs to the former: torch imports
+# it where it is, and would find half of it while the extras are installed.
+install_needs() {
+  local text needs
+  text=$("$python" - "$1" "$EXTRAS" <<'PY'
+import re, sys, tomllib
+with open("pyproject.toml", "rb") as file:
+    project = tomllib.load(file)
+build = project["build-system"]["requires"] + project["project"]["dependencies"]
+names = filter(None, sys.argv[2].split(","))
+extras = [need for name in names for need in project["project"]["optional-dependencies"][name]]
+numpy = [need for need in extras if re.match(r"numpy\b", need)]
+needs = build + numpy if sys.argv[1] == "build" else [need for need in extras if need not in numpy]
+print(*(need for need in needs if not need.startswith("torch>=")), sep="\n")
+PY
+)
+  mapfile -t needs <<< "$text"
+  [ -z "$text" ] || pip_install -c "$state/constraints" "${needs[@]}"
+}
+
+if [ "${2:-}" = extras ]; then
+  python=$(cat "$state/bin")/python
+  install_needs extras
+  touch "$state/environment"
+  exit
+fi
 
 # Check everything that a build needs and pip cannot install, before downloading anything.
 preflight() {
@@ -73,9 +104,6 @@ else
     fi
   fi
 fi
-# Packages are compiled as they are imported: pip would compile all 11,000 files, most of them for nothing.
-pip_install() { "$python" -m pip --disable-pip-version-check install -qq --no-compile "$@"; }
-
 # PyTorch's CPU builds are named VERSION+cpu. Not every registry has them; uv knows PyTorch's own index.
 install_cpu_torch() {
   pip_install "$1+cpu" 2>/dev/null && return
@@ -116,15 +144,5 @@ mv "$state/constraints.new" "$state/constraints"
 dirname "$python" > "$state/bin"
 
 say "installing build tools and dependencies for $(cat "$state/constraints")"
-mapfile -t needs < <("$python" - "$EXTRAS" <<'PY'
-import sys, tomllib
-with open("pyproject.toml", "rb") as file:
-    project = tomllib.load(file)
-needs = project["build-system"]["requires"] + project["project"]["dependencies"]
-for extra in filter(None, sys.argv[1].split(",")):
-    needs += project["project"]["optional-dependencies"][extra]
-print(*(need for need in needs if not need.startswith("torch>=")), sep="\n")
-PY
-)
-pip_install -c "$state/constraints" "${needs[@]}"
-touch "$state/environment"
+install_needs build
+touch "$state/torch"

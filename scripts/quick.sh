@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Check a change in about a minute: linters on the changed files, the house rules, and the tests that
-# belong to the changed files (scripts/tests_of.py), without slow ones.   scripts/quick.sh BIN [PYTEST_ARGS]
+# belong to the changed files (scripts/tests_of.py), as many as a minute of two processors has room for,
+# without slow ones.   scripts/quick.sh BIN [PYTEST_ARGS]
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 bin=$1
@@ -24,7 +25,7 @@ fi
 if ((${#native[@]})); then
   "$bin/clang-format" --dry-run -Werror "${native[@]}" || status=1
 fi
-mapfile -t tests < <("$bin/python" scripts/tests_of.py)
+mapfile -t tests < <("$bin/python" scripts/tests_of.py --seconds 75) # the house rules take another 20
 echo "emblib: house rules, and ${tests[*]:-no other tests}"
 "$bin/python" -m pytest -q -n 2 -m "not slow" \
   tests/test_house_rules.py "${tests[@]}" "$@" || status=1

@@ -1,4 +1,4 @@
-"""Print the test files of changed or named source files: `scripts/tests_of.py [FILE ...]`.
+"""Print the test files of changed or named source files: `tests_of.py [--seconds N] [FILE ...]`.
 
 Without arguments the files are those that differ from the last commit, or, in a clean tree, those
 of the last commit. A test file stands for itself. The tests of `emblib/dynamic/keys.py` are
@@ -6,6 +6,9 @@ of the last commit. A test file stands for itself. The tests of `emblib/dynamic/
 import the module, or all of `tests/dynamic`. C++ and CUDA files of a feature have the tests of its
 ops and of its emulated kernels. The tests of any other file (a page, a script, a configuration) are
 those that name it.
+
+With --seconds the files are those that together take so much processor time, the shortest first;
+standard error names the others.
 
 Exits with 1 and a message for a named file that does not exist or has no tests.
 """
@@ -17,11 +20,15 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+USUAL_SECONDS = 2  # of a file that tests/whole_files.py does not list
 
 
-def main() -> None:
+def main(words: list[str]) -> None:
     """Print one test file per line."""
-    named = [str(Path(name).resolve().relative_to(ROOT)) for name in sys.argv[1:]]
+    seconds = 0
+    if words[:1] == ["--seconds"]:
+        seconds, words = int(words[1]), words[2:]
+    named = [str(Path(name).resolve().relative_to(ROOT)) for name in words]
     found: set[str] = set()
     for name in named or changed_files():
         tests = tests_of(name)
@@ -30,7 +37,25 @@ def main() -> None:
         if named and not tests:
             sys.exit(f"tests_of: no test file mirrors, imports or names {name}")
         found |= tests
-    print("\n".join(sorted(found)))
+    chosen = within(seconds, found) if seconds else found
+    if found - chosen:
+        others = " ".join(sorted(found - chosen))
+        print(f"tests_of: beyond {seconds} s, so left to make test: {others}", file=sys.stderr)
+    print("\n".join(sorted(chosen)))
+
+
+def within(seconds: int, tests: set[str]) -> set[str]:
+    """Return the shortest tests that take `seconds` of processor time together."""
+    sys.path.insert(0, str(ROOT))
+    from tests.whole_files import LONG
+
+    taken, chosen = 0, set()
+    for cost, test in sorted((LONG.get(t.removeprefix("tests/"), USUAL_SECONDS), t) for t in tests):
+        taken += cost
+        if taken > seconds:
+            break
+        chosen.add(test)
+    return chosen
 
 
 def changed_files() -> list[str]:
@@ -133,4 +158,4 @@ def _git(*arguments: str) -> list[str]:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

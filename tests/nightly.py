@@ -16,6 +16,7 @@ IS_NIGHTLY = "EMBLIB_NIGHTLY" in os.environ
 _LISTS = yaml.safe_load((HERE / "nightly.yaml").read_text())
 LEFT_OUT: dict[str, str] = _LISTS["left_out"]
 MORE: dict[str, str] = _LISTS["more"]
+COMMANDS: dict[str, str] = _LISTS["commands"]
 
 
 def number(of_each_commit: int, of_each_night: int) -> int:

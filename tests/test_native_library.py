@@ -1,5 +1,6 @@
 """The native libraries: their symbols, how they choose code, what import does and says."""
 
+import json
 import os
 import platform
 import re
@@ -40,14 +41,38 @@ def _symbols(*options: str | Path) -> Iterator[tuple[str, str]]:
             yield m[1], m[2]
 
 
-def _python(code: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        cwd=ROOT,
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-    )
+# Runs programs in forks, one after another; prints the status and the errors of each.
+_FORKS = """
+import json, os, sys, tempfile, torch, traceback
+for code, variables in json.loads(sys.argv[1]):
+    with tempfile.TemporaryFile("w+") as errors:
+        child = os.fork()
+        if child == 0:
+            os.dup2(errors.fileno(), 2)
+            os.environ.update(variables)
+            status = 0
+            try:
+                exec(code, {})
+            except BaseException:
+                traceback.print_exc()
+                status = 1
+            sys.stderr.flush()
+            os._exit(status)
+        _, status = os.waitpid(child, 0)
+        errors.seek(0)
+        print(json.dumps([status, errors.read()]))
+"""
+
+
+def _run(*programs: tuple[str, dict[str, str]]) -> list[tuple[int, str]]:
+    """Return status and errors of programs, each with its environment variables.
+
+    One interpreter loads torch for all; emblib is loaded by each.
+    """
+    command = [sys.executable, "-c", _FORKS, json.dumps(programs)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return [tuple(json.loads(line)) for line in done.stdout.splitlines()]
 
 
 # What is in the libraries
@@ -137,7 +162,7 @@ def test_cuda_library_is_there_where_it_was_asked_for() -> None:
 # How the kernels of an instruction set are chosen
 
 _STEP = """
-import sys, torch, emblib
+import os, torch, emblib
 torch.manual_seed(0)
 tables = [emblib.TableSpec(200, 20), emblib.TableSpec(50, 64)]
 precision = emblib.Precision(
@@ -153,7 +178,7 @@ for table, bounds in ((bags, offsets), (tt, offsets)):
         out = table(ids, bounds)
         out.backward(torch.ones_like(out).cumsum(0) / 100)
     results += [out.detach(), *(p.detach().float() for p in table.parameters())]
-torch.save(results, sys.argv[1])
+torch.save(results, os.environ["TARGET"])
 """
 
 
@@ -168,12 +193,11 @@ def _supported() -> tuple[str, ...]:
 
 def test_every_instruction_set_gives_the_same_results(tmp_path: Path) -> None:
     """Up to rounding: each adds in an order of its own, and not all fuse multiply and add."""
-    results = {}
-    for isa in _supported():
-        target = tmp_path / f"{isa}.pt"
-        done = _python(_STEP, str(target), EMBLIB_ISA=isa)
-        assert done.returncode == 0, done.stderr
-        results[isa] = torch.load(target)
+    targets = {isa: str(tmp_path / f"{isa}.pt") for isa in _supported()}
+    settings = [{"EMBLIB_ISA": isa, "TARGET": target} for isa, target in targets.items()]
+    for status, errors in _run(*((_STEP, variables) for variables in settings)):
+        assert status == 0, errors
+    results = {isa: torch.load(target) for isa, target in targets.items()}
     for isa in _supported()[1:]:
         for got, want in zip(results[isa], results["baseline"], strict=True):
             torch.testing.assert_close(got, want, rtol=1e-2, atol=1e-4)
@@ -247,22 +271,22 @@ def test_missing_cuda_kernels_are_explained(
         ops.require_kernels(torch.device("cuda"))
 
 
-def test_old_torch_is_named() -> None:
-    done = _python("import torch; torch.__version__ = '2.9.1+cu126'; import emblib")
-    assert done.returncode != 0
-    last = done.stderr.strip().splitlines()[-1]
+_OLD_TORCH = "import torch; torch.__version__ = '2.9.1+cu126'; import emblib"
+_QUIET_IMPORT = """
+import os, subprocess, torch
+def refuse(*a, **k): raise AssertionError(a)
+subprocess.Popen = os.system = os.posix_spawn = refuse
+import emblib
+assert not torch.cuda.is_initialized()
+emblib.TableBatchedEmbeddingBags([emblib.TableSpec(4, 4)])
+assert not torch.cuda.is_initialized()
+"""
+
+
+def test_import_refuses_an_old_torch_and_starts_neither_cuda_nor_a_compiler() -> None:
+    old, quiet = _run((_OLD_TORCH, {}), (_QUIET_IMPORT, {}))
+    assert old[0] != 0
+    last = old[1].strip().splitlines()[-1]
     assert last.startswith("ImportError: emblib needs torch >= 2.10")
     assert "found 2.9.1+cu126; upgrade torch" in last
-
-
-def test_import_starts_neither_cuda_nor_a_compiler() -> None:
-    done = _python(
-        "import os, subprocess, torch\n"
-        "def refuse(*a, **k): raise AssertionError(a)\n"
-        "subprocess.Popen = os.system = os.posix_spawn = refuse\n"
-        "import emblib\n"
-        "assert not torch.cuda.is_initialized()\n"
-        "emblib.TableBatchedEmbeddingBags([emblib.TableSpec(4, 4)])\n"
-        "assert not torch.cuda.is_initialized()\n"
-    )
-    assert done.returncode == 0, done.stderr
+    assert quiet[0] == 0, quiet[1]

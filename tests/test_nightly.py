@@ -1,17 +1,19 @@
 """The lists of what only `make nightly` runs are complete, and each entry is of a test."""
 
+import re
 from pathlib import Path
 
 import pytest
 
 from tests import nightly
-from tests.nightly import HERE, LEFT_OUT, MORE
+from tests.nightly import COMMANDS, HERE, LEFT_OUT, MORE
 
 LISTED = LEFT_OUT | MORE
+OF_THE_LISTS = '-m "nightly or more"'  # the command that runs what they name
 
 
 def test_each_entry_has_a_reason() -> None:
-    for entry, reason in LISTED.items():
+    for entry, reason in (LISTED | COMMANDS).items():
         assert len(reason.split()) >= 4, f"{entry}: why?"
 
 
@@ -25,6 +27,14 @@ def test_each_entry_is_of_a_test(request: pytest.FixtureRequest) -> None:
             assert (item.get_closest_marker("more") is not None) == bool(names & MORE.keys())
             matched |= names
     assert LISTED.keys() <= matched, f"no such tests: {sorted(LISTED.keys() - matched)}"
+
+
+def test_each_command_of_the_night_is_listed() -> None:
+    makefile = (HERE.parent / "Makefile").read_text()
+    (recipe,) = re.findall(r"^nightly:.*\n((?:\t.*\n)+)", makefile, re.MULTILINE)
+    commands = [part for part in recipe.replace("\\\n", " ").split(";") if "||" in part]
+    found = [[name for name in (OF_THE_LISTS, *COMMANDS) if name in part] for part in commands]
+    assert sorted(found) == sorted([name] for name in (OF_THE_LISTS, *COMMANDS))
 
 
 def test_no_file_has_a_list_of_its_own() -> None:

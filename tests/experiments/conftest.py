@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
-import multiprocessing
 import os
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from multiprocessing import forkserver
 from pathlib import Path
@@ -17,48 +14,21 @@ import pytest
 
 from experiments import configure
 from experiments.measure import process
-from experiments.paths import ROOT
+from tests import nightly
+from tests.experiments.smoke_host import PRELOADED, SmokeHost
 
 # As run.py does, before anything loads OpenMP or starts the fork server.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-
-class SmokeHost:
-    """The process that runs them (smoke_host.py); started when first needed, or where it died."""
-
-    def __init__(self) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def run(self, words: list[str], folder: Path) -> tuple[int, str, str]:
-        """Exit status, output and errors of `run.py WORDS`."""
-        if self._process is None or self._process.poll() is not None:
-            self._start()
-        output, errors = folder / "output.txt", folder / "errors.txt"
-        try:
-            self._pipe.send((words, output, errors))
-            status = self._pipe.recv()
-        except (EOFError, OSError):
-            return 1, "", "the host of the smoke runs died"
-        return status, output.read_text(), errors.read_text()
-
-    def _start(self) -> None:
-        self._pipe, theirs = multiprocessing.Pipe()
-        # A pytest that an experiment starts is no worker of this one.
-        environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
-        module = "tests.experiments.smoke_host"
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", module, str(theirs.fileno())],
-            cwd=ROOT,
-            env=environment,
-            pass_fds=[theirs.fileno()],
-        )
-        theirs.close()
-
-    def close(self) -> None:
-        """It ends when nothing more can come."""
-        if self._process is not None:
-            self._pipe.close()
-            self._process.wait()
+# The figures of these are drawn in `make nightly` only: other experiments have the same, with other
+# numbers.
+WITHOUT_FIGURES = {
+    "anchor_dynamic_tables",
+    "anchor_fbgemm_tbe",
+    "anchor_fbtt_readme",
+    "anchor_torchrec_ebc",
+    "tbe_vs_torch",
+}
 
 
 class SmokeRuns(Mapping[str, Path]):
@@ -68,14 +38,16 @@ class SmokeRuns(Mapping[str, Path]):
     tests only, at every one of them. Processes that share the tests share the runs.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, host: SmokeHost) -> None:
         self.folder = folder
-        self.host = SmokeHost()
+        self.host = host
 
     def __getitem__(self, name: str) -> Path:
         folder = self.folder / name
         folder.mkdir(parents=True, exist_ok=True)
         words = [f"+experiment={name}", "timing=smoke", "device=cpu", f"report.folder={folder}"]
+        if name in WITHOUT_FIGURES and not nightly.IS_NIGHTLY:
+            words.append("report.figures=false")
         with (folder / "ended.json").open("a+") as ended:
             fcntl.flock(ended, fcntl.LOCK_EX)
             ended.seek(0)
@@ -97,14 +69,24 @@ class SmokeRuns(Mapping[str, Path]):
 
 
 @pytest.fixture(scope="session")
-def smoke_runs(
-    tmp_path_factory: pytest.TempPathFactory, worker_id: str
-) -> Iterator[Mapping[str, Path]]:
-    """Every experiment of conf/ at smoke size."""
+def shared_folder(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
+    """The folder of all processes that share the tests."""
     base = tmp_path_factory.getbasetemp()
-    runs = SmokeRuns((base if worker_id == "master" else base.parent) / "smoke_runs")
-    yield runs
-    runs.host.close()
+    return base if worker_id == "master" else base.parent
+
+
+@pytest.fixture(scope="session")
+def smoke_host(shared_folder: Path) -> Iterator[SmokeHost]:
+    """What runs command lines of run.py in processes of their own."""
+    host = SmokeHost(shared_folder / "smoke_host")
+    yield host
+    host.close()
+
+
+@pytest.fixture(scope="session")
+def smoke_runs(shared_folder: Path, smoke_host: SmokeHost) -> Mapping[str, Path]:
+    """Every experiment of conf/ at smoke size."""
+    return SmokeRuns(shared_folder / "smoke_runs", smoke_host)
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +99,7 @@ def loaded_fork_server() -> Iterator[None]:
     server: Any = forkserver._forkserver
     server._stop()
     process._context()
-    server.set_forkserver_preload([*server._preload_modules, "experiments.run.worker"])
+    server.set_forkserver_preload([*server._preload_modules, PRELOADED])
     server.ensure_running()
     yield
     server._stop()

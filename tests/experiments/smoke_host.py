@@ -2,24 +2,104 @@
 
 A smoke run measures for a second or two. Alone it loads torch twice before that, in itself and in
 its fork server, and emblib in every child: for those who run all experiments, most of the time.
+
+One process (`python -m tests.experiments.smoke_host FOLDER`) serves all that share the tests: it
+forks one process per command line, and ends when the last of its clients has closed its connection.
 """
 
 from __future__ import annotations
 
+import fcntl
 import gc
+import importlib
 import multiprocessing
 import os
+import subprocess
 import sys
+from contextlib import suppress
 from multiprocessing import forkserver
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Client, Connection, Listener, wait
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__":
-    from experiments import cli, configure
-    from experiments.measure import process
-    from experiments.report import pages, style  # noqa: F401
-    from experiments.run import runner  # noqa: F401
+from experiments import cli, configure
+from experiments.measure import process
+from experiments.paths import ROOT
+
+PRELOADED = "tests.experiments.preloaded"  # by the server that forks the children of runs
+
+
+class SmokeHost:
+    """A client of the process, which the first client starts, and the next one where it died.
+
+    Args:
+        folder: the folder in which clients find the process.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._connection: Connection | None = None
+        self._ended: dict[int, int] = {}
+
+    def start(self, words: list[str], folder: Path) -> int:
+        """Start `run.py WORDS`, its output in `folder`; return the id of its process."""
+        message = (words, folder / "output.txt", folder / "errors.txt")
+        if self._connection is None:
+            self._connection = self._connect()
+        try:
+            self._connection.send(message)
+            return self._receive(None)
+        except (EOFError, OSError):
+            self._connection = self._connect()
+            self._connection.send(message)
+            return self._receive(None)
+
+    def wait(self, pid: int) -> int:
+        """Return the exit status of a process, negative for a signal."""
+        return self._receive(pid)
+
+    def run(self, words: list[str], folder: Path) -> tuple[int, str, str]:
+        """Return exit status, output and errors of `run.py WORDS`."""
+        try:
+            status = self.wait(self.start(words, folder))
+        except (EOFError, OSError):
+            return 1, "", "the host of the smoke runs died"
+        output, errors = folder / "output.txt", folder / "errors.txt"
+        return status, output.read_text(), errors.read_text()
+
+    def close(self) -> None:
+        """Close the connection."""
+        if self._connection is not None:
+            self._connection.close()
+
+    def _receive(self, pid: int | None) -> int:
+        """Return the id of a new process (None), or the exit status of process `pid`."""
+        assert self._connection is not None
+        while pid not in self._ended:
+            found, status = self._connection.recv()
+            if status is None:
+                return int(found)
+            self._ended[found] = status
+        return self._ended.pop(pid)
+
+    def _connect(self) -> Connection:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        address = self.folder / "address"
+        with (self.folder / "host.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            with suppress(OSError):
+                return Client(address.read_text())
+            # A pytest that an experiment starts is no worker of this one.
+            environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
+            host = subprocess.Popen(
+                [sys.executable, "-m", "tests.experiments.smoke_host", str(self.folder)],
+                cwd=ROOT,
+                env=environment,
+                stdout=subprocess.PIPE,
+            )
+            assert host.stdout is not None
+            host.stdout.readline()  # it listens, or died
+            return Client(address.read_text())
 
 
 def _run(words: list[str], output: Path, errors: Path) -> None:
@@ -34,24 +114,45 @@ def _run(words: list[str], output: Path, errors: Path) -> None:
     sys.exit(cli.main(words))
 
 
-def serve(pipe: Connection) -> None:
-    """Run what is sent, one after another; answers with exit statuses."""
+def serve(folder: Path) -> None:
+    """Run what clients send; answer with (process, None), and with (process, exit status)."""
+    for module in ("experiments.report.pages", "experiments.run.runner"):
+        importlib.import_module(module)
     process._context()
     server: Any = forkserver._forkserver
-    server.set_forkserver_preload([*server._preload_modules, "experiments.run.worker"])
+    server.set_forkserver_preload([*server._preload_modules, PRELOADED])
     server.ensure_running()
     gc.freeze()
-    while True:
-        try:
-            asked = pipe.recv()
-        except EOFError:
-            return
-        run = multiprocessing.get_context("fork").Process(target=_run, args=asked)
-        run.start()
-        run.join()
-        pipe.send(run.exitcode)
+    with Listener() as listener:
+        (folder / "address").write_text(str(listener.address))
+        print("listening", flush=True)
+        _serve(listener)
+
+
+def _serve(listener: Any) -> None:
+    door = listener._listener._socket
+    runs: dict[int, tuple[Any, Connection]] = {}  # by sentinel
+    clients = [listener.accept()]
+    while clients:
+        for ready in wait([door, *clients, *runs]):
+            if ready is door:
+                clients.append(listener.accept())
+            elif isinstance(ready, int):
+                run, client = runs.pop(ready)
+                run.join()
+                with suppress(OSError):  # the client has gone
+                    client.send((run.pid, run.exitcode))
+            else:
+                try:
+                    asked = ready.recv()
+                except (EOFError, OSError):
+                    clients.remove(ready)
+                    continue
+                run = multiprocessing.get_context("fork").Process(target=_run, args=asked)
+                run.start()
+                runs[run.sentinel] = run, ready
+                ready.send((run.pid, None))
 
 
 if __name__ == "__main__":
-    os.set_inheritable(int(sys.argv[1]), False)
-    serve(Connection(int(sys.argv[1])))
+    serve(Path(sys.argv[1]))

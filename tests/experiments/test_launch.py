@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
 from experiments import cli, configure, launch
 from experiments.launch import Slot
 from experiments.paths import ROOT
 from experiments.results.store import read_records
+from tests.experiments.smoke_host import SmokeHost
 
 A, B = "+experiment=tbe_vs_torch", "+experiment=tt_vs_tbe"
 SMOKE = ("timing=smoke", "device=cpu", "report=tables", "timing.max_cells=1")
@@ -219,15 +219,15 @@ def launch_runs(folder: Path, *words: str, **popen: Any) -> subprocess.Completed
 
 
 def test_a_launch_runs_its_jobs_one_after_another(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    smoke_host: SmokeHost,
 ) -> None:
-    """Each job is a `python run.py` of its own, here without the process around it."""
+    """Each job is a `python run.py` of its own, here forked from a process that has its imports."""
 
     def run_job(words: Sequence[str], environment: object, log: object) -> int:
-        state = GlobalHydra.instance()
-        with monkeypatch.context() as here:
-            here.setattr(state, "hydra", None)  # as in a new process
-            return cli.main(words)
+        return smoke_host.run(list(words), tmp_path)[0]
 
     monkeypatch.setattr(launch, "_run", run_job)
     words = [A, *SMOKE, "seed=1,2", "contenders=[tbe]", f"report.folder={tmp_path}"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ here=$(cd "$(dirname "$0")" && pwd)
 case "$*" in
   *"sys.version_info < "*) exit "${TOO_OLD:-0}" ;;
   -V) echo "Python 3.9.2" ;;
+  "- "*) exec "$REAL_PYTHON" "$@" ;; # reads pyproject.toml
   *"import ensurepip, venv"*) exit 0 ;;
   *sysconfig*) echo "$here/site" ;;
   "-m venv "*) mkdir -p "${@: -1}/bin" && cp "$0" "${@: -1}/bin/python" ;;
@@ -51,7 +53,7 @@ class Machine:
         path.write_text(text)
         path.chmod(0o755)
 
-    def run(self, script: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    def run(self, script: str, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
         state = self.folder / "state"
         ours = {"CXX", "CUDACXX", "TORCH", "EMBLIB_CUDA", "PIP_NO_INDEX", "VENV"}
         environment = {
@@ -60,13 +62,14 @@ class Machine:
             "CALLS": str(self.calls),
             "INSTALLED_TORCH": str(self.folder / "torch"),
             "PYTHON": str(self.folder / "python"),
+            "REAL_PYTHON": sys.executable,
             "VENV": str(self.folder / "venv"),
             "TORCH_VERSION": "2.13.0",
             "EXTRAS": "",
             **variables,
         }
         return subprocess.run(
-            [str(ROOT / "scripts" / script), str(state)],
+            [str(ROOT / "scripts" / script), str(state), *words],
             capture_output=True,
             text=True,
             env=environment,
@@ -155,6 +158,20 @@ def test_a_torch_that_was_asked_for_is_installed_as_it_is(machine: Machine) -> N
     done = machine.run("environment.sh", TORCH="torch-2.13.0.whl")
     assert done.returncode == 0, done.stderr
     assert machine.torch_installs() == ["torch-2.13.0.whl"]
+
+
+def test_extras_wait_for_nothing_that_a_build_needs(machine: Machine) -> None:
+    """What is compiled meanwhile imports torch, and torch imports numpy."""
+    calls = []
+    for part in ([], ["extras"]):
+        machine.calls.write_text("")
+        done = machine.run("environment.sh", *part, EXTRAS="harness,lint")
+        assert done.returncode == 0, done.stderr
+        calls.append(machine.calls.read_text())
+    for need in ("scikit-build-core", "ninja", "numpy"):
+        assert (need in calls[0], need in calls[1]) == (True, False)
+    for need in ("pandas", "ruff"):
+        assert (need in calls[0], need in calls[1]) == (False, True)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import pytest
 
 from experiments.paths import ROOT
 from experiments.results.store import read_records
+from tests.experiments import in_one_process
 
 TABLE = "experiments/contenders/contenders.yaml"
 NEEDS = """
@@ -82,12 +83,12 @@ def test_a_stranger_finds_the_new_contender_in_the_results(harness: Path, tmp_pa
 
 
 def test_the_new_experiment_is_listed_and_its_names_are_checked(harness: Path) -> None:
-    assert re.search(r"experiment=.*\bstacking\b", run(harness, "--help").stdout, re.DOTALL)
-    listed = run(harness, "list").stdout
-    assert re.search(r"stacking .*\nis one EmbeddingBag over all tables as good", listed)
-    wrong = run(harness, "+experiment=stacking", "contenders=[one_matrx]")
-    assert wrong.returncode == 2
-    assert "Did you mean 'one_matrix'?" in wrong.stderr
+    words = (["--help"], ["list"], ["+experiment=stacking", "contenders=[one_matrx]"])
+    shown, listed, wrong = in_one_process(harness, *words)
+    assert re.search(r"experiment=.*\bstacking\b", shown[1], re.DOTALL)
+    assert re.search(r"stacking .*\nis one EmbeddingBag over all tables as good", listed[1])
+    assert wrong[0] == 2
+    assert "Did you mean 'one_matrix'?" in wrong[1]
 
 
 def test_what_is_not_installed_is_a_row_and_the_others_are_measured(

@@ -14,6 +14,7 @@ import pytest
 
 from experiments.paths import ROOT
 from experiments.results.store import read_records
+from tests.experiments import in_one_process
 
 KIND = '''"""The kind `locality`: how many rows a batch shares with the one before."""
 
@@ -145,12 +146,15 @@ def test_a_new_kind_runs_reports_and_is_in_the_readme(harness: Path, tmp_path: P
 
 
 def test_options_of_a_kind_are_checked(harness: Path) -> None:
-    words = ("run.py", "+experiment=locality", "device=cpu")
-    unknown = python(harness, *words, "options.batches=two")
-    assert unknown.returncode == 2
-    assert "options.batches: Value 'two' of type 'str' could not be converted" in unknown.stderr
-    fewer = python(harness, *words, "options.batches=2", "dry_run=true")
-    assert fewer.returncode == 0, fewer.stderr
-    wrong = python(harness, *words, "kind=localty")
-    assert wrong.returncode == 2
-    assert "Did you mean 'kind=locality'?" in wrong.stderr
+    words = ["+experiment=locality", "device=cpu"]
+    unknown, fewer, wrong = in_one_process(
+        harness,
+        [*words, "options.batches=two"],
+        [*words, "options.batches=2", "dry_run=true"],
+        [*words, "kind=localty"],
+    )
+    assert unknown[0] == 2
+    assert "options.batches: Value 'two' of type 'str' could not be converted" in unknown[1]
+    assert fewer[0] == 0, fewer[1]
+    assert wrong[0] == 2
+    assert "Did you mean 'kind=locality'?" in wrong[1]

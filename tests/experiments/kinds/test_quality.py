@@ -13,6 +13,7 @@ from experiments import cli
 from experiments.kinds.quality import frame, interval
 from experiments.report.data import Run
 from experiments.results.store import read_records
+from tests.experiments.smoke_host import SmokeHost
 
 SMALL = (
     "+experiment=quality",
@@ -30,13 +31,12 @@ SMALL = (
     "options.timed_steps=3",
 )
 
-pytestmark = pytest.mark.usefixtures("loaded_fork_server")
-
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory, loaded_fork_server: None) -> Path:
+def run(tmp_path_factory: pytest.TempPathFactory, smoke_host: SmokeHost) -> Path:
     folder = tmp_path_factory.mktemp("runs")
-    assert cli.main([*SMALL, f"report.folder={folder}"]) == 0
+    status, output, errors = smoke_host.run([*SMALL, f"report.folder={folder}"], folder)
+    assert status == 0, output + errors
     (path,) = (folder / "quality").iterdir()
     return path
 

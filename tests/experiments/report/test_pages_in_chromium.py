@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from experiments.config.sweep import Arm, Cell
-from experiments.report import write_report
+from experiments.report import style, write_report
 from tests.experiments.chromium import Browser, browser, executable
 from tests.experiments.made_up import Recipe, make_run
 
@@ -31,7 +31,10 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     recipe = Recipe(
         words=WORDS, modes=("hot", "cold"), fate=_fate, short=(1,), error=0.2, status="interrupted"
     )
-    write_report(make_run(path, recipe))
+    with pytest.MonkeyPatch.context() as patch:
+        # Without the files of the figures, which the page does not show.
+        patch.setattr(style, "draw", lambda f, *_: [style.inline_svg(p) for p in f.panels])
+        write_report(make_run(path, recipe))
     return path / "index.html"
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -17,10 +15,10 @@ import torch
 from experiments import cli, configure
 from experiments.contenders import registry
 from experiments.kinds import expand, find
-from experiments.paths import ROOT
 from experiments.results import identity
 from experiments.results.store import Record, RunStore, read_json, read_records
 from experiments.run import runner, worker
+from tests.experiments.smoke_host import SmokeHost
 
 pytestmark = pytest.mark.usefixtures("loaded_fork_server")
 
@@ -208,19 +206,19 @@ def test_ctrl_c_leaves_a_readable_run_that_goes_on(
     assert len(read_records(path)) == 4
 
 
-def test_a_run_killed_in_the_middle_loses_and_repeats_nothing(tmp_path: Path) -> None:
+def test_a_run_killed_in_the_middle_loses_and_repeats_nothing(
+    tmp_path: Path, smoke_host: SmokeHost
+) -> None:
     words = [*ONE_CELL[:-1], f"report.folder={tmp_path}"]
-    process = subprocess.Popen(
-        [sys.executable, "run.py", *words], cwd=ROOT, stdout=subprocess.DEVNULL
-    )
+    process = smoke_host.start(words, tmp_path)
     done: list[Record] = []
     while len(done) < 2:
-        assert process.poll() is None, "ended before it could be killed"
+        os.kill(process, 0)  # it runs
         time.sleep(0.02)
         found = list(tmp_path.glob("*/*/points.jsonl"))
         done = read_records(found[0].parent) if found else []
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
+    os.kill(process, signal.SIGKILL)
+    assert smoke_host.wait(process) == -signal.SIGKILL, "ended before it could be killed"
     (killed,) = (tmp_path / "tbe_vs_torch").iterdir()
     done = read_records(killed)
     assert cli.main(words) == 0
@@ -232,13 +230,10 @@ def test_a_run_killed_in_the_middle_loses_and_repeats_nothing(tmp_path: Path) ->
     assert [r["samples"] for r in kept] == [r["samples"] for r in done]
 
 
-def test_two_runs_at_once_do_not_meet(tmp_path: Path) -> None:
+def test_two_runs_at_once_do_not_meet(tmp_path: Path, smoke_host: SmokeHost) -> None:
     words = [*ONE_CELL, f"report.folder={tmp_path}"]
-    both = [
-        subprocess.Popen([sys.executable, "run.py", *words], cwd=ROOT, stdout=subprocess.DEVNULL)
-        for _ in range(2)
-    ]
-    assert [process.wait() for process in both] == [0, 0]
+    both = [smoke_host.start(words, tmp_path) for _ in range(2)]
+    assert [smoke_host.wait(process) for process in both] == [0, 0]
     paths = list((tmp_path / "tbe_vs_torch").iterdir())
     assert len(paths) == 2
     assert all(len(read_records(path)) == 2 for path in paths)
