@@ -18,6 +18,7 @@ import importlib
 import itertools
 import json
 import os
+import random
 import statistics
 import subprocess
 import sys
@@ -59,10 +60,13 @@ EXAMPLES: dict[str, Callable[[int], None]] = {
 
 def run_rank(name: str, steps: int, out: str) -> None:
     """Run an example in this rank; rank 0 writes the curve."""
+    import numpy as np
     import torch
 
     rank = int(os.environ["RANK"])
     torch.manual_seed(rank)
+    np.random.seed(0)  # noqa: NPY002: the examples draw samples, of all ranks, by these two
+    random.seed(0)
     torch.set_num_threads(1)
     curve: Curve = []
     backward = torch.Tensor.backward
