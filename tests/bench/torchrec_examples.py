@@ -65,7 +65,7 @@ def run_rank(name: str, steps: int, out: str) -> None:
 
     rank = int(os.environ["RANK"])
     torch.manual_seed(rank)
-    np.random.seed(0)  # noqa: NPY002: the examples draw samples, of all ranks, by these two
+    np.random.seed(0)  # the examples draw their samples by these two
     random.seed(0)
     torch.set_num_threads(1)
     curve: Curve = []
