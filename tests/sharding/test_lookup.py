@@ -135,10 +135,14 @@ CODED = replace(
 )
 
 
-@pytest.mark.parametrize("backward", ["together", "apart", "all but one"])
-@pytest.mark.parametrize("is_merged", [True, False])
-@pytest.mark.parametrize("size", [2, 3])
-def test_together_as_alone(size: int, backward: str, *, is_merged: bool) -> None:
+@pytest.mark.parametrize(
+    ("backward", "is_merged", "size"),
+    [
+        *(("together", True, 2), ("apart", True, 3), ("all but one", True, 2)),
+        *(("together", False, 3), ("apart", False, 2), ("all but one", False, 3)),
+    ],
+)
+def test_together_as_alone(backward: str, size: int, *, is_merged: bool) -> None:
     cases = (POOLED, SEQUENCES, WEIGHTED, VARIABLE, INT32, CODED)
     worlds.run(size, _train, Joint(cases, backward, is_merged))
 
