@@ -26,6 +26,7 @@ from emblib.sharding.ranks import RankGroup
 from emblib.sharding.sharded_sequences import ShardedEmbeddingCollection
 from emblib.sharding.sharded_tables import GradientReduction
 from emblib.specs import Pooling
+from tests import nightly
 from tests.sharding import worlds
 from tests.sharding.sharded_cases import (
     WORDS,
@@ -173,7 +174,7 @@ def _cases(draw: Any) -> Case:
     )
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=nightly.number(8, 15), deadline=None)
 @given(data=st.data())
 def test_any_collections_together(data: Any) -> None:
     size = data.draw(st.integers(2, 4))

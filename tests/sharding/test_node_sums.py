@@ -91,6 +91,20 @@ def test_features_of_unlike_batch_sizes(plan: str) -> None:
     worlds.run(4, train_on_nodes, case)
 
 
+def _sizes_that_change(ranks: RankGroup) -> None:
+    """The order in which rows are sent is that of this batch, not of the one before."""
+    case = case_of("with others", SUM, MEAN)
+    source = make_source(case)
+    sharded = make_sharded(case, on_nodes(ranks), copy.deepcopy(source))
+    for number, size in enumerate((4, 2, 5)):
+        own = batch(case, 10 * number + ranks.rank, size)
+        torch.testing.assert_close(flat(sharded(own)), flat(source(own)))
+
+
+def test_batches_of_other_sizes_than_the_one_before() -> None:
+    worlds.run(4, _sizes_that_change)
+
+
 def test_empty_bags_of_other_tables_may_travel() -> None:
     worlds.run(4, train_on_nodes, case_of("with others", SUM, least_saved=1 << 40))
 

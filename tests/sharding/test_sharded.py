@@ -15,6 +15,7 @@ from emblib.sharding.codecs import BF16, FP8, FP16, INT8, CommPrecision
 from emblib.sharding.sharding_types import Shard, blocks
 from emblib.specs import Pooling
 from emblib.storage import Hash, Hashed, Narrow, QuotientRemainder, TensorTrain
+from tests import nightly
 from tests.sharding import worlds
 from tests.sharding.sharded_cases import WORDS, Case, sequences, tables, train
 
@@ -209,7 +210,7 @@ def _cuts(length: int) -> st.SearchStrategy[list[tuple[int, int]]]:
     return edges.map(lambda e: list(pairwise(e)))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=nightly.number(12, 25), deadline=None)
 @given(data=st.data())
 def test_any_tiling(data: Any) -> None:
     size = data.draw(st.integers(1, 4))
