@@ -54,7 +54,7 @@ def check(directory: Path, old: int, new: int, size: int = 60) -> str:
 def at_calls(directory: Path) -> Counter[str]:
     """Killed before, within and after every single call by which a writer changes a file."""
     done = Counter[str]()
-    for where, old in itertools.product(("before", "within", "after"), (-1, 1)):
+    for where, old in (("before", -1), ("before", 1), ("within", -1), ("within", 1), ("after", 1)):
         for call in itertools.count(1):
             shutil.rmtree(directory, ignore_errors=True)
             if old >= 0:

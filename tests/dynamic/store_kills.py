@@ -155,9 +155,6 @@ def at_random(kind: str, directory: Path, seed: int, rounds: int) -> Counter[str
 
 def watch(kill: SelfKill) -> None:
     """Every call by which a DiskRows changes a file, or orders such changes."""
-    if kill.where == "within":
-        kill.watch(os, "pwrite")
-        return
     for name in ("pwrite", "fsync", "replace", "ftruncate", "posix_fallocate"):
         kill.watch(os, name)
     kill.watch(RowFile, "flush")

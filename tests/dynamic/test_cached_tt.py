@@ -468,9 +468,9 @@ def test_new_rows_start_as_the_cores_make_them_rounded() -> None:
         CachedTTEmbeddingBags(TABLES, TTCache(20), optim.SGD(0.01), precision=torch.bfloat16)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("eviction", list(RowEviction))
-def test_compiled_models_train_as_others(eviction: RowEviction) -> None:
-    eager, other = (bags_of(eviction=eviction, every=2) for _ in range(2))
+def test_compiled_models_train_as_others() -> None:
+    """The graph breaks at the tables, whose eviction the compiler does not see."""
+    eager, other = (bags_of(eviction=RowEviction.SPILL, every=2) for _ in range(2))
     compiled = torch.compile(lambda ids, offsets: 2 * other(ids, offsets), backend="aot_eager")
     for step in range(5):
         ids, offsets = batch(step)

@@ -284,7 +284,7 @@ def test_a_load_forgets_removals() -> None:
 
 @pytest.mark.slow
 def test_training_goes_on_from_the_last_dump_wherever_it_is_killed(tmp_path: Path) -> None:
-    """Before, within and after every call that changes a file, and every growth of the table."""
+    """Before and within every call that changes a file, and before every growth of the table."""
     done = run_alone(dynamic_kills, "calls", tmp_path)
     for word in ("DUMPING", "GROWING", "old", "new"):
         assert f"'{word}'" in done, done

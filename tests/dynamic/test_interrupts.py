@@ -27,6 +27,7 @@ from emblib import (
 from emblib.dynamic.saving.table_dumps import apply_changes, changes_since
 from emblib.specs import CountMinSketch, ExactCounter, FrequencyAdmission
 from emblib.tables.changes import CompletingLock
+from tests import nightly
 from tests.interrupts import interrupt_at_line, interrupting
 
 DIM, CAPACITY, KEYS, BATCH = 4, 32, 150, 20
@@ -137,7 +138,8 @@ def interrupted(
 
 
 @pytest.mark.parametrize(
-    ("exception", "first", "stride"), [(KeyboardInterrupt, 1, 3), (MemoryError, 2, 17)]
+    ("exception", "first", "stride"),
+    [(KeyboardInterrupt, 1, nightly.number(5, 3)), (MemoryError, 2, 17)],
 )
 def test_steps(trained: Trained, exception: type[BaseException], first: int, stride: int) -> None:
     keys = torch.empty(0)
@@ -160,7 +162,7 @@ def test_other_calls(trained: Trained) -> None:
         keys = trained.batch()
         trained.module.erase(0, keys)
 
-    for _ in interrupted(erase, 1, 5):
+    for _ in interrupted(erase, 1, nightly.number(9, 5)):
         trained.check(erased=keys)
         trained.step(keys)
         trained.check(keys)
@@ -170,7 +172,7 @@ def test_other_calls(trained: Trained) -> None:
         trained.module.flush,
         lambda: trained.module.prefetch(everything, torch.arange(everything.numel() + 1)),
     ):
-        for _ in interrupted(call, 1, 7):
+        for _ in interrupted(call, 1, nightly.number(11, 7)):
             trained.check()
             keys = trained.batch()
             trained.step(keys)

@@ -6,10 +6,7 @@ EMBLIB_FUZZ_SEED=7                            other calls; the same seed draws t
 
 import os
 import random
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,12 +14,13 @@ import torch
 from tests.fuzz.batch import readable_tensors
 from tests.fuzz.calls import CALLS
 from tests.fuzz.mutations import broken
+from tests.sharding import worlds
 
-ROOT = Path(__file__).resolve().parents[2]
 SECONDS = float(os.environ.get("EMBLIB_FUZZ_SECONDS", "0"))
 SEED = os.environ.get("EMBLIB_FUZZ_SEED", "0")
 BATCH = 60
-GROUPS = 3  # ops per test: a process takes seconds to start
+GROUPS = 3  # ops per test
+PATIENCE_SECONDS = 800.0
 
 
 def test_every_op_has_calls() -> None:
@@ -43,24 +41,16 @@ def test_broken_calls_are_between_guard_pages() -> None:
                     assert tensor.numel() == 0 or not malloced, f"{op} {number}"
 
 
-def _run(ops: str, first: int) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "tests.fuzz.batch", ops, SEED, str(first), str(BATCH)]
-    limit = {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "2"}
-    return subprocess.run(
-        command, cwd=ROOT, env=os.environ | limit, capture_output=True, text=True, check=False
-    )
-
-
 @pytest.mark.parametrize("group", range(GROUPS))
 def test_calls_right_and_wrong(group: int) -> None:
     ops = sorted(CALLS)[group::GROUPS]
     end, first = time.monotonic() + SECONDS / GROUPS, 0
     while first == 0 or time.monotonic() < end:
-        done = _run(",".join(ops), first)
-        if done.returncode:
-            lines = [line for line in done.stderr.splitlines() if line.startswith("call ")]
+        words = [",".join(ops), SEED, str(first), str(BATCH)]
+        succeeded, _, errors = worlds.run_module("tests.fuzz.batch", words, PATIENCE_SECONDS)
+        if not succeeded:
+            lines = [line for line in errors.splitlines() if line.startswith("call ")]
             op, seed, number = lines[-1].split()[1:]
             again = f"python -m tests.fuzz.batch {op} {seed} {number} 1"
-            text = f"exit status {done.returncode}; to see it again: {again}\n{done.stderr[-4000:]}"
-            pytest.fail(text, pytrace=False)
+            pytest.fail(f"to see it again: {again}\n{errors[-4000:]}", pytrace=False)
         first += BATCH

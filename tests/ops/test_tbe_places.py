@@ -14,7 +14,7 @@ from emblib.ops import tbe
 from emblib.ops.codes import BOUNDS_CHECK, POOLING
 from emblib.reference import tbe as reference
 from emblib.specs import Pooling
-from tests.simt.cases import CASES, VARIABLE_CASES, Case, Data
+from tests.simt.cases import CASES, VARIABLE_CASES, Case, Data, with_cache_dtypes
 from tests.tiers import Spread, spread
 
 ops = torch.ops.emblib
@@ -167,8 +167,9 @@ def test_same_bits_on_any_number_of_threads(thread_counts: list[int]) -> None:
         results = []
 
 
-@pytest.mark.parametrize("cache_dtype", FLOATS, ids=str)
-@BATCHES
+@pytest.mark.parametrize(
+    ("case", "cache_dtype"), with_cache_dtypes([*CASES, *VARIABLE_CASES]), ids=str
+)
 def test_cache_of_another_dtype(case: Case, cache_dtype: torch.dtype, device: torch.device) -> None:
     data = Data(case)
     there = spread(data.weights, data.features, data.batch, case.seed, cache_dtype)

@@ -95,8 +95,8 @@ def test_sparse_gradients_train_as_on_the_cpu() -> None:
     torch.testing.assert_close(on_device.weight.cpu(), on_cpu.weight)
 
 
-@pytest.mark.parametrize("device", ["cuda:0", "cuda:1"])
-def test_a_compiled_table_trains_as_an_eager_one(device: str) -> None:
+def test_a_compiled_table_trains_as_an_eager_one() -> None:
+    device = "cuda:1"  # not the current one
     eager = TableBatchedEmbeddingBags([TableSpec(50, 16)], optim.SGD(0.1), device=device)
     module = copy.deepcopy(eager)
     compiled = torch.compile(module, backend="aot_eager", fullgraph=True)

@@ -54,7 +54,7 @@ def check(path: Path, old: int, new: int) -> str:
 def at_calls(path: Path) -> Counter[str]:
     """Killed before and after every single call by which a save changes a file."""
     done = Counter[str]()
-    for where, old in itertools.product(("before", "after"), (0, 1)):
+    for where, old in (("before", 0), ("before", 1), ("after", 1)):
         for call in itertools.count(1):
             shutil.rmtree(path, ignore_errors=True)
             if old:

@@ -44,12 +44,13 @@ def boxes_of(rule: str, world: int) -> tuple[Shard, ...]:
 
 @pytest.mark.parametrize("start", RULES)
 def test_any_boxes_to_any(start: str, tmp_path: Path) -> None:
-    """From 4 ranks to 1, 2 and 3, and from 3 to 4."""
-    for saving, sizes in ((4, (1, 2, 3)), (3, (4,))):
+    """From 4 ranks to 1, 2 or 3 by each rule, and from 3 to 4 by one."""
+    first, rules = list(RULES).index(start), list(RULES)
+    loads = [(4, 1 + (first + number) % 3, end) for number, end in enumerate(rules)]
+    for saving in (4, 3):
         path = tmp_path / str(saving)
         before = boxes_of(start, saving)
         worlds.run(saving, checkpoint_worlds.save, path, before, ROWS, COLUMNS)
-        for loading in sizes:
-            for end in RULES:
-                after = boxes_of(end, loading)
-                worlds.run(loading, checkpoint_worlds.load, path, after, ROWS, COLUMNS)
+    for saving, loading, end in (*loads, (3, 4, rules[first - 1])):
+        path, after = tmp_path / str(saving), boxes_of(end, loading)
+        worlds.run(loading, checkpoint_worlds.load, path, after, ROWS, COLUMNS)

@@ -1,5 +1,7 @@
 """Codecs keep their promises: bounds, sizes, what is not finite."""
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -46,14 +48,13 @@ def _through(codec: Codec, values: Tensor, splits: tuple[int, ...]) -> Tensor:
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=repr)
-@pytest.mark.parametrize("splits", SPLITS, ids=str)
-@pytest.mark.parametrize("scale", SCALES)
-def test_within_the_bound(codec: Codec, splits: tuple[int, ...], scale: float) -> None:
-    values = _values(splits, scale)
-    back = _through(codec, values, splits)
-    change = (back.double() - values.double()).abs()
-    change[back.isinf()] = float("inf")
-    assert bool((change <= codec.bound(values, splits)).all())
+def test_within_the_bound(codec: Codec) -> None:
+    for splits, scale in itertools.product(SPLITS, SCALES):
+        values = _values(splits, scale)
+        back = _through(codec, values, splits)
+        change = (back.double() - values.double()).abs()
+        change[back.isinf()] = float("inf")
+        assert bool((change <= codec.bound(values, splits)).all()), (splits, scale)
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=repr)

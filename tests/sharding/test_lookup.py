@@ -26,6 +26,7 @@ from emblib.sharding.ranks import RankGroup
 from emblib.sharding.sharded_sequences import ShardedEmbeddingCollection
 from emblib.sharding.sharded_tables import GradientReduction
 from emblib.specs import Pooling
+from tests import nightly
 from tests.sharding import worlds
 from tests.sharding.sharded_cases import (
     WORDS,
@@ -135,10 +136,14 @@ CODED = replace(
 )
 
 
-@pytest.mark.parametrize("backward", ["together", "apart", "all but one"])
-@pytest.mark.parametrize("is_merged", [True, False])
-@pytest.mark.parametrize("size", [2, 3])
-def test_together_as_alone(size: int, backward: str, *, is_merged: bool) -> None:
+@pytest.mark.parametrize(
+    ("backward", "is_merged", "size"),
+    [
+        *(("together", True, 2), ("apart", True, 3), ("all but one", True, 2)),
+        *(("together", False, 3), ("apart", False, 2), ("all but one", False, 3)),
+    ],
+)
+def test_together_as_alone(backward: str, size: int, *, is_merged: bool) -> None:
     cases = (POOLED, SEQUENCES, WEIGHTED, VARIABLE, INT32, CODED)
     worlds.run(size, _train, Joint(cases, backward, is_merged))
 
@@ -169,7 +174,7 @@ def _cases(draw: Any) -> Case:
     )
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=nightly.number(8, 15), deadline=None)
 @given(data=st.data())
 def test_any_collections_together(data: Any) -> None:
     size = data.draw(st.integers(2, 4))

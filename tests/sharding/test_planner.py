@@ -74,7 +74,7 @@ def _greedy_table_wise(planner: Planner, works: Sequence[TableWorkload]) -> Shar
     return ShardingPlan({"": tables}, planner.topology.world)
 
 
-@pytest.mark.parametrize("batch", range(8))
+@pytest.mark.parametrize("batch", range(4))
 def test_never_worse_than_greedy_table_wise(batch: int) -> None:
     compared = better = 0
     for seed in range(batch * 25, batch * 25 + 25):
@@ -170,7 +170,7 @@ def test_nodes_are_alike_where_each_of_their_ranks_is() -> None:
 
 def test_feasible_wherever_a_plan_exists() -> None:
     outcomes = []
-    for seed in range(120):
+    for seed in range(60):
         planner, works = _small_problem(seed)
         exists = _exists(planner, works)
         try:
@@ -181,7 +181,7 @@ def test_feasible_wherever_a_plan_exists() -> None:
             assert exists, seed
             assert found.fits
         outcomes.append(exists)
-    assert 20 < sum(outcomes) < 100
+    assert 10 < sum(outcomes) < 50
 
 
 def test_rows_are_cut_to_the_room_where_nothing_else_fits() -> None:

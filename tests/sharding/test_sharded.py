@@ -15,6 +15,7 @@ from emblib.sharding.codecs import BF16, FP8, FP16, INT8, CommPrecision
 from emblib.sharding.sharding_types import Shard, blocks
 from emblib.specs import Pooling
 from emblib.storage import Hash, Hashed, Narrow, QuotientRemainder, TensorTrain
+from tests import nightly
 from tests.sharding import worlds
 from tests.sharding.sharded_cases import WORDS, Case, sequences, tables, train
 
@@ -40,7 +41,6 @@ ROWWISE = {
     "lamb": optim.LAMB(0.1),
     "lars": optim.LARS(0.1),
 }
-SIZES = (1, 2, 3, 4)
 
 
 def whole_nodes(size: int) -> int:
@@ -52,13 +52,7 @@ def whole_nodes(size: int) -> int:
 # pooling: every plan with each size and with each pooling, not every triple.
 @pytest.mark.parametrize(
     ("pooling", "size"),
-    [
-        *(("sum", size) for size in SIZES),
-        ("both", 2),
-        ("both", 4),
-        ("sequence", 3),
-        ("sequence", 4),
-    ],
+    [("sum", 2), ("sum", 4), ("both", 3), ("both", 4), ("sequence", 3)],
 )
 @pytest.mark.parametrize("plan", PLANS)
 def test_every_plan(plan: str, pooling: str, size: int) -> None:
@@ -69,14 +63,20 @@ def test_every_plan(plan: str, pooling: str, size: int) -> None:
     assert set(worlds.run(size, train, case)) == {"equal"}
 
 
+@pytest.mark.parametrize("plan", ["rw", "mixed"])
+def test_one_rank_has_every_table_whole(plan: str) -> None:
+    for configs in (tables(SUM), sequences(tables(SUM))):
+        worlds.run(1, train, Case(configs, PLANS[plan]))
+
+
 @pytest.mark.parametrize("plan", ["rw", "mixed", "grid"])
 def test_empty_bags_travel_where_that_is_little(plan: str) -> None:
     case = Case(tables(SUM, MEAN), PLANS[plan], local_size=2, least_saved=1 << 40)
     worlds.run(4, train, case)
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("plan", ["rw", "mixed", "third", "grid"])
+# An optimizer steps a shard wherever it is, so that each meets each plan, and each plan one size.
+@pytest.mark.parametrize(("plan", "size"), [("rw", 2), ("mixed", 4), ("third", 2), ("grid", 4)])
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_every_optimizer_by_element(name: str, plan: str, size: int) -> None:
     case = Case(
@@ -85,19 +85,22 @@ def test_every_optimizer_by_element(name: str, plan: str, size: int) -> None:
     worlds.run(size, train, case)
 
 
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("plan", ["rw", "tw", "dp", "other"])
+@pytest.mark.parametrize(("plan", "size"), [("rw", 3), ("tw", 2), ("dp", 3), ("other", 2)])
 @pytest.mark.parametrize("name", ROWWISE)
 def test_every_optimizer_by_row(name: str, plan: str, size: int) -> None:
     worlds.run(size, train, Case(tables(SUM, MEAN), PLANS[plan], optimizer=ROWWISE[name]))
 
 
 @pytest.mark.parametrize("plan", ["mixed", "other", "grid", "rw"])
-@pytest.mark.parametrize("batches", [(0, 3, 0, 2), (7, 0, 1, 0), (0, 0, 0, 0)])
+@pytest.mark.parametrize(
+    ("batches", "sizes"), [((0, 3, 0, 2), (4,)), ((7, 0, 1, 0), (2,)), ((0, 0, 0, 0), (1, 4))]
+)
 @pytest.mark.parametrize("pooled", [True, False])
-def test_batches_may_differ_and_be_empty(plan: str, batches: Any, *, pooled: bool) -> None:
+def test_batches_may_differ_and_be_empty(
+    plan: str, batches: Any, sizes: Any, *, pooled: bool
+) -> None:
     configs = tables(SUM, MEAN) if pooled else sequences(tables(SUM))
-    for size in (1, 2, 4):
+    for size in sizes:
         case = Case(configs, PLANS[plan], batches=batches, local_size=whole_nodes(size))
         worlds.run(size, train, case)
 
@@ -111,10 +114,9 @@ def test_weighted_sums_and_means(plan: str) -> None:
 @pytest.mark.parametrize("weighted", [True, False])
 @pytest.mark.parametrize("plan", ["tw", "rw", "cw", "dp", "mixed"])
 def test_features_of_unlike_batch_sizes(plan: str, *, weighted: bool) -> None:
-    for batches in ((5, 4, 3, 2), (3, 0, 4, 0)):
+    for size, batches in ((1, (5,)), (2, (3, 0)), (3, (5, 4, 3))):
         case = Case(tables(SUM, MEAN), PLANS[plan], batches, variable=True, weighted=weighted)
-        for size in (1, 2, 3):
-            worlds.run(size, train, case)
+        worlds.run(size, train, case)
 
 
 @pytest.mark.parametrize("plan", ["tw", "rw", "mixed"])
@@ -125,8 +127,7 @@ def test_int32_ids(plan: str, *, pooled: bool) -> None:
 
 
 @pytest.mark.parametrize("plan", ["tw", "rw"])
-@pytest.mark.parametrize("pooled", [True, False])
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("pooled", "size"), [(True, 1), (True, 3), (False, 2), (False, 4)])
 def test_dynamic_tables(plan: str, size: int, *, pooled: bool) -> None:
     configs = tables(SUM, MEAN, storage=Hash(), dims=(8, 8, 8, 8))
     configs = tuple(_roomy(c) for c in configs)
@@ -156,14 +157,18 @@ SHARED_ROWS = {
     "narrow": Narrow(3),
     "concatenated": QuotientRemainder(2, "concatenate"),  # type: ignore[arg-type]
 }
+BY_COLUMNS = ["hashed", "hashed twice", "multiplied", "added"]
 
 
-@pytest.mark.parametrize("pooled", [True, False])
-@pytest.mark.parametrize("plan", ["tw", "dp", "cw"])
-@pytest.mark.parametrize("kind", SHARED_ROWS)
+@pytest.mark.parametrize(
+    ("kind", "plan", "pooled"),
+    [
+        *((kind, "tw", True) for kind in SHARED_ROWS),
+        *((kind, "dp", False) for kind in SHARED_ROWS),
+        *((kind, "cw", number % 2 == 0) for number, kind in enumerate(BY_COLUMNS)),
+    ],
+)
 def test_tables_whose_ids_share_rows(kind: str, plan: str, *, pooled: bool) -> None:
-    if kind in ("concatenated", "narrow") and plan == "cw":
-        return
     configs = tables(SUM, MEAN, storage=SHARED_ROWS[kind], dims=(8, 8, 8, 8))
     configs = configs if pooled else sequences(configs)
     case = Case(configs, PLANS[plan], weighted=pooled, optimizer=optim.Adagrad(0.1), tolerance=1e-5)
@@ -205,7 +210,7 @@ def _cuts(length: int) -> st.SearchStrategy[list[tuple[int, int]]]:
     return edges.map(lambda e: list(pairwise(e)))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=nightly.number(12, 25), deadline=None)
 @given(data=st.data())
 def test_any_tiling(data: Any) -> None:
     size = data.draw(st.integers(1, 4))

@@ -48,9 +48,7 @@ def _tables(cores: int, data_type: torch.dtype = torch.float32) -> Any:
 
 
 # A plan spreads the two halves of a row whatever number of cores they have.
-@pytest.mark.parametrize(
-    ("cores", "size"), [*((3, size) for size in (1, 2, 3, 4)), (2, 2), (2, 4), (4, 3), (4, 4)]
-)
+@pytest.mark.parametrize(("cores", "size"), [(3, 1), (3, 3), (3, 4), (2, 2), (4, 4)])
 @pytest.mark.parametrize("plan", ["rw", "cw", "grid", "twrw"])
 def test_parts_train_as_the_whole(cores: int, plan: str, size: int) -> None:
     local = 2 if size == 4 else size
@@ -66,8 +64,7 @@ def test_projected_rows_train_as_the_whole(plan: str) -> None:
     worlds.run(3, train, case)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(("name", "size"), [("sgd", 2), ("adam", 4), ("rowwise_adagrad", 3)])
 def test_every_optimizer(name: str, size: int) -> None:
     case = Case(_tables(3), ("rw",) * 4, optimizer=OPTIMIZERS[name], tolerance=1e-4)
     worlds.run(size, train, case)
@@ -77,7 +74,7 @@ def test_every_optimizer(name: str, size: int) -> None:
 @pytest.mark.parametrize("pooled", [True, False])
 def test_batches_may_differ_and_be_empty(batches: Any, *, pooled: bool) -> None:
     configs = _tables(3) if pooled else sequences(_tables(3))
-    for size in (2, 4):
+    for size in (2,) if batches[0] else (4,):
         case = Case(configs, ("rw", "rw", "tw", "rw"), batches=batches, tolerance=2e-5)
         worlds.run(size, train, case)
 
@@ -112,9 +109,13 @@ def _batch(generator: torch.Generator) -> Any:
     return emblib.KeyedJaggedTensor(keys, ids, lengths=torch.full((4 * 3,), 2))
 
 
-@pytest.mark.parametrize("plan", ["rw", "cw", "grid", "tw"])
 @pytest.mark.parametrize(
-    ("cores", "dtype"), [*((cores, torch.bfloat16) for cores in KINDS), (3, torch.float16)]
+    ("cores", "plan", "dtype"),
+    [
+        *((2, "rw", torch.bfloat16), (2, "grid", torch.bfloat16), (4, "cw", torch.bfloat16)),
+        *((3, plan, torch.bfloat16) for plan in ("rw", "cw", "grid", "tw")),
+        *((3, "rw", torch.float16), (3, "grid", torch.float16)),
+    ],
 )
 def test_parts_in_16_bits_train_as_the_whole(cores: int, plan: str, dtype: torch.dtype) -> None:
     """Within the roundings of values whose sums the ranks make in another order."""

@@ -5,7 +5,8 @@ returned, by rank. The function is one of a module (also the test's own), since 
 it; arguments and results are pickled, and the seed is the same on all ranks. An error of a rank is
 raised with its traceback. Functions may set the limits of `input_dist`, which are restored. The
 processes have imported torch and emblib once and were forked after that, so that another world
-costs a tenth of a second; one is made whenever a test has left the last one unfit.
+costs a tenth of a second; one is made whenever a test has left the last one unfit. `run_module`
+runs a program in such a fork.
 
 With EMBLIB_TEST_RANKS=cuda the device of a rank is a GPU, which the functions find in
 `ranks.device`: one of its own, or one of the two pretend GPUs (docs/pretend_gpu.md), over NCCL or
@@ -21,6 +22,7 @@ import gc
 import importlib
 import os
 import pickle
+import runpy
 import shutil
 import signal
 import socket
@@ -95,6 +97,20 @@ class Pool:
             self.stop()
             raise RankError("\n".join([f"{name} on {size} ranks failed", *problems]), answers)
         return [answers[rank] for rank in range(size)]
+
+    def run_module(self, name: str, words: Sequence[str], patience: float) -> tuple[bool, str, str]:
+        """See `run_module` of the module."""
+        outputs = [self._folder / "stdout", self._folder / "stderr"]
+        succeeded = False
+        self._orders.send((name, words, outputs))
+        pid = self._orders.recv()
+        with self._accept() as pipe, contextlib.suppress(EOFError, OSError):
+            succeeded = pipe.poll(patience) and bool(pipe.recv())
+        if not succeeded:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        output, errors = (path.read_text() for path in outputs)
+        return succeeded, output, errors
 
     def _collect(
         self, size: int, patience: float, grace: float
@@ -183,14 +199,27 @@ def run(
     are copies on the CPU. Fails with `RankError` if a rank raises, dies, or takes more than
     `patience` s; once one has, the others are given `grace` s.
     """
-    global _pool
     if not 1 <= size <= RANKS:
         raise ValueError(f"a world has 1 to {RANKS} ranks, not {size}")
     name = function if isinstance(function, str) else _name(function)
+    return _the_pool().run(size, name, args, patience, grace)
+
+
+def run_module(name: str, words: Sequence[str], patience: float) -> tuple[bool, str, str]:
+    """Run `python -m name words` in a process of one thread that need not import torch.
+
+    Returns:
+        Whether it ended well within `patience` s, its output, and what it said of errors.
+    """
+    return _the_pool().run_module(name, words, patience)
+
+
+def _the_pool() -> Pool:
+    global _pool
     if _pool is None:
         _pool = Pool()
         atexit.register(_pool.close)
-    return _pool.run(size, name, args, patience, grace)
+    return _pool
 
 
 def _name(function: Callable[..., Any]) -> str:
@@ -224,6 +253,13 @@ def main(folder: str) -> None:
                 number = orders.recv()
             except EOFError:
                 return
+            if isinstance(number, tuple):
+                child = os.fork()
+                if child == 0:
+                    orders.close()
+                    _be_program(folder, *number)
+                orders.send(child)
+                continue
             children = []
             for rank in range(RANKS):
                 child = os.fork()
@@ -250,6 +286,26 @@ def _be_rank(folder: str, number: int, rank: int) -> None:
         sys.stderr.flush()
     finally:
         # Nothing of the process that forked may run again here.
+        os._exit(0)
+
+
+def _be_program(folder: str, name: str, words: Sequence[str], outputs: Sequence[Path]) -> None:
+    """Run a module as the main program; does not return."""
+    try:
+        killed_with_parent()
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        with connection.Client(f"{folder}/pool", "AF_UNIX") as pipe:
+            for path, standard in zip(outputs, (1, 2), strict=True):
+                with path.open("wb") as file:
+                    os.dup2(file.fileno(), standard)
+            sys.argv = [name, *words]
+            runpy.run_module(name, run_name="__main__", alter_sys=True)
+            sys.stdout.flush()
+            pipe.send(True)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
         os._exit(0)
 
 

@@ -1,5 +1,6 @@
 """The edge cases on which every emulated kernel runs, and the results of the reference."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -189,6 +190,17 @@ class Data:
         scales = None if self.sample_weights is None else self.sample_weights.double()
         (self.lookup(weights, scales) * grad.double()).sum().backward()
         return torch.zeros_like(weights) if weights.grad is None else weights.grad
+
+
+def with_cache_dtypes(cases: Sequence[Case]) -> list[tuple[Case, torch.dtype]]:
+    """Return cases with other dtypes of a cache: each pair of dtypes, on cases of all shapes."""
+    floats = (torch.float32, torch.float16, torch.bfloat16)
+    return [
+        (case, dtype)
+        for number, case in enumerate(cases)
+        for dtype in (floats if case.weight != torch.float32 else floats[1 + number % 2 :][:1])
+        if dtype != case.weight
+    ]
 
 
 def layout_of_bags(case: Case, generator: torch.Generator) -> tuple[Tensor, int]:

@@ -12,7 +12,15 @@ from emblib.ops.codes import BOUNDS_CHECK, OPTIMIZER, POOLING
 from emblib.reference import tbe
 from emblib.specs import Pooling
 from tests.simt import emulated
-from tests.simt.cases import CASES, HYPER, OPTIMIZERS, VARIABLE_CASES, Case, Data
+from tests.simt.cases import (
+    CASES,
+    HYPER,
+    OPTIMIZERS,
+    VARIABLE_CASES,
+    Case,
+    Data,
+    with_cache_dtypes,
+)
 from tests.tiers import spread
 
 TOLERANCE = {
@@ -72,11 +80,10 @@ def test_rows_in_other_places_give_the_same_bits(case: Case) -> None:
     assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize("cache_dtype", [torch.float32, torch.float16, torch.bfloat16])
-@BATCHES
+@pytest.mark.parametrize(
+    ("case", "cache_dtype"), with_cache_dtypes([*CASES, *VARIABLE_CASES]), ids=str
+)
 def test_cache_of_another_dtype(case: Case, cache_dtype: torch.dtype) -> None:
-    if cache_dtype == case.weight:
-        pytest.skip("the same dtype")
     data = Data(case)
     there = spread(data.weights, data.features, data.batch, case.seed, cache_dtype)
     got = look_up(data, there.weights, there.features, there.slots)

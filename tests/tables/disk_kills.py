@@ -207,7 +207,10 @@ def watch(kill: SelfKill) -> None:
 
 
 def at_calls(directory: Path, seed: int, *, recovery: bool) -> Counter[str]:
-    """A writer, or one that recovers, killed before, within and after every single call."""
+    """A writer, or one that recovers, killed before every single call and within those that may be.
+
+    After a call nothing but memory changes before the next one.
+    """
     model, board, done, chance = Model(), Board(), Counter[str](), random.Random(seed)
     make(directory, model)
 
@@ -215,7 +218,7 @@ def at_calls(directory: Path, seed: int, *, recovery: bool) -> Counter[str]:
         watch(kill)
         write(directory, board, epochs=0 if recovery else BULK)
 
-    for where in ("before", "within", "after"):
+    for where in ("before", "within"):
         for call in itertools.count(1):
             board.write(model.epoch, Phase.WRITING)
             if recovery:

@@ -51,15 +51,14 @@ def test_offsets_without_the_last_entry_are_refused(kind: str, check: BoundsChec
         MODULES[kind](bounds_check=check)(IDS, torch.tensor([0, 2, 3]))
 
 
-@pytest.mark.parametrize(
-    ("offsets", "says"), [([2, 4, 5], "must begin with 0, got 2"), ([0, 2, 3], "bag would be lost")]
-)
 @kinds
-def test_compiled_modules_refuse_another_form(kind: str, offsets: list[int], says: str) -> None:
+def test_compiled_modules_refuse_another_form(kind: str) -> None:
     compiled = torch.compile(MODULES[kind](), backend="aot_eager")
     assert compiled(IDS, torch.tensor([0, 2, 3, 5])).shape == (3, 8)
-    with pytest.raises(RuntimeError, match=says):
-        compiled(IDS, torch.tensor(offsets))
+    with pytest.raises(RuntimeError, match="must begin with 0, got 2"):
+        compiled(IDS, torch.tensor([2, 4, 5, 5]))
+    with pytest.raises(RuntimeError, match="bag would be lost"):
+        compiled(IDS, torch.tensor([0, 2, 3, 4]))
 
 
 def test_offsets_that_end_below_another_entry_are_clamped_as_wrong_numbers() -> None:

@@ -2,8 +2,6 @@
 
 import contextlib
 import os
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -13,8 +11,10 @@ import torch
 
 from emblib import TableSpec
 from emblib.optim import State
+from emblib.sharding.ranks import RankGroup
 from emblib.tables import journal
 from emblib.tables.disk import DiskStore
+from tests.sharding import worlds
 from tests.tables import disk_kills
 from tests.tables.disk_kills import ROWS, STATES, TABLES, as_bytes, open_store, write_rows
 from tests.tables.kills import run_alone
@@ -184,20 +184,20 @@ def test_a_directory_that_cannot_be_written_to_is_refused() -> None:
             os.chmod(name, 0o755)
 
 
+def _refused(ranks: RankGroup, directory: Path) -> str:
+    """Return the error of a rank, which is another process, that opens a store."""
+    with pytest.raises(BlockingIOError) as caught:
+        simple(directory)
+    return str(caught.value)
+
+
 def test_one_owner_at_a_time(tmp_path: Path) -> None:
     store = simple(tmp_path)
     with pytest.raises(
         BlockingIOError, match=f"one owner; these are open in process {os.getpid()}"
     ):
         simple(tmp_path)
-    code = (
-        "import sys, torch\n"
-        "from emblib import TableSpec\n"
-        "from emblib.tables.disk import DiskStore\n"
-        "DiskStore(sys.argv[1], [TableSpec(10, 4, 't')], torch.float32, [], torch.float32)"
-    )
-    other = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True)
-    assert f"open in process {os.getpid()}" in other.stderr
+    assert f"open in process {os.getpid()}" in worlds.run(1, _refused, tmp_path)[0]
     del store
     simple(tmp_path)
 
@@ -349,7 +349,7 @@ def test_killed_at_any_moment(mode: str, tmp_path: Path) -> None:
     done = run_alone(disk_kills, mode, tmp_path)
     for killed in {
         "random": [phase.name for phase in disk_kills.Phase] + ["opening again"],
-        "calls": ["before", "within", "after", "opened", "refused"],
-        "recovery": ["before", "within", "after", "opened"],
+        "calls": ["before", "within", "opened", "refused"],
+        "recovery": ["before", "within", "opened"],
     }[mode]:
         assert f"'{killed}': " in done
