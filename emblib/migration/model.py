@@ -96,7 +96,8 @@ class Migration:
         if single > 1:
             found.append(
                 f"{single} tables are called one by one: one TableBatchedEmbeddingBags or "
-                "EmbeddingBagCollection looks all of them up in one kernel"
+                "EmbeddingBagCollection looks all of them up in one kernel (and only a collection "
+                "can be sharded)"
             )
         return found
 
@@ -128,7 +129,11 @@ class Migration:
 
         Both look up the same random ids, then make a training step with the same gradient. The
         model is not changed.
+
+        Raises:
+            RuntimeError: the migration was undone, or a new module has been replaced since.
         """
+        self._require_migrated()
         return [checks.compare(one, self._migrate_sample, seed) for one in self.replaced]
 
     def measure(self, trace: LookupTrace, batch_size: int, rounds: int = 20) -> list[Speed]:
@@ -144,7 +149,9 @@ class Migration:
 
         Raises:
             ValueError: the trace has no full batch of any replaced module.
+            RuntimeError: the migration was undone, or a new module has been replaced since.
         """
+        self._require_migrated()
         every = (
             checks.measure(one, self._migrate_sample, trace, batch_size, rounds)
             for one in self.replaced
@@ -179,6 +186,9 @@ class Migration:
         Returns:
             The result of `nn.Module.load_state_dict`.
 
+        Raises:
+            RuntimeError: the migration was undone, or a new module has been replaced since.
+
         Example:
             >>> model = torch.nn.Sequential(torch.nn.EmbeddingBag(100, 8))
             >>> saved = model.state_dict()
@@ -209,7 +219,7 @@ class Migration:
         """Put the old modules back, with the rows and states that the tables have now.
 
         Raises:
-            RuntimeError: the migration was undone already.
+            RuntimeError: the migration was undone, or a new module has been replaced since.
         """
         self._require_migrated()
         with torch.no_grad():
@@ -221,6 +231,16 @@ class Migration:
     def _require_migrated(self) -> None:
         if self._is_undone:
             raise RuntimeError("the migration was undone already")
+        modules = dict(self._model.named_modules(remove_duplicate=False))
+        for one in self.replaced:
+            for path in one.paths:
+                if modules.get(path) is not one.new:
+                    raise RuntimeError(
+                        f"the module that migrate put at {path} has been replaced since, e.g. by "
+                        "sharding: the migration knows nothing of the rows of the new one. Check, "
+                        "load old states and undo before that; a checkpoint of a sharded model "
+                        "(emblib.sharding.checkpoints) loads into a migrated one as well"
+                    )
 
 
 def migrate(

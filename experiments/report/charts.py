@@ -7,6 +7,7 @@ for the web page.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -416,13 +417,13 @@ def row_chart(
 ) -> Drawing:
     """Return a drawing of rows from the top in the order given.
 
-    With `shared`, rows of one name share a line, and a legend tells them apart.
+    With `shared`, rows of one name have one label, a little apart, and a legend tells them apart.
     """
     names = [line.name for line in lines]
-    heights: Sequence[int] = range(len(names))
+    heights: Sequence[float] = range(len(names))
     if shared:
         names = list(dict.fromkeys(names))
-        heights = [names.index(line.name) for line in lines]
+        heights = _dodged([names.index(line.name) for line in lines])
 
     def draw(axes: Axes) -> None:
         x.begin(axes.xaxis)
@@ -441,7 +442,19 @@ def row_chart(
     return draw
 
 
-def _dot(axes: Axes, row: Row, y: int) -> None:
+def _dodged(indices: Sequence[int]) -> list[float]:
+    """Return heights of rows by the index of their label; those of one label around it."""
+    counts, drawn = Counter(indices), Counter[int]()
+    heights = []
+    for index in indices:
+        count = counts[index]
+        gap = min(0.16, 0.64 / count)
+        heights.append(index + gap * (drawn[index] - (count - 1) / 2))
+        drawn[index] += 1
+    return heights
+
+
+def _dot(axes: Axes, row: Row, y: float) -> None:
     if math.isfinite(row.margin):
         edges = (1 / (1 + row.margin), 1 + row.margin)
         axes.fill_betweenx((y - 0.5, y + 0.5), *edges, color=GRID, alpha=0.6, lw=0)
@@ -472,7 +485,7 @@ def _dot(axes: Axes, row: Row, y: int) -> None:
         )
 
 
-def _bar(axes: Axes, row: Row, y: int) -> None:
+def _bar(axes: Axes, row: Row, y: float) -> None:
     hatched: dict[str, Any] = {"color": "none", "edgecolor": row.colour, "hatch": "///"}
     style = hatched if row.hollow else {"color": row.colour, "edgecolor": row.colour}
     axes.barh(y, row.value, height=0.65, **style)
