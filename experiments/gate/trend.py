@@ -252,11 +252,7 @@ def page(trend: Trend, left_out: Sequence[str] = (), command: str = "") -> Page:
             Tile(str(len(commits)), "commits"),
             Tile(str(len(trend.points)), "points"),
             Tile(str(len(slower)), "times worse", "bad" if slower else ""),
-            Tile(
-                str(len(moves) - len(slower)),
-                "times better",
-                "good" if len(moves) > len(slower) else "",
-            ),
+            Tile(str(faster), "times better", "good" if faster else ""),
         ],
         notices=notices,
     )
