@@ -30,6 +30,7 @@ Floats = Iterable[float]
 NAME_POINTS = 12.0  # height of a line of 9-point letters, in typographic points
 NEARLY_EQUAL = 1e-4  # relative distance of values that count as one
 LETTER_POINTS = 5.4  # mean width of one
+EDGE_GAP = 11.0  # points from the panel to names right of it, for the lines of those that moved
 
 
 @dataclass(frozen=True)
@@ -295,7 +296,9 @@ def _edge_names(lines: Sequence[Curve], marks: Sequence[Mark]) -> list[Name]:
     """Return the names of level marks and of curves that have one at the edge."""
     heights = [(m.words, m.at, m.colour) for m in marks if m.words and not m.upright]
     heights += [(c.edge_name, list(c.y)[-1], c.colour) for c in lines if c.edge_name]
-    return [Name(words, (1.0, y), 1.0, colour, 5, at_edge=True) for words, y, colour in heights]
+    return [
+        Name(words, (1.0, y), 1.0, colour, EDGE_GAP, at_edge=True) for words, y, colour in heights
+    ]
 
 
 def _point_names(axes: Axes, lines: Sequence[Curve]) -> list[Name]:
