@@ -84,7 +84,8 @@ class Migration:
         found = [
             "fused tables have no .grad: each backward is an update, clip_grad_norm_ and "
             "Adam(model.parameters()) do not reach them, and schedules use the groups of "
-            "emblib.collections.optimizers.FusedOptimizer.of(model)"
+            "emblib.collections.optimizers.FusedOptimizer.of(model); a penalty on their weight, a "
+            "view without gradient, has no effect"
         ]
         found += [
             f"a scheduler over {type(one).__name__} no longer sets the rates of the fused tables: "
@@ -283,7 +284,9 @@ def migrate(
     """
     if tables is not None and not autograd.updates_in_backward(tables):
         raise TypeError(f"tables must be an optimizer that backward applies, got {tables!r}")
-    optimizers = [optimizer] if isinstance(optimizer, TorchOptimizer) else list(optimizer)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be an nn.Module, got {model!r}")
+    optimizers = _optimizers(optimizer)
     for one in optimizers:
         if type(one).__module__.startswith("torchrec.optim.") and hasattr(one, "params"):
             raise TypeError(
@@ -307,6 +310,19 @@ def migrate(
             new.carry_over()
             _put(model, new.paths, new.new)
     return Migration(model, replaced, left, optimizers, tables)
+
+
+def _optimizers(optimizer: Any) -> list[TorchOptimizer]:
+    """Return the optimizers of an argument; raise TypeError for anything else."""
+    is_several = isinstance(optimizer, Sequence)
+    optimizers = list(optimizer) if is_several else [optimizer]
+    for one in optimizers:
+        if not hasattr(one, "param_groups"):
+            raise TypeError(
+                "optimizer must be an optimizer of torch.optim that trains the model, or a list "
+                f"of them, got {one!r}; tables= takes one of emblib.optim"
+            )
+    return optimizers
 
 
 def _factory(module: nn.Module) -> Factory | None:
