@@ -251,8 +251,8 @@ def page(trend: Trend, left_out: Sequence[str] = (), command: str = "") -> Page:
         tiles=[
             Tile(str(len(commits)), "commits"),
             Tile(str(len(trend.points)), "points"),
-            Tile(str(len(slower)), "times worse", "bad" if slower else ""),
-            Tile(str(faster), "times better", "good" if faster else ""),
+            Tile(str(len(slower)), "regressions", "bad" if slower else ""),
+            Tile(str(faster), "improvements", "good" if faster else ""),
         ],
         notices=notices,
     )
@@ -280,11 +280,7 @@ def sentences(trend: Trend) -> list[str]:
                 ends[point] = levels[-1]
         if ends and name != NATIVE:
             worst = max(ends, key=lambda point: ends[point].log)
-            verb = "takes" if name == TIME else "executes"
-            answer.append(
-                f"Most {label}: {worst} {verb} {ends[worst].ratio:.3f} times what it did when its "
-                "chain began."
-            )
+            answer.append(f"Largest level of {label}: {worst}, {ends[worst].ratio:.3f}.")
     return answer
 
 

@@ -125,8 +125,8 @@ def test_the_page_says_what_moved(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert trend.run(arguments) == 0
     said = capsys.readouterr().out
     assert "3 commits from aaaaaaaa to cccccccc: 2 points moved at 1 commit." in said
-    assert "Most time: wide takes 1.310 times" in said
-    assert "Most instructions: wide executes 1.040 times" in said
+    assert "Largest level of time: wide, 1.310." in said
+    assert "Largest level of instructions: wide, 1.040." in said
     page = (tmp_path / "page/index.html").read_text()
     assert page.count('<svg role="img"') == 3
     text = (tmp_path / "page/trend.md").read_text()
