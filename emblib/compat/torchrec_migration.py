@@ -136,17 +136,17 @@ class _WithTypes:
         types = _types_of(batch)
         return inputs._replace(join=lambda batches: _ReceivedBatch(inputs.join(batches), types))
 
-    def prefetch(self, received: _ReceivedBatch) -> None:
+    def prefetch(self, received: Any) -> None:
         """Prefetch the rows of a batch into the caches of their tables."""
         parent: Any = super()
         parent.prefetch(received.batch)
 
-    def compute(self, received: _ReceivedBatch) -> Any:
+    def compute(self, received: Any) -> Any:
         """Look up the received ids."""
         parent: Any = super()
         return parent.compute(received.batch)
 
-    def outputs(self, rows: Any, received: _ReceivedBatch) -> Outputs:
+    def outputs(self, rows: Any, received: Any) -> Outputs:
         """Return the lookup of a batch."""
         parent: Any = super()
         outputs: Outputs = parent.outputs(rows, received.batch)

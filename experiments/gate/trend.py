@@ -119,38 +119,38 @@ class Trend:
     @property
     def commits(self) -> list[Commit]:
         """Return all commits, each base before its heads."""
-        return list(dict.fromkeys(c for run in self.runs for c in (run.base, run.head)))
+        return list(dict.fromkeys(c for result in self.runs for c in (result.base, result.head)))
 
     @property
     def points(self) -> list[str]:
         """Return the names of all points."""
-        return list(dict.fromkeys(name for run in self.runs for name in run.points))
+        return list(dict.fromkeys(name for result in self.runs for name in result.points))
 
     def chains(self) -> list[list[Commit]]:
         """Return the commits of each chain of runs."""
         chains: dict[Commit, list[Commit]] = {}
-        for run in self.runs:
-            chain = chains.setdefault(run.base, [run.base])
-            if run.head not in chains:
-                chain.append(run.head)
-                chains[run.head] = chain
+        for result in self.runs:
+            chain = chains.setdefault(result.base, [result.base])
+            if result.head not in chains:
+                chain.append(result.head)
+                chains[result.head] = chain
         return list({id(chain): chain for chain in chains.values()}.values())
 
     def levels(self, point: str) -> dict[tuple[Commit, str], Level]:
         """Return the level of a point by commit and quantity."""
         levels: dict[tuple[Commit, str], Level] = {}
-        for run in self.runs:
-            for name, ratio in run.ratios(point):
-                before = levels.setdefault((run.base, name), Level())
-                levels[run.head, name] = before + ratio
+        for result in self.runs:
+            for name, ratio in result.ratios(point):
+                before = levels.setdefault((result.base, name), Level())
+                levels[result.head, name] = before + ratio
         return levels
 
     def moves(self) -> list[tuple[GateRun, Mapping[str, Any]]]:
         """Return the findings that are slower, faster, or differ in a counted number."""
         return [
-            (run, finding)
-            for run in self.runs
-            for finding in run.points.values()
+            (result, finding)
+            for result in self.runs
+            for finding in result.points.values()
             if finding["state"] in MOVED or finding.get("grown") or finding.get("shrunk")
         ]
 
@@ -175,16 +175,16 @@ def read(folders: Sequence[Path], device: str = "") -> tuple[Trend, list[str]]:
             if reason := _why_not(saved):
                 left_out.append(f"{path.relative_to(folder)}: {reason}")
                 continue
-            run = _run(saved)
-            if run.head not in runs or runs[run.head].measured < run.measured:
-                runs[run.head] = run
+            result = _run(saved)
+            if result.head not in runs or runs[result.head].measured < result.measured:
+                runs[result.head] = result
     if not runs:
         reasons = f" ({left_out[0]})" if left_out else ""
         where = ", ".join(map(str, folders))
         raise UsageError(f"{where}: no finished run of the gate between two commits{reasons}")
-    if len({run.device for run in runs.values()}) > 1:
+    if len({result.device for result in runs.values()}) > 1:
         raise UsageError("there are runs on CPUs and on GPUs: choose with --device cpu or cuda")
-    ordered = sorted(runs.values(), key=lambda run: (run.head.date, run.measured))
+    ordered = sorted(runs.values(), key=lambda result: (result.head.date, result.measured))
     return Trend(ordered), left_out
 
 
@@ -223,7 +223,7 @@ def page(trend: Trend, left_out: Sequence[str] = (), command: str = "") -> Page:
     commits, moves = trend.commits, trend.moves()
     slower = [move for move in moves if move[1]["state"] == "SLOWER" or move[1].get("grown")]
     faster = len(moves) - len(slower)
-    machines = sorted({run.machine for run in trend.runs})
+    machines = sorted({result.machine for result in trend.runs})
     chains = trend.chains()
     notices = [Notice(f"Left out: {reason}.", "remark") for reason in left_out]
     if len(chains) > 1:
@@ -265,7 +265,7 @@ def sentences(trend: Trend) -> list[str]:
     between = f"{text.count(len(commits), 'commit')} from {first.name} to {last.name}"
     if moves:
         points = len({finding["point"] for _, finding in moves})
-        heads = len({run.head for run, _ in moves})
+        heads = len({result.head for result, _ in moves})
         headline = (
             f"{between}: {text.count(points, 'point')} moved at {text.count(heads, 'commit')}."
         )
@@ -325,9 +325,9 @@ def _panel(trend: Trend, point: str) -> Panel:
             labelled.add(label)
     for state, colour in MOVED.items():
         dots = [
-            (at[run.head], levels[run.head, TIME].ratio)
-            for run in trend.runs
-            if run.points.get(point, {}).get("state") == state and (run.head, TIME) in levels
+            (at[result.head], levels[result.head, TIME].ratio)
+            for result in trend.runs
+            if result.points.get(point, {}).get("state") == state and (result.head, TIME) in levels
         ]
         if dots:
             x, y = zip(*dots, strict=True)
@@ -373,32 +373,32 @@ def _moved_table(moves: Sequence[tuple[GateRun, Mapping[str, Any]]]) -> Table:
 
 
 def _commit_table(trend: Trend) -> Table:
-    def states(run: GateRun) -> str:
-        states = [finding["state"] for finding in run.points.values()]
+    def states(result: GateRun) -> str:
+        states = [finding["state"] for finding in result.points.values()]
         return ", ".join(f"{states.count(s)} {s.lower()}" for s in dict.fromkeys(sorted(states)))
 
     return Table.of(
         trend.runs,
         {
-            "commit": lambda run: run.head.name,
-            "date": lambda run: run.head.date[:10],
-            "against": lambda run: run.base.name,
+            "commit": lambda result: result.head.name,
+            "date": lambda result: result.head.date[:10],
+            "against": lambda result: result.base.name,
             "verdicts": states,
-            "machine": lambda run: run.machine,
-            "measured": lambda run: run.measured[:16],
-            "subject": lambda run: run.head.subject,
+            "machine": lambda result: result.machine,
+            "measured": lambda result: result.measured[:16],
+            "subject": lambda result: result.head.subject,
         },
     )
 
 
 def _level_table(trend: Trend) -> Table:
     levels = {point: trend.levels(point) for point in trend.points}
-    rows = [(run, point) for run in trend.runs for point in run.points]
+    rows = [(result, point) for result in trend.runs for point in result.points]
 
     def level(name: str) -> Any:
         def of(row: tuple[GateRun, str]) -> Value:
             value = levels[row[1]].get((row[0].head, name))
-            return Value.of(value and value.ratio, lambda v: f"{v:.4f}")
+            return Value.of(value.ratio if value else None, lambda v: f"{v:.4f}")
 
         return of
 
