@@ -23,6 +23,7 @@ COMMANDS = {
     "doctor": ("experiments.doctor", "check whether this machine is fit for measurements"),
     "report": ("experiments.report", "rebuild reports from raw records, or report benchmarks"),
     "compare": ("experiments.compare", "compare runs of several machines, or published figures"),
+    "trend": ("experiments.gate.trend", "show runs of the gate over commits"),
     "kernel_times": ("experiments.kernel_times", "compare times of CUDA kernels with a model"),
     "gallery": ("experiments.gallery", "collect the reports of many runs as pages"),
     "reference": ("experiments.reference", "store runs as references; update the README's tables"),

@@ -11,6 +11,7 @@ rm -rf "$work"
 mkdir -p "$work"
 cp -r csrc emblib scripts pyproject.toml README.md LICENSE "$work"
 rm -f "$work"/emblib/*.so
+python3 scripts/pypi_readme.py "$work"
 if [ -n "${CUDA:-}" ]; then
   sed -i "s/^__version__ = \"\(.*\)\"/__version__ = \"\1+cu${CUDA//-/}\"/" "$work/emblib/__init__.py"
   repository=https://developer.download.nvidia.com/compute/cuda/repos/rhel8/x86_64/cuda-rhel8.repo

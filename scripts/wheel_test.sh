@@ -14,9 +14,11 @@ PYTHON=${PYTHON:-python3}
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 unset PYTHONPATH
+options=()
 "$PYTHON" -m venv "$folder/env"
 python=$folder/env/bin/python
 if [ -z "$torch" ]; then
+  options=(--no-deps) # pip would complete the requirements of that torch, and they take gigabytes
   packages=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
   # As a folder of packages with its own .pth files, where an environment on top of another names that one.
   "$PYTHON" -c 'import pathlib, torch
@@ -28,7 +30,7 @@ elif command -v uv > /dev/null; then
 else
   "$python" -m pip --disable-pip-version-check install -q "$torch"
 fi
-"$python" -m pip --disable-pip-version-check install -q "$package"
+"$python" -m pip --disable-pip-version-check install -q "${options[@]}" "$package"
 cd "$folder"
 for isa in baseline avx512; do # the lowest instruction set, and the highest of this machine
   EMBLIB_ISA=$isa "$python" "$here/wheel_smoke.py"

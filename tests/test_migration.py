@@ -275,6 +275,42 @@ def test_an_old_state_dict_is_loaded() -> None:
     assert isinstance(model.bags, MigratedEmbeddingBag)
 
 
+@pytest.mark.parametrize("name", ["adagrad", "adam"])
+def test_a_model_loads_an_old_state_dict_itself(name: str) -> None:
+    saved, model = Model(), Model()
+    nn.init.normal_(saved.bags.weight)
+    optimizer = OPTIMIZERS[name](model.parameters())
+    train(model, optimizer, 1)
+    emblib.migrate(model, optimizer)
+    states = {
+        key: value.clone() for key, value in model.state_dict().items() if key.endswith(".sum")
+    }
+    assert len(states) == 2 * (name == "adagrad")
+    result = model.load_state_dict(saved.state_dict())
+    assert not result.missing_keys
+    assert not result.unexpected_keys
+    assert all(map(torch.equal, rows_of(model), rows_of(saved)))
+    assert all(torch.equal(model.state_dict()[key], value) for key, value in states.items())
+
+
+def test_a_penalty_on_the_weight_has_its_gradient() -> None:
+    model, other = Model(), Model()
+    optimizers = [OPTIMIZERS["adam"](one.parameters()) for one in (model, other)]
+    emblib.migrate(model, optimizers[0])
+    for one, optimizer in zip((model, other), optimizers, strict=True):
+        (one(IDS).sum() + one.bags.weight.square().sum()).backward()
+        optimizer.step()
+    torch.testing.assert_close(model.bags.weight, other.bags.weight)
+
+
+def test_a_migrated_module_has_the_attributes_of_its_source() -> None:
+    model = Model(sparse=True, padding_idx=3)
+    emblib.migrate(model)
+    assert (model.bags.sparse, model.bags.max_norm, model.bags.padding_idx) == (True, None, 3)
+    with pytest.raises(AttributeError, match=r"weight.data.copy_\(rows\)"):
+        model.bags.weight = nn.Parameter(torch.zeros(ROWS, DIM))
+
+
 def test_a_scheduler_is_warned_of() -> None:
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -341,3 +377,8 @@ def test_wrong_arguments() -> None:
         emblib.migrate(nn.Embedding(3, 2))
     with pytest.raises(TypeError, match="backward applies"):
         emblib.migrate(Model(), tables=optim.External())
+    with pytest.raises(TypeError, match=r"must be an nn\.Module, got <class"):
+        emblib.migrate(Model)
+    for wrong in (torch.optim.SGD, Model().parameters(), 0.1, [optim.SGD(0.1)]):
+        with pytest.raises(TypeError, match=r"an optimizer of torch\.optim that trains the model"):
+            emblib.migrate(Model(), wrong)

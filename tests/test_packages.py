@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import emblib
-from scripts import release_notes
+from scripts import pypi_readme, release_notes
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -52,6 +52,18 @@ def test_the_wheel_has_the_package_and_nothing_else(tmp_path: Path) -> None:
     assert stated["Requires-Python"] == ">=3.11"
     assert stated.get_all("Requires-Dist")[0] == "torch>=2.10"
     assert stated["Description-Content-Type"] == "text/markdown"
+
+
+def test_links_of_the_published_readme_are_absolute() -> None:
+    text = "[![a](figure.png)](docs/a.md#b) [c](#c) [d](https://d.org) ![e](e.png)"
+    assert pypi_readme.absolute(text, "https://github.com/me/emblib", "v1") == (
+        "[![a](https://raw.githubusercontent.com/me/emblib/v1/figure.png)]"
+        "(https://github.com/me/emblib/blob/v1/docs/a.md#b) [c](#c) [d](https://d.org) "
+        "![e](https://raw.githubusercontent.com/me/emblib/v1/e.png)"
+    )
+    repository = PROJECT["project"]["urls"]["Repository"]
+    text = pypi_readme.absolute((ROOT / "README.md").read_text(), repository, "v1")
+    assert not re.findall(r"\]\((?!https://|#)[^)]*\)", text)
 
 
 def test_a_build_downloads_no_torch_that_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:

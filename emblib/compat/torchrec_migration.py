@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from emblib import (
     EmbeddingCollection,
     EmbeddingConfig,
     KeyedJaggedTensor,
+    KeyedTensor,
     optim,
 )
 from emblib.compat.fbgemm_migration import ReplacedSplitTBE
@@ -39,6 +40,10 @@ from emblib.migration import (
     chosen_rows,
     optimizer_for,
 )
+from emblib.sharding import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
+from emblib.sharding.awaitables import LazyAwaitable
+from emblib.sharding.lookup import Inputs, Outputs
+from emblib.sharding.shard import SHARDED
 
 _JAGGED = "torchrec.sparse.jagged_tensor"
 
@@ -56,43 +61,114 @@ def _keyed(features: Any) -> Any:
     return module.maybe_td_to_kjt(features, None) if is_dict and module else features
 
 
+def _of_library(output: Any, types: Any) -> Any:
+    """Return the output of a collection in TorchRec's types; as it is if `types` is None."""
+    if types is None:
+        return output
+    if isinstance(output, KeyedTensor):
+        return types.KeyedTensor(
+            keys=list(output.keys()),
+            length_per_key=list(output.length_per_key()),
+            values=output.values(),
+        )
+    return {
+        name: types.JaggedTensor(
+            values=one.values(), lengths=one.lengths(), weights=one.weights_or_none()
+        )
+        for name, one in output.items()
+    }
+
+
 class MigratedEmbeddingBagCollection(EmbeddingBagCollection):
     """A collection of emblib in the place of TorchRec's."""
+
+    trained_by = ""  # the optimizer of torch.optim that has its parameters
 
     def forward(self, features: Any) -> Any:
         """Pool the bags of each feature; returns a KeyedTensor of the library of `features`."""
         batch = _keyed(features)
-        pooled = super().forward(KeyedJaggedTensor.adopt(batch))
-        types = _types_of(batch)
-        if types is None:
-            return pooled
-        return types.KeyedTensor(
-            keys=list(pooled.keys()),
-            length_per_key=list(pooled.length_per_key()),
-            values=pooled.values(),
-        )
+        return _of_library(super().forward(KeyedJaggedTensor.adopt(batch)), _types_of(batch))
 
 
 class MigratedEmbeddingCollection(EmbeddingCollection):
     """A collection of emblib in the place of TorchRec's."""
 
+    trained_by = ""  # the optimizer of torch.optim that has its parameters
+
     def forward(self, features: Any) -> Any:
         """Look up every id; returns JaggedTensors of the library of `features` by name."""
         batch = _keyed(features)
-        vectors = super().forward(KeyedJaggedTensor.adopt(batch))
-        types = _types_of(batch)
-        if types is None:
-            return vectors
-        return {
-            name: types.JaggedTensor(
-                values=one.values(), lengths=one.lengths(), weights=one.weights_or_none()
-            )
-            for name, one in vectors.items()
-        }
+        return _of_library(super().forward(KeyedJaggedTensor.adopt(batch)), _types_of(batch))
 
     def embedding_dim(self) -> int:
         """Return the columns of all tables, which are the same in TorchRec."""
         return int(self.configs[0].embedding_dim)
+
+
+class _ReceivedBatch(NamedTuple):
+    """A batch that all ranks have sent, and TorchRec's types if this rank's batch is of them."""
+
+    batch: Any
+    types: Any
+
+
+class _WithTypes:
+    """The stages of a sharded lookup, whose output has the types of the library of its input."""
+
+    def __init__(
+        self, source: Any, *arguments: Any, optimizer: optim.Optimizer | None = None, **options: Any
+    ) -> None:
+        if source.trained_by and optimizer is None:
+            raise ValueError(
+                f"{source.trained_by} trains the tables as parameters, which sharding replaces, so "
+                "that it would train none of them: migrate with tables=, e.g. "
+                "emblib.optim.Adam(lr), or pass optimizer= here; or migrate without the "
+                "optimizer, shard, and make it of the parameters of the sharded model"
+            )
+        parent: Any = super()
+        parent.__init__(source, *arguments, optimizer=optimizer, **options)
+
+    def inputs(self, features: Any) -> Inputs:
+        """Return what to send of a batch of either library."""
+        batch = _keyed(features)
+        parent: Any = super()
+        inputs: Inputs = parent.inputs(None if batch is None else KeyedJaggedTensor.adopt(batch))
+        types = _types_of(batch)
+        return inputs._replace(join=lambda batches: _ReceivedBatch(inputs.join(batches), types))
+
+    def prefetch(self, received: Any) -> None:
+        """Prefetch the rows of a batch into the caches of their tables."""
+        parent: Any = super()
+        parent.prefetch(received.batch)
+
+    def compute(self, received: Any) -> Any:
+        """Look up the received ids."""
+        parent: Any = super()
+        return parent.compute(received.batch)
+
+    def outputs(self, rows: Any, received: Any) -> Outputs:
+        """Return the lookup of a batch."""
+        parent: Any = super()
+        outputs: Outputs = parent.outputs(rows, received.batch)
+
+        def join(pending: list[Any]) -> LazyAwaitable[Any]:
+            output: LazyAwaitable[Any] = outputs.join(pending)
+            output.then(lambda one: _of_library(one, received.types))
+            return output
+
+        return outputs._replace(join=join)
+
+
+class ShardedMigratedEmbeddingBagCollection(_WithTypes, ShardedEmbeddingBagCollection):
+    """A migrated `EmbeddingBagCollection`, sharded over ranks."""
+
+
+class ShardedMigratedEmbeddingCollection(_WithTypes, ShardedEmbeddingCollection):
+    """A migrated `EmbeddingCollection`, sharded over ranks."""
+
+
+SHARDED[MigratedEmbeddingBagCollection] = ShardedMigratedEmbeddingBagCollection
+SHARDED[MigratedEmbeddingCollection] = ShardedMigratedEmbeddingCollection
 
 
 class ReplacedCollection(Replaced):
@@ -159,6 +235,8 @@ class ReplacedCollection(Replaced):
         """Copy rows and states into the tables; the groups of the optimizers follow."""
         for weight, table in zip(self.weights, self._tables, strict=True):
             weight.carry_over(table)
+            if weight.trained is not None and not table.is_fused:
+                self.new.trained_by = type(weight.trained.optimizer).__name__
 
     def carry_back(self) -> None:
         """Copy rows and states back; the groups of the optimizers follow."""

@@ -84,7 +84,8 @@ class Migration:
         found = [
             "fused tables have no .grad: each backward is an update, clip_grad_norm_ and "
             "Adam(model.parameters()) do not reach them, and schedules use the groups of "
-            "emblib.collections.optimizers.FusedOptimizer.of(model)"
+            "emblib.collections.optimizers.FusedOptimizer.of(model); a penalty on their weight, a "
+            "view without gradient, has no effect"
         ]
         found += [
             f"a scheduler over {type(one).__name__} no longer sets the rates of the fused tables: "
@@ -96,7 +97,8 @@ class Migration:
         if single > 1:
             found.append(
                 f"{single} tables are called one by one: one TableBatchedEmbeddingBags or "
-                "EmbeddingBagCollection looks all of them up in one kernel"
+                "EmbeddingBagCollection looks all of them up in one kernel (and only a collection "
+                "can be sharded)"
             )
         return found
 
@@ -128,7 +130,11 @@ class Migration:
 
         Both look up the same random ids, then make a training step with the same gradient. The
         model is not changed.
+
+        Raises:
+            RuntimeError: the migration was undone, or a new module has been replaced since.
         """
+        self._require_migrated()
         return [checks.compare(one, self._migrate_sample, seed) for one in self.replaced]
 
     def measure(self, trace: LookupTrace, batch_size: int, rounds: int = 20) -> list[Speed]:
@@ -144,7 +150,9 @@ class Migration:
 
         Raises:
             ValueError: the trace has no full batch of any replaced module.
+            RuntimeError: the migration was undone, or a new module has been replaced since.
         """
+        self._require_migrated()
         every = (
             checks.measure(one, self._migrate_sample, trace, batch_size, rounds)
             for one in self.replaced
@@ -179,6 +187,9 @@ class Migration:
         Returns:
             The result of `nn.Module.load_state_dict`.
 
+        Raises:
+            RuntimeError: the migration was undone, or a new module has been replaced since.
+
         Example:
             >>> model = torch.nn.Sequential(torch.nn.EmbeddingBag(100, 8))
             >>> saved = model.state_dict()
@@ -209,7 +220,7 @@ class Migration:
         """Put the old modules back, with the rows and states that the tables have now.
 
         Raises:
-            RuntimeError: the migration was undone already.
+            RuntimeError: the migration was undone, or a new module has been replaced since.
         """
         self._require_migrated()
         with torch.no_grad():
@@ -221,6 +232,16 @@ class Migration:
     def _require_migrated(self) -> None:
         if self._is_undone:
             raise RuntimeError("the migration was undone already")
+        modules = dict(self._model.named_modules(remove_duplicate=False))
+        for one in self.replaced:
+            for path in one.paths:
+                if modules.get(path) is not one.new:
+                    raise RuntimeError(
+                        f"the module that migrate put at {path} has been replaced since, e.g. by "
+                        "sharding: the migration knows nothing of the rows of the new one. Check, "
+                        "load old states and undo before that; a checkpoint of a sharded model "
+                        "(emblib.sharding.checkpoints) loads into a migrated one as well"
+                    )
 
 
 def migrate(
@@ -263,7 +284,9 @@ def migrate(
     """
     if tables is not None and not autograd.updates_in_backward(tables):
         raise TypeError(f"tables must be an optimizer that backward applies, got {tables!r}")
-    optimizers = [optimizer] if isinstance(optimizer, TorchOptimizer) else list(optimizer)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be an nn.Module, got {model!r}")
+    optimizers = _optimizers(optimizer)
     for one in optimizers:
         if type(one).__module__.startswith("torchrec.optim.") and hasattr(one, "params"):
             raise TypeError(
@@ -287,6 +310,19 @@ def migrate(
             new.carry_over()
             _put(model, new.paths, new.new)
     return Migration(model, replaced, left, optimizers, tables)
+
+
+def _optimizers(optimizer: Any) -> list[TorchOptimizer]:
+    """Return the optimizers of an argument; raise TypeError for anything else."""
+    is_several = isinstance(optimizer, Sequence)
+    optimizers = list(optimizer) if is_several else [optimizer]
+    for one in optimizers:
+        if not hasattr(one, "param_groups"):
+            raise TypeError(
+                "optimizer must be an optimizer of torch.optim that trains the model, or a list "
+                f"of them, got {one!r}; tables= takes one of emblib.optim"
+            )
+    return optimizers
 
 
 def _factory(module: nn.Module) -> Factory | None:

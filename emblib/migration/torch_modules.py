@@ -22,11 +22,16 @@ from emblib.migration.base import (
     chosen_rows,
     optimizer_for,
 )
+from emblib.ops import autograd
 from emblib.optim import Optimizer
 from emblib.specs import Pooling, Precision, TableSpec
 from emblib.tables import TableBatchedEmbeddingBags
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_ATTRIBUTES = (
+    *("num_embeddings", "embedding_dim", "padding_idx"),
+    *("max_norm", "norm_type", "scale_grad_by_freq", "sparse"),
+)
 _POOLING = {"sum": Pooling.SUM, "mean": Pooling.MEAN}
 
 
@@ -38,8 +43,8 @@ class _DropIn(nn.Module):
         pooling = Pooling.NONE
         if isinstance(source, nn.EmbeddingBag):
             pooling = _POOLING[source.mode]
-        self.num_embeddings, self.embedding_dim = source.num_embeddings, source.embedding_dim
-        self.padding_idx = source.padding_idx
+        for name in _ATTRIBUTES:
+            setattr(self, name, getattr(source, name))
         self.table = TableBatchedEmbeddingBags(
             [TableSpec(source.num_embeddings, source.embedding_dim)],
             optimizer,
@@ -49,10 +54,34 @@ class _DropIn(nn.Module):
         )
         self.train(source.training)
 
+    num_embeddings: int
+    embedding_dim: int
+    padding_idx: int | None
+
     @property
     def weight(self) -> Tensor:
-        """Return the rows, `[num_embeddings, embedding_dim]`; without a gradient if fused."""
-        return self.table.table_weights()[0]
+        """Return a view of the rows, `[num_embeddings, embedding_dim]`; detached if fused."""
+        if autograd.updates_in_backward(self.table.optimizer):
+            return self.table.table_weights()[0]
+        return self.table.weights.view(self.num_embeddings, self.embedding_dim)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "weight":
+            raise AttributeError(
+                "weight is a view of the table and cannot be replaced: write the rows with "
+                "weight.data.copy_(rows)"
+            )
+        super().__setattr__(name, value)
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *arguments: Any
+    ) -> None:
+        """Take the rows of a state dict of the module of torch; states of the table stay."""
+        rows = state_dict.pop(f"{prefix}weight", None)
+        if rows is not None:
+            state_dict.update(self.table.state_dict(prefix=f"{prefix}table."))
+            state_dict[f"{prefix}table.table_0.weight"] = rows
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
 
     def extra_repr(self) -> str:
         """Return rows and columns."""

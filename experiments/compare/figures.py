@@ -94,17 +94,18 @@ def _over_machines(
             low=group["lo"],
             high=group["hi"],
         )
-        lines.append(dataclasses.replace(curve, label=group["name"].iloc[0]))
+        lines.append(dataclasses.replace(curve, edge_name=group["name"].iloc[0]))
     last = len(comparison.machines) - 1
     names = ["\n".join(textwrap.wrap(m.label, 15)) for m in comparison.machines]
-    across = Scale("", ticks=range(last + 1), names=names, low=-0.25, high=last * 1.34 + 0.25)
-    return curves(lines, across, Scale(label, log=10), names="ends", marks=marks)
+    across = Scale("", ticks=range(last + 1), names=names, low=-0.25, high=last + 0.25)
+    return curves(lines, across, Scale(label, log=10), names="", marks=marks)
 
 
 def speedups(comparison: Comparison) -> Figure:
     """Return the figure of speed-ups by role, with ratios of bandwidths, a panel per machine."""
     base = comparison.machines[0].label
-    height = 1.4 + 0.34 * comparison.points["role"].nunique()
+    steps = comparison.points[comparison.points["phase"] == "step"]
+    height = 1.4 + 0.14 * steps.groupby(["role", "arm"]).ngroups + 0.1 * steps["role"].nunique()
     panels = [
         Panel(f"{machine.label} ÷ {base}", _speedups(comparison, number), 7.4, height)
         for number, machine in enumerate(comparison.machines)

@@ -73,6 +73,22 @@ def resolve(name: str) -> str:
     return sha.decode().strip()
 
 
+def describe(sha: str) -> dict[str, str]:
+    """Return hash, date and subject of a commit; of a working tree with changes nothing.
+
+    A working tree counts as its commit if the sources that the gate builds are unchanged.
+    """
+    try:
+        if sha == WORKTREE:
+            if git("status", "--porcelain", "--", *PARTS).strip():
+                return {}
+            sha = "HEAD"
+        shown = git("show", "--no-patch", "--format=%H%x00%cI%x00%s", sha).decode().strip()
+    except UsageError:  # no git, where both sides are working trees
+        return {}
+    return dict(zip(("sha", "date", "subject"), shown.split("\0"), strict=True))
+
+
 def base_name(config: Config, *, smoke: bool) -> str:
     """Return the default of gate.base."""
     if config.gate.base:

@@ -33,6 +33,10 @@ def run(config: Config, *, question: str, words: Sequence[str]) -> int:
         smoke = bool(config.timing.max_rows)
         name = revisions.base_name(config, smoke=smoke)
         base_sha, head_sha = revisions.resolve(name), revisions.resolve(config.gate.head)
+        commits = {
+            "base": revisions.describe(base_sha),
+            "head": revisions.describe(head_sha),
+        }
         start = setup.begin(config, words)
         store = start.create()
     except UsageError as error:
@@ -42,7 +46,14 @@ def run(config: Config, *, question: str, words: Sequence[str]) -> int:
         display.say(setup.heading(start, f"{config.gate.head} against {name}"))
         results, facts = _compare(start, store, display, name, alike=base_sha == head_sha)
     status = results.status(strict=config.gate.strict)
-    facts |= {"experiment": config.name, "seconds": round(time.monotonic() - began, 1)}
+    facts |= {
+        "experiment": config.name,
+        "seconds": round(time.monotonic() - began, 1),
+        "commits": commits,
+        "device": start.device.type,
+        "machine": start.environment["device"],
+        "measured": start.environment["time_utc"],
+    }
     store.write_json(
         "run.json",
         {

@@ -7,6 +7,7 @@ for the web page.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -29,6 +30,7 @@ Floats = Iterable[float]
 NAME_POINTS = 12.0  # height of a line of 9-point letters, in typographic points
 NEARLY_EQUAL = 1e-4  # relative distance of values that count as one
 LETTER_POINTS = 5.4  # mean width of one
+EDGE_GAP = 11.0  # points from the panel to names right of it, for the lines of those that moved
 
 
 @dataclass(frozen=True)
@@ -294,7 +296,9 @@ def _edge_names(lines: Sequence[Curve], marks: Sequence[Mark]) -> list[Name]:
     """Return the names of level marks and of curves that have one at the edge."""
     heights = [(m.words, m.at, m.colour) for m in marks if m.words and not m.upright]
     heights += [(c.edge_name, list(c.y)[-1], c.colour) for c in lines if c.edge_name]
-    return [Name(words, (1.0, y), 1.0, colour, 5, at_edge=True) for words, y, colour in heights]
+    return [
+        Name(words, (1.0, y), 1.0, colour, EDGE_GAP, at_edge=True) for words, y, colour in heights
+    ]
 
 
 def _point_names(axes: Axes, lines: Sequence[Curve]) -> list[Name]:
@@ -416,13 +420,13 @@ def row_chart(
 ) -> Drawing:
     """Return a drawing of rows from the top in the order given.
 
-    With `shared`, rows of one name share a line, and a legend tells them apart.
+    With `shared`, rows of one name have one label, a little apart, and a legend tells them apart.
     """
     names = [line.name for line in lines]
-    heights: Sequence[int] = range(len(names))
+    heights: Sequence[float] = range(len(names))
     if shared:
         names = list(dict.fromkeys(names))
-        heights = [names.index(line.name) for line in lines]
+        heights = _dodged([names.index(line.name) for line in lines])
 
     def draw(axes: Axes) -> None:
         x.begin(axes.xaxis)
@@ -441,7 +445,19 @@ def row_chart(
     return draw
 
 
-def _dot(axes: Axes, row: Row, y: int) -> None:
+def _dodged(indices: Sequence[int]) -> list[float]:
+    """Return heights of rows by the index of their label; those of one label around it."""
+    counts, drawn = Counter(indices), Counter[int]()
+    heights = []
+    for index in indices:
+        count = counts[index]
+        gap = min(0.16, 0.64 / count)
+        heights.append(index + gap * (drawn[index] - (count - 1) / 2))
+        drawn[index] += 1
+    return heights
+
+
+def _dot(axes: Axes, row: Row, y: float) -> None:
     if math.isfinite(row.margin):
         edges = (1 / (1 + row.margin), 1 + row.margin)
         axes.fill_betweenx((y - 0.5, y + 0.5), *edges, color=GRID, alpha=0.6, lw=0)
@@ -472,7 +488,7 @@ def _dot(axes: Axes, row: Row, y: int) -> None:
         )
 
 
-def _bar(axes: Axes, row: Row, y: int) -> None:
+def _bar(axes: Axes, row: Row, y: float) -> None:
     hatched: dict[str, Any] = {"color": "none", "edgecolor": row.colour, "hatch": "///"}
     style = hatched if row.hollow else {"color": row.colour, "edgecolor": row.colour}
     axes.barh(y, row.value, height=0.65, **style)

@@ -9,7 +9,16 @@ from torch import Tensor, nn
 
 import emblib
 from emblib.compat.torchrec_migration import MigratedEmbeddingBagCollection
+from emblib.sharding import (
+    DistributedModelParallel,
+    RankGroup,
+    TrainPipelineSparseDist,
+    data_parallel,
+    row_wise,
+    table_wise,
+)
 from tests.compat.peer import peer_module
+from tests.sharding import worlds
 
 torchrec: Any = peer_module("torchrec")
 fused_modules: Any = peer_module("torchrec.modules.fused_embedding_modules")
@@ -255,3 +264,67 @@ def test_tables_of_one_adam_have_one_step() -> None:
     reasons = [left.reason for left in emblib.migrate(model, optimizer).left]
     assert len(reasons) == 1
     assert "different numbers of steps" in reasons[0]
+
+
+PLAN = {"bags": {"t1": row_wise(), "t2": table_wise(0)}, "history": {"s": data_parallel()}}
+
+
+def sharded_and_not(ranks: RankGroup) -> tuple[DistributedModelParallel, Model]:
+    """Return a migrated model that is sharded, and its copy that is not, after three steps."""
+    models = []
+    for _ in range(2):
+        model = Model()
+        optimizers = OPTIMIZERS["rowwise"](model)
+        train(model, optimizers, 3)
+        emblib.migrate(model, optimizers)
+        models.append(model)
+    return DistributedModelParallel(models[0], ranks, plan=PLAN), models[1]
+
+
+def check_sharded(ranks: RankGroup) -> None:
+    """Compare outputs and rows of a sharded and of an unsharded model, on equal batches."""
+    model, other = sharded_and_not(ranks)
+    for number in range(3):
+        loss, expected = model(batch_of(number)), other(batch_of(number))
+        torch.testing.assert_close(loss, expected)
+        for one in (loss, expected):
+            one.square().backward()
+    pooled, expected = model.module.bags(batch_of(9)), other.bags(batch_of(9))
+    assert type(pooled.wait()) is torchrec.KeyedTensor
+    torch.testing.assert_close(pooled.values(), expected.values(), rtol=1e-4, atol=1e-6)
+    vectors = model.module.history(batch_of(9))
+    assert type(vectors["c"]) is torchrec.JaggedTensor
+    assert type(model.module.bags(batch_of(9, emblib)).wait()) is emblib.KeyedTensor
+
+
+def test_a_migrated_model_is_sharded() -> None:
+    check_sharded(RankGroup.single())
+
+
+def test_a_migrated_model_is_sharded_over_ranks() -> None:
+    worlds.run(2, check_sharded)
+
+
+def test_a_pipeline_keeps_the_types_of_a_migrated_model() -> None:
+    model, other = sharded_and_not(RankGroup.single())
+    dense = torch.optim.SGD(model.module.top.parameters(), 0.0)
+    pipeline = TrainPipelineSparseDist(model, dense, torch.device("cpu"))
+    batches = [batch_of(number) for number in range(4)]
+    for batch, loss in zip(batches, pipeline.run(iter(batches)), strict=True):
+        expected = other(batch)
+        torch.testing.assert_close(loss, expected)
+        expected.backward()
+
+
+def test_parameters_of_torch_are_not_sharded() -> None:
+    model = Model()
+    optimizer = torch.optim.Adam(model.parameters())
+    migration = emblib.migrate(model, optimizer)
+    with pytest.raises(ValueError, match="Adam trains the tables as parameters"):
+        DistributedModelParallel(model, RankGroup.single(), plan=PLAN)
+    assert isinstance(model.bags, MigratedEmbeddingBagCollection)
+    fused = emblib.optim.SGD(0.1)
+    DistributedModelParallel(model, RankGroup.single(), plan=PLAN, optimizer=fused)
+    for undo in (migration.undo, migration.check, lambda: migration.load_state_dict({})):
+        with pytest.raises(RuntimeError, match="bags has been replaced since"):
+            undo()

@@ -25,6 +25,7 @@ TRUSTED = re.compile(
 )
 # The jobs that may write, each to one thing, and none of them runs code of a pull request.
 WRITERS = {
+    ("cpu-perf", "keep"): {"contents": "write"},
     ("docs", "deploy"): {"pages": "write", "id-token": "write"},
     ("gpu-perf", "pages"): {"pages": "write", "id-token": "write"},
     ("packages", "publish"): {"id-token": "write"},
@@ -65,7 +66,8 @@ def test_nothing_runs_with_the_rights_of_the_repository_on_the_code_of_a_fork(pa
     for name, job in workflow["jobs"].items():
         assert job.get("permissions") == WRITERS.get((path.stem, name))
         if "contents" in job.get("permissions", {}):
-            assert job["if"] == "github.event_name == 'push' && github.ref_type == 'tag'"
+            ref = "ref_type == 'tag'" if path.stem == "packages" else "ref == 'refs/heads/main'"
+            assert job["if"] == f"github.event_name == 'push' && github.{ref}"
 
 
 @pytest.mark.parametrize(("path", "job"), jobs())

@@ -1,0 +1,152 @@
+"""The trend over commits: levels along chains of runs, what moved, what is left out, the page."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments.config.schema import UsageError
+from experiments.gate import revisions, trend
+from experiments.gate.instructions import NATIVE, TOTAL
+from experiments.gate.trend import TIME, Commit
+
+
+def commit(name: str, day: int) -> dict[str, str]:
+    return {"sha": name * 40, "date": f"2026-11-{day:02}T00:00:00Z", "subject": f"tbe: {name}"}
+
+
+def finding(point: str, ratio: float, **more: Any) -> dict[str, Any]:
+    ends = {"lo": ratio / 1.02, "hi": ratio * 1.02}
+    return {"point": point, "state": "SAME", "ratio": ratio, **ends, **more}
+
+
+def gate(base: str, head: str, day: int, *points: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """Return the content of a gate.json; the base is of the day before."""
+    commits = {"base": commit(base, day - 1), "head": commit(head, day)}
+    where = {"device": "cpu", "machine": "a CPU", "measured": f"2026-11-{day}T01:00"}
+    return {
+        "status": 0,
+        "answer": "nothing",
+        "points": points,
+        "commits": commits,
+        **where,
+        **more,
+    }
+
+
+def store(folder: Path, *runs: dict[str, Any]) -> Path:
+    for number, run in enumerate(runs):
+        (folder / f"{number}.json").write_text(json.dumps(run))
+    return folder
+
+
+def counts(base: float, head: float) -> dict[str, Any]:
+    return {"counts": {TOTAL: {"base": base, "head": head}, NATIVE: {"base": base, "head": head}}}
+
+
+def test_levels_multiply_along_a_chain(tmp_path: Path) -> None:
+    first = gate("a", "b", 2, finding("wide", 1.1, **counts(100, 150)))
+    second = gate("b", "c", 3, finding("wide", 1.2, **counts(7, 14)))
+    shown, _ = trend.read([store(tmp_path, second, first)])
+    a, b, c = (Commit(**commit(name, day)) for day, name in enumerate("abc", 1))
+    assert shown.chains() == [[a, b, c]]
+    levels = shown.levels("wide")
+    assert levels[a, TIME].ratio == 1
+    assert levels[c, TIME].ratio == pytest.approx(1.1 * 1.2)
+    assert levels[c, TIME].half == pytest.approx(math.sqrt(2) * math.log(1.02))
+    assert levels[c, TOTAL].ratio == pytest.approx(3)
+    assert levels[c, TOTAL].ends == pytest.approx((3, 3))
+
+
+def test_the_latest_run_of_a_commit_counts(tmp_path: Path) -> None:
+    later = gate("a", "b", 2, finding("wide", 2.0), measured="2026-12-01")
+    shown, _ = trend.read([store(tmp_path, later, gate("a", "b", 2, finding("wide", 1.0)))])
+    (run,) = shown.runs
+    assert run.points["wide"]["ratio"] == 2.0
+
+
+def test_a_gap_begins_another_chain(tmp_path: Path) -> None:
+    runs = gate("a", "b", 2, finding("wide", 2.0)), gate("c", "d", 5, finding("wide", 1.0))
+    shown, _ = trend.read([store(tmp_path, *runs)])
+    assert [[one.sha[0] for one in chain] for chain in shown.chains()] == [["a", "b"], ["c", "d"]]
+    assert shown.levels("wide")[shown.commits[-1], TIME].ratio == 1
+    (notice,) = trend.page(shown).notices
+    assert "2 chains of commits that begin at aaaaaaaa, cccccccc" in notice.text
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"commits": None}, "before the gate stored commits"),
+        ({"commits": {"base": commit("a", 1), "head": {}}}, "a working tree with changes"),
+        ({"commits": {"base": commit("a", 1), "head": commit("a", 1)}}, "with itself"),
+        ({"points": []}, "it has no findings"),
+        ({"status": 130}, "it has no findings"),
+    ],
+)
+def test_what_has_no_place_is_left_out(change: Any, reason: str, tmp_path: Path) -> None:
+    good = gate("a", "b", 2, finding("wide", 1.0))
+    bad = gate("b", "c", 3, finding("wide", 1.0)) | change
+    shown, left_out = trend.read([store(tmp_path, good, bad)])
+    assert len(shown.runs) == 1
+    assert left_out[0].startswith("1.json: ")
+    assert reason in left_out[0]
+    assert left_out[0] in trend.page(shown, left_out).notices[0].text
+    (tmp_path / "0.json").unlink()
+    with pytest.raises(UsageError, match="no finished run"):
+        trend.read([tmp_path])
+
+
+def test_devices_are_not_mixed(tmp_path: Path) -> None:
+    runs = (
+        gate("a", "b", 2, finding("wide", 1.0)),
+        gate("b", "c", 3, finding("wide", 1.0), device="cuda"),
+    )
+    with pytest.raises(UsageError, match="choose with --device"):
+        trend.read([store(tmp_path, *runs)])
+    shown, _ = trend.read([tmp_path], "cuda")
+    assert [run.device for run in shown.runs] == ["cuda"]
+
+
+def test_the_page_says_what_moved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    moved = finding("wide", 1.31, **counts(100, 103)) | {"state": "SLOWER", "grown": ["more"]}
+    runs = (
+        gate("a", "b", 2, finding("wide", 1.0, **counts(99, 100)), finding("tt", 1.0)),
+        gate("b", "c", 3, moved, finding("tt", 0.7) | {"state": "FASTER"}, finding("new", 1.0)),
+    )
+    arguments = argparse.Namespace(
+        folders=[store(tmp_path, *runs)], out=tmp_path / "page", device=""
+    )
+    assert trend.run(arguments) == 0
+    said = capsys.readouterr().out
+    assert "3 commits from aaaaaaaa to cccccccc: 2 points moved at 1 commit." in said
+    assert "Largest level of time: wide, 1.310." in said
+    assert "Largest level of instructions: wide, 1.040." in said
+    page = (tmp_path / "page/index.html").read_text()
+    assert page.count('<svg role="img"') == 3
+    text = (tmp_path / "page/trend.md").read_text()
+    assert "| cccccccc | wide | SLOWER | 1.310 [1.284, 1.336] | 1.0300 | 1.0300 | more |" in text
+    assert "tbe: c" in text
+    arguments.folders = [tmp_path / "none"]
+    assert trend.run(arguments) == 2
+
+
+def test_a_working_tree_counts_as_its_commit_if_it_is_clean(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shown = b"c0ffee\x002026-11-26\x00tbe: faster\n"
+
+    def git(*arguments: str) -> bytes:
+        return changes if arguments[0] == "status" else shown
+
+    monkeypatch.setattr(revisions, "git", git)
+    changes = b""
+    expected = {"sha": "c0ffee", "date": "2026-11-26", "subject": "tbe: faster"}
+    assert revisions.describe(revisions.WORKTREE) == revisions.describe("c0ffee") == expected
+    changes = b" M emblib/init.py"
+    assert revisions.describe(revisions.WORKTREE) == {}
