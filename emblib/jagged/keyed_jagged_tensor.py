@@ -483,8 +483,11 @@ class KeyedJaggedTensor:
             self._values[start:end], weights, self.lengths()[begin:end_bag], None
         )
 
-    def to_dict(self) -> dict[str, JaggedTensor]:
-        """Return the bags of each feature, as views."""
+    def to_dict(self, compute_offsets: bool = True) -> dict[str, JaggedTensor]:
+        """Return the bags of each feature, as views.
+
+        `compute_offsets` has no effect: their offsets are computed on first use.
+        """
         sizes = self.length_per_key()
         values = self._values.split(sizes)
         weights = [None] * len(sizes) if self._weights is None else self._weights.split(sizes)

@@ -144,21 +144,23 @@ class KeyedTensor:
         return dict(zip(self._keys, blocks, strict=True)) if self._keys else {}
 
     @staticmethod
-    def regroup(tensors: Sequence["KeyedTensor"], groups: Sequence[Sequence[str]]) -> list[Tensor]:
+    def regroup(
+        keyed_tensors: Sequence["KeyedTensor"], groups: Sequence[Sequence[str]]
+    ) -> list[Tensor]:
         """Concatenate the blocks of the keys of each group, from whichever tensor has them.
 
         Raises:
             KeyError: a key that no tensor has.
             ValueError: a key that several tensors have.
         """
-        return regroup(tensors, groups)
+        return regroup(keyed_tensors, groups)
 
     @staticmethod
     def regroup_as_dict(
-        tensors: Sequence["KeyedTensor"], groups: Sequence[Sequence[str]], keys: Sequence[str]
+        keyed_tensors: Sequence["KeyedTensor"], groups: Sequence[Sequence[str]], keys: Sequence[str]
     ) -> dict[str, Tensor]:
         """Return the results of `regroup` by the name of each group."""
-        return dict(zip(keys, regroup(tensors, groups), strict=True))
+        return regroup_by_name(keyed_tensors, groups, keys)
 
     def as_type(self, kind: Any) -> Any:
         """Construct another class with the same arguments, e.g. torchrec.KeyedTensor."""
@@ -219,9 +221,9 @@ class KTRegroupAsDict(nn.Module):
         self.groups = [list(group) for group in groups]
         self.keys = list(keys)
 
-    def forward(self, tensors: Sequence[KeyedTensor]) -> dict[str, Tensor]:
+    def forward(self, keyed_tensors: Sequence[KeyedTensor]) -> dict[str, Tensor]:
         """Return the concatenated blocks of each group by its name."""
-        return KeyedTensor.regroup_as_dict(tensors, self.groups, self.keys)
+        return KeyedTensor.regroup_as_dict(keyed_tensors, self.groups, self.keys)
 
 
 class HasNamedBlocks(Protocol):
@@ -272,6 +274,18 @@ def regroup(tensors: Sequence[HasNamedBlocks], groups: Sequence[Sequence[str]]) 
         raise ValueError(f"each key must be in one KeyedTensor, several have {unclear}")
     nothing = tensors[0].values().narrow(dim, 0, 0)
     return [torch.cat(group or [nothing], dim=dim) for group in grouped_blocks]
+
+
+def regroup_by_name(
+    tensors: Sequence[HasNamedBlocks], groups: Sequence[Sequence[str]], names: Sequence[str]
+) -> dict[str, Tensor]:
+    """Return the results of `regroup` by the name of each group."""
+    return dict(zip(names, regroup(tensors, groups), strict=True))
+
+
+# One call in a traced graph each: tracing cannot read the keys of a tensor that it traces.
+torch.fx.wrap("regroup")
+torch.fx.wrap("regroup_by_name")
 
 
 # Lists, not tuples: a saved structure comes back from JSON as lists.
