@@ -354,6 +354,16 @@ class DistributedModelParallel(sharding.DistributedModelParallel):
         """The sharding of every table, as a `ShardingPlan` of TorchRec's shape."""
         return plan_of(super().plan, self.ranks.device.type)
 
+    # Programs read these attributes, too.
+
+    @property
+    def _plan(self) -> Any:
+        return self.plan
+
+    @property
+    def _dmp_wrapped_module(self) -> nn.Module:
+        return self.wrapped
+
     def bare_named_parameters(
         self, prefix: str = "", recurse: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:

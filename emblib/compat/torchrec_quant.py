@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -23,7 +23,6 @@ from emblib.compat.torchrec_sharding import (
 )
 from emblib.compat.torchrec_types import DataType, QuantConfig, Subscripted, dtype_to_data_type
 from emblib.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
-from emblib.ops.quant import HEADER_BYTES
 from emblib.sharding.shard import SHARDED
 from emblib.storage import Dense, Quantized
 from emblib.storage.initial_values import skip_initial_values
@@ -487,52 +486,6 @@ def quantize_inference_model(
     )
 
 
-def _quantised_tables(model: nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield the name of each quantised table, its rows, and their scales and offsets, as views."""
-    for part in model.modules():
-        if isinstance(part, QuantEmbeddingBagCollection | QuantEmbeddingCollection):
-            for name, handle in part.handles().items():
-                views = handle.views()
-                if "packed" in views:
-                    packed = views["packed"]
-                    yield name, packed[:, HEADER_BYTES:], packed[:, :HEADER_BYTES]
-
-
-def get_table_to_weights_from_tbe(model: nn.Module) -> dict[str, list[tuple[Tensor, Tensor]]]:
-    """Return the rows of each quantised table, uint8, and their scales and offsets, as views."""
-    return {name: [(rows, scales)] for name, rows, scales in _quantised_tables(model)}
-
-
-def assign_weights_to_tbe(
-    model: nn.Module, table_to_weight: Mapping[str, Sequence[tuple[Tensor, Tensor]]]
-) -> None:
-    """Copy rows of `get_table_to_weights_from_tbe` into the tables of another model."""
-    for name, *views in _quantised_tables(model):
-        for view, values in zip(views, table_to_weight[name][0], strict=True):
-            view.copy_(values)
-
-
-def trim_torch_package_prefix_from_typename(typename: str) -> str:
-    """Return the name of a type without the prefix of a torch package."""
-    return typename.partition(".")[2] if typename.startswith("<torch_package_") else typename
-
-
-@dataclass
-class QualNameMetadata:
-    """Metadata of a submodule for a serving layer."""
-
-    need_preproc: bool
-
-
-@dataclass
-class BatchingMetadata:
-    """Metadata by which a serving layer batches an input."""
-
-    type: str
-    device: str
-    pinned: Sequence[str]
-
-
 class PredictFactory:
     """Base of factories of models for serving."""
 
@@ -540,7 +493,7 @@ class PredictFactory:
         """Return the model."""
         raise NotImplementedError(f"{type(self).__name__} must define create_predict_module")
 
-    def batching_metadata(self) -> dict[str, BatchingMetadata]:
+    def batching_metadata(self) -> dict[str, Any]:
         """Return how each input is batched."""
         raise NotImplementedError(f"{type(self).__name__} must define batching_metadata")
 

@@ -10,11 +10,16 @@ from torch import Tensor, nn
 
 from emblib import BoundsCheck, sharding
 from emblib import collections as emblib_collections
-from emblib.collections.optimizers import apply_optimizer_in_backward, from_torch
+from emblib.collections.optimizers import (
+    FusedOptimizer,
+    apply_optimizer_in_backward,
+    from_torch,
+)
 from emblib.compat.torchrec_comms import QuantizedCommCodecs, comm_precision_of
 from emblib.compat.torchrec_sharding import (
     EmbeddingComputeKernel,
     ParameterSharding,
+    ShardedTensor,
     ShardingEnv,
     ShardingType,
 )
@@ -28,6 +33,7 @@ from emblib.compat.torchrec_types import (
 from emblib.optim import Optimizer
 from emblib.sharding import CommPrecision, GradientReduction, RankGroup, fingerprint
 from emblib.sharding.checkpoints.kinds import StateOfTables
+from emblib.sharding.checkpoints.sharded_table import ShardedTable
 from emblib.sharding.shard import SHARDED, sharded_form
 
 
@@ -128,10 +134,9 @@ class FusedEmbeddingBagCollection(EmbeddingBagCollection):
         _refuse_location(location)
         super().__init__(tables, is_weighted, device, from_torch(optimizer_type, optimizer_kwargs))
 
-    @property
     def fused_optimizer(self) -> Any:
-        """The optimizer that backward runs."""
-        return _fused_optimizer_of(self)
+        """Return the optimizer that backward runs."""
+        return FusedOptimizer.of(self)
 
 
 class FusedEmbeddingCollection(EmbeddingCollection):
@@ -150,16 +155,9 @@ class FusedEmbeddingCollection(EmbeddingCollection):
         fused = from_torch(optimizer_type, optimizer_kwargs)
         super().__init__(tables, device, need_indices, fused)
 
-    @property
     def fused_optimizer(self) -> Any:
-        """The optimizer that backward runs."""
-        return _fused_optimizer_of(self)
-
-
-def _fused_optimizer_of(module: nn.Module) -> Any:
-    from emblib.collections.optimizers import FusedOptimizer
-
-    return FusedOptimizer.of(module)
+        """Return the optimizer that backward runs."""
+        return FusedOptimizer.of(self)
 
 
 def _refuse_location(location: Any) -> None:
@@ -234,6 +232,17 @@ class _WithContexts(Subscripted):
     """
 
     _make_context: ClassVar[Any] = EmbeddingBagCollectionContext
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        parent: Any = super()
+        parent._save_to_state_dict(destination, prefix, keep_vars)  # noqa: SLF001 of nn.Module
+        for key, value in destination.items():
+            if key.startswith(prefix) and type(value) is ShardedTable:
+                destination[key] = ShardedTensor(
+                    value.size(), value.shards, value.parts, value.ranks, value.dtype
+                )
 
     def create_context(self) -> Any:
         """Return a context for one batch."""

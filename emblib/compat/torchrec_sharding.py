@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
 
 from emblib import CacheConfig, CachePolicy, Placement, sharding
 from emblib.collections import TableConfig
 from emblib.compat.fbgemm_types import CacheAlgorithm
+from emblib.compat.torchrec_names import FIRST_DOOR
 from emblib.sharding import RankGroup, Shard, World
+from emblib.sharding.checkpoints.sharded_table import ShardedTable
 from emblib.sharding.sharding_types import Rule, TableShape
 from emblib.storage import Dense
 
@@ -57,6 +62,63 @@ class ShardMetadata:
     placement: str
 
 
+class LocalShard(NamedTuple):
+    """The values of a shard of this rank, and where it is in the table."""
+
+    tensor: Tensor
+    metadata: ShardMetadata
+
+
+class ShardedTensor(ShardedTable):
+    """The value of a sharded table in a state dict, with the methods of torch's `ShardedTensor`.
+
+    It is a `ShardedTable` of emblib: `torch.distributed.checkpoint` saves and loads it.
+    """
+
+    def with_parts(
+        self, parts: Mapping[int, Tensor], dtype: torch.dtype | None = None
+    ) -> ShardedTensor:
+        """Return a tensor with the same shards and other memory."""
+        return ShardedTensor(self.size(), self.shards, parts, self.ranks, dtype or self.dtype)
+
+    def local_shards(self) -> list[LocalShard]:
+        """Return the shards of this rank; their tensors are the memory of the table."""
+        found = []
+        for number, part in self.parts.items():
+            shard, dims = self.shards[number], self.dim()
+            offsets = [shard.rows[0], shard.columns[0]][:dims]
+            place = ShardMetadata(
+                offsets, list(shard.shape)[:dims], f"rank:{shard.rank}/{part.device.type}"
+            )
+            found.append(LocalShard(part, place))
+        return found
+
+    def local_tensor(self) -> Tensor:
+        """Return the values of the only shard of this rank.
+
+        Raises:
+            ValueError: it has none, or several.
+        """
+        if len(self.parts) != 1:
+            raise ValueError(f"this rank has {len(self.parts)} shards: use local_shards()")
+        return next(iter(self.parts.values()))
+
+    def copy_(self, other: Tensor, non_blocking: bool = False) -> ShardedTensor:
+        """Overwrite the shards of this rank, from a tensor sharded alike or from a whole one."""
+        if isinstance(other, ShardedTable):
+            super().copy_(other, non_blocking)
+            return self
+        if other.size() != self.size():
+            raise ValueError(
+                f"copy_ needs the whole table of size {list(self.size())}, got {list(other.size())}"
+            )
+        for number, part in self.parts.items():
+            shard = self.shards[number]
+            rows = other[slice(*shard.rows)]
+            part.copy_(rows[:, slice(*shard.columns)] if other.dim() > 1 else rows, non_blocking)
+        return self
+
+
 @dataclass(frozen=True)
 class EnumerableShardingSpec:
     """The shards that tile a table."""
@@ -87,8 +149,13 @@ class CacheParams:
             raise ValueError(
                 f"{', '.join(given)} of CacheParams must be None: give the table "
                 "storage=Dense(Placement.MANAGED_CACHING, CacheConfig(...)), which has emblib's "
-                "options (any cache may be prefetched)"
+                f"options (any cache may be prefetched). {FIRST_DOOR}"
             )
+
+    @classmethod
+    def of(cls, cache: CacheConfig) -> CacheParams:
+        """Convert from emblib's class."""
+        return cls(CacheAlgorithm[cache.policy.name], cache.load_factor)
 
     def storage(self) -> Dense:
         """Return emblib's storage."""
@@ -106,7 +173,9 @@ def refuse_per_table(owner: str, values: Mapping[str, Any]) -> None:
     given = [name for name, value in values.items() if value is not None and value is not False]
     if given:
         ways = "; ".join(f"{name}: {WAYS[name]}" for name in given)
-        raise ValueError(f"{', '.join(given)} of {owner} must be left out here. {ways}")
+        raise ValueError(
+            f"{', '.join(given)} of {owner} must be left out here. {ways}. {FIRST_DOOR}"
+        )
 
 
 WAYS = {
@@ -117,8 +186,6 @@ WAYS = {
     "device_group": "one device type per plan",
     "use_virtual_table": "storage=Hash() of the table's configuration",
     "num_poolings": "pooling_factors has the ids per example",
-    "is_weighted": "the collection says so, is_weighted=True",
-    "feature_names": "the configuration has them",
     "cache_params": "compute_kernels=[FUSED_UVM_CACHING]",
     "enforce_hbm": "optimizer states are where the rows are",
 }
@@ -189,20 +256,28 @@ class ParameterSharding:
         cls, table: sharding.ParameterSharding, kernel: str, device_type: str
     ) -> ParameterSharding:
         """Convert from emblib's class."""
-        kernels = {storage: name for name, storage in STORAGES.items()}
-        kernel = kernels.get(table.storage, kernel) if table.storage is not None else kernel
         if table.is_replicated:
-            return cls(table.type.value, kernel)
-        shards = [
-            ShardMetadata(
-                [shard.rows[0], shard.columns[0]],
-                list(shard.shape),
-                f"rank:{shard.rank}/{device_type}",
-            )
-            for shard in table.shards
-        ]
-        spec = EnumerableShardingSpec(shards)
-        return cls(_type_name(table), kernel, [shard.rank for shard in table.shards], spec)
+            made = cls(table.type.value, kernel)
+        else:
+            shards = [
+                ShardMetadata(
+                    [shard.rows[0], shard.columns[0]],
+                    list(shard.shape),
+                    f"rank:{shard.rank}/{device_type}",
+                )
+                for shard in table.shards
+            ]
+            ranks = [shard.rank for shard in table.shards]
+            made = cls(_type_name(table), kernel, ranks, EnumerableShardingSpec(shards))
+        made.set_storage(table.storage)
+        return made
+
+    def set_storage(self, storage: Any) -> None:
+        """Set the kernel and the parameters of its cache that name a storage of emblib's."""
+        if isinstance(storage, Dense) and storage.cache is not None:
+            self.cache_params, storage = CacheParams.of(storage.cache), Dense(storage.placement)
+        kernels = {other: name for name, other in STORAGES.items()}
+        self.compute_kernel = kernels.get(storage, self.compute_kernel)
 
     def __str__(self) -> str:
         return f"{self.sharding_type} ({self.compute_kernel}) on ranks {self.ranks or 'all'}"
