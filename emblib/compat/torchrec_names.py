@@ -214,7 +214,7 @@ DIFFERS = {
     "BaseQuantEmbeddingSharder": "the base of the quantised sharders",
     "ShardedModule": "a virtual base: sharded collections are instances",
     "ShardedEmbeddingModule": "a virtual base: sharded collections are instances",
-    "EmbeddingComputeKernel": "DENSE, FUSED, FUSED_UVM, FUSED_UVM_CACHING, QUANT",
+    "EmbeddingComputeKernel": "a plan may have DENSE, FUSED, FUSED_UVM, FUSED_UVM_CACHING, QUANT",
     "OptimType": "those that tables run",
     "DataParallelWrapper": "`wrap(module, ranks, ignored)` returns the wrapped module",
     "DefaultDataParallelWrapper": "`static_graph` is False by default",

@@ -19,6 +19,7 @@ from emblib.compat.torchrec_sharding import (
     EmbeddingComputeKernel,
     ShardingPlan,
     ShardingType,
+    checked_kernel,
     plan_of,
     refuse_per_table,
 )
@@ -118,14 +119,16 @@ class ParameterConstraints:
         poolings = self.num_poolings
         values = {name: getattr(self, name) for name in WAYS if hasattr(self, name)}
         values["num_poolings"] = poolings is not None and set(poolings) != {1.0}
-        kernels = [EmbeddingComputeKernel(k) for k in self.compute_kernels or ()]
-        if EmbeddingComputeKernel.FUSED_UVM_CACHING in kernels:
+        if EmbeddingComputeKernel.FUSED_UVM_CACHING.value in self._kernels():
             values["cache_params"] = None
         refuse_per_table("ParameterConstraints", values)
 
+    def _kernels(self) -> list[str]:
+        return [checked_kernel(kernel) for kernel in self.compute_kernels or ()]
+
     def forced_storage(self) -> Dense | None:
         """Return the storage of the table if its kernels leave no other; None as configured."""
-        kernels = [EmbeddingComputeKernel(k).value for k in self.compute_kernels or ()]
+        kernels = self._kernels()
         return self._storages()[kernels[0]] if kernels and set(kernels) <= STORAGES.keys() else None
 
     def _storages(self) -> dict[str, Dense]:
@@ -147,7 +150,7 @@ class ParameterConstraints:
             named = tuple(sharding.ShardingType(ShardingType(t).value) for t in types)
         if self.batch_sizes is not None and len(set(self.batch_sizes)) > 1:
             raise ValueError(f"batch_sizes of a table must be equal, got {self.batch_sizes}")
-        kernels = [EmbeddingComputeKernel(k).value for k in self.compute_kernels or ()]
+        kernels = self._kernels()
         storages = self._storages()
         factors = tuple(self.pooling_factors)
         options: dict[str, Any] = {}

@@ -17,11 +17,13 @@ from emblib.collections.optimizers import (
 )
 from emblib.compat.torchrec_comms import QuantizedCommCodecs, comm_precision_of
 from emblib.compat.torchrec_sharding import (
+    KERNELS,
     EmbeddingComputeKernel,
     ParameterSharding,
     ShardedTensor,
     ShardingEnv,
     ShardingType,
+    checked_kernel,
 )
 from emblib.compat.torchrec_types import (
     EmbeddingBagConfig,
@@ -476,13 +478,13 @@ class ModuleSharder(Subscripted):
 
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
         """Return all kernels that train, which any device supports."""
-        return [k.value for k in EmbeddingComputeKernel if k is not EmbeddingComputeKernel.QUANT]
+        return [kernel for kernel in KERNELS if kernel != EmbeddingComputeKernel.QUANT.value]
 
     def storage_usage(
         self, tensor: Tensor, compute_device_type: str, compute_kernel: str
     ) -> dict[str, int]:
         """Return the bytes of a table in the memory that its kernel uses, `hbm` or `ddr`."""
-        uvm = EmbeddingComputeKernel(compute_kernel).value.startswith("fused_uvm")
+        uvm = checked_kernel(compute_kernel).startswith("fused_uvm")
         on_gpu = compute_device_type == "cuda" and not uvm
         return {"hbm" if on_gpu else "ddr": tensor.numel() * tensor.element_size()}
 

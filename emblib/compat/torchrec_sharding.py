@@ -35,9 +35,9 @@ class ShardingType(Enum):
 class EmbeddingComputeKernel(Enum):
     """Storage and training of a table.
 
-    DENSE leaves gradients to an optimizer of torch.optim; the others run theirs in backward, the
-    rows in the memory of the device, in the host's, or there behind a cache. QUANT is that of
-    quantised collections.
+    DENSE leaves gradients to an optimizer of torch.optim; the FUSED ones run theirs in backward,
+    the rows in the memory of the device, in the host's, or there behind a cache. QUANT is that of
+    quantised collections. The others name what TorchRec's plans may have, and raise in a plan.
     """
 
     DENSE = "dense"
@@ -45,6 +45,33 @@ class EmbeddingComputeKernel(Enum):
     FUSED_UVM = "fused_uvm"
     FUSED_UVM_CACHING = "fused_uvm_caching"
     QUANT = "quant"
+    QUANT_UVM = "quant_uvm"
+    QUANT_UVM_CACHING = "quant_uvm_caching"
+    KEY_VALUE = "key_value"
+    CUSTOMIZED_KERNEL = "customized_kernel"
+    SSD_VIRTUAL_TABLE = "ssd_virtual_table"
+    DRAM_VIRTUAL_TABLE = "dram_virtual_table"
+    DRAM_SSD_VIRTUAL_TABLE = "dram_ssd_virtual_table"
+    FUSED_TRITON = "fused_triton"
+
+
+KERNELS = tuple(kernel.value for kernel in EmbeddingComputeKernel)[:5]
+"""The kernels that emblib has."""
+
+
+def checked_kernel(kernel: Any) -> str:
+    """Return the value of a kernel of emblib's.
+
+    Raises:
+        ValueError: another kernel.
+    """
+    value = str(getattr(kernel, "value", kernel))
+    if value not in KERNELS:
+        raise ValueError(
+            f"compute_kernel must be one of {', '.join(KERNELS)}, got {value!r}: rows on disks or "
+            f"behind other tiers are a storage of the table (docs/tiers.md). {FIRST_DOOR}"
+        )
+    return value
 
 
 STORAGES = {
@@ -226,13 +253,8 @@ class ParameterSharding:
         Raises:
             ValueError: a kernel that is not known here, or no spec for a type that needs one.
         """
-        kernels = [kernel.value for kernel in EmbeddingComputeKernel]
-        if self.compute_kernel not in kernels:
-            raise ValueError(
-                f"compute_kernel must be one of {', '.join(kernels)}, got {self.compute_kernel!r}"
-            )
+        storage = STORAGES.get(checked_kernel(self.compute_kernel))
         kind = sharding.ShardingType(ShardingType(self.sharding_type).value)
-        storage = STORAGES.get(self.compute_kernel)
         if self.cache_params is not None:
             if self.compute_kernel != EmbeddingComputeKernel.FUSED_UVM_CACHING.value:
                 raise ValueError(

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from emblib import jagged
 from emblib.collections import PositionWeightedProcessor
 from emblib.compat.fbgemm_types import EmbeddingLocation
-from emblib.compat.torchrec_sharding import EmbeddingComputeKernel
+from emblib.compat.torchrec_sharding import STORAGES, EmbeddingComputeKernel, checked_kernel
 from emblib.compat.torchrec_types import DataType, data_type_to_dtype
 from emblib.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from emblib.sharding.dense import materialise
+from emblib.storage import Dense
 
 # Batches
 
@@ -222,20 +223,13 @@ class NullShardingContext:
 
 NullShardedModuleContext = NullShardingContext
 
-_LOCATIONS = {
-    EmbeddingComputeKernel.DENSE: EmbeddingLocation.DEVICE,
-    EmbeddingComputeKernel.FUSED: EmbeddingLocation.DEVICE,
-    EmbeddingComputeKernel.FUSED_UVM: EmbeddingLocation.MANAGED,
-    EmbeddingComputeKernel.FUSED_UVM_CACHING: EmbeddingLocation.MANAGED_CACHING,
-    EmbeddingComputeKernel.QUANT: EmbeddingLocation.DEVICE,
-}
-
 
 def compute_kernel_to_embedding_location(
     compute_kernel: EmbeddingComputeKernel,
 ) -> EmbeddingLocation:
     """Return FBGEMM's name of the memory of a kernel's rows, from `emblib.compat.fbgemm`."""
-    return _LOCATIONS[EmbeddingComputeKernel(compute_kernel)]
+    placement = STORAGES.get(checked_kernel(compute_kernel), Dense()).placement
+    return EmbeddingLocation[placement.name]
 
 
 def sharder_name(t: Any) -> str:

@@ -146,3 +146,14 @@ def test_regrouping_is_one_call_of_a_traced_model() -> None:
     traced = torchrec.symbolic_trace(model)
     for found, expected in zip(traced(batch), model(batch), strict=True):
         assert torch.equal(found, expected)
+
+
+def test_kernels_that_a_plan_cannot_have_name_the_other_ways() -> None:
+    kernel = torchrec.EmbeddingComputeKernel.KEY_VALUE.value
+    for use in (
+        lambda: torchrec.ParameterConstraints(compute_kernels=[kernel]),
+        lambda: torchrec.ParameterSharding("data_parallel", kernel).to_emblib(),
+        lambda: torchrec.compute_kernel_to_embedding_location(kernel),
+    ):
+        with pytest.raises(ValueError, match=r"got 'key_value'.*tiers\.md.*EMBLIB_AS_FBGEMM=1"):
+            use()
