@@ -33,7 +33,7 @@ from emblib.compat.torchrec_types import (
     optimizer_of,
 )
 from emblib.optim import Optimizer
-from emblib.sharding import CommPrecision, GradientReduction, RankGroup, fingerprint
+from emblib.sharding import RankGroup, fingerprint
 from emblib.sharding.checkpoints.kinds import StateOfTables
 from emblib.sharding.checkpoints.sharded_table import ShardedTable
 from emblib.sharding.shard import SHARDED, sharded_form
@@ -228,12 +228,45 @@ _Context = EmbeddingBagCollectionContext
 
 
 class _WithContexts(Subscripted):
-    """TorchRec's calls of a sharded collection, with a context as the first argument.
+    """TorchRec's arguments and calls of a sharded collection, with a context as the first argument.
 
     Without one, the calls are emblib's.
+
+    Args:
+        module: the collection.
+        table_name_to_parameter_sharding: the plan.
+        env: the ranks.
+        fused_params: parameters of the optimizer in backward.
+        device: device of the tables; None is the device of the ranks.
+        qcomm_codecs_registry: registry that `get_qcomm_codecs_registry` returns.
+        module_fqn: ignored.
+        options: further arguments of emblib's class: `comm_precision`, `gradients`, `optimizer`,
+            `shared`.
     """
 
     _make_context: ClassVar[Any] = EmbeddingBagCollectionContext
+    _pooled: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        module: Any,
+        table_name_to_parameter_sharding: Mapping[str, Any],
+        env: Any = None,
+        fused_params: Mapping[str, Any] | None = None,
+        device: torch.device | str | None = None,
+        qcomm_codecs_registry: Mapping[str, QuantizedCommCodecs] | None = None,
+        *,
+        module_fqn: str | None = None,
+        **options: Any,
+    ) -> None:
+        given = {
+            "comm_precision": comm_precision_of(qcomm_codecs_registry, pooled=self._pooled),
+            "optimizer": optimizer_of(fused_params),
+        }
+        options = {name: value for name, value in options.items() if value is not None}
+        ranks = ranks_of(env, device) if isinstance(env, ShardingEnv) else env
+        plan = _native_plan(table_name_to_parameter_sharding)
+        super().__init__(module, plan, ranks, **{**given, **options})  # type: ignore[call-arg]
 
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
@@ -286,17 +319,6 @@ class _WithContexts(Subscripted):
         return parent.prefetch(dist_input if isinstance(ctx, _Context) else ctx)
 
 
-def _settings(
-    env: Any, device: Any, fused_params: Any, codecs: Any, *, pooled: bool
-) -> dict[str, Any]:
-    """Return emblib's arguments for those of TorchRec."""
-    return {
-        "ranks": ranks_of(env, device) if isinstance(env, ShardingEnv) else env,
-        "optimizer": optimizer_of(fused_params),
-        "comm_precision": comm_precision_of(codecs, pooled=pooled),
-    }
-
-
 def _native_plan(plan: Mapping[str, Any]) -> dict[str, sharding.ParameterSharding]:
     return {
         name: one.to_emblib() if isinstance(one, ParameterSharding) else one
@@ -307,45 +329,7 @@ def _native_plan(plan: Mapping[str, Any]) -> dict[str, sharding.ParameterShardin
 class ShardedEmbeddingBagCollection(  # type: ignore[misc]
     _WithContexts, sharding.ShardedEmbeddingBagCollection
 ):
-    """`emblib.sharding.ShardedEmbeddingBagCollection` with TorchRec's arguments and contexts.
-
-    Args:
-        module: the collection.
-        table_name_to_parameter_sharding: the plan.
-        env: the ranks.
-        fused_params: parameters of the optimizer in backward.
-        device: device of the tables; None is the device of the ranks.
-        qcomm_codecs_registry: registry that `get_qcomm_codecs_registry` returns.
-        module_fqn: ignored.
-        comm_precision, gradients, optimizer, shared: arguments of
-            `emblib.sharding.ShardedEmbeddingBagCollection`.
-    """
-
-    def __init__(
-        self,
-        module: Any,
-        table_name_to_parameter_sharding: Mapping[str, Any],
-        env: Any = None,
-        fused_params: Mapping[str, Any] | None = None,
-        device: torch.device | str | None = None,
-        qcomm_codecs_registry: Mapping[str, QuantizedCommCodecs] | None = None,
-        module_fqn: str | None = None,
-        *,
-        comm_precision: CommPrecision | None = None,
-        gradients: GradientReduction = GradientReduction.MEAN,
-        optimizer: Optimizer | None = None,
-        shared: Any = None,
-    ) -> None:
-        given = _settings(env, device, fused_params, qcomm_codecs_registry, pooled=True)
-        super().__init__(
-            module,
-            _native_plan(table_name_to_parameter_sharding),
-            given["ranks"],
-            comm_precision=comm_precision or given["comm_precision"],
-            gradients=gradients,
-            optimizer=optimizer or given["optimizer"],
-            shared=shared,
-        )
+    """`emblib.sharding.ShardedEmbeddingBagCollection` with TorchRec's arguments and contexts."""
 
     @property
     def _input_dists(self) -> list[Any]:
@@ -365,39 +349,15 @@ class ShardedEmbeddingCollection(  # type: ignore[misc]
 ):
     """`emblib.sharding.ShardedEmbeddingCollection` with TorchRec's arguments and contexts.
 
-    `use_index_dedup` sends each id of a batch once; other arguments are those of
-    `ShardedEmbeddingBagCollection`.
+    `use_index_dedup` sends each id of a batch once.
     """
 
     _make_context = EmbeddingCollectionContext
+    _pooled = False
 
-    def __init__(
-        self,
-        module: Any,
-        table_name_to_parameter_sharding: Mapping[str, Any],
-        env: Any = None,
-        fused_params: Mapping[str, Any] | None = None,
-        device: torch.device | str | None = None,
-        qcomm_codecs_registry: Mapping[str, QuantizedCommCodecs] | None = None,
-        use_index_dedup: bool = False,
-        module_fqn: str | None = None,
-        *,
-        comm_precision: CommPrecision | None = None,
-        gradients: GradientReduction = GradientReduction.MEAN,
-        optimizer: Optimizer | None = None,
-        shared: Any = None,
-    ) -> None:
-        given = _settings(env, device, fused_params, qcomm_codecs_registry, pooled=False)
-        super().__init__(
-            module,
-            _native_plan(table_name_to_parameter_sharding),
-            given["ranks"],
-            comm_precision=comm_precision or given["comm_precision"],
-            gradients=gradients,
-            optimizer=optimizer or given["optimizer"],
-            shared=shared,
-            dedup=use_index_dedup or get_ec_index_dedup(),
-        )
+    def __init__(self, *arguments: Any, use_index_dedup: bool = False, **options: Any) -> None:
+        dedup = use_index_dedup or get_ec_index_dedup()
+        super().__init__(*arguments, dedup=dedup, **options)
 
     @property
     def _input_dists(self) -> list[Any]:

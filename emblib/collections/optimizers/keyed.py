@@ -312,9 +312,9 @@ class GradientClippingOptimizer(OptimizerWrapper):
     def step(self, closure: Any = None) -> Any:
         """Clip the gradients, then make a step."""
         self.last_total_grad_norm = None
-        if self.clipping is GradientClipping.NORM:
+        if self.clipping is GradientClipping.NORM and self._parameters():
             self.last_total_grad_norm = self.clip_grad_norm_()
-        elif self.track_grad_norm:
+        elif self.track_grad_norm and self._parameters():
             self.last_total_grad_norm = clip_grad_norm_(
                 self._parameters(), math.inf, self.norm_type
             )
