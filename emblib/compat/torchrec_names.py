@@ -19,7 +19,6 @@ MODULES = {
     "sparse": "",
     "sparse.jagged_tensor": "ComputeJTDictToKJT ComputeKJTToJTDict JaggedTensor KeyedJaggedTensor "
     "KeyedTensor jt_is_equal kjt_is_equal",
-    "sparse.jagged_tensor_validator": "validate_keyed_jagged_tensor",
     "sparse.tensor_dict": "maybe_td_to_kjt",
     "modules": "",
     "modules.embedding_configs": "BaseEmbeddingConfig DataType EmbeddingBagConfig EmbeddingConfig "

@@ -159,24 +159,6 @@ def kjt_is_equal(kjt_1: Any, kjt_2: Any) -> bool:
     )
 
 
-def validate_keyed_jagged_tensor(
-    kjt: KeyedJaggedTensor, configs: Sequence[Any] | None = None
-) -> bool:
-    """Check a batch, and return whether its ids are rows of the tables of `configs`.
-
-    Raises:
-        ValueError: content that does not fit.
-    """
-    kjt.validate()
-    features = kjt.to_dict()
-    for config in configs or ():
-        for key in config.feature_names:
-            ids = features[key].values() if key in features else kjt.values()[:0]
-            if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < config.num_embeddings:
-                return False
-    return True
-
-
 def maybe_td_to_kjt(features: Any, keys: Sequence[str] | None = None) -> KeyedJaggedTensor:
     """Convert `torch.nested` tensors by feature to a batch; return a batch unchanged."""
     if isinstance(features, Mapping) or hasattr(features, "batch_size"):
