@@ -201,7 +201,9 @@ class GradientClippingOptimizer(optimizers.GradientClippingOptimizer):
         param_to_pgs: Mapping[Any, Any] | None = None,
         track_grad_norm: bool = False,
     ) -> None:
-        super().__init__(optimizer, clipping, max_gradient, float(norm_type), track_grad_norm)
+        super().__init__(
+            optimizer, clipping, max_gradient, float(norm_type), track_grad_norm=track_grad_norm
+        )
 
 
 class WarmupOptimizer(optimizers.WarmupOptimizer):

@@ -38,7 +38,7 @@ class KeyedTensor:
 
     __slots__ = (
         "__weakref__",
-        "_index",
+        "_index_per_key",
         "_key_dim",
         "_keys",
         "_length_per_key",
@@ -65,7 +65,7 @@ class KeyedTensor:
         self._values = values
         self._key_dim = key_dim
         self._offset_per_key: list[int] | None = None
-        self._index: dict[str, int] | None = None
+        self._index_per_key: dict[str, int] | None = None
 
     @staticmethod
     def from_tensor_list(
@@ -109,10 +109,12 @@ class KeyedTensor:
 
     def index_per_key(self) -> dict[str, int]:
         """Return the position of each key; the first position of a repeated key."""
-        index = self._index
+        index = self._index_per_key
         if index is None:
-            index = self._index = positions_of(self._keys)
+            index = self._index_per_key = positions_of(self._keys)
         return index
+
+    _key_indices = index_per_key  # for files of TorchRec
 
     def size_in_bytes(self) -> int:
         """Return the bytes of the values."""
@@ -185,7 +187,7 @@ class KeyedTensor:
 
     def _with(self, values: Tensor) -> "KeyedTensor":
         keyed = KeyedTensor(self._keys, self._length_per_key, values, self._key_dim)
-        keyed._index, keyed._offset_per_key = self._index, self._offset_per_key
+        keyed._index_per_key, keyed._offset_per_key = self._index_per_key, self._offset_per_key
         return keyed
 
     def __reduce__(self) -> Any:
@@ -314,9 +316,15 @@ def _of_keyed_jagged(batch: KeyedJaggedTensor) -> Flattened:
     if batch._inverse is not None:
         inverse_keys, leaves["_inverse"] = batch._inverse
     # The stride follows from the lengths or the inverse indices, where there are such.
-    follows = batch._inverse is not None or (batch._keys and batch._strides is None)
+    follows = batch._inverse is not None or (batch._keys and batch._stride_per_key_per_rank is None)
     stride = None if follows else batch._stride
-    return leaves, [batch._keys, batch._strides, stride, batch._weights is not None, inverse_keys]
+    return leaves, [
+        batch._keys,
+        batch._stride_per_key_per_rank,
+        stride,
+        batch._weights is not None,
+        inverse_keys,
+    ]
 
 
 def _to_keyed_jagged(leaves: Iterable[Any], context: Context) -> KeyedJaggedTensor:

@@ -92,11 +92,7 @@ class KeyedOptimizer(TorchOptimizer):
             group.update({key: value for key, value in saved.items() if key != "params"})
 
     def init_state(self, sparse_grad_parameter_names: Iterable[str] | None = None) -> None:
-        """Make a step with gradients of zero, so that all states exist.
-
-        Args:
-            sparse_grad_parameter_names: the parameters whose gradients are sparse.
-        """
+        """Make a step with gradients of zero, some of them sparse, so that all states exist."""
         sparse = set(sparse_grad_parameter_names or ())
         for name, parameter in self.params.items():
             if parameter.requires_grad:
@@ -104,17 +100,14 @@ class KeyedOptimizer(TorchOptimizer):
                 parameter.grad = zeros.to_sparse(1) if name in sparse else zeros
         self.step(closure=None)
 
-    def save_param_groups(self, save: bool) -> None:
+    def save_param_groups(self, save: Any) -> None:
         """Do nothing for True: state dicts have `param_groups`, and load without them, too.
 
         Raises:
             ValueError: `save` is False.
         """
         if not save:
-            raise ValueError(
-                "state dicts always have param_groups: remove the entry from a state dict to load "
-                "the states alone"
-            )
+            raise ValueError("state dicts always have param_groups, and load without them, too")
 
     def __getstate__(self) -> dict[str, Any]:
         # As torch: hooks and the `step` that a scheduler wrapped stay with this object.
@@ -296,6 +289,7 @@ class GradientClippingOptimizer(OptimizerWrapper):
         clipping: GradientClipping = GradientClipping.NONE,
         max_gradient: float = 0.1,
         norm_type: float = 2.0,
+        *,
         track_grad_norm: bool = False,
     ) -> None:
         super().__init__(optimizer)
