@@ -381,13 +381,13 @@ def get_planner(
             )
         constraints[config.name] = made
     ranks = RankGroup.from_value(pg)
-    rates = {"intra_host_bw": intra_host_bw, "inter_host_bw": inter_host_bw}
     topology = Topology(
         world_size=ranks.size,
         local_world_size=ranks.local_size,
         compute_device=torch.device(device).type,
         ddr_cap=ddr_cap,
-        **{name: 1e-3 * rate for name, rate in rates.items() if rate is not None},  # per ms
+        intra_host_bw=None if intra_host_bw is None else 1e-3 * intra_host_bw,  # per ms
+        inter_host_bw=None if inter_host_bw is None else 1e-3 * inter_host_bw,
     )
     return DynamicEmbeddingShardingPlanner(
         eb_configs=eb_configs,

@@ -93,7 +93,8 @@ class _Quantised:
         configs = [_with_type(c, by_table.get(c.name, weight)) for c in module.configs]
         flag = {cls._flag: getattr(module, cls._flag)()}
         with skip_initial_values():
-            made: Any = cls(configs, device=module.device, output_dtype=output, **flag)
+            kind: Any = cls
+            made = kind(configs, device=module.device, output_dtype=output, **flag)
         made.copy_rows(module)
         return made
 

@@ -206,11 +206,11 @@ class _Config:
 
     def get_weight_init_min(self) -> float:
         """Return the lower bound of the uniform initial values."""
-        return self.bounds[0]  # type: ignore[attr-defined,no-any-return]
+        return self.bounds[0]  # type: ignore[attr-defined]
 
     def get_weight_init_max(self) -> float:
         """Return the upper bound of the uniform initial values."""
-        return self.bounds[1]  # type: ignore[attr-defined,no-any-return]
+        return self.bounds[1]  # type: ignore[attr-defined]
 
 
 class EmbeddingBagConfig(_Config, emblib_collections.EmbeddingBagConfig):
