@@ -30,7 +30,6 @@ MODULES = {
     "fuse_embedding_optimizer",
     "modules.feature_processor": "BaseFeatureProcessor BaseGroupedFeatureProcessor "
     "PositionWeightedModule PositionWeightedProcessor",
-    "modules.fp_embedding_modules": "FeatureProcessedEmbeddingBagCollection",
     "modules.regroup": "KTRegroupAsDict",
     "modules.mlp": "MLP Perceptron",
     "modules.embedding_tower": "EmbeddingTower EmbeddingTowerCollection",
@@ -163,7 +162,6 @@ DIFFERS = {
     "ShardedTensor": "emblib's `ShardedTable` with `local_shards`, `local_tensor` and `copy_`",
     "state_dict_to_device": "sharded tables stay sharded; the process group is not needed",
     "CombinedOptimizer": "one `param_groups` list, made at construction",
-    "FeatureProcessedEmbeddingBagCollection": "any module that gives batches weights may process",
     "KTRegroupAsDict": "`multi_device` is not needed",
     "GradientClippingOptimizer": "the norm is always that of the model over all ranks",
     "WarmupOptimizer": "`param_name` is fixed",

@@ -233,17 +233,6 @@ def positions(rec: Any) -> None:
         assert processor(batch(rec)).weights().tolist() == [1, 1, 1, 0, 0, 1]
 
 
-@probe("FeatureProcessedEmbeddingBagCollection")
-def processed(rec: Any) -> None:
-    tables = [config(rec, name) for name in "ab"]
-    weighted = rec.EmbeddingBagCollection(tables=tables, is_weighted=True)
-    every = rec.GroupedPositionWeightedModule(max_feature_lengths={"a": 4, "b": 4})
-    plain = rec.EmbeddingBagCollection(tables=tables)
-    plain.load_state_dict(weighted.state_dict())
-    made = rec.FeatureProcessedEmbeddingBagCollection(weighted, every)
-    torch.testing.assert_close(made(batch(rec)).values(), plain(batch(rec)).values())
-
-
 @probe("KTRegroupAsDict")
 def regroup_as_dict(rec: Any) -> None:
     kt = rec.KeyedTensor(["a", "b"], [1, 1], torch.tensor([[1.0, 2.0]]))
