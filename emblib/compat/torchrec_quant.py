@@ -64,7 +64,7 @@ def _options(options: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Quantised:
-    """What the quantised collections share."""
+    """Base of the quantised collections."""
 
     groups: Any
     eval: Any
