@@ -386,8 +386,8 @@ def get_planner(
         local_world_size=ranks.local_size,
         compute_device=torch.device(device).type,
         ddr_cap=ddr_cap,
-        intra_host_bw=intra_host_bw,
-        inter_host_bw=inter_host_bw,
+        intra_host_bw=None if intra_host_bw is None else 1e-3 * intra_host_bw,  # per ms
+        inter_host_bw=None if inter_host_bw is None else 1e-3 * inter_host_bw,
     )
     return DynamicEmbeddingShardingPlanner(
         eb_configs=eb_configs,

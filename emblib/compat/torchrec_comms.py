@@ -265,22 +265,3 @@ def alltoall_sequence(
     return collectives.alltoall_sequence(
         values, list(output_splits), list(input_splits), ranks, **how
     )
-
-
-def get_qcomm_codecs(qcomms_config: QCommsConfig | None) -> QuantizedCommCodecs:
-    """Return the codecs of a configuration; values are sent unchanged without one."""
-    found = None if qcomms_config is None else get_qcomm_codecs_registry(qcomms_config)
-    return QuantizedCommCodecs() if found is None else next(iter(found.values()))
-
-
-_flags = {"propagate_device": False}
-
-
-def set_propogate_device(val: bool) -> None:
-    """Store a flag that TorchRec needs to infer on a CPU; nothing here depends on it."""
-    _flags["propagate_device"] = bool(val)
-
-
-def get_propogate_device() -> bool:
-    """Return the flag of `set_propogate_device`."""
-    return _flags["propagate_device"]

@@ -270,17 +270,6 @@ class _ToOne(nn.Module):
         return [tensor.to(self._device, non_blocking=True) for tensor in tensors]
 
 
-class MergePooledEmbeddingsModule(_ToOne):
-    """Concatenate tensors of several devices on one."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
-
-    def forward(self, tensors: Sequence[Tensor], cat_dim: int) -> Tensor:
-        """Return the tensors along `cat_dim`."""
-        return torch.cat(self._moved(tensors), cat_dim)
-
-
 class EmbeddingsAllToOne(_ToOne):
     """Concatenate tensors of several devices on one, along `cat_dim`."""
 

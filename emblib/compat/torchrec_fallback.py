@@ -20,13 +20,10 @@ from types import ModuleType
 from typing import Any
 
 from emblib.compat.raising import RaisesOnUse
+from emblib.compat.torchrec_names import FIRST_DOOR
 
 THEIRS = "torchrec"
 _COPIES = "_torchrec_file_"
-_WAY_OUT = (
-    "run TorchRec itself over emblib's kernels instead: emblib.compat.fbgemm.install() before "
-    "torchrec is imported, see docs/torchrec.md"
-)
 
 
 class FallbackError(ImportError):
@@ -53,15 +50,11 @@ class Fallback:
             )
         self._root = Path(next(iter(spec.submodule_search_locations)))
         self._modules = modules
-        self._packages: list[ModuleType] = []
         self._raising: dict[tuple[str, str], Any] = {}  # by module and name
 
     def install(self) -> None:
         """Serve what the tree lacks, from now on."""
         for name, module in self._modules.items():
-            if self._directory(name).is_dir() and not hasattr(module, "__path__"):
-                module.__path__ = []  # so that modules below it are searched
-                self._packages.append(module)
             for attribute, value in list(vars(module).items()):
                 if name != THEIRS and isinstance(value, RaisesOnUse):
                     self._raising[name, attribute] = vars(module).pop(attribute)
@@ -75,8 +68,6 @@ class Fallback:
             vars(module).pop("fallback", None)
         for (name, attribute), value in self._raising.items():
             setattr(self._modules[name], attribute, value)
-        for module in self._packages:
-            del module.__path__
         for name, module in list(sys.modules.items()):
             is_theirs = name.startswith(f"{THEIRS}.") and module is not self._modules.get(name)
             if is_theirs or name.startswith(_COPIES):
@@ -132,9 +123,13 @@ class Fallback:
             del sys.modules[copied]
             raise FallbackError(
                 f"{found.origin} cannot be executed over emblib's names of torchrec "
-                f"({type(error).__name__}: {error}): {_WAY_OUT}",
+                f"({type(error).__name__}: {error}). {FIRST_DOOR}",
                 name=name,
             ) from error
+        # Its functions meet the tree's objects: one type for each name that both have.
+        tree = vars(self._modules[name]) if name in self._modules else {}
+        both = set(tree.get("__all__", ())) & vars(module).keys() & tree.keys()
+        vars(module).update({each: tree[each] for each in both})
         return module
 
     def _directory(self, name: str) -> Path:

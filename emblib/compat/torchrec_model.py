@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from emblib import sharding
+from emblib.compat.torchrec_names import FIRST_DOOR
 from emblib.compat.torchrec_planner import EmbeddingShardingPlanner
 from emblib.compat.torchrec_quant import (
     QuantEmbeddingBagCollectionSharder,
@@ -290,7 +291,7 @@ class DistributedModelParallel(sharding.DistributedModelParallel):
         if model_tracker_configs is not None:
             raise ValueError(
                 "model_tracker_configs must be None: emblib.sharding.checkpoints saves what "
-                "changed, save(..., since=) of dynamic tables the keys"
+                f"changed, save(..., since=) of dynamic tables the keys. {FIRST_DOOR}"
             )
         env = ShardingEnv(RankGroup()) if env is None else env
         ranks = ranks_of(env, device)
@@ -354,6 +355,16 @@ class DistributedModelParallel(sharding.DistributedModelParallel):
         """The sharding of every table, as a `ShardingPlan` of TorchRec's shape."""
         return plan_of(super().plan, self.ranks.device.type)
 
+    # Programs read these attributes, too.
+
+    @property
+    def _plan(self) -> Any:
+        return self.plan
+
+    @property
+    def _dmp_wrapped_module(self) -> nn.Module:
+        return self.wrapped
+
     def bare_named_parameters(
         self, prefix: str = "", recurse: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
@@ -412,7 +423,7 @@ def _check_options(options: Mapping[str, Any]) -> None:
     if given:
         raise ValueError(
             f"{', '.join(given)} must be left out: the pipelines of emblib neither compile nor "
-            "rewrite the model, and free batches when they are trained"
+            f"rewrite the model, and free batches when they are trained. {FIRST_DOOR}"
         )
 
 
@@ -511,5 +522,5 @@ def _check_all(every: object) -> None:
     if not every:
         raise ValueError(
             "execute_all_batches must be True: batches that were read are trained; end the "
-            "iterator where training is to end"
+            f"iterator where training is to end. {FIRST_DOOR}"
         )

@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-from abc import ABCMeta
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from emblib import optim
 from emblib.collections import optimizers
+from emblib.compat.torchrec_types import Interface
 
 
-class _Virtual(ABCMeta):
-    """Type of classes whose instances are all those of `emblib_class`, also without inheriting."""
-
-    def __instancecheck__(cls, instance: Any) -> bool:
-        kind = cls.__dict__.get("emblib_class")
-        return super().__instancecheck__(instance) or (
-            kind is not None and isinstance(instance, kind)
-        )
-
-
-class KeyedOptimizer(optimizers.KeyedOptimizer, metaclass=_Virtual):
+class KeyedOptimizer(optimizers.KeyedOptimizer, metaclass=Interface):
     """Optimizer with a state dict by parameter name, with TorchRec's arguments.
 
     All keyed optimizers of emblib are instances of it.
@@ -37,7 +27,7 @@ class KeyedOptimizer(optimizers.KeyedOptimizer, metaclass=_Virtual):
         ValueError: a state of a tensor that is not among the parameters.
     """
 
-    emblib_class = optimizers.KeyedOptimizer
+    emblib_classes = (optimizers.KeyedOptimizer,)
 
     def __init__(
         self,
@@ -47,23 +37,10 @@ class KeyedOptimizer(optimizers.KeyedOptimizer, metaclass=_Virtual):
     ) -> None:
         known = {id(parameter) for parameter in params.values()}
         if any(id(parameter) not in known for parameter in state):
-            raise ValueError("state must have tensors of params as keys, got others")
+            raise ValueError("All state keys must be params.")
         super().__init__(params, [dict(group) for group in param_groups])
         for parameter, values in state.items():
             self.state[parameter] = values
-
-    def init_state(self, sparse_grad_parameter_names: Iterable[str] | None = None) -> None:
-        """Make a step with gradients of zero, so that the states exist.
-
-        Args:
-            sparse_grad_parameter_names: the parameters whose gradients are sparse.
-        """
-        sparse = set(sparse_grad_parameter_names or ())
-        for name, parameter in self.params.items():
-            if parameter.requires_grad:
-                zeros = torch.zeros_like(parameter)
-                parameter.grad = zeros.to_sparse(1) if name in sparse else zeros
-        self.step(closure=None)
 
 
 class RowWiseAdagrad(torch.optim.Optimizer):
@@ -161,52 +138,26 @@ class _FusedOnly(torch.optim.Optimizer):
         )
 
 
-class SGD(_FusedOnly):
-    """Names `emblib.optim.SGD`."""
-
-    fused_class = optim.SGD
-
-
-class LarsSGD(_FusedOnly):
-    """Names `emblib.optim.LARS`."""
-
-    fused_class = optim.LARS
+def _named(name: str, fused_class: type[optim.Optimizer]) -> type[_FusedOnly]:
+    """Return a class of TorchRec that names an optimizer of emblib."""
+    doc = f"Names `emblib.optim.{fused_class.__name__}`."
+    members = {"fused_class": fused_class, "__doc__": doc, "__module__": __name__}
+    return type(name, (_FusedOnly,), members)
 
 
-class LAMB(_FusedOnly):
-    """Names `emblib.optim.LAMB`."""
-
-    fused_class = optim.LAMB
-
-
-class PartialRowWiseLAMB(_FusedOnly):
-    """Names `emblib.optim.PartialRowwiseLAMB`."""
-
-    fused_class = optim.PartialRowwiseLAMB
+SGD = _named("SGD", optim.SGD)
+LarsSGD = _named("LarsSGD", optim.LARS)
+LAMB = _named("LAMB", optim.LAMB)
+PartialRowWiseLAMB = _named("PartialRowWiseLAMB", optim.PartialRowwiseLAMB)
+Adam = _named("Adam", optim.Adam)
+PartialRowWiseAdam = _named("PartialRowWiseAdam", optim.PartialRowwiseAdam)
+Adagrad = _named("Adagrad", optim.Adagrad)
 
 
-class Adam(_FusedOnly):
-    """Names `emblib.optim.Adam`."""
-
-    fused_class = optim.Adam
-
-
-class PartialRowWiseAdam(_FusedOnly):
-    """Names `emblib.optim.PartialRowwiseAdam`."""
-
-    fused_class = optim.PartialRowwiseAdam
-
-
-class Adagrad(_FusedOnly):
-    """Names `emblib.optim.Adagrad`."""
-
-    fused_class = optim.Adagrad
-
-
-class FusedOptimizer(optimizers.KeyedOptimizer, metaclass=_Virtual):
+class FusedOptimizer(optimizers.KeyedOptimizer, metaclass=Interface):
     """Base of optimizers that backward runs; `sharded.fused_optimizer` is an instance."""
 
-    emblib_class = optimizers.FusedOptimizer
+    emblib_classes = (optimizers.FusedOptimizer,)
 
 
 class EmptyFusedOptimizer(FusedOptimizer):
@@ -222,13 +173,37 @@ class EmptyFusedOptimizer(FusedOptimizer):
         """Do nothing."""
 
 
-class _HasFusedOptimizer(ABCMeta):
-    def __instancecheck__(cls, instance: Any) -> bool:
-        return isinstance(getattr(instance, "fused_optimizer", None), optimizers.KeyedOptimizer)
+@runtime_checkable
+class _HasFusedOptimizer(Protocol):
+    fused_optimizer: Any
 
 
-class FusedOptimizerModule(metaclass=_HasFusedOptimizer):
+class FusedOptimizerModule(metaclass=Interface):
     """Modules with a `fused_optimizer`: sharded collections and `DistributedModelParallel`."""
+
+    emblib_classes = (_HasFusedOptimizer,)
+
+
+class GradientClippingOptimizer(optimizers.GradientClippingOptimizer):
+    """Clip as in `emblib.collections.optimizers`, with TorchRec's arguments.
+
+    `enable_global_grad_clip` and `param_to_pgs` are not needed: the norm is that of the model over
+    all ranks, and the tables know their ranks.
+    """
+
+    def __init__(
+        self,
+        optimizer: optimizers.KeyedOptimizer,
+        clipping: optimizers.GradientClipping = optimizers.GradientClipping.NONE,
+        max_gradient: float = 0.1,
+        norm_type: float | str = 2.0,
+        enable_global_grad_clip: bool = False,
+        param_to_pgs: Mapping[Any, Any] | None = None,
+        track_grad_norm: bool = False,
+    ) -> None:
+        super().__init__(
+            optimizer, clipping, max_gradient, float(norm_type), track_grad_norm=track_grad_norm
+        )
 
 
 class WarmupOptimizer(optimizers.WarmupOptimizer):

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from emblib import sharding
+from emblib.compat.torchrec_names import FIRST_DOOR
 from emblib.compat.torchrec_sharding import (
     STORAGES,
     WAYS,
@@ -18,15 +19,25 @@ from emblib.compat.torchrec_sharding import (
     EmbeddingComputeKernel,
     ShardingPlan,
     ShardingType,
+    checked_kernel,
     plan_of,
     refuse_per_table,
 )
 from emblib.sharding import RankGroup, planner
 from emblib.sharding.planner.work import dense_bytes, workloads_of
 from emblib.sharding.ranks import invoke_on_rank_and_broadcast_result
+from emblib.storage import Dense
 
 BATCH_SIZE = 512  # TorchRec's, where none is given
 _GIB = 1 << 30
+
+
+_RATES = {  # of TorchRec, bytes per ms, and the figure of a Calibration
+    "intra_host_bw": "link_bytes_per_s",
+    "inter_host_bw": "network_bytes_per_s",
+    "hbm_to_ddr_mem_bw": "host_bytes_per_s",
+    "ssd_mem_bw": "disk_bytes_per_s",
+}
 
 
 class Topology:
@@ -34,9 +45,13 @@ class Topology:
 
     `hbm_cap` and `ddr_cap` are bytes a rank may use of a GPU's memory and of the host's; on a CPU
     rows are in the latter. Left out, they are what the machine has: TorchRec assumes 32 and 128
-    GiB. `intra_host_bw` and `inter_host_bw` are bytes per second between the ranks of a host and
-    between hosts; left out, they are those of `emblib.sharding.planner.Calibration`, which also has
-    the bandwidths of memory.
+    GiB. Bandwidths are bytes per millisecond, as there: between the ranks of a host
+    (`intra_host_bw`), between hosts (`inter_host_bw`), of a GPU to host memory
+    (`hbm_to_ddr_mem_bw`) and of disks (`ssd_mem_bw`); left out, they are those of
+    `emblib.sharding.planner.Calibration`, which also has the measured times of lookups.
+
+    Raises:
+        ValueError: other parts of TorchRec's cost model.
     """
 
     def __init__(
@@ -48,9 +63,14 @@ class Topology:
         ssd_cap: int | None = None,
         local_world_size: int | None = None,
         calibration: planner.Calibration | None = None,
-        intra_host_bw: float | None = None,
-        inter_host_bw: float | None = None,
+        **rates: float | None,
     ) -> None:
+        unknown = sorted(rates.keys() - _RATES)
+        if unknown:
+            raise ValueError(
+                f"{', '.join(unknown)} must be left out: times of memory are measured, "
+                f"calibration=Calibration(...) has them. {FIRST_DOOR}"
+            )
         self.world_size, self.compute_device = world_size, compute_device
         self.local_world_size = local_world_size or world_size
         # A plan for GPUs can be made on a machine without them, if their memory is given.
@@ -65,8 +85,9 @@ class Topology:
             changes["host_memory"] = ddr_cap
         if ssd_cap is not None:
             changes["disk"] = ssd_cap
-        rates = {"link_bytes_per_s": intra_host_bw, "network_bytes_per_s": inter_host_bw}
-        given: dict[str, Any] = {n: float(rate) for n, rate in rates.items() if rate is not None}
+        given: dict[str, Any] = {
+            _RATES[name]: 1e3 * rate for name, rate in rates.items() if rate is not None
+        }
         if given:
             assert found.calibration is not None
             changes["calibration"] = dataclasses.replace(found.calibration, **given)
@@ -98,14 +119,30 @@ class ParameterConstraints:
         poolings = self.num_poolings
         values = {name: getattr(self, name) for name in WAYS if hasattr(self, name)}
         values["num_poolings"] = poolings is not None and set(poolings) != {1.0}
+        if EmbeddingComputeKernel.FUSED_UVM_CACHING.value in self._kernels():
+            values["cache_params"] = None
         refuse_per_table("ParameterConstraints", values)
+
+    def _kernels(self) -> list[str]:
+        return [checked_kernel(kernel) for kernel in self.compute_kernels or ()]
+
+    def forced_storage(self) -> Dense | None:
+        """Return the storage of the table if its kernels leave no other; None as configured."""
+        kernels = self._kernels()
+        return self._storages()[kernels[0]] if kernels and set(kernels) <= STORAGES.keys() else None
+
+    def _storages(self) -> dict[str, Dense]:
+        """Return the storage by kernel."""
+        if self.cache_params is None:
+            return STORAGES
+        caching = EmbeddingComputeKernel.FUSED_UVM_CACHING.value
+        return {**STORAGES, caching: self.cache_params.storage()}
 
     def to_emblib(self) -> planner.TableConstraints:
         """Convert to emblib's class.
 
         Raises:
-            ValueError: batch sizes that differ by feature, or kernels without any that keeps a
-                table as it is configured.
+            ValueError: batch sizes that differ by feature.
         """
         types = self.sharding_types
         named = None
@@ -113,14 +150,15 @@ class ParameterConstraints:
             named = tuple(sharding.ShardingType(ShardingType(t).value) for t in types)
         if self.batch_sizes is not None and len(set(self.batch_sizes)) > 1:
             raise ValueError(f"batch_sizes of a table must be equal, got {self.batch_sizes}")
-        kernels = [EmbeddingComputeKernel(k).value for k in self.compute_kernels or ()]
+        kernels = self._kernels()
+        storages = self._storages()
         factors = tuple(self.pooling_factors)
         options: dict[str, Any] = {}
         if self.min_partition is not None:
             options["min_partition"] = self.min_partition
         return planner.TableConstraints(
             sharding_types=named,
-            storages=tuple(STORAGES[k] for k in kernels if k in STORAGES),
+            storages=tuple(storages[k] for k in kernels if k in storages),
             pooling_factor=factors[0] if len(factors) == 1 else factors,
             batch_size=self.batch_sizes[0] if self.batch_sizes else None,
             **options,
@@ -217,13 +255,19 @@ class EmbeddingShardingPlanner:
             raise ValueError(
                 f"{', '.join(given)} must be left out: emblib's planner has one search, whose "
                 "length is max_trials of emblib.sharding.planner.Planner, a measured cost model, "
-                "and a report that print(plan) shows; constraints and callbacks change its plans"
+                "and a report that print(plan) shows; constraints and callbacks change its plans. "
+                + FIRST_DOOR
             )
         self._topology, self._batch_size = topology, batch_size or BATCH_SIZE
         if isinstance(storage_reservation, StorageReservation):
             storage_reservation = storage_reservation.reservation
         self._reservation = storage_reservation or planner.Reservation()
         self._constraints = {name: given.to_emblib() for name, given in (constraints or {}).items()}
+        self._forced = {
+            name: storage
+            for name, given in (constraints or {}).items()
+            if (storage := given.forced_storage()) is not None
+        }
         self._callbacks = list(callbacks or ())
 
     def _native(self, ranks: RankGroup) -> planner.Planner:
@@ -266,7 +310,17 @@ class EmbeddingShardingPlanner:
     def _plan_natively(
         self, native: planner.Planner, module: nn.Module, sharders: Sequence[Any]
     ) -> ShardingPlan:
-        return plan_with_report(native, module, sharders)
+        def as_forced(work: planner.TableWorkload) -> planner.TableWorkload:
+            storage = self._forced.get(work.config.name, work.config.storage)
+            return dataclasses.replace(
+                work, config=dataclasses.replace(work.config, storage=storage)
+            )
+
+        plan = plan_with_report(native, module, sharders, as_forced)
+        for tables in plan.plan.values():
+            for name in tables.keys() & self._forced.keys():
+                tables[name].set_storage(self._forced[name])
+        return plan
 
 
 def plan_with_report(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -23,7 +23,6 @@ from emblib.compat.torchrec_sharding import (
 )
 from emblib.compat.torchrec_types import DataType, QuantConfig, Subscripted, dtype_to_data_type
 from emblib.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
-from emblib.ops.quant import HEADER_BYTES
 from emblib.sharding.shard import SHARDED
 from emblib.storage import Dense, Quantized
 from emblib.storage.initial_values import skip_initial_values
@@ -49,7 +48,58 @@ def _refuse(arguments: Mapping[str, Any]) -> None:
         )
 
 
-class QuantEmbeddingBagCollection(emblib_collections.EmbeddingBagCollection):
+_OF_FBGEMM = (  # options of its memory, without an effect here
+    "register_tbes",
+    "quant_state_dict_split_scale_bias",
+    "row_alignment",
+    "cache_features_order",
+)
+
+
+def _options(options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of a quantised collection that emblib's has."""
+    name = "table_name_to_quantized_weights"
+    _refuse({name: options.pop(name, None)})
+    return {name: value for name, value in options.items() if name not in _OF_FBGEMM}
+
+
+class _Quantised:
+    """Base of the quantised collections."""
+
+    groups: Any
+    eval: Any
+    _flag: ClassVar[str]  # the argument and the method that the float collection has, too
+
+    def _for_inference(self, output_dtype: torch.dtype) -> None:
+        self.groups.set_output_dtype(output_dtype)
+        self.eval()
+
+    def output_dtype(self) -> torch.dtype:
+        """Return the dtype of the output."""
+        dtype: torch.dtype = self.groups.output_dtype
+        return dtype
+
+    @classmethod
+    def from_float(cls, module: Any, use_precomputed_fake_quant: bool = False) -> Any:
+        """Return the quantised form of a collection that has a `qconfig`."""
+        qconfig = getattr(module, "qconfig", None)
+        if qconfig is None:
+            raise ValueError(
+                f"{type(module).__name__} has no qconfig: set module.qconfig = QuantConfig(...), "
+                "or call quantize_dynamic with a qconfig_spec that has its class"
+            )
+        by_table = getattr(qconfig, "per_table_weight_dtype", None) or {}
+        weight, output = qconfig.weight().dtype, qconfig.activation().dtype
+        configs = [_with_type(c, by_table.get(c.name, weight)) for c in module.configs]
+        flag = {cls._flag: getattr(module, cls._flag)()}
+        with skip_initial_values():
+            kind: Any = cls
+            made = kind(configs, device=module.device, output_dtype=output, **flag)
+        made.copy_rows(module)
+        return made
+
+
+class QuantEmbeddingBagCollection(_Quantised, emblib_collections.EmbeddingBagCollection):
     """A quantised `EmbeddingBagCollection` with TorchRec's arguments, for inference.
 
     Args:
@@ -57,12 +107,11 @@ class QuantEmbeddingBagCollection(emblib_collections.EmbeddingBagCollection):
         is_weighted: whether batches have weights.
         device: device of the tables.
         output_dtype: dtype of the pooled output.
-        register_tbes, quant_state_dict_split_scale_bias, row_alignment, cache_features_order:
-            options of FBGEMM's memory; ignored.
-
-    Raises:
-        ValueError: `table_name_to_quantized_weights`.
+        options: options of FBGEMM's memory, ignored; `table_name_to_quantized_weights` raises
+            ValueError.
     """
+
+    _flag = "is_weighted"
 
     def __init__(
         self,
@@ -70,33 +119,19 @@ class QuantEmbeddingBagCollection(emblib_collections.EmbeddingBagCollection):
         is_weighted: bool = False,
         device: torch.device | str | None = None,
         output_dtype: torch.dtype = torch.float,
-        table_name_to_quantized_weights: Any = None,
-        register_tbes: bool = False,
-        quant_state_dict_split_scale_bias: bool = False,
-        row_alignment: int = 0,
-        cache_features_order: bool = False,
-        optimizer: None = None,
+        **options: Any,
     ) -> None:
-        _refuse({"table_name_to_quantized_weights": table_name_to_quantized_weights})
-        super().__init__(tables, device, is_weighted=is_weighted, optimizer=optimizer)
-        self.groups.set_output_dtype(output_dtype)
-        self.eval()
-
-    @classmethod
-    def from_float(cls, module: Any, use_precomputed_fake_quant: bool = False) -> Any:
-        """Return the quantised form of a collection that has a `qconfig`."""
-        return _from_float(cls, module, {"is_weighted": module.is_weighted()})
-
-    def output_dtype(self) -> torch.dtype:
-        """Return the dtype of the pooled rows."""
-        return self.groups.output_dtype
+        super().__init__(tables, device, is_weighted=is_weighted, **_options(options))
+        self._for_inference(output_dtype)
 
     def __prepare_scriptable__(self) -> nn.Module:
         return torchrec_script.scriptable(self)
 
 
-class QuantEmbeddingCollection(emblib_collections.EmbeddingCollection):
+class QuantEmbeddingCollection(_Quantised, emblib_collections.EmbeddingCollection):
     """A quantised `EmbeddingCollection` with TorchRec's arguments, for inference."""
+
+    _flag = "need_indices"
 
     def __init__(
         self,
@@ -104,45 +139,13 @@ class QuantEmbeddingCollection(emblib_collections.EmbeddingCollection):
         device: torch.device | str | None = None,
         need_indices: bool = False,
         output_dtype: torch.dtype = torch.float,
-        table_name_to_quantized_weights: Any = None,
-        register_tbes: bool = False,
-        quant_state_dict_split_scale_bias: bool = False,
-        row_alignment: int = 0,
-        cache_features_order: bool = False,
-        optimizer: None = None,
+        **options: Any,
     ) -> None:
-        _refuse({"table_name_to_quantized_weights": table_name_to_quantized_weights})
-        super().__init__(tables, device, need_indices=need_indices, optimizer=optimizer)
-        self.groups.set_output_dtype(output_dtype)
-        self.eval()
-
-    @classmethod
-    def from_float(cls, module: Any, use_precomputed_fake_quant: bool = False) -> Any:
-        """Return the quantised form of a collection that has a `qconfig`."""
-        return _from_float(cls, module, {"need_indices": module.need_indices()})
-
-    def output_dtype(self) -> torch.dtype:
-        """Return the dtype of the vectors."""
-        return self.groups.output_dtype
+        super().__init__(tables, device, need_indices=need_indices, **_options(options))
+        self._for_inference(output_dtype)
 
     def __prepare_scriptable__(self) -> nn.Module:
         return torchrec_script.not_scriptable(self)
-
-
-def _from_float(cls: Any, module: Any, options: Mapping[str, Any]) -> Any:
-    qconfig = getattr(module, "qconfig", None)
-    if qconfig is None:
-        raise ValueError(
-            f"{type(module).__name__} has no qconfig: set module.qconfig = QuantConfig(...), or "
-            "call quantize_dynamic with a qconfig_spec that has its class"
-        )
-    by_table = getattr(qconfig, "per_table_weight_dtype", None) or {}
-    weight, output = qconfig.weight().dtype, qconfig.activation().dtype
-    configs = [_with_type(c, by_table.get(c.name, weight)) for c in module.configs]
-    with skip_initial_values():
-        made = cls(configs, device=module.device, output_dtype=output, **options)
-    made.copy_rows(module)
-    return made
 
 
 SHARDED[QuantEmbeddingBagCollection] = sharding.ShardedEmbeddingBagCollection
@@ -487,52 +490,6 @@ def quantize_inference_model(
     )
 
 
-def _quantised_tables(model: nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield the name of each quantised table, its rows, and their scales and offsets, as views."""
-    for part in model.modules():
-        if isinstance(part, QuantEmbeddingBagCollection | QuantEmbeddingCollection):
-            for name, handle in part.handles().items():
-                views = handle.views()
-                if "packed" in views:
-                    packed = views["packed"]
-                    yield name, packed[:, HEADER_BYTES:], packed[:, :HEADER_BYTES]
-
-
-def get_table_to_weights_from_tbe(model: nn.Module) -> dict[str, list[tuple[Tensor, Tensor]]]:
-    """Return the rows of each quantised table, uint8, and their scales and offsets, as views."""
-    return {name: [(rows, scales)] for name, rows, scales in _quantised_tables(model)}
-
-
-def assign_weights_to_tbe(
-    model: nn.Module, table_to_weight: Mapping[str, Sequence[tuple[Tensor, Tensor]]]
-) -> None:
-    """Copy rows of `get_table_to_weights_from_tbe` into the tables of another model."""
-    for name, *views in _quantised_tables(model):
-        for view, values in zip(views, table_to_weight[name][0], strict=True):
-            view.copy_(values)
-
-
-def trim_torch_package_prefix_from_typename(typename: str) -> str:
-    """Return the name of a type without the prefix of a torch package."""
-    return typename.partition(".")[2] if typename.startswith("<torch_package_") else typename
-
-
-@dataclass
-class QualNameMetadata:
-    """Metadata of a submodule for a serving layer."""
-
-    need_preproc: bool
-
-
-@dataclass
-class BatchingMetadata:
-    """Metadata by which a serving layer batches an input."""
-
-    type: str
-    device: str
-    pinned: Sequence[str]
-
-
 class PredictFactory:
     """Base of factories of models for serving."""
 
@@ -540,7 +497,7 @@ class PredictFactory:
         """Return the model."""
         raise NotImplementedError(f"{type(self).__name__} must define create_predict_module")
 
-    def batching_metadata(self) -> dict[str, BatchingMetadata]:
+    def batching_metadata(self) -> dict[str, Any]:
         """Return how each input is batched."""
         raise NotImplementedError(f"{type(self).__name__} must define batching_metadata")
 

@@ -81,7 +81,7 @@ class ScriptKeyedJaggedTensor:
         stride: int,
         strides: list[list[int]] | None,
     ) -> None:
-        self._strides = strides
+        self._stride_per_key_per_rank = strides
         self._keys = keys
         self._values = values
         self._weights = weights
@@ -107,7 +107,7 @@ class ScriptKeyedJaggedTensor:
 
     def variable_stride_per_key(self) -> bool:
         """Return whether features may differ in their bags."""
-        return self._strides is not None
+        return self._stride_per_key_per_rank is not None
 
     def lengths(self) -> Tensor:
         """Return the lengths of the bags."""
@@ -127,7 +127,7 @@ class ScriptKeyedTensor:
         self._values = values
         self._key_dim = 1
         self._offset_per_key: list[int] | None = None
-        self._index: dict[str, int] | None = None
+        self._index_per_key: dict[str, int] | None = None
 
     def keys(self) -> list[str]:
         """Return the name of each block."""

@@ -10,13 +10,20 @@ from torch import Tensor, nn
 
 from emblib import BoundsCheck, sharding
 from emblib import collections as emblib_collections
-from emblib.collections.optimizers import apply_optimizer_in_backward, from_torch
+from emblib.collections.optimizers import (
+    FusedOptimizer,
+    apply_optimizer_in_backward,
+    from_torch,
+)
 from emblib.compat.torchrec_comms import QuantizedCommCodecs, comm_precision_of
 from emblib.compat.torchrec_sharding import (
+    KERNELS,
     EmbeddingComputeKernel,
     ParameterSharding,
+    ShardedTensor,
     ShardingEnv,
     ShardingType,
+    checked_kernel,
 )
 from emblib.compat.torchrec_types import (
     EmbeddingBagConfig,
@@ -26,8 +33,9 @@ from emblib.compat.torchrec_types import (
     optimizer_of,
 )
 from emblib.optim import Optimizer
-from emblib.sharding import CommPrecision, GradientReduction, RankGroup, fingerprint
+from emblib.sharding import RankGroup, fingerprint
 from emblib.sharding.checkpoints.kinds import StateOfTables
+from emblib.sharding.checkpoints.sharded_table import ShardedTable
 from emblib.sharding.shard import SHARDED, sharded_form
 
 
@@ -128,10 +136,9 @@ class FusedEmbeddingBagCollection(EmbeddingBagCollection):
         _refuse_location(location)
         super().__init__(tables, is_weighted, device, from_torch(optimizer_type, optimizer_kwargs))
 
-    @property
     def fused_optimizer(self) -> Any:
-        """The optimizer that backward runs."""
-        return _fused_optimizer_of(self)
+        """Return the optimizer that backward runs."""
+        return FusedOptimizer.of(self)
 
 
 class FusedEmbeddingCollection(EmbeddingCollection):
@@ -150,16 +157,9 @@ class FusedEmbeddingCollection(EmbeddingCollection):
         fused = from_torch(optimizer_type, optimizer_kwargs)
         super().__init__(tables, device, need_indices, fused)
 
-    @property
     def fused_optimizer(self) -> Any:
-        """The optimizer that backward runs."""
-        return _fused_optimizer_of(self)
-
-
-def _fused_optimizer_of(module: nn.Module) -> Any:
-    from emblib.collections.optimizers import FusedOptimizer
-
-    return FusedOptimizer.of(module)
+        """Return the optimizer that backward runs."""
+        return FusedOptimizer.of(self)
 
 
 def _refuse_location(location: Any) -> None:
@@ -228,12 +228,56 @@ _Context = EmbeddingBagCollectionContext
 
 
 class _WithContexts(Subscripted):
-    """TorchRec's calls of a sharded collection, with a context as the first argument.
+    """TorchRec's arguments and calls of a sharded collection, with a context as the first argument.
 
     Without one, the calls are emblib's.
+
+    Args:
+        module: the collection.
+        table_name_to_parameter_sharding: the plan.
+        env: the ranks.
+        fused_params: parameters of the optimizer in backward.
+        device: device of the tables; None is the device of the ranks.
+        qcomm_codecs_registry: registry that `get_qcomm_codecs_registry` returns.
+        module_fqn: ignored.
+        options: further arguments of emblib's class: `comm_precision`, `gradients`, `optimizer`,
+            `shared`.
     """
 
     _make_context: ClassVar[Any] = EmbeddingBagCollectionContext
+    _pooled: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        module: Any,
+        table_name_to_parameter_sharding: Mapping[str, Any],
+        env: Any = None,
+        fused_params: Mapping[str, Any] | None = None,
+        device: torch.device | str | None = None,
+        qcomm_codecs_registry: Mapping[str, QuantizedCommCodecs] | None = None,
+        *,
+        module_fqn: str | None = None,
+        **options: Any,
+    ) -> None:
+        given = {
+            "comm_precision": comm_precision_of(qcomm_codecs_registry, pooled=self._pooled),
+            "optimizer": optimizer_of(fused_params),
+        }
+        options = {name: value for name, value in options.items() if value is not None}
+        ranks = ranks_of(env, device) if isinstance(env, ShardingEnv) else env
+        plan = _native_plan(table_name_to_parameter_sharding)
+        super().__init__(module, plan, ranks, **{**given, **options})  # type: ignore[call-arg]
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        parent: Any = super()
+        parent._save_to_state_dict(destination, prefix, keep_vars)  # noqa: SLF001 of nn.Module
+        for key, value in destination.items():
+            if key.startswith(prefix) and type(value) is ShardedTable:
+                destination[key] = ShardedTensor(
+                    value.size(), value.shards, value.parts, value.ranks, value.dtype
+                )
 
     def create_context(self) -> Any:
         """Return a context for one batch."""
@@ -275,17 +319,6 @@ class _WithContexts(Subscripted):
         return parent.prefetch(dist_input if isinstance(ctx, _Context) else ctx)
 
 
-def _settings(
-    env: Any, device: Any, fused_params: Any, codecs: Any, *, pooled: bool
-) -> dict[str, Any]:
-    """Return emblib's arguments for those of TorchRec."""
-    return {
-        "ranks": ranks_of(env, device) if isinstance(env, ShardingEnv) else env,
-        "optimizer": optimizer_of(fused_params),
-        "comm_precision": comm_precision_of(codecs, pooled=pooled),
-    }
-
-
 def _native_plan(plan: Mapping[str, Any]) -> dict[str, sharding.ParameterSharding]:
     return {
         name: one.to_emblib() if isinstance(one, ParameterSharding) else one
@@ -296,45 +329,7 @@ def _native_plan(plan: Mapping[str, Any]) -> dict[str, sharding.ParameterShardin
 class ShardedEmbeddingBagCollection(  # type: ignore[misc]
     _WithContexts, sharding.ShardedEmbeddingBagCollection
 ):
-    """`emblib.sharding.ShardedEmbeddingBagCollection` with TorchRec's arguments and contexts.
-
-    Args:
-        module: the collection.
-        table_name_to_parameter_sharding: the plan.
-        env: the ranks.
-        fused_params: parameters of the optimizer in backward.
-        device: device of the tables; None is the device of the ranks.
-        qcomm_codecs_registry: registry that `get_qcomm_codecs_registry` returns.
-        module_fqn: ignored.
-        comm_precision, gradients, optimizer, shared: arguments of
-            `emblib.sharding.ShardedEmbeddingBagCollection`.
-    """
-
-    def __init__(
-        self,
-        module: Any,
-        table_name_to_parameter_sharding: Mapping[str, Any],
-        env: Any = None,
-        fused_params: Mapping[str, Any] | None = None,
-        device: torch.device | str | None = None,
-        qcomm_codecs_registry: Mapping[str, QuantizedCommCodecs] | None = None,
-        module_fqn: str | None = None,
-        *,
-        comm_precision: CommPrecision | None = None,
-        gradients: GradientReduction = GradientReduction.MEAN,
-        optimizer: Optimizer | None = None,
-        shared: Any = None,
-    ) -> None:
-        given = _settings(env, device, fused_params, qcomm_codecs_registry, pooled=True)
-        super().__init__(
-            module,
-            _native_plan(table_name_to_parameter_sharding),
-            given["ranks"],
-            comm_precision=comm_precision or given["comm_precision"],
-            gradients=gradients,
-            optimizer=optimizer or given["optimizer"],
-            shared=shared,
-        )
+    """`emblib.sharding.ShardedEmbeddingBagCollection` with TorchRec's arguments and contexts."""
 
     @property
     def _input_dists(self) -> list[Any]:
@@ -354,39 +349,15 @@ class ShardedEmbeddingCollection(  # type: ignore[misc]
 ):
     """`emblib.sharding.ShardedEmbeddingCollection` with TorchRec's arguments and contexts.
 
-    `use_index_dedup` sends each id of a batch once; other arguments are those of
-    `ShardedEmbeddingBagCollection`.
+    `use_index_dedup` sends each id of a batch once.
     """
 
     _make_context = EmbeddingCollectionContext
+    _pooled = False
 
-    def __init__(
-        self,
-        module: Any,
-        table_name_to_parameter_sharding: Mapping[str, Any],
-        env: Any = None,
-        fused_params: Mapping[str, Any] | None = None,
-        device: torch.device | str | None = None,
-        qcomm_codecs_registry: Mapping[str, QuantizedCommCodecs] | None = None,
-        use_index_dedup: bool = False,
-        module_fqn: str | None = None,
-        *,
-        comm_precision: CommPrecision | None = None,
-        gradients: GradientReduction = GradientReduction.MEAN,
-        optimizer: Optimizer | None = None,
-        shared: Any = None,
-    ) -> None:
-        given = _settings(env, device, fused_params, qcomm_codecs_registry, pooled=False)
-        super().__init__(
-            module,
-            _native_plan(table_name_to_parameter_sharding),
-            given["ranks"],
-            comm_precision=comm_precision or given["comm_precision"],
-            gradients=gradients,
-            optimizer=optimizer or given["optimizer"],
-            shared=shared,
-            dedup=use_index_dedup or get_ec_index_dedup(),
-        )
+    def __init__(self, *arguments: Any, use_index_dedup: bool = False, **options: Any) -> None:
+        dedup = use_index_dedup or get_ec_index_dedup()
+        super().__init__(*arguments, dedup=dedup, **options)
 
     @property
     def _input_dists(self) -> list[Any]:
@@ -467,13 +438,13 @@ class ModuleSharder(Subscripted):
 
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
         """Return all kernels that train, which any device supports."""
-        return [k.value for k in EmbeddingComputeKernel if k is not EmbeddingComputeKernel.QUANT]
+        return [kernel for kernel in KERNELS if kernel != EmbeddingComputeKernel.QUANT.value]
 
     def storage_usage(
         self, tensor: Tensor, compute_device_type: str, compute_kernel: str
     ) -> dict[str, int]:
         """Return the bytes of a table in the memory that its kernel uses, `hbm` or `ddr`."""
-        uvm = EmbeddingComputeKernel(compute_kernel).value.startswith("fused_uvm")
+        uvm = checked_kernel(compute_kernel).startswith("fused_uvm")
         on_gpu = compute_device_type == "cuda" and not uvm
         return {"hbm" if on_gpu else "ddr": tensor.numel() * tensor.element_size()}
 

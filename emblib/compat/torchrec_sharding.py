@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
 
 from emblib import CacheConfig, CachePolicy, Placement, sharding
 from emblib.collections import TableConfig
 from emblib.compat.fbgemm_types import CacheAlgorithm
+from emblib.compat.torchrec_names import FIRST_DOOR
 from emblib.sharding import RankGroup, Shard, World
+from emblib.sharding.checkpoints.sharded_table import ShardedTable
 from emblib.sharding.sharding_types import Rule, TableShape
 from emblib.storage import Dense
 
@@ -30,9 +35,9 @@ class ShardingType(Enum):
 class EmbeddingComputeKernel(Enum):
     """Storage and training of a table.
 
-    DENSE leaves gradients to an optimizer of torch.optim; the others run theirs in backward, the
-    rows in the memory of the device, in the host's, or there behind a cache. QUANT is that of
-    quantised collections.
+    DENSE leaves gradients to an optimizer of torch.optim; the FUSED ones run theirs in backward,
+    the rows in the memory of the device, in the host's, or there behind a cache. QUANT is that of
+    quantised collections. The others name what TorchRec's plans may have, and raise in a plan.
     """
 
     DENSE = "dense"
@@ -40,6 +45,33 @@ class EmbeddingComputeKernel(Enum):
     FUSED_UVM = "fused_uvm"
     FUSED_UVM_CACHING = "fused_uvm_caching"
     QUANT = "quant"
+    QUANT_UVM = "quant_uvm"
+    QUANT_UVM_CACHING = "quant_uvm_caching"
+    KEY_VALUE = "key_value"
+    CUSTOMIZED_KERNEL = "customized_kernel"
+    SSD_VIRTUAL_TABLE = "ssd_virtual_table"
+    DRAM_VIRTUAL_TABLE = "dram_virtual_table"
+    DRAM_SSD_VIRTUAL_TABLE = "dram_ssd_virtual_table"
+    FUSED_TRITON = "fused_triton"
+
+
+KERNELS = tuple(kernel.value for kernel in EmbeddingComputeKernel)[:5]
+"""The kernels that emblib has."""
+
+
+def checked_kernel(kernel: Any) -> str:
+    """Return the value of a kernel of emblib's.
+
+    Raises:
+        ValueError: another kernel.
+    """
+    value = str(getattr(kernel, "value", kernel))
+    if value not in KERNELS:
+        raise ValueError(
+            f"compute_kernel must be one of {', '.join(KERNELS)}, got {value!r}: rows on disks or "
+            f"behind other tiers are a storage of the table (docs/tiers.md). {FIRST_DOOR}"
+        )
+    return value
 
 
 STORAGES = {
@@ -55,6 +87,63 @@ class ShardMetadata:
     shard_offsets: list[int]
     shard_sizes: list[int]
     placement: str
+
+
+class LocalShard(NamedTuple):
+    """The values of a shard of this rank, and where it is in the table."""
+
+    tensor: Tensor
+    metadata: ShardMetadata
+
+
+class ShardedTensor(ShardedTable):
+    """The value of a sharded table in a state dict, with the methods of torch's `ShardedTensor`.
+
+    It is a `ShardedTable` of emblib: `torch.distributed.checkpoint` saves and loads it.
+    """
+
+    def with_parts(
+        self, parts: Mapping[int, Tensor], dtype: torch.dtype | None = None
+    ) -> ShardedTensor:
+        """Return a tensor with the same shards and other memory."""
+        return ShardedTensor(self.size(), self.shards, parts, self.ranks, dtype or self.dtype)
+
+    def local_shards(self) -> list[LocalShard]:
+        """Return the shards of this rank; their tensors are the memory of the table."""
+        found = []
+        for number, part in self.parts.items():
+            shard, dims = self.shards[number], self.dim()
+            offsets = [shard.rows[0], shard.columns[0]][:dims]
+            place = ShardMetadata(
+                offsets, list(shard.shape)[:dims], f"rank:{shard.rank}/{part.device.type}"
+            )
+            found.append(LocalShard(part, place))
+        return found
+
+    def local_tensor(self) -> Tensor:
+        """Return the values of the only shard of this rank.
+
+        Raises:
+            ValueError: it has none, or several.
+        """
+        if len(self.parts) != 1:
+            raise ValueError(f"this rank has {len(self.parts)} shards: use local_shards()")
+        return next(iter(self.parts.values()))
+
+    def copy_(self, other: Tensor, non_blocking: bool = False) -> ShardedTensor:
+        """Overwrite the shards of this rank, from a tensor sharded alike or from a whole one."""
+        if isinstance(other, ShardedTable):
+            super().copy_(other, non_blocking)
+            return self
+        if other.size() != self.size():
+            raise ValueError(
+                f"copy_ needs the whole table of size {list(self.size())}, got {list(other.size())}"
+            )
+        for number, part in self.parts.items():
+            shard = self.shards[number]
+            rows = other[slice(*shard.rows)]
+            part.copy_(rows[:, slice(*shard.columns)] if other.dim() > 1 else rows, non_blocking)
+        return self
 
 
 @dataclass(frozen=True)
@@ -87,8 +176,13 @@ class CacheParams:
             raise ValueError(
                 f"{', '.join(given)} of CacheParams must be None: give the table "
                 "storage=Dense(Placement.MANAGED_CACHING, CacheConfig(...)), which has emblib's "
-                "options (any cache may be prefetched)"
+                f"options (any cache may be prefetched). {FIRST_DOOR}"
             )
+
+    @classmethod
+    def of(cls, cache: CacheConfig) -> CacheParams:
+        """Convert from emblib's class."""
+        return cls(CacheAlgorithm[cache.policy.name], cache.load_factor)
 
     def storage(self) -> Dense:
         """Return emblib's storage."""
@@ -106,7 +200,9 @@ def refuse_per_table(owner: str, values: Mapping[str, Any]) -> None:
     given = [name for name, value in values.items() if value is not None and value is not False]
     if given:
         ways = "; ".join(f"{name}: {WAYS[name]}" for name in given)
-        raise ValueError(f"{', '.join(given)} of {owner} must be left out here. {ways}")
+        raise ValueError(
+            f"{', '.join(given)} of {owner} must be left out here. {ways}. {FIRST_DOOR}"
+        )
 
 
 WAYS = {
@@ -117,8 +213,6 @@ WAYS = {
     "device_group": "one device type per plan",
     "use_virtual_table": "storage=Hash() of the table's configuration",
     "num_poolings": "pooling_factors has the ids per example",
-    "is_weighted": "the collection says so, is_weighted=True",
-    "feature_names": "the configuration has them",
     "cache_params": "compute_kernels=[FUSED_UVM_CACHING]",
     "enforce_hbm": "optimizer states are where the rows are",
 }
@@ -159,13 +253,8 @@ class ParameterSharding:
         Raises:
             ValueError: a kernel that is not known here, or no spec for a type that needs one.
         """
-        kernels = [kernel.value for kernel in EmbeddingComputeKernel]
-        if self.compute_kernel not in kernels:
-            raise ValueError(
-                f"compute_kernel must be one of {', '.join(kernels)}, got {self.compute_kernel!r}"
-            )
+        storage = STORAGES.get(checked_kernel(self.compute_kernel))
         kind = sharding.ShardingType(ShardingType(self.sharding_type).value)
-        storage = STORAGES.get(self.compute_kernel)
         if self.cache_params is not None:
             if self.compute_kernel != EmbeddingComputeKernel.FUSED_UVM_CACHING.value:
                 raise ValueError(
@@ -189,20 +278,28 @@ class ParameterSharding:
         cls, table: sharding.ParameterSharding, kernel: str, device_type: str
     ) -> ParameterSharding:
         """Convert from emblib's class."""
-        kernels = {storage: name for name, storage in STORAGES.items()}
-        kernel = kernels.get(table.storage, kernel) if table.storage is not None else kernel
         if table.is_replicated:
-            return cls(table.type.value, kernel)
-        shards = [
-            ShardMetadata(
-                [shard.rows[0], shard.columns[0]],
-                list(shard.shape),
-                f"rank:{shard.rank}/{device_type}",
-            )
-            for shard in table.shards
-        ]
-        spec = EnumerableShardingSpec(shards)
-        return cls(_type_name(table), kernel, [shard.rank for shard in table.shards], spec)
+            made = cls(table.type.value, kernel)
+        else:
+            shards = [
+                ShardMetadata(
+                    [shard.rows[0], shard.columns[0]],
+                    list(shard.shape),
+                    f"rank:{shard.rank}/{device_type}",
+                )
+                for shard in table.shards
+            ]
+            ranks = [shard.rank for shard in table.shards]
+            made = cls(_type_name(table), kernel, ranks, EnumerableShardingSpec(shards))
+        made.set_storage(table.storage)
+        return made
+
+    def set_storage(self, storage: Any) -> None:
+        """Set the kernel and the parameters of its cache that name a storage of emblib's."""
+        if isinstance(storage, Dense) and storage.cache is not None:
+            self.cache_params, storage = CacheParams.of(storage.cache), Dense(storage.placement)
+        kernels = {other: name for name, other in STORAGES.items()}
+        self.compute_kernel = kernels.get(storage, self.compute_kernel)
 
     def __str__(self) -> str:
         return f"{self.sharding_type} ({self.compute_kernel}) on ranks {self.ranks or 'all'}"

@@ -16,14 +16,17 @@ from typing import Any
 
 from emblib.compat.raising import raising
 from emblib.compat.torchrec_fallback import Fallback
-from emblib.compat.torchrec_names import DIFFERS, MODULES, RAISES
+from emblib.compat.torchrec_names import DIFFERS, FIRST_DOOR, MODULES, RAISES
 
 OWN = "emblib.compat.torchrec"
 THEIRS = "torchrec"
 
 
 class TreeModule(ModuleType):
-    """A module of TorchRec, with the names that the table has for it."""
+    """A module of TorchRec, with the names that the table has for it.
+
+    It is a package for Python, so that an import of a name that it lacks reaches `MissingModules`.
+    """
 
     fallback: Fallback | None
 
@@ -31,7 +34,8 @@ class TreeModule(ModuleType):
         """Return a name that the table lacks, from the installed TorchRec if that is asked for."""
         fallback = vars(self).get("fallback")
         if fallback is None or name.startswith("__"):
-            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}", name=name)
+            message = f"module {self.__name__!r} has no attribute {name!r}"
+            raise AttributeError(f"{message}. {FIRST_DOOR}", name=name)
         return fallback.attribute(self.__name__.removeprefix(f"{OWN}."), name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -62,18 +66,15 @@ def make_modules(package: ModuleType, found: Mapping[str, Any]) -> dict[str, Mod
         ImportError: the table has a name that is neither implemented nor raises.
     """
     modules: dict[str, ModuleType] = {"": package}
-    raises = {name: raising(name, reason) for name, reason in RAISES.items()}
+    raises = {name: raising(name, f"{reason}. {FIRST_DOOR}") for name, reason in RAISES.items()}
     lacking = []
     for path in MODULES:
         module = modules.setdefault(path, TreeModule(f"{OWN}.{path}"))
         if path:
-            module.__spec__ = ModuleSpec(module.__name__, None, is_package=_has_children(path))
-            module.__package__ = (
-                module.__name__ if _has_children(path) else module.__name__.rpartition(".")[0]
-            )
+            module.__spec__ = ModuleSpec(module.__name__, None, is_package=True)
+            module.__package__ = module.__name__
             module.__doc__ = f"Names of TorchRec's module torchrec.{path}; see docs/torchrec.md."
-            if _has_children(path):
-                module.__path__ = []
+            module.__path__ = []
         names = entries(path)
         for name, other in names.items():
             if other in found:
@@ -94,25 +95,26 @@ def make_modules(package: ModuleType, found: Mapping[str, Any]) -> dict[str, Mod
     return modules
 
 
-def _has_children(path: str) -> bool:
-    return any(other.startswith(f"{path}.") for other in MODULES)
+class MissingModules:
+    """Finder of modules and names that the tree lacks: it raises, with the ways out.
 
-
-class _MissingModules:
-    """Finder that says which modules of TorchRec there are, where one is not in the table."""
+    Python looks for a module where `from module import name` finds no such attribute, and ignores
+    a ModuleNotFoundError of that module; so the errors are named after the package.
+    """
 
     @staticmethod
     def find_spec(name: str, path: Any = None, target: Any = None) -> None:
-        """Raise ModuleNotFoundError for modules below the tree; leave all others to others."""
+        """Raise ModuleNotFoundError below the tree; leave all other modules to others."""
         for root in (OWN, THEIRS):
             installed: Any = sys.modules.get(root)
             if name.startswith(f"{root}.") and getattr(installed, "is_of_emblib", False):
                 near = get_close_matches(name.removeprefix(f"{root}."), filter(None, MODULES), 3)
                 raise ModuleNotFoundError(
-                    f"{name}: emblib has no counterpart of this module of TorchRec"
+                    f"{name}: emblib has no counterpart of this module or name of TorchRec"
                     + (f"; it has {', '.join(near)}" if near else "")
-                    + f", and {len(MODULES)} modules in all, which docs/torchrec.md lists",
-                    name=name,
+                    + ". emblib.compat.torchrec.install(fallback=True) takes it from an installed "
+                    f"torchrec. {FIRST_DOOR}",
+                    name=root,
                 )
 
 
@@ -173,8 +175,8 @@ class Installation:
 
 def watch_missing_modules() -> None:
     """Let imports of modules that the tree lacks say so."""
-    if not any(finder is _MissingModules for finder in sys.meta_path):
-        sys.meta_path.append(_MissingModules)
+    if not any(finder is MissingModules for finder in sys.meta_path):
+        sys.meta_path.append(MissingModules)
 
 
 def status(name: str) -> str:

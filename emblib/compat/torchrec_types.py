@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABCMeta
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from types import GenericAlias
 from typing import Any, NamedTuple
@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from emblib import Pooling, StochasticRounding
+from emblib import Pooling
 from emblib import collections as emblib_collections
 from emblib.collections import optimizers
-from emblib.compat.fbgemm_types import PoolingMode, SparseType
+from emblib.compat.torchrec_names import FIRST_DOOR
 from emblib.optim import Optimizer
 from emblib.storage import Dense, Quantized
 
@@ -90,39 +90,6 @@ def data_type_to_dtype(data_type: DataType | torch.dtype) -> torch.dtype:
     return found
 
 
-def _shared(
-    data_type: DataType | torch.dtype,
-    feature_names: Sequence[str],
-    storage: Any,
-    pruned: int | None,
-    *,
-    need_pos: bool,
-) -> dict[str, Any]:
-    """Convert the arguments that both configurations have."""
-    if pruned is not None:
-        raise ValueError("num_embeddings_post_pruning is not supported: prune the table beforehand")
-    if need_pos:
-        raise ValueError(
-            "need_pos is not supported: use emblib.collections.FeatureProcessedEmbeddingBag"
-            "Collection with a PositionWeightedModule"
-        )
-    if data_type in _BITS:
-        storage = Quantized(_BITS[DataType(data_type)]) if storage is None else storage
-        data_type = torch.float32
-    storage = Dense() if storage is None else storage
-    return {
-        "data_type": data_type_to_dtype(data_type),
-        "feature_names": tuple(feature_names),
-        "storage": storage,
-    }
-
-
-def _set_quantised_type(config: Any) -> None:
-    """Set the data type of a configuration with quantised rows to INT8 or INT4."""
-    if isinstance(config.storage, Quantized):
-        object.__setattr__(config, "data_type", _TYPES[config.storage.bits])
-
-
 @dataclass
 class BaseEmbeddingConfig(metaclass=Interface):
     """Base of TorchRec's configurations; those of emblib's collections are instances, too."""
@@ -163,11 +130,27 @@ class EmbeddingTableConfig(BaseEmbeddingConfig):
     emblib_classes = (emblib_collections.TableConfig,)
 
 
-class EmbeddingBagConfig(emblib_collections.EmbeddingBagConfig):
-    """`emblib.collections.EmbeddingBagConfig` with TorchRec's arguments.
+_ELSEWHERE = {
+    "num_embeddings_post_pruning": "prune the table beforehand",
+    "need_pos": "use emblib.collections.FeatureProcessedEmbeddingBagCollection with a "
+    "PositionWeightedModule",
+    "use_virtual_table": "give the table storage=Hash(), which takes any 64-bit ids",
+    "virtual_table_eviction_policy": "storage=Hash(...) has the eviction",
+    "total_num_buckets": "storage=Hash() has no buckets, and any number of ranks loads its rows",
+    "enable_embedding_update": "load_state_dict and the handles of tables update rows",
+    "stash_weights": "storage=Dense(Placement.MANAGED_CACHING) keeps rows in host memory",
+    "input_dim": "num_embeddings has it",
+}
+
+
+class _Config:
+    """TorchRec's arguments of a configuration, whose fields may be assigned.
 
     `storage`, `optimizer` and `rounding` are emblib's: the storage of the rows, the table's
     optimizer, and how updates of rows in 16 bits are rounded.
+
+    Raises:
+        ValueError: an option of TorchRec that has no effect here, with what to use instead.
     """
 
     def __init__(
@@ -179,64 +162,63 @@ class EmbeddingBagConfig(emblib_collections.EmbeddingBagConfig):
         feature_names: Sequence[str] = (),
         weight_init_max: float | None = None,
         weight_init_min: float | None = None,
-        num_embeddings_post_pruning: int | None = None,
-        init_fn: Callable[[Tensor], Any] | None = None,
-        need_pos: bool = False,
-        pooling: PoolingType = PoolingType.SUM,
+        *,
         storage: Any = None,
-        optimizer: Optimizer | None = None,
-        rounding: StochasticRounding | None = None,
+        **options: Any,
     ) -> None:
-        super().__init__(
-            num_embeddings,
-            embedding_dim,
-            name,
-            weight_init_min=weight_init_min,
+        elsewhere = {option: options.pop(option) for option in _ELSEWHERE if option in options}
+        refused = [option for option, value in elsewhere.items() if value not in (None, False)]
+        if refused:
+            ways = "; ".join(
+                f"{option} is not supported: {_ELSEWHERE[option]}" for option in refused
+            )
+            raise ValueError(f"{ways}. {FIRST_DOOR}")
+        is_quantised = data_type in _BITS
+        if storage is None:
+            storage = Quantized(_BITS[DataType(data_type)]) if is_quantised else Dense()
+        super().__init__(  # type: ignore[call-arg]
+            num_embeddings=num_embeddings,
+            embedding_dim=embedding_dim,
+            name=name,
+            data_type=torch.float32 if is_quantised else data_type_to_dtype(data_type),
+            feature_names=tuple(feature_names),
             weight_init_max=weight_init_max,
-            init_fn=init_fn,
-            optimizer=optimizer,
-            rounding=rounding,
-            pooling=pooling,
-            **_shared(
-                data_type, feature_names, storage, num_embeddings_post_pruning, need_pos=need_pos
-            ),
-        )
-        _set_quantised_type(self)
-
-
-class EmbeddingConfig(emblib_collections.EmbeddingConfig):
-    """`emblib.collections.EmbeddingConfig` with TorchRec's arguments, see `EmbeddingBagConfig`."""
-
-    def __init__(
-        self,
-        num_embeddings: int,
-        embedding_dim: int,
-        name: str = "",
-        data_type: DataType | torch.dtype = DataType.FP32,
-        feature_names: Sequence[str] = (),
-        weight_init_max: float | None = None,
-        weight_init_min: float | None = None,
-        num_embeddings_post_pruning: int | None = None,
-        init_fn: Callable[[Tensor], Any] | None = None,
-        need_pos: bool = False,
-        storage: Any = None,
-        optimizer: Optimizer | None = None,
-        rounding: StochasticRounding | None = None,
-    ) -> None:
-        super().__init__(
-            num_embeddings,
-            embedding_dim,
-            name,
             weight_init_min=weight_init_min,
-            weight_init_max=weight_init_max,
-            init_fn=init_fn,
-            optimizer=optimizer,
-            rounding=rounding,
-            **_shared(
-                data_type, feature_names, storage, num_embeddings_post_pruning, need_pos=need_pos
-            ),
+            storage=storage,
+            **options,
         )
-        _set_quantised_type(self)
+        if isinstance(storage, Quantized):
+            object.__setattr__(self, "data_type", _TYPES[storage.bits])
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Assign a field, checked as at construction."""
+        current = {f.name: getattr(self, f.name) for f in fields(self) if f.init}  # type: ignore[arg-type]
+        was_quantised = isinstance(current["storage"], Quantized)
+        if name == "data_type" and (was_quantised or value in _BITS):
+            current["storage"] = None
+        changed = type(self)(**{**current, name: value})
+        for field_name in current:
+            object.__setattr__(self, field_name, getattr(changed, field_name))
+
+    def num_features(self) -> int:
+        """Return the number of features that read the table."""
+        return len(self.feature_names)  # type: ignore[attr-defined]
+
+    def get_weight_init_min(self) -> float:
+        """Return the lower bound of the uniform initial values."""
+        return self.bounds[0]  # type: ignore[attr-defined]
+
+    def get_weight_init_max(self) -> float:
+        """Return the upper bound of the uniform initial values."""
+        return self.bounds[1]  # type: ignore[attr-defined]
+
+
+class EmbeddingBagConfig(_Config, emblib_collections.EmbeddingBagConfig):
+    """`emblib.collections.EmbeddingBagConfig` with TorchRec's arguments."""
+
+
+class EmbeddingConfig(_Config, emblib_collections.EmbeddingConfig):
+    """`emblib.collections.EmbeddingConfig` with TorchRec's arguments."""
 
 
 # Of FBGEMM's tables, and no question here: caches may always be prefetched, ids are always checked.
@@ -274,27 +256,6 @@ def dtype_to_data_type(dtype: torch.dtype) -> DataType:
     if dtype not in known:
         raise ValueError(f"rows have one of {[str(one) for one in known]}, got {dtype}")
     return known[dtype]
-
-
-def data_type_to_sparse_type(data_type: DataType) -> SparseType:
-    """Return FBGEMM's name of a data type, from `emblib.compat.fbgemm`."""
-    return SparseType[DataType(data_type).value]
-
-
-def pooling_type_to_str(pooling_type: PoolingType) -> str:
-    """Return `sum` or `mean`.
-
-    Raises:
-        ValueError: no pooling.
-    """
-    if pooling_type is PoolingType.NONE:
-        raise ValueError("pooling must be SUM or MEAN to be the mode of an nn.EmbeddingBag")
-    return PoolingType(pooling_type).value
-
-
-def pooling_type_to_pooling_mode(pooling_type: PoolingType) -> PoolingMode:
-    """Return FBGEMM's name of a pooling, from `emblib.compat.fbgemm`."""
-    return PoolingMode[PoolingType(pooling_type).name]
 
 
 class QuantConfig(NamedTuple):

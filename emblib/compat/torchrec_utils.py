@@ -1,4 +1,4 @@
-"""TorchRec's small functions and classes: batches, state dicts, copies, feature processors."""
+"""TorchRec's small functions and classes: batches, records, state dicts."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from emblib import jagged
 from emblib.collections import PositionWeightedProcessor
 from emblib.compat.fbgemm_types import EmbeddingLocation
-from emblib.compat.torchrec_sharding import EmbeddingComputeKernel
+from emblib.compat.torchrec_sharding import STORAGES, EmbeddingComputeKernel, checked_kernel
+from emblib.compat.torchrec_types import DataType, data_type_to_dtype
 from emblib.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
-from emblib.sharding import RankGroup
 from emblib.sharding.dense import materialise
-from emblib.sharding.pipelines.inputs import sharded_modules
+from emblib.storage import Dense
 
 # Batches
 
@@ -87,6 +88,32 @@ class ComputeKJTToJTDict(nn.Module):
         return keyed_jagged_tensor.to_dict()
 
 
+class KTRegroupAsDict(jagged.KTRegroupAsDict):
+    """`emblib.KTRegroupAsDict` with TorchRec's arguments.
+
+    Args:
+        groups: the keys of each group.
+        keys: the name of each group.
+        emb_dtype: data type of the results; None keeps theirs.
+        multi_device: ignored: the results are on the device of the tensors of a call.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Sequence[str]],
+        keys: Sequence[str],
+        emb_dtype: DataType | None = None,
+        multi_device: bool = False,
+    ) -> None:
+        super().__init__(groups, keys)
+        self._dtype = None if emb_dtype is None else data_type_to_dtype(emb_dtype)
+
+    def forward(self, keyed_tensors: Sequence[KeyedTensor]) -> dict[str, Tensor]:
+        """Return the concatenated blocks of each group by its name."""
+        found = super().forward(keyed_tensors)
+        return {name: found[name].to(self._dtype) for name in found} if self._dtype else found
+
+
 class ComputeJTDictToKJT(nn.Module):
     """Module form of `KeyedJaggedTensor.from_jt_dict`."""
 
@@ -132,99 +159,12 @@ def kjt_is_equal(kjt_1: Any, kjt_2: Any) -> bool:
     )
 
 
-def regroup_kts(keyed_tensors: Sequence[KeyedTensor], groups: Sequence[Sequence[str]]) -> Any:
-    """Concatenate the blocks of the keys of each group; see `KeyedTensor.regroup`."""
-    return KeyedTensor.regroup(keyed_tensors, groups)
-
-
-permute_multi_embedding = regroup_kts
-
-
-def validate_keyed_jagged_tensor(
-    kjt: KeyedJaggedTensor, configs: Sequence[Any] | None = None
-) -> bool:
-    """Check a batch, and return whether its ids are rows of the tables of `configs`.
-
-    Raises:
-        ValueError: content that does not fit.
-    """
-    kjt.validate()
-    features = kjt.to_dict()
-    for config in configs or ():
-        for key in config.feature_names:
-            ids = features[key].values() if key in features else kjt.values()[:0]
-            if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < config.num_embeddings:
-                return False
-    return True
-
-
 def maybe_td_to_kjt(features: Any, keys: Sequence[str] | None = None) -> KeyedJaggedTensor:
     """Convert `torch.nested` tensors by feature to a batch; return a batch unchanged."""
     if isinstance(features, Mapping) or hasattr(features, "batch_size"):
         names = list(features.keys() if keys is None else keys)
         return KeyedJaggedTensor.from_nested({name: features[name] for name in names})
     return KeyedJaggedTensor.adopt(features)
-
-
-def reorder_inverse_indices(
-    inverse_indices: tuple[list[str], Tensor] | None, feature_names: Sequence[str]
-) -> Tensor:
-    """Return the inverse indices of features in their order; empty without any."""
-    if inverse_indices is None:
-        return torch.empty(0)
-    keys, indices = inverse_indices
-    return indices[[keys.index(name.partition("@")[0]) for name in feature_names]]
-
-
-def process_pooled_embeddings(pooled: Sequence[Tensor], inverse_indices: Tensor) -> Tensor:
-    """Expand pooled rows by their inverse indices, if there are any, and concatenate them."""
-    if inverse_indices.numel():
-        pooled = [p.index_select(0, i) for p, i in zip(pooled, inverse_indices, strict=True)]
-    return torch.cat(list(pooled), 1)
-
-
-def flatten_feature_lengths(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """Return the batch: lengths are always `[F * B]`."""
-    return features.flatten_lengths()
-
-
-# Feature processors
-
-
-class FeaturePositionWeightedModule(nn.Module):
-    """Weight the ids of one feature by their position in a bag, with learned weights.
-
-    Args:
-        max_feature_length: number of weights, the maximum length of a bag.
-        device: device of the weights.
-    """
-
-    def __init__(self, max_feature_length: int, device: torch.device | None = None) -> None:
-        super().__init__()
-        self.position_weight = nn.Parameter(torch.ones(max_feature_length, device=device))
-
-    def reset_parameters(self) -> None:
-        """Set all weights to 1."""
-        with torch.no_grad():
-            self.position_weight.fill_(1.0)
-
-    def forward(self, features: Any) -> Any:
-        """Return the feature with weights.
-
-        Also takes `{feature: JaggedTensor}`, as `FeatureProcessedEmbeddingBagCollection` calls it.
-        """
-        if isinstance(features, Mapping):
-            return {key: self(jagged) for key, jagged in features.items()}
-        lengths, offsets = features.lengths(), features.offsets()
-        count = features.values().shape[0]
-        starts = offsets[:-1].repeat_interleave(lengths, output_size=count)
-        positions = torch.arange(count, device=offsets.device) - starts
-        weights = self.position_weight.index_select(0, positions)
-        return JaggedTensor(features.values(), weights, lengths, offsets)
-
-
-class PositionWeightedModuleCollection(PositionWeightedProcessor):
-    """Weight the ids of all features of a batch by their position in a bag."""
 
 
 # Enums and records
@@ -265,30 +205,13 @@ class NullShardingContext:
 
 NullShardedModuleContext = NullShardingContext
 
-_LOCATIONS = {
-    EmbeddingComputeKernel.DENSE: EmbeddingLocation.DEVICE,
-    EmbeddingComputeKernel.FUSED: EmbeddingLocation.DEVICE,
-    EmbeddingComputeKernel.FUSED_UVM: EmbeddingLocation.MANAGED,
-    EmbeddingComputeKernel.FUSED_UVM_CACHING: EmbeddingLocation.MANAGED_CACHING,
-    EmbeddingComputeKernel.QUANT: EmbeddingLocation.DEVICE,
-}
-
 
 def compute_kernel_to_embedding_location(
     compute_kernel: EmbeddingComputeKernel,
 ) -> EmbeddingLocation:
     """Return FBGEMM's name of the memory of a kernel's rows, from `emblib.compat.fbgemm`."""
-    return _LOCATIONS[EmbeddingComputeKernel(compute_kernel)]
-
-
-def get_tensor_size_bytes(t: Tensor) -> int:
-    """Return the bytes of the elements of a tensor."""
-    return t.element_size() * t.nelement()
-
-
-def bytes_to_gb(num_bytes: int) -> float:
-    """Return GiB."""
-    return num_bytes / (1 << 30)
+    placement = STORAGES.get(checked_kernel(compute_kernel), Dense()).placement
+    return EmbeddingLocation[placement.name]
 
 
 def sharder_name(t: Any) -> str:
@@ -302,24 +225,7 @@ def placement(compute_device: str, rank: int, local_size: int) -> str:
     return f"rank:{rank}/{compute_device}{number}"
 
 
-# State dicts and copies
-
-
-def append_prefix(prefix: str, name: str) -> str:
-    """Return `prefix.name`, or the one that is not empty."""
-    return f"{prefix}.{name}" if prefix and name else prefix or name
-
-
-def filter_state_dict(state_dict: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return the entries below `name`, without that prefix."""
-    head = f"{name}."
-    return {k.removeprefix(head): v for k, v in state_dict.items() if k.startswith(head)}
-
-
-def add_prefix_to_state_dict(state_dict: dict[str, Any], prefix: str) -> None:
-    """Add a prefix to all keys, in place and in order."""
-    for key in list(state_dict):
-        state_dict[prefix + key] = state_dict.pop(key)
+# State dicts
 
 
 def state_dict_gather(src: Mapping[str, Any], dst: Mapping[str, Tensor]) -> None:
@@ -334,10 +240,11 @@ def state_dict_gather(src: Mapping[str, Any], dst: Mapping[str, Tensor]) -> None
         target.copy_(whole)
 
 
-def state_dict_all_gather_keys(state_dict: Mapping[str, Any], pg: Any) -> list[str]:
-    """Return the keys of all ranks' state dicts, sorted."""
-    found = RankGroup.from_value(pg).gather_objects(sorted(state_dict))
-    return sorted({key for keys in found for key in keys})
+def state_dict_to_device(
+    state_dict: Mapping[str, Any], pg: Any, device: torch.device
+) -> dict[str, Any]:
+    """Return the entries on `device`; sharded tables stay sharded over the ranks `pg`."""
+    return {key: value.to(device) for key, value in state_dict.items()}
 
 
 def merge_fused_params(
@@ -351,73 +258,11 @@ def merge_fused_params(
     return {**(fused_params or {}), **own}
 
 
-def get_unsharded_module_names(model: nn.Module) -> list[str]:
-    """Return the paths of the largest modules that contain no sharded collection."""
-    sharded = set(sharded_modules(model))
-    found: list[str] = []
-
-    def visit(module: nn.Module, path: str) -> None:
-        if not any(s == path or not path or s.startswith(f"{path}.") for s in sharded):
-            found.append(path)
-        elif path not in sharded:
-            for name, child in module.named_children():
-                visit(child, append_prefix(path, name))
-
-    visit(model, "")
-    return found
-
-
 def init_parameters(module: nn.Module, device: torch.device) -> None:
     """Allocate modules on the meta device, initialize them, and move the model to `device`."""
     materialise(module, torch.device(device))
     module.to(device)
 
 
-def copy_to_device(
-    module: nn.Module, current_device: torch.device, to_device: torch.device
-) -> nn.Module:
-    """Return a copy of a model without sharded collections on another device.
-
-    Raises:
-        ValueError: sharded collections: `DistributedModelParallel.copy` shares them.
-    """
-    if sharded_modules(module):
-        raise ValueError(
-            "the model has sharded collections, which are not copied: "
-            "DistributedModelParallel.copy(device) copies the dense part and shares them"
-        )
-    from copy import deepcopy
-
-    return deepcopy(module).to(to_device)
-
-
-class ModuleCopyMixin:
-    """Modules whose `copy(device)` moves them; other objects copy themselves."""
-
-    def copy(self, device: torch.device) -> Any:
-        """Return this module on `device`."""
-        module: Any = self
-        return module.to(device)
-
-
-CopyMixIn = CopyableMixin = ModuleCopyMixin
-
-
-class ModuleNoCopyMixin:
-    """Modules that are shared by copies of a model."""
-
-    def copy(self, device: torch.device) -> Any:
-        """Return this module."""
-        return self
-
-
-class CacheMixin:
-    """Objects with a cache that `clear_cache` empties."""
-
-    def clear_cache(self) -> None:
-        """Do nothing; classes with a cache override it."""
-
-
 GroupedPositionWeightedModule = PositionWeightedProcessor
-BaseFeatureProcessor = FeatureProcessor = nn.Module
-BaseGroupedFeatureProcessor = FeatureProcessorsCollection = nn.Module
+BaseFeatureProcessor = BaseGroupedFeatureProcessor = nn.Module

@@ -27,6 +27,7 @@ from emblib.jagged.keyed_layout import (
     Strides,
     bags_per_key,
     bounds_of,
+    cached_strides,
     check_inverse,
     concat_arguments,
     dict_arguments,
@@ -68,10 +69,12 @@ class KeyedJaggedTensor:
         inverse_indices: keys and int64 `[F, B]`, the bag of each feature and example.
         length_per_key: the values per feature, if the caller knows them: they are not read from
             the device then. Trusted as the lengths are; `validate` compares them.
+        cached: other fields that TorchRec's class caches, which follow from these, e.g.
+            `stride_per_key`, `index_per_key`.
 
     Raises:
         ValueError: neither lengths nor offsets, or sizes that do not match.
-        TypeError: lengths or offsets that are not integers.
+        TypeError: lengths or offsets that are not integers; another argument.
 
     Example:
         >>> batch = emblib.KeyedJaggedTensor(  # 2 features of 2 samples: 4 bags
@@ -87,7 +90,7 @@ class KeyedJaggedTensor:
 
     __slots__ = (
         "__weakref__",
-        "_index",
+        "_index_per_key",
         "_inverse",
         "_keys",
         "_length_per_key",
@@ -96,11 +99,12 @@ class KeyedJaggedTensor:
         "_offsets",
         "_stride",
         "_stride_per_key",
-        "_strides",
+        "_stride_per_key_per_rank",
         "_values",
         "_weights",
     )
 
+    # On the path of every step: as few tensor attributes as possible.
     def __init__(
         self,
         keys: Sequence[str],
@@ -113,8 +117,10 @@ class KeyedJaggedTensor:
         inverse_indices: InverseIndices | None = None,
         *,
         length_per_key: Sequence[int] | None = None,
+        **cached: Any,
     ) -> None:
-        # On the path of every step: as few tensor attributes as possible.
+        if cached:
+            stride_per_key_per_rank = cached_strides(stride, stride_per_key_per_rank, **cached)
         self._keys = keys if type(keys) is list else list_of_keys(keys)
         if not isinstance(values, Tensor):
             raise no_tensor("values", values)
@@ -142,9 +148,9 @@ class KeyedJaggedTensor:
         self._lengths = lengths
         self._offsets = offsets
         self._inverse = inverse_indices
-        self._strides: list[list[int]] | None = None
+        self._stride_per_key_per_rank: list[list[int]] | None = None
         self._stride_per_key: list[int] | None = None
-        self._index: dict[str, int] | None = None
+        self._index_per_key: dict[str, int] | None = None
         self._length_per_key: list[int] | None = None
         self._offset_per_key: list[int] | None = None
         if length_per_key is not None:
@@ -162,7 +168,7 @@ class KeyedJaggedTensor:
 
     def _vary(self, strides: list[list[int]], bags: int, stride: int | None) -> None:
         """Set strides that differ by feature; the batch size is that of the inverse indices."""
-        self._strides = strides
+        self._stride_per_key_per_rank = strides
         self._stride_per_key = bags_per_key(strides, len(self._keys), bags)
         if stride is None:
             if self._inverse is not None:
@@ -192,9 +198,9 @@ class KeyedJaggedTensor:
         batch._offsets = offsets
         batch._inverse = inverse
         batch._stride = stride
-        batch._strides = strides
+        batch._stride_per_key_per_rank = strides
         batch._stride_per_key = None if strides is None else [sum(row) for row in strides]
-        batch._index = batch._length_per_key = batch._offset_per_key = None
+        batch._index_per_key = batch._length_per_key = batch._offset_per_key = None
         return batch
 
     # Construction
@@ -296,7 +302,7 @@ class KeyedJaggedTensor:
             batch.lengths().new_empty(0),
             None,
             batch._stride,
-            strides=None if batch._strides is None else [],
+            strides=None if batch._stride_per_key_per_rank is None else [],
         )
 
     # Tensors
@@ -377,7 +383,7 @@ class KeyedJaggedTensor:
 
     def variable_stride_per_key(self) -> bool:
         """Return whether features may differ in bags (`stride_per_key_per_rank`)."""
-        return self._strides is not None
+        return self._stride_per_key_per_rank is not None
 
     def stride_per_key(self) -> list[int]:
         """Return the bags of each feature."""
@@ -386,7 +392,7 @@ class KeyedJaggedTensor:
 
     def stride_per_key_per_rank(self) -> list[list[int]]:
         """Return `[F][R]`, empty where all features have `stride()` bags."""
-        return [] if self._strides is None else self._strides
+        return [] if self._stride_per_key_per_rank is None else self._stride_per_key_per_rank
 
     def lengths_offset_per_key(self) -> list[int]:
         """Return the offset of each feature's bags in `lengths()`, and the number of bags."""
@@ -418,10 +424,12 @@ class KeyedJaggedTensor:
 
     def index_per_key(self) -> dict[str, int]:
         """Return the position of each key; the first position of a repeated key."""
-        index = self._index
+        index = self._index_per_key
         if index is None:
-            index = self._index = positions_of(self._keys)
+            index = self._index_per_key = positions_of(self._keys)
         return index
+
+    _key_indices = index_per_key  # for files of TorchRec
 
     def sync(self) -> "KeyedJaggedTensor":
         """Read `length_per_key` from the device, and return self."""
@@ -435,7 +443,7 @@ class KeyedJaggedTensor:
 
     def _read_bounds(self) -> list[int]:
         offsets = self.offsets()
-        if self._strides is None:
+        if self._stride_per_key_per_rank is None:
             if not self._stride:
                 return [0] * (len(self._keys) + 1)
             return offsets[:: self._stride].tolist()
@@ -474,7 +482,7 @@ class KeyedJaggedTensor:
             raise KeyError(f"no feature {key!r}; there are {self._keys}")
         ends = self.offset_per_key()
         start, end = ends[position], ends[position + 1]
-        if self._strides is None:
+        if self._stride_per_key_per_rank is None:
             begin, end_bag = position * self._stride, (position + 1) * self._stride
         else:
             begin, end_bag = self.lengths_offset_per_key()[position : position + 2]
@@ -483,8 +491,8 @@ class KeyedJaggedTensor:
             self._values[start:end], weights, self.lengths()[begin:end_bag], None
         )
 
-    def to_dict(self) -> dict[str, JaggedTensor]:
-        """Return the bags of each feature, as views."""
+    def to_dict(self, compute_offsets: Any = True) -> dict[str, JaggedTensor]:
+        """Return the bags of each feature, as views, whose offsets are computed on first use."""
         sizes = self.length_per_key()
         values = self._values.split(sizes)
         weights = [None] * len(sizes) if self._weights is None else self._weights.split(sizes)
@@ -526,8 +534,8 @@ class KeyedJaggedTensor:
         """
         if any(not 0 <= i < len(self._keys) for i in indices):
             raise IndexError(f"positions must be 0 to {len(self._keys) - 1}, got {list(indices)}")
-        is_fixed = self._length_per_key is None and self._strides is None and self._stride > 0
-        if indices_tensor is not None and is_fixed and is_captured(self._values):
+        is_unknown = self._length_per_key is None and not self.variable_stride_per_key()
+        if indices_tensor is not None and is_unknown and self._stride and is_captured(self._values):
             return self._select_keys_padded(indices, indices_tensor)
         return self._select_keys(indices, indices_tensor)
 
@@ -559,7 +567,7 @@ class KeyedJaggedTensor:
     ) -> "KeyedJaggedTensor":
         sizes = self.length_per_key()
         tensors = self._span(order) if is_run(order) else self._gathered(order, order_tensor)
-        keys, strides = self._keys, self._strides
+        keys, strides = self._keys, self._stride_per_key_per_rank
         selected = KeyedJaggedTensor.from_valid(
             [keys[i] for i in order],
             *tensors,
@@ -590,11 +598,11 @@ class KeyedJaggedTensor:
         else:
             order_tensor = order_tensor.to(torch.int64)
         bags, sizes = self.stride_per_key(), self.length_per_key()
-        if self._strides is None and self._stride and self._offsets is not None:
+        if self._stride_per_key_per_rank is None and self._stride and self._offsets is not None:
             starts = self._offsets[:: self._stride]
         else:
             starts = torch.tensor(self.offset_per_key(), device=values.device)
-        if self._strides is None:
+        if self._stride_per_key_per_rank is None:
             selected_lengths = lengths.view(len(sizes), -1).index_select(0, order_tensor).view(-1)
         else:
             first_bags = torch.tensor(self.lengths_offset_per_key(), device=values.device)
@@ -620,7 +628,7 @@ class KeyedJaggedTensor:
 
     def as_type(self, kind: Any) -> Any:
         """Construct another class with the same arguments, e.g. torchrec.KeyedJaggedTensor."""
-        strides = None if self._strides is None else torch.tensor(self._strides)
+        strides = self._stride_per_key_per_rank
         return kind(
             keys=self._keys,
             values=self._values,
@@ -628,7 +636,7 @@ class KeyedJaggedTensor:
             lengths=self._lengths,
             offsets=self._offsets,
             stride=self._stride if strides is None else None,
-            stride_per_key_per_rank=strides,
+            stride_per_key_per_rank=None if strides is None else torch.tensor(strides),
             inverse_indices=self._inverse,
         )
 
@@ -705,9 +713,9 @@ class KeyedJaggedTensor:
             None if offsets is None else change(offsets),
             self._stride,
             None if inverse is None else (inverse[0], change(inverse[1])),
-            self._strides,
+            self._stride_per_key_per_rank,
         )
-        mapped._index = self._index
+        mapped._index_per_key = self._index_per_key
         mapped._length_per_key, mapped._offset_per_key = self._length_per_key, self._offset_per_key
         return mapped
 
@@ -719,7 +727,7 @@ class KeyedJaggedTensor:
             self._lengths,
             self._offsets,
             self._stride,
-            self._strides,
+            self._stride_per_key_per_rank,
             self._inverse,
         )
 
@@ -732,7 +740,7 @@ class KeyedJaggedTensor:
 
     def __repr__(self) -> str:
         weighted = "" if self._weights is None else ", weighted"
-        bags = self._stride if self._strides is None else self._stride_per_key
+        bags = self._stride if self._stride_per_key_per_rank is None else self._stride_per_key
         return (
             f"KeyedJaggedTensor({self._keys}, {bags} bags each, {list(self._values.shape)} "
             f"{self._values.dtype}{weighted}, {self.device()})"

@@ -93,6 +93,24 @@ def bags_per_key(strides: list[list[int]], keys: int, bags: int) -> list[int]:
     return sums
 
 
+def cached_strides(
+    stride: int | None,
+    strides: Strides | None,
+    stride_per_key: Sequence[int] | None = None,
+    lengths_offset_per_key: object = None,
+    offset_per_key: object = None,
+    index_per_key: object = None,
+    jt_dict: object = None,
+) -> Strides | None:
+    """Return `stride_per_key_per_rank` of a batch with the fields that TorchRec's batches cache.
+
+    It follows from `stride_per_key` if nothing else has it; the other fields are not needed.
+    """
+    if stride is not None or strides is not None or stride_per_key is None:
+        return strides
+    return [[count] for count in stride_per_key] if len(set(stride_per_key)) > 1 else None
+
+
 def refuse_stride(stride: int, keys: int, bags: int) -> None:
     """Raise ValueError for a number of bags that is not `stride` per key."""
     raise ValueError(

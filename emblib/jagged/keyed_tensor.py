@@ -38,7 +38,7 @@ class KeyedTensor:
 
     __slots__ = (
         "__weakref__",
-        "_index",
+        "_index_per_key",
         "_key_dim",
         "_keys",
         "_length_per_key",
@@ -65,7 +65,7 @@ class KeyedTensor:
         self._values = values
         self._key_dim = key_dim
         self._offset_per_key: list[int] | None = None
-        self._index: dict[str, int] | None = None
+        self._index_per_key: dict[str, int] | None = None
 
     @staticmethod
     def from_tensor_list(
@@ -109,10 +109,12 @@ class KeyedTensor:
 
     def index_per_key(self) -> dict[str, int]:
         """Return the position of each key; the first position of a repeated key."""
-        index = self._index
+        index = self._index_per_key
         if index is None:
-            index = self._index = positions_of(self._keys)
+            index = self._index_per_key = positions_of(self._keys)
         return index
+
+    _key_indices = index_per_key  # for files of TorchRec
 
     def size_in_bytes(self) -> int:
         """Return the bytes of the values."""
@@ -144,21 +146,23 @@ class KeyedTensor:
         return dict(zip(self._keys, blocks, strict=True)) if self._keys else {}
 
     @staticmethod
-    def regroup(tensors: Sequence["KeyedTensor"], groups: Sequence[Sequence[str]]) -> list[Tensor]:
+    def regroup(
+        keyed_tensors: Sequence["KeyedTensor"], groups: Sequence[Sequence[str]]
+    ) -> list[Tensor]:
         """Concatenate the blocks of the keys of each group, from whichever tensor has them.
 
         Raises:
             KeyError: a key that no tensor has.
             ValueError: a key that several tensors have.
         """
-        return regroup(tensors, groups)
+        return regroup(keyed_tensors, groups)
 
     @staticmethod
     def regroup_as_dict(
-        tensors: Sequence["KeyedTensor"], groups: Sequence[Sequence[str]], keys: Sequence[str]
+        keyed_tensors: Sequence["KeyedTensor"], groups: Sequence[Sequence[str]], keys: Sequence[str]
     ) -> dict[str, Tensor]:
         """Return the results of `regroup` by the name of each group."""
-        return dict(zip(keys, regroup(tensors, groups), strict=True))
+        return regroup_by_name(keyed_tensors, groups, keys)
 
     def as_type(self, kind: Any) -> Any:
         """Construct another class with the same arguments, e.g. torchrec.KeyedTensor."""
@@ -183,7 +187,7 @@ class KeyedTensor:
 
     def _with(self, values: Tensor) -> "KeyedTensor":
         keyed = KeyedTensor(self._keys, self._length_per_key, values, self._key_dim)
-        keyed._index, keyed._offset_per_key = self._index, self._offset_per_key
+        keyed._index_per_key, keyed._offset_per_key = self._index_per_key, self._offset_per_key
         return keyed
 
     def __reduce__(self) -> Any:
@@ -219,9 +223,9 @@ class KTRegroupAsDict(nn.Module):
         self.groups = [list(group) for group in groups]
         self.keys = list(keys)
 
-    def forward(self, tensors: Sequence[KeyedTensor]) -> dict[str, Tensor]:
+    def forward(self, keyed_tensors: Sequence[KeyedTensor]) -> dict[str, Tensor]:
         """Return the concatenated blocks of each group by its name."""
-        return KeyedTensor.regroup_as_dict(tensors, self.groups, self.keys)
+        return KeyedTensor.regroup_as_dict(keyed_tensors, self.groups, self.keys)
 
 
 class HasNamedBlocks(Protocol):
@@ -274,6 +278,18 @@ def regroup(tensors: Sequence[HasNamedBlocks], groups: Sequence[Sequence[str]]) 
     return [torch.cat(group or [nothing], dim=dim) for group in grouped_blocks]
 
 
+def regroup_by_name(
+    tensors: Sequence[HasNamedBlocks], groups: Sequence[Sequence[str]], names: Sequence[str]
+) -> dict[str, Tensor]:
+    """Return the results of `regroup` by the name of each group."""
+    return dict(zip(names, regroup(tensors, groups), strict=True))
+
+
+# One call in a traced graph each: tracing cannot read the keys of a tensor that it traces.
+torch.fx.wrap("regroup")
+torch.fx.wrap("regroup_by_name")
+
+
 # Lists, not tuples: a saved structure comes back from JSON as lists.
 Context = list[Any]
 # The leaves of a node by the names of its attributes, and the rest of its state.
@@ -300,9 +316,15 @@ def _of_keyed_jagged(batch: KeyedJaggedTensor) -> Flattened:
     if batch._inverse is not None:
         inverse_keys, leaves["_inverse"] = batch._inverse
     # The stride follows from the lengths or the inverse indices, where there are such.
-    follows = batch._inverse is not None or (batch._keys and batch._strides is None)
+    follows = batch._inverse is not None or (batch._keys and batch._stride_per_key_per_rank is None)
     stride = None if follows else batch._stride
-    return leaves, [batch._keys, batch._strides, stride, batch._weights is not None, inverse_keys]
+    return leaves, [
+        batch._keys,
+        batch._stride_per_key_per_rank,
+        stride,
+        batch._weights is not None,
+        inverse_keys,
+    ]
 
 
 def _to_keyed_jagged(leaves: Iterable[Any], context: Context) -> KeyedJaggedTensor:

@@ -24,15 +24,18 @@ FILES = {
     "modules/extra.py": "FACTOR = 3",
     "modules/mlp.py": (
         "from dataclasses import dataclass\n"
-        "from torchrec.modules.crossnet import CrossNet\n"
+        "from torchrec.modules.regroup import KTRegroupAsDict\n"
         "@dataclass\n"
         "class Lacking:\n"
-        "    net: type = CrossNet\n"
+        "    net: type = KTRegroupAsDict\n"
         "MLP = None\n"
     ),
-    "optim/__init__.py": "",
-    "optim/semi_sync.py": "class SemisyncOptimizer:\n    kind = 'theirs'\n",
-    "modules/crossnet.py": "raise ValueError('not over this tree')",
+    "modules/mc_modules.py": "class ManagedCollisionModule:\n    kind = 'theirs'\n",
+    "modules/embedding_tower.py": "raise ValueError('not over this tree')",
+    "sparse/jagged_tensor.py": (
+        "class KeyedJaggedTensor: ...\n"
+        "def is_batch(value): return isinstance(value, KeyedJaggedTensor)\n"
+    ),
     "sparse/test_utils.py": "def helper(): return 1",
 }
 
@@ -72,7 +75,7 @@ def test_names_that_a_module_lacks_come_from_its_file() -> None:
         from torchrec.modules.mlp import MLP, Lacking
 
         assert MLP is ours.MLP
-        assert Lacking().net is ours.CrossNet
+        assert Lacking().net is ours.KTRegroupAsDict
         with pytest.raises(ImportError, match="Neither"):
             from torchrec.modules.mlp import Neither  # noqa: F401
     with ours.install(), pytest.raises(ImportError, match="Lacking"):
@@ -82,22 +85,32 @@ def test_names_that_a_module_lacks_come_from_its_file() -> None:
 @pytest.mark.usefixtures("installed")
 def test_names_that_raise_are_theirs_where_their_file_runs() -> None:
     with ours.install(fallback=True):
-        from torchrec.modules.crossnet import LowRankMixtureCrossNet
-        from torchrec.optim.semi_sync import SemisyncOptimizer
+        from torchrec.modules.embedding_tower import EmbeddingTower
+        from torchrec.modules.mc_modules import ManagedCollisionModule
 
-        assert SemisyncOptimizer.kind == "theirs"
-        with pytest.raises(NotImplementedError, match="LowRankMixtureCrossNet of TorchRec"):
-            LowRankMixtureCrossNet()
-    with pytest.raises(NotImplementedError, match="every step is exact"):
-        ours.optim.semi_sync.SemisyncOptimizer()
+        assert ManagedCollisionModule.kind == "theirs"
+        with pytest.raises(NotImplementedError, match="EmbeddingTower of TorchRec"):
+            EmbeddingTower()
+    with pytest.raises(NotImplementedError, match="Hash"):
+        ours.modules.mc_modules.ManagedCollisionModule()
+
+
+@pytest.mark.usefixtures("installed")
+def test_functions_of_a_file_get_the_trees_types() -> None:
+    batch = ours.KeyedJaggedTensor(["f"], torch.arange(2), lengths=torch.tensor([2]))
+    with ours.install(fallback=True):
+        from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, is_batch
+
+        assert KeyedJaggedTensor is ours.KeyedJaggedTensor
+        assert is_batch(batch)
 
 
 @pytest.mark.usefixtures("installed")
 def test_a_file_that_does_not_run_over_the_tree_names_the_other_way() -> None:
     with ours.install(fallback=True):
-        crossnet = importlib.import_module("torchrec.modules.crossnet")
+        towers = importlib.import_module("torchrec.modules.embedding_tower")
         with pytest.raises(ImportError, match=r"ValueError: not over this tree.*fbgemm\.install"):
-            crossnet.Unknown  # noqa: B018
+            towers.Unknown  # noqa: B018
         with pytest.raises(ModuleNotFoundError, match="no counterpart"):
             importlib.import_module("torchrec.modules.nowhere")
 

@@ -1,12 +1,10 @@
-"""TorchRec's own models, read from its files, over emblib under the name `torchrec`."""
+"""TorchRec's own models, from its files, over emblib under the name `torchrec`."""
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import sys
 from collections.abc import Iterator
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -14,35 +12,20 @@ import torch
 from torch import nn
 
 import emblib.compat.torchrec as torchrec
+from tests.compat.peer import peer_module
 
 DIM = 8
 
 
 @pytest.fixture
 def models(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Return a function that loads `torchrec/models/NAME.py` of the installed TorchRec."""
+    """Return a function that imports `torchrec.models.NAME` over emblib's names."""
+    peer_module("torchrec")
     for name in list(sys.modules):
         if name == "torchrec" or name.startswith("torchrec."):
             monkeypatch.delitem(sys.modules, name)
-    found = importlib.util.find_spec("torchrec")
-    if found is None or found.origin is None:
-        pytest.skip("torchrec is not installed")
-    folder = Path(found.origin).parent / "models"
-
-    def load(name: str) -> ModuleType:
-        spec = importlib.util.spec_from_file_location(f"model_{name}", folder / f"{name}.py")
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return module
-
-    with torchrec.install():
-        # The models import the batches of TorchRec's own tests, and use them in hints alone.
-        for name in ("test_utils", "test_utils.model_input"):
-            monkeypatch.setitem(sys.modules, f"torchrec.distributed.{name}", ModuleType(name))
-        sys.modules["torchrec.distributed.test_utils.model_input"].ModelInput = object  # type: ignore[attr-defined]
-        yield load
+    with torchrec.install(fallback=True):
+        yield lambda name: importlib.import_module(f"torchrec.models.{name}")
 
 
 def collection(*names: str) -> torchrec.EmbeddingBagCollection:

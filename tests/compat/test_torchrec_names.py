@@ -78,6 +78,7 @@ def test_names_raise_where_they_are_used(name: str) -> None:
         with pytest.raises(NotImplementedError) as caught:
             use()
         assert RAISES[name] in str(caught.value)
+        assert "EMBLIB_AS_FBGEMM=1" in str(caught.value)
     assert not isinstance(3, kind)
     assert typing.Optional[kind]  # noqa: UP045 what annotations of older code have
     assert kind[int] is kind
@@ -97,14 +98,7 @@ def test_the_real_one_has_these_names() -> None:
         real = importlib.import_module(f"torchrec.{path}" if path else "torchrec")
         if not hasattr(real, name):
             lacking.add(f"{path}.{name}")
-    assert lacking == {
-        "distributed.comm_ops.alltoallv",
-        "distributed.embedding.create_embedding_sharding",
-        "distributed.embedding.create_sharding_infos_by_sharding",
-        "distributed.embeddingbag.create_embedding_bag_sharding",
-        "distributed.embeddingbag.create_sharding_infos_by_sharding",
-        "distributed.sharding_plan.table_column_wise",
-    }
+    assert lacking == {"distributed.sharding_plan.table_column_wise"}
 
 
 def test_a_table_without_an_implementation_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

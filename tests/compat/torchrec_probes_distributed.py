@@ -95,13 +95,11 @@ def empty_contexts(rec: Any) -> None:
         assert kind().record_stream(None) is None
 
 
-@probe("get_tensor_size_bytes rank_device placement bytes_to_gb sharder_name")
+@probe("rank_device placement sharder_name")
 def small_functions(rec: Any) -> None:
-    assert rec.get_tensor_size_bytes(torch.ones(3, dtype=torch.float16)) == 6
     assert rec.rank_device("cuda", 1) == torch.device("cuda:1")
     assert rec.rank_device("cpu", 1) == torch.device("cpu")
     assert rec.placement("cpu", 3, 2) == "rank:3/cpu"
-    assert rec.bytes_to_gb(1 << 30) == 1
     assert rec.sharder_name(nn.Linear) == "torch.nn.modules.linear.Linear"
 
 
@@ -116,59 +114,40 @@ def environments(rec: Any) -> None:
 # Utilities
 
 
-@probe("append_prefix filter_state_dict add_prefix_to_state_dict merge_fused_params")
-def prefixes(rec: Any) -> None:
-    assert rec.append_prefix("a", "b") == "a.b"
-    assert rec.append_prefix("", "b") == "b"
-    assert dict(rec.filter_state_dict({"a.x": 1, "ab.y": 2}, "a")) == {"x": 1}
-    state = {"x": 1, "y": 2}
-    rec.add_prefix_to_state_dict(state, "m.")
-    assert list(state) == ["m.x", "m.y"]
+@probe("merge_fused_params")
+def fused_params(rec: Any) -> None:
     merged = rec.merge_fused_params({"learning_rate": 0.1, "eps": 1.0}, {"lr": 0.5})
     assert (merged["learning_rate"], merged["eps"]) == (0.5, 1.0)
 
 
-@probe("CopyMixIn ModuleCopyMixin CopyableMixin ModuleNoCopyMixin CacheMixin")
-def mixins(rec: Any) -> None:
-    class Copied(rec.ModuleCopyMixin, nn.Linear):  # type: ignore[name-defined, misc]
-        pass
-
-    module = Copied(1, 1)
-    assert isinstance(module, rec.CopyMixIn)
-    assert isinstance(module, rec.CopyableMixin)
-    assert module.copy(torch.device("cpu")) is module
-    shared = type("Shared", (rec.ModuleNoCopyMixin, nn.Linear), {})(1, 1)
-    assert shared.copy(torch.device("meta")).weight.device.type == "cpu"
-    assert rec.CacheMixin().clear_cache() is None
-
-
-@probe("get_unsharded_module_names copy_to_device init_parameters")
+@probe("init_parameters")
 def models(rec: Any) -> None:
-    sparse = nn.ModuleDict({"ebc": bags(rec), "norm": nn.LayerNorm(8)})
-    model = nn.ModuleDict({"sparse": sparse, "over": nn.Linear(2, 2)})
-    sharder = rec.EmbeddingBagCollectionSharder()
-    tables = plan(rec, model["sparse"]["ebc"])
-    model["sparse"]["ebc"] = sharder.shard(model["sparse"]["ebc"], tables, env(rec))
-    assert sorted(rec.get_unsharded_module_names(model)) == ["over", "sparse.norm"]
-    with pytest.raises(ValueError, match="are not copied"):
-        rec.copy_to_device(model, torch.device("cpu"), torch.device("meta"))
-    over = rec.copy_to_device(model["over"], torch.device("cpu"), torch.device("meta"))
-    assert over.weight.is_meta
-    assert not model["over"].weight.is_meta
+    over = nn.Linear(2, 2, device="meta")
     rec.init_parameters(over, torch.device("cpu"))
     assert over.weight.abs().sum() > 0
 
 
-@probe("state_dict_all_gather_keys state_dict_gather")
-def gathered_states(rec: Any) -> None:
+@probe("state_dict_gather state_dict_to_device ShardedTensor")
+def states_of_sharded_tables(rec: Any) -> None:
     collection = bags(rec)
     sharded = rec.EmbeddingBagCollectionSharder().shard(collection, plan(rec, collection), env(rec))
-    state = sharded.state_dict()
-    keys = rec.state_dict_all_gather_keys(state, None)
-    assert keys == [f"embedding_bags.{name}.weight" for name in "ab"]
-    whole = {key: torch.zeros(20, 8) for key in keys}
-    rec.state_dict_gather(state, whole)
-    assert torch.equal(whole[keys[0]], collection.state_dict()[keys[0]])
+    key, expected = "embedding_bags.a.weight", collection.state_dict()["embedding_bags.a.weight"]
+    value = sharded.state_dict()[key]
+    assert isinstance(value, rec.ShardedTensor)
+    assert not isinstance(expected, rec.ShardedTensor)
+    moved = rec.state_dict_to_device({key: value}, None, torch.device("cpu"))
+    assert isinstance(moved[key], rec.ShardedTensor)
+    whole = {key: torch.zeros(20, 8)}
+    rec.state_dict_gather(moved, whole)
+    assert torch.equal(whole[key], expected)
+    (shard,) = value.local_shards()
+    assert torch.equal(shard.tensor, expected)
+    assert (shard.metadata.shard_offsets, shard.metadata.shard_sizes) == ([0, 0], [20, 8])
+    value.copy_(torch.ones(20, 8))
+    assert value.local_tensor().eq(1).all()
+    assert sharded.state_dict()[key].full_tensor().eq(1).all()
+    with pytest.raises(ValueError, match="the whole table"):
+        value.copy_(torch.ones(20, 7))
 
 
 @probe("invoke_on_rank_and_broadcast_result is_leader run_on_leader")
@@ -204,17 +183,13 @@ def groups_of_nodes(rec: Any) -> None:
 # Communication
 
 
-@probe("set_gradient_division get_gradient_division set_propogate_device get_propogate_device")
+@probe("set_gradient_division get_gradient_division")
 def flags(rec: Any) -> None:
-    for write, read in (
-        (rec.set_gradient_division, rec.get_gradient_division),
-        (rec.set_propogate_device, rec.get_propogate_device),
-    ):
-        before = read()
-        write(not before)
-        assert read() is not before
-        write(before)
-        assert read() is before
+    before = rec.get_gradient_division()
+    rec.set_gradient_division(not before)
+    assert rec.get_gradient_division() is not before
+    rec.set_gradient_division(before)
+    assert rec.get_gradient_division() is before
 
 
 @probe(
@@ -278,15 +253,12 @@ def batches_to_devices(rec: Any) -> None:
     assert len(rec.ListOfKJTList([parts, parts])) == 2
 
 
-@probe(
-    "EmbeddingsAllToOne EmbeddingsAllToOneReduce SeqEmbeddingsAllToOne MergePooledEmbeddingsModule"
-)
+@probe("EmbeddingsAllToOne EmbeddingsAllToOneReduce SeqEmbeddingsAllToOne")
 def rows_to_one_device(rec: Any) -> None:
     cpu, rows = torch.device("cpu"), [torch.ones(1, 2), torch.full((1, 2), 2.0)]
     assert rec.EmbeddingsAllToOne(cpu, 2, cat_dim=1)(rows).tolist() == [[1, 1, 2, 2]]
     assert rec.EmbeddingsAllToOneReduce(cpu, 2)(rows).tolist() == [[3, 3]]
     assert [t.tolist() for t in rec.SeqEmbeddingsAllToOne(cpu, 2)(rows)] == [[[1, 1]], [[2, 2]]]
-    assert rec.MergePooledEmbeddingsModule(cpu)(rows, 0).tolist() == [[1, 1], [2, 2]]
 
 
 @probe(
@@ -305,14 +277,14 @@ def helpers_of_lookups(rec: Any) -> None:
 
 
 @probe(
-    "CommType QCommsConfig get_qcomm_codecs get_qcomm_codecs_registry QuantizedCommCodecs "
+    "CommType QCommsConfig get_qcomm_codecs_registry QuantizedCommCodecs "
     "QuantizedCommCodec NoOpQuantizedCommCodec"
 )
 def codecs(rec: Any) -> None:
     given = rec.QCommsConfig(forward_precision=rec.CommType.FP16)
     registry = rec.get_qcomm_codecs_registry(given)
     assert set(registry) == {op.name for op in rec.CommOp}
-    found = rec.get_qcomm_codecs(given)
+    found = registry["POOLED_EMBEDDINGS_ALL_TO_ALL"]
     assert isinstance(found, rec.QuantizedCommCodecs)
     assert isinstance(found.forward, rec.QuantizedCommCodec)
     assert isinstance(found.backward, rec.NoOpQuantizedCommCodec)
@@ -520,6 +492,12 @@ def planner(rec: Any) -> None:
         )
     with pytest.raises(ValueError, match="proposer must be left out"):
         rec.EmbeddingShardingPlanner(topology=topology, proposer=object())
+    rates = {"intra_host_bw": 6e8, "inter_host_bw": 1.3e7, "hbm_to_ddr_mem_bw": 3e7}
+    found = rec.Topology(2, "cpu", **rates).native.calibration
+    assert (found.link_bytes_per_s, found.network_bytes_per_s) == (6e11, 1.3e10)
+    assert found.host_bytes_per_s == 3e10
+    with pytest.raises(ValueError, match=r"hbm_mem_bw must be left out.*EMBLIB_AS_FBGEMM=1"):
+        rec.Topology(2, "cpu", hbm_mem_bw=1.0)
     small = rec.Topology(world_size=1, compute_device="cpu", ddr_cap=100)
     with pytest.raises(rec.PlannerError):
         rec.EmbeddingShardingPlanner(topology=small).plan(collection, [])
@@ -552,6 +530,13 @@ def constraints(rec: Any) -> None:
         )
     with pytest.raises(ValueError, match="key_value_params of ParameterConstraints"):
         rec.ParameterConstraints(key_value_params=1)
+    cache = rec.CacheParams(load_factor=0.5)
+    with pytest.raises(ValueError, match="FUSED_UVM_CACHING"):
+        rec.ParameterConstraints(cache_params=cache)
+    cached = rec.ParameterConstraints(compute_kernels=["fused_uvm_caching"], cache_params=cache)
+    made = rec.EmbeddingShardingPlanner(topology=topology, constraints={"a": cached})
+    found = made.plan(bags(rec), []).plan[""]["a"]
+    assert (found.compute_kernel, found.cache_params.load_factor) == ("fused_uvm_caching", 0.5)
 
 
 # Pipelines

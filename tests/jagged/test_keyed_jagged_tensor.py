@@ -418,3 +418,22 @@ def test_concat_of_merged_examples_with_no_features() -> None:
     assert torch.equal(joined.inverse_indices()[1], merged.inverse_indices()[1])
     assert joined.stride_per_key_per_rank() == merged.stride_per_key_per_rank()
     assert KeyedJaggedTensor.concat([nothing, nothing]).stride() == merged.stride()
+
+
+def test_cached_fields_of_torchrec_are_taken_and_not_stored() -> None:
+    values, lengths = torch.arange(3), torch.tensor([1, 0, 2])
+    given = KeyedJaggedTensor(
+        ["a", "b"],
+        values,
+        lengths=lengths,
+        stride_per_key=[1, 2],
+        offset_per_key=[0, 1, 3],
+        index_per_key={"a": 0, "b": 1},
+        jt_dict=None,
+    )
+    assert given.stride_per_key_per_rank() == [[1], [2]]
+    assert given["b"].lengths().tolist() == [0, 2]
+    even = KeyedJaggedTensor(["a", "b", "c"], values, lengths=lengths, stride_per_key=[1, 1, 1])
+    assert not even.variable_stride_per_key()
+    with pytest.raises(TypeError, match=r"unexpected keyword argument .length"):
+        KeyedJaggedTensor(["a"], values, length=lengths)

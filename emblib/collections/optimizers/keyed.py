@@ -69,6 +69,8 @@ class KeyedOptimizer(TorchOptimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state dict of the same parameters and groups.
 
+        Without `param_groups` it has the states alone, and the groups stay.
+
         Raises:
             KeyError: other parameters, or other groups of them.
         """
@@ -89,6 +91,24 @@ class KeyedOptimizer(TorchOptimizer):
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
 
+    def init_state(self, sparse_grad_parameter_names: Iterable[str] | None = None) -> None:
+        """Make a step with gradients of zero, some of them sparse, so that all states exist."""
+        sparse = set(sparse_grad_parameter_names or ())
+        for name, parameter in self.params.items():
+            if parameter.requires_grad:
+                zeros = torch.zeros_like(parameter)
+                parameter.grad = zeros.to_sparse(1) if name in sparse else zeros
+        self.step(closure=None)
+
+    def save_param_groups(self, save: Any) -> None:
+        """Do nothing for True: state dicts have `param_groups`, and load without them, too.
+
+        Raises:
+            ValueError: `save` is False.
+        """
+        if not save:
+            raise ValueError("state dicts always have param_groups, and load without them, too")
+
     def __getstate__(self) -> dict[str, Any]:
         # As torch: hooks and the `step` that a scheduler wrapped stay with this object.
         skipped = ("step", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
@@ -108,7 +128,8 @@ def by_name(state_dict: Mapping[str, Any], names: Sequence[Sequence[str]]) -> Ma
     """Return a state dict of `torch.optim`, which numbers parameters, with names instead.
 
     If the state dict has `param_names` equal to `names`, these are used; otherwise parameters are
-    matched by position in their group. A state dict by name is returned unchanged.
+    matched by position in their group. A state dict by name is returned unchanged, one without
+    groups with groups that change nothing.
 
     Args:
         state_dict: state dict of a `KeyedOptimizer` or of an optimizer of `torch.optim`.
@@ -117,6 +138,8 @@ def by_name(state_dict: Mapping[str, Any], names: Sequence[Sequence[str]]) -> Ma
     Raises:
         KeyError: other groups, or other numbers of parameters in them.
     """
+    if "param_groups" not in state_dict:
+        return {**state_dict, "param_groups": [{"params": list(group)} for group in names]}
     groups = state_dict["param_groups"]
     if not any(isinstance(number, int) for group in groups for number in group["params"]):
         return state_dict
@@ -251,7 +274,14 @@ class GradientClippingOptimizer(OptimizerWrapper):
         clipping: quantity to clip: nothing, the norm of all gradients, or each value.
         max_gradient: bound of the norm or of the absolute values.
         norm_type: exponent of the norm; `inf` for the maximum.
+        track_grad_norm: whether `last_total_grad_norm` is computed where the norm is not clipped.
+
+    Attributes:
+        last_total_grad_norm: the norm of all gradients before the last step clipped them; None
+            before a step, and where it is not computed.
     """
+
+    last_total_grad_norm: Tensor | None = None
 
     def __init__(
         self,
@@ -259,18 +289,31 @@ class GradientClippingOptimizer(OptimizerWrapper):
         clipping: GradientClipping = GradientClipping.NONE,
         max_gradient: float = 0.1,
         norm_type: float = 2.0,
+        *,
+        track_grad_norm: bool = False,
     ) -> None:
         super().__init__(optimizer)
         self.clipping, self.max_gradient = GradientClipping(clipping), max_gradient
-        self.norm_type = float(norm_type)
+        self.norm_type, self.track_grad_norm = float(norm_type), track_grad_norm
+
+    def _parameters(self) -> list[Tensor]:
+        return [p for group in self.param_groups for p in group["params"] if not p.is_meta]
+
+    def clip_grad_norm_(self) -> Tensor:
+        """Clip the norm of all gradients now, and return what it was."""
+        return clip_grad_norm_(self._parameters(), self.max_gradient, self.norm_type)
 
     def step(self, closure: Any = None) -> Any:
         """Clip the gradients, then make a step."""
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        if self.clipping is GradientClipping.NORM:
-            clip_grad_norm_(parameters, self.max_gradient, self.norm_type)
-        elif self.clipping is GradientClipping.VALUE:
-            clip_grad_value_(parameters, self.max_gradient)
+        self.last_total_grad_norm = None
+        if self.clipping is GradientClipping.NORM and self._parameters():
+            self.last_total_grad_norm = self.clip_grad_norm_()
+        elif self.track_grad_norm and self._parameters():
+            self.last_total_grad_norm = clip_grad_norm_(
+                self._parameters(), math.inf, self.norm_type
+            )
+        if self.clipping is GradientClipping.VALUE:
+            clip_grad_value_(self._parameters(), self.max_gradient)
         return super().step(closure)
 
 
