@@ -37,7 +37,7 @@ _PLACES = ("dev", "host", "uvm")
 States = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
-class DoesNotHavePrefix(Exception):  # noqa: N818 - FBGEMM's name
+class DoesNotHavePrefix(Exception):
     """The module has no weights or optimizer state of a name."""
 
 

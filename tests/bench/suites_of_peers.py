@@ -1,14 +1,15 @@
 """Runs the tests of TorchRec or FBGEMM over FBGEMM and over emblib, and compares the outcomes.
 
     python -m tests.bench.suites_of_peers SOURCE torchrec --path LIBRARIES --out OUTCOMES
-    python -m tests.bench.suites_of_peers SOURCE test --path SOURCE/test LIBRARIES --out OUTCOMES \
-        --pattern '*_test.py' --switch fallback --table
+    python -m tests.bench.suites_of_peers SOURCE test --path SOURCE/test LIBRARIES \
+        --out OUTCOMES --pattern '*_test.py' --switch fallback --table
 
 SOURCE is a checkout of the peer, or its folder `test` alone, which stays outside this repository;
-the paths below it name its test files or folders of them. Each file runs in a pytest of its own, which ends after `--timeout`
-seconds, two files at a time. Over emblib the switch `EMBLIB_AS_FBGEMM` is set, for child processes
-as well. The outcome of each test is stored per file and backend in OUTCOMES, so that a run that was
-interrupted goes on; `--again fail` runs those files again that have a test that only FBGEMM passes.
+the paths below it name its test files or folders of them. Each file runs in a pytest of its own,
+which ends after `--timeout` seconds, two files at a time. Over emblib the switch
+`EMBLIB_AS_FBGEMM` is set, for child processes as well. The outcome of each test is stored per file
+and backend in OUTCOMES, so that a run that was interrupted goes on; `--again fail` runs those files
+again that have a test that only FBGEMM passes.
 Printed at the end: the outcomes counted, and each test with another outcome over emblib.
 """
 

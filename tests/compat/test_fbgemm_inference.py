@@ -180,7 +180,7 @@ def test_other_options_raise(arguments: dict[str, Any], error: type, message: st
         )
 
 
-def pruned(kinds: Any, module: type, is_array: bool) -> Any:
+def pruned(kinds: Any, module: type, *, is_array: bool) -> Any:
     """Make two tables: the first has every third of 30 ids, the second all of its 8."""
     host, fp32 = kinds.EmbeddingLocation.HOST, kinds.SparseType.FP32
     ids = torch.arange(30)
@@ -197,13 +197,15 @@ def pruned(kinds: Any, module: type, is_array: bool) -> Any:
 
 @pytest.mark.parametrize("is_array", [True, False])
 def test_pruned_tables(is_array: bool) -> None:
-    module = pruned(names, IntNBitTableBatchedEmbeddingBagsCodegen, is_array)
+    module = pruned(names, IntNBitTableBatchedEmbeddingBagsCodegen, is_array=is_array)
     ids, offsets = torch.tensor([3, 4, 27, 5, 0, 7, 29]), torch.tensor([0, 3, 5, 6, 7])
     ids[-1] = 2
     rows = module.split_embedding_weights()[0][0].view(torch.float32)
     found = module(ids, offsets)
     expected = [rows[1] + rows[9], rows[0], rows[7], rows[2]]
-    torch.testing.assert_close(found.view(2, 2, 4).transpose(0, 1).reshape(4, 4), torch.stack(expected))
+    torch.testing.assert_close(
+        found.view(2, 2, 4).transpose(0, 1).reshape(4, 4), torch.stack(expected)
+    )
     assert ids.tolist() == [3, 4, 27, 5, 0, 7, 2]
     with pytest.warns(UserWarning, match="repaired 1"):
         module(torch.tensor([30]), torch.tensor([0, 1, 1]))
@@ -224,8 +226,8 @@ def test_pruned_tables(is_array: bool) -> None:
 @pytest.mark.parametrize("is_array", [True, False])
 def test_pruned_tables_are_those_of_fbgemm(is_array: bool) -> None:
     theirs = peer()
-    other = pruned(theirs, theirs.IntNBitTableBatchedEmbeddingBagsCodegen, is_array)
-    mine = pruned(names, IntNBitTableBatchedEmbeddingBagsCodegen, is_array)
+    other = pruned(theirs, theirs.IntNBitTableBatchedEmbeddingBagsCodegen, is_array=is_array)
+    mine = pruned(names, IntNBitTableBatchedEmbeddingBagsCodegen, is_array=is_array)
     generator = torch.Generator().manual_seed(1)
     ids = torch.cat([torch.randint(0, n, (20,), generator=generator) for n in (30, 8)]).int()
     offsets = torch.arange(0, 41, 5).int()

@@ -32,7 +32,11 @@ IDS = torch.tensor([3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5])
 OUTER = torch.tensor([0, 2, 5])
 SLOTS, SLOT_ENDS = torch.full((48, 2), -1), torch.tensor([0, 16, 16, 48])
 MAP_OFFSETS = torch.tensor([0, 2, 5, 7, 8, 10, 11])
-LISTS = [torch.tensor([4, 5, 6, 0]), torch.tensor([1, 2, 0]), torch.tensor([7, 8], dtype=torch.int32)]
+LISTS = [
+    torch.tensor([4, 5, 6, 0]),
+    torch.tensor([1, 2, 0]),
+    torch.tensor([7, 8], dtype=torch.int32),
+]
 ENDS = [torch.tensor([0, 1, 3]), torch.tensor([0, 0, 2]), torch.tensor([0, 2, 2])]
 WEIGHTS = [torch.rand(4, generator=G), torch.empty(0), torch.rand(2, generator=G)]
 ALL, SOME = torch.tensor([True] * 3), torch.tensor([True, False, True])
@@ -176,7 +180,9 @@ def test_results_are_those_of_fbgemm(case: str) -> None:
     peer_module("fbgemm_gpu.sparse_ops")
     name, arguments = case.partition("#")[0], CASES[case]
     found, theirs = OPERATORS[name][1](*arguments), getattr(torch.ops.fbgemm, name)(*arguments)
-    pairs = [(found, theirs)] if isinstance(theirs, Tensor | int) else zip(found, theirs, strict=True)
+    pairs = (
+        [(found, theirs)] if isinstance(theirs, Tensor | int) else zip(found, theirs, strict=True)
+    )
     tolerance = 2e-6 if any(word in name for word in ROUNDED) else 0.0
     for mine, other in pairs:
         if isinstance(other, list):
@@ -232,8 +238,8 @@ def test_softmax_and_sums_of_sequences() -> None:
         assert torch.equal(part[count:], x[count:])
     summed = dense_jagged.jagged_acc_weights_and_counts(ROWS[:, 0], IDS, 10)
     for row in range(10):
-        torch.testing.assert_close(float(summed[row, 0]), float(ROWS[IDS == row, 0].sum()))
-        assert summed[row, 1] == (IDS == row).sum()
+        torch.testing.assert_close(float(summed[row, 0]), float(ROWS[row == IDS, 0].sum()))
+        assert summed[row, 1] == (row == IDS).sum()
 
 
 def test_selections_from_sequences() -> None:
@@ -366,7 +372,9 @@ def test_rows_below_a_threshold_are_pruned() -> None:
     kept = [i for i in range(11) if abs(float(ROWS[i, 0])) > 0.5]
     assert torch.equal(rows, ROWS[kept])
     assert map_.tolist() == [kept.index(i) if i in kept else -1 for i in range(11)]
-    rows, map_ = pruning.embedding_bag_rowwise_prune(ROWS, ROWS[:, 0] * 0, 0.5, torch.int32, True, 9)
+    rows, map_ = pruning.embedding_bag_rowwise_prune(
+        ROWS, ROWS[:, 0] * 0, 0.5, torch.int32, True, 9
+    )
     assert map_.tolist() == [-1, -1, *range(9)]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from pathlib import Path
 from typing import Any
@@ -200,7 +201,7 @@ def test_what_emblib_lacks_comes_from_the_files_of_fbgemm() -> None:
     try:
         installation.install()
         with pytest.raises(ImportError, match="metrics"):
-            import fbgemm_gpu.metrics
+            importlib.import_module("fbgemm_gpu.metrics")
         installation.install(fallback=True)
         import fbgemm_gpu.metrics as metrics
         from fbgemm_gpu.tbe.ssd import SSDTableBatchedEmbeddingBags

@@ -272,9 +272,9 @@ _KEEP = ("keep_orig_idx", "total_num_blocks", "keep_orig_idx_per_feature")
 
 def _bucketize(number_before: int, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
     kept = dict(zip(_KEEP, arguments[number_before:], strict=False))
-    return block_bucketize_sparse_features_inference(
-        *arguments[:number_before], **kept, **options
-    )[:5]
+    return block_bucketize_sparse_features_inference(*arguments[:number_before], **kept, **options)[
+        :5
+    ]
 
 
 @operator(
@@ -417,10 +417,10 @@ def bounds_check_indices(
 
 @operator("get_infos_metadata(Tensor unused, int B, int T) -> (int, int)")
 def get_infos_metadata(unused: Tensor, B: int, T: int) -> tuple[int, int]:
-    """Return the bits of a bag beside its feature in 32 bits, and their mask."""
+    """Return the bits that 32 bits have for a bag where a feature takes the rest, and a mask."""
     check(T > 0 and B > 0, f"B and T must be positive, got {B} and {T}")
     bits = 32 - T.bit_length()
-    check(bits > 0 and B < 2**bits, f"{B} bags and {T} features do not fit into 32 bits")
+    check(bits > 0 and 2**bits > B, f"{B} bags and {T} features do not fit into 32 bits")
     return bits, 2**bits - 1
 
 
@@ -477,7 +477,7 @@ def generate_vbe_metadata(
     "Tensor? total_L_offsets=None, int fixed_L_per_warp=0, int num_warps_per_feature=0) -> "
     "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
-def transpose_embedding_input(  # noqa: PLR0913
+def transpose_embedding_input(
     hash_size_cumsum: Tensor,
     total_hash_size_bits: int,
     indices: Tensor,

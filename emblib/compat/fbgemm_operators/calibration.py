@@ -85,7 +85,7 @@ def histogram_binning_calibration(
     f"histogram_binning_calibration_by_feature({_SEGMENTS}{_BINS}SymInt num_bins, "
     f"float positive_weight, float lower_bound, float upper_bound, {_USE}"
 )
-def histogram_binning_calibration_by_feature(  # noqa: PLR0913
+def histogram_binning_calibration_by_feature(
     logit: Tensor,
     segment_value: Tensor,
     segment_lengths: Tensor,
@@ -147,7 +147,7 @@ def generic_histogram_binning_calibration_by_feature(
 def batched_unary_embeddings(
     weight: Tensor, table_offsets: Tensor, offsets: Tensor, indices: Tensor
 ) -> Tensor:
-    """Return the sums of one number per lookup, `[N, B, T]`, of N tasks with weights `[N, rows]`."""
+    """Return sums of one number per lookup, `[N, B, T]`, of N tasks with weights `[N, rows]`."""
     tables = table_offsets.numel() - 1
     batch = (offsets.numel() - 1) // tables
     lengths = offsets.diff()

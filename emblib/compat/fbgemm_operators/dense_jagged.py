@@ -1,7 +1,7 @@
 """Operators on jagged values and dense tensors: sums, products, softmax, slices.
 
-Jagged values `[L, D]` have sequences `offsets[b]` to `offsets[b + 1]`. A product or softmax looks at
-the first `max_L` values of each sequence; the results of the others are 0.
+Jagged values `[L, D]` have sequences `offsets[b]` to `offsets[b + 1]`. A product or softmax looks
+at the first `max_L` values of each sequence; the results of the others are 0.
 """
 
 from collections.abc import Sequence
@@ -61,9 +61,7 @@ def jagged_acc_weights_and_counts(
 # Products
 
 
-@operator(
-    "batched_dense_vec_jagged_2d_mul(Tensor v, Tensor a_values, Tensor a_offsets) -> Tensor"
-)
+@operator("batched_dense_vec_jagged_2d_mul(Tensor v, Tensor a_values, Tensor a_offsets) -> Tensor")
 def batched_vector_product(v: Tensor, a_values: Tensor, a_offsets: Tensor) -> Tensor:
     """Multiply vectors `[B * H, N]` by jagged matrices `[L, H * D]`, to `[B * H, D]`."""
     batch = a_offsets.numel() - 1
@@ -150,9 +148,7 @@ def jagged_index_add_2d_v1(
     "jagged_slice(Tensor x_values, Tensor x_lengths, Tensor start, int slice_length) -> "
     "(Tensor, Tensor)"
 )
-def jagged_slice(
-    x_values: Tensor, x_lengths: Tensor, start: Tensor, slice_length: int
-) -> _Jagged:
+def jagged_slice(x_values: Tensor, x_lengths: Tensor, start: Tensor, slice_length: int) -> _Jagged:
     """Return up to `slice_length` values of each sequence from `start` on, and their lengths."""
     left = x_lengths - start
     check(
@@ -236,7 +232,7 @@ def _stacked(
     max_lengths_per_key: Sequence[int],
     padding_value: int = 0,
 ) -> list[Tensor]:
-    """Pad the values of each key, lengths `[K, B]`, to `[B, max_length]` or `[B, max_length, D]`."""
+    """Pad the values of each key to `[B, max_length]` or `[B, max_length, D]`; lengths `[K, B]`."""
     offsets = complete_cumsum(lengths)
     return [
         jagged_to_padded_dense(values[first:last], [row], [size], padding_value)

@@ -97,9 +97,9 @@ def to_fused_nbit(input: Tensor, bit_rate: int) -> Tensor:
 
 
 for _source in ("Float", "Half", "FloatOrHalf"):
-    operator(
-        f"{_source}ToFusedNBitRowwiseQuantizedSBHalf(Tensor input, int bit_rate) -> Tensor"
-    )(to_fused_nbit)
+    operator(f"{_source}ToFusedNBitRowwiseQuantizedSBHalf(Tensor input, int bit_rate) -> Tensor")(
+        to_fused_nbit
+    )
 
 
 def _check_bits(bit_rate: int) -> None:
