@@ -135,24 +135,32 @@ def _split_evenly(
     else:
         total = total_num_blocks.to(indices.dtype)[feature]
     blocks = total // buckets
-    size = block * blocks
+    size = (block * blocks).clamp(min=1)  # blocks of 0 rows: all rows are spread
     inside = indices < block * total
     bucket = torch.where(inside, indices // size, indices % total // blocks)
     return bucket, torch.where(inside, indices % size, indices // total)
 
 
 def _split_at(
-    indices: Tensor, feature: Tensor, bounds: Sequence[Tensor], buckets: int
+    indices: Tensor, feature: Tensor, blocks: "_Blocks", buckets: int
 ) -> tuple[Tensor, Tensor]:
-    """Return bucket and local row, for buckets that begin at `bounds` of each feature."""
+    """Return bucket and local row, for buckets that begin at `bounds` of each feature.
+
+    A feature with blocks of 0 rows has raw ids, which are spread over its blocks and bounds.
+    """
     bucket, row = indices % buckets, indices // buckets
-    for number, starts in enumerate(bounds):
+    for number, starts in enumerate(blocks.bounds or ()):
         starts = starts.to(indices.dtype)
-        found = torch.searchsorted(starts, indices, right=True) - 1
+        is_raw = blocks.sizes[number] == 0
+        count = torch.full_like(starts[0], buckets) if blocks.total is None else blocks.total[number]
+        spread = indices % count * starts[-1] // count
+        place = torch.where(is_raw, spread, indices)
+        found = torch.searchsorted(starts, place, right=True) - 1
         here = (feature == number) & (found >= 0) & (found < buckets)
         found = found.clamp(0, buckets - 1)
         bucket = torch.where(here, found, bucket)
-        row = torch.where(here, indices - starts[found], row)
+        local = torch.where(is_raw, indices // count, indices - starts[found])
+        row = torch.where(here, local.to(row.dtype), row)
     return bucket, row
 
 
@@ -186,7 +194,8 @@ class _Blocks(NamedTuple):
         if self.total is not None and self.total.device.type == "cpu":
             check(
                 torch.compiler.is_compiling() or not (self.total % buckets).any(),
-                f"total_num_blocks must be multiples of my_size = {buckets}, got {self.total}",
+                f"each of total_num_blocks must be a multiple of my_size = {buckets}, got "
+                f"{self.total.tolist()}",
             )
         if self.bounds is not None:
             sizes = [bounds.numel() for bounds in self.bounds]
@@ -246,7 +255,7 @@ def block_bucketize_sparse_features_inference(
         if block_bucketize_pos is None:
             bucket, row = _split_evenly(indices, feature, block_sizes, total_num_blocks, my_size)
         else:
-            bucket, row = _split_at(indices, feature, block_bucketize_pos, my_size)
+            bucket, row = _split_at(indices, feature, blocks, my_size)
         order, counts = _group(lengths, bag, bucket, my_size)
         found = _Bucketed(counts, row[order], order, bucket.to(indices.dtype))
     rows = found.rows

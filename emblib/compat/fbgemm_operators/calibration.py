@@ -33,6 +33,7 @@ def _bins_of(predictions: Tensor, lower: float, upper: float, bins: int) -> Tens
 
 def _segments(value: Tensor, lengths: Tensor, num_segments: int) -> Tensor:
     """Return the segment of each example: 0 without a value or beyond the last, else value + 1."""
+    value, lengths = value.flatten(), lengths.flatten()
     last = max(value.numel() - 1, 0)
     first = complete_cumsum(lengths)[:-1].long().clamp(max=last)
     known = functional.pad(value, (0, int(not value.numel()))).index_select(0, first).long() + 1

@@ -293,6 +293,11 @@ def dense_to_jagged(
     check(levels > 0, "x_offsets must have the offsets of at least one level, got none")
     for level_offsets in x_offsets:
         check_offsets("x_offsets", level_offsets)
+    last = x_offsets[-1]
+    if total_L is None and last.device.type == "cpu" and type(last) is Tensor:
+        total_L = int(last[-1])
+    if total_L is not None and total_L < 0:
+        raise ValueError(f"total_L, the last offset, must be >= 0, got {total_L}")
     bags = x_offsets[0].numel() - 1
     check(
         dense.size(0) == bags,

@@ -220,6 +220,8 @@ def batch_index_select_dim0(
     over all matrices.
     """
     sizes = [rows * width for rows, width in zip(input_rows, input_columns, strict=True)]
+    if not sizes:
+        return inputs.new_empty(0)
     chosen = [
         part.view(rows, width).index_select(0, index)
         for part, rows, width, index in zip(
@@ -307,6 +309,12 @@ def new_unified_tensor(self: Tensor, sizes: Sequence[int], is_host_mapped: bool)
             "EmbeddingLocation.MANAGED, or emblib.Placement.MANAGED (docs/placement.md)"
         )
     return self.new_empty(sizes)
+
+
+for _name in ("new_managed_tensor", "new_vanilla_managed_tensor", "new_host_mapped_tensor"):
+    operator(f"{_name}(Tensor self, int[] sizes) -> Tensor")(
+        lambda self, sizes: new_unified_tensor(self, sizes, False)
+    )
 
 
 @operator("check_feature_gate_key(str key) -> bool")
