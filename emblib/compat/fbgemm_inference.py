@@ -437,6 +437,9 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
                 [torch.empty(0, dtype=self.indices_dtype), *given]
             ).to(self.indices_dtype),
             "index_remappings_array_offsets": torch.tensor([0, *itertools.accumulate(sizes)]),
+            "rows_per_table": torch.tensor(
+                [self.embedding_specs[t][1] for t in self.feature_table_map]
+            ),
             "original_rows_per_table": torch.tensor([original[t] for t in self.feature_table_map]),
         }
         for name, tensor in buffers.items():

@@ -114,6 +114,7 @@ def _contents(names: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         if name.endswith(("Definition", "Mode", "Threshold", "Decay", "Prefix"))
         and name not in kinds
     }
+    monitoring = {name: found for name, found in names.items() if "StatsReporter" in name}
     partial = {"PartiallyMaterializedTensor": _RAISES["PartiallyMaterializedTensor"]}
     inference = {
         "IntNBitTableBatchedEmbeddingBagsCodegen": (
@@ -142,10 +143,9 @@ def _contents(names: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         "tbe.config": kinds | options,
         "tbe.config.embedding_config": kinds,
         "tbe.config.optimizer_config": options,
-        "tbe.monitoring": {
-            name: names[name]
-            for name in ("TBEStatsReporter", "TBEStatsReporterConfig", "StdLogStatsReporterConfig")
-        },
+        "runtime_monitor": monitoring,
+        "tbe.monitoring": monitoring,
+        "tbe.monitoring.runtime_monitor": monitoring,
         "tbe.ssd": disk | _KEY_VALUE | {"ASSOC": 32},
         "tbe.ssd.ssd_config": _KEY_VALUE,
         "tbe.ssd.training": disk,

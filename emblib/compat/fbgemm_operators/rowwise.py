@@ -9,11 +9,18 @@ from emblib.compat.fbgemm_operators.registry import operator
 
 def _range(values: Tensor) -> tuple[Tensor, Tensor]:
     values = values.float()
+    if not values.size(-1):
+        return values.new_zeros(*values.shape[:-1], 1), values.new_zeros(*values.shape[:-1], 1)
     return values.amin(-1, keepdim=True), values.amax(-1, keepdim=True)
 
 
 def _as_bytes(values: Tensor) -> Tensor:
-    return values.contiguous().view(torch.uint8)
+    return _packed(values).view(torch.uint8)
+
+
+def _packed(values: Tensor) -> Tensor:
+    """Return a copy without gaps and at an aligned address, of empty tensors too."""
+    return values.clone(memory_format=torch.contiguous_format)
 
 
 def to_fused_8bit(t: Tensor) -> Tensor:
@@ -62,7 +69,7 @@ def fused_8bit_to_float(
 
 def _decode(codes: Tensor, header: Tensor, kind: torch.dtype, output_dtype: int) -> Tensor:
     check(output_dtype in DTYPES, f"output_dtype must be one of {[*DTYPES]}, got {output_dtype}")
-    scale, low = header.contiguous().view(kind).float().unsqueeze(-1).unbind(-2)
+    scale, low = _packed(header).view(kind).float().unsqueeze(-1).unbind(-2)
     return (codes.float() * scale + low).to(DTYPES[output_dtype])
 
 
