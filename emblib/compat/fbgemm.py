@@ -367,19 +367,7 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
         self._build(fbgemm_arguments.normalise(given))
 
     def _build(self, a: SimpleNamespace) -> None:
-        if a.weights_precision is SparseType.INT8:
-            self.bags = Int8Tables(a)
-        else:
-            self.bags = TableBatchedEmbeddingBags(
-                fbgemm_arguments.tables(a),
-                optimizers.optimizer(a),
-                pooling=fbgemm_arguments.pooling(a),
-                feature_tables=a.feature_table_map,
-                precision=fbgemm_arguments.precision(a),
-                bounds_check=fbgemm_arguments.bounds_check(a),
-                cache=fbgemm_arguments.cache(a),
-                device=a.device,
-            )
+        self.bags = _tables_of(a)
         with torch.no_grad():
             for weights in self.bags.table_weights():
                 weights.zero_()
@@ -518,7 +506,7 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
         )
         weights = None if per_sample_weights is None else per_sample_weights.float()
         device = indices.device
-        moved = [x.to(device) if isinstance(x, Tensor) else x for x in layout]
+        moved: list[Any] = [x.to(device) if isinstance(x, Tensor) else x for x in layout]
         return indices, offsets, weights, VBEMetadata(*moved)
 
     def _attended(self) -> bool:
@@ -656,6 +644,22 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
         """Change `lr`, `eps`, `beta1`, `beta2`, `weight_decay`, `lower_bound`."""
         self._require_fused("update_hyper_parameters")
         optimizers.update(self.bags, self._arguments, params_dict)
+
+
+def _tables_of(a: SimpleNamespace) -> Any:
+    """Return the module that does the work."""
+    if a.weights_precision is SparseType.INT8:
+        return Int8Tables(a)
+    return TableBatchedEmbeddingBags(
+        fbgemm_arguments.tables(a),
+        optimizers.optimizer(a),
+        pooling=fbgemm_arguments.pooling(a),
+        feature_tables=a.feature_table_map,
+        precision=fbgemm_arguments.precision(a),
+        bounds_check=fbgemm_arguments.bounds_check(a),
+        cache=fbgemm_arguments.cache(a),
+        device=a.device,
+    )
 
 
 _installation = fbgemm_modules.Installation(

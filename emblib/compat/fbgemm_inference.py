@@ -90,6 +90,11 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
     NotImplementedError. Maps are arrays also with `use_array_for_index_remapping=False`.
     """
 
+    index_remappings_array: Tensor
+    index_remappings_array_offsets: Tensor
+    original_rows_per_table: Tensor
+    rows_per_table: Tensor
+
     def __init__(
         self,
         embedding_specs: list[_Spec],

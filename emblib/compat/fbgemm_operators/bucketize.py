@@ -152,7 +152,9 @@ def _split_at(
     for number, starts in enumerate(blocks.bounds or ()):
         starts = starts.to(indices.dtype)
         is_raw = blocks.sizes[number] == 0
-        count = torch.full_like(starts[0], buckets) if blocks.total is None else blocks.total[number]
+        count = (
+            torch.full_like(starts[0], buckets) if blocks.total is None else blocks.total[number]
+        )
         spread = indices % count * starts[-1] // count
         place = torch.where(is_raw, spread, indices)
         found = torch.searchsorted(starts, place, right=True) - 1
@@ -279,11 +281,10 @@ _KEEP = ("keep_orig_idx", "total_num_blocks", "keep_orig_idx_per_feature")
 """The arguments that follow `return_bucket_mapping`."""
 
 
-def _bucketize(number_before: int, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    kept = dict(zip(_KEEP, arguments[number_before:], strict=False))
-    return block_bucketize_sparse_features_inference(*arguments[:number_before], **kept, **options)[
-        :5
-    ]
+def _bucketize(arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    kept = dict(zip(_KEEP, arguments[10:], strict=False))
+    whole: Any = block_bucketize_sparse_features_inference
+    return whole(*arguments[:10], **kept, **options)[:5]
 
 
 @operator(
@@ -292,7 +293,7 @@ def _bucketize(number_before: int, arguments: tuple[Any, ...], options: dict[str
 )
 def block_bucketize_sparse_features(*arguments: Any, **options: Any) -> _Buckets:
     """Distribute lookups as `block_bucketize_sparse_features_inference`, without the buckets."""
-    made: _Buckets = _bucketize(10, arguments, options)
+    made: _Buckets = _bucketize(arguments, options)
     return made
 
 
@@ -315,7 +316,7 @@ def block_bucketize_sparse_features_2d_weights(
     """Distribute lookups as `block_bucketize_sparse_features`, with weights `[L, weights_dim]`."""
     first = lengths, indices, bucketize_pos, sequence, block_sizes, my_size
     rows = weights.view(-1, weights_dim)
-    made: _Buckets = _bucketize(10, (*first, rows, *arguments), options)
+    made: _Buckets = _bucketize((*first, rows, *arguments), options)
     return made
 
 
