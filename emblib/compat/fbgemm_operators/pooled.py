@@ -221,7 +221,7 @@ def batch_index_select_dim0(
     """
     sizes = [rows * width for rows, width in zip(input_rows, input_columns, strict=True)]
     if not sizes:
-        return inputs.new_empty(0)
+        return inputs[:0]
     chosen = [
         part.view(rows, width).index_select(0, index)
         for part, rows, width, index in zip(
