@@ -8,7 +8,7 @@ Change the import and keep the code:
 `docs/options.md` says what each option is here. What differs: weights and optimizer state are in
 `state_dict` a table at a time; the step counts updates, not forwards; the caller's indices and
 offsets are never written to; FBGEMM's own enum members and option objects are taken as well. What
-there is not: TorchScript, INT8 tables, and the tensors inside FBGEMM's cache.
+there is not: TorchScript, and the tensors inside FBGEMM's cache.
 
 `install()` puts the names under `fbgemm_gpu`, so that an unmodified TorchRec uses them.
 """
@@ -29,7 +29,8 @@ from emblib import Pooling, Precision, TableBatchedEmbeddingBags, TableSpec, opt
 from emblib.compat import fbgemm_arguments, fbgemm_modules
 from emblib.compat import fbgemm_arguments as optimizers
 from emblib.compat.fbgemm_arguments import float_dtype
-from emblib.compat.fbgemm_operators import jagged
+from emblib.compat.fbgemm_int8 import Int8Tables
+from emblib.compat.fbgemm_operators import bucketize, jagged
 from emblib.compat.fbgemm_reporting import (
     CacheCounters,
     Events,
@@ -65,6 +66,7 @@ from emblib.compat.fbgemm_types import (
     TailIdThreshold,
     UserEnabledConfigDefinition,
     UVMCacheStatsIndex,
+    VBEMetadata,
     WeightDecayMode,
     as_member,
 )
@@ -365,21 +367,13 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
         self._build(fbgemm_arguments.normalise(given))
 
     def _build(self, a: SimpleNamespace) -> None:
-        self.bags = TableBatchedEmbeddingBags(
-            fbgemm_arguments.tables(a),
-            optimizers.optimizer(a),
-            pooling=fbgemm_arguments.pooling(a),
-            feature_tables=a.feature_table_map,
-            precision=fbgemm_arguments.precision(a),
-            bounds_check=fbgemm_arguments.bounds_check(a),
-            cache=fbgemm_arguments.cache(a),
-            device=a.device,
-        )
+        self.bags = _tables_of(a)
         with torch.no_grad():
             for weights in self.bags.table_weights():
                 weights.zero_()
         self._arguments = a
         self._describe(a)
+        self._use_buffers(a.preallocated_host_buffers or {})
         self._counters = CacheCounters(self.bags, a)
         self._averaging = optimizers.in_place_average(a)
         self.uuid = str(uuid.uuid4())
@@ -478,6 +472,42 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
                 first_feature_only=extra.writeback_first_feature_only,
             )
         return output
+
+    def prepare_inputs(
+        self,
+        indices: Tensor,
+        offsets: Tensor,
+        per_sample_weights: Tensor | None = None,
+        batch_size_per_feature_per_rank: list[list[int]] | None = None,
+        force_cast_input_types: bool = True,
+        prefetch_pipeline: bool = False,
+        vbe_output: Tensor | None = None,
+        vbe_output_offsets: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor | None, VBEMetadata]:
+        """Return copies of the inputs of a lookup in one dtype and repaired, and their layout.
+
+        `forward` needs no such call. Invalid input raises or is repaired as `bounds_check_mode`
+        says, and the caller's tensors stay as they are.
+        """
+        sizes = batch_size_per_feature_per_rank
+        indices = self._cast(indices).clone()
+        offsets = offsets.to(indices.dtype, copy=True)
+        layout = VBEMetadata.of(sizes, [self.dims[t] for t in self.feature_table_map])
+        layout = layout._replace(vbe_output=vbe_output, vbe_output_offsets=vbe_output_offsets)
+        mode = self._arguments.bounds_check_mode.name.removeprefix("V2_")
+        bucketize.bounds_check_indices(
+            self.rows_per_table,
+            indices,
+            offsets,
+            BoundsCheckMode[mode].value,
+            torch.zeros(1, dtype=torch.int64, device=indices.device),
+            per_sample_weights,
+            layout.B_offsets,
+        )
+        weights = None if per_sample_weights is None else per_sample_weights.float()
+        device = indices.device
+        moved: list[Any] = [x.to(device) if isinstance(x, Tensor) else x for x in layout]
+        return indices, offsets, weights, VBEMetadata(*moved)
 
     def _attended(self) -> bool:
         """Return whether a forward does more than look up; others compile into one graph."""
@@ -616,18 +646,39 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
         optimizers.update(self.bags, self._arguments, params_dict)
 
 
+def _tables_of(a: SimpleNamespace) -> Any:
+    """Return the module that does the work."""
+    if a.weights_precision is SparseType.INT8:
+        return Int8Tables(a)
+    return TableBatchedEmbeddingBags(
+        fbgemm_arguments.tables(a),
+        optimizers.optimizer(a),
+        pooling=fbgemm_arguments.pooling(a),
+        feature_tables=a.feature_table_map,
+        precision=fbgemm_arguments.precision(a),
+        bounds_check=fbgemm_arguments.bounds_check(a),
+        cache=fbgemm_arguments.cache(a),
+        device=a.device,
+    )
+
+
 _installation = fbgemm_modules.Installation(
     {name: found for name, found in globals().items() if name in __all__ and name != "install"}
 )
 
 
-def install() -> None:
+def install(*, fallback: bool = False) -> None:
     """Let `import fbgemm_gpu` import emblib's classes, and register `torch.ops.fbgemm`.
 
     TorchRec then trains on emblib's kernels. It is for the rest of the process; a second call does
     nothing.
 
+    Args:
+        fallback: whether FBGEMM's Python files, where it is installed, serve the modules and names
+            that emblib lacks; its libraries are never loaded.
+
     Raises:
+        ModuleNotFoundError: a fallback without an installed FBGEMM.
         RuntimeError: the real fbgemm_gpu was imported before, or its operators are registered.
     """
-    _installation.install()
+    _installation.install(fallback=fallback)

@@ -57,8 +57,6 @@ _WITHOUT_MEANING = {
     "where they are made",
     "enable_raw_embedding_streaming": "there is no streaming server; write changed rows out with "
     "split_embedding_weights()",
-    "preallocated_host_buffers": "tables allocate their own memory; copy into "
-    "split_embedding_weights()",
     "is_qr_tbe": "there is no quotient-remainder subclass",
 }
 _PLACEMENTS = {

@@ -2,11 +2,13 @@
 
 INT8 and INT4 rows are those of `emblib.QuantizedEmbeddingBags`, whose bytes FBGEMM's have, FP16 and
 FP32 rows those of `emblib.TableBatchedEmbeddingBags`. Rows are on the device of the module; tables
-behind a cache, pruned tables and other formats raise.
+behind a cache and other formats raise. Ids of pruned tables are mapped to their rows before the
+lookup, by an array of one row per id.
 """
 
 # No `from __future__ import annotations`: TorchScript evaluates the annotations.
 
+import itertools
 import logging
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +28,7 @@ from emblib import (
 )
 from emblib.compat.fbgemm_arguments import float_dtype
 from emblib.compat.fbgemm_comms import rounded_row_size_in_bytes
-from emblib.compat.fbgemm_operators import jagged
+from emblib.compat.fbgemm_operators import bucketize, jagged, pruning
 from emblib.compat.fbgemm_types import (
     BoundsCheckMode,
     CacheAlgorithm,
@@ -47,7 +49,6 @@ _HEADER = 4  # bytes of scale and bias, two float16
 _BITS = {SparseType.INT8: 8, SparseType.INT4: 4}
 _FLOATS = {SparseType.FP16: torch.float16, SparseType.FP32: torch.float32}
 _FIXED: dict[str, tuple[Any, str]] = {
-    "index_remapping": (None, "pruned tables are not supported; map the ids before the lookup"),
     "record_cache_metrics": (None, "there is no cache"),
     "gather_uvm_cache_stats": (False, "there is no cache"),
     "fp8_exponent_bits": (None, "FP8 rows are not supported"),
@@ -79,14 +80,20 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
         feature_table_map: the table of each feature; by default feature i reads table i.
         pooling_mode: SUM, MEAN, or NONE for one vector per lookup.
         device: device of rows and lookups; None is the current GPU.
+        index_remapping: row of each id of each table, -1 for pruned ones, or None for all ids.
         bounds_check_mode: reaction to invalid input; the caller's tensors do not change.
         weight_lists: the argument of `assign_embedding_weights`, if there are rows already.
         output_dtype: FP32, FP16 or BF16.
-        row_alignment: FBGEMM's alignment of rows, of which only the attribute is kept.
+        row_alignment: FBGEMM's alignment of rows; here they end at a multiple of 4.
 
-    The arguments of caches and of pruned tables have no effect without such tables; those and other
-    formats raise NotImplementedError.
+    The arguments of caches have no effect without such tables; those and other formats raise
+    NotImplementedError. Maps are arrays also with `use_array_for_index_remapping=False`.
     """
+
+    index_remappings_array: Tensor
+    index_remappings_array_offsets: Tensor
+    original_rows_per_table: Tensor
+    rows_per_table: Tensor
 
     def __init__(
         self,
@@ -148,6 +155,7 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
             raise ValueError(f"without pooling all tables must have one dim, got {self._dims}")
         self.total_D: int = sum(self._dims)
         self._parts: list[_Part] = []
+        self.set_index_remappings(index_remapping or [])
         if weight_lists:
             self.assign_embedding_weights(weight_lists)
 
@@ -203,9 +211,31 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
         if per_sample_weights is not None:
             weights = per_sample_weights.detach().to(device, torch.float32, non_blocking=is_async)
         with torch.no_grad():
+            if self.index_remappings_array.numel():
+                indices, offsets = self._map(indices, offsets)
             if len(self._parts) == 1:
                 return self._parts[0].bags(indices, offsets, weights)
             return self._look_up_formats(indices, offsets, weights)
+
+    def _map(self, indices: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the rows of ids, after a check of the ids, and the checked offsets."""
+        indices, offsets = indices.clone(), offsets.to(indices.dtype, copy=True)
+        mode = BoundsCheckMode(self.bounds_check_mode_int).name.removeprefix("V2_")
+        bucketize.bounds_check_indices(
+            self.original_rows_per_table,
+            indices,
+            offsets,
+            BoundsCheckMode[mode].value,
+            torch.zeros(1, dtype=torch.int64, device=indices.device),
+        )
+        features = len(self.feature_table_map)
+        batch = max((offsets.numel() - 1) // features, 1)
+        table = torch.tensor(self.feature_table_map, device=indices.device).repeat_interleave(
+            offsets[::batch].diff(), output_size=indices.numel()
+        )
+        ends = self.index_remappings_array_offsets
+        first, count = ends[table], ends.diff()[table]
+        return pruning.map_ids(indices, first, count, self.index_remappings_array), offsets
 
     def _look_up_formats(self, indices: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
         """Look up the features of each number format, and join their blocks."""
@@ -231,6 +261,8 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
         """
         if not self._parts:
             raise RuntimeError("there are no rows yet: call initialize_weights() first")
+        if self.index_remappings_array.numel():
+            raise TypeError("pruned tables: trace with this class as a leaf module")
         if len(self._parts) > 1:
             formats = sorted({spec[3].name for spec in self.embedding_specs})
             raise TypeError(
@@ -293,7 +325,8 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
                 f"split_scale_bias_mode must be 0, 1 or 2, got {split_scale_bias_mode}"
             )
         result: list[tuple[Tensor, Tensor | None, Tensor | None]] = []
-        for rows, spec in zip(self._rows(), self.embedding_specs, strict=True):
+        padded = split_scale_bias_mode == 0
+        for rows, spec in zip(self._rows(padded=padded), self.embedding_specs, strict=True):
             if split_scale_bias_mode == 0 or spec[3] not in _BITS:
                 result.append((rows, None, None))
                 continue
@@ -305,8 +338,12 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
             result.append((numbers, scale, bias))
         return result
 
-    def _rows(self) -> list[Tensor]:
-        """Return the rows of each table, uint8 `[rows, bytes]`, without what fills them."""
+    def _rows(self, *, padded: bool = True) -> list[Tensor]:
+        """Return the rows of each table, uint8 `[rows, bytes]`.
+
+        With `padded` rows are filled up to `row_alignment` where emblib's own, which end at a
+        multiple of 4, reach as far.
+        """
         if not self._parts:
             raise RuntimeError("there are no rows yet: call initialize_weights() first")
         found: dict[int, Tensor] = {}
@@ -318,7 +355,9 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
                 views = [rows.detach().view(torch.uint8) for rows in weights]
             for table, view in zip(part.tables, views, strict=True):
                 _, _, dim, kind, _ = self.embedding_specs[table]
-                found[table] = view[:, : rounded_row_size_in_bytes(dim, kind, 1)]
+                sizes = [rounded_row_size_in_bytes(dim, kind, n) for n in (1, self.row_alignment)]
+                has_padding = padded and sizes[1] <= view.size(1)
+                found[table] = view[:, : sizes[has_padding]]
         return [found[table] for table in range(len(self.embedding_specs))]
 
     def split_embedding_weights(self, split_scale_shifts: bool = True) -> list[_Rows]:
@@ -386,13 +425,30 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
         pruning_hash_load_factor: float = 0.5,
         use_array_for_index_remapping: bool = True,
     ) -> None:
-        """Raise for pruned tables, which emblib does not have."""
-        if any(mapping is not None for mapping in index_remapping):
-            raise NotImplementedError(f"index_remapping: {_FIXED['index_remapping'][1]}")
+        """Set the row of each id of each table; -1 is a pruned one, and None maps no ids."""
+        self.set_index_remappings_array(index_remapping)
 
     def set_index_remappings_array(self, index_remapping: list[Tensor]) -> None:
-        """Raise for pruned tables, which emblib does not have."""
-        self.set_index_remappings(index_remapping)
+        """Set the row of each id of each table; -1 is a pruned one, and None maps no ids."""
+        tables = len(self.embedding_specs)
+        maps: list[Tensor | None] = list(index_remapping) or [None] * tables
+        if len(maps) != tables:
+            raise ValueError(f"index_remapping must have {tables} maps, got {len(maps)}")
+        sizes = [0 if rows is None else rows.numel() for rows in maps]
+        original = [size or spec[1] for size, spec in zip(sizes, self.embedding_specs, strict=True)]
+        given = [rows.flatten().cpu() for rows in maps if rows is not None]
+        buffers = {
+            "index_remappings_array": torch.cat(
+                [torch.empty(0, dtype=self.indices_dtype), *given]
+            ).to(self.indices_dtype),
+            "index_remappings_array_offsets": torch.tensor([0, *itertools.accumulate(sizes)]),
+            "rows_per_table": torch.tensor(
+                [self.embedding_specs[t][1] for t in self.feature_table_map]
+            ),
+            "original_rows_per_table": torch.tensor([original[t] for t in self.feature_table_map]),
+        }
+        for name, tensor in buffers.items():
+            self.register_buffer(name, tensor.to(self._device), persistent=False)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         for part in self._parts:
@@ -467,8 +523,7 @@ def _check_fixed(given: Mapping[str, Any]) -> None:
     """Raise for arguments without a counterpart."""
     for name, (only, reason) in _FIXED.items():
         value = given[name]
-        is_empty = name == "index_remapping" and not any(m is not None for m in value or ())
-        if not (value == only or is_empty):
+        if value != only:
             raise NotImplementedError(f"{name} must be {only!r}, got {value!r}: {reason}")
 
 

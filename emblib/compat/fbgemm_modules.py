@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 import sys
 from collections.abc import Mapping
 from importlib.machinery import ModuleSpec
@@ -12,8 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, _library
 
-from emblib.compat import fbgemm_comms, fbgemm_inference, fbgemm_operators
-from emblib.compat.torchrec_tree import raising
+from emblib.compat import fbgemm_comms, fbgemm_inference, fbgemm_operators, fbgemm_tables
+from emblib.compat.fbgemm_operators import dense_jagged
+from emblib.compat.raising import raising
+from emblib.compat.torchrec_fallback import Fallback
 
 ROOT = "fbgemm_gpu"
 
@@ -100,7 +103,18 @@ def _contents(names: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
             "RecordCacheMetrics",
         )
     }
-    training = dict(names)
+    training = dict(names) | {
+        "DEFAULT_ASSOC": 32,
+        "DoesNotHavePrefix": fbgemm_tables.DoesNotHavePrefix,
+        "INT8_EMB_ROW_DIM_OFFSET": 8,
+    }
+    options = {
+        name: found
+        for name, found in training.items()
+        if name.endswith(("Definition", "Mode", "Threshold", "Decay", "Prefix"))
+        and name not in kinds
+    }
+    monitoring = {name: found for name, found in names.items() if "StatsReporter" in name}
     partial = {"PartiallyMaterializedTensor": _RAISES["PartiallyMaterializedTensor"]}
     inference = {
         "IntNBitTableBatchedEmbeddingBagsCodegen": (
@@ -111,7 +125,7 @@ def _contents(names: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     dense = {"get_table_batched_offsets_from_dense": get_table_batched_offsets_from_dense}
     return {
         "": {},
-        "sparse_ops": {},
+        "sparse_ops": {"get_source_mask": dense_jagged.get_source_mask_of},
         "split_embedding_utils": dense,
         "split_embedding_configs": {
             "EmbOptimType": names["EmbOptimType"],
@@ -126,12 +140,12 @@ def _contents(names: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         "tbe.cache.kv_embedding_ops_inference": {
             "KVEmbeddingInference": _RAISES["KVEmbeddingInference"]
         },
-        "tbe.config": kinds,
+        "tbe.config": kinds | options,
         "tbe.config.embedding_config": kinds,
-        "tbe.monitoring": {
-            name: names[name]
-            for name in ("TBEStatsReporter", "TBEStatsReporterConfig", "StdLogStatsReporterConfig")
-        },
+        "tbe.config.optimizer_config": options,
+        "runtime_monitor": monitoring,
+        "tbe.monitoring": monitoring,
+        "tbe.monitoring.runtime_monitor": monitoring,
         "tbe.ssd": disk | _KEY_VALUE | {"ASSOC": 32},
         "tbe.ssd.ssd_config": _KEY_VALUE,
         "tbe.ssd.training": disk,
@@ -147,6 +161,8 @@ class Installation:
 
     There is no way back: PyTorch ends the process if the real library registers operators again.
     """
+
+    _fallback: Fallback | None = None
 
     def __init__(self, names: Mapping[str, Any]) -> None:
         contents = _contents(names)
@@ -167,16 +183,23 @@ class Installation:
         # As in FBGEMM's wheels, where it says that the operators need not be loaded by hand.
         vars(self._modules[ROOT]).update(is_of_emblib=True, open_source=True)
 
-    def install(self) -> None:
-        """Register modules and operators; a second call changes nothing.
+    def install(self, *, fallback: bool = False) -> None:
+        """Register modules and operators; a second call changes nothing, except for `fallback`.
+
+        Args:
+            fallback: whether FBGEMM's Python files, where it is installed, serve the modules and
+                names that emblib lacks. Its libraries are never loaded.
 
         Raises:
+            ModuleNotFoundError: a fallback without an installed FBGEMM.
             RuntimeError: the real fbgemm_gpu was imported, or its operators are registered.
         """
         other = sorted(
             name
             for name, module in sys.modules.items()
-            if name.partition(".")[0] == ROOT and module is not self._modules.get(name)
+            if name.partition(".")[0] == ROOT
+            and module is not self._modules.get(name)
+            and self._fallback is None
         )
         if other:
             origin = getattr(sys.modules[other[0]], "__file__", None)
@@ -194,7 +217,19 @@ class Installation:
             )
         fbgemm_operators.register()
         _register_no_fakes()
+        if fallback and self._fallback is None:
+            self._fallback = Fallback(self._modules, ROOT)
+            self._fallback.install()
+            for name, module in self._modules.items():
+                serve = functools.partial(self._serve, name.removeprefix(ROOT).lstrip("."))
+                vars(module)["__getattr__"] = serve
         sys.modules.update(self._modules)
+
+    def _serve(self, module: str, name: str) -> Any:
+        """Return a name that a module lacks, from FBGEMM's file of the module."""
+        if self._fallback is None or name.startswith("__"):
+            raise AttributeError(f"module {module} has no attribute {name!r}", name=name)
+        return self._fallback.attribute(module, name)
 
 
 def _register_no_fakes() -> None:

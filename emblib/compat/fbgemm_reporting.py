@@ -109,7 +109,7 @@ class TBEStatsReporterConfig:
     def create_reporter(self) -> TBEStatsReporter | None:
         """Return None: this class has no reporter."""
         if self.interval > 0:
-            raise ValueError(
+            raise AssertionError(
                 f"an interval ({self.interval}) needs a reporter: use StdLogStatsReporterConfig, "
                 "or a subclass that overrides create_reporter"
             )

@@ -4,10 +4,14 @@ The package puts this file into site-packages as `_emblib_as_fbgemm.py`, with a 
 it in every process whose environment has the variable. Ranks, spawned workers and the children of
 torchrun inherit the environment, so that no program needs a line of code.
 
+`EMBLIB_AS_FBGEMM=fallback` lets FBGEMM's Python files serve what emblib lacks, where FBGEMM is
+installed: `install(fallback=True)`.
+
 It imports nothing but the standard library: a finder waits for the first import of `torchrec` or
 `fbgemm_gpu`, and only then loads torch and calls `emblib.compat.fbgemm.install()`.
 """
 
+import os
 import sys
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
@@ -32,7 +36,7 @@ class InstallOnImport(MetaPathFinder, Loader):
         sys.meta_path.remove(self)
         from emblib.compat import fbgemm
 
-        fbgemm.install()
+        fbgemm.install(fallback=os.environ.get("EMBLIB_AS_FBGEMM") == "fallback")
         spec = sys.modules[name].__spec__ if name in sys.modules else None
         if spec is not None:
             spec.loader = self  # what is imported is the installed module itself

@@ -1,7 +1,9 @@
 """Attributes and views of FBGEMM's module: weights, optimizer states and sizes by their names."""
 
 import itertools
+from collections.abc import Mapping
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +14,7 @@ from emblib.compat.fbgemm_types import (
     CounterWeightDecayMode,
     EmbeddingLocation,
     EmbOptimType,
+    SparseType,
     WeightDecayMode,
 )
 
@@ -29,8 +32,20 @@ STATE_ORDER = (
 """FBGEMM's order of the optimizer states, by emblib's names."""
 
 
+_PLACES = ("dev", "host", "uvm")
+
+States = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+class DoesNotHavePrefix(Exception):
+    """The module has no weights or optimizer state of a name."""
+
+
 class TableViews(nn.Module):
-    """Base of the module: attributes and views, without computations."""
+    """Base of the module: attributes and views, without computations.
+
+    `momentum1_host`, `row_counter_dev` and their kin are the tensors of `get_states`.
+    """
 
     bags: TableBatchedEmbeddingBags
     D_offsets: Tensor
@@ -81,6 +96,12 @@ class TableViews(nn.Module):
         count = len(different)
         return different[0] if count == 1 else f"<{count} tables>: {different}"
 
+    def __getattr__(self, name: str) -> Any:
+        prefix, _, place = name.rpartition("_")
+        if place in _PLACES and prefix in self._prefixes():
+            return self.get_states(prefix)[_PLACES.index(place)]
+        return super().__getattr__(name)
+
     # Weights
 
     def split_embedding_weights(self) -> list[Tensor]:
@@ -114,21 +135,7 @@ class TableViews(nn.Module):
         Raises:
             NotImplementedError: they lie in several pieces of memory.
         """
-        outside = [
-            table
-            for table, spec in zip(self.bags.table_weights(), self.embedding_specs, strict=True)
-            if not self.use_cpu and spec[2] in _OUTSIDE
-        ]
-        if not outside:
-            return self.bags.weights.new_empty(0)
-        if len({table.untyped_storage().data_ptr() for table in outside}) > 1:
-            raise NotImplementedError(
-                "weights_uvm: the tables lie in several pieces of memory; use "
-                "split_embedding_weights()"
-            )
-        first = outside[0]
-        entries = first.untyped_storage().nbytes() // first.itemsize
-        return first.as_strided((entries,), (1,), 0)
+        return self.get_states("weights")[2]
 
     @property
     def weights_physical_offsets(self) -> list[int]:
@@ -181,34 +188,107 @@ class TableViews(nn.Module):
         mode = a.counter_based_regularization.counter_weight_decay_mode
         return int(mode) == CounterWeightDecayMode.ADAGRADW
 
+    def _prefixes(self) -> dict[str, str]:
+        """Return emblib's name of each optimizer state, by FBGEMM's names of it."""
+        if "bags" not in self._modules or self.optimizer is EmbOptimType.NONE:
+            return {}
+        kept = {state.name for state in self.bags.optimizer.states}
+        names = [name for name in STATE_ORDER if name in kept]
+        return {f"momentum{i}": name for i, name in enumerate(names, 1)} | {n: n for n in names}
+
+    def get_states(self, prefix: str) -> States:
+        """Return memory of `weights`, or of an optimizer state, as FBGEMM lays it out.
+
+        Args:
+            prefix: `weights`, or FBGEMM's or emblib's name of a state, e.g. `momentum1` or `sum`.
+
+        Returns:
+            the tables in device memory, concatenated, those of a CPU, those outside device memory;
+            the location of each table; its first element in the memory of its location.
+
+        Raises:
+            DoesNotHavePrefix: the module has no such state.
+            NotImplementedError: the tables of a location lie in several pieces of memory.
+        """
+        if prefix == "weights":
+            views = self.bags.table_weights()
+        elif prefix in self._prefixes():
+            name = self._prefixes()[prefix]
+            views = [states[name] for states in self.bags.table_optimizer_states()]
+        else:
+            raise DoesNotHavePrefix(f"there is no {prefix}, only {['weights', *self._prefixes()]}")
+        memory = [views[0].new_empty(0)] * len(_PLACES)
+        offsets = [int(view.storage_offset()) for view in views]
+        locations = [spec[2] for spec in self.embedding_specs]
+        places = [1 if self.use_cpu else 2 if where in _OUTSIDE else 0 for where in locations]
+        for place in set(places):
+            here = [t for t, other in enumerate(places) if other == place]
+            if len({views[t].untyped_storage().data_ptr() for t in here}) > 1:
+                raise NotImplementedError(
+                    f"{prefix}_{_PLACES[place]}: the tables lie in several pieces of memory; use "
+                    "split_embedding_weights() or split_optimizer_states()"
+                )
+            first = min(offsets[t] for t in here)
+            count = max(offsets[t] + views[t].numel() for t in here) - first
+            memory[place] = views[here[0]].detach().as_strided((count,), (1,), first)
+            for t in here:
+                offsets[t] -= first
+        return (
+            memory[0],
+            memory[1],
+            memory[2],
+            torch.tensor([int(where) for where in locations], dtype=torch.int32),
+            torch.tensor(offsets),
+        )
+
+    def get_all_states(self) -> list[States]:
+        """Return `get_states` of the weights and of each optimizer state, in FBGEMM's order."""
+        kept = [name for name in self._prefixes() if name in STATE_ORDER]
+        return [self.get_states(prefix) for prefix in ("weights", *kept)]
+
+    def _use_buffers(self, buffers: Mapping[str, Tensor]) -> None:
+        """Let tables and states on a CPU have the given memory, with the values in it.
+
+        Raises:
+            AssertionError: a name, dtype, device, shape or stride that the module does not have.
+        """
+        targets = {"weights": "weights"} | {
+            name: f"state_{state}"
+            for name, state in self._prefixes().items()
+            if name in ("momentum1", "momentum2")
+        }
+        for name, buffer in buffers.items():
+            if name not in targets or not self.use_cpu:
+                raise AssertionError(
+                    f"preallocated_host_buffers may have {[*targets]} of tables on a CPU, got "
+                    f"{name!r}"
+                )
+            own = getattr(self.bags, targets[name])
+            expected = (own.dtype, own.device, (own.numel(),))
+            found = (buffer.dtype, buffer.device, tuple(buffer.shape))
+            if found != expected or not buffer.is_contiguous():
+                raise AssertionError(
+                    f"preallocated_host_buffers[{name!r}] must be contiguous and of {expected}, "
+                    f"got {found}"
+                )
+        for name, buffer in buffers.items():
+            own = getattr(self.bags, targets[name])
+            own.data = buffer.view(own.shape)
+
     def get_optimizer_buffer(self, state: str) -> Tensor:
         """Return a state of all tables in device memory, by emblib's or FBGEMM's name.
 
         Steps beyond 2^24 in `prev_iter` are encoded: `optim.decode_steps` reads them.
         """
         self._require_fused("get_optimizer_buffer")
-        kept = {state.name for state in self.bags.optimizer.states}
-        names = [name for name in STATE_ORDER if name in kept]
-        aliases = {
-            f"momentum{i}_{place}": name
-            for i, name in enumerate(names, 1)
-            for place in ("dev", "host")
-        }
-        aliases |= {f"{name}_{place}": name for name in names for place in ("dev", "host")}
-        name = aliases.get(state, state)
         if state == "iter":
             return self.iter
-        if name not in names:
-            raise ValueError(f"the optimizer's states are {names}, got {state!r}")
+        prefix, _, place = state.rpartition("_")
+        names = self._prefixes()
+        name = names.get(prefix if place in _PLACES else state)
+        if name is None:
+            raise ValueError(f"the optimizer's states are {sorted(names)}, got {state!r}")
         return getattr(self.bags, f"state_{name}")
-
-    @property
-    def prev_iter_dev(self) -> Tensor:
-        """Return the step of each row's last update, if the optimizer stores it.
-
-        A view: up to 2^24 the values are the steps; `optim.decode_steps` reads any.
-        """
-        return self.get_optimizer_buffer("prev_iter")
 
     @property
     def iter(self) -> Tensor:
@@ -264,6 +344,8 @@ class TableViews(nn.Module):
         self.bags.reset_cache_states()
 
     def _require_fused(self, what: str) -> None:
+        if self.weights_precision is SparseType.INT8:
+            raise NotImplementedError(f"{what} is not supported: INT8 rows are not trained")
         if self.optimizer is EmbOptimType.NONE:
             raise NotImplementedError(
                 f"{what} is not supported for {EmbOptimType.NONE!r}: the gradient is left to an "

@@ -1,10 +1,13 @@
 """Enums and option objects of FBGEMM's training module, with its names and values."""
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch import Tensor
+from torch.nn import functional
 
 _Member = TypeVar("_Member", bound=enum.Enum)
 
@@ -347,6 +350,36 @@ class RecordCacheMetrics(NamedTuple):
 
     record_cache_miss_counter: bool
     record_tablewise_cache_miss: bool
+
+
+class VBEMetadata(NamedTuple):
+    """Layout of a variable batch: first bags and output elements of features and ranks."""
+
+    B_offsets: Tensor | None = None
+    output_offsets_feature_rank: Tensor | None = None
+    B_offsets_rank_per_feature: Tensor | None = None
+    max_B: int = -1
+    max_B_feature_rank: int = -1
+    output_size: int = -1
+    vbe_output: Tensor | None = None
+    vbe_output_offsets: Tensor | None = None
+
+    @classmethod
+    def of(cls, sizes: Sequence[Sequence[int]] | None, dims: Sequence[int]) -> "VBEMetadata":
+        """Return the layout of bags per feature and rank, `[F][ranks]`; None for equal sizes."""
+        if sizes is None:
+            return cls()
+        bags = torch.tensor(sizes)
+        elements = (bags * torch.tensor(dims).unsqueeze(1)).t().flatten()
+        first_output = functional.pad(elements.cumsum(0), (1, 0))
+        return cls(
+            functional.pad(bags.sum(1).cumsum(0), (1, 0)).int(),
+            first_output,
+            functional.pad(bags.cumsum(1), (1, 0)).int(),
+            int(bags.sum(1).max()),
+            int(bags.max()),
+            int(first_output[-1]),
+        )
 
 
 @dataclass

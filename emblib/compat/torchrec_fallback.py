@@ -1,5 +1,7 @@
 """The installed TorchRec behind emblib's tree: its datasets, models and metrics over our tables.
 
+The same serves FBGEMM's Python files behind emblib's `fbgemm_gpu`, see `emblib.compat.fbgemm`.
+
 With `emblib.compat.torchrec.install(fallback=True)` a module of TorchRec that the tree lacks is
 executed from TorchRec's own file, under its own name; what it imports of TorchRec is the tree. So
 TorchRec's `DLRM` is built over `emblib.EmbeddingBagCollection`, and there is one type for each
@@ -23,7 +25,8 @@ from emblib.compat.raising import RaisesOnUse
 from emblib.compat.torchrec_names import FIRST_DOOR
 
 THEIRS = "torchrec"
-_COPIES = "_torchrec_file_"
+_COPIES = "_copy_of_"
+_WAY_OUT = {THEIRS: FIRST_DOOR}
 
 
 class FallbackError(ImportError):
@@ -34,29 +37,35 @@ class Fallback:
     """The files of the installed TorchRec, for what a tree of modules lacks.
 
     Args:
-        modules: modules of the tree by full name, `torchrec` among them.
+        modules: modules of the tree by full name, the library itself among them.
+        library: name of the library, `torchrec` or another.
 
     Raises:
-        ModuleNotFoundError: no TorchRec is installed.
+        ModuleNotFoundError: no such library is installed.
     """
 
-    def __init__(self, modules: Mapping[str, ModuleType]) -> None:
-        spec = PathFinder.find_spec(THEIRS)
+    def __init__(self, modules: Mapping[str, ModuleType], library: str = THEIRS) -> None:
+        spec = PathFinder.find_spec(library)
         if spec is None or not spec.submodule_search_locations:
             raise ModuleNotFoundError(
-                "install(fallback=True) takes what emblib lacks from the installed torchrec, and "
-                "there is none: pip install torchrec, or leave fallback out",
-                name=THEIRS,
+                f"install(fallback=True) takes what emblib lacks from the installed {library}, and "
+                f"there is none: pip install {library}, or leave fallback out",
+                name=library,
             )
+        self._library = library
         self._root = Path(next(iter(spec.submodule_search_locations)))
         self._modules = modules
+        self._packages: list[ModuleType] = []
         self._raising: dict[tuple[str, str], Any] = {}  # by module and name
 
     def install(self) -> None:
         """Serve what the tree lacks, from now on."""
         for name, module in self._modules.items():
+            if self._directory(name).is_dir() and not hasattr(module, "__path__"):
+                module.__path__ = []  # so that modules below it are searched
+                self._packages.append(module)
             for attribute, value in list(vars(module).items()):
-                if name != THEIRS and isinstance(value, RaisesOnUse):
+                if self._library == THEIRS != name and isinstance(value, RaisesOnUse):
                     self._raising[name, attribute] = vars(module).pop(attribute)
             vars(module)["fallback"] = self
         sys.meta_path.insert(0, self)
@@ -68,16 +77,19 @@ class Fallback:
             vars(module).pop("fallback", None)
         for (name, attribute), value in self._raising.items():
             setattr(self._modules[name], attribute, value)
+        for module in self._packages:
+            del module.__path__
         for name, module in list(sys.modules.items()):
-            is_theirs = name.startswith(f"{THEIRS}.") and module is not self._modules.get(name)
-            if is_theirs or name.startswith(_COPIES):
+            is_theirs = name.startswith(f"{self._library}.")
+            is_theirs = is_theirs and module is not self._modules.get(name)
+            if is_theirs or name.startswith(f"{_COPIES}{self._library}_"):
                 del sys.modules[name]
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: Any = None
     ) -> ModuleSpec | None:
         """Find TorchRec's file of a module that the tree lacks; part of `sys.meta_path`."""
-        if not name.startswith(f"{THEIRS}.") or name in self._modules:
+        if not name.startswith(f"{self._library}.") or name in self._modules:
             return None
         return PathFinder.find_spec(name, [str(self._directory(name).parent)], target)
 
@@ -88,7 +100,7 @@ class Fallback:
             AttributeError: TorchRec lacks it too.
             FallbackError: the file cannot be executed over the tree.
         """
-        path = f"{THEIRS}.{module}" if module else THEIRS
+        path = f"{self._library}.{module}" if module else self._library
         if self.find_spec(f"{path}.{name}") is not None:
             return importlib.import_module(f"{path}.{name}")
         raising = self._raising.get((path, name))
@@ -101,16 +113,18 @@ class Fallback:
         if raising is not None and (copy is None or name not in vars(copy)):
             return raising
         if copy is None or name not in vars(copy):
-            raise AttributeError(f"neither emblib nor torchrec has {module}.{name}", name=name)
+            raise AttributeError(
+                f"neither emblib nor {self._library} has {module}.{name}", name=name
+            )
         return vars(copy)[name]
 
     def _copy(self, name: str) -> ModuleType | None:
         """Execute TorchRec's file of a module under another name, once; None without a file."""
-        copied = _COPIES + name.removeprefix(f"{THEIRS}.").replace(".", "_")
+        copied = _COPIES + name.replace(".", "_")
         if copied in sys.modules:
             return sys.modules[copied]
         found = PathFinder.find_spec(name, [str(self._directory(name).parent)])
-        if name == THEIRS or found is None or found.origin is None:
+        if name == self._library or found is None or found.origin is None:
             return None
         spec = importlib.util.spec_from_file_location(copied, found.origin)
         assert spec is not None
@@ -122,8 +136,9 @@ class Fallback:
         except Exception as error:
             del sys.modules[copied]
             raise FallbackError(
-                f"{found.origin} cannot be executed over emblib's names of torchrec "
-                f"({type(error).__name__}: {error}). {FIRST_DOOR}",
+                f"{found.origin} cannot be executed over emblib's names of {self._library} "
+                f"({type(error).__name__}: {error}). "
+                + _WAY_OUT.get(self._library, "Name what it lacks in an issue."),
                 name=name,
             ) from error
         # Its functions meet the tree's objects: one type for each name that both have.

@@ -103,8 +103,8 @@ TABLES = (
     Option(
         "preallocated_host_buffers",
         "–",
-        "Caller-provided buffers for tables",
-        cpu="raises",
+        "Flat tensors for `weights`, `momentum1` and `momentum2`, whose memory tables and states "
+        "then have; on a GPU it raises, as there is no HOST location",
         cuda="raises",
     ),
     Option(
@@ -196,7 +196,8 @@ PRECISION = (
     Option(
         "weights_precision",
         "`Precision(weights=)`",
-        "FP32, FP16, BF16 (FBGEMM: no BF16); others raise",
+        "FP32, FP16, BF16 (FBGEMM: no BF16); INT8 rows (codes, float32 scale and minimum) are "
+        "looked up, and raise in the backward pass; others raise",
     ),
     Option(
         "output_dtype",

@@ -1,13 +1,15 @@
 """Runs the tests of TorchRec or FBGEMM over FBGEMM and over emblib, and compares the outcomes.
 
     python -m tests.bench.suites_of_peers SOURCE torchrec --path LIBRARIES --out OUTCOMES
-    python -m tests.bench.suites_of_peers SOURCE/fbgemm_gpu test/sparse --pattern '*_test.py' ...
+    python -m tests.bench.suites_of_peers SOURCE test --path SOURCE/test LIBRARIES \
+        --out OUTCOMES --pattern '*_test.py' --switch fallback --table
 
-SOURCE is a checkout of the peer, which stays outside this repository; the paths below it name its
-test files or folders of them. Each file runs in a pytest of its own, which ends after `--timeout`
-seconds, two files at a time. Over emblib the switch `EMBLIB_AS_FBGEMM` is set, for child processes
-as well. The outcome of each test is stored per file and backend in OUTCOMES, so that a run that was
-interrupted goes on; `--again fail` runs those files again that have a test that only FBGEMM passes.
+SOURCE is a checkout of the peer, or its folder `test` alone, which stays outside this repository;
+the paths below it name its test files or folders of them. Each file runs in a pytest of its own,
+which ends after `--timeout` seconds, two files at a time. Over emblib the switch
+`EMBLIB_AS_FBGEMM` is set, for child processes as well. The outcome of each test is stored per file
+and backend in OUTCOMES, so that a run that was interrupted goes on; `--again fail` runs those files
+again that have a test that only FBGEMM passes.
 Printed at the end: the outcomes counted, and each test with another outcome over emblib.
 """
 
@@ -44,7 +46,7 @@ def run_file(file: Path, backend: str, options: argparse.Namespace, switch: str)
     paths = [str(source), *options.path, *([switch, str(REPOSITORY)] * (backend == "emblib"))]
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(paths),
-        "EMBLIB_AS_FBGEMM": str(int(backend == "emblib")),
+        "EMBLIB_AS_FBGEMM": options.switch if backend == "emblib" else "0",
         "OMP_NUM_THREADS": "1",
     }
     with tempfile.TemporaryDirectory() as folder:
@@ -134,6 +136,22 @@ def files_of(options: argparse.Namespace) -> list[Path]:
     return sorted(f for f in files if not any(word in str(f) for word in options.exclude))
 
 
+def print_table(files: list[Path], options: argparse.Namespace) -> None:
+    """Print passed, failed and skipped tests of each file over both, and of all files."""
+    kinds, totals = ("passed", "failed", "skipped"), Counter[tuple[str, str]]()
+    print("| file | FBGEMM: pass, fail, skip | emblib |\n| --- | ---: | ---: |")
+    for file in files:
+        cells = []
+        for backend in BACKENDS:
+            counts = Counter(o for o, _ in (_read(file, backend, options) or {}).values())
+            counts["failed"] += counts.pop("error", 0)
+            totals.update({(backend, kind): counts[kind] for kind in kinds})
+            cells.append(", ".join(str(counts[kind]) for kind in kinds))
+        print(f"| `{file.relative_to(options.source)}` | {' | '.join(cells)} |")
+    cells = [", ".join(str(totals[backend, kind]) for kind in kinds) for backend in BACKENDS]
+    print(f"| all | {' | '.join(cells)} |")
+
+
 def main() -> None:
     """Run what is to run, and print the comparison."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -149,6 +167,8 @@ def main() -> None:
     parser.add_argument("--each", type=float, default=0, help="seconds of a test")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--messages", action="store_true")
+    parser.add_argument("--switch", default="1", help="value of EMBLIB_AS_FBGEMM")
+    parser.add_argument("--table", action="store_true", help="print the counts of each file")
     options = parser.parse_args()
     Path(options.out).mkdir(parents=True, exist_ok=True)
     files = files_of(options)
@@ -163,6 +183,8 @@ def main() -> None:
 
         work = [(f, b) for f in files for b in BACKENDS if is_wanted(f, b, options)]
         list(pool.map(run, work))
+    if options.table:
+        print_table(files, options)
     for backend in BACKENDS:
         counts = Counter(
             outcome for f in files for outcome, _ in (_read(f, backend, options) or {}).values()

@@ -98,7 +98,7 @@ def test_the_reporter_is_told_what_fbgemm_tells(gather: bool) -> None:
 
 
 def test_reporters_are_made_by_their_config(caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(ValueError, match="interval"):
+    with pytest.raises(AssertionError, match="interval"):
         make(stats_reporter_config=fbgemm.TBEStatsReporterConfig(interval=1))
     assert make(stats_reporter_config=fbgemm.TBEStatsReporterConfig()).stats_reporter is None
     module = make(stats_reporter_config=fbgemm.StdLogStatsReporterConfig(interval=1))

@@ -164,7 +164,7 @@ def test_graphs(kind: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"index_remapping": [torch.arange(7)]}, NotImplementedError, "pruned"),
+        ({"index_remapping": [torch.arange(7)]}, ValueError, "3 maps, got 1"),
         ({"reverse_qparam": True}, NotImplementedError, "begins with scale"),
         ({"scale_bias_size_in_bytes": 8}, NotImplementedError, "two float16"),
         ({"gather_uvm_cache_stats": True}, NotImplementedError, "no cache"),
@@ -178,6 +178,60 @@ def test_other_options_raise(arguments: dict[str, Any], error: type, message: st
         IntNBitTableBatchedEmbeddingBagsCodegen(
             specs("INT8", "INT8", "INT8"), **{"device": "cpu", **arguments}
         )
+
+
+def pruned(kinds: Any, module: type, *, is_array: bool) -> Any:
+    """Make two tables: the first has every third of 30 ids, the second all of its 8."""
+    host, fp32 = kinds.EmbeddingLocation.HOST, kinds.SparseType.FP32
+    ids = torch.arange(30)
+    rows = torch.rand(10, 4, generator=torch.Generator().manual_seed(0))
+    return module(
+        [("a", 10, 4, fp32, host), ("b", 8, 4, fp32, host)],
+        index_remapping=[torch.where(ids % 3 == 0, ids // 3, -1), None],
+        device="cpu",
+        output_dtype=kinds.SparseType.FP32,
+        use_array_for_index_remapping=is_array,
+        weight_lists=[(rows.view(torch.uint8), None), (rows[:8].view(torch.uint8), None)],
+    )
+
+
+@pytest.mark.parametrize("is_array", [True, False])
+def test_pruned_tables(is_array: bool) -> None:
+    module = pruned(names, IntNBitTableBatchedEmbeddingBagsCodegen, is_array=is_array)
+    ids, offsets = torch.tensor([3, 4, 27, 5, 0, 7, 29]), torch.tensor([0, 3, 5, 6, 7])
+    ids[-1] = 2
+    rows = module.split_embedding_weights()[0][0].view(torch.float32)
+    found = module(ids, offsets)
+    expected = [rows[1] + rows[9], rows[0], rows[7], rows[2]]
+    torch.testing.assert_close(
+        found.view(2, 2, 4).transpose(0, 1).reshape(4, 4), torch.stack(expected)
+    )
+    assert ids.tolist() == [3, 4, 27, 5, 0, 7, 2]
+    with pytest.warns(UserWarning, match="repaired 1"):
+        module(torch.tensor([30]), torch.tensor([0, 1, 1]))
+    with pytest.raises(TypeError, match="leaf module"):
+        torch.jit.script(module)
+    shared = IntNBitTableBatchedEmbeddingBagsCodegen(
+        [("a", 2, 4, names.SparseType.FP16, names.EmbeddingLocation.HOST)],
+        [0, 0],
+        [torch.tensor([-1, 1, 0])],
+        device="cpu",
+    )
+    shared.fill_random_weights()
+    table = shared.split_embedding_weights()[0][0].view(torch.float16)
+    found = shared(torch.tensor([1, 0, 2]), torch.tensor([0, 1, 3]))
+    assert torch.equal(found, torch.cat([table[1], table[0]]).unsqueeze(0))
+
+
+@pytest.mark.parametrize("is_array", [True, False])
+def test_pruned_tables_are_those_of_fbgemm(is_array: bool) -> None:
+    theirs = peer()
+    other = pruned(theirs, theirs.IntNBitTableBatchedEmbeddingBagsCodegen, is_array=is_array)
+    mine = pruned(names, IntNBitTableBatchedEmbeddingBagsCodegen, is_array=is_array)
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.cat([torch.randint(0, n, (20,), generator=generator) for n in (30, 8)]).int()
+    offsets = torch.arange(0, 41, 5).int()
+    assert torch.equal(mine(ids, offsets), other(ids, offsets))
 
 
 @pytest.mark.parametrize("name", ["INT2", "FP8", "BF16"])

@@ -3,17 +3,30 @@
 `register()` registers them; `emblib.compat.fbgemm.install()` calls it. Importing registers nothing.
 """
 
-from emblib.compat.fbgemm_operators import bucketize, jagged, messages, pooled, remapping, rowwise
+from emblib.compat.fbgemm_operators import (
+    bucketize,
+    calibration,
+    dense_jagged,
+    jagged,
+    messages,
+    pooled,
+    pruning,
+    remapping,
+    rowwise,
+)
 from emblib.compat.fbgemm_operators.registry import OPERATORS, foreign, is_registered, register
 
 __all__ = [
     "OPERATORS",
     "bucketize",
+    "calibration",
+    "dense_jagged",
     "foreign",
     "is_registered",
     "jagged",
     "messages",
     "pooled",
+    "pruning",
     "register",
     "remapping",
     "rowwise",

@@ -2,10 +2,11 @@
 
 import warnings
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from emblib.compat.fbgemm_operators.checks import check, check_ids, check_offsets, check_one_per
 from emblib.compat.fbgemm_operators.jagged import (
@@ -15,6 +16,8 @@ from emblib.compat.fbgemm_operators.jagged import (
 )
 from emblib.compat.fbgemm_operators.registry import operator
 from emblib.ops import route
+
+_Buckets = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
 
 _OPTIONS = (
     "Tensor? batch_size_per_feature=None, SymInt max_B=-1, Tensor[]? block_bucketize_pos=None, "
@@ -132,24 +135,34 @@ def _split_evenly(
     else:
         total = total_num_blocks.to(indices.dtype)[feature]
     blocks = total // buckets
-    size = block * blocks
+    size = (block * blocks).clamp(min=1)  # blocks of 0 rows: all rows are spread
     inside = indices < block * total
     bucket = torch.where(inside, indices // size, indices % total // blocks)
     return bucket, torch.where(inside, indices % size, indices // total)
 
 
 def _split_at(
-    indices: Tensor, feature: Tensor, bounds: Sequence[Tensor], buckets: int
+    indices: Tensor, feature: Tensor, blocks: "_Blocks", buckets: int
 ) -> tuple[Tensor, Tensor]:
-    """Return bucket and local row, for buckets that begin at `bounds` of each feature."""
+    """Return bucket and local row, for buckets that begin at `bounds` of each feature.
+
+    A feature with blocks of 0 rows has raw ids, which are spread over its blocks and bounds.
+    """
     bucket, row = indices % buckets, indices // buckets
-    for number, starts in enumerate(bounds):
+    for number, starts in enumerate(blocks.bounds or ()):
         starts = starts.to(indices.dtype)
-        found = torch.searchsorted(starts, indices, right=True) - 1
+        is_raw = blocks.sizes[number] == 0
+        count = (
+            torch.full_like(starts[0], buckets) if blocks.total is None else blocks.total[number]
+        )
+        spread = indices % count * starts[-1] // count
+        place = torch.where(is_raw, spread, indices)
+        found = torch.searchsorted(starts, place, right=True) - 1
         here = (feature == number) & (found >= 0) & (found < buckets)
         found = found.clamp(0, buckets - 1)
         bucket = torch.where(here, found, bucket)
-        row = torch.where(here, indices - starts[found], row)
+        local = torch.where(is_raw, indices // count, indices - starts[found])
+        row = torch.where(here, local.to(row.dtype), row)
     return bucket, row
 
 
@@ -183,7 +196,8 @@ class _Blocks(NamedTuple):
         if self.total is not None and self.total.device.type == "cpu":
             check(
                 torch.compiler.is_compiling() or not (self.total % buckets).any(),
-                f"total_num_blocks must be multiples of my_size = {buckets}, got {self.total}",
+                f"each of total_num_blocks must be a multiple of my_size = {buckets}, got "
+                f"{self.total.tolist()}",
             )
         if self.bounds is not None:
             sizes = [bounds.numel() for bounds in self.bounds]
@@ -243,7 +257,7 @@ def block_bucketize_sparse_features_inference(
         if block_bucketize_pos is None:
             bucket, row = _split_evenly(indices, feature, block_sizes, total_num_blocks, my_size)
         else:
-            bucket, row = _split_at(indices, feature, block_bucketize_pos, my_size)
+            bucket, row = _split_at(indices, feature, blocks, my_size)
         order, counts = _group(lengths, bag, bucket, my_size)
         found = _Bucketed(counts, row[order], order, bucket.to(indices.dtype))
     rows = found.rows
@@ -263,42 +277,24 @@ def block_bucketize_sparse_features_inference(
     )
 
 
+_KEEP = ("keep_orig_idx", "total_num_blocks", "keep_orig_idx_per_feature")
+"""The arguments that follow `return_bucket_mapping`."""
+
+
+def _bucketize(arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    kept = dict(zip(_KEEP, arguments[10:], strict=False))
+    whole: Any = block_bucketize_sparse_features_inference
+    return whole(*arguments[:10], **kept, **options)[:5]
+
+
 @operator(
     f"block_bucketize_sparse_features{_FIRST}Tensor? weights=None, {_OPTIONS}{_LAST}"
     "(Tensor, Tensor, Tensor?, Tensor?, Tensor?)"
 )
-def block_bucketize_sparse_features(
-    lengths: Tensor,
-    indices: Tensor,
-    bucketize_pos: bool,
-    sequence: bool,
-    block_sizes: Tensor,
-    my_size: int,
-    weights: Tensor | None = None,
-    batch_size_per_feature: Tensor | None = None,
-    max_B: int = -1,
-    block_bucketize_pos: Sequence[Tensor] | None = None,
-    keep_orig_idx: bool = False,
-    total_num_blocks: Tensor | None = None,
-    keep_orig_idx_per_feature: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+def block_bucketize_sparse_features(*arguments: Any, **options: Any) -> _Buckets:
     """Distribute lookups as `block_bucketize_sparse_features_inference`, without the buckets."""
-    made = block_bucketize_sparse_features_inference(
-        lengths,
-        indices,
-        bucketize_pos,
-        sequence,
-        block_sizes,
-        my_size,
-        weights,
-        batch_size_per_feature,
-        max_B,
-        block_bucketize_pos,
-        keep_orig_idx=keep_orig_idx,
-        total_num_blocks=total_num_blocks,
-        keep_orig_idx_per_feature=keep_orig_idx_per_feature,
-    )
-    return made[:5]
+    made: _Buckets = _bucketize(arguments, options)
+    return made
 
 
 @operator(
@@ -314,31 +310,38 @@ def block_bucketize_sparse_features_2d_weights(
     my_size: int,
     weights: Tensor,
     weights_dim: int = 1,
-    batch_size_per_feature: Tensor | None = None,
-    max_B: int = -1,
-    block_bucketize_pos: Sequence[Tensor] | None = None,
-    keep_orig_idx: bool = False,
-    total_num_blocks: Tensor | None = None,
-    keep_orig_idx_per_feature: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    *arguments: Any,
+    **options: Any,
+) -> _Buckets:
     """Distribute lookups as `block_bucketize_sparse_features`, with weights `[L, weights_dim]`."""
-    made = block_bucketize_sparse_features_inference(
-        lengths,
-        indices,
-        bucketize_pos,
-        sequence,
-        block_sizes,
-        my_size,
-        weights.view(-1, weights_dim),
-        batch_size_per_feature,
-        max_B,
-        block_bucketize_pos,
-        keep_orig_idx=keep_orig_idx,
-        total_num_blocks=total_num_blocks,
-        keep_orig_idx_per_feature=keep_orig_idx_per_feature,
+    first = lengths, indices, bucketize_pos, sequence, block_sizes, my_size
+    rows = weights.view(-1, weights_dim)
+    made: _Buckets = _bucketize((*first, rows, *arguments), options)
+    return made
+
+
+@operator(
+    "populate_bucketized_permute(Tensor lengths, Tensor bucketized_lengths, "
+    "Tensor bucket_mapping) -> Tensor"
+)
+def populate_bucketized_permute(
+    lengths: Tensor, bucketized_lengths: Tensor, bucket_mapping: Tensor
+) -> Tensor:
+    """Return where each lookup is among the lookups by bucket and bag.
+
+    Args:
+        lengths: lookups of each bag, `[bags]`.
+        bucketized_lengths: lookups of each bag of each bucket, `[buckets * bags]`.
+        bucket_mapping: bucket of each lookup.
+    """
+    lengths = lengths.flatten()
+    check(
+        int(bucketized_lengths.sum()) == bucket_mapping.numel(),
+        f"bucketized_lengths must sum up to the number of lookups = {bucket_mapping.numel()}",
     )
-    assert made[2] is not None
-    return made[0], made[1], made[2], made[3], made[4]
+    bag = _segments(lengths, bucket_mapping.numel())
+    slot = bucket_mapping.long() * lengths.numel() + bag
+    return invert_permute(torch.sort(slot, stable=True).indices).to(bucket_mapping.dtype)
 
 
 @operator(
@@ -420,6 +423,117 @@ def bounds_check_indices(
         warnings.warn(f"emblib: repaired {count} indices or offsets out of range", stacklevel=2)
     checked.masked_fill_(invalid, 0)
     offsets.copy_(repaired)
+
+
+@operator("get_infos_metadata(Tensor unused, int B, int T) -> (int, int)")
+def get_infos_metadata(unused: Tensor, B: int, T: int) -> tuple[int, int]:
+    """Return the bits that 32 bits have for a bag where a feature takes the rest, and a mask."""
+    check(T > 0 and B > 0, f"B and T must be positive, got {B} and {T}")
+    bits = 32 - T.bit_length()
+    check(bits > 0 and 2**bits > B, f"{B} bags and {T} features do not fit into 32 bits")
+    return bits, 2**bits - 1
+
+
+@operator(
+    "generate_vbe_metadata(Tensor B_offsets, Tensor B_offsets_rank_per_feature, "
+    "Tensor output_offsets_feature_rank, Tensor D_offsets, int D, bool nobag, "
+    "SymInt max_B_feature_rank, int info_B_num_bits, SymInt total_B, "
+    "Tensor? vbe_output_offsets=None) -> (Tensor, Tensor)"
+)
+def generate_vbe_metadata(
+    B_offsets: Tensor,
+    B_offsets_rank_per_feature: Tensor,
+    output_offsets_feature_rank: Tensor,
+    D_offsets: Tensor,
+    D: int,
+    nobag: bool,
+    max_B_feature_rank: int,
+    info_B_num_bits: int,
+    total_B: int,
+    vbe_output_offsets: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return the first output element of each bag of a variable batch, and its feature and number.
+
+    Args:
+        B_offsets: first bag of each feature, and the end, `[T + 1]`.
+        B_offsets_rank_per_feature: the same of each rank within its feature, `[T, ranks + 1]`.
+        output_offsets_feature_rank: first output element by rank and feature, `[ranks * T + 1]`.
+        D_offsets: first column of each feature, and the end.
+        D: columns without pooling.
+        nobag: whether there is no pooling.
+        max_B_feature_rank: largest number of bags of a rank and a feature.
+        info_B_num_bits: bits of the number of a bag, below those of its feature.
+        total_B: number of bags.
+        vbe_output_offsets: first output element of each bag, instead of the computed.
+    """
+    features = B_offsets.numel() - 1
+    bag = torch.arange(total_B, device=B_offsets.device)
+    feature = torch.searchsorted(B_offsets.long(), bag, right=True) - 1
+    number = bag - B_offsets[feature]
+    starts = B_offsets_rank_per_feature.long()[feature]
+    rank = (starts[:, 1:] <= number.unsqueeze(1)).sum(1)
+    width = torch.full_like(bag, D) if nobag else D_offsets.diff()[feature]
+    within = number - starts.gather(1, rank.unsqueeze(1)).squeeze(1)
+    first = output_offsets_feature_rank[rank * features + feature] + within * width
+    if vbe_output_offsets is not None:
+        first = vbe_output_offsets
+    return first, ((feature << info_B_num_bits) | number).int()
+
+
+@operator(
+    "transpose_embedding_input(Tensor hash_size_cumsum, int total_hash_size_bits, Tensor indices, "
+    "Tensor offsets, bool nobag=False, Tensor? vbe_b_t_map=None, int info_B_num_bits=26, "
+    "int info_B_mask=0x2FFFFFF, int total_unique_indices=-1, bool is_index_select=False, "
+    "Tensor? total_L_offsets=None, int fixed_L_per_warp=0, int num_warps_per_feature=0) -> "
+    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+def transpose_embedding_input(
+    hash_size_cumsum: Tensor,
+    total_hash_size_bits: int,
+    indices: Tensor,
+    offsets: Tensor,
+    nobag: bool = False,
+    vbe_b_t_map: Tensor | None = None,
+    info_B_num_bits: int = 26,
+    info_B_mask: int = 0x2FFFFFF,
+    total_unique_indices: int = -1,
+    is_index_select: bool = False,
+    total_L_offsets: Tensor | None = None,
+    fixed_L_per_warp: int = 0,
+    num_warps_per_feature: int = 0,
+) -> tuple[Tensor, ...]:
+    """Sort lookups by row, for backward passes.
+
+    Returns:
+        rows of all tables one after the other of each lookup; the same sorted; what looked them up,
+        by bag or, with `nobag`, by position; the distinct rows, filled up to the number of lookups;
+        the lookups of each; their number `[1]`; the sums of the lookups.
+    """
+    check(not is_index_select, "is_index_select is not supported: use batch_index_select_dim0")
+    features = hash_size_cumsum.numel() - 1
+    batch = (offsets.numel() - 1) // features
+    bag = _segments(offsets.diff(), indices.numel())
+    info = (bag // max(batch, 1) << info_B_num_bits) | bag % max(batch, 1)
+    feature = bag // max(batch, 1)
+    if vbe_b_t_map is not None:
+        info = vbe_b_t_map[bag].long() & 0xFFFFFFFF
+        feature = info >> info_B_num_bits
+    if nobag:
+        info = torch.arange(indices.numel(), device=indices.device) * features + feature
+    linear = indices + hash_size_cumsum[feature].to(indices.dtype)
+    found, order = torch.sort(linear, stable=True)
+    rows, counts = torch.unique_consecutive(found, return_counts=True)
+    fill = (0, indices.numel() - rows.numel())
+    sums = functional.pad(counts.cumsum(0), (1, 0))
+    return (
+        linear,
+        found,
+        info[order].to(torch.int64 if nobag else torch.int32),
+        functional.pad(rows, fill),
+        functional.pad(counts, fill).int(),
+        torch.tensor([rows.numel()], dtype=torch.int32, device=indices.device),
+        functional.pad(sums, fill).int(),
+    )
 
 
 def _check_sizes(

@@ -3,6 +3,9 @@
 import torch
 from torch import Tensor
 
+DTYPES = {0: torch.float32, 1: torch.float16, 5: torch.bfloat16}
+"""The dtypes of outputs, by FBGEMM's codes."""
+
 
 def check(condition: bool, message: str) -> None:
     """Raise RuntimeError with `message` unless the condition holds."""

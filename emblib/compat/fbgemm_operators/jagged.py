@@ -28,6 +28,9 @@ def complete_cumsum(t_in: Tensor) -> Tensor:
     return sums
 
 
+operator("asynchronous_batched_complete_cumsum(Tensor values) -> Tensor")(complete_cumsum)
+
+
 @operator("asynchronous_inclusive_cumsum(Tensor t_in) -> Tensor")
 def inclusive_cumsum(t_in: Tensor) -> Tensor:
     """Return the sums of the first 1, ..., n entries."""
@@ -150,6 +153,23 @@ def permute_2d_sparse_data(
     return lengths.index_select(0, permute), moved, chosen
 
 
+operator(
+    "permute_sparse_features(Tensor permute, Tensor lengths, Tensor indices, "
+    "Tensor? weights=None) -> (Tensor, Tensor, Tensor?)"
+)(permute_2d_sparse_data)
+
+
+@operator(
+    "permute_sequence_embeddings(Tensor permute, Tensor lengths, Tensor embeddings) -> "
+    "(Tensor, Tensor)"
+)
+def permute_sequence_embeddings(
+    permute: Tensor, lengths: Tensor, embeddings: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Permute as `permute_2D_sparse_data`, with values `[L, D]` and no weights."""
+    return permute_2d_sparse_data(permute, lengths, embeddings)[:2]
+
+
 @operator(
     "permute_2D_sparse_data_input1D(Tensor permute, Tensor lengths, Tensor values, SymInt stride, "
     "Tensor? weights=None, SymInt? permuted_lengths_sum=None) -> (Tensor, Tensor, Tensor?)"
@@ -226,10 +246,6 @@ def _pad_level(values: Tensor, offsets: Tensor, max_length: int, padding: float)
     return rows.view(*index.shape, *values.shape[1:])
 
 
-@operator(
-    "jagged_to_padded_dense(Tensor values, Tensor[] offsets, SymInt[] max_lengths, "
-    "float padding_value=0.) -> Tensor"
-)
 def jagged_to_padded_dense(
     values: Tensor,
     offsets: Sequence[Tensor],
@@ -240,6 +256,13 @@ def jagged_to_padded_dense(
     for level, size in zip(reversed(offsets), reversed(max_lengths), strict=True):
         values = _pad_level(values, level, size, padding_value)
     return values
+
+
+for _name in ("jagged_to_padded_dense", "jagged_to_padded_dense_forward"):
+    operator(
+        f"{_name}(Tensor values, Tensor[] offsets, SymInt[] max_lengths, float padding_value=0.) "
+        "-> Tensor"
+    )(jagged_to_padded_dense)
 
 
 @operator("jagged_2d_to_dense(Tensor values, Tensor offsets, SymInt max_sequence_length) -> Tensor")
@@ -270,6 +293,11 @@ def dense_to_jagged(
     check(levels > 0, "x_offsets must have the offsets of at least one level, got none")
     for level_offsets in x_offsets:
         check_offsets("x_offsets", level_offsets)
+    last = x_offsets[-1]
+    if total_L is None and last.device.type == "cpu" and type(last) is Tensor:
+        total_L = int(last[-1])
+    if total_L is not None and total_L < 0:
+        raise ValueError(f"total_L, the last offset, must be >= 0, got {total_L}")
     bags = x_offsets[0].numel() - 1
     check(
         dense.size(0) == bags,
@@ -389,10 +417,51 @@ def reorder_batched_ad_indices(
     tables = (reordered_cat_ad_offsets.numel() - 1) // max(num_ads_in_batch, 1)
     segments = _source_segments(batch_offsets, num_ads_in_batch, tables, broadcast_indices)
     starts = cat_ad_offsets.index_select(0, segments).long()
-    total = num_indices_after_broadcast if broadcast_indices else cat_ad_indices.numel()
+    total = num_indices_after_broadcast if broadcast_indices else cat_ad_indices.size(0)
     lengths = reordered_cat_ad_offsets.diff().long()
     positions = segment_positions(starts, lengths, total if total >= 0 else None)
     return cat_ad_indices.index_select(0, positions)
+
+
+@operator(
+    "cat_reorder_batched_ad_indices(Tensor cat_ad_offsets, Tensor[] cat_ad_indices, "
+    "Tensor reordered_cat_ad_offsets, Tensor batch_offsets, SymInt num_ads_in_batch, "
+    "bool broadcast_indices, SymInt total_num_indices, bool pinned_memory=False, "
+    "SymInt max_batch_size=0) -> Tensor"
+)
+def cat_reorder_batched_ad_indices(
+    cat_ad_offsets: Tensor,
+    cat_ad_indices: Sequence[Tensor],
+    reordered_cat_ad_offsets: Tensor,
+    batch_offsets: Tensor,
+    num_ads_in_batch: int,
+    broadcast_indices: bool,
+    total_num_indices: int,
+    pinned_memory: bool = False,
+    max_batch_size: int = 0,
+) -> Tensor:
+    """Return the ids of requests in the order of `reorder_batched_ad_lengths`."""
+    if max_batch_size:  # without the ads that fill the tables up, which have no ids
+        tables = (reordered_cat_ad_offsets.numel() - 1) // max_batch_size
+        lengths = reordered_cat_ad_offsets.diff().view(tables, max_batch_size)
+        reordered_cat_ad_offsets = complete_cumsum(lengths[:, :num_ads_in_batch].flatten())
+    result = reorder_batched_ad_indices(
+        cat_ad_offsets,
+        torch.cat(list(cat_ad_indices)),
+        reordered_cat_ad_offsets,
+        batch_offsets,
+        num_ads_in_batch,
+        broadcast_indices,
+        total_num_indices,
+    )
+    return result.pin_memory() if pinned_memory else result
+
+
+operator(
+    "reorder_batched_sequence_embeddings(Tensor cat_sequence_embeddings_offsets, "
+    "Tensor cat_sequence_embeddings, Tensor reordered_cat_sequence_embeddings_offsets, "
+    "Tensor batch_offsets, SymInt num_items_in_batch) -> Tensor"
+)(reorder_batched_ad_indices)
 
 
 # Selection
@@ -498,3 +567,60 @@ def jagged_unique_indices(
     lengths = share[table_of_bag] + (rank < rest[table_of_bag])
     unique_indices = (unique - first_rows.index_select(0, table)).to(indices.dtype)
     return lengths, complete_cumsum(lengths), unique_indices, reverse
+
+
+@operator(
+    "jagged_hash_size_cumsum(Tensor offsets, Tensor indices, int batch_size) -> (Tensor, Tensor)"
+)
+def jagged_hash_size_cumsum(
+    offsets: Tensor, indices: Tensor, batch_size: int
+) -> tuple[Tensor, Tensor]:
+    """Return the first arguments of `jagged_unique_indices` for one table per feature.
+
+    A table has as many rows as its largest index says.
+    """
+    lengths = offsets[::batch_size].diff()
+    feature = torch.arange(lengths.numel(), device=indices.device)
+    feature = feature.repeat_interleave(lengths, output_size=indices.numel())
+    rows = torch.zeros_like(lengths, dtype=indices.dtype)
+    rows = rows.scatter_reduce(0, feature, indices + 1, "amax").to(offsets.dtype)
+    return complete_cumsum(rows), complete_cumsum(torch.ones_like(rows))
+
+
+def _unique(linear: Tensor, *, counted: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return distinct values, their number and, if counted, uses; filled up with 0."""
+    check(linear.dim() == 1, f"linear_indices must be 1D, got {list(linear.shape)}")
+    values, counts = torch.unique(linear, return_counts=True)
+    fill = (0, linear.numel() - values.numel())
+    number = torch.tensor([values.numel()], dtype=torch.int32, device=linear.device)
+    return (
+        functional.pad(values, fill),
+        number,
+        functional.pad(counts.int(), fill) if counted else None,
+    )
+
+
+@operator(
+    "get_unique_indices(Tensor linear_indices, int max_indices, bool compute_count) -> "
+    "(Tensor, Tensor, Tensor?)"
+)
+def get_unique_indices(
+    linear_indices: Tensor, max_indices: int, compute_count: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return distinct indices, filled up with 0, their number, and int32 uses of each."""
+    return _unique(linear_indices, counted=compute_count)
+
+
+@operator(
+    "get_unique_indices_with_inverse(Tensor linear_indices, int max_indices, bool compute_count, "
+    "bool compute_inverse_indices=False) -> (Tensor, Tensor, Tensor?, Tensor?)"
+)
+def get_unique_indices_with_inverse(
+    linear_indices: Tensor,
+    max_indices: int,
+    compute_count: bool,
+    compute_inverse_indices: bool = False,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Return what `get_unique_indices` does, and the int32 order that sorts the indices."""
+    order = linear_indices.argsort(stable=True).int() if compute_inverse_indices else None
+    return *_unique(linear_indices, counted=compute_count), order

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from emblib.compat.fbgemm_operators.checks import check, check_rows
+from emblib.compat.fbgemm_operators.checks import DTYPES, check, check_rows
 from emblib.compat.fbgemm_operators.registry import operator
 
 _MANTISSA_BITS = 23  # of a float32
@@ -20,7 +20,6 @@ _MIN_NORMAL = 2.0**-126  # of a float32
 _SCALE_BYTES = 8  # of a FP8 row
 _FP8_FORMATS = {True: (4, 15, 0.9375), False: (5, 31, 0.875)}
 """Exponent bits, bias and largest value, forward and backward."""
-_DTYPES = {0: torch.float32, 1: torch.float16, 5: torch.bfloat16}  # codes of SparseType
 _MX4_VALUES = (0, 0.5, 1, 1.5, 2, 3, 4, 6)
 _MX4_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5)
 
@@ -81,11 +80,11 @@ def to_fp8_rows(t: Tensor, forward: bool) -> Tensor:
 def fp8_rows_to_float(input: Tensor, forward: bool, output_dtype: int = 0) -> Tensor:
     """Return the values of FP8 rows, with the columns that filled them up."""
     check_rows("input", input)
-    check(output_dtype in _DTYPES, f"output_dtype must be one of {[*_DTYPES]}, got {output_dtype}")
+    check(output_dtype in DTYPES, f"output_dtype must be one of {[*DTYPES]}, got {output_dtype}")
     ebits, bias, _ = _FP8_FORMATS[forward]
     codes = input[..., :-_SCALE_BYTES]
     scale = input[..., -_SCALE_BYTES:].contiguous().view(torch.float32)[..., :1]
-    return (hfp8_to_float(codes, ebits, bias) / scale).to(_DTYPES[output_dtype])
+    return (hfp8_to_float(codes, ebits, bias) / scale).to(DTYPES[output_dtype])
 
 
 def _shared_exponent(largest: Tensor, rounding: int) -> Tensor:

@@ -1,5 +1,6 @@
 """Operators on pooled embeddings: permutations of columns, groups of keys, moves to one device."""
 
+import os
 from collections.abc import Sequence
 
 import torch
@@ -177,6 +178,21 @@ def permute_multi_embedding(
 # Rows
 
 
+@operator(
+    "index_select_dim0(Tensor input, Tensor indices, SymInt? consecutive_range_start=0, "
+    "SymInt? consecutive_range_length=0, bool? skip_indices_sorting_fwd=None) -> Tensor"
+)
+def index_select_dim0(
+    input: Tensor,
+    indices: Tensor,
+    consecutive_range_start: int | None = 0,
+    consecutive_range_length: int | None = 0,
+    skip_indices_sorting_fwd: bool | None = None,
+) -> Tensor:
+    """Return rows; the options say how FBGEMM's GPU kernel finds them."""
+    return input.index_select(0, indices)
+
+
 @operator("group_index_select_dim0(Tensor[] input_group, Tensor[] indices_group) -> Tensor[]")
 def group_index_select_dim0(
     input_group: Sequence[Tensor], indices_group: Sequence[Tensor]
@@ -204,6 +220,8 @@ def batch_index_select_dim0(
     over all matrices.
     """
     sizes = [rows * width for rows, width in zip(input_rows, input_columns, strict=True)]
+    if not sizes:
+        return inputs[:0]
     chosen = [
         part.view(rows, width).index_select(0, index)
         for part, rows, width, index in zip(
@@ -291,3 +309,15 @@ def new_unified_tensor(self: Tensor, sizes: Sequence[int], is_host_mapped: bool)
             "EmbeddingLocation.MANAGED, or emblib.Placement.MANAGED (docs/placement.md)"
         )
     return self.new_empty(sizes)
+
+
+for _name in ("new_managed_tensor", "new_vanilla_managed_tensor", "new_host_mapped_tensor"):
+    operator(f"{_name}(Tensor self, int[] sizes) -> Tensor")(
+        lambda self, sizes: new_unified_tensor(self, sizes, False)
+    )
+
+
+@operator("check_feature_gate_key(str key) -> bool")
+def check_feature_gate_key(key: str) -> bool:
+    """Return whether the environment switches a feature of FBGEMM on, by `FBGEMM_<key>=1`."""
+    return os.environ.get(f"FBGEMM_{key}", "0") == "1"

@@ -3,17 +3,24 @@
 import torch
 from torch import Tensor
 
-from emblib.compat.fbgemm_operators.checks import check_rows
+from emblib.compat.fbgemm_operators.checks import DTYPES, check, check_rows
 from emblib.compat.fbgemm_operators.registry import operator
 
 
 def _range(values: Tensor) -> tuple[Tensor, Tensor]:
     values = values.float()
+    if not values.size(-1):
+        return values.new_zeros(*values.shape[:-1], 1), values.new_zeros(*values.shape[:-1], 1)
     return values.amin(-1, keepdim=True), values.amax(-1, keepdim=True)
 
 
 def _as_bytes(values: Tensor) -> Tensor:
-    return values.contiguous().view(torch.uint8)
+    return _packed(values).view(torch.uint8)
+
+
+def _packed(values: Tensor) -> Tensor:
+    """Return a copy without gaps and at an aligned address, of empty tensors too."""
+    return values.clone(memory_format=torch.contiguous_format)
 
 
 def to_fused_8bit(t: Tensor) -> Tensor:
@@ -25,34 +32,53 @@ def to_fused_8bit(t: Tensor) -> Tensor:
     return torch.cat([codes.to(torch.uint8), _as_bytes(width / 255.0), _as_bytes(low)], dim=-1)
 
 
-for _name in (
-    "FloatToFused8BitRowwiseQuantized",
-    "HalfToFused8BitRowwiseQuantized",
-    "FloatOrHalfToFused8BitRowwiseQuantized",
-):
-    operator(f"{_name}(Tensor t) -> Tensor")(to_fused_8bit)
+for _source in ("Float", "Half", "FloatOrHalf"):
+    operator(f"{_source}ToFused8BitRowwiseQuantized(Tensor t) -> Tensor")(to_fused_8bit)
 
 
-def _from_fused_8bit(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    check_rows("input", rows)
-    scale, low = rows[..., -8:].contiguous().view(torch.float32).unbind(-1)
-    codes = rows[..., :-8].float()
-    return (codes * scale.unsqueeze(-1) + low.unsqueeze(-1)).to(dtype)
+@operator(
+    "Fused8BitRowwiseQuantizedToFloatOrHalf(Tensor input, int output_dtype=0, "
+    "bool scale_bias_last=True, bool quant_padding_float_type=True) -> Tensor"
+)
+def fused_8bit_to_float(
+    input: Tensor,
+    output_dtype: int = 0,
+    scale_bias_last: bool = True,
+    quant_padding_float_type: bool = True,
+) -> Tensor:
+    """Return the values of rows of 8-bit codes.
+
+    Args:
+        input: rows of codes, scale and minimum.
+        output_dtype: number of the dtype: 0 for float32, 1 for float16, 5 for bfloat16.
+        scale_bias_last: whether scale and minimum are at the end of a row, not at its begin.
+        quant_padding_float_type: whether they are float32, not float16 (at the begin only).
+    """
+    check_rows("input", input)
+    check(
+        quant_padding_float_type or not scale_bias_last,
+        "float16 scale and minimum (quant_padding_float_type=False) are at the begin of a row",
+    )
+    kind = torch.float32 if quant_padding_float_type else torch.float16
+    size = 2 * kind.itemsize
+    codes, header = input[..., :-size], input[..., -size:]
+    if not scale_bias_last:
+        codes, header = input[..., size:], input[..., :size]
+    return _decode(codes, header, kind, output_dtype)
 
 
-@operator("Fused8BitRowwiseQuantizedToFloat(Tensor input) -> Tensor")
-def fused_8bit_to_float(input: Tensor) -> Tensor:
-    """Return the float32 values of rows of 8-bit codes."""
-    return _from_fused_8bit(input, torch.float32)
+def _decode(codes: Tensor, header: Tensor, kind: torch.dtype, output_dtype: int) -> Tensor:
+    check(output_dtype in DTYPES, f"output_dtype must be one of {[*DTYPES]}, got {output_dtype}")
+    scale, low = _packed(header).view(kind).float().unsqueeze(-1).unbind(-2)
+    return (codes.float() * scale + low).to(DTYPES[output_dtype])
 
 
-@operator("Fused8BitRowwiseQuantizedToHalf(Tensor input) -> Tensor")
-def fused_8bit_to_half(input: Tensor) -> Tensor:
-    """Return the float16 values of rows of 8-bit codes."""
-    return _from_fused_8bit(input, torch.float16)
+for _target, _code in (("Float", 0), ("Half", 1), ("Bfloat16", 5)):
+    operator(f"Fused8BitRowwiseQuantizedTo{_target}(Tensor input) -> Tensor")(
+        lambda input, code=_code: fused_8bit_to_float(input, code)
+    )
 
 
-@operator("FloatOrHalfToFusedNBitRowwiseQuantizedSBHalf(Tensor input, int bit_rate) -> Tensor")
 def to_fused_nbit(input: Tensor, bit_rate: int) -> Tensor:
     """Quantise rows to `bit_rate` bits, lowest bits first, then float16 scale and minimum."""
     _check_bits(bit_rate)
@@ -77,6 +103,12 @@ def to_fused_nbit(input: Tensor, bit_rate: int) -> Tensor:
     return torch.cat([packed, _as_bytes(scale), _as_bytes(low)], dim=-1)
 
 
+for _source in ("Float", "Half", "FloatOrHalf"):
+    operator(f"{_source}ToFusedNBitRowwiseQuantizedSBHalf(Tensor input, int bit_rate) -> Tensor")(
+        to_fused_nbit
+    )
+
+
 def _check_bits(bit_rate: int) -> None:
     if bit_rate not in (2, 4, 8):
         raise ValueError(f"bit_rate must be 2, 4 or 8, got {bit_rate}")
@@ -92,11 +124,36 @@ def unpack_nbit(rows: Tensor, bit_rate: int) -> Tensor:
     return codes.flatten(-2)
 
 
-@operator("FusedNBitRowwiseQuantizedSBHalfToFloat(Tensor input, int bit_rate) -> Tensor")
-def fused_nbit_to_float(input: Tensor, bit_rate: int) -> Tensor:
-    """Return the float32 values of rows of `bit_rate`-bit codes."""
+@operator(
+    "FusedNBitRowwiseQuantizedSBHalfToFloatOrHalf(Tensor input, int bit_rate, int output_dtype=0, "
+    "bool scale_bias_last=True) -> Tensor"
+)
+def fused_nbit_to_float(
+    input: Tensor, bit_rate: int, output_dtype: int = 0, scale_bias_last: bool = True
+) -> Tensor:
+    """Return the values of rows of `bit_rate`-bit codes, see `fused_8bit_to_float`."""
     _check_bits(bit_rate)
     check_rows("input", input)
-    scale, low = input[..., -4:].contiguous().view(torch.float16).float().unbind(-1)
-    codes = unpack_nbit(input[..., :-4], bit_rate).float()
-    return codes * scale.unsqueeze(-1) + low.unsqueeze(-1)
+    codes, header = input[..., :-4], input[..., -4:]
+    if not scale_bias_last:
+        codes, header = input[..., 4:], input[..., :4]
+    return _decode(unpack_nbit(codes, bit_rate), header, torch.float16, output_dtype)
+
+
+for _target, _code in (("Float", 0), ("Half", 1)):
+    operator(f"FusedNBitRowwiseQuantizedSBHalfTo{_target}(Tensor input, int bit_rate) -> Tensor")(
+        lambda input, bit_rate, code=_code: fused_nbit_to_float(input, bit_rate, code)
+    )
+
+
+@operator("FloatToBfloat16Quantized(Tensor input) -> Tensor")
+def to_bfloat16(input: Tensor) -> Tensor:
+    """Return bfloat16 values, rounded to nearest, ties away from zero."""
+    bits = input.float().view(torch.int32) + (1 << 15)
+    return (bits >> 16).to(torch.int16).view(torch.bfloat16)
+
+
+@operator("Bfloat16QuantizedToFloat(Tensor input) -> Tensor")
+def bfloat16_to_float(input: Tensor) -> Tensor:
+    """Return float32 values."""
+    return input.float()

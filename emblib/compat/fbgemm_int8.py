@@ -1,0 +1,122 @@
+"""Tables of INT8 rows in FBGEMM's training layout, which are looked up and not trained.
+
+A row is `dim` codes, then float32 scale and minimum, `dim + 8` bytes; FBGEMM has no backward pass
+for them either. The rows of a batch are decoded and pooled by PyTorch's operators.
+"""
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from emblib import optim
+from emblib.compat.fbgemm_arguments import float_dtype
+from emblib.compat.fbgemm_operators import bucketize, rowwise
+from emblib.compat.fbgemm_types import BoundsCheckMode, PoolingMode
+
+_HEADER = 8
+
+
+class _Untrained(torch.autograd.Function):
+    """Passes a tensor on, and raises in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, anchor: Tensor) -> Tensor:
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise NotImplementedError(
+            "tables of INT8 rows are looked up and not trained: look them up under "
+            "torch.no_grad(), or train in FP16"
+        )
+
+
+class Int8Tables(nn.Module):
+    """The tables and lookups of a training module with `weights_precision=SparseType.INT8`.
+
+    Args:
+        a: the normalised arguments of the module.
+    """
+
+    weights: Tensor
+    rows: Tensor
+    hyperparams: Tensor
+    anchor: Tensor
+
+    def __init__(self, a: SimpleNamespace) -> None:
+        super().__init__()
+        self._shapes = [(rows, dim + _HEADER) for rows, dim, _, _ in a.embedding_specs]
+        self._features = list(a.feature_table_map)
+        self._pooling = a.pooling_mode
+        self._output = float_dtype("output_dtype", a.output_dtype)
+        self._check = BoundsCheckMode[a.bounds_check_mode.name.removeprefix("V2_")].value
+        self.optimizer = optim.SGD(0.0)
+        self.learning_rate = a.learning_rate
+        self.tables: list[Any] = []  # none is cached
+        size = sum(rows * width for rows, width in self._shapes)
+        rows = torch.tensor([self._shapes[t][0] for t in self._features], device=a.device)
+        self.register_buffer("weights", torch.zeros(size, dtype=torch.uint8, device=a.device))
+        self.register_buffer("rows", rows, persistent=False)
+        numbers = torch.zeros(len(optim.Hyper), dtype=torch.float64, device=a.device)
+        self.register_buffer("hyperparams", numbers, persistent=False)
+        anchor = torch.zeros((), device=a.device, requires_grad=True)
+        self.register_buffer("anchor", anchor, persistent=False)
+
+    def table_weights(self) -> list[Tensor]:
+        """Return the rows of each table, uint8 `[rows, dim + 8]`, as views."""
+        parts = self.weights.split([rows * width for rows, width in self._shapes])
+        return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
+
+    def table_optimizer_states(self) -> list[dict[str, Tensor]]:
+        """Return no states."""
+        return [{} for _ in self._shapes]
+
+    def no_cache(self, *arguments: Any, **options: Any) -> None:
+        """Do nothing: there is no cache."""
+
+    flush = prefetch = reset_cache_states = no_cache
+
+    def forward(
+        self,
+        indices: Tensor,
+        offsets: Tensor,
+        per_sample_weights: Tensor | None = None,
+        batch_sizes: object = None,
+    ) -> Tensor:
+        """Pool rows to `[B, sum D]`, or `[L, D]` for pooling NONE; a backward pass raises."""
+        if batch_sizes is not None:
+            raise NotImplementedError("INT8 tables are looked up with one batch size per feature")
+        indices, offsets = indices.clone(), offsets.to(indices.dtype, copy=True)
+        counter = torch.zeros(1, dtype=torch.int64, device=indices.device)
+        bucketize.bounds_check_indices(self.rows, indices, offsets, self._check, counter)
+        features = len(self._features)
+        batch = (offsets.numel() - 1) // features
+        ends = offsets[::batch].tolist() if batch else [0] * (features + 1)
+        weights = None if per_sample_weights is None else per_sample_weights.detach()
+        blocks, tables = [], self.table_weights()
+        for feature, table in enumerate(self._features):
+            here = slice(ends[feature], ends[feature + 1])
+            ids = indices[here]
+            rows = rowwise.fused_8bit_to_float(tables[table].index_select(0, ids.clamp(min=0)))
+            rows.masked_fill_((ids < 0).unsqueeze(1), 0.0)
+            starts = offsets[feature * batch : (feature + 1) * batch + 1].long() - ends[feature]
+            scales = None if weights is None else weights[here]
+            blocks.append(self._pool(rows, starts, scales))
+        output = torch.cat(blocks, int(self._pooling is not PoolingMode.NONE)).to(self._output)
+        result: Tensor = _Untrained.apply(output, self.anchor)
+        return result
+
+    def _pool(self, rows: Tensor, starts: Tensor, scales: Tensor | None) -> Tensor:
+        if self._pooling is PoolingMode.NONE:
+            return rows
+        return functional.embedding_bag(
+            torch.arange(len(rows), device=rows.device),
+            functional.pad(rows, (0, 0, 0, int(not len(rows)))),
+            starts,
+            mode=self._pooling.name.lower(),
+            per_sample_weights=scales,
+            include_last_offset=True,
+        )

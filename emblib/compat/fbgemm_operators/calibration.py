@@ -1,0 +1,329 @@
+"""Operators of models around the tables: calibrated predictions, unary embeddings, combined inputs.
+
+A prediction is calibrated by the share of positives among the earlier examples of its bin, once the
+bin has enough of them: `share * weight + prediction * (1 - weight)`.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from emblib.compat.fbgemm_operators.checks import check, check_ids
+from emblib.compat.fbgemm_operators.jagged import complete_cumsum
+from emblib.compat.fbgemm_operators.registry import operator
+
+_Combined = tuple[Tensor, Tensor, Tensor]
+
+
+# Calibration
+
+
+def _predictions(logit: Tensor, positive_weight: float) -> Tensor:
+    """Return float64 predictions of logits that are shifted for the weight of positives."""
+    shifted = (logit.double() + math.log(positive_weight)).to(logit.dtype)
+    return 1.0 / (1.0 + (-shifted).float().exp().double())
+
+
+def _bins_of(predictions: Tensor, lower: float, upper: float, bins: int) -> Tensor:
+    return ((predictions / ((upper - lower) / bins)).ceil() - 1).long()
+
+
+def _segments(value: Tensor, lengths: Tensor, num_segments: int) -> Tensor:
+    """Return the segment of each example: 0 without a value or beyond the last, else value + 1."""
+    value, lengths = value.flatten(), lengths.flatten()
+    last = max(value.numel() - 1, 0)
+    first = complete_cumsum(lengths)[:-1].long().clamp(max=last)
+    known = functional.pad(value, (0, int(not value.numel()))).index_select(0, first).long() + 1
+    return torch.where((lengths == 1) & (known <= num_segments), known, 0).clamp(min=0)
+
+
+def _calibrate(
+    predictions: Tensor,
+    bins: Tensor,
+    examples: Tensor,
+    positives: Tensor,
+    enough: int,
+    weight: float,
+    logit: Tensor,
+) -> tuple[Tensor, Tensor]:
+    count = examples.index_select(0, bins)
+    share = positives.index_select(0, bins) / count
+    calibrated = share * weight + predictions * (1.0 - weight)
+    result = torch.where(count > enough, calibrated, predictions)
+    return result.to(logit.dtype).view_as(logit), bins
+
+
+_BINS = "Tensor bin_num_examples, Tensor bin_num_positives, "
+_USE = "SymInt bin_ctr_in_use_after, float bin_ctr_weight_value) -> (Tensor, Tensor)"
+_SEGMENTS = "Tensor logit, Tensor segment_value, Tensor segment_lengths, SymInt num_segments, "
+
+
+@operator(
+    f"histogram_binning_calibration(Tensor logit, {_BINS}float positive_weight, "
+    f"float lower_bound, float upper_bound, {_USE}"
+)
+def histogram_binning_calibration(
+    logit: Tensor,
+    bin_num_examples: Tensor,
+    bin_num_positives: Tensor,
+    positive_weight: float,
+    lower_bound: float,
+    upper_bound: float,
+    bin_ctr_in_use_after: int,
+    bin_ctr_weight_value: float,
+) -> tuple[Tensor, Tensor]:
+    """Return calibrated predictions and the bins, of equal width."""
+    found = _predictions(logit.flatten(), positive_weight)
+    bins = _bins_of(found, lower_bound, upper_bound, bin_num_examples.numel())
+    counts = bin_num_examples, bin_num_positives
+    return _calibrate(found, bins, *counts, bin_ctr_in_use_after, bin_ctr_weight_value, logit)
+
+
+@operator(
+    f"histogram_binning_calibration_by_feature({_SEGMENTS}{_BINS}SymInt num_bins, "
+    f"float positive_weight, float lower_bound, float upper_bound, {_USE}"
+)
+def histogram_binning_calibration_by_feature(
+    logit: Tensor,
+    segment_value: Tensor,
+    segment_lengths: Tensor,
+    num_segments: int,
+    bin_num_examples: Tensor,
+    bin_num_positives: Tensor,
+    num_bins: int,
+    positive_weight: float,
+    lower_bound: float,
+    upper_bound: float,
+    bin_ctr_in_use_after: int,
+    bin_ctr_weight_value: float,
+) -> tuple[Tensor, Tensor]:
+    """Return calibrated predictions and the bins; each segment has `num_bins` of its own."""
+    found = _predictions(logit.flatten(), positive_weight)
+    first = _segments(segment_value, segment_lengths, num_segments) * num_bins
+    bins = _bins_of(found, lower_bound, upper_bound, num_bins) + first
+    counts = bin_num_examples, bin_num_positives
+    return _calibrate(found, bins, *counts, bin_ctr_in_use_after, bin_ctr_weight_value, logit)
+
+
+@operator(
+    f"generic_histogram_binning_calibration_by_feature({_SEGMENTS}{_BINS}Tensor bin_boundaries, "
+    f"float positive_weight, {_USE}"
+)
+def generic_histogram_binning_calibration_by_feature(
+    logit: Tensor,
+    segment_value: Tensor,
+    segment_lengths: Tensor,
+    num_segments: int,
+    bin_num_examples: Tensor,
+    bin_num_positives: Tensor,
+    bin_boundaries: Tensor,
+    positive_weight: float,
+    bin_ctr_in_use_after: int,
+    bin_ctr_weight_value: float,
+) -> tuple[Tensor, Tensor]:
+    """Return calibrated predictions and the bins, with the boundaries `bin_boundaries`."""
+    num_bins = bin_boundaries.numel() + 1
+    check(
+        bin_num_examples.numel() == (num_segments + 1) * num_bins,
+        f"bin_num_examples must have {(num_segments + 1) * num_bins} bins, got "
+        f"{bin_num_examples.numel()}",
+    )
+    found = _predictions(logit.flatten(), positive_weight)
+    first = _segments(segment_value, segment_lengths, num_segments) * num_bins
+    bins = torch.searchsorted(bin_boundaries, found) + first
+    counts = bin_num_examples, bin_num_positives
+    return _calibrate(found, bins, *counts, bin_ctr_in_use_after, bin_ctr_weight_value, logit)
+
+
+# Unary embeddings
+
+
+@operator(
+    "batched_unary_embeddings(Tensor weight, Tensor table_offsets, Tensor offsets, Tensor indices) "
+    "-> Tensor"
+)
+def batched_unary_embeddings(
+    weight: Tensor, table_offsets: Tensor, offsets: Tensor, indices: Tensor
+) -> Tensor:
+    """Return sums of one number per lookup, `[N, B, T]`, of N tasks with weights `[N, rows]`."""
+    tables = table_offsets.numel() - 1
+    batch = (offsets.numel() - 1) // tables
+    lengths = offsets.diff()
+    bag = torch.arange(lengths.numel(), device=indices.device).repeat_interleave(
+        lengths, output_size=indices.numel()
+    )
+    rows = indices.long() + table_offsets[:-1].long().index_select(0, bag // max(batch, 1))
+    chosen = weight.view(weight.size(0), -1).index_select(1, rows)
+    sums = torch.zeros(weight.size(0), tables * batch, device=weight.device)
+    sums = sums.index_add(1, bag, chosen.float()).to(weight.dtype)
+    return sums.view(-1, tables, batch).transpose(1, 2).contiguous()
+
+
+@operator("permute102_baddbmm_permute102(Tensor bias, Tensor A, Tensor B) -> Tensor")
+def permute102_baddbmm_permute102(bias: Tensor, A: Tensor, B: Tensor) -> Tensor:
+    """Return `A[:, b] @ B[b] + bias[b]` for each b, `[M, B, N]`."""
+    return torch.baddbmm(bias.unsqueeze(1), A.transpose(0, 1), B).transpose(0, 1)
+
+
+@operator("bottom_k_per_row(Tensor input, Tensor k_offsets, bool requires_unique) -> Tensor")
+def bottom_k_per_row(input: Tensor, k_offsets: Tensor, requires_unique: bool) -> Tensor:
+    """Return the first k values of each row, or its first k distinct ones in increasing order.
+
+    k is the difference of two `k_offsets`, or of those of each row, whose results are flat then.
+    """
+    rows = input.reshape(-1, input.size(-1))
+    counts = k_offsets.diff().tolist()
+    is_fixed = len(counts) == 1
+    chosen = []
+    for row, k in zip(rows, counts * len(rows) if is_fixed else counts, strict=True):
+        if not requires_unique:
+            chosen.append(row[:k])
+            continue
+        distinct = list(dict.fromkeys(row.tolist()))[:k]
+        check(len(distinct) == k, f"too skewed distribution: {len(distinct)} of {k} values differ")
+        chosen.append(torch.tensor(sorted(distinct), dtype=input.dtype, device=input.device))
+    result = torch.cat(chosen)
+    return result.view(input.size(0), -1, counts[0]) if is_fixed else result
+
+
+# Inputs
+
+
+def _check_lists(
+    indices: Sequence[Tensor], others: Sequence[Tensor], weights: Sequence[Tensor]
+) -> None:
+    check(len(indices) > 0, "there must be at least one tensor of indices")
+    check(
+        len(indices) == len(others) == len(weights),
+        f"there must be offsets or lengths and weights for each of {len(indices)} indices, got "
+        f"{len(others)} and {len(weights)}",
+    )
+    for index, other, weight in zip(indices, others, weights, strict=True):
+        check_ids("indices", index)
+        check_ids("offsets or lengths", other)
+        check(
+            weight.numel() in (0, index.numel()),
+            f"weights must be one per index = {index.numel()} or none, got {weight.numel()}",
+        )
+
+
+def _combine_weights(
+    indices: Sequence[Tensor], weights: Sequence[Tensor], ends: Sequence[int], total: int
+) -> Tensor:
+    """Concatenate the weights up to each end, with 1 where there are none; empty if all are."""
+    if not any(weight.numel() for weight in weights):
+        return torch.empty(0)
+    parts = [
+        weight[:end].float() if weight.numel() else index.new_ones(end, dtype=torch.float32)
+        for index, weight, end in zip(indices, weights, ends, strict=True)
+    ]
+    joined = torch.cat(parts)
+    return functional.pad(joined, (0, total - joined.numel()), value=1.0)
+
+
+@operator(
+    "tbe_input_combine(Tensor[] indices_list, Tensor[] offsets_list, Tensor[] per_sample_weights, "
+    "Tensor include_last_offsets) -> (Tensor, Tensor, Tensor)"
+)
+def tbe_input_combine(
+    indices_list: Sequence[Tensor],
+    offsets_list: Sequence[Tensor],
+    per_sample_weights: Sequence[Tensor],
+    include_last_offsets: Tensor,
+) -> _Combined:
+    """Concatenate the inputs of tables: int32 indices, int32 offsets, float32 weights.
+
+    Indices beyond the last offset are padding, and go to the end, if all tables have last offsets.
+    """
+    return _combine(indices_list, offsets_list, per_sample_weights, include_last_offsets, None)
+
+
+@operator(
+    "padding_fused_tbe_input_combine(Tensor[] indices_list, Tensor[] offsets_list, "
+    "Tensor[] per_sample_weights, Tensor include_last_offsets, int batch_size) -> "
+    "(Tensor, Tensor, Tensor)"
+)
+def padding_fused_tbe_input_combine(
+    indices_list: Sequence[Tensor],
+    offsets_list: Sequence[Tensor],
+    per_sample_weights: Sequence[Tensor],
+    include_last_offsets: Tensor,
+    batch_size: int,
+) -> _Combined:
+    """Concatenate as `tbe_input_combine`, with empty bags up to `batch_size` for each table."""
+    lists = indices_list, offsets_list, per_sample_weights
+    return _combine(*lists, include_last_offsets, batch_size)
+
+
+def _combine(
+    indices: Sequence[Tensor],
+    offsets: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    has_last: Tensor,
+    batch_size: int | None,
+) -> _Combined:
+    _check_lists(indices, offsets, weights)
+    check(has_last.numel() == len(indices), "include_last_offsets must have one entry per table")
+    sizes = [index.numel() for index in indices]
+    ends = sizes
+    if batch_size is None and bool(has_last.all()):
+        ends = [
+            int(offset[-1]) if offset.numel() else size
+            for offset, size in zip(offsets, sizes, strict=True)
+        ]
+        check(all(e <= s for e, s in zip(ends, sizes, strict=True)), "offsets exceed the indices")
+        # A table whose last offset is 0 has its indices in their place, as FBGEMM has it.
+        kept = [end or size for end, size in zip(ends, sizes, strict=True)]
+    else:
+        kept = sizes
+    joined = [index[:end] for index, end in zip(indices, kept, strict=True)]
+    joined += [index[end:] for index, end in zip(indices, kept, strict=True)]
+    first = 0
+    starts = [offsets[0].new_zeros(1)]
+    for offset, end, last in zip(offsets, ends, has_last.tolist(), strict=True):
+        inner = offset[1 : offset.numel() - int(last)] + first
+        first += end
+        bags = 1 if batch_size is None else batch_size - inner.numel()
+        starts += [inner, offset.new_full((bags,), first)]
+    return (
+        torch.cat([part.int() for part in joined]),
+        torch.cat([part.int() for part in starts]),
+        _combine_weights(indices, weights, ends, sum(sizes)),
+    )
+
+
+@operator(
+    "tbe_input_combine_with_length(Tensor[] indices_list, Tensor[] lengths_list, "
+    "Tensor[] per_sample_weights) -> (Tensor, Tensor, Tensor)"
+)
+def tbe_input_combine_with_length(
+    indices_list: Sequence[Tensor],
+    lengths_list: Sequence[Tensor],
+    per_sample_weights: Sequence[Tensor],
+) -> _Combined:
+    """Concatenate the inputs of tables: int32 indices, int32 lengths, float32 weights."""
+    _check_lists(indices_list, lengths_list, per_sample_weights)
+    sizes = [index.numel() for index in indices_list]
+    return (
+        torch.cat([index.int() for index in indices_list]),
+        torch.cat([lengths.int() for lengths in lengths_list]),
+        _combine_weights(indices_list, per_sample_weights, sizes, sum(sizes)),
+    )
+
+
+@operator(
+    "padding_fused_tbe_input_combine_with_length(Tensor[] indices_list, Tensor[] lengths_list, "
+    "Tensor[] per_sample_weights, int batch_size) -> (Tensor, Tensor, Tensor)"
+)
+def padding_fused_tbe_input_combine_with_length(
+    indices_list: Sequence[Tensor],
+    lengths_list: Sequence[Tensor],
+    per_sample_weights: Sequence[Tensor],
+    batch_size: int,
+) -> _Combined:
+    """Concatenate as `tbe_input_combine_with_length`, with lengths of 0 up to `batch_size`."""
+    padded = [functional.pad(x, (0, batch_size - x.numel())) for x in lengths_list]
+    return tbe_input_combine_with_length(indices_list, padded, per_sample_weights)

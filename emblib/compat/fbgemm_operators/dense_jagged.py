@@ -1,0 +1,274 @@
+"""Operators on jagged values and dense tensors: sums, products, softmax, slices.
+
+Jagged values `[L, D]` have sequences `offsets[b]` to `offsets[b + 1]`. A product or softmax looks
+at the first `max_L` values of each sequence; the results of the others are 0.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from emblib.compat.fbgemm_operators.checks import check, check_one_per
+from emblib.compat.fbgemm_operators.jagged import (
+    complete_cumsum,
+    dense_to_jagged,
+    jagged_2d_to_dense,
+    jagged_to_padded_dense,
+    segment_positions,
+)
+from emblib.compat.fbgemm_operators.registry import operator
+
+_Jagged = tuple[Tensor, Tensor]
+
+
+# Sums
+
+
+@operator("jagged_dense_elementwise_add(Tensor x_values, Tensor[] x_offsets, Tensor y) -> Tensor")
+def jagged_dense_add_to_dense(x_values: Tensor, x_offsets: Sequence[Tensor], y: Tensor) -> Tensor:
+    """Add jagged values to dense `[B, N, ..., D]`; what lies beyond N is left out."""
+    return jagged_to_padded_dense(x_values, x_offsets, y.shape[1 : 1 + len(x_offsets)]) + y
+
+
+@operator(
+    "jagged_dense_dense_elementwise_add_jagged_output(Tensor x_values, Tensor[] x_offsets, "
+    "Tensor y_0, Tensor y_1) -> (Tensor, Tensor[])"
+)
+def jagged_dense_dense_add(
+    x_values: Tensor, x_offsets: Sequence[Tensor], y_0: Tensor, y_1: Tensor
+) -> tuple[Tensor, list[Tensor]]:
+    """Add two dense tensors to jagged values; what lies beyond N stays as it is."""
+    total = x_values.size(0)
+    first, second = (dense_to_jagged(y, x_offsets, total)[0] for y in (y_0, y_1))
+    return x_values + first + second, list(x_offsets)
+
+
+@operator(
+    "jagged_acc_weights_and_counts(Tensor weights, Tensor reverse_indices, int num_unique_indices) "
+    "-> Tensor"
+)
+def jagged_acc_weights_and_counts(
+    weights: Tensor, reverse_indices: Tensor, num_unique_indices: int
+) -> Tensor:
+    """Return the sum of the weights of each distinct index and their number, float32 `[U, 2]`."""
+    check_one_per("weights", weights, "index", reverse_indices.numel())
+    rows = torch.stack([weights.float(), torch.ones_like(weights, dtype=torch.float32)], dim=1)
+    return rows.new_zeros(num_unique_indices, 2).index_add(0, reverse_indices, rows)
+
+
+# Products
+
+
+@operator("batched_dense_vec_jagged_2d_mul(Tensor v, Tensor a_values, Tensor a_offsets) -> Tensor")
+def batched_vector_product(v: Tensor, a_values: Tensor, a_offsets: Tensor) -> Tensor:
+    """Multiply vectors `[B * H, N]` by jagged matrices `[L, H * D]`, to `[B * H, D]`."""
+    batch = a_offsets.numel() - 1
+    check(batch == 0 or v.size(0) % batch == 0, f"{batch} sequences must divide v's {v.size(0)}")
+    heads = v.size(0) // batch if batch else 1
+    width = a_values.size(-1) // heads
+    if not batch or not width or not v.size(1):
+        return v.new_zeros(batch * heads, width)
+    dense = jagged_2d_to_dense(a_values, a_offsets, v.size(1))
+    dense = dense.view(batch, v.size(1), heads, width).transpose(1, 2).flatten(0, 1)
+    return torch.bmm(v.unsqueeze(1), dense).squeeze(1)
+
+
+@operator(
+    "jagged_jagged_bmm(Tensor x_values, Tensor y_values, Tensor x_offsets, int max_L) -> Tensor"
+)
+def jagged_jagged_bmm(x_values: Tensor, y_values: Tensor, x_offsets: Tensor, max_L: int) -> Tensor:
+    """Return `x.T @ y` of each sequence, `[B, M, N]`."""
+    x, y = (jagged_2d_to_dense(values, x_offsets, max_L) for values in (x_values, y_values))
+    return torch.bmm(x.transpose(1, 2), y)
+
+
+@operator(
+    "jagged_dense_bmm(Tensor x_values, Tensor x_offsets, Tensor y, int max_L) -> (Tensor, Tensor)"
+)
+def jagged_dense_bmm(x_values: Tensor, x_offsets: Tensor, y: Tensor, max_L: int) -> _Jagged:
+    """Multiply the rows of each sequence by its matrix of `y` `[B, K, N]`, to `[L, N]`."""
+    dense = torch.bmm(jagged_2d_to_dense(x_values, x_offsets, max_L), y)
+    return dense_to_jagged(dense, [x_offsets], x_values.size(0))[0], x_offsets
+
+
+@operator("jagged_softmax(Tensor values, Tensor x_offsets, int max_L) -> (Tensor, Tensor)")
+def jagged_softmax(values: Tensor, x_offsets: Tensor, max_L: int) -> _Jagged:
+    """Return the softmax of each sequence and column."""
+    # Of the most negative finite value, so that sequences without values have no NaN.
+    padding = torch.finfo(values.dtype).min
+    dense = jagged_to_padded_dense(values, [x_offsets], [max_L], padding).softmax(1)
+    return dense_to_jagged(dense, [x_offsets], values.size(0))[0], x_offsets
+
+
+# Selection
+
+
+@operator(
+    "jagged_index_add_2d_forward_v2(Tensor values, Tensor indices, Tensor input_offsets, "
+    "Tensor output_offsets, SymInt num_output_rows, SymInt num_dense_input_rows) -> Tensor"
+)
+def jagged_index_add_2d(
+    values: Tensor,
+    indices: Tensor,
+    input_offsets: Tensor,
+    output_offsets: Tensor,
+    num_output_rows: int,
+    num_dense_input_rows: int,
+) -> Tensor:
+    """Add each sequence to the sequence `indices` of the output; offsets are inclusive sums."""
+    if num_output_rows < 0:
+        raise ValueError(f"num_output_rows must be non-negative, got {num_output_rows}")
+    starts = functional.pad(output_offsets, (1, 0)).index_select(0, indices)
+    lengths = input_offsets.diff(prepend=torch.zeros_like(input_offsets[:1]))
+    into = segment_positions(starts, lengths, num_dense_input_rows)
+    return values.new_zeros(num_output_rows, values.size(1)).index_add(0, into, values)
+
+
+@operator(
+    "jagged_index_add_2d_forward(Tensor values, Tensor indices, Tensor input_offsets, "
+    "Tensor output_offsets, int num_dense_input_rows, int num_output_rows) -> Tensor"
+)
+def jagged_index_add_2d_v1(
+    values: Tensor,
+    indices: Tensor,
+    input_offsets: Tensor,
+    output_offsets: Tensor,
+    num_dense_input_rows: int,
+    num_output_rows: int,
+) -> Tensor:
+    """Add as `jagged_index_add_2d_forward_v2` does, with the last arguments exchanged."""
+    return jagged_index_add_2d(
+        values, indices, input_offsets, output_offsets, num_output_rows, num_dense_input_rows
+    )
+
+
+@operator(
+    "jagged_slice(Tensor x_values, Tensor x_lengths, Tensor start, int slice_length) -> "
+    "(Tensor, Tensor)"
+)
+def jagged_slice(x_values: Tensor, x_lengths: Tensor, start: Tensor, slice_length: int) -> _Jagged:
+    """Return up to `slice_length` values of each sequence from `start` on, and their lengths."""
+    left = x_lengths - start
+    check(
+        not bool(((start < 0) | (left < 0)).any()),
+        "start must be within the sequences, whose lengths are x_lengths",
+    )
+    lengths = left.clamp(max=slice_length)
+    index = segment_positions(complete_cumsum(x_lengths)[:-1] + start, lengths)
+    return x_values.index_select(0, index), lengths
+
+
+@operator(
+    "jagged_1d_to_truncated_values(Tensor values, Tensor lengths, int max_truncated_length) -> "
+    "Tensor"
+)
+def jagged_1d_to_truncated_values(
+    values: Tensor, lengths: Tensor, max_truncated_length: int
+) -> Tensor:
+    """Return the first `max_truncated_length` values of each sequence."""
+    return jagged_slice(values, lengths, torch.zeros_like(lengths), max_truncated_length)[0]
+
+
+@operator(
+    "masked_select_jagged_1d(Tensor values, Tensor lengths, Tensor mask, bool? check_length=False) "
+    "-> (Tensor, Tensor)"
+)
+def masked_select_jagged_1d(
+    values: Tensor, lengths: Tensor, mask: Tensor, check_length: bool | None = False
+) -> _Jagged:
+    """Return the values where `mask` is True, and how many of each sequence."""
+    check(
+        not check_length or mask.numel() == values.numel(),
+        f"mask and values should have the same numel, but got mask numel: {mask.numel()} values "
+        f"numel: {values.numel()}",
+    )
+    counts = complete_cumsum(mask.to(lengths.dtype))
+    return values[mask], counts.index_select(0, complete_cumsum(lengths)).diff()
+
+
+# Keys and ranges
+
+
+@operator("repeat_arange(Tensor lengths) -> Tensor")
+def repeat_arange(lengths: Tensor) -> Tensor:
+    """Return 0, 1, ... for each length, concatenated."""
+    if lengths.is_meta or not lengths.numel():
+        return lengths.new_empty(0)
+    total = int(lengths.sum())
+    if total < 0:
+        raise ValueError(f"output_size = sum of lengths must be non-negative, got {total}")
+    return segment_positions(torch.zeros_like(lengths), lengths, total)
+
+
+@operator("get_source_mask(Tensor num_sources, Tensor num_targets, SymInt output_size) -> Tensor")
+def get_source_mask(num_sources: Tensor, num_targets: Tensor, output_size: int) -> Tensor:
+    """Return for each sample `num_sources` times True, then `num_targets` times False."""
+    check(
+        num_sources.numel() == num_targets.numel(),
+        "num_sources and num_targets must have the same batch size",
+    )
+    counts = torch.stack([num_sources, num_targets], dim=1).flatten()
+    if not counts.numel():
+        return counts.new_empty(0, dtype=torch.bool)
+    is_source = torch.arange(counts.numel(), device=counts.device) % 2 == 0
+    return is_source.repeat_interleave(counts, output_size=output_size)
+
+
+def get_source_mask_of(
+    num_sources: Tensor, num_targets: Tensor, output_size: int | None = None
+) -> Tensor:
+    """Return `get_source_mask`; without `output_size` a GPU is waited for."""
+    if output_size is None:
+        output_size = int((num_sources + num_targets).sum())
+    return get_source_mask(num_sources, num_targets, output_size)
+
+
+def _stacked(
+    values: Tensor,
+    lengths: Tensor,
+    offset_per_key: Sequence[int],
+    max_lengths_per_key: Sequence[int],
+    padding_value: int = 0,
+) -> list[Tensor]:
+    """Pad the values of each key to `[B, max_length]` or `[B, max_length, D]`; lengths `[K, B]`."""
+    offsets = complete_cumsum(lengths)
+    return [
+        jagged_to_padded_dense(values[first:last], [row], [size], padding_value)
+        for first, last, row, size in zip(
+            offset_per_key[:-1], offset_per_key[1:], offsets, max_lengths_per_key, strict=True
+        )
+    ]
+
+
+for _name, _default in (("stacked_jagged_1d_to_dense", ""), ("stacked_jagged_2d_to_dense", "=0")):
+    operator(
+        f"{_name}(Tensor values, Tensor lengths, int[] offset_per_key, int[] max_lengths_per_key, "
+        f"int padding_value{_default}) -> Tensor[]"
+    )(_stacked)
+
+
+@operator(
+    "pack_segments_v2(Tensor t_in, Tensor lengths, SymInt max_length, bool pad_minf=False, "
+    "bool return_presence_mask=False) -> (Tensor packed_segments, Tensor? presence_mask)"
+)
+def pack_segments_v2(
+    t_in: Tensor,
+    lengths: Tensor,
+    max_length: int,
+    pad_minf: bool = False,
+    return_presence_mask: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Pad sequences to `[B, max_length, ...]`, and say which values are of the input."""
+    check(max_length > 0, f"max_length must be positive, got {max_length}")
+    padding = float("-inf") if pad_minf else 0.0
+    packed = jagged_to_padded_dense(t_in, [complete_cumsum(lengths)], [max_length], padding)
+    position = torch.arange(max_length, device=lengths.device)
+    return packed, position < lengths.unsqueeze(1) if return_presence_mask else None
+
+
+@operator("pack_segments(Tensor t_in, Tensor lengths, SymInt max_length) -> Tensor")
+def pack_segments(t_in: Tensor, lengths: Tensor, max_length: int) -> Tensor:
+    """Pad sequences with zeros to `[B, max_length, ...]`."""
+    return pack_segments_v2(t_in, lengths, max_length)[0]

@@ -1,0 +1,170 @@
+"""Operators of inference tables whose rows were pruned: from ids to the rows that are left.
+
+A table maps its ids by an array, one row per id, or by a hash map: slots of id and row, -1 where a
+slot is free, searched one by one from a hash of the id, around the end. Row -1 is a pruned one.
+Tables without a map keep their ids.
+"""
+
+import torch
+from torch import Tensor
+
+from emblib.compat.fbgemm_operators.checks import check
+from emblib.compat.fbgemm_operators.registry import operator
+
+_FREE = -1
+_MASK = 0xFFFFFFFF
+
+
+def _mix(ids: Tensor) -> Tensor:
+    """Return MurmurHash3's final mix of ids, by their width, as non-negative int64 modulo 2^63."""
+    if ids.dtype == torch.int32:
+        h = ids.long() & _MASK
+        for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+            h = ((h ^ (h >> shift)) * factor) & _MASK
+        return h ^ (h >> 16)
+    h = ids
+    for factor in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53):
+        h = (h ^ ((h >> 33) & 0x7FFFFFFF)) * (factor - 2**64)
+    return h ^ ((h >> 33) & 0x7FFFFFFF)
+
+
+def _first_slots(ids: Tensor, capacity: Tensor) -> Tensor:
+    h = _mix(ids)
+    half = ((h >> 1) & (2**63 - 1)) % capacity  # of an unsigned number
+    return (2 * half + (h & 1)) % capacity
+
+
+def _map_of(ids: Tensor, offsets: Tensor, map_offsets: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the first entry of its table's map and the number of entries, of each id."""
+    tables = map_offsets.numel() - 1
+    check(
+        ids.dtype == offsets.dtype and tables > 0 and (offsets.numel() - 1) % tables == 0,
+        f"offsets must have B * T + 1 entries for T = {tables} tables and the dtype of indices, "
+        f"got {offsets.numel()} of {offsets.dtype} for {ids.dtype}",
+    )
+    batch = (offsets.numel() - 1) // tables
+    lengths = offsets[::batch].diff() if batch else offsets.new_zeros(tables)
+    table = torch.arange(tables, device=ids.device)
+    table = table.repeat_interleave(lengths, output_size=ids.numel())
+    starts = map_offsets.to(ids.device).long()
+    return starts[table], starts.diff()[table]
+
+
+def map_ids(ids: Tensor, first: Tensor, count: Tensor, rows: Tensor) -> Tensor:
+    """Return the row of each id, -1 for ids outside the map.
+
+    Args:
+        ids: int32 or int64 `[L]`.
+        first: first entry of the map of each id.
+        count: entries of the map of each id; 0 for ids that stay as they are.
+        rows: the maps, concatenated.
+    """
+    if not rows.numel():
+        return ids.clone()
+    inside = (ids >= 0) & (ids < count)
+    found = rows[torch.where(inside, first + ids, 0)].to(ids.dtype)
+    return torch.where(count > 0, torch.where(inside, found, _FREE), ids)
+
+
+@operator(
+    "embedding_bag_rowwise_prune(Tensor weight, Tensor indicator, float threshold, "
+    "ScalarType compressed_indices_dtype, bool abs=True, SymInt min_num_rows=0, "
+    "float? min_save_ratio=1.0) -> (Tensor, Tensor)"
+)
+def embedding_bag_rowwise_prune(
+    weight: Tensor,
+    indicator: Tensor,
+    threshold: float,
+    compressed_indices_dtype: torch.dtype,
+    abs: bool = True,
+    min_num_rows: int = 0,
+    min_save_ratio: float | None = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """Return the rows whose indicator exceeds a threshold, and the map of all rows to them.
+
+    At least `min_num_rows` rows stay. If a table of that size and the map take no less than
+    `min_save_ratio` of the memory, all rows and the map `[0]` are returned.
+    """
+    check(threshold >= 0, f"threshold must not be negative, got {threshold}")
+    check(indicator.numel() == len(weight), f"indicator must have {len(weight)} entries")
+    kept = (indicator.abs() if abs else indicator) > threshold
+    lacking = min(min_num_rows, len(weight)) - int(kept.sum())
+    if lacking > 0:  # the last ones, as each row is decided on by those that follow it
+        kept[(~kept).nonzero()[-lacking:, 0]] = True
+    size, dtype = weight.size(1), compressed_indices_dtype
+    if min_save_ratio is not None and not (
+        4 * (len(weight) + min_num_rows * size) < min_save_ratio * 4 * weight.numel()
+    ):
+        return weight, torch.zeros(1, dtype=dtype)
+    rows = torch.where(kept, kept.cumsum(0) - 1, _FREE)
+    return weight[kept], rows.to(dtype)
+
+
+@operator(
+    "pruned_array_lookup(Tensor indices, Tensor offsets, Tensor index_remappings, "
+    "Tensor index_remappings_offsets) -> Tensor"
+)
+def pruned_array_lookup(
+    indices: Tensor, offsets: Tensor, index_remappings: Tensor, index_remappings_offsets: Tensor
+) -> Tensor:
+    """Return the row of each id, by arrays that are concatenated; invalid ids have row -1."""
+    first, count = _map_of(indices, offsets, index_remappings_offsets)
+    return map_ids(indices, first, count, index_remappings)
+
+
+@operator(
+    "pruned_hashmap_insert(Tensor indices, Tensor dense_indices, Tensor offsets, "
+    "Tensor(a!) hash_table, Tensor hash_table_offsets) -> ()"
+)
+def pruned_hashmap_insert(
+    indices: Tensor,
+    dense_indices: Tensor,
+    offsets: Tensor,
+    hash_table: Tensor,
+    hash_table_offsets: Tensor,
+) -> None:
+    """Insert ids and their rows one after the other, without those of row -1.
+
+    Args:
+        indices: ids, distinct in each table.
+        dense_indices: row of each id.
+        offsets: `[T * B + 1]`.
+        hash_table: slots `[S, 2]` of all tables; written.
+        hash_table_offsets: first slot of each table, and the end.
+    """
+    first, capacity = _map_of(indices, offsets, hash_table_offsets)
+    wanted = (dense_indices != _FREE) & (capacity > 0)
+    slots = _first_slots(indices, capacity.clamp(min=1))
+    entries = hash_table.tolist()
+    used = torch.stack([indices.long(), dense_indices.long(), first, capacity, slots])[:, wanted]
+    for id_, row, start, size, slot in used.t().tolist():
+        for step in range(size):
+            at = start + (slot + step) % size
+            if entries[at][0] in (_FREE, id_):
+                entries[at] = [id_, row]
+                break
+        else:
+            check(False, f"a hash map of {size} slots is full: give it more")
+    hash_table.copy_(torch.tensor(entries, dtype=hash_table.dtype).view_as(hash_table))
+
+
+@operator(
+    "pruned_hashmap_lookup(Tensor indices, Tensor offsets, Tensor hash_table, "
+    "Tensor hash_table_offsets) -> Tensor"
+)
+def pruned_hashmap_lookup(
+    indices: Tensor, offsets: Tensor, hash_table: Tensor, hash_table_offsets: Tensor
+) -> Tensor:
+    """Return the row of each id, -1 for ids that are not in the map."""
+    first, capacity = _map_of(indices, offsets, hash_table_offsets)
+    result = torch.where(capacity > 0, torch.full_like(indices, _FREE), indices)
+    at = torch.arange(indices.numel(), device=indices.device)[capacity > 0]
+    slots = _first_slots(indices, capacity.clamp(min=1))
+    for step in range(int(capacity.max()) if capacity.numel() else 0):
+        if not at.numel():  # only ids that are not decided yet are looked at again
+            break
+        found = hash_table[first[at] + (slots[at] + step) % capacity[at]]
+        hit = found[:, 0] == indices[at]
+        result[at[hit]] = found[hit, 1].to(indices.dtype)
+        at = at[~hit & (found[:, 0] != _FREE) & (step + 1 < capacity[at])]
+    return result
