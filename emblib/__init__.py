@@ -70,6 +70,7 @@ from emblib.specs import (
 )
 from emblib.tables import (
     QuantizedEmbeddingBags,
+    RowFormat,
     TableBatchedEmbeddingBags,
     TableBatchedTTEmbeddingBags,
     TTEmbeddingBag,
@@ -119,6 +120,7 @@ __all__ = [
     "Precision",
     "QuantizedEmbeddingBags",
     "RowEviction",
+    "RowFormat",
     "RowStore",
     "SharedTables",
     "SqliteRows",
