@@ -4,6 +4,7 @@ from emblib import (
     checkpoints,
     collections,
     dynamic,
+    inference,
     init,
     jagged,
     migration,
@@ -38,6 +39,7 @@ from emblib.dynamic import (
     TierMode,
     TTCache,
 )
+from emblib.inference import freeze, open_frozen
 from emblib.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor, KTRegroupAsDict
 from emblib.memory_plan import (
     BackingMemory,
@@ -139,10 +141,13 @@ __all__ = [
     "collections",
     "duplicate_tables",
     "dynamic",
+    "freeze",
+    "inference",
     "init",
     "jagged",
     "migrate",
     "migration",
+    "open_frozen",
     "ops",
     "optim",
     "plan_memory",
