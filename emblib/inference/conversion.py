@@ -99,7 +99,7 @@ def _dynamic_tables(source: DynamicEmbeddingBags) -> Iterator[tuple[Tensor, Tens
 
 
 class QuantizationError(NamedTuple):
-    """What the format of a table costs in accuracy.
+    """Errors that the format of a table causes.
 
     Attributes:
         table: name of the table.

@@ -142,10 +142,12 @@ def test_integers_have_the_bits_of_fbgemm() -> None:
     rows[::50] = rows[::50, :1]
     for weights in (rows, rows[:1000].half().float().clamp(-60000, 60000)):
         for bits in (8, 4, 2):
-            theirs = torch.ops.fbgemm.FloatOrHalfToFusedNBitRowwiseQuantizedSBHalf(weights, bits)
-            theirs = torch.cat([theirs[:, -4:], theirs[:, :-4]], dim=1)
-            ours = quantized(weights, bits)
-            assert torch.equal(ours[:, : theirs.size(1)], theirs)
+            fbgemm_rows = torch.ops.fbgemm.FloatOrHalfToFusedNBitRowwiseQuantizedSBHalf(
+                weights, bits
+            )
+            fbgemm_rows = torch.cat([fbgemm_rows[:, -4:], fbgemm_rows[:, :-4]], dim=1)
+            emblib_rows = quantized(weights, bits)
+            assert torch.equal(emblib_rows[:, : fbgemm_rows.size(1)], fbgemm_rows)
 
 
 @EACH_FORMAT
