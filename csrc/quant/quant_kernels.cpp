@@ -152,16 +152,6 @@ EMB_HD Vec load_packed(const uint8_t* p) {
   }
 }
 
-// Load the first `n` numbers (0 < n < kLanes) without reading a byte beyond them; the other lanes
-// are undefined.
-template <int kFormat>
-EMB_HD Vec load_packed_first(const uint8_t* p, int n) {
-  uint8_t buffer[kPackedBytes<kFormat>] = {};
-  const int bytes = (n * bits_of(kFormat) + 7) / 8;
-  for (int i = 0; i < bytes; ++i) buffer[i] = p[i];
-  return load_packed<kFormat>(buffer);
-}
-
 namespace {
 
 // The lookup. Rows are converted to floats before they are added: separate sums of their offsets
@@ -206,6 +196,47 @@ struct WeightFactor {
   EMB_HD WeightFactor(const uint8_t*, float weight) : by(broadcast(weight)) {}
 };
 
+#if defined(__AVX512F__)
+
+// The values of all numbers of 2 or 4 bits of a row, times its weight: a permutation looks them up,
+// by the lowest 4 bits of its lanes, instead of conversions and multiplications of every number.
+template <int kFormat>
+struct ValueTable {
+  Vec values;
+
+  EMB_HD ValueTable(const uint8_t* row, float weight) {
+    const ScaleFactors factors(row, weight);
+    Vec numbers;
+    for (int i = 0; i < kLanes; ++i) numbers[i] = static_cast<float>(i & ((1 << kFormat) - 1));
+    values = factors.by * numbers + factors.plus;
+  }
+  EMB_HD Vec vector(const uint8_t* p) const {
+    if constexpr (kFormat == kInt2) {
+      int32_t word;
+      __builtin_memcpy(&word, p, sizeof(word));
+      const __m512i shifts =
+          _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
+      return _mm512_permutexvar_ps(_mm512_srlv_epi32(_mm512_set1_epi32(word), shifts), values);
+    }
+    // A byte in the lower half of a quad word; its high bits move to the upper half.
+    const __m512i bytes =
+        _mm512_cvtepu8_epi64(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+    return _mm512_permutexvar_ps(_mm512_or_si512(bytes, _mm512_slli_epi64(bytes, 28)), values);
+  }
+};
+
+template <int kFormat>
+inline constexpr bool kHasValueTable = kFormat == kInt2 || kFormat == kInt4;
+
+#else
+
+template <int>
+using ValueTable = ScaleFactors;
+template <int>
+inline constexpr bool kHasValueTable = false;
+
+#endif
+
 // The lookups of one feature as `pool_bags` reads them. An address is the bytes of a header before
 // the numbers of the first column that is not skipped.
 template <int kFormat, class I>
@@ -216,15 +247,27 @@ struct PackedRows {
 
   struct Values {
     const uint8_t* numbers;
-    std::conditional_t<has_scale(kFormat), ScaleFactors, WeightFactor> factors;
+    std::conditional_t<kHasValueTable<kFormat>, ValueTable<kFormat>,
+                       std::conditional_t<has_scale(kFormat), ScaleFactors, WeightFactor>>
+        factors;
 
-    EMB_HD Vec vector(int v) const {
-      return scaled(load_packed<kFormat>(numbers + v * kPackedBytes<kFormat>));
+    EMB_HD Vec vector(int v) const { return at(numbers + v * kPackedBytes<kFormat>); }
+    // Read the first `n` columns (0 < n < kLanes), and no byte beyond them; other lanes are
+    // undefined.
+    EMB_HD Vec first(int n) const {
+      uint8_t buffer[kPackedBytes<kFormat>] = {};
+      const int bytes = (n * bits_of(kFormat) + 7) / 8;
+      for (int i = 0; i < bytes; ++i) buffer[i] = numbers[i];
+      return at(buffer);
     }
-    EMB_HD Vec first(int n) const { return scaled(load_packed_first<kFormat>(numbers, n)); }
-    EMB_HD Vec scaled(Vec values) const {
-      if constexpr (has_scale(kFormat)) return factors.by * values + factors.plus;
-      return factors.by * values;
+    EMB_HD Vec at(const uint8_t* p) const {
+      if constexpr (kHasValueTable<kFormat>) {
+        return factors.vector(p);
+      } else if constexpr (has_scale(kFormat)) {
+        return factors.by * load_packed<kFormat>(p) + factors.plus;
+      } else {
+        return factors.by * load_packed<kFormat>(p);
+      }
     }
   };
 
