@@ -209,8 +209,8 @@ STABLE_TORCH_LIBRARY(emblib, m) {
   // [output], or nothing for an invalid batch; a GPU repairs its offsets.
   m.def(
       "quant_lookup_checked_(Tensor packed, Tensor features, Tensor indices, Tensor offsets,"
-      " Tensor? sample_weights, int pooling, int format, SymInt output_dim, ScalarType output_dtype,"
-      " int? check, Tensor(a!) violations) -> Tensor[]");
+      " Tensor? sample_weights, int pooling, int format, SymInt output_dim,"
+      " ScalarType output_dtype, int? check, Tensor(a!) violations) -> Tensor[]");
 
   // The rows that an index has for ids, int64 [L].
   m.def(
