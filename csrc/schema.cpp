@@ -200,17 +200,22 @@ STABLE_TORCH_LIBRARY(emblib, m) {
       " SymInt source_numel, float scale, Tensor(a!) local, SymInt local_begin) -> Tensor");
 
   // Quantised tables.
-  m.def("quantize_rows_(Tensor(a!) packed, Tensor weights, int bits) -> ()");
+  m.def("quantize_rows_(Tensor(a!) packed, Tensor weights, int format) -> ()");
   m.def(
       "quant_lookup(Tensor packed, Tensor features, Tensor indices, Tensor offsets,"
-      " Tensor? bag_layout, Tensor? sample_weights, int pooling, int bits, SymInt output_dim,"
+      " Tensor? bag_layout, Tensor? sample_weights, int pooling, int format, SymInt output_dim,"
       " ScalarType output_dtype) -> Tensor");
   // The same for a batch that is checked on the way, as `tbe_lookup_checked_` does: the CPU returns
   // [output], or nothing for an invalid batch; a GPU repairs its offsets.
   m.def(
       "quant_lookup_checked_(Tensor packed, Tensor features, Tensor indices, Tensor offsets,"
-      " Tensor? sample_weights, int pooling, int bits, SymInt output_dim, ScalarType output_dtype,"
-      " int? check, Tensor(a!) violations) -> Tensor[]");
+      " Tensor? sample_weights, int pooling, int format, SymInt output_dim,"
+      " ScalarType output_dtype, int? check, Tensor(a!) violations) -> Tensor[]");
+
+  // The rows that an index has for ids, int64 [L].
+  m.def(
+      "map_ids(Tensor index, Tensor tables, Tensor features, Tensor indices, Tensor offsets,"
+      " Tensor? bag_layout) -> Tensor");
 
   // Optimizers on whole matrices, and memory advice.
   m.def(

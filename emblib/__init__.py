@@ -4,6 +4,7 @@ from emblib import (
     checkpoints,
     collections,
     dynamic,
+    inference,
     init,
     jagged,
     migration,
@@ -38,6 +39,7 @@ from emblib.dynamic import (
     TierMode,
     TTCache,
 )
+from emblib.inference import freeze, open_frozen
 from emblib.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor, KTRegroupAsDict
 from emblib.memory_plan import (
     BackingMemory,
@@ -70,6 +72,7 @@ from emblib.specs import (
 )
 from emblib.tables import (
     QuantizedEmbeddingBags,
+    RowFormat,
     TableBatchedEmbeddingBags,
     TableBatchedTTEmbeddingBags,
     TTEmbeddingBag,
@@ -119,6 +122,7 @@ __all__ = [
     "Precision",
     "QuantizedEmbeddingBags",
     "RowEviction",
+    "RowFormat",
     "RowStore",
     "SharedTables",
     "SqliteRows",
@@ -137,10 +141,13 @@ __all__ = [
     "collections",
     "duplicate_tables",
     "dynamic",
+    "freeze",
+    "inference",
     "init",
     "jagged",
     "migrate",
     "migration",
+    "open_frozen",
     "ops",
     "optim",
     "plan_memory",

@@ -28,7 +28,7 @@ class FeatureColumn(IntEnum):
     ROWS = 2
     DIM = 3
     COLUMN = 4  # first column in the output
-    TIER = 5
+    TIER = 5  # of quantised tables the code of the format of rows, where features differ in it
     STATE_BASE = 6  # rows before the table in its memory tier
     CACHE_STRIDE = 7  # elements between rows of the cache; 0 if the table is not cached
 
@@ -44,6 +44,38 @@ class FeatureRow(NamedTuple):
     tier: int = 0
     state_base: int = 0
     cache_stride: int = 0
+
+
+class RowFormatCode(IntEnum):
+    """Formats of the rows of quantised tables; `emblib.RowFormat` describes them."""
+
+    INT2 = 2
+    INT4 = 4
+    INT8 = 8
+    FP8_E4M3 = 9
+    FP8_E5M2 = 10
+    FP16 = 16
+    BF16 = 17
+    FP32 = 32
+
+
+class IndexKind(IntEnum):
+    """Kinds of the index before the rows of a feature."""
+
+    NONE = 0
+    ARRAY = 1
+    HASH = 2
+
+
+class IndexColumn(IntEnum):
+    """Columns of `tables` of `map_ids`, int64 `[F, 6]` (csrc `IndexTable`)."""
+
+    KIND = 0
+    BEGIN = 1  # first element of its part of `index`
+    ENTRIES = 2  # int32 rows of an array, pairs of int64 of a hash table
+    HASH_BITS = 3
+    NUM_IDS = 4  # -1: any id is a key
+    MISSING = 5  # row of an id that has none; -1 reads zeros
 
 
 class Tier(IntEnum):

@@ -24,6 +24,8 @@ ENUMS: dict[type[IntEnum], str] = {
     columns.InsertStatus: "InsertStatus",
     columns.InitialKind: "InitialKind",
     columns.RouteRule: "RouteRule",
+    columns.RowFormatCode: "RowFormat",
+    columns.IndexKind: "IndexKind",
 }
 STRUCTS: dict[type[IntEnum], str] = {
     columns.FeatureColumn: "Feature",
@@ -35,6 +37,7 @@ STRUCTS: dict[type[IntEnum], str] = {
     columns.RouteBlockColumn: "RouteBlock",
     columns.TargetColumn: "Target",
     columns.PieceColumn: "SourcePiece",
+    columns.IndexColumn: "IndexTable",
 }
 
 

@@ -64,7 +64,13 @@ LAYERS = (
     ("emblib.storage",),
     ("emblib.collections",),
     ("emblib.sharding",),
-    ("emblib.memory_plan", "emblib.metrics", "emblib.captured_step", "emblib.migration"),
+    (
+        "emblib.inference",
+        "emblib.memory_plan",
+        "emblib.metrics",
+        "emblib.captured_step",
+        "emblib.migration",
+    ),
 )
 # The same of the harness; `experiments/__init__.py` says what each is.
 LAYERS_OF_THE_HARNESS = (

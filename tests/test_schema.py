@@ -63,6 +63,7 @@ REFERENCES: dict[str, Callable[..., object] | str] = {
     "quantize_rows_": quant.quantize_rows,
     "quant_lookup": quant.lookup,
     "quant_lookup_checked_": "calls bounds_check_ and quant_lookup, whose references it has",
+    "map_ids": quant.map_ids,
     "update_rows_": tt.update_rows_,
     "advise_huge_pages_": "changes no value",
     "bounds_check_": "calls bounds_check, whose reference it has",

@@ -77,6 +77,7 @@ EMB_DEVICE Pack8 load(const Pack8* address) {
 }
 EMB_DEVICE uint32_t load(const uint32_t* address) { return __ldg(address); }
 EMB_DEVICE uint16_t load(const uint16_t* address) { return __ldg(address); }
+EMB_DEVICE uint8_t load(const uint8_t* address) { return __ldg(address); }
 
 // Return `(x & mask) | bits` in one instruction; the compiler would use two if the operands are
 // constants.

@@ -1,10 +1,10 @@
-// The format of rows of 8 or 4 bits per value, and the arguments and function tables of the CPU
-// kernels of their ops.
+// Formats of read-only rows, and the arguments of their ops.
 //
-// A row is its scale and its offset, both float16, then the *number* q of each column, an unsigned
-// integer of 8 or 4 bits, then zeros up to a multiple of 4 bytes, so that a GPU can load words. The
-// value of a column is scale * q + offset. With 4 bits the even columns are the low halves of their
-// bytes. FBGEMM's IntNBit rows have the same format.
+// A row of numbers of 2, 4 or 8 bits is its scale and offset as two fp16 values, then a number per
+// column, then zeros up to a multiple of 4 bytes, so that a GPU can load words. Value d is
+// `scale * q + offset` for its number q, an integer or a float of 8 bits. Columns fill a byte from
+// its lowest bits on. Rows of 16 and 32 bits are floats without a scale. FBGEMM's IntNBit rows have
+// the same format, and integers the same bits as after its quantisation on a CPU.
 #pragma once
 
 #include <cmath>
@@ -17,7 +17,28 @@
 
 namespace emb {
 
-// The header of a row.
+enum RowFormat : int {
+  kInt2 = 2,
+  kInt4 = 4,
+  kInt8 = 8,
+  kFp8E4m3 = 9,
+  kFp8E5m2 = 10,
+  kFp16 = 16,
+  kBf16 = 17,
+  kFp32 = 32
+};
+
+inline constexpr int kRowFormats[] = {kInt2, kInt4, kInt8, kFp8E4m3, kFp8E5m2, kFp16, kBf16, kFp32};
+inline constexpr int kNumRowFormats = sizeof(kRowFormats) / sizeof(int);
+
+// Return the position of a format in `kRowFormats`, -1 for other codes.
+constexpr int format_index(int64_t format) {
+  for (int i = 0; i < kNumRowFormats; ++i) {
+    if (kRowFormats[i] == format) return i;
+  }
+  return -1;
+}
+
 struct RowScale {
   half16 scale, offset;
 };
@@ -28,90 +49,124 @@ static_assert(kHeaderBytes == 4);
 
 inline constexpr float kLargestHalf = 65504.0f;
 
-// Return the bytes that the numbers of `columns` columns take.
-EMB_HD int64_t packed_bytes(int64_t columns, int bits) { return (columns * bits + 7) / 8; }
+// Return the bits of a value.
+EMB_HD constexpr int bits_of(int format) {
+  return format >= kFp16 ? format & ~1 : format < 8 ? format : 8;
+}
+
+EMB_HD constexpr bool is_integer(int format) { return format <= kInt8; }
+EMB_HD constexpr bool has_scale(int format) { return format < kFp16; }
+
+// Return the bytes of a row before its numbers.
+EMB_HD constexpr int header_bytes(int format) { return has_scale(format) ? kHeaderBytes : 0; }
+
+// Return the bytes of the numbers of `columns` values.
+EMB_HD constexpr int64_t packed_bytes(int64_t columns, int format) {
+  return (columns * bits_of(format) + 7) / 8;
+}
 
 // Return the bytes of a row of `dim` columns, header and padding included.
-EMB_HD int64_t row_bytes(int64_t dim, int bits) {
-  const uint64_t words = (static_cast<uint64_t>(dim * bits) + 31) / 32;
-  return kHeaderBytes + static_cast<int64_t>(words) * kWordBytes;
+EMB_HD int64_t row_bytes(int64_t dim, int format) {
+  const uint64_t words = (static_cast<uint64_t>(dim * bits_of(format)) + 31) / 32;
+  return header_bytes(format) + static_cast<int64_t>(words) * kWordBytes;
 }
 
-// Return the largest half that is at most x, for a finite x of at least -kLargestHalf.
-EMB_HD half16 half_at_most(float x) {
-  const half16 nearest = from_float<half16>(x);
-  if (to_float(nearest) <= x) return nearest;
-  const bool negative = (nearest.bits & 0x8000u) != 0;
-  return {static_cast<uint16_t>(negative ? nearest.bits + 1 : nearest.bits - 1)};
+// A float of 8 bits is, with a sign, `mantissa` bits of a number and an exponent of this bias.
+EMB_HD constexpr int mantissa_of(int format) { return format == kFp8E4m3 ? 3 : 2; }
+EMB_HD constexpr int bias_of(int format) { return format == kFp8E4m3 ? 7 : 15; }
+EMB_HD constexpr float largest_float8(int format) { return format == kFp8E4m3 ? 448.0f : 57344.0f; }
+
+// Return what a float of 8 bits is multiplied by whose bits stand for those of a float32.
+EMB_HD constexpr float float8_power(int format) {
+  return format == kFp8E4m3 ? 0x1p120f : 0x1p112f;  // 2^(127 - bias)
 }
 
-// Return the smallest half that is at least x, for a finite x of at most kLargestHalf.
-EMB_HD half16 half_at_least(float x) {
-  return {static_cast<uint16_t>(half_at_most(-x).bits ^ 0x8000u)};
+// Return the bits of the nearest float of 8 bits (ties to even); |x| is at most the largest one.
+EMB_HD uint32_t float8_bits(float x, int format) {
+  const int shift = 23 - mantissa_of(format), bias = bias_of(format);
+  const uint32_t bits = float_bits(x), sign = bits >> 24 & 0x80u, magnitude = bits & 0x7fffffffu;
+  if (magnitude < static_cast<uint32_t>(128 - bias) << 23) {  // a multiple of the smallest one
+    const float steps = bits_float(magnitude) * (format == kFp8E4m3 ? 0x1p9f : 0x1p16f);
+    return sign | static_cast<uint32_t>(rintf(steps));
+  }
+  const uint32_t rounded = magnitude + (1u << (shift - 1)) - 1 + (magnitude >> shift & 1u);
+  return sign | ((rounded >> shift) - (static_cast<uint32_t>(127 - bias) << mantissa_of(format)));
 }
 
-// Return x, or the closest end of the range of finite halves. Return 0 for -0, because the sign
-// would make rows of equal values differ.
+// Return x within the range of a half, and 0 for -0, which would make equal rows differ in a bit.
 EMB_HD float clamp_to_half(float x) {
   return (x > kLargestHalf ? kLargestHalf : x < -kLargestHalf ? -kLargestHalf : x) + 0.0f;
 }
 
-// Return the header of a row whose minimum and maximum are `low` and `high`, both finite. The
-// offset is rounded down and the scale up, so that the numbers reach both ends.
-EMB_HD RowScale row_scale(float low, float high, int bits) {
-  const auto levels = static_cast<float>((1 << bits) - 1);
-  const half16 offset = half_at_most(clamp_to_half(low));
-  return {half_at_least((clamp_to_half(high) - to_float(offset)) / levels), offset};
+// Return the scale of a row with values in [low, high]. For integers it is FBGEMM's: the offset is
+// the minimum in fp16, the scale what is left of the range, which rounding makes negative in rows
+// of one value. For floats of 8 bits the largest magnitude becomes the largest number at most.
+EMB_HD RowScale row_scale(float low, float high, int format) {
+  const half16 one = {0x3c00u};
+  if (!is_integer(format)) {
+    const float largest = clamp_to_half(-low > high ? -low : high);
+    half16 scale = from_float<half16>(largest / largest_float8(format));
+    if (to_float(scale) * largest_float8(format) < largest) ++scale.bits;
+    return {scale.bits == 0 ? one : scale, {0}};
+  }
+  const half16 offset = from_float<half16>(clamp_to_half(low));
+  const float range = clamp_to_half(high) - to_float(offset);
+  const half16 scale = from_float<half16>(range / static_cast<float>((1 << format) - 1));
+  return {(scale.bits & 0x7fffu) == 0 ? one : scale, offset};
 }
 
 // The scale and offset of a row as floats.
 struct RowStep {
-  float scale, offset;
+  float inverse, offset;
 
   EMB_HD explicit RowStep(RowScale row)
-      : scale(to_float(row.scale)), offset(to_float(row.offset)) {}
+      : inverse(1.0f / to_float(row.scale)), offset(to_float(row.offset)) {}
 };
 
-// Return the number of a value, to nearest, ties to even; 0 if the scale is 0.
-EMB_HD uint8_t quantized(float value, RowStep row, int bits) {
-  const auto levels = static_cast<float>((1 << bits) - 1);
-  const float steps = row.scale > 0.0f ? (value - row.offset) / row.scale : 0.0f;
+// Return the bits of a value in a row, rounded to the nearest number (ties to even).
+EMB_HD uint32_t encoded(float value, RowStep row, int format) {
+  if (format == kFp32) return float_bits(value);
+  if (format == kFp16) return from_float<half16>(value).bits;
+  if (format == kBf16) return from_float<bfloat16>(value).bits;
+  const float steps = (value - row.offset) * row.inverse;
+  if (!is_integer(format)) {
+    const float largest = largest_float8(format), low = steps < largest ? steps : largest;
+    return float8_bits(low > -largest ? low : -largest, format);
+  }
+  const auto levels = static_cast<float>((1 << format) - 1);
   const float inside = steps < levels ? steps : levels;
-  return static_cast<uint8_t>(static_cast<int>(rintf(inside > 0.0f ? inside : 0.0f)));
+  return static_cast<uint32_t>(static_cast<int>(rintf(inside > 0.0f ? inside : 0.0f)));
 }
 
 // The CPU kernels of `quantize_rows_`.
 
 struct QuantizeArgs {
-  const void* rows;  // [R, dim], dim > 0; the kernel is chosen by dtype
-  uint8_t* packed;   // [R, row_bytes(dim, bits)], an output
+  const void* rows;  // [R, dim]
+  uint8_t* packed;   // [R, row bytes]
   int64_t dim;
-  int bits;  // 8 or 4
 };
 
-// Quantise rows [first_row, last_row).
 using QuantizeFn = void (*)(const QuantizeArgs&, int64_t first_row, int64_t last_row);
 
 struct QuantizeTable {
-  QuantizeFn at[kDtypes];  // [dtype]
+  QuantizeFn at[kNumRowFormats][kDtypes];
 };
 
 // The CPU kernels of `quant_lookup`, which work on a range of bags of one feature.
 
 struct QuantLookupArgs {
-  const uint8_t* packed;  // [rows, row_bytes(dim, bits)]: the feature's table
+  const uint8_t* packed;  // row 0 of the feature's table
   int64_t rows, dim;
-  const void* indices;  // [L], repaired as they are read
+  const void* indices;
   BagRows bags;
-  const float* sample_weights;  // [L] or null; null without pooling
-  void* out;                    // the base of the output rows (see BagRows), of the output dtype
+  const float* sample_weights;  // [L] or null
+  void* out;                    // base of the rows of `bags`
 };
 
-// Write the output rows of bags [first_bag, last_bag), at least one, all of the same feature.
 using QuantLookupFn = void (*)(const QuantLookupArgs&, int64_t first_bag, int64_t last_bag);
 
 struct QuantLookupTable {
-  QuantLookupFn at[2][kDtypes][2];  // [8 bits, 4 bits][output dtype][indices are int64]
+  QuantLookupFn at[kNumRowFormats][kDtypes][2];  // [format][output dtype][indices are int64]
 };
 
 }  // namespace emb

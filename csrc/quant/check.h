@@ -1,5 +1,4 @@
-// Checks of the ops of quantised tables, shared by the CPU and the GPU. A check raises with the
-// name `op`.
+// Checks of quantised tables, shared by both backends.
 #pragma once
 
 #include <optional>
@@ -7,12 +6,12 @@
 
 #include "core/check.h"
 #include "quant/args.h"
+#include "quant/index.h"
 
 namespace emb {
 
-// Check the memory of packed rows: uint8, contiguous, at a multiple of kWordBytes, of 8 or 4 bits.
-inline void check_packed(const char* op, const Tensor& packed, int64_t bits) {
-  STD_TORCH_CHECK(bits == 8 || bits == 4, op, ": bits must be 8 or 4, got ", bits);
+// Check the memory of all tables of a module, or of the rows to write.
+inline void check_packed(const char* op, const Tensor& packed) {
   check_dtype(op, "packed", packed, ScalarType::Byte, "uint8");
   STD_TORCH_CHECK(packed.is_contiguous(), op, ": packed must be contiguous");
   const auto address = reinterpret_cast<uintptr_t>(packed.const_data_ptr());
@@ -20,29 +19,56 @@ inline void check_packed(const char* op, const Tensor& packed, int64_t bits) {
                   kWordBytes, " bytes; give it a copy, packed.clone()");
 }
 
-// Check the arguments of `quantize_rows_` and return the dtype of `weights`.
+// Check the code of one format.
+inline void check_format(const char* op, int64_t format) {
+  STD_TORCH_CHECK(format_index(format) >= 0, op,
+                  ": format must be the code of a RowFormat: 2, 4 or 8 (bits of integers), 9 or 10 "
+                  "(fp8), 16, 17 or 32, got ",
+                  format);
+}
+
+// The formats of the rows of a lookup. Their argument is the code of the only one, or minus the sum
+// of 2^code of those that occur; then column `tier` of a feature has its code.
+struct RowFormats {
+  bool is_mixed;
+  uint64_t mask;
+
+  RowFormats(const char* op, int64_t format)
+      : is_mixed(format < 0), mask(is_mixed ? 0 - static_cast<uint64_t>(format) : 0) {
+    if (!is_mixed) {
+      check_format(op, format);
+      mask = uint64_t{1} << format;
+    }
+    uint64_t known = 0;
+    for (const int code : kRowFormats) known |= uint64_t{1} << code;
+    STD_TORCH_CHECK((mask & ~known) == 0, op, ": format names unknown formats, got ", format);
+  }
+
+  bool has(int64_t code) const { return code >= 0 && code < 64 && (mask >> code & 1) != 0; }
+};
+
 inline Dtype check_quantize(const char* op, const Tensor& packed, const Tensor& weights,
-                            int64_t bits) {
-  check_packed(op, packed, bits);
+                            int64_t format) {
+  check_format(op, format);
+  check_packed(op, packed);
   const Dtype type = float_dtype(op, "weights", weights.scalar_type());
   STD_TORCH_CHECK(weights.dim() == 2 && weights.is_contiguous() && weights.size(1) > 0, op,
                   ": weights must be a contiguous [R, D] tensor with D >= 1");
   check_same_device(op, "weights", weights, packed);
-  const int64_t nbytes = row_bytes(weights.size(1), static_cast<int>(bits));
+  const int64_t nbytes = row_bytes(weights.size(1), static_cast<int>(format));
   STD_TORCH_CHECK(
       packed.dim() == 2 && packed.size(0) == weights.size(0) && packed.size(1) == nbytes, op,
       ": packed must be [", weights.size(0), ", ", nbytes, "], the rows of weights");
   return type;
 }
 
-// The arguments of a lookup on any device. Shapes, dtypes and devices are checked; the contents of
-// `features` and `bag_layout` are not, because they may be on a device. The object keeps the
-// (contiguous) tensors alive that `map`, `bags` and weights() refer to.
+// The arguments of a lookup on any device, checked, with the contiguous copies that they point
+// into. The contents of `features` are not checked: they may be on a device.
 struct QuantCall {
   Tensor packed, features, indices, offsets;
   std::optional<Tensor> bag_layout, sample_weights;
   Pooling pooling;
-  int bits;
+  RowFormats formats;
   int64_t columns;
   ScalarType output_dtype;
   Dtype output_type;
@@ -51,7 +77,7 @@ struct QuantCall {
 
   QuantCall(const char* op, const Tensor& packed, const Tensor& features, const Tensor& indices_in,
             const Tensor& offsets_in, const std::optional<Tensor>& bag_layout,
-            const std::optional<Tensor>& weights, int64_t pooling_code, int64_t num_bits,
+            const std::optional<Tensor>& weights, int64_t pooling_code, int64_t format,
             int64_t columns, ScalarType output_dtype)
       : packed(packed),
         features(features),
@@ -59,11 +85,11 @@ struct QuantCall {
         offsets(as_contiguous(offsets_in)),
         bag_layout(bag_layout),
         pooling(parse_pooling(op, pooling_code)),
-        bits(static_cast<int>(num_bits)),
+        formats(op, format),
         columns(columns),
         output_dtype(output_dtype),
         output_type(float_dtype(op, "output_dtype", output_dtype)) {
-    check_packed(op, packed, num_bits);
+    check_packed(op, packed);
     check_features(op, features);
     check_lookups(op, indices, offsets);
     check_same_device(op, "features", features, indices);
@@ -77,7 +103,6 @@ struct QuantCall {
   }
 
   bool is_variable() const { return bag_layout.has_value() && pooling != Pooling::kNone; }
-  // Return the sample weights, [L], null if there are none.
   const float* weights() const {
     return sample_weights ? sample_weights->const_data_ptr<float>() : nullptr;
   }
@@ -87,6 +112,47 @@ struct QuantCall {
     if (is_variable()) return {columns};
     const int64_t num_features = features.size(0);
     return {num_features > 0 ? bags.count / num_features : 0, columns};
+  }
+};
+
+// The arguments of `map_ids` on any device, as those of a lookup. The contents of `tables` are not
+// checked.
+struct MapCall {
+  Tensor index, tables, features, indices, offsets;
+  BagMap map;
+
+  MapCall(const char* op, const Tensor& index, const Tensor& tables, const Tensor& features,
+          const Tensor& indices_in, const Tensor& offsets_in,
+          const std::optional<Tensor>& bag_layout)
+      : index(index),
+        tables(tables),
+        features(features),
+        indices(as_contiguous(indices_in)),
+        offsets(as_contiguous(offsets_in)) {
+    check_features(op, features);
+    check_lookups(op, indices, offsets);
+    check_dtype(op, "index", index, ScalarType::Long, "int64");
+    check_dtype(op, "tables", tables, ScalarType::Long, "int64");
+    STD_TORCH_CHECK(index.dim() == 1 && index.is_contiguous(), op,
+                    ": index must be a contiguous vector");
+    STD_TORCH_CHECK(tables.dim() == 2 && tables.is_contiguous() &&
+                        tables.size(0) == features.size(0) && tables.size(1) == kIndexColumns,
+                    op, ": tables must be a contiguous [F, ", kIndexColumns,
+                    "] tensor, with a row for each of ", features.size(0), " features");
+    check_same_device(op, "index", index, indices);
+    check_same_device(op, "tables", tables, indices);
+    check_same_device(op, "features", features, indices);
+    map = bag_map(op, features.size(0), offsets, bag_layout, kUnlimited);
+  }
+
+  IndexArgs args(Tensor* rows) const {
+    return {static_cast<const int64_t*>(index.const_data_ptr()),
+            static_cast<const IndexTable*>(tables.const_data_ptr()),
+            static_cast<int>(features.size(0)),
+            index_array(indices),
+            Bags{index_array(offsets), offsets.numel() - 1, indices.numel()},
+            map,
+            static_cast<int64_t*>(rows->mutable_data_ptr())};
   }
 };
 

@@ -1,9 +1,5 @@
 // Quantised tables on the GPU: `quantize_rows_`, a warp per row, and `quant_lookup`, which reads
-// rows as they are stored and adds them up in float. quant/args.h has the format of rows.
-//
-// The lookup has two kernels, described where they are: quant_pool_kernel for long bags, in which a
-// group of lanes has eight rows of a bag in flight, and quant_short_bags_kernel for short bags and
-// for lookups without pooling, in which it has a row each of several bags in flight.
+// rows as they are stored and adds up floats. args.h has the format of rows.
 #pragma once
 
 #include <type_traits>
@@ -21,28 +17,28 @@ namespace emb::cuda {
 inline constexpr int kQuantizeThreads = 256;
 
 struct QuantizeRows {
-  const void* weights;  // [rows, dim], dim > 0; the kernel is chosen by dtype
-  uint8_t* packed;      // [rows, row_bytes(dim, bits)], an output, at a multiple of 4 bytes
+  const void* weights;  // [rows, dim]
+  uint8_t* packed;
   int64_t rows, dim;
-  int bits;  // 8 or 4
+  int format;
 };
 
-// Return the 32-bit word with the numbers of the columns from `column` on; zeros behind the row.
+// Return the word with the numbers of the columns from `column` on; the rest of it is zeros.
 template <class T>
-EMB_DEVICE uint32_t quantized_word(const T* row, int64_t column, int64_t dim, RowStep step,
-                                   int bits) {
+EMB_DEVICE uint32_t encoded_word(const T* row, int64_t column, int64_t dim, RowStep step,
+                                 int format) {
   uint32_t word = 0;
-  for (int shift = 0; shift < 32 && column < dim; shift += bits, ++column) {
-    word |= static_cast<uint32_t>(quantized(to_float(row[column]), step, bits)) << shift;
+  for (int shift = 0; shift < 32 && column < dim; shift += bits_of(format), ++column) {
+    word |= encoded(to_float(row[column]), step, format) << shift;
   }
   return word;
 }
 
-// Quantise all rows, of dtype T; a warp takes a row, grid-stride.
 template <class T>
 __global__ void quantize_kernel(QuantizeRows args) {
   const auto lane = static_cast<int64_t>(threadIdx.x % simt::kWarp);
-  const int64_t words = row_bytes(args.dim, args.bits) / kWordBytes;
+  const int64_t words = row_bytes(args.dim, args.format) / kWordBytes;
+  const int headers = header_bytes(args.format) / kWordBytes;  // 1, or 0
   for (int64_t r = simt::global_warp(); r < args.rows; r += simt::warps_in_grid()) {
     const T* row = static_cast<const T*>(args.weights) + r * args.dim;
     float low = to_float(row[0]), high = low;
@@ -57,12 +53,12 @@ __global__ void quantize_kernel(QuantizeRows args) {
       low = other_low < low ? other_low : low;
       high = other_high > high ? other_high : high;
     }
-    const RowScale scale = row_scale(low, high, args.bits);
+    const RowScale scale = row_scale(low, high, args.format);
     uint32_t* out = reinterpret_cast<uint32_t*>(args.packed) + r * words;
-    if (lane == 0) out[0] = scale.scale.bits | static_cast<uint32_t>(scale.offset.bits) << 16;
-    for (int64_t w = lane + 1; w < words; w += simt::kWarp) {
-      const int64_t column = (w - 1) * (32 / args.bits);
-      out[w] = quantized_word(row, column, args.dim, RowStep(scale), args.bits);
+    if (lane < headers) out[0] = scale.scale.bits | static_cast<uint32_t>(scale.offset.bits) << 16;
+    for (int64_t w = lane + headers; w < words; w += simt::kWarp) {
+      const int64_t column = (w - headers) * (32 / bits_of(args.format));
+      out[w] = encoded_word(row, column, args.dim, RowStep(scale), args.format);
     }
   }
 }
@@ -82,56 +78,62 @@ void launch_quantize(const Launcher& launcher, const QuantizeRows& args, Dtype t
   }
 }
 
-// The lookup. A group of 8 to 32 lanes reads a row. A lane owns two *quads* of columns, four each,
-// 4 * lanes columns apart, so that each access of a group, to a row or to the output, is to
-// neighbouring memory. (With 8 neighbouring columns per lane, every access would touch half of each
-// sector.) A quad is a word with 8 bits, half a word with 4, since a row begins at any word. Each
-// lane reads index, header and weight of one lookup and passes them on by shuffles: scale and
-// offset only after the loads of the numbers have been issued. The groups of a warp run in
-// lockstep, so all collectives name the full warp. Rows are added in the order of the lookups.
+// The lookup. A group of 4 to 32 lanes reads a row. A lane owns two quads of columns, 4 * lanes
+// columns apart: so each access of a group, to a row or to the output, is to neighbouring memory
+// (with 8 neighbouring columns per lane every access would touch half of each sector). A quad is a
+// part of a word or one to four of them, as a row begins at any word. Every lane reads index,
+// header and weight of one lookup and shares them by shuffles, scale and offset not before the
+// loads of the numbers are on their way. Where the formats of features differ, a launch per format
+// skips the bags of others. The groups of a warp run in lockstep, so all collectives name the full
+// warp. Sums are in the order of the lookups.
 
 inline constexpr int kQuantThreads = 128;
 // Blocks per multiprocessor, for 80 and 72 registers: loads in flight matter more than occupancy.
 inline constexpr int kQuantPoolBlocks = 6;
 inline constexpr int kQuantShortBlocks = 7;
-inline constexpr int kQuad = 4;          // columns
-inline constexpr int kQuantColumns = 8;  // columns per lane: two quads
-inline constexpr int kQuantRowsInFlight = 8;
-inline constexpr int kMinQuantLanes = kQuantRowsInFlight;  // a lane for each row in flight
+inline constexpr int kQuad = 4;           // columns
+inline constexpr int kQuantColumns = 8;   // columns per lane: two quads
+inline constexpr int kMinQuantLanes = 8;  // so each row in flight has its lane
 
-// Pointers are to device memory. The entry has checked shapes and dtypes; indices and offsets are
-// repaired as they are read, `features` and `map` are trusted.
+// Return how many of 8 rows in flight there are for wider numbers, which need more registers.
+constexpr int quant_in_flight(int format, int rows) {
+  const int fewer = rows * 8 / bits_of(format);
+  return bits_of(format) <= 8 ? rows : fewer > 1 ? fewer : 1;
+}
+
 struct QuantArgs {
-  const uint8_t* packed;  // the tables of the module, at a multiple of 4 bytes
-  void* output;           // [B, columns], [columns] in a variable batch, or [L, columns] for NONE
+  const uint8_t* packed;
+  void* output;  // [B, columns], [columns] in a variable batch, or [L, columns] for NONE
   Dtype output_type;
-  const Feature* features;  // [num_features]; weight_offset is in bytes
+  const Feature* features;
   int num_features;
-  IndexArray indices;  // [L]
+  IndexArray indices;
   Bags bags;
   BagMap map;
-  int64_t columns;  // columns of `output`
+  int64_t columns;
   Pooling pooling;
-  const float* sample_weights;  // [L]; null: all are 1
+  const float* sample_weights;  // [L] or null
+  bool is_mixed;                // the formats of features differ
 
   // Return the rows of the output: bags, or lookups without pooling.
   EMB_HD int64_t items() const { return pooling == Pooling::kNone ? bags.num_lookups : bags.count; }
 };
 
 // The scale and offset of the row of lookup `i`, which is at `address`, and the weight of the
-// lookup; zeros for a null address.
+// lookup; zeros for a null address. Rows without a header have scale 1 and offset 0.
+template <int kFormat>
 struct QuantHeader {
   uint32_t header = 0;
   float weight = 0.0f;
 
   EMB_DEVICE QuantHeader(const QuantArgs& args, const uint8_t* address, int64_t i) {
     if (address == nullptr) return;
-    header = simt::load(reinterpret_cast<const uint32_t*>(address));
+    if (has_scale(kFormat)) header = simt::load(reinterpret_cast<const uint32_t*>(address));
     weight = args.sample_weights ? args.sample_weights[i] : 1.0f;
   }
 
-  // Return the scale and the offset of the row, times the weight.
   EMB_DEVICE float scale() const {
+    if (!has_scale(kFormat)) return weight;
     return weight * to_float(half16{static_cast<uint16_t>(header & 0xffffu)});
   }
   EMB_DEVICE float shift() const {
@@ -144,21 +146,27 @@ EMB_DEVICE int64_t index_at(const QuantArgs& args, const BagTask& task, int i) {
   return i < task.length ? args.indices[task.begin + i] : -1;
 }
 
-// Return the address of the row of lookup i of a bag, null if there is none.
-template <int kBits>
+// Return the task of a bag whose rows are of this format, otherwise one of no rows and no columns.
+template <int kFormat>
+EMB_DEVICE BagTask task_of_format(const QuantArgs& args, BagTask task) {
+  if (args.is_mixed && task.feature->tier != kFormat) task.length = task.dim = 0;
+  return task;
+}
+
+// Return the address of row i of a bag, null if there is none.
+template <int kFormat>
 EMB_DEVICE const uint8_t* row_address(const QuantArgs& args, const BagTask& task, int i) {
   const int64_t row = repair_index(index_at(args, task, i), task.feature->rows);
   if (i >= task.length || row < 0) return nullptr;
-  return args.packed + task.feature->weight_offset + row * row_bytes(task.dim, kBits);
+  return args.packed + task.feature->weight_offset + row * row_bytes(task.dim, kFormat);
 }
 
-// Return the address that `lane` of the warp passes.
 EMB_DEVICE const uint8_t* shuffle(const uint8_t* address, int lane) {
   const auto number = reinterpret_cast<int64_t>(address);
   return reinterpret_cast<const uint8_t*>(__shfl_sync(simt::kFullMask, number, lane));
 }
 
-// The columns of a lane in the kQuantColumns * lanes columns of its group from `base` on.
+// The columns of a lane in its group's stripe of `kQuantColumns * lanes` columns.
 struct QuadColumns {
   int first, second;  // first column of either quad
 
@@ -166,48 +174,66 @@ struct QuadColumns {
       : first(base + lane.rank * kQuad), second(first + lane.lanes * kQuad) {}
 };
 
-// The numbers of a lane in a row, as they are stored.
-template <int kBits>
+// The numbers of a lane in a row.
+template <int kFormat>
 struct PackedSlice {
-  using Word = std::conditional_t<kBits == 8, uint32_t, uint16_t>;  // a quad
+  static constexpr int kBits = bits_of(kFormat);
+  static constexpr int kWords = kBits < 8 ? 1 : kBits / 8;  // of a quad
+  using Word =
+      std::conditional_t<kBits >= 8, uint32_t, std::conditional_t<kBits == 4, uint16_t, uint8_t>>;
 
-  uint32_t quad[2] = {};
+  uint32_t words[2][kWords] = {};
 
-  // Load the quads that begin before the end of a row of `dim` columns. The last one may reach
-  // beyond the end, where the row has zeros up to a word.
+  // Load the quads of a row that begin before its end, after which are zeros up to a word.
   EMB_DEVICE void load(const uint8_t* row, const QuadColumns& columns, int dim) {
-    if (columns.first < dim) quad[0] = load_quad(row + byte_offset(columns.first));
-    if (columns.second < dim) quad[1] = load_quad(row + byte_offset(columns.second));
+    load_quad(0, row + place(columns.first), dim - columns.first);
+    load_quad(1, row + place(columns.second), dim - columns.second);
   }
-  EMB_DEVICE static uint32_t load_quad(const uint8_t* address) {
-    return simt::load(reinterpret_cast<const Word*>(address));
+  // Load the words of a quad that have any of its first `columns` columns.
+  EMB_DEVICE void load_quad(int quad, const uint8_t* address, int columns) {
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) {
+      if (w * 32 >= columns * kBits) break;
+      words[quad][w] = simt::load(reinterpret_cast<const Word*>(address) + w);
+    }
   }
   // Return the bytes from the beginning of a row to a column.
-  EMB_DEVICE static uint32_t byte_offset(int column) {
-    return kHeaderBytes + static_cast<uint32_t>(column) * kBits / 8;
+  EMB_DEVICE static uint32_t place(int column) {
+    return header_bytes(kFormat) + static_cast<uint32_t>(column) * kBits / 8;
   }
 
-  // Return number k as a float, without a conversion: put into the low bits of the mantissa of a
-  // power of two it adds to this power, which is then subtracted.
+  // Return number k as a float. An integer is not converted: as low bits of the mantissa of a power
+  // of two it adds to that, which then is subtracted.
   EMB_DEVICE float operator[](int k) const {
-    const int bit = k % kQuad * kBits, shift = bit % 16;
-    const uint32_t half = bit < 16 ? quad[k / kQuad] : quad[k / kQuad] >> 16;
-    const uint32_t power = static_cast<uint32_t>(127 + 23 - shift) << 23;
-    const uint32_t mask = ((1u << kBits) - 1) << shift;
+    const int bit = k % kQuad * kBits % 32;
+    const uint32_t word = words[k / kQuad][k % kQuad * kBits / 32];
+    if constexpr (kFormat == kFp32) return bits_float(word);
+    if constexpr (kFormat == kFp16) return to_float(half16{static_cast<uint16_t>(word >> bit)});
+    if constexpr (kFormat == kBf16) return to_float(bfloat16{static_cast<uint16_t>(word >> bit)});
+    if constexpr (!is_integer(kFormat)) {
+      const uint32_t magnitude = (word >> bit & 0x7fu) << (23 - mantissa_of(kFormat));
+      const float value = bits_float(magnitude) * float8_power(kFormat);
+      return bits_float(float_bits(value) | (word >> bit & 0x80u) << 24);
+    }
+    const int place = bit % 16;
+    const uint32_t half = bit < 16 ? word : word >> 16;
+    const uint32_t power = static_cast<uint32_t>(127 + 23 - place) << 23;
+    const uint32_t mask = ((1u << (kBits & 15)) - 1) << place;
     return bits_float(simt::mask_and_set(half, mask, power)) - bits_float(power);
   }
 };
 
-// Add scale * number + shift to `sum` for each number of a slice.
-template <int kBits>
-EMB_DEVICE void add_slice(const PackedSlice<kBits>& slice, float scale, float shift,
+template <int kFormat>
+EMB_DEVICE void add_slice(const PackedSlice<kFormat>& slice, float scale, float shift,
                           float (&sum)[kQuantColumns]) {
 #pragma unroll
-  for (int e = 0; e < kQuantColumns; ++e) sum[e] += scale * slice[e] + shift;
+  for (int e = 0; e < kQuantColumns; ++e) {
+    sum[e] += has_scale(kFormat) ? scale * slice[e] + shift : scale * slice[e];
+  }
 }
 
-// Write the columns of a lane to the output row of `dim` columns that begins at `element`. kVector:
-// the row is a multiple of quads and aligned to 16 bytes.
+// Write the columns of a lane to the output of a bag, which begins at `element`; kVector if all of
+// it is in aligned quads.
 template <bool kVector>
 EMB_DEVICE void write_quads(const QuantArgs& args, int64_t element, const QuadColumns& columns,
                             int dim, const float (&sum)[kQuantColumns]) {
@@ -226,42 +252,44 @@ EMB_DEVICE void write_quads(const QuantArgs& args, int64_t element, const QuadCo
   }
 }
 
-// Pooled lookup of bags of any length: a group takes a bag and has eight of its rows in flight.
+// Pooled lookup: a group takes a bag and has eight of its rows in flight, fewer of wide numbers.
 
-// Add this lane's columns of the rows of a bag, times their weights, to `sum`. `longest` is the
-// maximum length in the warp. Row is the type of row numbers, which are passed by shuffles: 64 bits
-// cost another shuffle per row. For a lookup to skip, row 0 is read and multiplied by 0, which
-// saves a branch per row. Called by all lanes of the warp.
-template <int kBits, class Row>
+// `Row` is the type of row numbers, which are shared: 64 bits cost another shuffle per row. Where
+// there is no row, row 0 is read and its numbers are multiplied by 0: no branch per row. Not so
+// rows of floats, which may be infinite.
+template <int kFormat, class Row>
 EMB_DEVICE void sum_packed(const QuantArgs& args, const BagTask& task, const LaneGroup& lane,
                            const QuadColumns& columns, int longest, float (&sum)[kQuantColumns]) {
-  constexpr int R = kQuantRowsInFlight;
+  constexpr int R = quant_in_flight(kFormat, 8);
+  constexpr Row kNoRow = has_scale(kFormat) ? 0 : static_cast<Row>(-1);
   const uint8_t* table = args.packed + task.feature->weight_offset;
-  const uint8_t* first = table + PackedSlice<kBits>::byte_offset(columns.first);
-  const uint8_t* second = table + PackedSlice<kBits>::byte_offset(columns.second);
+  const uint8_t* first = table + PackedSlice<kFormat>::place(columns.first);
+  const uint8_t* second = table + PackedSlice<kFormat>::place(columns.second);
   simt::keep_in_registers(first);
   simt::keep_in_registers(second);
   const int64_t rows = task.feature->rows;
   const int dim = rows > 0 ? task.dim : 0;
-  const bool has_first = columns.first < dim, has_second = columns.second < dim;
-  const auto stride = static_cast<uint32_t>(row_bytes(task.dim, kBits));
+  const int first_columns = dim - columns.first, second_columns = dim - columns.second;
+  const auto stride = static_cast<uint32_t>(row_bytes(task.dim, kFormat));
   int64_t index = index_at(args, task, lane.rank);
   for (int tile = 0; tile < longest; tile += lane.lanes) {
     const int i = tile + lane.rank;
     const int64_t row = i < task.length ? repair_index(index, rows) : -1;
-    const QuantHeader header(args, row < 0 ? nullptr : table + row * stride, task.begin + i);
-    const Row row_of_lane = row < 0 ? 0 : static_cast<Row>(row);
+    const QuantHeader<kFormat> header(args, row < 0 ? nullptr : table + row * stride,
+                                      task.begin + i);
+    const Row row_of_lane = row < 0 ? kNoRow : static_cast<Row>(row);
     index = index_at(args, task, i + lane.lanes);
     const int steps = longest - tile < lane.lanes ? longest - tile : lane.lanes;
     for (int k = 0; k < steps; k += R) {
-      PackedSlice<kBits> slice[R];
+      PackedSlice<kFormat> slice[R];
 #pragma unroll
       for (int u = 0; u < R; ++u) {
         if (u == R / 2 && k + u >= steps) break;
-        const Row passed = __shfl_sync(simt::kFullMask, row_of_lane, k + u, lane.lanes);
-        const uint64_t bytes = static_cast<uint64_t>(passed) * stride;
-        if (has_first) slice[u].quad[0] = PackedSlice<kBits>::load_quad(first + bytes);
-        if (has_second) slice[u].quad[1] = PackedSlice<kBits>::load_quad(second + bytes);
+        const Row shared = __shfl_sync(simt::kFullMask, row_of_lane, k + u, lane.lanes);
+        if (kNoRow != 0 && shared == kNoRow) continue;
+        const uint64_t place = static_cast<uint64_t>(shared) * stride;
+        slice[u].load_quad(0, first + place, first_columns);
+        slice[u].load_quad(1, second + place, second_columns);
       }
       const float scale_of_lane = header.scale(), shift_of_lane = header.shift();
 #pragma unroll
@@ -275,9 +303,8 @@ EMB_DEVICE void sum_packed(const QuantArgs& args, const BagTask& task, const Lan
   }
 }
 
-// Pool all bags, grid-stride; `lanes` is the number of lanes per bag. The grid's second dimension
-// divides the columns of rows wider than a group.
-template <int kBits>
+// The grid's second dimension divides the columns of rows wider than a warp.
+template <int kFormat>
 __global__ void __launch_bounds__(kQuantThreads, kQuantPoolBlocks)
     quant_pool_kernel(QuantArgs args, int lanes) {
   constexpr int N = kQuantColumns;
@@ -287,7 +314,7 @@ __global__ void __launch_bounds__(kQuantThreads, kQuantPoolBlocks)
   const uint32_t stride = static_cast<uint32_t>(simt::warps_in_grid()) * groups;
   for (uint32_t first = static_cast<uint32_t>(simt::global_warp()) * groups; first < bags;
        first += stride) {
-    const BagTask task(args, first + lane.group);
+    const BagTask task = task_of_format<kFormat>(args, BagTask(args, first + lane.group));
     const int longest = __reduce_max_sync(simt::kFullMask, task.length);
     const int widest = __reduce_max_sync(simt::kFullMask, task.dim);
     const bool large = __any_sync(simt::kFullMask, task.feature->rows >> 32 != 0);
@@ -296,9 +323,9 @@ __global__ void __launch_bounds__(kQuantThreads, kQuantPoolBlocks)
       const QuadColumns columns(lane, base);
       float sum[N] = {};
       if (large) {
-        sum_packed<kBits, uint64_t>(args, task, lane, columns, longest, sum);
+        sum_packed<kFormat, uint64_t>(args, task, lane, columns, longest, sum);
       } else {
-        sum_packed<kBits, uint32_t>(args, task, lane, columns, longest, sum);
+        sum_packed<kFormat, uint32_t>(args, task, lane, columns, longest, sum);
       }
       const float factor = mean_factor(args.pooling, task.length);
 #pragma unroll
@@ -309,39 +336,36 @@ __global__ void __launch_bounds__(kQuantThreads, kQuantPoolBlocks)
 }
 
 // Lookup of short bags, and of single rows without pooling. The rows of one bag cannot saturate the
-// memory system. So a warp takes 32 bags: each lane *holds* one, which means that it reads the
-// bag's metadata and the header of its row, so that 32 headers are in flight at once. Then a group
-// of lanes takes the numbers of several bags at a time, one row of each: of eight bags if no bag of
-// the warp has a second row, so that there are no sums to keep, else of two.
+// memory system, so a lane holds the metadata of a bag, and the headers of 32 rows are in flight at
+// once; then a group of lanes takes the numbers of several bags at a time, one row of each: of
+// eight where no bag of the warp has a second row and there are no sums to keep.
 
 inline constexpr int kQuantBagsInFlight = 2;
-inline constexpr int kSingleRowsInFlight = 8;
+inline constexpr int kSingleRowsInFlight = 8;  // fewer of wide numbers
 
-// The row of lookup i of a bag: its address, null if there is none, and its header.
-template <int kBits>
+// Row i of a bag.
+template <int kFormat>
 struct QuantRow {
   const uint8_t* address;
-  QuantHeader header;
+  QuantHeader<kFormat> header;
 
   EMB_DEVICE QuantRow(const QuantArgs& args, const BagTask& task, int i)
-      : address(row_address<kBits>(args, task, i)),
+      : address(row_address<kFormat>(args, task, i)),
         header(args, address, int64_t{task.begin} + i) {}
 };
 
-// Write this lane's columns of kSingleRowsInFlight bags of its group that have one row or none.
-// `task`, `row` and `element_of_lane`, the first element of the output row, are those of the bag
-// that this lane holds. Lane `holder` of the warp holds the group's first bag, lane holder + groups
-// the next one, and so on. Called by all lanes of the warp.
-template <int kBits>
+// Write columns of the only rows of bags. Lane `owner` of the warp holds the metadata and the row
+// of the group's first bag, the next one `groups` lanes on.
+template <int kFormat>
 EMB_DEVICE void write_single_rows(const QuantArgs& args, const BagTask& task,
-                                  const QuantRow<kBits>& row, int64_t element_of_lane,
-                                  const QuadColumns& columns, int holder, int groups) {
-  constexpr int N = kQuantColumns, S = kSingleRowsInFlight, kWarp = simt::kWarp;
-  PackedSlice<kBits> slice[S];
+                                  const QuantRow<kFormat>& row, int64_t element_of_lane,
+                                  const QuadColumns& columns, int owner, int groups) {
+  constexpr int N = kQuantColumns, S = quant_in_flight(kFormat, kSingleRowsInFlight);
+  PackedSlice<kFormat> slice[S];
   int dim[S];
 #pragma unroll
   for (int s = 0; s < S; ++s) {
-    const int source = holder + s * groups;
+    const int source = owner + s * groups;
     const uint8_t* address = shuffle(row.address, source);
     dim[s] = __shfl_sync(simt::kFullMask, task.dim, source);
     slice[s].load(address, columns, address != nullptr ? dim[s] : 0);
@@ -349,7 +373,7 @@ EMB_DEVICE void write_single_rows(const QuantArgs& args, const BagTask& task,
   const float scale_of_lane = row.header.scale(), shift_of_lane = row.header.shift();
 #pragma unroll
   for (int s = 0; s < S; ++s) {
-    const int source = holder + s * groups;
+    const int source = owner + s * groups;
     const float scale = __shfl_sync(simt::kFullMask, scale_of_lane, source);
     const float shift = __shfl_sync(simt::kFullMask, shift_of_lane, source);
     const int64_t element = __shfl_sync(simt::kFullMask, element_of_lane, source);
@@ -359,64 +383,63 @@ EMB_DEVICE void write_single_rows(const QuantArgs& args, const BagTask& task,
   }
 }
 
-// Sum and write this lane's columns of kQuantBagsInFlight bags of its group; arguments as above.
-// `is_holder`: this lane holds a bag that some group of the warp takes now. `row` is the first row
-// of the bag, before and after.
-template <int kBits>
-EMB_DEVICE void pool_short_bags(const QuantArgs& args, const BagTask& task, QuantRow<kBits>& row,
-                                int64_t element_of_lane, const QuadColumns& columns, int holder,
-                                int groups, bool is_holder) {
-  constexpr int N = kQuantColumns, S = kQuantBagsInFlight, kWarp = simt::kWarp;
-  const int longest = __reduce_max_sync(simt::kFullMask, is_holder ? task.length : 0);
+// Sum and write columns of kQuantBagsInFlight bags of a group. `owner` is as above; `is_owner`:
+// this lane holds the metadata of one of these bags.
+template <int kFormat>
+EMB_DEVICE void pool_short_bags(const QuantArgs& args, const BagTask& task, QuantRow<kFormat>& row,
+                                int64_t element_of_lane, const QuadColumns& columns, int owner,
+                                int groups, bool is_owner) {
+  constexpr int N = kQuantColumns, S = quant_in_flight(kFormat, kQuantBagsInFlight);
+  const int longest = __reduce_max_sync(simt::kFullMask, is_owner ? task.length : 0);
   float sum[S][N] = {};
   for (int step = 0; step < longest; ++step) {
-    PackedSlice<kBits> slice[S];
+    PackedSlice<kFormat> slice[S];
 #pragma unroll
     for (int s = 0; s < S; ++s) {
-      const uint8_t* address = shuffle(row.address, holder + s * groups);
-      const int dim = __shfl_sync(simt::kFullMask, task.dim, holder + s * groups);
+      const uint8_t* address = shuffle(row.address, owner + s * groups);
+      const int dim = __shfl_sync(simt::kFullMask, task.dim, owner + s * groups);
       slice[s].load(address, columns, address != nullptr ? dim : 0);
     }
     const float scale_of_lane = row.header.scale(), shift_of_lane = row.header.shift();
 #pragma unroll
     for (int s = 0; s < S; ++s) {
-      const float scale = __shfl_sync(simt::kFullMask, scale_of_lane, holder + s * groups);
-      const float shift = __shfl_sync(simt::kFullMask, shift_of_lane, holder + s * groups);
+      const float scale = __shfl_sync(simt::kFullMask, scale_of_lane, owner + s * groups);
+      const float shift = __shfl_sync(simt::kFullMask, shift_of_lane, owner + s * groups);
       add_slice(slice[s], scale, shift, sum[s]);
     }
-    if (longest > 1 && is_holder) {
+    if (longest > 1 && is_owner) {
       const int next = step + 1 < longest ? step + 1 : 0;  // the first again, for other columns
-      row = QuantRow<kBits>(args, task, next);
+      row = QuantRow<kFormat>(args, task, next);
     }
   }
   const float factor_of_lane = mean_factor(args.pooling, task.length);
 #pragma unroll
   for (int s = 0; s < S; ++s) {
-    const int64_t element = __shfl_sync(simt::kFullMask, element_of_lane, holder + s * groups);
-    const int dim = __shfl_sync(simt::kFullMask, task.dim, holder + s * groups);
-    const float factor = __shfl_sync(simt::kFullMask, factor_of_lane, holder + s * groups);
+    const int64_t element = __shfl_sync(simt::kFullMask, element_of_lane, owner + s * groups);
+    const int dim = __shfl_sync(simt::kFullMask, task.dim, owner + s * groups);
+    const float factor = __shfl_sync(simt::kFullMask, factor_of_lane, owner + s * groups);
 #pragma unroll
     for (int e = 0; e < N; ++e) sum[s][e] *= factor;
     write_quads<false>(args, element, columns, dim, sum[s]);
   }
 }
 
-// Look up all bags, or lookups without pooling, grid-stride; `lanes` is the number of lanes per
-// row.
-template <int kBits>
+template <int kFormat>
 __global__ void __launch_bounds__(kQuantThreads, kQuantShortBlocks)
     quant_short_bags_kernel(QuantArgs args, int lanes) {
-  constexpr int N = kQuantColumns, S = kQuantBagsInFlight, kWarp = simt::kWarp;
+  constexpr int N = kQuantColumns, S = quant_in_flight(kFormat, kQuantBagsInFlight);
+  constexpr int kSingle = quant_in_flight(kFormat, kSingleRowsInFlight), kWarp = simt::kWarp;
   const LaneGroup lane(lanes);
   const int groups = lane.groups_in_warp();
-  const auto lane_of_warp = static_cast<int>(threadIdx.x % simt::kWarp);
+  const auto mine = static_cast<int>(threadIdx.x % simt::kWarp);
   const auto items = static_cast<uint32_t>(args.items());
   const auto stride = static_cast<uint32_t>(simt::threads_in_grid());
   for (auto first = static_cast<uint32_t>(simt::global_warp() * simt::kWarp); first < items;
        first += stride) {
-    const BagTask task(args, int64_t{first} + lane_of_warp, args.items());
-    QuantRow<kBits> row(args, task, 0);
-    const int64_t element = task.element(args, first + lane_of_warp);
+    const BagTask task =
+        task_of_format<kFormat>(args, BagTask(args, int64_t{first} + mine, args.items()));
+    QuantRow<kFormat> row(args, task, 0);
+    const int64_t element = task.element(args, first + mine);
     const int widest = __reduce_max_sync(simt::kFullMask, task.dim);
     const bool vector =
         task.dim % kQuad == 0 && element % kQuad == 0 && is_aligned(args.output, 16);
@@ -425,50 +448,54 @@ __global__ void __launch_bounds__(kQuantThreads, kQuantShortBlocks)
          base += static_cast<int>(gridDim.y) * lanes * N) {
       const QuadColumns columns(lane, base);
       if (single) {
-        for (int k = 0; k < kWarp; k += kSingleRowsInFlight * groups) {
-          write_single_rows<kBits>(args, task, row, element, columns, k + lane.group, groups);
+        for (int k = 0; k < kWarp; k += kSingle * groups) {
+          write_single_rows<kFormat>(args, task, row, element, columns, k + lane.group, groups);
         }
         continue;
       }
       for (int k = 0; k < kWarp; k += S * groups) {
-        const bool is_holder = lane_of_warp >= k && lane_of_warp < k + S * groups;
-        pool_short_bags<kBits>(args, task, row, element, columns, k + lane.group, groups,
-                               is_holder);
+        const bool is_owner = mine >= k && mine < k + S * groups;
+        pool_short_bags<kFormat>(args, task, row, element, columns, k + lane.group, groups,
+                                 is_owner);
       }
     }
   }
 }
 
-// Return whether quant_short_bags_kernel serves a batch: bags have at most kShort lookups on
-// average, or there is no pooling, which quant_pool_kernel does not support.
 inline bool has_short_quant_bags(const QuantArgs& args) {
   constexpr int64_t kShort = 4;
   return args.pooling == Pooling::kNone || args.bags.num_lookups <= kShort * args.bags.count;
 }
 
-template <int kBits, class Launcher>
+template <int kFormat, class Launcher>
 void launch_quant_lookup_of(const Launcher& launcher, const QuantArgs& args) {
   constexpr int kWarp = static_cast<int>(simt::kWarp);
   const int64_t width = mean_width(args);
-  const int min_lanes = lanes_for(width, kQuantColumns);
-  const int lanes = min_lanes < kMinQuantLanes ? kMinQuantLanes : min_lanes;
+  const int fewest = lanes_for(width, kQuantColumns);
+  const int lanes = fewest < kMinQuantLanes ? kMinQuantLanes : fewest;
   const unsigned stripes = blocks_for(width, lanes * kQuantColumns, 64);
   const bool is_short = has_short_quant_bags(args);
   const int64_t items_of_block = (is_short ? kWarp : kWarp / lanes) * (kQuantThreads / kWarp);
   const unsigned blocks = blocks_for(args.items(), items_of_block, launcher.blocks(256));
-  launcher(is_short ? quant_short_bags_kernel<kBits> : quant_pool_kernel<kBits>,
+  launcher(is_short ? quant_short_bags_kernel<kFormat> : quant_pool_kernel<kFormat>,
            simt::Dim3(blocks, stripes), simt::Dim3(kQuantThreads), args, lanes);
 }
 
-// Write args.output: every row of a bag or, without pooling, of a lookup.
+// `formats` is a mask of the formats of the features: bit f for format f.
 template <class Launcher>
-void launch_quant_lookup(const Launcher& launcher, const QuantArgs& args, int bits) {
+void launch_quant_lookup(const Launcher& launcher, const QuantArgs& args, uint64_t formats) {
   if (args.columns == 0 || args.items() == 0) return;
-  if (bits == 8) {
-    launch_quant_lookup_of<8>(launcher, args);
-  } else {
-    launch_quant_lookup_of<4>(launcher, args);
-  }
+  const auto launch = [&]<int kFormat>(std::integral_constant<int, kFormat>) {
+    if ((formats >> kFormat & 1) != 0) launch_quant_lookup_of<kFormat>(launcher, args);
+  };
+  launch(std::integral_constant<int, kInt2>());
+  launch(std::integral_constant<int, kInt4>());
+  launch(std::integral_constant<int, kInt8>());
+  launch(std::integral_constant<int, kFp8E4m3>());
+  launch(std::integral_constant<int, kFp8E5m2>());
+  launch(std::integral_constant<int, kFp16>());
+  launch(std::integral_constant<int, kBf16>());
+  launch(std::integral_constant<int, kFp32>());
 }
 
 }  // namespace emb::cuda

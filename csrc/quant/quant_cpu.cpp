@@ -1,6 +1,5 @@
-// `quantize_rows_`, `quant_lookup` and `quant_lookup_checked_` on the CPU: check the arguments,
-// allocate the output, and divide rows, or bags of all features, into ranges of equal cost, which
-// the threads process with quant_kernels.cpp.
+// `quantize_rows_` and `quant_lookup` on the CPU: checks, allocation, then rows or bags in
+// parallel.
 #include <torch/csrc/stable/library.h>
 
 #include <optional>
@@ -20,17 +19,14 @@ EMB_SELECT_KERNELS(QuantizeTable, kQuantizeTable, quantize_table)
 
 namespace {
 
-constexpr int64_t kGrain = 4096;  // elements: smallest range that gets a thread
+constexpr int64_t kGrain = 4096;  // elements
 
-// Quantise `weights`, [R, D] of float32, float16 or bfloat16, finite, into `packed`, uint8
-// [R, row_bytes(D, bits)]; `bits` is 8 or 4.
-void quantize_rows_(Tensor packed, const Tensor& weights, int64_t bits) {
-  const Dtype type = check_quantize("quantize_rows_", packed, weights, bits);
+void quantize_rows_(Tensor packed, const Tensor& weights, int64_t format) {
+  const Dtype type = check_quantize("quantize_rows_", packed, weights, format);
   const int64_t dim = weights.size(1);
   const QuantizeArgs args{weights.const_data_ptr(),
-                          static_cast<uint8_t*>(packed.mutable_data_ptr()), dim,
-                          static_cast<int>(bits)};
-  const QuantizeFn quantize = quantize_table().at[static_cast<int>(type)];
+                          static_cast<uint8_t*>(packed.mutable_data_ptr()), dim};
+  const QuantizeFn quantize = quantize_table().at[format_index(format)][static_cast<int>(type)];
   parallel_balanced(
       weights.size(0), kGrain, [&](int64_t row) { return row * dim; },
       [&](int64_t begin, int64_t end) { quantize(args, begin, end); });
@@ -42,15 +38,23 @@ EMB_SELECT_KERNELS(QuantLookupTable, kQuantLookupTable, lookup_table)
 
 namespace {
 
-// Raise unless every feature lies inside the memory and the columns of the output: this makes reads
-// and writes safe whatever the caller passes. Return the sum of the features' dims.
-int64_t check_tables(const Tensor& features, const Tensor& packed, int bits, Pooling pooling,
-                     int64_t columns) {
+// Return the code of the format of a feature's rows.
+int64_t format_of(const RowFormats& formats, const Feature& feature) {
+  return formats.is_mixed ? feature.tier : __builtin_ctzll(formats.mask);
+}
+
+// Check that every feature lies inside the memory and the columns: this makes reads and writes safe
+// whatever the caller passes. Return the columns that pooled features cover.
+int64_t check_tables(const Tensor& features, const Tensor& packed, const RowFormats& formats,
+                     Pooling pooling, int64_t columns) {
   const Feature* feature = feature_array(features);
   int64_t covered = 0;
   for (int64_t f = 0; f < features.size(0); ++f) {
     const Feature& x = feature[f];
-    const int64_t nbytes = x.dim > 0 ? row_bytes(x.dim, bits) : 1;
+    const int64_t format = format_of(formats, x);
+    STD_TORCH_CHECK(formats.has(format), "quant_lookup: feature ", f, " has rows of format ",
+                    format, ", which is not among those that the argument names");
+    const int64_t nbytes = x.dim > 0 ? row_bytes(x.dim, static_cast<int>(format)) : 1;
     const int64_t column = pooling == Pooling::kNone ? 0 : x.column;
     STD_TORCH_CHECK(x.dim > 0 && x.rows >= 0 && x.weight_offset >= 0 &&
                         x.weight_offset % kWordBytes == 0 && x.weight_offset <= packed.numel() &&
@@ -67,14 +71,13 @@ int64_t check_tables(const Tensor& features, const Tensor& packed, int bits, Poo
   return covered;
 }
 
-// Look up a batch whose bag layout has been checked.
 Tensor look_up(const QuantCall& call, const FeatureBags& feature_bags) {
   const Bags& bags = call.bags;
   const bool none = call.pooling == Pooling::kNone, variable = call.is_variable();
   // In a variable batch every bag is checked against the elements of the output separately.
   const int64_t covered =
-      check_tables(call.features, call.packed, call.bits, variable ? Pooling::kSum : call.pooling,
-                   variable ? kUnlimited : call.columns);
+      check_tables(call.features, call.packed, call.formats,
+                   variable ? Pooling::kSum : call.pooling, variable ? kUnlimited : call.columns);
   Tensor out = allocate_output(call.indices, call.output_sizes(), call.output_dtype);
   const bool complete =
       bags.count > 0 && (none ? bags.begin(0) == 0 : !variable && covered == call.columns);
@@ -84,9 +87,6 @@ Tensor look_up(const QuantCall& call, const FeatureBags& feature_bags) {
   const auto* rows = static_cast<const uint8_t*>(call.packed.const_data_ptr());
   char* output = static_cast<char*>(out.mutable_data_ptr());
   const IndexArray indices = index_array(call.indices);
-  const QuantLookupFn pool =
-      lookup_table()
-          .at[call.bits == 8 ? 0 : 1][static_cast<int>(call.output_type)][indices.is_int64];
   for_feature_bags(bags, feature_bags, [&](int64_t f, int64_t begin, int64_t end) {
     const Feature& x = feature[f];
     const int64_t base = BagRows::base(call.map, call.pooling, begin, x.column);
@@ -97,40 +97,35 @@ Tensor look_up(const QuantCall& call, const FeatureBags& feature_bags) {
                                {bags, call.pooling, call.map.layout, call.columns},
                                call.weights(),
                                output + base * out.element_size()};
-    pool(args, begin, end);
+    const int format = format_index(format_of(call.formats, x));
+    const auto& kernels = lookup_table().at[format][static_cast<int>(call.output_type)];
+    kernels[indices.is_int64](args, begin, end);
   });
   return out;
 }
 
-// Check the bag layout and return the bags of each feature.
 FeatureBags feature_bags_of(const char* op, const QuantCall& call) {
   return {op, call.features, call.offsets, call.bag_layout, call.pooling, call.columns};
 }
 
-// Pool the rows of every bag, as `tbe_lookup` does. `packed`, uint8, has the tables of the module;
-// `features`, int64 [F, 8], is that of dense tables, but weight_offset counts bytes of `packed`.
-// Return [B, columns], in a variable batch [columns], without pooling [L, columns]; zeros where no
-// bag writes.
 Tensor quant_lookup(const Tensor& packed, const Tensor& features, const Tensor& indices,
                     const Tensor& offsets, std::optional<Tensor> bag_layout,
-                    std::optional<Tensor> sample_weights, int64_t pooling, int64_t bits,
+                    std::optional<Tensor> sample_weights, int64_t pooling, int64_t format,
                     int64_t columns, ScalarType output_dtype) {
   const char* op = "quant_lookup";
   const QuantCall call(op, packed, features, indices, offsets, bag_layout, sample_weights, pooling,
-                       bits, columns, output_dtype);
+                       format, columns, output_dtype);
   return look_up(call, feature_bags_of(op, call));
 }
 
-// Look up a fixed batch and return [output]. With `check`, a code of BoundsMode, return no tensor
-// for an invalid batch, which the caller then repairs and reports. `violations` is only validated.
 std::vector<Tensor> quant_lookup_checked_(const Tensor& packed, const Tensor& features,
                                           const Tensor& indices, const Tensor& offsets,
                                           std::optional<Tensor> sample_weights, int64_t pooling,
-                                          int64_t bits, int64_t columns, ScalarType output_dtype,
+                                          int64_t format, int64_t columns, ScalarType output_dtype,
                                           std::optional<int64_t> check, Tensor violations) {
   const char* op = "quant_lookup_checked_";
   const QuantCall call(op, packed, features, indices, offsets, std::nullopt, sample_weights,
-                       pooling, bits, columns, output_dtype);
+                       pooling, format, columns, output_dtype);
   check_bounds_arguments(op, check, violations);
   const FeatureBags bags = feature_bags_of(op, call);
   if (check && !is_valid_batch(features, index_array(call.indices), call.bags, bags)) return {};

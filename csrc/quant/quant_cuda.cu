@@ -15,11 +15,11 @@
 namespace emb::cuda {
 namespace {
 
-void quantize_rows_(Tensor packed, const Tensor& weights, int64_t bits) {
-  const Dtype type = check_quantize("quantize_rows_", packed, weights, bits);
+void quantize_rows_(Tensor packed, const Tensor& weights, int64_t format) {
+  const Dtype type = check_quantize("quantize_rows_", packed, weights, format);
   const QuantizeRows args{weights.const_data_ptr(),
                           static_cast<uint8_t*>(packed.mutable_data_ptr()), weights.size(0),
-                          weights.size(1), static_cast<int>(bits)};
+                          weights.size(1), static_cast<int>(format)};
   launch_quantize(CudaLauncher(packed), args, type);
 }
 
@@ -35,11 +35,12 @@ void look_up(const QuantCall& call, const Bags& bags, Tensor* out) {
                        call.map,
                        call.columns,
                        call.pooling,
-                       call.weights()};
+                       call.weights(),
+                       call.formats.is_mixed};
   if (bags.count == 0) {
     torch::stable::zero_(*out);
   } else if (out->numel() > 0) {
-    launch_quant_lookup(CudaLauncher(call.indices), args, call.bits);
+    launch_quant_lookup(CudaLauncher(call.indices), args, call.formats.mask);
   }
 }
 
@@ -54,10 +55,10 @@ Tensor new_output(const char* op, const QuantCall& call) {
 
 Tensor quant_lookup(const Tensor& packed, const Tensor& features, const Tensor& indices,
                     const Tensor& offsets, std::optional<Tensor> bag_layout,
-                    std::optional<Tensor> sample_weights, int64_t pooling, int64_t bits,
+                    std::optional<Tensor> sample_weights, int64_t pooling, int64_t format,
                     int64_t columns, ScalarType output_dtype) {
   const QuantCall call("quant_lookup", packed, features, indices, offsets, bag_layout,
-                       sample_weights, pooling, bits, columns, output_dtype);
+                       sample_weights, pooling, format, columns, output_dtype);
   Tensor out = new_output("quant_lookup", call);
   look_up(call, call.bags, &out);
   return out;
@@ -69,11 +70,11 @@ Tensor quant_lookup(const Tensor& packed, const Tensor& features, const Tensor& 
 std::vector<Tensor> quant_lookup_checked_(const Tensor& packed, const Tensor& features,
                                           const Tensor& indices, const Tensor& offsets,
                                           std::optional<Tensor> sample_weights, int64_t pooling,
-                                          int64_t bits, int64_t columns, ScalarType output_dtype,
+                                          int64_t format, int64_t columns, ScalarType output_dtype,
                                           std::optional<int64_t> check, Tensor violations) {
   const char* op = "quant_lookup_checked_";
   const QuantCall call(op, packed, features, indices, offsets, std::nullopt, sample_weights,
-                       pooling, bits, columns, output_dtype);
+                       pooling, format, columns, output_dtype);
   check_bounds_arguments(op, check, violations);
   Tensor out = new_output(op, call);
   Bags bags = call.bags;

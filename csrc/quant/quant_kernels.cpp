@@ -1,6 +1,8 @@
-// Quantised tables on one CPU thread. Quantising a row takes one pass for its minimum and maximum
-// and one for its numbers. Lookups pool rows with core/pool_bag.h; a row is converted to floats as
-// it is added.
+// Quantised tables on one CPU thread: quantise rows (one pass for the range of a row, one for its
+// numbers), look up bags.
+#include <type_traits>
+#include <utility>
+
 #include "core/half.h"
 #include "core/pool_bag.h"
 #include "core/vec.h"
@@ -9,53 +11,78 @@
 namespace emb::EMB_ISA {
 namespace {
 
-// Return the header of a row of `dim` columns, at least one.
-template <class T>
-RowScale scale_of(const T* row, int64_t dim, int bits) {
+template <int kFormat, class T>
+RowScale scale_of(const T* row, int64_t dim) {
   float low = to_float(row[0]), high = low;
   for (int64_t d = 1; d < dim; ++d) {
     const float value = to_float(row[d]);
     low = value < low ? value : low;
     high = value > high ? value : high;
   }
-  return row_scale(low, high, bits);
+  return row_scale(low, high, kFormat);
 }
 
-// The QuantizeFn of rows of dtype T.
-template <class T>
+// Write `count` columns; those that are missing in the last byte are 0.
+template <int kFormat, class T>
+EMB_HD void encode(const T* row, int64_t count, RowStep step, uint8_t* out) {
+  constexpr int kBits = bits_of(kFormat), kPerByte = kBits < 8 ? 8 / kBits : 1;
+  constexpr int64_t kBytes = kBits < 8 ? 1 : kBits / 8;
+  for (int64_t b = 0; b * kPerByte < count; ++b) {
+    uint32_t bits = 0;
+    for (int i = 0; i < kPerByte && b * kPerByte + i < count; ++i) {
+      bits |= encoded(to_float(row[b * kPerByte + i]), step, kFormat) << (i * kBits);
+    }
+    for (int i = 0; i < kBytes; ++i) out[b * kBytes + i] = static_cast<uint8_t>(bits >> (8 * i));
+  }
+}
+
+template <int kFormat, class T>
 void quantize(const QuantizeArgs& args, int64_t first_row, int64_t last_row) {
-  const int64_t dim = args.dim, nbytes = packed_bytes(dim, args.bits);
-  const int64_t stride = row_bytes(dim, args.bits);
+  const int64_t dim = args.dim, stride = row_bytes(dim, kFormat);
+  const int64_t nbytes = header_bytes(kFormat) + packed_bytes(dim, kFormat);
   for (int64_t r = first_row; r < last_row; ++r) {
     const T* row = static_cast<const T*>(args.rows) + r * dim;
-    const RowScale scale = scale_of(row, dim, args.bits);
-    const RowStep step(scale);
     uint8_t* out = args.packed + r * stride;
-    __builtin_memcpy(out, &scale, kHeaderBytes);
-    out += kHeaderBytes;
-    if (args.bits == 8) {
-      for (int64_t d = 0; d < dim; ++d) out[d] = quantized(to_float(row[d]), step, 8);
-    } else {
-      for (int64_t b = 0; b < nbytes; ++b) {
-        const uint8_t low = quantized(to_float(row[2 * b]), step, 4);
-        const uint8_t high =
-            2 * b + 1 < dim ? quantized(to_float(row[2 * b + 1]), step, 4) : uint8_t{0};
-        out[b] = static_cast<uint8_t>(low | high << 4);
-      }
+    RowScale scale = {};
+    if constexpr (has_scale(kFormat)) {
+      scale = scale_of<kFormat>(row, dim);
+      __builtin_memcpy(out, &scale, kHeaderBytes);
     }
-    for (int64_t b = nbytes; b < stride - kHeaderBytes; ++b) out[b] = 0;
+    encode<kFormat>(row, dim, RowStep(scale), out + header_bytes(kFormat));
+    for (int64_t b = nbytes; b < stride; ++b) out[b] = 0;
   }
+}
+
+// Call `body.template operator()<format>(index)` for every format.
+template <class Body, int... kIndex>
+constexpr void for_each_format(const Body& body, std::integer_sequence<int, kIndex...>) {
+  (body.template operator()<kRowFormats[kIndex]>(kIndex), ...);
+}
+
+using Formats = std::make_integer_sequence<int, kNumRowFormats>;
+
+constexpr QuantizeTable make_quantize_table() {
+  QuantizeTable table = {};
+  for_each_format(
+      [&]<int kFormat>(int format) {
+        for_each_dtype(
+            [&]<class T>(TypeTag<T>, int type) { table.at[format][type] = quantize<kFormat, T>; });
+      },
+      Formats());
+  return table;
 }
 
 }  // namespace
 
 extern const QuantizeTable kQuantizeTable;
-const QuantizeTable kQuantizeTable = {{quantize<float>, quantize<half16>, quantize<bfloat16>}};
+const QuantizeTable kQuantizeTable = make_quantize_table();
 
-// Vectors of floats from packed numbers, kLanes at a time.
+// Registers of floats from packed numbers, `kLanes` at a time.
 
-template <int kBits>
-inline constexpr int kPackedBytes = kLanes * kBits / 8;
+template <int kFormat>
+inline constexpr int kPackedBytes = kLanes * bits_of(kFormat) / 8;
+
+typedef int32_t Ints __attribute__((vector_size(kLanes * sizeof(int32_t))));
 
 #if defined(__AVX2__)
 
@@ -68,61 +95,76 @@ EMB_HD __m128i unpack_halves(__m128i bytes) {
 
 #endif
 
-// Load kLanes numbers as floats from `p`, which need not be aligned.
+// Load `kLanes` numbers of 2, 4 or 8 bits from `p`, which need not be aligned.
 template <int kBits>
-EMB_HD Vec load_packed(const uint8_t* p) {
+EMB_HD Ints load_numbers(const uint8_t* p) {
+#if defined(__AVX2__)
+  if constexpr (kBits == 2) {
+    uint32_t word = 0;
+    __builtin_memcpy(&word, p, kLanes / 4);
+    Ints shifts;
+    for (int i = 0; i < kLanes; ++i) shifts[i] = 2 * i;
+    typedef uint32_t Words __attribute__((vector_size(kLanes * sizeof(uint32_t))));
+    return reinterpret_cast<Ints>((Words{} + word) >> reinterpret_cast<Words>(shifts)) & 3;
+  } else {
+    __m128i bytes;
+    if constexpr (kBits == 8 && kLanes == 16) {
+      bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    } else if constexpr (kBits == 8 || kLanes == 16) {
+      bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
+    } else {
+      int32_t word;
+      __builtin_memcpy(&word, p, sizeof(word));
+      bytes = _mm_cvtsi32_si128(word);
+    }
+    if constexpr (kBits == 4) bytes = unpack_halves(bytes);
 #if defined(__AVX512F__)
-  __m128i bytes;
-  if constexpr (kBits == 8) {
-    bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
-  } else {
-    bytes = unpack_halves(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
-  }
-  return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(bytes));
-#elif defined(__AVX2__)
-  __m128i bytes;
-  if constexpr (kBits == 8) {
-    bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
-  } else {
-    int32_t word;
-    __builtin_memcpy(&word, p, sizeof(word));
-    bytes = unpack_halves(_mm_cvtsi32_si128(word));
-  }
-  return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(bytes));
+    return reinterpret_cast<Ints>(_mm512_cvtepu8_epi32(bytes));
 #else
-  Vec v;
-  for (int i = 0; i < kLanes; ++i) {
-    v[i] = static_cast<float>(kBits == 8 ? p[i] : p[i / 2] >> (i % 2 * 4) & 15);
+    return reinterpret_cast<Ints>(_mm256_cvtepu8_epi32(bytes));
+#endif
   }
-  return v;
+#else
+  constexpr int kPerByte = 8 / kBits;
+  Ints numbers;
+  for (int i = 0; i < kLanes; ++i) {
+    numbers[i] = p[i / kPerByte] >> (i % kPerByte * kBits) & ((1 << kBits) - 1);
+  }
+  return numbers;
 #endif
 }
 
-// Load the first `n` numbers (0 < n < kLanes) without reading a byte beyond them; the other lanes
-// are undefined.
-template <int kBits>
-EMB_HD Vec load_packed_first(const uint8_t* p, int n) {
-  uint8_t buffer[kPackedBytes<kBits>] = {};
-  const int bytes = (n * kBits + 7) / 8;
-  for (int i = 0; i < bytes; ++i) buffer[i] = p[i];
-  return load_packed<kBits>(buffer);
+// Load `kLanes` values from `p`, for rows with a scale before they are scaled.
+template <int kFormat>
+EMB_HD Vec load_packed(const uint8_t* p) {
+  if constexpr (kFormat == kFp16) {
+    return load(reinterpret_cast<const half16*>(p));
+  } else if constexpr (kFormat == kBf16) {
+    return load(reinterpret_cast<const bfloat16*>(p));
+  } else if constexpr (kFormat == kFp32) {
+    return load(reinterpret_cast<const float*>(p));
+  } else {
+    const Ints numbers = load_numbers<bits_of(kFormat)>(p);
+    if constexpr (is_integer(kFormat)) return __builtin_convertvector(numbers, Vec);
+    const Ints magnitude = (numbers & 0x7f) << (23 - mantissa_of(kFormat));
+    const Vec value = reinterpret_cast<Vec>(magnitude) * float8_power(kFormat);
+    return reinterpret_cast<Vec>(reinterpret_cast<Ints>(value) | (numbers & 0x80) << 24);
+  }
 }
 
 namespace {
 
-// The lookup. Values are computed before they are added: sums of numbers and sums of offsets, if
-// added separately, would cancel in long bags.
+// The lookup. Rows are converted to floats before they are added: separate sums of their offsets
+// would cancel in long bags.
 
-// Lookups between the prefetch of a row, which is a cache line or a few, and its use.
+// How many lookups ahead rows are prefetched: a row is one line, or a few.
 constexpr int64_t kAhead = 16;
 
-// The factor and the summand of a row's numbers, in all lanes: its scale and its offset, both times
-// the weight of the lookup.
-struct RowFactors {
+// The scale and offset of a row times its weight, in all lanes.
+struct ScaleFactors {
   Vec by, plus;
 
-  // `row` is the address of the row's header.
-  EMB_HD RowFactors(const uint8_t* row, float weight) {
+  EMB_HD ScaleFactors(const uint8_t* row, float weight) {
     int32_t header;
     __builtin_memcpy(&header, row, kHeaderBytes);
 #if defined(__AVX512F__)
@@ -137,54 +179,115 @@ struct RowFactors {
     plus = _mm256_movehdup_ps(pairs);
 #else
     // As to_float of finite halves, of both at once.
-    typedef int32_t Bits __attribute__((vector_size(kLanes * sizeof(int32_t))));
-    const Bits halves = {header & 0xffff, header >> 16};
+    const Ints halves = {header & 0xffff, header >> 16};
     const Vec magnitude = reinterpret_cast<Vec>((halves & 0x7fff) << 13) * 0x1p112f;
-    const Bits sign = (halves & 0x8000) << 16;
-    const Vec pair = reinterpret_cast<Vec>(reinterpret_cast<Bits>(magnitude) | sign);
+    const Ints sign = (halves & 0x8000) << 16;
+    const Vec pair = reinterpret_cast<Vec>(reinterpret_cast<Ints>(magnitude) | sign);
     by = broadcast(weight * pair[0]);
     plus = broadcast(weight * pair[1]);
 #endif
   }
 };
 
-// The lookups of one feature in the form that `pool_bags` takes: core/pool_bag.h has the contract
-// of the members. The address of a row is kHeaderBytes before the numbers of the first column that
-// is not skipped.
-template <int kBits, class I>
+// The weight of a row without a scale.
+struct WeightFactor {
+  Vec by;
+
+  EMB_HD WeightFactor(const uint8_t*, float weight) : by(broadcast(weight)) {}
+};
+
+#if defined(__AVX512F__)
+
+// The values of all numbers of 2 or 4 bits of a row, times its weight: a permutation looks them up,
+// by the lowest 4 bits of its lanes, instead of conversions and multiplications of every number.
+template <int kFormat>
+struct ValueTable {
+  Vec values;
+
+  EMB_HD ValueTable(const uint8_t* row, float weight) {
+    const ScaleFactors factors(row, weight);
+    Vec numbers;
+    for (int i = 0; i < kLanes; ++i) numbers[i] = static_cast<float>(i & ((1 << kFormat) - 1));
+    values = factors.by * numbers + factors.plus;
+  }
+  EMB_HD Vec vector(const uint8_t* p) const {
+    if constexpr (kFormat == kInt2) {
+      int32_t word;
+      __builtin_memcpy(&word, p, sizeof(word));
+      const __m512i shifts =
+          _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
+      return _mm512_permutexvar_ps(_mm512_srlv_epi32(_mm512_set1_epi32(word), shifts), values);
+    }
+    // A byte in the lower half of a quad word; its high bits move to the upper half.
+    const __m512i bytes =
+        _mm512_cvtepu8_epi64(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+    return _mm512_permutexvar_ps(_mm512_or_si512(bytes, _mm512_slli_epi64(bytes, 28)), values);
+  }
+};
+
+template <int kFormat>
+inline constexpr bool kHasValueTable = kFormat == kInt2 || kFormat == kInt4;
+
+#else
+
+template <int>
+using ValueTable = ScaleFactors;
+template <int>
+inline constexpr bool kHasValueTable = false;
+
+#endif
+
+// The lookups of one feature as `pool_bags` reads them. An address is the bytes of a header before
+// the numbers of the first column that is not skipped.
+template <int kFormat, class I>
 struct PackedRows {
   const QuantLookupArgs& args;
-  int64_t stride, last;  // bytes per row; end of the lookups that may be prefetched
-  int64_t skipped = 0;   // bytes of the columns that are skipped
+  int64_t stride, last;
+  int64_t skipped = 0;  // bytes of columns
 
   struct Values {
     const uint8_t* numbers;
-    RowFactors factors;
-    EMB_HD Vec vector(int v) const {
-      return factors.by * load_packed<kBits>(numbers + v * kPackedBytes<kBits>) + factors.plus;
-    }
+    std::conditional_t<kHasValueTable<kFormat>, ValueTable<kFormat>,
+                       std::conditional_t<has_scale(kFormat), ScaleFactors, WeightFactor>>
+        factors;
+
+    EMB_HD Vec vector(int v) const { return at(numbers + v * kPackedBytes<kFormat>); }
+    // Read the first `n` columns (0 < n < kLanes), and no byte beyond them; other lanes are
+    // undefined.
     EMB_HD Vec first(int n) const {
-      return factors.by * load_packed_first<kBits>(numbers, n) + factors.plus;
+      uint8_t buffer[kPackedBytes<kFormat>] = {};
+      const int bytes = (n * bits_of(kFormat) + 7) / 8;
+      for (int i = 0; i < bytes; ++i) buffer[i] = numbers[i];
+      return at(buffer);
+    }
+    EMB_HD Vec at(const uint8_t* p) const {
+      if constexpr (kHasValueTable<kFormat>) {
+        return factors.vector(p);
+      } else if constexpr (has_scale(kFormat)) {
+        return factors.by * load_packed<kFormat>(p) + factors.plus;
+      } else {
+        return factors.by * load_packed<kFormat>(p);
+      }
     }
   };
 
   EMB_HD int64_t dim() const { return args.dim; }
   EMB_HD static int64_t distance() { return kAhead; }
-  EMB_HD void skip_columns(int64_t count) { skipped += count * kBits / 8; }
+  EMB_HD void skip_columns(int64_t count) { skipped += count * bits_of(kFormat) / 8; }
   EMB_HD const uint8_t* at(int64_t i) const {
     const int64_t row = repair_index(static_cast<const I*>(args.indices)[i], args.rows);
     return row < 0 ? nullptr : args.packed + row * stride + skipped;
   }
   EMB_HD Values values(const uint8_t* address, int64_t i) const {
     const float weight = args.sample_weights != nullptr ? args.sample_weights[i] : 1.0f;
-    return {address + kHeaderBytes, {address - skipped, weight}};
+    return {address + header_bytes(kFormat), {address - skipped, weight}};
   }
   EMB_HD void prefetch(int64_t i, int64_t count) const {
     if (i >= last) return;
     // A row begins at any word of a line: the last line is not a multiple of 64 bytes away.
     const uint8_t* address = at(i);
     if (address == nullptr) return;
-    const int64_t end = kHeaderBytes + packed_bytes(count, kBits);
+    const int64_t end = header_bytes(kFormat) + packed_bytes(count, kFormat);
     for (int64_t line = 0; line < end - kWordBytes; line += 64) {
       __builtin_prefetch(address + line, 0, 3);
     }
@@ -192,21 +295,23 @@ struct PackedRows {
   }
 };
 
-// The QuantLookupFn of kBits bits, outputs of dtype O and indices of dtype I.
-template <int kBits, class O, class I>
+template <int kFormat, class O, class I>
 void lookup(const QuantLookupArgs& args, int64_t first_bag, int64_t last_bag) {
-  const PackedRows<kBits, I> rows{args, row_bytes(args.dim, kBits), args.bags.end_lookup(last_bag)};
+  const PackedRows<kFormat, I> rows{args, row_bytes(args.dim, kFormat),
+                                    args.bags.end_lookup(last_bag)};
   pool_bags(args.bags, rows, first_bag, last_bag, static_cast<O*>(args.out));
 }
 
 constexpr QuantLookupTable make_table() {
   QuantLookupTable table = {};
-  for_each_dtype([&]<class O>(TypeTag<O>, int output) {
-    table.at[0][output][0] = lookup<8, O, int32_t>;
-    table.at[0][output][1] = lookup<8, O, int64_t>;
-    table.at[1][output][0] = lookup<4, O, int32_t>;
-    table.at[1][output][1] = lookup<4, O, int64_t>;
-  });
+  for_each_format(
+      [&]<int kFormat>(int format) {
+        for_each_dtype([&]<class O>(TypeTag<O>, int output) {
+          table.at[format][output][0] = lookup<kFormat, O, int32_t>;
+          table.at[format][output][1] = lookup<kFormat, O, int64_t>;
+        });
+      },
+      Formats());
   return table;
 }
 

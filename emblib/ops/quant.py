@@ -1,34 +1,48 @@
-"""Quantised tables: rows of 8 or 4 bits per value, which begin with their scale, read-only.
+"""Quantised tables: read-only rows of 2 to 32 bits per value, and the index before them.
 
 Shapes and dtypes, with R rows, D dim, F features, L lookups:
 
-- `packed` uint8: the rows of all tables, `row_bytes(D, bits)` bytes each. A row is its scale and
-  its offset, both float16, then the numbers q of its D values, then zeros up to a multiple of 4
-  bytes; of 4 bits the even columns are the low halves of their bytes. Value d is
-  `scale * q[d] + offset`. Rows of FBGEMM's `IntNBitTableBatchedEmbeddingBagsCodegen` have the same
-  format, up to what fills them.
-- `features` int64 `[F, 8]` as for dense tables (`emblib.ops.tbe`), except that `weight_offset`
-  counts bytes of `packed`, a multiple of 4
+- `packed` uint8: the rows of all tables, `row_bytes(D, format)` bytes each. A row of a format with
+  2, 4 or 8 bits is its scale and its offset, both float16, then the numbers q of its D values, then
+  zeros up to a multiple of 4 bytes; columns fill a byte from its lowest bits on. Value d is
+  `scale * q[d] + offset`. Rows of float16, bfloat16 and float32 are the values alone. Rows of
+  FBGEMM's `IntNBitTableBatchedEmbeddingBagsCodegen` have the same format.
+- `format` is the code of one format (`emblib.columns.RowFormatCode`), or, where the formats of
+  features differ, minus the sum of 2^code of those that occur (`format_argument`); column TIER of
+  `features` then has the code of each feature
+- `features` int64 `[F, 8]` as for dense tables (`emblib.ops.tbe`), except for TIER, and that
+  `weight_offset` counts bytes of `packed`, a multiple of 4
 - indices, offsets, bag layout, sample weights, pooling and output as for dense tables
 
-`quantize_rows_(packed [R, row_bytes], weights [R, D], bits)` writes the rows of float32, float16 or
-bfloat16 `weights`. The offset is the largest float16 up to the minimum of a row, the scale the
-smallest float16 from (maximum - offset) / (2^bits - 1) on, and every value goes to the nearest
-number (ties to even) of these. So every value is within half a scale, rounding of float32 apart,
-and the scale is at most
+`quantize_rows_(packed [R, row_bytes], weights [R, D], format)` writes the rows of float32, float16
+or bfloat16 `weights`, integers with the same bits as FBGEMM on a CPU (a minimum of -0 apart, which
+is 0 here). The offset of integers is the minimum of the row in float16, the scale
+`(maximum - offset) / (2^bits - 1)` in float16, both rounded to nearest, and the scale 1 if that
+is 0; then every value goes to the nearest number, ties to even. So the error of a value is at most
 
-    (1 + 2^-10) (maximum - minimum + max(2^-10 |minimum|, 2^-24)) / (2^bits - 1) + 2^-24.
+    max(|scale| / 2, 2^-11 |maximum - offset| + 2^-25 (2^bits - 1)) + 2^-11 |minimum| + 2^-25.
 
-Rows must be finite; values beyond `LARGEST` count as `LARGEST`.
+The numbers of `FP8_E4M3` and `FP8_E5M2` are floats; their offset is 0 and the scale the smallest
+float16 with which the largest magnitude of the row is at most the largest number, 448 or 57,344:
+the relative error of a value is at most 2^-4 or 2^-3, or 2^-10 or 2^-17 times the scale.
+Rows must be finite; where there is a scale, values beyond `LARGEST` become about `LARGEST`.
 
 `quant_lookup` adds up `weight * scale * q + weight * offset` in float32 and in the order of the
 lookups. It has no gradient. The definition is `emblib.reference.quant`. `quant_lookup_checked_`
 checks the batch on the way, as `emblib.ops.tbe.tbe_lookup_checked_` does.
+
+`map_ids(index, tables, features, indices, offsets, bag_layout)` returns the row, int64 `[L]`, that
+is stored for each id, for tables with fewer rows than ids, or with keys. `tables` is int64 `[F, 6]`
+(`emblib.columns.IndexColumn`), `index` int64, the memory of `hash_entries` and arrays. An id that
+is out of range stays what it is, so that the check of bounds meets it.
 """
+
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
+from emblib.columns import RowFormatCode
 from emblib.ops.tbe import output_shape
 
 HEADER_BYTES = 4
@@ -43,21 +57,64 @@ _TABLE_ALIGNMENT = 64  # a cache line
 quantize_rows_ = torch.ops.emblib.quantize_rows_.default
 quant_lookup = torch.ops.emblib.quant_lookup.default
 quant_lookup_checked_ = torch.ops.emblib.quant_lookup_checked_.default
+map_ids = torch.ops.emblib.map_ids.default
 
 
-def row_bytes(dim: int, bits: int) -> int:
+def has_scale(format: int) -> bool:
+    """Return whether rows of a format begin with a scale and an offset."""
+    return format < RowFormatCode.FP16
+
+
+def bits_of(format: int) -> int:
+    """Return the bits of a value."""
+    return min(format, 8) if has_scale(format) else format & ~1
+
+
+def row_bytes(dim: int, format: int) -> int:
     """Return the bytes of a row."""
-    numbers = -(-dim * bits // 8)
-    return -(-(HEADER_BYTES + numbers) // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
+    size = HEADER_BYTES * has_scale(format) - (-dim * bits_of(format) // 8)
+    return -(-size // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
 
 
-def table_bytes(rows: int, dim: int, bits: int) -> int:
+def table_bytes(rows: int, dim: int, format: int) -> int:
     """Return the bytes from a table to the next in the memory of a module."""
-    return -(-rows * row_bytes(dim, bits) // _TABLE_ALIGNMENT) * _TABLE_ALIGNMENT
+    return -(-rows * row_bytes(dim, format) // _TABLE_ALIGNMENT) * _TABLE_ALIGNMENT
+
+
+def format_argument(codes: Iterable[int]) -> int:
+    """Return the argument `format` of lookups in tables of these formats."""
+    distinct = set(codes) or {RowFormatCode.INT8}
+    return min(distinct) if len(distinct) == 1 else -sum(1 << code for code in distinct)
+
+
+_HASH_FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)  # as int64, of 2^64 divided by the golden ratio
+
+
+def hash_bits(num_keys: int) -> int:
+    """Return the bits of the hash of a table of `num_keys` keys, which fill half of it at most."""
+    return max(2 * num_keys - 1, 0).bit_length()
+
+
+def hash_entries(keys: Tensor, rows: Tensor) -> tuple[Tensor, int]:
+    """Return a hash table int64 `[entries, 2]` of distinct int64 keys, and its bits of hash.
+
+    The result does not depend on the order of the keys.
+    """
+    bits = hash_bits(keys.numel())
+    hashes = (keys ^ (keys >> 32 & 0xFFFFFFFF)) * _HASH_FACTOR
+    hashes = hashes >> (64 - bits) & ((1 << bits) - 1) if bits else torch.zeros_like(keys)
+    order = keys.argsort()
+    order = order[hashes[order].argsort(stable=True)]
+    numbers = torch.arange(keys.numel(), device=keys.device)
+    places = numbers + (hashes[order] - numbers).cummax(0).values if keys.numel() else numbers
+    last = int(places[-1]) if keys.numel() else 0
+    entries = torch.full((max(1 << bits, last + 2), 2), -1, device=keys.device)
+    entries[places, 0], entries[places, 1] = keys[order], rows[order]
+    return entries, bits
 
 
 @torch.library.register_fake("emblib::quantize_rows_")
-def _(packed: Tensor, weights: Tensor, bits: int) -> None:
+def _(packed: Tensor, weights: Tensor, format: int) -> None:
     return None
 
 
@@ -70,7 +127,7 @@ def _(
     bag_layout: Tensor | None,
     sample_weights: Tensor | None,
     pooling: int,
-    bits: int,
+    format: int,
     output_dim: int,
     output_dtype: torch.dtype,
 ) -> Tensor:
@@ -87,7 +144,7 @@ def _(
     offsets: Tensor,
     sample_weights: Tensor | None,
     pooling: int,
-    bits: int,
+    format: int,
     output_dim: int,
     output_dtype: torch.dtype,
     check: int | None,
@@ -95,3 +152,15 @@ def _(
 ) -> list[Tensor]:
     shape = output_shape(features, indices, offsets, pooling, output_dim, variable=False)
     return [indices.new_empty(shape, dtype=output_dtype)]
+
+
+@torch.library.register_fake("emblib::map_ids")
+def _(
+    index: Tensor,
+    tables: Tensor,
+    features: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    bag_layout: Tensor | None,
+) -> Tensor:
+    return indices.new_empty(indices.numel(), dtype=torch.int64)

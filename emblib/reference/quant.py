@@ -8,53 +8,86 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from emblib.columns import FeatureColumn, IndexColumn, IndexKind, RowFormatCode
 from emblib.reference import tbe
 from emblib.specs import Pooling
 
 _HEADER, _ALIGNMENT = 4, 4  # bytes
+_FLOATS = {
+    RowFormatCode.FP8_E4M3: torch.float8_e4m3fn,
+    RowFormatCode.FP8_E5M2: torch.float8_e5m2,
+    RowFormatCode.FP16: torch.float16,
+    RowFormatCode.BF16: torch.bfloat16,
+    RowFormatCode.FP32: torch.float32,
+}
+"""The dtype of the numbers of formats that are not integers."""
 
 
-def quantize_rows(weights: Tensor, bits: int) -> Tensor:
+def quantize_rows(weights: Tensor, format: int) -> Tensor:
     """Pack `weights` `[R, D]` to rows uint8 `[R, row_bytes]`."""
+    rows = weights.float()
+    if format >= RowFormatCode.FP16:
+        return _filled(rows.to(_FLOATS[RowFormatCode(format)]).view(torch.uint8))
     largest = torch.finfo(torch.float16).max
-    rows, levels = weights.float(), 2**bits - 1
-    low, high = (x.clamp(-largest, largest) for x in rows.aminmax(dim=1, keepdim=True))
-    offset = _half_at_most(low)
-    scale = -_half_at_most(-((high - offset.float()) / levels))
-    steps = torch.where(scale > 0, (rows - offset.float()) / scale.float(), 0.0)
-    numbers = steps.clamp(0, levels).round().to(torch.uint8)
-    if bits == 4:
-        numbers = torch.nn.functional.pad(numbers, (0, numbers.size(1) % 2))
-        numbers = numbers[:, ::2] | numbers[:, 1::2] << 4
-    header = torch.cat([scale, offset], dim=1).view(torch.uint8)
-    filling = -(_HEADER + numbers.size(1)) % _ALIGNMENT
-    return torch.nn.functional.pad(torch.cat([header, numbers], dim=1), (0, filling))
+    low, high = (x.clamp(-largest, largest) + 0.0 for x in rows.aminmax(dim=1, keepdim=True))
+    if format in _FLOATS:
+        dtype = _FLOATS[RowFormatCode(format)]
+        range_of_numbers = torch.finfo(dtype).max
+        largest_value = torch.maximum(-low, high)
+        scale = (largest_value / range_of_numbers).half()
+        too_small = scale.float() * range_of_numbers < largest_value
+        scale = (scale.view(torch.int16) + too_small).view(torch.float16)
+        offset = torch.zeros_like(scale)
+    else:
+        range_of_numbers = 2.0**format - 1
+        offset = low.half()
+        scale = ((high - offset.float()) / range_of_numbers).half()
+    scale = torch.where(scale == 0, torch.ones_like(scale), scale)
+    steps = (rows - offset.float()) * (1 / scale.float())
+    if format in _FLOATS:
+        numbers = steps.clamp(-range_of_numbers, range_of_numbers).to(dtype).view(torch.uint8)
+    else:
+        numbers = steps.clamp(0, range_of_numbers).round().to(torch.uint8)
+    numbers = _joined(numbers, format)
+    return _filled(torch.cat([torch.cat([scale, offset], dim=1).view(torch.uint8), numbers], dim=1))
 
 
-def _half_at_most(values: Tensor) -> Tensor:
-    """Round float32 values down to float16."""
-    nearest = values.half()
-    bits = nearest.view(torch.int16)
-    below = torch.where(bits < 0, bits + 1, bits - 1)  # the sign is the highest bit
-    return torch.where(nearest.float() > values, below, bits).view(torch.float16)
+def _filled(rows: Tensor) -> Tensor:
+    return torch.nn.functional.pad(rows, (0, -rows.size(1) % _ALIGNMENT))
+
+
+def _joined(numbers: Tensor, format: int) -> Tensor:
+    """Put the numbers of 2 or 4 bits into bytes, from the lowest bits on."""
+    per_byte = max(8 // format, 1)
+    numbers = torch.nn.functional.pad(numbers, (0, -numbers.size(1) % per_byte))
+    joined = numbers[:, ::per_byte].clone()
+    for i in range(1, per_byte):
+        joined |= numbers[:, i::per_byte] << (i * format)
+    return joined
 
 
 def dequantize_rows(
-    packed: Tensor, dim: int, bits: int, dtype: torch.dtype = torch.float32
+    packed: Tensor, dim: int, format: int, dtype: torch.dtype = torch.float32
 ) -> Tensor:
     """Unpack rows uint8 `[R, row_bytes]` to values `[R, D]` of `dtype`."""
+    if format >= RowFormatCode.FP16:
+        numbers = packed.contiguous().view(_FLOATS[RowFormatCode(format)])
+        return numbers[:, :dim].to(dtype)
     header, numbers = packed[:, :_HEADER], packed[:, _HEADER:]
     scale, offset = header.contiguous().view(torch.float16).to(dtype).split(1, dim=1)
-    if bits == 4:
-        numbers = torch.stack([numbers & 15, numbers >> 4], dim=2).flatten(1)
+    if format in _FLOATS:
+        numbers = numbers.contiguous().view(_FLOATS[RowFormatCode(format)])
+    elif format < 8:
+        shifts = torch.arange(0, 8, format, dtype=torch.uint8, device=packed.device)
+        numbers = (numbers.unsqueeze(2) >> shifts & (2**format - 1)).flatten(1)
     return numbers[:, :dim].to(dtype) * scale + offset
 
 
 class Packed(NamedTuple):
-    """The tables of a module: rows, one after the other, and bits per number."""
+    """The tables of a module: rows, one after the other, and their format as ops take it."""
 
     rows: Tensor
-    bits: int
+    format: int
 
 
 def lookup(
@@ -71,12 +104,36 @@ def lookup(
 ) -> Tensor:
     """Pool each bag of the dequantised rows, in `dtype`."""
     tables, plain, begin = [], features.clone(), 0
-    for f, (offset, _, rows, dim, *_) in enumerate(features.tolist()):
-        width = -(-(_HEADER + -(-dim * packed.bits // 8)) // _ALIGNMENT) * _ALIGNMENT
+    plain[:, FeatureColumn.TIER] = 0
+    for f, (offset, _, rows, dim, _, code, *_) in enumerate(features.tolist()):
+        format = packed.format if packed.format > 0 else code
+        width = quantize_rows(torch.zeros(1, dim), format).size(1)
         table = packed.rows[offset : offset + rows * width].view(rows, width)
-        values = dequantize_rows(table, dim, packed.bits, dtype)
+        values = dequantize_rows(table, dim, format, dtype)
         tables.append(values.flatten())
         plain[f, 0] = begin
         begin += values.numel()
     weights = torch.cat([*tables, torch.zeros(0, dtype=dtype, device=features.device)])
     return tbe.lookup(weights, plain, indices, offsets, sample_weights, pooling, output_dim, extras)
+
+
+def map_ids(index: Tensor, table: Tensor, ids: Tensor) -> Tensor:
+    """Return the rows, int64, of the ids of one feature, whose row of `tables` is `table`."""
+    kind, begin, entries, _, num_ids, missing = table.tolist()
+    assert len(IndexColumn) == table.numel()
+    if kind == IndexKind.NONE:
+        return ids.long()
+    part = index[begin:]
+    if kind == IndexKind.ARRAY:
+        pairs = list(enumerate(part.view(torch.int32)[:entries].tolist()))
+    else:
+        pairs = part[: 2 * entries].view(entries, 2).tolist()
+    stored = {key: row for key, row in pairs if row >= 0}
+    known = [num_ids < 0 or 0 <= key < num_ids for key in ids.tolist()]
+    return torch.tensor(
+        [
+            stored.get(key, missing) if is_known else key
+            for key, is_known in zip(ids.tolist(), known, strict=True)
+        ],
+        dtype=torch.int64,
+    )

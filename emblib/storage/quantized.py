@@ -1,4 +1,4 @@
-"""Quantised storage: rows of 8 or 4 bits per value, for inference."""
+"""Quantised storage: rows of 8, 4 or 2 bits per value, for inference."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _ROWS = 1 << 16  # rows that are drawn as floats at a time
 
 @dataclass(frozen=True)
 class Quantized(Storage):
-    """Rows of 8 or 4 bits per value, with a scale and an offset per row; they cannot be trained.
+    """Rows of 8, 4 or 2 bits per value, with a scale and an offset per row; they cannot be trained.
 
     Example:
         >>> bags = emblib.EmbeddingBagCollection([emblib.EmbeddingBagConfig(1_000, 16, "item")])
@@ -50,8 +50,8 @@ class Quantized(Storage):
     has_dense_rows: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        if self.bits not in (4, 8):
-            raise ValueError(f"bits must be 8 or 4, got {self.bits!r}")
+        if self.bits not in (2, 4, 8):
+            raise ValueError(f"bits must be 8, 4 or 2, got {self.bits!r}")
 
     def check_table(self, table: TableDescription) -> None:
         """Raise ValueError for a table with an optimizer."""

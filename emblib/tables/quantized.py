@@ -1,7 +1,7 @@
-"""Quantised tables: T read-only tables of 8 or 4 bits per value, looked up in one kernel.
+"""Quantised tables: T read-only tables of 2 to 32 bits per value, looked up in one kernel.
 
-All rows are in one uint8 buffer `packed`, table after table. A row is a scale and an offset
-(float16), then its numbers of `bits` bits; kernels dequantise rows as they pool them.
+All rows are in one uint8 buffer `packed`, table after table, in the format of their table: numbers
+after a scale and an offset (float16), or floats. Kernels dequantise rows as they pool them.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from emblib import ops
-from emblib.columns import FeatureColumn, FeatureRow
+from emblib.columns import FeatureColumn, FeatureRow, RowFormatCode
 from emblib.ops import codes, quant
 from emblib.ops.derivatives import refuse_tangents
 from emblib.ops.one_call import native
-from emblib.specs import BoundsCheck, Placement, Pooling, TableSpec, check_float_dtype
+from emblib.specs import BoundsCheck, Choice, Placement, Pooling, TableSpec, check_float_dtype
 from emblib.tables import base, state_dicts
 from emblib.tables.base import check_features, variable_batch, warn_of_dtype
 from emblib.tables.short_calls import CheckOnTheWay, is_plain_call
@@ -29,6 +29,55 @@ FORMER_ENTRIES = ("values", "scales")
 """The entries of a table in state dicts from before 0.1.0."""
 
 
+class RowFormat(Choice):
+    """Format of the rows of a table that is not trained.
+
+    INT2, INT4 and INT8 are integers between the minimum and the maximum of a row, FP8_E4M3 and
+    FP8_E5M2 floats of 8 bits with 3 or 2 bits of mantissa; their rows begin with a scale and an
+    offset in float16. Rows of FP16, BF16 and FP32 are floats alone.
+
+    Example:
+        >>> tables = [emblib.TableSpec(100, 16, "item"), emblib.TableSpec(100, 16, "user")]
+        >>> served = emblib.QuantizedEmbeddingBags(tables, formats=["int4", "float8_e4m3"])
+        >>> served.formats
+        (<RowFormat.INT4: 'int4'>, <RowFormat.FP8_E4M3: 'float8_e4m3'>)
+    """
+
+    INT2 = "int2"
+    INT4 = "int4"
+    INT8 = "int8"
+    FP8_E4M3 = "float8_e4m3"
+    FP8_E5M2 = "float8_e5m2"
+    FP16 = "float16"
+    BF16 = "bfloat16"
+    FP32 = "float32"
+
+    @property
+    def code(self) -> int:
+        """Return the code that ops take, see `emblib.ops.quant`."""
+        return RowFormatCode[self.name]
+
+
+Formats = RowFormat | str | Sequence[RowFormat | str]
+"""One format for all tables, or one per table."""
+
+
+def formats_of(tables: int, bits: int | None, formats: Formats | None) -> tuple[RowFormat, ...]:
+    """Return the format of each of `tables` tables, for integers of `bits` bits or `formats`."""
+    if formats is None:
+        bits = 8 if bits is None else bits
+        if bits not in (2, 4, 8):
+            raise ValueError(f"bits must be 8, 4 or 2, got {bits!r}; formats= has the other ones")
+        return (RowFormat(f"int{bits}"),) * tables
+    if bits is not None:
+        raise ValueError(f"pass bits or formats, got both, {bits} and {formats!r}")
+    if isinstance(formats, RowFormat | str):
+        return (RowFormat(formats),) * tables
+    if len(formats) != tables:
+        raise ValueError(f"formats must have one entry per table, {tables}, got {len(formats)}")
+    return tuple(RowFormat(format) for format in formats)
+
+
 class _TableLocation(NamedTuple):
     """The bytes and rows of a table in the memory of a module."""
 
@@ -36,7 +85,20 @@ class _TableLocation(NamedTuple):
     first_row: int
     rows: int
     dim: int
+    format: int
     row_bytes: int
+
+    def feature(self, column: int, *, is_mixed: bool) -> FeatureRow:
+        """Return the row of `features` of a feature of this table."""
+        return FeatureRow(
+            weight_offset=self.begin,
+            row_base=self.first_row,
+            rows=self.rows,
+            dim=self.dim,
+            column=column,
+            tier=self.format if is_mixed else 0,
+            state_base=self.first_row,
+        )
 
     def view(self, packed: Tensor) -> Tensor:
         """Return the view `[rows, row_bytes]` of this table in the module's `packed`."""
@@ -47,16 +109,16 @@ class _TableLocation(NamedTuple):
 class QuantizedEmbeddingBags(nn.Module):
     """Looks up F features in T quantised tables at once and pools them into `[B, sum D]`.
 
-    A row is a scale and an offset in float16 and D numbers of `bits` bits, side by side in memory;
-    value = scale * number + offset. A value is off by half a scale at most, about the difference
-    between the largest and the smallest value of its row over 510 with 8 bits, or 30 with 4
-    (`emblib.ops.quant` has the bound). Sums are float32. Rows are zeros until `write_rows`,
-    `from_float` or `load_state_dict` fill them; nothing here has a gradient. Any number of threads
-    may look up at the same time, as long as none writes (docs/threads.md).
+    A row of integers is a scale and an offset in float16 and D numbers, side by side in memory;
+    value = scale * number + offset. A value is off by half a scale, about the difference between
+    the largest and the smallest value of its row over 510 with 8 bits, or 30 with 4
+    (`emblib.ops.quant` has the bounds of all formats). Sums are float32. Rows are zeros until
+    `write_rows`, `from_float` or `load_state_dict` fill them; nothing here has a gradient. Any
+    number of threads may look up at the same time, as long as none writes (docs/threads.md).
 
     Args:
         tables: rows, dim and name of each table; their placement must be DEVICE.
-        bits: 8 or 4.
+        bits: bits per integer, 8, 4 or 2; None is 8 unless there are `formats`.
         pooling: SUM, MEAN, or NONE for one vector per lookup (needs one dim for all features).
         feature_tables: the table of each feature; by default feature i reads table i.
         output_dtype: float32, float16 or bfloat16.
@@ -64,6 +126,7 @@ class QuantizedEmbeddingBags(nn.Module):
         device: device of the tables and their lookups; None is torch's default device.
         include_last_offset: False for offsets without their last entry, the number of indices, as
             `nn.EmbeddingBag` takes them.
+        formats: format of the rows of all tables, or of each, instead of `bits`.
 
     Raises:
         ValueError: other bits, another placement, equal table names, different dims without
@@ -87,7 +150,7 @@ class QuantizedEmbeddingBags(nn.Module):
     def __init__(
         self,
         tables: Sequence[TableSpec],
-        bits: int = 8,
+        bits: int | None = None,
         *,
         pooling: Pooling = Pooling.SUM,
         feature_tables: Sequence[int] | None = None,
@@ -95,11 +158,14 @@ class QuantizedEmbeddingBags(nn.Module):
         bounds_check: BoundsCheck = BoundsCheck.WARNING,
         device: torch.device | str | None = None,
         include_last_offset: bool = True,
+        formats: Formats | None = None,
     ) -> None:
         super().__init__()
         self.include_last_offset = include_last_offset
         self.tables = (tables,) if isinstance(tables, TableSpec) else tuple(tables)
-        self.bits, self.pooling = bits, Pooling(pooling)
+        self.formats = formats_of(len(self.tables), bits, formats)
+        self.bits = quant.format_argument(format.code for format in self.formats)
+        self.pooling = Pooling(pooling)
         self.feature_tables = tuple(
             range(len(self.tables)) if feature_tables is None else feature_tables
         )
@@ -115,8 +181,6 @@ class QuantizedEmbeddingBags(nn.Module):
         self._allocate(device)
 
     def _check_arguments(self) -> None:
-        if self.bits not in (4, 8):
-            raise ValueError(f"bits must be 8 or 4, got {self.bits!r}")
         for t, spec in enumerate(self.tables):
             if not isinstance(spec, TableSpec):
                 raise TypeError(f"tables[{t}] must be a TableSpec, got {spec!r}")
@@ -130,10 +194,11 @@ class QuantizedEmbeddingBags(nn.Module):
     def _lay_out(self) -> None:
         self._locations: list[_TableLocation] = []
         begin = first_row = 0
-        for spec in self.tables:
-            row_bytes = quant.row_bytes(spec.dim, self.bits)
-            self._locations.append(_TableLocation(begin, first_row, spec.rows, spec.dim, row_bytes))
-            begin += quant.table_bytes(spec.rows, spec.dim, self.bits)
+        for spec, format in zip(self.tables, self.formats, strict=True):
+            row_bytes = quant.row_bytes(spec.dim, format.code)
+            table = (spec.rows, spec.dim, format.code, row_bytes)
+            self._locations.append(_TableLocation(begin, first_row, *table))
+            begin += quant.table_bytes(spec.rows, spec.dim, format.code)
             first_row += spec.rows
         self._bytes, self.total_rows = begin, first_row
         self._dims = [self.tables[t].dim for t in self.feature_tables]
@@ -142,11 +207,10 @@ class QuantizedEmbeddingBags(nn.Module):
         column, self._layout = 0, []
         for t in self.feature_tables:
             location = self._locations[t]
-            head = (location.begin, location.first_row, location.rows, location.dim)
-            self._layout.append((*head, column, 0, location.first_row, 0))
+            self._layout.append(location.feature(column, is_mixed=self.bits < 0))
             column += 0 if none else location.dim
 
-    _layout: list[tuple[int, ...]]
+    _layout: list[FeatureRow]
 
     def _allocate(self, device: torch.device) -> None:
         packed = ops.empty_table((self._bytes,), torch.uint8, device)
@@ -169,13 +233,14 @@ class QuantizedEmbeddingBags(nn.Module):
     @classmethod
     def from_float(
         cls,
-        source: nn.Module | Tensor | Mapping[str, Tensor],
-        bits: int = 8,
+        source: "nn.Module | Tensor | Mapping[str, Tensor] | FloatTables",
+        bits: int | None = None,
         *,
         output_dtype: torch.dtype | None = None,
         bounds_check: BoundsCheck = BoundsCheck.WARNING,
         device: torch.device | str | None = None,
         include_last_offset: bool | None = None,
+        formats: Formats | None = None,
     ) -> "QuantizedEmbeddingBags":
         """Quantise the rows of `source`.
 
@@ -185,19 +250,20 @@ class QuantizedEmbeddingBags(nn.Module):
             source: `TableBatchedEmbeddingBags`, `TableBatchedTTEmbeddingBags` (of which
                 `TTEmbeddingBag` is one), `nn.EmbeddingBag` (sum or mean)
                 or `nn.Embedding` (pooling NONE), whose tables, features and pooling are kept; a
-                matrix `[R, D]`, or several by name, which are pooled by SUM.
-            bits: 8 or 4.
+                matrix `[R, D]`, or several by name, which are pooled by SUM; or `FloatTables`.
+            bits: bits per integer, 8, 4 or 2; None is 8 unless there are `formats`.
             output_dtype: dtype of the output; None is that of the source's output, or float32.
             bounds_check: reaction to invalid input, as in the constructor.
             device: device of the copy; None is that of the source.
             include_last_offset: form of the offsets, as in the constructor; None is that of a
                 source whose bags are delimited by offsets, else True.
+            formats: format of the rows of all tables, or of each, instead of `bits`.
 
         Raises:
             TypeError: another source.
             ValueError: rows that are not finite, or exceed the range of float16.
         """
-        tables = _Source.of(source)
+        tables = FloatTables.of(source)
         quantized = cls(
             tables.specs,
             bits,
@@ -211,6 +277,7 @@ class QuantizedEmbeddingBags(nn.Module):
                 if include_last_offset is None
                 else include_last_offset
             ),
+            formats=formats,
         )
         for table in range(len(tables.specs)):
             first_table = 0
@@ -224,7 +291,7 @@ class QuantizedEmbeddingBags(nn.Module):
 
         Raises:
             ValueError: another dim, rows out of range, or values that are not finite or exceed the
-                range of float16, +-65504. Nothing is written then.
+                range of float16, +-65504, where the format needs it. Nothing is written then.
         """
         location = self._locations[table]
         if weights.dim() != 2 or weights.size(1) != location.dim:
@@ -239,50 +306,59 @@ class QuantizedEmbeddingBags(nn.Module):
                 f"of {location.rows} rows"
             )
         weights = weights.detach()
+        needs_range = location.format <= RowFormatCode.FP16
         try:
-            for block in weights.split(_CHUNK):
+            for block in weights.split(_CHUNK) if needs_range else ():
                 _check_range(block)
         except ValueError as error:
             raise ValueError(f"table {self.table_names[table]!r}: {error}") from None
         packed = location.view(self.packed)[first_row:end]
         for rows, block in zip(packed.split(_CHUNK), weights.split(_CHUNK), strict=True):
-            quant.quantize_rows_(rows, block.to(rows.device).contiguous(), self.bits)
+            quant.quantize_rows_(rows, block.to(rows.device).contiguous(), location.format)
+
+    def use_memory(self, packed: Tensor) -> None:
+        """Use `packed`, uint8 with the bytes of all rows, as the memory of the module."""
+        if packed.dtype != torch.uint8 or tuple(packed.shape) != (self._bytes,):
+            raise ValueError(
+                f"packed must be uint8 [{self._bytes}], got {packed.dtype} {list(packed.shape)}"
+            )
+        self.packed = packed
+        self.bounds_violations = torch.zeros(2, dtype=torch.int64, device=packed.device)
+        self.features = self._features(packed.device)
 
     def table_views(self) -> list[dict[str, Tensor]]:
         """Return per table its rows, `packed` uint8 `[rows, row_bytes]`, as views.
 
-        `packed[:, :4].view(torch.float16)` is scale and offset of each row.
+        `packed[:, :4].view(torch.float16)` is scale and offset of each row of integers or of 8-bit
+        floats.
         """
         return [{"packed": location.view(self.packed)} for location in self._locations]
 
     def to_dense(self, table: int) -> Tensor:
         """Dequantise a table to float32 `[rows, dim]`."""
-        location = self._locations[table]
-        device = self.packed.device
-        out = torch.empty(location.rows, location.dim, device=device)
-        layout = FeatureRow(
-            weight_offset=location.begin,
-            row_base=location.first_row,
-            rows=location.rows,
-            dim=location.dim,
-        )
-        features = torch.tensor([layout], dtype=torch.int64, device=device)
-        for first_row in range(0, location.rows, _CHUNK):
-            rows = torch.arange(first_row, min(first_row + _CHUNK, location.rows), device=device)
-            offsets = torch.tensor([0, rows.numel()], device=device)
-            out[first_row : first_row + _CHUNK] = quant.quant_lookup(
-                self.packed,
-                features,
-                rows,
-                offsets,
-                None,
-                None,
-                codes.POOLING["none"],
-                self.bits,
-                location.dim,
-                torch.float32,
-            )
+        rows = self._locations[table].rows
+        out = torch.empty(rows, self._locations[table].dim, device=self.packed.device)
+        for first_row in range(0, rows, _CHUNK):
+            count = min(_CHUNK, rows - first_row)
+            out[first_row : first_row + count] = self.dense_rows(table, first_row, count)
         return out
+
+    def dense_rows(self, table: int, first_row: int, count: int) -> Tensor:
+        """Dequantise `count` rows of a table to float32 `[count, dim]`."""
+        location, device = self._locations[table], self.packed.device
+        layout = location.feature(0, is_mixed=False)
+        return quant.quant_lookup(
+            self.packed,
+            torch.tensor([layout], dtype=torch.int64, device=device),
+            torch.arange(first_row, first_row + count, device=device),
+            torch.tensor([0, count], device=device),
+            None,
+            None,
+            codes.POOLING["none"],
+            location.format,
+            location.dim,
+            torch.float32,
+        )
 
     def forward(
         self,
@@ -407,7 +483,7 @@ class QuantizedEmbeddingBags(nn.Module):
                 continue
             values, scales = (entries.pop(key) for key in former)
             try:
-                packed = pack_former_rows(values, scales, location.dim, self.bits)
+                packed = pack_former_rows(values, scales, location.dim, location.format)
             except ValueError as error:
                 errors.append(f"{prefix}{name}: {error}")
                 packed = location.view(self.packed)  # so that no key is missing as well
@@ -431,7 +507,8 @@ class QuantizedEmbeddingBags(nn.Module):
             for name, spec in zip(self.table_names[:4], self.tables, strict=False)
         )
         more = f", ... {len(self.tables)} tables" if len(self.tables) > 4 else ""
-        return f"[{sizes}{more}], {self.bits} bits, pooling={self.pooling.value}"
+        formats = ", ".join(dict.fromkeys(format.value for format in self.formats))
+        return f"[{sizes}{more}], {formats}, pooling={self.pooling.value}"
 
 
 def _check_range(weights: Tensor) -> None:
@@ -462,7 +539,8 @@ def pack_former_rows(values: Tensor, scales: Tensor, dim: int, bits: int) -> Ten
         ValueError: the tensors are of another table, or their values exceed the range of float16.
     """
     rows, width = scales.size(0) if scales.dim() > 0 else 0, -(-dim * bits // 8)
-    if tuple(values.shape) != (rows, width) or tuple(scales.shape) != (rows, 2):
+    fits = bits in (4, 8) and tuple(values.shape) == (rows, width)
+    if not fits or tuple(scales.shape) != (rows, 2):
         raise ValueError(
             f"size mismatch: values {tuple(values.shape)} and scales {tuple(scales.shape)} are not "
             f"of rows of {dim} values with {bits} bits, which have [rows, {width}] and [rows, 2]"
@@ -481,7 +559,7 @@ def pack_former_rows(values: Tensor, scales: Tensor, dim: int, bits: int) -> Ten
     return packed
 
 
-class _Source(NamedTuple):
+class FloatTables(NamedTuple):
     """The tables to quantise, and how they are looked up."""
 
     specs: list[TableSpec]
@@ -492,8 +570,10 @@ class _Source(NamedTuple):
     device: torch.device
 
     @classmethod
-    def of(cls, source: Any) -> "_Source":
+    def of(cls, source: Any) -> "FloatTables":
         """Describe the tables of `source`; raise TypeError for unsupported sources."""
+        if isinstance(source, FloatTables):
+            return source
         if isinstance(source, TableBatchedEmbeddingBags):
             specs = [TableSpec(s.rows, s.dim, s.name) for s in source.tables]
             settings = (source.feature_tables, source.output_dtype, source.hyperparams.device)
@@ -522,6 +602,12 @@ class _Source(NamedTuple):
         specs = [TableSpec(t.size(0), t.size(1), name) for name, t in named.items()]
         tensors = list(named.values())
         return cls(specs, tensors, pooling, None, torch.float32, tensors[0].device)
+
+    def dtypes(self) -> list[torch.dtype]:
+        """Return the dtype of the rows of each table; those of tensor trains are computed."""
+        if isinstance(self.tensors, list):
+            return [rows.dtype for rows in self.tensors]
+        return [torch.float32] * len(self.specs)
 
     def blocks(self, table: int) -> Iterator[Tensor]:
         """Yield the rows of a table as floats, in blocks and in order."""

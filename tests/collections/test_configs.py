@@ -106,7 +106,7 @@ def test_features_may_have_names_that_tables_may_not() -> None:
 def test_kinds_refuse() -> None:
     with pytest.raises(ValueError, match="MANAGED_CACHING and DISK"):
         Dense(cache=CacheConfig())
-    with pytest.raises(ValueError, match="bits must be 8 or 4"):
+    with pytest.raises(ValueError, match="bits must be 8, 4 or 2"):
         Quantized(3)
     with pytest.raises(ValueError, match="init must be one of"):
         TensorTrain((3, 2), init="zeros")

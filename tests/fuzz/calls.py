@@ -582,7 +582,11 @@ def _spread_in_two(draw: random.Random) -> Call:
 
 def _quantize_rows(draw: random.Random) -> Call:
     torch.manual_seed(drawn_seed(draw))
-    bits, rows, dim = draw.choice([4, 8]), draw.choice([0, 1, 9]), draw.choice([1, 5, 40])
+    bits, rows, dim = (
+        draw.choice(quant_cases.FORMATS),
+        draw.choice([0, 1, 9]),
+        draw.choice([1, 5, 40]),
+    )
     weights = torch.randn(rows, dim).to(draw.choice(FLOATS))
     packed = torch.zeros(rows, row_bytes(dim, bits), dtype=torch.uint8)
 
@@ -593,7 +597,7 @@ def _quantize_rows(draw: random.Random) -> Call:
 
 
 def _quant_lookup(draw: random.Random) -> Call:
-    data, bits = _data(draw), draw.choice([4, 8])
+    data, bits = _data(draw), draw.choice(quant_cases.FORMATS)
     packed = quant_cases.pack(data, bits)
     batch = (data.indices, data.repaired, data.bag_layout, data.sample_weights)
     rest = (POOLING[data.case.pooling.value], bits, data.columns, data.case.output)
@@ -605,7 +609,7 @@ def _quant_lookup(draw: random.Random) -> Call:
 
 
 def _quant_lookup_checked_(draw: random.Random) -> Call:
-    data, bits = _data(draw), draw.choice([4, 8])
+    data, bits = _data(draw), draw.choice(quant_cases.FORMATS)
     if data.bag_layout is not None:
         data = Data(replace(data.case, sizes=None))
     packed = quant_cases.pack(data, bits)
@@ -618,6 +622,19 @@ def _quant_lookup_checked_(draw: random.Random) -> Call:
 
     counting = (BOUNDS_CHECK["warning"], torch.zeros(2, dtype=torch.int64))
     return Call("quant_lookup_checked_", (*packed, *batch, *rest, *counting), check)
+
+
+def _map_ids(draw: random.Random) -> Call:
+    kinds = draw.choice(quant_cases.KINDS_OF_INDEX)
+    index, tables, ids = quant_cases.indexed(kinds, draw.choice([-1, 5]))
+    features, indices, offsets = quant_cases.index_batch(kinds, ids)
+
+    def check(_: Arguments, got: Any) -> None:
+        for f, table in enumerate(tables):
+            part = slice(int(offsets[3 * f]), int(offsets[3 * f + 3]))
+            same(got[part], quant.map_ids(index, table, indices[part]))
+
+    return Call("map_ids", (index, tables, features, indices, offsets, None), check)
 
 
 def _advise_huge_pages(draw: random.Random) -> Call:
@@ -672,6 +689,7 @@ CALLS: dict[str, Callable[[random.Random], Call]] = {
     "quantize_rows_": _quantize_rows,
     "quant_lookup": _quant_lookup,
     "quant_lookup_checked_": _quant_lookup_checked_,
+    "map_ids": _map_ids,
     "update_rows_": _update_rows,
     "advise_huge_pages_": _advise_huge_pages,
     "fill_uniform_": _fill_uniform,

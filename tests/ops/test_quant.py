@@ -9,8 +9,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
+from emblib.columns import IndexColumn, IndexKind
 from emblib.ops.codes import BOUNDS_CHECK, POOLING
 from emblib.ops.quant import (
+    bits_of,
+    has_scale,
+    hash_entries,
+    map_ids,
     quant_lookup,
     quant_lookup_checked_,
     quantize_rows_,
@@ -18,109 +23,149 @@ from emblib.ops.quant import (
 )
 from emblib.reference import quant
 from emblib.specs import Pooling
-from tests.quant_cases import expected, pack, scale_bound, tolerance
+from tests.quant_cases import (
+    FORMATS,
+    KINDS_OF_INDEX,
+    MIXED,
+    argument,
+    error_bound,
+    expected,
+    index_batch,
+    indexed,
+    pack,
+    tolerance,
+)
 from tests.simt.cases import CASES, VARIABLE_CASES, Case, Data
 
-BITS = pytest.mark.parametrize("bits", [8, 4])
+EACH_FORMAT = pytest.mark.parametrize("format", FORMATS, ids=lambda code: code.name)
+
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 ALL = [case for case in (*CASES, *VARIABLE_CASES) if case.weight is torch.float32]
 
 
-def quantized(weights: Tensor, bits: int) -> Tensor:
-    packed = torch.full((weights.size(0), row_bytes(weights.size(1), bits)), 77, dtype=torch.uint8)
+def quantized(weights: Tensor, format: int) -> Tensor:
+    width = row_bytes(weights.size(1), format)
+    packed = torch.full((weights.size(0), width), 77, dtype=torch.uint8)
     packed = packed.to(weights.device)
-    quantize_rows_(packed, weights, bits)
+    quantize_rows_(packed, weights, format)
     return packed
 
 
-def scales(packed: Tensor) -> Tensor:
-    """Scale and offset `[R, 2]` as float64."""
-    return packed[:, :4].contiguous().view(torch.float16).double()
-
-
-def check_rows(weights: Tensor, packed: Tensor, bits: int) -> None:
-    """Check values, scales and filling of packed rows against what the docs say."""
-    want, dim = weights.double(), weights.size(1)
-    scale, offset = scales(packed).split(1, dim=1)
-    assert bool((scale <= scale_bound(weights, bits)).all())
-    assert bool((offset <= want.amin(1, keepdim=True)).all())
-    rows = quant.dequantize_rows(packed, dim, bits, torch.float64)
-    assert bool(((rows - want).abs() <= scale * (0.5 + 1e-4)).all())
-    width = -(-dim * bits // 8)
-    assert not packed[:, 4 + width :].any(), "rows are filled up with zeros"
+def check_rows(weights: Tensor, packed: Tensor, format: int) -> None:
+    """Check values and filling of packed rows against what the docs say."""
+    dim = weights.size(1)
+    rows = quant.dequantize_rows(packed, dim, format, torch.float64)
+    assert bool(((rows - weights.double()).abs() <= error_bound(weights, format)).all())
+    bits, header = bits_of(format), 4 * has_scale(format)
+    width = header - (-dim * bits // 8)
+    assert not packed[:, width:].any(), "rows are filled up with zeros"
     if dim * bits % 8:
-        assert not (packed[:, 3 + width] >> 4).any()
+        assert not (packed[:, width - 1] >> dim * bits % 8).any()
 
 
-def looked_up(data: Data, bits: int, device: torch.device) -> Tensor:
-    packed = pack(data, bits)
+def looked_up(data: Data, formats: int | list[int], device: torch.device) -> Tensor:
+    packed = pack(data, formats)
     tensors = (*packed, data.indices, data.repaired, data.bag_layout, data.sample_weights)
     moved = [None if tensor is None else tensor.to(device) for tensor in tensors]
-    rest = (POOLING[data.case.pooling.value], bits, data.columns, data.case.output)
+    pooling = POOLING[data.case.pooling.value]
+    rest = (pooling, argument(formats), data.columns, data.case.output)
     return quant_lookup(*moved, *rest).cpu()
 
 
-@BITS
+@EACH_FORMAT
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(0, 4), (1, 1), (5, 3), (40, 8), (300, 33), (3, 1024)])
 def test_rows_are_quantised(
-    bits: int, dtype: torch.dtype, shape: tuple[int, int], device: torch.device
+    format: int, dtype: torch.dtype, shape: tuple[int, int], device: torch.device
 ) -> None:
     weights = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
     weights[1:3] *= 1e-3
-    got = quantized(weights.to(device), bits).cpu()
+    got = quantized(weights.to(device), format).cpu()
     if device.type == "cpu":
-        assert torch.equal(got, quant.quantize_rows(weights, bits))
-    check_rows(weights, got, bits)
+        assert torch.equal(got, quant.quantize_rows(weights, format))
+    check_rows(weights, got, format)
 
 
-@BITS
+@EACH_FORMAT
 @pytest.mark.parametrize("exponent", range(-26, 15, 4))
 @pytest.mark.parametrize("shift", [0.0, 1.0, -30.0])
-def test_error_is_half_of_the_rounded_scale(bits: int, exponent: int, shift: float) -> None:
+def test_error_is_in_its_bound(format: int, exponent: int, shift: float) -> None:
     """Scale and offset are rounded to float16 before the numbers are computed from them."""
     generator = torch.Generator().manual_seed(exponent + 100)
     weights = (torch.randn(64, 40, generator=generator) * 2.0**exponent + shift).contiguous()
-    packed = quantized(weights, bits)
-    check_rows(weights, packed, bits)
-    assert torch.equal(packed, quant.quantize_rows(weights, bits))
+    packed = quantized(weights, format)
+    check_rows(weights, packed, format)
+    assert torch.equal(packed, quant.quantize_rows(weights, format))
 
 
-@BITS
-def test_extreme_rows(bits: int, device: torch.device) -> None:
+@EACH_FORMAT
+def test_extreme_rows(format: int, device: torch.device) -> None:
     largest = torch.finfo(torch.float16).max
     rows = torch.tensor(
         [
             [0.0] * 4,
             [-0.0, 0.0, -0.0, 0.0],
             [-2.5] * 4,
+            [0.1] * 4,
             [largest] * 4,
             [-largest, largest, 0.0, 1.0],
             [1e-45, 0.0, 2e-45, 1e-40],
             [-1e-45, 3e-7, 0.0, 3e-8],
+            [1000.3, 1000.4, 1000.31, 1000.39],
         ]
     )
-    packed = quantized(rows.to(device), bits).cpu()
-    check_rows(rows, packed, bits)
-    back = quant.dequantize_rows(packed, 4, bits, torch.float64)
-    assert torch.equal(back[:4], rows[:4].double()), "rows of one value of float16 are exact"
-    assert torch.equal(packed[0], packed[1])
+    packed = quantized(rows.to(device), format).cpu()
+    assert torch.equal(packed, quant.quantize_rows(rows, format))
+    check_rows(rows, packed, format)
+    if not has_scale(format):
+        return
+    if format <= 8:
+        assert torch.equal(packed[0], packed[1])
+        back = quant.dequantize_rows(packed, 4, format, torch.float64)
+        exact = rows[[0, 2, 4]].double()
+        assert torch.equal(back[[0, 2, 4]], exact), "rows of one value of float16 are exact"
     beyond = torch.tensor([[-torch.inf, torch.inf, 1e6, 0.0], [1e5, 1e6, 1e7, 1e38]])
-    packed = quantized(beyond.to(device), bits).cpu()
-    assert bool(torch.isfinite(scales(packed)).all())
-    back = quant.dequantize_rows(packed, 4, bits, torch.float64)
-    assert_close(
-        back[0, :3], torch.tensor([-largest, largest, largest]).double(), rtol=1e-3, atol=0
-    )
-    assert torch.equal(back[1], torch.full((4,), largest).double())
+    packed = quantized(beyond.to(device), format).cpu()
+    back = quant.dequantize_rows(packed, 4, format, torch.float64)
+    ends = torch.tensor([-largest, largest, largest]).double()
+    assert_close(back[0, :3], ends, rtol=1e-3, atol=0)
+    assert_close(back[1], torch.full((4,), largest).double(), rtol=5e-3, atol=0)
 
 
-@BITS
+def test_integers_have_the_bits_of_fbgemm() -> None:
+    """Rows after quantisation by FBGEMM on a CPU, whose scale and bias are behind the numbers."""
+    pytest.importorskip("fbgemm_gpu")
+    generator = torch.Generator().manual_seed(5)
+    rows = torch.randn(4000, 40, generator=generator)
+    rows *= 2.0 ** torch.randint(-20, 12, (4000, 1), generator=generator)
+    rows[::3] += torch.randn(rows[::3].size(0), 1, generator=generator) * 10
+    rows[::50] = rows[::50, :1]
+    for weights in (rows, rows[:1000].half().float().clamp(-60000, 60000)):
+        for bits in (8, 4, 2):
+            fbgemm_rows = torch.ops.fbgemm.FloatOrHalfToFusedNBitRowwiseQuantizedSBHalf(
+                weights, bits
+            )
+            fbgemm_rows = torch.cat([fbgemm_rows[:, -4:], fbgemm_rows[:, :-4]], dim=1)
+            emblib_rows = quantized(weights, bits)
+            assert torch.equal(emblib_rows[:, : fbgemm_rows.size(1)], fbgemm_rows)
+
+
+@EACH_FORMAT
 @pytest.mark.parametrize("case", ALL, ids=str)
-def test_lookup(case: Case, bits: int, device: torch.device) -> None:
+def test_lookup(case: Case, format: int, device: torch.device) -> None:
     data = Data(case)
-    got = looked_up(data, bits, device)
-    want = expected(data, pack(data, bits), bits)
+    got = looked_up(data, format, device)
+    want = expected(data, pack(data, format), format)
+    assert got.dtype == case.output
+    assert_close(got.double(), want, **tolerance(case))
+
+
+@pytest.mark.parametrize("formats", MIXED, ids=str)
+@pytest.mark.parametrize("case", ALL, ids=str)
+def test_lookup_of_several_formats(case: Case, formats: list[int], device: torch.device) -> None:
+    data = Data(case)
+    got = looked_up(data, formats, device)
+    want = expected(data, pack(data, formats), argument(formats))
     assert got.dtype == case.output
     assert_close(got.double(), want, **tolerance(case))
 
@@ -148,21 +193,21 @@ def test_any_case(data: st.DataObject) -> None:
     )
     if not case.batch:
         case = replace(case, lengths="none")
-    problem, bits = Data(case), data.draw(st.sampled_from([4, 8]))
-    got = looked_up(problem, bits, torch.device("cpu"))
-    want = expected(problem, pack(problem, bits), bits)
+    problem, format = Data(case), data.draw(st.sampled_from(FORMATS))
+    got = looked_up(problem, format, torch.device("cpu"))
+    want = expected(problem, pack(problem, format), format)
     assert_close(got.double(), want, **tolerance(case))
 
 
-@BITS
-def test_same_bits_on_any_number_of_threads(bits: int, thread_counts: list[int]) -> None:
+@EACH_FORMAT
+def test_same_bits_on_any_number_of_threads(format: int, thread_counts: list[int]) -> None:
     data = Data(Case("threads", batch=700, dims=(33, 64, 5), weighted=True))
     weights = torch.randn(3000, 20)
     results, rows = [], []
     for threads in thread_counts:
         torch.set_num_threads(threads)
-        results.append(looked_up(data, bits, torch.device("cpu")))
-        rows.append(quantized(weights, bits))
+        results.append(looked_up(data, format, torch.device("cpu")))
+        rows.append(quantized(weights, format))
     assert all(torch.equal(results[0], other) for other in results[1:])
     assert all(torch.equal(rows[0], other) for other in rows[1:])
 
@@ -222,7 +267,9 @@ def test_wrong_input_is_refused() -> None:
     good = (packed, features, data.indices, data.repaired, None, None)
     rest = (POOLING["sum"], 8, data.columns, torch.float32)
     for arguments, message in (
-        ((*good, POOLING["sum"], 5, *rest[2:]), "bits must be 8 or 4, got 5"),
+        ((*good, POOLING["sum"], 5, *rest[2:]), "format must be the code of a RowFormat: .* got 5"),
+        ((*good, POOLING["sum"], -(1 << 5), *rest[2:]), "names unknown formats, got -32"),
+        ((*good, POOLING["sum"], -(1 << 8 | 1 << 4), *rest[2:]), "feature 0 has rows of format 0"),
         ((packed.float(), *good[1:], *rest), "packed must be uint8, got float32"),
         ((packed[::2], *good[1:], *rest), "packed must be contiguous"),
         ((packed[2:], *good[1:], *rest), "packed must begin at a multiple of 4 bytes"),
@@ -253,3 +300,42 @@ def test_wrong_input_is_refused() -> None:
             quantize_rows_(*wrong)
     assert torch.equal(packed, before)
     assert not target.any()
+
+
+# The index before the rows.
+
+
+@pytest.mark.parametrize("kinds", KINDS_OF_INDEX, ids=len)
+@pytest.mark.parametrize("missing", [-1, 77])
+def test_ids_are_mapped(kinds: list[IndexKind], missing: int, device: torch.device) -> None:
+    index, tables, ids = indexed(kinds, missing)
+    features, indices, offsets = index_batch(kinds, ids)
+    arguments = [t.to(device) for t in (index, tables, features, indices, offsets)]
+    rows = map_ids(*arguments, None).cpu()
+    for f in range(len(kinds)):
+        part = slice(int(offsets[3 * f]), int(offsets[3 * f + 3]))
+        assert torch.equal(rows[part], quant.map_ids(index, tables[f], indices[part]))
+    empty = [*arguments[:3], arguments[3][:0], arguments[4][:1], None]
+    assert map_ids(*empty).numel() == 0
+    torch.library.opcheck(map_ids, (*arguments, None))
+
+
+def test_an_index_outside_its_memory_is_refused() -> None:
+    index, tables, ids = indexed([IndexKind.HASH])
+    features, indices, offsets = index_batch([IndexKind.HASH], ids)
+    for column, value in (("BEGIN", 1 << 40), ("ENTRIES", 1 << 40), ("HASH_BITS", 40), ("KIND", 5)):
+        wrong = tables.clone()
+        wrong[0, IndexColumn[column]] = value
+        with pytest.raises(RuntimeError, match="feature 0 has an index outside the memory"):
+            map_ids(index, wrong, features, indices, offsets, None)
+    with pytest.raises(RuntimeError, match=r"tables must be a contiguous \[F, 6\] tensor"):
+        map_ids(index, tables[:, :5], features, indices, offsets, None)
+
+
+def test_hash_entries_do_not_depend_on_the_order_of_keys() -> None:
+    keys = torch.randint(-(2**63), 2**63 - 1, (999,)).unique()
+    table, bits = hash_entries(keys, torch.arange(keys.numel()))
+    order = torch.randperm(keys.numel())
+    again, _ = hash_entries(keys[order], order)
+    assert torch.equal(table, again)
+    assert table.size(0) >= 1 << bits >= 2 * keys.numel() - 1

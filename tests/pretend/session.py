@@ -40,6 +40,7 @@ SHORT = (
     "tests/test_captured_step.py::test_a_step_that_waits_is_refused",
     "tests/test_captured_optimizers.py::test_a_grad_scaler",
     "tests/tables/test_bounds_report.py",
+    "tests/inference/test_indexed.py::test_pruned_ids_read_zeros",
     "tests/tables/test_mapped_memory.py",
     "tests/tables/test_tt_calls.py::test_bits_of_the_long_path",
     "tests/tables/test_tbe.py::test_dense_gradient_equals_embedding_bag",

@@ -10,16 +10,16 @@ from tests.simt.emulated import DTYPES
 from tests.simt.library import library
 
 
-def quantize_rows_(packed: Tensor, weights: Tensor, bits: int) -> None:
+def quantize_rows_(packed: Tensor, weights: Tensor, format: int) -> None:
     """Emulated `quantize_rows_`."""
-    library().call("quantize_rows", weights, DTYPES[weights.dtype], packed, *weights.shape, bits)
+    library().call("quantize_rows", weights, DTYPES[weights.dtype], packed, *weights.shape, format)
 
 
 def quant_lookup(
     packed: Tensor, features: Tensor, indices: Tensor, offsets: Tensor, *rest: Any
 ) -> Tensor:
     """Emulated `quant_lookup`: then bag_layout, sample_weights, pooling, ... as the op."""
-    bag_layout, sample_weights, pooling, bits, columns, dtype = rest
+    bag_layout, sample_weights, pooling, format, columns, dtype = rest
     bags = offsets.numel() - 1
     batch = bags // max(features.size(0), 1)
     shape: tuple[int, ...] = (batch, columns)
@@ -48,6 +48,30 @@ def quant_lookup(
         sample_weights,
         out,
         DTYPES[dtype],
-        bits,
+        format < 0,
+        -format if format < 0 else 1 << format,
     )
     return out
+
+
+def map_ids(
+    index: Tensor, tables: Tensor, features: Tensor, indices: Tensor, offsets: Tensor
+) -> Tensor:
+    """Emulated `map_ids`, of a fixed batch."""
+    rows = torch.full_like(indices, -9, dtype=torch.int64)
+    bags = offsets.numel() - 1
+    library().call(
+        "map_ids",
+        index,
+        tables,
+        features.size(0),
+        indices,
+        indices.dtype == torch.int64,
+        offsets,
+        offsets.dtype == torch.int64,
+        indices.numel(),
+        bags,
+        max(bags // max(features.size(0), 1), 1),
+        rows,
+    )
+    return rows

@@ -2,10 +2,11 @@
 #include "quant/quant.cuh"
 
 #include "driver.h"
+#include "quant/index.cuh"
 
 using namespace emb::cuda;
 
-// weights, dtype, packed, rows, dim, bits
+// weights, dtype, packed, rows, dim, format
 extern "C" const char* simt_quantize_rows(const int64_t* call) {
   return return_errors([&](const auto& launcher) {
     Words words(call);
@@ -15,13 +16,13 @@ extern "C" const char* simt_quantize_rows(const int64_t* call) {
     args.packed = words.pointer<uint8_t>();
     args.rows = words.number();
     args.dim = words.number();
-    args.bits = static_cast<int>(words.number());
+    args.format = static_cast<int>(words.number());
     launch_quantize(launcher, args, type);
   });
 }
 
 // packed, features, F, indices, is_int64, offsets, is_int64, L, bags, bag_layout, bags of a
-// fixed batch, columns, pooling, sample weights, output, dtype, bits
+// fixed batch, columns, pooling, sample weights, output, dtype, is_mixed, mask of formats
 extern "C" const char* simt_quant_lookup(const int64_t* call) {
   return return_errors([&](const auto& launcher) {
     Words words(call);
@@ -40,6 +41,25 @@ extern "C" const char* simt_quant_lookup(const int64_t* call) {
     args.sample_weights = words.pointer<const float>();
     args.output = words.pointer<void>();
     args.output_type = words.dtype();
-    launch_quant_lookup(launcher, args, static_cast<int>(words.number()));
+    args.is_mixed = words.number() != 0;
+    launch_quant_lookup(launcher, args, static_cast<uint64_t>(words.number()));
+  });
+}
+
+// index, tables, F, indices, is_int64, offsets, is_int64, L, bags, bags of a feature, rows
+extern "C" const char* simt_map_ids(const int64_t* call) {
+  return return_errors([&](const auto& launcher) {
+    Words words(call);
+    emb::IndexArgs args{};
+    args.index = words.pointer<const int64_t>();
+    args.tables = words.pointer<const emb::IndexTable>();
+    args.num_features = static_cast<int>(words.number());
+    args.ids = words.indices();
+    args.bags.offsets = words.indices();
+    args.bags.num_lookups = words.number();
+    args.bags.count = words.number();
+    args.map.batch = static_cast<uint32_t>(words.number());
+    args.rows = words.pointer<int64_t>();
+    launch_map_ids(launcher, args);
   });
 }

@@ -15,12 +15,13 @@ from emblib import (
     Pooling,
     Precision,
     QuantizedEmbeddingBags,
+    RowFormat,
     TableBatchedEmbeddingBags,
     TableSpec,
     TTEmbeddingBag,
     TTSpec,
 )
-from tests.quant_cases import scale_bound
+from tests.quant_cases import error_bound
 
 BITS = pytest.mark.parametrize("bits", [8, 4])
 TABLES = [TableSpec(50, 12, "item"), TableSpec(7, 5)]
@@ -35,8 +36,8 @@ def trained(pooling: Pooling = Pooling.SUM, **changes: Any) -> TableBatchedEmbed
 
 
 def bound(rows: Tensor, bits: int) -> float:
-    """Half of the largest scale, and room for rounding."""
-    return float(scale_bound(rows.cpu(), bits).max()) / 2 * 1.0002
+    """The largest error of a value, and room for rounding."""
+    return float(error_bound(rows.detach().cpu(), bits).max()) * 1.0002
 
 
 @BITS
@@ -118,6 +119,44 @@ def test_features_may_differ_in_bags() -> None:
     assert got.shape == want.shape == (12 + 5 + 24,)
     room = 3 * max(bound(weights, 8) for weights in floats.table_weights()) + 1e-6
     assert (got - want).abs().max() <= room
+
+
+@pytest.mark.parametrize("formats", [(RowFormat.INT4, "int8"), ("float32", "float8_e5m2"), "int2"])
+def test_tables_differ_in_their_formats(formats: Any, device: torch.device) -> None:
+    floats = trained(device=device)
+    made = QuantizedEmbeddingBags.from_float(floats, formats=formats)
+    batch = [tensor.to(device) for tensor in BATCH]
+    of_tables = (formats,) * 2 if isinstance(formats, str) else formats
+    assert made.formats == tuple(RowFormat(format) for format in of_tables)
+    for table, weights in enumerate(floats.table_weights()):
+        alone = QuantizedEmbeddingBags.from_float(weights, formats=of_tables[table])
+        assert torch.equal(alone.to_dense(0), made.to_dense(table))
+        room = error_bound(weights.detach().cpu(), made.formats[table].code)
+        assert bool(((made.to_dense(table) - weights).cpu().abs() <= room + 1e-7).all())
+    rows = [made.to_dense(table) for table in range(2)]
+    other = TableBatchedEmbeddingBags(TABLES, device=device)
+    with torch.no_grad():
+        for target, values in zip(other.table_weights(), rows, strict=True):
+            target.copy_(values)
+    torch.testing.assert_close(made(*batch), other(*batch))
+    again = QuantizedEmbeddingBags(TABLES, formats=formats, device=device)
+    again.load_state_dict(made.state_dict())
+    assert torch.equal(again(*batch), made(*batch))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_rows_of_floats_are_those_of_the_source(dtype: torch.dtype) -> None:
+    floats = trained(precision=Precision(dtype, torch.float32))
+    format = str(dtype).removeprefix("torch.")
+    made = QuantizedEmbeddingBags.from_float(floats, formats=format)
+    assert torch.equal(made(*BATCH), floats(*BATCH))
+    rows = torch.tensor([[torch.inf, torch.nan, 1e30, 0.0]])
+    if dtype is torch.float16:
+        with pytest.raises(ValueError, match=r"finite and within \+-65504"):
+            QuantizedEmbeddingBags.from_float(rows, formats=format)
+    else:
+        kept = QuantizedEmbeddingBags.from_float(rows, formats=format).to_dense(0)
+        torch.testing.assert_close(kept, rows, equal_nan=True, rtol=1e-2, atol=0)
 
 
 @BITS
@@ -246,8 +285,14 @@ def test_wrong_use_is_refused() -> None:
         assert torch.equal(made(*BATCH, weights), made(*BATCH))
     with pytest.raises(RuntimeError, match=r"must be in \[0, 50\)"):
         made(torch.tensor([50]), torch.tensor([0, 1, 1, 1, 1]))
-    with pytest.raises(ValueError, match="bits must be 8 or 4, got 2"):
-        QuantizedEmbeddingBags(TABLES, 2)
+    with pytest.raises(ValueError, match="bits must be 8, 4 or 2, got 3; formats="):
+        QuantizedEmbeddingBags(TABLES, 3)
+    with pytest.raises(ValueError, match="pass bits or formats, got both, 8 and 'int4'"):
+        QuantizedEmbeddingBags(TABLES, 8, formats="int4")
+    with pytest.raises(ValueError, match="one entry per table, 2, got 3"):
+        QuantizedEmbeddingBags(TABLES, formats=["int4"] * 3)
+    with pytest.raises(ValueError, match=r"RowFormat must be one of 'int2', .* got 'int3'"):
+        QuantizedEmbeddingBags(TABLES, formats="int3")
     with pytest.raises(ValueError, match="one dim for all tables"):
         QuantizedEmbeddingBags(TABLES, pooling=Pooling.NONE)
     with pytest.raises(ValueError, match=r"tables\[0\] asks for"):
@@ -261,4 +306,6 @@ def test_wrong_use_is_refused() -> None:
 def test_says_what_it_is() -> None:
     text = repr(QuantizedEmbeddingBags(TABLES, 4, pooling=Pooling.MEAN))
     assert "item: 50 x 12, table_1: 7 x 5" in text
-    assert "4 bits, pooling=mean" in text
+    assert "int4, pooling=mean" in text
+    both = QuantizedEmbeddingBags(TABLES, formats=["float16", "int2"])
+    assert "float16, int2, pooling=sum" in repr(both)

@@ -1,0 +1,32 @@
+// `map_ids` on the GPU: a thread searches an id.
+#pragma once
+
+#include "core/row_slice.cuh"
+#include "core/simt.cuh"
+#include "quant/index.h"
+
+namespace emb::cuda {
+
+inline constexpr int kMapThreads = 256;
+
+__global__ void map_ids_kernel(IndexArgs args) {
+  for (int64_t i = simt::global_thread(); i < args.bags.num_lookups; i += simt::threads_in_grid()) {
+    if (args.bags.count == 0 || i < args.bags.begin(0)) {
+      args.rows[i] = -1;  // a lookup of no bag
+      continue;
+    }
+    const IndexTable& table =
+        args.tables[feature_of_lookup(args.map, args.bags, args.num_features, i)];
+    const int64_t id = args.ids[i];
+    args.rows[i] = stored_row(args.index, table, id, index_address(args.index, table, id));
+  }
+}
+
+template <class Launcher>
+void launch_map_ids(const Launcher& launcher, const IndexArgs& args) {
+  if (args.bags.num_lookups == 0) return;
+  const unsigned blocks = blocks_for(args.bags.num_lookups, kMapThreads, launcher.blocks(64));
+  launcher(map_ids_kernel, blocks, kMapThreads, args);
+}
+
+}  // namespace emb::cuda

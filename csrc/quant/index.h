@@ -1,0 +1,81 @@
+// The index before read-only rows: it maps ids to the rows that are stored for them.
+//
+// A pruned table has fewer rows than ids: an array has the row of each id, or a hash table that of
+// each id that has one. A table of keys has a hash table alone. Hash tables are built once: entries
+// are sorted by the hash of their key and lie at that position or behind it, so that a search
+// begins there and ends at its key or at the first entry without a row. An entry is a key and a
+// row, side by side: a search reads one cache line, rarely two.
+#pragma once
+
+#include <cstdint>
+
+#include "core/layout.h"
+#include "core/portability.h"
+
+namespace emb {
+
+enum class IndexKind : int { kNone = 0, kArray = 1, kHash = 2 };
+
+// How the ids of a feature are mapped: a row of the `tables` tensor.
+struct IndexTable {
+  int64_t kind;
+  int64_t begin;      // first element of its part of `index`
+  int64_t entries;    // int32 rows of an array, pairs of int64 of a hash table
+  int64_t hash_bits;  // the hash of a key is this many bits
+  int64_t num_ids;    // ids are [0, num_ids), other ones stay what they are; -1: any id is a key
+  int64_t missing;    // the row of an id that has none; -1 reads zeros
+};
+
+inline constexpr int kIndexColumns = 6;
+static_assert(sizeof(IndexTable) == kIndexColumns * sizeof(int64_t));
+
+// An entry of a hash table; an empty one has row -1.
+struct IndexEntry {
+  int64_t key, row;
+};
+
+// Return the hash of a key, in [0, 2^bits).
+EMB_HD int64_t index_hash(int64_t key, int64_t bits) {
+  auto x = static_cast<uint64_t>(key);
+  x = (x ^ x >> 32) * 0x9e3779b97f4a7c15u;
+  return bits == 0 ? 0 : static_cast<int64_t>(x >> (64 - bits));
+}
+
+// Return where the search of an id begins, null if there is none.
+EMB_HD const void* index_address(const int64_t* index, const IndexTable& table, int64_t id) {
+  const bool is_known = table.num_ids < 0 || (id >= 0 && id < table.num_ids);
+  if (!is_known || table.kind == static_cast<int>(IndexKind::kNone)) return nullptr;
+  const int64_t* part = index + table.begin;
+  if (table.kind == static_cast<int>(IndexKind::kArray)) {
+    return reinterpret_cast<const int32_t*>(part) + id;
+  }
+  return reinterpret_cast<const IndexEntry*>(part) + index_hash(id, table.hash_bits);
+}
+
+// Return the row of an id whose search begins at `address`.
+EMB_HD int64_t stored_row(const int64_t* index, const IndexTable& table, int64_t id,
+                          const void* address) {
+  if (address == nullptr) return id;
+  if (table.kind == static_cast<int>(IndexKind::kArray)) {
+    const int64_t row = *static_cast<const int32_t*>(address);
+    return row < 0 ? table.missing : row;
+  }
+  const auto* end = reinterpret_cast<const IndexEntry*>(index + table.begin) + table.entries;
+  for (const auto* entry = static_cast<const IndexEntry*>(address); entry < end; ++entry) {
+    if (entry->row < 0) break;
+    if (entry->key == id) return entry->row;
+  }
+  return table.missing;
+}
+
+struct IndexArgs {
+  const int64_t* index;
+  const IndexTable* tables;  // [F]
+  int num_features;
+  IndexArray ids;
+  Bags bags;
+  BagMap map;
+  int64_t* rows;  // [L]
+};
+
+}  // namespace emb

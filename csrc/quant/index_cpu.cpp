@@ -1,0 +1,73 @@
+// `map_ids` on the CPU: the ids of a block are hashed and requested before any of them is searched.
+#include <torch/csrc/stable/library.h>
+
+#include <algorithm>
+#include <optional>
+
+#include "core/feature_bags.h"
+#include "quant/check.h"
+#include "quant/index.h"
+
+namespace emb {
+namespace {
+
+constexpr int64_t kBlock = 64;  // ids
+
+// Check that every search lies inside `index`, whatever its contents are.
+void check_index(const char* op, const Tensor& index, const Tensor& tables) {
+  const auto* table = static_cast<const IndexTable*>(tables.const_data_ptr());
+  for (int64_t f = 0; f < tables.size(0); ++f) {
+    const IndexTable& x = table[f];
+    const bool is_array = x.kind == static_cast<int>(IndexKind::kArray);
+    const bool is_hash = x.kind == static_cast<int>(IndexKind::kHash);
+    const int64_t room = index.numel() - x.begin;
+    const bool fits = x.begin >= 0 && room >= 0 && x.entries >= 0 &&
+                      x.entries <= (is_array ? room * 2 : room / 2);
+    const bool is_inside =
+        is_array ? x.num_ids >= 0 && x.num_ids <= x.entries
+                 : x.hash_bits >= 0 && x.hash_bits < 48 && x.entries >= int64_t{1} << x.hash_bits;
+    STD_TORCH_CHECK(x.kind == static_cast<int>(IndexKind::kNone) ||
+                        ((is_array || is_hash) && fits && is_inside),
+                    op, ": feature ", f,
+                    " has an index outside the memory of `index`; tables must ",
+                    "come from the module that owns them");
+  }
+}
+
+void find_rows(const IndexArgs& args, const IndexTable& table, int64_t begin, int64_t end) {
+  const void* addresses[kBlock];
+  for (; begin < end; begin += kBlock) {
+    const int64_t count = std::min(kBlock, end - begin);
+    for (int64_t i = 0; i < count; ++i) {
+      addresses[i] = index_address(args.index, table, args.ids[begin + i]);
+      __builtin_prefetch(addresses[i], 0, 3);
+    }
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t id = args.ids[begin + i];
+      args.rows[begin + i] = stored_row(args.index, table, id, addresses[i]);
+    }
+  }
+}
+
+Tensor map_ids(const Tensor& index, const Tensor& tables, const Tensor& features,
+               const Tensor& indices_in, const Tensor& offsets_in,
+               std::optional<Tensor> bag_layout) {
+  const char* op = "map_ids";
+  const MapCall call(op, index, tables, features, indices_in, offsets_in, bag_layout);
+  check_index(op, index, tables);
+  Tensor rows = allocate(call.indices, {call.indices.numel()}, ScalarType::Long);
+  const IndexArgs args = call.args(&rows);
+  if (args.bags.count == 0) return rows;
+  const FeatureBags feature_bags(op, features, call.offsets, bag_layout, Pooling::kNone,
+                                 kUnlimited);
+  std::fill(args.rows, args.rows + args.bags.begin(0), int64_t{-1});  // lookups of no bag
+  for_feature_bags(args.bags, feature_bags, [&](int64_t f, int64_t begin, int64_t end) {
+    find_rows(args, args.tables[f], args.bags.begin(begin), args.bags.end(end - 1));
+  });
+  return rows;
+}
+
+}  // namespace
+}  // namespace emb
+
+STABLE_TORCH_LIBRARY_IMPL(emblib, CPU, m) { EMB_IMPL(m, emb, map_ids); }

@@ -1,0 +1,24 @@
+// `map_ids` on the GPU: checks, allocation, launch.
+#include <torch/csrc/stable/library.h>
+
+#include <optional>
+
+#include "core/launch.h"
+#include "quant/check.h"
+#include "quant/index.cuh"
+
+namespace emb::cuda {
+namespace {
+
+Tensor map_ids(const Tensor& index, const Tensor& tables, const Tensor& features,
+               const Tensor& indices, const Tensor& offsets, std::optional<Tensor> bag_layout) {
+  const MapCall call("map_ids", index, tables, features, indices, offsets, bag_layout);
+  Tensor rows = allocate(call.indices, {call.indices.numel()}, ScalarType::Long);
+  launch_map_ids(CudaLauncher(call.indices), call.args(&rows));
+  return rows;
+}
+
+}  // namespace
+}  // namespace emb::cuda
+
+STABLE_TORCH_LIBRARY_IMPL(emblib, CUDA, m) { EMB_IMPL(m, emb::cuda, map_ids); }

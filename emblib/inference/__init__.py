@@ -1,0 +1,21 @@
+"""Tables for inference: conversion of trained tables, pruning, and frozen files."""
+
+from emblib.inference.conversion import (
+    QuantizationError,
+    for_inference,
+    quantization_errors,
+)
+from emblib.inference.frozen import freeze, open_frozen
+from emblib.inference.indexed import InferenceEmbeddingBags, RowIndex, prune, top_rows
+
+__all__ = [
+    "InferenceEmbeddingBags",
+    "QuantizationError",
+    "RowIndex",
+    "for_inference",
+    "freeze",
+    "open_frozen",
+    "prune",
+    "quantization_errors",
+    "top_rows",
+]

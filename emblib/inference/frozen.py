@@ -1,0 +1,208 @@
+"""Frozen tables: read-only tables in one file, opened by mapping it."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from emblib.columns import IndexKind
+from emblib.inference import frozen_file
+from emblib.inference.conversion import ReadOnly, for_inference
+from emblib.inference.indexed import InferenceEmbeddingBags, RowIndex
+from emblib.specs import (
+    BoundsCheck,
+    IdOrder,
+    MatmulPrecision,
+    Pooling,
+    Precision,
+    TableSpec,
+    TTSpec,
+)
+from emblib.tables import QuantizedEmbeddingBags, RowFormat, TableBatchedTTEmbeddingBags
+from emblib.tables.quantized import Formats
+
+_ROWS, _TRAINS = "rows", "tensor_trains"  # kinds of files
+
+Frozen = ReadOnly | TableBatchedTTEmbeddingBags
+
+
+def freeze(source: Any, path: str | Path, formats: Formats | None = None) -> None:
+    """Write tables into a file, from which any number of processes look up at the same time.
+
+    The file replaces `path` when it is complete and synced to the disk; if that fails, for example
+    because the disk is full, `path` keeps its content. Optimizer states are not in it.
+
+    Args:
+        source: `QuantizedEmbeddingBags`, `InferenceEmbeddingBags`, tensor-train tables, whose cores
+            are written, or anything that `for_inference` takes.
+        path: path of the file.
+        formats: format of the rows of all tables, or of each, as in `for_inference`; tensor trains
+            are then written as rows. None writes what there is.
+
+    Raises:
+        OSError: the file could not be written.
+        TypeError: another source, or formats for tables that are read-only already.
+        ValueError: rows that the format does not hold.
+
+    Example:
+        >>> import tempfile, os
+        >>> bags = emblib.DynamicEmbeddingBags([emblib.DynamicSpec(1_000, 8, name="item")])
+        >>> ids, offsets = torch.tensor([2**62, -7]), torch.tensor([0, 1, 2])
+        >>> pooled = bags(ids, offsets)  # inserts 2 keys
+        >>> path = os.path.join(tempfile.mkdtemp(), "item.frozen")
+        >>> emblib.freeze(bags, path)
+        >>> served = emblib.open_frozen(path)
+        >>> torch.equal(served(ids, offsets), bags.eval()(ids, offsets))
+        True
+    """
+    if isinstance(source, TableBatchedTTEmbeddingBags) and formats is None:
+        cores = {f"core {k}": core.detach() for k, core in enumerate(source.cores)}
+        frozen_file.write(path, _TRAINS, _trains_config(source), cores)
+        return
+    is_read_only = isinstance(source, QuantizedEmbeddingBags | InferenceEmbeddingBags)
+    tables = source if is_read_only and formats is None else for_inference(source, formats)
+    if isinstance(tables, InferenceEmbeddingBags):
+        rows, indexes = tables.rows, tables.indexes
+    else:
+        rows, indexes = tables, (None,) * len(tables.tables)
+    config = {**_rows_config(rows), "indexes": [_index_config(index) for index in indexes]}
+    tensors = {"rows": rows.packed}
+    if isinstance(tables, InferenceEmbeddingBags):
+        tensors["index"] = tables.index
+    frozen_file.write(path, _ROWS, config, tensors)
+
+
+def open_frozen(path: str | Path, *, verify: bool = True) -> Frozen:
+    """Open the tables of a file by mapping it; nothing is copied.
+
+    The module looks up on the CPU; `.to(device)` copies it to a GPU. Processes that open one file
+    share its pages. The file may be replaced or removed meanwhile, but its bytes must not change.
+    Writes to the module, such as `load_state_dict`, change the process's copy alone.
+
+    Args:
+        path: path of a file that `freeze` wrote.
+        verify: whether to compare all checksums, which reads the whole file once.
+
+    Returns:
+        `QuantizedEmbeddingBags`, `InferenceEmbeddingBags` for tables with an index, or
+        `TableBatchedTTEmbeddingBags` whose cores are frozen.
+
+    Raises:
+        ChecksumError: the file is truncated or altered; the message names the section.
+        ValueError: it is no frozen file, or one of a later version.
+
+    Example:
+        >>> import tempfile, os
+        >>> path = os.path.join(tempfile.mkdtemp(), "tables.frozen")
+        >>> emblib.freeze({"item": torch.ones(10, 4)}, path, "float16")
+        >>> emblib.open_frozen(path)(torch.tensor([3, 9]), torch.tensor([0, 2]))
+        tensor([[2., 2., 2., 2.]])
+    """
+    content = frozen_file.read(path, verify=verify)
+    if content.kind == _TRAINS:
+        return _open_trains(content.config, content.tensors)
+    if content.kind != _ROWS:
+        raise ValueError(f"{path} has tables of an unknown kind, {content.kind!r}")
+    rows = _open_rows(content.config, content.tensors["rows"])
+    memory = content.tensors.get("index")
+    if memory is None:
+        return rows
+    return InferenceEmbeddingBags(rows, _open_indexes(content.config["indexes"], memory), memory)
+
+
+# What a header says of a module. Enums are their words, dtypes their names.
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _lookup_config(module: Any) -> dict[str, Any]:
+    return {
+        "pooling": module.pooling.value,
+        "feature_tables": list(module.feature_tables),
+        "bounds_check": module.bounds_check.value,
+        "include_last_offset": module.include_last_offset,
+    }
+
+
+def _open_lookup(config: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "pooling": Pooling(config["pooling"]),
+        "feature_tables": config["feature_tables"],
+        "bounds_check": BoundsCheck(config["bounds_check"]),
+        "include_last_offset": config["include_last_offset"],
+    }
+
+
+def _rows_config(rows: QuantizedEmbeddingBags) -> dict[str, Any]:
+    return {
+        **_lookup_config(rows),
+        "tables": [[spec.rows, spec.dim, spec.name] for spec in rows.tables],
+        "formats": [format.value for format in rows.formats],
+        "output_dtype": _name(rows.output_dtype),
+    }
+
+
+def _open_rows(config: dict[str, Any], packed: Tensor) -> QuantizedEmbeddingBags:
+    rows = QuantizedEmbeddingBags(
+        [TableSpec(*table) for table in config["tables"]],
+        formats=[RowFormat(format) for format in config["formats"]],
+        output_dtype=getattr(torch, config["output_dtype"]),
+        device="meta",
+        **_open_lookup(config),
+    )
+    rows.use_memory(packed)
+    return rows
+
+
+def _index_config(index: RowIndex | None) -> dict[str, Any] | None:
+    if index is None:
+        return None
+    config = {name: value for name, value in vars(index).items() if name != "entries"}
+    return {**config, "kind": index.kind.name, "entries": index.entries.numel()}
+
+
+def _open_indexes(configs: list[dict[str, Any] | None], memory: Tensor) -> list[RowIndex | None]:
+    indexes: list[RowIndex | None] = []
+    begin = 0
+    for config in configs:
+        if config is None:
+            indexes.append(None)
+            continue
+        end = begin + config["entries"]
+        kind = IndexKind[config["kind"]]
+        indexes.append(RowIndex(**{**config, "kind": kind, "entries": memory[begin:end]}))
+        begin = end
+    return indexes
+
+
+def _trains_config(trains: TableBatchedTTEmbeddingBags) -> dict[str, Any]:
+    precision = trains.precision
+    return {
+        **_lookup_config(trains),
+        "tables": [{**asdict(spec), "ids": spec.ids.value} for spec in trains.tables],
+        "weights": _name(precision.weights),
+        "output_dtype": _name(precision.output),
+        "matmul": precision.matmul.value,
+    }
+
+
+def _open_trains(config: dict[str, Any], tensors: dict[str, Tensor]) -> TableBatchedTTEmbeddingBags:
+    specs = [TTSpec(**_spec_fields(table)) for table in config["tables"]]
+    precision = Precision(
+        weights=getattr(torch, config["weights"]),
+        output=getattr(torch, config["output_dtype"]),
+        matmul=MatmulPrecision(config["matmul"]),
+    )
+    trains = TableBatchedTTEmbeddingBags(specs, precision=precision, **_open_lookup(config))
+    for k, core in enumerate(trains.cores):
+        core.data = tensors[f"core {k}"]
+    return trains.requires_grad_(False).eval()
+
+
+def _spec_fields(table: dict[str, Any]) -> dict[str, Any]:
+    lists = {name: tuple(value) for name, value in table.items() if isinstance(value, list)}
+    return {**table, **lists, "ids": IdOrder(table["ids"])}

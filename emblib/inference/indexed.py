@@ -1,0 +1,301 @@
+"""Read-only tables with rows for some ids alone: pruned tables, and tables keyed by any id.
+
+The rows are those of a `QuantizedEmbeddingBags`. Before it is an index per table, which maps an id
+to its row: an array with an entry per id, or a hash table with an entry per key that has a row.
+An id without a row reads zeros, or one row of default values that all of them share.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from emblib.columns import IndexKind
+from emblib.ops import quant
+from emblib.specs import TableSpec
+from emblib.tables import QuantizedEmbeddingBags
+from emblib.tables.base import append_last_offset, variable_batch
+
+_MAX_ARRAY_ROWS = 1 << 31
+
+
+@dataclass(frozen=True)
+class RowIndex:
+    """The index of one table.
+
+    Args:
+        kind: an array, or a hash table.
+        entries: int64, the memory of the index.
+        num_entries: entries of the array (int32) or of the hash table (pairs of int64).
+        hash_bits: bits of the hash of a key.
+        num_ids: ids are below; -1: any int64 is a key.
+        missing: the row of an id that has none; -1 reads zeros.
+
+    Example:
+        >>> index = emblib.inference.RowIndex.of_keys(torch.tensor([7, -3, 2**62]))
+        >>> index.kind.name, index.num_entries >= 6
+        ('HASH', True)
+    """
+
+    kind: IndexKind
+    entries: Tensor
+    num_entries: int
+    hash_bits: int = 0
+    num_ids: int = -1
+    missing: int = -1
+
+    @classmethod
+    def of_keys(cls, keys: Tensor, *, num_ids: int = -1, missing: int = -1) -> "RowIndex":
+        """Return the hash table of distinct int64 `keys`, of which the i-th has row i."""
+        if keys.unique().numel() != keys.numel():
+            raise ValueError(f"keys must be distinct, got {keys.numel()} with duplicates")
+        rows = torch.arange(keys.numel(), device=keys.device)
+        entries, bits = quant.hash_entries(keys, rows)
+        return cls(IndexKind.HASH, entries.flatten(), entries.size(0), bits, num_ids, missing)
+
+    @classmethod
+    def of_mask(cls, keep: Tensor) -> "RowIndex":
+        """Return the array of ids `[0, len(keep))`, of which those in the mask have rows."""
+        num_ids = keep.numel()
+        rows = torch.full((num_ids + num_ids % 2,), -1, dtype=torch.int32, device=keep.device)
+        kept = keep.nonzero().view(-1)
+        if kept.numel() >= _MAX_ARRAY_ROWS:
+            raise ValueError(f"an array has rows below 2^31, got {kept.numel()}: use index='hash'")
+        rows[kept] = torch.arange(kept.numel(), dtype=torch.int32, device=keep.device)
+        return cls(IndexKind.ARRAY, rows.view(torch.int64), num_ids, num_ids=num_ids)
+
+    def table_row(self, begin: int) -> list[int]:
+        """Return the row of `tables` of `map_ids`, for entries that begin at `begin`."""
+        size = (self.num_entries, self.hash_bits, self.num_ids, self.missing)
+        return [int(self.kind), begin, *size]
+
+
+class InferenceEmbeddingBags(nn.Module):
+    """Look up F features in T read-only tables that have rows for some ids alone.
+
+    Lookups are those of `QuantizedEmbeddingBags`. An id that a pruned table has no row for reads
+    zeros, and so does -1; one outside the table of before is handled as its `bounds_check` says. In
+    a table of keys every int64 is a key, and one without a row reads the default value. Bags are
+    averaged over all of their ids, with or without a row.
+
+    Args:
+        rows: the stored rows; an index with a `missing` row of its own counts it among them.
+        indexes: the index of each table; None for a table whose ids are its rows.
+        memory: the entries of all indexes, one after the other; None copies them.
+
+    Example:
+        >>> rows = emblib.QuantizedEmbeddingBags.from_float(torch.ones(2, 4))
+        >>> index = emblib.inference.RowIndex.of_keys(torch.tensor([2**40, -5]))
+        >>> served = emblib.inference.InferenceEmbeddingBags(rows, [index])
+        >>> served(torch.tensor([-5, 17]), torch.tensor([0, 1, 2]))[:, 0]
+        tensor([1., 0.])
+    """
+
+    index: Tensor
+    index_tables: Tensor
+
+    def __init__(
+        self,
+        rows: QuantizedEmbeddingBags,
+        indexes: Sequence[RowIndex | None],
+        memory: Tensor | None = None,
+    ) -> None:
+        super().__init__()
+        if len(indexes) != len(rows.tables):
+            raise ValueError(
+                f"indexes must have one entry per table, {len(rows.tables)}, got {len(indexes)}"
+            )
+        self.rows, self.indexes = rows, tuple(indexes)
+        device = rows.packed.device
+        parts, tables, begin = [torch.zeros(0, dtype=torch.int64, device=device)], [], 0
+        for index in indexes:
+            tables.append([IndexKind.NONE, 0, 0, 0, -1, -1])
+            if index is not None:
+                tables[-1] = index.table_row(begin)
+                parts.append(index.entries.to(device) if memory is None else parts[0])
+                begin += index.entries.numel()
+        by_feature = torch.tensor(tables, dtype=torch.int64).view(-1, 6)
+        chosen = by_feature[torch.tensor(rows.feature_tables, dtype=torch.int64)]
+        self.register_buffer("index", torch.cat(parts) if memory is None else memory)
+        self.register_buffer("index_tables", chosen.to(device))
+        self.indexes = self._bound_indexes()
+
+    def forward(
+        self,
+        indices: Tensor,
+        offsets: Tensor,
+        per_sample_weights: Tensor | None = None,
+        *,
+        batch_sizes: Sequence[Sequence[int]] | None = None,
+    ) -> Tensor:
+        """Pool embeddings as `QuantizedEmbeddingBags` does.
+
+        Args:
+            indices: int32, int64 or uint64 `[L]`, the id or key of each lookup.
+            offsets: int32 or int64 `[F * B + 1]`, feature-major.
+            per_sample_weights: float32 `[L]`, scales each row.
+            batch_sizes: bags per feature and rank, for features of unequal batch sizes.
+
+        Raises:
+            RuntimeError: wrong dtype, device or number of offsets; out of bounds in mode FATAL.
+            ValueError: `batch_sizes` that do not fit.
+        """
+        if indices.dtype == torch.uint64:
+            indices = indices.view(torch.int64)
+        rows, bag_layout = self.rows, None
+        if not rows.include_last_offset:
+            offsets = append_last_offset(indices, offsets)
+        if batch_sizes is not None:
+            bags = max(offsets.numel() - 1, 0)
+            dims = [rows.tables[table].dim for table in rows.feature_tables]
+            bag_layout, _ = variable_batch(batch_sizes, dims, bags, indices.device)
+        places = quant.map_ids(
+            self.index, self.index_tables, rows.features, indices, offsets, bag_layout
+        )
+        if not rows.include_last_offset:
+            offsets = offsets[:-1]
+        found: Tensor = rows(places, offsets, per_sample_weights, batch_sizes=batch_sizes)
+        return found
+
+    def nbytes(self) -> dict[str, int]:
+        """Return the bytes of the rows, `weights`, and of the `index`."""
+        return {**self.rows.nbytes(), "index": self.index.nbytes}
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        super()._apply(fn, recurse)
+        self.indexes = self._bound_indexes()
+        return self
+
+    def _bound_indexes(self) -> tuple[RowIndex | None, ...]:
+        """Return the indexes with entries that are parts of the buffer `index`."""
+        begin, bound = 0, list[RowIndex | None]()
+        for index in self.indexes:
+            if index is not None:
+                size = index.entries.numel()
+                entries = self.index[begin : begin + size]
+                index = RowIndex(**{**vars(index), "entries": entries})
+                begin += size
+            bound.append(index)
+        return tuple(bound)
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *arguments: Any
+    ) -> None:
+        """Load rows of the same keys or ids; torch loads `rows` after this."""
+        for name in ("index", "index_tables"):
+            saved, present = state_dict.get(prefix + name), getattr(self, name)
+            if saved is not None and not torch.equal(saved.to(present.device), present):
+                raise RuntimeError(
+                    f"{prefix}{name}: the state dict is of tables with another index; freeze() and "
+                    "open_frozen() keep rows and index together"
+                )
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
+
+    def extra_repr(self) -> str:
+        """Describe the indexes."""
+        kinds = ["none" if index is None else index.kind.name.lower() for index in self.indexes]
+        return f"index: {', '.join(kinds)}"
+
+
+def top_rows(scores: Tensor, share: float) -> Tensor:
+    """Return a mask of the `share` of rows with the highest scores; of equal ones the first.
+
+    Args:
+        scores: `[rows]`, for example how often each row was looked up, or its norm.
+        share: share of the rows to keep, in [0, 1]; their number is rounded up.
+
+    Example:
+        >>> emblib.inference.top_rows(torch.tensor([3.0, 9.0, 1.0, 9.0]), 0.5)
+        tensor([False,  True, False,  True])
+    """
+    if scores.dim() != 1:
+        raise ValueError(f"scores must be a vector, got {list(scores.shape)}")
+    if not 0 <= share <= 1:
+        raise ValueError(f"share must be in [0, 1], got {share}")
+    if scores.is_floating_point() and bool(scores.isnan().any()):
+        raise ValueError("scores must not be NaN; scores.nan_to_num() makes them so")
+    keep = torch.zeros(scores.numel(), dtype=torch.bool, device=scores.device)
+    count = -int(-scores.numel() * share // 1)
+    keep[scores.argsort(descending=True, stable=True)[:count]] = True
+    return keep
+
+
+def prune(
+    tables: QuantizedEmbeddingBags, keep: Mapping[str, Tensor], *, index: str | None = None
+) -> InferenceEmbeddingBags:
+    """Copy tables without the rows that are not to be kept; their ids then read zeros.
+
+    Args:
+        tables: the tables, of any formats; `for_inference` makes them of trained ones.
+        keep: bool `[rows]` by table name, as of `top_rows`; other tables keep all rows.
+        index: "array", 4 bytes per row of before, "hash", 32 to 64 bytes per row that is kept, or
+            None for the smaller one.
+
+    Raises:
+        KeyError: a table of another name.
+        ValueError: a mask that does not fit, or another index.
+
+    Example:
+        >>> tables = emblib.QuantizedEmbeddingBags.from_float({"item": torch.randn(1_000, 16)})
+        >>> mask = emblib.inference.top_rows(tables.to_dense(0).norm(dim=1), 0.25)
+        >>> emblib.inference.prune(tables, {"item": mask}).rows.tables[0].rows
+        250
+    """
+    if not isinstance(tables, QuantizedEmbeddingBags):
+        raise TypeError(
+            f"tables must be QuantizedEmbeddingBags, got {type(tables).__name__}: "
+            "for_inference(module) makes them of trained tables"
+        )
+    if index not in (None, "array", "hash"):
+        raise ValueError(f"index must be 'array', 'hash' or None, got {index!r}")
+    unknown = sorted(keep.keys() - set(tables.table_names))
+    if unknown:
+        raise KeyError(f"there are no tables {unknown}, only {tables.table_names}")
+    masks = [_mask(tables, table, keep) for table in range(len(tables.tables))]
+    indexes = [None if mask is None else _index_of(mask, index) for mask in masks]
+    sizes = [
+        spec.rows if mask is None else int(mask.sum())
+        for spec, mask in zip(tables.tables, masks, strict=True)
+    ]
+    rows = QuantizedEmbeddingBags(
+        [
+            TableSpec(size, spec.dim, spec.name)
+            for size, spec in zip(sizes, tables.tables, strict=True)
+        ],
+        pooling=tables.pooling,
+        feature_tables=tables.feature_tables,
+        output_dtype=tables.output_dtype,
+        bounds_check=tables.bounds_check,
+        device=tables.packed.device,
+        include_last_offset=tables.include_last_offset,
+        formats=tables.formats,
+    )
+    for view, old, mask in zip(rows.table_views(), tables.table_views(), masks, strict=True):
+        view["packed"].copy_(old["packed"] if mask is None else old["packed"][mask])
+    return InferenceEmbeddingBags(rows, indexes)
+
+
+def _mask(tables: QuantizedEmbeddingBags, table: int, keep: Mapping[str, Tensor]) -> Tensor | None:
+    """Return the checked mask of a table, on the device of its rows."""
+    name = tables.table_names[table]
+    if name not in keep:
+        return None
+    mask, rows = keep[name], tables.tables[table].rows
+    if mask.dtype != torch.bool or tuple(mask.shape) != (rows,):
+        raise ValueError(
+            f"the mask of table {name!r} must be bool [{rows}], got {mask.dtype} {list(mask.shape)}"
+        )
+    if not bool(mask.any()):
+        raise ValueError(f"table {name!r} must keep at least one row")
+    return mask.to(tables.packed.device)
+
+
+def _index_of(mask: Tensor, index: str | None) -> RowIndex:
+    if index is None:
+        hash_bytes = 16 << quant.hash_bits(int(mask.sum()))
+        index = "array" if 4 * mask.numel() <= hash_bytes else "hash"
+    if index == "array":
+        return RowIndex.of_mask(mask)
+    return RowIndex.of_keys(mask.nonzero().view(-1), num_ids=mask.numel())
