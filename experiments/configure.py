@@ -90,13 +90,17 @@ def load(arguments: Sequence[str]) -> Config:
 def checked(composed: DictConfig) -> Config:
     """Convert a composed configuration to a Config and check its values; raise UsageError."""
     config = cast(Config, OmegaConf.to_object(composed))
-    _settle(config)
+    _convert_modes(config)
+    complete_options(config)
     check_values(config)
     return config
 
 
-def _settle(config: Config) -> None:
-    """Convert the modes, which OmegaConf does not check behind ${cpu_gpu:...}; set the headline."""
+def _convert_modes(config: Config) -> None:
+    """Convert the modes, which OmegaConf does not check behind ${cpu_gpu:...}.
+
+    Where the workload is a trace and the case of the headline is not, there is no headline.
+    """
     names = [getattr(mode, "value", mode) for mode in config.timing.modes]
     for name in names:
         if name not in [mode.value for mode in Mode]:
@@ -206,7 +210,7 @@ def _check_choice(group: str, override: Override, options: list[str]) -> None:
     values = override.value() if not override.is_sweep_override() else []
     for value in values if isinstance(values, list) else [values]:
         if str(value) not in options:
-            raise UsageError(_not_there(group, str(value), options, _spell(group, ""), 0.5))
+            raise UsageError(_unknown_name(group, str(value), options, _spell(group, ""), 0.5))
 
 
 def _spell(key: str, value: object) -> str:
@@ -216,6 +220,12 @@ def _spell(key: str, value: object) -> str:
 def _unknown_key(
     key: str, override: Override, known: set[str], choices: dict[str, list[str]]
 ) -> str:
+    """Return the error about an unknown key, with one suggestion, or else all keys beside it.
+
+    The suggestion is the first of: a key beside it that differs in capitals; the most similar one
+    beside it; where the part before the dot is unknown too, the most similar of all keys, or the
+    one with the same last part.
+    """
     value = (override.input_line or "").partition("=")[2]
     parent, _, leaf = key.rpartition(".")
     siblings = sorted(k for k in known | set(choices) if k.rpartition(".")[0] == parent)
@@ -223,7 +233,8 @@ def _unknown_key(
     by_leaf = {k.rpartition(".")[2]: k for k in sorted(known) if not k.startswith((skip, "cases."))}
     near = (
         [k for k in siblings if k.lower() == key.lower()]
-        or difflib.get_close_matches(key, siblings, 1, 0.6 + 0.3 * bool(parent))
+        # The part before the dot is alike in all of them, so they must be more similar.
+        or difflib.get_close_matches(key, siblings, 1, 0.9 if parent else 0.6)
         or ([] if parent in known else difflib.get_close_matches(key, known, 1, 0.7))
         or ([] if parent in known else [by_leaf[leaf]] if leaf in by_leaf else [])
     )
@@ -247,11 +258,15 @@ def _one_line(error: Exception) -> str:
 
 
 def check_values(config: Config) -> None:
-    """Check the values against rules that types cannot express; raise UsageError."""
+    """Check the values, with complete options, against rules that types cannot express.
+
+    Raises:
+        UsageError: a rule is broken.
+    """
     folder_name(config.name)
     if not config.report.folder:
         raise UsageError("report.folder must name a folder, e.g. report.folder=reports/runs")
-    kind = _kind(config)
+    kind = kinds.find(config.kind)
     try:
         contenders = registry.names()
     except registry.RegistryError as error:
@@ -269,7 +284,7 @@ def check_values(config: Config) -> None:
         choices = point_kind.arms.choices if point_kind else ()
         for name in point.contenders:
             if name not in (*contenders, *choices):
-                message = _not_there("contender", name, (*choices, *contenders), "", 0.3)
+                message = _unknown_name("contender", name, (*choices, *contenders), "", 0.3)
                 raise UsageError(f"{prefix}contenders: {message}")
     for axis in ("T", "E", "D", "B", "L", "rank"):
         values = getattr(config.sweep, axis)
@@ -305,7 +320,7 @@ def _require(rule: str, value: object, *, holds: bool) -> None:
         raise UsageError(f"{rule}, got {value}")
 
 
-def _not_there(
+def _unknown_name(
     what: str, name: str, options: Collection[str], prefix: str, similarity: float
 ) -> str:
     """Return the error about an unknown name: the most similar option, and all options."""
@@ -314,26 +329,29 @@ def _not_there(
     return f"no {what} '{name}'.{hint} There is: {', '.join(options)}"
 
 
-def _kind(config: Config) -> kinds.Kind:
-    """Return the kind of the run; complete the options of the run and of its cases."""
+def complete_options(config: Config) -> None:
+    """Complete the options of the run and of its cases by the defaults of their kinds.
+
+    Raises:
+        UsageError: an unknown kind, or options that it does not have.
+    """
     if config.kind not in kinds.KINDS:
-        raise UsageError(_not_there("kind", config.kind, kinds.KINDS, "kind=", 0.4))
-    kind = kinds.find(config.kind)
-    config.options = _settled(kind, config.options, "")
+        raise UsageError(_unknown_name("kind", config.kind, kinds.KINDS, "kind=", 0.4))
+    config.options = _completed_options(kinds.find(config.kind), config.options, "")
     for name, case in config.cases.items():
         if not case.kind and case.options:
             raise UsageError(
                 f"cases.{name}.options needs a kind that has them: cases.{name}.kind=..."
             )
         if case.kind and case.kind not in kinds.KINDS:
-            hint = _not_there("kind", case.kind, kinds.KINDS, f"cases.{name}.kind=", 0.4)
+            hint = _unknown_name("kind", case.kind, kinds.KINDS, f"cases.{name}.kind=", 0.4)
             raise UsageError(f"cases.{name}.kind: {hint}")
         if case.kind:
-            case.options = _settled(kinds.find(case.kind), case.options, f"cases.{name}.")
-    return kind
+            own = kinds.find(case.kind)
+            case.options = _completed_options(own, case.options, f"cases.{name}.")
 
 
-def _settled(kind: kinds.Kind, options: dict[str, Any], prefix: str) -> dict[str, Any]:
+def _completed_options(kind: kinds.Kind, options: dict[str, Any], prefix: str) -> dict[str, Any]:
     """Return the options of a kind, checked and completed by their defaults."""
     if kind.options is None:
         if options:

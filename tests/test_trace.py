@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import emblib
 from emblib.compat import fbgemm
+from emblib.trace.recorder import distinct
 
 
 def recorded(module: nn.Module, *args: object, **kwargs: object) -> emblib.LookupTrace:
@@ -145,6 +146,11 @@ class Dense(nn.Module):
     """Nothing to know it by but its argument."""
 
     def forward(self, features: object) -> None: ...
+
+
+def test_names_of_modules_are_distinct() -> None:
+    assert distinct(["x", "y", "x"]) == ["x-0", "y", "x-2"]
+    assert distinct(["a", "a", "a-0"]) == ["a-1", "a-2", "a-0"]
 
 
 KEYED = Keyed(["ad", "seen"], torch.tensor([69, 1, 2]), torch.tensor([1, 0, 0, 2]))

@@ -17,6 +17,7 @@
 
 namespace emb {
 
+// The codes of the formats; those of integers are their bits.
 enum RowFormat : int {
   kInt2 = 2,
   kInt4 = 4,
@@ -39,6 +40,7 @@ constexpr int format_index(int64_t format) {
   return -1;
 }
 
+// The header of a row of integers or of floats of 8 bits.
 struct RowScale {
   half16 scale, offset;
 };
@@ -49,7 +51,7 @@ static_assert(kHeaderBytes == 4);
 
 inline constexpr float kLargestHalf = 65504.0f;
 
-// Return the bits of a value.
+// Return the bits that a row of this format has per column.
 EMB_HD constexpr int bits_of(int format) {
   return format >= kFp16 ? format & ~1 : format < 8 ? format : 8;
 }
@@ -60,7 +62,7 @@ EMB_HD constexpr bool has_scale(int format) { return format < kFp16; }
 // Return the bytes of a row before its numbers.
 EMB_HD constexpr int header_bytes(int format) { return has_scale(format) ? kHeaderBytes : 0; }
 
-// Return the bytes of the numbers of `columns` values.
+// Return the bytes that the numbers of `columns` columns take.
 EMB_HD constexpr int64_t packed_bytes(int64_t columns, int format) {
   return (columns * bits_of(format) + 7) / 8;
 }
@@ -93,14 +95,16 @@ EMB_HD uint32_t float8_bits(float x, int format) {
   return sign | ((rounded >> shift) - (static_cast<uint32_t>(127 - bias) << mantissa_of(format)));
 }
 
-// Return x within the range of a half, and 0 for -0, which would make equal rows differ in a bit.
+// Return x, or the closest end of the range of finite halves. Return 0 for -0, because the sign
+// would make rows of equal values differ.
 EMB_HD float clamp_to_half(float x) {
   return (x > kLargestHalf ? kLargestHalf : x < -kLargestHalf ? -kLargestHalf : x) + 0.0f;
 }
 
-// Return the scale of a row with values in [low, high]. For integers it is FBGEMM's: the offset is
-// the minimum in fp16, the scale what is left of the range, which rounding makes negative in rows
-// of one value. For floats of 8 bits the largest magnitude becomes the largest number at most.
+// Return the header of a row whose minimum and maximum are `low` and `high`, both finite. For
+// integers it is FBGEMM's: the offset is the minimum in fp16, and the scale is the rest of the
+// range by the largest number. (In a row of one value, a minimum that is rounded up makes that rest
+// negative.) For floats of 8 bits no magnitude exceeds the largest number.
 EMB_HD RowScale row_scale(float low, float high, int format) {
   const half16 one = {0x3c00u};
   if (!is_integer(format)) {
@@ -115,7 +119,7 @@ EMB_HD RowScale row_scale(float low, float high, int format) {
   return {(scale.bits & 0x7fffu) == 0 ? one : scale, offset};
 }
 
-// The scale and offset of a row as floats.
+// The offset of a row and the inverse of its scale, as floats.
 struct RowStep {
   float inverse, offset;
 
@@ -123,7 +127,8 @@ struct RowStep {
       : inverse(1.0f / to_float(row.scale)), offset(to_float(row.offset)) {}
 };
 
-// Return the bits of a value in a row, rounded to the nearest number (ties to even).
+// Return the bits of a value in a row of this format, to the nearest number, ties to even; values
+// beyond the largest number become that number.
 EMB_HD uint32_t encoded(float value, RowStep row, int format) {
   if (format == kFp32) return float_bits(value);
   if (format == kFp16) return from_float<half16>(value).bits;
@@ -141,11 +146,12 @@ EMB_HD uint32_t encoded(float value, RowStep row, int format) {
 // The CPU kernels of `quantize_rows_`.
 
 struct QuantizeArgs {
-  const void* rows;  // [R, dim]
-  uint8_t* packed;   // [R, row bytes]
+  const void* rows;  // [R, dim], dim > 0; the kernel is chosen by dtype
+  uint8_t* packed;   // [R, row_bytes(dim, format)], an output
   int64_t dim;
 };
 
+// Quantise rows [first_row, last_row).
 using QuantizeFn = void (*)(const QuantizeArgs&, int64_t first_row, int64_t last_row);
 
 struct QuantizeTable {
@@ -155,14 +161,15 @@ struct QuantizeTable {
 // The CPU kernels of `quant_lookup`, which work on a range of bags of one feature.
 
 struct QuantLookupArgs {
-  const uint8_t* packed;  // row 0 of the feature's table
+  const uint8_t* packed;  // [rows, row_bytes(dim, format)]: the feature's table
   int64_t rows, dim;
-  const void* indices;
+  const void* indices;  // [L], repaired as they are read
   BagRows bags;
-  const float* sample_weights;  // [L] or null
-  void* out;                    // base of the rows of `bags`
+  const float* sample_weights;  // [L] or null; null without pooling
+  void* out;                    // the base of the output rows (see BagRows), of the output dtype
 };
 
+// Write the output rows of bags [first_bag, last_bag), at least one, all of the same feature.
 using QuantLookupFn = void (*)(const QuantLookupArgs&, int64_t first_bag, int64_t last_bag);
 
 struct QuantLookupTable {

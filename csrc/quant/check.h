@@ -1,4 +1,5 @@
-// Checks of quantised tables, shared by both backends.
+// Checks of the ops of quantised tables, shared by the CPU and the GPU. A check raises with the
+// name `op`.
 #pragma once
 
 #include <optional>
@@ -10,7 +11,7 @@
 
 namespace emb {
 
-// Check the memory of all tables of a module, or of the rows to write.
+// Check the memory of packed rows: uint8, contiguous, at a multiple of kWordBytes.
 inline void check_packed(const char* op, const Tensor& packed) {
   check_dtype(op, "packed", packed, ScalarType::Byte, "uint8");
   STD_TORCH_CHECK(packed.is_contiguous(), op, ": packed must be contiguous");
@@ -47,6 +48,7 @@ struct RowFormats {
   bool has(int64_t code) const { return code >= 0 && code < 64 && (mask >> code & 1) != 0; }
 };
 
+// Check the arguments of `quantize_rows_` and return the dtype of `weights`.
 inline Dtype check_quantize(const char* op, const Tensor& packed, const Tensor& weights,
                             int64_t format) {
   check_format(op, format);
@@ -62,8 +64,9 @@ inline Dtype check_quantize(const char* op, const Tensor& packed, const Tensor& 
   return type;
 }
 
-// The arguments of a lookup on any device, checked, with the contiguous copies that they point
-// into. The contents of `features` are not checked: they may be on a device.
+// The arguments of a lookup on any device. Shapes, dtypes and devices are checked; the contents of
+// `features` and `bag_layout` are not, because they may be on a device. The object keeps the
+// (contiguous) tensors alive that `map`, `bags` and weights() refer to.
 struct QuantCall {
   Tensor packed, features, indices, offsets;
   std::optional<Tensor> bag_layout, sample_weights;
@@ -103,6 +106,7 @@ struct QuantCall {
   }
 
   bool is_variable() const { return bag_layout.has_value() && pooling != Pooling::kNone; }
+  // Return the sample weights, [L], null if there are none.
   const float* weights() const {
     return sample_weights ? sample_weights->const_data_ptr<float>() : nullptr;
   }

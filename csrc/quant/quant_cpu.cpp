@@ -1,5 +1,6 @@
-// `quantize_rows_` and `quant_lookup` on the CPU: checks, allocation, then rows or bags in
-// parallel.
+// `quantize_rows_`, `quant_lookup` and `quant_lookup_checked_` on the CPU: check the arguments,
+// allocate the output, and divide rows, or bags of all features, into ranges of equal cost, which
+// the threads process with quant_kernels.cpp.
 #include <torch/csrc/stable/library.h>
 
 #include <optional>
@@ -19,8 +20,10 @@ EMB_SELECT_KERNELS(QuantizeTable, kQuantizeTable, quantize_table)
 
 namespace {
 
-constexpr int64_t kGrain = 4096;  // elements
+constexpr int64_t kGrain = 4096;  // elements: smallest range that gets a thread
 
+// Quantise `weights`, [R, D] of float32, float16 or bfloat16, finite, into `packed`, uint8
+// [R, row_bytes(D, format)].
 void quantize_rows_(Tensor packed, const Tensor& weights, int64_t format) {
   const Dtype type = check_quantize("quantize_rows_", packed, weights, format);
   const int64_t dim = weights.size(1);
@@ -43,8 +46,9 @@ int64_t format_of(const RowFormats& formats, const Feature& feature) {
   return formats.is_mixed ? feature.tier : __builtin_ctzll(formats.mask);
 }
 
-// Check that every feature lies inside the memory and the columns: this makes reads and writes safe
-// whatever the caller passes. Return the columns that pooled features cover.
+// Raise unless every feature has rows of a named format inside the memory and lies inside the
+// columns of the output: this makes reads and writes safe whatever the caller passes. Return the
+// sum of the features' dims.
 int64_t check_tables(const Tensor& features, const Tensor& packed, const RowFormats& formats,
                      Pooling pooling, int64_t columns) {
   const Feature* feature = feature_array(features);
@@ -71,6 +75,7 @@ int64_t check_tables(const Tensor& features, const Tensor& packed, const RowForm
   return covered;
 }
 
+// Look up a batch whose bag layout has been checked.
 Tensor look_up(const QuantCall& call, const FeatureBags& feature_bags) {
   const Bags& bags = call.bags;
   const bool none = call.pooling == Pooling::kNone, variable = call.is_variable();
@@ -104,10 +109,16 @@ Tensor look_up(const QuantCall& call, const FeatureBags& feature_bags) {
   return out;
 }
 
+// Check the bag layout and return the bags of each feature.
 FeatureBags feature_bags_of(const char* op, const QuantCall& call) {
   return {op, call.features, call.offsets, call.bag_layout, call.pooling, call.columns};
 }
 
+// Pool the rows of every bag, as `tbe_lookup` does. `packed`, uint8, has the tables of the module;
+// `features`, int64 [F, 8], is that of dense tables, but weight_offset counts bytes of `packed`,
+// and column `tier` has the format of the rows where `format` names several (see RowFormats).
+// Return [B, columns], in a variable batch [columns], without pooling [L, columns]; zeros where no
+// bag writes.
 Tensor quant_lookup(const Tensor& packed, const Tensor& features, const Tensor& indices,
                     const Tensor& offsets, std::optional<Tensor> bag_layout,
                     std::optional<Tensor> sample_weights, int64_t pooling, int64_t format,
@@ -118,6 +129,8 @@ Tensor quant_lookup(const Tensor& packed, const Tensor& features, const Tensor& 
   return look_up(call, feature_bags_of(op, call));
 }
 
+// Look up a fixed batch and return [output]. With `check`, a code of BoundsMode, return no tensor
+// for an invalid batch, which the caller then repairs and reports. `violations` is only validated.
 std::vector<Tensor> quant_lookup_checked_(const Tensor& packed, const Tensor& features,
                                           const Tensor& indices, const Tensor& offsets,
                                           std::optional<Tensor> sample_weights, int64_t pooling,

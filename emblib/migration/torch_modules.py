@@ -156,12 +156,12 @@ class ReplacedEmbedding(Replaced):
         paths: Sequence[str],
         old: nn.EmbeddingBag | nn.Embedding,
         optimizers: Sequence[TorchOptimizer],
-        tables: Optimizer | None,
+        table_optimizer: Optimizer | None,
     ) -> None:
         _check(old)
         weight: Any = old.weight
         self.weight = TorchWeight(weight, Trained.of(optimizers, weight), old.sparse)
-        fused, self.note = optimizer_for(self.weight.trained, weight, tables)
+        fused, self.note = optimizer_for(self.weight.trained, weight, table_optimizer)
         if fused is None and old.sparse:
             fused = optim.External()  # leaves a sparse gradient, as before
         if isinstance(old, nn.EmbeddingBag):
@@ -197,11 +197,14 @@ class ReplacedEmbedding(Replaced):
         return sum(self.new.table.nbytes().values())
 
     def carry_over(self) -> None:
-        """Copy row and states into the table; the group of the optimizer follows."""
+        """Copy rows and optimizer states into the new table.
+
+        If torch's optimizer stays in use, its parameter group then has the new parameter.
+        """
         self.weight.carry_over(self._table)
 
     def carry_back(self) -> None:
-        """Copy row and states back; the group of the optimizer follows."""
+        """Copy rows and optimizer states back; the group of torch's optimizer gets the old one."""
         self.weight.carry_back(self._table)
 
     def sample(self, max_rows: int | None, seed: int) -> tuple[nn.Module, list[TorchOptimizer]]:
@@ -240,7 +243,7 @@ class ReplacedEmbedding(Replaced):
         return out
 
     def rows(self, module: Any) -> list[Tensor]:
-        """Return the rows."""
+        """Return the rows of the old or the new module, as one tensor `[rows, dim]`."""
         return [module.weight.detach()]
 
 

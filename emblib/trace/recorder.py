@@ -70,9 +70,15 @@ def _outermost(root: nn.Module) -> list[Found]:
 
 
 def distinct(names: Sequence[str]) -> list[str]:
-    """Append a number to names that are not unique."""
-    counts = {name: names.count(name) for name in names}
-    return [f"{n}-{i}" if counts[n] > 1 else n for i, n in enumerate(names)]
+    """Return distinct names: one that repeats gets its position, or a larger number if taken."""
+    taken, result = set(names), []
+    for position, name in enumerate(names):
+        new, number = name, position
+        while names.count(name) > 1 and new in taken:
+            new, number = f"{name}-{number}", number + 1
+        taken.add(new)
+        result.append(new)
+    return result
 
 
 def _reading(module: nn.Module) -> Reading | None:
@@ -93,7 +99,7 @@ def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], position: int, name
     return args[position] if len(args) > position else kwargs.get(name)
 
 
-def _one_each(ids: Tensor) -> tuple[Tensor, Tensor]:
+def _bags_of_one_length(ids: Tensor) -> tuple[Tensor, Tensor]:
     """Return ids and lengths where dimension 0 counts the samples, also of nested tensors."""
     if ids.is_nested:
         rows = [row.reshape(-1) for row in ids.unbind()]
@@ -106,7 +112,7 @@ def _bag(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     assert isinstance(module, nn.EmbeddingBag)
     ids, offsets = (_argument(args, kwargs, i, n) for i, n in enumerate(("input", "offsets")))
     if offsets is None:
-        ids, lengths = _one_each(ids)
+        ids, lengths = _bags_of_one_length(ids)
     else:
         ends = offsets if module.include_last_offset else _with_end(offsets, ids.numel())
         ids, lengths = ids[: int(ends[-1])], ends.diff()  # torch ignores ids behind the last end
@@ -126,7 +132,7 @@ def _embedding(
     assert isinstance(module, nn.Embedding)
     ids = _argument(args, kwargs, 0, "input")
     feature = TracedFeature(name, name, module.num_embeddings, module.embedding_dim)
-    return [Bags(feature, *_one_each(ids))]
+    return [Bags(feature, *_bags_of_one_length(ids))]
 
 
 def _tensor_train(
@@ -137,7 +143,7 @@ def _tensor_train(
     spec = module.spec
     feature = TracedFeature(name, spec.name or name, spec.rows, spec.dim)
     if offsets is None:
-        return [Bags(feature, *_one_each(ids))]
+        return [Bags(feature, *_bags_of_one_length(ids))]
     return [Bags(feature, ids, repair_offsets(offsets, ids.numel()).diff())]
 
 
@@ -234,13 +240,12 @@ class TraceRecorder:
     nested ones only once, by the outermost. A module passed in that contains none of them must be
     called with a KeyedJaggedTensor, or an object with its `keys()`, `values()` and `lengths()`.
     Negative ids, and an `nn.EmbeddingBag`'s `padding_idx`, are not recorded, nor are forwards that
-    activation checkpointing repeats. Ids are copied to the
-    CPU, which waits for a GPU. Several threads may call the embeddings; the features of a call are
-    recorded together.
+    activation checkpointing repeats. Ids are copied to the CPU, which waits for a GPU. Several
+    threads may call the embeddings; the features of a call are recorded together.
 
     Args:
         modules: models, or embeddings themselves.
-        calls: the number of calls to record per embedding; 0 records all.
+        calls: the number of calls to record per embedding each time it is entered; 0 records all.
 
     Raises:
         ValueError: no module, or a negative number of calls.

@@ -23,7 +23,12 @@ POINTER, SIZE = ctypes.c_void_p, ctypes.c_size_t
 
 
 def library() -> Any:
-    """Load the user's library and declare its functions; raise OSError if it does not load."""
+    """Load the user's library and declare its functions, which return 0 unless they fail.
+
+    Raises:
+        KeyError: EMBLIB_HIERARCHICALKV is not set.
+        OSError: the library does not load.
+    """
     lib = ctypes.CDLL(os.environ[VARIABLE])
     lib.hkv_create.restype = POINTER
     lib.hkv_create.argtypes = [SIZE, SIZE, ctypes.c_int]
@@ -73,26 +78,26 @@ class HierarchicalKV(KeyTable):
         self.insert_or_assign(self.prepare(keys, values))
 
     def find_slots(self, prepared: Prepared) -> Tensor:
-        return self._rows("find_rows", prepared[0])
+        return self._slots("find_rows", prepared[0])
 
     def find_or_insert_slots(self, prepared: Prepared) -> Tensor:
         """Return the addresses of the rows; rows of new keys are not initialised."""
-        return self._rows("find_or_insert_rows", prepared[0])
+        return self._slots("find_or_insert_rows", prepared[0])
 
-    def _rows(self, name: str, keys: Tensor) -> Tensor:
-        rows = torch.full_like(keys, self.absent)
+    def _slots(self, name: str, keys: Tensor) -> Tensor:
+        slots = torch.full_like(keys, self.absent)
         is_present = torch.empty_like(keys, dtype=torch.bool)
-        self._call(name, len(keys), keys.data_ptr(), rows.data_ptr(), is_present.data_ptr())
+        self._call(name, len(keys), keys.data_ptr(), slots.data_ptr(), is_present.data_ptr())
         if name == "find_or_insert_rows":
-            return rows
-        return rows.masked_fill_(~is_present, self.absent)
+            return slots
+        return slots.masked_fill_(~is_present, self.absent)
 
     def find(self, prepared: Prepared) -> Tensor:
         keys, _ = prepared
-        rows = torch.empty(len(keys), self.task.dim, device=keys.device)
+        values = torch.empty(len(keys), self.task.dim, device=keys.device)
         is_present = torch.empty_like(keys, dtype=torch.bool)
-        self._call("find", len(keys), keys.data_ptr(), rows.data_ptr(), is_present.data_ptr())
-        return rows
+        self._call("find", len(keys), keys.data_ptr(), values.data_ptr(), is_present.data_ptr())
+        return values
 
     def find_or_insert(self, prepared: Prepared) -> Tensor:
         """Insert absent keys with the given values; overwrite these with the values of all keys."""
@@ -106,9 +111,9 @@ class HierarchicalKV(KeyTable):
 
     def insert_and_evict(self, prepared: Prepared) -> Tensor:
         keys, values = prepared
-        evicted, rows, scores = (torch.empty_like(t) for t in (keys, values, keys))
+        evicted, evicted_values, scores = (torch.empty_like(t) for t in (keys, values, keys))
         count = SIZE()
-        tensors = (keys, values, evicted, rows, scores)
+        tensors = (keys, values, evicted, evicted_values, scores)
         addresses = [tensor.data_ptr() for tensor in tensors]
         self._call("insert_and_evict", len(keys), *addresses, ctypes.byref(count))
         return evicted[: count.value]

@@ -17,13 +17,14 @@ from pathlib import Path
 
 from experiments.paths import ROOT
 
-# Area -> folders of the code that only its measurements depend on; all depend on those of BASE.
+# Area -> folders and files of the code that only its measurements depend on; all depend on those of
+# BASE, but not on files that an area names. Files named __init__.py only say what is exported.
 AREAS = {
     "dense tables": ("csrc/tbe", "emblib/tables"),
     "tensor trains": ("csrc/tt", "emblib/tt"),
     "hash tables": ("csrc/hash", "emblib/dynamic"),
     "caches": ("csrc/cache",),
-    "quantised tables": ("csrc/quant",),
+    "quantised tables": ("csrc/quant", "emblib/ops/quant.py", "emblib/tables/quantized.py"),
     "sharding": ("csrc/route", "emblib/sharding"),
 }
 BASE = (
@@ -61,9 +62,12 @@ def _code(path: Path) -> str:
 
 def _files(device: str, root: Path, folders: tuple[str, ...]) -> Iterator[Path]:
     others = tuple(end for kind, ends in OF_DEVICE.items() if kind != device for end in ends)
+    named = {root / name for area in AREAS.values() for name in area}
     for folder in folders:
+        yield from (path for path in (root / folder,) if path.is_file())
         for path in sorted((root / folder).rglob("*")):
-            if path.suffix in SUFFIXES and not path.name.endswith(others):
+            is_code = path.suffix in SUFFIXES and path.name != "__init__.py"
+            if is_code and not path.name.endswith(others) and path not in named:
                 yield path
 
 

@@ -28,6 +28,8 @@ PLACEHOLDERS = {
     "+experiment=A,B": ["+experiment=tbe_vs_torch,tt_vs_tbe"],
     "+experiment=a,b": ["+experiment=tbe_vs_torch,tt_vs_tbe"],
     "gate.base=REV": ["gate.base=HEAD"],
+    "gate.base=$sha^": ["gate.base=HEAD"],
+    "gate.head=$sha": ["gate.head=HEAD"],
     "COMMAND": ["list"],
 }
 # Keys that change neither the cells nor how their cost is estimated.
@@ -42,6 +44,7 @@ PARSED = {
     "kernel_times": "needs a GPU: tests/pretend/test_kernel_times.py",
     "list": "test_listing.py",
     "report": "draws figures: report/test_pages.py",
+    "trend": "draws a page of runs: gate/test_trend.py",
 }
 ELSEWHERE = {
     "+experiment=stacking": "docs/peers.md writes its files: test_new_contender.py",

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from emblib import optim
+from emblib import EmbeddingBagCollection, optim
 from emblib.collections.configs import EmbeddingBagConfig
 from emblib.sharding.codecs import BF16, INT8, CommPrecision
 from emblib.sharding.planner import (
@@ -26,7 +26,14 @@ from emblib.sharding.planner.calibration import at
 from emblib.sharding.planner.estimate import INPUT, LOOKUP, OUTPUT, UPDATE, CostModel
 from emblib.sharding.planner.measure import Sizes, calibrate
 from emblib.sharding.planner.report import Prediction
-from emblib.sharding.planner.simulate import Point, compare, rank_correlation, table
+from emblib.sharding.planner.simulate import (
+    Point,
+    batch_of,
+    compare,
+    rank_correlation,
+    table,
+)
+from emblib.sharding.planner.work import workloads_of
 from emblib.sharding.ranks import RankGroup
 from emblib.sharding.sharding_types import ShardingType
 from emblib.specs import Placement
@@ -277,6 +284,15 @@ def test_predictions_beside_measurements() -> None:
         assert len(point.samples_s) == 2
         assert 0 < point.measured_s == min(point.samples_s)
         assert point.predicted_s > 0
+
+
+def test_ids_of_a_feature_of_several_tables_are_valid_in_all() -> None:
+    configs = [
+        EmbeddingBagConfig(rows, 4, name, ["seen"])
+        for name, rows in (("large", 1000), ("small", 3))
+    ]
+    works = workloads_of(EmbeddingBagCollection(configs), 64, {})
+    assert int(batch_of(works, seed=0).values().max()) < 3
 
 
 def test_rank_correlation() -> None:

@@ -36,12 +36,12 @@ MOST_REGISTERS_OF_MOVES = {"move_kernel": 128, "flush_kernel": 128}
 MOST_SPILLS_ON_BLACKWELL = 28
 MOST_SPILLING_ON_BLACKWELL = 8
 # Quads of rows that a lane has in flight: two of each of eight rows of a bag, or of eight bags.
-# nvcc 13.0 for sm_90 begins to convert the first of these before the last three loads.
+# nvcc 13.0 for sm_90 begins to convert the first of these before the last three or four loads.
 QUANT_LOADS = {
     "quant_pool_kernel<8>": 16,
     "quant_pool_kernel<4>": 16,
     "quant_short_bags_kernel<8>": 13,
-    "quant_short_bags_kernel<4>": 13,
+    "quant_short_bags_kernel<4>": 12,
 }
 # Gradients of rows that a lane of an update has in flight, 16 bytes each.
 UPDATE_LOADS = {

@@ -22,7 +22,7 @@ from emblib.sharding.planner.work import TableConstraints, TableWorkload, worklo
 from emblib.sharding.ranks import RankGroup
 from emblib.sharding.shard import shard
 from emblib.sharding.sharding_types import ShardingType
-from emblib.specs import Choice
+from emblib.specs import Choice, check_count
 
 
 class Scaling(Choice):
@@ -140,7 +140,23 @@ def compare(
     rounds: int = 30,
     seed: int = 0,
 ) -> list[Point]:
-    """Measure steps of a model's collections under plans; every rank returns the same points."""
+    """Measure steps of a model's collections under plans, and predict them.
+
+    A collective: all ranks call it with the same arguments, and all return the same points. It
+    copies and shards `module` once per plan, and keeps all copies until it returns.
+
+    Args:
+        planner: planner with the constants of this machine.
+        module: model whose collections are measured; it stays as it is.
+        plans: plans by the names of their points.
+        ranks: the ranks that measure.
+        rounds: measured rounds, after two that warm up; in each, the plans take turns.
+        seed: seed of the ids, to which each rank adds its number.
+
+    Raises:
+        ValueError: `rounds` is below 1; a plan that does not fit the model, see `shard`.
+    """
+    check_count("rounds", rounds)
     steps = {}
     for name, plan in plans.items():
         steps[name] = _steps(planner, module, plan, ranks, seed)
@@ -155,26 +171,37 @@ def compare(
 
 
 def rank_correlation(points: Sequence[Point]) -> float:
-    """Return Spearman's rank correlation of predictions with measurements."""
-    predicted = _ranked([point.predicted_s for point in points])
-    measured = _ranked([point.measured_s for point in points])
+    """Return Spearman's rank correlation of predictions with measurements, -1 to 1.
+
+    Raises:
+        statistics.StatisticsError: there are fewer than two points, or all are equal.
+    """
+    predicted = _orders([point.predicted_s for point in points])
+    measured = _orders([point.measured_s for point in points])
     return statistics.correlation(predicted, measured)
 
 
 def batch_of(works: Sequence[TableWorkload], seed: int) -> KeyedJaggedTensor:
-    """Draw uniform ids for the tables of one collection, as many as their workloads say."""
+    """Draw uniform ids for the tables of one collection, as many as their workloads say.
+
+    The ids of a feature of several tables are valid in all of them.
+    """
     generator = torch.Generator().manual_seed(seed)
+    rows: dict[str, int] = {}  # of the smallest table that a feature reads
+    for work in works:
+        for key in work.config.feature_names:
+            rows[key] = min(rows.get(key, work.config.num_embeddings), work.config.num_embeddings)
     keys, values, lengths = [], [], []
     for work in works:
         ids_per_feature = work.ids / work.num_features
         for key in work.config.feature_names:
             if key in keys:
-                continue  # one feature of several tables
+                continue  # drawn for another of its tables
             length = _lengths(ids_per_feature, work.batch, generator)
             keys.append(key)
             lengths.append(length)
             size = (int(length.sum()),)
-            values.append(torch.randint(work.config.num_embeddings, size, generator=generator))
+            values.append(torch.randint(rows[key], size, generator=generator))
     ids = torch.cat(values)
     weights = torch.ones(ids.numel()) if any(work.is_weighted for work in works) else None
     return KeyedJaggedTensor(keys, ids, weights, lengths=torch.cat(lengths))
@@ -187,8 +214,8 @@ def _lengths(mean: float, batch: int, generator: torch.Generator) -> Tensor:
     return floor + more.long()
 
 
-class _Step(NamedTuple):
-    """One collection under one plan, its batch, and the gradient of its output."""
+class _CollectionStep(NamedTuple):
+    """The part of a step that one collection does: its batch, and the gradients of its outputs."""
 
     collection: Any
     batch: KeyedJaggedTensor
@@ -197,7 +224,7 @@ class _Step(NamedTuple):
 
 def _steps(
     planner: Planner, module: nn.Module, plan: ShardingPlan, ranks: RankGroup, seed: int
-) -> list[_Step]:
+) -> list[_CollectionStep]:
     workloads = workloads_of(module, planner.batch_size, planner.constraints)
     works = [lookup for work in workloads for lookup in work.lookups]
     sharded = shard(copy.deepcopy(module), plan, ranks)
@@ -206,8 +233,8 @@ def _steps(
         of_path = [work for work in works if work.path == path]
         collection = sharded.get_submodule(path)
         batch = batch_of(of_path, seed + ranks.rank).to(ranks.device)
-        outputs = [torch.ones_like(out) * 1e-3 for out in _outputs(collection(batch))]
-        steps.append(_Step(collection, batch, outputs))
+        gradients = [torch.ones_like(out) * 1e-3 for out in _outputs(collection(batch))]
+        steps.append(_CollectionStep(collection, batch, gradients))
     return steps
 
 
@@ -218,7 +245,7 @@ def _outputs(result: Any) -> list[Tensor]:
     return [jagged.values() for jagged in result.values()]
 
 
-def _step_s(steps: Sequence[_Step], ranks: RankGroup) -> float:
+def _step_s(steps: Sequence[_CollectionStep], ranks: RankGroup) -> float:
     """Measure the seconds of a step on the slowest rank."""
     ranks.barrier()
     if ranks.device.type == "cuda":
@@ -232,7 +259,7 @@ def _step_s(steps: Sequence[_Step], ranks: RankGroup) -> float:
     return max(ranks.gather_objects(seconds))
 
 
-def _ranked(values: Sequence[float]) -> list[float]:
-    """Return ranks of values; equal values share their mean rank."""
+def _orders(values: Sequence[float]) -> list[float]:
+    """Return the position of each value in sorted order; equal values share their mean."""
     order = sorted(values)
     return [order.index(v) + (order.count(v) - 1) / 2 for v in values]

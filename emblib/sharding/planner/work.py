@@ -26,6 +26,10 @@ class TableConstraints:
         pooling_factor: mean ids per bag; one number, or one per feature.
         batch_size: examples per rank, where they differ from the planner's.
         min_partition: minimum number of columns of a column shard.
+
+    Raises:
+        TypeError: `sharding_types` is one string, or an entry of `storages` is no alternative.
+        ValueError: `sharding_types` is empty, a pooling factor is negative, or a count below 1.
     """
 
     sharding_types: tuple[ShardingType, ...] | None = None
@@ -106,6 +110,9 @@ class Reservation:
             two moments.
         batches: batches in flight: 1 in a plain loop, 2 where the next batch is distributed during
             a step.
+
+    Raises:
+        ValueError: `share` is not in [0, 1), `batches` is below 1, or another number is negative.
     """
 
     share: float = 0.1
@@ -144,7 +151,8 @@ def workloads_of(
 
     Raises:
         ValueError: the model has no collections, constraints name an unknown table, or those of a
-            shared table differ between collections, or allow another storage than `Dense`.
+            shared table differ between collections, or allow another storage than `Dense`; a
+            `pooling_factor` has another length than the table has features.
     """
     works: list[TableWorkload] = []
     numbers: dict[int, int] = {}
