@@ -220,11 +220,11 @@ def _spell(key: str, value: object) -> str:
 def _unknown_key(
     key: str, override: Override, known: set[str], choices: dict[str, list[str]]
 ) -> str:
-    """Return the error about an unknown key, with one suggestion, or else all keys beside it.
+    """Return the error about an unknown key: one suggestion, or else all keys of the same group.
 
-    The suggestion is the first of: a key beside it that differs in capitals; the most similar one
-    beside it; where the part before the dot is unknown too, the most similar of all keys, or the
-    one with the same last part.
+    The suggestion is the first of: a key of the group that differs in capitals; the most similar one
+    of the group; where the group is unknown too, the most similar of all keys, or the one with the
+    same last part.
     """
     value = (override.input_line or "").partition("=")[2]
     parent, _, leaf = key.rpartition(".")
@@ -233,7 +233,7 @@ def _unknown_key(
     by_leaf = {k.rpartition(".")[2]: k for k in sorted(known) if not k.startswith((skip, "cases."))}
     near = (
         [k for k in siblings if k.lower() == key.lower()]
-        # The part before the dot is alike in all of them, so they must be more similar.
+        # The group is a part of all these names, so they must be more similar.
         or difflib.get_close_matches(key, siblings, 1, 0.9 if parent else 0.6)
         or ([] if parent in known else difflib.get_close_matches(key, known, 1, 0.7))
         or ([] if parent in known else [by_leaf[leaf]] if leaf in by_leaf else [])
