@@ -222,9 +222,9 @@ def _unknown_key(
 ) -> str:
     """Return the error about an unknown key: one suggestion, or else all keys of the same group.
 
-    The suggestion is the first of: a key of the group that differs in capitals; the most similar one
-    of the group; where the group is unknown too, the most similar of all keys, or the one with the
-    same last part.
+    The suggestion is the first of: a key of the group that differs in capitals; the most similar
+    one of the group; where the group is unknown too, the most similar of all keys, or the one with
+    the same last part.
     """
     value = (override.input_line or "").partition("=")[2]
     parent, _, leaf = key.rpartition(".")
