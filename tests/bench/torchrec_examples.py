@@ -4,9 +4,9 @@
 
 SOURCES is a checkout of TorchRec at the tag of the release to run, with its `examples`; what it
 imports must be installed. Every example runs unmodified, in processes of its own, started by
-torchrun over gloo; the libraries take turns. A step's loss is the tensor of its `backward()`, and
-its time that between two of them; the first tenth of the steps is not timed. Prints a Markdown
-table: per example and number of ranks the first and the last loss over each library, the largest
+torchrun over gloo; the libraries take turns. Tables of sharded models have the same first values
+over both. A step's loss is the tensor of its `backward()`, and its time that between two of them;
+the first tenth of the steps is not timed. Prints a Markdown table: per example and number of ranks the first and the last loss over each library, the largest
 difference between the two curves, and the median over the rounds of FBGEMM's median step ÷
 emblib's.
 """
@@ -24,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,24 @@ EXAMPLES: dict[str, Callable[[int], None]] = {
 }
 
 
+def _draw_tables_by_name() -> None:
+    """Give tables of sharded models first values that do not depend on the library."""
+    import torch
+    from torchrec.distributed import model_parallel
+
+    construct = model_parallel.DistributedModelParallel.__init__
+
+    def constructed(self: Any, *arguments: Any, **options: Any) -> None:
+        construct(self, *arguments, **options)
+        for key, value in self.state_dict().items():
+            for shard in value.local_shards() if hasattr(value, "local_shards") else ():
+                name = f"{key} {shard.metadata.shard_offsets}"
+                generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+                shard.tensor.uniform_(-0.01, 0.01, generator=generator)
+
+    model_parallel.DistributedModelParallel.__init__ = constructed
+
+
 def run_rank(name: str, steps: int, out: str) -> None:
     """Run an example in this rank; rank 0 writes the curve."""
     import numpy as np
@@ -77,6 +96,12 @@ def run_rank(name: str, steps: int, out: str) -> None:
 
     torch.Tensor.backward = recorded  # type: ignore[method-assign]
     sys.path.insert(0, os.getcwd())
+    served = importlib.import_module("fbgemm_gpu.split_table_batched_embeddings_ops_training")
+    kind = served.SplitTableBatchedEmbeddingBagsCodegen
+    if kind.__module__.startswith("emblib") != (os.environ["EMBLIB_AS_FBGEMM"] == "1"):
+        raise SystemExit(
+            f"Error: {kind} is of the other library: install emblib, a path is too little"
+        )
     EXAMPLES[name](steps)
     if rank == 0:
         Path(out).write_text(json.dumps(curve))
