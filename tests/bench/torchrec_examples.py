@@ -5,8 +5,9 @@
 SOURCES is a checkout of TorchRec at the tag of the release to run, with its `examples`; what it
 imports must be installed. Every example runs unmodified, in processes of its own, started by
 torchrun over gloo; the libraries take turns. Tables of sharded models have the same first values
-over both. A step's loss is the tensor of its `backward()`, and its time that between two of them;
-the first tenth of the steps is not timed. Prints a Markdown table: per example and number of ranks the first and the last loss over each library, the largest
+over both, and batches are drawn alike. A step's loss is the tensor of its `backward()`, and its
+time that between two of them; the first tenth of the steps is not timed. Prints a Markdown table:
+per example and number of ranks the first and the last loss over each library, the largest
 difference between the two curves, and the median over the rounds of FBGEMM's median step ÷
 emblib's.
 """
@@ -69,10 +70,14 @@ def _draw_tables_by_name() -> None:
     def constructed(self: Any, *arguments: Any, **options: Any) -> None:
         construct(self, *arguments, **options)
         for key, value in self.state_dict().items():
-            for shard in value.local_shards() if hasattr(value, "local_shards") else ():
-                name = f"{key} {shard.metadata.shard_offsets}"
-                generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-                shard.tensor.uniform_(-0.01, 0.01, generator=generator)
+            if hasattr(value, "local_shards"):
+                parts = {str(p.metadata.shard_offsets): p.tensor for p in value.local_shards()}
+            else:
+                parts = {"": value} if "embedding" in key else {}
+            for part, rows in parts.items():
+                generator = torch.Generator().manual_seed(zlib.crc32(f"{key} {part}".encode()))
+                rows.detach().uniform_(-0.01, 0.01, generator=generator)
+        torch.manual_seed(int(os.environ["RANK"]))  # for the batches that are drawn from now on
 
     model_parallel.DistributedModelParallel.__init__ = constructed
 
@@ -102,6 +107,7 @@ def run_rank(name: str, steps: int, out: str) -> None:
         raise SystemExit(
             f"Error: {kind} is of the other library: install emblib, a path is too little"
         )
+    _draw_tables_by_name()
     EXAMPLES[name](steps)
     if rank == 0:
         Path(out).write_text(json.dumps(curve))
