@@ -497,7 +497,8 @@ def _bar(axes: Axes, row: Row, y: float) -> None:
     if math.isfinite(row.lo):
         axes.plot([row.lo, row.hi], [y, y], color=INK, lw=1.2)
     if row.words:
-        axes.annotate(row.words, (row.value, y), (4, 0), textcoords="offset points", va="center")
+        end = row.hi if row.hi > row.value else row.value  # the line must not cross the words
+        axes.annotate(row.words, (end, y), (4, 0), textcoords="offset points", va="center")
 
 
 MAX_ROWS = 44  # lines of a panel; of more, the first and the last are shown

@@ -119,7 +119,7 @@ def _time_bars(rows: pd.DataFrame) -> Drawing:
         )
         for _, row in rows.sort_values("median_s").iterrows()
     ]
-    longest = max(line.value for line in lines)
+    longest = max(max(line.value, line.hi) for line in lines)
     across = Scale("time per batch (ms)", low=0, reach=(0, 1.35 * longest))  # room for the words
     return row_chart(lines, across)
 
