@@ -54,10 +54,14 @@ def for_inference(
         raise TypeError("the tables are read-only already; convert those that they were made of")
     if isinstance(source, DynamicEmbeddingBags):
         return _of_dynamic(source, formats, output_dtype)
-    tables = FloatTables.of(source)
     if formats is None:
-        formats = [_FORMAT_OF[dtype] for dtype in tables.dtypes()]
+        formats = _formats_of(FloatTables.of(source))
     return QuantizedEmbeddingBags.from_float(source, formats=formats, output_dtype=output_dtype)
+
+
+def _formats_of(tables: FloatTables) -> list[RowFormat]:
+    """Return the formats that keep the dtypes of the rows."""
+    return [_FORMAT_OF[dtype] for dtype in tables.dtypes()]
 
 
 def _of_dynamic(
@@ -78,11 +82,9 @@ def _of_dynamic(
         source.output_dtype if output_dtype is None else output_dtype,
         source.hyperparams.device,
     )
-    if formats is None:
-        formats = [_FORMAT_OF[dtype] for dtype in tables.dtypes()]
     rows = QuantizedEmbeddingBags.from_float(
         tables,
-        formats=formats,
+        formats=_formats_of(tables) if formats is None else formats,
         bounds_check=BoundsCheck.WARNING,
         include_last_offset=source.include_last_offset,
     )
@@ -152,7 +154,7 @@ def quantization_errors(
     generator = torch.Generator().manual_seed(seed)
     for table, name in enumerate(rows.table_names):
         blocks = dynamic[table].split(_CHUNK) if tables is None else tables.blocks(table)
-        sums = _Sums(generator, bag)
+        sums = _ErrorSums(generator, bag)
         for block in blocks:
             if sums.rows + block.size(0) > rows.tables[table].rows:
                 raise ValueError(f"table {name!r} has fewer rows than the source: was it pruned?")
@@ -161,8 +163,8 @@ def quantization_errors(
     return errors
 
 
-class _Sums:
-    """Sums over the blocks of a table."""
+class _ErrorSums:
+    """Sums of the errors of a table, over its blocks of rows."""
 
     def __init__(self, generator: torch.Generator, bag: int) -> None:
         self._generator, self._bag = generator, bag

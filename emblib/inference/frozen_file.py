@@ -1,6 +1,6 @@
 """Frozen files: named tensors, written once, checked, and mapped by any number of processes.
 
-    magic (8 bytes) | version, CRC-32 of the header, its bytes (int32, int32, int64) | header
+    magic (8 bytes) | version, CRC-32 and bytes of the header (uint32, uint32, uint64) | header
     sections, each from a multiple of 4096 bytes on
 
 The header is a JSON object: `kind` and `config` say what the tensors are, `sections` has name,

@@ -6,7 +6,7 @@ An id without a row reads zeros, or one row of default values that all of them s
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -83,7 +83,8 @@ class InferenceEmbeddingBags(nn.Module):
     Args:
         rows: the stored rows; an index with a `missing` row of its own counts it among them.
         indexes: the index of each table; None for a table whose ids are its rows.
-        memory: the entries of all indexes, one after the other; None copies them.
+        memory: int64, the entries of all indexes, one after the other, used in place; None copies
+            those of `indexes`.
 
     Example:
         >>> rows = emblib.QuantizedEmbeddingBags.from_float(torch.ones(2, 4))
@@ -109,17 +110,20 @@ class InferenceEmbeddingBags(nn.Module):
             )
         self.rows, self.indexes = rows, tuple(indexes)
         device = rows.packed.device
-        parts, tables, begin = [torch.zeros(0, dtype=torch.int64, device=device)], [], 0
+        if memory is None:
+            entries = [index.entries.to(device) for index in indexes if index is not None]
+            memory = torch.cat([torch.zeros(0, dtype=torch.int64, device=device), *entries])
+        tables, begin = [], 0
         for index in indexes:
-            tables.append([IndexKind.NONE, 0, 0, 0, -1, -1])
-            if index is not None:
-                tables[-1] = index.table_row(begin)
-                parts.append(index.entries.to(device) if memory is None else parts[0])
+            if index is None:
+                tables.append([IndexKind.NONE, 0, 0, 0, -1, -1])
+            else:
+                tables.append(index.table_row(begin))
                 begin += index.entries.numel()
-        by_feature = torch.tensor(tables, dtype=torch.int64).view(-1, 6)
-        chosen = by_feature[torch.tensor(rows.feature_tables, dtype=torch.int64)]
-        self.register_buffer("index", torch.cat(parts) if memory is None else memory)
-        self.register_buffer("index_tables", chosen.to(device))
+        table_rows = torch.tensor(tables, dtype=torch.int64).view(-1, 6)
+        by_feature = table_rows[torch.tensor(rows.feature_tables, dtype=torch.int64)]
+        self.register_buffer("index", memory)
+        self.register_buffer("index_tables", by_feature.to(device))
         self.indexes = self._bound_indexes()
 
     def forward(
@@ -151,13 +155,13 @@ class InferenceEmbeddingBags(nn.Module):
             bags = max(offsets.numel() - 1, 0)
             dims = [rows.tables[table].dim for table in rows.feature_tables]
             bag_layout, _ = variable_batch(batch_sizes, dims, bags, indices.device)
-        places = quant.map_ids(
+        row_ids = quant.map_ids(
             self.index, self.index_tables, rows.features, indices, offsets, bag_layout
         )
         if not rows.include_last_offset:
             offsets = offsets[:-1]
-        found: Tensor = rows(places, offsets, per_sample_weights, batch_sizes=batch_sizes)
-        return found
+        output: Tensor = rows(row_ids, offsets, per_sample_weights, batch_sizes=batch_sizes)
+        return output
 
     def nbytes(self) -> dict[str, int]:
         """Return the bytes of the rows, `weights`, and of the `index`."""
@@ -174,8 +178,7 @@ class InferenceEmbeddingBags(nn.Module):
         for index in self.indexes:
             if index is not None:
                 size = index.entries.numel()
-                entries = self.index[begin : begin + size]
-                index = RowIndex(**{**vars(index), "entries": entries})
+                index = replace(index, entries=self.index[begin : begin + size])
                 begin += size
             bound.append(index)
         return tuple(bound)
