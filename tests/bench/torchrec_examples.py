@@ -30,6 +30,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.bench.suites_of_peers import switch_folder
+
 LIBRARIES = ("fbgemm", "emblib")
 RANK = "EMBLIB_TORCHREC_EXAMPLE"  # what a rank is to run: name, steps, file of the curve
 Curve = list[tuple[float, float]]  # loss and time of every step
@@ -120,7 +122,9 @@ def run(name: str, library: str, ranks: int, options: argparse.Namespace) -> Cur
         out = Path(folder) / "curve.json"
         launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
         environment[RANK] = json.dumps([name, options.steps, str(out)])
-        environment["PYTHONPATH"] = os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])
+        switch_folder(Path(folder))
+        paths = [folder, os.getcwd(), os.environ.get("PYTHONPATH", "")]
+        environment["PYTHONPATH"] = os.pathsep.join(paths)
         done = subprocess.run(
             [sys.executable, *launch, "--module", "tests.bench.torchrec_examples"],
             env=environment,
