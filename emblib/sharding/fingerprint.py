@@ -318,7 +318,8 @@ def _text(value: Any) -> str:
     if is_dataclass(value):
         return type(value).__name__
     text = repr(value)
-    return type(value).__name__ if " at 0x" in text else text
+    # Texts in angle brackets tell an identity or a state of the process, such as a logger's level.
+    return type(value).__name__ if text.startswith("<") or " at 0x" in text else text
 
 
 def _digest(leaves: _Leaves) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import subprocess
 import sys
@@ -423,6 +424,7 @@ def test_functions_are_described_alike_by_every_process(
     environment = os.environ | {"PYTHONHASHSEED": "1", "PYTHONPATH": os.getcwd()}
     other = subprocess.run(program, env=environment, capture_output=True, text=True, check=True)
     monkeypatch.setattr(sys, "argv", ["", "1"])
+    monkeypatch.setattr(logging.getLogger("alike"), "level", logging.DEBUG)  # a rank may log more
     exec(_ALIKE, {"__name__": "__main__"})
     texts = [other.stdout, capsys.readouterr().out]
     assert texts[0] == texts[1]
