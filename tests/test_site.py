@@ -43,6 +43,25 @@ def test_every_public_name_is_in_the_reference() -> None:
     assert set(emblib.__all__) == shown | described
 
 
+# What users type into the search box: headings that have these words come first there.
+QUESTIONS = {
+    "benchmark my gpu": "getting_started.md",
+    "inference": "inference.md",
+    "negative ids -1": "tables.md",
+    "out of range": "tables.md",
+    "padding": "tables.md",
+    "several machines": "sharding.md",
+    "state dicts": "checkpoints.md",
+    "without python": "serving.md",
+}
+
+
+@pytest.mark.parametrize("words", QUESTIONS)
+def test_a_heading_names_the_answer(words: str) -> None:
+    headings = re.findall(r"^#+ (.*)", (DOCS / QUESTIONS[words]).read_text(), re.MULTILINE)
+    assert any(all(word in line.lower() for word in words.split()) for line in headings)
+
+
 def test_pages_of_the_reference_begin_with_a_title() -> None:
     for page in (DOCS / "api").glob("*.md"):
         assert page.read_text().startswith("# ")
