@@ -126,9 +126,9 @@ EMB_HD int64_t end_of_rows(const Feature* tables, int num_tables) {
 
 // The state of a cache.
 struct CacheState {
-  int64_t* tags;    // [sets, kWays] linear row of each way, negative for an empty one
-  int64_t* words;   // [sets, kWays] usage words
-  int32_t* counts;  // [cached rows], LFU only: lookups so far of rows that are not cached
+  int64_t* tags;         // [sets, kWays] linear row of each way, negative for an empty one
+  int64_t* usage_words;  // [sets, kWays], see usage_word
+  int32_t* counts;       // [cached rows], LFU only: lookups so far of rows that are not cached
   int64_t sets;
   int64_t first_row;  // first cached linear row, that of counts[0]
   Policy policy;
@@ -224,7 +224,7 @@ EMB_HD bool fits(const CacheMemory& memory, const TierRow& row, int64_t slot) {
 
 // Return the first entry of a row in a tensor.
 EMB_HD int64_t entry(const CacheMemory& memory, int tensor, const RowLocation& location) {
-  return memory.is_by_row(tensor) ? location.row : location.element;
+  return memory.is_by_row(tensor) ? location.state_row : location.element;
 }
 
 // Return which random numbers the write-back of a tensor uses.

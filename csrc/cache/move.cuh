@@ -57,13 +57,13 @@ EMB_DEVICE void move_entry(const CacheMemory& memory, int tensor, const RowMove&
   const TierTensor out = memory.tensors[tensor][move.out.location.tier];
   const TierTensor in = memory.tensors[tensor][move.in.location.tier];
   float out_value[kMoveColumns] = {}, in_value[kMoveColumns] = {};
-  if (move.in.dim > 0) read_columns(in.data, in.type, move.in.location.row, 1, in_value);
+  if (move.in.dim > 0) read_columns(in.data, in.type, move.in.location.state_row, 1, in_value);
   if (move.out.dim > 0) {
     read_columns(cache.data, cache.type, move.slot, 1, out_value);
     if (rounding.stochastic && out.type != cache.type) {
       round_columns(out.type, rounding, move.out.row, 0, tensor, out_value);
     }
-    write_columns(out.data, out.type, move.out.location.row, 1, out_value);
+    write_columns(out.data, out.type, move.out.location.state_row, 1, out_value);
   }
   if (move.in.dim > 0) write_columns(cache.data, cache.type, move.slot, 1, in_value);
 }

@@ -39,16 +39,16 @@ void sort_pairs(const CudaLauncher& launcher, const torch::stable::Tensor& like,
 // launch (group/small_group.cuh), others CUB's sort, with scratch on the device of `like`.
 template <class Key>
 void sort_and_group(const CudaLauncher& launcher, const torch::stable::Tensor& like,
-                    const SortBuffers<Key>& sort, const GroupOutput& out);
+                    const SortBuffers<Key>& sort, const DeviceGroupOutput& out);
 
 // The templates above, and the kernels that write the groups, are compiled in group_cuda.cu only.
 #define EMB_EXTERN_SORT(Key)                                                             \
   extern template void launch_groups(const CudaLauncher&, const SortBuffers<Key>&,       \
-                                     const GroupOutput&);                                \
+                                     const DeviceGroupOutput&);                          \
   extern template int64_t sort_scratch_bytes(int64_t, Key);                              \
   extern template void sort_pairs(const CudaLauncher&, const SortPairs<Key>&, void*);    \
   extern template void sort_and_group(const CudaLauncher&, const torch::stable::Tensor&, \
-                                      const SortBuffers<Key>&, const GroupOutput&)
+                                      const SortBuffers<Key>&, const DeviceGroupOutput&)
 EMB_EXTERN_SORT(uint32_t);
 EMB_EXTERN_SORT(uint64_t);
 #undef EMB_EXTERN_SORT

@@ -48,7 +48,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> group(const Tensor& keys, int64_t num
   } else {
     group_keys<Item64>(index_array(input), n, num_keys, result.output());
   }
-  return {result.unique, result.segments, result.permutation, result.count};
+  return {result.unique, result.segments, result.permutation, result.num_groups};
 }
 
 constexpr int64_t kGrain = 1 << 14;  // minimum number of positions per thread of group_inverse

@@ -119,13 +119,13 @@ struct SmallGroupArgs {
   int bits, bits_per_pass;  // bits of keys up to `limit`, and bits that a pass sorts by
   int32_t* positions;       // [n] output: positions in sorted order; null if not wanted
   uint32_t* sorted_keys;    // [n] output; null if not wanted
-  GroupOutput out;          // with null `segments` if no groups are wanted
+  DeviceGroupOutput out;    // with null `segments` if no groups are wanted
   unsigned block_bits = 0;  // log2 of the keys per block; set by launch_small_group
 };
 
 // Return the arguments for n keys; `positions` may be null.
 inline SmallGroupArgs small_group_args(int64_t n, uint32_t limit, int32_t* positions,
-                                       const GroupOutput& out) {
+                                       const DeviceGroupOutput& out) {
   const int bits = std::max(1, static_cast<int>(std::bit_width(limit)));
   const int passes = (bits + kDigitBits - 1) / kDigitBits;
   return {
@@ -333,11 +333,11 @@ struct SmallSort {
   // Write all outputs of this thread's elements; `heads` and `group` are what find_groups wrote and
   // returned.
   EMB_DEVICE void write(const uint32_t (&heads)[kItems], uint32_t group) const {
-    const GroupOutput& out = args.out;
+    const DeviceGroupOutput& out = args.out;
     const uint32_t num_groups = cluster_total(memory, SmallMemory::kBegun);
     const auto num_grouped = static_cast<int32_t>(cluster_total(memory, SmallMemory::kGrouped));
     if (rank == 0 && threadIdx.x == 0 && out.segments != nullptr) {
-      *out.count = count_step(out.step, static_cast<int>(num_groups));
+      *out.num_groups = count_step(out.step_count, static_cast<int>(num_groups));
       out.segments[args.n] = num_grouped;
     }
 #pragma unroll
@@ -348,7 +348,8 @@ struct SmallSort {
           args.positions[at] = static_cast<int32_t>(payload[i] & ((1u << kPositionBits) - 1));
         }
         if (args.sorted_keys != nullptr) args.sorted_keys[at] = key[i];
-        if (out.bags != nullptr) out.bags[at] = static_cast<int32_t>(payload[i] >> kPositionBits);
+        if (out.sorted_bags != nullptr)
+          out.sorted_bags[at] = static_cast<int32_t>(payload[i] >> kPositionBits);
         if (out.segments != nullptr && static_cast<uint32_t>(at) >= num_groups) {
           put_unique(out, at, 0);
           out.segments[at] = num_grouped;

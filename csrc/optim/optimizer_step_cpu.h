@@ -32,10 +32,10 @@ struct VecMath {
 // The rows of floats, [dim], on which an optimizer works: weights, gradient, and the element-wise
 // states that it updates, null for none. They do not overlap.
 struct RowViews {
-  float* __restrict w;
-  float* __restrict g;
-  float* __restrict first;
-  float* __restrict second;
+  float* __restrict weights;
+  float* __restrict gradient;
+  float* __restrict state0;
+  float* __restrict state1;
 };
 
 // Write the sums over a row that `begin_row` needs to `sums`, [kNumRowSums]. Lanes beyond the end
@@ -45,11 +45,12 @@ EMB_HD void row_sums(const Opt& opt, int64_t dim, const RowViews& row, float* su
   if constexpr (Opt::kNumRowSums > 0) {
     Vec totals[Opt::kNumRowSums] = {};
     const auto add = [&](const auto& read) {
-      const Vec w = Opt::kSumsNeedGradientOnly ? Vec{} : read(row.w);
-      const Vec m = Opt::kSumsNeedGradientOnly || Opt::kSteppedStates < 1 ? Vec{} : read(row.first);
+      const Vec w = Opt::kSumsNeedGradientOnly ? Vec{} : read(row.weights);
+      const Vec m =
+          Opt::kSumsNeedGradientOnly || Opt::kSteppedStates < 1 ? Vec{} : read(row.state0);
       const Vec v =
-          Opt::kSumsNeedGradientOnly || Opt::kSteppedStates < 2 ? Vec{} : read(row.second);
-      opt.template add_sums<VecMath>(w, read(row.g), m, v, totals);
+          Opt::kSumsNeedGradientOnly || Opt::kSteppedStates < 2 ? Vec{} : read(row.state1);
+      opt.template add_sums<VecMath>(w, read(row.gradient), m, v, totals);
     };
     int64_t d = 0;
     for (; d + kLanes <= dim; d += kLanes) {
@@ -66,31 +67,31 @@ EMB_HD void row_sums(const Opt& opt, int64_t dim, const RowViews& row, float* su
 // Update the weights and states of a row. `scale` is the result of Opt::begin_row.
 template <class Opt>
 EMB_HD void step_row(const Opt& opt, int64_t dim, RowFactors scale, const RowViews& row) {
-  float* __restrict w = row.w;
-  float* __restrict first = row.first;
-  float* __restrict second = row.second;
-  const float* __restrict g = row.g;
+  float* __restrict w = row.weights;
+  float* __restrict state0 = row.state0;
+  float* __restrict state1 = row.state1;
+  const float* __restrict g = row.gradient;
   for (int64_t d = 0; d < dim; ++d) {
-    float s1 = Opt::kSteppedStates > 0 ? first[d] : 0.0f;
-    float s2 = Opt::kSteppedStates > 1 ? second[d] : 0.0f;
-    w[d] = opt.step(w[d], g[d], &s1, &s2, scale);
-    if constexpr (Opt::kSteppedStates > 0) first[d] = s1;
-    if constexpr (Opt::kSteppedStates > 1) second[d] = s2;
+    float next0 = Opt::kSteppedStates > 0 ? state0[d] : 0.0f;
+    float next1 = Opt::kSteppedStates > 1 ? state1[d] : 0.0f;
+    w[d] = opt.step(w[d], g[d], &next0, &next1, scale);
+    if constexpr (Opt::kSteppedStates > 0) state0[d] = next0;
+    if constexpr (Opt::kSteppedStates > 1) state1[d] = next1;
   }
 }
 
 // Add the L2 penalty to the gradient, which must be in memory that may be written.
 EMB_HD void add_penalty(const WeightDecay& decay, int64_t dim, const RowViews& row) {
   if (decay.l2 == 0.0f) return;
-  float* __restrict g = row.g;
-  const float* __restrict w = row.w;
+  float* __restrict g = row.gradient;
+  const float* __restrict w = row.weights;
   for (int64_t d = 0; d < dim; ++d) g[d] += decay.l2 * w[d];
 }
 
 // Apply the decoupled decay to the weights.
 EMB_HD void decay_row(const WeightDecay& decay, int64_t dim, const RowViews& row) {
   if (decay.factor == 1.0f) return;
-  float* __restrict w = row.w;
+  float* __restrict w = row.weights;
   for (int64_t d = 0; d < dim; ++d) w[d] *= decay.factor;
 }
 

@@ -30,9 +30,9 @@ template <class I>
 int64_t count_from(const I* ids, int64_t n, int64_t bound) {
   if (!reaches<I>(bound)) return 0;
   const auto limit = static_cast<I>(bound);
-  I found = 0;
-  for (int64_t i = 0; i < n; ++i) found += ids[i] >= limit;
-  return found;
+  I count = 0;
+  for (int64_t i = 0; i < n; ++i) count += ids[i] >= limit;
+  return count;
 }
 
 // A feature, its blocks, and a range of its bags.
@@ -69,9 +69,9 @@ struct FeatureRoute {
 template <class I>
 int64_t count_rows(const I* ids, int64_t n, int64_t rows) {
   if (rows == 0) return 0;
-  I found = 0;
-  for (int64_t i = 0; i < n; ++i) found += ids[i] != -1;
-  return found;
+  I count = 0;
+  for (int64_t i = 0; i < n; ++i) count += ids[i] != -1;
+  return count;
 }
 
 // Write how many of n ids go to each block to `counts`, [num_blocks], for a feature with few blocks
@@ -112,13 +112,13 @@ void find_up_to(const FeatureRoute& route, const I* ids, int64_t n, I* block, I*
     const I id = ids[i];
     const bool valid = (id >= 0) & (all | (id < limit));
     const I row = valid ? id : (id == -1 ? I{-1} : pruned);
-    I found = 0, begin = 0;
+    I number = 0, begin = 0;
     for (int k = 1; k < kMaxBlocks; ++k) {
       const bool reached = exists[k] & (row >= first[k]);
-      found = reached ? I{k} : found;
+      number = reached ? I{k} : number;
       begin = reached ? first[k] : begin;
     }
-    block[i] = found;
+    block[i] = number;
     local[i] = (valid | none) ? static_cast<I>(row - begin) : id;
   }
 }
@@ -154,11 +154,11 @@ void find_equal(const FeatureRoute& route, const I* ids, int64_t n, I* block, I*
     const int64_t id = ids[i];
     const bool valid = (id >= 0) & (id < rows);
     const int64_t row = valid ? id : 0;
-    int64_t found = static_cast<int64_t>(static_cast<double>(row) * per_row);
-    found -= found * step > row;
-    found += (found + 1) * step <= row;
-    block[i] = static_cast<I>(found);
-    local[i] = static_cast<I>(valid ? row - found * step : id);
+    int64_t number = static_cast<int64_t>(static_cast<double>(row) * per_row);
+    number -= number * step > row;
+    number += (number + 1) * step <= row;
+    block[i] = static_cast<I>(number);
+    local[i] = static_cast<I>(valid ? row - number * step : id);
   }
 }
 

@@ -14,9 +14,19 @@
 
 namespace emb {
 
-// The five tensors of a grouping, as `tbe_group` returns them; they belong to the caller.
+// The order in which `tbe_group` returns the tensors of a grouping.
+enum GroupTensor : int {
+  kGroupRows,
+  kGroupSegments,
+  kGroupLookups,
+  kGroupBags,
+  kGroupCount,
+  kGroupTensors
+};
+
+// These tensors, which belong to the caller.
 struct Grouping {
-  const Tensor &rows, &segments, &lookups, &bags, &count;
+  const Tensor &rows, &segments, &sorted_lookups, &sorted_bags, &num_groups;
 };
 
 // Check indices and offsets of a batch; `mode` is a code of BoundsMode. Return the repaired
@@ -81,10 +91,10 @@ namespace cuda {
 // The device memory of a grouping of n lookups, as `tbe_group` returns it; whoever allocated it
 // keeps it until the kernels that use it have run.
 struct GroupArrays {
-  int64_t* rows;            // [n]
-  int32_t* segments;        // [n + 1]
-  int32_t *lookups, *bags;  // [n]
-  int32_t* count;           // [1]
+  int64_t* rows;                          // [n]
+  int32_t* segments;                      // [n + 1]
+  int32_t *sorted_lookups, *sorted_bags;  // [n]
+  int32_t* num_groups;                    // [1]
 };
 
 // As `bounds_check`, but return the offsets alone, and add the violations to `violations`, int64

@@ -91,14 +91,14 @@ Tensor new_output(const LookupInputs& in, int64_t columns, ScalarType dtype) {
   }
   const int64_t lines = none                ? in.indices.numel()
                         : num_features == 0 ? 0
-                                            : in.bags.count / num_features;
+                                            : in.bags.num_bags / num_features;
   Tensor out = variable && !none ? allocate_output(in.indices, {columns}, dtype)
                                  : allocate_output(in.indices, {lines, columns}, dtype);
   // The rows of a variable batch may overlap and leave gaps, whatever their total size.
   const bool complete =
-      in.bags.count > 0 && (none       ? in.bags.begin(0) == 0
-                            : variable ? covered == columns && variable_rows_cover(in, columns)
-                                       : covered == columns);
+      in.bags.num_bags > 0 && (none       ? in.bags.begin(0) == 0
+                               : variable ? covered == columns && variable_rows_cover(in, columns)
+                                          : covered == columns);
   if (!complete) torch::stable::zero_(out);
   return out;
 }
@@ -108,7 +108,7 @@ Tensor look_up(const LookupInputs& in, const std::optional<Tensor>& scales, int6
                ScalarType output_dtype) {
   const Dtype output_type = float_dtype("tbe_lookup", "output_dtype", output_dtype);
   Tensor out = new_output(in, columns, output_dtype);
-  if (in.bags.count == 0) return out;
+  if (in.bags.num_bags == 0) return out;
   const Feature* feature = feature_array(in.features);
   char* output = static_cast<char*>(out.mutable_data_ptr());
   const bool large = bytes_of(out) >= kStreamBytes;
@@ -152,7 +152,7 @@ Tensor tbe_lookup(std::vector<Tensor> weights, const Tensor& features, const Ten
 
 bool is_valid_batch(const Tensor& features, IndexArray indices, const Bags& bags,
                     const FeatureBags& feature_bags) {
-  if (!offsets_are_valid(bags.offsets, bags.count, bags.num_lookups)) return false;
+  if (!offsets_are_valid(bags.offsets, bags.num_bags, bags.num_lookups)) return false;
   const Feature* feature = feature_array(features);
   const int64_t num_features = feature_bags.num_features();
   const int64_t parts = std::clamp<int64_t>(bags.num_lookups / 65536, 1, num_threads());

@@ -23,7 +23,8 @@ EMB_HD float dot(const T* row, const G* grad, int64_t dim) {
 template <class G, class Reader>
 EMB_HD void dot_bags(const SampleWeightArgs& args, const Reader& rows, int64_t first_bag,
                      int64_t last_bag) {
-  const int64_t last = args.bags.end_lookup(last_bag), count = args.bags.count(first_bag, last_bag);
+  const int64_t last = args.bags.end_lookup(last_bag),
+                count = args.bags.num_items(first_bag, last_bag);
   for (int64_t k = 0; k < count; ++k) {
     const BagSpan bag = args.bags.span(first_bag, k);
     const float scale = mean_factor(args.bags.pooling, bag.end - bag.begin);

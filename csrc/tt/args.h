@@ -29,7 +29,7 @@ inline constexpr int kMaxCores = 4;
 // that in ascending order halves with the same inner row are neighbours. Without a pair inner_rows
 // and q_inner are 1 and inner_rank is the rank.
 struct TtHalf {
-  bool pair;
+  bool is_pair;
   int64_t outer_rows, inner_rows;
   int q_outer, q_inner, inner_rank, rank;
 
@@ -43,13 +43,13 @@ struct TtHalf {
 
 // A row of the `tables` tensor of an op: how ids of a table become keys, and where its keys and the
 // ids of its halves begin among those of all tables. The key of a row within its table is
-// (id of its left half) * rights + (id of its right half).
+// (id of its left half) * right_ids + (id of its right half).
 struct TtTableIds {
-  int64_t rows;                // rows of the table
-  int64_t multiplier, offset;  // id i has row (multiplier * i + offset) % rows
-  int64_t first, second;       // rows of the first two cores; second is 1 if the left half is one
-  int64_t rights;              // ids of right halves
-  int64_t is_pair;             // 1 if the left half is a pair, else 0
+  int64_t rows;                                // rows of the table
+  int64_t multiplier, offset;                  // id i has row (multiplier * i + offset) % rows
+  int64_t left_outer_rows, left_inner_rows;    // those of TtHalf for the left half
+  int64_t right_ids;                           // ids of right halves
+  int64_t left_is_pair;                        // 1 or 0
   int64_t first_key, first_left, first_right;  // first key, first ids of left and right halves
 };
 
@@ -71,9 +71,11 @@ EMB_HD int64_t tt_key(const TtTableIds& table, int64_t index) {
   const int64_t repaired = repair_index(index, table.rows);
   if (repaired < 0) return -1;
   const int64_t id = tt_row(table, repaired);
-  if (table.is_pair == 0) return id;
-  const int64_t high = id / table.rights, low = id - high * table.rights;
-  return (high % table.second * table.first + high / table.second) * table.rights + low;
+  if (table.left_is_pair == 0) return id;
+  const int64_t high = id / table.right_ids, low = id - high * table.right_ids;
+  return (high % table.left_inner_rows * table.left_outer_rows + high / table.left_inner_rows) *
+             table.right_ids +
+         low;
 }
 
 inline constexpr int kTtTableColumns = 10;

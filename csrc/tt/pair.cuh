@@ -135,7 +135,7 @@ inline constexpr int kWarpM = 32, kWarpN = 16;  // rows and columns of a tile th
 // tile run along k (kAlongDepth), or along m or n, as they do in global memory; they are padded so
 // that the loads of a fragment touch all 32 banks.
 template <int kCount, bool kAlongDepth>
-struct Tile {
+struct OperandTile {
   static constexpr int kLines = kAlongDepth ? kCount : kDepth;
   static constexpr int kLength = kAlongDepth ? kDepth : kCount;
   static constexpr int kStride = kLength + (kAlongDepth ? 4 : 8);
@@ -358,7 +358,7 @@ EMB_HD int tiles_of(int n, int tile) { return n / tile + (n % tile != 0); }
 template <class Products>
 __global__ void __launch_bounds__(kPairThreads, kPairBlocks) expand_kernel(TtPairs pairs) {
   constexpr int kM = 32, kN = 64;
-  __shared__ PairMemory<Tile<kM, true>, Tile<kN, false>, kM> memory;
+  __shared__ PairMemory<OperandTile<kM, true>, OperandTile<kN, false>, kM> memory;
   const PairLane<kN> lane;
   __shared__ TtPair pair;
   const int inner = pairs.start_block(&pair);
@@ -410,7 +410,7 @@ __global__ void __launch_bounds__(kPairThreads, kPairBlocks) expand_kernel(TtPai
 template <class Products>
 __global__ void __launch_bounds__(kPairThreads, kPairBlocks) inner_grads_kernel(TtPairs pairs) {
   constexpr int kM = 32, kN = 64;
-  __shared__ PairMemory<Tile<kM, false>, Tile<kN, false>, kDepth> memory;
+  __shared__ PairMemory<OperandTile<kM, false>, OperandTile<kN, false>, kDepth> memory;
   const PairLane<kN> lane;
   __shared__ TtPair pair;
   const int inner = pairs.start_block(&pair);
@@ -461,7 +461,7 @@ __global__ void __launch_bounds__(kPairThreads, kPairBlocks) inner_grads_kernel(
 template <class Products>
 __global__ void __launch_bounds__(kPairThreads, kPairBlocks) outer_values_kernel(TtPairs pairs) {
   constexpr int kM = 64, kN = 32;
-  __shared__ PairMemory<Tile<kM, true>, Tile<kN, true>, kM> memory;
+  __shared__ PairMemory<OperandTile<kM, true>, OperandTile<kN, true>, kM> memory;
   const PairLane<kN> lane;
   __shared__ TtPair pair;
   const int inner = pairs.start_block(&pair);

@@ -96,9 +96,9 @@ EMB_DEVICE TtIds ids_of_key(const TtSplitArgs& args, int64_t key) {
     }
   }
   const TtTableIds& table = args.tables[low];
-  const int64_t key_of_table = key - table.first_key, left = key_of_table / table.rights;
+  const int64_t key_of_table = key - table.first_key, left = key_of_table / table.right_ids;
   return {static_cast<int32_t>(table.first_left + left),
-          static_cast<int32_t>(table.first_right + key_of_table - left * table.rights)};
+          static_cast<int32_t>(table.first_right + key_of_table - left * table.right_ids)};
 }
 
 // Return, in every thread of the block, the sum over its warps of the number that lane 0 passes.
