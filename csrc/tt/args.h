@@ -6,11 +6,6 @@
 // always one product, row[jl, jr] = sum_r left[jl, r] * right[jr, r], whatever the number of cores.
 // The right half is stored mirrored (the axes of its cores reversed), so that both halves have the
 // same form and share all code. Rows of a batch with the same half share its *value*, a matrix.
-//
-// A half has an id, and a row has a key made of the ids of its halves. An op works on all tables of
-// a module: keys and ids are numbered table after table, so that those of a table are a range of
-// every sorted array. In names, u counts the distinct left halves of a batch, v its distinct right
-// halves, j its distinct rows; all structs hold pointers that they do not own.
 #pragma once
 
 #include <cstddef>
@@ -21,7 +16,12 @@
 
 namespace emb {
 
-inline constexpr int kMaxCores = 4;
+// A half has an id, and a row has a key made of the ids of its halves. An op works on all tables of
+// a module: keys and ids are numbered table after table, so that those of a table are a range of
+// every sorted array. In names, u counts the distinct left halves of a batch, v its distinct right
+// halves, j its distinct rows; all structs hold pointers that they do not own.
+
+inline constexpr int kMaxCores = 4;  // cores per table
 
 // The shape of one half. The outer core is [outer_rows][q_outer, inner_rank]; a pair also has an
 // inner core [inner_rows][inner_rank, q_inner, rank], which is the large one. The value of a half
@@ -110,7 +110,7 @@ struct TtPlan {
   int64_t tables;    // T
   // Ids of the distinct left halves, ascending [L]; segments [L + 1]; left half u of each row [L].
   const int32_t *lefts, *left_segments, *row_lefts;
-  // The same for right halves, and the rows sorted by right half [L].
+  // These three for right halves, and the rows sorted by right half [L].
   const int32_t *rights, *right_segments, *row_rights, *right_rows;
   const int32_t* starts;  // [3, T + 1] first row, first left and first right half of each table
 
@@ -154,7 +154,6 @@ struct TtHalfCores {
 
   EMB_HD int64_t id(int64_t u) const { return ids[u] - first_id; }
   EMB_HD int64_t inner_row(int64_t u) const { return id(u) / half.outer_rows; }
-  EMB_HD int64_t outer_row(int64_t u) const { return id(u) % half.outer_rows; }
   EMB_HD const float* inner_of(int64_t u) const {
     return inner + (inner_numbers != nullptr ? inner_numbers[u] : inner_row(u)) * half.inner_size();
   }
@@ -205,8 +204,8 @@ struct TtHalfGrads {
 };
 
 // The optimizer step on inner rows as soon as their gradients are complete and still in the cache.
-// With a step, TtHalfGrads::inner has room for `capacity` rows only, and the halves of a call must
-// begin and end with an inner row.
+// TtHalfGrads::inner then has room for `capacity` rows only, and the halves of a call must begin
+// and end with an inner row.
 struct TtInnerStep {
   UpdateRowsFn update = nullptr;  // null: no step, all gradients are kept
   UpdateRowsArgs args = {};       // `rows` is the core row of each number; `grads` is set by apply
@@ -281,8 +280,8 @@ struct TtTable {
   void (*left_grads)(const TtLeftGradsArgs&, float* scratch, int64_t begin, int64_t end);
   // Add rows to the gradients of the values of right halves.
   void (*right_grads)(const TtRightGradsArgs&, int64_t begin, int64_t end);
-  // The same for rows [begin, end) instead of right halves, with the same bits. Only one thread at
-  // a time may call it for a table.
+  // Add rows [begin, end) instead of the rows of right halves, with the same bits. Only one thread
+  // at a time may call it for a table.
   void (*right_grads_by_row)(const TtRightGradsArgs&, int64_t begin, int64_t end);
   // Write the gradients of both cores of a pair from `value_grads`, which begins with half `begin`.
   void (*contract)(const TtHalfCores&, const TtHalfGrads&, const float* value_grads, float* scratch,
