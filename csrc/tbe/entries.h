@@ -54,7 +54,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> tbe_group(const Tensor& featu
 
 // Pool the rows of every bag; `pooling` is a code of Pooling. Return [B, columns], in a variable
 // batch [columns], without pooling [L, columns], of output_dtype. An empty bag and a skipped lookup
-// give zeros, and so do elements of the output that no bag has.
+// give zeros. With pooling the rows of features, or of bag_layout, must cover the output once.
 Tensor tbe_lookup(std::vector<Tensor> weights, const Tensor& features, const Tensor& indices,
                   const Tensor& offsets, std::optional<Tensor> slots,
                   std::optional<Tensor> bag_layout, std::optional<Tensor> sample_weights,
@@ -107,8 +107,7 @@ void group_lookups(const char* op, const Tensor& features, const Tensor& indices
                    const Tensor& offsets, const std::optional<Tensor>& bag_layout,
                    int64_t total_rows, bool repaired, const GroupArrays& out);
 
-// As emb::tbe_lookup, except that elements of the output that no bag has are unspecified, if there
-// are bags.
+// As emb::tbe_lookup; that rows cover the output is not checked.
 Tensor tbe_lookup(std::vector<Tensor> weights, const Tensor& features, const Tensor& indices,
                   const Tensor& offsets, std::optional<Tensor> slots,
                   std::optional<Tensor> bag_layout, std::optional<Tensor> sample_weights,
