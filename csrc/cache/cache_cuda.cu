@@ -163,8 +163,9 @@ PostponedFetches postponed_fetches(const char* op, std::vector<Tensor>& later, c
   return fetches;
 }
 
-// As on the CPU. Besides, `evicted` may be empty: then every row is fetched and none is evicted;
-// `hyper` may be empty: then nothing is rounded stochastically; and `later` postpones fetches.
+// Move as on the CPU, with three additions: an empty `evicted` means that every row is fetched and
+// none is evicted, an empty `hyper` that nothing is rounded stochastically, and `later` postpones
+// fetches.
 void cache_move_(std::vector<Tensor> weights, std::vector<Tensor> states, const Tensor& hyper,
                  const Tensor& tables, const Tensor& rows, const Tensor& count,
                  const Tensor& row_slots, const Tensor& evicted, std::vector<Tensor> later) {
@@ -180,9 +181,9 @@ void cache_move_(std::vector<Tensor> weights, std::vector<Tensor> states, const 
               count.const_data_ptr<int32_t>(), rows.numel());
 }
 
-// As on the CPU, but an invalid batch is repaired. Returns the seven tensors, then, if `postpones`,
-// the postponed fetches [rows, slots, count], then, with `check`, the repaired offsets. Everything
-// that may raise comes before the kernels that change the cache.
+// Prefetch as on the CPU, but repair an invalid batch. Return the seven tensors, then, if
+// `postpones`, the postponed fetches [rows, slots, count], then, with `check`, the repaired
+// offsets. Everything that may raise comes before the kernels that change the cache.
 std::vector<Tensor> cache_prefetch_(std::vector<Tensor> weights, std::vector<Tensor> states,
                                     const Tensor& hyper, std::vector<Tensor> cache,
                                     const Tensor& tables, int64_t policy, int64_t lag,

@@ -28,7 +28,7 @@ inline int64_t check_tags(const char* op, const Tensor& tags) {
   return tags.size(0);
 }
 
-// The same for a tensor that must have `numel` entries.
+// Check these, and that the tensor has `numel` entries.
 inline void check_cache_vector(const char* op, const char* name, const Tensor& tensor,
                                ScalarType type, int64_t numel, const Tensor& like) {
   check_cache_tensor(op, name, tensor, type, like);

@@ -50,6 +50,7 @@ struct DeviceMissGroups {
   const int32_t *sets, *segments, *permutation, *num_groups;
 };
 
+// Return the number of this lane, which is also that of its way where a warp takes a set.
 EMB_DEVICE int lane_in_warp() { return static_cast<int>(threadIdx.x % simt::kWarp); }
 
 // Return the lookups of row u in the batch.
@@ -112,9 +113,8 @@ EMB_DEVICE int find_way(const CacheState& cache, int64_t set, int64_t row) {
   }
 }
 
-// The key of a missing row, by which LFU orders the misses of a set, highest first: its lookups in
-// the upper 32 bits, and in the lower ones a number that falls with its number among the misses.
-// kNoMiss comes after all.
+// LFU orders the misses of a set by a key, the highest first: the upper 32 bits are the lookups of
+// the row, the lower ones decrease with its number among the misses. kNoMiss is below all keys.
 inline constexpr int64_t kNoMiss = -1;
 
 EMB_DEVICE int64_t miss_key(int64_t lookups, int32_t number) {
@@ -309,6 +309,7 @@ EMB_DEVICE void write_lookup_slots(const LookupSlots& args, unsigned block, unsi
   }
 }
 
+// Write the slot of every lookup, by the whole grid.
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
     lookup_slots_kernel(LookupSlots args) {
   __shared__ int range[2];
@@ -336,6 +337,7 @@ EMB_DEVICE void write_lookup_slots(const LookupSlots& args, unsigned block, unsi
 }
 static_assert(kCacheThreads == kTileThreads);
 
+// Probe all rows, and write the keys and positions of the sort that groups the misses.
 template <class Launcher>
 void launch_probe(const Launcher& launcher, const CachePlan& plan,
                   const SortBuffers<uint32_t>& sort) {
@@ -344,6 +346,7 @@ void launch_probe(const Launcher& launcher, const CachePlan& plan,
            sort);
 }
 
+// Write plan.row_slots and nothing else.
 template <class Launcher>
 void launch_locate(const Launcher& launcher, const CachePlan& plan) {
   if (plan.n == 0) return;
@@ -367,6 +370,7 @@ void launch_admit(const Launcher& launcher, const CachePlan& plan, const DeviceM
   launcher(finish_plan_kernel, counting + writing, kCacheThreads, plan, counting, lookups);
 }
 
+// Write the slot of every lookup.
 template <class Launcher>
 void launch_lookup_slots(const Launcher& launcher, const LookupSlots& args) {
   if (args.n == 0) return;

@@ -133,9 +133,10 @@ EMB_HD int first_candidates(const CachePlanArgs& args, const MissGroups& groups,
   return count;
 }
 
+// CachePlanTable::admit.
 void admit(const CachePlanArgs& args, const MissGroups& groups, int64_t begin, int64_t end) {
   const CacheState& cache = args.cache;
-  constexpr int kSetsAhead = 6;
+  constexpr int kSetsAhead = 6;  // sets between the prefetch of usage words and their use
   for (int64_t g = begin; g < end; ++g) {
     if (g + kSetsAhead < end) prefetch_set(cache.usage_words, groups.sets[g + kSetsAhead]);
     const int64_t first = int64_t{groups.sets[g]} * kWays;

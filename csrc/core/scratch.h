@@ -88,6 +88,7 @@ struct ReturnScratch {
   void operator()(void* data) const { FreeBlocks::of_this_thread().give(data, bytes); }
 };
 
+// Memory that goes back to the thread's store when this object is destroyed.
 template <class T>
 using Scratch = std::unique_ptr<T[], ReturnScratch>;
 using Floats = Scratch<float>;
@@ -108,6 +109,7 @@ Scratch<T> new_scratch(int64_t n) {
   return Scratch<T>(static_cast<T*>(data), ReturnScratch{bytes});
 }
 
+// Return uninitialised memory for n floats.
 inline Floats new_floats(int64_t n) { return new_scratch<float>(n); }
 
 }  // namespace emb

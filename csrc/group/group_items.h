@@ -30,6 +30,7 @@ struct Item32 {
   uint32_t position;
 };
 
+// The item for larger limits.
 struct Item64 {
   uint64_t key;
   uint64_t position;
@@ -141,12 +142,18 @@ inline constexpr int kBucketItemsLog2 = 6;   // log2 of the minimum mean size of
 inline constexpr int64_t kPartItems = 8192;  // minimum size of a thread's share of input or buckets
 inline constexpr int64_t kRunPartItems = 4096;  // minimum size of a thread's share of the runs
 
-// Return the maximum width of the digits by which a bucket of n items is sorted.
-constexpr int bucket_digit_bits(int64_t n) { return n < 96 ? 6 : n < 512 ? 7 : kBucketDigitBits; }
+inline constexpr int64_t kTinyBucketItems = 96, kSmallBucketItems = 512;  // sorted by 6 and 7 bits
+inline constexpr int64_t kTinyRunItems = 256;                             // sorted by 6 bits
 
-// The same for a run or a small input of n items. The widest digits serve sizes from `wide` on.
+// Return the maximum width of the digits by which a bucket of n items is sorted.
+constexpr int bucket_digit_bits(int64_t n) {
+  return n < kTinyBucketItems ? 6 : n < kSmallBucketItems ? 7 : kBucketDigitBits;
+}
+
+// Return the width for a run or a small input of n items. The widest digits serve sizes from `wide`
+// on.
 constexpr int run_digit_bits(int64_t n, int64_t wide) {
-  return n < 256 ? 6 : n < wide ? 8 : kRunDigitBits;
+  return n < kTinyRunItems ? 6 : n < wide ? 8 : kRunDigitBits;
 }
 inline constexpr int64_t kWideRunItems = 2048, kWideInputItems = 8192;
 

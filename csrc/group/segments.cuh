@@ -17,6 +17,7 @@
 
 namespace emb::cuda {
 
+// Every block reads the counts of all ranges, so that there must be few.
 inline constexpr int kMaxRanges = 1024;
 
 // The input and output of a stable sort by key. Key is uint32_t or uint64_t.
@@ -28,7 +29,7 @@ struct SortPairs {
   Key limit;  // the maximum key
 };
 
-// The same for a sort whose runs of equal keys become groups.
+// The arrays of a sort whose runs of equal keys become groups.
 template <class Key>
 struct SortBuffers {
   Key *keys, *sorted_keys;                // [n] each
@@ -61,8 +62,8 @@ struct DeviceGroupOutput {
   void* unique;  // [n] int32 or int64
   bool unique_is_int64;
   int32_t *segments, *num_groups;  // [n + 1], [1]
-  // For `tbe_group`, else null: the bag of each lookup [n], an input, and the bags of the sorted
-  // lookups [n], an output. A small group knows the bags itself and reads no `bag_of`.
+  // The bag of each lookup, [n], an input, and the bags of the sorted lookups, [n], an output. Null
+  // except for `tbe_group`; small_group.cuh knows the bags itself and reads no `bag_of`.
   const int32_t* bag_of;
   int32_t* sorted_bags;
   StepCount step_count = {};
@@ -147,6 +148,7 @@ EMB_DEVICE GroupTotals add_ranges(const int32_t* counts, int ranges) {
   return {block_sum(sums.before), block_sum(sums.num_groups), block_sum(sums.num_grouped)};
 }
 
+// Write the key of group i.
 EMB_DEVICE void put_unique(const DeviceGroupOutput& out, int64_t i, int64_t key) {
   if (out.unique_is_int64) {
     static_cast<int64_t*>(out.unique)[i] = key;
@@ -236,6 +238,7 @@ EMB_DEVICE void write_inverse(const InverseArgs& args, int* range) {
   }
 }
 
+// Write args.inverse.
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
     inverse_kernel(InverseArgs args) {
   __shared__ int range[2];

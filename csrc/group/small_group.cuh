@@ -2,26 +2,11 @@
 // memory, finds the groups of equal keys and writes all that `group` returns. CUB would take five
 // launches, and most of their time would be overhead. A device without clusters runs one block.
 //
-// Every block holds blockDim * kItems neighbouring elements of the sorted sequence. An element is a
-// key and a payload: the position of the key and, from bit kPositionBits on, the bag of a lookup.
-// A warp holds 32 * kItems neighbouring elements, and item i of a lane is element i * 32 + lane of
-// them, so the order within a warp is that of (item, lane). Elements beyond n have keys with all
-// bits set: they stay behind the keys that belong to no group, and are not written.
-//
 // The sort is a stable radix sort of up to kDigitBits bits per pass. In a pass, the new place of an
 // element follows from the elements of smaller digits and those of the same digit before it: within
 // the warp they are counted by ballots, over the warps of a block by one histogram per warp, and
 // over the blocks by reading each other's totals. Then every element is written to its new place,
 // in the shared memory of the block that holds it.
-//
-// `Source` makes the keys: GivenKeys below, or the lookups of a batch (SmallLookups in
-// tbe/keys.cuh). Its members are
-//   kHasBags            whether keys have bags, and invalid ones are counted
-//   prepared(memory)    the source to make the keys from, after work by all blocks of the cluster
-//   Tile(source, begin, end, range)  the state of a thread for positions [begin, end), not empty
-//     key(source, i, limit, &bag)      key of position i, `limit` if it belongs to no group
-//     num_bad(), num_lost()            invalid indices, and those before the first bag, so far
-//   report(memory)      writes the tallies of invalid lookups, when they are complete
 #pragma once
 
 #include <algorithm>
@@ -132,6 +117,15 @@ inline SmallGroupArgs small_group_args(int64_t n, uint32_t limit, int32_t* posit
       static_cast<int32_t>(n), limit, bits, (bits + passes - 1) / passes, positions, nullptr, out};
 }
 
+// The keys come from a `Source`: GivenKeys, or the lookups of a batch (SmallLookups in
+// tbe/keys.cuh). Its members are
+//   kHasBags            whether keys have bags, and invalid ones are counted
+//   prepared(memory)    the source to make the keys from, after work by all blocks of the cluster
+//   Tile(source, begin, end, range)  the state of a thread for positions [begin, end), not empty
+//     key(source, i, limit, &bag)      key of position i, `limit` if it belongs to no group
+//     num_bad(), num_lost()            invalid indices, and those before the first bag, so far
+//   report(memory)      writes the tallies of invalid lookups, when they are complete
+
 // The keys of the op `group`, [n] in device memory; keys outside [0, limit) belong to no group.
 struct GivenKeys {
   static constexpr bool kHasBags = false;
@@ -151,6 +145,12 @@ struct GivenKeys {
   EMB_DEVICE void report(const SmallMemory&) const {}
 };
 
+// Every block holds blockDim * kItems neighbouring elements of the sorted sequence. An element is a
+// key and a payload: the position of the key and, from bit kPositionBits on, the bag of a lookup.
+// A warp holds 32 * kItems neighbouring elements, and item i of a lane is element i * 32 + lane of
+// them, so the order within a warp is that of (item, lane). Elements beyond n have keys with all
+// bits set: they stay behind the keys that belong to no group, and are not written.
+//
 // The sort and the grouping, as one thread sees them. All threads of the cluster call every
 // function.
 template <int kItems>

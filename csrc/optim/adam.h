@@ -36,13 +36,14 @@ struct AdamMoments {
   EMB_HD F second_moment(F v, F square) const {
     return beta2 * v + one_minus_beta2 * square;
   }
-  // Return by what a first moment is multiplied whose second moment is `v`: bias corrections over
-  // the root of v.
+  // Return the factor of a first moment whose second moment is `v`: the bias corrections over the
+  // root of v.
   EMB_HD float momentum_scale(float v) const {
     return ScalarMath::ratio(correction1, sqrtf(v) * correction2 + eps);
   }
 };
 
+// Adam with both moments per element.
 struct Adam : AdamMoments {
   static constexpr const char* kName = "adam";
   static constexpr int kNumHyper = 3, kElementStates = 2, kSteppedStates = 2, kRowStates = 0;
@@ -64,7 +65,7 @@ struct Adam : AdamMoments {
   }
 };
 
-// Adam whose second moment is one number per row: of the mean squared gradient.
+// Adam with one second moment per row, of the mean squared gradient.
 struct PartialRowwiseAdam : AdamMoments {
   static constexpr const char* kName = "partial_rowwise_adam";
   static constexpr int kNumHyper = 3, kElementStates = 1, kSteppedStates = 1, kRowStates = 1;

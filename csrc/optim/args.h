@@ -42,8 +42,7 @@ EMB_HD RowLocation locate_update(const Feature& feature, int64_t row, int64_t sl
   return locate_row(feature, row, in_cache ? slot : -1);
 }
 
-// The CPU kernels of `update_rows_`.
-
+// The arguments of the CPU kernels of `update_rows_`.
 struct UpdateRowsArgs {
   TierMemory tier;     // matrices [rows, width], row-wise states [rows]
   const float* grads;  // [.., width]
@@ -69,6 +68,7 @@ struct WidenRowsArgs {
   float* to;  // [.., width]
 };
 
+// The CPU kernels. Calls for disjoint ranges may run at once.
 struct UpdateRowsTable {
   // Return the kernel of an optimizer, null if there is none of that number.
   UpdateRowsFn (*find)(int optimizer);

@@ -96,9 +96,7 @@ EMB_HD void decay_row(const WeightDecay& decay, int64_t dim, const RowViews& row
   for (int64_t d = 0; d < dim; ++d) w[d] *= decay.factor;
 }
 
-// Rows stored in 16 bits: widen_row converts `dim` columns to floats; narrow_row converts them
-// back, rounded to nearest, and round_row stochastically.
-
+// Convert `dim` columns of a row that is stored in 16 bits to floats.
 template <class T>
 EMB_HD void widen_row(const T* row, int64_t dim, float* out) {
   int64_t d = 0;
@@ -106,6 +104,7 @@ EMB_HD void widen_row(const T* row, int64_t dim, float* out) {
   for (; d < dim; ++d) out[d] = to_float(row[d]);
 }
 
+// Convert them back, rounded to nearest.
 template <class T>
 EMB_HD void narrow_row(const float* values, int64_t dim, T* row) {
   int64_t d = 0;
@@ -113,8 +112,8 @@ EMB_HD void narrow_row(const float* values, int64_t dim, T* row) {
   for (; d < dim; ++d) row[d] = from_float<T>(values[d]);
 }
 
-// Linear row `id` and `tensor` select the random numbers. 16 Philox counters advance side by side,
-// one per lane, for 64 columns.
+// Convert them back, rounded stochastically; linear row `id` and `tensor` select the random
+// numbers. 16 Philox counters advance side by side, one per lane, for 64 columns.
 template <class T>
 inline void round_row(const float* __restrict values, int64_t dim, T* __restrict row,
                       const Rounding& rounding, int64_t id, uint32_t tensor) {

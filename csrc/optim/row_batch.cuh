@@ -53,6 +53,7 @@ struct SliceLocation {
   int valid;        // columns from there to the end of the row; nothing is accessed if <= 0
 };
 
+// A lane's columns of the slices of a batch, as they are stored or as floats.
 template <int kSlices>
 using Slices = float[kSlices][kColumns];
 
@@ -68,7 +69,7 @@ EMB_DEVICE void load_vector(const T* address, int valid, float (&x)[kColumns]) {
   for (int i = 0; i < static_cast<int>(sizeof(Pack)) / 4; ++i) x[i] = bits_float(pack.word[i]);
 }
 
-// The same for columns that are `step` apart, one by one.
+// Load them one by one from columns that are `step` apart; columns beyond the row load as 0.
 template <class T>
 EMB_DEVICE void load_columns_apart(int step, const T* address, int valid, float (&x)[kColumns]) {
   uint32_t bits[kColumns] = {};
@@ -87,6 +88,7 @@ EMB_DEVICE void load_columns_apart(int step, const T* address, int valid, float 
   }
 }
 
+// Do as load_slices for elements of type T; half16 stands for both 16-bit dtypes.
 template <class T, bool kReadOnly, int kSlices, class LocationOf>
 EMB_DEVICE void load_slices_of(bool vectors, int step, const T* data, const LocationOf& location_of,
                                Slices<kSlices>& x) {
@@ -121,7 +123,7 @@ EMB_DEVICE void load_slices(bool vectors, int step, const void* data, Dtype type
   }
 }
 
-// Convert loaded slices of dtype T, or of dtype `type`, to floats.
+// Convert slices that were loaded as 16-bit elements of type T to floats.
 template <class T, int kSlices>
 EMB_DEVICE void widen_from(Slices<kSlices>& x) {
 #pragma unroll
@@ -134,6 +136,7 @@ EMB_DEVICE void widen_from(Slices<kSlices>& x) {
   }
 }
 
+// Convert slices that were loaded from dtype `type` to floats.
 template <int kSlices>
 EMB_DEVICE void widen(Dtype type, Slices<kSlices>& x) {
   if (type == Dtype::kHalf) widen_from<half16, kSlices>(x);
@@ -169,7 +172,7 @@ EMB_DEVICE void store_slices_of(const RowLayout& layout, T* data, const Location
   }
 }
 
-// The same for a tensor `data` of dtype `type`.
+// Store the slices of a batch in a tensor of dtype `type`, rounded to nearest.
 template <int kSlices, class LocationOf>
 EMB_DEVICE void store_slices(const RowLayout& layout, void* data, Dtype type,
                              const LocationOf& location_of, const Slices<kSlices>& x) {

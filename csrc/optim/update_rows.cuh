@@ -10,7 +10,7 @@
 
 namespace emb::cuda {
 
-inline constexpr int kMatrixThreads = 128;
+inline constexpr int kMatrixThreads = 128;  // threads per block
 
 // The gradient of a matrix, in device memory.
 struct MatrixGrad {
@@ -62,7 +62,8 @@ EMB_DEVICE bool block_sums(float (&values)[kMaxRowSums], bool flag) {
   return any;
 }
 
-// The same for a warp, with the bits of block_sums where all other warps have zeros. No barrier.
+// Do as block_sums within a warp, without a barrier. The bits are those of block_sums if all other
+// warps pass zeros.
 EMB_DEVICE bool warp_sums(float (&values)[kMaxRowSums], bool flag) {
 #pragma unroll
   for (int k = 0; k < kMaxRowSums; ++k) {

@@ -56,12 +56,14 @@ void update(const UpdateRowsArgs& args, float* scratch, int64_t begin, int64_t e
   }
 }
 
+// UpdateRowsTable::find.
 UpdateRowsFn find(int optimizer) {
   UpdateRowsFn found = nullptr;
   Optimizers::visit(optimizer, [&](auto tag) { found = update<typename decltype(tag)::type>; });
   return found;
 }
 
+// UpdateRowsTable::widen.
 void widen(const WidenRowsArgs& args, int64_t begin, int64_t end) {
   for (int64_t i = begin; i < end; ++i) {
     widen_row(args.from, args.type, args.rows[i] * args.width, args.width,

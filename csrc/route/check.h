@@ -167,7 +167,7 @@ struct CombineInputs {
     local = {data, begin, begin + tensor->numel()};
   }
 
-  // The same for a source of `numel` elements in all; return how many are outside of `local`.
+  // Set the local part of a source of `numel` elements in all; return how many are outside of it.
   int64_t set_local_of(const char* op, const std::optional<Tensor>& tensor, int64_t begin,
                        int64_t numel, ScalarType dtype) {
     STD_TORCH_CHECK(numel >= 0, op, ": source_numel must not be negative, got ", numel);

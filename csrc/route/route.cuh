@@ -22,7 +22,7 @@ struct DeviceRoute {
   Bags bags;         // of the batch
   void* out;         // of the dtype of ids: [out_bags] lengths, 0 before; or [total] ids
   int64_t out_bags;  // bags of all units
-  // Only for moving ids.
+  // The other members are read by the move only.
   IndexArray starts;     // [out_bags + 1] sums of the lengths
   int64_t total;         // ids in the output
   int64_t* positions;    // [total], an output: the position in `ids` of each id of the output
@@ -97,10 +97,10 @@ struct BlockPeers {
   EMB_DEVICE int count() const { return __popc(peers); }
 };
 
-// Counts the ids [begin, end) of a bag. I is the dtype of ids.
+// Counts the ids [begin, end) of a bag per block. I is the dtype of ids.
 template <class I>
 struct CountIds {
-  // By this lane alone.
+  // Called by one lane.
   EMB_DEVICE static void by_lane(const DeviceRoute& in, const BagRoute& route, int64_t begin,
                                  int64_t end) {
     const I* ids = static_cast<const I*>(in.ids);
@@ -110,7 +110,7 @@ struct CountIds {
     }
   }
 
-  // By all lanes of the warp.
+  // Called by all lanes of a warp with the same arguments.
   EMB_DEVICE static void by_warp(const DeviceRoute& in, const BagRoute& route, int64_t begin,
                                  int64_t end) {
     const I* ids = static_cast<const I*>(in.ids);
@@ -140,7 +140,7 @@ struct CountIds {
 // Moves the ids [begin, end) of a bag.
 template <class I>
 struct MoveIds {
-  // By this lane alone.
+  // Called by one lane.
   EMB_DEVICE static void by_lane(const DeviceRoute& in, const BagRoute& route, int64_t begin,
                                  int64_t end) {
     const I* ids = static_cast<const I*>(in.ids);
@@ -153,7 +153,7 @@ struct MoveIds {
     }
   }
 
-  // By all lanes of the warp.
+  // Called by all lanes of a warp with the same arguments.
   EMB_DEVICE static void by_warp(const DeviceRoute& in, const BagRoute& route, int64_t begin,
                                  int64_t end) {
     const I* ids = static_cast<const I*>(in.ids);
@@ -222,12 +222,14 @@ EMB_DEVICE void route_bags(const DeviceRoute& in, int bags_of_warp) {
   }
 }
 
+// Add the ids of every bag to in.out, lengths that are 0 before.
 template <class I>
 __global__ void __launch_bounds__(kRouteThreads, 4)
     route_count_kernel(DeviceRoute in, int bags_of_warp) {
   route_bags<CountIds<I>>(in, bags_of_warp);
 }
 
+// Write the ids of every bag to in.out, from in.starts on.
 template <class I>
 __global__ void __launch_bounds__(kRouteThreads, 4)
     route_move_kernel(DeviceRoute in, int bags_of_warp) {
@@ -245,12 +247,14 @@ void launch_over_bags(const Launcher& launcher, Kernel kernel, const DeviceRoute
   launcher(kernel, blocks, kRouteThreads, in, bags_of_warp);
 }
 
+// Count the ids of all bags; `is_int64` is the dtype of ids and lengths.
 template <class Launcher>
 void launch_route_count(const Launcher& launcher, const DeviceRoute& in, bool is_int64) {
   launch_over_bags(launcher, is_int64 ? route_count_kernel<int64_t> : route_count_kernel<int32_t>,
                    in);
 }
 
+// Move the ids of all bags.
 template <class Launcher>
 void launch_route_move(const Launcher& launcher, const DeviceRoute& in, bool is_int64) {
   launch_over_bags(launcher, is_int64 ? route_move_kernel<int64_t> : route_move_kernel<int32_t>,

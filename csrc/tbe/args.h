@@ -50,8 +50,7 @@ struct TableRows {
   int64_t num_slots = 0, cache_stride = 0;  // the stride is in elements, at least `dim`
 };
 
-// Forward: pool a range of bags of one feature.
-
+// The arguments of the forward: pool a range of bags of one feature.
 struct LookupArgs {
   TableRows rows;
   BagRows bags;
@@ -64,13 +63,13 @@ struct LookupArgs {
 // Write the output rows of bags [first_bag, last_bag), at least one, all of the same feature.
 using LookupFn = void (*)(const LookupArgs&, int64_t first_bag, int64_t last_bag);
 
+// The CPU kernels of the forward.
 struct LookupTable {
   LookupFn at[2][kDtypes][kDtypes][2];  // [cached][weights dtype][output dtype][indices are int64]
   LookupFn mixed[kDtypes];  // [output dtype], if the cache and the table differ in dtype
 };
 
-// The gradient of the sample weights, for a range of bags of one feature.
-
+// The arguments of the gradient of the sample weights, for a range of bags of one feature.
 struct SampleWeightArgs {
   TableRows rows;
   BagRows bags;              // with sum or mean pooling
@@ -82,6 +81,7 @@ struct SampleWeightArgs {
 // Write `out` for the lookups of bags [first_bag, last_bag), at least one, of the same feature.
 using SampleWeightFn = void (*)(const SampleWeightArgs&, int64_t first_bag, int64_t last_bag);
 
+// The CPU kernels of that gradient.
 struct SampleWeightTable {
   SampleWeightFn at[2][kDtypes][kDtypes];  // [cached][weights dtype][gradient dtype]
   SampleWeightFn mixed[kDtypes];  // [gradient dtype], if the cache and the table differ in dtype
@@ -130,6 +130,7 @@ struct TableSpan {
   int64_t feature;  // the only feature that reads the table, -1 if there are several
 };
 
+// The arguments of the update of unique rows. Its contents have been checked.
 struct UpdateArgs {
   GradArgs grads;
   LongSegments long_segments = {};
@@ -156,6 +157,7 @@ inline constexpr int kScratchRows = 2 + kMaxElementStates;
 using UpdateFn = void (*)(const UpdateArgs&, SumFn, float* scratch, int64_t widest, int64_t begin,
                           int64_t end);
 
+// The CPU kernels of the backward. Calls for disjoint ranges may run at once.
 struct UpdateTable {
   SumFn sum[kDtypes];  // [gradient dtype]
   // Return the kernel of an optimizer, null if there is none of that number. `update` locates every

@@ -6,7 +6,6 @@
 // address of its row to the group by shuffles. The groups of a warp run in lockstep: all take as
 // many steps as the longest bag, so that collectives name the full warp. A bag's rows are added in
 // the order of its lookups, in float.
-//
 // pool_kernel is the general kernel. short_bags_kernel, long_bags_kernel, sequence_kernel (no
 // pooling) and mixed_lookup_kernel (a cache of another dtype) are variants; launch_lookup selects.
 #pragma once
@@ -19,7 +18,7 @@
 
 namespace emb::cuda {
 
-inline constexpr int kLookupThreads = 256;
+inline constexpr int kLookupThreads = 256;  // threads per block, but for short bags
 
 // All pointers are to memory that the device can read (tables may be in pinned host memory), and
 // that must live until the kernel has run. The entry has checked shapes and dtypes; nothing has
@@ -399,8 +398,9 @@ __global__ void __launch_bounds__(kLookupThreads, 3)
 // Return whether blocks should share bags: they are long, and too few to give each warp of a GPU
 // one. This does not depend on the device, so that a result has the same bits on every GPU.
 inline bool has_long_bags(const DeviceLookupArgs& args, int lanes) {
-  constexpr int64_t kLong = 64, kEnoughLanes = 1 << 17;
-  return args.bags.num_lookups >= kLong * args.bags.num_bags &&
+  constexpr int64_t kLongBag = 64;           // lookups
+  constexpr int64_t kEnoughLanes = 1 << 17;  // about 1,000 per multiprocessor of an H100
+  return args.bags.num_lookups >= kLongBag * args.bags.num_bags &&
          args.bags.num_bags * lanes < kEnoughLanes;
 }
 
@@ -415,7 +415,7 @@ inline bool has_mixed_rows(const DeviceLookupArgs& args) {
 
 inline constexpr int kMixedColumns = 4;  // columns per lane
 
-// Four columns of a row of any dtype, as they are stored; set `type` before loading.
+// Four columns of a row of any dtype, as they are stored. The caller sets `type` before it loads.
 struct MixedSlice {
   uint32_t word[kMixedColumns] = {};
   Dtype type = Dtype::kFloat;
@@ -489,6 +489,8 @@ EMB_DEVICE void read_mixed_rows(const DeviceLookupArgs& args, int64_t address, i
   }
 }
 
+// Read the rows in vectors if all rows of the warp allow it; `dim` is the number of columns of a
+// row.
 template <class Use>
 EMB_DEVICE void read_mixed_rows(const DeviceLookupArgs& args, int64_t address, int dim, int column,
                                 int lanes, int steps, const Use& use) {
@@ -548,6 +550,7 @@ EMB_DEVICE void add_mixed_bag(const DeviceLookupArgs& args, const BagTask& task,
   }
 }
 
+// Launch a lookup over rows of two dtypes.
 template <class Launcher>
 void launch_mixed_lookup(const Launcher& launcher, const DeviceLookupArgs& args) {
   const int64_t items = args.pooling == Pooling::kNone ? args.bags.num_lookups : args.bags.num_bags;
@@ -582,8 +585,7 @@ void launch_lookup_of(const Launcher& launcher, const DeviceLookupArgs& args) {
   }
 }
 
-// Write args.output: every row of a bag or, without pooling, of a lookup. There must be a bag. In a
-// variable batch, columns that no bag has are not written.
+// Write args.output: every row of a bag or, without pooling, of a lookup. There must be a bag.
 template <class Launcher>
 void launch_lookup(const Launcher& launcher, const DeviceLookupArgs& args) {
   if (args.columns == 0) return;

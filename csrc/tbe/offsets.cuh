@@ -88,6 +88,7 @@ EMB_DEVICE int repair_offsets(const Bags& bags, int32_t* repaired, int32_t* of_w
   return bad;
 }
 
+// End the launch because of an invalid offset, or a lost index.
 EMB_DEVICE void fail_for_offsets() {
   simt::trap(
       "bounds_check: offsets must start at 0, not decrease, and end at the number of indices");

@@ -6,10 +6,6 @@
 // which blocks sum beforehand, so that one hot row occupies the whole device; the lanes then add
 // the chunk sums in order. Chunks depend on the length of the segment only, so that the same
 // gradients give the same bits.
-//
-// Chunk sums are found without a counter: memory has a *chunk slot* for every kShortSegment sorted
-// lookups, and the slots of a segment are those whose first lookup lies in it. A long segment has
-// at least as many slots as chunks.
 #pragma once
 
 #include "core/dtype.h"
@@ -39,6 +35,10 @@ EMB_HD int num_chunks(int segment_length) {
   return static_cast<int>((static_cast<int64_t>(segment_length) + length - 1) / length);
 }
 
+// Chunk sums are found without a counter: memory has a *chunk slot* for every kShortSegment sorted
+// lookups, and the slots of a segment are those whose first lookup lies in it. A long segment has
+// at least as many slots as chunks.
+//
 // Return the number of chunk slots of a batch; 0 if no segment can be long.
 EMB_HD int64_t num_chunk_slots(int64_t num_lookups) {
   return num_lookups > kShortSegment ? (num_lookups + kShortSegment - 1) / kShortSegment : 0;

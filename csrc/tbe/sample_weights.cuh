@@ -7,6 +7,7 @@
 
 namespace emb::cuda {
 
+// The arguments of the kernels; all pointers are to device memory.
 struct DeviceSampleWeightArgs {
   // The lookup whose weights these are. `output` is not used; map.columns is the row stride of
   // `grad`.
@@ -60,7 +61,7 @@ EMB_DEVICE void dot_bag(const DeviceSampleWeightArgs& args, const BagTask& task,
   }
 }
 
-// The same for rows some of which are in a cache of another dtype than the tables.
+// Do as dot_bag for rows of which some are in a cache of another dtype than the tables.
 EMB_DEVICE void dot_mixed_bag(const DeviceSampleWeightArgs& args, const BagTask& task,
                               const LaneGroup& lane, int column, int longest,
                               const float (&grad)[kMixedColumns]) {
@@ -112,6 +113,7 @@ EMB_DEVICE void for_bag_gradients(const DeviceSampleWeightArgs& args, const Lane
   }
 }
 
+// Grid-stride over bags; `lanes` is the number of lanes per bag, W the dtype of all rows.
 template <class W>
 __global__ void __launch_bounds__(kLookupThreads, 3)
     sample_weight_kernel(DeviceSampleWeightArgs args, int lanes) {
@@ -127,6 +129,7 @@ __global__ void __launch_bounds__(kLookupThreads, 3)
   for_bag_gradients<N>(args, lane, dot);
 }
 
+// Do the same for tables and a cache of two dtypes.
 [[maybe_unused]] static __global__ void __launch_bounds__(kLookupThreads, 4)
     mixed_sample_weight_kernel(DeviceSampleWeightArgs args, int lanes) {
   const LaneGroup lane(lanes);

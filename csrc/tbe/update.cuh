@@ -273,7 +273,8 @@ struct TileUpdate {
     }
   }
 
-  // The same for columns that are not adjacent in a lane or not aligned.
+  // Do as add_vectors for columns that are not adjacent in a lane or not aligned, one gradient at a
+  // time.
   EMB_DEVICE void add_apart(int64_t offset, float scale, int column, int steps,
                             float (&sum)[kColumns]) const {
 #pragma unroll 1

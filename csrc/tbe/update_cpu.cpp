@@ -27,7 +27,7 @@ EMB_SELECT_KERNELS(UpdateTable, kUpdateTable, update_table)
 
 namespace {
 
-constexpr int64_t kGrain = 512;       // smallest cost of a range that gets a thread: see for_groups
+constexpr int64_t kGrain = 512;       // minimum cost of a range that gets a thread: see for_groups
 constexpr int64_t kGroupsAhead = 16;  // groups of `tbe_row_grads` whose gradients are prefetched
 
 // Scratch aligned to cache lines, so that no vector register of 64 bytes touches two lines.
@@ -246,7 +246,8 @@ struct ChunkSums {
 // lookups plus that of its row, which is about four lookups.
 template <class Body>
 void for_groups(const GradArgs& args, int64_t num_groups, const Body& body) {
-  const auto cost = [&](int64_t group) { return args.segments[group] + 4 * group; };
+  constexpr int64_t kRowCost = 4;
+  const auto cost = [&](int64_t group) { return args.segments[group] + kRowCost * group; };
   parallel_balanced(num_groups, kGrain, cost, body);
 }
 

@@ -17,10 +17,10 @@
 
 namespace emb {
 
-// The most rows of a core and ids of halves: they are int32 in the plan.
+// The maximum number of rows of a core, and of ids of halves: they are int32 in the plan.
 inline constexpr int64_t kMaxTtIds = (int64_t{1} << 31) - 1;
-// The most keys: they, and the product of all row factors, are int64; the margin prevents overflow
-// of sums.
+// The maximum number of keys: they, and the product of all row factors, are int64, with a margin
+// for sums.
 inline constexpr double kMaxTtRows = 4.0e18;
 
 // Check the row factors of a table, one per core, and return a shape that has nothing else set.
@@ -44,6 +44,7 @@ inline TtShape tt_row_shape(const char* op, const std::vector<int64_t>& row_fact
   return shape;
 }
 
+// Return the precision with the number `code`; raise if there is none.
 inline MatmulPrecision parse_matmul_precision(const char* op, int64_t code) {
   return parse_choice<MatmulPrecision>(op, "matmul_precision", code, kMatmulPrecisions);
 }

@@ -5,11 +5,6 @@
 // Every kernel serves all tables in one launch, so that a pass takes the same number of launches
 // for any number of tables. What differs between tables is in arrays of arguments in device memory
 // (TtTableRows, TtPair and others), which the first launch writes (core/upload.cuh).
-//
-// A pass builds a TtDeviceBatch (shapes, cores and plan), a TtMemory (which asks for the buffers)
-// and a TtArrays (from both), and calls the latter's `upload`, `make_values`, and then `make_rows`
-// (forward) or `make_grads` and `update` (backward). All refer to memory of the caller, who keeps
-// it until the kernels have run.
 #pragma once
 
 #include <vector>
@@ -22,6 +17,11 @@
 #include "tt/rows.cuh"
 
 namespace emb::cuda {
+
+// A pass builds a TtDeviceBatch (shapes, cores and plan), a TtMemory (which asks for the buffers)
+// and a TtArrays (from both), and calls the latter's `upload`, `make_values`, and then `make_rows`
+// (forward) or `make_grads` and `update` (backward). All refer to memory of the caller, who keeps
+// it until the kernels have run.
 
 inline int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t max_of(int64_t a, int64_t b) { return a > b ? a : b; }
@@ -93,7 +93,7 @@ struct TtMemory {
   float* right_values = nullptr;       // [rights, right_stride]
   const float* left_values = nullptr;  // [lefts, left_stride] of pairs: saved or made
   float* new_left_values = nullptr;    // left_values if this pass makes them, else null
-  // Of a backward pass.
+  // The others serve the backward pass only.
   float *left_grads = nullptr, *right_grads = nullptr;  // gradients of the values of pairs
   float* partials = nullptr;                            // of right_grads.cuh: [slots, right_stride]
   float *left_outer_values = nullptr, *right_outer_values = nullptr;  // TtPair::outer_values

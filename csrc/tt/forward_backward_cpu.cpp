@@ -33,8 +33,8 @@ EMB_SELECT_KERNELS(UpdateRowsTable, kUpdateRowsTable, tt_update_table)
 // The smallest work of a thread: in multiplications, and for updates in elements.
 inline constexpr int64_t kTtGrain = 1 << 21;
 inline constexpr int64_t kUpdateGrain = 1 << 15;
-// For a thread that takes whole tables: its smallest work, and the work of a row besides its
-// product, both in multiplications.
+// The smallest work of a thread that takes whole tables, and the work of a row besides its product,
+// both in multiplications.
 inline constexpr int64_t kTableGrain = 1 << 19, kRowWork = 256;
 
 // Reverse the axes of `rows` rows, in parallel.

@@ -536,7 +536,7 @@ std::vector<Tensor> tt_lookup_checked_(
   return results;
 }
 
-// As on the CPU, but `kept` is the one tensor that tt_lookup_checked_ returned. Everything is
+// Update as on the CPU; `kept` is the one tensor that tt_lookup_checked_ returned. Everything is
 // checked and allocated before the launch that counts the step, so that a call that raises counts
 // none.
 void tt_backward_(std::vector<Tensor> cores, std::vector<Tensor> states, Tensor hyper,

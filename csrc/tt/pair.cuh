@@ -6,9 +6,7 @@
 // and a tile of columns, finds the halves that share the row, and runs one tiled product over all
 // of them: on tensor cores, from shared memory, into which the next tiles are copied meanwhile. The
 // gradient of an inner row is complete in the registers of one block, so there are no atomics and
-// no partial sums. One launch serves the pairs of all tables, whatever their shapes: their inner
-// rows are numbered pair after pair, and a block reads the arguments of its pair from device
-// memory. A *line* is one outer column of one half: a row of a product.
+// no partial sums.
 #pragma once
 
 #include "core/codes.h"
@@ -19,6 +17,8 @@
 #include "tt/args.h"
 
 namespace emb::cuda {
+
+// A *line* is one outer column of one half: a row of a product.
 
 // The distinct halves of one kind of a table: [range[0], range[1]) of those of all tables. All
 // pointers are to device memory.
@@ -58,7 +58,7 @@ struct TtHalves {
     const auto id_of = [&](int u) { return int64_t{ids[first + u]} - first_id; };
     return first + 1 + warp_search(id_of, range[1] - first, id - 1);
   }
-  // The same for a single thread, in more steps.
+  // Return the same half, in one thread and in more steps.
   EMB_DEVICE int lower_bound(int64_t id) const {
     int low = range[0], high = range[1];
     while (low < high) {
@@ -92,7 +92,9 @@ struct TtPair {
   }
 };
 
-// The pairs of a launch. Sizes are totals and maxima over these pairs.
+// The pairs of a launch: those of all tables, whatever their shapes. Their inner rows are numbered
+// pair after pair, and a block reads the arguments of its pair from device memory. Sizes are totals
+// and maxima over these pairs.
 struct TtPairs {
   const TtPair* pairs = nullptr;  // [count], in device memory
   int count = 0;
@@ -126,9 +128,9 @@ struct TtPairs {
   }
 };
 
-inline constexpr int kPairThreads = 128;
-inline constexpr int kPairBlocks = 5;  // blocks per multiprocessor, which registers must allow
-inline constexpr int kDepth = 32;      // depth, along k, of the tiles in shared memory
+inline constexpr int kPairThreads = 128;  // four warps: all tiles below have four parts
+inline constexpr int kPairBlocks = 5;     // blocks per multiprocessor, which registers must allow
+inline constexpr int kDepth = 32;         // depth, along k, of the tiles in shared memory
 inline constexpr int kWarpM = 32, kWarpN = 16;  // rows and columns of a tile that a warp computes
 
 // A tile of one operand in shared memory: kCount indices of m or n by kDepth of k. Lines of the
@@ -178,9 +180,9 @@ struct OperandTile {
   }
 };
 
-// The places of the lines of the halves of an inner row, kLines at a time, in shared memory. Three
-// such tables take turns: one is written while the copies of the next tile, and the results of this
-// one, use the other two.
+// Where the lines of the halves of an inner row are, kLines at a time, in shared memory. Three
+// tables take turns: one is written while the copies of the next tile, and the results of this one,
+// use the other two.
 template <int kLines>
 struct LineTables {
   int64_t outer[3][kLines];  // elements into the outer core; -1 after the last line

@@ -26,6 +26,7 @@ struct TtKeysArgs {
   int64_t* keys;  // [n], an output: keys within the table, -1 for lookups to skip
 };
 
+// Write args.keys, grid-stride over lookups.
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
     tt_keys_kernel(TtKeysArgs args) {
   for (int64_t i = simt::global_thread(); i < args.n; i += simt::threads_in_grid()) {
@@ -201,6 +202,7 @@ struct TtFinishArgs {
   int32_t* starts;
 };
 
+// Write the right half of each row, the row of each lookup, and where each table begins.
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
     tt_finish_kernel(TtFinishArgs args) {
   __shared__ int range[2];

@@ -3,22 +3,20 @@
 //
 // The rows of a half are divided into chunks of 64, counted from its first row, so that the sums do
 // not depend on the rest of the batch. A block of four warps takes a chunk and a tile of 128 ranks
-// and four right columns. A *line* is a left column jl of a row; a *quad* is four neighbours along
-// the rank. Lane i of a warp looks up row i of 32 once (its number and that of its left half), and
-// passes both to the other lanes by shuffles. Each lane of a warp takes lines of its own and one
-// quad; it has four lines in flight, and each is an outer product of four ranks and four right
-// columns: 16 multiply-adds for two loads of 16 bytes. Lanes and warps are summed in a fixed order.
-// The sum of a half of one chunk, as most are, is written at once; the chunks of other halves are
-// summed by a second kernel, in order. Ranks and columns beyond the end of a table count as zeros,
-// so that all shapes have one order of sums. Shapes or strides that allow no vectors run on the
-// second instantiation, with the same bits.
+// and four right columns. Lanes and warps are summed in a fixed order. The sum of a half of one
+// chunk, as most are, is written at once; the chunks of other halves are summed by a second kernel,
+// in order. Ranks and columns beyond the end of a table count as zeros, so that all shapes have one
+// order of sums. Shapes or strides that allow no vectors run on the second instantiation, with the
+// same bits.
 #pragma once
 
 #include "tt/rows.cuh"
 
 namespace emb::cuda {
 
-inline constexpr int kChunkRows = 64;
+// A *line* is a left column jl of a row, a *quad* is four neighbours along the rank.
+
+inline constexpr int kChunkRows = 64;   // rows per chunk
 inline constexpr int kTileQuads = 32;   // quads of ranks per tile
 inline constexpr int kTileColumns = 4;  // right columns of a tile
 
@@ -46,6 +44,7 @@ EMB_HD int right_tiles(int right_columns, int rank) {
   return (quads + kTileQuads - 1) / kTileQuads * ((right_columns + 3) / 4);
 }
 
+// Return whether a table runs on the instantiation that reads vectors.
 EMB_DEVICE bool has_right_vectors(const TtTableRows& table, const TtRightGrads& out) {
   return out.has_vectors && table.has_vectors && table.right_columns % 4 == 0;
 }
@@ -229,6 +228,11 @@ class TileSums {
 
 // Add this lane's lines of a chunk to `sums`: four ranks from `rank` on, four right columns from
 // `column` on. `quads` is the number of quads of the block's tile.
+//
+// Lane i of a warp looks up row i of 32 once (its number and that of its left half), and passes
+// both to the other lanes by shuffles. Each lane takes lines of its own and one quad; it has four
+// lines in flight, and each is an outer product of four ranks and four right columns: 16
+// multiply-adds for two loads of 16 bytes.
 template <bool kVectors>
 EMB_DEVICE void add_lines(const TtDeviceRowsArgs& args, const TtTableRows& table,
                           const float* row_grads, const RowChunk& chunk, int quads, int rank,

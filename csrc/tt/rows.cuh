@@ -8,13 +8,6 @@
 //
 // One launch serves the halves of all tables, whatever their shapes: a warp looks up the table of
 // its half in the plan's `starts` and reads the table's arguments from device memory.
-//
-// Rows and the gradients of left halves are computed on tensor cores if the rank (and, for
-// gradients, the number of right columns) is a multiple of four; other shapes run on
-// tt_rows_kernel and left_grads_kernel, in which a lane owns elements of the result. The choice
-// depends on the shape of the table alone, so that a table has the same bits in every batch. A
-// batch with tables of both kinds launches both kernels, each of which skips the tables of the
-// other.
 #pragma once
 
 #include "core/codes.h"
@@ -26,7 +19,7 @@
 
 namespace emb::cuda {
 
-inline constexpr int kRowThreads = 128;
+inline constexpr int kRowThreads = 128;     // threads per block of all kernels of this file
 inline constexpr int kElementsPerLane = 4;  // elements of a result that a lane keeps in registers
 
 // A row of floats per left half: of a buffer by its number or, if `ids` is not null, of a core by
@@ -60,7 +53,10 @@ struct TtTableRows {
   EMB_HD int64_t right_size() const { return int64_t{1} * right_columns * rank; }
   EMB_HD int64_t dim() const { return int64_t{1} * left_columns * right_columns; }
 
-  // Return whether rows, and whether the gradients of left halves, run on tensor cores.
+  // Return whether rows, and whether the gradients of left halves, are computed on tensor cores.
+  // The others run on tt_rows_kernel and left_grads_kernel, in which a lane owns elements of the
+  // result. A batch of both launches both kernels, each of which skips the tables of the other. The
+  // choice depends on the shape alone, so that a table has the same bits in every batch.
   EMB_HD bool has_mma_rows() const { return rank % 4 == 0; }
   EMB_HD bool has_mma_grads() const { return rank % 4 == 0 && right_columns % 4 == 0; }
 };
@@ -490,6 +486,7 @@ void launch_left_grads(const Launcher& launcher, MatmulPrecision precision,
   }
 }
 
+// Write the values of right halves that are no pairs; `rights` is their maximum number.
 template <class Launcher>
 void launch_right_values(const Launcher& launcher, int64_t rights, const TtDeviceRowsArgs& args,
                          Dtype type, float* values) {

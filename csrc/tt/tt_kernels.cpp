@@ -12,6 +12,7 @@ namespace emb::EMB_ISA {
 
 namespace {
 
+// Copy n floats.
 EMB_HD void copy(const float* from, int64_t n, float* to) {
   __builtin_memcpy(to, from, static_cast<size_t>(n) * sizeof(float));
 }
@@ -116,6 +117,7 @@ EMB_HD void expand_block(const TtHalfCores& cores, int64_t begin, int64_t end,
   if (cores.mirrored) reorder(half, out, Order::kInnerFirst, end - begin, values);
 }
 
+// TtTable::expand.
 void expand(const TtHalfCores& cores, float* values, float* scratch_data, int64_t begin,
             int64_t end) {
   const int64_t size = cores.half.value_size();
@@ -196,6 +198,7 @@ EMB_HD void rows_of_left(const TtRowsArgs& args, int64_t u, const float* value,
   }
 }
 
+// TtTable::rows.
 void rows(const TtRowsArgs& args, float* scratch_data, int64_t begin, int64_t end) {
   const TtHalfCores& left = args.left;
   const int64_t size = left.half.value_size();
@@ -264,6 +267,7 @@ EMB_HD void transpose_inner(const TtHalfCores& cores, int64_t begin, int64_t u,
   transpose({cores.inner_of(u), half.inner_rank, width, width}, scratch.inner, half.inner_rank);
 }
 
+// TtTable::contract.
 void contract(const TtHalfCores& cores, const TtHalfGrads& grads, const float* value_grads,
               float* scratch_data, int64_t begin, int64_t end) {
   const int64_t size = cores.half.value_size();
@@ -335,6 +339,7 @@ EMB_HD void value_grad(const TtLeftGradsArgs& args, int64_t u, float* out) {
   }
 }
 
+// TtTable::left_grads.
 void left_grads(const TtLeftGradsArgs& args, float* scratch_data, int64_t begin, int64_t end) {
   const TtHalfCores& left = args.left;
   const TtHalf& half = left.half;
@@ -436,6 +441,7 @@ EMB_HD Product row_of_right(const TtRightGradsArgs& args, int64_t j, int64_t v, 
           .store = is_first ? Store::kSet : Store::kAdd};
 }
 
+// TtTable::right_grads.
 void right_grads(const TtRightGradsArgs& args, int64_t begin, int64_t end) {
   const int64_t right_columns = args.right_columns, rank = args.rank;
   const bool in_registers = right_columns == 4 && rank % kLanes == 0;
@@ -508,6 +514,7 @@ void right_grads_by_row(const TtRightGradsArgs& args, int64_t begin, int64_t end
   }
 }
 
+// TtTable::sum_outer.
 void sum_outer(const TtOuterSumArgs& args, int64_t begin, int64_t end) {
   for (int64_t i = begin; i < end; ++i) {
     float* __restrict sum = args.grads + i * args.size;
@@ -518,6 +525,7 @@ void sum_outer(const TtOuterSumArgs& args, int64_t begin, int64_t end) {
   }
 }
 
+// TtTable::reverse.
 void reverse(const TtReverseArgs& args, int64_t begin, int64_t end) {
   const int64_t a = args.a, q = args.q, b = args.b, size = a * q * b;
   const auto row = [&](const int32_t* ids, int64_t i) {
