@@ -100,10 +100,10 @@ class TTTableColumn(IntEnum):
     ROWS = 0
     MULTIPLIER = 1  # factor that permutes ids, see emblib.tt.shapes
     OFFSET = 2
-    FIRST = 3  # rows of the first core
-    SECOND = 4  # rows of the second core
-    RIGHTS = 5  # ids of right halves
-    IS_PAIR = 6  # 1 if the left half is two cores
+    LEFT_OUTER_ROWS = 3  # rows of the first core
+    LEFT_INNER_ROWS = 4  # rows of the second core, 1 if the left half has none
+    RIGHT_IDS = 5  # number of ids of right halves
+    LEFT_IS_PAIR = 6  # 1 if the left half is two cores
     FIRST_KEY = 7
     FIRST_LEFT = 8
     FIRST_RIGHT = 9

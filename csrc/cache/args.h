@@ -126,15 +126,15 @@ EMB_HD int64_t end_of_rows(const Feature* tables, int num_tables) {
 
 // The state of a cache.
 struct CacheState {
-  int64_t* tags;    // [sets, kWays] linear row of each way, negative for an empty one
-  int64_t* words;   // [sets, kWays] usage words
-  int32_t* counts;  // [cached rows], LFU only: lookups so far of rows that are not cached
+  int64_t* tags;         // [sets, kWays] linear row of each way, negative for an empty one
+  int64_t* usage_words;  // [sets, kWays], see usage_word
+  int32_t* counts;       // [cached rows], LFU only: lookups so far of rows that are not cached
   int64_t sets;
-  int64_t first_row;  // first cached linear row, that of counts[0]
+  int64_t first_row;  // first cached linear row, whose count is counts[0]
   Policy policy;
 };
 
-// The CPU kernels of `cache_plan_` and `cache_locate`.
+// The CPU kernels of `cache_plan_` and `cache_locate`. Each call works on one thread.
 
 // A distinct row of a batch that is not in the cache.
 struct Miss {
@@ -142,6 +142,7 @@ struct Miss {
   uint32_t set;
 };
 
+// A plan on the CPU; contents have been checked.
 struct CachePlanArgs {
   CacheState cache;
   int64_t now, oldest;      // numbers of this batch, and of the oldest batch in flight
@@ -159,12 +160,13 @@ struct MissGroups {
   const int32_t *sets, *segments, *permutation;
 };
 
+// Their functions. Calls for disjoint ranges may run at once.
 struct CachePlanTable {
   // Write row_slots of rows [begin, end), which must be cached rows: -1 for misses. Unless `misses`
   // is null, list the misses there; it has room for end - begin. Return the number of misses, 0 if
   // `misses` is null.
   int64_t (*locate)(const CachePlanArgs&, int64_t begin, int64_t end, Miss* misses);
-  // The same; also set `evicted` to kNoMove, stamp the hits, and count the lookups.
+  // Do as `locate`; also set `evicted` to kNoMove, stamp the hits, and count the lookups.
   int64_t (*probe)(const CachePlanArgs&, int64_t begin, int64_t end, Miss* misses);
   // Assign ways to the misses of groups [begin, end).
   void (*admit)(const CachePlanArgs&, const MissGroups&, int64_t begin, int64_t end);
@@ -182,6 +184,7 @@ struct TierTensor {
   Dtype type;
 };
 
+// Where rows move, and between which tensors.
 struct CacheMemory {
   const Feature* tables;  // [num_tables]
   int num_tables;
@@ -224,7 +227,7 @@ EMB_HD bool fits(const CacheMemory& memory, const TierRow& row, int64_t slot) {
 
 // Return the first entry of a row in a tensor.
 EMB_HD int64_t entry(const CacheMemory& memory, int tensor, const RowLocation& location) {
-  return memory.is_by_row(tensor) ? location.row : location.element;
+  return memory.is_by_row(tensor) ? location.state_row : location.element;
 }
 
 // Return which random numbers the write-back of a tensor uses.
@@ -263,8 +266,9 @@ struct PostponedFetches {
 
 // The CPU kernels of `cache_move_` and `cache_flush_`.
 
+// Their functions. Calls for disjoint ranges may run at once.
 struct CacheMoveTable {
-  // For rows [begin, end) of the batch: write back the rows that they evict, then fetch them.
+  // Write back the rows that rows [begin, end) of the batch evict, then fetch rows [begin, end).
   void (*move)(const CacheMemory&, const CacheMoves&, int64_t begin, int64_t end);
   // Write back the rows in slots [begin, end), which `tags`, [slots], names; they stay cached.
   void (*flush)(const CacheMemory&, const int64_t* tags, int64_t begin, int64_t end);

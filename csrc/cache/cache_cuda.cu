@@ -128,33 +128,44 @@ CacheMemory device_memory(const char* op, std::vector<Tensor>& weights, std::vec
   return memory;
 }
 
+// The tensors of `later`, in their order. Without the last three no fetch is postponed.
+enum LaterTensor : int {
+  kLaterClock,
+  kLaterConflicts,
+  kLaterRows,
+  kLaterSlots,
+  kLaterCount,
+  kLaterTensors
+};
+
 // Check `later`, which is empty, [clock, conflicts] or [clock, conflicts, rows, slots, count] for
 // the batch `rows`, and return the fetches to postpone.
 PostponedFetches postponed_fetches(const char* op, std::vector<Tensor>& later, const Tensor& rows) {
   PostponedFetches fetches{};
   if (later.empty()) return fetches;
-  STD_TORCH_CHECK(later.size() == 2 || later.size() == 5, op,
+  STD_TORCH_CHECK(later.size() == kLaterRows || later.size() == kLaterTensors, op,
                   ": later must be empty, [clock, conflicts] or [clock, conflicts, rows, slots, "
                   "count], got ",
                   later.size(), " tensors");
-  check_cache_vector(op, "clock", later[0], ScalarType::Long, 2, rows);
-  check_cache_tensor(op, "conflicts", later[1], ScalarType::Long, rows);
-  fetches.clock = later[0].const_data_ptr<int64_t>();
-  fetches.sets = later[1].numel();
+  check_cache_vector(op, "clock", later[kLaterClock], ScalarType::Long, 2, rows);
+  check_cache_tensor(op, "conflicts", later[kLaterConflicts], ScalarType::Long, rows);
+  fetches.clock = later[kLaterClock].const_data_ptr<int64_t>();
+  fetches.sets = later[kLaterConflicts].numel();
   STD_TORCH_CHECK(fetches.sets > 0, op, ": conflicts needs an entry per set");
-  fetches.conflicts = later[1].mutable_data_ptr<int64_t>();
-  if (later.size() == 2) return fetches;
-  check_cache_vector(op, "later rows", later[2], ScalarType::Long, rows.numel(), rows);
-  check_cache_vector(op, "later slots", later[3], ScalarType::Int, rows.numel(), rows);
-  check_cache_vector(op, "later count", later[4], ScalarType::Int, 1, rows);
-  fetches.rows = later[2].mutable_data_ptr<int64_t>();
-  fetches.slots = later[3].mutable_data_ptr<int32_t>();
-  fetches.count = later[4].mutable_data_ptr<int32_t>();
+  fetches.conflicts = later[kLaterConflicts].mutable_data_ptr<int64_t>();
+  if (later.size() == kLaterRows) return fetches;
+  check_cache_vector(op, "later rows", later[kLaterRows], ScalarType::Long, rows.numel(), rows);
+  check_cache_vector(op, "later slots", later[kLaterSlots], ScalarType::Int, rows.numel(), rows);
+  check_cache_vector(op, "later count", later[kLaterCount], ScalarType::Int, 1, rows);
+  fetches.rows = later[kLaterRows].mutable_data_ptr<int64_t>();
+  fetches.slots = later[kLaterSlots].mutable_data_ptr<int32_t>();
+  fetches.count = later[kLaterCount].mutable_data_ptr<int32_t>();
   return fetches;
 }
 
-// As on the CPU. Besides, `evicted` may be empty: then every row is fetched and none is evicted;
-// `hyper` may be empty: then nothing is rounded stochastically; and `later` postpones fetches.
+// Move as on the CPU, with three additions: an empty `evicted` means that every row is fetched and
+// none is evicted, an empty `hyper` that nothing is rounded stochastically, and `later` postpones
+// fetches.
 void cache_move_(std::vector<Tensor> weights, std::vector<Tensor> states, const Tensor& hyper,
                  const Tensor& tables, const Tensor& rows, const Tensor& count,
                  const Tensor& row_slots, const Tensor& evicted, std::vector<Tensor> later) {
@@ -170,9 +181,9 @@ void cache_move_(std::vector<Tensor> weights, std::vector<Tensor> states, const 
               count.const_data_ptr<int32_t>(), rows.numel());
 }
 
-// As on the CPU, but an invalid batch is repaired. Returns the seven tensors, then, if `postpones`,
-// the postponed fetches [rows, slots, count], then, with `check`, the repaired offsets. Everything
-// that may raise comes before the kernels that change the cache.
+// Prefetch as on the CPU, but repair an invalid batch. Return the seven tensors, then, if
+// `postpones`, the postponed fetches [rows, slots, count], then, with `check`, the repaired
+// offsets. Everything that may raise comes before the kernels that change the cache.
 std::vector<Tensor> cache_prefetch_(std::vector<Tensor> weights, std::vector<Tensor> states,
                                     const Tensor& hyper, std::vector<Tensor> cache,
                                     const Tensor& tables, int64_t policy, int64_t lag,
@@ -182,12 +193,13 @@ std::vector<Tensor> cache_prefetch_(std::vector<Tensor> weights, std::vector<Ten
                                     Tensor violations) {
   const char* op = "cache_prefetch_";
   check_prefetch(op, cache, lag, check, violations);
-  PlanCall call(op, cache[0], cache[1], cache[2], cache[3], cache[4], tables, policy);
+  PlanCall call(op, cache[kCacheTags], cache[kCacheStamps], cache[kCacheCounts],
+                cache[kCacheCounters], cache[kCacheClock], tables, policy);
   const CacheMemory memory = device_memory(op, weights, states, hyper, tables);
   check_same_device(op, "indices", indices, tables);
   const int64_t n = indices.numel();
   Tensor slots = allocate(tables, {n}, ScalarType::Int);
-  std::vector<Tensor> later{cache[4], cache[5]};
+  std::vector<Tensor> later{cache[kCacheClock], cache[kCacheConflicts]};
   if (postpones) {
     later.push_back(allocate(tables, {n}, ScalarType::Long));
     later.push_back(allocate(tables, {n}, ScalarType::Int));
@@ -208,7 +220,7 @@ std::vector<Tensor> cache_prefetch_(std::vector<Tensor> weights, std::vector<Ten
   launch_move(launcher, memory, {call.rows, plan.args.row_slots, plan.args.evicted}, postponed,
               call.count, n);
   std::vector<Tensor> results{rows, segments, lookups, bags, count, plan.row_slots, slots};
-  if (postpones) results.insert(results.end(), later.begin() + 2, later.end());
+  if (postpones) results.insert(results.end(), later.begin() + kLaterRows, later.end());
   if (check) results.push_back(offsets);
   return results;
 }

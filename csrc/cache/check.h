@@ -28,7 +28,7 @@ inline int64_t check_tags(const char* op, const Tensor& tags) {
   return tags.size(0);
 }
 
-// The same for a tensor that must have `numel` entries.
+// Check these, and that the tensor has `numel` entries.
 inline void check_cache_vector(const char* op, const char* name, const Tensor& tensor,
                                ScalarType type, int64_t numel, const Tensor& like) {
   check_cache_tensor(op, name, tensor, type, like);
@@ -79,7 +79,7 @@ struct PlanCall {
     check_cache_vector(op, "clock", clock_in, ScalarType::Long, 2, tags);
     check_cache_tensor(op, "counts", counts, ScalarType::Int, tags);
     cache.tags = tags.mutable_data_ptr<int64_t>();
-    cache.words = words.mutable_data_ptr<int64_t>();
+    cache.usage_words = words.mutable_data_ptr<int64_t>();
     cache.counts = counts.mutable_data_ptr<int32_t>();
     cache.first_row = 0;
     num_counts = counts.numel();
@@ -100,10 +100,21 @@ struct PlanCall {
   int num_tables() const { return static_cast<int>(tables.size(0)); }
 };
 
+// The tensors of `cache`, the state of a cache, in their order.
+enum CacheTensor : int {
+  kCacheTags,
+  kCacheStamps,
+  kCacheCounts,
+  kCacheCounters,
+  kCacheClock,
+  kCacheConflicts,
+  kCacheTensors
+};
+
 // Check the arguments that only `cache_prefetch_` has.
 inline void check_prefetch(const char* op, const std::vector<Tensor>& cache, int64_t lag,
                            const std::optional<int64_t>& check, const Tensor& violations) {
-  STD_TORCH_CHECK(cache.size() == 6, op,
+  STD_TORCH_CHECK(cache.size() == kCacheTensors, op,
                   ": cache must be [tags, stamps, counts, counters, clock, conflicts], got ",
                   cache.size(), " tensors");
   STD_TORCH_CHECK(lag >= 0, op, ": lag must be >= 0, got ", lag);

@@ -8,9 +8,6 @@
 // busy. States with one entry per row are moved by the lane of the row. A lane owns the same
 // columns of the row that leaves a slot and of the row that enters it: it reads a column of the
 // slot before it overwrites it, so no lane waits for another.
-//
-// The grid is small: a bus of 55 GB/s with a latency of 2 us is full with some 100 KB in flight,
-// and a prefetch on a side stream must leave the multiprocessors to the training step.
 #pragma once
 
 #include "cache/args.h"
@@ -22,6 +19,8 @@ namespace emb::cuda {
 inline constexpr int kMoveThreads = 256;
 inline constexpr int kMoveColumns = 4;  // columns per lane and access, where dtypes are converted
 inline constexpr int kMoveRows = 4;     // rows in flight per group of lanes
+// The grid is small: a bus of 55 GB/s with a latency of 2 us is full with some 100 KB in flight,
+// and a prefetch on a side stream must leave the multiprocessors to the training step.
 inline constexpr int kMoveBlocks = 16;  // 128 warps with 256 KB in flight per direction
 
 // Round columns [column, column + kMoveColumns) of linear row `row`, which is written back, to
@@ -57,13 +56,13 @@ EMB_DEVICE void move_entry(const CacheMemory& memory, int tensor, const RowMove&
   const TierTensor out = memory.tensors[tensor][move.out.location.tier];
   const TierTensor in = memory.tensors[tensor][move.in.location.tier];
   float out_value[kMoveColumns] = {}, in_value[kMoveColumns] = {};
-  if (move.in.dim > 0) read_columns(in.data, in.type, move.in.location.row, 1, in_value);
+  if (move.in.dim > 0) read_columns(in.data, in.type, move.in.location.state_row, 1, in_value);
   if (move.out.dim > 0) {
     read_columns(cache.data, cache.type, move.slot, 1, out_value);
     if (rounding.stochastic && out.type != cache.type) {
       round_columns(out.type, rounding, move.out.row, 0, tensor, out_value);
     }
-    write_columns(out.data, out.type, move.out.location.row, 1, out_value);
+    write_columns(out.data, out.type, move.out.location.state_row, 1, out_value);
   }
   if (move.in.dim > 0) write_columns(cache.data, cache.type, move.slot, 1, in_value);
 }
@@ -166,8 +165,8 @@ EMB_DEVICE void copy_packs(const CacheMemory& memory, int tensor, const RowMove&
   }
 }
 
-// The same for any alignment and dtypes, a row of each group at a time; no row has more than
-// `widest` columns.
+// Move the rows of the lanes `pending` in an element-wise tensor, for any alignment and dtypes: a
+// row per group at a time, of at most `widest` columns.
 EMB_DEVICE void convert_columns(const CacheMemory& memory, int tensor, const RowMove& lane_move,
                                 unsigned pending, int widest, const Rounding& rounding) {
   constexpr int N = kMoveColumns;
@@ -309,6 +308,7 @@ void launch_move(const Launcher& launcher, const CacheMemory& memory, const Cach
            later, count);
 }
 
+// Write back the rows in all slots; memory.hyper is not null.
 template <class Launcher>
 void launch_flush(const Launcher& launcher, const CacheMemory& memory, const int64_t* tags,
                   int64_t num_slots) {

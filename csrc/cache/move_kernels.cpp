@@ -91,8 +91,7 @@ struct Move {
   int64_t slot;
 };
 
-// The functions of CacheMoveTable, see cache/args.h.
-
+// CacheMoveTable::move.
 void move(const CacheMemory& memory, const CacheMoves& moves, int64_t begin, int64_t end) {
   const Rounding rounding(memory.hyper);
   const Rounding* random = rounding.stochastic ? &rounding : nullptr;
@@ -119,6 +118,7 @@ void move(const CacheMemory& memory, const CacheMoves& moves, int64_t begin, int
   }
 }
 
+// CacheMoveTable::flush.
 void flush(const CacheMemory& memory, const int64_t* tags, int64_t begin, int64_t end) {
   const Rounding rounding(memory.hyper);
   const Rounding* random = rounding.stochastic ? &rounding : nullptr;

@@ -15,8 +15,9 @@
 namespace emb::cuda {
 
 inline constexpr int kCacheThreads = 256;
-inline constexpr int kCacheWarps = kCacheThreads / static_cast<int>(simt::kWarp);
-static_assert(kWays == static_cast<int>(simt::kWarp));
+inline constexpr int kWarpLanes = static_cast<int>(simt::kWarp);
+inline constexpr int kCacheWarps = kCacheThreads / kWarpLanes;
+static_assert(kWays == kWarpLanes);  // a lane per way
 
 // All pointers are to device memory that must live until the kernels have run.
 struct CachePlan {
@@ -43,13 +44,14 @@ struct CachePlan {
   }
 };
 
-// The misses grouped by set: group g < *count is the rows permutation[segments[g]], ...,
+// The misses grouped by set: group g < *num_groups is the rows permutation[segments[g]], ...,
 // permutation[segments[g + 1] - 1], ascending, of set sets[g].
-struct MissGroups {
-  const int32_t *sets, *segments, *permutation, *count;
+struct DeviceMissGroups {
+  const int32_t *sets, *segments, *permutation, *num_groups;
 };
 
-EMB_DEVICE int lane_id() { return static_cast<int>(threadIdx.x % simt::kWarp); }
+// Return the number of this lane, which is also that of its way where a warp takes a set.
+EMB_DEVICE int lane_in_warp() { return static_cast<int>(threadIdx.x % simt::kWarp); }
 
 // Return the lookups of row u in the batch.
 EMB_DEVICE int64_t lookups_at(const CachePlan& plan, int64_t u) {
@@ -59,7 +61,7 @@ EMB_DEVICE int64_t lookups_at(const CachePlan& plan, int64_t u) {
 // Return the way of set `set` that has `row`, the same in every lane; -1 if there is none. Called
 // by the whole warp.
 EMB_DEVICE int find_way(const CacheState& cache, int64_t set, int64_t row) {
-  const int64_t tag = cache.tags[set * kWays + lane_id()];
+  const int64_t tag = cache.tags[set * kWays + lane_in_warp()];
   return __ffs(static_cast<int>(__ballot_sync(simt::kFullMask, tag == row))) - 1;
 }
 
@@ -76,7 +78,7 @@ EMB_DEVICE int find_way(const CacheState& cache, int64_t set, int64_t row) {
     const bool cached = u < count && row >= first_row;
     const int64_t set = cached ? set_of(row, cache.sets) : 0;
     const int way = cached ? find_way(cache, set, row) : -1;
-    if (lane_id() != (way < 0 ? 0 : way)) continue;
+    if (lane_in_warp() != (way < 0 ? 0 : way)) continue;
     const int64_t slot = set * kWays + way;
     plan.row_slots[u] = way < 0 ? -1 : static_cast<int32_t>(slot);
     plan.evicted[u] = kNoMove;
@@ -84,10 +86,11 @@ EMB_DEVICE int find_way(const CacheState& cache, int64_t set, int64_t row) {
     sort.positions[u] = static_cast<int32_t>(u);
     if (!cached) continue;
     if (way >= 0) {
-      const int64_t lookups = cache.policy == Policy::kLru
-                                  ? 0
-                                  : add_lookups(lookups_of(cache.words[slot]), lookups_at(plan, u));
-      cache.words[slot] = usage_word(cache.policy, lookups, now);
+      const int64_t lookups =
+          cache.policy == Policy::kLru
+              ? 0
+              : add_lookups(lookups_of(cache.usage_words[slot]), lookups_at(plan, u));
+      cache.usage_words[slot] = usage_word(cache.policy, lookups, now);
     } else if (cache.policy == Policy::kLfu) {
       int32_t& lookups = cache.counts[row - first_row];
       lookups = static_cast<int32_t>(add_lookups(lookups, lookups_at(plan, u)));
@@ -105,13 +108,13 @@ EMB_DEVICE int find_way(const CacheState& cache, int64_t set, int64_t row) {
     const bool cached = u < count && row >= first_row;
     const int64_t set = cached ? set_of(row, plan.cache.sets) : 0;
     const int way = cached ? find_way(plan.cache, set, row) : -1;
-    if (lane_id() == 0) plan.row_slots[u] = way < 0 ? -1 : static_cast<int32_t>(set * kWays + way);
+    if (lane_in_warp() == 0)
+      plan.row_slots[u] = way < 0 ? -1 : static_cast<int32_t>(set * kWays + way);
   }
 }
 
-// The key of a missing row, by which LFU orders the misses of a set, highest first: its lookups in
-// the upper 32 bits, and in the lower ones a number that falls with its number among the misses.
-// kNoMiss comes after all.
+// LFU orders the misses of a set by a key, the highest first: the upper 32 bits are the lookups of
+// the row, the lower ones decrease with its number among the misses. kNoMiss is below all keys.
 inline constexpr int64_t kNoMiss = -1;
 
 EMB_DEVICE int64_t miss_key(int64_t lookups, int32_t number) {
@@ -133,27 +136,27 @@ EMB_DEVICE int count_before(int64_t key, int64_t keys, int num) {
 // Write the keys of the kWays misses that come first of [begin, end), a group, to `best`, [kWays],
 // in order, then kNoMiss. Each count of lookups is read once; 32 misses at a time are ranked
 // against the best so far. Called by the whole warp.
-EMB_DEVICE void rank_by_lookups(const CachePlan& plan, const MissGroups& groups, int64_t first_row,
-                                int32_t begin, int32_t end, int64_t* best) {
+EMB_DEVICE void rank_by_lookups(const CachePlan& plan, const DeviceMissGroups& groups,
+                                int64_t first_row, int32_t begin, int32_t end, int64_t* best) {
   int64_t leader = kNoMiss;  // first miss so far that has this lane's rank
   int num_leaders = 0;
-  for (int32_t tile = begin; tile < end; tile += kWays) {
-    const int32_t j = tile + lane_id();
-    const int in_tile = end - tile < kWays ? end - tile : kWays;
+  for (int32_t tile = begin; tile < end; tile += kWarpLanes) {
+    const int32_t j = tile + lane_in_warp();
+    const int in_tile = end - tile < kWarpLanes ? end - tile : kWarpLanes;
     int64_t key = kNoMiss;
     if (j < end) {
       const int64_t row = plan.rows[groups.permutation[j]];
       key = miss_key(plan.cache.counts[row - first_row], j - begin);
     }
     const int rank = count_before(key, key, in_tile) + count_before(key, leader, num_leaders);
-    const int rank_of_leader = lane_id() + count_before(leader, key, in_tile);
+    const int rank_of_leader = lane_in_warp() + count_before(leader, key, in_tile);
     __syncwarp();  // all lanes have read the best so far
-    best[lane_id()] = kNoMiss;
+    best[lane_in_warp()] = kNoMiss;
     __syncwarp();
-    if (lane_id() < num_leaders && rank_of_leader < kWays) best[rank_of_leader] = leader;
+    if (lane_in_warp() < num_leaders && rank_of_leader < kWays) best[rank_of_leader] = leader;
     if (j < end && rank < kWays) best[rank] = key;
     __syncwarp();
-    leader = best[lane_id()];
+    leader = best[lane_in_warp()];
     num_leaders = num_leaders + in_tile < kWays ? num_leaders + in_tile : kWays;
   }
 }
@@ -162,22 +165,22 @@ EMB_DEVICE void rank_by_lookups(const CachePlan& plan, const MissGroups& groups,
 // replaced, and by which row: the miss that has the same rank among the misses as way w among the
 // ways.
 [[maybe_unused]] static __global__ void __launch_bounds__(kCacheThreads)
-    admit_kernel(CachePlan plan, MissGroups groups) {
+    admit_kernel(CachePlan plan, DeviceMissGroups groups) {
   __shared__ int64_t best[kCacheWarps][kWays];
   int64_t* chosen = best[threadIdx.x / simt::kWarp];
   const CacheState& cache = plan.cache;
   const int64_t first_row = first_cached_row(plan.tables, plan.num_tables);
   const int64_t now = plan.now(), oldest = plan.oldest();
   const bool lfu = cache.policy == Policy::kLfu;
-  const int num_groups = *groups.count;
+  const int num_groups = *groups.num_groups;
   for (int64_t g = simt::global_warp(); g < num_groups; g += simt::warps_in_grid()) {
-    const int64_t slot = int64_t{groups.sets[g]} * kWays + lane_id();
+    const int64_t slot = int64_t{groups.sets[g]} * kWays + lane_in_warp();
     const int32_t begin = groups.segments[g], end = groups.segments[g + 1];
-    const int64_t word = cache.words[slot], order = way_order(cache.policy, word, oldest);
+    const int64_t word = cache.usage_words[slot], order = way_order(cache.policy, word, oldest);
     int rank = 0;  // rank of this way among all ways
     for (int k = 0; k < kWays; ++k) {
       const int64_t other = __shfl_sync(simt::kFullMask, order, k);
-      rank += other < order || (other == order && k < lane_id());
+      rank += other < order || (other == order && k < lane_in_warp());
     }
     if (lfu) rank_by_lookups(plan, groups, first_row, begin, end, chosen);
     if (rank < end - begin) {
@@ -193,7 +196,7 @@ EMB_DEVICE void rank_by_lookups(const CachePlan& plan, const MissGroups& groups,
         plan.row_slots[u] = static_cast<int32_t>(slot);
         plan.evicted[u] = evicted < 0 ? kNoRow : evicted;
         cache.tags[slot] = row;
-        cache.words[slot] = usage_word(cache.policy, lookups, now);
+        cache.usage_words[slot] = usage_word(cache.policy, lookups, now);
       }
     }
     __syncwarp();  // before `chosen` is overwritten
@@ -217,9 +220,9 @@ EMB_DEVICE void add_counter(const CachePlan& plan, int table, CacheCounter count
 EMB_DEVICE void flush_tally(const CachePlan& plan, Tally* tally) {
 #pragma unroll
   for (int c = 0; c < kWriteBacks; ++c) {
-    const int32_t sum = simt::group_sum(tally->sums[c], kWays);
+    const int32_t sum = simt::group_sum(tally->sums[c], kWarpLanes);
     tally->sums[c] = 0;
-    if (lane_id() != 0 || sum == 0) continue;
+    if (lane_in_warp() != 0 || sum == 0) continue;
     add_counter(plan, tally->table, static_cast<CacheCounter>(c), sum);
     if (c != kCalls) add_counter(plan, plan.num_tables, static_cast<CacheCounter>(c), sum);
   }
@@ -244,12 +247,13 @@ EMB_DEVICE void tally_row(const CachePlan& plan, int64_t u, int64_t row_base, in
 // rows, 32 at a time; since rows ascend, its table seldom changes.
 EMB_DEVICE void count_rows(const CachePlan& plan, unsigned block, unsigned blocks) {
   const int64_t first_row = first_cached_row(plan.tables, plan.num_tables), count = *plan.count;
-  const int64_t tiles = (count + kWays - 1) / kWays, warps = int64_t{blocks} * kCacheWarps;
+  const int64_t tiles = (count + kWarpLanes - 1) / kWarpLanes,
+                warps = int64_t{blocks} * kCacheWarps;
   const int64_t warp = int64_t{block} * kCacheWarps + threadIdx.x / simt::kWarp;
   const int64_t share = (tiles + warps - 1) / warps, first = warp * share;
   Tally tally;
   for (int64_t tile = first; tile < first + share && tile < tiles; ++tile) {
-    const int64_t u = tile * kWays + lane_id();
+    const int64_t u = tile * kWarpLanes + lane_in_warp();
     const bool cached = u < count && plan.rows[u] >= first_row;
     const int table = cached ? find_table(plan.tables, plan.num_tables, plan.rows[u]) : -1;
     unsigned pending = __ballot_sync(simt::kFullMask, table >= 0);  // lanes not yet counted
@@ -269,7 +273,7 @@ EMB_DEVICE void count_rows(const CachePlan& plan, unsigned block, unsigned block
       const int next =
           __shfl_sync(simt::kFullMask, evicted_table, __ffs(static_cast<int>(pending)) - 1);
       const unsigned same = __ballot_sync(simt::kFullMask, evicted_table == next);
-      if (lane_id() == 0) {
+      if (lane_in_warp() == 0) {
         add_counter(plan, next, kWriteBacks, __popc(same));
         add_counter(plan, plan.num_tables, kWriteBacks, __popc(same));
       }
@@ -305,6 +309,7 @@ EMB_DEVICE void write_lookup_slots(const LookupSlots& args, unsigned block, unsi
   }
 }
 
+// Write the slot of every lookup, by the whole grid.
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
     lookup_slots_kernel(LookupSlots args) {
   __shared__ int range[2];
@@ -332,6 +337,7 @@ EMB_DEVICE void write_lookup_slots(const LookupSlots& args, unsigned block, unsi
 }
 static_assert(kCacheThreads == kTileThreads);
 
+// Probe all rows, and write the keys and positions of the sort that groups the misses.
 template <class Launcher>
 void launch_probe(const Launcher& launcher, const CachePlan& plan,
                   const SortBuffers<uint32_t>& sort) {
@@ -340,6 +346,7 @@ void launch_probe(const Launcher& launcher, const CachePlan& plan,
            sort);
 }
 
+// Write plan.row_slots and nothing else.
 template <class Launcher>
 void launch_locate(const Launcher& launcher, const CachePlan& plan) {
   if (plan.n == 0) return;
@@ -350,7 +357,7 @@ void launch_locate(const Launcher& launcher, const CachePlan& plan) {
 // Admit the misses, which have been grouped by set, and count the batch. Write the slots of
 // `lookups`, if there are any.
 template <class Launcher>
-void launch_admit(const Launcher& launcher, const CachePlan& plan, const MissGroups& groups,
+void launch_admit(const Launcher& launcher, const CachePlan& plan, const DeviceMissGroups& groups,
                   const LookupSlots& lookups = {}) {
   if (plan.n > 0) {
     const int64_t max_sets = plan.n < plan.cache.sets ? plan.n : plan.cache.sets;
@@ -363,6 +370,7 @@ void launch_admit(const Launcher& launcher, const CachePlan& plan, const MissGro
   launcher(finish_plan_kernel, counting + writing, kCacheThreads, plan, counting, lookups);
 }
 
+// Write the slot of every lookup.
 template <class Launcher>
 void launch_lookup_slots(const Launcher& launcher, const LookupSlots& args) {
   if (args.n == 0) return;

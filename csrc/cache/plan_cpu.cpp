@@ -23,61 +23,62 @@ namespace {
 
 constexpr int64_t kGrain = 2048;  // rows, or misses: smallest range that gets a thread
 
-// The distinct rows of a batch, ascending. Those from position `first` on are cached rows: rows of
-// tables with a cache.
-struct CachedRows {
-  const int64_t* rows;      // [count]
-  const int32_t* segments;  // [count + 1]; null if lookups are not counted
-  int64_t first, count;
+// The distinct rows of a batch, ascending. Those from position `first_cached` on are cached rows:
+// rows of tables with a cache.
+struct BatchRows {
+  const int64_t* rows;      // [num_rows]
+  const int32_t* segments;  // [num_rows + 1]; null if lookups are not counted
+  int64_t first_cached, num_rows;
 
   // Return the position of the first row that is at least `row`.
-  int64_t find(int64_t row) const { return std::lower_bound(rows, rows + count, row) - rows; }
+  int64_t find(int64_t row) const { return std::lower_bound(rows, rows + num_rows, row) - rows; }
   // Divide the cached rows into equal chunks; return their bounds, at least two.
-  std::vector<int64_t> cut() const {
-    const int64_t parts = std::clamp<int64_t>((count - first) / kGrain, 1, num_threads());
-    std::vector<int64_t> cuts(parts + 1);
-    for (int64_t p = 0; p <= parts; ++p) cuts[p] = first + (count - first) * p / parts;
-    return cuts;
+  std::vector<int64_t> chunk_bounds() const {
+    const int64_t parts = std::clamp<int64_t>((num_rows - first_cached) / kGrain, 1, num_threads());
+    std::vector<int64_t> bounds(parts + 1);
+    for (int64_t p = 0; p <= parts; ++p)
+      bounds[p] = first_cached + (num_rows - first_cached) * p / parts;
+    return bounds;
   }
 };
 
 // Check the contents of a batch of `count` rows and return it: rows must be distinct, ascending and
 // of the tables, segments (unless null) must not decrease. `n` bounds `count`. `tables` have been
 // checked.
-CachedRows check_batch(const char* op, const Tensor& tables, const int64_t* rows,
-                       const int32_t* segments, int64_t n, int64_t count) {
+BatchRows check_batch(const char* op, const Tensor& tables, const int64_t* rows,
+                      const int32_t* segments, int64_t n, int64_t count) {
   const Feature* table = feature_array(tables);
   const int num_tables = static_cast<int>(tables.size(0));
-  CachedRows batch{rows, segments, 0, count};
+  BatchRows batch{rows, segments, 0, count};
   STD_TORCH_CHECK(count >= 0 && count <= n, op, ": count must be in [0, entries of rows = ", n,
                   "], got ", count);
   // The signs of all differences at once: a loop without branches.
   int64_t signs = 0;
   int32_t segment_signs = 0;
-  for (int64_t u = 1; u < batch.count; ++u) {
+  for (int64_t u = 1; u < batch.num_rows; ++u) {
     signs |= batch.rows[u] | (batch.rows[u] - batch.rows[u - 1] - 1);
   }
   if (batch.segments != nullptr) {
     segment_signs = batch.segments[0];
-    for (int64_t u = 0; u < batch.count; ++u) {
+    for (int64_t u = 0; u < batch.num_rows; ++u) {
       segment_signs |= batch.segments[u + 1] | (batch.segments[u + 1] - batch.segments[u]);
     }
   }
   STD_TORCH_CHECK(
       signs >= 0 && segment_signs >= 0 &&
-          (batch.count == 0 ||
-           (batch.rows[0] >= 0 && batch.rows[batch.count - 1] < end_of_rows(table, num_tables))),
+          (batch.num_rows == 0 ||
+           (batch.rows[0] >= 0 && batch.rows[batch.num_rows - 1] < end_of_rows(table, num_tables))),
       op, ": rows must be distinct, ascending and of the tables, and segments must ",
       "not decrease: pass what tbe_group returns");
-  batch.first = batch.find(first_cached_row(table, num_tables));
+  batch.first_cached = batch.find(first_cached_row(table, num_tables));
   return batch;
 }
 
 // Fill the entries of `out`, [n], of rows that are not cached, and those after the last row.
 template <class T>
-void fill_outside(T* out, const CachedRows& batch, int64_t n, int64_t value) {
-  std::fill(out, out + batch.first, static_cast<T>(value));
-  std::fill(out + batch.count, out + n, static_cast<T>(value));
+void fill_outside(T* out, const BatchRows& batch, int64_t n, int64_t value) {
+  std::fill(out, out + batch.first_cached, static_cast<T>(value));
+  std::fill(out + batch.num_rows, out + n, static_cast<T>(value));
 }
 
 // Adds a batch to `counters`, [tables + 1, kCounters]: a row per table, then the totals. Call
@@ -89,13 +90,14 @@ class BatchCounters {
       : counters_(counters), tables_(tables), num_tables_(num_tables) {}
 
   // Allocate all memory that counting the batch needs.
-  void reserve(const CachedRows& batch) {
-    max_parts_ = std::clamp<int64_t>((batch.count - batch.first) / kGrain, 1, num_threads());
-    local_.assign(max_parts_ * (num_tables_ + 1) * kCounters, 0);
+  void reserve(const BatchRows& batch) {
+    max_parts_ =
+        std::clamp<int64_t>((batch.num_rows - batch.first_cached) / kGrain, 1, num_threads());
+    partial_counters_.assign(max_parts_ * (num_tables_ + 1) * kCounters, 0);
   }
 
   // Count the call, the distinct rows and the lookups of the batch.
-  void add_lookups(const CachedRows& batch) {
+  void add_lookups(const BatchRows& batch) {
     add(num_tables_, kCalls, 1);
     for (int t = first_cached_table(tables_, num_tables_); t < num_tables_; ++t) {
       const int64_t first = batch.find(tables_[t].row_base);
@@ -112,10 +114,10 @@ class BatchCounters {
     const int64_t parts = std::clamp<int64_t>(n / kGrain, 1, max_parts_);
     const int64_t size = (num_tables_ + 1) * kCounters;
     parallel_tasks(parts, [&](int64_t part) {
-      BatchCounters partial(local_.data() + part * size, tables_, num_tables_);
-      partial.add_some(args, missed + n * part / parts, missed + n * (part + 1) / parts);
+      BatchCounters partial(partial_counters_.data() + part * size, tables_, num_tables_);
+      partial.add_range(args, missed + n * part / parts, missed + n * (part + 1) / parts);
     });
-    for (int64_t i = 0; i < parts * size; ++i) counters_[i % size] += local_[i];
+    for (int64_t i = 0; i < parts * size; ++i) counters_[i % size] += partial_counters_[i];
   }
 
  private:
@@ -128,7 +130,7 @@ class BatchCounters {
   }
 
   // Count the misses [begin, end), which ascend by row.
-  void add_some(const CachePlanArgs& args, const Miss* begin, const Miss* end) {
+  void add_range(const CachePlanArgs& args, const Miss* begin, const Miss* end) {
     int table = begin == end ? 0 : find_table(tables_, num_tables_, args.rows[begin->position]);
     for (const Miss* miss = begin; miss != end; ++miss) {
       const int64_t u = miss->position, lookups = args.segments[u + 1] - args.segments[u];
@@ -139,8 +141,8 @@ class BatchCounters {
       add_both(table, kConflictUniqueMisses, conflict);
       add_both(table, kConflictMisses, conflict ? lookups : 0);
       if (args.evicted[u] < 0) continue;
-      const int old = find_table(tables_, num_tables_, args.evicted[u]);
-      if (old >= 0) add_both(old, kWriteBacks, 1);
+      const int evicted_table = find_table(tables_, num_tables_, args.evicted[u]);
+      if (evicted_table >= 0) add_both(evicted_table, kWriteBacks, 1);
     }
   }
 
@@ -148,25 +150,27 @@ class BatchCounters {
   const Feature* tables_;
   int num_tables_;
   int64_t max_parts_ = 1;
-  std::vector<int64_t> local_;  // [parts, tables + 1, kCounters], for each part of the misses
+  std::vector<int64_t>
+      partial_counters_;  // [parts, tables + 1, kCounters], for each part of the misses
 };
 
 // A copy of the sets of a batch, made before its plan; `restore` undoes the plan.
 class SavedSets {
  public:
-  SavedSets(const CachePlanArgs& args, const CachedRows& batch) : args_(args), batch_(batch) {
+  SavedSets(const CachePlanArgs& args, const BatchRows& batch) : args_(args), batch_(batch) {
     const CacheState& cache = args.cache;
-    for (int64_t u = batch.first; u < batch.count; ++u) {
+    for (int64_t u = batch.first_cached; u < batch.num_rows; ++u) {
       sets_.push_back(set_of(batch.rows[u], cache.sets));
     }
     std::sort(sets_.begin(), sets_.end());
     sets_.erase(std::unique(sets_.begin(), sets_.end()), sets_.end());
     for (const int64_t set : sets_) {
       tags_.insert(tags_.end(), cache.tags + set * kWays, cache.tags + (set + 1) * kWays);
-      words_.insert(words_.end(), cache.words + set * kWays, cache.words + (set + 1) * kWays);
+      words_.insert(words_.end(), cache.usage_words + set * kWays,
+                    cache.usage_words + (set + 1) * kWays);
     }
     if (cache.policy != Policy::kLfu) return;
-    for (int64_t u = batch.first; u < batch.count; ++u) {
+    for (int64_t u = batch.first_cached; u < batch.num_rows; ++u) {
       counts_.push_back(cache.counts[batch.rows[u] - cache.first_row]);
     }
     for (const int64_t tag : tags_) {
@@ -178,11 +182,11 @@ class SavedSets {
     const CacheState& cache = args_.cache;
     for (size_t i = 0; i < sets_.size(); ++i) {
       std::copy_n(tags_.data() + i * kWays, kWays, cache.tags + sets_[i] * kWays);
-      std::copy_n(words_.data() + i * kWays, kWays, cache.words + sets_[i] * kWays);
+      std::copy_n(words_.data() + i * kWays, kWays, cache.usage_words + sets_[i] * kWays);
     }
     if (cache.policy != Policy::kLfu) return;
     const int32_t* next = counts_.data();
-    for (int64_t u = batch_.first; u < batch_.count; ++u) {
+    for (int64_t u = batch_.first_cached; u < batch_.num_rows; ++u) {
       cache.counts[batch_.rows[u] - cache.first_row] = *next++;
     }
     for (const int64_t tag : tags_) {
@@ -194,22 +198,23 @@ class SavedSets {
   bool is_counted(int64_t tag) const { return tag >= args_.cache.first_row && tag < args_.end_row; }
 
   const CachePlanArgs& args_;
-  const CachedRows& batch_;
+  const BatchRows& batch_;
   std::vector<int64_t> sets_, tags_, words_;
   std::vector<int32_t> counts_;  // LFU: of the rows of the batch, then of those in its sets
 };
 
 // Probe all cached rows, and list the misses in `misses`, ascending by position; it has room for
 // all cached rows. Return where each chunk of the misses begins, then their number.
-std::vector<int64_t> probe_all(const CachePlanArgs& args, const CachedRows& batch, Miss* misses) {
-  const std::vector<int64_t> cuts = batch.cut();
-  const int64_t parts = static_cast<int64_t>(cuts.size()) - 1;
+std::vector<int64_t> probe_all(const CachePlanArgs& args, const BatchRows& batch, Miss* misses) {
+  const std::vector<int64_t> bounds = batch.chunk_bounds();
+  const int64_t parts = static_cast<int64_t>(bounds.size()) - 1;
   std::vector<int64_t> ends(parts + 1, 0);  // end of the misses of each part
   parallel_tasks(parts, [&](int64_t p) {
-    ends[p + 1] = plan_table().probe(args, cuts[p], cuts[p + 1], misses + cuts[p] - batch.first);
+    ends[p + 1] =
+        plan_table().probe(args, bounds[p], bounds[p + 1], misses + bounds[p] - batch.first_cached);
   });
   for (int64_t p = 0; p < parts; ++p) {
-    std::copy_n(misses + cuts[p] - batch.first, ends[p + 1], misses + ends[p]);
+    std::copy_n(misses + bounds[p] - batch.first_cached, ends[p + 1], misses + ends[p]);
     ends[p + 1] += ends[p];
   }
   return ends;
@@ -235,7 +240,7 @@ void admit_all(const CachePlanArgs& args, const Miss* misses, const std::vector<
 // A call of `cache_plan_` or `cache_evictions` with all contents checked, and its output, int32 and
 // int64 [L].
 struct HostPlan {
-  CachedRows batch;
+  BatchRows batch;
   Tensor row_slots, evicted;
   CachePlanArgs args;
   const Feature* tables;
@@ -252,7 +257,7 @@ struct HostPlan {
                         call.num_counts >= end_of_rows(tables, num_tables) - first_row,
                     call.op, ": counts must have one entry a cached row = ",
                     end_of_rows(tables, num_tables) - first_row, ", got ", call.num_counts);
-    STD_TORCH_CHECK(call.cache.sets > 0 || batch.first == batch.count, call.op,
+    STD_TORCH_CHECK(call.cache.sets > 0 || batch.first_cached == batch.num_rows, call.op,
                     ": a cache needs at least one set");
     args = {call.cache,
             call.clock[0],
@@ -267,7 +272,7 @@ struct HostPlan {
     fill_outside(args.evicted, batch, call.n, kNoMove);
   }
 
-  static CachedRows check_contents(const PlanCall& call) {
+  static BatchRows check_contents(const PlanCall& call) {
     check_tables(call.op, call.tables);
     return check_batch(call.op, call.tables, call.rows, call.segments, call.n, *call.count);
   }
@@ -286,12 +291,12 @@ struct HostPlan {
 // The contract is in cache/entries.h.
 std::tuple<Tensor, Tensor> plan_batch(const PlanCall& call) {
   const HostPlan plan(call);
-  const std::unique_ptr<Miss[]> misses(new Miss[plan.batch.count - plan.batch.first]);
-  BatchCounters counted(call.counters, plan.tables, plan.num_tables);
-  counted.reserve(plan.batch);
+  const std::unique_ptr<Miss[]> misses(new Miss[plan.batch.num_rows - plan.batch.first_cached]);
+  BatchCounters counters(call.counters, plan.tables, plan.num_tables);
+  counters.reserve(plan.batch);
   const int64_t num_misses = plan.run(misses.get());
-  counted.add_lookups(plan.batch);
-  counted.add_misses(plan.args, misses.get(), num_misses);
+  counters.add_lookups(plan.batch);
+  counters.add_misses(plan.args, misses.get(), num_misses);
   return {plan.row_slots, plan.evicted};
 }
 
@@ -323,7 +328,7 @@ Tensor cache_evictions(Tensor tags, Tensor stamps, Tensor counts, Tensor counter
   PlanCall call("cache_evictions", tags, stamps, counts, counters, clock, tables, policy);
   call.set_rows(rows, segments, count);
   const HostPlan plan(call);
-  const std::unique_ptr<Miss[]> misses(new Miss[plan.batch.count - plan.batch.first]);
+  const std::unique_ptr<Miss[]> misses(new Miss[plan.batch.num_rows - plan.batch.first_cached]);
   const SavedSets before(plan.args, plan.batch);
   try {
     plan.run(misses.get());
@@ -344,18 +349,18 @@ Tensor cache_locate(const Tensor& tags, const Tensor& tables, const Tensor& rows
   args.cache.sets = check_tags(op, tags);
   check_rows(op, rows, count, tags);
   check_tables(op, tables);
-  const CachedRows batch = check_batch(op, tables, rows.const_data_ptr<int64_t>(), nullptr,
-                                       rows.numel(), *count.const_data_ptr<int32_t>());
-  STD_TORCH_CHECK(args.cache.sets > 0 || batch.first == batch.count, op,
+  const BatchRows batch = check_batch(op, tables, rows.const_data_ptr<int64_t>(), nullptr,
+                                      rows.numel(), *count.const_data_ptr<int32_t>());
+  STD_TORCH_CHECK(args.cache.sets > 0 || batch.first_cached == batch.num_rows, op,
                   ": a cache needs at least one set");
   Tensor row_slots = allocate(rows, {rows.numel()}, ScalarType::Int);
   args.cache.tags = const_cast<int64_t*>(tags.const_data_ptr<int64_t>());  // read only
   args.rows = batch.rows;
   args.row_slots = row_slots.mutable_data_ptr<int32_t>();
   fill_outside(args.row_slots, batch, rows.numel(), -1);
-  const std::vector<int64_t> cuts = batch.cut();
-  parallel_tasks(static_cast<int64_t>(cuts.size()) - 1, [&](int64_t part) {
-    plan_table().locate(args, cuts[part], cuts[part + 1], nullptr);
+  const std::vector<int64_t> bounds = batch.chunk_bounds();
+  parallel_tasks(static_cast<int64_t>(bounds.size()) - 1, [&](int64_t part) {
+    plan_table().locate(args, bounds[part], bounds[part + 1], nullptr);
   });
   return row_slots;
 }

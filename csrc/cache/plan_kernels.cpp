@@ -17,24 +17,24 @@ EMB_HD void prefetch_set(const int64_t* first, int64_t set) {
 
 // Return the first way whose word in `words`, [kWays], is `wanted`, kWays if there is none.
 EMB_HD int find_way(const int64_t* words, int64_t wanted) {
-  uint32_t found = 0;
+  uint32_t equal_ways = 0;
 #if defined(__AVX512F__)
   const __m512i all = _mm512_set1_epi64(wanted);
   for (int w = 0; w < kWays; w += 8) {
     const __mmask8 equal = _mm512_cmpeq_epi64_mask(_mm512_loadu_si512(words + w), all);
-    found |= static_cast<uint32_t>(equal) << w;
+    equal_ways |= static_cast<uint32_t>(equal) << w;
   }
 #elif defined(__AVX2__)
   const __m256i all = _mm256_set1_epi64x(wanted);
   for (int w = 0; w < kWays; w += 4) {
     const __m256i four = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(words + w));
     const __m256d equal = _mm256_castsi256_pd(_mm256_cmpeq_epi64(four, all));
-    found |= static_cast<uint32_t>(_mm256_movemask_pd(equal)) << w;
+    equal_ways |= static_cast<uint32_t>(_mm256_movemask_pd(equal)) << w;
   }
 #else
-  for (int w = 0; w < kWays; ++w) found |= static_cast<uint32_t>(words[w] == wanted) << w;
+  for (int w = 0; w < kWays; ++w) equal_ways |= static_cast<uint32_t>(words[w] == wanted) << w;
 #endif
-  return found == 0 ? kWays : __builtin_ctz(found);
+  return equal_ways == 0 ? kWays : __builtin_ctz(equal_ways);
 }
 
 // Return the lookups of row u in the batch.
@@ -43,34 +43,34 @@ EMB_HD int64_t lookups_at(const CachePlanArgs& args, int64_t u) {
 }
 
 // Stamp the ways of those of rows [begin, end) that are hits.
-EMB_HD void record_uses(const CachePlanArgs& args, int64_t begin, int64_t end) {
+EMB_HD void stamp_hits(const CachePlanArgs& args, int64_t begin, int64_t end) {
   const CacheState& cache = args.cache;
   for (int64_t u = begin; u < end; ++u) {
     if (args.row_slots[u] < 0) continue;
-    int64_t& word = cache.words[args.row_slots[u]];
+    int64_t& word = cache.usage_words[args.row_slots[u]];
     const int64_t lookups =
         cache.policy == Policy::kLru ? 0 : add_lookups(lookups_of(word), lookups_at(args, u));
     word = usage_word(cache.policy, lookups, args.now);
   }
 }
 
-// CachePlanTable::probe if `use`, else CachePlanTable::locate.
-template <bool use>
+// CachePlanTable::probe if `kStamps`, else CachePlanTable::locate.
+template <bool kStamps>
 int64_t probe(const CachePlanArgs& args, int64_t begin, int64_t end, Miss* misses) {
   const CacheState& cache = args.cache;
   int64_t num_misses = 0;
   int64_t sets[2][kBlock];
-  const auto look_ahead = [&](int64_t first, int64_t* set) {
+  const auto prefetch_block = [&](int64_t first, int64_t* set) {
     const int64_t last = first + kBlock < end ? first + kBlock : end;
     for (int64_t u = first; u < last; ++u) {
       set[u - first] = set_of(args.rows[u], cache.sets);
       prefetch_set(cache.tags, set[u - first]);
     }
   };
-  look_ahead(begin, sets[0]);
-  int64_t used = begin;  // rows before it have written their usage words
+  prefetch_block(begin, sets[0]);
+  int64_t stamped = begin;  // rows before it have written their usage words
   for (int64_t block = begin, turn = 0; block < end; block += kBlock, turn ^= 1) {
-    look_ahead(block + kBlock, sets[turn ^ 1]);
+    prefetch_block(block + kBlock, sets[turn ^ 1]);
     const int64_t last = block + kBlock < end ? block + kBlock : end;
     for (int64_t u = block; u < last; ++u) {
       const int64_t set = sets[turn][u - block], first = set * kWays;
@@ -81,17 +81,17 @@ int64_t probe(const CachePlanArgs& args, int64_t begin, int64_t end, Miss* misse
         misses[num_misses] = {static_cast<int32_t>(u), static_cast<uint32_t>(set)};
         num_misses += !hit;
       }
-      if constexpr (use) {
+      if constexpr (kStamps) {
         args.evicted[u] = kNoMove;
         // For a miss, prefetch a line that is in the cache already instead.
-        __builtin_prefetch(hit ? cache.words + first + way : args.evicted + u, 1);
+        __builtin_prefetch(hit ? cache.usage_words + first + way : args.evicted + u, 1);
       }
     }
-    if constexpr (use) record_uses(args, used, block);
-    used = block;
+    if constexpr (kStamps) stamp_hits(args, stamped, block);
+    stamped = block;
   }
-  if constexpr (use) record_uses(args, used, end);
-  if (use && cache.policy == Policy::kLfu) {
+  if constexpr (kStamps) stamp_hits(args, stamped, end);
+  if (kStamps && cache.policy == Policy::kLfu) {
     const auto count = [&](int64_t i) -> int32_t& {
       return cache.counts[args.rows[misses[i].position] - cache.first_row];
     };
@@ -133,13 +133,14 @@ EMB_HD int first_candidates(const CachePlanArgs& args, const MissGroups& groups,
   return count;
 }
 
+// CachePlanTable::admit.
 void admit(const CachePlanArgs& args, const MissGroups& groups, int64_t begin, int64_t end) {
   const CacheState& cache = args.cache;
-  constexpr int kAhead = 6;
+  constexpr int kSetsAhead = 6;  // sets between the prefetch of usage words and their use
   for (int64_t g = begin; g < end; ++g) {
-    if (g + kAhead < end) prefetch_set(cache.words, groups.sets[g + kAhead]);
+    if (g + kSetsAhead < end) prefetch_set(cache.usage_words, groups.sets[g + kSetsAhead]);
     const int64_t first = int64_t{groups.sets[g]} * kWays;
-    int64_t *tags = cache.tags + first, *words = cache.words + first, order[kWays];
+    int64_t *tags = cache.tags + first, *words = cache.usage_words + first, order[kWays];
     for (int w = 0; w < kWays; ++w) {
       order[w] = way_order(cache.policy, words[w], args.oldest);
     }
@@ -154,12 +155,12 @@ void admit(const CachePlanArgs& args, const MissGroups& groups, int64_t begin, i
       // priority.
       if (!may_replace(cache.policy, candidates[k].lookups, lowest)) break;
       order[way] = kNotFree;
-      const int64_t u = candidates[k].position, old = tags[way];
-      if (cache.policy == Policy::kLfu && old >= cache.first_row && old < args.end_row) {
-        cache.counts[old - cache.first_row] = static_cast<int32_t>(lookups_of(words[way]));
+      const int64_t u = candidates[k].position, evicted = tags[way];
+      if (cache.policy == Policy::kLfu && evicted >= cache.first_row && evicted < args.end_row) {
+        cache.counts[evicted - cache.first_row] = static_cast<int32_t>(lookups_of(words[way]));
       }
       args.row_slots[u] = static_cast<int32_t>(first + way);
-      args.evicted[u] = old < 0 ? kNoRow : old;
+      args.evicted[u] = evicted < 0 ? kNoRow : evicted;
       tags[way] = args.rows[u];
       words[way] = usage_word(cache.policy, candidates[k].lookups, args.now);
     }

@@ -62,7 +62,8 @@ std::vector<Tensor> cache_prefetch_(std::vector<Tensor> weights, std::vector<Ten
   STD_TORCH_CHECK(!postpones, op, ": on the CPU all rows move at once: postpones must be False");
   check_features(op, features);
   check_lookups(op, indices, offsets);
-  PlanCall call(op, cache[0], cache[1], cache[2], cache[3], cache[4], tables, policy);
+  PlanCall call(op, cache[kCacheTags], cache[kCacheStamps], cache[kCacheCounts],
+                cache[kCacheCounters], cache[kCacheClock], tables, policy);
   const CacheMemory memory = check_memory(op, weights, states, hyper, tables);
   if (check && !is_valid(op, features, indices, offsets, bag_layout)) return {};
   const auto [rows, segments, lookups, bags, count] =

@@ -25,7 +25,7 @@ struct BagTask {
   // The task of a bag, with pooling; `bag` may be beyond the last one.
   template <class Args>
   EMB_DEVICE BagTask(const Args& args, uint32_t bag) : feature(args.features) {
-    if (bag < args.bags.count) set_bag(args, bag);
+    if (bag < args.bags.num_bags) set_bag(args, bag);
   }
 
   // The task of item `item` of `items`: a bag, or without pooling a lookup. A lookup before the
@@ -39,7 +39,7 @@ struct BagTask {
     }
     begin = static_cast<int>(item);
     dim = static_cast<int>(args.columns);
-    if (args.bags.count == 0 || item < args.bags.begin(0)) return;
+    if (args.bags.num_bags == 0 || item < args.bags.begin(0)) return;
     feature += feature_of_lookup(args.map, args.bags, args.num_features, item);
     length = 1;
   }
@@ -72,7 +72,7 @@ struct BagTask {
 template <class Args>
 int64_t mean_width(const Args& args) {
   // The parts that `columns` is the sum of: features of a fixed batch, bags of a variable one.
-  const int64_t parts = args.map.layout != nullptr ? args.bags.count : args.num_features;
+  const int64_t parts = args.map.layout != nullptr ? args.bags.num_bags : args.num_features;
   if (args.pooling == Pooling::kNone || parts == 0) return args.columns;
   return (args.columns + parts - 1) / parts;
 }

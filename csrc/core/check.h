@@ -101,6 +101,7 @@ Choice parse_choice(const char* op, const char* argument, int64_t code,
   return static_cast<Choice>(code);
 }
 
+// Return the pooling with the number `code`; throw if there is none.
 inline Pooling parse_pooling(const char* op, int64_t code) {
   return parse_choice<Pooling>(op, "pooling", code, kPoolings);
 }
@@ -157,7 +158,7 @@ struct TierWeights {
 struct TierSizes {
   int64_t elements[kCacheTier];
 
-  // The same number for every tier, for example kUnlimited.
+  // Every tier has `every` elements, for example kUnlimited.
   TierSizes(int64_t every) : elements{every, every, every} {}
   TierSizes(const TierWeights& weights)
       : elements{weights.elements[0], weights.elements[1], weights.elements[2]} {}

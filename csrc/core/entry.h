@@ -63,7 +63,7 @@ inline torch::stable::Tensor allocate(
                         (words.empty() ? "" : ": " + words));
 }
 
-// The same, filled with zeros.
+// Return a tensor as `allocate` does, filled with zeros.
 inline torch::stable::Tensor allocate_zeros(
     const torch::stable::Tensor& like, const std::vector<int64_t>& sizes,
     std::optional<torch::headeronly::ScalarType> type = std::nullopt) {

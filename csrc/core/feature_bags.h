@@ -70,9 +70,9 @@ struct FeatureBags {
 template <class Body>
 void for_feature_bags(const Bags& bags, const FeatureBags& features, const Body& body) {
   const auto cost = [&](int64_t bag) {
-    return bag + (bag == bags.count ? bags.num_lookups : bags.begin(bag));
+    return bag + (bag == bags.num_bags ? bags.num_lookups : bags.begin(bag));
   };
-  parallel_balanced(bags.count, kBagGrain, cost, [&](int64_t begin, int64_t end) {
+  parallel_balanced(bags.num_bags, kBagGrain, cost, [&](int64_t begin, int64_t end) {
     while (begin < end) {
       const int64_t feature = features.feature_of(begin);
       const int64_t stop = std::min(end, features.first_bags[feature + 1]);

@@ -16,10 +16,12 @@
 
 namespace emb {
 
+// 1 sign bit, 5 bits of exponent, 10 of mantissa.
 struct half16 {
   uint16_t bits;
 };
 
+// The upper half of a float.
 struct bfloat16 {
   uint16_t bits;
 };

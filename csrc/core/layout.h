@@ -29,18 +29,18 @@ struct Feature {
 inline constexpr int kFeatureColumns = 8;
 static_assert(sizeof(Feature) == kFeatureColumns * sizeof(int64_t));
 
-// The bags of a batch: bag b has the lookups [begin(b), end(b)), 0 <= b < count. Offsets need not
-// be checked: they are clamped when they are read, so that every bag is a range inside
-// [0, num_lookups]. The last bag ends at num_lookups, whatever the last offset is. Lookups before
-// the first offset belong to no bag.
+// The bags of a batch: bag b has the lookups [begin(b), end(b)), 0 <= b < num_bags. Offsets need
+// not be checked: they are clamped when they are read, so that every bag is a range inside [0,
+// num_lookups]. The last bag ends at num_lookups, whatever the last offset is. Lookups before the
+// first offset belong to no bag.
 struct Bags {
-  IndexArray offsets;  // [count + 1], the first lookup of each bag
-  int64_t count = 0;   // bags
+  IndexArray offsets;  // [num_bags + 1], the first lookup of each bag
+  int64_t num_bags = 0;
   int64_t num_lookups = 0;
 
   EMB_HD int64_t begin(int64_t bag) const { return clamp(offsets[bag], 0); }
   EMB_HD int64_t end(int64_t bag) const {
-    return bag + 1 == count ? num_lookups : clamp(offsets[bag + 1], begin(bag));
+    return bag + 1 == num_bags ? num_lookups : clamp(offsets[bag + 1], begin(bag));
   }
 
  private:
@@ -72,9 +72,9 @@ inline constexpr int kTiers = 4;
 
 // Where the weights and states of a row are stored.
 struct RowLocation {
-  int tier;         // a Tier
-  int64_t element;  // first element of the row in the tier's weights and element-wise states
-  int64_t row;      // entry of the row in the tier's row-wise states
+  int tier;           // a Tier
+  int64_t element;    // first element of the row in the tier's weights and element-wise states
+  int64_t state_row;  // entry of the row in the tier's row-wise states
 };
 
 // Return the location of row `row` in [0, feature.rows) of the table of `feature`. `slot` is the
@@ -167,7 +167,7 @@ struct BagRows {
   EMB_HD int64_t end_lookup(int64_t last_bag) const { return bags.end(last_bag - 1); }
 
   // Return the number of items of a range.
-  EMB_HD int64_t count(int64_t first_bag, int64_t last_bag) const {
+  EMB_HD int64_t num_items(int64_t first_bag, int64_t last_bag) const {
     return pooling == Pooling::kNone ? end_lookup(last_bag) - first_lookup(first_bag)
                                      : last_bag - first_bag;
   }
@@ -193,7 +193,7 @@ struct BagRows {
 EMB_HD int64_t feature_of_lookup(const BagMap& map, const Bags& bags, int num_features, int64_t i) {
   const bool variable = map.layout != nullptr;
   const int64_t bags_of_step = variable ? 1 : map.batch.value();
-  int low = 0, high = (variable ? static_cast<int>(bags.count) : num_features) - 1;
+  int low = 0, high = (variable ? static_cast<int>(bags.num_bags) : num_features) - 1;
   while (low < high) {
     const int middle = low + (high - low + 1) / 2;
     if (bags.begin(middle * bags_of_step) <= i) {

@@ -6,28 +6,8 @@
 //   a[4]:   (row, column), (row + 8, column), (row, column + 4), (row + 8, column + 4)
 //   b[2]:   (column, row), (column + 4, row)
 //   sum[4]: (row, 2 column), (row, 2 column + 1), (row + 8, 2 column), (row + 8, 2 column + 1)
-// The eight columns of a and rows of b may be permuted, both in the same way: the sum is the same.
-// Kernels choose a permutation with which their loads are wide.
-//
-// The accuracy is chosen by a type, a struct with operands A and B and `multiply_add`:
-//   * Tf32x3 is nearly as exact as float32. Each operand x is split into two TF32 values: `big` is
-//     x rounded to 11 significant bits, and `small` is x - big truncated to 11 bits. The product
-//     is big big + big small + small big. Its relative error is at most 2^-21: 2^-23 for the
-//     truncated last bit of each operand, and 2^-22 for the product small small, which is omitted.
-//     The tensor core truncates its sums, and in a long sum these errors would add up. So it adds
-//     up the products of one call only, and the sums of calls are added in float32, rounded to
-//     nearest. A single product then has the error of a few float32 roundings, and a sum of eight
-//     products or more is as exact as one in float32 (tests/simt/test_mma.py).
-//   * Tf32 rounds operands to 11 significant bits, ties away from zero: a relative error of up to
-//     2^-11 per operand.
-//   * Bf16 rounds operands to 8 significant bits, ties to even: up to 2^-8 per operand.
-// An operand that is infinite or rounds to infinity (|x| >= 2^128 - 2^116 in TF32) gives infinity
-// or NaN; a NaN gives NaN.
-//
-// The emulation rounds operands to the same bits as a GPU. It computes the products of a call
-// exactly and truncates their sum to float32. A GPU may add them in another order and with fewer
-// bits, which PTX leaves open, so the last bits of sums can differ between GPU models and from the
-// host. On one GPU the same operands always give the same bits.
+// The eight columns of a and rows of b may be permuted together, which leaves the sum: kernels
+// choose the permutation that makes their loads wide. Three types below offer three accuracies.
 #pragma once
 
 #include "core/codes.h"
@@ -75,6 +55,7 @@ EMB_DEVICE void mma_tf32(float (&sum)[4], const uint32_t (&a)[4], const uint32_t
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
+// sum += a b with operands rounded to BF16, one instruction.
 EMB_DEVICE void mma_bf16(float (&sum)[4], const uint32_t (&a)[2], const uint32_t (&b)[1]) {
   asm volatile(
       "mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, "
@@ -84,6 +65,11 @@ EMB_DEVICE void mma_bf16(float (&sum)[4], const uint32_t (&a)[2], const uint32_t
 }
 
 #else
+
+// The emulation rounds operands to the same bits as a GPU. It computes the products of a call
+// exactly and truncates their sum to float32. A GPU may add them in another order and with fewer
+// bits, which PTX leaves open, so the last bits of sums can differ between GPU models and from the
+// host. On one GPU the same operands always give the same bits.
 
 // The operands of one lane in the emulation, on the stack of its fiber.
 struct MmaLane {
@@ -160,8 +146,21 @@ inline void mma_bf16(float (&sum)[4], const uint32_t (&a)[2], const uint32_t (&b
 
 #endif
 
-// The three accuracies. A constructor of A or B takes this lane's elements of the matrix in the
-// order at the top of this file.
+// The three accuracies, each a type with operands A and B and `multiply_add`. A constructor of A or
+// B takes this lane's elements of the matrix in the order at the top of this file.
+//   * Tf32x3 is nearly as exact as float32. Each operand x is split into two TF32 values: `big` is
+//     x rounded to 11 significant bits, and `small` is x - big truncated to 11 bits. The product
+//     is big big + big small + small big. Its relative error is at most 2^-21: 2^-23 for the
+//     truncated last bit of each operand, and 2^-22 for the product small small, which is omitted.
+//     The tensor core truncates its sums, and in a long sum these errors would add up. So it adds
+//     up the products of one call only, and the sums of calls are added in float32, rounded to
+//     nearest. A single product then has the error of a few float32 roundings, and a sum of eight
+//     products or more is as exact as one in float32 (tests/simt/test_mma.py).
+//   * Tf32 rounds operands to 11 significant bits, ties away from zero: a relative error of up to
+//     2^-11 per operand.
+//   * Bf16 rounds operands to 8 significant bits, ties to even: up to 2^-8 per operand.
+// An operand that is infinite or rounds to infinity (|x| >= 2^128 - 2^116 in TF32) gives infinity
+// or NaN; a NaN gives NaN.
 
 struct Tf32x3 {
   template <int kWords>

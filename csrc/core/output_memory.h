@@ -25,28 +25,28 @@ namespace emb {
 
 // The size in bytes from which outputs use these blocks. glibc keeps the memory of smaller tensors:
 // this is the minimum of its mmap and trim thresholds.
-inline constexpr int64_t kMinOutputBlock = int64_t{128} << 10;
+inline constexpr int64_t kMinOutputBlockBytes = int64_t{128} << 10;
 
 // The maximum number of bytes of all unused blocks together. A larger block is returned to the
 // system when its tensor is destroyed.
 #if defined(__SANITIZE_ADDRESS__)
-inline constexpr int64_t kKeptOutputBytes = 0;  // the sanitizer finds accesses to freed blocks
+inline constexpr int64_t kMaxFreeOutputBytes = 0;  // the sanitizer finds accesses to freed blocks
 #else
-inline constexpr int64_t kKeptOutputBytes = int64_t{256} << 20;
+inline constexpr int64_t kMaxFreeOutputBytes = int64_t{256} << 20;
 #endif
 
 // The blocks that no tensor uses. All functions may be called by several threads at once.
-class OutputBlocks {
+class FreeOutputBlocks {
  public:
   // Return the only object. It is never destroyed, because tensors may outlive static objects.
-  static OutputBlocks& of_process() {
-    static auto* const blocks = new OutputBlocks;
+  static FreeOutputBlocks& of_process() {
+    static auto* const blocks = new FreeOutputBlocks;
     return *blocks;
   }
 
-  // Return a block of at least `*bytes` bytes (`*bytes` >= kMinOutputBlock), in huge pages where
-  // possible, and set `*bytes` to its size. The caller owns it until `give`. Return null if the
-  // system has no memory.
+  // Return a block of at least `*bytes` bytes (`*bytes` >= kMinOutputBlockBytes), in huge pages
+  // where possible, and set `*bytes` to its size. The caller owns it until `give`. Return null if
+  // the system has no memory.
   void* take(int64_t* bytes) {
     const int64_t wanted = *bytes;
     // Round up to steps of an eighth of the size, so that batches of slightly different sizes use
@@ -76,13 +76,13 @@ class OutputBlocks {
 
   // The handlers hold the mutex during a fork: another thread of the parent might hold it at that
   // moment, and that thread does not exist in the child to release it.
-  OutputBlocks() : blocks_(kKeptOutputBytes) {
+  FreeOutputBlocks() : blocks_(kMaxFreeOutputBytes) {
     pthread_atfork([] { of_process().mutex_.lock(); }, [] { of_process().mutex_.unlock(); },
                    [] { of_process().mutex_.unlock(); });
   }
 
   std::mutex mutex_;
-  KeptBlocks blocks_;
+  FreeBlocks blocks_;
 };
 
 // The type of `torch_from_blob` in torch's C shim, available since torch 2.11. It wraps memory in a
@@ -119,9 +119,9 @@ inline torch::stable::Tensor allocate_output(const torch::stable::Tensor& like,
   int64_t numel = 1;
   for (const int64_t size : sizes) numel *= size;
   int64_t bytes = numel * element_bytes(type);
-  if (bytes < kMinOutputBlock) return allocate(like, sizes, type);
+  if (bytes < kMinOutputBlockBytes) return allocate(like, sizes, type);
   const FromBlob from_blob = from_blob_with_deleter();
-  void* const data = from_blob == nullptr ? nullptr : OutputBlocks::of_process().take(&bytes);
+  void* const data = from_blob == nullptr ? nullptr : FreeOutputBlocks::of_process().take(&bytes);
   if (data == nullptr) {
     torch::stable::Tensor tensor = allocate(like, sizes, type);
     if (bytes >= kHugePageBytes) advise_huge_pages(tensor.mutable_data_ptr(), bytes);
@@ -130,7 +130,7 @@ inline torch::stable::Tensor allocate_output(const torch::stable::Tensor& like,
   std::vector<int64_t> strides(sizes.size(), 1);
   for (size_t d = sizes.size() - 1; d > 0; --d) strides[d - 1] = strides[d] * sizes[d];
   const auto give = [](void* block, void* size) {
-    OutputBlocks::of_process().give(block, reinterpret_cast<int64_t>(size));
+    FreeOutputBlocks::of_process().give(block, reinterpret_cast<int64_t>(size));
   };
   AtenTensorHandle handle = nullptr;
   const auto code = torch::stable::detail::to<int32_t>(torch::stable::detail::from(type));
@@ -139,7 +139,7 @@ inline torch::stable::Tensor allocate_output(const torch::stable::Tensor& like,
                 aoti_torch_device_type_cpu(), -1, &handle, aoti_torch_layout_strided(), nullptr, 0,
                 give, reinterpret_cast<void*>(bytes));
   if (error != 0) {
-    OutputBlocks::of_process().give(data, bytes);
+    FreeOutputBlocks::of_process().give(data, bytes);
     return allocate(like, sizes, type);
   }
   return torch::stable::Tensor(handle);

@@ -3,7 +3,13 @@
 // prefetched a fixed number of rows before its use, across bags. Columns are processed in blocks of
 // up to 8 registers: the sums of a block stay in registers while the block's columns of all rows
 // are read. Only `*_kernels.cpp` may include this header.
-//
+#pragma once
+
+#include "core/layout.h"
+#include "core/vec.h"
+
+namespace emb::EMB_ISA {
+
 // `Rows` is a sequence of rows, one per lookup, with the members
 //
 //   dim()                   number of columns of a row
@@ -17,12 +23,6 @@
 //
 // `finish` maps the sum of some columns to the values that are stored, Vec to Vec, for example by
 // the factor of a mean. Outputs of type O (float, half16 or bfloat16) are rounded to nearest.
-#pragma once
-
-#include "core/layout.h"
-#include "core/vec.h"
-
-namespace emb::EMB_ISA {
 
 // Write columns [column, column + kVectors * kLanes) of the output row `out`: `finish` of the sum
 // of rows [begin, end). The block prefetches its own columns of later rows, so that the number of
@@ -42,7 +42,7 @@ EMB_HD void pool_block(Rows rows, int64_t column, int64_t begin, int64_t end, co
   for (int v = 0; v < kVectors; ++v) store(out + column + v * kLanes, finish(sums[v]));
 }
 
-// The same for the columns from `column` to the end of the row, fewer than kLanes.
+// Write the columns from `column` to the end of the row, fewer than kLanes.
 template <class Rows, class Finish, class O>
 EMB_HD void pool_tail(Rows rows, int64_t column, int64_t begin, int64_t end, const Finish& finish,
                       O* out) {
@@ -89,7 +89,7 @@ EMB_HD void pool_bags(const BagRows& bags, const Rows& rows, int64_t first_bag, 
                       O* out) {
   const int64_t first = bags.first_lookup(first_bag), last = bags.end_lookup(last_bag);
   for (int64_t i = first; i < first + rows.distance(); ++i) rows.prefetch(i, rows.dim());
-  const int64_t count = bags.count(first_bag, last_bag);  // bags, or lookups without pooling
+  const int64_t count = bags.num_items(first_bag, last_bag);  // bags, or lookups without pooling
   for (int64_t k = 0; k < count; ++k) {
     const BagSpan bag = bags.span(first_bag, k);
     const Vec factor = broadcast(mean_factor(bags.pooling, bag.end - bag.begin));

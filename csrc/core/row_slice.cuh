@@ -147,7 +147,7 @@ EMB_DEVICE void stream_vector(T* address, const float (&values)[N]) {
   }
 }
 
-// The same for the first `valid` columns at any address.
+// Write the first `valid` columns of an output row at any address.
 template <class T, int N>
 EMB_DEVICE void stream_columns(T* address, int valid, const float (&values)[N]) {
   constexpr int kBytes = N * static_cast<int>(sizeof(T));
@@ -161,7 +161,7 @@ EMB_DEVICE void stream_columns(T* address, int valid, const float (&values)[N]) 
   }
 }
 
-// The same functions for data of a dtype that is known at run time only; the address is that of
+// The overloads below take data of a dtype that is known at run time only; the address is that of
 // element `element` of `data`. The branch is the same for the whole warp and costs nothing
 // noticeable.
 template <int N>

@@ -16,24 +16,24 @@ namespace emb {
 // The maximum number of bytes that a thread keeps. A larger block is returned to the system when it
 // is freed.
 #if defined(__SANITIZE_ADDRESS__)
-inline constexpr int64_t kKeptScratchBytes = 0;  // the sanitizer finds accesses to freed blocks
+inline constexpr int64_t kMaxFreeScratchBytes = 0;  // the sanitizer finds accesses to freed blocks
 #else
-inline constexpr int64_t kKeptScratchBytes = int64_t{16} << 20;
+inline constexpr int64_t kMaxFreeScratchBytes = int64_t{16} << 20;
 #endif
 
 // A store of freed blocks, oldest first, of at most `limit` bytes together. It owns the blocks and
 // returns them to the system with std::free. It is not synchronised.
-class KeptBlocks {
+class FreeBlocks {
  public:
-  explicit KeptBlocks(int64_t limit) : limit_(limit) {}
-  KeptBlocks(const KeptBlocks&) = delete;
-  KeptBlocks& operator=(const KeptBlocks&) = delete;
-  ~KeptBlocks() {
+  explicit FreeBlocks(int64_t limit) : limit_(limit) {}
+  FreeBlocks(const FreeBlocks&) = delete;
+  FreeBlocks& operator=(const FreeBlocks&) = delete;
+  ~FreeBlocks() {
     for (const Block& block : blocks_) std::free(block.data);
   }
 
-  static KeptBlocks& of_this_thread() {
-    thread_local KeptBlocks blocks(kKeptScratchBytes);
+  static FreeBlocks& of_this_thread() {
+    thread_local FreeBlocks blocks(kMaxFreeScratchBytes);
     return blocks;
   }
 
@@ -85,9 +85,10 @@ class KeptBlocks {
 // not be the thread that allocated it.
 struct ReturnScratch {
   int64_t bytes = 0;
-  void operator()(void* data) const { KeptBlocks::of_this_thread().give(data, bytes); }
+  void operator()(void* data) const { FreeBlocks::of_this_thread().give(data, bytes); }
 };
 
+// Memory that goes back to the thread's store when this object is destroyed.
 template <class T>
 using Scratch = std::unique_ptr<T[], ReturnScratch>;
 using Floats = Scratch<float>;
@@ -97,15 +98,18 @@ using Floats = Scratch<float>;
 template <class T>
 Scratch<T> new_scratch(int64_t n) {
   static_assert(std::is_trivially_destructible_v<T>);
-  constexpr int64_t kLine = 64;
+  constexpr int64_t kCacheLineBytes = 64;
   int64_t bytes = n * int64_t{sizeof(T)};
-  bytes = bytes < kLine ? kLine : (bytes + kLine - 1) / kLine * kLine;
-  void* data = KeptBlocks::of_this_thread().take(&bytes);
-  if (data == nullptr) data = std::aligned_alloc(kLine, static_cast<size_t>(bytes));
+  bytes = bytes < kCacheLineBytes
+              ? kCacheLineBytes
+              : (bytes + kCacheLineBytes - 1) / kCacheLineBytes * kCacheLineBytes;
+  void* data = FreeBlocks::of_this_thread().take(&bytes);
+  if (data == nullptr) data = std::aligned_alloc(kCacheLineBytes, static_cast<size_t>(bytes));
   if (data == nullptr) throw std::bad_alloc();
   return Scratch<T>(static_cast<T*>(data), ReturnScratch{bytes});
 }
 
+// Return uninitialised memory for n floats.
 inline Floats new_floats(int64_t n) { return new_scratch<float>(n); }
 
 }  // namespace emb

@@ -9,7 +9,7 @@
 
 namespace emb::cuda {
 
-inline constexpr int kTileThreads = 256;  // threads per block of most kernels
+inline constexpr int kTileThreads = 256;  // threads per block of kernels that take tiles
 inline constexpr int kTileSize = 1024;    // elements per tile
 
 // Return the last i in [0, n) with starts(i) <= x, or -1 if there is none. All 32 lanes of a warp

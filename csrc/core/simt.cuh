@@ -4,29 +4,10 @@
 // only torch-free headers. Under nvcc the names below are CUDA's own. Under a host compiler they
 // come from core/simt_host.h, an emulation in which the threads of a block are fibers that meet at
 // barriers and warp collectives, and blocks run one after another. So tests run every kernel
-// without a GPU (tests/simt). Kernels keep to this contract; the emulation reports a violation
-// where a GPU would hang or read garbage:
-//   * names: threadIdx blockIdx blockDim gridDim, __shared__ (static), dynamic_shared<T>(),
-//     __syncthreads __syncwarp __shfl_sync __shfl_up_sync __shfl_down_sync __shfl_xor_sync
-//     __ballot_sync __any_sync __all_sync __match_any_sync __reduce_{add,min,max}_sync,
-//     atomicAdd atomicMax atomicMin atomicExch atomicCAS, __threadfence, __popc __ffs __clz
-//     __vcmpeq4;
-//   * simt::copy_async<N> copies from global to shared memory while the thread continues. A thread
-//     may read the copy only after the thread that started it has waited (simt::wait_for_copies)
-//     and the block has met at a barrier;
-//   * every lane in the mask of a collective reaches it, at the same source line; no lane in the
-//     mask has left the kernel. A shuffle reads only lanes in its mask;
-//   * every thread of the block reaches a barrier, at the same source line: no early return;
-//   * trap(message) ends the launch: with an error on the host, with a device-side trap on a GPU;
-//   * the blocks of a cluster (launcher.cluster) run together. They have simt::cluster_rank,
-//     cluster_size and cluster_sync, and of_block(address, rank) for the dynamic shared memory of
-//     another block, which is valid between the first and the last cluster_sync of the kernel. Such
-//     a kernel has no static __shared__ memory: the emulation has only one for all blocks. Code for
-//     architectures before sm_90 has no clusters; there the functions describe a cluster of one
-//     block.
+// without a GPU (tests/simt).
+//
 // Host code starts kernels through a launcher object, `launcher(kernel, grid, block, args...)`:
-// CudaLauncher (core/launch.h), or simt::HostLauncher in the emulation. Both share the code that
-// sizes grids.
+// CudaLauncher (core/launch.h), or simt::HostLauncher in the emulation.
 #pragma once
 
 #include <cstdint>
@@ -45,6 +26,26 @@
 #define EMB_GRID_CONSTANT
 #endif
 
+// Kernels keep to this contract; the emulation reports a violation where a GPU would hang or read
+// garbage:
+//   * names: threadIdx blockIdx blockDim gridDim, __shared__ (static), dynamic_shared<T>(),
+//     __syncthreads __syncwarp __shfl_sync __shfl_up_sync __shfl_down_sync __shfl_xor_sync
+//     __ballot_sync __any_sync __all_sync __match_any_sync __reduce_{add,min,max}_sync,
+//     atomicAdd atomicMax atomicMin atomicExch atomicCAS, __threadfence, __popc __ffs __clz
+//     __vcmpeq4;
+//   * simt::copy_async<N> copies from global to shared memory while the thread continues. A thread
+//     may read the copy only after the thread that started it has waited (simt::wait_for_copies)
+//     and the block has met at a barrier;
+//   * every lane in the mask of a collective reaches it, at the same source line; no lane in the
+//     mask has left the kernel. A shuffle reads only lanes in its mask;
+//   * every thread of the block reaches a barrier, at the same source line: no early return;
+//   * trap(message) ends the launch: with an error on the host, with a device-side trap on a GPU;
+//   * the blocks of a cluster (launcher.cluster) run together. They have simt::cluster_rank,
+//     cluster_size and cluster_sync, and of_block(address, rank) for the dynamic shared memory of
+//     another block, which is valid between the first and the last cluster_sync of the kernel. Such
+//     a kernel has no static __shared__ memory: the emulation has only one for all blocks. Code for
+//     architectures before sm_90 has no clusters; there the functions describe a cluster of one
+//     block.
 namespace emb::simt {
 
 inline constexpr unsigned kWarp = 32;

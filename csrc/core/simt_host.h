@@ -7,11 +7,6 @@
 // deadlocked, and the launch ends with a report of where each thread waits.
 // EMBLIB_SIMT_ORDER=reverse in the environment runs blocks, warps and lanes in the opposite order,
 // which exposes kernels that rely on an order that CUDA does not guarantee.
-//
-// Blocks run one after another, but the blocks of a cluster run together: all their threads are
-// fibers of one schedule, numbered block by block in whole warps. Each block has its own dynamic
-// shared memory, which the others may access between two cluster barriers; when a block has left
-// the kernel its memory reads as NaN.
 #pragma once
 
 #include <algorithm>
@@ -47,7 +42,12 @@ struct WarpValues {
   uint64_t word[32];
 };
 
-// The scheduler. Its functions are called by the fiber of the current thread of the kernel, except
+// The scheduler. Blocks run one after another, but the blocks of a cluster run together: all their
+// threads are fibers of one schedule, numbered block by block in whole warps. Each block has its
+// own dynamic shared memory, which the others may access between two cluster barriers; when a block
+// has left the kernel its memory reads as NaN.
+//
+// Its functions are called by the fiber of the current thread of the kernel, except
 // for `run`. `where` is the source line of the call in the kernel, for reports. Whatever breaks the
 // rules of core/simt.cuh ends the launch: `run` throws std::runtime_error.
 class Machine {

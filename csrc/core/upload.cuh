@@ -19,6 +19,7 @@ inline constexpr int kUploadThreads = 128;
 // and 32,764 bytes from CUDA 12.1 on.
 inline constexpr int kFewWords = 480, kManyWords = 4000;
 
+// The words of one launch, as a kernel parameter.
 template <int kWords>
 struct UploadWords {
   uint64_t word[kWords];

@@ -26,9 +26,10 @@ inline constexpr int kLanes = 4;
 
 typedef float Vec __attribute__((vector_size(kLanes * sizeof(float))));
 
+// Return a register with x in all lanes.
 EMB_HD Vec broadcast(float x) { return Vec{} + x; }
 
-// Load or store kLanes elements at `p`.
+// Load or store kLanes elements at `p`, which may have any alignment.
 EMB_HD Vec load(const float* p) {
   Vec v;
   __builtin_memcpy(&v, p, sizeof(v));

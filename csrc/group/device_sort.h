@@ -24,7 +24,7 @@ int64_t sort_scratch_bytes(int64_t n, Key limit);
 template <class Key>
 void sort_pairs(const CudaLauncher& launcher, const SortPairs<Key>& pairs, void* scratch);
 
-// The same with scratch that is allocated on the device of `like`.
+// Sort `pairs` with scratch that is allocated on the device of `like`.
 template <class Key>
 void sort_pairs(const CudaLauncher& launcher, const torch::stable::Tensor& like,
                 const SortPairs<Key>& pairs) {
@@ -39,16 +39,16 @@ void sort_pairs(const CudaLauncher& launcher, const torch::stable::Tensor& like,
 // launch (group/small_group.cuh), others CUB's sort, with scratch on the device of `like`.
 template <class Key>
 void sort_and_group(const CudaLauncher& launcher, const torch::stable::Tensor& like,
-                    const SortBuffers<Key>& sort, const GroupOutput& out);
+                    const SortBuffers<Key>& sort, const DeviceGroupOutput& out);
 
 // The templates above, and the kernels that write the groups, are compiled in group_cuda.cu only.
 #define EMB_EXTERN_SORT(Key)                                                             \
   extern template void launch_groups(const CudaLauncher&, const SortBuffers<Key>&,       \
-                                     const GroupOutput&);                                \
+                                     const DeviceGroupOutput&);                          \
   extern template int64_t sort_scratch_bytes(int64_t, Key);                              \
   extern template void sort_pairs(const CudaLauncher&, const SortPairs<Key>&, void*);    \
   extern template void sort_and_group(const CudaLauncher&, const torch::stable::Tensor&, \
-                                      const SortBuffers<Key>&, const GroupOutput&)
+                                      const SortBuffers<Key>&, const DeviceGroupOutput&)
 EMB_EXTERN_SORT(uint32_t);
 EMB_EXTERN_SORT(uint64_t);
 #undef EMB_EXTERN_SORT
@@ -81,7 +81,7 @@ class DeviceSort {
 // Return whether keys in [0, limit] are sorted as 64 bits. 32 bits serve limits below 2^32 - 1.
 inline bool needs_wide_keys(int64_t limit) { return limit >= (int64_t{1} << 32) - 1; }
 
-// Launches, scratch memory and sorting for an op of several kernels, on the device of tensor `on`.
+// Launches and scratch memory for an op of several kernels, on the device of tensor `on`.
 // The scratch lives as long as this object and is freed in stream order: kernels launched before
 // may still use it. tests/simt/host_work.h has the same for the emulation.
 class DeviceWork {
@@ -97,9 +97,6 @@ class DeviceWork {
                                         torch::headeronly::ScalarType::Byte));
     return reinterpret_cast<T*>(scratch_tensors_.back().mutable_data_ptr());
   }
-
-  // Sort pairs by key, stable.
-  void sort(const SortPairs<uint32_t>& pairs) { sort_pairs(launcher_, like_, pairs); }
 
  private:
   torch::stable::Tensor like_;

@@ -48,7 +48,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> group(const Tensor& keys, int64_t num
   } else {
     group_keys<Item64>(index_array(input), n, num_keys, result.output());
   }
-  return {result.unique, result.segments, result.permutation, result.count};
+  return {result.unique, result.segments, result.permutation, result.num_groups};
 }
 
 constexpr int64_t kGrain = 1 << 14;  // minimum number of positions per thread of group_inverse
@@ -73,7 +73,7 @@ Tensor group_inverse(const Tensor& segments, const Tensor& permutation, const Te
   const int64_t groups = *count.const_data_ptr<int32_t>();
   STD_TORCH_CHECK(groups >= 0 && groups <= n && (n == 0 || segment[groups] <= n), op,
                   ": count and segments must come from one call of group, got count ", groups);
-  // `signs` becomes negative if a length of a group is negative or a position is not in [0, n).
+  // The sign of `signs` is set if a group has a negative length or a position is not in [0, n).
   int32_t signs = groups > 0 ? segment[0] : 0;
   for (int64_t g = 0; g < groups; ++g) signs |= segment[g + 1] - segment[g];
   for (int64_t j = 0; j < n; ++j)

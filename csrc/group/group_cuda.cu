@@ -32,7 +32,7 @@ void run_sort(const SortPairs<Key>& in, void* scratch, size_t* bytes, cudaStream
 // batch is too large for that or the keys need 64 bits. Other keys belong to no group. `positions`,
 // int32 [n], gets the sorted positions.
 bool group_small(const CudaLauncher& launcher, const IndexArray& keys, int64_t n, int64_t limit,
-                 int32_t* positions, const GroupOutput& out) {
+                 int32_t* positions, const DeviceGroupOutput& out) {
   if (n > kMaxSmallGroup || needs_wide_keys(limit)) return false;
   const auto plan = plan_small_group(n, max_small_cluster<GivenKeys>(launcher));
   if (plan.items == 0) return false;
@@ -44,7 +44,7 @@ bool group_small(const CudaLauncher& launcher, const IndexArray& keys, int64_t n
 // Sort the keys in `sort` with CUB and write their groups.
 template <class Key>
 void group_large(const CudaLauncher& launcher, const Tensor& like, const SortBuffers<Key>& sort,
-                 const GroupOutput& out) {
+                 const DeviceGroupOutput& out) {
   if (sort.n > 0) {
     sort_pairs(launcher, like,
                SortPairs<Key>{sort.keys, sort.sorted_keys, sort.positions, sort.sorted_positions,
@@ -70,7 +70,7 @@ void sort_pairs(const CudaLauncher& launcher, const SortPairs<Key>& pairs, void*
 
 template <class Key>
 void sort_and_group(const CudaLauncher& launcher, const Tensor& like, const SortBuffers<Key>& sort,
-                    const GroupOutput& out) {
+                    const DeviceGroupOutput& out) {
   // Keys below 2^31 can be read as int32 by group_small, for which `limit` belongs to no group.
   const bool is_int32 = sizeof(Key) == 4 && sort.limit <= std::numeric_limits<int32_t>::max();
   const auto limit = static_cast<int64_t>(sort.limit);
@@ -81,12 +81,13 @@ void sort_and_group(const CudaLauncher& launcher, const Tensor& like, const Sort
   group_large(launcher, like, sort, out);
 }
 
-#define EMB_SORT(Key)                                                                            \
-  template void launch_groups(const CudaLauncher&, const SortBuffers<Key>&, const GroupOutput&); \
-  template int64_t sort_scratch_bytes(int64_t, Key);                                             \
-  template void sort_pairs(const CudaLauncher&, const SortPairs<Key>&, void*);                   \
-  template void sort_and_group(const CudaLauncher&, const Tensor&, const SortBuffers<Key>&,      \
-                               const GroupOutput&)
+#define EMB_SORT(Key)                                                                       \
+  template void launch_groups(const CudaLauncher&, const SortBuffers<Key>&,                 \
+                              const DeviceGroupOutput&);                                    \
+  template int64_t sort_scratch_bytes(int64_t, Key);                                        \
+  template void sort_pairs(const CudaLauncher&, const SortPairs<Key>&, void*);              \
+  template void sort_and_group(const CudaLauncher&, const Tensor&, const SortBuffers<Key>&, \
+                               const DeviceGroupOutput&)
 EMB_SORT(uint32_t);
 EMB_SORT(uint64_t);
 #undef EMB_SORT
@@ -96,7 +97,7 @@ namespace {
 // Group a contiguous vector of int32 or int64 keys by sorting.
 template <class Key>
 void group_keys(const CudaLauncher& launcher, const Tensor& keys, int64_t num_keys,
-                int32_t* permutation, const GroupOutput& out) {
+                int32_t* permutation, const DeviceGroupOutput& out) {
   const DeviceSort<Key> sort(keys, keys.numel(), num_keys, permutation);
   if (keys.numel() > 0) launch_keys(launcher, index_array(keys), sort.buffers());
   group_large(launcher, keys, sort.buffers(), out);
@@ -115,12 +116,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> group(const Tensor& keys, int64_t num
   Tensor segments = allocate(keys, {n + 1}, ScalarType::Int);
   Tensor permutation = allocate(keys, {n}, ScalarType::Int);
   Tensor count = allocate(keys, {1}, ScalarType::Int);
-  const GroupOutput out{unique.mutable_data_ptr(),
-                        unique.scalar_type() == ScalarType::Long,
-                        segments.mutable_data_ptr<int32_t>(),
-                        count.mutable_data_ptr<int32_t>(),
-                        nullptr,
-                        nullptr};
+  const DeviceGroupOutput out{unique.mutable_data_ptr(),
+                              unique.scalar_type() == ScalarType::Long,
+                              segments.mutable_data_ptr<int32_t>(),
+                              count.mutable_data_ptr<int32_t>(),
+                              nullptr,
+                              nullptr};
   int32_t* positions = permutation.mutable_data_ptr<int32_t>();
   if (group_small(launcher, index_array(input), n, num_keys, positions, out)) {
     return {unique, segments, permutation, count};

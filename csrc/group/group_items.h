@@ -30,6 +30,7 @@ struct Item32 {
   uint32_t position;
 };
 
+// The item for larger limits.
 struct Item64 {
   uint64_t key;
   uint64_t position;
@@ -39,12 +40,12 @@ struct Item64 {
 // ascending order of their keys; items whose key is at least the limit belong to no group and come
 // last in `permutation`.
 struct GroupOutput {
-  void* unique;  // [n], int64 or int32: the key of each group; entries from `count` on are 0
+  void* unique;  // [n], int64 or int32: the key of each group; entries from `num_groups` on are 0
   bool unique_is_int64;
   int32_t* segments;     // [n + 1]: group g has the sorted items [segments[g], segments[g + 1]);
-                         // entries after `count` repeat segments[count]
+                         // entries after `num_groups` repeat segments[num_groups]
   int32_t* permutation;  // [n]: the positions of the sorted items
-  int32_t* count;        // [1]: the number of groups
+  int32_t* num_groups;   // [1]
 
   void write_unique(int64_t i, uint64_t key) const {
     if (unique_is_int64) {
@@ -141,12 +142,18 @@ inline constexpr int kBucketItemsLog2 = 6;   // log2 of the minimum mean size of
 inline constexpr int64_t kPartItems = 8192;  // minimum size of a thread's share of input or buckets
 inline constexpr int64_t kRunPartItems = 4096;  // minimum size of a thread's share of the runs
 
-// Return the maximum width of the digits by which a bucket of n items is sorted.
-constexpr int bucket_digit_bits(int64_t n) { return n < 96 ? 6 : n < 512 ? 7 : kBucketDigitBits; }
+inline constexpr int64_t kTinyBucketItems = 96, kSmallBucketItems = 512;  // sorted by 6 and 7 bits
+inline constexpr int64_t kTinyRunItems = 256;                             // sorted by 6 bits
 
-// The same for a run or a small input of n items. The widest digits serve sizes from `wide` on.
+// Return the maximum width of the digits by which a bucket of n items is sorted.
+constexpr int bucket_digit_bits(int64_t n) {
+  return n < kTinyBucketItems ? 6 : n < kSmallBucketItems ? 7 : kBucketDigitBits;
+}
+
+// Return the width for a run or a small input of n items. The widest digits serve sizes from `wide`
+// on.
 constexpr int run_digit_bits(int64_t n, int64_t wide) {
-  return n < 256 ? 6 : n < wide ? 8 : kRunDigitBits;
+  return n < kTinyRunItems ? 6 : n < wide ? 8 : kRunDigitBits;
 }
 inline constexpr int64_t kWideRunItems = 2048, kWideInputItems = 8192;
 
@@ -211,7 +218,7 @@ void finish_groups(const Item* sorted, int64_t n, int64_t total, uint64_t limit,
   out.segments[0] = 0;
   for (int64_t i = total; i < n; ++i) out.write_unique(i, 0);
   for (int64_t i = total + 1; i <= n; ++i) out.segments[i] = static_cast<int32_t>(grouped);
-  *out.count = static_cast<int32_t>(total);
+  *out.num_groups = static_cast<int32_t>(total);
 }
 
 // Group n items and write the result to `out`. Keys are at most `limit`; an item with the key
@@ -278,42 +285,42 @@ void group_items(int64_t n, uint64_t limit, const std::vector<int64_t>& firsts, 
   finish_groups(sorted.get(), n, groups[buckets], limit, out);
 }
 
-// A run of neighbouring items with keys in [base, base + keys), where keys <= 2^32. It ends where
-// the next run begins; a run may be empty.
-struct Run {
-  int64_t first;  // position of its first item
-  uint64_t base;  // at least the end of the previous run's keys
-  uint64_t keys;
+// A run of neighbouring items with keys in [key_base, key_base + key_range). It ends where the next
+// run begins and may be empty.
+struct KeyRun {
+  int64_t begin;       // position of its first item
+  uint64_t key_base;   // at least the end of the previous run's keys
+  uint64_t key_range;  // at most 2^32
 };
 
 // Group n items that come in runs with ascending keys, all of which belong to groups. Every run is
 // sorted alone, on fewer bits than all keys have and inside the cache of a core. `fill(r, put)`
-// must call `put(position, key - base)` once for each position of run r; `emit` is that of
+// must call `put(position, key - key_base)` once for each position of run r; `emit` is that of
 // `group_items`.
 template <class Fill, class Emit>
-void group_runs(int64_t n, const std::vector<Run>& runs, const Fill& fill, const GroupOutput& out,
-                const Emit& emit) {
+void group_runs(int64_t n, const std::vector<KeyRun>& runs, const Fill& fill,
+                const GroupOutput& out, const Emit& emit) {
   constexpr uint64_t kNoLimit = ~uint64_t{0};
   const int64_t count = static_cast<int64_t>(runs.size());
-  const auto first = [&](int64_t run) { return run < count ? runs[run].first : n; };
+  const auto begin_of = [&](int64_t run) { return run < count ? runs[run].begin : n; };
   const Scratch<Item32> items = new_scratch<Item32>(n);
   int64_t longest = 0;
   for (int64_t run = 0; run < count; ++run)
-    longest = std::max(longest, first(run + 1) - first(run));
+    longest = std::max(longest, begin_of(run + 1) - begin_of(run));
   const auto sort = [&](int64_t run, Item32* scratch) {
     fill(run, [&](int64_t position, uint64_t key) {
       items[position] = {static_cast<uint32_t>(key), static_cast<uint32_t>(position)};
     });
-    Item32* begin = items.get() + runs[run].first;
-    const int64_t length = first(run + 1) - runs[run].first;
+    Item32* begin = items.get() + runs[run].begin;
+    const int64_t length = begin_of(run + 1) - runs[run].begin;
     if (length <= kInsertionSortItems) return sort_bucket(begin, scratch, length, 0);
-    const int bits = std::bit_width(runs[run].keys - 1);
+    const int bits = std::bit_width(runs[run].key_range - 1);
     radix_sort<2, kRunDigitBits>(begin, scratch, length, bits,
                                  run_digit_bits(length, kWideRunItems));
   };
   const auto write = [&](int64_t run, int64_t group) {
-    return write_groups(items.get(), first(run), first(run + 1), group, kNoLimit, out, emit,
-                        runs[run].base);
+    return write_groups(items.get(), begin_of(run), begin_of(run + 1), group, kNoLimit, out, emit,
+                        runs[run].key_base);
   };
   std::vector<int64_t> groups(count + 1, 0);
   if (num_threads() == 1) {
@@ -323,13 +330,13 @@ void group_runs(int64_t n, const std::vector<Run>& runs, const Fill& fill, const
       groups[run + 1] = write(run, groups[run] - 1) + 1;  // while its items are in the cache
     }
   } else {
-    const auto cost = [&](int64_t run) { return first(run) + run; };
+    const auto cost = [&](int64_t run) { return begin_of(run) + run; };
     parallel_balanced(count, kRunPartItems, cost, [&](int64_t begin, int64_t end) {
       const Scratch<Item32> scratch = new_scratch<Item32>(longest);
       for (int64_t run = begin; run < end; ++run) {
         sort(run, scratch.get());
         groups[run + 1] =
-            count_groups(items.get() + first(run), first(run + 1) - first(run), kNoLimit);
+            count_groups(items.get() + begin_of(run), begin_of(run + 1) - begin_of(run), kNoLimit);
       }
     });
     for (int64_t run = 0; run < count; ++run) groups[run + 1] += groups[run];
@@ -348,18 +355,18 @@ inline int64_t group_parts(int64_t n) {
 // The tensors that `group` and `tbe_group` return on the CPU for n keys, uninitialised; see
 // GroupOutput for their contents. `output()` points into them.
 struct GroupTensors {
-  Tensor unique, segments, permutation, count;
+  Tensor unique, segments, permutation, num_groups;
 
   GroupTensors(const Tensor& like, int64_t n, ScalarType unique_type)
       : unique(allocate_output(like, {n}, unique_type)),
         segments(allocate_output(like, {n + 1}, ScalarType::Int)),
         permutation(allocate_output(like, {n}, ScalarType::Int)),
-        count(allocate(like, {1}, ScalarType::Int)) {}
+        num_groups(allocate(like, {1}, ScalarType::Int)) {}
 
   GroupOutput output() const {
     return {unique.mutable_data_ptr(), unique.scalar_type() == ScalarType::Long,
             segments.mutable_data_ptr<int32_t>(), permutation.mutable_data_ptr<int32_t>(),
-            count.mutable_data_ptr<int32_t>()};
+            num_groups.mutable_data_ptr<int32_t>()};
   }
 };
 

@@ -17,6 +17,7 @@
 
 namespace emb::cuda {
 
+// Every block reads the counts of all ranges, so that there must be few.
 inline constexpr int kMaxRanges = 1024;
 
 // The input and output of a stable sort by key. Key is uint32_t or uint64_t.
@@ -28,7 +29,7 @@ struct SortPairs {
   Key limit;  // the maximum key
 };
 
-// The same for a sort whose runs of equal keys become groups.
+// The arrays of a sort whose runs of equal keys become groups.
 template <class Key>
 struct SortBuffers {
   Key *keys, *sorted_keys;                // [n] each
@@ -57,15 +58,15 @@ EMB_DEVICE int count_step(const StepCount& count, int num_groups) {
 }
 
 // The arrays that a grouping writes, as `group` returns them (group_cpu.cpp).
-struct GroupOutput {
+struct DeviceGroupOutput {
   void* unique;  // [n] int32 or int64
   bool unique_is_int64;
-  int32_t *segments, *count;  // [n + 1], [1]
-  // For `tbe_group`, else null: the bag of each lookup [n], an input, and the bags of the sorted
-  // lookups [n], an output. A small group knows the bags itself and reads no `bag_of`.
+  int32_t *segments, *num_groups;  // [n + 1], [1]
+  // The bag of each lookup, [n], an input, and the bags of the sorted lookups, [n], an output. Null
+  // except for `tbe_group`; small_group.cuh knows the bags itself and reads no `bag_of`.
   const int32_t* bag_of;
-  int32_t* bags;
-  StepCount step = {};
+  int32_t* sorted_bags;
+  StepCount step_count = {};
 };
 
 // Write the keys and the positions of the sort. Keys outside [0, limit) become `limit`.
@@ -147,7 +148,8 @@ EMB_DEVICE GroupTotals add_ranges(const int32_t* counts, int ranges) {
   return {block_sum(sums.before), block_sum(sums.num_groups), block_sum(sums.num_grouped)};
 }
 
-EMB_DEVICE void put_unique(const GroupOutput& out, int64_t i, int64_t key) {
+// Write the key of group i.
+EMB_DEVICE void put_unique(const DeviceGroupOutput& out, int64_t i, int64_t key) {
   if (out.unique_is_int64) {
     static_cast<int64_t*>(out.unique)[i] = key;
   } else {
@@ -161,7 +163,7 @@ EMB_DEVICE void put_unique(const GroupOutput& out, int64_t i, int64_t key) {
 // there are no keys.
 template <class Key>
 __global__ void __launch_bounds__(kTileThreads)
-    groups_kernel(SortBuffers<Key> sort, GroupOutput out) {
+    groups_kernel(SortBuffers<Key> sort, DeviceGroupOutput out) {
   // A thread has key j * kTileThreads + threadIdx.x of a tile, for j < kThreadKeys. The 32 keys of
   // a warp for one j are a row, in the order of the tile: row j * kWarps + warp.
   constexpr int kThreadKeys = kTileSize / kTileThreads, kWarps = kTileThreads / simt::kWarp;
@@ -170,7 +172,7 @@ __global__ void __launch_bounds__(kTileThreads)
   const int ranges = static_cast<int>(num_ranges(sort.n));
   GroupTotals totals = add_ranges(sort.range_counts, ranges);
   if (simt::global_thread() == 0) {
-    *out.count = count_step(out.step, totals.num_groups);
+    *out.num_groups = count_step(out.step_count, totals.num_groups);
     out.segments[sort.n] = totals.num_grouped;
   }
   const int64_t end = ranges == 0 ? 0 : range_begin(sort.n, blockIdx.x + 1);
@@ -208,14 +210,14 @@ __global__ void __launch_bounds__(kTileThreads)
         put_unique(out, i, 0);
         out.segments[i] = totals.num_grouped;
       }
-      if (out.bags != nullptr) out.bags[i] = out.bag_of[sort.sorted_positions[i]];
+      if (out.sorted_bags != nullptr) out.sorted_bags[i] = out.bag_of[sort.sorted_positions[i]];
     }
   }
 }
 
 // The groups of n keys, as `group` returns them, and the output of `group_inverse`.
 struct InverseArgs {
-  const int32_t *segments, *permutation, *count;  // [n + 1], [n], [1]
+  const int32_t *segments, *permutation, *num_groups;  // [n + 1], [n], [1]
   int64_t n;
   int32_t* inverse;  // [n]: the group of each position, -1 for none; null if it is not wanted
 };
@@ -223,7 +225,7 @@ struct InverseArgs {
 // Write `args.inverse`, not null, by the whole grid of blocks of kTileThreads threads. `range` is
 // shared memory for two ints.
 EMB_DEVICE void write_inverse(const InverseArgs& args, int* range) {
-  const int num_groups = *args.count;
+  const int num_groups = *args.num_groups;
   const int32_t num_grouped = args.segments[num_groups];
   const auto start = [&](int group) { return static_cast<int64_t>(args.segments[group]); };
   for (int64_t tile = static_cast<int64_t>(blockIdx.x) * kTileSize; tile < args.n;
@@ -236,6 +238,7 @@ EMB_DEVICE void write_inverse(const InverseArgs& args, int* range) {
   }
 }
 
+// Write args.inverse.
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
     inverse_kernel(InverseArgs args) {
   __shared__ int range[2];
@@ -251,7 +254,8 @@ void launch_keys(const Launcher& launcher, const IndexArray& keys, const SortBuf
 
 // Write the groups of the sorted keys and positions in `sort`. n may be 0.
 template <class Key, class Launcher>
-void launch_groups(const Launcher& launcher, const SortBuffers<Key>& sort, const GroupOutput& out) {
+void launch_groups(const Launcher& launcher, const SortBuffers<Key>& sort,
+                   const DeviceGroupOutput& out) {
   const auto ranges = static_cast<unsigned>(num_ranges(sort.n));
   if (ranges > 0) launcher(count_groups_kernel<Key>, ranges, kTileThreads, sort);
   launcher(groups_kernel<Key>, ranges > 0 ? ranges : 1, kTileThreads, sort, out);

@@ -2,26 +2,11 @@
 // memory, finds the groups of equal keys and writes all that `group` returns. CUB would take five
 // launches, and most of their time would be overhead. A device without clusters runs one block.
 //
-// Every block holds blockDim * kItems neighbouring elements of the sorted sequence. An element is a
-// key and a payload: the position of the key and, from bit kPositionBits on, the bag of a lookup.
-// A warp holds 32 * kItems neighbouring elements, and item i of a lane is element i * 32 + lane of
-// them, so the order within a warp is that of (item, lane). Elements beyond n have keys with all
-// bits set: they stay behind the keys that belong to no group, and are not written.
-//
 // The sort is a stable radix sort of up to kDigitBits bits per pass. In a pass, the new place of an
 // element follows from the elements of smaller digits and those of the same digit before it: within
 // the warp they are counted by ballots, over the warps of a block by one histogram per warp, and
 // over the blocks by reading each other's totals. Then every element is written to its new place,
 // in the shared memory of the block that holds it.
-//
-// `Source` makes the keys: GivenKeys below, or the lookups of a batch (SmallLookups in
-// tbe/keys.cuh). Its members are
-//   kHasBags            whether keys have bags, and invalid ones are counted
-//   prepared(memory)    the source to make the keys from, after work by all blocks of the cluster
-//   Tile(source, begin, end, range)  the state of a thread for positions [begin, end), not empty
-//     key(source, i, limit, &bag)      key of position i, `limit` if it belongs to no group
-//     num_bad(), num_lost()            invalid indices, and those before the first bag, so far
-//   report(memory)      writes the tallies of invalid lookups, when they are complete
 #pragma once
 
 #include <algorithm>
@@ -119,18 +104,27 @@ struct SmallGroupArgs {
   int bits, bits_per_pass;  // bits of keys up to `limit`, and bits that a pass sorts by
   int32_t* positions;       // [n] output: positions in sorted order; null if not wanted
   uint32_t* sorted_keys;    // [n] output; null if not wanted
-  GroupOutput out;          // with null `segments` if no groups are wanted
+  DeviceGroupOutput out;    // with null `segments` if no groups are wanted
   unsigned block_bits = 0;  // log2 of the keys per block; set by launch_small_group
 };
 
 // Return the arguments for n keys; `positions` may be null.
 inline SmallGroupArgs small_group_args(int64_t n, uint32_t limit, int32_t* positions,
-                                       const GroupOutput& out) {
+                                       const DeviceGroupOutput& out) {
   const int bits = std::max(1, static_cast<int>(std::bit_width(limit)));
   const int passes = (bits + kDigitBits - 1) / kDigitBits;
   return {
       static_cast<int32_t>(n), limit, bits, (bits + passes - 1) / passes, positions, nullptr, out};
 }
+
+// The keys come from a `Source`: GivenKeys, or the lookups of a batch (SmallLookups in
+// tbe/keys.cuh). Its members are
+//   kHasBags            whether keys have bags, and invalid ones are counted
+//   prepared(memory)    the source to make the keys from, after work by all blocks of the cluster
+//   Tile(source, begin, end, range)  the state of a thread for positions [begin, end), not empty
+//     key(source, i, limit, &bag)      key of position i, `limit` if it belongs to no group
+//     num_bad(), num_lost()            invalid indices, and those before the first bag, so far
+//   report(memory)      writes the tallies of invalid lookups, when they are complete
 
 // The keys of the op `group`, [n] in device memory; keys outside [0, limit) belong to no group.
 struct GivenKeys {
@@ -151,6 +145,12 @@ struct GivenKeys {
   EMB_DEVICE void report(const SmallMemory&) const {}
 };
 
+// Every block holds blockDim * kItems neighbouring elements of the sorted sequence. An element is a
+// key and a payload: the position of the key and, from bit kPositionBits on, the bag of a lookup.
+// A warp holds 32 * kItems neighbouring elements, and item i of a lane is element i * 32 + lane of
+// them, so the order within a warp is that of (item, lane). Elements beyond n have keys with all
+// bits set: they stay behind the keys that belong to no group, and are not written.
+//
 // The sort and the grouping, as one thread sees them. All threads of the cluster call every
 // function.
 template <int kItems>
@@ -333,11 +333,11 @@ struct SmallSort {
   // Write all outputs of this thread's elements; `heads` and `group` are what find_groups wrote and
   // returned.
   EMB_DEVICE void write(const uint32_t (&heads)[kItems], uint32_t group) const {
-    const GroupOutput& out = args.out;
+    const DeviceGroupOutput& out = args.out;
     const uint32_t num_groups = cluster_total(memory, SmallMemory::kBegun);
     const auto num_grouped = static_cast<int32_t>(cluster_total(memory, SmallMemory::kGrouped));
     if (rank == 0 && threadIdx.x == 0 && out.segments != nullptr) {
-      *out.count = count_step(out.step, static_cast<int>(num_groups));
+      *out.num_groups = count_step(out.step_count, static_cast<int>(num_groups));
       out.segments[args.n] = num_grouped;
     }
 #pragma unroll
@@ -348,7 +348,8 @@ struct SmallSort {
           args.positions[at] = static_cast<int32_t>(payload[i] & ((1u << kPositionBits) - 1));
         }
         if (args.sorted_keys != nullptr) args.sorted_keys[at] = key[i];
-        if (out.bags != nullptr) out.bags[at] = static_cast<int32_t>(payload[i] >> kPositionBits);
+        if (out.sorted_bags != nullptr)
+          out.sorted_bags[at] = static_cast<int32_t>(payload[i] >> kPositionBits);
         if (out.segments != nullptr && static_cast<uint32_t>(at) >= num_groups) {
           put_unique(out, at, 0);
           out.segments[at] = num_grouped;

@@ -29,20 +29,21 @@ struct AdamMoments {
  protected:
   // Return the next first and second moment.
   template <class F>
-  EMB_HD F first(F m, F g) const {
+  EMB_HD F first_moment(F m, F g) const {
     return beta1 * m + one_minus_beta1 * g;
   }
   template <class F>
-  EMB_HD F second(F v, F square) const {
+  EMB_HD F second_moment(F v, F square) const {
     return beta2 * v + one_minus_beta2 * square;
   }
-  // Return by what a first moment is multiplied whose second moment is `v`: bias corrections over
-  // the root of v.
-  EMB_HD float direction(float v) const {
+  // Return the factor of a first moment whose second moment is `v`: the bias corrections over the
+  // root of v.
+  EMB_HD float momentum_scale(float v) const {
     return ScalarMath::ratio(correction1, sqrtf(v) * correction2 + eps);
   }
 };
 
+// Adam with both moments per element.
 struct Adam : AdamMoments {
   static constexpr const char* kName = "adam";
   static constexpr int kNumHyper = 3, kElementStates = 2, kSteppedStates = 2, kRowStates = 0;
@@ -57,14 +58,14 @@ struct Adam : AdamMoments {
   EMB_HD void add_sums(F, F, F, F, F*) const {}
   EMB_HD RowFactors begin_row(float*, const float*, float) const { return {corrected_lr, 1.0f}; }
   EMB_HD float step(float w, float g, float* m, float* v, RowFactors scale) const {
-    *m = first(*m, g);
-    *v = second(*v, g * g);
+    *m = first_moment(*m, g);
+    *v = second_moment(*v, g * g);
     const float denominator = sqrtf(*v) * correction2 + eps;
     return denominator == 0.0f ? w : w - scale.gradient * *m / denominator;
   }
 };
 
-// Adam whose second moment is one number per row: of the mean squared gradient.
+// Adam with one second moment per row, of the mean squared gradient.
 struct PartialRowwiseAdam : AdamMoments {
   static constexpr const char* kName = "partial_rowwise_adam";
   static constexpr int kNumHyper = 3, kElementStates = 1, kSteppedStates = 1, kRowStates = 1;
@@ -77,11 +78,11 @@ struct PartialRowwiseAdam : AdamMoments {
     sums[0] += g * g;
   }
   EMB_HD RowFactors begin_row(float* states, const float* sums, float dim) const {
-    states[0] = second(states[0], sums[0] / dim);
-    return {lr * direction(states[0]), 1.0f};
+    states[0] = second_moment(states[0], sums[0] / dim);
+    return {lr * momentum_scale(states[0]), 1.0f};
   }
   EMB_HD float step(float w, float g, float* m, float*, RowFactors scale) const {
-    *m = first(*m, g);
+    *m = first_moment(*m, g);
     return w - scale.gradient * *m;
   }
 };
@@ -106,7 +107,7 @@ struct Lamb : AdamMoments {
       : AdamMoments(hyper), decay(as_float(hyper[kWeightDecay])) {}
   template <class Math, class F>
   EMB_HD void add_sums(F w, F g, F m, F v, F* sums) const {
-    const F r = whole_step<Math>(w, first(m, g), second(v, g * g));
+    const F r = decayed_step<Math>(w, first_moment(m, g), second_moment(v, g * g));
     sums[0] += w * w;
     sums[1] += r * r;
   }
@@ -114,15 +115,15 @@ struct Lamb : AdamMoments {
     return {lr * trust_ratio(sums[0], sums[1]), 1.0f};
   }
   EMB_HD float step(float w, float g, float* m, float* v, RowFactors scale) const {
-    *m = first(*m, g);
-    *v = second(*v, g * g);
-    return w - scale.gradient * whole_step<ScalarMath>(w, *m, *v);
+    *m = first_moment(*m, g);
+    *v = second_moment(*v, g * g);
+    return w - scale.gradient * decayed_step<ScalarMath>(w, *m, *v);
   }
 
  private:
   // Return Adam's step with weight decay, from the next moments, without the learning rate.
   template <class Math, class F>
-  EMB_HD F whole_step(F w, F m, F v) const {
+  EMB_HD F decayed_step(F w, F m, F v) const {
     return Math::ratio(correction1 * m, Math::root(v) * correction2 + eps) + decay * w;
   }
 };
@@ -141,21 +142,21 @@ struct PartialRowwiseLamb : AdamMoments {
       : AdamMoments(hyper), decay(as_float(hyper[kWeightDecay])) {}
   template <class Math, class F>
   EMB_HD void add_sums(F w, F g, F m, F, F* sums) const {
-    const F next = first(m, g);
+    const F next = first_moment(m, g);
     sums[0] += g * g;
     sums[1] += next * next;
     sums[2] += next * w;
     sums[3] += w * w;
   }
   EMB_HD RowFactors begin_row(float* states, const float* sums, float dim) const {
-    states[0] = second(states[0], sums[0] / dim);
-    const float q = direction(states[0]);
+    states[0] = second_moment(states[0], sums[0] / dim);
+    const float q = momentum_scale(states[0]);
     const float square = q * q * sums[1] + 2.0f * q * decay * sums[2] + decay * decay * sums[3];
     const float length = lr * trust_ratio(sums[3], square);
     return {length * q, 1.0f - length * decay};
   }
   EMB_HD float step(float w, float g, float* m, float*, RowFactors scale) const {
-    *m = first(*m, g);
+    *m = first_moment(*m, g);
     return scale.weight * w - scale.gradient * *m;
   }
 };

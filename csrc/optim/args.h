@@ -10,10 +10,10 @@ namespace emb {
 
 // The weights and states of one memory tier. Pointers are null for states that the optimizer does
 // not have, and for an unused tier.
-struct TierRows {
+struct TierMemory {
   void* weights = nullptr;                       // [elements]
   void* element_states[kMaxElementStates] = {};  // [elements], laid out like the weights
-  float* row_states[kMaxRowStates] = {};         // [rows], see RowLocation::row
+  float* row_states[kMaxRowStates] = {};         // [rows], see RowLocation::state_row
   Dtype weight_type = Dtype::kFloat;
   Dtype state_types[kMaxElementStates] = {};
   int64_t elements = 0;  // elements of the weights
@@ -36,16 +36,15 @@ struct TierRows {
 // Return the location of row `row` of the table of `feature` for an update. `slot` is its slot in
 // the cache, negative for none; a slot outside the cache counts as none.
 EMB_HD RowLocation locate_update(const Feature& feature, int64_t row, int64_t slot,
-                                 const TierRows& cache) {
-  const bool held = slot >= 0 && feature.cache_stride > 0 && slot < cache.rows &&
-                    slot < cache.elements / feature.cache_stride;
-  return locate_row(feature, row, held ? slot : -1);
+                                 const TierMemory& cache) {
+  const bool in_cache = slot >= 0 && feature.cache_stride > 0 && slot < cache.rows &&
+                        slot < cache.elements / feature.cache_stride;
+  return locate_row(feature, row, in_cache ? slot : -1);
 }
 
-// The CPU kernels of `update_rows_`.
-
+// The arguments of the CPU kernels of `update_rows_`.
 struct UpdateRowsArgs {
-  TierRows tier;       // matrices [rows, width], row-wise states [rows]
+  TierMemory tier;     // matrices [rows, width], row-wise states [rows]
   const float* grads;  // [.., width]
   int64_t width;
   const double* hyper;            // see functor.h
@@ -69,6 +68,7 @@ struct WidenRowsArgs {
   float* to;  // [.., width]
 };
 
+// The CPU kernels. Calls for disjoint ranges may run at once.
 struct UpdateRowsTable {
   // Return the kernel of an optimizer, null if there is none of that number.
   UpdateRowsFn (*find)(int optimizer);

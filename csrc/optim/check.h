@@ -77,7 +77,7 @@ inline void check_hyper(const char* op, const OptimizerShape& shape, const Tenso
 // the weights have elements, row-wise ones at least `rows`. `states` has shape.states() tensors;
 // `tier` has the number of elements.
 inline void check_tier_states(const char* op, const OptimizerShape& shape, const Tensor* states,
-                              int64_t rows, TierRows* tier) {
+                              int64_t rows, TierMemory* tier) {
   for (int i = 0; i < shape.states(); ++i) {
     const bool by_row = i >= shape.element_states;  // element-wise states come first
     const int64_t entries = by_row ? rows : tier->elements;
@@ -102,7 +102,7 @@ inline void check_tier_states(const char* op, const OptimizerShape& shape, const
 // cache is 0, since the size of the cache follows from its tensors.
 inline void check_tiers(const char* op, int64_t optimizer, const std::vector<Tensor>& weights,
                         const std::vector<Tensor>& states, const int64_t (&rows)[kTiers],
-                        TierRows (&tiers)[kTiers]) {
+                        TierMemory (&tiers)[kTiers]) {
   const TierWeights layout(op, weights);
   const OptimizerShape shape = optimizer_shape(op, optimizer);
   const auto wanted = static_cast<int>(weights.size()) * shape.states();
@@ -110,7 +110,7 @@ inline void check_tiers(const char* op, int64_t optimizer, const std::vector<Ten
                   shape.states(), " state tensors for each of ", weights.size(),
                   " tensors of weights, got ", states.size());
   for (size_t t = 0; t < weights.size(); ++t) {
-    TierRows& tier = tiers[t];
+    TierMemory& tier = tiers[t];
     tier.weights = weights[t].mutable_data_ptr();
     tier.elements = weights[t].numel();
     tier.weight_type = t == kCacheTier ? layout.cache_type : layout.type;
@@ -140,10 +140,10 @@ inline void check_matrices(const char* op, const Tensor& weights, const Tensor& 
 }
 
 // Check `hyper`, the weights and the states of `update_rows_` and return the latter as one tier.
-inline TierRows check_matrix_states(const char* op, int64_t optimizer, const Tensor& weights,
-                                    const std::vector<Tensor>& states, const Tensor& hyper) {
+inline TierMemory check_matrix_states(const char* op, int64_t optimizer, const Tensor& weights,
+                                      const std::vector<Tensor>& states, const Tensor& hyper) {
   check_hyper(op, optimizer_shape(op, optimizer), hyper);
-  TierRows tiers[kTiers];
+  TierMemory tiers[kTiers];
   const int64_t rows[kTiers] = {weights.size(0)};
   check_tiers(op, optimizer, {weights}, states, rows, tiers);
   return tiers[0];

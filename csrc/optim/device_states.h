@@ -14,8 +14,8 @@ namespace emb::cuda {
 // Set `address` to where kernels reach a tensor of memory tier `tier`, which must be on the device
 // of `hyper`; only the host tier may be in pinned host memory. An empty tensor changes nothing.
 template <class T>
-void reach(const char* op, const char* name, const Tensor& tensor, const Tensor& hyper, int tier,
-           T** address) {
+void set_kernel_address(const char* op, const char* name, const Tensor& tensor, const Tensor& hyper,
+                        int tier, T** address) {
   if (tensor.numel() == 0) return;
   if (tier != kHostTier) check_same_device(op, name, tensor, hyper);
   *address = static_cast<T*>(kernel_address(op, tensor, hyper));
@@ -30,18 +30,18 @@ inline OptimizerStepArgs optimizer_step_args(const char* op, const std::vector<T
   const OptimizerShape shape = optimizer_shape(op, optimizer);
   check_hyper(op, shape, hyper);
   OptimizerStepArgs args;
-  const int64_t at_least[kTiers] = {rows};
-  check_tiers(op, optimizer, weights, states, at_least, args.tiers);
+  const int64_t min_rows[kTiers] = {rows};
+  check_tiers(op, optimizer, weights, states, min_rows, args.tiers);
   for (int t = 0; t < static_cast<int>(weights.size()); ++t) {
-    TierRows& tier = args.tiers[t];
-    reach(op, "weights", weights[t], hyper, t, &tier.weights);
+    TierMemory& tier = args.tiers[t];
+    set_kernel_address(op, "weights", weights[t], hyper, t, &tier.weights);
     for (int s = 0; s < shape.states(); ++s) {
       const Tensor& state = states[t * shape.states() + s];
       const int by_row = s - shape.element_states;  // element-wise states come first
       if (by_row < 0) {
-        reach(op, "an optimizer state", state, hyper, t, &tier.element_states[s]);
+        set_kernel_address(op, "an optimizer state", state, hyper, t, &tier.element_states[s]);
       } else {
-        reach(op, "an optimizer state", state, hyper, t, &tier.row_states[by_row]);
+        set_kernel_address(op, "an optimizer state", state, hyper, t, &tier.row_states[by_row]);
       }
     }
   }

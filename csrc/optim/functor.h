@@ -6,7 +6,17 @@
 // in three steps: `add_sums` is called for every element of the row and adds its terms to up to
 // kNumRowSums sums; `begin_row` turns these sums and the row-wise states into two factors, and
 // updates those states; `step` updates one element and its states. Optimizers without sums skip the
-// first. The CPU and CUDA drivers differ only in which thread calls them. The members of a functor:
+// first. The CPU and CUDA drivers differ only in which thread calls them.
+#pragma once
+
+#include <cmath>
+
+#include "core/codes.h"
+#include "core/portability.h"
+
+namespace emb {
+
+// The members of a functor:
 //
 //   kName                 its name
 //   kNumHyper             its arguments in `hyper`, after the common entries
@@ -20,17 +30,11 @@
 //                                        element-wise states before the step; floats or vectors
 //   begin_row(states, sums, dim)         return the RowFactors of a row of `dim` columns
 //   step(w, g, &m, &v, factors)          return the new weight; w has had its decoupled decay
-#pragma once
 
-#include <cmath>
-
-#include "core/codes.h"
-#include "core/portability.h"
-
-namespace emb {
-
+// The maximum numbers over all optimizers.
 inline constexpr int kMaxElementStates = 2, kMaxRowStates = 3, kMaxRowSums = 4;
 
+// Round a hyperparameter to the float with which kernels compute.
 EMB_HD float as_float(double x) { return static_cast<float>(x); }
 
 // The two kinds of weight decay that every optimizer supports; the drivers apply them.

@@ -30,7 +30,7 @@ struct OptimizerStepArgs {
   int sums = 0;
   bool sums_need_gradient_only = true;
   const double* hyper = nullptr;  // read on the device: a captured graph sees its current values
-  TierRows tiers[kTiers] = {};    // weights and states, which kernels write
+  TierMemory tiers[kTiers] = {};  // weights and states, which kernels write
 
   // Return whether a row needs something of all of its columns, or a state, before its first step.
   EMB_HD bool by_row() const { return sums > 0 || row_states > 0; }
@@ -53,7 +53,7 @@ inline bool find_optimizer(int optimizer, OptimizerStepArgs* args) {
 struct Step {
   WeightDecay decay;
   Rounding rounding;
-  TierRows tiers[kTiers];
+  TierMemory tiers[kTiers];
   bool aligned[kTiers];  // whether rows that start at a multiple of kColumns can be read in vectors
   alignas(16) unsigned char optimizer[Optimizers::max_bytes()];
 };
@@ -203,29 +203,29 @@ EMB_DEVICE void build_step(const OptimizerStepArgs& args, StepStorage* storage) 
 }
 
 // This lane's columns of a row and of its element-wise states.
-struct Columns {
-  float w[kColumns] = {}, first[kColumns] = {}, second[kColumns] = {};
+struct LaneColumns {
+  float weights[kColumns] = {}, state0[kColumns] = {}, state1[kColumns] = {};
 };
 
 // Load columns [0, valid) from `element` of the tier on; none if valid <= 0. Only states that the
 // optimizer updates are loaded.
 template <class Selection>
-EMB_DEVICE void load_columns(const OptimizerStepArgs& args, const TierRows& tier, int64_t element,
-                             int valid, Columns* x) {
+EMB_DEVICE void load_columns(const OptimizerStepArgs& args, const TierMemory& tier, int64_t element,
+                             int valid, LaneColumns* x) {
   if (valid <= 0) return;
-  read_columns(tier.weights, tier.weight_type, element, valid, x->w);
+  read_columns(tier.weights, tier.weight_type, element, valid, x->weights);
   if (Selection::stepped_states(args) > 0) {
-    read_columns(tier.element_states[0], tier.state_types[0], element, valid, x->first);
+    read_columns(tier.element_states[0], tier.state_types[0], element, valid, x->state0);
   }
   if (Selection::stepped_states(args) > 1) {
-    read_columns(tier.element_states[1], tier.state_types[1], element, valid, x->second);
+    read_columns(tier.element_states[1], tier.state_types[1], element, valid, x->state1);
   }
 }
 
 // Add this lane's terms to the sums of the row; the gradient includes the L2 penalty. Columns
 // beyond the end are zeros, which add nothing to any sum.
 template <class Selection>
-EMB_DEVICE void sum_columns(const OptimizerStepArgs& args, const Step& step, const Columns& x,
+EMB_DEVICE void sum_columns(const OptimizerStepArgs& args, const Step& step, const LaneColumns& x,
                             const float (&gradient)[kColumns], float (&sums)[kMaxRowSums]) {
   if (Selection::sums_need_gradient_only(args)) {
 #pragma unroll
@@ -235,15 +235,15 @@ EMB_DEVICE void sum_columns(const OptimizerStepArgs& args, const Step& step, con
   Selection::visit(args, step, [&](const auto& opt) {
 #pragma unroll
     for (int k = 0; k < kColumns; ++k) {
-      opt.template add_sums<ScalarMath>(x.w[k], gradient[k], x.first[k], x.second[k], sums);
+      opt.template add_sums<ScalarMath>(x.weights[k], gradient[k], x.state0[k], x.state1[k], sums);
     }
   });
 }
 
 // Add the L2 penalty to the gradient.
-EMB_DEVICE void add_penalty(const Step& step, const Columns& x, float (&gradient)[kColumns]) {
+EMB_DEVICE void add_penalty(const Step& step, const LaneColumns& x, float (&gradient)[kColumns]) {
 #pragma unroll
-  for (int k = 0; k < kColumns; ++k) gradient[k] += step.decay.l2 * x.w[k];
+  for (int k = 0; k < kColumns; ++k) gradient[k] += step.decay.l2 * x.weights[k];
 }
 
 // The location of a lane's columns.
@@ -274,24 +274,24 @@ EMB_DEVICE void store_columns(const Rounding& rounding, const ColumnLocation& lo
 // Update columns and their states, and write them. `gradient` includes the L2 penalty, `scale` is
 // the factors of the row.
 template <class Selection>
-EMB_DEVICE void step_columns(const OptimizerStepArgs& args, const Step& step, const TierRows& tier,
-                             const ColumnLocation& location, const float (&gradient)[kColumns],
-                             RowFactors scale, Columns* x) {
+EMB_DEVICE void step_columns(const OptimizerStepArgs& args, const Step& step,
+                             const TierMemory& tier, const ColumnLocation& location,
+                             const float (&gradient)[kColumns], RowFactors scale, LaneColumns* x) {
   Selection::visit(args, step, [&](const auto& opt) {
 #pragma unroll
     for (int k = 0; k < kColumns; ++k) {
-      x->w[k] =
-          opt.step(step.decay.factor * x->w[k], gradient[k], &x->first[k], &x->second[k], scale);
+      x->weights[k] = opt.step(step.decay.factor * x->weights[k], gradient[k], &x->state0[k],
+                               &x->state1[k], scale);
     }
   });
-  store_columns(step.rounding, location, kRoundWeights, tier.weights, tier.weight_type, x->w);
+  store_columns(step.rounding, location, kRoundWeights, tier.weights, tier.weight_type, x->weights);
   if (Selection::stepped_states(args) > 0) {
     store_columns(step.rounding, location, kRoundState, tier.element_states[0], tier.state_types[0],
-                  x->first);
+                  x->state0);
   }
   if (Selection::stepped_states(args) > 1) {
     store_columns(step.rounding, location, kRoundState + 1, tier.element_states[1],
-                  tier.state_types[1], x->second);
+                  tier.state_types[1], x->state1);
   }
 }
 

@@ -1,12 +1,13 @@
 // The step of an optimizer on one row of floats, with the functors of optimizers.h, and the
 // conversion of rows that are stored in 16 bits. For the CPU kernels of all ops that update
-// weights; only `*_kernels.cpp` may include it. A row takes, in this order: add_penalty, row_sums,
-// Opt::begin_row, decay_row, step_row.
+// weights; only `*_kernels.cpp` may include it. A row takes, in this order: RowAccess::open,
+// add_penalty, row_sums, RowAccess::begin, decay_row, step_row, RowAccess::close.
 #pragma once
 
 #include "core/dtype.h"
 #include "core/rounding.h"
 #include "core/vec.h"
+#include "optim/args.h"
 #include "optim/functor.h"
 
 namespace emb::EMB_ISA {
@@ -32,10 +33,10 @@ struct VecMath {
 // The rows of floats, [dim], on which an optimizer works: weights, gradient, and the element-wise
 // states that it updates, null for none. They do not overlap.
 struct RowViews {
-  float* __restrict w;
-  float* __restrict g;
-  float* __restrict first;
-  float* __restrict second;
+  float* __restrict weights;
+  float* __restrict gradient;
+  float* __restrict state0;
+  float* __restrict state1;
 };
 
 // Write the sums over a row that `begin_row` needs to `sums`, [kNumRowSums]. Lanes beyond the end
@@ -45,11 +46,12 @@ EMB_HD void row_sums(const Opt& opt, int64_t dim, const RowViews& row, float* su
   if constexpr (Opt::kNumRowSums > 0) {
     Vec totals[Opt::kNumRowSums] = {};
     const auto add = [&](const auto& read) {
-      const Vec w = Opt::kSumsNeedGradientOnly ? Vec{} : read(row.w);
-      const Vec m = Opt::kSumsNeedGradientOnly || Opt::kSteppedStates < 1 ? Vec{} : read(row.first);
+      const Vec w = Opt::kSumsNeedGradientOnly ? Vec{} : read(row.weights);
+      const Vec m =
+          Opt::kSumsNeedGradientOnly || Opt::kSteppedStates < 1 ? Vec{} : read(row.state0);
       const Vec v =
-          Opt::kSumsNeedGradientOnly || Opt::kSteppedStates < 2 ? Vec{} : read(row.second);
-      opt.template add_sums<VecMath>(w, read(row.g), m, v, totals);
+          Opt::kSumsNeedGradientOnly || Opt::kSteppedStates < 2 ? Vec{} : read(row.state1);
+      opt.template add_sums<VecMath>(w, read(row.gradient), m, v, totals);
     };
     int64_t d = 0;
     for (; d + kLanes <= dim; d += kLanes) {
@@ -66,37 +68,35 @@ EMB_HD void row_sums(const Opt& opt, int64_t dim, const RowViews& row, float* su
 // Update the weights and states of a row. `scale` is the result of Opt::begin_row.
 template <class Opt>
 EMB_HD void step_row(const Opt& opt, int64_t dim, RowFactors scale, const RowViews& row) {
-  float* __restrict w = row.w;
-  float* __restrict first = row.first;
-  float* __restrict second = row.second;
-  const float* __restrict g = row.g;
+  float* __restrict w = row.weights;
+  float* __restrict state0 = row.state0;
+  float* __restrict state1 = row.state1;
+  const float* __restrict g = row.gradient;
   for (int64_t d = 0; d < dim; ++d) {
-    float s1 = Opt::kSteppedStates > 0 ? first[d] : 0.0f;
-    float s2 = Opt::kSteppedStates > 1 ? second[d] : 0.0f;
-    w[d] = opt.step(w[d], g[d], &s1, &s2, scale);
-    if constexpr (Opt::kSteppedStates > 0) first[d] = s1;
-    if constexpr (Opt::kSteppedStates > 1) second[d] = s2;
+    float next0 = Opt::kSteppedStates > 0 ? state0[d] : 0.0f;
+    float next1 = Opt::kSteppedStates > 1 ? state1[d] : 0.0f;
+    w[d] = opt.step(w[d], g[d], &next0, &next1, scale);
+    if constexpr (Opt::kSteppedStates > 0) state0[d] = next0;
+    if constexpr (Opt::kSteppedStates > 1) state1[d] = next1;
   }
 }
 
 // Add the L2 penalty to the gradient, which must be in memory that may be written.
 EMB_HD void add_penalty(const WeightDecay& decay, int64_t dim, const RowViews& row) {
   if (decay.l2 == 0.0f) return;
-  float* __restrict g = row.g;
-  const float* __restrict w = row.w;
+  float* __restrict g = row.gradient;
+  const float* __restrict w = row.weights;
   for (int64_t d = 0; d < dim; ++d) g[d] += decay.l2 * w[d];
 }
 
 // Apply the decoupled decay to the weights.
 EMB_HD void decay_row(const WeightDecay& decay, int64_t dim, const RowViews& row) {
   if (decay.factor == 1.0f) return;
-  float* __restrict w = row.w;
+  float* __restrict w = row.weights;
   for (int64_t d = 0; d < dim; ++d) w[d] *= decay.factor;
 }
 
-// Rows stored in 16 bits: widen_row converts `dim` columns to floats; narrow_row converts them
-// back, rounded to nearest, and round_row stochastically.
-
+// Convert `dim` columns of a row that is stored in 16 bits to floats.
 template <class T>
 EMB_HD void widen_row(const T* row, int64_t dim, float* out) {
   int64_t d = 0;
@@ -104,6 +104,7 @@ EMB_HD void widen_row(const T* row, int64_t dim, float* out) {
   for (; d < dim; ++d) out[d] = to_float(row[d]);
 }
 
+// Convert them back, rounded to nearest.
 template <class T>
 EMB_HD void narrow_row(const float* values, int64_t dim, T* row) {
   int64_t d = 0;
@@ -111,8 +112,8 @@ EMB_HD void narrow_row(const float* values, int64_t dim, T* row) {
   for (; d < dim; ++d) row[d] = from_float<T>(values[d]);
 }
 
-// Linear row `id` and `tensor` select the random numbers. 16 Philox counters advance side by side,
-// one per lane, for 64 columns.
+// Convert them back, rounded stochastically; linear row `id` and `tensor` select the random
+// numbers. 16 Philox counters advance side by side, one per lane, for 64 columns.
 template <class T>
 inline void round_row(const float* __restrict values, int64_t dim, T* __restrict row,
                       const Rounding& rounding, int64_t id, uint32_t tensor) {
@@ -172,5 +173,75 @@ inline void round_row(const float* __restrict values, int64_t dim, T* __restrict
     store_as(static_cast<bfloat16*>(data));
   }
 }
+
+// A row of a tier that Opt updates: where it is stored, and its conversion to floats and back.
+// kNarrow: weights or states may be stored in 16 bits; if not, their dtypes are not read.
+template <class Opt, bool kNarrow = true>
+struct RowAccess {
+  const TierMemory* tier;
+  int64_t element;    // first element in the weights and the element-wise states
+  int64_t state_row;  // entry in the row-wise states
+  int64_t id;         // number of the row in the random numbers of stochastic rounding
+  int64_t dim;        // columns
+
+  // Prefetch weights and states for writing.
+  EMB_HD void prefetch() const {
+    const auto prefetch_tensor = [&](const void* data, Dtype type) {
+      const int64_t size = kNarrow ? size_of(type) : 4;
+      prefetch_row<true>(static_cast<const char*>(data) + element * size, dim * size);
+    };
+    prefetch_tensor(tier->weights, tier->weight_type);
+    for (int s = 0; s < Opt::kSteppedStates; ++s) {
+      prefetch_tensor(tier->element_states[s], tier->state_types[s]);
+    }
+    for (int s = 0; s < Opt::kRowStates; ++s) {
+      prefetch_row<true>(tier->row_states[s] + state_row, 4);
+    }
+  }
+
+  // Set the views of weights and states: in place, or a copy in `scratch` of what is stored in 16
+  // bits. `scratch` has room for 1 + kSteppedStates rows of floats.
+  EMB_HD void open(float* scratch, RowViews* views) const {
+    const auto as_floats = [&](void* data, Dtype type) {
+      if (!kNarrow || type == Dtype::kFloat) return static_cast<float*>(data) + element;
+      float* const copy = scratch;
+      scratch += dim;
+      widen_row(data, type, element, dim, copy);
+      return copy;
+    };
+    views->weights = as_floats(tier->weights, tier->weight_type);
+    if constexpr (Opt::kSteppedStates > 0) {
+      views->state0 = as_floats(tier->element_states[0], tier->state_types[0]);
+    }
+    if constexpr (Opt::kSteppedStates > 1) {
+      views->state1 = as_floats(tier->element_states[1], tier->state_types[1]);
+    }
+  }
+
+  // Store what `open` copied.
+  EMB_HD void close(const RowViews& views, const Rounding& rounding) const {
+    if constexpr (!kNarrow) return;
+    const auto store = [&](const float* values, void* data, Dtype type, uint32_t tensor) {
+      if (type == Dtype::kFloat) return;
+      narrow_row(values, dim, data, type, element, rounding, id, tensor);
+    };
+    store(views.weights, tier->weights, tier->weight_type, kRoundWeights);
+    if constexpr (Opt::kSteppedStates > 0) {
+      store(views.state0, tier->element_states[0], tier->state_types[0], kRoundState);
+    }
+    if constexpr (Opt::kSteppedStates > 1) {
+      store(views.state1, tier->element_states[1], tier->state_types[1], kRoundState + 1);
+    }
+  }
+
+  // Update the row-wise states from the sums over the row, and return the factors of the row.
+  EMB_HD RowFactors begin(const Opt& opt, const float* sums) const {
+    float states[kMaxRowStates];
+    for (int s = 0; s < Opt::kRowStates; ++s) states[s] = tier->row_states[s][state_row];
+    const RowFactors factors = opt.begin_row(states, sums, static_cast<float>(dim));
+    for (int s = 0; s < Opt::kRowStates; ++s) tier->row_states[s][state_row] = states[s];
+    return factors;
+  }
+};
 
 }  // namespace emb::EMB_ISA

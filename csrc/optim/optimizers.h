@@ -10,6 +10,7 @@
 
 namespace emb {
 
+// Optimizers by number, for code that is compiled once per optimizer.
 template <class... Opts>
 struct OptimizerList {
   static constexpr int kCount = sizeof...(Opts);

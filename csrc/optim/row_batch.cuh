@@ -53,6 +53,7 @@ struct SliceLocation {
   int valid;        // columns from there to the end of the row; nothing is accessed if <= 0
 };
 
+// A lane's columns of the slices of a batch, as they are stored or as floats.
 template <int kSlices>
 using Slices = float[kSlices][kColumns];
 
@@ -68,7 +69,7 @@ EMB_DEVICE void load_vector(const T* address, int valid, float (&x)[kColumns]) {
   for (int i = 0; i < static_cast<int>(sizeof(Pack)) / 4; ++i) x[i] = bits_float(pack.word[i]);
 }
 
-// The same for columns that are `step` apart, one by one.
+// Load them one by one from columns that are `step` apart; columns beyond the row load as 0.
 template <class T>
 EMB_DEVICE void load_columns_apart(int step, const T* address, int valid, float (&x)[kColumns]) {
   uint32_t bits[kColumns] = {};
@@ -87,6 +88,7 @@ EMB_DEVICE void load_columns_apart(int step, const T* address, int valid, float 
   }
 }
 
+// Do as load_slices for elements of type T; half16 stands for both 16-bit dtypes.
 template <class T, bool kReadOnly, int kSlices, class LocationOf>
 EMB_DEVICE void load_slices_of(bool vectors, int step, const T* data, const LocationOf& location_of,
                                Slices<kSlices>& x) {
@@ -121,7 +123,7 @@ EMB_DEVICE void load_slices(bool vectors, int step, const void* data, Dtype type
   }
 }
 
-// Convert loaded slices of dtype T, or of dtype `type`, to floats.
+// Convert slices that were loaded as 16-bit elements of type T to floats.
 template <class T, int kSlices>
 EMB_DEVICE void widen_from(Slices<kSlices>& x) {
 #pragma unroll
@@ -134,6 +136,7 @@ EMB_DEVICE void widen_from(Slices<kSlices>& x) {
   }
 }
 
+// Convert slices that were loaded from dtype `type` to floats.
 template <int kSlices>
 EMB_DEVICE void widen(Dtype type, Slices<kSlices>& x) {
   if (type == Dtype::kHalf) widen_from<half16, kSlices>(x);
@@ -169,7 +172,7 @@ EMB_DEVICE void store_slices_of(const RowLayout& layout, T* data, const Location
   }
 }
 
-// The same for a tensor `data` of dtype `type`.
+// Store the slices of a batch in a tensor of dtype `type`, rounded to nearest.
 template <int kSlices, class LocationOf>
 EMB_DEVICE void store_slices(const RowLayout& layout, void* data, Dtype type,
                              const LocationOf& location_of, const Slices<kSlices>& x) {
@@ -226,30 +229,30 @@ EMB_DEVICE void store_slice_randomly(const RowLayout& layout, const Rounding& ro
 // the optimizer has sums), apply, store.
 template <int kSlices>
 struct RowBatch {
-  Slices<kSlices> w = {}, first = {}, second = {};
+  Slices<kSlices> weights = {}, state0 = {}, state1 = {};
 
   // Load the weights and the states that the optimizer updates, as they are stored.
   template <class Selection, class LocationOf>
   EMB_DEVICE void load(Selection, const OptimizerStepArgs& args, const RowLayout& layout,
-                       const TierRows& tier, const LocationOf& location_of) {
+                       const TierMemory& tier, const LocationOf& location_of) {
     load_slices<false, kSlices>(layout.vectors, layout.step(), tier.weights, tier.weight_type,
-                                location_of, w);
+                                location_of, weights);
     if (Selection::stepped_states(args) > 0) {
       load_slices<false, kSlices>(layout.vectors, layout.step(), tier.element_states[0],
-                                  tier.state_types[0], location_of, first);
+                                  tier.state_types[0], location_of, state0);
     }
     if (Selection::stepped_states(args) > 1) {
       load_slices<false, kSlices>(layout.vectors, layout.step(), tier.element_states[1],
-                                  tier.state_types[1], location_of, second);
+                                  tier.state_types[1], location_of, state1);
     }
   }
 
   // Convert what was loaded to floats.
   template <class Selection>
-  EMB_DEVICE void convert(Selection, const OptimizerStepArgs& args, const TierRows& tier) {
-    widen<kSlices>(tier.weight_type, w);
-    if (Selection::stepped_states(args) > 0) widen<kSlices>(tier.state_types[0], first);
-    if (Selection::stepped_states(args) > 1) widen<kSlices>(tier.state_types[1], second);
+  EMB_DEVICE void convert(Selection, const OptimizerStepArgs& args, const TierMemory& tier) {
+    widen<kSlices>(tier.weight_type, weights);
+    if (Selection::stepped_states(args) > 0) widen<kSlices>(tier.state_types[0], state0);
+    if (Selection::stepped_states(args) > 1) widen<kSlices>(tier.state_types[1], state1);
   }
 
   // Add this lane's terms of the sums over each row to `sums`, slice by slice in order, so that the
@@ -270,8 +273,8 @@ struct RowBatch {
         for (int s = 0; s < kSlices; ++s) {
 #pragma unroll
           for (int k = 0; k < kColumns; ++k) {
-            opt.template add_sums<ScalarMath>(w[s][k], gradient[s][k], first[s][k], second[s][k],
-                                              sums[s]);
+            opt.template add_sums<ScalarMath>(weights[s][k], gradient[s][k], state0[s][k],
+                                              state1[s][k], sums[s]);
           }
         }
       });
@@ -297,8 +300,8 @@ struct RowBatch {
       for (int s = 0; s < kSlices; ++s) {
 #pragma unroll
         for (int k = 0; k < kColumns; ++k) {
-          w[s][k] = opt.step(step.decay.factor * w[s][k], gradient[s][k], &first[s][k],
-                             &second[s][k], factors[s]);
+          weights[s][k] = opt.step(step.decay.factor * weights[s][k], gradient[s][k], &state0[s][k],
+                                   &state1[s][k], factors[s]);
         }
       }
     });
@@ -306,13 +309,13 @@ struct RowBatch {
 
   // Call `store(tensor, data, type, slices)` for each tensor that the optimizer writes.
   template <class Selection, class Store>
-  EMB_DEVICE void store(Selection, const OptimizerStepArgs& args, const TierRows& tier,
+  EMB_DEVICE void store(Selection, const OptimizerStepArgs& args, const TierMemory& tier,
                         const Store& store) const {
-    store(kRoundWeights, tier.weights, tier.weight_type, w);
+    store(kRoundWeights, tier.weights, tier.weight_type, weights);
     if (Selection::stepped_states(args) > 0)
-      store(kRoundState, tier.element_states[0], tier.state_types[0], first);
+      store(kRoundState, tier.element_states[0], tier.state_types[0], state0);
     if (Selection::stepped_states(args) > 1)
-      store(kRoundState + 1, tier.element_states[1], tier.state_types[1], second);
+      store(kRoundState + 1, tier.element_states[1], tier.state_types[1], state1);
   }
 };
 

@@ -51,6 +51,7 @@ EMB_HD float steps_between(float previous, float now) {
 // update (see encode_step), and how often the row occurred.
 enum RowwiseState : int { kSum, kLastStep, kCounter };
 
+// Row-wise Adagrad without variations.
 struct RowwiseAdagrad {
   enum Column : int { kEps = kOptimizerArgs };
   static constexpr const char* kName = "rowwise_adagrad";
@@ -290,7 +291,7 @@ struct RowwiseAdagradCounter : OccurrenceCounter {
     const bool raised = tail_rate == kRaised;
     const float ratio = raised ? largest / (counter + 1.0f) : (counter + 1.0f) / largest;
     const float factor = powf(ratio, bound);
-    const float low = raised ? 1.0f : 0.1f, high = raised ? 10.0f : 1.0f;
+    const float low = raised ? 1.0f : 0.1f, high = raised ? 10.0f : 1.0f;  // FBGEMM's bounds
     return plain * (factor < low ? low : factor > high ? high : factor);
   }
 };

@@ -5,6 +5,7 @@
 
 namespace emb {
 
+// w -= lr * g.
 struct Sgd {
   static constexpr const char* kName = "sgd";
   static constexpr int kNumHyper = 0, kElementStates = 0, kSteppedStates = 0, kRowStates = 0;
@@ -21,6 +22,7 @@ struct Sgd {
   }
 };
 
+// Adagrad with one sum of squared gradients per element.
 struct Adagrad {
   enum Column : int { kEps = kOptimizerArgs };
   static constexpr const char* kName = "adagrad";

@@ -10,7 +10,7 @@
 
 namespace emb::cuda {
 
-inline constexpr int kMatrixThreads = 128;
+inline constexpr int kMatrixThreads = 128;  // threads per block
 
 // The gradient of a matrix, in device memory.
 struct MatrixGrad {
@@ -29,7 +29,7 @@ struct MatrixGrad {
 // One of the matrices of a launch: its gradient, its weights and states.
 struct MatrixStep {
   MatrixGrad in;
-  TierRows tier;
+  TierMemory tier;
   int64_t first_block;  // number of its first block among the blocks of all matrices
 };
 
@@ -62,7 +62,8 @@ EMB_DEVICE bool block_sums(float (&values)[kMaxRowSums], bool flag) {
   return any;
 }
 
-// The same for a warp, with the bits of block_sums where all other warps have zeros. No barrier.
+// Do as block_sums within a warp, without a barrier. The bits are those of block_sums if all other
+// warps pass zeros.
 EMB_DEVICE bool warp_sums(float (&values)[kMaxRowSums], bool flag) {
 #pragma unroll
   for (int k = 0; k < kMaxRowSums; ++k) {
@@ -73,10 +74,10 @@ EMB_DEVICE bool warp_sums(float (&values)[kMaxRowSums], bool flag) {
 
 // Add the terms of this thread's columns to the sums of the row that begins at element `start`;
 // return whether one of their gradients is not zero. `threads` threads have the row, of which this
-// is number `thread`; Access is a Selection.
-template <class Access>
+// is number `thread`.
+template <class Selection>
 EMB_DEVICE bool sum_row(const MatrixGrad& in, const OptimizerStepArgs& args, const Step& step,
-                        const TierRows& tier, int64_t start, unsigned thread, unsigned threads,
+                        const TierMemory& tier, int64_t start, unsigned thread, unsigned threads,
                         float (&sums)[kMaxRowSums]) {
   bool nonzero = false;
   for (int64_t column = thread * kColumns; column < in.width; column += threads * kColumns) {
@@ -86,20 +87,20 @@ EMB_DEVICE bool sum_row(const MatrixGrad& in, const OptimizerStepArgs& args, con
 #pragma unroll
     for (int k = 0; k < kColumns; ++k) nonzero = nonzero || gradient[k] != 0.0f;
     if (args.sums == 0) continue;
-    Columns x;
+    LaneColumns x;
     if (!args.sums_need_gradient_only || step.decay.l2 != 0.0f) {
-      load_columns<Access>(args, tier, start + column, valid, &x);
+      load_columns<Selection>(args, tier, start + column, valid, &x);
       add_penalty(step, x, gradient);
     }
-    sum_columns<Access>(args, step, x, gradient, sums);
+    sum_columns<Selection>(args, step, x, gradient, sums);
   }
   return nonzero;
 }
 
 // Update the rows of block `block` of a matrix; all threads of the block call this.
-template <class Access>
+template <class Selection>
 EMB_DEVICE void update_matrix_rows(const MatrixGrad& in, const OptimizerStepArgs& args,
-                                   const Step& step, const TierRows& tier, int64_t block) {
+                                   const Step& step, const TierMemory& tier, int64_t block) {
   const bool by_warp = in.by_warp();
   const unsigned thread = by_warp ? threadIdx.x % simt::kWarp : threadIdx.x;
   const unsigned threads = by_warp ? simt::kWarp : kMatrixThreads;
@@ -110,22 +111,23 @@ EMB_DEVICE void update_matrix_rows(const MatrixGrad& in, const OptimizerStepArgs
   for (int s = 0; s < kMaxRowStates; ++s) {
     if (s < args.row_states) states[s] = tier.row_states[s][row];
   }
-  const bool nonzero = sum_row<Access>(in, args, step, tier, start, thread, threads, sums);
+  const bool nonzero = sum_row<Selection>(in, args, step, tier, start, thread, threads, sums);
   if (!(by_warp ? warp_sums(sums, nonzero) : block_sums(sums, nonzero))) return;
-  const RowFactors scale = begin_row<Access>(args, step, states, sums, static_cast<int>(in.width));
+  const RowFactors scale =
+      begin_row<Selection>(args, step, states, sums, static_cast<int>(in.width));
   for (int s = 0; s < kMaxRowStates; ++s) {
     if (s < args.row_states && thread == 0) tier.row_states[s][row] = states[s];
   }
   for (int64_t column = thread * kColumns; column < in.width; column += threads * kColumns) {
     const int valid = static_cast<int>(in.width - column);
     float gradient[kColumns];
-    Columns x;
+    LaneColumns x;
     read_columns(in.grad + start + column, valid, gradient);
-    load_columns<Access>(args, tier, start + column, valid, &x);
+    load_columns<Selection>(args, tier, start + column, valid, &x);
     add_penalty(step, x, gradient);
     const ColumnLocation location{start + column, in.first_row + row, static_cast<int>(column),
                                   valid};
-    step_columns<Access>(args, step, tier, location, gradient, scale, &x);
+    step_columns<Selection>(args, step, tier, location, gradient, scale, &x);
   }
 }
 
@@ -148,15 +150,15 @@ struct MatrixSteps {
 // many, and one file compiles it (update_matrix.h), since a copy is a hundred kilobytes of code.
 // Six blocks per multiprocessor leave 80 registers; without the bound, ptxas takes 64 and spills
 // two.
-template <class Access>
+template <class Selection>
 __global__ void __launch_bounds__(kMatrixThreads, 6)
     update_matrices_kernel(const EMB_GRID_CONSTANT MatrixSteps matrices, OptimizerStepArgs args) {
   __shared__ StepStorage storage;
-  build_step<Access>(args, &storage);
+  build_step<Selection>(args, &storage);
   const Step& step = storage.get();
   for (int64_t block = blockIdx.x; block < matrices.blocks; block += gridDim.x) {
     const MatrixStep& matrix = matrices.of_block(block);
-    update_matrix_rows<Access>(matrix.in, args, step, matrix.tier, block - matrix.first_block);
+    update_matrix_rows<Selection>(matrix.in, args, step, matrix.tier, block - matrix.first_block);
   }
 }
 

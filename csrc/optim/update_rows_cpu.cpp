@@ -28,7 +28,7 @@ void update_rows_(Tensor weights, std::vector<Tensor> states, const Tensor& hype
   const char* op = "update_rows_";
   check_matrices(op, weights, grads);
   const int64_t rows = weights.size(0), width = weights.size(1);
-  const TierRows tier = check_matrix_states(op, optimizer, weights, states, hyper);
+  const TierMemory tier = check_matrix_states(op, optimizer, weights, states, hyper);
   if (rows * width == 0) return;
   const Tensor gradient = as_contiguous(grads);
   const UpdateRowsArgs args{tier,    gradient.const_data_ptr<float>(),

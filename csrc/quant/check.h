@@ -115,7 +115,7 @@ struct QuantCall {
     if (pooling == Pooling::kNone) return {indices.numel(), columns};
     if (is_variable()) return {columns};
     const int64_t num_features = features.size(0);
-    return {num_features > 0 ? bags.count / num_features : 0, columns};
+    return {num_features > 0 ? bags.num_bags / num_features : 0, columns};
   }
 };
 

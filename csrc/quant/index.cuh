@@ -11,7 +11,7 @@ inline constexpr int kMapThreads = 256;
 
 __global__ void map_ids_kernel(IndexArgs args) {
   for (int64_t i = simt::global_thread(); i < args.bags.num_lookups; i += simt::threads_in_grid()) {
-    if (args.bags.count == 0 || i < args.bags.begin(0)) {
+    if (args.bags.num_bags == 0 || i < args.bags.begin(0)) {
       args.rows[i] = -1;  // a lookup of no bag
       continue;
     }

@@ -57,7 +57,7 @@ Tensor map_ids(const Tensor& index, const Tensor& tables, const Tensor& features
   check_index(op, index, tables);
   Tensor rows = allocate(call.indices, {call.indices.numel()}, ScalarType::Long);
   const IndexArgs args = call.args(&rows);
-  if (args.bags.count == 0) return rows;
+  if (args.bags.num_bags == 0) return rows;
   const FeatureBags feature_bags(op, features, call.offsets, bag_layout, Pooling::kNone,
                                  kUnlimited);
   std::fill(args.rows, args.rows + args.bags.begin(0), int64_t{-1});  // lookups of no bag

@@ -116,7 +116,9 @@ struct QuantArgs {
   bool is_mixed;                // the formats of features differ
 
   // Return the rows of the output: bags, or lookups without pooling.
-  EMB_HD int64_t items() const { return pooling == Pooling::kNone ? bags.num_lookups : bags.count; }
+  EMB_HD int64_t items() const {
+    return pooling == Pooling::kNone ? bags.num_lookups : bags.num_bags;
+  }
 };
 
 // The scale and offset of the row of lookup `i`, which is at `address`, and the weight of the
@@ -310,7 +312,7 @@ __global__ void __launch_bounds__(kQuantThreads, kQuantPoolBlocks)
   constexpr int N = kQuantColumns;
   const LaneGroup lane(lanes);
   const auto groups = static_cast<uint32_t>(lane.groups_in_warp());
-  const auto bags = static_cast<uint32_t>(args.bags.count);
+  const auto bags = static_cast<uint32_t>(args.bags.num_bags);
   const uint32_t stride = static_cast<uint32_t>(simt::warps_in_grid()) * groups;
   for (uint32_t first = static_cast<uint32_t>(simt::global_warp()) * groups; first < bags;
        first += stride) {
@@ -464,7 +466,7 @@ __global__ void __launch_bounds__(kQuantThreads, kQuantShortBlocks)
 
 inline bool has_short_quant_bags(const QuantArgs& args) {
   constexpr int64_t kShort = 4;
-  return args.pooling == Pooling::kNone || args.bags.num_lookups <= kShort * args.bags.count;
+  return args.pooling == Pooling::kNone || args.bags.num_lookups <= kShort * args.bags.num_bags;
 }
 
 template <int kFormat, class Launcher>

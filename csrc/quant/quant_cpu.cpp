@@ -85,9 +85,9 @@ Tensor look_up(const QuantCall& call, const FeatureBags& feature_bags) {
                    variable ? Pooling::kSum : call.pooling, variable ? kUnlimited : call.columns);
   Tensor out = allocate_output(call.indices, call.output_sizes(), call.output_dtype);
   const bool complete =
-      bags.count > 0 && (none ? bags.begin(0) == 0 : !variable && covered == call.columns);
+      bags.num_bags > 0 && (none ? bags.begin(0) == 0 : !variable && covered == call.columns);
   if (!complete) torch::stable::zero_(out);
-  if (bags.count == 0) return out;
+  if (bags.num_bags == 0) return out;
   const Feature* feature = feature_array(call.features);
   const auto* rows = static_cast<const uint8_t*>(call.packed.const_data_ptr());
   char* output = static_cast<char*>(out.mutable_data_ptr());

@@ -37,7 +37,7 @@ void look_up(const QuantCall& call, const Bags& bags, Tensor* out) {
                        call.pooling,
                        call.weights(),
                        call.formats.is_mixed};
-  if (bags.count == 0) {
+  if (bags.num_bags == 0) {
     torch::stable::zero_(*out);
   } else if (out->numel() > 0) {
     launch_quant_lookup(CudaLauncher(call.indices), args, call.formats.mask);

@@ -6,6 +6,7 @@
 
 namespace emb {
 
+// The arguments of the kernels.
 struct UniformArgs {
   void* out;  // [numel] of the dtype for which the kernel is chosen
   int64_t numel;
@@ -19,6 +20,7 @@ inline constexpr int64_t kUniformBlock = 64;
 // Fill blocks [first_block, last_block) of kUniformBlock elements; the last one may be shorter.
 using UniformFn = void (*)(const UniformArgs&, int64_t first_block, int64_t last_block);
 
+// The CPU kernels.
 struct UniformTable {
   UniformFn at[kDtypes];  // [dtype]
 };

@@ -91,17 +91,17 @@ struct SourcePiece {
   int64_t offset, stride, first_row;
 };
 
+// Columns of the tensors whose rows are the structs above.
 inline constexpr int kRouteFeatureColumns = 4, kRouteBlockColumns = 3, kTargetColumns = 7,
                      kPieceColumns = 3;
 
-// The CPU kernels that count and move the ids of a range of bags.
-
+// The arguments of the CPU kernels that count and move the ids of a range of bags.
 struct RouteArgs {
   Routing routing;  // its contents have been checked
   const void* ids;  // [L]
   Bags bags;        // of the batch
   void* out;        // count: [bags of all units] lengths; move: [total] ids; dtype of `ids`
-  // For `move` only.
+  // The other members are read by `move` only.
   IndexArray starts;     // [bags of all units + 1] sums of the lengths that `count` wrote
   int64_t total;         // ids in the output
   int64_t* positions;    // [total], an output: the position in `ids` of each id of the output
@@ -142,9 +142,8 @@ struct LocalPart {
   }
 };
 
-// The CPU kernels of `combine` and `combine_backward`.
-
-// The contents of all layouts have been checked.
+// The arguments of the CPU kernels of `combine` and `combine_backward`. The contents of all layouts
+// have been checked.
 struct CombineArgs {
   const void* in;   // combine: the source; combine_backward: the gradient of the output
   void* out;        // combine: the output; combine_backward: the gradient of the source

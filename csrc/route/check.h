@@ -167,7 +167,7 @@ struct CombineInputs {
     local = {data, begin, begin + tensor->numel()};
   }
 
-  // The same for a source of `numel` elements in all; return how many are outside of `local`.
+  // Set the local part of a source of `numel` elements in all; return how many are outside of it.
   int64_t set_local_of(const char* op, const std::optional<Tensor>& tensor, int64_t begin,
                        int64_t numel, ScalarType dtype) {
     STD_TORCH_CHECK(numel >= 0, op, ": source_numel must not be negative, got ", numel);
@@ -247,12 +247,12 @@ inline void check_routing(const char* op, const RouteInputs& in) {
   const Routing& routing = in.routing;
   const Bags bags = in.bags();
   const int64_t* first_bags = routing.first_bags;
-  STD_TORCH_CHECK(bags.offsets[0] == 0 && bags.offsets[bags.count] == bags.num_lookups, op,
+  STD_TORCH_CHECK(bags.offsets[0] == 0 && bags.offsets[bags.num_bags] == bags.num_lookups, op,
                   ": offsets must run from 0 to the number of ids, ", bags.num_lookups,
-                  ", but run from ", bags.offsets[0], " to ", bags.offsets[bags.count],
+                  ", but run from ", bags.offsets[0], " to ", bags.offsets[bags.num_bags],
                   " (lengths instead of offsets?)");
-  STD_TORCH_CHECK(first_bags[0] >= 0 && first_bags[routing.num_features] <= bags.count, op,
-                  ": first_bags must lie in [0, ", bags.count, "], the bags of offsets");
+  STD_TORCH_CHECK(first_bags[0] >= 0 && first_bags[routing.num_features] <= bags.num_bags, op,
+                  ": first_bags must lie in [0, ", bags.num_bags, "], the bags of offsets");
   for (int64_t f = 0; f < routing.num_features; ++f) {
     STD_TORCH_CHECK(first_bags[f] <= first_bags[f + 1], op,
                     ": first_bags must ascend, but feature ", f, " begins at ", first_bags[f],

@@ -11,7 +11,7 @@
 namespace emb::cuda {
 
 inline constexpr int kCombineThreads = 256;
-inline constexpr int kCombineColumns = 4;
+inline constexpr int kCombineColumns = 4;  // columns per lane and access
 
 // Pointers are to device memory. "Source" and "output" are those of `combine`: backward, `in` is
 // the gradient of the output and `out` that of the source.
@@ -133,8 +133,10 @@ __global__ void __launch_bounds__(kCombineThreads, 4) spread_kernel(DeviceCombin
   });
 }
 
+// `combine`, or its adjoint.
 enum class Direction { kCombine, kSpread };
 
+// Launch for an input of dtype S.
 template <Direction kDirection, class S, class Launcher>
 void launch_combine_from(const Launcher& launcher, const DeviceCombine& in, Dtype to) {
   constexpr int64_t kElementsPerBlock = kCombineThreads * kCombineColumns * 4;

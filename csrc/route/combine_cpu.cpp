@@ -41,7 +41,7 @@ bool continues(const CombineInputs& in, const Target& target, const Target& next
 }
 
 // Return the nonempty targets, with neighbours that continue each other merged.
-std::vector<Target> merged(const CombineInputs& in) {
+std::vector<Target> merge_neighbours(const CombineInputs& in) {
   std::vector<Target> targets;
   targets.reserve(in.num_targets);
   for (int64_t t = 0; t < in.num_targets; ++t) {
@@ -57,7 +57,7 @@ std::vector<Target> merged(const CombineInputs& in) {
 }
 
 // Return for how many of the `count` rows of a target the piece has a row.
-int64_t rows_named(const CombineInputs& in, const SourcePiece& piece, int64_t count) {
+int64_t count_rows_named(const CombineInputs& in, const SourcePiece& piece, int64_t count) {
   if (piece.first_row < 0) return count;
   const int32_t* rows = in.row_data() + piece.first_row;
   return std::count_if(rows, rows + count, [](int32_t row) { return row >= 0; });
@@ -124,7 +124,8 @@ Tensor combine(const Tensor& source, const Tensor& targets, const Tensor& pieces
                          in.length_array(),
                          in.row_data(),
                          static_cast<float>(scale)};
-  run(combine_table().combine[static_cast<int>(from)][static_cast<int>(to)], args, merged(in));
+  run(combine_table().combine[static_cast<int>(from)][static_cast<int>(to)], args,
+      merge_neighbours(in));
   return out;
 }
 
@@ -142,7 +143,7 @@ Tensor spread(const char* op, CombineInputs& in, int64_t source_numel, ScalarTyp
   for (int64_t t = 0; t < in.num_targets; ++t) {
     const Target& x = in.targets[t];
     for (int64_t p = x.first_piece; p < x.end_piece; ++p) {
-      named += rows_named(in, in.pieces[p], x.rows) * x.width;
+      named += count_rows_named(in, in.pieces[p], x.rows) * x.width;
     }
   }
   if (named != source_numel) {
@@ -157,7 +158,7 @@ Tensor spread(const char* op, CombineInputs& in, int64_t source_numel, ScalarTyp
                          in.row_data(),
                          static_cast<float>(scale)};
   run(combine_table().combine_backward[static_cast<int>(from)][static_cast<int>(to)], args,
-      merged(in));
+      merge_neighbours(in));
   return out;
 }
 

@@ -22,13 +22,13 @@ struct DeviceRoute {
   Bags bags;         // of the batch
   void* out;         // of the dtype of ids: [out_bags] lengths, 0 before; or [total] ids
   int64_t out_bags;  // bags of all units
-  // Only for moving ids.
+  // The other members are read by the move only.
   IndexArray starts;     // [out_bags + 1] sums of the lengths
   int64_t total;         // ids in the output
   int64_t* positions;    // [total], an output: the position in `ids` of each id of the output
   const float* weights;  // [L], or null
   float* out_weights;    // [total], an output, unless `weights` is null
-  int32_t* used;         // [out_bags], 0 before: ids of each bag that have been moved
+  int32_t* num_moved;    // [out_bags], 0 before: ids of each bag that have been moved
 };
 
 // Return the last feature whose bags begin at or before `bag`, 0 if there is none. There must be a
@@ -51,17 +51,17 @@ struct BagRoute {
   RouteFeature feature;
   const RouteBlock* blocks;  // of the feature
   int64_t bag;               // number of the bag within the feature
-  bool usable;  // false if no feature has the bag, or if it has no blocks or invalid ones
+  bool is_valid;  // false if no feature has the bag, or if it has no blocks or invalid ones
 
   // Bag `number` of the batch.
-  EMB_DEVICE BagRoute(const Routing& routing, int64_t number) : blocks(nullptr), usable(false) {
+  EMB_DEVICE BagRoute(const Routing& routing, int64_t number) : blocks(nullptr), is_valid(false) {
     const int64_t f = feature_of_bag(routing, number);
     feature = routing.features[f];
     bag = number - routing.first_bags[f];
-    usable = bag >= 0 && number < routing.first_bags[f + 1] && feature.first_block >= 0 &&
-             feature.num_blocks > 0 && feature.num_blocks <= routing.num_blocks &&
-             feature.first_block <= routing.num_blocks - feature.num_blocks;
-    if (usable) blocks = routing.blocks + feature.first_block;
+    is_valid = bag >= 0 && number < routing.first_bags[f + 1] && feature.first_block >= 0 &&
+               feature.num_blocks > 0 && feature.num_blocks <= routing.num_blocks &&
+               feature.first_block <= routing.num_blocks - feature.num_blocks;
+    if (is_valid) blocks = routing.blocks + feature.first_block;
   }
 
   // Return the number of copies of a block, 0 if they are invalid.
@@ -97,12 +97,12 @@ struct BlockPeers {
   EMB_DEVICE int count() const { return __popc(peers); }
 };
 
-// Counts the ids [begin, end) of a bag. I is the dtype of ids.
+// Counts the ids [begin, end) of a bag per block. I is the dtype of ids.
 template <class I>
 struct CountIds {
-  // By this lane alone.
-  EMB_DEVICE static void alone(const DeviceRoute& in, const BagRoute& route, int64_t begin,
-                               int64_t end) {
+  // Called by one lane.
+  EMB_DEVICE static void by_lane(const DeviceRoute& in, const BagRoute& route, int64_t begin,
+                                 int64_t end) {
     const I* ids = static_cast<const I*>(in.ids);
     for (int64_t i = begin; i < end; ++i) {
       const RoutedId routed = route_id(route.feature, route.blocks, ids[i]);
@@ -110,9 +110,9 @@ struct CountIds {
     }
   }
 
-  // By all lanes of the warp.
-  EMB_DEVICE static void together(const DeviceRoute& in, const BagRoute& route, int64_t begin,
-                                  int64_t end) {
+  // Called by all lanes of a warp with the same arguments.
+  EMB_DEVICE static void by_warp(const DeviceRoute& in, const BagRoute& route, int64_t begin,
+                                 int64_t end) {
     const I* ids = static_cast<const I*>(in.ids);
     const int lane = static_cast<int>(threadIdx.x % simt::kWarp);
     for (int64_t i = begin; i < end; i += simt::kWarp) {
@@ -140,22 +140,22 @@ struct CountIds {
 // Moves the ids [begin, end) of a bag.
 template <class I>
 struct MoveIds {
-  // By this lane alone.
-  EMB_DEVICE static void alone(const DeviceRoute& in, const BagRoute& route, int64_t begin,
-                               int64_t end) {
+  // Called by one lane.
+  EMB_DEVICE static void by_lane(const DeviceRoute& in, const BagRoute& route, int64_t begin,
+                                 int64_t end) {
     const I* ids = static_cast<const I*>(in.ids);
     for (int64_t i = begin; i < end; ++i) {
       const RoutedId routed = route_id(route.feature, route.blocks, ids[i]);
       const int64_t copies = route.copies(in.routing, routed.block);
       const int64_t first_cell = copies > 0 ? route.cell(in, routed.block, 0) : -1;
-      const int moved = first_cell >= 0 ? in.used[first_cell]++ : 0;
+      const int moved = first_cell >= 0 ? in.num_moved[first_cell]++ : 0;
       put(in, route, routed, copies, first_cell, moved, i);
     }
   }
 
-  // By all lanes of the warp.
-  EMB_DEVICE static void together(const DeviceRoute& in, const BagRoute& route, int64_t begin,
-                                  int64_t end) {
+  // Called by all lanes of a warp with the same arguments.
+  EMB_DEVICE static void by_warp(const DeviceRoute& in, const BagRoute& route, int64_t begin,
+                                 int64_t end) {
     const I* ids = static_cast<const I*>(in.ids);
     const int lane = static_cast<int>(threadIdx.x % simt::kWarp);
     for (int64_t i = begin; i < end; i += simt::kWarp) {
@@ -167,8 +167,8 @@ struct MoveIds {
       const int64_t first_cell = copies > 0 ? route.cell(in, routed.block, 0) : -1;
       int moved = 0;
       if (first_cell >= 0 && peers.leads()) {
-        moved = in.used[first_cell];
-        in.used[first_cell] = moved + peers.count();
+        moved = in.num_moved[first_cell];
+        in.num_moved[first_cell] = moved + peers.count();
       }
       moved = __shfl_sync(simt::kFullMask, moved, peers.leader) + peers.rank;
       put(in, route, routed, copies, first_cell, moved, i + lane);
@@ -199,35 +199,37 @@ struct MoveIds {
 template <class Work>
 EMB_DEVICE void route_bags(const DeviceRoute& in, int bags_of_warp) {
   const int lane = static_cast<int>(threadIdx.x % simt::kWarp);
-  const bool by_lane = bags_of_warp > 1;
-  for (int64_t first = simt::global_warp() * bags_of_warp; first < in.bags.count;
+  const bool lane_takes_bag = bags_of_warp > 1;
+  for (int64_t first = simt::global_warp() * bags_of_warp; first < in.bags.num_bags;
        first += simt::warps_in_grid() * bags_of_warp) {
     bool is_long = lane == 0;
-    if (by_lane) {
+    if (lane_takes_bag) {
       is_long = false;
       const int64_t number = first + lane;
-      if (number < in.bags.count) {
+      if (number < in.bags.num_bags) {
         const int64_t begin = in.bags.begin(number), end = in.bags.end(number);
         is_long = end - begin > kShortBag;
         const BagRoute route(in.routing, number);
-        if (!is_long && route.usable) Work::alone(in, route, begin, end);
+        if (!is_long && route.is_valid) Work::by_lane(in, route, begin, end);
       }
     }
     unsigned waiting = __ballot_sync(simt::kFullMask, is_long);
     for (; waiting != 0; waiting &= waiting - 1) {
       const int64_t number = first + __ffs(static_cast<int>(waiting)) - 1;
       const BagRoute route(in.routing, number);
-      if (route.usable) Work::together(in, route, in.bags.begin(number), in.bags.end(number));
+      if (route.is_valid) Work::by_warp(in, route, in.bags.begin(number), in.bags.end(number));
     }
   }
 }
 
+// Add the ids of every bag to in.out, lengths that are 0 before.
 template <class I>
 __global__ void __launch_bounds__(kRouteThreads, 4)
     route_count_kernel(DeviceRoute in, int bags_of_warp) {
   route_bags<CountIds<I>>(in, bags_of_warp);
 }
 
+// Write the ids of every bag to in.out, from in.starts on.
 template <class I>
 __global__ void __launch_bounds__(kRouteThreads, 4)
     route_move_kernel(DeviceRoute in, int bags_of_warp) {
@@ -237,20 +239,22 @@ __global__ void __launch_bounds__(kRouteThreads, 4)
 // Launch a kernel over all bags of the batch; nothing if there are no bags or no features.
 template <class Launcher, class Kernel>
 void launch_over_bags(const Launcher& launcher, Kernel kernel, const DeviceRoute& in) {
-  if (in.bags.count == 0 || in.routing.num_features == 0) return;
-  const bool short_bags = in.bags.num_lookups <= in.bags.count * kShortMean;
+  if (in.bags.num_bags == 0 || in.routing.num_features == 0) return;
+  const bool short_bags = in.bags.num_lookups <= in.bags.num_bags * kShortMean;
   const int bags_of_warp = short_bags ? static_cast<int>(simt::kWarp) : 1;
   const int64_t bags_of_block = int64_t{kRouteThreads / simt::kWarp} * bags_of_warp;
-  const unsigned blocks = blocks_for(in.bags.count, bags_of_block, launcher.blocks(32));
+  const unsigned blocks = blocks_for(in.bags.num_bags, bags_of_block, launcher.blocks(32));
   launcher(kernel, blocks, kRouteThreads, in, bags_of_warp);
 }
 
+// Count the ids of all bags; `is_int64` is the dtype of ids and lengths.
 template <class Launcher>
 void launch_route_count(const Launcher& launcher, const DeviceRoute& in, bool is_int64) {
   launch_over_bags(launcher, is_int64 ? route_count_kernel<int64_t> : route_count_kernel<int32_t>,
                    in);
 }
 
+// Move the ids of all bags.
 template <class Launcher>
 void launch_route_move(const Launcher& launcher, const DeviceRoute& in, bool is_int64) {
   launch_over_bags(launcher, is_int64 ? route_move_kernel<int64_t> : route_move_kernel<int32_t>,

@@ -100,17 +100,18 @@ std::tuple<Tensor, Tensor, Tensor> route_ids(const Tensor& ids, const Tensor& of
                   ": the sums of what route_lengths returns");
   Tensor out = allocate(in.ids, {total});
   Tensor positions = allocate(in.ids, {total}, ScalarType::Long);
-  Tensor carried = allocate(in.ids, {route_weights.data != nullptr ? total : 0}, ScalarType::Float);
+  Tensor out_weights =
+      allocate(in.ids, {route_weights.data != nullptr ? total : 0}, ScalarType::Float);
   RouteArgs args = route_args(in);
   args.out = out.mutable_data_ptr();
   args.starts = start;
   args.total = total;
   args.positions = positions.mutable_data_ptr<int64_t>();
   args.weights = route_weights.data;
-  args.out_weights = carried.mutable_data_ptr<float>();
+  args.out_weights = out_weights.mutable_data_ptr<float>();
   STD_TORCH_CHECK(run(args, route_table().move[in.id_array().is_int64]), op,
                   ": starts are not the sums of what route_lengths returns for these ids");
-  return {out, positions, carried};
+  return {out, positions, out_weights};
 }
 
 }  // namespace

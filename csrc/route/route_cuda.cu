@@ -54,20 +54,21 @@ std::tuple<Tensor, Tensor, Tensor> route_ids(const Tensor& ids, const Tensor& of
   const CudaLauncher launcher(in.ids);
   Tensor out = allocate(in.ids, {total});
   Tensor positions = allocate(in.ids, {total}, ScalarType::Long);
-  Tensor carried = allocate(in.ids, {route_weights.data != nullptr ? total : 0}, ScalarType::Float);
+  Tensor out_weights =
+      allocate(in.ids, {route_weights.data != nullptr ? total : 0}, ScalarType::Float);
   const int64_t bags = start_tensor.numel() - 1;
-  Tensor used = allocate(in.ids, {bags}, ScalarType::Int);
-  torch::stable::zero_(used);
+  Tensor num_moved = allocate(in.ids, {bags}, ScalarType::Int);
+  torch::stable::zero_(num_moved);
   DeviceRoute route = device_route(in, bags);
   route.out = out.mutable_data_ptr();
   route.starts = index_array(start_tensor);
   route.total = total;
   route.positions = positions.mutable_data_ptr<int64_t>();
   route.weights = route_weights.data;
-  route.out_weights = carried.mutable_data_ptr<float>();
-  route.used = used.mutable_data_ptr<int32_t>();
+  route.out_weights = out_weights.mutable_data_ptr<float>();
+  route.num_moved = num_moved.mutable_data_ptr<int32_t>();
   launch_route_move(launcher, route, in.id_array().is_int64);
-  return {out, positions, carried};
+  return {out, positions, out_weights};
 }
 
 Tensor gather_segments(const Tensor& values, const Tensor& starts, const Tensor& order,

@@ -30,9 +30,9 @@ template <class I>
 int64_t count_from(const I* ids, int64_t n, int64_t bound) {
   if (!reaches<I>(bound)) return 0;
   const auto limit = static_cast<I>(bound);
-  I found = 0;
-  for (int64_t i = 0; i < n; ++i) found += ids[i] >= limit;
-  return found;
+  I count = 0;
+  for (int64_t i = 0; i < n; ++i) count += ids[i] >= limit;
+  return count;
 }
 
 // A feature, its blocks, and a range of its bags.
@@ -69,9 +69,9 @@ struct FeatureRoute {
 template <class I>
 int64_t count_rows(const I* ids, int64_t n, int64_t rows) {
   if (rows == 0) return 0;
-  I found = 0;
-  for (int64_t i = 0; i < n; ++i) found += ids[i] != -1;
-  return found;
+  I count = 0;
+  for (int64_t i = 0; i < n; ++i) count += ids[i] != -1;
+  return count;
 }
 
 // Write how many of n ids go to each block to `counts`, [num_blocks], for a feature with few blocks
@@ -91,10 +91,10 @@ void count_few(const FeatureRoute& route, const I* ids, int64_t n, int64_t* coun
   counts[0] = n - from;
 }
 
-// The functions find*: write the block of each of n ids to `block`, and the id in the numbering of
+// The functions find*() write the block of each of n ids to `block`, and the id in the numbering of
 // the block's rank to `local`, [n] each, as route_id defines them.
 
-// For at most kMaxBlocks blocks. Blocks that do not exist begin where no id reaches them.
+// find() for at most kMaxBlocks blocks. Blocks that do not exist begin where no id reaches them.
 template <class I, int kMaxBlocks>
 void find_up_to(const FeatureRoute& route, const I* ids, int64_t n, I* block, I* local) {
   const int64_t rows = route.feature.rows;
@@ -112,18 +112,18 @@ void find_up_to(const FeatureRoute& route, const I* ids, int64_t n, I* block, I*
     const I id = ids[i];
     const bool valid = (id >= 0) & (all | (id < limit));
     const I row = valid ? id : (id == -1 ? I{-1} : pruned);
-    I found = 0, begin = 0;
+    I number = 0, begin = 0;
     for (int k = 1; k < kMaxBlocks; ++k) {
       const bool reached = exists[k] & (row >= first[k]);
-      found = reached ? I{k} : found;
+      number = reached ? I{k} : number;
       begin = reached ? first[k] : begin;
     }
-    block[i] = found;
+    block[i] = number;
     local[i] = (valid | none) ? static_cast<I>(row - begin) : id;
   }
 }
 
-// For few blocks.
+// find() for few blocks.
 template <class I>
 void find_few(const FeatureRoute& route, const I* ids, int64_t n, I* block, I* local) {
   static_assert(kFewBlocks == 12);
@@ -135,7 +135,7 @@ void find_few(const FeatureRoute& route, const I* ids, int64_t n, I* block, I* l
   find(route, ids, n, block, local);
 }
 
-// For any blocks and rule.
+// find() for any blocks and rule.
 template <class I>
 void find_many(const FeatureRoute& route, const I* ids, int64_t n, I* block, I* local) {
   for (int64_t i = 0; i < n; ++i) {
@@ -145,7 +145,7 @@ void find_many(const FeatureRoute& route, const I* ids, int64_t n, I* block, I* 
   }
 }
 
-// For blocks of equal size: the product with the reciprocal is the block, or off by one.
+// find() for blocks of equal size: the product with the reciprocal is the block, or off by one.
 template <class I>
 void find_equal(const FeatureRoute& route, const I* ids, int64_t n, I* block, I* local) {
   const int64_t step = route.step, rows = route.feature.rows;
@@ -154,15 +154,15 @@ void find_equal(const FeatureRoute& route, const I* ids, int64_t n, I* block, I*
     const int64_t id = ids[i];
     const bool valid = (id >= 0) & (id < rows);
     const int64_t row = valid ? id : 0;
-    int64_t found = static_cast<int64_t>(static_cast<double>(row) * per_row);
-    found -= found * step > row;
-    found += (found + 1) * step <= row;
-    block[i] = static_cast<I>(found);
-    local[i] = static_cast<I>(valid ? row - found * step : id);
+    int64_t number = static_cast<int64_t>(static_cast<double>(row) * per_row);
+    number -= number * step > row;
+    number += (number + 1) * step <= row;
+    block[i] = static_cast<I>(number);
+    local[i] = static_cast<I>(valid ? row - number * step : id);
   }
 }
 
-// With the fastest of these.
+// Do the work with the fastest of these.
 template <class I>
 void find(const FeatureRoute& route, const I* ids, int64_t n, I* block, I* local) {
   const RouteFeature& feature = route.feature;
@@ -210,7 +210,8 @@ bool count_one_by_one(const RouteArgs& args, const FeatureRoute& route, const in
   return true;
 }
 
-// The same, bag by bag, for a feature with one block, or with few blocks and the rule kByRange.
+// Do as count_one_by_one bag by bag, for a feature with one block, or with few blocks and the rule
+// kByRange.
 template <class I>
 bool count_bag_by_bag(const RouteArgs& args, const FeatureRoute& route, const int64_t* first,
                       int64_t begin, int64_t bags) {
@@ -235,6 +236,7 @@ bool count_bag_by_bag(const RouteArgs& args, const FeatureRoute& route, const in
   return true;
 }
 
+// The RouteFn that counts.
 template <class I>
 bool count(const RouteArgs& args, int64_t f, int64_t begin, int64_t end) {
   const FeatureRoute route(args.routing, f, begin, end);
@@ -341,6 +343,7 @@ bool move_all(const RouteArgs& args, const FeatureRoute& route, const WriteCurso
   return true;
 }
 
+// The RouteFn that moves.
 template <class I>
 bool move(const RouteArgs& args, int64_t f, int64_t begin, int64_t end) {
   const FeatureRoute route(args.routing, f, begin, end);

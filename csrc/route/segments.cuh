@@ -117,6 +117,7 @@ __global__ void __launch_bounds__(kTileThreads, 4)
   }
 }
 
+// Launch the copy in words of type Word; row_nbytes is a multiple of their size.
 template <class Word, class Launcher>
 void launch_segment_copy(const Launcher& launcher, const Segments& in, const void* values,
                          void* out, int64_t total, int64_t row_nbytes) {

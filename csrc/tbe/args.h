@@ -50,8 +50,7 @@ struct TableRows {
   int64_t num_slots = 0, cache_stride = 0;  // the stride is in elements, at least `dim`
 };
 
-// Forward: pool a range of bags of one feature.
-
+// The arguments of the forward: pool a range of bags of one feature.
 struct LookupArgs {
   TableRows rows;
   BagRows bags;
@@ -64,13 +63,13 @@ struct LookupArgs {
 // Write the output rows of bags [first_bag, last_bag), at least one, all of the same feature.
 using LookupFn = void (*)(const LookupArgs&, int64_t first_bag, int64_t last_bag);
 
+// The CPU kernels of the forward.
 struct LookupTable {
   LookupFn at[2][kDtypes][kDtypes][2];  // [cached][weights dtype][output dtype][indices are int64]
   LookupFn mixed[kDtypes];  // [output dtype], if the cache and the table differ in dtype
 };
 
-// The gradient of the sample weights, for a range of bags of one feature.
-
+// The arguments of the gradient of the sample weights, for a range of bags of one feature.
 struct SampleWeightArgs {
   TableRows rows;
   BagRows bags;              // with sum or mean pooling
@@ -82,6 +81,7 @@ struct SampleWeightArgs {
 // Write `out` for the lookups of bags [first_bag, last_bag), at least one, of the same feature.
 using SampleWeightFn = void (*)(const SampleWeightArgs&, int64_t first_bag, int64_t last_bag);
 
+// The CPU kernels of that gradient.
 struct SampleWeightTable {
   SampleWeightFn at[2][kDtypes][kDtypes];  // [cached][weights dtype][gradient dtype]
   SampleWeightFn mixed[kDtypes];  // [gradient dtype], if the cache and the table differ in dtype
@@ -93,7 +93,7 @@ struct SampleWeightTable {
 // Sorted lookups that are summed at once. A longer segment is divided into chunks of this length,
 // whose sums are added in order. The length is fixed, so that a sum never depends on the number of
 // threads.
-inline constexpr int64_t kChunk = 1024;
+inline constexpr int64_t kChunkLookups = 1024;
 
 // The gradient of every sorted lookup: where it is and what it is multiplied by.
 struct GradArgs {
@@ -103,40 +103,42 @@ struct GradArgs {
   const Feature* features;  // [F]
   const BagLayout* bag_layout;  // [bags] of a variable batch; null for a fixed one
   int64_t batch;                // bags per feature of a fixed batch, at least 1
-  Divider by_batch;             // divides a bag's number by `batch`
+  Divider batch_divider;        // divides a bag's number by `batch`
   // The grouping, as tbe_group returns it: group g is sorted lookups [segments[g],
-  // segments[g + 1]); sorted lookup j is lookup lookups[j] of bag bags[j].
-  const int32_t *segments, *lookups, *bags;
+  // segments[g + 1]); sorted lookup j is lookup sorted_lookups[j] of bag sorted_bags[j].
+  const int32_t *segments, *sorted_lookups, *sorted_bags;
   const float* bag_scale;       // [bags] 1 / length for MEAN, 0 for an empty bag; else null
   const float* sample_weights;  // [L] by lookup, or null
-  bool per_lookup;              // no pooling: row i of `grad` belongs to lookup i
-  bool fetch_ahead;             // prefetch gradients: `grad` is too large for the caches
+  bool is_unpooled;             // no pooling: row i of `grad` belongs to lookup i
+  bool prefetches_grads;        // prefetch gradients: `grad` is too large for the caches
 };
 
-// The groups longer than kChunk. The chunk sums of groups[i] are rows [first_chunk[i],
-// first_chunk[i + 1]) of `partials`.
+// The groups longer than kChunkLookups. The chunk sums of groups[i] are rows [first_chunks[i],
+// first_chunks[i + 1]) of `chunk_sums`.
 struct LongSegments {
-  const int64_t *groups, *first_chunk;  // [count], ascending; [count + 1]
-  int64_t count;
-  const float* partials;  // [chunks, stride]
-  int64_t stride;         // floats per chunk sum, at least the dim of every group
+  const int64_t *groups, *first_chunks;  // [num_groups], ascending; [num_groups + 1]
+  int64_t num_groups;
+  const float* chunk_sums;  // [chunks, stride]
+  int64_t stride;           // floats per chunk sum, at least the dim of every group
 };
 
 // The rows of one table without a cache. `first_row` and `rows` count linear row ids. Row r, a
-// linear row id, is at element `element + r * dim` and row-wise state `state + r` of tier `tier`.
+// linear row id, is at element `element_base + r * dim` and row-wise state `state_base + r` of
+// `tier`.
 struct TableSpan {
-  int64_t first_row, rows, dim, tier, element, state;
+  int64_t first_row, rows, dim, tier, element_base, state_base;
   int64_t feature;  // the only feature that reads the table, -1 if there are several
 };
 
+// The arguments of the update of unique rows. Its contents have been checked.
 struct UpdateArgs {
   GradArgs grads;
-  LongSegments longs = {};
+  LongSegments long_segments = {};
   const TableSpan* tables = nullptr;   // [num_tables], disjoint, by ascending rows
   int64_t num_tables = 0;              // 0 where spans_of made none: use UpdateTable::update
   const int64_t* rows = nullptr;       // [U] linear row id of each group, ascending
   const int32_t* row_slots = nullptr;  // [U] cache slot of each row, -1 for none; null: no cache
-  TierRows tiers[kTiers] = {};         // weights and states, which the kernels write
+  TierMemory tiers[kTiers] = {};       // weights and states, which the kernels write
   const double* hyper = nullptr;       // the optimizer's numbers, see optim/functor.h
 
   explicit UpdateArgs(const GradArgs& gradients) : grads(gradients) {}
@@ -155,6 +157,7 @@ inline constexpr int kScratchRows = 2 + kMaxElementStates;
 using UpdateFn = void (*)(const UpdateArgs&, SumFn, float* scratch, int64_t widest, int64_t begin,
                           int64_t end);
 
+// The CPU kernels of the backward. Calls for disjoint ranges may run at once.
 struct UpdateTable {
   SumFn sum[kDtypes];  // [gradient dtype]
   // Return the kernel of an optimizer, null if there is none of that number. `update` locates every

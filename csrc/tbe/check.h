@@ -22,6 +22,7 @@
 
 namespace emb {
 
+// The way out of a last offset that is missing, for messages.
 inline constexpr const char* kLastOffset =
     "; append it where it is left out (in a KeyedJaggedTensor it never is), or make the module "
     "with include_last_offset=False, which takes offsets in the form of nn.EmbeddingBag (are they "

@@ -17,6 +17,7 @@ inline constexpr int kCheckThreads = 1024;
 inline constexpr int64_t kMaxCheckedOffsets = 32 * kCheckThreads;
 inline constexpr int64_t kMaxCheckedLookups = 32 * kCheckThreads;
 
+// Return whether check_batch_kernel takes the batch.
 inline bool is_small_batch(const BoundsArgs& args) {
   return args.num_bags < kMaxCheckedOffsets && args.num_lookups <= kMaxCheckedLookups;
 }
@@ -45,6 +46,7 @@ EMB_DEVICE bool finds_bad_offset(const BoundsArgs& args) {
   return bad;
 }
 
+// Return the bags of the batch, with its unrepaired offsets.
 EMB_DEVICE Bags bags_of(const BoundsArgs& args) {
   return {args.offsets, args.num_bags, args.num_lookups};
 }
@@ -125,7 +127,8 @@ EMB_DEVICE void count_violations(const BoundsArgs& args, int kind, int bad) {
   count_violations(args, 1, bad_offsets + bad.lost);
 }
 
-// As launch_bounds_check with args.adds; args.progress may be null for a batch that is_small_batch.
+// Write args.repaired and add the violations to args.violations, whatever args.adds says.
+// args.progress may be null if is_small_batch.
 template <class Launcher>
 void launch_check_batch(const Launcher& launcher, const BoundsArgs& args) {
   if (!is_small_batch(args)) {

@@ -14,9 +14,19 @@
 
 namespace emb {
 
-// The five tensors of a grouping, as `tbe_group` returns them; they belong to the caller.
+// The order in which `tbe_group` returns the tensors of a grouping.
+enum GroupTensor : int {
+  kGroupRows,
+  kGroupSegments,
+  kGroupLookups,
+  kGroupBags,
+  kGroupCount,
+  kGroupTensors
+};
+
+// These tensors, which belong to the caller.
 struct Grouping {
-  const Tensor &rows, &segments, &lookups, &bags, &count;
+  const Tensor &rows, &segments, &sorted_lookups, &sorted_bags, &num_groups;
 };
 
 // Check indices and offsets of a batch; `mode` is a code of BoundsMode. Return the repaired
@@ -44,7 +54,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> tbe_group(const Tensor& featu
 
 // Pool the rows of every bag; `pooling` is a code of Pooling. Return [B, columns], in a variable
 // batch [columns], without pooling [L, columns], of output_dtype. An empty bag and a skipped lookup
-// give zeros, and so do elements of the output that no bag has.
+// give zeros. With pooling the rows of features, or of bag_layout, must cover the output once.
 Tensor tbe_lookup(std::vector<Tensor> weights, const Tensor& features, const Tensor& indices,
                   const Tensor& offsets, std::optional<Tensor> slots,
                   std::optional<Tensor> bag_layout, std::optional<Tensor> sample_weights,
@@ -81,10 +91,10 @@ namespace cuda {
 // The device memory of a grouping of n lookups, as `tbe_group` returns it; whoever allocated it
 // keeps it until the kernels that use it have run.
 struct GroupArrays {
-  int64_t* rows;            // [n]
-  int32_t* segments;        // [n + 1]
-  int32_t *lookups, *bags;  // [n]
-  int32_t* count;           // [1]
+  int64_t* rows;                          // [n]
+  int32_t* segments;                      // [n + 1]
+  int32_t *sorted_lookups, *sorted_bags;  // [n]
+  int32_t* num_groups;                    // [1]
 };
 
 // As `bounds_check`, but return the offsets alone, and add the violations to `violations`, int64
@@ -97,8 +107,7 @@ void group_lookups(const char* op, const Tensor& features, const Tensor& indices
                    const Tensor& offsets, const std::optional<Tensor>& bag_layout,
                    int64_t total_rows, bool repaired, const GroupArrays& out);
 
-// As emb::tbe_lookup, except that elements of the output that no bag has are unspecified, if there
-// are bags.
+// As emb::tbe_lookup; that rows cover the output is not checked.
 Tensor tbe_lookup(std::vector<Tensor> weights, const Tensor& features, const Tensor& indices,
                   const Tensor& offsets, std::optional<Tensor> slots,
                   std::optional<Tensor> bag_layout, std::optional<Tensor> sample_weights,

@@ -24,7 +24,7 @@ namespace {
 
 // The lookups of each table, a run of neighbouring lookups per table.
 struct TableRuns {
-  std::vector<Run> runs;
+  std::vector<KeyRun> runs;
   std::vector<int64_t> first_bag;  // [runs + 1]: the bags of run r begin with first_bag[r]
 };
 
@@ -33,34 +33,35 @@ struct TableRuns {
 // been repaired.
 TableRuns runs_of(const Feature* features, const FeatureBags& feature_bags,
                   std::span<const int32_t> offsets) {
-  TableRuns found;
-  if (feature_bags.num_bags() <= 0) return found;
+  TableRuns tables;
+  if (feature_bags.num_bags() <= 0) return tables;
   int64_t largest = 0;
   for (int64_t f = 0; f < feature_bags.num_features(); ++f) {
     const auto base = static_cast<uint64_t>(features[f].row_base);
     const auto rows = static_cast<uint64_t>(features[f].rows);
     const int64_t bag = feature_bags.first_bags[f];
-    const Run* last = found.runs.empty() ? nullptr : &found.runs.back();
-    if (last == nullptr || last->base != base || last->keys != rows) {
-      if (rows >= uint64_t{1} << 32 || (last != nullptr && base < last->base + last->keys)) {
+    const KeyRun* last = tables.runs.empty() ? nullptr : &tables.runs.back();
+    if (last == nullptr || last->key_base != base || last->key_range != rows) {
+      if (rows >= uint64_t{1} << 32 ||
+          (last != nullptr && base < last->key_base + last->key_range)) {
         return {};
       }
-      found.runs.push_back({offsets[bag], base, rows});
-      found.first_bag.push_back(bag);
+      tables.runs.push_back({offsets[bag], base, rows});
+      tables.first_bag.push_back(bag);
     }
-    largest = std::max(largest, offsets[feature_bags.first_bags[f + 1]] - found.runs.back().first);
+    largest = std::max(largest, offsets[feature_bags.first_bags[f + 1]] - tables.runs.back().begin);
   }
   const bool is_balanced = num_threads() == 1 || largest * num_threads() <= 2 * offsets.back();
-  if (found.runs.size() < 2 || largest > kSmallInput || !is_balanced) return {};
-  found.first_bag.push_back(feature_bags.num_bags());
-  return found;
+  if (tables.runs.size() < 2 || largest > kSmallInput || !is_balanced) return {};
+  tables.first_bag.push_back(feature_bags.num_bags());
+  return tables;
 }
 
 // Return whether all lookups belong to bags and all indices are rows of their table: none is
 // skipped. `offsets` have been repaired. A negative sign in `signs` means no.
 template <class I>
-bool all_found(const Feature* features, const FeatureBags& feature_bags, const I* indices,
-               std::span<const int32_t> offsets) {
+bool skips_no_lookup(const Feature* features, const FeatureBags& feature_bags, const I* indices,
+                     std::span<const int32_t> offsets) {
   int64_t signs = -static_cast<int64_t>(offsets[0]);
   for (int64_t f = 0; f < feature_bags.num_features(); ++f) {
     const int64_t last_row = features[f].rows - 1, end = offsets[feature_bags.first_bags[f + 1]];
@@ -78,7 +79,8 @@ bool group_by_table(const Feature* features, const FeatureBags& feature_bags, co
                     std::span<const int32_t> offsets, const GroupOutput& out,
                     int32_t* sorted_bags) {
   const TableRuns tables = runs_of(features, feature_bags, offsets);
-  if (tables.runs.empty() || !all_found(features, feature_bags, indices, offsets)) return false;
+  if (tables.runs.empty() || !skips_no_lookup(features, feature_bags, indices, offsets))
+    return false;
   const int64_t n = offsets.back();
   const Scratch<int32_t> bag_of = new_scratch<int32_t>(n);
   const auto fill = [&](int64_t run, const auto& put) {
@@ -166,7 +168,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> tbe_group(
         total_rows < int64_t{1} << 32 ? group_lookups<Item32> : group_lookups<Item64>;
     group(feature, feature_bags, ids, fixed, total_rows, output, bags);
   }
-  return {result.unique, result.segments, result.permutation, sorted_bags, result.count};
+  return {result.unique, result.segments, result.permutation, sorted_bags, result.num_groups};
 }
 
 }  // namespace emb

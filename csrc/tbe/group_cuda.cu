@@ -20,7 +20,7 @@ namespace {
 
 // Return how to group a batch in one launch; `items` is 0 if the batch is too large for that.
 SmallGroupPlan small_plan(const CudaLauncher& launcher, const GroupBatch& batch) {
-  if (batch.bags.num_lookups > kMaxSmallGroup || batch.bags.count > kMaxSmallBags ||
+  if (batch.bags.num_lookups > kMaxSmallGroup || batch.bags.num_bags > kMaxSmallBags ||
       needs_wide_keys(batch.total_rows)) {
     return {};
   }
@@ -34,15 +34,16 @@ LookupKeys lookup_keys(const GroupBatch& batch, int32_t* bag_of) {
 
 // Return where the passes over sorted keys write; `bag_of`, [L], is read to write the sorted bags,
 // null if the kernel knows the bags itself.
-GroupOutput group_output(const GroupArrays& arrays, const int32_t* bag_of, const StepCount& step) {
-  GroupOutput out{};
+DeviceGroupOutput group_output(const GroupArrays& arrays, const int32_t* bag_of,
+                               const StepCount& step) {
+  DeviceGroupOutput out{};
   out.unique = arrays.rows;
   out.unique_is_int64 = true;
   out.segments = arrays.segments;
-  out.count = arrays.count;
+  out.num_groups = arrays.num_groups;
   out.bag_of = bag_of;
-  out.bags = arrays.bags;
-  out.step = step;
+  out.sorted_bags = arrays.sorted_bags;
+  out.step_count = step;
   return out;
 }
 
@@ -52,13 +53,13 @@ void sort_lookups(const CudaLauncher& launcher, const Tensor& like, const GroupB
                   const GroupArrays& arrays, const StepCount& step) {
   const int64_t n = batch.bags.num_lookups;
   const auto limit = static_cast<Key>(batch.total_rows);
-  SortBuffers<Key> sort{nullptr, nullptr, nullptr, arrays.lookups, nullptr, n, limit};
+  SortBuffers<Key> sort{nullptr, nullptr, nullptr, arrays.sorted_lookups, nullptr, n, limit};
   BatchCheck check{};
   int32_t* bag_of = nullptr;
   char* sort_scratch = nullptr;
   DeviceArrays scratch;
   if (!batch.repaired) {
-    scratch.add(&check.repaired, batch.bags.count + 1);
+    scratch.add(&check.repaired, batch.bags.num_bags + 1);
     scratch.add(&check.progress, 2);
   }
   scratch.add(&sort.keys, n);
@@ -69,7 +70,8 @@ void sort_lookups(const CudaLauncher& launcher, const Tensor& like, const GroupB
   if (n > 0) scratch.add(&sort_scratch, sort_scratch_bytes(n, limit));
   scratch.allocate(like);
   launch_lookup_keys(launcher, lookup_keys(batch, bag_of), check, sort);
-  const SortPairs<Key> pairs{sort.keys, sort.sorted_keys, sort.positions, arrays.lookups, n, limit};
+  const SortPairs<Key> pairs{sort.keys, sort.sorted_keys, sort.positions, arrays.sorted_lookups, n,
+                             limit};
   if (n > 0) sort_pairs(launcher, pairs, sort_scratch);
   launch_groups(launcher, sort, group_output(arrays, bag_of, step));
 }
@@ -87,12 +89,12 @@ void group_lookups(const CudaLauncher& launcher, const Tensor& like, const Group
   BatchCheck check{};
   DeviceArrays scratch;
   if (!batch.repaired) {
-    scratch.add(&check.repaired, batch.bags.count + 1);
+    scratch.add(&check.repaired, batch.bags.num_bags + 1);
     scratch.allocate(like);
   }
   const SmallGroupArgs args =
       small_group_args(batch.bags.num_lookups, static_cast<uint32_t>(batch.total_rows),
-                       arrays.lookups, group_output(arrays, nullptr, step));
+                       arrays.sorted_lookups, group_output(arrays, nullptr, step));
   launch_small_group(launcher, plan, SmallLookups{lookup_keys(batch, nullptr), check}, args);
 }
 

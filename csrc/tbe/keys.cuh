@@ -63,7 +63,7 @@ EMB_DEVICE void find_bags(const Bags& bags, int64_t tile, int64_t end, KeyTile& 
   const auto start = [&](int bag) { return bags.begin(bag); };
   const unsigned lane = threadIdx.x % simt::kWarp, warp = threadIdx.x / simt::kWarp;
   for (int i = static_cast<int>(threadIdx.x); i < kKeyTile; i += kTileThreads) shared.bags[i] = -1;
-  const TileSearch search(start, static_cast<int>(bags.count), tile, end, shared.range);
+  const TileSearch search(start, static_cast<int>(bags.num_bags), tile, end, shared.range);
   for (int64_t bag = search.first + 1 + int64_t{threadIdx.x}; bag <= search.last;
        bag += kTileThreads) {
     const int64_t at = start(static_cast<int>(bag)) - tile;
@@ -193,7 +193,7 @@ __global__ void __launch_bounds__(kTileThreads, kKeyBlocks)
 template <class Key, class Launcher>
 void launch_lookup_keys(const Launcher& launcher, const LookupKeys& in, const BatchCheck& check,
                         const SortBuffers<Key>& sort) {
-  const int64_t offsets = check.repaired != nullptr ? in.bags.count + 1 : 0;
+  const int64_t offsets = check.repaired != nullptr ? in.bags.num_bags + 1 : 0;
   const int64_t work = offsets < in.bags.num_lookups ? in.bags.num_lookups : offsets;
   if (work == 0) return;
   const unsigned blocks = blocks_for(work, kKeyTile, launcher.blocks(32));
@@ -237,7 +237,7 @@ struct SmallLookups {
 
     EMB_DEVICE Tile(const SmallLookups& source, int64_t begin, int64_t end, int* range)
         : search([&](int bag) { return source.in.bags.begin(bag); },
-                 static_cast<int>(source.in.bags.count), begin, end, range) {}
+                 static_cast<int>(source.in.bags.num_bags), begin, end, range) {}
     // Return the key of lookup i, and write its bag (0 for none) to `bag_of_lookup`.
     EMB_DEVICE uint32_t key(const SmallLookups& source, int64_t i, uint32_t limit,
                             uint32_t* bag_of_lookup) {

@@ -6,7 +6,6 @@
 // address of its row to the group by shuffles. The groups of a warp run in lockstep: all take as
 // many steps as the longest bag, so that collectives name the full warp. A bag's rows are added in
 // the order of its lookups, in float.
-//
 // pool_kernel is the general kernel. short_bags_kernel, long_bags_kernel, sequence_kernel (no
 // pooling) and mixed_lookup_kernel (a cache of another dtype) are variants; launch_lookup selects.
 #pragma once
@@ -19,13 +18,13 @@
 
 namespace emb::cuda {
 
-inline constexpr int kLookupThreads = 256;
+inline constexpr int kLookupThreads = 256;  // threads per block, but for short bags
 
 // All pointers are to memory that the device can read (tables may be in pinned host memory), and
 // that must live until the kernel has run. The entry has checked shapes and dtypes; nothing has
 // checked the contents of device tensors, so kernels repair indices, offsets and slots as they read
 // them. `features` and `map` are trusted.
-struct LookupArgs {
+struct DeviceLookupArgs {
   // The memory of the tier with the lowest address. Rows are addressed by their distance from it,
   // in elements: `distance` of their tier plus their element in it. 0 for an unused tier.
   const void* weights;
@@ -51,7 +50,7 @@ struct LookupArgs {
 // `elements` elements each; the dtypes must be set before. Only a cache of the tables' dtype can be
 // addressed by its distance: mixed_lookup_kernel reads the rows of another one.
 inline void set_tiers(const void* const (&data)[kTiers], const int64_t (&elements)[kTiers],
-                      LookupArgs* args) {
+                      DeviceLookupArgs* args) {
   const int64_t size = size_of(args->weight_type);
   const bool one_dtype = args->cache_type == args->weight_type;
   uintptr_t lowest = 0;
@@ -70,7 +69,7 @@ inline void set_tiers(const void* const (&data)[kTiers], const int64_t (&element
 }
 
 // Return `slot`, or -1 if the cache has no such slot.
-EMB_DEVICE int64_t valid_slot(const LookupArgs& args, const Feature& feature, int64_t slot) {
+EMB_DEVICE int64_t valid_slot(const DeviceLookupArgs& args, const Feature& feature, int64_t slot) {
   return slot >= 0 && (slot + 1) * feature.cache_stride <= args.cache_elements ? slot : -1;
 }
 
@@ -81,13 +80,14 @@ struct LookupId {
   int32_t slot = -1;
 
   LookupId() = default;
-  EMB_DEVICE LookupId(const LookupArgs& args, int64_t i) : index(args.indices[i]) {
+  EMB_DEVICE LookupId(const DeviceLookupArgs& args, int64_t i) : index(args.indices[i]) {
     if (args.slots != nullptr) slot = args.slots[i];
   }
 };
 
 // Return the distance of the row of a lookup from args.weights in elements, -1 for one to skip.
-EMB_DEVICE int64_t row_offset(const LookupArgs& args, const Feature& feature, const LookupId& id) {
+EMB_DEVICE int64_t row_offset(const DeviceLookupArgs& args, const Feature& feature,
+                              const LookupId& id) {
   const int64_t row = repair_index(id.index, feature.rows);
   if (row < 0 || row >= feature.rows) return -1;
   const RowLocation location = locate_row(feature, row, valid_slot(args, feature, id.slot));
@@ -96,7 +96,7 @@ EMB_DEVICE int64_t row_offset(const LookupArgs& args, const Feature& feature, co
 
 // Return whether all rows of a feature begin and end at multiples of 16 bytes.
 template <class W>
-EMB_DEVICE bool has_whole_vectors(const LookupArgs& args, const Feature& feature) {
+EMB_DEVICE bool has_whole_vectors(const DeviceLookupArgs& args, const Feature& feature) {
   constexpr int N = 16 / sizeof(W);
   const W* base = static_cast<const W*>(args.weights);
   const W* table = base + args.distance[feature.tier] + feature.weight_offset;
@@ -111,7 +111,7 @@ EMB_DEVICE bool has_whole_vectors(const LookupArgs& args, const Feature& feature
 // is the maximum length of a bag in the warp; kVector: rows can be read in whole 16-byte vectors.
 // Called by all lanes of a warp.
 template <class W, int N, bool kVector>
-EMB_DEVICE void sum_bag(const LookupArgs& args, const BagTask& task, const LaneGroup& lane,
+EMB_DEVICE void sum_bag(const DeviceLookupArgs& args, const BagTask& task, const LaneGroup& lane,
                         int column, int longest, float (&sum)[N]) {
   const W* weights = static_cast<const W*>(args.weights) + column;
   const auto id_at = [&](int i) {
@@ -132,8 +132,8 @@ EMB_DEVICE void sum_bag(const LookupArgs& args, const BagTask& task, const LaneG
 // Write columns [column, column + N) of the output of a bag; for MEAN, `sum` is divided by its
 // length. Columns beyond the row are not written.
 template <int N>
-EMB_DEVICE void write_bag(const LookupArgs& args, const BagTask& task, uint32_t bag, int column,
-                          float (&sum)[N]) {
+EMB_DEVICE void write_bag(const DeviceLookupArgs& args, const BagTask& task, uint32_t bag,
+                          int column, float (&sum)[N]) {
   if (column >= task.dim) return;
   if (args.pooling == Pooling::kMean && task.length > 0) {
     const float scale = 1.0f / static_cast<float>(task.length);
@@ -147,10 +147,10 @@ EMB_DEVICE void write_bag(const LookupArgs& args, const BagTask& task, uint32_t 
 // Pooled lookup of bags of any length, grid-stride over bags; `lanes` is the number of lanes per
 // bag. The grid's second dimension divides the columns of rows wider than a group.
 template <class W>
-__global__ void __launch_bounds__(kLookupThreads, 4) pool_kernel(LookupArgs args, int lanes) {
+__global__ void __launch_bounds__(kLookupThreads, 4) pool_kernel(DeviceLookupArgs args, int lanes) {
   constexpr int N = 16 / sizeof(W);
   const LaneGroup lane(lanes);
-  const auto bags = static_cast<uint32_t>(args.bags.count);
+  const auto bags = static_cast<uint32_t>(args.bags.num_bags);
   const auto stride = static_cast<uint32_t>(simt::warps_in_grid()) * lane.groups_in_warp();
   for (uint32_t first = static_cast<uint32_t>(simt::global_warp()) * lane.groups_in_warp();
        first < bags; first += stride) {
@@ -175,7 +175,7 @@ __global__ void __launch_bounds__(kLookupThreads, 4) pool_kernel(LookupArgs args
 // Copy columns [column, column + N) of the rows of the warp's 32 lookups from `first` on, four per
 // group at a time. Each lane passes the `offset` of the row of its lookup, -1 for zeros.
 template <class W, int N, bool kVector>
-EMB_DEVICE void copy_rows(const LookupArgs& args, const LaneGroup& lane, int64_t offset,
+EMB_DEVICE void copy_rows(const DeviceLookupArgs& args, const LaneGroup& lane, int64_t offset,
                           int64_t first, int column) {
   const W* weights = static_cast<const W*>(args.weights) + column;
   const int valid = static_cast<int>(args.columns) - column;
@@ -202,7 +202,8 @@ EMB_DEVICE void copy_rows(const LookupArgs& args, const LaneGroup& lane, int64_t
 // Lookup without pooling (NONE): every lookup is a row of the output; skipped lookups are zeros. A
 // warp takes 32 lookups, of which each lane locates one.
 template <class W>
-__global__ void __launch_bounds__(kLookupThreads, 4) sequence_kernel(LookupArgs args, int lanes) {
+__global__ void __launch_bounds__(kLookupThreads, 4)
+    sequence_kernel(DeviceLookupArgs args, int lanes) {
   constexpr int N = 16 / sizeof(W);
   const LaneGroup lane(lanes);
   const int width = static_cast<int>(args.columns);
@@ -210,7 +211,7 @@ __global__ void __launch_bounds__(kLookupThreads, 4) sequence_kernel(LookupArgs 
        first += simt::warps_in_grid() * simt::kWarp) {
     const int64_t i = first + threadIdx.x % simt::kWarp;
     int64_t offset = -1;
-    if (i < args.bags.num_lookups && args.bags.count > 0 && i >= args.bags.begin(0)) {
+    if (i < args.bags.num_lookups && args.bags.num_bags > 0 && i >= args.bags.begin(0)) {
       const int64_t f = feature_of_lookup(args.map, args.bags, args.num_features, i);
       const Feature& feature = args.features[f];
       offset = row_offset(args, feature, LookupId(args, i));
@@ -242,7 +243,8 @@ struct StepRow {
   int64_t offset = -1;
   float weight = 0.0f;
 
-  EMB_DEVICE StepRow(const LookupArgs& args, const BagTask& task, const LookupId& id, int step) {
+  EMB_DEVICE StepRow(const DeviceLookupArgs& args, const BagTask& task, const LookupId& id,
+                     int step) {
     if (step >= task.length) return;
     offset = row_offset(args, *task.feature, id);
     if (offset < 0) return;
@@ -254,8 +256,9 @@ struct StepRow {
 // s * groups + group of the warp. `task` is the bag that this lane locates, `longest` the maximum
 // length in the warp.
 template <class W, int N, bool kVector>
-EMB_DEVICE void sum_short_bags(const LookupArgs& args, const BagTask& task, const LaneGroup& lane,
-                               int column, int longest, float (&sum)[kBagsInFlight][N]) {
+EMB_DEVICE void sum_short_bags(const DeviceLookupArgs& args, const BagTask& task,
+                               const LaneGroup& lane, int column, int longest,
+                               float (&sum)[kBagsInFlight][N]) {
   const W* weights = static_cast<const W*>(args.weights) + column;
   const auto id_at = [&](int i) {
     return i < task.length ? LookupId(args, task.begin + i) : LookupId();
@@ -284,8 +287,9 @@ EMB_DEVICE void sum_short_bags(const LookupArgs& args, const BagTask& task, cons
 
 // Write this lane's columns of the four bags of its group; `bag` is the one that this lane locates.
 template <int N>
-EMB_DEVICE void write_short_bags(const LookupArgs& args, const BagTask& task, const LaneGroup& lane,
-                                 uint32_t bag, int column, float (&sum)[kBagsInFlight][N]) {
+EMB_DEVICE void write_short_bags(const DeviceLookupArgs& args, const BagTask& task,
+                                 const LaneGroup& lane, uint32_t bag, int column,
+                                 float (&sum)[kBagsInFlight][N]) {
   const int64_t element = task.bag_element(args, bag);
   const float scale = mean_factor(args.pooling, task.length);
 #pragma unroll
@@ -305,10 +309,10 @@ EMB_DEVICE void write_short_bags(const LookupArgs& args, const BagTask& task, co
 // columns, and 96 for 16 bits, where it sums 4 x 8.
 template <class W>
 __global__ void __launch_bounds__(kShortBagThreads, sizeof(W) == 4 ? 7 : 5)
-    short_bags_kernel(LookupArgs args, int lanes) {
+    short_bags_kernel(DeviceLookupArgs args, int lanes) {
   constexpr int N = 16 / sizeof(W);
   const LaneGroup lane(lanes);
-  const auto bags = static_cast<uint32_t>(args.bags.count);
+  const auto bags = static_cast<uint32_t>(args.bags.num_bags);
   const auto bags_of_warp = static_cast<uint32_t>(kBagsInFlight * lane.groups_in_warp());
   const uint32_t stride = static_cast<uint32_t>(simt::warps_in_grid()) * bags_of_warp;
   const uint32_t lane_of_warp = threadIdx.x % simt::kWarp;
@@ -335,8 +339,8 @@ __global__ void __launch_bounds__(kShortBagThreads, sizeof(W) == 4 ? 7 : 5)
 
 // Return whether short_bags_kernel is faster than pool_kernel: bags have at most four lookups on
 // average.
-inline bool has_short_bags(const LookupArgs& args) {
-  return args.bags.num_lookups <= kBagsInFlight * args.bags.count;
+inline bool has_short_bags(const DeviceLookupArgs& args) {
+  return args.bags.num_lookups <= kBagsInFlight * args.bags.num_bags;
 }
 
 // Pooled lookup of few, long bags. One group of lanes per bag would leave most of the GPU idle, so
@@ -355,12 +359,13 @@ EMB_DEVICE BagTask stretch_of(const BagTask& bag, int stretch, int share) {
 
 // A block takes a bag, grid-stride; `lanes` is the number of lanes per stretch.
 template <class W>
-__global__ void __launch_bounds__(kLookupThreads, 3) long_bags_kernel(LookupArgs args, int lanes) {
+__global__ void __launch_bounds__(kLookupThreads, 3)
+    long_bags_kernel(DeviceLookupArgs args, int lanes) {
   constexpr int N = 16 / sizeof(W);
   __shared__ float stretch_sum[kLookupThreads][N];
   const LaneGroup lane(lanes);
   const int stretches = kLookupThreads / lanes;
-  const auto bags = static_cast<uint32_t>(args.bags.count);
+  const auto bags = static_cast<uint32_t>(args.bags.num_bags);
   for (uint32_t bag = blockIdx.x; bag < bags; bag += gridDim.x) {
     const BagTask task(args, bag);
     const int share = (task.length + stretches - 1) / stretches;
@@ -392,9 +397,11 @@ __global__ void __launch_bounds__(kLookupThreads, 3) long_bags_kernel(LookupArgs
 
 // Return whether blocks should share bags: they are long, and too few to give each warp of a GPU
 // one. This does not depend on the device, so that a result has the same bits on every GPU.
-inline bool has_long_bags(const LookupArgs& args, int lanes) {
-  constexpr int64_t kLong = 64, kEnoughLanes = 1 << 17;
-  return args.bags.num_lookups >= kLong * args.bags.count && args.bags.count * lanes < kEnoughLanes;
+inline bool has_long_bags(const DeviceLookupArgs& args, int lanes) {
+  constexpr int64_t kLongBag = 64;           // lookups
+  constexpr int64_t kEnoughLanes = 1 << 17;  // about 1,000 per multiprocessor of an H100
+  return args.bags.num_lookups >= kLongBag * args.bags.num_bags &&
+         args.bags.num_bags * lanes < kEnoughLanes;
 }
 
 // Lookups where the cache has another dtype than the tables, for every pair of dtypes, pooled or
@@ -402,13 +409,13 @@ inline bool has_long_bags(const LookupArgs& args, int lanes) {
 // four rows are in flight in their storage formats.
 
 // Return whether rows may be of two dtypes.
-inline bool has_mixed_rows(const LookupArgs& args) {
+inline bool has_mixed_rows(const DeviceLookupArgs& args) {
   return args.slots != nullptr && args.cache_type != args.weight_type;
 }
 
 inline constexpr int kMixedColumns = 4;  // columns per lane
 
-// Four columns of a row of any dtype, as they are stored; set `type` before loading.
+// Four columns of a row of any dtype, as they are stored. The caller sets `type` before it loads.
 struct MixedSlice {
   uint32_t word[kMixedColumns] = {};
   Dtype type = Dtype::kFloat;
@@ -440,7 +447,7 @@ struct MixedSlice {
 // Return the address of the row of lookup i in one word, which lanes can pass on by a shuffle. Bit
 // 0, which is free because addresses of rows are even, is set if the row is in the cache. 0 is a
 // lookup to skip.
-EMB_DEVICE int64_t mixed_address(const LookupArgs& args, const Feature& feature, int64_t i) {
+EMB_DEVICE int64_t mixed_address(const DeviceLookupArgs& args, const Feature& feature, int64_t i) {
   const int64_t row = repair_index(args.indices[i], feature.rows);
   if (row < 0 || row >= feature.rows) return 0;
   const RowLocation location = locate_row(feature, row, valid_slot(args, feature, args.slots[i]));
@@ -454,7 +461,7 @@ EMB_DEVICE int64_t mixed_address(const LookupArgs& args, const Feature& feature,
 
 // Return whether a row of `dim` columns at `address`, a result of mixed_address, can be read in
 // whole vectors.
-EMB_DEVICE bool has_mixed_vectors(const LookupArgs& args, int dim, int64_t address) {
+EMB_DEVICE bool has_mixed_vectors(const DeviceLookupArgs& args, int dim, int64_t address) {
   const int64_t size = size_of((address & 1) != 0 ? args.cache_type : args.weight_type);
   const int64_t odd = (kMixedColumns * size - 1) & ~int64_t{1};
   return address == 0 || (dim % kMixedColumns == 0 && (address & odd) == 0);
@@ -464,8 +471,8 @@ EMB_DEVICE bool has_mixed_vectors(const LookupArgs& args, int dim, int64_t addre
 // column + 4) of the row whose `address` lane k passed. All lanes of the warp call it with equal
 // `steps`; `valid` is the number of columns from `column` to the end of the row.
 template <bool kVector, class Use>
-EMB_DEVICE void read_mixed_rows(const LookupArgs& args, int64_t address, int column, int valid,
-                                int lanes, int steps, const Use& use) {
+EMB_DEVICE void read_mixed_rows(const DeviceLookupArgs& args, int64_t address, int column,
+                                int valid, int lanes, int steps, const Use& use) {
   for (int k = 0; k < steps; k += kRowsInFlight) {
     MixedSlice slice[kRowsInFlight];
 #pragma unroll
@@ -482,8 +489,10 @@ EMB_DEVICE void read_mixed_rows(const LookupArgs& args, int64_t address, int col
   }
 }
 
+// Read the rows in vectors if all rows of the warp allow it; `dim` is the number of columns of a
+// row.
 template <class Use>
-EMB_DEVICE void read_mixed_rows(const LookupArgs& args, int64_t address, int dim, int column,
+EMB_DEVICE void read_mixed_rows(const DeviceLookupArgs& args, int64_t address, int dim, int column,
                                 int lanes, int steps, const Use& use) {
   if (__all_sync(simt::kFullMask, has_mixed_vectors(args, dim, address))) {
     read_mixed_rows<true>(args, address, column, dim - column, lanes, steps, use);
@@ -494,8 +503,9 @@ EMB_DEVICE void read_mixed_rows(const LookupArgs& args, int64_t address, int dim
 
 // Add columns [column, column + 4) of a bag over all of its lookups; `longest` is the maximum
 // length in the warp.
-EMB_DEVICE void add_mixed_bag(const LookupArgs& args, const BagTask& task, const LaneGroup& lane,
-                              int column, int longest, float (&sum)[kMixedColumns]) {
+EMB_DEVICE void add_mixed_bag(const DeviceLookupArgs& args, const BagTask& task,
+                              const LaneGroup& lane, int column, int longest,
+                              float (&sum)[kMixedColumns]) {
   for (int tile = 0; tile < longest; tile += lane.lanes) {
     int64_t address = 0;
     float weight = 0.0f;
@@ -516,7 +526,7 @@ EMB_DEVICE void add_mixed_bag(const LookupArgs& args, const BagTask& task, const
 
 // Grid-stride over `items`: bags, or lookups without pooling.
 [[maybe_unused]] static __global__ void __launch_bounds__(kLookupThreads)
-    mixed_lookup_kernel(LookupArgs args, int64_t items, int lanes) {
+    mixed_lookup_kernel(DeviceLookupArgs args, int64_t items, int lanes) {
   constexpr int N = kMixedColumns;
   const LaneGroup lane(lanes);
   const int64_t stride = simt::warps_in_grid() * lane.groups_in_warp();
@@ -540,9 +550,10 @@ EMB_DEVICE void add_mixed_bag(const LookupArgs& args, const BagTask& task, const
   }
 }
 
+// Launch a lookup over rows of two dtypes.
 template <class Launcher>
-void launch_mixed_lookup(const Launcher& launcher, const LookupArgs& args) {
-  const int64_t items = args.pooling == Pooling::kNone ? args.bags.num_lookups : args.bags.count;
+void launch_mixed_lookup(const Launcher& launcher, const DeviceLookupArgs& args) {
+  const int64_t items = args.pooling == Pooling::kNone ? args.bags.num_lookups : args.bags.num_bags;
   const int lanes = lanes_for(mean_width(args), kMixedColumns);
   launcher(mixed_lookup_kernel, blocks_for(items, kLookupThreads / lanes, launcher.blocks(256)),
            kLookupThreads, args, items, lanes);
@@ -552,7 +563,7 @@ void launch_mixed_lookup(const Launcher& launcher, const LookupArgs& args) {
 // feature is known on the device only, so the number of lanes follows the mean width; any number
 // gives the same result. `launcher` is a CudaLauncher or, in tests, a simt::HostLauncher.
 template <class W, class Launcher>
-void launch_lookup_of(const Launcher& launcher, const LookupArgs& args) {
+void launch_lookup_of(const Launcher& launcher, const DeviceLookupArgs& args) {
   constexpr int N = 16 / sizeof(W);
   const int64_t mean_dim = mean_width(args);
   const int lanes = lanes_for(mean_dim, N), groups = static_cast<int>(simt::kWarp) / lanes;
@@ -565,19 +576,18 @@ void launch_lookup_of(const Launcher& launcher, const LookupArgs& args) {
   if (args.pooling == Pooling::kNone) {
     start(sequence_kernel<W>, args.bags.num_lookups, simt::kWarp, kLookupThreads);
   } else if (has_short_bags(args)) {
-    start(short_bags_kernel<W>, args.bags.count, groups * kBagsInFlight, kShortBagThreads);
+    start(short_bags_kernel<W>, args.bags.num_bags, groups * kBagsInFlight, kShortBagThreads);
   } else if (has_long_bags(args, lanes)) {
     const int warps = kLookupThreads / static_cast<int>(simt::kWarp);
-    start(long_bags_kernel<W>, args.bags.count * warps, 1, kLookupThreads);
+    start(long_bags_kernel<W>, args.bags.num_bags * warps, 1, kLookupThreads);
   } else {
-    start(pool_kernel<W>, args.bags.count, groups, kLookupThreads);
+    start(pool_kernel<W>, args.bags.num_bags, groups, kLookupThreads);
   }
 }
 
-// Write args.output: every row of a bag or, without pooling, of a lookup. There must be a bag. In a
-// variable batch, columns that no bag has are not written.
+// Write args.output: every row of a bag or, without pooling, of a lookup. There must be a bag.
 template <class Launcher>
-void launch_lookup(const Launcher& launcher, const LookupArgs& args) {
+void launch_lookup(const Launcher& launcher, const DeviceLookupArgs& args) {
   if (args.columns == 0) return;
   if (has_mixed_rows(args)) {
     launch_mixed_lookup(launcher, args);

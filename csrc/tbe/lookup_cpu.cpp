@@ -43,72 +43,71 @@ bool is_lines(const void* out, int64_t columns, int64_t dim) {
   return reinterpret_cast<uintptr_t>(out) % 64 == 0 && columns % kLine == 0 && dim % kLine == 0;
 }
 
-// Return whether the output rows of a variable batch cover `columns` elements without gaps or
-// overlaps. Usually they are a few runs of neighbouring rows, one per feature and rank; for too
-// many runs the answer is no, which only costs a needless clearing of the output.
-bool variable_rows_cover(const LookupInputs& in, int64_t columns) {
-  constexpr size_t kMaxRuns = 4096;
-  const FeatureBags& feature_bags = in.feature_bags;
-  const BagLayout* layout = feature_bags.map.layout;
+// Raise unless each of the `columns` columns, or elements of a variable batch, belongs to the
+// output row of one feature, or of one bag: kernels write no other. Usually these rows are a few
+// runs of neighbours, in order.
+void check_coverage(const char* op, const LookupInputs& in, int64_t columns) {
+  const FeatureBags& bags = in.feature_bags;
+  const BagLayout* layout = bags.map.layout;
   const Feature* feature = feature_array(in.features);
-  std::vector<std::pair<int64_t, int64_t>> runs;
-  for (int64_t f = 0; f < feature_bags.num_features(); ++f) {
-    const int64_t dim = feature[f].dim;
-    for (int64_t bag = feature_bags.first_bags[f]; bag < feature_bags.first_bags[f + 1]; ++bag) {
-      const int64_t element = layout[bag].element;
-      if (!runs.empty() && runs.back().second == element) {
-        runs.back().second += dim;
-      } else if (runs.size() < kMaxRuns) {
-        runs.emplace_back(element, element + dim);
-      } else {
-        return false;
-      }
+  std::vector<std::pair<int64_t, int64_t>> runs;  // begin and end
+  const auto add = [&](int64_t begin, int64_t dim) {
+    if (!runs.empty() && runs.back().second == begin) {
+      runs.back().second += dim;
+    } else {
+      runs.emplace_back(begin, begin + dim);
+    }
+  };
+  for (int64_t f = 0; f < bags.num_features(); ++f) {
+    if (layout == nullptr) add(feature[f].column, feature[f].dim);
+    for (int64_t bag = bags.first_bags[f]; layout != nullptr && bag < bags.first_bags[f + 1];
+         ++bag) {
+      add(layout[bag].element, feature[f].dim);
     }
   }
   std::sort(runs.begin(), runs.end());
+  runs.emplace_back(columns, columns);
   int64_t end = 0;
   for (const auto& run : runs) {
-    if (run.first != end) return false;
+    STD_TORCH_CHECK(run.first == end, op, ": the output must have each of its ", columns,
+                    layout == nullptr ? " columns from one feature" : " elements from one bag",
+                    ", but ", std::min(run.first, end), " to ", std::max(run.first, end) - 1,
+                    run.first > end ? " have none" : " have several",
+                    layout == nullptr ? "; pass output_dim and features of one module"
+                                      : "; lay out bag_layout without gaps");
     end = run.second;
   }
-  return end == columns;
 }
 
-// Allocate the output, and clear it if the kernels may leave some of it unwritten. Raise if there
-// is no pooling and a feature's dim is not `columns`.
-Tensor new_output(const LookupInputs& in, int64_t columns, ScalarType dtype) {
-  const FeatureBags& feature_bags = in.feature_bags;
-  const int64_t num_features = feature_bags.num_features();
+// Allocate the output, and clear it if kernels leave some of it unwritten: rows of lookups before
+// the first bag, or all of it without bags. Raise if there is no pooling and a feature's dim is not
+// `columns`.
+Tensor new_output(const char* op, const LookupInputs& in, int64_t columns, ScalarType dtype) {
+  const int64_t num_features = in.feature_bags.num_features();
+  const bool variable = in.feature_bags.map.layout != nullptr, none = in.pooling == Pooling::kNone;
   const Feature* feature = feature_array(in.features);
-  const bool variable = feature_bags.map.layout != nullptr, none = in.pooling == Pooling::kNone;
-  int64_t covered = 0;
-  for (int64_t f = 0; f < num_features; ++f) {
-    const int64_t bags = feature_bags.first_bags[f + 1] - feature_bags.first_bags[f];
-    covered += feature[f].dim * (variable ? bags : 1);
-    STD_TORCH_CHECK(!none || feature[f].dim == columns,
-                    "tbe_lookup: pooling none needs one dim for all features, got ", feature[f].dim,
-                    " and ", columns);
+  for (int64_t f = 0; none && f < num_features; ++f) {
+    STD_TORCH_CHECK(feature[f].dim == columns, op,
+                    ": pooling none needs one dim for all features, got ", feature[f].dim, " and ",
+                    columns);
   }
+  const bool has_bags = in.bags.num_bags > 0;
+  if (has_bags && !none) check_coverage(op, in, columns);
   const int64_t lines = none                ? in.indices.numel()
                         : num_features == 0 ? 0
-                                            : in.bags.count / num_features;
+                                            : in.bags.num_bags / num_features;
   Tensor out = variable && !none ? allocate_output(in.indices, {columns}, dtype)
                                  : allocate_output(in.indices, {lines, columns}, dtype);
-  // The rows of a variable batch may overlap and leave gaps, whatever their total size.
-  const bool complete =
-      in.bags.count > 0 && (none       ? in.bags.begin(0) == 0
-                            : variable ? covered == columns && variable_rows_cover(in, columns)
-                                       : covered == columns);
-  if (!complete) torch::stable::zero_(out);
+  if (!has_bags || (none && in.bags.begin(0) > 0)) torch::stable::zero_(out);
   return out;
 }
 
 // Look up the checked arguments; `scales` are the sample weights, contiguous.
-Tensor look_up(const LookupInputs& in, const std::optional<Tensor>& scales, int64_t columns,
-               ScalarType output_dtype) {
-  const Dtype output_type = float_dtype("tbe_lookup", "output_dtype", output_dtype);
-  Tensor out = new_output(in, columns, output_dtype);
-  if (in.bags.count == 0) return out;
+Tensor look_up(const char* op, const LookupInputs& in, const std::optional<Tensor>& scales,
+               int64_t columns, ScalarType output_dtype) {
+  const Dtype output_type = float_dtype(op, "output_dtype", output_dtype);
+  Tensor out = new_output(op, in, columns, output_dtype);
+  if (in.bags.num_bags == 0) return out;
   const Feature* feature = feature_array(in.features);
   char* output = static_cast<char*>(out.mutable_data_ptr());
   const bool large = bytes_of(out) >= kStreamBytes;
@@ -147,12 +146,12 @@ Tensor tbe_lookup(std::vector<Tensor> weights, const Tensor& features, const Ten
       "tbe_lookup: sample_weights need sum or mean pooling; with none, scale the output");
   std::optional<Tensor> scales = sample_weights;
   if (scales) scales = as_contiguous(*scales);
-  return look_up(in, scales, columns, output_dtype);
+  return look_up(op, in, scales, columns, output_dtype);
 }
 
 bool is_valid_batch(const Tensor& features, IndexArray indices, const Bags& bags,
                     const FeatureBags& feature_bags) {
-  if (!offsets_are_valid(bags.offsets, bags.count, bags.num_lookups)) return false;
+  if (!offsets_are_valid(bags.offsets, bags.num_bags, bags.num_lookups)) return false;
   const Feature* feature = feature_array(features);
   const int64_t num_features = feature_bags.num_features();
   const int64_t parts = std::clamp<int64_t>(bags.num_lookups / 65536, 1, num_threads());
@@ -190,7 +189,7 @@ std::vector<Tensor> tbe_lookup_checked_(std::vector<Tensor> weights, const Tenso
   if (!is_valid_batch(features, index_array(in.indices), in.bags, in.feature_bags)) return {};
   std::optional<Tensor> scales = sample_weights;
   if (scales) scales = as_contiguous(*scales);
-  return {look_up(in, scales, columns, output_dtype)};
+  return {look_up(op, in, scales, columns, output_dtype)};
 }
 
 }  // namespace

@@ -29,14 +29,14 @@ namespace {
 // The checked arguments of a lookup. `args` points into the (contiguous) tensors that the object
 // keeps alive, and into `features`, `slots` and the weights, which the op's caller holds. The
 // output, the sample weights and the dtype of the output are set afterwards.
-struct Lookup {
+struct LookupCall {
   Tensor indices, offsets;
   std::optional<Tensor> sample_weights;
-  LookupArgs args{};
+  DeviceLookupArgs args{};
 
-  Lookup(const char* op, const std::vector<Tensor>& weights, const Tensor& features,
-         const Tensor& indices_in, const Tensor& offsets_in, const std::optional<Tensor>& slots,
-         const std::optional<Tensor>& bag_layout, int64_t pooling, int64_t columns)
+  LookupCall(const char* op, const std::vector<Tensor>& weights, const Tensor& features,
+             const Tensor& indices_in, const Tensor& offsets_in, const std::optional<Tensor>& slots,
+             const std::optional<Tensor>& bag_layout, int64_t pooling, int64_t columns)
       : indices(as_contiguous(indices_in)), offsets(as_contiguous(offsets_in)) {
     args.pooling = parse_pooling(op, pooling);
     check_features(op, features);
@@ -56,7 +56,9 @@ struct Lookup {
     if (slots && args.cache_elements > 0) args.slots = slots->const_data_ptr<int32_t>();
   }
 
-  int64_t batch() const { return args.num_features > 0 ? args.bags.count / args.num_features : 0; }
+  int64_t batch() const {
+    return args.num_features > 0 ? args.bags.num_bags / args.num_features : 0;
+  }
 
  private:
   void set_weights(const char* op, const std::vector<Tensor>& weights) {
@@ -73,7 +75,7 @@ struct Lookup {
 
 // Check the sample weights, float32 [L] or null, and set them in a lookup.
 void set_sample_weights(const char* op, const std::optional<Tensor>& sample_weights,
-                        Lookup* lookup) {
+                        LookupCall* lookup) {
   check_sample_weights(op, sample_weights, lookup->indices);
   STD_TORCH_CHECK(lookup->args.pooling != Pooling::kNone || !sample_weights, op,
                   ": sample_weights need sum or mean pooling; with none, scale the output");
@@ -83,8 +85,8 @@ void set_sample_weights(const char* op, const std::optional<Tensor>& sample_weig
 }
 
 // Allocate the output of a lookup, uninitialised, and set it in the lookup.
-Tensor new_output(const char* op, ScalarType dtype, bool variable, Lookup* lookup) {
-  LookupArgs& args = lookup->args;
+Tensor new_output(const char* op, ScalarType dtype, bool variable, LookupCall* lookup) {
+  DeviceLookupArgs& args = lookup->args;
   const bool none = args.pooling == Pooling::kNone;
   args.output_type = float_dtype(op, "output_dtype", dtype);
   const int64_t lines = none ? lookup->indices.numel() : lookup->batch();
@@ -95,8 +97,8 @@ Tensor new_output(const char* op, ScalarType dtype, bool variable, Lookup* looku
 }
 
 // Launch a lookup into `out`, which is the memory args.output.
-void look_up(const CudaLauncher& launcher, const LookupArgs& args, Tensor* out) {
-  if (args.bags.count == 0) {
+void look_up(const CudaLauncher& launcher, const DeviceLookupArgs& args, Tensor* out) {
+  if (args.bags.num_bags == 0) {
     torch::stable::zero_(*out);
   } else if (out->numel() > 0) {
     launch_lookup(launcher, args);
@@ -112,7 +114,7 @@ Tensor tbe_lookup(std::vector<Tensor> weights, const Tensor& features, const Ten
                   int64_t pooling, int64_t columns, ScalarType output_dtype) {
   const char* op = "tbe_lookup";
   float_dtype(op, "output_dtype", output_dtype);
-  Lookup lookup(op, weights, features, indices, offsets, slots, bag_layout, pooling, columns);
+  LookupCall lookup(op, weights, features, indices, offsets, slots, bag_layout, pooling, columns);
   set_sample_weights(op, sample_weights, &lookup);
   Tensor out = new_output(op, output_dtype, bag_layout.has_value(), &lookup);
   look_up(CudaLauncher(indices), lookup.args, &out);
@@ -178,15 +180,15 @@ std::vector<Tensor> tbe_lookup_checked_(std::vector<Tensor> weights, const Tenso
   const std::optional<BoundsMode> mode = check_bounds_arguments(op, mode_code, violations);
   float_dtype(op, "output_dtype", output_dtype);
   check_same_device(op, "violations", violations, indices);
-  Lookup lookup(op, weights, features, indices, offsets, slots, std::nullopt, pooling, columns);
+  LookupCall lookup(op, weights, features, indices, offsets, slots, std::nullopt, pooling, columns);
   set_sample_weights(op, sample_weights, &lookup);
   Tensor out = new_output(op, output_dtype, false, &lookup);
   const CudaLauncher launcher(indices);
   std::vector<Tensor> results{out};
   if (mode) {
-    const LookupArgs& in = lookup.args;
-    const BoundsArgs bounds{in.indices,          in.bags.offsets, in.features,
-                            in.bags.num_lookups, in.bags.count,   in.map};
+    const DeviceLookupArgs& in = lookup.args;
+    const BoundsArgs bounds{in.indices,          in.bags.offsets,  in.features,
+                            in.bags.num_lookups, in.bags.num_bags, in.map};
     results.push_back(repaired_offsets(launcher, offsets, bounds, *mode, &violations));
     lookup.args.bags.offsets = index_array(results.back());
   }
@@ -201,7 +203,7 @@ Tensor tbe_sample_weight_grad(const Tensor& grad, std::vector<Tensor> weights,
                               int64_t pooling) {
   const char* op = "tbe_sample_weight_grad";
   const int64_t columns = check_pooled_grad(op, grad, bag_layout.has_value());
-  Lookup lookup(op, weights, features, indices, offsets, slots, bag_layout, pooling, columns);
+  LookupCall lookup(op, weights, features, indices, offsets, slots, bag_layout, pooling, columns);
   STD_TORCH_CHECK(lookup.args.pooling != Pooling::kNone, op, ": needs sum or mean pooling");
   STD_TORCH_CHECK(bag_layout || grad.size(0) == lookup.batch(), op,
                   ": grad must have B = ", lookup.batch(), " rows, got ", grad.size(0));
@@ -209,9 +211,9 @@ Tensor tbe_sample_weight_grad(const Tensor& grad, std::vector<Tensor> weights,
   const Tensor grad_tensor = with_adjacent_columns(grad);
   lookup.args.map.columns = row_stride(grad_tensor);
   Tensor out = allocate_zeros(grad, {indices.numel()}, ScalarType::Float);
-  const SampleWeightArgs args{lookup.args, grad_tensor.const_data_ptr(),
-                              float_dtype(op, "grad", grad.scalar_type()),
-                              out.mutable_data_ptr<float>()};
+  const DeviceSampleWeightArgs args{lookup.args, grad_tensor.const_data_ptr(),
+                                    float_dtype(op, "grad", grad.scalar_type()),
+                                    out.mutable_data_ptr<float>()};
   launch_sample_weights(CudaLauncher(indices), args);
   return out;
 }

@@ -22,7 +22,8 @@ constexpr int64_t kPrefetchBytes = 4096;
 // Return how many lookups ahead to prefetch rows of `row_bytes` bytes.
 int64_t prefetch_distance(int64_t row_bytes) {
   const int64_t rows = kPrefetchBytes / (row_bytes < 64 ? 64 : row_bytes);
-  return rows < 2 ? 2 : rows > 32 ? 32 : rows;
+  constexpr int64_t kMinRows = 2, kMaxRows = 32;
+  return rows < kMinRows ? kMinRows : rows > kMaxRows ? kMaxRows : rows;
 }
 
 // The lookups of one feature in the form that `pool_bags` takes: core/pool_bag.h has the contract
@@ -261,6 +262,7 @@ void pool_valid(const LookupArgs& args, const I* ids, int64_t first_bag, int64_t
   }
 }
 
+// Pool with the instance of pool_valid for the dim of the table.
 template <bool kStream, class O, class W, class I>
 void pool_valid(const LookupArgs& args, const I* ids, int64_t first_bag, int64_t last_bag) {
 #if defined(__x86_64__) && !defined(__AVX2__)
@@ -301,9 +303,7 @@ bool all_valid(const I* indices, int64_t begin, int64_t end, int64_t rows) {
   return static_cast<int64_t>(signs) >= 0;
 }
 
-// The kernels of the table: LookupFn for tables without a cache, with one of the same dtype, and
-// with one of another dtype.
-
+// The LookupFn for tables without a cache.
 template <class W, class O, class I>
 void lookup(const LookupArgs& args, int64_t first_bag, int64_t last_bag) {
   const auto* ids = static_cast<const I*>(args.rows.indices.data);
@@ -320,12 +320,14 @@ void lookup(const LookupArgs& args, int64_t first_bag, int64_t last_bag) {
   pool_valid<false, O, W>(args, ids, first_bag, last_bag);
 }
 
+// The LookupFn for tables with a cache of their dtype.
 template <class W, class O, class I>
 void cached_lookup(const LookupArgs& args, int64_t first_bag, int64_t last_bag) {
   const auto* ids = static_cast<const I*>(args.rows.indices.data);
   pool<O>(args, CachedRows<W, const I*>(args.rows, ids), first_bag, last_bag);
 }
 
+// The LookupFn for tables with a cache of another dtype.
 template <class O>
 void mixed_lookup(const LookupArgs& args, int64_t first_bag, int64_t last_bag) {
   pool<O>(args, MixedRows(args.rows, args.scratch), first_bag, last_bag);

@@ -41,10 +41,10 @@ EMB_DEVICE int find_invalid_offsets(const Bags& bags, const BatchCheck& check, i
                                     int64_t step) {
   int invalid = 0;
 #pragma unroll 4
-  for (int64_t i = first; i <= bags.count; i += step) {
+  for (int64_t i = first; i <= bags.num_bags; i += step) {
     const int64_t x = bags.offsets[i], previous = i == 0 ? 0 : bags.offsets[i - 1];
-    invalid +=
-        x < previous || x > bags.num_lookups || (i == bags.count && i > 0 && x != bags.num_lookups);
+    invalid += x < previous || x > bags.num_lookups ||
+               (i == bags.num_bags && i > 0 && x != bags.num_lookups);
     if (check.copies) check.repaired[i] = static_cast<int32_t>(x);
   }
   return invalid;
@@ -57,11 +57,11 @@ EMB_DEVICE int repair_offsets(const Bags& bags, int32_t* repaired, int32_t* of_w
   const unsigned lane = threadIdx.x % simt::kWarp, warp = threadIdx.x / simt::kWarp;
   int32_t floor = 0;
   int bad = 0;
-  for (int64_t tile = 0; tile <= bags.count; tile += int64_t{blockDim.x} * kEach) {
+  for (int64_t tile = 0; tile <= bags.num_bags; tile += int64_t{blockDim.x} * kEach) {
     const int64_t first = tile + int64_t{threadIdx.x} * kEach;
     int32_t maximum = 0;
 #pragma unroll 1
-    for (int64_t i = first; i < first + kEach && i <= bags.count; ++i) {
+    for (int64_t i = first; i < first + kEach && i <= bags.num_bags; ++i) {
       maximum = max_of(maximum, clamped_offset(bags, i));
     }
     for (unsigned delta = 1; delta < simt::kWarp; delta *= 2) {
@@ -77,9 +77,9 @@ EMB_DEVICE int repair_offsets(const Bags& bags, int32_t* repaired, int32_t* of_w
       if (w < warp) running_max = max_of(running_max, of_warp[w]);
     }
 #pragma unroll 1
-    for (int64_t i = first; i < first + kEach && i <= bags.count; ++i) {
+    for (int64_t i = first; i < first + kEach && i <= bags.num_bags; ++i) {
       running_max = max_of(running_max, clamped_offset(bags, i));
-      if (i == bags.count && i > 0) running_max = static_cast<int32_t>(bags.num_lookups);
+      if (i == bags.num_bags && i > 0) running_max = static_cast<int32_t>(bags.num_lookups);
       bad += running_max != bags.offsets[i];
       repaired[i] = running_max;
     }
@@ -88,6 +88,7 @@ EMB_DEVICE int repair_offsets(const Bags& bags, int32_t* repaired, int32_t* of_w
   return bad;
 }
 
+// End the launch because of an invalid offset, or a lost index.
 EMB_DEVICE void fail_for_offsets() {
   simt::trap(
       "bounds_check: offsets must start at 0, not decrease, and end at the number of indices");

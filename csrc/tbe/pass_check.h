@@ -5,13 +5,17 @@
 #include <vector>
 
 #include "core/check.h"
+#include "tbe/entries.h"
 
 namespace emb {
 
-// Raise unless `located` has the six tensors with which a cache's prefetch locates the rows of a
-// batch. The tensors themselves are checked by their users.
+// The list `located` of a batch that a cache has prefetched: the tensors of a grouping, then the
+// cache slot of each row.
+inline constexpr int kLocatedRowSlots = kGroupTensors, kLocatedTensors = kGroupTensors + 1;
+
+// Check the length of `located`; the tensors themselves are checked by their users.
 inline void check_located(const char* op, const std::vector<Tensor>& located) {
-  STD_TORCH_CHECK(located.size() == 6, op,
+  STD_TORCH_CHECK(located.size() == kLocatedTensors, op,
                   ": located must be [rows, segments, lookups, bags, count, row_slots], got ",
                   located.size(), " tensors");
 }

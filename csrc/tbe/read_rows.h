@@ -79,7 +79,7 @@ EMB_HD void widen_row(const W* row, int64_t dim, float* out) {
   for (; d < dim; ++d) out[d] = to_float(row[d]);
 }
 
-// The same for the row that begins at element `element` of `base`, an array of dtype `type`.
+// Copy the row that begins at element `element` of `base`, an array of dtype `type`, as floats.
 EMB_HD void widen_row(const void* base, Dtype type, int64_t element, int64_t dim, float* out) {
   if (type == Dtype::kFloat) {
     widen_row(static_cast<const float*>(base) + element, dim, out);

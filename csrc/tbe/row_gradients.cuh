@@ -6,10 +6,6 @@
 // which blocks sum beforehand, so that one hot row occupies the whole device; the lanes then add
 // the chunk sums in order. Chunks depend on the length of the segment only, so that the same
 // gradients give the same bits.
-//
-// Chunk sums are found without a counter: memory has a *chunk slot* for every kShortSegment sorted
-// lookups, and the slots of a segment are those whose first lookup lies in it. A long segment has
-// at least as many slots as chunks.
 #pragma once
 
 #include "core/dtype.h"
@@ -22,39 +18,45 @@
 namespace emb::cuda {
 
 inline constexpr int kChunkThreads = 256;
-inline constexpr int kShortSegment = 256;  // lookups of the longest segment without chunks
-inline constexpr int kChunk = 1024;        // lookups per chunk; a multiple in very long segments
-inline constexpr int kMaxChunks = 256;     // chunks per segment
+inline constexpr int kShortSegment = 256;   // lookups of the longest segment without chunks
+inline constexpr int kChunkLookups = 1024;  // lookups per chunk; a multiple in very long segments
+inline constexpr int kMaxChunks = 256;      // chunks per segment
 
 // Return the lookups per chunk of a segment, except in its last chunk.
 EMB_HD int chunk_length(int segment_length) {
-  return kChunk *
-         static_cast<int>((static_cast<int64_t>(segment_length) + kChunk * kMaxChunks - 1) /
-                          (kChunk * kMaxChunks));
+  return kChunkLookups *
+         static_cast<int>((static_cast<int64_t>(segment_length) + kChunkLookups * kMaxChunks - 1) /
+                          (kChunkLookups * kMaxChunks));
 }
 
 // Return the number of chunks of a segment.
-EMB_HD int chunks_of(int segment_length) {
+EMB_HD int num_chunks(int segment_length) {
   const int length = chunk_length(segment_length);
   return static_cast<int>((static_cast<int64_t>(segment_length) + length - 1) / length);
 }
 
+// Chunk sums are found without a counter: memory has a *chunk slot* for every kShortSegment sorted
+// lookups, and the slots of a segment are those whose first lookup lies in it. A long segment has
+// at least as many slots as chunks.
+//
 // Return the number of chunk slots of a batch; 0 if no segment can be long.
-EMB_HD int64_t max_chunks(int64_t num_lookups) {
+EMB_HD int64_t num_chunk_slots(int64_t num_lookups) {
   return num_lookups > kShortSegment ? (num_lookups + kShortSegment - 1) / kShortSegment : 0;
 }
 
 // Return the first chunk slot of a segment that starts at sorted lookup `begin`.
-EMB_HD int64_t first_slot(int64_t begin) { return (begin + kShortSegment - 1) / kShortSegment; }
+EMB_HD int64_t first_chunk_slot(int64_t begin) {
+  return (begin + kShortSegment - 1) / kShortSegment;
+}
 
 // Return the floats between two chunk sums, for rows of up to `columns`: a multiple of 16 bytes.
-inline int64_t partial_stride(int64_t columns) {
+inline int64_t chunk_sum_stride(int64_t columns) {
   return (columns + kColumns - 1) / kColumns * kColumns;
 }
 
 // In a variable batch, the columns of a chunk sum: the host does not know the widest row. Segments
 // of wider rows are not divided into chunks.
-inline constexpr int64_t kVariableColumns = 1024;
+inline constexpr int64_t kMaxVariableColumns = 1024;
 
 // The chunk of a chunk slot: a group and the number of its chunk; no chunk if `segment` is
 // negative.
@@ -64,68 +66,68 @@ struct ChunkTask {
 
 // All pointers are to device memory that must live until the kernels have run. The entry has
 // checked shapes; the contents (grouping, features, bag layout) are trusted.
-struct GradArgs {
-  const void* grad;  // rows at the elements of `map`; without pooling [L, stride]
+struct DeviceGradArgs {
+  const void* grad;  // rows at the elements of `map`; without pooling [L, grad_stride]
   Dtype grad_type;
-  int64_t stride;           // elements between rows of `grad`
+  int64_t grad_stride;      // elements between rows of `grad`
   const Feature* features;  // [F]
   BagMap map;
-  Bags bags_in;  // the bags, by whose lengths MEAN divides
+  Bags bags;  // MEAN divides by their lengths
   Pooling pooling;
   const float* sample_weights;  // [L] by lookup; null: all are 1
   // The grouping of `tbe_group`: linear row id [L], segments [L + 1], and lookup and bag of each
-  // sorted lookup [L]; `count`, [1], is the number U of groups.
+  // sorted lookup [L]; `num_groups`, [1], is U.
   const int64_t* rows;
-  const int32_t *segments, *lookups, *bags, *count;
+  const int32_t *segments, *sorted_lookups, *sorted_bags, *num_groups;
   const int32_t* row_slots;  // [U] cache slot of each row, -1 for none; null: nothing is cached
   int64_t num_lookups;       // L
-  // Scratch, by chunk slot: which chunk it is, and the sum of that chunk, [slots, partial_stride].
-  // Null if max_chunks(L) is 0.
-  ChunkTask* tasks;
-  float* partials;
-  int64_t partial_stride;
+  // Scratch, by chunk slot: which chunk it is, and the sum of that chunk, [slots,
+  // chunk_sum_stride]. Null if num_chunk_slots(L) is 0.
+  ChunkTask* chunk_tasks;
+  float* chunk_sums;
+  int64_t chunk_sum_stride;
   int64_t result_stride;  // without an optimizer: floats between the gradients of rows, an output
 };
 
 // Return the bag of sorted lookup j.
-EMB_DEVICE uint32_t bag_of(const GradArgs& args, int j) {
-  return static_cast<uint32_t>(args.bags[j]);
+EMB_DEVICE uint32_t bag_of(const DeviceGradArgs& args, int j) {
+  return static_cast<uint32_t>(args.sorted_bags[j]);
 }
 
 // Return the feature of sorted lookup j.
-EMB_DEVICE const Feature& feature_of(const GradArgs& args, int j) {
+EMB_DEVICE const Feature& feature_of(const DeviceGradArgs& args, int j) {
   return args.features[args.map.feature(bag_of(args, j))];
 }
 
 // Return the first element, in `grad`, of the gradient of sorted lookup j, which is of bag `bag`.
-EMB_DEVICE int64_t grad_offset(const GradArgs& args, int j, uint32_t bag) {
-  if (args.pooling == Pooling::kNone) return args.lookups[j] * args.stride;
+EMB_DEVICE int64_t grad_offset(const DeviceGradArgs& args, int j, uint32_t bag) {
+  if (args.pooling == Pooling::kNone) return args.sorted_lookups[j] * args.grad_stride;
   if (args.map.layout != nullptr) return args.map.layout[bag].element;
   return args.map.element(bag, args.features[args.map.feature(bag)].column);
 }
 
 // Return what that gradient is multiplied by: sample weight, and 1 / length for MEAN.
-EMB_DEVICE float grad_weight(const GradArgs& args, int j, uint32_t bag) {
+EMB_DEVICE float grad_weight(const DeviceGradArgs& args, int j, uint32_t bag) {
   float weight = 1.0f;
   if (args.pooling == Pooling::kMean) {
-    const int64_t length = args.bags_in.end(bag) - args.bags_in.begin(bag);
+    const int64_t length = args.bags.end(bag) - args.bags.begin(bag);
     weight = 1.0f / static_cast<float>(length > 0 ? length : 1);
   }
-  if (args.sample_weights != nullptr) weight *= args.sample_weights[args.lookups[j]];
+  if (args.sample_weights != nullptr) weight *= args.sample_weights[args.sorted_lookups[j]];
   return weight;
 }
 
 // Return whether a segment of `length` lookups of a row of `dim` columns is summed in chunks: it
 // must be long, and its row must fit a chunk sum.
-EMB_DEVICE bool has_chunks(const GradArgs& args, int length, int dim) {
-  return length > kShortSegment && dim <= args.partial_stride;
+EMB_DEVICE bool has_chunks(const DeviceGradArgs& args, int length, int dim) {
+  return length > kShortSegment && dim <= args.chunk_sum_stride;
 }
 
 // Add columns [column, column + kColumns) of the gradients of sorted lookups [begin, begin +
 // length), times their weights, to `sum`. The row has `dim` columns; `longest` is the maximum
 // length in the warp. Called by all lanes of a warp.
 template <class G>
-EMB_DEVICE void add_grads(const GradArgs& args, const LaneGroup& lane, int begin, int length,
+EMB_DEVICE void add_grads(const DeviceGradArgs& args, const LaneGroup& lane, int begin, int length,
                           int longest, int column, int dim, float (&sum)[kColumns]) {
   const G* base = static_cast<const G*>(args.grad) + column;
   const bool aligned = dim % kColumns == 0 && is_aligned(args.grad, kColumns * sizeof(G));
@@ -147,14 +149,14 @@ EMB_DEVICE void add_grads(const GradArgs& args, const LaneGroup& lane, int begin
   }
 }
 
-// Set the tasks of all chunk slots, if args.tasks is not null. If `num_updated`, [1], is not null,
-// the grouping has not counted the step: count it, and write the number of groups to update, 0 if
-// the gradient is not finite.
+// Set the tasks of all chunk slots, if args.chunk_tasks is not null. If `num_updated`, [1], is not
+// null, the grouping has not counted the step: count it, and write the number of groups to update,
+// 0 if the gradient is not finite.
 [[maybe_unused]] static __global__ void __launch_bounds__(kChunkThreads)
-    plan_chunks_kernel(GradArgs args, StepCount step, int32_t* num_updated) {
-  const int count = *args.count;
+    plan_chunks_kernel(DeviceGradArgs args, StepCount step, int32_t* num_updated) {
+  const int count = *args.num_groups;
   if (num_updated != nullptr && simt::global_thread() == 0) *num_updated = count_step(step, count);
-  if (args.tasks == nullptr) return;
+  if (args.chunk_tasks == nullptr) return;
   const auto lane = static_cast<int64_t>(threadIdx.x % simt::kWarp);
   for (int64_t base = simt::global_warp() * simt::kWarp; base < count;
        base += simt::threads_in_grid()) {
@@ -165,33 +167,33 @@ EMB_DEVICE void add_grads(const GradArgs& args, const LaneGroup& lane, int begin
       end = args.segments[u + 1];
       if (end - begin > kShortSegment &&
           has_chunks(args, end - begin, static_cast<int>(feature_of(args, begin).dim))) {
-        chunks = chunks_of(end - begin);
+        chunks = num_chunks(end - begin);
       }
     }
     // A short segment has one slot at most; the warp writes those of a long one together.
-    const int64_t slot = first_slot(begin);
+    const int64_t slot = first_chunk_slot(begin);
     const bool is_long = end - begin > kShortSegment;
-    if (!is_long && slot * kShortSegment < end) args.tasks[slot] = {-1, 0};
+    if (!is_long && slot * kShortSegment < end) args.chunk_tasks[slot] = {-1, 0};
     for (uint32_t left = __ballot_sync(simt::kFullMask, is_long); left != 0; left &= left - 1) {
       const int of = __ffs(static_cast<int>(left)) - 1;
       const int64_t first = __shfl_sync(simt::kFullMask, slot, of);
       const int last = __shfl_sync(simt::kFullMask, end, of);
       const int num = __shfl_sync(simt::kFullMask, chunks, of);
       for (int64_t c = lane; (first + c) * kShortSegment < last; c += simt::kWarp) {
-        args.tasks[first + c] = {c < num ? static_cast<int32_t>(base + of) : -1,
-                                 static_cast<int32_t>(c)};
+        args.chunk_tasks[first + c] = {c < num ? static_cast<int32_t>(base + of) : -1,
+                                       static_cast<int32_t>(c)};
       }
     }
   }
 }
 
-// Write the sum of the chunk of slot t to its row of args.partials. All threads of a block call it:
-// every group of lanes sums a stretch of the chunk, then the sums of the stretches are added in
+// Write the sum of the chunk of slot t to its row of args.chunk_sums. All threads of a block call
+// it: every group of lanes sums a stretch of the chunk, then the sums of the stretches are added in
 // order. The grid's second dimension divides the columns of wide rows. `stretch_sum` is shared
 // memory, [kChunkThreads].
 template <class G>
-EMB_DEVICE void sum_chunk(const GradArgs& args, const LaneGroup& lane, ChunkTask task, int64_t t,
-                          float (*stretch_sum)[kColumns]) {
+EMB_DEVICE void sum_chunk(const DeviceGradArgs& args, const LaneGroup& lane, ChunkTask task,
+                          int64_t t, float (*stretch_sum)[kColumns]) {
   const int stretches = kChunkThreads / lane.lanes;
   const int stretch = static_cast<int>(threadIdx.x) / lane.lanes;
   int begin = args.segments[task.segment];
@@ -216,7 +218,7 @@ EMB_DEVICE void sum_chunk(const GradArgs& args, const LaneGroup& lane, ChunkTask
 #pragma unroll
         for (int k = 0; k < kColumns; ++k) sum[k] += stretch_sum[s * lane.lanes + threadIdx.x][k];
       }
-      write_columns(args.partials + t * args.partial_stride + column, dim - column, sum);
+      write_columns(args.chunk_sums + t * args.chunk_sum_stride + column, dim - column, sum);
     }
     __syncthreads();
   }
@@ -225,14 +227,14 @@ EMB_DEVICE void sum_chunk(const GradArgs& args, const LaneGroup& lane, ChunkTask
 // Sum the chunks of all slots, one block per chunk, `lanes` lanes per stretch. Each warp of a block
 // reads the tasks of the block's next 32 slots at once, since most slots have no chunk.
 template <class G>
-__global__ void __launch_bounds__(kChunkThreads, 4) chunk_kernel(GradArgs args, int lanes) {
+__global__ void __launch_bounds__(kChunkThreads, 4) chunk_kernel(DeviceGradArgs args, int lanes) {
   __shared__ float stretch_sum[kChunkThreads][kColumns];
   const LaneGroup lane(lanes);
-  const int64_t slots = first_slot(args.segments[*args.count]);
+  const int64_t slots = first_chunk_slot(args.segments[*args.num_groups]);
   for (int64_t first = blockIdx.x; first < slots; first += int64_t{gridDim.x} * simt::kWarp) {
     const int64_t t = first + static_cast<int64_t>(threadIdx.x % simt::kWarp) * gridDim.x;
     ChunkTask lane_task{-1, 0};
-    if (t < slots) lane_task = args.tasks[t];
+    if (t < slots) lane_task = args.chunk_tasks[t];
     for (uint32_t pending = __ballot_sync(simt::kFullMask, lane_task.segment >= 0); pending != 0;
          pending &= pending - 1) {
       const int holder = __ffs(static_cast<int>(pending)) - 1;

@@ -7,10 +7,11 @@
 
 namespace emb::cuda {
 
-struct SampleWeightArgs {
+// The arguments of the kernels; all pointers are to device memory.
+struct DeviceSampleWeightArgs {
   // The lookup whose weights these are. `output` is not used; map.columns is the row stride of
   // `grad`.
-  LookupArgs lookup;
+  DeviceLookupArgs lookup;
   const void* grad;  // [B, columns], or [columns] in a variable batch
   Dtype grad_type;
   float* out;  // [L], zeros before: lookups without a row are not written
@@ -45,9 +46,9 @@ EMB_DEVICE float dot_rows(const W* weights, int64_t offset, int valid, const Lan
 // Add the dot products of `grad`, columns [column, column + N) of the gradient of a bag, with the
 // rows of all its lookups to args.out.
 template <class W, int N, bool kVector>
-EMB_DEVICE void dot_bag(const SampleWeightArgs& args, const BagTask& task, const LaneGroup& lane,
-                        int column, int longest, const float (&grad)[N]) {
-  const LookupArgs& in = args.lookup;
+EMB_DEVICE void dot_bag(const DeviceSampleWeightArgs& args, const BagTask& task,
+                        const LaneGroup& lane, int column, int longest, const float (&grad)[N]) {
+  const DeviceLookupArgs& in = args.lookup;
   const W* weights = static_cast<const W*>(in.weights) + column;
   for (int tile = 0; tile < longest; tile += lane.lanes) {
     const int i = tile + lane.rank;
@@ -60,8 +61,8 @@ EMB_DEVICE void dot_bag(const SampleWeightArgs& args, const BagTask& task, const
   }
 }
 
-// The same for rows some of which are in a cache of another dtype than the tables.
-EMB_DEVICE void dot_mixed_bag(const SampleWeightArgs& args, const BagTask& task,
+// Do as dot_bag for rows of which some are in a cache of another dtype than the tables.
+EMB_DEVICE void dot_mixed_bag(const DeviceSampleWeightArgs& args, const BagTask& task,
                               const LaneGroup& lane, int column, int longest,
                               const float (&grad)[kMixedColumns]) {
   for (int tile = 0; tile < longest; tile += lane.lanes) {
@@ -86,10 +87,10 @@ EMB_DEVICE void dot_mixed_bag(const SampleWeightArgs& args, const BagTask& task,
 // gradient at a time; for MEAN these are divided by the length of the bag. `longest` is the maximum
 // length of a bag in the warp. All lanes of the warp call `dot`.
 template <int N, class Dot>
-EMB_DEVICE void for_bag_gradients(const SampleWeightArgs& args, const LaneGroup& lane,
+EMB_DEVICE void for_bag_gradients(const DeviceSampleWeightArgs& args, const LaneGroup& lane,
                                   const Dot& dot) {
-  const LookupArgs& in = args.lookup;
-  const auto bags = static_cast<uint32_t>(in.bags.count);
+  const DeviceLookupArgs& in = args.lookup;
+  const auto bags = static_cast<uint32_t>(in.bags.num_bags);
   const auto stride = static_cast<uint32_t>(simt::warps_in_grid()) * lane.groups_in_warp();
   for (uint32_t first = static_cast<uint32_t>(simt::global_warp()) * lane.groups_in_warp();
        first < bags; first += stride) {
@@ -112,9 +113,10 @@ EMB_DEVICE void for_bag_gradients(const SampleWeightArgs& args, const LaneGroup&
   }
 }
 
+// Grid-stride over bags; `lanes` is the number of lanes per bag, W the dtype of all rows.
 template <class W>
 __global__ void __launch_bounds__(kLookupThreads, 3)
-    sample_weight_kernel(SampleWeightArgs args, int lanes) {
+    sample_weight_kernel(DeviceSampleWeightArgs args, int lanes) {
   constexpr int N = 16 / sizeof(W);
   const LaneGroup lane(lanes);
   const auto dot = [&](const BagTask& task, int column, int longest, const float (&grad)[N]) {
@@ -127,8 +129,9 @@ __global__ void __launch_bounds__(kLookupThreads, 3)
   for_bag_gradients<N>(args, lane, dot);
 }
 
+// Do the same for tables and a cache of two dtypes.
 [[maybe_unused]] static __global__ void __launch_bounds__(kLookupThreads, 4)
-    mixed_sample_weight_kernel(SampleWeightArgs args, int lanes) {
+    mixed_sample_weight_kernel(DeviceSampleWeightArgs args, int lanes) {
   const LaneGroup lane(lanes);
   const auto dot = [&](const BagTask& task, int column, int longest,
                        const float (&grad)[kMixedColumns]) {
@@ -138,26 +141,26 @@ __global__ void __launch_bounds__(kLookupThreads, 3)
 }
 
 template <class Launcher>
-void launch_mixed_sample_weights(const Launcher& launcher, const SampleWeightArgs& args) {
+void launch_mixed_sample_weights(const Launcher& launcher, const DeviceSampleWeightArgs& args) {
   const int lanes = lanes_for(mean_width(args.lookup), kMixedColumns);
   launcher(mixed_sample_weight_kernel,
-           blocks_for(args.lookup.bags.count, kLookupThreads / lanes, launcher.blocks(256)),
+           blocks_for(args.lookup.bags.num_bags, kLookupThreads / lanes, launcher.blocks(256)),
            kLookupThreads, args, lanes);
 }
 
 template <class W, class Launcher>
-void launch_sample_weights_of(const Launcher& launcher, const SampleWeightArgs& args) {
+void launch_sample_weights_of(const Launcher& launcher, const DeviceSampleWeightArgs& args) {
   const int lanes = lanes_for(mean_width(args.lookup), 16 / sizeof(W));
   const int64_t bags_of_block = kLookupThreads / lanes;
   launcher(sample_weight_kernel<W>,
-           blocks_for(args.lookup.bags.count, bags_of_block, launcher.blocks(256)), kLookupThreads,
-           args, lanes);
+           blocks_for(args.lookup.bags.num_bags, bags_of_block, launcher.blocks(256)),
+           kLookupThreads, args, lanes);
 }
 
 // Write args.out; `launcher` is a CudaLauncher or, in tests, a simt::HostLauncher.
 template <class Launcher>
-void launch_sample_weights(const Launcher& launcher, const SampleWeightArgs& args) {
-  if (args.lookup.bags.count == 0) return;
+void launch_sample_weights(const Launcher& launcher, const DeviceSampleWeightArgs& args) {
+  if (args.lookup.bags.num_bags == 0) return;
   if (has_mixed_rows(args.lookup)) {
     launch_mixed_sample_weights(launcher, args);
   } else if (args.lookup.weight_type == Dtype::kFloat) {

@@ -39,7 +39,7 @@ Tensor tbe_sample_weight_grad(const Tensor& grad, std::vector<Tensor> weights,
   STD_TORCH_CHECK(in.pooling != Pooling::kNone, op, ": needs sum or mean pooling");
   BagMap map = in.feature_bags.map;
   const int64_t num_features = in.feature_bags.num_features();
-  const int64_t batch = num_features > 0 ? in.bags.count / num_features : 0;
+  const int64_t batch = num_features > 0 ? in.bags.num_bags / num_features : 0;
   STD_TORCH_CHECK(map.layout || grad.size(0) == batch, op, ": grad must have B = ", batch,
                   " rows, got ", grad.size(0));
   const Tensor grad_tensor = with_adjacent_columns(grad);

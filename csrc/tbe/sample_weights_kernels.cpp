@@ -8,6 +8,7 @@ namespace {
 
 constexpr int64_t kRowsAhead = 8;  // lookups between the prefetch of a row and its use
 
+// Return the dot product of a row and a gradient.
 template <class T, class G>
 EMB_HD float dot(const T* row, const G* grad, int64_t dim) {
   Vec products = {};
@@ -23,7 +24,8 @@ EMB_HD float dot(const T* row, const G* grad, int64_t dim) {
 template <class G, class Reader>
 EMB_HD void dot_bags(const SampleWeightArgs& args, const Reader& rows, int64_t first_bag,
                      int64_t last_bag) {
-  const int64_t last = args.bags.end_lookup(last_bag), count = args.bags.count(first_bag, last_bag);
+  const int64_t last = args.bags.end_lookup(last_bag),
+                count = args.bags.num_items(first_bag, last_bag);
   for (int64_t k = 0; k < count; ++k) {
     const BagSpan bag = args.bags.span(first_bag, k);
     const float scale = mean_factor(args.bags.pooling, bag.end - bag.begin);
@@ -36,6 +38,7 @@ EMB_HD void dot_bags(const SampleWeightArgs& args, const Reader& rows, int64_t f
   }
 }
 
+// The SampleWeightFn for tables without a cache, with one of their dtype, and with one of another.
 template <class W, class G>
 void sample_weight_grads(const SampleWeightArgs& args, int64_t first_bag, int64_t last_bag) {
   const PlainRows<W, IndexArray> rows(args.rows, args.rows.indices);

@@ -69,7 +69,7 @@ inline constexpr int kUpdateWaves = 8;
 // The tile of a warp: 2^log2_lanes lanes form a group (enough for a row of mean width), and a group
 // holds 2^log2_rows rows: as many as it has lanes in large batches, fewer in small ones, which
 // keeps all warps busy.
-struct Tile {
+struct RowTile {
   int log2_lanes, log2_rows;
 
   // Return the number of rows in a tile.
@@ -82,7 +82,7 @@ struct Tile {
 };
 
 // Return whether gradients that start at a multiple of kColumns can be read in vectors.
-EMB_DEVICE bool reads_vectors(const GradArgs& args) {
+EMB_DEVICE bool reads_vectors(const DeviceGradArgs& args) {
   return is_aligned(args.grad, kColumns * static_cast<int>(size_of(args.grad_type)));
 }
 
@@ -105,7 +105,7 @@ struct TileRow {
 
   // Read row u of the grouping. Without an optimizer, the row is row u of the result.
   template <class Selection>
-  EMB_DEVICE void read(Selection, const GradArgs& args, const OptimizerStepArgs& optimizer,
+  EMB_DEVICE void read(Selection, const DeviceGradArgs& args, const OptimizerStepArgs& optimizer,
                        const Step& step, uint32_t u) {
     // Loads first: those on one line are independent of each other.
     const int from = args.segments[u], to = args.segments[u + 1];
@@ -120,7 +120,7 @@ struct TileRow {
 #pragma unroll
       for (int s = 0; s < kMaxRowStates; ++s) {
         if (s < Selection::row_states(optimizer))
-          states[s] = step.tiers[location.tier].row_states[s][location.row];
+          states[s] = step.tiers[location.tier].row_states[s][location.state_row];
       }
     }
     // The row alone determines the columns of a lane, so that a gradient that is a view has the
@@ -138,7 +138,7 @@ struct TileRow {
     begin = from;
     length = to - from;
     id = row;
-    state = location.row;
+    state = location.state_row;
     layout = static_cast<uint32_t>(feature.dim) << kDimShift |
              static_cast<uint32_t>(location.tier) << kTierShift | (vectors ? kVectorBit : 0);
   }
@@ -159,11 +159,11 @@ struct TileUpdate {
     }
   };
 
-  const GradArgs& args;
+  const DeviceGradArgs& args;
   const OptimizerStepArgs& optimizer;
   const Step& step;
-  const TierRows& tier;  // the memory tier of all these rows
-  const TileRow* rows;   // [32] rows of the tile, by the lane that holds them
+  const TierMemory& tier;  // the memory tier of all these rows
+  const TileRow* rows;     // [32] rows of the tile, by the lane that holds them
   RowLayout layout;
   bool wide;                                        // whether any offset has a high word
   float (*row_gradient)[kUpdateThreads][kColumns];  // [kSlices], scratch
@@ -273,7 +273,8 @@ struct TileUpdate {
     }
   }
 
-  // The same for columns that are not adjacent in a lane or not aligned.
+  // Do as add_vectors for columns that are not adjacent in a lane or not aligned, one gradient at a
+  // time.
   EMB_DEVICE void add_apart(int64_t offset, float scale, int column, int steps,
                             float (&sum)[kColumns]) const {
 #pragma unroll 1
@@ -292,13 +293,14 @@ struct TileUpdate {
   }
 
   // Add the sums of a long segment's chunks, in order.
-  EMB_DEVICE void add_partials(int begin, int length, int column, float (&sum)[kColumns]) const {
-    const float* partial = args.partials + first_slot(begin) * args.partial_stride + column;
-    const int chunks = chunks_of(length);
+  EMB_DEVICE void add_chunk_sums(int begin, int length, int column, float (&sum)[kColumns]) const {
+    const float* partial =
+        args.chunk_sums + first_chunk_slot(begin) * args.chunk_sum_stride + column;
+    const int chunks = num_chunks(length);
 #pragma unroll 4
     for (int c = 0; c < chunks; ++c) {
       float x[kColumns] = {};
-      const float* columns = partial + c * args.partial_stride;
+      const float* columns = partial + c * args.chunk_sum_stride;
       if (layout.vectors) {
         load_vector<float, true>(columns, layout.dim - column, x);
       } else {
@@ -319,7 +321,7 @@ struct TileUpdate {
       const int column = layout.dim - columns_left(s, lane, base);
       const bool chunked = lane >= 0 && has_chunks(args, row.length, layout.dim);
       add_lookups(row.begin, lane < 0 || chunked ? 0 : row.length, column, sum);
-      if (chunked) add_partials(row.begin, row.length, column, sum);
+      if (chunked) add_chunk_sums(row.begin, row.length, column, sum);
 #pragma unroll
       for (int k = 0; k < kColumns; ++k) row_gradient[s][threadIdx.x][k] = sum[k];
     }
@@ -448,7 +450,7 @@ struct TileUpdate {
 #pragma unroll
       for (int s = 0; s < kSlices; ++s) {
 #pragma unroll
-        for (int k = 0; k < kColumns; ++k) gradient[s][k] += step.decay.l2 * batch.w[s][k];
+        for (int k = 0; k < kColumns; ++k) gradient[s][k] += step.decay.l2 * batch.weights[s][k];
       }
       if (pass.sums || pass.starts) {
         float sums[kSlices][kMaxRowSums] = {};
@@ -514,7 +516,7 @@ struct TileUpdate {
 // Update the rows of a tile, `rows` [32], one layout after the other. Called by all lanes of a
 // warp; sets the length of each row to 0.
 template <class Selection>
-EMB_DEVICE void update_tile(const GradArgs& args, const OptimizerStepArgs& optimizer,
+EMB_DEVICE void update_tile(const DeviceGradArgs& args, const OptimizerStepArgs& optimizer,
                             const Step& step, TileRow* rows,
                             float (*row_gradient)[kUpdateThreads][kColumns],
                             float (*row_sums)[kMaxRowSums]) {
@@ -551,14 +553,14 @@ EMB_DEVICE void update_tile(const GradArgs& args, const OptimizerStepArgs& optim
 // columns of wide rows, only for optimizers without states or sums per row.
 template <class Selection>
 __global__ void __launch_bounds__(kUpdateThreads, UpdateShape<Selection>::kBlocks)
-    update_kernel(GradArgs args, OptimizerStepArgs optimizer, Tile tile) {
+    update_kernel(DeviceGradArgs args, OptimizerStepArgs optimizer, RowTile tile) {
   __shared__ StepStorage storage;
   __shared__ TileRow rows_of_warps[kUpdateThreads];
   __shared__ uint32_t num_rows;
   alignas(16)
       __shared__ float row_gradient[UpdateShape<Selection>::kSlices][kUpdateThreads][kColumns];
   __shared__ float row_sums[Selection::kHasSums ? kUpdateThreads : 1][kMaxRowSums];
-  const auto count = static_cast<uint32_t>(*args.count);
+  const auto count = static_cast<uint32_t>(*args.num_groups);
   // The grid is sized by lookups, so with repeated rows some blocks have no tile: they return
   // before they build their step.
   if (blockIdx.x * kUpdateWarps * tile.all_rows() >= count) return;
@@ -582,8 +584,8 @@ __global__ void __launch_bounds__(kUpdateThreads, UpdateShape<Selection>::kBlock
 
 // Return the tile for at most `num_rows` rows of `mean_dim` columns on average: of up to 32 rows,
 // but so few that `warps` warps are busy, if there are enough rows.
-inline Tile divide_rows(int64_t num_rows, int64_t mean_dim, int64_t warps) {
-  Tile tile{2, 0};
+inline RowTile divide_rows(int64_t num_rows, int64_t mean_dim, int64_t warps) {
+  RowTile tile{2, 0};
   while ((1 << tile.log2_lanes) < lanes_for(mean_dim, kColumns)) ++tile.log2_lanes;
   tile.log2_rows = tile.log2_lanes;
   while (tile.log2_rows > 0 && num_rows < warps * tile.all_rows()) --tile.log2_rows;
@@ -592,8 +594,8 @@ inline Tile divide_rows(int64_t num_rows, int64_t mean_dim, int64_t warps) {
 
 // Sum the chunks of long segments, if there can be any; G is the dtype of the gradient.
 template <class G, class Launcher>
-void launch_chunks(const Launcher& launcher, const GradArgs& args, int64_t mean_dim) {
-  const int64_t slots = max_chunks(args.num_lookups);
+void launch_chunks(const Launcher& launcher, const DeviceGradArgs& args, int64_t mean_dim) {
+  const int64_t slots = num_chunk_slots(args.num_lookups);
   if (slots == 0) return;
   const int lanes = lanes_for(mean_dim, kColumns);
   const unsigned stripes = blocks_for(mean_dim, lanes * kColumns, 64);
@@ -606,14 +608,15 @@ void launch_chunks(const Launcher& launcher, const GradArgs& args, int64_t mean_
 // lanes per row. `num_updated`, [1] of device memory, is scratch: if it is not null, the grouping
 // has not counted the step, and `step` is counted here.
 template <class Launcher>
-void launch_update(const Launcher& launcher, GradArgs args, const OptimizerStepArgs& optimizer,
-                   int64_t mean_dim, const StepCount& step = {}, int32_t* num_updated = nullptr) {
-  if (num_updated != nullptr || max_chunks(args.num_lookups) > 0) {
+void launch_update(const Launcher& launcher, DeviceGradArgs args,
+                   const OptimizerStepArgs& optimizer, int64_t mean_dim, const StepCount& step = {},
+                   int32_t* num_updated = nullptr) {
+  if (num_updated != nullptr || num_chunk_slots(args.num_lookups) > 0) {
     launcher(plan_chunks_kernel, blocks_for(args.num_lookups, kChunkThreads, launcher.blocks(8)),
              kChunkThreads, args, step, num_updated);
   }
-  if (args.num_lookups == 0 || args.bags_in.count == 0) return;
-  if (num_updated != nullptr) args.count = num_updated;
+  if (args.num_lookups == 0 || args.bags.num_bags == 0) return;
+  if (num_updated != nullptr) args.num_groups = num_updated;
   if (args.grad_type == Dtype::kFloat) {
     launch_chunks<float>(launcher, args, mean_dim);
   } else if (args.grad_type == Dtype::kHalf) {
@@ -624,7 +627,7 @@ void launch_update(const Launcher& launcher, GradArgs args, const OptimizerStepA
   visit_selection(optimizer, mean_dim <= kNarrowRow, [&](auto tag) {
     using Selection = typename decltype(tag)::type;
     const int64_t resident = launcher.blocks(UpdateShape<Selection>::kBlocks);
-    const Tile tile = divide_rows(args.num_lookups, mean_dim, resident * kUpdateWarps);
+    const RowTile tile = divide_rows(args.num_lookups, mean_dim, resident * kUpdateWarps);
     const int64_t rows_of_block = int64_t{kUpdateWarps} * tile.all_rows();
     const unsigned blocks = blocks_for(args.num_lookups, rows_of_block, kUpdateWaves * resident);
     // Row-wise states are read and written once per row, so one stripe takes all columns.

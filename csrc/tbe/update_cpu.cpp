@@ -27,7 +27,7 @@ EMB_SELECT_KERNELS(UpdateTable, kUpdateTable, update_table)
 
 namespace {
 
-constexpr int64_t kGrain = 512;       // smallest cost of a range that gets a thread: see for_groups
+constexpr int64_t kGrain = 512;       // minimum cost of a range that gets a thread: see for_groups
 constexpr int64_t kGroupsAhead = 16;  // groups of `tbe_row_grads` whose gradients are prefetched
 
 // Scratch aligned to cache lines, so that no vector register of 64 bytes touches two lines.
@@ -58,12 +58,13 @@ struct Gradient {
       : grad(with_adjacent_columns(grad_in)),
         features(features_in),
         segments(groups.segments),
-        lookups(groups.lookups),
-        bags(groups.bags),
+        lookups(groups.sorted_lookups),
+        bags(groups.sorted_bags),
         offsets(as_contiguous(offsets_in)) {
     check_features(op, features);
     type = float_dtype(op, "grad", grad.scalar_type());
-    for (const Tensor* tensor : {&groups.segments, &groups.lookups, &groups.bags, &groups.count}) {
+    for (const Tensor* tensor :
+         {&groups.segments, &groups.sorted_lookups, &groups.sorted_bags, &groups.num_groups}) {
       check_dtype(op, "a grouping tensor", *tensor, ScalarType::Int,
                   "int32, as tbe_group returns it");
       STD_TORCH_CHECK(tensor->is_contiguous(), op, ": grouping tensors must be contiguous");
@@ -73,7 +74,7 @@ struct Gradient {
     layout = bag_layout ? check_bag_layout(op, *bag_layout, offsets) : nullptr;
     batch = layout != nullptr ? 0 : batch_size(op, features.size(0), offsets);
     num_bags = std::max<int64_t>(offsets.numel() - 1, 0);
-    check_grouping(op, groups.rows, groups.count);
+    check_grouping(op, groups.rows, groups.num_groups);
   }
 
   // Raise unless the grouping is one that tbe_group could have made, because the kernels trust it:
@@ -116,8 +117,8 @@ struct Gradient {
     if (layout != nullptr) FeatureBags(op, features, offsets, bag_layout, pooling, columns);
     if (pooling == Pooling::kMean) {
       const Bags ranges{index_array(offsets), num_bags, num_lookups};
-      bag_scale = new_floats(ranges.count);
-      for (int64_t bag = 0; bag < ranges.count; ++bag) {
+      bag_scale = new_floats(ranges.num_bags);
+      for (int64_t bag = 0; bag < ranges.num_bags; ++bag) {
         const int64_t length = ranges.end(bag) - ranges.begin(bag);
         bag_scale[bag] = length > 0 ? 1.0f / static_cast<float>(length) : 0.0f;
       }
@@ -173,15 +174,15 @@ struct Gradient {
       trusted = trusted && feature[f].rows > 0 && feature[f].dim == feature[0].dim;
     }
     const auto of = [&](int32_t j) -> const Feature& {
-      const int32_t bag = args.bags[j];
-      return feature[layout != nullptr ? layout[bag].feature : args.by_batch(bag)];
+      const int32_t bag = args.sorted_bags[j];
+      return feature[layout != nullptr ? layout[bag].feature : args.batch_divider(bag)];
     };
     for (int64_t group = 0; !trusted && group < num_groups; ++group) {
       const int32_t begin = args.segments[group], end = args.segments[group + 1];
-      const Feature& own = of(begin);
-      const bool has_row =
-          rows == nullptr || (rows[group] >= own.row_base && rows[group] - own.row_base < own.rows);
-      bool valid = own.rows > 0 && has_row;
+      const Feature& first = of(begin);
+      const bool has_row = rows == nullptr || (rows[group] >= first.row_base &&
+                                               rows[group] - first.row_base < first.rows);
+      bool valid = first.rows > 0 && has_row;
       for (int32_t j = begin + 1; j < end; ++j) valid = valid && of(j).dim == of(begin).dim;
       STD_TORCH_CHECK(valid, op, ": group ", group,
                       " has lookups of an empty table, of another table ",
@@ -203,40 +204,40 @@ struct Gradient {
 
 // Return the dim of the table of sorted lookup j.
 int64_t dim_of(const GradArgs& args, int64_t j) {
-  const int64_t bag = args.bags[j];
+  const int64_t bag = args.sorted_bags[j];
   const int64_t feature =
       args.bag_layout != nullptr ? args.bag_layout[bag].feature : bag / args.batch;
   return args.features[feature].dim;
 }
 
-// The chunk sums of all segments longer than kChunk, computed by all threads, so that one hot row
-// does not keep a single thread busy. `dim` bounds the dim of all groups.
+// The chunk sums of all segments longer than kChunkLookups, computed by all threads, so that one
+// hot row does not keep a single thread busy. `dim` bounds the dim of all groups.
 struct ChunkSums {
-  std::vector<int64_t> groups, first_chunk = {0};
-  Floats partials;
+  std::vector<int64_t> groups, first_chunks = {0};
+  Floats sums;
   int64_t stride = 0;
 
   ChunkSums(const GradArgs& args, int64_t num_groups, int64_t dim, SumFn sum) : stride(dim) {
     for (int64_t group = 0; group < num_groups; ++group) {
       const int64_t length = args.segments[group + 1] - args.segments[group];
-      if (length <= kChunk) continue;
+      if (length <= kChunkLookups) continue;
       groups.push_back(group);
-      first_chunk.push_back(first_chunk.back() + (length + kChunk - 1) / kChunk);
+      first_chunks.push_back(first_chunks.back() + (length + kChunkLookups - 1) / kChunkLookups);
     }
     if (groups.empty()) return;
-    partials = new_floats(first_chunk.back() * stride);
-    parallel_tasks(first_chunk.back(), [&](int64_t chunk) {
-      const int64_t i =
-          std::upper_bound(first_chunk.begin(), first_chunk.end(), chunk) - first_chunk.begin() - 1;
-      const int64_t begin = args.segments[groups[i]] + (chunk - first_chunk[i]) * kChunk;
-      const int64_t end = std::min<int64_t>(begin + kChunk, args.segments[groups[i] + 1]);
-      sum(args, begin, end, dim_of(args, begin), partials.get() + chunk * stride);
+    sums = new_floats(first_chunks.back() * stride);
+    parallel_tasks(first_chunks.back(), [&](int64_t chunk) {
+      const int64_t i = std::upper_bound(first_chunks.begin(), first_chunks.end(), chunk) -
+                        first_chunks.begin() - 1;
+      const int64_t begin = args.segments[groups[i]] + (chunk - first_chunks[i]) * kChunkLookups;
+      const int64_t end = std::min<int64_t>(begin + kChunkLookups, args.segments[groups[i] + 1]);
+      sum(args, begin, end, dim_of(args, begin), sums.get() + chunk * stride);
     });
   }
 
   // Return the sums as kernels read them, valid as long as this object.
   LongSegments view() const {
-    return {groups.data(), first_chunk.data(), static_cast<int64_t>(groups.size()), partials.get(),
+    return {groups.data(), first_chunks.data(), static_cast<int64_t>(groups.size()), sums.get(),
             stride};
   }
 };
@@ -245,7 +246,8 @@ struct ChunkSums {
 // lookups plus that of its row, which is about four lookups.
 template <class Body>
 void for_groups(const GradArgs& args, int64_t num_groups, const Body& body) {
-  const auto cost = [&](int64_t group) { return args.segments[group] + 4 * group; };
+  constexpr int64_t kRowCost = 4;
+  const auto cost = [&](int64_t group) { return args.segments[group] + kRowCost * group; };
   parallel_balanced(num_groups, kGrain, cost, body);
 }
 
@@ -254,11 +256,11 @@ void for_groups(const GradArgs& args, int64_t num_groups, const Body& body) {
 EMB_HD void prefetch_first(const GradArgs& args, int64_t group, int64_t dim) {
   const int64_t j = args.segments[group];
   int64_t element = 0;
-  if (args.per_lookup) {
-    element = args.lookups[j] * args.grad_stride;
+  if (args.is_unpooled) {
+    element = args.sorted_lookups[j] * args.grad_stride;
   } else {
-    const int64_t bag = args.bags[j];
-    const int64_t feature = args.by_batch(static_cast<uint32_t>(bag));
+    const int64_t bag = args.sorted_bags[j];
+    const int64_t feature = args.batch_divider(static_cast<uint32_t>(bag));
     element = (bag - feature * args.batch) * args.grad_stride + args.features[feature].column;
   }
   const char* row = static_cast<const char*>(args.grad) + element * args.element_size;
@@ -285,7 +287,7 @@ void sum_row_grads(const char* op, const Tensor& grad, const Tensor& features,
   gradient.check_groups(op, args.grads, nullptr);
   const SumFn sum = update_table().sum[static_cast<int>(gradient.type)];
   const ChunkSums chunks(args.grads, gradient.num_groups, dim, sum);
-  args.longs = chunks.view();
+  args.long_segments = chunks.view();
   // With at most two lookups per bag a gradient is read once or twice, so that it is not yet in the
   // core's own caches.
   const bool ahead = !bag_layout && gradient.num_lookups <= 2 * gradient.num_bags;
@@ -358,7 +360,8 @@ std::vector<TableSpan> spans_of(const Gradient& gradient, bool cached) {
     }
     const bool same = span.first_row == last->first_row && span.rows == last->rows &&
                       span.dim == last->dim && span.tier == last->tier &&
-                      span.element == last->element && span.state == last->state;
+                      span.element_base == last->element_base &&
+                      span.state_base == last->state_base;
     if (!same) return {};
     last->feature = -1;
   }
@@ -406,7 +409,7 @@ void tbe_update_(std::vector<Tensor> weights, std::vector<Tensor> states, const 
       (tables.empty() ? kernels.update : kernels.update_tables)(static_cast<int>(optimizer));
   const SumFn sum = update_table().sum[static_cast<int>(gradient.type)];
   const ChunkSums chunks(args.grads, gradient.num_groups, dim, sum);
-  args.longs = chunks.view();
+  args.long_segments = chunks.view();
   for_groups(args.grads, gradient.num_groups, [&](int64_t begin, int64_t end) {
     const int64_t lines = (kRowBatch * kScratchRows * dim + kLineFloats - 1) / kLineFloats;
     const std::unique_ptr<CacheLine[]> scratch(new CacheLine[lines]);
@@ -430,7 +433,7 @@ void tbe_backward_(std::vector<Tensor> weights, std::vector<Tensor> states, Tens
   if (is_finite && !*is_finite->const_data_ptr<bool>()) return;
   std::optional<Tensor> row_slots;
   if (located) {
-    row_slots = (*located)[5];
+    row_slots = (*located)[kLocatedRowSlots];
   } else {
     const auto [rows, segments, lookups, bags, count] =
         tbe_group(features, indices, offsets, std::nullopt, total_rows, repaired);
@@ -438,8 +441,9 @@ void tbe_backward_(std::vector<Tensor> weights, std::vector<Tensor> states, Tens
   }
   count_step(hyper, [&] {
     const std::vector<Tensor>& groups = *located;
-    tbe_update_(weights, states, hyper, optimizer, grad, features, groups[0], groups[1], groups[2],
-                groups[3], groups[4], offsets, row_slots, std::nullopt, sample_weights, pooling);
+    tbe_update_(weights, states, hyper, optimizer, grad, features, groups[kGroupRows],
+                groups[kGroupSegments], groups[kGroupLookups], groups[kGroupBags],
+                groups[kGroupCount], offsets, row_slots, std::nullopt, sample_weights, pooling);
   });
 }
 

@@ -22,13 +22,13 @@ namespace {
 // The checked arguments of a backward op. `args_` points into the (contiguous) tensors that the
 // object keeps alive and into those of the op's caller. Use: construct, set_groups, set_slots or
 // set_result_stride if needed, then one of the functions run*.
-class Backward {
+class BackwardCall {
  public:
   // Check the arguments and set all but the groups. Of `lookups` only the number and the device
   // matter: it is the lookups of the grouping, or the indices.
-  Backward(const char* op, const Tensor& grad, const Tensor& features, const Tensor& lookups,
-           const Tensor& offsets, const std::optional<Tensor>& bag_layout,
-           const std::optional<Tensor>& sample_weights, int64_t pooling)
+  BackwardCall(const char* op, const Tensor& grad, const Tensor& features, const Tensor& lookups,
+               const Tensor& offsets, const std::optional<Tensor>& bag_layout,
+               const std::optional<Tensor>& sample_weights, int64_t pooling)
       : grad_(with_adjacent_columns(grad)), offsets_(as_contiguous(offsets)) {
     args_.grad_type = float_dtype(op, "grad", grad.scalar_type());
     args_.pooling = parse_pooling(op, pooling);
@@ -48,9 +48,9 @@ class Backward {
     }
     set_widths(features.size(0), num_bags, columns, bag_layout.has_value());
     args_.grad = grad_.const_data_ptr();
-    args_.stride = row_stride(grad_);
+    args_.grad_stride = row_stride(grad_);
     args_.features = feature_array(features);
-    args_.bags_in = Bags{index_array(offsets_), num_bags, num_lookups};
+    args_.bags = Bags{index_array(offsets_), num_bags, num_lookups};
     args_.num_lookups = num_lookups;
     if (sample_weights) {
       sample_weights_ = as_contiguous(*sample_weights);
@@ -63,17 +63,17 @@ class Backward {
     check_groups(op, groups);
     args_.rows = groups.rows.const_data_ptr<int64_t>();
     args_.segments = groups.segments.const_data_ptr<int32_t>();
-    args_.lookups = groups.lookups.const_data_ptr<int32_t>();
-    args_.bags = groups.bags.const_data_ptr<int32_t>();
-    args_.count = groups.count.const_data_ptr<int32_t>();
+    args_.sorted_lookups = groups.sorted_lookups.const_data_ptr<int32_t>();
+    args_.sorted_bags = groups.sorted_bags.const_data_ptr<int32_t>();
+    args_.num_groups = groups.num_groups.const_data_ptr<int32_t>();
   }
 
   void set_groups(const GroupArrays& groups) {
     args_.rows = groups.rows;
     args_.segments = groups.segments;
-    args_.lookups = groups.lookups;
-    args_.bags = groups.bags;
-    args_.count = groups.count;
+    args_.sorted_lookups = groups.sorted_lookups;
+    args_.sorted_bags = groups.sorted_bags;
+    args_.num_groups = groups.num_groups;
   }
 
   // Set the cache slots of the unique rows, int32 [L], or null if nothing is cached.
@@ -93,10 +93,10 @@ class Backward {
   // Reserve the scratch of `run`. Call scratch->allocate() before `run`: it writes the addresses
   // into this object, which therefore may not move in between.
   void add_scratch(DeviceArrays* scratch) {
-    const int64_t slots = max_chunks(args_.num_lookups);
+    const int64_t slots = num_chunk_slots(args_.num_lookups);
     if (slots == 0) return;
-    scratch->add(&args_.partials, slots * args_.partial_stride);
-    scratch->add(&args_.tasks, slots);
+    scratch->add(&args_.chunk_sums, slots * args_.chunk_sum_stride);
+    scratch->add(&args_.chunk_tasks, slots);
   }
 
   // Launch the update, in scratch that add_scratch reserved. The grouping has counted the step.
@@ -108,7 +108,7 @@ class Backward {
   void run_alone(const CudaLauncher& launcher, const OptimizerStepArgs& step) {
     DeviceArrays scratch;
     add_scratch(&scratch);
-    if (max_chunks(args_.num_lookups) > 0) scratch.allocate(grad_);
+    if (num_chunk_slots(args_.num_lookups) > 0) scratch.allocate(grad_);
     run(launcher, step);
   }
 
@@ -138,23 +138,24 @@ class Backward {
     const bool pooled = args_.pooling != Pooling::kNone;
     const int64_t output_rows = !pooled ? 1 : variable ? num_bags : num_features;
     mean_dim_ = output_rows > 0 ? (columns + output_rows - 1) / output_rows : columns;
-    const int64_t widest = pooled && variable ? std::min(columns, kVariableColumns) : columns;
-    args_.partial_stride = partial_stride(widest);
+    const int64_t widest = pooled && variable ? std::min(columns, kMaxVariableColumns) : columns;
+    args_.chunk_sum_stride = chunk_sum_stride(widest);
   }
 
   // Check the dtypes, sizes and devices of a grouping; its contents are trusted.
   static void check_groups(const char* op, const Grouping& groups) {
     check_dtype(op, "rows", groups.rows, ScalarType::Long, "int64, as tbe_group returns it");
-    const Tensor* tensors[] = {&groups.segments, &groups.lookups, &groups.bags, &groups.count};
+    const Tensor* tensors[] = {&groups.segments, &groups.sorted_lookups, &groups.sorted_bags,
+                               &groups.num_groups};
     for (const Tensor* tensor : tensors) {
       check_dtype(op, "a grouping tensor", *tensor, ScalarType::Int,
                   "int32, as tbe_group returns it");
       STD_TORCH_CHECK(tensor->is_contiguous(), op, ": grouping tensors must be contiguous");
       check_same_device(op, "a grouping tensor", *tensor, groups.rows);
     }
-    const int64_t n = groups.lookups.numel();
-    STD_TORCH_CHECK(groups.segments.numel() == n + 1 && groups.bags.numel() == n &&
-                        groups.rows.numel() == n && groups.count.numel() == 1,
+    const int64_t n = groups.sorted_lookups.numel();
+    STD_TORCH_CHECK(groups.segments.numel() == n + 1 && groups.sorted_bags.numel() == n &&
+                        groups.rows.numel() == n && groups.num_groups.numel() == 1,
                     op,
                     ": rows, segments, lookups, bags and count must come from one call of "
                     "tbe_group");
@@ -162,7 +163,7 @@ class Backward {
 
   Tensor grad_, offsets_;
   std::optional<Tensor> sample_weights_;
-  GradArgs args_{};
+  DeviceGradArgs args_{};
   int64_t mean_dim_ = 0;
 };
 
@@ -174,7 +175,7 @@ void tbe_update_(std::vector<Tensor> weights, std::vector<Tensor> states, const 
                  int64_t pooling) {
   const char* op = "tbe_update_";
   check_same_device(op, "hyper", hyper, grad);
-  Backward backward(op, grad, features, lookups, offsets, bag_layout, sample_weights, pooling);
+  BackwardCall backward(op, grad, features, lookups, offsets, bag_layout, sample_weights, pooling);
   backward.set_groups(op, {rows, segments, lookups, bags, count});
   backward.set_slots(op, row_slots);
   const OptimizerStepArgs step = optimizer_step_args(op, weights, optimizer, states, hyper, 0);
@@ -198,14 +199,16 @@ void tbe_backward_(std::vector<Tensor> weights, std::vector<Tensor> states, Tens
   if (is_finite) check_same_device(op, "is_finite", *is_finite, grad);
   const StepCount step_count{static_cast<double*>(hyper.mutable_data_ptr()) + kStep,
                              is_finite ? is_finite->const_data_ptr<bool>() : nullptr};
-  Backward backward(op, grad, features, indices, offsets, std::nullopt, sample_weights, pooling);
+  BackwardCall backward(op, grad, features, indices, offsets, std::nullopt, sample_weights,
+                        pooling);
   const OptimizerStepArgs step = optimizer_step_args(op, weights, optimizer, states, hyper, 0);
   const CudaLauncher launcher(grad);
   if (located) {
     check_located(op, *located);
-    const std::vector<Tensor>& rows = *located;
-    backward.set_groups(op, {rows[0], rows[1], rows[2], rows[3], rows[4]});
-    backward.set_slots(op, rows[5]);
+    const std::vector<Tensor>& groups = *located;
+    backward.set_groups(op, {groups[kGroupRows], groups[kGroupSegments], groups[kGroupLookups],
+                             groups[kGroupBags], groups[kGroupCount]});
+    backward.set_slots(op, groups[kLocatedRowSlots]);
     return backward.run_and_count(launcher, step, step_count);
   }
   const Tensor index_tensor = as_contiguous(indices), offset_tensor = as_contiguous(offsets);
@@ -214,9 +217,9 @@ void tbe_backward_(std::vector<Tensor> weights, std::vector<Tensor> states, Tens
   DeviceArrays scratch;
   scratch.add(&groups.rows, n);
   scratch.add(&groups.segments, n + 1);
-  scratch.add(&groups.lookups, n);
-  scratch.add(&groups.bags, n);
-  scratch.add(&groups.count, 1);
+  scratch.add(&groups.sorted_lookups, n);
+  scratch.add(&groups.sorted_bags, n);
+  scratch.add(&groups.num_groups, 1);
   backward.add_scratch(&scratch);
   scratch.allocate(grad);
   backward.set_groups(groups);
@@ -232,7 +235,7 @@ void tbe_backward_(std::vector<Tensor> weights, std::vector<Tensor> states, Tens
 }
 
 // Write the gradients of the rows of `backward` to `out`, [L, dim] of device memory.
-void sum_row_grads(Backward* backward, const Tensor& grad, int64_t dim, float* out) {
+void sum_row_grads(BackwardCall* backward, const Tensor& grad, int64_t dim, float* out) {
   backward->set_result_stride(dim);
   OptimizerStepArgs step;
   step.tiers[0].weights = out;
@@ -245,7 +248,7 @@ Tensor tbe_row_grads(const Tensor& grad, const Tensor& features, const Tensor& r
                      std::optional<Tensor> sample_weights, int64_t pooling, int64_t dim) {
   const char* op = "tbe_row_grads";
   STD_TORCH_CHECK(dim > 0, op, ": dim must be positive, got ", dim);
-  Backward backward(op, grad, features, lookups, offsets, bag_layout, sample_weights, pooling);
+  BackwardCall backward(op, grad, features, lookups, offsets, bag_layout, sample_weights, pooling);
   backward.set_groups(op, {rows, segments, lookups, bags, count});
   Tensor out = allocate_zeros(grad, {lookups.numel(), dim}, ScalarType::Float);
   sum_row_grads(&backward, grad, dim, out.mutable_data_ptr<float>());
@@ -260,7 +263,7 @@ void sum_row_grads(const char* op, const Tensor& grad, const Tensor& features,
                    const std::optional<Tensor>& bag_layout,
                    const std::optional<Tensor>& sample_weights, int64_t pooling, int64_t dim,
                    float* out) {
-  Backward backward(op, grad, features, indices, offsets, bag_layout, sample_weights, pooling);
+  BackwardCall backward(op, grad, features, indices, offsets, bag_layout, sample_weights, pooling);
   backward.set_groups(groups);
   sum_row_grads(&backward, grad, dim, out);
 }

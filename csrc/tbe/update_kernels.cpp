@@ -20,22 +20,22 @@ constexpr int64_t kGradLinesAhead = 32;
 // Return the feature of a bag.
 EMB_HD int64_t feature_of(const GradArgs& args, int64_t bag) {
   return args.bag_layout != nullptr ? args.bag_layout[bag].feature
-                                    : args.by_batch(static_cast<uint32_t>(bag));
+                                    : args.batch_divider(static_cast<uint32_t>(bag));
 }
 
 // Return the first element, in args.grad, of the gradient of sorted lookup j.
 EMB_HD int64_t grad_offset(const GradArgs& args, int64_t j) {
-  if (args.per_lookup) return args.lookups[j] * args.grad_stride;
-  const int64_t bag = args.bags[j];
+  if (args.is_unpooled) return args.sorted_lookups[j] * args.grad_stride;
+  const int64_t bag = args.sorted_bags[j];
   if (args.bag_layout != nullptr) return args.bag_layout[bag].element;
-  const int64_t feature = args.by_batch(static_cast<uint32_t>(bag));
+  const int64_t feature = args.batch_divider(static_cast<uint32_t>(bag));
   return (bag - feature * args.batch) * args.grad_stride + args.features[feature].column;
 }
 
 // Return what that gradient is multiplied by: sample weight, and 1 / length for MEAN.
 EMB_HD float grad_scale(const GradArgs& args, int64_t j) {
-  const float scale = args.bag_scale ? args.bag_scale[args.bags[j]] : 1.0f;
-  return args.sample_weights ? scale * args.sample_weights[args.lookups[j]] : scale;
+  const float scale = args.bag_scale ? args.bag_scale[args.sorted_bags[j]] : 1.0f;
+  return args.sample_weights ? scale * args.sample_weights[args.sorted_lookups[j]] : scale;
 }
 
 // Write columns [column, column + kVectors * kLanes) of the sum of the gradients of sorted lookups
@@ -47,7 +47,7 @@ EMB_HD void sum_block(const GradArgs& args, int64_t begin, int64_t end, int64_t 
   constexpr int64_t kAhead = kGradLinesAhead / ((kBytes + 63) / 64);
   Vec sums[kVectors] = {};
   for (int64_t j = begin; j < end; ++j) {
-    if (args.fetch_ahead && j + kAhead < end) {
+    if (args.prefetches_grads && j + kAhead < end) {
       const int64_t next = grad_offset(args, j + kAhead) + column;
       prefetch_row<false>(static_cast<const G*>(args.grad) + next, kBytes);
     }
@@ -83,19 +83,21 @@ void sum_lookups(const GradArgs& args, int64_t begin, int64_t end, int64_t dim, 
 }
 
 // Write the sum of the gradients of a group to sum[0, dim): from its lookups, or, if the group is
-// longer than kChunk, from its chunk sums in args.longs.
+// longer than kChunkLookups, from its chunk sums in args.long_segments.
 void segment_sum(const UpdateArgs& args, SumFn sum_fn, int64_t group, int64_t dim, float* sum) {
   const int64_t begin = args.grads.segments[group], end = args.grads.segments[group + 1];
-  if (end - begin <= kChunk) return sum_fn(args.grads, begin, end, dim, sum);
+  if (end - begin <= kChunkLookups) return sum_fn(args.grads, begin, end, dim, sum);
   int64_t i = 0;  // the last long segment that is not after `group`
-  for (int64_t step = args.longs.count; step > 0; step /= 2) {
-    while (i + step < args.longs.count && args.longs.groups[i + step] <= group) i += step;
+  for (int64_t step = args.long_segments.num_groups; step > 0; step /= 2) {
+    while (i + step < args.long_segments.num_groups && args.long_segments.groups[i + step] <= group)
+      i += step;
   }
-  const float* partial = args.longs.partials + args.longs.first_chunk[i] * args.longs.stride;
+  const float* partial = args.long_segments.chunk_sums +
+                         args.long_segments.first_chunks[i] * args.long_segments.stride;
   for (int64_t d = 0; d < dim; ++d) sum[d] = partial[d];
-  for (int64_t chunk = args.longs.first_chunk[i] + 1; chunk < args.longs.first_chunk[i + 1];
-       ++chunk) {
-    partial = args.longs.partials + chunk * args.longs.stride;
+  for (int64_t chunk = args.long_segments.first_chunks[i] + 1;
+       chunk < args.long_segments.first_chunks[i + 1]; ++chunk) {
+    partial = args.long_segments.chunk_sums + chunk * args.long_segments.stride;
     for (int64_t d = 0; d < dim; ++d) sum[d] += partial[d];
   }
 }
@@ -111,105 +113,27 @@ EMB_HD void prefetch_grads(const GradArgs& args, int64_t group, int64_t dim) {
 }
 
 // A row during its update.
+template <class Opt>
 struct RowUpdate {
-  const TierRows* tier;  // its memory tier
-  RowLocation location;
-  int64_t id, dim;          // linear row id, columns
+  RowAccess<Opt> access;
   RowViews views;           // gradient, weights and states as floats
   float sums[kMaxRowSums];  // the optimizer's sums over the row
-  RowFactors scale;         // the optimizer's factors of the row
 };
 
-// Set tier, location, id and dim of the row of a group. Any of its lookups determines the feature
-// and with it the table; the first is taken.
-EMB_HD void locate(const UpdateArgs& args, int64_t group, RowUpdate* target) {
-  const int64_t bag = args.grads.bags[args.grads.segments[group]];
+// Return the row of a group. Any of its lookups determines the feature and with it the table; the
+// first is taken.
+template <class Opt>
+EMB_HD RowAccess<Opt> locate(const UpdateArgs& args, int64_t group) {
+  const int64_t bag = args.grads.sorted_bags[args.grads.segments[group]];
   const Feature& feature = args.grads.features[feature_of(args.grads, bag)];
   // A row outside the table, which tbe_group never makes, counts as row 0, so that nothing outside
   // the table is written.
   const int64_t row_of_table = args.rows[group] - feature.row_base;
   const int64_t row = row_of_table >= 0 && row_of_table < feature.rows ? row_of_table : 0;
   const int64_t slot = args.row_slots != nullptr ? args.row_slots[group] : -1;
-  target->location = locate_update(feature, row, slot, args.tiers[kCacheTier]);
-  target->tier = &args.tiers[target->location.tier];
-  target->id = feature.row_base + row;
-  target->dim = feature.dim;
-}
-
-// Prefetch all that Opt writes of a row: weights, element-wise states and row-wise states.
-template <class Opt>
-EMB_HD void prefetch_target(const RowUpdate& target) {
-  const auto ask = [&](const void* data, Dtype type) {
-    const int64_t size = size_of(type);
-    prefetch_row<true>(static_cast<const char*>(data) + target.location.element * size,
-                       target.dim * size);
-  };
-  ask(target.tier->weights, target.tier->weight_type);
-  for (int s = 0; s < Opt::kSteppedStates; ++s) {
-    ask(target.tier->element_states[s], target.tier->state_types[s]);
-  }
-  for (int s = 0; s < Opt::kRowStates; ++s) {
-    prefetch_row<true>(target.tier->row_states[s] + target.location.row, 4);
-  }
-}
-
-// Return the row in tensor `data` (weights or an element-wise state) of dtype `type` as floats: in
-// place, or as a copy in `scratch`, [dim], if it is stored in 16 bits.
-EMB_HD float* open_row(void* data, Dtype type, const RowUpdate& target, float* scratch) {
-  if (type == Dtype::kFloat) return static_cast<float*>(data) + target.location.element;
-  widen_row(data, type, target.location.element, target.dim, scratch);
-  return scratch;
-}
-
-// Store what open_row copied; `tensor` selects the random numbers of stochastic rounding.
-EMB_HD void close_row(const float* values, void* data, Dtype type, const RowUpdate& target,
-                      const Rounding& rounding, uint32_t tensor) {
-  if (type == Dtype::kFloat) return;
-  narrow_row(values, target.dim, data, type, target.location.element, rounding, target.id, tensor);
-}
-
-// Set the views of weights and states of a row. `scratch` has room for 1 + kSteppedStates rows of
-// floats, since all of them may be stored in 16 bits.
-template <class Opt>
-EMB_HD void open_target(RowUpdate* target, float* scratch) {
-  const TierRows& tier = *target->tier;
-  target->views.w = open_row(tier.weights, tier.weight_type, *target, scratch);
-  if constexpr (Opt::kSteppedStates > 0) {
-    scratch += target->dim;
-    target->views.first = open_row(tier.element_states[0], tier.state_types[0], *target, scratch);
-  }
-  if constexpr (Opt::kSteppedStates > 1) {
-    scratch += target->dim;
-    target->views.second = open_row(tier.element_states[1], tier.state_types[1], *target, scratch);
-  }
-}
-
-// Store the weights and states of an updated row, as far as open_target copied them.
-template <class Opt>
-EMB_HD void close_target(const RowUpdate& target, const Rounding& rounding) {
-  const TierRows& tier = *target.tier;
-  close_row(target.views.w, tier.weights, tier.weight_type, target, rounding, kRoundWeights);
-  if constexpr (Opt::kSteppedStates > 0) {
-    close_row(target.views.first, tier.element_states[0], tier.state_types[0], target, rounding,
-              kRoundState);
-  }
-  if constexpr (Opt::kSteppedStates > 1) {
-    close_row(target.views.second, tier.element_states[1], tier.state_types[1], target, rounding,
-              kRoundState + 1);
-  }
-}
-
-// Update the row-wise states of a row from its sums, and set its factors.
-template <class Opt>
-EMB_HD void begin_target(const Opt& opt, RowUpdate* target) {
-  float states[kMaxRowStates];
-  for (int s = 0; s < Opt::kRowStates; ++s) {
-    states[s] = target->tier->row_states[s][target->location.row];
-  }
-  target->scale = opt.begin_row(states, target->sums, static_cast<float>(target->dim));
-  for (int s = 0; s < Opt::kRowStates; ++s) {
-    target->tier->row_states[s][target->location.row] = states[s];
-  }
+  const RowLocation location = locate_update(feature, row, slot, args.tiers[kCacheTier]);
+  return {&args.tiers[location.tier], location.element, location.state_row, feature.row_base + row,
+          feature.dim};
 }
 
 // The UpdateFn of any table. Rows are processed in batches of kRowBatch: a row-wise optimizer has a
@@ -221,37 +145,39 @@ void update(const UpdateArgs& args, SumFn sum_fn, float* scratch, int64_t widest
   const Opt opt(args.hyper);
   const WeightDecay decay(args.hyper);
   const Rounding rounding(args.hyper);
-  RowUpdate targets[2][kRowBatch];
-  const auto fetch = [&](int64_t base, RowUpdate* batch) {
+  RowUpdate<Opt> batches[2][kRowBatch];
+  const auto prefetch = [&](int64_t base, RowUpdate<Opt>* batch) {
     const int64_t count = end - base < kRowBatch ? end - base : kRowBatch;
     for (int64_t i = 0; i < count; ++i) {
-      locate(args, base + i, &batch[i]);
-      if (args.grads.fetch_ahead) prefetch_grads(args.grads, base + i, batch[i].dim);
-      prefetch_target<Opt>(batch[i]);
+      batch[i].access = locate<Opt>(args, base + i);
+      if (args.grads.prefetches_grads) prefetch_grads(args.grads, base + i, batch[i].access.dim);
+      batch[i].access.prefetch();
     }
   };
-  fetch(begin, targets[0]);
+  prefetch(begin, batches[0]);
   for (int64_t base = begin, turn = 0; base < end; base += kRowBatch, turn ^= 1) {
-    fetch(base + kRowBatch, targets[turn ^ 1]);
-    RowUpdate* batch = targets[turn];
+    prefetch(base + kRowBatch, batches[turn ^ 1]);
+    RowUpdate<Opt>* batch = batches[turn];
     const int64_t count = end - base < kRowBatch ? end - base : kRowBatch;
     float* gradient = scratch;
-    float* narrow_rows = scratch + kRowBatch * widest;
+    float* copies = scratch + kRowBatch * widest;
     for (int64_t i = 0; i < count; ++i) {
-      RowUpdate& target = batch[i];
-      target.views.g = gradient;
-      segment_sum(args, sum_fn, base + i, target.dim, gradient);
-      open_target<Opt>(&target, narrow_rows);
-      add_penalty(decay, target.dim, target.views);
-      row_sums(opt, target.dim, target.views, target.sums);
-      gradient += target.dim;
-      narrow_rows += (kScratchRows - 1) * target.dim;
+      RowUpdate<Opt>& row = batch[i];
+      const int64_t dim = row.access.dim;
+      row.views.gradient = gradient;
+      segment_sum(args, sum_fn, base + i, dim, gradient);
+      row.access.open(copies, &row.views);
+      add_penalty(decay, dim, row.views);
+      row_sums(opt, dim, row.views, row.sums);
+      gradient += dim;
+      copies += (kScratchRows - 1) * dim;
     }
-    for (int64_t i = 0; i < count; ++i) begin_target(opt, &batch[i]);
+    RowFactors factors[kRowBatch];
+    for (int64_t i = 0; i < count; ++i) factors[i] = batch[i].access.begin(opt, batch[i].sums);
     for (int64_t i = 0; i < count; ++i) {
-      decay_row(decay, batch[i].dim, batch[i].views);
-      step_row(opt, batch[i].dim, batch[i].scale, batch[i].views);
-      close_target<Opt>(batch[i], rounding);
+      decay_row(decay, batch[i].access.dim, batch[i].views);
+      step_row(opt, batch[i].access.dim, factors[i], batch[i].views);
+      batch[i].access.close(batch[i].views, rounding);
     }
   }
 }
@@ -268,7 +194,7 @@ template <class Opt, int kDim, bool kNarrow>
 struct TableUpdate {
   const UpdateArgs& args;
   const TableSpan& table;
-  const TierRows& tier;
+  const TierMemory& tier;
   Opt opt;
   WeightDecay decay;
   Rounding rounding;
@@ -299,7 +225,7 @@ struct TableUpdate {
     plain = float_grads && grads.bag_scale == nullptr && grads.sample_weights == nullptr;
     in_place = plain && decay.l2 == 0.0f;
     grad = nullptr;
-    if (table.feature >= 0 && !grads.per_lookup && grads.bag_layout == nullptr) {
+    if (table.feature >= 0 && !grads.is_unpooled && grads.bag_layout == nullptr) {
       first_bag = table.feature * grads.batch;
       stride = grads.grad_stride * grads.element_size;
       grad = static_cast<const char*>(grads.grad) +
@@ -321,34 +247,25 @@ struct TableUpdate {
   // tbe_group never makes, counts as the feature's first.
   EMB_HD const char* grad_of(int64_t j) const {
     if (grad != nullptr) {
-      const int64_t bag = args.grads.bags[j] - first_bag;
-      const bool own = static_cast<uint64_t>(bag) < static_cast<uint64_t>(args.grads.batch);
-      return grad + (own ? bag : 0) * stride;
+      const int64_t bag = args.grads.sorted_bags[j] - first_bag;
+      const bool is_of_feature =
+          static_cast<uint64_t>(bag) < static_cast<uint64_t>(args.grads.batch);
+      return grad + (is_of_feature ? bag : 0) * stride;
     }
     const int64_t offset = grad_offset(args.grads, j);
     return static_cast<const char*>(args.grads.grad) + offset * args.grads.element_size;
   }
 
-  // Prefetch weights and states of the row of a group for writing; nothing for a group behind the
-  // last.
-  EMB_HD void fetch(int64_t group) const {
-    if (group >= end) return;
-    const int64_t row = row_of(group), element = table.element + row * dim();
-    const auto ask = [&](const void* data, Dtype type) {
-      const int64_t size = kNarrow ? size_of(type) : 4;
-      prefetch_row<true>(static_cast<const char*>(data) + element * size, dim() * size);
-    };
-    ask(tier.weights, tier.weight_type);
-    for (int s = 0; s < Opt::kSteppedStates; ++s) ask(tier.element_states[s], tier.state_types[s]);
-    for (int s = 0; s < Opt::kRowStates; ++s) {
-      prefetch_row<true>(tier.row_states[s] + table.state + row, 4);
-    }
+  // Return the row of a group.
+  EMB_HD RowAccess<Opt, kNarrow> access(int64_t group) const {
+    const int64_t row = row_of(group);
+    return {&tier, table.element_base + row * dim(), table.state_base + row, row, dim()};
   }
 
   // Prefetch the gradient of sorted lookup j, which may be of a later group; nothing behind the
   // last lookup.
-  EMB_HD void fetch_grad(int64_t j) const {
-    if (args.grads.fetch_ahead && j <= last_lookup) {
+  EMB_HD void prefetch_grad(int64_t j) const {
+    if (args.grads.prefetches_grads && j <= last_lookup) {
       prefetch_row<false>(grad_of(j), dim() * args.grads.element_size);
     }
   }
@@ -359,91 +276,52 @@ struct TableUpdate {
     constexpr int kVectors = kDim / kLanes > 0 ? kDim / kLanes : 1;
     Vec sums[kVectors] = {};
     for (int64_t j = begin; j < stop; ++j) {
-      fetch_grad(j + grads_ahead);
+      prefetch_grad(j + grads_ahead);
       const auto* row = reinterpret_cast<const float*>(grad_of(j));
       for (int v = 0; v < kVectors; ++v) sums[v] += load(row + v * kLanes);
     }
     for (int v = 0; v < kVectors; ++v) store(sum + v * kLanes, sums[v]);
   }
 
-  // Return the gradient, weights and states of a group's row as floats: in place, or else in
-  // `scratch`, which has room for kScratchRows rows.
-  EMB_HD RowViews open(int64_t group, int64_t row, SumFn sum_fn, float* scratch) const {
-    const int64_t element = table.element + row * dim();
+  // Return the gradient of a group's row: where it is, or as a sum in `scratch`, [dim()].
+  EMB_HD float* gradient_of(int64_t group, SumFn sum_fn, float* scratch) const {
     const int32_t begin = args.grads.segments[group], stop = args.grads.segments[group + 1];
-    RowViews views{};
     if (in_place && stop - begin == 1) {
-      fetch_grad(begin + grads_ahead);
-      views.g = reinterpret_cast<float*>(const_cast<char*>(grad_of(begin)));  // only read
+      prefetch_grad(begin + grads_ahead);
+      return reinterpret_cast<float*>(const_cast<char*>(grad_of(begin)));  // only read
+    }
+    if (kDim > 0 && plain && stop - begin <= kChunkLookups) {
+      sum_plain(begin, stop, scratch);
     } else {
-      if (kDim > 0 && plain && stop - begin <= kChunk) {
-        sum_plain(begin, stop, scratch);
-      } else {
-        for (int64_t j = begin; j < stop && j < begin + grads_ahead; ++j) {
-          fetch_grad(j + grads_ahead);
-        }
-        segment_sum(args, sum_fn, group, dim(), scratch);
+      for (int64_t j = begin; j < stop && j < begin + grads_ahead; ++j) {
+        prefetch_grad(j + grads_ahead);
       }
-      views.g = scratch;
+      segment_sum(args, sum_fn, group, dim(), scratch);
     }
-    const auto row_as_floats = [&](void* data, Dtype type) {
-      if (!kNarrow || type == Dtype::kFloat) return static_cast<float*>(data) + element;
-      scratch += dim();
-      widen_row(data, type, element, dim(), scratch);
-      return scratch;
-    };
-    views.w = row_as_floats(tier.weights, tier.weight_type);
-    if constexpr (Opt::kSteppedStates > 0) {
-      views.first = row_as_floats(tier.element_states[0], tier.state_types[0]);
-    }
-    if constexpr (Opt::kSteppedStates > 1) {
-      views.second = row_as_floats(tier.element_states[1], tier.state_types[1]);
-    }
-    return views;
+    return scratch;
   }
 
-  // Store the weights and states that `open` copied to scratch.
-  EMB_HD void close(int64_t row, const RowViews& views) const {
-    if constexpr (!kNarrow) return;
-    const int64_t element = table.element + row * dim();
-    const auto narrow = [&](const float* values, void* data, Dtype type, uint32_t tensor) {
-      if (type == Dtype::kFloat) return;
-      narrow_row(values, dim(), data, type, element, rounding, row, tensor);
-    };
-    narrow(views.w, tier.weights, tier.weight_type, kRoundWeights);
-    if constexpr (Opt::kSteppedStates > 0) {
-      narrow(views.first, tier.element_states[0], tier.state_types[0], kRoundState);
-    }
-    if constexpr (Opt::kSteppedStates > 1) {
-      narrow(views.second, tier.element_states[1], tier.state_types[1], kRoundState + 1);
-    }
-  }
-
-  // Update groups [begin, end), at least one.
+  // Update groups [begin, end), at least one. `scratch` has room for kScratchRows rows.
   void run(SumFn sum_fn, float* scratch, int64_t begin) const {
-    for (int64_t group = begin; group < begin + distance; ++group) fetch(group);
-    for (int64_t j = 0; j < grads_ahead; ++j) fetch_grad(args.grads.segments[begin] + j);
+    const auto prefetch = [&](int64_t group) {
+      if (group < end) access(group).prefetch();
+    };
+    for (int64_t group = begin; group < begin + distance; ++group) prefetch(group);
+    for (int64_t j = 0; j < grads_ahead; ++j) prefetch_grad(args.grads.segments[begin] + j);
     for (int64_t group = begin; group < end; ++group) {
-      fetch(group + distance);
-      const int64_t row = row_of(group);
-      const RowViews views = open(group, row, sum_fn, scratch);
+      prefetch(group + distance);
+      const RowAccess<Opt, kNarrow> row = access(group);
+      RowViews views{};
+      views.gradient = gradient_of(group, sum_fn, scratch);
+      row.open(scratch + dim(), &views);
       float sums[kMaxRowSums];
       add_penalty(decay, dim(), views);
       row_sums(opt, dim(), views, sums);
-      const RowFactors scale = begin_row(row, sums);
+      const RowFactors factors = row.begin(opt, sums);
       decay_row(decay, dim(), views);
-      step_row(opt, dim(), scale, views);
-      close(row, views);
+      step_row(opt, dim(), factors, views);
+      row.close(views, rounding);
     }
-  }
-
-  // Update the row-wise states of a row from its sums, and return its factors.
-  EMB_HD RowFactors begin_row(int64_t row, const float* sums) const {
-    float states[kMaxRowStates];
-    for (int s = 0; s < Opt::kRowStates; ++s) states[s] = tier.row_states[s][table.state + row];
-    const RowFactors scale = opt.begin_row(states, sums, static_cast<float>(dim()));
-    for (int s = 0; s < Opt::kRowStates; ++s) tier.row_states[s][table.state + row] = states[s];
-    return scale;
   }
 };
 
@@ -451,7 +329,7 @@ struct TableUpdate {
 template <class Opt>
 void update_table(const UpdateArgs& args, const TableSpan& table, bool float_grads, SumFn sum_fn,
                   float* scratch, int64_t begin, int64_t end) {
-  const TierRows& tier = args.tiers[table.tier];
+  const TierMemory& tier = args.tiers[table.tier];
   bool narrow = tier.weight_type != Dtype::kFloat;
   for (int s = 0; s < Opt::kSteppedStates; ++s) {
     narrow = narrow || tier.state_types[s] != Dtype::kFloat;
@@ -503,16 +381,16 @@ void update_tables(const UpdateArgs& args, SumFn sum_fn, float* scratch, int64_t
 
 // Return the kernels of an optimizer, null if there is none of that number.
 UpdateFn find_update_tables(int optimizer) {
-  UpdateFn found = nullptr;
+  UpdateFn kernel = nullptr;
   Optimizers::visit(optimizer,
-                    [&](auto tag) { found = update_tables<typename decltype(tag)::type>; });
-  return found;
+                    [&](auto tag) { kernel = update_tables<typename decltype(tag)::type>; });
+  return kernel;
 }
 
 UpdateFn find_update(int optimizer) {
-  UpdateFn found = nullptr;
-  Optimizers::visit(optimizer, [&](auto tag) { found = update<typename decltype(tag)::type>; });
-  return found;
+  UpdateFn kernel = nullptr;
+  Optimizers::visit(optimizer, [&](auto tag) { kernel = update<typename decltype(tag)::type>; });
+  return kernel;
 }
 
 constexpr UpdateTable make_table() {

@@ -6,11 +6,6 @@
 // always one product, row[jl, jr] = sum_r left[jl, r] * right[jr, r], whatever the number of cores.
 // The right half is stored mirrored (the axes of its cores reversed), so that both halves have the
 // same form and share all code. Rows of a batch with the same half share its *value*, a matrix.
-//
-// A half has an id, and a row has a key made of the ids of its halves. An op works on all tables of
-// a module: keys and ids are numbered table after table, so that those of a table are a range of
-// every sorted array. In names, u counts the distinct left halves of a batch, v its distinct right
-// halves, j its distinct rows; all structs hold pointers that they do not own.
 #pragma once
 
 #include <cstddef>
@@ -21,7 +16,12 @@
 
 namespace emb {
 
-inline constexpr int kMaxCores = 4;
+// A half has an id, and a row has a key made of the ids of its halves. An op works on all tables of
+// a module: keys and ids are numbered table after table, so that those of a table are a range of
+// every sorted array. In names, u counts the distinct left halves of a batch, v its distinct right
+// halves, j its distinct rows; all structs hold pointers that they do not own.
+
+inline constexpr int kMaxCores = 4;  // cores per table
 
 // The shape of one half. The outer core is [outer_rows][q_outer, inner_rank]; a pair also has an
 // inner core [inner_rows][inner_rank, q_inner, rank], which is the large one. The value of a half
@@ -29,7 +29,7 @@ inline constexpr int kMaxCores = 4;
 // that in ascending order halves with the same inner row are neighbours. Without a pair inner_rows
 // and q_inner are 1 and inner_rank is the rank.
 struct TtHalf {
-  bool pair;
+  bool is_pair;
   int64_t outer_rows, inner_rows;
   int q_outer, q_inner, inner_rank, rank;
 
@@ -43,13 +43,13 @@ struct TtHalf {
 
 // A row of the `tables` tensor of an op: how ids of a table become keys, and where its keys and the
 // ids of its halves begin among those of all tables. The key of a row within its table is
-// (id of its left half) * rights + (id of its right half).
+// (id of its left half) * right_ids + (id of its right half).
 struct TtTableIds {
-  int64_t rows;                // rows of the table
-  int64_t multiplier, offset;  // id i has row (multiplier * i + offset) % rows
-  int64_t first, second;       // rows of the first two cores; second is 1 if the left half is one
-  int64_t rights;              // ids of right halves
-  int64_t is_pair;             // 1 if the left half is a pair, else 0
+  int64_t rows;                                // rows of the table
+  int64_t multiplier, offset;                  // id i has row (multiplier * i + offset) % rows
+  int64_t left_outer_rows, left_inner_rows;    // those of TtHalf for the left half
+  int64_t right_ids;                           // ids of right halves
+  int64_t left_is_pair;                        // 1 or 0
   int64_t first_key, first_left, first_right;  // first key, first ids of left and right halves
 };
 
@@ -71,9 +71,11 @@ EMB_HD int64_t tt_key(const TtTableIds& table, int64_t index) {
   const int64_t repaired = repair_index(index, table.rows);
   if (repaired < 0) return -1;
   const int64_t id = tt_row(table, repaired);
-  if (table.is_pair == 0) return id;
-  const int64_t high = id / table.rights, low = id - high * table.rights;
-  return (high % table.second * table.first + high / table.second) * table.rights + low;
+  if (table.left_is_pair == 0) return id;
+  const int64_t high = id / table.right_ids, low = id - high * table.right_ids;
+  return (high % table.left_inner_rows * table.left_outer_rows + high / table.left_inner_rows) *
+             table.right_ids +
+         low;
 }
 
 inline constexpr int kTtTableColumns = 10;
@@ -108,7 +110,7 @@ struct TtPlan {
   int64_t tables;    // T
   // Ids of the distinct left halves, ascending [L]; segments [L + 1]; left half u of each row [L].
   const int32_t *lefts, *left_segments, *row_lefts;
-  // The same for right halves, and the rows sorted by right half [L].
+  // These three for right halves, and the rows sorted by right half [L].
   const int32_t *rights, *right_segments, *row_rights, *right_rows;
   const int32_t* starts;  // [3, T + 1] first row, first left and first right half of each table
 
@@ -152,7 +154,6 @@ struct TtHalfCores {
 
   EMB_HD int64_t id(int64_t u) const { return ids[u] - first_id; }
   EMB_HD int64_t inner_row(int64_t u) const { return id(u) / half.outer_rows; }
-  EMB_HD int64_t outer_row(int64_t u) const { return id(u) % half.outer_rows; }
   EMB_HD const float* inner_of(int64_t u) const {
     return inner + (inner_numbers != nullptr ? inner_numbers[u] : inner_row(u)) * half.inner_size();
   }
@@ -203,8 +204,8 @@ struct TtHalfGrads {
 };
 
 // The optimizer step on inner rows as soon as their gradients are complete and still in the cache.
-// With a step, TtHalfGrads::inner has room for `capacity` rows only, and the halves of a call must
-// begin and end with an inner row.
+// TtHalfGrads::inner then has room for `capacity` rows only, and the halves of a call must begin
+// and end with an inner row.
 struct TtInnerStep {
   UpdateRowsFn update = nullptr;  // null: no step, all gradients are kept
   UpdateRowsArgs args = {};       // `rows` is the core row of each number; `grads` is set by apply
@@ -279,8 +280,8 @@ struct TtTable {
   void (*left_grads)(const TtLeftGradsArgs&, float* scratch, int64_t begin, int64_t end);
   // Add rows to the gradients of the values of right halves.
   void (*right_grads)(const TtRightGradsArgs&, int64_t begin, int64_t end);
-  // The same for rows [begin, end) instead of right halves, with the same bits. Only one thread at
-  // a time may call it for a table.
+  // Add rows [begin, end) instead of the rows of right halves, with the same bits. Only one thread
+  // at a time may call it for a table.
   void (*right_grads_by_row)(const TtRightGradsArgs&, int64_t begin, int64_t end);
   // Write the gradients of both cores of a pair from `value_grads`, which begins with half `begin`.
   void (*contract)(const TtHalfCores&, const TtHalfGrads&, const float* value_grads, float* scratch,

@@ -37,9 +37,9 @@ void check_layout_of(const char* op, const TtTableIds* layout, int64_t count,
   bool equal = count == tables.size();
   for (int64_t t = 0; equal && t < count; ++t) {
     const TtHalf left = tables.shapes[t].left(), right = tables.shapes[t].right();
-    equal = layout[t].first == left.outer_rows && layout[t].second == left.inner_rows &&
-            layout[t].rights == right.ids() && layout[t].is_pair == left.pair &&
-            layout[t].first_key == tables.first_keys[t] &&
+    equal = layout[t].left_outer_rows == left.outer_rows &&
+            layout[t].left_inner_rows == left.inner_rows && layout[t].right_ids == right.ids() &&
+            layout[t].left_is_pair == left.is_pair && layout[t].first_key == tables.first_keys[t] &&
             layout[t].first_left == tables.first_lefts[t] &&
             layout[t].first_right == tables.first_rights[t];
   }
@@ -66,7 +66,7 @@ Tensor features_of_rows(const Tensor& features, int64_t rows, int64_t cache_stri
 
 // The tensors that a lookup returns for its backward pass: a grouping, a plan, the values of left
 // halves.
-constexpr size_t kGroupTensors = 5, kKeptTensors = kGroupTensors + kTtPlanTensors + 1;
+constexpr size_t kKeptTensors = kGroupTensors + kTtPlanTensors + 1;
 
 // Return whether all indices and offsets are valid. Invalid ones do not raise, whatever the mode.
 bool is_valid(const char* op, const Tensor& features, const Tensor& indices, const Tensor& offsets,
@@ -146,14 +146,16 @@ void tt_backward_(std::vector<Tensor> cores, std::vector<Tensor> states, Tensor 
   parse_matmul_precision(op, matmul_precision);
   check_has_step(op, hyper);
   check_is_finite(op, is_finite);
-  STD_TORCH_CHECK(kept.size() == kKeptTensors && kept[2].numel() == indices.numel(), op,
+  STD_TORCH_CHECK(kept.size() == kKeptTensors && kept[kGroupLookups].numel() == indices.numel(), op,
                   ": kept must be the ", kKeptTensors,
                   " tensors that tt_lookup_checked_ returns for these indices, got ", kept.size());
   const TtTables shapes(op, cores, row_factors, dim_factors, num_cores);
   const Tensor of_keys = tt_features(op, features, kTtOfKeys);
   const ScratchRows row_grads(grad, indices.numel(), shapes.dim);
-  sum_row_grads(op, grad, of_keys, {kept[0], kept[1], kept[2], kept[3], kept[4]}, offsets,
-                bag_layout, sample_weights, pooling, shapes.dim, row_grads.memory.get());
+  sum_row_grads(op, grad, of_keys,
+                {kept[kGroupRows], kept[kGroupSegments], kept[kGroupLookups], kept[kGroupBags],
+                 kept[kGroupCount]},
+                offsets, bag_layout, sample_weights, pooling, shapes.dim, row_grads.memory.get());
   if (is_finite && !*is_finite->const_data_ptr<bool>()) return;
   const std::vector<Tensor> plan(kept.begin() + kGroupTensors, kept.end() - 1);
   // Values that are not kept are made as they are needed.

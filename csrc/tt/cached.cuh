@@ -12,6 +12,7 @@ namespace emb::cuda {
 
 inline constexpr int kStoredThreads = 256;
 
+// Write the outputs of all lookups, grid-stride.
 [[maybe_unused]] static __global__ void __launch_bounds__(kStoredThreads)
     tt_stored_kernel(TtStoredArgs args) {
   for (int64_t i = simt::global_thread(); i < args.n; i += simt::threads_in_grid()) args.split(i);
@@ -28,6 +29,7 @@ EMB_DEVICE int64_t feature_at(const TtCountArgs& args, int64_t i) {
   return i < args.starts[args.num_features] ? low : -1;
 }
 
+// Add the lookups and hits of all features to args.counters, grid-stride over lookups.
 [[maybe_unused]] static __global__ void __launch_bounds__(kStoredThreads)
     tt_count_kernel(TtCountArgs args) {
   const auto lane = static_cast<int64_t>(threadIdx.x % simt::kWarp);

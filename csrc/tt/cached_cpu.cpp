@@ -32,16 +32,16 @@ void tt_count_(const Tensor& counted, const Tensor& rows, const Tensor& starts,
                const Tensor& tables, Tensor counters) {
   const TtCountArgs args = tt_count_args("tt_count_", counted, rows, starts, tables, &counters);
   for (int64_t f = 0; f < args.num_features; ++f) {
-    int64_t* const own = args.of_feature(f);
-    if (own == nullptr) continue;
+    int64_t* const table_counters = args.of_feature(f);
+    if (table_counters == nullptr) continue;
     int64_t lookups = 0, hits = 0;
     const int64_t end = std::min(args.starts[f + 1], args.n);
     for (int64_t i = std::max<int64_t>(args.starts[f], 0); i < end; ++i) {
       lookups += args.is_lookup(i);
       hits += args.is_hit(i);
     }
-    own[0] += lookups;
-    own[1] += hits;
+    table_counters[0] += lookups;
+    table_counters[1] += hits;
   }
 }
 

@@ -17,10 +17,10 @@
 
 namespace emb {
 
-// The most rows of a core and ids of halves: they are int32 in the plan.
+// The maximum number of rows of a core, and of ids of halves: they are int32 in the plan.
 inline constexpr int64_t kMaxTtIds = (int64_t{1} << 31) - 1;
-// The most keys: they, and the product of all row factors, are int64; the margin prevents overflow
-// of sums.
+// The maximum number of keys: they, and the product of all row factors, are int64, with a margin
+// for sums.
 inline constexpr double kMaxTtRows = 4.0e18;
 
 // Check the row factors of a table, one per core, and return a shape that has nothing else set.
@@ -44,6 +44,7 @@ inline TtShape tt_row_shape(const char* op, const std::vector<int64_t>& row_fact
   return shape;
 }
 
+// Return the precision with the number `code`; raise if there is none.
 inline MatmulPrecision parse_matmul_precision(const char* op, int64_t code) {
   return parse_choice<MatmulPrecision>(op, "matmul_precision", code, kMatmulPrecisions);
 }
@@ -59,11 +60,13 @@ inline const TtTableIds* tt_table_ids(const char* op, const char* name, const Te
 
 // Check the contents of a row of such a tensor, on the CPU only.
 inline void check_table_ids(const char* op, const TtTableIds& table) {
-  const bool positive = table.rows >= 1 && table.first >= 1 && table.second >= 1 &&
-                        table.rights >= 1 && table.multiplier >= 1 && table.offset >= 0;
-  const double lefts = static_cast<double>(table.first) * static_cast<double>(table.second);
-  const double keys = lefts * static_cast<double>(table.rights);
-  STD_TORCH_CHECK(positive && lefts <= kMaxTtIds && table.rights <= kMaxTtIds &&
+  const bool positive = table.rows >= 1 && table.left_outer_rows >= 1 &&
+                        table.left_inner_rows >= 1 && table.right_ids >= 1 &&
+                        table.multiplier >= 1 && table.offset >= 0;
+  const double lefts =
+      static_cast<double>(table.left_outer_rows) * static_cast<double>(table.left_inner_rows);
+  const double keys = lefts * static_cast<double>(table.right_ids);
+  STD_TORCH_CHECK(positive && lefts <= kMaxTtIds && table.right_ids <= kMaxTtIds &&
                       static_cast<double>(table.rows) <= keys && keys <= kMaxTtRows,
                   op, ": a table must have rows in [1, ", keys, "], got ", table.rows,
                   "; make tables with emblib.ops.tt.layout_of");
@@ -105,7 +108,7 @@ inline TtShape tt_shape(const char* op, const std::vector<Tensor>& cores,
   shape.ranks[shape.cores] = 1;
   STD_TORCH_CHECK(dim <= kMaxWidth, op, ": dim_factors must multiply to at most 2^30, got ", dim);
   for (const TtHalf& half : {shape.left(), shape.right()}) {
-    STD_TORCH_CHECK(!half.pair || half.outer_rows * half.q_outer <= kMaxWidth, op,
+    STD_TORCH_CHECK(!half.is_pair || half.outer_rows * half.q_outer <= kMaxWidth, op,
                     ": row factor times dim factor must be at most 2^30 in the first and the last "
                     "core, got ",
                     half.outer_rows, " * ", half.q_outer, "; use more even factors");
@@ -376,18 +379,19 @@ inline TtCountArgs tt_count_args(const char* op, const Tensor& counted, const Te
 
 // Check `hyper` and the optimizer states of `tt_update_`, all of the first core, then all of the
 // second, .., and return the weights and states of each core.
-inline std::vector<TierRows> check_core_states(const char* op, int64_t optimizer,
-                                               const std::vector<Tensor>& cores,
-                                               const std::vector<Tensor>& states,
-                                               const Tensor& hyper) {
+inline std::vector<TierMemory> check_core_states(const char* op, int64_t optimizer,
+                                                 const std::vector<Tensor>& cores,
+                                                 const std::vector<Tensor>& states,
+                                                 const Tensor& hyper) {
   STD_TORCH_CHECK(states.size() % cores.size() == 0, op,
                   ": states must have the same number of tensors for each of ", cores.size(),
                   " cores, got ", states.size());
-  const size_t each = states.size() / cores.size();
-  std::vector<TierRows> tiers;
+  const size_t states_per_core = states.size() / cores.size();
+  std::vector<TierMemory> tiers;
   for (size_t k = 0; k < cores.size(); ++k) {
-    const std::vector<Tensor> own(states.begin() + k * each, states.begin() + (k + 1) * each);
-    tiers.push_back(check_matrix_states(op, optimizer, cores[k], own, hyper));
+    const std::vector<Tensor> core_states(states.begin() + k * states_per_core,
+                                          states.begin() + (k + 1) * states_per_core);
+    tiers.push_back(check_matrix_states(op, optimizer, cores[k], core_states, hyper));
   }
   return tiers;
 }

@@ -5,11 +5,6 @@
 // Every kernel serves all tables in one launch, so that a pass takes the same number of launches
 // for any number of tables. What differs between tables is in arrays of arguments in device memory
 // (TtTableRows, TtPair and others), which the first launch writes (core/upload.cuh).
-//
-// A pass builds a TtBatch (shapes, cores and plan), a TtMemory (which asks for the buffers) and a
-// TtArrays (from both), and calls the latter's `upload`, `make_values`, and then `make_rows`
-// (forward) or `make_grads` and `update` (backward). All refer to memory of the caller, who keeps
-// it until the kernels have run.
 #pragma once
 
 #include <vector>
@@ -23,11 +18,16 @@
 
 namespace emb::cuda {
 
+// A pass builds a TtDeviceBatch (shapes, cores and plan), a TtMemory (which asks for the buffers)
+// and a TtArrays (from both), and calls the latter's `upload`, `make_values`, and then `make_rows`
+// (forward) or `make_grads` and `update` (backward). All refer to memory of the caller, who keeps
+// it until the kernels have run.
+
 inline int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t max_of(int64_t a, int64_t b) { return a > b ? a : b; }
 
 // One table of a batch; its addresses are of device memory.
-struct TtBatchTable {
+struct TtDeviceTable {
   TtShape shape;
   int64_t first_left, first_right;  // first ids of its halves
   const void* cores[kMaxCores];
@@ -39,8 +39,8 @@ struct TtBatchTable {
 
 // All tables of a batch. The values of halves of all tables have the same stride, left and right,
 // and so have rows and their gradients; strides are in floats.
-struct TtBatch {
-  std::vector<TtBatchTable> tables;
+struct TtDeviceBatch {
+  std::vector<TtDeviceTable> tables;
   Dtype type;  // dtype of the cores
   TtPlan plan;
   MatmulPrecision precision;
@@ -49,12 +49,12 @@ struct TtBatch {
   bool has_left_pairs = false, has_right_pairs = false;
 
   // `cores` has the addresses of the cores, table after table.
-  TtBatch(const std::vector<TtShape>& shapes, const std::vector<const void*>& cores, Dtype dtype,
-          const TtPlan& batch_plan, MatmulPrecision matmul)
+  TtDeviceBatch(const std::vector<TtShape>& shapes, const std::vector<const void*>& cores,
+                Dtype dtype, const TtPlan& batch_plan, MatmulPrecision matmul)
       : type(dtype), plan(batch_plan), precision(matmul) {
     const void* const* core = cores.data();
     for (const TtShape& shape : shapes) {
-      TtBatchTable table{shape, left_ids, right_ids, {}, {}, {}, {}, {}};
+      TtDeviceTable table{shape, left_ids, right_ids, {}, {}, {}, {}, {}};
       for (int k = 0; k < shape.cores; ++k) table.cores[k] = *core++;
       for (int k = 0; k < 2; ++k) table.left[k] = static_cast<const float*>(table.cores[k]);
       tables.push_back(table);
@@ -64,8 +64,8 @@ struct TtBatch {
       left_stride = max_of(left_stride, left.value_size());
       right_stride = max_of(right_stride, right.value_size());
       row_stride = max_of(row_stride, shape.dim());
-      has_left_pairs |= left.pair;
-      has_right_pairs |= right.pair;
+      has_left_pairs |= left.is_pair;
+      has_right_pairs |= right.is_pair;
     }
   }
 
@@ -79,9 +79,9 @@ struct TtBatch {
   // if no half is a pair.
   int64_t max_outer_floats(TtHalf (TtShape::*half_of)() const) const {
     int64_t floats = 0;
-    for (const TtBatchTable& table : tables) {
+    for (const TtDeviceTable& table : tables) {
       const TtHalf half = (table.shape.*half_of)();
-      if (half.pair) floats = max_of(floats, half.outer_size());
+      if (half.is_pair) floats = max_of(floats, half.outer_size());
     }
     return floats;
   }
@@ -92,43 +92,43 @@ struct TtBatch {
 struct TtMemory {
   float* right_values = nullptr;       // [rights, right_stride]
   const float* left_values = nullptr;  // [lefts, left_stride] of pairs: saved or made
-  float* made_left_values = nullptr;   // left_values if this pass makes them, else null
-  // Of a backward pass.
+  float* new_left_values = nullptr;    // left_values if this pass makes them, else null
+  // The others serve the backward pass only.
   float *left_grads = nullptr, *right_grads = nullptr;  // gradients of the values of pairs
   float* partials = nullptr;                            // of right_grads.cuh: [slots, right_stride]
   float *left_outer_values = nullptr, *right_outer_values = nullptr;  // TtPair::outer_values
 
   // Let this pass make the values of left pairs, in `values`, memory for left_floats().
-  void set_left_values(float* values) { left_values = made_left_values = values; }
+  void set_left_values(float* values) { left_values = new_left_values = values; }
 
   // Take the buffers of a forward pass but for left_values, and those of `batch`.
   template <class Allocate>
-  void add_forward(TtBatch* batch, Allocate& allocate) {
+  void add_forward(TtDeviceBatch* batch, Allocate& allocate) {
     right_values = allocate(batch->right_floats());
-    for (TtBatchTable& table : batch->tables) {
+    for (TtDeviceTable& table : batch->tables) {
       const TtHalf left = table.shape.left(), right = table.shape.right();
-      if (right.pair) {
+      if (right.is_pair) {
         table.mirrored[0] = allocate(right.outer_rows * right.outer_size());
         table.mirrored[1] = allocate(right.inner_rows * right.inner_size());
       }
       if (batch->type != Dtype::kFloat) {
         table.left[0] = allocate(left.outer_rows * left.outer_size());
-        if (left.pair) table.left[1] = allocate(left.inner_rows * left.inner_size());
+        if (left.is_pair) table.left[1] = allocate(left.inner_rows * left.inner_size());
       }
     }
   }
 
   // Take the additional buffers of a backward pass.
   template <class Allocate>
-  void add_backward(TtBatch* batch, Allocate& allocate) {
+  void add_backward(TtDeviceBatch* batch, Allocate& allocate) {
     left_grads = allocate(batch->has_left_pairs ? batch->left_floats() : 0);
     right_grads = allocate(batch->has_right_pairs ? batch->right_floats() : 0);
     partials = allocate(chunk_slots(batch->plan.capacity) * batch->right_stride);
     left_outer_values = allocate(batch->lefts() * batch->max_outer_floats(&TtShape::left));
     right_outer_values = allocate(batch->rights() * batch->max_outer_floats(&TtShape::right));
-    for (TtBatchTable& table : batch->tables) {
+    for (TtDeviceTable& table : batch->tables) {
       const TtHalf right = table.shape.right();
-      if (!right.pair) continue;
+      if (!right.is_pair) continue;
       table.mirrored_grads[0] = allocate(right.outer_rows * right.outer_size());
       table.mirrored_grads[1] = allocate(right.inner_rows * right.inner_size());
     }
@@ -140,7 +140,7 @@ struct TtMemory {
 // before any other launch.
 class TtArrays {
  public:
-  TtArrays(const TtBatch& batch, const TtMemory& memory) : batch_(batch) {
+  TtArrays(const TtDeviceBatch& batch, const TtMemory& memory) : batch_(batch) {
     const auto tables = static_cast<int64_t>(batch.tables.size());
     for (int64_t t = 0; t < tables; ++t) {
       add_rows(batch.tables[t], memory);
@@ -164,9 +164,9 @@ class TtArrays {
   }
 
   // Return the maximum number of 8-byte words that `upload` writes.
-  static int64_t max_words(const TtBatch& batch) {
+  static int64_t max_words(const TtDeviceBatch& batch) {
     int64_t bytes = 0;
-    for (const TtBatchTable& table : batch.tables) {
+    for (const TtDeviceTable& table : batch.tables) {
       bytes += sizeof(TtTableRows) + 2 * sizeof(TtPair) + 2 * sizeof(TtWiden) +
                4 * sizeof(TtReverse) + table.shape.cores * sizeof(MatrixStep);
     }
@@ -201,7 +201,7 @@ class TtArrays {
       launch_right_values(launcher, batch_.rights(), args_, batch_.type, memory.right_values);
     }
     reverse(launcher, device_mirror_, size_of(mirror_), batch_.type);
-    const bool makes_left = memory.made_left_values != nullptr;
+    const bool makes_left = memory.new_left_values != nullptr;
     launch_expand(launcher, batch_.precision, pairs_from(makes_left ? 0 : num_left_pairs_));
   }
 
@@ -247,22 +247,22 @@ class TtArrays {
   }
 
   // Return the left halves, and the right pairs, of a table, the `number`-th of the batch.
-  TtHalves left_halves(const TtBatchTable& table, int64_t number) const {
+  TtHalves left_halves(const TtDeviceTable& table, int64_t number) const {
     const TtPlan& plan = batch_.plan;
     return {table.shape.left(),          table.left[0],    table.left[1],      plan.lefts,
             plan.left_starts() + number, table.first_left, batch_.left_stride, false};
   }
-  TtHalves right_halves(const TtBatchTable& table, int64_t number) const {
+  TtHalves right_halves(const TtDeviceTable& table, int64_t number) const {
     const TtPlan& plan = batch_.plan;
     return {table.shape.right(),          table.mirrored[0], table.mirrored[1],   plan.rights,
             plan.right_starts() + number, table.first_right, batch_.right_stride, true};
   }
 
   // Add a table, the `number`-th of the batch, to the arrays.
-  void add_rows(const TtBatchTable& table, const TtMemory& memory);
-  void add_copies(const TtBatchTable& table, int64_t number);
-  void add_left_pair(const TtBatchTable& table, const TtMemory& memory, int64_t number);
-  void add_right_pair(const TtBatchTable& table, const TtMemory& memory, int64_t number);
+  void add_rows(const TtDeviceTable& table, const TtMemory& memory);
+  void add_copies(const TtDeviceTable& table, int64_t number);
+  void add_left_pair(const TtDeviceTable& table, const TtMemory& memory, int64_t number);
+  void add_right_pair(const TtDeviceTable& table, const TtMemory& memory, int64_t number);
 
   void add_pair(TtPair pair) {
     pair.first_inner = pair_inner_rows_;
@@ -299,8 +299,8 @@ class TtArrays {
              matrices, matrix_count, mirror_rows_, type);
   }
 
-  const TtBatch& batch_;
-  TtRowsArgs args_{};
+  const TtDeviceBatch& batch_;
+  TtDeviceRowsArgs args_{};
   TtKernels kernels_;
   bool has_last_cores_ = false;
   int num_left_pairs_ = 0, max_right_tiles_ = 0;
@@ -319,33 +319,33 @@ class TtArrays {
   const MatrixStep* device_steps_ = nullptr;
 };
 
-inline void TtArrays::add_rows(const TtBatchTable& table, const TtMemory& memory) {
+inline void TtArrays::add_rows(const TtDeviceTable& table, const TtMemory& memory) {
   const TtHalf left = table.shape.left(), right = table.shape.right();
   const int last = table.shape.cores - 1;
   TtTableRows rows{};
   rows.left_columns = left.columns();
   rows.right_columns = right.columns();
   rows.rank = left.rank;
-  rows.has_pair = left.pair;
+  rows.has_pair = left.is_pair;
   rows.first_left = static_cast<int32_t>(table.first_left);
   rows.first_right = static_cast<int32_t>(table.first_right);
-  rows.left = left.pair ? memory.left_values : table.left[0];
-  rows.left_grads = left.pair ? memory.left_grads : table.grads[0];
-  rows.left_stride = left.pair ? batch_.left_stride : left.value_size();
-  rows.last_core = right.pair ? nullptr : table.cores[last];
-  rows.last_grads = right.pair ? nullptr : table.grads[last];
+  rows.left = left.is_pair ? memory.left_values : table.left[0];
+  rows.left_grads = left.is_pair ? memory.left_grads : table.grads[0];
+  rows.left_stride = left.is_pair ? batch_.left_stride : left.value_size();
+  rows.last_core = right.is_pair ? nullptr : table.cores[last];
+  rows.last_grads = right.is_pair ? nullptr : table.grads[last];
   rows.has_vectors = rows.rank % 4 == 0 && rows.left_stride % 4 == 0 &&
                      batch_.right_stride % 4 == 0 && is_aligned(rows.left, 16) &&
                      is_aligned(memory.right_values, 16);
   rows_.push_back(rows);
-  has_last_cores_ |= !right.pair;
+  has_last_cores_ |= !right.is_pair;
   args_.max_fragments =
       static_cast<int>(max_of(args_.max_fragments, fragments_of(rows.left_columns)));
   args_.max_parts = static_cast<int>(max_of(args_.max_parts, (rows.rank + 31) / 32));
   max_right_tiles_ =
       static_cast<int>(max_of(max_right_tiles_, right_tiles(rows.right_columns, rows.rank)));
-  max_left_floats_ = max_of(max_left_floats_,
-                            left.pair ? batch_.left_floats() : left.outer_rows * left.value_size());
+  max_left_floats_ = max_of(
+      max_left_floats_, left.is_pair ? batch_.left_floats() : left.outer_rows * left.value_size());
   (rows.has_mma_rows() ? kernels_.mma_rows : kernels_.plain_rows) = true;
   (rows.has_mma_grads() ? kernels_.mma_grads : kernels_.plain_grads) = true;
   const bool has_right_vectors = rows.has_vectors && rows.right_columns % 4 == 0;
@@ -354,7 +354,7 @@ inline void TtArrays::add_rows(const TtBatchTable& table, const TtMemory& memory
 
 // Add the copies of cores: of 16-bit left cores as floats, of the cores of a right pair with their
 // axes reversed, and back from the gradients of these.
-inline void TtArrays::add_copies(const TtBatchTable& table, int64_t number) {
+inline void TtArrays::add_copies(const TtDeviceTable& table, int64_t number) {
   const TtHalf left = table.shape.left(), right = table.shape.right();
   const int last = table.shape.cores - 1;
   const auto widen = [&](int k, int64_t rows, int64_t width, int64_t ids_per_row) {
@@ -364,10 +364,10 @@ inline void TtArrays::add_copies(const TtBatchTable& table, int64_t number) {
   };
   if (batch_.type != Dtype::kFloat) {
     // The rows of an outer core are few and spread over all halves of a pair.
-    widen(0, left.outer_rows, left.outer_size(), left.pair ? 0 : 1);
-    if (left.pair) widen(1, left.inner_rows, left.inner_size(), left.outer_rows);
+    widen(0, left.outer_rows, left.outer_size(), left.is_pair ? 0 : 1);
+    if (left.is_pair) widen(1, left.inner_rows, left.inner_size(), left.outer_rows);
   }
-  if (!right.pair) return;
+  if (!right.is_pair) return;
   const auto mirror = [&](int k, int mirrored, int64_t rows, int64_t a, int64_t q, int64_t b) {
     mirror_.push_back({table.cores[k], table.mirrored[mirrored], mirror_rows_, a, q, b});
     if (table.grads[k] != nullptr) {
@@ -380,12 +380,12 @@ inline void TtArrays::add_copies(const TtBatchTable& table, int64_t number) {
   mirror(last - 1, 1, right.inner_rows, right.rank, right.q_inner, right.inner_rank);
 }
 
-inline void TtArrays::add_left_pair(const TtBatchTable& table, const TtMemory& memory,
+inline void TtArrays::add_left_pair(const TtDeviceTable& table, const TtMemory& memory,
                                     int64_t number) {
-  if (!table.shape.left().pair) return;
+  if (!table.shape.left().is_pair) return;
   TtPair pair{};
   pair.halves = left_halves(table, number);
-  pair.values = memory.made_left_values;
+  pair.values = memory.new_left_values;
   pair.value_grads = memory.left_grads;
   pair.outer_values = memory.left_outer_values;
   pair.outer_stride = batch_.max_outer_floats(&TtShape::left);
@@ -394,9 +394,9 @@ inline void TtArrays::add_left_pair(const TtBatchTable& table, const TtMemory& m
   add_pair(pair);
 }
 
-inline void TtArrays::add_right_pair(const TtBatchTable& table, const TtMemory& memory,
+inline void TtArrays::add_right_pair(const TtDeviceTable& table, const TtMemory& memory,
                                      int64_t number) {
-  if (!table.shape.right().pair) return;
+  if (!table.shape.right().is_pair) return;
   TtPair pair{};
   pair.halves = right_halves(table, number);
   pair.values = memory.right_values;

@@ -33,8 +33,8 @@ EMB_SELECT_KERNELS(UpdateRowsTable, kUpdateRowsTable, tt_update_table)
 // The smallest work of a thread: in multiplications, and for updates in elements.
 inline constexpr int64_t kTtGrain = 1 << 21;
 inline constexpr int64_t kUpdateGrain = 1 << 15;
-// For a thread that takes whole tables: its smallest work, and the work of a row besides its
-// product, both in multiplications.
+// The smallest work of a thread that takes whole tables, and the work of a row besides its product,
+// both in multiplications.
 inline constexpr int64_t kTableGrain = 1 << 19, kRowWork = 256;
 
 // Reverse the axes of `rows` rows, in parallel.
@@ -57,7 +57,7 @@ struct UsedCores {
 // first_right must be subtracted. For 16-bit cores the table is replaced by a smaller one of
 // float32 copies of the core rows that the batch uses. Halves keep their order, so that all results
 // have the bits of float32 cores of equal values.
-struct TtBatch {
+struct TtTableBatch {
   TtShape shape;
   int64_t first_core;  // number of the first core in the list of the cores of all tables
   TtPlan plan;
@@ -68,7 +68,7 @@ struct TtBatch {
   std::vector<const float*> cores;  // the cores, or the copies in `used`
   UsedCores used;                   // empty for float32 cores
 
-  TtBatch(const TtTables& tables, const TtPlan& all, int64_t t)
+  TtTableBatch(const TtTables& tables, const TtPlan& all, int64_t t)
       : shape(tables.shapes[t]),
         first_core(tables.first_cores[t]),
         plan(all),
@@ -104,7 +104,7 @@ struct TtBatch {
 
   // Return the number of multiplications for the left halves [0, u) and their rows.
   int64_t cost(int64_t u) const {
-    const int64_t per_left = left.pair ? left.q_outer * left.inner_size() : 0;
+    const int64_t per_left = left.is_pair ? left.q_outer * left.inner_size() : 0;
     return u * per_left + (plan.left_segments[u] - first_row) * shape.dim() * left.rank;
   }
 
@@ -115,7 +115,7 @@ struct TtBatch {
 };
 
 // Replace the table by one of float32 copies of the core rows that the batch uses.
-void TtBatch::widen(const std::vector<Tensor>& narrow, Dtype type) {
+void TtTableBatch::widen(const std::vector<Tensor>& narrow, Dtype type) {
   const int last = shape.cores - 1;
   used.lefts = number_rows({left, nullptr, nullptr, plan.lefts, first_left_id, false}, num_lefts,
                            &used.rows[0], &used.rows[1]);
@@ -147,12 +147,12 @@ struct TtRights {
   Floats values;                          // [V][columns, rank]
   TtHalfCores cores;
 
-  explicit TtRights(const TtBatch& batch)
+  explicit TtRights(const TtTableBatch& batch)
       : values(new_floats(batch.num_rights * batch.right.value_size())),
         cores{batch.right, nullptr, nullptr, batch.plan.rights, batch.first_right_id, true} {
     const TtHalf& half = batch.right;
     const int last = batch.shape.cores - 1;
-    if (!half.pair) {
+    if (!half.is_pair) {
       tt_reverse({batch.cores[last], values.get(), batch.plan.rights, nullptr, batch.first_right_id,
                   half.rank, half.q_outer, 1},
                  batch.num_rights);
@@ -190,17 +190,19 @@ struct TtRowsOutput {
   int64_t stride, num_saved, value_stride;
 
   // Return where the values of a table are saved, one after the other without gaps, and how many.
-  float* saved_of(const TtBatch& batch) const { return saved + batch.first_left * value_stride; }
-  int64_t num_saved_of(const TtBatch& batch) const {
+  float* saved_of(const TtTableBatch& batch) const {
+    return saved + batch.first_left * value_stride;
+  }
+  int64_t num_saved_of(const TtTableBatch& batch) const {
     return std::clamp<int64_t>(num_saved - batch.first_left, 0, batch.num_lefts);
   }
 };
 
 // Write the distinct rows of one table, in parallel; each left half is expanded once.
-void make_rows(const TtBatch& batch, const TtRowsOutput& out) {
+void make_rows(const TtTableBatch& batch, const TtRowsOutput& out) {
   const TtHalf &left = batch.left, &right = batch.right;
   const TtRights rights(batch);
-  const int64_t num_saved = left.pair ? out.num_saved_of(batch) : 0;
+  const int64_t num_saved = left.is_pair ? out.num_saved_of(batch) : 0;
   TtRowsArgs args{batch.left_cores(),
                   right.columns(),
                   rights.values.get(),
@@ -214,7 +216,7 @@ void make_rows(const TtBatch& batch, const TtRowsOutput& out) {
                   out.rows,
                   out.stride};
   Floats natural;
-  if (right.pair && args.lanes_along_right()) {
+  if (right.is_pair && args.lanes_along_right()) {
     natural = new_floats(batch.num_rights * right.value_size());
     tt_reverse(
         {rights.values.get(), natural.get(), nullptr, nullptr, 0, right.columns(), 1, right.rank},
@@ -231,10 +233,10 @@ void make_rows(const TtBatch& batch, const TtRowsOutput& out) {
 }
 
 // Return the tables that have rows in the batch.
-std::vector<TtBatch> used_tables(const TtTables& tables, const TtPlan& plan) {
-  std::vector<TtBatch> used;
+std::vector<TtTableBatch> used_tables(const TtTables& tables, const TtPlan& plan) {
+  std::vector<TtTableBatch> used;
   for (int64_t t = 0; t < tables.size(); ++t) {
-    TtBatch batch(tables, plan, t);
+    TtTableBatch batch(tables, plan, t);
     if (batch.num_rows > 0) used.push_back(std::move(batch));
   }
   return used;
@@ -243,17 +245,17 @@ std::vector<TtBatch> used_tables(const TtTables& tables, const TtPlan& plan) {
 // Call body(table, alone) for each table: for several tables at once, on one thread each (`alone`),
 // if that keeps all threads busy; otherwise for one after another, each on all threads.
 template <class Body>
-void for_tables(const std::vector<TtBatch>& tables, const Body& body) {
+void for_tables(const std::vector<TtTableBatch>& tables, const Body& body) {
   std::vector<int64_t> work = {0};  // before each table
-  int64_t most = 0;
-  for (const TtBatch& table : tables) {
-    const int64_t own = table.cost(table.num_lefts) + kRowWork * table.num_rows;
-    work.push_back(work.back() + own);
-    most = std::max(most, own);
+  int64_t max_work = 0;
+  for (const TtTableBatch& table : tables) {
+    const int64_t table_work = table.cost(table.num_lefts) + kRowWork * table.num_rows;
+    work.push_back(work.back() + table_work);
+    max_work = std::max(max_work, table_work);
   }
   const auto count = static_cast<int64_t>(tables.size());
-  if (2 * most * num_threads() > 3 * work.back()) {
-    for (const TtBatch& table : tables) body(table, num_threads() == 1);
+  if (2 * max_work * num_threads() > 3 * work.back()) {
+    for (const TtTableBatch& table : tables) body(table, num_threads() == 1);
     return;
   }
   parallel_balanced(
@@ -269,7 +271,8 @@ void for_tables(const std::vector<TtBatch>& tables, const Body& body) {
 void tt_make_rows(const TtTables& tables, const TtPlan& plan, const Tensor& prefixes, float* rows) {
   const TtRowsOutput out{rows, prefixes.mutable_data_ptr<float>(), tables.dim, prefixes.size(0),
                          tables.value_size};
-  for_tables(used_tables(tables, plan), [&](const TtBatch& batch, bool) { make_rows(batch, out); });
+  for_tables(used_tables(tables, plan),
+             [&](const TtTableBatch& batch, bool) { make_rows(batch, out); });
 }
 
 namespace {
@@ -311,10 +314,10 @@ constexpr int64_t kWaveFloats = 1 << 20, kWaveFloatsAlone = 1 << 18;
 
 // The halves [begin, end) sorted by outer row, to sum their `outer_values`, [halves, size], into
 // the gradients of the outer rows of the batch, `grads` [outer rows, size].
-class OuterSums {
+class OuterRowSums {
  public:
-  OuterSums(const PairRows& rows, int64_t size, int64_t begin, int64_t end,
-            const float* outer_values, float* grads)
+  OuterRowSums(const PairRows& rows, int64_t size, int64_t begin, int64_t end,
+               const float* outer_values, float* grads)
       : rows_(rows.num_outer()), starts_(rows_ + 1, 0), members_(end - begin) {
     const std::vector<int32_t>& number = rows.outer_numbers;
     for (int64_t u = begin; u < end; ++u) ++starts_[number[u] + 1];
@@ -339,7 +342,7 @@ class OuterSums {
 // The optimizer step on the rows of a core.
 struct CoreStep {
   UpdateRowsFn update;
-  TierRows tier;  // the core and its states
+  TierMemory tier;  // the core and its states
   const double* hyper;
   int64_t first_row;  // number of the core's first row among the rows of all cores
 
@@ -363,13 +366,13 @@ struct CoreGrads {
 };
 
 // The backward pass of one table of a batch: call left_half, then right_half.
-class Backward {
+class TtTableBackward {
  public:
   // `saved` has the values of the first `num_saved` left halves of the table; `row_grads` has the
   // gradients of the rows of all tables, `stride` floats each. `alone`: run on one thread, because
   // other threads have other tables. Refers to all arguments.
-  Backward(const TtBatch& batch, const TtRights& rights, const float* saved, int64_t num_saved,
-           const float* row_grads, int64_t stride, bool alone)
+  TtTableBackward(const TtTableBatch& batch, const TtRights& rights, const float* saved,
+                  int64_t num_saved, const float* row_grads, int64_t stride, bool alone)
       : batch_(batch),
         rights_(rights),
         row_grads_(row_grads),
@@ -378,9 +381,13 @@ class Backward {
         rows_done_(batch.first_row),
         right_grads_(new_floats(batch.num_rights * batch.right.value_size())),
         cursors_(batch.plan.right_segments, batch.plan.right_segments + batch.num_rights),
-        left_{
-            saved, batch.left.pair ? num_saved : 0, nullptr, batch.plan.lefts, batch.first_left_id,
-            0,     batch.left.value_size()} {}
+        left_{saved,
+              batch.left.is_pair ? num_saved : 0,
+              nullptr,
+              batch.plan.lefts,
+              batch.first_left_id,
+              0,
+              batch.left.value_size()} {}
 
   // Compute the gradients of the core or cores of the left half, and those of the values of right
   // halves. `inner` is not touched if the half is no pair. If `step` is not null, the inner core
@@ -389,7 +396,7 @@ class Backward {
     const TtHalf& left = batch_.left;
     const int64_t lefts = batch_.num_lefts;
     outer->width = left.outer_size();
-    if (!left.pair) {
+    if (!left.is_pair) {
       outer->rows = core_rows(batch_.plan.lefts, lefts, batch_.first_left_id);
       outer->values = new_floats(lefts * outer->width);
       left_.rest = batch_.cores[0];
@@ -428,7 +435,8 @@ class Backward {
       left_.first = begin;
       left_groups({inner->values.get(), rows.inner_numbers.data(), outer_values.get(), begin},
                   begin, end);
-      const OuterSums sums(rows, outer->width, begin, end, outer_values.get(), outer->values.get());
+      const OuterRowSums sums(rows, outer->width, begin, end, outer_values.get(),
+                              outer->values.get());
       right_sums(end, &sums);
     }
   }
@@ -438,7 +446,7 @@ class Backward {
   void right_half(CoreGrads* last, CoreGrads* third) const {
     const TtHalf& half = batch_.right;
     last->width = half.outer_size();
-    if (!half.pair) {
+    if (!half.is_pair) {
       last->rows = core_rows(batch_.plan.rights, batch_.num_rights, batch_.first_right_id);
       last->values = new_floats(batch_.num_rights * last->width);
       return tt_reverse(
@@ -463,8 +471,8 @@ class Backward {
                               right_grads_.get() + groups[begin] * half.value_size(), scratch.get(),
                               groups[begin], groups[end]);
         });
-    const OuterSums sums(rows, half.outer_size(), 0, batch_.num_rights, outer_values.get(),
-                         outer.get());
+    const OuterRowSums sums(rows, half.outer_size(), 0, batch_.num_rights, outer_values.get(),
+                            outer.get());
     parallel_balanced(
         sums.rows(), kTtGrain, [&](int64_t row) { return sums.cost(row); },
         [&](int64_t begin, int64_t end) { sums.run(begin, end); });
@@ -495,7 +503,7 @@ class Backward {
                                stride_,
                                grads};
     std::vector<int64_t> groups;
-    if (batch_.left.pair) {
+    if (batch_.left.is_pair) {
       groups = inner_groups(args.left, begin, end);
     } else {
       for (int64_t u = begin; u <= end; ++u) groups.push_back(u);
@@ -508,7 +516,7 @@ class Backward {
           const Floats scratch = batch_.scratch();
           const int64_t from = groups[first], to = groups[last];
           const int64_t unsaved = std::max(from, left_.num_saved);
-          if (batch_.left.pair && unsaved < to) {
+          if (batch_.left.is_pair && unsaved < to) {
             float* values = recomputed_.get() + (unsaved - begin) * left_.size;
             tt_table().expand(args.left, values, scratch.get(), unsaved, to);
           }
@@ -527,7 +535,7 @@ class Backward {
   // Add the rows of left halves below `end` that were not added before to the gradients of right
   // halves. In the same parallel region, run `sums`, if it is not null. A single thread takes the
   // rows in their order.
-  void right_sums(int64_t end, const OuterSums* sums) {
+  void right_sums(int64_t end, const OuterRowSums* sums) {
     const TtPlan& plan = batch_.plan;
     const TtRightGradsArgs args{left_,
                                 batch_.left.columns(),
@@ -563,7 +571,7 @@ class Backward {
     });
   }
 
-  const TtBatch& batch_;
+  const TtTableBatch& batch_;
   const TtRights& rights_;
   const float* row_grads_;
   int64_t stride_;
@@ -596,13 +604,14 @@ struct GradInputs {
   // Return the gradients of the cores of a table that has rows in the batch. If `inner_step`, the
   // step of the second core, is not null, that core may have been updated already: then it has no
   // gradients here.
-  std::vector<CoreGrads> of(const TtBatch& batch, const CoreStep* inner_step, bool alone) const {
+  std::vector<CoreGrads> of(const TtTableBatch& batch, const CoreStep* inner_step,
+                            bool alone) const {
     const TtRights rights(batch);
     const TtRowsOutput saved{nullptr, const_cast<float*>(prefixes.const_data_ptr<float>()), 0,
                              prefixes.size(0), tables.value_size};
     const int64_t num_saved = saved.num_saved_of(batch);
-    Backward backward(batch, rights, num_saved > 0 ? saved.saved_of(batch) : nullptr, num_saved,
-                      gradient.const_data_ptr<float>(), tables.dim, alone);
+    TtTableBackward backward(batch, rights, num_saved > 0 ? saved.saved_of(batch) : nullptr,
+                             num_saved, gradient.const_data_ptr<float>(), tables.dim, alone);
     std::vector<CoreGrads> grads(batch.shape.cores);
     const size_t last = grads.size() - 1;
     backward.left_half(&grads[0], &grads[1], inner_step);
@@ -630,10 +639,10 @@ std::vector<Tensor> tt_core_grads(std::vector<Tensor> cores, std::vector<Tensor>
   for (const Tensor& core : cores) {
     grads.push_back(allocate_zeros(core, {core.size(0), core.size(1)}, ScalarType::Float));
   }
-  for_tables(used_tables(inputs.tables, inputs.plan), [&](const TtBatch& batch, bool alone) {
-    const std::vector<CoreGrads> found = inputs.of(batch, nullptr, alone);
-    for (size_t k = 0; k < found.size(); ++k) {
-      const CoreGrads& core = found[k];
+  for_tables(used_tables(inputs.tables, inputs.plan), [&](const TtTableBatch& batch, bool alone) {
+    const std::vector<CoreGrads> grads_of_cores = inputs.of(batch, nullptr, alone);
+    for (size_t k = 0; k < grads_of_cores.size(); ++k) {
+      const CoreGrads& core = grads_of_cores[k];
       float* out = grads[batch.first_core + k].mutable_data_ptr<float>();
       for (int64_t i = 0; i < core.size(); ++i) {
         std::copy_n(core.values.get() + i * core.width, core.width,
@@ -652,19 +661,19 @@ void tt_update_rows(const char* op, const TtTables& tables, const std::vector<Te
                     const std::vector<Tensor>& plan_tensors, const Tensor& prefixes,
                     const Tensor& row_grads) {
   const GradInputs inputs(op, tables, plan_tensors, prefixes, row_grads);
-  const std::vector<TierRows> tiers = check_core_states(op, optimizer, cores, states, hyper);
+  const std::vector<TierMemory> tiers = check_core_states(op, optimizer, cores, states, hyper);
   const UpdateRowsFn update = tt_update_table().find(static_cast<int>(optimizer));
   std::vector<int64_t> first_rows = {0};  // first row of each core among the rows of all cores
   for (const Tensor& core : cores) first_rows.push_back(first_rows.back() + core.size(0));
-  for_tables(used_tables(inputs.tables, inputs.plan), [&](const TtBatch& batch, bool alone) {
+  for_tables(used_tables(inputs.tables, inputs.plan), [&](const TtTableBatch& batch, bool alone) {
     const auto step_of = [&](size_t k) {
       const size_t number = batch.first_core + k;
       return CoreStep{update, tiers[number], hyper.const_data_ptr<double>(), first_rows[number]};
     };
     const CoreStep inner_step = step_of(1);
-    const std::vector<CoreGrads> found = inputs.of(batch, &inner_step, alone);
-    for (size_t k = 0; k < found.size(); ++k) {
-      const CoreGrads& core = found[k];
+    const std::vector<CoreGrads> grads_of_cores = inputs.of(batch, &inner_step, alone);
+    for (size_t k = 0; k < grads_of_cores.size(); ++k) {
+      const CoreGrads& core = grads_of_cores[k];
       const UpdateRowsArgs args = step_of(k).args(core.values.get(), core.width, core.rows.data());
       parallel_balanced(
           core.size(), kUpdateGrain, [&](int64_t i) { return i * core.width; },

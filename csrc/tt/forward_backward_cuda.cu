@@ -3,9 +3,10 @@
 // forward_backward_cpu.cpp, batch_cpu.cpp), except that contents of device tensors are trusted.
 //
 // `tt_lookup_checked_` and `tt_backward_` are whole passes. The first keeps for the second all that
-// both need, in one tensor (`Kept`): the grouping of the lookups, the plan, copies of cores and the
-// values of halves. Each pass has one more allocation, for its scratch. The other ops are parts of
-// these passes; compiled graphs, and gradients of sample weights and of whole cores, call them.
+// both need, in one tensor (`ForwardState`): the grouping of the lookups, the plan, copies of cores
+// and the values of halves. Each pass has one more allocation, for its scratch. The other ops are
+// parts of these passes; compiled graphs, and gradients of sample weights and of whole cores, call
+// them.
 #include <torch/csrc/stable/library.h>
 
 #include <optional>
@@ -27,10 +28,10 @@ namespace {
 // Buffers in one allocation, which torch frees in stream order after the object's end.
 // `take_all(memory)` takes the buffers, by calling `memory` for each. It is called twice: the first
 // time to add up the sizes, with null addresses as results, the second time with the addresses.
-class Memory {
+class PackedBuffers {
  public:
   template <class TakeAll>
-  Memory(const Tensor& like, const TakeAll& take_all) {
+  PackedBuffers(const Tensor& like, const TakeAll& take_all) {
     take_all(*this);
     tensor_ = allocate(like, {floats_}, ScalarType::Float);
     place(take_all);
@@ -39,7 +40,7 @@ class Memory {
   // Take the buffers from `tensor`, which another object allocated for the same sizes; raise if it
   // has another size.
   template <class TakeAll>
-  Memory(const char* op, const Tensor& like, const Tensor& tensor, const TakeAll& take_all)
+  PackedBuffers(const char* op, const Tensor& like, const Tensor& tensor, const TakeAll& take_all)
       : tensor_(tensor) {
     take_all(*this);
     check_dtype(op, "kept", tensor, ScalarType::Float, "float32");
@@ -139,7 +140,7 @@ struct PlanScratch {
   int32_t* left_of_row = nullptr;  // [n] left id of each row, then [kTtRanges] counts per range
   SortBuffers<uint32_t> right{};   // the sort of the rows by right id
 
-  void take(Memory& memory, int64_t n, int64_t right_ids) {
+  void take(PackedBuffers& memory, int64_t n, int64_t right_ids) {
     left_of_row = memory.ints(n + kTtRanges);
     right.keys = reinterpret_cast<uint32_t*>(memory.ints(n));
     right.sorted_keys = reinterpret_cast<uint32_t*>(memory.ints(n));
@@ -198,15 +199,15 @@ std::vector<Tensor> tt_plan(const Tensor& keys, const Tensor& count, const Tenso
     arrays.arrays[plan.size() - 1] = plan.back().mutable_data_ptr<int32_t>();
   }
   PlanScratch scratch;
-  const Memory memory(keys, [&](Memory& take) { scratch.take(take, n, right_ids); });
+  const PackedBuffers memory(keys, [&](PackedBuffers& take) { scratch.take(take, n, right_ids); });
   make_plan(launcher, keys, keys.const_data_ptr<int64_t>(), count.const_data_ptr<int32_t>(), table,
             num_tables, &scratch, arrays, {});
   return plan;
 }
 
 // Check the plan of a batch and return the batch.
-TtBatch make_batch(const char* op, const TtTables& tables, const std::vector<Tensor>& cores,
-                   const std::vector<Tensor>& plan_tensors, int64_t matmul_precision) {
+TtDeviceBatch make_batch(const char* op, const TtTables& tables, const std::vector<Tensor>& cores,
+                         const std::vector<Tensor>& plan_tensors, int64_t matmul_precision) {
   const MatmulPrecision precision = parse_matmul_precision(op, matmul_precision);
   const TtPlan plan = tt_plan_of(op, plan_tensors, tables.size());
   check_same_device(op, "the plan", plan_tensors[0], cores[0]);
@@ -221,7 +222,7 @@ std::tuple<Tensor, Tensor> tt_rows(std::vector<Tensor> cores, std::vector<Tensor
                                    int64_t num_saved, int64_t matmul_precision) {
   const char* op = "tt_rows";
   const TtTables tables(op, cores, row_factors, dim_factors, num_cores);
-  TtBatch batch = make_batch(op, tables, cores, plan, matmul_precision);
+  TtDeviceBatch batch = make_batch(op, tables, cores, plan, matmul_precision);
   STD_TORCH_CHECK(num_saved >= 0, op, ": num_saved must be >= 0, got ", num_saved);
   const CudaLauncher launcher(cores[0]);
   Tensor rows = allocate(cores[0], {batch.plan.capacity, tables.dim}, ScalarType::Float);
@@ -231,7 +232,7 @@ std::tuple<Tensor, Tensor> tt_rows(std::vector<Tensor> cores, std::vector<Tensor
   float* const saved = prefixes.mutable_data_ptr<float>();
   const bool saves_all = num_saved >= batch.lefts();
   uint64_t* words = nullptr;
-  const Memory scratch(cores[0], [&](Memory& take) {
+  const PackedBuffers scratch(cores[0], [&](PackedBuffers& take) {
     memory.add_forward(&batch, take);
     if (batch.has_left_pairs) memory.set_left_values(saves_all ? saved : take(batch.left_floats()));
     words = take.words<uint64_t>(TtArrays::max_words(batch));
@@ -272,7 +273,7 @@ struct GradMemory {
 
  private:
   static bool is_in_pair(const TtShape& shape, int k) {
-    return k < shape.cores / 2 + shape.cores % 2 ? shape.left().pair : shape.right().pair;
+    return k < shape.cores / 2 + shape.cores % 2 ? shape.left().is_pair : shape.right().is_pair;
   }
 };
 
@@ -288,9 +289,9 @@ Tensor matrix_within(const Tensor& memory, int64_t first, int64_t rows, int64_t 
 }
 
 // Point the tables of a batch to the gradients of their cores.
-void set_grads(const GradMemory& grad_memory, float* grads, TtBatch* batch) {
+void set_grads(const GradMemory& grad_memory, float* grads, TtDeviceBatch* batch) {
   size_t number = 0;
-  for (TtBatchTable& table : batch->tables) {
+  for (TtDeviceTable& table : batch->tables) {
     for (int k = 0; k < table.shape.cores; ++k)
       table.grads[k] = grads + grad_memory.offsets[number++];
   }
@@ -298,7 +299,8 @@ void set_grads(const GradMemory& grad_memory, float* grads, TtBatch* batch) {
 
 // Take the buffers of a forward pass, and set the values of left pairs: `left_values`, if it is not
 // null, else a buffer that this pass fills.
-void take_values(const float* left_values, TtBatch* batch, Memory& take, TtMemory* memory) {
+void take_values(const float* left_values, TtDeviceBatch* batch, PackedBuffers& take,
+                 TtMemory* memory) {
   memory->add_forward(batch, take);
   memory->left_values = left_values;
   if (left_values == nullptr && batch->has_left_pairs) {
@@ -320,7 +322,7 @@ void add_steps(const std::vector<Tensor>& cores, const std::vector<OptimizerStep
 
 // Write the gradients of the cores to `grads`, the memory that `grad_memory` describes, and apply
 // the optimizer to the cores, if `steps` (one per core) is not empty.
-void run_backward(TtBatch batch, const std::vector<Tensor>& cores, const Tensor& prefixes,
+void run_backward(TtDeviceBatch batch, const std::vector<Tensor>& cores, const Tensor& prefixes,
                   const Tensor& row_grads, const GradMemory& grad_memory, float* grads,
                   const CudaLauncher& launcher, const std::vector<OptimizerStepArgs>& steps) {
   const Tensor gradient = as_contiguous(row_grads);
@@ -328,7 +330,7 @@ void run_backward(TtBatch batch, const std::vector<Tensor>& cores, const Tensor&
   TtMemory memory;
   const bool has_values = !batch.has_left_pairs || prefixes.size(0) >= batch.lefts();
   uint64_t* words = nullptr;
-  const Memory scratch(gradient, [&](Memory& take) {
+  const PackedBuffers scratch(gradient, [&](PackedBuffers& take) {
     take_values(has_values ? prefixes.const_data_ptr<float>() : nullptr, &batch, take, &memory);
     memory.add_backward(&batch, take);
     words = take.words<uint64_t>(TtArrays::max_words(batch));
@@ -348,7 +350,7 @@ std::vector<Tensor> tt_core_grads(std::vector<Tensor> cores, std::vector<Tensor>
                                   int64_t matmul_precision) {
   const char* op = "tt_core_grads";
   const TtTables tables(op, cores, row_factors, dim_factors, num_cores);
-  const TtBatch batch = make_batch(op, tables, cores, plan, matmul_precision);
+  const TtDeviceBatch batch = make_batch(op, tables, cores, plan, matmul_precision);
   check_core_grad_inputs(op, tables, batch.plan.capacity, prefixes, row_grads);
   check_same_device(op, "row_grads", row_grads, cores[0]);
   check_same_device(op, "prefixes", prefixes, cores[0]);
@@ -396,7 +398,7 @@ void tt_update_(std::vector<Tensor> cores, std::vector<Tensor> states, const Ten
                 int64_t matmul_precision) {
   const char* op = "tt_update_";
   const TtTables tables(op, cores, row_factors, dim_factors, num_cores);
-  const TtBatch batch = make_batch(op, tables, cores, plan, matmul_precision);
+  const TtDeviceBatch batch = make_batch(op, tables, cores, plan, matmul_precision);
   check_core_grad_inputs(op, tables, batch.plan.capacity, prefixes, row_grads);
   check_same_device(op, "row_grads", row_grads, cores[0]);
   check_same_device(op, "prefixes", prefixes, cores[0]);
@@ -410,19 +412,19 @@ void tt_update_(std::vector<Tensor> cores, std::vector<Tensor> states, const Ten
 }
 
 // What a forward pass keeps for its backward pass, in one tensor.
-struct Kept {
+struct ForwardState {
   GroupArrays groups{};
   PlanArrays plan{};
   TtMemory values;  // right values, copies of cores, left values
 
   // Take the buffers from `memory`, and set the plan of `batch` to them.
-  void take(TtBatch* batch, Memory& memory) {
+  void take(TtDeviceBatch* batch, PackedBuffers& memory) {
     const int64_t n = batch->plan.capacity;
     groups.rows = memory.words<int64_t>(n);
     groups.segments = memory.ints(n + 1);
-    groups.lookups = memory.ints(n);
-    groups.bags = memory.ints(n);
-    groups.count = memory.ints(1);
+    groups.sorted_lookups = memory.ints(n);
+    groups.sorted_bags = memory.ints(n);
+    groups.num_groups = memory.ints(1);
     int i = 0;
     for (const int64_t size : plan_sizes(n, batch->plan.tables))
       plan.arrays[i++] = memory.ints(size);
@@ -432,9 +434,9 @@ struct Kept {
 };
 
 // Check the lookups of a pass, and return its batch with the sizes of the plan but no memory.
-TtBatch new_batch(const char* op, const TtTables& tables, const std::vector<Tensor>& cores,
-                  const Tensor& features, const Tensor& indices, const Tensor& offsets,
-                  int64_t matmul_precision) {
+TtDeviceBatch new_batch(const char* op, const TtTables& tables, const std::vector<Tensor>& cores,
+                        const Tensor& features, const Tensor& indices, const Tensor& offsets,
+                        int64_t matmul_precision) {
   check_features(op, features);
   check_lookups(op, indices, offsets);
   const Tensor* other_inputs[] = {&features, &indices, &offsets};
@@ -449,7 +451,7 @@ TtBatch new_batch(const char* op, const TtTables& tables, const std::vector<Tens
 
 // Return the pooled output of a batch. `rows` are its distinct rows, [L, row_stride]; `inverse`,
 // [L], has the row of each lookup. `has_one_dim`: all tables have one dim.
-Tensor pool_rows(const TtBatch& batch, bool has_one_dim, float* rows, int32_t* inverse,
+Tensor pool_rows(const TtDeviceBatch& batch, bool has_one_dim, float* rows, int32_t* inverse,
                  const Tensor& features, const Tensor& offsets,
                  const std::optional<Tensor>& bag_layout,
                  const std::optional<Tensor>& sample_weights, int64_t pooling, int64_t output_dim,
@@ -483,7 +485,7 @@ std::vector<Tensor> tt_lookup_checked_(
     std::optional<int64_t> check, Tensor violations, int64_t matmul_precision) {
   const char* op = "tt_lookup_checked_";
   const TtTables shapes(op, cores, row_factors, dim_factors, num_cores);
-  TtBatch batch = new_batch(op, shapes, cores, features, indices, offsets, matmul_precision);
+  TtDeviceBatch batch = new_batch(op, shapes, cores, features, indices, offsets, matmul_precision);
   const TtTableIds* table = tt_table_ids(op, "tables", tables);
   check_same_device(op, "tables", tables, indices);
   STD_TORCH_CHECK(tables.size(0) == shapes.size() &&
@@ -492,14 +494,14 @@ std::vector<Tensor> tt_lookup_checked_(
   check_sample_weights(op, sample_weights, indices);
   const int64_t n = indices.numel();
   const CudaLauncher launcher(indices);
-  Kept kept;
-  const Memory memory(indices, [&](Memory& take) { kept.take(&batch, take); });
+  ForwardState kept;
+  const PackedBuffers memory(indices, [&](PackedBuffers& take) { kept.take(&batch, take); });
   PlanScratch plan_scratch;
   int64_t* keys = nullptr;
   int32_t* inverse = nullptr;
   float* rows = nullptr;
   uint64_t* words = nullptr;
-  const Memory scratch(indices, [&](Memory& take) {
+  const PackedBuffers scratch(indices, [&](PackedBuffers& take) {
     plan_scratch.take(take, n, batch.right_ids);
     keys = take.words<int64_t>(n);
     inverse = take.ints(n);
@@ -517,8 +519,8 @@ std::vector<Tensor> tt_lookup_checked_(
                 torch::stable::from_blob(keys, {n}, {1}, indices.device(), ScalarType::Long),
                 checked, bag_layout, shapes.first_keys.back(), check.has_value(), kept.groups);
   const GroupArrays& groups = kept.groups;
-  make_plan(launcher, indices, groups.rows, groups.count, table, shapes.size(), &plan_scratch,
-            kept.plan, {groups.segments, groups.lookups, groups.count, n, inverse});
+  make_plan(launcher, indices, groups.rows, groups.num_groups, table, shapes.size(), &plan_scratch,
+            kept.plan, {groups.segments, groups.sorted_lookups, groups.num_groups, n, inverse});
   if (n > 0) {
     TtArrays arrays(batch, kept.values);
     arrays.upload(launcher, words);
@@ -534,7 +536,7 @@ std::vector<Tensor> tt_lookup_checked_(
   return results;
 }
 
-// As on the CPU, but `kept` is the one tensor that tt_lookup_checked_ returned. Everything is
+// Update as on the CPU; `kept` is the one tensor that tt_lookup_checked_ returned. Everything is
 // checked and allocated before the launch that counts the step, so that a call that raises counts
 // none.
 void tt_backward_(std::vector<Tensor> cores, std::vector<Tensor> states, Tensor hyper,
@@ -546,7 +548,7 @@ void tt_backward_(std::vector<Tensor> cores, std::vector<Tensor> states, Tensor 
                   std::optional<Tensor> is_finite) {
   const char* op = "tt_backward_";
   const TtTables shapes(op, cores, row_factors, dim_factors, num_cores);
-  TtBatch batch = new_batch(op, shapes, cores, features, indices, offsets, matmul_precision);
+  TtDeviceBatch batch = new_batch(op, shapes, cores, features, indices, offsets, matmul_precision);
   check_has_step(op, hyper);
   check_is_finite(op, is_finite);
   if (is_finite) check_same_device(op, "is_finite", *is_finite, grad);
@@ -556,13 +558,14 @@ void tt_backward_(std::vector<Tensor> cores, std::vector<Tensor> states, Tensor 
   const int64_t n = indices.numel();
   const CudaLauncher launcher(indices);
   const GradMemory grad_memory(shapes);
-  Kept from_forward;
-  const Memory memory(op, indices, kept[0], [&](Memory& take) { from_forward.take(&batch, take); });
+  ForwardState from_forward;
+  const PackedBuffers memory(op, indices, kept[0],
+                             [&](PackedBuffers& take) { from_forward.take(&batch, take); });
   TtMemory values = from_forward.values;
-  values.made_left_values = nullptr;
+  values.new_left_values = nullptr;
   float *row_grads = nullptr, *grads = nullptr;
   uint64_t* words = nullptr;
-  const Memory scratch(indices, [&](Memory& take) {
+  const PackedBuffers scratch(indices, [&](PackedBuffers& take) {
     row_grads = take(n * batch.row_stride);
     grads = take(grad_memory.floats);
     if (is_stale) take_values(nullptr, &batch, take, &values);

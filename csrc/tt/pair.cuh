@@ -6,9 +6,7 @@
 // and a tile of columns, finds the halves that share the row, and runs one tiled product over all
 // of them: on tensor cores, from shared memory, into which the next tiles are copied meanwhile. The
 // gradient of an inner row is complete in the registers of one block, so there are no atomics and
-// no partial sums. One launch serves the pairs of all tables, whatever their shapes: their inner
-// rows are numbered pair after pair, and a block reads the arguments of its pair from device
-// memory. A *line* is one outer column of one half: a row of a product.
+// no partial sums.
 #pragma once
 
 #include "core/codes.h"
@@ -19,6 +17,8 @@
 #include "tt/args.h"
 
 namespace emb::cuda {
+
+// A *line* is one outer column of one half: a row of a product.
 
 // The distinct halves of one kind of a table: [range[0], range[1]) of those of all tables. All
 // pointers are to device memory.
@@ -58,7 +58,7 @@ struct TtHalves {
     const auto id_of = [&](int u) { return int64_t{ids[first + u]} - first_id; };
     return first + 1 + warp_search(id_of, range[1] - first, id - 1);
   }
-  // The same for a single thread, in more steps.
+  // Return the same half, in one thread and in more steps.
   EMB_DEVICE int lower_bound(int64_t id) const {
     int low = range[0], high = range[1];
     while (low < high) {
@@ -92,7 +92,9 @@ struct TtPair {
   }
 };
 
-// The pairs of a launch. Sizes are totals and maxima over these pairs.
+// The pairs of a launch: those of all tables, whatever their shapes. Their inner rows are numbered
+// pair after pair, and a block reads the arguments of its pair from device memory. Sizes are totals
+// and maxima over these pairs.
 struct TtPairs {
   const TtPair* pairs = nullptr;  // [count], in device memory
   int count = 0;
@@ -126,16 +128,16 @@ struct TtPairs {
   }
 };
 
-inline constexpr int kPairThreads = 128;
-inline constexpr int kPairBlocks = 5;  // blocks per multiprocessor, which registers must allow
-inline constexpr int kDepth = 32;      // depth, along k, of the tiles in shared memory
+inline constexpr int kPairThreads = 128;  // four warps: all tiles below have four parts
+inline constexpr int kPairBlocks = 5;     // blocks per multiprocessor, which registers must allow
+inline constexpr int kDepth = 32;         // depth, along k, of the tiles in shared memory
 inline constexpr int kWarpM = 32, kWarpN = 16;  // rows and columns of a tile that a warp computes
 
 // A tile of one operand in shared memory: kCount indices of m or n by kDepth of k. Lines of the
 // tile run along k (kAlongDepth), or along m or n, as they do in global memory; they are padded so
 // that the loads of a fragment touch all 32 banks.
 template <int kCount, bool kAlongDepth>
-struct Tile {
+struct OperandTile {
   static constexpr int kLines = kAlongDepth ? kCount : kDepth;
   static constexpr int kLength = kAlongDepth ? kDepth : kCount;
   static constexpr int kStride = kLength + (kAlongDepth ? 4 : 8);
@@ -178,9 +180,9 @@ struct Tile {
   }
 };
 
-// The places of the lines of the halves of an inner row, kLines at a time, in shared memory. Three
-// such tables take turns: one is written while the copies of the next tile, and the results of this
-// one, use the other two.
+// Where the lines of the halves of an inner row are, kLines at a time, in shared memory. Three
+// tables take turns: one is written while the copies of the next tile, and the results of this one,
+// use the other two.
 template <int kLines>
 struct LineTables {
   int64_t outer[3][kLines];  // elements into the outer core; -1 after the last line
@@ -358,7 +360,7 @@ EMB_HD int tiles_of(int n, int tile) { return n / tile + (n % tile != 0); }
 template <class Products>
 __global__ void __launch_bounds__(kPairThreads, kPairBlocks) expand_kernel(TtPairs pairs) {
   constexpr int kM = 32, kN = 64;
-  __shared__ PairMemory<Tile<kM, true>, Tile<kN, false>, kM> memory;
+  __shared__ PairMemory<OperandTile<kM, true>, OperandTile<kN, false>, kM> memory;
   const PairLane<kN> lane;
   __shared__ TtPair pair;
   const int inner = pairs.start_block(&pair);
@@ -410,7 +412,7 @@ __global__ void __launch_bounds__(kPairThreads, kPairBlocks) expand_kernel(TtPai
 template <class Products>
 __global__ void __launch_bounds__(kPairThreads, kPairBlocks) inner_grads_kernel(TtPairs pairs) {
   constexpr int kM = 32, kN = 64;
-  __shared__ PairMemory<Tile<kM, false>, Tile<kN, false>, kDepth> memory;
+  __shared__ PairMemory<OperandTile<kM, false>, OperandTile<kN, false>, kDepth> memory;
   const PairLane<kN> lane;
   __shared__ TtPair pair;
   const int inner = pairs.start_block(&pair);
@@ -461,7 +463,7 @@ __global__ void __launch_bounds__(kPairThreads, kPairBlocks) inner_grads_kernel(
 template <class Products>
 __global__ void __launch_bounds__(kPairThreads, kPairBlocks) outer_values_kernel(TtPairs pairs) {
   constexpr int kM = 64, kN = 32;
-  __shared__ PairMemory<Tile<kM, true>, Tile<kN, true>, kM> memory;
+  __shared__ PairMemory<OperandTile<kM, true>, OperandTile<kN, true>, kM> memory;
   const PairLane<kN> lane;
   __shared__ TtPair pair;
   const int inner = pairs.start_block(&pair);

@@ -46,12 +46,12 @@ struct PairRows {
 
   // Return the maximum number of halves that have the same inner row.
   int64_t max_halves_of_inner() const {
-    int64_t most = 0, own = 0;
+    int64_t longest = 0, run = 0;
     for (size_t u = 0; u < inner_numbers.size(); ++u) {
-      own = u > 0 && inner_numbers[u] == inner_numbers[u - 1] ? own + 1 : 1;
-      most = std::max(most, own);
+      run = u > 0 && inner_numbers[u] == inner_numbers[u - 1] ? run + 1 : 1;
+      longest = std::max(longest, run);
     }
-    return most;
+    return longest;
   }
 
   // Return the last half, not behind u, that is the first of its inner row; u itself if it is the
@@ -75,7 +75,7 @@ inline std::vector<int32_t> core_rows(const int32_t* ids, int64_t count, int64_t
 inline std::vector<int32_t> number_rows(const TtHalfCores& cores, int64_t halves,
                                         std::vector<int32_t>* outer, std::vector<int32_t>* inner) {
   std::vector<int32_t> ids(halves);
-  if (!cores.half.pair) {
+  if (!cores.half.is_pair) {
     *outer = core_rows(cores.ids, halves, cores.first_id);
     for (int64_t u = 0; u < halves; ++u) ids[u] = static_cast<int32_t>(u);
     return ids;

@@ -26,6 +26,7 @@ struct TtKeysArgs {
   int64_t* keys;  // [n], an output: keys within the table, -1 for lookups to skip
 };
 
+// Write args.keys, grid-stride over lookups.
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
     tt_keys_kernel(TtKeysArgs args) {
   for (int64_t i = simt::global_thread(); i < args.n; i += simt::threads_in_grid()) {
@@ -96,9 +97,9 @@ EMB_DEVICE TtIds ids_of_key(const TtSplitArgs& args, int64_t key) {
     }
   }
   const TtTableIds& table = args.tables[low];
-  const int64_t key_of_table = key - table.first_key, left = key_of_table / table.rights;
+  const int64_t key_of_table = key - table.first_key, left = key_of_table / table.right_ids;
   return {static_cast<int32_t>(table.first_left + left),
-          static_cast<int32_t>(table.first_right + key_of_table - left * table.rights)};
+          static_cast<int32_t>(table.first_right + key_of_table - left * table.right_ids)};
 }
 
 // Return, in every thread of the block, the sum over its warps of the number that lane 0 passes.
@@ -201,6 +202,7 @@ struct TtFinishArgs {
   int32_t* starts;
 };
 
+// Write the right half of each row, the row of each lookup, and where each table begins.
 [[maybe_unused]] static __global__ void __launch_bounds__(kTileThreads)
     tt_finish_kernel(TtFinishArgs args) {
   __shared__ int range[2];

@@ -39,7 +39,7 @@ Tensor tt_keys(const Tensor& indices, const Tensor& offsets, std::optional<Tenso
   std::vector<int64_t> ends(std::max<int64_t>(feature_bags.num_features(), 1), n);
   for (int64_t f = 0; f + 1 < feature_bags.num_features(); ++f) {
     const int64_t bag = feature_bags.first_bags[f + 1];
-    ends[f] = std::max(f > 0 ? ends[f - 1] : 0, bag < bags.count ? bags.begin(bag) : n);
+    ends[f] = std::max(f > 0 ? ends[f - 1] : 0, bag < bags.num_bags ? bags.begin(bag) : n);
   }
   STD_TORCH_CHECK(n == 0 || feature_bags.num_features() > 0, op,
                   ": feature_tables must have a row per feature, got none for ", n, " indices");
@@ -98,8 +98,8 @@ void find_lefts(const Keys& keys, const PlanTensors& plan) {
     left_starts[t] = static_cast<int32_t>(count);
     for (; j < keys.count && keys.data[j] < last_key; ++j) {
       if (keys.data[j] >= limit) {
-        const int64_t left = (keys.data[j] - table.first_key) / table.rights;
-        limit = table.first_key + (left + 1) * table.rights;
+        const int64_t left = (keys.data[j] - table.first_key) / table.right_ids;
+        limit = table.first_key + (left + 1) * table.right_ids;
         lefts[count] = static_cast<int32_t>(table.first_left + left);
         segments[count++] = static_cast<int32_t>(j);
       }
@@ -128,7 +128,7 @@ void find_rights(const Keys& keys, int64_t right_ids, const PlanTensors& plan) {
       const int64_t stop = std::min<int64_t>(firsts[part + 1], starts[t + 1]);
       for (; j < stop; ++j) {
         const int64_t left = lefts[row_lefts[j]] - table.first_left;
-        put(j, table.first_right + keys.data[j] - table.first_key - left * table.rights);
+        put(j, table.first_right + keys.data[j] - table.first_key - left * table.right_ids);
       }
     }
   };
@@ -166,7 +166,8 @@ std::vector<Tensor> tt_plan(const Tensor& keys, const Tensor& count, const Tenso
     STD_TORCH_CHECK(table[t].first_key == keys_end && table[t].first_left == lefts_end &&
                         table[t].first_right == rights_end,
                     op, ": tables must follow each other, as emblib.ops.tt.layout_of makes them");
-    const int64_t lefts = table[t].first * table[t].second, rights = table[t].rights;
+    const int64_t lefts = table[t].left_outer_rows * table[t].left_inner_rows,
+                  rights = table[t].right_ids;
     const double keys = static_cast<double>(lefts) * static_cast<double>(rights);
     STD_TORCH_CHECK(lefts <= kMaxTtIds - lefts_end && rights <= kMaxTtIds - rights_end &&
                         keys <= kMaxTtRows - static_cast<double>(keys_end),

@@ -3,22 +3,20 @@
 //
 // The rows of a half are divided into chunks of 64, counted from its first row, so that the sums do
 // not depend on the rest of the batch. A block of four warps takes a chunk and a tile of 128 ranks
-// and four right columns. A *line* is a left column jl of a row; a *quad* is four neighbours along
-// the rank. Lane i of a warp looks up row i of 32 once (its number and that of its left half), and
-// passes both to the other lanes by shuffles. Each lane of a warp takes lines of its own and one
-// quad; it has four lines in flight, and each is an outer product of four ranks and four right
-// columns: 16 multiply-adds for two loads of 16 bytes. Lanes and warps are summed in a fixed order.
-// The sum of a half of one chunk, as most are, is written at once; the chunks of other halves are
-// summed by a second kernel, in order. Ranks and columns beyond the end of a table count as zeros,
-// so that all shapes have one order of sums. Shapes or strides that allow no vectors run on the
-// second instantiation, with the same bits.
+// and four right columns. Lanes and warps are summed in a fixed order. The sum of a half of one
+// chunk, as most are, is written at once; the chunks of other halves are summed by a second kernel,
+// in order. Ranks and columns beyond the end of a table count as zeros, so that all shapes have one
+// order of sums. Shapes or strides that allow no vectors run on the second instantiation, with the
+// same bits.
 #pragma once
 
 #include "tt/rows.cuh"
 
 namespace emb::cuda {
 
-inline constexpr int kChunkRows = 64;
+// A *line* is a left column jl of a row, a *quad* is four neighbours along the rank.
+
+inline constexpr int kChunkRows = 64;   // rows per chunk
 inline constexpr int kTileQuads = 32;   // quads of ranks per tile
 inline constexpr int kTileColumns = 4;  // right columns of a tile
 
@@ -31,7 +29,7 @@ EMB_HD int64_t chunk_items(int64_t rights, int64_t rows) { return rights + rows 
 // 2 (begin / 64) + c: such a half has more than 64 rows, so no other half has the same slots.
 EMB_HD int64_t chunk_slots(int64_t rows) { return 2 * (rows / kChunkRows) + 2; }
 
-// What the kernels need besides TtRowsArgs; all in device memory.
+// What the kernels need besides TtDeviceRowsArgs; all in device memory.
 struct TtRightGrads {
   const float* row_grads;  // [M][row_stride] gradients of the rows
   bool has_vectors;        // row_grads allows vectors, and 32 bits hold all offsets in quads
@@ -46,6 +44,7 @@ EMB_HD int right_tiles(int right_columns, int rank) {
   return (quads + kTileQuads - 1) / kTileQuads * ((right_columns + 3) / 4);
 }
 
+// Return whether a table runs on the instantiation that reads vectors.
 EMB_DEVICE bool has_right_vectors(const TtTableRows& table, const TtRightGrads& out) {
   return out.has_vectors && table.has_vectors && table.right_columns % 4 == 0;
 }
@@ -74,8 +73,8 @@ struct RightGradOf {
   float* data;
   int64_t column_stride, rank_stride;
 
-  EMB_DEVICE RightGradOf(const TtRowsArgs& args, const TtTableRows& table, const TtRightGrads& out,
-                         int64_t half) {
+  EMB_DEVICE RightGradOf(const TtDeviceRowsArgs& args, const TtTableRows& table,
+                         const TtRightGrads& out, int64_t half) {
     if (table.last_grads != nullptr) {  // the last core has [rank, right columns]
       const int64_t id = int64_t{args.plan.rights[half]} - table.first_right;
       data = table.last_grads + id * table.right_size();
@@ -133,7 +132,7 @@ class LineWalk {
 };
 
 // Sums of four right columns by four ranks.
-struct OuterSums {
+struct QuadSums {
   float sum[16] = {};
 
   EMB_DEVICE void add(const float (&x)[4], const float (&g)[4]) {
@@ -169,7 +168,7 @@ class TileSums {
   // Write the sums of this lane, `sums`, which change; all threads of the block call this. If the
   // number of quads is a power of two, lanes with the same quad are added before (`folded_`). Ends
   // with a barrier.
-  EMB_DEVICE void store(OuterSums* sums, int quads) {
+  EMB_DEVICE void store(QuadSums* sums, int quads) {
     const int lane = static_cast<int>(threadIdx.x % simt::kWarp);
     const int warp = static_cast<int>(threadIdx.x / simt::kWarp);
     folded_ = (quads & (quads - 1)) == 0;
@@ -229,9 +228,15 @@ class TileSums {
 
 // Add this lane's lines of a chunk to `sums`: four ranks from `rank` on, four right columns from
 // `column` on. `quads` is the number of quads of the block's tile.
+//
+// Lane i of a warp looks up row i of 32 once (its number and that of its left half), and passes
+// both to the other lanes by shuffles. Each lane takes lines of its own and one quad; it has four
+// lines in flight, and each is an outer product of four ranks and four right columns: 16
+// multiply-adds for two loads of 16 bytes.
 template <bool kVectors>
-EMB_DEVICE void add_lines(const TtRowsArgs& args, const TtTableRows& table, const float* row_grads,
-                          const RowChunk& chunk, int quads, int rank, int column, OuterSums* sums) {
+EMB_DEVICE void add_lines(const TtDeviceRowsArgs& args, const TtTableRows& table,
+                          const float* row_grads, const RowChunk& chunk, int quads, int rank,
+                          int column, QuadSums* sums) {
   constexpr int kLinesInFlight = kVectors ? 4 : 2;  // lines that a lane has in flight
   const int lane = static_cast<int>(threadIdx.x % simt::kWarp);
   const int ranks = table.rank, columns = table.right_columns;
@@ -292,7 +297,7 @@ EMB_DEVICE void add_lines(const TtRowsArgs& args, const TtTableRows& table, cons
 // for four lines; with eight, ptxas adds the first lines before it loads the others.
 template <bool kVectors>
 __global__ void __launch_bounds__(kRowThreads, kVectors ? 7 : 5)
-    right_partials_kernel(TtRowsArgs args, TtRightGrads out) {
+    right_partials_kernel(TtDeviceRowsArgs args, TtRightGrads out) {
   __shared__ float memory[TileSums::kFloats];
   const int rights = static_cast<int>(args.rights());
   const int64_t work = rights == 0 ? 0 : chunk_items(rights, args.rows()) * out.max_tiles;
@@ -310,7 +315,7 @@ __global__ void __launch_bounds__(kRowThreads, kVectors ? 7 : 5)
     const int first_quad = tile % rank_tiles * kTileQuads;
     const int quads = all_quads - first_quad < kTileQuads ? all_quads - first_quad : kTileQuads;
     const int lane_quad = static_cast<int>(threadIdx.x % simt::kWarp) % quads;
-    OuterSums sums;
+    QuadSums sums;
     add_lines<kVectors>(args, table, out.row_grads, chunk, quads, (first_quad + lane_quad) * 4,
                         column, &sums);
     TileSums total(memory);
@@ -336,7 +341,7 @@ __global__ void __launch_bounds__(kRowThreads, kVectors ? 7 : 5)
 // Write the gradients of halves of several chunks: the sums of their chunks, in order. A warp takes
 // a half, grid-stride.
 [[maybe_unused]] static __global__ void __launch_bounds__(kRowThreads, 8)
-    right_sums_kernel(TtRowsArgs args, TtRightGrads out) {
+    right_sums_kernel(TtDeviceRowsArgs args, TtRightGrads out) {
   const int lane = static_cast<int>(threadIdx.x % simt::kWarp);
   const int64_t rights = args.rights();
   const int32_t* segments = args.plan.right_segments;
@@ -362,7 +367,7 @@ __global__ void __launch_bounds__(kRowThreads, kVectors ? 7 : 5)
 // either instantiation.
 template <class Launcher>
 void launch_right_grads(const Launcher& launcher, bool any_vectors, bool any_scalars,
-                        int64_t rights, const TtRowsArgs& args, const TtRightGrads& out) {
+                        int64_t rights, const TtDeviceRowsArgs& args, const TtRightGrads& out) {
   const int64_t work = chunk_items(rights, args.plan.capacity) * out.max_tiles;
   const unsigned grid = blocks_for(work, 1, launcher.blocks(64));
   if (any_vectors) launcher(right_partials_kernel<true>, grid, kRowThreads, args, out);

@@ -8,13 +8,6 @@
 //
 // One launch serves the halves of all tables, whatever their shapes: a warp looks up the table of
 // its half in the plan's `starts` and reads the table's arguments from device memory.
-//
-// Rows and the gradients of left halves are computed on tensor cores if the rank (and, for
-// gradients, the number of right columns) is a multiple of four; other shapes run on
-// tt_rows_kernel and left_grads_kernel, in which a lane owns elements of the result. The choice
-// depends on the shape of the table alone, so that a table has the same bits in every batch. A
-// batch with tables of both kinds launches both kernels, each of which skips the tables of the
-// other.
 #pragma once
 
 #include "core/codes.h"
@@ -26,7 +19,7 @@
 
 namespace emb::cuda {
 
-inline constexpr int kRowThreads = 128;
+inline constexpr int kRowThreads = 128;     // threads per block of all kernels of this file
 inline constexpr int kElementsPerLane = 4;  // elements of a result that a lane keeps in registers
 
 // A row of floats per left half: of a buffer by its number or, if `ids` is not null, of a core by
@@ -60,7 +53,10 @@ struct TtTableRows {
   EMB_HD int64_t right_size() const { return int64_t{1} * right_columns * rank; }
   EMB_HD int64_t dim() const { return int64_t{1} * left_columns * right_columns; }
 
-  // Return whether rows, and whether the gradients of left halves, run on tensor cores.
+  // Return whether rows, and whether the gradients of left halves, are computed on tensor cores.
+  // The others run on tt_rows_kernel and left_grads_kernel, in which a lane owns elements of the
+  // result. A batch of both launches both kernels, each of which skips the tables of the other. The
+  // choice depends on the shape alone, so that a table has the same bits in every batch.
   EMB_HD bool has_mma_rows() const { return rank % 4 == 0; }
   EMB_HD bool has_mma_grads() const { return rank % 4 == 0 && right_columns % 4 == 0; }
 };
@@ -74,7 +70,7 @@ EMB_DEVICE int table_of(const int32_t* starts, int tables, int64_t item) {
 
 // All tables of a batch; pointers are to device memory. Rows and halves are numbered over all
 // tables; how many there are is known on the device only.
-struct TtRowsArgs {
+struct TtDeviceRowsArgs {
   const TtTableRows* tables;  // [T]
   TtPlan plan;
   const float* right;    // [V][right_stride] values of right halves: [right columns, rank] each
@@ -179,7 +175,7 @@ EMB_HD int fragments_of(int64_t columns) {
 // product are the right columns of all rows of the half.
 template <class Products>
 __global__ void __launch_bounds__(kRowThreads, 5)
-    mma_rows_kernel(TtRowsArgs args, int first_fragment, float* rows) {
+    mma_rows_kernel(TtDeviceRowsArgs args, int first_fragment, float* rows) {
   const FragmentLane lane;
   const int number = first_fragment + static_cast<int>(blockIdx.y);
   const auto last = static_cast<unsigned>(args.lefts());
@@ -258,7 +254,7 @@ __global__ void __launch_bounds__(kRowThreads, 5)
 // column 4 n + i of the 32.
 template <class Products>
 __global__ void __launch_bounds__(kRowThreads, 5)
-    mma_left_grads_kernel(TtRowsArgs args, const float* row_grads) {
+    mma_left_grads_kernel(TtDeviceRowsArgs args, const float* row_grads) {
   const FragmentLane lane;
   const int64_t work = args.lefts() * args.max_fragments * args.max_parts;
   const bool has_grad_vectors = args.row_stride % 4 == 0 && is_aligned(row_grads, 16);
@@ -318,7 +314,7 @@ __global__ void __launch_bounds__(kRowThreads, 5)
 // rows[j][jl, jr] = sum over r of left[jl, r] * right[jr, r], for tables without has_mma_rows; one
 // warp per left half.
 [[maybe_unused]] static __global__ void __launch_bounds__(kRowThreads)
-    tt_rows_kernel(TtRowsArgs args, float* rows) {
+    tt_rows_kernel(TtDeviceRowsArgs args, float* rows) {
   const int lane = static_cast<int>(threadIdx.x % simt::kWarp);
   const int64_t last = args.lefts();
   for (int64_t u = simt::global_warp(); u < last; u += simt::warps_in_grid()) {
@@ -365,7 +361,7 @@ inline constexpr int64_t kPass = kElementsPerLane * static_cast<int64_t>(simt::k
 // grads[u][jl, r] = sum over rows j of u and over jr of row_grads[j][jl, jr] * right[jr, r], for
 // tables without has_mma_grads; one warp per left half.
 [[maybe_unused]] static __global__ void __launch_bounds__(kRowThreads, 6)
-    left_grads_kernel(TtRowsArgs args, const float* row_grads) {
+    left_grads_kernel(TtDeviceRowsArgs args, const float* row_grads) {
   const int64_t last = args.lefts();
   for (int64_t u = simt::global_warp(); u < last; u += simt::warps_in_grid()) {
     const TtTableRows& table = args.table_of_left(u);
@@ -399,7 +395,7 @@ inline constexpr int64_t kPass = kElementsPerLane * static_cast<int64_t>(simt::k
 // Write the values of right halves that are no pairs, [V][right_stride]: the row of the last core
 // (of dtype `type`) with its axes reversed. A warp takes a right half, grid-stride.
 [[maybe_unused]] static __global__ void __launch_bounds__(kRowThreads)
-    right_values_kernel(TtRowsArgs args, Dtype type, float* values) {
+    right_values_kernel(TtDeviceRowsArgs args, Dtype type, float* values) {
   const int lane = static_cast<int>(threadIdx.x % simt::kWarp);
   const int64_t last = args.rights();
   for (int64_t v = simt::global_warp(); v < last; v += simt::warps_in_grid()) {
@@ -454,7 +450,7 @@ struct TtKernels {
 // Write the distinct rows, [M][row_stride]; `lefts` is the maximum number of left halves.
 template <class Launcher>
 void launch_tt_rows(const Launcher& launcher, MatmulPrecision precision, const TtKernels& kernels,
-                    int64_t lefts, const TtRowsArgs& args, float* rows) {
+                    int64_t lefts, const TtDeviceRowsArgs& args, float* rows) {
   if (kernels.mma_rows) {
     const unsigned blocks = blocks_for(lefts, kRowWarps, launcher.blocks(64));
     for (int first = 0; first < args.max_fragments; first += kMaxGridY) {
@@ -475,7 +471,7 @@ void launch_tt_rows(const Launcher& launcher, MatmulPrecision precision, const T
 // [M][row_stride].
 template <class Launcher>
 void launch_left_grads(const Launcher& launcher, MatmulPrecision precision,
-                       const TtKernels& kernels, int64_t lefts, const TtRowsArgs& args,
+                       const TtKernels& kernels, int64_t lefts, const TtDeviceRowsArgs& args,
                        const float* row_grads) {
   if (kernels.mma_grads) {
     const int64_t warps = lefts * args.max_fragments * args.max_parts;
@@ -490,8 +486,9 @@ void launch_left_grads(const Launcher& launcher, MatmulPrecision precision,
   }
 }
 
+// Write the values of right halves that are no pairs; `rights` is their maximum number.
 template <class Launcher>
-void launch_right_values(const Launcher& launcher, int64_t rights, const TtRowsArgs& args,
+void launch_right_values(const Launcher& launcher, int64_t rights, const TtDeviceRowsArgs& args,
                          Dtype type, float* values) {
   launcher(right_values_kernel, blocks_for(rights, kRowWarps, launcher.blocks(64)), kRowThreads,
            args, type, values);

@@ -8,6 +8,7 @@
 
 namespace emb::EMB_ISA {
 
+// Whether a product is stored or added to what is there.
 enum class Store { kSet, kAdd };
 
 // c[m, n] = (kSet) or += (kAdd) the sum over k of a[m, k] * b[k, n]. Strides are in elements;
@@ -166,6 +167,7 @@ EMB_HD void transpose_block(const float* from, int64_t from_row, float* to, int6
   for (int i = 0; i < kWidth; ++i) __builtin_memcpy(to + i * to_row, &rows[i], sizeof(V));
 }
 
+// A row-major matrix.
 struct Matrix {
   const float* data;
   int64_t rows, columns, row;  // `row` is the stride between rows, in elements

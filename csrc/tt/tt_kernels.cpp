@@ -12,16 +12,17 @@ namespace emb::EMB_ISA {
 
 namespace {
 
+// Copy n floats.
 EMB_HD void copy(const float* from, int64_t n, float* to) {
   __builtin_memcpy(to, from, static_cast<size_t>(n) * sizeof(float));
 }
 
 // The scratch of one call, of tt_scratch_size floats: outer rows of a block, its values, its values
 // with columns in another order, an inner row, a value, a row.
-struct Scratch {
+struct BlockScratch {
   float *packed, *values, *permuted, *inner, *value, *row;
 
-  Scratch(const TtHalf& half, float* p)
+  BlockScratch(const TtHalf& half, float* p)
       : packed(p),
         values(packed + kTtBlock * half.outer_size()),
         permuted(values + kTtBlock * half.value_size()),
@@ -46,7 +47,7 @@ EMB_HD int64_t block_end(const TtHalfCores& cores, int64_t u, int64_t end) {
 class InnerPrefetch {
  public:
   EMB_HD InnerPrefetch(const TtHalfCores& cores, int64_t u, int64_t end, int64_t parts) {
-    if (u >= end || !cores.half.pair) return;
+    if (u >= end || !cores.half.is_pair) return;
     const int64_t nbytes = cores.half.inner_size() * int64_t{sizeof(float)};
     next_ = reinterpret_cast<const char*>(cores.inner_of(u));
     last_ = next_ + nbytes;
@@ -97,7 +98,7 @@ EMB_HD void reorder(const TtHalf& half, const float* from, Order to_order, int64
 
 // Write the values of the halves [begin, end) of one block.
 EMB_HD void expand_block(const TtHalfCores& cores, int64_t begin, int64_t end,
-                         const Scratch& scratch, float* values) {
+                         const BlockScratch& scratch, float* values) {
   const TtHalf& half = cores.half;
   const int64_t width = int64_t{1} * half.q_inner * half.rank;
   pack_outer(cores, begin, end, scratch.packed);
@@ -116,10 +117,11 @@ EMB_HD void expand_block(const TtHalfCores& cores, int64_t begin, int64_t end,
   if (cores.mirrored) reorder(half, out, Order::kInnerFirst, end - begin, values);
 }
 
+// TtTable::expand.
 void expand(const TtHalfCores& cores, float* values, float* scratch_data, int64_t begin,
             int64_t end) {
   const int64_t size = cores.half.value_size();
-  const Scratch scratch(cores.half, scratch_data);
+  const BlockScratch scratch(cores.half, scratch_data);
   for (int64_t u = begin, next; u < end; u = next) {
     next = block_end(cores, u, end);
     InnerPrefetch(cores, next, end, 1).prefetch_part();
@@ -156,7 +158,7 @@ EMB_HD void small_row(const float* value, const float* right, int64_t rank, floa
 
 // Write all rows of left half u, whose value is `value`.
 EMB_HD void rows_of_left(const TtRowsArgs& args, int64_t u, const float* value,
-                         const Scratch& scratch) {
+                         const BlockScratch& scratch) {
   const TtHalf& left = args.left.half;
   const int64_t columns = left.columns(), rank = left.rank, right_columns = args.right_columns;
   const int64_t begin = args.left_segments[u], end = args.left_segments[u + 1];
@@ -196,19 +198,20 @@ EMB_HD void rows_of_left(const TtRowsArgs& args, int64_t u, const float* value,
   }
 }
 
+// TtTable::rows.
 void rows(const TtRowsArgs& args, float* scratch_data, int64_t begin, int64_t end) {
   const TtHalfCores& left = args.left;
   const int64_t size = left.half.value_size();
-  const Scratch scratch(left.half, scratch_data);
+  const BlockScratch scratch(left.half, scratch_data);
   for (int64_t u = begin, next; u < end; u = next) {
     next = block_end(left, u, u < args.num_saved && args.num_saved < end ? args.num_saved : end);
     InnerPrefetch inner(left, next, end, next - u);
     float* values = u < args.num_saved ? args.saved + u * size : scratch.values;
-    if (left.half.pair) expand_block(left, u, next, scratch, values);
+    if (left.half.is_pair) expand_block(left, u, next, scratch, values);
     for (int64_t i = u; i < next; ++i) {
       inner.prefetch_part();
       const float* value =
-          left.half.pair ? values + (i - u) * size : left.outer + left.id(i) * size;
+          left.half.is_pair ? values + (i - u) * size : left.outer + left.id(i) * size;
       rows_of_left(args, i, value, scratch);
     }
   }
@@ -219,7 +222,7 @@ void rows(const TtRowsArgs& args, float* scratch_data, int64_t begin, int64_t en
 // the first block of the inner row add. scratch.inner has the inner row, transposed.
 EMB_HD void contract_block(const TtHalfCores& cores, const TtHalfGrads& grads, float* inner_grad,
                            int64_t begin, int64_t end, const float* value_grads,
-                           const Scratch& scratch) {
+                           const BlockScratch& scratch) {
   const TtHalf& half = cores.half;
   const int64_t width = int64_t{1} * half.q_inner * half.rank;
   const int64_t lines = (end - begin) * half.q_outer;
@@ -257,17 +260,18 @@ EMB_HD void contract_block(const TtHalfCores& cores, const TtHalfGrads& grads, f
 // Write the transposed inner row of half u to scratch.inner, unless it is there already: because
 // the half before, not before `begin`, has the same inner row.
 EMB_HD void transpose_inner(const TtHalfCores& cores, int64_t begin, int64_t u,
-                            const Scratch& scratch) {
+                            const BlockScratch& scratch) {
   const TtHalf& half = cores.half;
   if (u > begin && cores.inner_row(u - 1) == cores.inner_row(u)) return;
   const int64_t width = int64_t{1} * half.q_inner * half.rank;
   transpose({cores.inner_of(u), half.inner_rank, width, width}, scratch.inner, half.inner_rank);
 }
 
+// TtTable::contract.
 void contract(const TtHalfCores& cores, const TtHalfGrads& grads, const float* value_grads,
               float* scratch_data, int64_t begin, int64_t end) {
   const int64_t size = cores.half.value_size();
-  const Scratch scratch(cores.half, scratch_data);
+  const BlockScratch scratch(cores.half, scratch_data);
   for (int64_t u = begin, next; u < end; u = next) {
     next = block_end(cores, u, end);
     transpose_inner(cores, begin, u, scratch);
@@ -335,12 +339,13 @@ EMB_HD void value_grad(const TtLeftGradsArgs& args, int64_t u, float* out) {
   }
 }
 
+// TtTable::left_grads.
 void left_grads(const TtLeftGradsArgs& args, float* scratch_data, int64_t begin, int64_t end) {
   const TtHalfCores& left = args.left;
   const TtHalf& half = left.half;
   const int64_t size = half.value_size();
-  const Scratch scratch(half, scratch_data);
-  if (!half.pair) {
+  const BlockScratch scratch(half, scratch_data);
+  if (!half.is_pair) {
     for (int64_t u = begin; u < end; ++u) value_grad(args, u, args.grads.outer_values + u * size);
     return;
   }
@@ -436,6 +441,7 @@ EMB_HD Product row_of_right(const TtRightGradsArgs& args, int64_t j, int64_t v, 
           .store = is_first ? Store::kSet : Store::kAdd};
 }
 
+// TtTable::right_grads.
 void right_grads(const TtRightGradsArgs& args, int64_t begin, int64_t end) {
   const int64_t right_columns = args.right_columns, rank = args.rank;
   const bool in_registers = right_columns == 4 && rank % kLanes == 0;
@@ -508,6 +514,7 @@ void right_grads_by_row(const TtRightGradsArgs& args, int64_t begin, int64_t end
   }
 }
 
+// TtTable::sum_outer.
 void sum_outer(const TtOuterSumArgs& args, int64_t begin, int64_t end) {
   for (int64_t i = begin; i < end; ++i) {
     float* __restrict sum = args.grads + i * args.size;
@@ -518,6 +525,7 @@ void sum_outer(const TtOuterSumArgs& args, int64_t begin, int64_t end) {
   }
 }
 
+// TtTable::reverse.
 void reverse(const TtReverseArgs& args, int64_t begin, int64_t end) {
   const int64_t a = args.a, q = args.q, b = args.b, size = a * q * b;
   const auto row = [&](const int32_t* ids, int64_t i) {

@@ -90,9 +90,9 @@ def layout_of(specs: Sequence[TTSpec]) -> TTLayout:
 def id_table_row(rows: int) -> tuple[int, ...]:
     """Return the row of `tables` for which `tt_keys` returns ids as keys."""
     first_size = min(rows, _MAX_HALVES)
-    columns = {TTTableColumn.ROWS: rows, TTTableColumn.FIRST: first_size}
-    columns[TTTableColumn.MULTIPLIER] = columns[TTTableColumn.SECOND] = 1
-    columns[TTTableColumn.RIGHTS] = -(-rows // first_size)
+    columns = {TTTableColumn.ROWS: rows, TTTableColumn.LEFT_OUTER_ROWS: first_size}
+    columns[TTTableColumn.MULTIPLIER] = columns[TTTableColumn.LEFT_INNER_ROWS] = 1
+    columns[TTTableColumn.RIGHT_IDS] = -(-rows // first_size)
     return tuple(columns.get(column, 0) for column in TTTableColumn)
 
 
@@ -236,7 +236,7 @@ def _chunk(batch: TTLookup, f: int, bags: slice, lookups: slice, share: float) -
     row = list(layout.tables[t])
     row[first] = row[first_left] = row[first_right] = 0
     p = layout.row_factors[cores]
-    rights = row[TTTableColumn.RIGHTS]
+    rights = row[TTTableColumn.RIGHT_IDS]
     dim = math.prod(layout.dim_factors[cores])
     num_keys = math.prod(p)
     chunk_layout = TTLayout(

@@ -99,18 +99,28 @@ def test_variable_batch_of_equal_sizes_is_a_fixed_one(pooling: Pooling) -> None:
     assert torch.equal(look_up(data, [data.weights], data.features, None).view_as(fixed), fixed)
 
 
-def test_elements_that_no_bag_has_are_zero() -> None:
-    """As many elements as the bags have, but with a gap: two bags have the same place."""
-    weights, elements = torch.ones(64 * 64), [0, 64, 64, 192]
+@pytest.mark.parametrize(
+    ("elements", "message"),
+    [
+        ([0, 64, 64, 192], "64 to 127 have several"),
+        ([0, 64, 192], "128 to 191 have none"),
+        ([64, 128, 192], "0 to 63 have none"),
+        ([0, 64, 128], "192 to 255 have none"),
+    ],
+)
+def test_bags_that_do_not_cover_the_output_once_are_refused(
+    elements: list[int], message: str
+) -> None:
+    bags, weights = len(elements), [torch.ones(64 * 64)]
+    ids, offsets = torch.arange(bags), torch.arange(bags + 1)
+    layout = torch.stack([torch.zeros(bags, dtype=torch.int64), torch.tensor(elements)], 1)
     features = torch.tensor([[0, 0, 64, 64, 0, 0, 0, 0]])
-    layout = torch.stack([torch.zeros(4, dtype=torch.int64), torch.tensor(elements)], 1)
-    ids, offsets = torch.arange(4), torch.arange(5)
-    for _ in range(20):
-        torch.full((256,), torch.nan)  # memory that the output may get
-        got = ops.tbe_lookup(
-            [weights], features, ids, offsets, None, layout, None, 0, 256, torch.float32
-        )
-        assert torch.equal(got.view(4, 64).sum(1), torch.tensor([64.0, 64.0, 0.0, 64.0]))
+    with pytest.raises(RuntimeError, match=message):
+        ops.tbe_lookup(weights, features, ids, offsets, None, layout, None, 0, 256, torch.float32)
+    fixed = features.repeat(bags, 1)
+    fixed[:, 4] = torch.tensor(elements)
+    with pytest.raises(RuntimeError, match=message):
+        ops.tbe_lookup(weights, fixed, ids, offsets, None, None, None, 0, 256, torch.float32)
 
 
 @VARIABLE

@@ -46,7 +46,7 @@ extern "C" const char* simt_cache_plan(const int64_t* call) {
     Words words(call);
     CachePlan plan{};
     plan.cache.tags = words.pointer<int64_t>();
-    plan.cache.words = words.pointer<int64_t>();
+    plan.cache.usage_words = words.pointer<int64_t>();
     plan.cache.counts = words.pointer<int32_t>();
     plan.cache.sets = words.number();
     plan.cache.policy = static_cast<emb::Policy>(words.number());
@@ -64,10 +64,10 @@ extern "C" const char* simt_cache_plan(const int64_t* call) {
     HostSort<uint32_t> sort(plan.n, static_cast<uint64_t>(plan.cache.sets), permutation.data());
     launch_probe(launcher, plan, sort.buffers);
     if (plan.n > 0) sort.run();
-    const GroupOutput out{sets.data(), false, segments.data(), &num_groups, nullptr, nullptr};
+    const DeviceGroupOutput out{sets.data(), false, segments.data(), &num_groups, nullptr, nullptr};
     launch_groups(launcher, sort.buffers, out);
     launch_admit(launcher, plan,
-                 MissGroups{sets.data(), segments.data(), permutation.data(), &num_groups});
+                 DeviceMissGroups{sets.data(), segments.data(), permutation.data(), &num_groups});
   });
 }
 

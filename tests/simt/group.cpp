@@ -20,7 +20,7 @@ bool group_small(const Source& source, int64_t n, int64_t max_cluster, const Sma
 
 template <class Key, class MakeKeys>
 void group_with(const simt::HostLauncher& launcher, int64_t n, int64_t limit, int32_t* permutation,
-                const GroupOutput& out, const MakeKeys& make_keys) {
+                const DeviceGroupOutput& out, const MakeKeys& make_keys) {
   HostSort<Key> sort(n, static_cast<uint64_t>(limit), permutation);
   make_keys(sort.buffers);
   sort.run();
@@ -39,12 +39,12 @@ extern "C" const char* simt_group(const int64_t* call) {
     const emb::IndexArray keys = words.indices();
     const int64_t n = words.number(), num_keys = words.number(), wide = words.number();
     const int64_t max_cluster = words.number();
-    GroupOutput out{};
+    DeviceGroupOutput out{};
     out.unique = words.pointer<void>();
     out.unique_is_int64 = keys.is_int64;
     out.segments = words.pointer<int32_t>();
     auto* permutation = words.pointer<int32_t>();
-    out.count = words.pointer<int32_t>();
+    out.num_groups = words.pointer<int32_t>();
     if (wide == 0) {
       const auto args = small_group_args(n, static_cast<uint32_t>(num_keys), permutation, out);
       if (group_small(GivenKeys{keys}, n, max_cluster, args)) return;
@@ -72,7 +72,7 @@ extern "C" const char* simt_tbe_group(const int64_t* call) {
     in.bags.offsets = words.indices();
     in.map.layout = words.pointer<const emb::BagLayout>();
     in.map.batch = static_cast<uint32_t>(words.number());
-    in.bags.count = words.number();
+    in.bags.num_bags = words.number();
     in.bags.num_lookups = words.number();
     const int64_t total_rows = words.number(), wide = words.number();
     const int64_t max_cluster = words.number();
@@ -82,13 +82,13 @@ extern "C" const char* simt_tbe_group(const int64_t* call) {
     check.violations = words.pointer<unsigned long long>();
     unsigned long long progress[2];
     check.progress = progress;
-    GroupOutput out{};
+    DeviceGroupOutput out{};
     out.unique = words.pointer<void>();
     out.unique_is_int64 = true;
     out.segments = words.pointer<int32_t>();
     auto* lookups = words.pointer<int32_t>();
-    out.bags = words.pointer<int32_t>();
-    out.count = words.pointer<int32_t>();
+    out.sorted_bags = words.pointer<int32_t>();
+    out.num_groups = words.pointer<int32_t>();
     in.bag_of = words.pointer<int32_t>();
     out.bag_of = in.bag_of;
     const int64_t n = in.bags.num_lookups;

@@ -1,4 +1,4 @@
-// Scratch memory and sorting on the host for an op of several steps: the counterpart of DeviceWork.
+// Scratch memory on the host for an op of several steps: the counterpart of DeviceWork.
 #pragma once
 
 #include <algorithm>
@@ -6,7 +6,6 @@
 #include <vector>
 
 #include "driver.h"
-#include "host_sort.h"
 
 namespace emb::cuda {
 
@@ -24,8 +23,6 @@ class HostWork {
     std::fill(bytes, bytes + size, uint8_t{0xa5});
     return reinterpret_cast<T*>(bytes);
   }
-
-  void sort(const SortPairs<uint32_t>& pairs) { host_sort(pairs); }
 
  private:
   simt::HostLauncher launcher_;

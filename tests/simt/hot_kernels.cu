@@ -12,37 +12,40 @@
 
 namespace emb::cuda {
 
-template __global__ void pool_kernel<float>(LookupArgs, int);
-template __global__ void pool_kernel<half16>(LookupArgs, int);
-template __global__ void pool_kernel<bfloat16>(LookupArgs, int);
-template __global__ void short_bags_kernel<float>(LookupArgs, int);
-template __global__ void short_bags_kernel<half16>(LookupArgs, int);
-template __global__ void short_bags_kernel<bfloat16>(LookupArgs, int);
-template __global__ void long_bags_kernel<float>(LookupArgs, int);
-template __global__ void long_bags_kernel<half16>(LookupArgs, int);
-template __global__ void long_bags_kernel<bfloat16>(LookupArgs, int);
-template __global__ void sequence_kernel<float>(LookupArgs, int);
-template __global__ void sequence_kernel<half16>(LookupArgs, int);
-template __global__ void sequence_kernel<bfloat16>(LookupArgs, int);
-template __global__ void update_kernel<AtRunTime>(GradArgs, OptimizerStepArgs, Tile);
-template __global__ void update_kernel<GradientOnly>(GradArgs, OptimizerStepArgs, Tile);
-template __global__ void update_kernel<Compiled<Sgd>>(GradArgs, OptimizerStepArgs, Tile);
-template __global__ void update_kernel<Compiled<Narrow<Sgd>>>(GradArgs, OptimizerStepArgs, Tile);
-template __global__ void update_kernel<Compiled<Adagrad>>(GradArgs, OptimizerStepArgs, Tile);
-template __global__ void update_kernel<Compiled<RowwiseAdagrad>>(GradArgs, OptimizerStepArgs, Tile);
-template __global__ void update_kernel<Compiled<Adam>>(GradArgs, OptimizerStepArgs, Tile);
+template __global__ void pool_kernel<float>(DeviceLookupArgs, int);
+template __global__ void pool_kernel<half16>(DeviceLookupArgs, int);
+template __global__ void pool_kernel<bfloat16>(DeviceLookupArgs, int);
+template __global__ void short_bags_kernel<float>(DeviceLookupArgs, int);
+template __global__ void short_bags_kernel<half16>(DeviceLookupArgs, int);
+template __global__ void short_bags_kernel<bfloat16>(DeviceLookupArgs, int);
+template __global__ void long_bags_kernel<float>(DeviceLookupArgs, int);
+template __global__ void long_bags_kernel<half16>(DeviceLookupArgs, int);
+template __global__ void long_bags_kernel<bfloat16>(DeviceLookupArgs, int);
+template __global__ void sequence_kernel<float>(DeviceLookupArgs, int);
+template __global__ void sequence_kernel<half16>(DeviceLookupArgs, int);
+template __global__ void sequence_kernel<bfloat16>(DeviceLookupArgs, int);
+template __global__ void update_kernel<AtRunTime>(DeviceGradArgs, OptimizerStepArgs, RowTile);
+template __global__ void update_kernel<GradientOnly>(DeviceGradArgs, OptimizerStepArgs, RowTile);
+template __global__ void update_kernel<Compiled<Sgd>>(DeviceGradArgs, OptimizerStepArgs, RowTile);
+template __global__ void update_kernel<Compiled<Narrow<Sgd>>>(DeviceGradArgs, OptimizerStepArgs,
+                                                              RowTile);
+template __global__ void update_kernel<Compiled<Adagrad>>(DeviceGradArgs, OptimizerStepArgs,
+                                                          RowTile);
+template __global__ void update_kernel<Compiled<RowwiseAdagrad>>(DeviceGradArgs, OptimizerStepArgs,
+                                                                 RowTile);
+template __global__ void update_kernel<Compiled<Adam>>(DeviceGradArgs, OptimizerStepArgs, RowTile);
 template __global__ void update_matrices_kernel<AtRunTime>(const __grid_constant__ MatrixSteps,
                                                            OptimizerStepArgs);
-template __global__ void chunk_kernel<float>(GradArgs, int);
-template __global__ void chunk_kernel<half16>(GradArgs, int);
-template __global__ void chunk_kernel<bfloat16>(GradArgs, int);
-template __global__ void sample_weight_kernel<float>(SampleWeightArgs, int);
-template __global__ void sample_weight_kernel<half16>(SampleWeightArgs, int);
-template __global__ void sample_weight_kernel<bfloat16>(SampleWeightArgs, int);
+template __global__ void chunk_kernel<float>(DeviceGradArgs, int);
+template __global__ void chunk_kernel<half16>(DeviceGradArgs, int);
+template __global__ void chunk_kernel<bfloat16>(DeviceGradArgs, int);
+template __global__ void sample_weight_kernel<float>(DeviceSampleWeightArgs, int);
+template __global__ void sample_weight_kernel<half16>(DeviceSampleWeightArgs, int);
+template __global__ void sample_weight_kernel<bfloat16>(DeviceSampleWeightArgs, int);
 template __global__ void lookup_keys_kernel<uint32_t>(LookupKeys, BatchCheck,
                                                       SortBuffers<uint32_t>);
 template __global__ void count_groups_kernel<uint32_t>(SortBuffers<uint32_t>);
-template __global__ void groups_kernel<uint32_t>(SortBuffers<uint32_t>, GroupOutput);
+template __global__ void groups_kernel<uint32_t>(SortBuffers<uint32_t>, DeviceGroupOutput);
 template __global__ void small_group_kernel<GivenKeys, 1>(GivenKeys, SmallGroupArgs);
 template __global__ void small_group_kernel<GivenKeys, 2>(GivenKeys, SmallGroupArgs);
 template __global__ void small_group_kernel<GivenKeys, 4>(GivenKeys, SmallGroupArgs);

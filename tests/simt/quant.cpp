@@ -33,7 +33,7 @@ extern "C" const char* simt_quant_lookup(const int64_t* call) {
     args.indices = words.indices();
     args.bags.offsets = words.indices();
     args.bags.num_lookups = words.number();
-    args.bags.count = words.number();
+    args.bags.num_bags = words.number();
     args.map.layout = words.pointer<const emb::BagLayout>();
     args.map.batch = static_cast<uint32_t>(words.number());
     args.map.columns = args.columns = words.number();
@@ -57,7 +57,7 @@ extern "C" const char* simt_map_ids(const int64_t* call) {
     args.ids = words.indices();
     args.bags.offsets = words.indices();
     args.bags.num_lookups = words.number();
-    args.bags.count = words.number();
+    args.bags.num_bags = words.number();
     args.map.batch = static_cast<uint32_t>(words.number());
     args.rows = words.pointer<int64_t>();
     launch_map_ids(launcher, args);

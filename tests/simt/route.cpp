@@ -17,7 +17,7 @@ DeviceRoute read_route(Words* words, bool* is_int64) {
   route.ids = ids.data;
   route.bags.offsets = words->indices();
   route.bags.num_lookups = words->number();
-  route.bags.count = words->number();
+  route.bags.num_bags = words->number();
   Routing& routing = route.routing;
   routing.first_bags = words->pointer<const int64_t>();
   routing.features = words->pointer<const RouteFeature>();
@@ -58,7 +58,7 @@ extern "C" const char* simt_route_ids(const int64_t* call) {
     route.positions = words.pointer<int64_t>();
     route.weights = words.pointer<const float>();
     route.out_weights = words.pointer<float>();
-    route.used = words.pointer<int32_t>();
+    route.num_moved = words.pointer<int32_t>();
     launch_route_move(launcher, route, is_int64);
   });
 }

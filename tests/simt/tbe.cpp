@@ -19,8 +19,8 @@ BagMap read_map(Words* words) {
 
 // address and length of each tier, dtype of the tables, of the cache, slots, features, F, indices,
 // is_int64, offsets, is_int64, L, bags, read_map's, pooling, sample weights
-LookupArgs read_lookup(Words* words) {
-  LookupArgs args{};
+DeviceLookupArgs read_lookup(Words* words) {
+  DeviceLookupArgs args{};
   const void* data[kTiers];
   int64_t elements[kTiers];
   for (int tier = 0; tier < kTiers; ++tier) {
@@ -36,7 +36,7 @@ LookupArgs read_lookup(Words* words) {
   args.indices = words->indices();
   args.bags.offsets = words->indices();
   args.bags.num_lookups = words->number();
-  args.bags.count = words->number();
+  args.bags.num_bags = words->number();
   args.map = read_map(words);
   args.columns = args.map.columns;
   args.pooling = static_cast<emb::Pooling>(words->number());
@@ -53,7 +53,7 @@ using namespace emb::cuda;
 extern "C" const char* simt_lookup(const int64_t* call) {
   return return_errors([&](const auto& launcher) {
     Words words(call);
-    LookupArgs args = read_lookup(&words);
+    DeviceLookupArgs args = read_lookup(&words);
     args.output = words.pointer<void>();
     args.output_type = words.dtype();
     launch_lookup(launcher, args);
@@ -64,7 +64,7 @@ extern "C" const char* simt_lookup(const int64_t* call) {
 extern "C" const char* simt_sample_weight_grad(const int64_t* call) {
   return return_errors([&](const auto& launcher) {
     Words words(call);
-    SampleWeightArgs args{};
+    DeviceSampleWeightArgs args{};
     args.lookup = read_lookup(&words);
     args.grad = words.pointer<const void>();
     args.grad_type = words.dtype();

@@ -23,7 +23,7 @@ std::vector<TtShape> read_shapes(Words* words) {
 
 // Words: shapes, capacity, precision of products, dtype and data of the cores of all tables, eight
 // plan tensors.
-TtBatch read_batch(Words* words) {
+TtDeviceBatch read_batch(Words* words) {
   const std::vector<TtShape> shapes = read_shapes(words);
   TtPlan plan{};
   plan.capacity = words->number();
@@ -96,7 +96,7 @@ extern "C" const char* simt_tt_keys(const int64_t* call) {
     const emb::IndexArray offsets = words.indices();
     args.bags = {offsets, words.number(), args.n};
     const auto* layout = words.pointer<const emb::BagLayout>();
-    const int64_t batch = args.bags.count / args.num_features;
+    const int64_t batch = args.bags.num_bags / args.num_features;
     args.map = {layout, static_cast<uint32_t>(batch > 0 ? batch : 1), 0};
     args.keys = words.pointer<int64_t>();
     launch_tt_keys(launcher, args);
@@ -136,7 +136,7 @@ extern "C" const char* simt_tt_plan(const int64_t* call) {
 extern "C" const char* simt_tt_rows(const int64_t* call) {
   return return_errors([&](const auto& launcher) {
     Words words(call);
-    TtBatch batch = read_batch(&words);
+    TtDeviceBatch batch = read_batch(&words);
     Memory memory;
     TtMemory buffers;
     buffers.add_forward(&batch, memory);
@@ -152,12 +152,12 @@ extern "C" const char* simt_tt_rows(const int64_t* call) {
 extern "C" const char* simt_tt_core_grads(const int64_t* call) {
   return return_errors([&](const auto& launcher) {
     Words words(call);
-    TtBatch batch = read_batch(&words);
+    TtDeviceBatch batch = read_batch(&words);
     Memory memory;
     TtMemory buffers;
     buffers.left_values = words.pointer<const float>();
     const auto* row_grads = words.pointer<const float>();
-    for (TtBatchTable& table : batch.tables) {
+    for (TtDeviceTable& table : batch.tables) {
       for (int k = 0; k < table.shape.cores; ++k) table.grads[k] = words.pointer<float>();
     }
     buffers.add_forward(&batch, memory);

@@ -17,7 +17,7 @@ OptimizerStepArgs read_step(Words* words) {
   if (rule != kNoOptimizer && !find_optimizer(rule, &step))
     throw std::runtime_error("no such optimizer");
   step.hyper = words->pointer<const double>();
-  for (TierRows& tier : step.tiers) {
+  for (TierMemory& tier : step.tiers) {
     tier.weights = words->pointer<void>();
     tier.weight_type = words->dtype();
     tier.elements = words->number();
@@ -33,26 +33,26 @@ OptimizerStepArgs read_step(Words* words) {
 
 // grad, dtype, stride, features, bag layout, batch, columns, offsets, is_int64, bags, L, pooling,
 // partial stride, sample weights, rows, segments, lookups, bags, count, row slots, result stride
-GradArgs read_grads(Words* words) {
-  GradArgs args{};
+DeviceGradArgs read_grads(Words* words) {
+  DeviceGradArgs args{};
   args.grad = words->pointer<const void>();
   args.grad_type = words->dtype();
-  args.stride = words->number();
+  args.grad_stride = words->number();
   args.features = words->pointer<const emb::Feature>();
   args.map.layout = words->pointer<const emb::BagLayout>();
   args.map.batch = static_cast<uint32_t>(words->number());
   args.map.columns = words->number();
-  args.bags_in.offsets = words->indices();
-  args.bags_in.count = words->number();
-  args.num_lookups = args.bags_in.num_lookups = words->number();
+  args.bags.offsets = words->indices();
+  args.bags.num_bags = words->number();
+  args.num_lookups = args.bags.num_lookups = words->number();
   args.pooling = static_cast<emb::Pooling>(words->number());
-  args.partial_stride = partial_stride(words->number());
+  args.chunk_sum_stride = chunk_sum_stride(words->number());
   args.sample_weights = words->pointer<const float>();
   args.rows = words->pointer<const int64_t>();
   args.segments = words->pointer<const int32_t>();
-  args.lookups = words->pointer<const int32_t>();
-  args.bags = words->pointer<const int32_t>();
-  args.count = words->pointer<const int32_t>();
+  args.sorted_lookups = words->pointer<const int32_t>();
+  args.sorted_bags = words->pointer<const int32_t>();
+  args.num_groups = words->pointer<const int32_t>();
   args.row_slots = words->pointer<const int32_t>();
   args.result_stride = words->number();
   return args;
@@ -69,12 +69,12 @@ extern "C" const char* simt_update(const int64_t* call) {
     Words words(call);
     const int64_t mean_dim = words.number();
     const OptimizerStepArgs step = read_step(&words);
-    GradArgs args = read_grads(&words);
-    const int64_t chunks = max_chunks(args.num_lookups);
+    DeviceGradArgs args = read_grads(&words);
+    const int64_t chunks = num_chunk_slots(args.num_lookups);
     std::vector<ChunkTask> tasks(chunks, {1 << 30, 0});  // what no kernel sets is no segment
-    std::vector<float> partials(chunks * args.partial_stride);
-    args.tasks = tasks.data();
-    args.partials = partials.data();
+    std::vector<float> partials(chunks * args.chunk_sum_stride);
+    args.chunk_tasks = tasks.data();
+    args.chunk_sums = partials.data();
     launch_update(launcher, args, step, mean_dim);
   });
 }
