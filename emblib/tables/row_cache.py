@@ -339,7 +339,7 @@ class RowCache(nn.Module):
         Args:
             tiers: the memory of the tables.
             passes: the rows of each pass.
-            later: on a GPU, a list per pass for rows that the update of an earlier batch in flight
+            later: list per pass, on a GPU, for rows that the update of an earlier batch in flight
                 may still write in their tables: `fetch_later` fetches them. Without lists all rows
                 are fetched now.
 
