@@ -2,7 +2,7 @@
 
 A small step spends its time on the host: Python, autograd and a launch per kernel. The replay of a
 CUDA graph is one launch, but it repeats kernels with the shapes and the addresses that they were
-captured with. `CapturedStep` gives a step such shapes:
+captured with. `CapturedStep` gives every batch such fixed shapes:
 
 1. All batches must have one `BatchLayout`; another one raises before anything is written.
 2. A `_SizeClass` has a `StaticBatch` for batches of at most `bound` ids, which pads them.
@@ -37,7 +37,7 @@ MAX_BOUND = 2**31 - 1  # kernels count lookups in int32
 
 _TORCH = str(Path(torch.__file__).parent)
 _EMBLIB = str(Path(__file__).parent)
-_WAY_OUT = (
+_ADVICE = (
     "keep such operations out of the step: return tensors and read them later, use a capturable "
     "optimizer (torch.optim.Adam(..., capturable=True), with a GradScaler fused=True too), and "
     "tables whose lookups wait for nothing; step.run_eagerly(batch) runs it as it is"
@@ -63,10 +63,10 @@ class CapturedStep:
     batch of the same size class overwrites them, so clone them to keep them. The same holds for
     gradients that the step leaves on parameters.
 
-    The captured loop has the bits of an uncaptured one. Hyperparameters of emblib's tables are read
-    by the kernels, so they may change between steps. Numbers of `torch.optim` are part of a graph:
-    make a rate that changes a tensor on the device; any other change raises RuntimeError until
-    `reset`. An exception or interrupt leaves tables as before or after the step.
+    Results are bitwise those of an uncaptured loop. Kernels read the hyperparameters of emblib's
+    tables, so these may change between steps. Numbers of `torch.optim` are part of a graph: make a
+    rate that changes a tensor on the device; any other change raises RuntimeError until `reset`. An
+    exception or interrupt leaves tables as before or after the step.
 
     On a CPU the step runs uncaptured, with the same padding.
 
@@ -100,7 +100,7 @@ class CapturedStep:
         device: torch.device | str | None = None,
         warmup: int = 3,
     ) -> None:
-        self.bounds = _checked_bounds(bounds)
+        self.bounds = _check_bounds(bounds)
         if not isinstance(warmup, int) or warmup < 1:
             raise ValueError(f"warmup must be an int >= 1, got {warmup!r}")
         self.warmup = warmup
@@ -119,9 +119,9 @@ class CapturedStep:
         Raises:
             ValueError: a batch that differs from the first one in more than the number of ids.
             RuntimeError: the step cannot be captured, or a number of an optimizer has changed since
-                it was. In both cases nothing is changed.
+                the capture. Nothing is changed then.
         """
-        layout, leaves = self._laid_out(batch)
+        layout, leaves = self._check_layout(batch)
         bound = self._bound_of(layout.num_ids(leaves))
         if bound is None:
             return self._run_eagerly(layout, leaves)
@@ -129,7 +129,7 @@ class CapturedStep:
             padded = StaticBatch(layout, bound, self._device)
             padded.fill(leaves)
             with padded_batches():
-                return _detached(self._step(padded.batch()))
+                return _detach(self._step(padded.batch()))
         size_class = self._classes.get(bound)
         if size_class is None:
             inputs = StaticBatch(layout, bound, self._device)
@@ -140,7 +140,7 @@ class CapturedStep:
             size_class.inputs.fill(leaves)
             with padded_batches():
                 result = self._run(size_class)
-            return result if size_class.graph is not None else _recorded(result, caller)
+            return result if size_class.graph is not None else _record_stream(result, caller)
 
     def run_eagerly(self, batch: Any) -> Any:
         """Train on a batch uncaptured and unpadded, e.g. on the last one, which has fewer samples.
@@ -148,13 +148,13 @@ class CapturedStep:
         The batch is moved to `device`; it may have any structure that the step takes.
         """
         if self._layout is None:
-            self._laid_out(batch)
-            self._layout = None  # this batch may be the odd one
+            self._check_layout(batch)
+            self._layout = None  # this batch may be an exception; the next one sets the layout
         layout, leaves = BatchLayout.of(batch)
         return self._run_eagerly(layout, leaves)
 
     def reset(self) -> None:
-        """Forget graphs and structure: the next steps run uncaptured and are captured again.
+        """Free all graphs and forget the layout of batches: the next steps are captured again.
 
         Call it after changes that a graph does not see: numbers in `param_groups`, `train()` or
         `eval()`, frozen or moved parameters, other tables or optimizers.
@@ -183,7 +183,7 @@ class CapturedStep:
         assert self.device is not None
         return self.device
 
-    def _laid_out(self, batch: Any) -> tuple[BatchLayout, list[Any]]:
+    def _check_layout(self, batch: Any) -> tuple[BatchLayout, list[Any]]:
         """Return the common layout and a batch's leaves; raise ValueError if they do not fit."""
         layout, leaves = BatchLayout.of(batch)
         if self._layout is None:
@@ -216,17 +216,17 @@ class CapturedStep:
 
     def _run_eagerly(self, layout: BatchLayout, leaves: list[Any]) -> Any:
         if self._device.type != "cuda":
-            return _detached(self._step(layout.moved(leaves, self._device)))
+            return _detach(self._step(layout.moved(leaves, self._device)))
         with self._on_stream() as caller:
-            return _recorded(_detached(self._step(layout.moved(leaves, self._device))), caller)
+            return _record_stream(_detach(self._step(layout.moved(leaves, self._device))), caller)
 
     def _run(self, size_class: _SizeClass) -> Any:
-        """Run a step with the batch that fills the static tensors of its class."""
+        """Run a step with the static tensors of its class: uncaptured, or by replay."""
         if size_class.graph is None:
             is_first = self._steps_before_capture < self.warmup
             if is_first or not size_class.is_warm:
-                with self._noting_optimizers(), _noting_waits(size_class.waits):
-                    result = _detached(self._step(size_class.inputs.batch()))
+                with self._collect_optimizers(), _collect_waits(size_class.waits):
+                    result = _detach(self._step(size_class.inputs.batch()))
                 self._steps_before_capture += 1
                 size_class.is_warm = True
                 return result
@@ -239,10 +239,10 @@ class CapturedStep:
         """Capture the step of a class: no kernel runs, and a failure changes nothing."""
         graph = torch.cuda.CUDAGraph()
         gradients = [(p, p.grad) for o in self._optimizers.values() for p in _parameters_of(o)]
-        numbers = self._numbers()
+        values_before = self._optimizer_values()
         try:
             with (
-                self._noting_optimizers(),
+                self._collect_optimizers(),
                 torch.cuda.graph(
                     graph,
                     pool=self._pool,
@@ -250,24 +250,25 @@ class CapturedStep:
                     capture_error_mode="thread_local",
                 ),
             ):
-                result = _detached(self._step(size_class.inputs.batch()))
+                result = _detach(self._step(size_class.inputs.batch()))
         except BaseException as error:
             for parameter, gradient in gradients:
                 parameter.grad = gradient
             if not isinstance(error, Exception):
                 raise
-            raise RuntimeError(_refusal(error, size_class.waits)) from error
+            raise RuntimeError(_capture_error(error, size_class.waits)) from error
         if self._pool is None:
             self._pool = graph.pool()
-        size_class.numbers, size_class.result = {**numbers, **self._numbers()}, result
-        size_class.memory = self._memory()
-        size_class.graph = graph  # last: an interrupt before it captures again
+        size_class.optimizer_values = {**values_before, **self._optimizer_values()}
+        size_class.result = result
+        size_class.optimizer_memory = self._optimizer_memory()
+        size_class.graph = graph  # last, so that an interrupt before it leads to another capture
 
     # Optimizers
 
     @contextmanager
-    def _noting_optimizers(self) -> Any:
-        """Collect the optimizers that make a step inside."""
+    def _collect_optimizers(self) -> Any:
+        """Collect the optimizers that make a step in the block."""
 
         def note(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             self._optimizers[id(optimizer)] = optimizer
@@ -278,7 +279,7 @@ class CapturedStep:
         finally:
             handle.remove()
 
-    def _memory(self) -> list[_OptimizerMemory]:
+    def _optimizer_memory(self) -> list[_OptimizerMemory]:
         """Return the tensors of each optimizer, whose addresses a graph contains."""
         return [
             _OptimizerMemory(optimizer, vars(optimizer).get("state"), parameters, addresses)
@@ -287,8 +288,8 @@ class CapturedStep:
             for addresses in [[parameter.data_ptr() for parameter in parameters]]
         ]
 
-    def _numbers(self) -> dict[tuple[int, int, str], Any]:
-        """Return the values of optimizers that a graph contains, by optimizer, group and name."""
+    def _optimizer_values(self) -> dict[tuple[int, int, str], Any]:
+        """Return the hyperparameters that a graph contains, by optimizer, group and name."""
         return {
             (key, number, name): value.tolist() if isinstance(value, Tensor) else value
             for key, optimizer in self._optimizers.items()
@@ -300,7 +301,7 @@ class CapturedStep:
 
     def _check_unchanged(self, size_class: _SizeClass) -> None:
         """Raise RuntimeError if a number or an address that is part of a graph has changed."""
-        for memory in size_class.memory:
+        for memory in size_class.optimizer_memory:
             replaced = memory.replaced()
             if replaced is not None:
                 raise RuntimeError(
@@ -308,12 +309,12 @@ class CapturedStep:
                     "step was captured, as load_state_dict of an optimizer and .to() of a model "
                     "do: call reset() to capture it again with the new ones"
                 )
-        current = self._numbers()
-        if current == size_class.numbers:
+        current = self._optimizer_values()
+        if current == size_class.optimizer_values:
             return
-        for attribute in sorted({*current, *size_class.numbers}):
+        for attribute in sorted({*current, *size_class.optimizer_values}):
             captured_value, current_value = (
-                size_class.numbers.get(attribute),
+                size_class.optimizer_values.get(attribute),
                 current.get(attribute),
             )
             if captured_value == current_value:
@@ -329,7 +330,7 @@ class CapturedStep:
 
 
 class _OptimizerMemory(NamedTuple):
-    """The tensors of an optimizer at a capture; references keep them alive."""
+    """The tensors of an optimizer at a capture, kept alive because a graph has their addresses."""
 
     optimizer: Optimizer
     state: Any
@@ -337,7 +338,7 @@ class _OptimizerMemory(NamedTuple):
     addresses: list[int]
 
     def replaced(self) -> str | None:
-        """Return what has been replaced since the capture, "state" or "parameters", or None."""
+        """Return what was replaced since the capture, "states" or "parameters", or None."""
         if vars(self.optimizer).get("state") is not self.state:
             return "states"
         pointers = [parameter.data_ptr() for parameter in self.parameters]
@@ -366,26 +367,26 @@ class _SizeClass:
         self.inputs = inputs
         self.graph: Any = None
         self.result: Any = None
-        self.numbers: dict[tuple[int, int, str], Any] = {}
-        self.memory: list[_OptimizerMemory] = []
+        self.optimizer_values: dict[tuple[int, int, str], Any] = {}
+        self.optimizer_memory: list[_OptimizerMemory] = []
         self.is_warm = False
         self.waits: list[str] = []
 
 
-def _detached(result: Any) -> Any:
+def _detach(result: Any) -> Any:
     """Detach the tensors of a result; its autograd graph would keep the memory of the step."""
     return pytree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, result)
 
 
-def _recorded(result: Any, stream: Any) -> Any:
-    """Record `stream` as a user of an uncaptured result, whose memory belongs to another stream."""
+def _record_stream(result: Any, stream: Any) -> Any:
+    """Record that `stream` uses a result whose memory another stream allocated."""
     for leaf in pytree.tree_leaves(result):
         if isinstance(leaf, Tensor) and leaf.is_cuda:
             leaf.record_stream(stream)
     return result
 
 
-def _checked_bounds(bounds: Sequence[int]) -> tuple[int, ...]:
+def _check_bounds(bounds: Sequence[int]) -> tuple[int, ...]:
     checked = tuple(bounds) if isinstance(bounds, Sequence) else ()
     is_valid = all(isinstance(bound, int) and 0 < bound <= MAX_BOUND for bound in checked)
     if not checked or not is_valid or list(checked) != sorted(set(checked)):
@@ -396,21 +397,21 @@ def _checked_bounds(bounds: Sequence[int]) -> tuple[int, ...]:
 
 
 @contextmanager
-def _noting_waits(waits: list[str]) -> Any:
+def _collect_waits(waits: list[str]) -> Any:
     """Collect the device waits of the block, by operation and line; pass other warnings on."""
     if torch.cuda.get_sync_debug_mode() != 0:  # the caller looks for waits
         yield
         return
     waits.clear()
-    seen: list[Any] = []
+    recorded: list[Any] = []
     try:
-        with warnings.catch_warnings(record=True) as seen:
+        with warnings.catch_warnings(record=True) as recorded:
             warnings.filterwarnings("always", message=".*synchronizing CUDA operation")
             torch.cuda.set_sync_debug_mode("warn")
             yield
     finally:
         torch.cuda.set_sync_debug_mode(0)
-        for warning in seen:
+        for warning in recorded:
             text = str(warning.message)
             if "synchronizing CUDA operation" in text:
                 waits.append(f"{text} ({warning.filename}:{warning.lineno})")
@@ -420,20 +421,20 @@ def _noting_waits(waits: list[str]) -> Any:
                 )
 
 
-def _refusal(error: BaseException, waits: Sequence[str]) -> str:
-    """Return the message for a step that cannot be captured: operation, line and way out."""
+def _capture_error(error: BaseException, waits: Sequence[str]) -> str:
+    """Return the error message for a step that cannot be captured: operation, line and advice."""
     while error.__context__ is not None and not error.__suppress_context__:
         error = error.__context__  # ending a capture that has failed raises too
     frames = traceback.extract_tb(error.__traceback__)
     user_frames = [frame for frame in frames if not frame.filename.startswith((_TORCH, _EMBLIB))]
-    lines = [
+    location = [
         f"{frame.filename}:{frame.lineno} ({frame.line})" for frame in (user_frames or frames)[-1:]
     ]
     message = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
-    lines_of_message = [
+    parts = [
         f"the step cannot be captured as a CUDA graph: {message}",
-        *(f"at {x}" for x in lines),
+        *(f"at {x}" for x in location),
     ]
     if waits:
-        lines_of_message.append(f"waits of the uncaptured step: {'; '.join(dict.fromkeys(waits))}")
-    return "; ".join([*lines_of_message, _WAY_OUT])
+        parts.append(f"waits of the uncaptured step: {'; '.join(dict.fromkeys(waits))}")
+    return "; ".join([*parts, _ADVICE])

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class Hyper(IntEnum):
-    """Entries of an optimizer's hyperparameters; its own follow from `OPTIMIZER_ARGS` on."""
+    """Entries of `hyper`; the hyperparameters of one optimizer only start at `OPTIMIZER_ARGS`."""
 
     LEARNING_RATE = 0
     STEP = 1
@@ -28,8 +28,8 @@ class FeatureColumn(IntEnum):
     ROWS = 2
     DIM = 3
     COLUMN = 4  # first column in the output
-    TIER = 5  # of quantised tables the code of the format of rows, where features differ in it
-    STATE_BASE = 6  # rows before the table in its memory tier
+    TIER = 5  # in quantised tables with several row formats: the `RowFormatCode`
+    STATE_BASE = 6  # rows before the table in its tier: offset of states with one number per row
     CACHE_STRIDE = 7  # elements between rows of the cache; 0 if the table is not cached
 
 
@@ -71,8 +71,8 @@ class IndexColumn(IntEnum):
     """Columns of `tables` of `map_ids`, int64 `[F, 6]` (csrc `IndexTable`)."""
 
     KIND = 0
-    BEGIN = 1  # first element of its part of `index`
-    ENTRIES = 2  # int32 rows of an array, pairs of int64 of a hash table
+    BEGIN = 1  # first element of the feature's entries in `index`
+    ENTRIES = 2  # number of int32 rows of an array, or of int64 pairs of a hash table
     HASH_BITS = 3
     NUM_IDS = 4  # -1: any id is a key
     MISSING = 5  # row of an id that has none; -1 reads zeros
@@ -91,7 +91,7 @@ class BagColumn(IntEnum):
     """Columns of `bag_layout`, int64 `[bags, 2]` (csrc `BagLayout`)."""
 
     FEATURE = 0
-    ELEMENT = 1
+    ELEMENT = 1  # first element of the bag in the output
 
 
 class TTTableColumn(IntEnum):
@@ -155,7 +155,7 @@ class HashCounter(IntEnum):
 
 
 class InsertStatus(IntEnum):
-    """The results of an insertion, uint8 by miss."""
+    """The result of the insertion of a key, uint8 per miss."""
 
     MISS = 0
     HIT = 1
@@ -166,7 +166,7 @@ class InsertStatus(IntEnum):
 
 
 class InitialKind(IntEnum):
-    """The first column of `rules` of `hash_initial_rows_`."""
+    """Distribution of initial values: `InitialRuleColumn.KIND` of `hash_initial_rows_`."""
 
     UNIFORM = 0
     NORMAL = 1
@@ -175,13 +175,16 @@ class InitialKind(IntEnum):
 
 
 class InitialRuleColumn(IntEnum):
-    """Columns of `rules` of `hash_initial_rows_`, float64 `[T, P, 7]` (csrc `InitialRule`)."""
+    """Columns of `rules` of `hash_initial_rows_`, float64 `[T, P, 7]` (csrc `InitialRule`).
+
+    P is the number of row buffers: weights and optimizer states.
+    """
 
     KIND = 0
-    BASE = 1
-    SCALE = 2
-    FIRST = 3
-    SPAN = 4
+    BASE = 1  # value of a constant, lower bound of a uniform, mean of a normal distribution
+    SCALE = 2  # width of a uniform, standard deviation of a normal distribution
+    FIRST = 3  # probability of the normal distribution below LOW
+    SPAN = 4  # probability of the normal distribution between LOW and HIGH
     LOW = 5
     HIGH = 6
 
@@ -189,11 +192,11 @@ class InitialRuleColumn(IntEnum):
 class InitialLayoutColumn(IntEnum):
     """Columns of `layout` of `hash_initial_rows_`, int64 `[T, P, 5]` (csrc `InitialLayout`)."""
 
-    OFFSET = 0
-    STRIDE = 1
+    OFFSET = 0  # first element of the table in the buffer
+    STRIDE = 1  # elements between rows
     ROWS = 2
     DIM = 3
-    STREAM = 4
+    STREAM = 4  # number that selects the random numbers of the table and buffer
 
 
 class RouteFeatureColumn(IntEnum):
@@ -206,10 +209,10 @@ class RouteFeatureColumn(IntEnum):
 
 
 class RouteRule(IntEnum):
-    """Rule by which a feature selects the block of an id: row range, or hash of the key.
+    """Rule by which a feature selects the block of an id: its range of rows, or a hash of the key.
 
-    BY_RANGE_ELSE_SPREAD divides ids beyond the rows by the number of blocks: the remainder is the
-    block, the quotient the id within it.
+    BY_RANGE_ELSE_SPREAD is BY_RANGE, except that an id beyond the rows is divided by the number of
+    blocks: the remainder is the block, the quotient the id within it.
     """
 
     BY_RANGE = 0

@@ -1,8 +1,8 @@
 """Initializers: the first values of the rows of tables.
 
-In a dynamic table an element is a function of the seed, the table, the key and the position, so a
-row starts with the same values on every device and rank, and again after the key was evicted.
-`ByRows` is for the other tables of a collection.
+In a dynamic table an initial element is a function of the seed, the table, the key and the
+position. So a row starts with the same values on every device and rank, also when its key returns
+after an eviction. `ByRows` is for the other tables of a collection.
 """
 
 import math
@@ -116,7 +116,7 @@ class Constant:
 
 @dataclass(frozen=True)
 class KeyModulo:
-    """Set every element to the unsigned key modulo 100000, which shows the row that was read.
+    """Set every element to the unsigned key modulo 100000, so that tests see which row was read.
 
     Example:
         >>> spec = emblib.DynamicSpec(100, 2, initializer=emblib.init.KeyModulo())

@@ -1,7 +1,7 @@
 """Metrics of models that predict clicks, over all ranks: normalized entropy and grouped AUC.
 
-They are metrics of torchmetrics, which has the others, e.g. `BinaryAUROC`: `update` with every
-batch, `compute` once, which sums over the ranks of the default process group.
+They are metrics of torchmetrics, which has others, e.g. `BinaryAUROC`. Call `update` with every
+batch and `compute` once; it sums over the ranks of the default process group.
 
 Needs torchmetrics: `pip install emblib[metrics]`.
 """
@@ -25,7 +25,7 @@ __all__ = ["GroupedAUC", "NormalizedEntropy"]
 
 
 class NormalizedEntropy(Metric):
-    """Mean cross entropy of predictions, divided by that of always predicting the mean label.
+    """Mean cross entropy of predictions, divided by that of the mean label as prediction.
 
     A model that predicts the mean has 1; lower is better. `compute` returns a float64 scalar,
     NaN without examples or if all labels are equal.
@@ -88,19 +88,20 @@ class NormalizedEntropy(Metric):
     def compute(self) -> Tensor:
         """Return the normalized entropy of all examples so far."""
         rate = self.positive / self.total
-        of_mean = torch.special.entr(rate) + torch.special.entr(1.0 - rate)
-        return torch.where(of_mean > 0, self.cross_entropy / self.total / of_mean, torch.nan)
+        mean_label_entropy = torch.special.entr(rate) + torch.special.entr(1.0 - rate)
+        cross_entropy = self.cross_entropy / self.total
+        return torch.where(mean_label_entropy > 0, cross_entropy / mean_label_entropy, torch.nan)
 
 
 class GroupedAUC(Metric):
     """Mean over groups, such as users, of the AUC within each group.
 
-    Groups whose labels are all equal have no AUC and are left out. Predictions that tie count half.
-    All examples are kept until `reset`: 20 bytes each. `compute` returns a float64 scalar, NaN
-    where no group has both labels.
+    Groups whose labels are all equal have no AUC and are left out. Tied predictions count half.
+    All examples are stored until `reset`, 20 bytes each. `compute` returns a float64 scalar, NaN if
+    no group has both labels.
 
     Args:
-        by_examples: whether a group counts as often as it has examples; else once.
+        by_examples: whether the mean weights a group by its number of examples; else equally.
 
     Source: Zhou et al., Deep Interest Network for Click-Through Rate Prediction (KDD 2018).
 
@@ -155,7 +156,7 @@ class GroupedAUC(Metric):
 
     def compute(self) -> Tensor:
         """Return the mean AUC of the groups."""
-        predictions, labels, groups = (_joined(getattr(self, name)) for name in _DTYPES)
+        predictions, labels, groups = (_concatenate(getattr(self, name)) for name in _DTYPES)
         order = predictions.argsort(stable=True)
         order = order[groups[order].argsort(stable=True)]
         predictions, positive, groups = predictions[order], labels[order] > 0, groups[order]
@@ -177,15 +178,18 @@ class GroupedAUC(Metric):
 _DTYPES = {"predictions": torch.float64, "labels": torch.float32, "groups": torch.int64}
 
 
-def _joined(batches: Tensor | list[Tensor]) -> Tensor:
-    """Return the examples as one tensor, which they are already after a sync."""
+def _concatenate(batches: Tensor | list[Tensor]) -> Tensor:
+    """Concatenate the batches; after a sync they are one tensor already."""
     if isinstance(batches, Tensor):
         return batches
     return torch.cat(batches) if batches else torch.empty(0)
 
 
 def _tied_ranks(predictions: Tensor, group_of: Tensor, sizes: Tensor) -> Tensor:
-    """Return the rank of each prediction in its group, from 1; those of ties are averaged."""
+    """Return the rank of each prediction in its group, from 1; ties get their mean rank.
+
+    Predictions are sorted by group, then by value.
+    """
     changes = torch.ones_like(predictions, dtype=torch.bool)
     changes[1:] = (predictions[1:] != predictions[:-1]) | (group_of[1:] != group_of[:-1])
     tie = changes.cumsum(0) - 1

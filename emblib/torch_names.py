@@ -1,4 +1,4 @@
-"""Names of torch that emblib has under another name: errors say which.
+"""Arguments and optimizers of torch that emblib names differently or lacks: errors with advice.
 
 `refuse_names_of_torch` is the `__new__` of the bases of tables, configurations and optimizers.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-_KEYWORDS = {
+_ADVICE = {
     "padding_idx": "drop the padding before the lookup, "
     "emblib.jagged.drop_padding_from_bags(ids, offsets, padding_idx), or let its ids be -1, which "
     "MEAN counts",
@@ -35,18 +35,18 @@ OPTIMIZERS = {
         for name in ("ASGD", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop")
     },
 }
-"""What to use for an optimizer of torch that emblib does not have under its name."""
+"""Replacements for optimizers of torch that emblib does not have under this name."""
 
 
 def refuse_names_of_torch(cls: type[Any], *arguments: Any, **options: Any) -> Any:
-    """Make an object, unless a keyword argument is one of torch that emblib calls otherwise.
+    """Construct an object; refuse keyword arguments of torch that its class does not have.
 
     Raises:
-        TypeError: such an argument; the message names what emblib has.
+        TypeError: such an argument; the message names the replacement.
     """
-    for name in _KEYWORDS.keys() & options.keys():
+    for name in _ADVICE.keys() & options.keys():
         accepted = inspect.signature(cls.__init__).parameters
         kinds = {parameter.kind for parameter in accepted.values()}
         if name not in accepted and inspect.Parameter.VAR_KEYWORD not in kinds:
-            raise TypeError(f"{cls.__name__} has no {name}: {_KEYWORDS[name]}")
+            raise TypeError(f"{cls.__name__} has no {name}: {_ADVICE[name]}")
     return object.__new__(cls)

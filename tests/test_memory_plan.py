@@ -37,7 +37,7 @@ from emblib.memory_plan import (
     BudgetError,
     MemoryChoice,
 )
-from emblib.memory_plan.plan import _at
+from emblib.memory_plan.plan import _loss_at
 from emblib.memory_plan.selection import Limits, pick, totals, without_dominated
 from emblib.sharding.planner import Planner, Topology
 from emblib.trace.skew import IdSkew
@@ -167,8 +167,10 @@ def test_all_ids_of_a_large_table_are_counted(rows: int) -> None:
 
 def test_losses_are_powers_through_their_points_and_at_most_one() -> None:
     curve = ((16.0, 0.1), (4.0, 0.4))
-    assert [_at(curve, x) for x in (16, 4, 8, 64, 1)] == pytest.approx([0.1, 0.4, 0.2, 0.025, 1.0])
-    assert _at(((0.5, 0.02),), 0.25) == 0.02
+    assert [_loss_at(curve, x) for x in (16, 4, 8, 64, 1)] == pytest.approx(
+        [0.1, 0.4, 0.2, 0.025, 1.0]
+    )
+    assert _loss_at(((0.5, 0.02),), 0.25) == 0.02
 
 
 SHARED = {"planted": 0.605, "movielens": 0.884, "flights": 0.966}

@@ -27,8 +27,8 @@ class TableConfig:
         embedding_dim: length of a row.
         name: name of the table in checkpoints and plans. Dots are not allowed, nor the names that
             `nn.ModuleDict` defines ("train", "keys", ...), because it becomes an attribute there.
-        feature_names: names of the features that read the table; empty is one feature named as the
-            table.
+        feature_names: names of the features that read the table; () is one feature with the name of
+            the table.
         data_type: dtype of the stored rows, or of the cores of a tensor train: float32, float16 or
             bfloat16.
         rounding: how updates of 16-bit rows are rounded. None rounds to nearest, which loses
@@ -36,7 +36,8 @@ class TableConfig:
         weight_init_min, weight_init_max: bounds of the uniform initial values; None is +-sqrt(1 /
             num_embeddings).
         init_fn: function that writes initial values into a tensor
-            `[num_embeddings, embedding_dim]`, instead; `emblib.init.ByRows` writes it in blocks.
+            `[num_embeddings, embedding_dim]`, or an `emblib.init.ByRows`, which writes blocks of
+            it; None draws uniform values.
         storage: how the rows are stored, one of `emblib.storage`.
         optimizer: optimizer of this table; None uses the optimizer of its collection.
     """

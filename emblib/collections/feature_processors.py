@@ -54,6 +54,7 @@ class PositionWeightedModule(nn.Module):
         """Return the features with weights; features without learned weights are unchanged.
 
         Raises:
+            KeyError: a feature of `max_feature_lengths` is missing.
             ValueError: a bag is longer than its feature has positions (checked on the CPU; on a GPU
                 torch checks it).
         """
@@ -66,8 +67,8 @@ class PositionWeightedModule(nn.Module):
             _check_lengths(feature, lengths, weights.numel())
             positions = _positions(offsets, lengths, jagged.values().shape[0])
             scale = weights.index_select(0, positions)
-            own_weights = jagged.weights_or_none()
-            scale = scale if own_weights is None else scale * own_weights
+            batch_weights = jagged.weights_or_none()
+            scale = scale if batch_weights is None else scale * batch_weights
             result[feature] = JaggedTensor(jagged.values(), scale, lengths, offsets)
         return result
 
@@ -87,7 +88,7 @@ class PositionWeightedProcessor(PositionWeightedModule):
         """Return the batch with weights, in one pass over its ids.
 
         Raises:
-            KeyError: the batch lacks a feature with positions.
+            KeyError: the batch lacks a feature of `max_feature_lengths`.
             ValueError: a bag is longer than its feature has positions (checked on the CPU).
         """
         keys, lengths, offsets = features.keys(), features.lengths(), features.offsets()
@@ -96,26 +97,27 @@ class PositionWeightedProcessor(PositionWeightedModule):
             raise KeyError(f"there are no features {missing_keys}; there are {keys}")
         by_key = lengths.split(features.stride_per_key())
         offset_of = self._weight_offsets()
+        # Per feature: the offset of its weights, and the factor of the position, 0 without weights.
         rules = []
         for number, key in enumerate(keys):
-            count = self.max_feature_lengths.get(key, 0)
-            _check_lengths(key, by_key[number], count)
-            # Offset of its weights in the table, and 1 if the position is added to it.
-            rules.append((offset_of.get(key, 0), min(count, 1)))
-        table = torch.cat([torch.ones(1, device=lengths.device), *self.position_weights.values()])
-        count = features.values().shape[0]
+            max_length = self.max_feature_lengths.get(key, 0)
+            _check_lengths(key, by_key[number], max_length)
+            rules.append((offset_of.get(key, 0), min(max_length, 1)))
+        one = torch.ones(1, device=lengths.device)  # the weight of all other features
+        all_weights = torch.cat([one, *self.position_weights.values()])
+        num_ids = features.values().shape[0]
         bags = torch.tensor(features.stride_per_key(), device=lengths.device)
         by_bag = torch.tensor(rules, device=lengths.device).repeat_interleave(
             bags, 0, output_size=lengths.numel()
         )
-        by_id = by_bag.repeat_interleave(lengths, 0, output_size=count)
-        rows = by_id[:, 0] + by_id[:, 1] * _positions(offsets, lengths, count)
-        scale = table.index_select(0, rows)
-        own_weights = features.weights_or_none()
-        return _with_weights(features, scale if own_weights is None else scale * own_weights)
+        by_id = by_bag.repeat_interleave(lengths, 0, output_size=num_ids)
+        indices = by_id[:, 0] + by_id[:, 1] * _positions(offsets, lengths, num_ids)
+        scale = all_weights.index_select(0, indices)
+        batch_weights = features.weights_or_none()
+        return _with_weights(features, scale if batch_weights is None else scale * batch_weights)
 
     def _weight_offsets(self) -> dict[str, int]:
-        """Return the offset of each feature's weights, after the 1 of all other features."""
+        """Return the offset of each feature's weights; offset 0 has the weight 1 of the others."""
         ends = accumulate(self.max_feature_lengths.values(), initial=1)
         return dict(zip(self.max_feature_lengths, ends, strict=False))
 
@@ -160,10 +162,10 @@ class FeatureProcessedEmbeddingBagCollection(nn.Module):
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """Look up the batch with its computed weights."""
-        result: KeyedTensor = self.embedding_bag_collection(self._processed(features))
+        result: KeyedTensor = self.embedding_bag_collection(self._with_computed_weights(features))
         return result
 
-    def _processed(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    def _with_computed_weights(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         processors: Any = self.feature_processors
         if not isinstance(processors, nn.ModuleDict):
             processed: KeyedJaggedTensor = processors(features)
@@ -172,9 +174,9 @@ class FeatureProcessedEmbeddingBagCollection(nn.Module):
         for key, jagged in features.to_dict().items():
             if key in processors:
                 jagged = processors[key]({key: jagged})[key]
-            own_weights = jagged.weights_or_none()
+            computed = jagged.weights_or_none()
             ones = torch.ones(jagged.values().shape[0], device=jagged.device())
-            weights.append(ones if own_weights is None else own_weights)
+            weights.append(ones if computed is None else computed)
         return _with_weights(features, torch.cat(weights))
 
 

@@ -28,7 +28,7 @@ class FusedTableEntry:
         names: names of its parameters within the module that contains it.
         modules: the modules with shards of the table on this rank; may be empty.
         parameters: parameters of these shards, by name.
-        identity: object that is the same in all entries of one shared table.
+        identity: object that all entries of one shared table have in common.
     """
 
     optimizer: Optimizer
@@ -82,10 +82,10 @@ def load_optimizer_state(
     handles: Handles,
     state: Mapping[str, Mapping[str, Tensor]],
 ) -> None:
-    """Write states and hyperparameters; tables of one module share those with the most steps."""
+    """Write states and hyperparameters; a module gets those of its table with the most steps."""
     all_states = list(_states(groups, prefix, handles))
     for name, module, states in all_states:
-        _check(name, {**states, HYPER: module.hyperparams}, state.get(name))
+        _check_saved_states(name, {**states, HYPER: module.hyperparams}, state.get(name))
     newest: dict[int, tuple[Any, Tensor]] = {}
     for name, module, states in all_states:
         saved_states = state[name]
@@ -96,24 +96,21 @@ def load_optimizer_state(
         if previous is None or float(saved_hyper[Hyper.STEP]) > float(previous[1][Hyper.STEP]):
             newest[id(module)] = module, saved_hyper
     handle_of = {id(handle.module): handle for handle in handles.values()}
-    for module, numbers in newest.values():
-        for updating in handle_of[id(module)].fused_modules():
-            updating.load_hyperparams(numbers)
-            updating.set_step(int(numbers[1]))
+    for module, hyperparams in newest.values():
+        for updated_module in handle_of[id(module)].fused_modules():
+            updated_module.load_hyperparams(hyperparams)
+            updated_module.set_step(int(hyperparams[Hyper.STEP]))
         handle_of[id(module)].commit()
 
 
-def _check(name: str, states: Mapping[str, Tensor], saved: Mapping[str, Tensor] | None) -> None:
-    """Compare the saved states of one parameter with its states.
-
-    Args:
-        name: name of the parameter.
-        states: the states that the parameter has, by name, and `hyper`.
-        saved: the saved ones; None if there are none for this parameter.
+def _check_saved_states(
+    name: str, states: Mapping[str, Tensor], saved: Mapping[str, Tensor] | None
+) -> None:
+    """Compare the saved states of one parameter with its current states, `hyper` among them.
 
     Raises:
-        KeyError: there are none, or one is missing.
-        ValueError: one has another shape.
+        KeyError: there are no saved states, or one is missing.
+        ValueError: a state has another shape.
     """
     if saved is None:
         raise KeyError(f"the state of the optimizer lacks {name}")

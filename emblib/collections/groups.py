@@ -30,7 +30,7 @@ __all__ = ["GroupInfo", "SliceKey", "TableGroups"]
 
 @dataclass(frozen=True)
 class GroupInfo:
-    """One group: its module, the units that it looks up in order, and its slices."""
+    """One group: its module, the units that it looks up in order, and its slices, by index."""
 
     units: tuple[int, ...]
     slices: tuple[int, ...]
@@ -41,8 +41,8 @@ class GroupInfo:
 class GroupInput(NamedTuple):
     """The part of a batch that one group looks up: ids `[first, last)`, and their offsets.
 
-    During the capture of a CUDA graph the two numbers are known on the device only. Then `sources`
-    `[L]` are the positions of the group's ids in the batch, -1 for padding.
+    During the capture of a CUDA graph the host does not know these positions. Then the part has as
+    many ids as the batch, and `sources` `[L]` has their positions in the batch, -1 for padding.
     """
 
     info: GroupInfo
@@ -53,11 +53,11 @@ class GroupInput(NamedTuple):
     batch_sizes: Sequence[Sequence[int]] | None
     sources: Tensor | None = None
 
-    def part_of(self, of_batch: Tensor) -> Tensor:
+    def part_of(self, batch_tensor: Tensor) -> Tensor:
         """Return the group's part of a tensor `[L]` with one entry per id of the batch."""
         if self.sources is None:
-            return of_batch[self.first : self.last]
-        return take_or_fill(of_batch, self.sources, 0)
+            return batch_tensor[self.first : self.last]
+        return take_or_fill(batch_tensor, self.sources, 0)
 
 
 @dataclass(frozen=True)
@@ -83,14 +83,14 @@ class SliceKey(NamedTuple):
 
 
 class SharedSlice(Protocol):
-    """A slice of a table that several `TableGroups` read; another one may own its memory."""
+    """A slice of a table that several `TableGroups` read; `groups` owns its memory."""
 
     groups: TableGroups
     joint: JointStep
 
     @property
     def is_joint(self) -> bool:
-        """Return whether backward makes joint steps."""
+        """Return whether backward makes one update for all lookups of the slice."""
 
     @property
     def module(self) -> TableModule:
@@ -108,7 +108,7 @@ class TableGroups(nn.Module):
     """Look up units, each of which reads one slice of a table, and pool their bags.
 
     Slices that differ in storage, dtype or optimizer are in different modules. `forward` takes the
-    units sorted by module, in the order `order`; with only one module it is one call of it.
+    units sorted by module, in the order `order`; if there is one module, it just calls it.
 
     `handles[i]` has the parameters of slice i, views of its module's memory; `views(i)` has its
     optimizer states as well. The modules are not submodules, and there is no state dict: the
@@ -122,11 +122,12 @@ class TableGroups(nn.Module):
             the parameters, for an optimizer of torch.optim.
         device: device of the tables; None is torch's default device.
         seeds: seeds of the initial values, by table; None draws them from torch's generator. With
-            equal seeds initial values do not depend on how a table is sharded. For a hash table it
-            is the seed of the hash, unless its storage has one.
-        bags: SUM or MEAN. For slices of rows or columns of a table it must be SUM: the caller
-            adds the slices up and divides.
-        shared: slices that other groups read too; these have their own memory and optimizer.
+            equal seeds initial values do not depend on how a table is sharded. The seed of a hash
+            table is that of its hash, unless its storage has one.
+        bags: pooling of the bags, SUM or MEAN. It must be SUM for slices of rows or columns of a
+            table: the caller adds the slices up and divides.
+        shared: slices that other groups read too; their memory and optimizer are in
+            `SharedSlice.module`.
 
     Attributes:
         order: the units in the order of `forward`.
@@ -134,12 +135,12 @@ class TableGroups(nn.Module):
         column_of: first output column of each unit.
         dims: number of columns of each unit.
         groups: the modules, with the units of each; `active` are those that have units.
-        is_one: whether `forward` is one call of one module.
-        handles: module with the parameters of each slice.
+        is_one: whether `forward` just calls one module.
+        handles: one module per slice, with its parameters.
         seeds: seeds of the initial values, by table.
     """
 
-    _only: Any
+    _only_module: Any
 
     def __init__(
         self,
@@ -170,15 +171,16 @@ class TableGroups(nn.Module):
             self.slices, self.reads, optimizer, self.pooling, {key.table for key in self._shared}
         )
         self._prefetched: list[tuple[Tensor, list[GroupInput]]] = []
-        self._lock = (
-            ModuleLock()
-        )  # prefetched batches must have the same order here and in the modules
-        self._table_modules = [self._make(g, self.device) for g in range(len(self._groupings))]
-        self._lay_out()
+        # Prefetched batches must have the same order here and in the modules.
+        self._lock = ModuleLock()
+        self._table_modules = [
+            self._make_table_module(g, self.device) for g in range(len(self._groupings))
+        ]
+        self._assign_columns()
         self._make_handles()
         self._bind()
 
-    def _make(self, number: int, device: torch.device) -> TableModule:
+    def _make_table_module(self, number: int, device: torch.device) -> TableModule:
         grouping = self._groupings[number]
         slices = [self.slices[s] for s in grouping.slices]
         shared = self._shared.get(SliceKey.of(slices[0]))
@@ -189,7 +191,7 @@ class TableGroups(nn.Module):
         make = slices[0].storage.make_module
         return make(slices, reads, grouping.optimizer, self.pooling, seeds, device)
 
-    def _lay_out(self) -> None:
+    def _assign_columns(self) -> None:
         self.order = [u for grouping in self._groupings for u in grouping.units]
         self.dims = [self.slices[s].dim for s in self.reads]
         self.column_of = [0] * len(self.reads)
@@ -231,11 +233,12 @@ class TableGroups(nn.Module):
         self._views = parameters.registered(
             module for _, handle in self.own_handles() for module in handle.checked_modules()
         )
-        # Not `self._only = ...`, which would make it a child of this module.
-        object.__setattr__(self, "_only", self.active[0].module if self.is_one else None)
+        # `self._only_module = ...` would make it a child of this module.
+        only_module = self.active[0].module if self.is_one else None
+        object.__setattr__(self, "_only_module", only_module)
 
     def own_handles(self) -> list[tuple[int, TableHandle]]:
-        """Return the handles of slices that are not shared, with the numbers of the slices."""
+        """Return (index of the slice, handle) of each slice that is not shared."""
         return [
             (s, handle)
             for s, handle in enumerate(self.handles)
@@ -243,7 +246,7 @@ class TableGroups(nn.Module):
         ]
 
     def replace_handle(self, slice_index: int, handle: TableHandle) -> None:
-        """Replace the handle of a slice."""
+        """Replace the handle of a slice, and bind it to the memory."""
         self.handles[slice_index] = handle
         self._bind()
 
@@ -274,8 +277,8 @@ class TableGroups(nn.Module):
                 rank unit after unit, for each the rows of its bags.
             id_counts: number of ids of each group that has units. None reads them from `offsets`,
                 which makes the host wait for a GPU where there are several groups.
-            use_counts: int64 `[L]`, the number of uses that each id stands for, where ids were
-                deduplicated; for tables that count uses.
+            use_counts: int64 `[L]`, number of uses that each id stands for, if ids were
+                deduplicated; only tables that count uses read it.
 
         Returns:
             `[B, output_dim]` or `[L, D]` in `output_dtype`. Unpooled units of different dims are
@@ -284,10 +287,12 @@ class TableGroups(nn.Module):
         Raises:
             RuntimeError: a parameter of a table was replaced.
         """
-        if self._only is not None:
+        if self._only_module is not None:
             parameters.check_registered(self._views)
-            counted = {} if use_counts is None else _counted(self.active[0], use_counts)
-            out: Tensor = self._only(ids, offsets, weights, batch_sizes=batch_sizes, **counted)
+            counts = {} if use_counts is None else _count_argument(self.active[0], use_counts)
+            out: Tensor = self._only_module(
+                ids, offsets, weights, batch_sizes=batch_sizes, **counts
+            )
             return out
         outs = self.outputs(
             ids,
@@ -329,10 +334,12 @@ class TableGroups(nn.Module):
         for group_input in inputs:
             info, sizes = group_input.info, group_input.batch_sizes
             scales = None if weights is None else group_input.part_of(weights)
-            counted = {} if use_counts is None else _counted(info, group_input.part_of(use_counts))
+            counts = {}
+            if use_counts is not None:
+                counts = _count_argument(info, group_input.part_of(use_counts))
             outs.append(
                 info.module(
-                    group_input.ids, group_input.offsets, scales, batch_sizes=sizes, **counted
+                    group_input.ids, group_input.offsets, scales, batch_sizes=sizes, **counts
                 )
             )
         return outs
@@ -377,19 +384,19 @@ class TableGroups(nn.Module):
 
         These are `weight` `[rows, dim]` and the states by name, `[rows, dim]` or `[rows]`; of a
         tensor train `cores.0`, `cores.1`, ... and `<state>.0`, ..., and with a cache of rows
-        `cache.weight` and `cache.<state>`; of a hash table rows by slot;
-        of a quantised table `packed`. A cache is flushed and emptied first. The views
-        are invalid after the module moved.
+        `cache.weight` and `cache.<state>`; of a hash table rows by slot; of a quantised table
+        `packed`. A cache is flushed and emptied first. The views are invalid after the module
+        moved.
         """
         return self.handles[slice_index].views()
 
     def all_views(self) -> list[dict[str, Tensor]]:
         """Return the `views` of every slice."""
-        owned = {self._locations[s][0] for s, _ in self.own_handles()}
-        by_group = {g: self._storage_of(g).views(self._table_modules[g]) for g in owned}
+        own_groups = {self._locations[s][0] for s, _ in self.own_handles()}
+        by_group = {g: self._storage_of(g).views(self._table_modules[g]) for g in own_groups}
         locations = (self._locations[s] for s in range(len(self.slices)))
         return [
-            by_group[g][k] if g in owned else self.handles[s].views()
+            by_group[g][k] if g in own_groups else self.handles[s].views()
             for s, (g, k) in enumerate(locations)
         ]
 
@@ -441,16 +448,17 @@ class TableGroups(nn.Module):
     ) -> None:
         """Load the rows of a later batch into the caches of the tables that have one.
 
-        For hash tables with a backing store, rows in the store are read into memory.
+        For hash tables with a backing store, rows in the store are read into memory. Without cached
+        tables this does nothing.
 
-        `forward` must get the same tensors, and batches in the same order, as with
-        `TableBatchedEmbeddingBags.prefetch`. Without cached tables this does nothing.
+        `forward` must get the same tensor objects, in the order of the prefetches, see
+        `TableBatchedEmbeddingBags.prefetch`.
         """
         cached = [info.module for info in self.active if is_cached(info.module)]
         if not cached:
             return
-        if self._only is not None:
-            self._only.prefetch(ids, offsets, batch_sizes=batch_sizes)
+        if self._only_module is not None:
+            self._only_module.prefetch(ids, offsets, batch_sizes=batch_sizes)
             return
         inputs = split(self.active, ids, offsets, batch_sizes, id_counts)
         with self._lock:
@@ -462,14 +470,14 @@ class TableGroups(nn.Module):
             self._prefetched.append((ids, inputs))
 
     def _take_prefetched(self, ids: Tensor) -> list[GroupInput] | None:
-        """Remove and return the inputs of a prefetched batch, which is known by its ids tensor."""
+        """Return the inputs of a batch that was prefetched with `ids`; drop earlier batches."""
         if not self._prefetched:
             return None
         with self._lock:
-            waiting = self._prefetched
-            for i, (prefetched, inputs) in enumerate(waiting):
+            prefetched_batches = self._prefetched
+            for i, (prefetched, inputs) in enumerate(prefetched_batches):
                 if prefetched is ids:
-                    del waiting[: i + 1]
+                    del prefetched_batches[: i + 1]
                     return inputs
         return None
 
@@ -488,7 +496,7 @@ class TableGroups(nn.Module):
         device = fn(torch.empty(0, device=self.device)).device
         for g, module in enumerate(self._table_modules):
             if self._storage_of(g).is_placeholder(module) and device.type != "meta":
-                self._table_modules[g] = self._make(g, device)
+                self._table_modules[g] = self._make_table_module(g, device)
                 self._table_modules[g].train(self.training)
             else:
                 module._apply(fn, recurse)
@@ -517,8 +525,8 @@ class TableGroups(nn.Module):
         return "\n".join(repr(module) for module in self._table_modules)
 
 
-def _counted(info: GroupInfo, use_counts: Tensor) -> dict[str, Tensor]:
-    """Return the keyword argument `counts` for a module that counts uses, else none."""
+def _count_argument(info: GroupInfo, use_counts: Tensor) -> dict[str, Tensor]:
+    """Return the keyword argument `counts` of a call, which only modules that count uses have."""
     return {"counts": use_counts} if info.storage.counts_uses else {}
 
 
@@ -534,13 +542,13 @@ def group(
     Each slice of a table in `shared` is a group of its own.
     """
     optimizers = [table_slice.config.optimizer or optimizer or NO_UPDATE for table_slice in slices]
-    for table_slice, own_optimizer in zip(slices, optimizers, strict=True):
+    for table_slice, slice_optimizer in zip(slices, optimizers, strict=True):
         if table_slice.config.name in shared:
             continue
-        if table_slice.config.rounding is not None and not autograd.is_fused(own_optimizer):
+        if table_slice.config.rounding is not None and not autograd.is_fused(slice_optimizer):
             raise ValueError(
                 f"rounding of {table_slice.config.name!r} is of updates that emblib makes, but "
-                f"{brief(own_optimizer)} leaves gradients to others: give the table or its "
+                f"{brief(slice_optimizer)} leaves gradients to others: give the table or its "
                 "collection one of emblib.optim, e.g. optim.SGD(lr=0.1), or leave rounding out"
             )
     keys: list[Hashable] = [
@@ -583,15 +591,15 @@ def split(
         splits = [0, *accumulate(id_counts)]
     inputs, unit = [], 0
     for g, info in enumerate(groups):
-        first_bag, end_bag = splits[g], splits[g + 1]
+        first_id, end_id = splits[g], splits[g + 1]
         group_offsets = offsets[ends[g] : ends[g + 1] + 1]
         sizes = None
         if batch_sizes is not None:
             sizes = batch_sizes[unit : unit + len(info.units)]
             unit += len(info.units)
-        group_offsets = group_offsets - first_bag if first_bag else group_offsets
+        group_offsets = group_offsets - first_id if first_id else group_offsets
         inputs.append(
-            GroupInput(info, first_bag, end_bag, ids[first_bag:end_bag], group_offsets, sizes)
+            GroupInput(info, first_id, end_id, ids[first_id:end_id], group_offsets, sizes)
         )
     return inputs
 
@@ -599,7 +607,7 @@ def split(
 def _split_captured(
     groups: Sequence[GroupInfo], ids: Tensor, offsets: Tensor, ends: Sequence[int]
 ) -> list[GroupInput]:
-    """Split a batch without reading its offsets: each group has padding before its ids."""
+    """Split a batch without reading its offsets: each group gets padding before its ids."""
     count, inputs = ids.numel(), []
     positions = torch.arange(count, device=ids.device)
     for info, (begin, end) in zip(groups, pairwise(ends), strict=True):
@@ -615,7 +623,7 @@ def _split_captured(
 def _bag_ends(
     groups: Sequence[GroupInfo], offsets: Tensor, batch_sizes: Sequence[Sequence[int]] | None
 ) -> list[int]:
-    """Return the first bag of each group, then the number of bags."""
+    """Return the first bag of each group, and the number of all bags at the end."""
     units = [0, *accumulate(len(info.units) for info in groups)]
     if batch_sizes is None:
         batch = (offsets.numel() - 1) // max(units[-1], 1)
@@ -630,18 +638,18 @@ def by_rank(
     outs: Sequence[Tensor],
     batch_sizes: Sequence[Sequence[int]],
 ) -> Tensor:
-    """Interleave outputs of batches of variable size, each ordered by rank, into one by rank."""
+    """Join the outputs of groups for variable batch sizes: rank after rank, group after group."""
     blocks, unit = [], 0
     for info, out in zip(groups, outs, strict=True):
         sizes = batch_sizes[unit : unit + len(info.units)]
         unit += len(info.units)
         widths = [dims[u] for u in info.units]
         lengths = [
-            sum(n * d for n, d in zip(rank_sizes, widths, strict=True))
+            sum(num_bags * dim for num_bags, dim in zip(rank_sizes, widths, strict=True))
             for rank_sizes in zip(*sizes, strict=True)
         ]
         blocks.append(out.split(lengths))
-    return torch.cat([block for of_rank in zip(*blocks, strict=True) for block in of_rank])
+    return torch.cat([block for rank_blocks in zip(*blocks, strict=True) for block in rank_blocks])
 
 
 class CachedModule(TableModule, Protocol):

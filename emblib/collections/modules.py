@@ -145,7 +145,7 @@ class TableCollection(nn.Module):
         return Pooling.SUM
 
     def _set_groups(self, groups: TableGroups) -> None:
-        """Install groups; register the handles first, so that parameters get tables' names."""
+        """Install groups; register the handles first, so that parameters have the tables' names."""
         handles = {c.name: h for c, h in zip(self.configs, groups.handles, strict=True)}
         for name in (self.handles_name, "groups"):
             self._modules.pop(name, None)
@@ -171,16 +171,16 @@ class TableCollection(nn.Module):
 
     # Batches
 
-    def _fits(self, features: Any) -> bool:
-        """Return whether a batch has exactly the features of `groups`, in their order."""
+    def _is_in_order(self, features: Any) -> bool:
+        """Return whether a batch has exactly the features of `groups`, in the same order."""
         return (
             isinstance(features, KeyedJaggedTensor) and features.keys() == self._features_in_order
         )
 
-    def _ordered(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """Select the features that tables read, in the order of `groups`."""
+    def _in_order(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        """Return the batch with only the features that tables read, in the order of `groups`."""
         batch = KeyedJaggedTensor.adopt(features)
-        keys, positions, on_device = self._permutation
+        keys, positions, gpu_positions = self._permutation
         if keys != batch.keys():
             index = batch.index_per_key()
             missing_features = sorted(set(self._features_in_order) - index.keys())
@@ -189,12 +189,12 @@ class TableCollection(nn.Module):
                     "the batch must have the features of all tables: missing are "
                     f"{missing_features}, there are {batch.keys()}"
                 )
-            positions, on_device = [index[feature] for feature in self._features_in_order], None
+            positions, gpu_positions = [index[feature] for feature in self._features_in_order], None
         device = batch.device()
-        if device.type == "cuda" and (on_device is None or on_device.device != device):
-            on_device = torch.tensor(positions, device=device)  # a captured graph needs it
-        self._permutation = (list(batch.keys()), positions, on_device)
-        return batch.permute(positions, on_device if device.type == "cuda" else None)
+        if device.type == "cuda" and (gpu_positions is None or gpu_positions.device != device):
+            gpu_positions = torch.tensor(positions, device=device)  # a captured graph needs it
+        self._permutation = (list(batch.keys()), positions, gpu_positions)
+        return batch.permute(positions, gpu_positions if device.type == "cuda" else None)
 
     def _sample_weights(self, batch: KeyedJaggedTensor) -> Tensor:
         weights = batch.weights_or_none()
@@ -206,7 +206,7 @@ class TableCollection(nn.Module):
         return weights if weights.dtype is torch.float32 else weights.float()
 
     def _id_counts(self, batch: KeyedJaggedTensor) -> list[int] | None:
-        """Return the number of ids per group, if known on the host."""
+        """Return the number of ids per group; None if the host does not know it or needs none."""
         lengths = batch.length_per_key_or_none()
         active = self.groups.active
         if lengths is None or len(active) == 1:
@@ -314,9 +314,9 @@ class TableCollection(nn.Module):
             groups = self._make_groups(old_groups.device, old_groups.seeds)
         groups.set_output_dtype(old_groups.output_dtype)
         for s, handle in groups.own_handles() if old_groups.device.type != "meta" else ():
-            part, source = groups.slices[s], old_groups.handles[s]
-            block = (0, 1) if part.storage.is_keyed else None
-            part.storage.copy_slice(part, source, handle, block)
+            table_slice, source = groups.slices[s], old_groups.handles[s]
+            block = (0, 1) if table_slice.storage.is_keyed else None
+            table_slice.storage.copy_slice(table_slice, source, handle, block)
             if has_hyperparams(handle.module) and has_hyperparams(source.module):
                 handle.module.load_hyperparams(source.module.hyperparams)
         groups.adopt(old_groups)
@@ -326,9 +326,8 @@ class TableCollection(nn.Module):
     def quantized(self, bits: int | Mapping[str, int] = 8) -> Self:
         """Return a collection for inference with the same rows, quantised.
 
-        Hash tables are copied unchanged. The new collection is in evaluation mode. No initial
-        values are drawn for it, and `init_fn` is not called. Besides this collection, the memory of
-        the result and of one block of 65,536 rows is needed.
+        Hash tables are copied unchanged. The new collection is in evaluation mode; `init_fn` is not
+        called. Besides this collection, it needs memory for the result and for 65,536 rows.
 
         Args:
             bits: bits per stored value, 8 or 4, for all tables; or a mapping from table name to
@@ -374,7 +373,7 @@ class TableCollection(nn.Module):
                 handle.load_state_dict(source_handle.state_dict())
 
     def _like(self, configs: Sequence[Any]) -> Self:
-        """Return a collection of other tables with the options of this one."""
+        """Return a new collection with other tables and the options of this one."""
         raise NotImplementedError
 
     # Fused optimizers, see emblib.collections.optimizers.HasFusedTables
@@ -414,8 +413,8 @@ class EmbeddingBagCollection(TableCollection):
 
     State dicts have `embedding_bags.<table>.weight` for a dense table, `.cores.<k>` for a tensor
     train, with a cache of rows `.cache.<name>` and `.counts.<name>` too, and `.keys`, `.weight` and
-    other entries by key for a hash table. The states of fused optimizers are saved with
-    `FusedOptimizer`, those of hash tables and of stored rows of a cache with the keys.
+    other entries by key for a hash table. States of fused optimizers are in the state dict of
+    `FusedOptimizer`; those of hash tables and cached rows are saved with the keys.
 
     Args:
         tables: configurations of the tables; the columns of the output follow their order.
@@ -423,7 +422,7 @@ class EmbeddingBagCollection(TableCollection):
         is_weighted: whether batches have weights, which scale the rows.
         optimizer: optimizer of `emblib.optim` for tables whose configuration has none. None leaves
             dense gradients on the parameters, for an optimizer of `torch.optim`.
-        shared: tables that other collections read too; those that `tables` names are read.
+        shared: tables that other collections read too; this one reads those that `tables` names.
         bounds_check: reaction to invalid ids and lengths, see `BoundsCheck`.
 
     Example:
@@ -465,7 +464,7 @@ class EmbeddingBagCollection(TableCollection):
         super()._set_groups(groups)
         self._names = [unit.name for unit in self._units]
         self._columns = list(groups.dims)
-        means = [self._divides(unit) for unit in self._units]
+        means = [self._needs_division(unit) for unit in self._units]
         in_order = groups.order == list(range(len(self._units)))
         self._arrangement = None if in_order and not any(means) else _ColumnOrder(groups, means)
 
@@ -482,9 +481,9 @@ class EmbeddingBagCollection(TableCollection):
             ValueError: the collection is weighted and the batch is not, or features differ in their
                 bags and the batch has no inverse indices.
         """
-        batch = features if self._fits(features) else self._ordered(features)
+        batch = features if self._is_in_order(features) else self._in_order(features)
         if batch.variable_stride_per_key():
-            return KeyedTensor(self._names, self._columns, self._expanded(batch))
+            return KeyedTensor(self._names, self._columns, self._expand(batch))
         groups = self.groups
         weights = self._sample_weights(batch) if self._weighted else None
         if groups.is_one:
@@ -496,13 +495,13 @@ class EmbeddingBagCollection(TableCollection):
             out = self._arrangement(out, batch)
         return KeyedTensor(self._names, self._columns, out)
 
-    def _divides(self, unit: TableFeature) -> bool:
-        """Return whether a feature's sums must be divided after the lookup to give means."""
+    def _needs_division(self, unit: TableFeature) -> bool:
+        """Return whether the sums of a feature must be divided after the lookup, to give means."""
         is_mean = self.configs[unit.table].pooling is Pooling.MEAN
         return is_mean and self.groups.pooling is Pooling.SUM
 
-    def _expanded(self, batch: KeyedJaggedTensor) -> Tensor:
-        """Expand the output of features with different numbers of bags by the inverse indices."""
+    def _expand(self, batch: KeyedJaggedTensor) -> Tensor:
+        """Look up features with different numbers of bags; expand them by the inverse indices."""
         strides, groups = batch.stride_per_key(), self.groups
         weights = self._sample_weights(batch) if self._weighted else None
         out = groups(
@@ -519,7 +518,7 @@ class EmbeddingBagCollection(TableCollection):
         features: list[Tensor] = [out] * len(dims)
         for position, u in enumerate(groups.order):
             unit, block = self._units[u], blocks[position].view(-1, dims[position])
-            if self._divides(unit):
+            if self._needs_division(unit):
                 block = block / lengths[position].clamp(min=1).unsqueeze(1)
             if inverse is not None:
                 block = block.index_select(0, inverse[keys[unit.feature]])
@@ -545,7 +544,7 @@ class EmbeddingBagCollection(TableCollection):
 
 
 def _inverse_of(batch: KeyedJaggedTensor) -> tuple[dict[str, int], Tensor | None]:
-    """Return {feature: row in the inverse indices}, and the indices `[F, B]`, or None."""
+    """Return {feature: row of the inverse indices}, and the indices `[F, B]`; else ({}, None)."""
     inverse = batch.inverse_indices_or_none()
     if inverse is not None:
         return {key: row for row, key in enumerate(inverse[0])}, inverse[1]
@@ -560,40 +559,40 @@ def _inverse_of(batch: KeyedJaggedTensor) -> tuple[dict[str, int], Tensor | None
 class _ColumnOrder:
     """Reorder the columns of a lookup by configuration, and divide means.
 
-    It is one pass of `emblib.ops.route.combine` over `[B, columns]`, whose descriptors are cached
-    for the last batch size.
+    One pass of `emblib.ops.route.combine` over `[B, columns]` does both. Its descriptors depend on
+    the batch size, and are cached for the last one.
     """
 
     def __init__(self, groups: TableGroups, means: Sequence[bool]) -> None:
         columns, column = groups.output_dim, 0
-        position_of = {u: place for place, u in enumerate(groups.order)}
+        position_of = {u: position for position, u in enumerate(groups.order)}
         targets, pieces = [], []
         for u, dim in enumerate(groups.dims):
-            bags = position_of[u] if means[u] else -1
-            targets.append((column, columns, 0, dim, u, u + 1, bags))
+            bag_position = position_of[u] if means[u] else -1
+            targets.append((column, columns, 0, dim, u, u + 1, bag_position))
             pieces.append((groups.column_of[u], columns, -1))
             column += dim
-        self._columns, self._divides = columns, any(means)
+        self._columns, self._divides_means = columns, any(means)
         self._targets = torch.tensor(targets, dtype=torch.int64).view(-1, len(TargetColumn))
         self._pieces = torch.tensor(pieces, dtype=torch.int64).view(-1, len(PieceColumn))
-        self._batch_tables: tuple[int, Tensor, Tensor] | None = None
+        self._last_descriptors: tuple[int, Tensor, Tensor] | None = None
 
-    def _tables(self, batch: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        tables = self._batch_tables
-        if tables is None or tables[0] != batch or tables[1].device != device:
+    def _descriptors(self, batch: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        last = self._last_descriptors
+        if last is None or last[0] != batch or last[1].device != device:
             targets = self._targets.clone()
             targets[:, TargetColumn.ROWS] = batch
             divided = targets[:, TargetColumn.FIRST_BAG] >= 0
             targets[:, TargetColumn.FIRST_BAG] = torch.where(
                 divided, targets[:, TargetColumn.FIRST_BAG] * batch, -1
             )
-            tables = self._batch_tables = batch, targets.to(device), self._pieces.to(device)
-        return tables[1], tables[2]
+            last = self._last_descriptors = batch, targets.to(device), self._pieces.to(device)
+        return last[1], last[2]
 
     def __call__(self, out: Tensor, batch: KeyedJaggedTensor) -> Tensor:
         """Return `out` `[B, columns]` in the order of the configurations."""
-        targets, pieces = self._tables(out.shape[0], out.device)
-        lengths = batch.lengths() if self._divides else None
+        targets, pieces = self._descriptors(out.shape[0], out.device)
+        lengths = batch.lengths() if self._divides_means else None
         flat = route.combine(out.view(-1), targets, pieces, lengths, out.numel(), out.dtype)
         return flat.view(-1, self._columns)
 
@@ -610,7 +609,7 @@ class EmbeddingCollection(TableCollection):
         need_indices: whether the result has the ids as its weights.
         optimizer: optimizer of `emblib.optim` for tables whose configuration has none. None leaves
             dense gradients on the parameters, for an optimizer of `torch.optim`.
-        shared: tables that other collections read too; those that `tables` names are read.
+        shared: tables that other collections read too; this one reads those that `tables` names.
         bounds_check: reaction to invalid ids and lengths, see `BoundsCheck`.
 
     Example:
@@ -649,7 +648,7 @@ class EmbeddingCollection(TableCollection):
             KeyError: the batch lacks a feature of a table.
             RuntimeError: a parameter was replaced, as by `torch.func.functional_call`.
         """
-        batch = features if self._fits(features) else self._ordered(features)
+        batch = features if self._is_in_order(features) else self._in_order(features)
         vectors = self._vectors(batch)
         lengths = batch.lengths().split(batch.stride_per_key())
         ids: Sequence[Tensor | None] = [None] * len(vectors)

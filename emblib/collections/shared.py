@@ -35,13 +35,13 @@ from emblib.tables.reading import TableReading
 
 __all__ = ["SharedTable", "SharedTables", "duplicate_tables", "share_tables"]
 
-_READERS_CHOOSE = ("feature_names", "pooling", "optimizer")
+_CHOSEN_BY_READER = ("feature_names", "pooling", "optimizer")
 
 
 class SharedTables:
     """Tables for several collections: one memory, one optimizer state, one update per backward.
 
-    This is not a module: the model has the tables through the collections that read them.
+    It is not a module: the tables belong to a model through the collections that read them.
 
     Args:
         tables: configurations of the tables; features and pooling are those of the collections that
@@ -108,7 +108,7 @@ class SharedTables:
         """Return the tables that configurations name, by name.
 
         Raises:
-            ValueError: a configuration of this name is of another table.
+            ValueError: a configuration with the name of a shared table differs from it.
         """
         tables = {c.name: self._tables[c.name] for c in configs if c.name in self._tables}
         for config in configs:
@@ -143,7 +143,7 @@ class SharedTable:
         self._span = table_slice.rows, table_slice.columns
         self._readers: weakref.WeakSet[SharedReader] = weakref.WeakSet()
         self._check_optimizer()
-        self._set_groups(self._make(device, seeds))
+        self._set_groups(self._make_groups(device, seeds))
 
     def _check_optimizer(self) -> None:
         optimizer = self.config.optimizer
@@ -153,7 +153,7 @@ class SharedTable:
                 "one lookup pools them: leave global_decay out"
             )
 
-    def _make(self, device: Any, seeds: Any) -> TableGroups:
+    def _make_groups(self, device: Any, seeds: Any) -> TableGroups:
         table_slice = TableSlice(self.config, *self._span)
         return TableGroups([table_slice], [], pooled=False, device=device, seeds=seeds)
 
@@ -188,26 +188,26 @@ class SharedTable:
 
     @property
     def is_joint(self) -> bool:
-        """Return whether backward makes joint steps."""
+        """Return whether backward makes one update for all lookups."""
         return autograd.updates_in_backward(self.module.optimizer)
 
     def values(self) -> dict[str, Any]:
         """Return the configuration fields on which all readers must agree."""
-        names = (f.name for f in fields(TableConfig) if f.name not in _READERS_CHOOSE)
+        names = (f.name for f in fields(TableConfig) if f.name not in _CHOSEN_BY_READER)
         return {name: getattr(self.config, name) for name in names}
 
     def check_reader(self, config: TableConfig) -> None:
         """Raise ValueError if a configuration differs from this table."""
-        differs = {
+        differences = {
             name: (value, getattr(config, name))
             for name, value in self.values().items()
             if getattr(config, name) != value
         }
         if config.optimizer not in (None, self.config.optimizer):
-            differs["optimizer"] = (self.config.optimizer, config.optimizer)
-        if differs:
+            differences["optimizer"] = (self.config.optimizer, config.optimizer)
+        if differences:
             text = ", ".join(
-                f"{k} {expected!r}, not {got!r}" for k, (expected, got) in differs.items()
+                f"{k} {expected!r}, not {got!r}" for k, (expected, got) in differences.items()
             )
             raise ValueError(
                 f"table {config.name!r} is shared and has {text}: make the configuration with "
@@ -216,12 +216,12 @@ class SharedTable:
             )
 
     def set_optimizer(self, optimizer: Optimizer | None) -> None:
-        """Change the optimizer, for all collections; weights are kept, states are reset."""
+        """Change the optimizer for all collections; weights are kept, states are reset."""
         old_groups, config = self.groups, self.config
         self.config = replace(config, optimizer=optimizer)
         try:
             self._check_optimizer()
-            groups = self._make(old_groups.device, old_groups.seeds)
+            groups = self._make_groups(old_groups.device, old_groups.seeds)
         except Exception:
             self.config = config
             raise
@@ -257,7 +257,8 @@ class SharedTable:
         return {**self.__dict__, "_readers": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _readers=weakref.WeakSet())  # those of a copy add themselves
+        # The readers of a copy register themselves, see `SharedReader.__setstate__`.
+        self.__dict__.update(state, _readers=weakref.WeakSet())
 
 
 class SharedReader(nn.Module):
@@ -332,9 +333,9 @@ class SharedReader(nn.Module):
 
 
 class SharedEntry:
-    """The entry of a shared table in state dicts: saved and loaded once, under its first name.
+    """Rule by which a shared table is saved and loaded once per state dict, under its first name.
 
-    A collection asks for every name of the table. A copy or pickle is a new entry.
+    A collection asks it for every name of the table. A copy or unpickled entry has no records.
     """
 
     def __init__(self) -> None:
@@ -345,7 +346,7 @@ class SharedEntry:
         return type(self), ()
 
     def is_saved(self, destination: Any, key: str) -> bool:
-        """Return whether a state dict already has the table under another key; else note this key.
+        """Return whether a state dict has the table under another key; if not, record this key.
 
         Args:
             destination: the state dict.
@@ -368,8 +369,8 @@ class SharedEntry:
             key: key of the first parameter of the table in the state dict.
             value: the value at this key, if there is one.
             missing_keys: the keys that are missing so far.
-            errors: list of errors, which identifies a load; it gets one if the rows differ from
-                those at the first key.
+            errors: the list of errors of one `load_state_dict`, which identifies the load; an error
+                is appended if the rows differ from those at the first key.
         """
         previous = self._loading
         if previous is None or previous.errors is not errors or previous.key == key:
@@ -377,12 +378,12 @@ class SharedEntry:
             return False
         if value is None:
             return True
-        if previous.given is None:
+        if previous.value_ref is None:
             if previous.key in missing_keys:
                 missing_keys.remove(previous.key)
             self._loading = _FirstLoad(errors, key, weakref.ref(value))
             return False
-        first_value = previous.given()
+        first_value = previous.value_ref()
         if first_value is not None and not _are_equal(first_value, value):
             errors.append(
                 f"{key}: the state dict has other rows here than at {previous.key}, but both are "
@@ -393,11 +394,11 @@ class SharedEntry:
 
 
 class _FirstLoad(NamedTuple):
-    """The first load of a table in one `load_state_dict`, which is known by its list of errors."""
+    """The first load of a table in one `load_state_dict`, identified by its list of errors."""
 
     errors: Any
     key: str
-    given: Any
+    value_ref: Any  # weak reference to the value, None if the key was missing
 
 
 def _are_equal(first: Tensor, second: Tensor) -> bool:
@@ -455,13 +456,13 @@ def duplicate_tables(model: nn.Module) -> dict[str, list[str]]:
 def _duplicates(model: nn.Module) -> list[tuple[str, dict[str, Any]]]:
     """Return the names of tables that are not shared, and the collections by path."""
     collections: dict[tuple[str, int, int], dict[int, tuple[str, Any]]] = {}
-    for path, part in model.named_modules():
-        handles: Any = getattr(part, "handles", None)
-        for config in getattr(part, "configs", ()) if callable(handles) else ():
+    for path, submodule in model.named_modules():
+        handles: Any = getattr(submodule, "handles", None)
+        for config in getattr(submodule, "configs", ()) if callable(handles) else ():
             if isinstance(config, TableConfig):
                 key = (config.name, config.num_embeddings, config.embedding_dim)
-                table = _identity(part, handles(), config.name)
-                collections.setdefault(key, {}).setdefault(id(table), (path, part))
+                table = _identity(submodule, handles(), config.name)
+                collections.setdefault(key, {}).setdefault(id(table), (path, submodule))
     return [
         (name, dict(tables.values()))
         for (name, _, _), tables in collections.items()
@@ -470,7 +471,7 @@ def _duplicates(model: nn.Module) -> list[tuple[str, dict[str, Any]]]:
 
 
 def _identity(collection: Any, handles: Any, name: str) -> Any:
-    """Return an object that is equal for collections that read the same table."""
+    """Return an object that is the same for all collections that read the same table."""
     if isinstance(handles, dict):
         return handles[name]
     return getattr(collection, "shared", {}).get(name, collection)  # a sharded one
@@ -479,9 +480,9 @@ def _identity(collection: Any, handles: Any, name: str) -> Any:
 def share_tables(model: nn.Module, names: Iterable[str] | None = None) -> dict[str, list[str]]:
     """Replace separate tables of one name in several collections by one shared table.
 
-    For models written with separate tables, as those of TorchRec. Rows, optimizer state and
-    parameter of the first collection, in the order of the model, are kept. Call it before the model
-    is sharded or trained.
+    Use it for models with separate tables, as TorchRec's have. Rows, optimizer state and parameter
+    of the first collection, in the order of the model, are kept. Call it before the model is
+    sharded or trained.
 
     Args:
         model: model whose collections are changed in place.
@@ -491,9 +492,10 @@ def share_tables(model: nn.Module, names: Iterable[str] | None = None) -> dict[s
         For each table, the paths of the collections that share it.
 
     Raises:
-        KeyError: a name that no two collections have with equal sizes.
-        ValueError: a storage other than `Dense`; tables of a name that differ in their
-            configuration or optimizer; one whose steps would be lost. Nothing is changed then.
+        KeyError: no two collections have tables of this name with equal sizes.
+        ValueError: a storage other than `Dense`; tables of one name that differ in their
+            configuration or optimizer; a trained table whose rows would be lost. Nothing is changed
+            then.
         TypeError: a collection is sharded.
 
     Example:
@@ -511,18 +513,18 @@ def share_tables(model: nn.Module, names: Iterable[str] | None = None) -> dict[s
         raise KeyError(
             f"no two collections have tables {unknown}; duplicates are {sorted(duplicates)}"
         )
-    shared_tables = {name: _shared_by(name, duplicates[name]) for name in shared_names}
-    of_collection: dict[int, tuple[Any, dict[str, SharedTable]]] = {}
+    shared_tables = {name: _make_shared_table(name, duplicates[name]) for name in shared_names}
+    tables_by_collection: dict[int, tuple[Any, dict[str, SharedTable]]] = {}
     for name, table in shared_tables.items():
         for reader in duplicates[name].values():
-            of_collection.setdefault(id(reader), (reader, {}))[1][name] = table
-    for collection, _ in of_collection.values():
+            tables_by_collection.setdefault(id(reader), (reader, {}))[1][name] = table
+    for collection, _ in tables_by_collection.values():
         for config in collection.configs:
             config.storage.check_copied(config)
     for name, table in shared_tables.items():
         first_collection = next(iter(duplicates[name].values()))
         table.adopt(first_collection.handles()[name])
-    for collection, tables in of_collection.values():
+    for collection, tables in tables_by_collection.values():
         collection.read_shared(tables)
     return {name: list(duplicates[name]) for name in shared_names}
 
@@ -530,21 +532,21 @@ def share_tables(model: nn.Module, names: Iterable[str] | None = None) -> dict[s
 def _check_alike(first: TableConfig, second: TableConfig, first_path: str, path: str) -> None:
     """Raise ValueError for tables of one name that differ in more than features and pooling."""
     names = [f.name for f in fields(TableConfig) if f.name not in ("feature_names", "pooling")]
-    differs = [
+    differences = [
         f"{name} {getattr(first, name)!r} and {getattr(second, name)!r}"
         for name in names
         if getattr(first, name) != getattr(second, name)
     ]
-    if differs:
+    if differences:
         raise ValueError(
             f"the tables {first.name!r} of the collections {first_path!r} and {path!r} cannot be "
-            f"one, they have {', '.join(differs)}: make these equal, or leave this name out of "
+            f"one, they have {', '.join(differences)}: make these equal, or leave this name out of "
             "names="
         )
 
 
-def _shared_by(name: str, readers: Mapping[str, Any]) -> SharedTable:
-    """Construct the shared table for the tables of a name; rows are copied later."""
+def _make_shared_table(name: str, readers: Mapping[str, Any]) -> SharedTable:
+    """Construct the shared table for all tables of a name; the caller copies the rows."""
     table: SharedTable | None = None
     for path, collection in readers.items():
         if not callable(getattr(collection, "read_shared", None)):

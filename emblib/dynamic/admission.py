@@ -13,8 +13,8 @@ batch, is counted from zero again.
 2002): `depth` rows of `width` counters; a key has one counter per row, and its count is the
 smallest of them. A batch raises a counter at most to the new count of its keys. So a count may be
 too large, if other keys share all its counters, but never too small. Counters stop at the
-threshold. With `halve_every` each counter is halved once in that many batches, some in every batch,
-so that rare keys are forgotten.
+threshold. With `halve_every` each counter is halved once per that many batches, a few counters in
+every batch, so that old counts fade.
 
 The hash key of a table selects the counters of its keys, so keys that share counters cannot be
 constructed without the seed. State dicts have the hash keys with the counters, which are
@@ -53,7 +53,7 @@ class Missing(NamedTuple):
 
 
 def missing_of(ids: Tensor, misses: hash.Misses) -> Missing:
-    """Return the misses of a batch as keys; on a GPU padded to `[L]`.
+    """Return the missing keys of a batch; on a GPU padded to `[L]`.
 
     On the CPU there is no padding: the number of misses is known without a wait.
     """
@@ -229,7 +229,7 @@ class _Sketches(nn.Module):
         hash_keys: Sequence[int],
     ) -> None:
         super().__init__()
-        self._periods: list[tuple[int, int, int]] = []  # begin, end, counters a batch
+        self._periods: list[tuple[int, int, int]] = []  # begin, end, counters per batch
         # By table: begin, width, depth, threshold, hash key.
         layout = torch.zeros(len(specs) + 1, 5, dtype=torch.int64)
         begin, max_depth = 0, 0
@@ -247,7 +247,7 @@ class _Sketches(nn.Module):
         dtype = (
             torch.uint8 if max_depth < 2**8 else torch.int32 if max_depth < 2**31 else torch.int64
         )
-        # The last one takes what has no counter.
+        # Keys of tables without a sketch, and padding, use the last counter.
         counters = torch.zeros(begin + 1, dtype=dtype, device=device)
         self.register_buffer("counters", counters)
         self.register_buffer("batches", torch.zeros(1, dtype=torch.int64, device=device))
@@ -264,7 +264,7 @@ class _Sketches(nn.Module):
         unused = self.counters.numel() - 1
         cells = torch.where(rows < depth, begin + rows * width + column, unused)
         num_seen = torch.where(rows < depth, self.counters[cells].long(), threshold).amin(0)
-        # No sum above the threshold, which may wrap where counts are near the largest number.
+        # The minimum is taken before the sum, which would wrap for counts near the largest int64.
         more = torch.minimum(missing_keys.counts, threshold - num_seen)
         counts: Tensor = effects.once(torch.ops.aten.add.Tensor, num_seen, more)
         raised = counts.to(self.counters.dtype).expand(self.depth, -1)
@@ -273,7 +273,7 @@ class _Sketches(nn.Module):
         return counts
 
     def _fade(self, effects: Effects) -> None:
-        """Halve the counters whose turn this batch is."""
+        """Halve the counters that this batch must halve."""
         batches = effects.once(torch.ops.aten.clone.default, self.batches)
         for begin, size, slice_size in self._periods:
             turn = batches * slice_size % (slice_size * math.ceil(size / slice_size))
@@ -316,7 +316,7 @@ class _Sketches(nn.Module):
 
 
 class Admission(nn.Module):
-    """Decide which missing keys get a row, by how often they were seen.
+    """Decide which missing keys get a row, by the number of their uses.
 
     Args:
         specs: specs of the tables; those without `admission` admit every key.
@@ -343,7 +343,7 @@ class Admission(nn.Module):
         self.counter = _Counter(exact, specs, device, hash_keys) if exact else None
         self.sketches = _Sketches(sketched, specs, device, hash_keys) if sketched else None
         thresholds = [s.admission.threshold if s.admission else 0 for s in specs]
-        # Entries past the last miss have no table, and whether they may enter no meaning.
+        # The last threshold is that of padding, whose result is ignored.
         tensor = torch.tensor([*thresholds, 0], dtype=torch.int64, device=device)
         self.register_buffer("thresholds", tensor, persistent=False)
 
@@ -406,7 +406,7 @@ class Admission(nn.Module):
     def set_counts(self, table: int, keys: Tensor, counts: Tensor) -> None:
         """Replace the counts of a table; keys must be distinct.
 
-        Where there are more keys than the counter holds, those with the lowest counts are left out.
+        If there are more keys than the counter can hold, those with the lowest counts are left out.
         """
         self._counter_of(table).set_counts(self._exact_tables.index(table), keys, counts)
 

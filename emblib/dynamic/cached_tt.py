@@ -2,8 +2,8 @@
 
 A batch is split by a hash table from ids to stored rows: hits are looked up in the stored rows,
 misses in the tensor train, and the two outputs are added. Backward updates stored rows and cores
-separately. Training lookups count ids in a second hash table; `populate` chooses the most used ids,
-moves the values of leaving rows into the cores (or drops or spills them) and computes the new ones.
+separately. Training lookups count ids in a second hash table. `populate` chooses the most used ids,
+moves the values of rows that leave into the cores (or drops or spills them), and computes new ones.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class _Lookups(NamedTuple):
     """A batch split into lookups of cores and of stored rows.
 
     Attributes:
-        cold: int64 `[L]`, ids that the cores serve, -1 for the others.
+        cold: int64 `[L]`, ids whose rows are computed from the cores, -1 for the others.
         rows: int64 `[L]`, index of the id's stored row in its table, -1 for ids without one; empty
             if no rows are stored.
         counted: ids of all tables to count, -1 for none, in segments by feature.
@@ -99,9 +99,9 @@ class CachedTTEmbeddingBags(nn.Module):
         pooling: SUM, MEAN, or NONE for one vector per lookup.
         feature_tables: the table of each feature; by default feature i reads table i.
         init: initializer of the cores, as in `TableBatchedTTEmbeddingBags`.
-        precision: dtypes of cores and stored rows (`weights`), output and optimizer state, and how
-            updates are rounded, and how exact products of cores are on a GPU (`matmul`). Values
-            that move between rows and cores are rounded to nearest.
+        precision: dtypes of cores and stored rows (`weights`), output and optimizer state, rounding
+            of updates, and precision of products of cores on a GPU (`matmul`). Values that move
+            between rows and cores are rounded to nearest.
         bounds_check: reaction to invalid indices and offsets, see `BoundsCheck`.
         device: device of cores, cache and hash tables; not meta. Spilled rows are in host memory.
         include_last_offset: False for offsets without their last entry, the number of indices, as
@@ -179,10 +179,10 @@ class CachedTTEmbeddingBags(nn.Module):
         self._first_key = [0, *accumulate(spec.rows for spec in self.tables)]
         self._first_row = [0, *accumulate(self.stored_rows)]
         self._register_buffers(device)
-        self._since = [0] * len(self.tables)  # training lookups since the rows were chosen
-        self._choice = 0  # number of that choice
-        self._index_is_current = True  # whether `index` and `row_of_slot` are as `key_of_row` says
-        self._stores_rows = (0, False)  # a choice, and whether any rows were stored then
+        self._since = [0] * len(self.tables)  # training lookups since the last choice of rows
+        self._choice = 0  # number of the last choice of rows; backward checks it
+        self._index_is_current = True  # whether `index` and `row_of_slot` agree with `key_of_row`
+        self._stores_rows = (0, False)  # number of a choice, and whether it stored any rows
         self._step_offset: Tensor | None = None  # offset for skipped rows, see `_skip_rows`
         self.register_load_state_dict_post_hook(_restart_if_loaded)
 
@@ -209,7 +209,7 @@ class CachedTTEmbeddingBags(nn.Module):
             "key_bases": [self._first_key[t] for t in features],
             "ends": [self.tables[t].rows for t in features],
             "tables_of_features": list(features),
-            "segment_tables": [0 for _ in features],  # the index and the counts are one table each
+            "segment_tables": [0 for _ in features],  # index and counts have one table each
             "id_tables": [id_table_row(self.tables[t].rows) for t in features],
         }
 
@@ -306,7 +306,7 @@ class CachedTTEmbeddingBags(nn.Module):
         return out
 
     def _is_counted(self) -> bool:
-        """Return whether this lookup counts its ids; populate first, if it is time to.
+        """Return whether this lookup counts its ids; populate first if `every` lookups have passed.
 
         Raises:
             RuntimeError: backward repeats a lookup, and rows were replaced in between.
@@ -360,7 +360,7 @@ class CachedTTEmbeddingBags(nn.Module):
         if self._step_offset is not None:
             steps = self.trains.hyperparams[Hyper.STEP]
             self.rows.hyperparams[Hyper.STEP].copy_(steps + self._step_offset.to(steps))
-            if self._step_offset.is_cuda:  # it may be of the stream of a captured step
+            if self._step_offset.is_cuda:  # its memory may belong to the stream of a captured step
                 self._step_offset.record_stream(torch.cuda.current_stream(self._step_offset.device))
             self._step_offset = None
 
@@ -451,7 +451,7 @@ class CachedTTEmbeddingBags(nn.Module):
         self._populate(range(len(self.tables)) if table is None else [table])
 
     def _populate_in_time(self) -> None:
-        """Populate tables that have had `every` lookups since the last time, except frozen ones."""
+        """Populate tables with `every` lookups since they were populated, except frozen ones."""
         period = self.cache.every or math.inf
         frozen = self.trains.untrained
         due_tables = [
@@ -470,7 +470,7 @@ class CachedTTEmbeddingBags(nn.Module):
             is_of_table = (keys >= first_key) & (keys < end_key)
             self._populate_table(table, keys[is_of_table], uses[is_of_table])
             self._since[table] = 0
-        if self._has_stored_rows():  # which lookups in a CUDA graph cannot ask
+        if self._has_stored_rows():  # read it now: lookups in a CUDA graph cannot
             self._count_skipped_steps()
 
     def _populate_table(self, table: int, keys: Tensor, uses: Tensor) -> None:
@@ -480,7 +480,7 @@ class CachedTTEmbeddingBags(nn.Module):
         cached_keys = self._keys(table)
         new_keys = best[~torch.isin(best, cached_keys)]
         leaving = ((cached_keys >= 0) & ~torch.isin(cached_keys, best)).nonzero().squeeze(1)
-        if self._spills:  # only as many as there is no room for
+        if self._spills:  # only as many rows leave as host memory has no room for
             excess = max(len(new_keys) - int((cached_keys < 0).sum()), 0)
             leaving = least_used(cached_keys, leaving, keys, uses)[:excess]
         self._replace_rows(table, leaving, new_keys)
@@ -493,8 +493,8 @@ class CachedTTEmbeddingBags(nn.Module):
     def _replace_rows(self, table: int, leaving: Tensor, new_keys: Tensor) -> None:
         """Remove stored rows (`leaving`: indices in a table); store `new_keys` with core rows.
 
-        One native call changes cores, stored rows and their keys. The index is derived from them,
-        and is rebuilt if an interrupt comes before it is updated.
+        One native call changes cores, stored rows and their keys. The index is derived from the
+        keys, so the next lookup rebuilds it if an interrupt comes before it is updated.
         """
         if not len(leaving) and not len(new_keys):
             return
@@ -509,7 +509,7 @@ class CachedTTEmbeddingBags(nn.Module):
         keys_after[free] = new_keys
         ids = new_keys - self._first_key[table]
         new_rows = tt_projection.rows(self.tables[table], cores, ids) if len(new_keys) else None
-        self.rows.settle()  # what a cache has learned would be dropped by `overwriting`
+        self.rows.settle()  # `overwriting` would drop newer rows in the row cache
         if new_rows is not None:
             for name, view in self.rows.table_views()[table].items():
                 at = free.to(view.device)
@@ -625,7 +625,7 @@ class CachedTTEmbeddingBags(nn.Module):
             self._replace_rows(t, rows, self.key_of_row[:0])
             self._forget_counts(t)
         if table is None:
-            self.counts.clear()  # also counts of ids that no table has
+            self.counts.clear()  # including counts of ids that belong to no table
 
     def _forget_counts(self, table: int) -> None:
         """Remove the counted ids of a table."""
@@ -670,7 +670,7 @@ class CachedTTEmbeddingBags(nn.Module):
         self._count_skipped_steps()
         self.since.copy_(torch.tensor(self._since))
         since = state_dict.get(f"{prefix}since")
-        if isinstance(since, Tensor) and not since.dim():  # earlier versions: one for all tables
+        if isinstance(since, Tensor) and not since.dim():  # earlier versions had one for all tables
             state_dict[f"{prefix}since"] = since.expand(len(self.tables)).clone()
         stored = StoredTables(self.rows.table_names, self._first_key, self.rows.table_views())
         problems = [*stored.problems(state_dict, prefix)]

@@ -154,8 +154,8 @@ class Expiry:
 
     The choice depends only on the step, the number of training batches. A key of a table with `ttl`
     stays for at least `ttl` steps after its last use and at most an eighth longer, because every
-    bucket is searched once in max(1, ttl // 8) steps. Until it is removed the key can be found, and
-    a use renews it.
+    bucket is searched once per max(1, ttl // 8) steps. Until then lookups find the key, and a use
+    resets its age.
     """
 
     def __init__(self, specs: Sequence[DynamicSpec]) -> None:
@@ -190,7 +190,7 @@ class EvictionLog:
         if max_keys < 1:
             raise ValueError(f"an eviction log must keep at least one key, got {max_keys}")
         self._max_keys = max_keys
-        # By table ticks, keys, and the number of keys up to there since the log began.
+        # Per table: (tick, keys, number of keys since the log began, including these).
         self._logs: list[deque[tuple[int, Tensor, int]]] = [deque() for _ in range(num_tables)]
         self._complete_from = [tick] * num_tables
         self._expected: dict[int, int] = {}  # by table the tick of keys that are not recorded yet

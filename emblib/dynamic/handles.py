@@ -1,4 +1,4 @@
-"""Handles: one object per dynamic table, for everything but lookups, wherever the table lives.
+"""Handles: one object per dynamic table, for everything but lookups, wherever its shards are.
 
 `table_handles()["user"]` of a `DynamicEmbeddingBags`, of a collection, of a sharded collection or
 of a model is a `DynamicTable`. It reaches the table through its shards: a table in one process has
@@ -60,7 +60,7 @@ class TableChanges(NamedTuple):
     """The changes of a table since a training step.
 
     Attributes:
-        since: the step from which on used entries and removed keys are here.
+        since: first step of the changes.
         until: the step to pass as `since` the next time.
         entries: keys used at `since` or later, with their rows.
         removed: keys that left since then, evicted, expired or erased; int64.
@@ -78,10 +78,10 @@ class TableChanges(NamedTuple):
 class DynamicTable:
     """A dynamic table as a whole, wherever its shards are.
 
-    If the table is sharded over several ranks, all ranks call a method together (except the setters
-    and properties, which do not communicate but must be used alike on all ranks), and an error
-    on one rank is raised on all. Each rank passes any keys, possibly none, and gets answers for its
-    own keys. Results about the whole table are equal on all ranks. `local` acts on the shards of
+    If the table is sharded over several ranks, methods are collectives: all ranks call them, and an
+    error on one rank is raised on all. (Setters and properties do not communicate, but must be used
+    in the same way on all ranks.) Each rank passes any keys, possibly none, and gets answers for
+    these keys. Results about the whole table are equal on all ranks. `local` acts on the shards of
     this rank alone.
 
     Get a handle with `tables[name]`, after the model has its optimizers and is sharded.
@@ -119,7 +119,7 @@ class DynamicTable:
         return sum(self._everywhere("size", dynamic_state.size))
 
     def capacity(self) -> int:
-        """Return the number of rows in use, as the table has grown, without a backing store."""
+        """Return the current number of rows, which grows; those in a backing store do not count."""
         return sum(self._everywhere("capacity", dynamic_state.capacity))
 
     def stats(self) -> dict[str, int]:
@@ -209,7 +209,7 @@ class DynamicTable:
         return scores[0] if scores else None
 
     def track_evictions(self, max_keys: int = 1 << 24) -> None:
-        """Record which keys leave from now on, at most `max_keys` per shard; on all ranks.
+        """Record keys that leave from now on, at most `max_keys` per shard; call it on all ranks.
 
         Tables of one module are tracked together.
         """
@@ -229,9 +229,9 @@ class DynamicTable:
     # Content
 
     def entries(self, since: int | None = None) -> Entries:
-        """Return the entries, all or those used at training step `since` or later, as copies.
+        """Return copies of the entries: all, or those used at training step `since` or later.
 
-        Of a sharded table every rank gets all entries; `local.entries()` are those of this rank,
+        Every rank gets all entries of a sharded table; `local.entries()` are those of this rank,
         and `save` writes a table of any size.
         """
         shard_entries = self._everywhere(
@@ -240,7 +240,7 @@ class DynamicTable:
         return _on_cpu(concatenate(shard_entries)) if shard_entries else _no_entries()
 
     def set_entries(self, entries: Entries) -> Loaded:
-        """Replace the entries; every shard takes its own, so pass all of them on all ranks.
+        """Replace the entries; pass all of them on all ranks, every shard takes those it owns.
 
         Raises:
             ValueError: entries that do not fit; then nothing is changed.
@@ -260,8 +260,8 @@ class DynamicTable:
     def changes_since(self, step: int) -> TableChanges:
         """Return the entries used at training step `step` or later, and the keys that left.
 
-        Of a sharded table every rank gets all of them; `save(directory, since=step)` writes them
-        instead, each rank its own.
+        Every rank gets those of all shards; `save(directory, since=step)` instead writes them, each
+        rank its own.
 
         Raises:
             RuntimeError: `track_evictions` was not called.
@@ -334,11 +334,11 @@ class DynamicTable:
         return min(self._by_number("save", of_shard), default=0)
 
     def load(self, directory: str | Path, report: Report | None = None) -> Loaded:
-        """Load what `save` wrote, of any number of shards; changes are applied.
+        """Load what `save` wrote with any number of shards; apply it if it is a dump of changes.
 
-        A dump of a module with this table is read as well. Everything is checked on all ranks
-        before the first shard is changed. The numbers of the optimizer are taken from the dump if
-        it has made more steps, because tables of one module share them.
+        A dump of a module with this table is accepted as well. Everything is checked on all ranks
+        before the first shard is changed. The hyperparameters, which tables of one module share,
+        are loaded only if the dump has made more steps.
 
         Raises:
             DumpError: there is no whole dump, or it is damaged.
@@ -434,7 +434,7 @@ class DynamicTable:
         default: bool | int,
         values: Tensor | None = None,
     ) -> Tensor:
-        """Ask the owner of each key; keys that no shard here owns get `default`.
+        """Return the answer of the shard that owns each key; `default` if no shard here owns it.
 
         `answer(state, table index, keys[, values])` is called for the keys of each shard.
         """
@@ -561,7 +561,7 @@ class DynamicTables(Mapping[str, DynamicTable]):
         """Return the handle of a table.
 
         Raises:
-            KeyError: there is no such dynamic table; the message says which there are.
+            KeyError: there is no such dynamic table; the message lists those that exist.
         """
         table = self._tables.get(name) or self._by_path.get(name)
         if table is None:

@@ -80,7 +80,7 @@ class KeyStatus(IntEnum):
     REFUSED       rejected: all slots of its buckets hold keys of this batch, keys
                   that rank above it, or keys that are never evicted
     NOT_ADMITTED  not seen often enough yet
-    ABSENT        not in the batch, where single keys are asked for
+    ABSENT        not in the batch, in queries of single keys
     ============  =================================================================
 
     All positions of a batch that hold one key have the same status.
@@ -112,7 +112,7 @@ def of_insertion(inserted: InsertedBatch) -> Tensor:
 
 
 class LastBatch(NamedTuple):
-    """The last training batch: its keys, their status, and the version of the ids' tensor."""
+    """The last training batch: its keys and their status, and the version of the tensor of ids."""
 
     inserted: InsertedBatch
     keys: Keys

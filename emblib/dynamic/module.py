@@ -2,7 +2,7 @@
 
 The module owns a `DynamicState` (index, rows, admission, scores, eviction log, backing store). A
 training forward makes keys of the ids, inserts them, looks up the slots like rows of a dense table,
-and keeps a `TrainingUpdate`, with which backward finds the rows again. Queries, eviction, saving
+and stores a `TrainingUpdate`, with which backward finds the rows again. Queries, eviction, saving
 and loading are functions of the state, called by the methods here.
 """
 
@@ -66,18 +66,17 @@ class DynamicEmbeddingBags(FusedTables):
     device and any number of threads.
 
     Args:
-        tables: capacity, dim and rules of each table; all must agree in eviction and insert_policy,
-            which `backing` sets.
+        tables: capacity, dim and rules of each table; all must agree in `eviction` and
+            `insert_policy`; with `backing` its mode determines the latter.
         optimizer: optimizer of `emblib.optim`. None leaves dense gradients for an optimizer of
             `torch.optim`.
-        backing: the store behind the tables, which belongs to this module alone; None for none.
+        backing: store behind the tables, which must not be used by another module; None has none.
         pooling: SUM, MEAN, or NONE for one vector per lookup (needs one dim for all features).
         feature_tables: the table of each feature; by default feature i reads table i.
         precision: dtypes of weights, output and optimizer state, and how updates are rounded.
-        seed: seed of the initial values of rows and of the hash of keys, in [0, 2^63). Where
-            untrusted parties choose keys, a secret seed keeps them from filling a few buckets.
-            None: initial values are those of seed 0, and the seed of the hash is drawn from torch's
-            generator.
+        seed: seed of the initial values of rows and of the hash of keys, in [0, 2^63). If untrusted
+            parties choose keys, a secret seed keeps them from filling a few buckets. None uses seed
+            0 for initial values, and draws the seed of the hash from torch's generator.
         device: device of the tables and their lookups; None is torch's default device.
         include_last_offset: False for offsets without their last entry, the number of indices, as
             `nn.EmbeddingBag` takes them.
@@ -85,7 +84,7 @@ class DynamicEmbeddingBags(FusedTables):
 
     Raises:
         BlockingIOError: the store is open elsewhere.
-        ValueError: arguments that do not fit each other; the store holds other tables.
+        ValueError: inconsistent arguments, or a store that has other tables.
 
     Example:
         >>> table = emblib.DynamicSpec(capacity=1_000, dim=16, name="item")
@@ -173,7 +172,7 @@ class DynamicEmbeddingBags(FusedTables):
 
     def _bind_state(self) -> None:
         """Point the state at the module's current tensors."""
-        self._calls = None  # which would keep the memory on another device
+        self._calls = None  # it has references to the memory on another device
         state, this_module = self.state, weakref.ref(self)
         state.weights, state.optimizer_states = self.weights, self._states()
         state.moves, state.hyperparams = self.moves, self.hyperparams
@@ -187,7 +186,7 @@ class DynamicEmbeddingBags(FusedTables):
         state.adopt_hyperparams = adopt_hyperparams
 
     def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
-        """Register a parameter, and tell the state."""
+        """Register a parameter; `weights` is passed on to the state, which uses it too."""
         super().register_parameter(name, param)
         if name == "weights" and param is not None:
             self.state.weights = param
@@ -249,10 +248,10 @@ class DynamicEmbeddingBags(FusedTables):
 
     @atomic
     def track_optimizer_state(self, optimizer: torch.optim.Optimizer) -> None:
-        """Reset the states that `optimizer` keeps for `weights` in the rows of new keys.
+        """Have the states of `optimizer` for `weights` reset in the rows of new keys.
 
-        For `optim.External`: an optimizer of torch.optim knows rows, not keys, so without this a
-        new key continues with the states of the key that had its row before.
+        It is meant for `optim.External`: an optimizer of torch.optim knows rows, not keys, so
+        without this a new key continues with the states of the evicted key that had its row.
 
         Raises:
             ValueError: the weights are not one matrix `[rows, dim]`, or not the optimizer's.
@@ -289,8 +288,8 @@ class DynamicEmbeddingBags(FusedTables):
             per_sample_weights: float32 `[L]`, scales each row; gets a gradient if it requires one.
             batch_sizes: bags per feature and rank, as in `TableBatchedEmbeddingBags`, for features
                 of unequal batch sizes.
-            counts: int64 `[L]`, the number of uses that each lookup stands for, where ids were
-                deduplicated before; by default 1 each. Eviction by counts and admission use it.
+            counts: int64 `[L]`, number of uses that each lookup stands for, if ids were
+                deduplicated; None is 1 each. Eviction by counts and admission use it.
 
         Raises:
             RuntimeError: wrong dtype, device or number of offsets; offsets that would leave out
@@ -329,8 +328,8 @@ class DynamicEmbeddingBags(FusedTables):
         bag_layout, columns = None, self.output_dim
         if batch_sizes is not None:
             bag_layout, columns = self.layout_of_bags(offsets, batch_sizes, ids.device)
-        # Every id is valid: zeros pass the check in their place. Padding has ids of -1, which pass
-        # it before the first bag too.
+        # Every id is valid, so only the offsets are checked, with zeros as ids. In padded batches
+        # it is -1, which the check accepts before the first bag too.
         valid = torch.full_like(ids, -1) if is_padded() else self._zeros_like(ids)
         message, features = _OFFSETS_MESSAGE, self.features
         offsets = check_bounds(
@@ -351,7 +350,7 @@ class DynamicEmbeddingBags(FusedTables):
 
     def _zeros_like(self, ids: Tensor) -> Tensor:
         """Return int32 zeros, one per id; those of the last batch if it had as many."""
-        if torch.compiler.is_exporting():  # for any number of ids
+        if torch.compiler.is_exporting():  # zeros of the last batch would fix the number of ids
             return torch.zeros_like(ids, dtype=torch.int32)
         zeros, count = self._zeros, ids.numel()
         if zeros.numel() != count or zeros.device != ids.device:
@@ -390,7 +389,7 @@ class DynamicEmbeddingBags(FusedTables):
             training.check_replicas(self.state.index.tags, self.weights)
         update = training.insert_or_repeat(self.state, keys, counts, running)
         batch, memory, dtype = update.reads.put_into(batch), calls.tiers, self.output_dtype
-        if not torch.is_grad_enabled():  # a repetition will have gradients
+        if not torch.is_grad_enabled():  # the repetition by checkpointing has gradients
             return autograd.lookup_no_grad(memory.weights, batch, sample_weights, dtype)
         if calls.take(batch, sample_weights):
             return look_up(self.grad_anchor, calls, batch, update, sample_weights, dtype)
@@ -476,7 +475,7 @@ class DynamicEmbeddingBags(FusedTables):
         *,
         batch_sizes: Sequence[Sequence[int]] | None = None,
     ) -> None:
-        """Read the rows of a coming batch that are in the backing store, in another thread.
+        """Read the rows of a later batch that are in the backing store, in another thread.
 
         This changes no result and moves no row between the tiers.
         """
@@ -539,7 +538,7 @@ class DynamicEmbeddingBags(FusedTables):
         state = self.state
         rows = self.rows.snapshot(state.row_buffers, state.capacities())
         self.index = state.index = state.index.copy_to(device)
-        # Memory that is reserved and not in use would be taken by a copy.
+        # A copy would allocate the reserved memory too, so only the rows in use are copied.
         self._set_row_buffers([buffer.new_empty(0) for buffer in state.row_buffers])
         state.last_batch = None
         super()._apply(fn)

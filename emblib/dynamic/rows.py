@@ -1,9 +1,9 @@
 """Rows of dynamic tables: weights and optimizer states by slot of the index.
 
-Weights are one flat tensor, and so is each optimizer state; such a tensor is a row buffer. It has
-the tables one after the other, each with room for its capacity, of which the rows of the index's
-slots are in use (see `emblib.tables.memory`). Dense tables have the same layout, so the ops of
-`emblib.ops.tbe` look up and update rows.
+Weights are one flat tensor, and so is each optimizer state; such a tensor is a *row buffer*. It has
+the tables one after the other, each with memory reserved for its capacity, of which the rows of the
+index's slots are in use (see `emblib.tables.memory`). Dense tables have the same layout, so the ops
+of `emblib.ops.tbe` look up and update rows.
 `RowInitializer` writes new rows, and `TrainingUpdate` finds the rows of a batch in its backward.
 """
 
@@ -39,7 +39,7 @@ class RowLayout:
         names: names of the tables, on which the initial values of rows depend.
         states: the states of the optimizer.
         precision: dtypes of weights and states.
-        overflow_rows: rows behind those of each table, which no slot of the index refers to.
+        overflow_rows: number of rows after those of each table, which have no slot in the index.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class RowLayout:
             rows = spec.rows + overflow_rows
             self._first_rows.append(self._first_rows[-1] + rows)
             self._first_elements.append(self._first_elements[-1] + rows * spec.dim)
-        # Default rows begin at multiples of 16 bytes, at least of 8.
+        # Elements between default rows: a multiple of 4, so that kernels can load vectors.
         self.stride = -(-max((spec.dim for spec in specs), default=0) // 4) * 4
 
     def table_number(self, table: int | str) -> int:
@@ -132,7 +132,7 @@ class RowLayout:
         ]
 
     def use(self, buffers: Sequence[Tensor], table: int, rows_before: int, rows_now: int) -> None:
-        """Note that a table uses `rows_now` rows, not `rows_before`; may request huge pages."""
+        """Handle the growth of a table from `rows_before` to `rows_now`: request huge pages."""
         for number, buffer in enumerate(buffers):
             width = self.width(table, number)
             memory.use(
@@ -248,8 +248,8 @@ def check_capacity(specs: Sequence[DynamicSpec]) -> None:
 class BatchReads(NamedTuple):
     """The rows that the lookups of a batch read: rows of their tables, or default rows.
 
-    `indices` int64 `[L]` with -1 for none (reads zeros); where `slots` int32 `[L]` is not -1, that
-    row of `default_rows` is read instead.
+    `indices` int64 `[L]` are rows of tables, -1 for none (reads zeros). A lookup whose `slots`
+    entry, int32 `[L]`, is not -1 reads that row of `default_rows` instead.
     """
 
     indices: Tensor
@@ -378,7 +378,7 @@ class BackingSearch(Protocol):
         """Return the slots of keys; those in the backing store get overflow rows."""
 
     def will_update(self) -> None:
-        """Note that backward is about to update overflow rows."""
+        """Record that backward is about to update overflow rows."""
 
 
 class TrainingUpdate:
@@ -387,7 +387,7 @@ class TrainingUpdate:
     After the forward a table may grow, which moves rows, and keys may be evicted. So if the index
     has changed, backward looks up the slots again. Keys that were evicted in between, even if they
     were inserted again, are not updated but counted in `dropped_updates`. The index is watched as
-    long as the graph exists, which may run backward more than once.
+    long as the autograd graph exists, since backward may run more than once.
     """
 
     def __init__(
@@ -403,7 +403,7 @@ class TrainingUpdate:
         self.lock = lock
         self._index, self._keys, self._slots, self.reads = index, keys, slots, reads
         self._version, self._dropped_updates = index.version, dropped_updates
-        # The graph of an output must not keep the store of a module open that is gone.
+        # Weak, so that the graph of an output does not keep a deleted module's store open.
         self._backing = None if backing is None else weakref.ref(backing)
         self._generation = 0 if backing is None else backing.generation
         index.watch(self)
@@ -419,8 +419,8 @@ class TrainingUpdate:
             keys: keys of the repetition.
 
         Raises:
-            RuntimeError: the first forward is not known or had other keys; a row that it read was
-                evicted since.
+            RuntimeError: the first forward is unknown or had other keys, or a row that it read has
+                been evicted since.
         """
         if first_update is None or not first_update.has_keys(keys):
             raise RuntimeError(

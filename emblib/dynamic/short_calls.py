@@ -85,7 +85,7 @@ class KeyedCalls:
             slots: int64 `[L]`, current slots of the rows; -1 for none.
             offsets: the offsets of the bags.
             sample_weights: float32 `[L]`, the factor of the gradient of each row.
-            is_finite: bool, whether a scaled gradient is finite; None for others.
+            is_finite: bool, whether a scaled gradient is finite; None if it is not scaled.
         """
         update_in_one_op(
             self.tiers,

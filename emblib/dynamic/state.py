@@ -54,10 +54,10 @@ class DynamicState:
             state.
         optimizer_states: the other row buffers, flat.
         hyperparams: the numbers of the optimizer, float64.
-        row_initializer: writes the first values of new rows.
-        admission: decides which missing keys are inserted; None admits all.
+        row_initializer: initializer of new rows.
+        admission: rule for inserting missing keys; None admits all.
         scores: the eviction scores of the next batch; None if eviction assigns none.
-        expiry: chooses the buckets in which each step looks for expired keys; None if none do.
+        expiry: choice of the buckets that a step searches for expired keys; None without `ttl`.
         eviction_log: the keys that left; None until `track_evictions`.
         is_deferred: whether a later step applies gradients; those of evicted keys are then dropped.
         on_new_rows: functions that are called with the indices, over all tables, of rows that got
@@ -115,7 +115,7 @@ class DynamicState:
         self.use_initial_rows()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for copies and pickles, whose owner brings the memory."""
+        """Return the state for copies and pickles without its memory, which the owner copies."""
         memory = ("weights", "optimizer_states", "moves", "hyperparams", "dropped_updates")
         state = {name: value for name, value in self.__dict__.items() if name not in memory}
         return {**state, "last_batch": None, "adopt_hyperparams": None, "on_new_rows": []}
@@ -133,7 +133,7 @@ class DynamicState:
         self.layout.use(self.row_buffers, table, rows_before, rows_now)
 
     def use_initial_rows(self) -> None:
-        """Take the rows of the initial capacities into use."""
+        """Mark the rows of the initial capacities as used."""
         for t, spec in enumerate(self.specs):
             self._use_rows(t, 0, spec.buckets * SLOTS)
 
@@ -258,7 +258,7 @@ def contains(state: DynamicState, table: int, ids: Tensor) -> Tensor:
 
 @of_state
 def reserve(state: DynamicState, table: int | str, rows: int) -> None:
-    """Grow a table to the size that a number of keys needs, at most to its capacity."""
+    """Grow a table to the size that `rows` keys need, at most to its capacity."""
     state.index.reserve(state.table_number(table), rows, state.slot_rows())
 
 
@@ -411,6 +411,6 @@ def flush(state: DynamicState) -> None:
 
 @of_state
 def close(state: DynamicState) -> None:
-    """Close the backing store, undoing changes since the last flush; ends the module's use."""
+    """Close the backing store; undo changes since the last flush. The module is unusable then."""
     if state.backing is not None:
         state.backing.store.close()

@@ -38,7 +38,7 @@ class StoredTables(NamedTuple):
         if key not in state_dict or any(
             name not in state_dict for names_of_table in tables for name in names_of_table
         ):
-            return  # torch names what is missing
+            return  # torch reports the missing entries
         saved = state_dict[key]
         problem = state_dicts.key_problem(saved, self.first_keys[-1])
         if problem:

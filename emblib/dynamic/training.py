@@ -32,7 +32,7 @@ from emblib.tables.parameters import caller_level, is_updated_in_backward, loses
 from emblib.tables.recomputation import RunningForward
 
 
-@torch.no_grad()  # a `with` would leave gradients disabled if its end is interrupted
+@torch.no_grad()  # an interrupt at the end of a `with` block would leave gradients disabled
 def insert_or_repeat(
     state: DynamicState, keys: Keys, counts: Tensor | None, running: RunningForward | None
 ) -> TrainingUpdate:
@@ -72,16 +72,16 @@ def insert_batch(state: DynamicState, keys: Keys, counts: Tensor | None = None) 
 class BatchInsertion:
     """The insertion of a training batch, which `run` completes after an interruption.
 
-    Native calls that change the index or counters are made once (`Effects`). Everything else writes
-    values that follow from their results, so it may be written again:
+    Native calls that change the index or counters are made once (`Effects`). All other writes have
+    values that follow from the results of these calls, so they can be repeated:
 
     1. The index: hits are touched, misses are admitted, the table grows, misses are inserted. From
        then on new keys can be found, with the rows of evicted keys in their slots.
     2. With a backing store, the rows of evicted keys are copied out of their slots
-       (`BackingTier.place`). No row of a slot changes before all copies are kept here.
-    3. New rows get their first values, or their values from the store. The tier notes which rows
-       move between the store and the slots; the module then is as after the batch, whenever the
-       store is called.
+       (`BackingTier.place`). No row of a slot changes before all copies are stored here.
+    3. New rows get their first values, or their values from the store. The tier records which rows
+       move between the store and the slots. From then on lookups see the module as after the batch,
+       even if the store has not been called yet.
     4. The store is called, and old keys expire.
 
     Args:
@@ -108,7 +108,7 @@ class BatchInsertion:
 
     def run(self) -> InsertedBatch:
         """Insert the batch, or the rest of it after an interruption."""
-        if self._has_begun:  # from now on the caller may write to its tensor
+        if self._has_begun:  # the caller may have overwritten its tensor since
             self._keys = self._keys._replace(ids=self._keys.ids.clone())
         self._has_begun = True
         state, keys = self._state, self._keys
@@ -226,7 +226,7 @@ def clear(state: DynamicState) -> None:
 
 
 def _clear(state: DynamicState, tick: int) -> None:
-    """Remove all keys; the count of training steps goes on from `tick`."""
+    """Remove all keys; the count of training steps continues from `tick`."""
     state.index.clear()
     state.index.set_tick(tick)
     if state.admission is not None:
@@ -239,7 +239,7 @@ def _clear(state: DynamicState, tick: int) -> None:
 
 
 def _report_failures(state: DynamicState, inserted: InsertedBatch) -> None:
-    """Warn or raise for keys that found no slot, as their tables ask (waits for CUDA)."""
+    """Warn or raise for keys that found no slot, by `on_insert_failure` (waits for CUDA)."""
     specs = state.specs
     if all(spec.on_insert_failure is OnInsertFailure.IGNORE for spec in specs):
         return
@@ -373,9 +373,9 @@ def check_batch(
 
 
 def num_padding_ids(ids: Tensor, offsets: Tensor) -> int:
-    """Return how many ids of a batch on the CPU are padding before the first offset.
+    """Return the number of ids before the first offset, which are padding; 0 on a GPU.
 
-    Kernels on a GPU skip them. On the CPU a batch has no fixed shape, so they are left out.
+    Kernels on a GPU skip padding. On the CPU the caller removes it from the batch.
     """
     if not is_padded() or ids.is_cuda or not offsets.numel():
         return 0

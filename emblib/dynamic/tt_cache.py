@@ -50,26 +50,26 @@ class RowEviction(Choice):
 class TTCache:
     """Cache of the most used rows of tensor trains: its size and when its rows are chosen.
 
-    With `SPILL` a row, once chosen, stays stored. Stored rows are a table in host memory (pinned,
-    if the module is on a GPU) behind a cache of `rows` rows in the memory of the module:
-    `Placement.MANAGED_CACHING`, with the policy LFU. A spilled row is one that is not in that
-    cache. A lookup of it brings the row and its optimizer state into the cache, unless all 32 ways
-    of its set have rows that are used more often or are in flight; then it is read and updated in
-    host memory. No update is lost, and no lookup waits for the host. The cost is the transfer of
-    the row and its state, and of the row that is written back. On a CPU both memories are the same,
-    so `PROJECT` or `DROP` with more rows are faster.
+    With `SPILL` a chosen row stays stored. Stored rows are a table in host memory (pinned, if the
+    module is on a GPU) behind a cache of `rows` rows in the memory of the module:
+    `Placement.MANAGED_CACHING`, with the policy LFU. A *spilled* row is one that is not in that
+    cache. Its lookup fetches the row and its optimizer state into the cache, unless all 32 ways of
+    its set have rows that are used more often or are in flight; then it is read and updated in host
+    memory. No update is lost, and no lookup waits for the host. The cost is the transfer of the row
+    and its state, and of the row that is written back. On a CPU both memories are the same, so
+    `PROJECT` or `DROP` with more rows are faster.
 
-    Host memory takes `rows + spill_rows` rows per table, allocated at construction. When it is
-    full, the least used stored rows leave as with `PROJECT`, one per row that is newly chosen;
-    rows without a count leave first, and of equally used ones the larger id.
+    Host memory for `rows + spill_rows` rows per table is allocated at construction. When it is
+    full, the least used stored rows leave as with `PROJECT`, one per newly chosen row; rows without
+    a count leave first, and among equally used ones the larger id.
 
     Args:
         rows: number of stored rows per table, one number for all or one each.
         eviction: treatment of rows that leave the cache.
-        counted: number of ids of all tables whose uses are counted; the least used ones lose their
-            counts to new ones; by default 4 times the stored rows.
-        every: number of training lookups after which rows are chosen again; None: only by
-            `populate`.
+        counted: maximum number of ids, over all tables, whose uses are counted; when it is reached,
+            new ids replace the least used ones. None is 4 times the stored rows.
+        every: number of training lookups after which rows are chosen again; None chooses them only
+            in `populate`.
         spill_rows: rows per table that host memory has besides `rows`, one number for all or one
             each, with `SPILL` only; by default 8 times `rows`.
 

@@ -30,8 +30,8 @@ def rows(spec: TTSpec, cores: Sequence[Tensor], ids: Tensor) -> Tensor:
 def project(spec: TTSpec, cores: Sequence[Tensor], ids: Tensor, values: Tensor) -> Sequence[Tensor]:
     """Return cores whose rows of `ids` are closer to `values`.
 
-    Each step goes along the gradient of the squared error. Its length is the best one for rows that
-    are linear in the cores, halved until the error falls.
+    Each step goes along the gradient of the squared error. Its length is optimal if the rows are
+    linear in the cores; since they are not, it is halved until the error falls.
 
     Args:
         spec: spec of the table.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 JaggedTensors = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
-"""values, weights, lengths, offsets"""
+"""Values, weights, lengths and offsets of a JaggedTensor."""
 
 
 def tensors_of_nested(nested: Tensor, weights: Tensor | None) -> JaggedTensors:
@@ -22,39 +22,39 @@ def tensors_of_nested(nested: Tensor, weights: Tensor | None) -> JaggedTensors:
     values, lengths, offsets = _ragged(nested)
     if weights is None:
         return values, None, lengths, offsets
-    weight_values, their_lengths, their_offsets = _ragged(weights)
-    own_lengths = offsets.diff() if lengths is None else lengths
-    other_lengths = their_offsets.diff() if their_lengths is None else their_lengths
-    if not torch.equal(own_lengths, other_lengths):
+    weight_values, raw_weight_lengths, weight_offsets = _ragged(weights)
+    value_lengths = offsets.diff() if lengths is None else lengths
+    weight_lengths = weight_offsets.diff() if raw_weight_lengths is None else raw_weight_lengths
+    if not torch.equal(value_lengths, weight_lengths):
         raise ValueError("weights must have the lengths of the values")
     return values, weight_values, lengths, offsets
 
 
 def _ragged(nested: Any) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Return (packed values, lengths if there were holes, offsets)."""
+    """Return packed values, lengths (None unless the values had holes) and offsets."""
     if not nested.is_nested or nested.layout is not torch.jagged:
         kind = f"a {'nested ' if nested.is_nested else ''}tensor of layout {nested.layout}"
         raise TypeError(
             f"the tensor must be nested, of layout torch.jagged, got {kind}: make it with "
             "torch.nested.nested_tensor(rows, layout=torch.jagged)"
         )
-    ragged = getattr(nested, "_ragged_idx", 1)
-    if ragged != 1:
-        raise TypeError(f"bags must be ragged in dimension 1, got dimension {ragged}")
+    ragged_dim = getattr(nested, "_ragged_idx", 1)
+    if ragged_dim != 1:
+        raise TypeError(f"bags must be ragged in dimension 1, got dimension {ragged_dim}")
     values, offsets, lengths = nested.values(), nested.offsets(), nested.lengths()
     if lengths is None:
         return values, None, offsets
     # A view into a larger tensor: copy only the values of the bags.
     packed = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
-    first_positions = torch.repeat_interleave(offsets[:-1] - packed[:-1], lengths)
+    shifts = torch.repeat_interleave(offsets[:-1] - packed[:-1], lengths)
     return (
-        values[first_positions + torch.arange(first_positions.numel(), device=values.device)],
+        values[shifts + torch.arange(shifts.numel(), device=values.device)],
         lengths,
         packed,
     )
 
 
-def _need(other: Any, kind: str, *names: str) -> None:
+def _require_accessors(other: Any, kind: str, *names: str) -> None:
     missing_names = [name for name in names if not callable(getattr(other, name, None))]
     if missing_names:
         raise TypeError(
@@ -63,56 +63,56 @@ def _need(other: Any, kind: str, *names: str) -> None:
         )
 
 
-def _ask(other: Any, name: str, otherwise: Any = None) -> Any:
+def _call_accessor(other: Any, name: str, default: Any = None) -> Any:
     accessor = getattr(other, name, None)
-    return accessor() if callable(accessor) else otherwise
+    return accessor() if callable(accessor) else default
 
 
 def jagged_tensors(other: Any) -> JaggedTensors:
-    """Return the tensors of an object like a JaggedTensor.
+    """Return the tensors of an object with the accessors of a JaggedTensor.
 
     Raises:
         TypeError: no `values()` or no `lengths()`.
     """
-    _need(other, "JaggedTensor", "values", "lengths")
-    return other.values(), _ask(other, "weights_or_none"), other.lengths(), None
+    _require_accessors(other, "JaggedTensor", "values", "lengths")
+    return other.values(), _call_accessor(other, "weights_or_none"), other.lengths(), None
 
 
 def keyed_jagged_arguments(other: Any) -> dict[str, Any]:
-    """Return the contents of an object like a KeyedJaggedTensor, as constructor arguments.
+    """Return constructor arguments from an object with the accessors of a KeyedJaggedTensor.
 
     Raises:
         TypeError: no `keys()`, `values()` or `lengths()`.
     """
-    _need(other, "KeyedJaggedTensor", "keys", "values", "lengths")
+    _require_accessors(other, "KeyedJaggedTensor", "keys", "values", "lengths")
     keys = list(other.keys())
     arguments = {
         "keys": keys,
         "values": other.values(),
-        "weights": _ask(other, "weights_or_none"),
+        "weights": _call_accessor(other, "weights_or_none"),
         "lengths": other.lengths(),
     }
-    if _ask(other, "variable_stride_per_key", False):
-        strides = _ask(other, "stride_per_key_per_rank")
+    if _call_accessor(other, "variable_stride_per_key", False):
+        strides = _call_accessor(other, "stride_per_key_per_rank")
         arguments["stride_per_key_per_rank"] = (
             [[stride] for stride in other.stride_per_key()] if strides is None else strides
         )
-        arguments["inverse_indices"] = _ask(other, "inverse_indices_or_none")
+        arguments["inverse_indices"] = _call_accessor(other, "inverse_indices_or_none")
     elif not keys:
-        arguments["stride"] = _ask(other, "stride")
+        arguments["stride"] = _call_accessor(other, "stride")
     return arguments
 
 
 def keyed_arguments(other: Any) -> dict[str, Any]:
-    """Return the contents of an object like a KeyedTensor, as constructor arguments.
+    """Return constructor arguments from an object with the accessors of a KeyedTensor.
 
     Raises:
         TypeError: no `keys()`, `length_per_key()` or `values()`.
     """
-    _need(other, "KeyedTensor", "keys", "length_per_key", "values")
+    _require_accessors(other, "KeyedTensor", "keys", "length_per_key", "values")
     return {
         "keys": list(other.keys()),
         "length_per_key": list(other.length_per_key()),
         "values": other.values(),
-        "key_dim": _ask(other, "key_dim", 1),
+        "key_dim": _call_accessor(other, "key_dim", 1),
     }

@@ -98,12 +98,12 @@ class JaggedTensor:
     def empty_like(
         jagged: "JaggedTensor", device: torch.device | str | None = None
     ) -> "JaggedTensor":
-        """Return no bags, in the dtypes of `jagged`.
+        """Return an object without bags, with the dtypes of `jagged`.
 
         With a `device`, return uninitialised tensors of its sizes there, as a target for `copy_`.
         """
         if device is not None:
-            return jagged._mapped(lambda t: torch.empty_like(t, device=device))
+            return jagged._map_tensors(lambda t: torch.empty_like(t, device=device))
         weights = None if jagged._weights is None else jagged._weights.new_empty(0)
         return JaggedTensor(jagged._values.new_empty(0), weights, jagged.lengths().new_empty(0))
 
@@ -204,7 +204,7 @@ class JaggedTensor:
     ) -> Tensor:
         """Return `[B, N, ...]`: each bag cut or padded to N = `desired_length`.
 
-        Left out, N is the longest length, which is read from the device.
+        None is the length of the longest bag, which is read from the device.
         """
         return self._padded(self._values, desired_length, padding_value)
 
@@ -239,11 +239,11 @@ class JaggedTensor:
 
     def to(self, device: torch.device | str, non_blocking: Any = False) -> "JaggedTensor":
         """Copy to `device`. Arguments are those of `Tensor.to`."""
-        return self._mapped(lambda t: t.to(device, non_blocking=non_blocking))
+        return self._map_tensors(lambda t: t.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> "JaggedTensor":
         """Copy to page-locked memory, so that copies to a GPU can be asynchronous."""
-        return self._mapped(lambda t: t.pin_memory())
+        return self._map_tensors(lambda t: t.pin_memory())
 
     def record_stream(self, stream: Any) -> None:
         """Keep the memory until the work queued on `stream` is done."""
@@ -267,7 +267,7 @@ class JaggedTensor:
         optional_tensors = (self._values, self._weights, self._lengths, self._offsets)
         return [tensor for tensor in optional_tensors if tensor is not None]
 
-    def _mapped(self, change: Any) -> "JaggedTensor":
+    def _map_tensors(self, change: Any) -> "JaggedTensor":
         lengths, offsets = self._lengths, self._offsets
         return JaggedTensor.from_valid(
             change(self._values),
@@ -326,8 +326,8 @@ def pad(values: Tensor, lengths: Tensor, offsets: Tensor, width: int, padding: f
     position = offsets[:-1].unsqueeze(1) + column
     # Positions after the last value are padding.
     rows = values[position.clamp(max=values.size(0) - 1)]
-    inside = (column < lengths.unsqueeze(1)).reshape(*shape[:2], *([1] * (values.dim() - 1)))
-    return torch.where(inside, rows, rows.new_full((), padding))
+    is_value = (column < lengths.unsqueeze(1)).reshape(*shape[:2], *([1] * (values.dim() - 1)))
+    return torch.where(is_value, rows, rows.new_full((), padding))
 
 
 def offsets_from_lengths(lengths: Tensor) -> Tensor:
@@ -403,14 +403,14 @@ def no_bags(name: str) -> ValueError:
 
 
 def too_few_weights(values: Tensor, weights: Tensor) -> ValueError:
-    """Return the error for weights that are not one per value."""
+    """Return the error for a number of weights other than the number of values."""
     return ValueError(
         f"weights must be one per value, got {weights.size(0)} for {values.size(0)} values"
     )
 
 
 def wrong_offsets(offsets: Tensor, lengths: Tensor | None) -> ValueError:
-    """Return the error for offsets that are not one more than the bags."""
+    """Return the error for a number of offsets other than the number of bags + 1."""
     bags = "" if lengths is None else f" = {lengths.numel()} + 1"
     return ValueError(
         f"offsets must have one entry more than there are bags{bags}, got {offsets.numel()}"

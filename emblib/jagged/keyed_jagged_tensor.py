@@ -45,13 +45,12 @@ _INT64 = torch.int64
 
 
 class KeyedJaggedTensor:
-    """The sparse inputs of a batch: a bag of values for each of F features of each of B examples.
+    """The sparse inputs of a batch of B examples with F features: one bag of values per pair.
 
-    Key-major: bag `f * B + b` is that of feature f and example b, and is
-    `values[offsets[f * B + b]:offsets[f * B + b + 1]]`. B is called the stride. Where
-    features differ in it (variable batch sizes, e.g. because equal examples were merged),
-    `stride_per_key_per_rank` has the bags of each feature, and `inverse_indices` the bag of each
-    example of the whole batch.
+    Bags are ordered by feature: that of feature f and example b is
+    `values[offsets[f * B + b]:offsets[f * B + b + 1]]`. B is called the stride. If features differ
+    in their number of bags (variable batch sizes, e.g. because equal examples were merged),
+    `stride_per_key_per_rank` has these numbers, and `inverse_indices` the bag of each example.
 
     `length_per_key` and other numbers on the host are read from the device once, and are passed on
     to objects made from this one. Tensors are not copied. After these numbers or the offsets were
@@ -65,12 +64,13 @@ class KeyedJaggedTensor:
             computed on first use.
         offsets: int32 or int64 `[F * B + 1]`, from 0 to L.
         stride: batch size B; None computes it from the number of bags per key.
-        stride_per_key_per_rank: bags `[F][R]` on the host, where features differ in them.
+        stride_per_key_per_rank: number of bags per feature and rank, `[F][R]` on the host, if
+            features differ in it.
         inverse_indices: keys and int64 `[F, B]`, the bag of each feature and example.
-        length_per_key: the values per feature, if the caller knows them: they are not read from
-            the device then. Trusted as the lengths are; `validate` compares them.
-        cached: other fields that TorchRec's class caches, which follow from these, e.g.
-            `stride_per_key`, `index_per_key`.
+        length_per_key: number of values per feature, if the caller knows it, so that it is not read
+            from the device. It is trusted; `validate` compares it with the lengths.
+        cached: other fields that TorchRec's class caches, e.g. `stride_per_key`; they are derived
+            from the other arguments.
 
     Raises:
         ValueError: neither lengths nor offsets, or sizes that do not match.
@@ -104,7 +104,7 @@ class KeyedJaggedTensor:
         "_weights",
     )
 
-    # On the path of every step: as few tensor attributes as possible.
+    # Runs in every step, so it reads as few attributes of tensors as possible.
     def __init__(
         self,
         keys: Sequence[str],
@@ -137,10 +137,10 @@ class KeyedJaggedTensor:
             if offsets.dtype is not _INT64 or offsets.dim() != 1:
                 offsets = flat_integers(offsets, "offsets")
                 check_int32_range(offsets, values.size(0), "offsets")
-            ends = offsets.numel() - 1
-            if ends < 0 or (lengths is not None and ends != bags):
+            num_bags = offsets.numel() - 1
+            if num_bags < 0 or (lengths is not None and num_bags != bags):
                 raise wrong_offsets(offsets, lengths)
-            bags = ends
+            bags = num_bags
         if weights is not None and weights.size(0) != values.size(0):
             raise too_few_weights(values, weights)
         self._values = values
@@ -164,9 +164,9 @@ class KeyedJaggedTensor:
                 refuse_stride(stride, count, bags)
             self._stride = stride
         else:
-            self._vary(lists_of(stride_per_key_per_rank), bags, stride)
+            self._vary_strides(lists_of(stride_per_key_per_rank), bags, stride)
 
-    def _vary(self, strides: list[list[int]], bags: int, stride: int | None) -> None:
+    def _vary_strides(self, strides: list[list[int]], bags: int, stride: int | None) -> None:
         """Set strides that differ by feature; the batch size is that of the inverse indices."""
         self._stride_per_key_per_rank = strides
         self._stride_per_key = bags_per_key(strides, len(self._keys), bags)
@@ -237,7 +237,7 @@ class KeyedJaggedTensor:
     def from_jt_dict(
         jagged: Mapping[str, JaggedTensor], *, force_variable_stride: bool = False
     ) -> "KeyedJaggedTensor":
-        """Construct from one JaggedTensor per feature; strides vary if they differ in bags."""
+        """Construct from one JaggedTensor per feature; if they differ in bags, strides vary."""
         arguments = dict_arguments(jagged, force_variable_stride=force_variable_stride)
         return KeyedJaggedTensor(**arguments)
 
@@ -262,10 +262,10 @@ class KeyedJaggedTensor:
             ValueError: no batches, different strides, or weights in only some of them.
         """
         joined = KeyedJaggedTensor(**concat_arguments(batches))
-        length_counts = [batch._length_per_key for batch in batches]
-        if all(lengths is not None for lengths in length_counts):
+        lengths_of_batches = [batch._length_per_key for batch in batches]
+        if all(lengths is not None for lengths in lengths_of_batches):
             joined._length_per_key = [
-                length for lengths in length_counts for length in lengths or ()
+                length for lengths in lengths_of_batches for length in lengths or ()
             ]
         return joined
 
@@ -288,13 +288,13 @@ class KeyedJaggedTensor:
     def empty_like(
         batch: "KeyedJaggedTensor", device: torch.device | str | None = None
     ) -> "KeyedJaggedTensor":
-        """Return no features, in the dtypes of `batch` and for its examples: of its stride.
+        """Return a batch without features, with the dtypes and the stride of `batch`.
 
         With a `device`, return its keys and uninitialised tensors of its sizes there, as a target
         for `copy_`.
         """
         if device is not None:
-            return batch._mapped(lambda t: torch.empty_like(t, device=device))
+            return batch._map_tensors(lambda t: torch.empty_like(t, device=device))
         return KeyedJaggedTensor.from_valid(
             [],
             batch._values.new_empty(0),
@@ -447,15 +447,15 @@ class KeyedJaggedTensor:
             if not self._stride:
                 return [0] * (len(self._keys) + 1)
             return offsets[:: self._stride].tolist()
-        at = torch.tensor(self.lengths_offset_per_key(), device=offsets.device)
-        return offsets[at].tolist()
+        first_bags = torch.tensor(self.lengths_offset_per_key(), device=offsets.device)
+        return offsets[first_bags].tolist()
 
     def validate(self) -> "KeyedJaggedTensor":
         """Read and check the whole content, and return self.
 
         Raises:
-            ValueError: lengths or offsets that do not fit the values, tensors on several devices,
-                a key twice, or inverse indices of other keys or of missing bags.
+            ValueError: lengths or offsets that do not fit the values, tensors on several devices, a
+                repeated key, or inverse indices with other keys or with bags that do not exist.
         """
         check_content(self._values, self._lengths, self._offsets)
         length_per_key, bounds = self._length_per_key, self._read_bounds()
@@ -480,15 +480,15 @@ class KeyedJaggedTensor:
         position = self.index_per_key().get(key)
         if position is None:
             raise KeyError(f"no feature {key!r}; there are {self._keys}")
-        ends = self.offset_per_key()
-        start, end = ends[position], ends[position + 1]
+        bounds = self.offset_per_key()
+        start, end = bounds[position], bounds[position + 1]
         if self._stride_per_key_per_rank is None:
-            begin, end_bag = position * self._stride, (position + 1) * self._stride
+            first_bag, end_bag = position * self._stride, (position + 1) * self._stride
         else:
-            begin, end_bag = self.lengths_offset_per_key()[position : position + 2]
+            first_bag, end_bag = self.lengths_offset_per_key()[position : position + 2]
         weights = None if self._weights is None else self._weights[start:end]
         return JaggedTensor.from_valid(
-            self._values[start:end], weights, self.lengths()[begin:end_bag], None
+            self._values[start:end], weights, self.lengths()[first_bag:end_bag], None
         )
 
     def to_dict(self, compute_offsets: Any = True) -> dict[str, JaggedTensor]:
@@ -542,9 +542,10 @@ class KeyedJaggedTensor:
     def _select_keys_padded(
         self, order: Sequence[int], order_tensor: Tensor
     ) -> "KeyedJaggedTensor":
-        """Select features during the capture of a CUDA graph: their sizes are unknown.
+        """Select features during the capture of a CUDA graph, when their sizes are unknown.
 
-        The result has as many values as this batch; those before its first offset are padding, -1.
+        The result has as many values as this batch, times the most repetitions of a feature; those
+        before its first offset are padding, -1.
         """
         count = self._values.size(0) * max(Counter(order).values(), default=0)
         starts = self.offsets()[:: self._stride]
@@ -566,7 +567,7 @@ class KeyedJaggedTensor:
         self, order: Sequence[int], order_tensor: Tensor | None = None
     ) -> "KeyedJaggedTensor":
         sizes = self.length_per_key()
-        tensors = self._span(order) if is_run(order) else self._gathered(order, order_tensor)
+        tensors = self._view(order) if is_run(order) else self._gather(order, order_tensor)
         keys, strides = self._keys, self._stride_per_key_per_rank
         selected = KeyedJaggedTensor.from_valid(
             [keys[i] for i in order],
@@ -579,7 +580,7 @@ class KeyedJaggedTensor:
         selected._length_per_key = [sizes[i] for i in order]
         return selected
 
-    def _span(self, order: Sequence[int]) -> tuple[Tensor, Tensor | None, Tensor]:
+    def _view(self, order: Sequence[int]) -> tuple[Tensor, Tensor | None, Tensor]:
         """Return values, weights and lengths of consecutive features, as views."""
         ends, weights = self.offset_per_key(), self._weights
         return (
@@ -588,7 +589,7 @@ class KeyedJaggedTensor:
             span(self.lengths(), self.lengths_offset_per_key(), order),
         )
 
-    def _gathered(
+    def _gather(
         self, order: Sequence[int], order_tensor: Tensor | None
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """Return values, weights and lengths of the features of `order`, copied."""
@@ -649,14 +650,14 @@ class KeyedJaggedTensor:
         dtype: torch.dtype | None = None,
     ) -> "KeyedJaggedTensor":
         """Copy to `device`; convert the weights to `dtype`. Arguments are those of `Tensor.to`."""
-        moved = self._mapped(lambda t: t.to(device, non_blocking=non_blocking))
+        moved = self._map_tensors(lambda t: t.to(device, non_blocking=non_blocking))
         if dtype is not None and moved._weights is not None:
             moved._weights = moved._weights.to(dtype)
         return moved
 
     def pin_memory(self) -> "KeyedJaggedTensor":
         """Copy to page-locked memory, so that copies to a GPU can be asynchronous."""
-        return self._mapped(lambda t: t.pin_memory())
+        return self._map_tensors(lambda t: t.pin_memory())
 
     def record_stream(self, stream: Any) -> None:
         """Keep the memory until the work queued on `stream` is done."""
@@ -702,7 +703,7 @@ class KeyedJaggedTensor:
             tensor.untyped_storage().resize_(0)
         return freed
 
-    def _mapped(self, change: Callable[[Tensor], Tensor]) -> "KeyedJaggedTensor":
+    def _map_tensors(self, change: Callable[[Tensor], Tensor]) -> "KeyedJaggedTensor":
         weights, lengths, offsets = self._weights, self._lengths, self._offsets
         inverse = self._inverse
         mapped = KeyedJaggedTensor.from_valid(

@@ -27,12 +27,12 @@ def positions_of(keys: Sequence[str]) -> dict[str, int]:
 
 
 def is_run(order: Sequence[int]) -> bool:
-    """Return whether the order is a run of consecutive numbers, or empty."""
+    """Return whether an order of features is consecutive, or empty."""
     return all(second == first + 1 for first, second in pairwise(order))
 
 
 def span(tensor: Tensor, bounds: Sequence[int], order: Sequence[int]) -> Tensor:
-    """Return the blocks of an `order` that is a run, as one view."""
+    """Return the blocks of consecutive features as one view; block f starts at `bounds[f]`."""
     if not order:
         return tensor.narrow(0, 0, 0)
     start = bounds[order[0]]
@@ -54,15 +54,15 @@ def known_lengths(lengths: Sequence[int], keys: Sequence[str], values: int) -> l
     """Return `length_per_key` as a list.
 
     Raises:
-        ValueError: not one length per key, or another sum than there are values.
+        ValueError: not one length per key, or their sum is not the number of values.
     """
-    known_counts = list(lengths)
-    if len(known_counts) != len(keys) or sum(known_counts) != values:
+    counts = list(lengths)
+    if len(counts) != len(keys) or sum(counts) != values:
         raise ValueError(
             f"length_per_key must have one entry per key = {len(keys)} and add up to the number of "
-            f"values = {values}, got {known_counts}"
+            f"values = {values}, got {counts}"
         )
-    return known_counts
+    return counts
 
 
 def lists_of(strides: Sequence[Sequence[int]] | Tensor) -> list[list[int]]:
@@ -76,8 +76,8 @@ def bags_per_key(strides: list[list[int]], keys: int, bags: int) -> list[int]:
     """Return the bags of each feature over all ranks.
 
     Raises:
-        ValueError: not one list per key, lists of different lengths, a negative number, or another
-            sum than there are bags.
+        ValueError: not one list per key, lists of different lengths, a negative number, or a sum
+            that is not the number of bags.
     """
     if len(strides) != keys or len({len(row) for row in strides}) > 1:
         raise ValueError(
@@ -104,7 +104,7 @@ def cached_strides(
 ) -> Strides | None:
     """Return `stride_per_key_per_rank` of a batch with the fields that TorchRec's batches cache.
 
-    It follows from `stride_per_key` if nothing else has it; the other fields are not needed.
+    Without strides they are computed from `stride_per_key`; the other fields are ignored.
     """
     if stride is not None or strides is not None or stride_per_key is None:
         return strides
@@ -112,7 +112,7 @@ def cached_strides(
 
 
 def refuse_stride(stride: int, keys: int, bags: int) -> None:
-    """Raise ValueError for a number of bags that is not `stride` per key."""
+    """Raise ValueError: the number of bags is not `stride` per key."""
     raise ValueError(
         f"lengths must have the same number of bags for every key, got {bags} for {keys} keys"
         + (f" with stride {stride}" if bags == 0 or bags % max(keys, 1) == 0 else "")
@@ -121,9 +121,9 @@ def refuse_stride(stride: int, keys: int, bags: int) -> None:
 
 
 def check_inverse(inverse: tuple[list[str], Tensor], bags: dict[str, int]) -> None:
-    """Raise ValueError unless `inverse` has a row of bags for each key; reads the device.
+    """Raise ValueError unless `inverse` has a row of valid bags for each key; reads the device.
 
-    It may have rows of other keys: those that a split of a batch left out.
+    Rows of further keys are allowed: after a split of a batch they belong to its other parts.
     """
     keys, indices = inverse
     if not bags.keys() <= set(keys) or indices.dim() != 2 or indices.size(0) != len(keys):
@@ -151,13 +151,13 @@ def dict_arguments(
         raise ValueError("from_jt_dict needs a feature, got none: use KeyedJaggedTensor.empty()")
     lengths = [tensor.lengths() for tensor in jagged.values()]
     strides = [tensor.numel() for tensor in lengths]
-    varied = force_variable_stride or len(set(strides)) > 1
+    is_varied = force_variable_stride or len(set(strides)) > 1
     return {
         "keys": list(jagged),
         "values": torch.cat([tensor.values() for tensor in jagged.values()]),
         "weights": _join_weights([tensor.weights_or_none() for tensor in jagged.values()]),
         "lengths": torch.cat(lengths),
-        "stride_per_key_per_rank": [[stride] for stride in strides] if varied else None,
+        "stride_per_key_per_rank": [[stride] for stride in strides] if is_varied else None,
     }
 
 
@@ -169,11 +169,11 @@ def concat_arguments(batches: Sequence[Any]) -> dict[str, Any]:
     """
     if not batches:
         raise ValueError("concat needs a batch, got none: use KeyedJaggedTensor.empty()")
-    # `KeyedJaggedTensor.empty()` is of any number of examples.
+    # `KeyedJaggedTensor.empty()` fits any number of examples.
     strides = {batch.stride() for batch in batches if batch.keys() or batch.stride()}
-    varied = any(batch.variable_stride_per_key() for batch in batches)
-    merged = any(batch.inverse_indices_or_none() is not None for batch in batches)
-    if len(strides) > 1 and (not varied or merged):
+    is_varied = any(batch.variable_stride_per_key() for batch in batches)
+    has_inverse = any(batch.inverse_indices_or_none() is not None for batch in batches)
+    if len(strides) > 1 and (not is_varied or has_inverse):
         raise ValueError(f"batches must have the same stride, got {sorted(strides)}")
     return {
         "keys": [key for batch in batches for key in batch.keys()],  # noqa: SIM118
@@ -181,15 +181,15 @@ def concat_arguments(batches: Sequence[Any]) -> dict[str, Any]:
         "weights": _join_weights([batch.weights_or_none() for batch in batches]),
         "lengths": torch.cat([batch.lengths() for batch in batches]),
         "stride": max(strides, default=0),
-        "stride_per_key_per_rank": _join_strides(batches) if varied else None,
-        "inverse_indices": _join_inverse(batches) if merged else None,
+        "stride_per_key_per_rank": _join_strides(batches) if is_varied else None,
+        "inverse_indices": _join_inverse(batches) if has_inverse else None,
     }
 
 
 def _join_strides(batches: Sequence[Any]) -> list[list[int]]:
     ranks = {len(row) for batch in batches for row in batch.stride_per_key_per_rank()}
-    even = any(batch.keys() and not batch.variable_stride_per_key() for batch in batches)
-    if len(ranks) > 1 or (even and ranks != {1}):
+    some_are_equal = any(batch.keys() and not batch.variable_stride_per_key() for batch in batches)
+    if len(ranks) > 1 or (some_are_equal and ranks != {1}):
         raise ValueError(
             "batches of variable stride must have the same number of ranks, got "
             f"{[len(row) for b in batches for row in b.stride_per_key_per_rank()[:1]]}: give all "
@@ -215,7 +215,7 @@ def _join_inverse(batches: Sequence[Any]) -> InverseIndices:
                     "inverse_indices must be in all batches of variable stride or in none, "
                     f"{batch!r} has none"
                 )
-            # Every example has its own bag.
+            # Without inverse indices every example has its own bag.
             identity = torch.arange(batch.stride(), device=batch.device())
             rows.append(identity.expand(len(batch_keys), -1))
         elif inverse[0] == batch_keys:
@@ -230,11 +230,11 @@ def _join_inverse(batches: Sequence[Any]) -> InverseIndices:
 
 
 def _join_weights(weights: Sequence[Tensor | None]) -> Tensor | None:
-    given_weights = [tensor for tensor in weights if tensor is not None]
-    if not given_weights:
+    present = [tensor for tensor in weights if tensor is not None]
+    if not present:
         return None
-    if len(given_weights) != len(weights):
+    if len(present) != len(weights):
         raise ValueError(
-            f"all or none must have weights, got them in {len(given_weights)} of {len(weights)}"
+            f"all or none must have weights, got them in {len(present)} of {len(weights)}"
         )
-    return torch.cat(given_weights)
+    return torch.cat(present)

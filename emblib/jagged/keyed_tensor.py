@@ -20,7 +20,7 @@ class KeyedTensor:
 
     Args:
         keys: the name of each block.
-        length_per_key: columns of each.
+        length_per_key: number of columns of each block.
         values: the matrix, or any tensor with these blocks along `key_dim`.
         key_dim: the dimension that is divided into blocks.
 
@@ -149,7 +149,7 @@ class KeyedTensor:
     def regroup(
         keyed_tensors: Sequence["KeyedTensor"], groups: Sequence[Sequence[str]]
     ) -> list[Tensor]:
-        """Concatenate the blocks of the keys of each group, from whichever tensor has them.
+        """Concatenate the blocks of each group's keys, which may be in different tensors.
 
         Raises:
             KeyError: a key that no tensor has.
@@ -261,21 +261,22 @@ def regroup(tensors: Sequence[HasNamedBlocks], groups: Sequence[Sequence[str]]) 
         )
     dim = dims.pop()
     block_of_key: dict[str, Tensor] = {}
-    twice: set[str] = set()
+    repeated_keys: set[str] = set()
     for tensor in tensors:
         keys = tensor.keys()
         if keys:
-            twice.update(block_of_key.keys() & keys)
+            repeated_keys.update(block_of_key.keys() & keys)
             blocks = tensor.values().split(tensor.length_per_key(), dim=dim)
             block_of_key.update(zip(keys, blocks, strict=True))
     try:
         grouped_blocks = [[block_of_key[key] for key in group] for group in groups]
     except KeyError as error:
         raise KeyError(f"no key {error.args[0]!r}; there are {list(block_of_key)}") from None
-    if twice and (unclear := sorted(key for key in twice if any(key in group for group in groups))):
-        raise ValueError(f"each key must be in one KeyedTensor, several have {unclear}")
-    nothing = tensors[0].values().narrow(dim, 0, 0)
-    return [torch.cat(group or [nothing], dim=dim) for group in grouped_blocks]
+    ambiguous = sorted(key for key in repeated_keys if any(key in group for group in groups))
+    if ambiguous:
+        raise ValueError(f"each key must be in one KeyedTensor, several have {ambiguous}")
+    empty = tensors[0].values().narrow(dim, 0, 0)
+    return [torch.cat(group or [empty], dim=dim) for group in grouped_blocks]
 
 
 def regroup_by_name(
@@ -285,39 +286,39 @@ def regroup_by_name(
     return dict(zip(names, regroup(tensors, groups), strict=True))
 
 
-# One call in a traced graph each: tracing cannot read the keys of a tensor that it traces.
+# Each is one call in a traced graph, because tracing cannot read the keys of a traced tensor.
 torch.fx.wrap("regroup")
 torch.fx.wrap("regroup_by_name")
 
 
-# Lists, not tuples: a saved structure comes back from JSON as lists.
+# A list, not a tuple: a saved structure is loaded from JSON as lists.
 Context = list[Any]
-# The leaves of a node by the names of its attributes, and the rest of its state.
+# The leaves of a node by the names of its attributes, and its other fields.
 Flattened = tuple[dict[str, Any], Context]
 
 
-def _of_jagged(jagged: JaggedTensor) -> Flattened:
+def _flatten_jagged(jagged: JaggedTensor) -> Flattened:
     leaves = {"_values": jagged._values, "_lengths": jagged.lengths()}
     if jagged._weights is not None:
         leaves["_weights"] = jagged._weights
     return leaves, [jagged._weights is not None]
 
 
-def _to_jagged(leaves: Iterable[Any], context: Context) -> JaggedTensor:
+def _unflatten_jagged(leaves: Iterable[Any], context: Context) -> JaggedTensor:
     values, lengths, *weights = leaves
     return JaggedTensor.from_valid(values, weights[0] if context[0] else None, lengths, None)
 
 
-def _of_keyed_jagged(batch: KeyedJaggedTensor) -> Flattened:
+def _flatten_keyed_jagged(batch: KeyedJaggedTensor) -> Flattened:
     leaves = {"_values": batch._values, "_lengths": batch.lengths()}
     if batch._weights is not None:
         leaves["_weights"] = batch._weights
     inverse_keys = None
     if batch._inverse is not None:
         inverse_keys, leaves["_inverse"] = batch._inverse
-    # The stride follows from the lengths or the inverse indices, where there are such.
-    follows = batch._inverse is not None or (batch._keys and batch._stride_per_key_per_rank is None)
-    stride = None if follows else batch._stride
+    # A stride that lengths or inverse indices imply is left out: it may differ between batches.
+    has_equal_strides = batch._keys and batch._stride_per_key_per_rank is None
+    stride = None if batch._inverse is not None or has_equal_strides else batch._stride
     return leaves, [
         batch._keys,
         batch._stride_per_key_per_rank,
@@ -327,64 +328,64 @@ def _of_keyed_jagged(batch: KeyedJaggedTensor) -> Flattened:
     ]
 
 
-def _to_keyed_jagged(leaves: Iterable[Any], context: Context) -> KeyedJaggedTensor:
-    keys, strides, stride, weighted, inverse_keys = context
+def _unflatten_keyed_jagged(leaves: Iterable[Any], context: Context) -> KeyedJaggedTensor:
+    keys, strides, stride, is_weighted, inverse_keys = context
     values, lengths, *optional_leaves = leaves
     inverse = None if inverse_keys is None else (inverse_keys, optional_leaves[-1])
     if stride is None:
-        # Leaves may be any objects while a tree is mapped.
+        # In `tree_map` leaves may be any objects, not only tensors.
         if keys and strides is None:
             stride = lengths.numel() // len(keys) if isinstance(lengths, Tensor) else 0
         elif inverse is not None and isinstance(inverse[1], Tensor):
             stride = inverse[1].size(-1)
         else:
             stride = max(map(sum, strides or []), default=0)
-    weights = optional_leaves[0] if weighted else None
-    make = KeyedJaggedTensor.from_valid
-    return make(keys, values, weights, lengths, None, stride, inverse, strides)
+    weights = optional_leaves[0] if is_weighted else None
+    construct = KeyedJaggedTensor.from_valid
+    return construct(keys, values, weights, lengths, None, stride, inverse, strides)
 
 
-def _of_keyed(tensor: KeyedTensor) -> Flattened:
+def _flatten_keyed(tensor: KeyedTensor) -> Flattened:
     return {"_values": tensor._values}, [tensor._keys, tensor._length_per_key, tensor._key_dim]
 
 
-def _to_keyed(leaves: Iterable[Any], context: Context) -> KeyedTensor:
+def _unflatten_keyed(leaves: Iterable[Any], context: Context) -> KeyedTensor:
     keys, lengths, dim = context
     (values,) = leaves
     return KeyedTensor(keys, lengths, values, dim)
 
 
-def _flatten(take: Callable[[Any], Flattened], node: Any) -> tuple[list[Any], Context]:
-    leaves, context = take(node)
+def _flatten(flatten: Callable[[Any], Flattened], node: Any) -> tuple[list[Any], Context]:
+    leaves, context = flatten(node)
     return list(leaves.values()), context
 
 
 def _flatten_with_keys(
-    take: Callable[[Any], Flattened], node: Any
+    flatten: Callable[[Any], Flattened], node: Any
 ) -> tuple[list[tuple[pytree.KeyEntry, Any]], Context]:
-    leaves, context = take(node)
+    leaves, context = flatten(node)
     return [(pytree.GetAttrKey(name), leaf) for name, leaf in leaves.items()], context
 
 
-def _in_order_of_jagged(jagged: JaggedTensor, context: Context) -> JaggedTensor:
+def _reorder_jagged(jagged: JaggedTensor, context: Context) -> JaggedTensor:
     return jagged
 
 
-def _in_order_of_keyed_jagged(batch: KeyedJaggedTensor, context: Context) -> KeyedJaggedTensor:
-    """Select the features of a structure, and the rows of its inverse indices, in its order."""
+def _reorder_keyed_jagged(batch: KeyedJaggedTensor, context: Context) -> KeyedJaggedTensor:
+    """Reorder features and rows of the inverse indices as in `context`."""
     keys, *_, inverse_keys = context
     if batch._keys != keys:
         batch = batch.permute([_position(key, batch._keys) for key in keys])
     inverse = batch._inverse
     if inverse is not None and inverse_keys is not None and inverse[0] != inverse_keys:
         rows = [_position(key, inverse[0]) for key in inverse_keys]
-        batch = batch.permute(range(len(keys)))  # a new object: the caller's does not change
+        batch = batch.permute(range(len(keys)))  # a new object, so that the caller's is unchanged
         batch._inverse = inverse_keys, inverse[1][rows]
     return batch
 
 
-def _in_order_of_keyed(tensor: KeyedTensor, context: Context) -> KeyedTensor:
-    """Select the blocks of a structure, in its order."""
+def _reorder_keyed(tensor: KeyedTensor, context: Context) -> KeyedTensor:
+    """Select the blocks of the keys of `context`, in its order."""
     keys = context[0]
     lengths = [tensor._length_per_key[_position(key, tensor._keys)] for key in keys]
     return KeyedTensor(keys, lengths, regroup([tensor], [keys])[0], tensor._key_dim)
@@ -397,25 +398,25 @@ def _position(key: str, keys: list[str]) -> int:
 
 
 def _flatten_as(node_type: "_NodeType", node: Any, spec: Any) -> list[Any]:
-    """Return the leaves of a node as a graph made for `spec` reads them: in the order of its keys.
+    """Return the leaves of a node, reordered for a graph that was traced with `spec`.
 
     Raises:
-        KeyError: a key of the structure that the node does not have.
-        ValueError: a node that differs in more than the order of keys, or further keys.
+        KeyError: the node lacks a key of `spec`.
+        ValueError: the node differs from `spec` in more than the order of keys or further keys.
     """
-    leaves, context = node_type.take(node)
+    leaves, context = node_type.flatten(node)
     if context != spec.context:
-        leaves, context = node_type.take(node_type.in_order(node, spec.context))
+        leaves, context = node_type.flatten(node_type.reorder(node, spec.context))
     if context != spec.context:
         names = node_type.context_names
-        wrong = [
+        differences = [
             f"{name} {own_value!r} instead of {spec_value!r}"
             for name, own_value, spec_value in zip(names, context, spec.context, strict=True)
             if own_value != spec_value
         ]
         raise ValueError(
             f"a {node_type.kind.__name__} must be like the one that the graph was made for, got "
-            f"{', '.join(wrong)}: pass such a one, or trace or export the model with this one"
+            f"{', '.join(differences)}: pass such a one, or trace or export the model with this one"
         )
     return list(leaves.values())
 
@@ -424,26 +425,26 @@ class _NodeType(NamedTuple):
     """Functions that split objects of one class into leaves and a context, and rebuild them."""
 
     kind: type
-    take: Callable[[Any], Flattened]
-    make: Callable[[Iterable[Any], Any], Any]
-    in_order: Callable[[Any, Context], Any]
+    flatten: Callable[[Any], Flattened]
+    unflatten: Callable[[Iterable[Any], Any], Any]
+    reorder: Callable[[Any, Context], Any]
     context_names: tuple[str, ...]
 
 
 _NODES = (
-    _NodeType(JaggedTensor, _of_jagged, _to_jagged, _in_order_of_jagged, ("is weighted",)),
+    _NodeType(JaggedTensor, _flatten_jagged, _unflatten_jagged, _reorder_jagged, ("is weighted",)),
     _NodeType(
         KeyedJaggedTensor,
-        _of_keyed_jagged,
-        _to_keyed_jagged,
-        _in_order_of_keyed_jagged,
+        _flatten_keyed_jagged,
+        _unflatten_keyed_jagged,
+        _reorder_keyed_jagged,
         ("keys", "stride_per_key_per_rank", "stride", "is weighted", "keys of inverse_indices"),
     ),
     _NodeType(
         KeyedTensor,
-        _of_keyed,
-        _to_keyed,
-        _in_order_of_keyed,
+        _flatten_keyed,
+        _unflatten_keyed,
+        _reorder_keyed,
         ("keys", "length_per_key", "key_dim"),
     ),
 )
@@ -454,9 +455,9 @@ def register() -> None:
     for node_type in _NODES:
         pytree.register_pytree_node(
             node_type.kind,
-            partial(_flatten, node_type.take),
-            node_type.make,
+            partial(_flatten, node_type.flatten),
+            node_type.unflatten,
             serialized_type_name=f"emblib.{node_type.kind.__name__}",
-            flatten_with_keys_fn=partial(_flatten_with_keys, node_type.take),
+            flatten_with_keys_fn=partial(_flatten_with_keys, node_type.flatten),
         )
         fx_pytree.register_pytree_flatten_spec(node_type.kind, partial(_flatten_as, node_type))

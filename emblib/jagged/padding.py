@@ -1,7 +1,7 @@
-"""Removal of padding ids from batches, as `padding_idx` of `nn.EmbeddingBag` leaves them out.
+"""Removal of padding ids from batches, for the semantics of `padding_idx` of `nn.EmbeddingBag`.
 
-Tables skip the id -1: it adds nothing and is not trained, but MEAN divides by the length of the bag
-with it. A padding id that is removed does not count in MEAN either.
+Tables skip the id -1: it adds nothing and is not trained, but counts in the bag's length, by which
+MEAN divides. A removed id does not count there either.
 """
 
 from collections.abc import Mapping
@@ -20,25 +20,25 @@ def drop_padding_from_bags(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return a batch without its padding ids; bags become shorter, none disappears.
 
-    On a GPU the host waits for the number of ids that stay.
+    On a GPU the host waits for the number of remaining ids.
 
     Args:
         indices: int32 or int64 `[L]`.
         offsets: int32 or int64 `[bags + 1]`, from 0 to L.
         padding_idx: the id to remove.
-        per_sample_weights: `[L]`, of the ids.
+        per_sample_weights: `[L]`, one per id.
 
     Returns:
-        `indices`, `offsets` and `per_sample_weights` of the ids that stay.
+        `indices`, `offsets` and `per_sample_weights` of the remaining ids.
 
     Example:
         >>> ids, offsets = torch.tensor([3, 0, 0, 5]), torch.tensor([0, 2, 4])
         >>> emblib.jagged.drop_padding_from_bags(ids, offsets, padding_idx=0)[:2]
         (tensor([3, 5]), tensor([0, 1, 2]))
     """
-    stay = indices != padding_idx
-    weights = None if per_sample_weights is None else per_sample_weights[stay]
-    return indices[stay], _offsets_of(stay, offsets), weights
+    is_kept = indices != padding_idx
+    weights = None if per_sample_weights is None else per_sample_weights[is_kept]
+    return indices[is_kept], _offsets_of(is_kept, offsets), weights
 
 
 def drop_padding(
@@ -46,14 +46,14 @@ def drop_padding(
 ) -> KeyedJaggedTensor:
     """Return a batch without the padding ids of its features; bags become shorter.
 
-    On a GPU the host waits for the number of ids that stay.
+    On a GPU the host waits for the number of remaining ids.
 
     Args:
         batch: ids, with or without weights.
-        padding_idx: the id to remove, of all features or by key; other keys keep all ids.
+        padding_idx: the id to remove, from all features or by key; other keys keep all ids.
 
     Raises:
-        KeyError: the key of no feature.
+        KeyError: a key that the batch does not have.
 
     Example:
         >>> batch = emblib.KeyedJaggedTensor(
@@ -67,26 +67,26 @@ def drop_padding(
         unknown = sorted(padding_idx.keys() - set(batch.keys()))
         if unknown:
             raise KeyError(f"padding_idx names {unknown}, which are not among {batch.keys()}")
-        stay = torch.ones_like(values, dtype=torch.bool)
+        is_kept = torch.ones_like(values, dtype=torch.bool)
         for key, begin, end in zip(batch.keys(), bounds[:-1], bounds[1:], strict=True):
             if key in padding_idx:
-                stay[begin:end] = values[begin:end] != padding_idx[key]
+                is_kept[begin:end] = values[begin:end] != padding_idx[key]
     else:
-        stay = values != padding_idx
+        is_kept = values != padding_idx
     weights = batch.weights_or_none()
-    is_varied = batch.variable_stride_per_key()
+    varies = batch.variable_stride_per_key()
     return KeyedJaggedTensor(
         batch.keys(),
-        values[stay],
-        None if weights is None else weights[stay],
-        offsets=_offsets_of(stay, batch.offsets()),
-        stride=None if is_varied else batch.stride(),
-        stride_per_key_per_rank=batch.stride_per_key_per_rank() if is_varied else None,
+        values[is_kept],
+        None if weights is None else weights[is_kept],
+        offsets=_offsets_of(is_kept, batch.offsets()),
+        stride=None if varies else batch.stride(),
+        stride_per_key_per_rank=batch.stride_per_key_per_rank() if varies else None,
         inverse_indices=batch.inverse_indices_or_none(),
     )
 
 
-def _offsets_of(stay: Tensor, offsets: Tensor) -> Tensor:
-    """Return the offsets after dropping the ids for which `stay`, bool `[L]`, is false."""
-    num_before = torch.cat([stay.new_zeros(1, dtype=torch.int64), stay.cumsum(0)])
+def _offsets_of(is_kept: Tensor, offsets: Tensor) -> Tensor:
+    """Return the offsets after removing the ids for which `is_kept`, bool `[L]`, is false."""
+    num_before = torch.cat([is_kept.new_zeros(1, dtype=torch.int64), is_kept.cumsum(0)])
     return num_before[offsets.to(torch.int64)].to(offsets.dtype)

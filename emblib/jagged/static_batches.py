@@ -7,8 +7,8 @@ them, and the first offset is the number of padding ids. All kernels ignore ids 
 offset.
 
 `StaticBatch.fill` does not wait. Tensors on the host are written into a block of pinned memory and
-copied from there, in one copy if the whole batch is on the host. `StagingRing` has as many blocks
-as copies are in flight.
+copied from there, in one copy if the whole batch is on the host. `StagingRing` reuses a block once
+its copy has ended.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PADDING_ID = -1
 ALIGNMENT_BYTES = 256  # alignment of tensors in a buffer, that of a GPU allocation
 MAX_STAGING_BLOCKS = 8  # batches that the host may be ahead of their copies
 
-_VALUES = (type(None), bool, int, float, str, bytes, torch.dtype, torch.device, Enum)
+_PLAIN_TYPES = (type(None), bool, int, float, str, bytes, torch.dtype, torch.device, Enum)
 
 
 _DIFFERS = (
@@ -38,16 +38,16 @@ _DIFFERS = (
 
 
 class BatchPart(NamedTuple):
-    """One static tensor: index and kind of its source, shape without the ids, dtype."""
+    """One static tensor: its leaf in the batch, its kind, shape without the ids, and dtype."""
 
-    leaf: int
+    leaf: int  # index in the flattened batch
     kind: str  # "values", "weights", "offsets" or "dense"
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     @property
     def is_padded(self) -> bool:
-        """Return whether the first dimension is the bound, which `shape` does not have."""
+        """Return whether its first dimension is the bound, which `shape` leaves out."""
         return self.kind in {"values", "weights"}
 
     def shape_with(self, bound: int) -> tuple[int, ...]:
@@ -55,8 +55,8 @@ class BatchPart(NamedTuple):
         return (bound, *self.shape) if self.is_padded else self.shape
 
 
-class _Fixed(NamedTuple):
-    """The fixed part of a leaf of a batch: its type, the keys of features, or a value."""
+class _FixedPart(NamedTuple):
+    """The part of a leaf that all batches share: type, and keys and stride or the value."""
 
     kind: str
     value: Any
@@ -70,7 +70,7 @@ class BatchLayout:
         self.parts: list[BatchPart] = []
         self.fixed: list[Any] = []
         for number, leaf in enumerate(leaves):
-            self.fixed.append(_fixed(leaf, number))
+            self.fixed.append(_fixed_part(leaf, number))
             if isinstance(leaf, KeyedJaggedTensor | JaggedTensor):
                 values, weights = leaf.values(), leaf.weights_or_none()
                 self.parts.append(
@@ -99,17 +99,17 @@ class BatchLayout:
         if self.tree != other.tree:
             raise ValueError(f"{_DIFFERS}it is {other.tree}, the first one was {self.tree}")
         if self.parts != other.parts or self.fixed != other.fixed:
-            of_other: dict[int, list[Any]] = {}
-            of_self: dict[int, list[Any]] = {}
-            for count, layout in ((of_self, self), (of_other, other)):
+            other_entries: dict[int, list[Any]] = {}
+            entries: dict[int, list[Any]] = {}
+            for described, layout in ((entries, self), (other_entries, other)):
                 for number, fixed in enumerate(layout.fixed):
-                    count[number] = [fixed]
+                    described[number] = [fixed]
                 for part in layout.parts:
-                    count[part.leaf].append(f"{part.kind} {list(part.shape)} {part.dtype}")
-            number = next(n for n in of_self if of_self[n] != of_other[n])
+                    described[part.leaf].append(f"{part.kind} {list(part.shape)} {part.dtype}")
+            number = next(n for n in entries if entries[n] != other_entries[n])
             raise ValueError(
-                f"{_DIFFERS}leaf {number} has {of_other[number]}, that of the first one "
-                f"{of_self[number]}"
+                f"{_DIFFERS}leaf {number} has {other_entries[number]}, that of the first one "
+                f"{entries[number]}"
             )
 
     def device_of(self, leaves: Sequence[Any]) -> torch.device:
@@ -121,11 +121,11 @@ class BatchLayout:
     def check_devices(self, leaves: Sequence[Any], device: torch.device) -> None:
         """Raise ValueError for tensors that are neither on the host nor on the device."""
         for part in self.parts:
-            on = _values_of(leaves[part.leaf]).device
-            if on.type != "cpu" and on != device:
+            leaf_device = _values_of(leaves[part.leaf]).device
+            if leaf_device.type != "cpu" and leaf_device != device:
                 raise ValueError(
                     f"a batch must be on the host or on {device}, the device of this CapturedStep, "
-                    f"got a tensor on {on}: move it, or pass device={str(on)!r}"
+                    f"got a tensor on {leaf_device}: move it, or pass device={str(leaf_device)!r}"
                 )
 
     def num_ids(self, leaves: Sequence[Any]) -> int:
@@ -133,11 +133,11 @@ class BatchLayout:
         return max((leaf.values().size(0) for leaf in leaves if _is_jagged(leaf)), default=0)
 
     def joined(self, leaves: Sequence[Any]) -> Any:
-        """Return a batch of this tree."""
+        """Return the batch with these leaves."""
         return pytree.tree_unflatten(list(leaves), self.tree)
 
     def moved(self, leaves: Sequence[Any], device: torch.device) -> Any:
-        """Return a batch on the device."""
+        """Return the batch with its tensors on the device."""
         return self.joined(
             [
                 leaf.to(device, non_blocking=True) if _is_jagged(leaf) or _is_tensor(leaf) else leaf
@@ -156,14 +156,14 @@ class StaticBatch:
             torch.Size(shape).numel() * part.dtype.itemsize
             for shape, part in zip(shapes, layout.parts, strict=True)
         ]
-        ends = [0]
+        offsets = [0]
         for size in sizes:
-            ends.append(ends[-1] + -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
-        self._ranges = [(begin, begin + size) for begin, size in zip(ends, sizes, strict=False)]
+            offsets.append(offsets[-1] + -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
+        self._ranges = [(begin, begin + size) for begin, size in zip(offsets, sizes, strict=False)]
         self._shapes = shapes
-        self._bytes = torch.zeros(ends[-1], dtype=torch.uint8, device=device)
-        self._tensors = self._views(self._bytes)
-        self._staging = StagingRing(ends[-1]) if device.type == "cuda" else None
+        self._buffer = torch.zeros(offsets[-1], dtype=torch.uint8, device=device)
+        self._tensors = self._views(self._buffer)
+        self._staging = StagingRing(offsets[-1]) if device.type == "cuda" else None
 
     def _views(self, memory: Tensor) -> list[Tensor]:
         return [
@@ -174,7 +174,7 @@ class StaticBatch:
         ]
 
     def batch(self) -> Any:
-        """Return a new batch over the static tensors, without cached numbers on the host."""
+        """Return a new batch of the static tensors; it has cached no numbers on the host yet."""
         parts: dict[int, dict[str, Tensor]] = {}
         for part, tensor in zip(self._layout.parts, self._tensors, strict=True):
             parts.setdefault(part.leaf, {})[part.kind] = tensor
@@ -190,34 +190,34 @@ class StaticBatch:
         return self._layout.joined(leaves)
 
     def fill(self, leaves: Sequence[Any]) -> None:
-        """Copy a batch into the static tensors, on the current stream and without a wait."""
+        """Copy a batch into the static tensors, on the current stream; the host does not wait."""
         sources = [_tensor_of(leaves[part.leaf], part.kind) for part in self._layout.parts]
         paddings = [
             self._bound - _values_of(leaves[part.leaf]).size(0) if part.kind != "dense" else 0
             for part in self._layout.parts
         ]
-        staged = [n for n, source in enumerate(sources) if source.is_cpu]
-        if self._staging is None or not staged:
+        host_parts = [n for n, source in enumerate(sources) if source.is_cpu]
+        if self._staging is None or not host_parts:
             targets = self._tensors
         else:
-            memory = self._staging.take()
-            in_memory, targets = self._views(memory), list(self._tensors)
-            for n in staged:
-                targets[n] = in_memory[n]
+            block = self._staging.take()
+            staging_views, targets = self._views(block), list(self._tensors)
+            for n in host_parts:
+                targets[n] = staging_views[n]
         for n, part in enumerate(self._layout.parts):
             _write(targets[n], sources[n], part.kind, paddings[n])
-        if self._staging is None or not staged:
+        if self._staging is None or not host_parts:
             return
-        if len(staged) == len(sources):
-            self._bytes.copy_(memory, non_blocking=True)
+        if len(host_parts) == len(sources):
+            self._buffer.copy_(block, non_blocking=True)
         else:
-            for n in staged:
+            for n in host_parts:
                 self._tensors[n].copy_(targets[n], non_blocking=True)
-        self._staging.give_back(memory)
+        self._staging.give_back(block)
 
 
 class StagingRing:
-    """Blocks of pinned memory, each reused when the copy from it has ended."""
+    """Blocks of pinned memory; a block is reused once the copy from it has ended."""
 
     def __init__(self, nbytes: int) -> None:
         self._nbytes = nbytes
@@ -242,8 +242,8 @@ class StagingRing:
         self._blocks.append((memory, event))
 
 
-def _fixed(leaf: Any, number: int) -> _Fixed:
-    """Return the fixed part of a leaf.
+def _fixed_part(leaf: Any, number: int) -> _FixedPart:
+    """Return what all batches share of a leaf.
 
     Raises:
         TypeError: a leaf of another type, which may contain tensors that a graph would not see.
@@ -256,16 +256,16 @@ def _fixed(leaf: Any, number: int) -> _Fixed:
                 "its step cannot be captured: use one without stride_per_key_per_rank and "
                 "inverse_indices"
             )
-        return _Fixed("KeyedJaggedTensor", (tuple(leaf.keys()), leaf.stride()))
+        return _FixedPart("KeyedJaggedTensor", (tuple(leaf.keys()), leaf.stride()))
     if isinstance(leaf, JaggedTensor):
-        return _Fixed("JaggedTensor", None)
+        return _FixedPart("JaggedTensor", None)
     if not isinstance(leaf, Tensor):
-        if not isinstance(leaf, _VALUES):
+        if not isinstance(leaf, _PLAIN_TYPES):
             raise TypeError(
                 f"leaf {number} of a batch must be a tensor, a KeyedJaggedTensor, a JaggedTensor "
                 f"or a plain value, in lists, tuples and dicts, got {type(leaf).__name__}"
             )
-        return _Fixed("value", leaf)
+        return _FixedPart("value", leaf)
     if leaf.layout is not torch.strided or leaf.is_nested:
         raise ValueError(
             f"leaf {number} of a batch must be a dense tensor, got one of layout {leaf.layout}; "
@@ -276,11 +276,11 @@ def _fixed(leaf: Any, number: int) -> _Fixed:
             f"leaf {number} of a batch requires a gradient, which would be that of a static copy: "
             "detach it, or make it a parameter of the model"
         )
-    return _Fixed("tensor", None)
+    return _FixedPart("tensor", None)
 
 
-def _jagged(fixed: _Fixed, tensors: dict[str, Tensor]) -> KeyedJaggedTensor | JaggedTensor:
-    """Return a jagged tensor without cached numbers on the host."""
+def _jagged(fixed: _FixedPart, tensors: dict[str, Tensor]) -> KeyedJaggedTensor | JaggedTensor:
+    """Construct a jagged tensor from static tensors."""
     values, weights, offsets = tensors["values"], tensors.get("weights"), tensors["offsets"]
     if fixed.kind == "JaggedTensor":
         return JaggedTensor.from_valid(values, weights, None, offsets)
@@ -320,7 +320,7 @@ def _num_offsets(leaf: KeyedJaggedTensor | JaggedTensor) -> tuple[int, torch.dty
 
 
 def _write(target: Tensor, source: Tensor, kind: str, padding: int) -> None:
-    """Write a tensor of a batch behind its padding, without a wait."""
+    """Write a tensor of a batch after `padding` padding values; the host does not wait."""
     source = source.detach()
     if kind == "dense":
         target.copy_(source, non_blocking=True)

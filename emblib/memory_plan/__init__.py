@@ -1,7 +1,7 @@
 """Choose how each table is stored, so that all of them fit into a number of bytes.
 
-`plan` has the methods, their losses and `plan_memory`; `planned` the tables of a model, `selection`
-picks one choice per table.
+`plan_memory` is in `plan`, with the methods and their losses; `planned` lists the tables of a
+model, `selection` picks one choice per table.
 """
 
 from emblib.memory_plan.plan import (

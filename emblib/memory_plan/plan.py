@@ -84,9 +84,10 @@ METHODS = ("bf16", "narrow", "tensor_train", "hashed", "quotient_remainder")
 _MEASURED_ROWS = 9065  # rows of the largest table of MEASURED
 # The bytes of a train grow with the square of its ranks, so steps are at most 5/4; large ranks are
 # multiples of 4, so that rows of cores fill vector registers.
-_RANKS = (*range(1, 9), *range(10, 20, 2), 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128)
-# For methods whose losses are cheap to know; above 1/2 no smaller loss was measured than there.
-_FINE_SHARES = tuple(sorted({*SHARES, *(0.75 * share for share in SHARES)}, reverse=True))
+_TRIED_RANKS = (*range(1, 9), *range(10, 20, 2), 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128)
+# Twice as many shares, for methods whose loss is read from a curve. None is above 1/2: no smaller
+# loss was measured there.
+_CURVE_SHARES = tuple(sorted({*SHARES, *(0.75 * share for share in SHARES)}, reverse=True))
 _NO_STATE = SGD(lr=0.0)  # optimizer of tables that are only served
 
 
@@ -98,7 +99,7 @@ class BackingMemory:
         nbytes: bytes for all such tables and their optimizer states: of host memory where the
             device is "cuda", of a disk where it is "cpu".
         directory: directory for the files on a disk; each table gets a subdirectory.
-        min_hit_rate: the least expected share of lookups that a cache must serve, 0 to 1.
+        min_hit_rate: minimum share of lookups that a cache is expected to serve, 0 to 1.
 
     Raises:
         TypeError, ValueError: a wrong number.
@@ -124,10 +125,10 @@ class MemoryPlan:
     """Plan of how each table of a model is stored; `str()` shows it table by table.
 
     Attributes:
-        choices: one choice per table, in the order given.
-        budget: bytes that were allowed.
+        choices: one choice per table, in the order of the tables.
+        budget: maximum bytes of device memory.
         assumptions: assumptions of the plan, one sentence each.
-        backing: memory behind caches that was allowed.
+        backing: memory behind caches; None if tables must be in device memory.
 
     Example:
         >>> user = emblib.EmbeddingBagConfig(1_000_000, 64, "user")
@@ -146,7 +147,7 @@ class MemoryPlan:
 
     @property
     def configs(self) -> tuple[Any, ...]:
-        """Return the configurations that were chosen, for collections and `Planner`."""
+        """Return the chosen configurations, for collections and `Planner`."""
         return tuple(choice.config for choice in self.choices)
 
     def of(self, path: str) -> tuple[Any, ...]:
@@ -173,7 +174,7 @@ class MemoryPlan:
 
     @property
     def plain_nbytes(self) -> int:
-        """Return the bytes of all tables as they were given."""
+        """Return the bytes of all tables as configured."""
         return sum(choice.plain_nbytes for choice in self.choices)
 
     @property
@@ -183,19 +184,17 @@ class MemoryPlan:
         return sum(choice.importance * choice.loss for choice in self.choices) / max(total, 1e-300)
 
     def __str__(self) -> str:
-        head = ("table", "rows x dim", "stored as", "bytes", "of plain", "loss", "why")
-        lines = [head]
+        header = ("table", "rows x dim", "stored as", "bytes", "of plain", "loss", "why")
+        lines = [header]
         for choice in self.choices:
-            config_before = choice.before
-            name = f"{choice.path}.{config_before.name}" if choice.path else config_before.name
-            sizes = f"{config_before.num_embeddings:,} x {config_before.embedding_dim}"
-            storage_text = "as it is" if choice.method == AS_IT_IS else _described(choice)
+            given = choice.before
+            name = f"{choice.path}.{given.name}" if choice.path else given.name
+            sizes = f"{given.num_embeddings:,} x {given.embedding_dim}"
+            storage_text = "as it is" if choice.method == AS_IT_IS else _describe_storage(choice)
             share = f"1/{choice.plain_nbytes / choice.nbytes:.4g}" if choice.nbytes else "-"
-            number = f"{choice.loss:.3f}"
-            lines.append(
-                (name, sizes, storage_text, size(choice.nbytes), share, number, choice.why)
-            )
-        widths = [max(len(line[c]) for line in lines) for c in range(len(head) - 1)]
+            loss = f"{choice.loss:.3f}"
+            lines.append((name, sizes, storage_text, size(choice.nbytes), share, loss, choice.why))
+        widths = [max(len(line[c]) for line in lines) for c in range(len(header) - 1)]
         table = [
             "  ".join(
                 [*(w.ljust(n) for w, n in zip(line, widths, strict=False)), line[-1]]
@@ -227,34 +226,34 @@ def plan_memory(
     device: str = "cpu",
     backing: BackingMemory | None = None,
 ) -> MemoryPlan:
-    """Choose how each table is stored, so that all fit into `budget` bytes and lose least.
+    """Choose how each table is stored: all fit into `budget` bytes, with the least loss.
 
-    Tables with a storage or placement other than `Dense()` are not changed, but count.
+    Tables with a storage other than `Dense()` are not changed, but their bytes count.
 
     Args:
         tables: a model with collections, or configurations of tables.
         budget: bytes of device memory for all tables and their optimizer states.
         trace: recorded lookups; their tables are found by name, or by `path.name` as
-            `TraceRecorder` calls them. Without it ids are taken to be Zipf-distributed.
+            `TraceRecorder` calls them. None assumes Zipf-distributed ids.
         optimizer: optimizer of the tables, if `tables` is not a model and they have none.
-        serving: 8 or 4: bits per value of stored rows when the model is served, to which the budget
-            applies; methods that compute rows keep their dtype. None: the budget of training.
+        serving: 8 or 4: the budget is for serving, with this many bits per value of stored rows;
+            methods that compute rows keep their dtype. None: the budget is for training.
         methods: names of the methods to choose from: those of `METHODS`, "evicting", which makes a
             hash table by key, and "cached". None is `METHODS`, plus "cached" if there is `backing`.
-        losses: measured losses of your own, by method, in place of `MEASURED`.
+        losses: your measured losses, by method, in place of `MEASURED`.
         importance: factors of the losses of tables, by name or `path.name`; by default 1 per table.
-        device: "cpu" or "cuda", where the tables will be.
+        device: device of the tables, "cpu" or "cuda".
         backing: memory in which tables may be stored behind a cache; they lose nothing, but lookups
-            that the cache does not serve take longer. Of plans that lose as little, the one with
-            the fewest such lookups is chosen.
+            that miss the cache take longer. Of plans with equal losses, the one with the fewest
+            misses is chosen.
 
     Returns:
         A `MemoryPlan`, whose `configs` make collections.
 
     Raises:
-        BudgetError: the smallest choice of every table takes more.
-        TypeError, ValueError: wrong arguments, a table in `importance` that is not there, or a
-            model with `SharedTables`, which stay dense.
+        BudgetError: the smallest choices of all tables take more than the budget.
+        TypeError, ValueError: wrong arguments, an unknown table in `importance`, or a model with
+            `SharedTables`, which stay dense.
 
     Example:
         >>> user = emblib.EmbeddingBagConfig(10_000_000, 64, "user")
@@ -264,7 +263,7 @@ def plan_memory(
         ['tensor_train', 'as it is']
     """
     budget = check_count("budget", budget)
-    methods = _checked(methods, losses, backing)
+    methods = _checked_methods(methods, losses, backing)
     if serving not in (None, 4, 8):
         raise ValueError(f"serving must be None, 8 or 4 bits, got {serving!r}")
     if device not in ("cpu", "cuda"):
@@ -274,59 +273,59 @@ def plan_memory(
         raise TypeError(f"trace must be a LookupTrace, as TraceRecorder.trace is, got {trace!r}")
     if optimizer is not None and not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer must be one of emblib.optim, got {optimizer!r}")
-    tables_found = planned_tables(tables, optimizer)
-    described = _described_tables(
-        tables_found, importances_of(tables_found, importance), trace, losses, backing
+    model_tables = planned_tables(tables, optimizer)
+    planned = _tables_with_skew(
+        model_tables, importances_of(model_tables, importance), trace, losses, backing
     )
-    options = [_candidates(table, methods, serving, device) for table in described]
+    options = [_candidates(table, methods, serving, device) for table in planned]
     picked = pick(options, Limits(budget, None if backing is None else backing.nbytes))
-    choices = tuple(_explained(some, k) for some, k in zip(options, picked, strict=True))
-    notes = tuple(_assumptions(described, choices, losses, serving))
-    return MemoryPlan(choices, budget, notes, backing)
+    choices = tuple(_with_reason(c, k) for c, k in zip(options, picked, strict=True))
+    assumptions = tuple(_assumptions(planned, choices, losses, serving))
+    return MemoryPlan(choices, budget, assumptions, backing)
 
 
-def _described_tables(
+def _tables_with_skew(
     tables: Sequence[tuple[str, TableConfig, Optimizer | None]],
     importances: Sequence[float],
     trace: LookupTrace | None,
     losses: Mapping[str, Curve] | None,
     backing: BackingMemory | None,
-) -> list[_Table]:
-    """Return the description of each table for the methods."""
+) -> list[_PlannedTable]:
+    """Return the tables with importance, skew of the lookups and share of all lookups."""
     planned = frozenset(f"{path}.{config.name}" for path, config, _ in tables)
     curves = {**MEASURED, **(losses or {})}
     counts = [
-        None if trace is None else _counts(trace, path, config, planned)
+        None if trace is None else _traced_counts(trace, path, config, planned)
         for path, config, _ in tables
     ]
-    known_totals = [
+    traced_totals = [
         float(table_counts.sum()) for table_counts in counts if table_counts is not None
     ]
-    mean = sum(known_totals) / len(known_totals) if known_totals else 1.0
+    mean_total = sum(traced_totals) / len(traced_totals) if traced_totals else 1.0
     lookups = [
-        mean if table_counts is None else float(table_counts.sum()) for table_counts in counts
+        mean_total if table_counts is None else float(table_counts.sum()) for table_counts in counts
     ]
     return [
-        _Table(
+        _PlannedTable(
             path=path,
             config=config,
-            optimizer=trained_by,
+            optimizer=table_optimizer,
             importance=factor,
             is_assumed=count is None,
             skew=IdSkew.zipf(config.num_embeddings) if count is None else IdSkew.of_counts(count),
             curves=curves,
-            lookups=number / sum(lookups),
+            lookup_share=total / sum(lookups),
             backing=backing,
-            longest=max(c.embedding_dim for p, c, _ in tables if p == path),
+            max_dim=max(c.embedding_dim for p, c, _ in tables if p == path),
         )
-        for (path, config, trained_by), factor, count, number in zip(
+        for (path, config, table_optimizer), factor, count, total in zip(
             tables, importances, counts, lookups, strict=True
         )
     ]
 
 
 @dataclass(frozen=True)
-class _Table:
+class _PlannedTable:
     path: str
     config: TableConfig
     optimizer: Optimizer | None
@@ -334,9 +333,9 @@ class _Table:
     is_assumed: bool  # whether the skew is assumed, not traced
     skew: IdSkew
     curves: Mapping[str, Curve]
-    lookups: float  # share of all lookups that read this table
+    lookup_share: float  # share of all lookups that read this table
     backing: BackingMemory | None
-    longest: int  # largest dim in its collection, whose tables may share its cache
+    max_dim: int  # largest dim in its collection, whose tables may share its cache
 
     @property
     def name(self) -> str:
@@ -353,49 +352,49 @@ class _Option(NamedTuple):
     hit_rate: float = 1.0
 
 
-Method = Callable[[_Table], Iterator[_Option]]
+Method = Callable[[_PlannedTable], Iterator[_Option]]
 """A method to make a table smaller: yields configurations with the loss of each."""
 
 
-def _half(table: _Table) -> Iterator[_Option]:
+def _bf16_options(table: _PlannedTable) -> Iterator[_Option]:
     if not is_fused(table.optimizer):
-        return  # updates by others are rounded to nearest, which was not measured
-    loss = _at(table.curves["bf16"], 0.5)
+        return  # torch.optim rounds updates to nearest, whose loss was not measured
+    loss = _loss_at(table.curves["bf16"], 0.5)
     rounding = table.config.rounding or StochasticRounding()
     yield _Option(replace(table.config, data_type=torch.bfloat16, rounding=rounding), loss)
 
 
-def _narrow(table: _Table) -> Iterator[_Option]:
+def _narrow_options(table: _PlannedTable) -> Iterator[_Option]:
     dim = table.config.embedding_dim
-    for columns in sorted({int(share * dim) for share in _FINE_SHARES} - {0}):
-        yield _measured(table, "narrow", Narrow(columns))
+    for columns in sorted({int(share * dim) for share in _CURVE_SHARES} - {0}):
+        yield _measured_option(table, "narrow", Narrow(columns))
 
 
-def _tensor_train(table: _Table) -> Iterator[_Option]:
+def _tensor_train_options(table: _PlannedTable) -> Iterator[_Option]:
     with_ranks = TTSpec(table.rows, table.config.embedding_dim, (1, 1))
     max_ranks = shapes.most_ranks(with_ranks.row_factors, with_ranks.dim_factors)
     # Small tables clip large ranks to equal ones.
-    for ranks in dict.fromkeys(tuple(min(rank, top) for top in max_ranks) for rank in _RANKS):
-        yield _measured(table, "tensor_train", TensorTrain(ranks))
+    for ranks in dict.fromkeys(tuple(min(rank, top) for top in max_ranks) for rank in _TRIED_RANKS):
+        yield _measured_option(table, "tensor_train", TensorTrain(ranks))
 
 
-def _hashed(table: _Table) -> Iterator[_Option]:
+def _hashed_options(table: _PlannedTable) -> Iterator[_Option]:
     for share in SHARES:
         rows = int(share * table.rows)
         if rows:
             yield _Option(replace(table.config, storage=Hashed(rows)), table.skew.shared(rows))
 
 
-def _quotient_remainder(table: _Table) -> Iterator[_Option]:
-    for share in _FINE_SHARES:
+def _quotient_remainder_options(table: _PlannedTable) -> Iterator[_Option]:
+    for share in _CURVE_SHARES:
         try:
             storage = QuotientRemainder.for_share(table.rows, share)
         except ValueError:
             return  # smaller shares raise too
-        yield _measured(table, "quotient_remainder", storage)
+        yield _measured_option(table, "quotient_remainder", storage)
 
 
-def _evicting(table: _Table) -> Iterator[_Option]:
+def _evicting_options(table: _PlannedTable) -> Iterator[_Option]:
     for share in SHARES:
         rows = int(share * table.rows)
         if rows:
@@ -411,10 +410,10 @@ def _evicting(table: _Table) -> Iterator[_Option]:
             yield _Option(config, EVICTED * table.skew.missed(rows))
 
 
-def _cached(table: _Table) -> Iterator[_Option]:
+def _cached_options(table: _PlannedTable) -> Iterator[_Option]:
     backing = table.backing
     if backing is None or not is_fused(table.optimizer):
-        return  # rows behind a cache are updated by emblib
+        return  # only emblib's optimizers update rows behind a cache
     placement, directory = Placement.MANAGED_CACHING, None
     if backing.directory is not None:
         placement, directory = Placement.DISK, Path(backing.directory, table.name)
@@ -426,24 +425,24 @@ def _cached(table: _Table) -> Iterator[_Option]:
             yield _Option(replace(table.config, storage=storage), 0.0, hit_rate)
 
 
-_MAKERS: dict[str, Method] = {
-    "bf16": _half,
-    "narrow": _narrow,
-    "tensor_train": _tensor_train,
-    "hashed": _hashed,
-    "quotient_remainder": _quotient_remainder,
-    "evicting": _evicting,
-    "cached": _cached,
+_OPTIONS_BY_METHOD: dict[str, Method] = {
+    "bf16": _bf16_options,
+    "narrow": _narrow_options,
+    "tensor_train": _tensor_train_options,
+    "hashed": _hashed_options,
+    "quotient_remainder": _quotient_remainder_options,
+    "evicting": _evicting_options,
+    "cached": _cached_options,
 }
 
 
-def _measured(table: _Table, method: str, storage: Storage) -> _Option:
+def _measured_option(table: _PlannedTable, method: str, storage: Storage) -> _Option:
     """Return an option whose loss is read from the curve of its method."""
     config = replace(table.config, storage=storage)
-    return _Option(config, _at(table.curves[method], _on_curve(config)))
+    return _Option(config, _loss_at(table.curves[method], _curve_x(config)))
 
 
-def _on_curve(config: TableConfig) -> float:
+def _curve_x(config: TableConfig) -> float:
     """Return the x of a table on the curve of its method: its rank, or its share of bytes."""
     storage, rows = config.storage, config.num_embeddings
     if isinstance(storage, TensorTrain):
@@ -454,33 +453,33 @@ def _on_curve(config: TableConfig) -> float:
     return sum(component.rows for component in storage.components(rows)) / rows
 
 
-def _is_extrapolated(table: _Table, choice: MemoryChoice) -> bool:
+def _is_extrapolated(table: _PlannedTable, choice: MemoryChoice) -> bool:
     """Return whether the rank or share of a choice lies outside those with measured losses."""
     if choice.method not in ("tensor_train", "narrow", "quotient_remainder"):
         return False
     points, row = [x for x, _ in table.curves[choice.method]], 1.0 / table.rows
     # Quotients and remainders have a row more or less than their share.
-    return not min(points) - row <= _on_curve(choice.config) <= max(points) + row
+    return not min(points) - row <= _curve_x(choice.config) <= max(points) + row
 
 
-def _at(curve: Curve, x: float) -> float:
-    """Return the loss at x: a power of x between points and beyond them, at most 1."""
-    points = sorted(curve)
-    if len(points) == 1:
-        return points[0][1]
-    at = min(max(bisect([point for point, _ in points], x), 1), len(points) - 1)
-    (left, low), (right, high) = points[at - 1], points[at]
+def _loss_at(curve: Curve, x: float) -> float:
+    """Return the loss at x, at most 1: interpolated as a power of x, also beyond the points."""
+    ordered = sorted(curve)
+    if len(ordered) == 1:
+        return ordered[0][1]
+    end = min(max(bisect([point for point, _ in ordered], x), 1), len(ordered) - 1)
+    (left, low), (right, high) = ordered[end - 1], ordered[end]
     power = math.log(high / low) / math.log(right / left)
     return float(min(1.0, low * (x / left) ** power))
 
 
 def _candidates(
-    table: _Table, methods: Sequence[str], serving: int | None, device: str
+    table: _PlannedTable, methods: Sequence[str], serving: int | None, device: str
 ) -> list[MemoryChoice]:
     """Return the Pareto-optimal choices for a table, the largest first."""
 
     def choice(method: str, option: _Option) -> MemoryChoice:
-        sizes = _nbytes(table, option.config, serving, device)
+        sizes = _memory_bytes(table, option.config, serving, device)
         return MemoryChoice(
             table.path,
             table.config,
@@ -492,21 +491,26 @@ def _candidates(
             table.importance,
             backing_nbytes=int(sizes.host + sizes.disk),
             hit_rate=option.hit_rate,
-            lookups=table.lookups,
+            lookups=table.lookup_share,
         )
 
-    plain = int(_nbytes(table, table.config, serving, device).device)
+    plain = int(_memory_bytes(table, table.config, serving, device).device)
     candidates = [choice(AS_IT_IS, _Option(table.config, 0.0))]
     if table.config.storage == Dense():
         for method in methods:
             try:
-                candidates += [choice(method, option) for option in _MAKERS[method](table)]
+                candidates += [
+                    choice(method, option) for option in _OPTIONS_BY_METHOD[method](table)
+                ]
             except ValueError as error:  # e.g. initial values that a method cannot draw
                 _LOG.info("%s cannot be stored as %s: %s", table.name, method, error)
     return without_dominated(candidates)
 
 
-def _nbytes(table: _Table, config: TableConfig, serving: int | None, device: str) -> MemoryBytes:
+def _memory_bytes(
+    table: _PlannedTable, config: TableConfig, serving: int | None, device: str
+) -> MemoryBytes:
+    """Return the bytes of a table that is stored as `config` says, in training or as served."""
     optimizer, storage = table.optimizer, config.storage
     if serving is not None:
         optimizer = _NO_STATE
@@ -515,28 +519,32 @@ def _nbytes(table: _Table, config: TableConfig, serving: int | None, device: str
     sizes = config.storage.nbytes(TableSlice.whole(config), optimizer, device)
     on_host = isinstance(storage, Dense) and storage.placement is Placement.MANAGED_CACHING
     if device == "cuda" and on_host and serving is None:
-        # Tables of one collection with equal caches share one, whose rows are as long as the
-        # longest.
-        wide = replace(config, embedding_dim=table.longest)
-        shared = config.storage.nbytes(TableSlice.whole(wide), optimizer, device)
-        sizes = sizes._replace(device=shared.device)
+        # Tables of one collection may share a cache, whose rows are as long as its longest row.
+        widest = replace(config, embedding_dim=table.max_dim)
+        shared_cache = config.storage.nbytes(TableSlice.whole(widest), optimizer, device)
+        sizes = sizes._replace(device=shared_cache.device)
     return sizes
 
 
-def _explained(choices: Sequence[MemoryChoice], picked: int) -> MemoryChoice:
+def _with_reason(choices: Sequence[MemoryChoice], picked: int) -> MemoryChoice:
+    """Return the picked choice, with the next larger and smaller ones as its reason."""
     choice, sentences = choices[picked], []
     better = next((c for c in reversed(choices[:picked]) if c.cost < choice.cost), None)
     if better is not None:
         more = size(better.nbytes - choice.nbytes)
-        sentences.append(f"{_described(better)} would lose {better.loss:.3f} for {more} more")
+        sentences.append(
+            f"{_describe_storage(better)} would lose {better.loss:.3f} for {more} more"
+        )
     if picked + 1 < len(choices):
         smaller = choices[picked + 1]
         less = size(choice.nbytes - smaller.nbytes)
-        sentences.append(f"{_described(smaller)} would lose {smaller.loss:.3f} for {less} less")
+        sentences.append(
+            f"{_describe_storage(smaller)} would lose {smaller.loss:.3f} for {less} less"
+        )
     return replace(choice, why="; ".join(sentences) or "nothing else is possible")
 
 
-def _described(choice: MemoryChoice) -> str:
+def _describe_storage(choice: MemoryChoice) -> str:
     names = {AS_IT_IS: "the table as it is", "bf16": "16-bit rows"}
     storage = choice.config.storage
     if choice.method == "cached" and isinstance(storage, Dense) and storage.cache is not None:
@@ -549,99 +557,103 @@ def _described(choice: MemoryChoice) -> str:
 
 
 def _assumptions(
-    tables: Sequence[_Table],
+    tables: Sequence[_PlannedTable],
     choices: Sequence[MemoryChoice],
     losses: Mapping[str, Curve] | None,
     serving: int | None,
 ) -> Iterator[str]:
     """Yield the assumptions of a plan."""
-    assumed = [table.name for table in tables if table.is_assumed]
-    if assumed:
+    without_trace = [table.name for table in tables if table.is_assumed]
+    if without_trace:
         yield (
-            f"No lookups are known of {len(assumed)} of {len(tables)} tables ({_some(assumed)}): "
-            f"their ids are taken to be Zipf-distributed, s = {ZIPF}. Record a trace "
-            "(emblib.TraceRecorder)."
+            f"No lookups are known of {len(without_trace)} of {len(tables)} tables "
+            f"({_first_names(without_trace)}): their ids are taken to be Zipf-distributed, "
+            f"s = {ZIPF}. Record a trace (emblib.TraceRecorder)."
         )
     if not losses:
         yield (
             "Losses other than by a hash or eviction were measured with +experiment=quality on "
             f"tables of up to {_MEASURED_ROWS:,} rows (docs/memory.md); measure yours likewise."
         )
-        large = [
+        long_trains = [
             table.name
             for table, choice in zip(tables, choices, strict=True)
             if choice.method == "tensor_train" and table.rows > 10 * _MEASURED_ROWS
         ]
-        if large:
+        if long_trains:
             yield (
-                f"Tensor trains of larger tables ({_some(large)}) are taken to lose what trains of "
-                "their ranks lose there; so small a share of the bytes was not measured."
+                f"Tensor trains of larger tables ({_first_names(long_trains)}) are taken to lose "
+                "what trains of their ranks lose there; so small a share of the bytes was not "
+                "measured."
             )
-    outside = [
+    extrapolated = [
         table.name
         for table, choice in zip(tables, choices, strict=True)
         if _is_extrapolated(table, choice)
     ]
-    if outside:
+    if extrapolated:
         yield (
-            f"Losses of {_some(outside)} are extrapolated: no rank or share of the bytes as small, "
-            "or as large, was measured."
+            f"Losses of {_first_names(extrapolated)} are extrapolated: no rank or share of the "
+            "bytes as small, or as large, was measured."
         )
-    by_others = [table.name for table in tables if not is_fused(table.optimizer)]
-    if by_others and serving is None:
+    not_fused = [table.name for table in tables if not is_fused(table.optimizer)]
+    if not_fused and serving is None:
         yield (
             "16-bit rows are left out where emblib makes no updates, since others round them to "
-            f"nearest, which was not measured ({_some(by_others)}): give plan_memory the optimizer."
+            f"nearest, which was not measured ({_first_names(not_fused)}): give plan_memory the "
+            "optimizer."
         )
     if cached := [c.before.name for c in choices if c.method == "cached"]:
         yield (
-            f"Hit rates ({_some(cached)}) are those of a cache of the least recently used rows "
-            "whose ids are drawn one after another; a step with misses takes longer, which is not "
-            "weighed."
+            f"Hit rates ({_first_names(cached)}) are those of a cache of the least recently used "
+            "rows whose ids are drawn one after another; a step with misses takes longer, which is "
+            "not weighed."
         )
     if serving:
         yield f"The loss of rows of {serving} bits is not counted."
 
 
-def _some(names: Sequence[str]) -> str:
-    """Return the first names."""
+def _first_names(names: Sequence[str]) -> str:
+    """Join the first five names, and "..." if there are more."""
     return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
 
 
-def _counts(
+def _traced_counts(
     trace: LookupTrace, path: str, config: TableConfig, planned: frozenset[str]
 ) -> Tensor | None:
-    """Return how often each id was looked up; None if the trace does not have the table.
+    """Return the number of lookups per id, int64 `[rows]`; None if the trace lacks the table.
 
-    A traced table of this name at another path is used if there is only one, and it is not another
-    planned table.
+    Without a traced table at `path.name`, the only traced table of this name is used, unless it is
+    another planned table.
     """
     traced = {f.table for f in trace.features}
     path_name = f"{path}.{config.name}"
     if path_name not in traced:
-        alike = {name for name in traced if name.rpartition(".")[2] == config.name}
-        if len(alike) != 1 or alike & planned:
+        same_name = {name for name in traced if name.rpartition(".")[2] == config.name}
+        if len(same_name) != 1 or same_name & planned:
             return None
-        (path_name,) = alike
+        (path_name,) = same_name
     rows = config.num_embeddings
     counts = torch.zeros(rows, dtype=torch.int64)
     for ids, feature in zip(trace.ids, trace.features, strict=True):
         if feature.table == path_name:
-            valid = ids.to(torch.int64)
-            counts += torch.bincount(valid[(valid >= 0) & (valid < rows)], minlength=rows)
+            table_ids = ids.to(torch.int64)
+            is_valid = (table_ids >= 0) & (table_ids < rows)
+            counts += torch.bincount(table_ids[is_valid], minlength=rows)
     return counts if counts.any() else None
 
 
-def _checked(
+def _checked_methods(
     methods: Sequence[str] | None,
     losses: Mapping[str, Curve] | None,
     backing: BackingMemory | None,
 ) -> Sequence[str]:
-    """Return the methods that may be chosen."""
+    """Return the methods to choose from; raise ValueError for wrong methods or losses."""
     if methods is None:
         methods = METHODS if backing is None else (*METHODS, "cached")
-    if isinstance(methods, str) or any(method not in _MAKERS for method in methods):
-        raise ValueError(f"methods must be a list of {', '.join(_MAKERS)}, got {methods!r}")
+    if isinstance(methods, str) or any(method not in _OPTIONS_BY_METHOD for method in methods):
+        known = ", ".join(_OPTIONS_BY_METHOD)
+        raise ValueError(f"methods must be a list of {known}, got {methods!r}")
     if ("cached" in methods) is not (backing is not None):
         raise ValueError(
             "the method 'cached' and backing=BackingMemory(nbytes), the memory behind the cache, "
@@ -651,8 +663,8 @@ def _checked(
         if method not in MEASURED:
             raise ValueError(f"losses are measured of {', '.join(MEASURED)}, not of {method!r}")
         points = sorted(curve)
-        falls = all(a[0] < b[0] and a[1] >= b[1] for a, b in pairwise(points))
-        if not points or not falls or not all(x > 0 and 0 < loss <= 1 for x, loss in points):
+        is_falling = all(a[0] < b[0] and a[1] >= b[1] for a, b in pairwise(points))
+        if not points or not is_falling or not all(x > 0 and 0 < loss <= 1 for x, loss in points):
             raise ValueError(
                 f"losses[{method!r}] must be pairs (x > 0, 0 < loss <= 1) whose losses fall as x "
                 f"grows, got {curve!r}"

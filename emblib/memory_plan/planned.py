@@ -23,7 +23,7 @@ def planned_tables(
         TypeError: something else in the list.
         ValueError: no tables, or shared ones.
     """
-    tables_found: list[tuple[str, TableConfig, Any]]
+    planned: list[tuple[str, TableConfig, Any]]
     if not isinstance(tables, nn.Module):
         for config in tables:
             if not isinstance(config, TableConfig):
@@ -31,7 +31,7 @@ def planned_tables(
                     "tables must be a model, or a list of EmbeddingBagConfig or EmbeddingConfig, "
                     f"got {config!r}"
                 )
-        tables_found = [("", config, config.optimizer or optimizer) for config in tables]
+        planned = [("", config, config.optimizer or optimizer) for config in tables]
     else:
         collections: dict[str, Any] = dict(collections_of(tables))
         shared = {
@@ -43,14 +43,14 @@ def planned_tables(
                 "plan_memory the configurations of the other tables, and a budget without the "
                 "bytes of these"
             )
-        tables_found = [
+        planned = [
             (path, config, config.optimizer or collection.optimizer)
             for path, collection in collections.items()
             for config in trained_configs(collection)
         ]
-    if not tables_found:
+    if not planned:
         raise ValueError("there are no tables: the model has no collection, or the list is empty")
-    return tables_found
+    return planned
 
 
 def importances_of(
@@ -60,15 +60,15 @@ def importances_of(
     """Return the importance of each table: that by `path.name`, by name, or 1.
 
     Raises:
-        ValueError: a name of no table, or a number that is no importance.
+        ValueError: a name that no table has, or an importance that is negative or not finite.
     """
-    remaining, known_names = dict(importance or {}), set()
+    by_name, known_names = dict(importance or {}), set()
     importances = []
     for path, config, _ in tables:
         path_name = f"{path}.{config.name}"
         known_names |= {path_name, config.name}
-        importances.append(float(remaining.get(path_name, remaining.get(config.name, 1.0))))
-    if unknown := sorted(remaining.keys() - known_names):
+        importances.append(float(by_name.get(path_name, by_name.get(config.name, 1.0))))
+    if unknown := sorted(by_name.keys() - known_names):
         raise ValueError(
             f"importance of tables that are not there: {unknown}; have {sorted(known_names)}"
         )

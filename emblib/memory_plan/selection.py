@@ -1,8 +1,9 @@
-"""Pick one choice per table: the least sum of losses whose bytes fit into one or two memories.
+"""Pick one choice per table: minimise the sum of costs within the limits of one or two memories.
 
 Every table has choices, each with bytes of device memory, bytes of backing memory and a cost.
-`pick` solves a knapsack over both memories in coarse units, compares it with plans that treat all
-tables alike, and spends the bytes that rounding left on the choices that gain most.
+`pick` solves a knapsack over both memories, with bytes rounded up to coarse units. It compares the
+result with plans that treat all tables alike, and spends the bytes that rounding left unused on the
+choices with the largest gain per byte.
 """
 
 from __future__ import annotations
@@ -21,12 +22,9 @@ AS_IT_IS = "as it is"
 """The method of a table that is not changed."""
 
 SHARES = tuple(2.0**-n for n in range(1, 13))  # shares of rows or bytes to try
-_UNITS = 4096  # units of the budget; more for many tables
-_UNITS_OF_TWO = (
-    1024,
-    256,
-)  # steps of the budget and of the memory behind caches, if both are limited
-_PER_MISS = 1e-6  # cost if all lookups miss a cache; decides only between equal losses
+_DEVICE_UNITS = 4096  # units of the budget alone; more for many tables
+_UNITS_OF_BOTH = (1024, 256)  # units of the budget and of backing memory, if both are limited
+_COST_PER_MISS = 1e-6  # so small that it decides only between equal losses
 
 
 class BudgetError(ValueError):
@@ -57,17 +55,17 @@ class MemoryChoice:
     """The storage that a plan chose for one table.
 
     Attributes:
-        path: path of the collection that has the table; empty for a configuration given alone.
-        before: the configuration that was given.
-        config: the configuration that was chosen.
+        path: path of the collection that has the table; "" if there is no model.
+        before: the configuration before planning.
+        config: the chosen configuration.
         method: "as it is", or one of the methods.
-        nbytes: bytes of the table in device memory, with optimizer states, or as served.
-        plain_nbytes: bytes of the table as it was given, counted like `nbytes`.
-        loss: estimated loss of quality of the table, 0 to 1.
+        nbytes: bytes of the table in device memory: in training with optimizer states, or served.
+        plain_nbytes: bytes of the table as configured before, counted like `nbytes`.
+        loss: estimated fraction of the table's information that is lost, 0 to 1.
         importance: weight of the loss of this table in the total.
-        why: the choices next to this one, in a sentence.
+        why: the next larger and smaller choices, in a sentence.
         backing_nbytes: bytes of the table in host memory or on disk.
-        hit_rate: the expected share of lookups that a cache serves; 1 for a table without one.
+        hit_rate: expected share of lookups that the cache serves; 1 for a table without a cache.
         lookups: the table's share of all lookups.
 
     Example:
@@ -95,8 +93,8 @@ class MemoryChoice:
 
     @property
     def cost(self) -> float:
-        """Return the loss by importance; of equal losses, fewer misses cost less."""
-        return self.importance * self.loss + _PER_MISS * self.lookups * (1.0 - self.hit_rate)
+        """Return importance times loss, plus a tiny cost of cache misses to break ties."""
+        return self.importance * self.loss + _COST_PER_MISS * self.lookups * (1.0 - self.hit_rate)
 
 
 Options = Sequence[Sequence[MemoryChoice]]
@@ -137,17 +135,17 @@ def pick(options: Options, limits: Limits) -> list[int]:
         BudgetError: no combination of choices was found that fits.
     """
     picked = _smallest(options, limits)
-    picks = [_knapsack(options, Limits(limits.budget), _units_of_one(options))]
+    picks = [_knapsack(options, Limits(limits.budget), _device_units(options))]
     if picks[0] and not limits.allow(options, picks[0]):
-        picks = [_knapsack(options, limits, _UNITS_OF_TWO)]
-    for candidate in [*picks, *_uniform(options)]:
+        picks = [_knapsack(options, limits, _UNITS_OF_BOTH)]
+    for candidate in [*picks, *_uniform_plans(options)]:
         if (
             candidate
             and limits.allow(options, candidate)
-            and _cost(options, candidate) < _cost(options, picked)
+            and _total_cost(options, candidate) < _total_cost(options, picked)
         ):
             picked = candidate
-    return _filled(options, picked, limits)
+    return _spend_rest(options, picked, limits)
 
 
 def totals(options: Options, picked: Sequence[int]) -> tuple[int, int]:
@@ -177,9 +175,9 @@ def _smallest(options: Options, limits: Limits) -> list[int]:
         _, t, picked[t] = min(exchanges)
         nbytes, backing = totals(options, picked)
     if nbytes > limits.budget:
-        picked_choices = [choices[k] for choices, k in zip(options, picked, strict=True)]
+        smallest_choices = [choices[k] for choices, k in zip(options, picked, strict=True)]
         largest, short = (
-            max(picked_choices, key=lambda choice: choice.nbytes),
+            max(smallest_choices, key=lambda choice: choice.nbytes),
             nbytes - limits.budget,
         )
         raise BudgetError(
@@ -191,44 +189,48 @@ def _smallest(options: Options, limits: Limits) -> list[int]:
     return picked
 
 
-def _units_of_one(options: Options) -> tuple[int, int]:
-    return max(_UNITS, 16 * len(options)), 0
+def _device_units(options: Options) -> tuple[int, int]:
+    return max(_DEVICE_UNITS, 16 * len(options)), 0
 
 
 def _knapsack(options: Options, limits: Limits, units: tuple[int, int]) -> list[int]:
-    """Return the indices of the best choices; empty if bytes rounded up to units do not fit."""
-    best = torch.zeros(units[0] + 1, units[1] + 1, dtype=torch.float64)  # by units that may be used
-    choices_taken = []
+    """Return the indices of the best choices; empty if bytes rounded up to units do not fit.
+
+    Dynamic programming: `least[i, j]` is the least cost of the tables so far, within i units of
+    device memory and j of backing memory.
+    """
+    least = torch.zeros(units[0] + 1, units[1] + 1, dtype=torch.float64)
+    chosen_by_table = []
     for choices in options:
-        losses = torch.full_like(best, math.inf)
-        number = torch.zeros_like(best, dtype=torch.int16)
+        costs = torch.full_like(least, math.inf)
+        chosen = torch.zeros_like(least, dtype=torch.int16)
         for k, choice in enumerate(choices):
-            device, backing = _units(choice, limits, units)
+            device, backing = _units_used(choice, limits, units)
             if device <= units[0] and backing <= units[1]:
-                remainder = best[: units[0] + 1 - device, : units[1] + 1 - backing] + choice.cost
-                target = losses[device:, backing:]
-                number[device:, backing:][remainder < target] = k
-                torch.minimum(target, remainder, out=target)
-        best = losses
-        choices_taken.append(number)
-    if not math.isfinite(float(best[-1, -1])):
+                cost = least[: units[0] + 1 - device, : units[1] + 1 - backing] + choice.cost
+                target = costs[device:, backing:]
+                chosen[device:, backing:][cost < target] = k
+                torch.minimum(target, cost, out=target)
+        least = costs
+        chosen_by_table.append(chosen)
+    if not math.isfinite(float(least[-1, -1])):
         return []
     picked, units_left = [], list(units)
-    for choices, number in zip(reversed(options), reversed(choices_taken), strict=True):
-        picked.append(int(number[units_left[0], units_left[1]]))
-        used = _units(choices[picked[-1]], limits, units)
+    for choices, chosen in zip(reversed(options), reversed(chosen_by_table), strict=True):
+        picked.append(int(chosen[units_left[0], units_left[1]]))
+        used = _units_used(choices[picked[-1]], limits, units)
         units_left = [have - units_used for have, units_used in zip(units_left, used, strict=True)]
     return picked[::-1]
 
 
-def _units(choice: MemoryChoice, limits: Limits, units: tuple[int, int]) -> tuple[int, int]:
+def _units_used(choice: MemoryChoice, limits: Limits, units: tuple[int, int]) -> tuple[int, int]:
     device = -(-choice.nbytes * units[0] // limits.budget)
     if limits.backing is None or not choice.backing_nbytes:
         return device, 0
     return device, -(-choice.backing_nbytes * units[1] // max(limits.backing, 1))
 
 
-def _uniform(options: Options) -> Iterator[list[int]]:
+def _uniform_plans(options: Options) -> Iterator[list[int]]:
     """Yield plans that treat all tables alike: the same method at about the same share of bytes."""
     for method in {choice.method for choices in options for choice in choices}:
         for share in SHARES:
@@ -243,8 +245,8 @@ def _uniform(options: Options) -> Iterator[list[int]]:
             yield picked
 
 
-def _filled(options: Options, picked: Sequence[int], limits: Limits) -> list[int]:
-    """Replace choices while bytes are left, the one with the largest gain per byte first."""
+def _spend_rest(options: Options, picked: Sequence[int], limits: Limits) -> list[int]:
+    """Replace choices by better ones while bytes are left, by descending gain per byte."""
     result = list(picked)
     while True:
         nbytes, backing = totals(options, result)
@@ -253,16 +255,16 @@ def _filled(options: Options, picked: Sequence[int], limits: Limits) -> list[int
             for index, better in enumerate(choices):
                 gain = choices[k].cost - better.cost
                 more = better.nbytes - choices[k].nbytes
-                behind = backing + better.backing_nbytes - choices[k].backing_nbytes
-                fits = limits.backing is None or behind <= max(limits.backing, backing)
+                backing_after = backing + better.backing_nbytes - choices[k].backing_nbytes
+                fits = limits.backing is None or backing_after <= max(limits.backing, backing)
                 if gain > 0 and nbytes + more <= limits.budget and fits:
                     gains[table, index] = gain / max(more, 1)
         if not gains:
             return result
-        # Of equal gains the first table's, and of that table the last choice's.
+        # Ties: the first table, and the last of its choices.
         table, index = max(gains, key=lambda key: (gains[key], -key[0], key[1]))
         result[table] = index
 
 
-def _cost(options: Options, picked: Sequence[int]) -> float:
+def _total_cost(options: Options, picked: Sequence[int]) -> float:
     return sum(choices[k].cost for choices, k in zip(options, picked, strict=True))

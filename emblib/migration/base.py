@@ -1,9 +1,9 @@
-"""What migration knows of a swapped module, whatever library it is of: `Replaced`.
+"""`Replaced`: the interface of a swapped module, for `migrate` and for the comparisons in `checks`.
 
-One class per kind of module makes the new one and carries values over and back; `checks.py` needs
-nothing else to compare and time the two. A weight that an optimizer of torch trains is a
-`TorchWeight`, and the table in its place a `MigratedTable`: a *fused* one has the states of the
-weight, which leaves the optimizer; with any other its parameter takes the weight's place there.
+One subclass per kind of module makes the new module and copies values to it and back. A weight that
+an optimizer of torch trains is a `TorchWeight`, and the table that replaces it a `MigratedTable`. A
+*fused* table takes over the states of the weight, which is removed from the optimizer. The
+parameter of any other table replaces the weight in the optimizer.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ Bags = tuple[Tensor, Tensor]
 """Ids `[L]` and lengths `[B]` of a feature."""
 
 
-class NotMigrated(Exception):  # no error of the caller: it becomes a line of the report
-    """A module cannot be swapped; the text says why and what to do."""
+class NotMigrated(Exception):  # not an error of the caller: `migrate` lists it in its report
+    """A module cannot be swapped; the message says why and what to do."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class TrainingMemory:
 
 
 def size(nbytes: float) -> str:
-    """Return a number of bytes in the unit that suits it."""
+    """Format a number of bytes with a decimal unit, e.g. "1.2 MB"."""
     for unit in ("B", "kB", "MB", "GB"):
         if nbytes < 1000 or unit == "GB":
             break
@@ -75,8 +75,8 @@ class Trained:
     optimizer: TorchOptimizer
     group: dict[str, Any]
     state: dict[str, Any]
-    order: list[nn.Parameter]  # of the group's parameters
-    in_backward: bool
+    order: list[nn.Parameter]  # parameters of the group before the migration
+    in_backward: bool  # whether torch applies the optimizer in backward
 
     @staticmethod
     def of(optimizers: Sequence[TorchOptimizer], weight: nn.Parameter) -> Trained | None:
@@ -86,48 +86,54 @@ class Trained:
             NotMigrated: several optimizers train the weight.
         """
         in_backward = list(getattr(weight, "_in_backward_optimizers", ()))
-        found = [
+        trained_by = [
             (optimizer, group)
             for optimizer in (*in_backward, *optimizers)
             for group in optimizer.param_groups
             if any(parameter is weight for parameter in group["params"])
         ]
-        if len(in_backward) > 1 or (found and found[0][0] not in in_backward and len(found) > 1):
-            names = [type(optimizer).__name__ for optimizer, _ in found]
+        is_first_in_backward = bool(trained_by) and trained_by[0][0] in in_backward
+        if len(in_backward) > 1 or (len(trained_by) > 1 and not is_first_in_backward):
+            names = [type(optimizer).__name__ for optimizer, _ in trained_by]
             raise NotMigrated(f"several optimizers train it, {', '.join(names)}: keep one")
-        if not found:
+        if not trained_by:
             return None
-        optimizer, group = found[0]
+        optimizer, group = trained_by[0]
         state = optimizer.state.get(weight, {})
         return Trained(optimizer, group, state, list(group["params"]), bool(in_backward))
 
     def replace(self, before: nn.Parameter, after: Sequence[nn.Parameter]) -> None:
-        """Put other parameters into the group in place of one; in backward there is no other."""
+        """Replace a parameter of the group by others; an optimizer in backward has no others."""
         if self.in_backward:
             return
         params = self.group["params"]
-        number = next(i for i, parameter in enumerate(params) if parameter is before)
-        params[number : number + 1] = after
+        position = next(i for i, parameter in enumerate(params) if parameter is before)
+        params[position : position + 1] = after
         self.optimizer.state.pop(before, None)
 
     def restore(self, parameter: nn.Parameter) -> None:
-        """Put a parameter that was removed back to its place in the group."""
+        """Add a removed parameter to the group again, at its former position."""
         if self.in_backward:
             return
         params = [*self.group["params"], parameter]
-        numbers = {id(one): number for number, one in enumerate(self.order)}
-        self.group["params"] = sorted(params, key=lambda p: numbers.get(id(p), len(numbers)))
+        position_of = {id(p): position for position, p in enumerate(self.order)}
+        self.group["params"] = sorted(
+            params, key=lambda p: position_of.get(id(p), len(position_of))
+        )
 
     def copied(self, weights: Sequence[nn.Parameter]) -> TorchOptimizer:
         """Return an optimizer of the same kind and settings, without states."""
         settings = {k: v for k, v in self.group.items() if k != "params"}
-        kind: Any = type(self.optimizer)
-        made: TorchOptimizer = kind([{"params": list(weights), **settings}])
-        return made
+        optimizer_class: Any = type(self.optimizer)
+        optimizer: TorchOptimizer = optimizer_class([{"params": list(weights), **settings}])
+        return optimizer
 
 
 def counterpart(trained: Trained) -> tuple[Optimizer | None, str]:
-    """Return the optimizer that makes the same updates in backward, and how it differs."""
+    """Return the optimizer that makes the same updates in backward, and a note on differences.
+
+    The optimizer is None if emblib has no such optimizer; the note is "" without differences.
+    """
     group, kind = trained.group, type(trained.optimizer)
     if group.get("maximize") or group.get("weight_decay"):
         return None, ""
@@ -148,7 +154,9 @@ def counterpart(trained: Trained) -> tuple[Optimizer | None, str]:
 def optimizer_for(
     trained: Trained | None, weight: nn.Parameter, tables: Optimizer | None
 ) -> tuple[Optimizer | None, str]:
-    """Return what backward applies to a table, None for nothing, and how results differ.
+    """Return the optimizer that backward applies to a table, or None, and a note on differences.
+
+    It is `tables` if given, else the `counterpart` of the one that trained the weight.
 
     Raises:
         NotMigrated: torch applies an optimizer in backward that has no counterpart.
@@ -167,7 +175,7 @@ def optimizer_for(
 
 @dataclass(frozen=True)
 class MigratedTable:
-    """A table of emblib: views of rows and states, its module, and the parameter of the rows."""
+    """A table that replaced a weight: views of rows and states, its module, and its parameter."""
 
     rows: Tensor
     states: dict[str, Tensor]
@@ -185,8 +193,8 @@ class MigratedTable:
         return TrainingMemory(self.rows.nbytes, sum(state.nbytes for state in self.states.values()))
 
 
-# Elements of the states per element of a weight, of optimizers that allocate at their first step.
-_STATES = {
+# State elements per element of a weight, for optimizers that allocate states at their first step.
+_STATES_PER_WEIGHT = {
     torch.optim.Adam: 2,
     torch.optim.AdamW: 2,
     torch.optim.SparseAdam: 2,
@@ -197,7 +205,7 @@ _MOMENTS = {"exp_avg", "exp_avg_sq"}
 
 @dataclass(frozen=True)
 class TorchWeight:
-    """A weight of the old module, and how it was trained; `sparse` is that of its gradient."""
+    """A weight of the old module, its training, and whether its gradient is sparse."""
 
     weight: nn.Parameter
     trained: Trained | None
@@ -212,7 +220,9 @@ class TorchWeight:
             return TrainingMemory(weight.nbytes, 0, gradient)
         states = sum(value.nbytes for value in self._states(trained.state).values())
         if not trained.state and weight.requires_grad:
-            count = _STATES.get(type(trained.optimizer), 0) + bool(trained.group.get("amsgrad"))
+            count = _STATES_PER_WEIGHT.get(type(trained.optimizer), 0) + bool(
+                trained.group.get("amsgrad")
+            )
             count += bool(trained.group.get("momentum"))
             states = count * weight.nbytes
         return TrainingMemory(weight.nbytes, states, gradient)
@@ -224,7 +234,7 @@ class TorchWeight:
         return {k: v for k, v in state.items() if isinstance(v, Tensor) and v.shape in shapes}
 
     def carry_over(self, table: MigratedTable) -> None:
-        """Copy rows and states into a table, and have the optimizer's group follow."""
+        """Copy rows and states into a table, and replace the weight in the optimizer's group."""
         weight, trained = self.weight, self.trained
         table.rows.copy_(weight)
         if not table.is_fused:
@@ -244,7 +254,7 @@ class TorchWeight:
             table.parameter.requires_grad_(False)
 
     def carry_back(self, table: MigratedTable) -> None:
-        """Copy rows and states back, and have the optimizer's group follow."""
+        """Copy rows and states back, and restore the weight in the optimizer's group."""
         weight, trained = self.weight, self.trained
         weight.copy_(table.rows)
         if trained is None:
@@ -258,24 +268,26 @@ class TorchWeight:
         if state:
             trained.optimizer.state[weight] = state
 
-    def _moved(self, table: MigratedTable) -> set[str]:
-        """Return the states of a fused table that the optimizer of torch has too."""
+    def _common_states(self, table: MigratedTable) -> set[str]:
+        """Return the names of states that both a fused table and the optimizer of torch have."""
         assert self.trained is not None
-        kept = counterpart(self.trained)[0]
-        if kept is not None:
-            names = {state.name for state in kept.states}
+        fused = counterpart(self.trained)[0]
+        if fused is not None:
+            names = {state.name for state in fused.states}
         elif self.trained.state:
             names = set(self.trained.state)
         else:
-            is_adam = _STATES.get(type(self.trained.optimizer)) == len(_MOMENTS)
+            is_adam = _STATES_PER_WEIGHT.get(type(self.trained.optimizer)) == len(_MOMENTS)
             names = _MOMENTS if is_adam and not self.trained.group.get("amsgrad") else set()
         return names & table.states.keys()
 
     def state_of(self, table: MigratedTable, rows: Tensor | None = None) -> dict[str, Any]:
-        """Return the state that the optimizer of torch would have now, of all or some rows."""
+        """Return the state that the optimizer of torch would have now, for all or some `rows`."""
         assert self.trained is not None
         state = dict(self.trained.state)
-        names = self._moved(table) if table.is_fused and (state or table.module.step) else set()
+        names = (
+            self._common_states(table) if table.is_fused and (state or table.module.step) else set()
+        )
         if names:
             is_sparse_adam = type(self.trained.optimizer) is torch.optim.SparseAdam
             step = table.module.step
@@ -283,10 +295,10 @@ class TorchWeight:
         for name in names:
             shape = state[name].shape if name in state else table.states[name].shape
             state[name] = table.states[name].view(shape).clone()
-        sized = self._states(state)
+        sampled = self._states(state)
         return {
             name: value[rows].clone()
-            if rows is not None and name in sized
+            if rows is not None and name in sampled
             else copy.deepcopy(value)
             for name, value in state.items()
         }
@@ -298,8 +310,8 @@ class Replaced(ABC):
     Attributes:
         paths: names of the module in the model; several if it occurs several times.
         old: the module of the other library.
-        new: the module of emblib in its place.
-        note: how results may differ; "" for not at all but for the order of sums.
+        new: the module of emblib that replaces it.
+        note: how results may differ; "" if only the order of sums does.
     """
 
     note = ""
@@ -311,7 +323,7 @@ class Replaced(ABC):
     @property
     @abstractmethod
     def memory(self) -> tuple[TrainingMemory, TrainingMemory]:
-        """Return the bytes in training before, after the first step, and after the migration."""
+        """Return the bytes in training of the old module, after its first step, and of the new."""
 
     @property
     @abstractmethod
@@ -334,41 +346,41 @@ class Replaced(ABC):
         return sum(self.new.nbytes().values())
 
     def sizes(self) -> str:
-        """Return rows and columns, for the report."""
+        """Return rows and columns as text, for the report."""
         return str(self.new.extra_repr())
 
     def how(self) -> str:
-        """Return how the tables are trained."""
+        """Describe how the tables are trained, for the report."""
         if not self.is_fused:
             return "its gradient goes to the same optimizer" if self.is_trained else "not trained"
         return f"backward applies {', '.join(brief(one) for one in self.optimizers)}"
 
     @abstractmethod
     def carry_over(self) -> None:
-        """Copy rows and states into the new module, and have optimizers follow."""
+        """Copy rows and states into the new module, and change the groups of optimizers."""
 
     @abstractmethod
     def carry_back(self) -> None:
-        """Copy rows and states into the old module, and have optimizers follow."""
+        """Copy rows and states into the old module, and restore the groups of optimizers."""
 
     @torch.no_grad()
     def copy_values(self, source: Any, target: Any) -> None:
-        """Copy what a state dict of the old module has, between old and new module."""
+        """Copy from old to new module, or back, the values that the old one's state dict has."""
         for rows, values in zip(self.rows(target), self.rows(source), strict=True):
             rows.copy_(values)
 
     @abstractmethod
     def sample(self, max_rows: int | None, seed: int) -> tuple[nn.Module, list[TorchOptimizer]]:
-        """Return a copy of the old module, and what trains it, with rows and states of now.
+        """Return a copy of the old module with the current rows and states, and its optimizers.
 
         Args:
-            max_rows: rows per table, selected by the seed; None for all.
-            seed: selects the rows.
+            max_rows: number of rows per table; None copies all.
+            seed: seed of the selection of rows.
         """
 
     @abstractmethod
     def features(self) -> list[tuple[tuple[str, ...], int]]:
-        """Return the names that a trace may have for each feature, and its table."""
+        """Return for each feature its possible names in a trace, and the index of its table."""
 
     @abstractmethod
     def call(self, module: Any, bags: Sequence[Bags]) -> Tensor:
@@ -380,7 +392,7 @@ class Replaced(ABC):
 
 
 def chosen_rows(count: int, max_rows: int | None, seed: int) -> Tensor:
-    """Return the numbers of `max_rows` of `count` rows; of all, in order, for None."""
+    """Return `max_rows` random row numbers below `count`, int64; None returns all, in order."""
     if max_rows is None:
         return torch.arange(count)
     return torch.randperm(count, generator=torch.Generator().manual_seed(seed))[:max_rows]

@@ -1,7 +1,7 @@
-"""Old modules against new ones: outputs, one training step, and time on recorded lookups.
+"""Compare old and new modules: outputs, one training step, and time on recorded lookups.
 
-Both are copies: `Replaced.sample` makes the old module with the rows and states of now, and
-`migrate` makes the new one of a second sample, so that what is compared is what migration does.
+Both are copies. `Replaced.sample` copies the old module with its current rows and states, twice;
+`migrate` then migrates the second copy, so the comparison includes the migration itself.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 from emblib.migration.base import Bags, Replaced, TrainingMemory
 from emblib.trace import LookupTrace
 
-_CHECKED_ROWS = 64
+_CHECKED_ROWS = 64  # per table
 Migrate = Callable[[nn.Module, Sequence[Any]], Any]
 
 
@@ -42,11 +42,11 @@ class Difference:
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds per call of the old and the new module, in turn.
+    """Seconds per call of the old and the new module, which were called alternately.
 
     Attributes:
         old_s, new_s: medians.
-        ratio: median of the quotients old ÷ new of each turn; above 1, new is faster.
+        ratio: median of old ÷ new per pair of calls; above 1, the new module is faster.
         low, high: quartiles of these quotients.
     """
 
@@ -65,7 +65,7 @@ class Times:
 
 @dataclass(frozen=True)
 class Speed:
-    """Times of an old module and of the one in its place, on recorded lookups.
+    """Times of an old and a new module, on recorded lookups.
 
     Attributes:
         path: name of the module.
@@ -114,29 +114,31 @@ class MigrationCost:
 
 
 class _Twins:
-    """Samples of an old module and of the one in its place, with optimizers in equal states."""
+    """Copies of an old and a new module ("old", "new"), with optimizers in equal states."""
 
-    def __init__(self, one: Replaced, migrate: Migrate, max_rows: int | None, seed: int) -> None:
-        self.one = one
+    def __init__(
+        self, replaced: Replaced, migrate: Migrate, max_rows: int | None, seed: int
+    ) -> None:
+        self.replaced = replaced
         self.modules: dict[str, nn.ModuleDict] = {}
         self.optimizers: dict[str, list[Any]] = {}
         for which in ("old", "new"):
-            module, optimizers = one.sample(max_rows, seed)
+            module, optimizers = replaced.sample(max_rows, seed)
             self.modules[which] = nn.ModuleDict({"table": module})
             self.optimizers[which] = optimizers
         migrate(self.modules["new"], self.optimizers["new"])
-        self.device = one.rows(self.modules["old"]["table"])[0].device
+        self.device = replaced.rows(self.modules["old"]["table"])[0].device
 
     def look_up(self, which: str, bags: Sequence[Bags]) -> Tensor:
         """Return the output of a module, without gradients."""
         with torch.no_grad():
-            return self.one.call(self.modules[which]["table"], bags)
+            return self.replaced.call(self.modules[which]["table"], bags)
 
     def step(self, which: str, bags: Sequence[Bags]) -> Tensor:
         """Make a training step of a module; return its output."""
         for optimizer in self.optimizers[which]:
             optimizer.zero_grad()
-        out = self.one.call(self.modules[which]["table"], bags)
+        out = self.replaced.call(self.modules[which]["table"], bags)
         generator = torch.Generator().manual_seed(1)
         out.backward(torch.randn(out.shape, generator=generator).to(out))
         for optimizer in self.optimizers[which]:
@@ -145,81 +147,83 @@ class _Twins:
 
     def rows(self, which: str) -> list[Tensor]:
         """Return the rows of each table of a module."""
-        return self.one.rows(self.modules[which]["table"])
+        return self.replaced.rows(self.modules[which]["table"])
 
 
-def compare(one: Replaced, migrate: Migrate, seed: int) -> Difference:
-    """Return how far two modules are apart, on samples of their rows."""
-    twins = _Twins(one, migrate, _CHECKED_ROWS, seed)
+def compare(replaced: Replaced, migrate: Migrate, seed: int) -> Difference:
+    """Return the largest differences between the two modules, on samples of their rows."""
+    twins = _Twins(replaced, migrate, _CHECKED_ROWS, seed)
     generator = torch.Generator().manual_seed(seed)
     rows, bags = twins.rows("old"), []
-    valid: dict[tuple[str, ...], int] = {}  # ids of a feature, which may read several tables
-    for names, table in one.features():
+    valid: dict[tuple[str, ...], int] = {}  # number of ids; a feature may read several tables
+    for names, table in replaced.features():
         valid[names] = min(len(rows[table]), valid.get(names, len(rows[table])))
-    for names, _ in one.features():
+    for names, _ in replaced.features():
         ids = torch.randint(valid[names], (64,), generator=generator)
         bags.append((ids.to(twins.device), torch.full((16,), 4, device=twins.device)))
-    call = twins.step if one.is_trained else twins.look_up
-    output = _largest([(call("old", bags), call("new", bags))])
-    if not one.is_trained:
-        return Difference(one.paths[0], output, None)
+    call = twins.step if replaced.is_trained else twins.look_up
+    output = _max_difference([(call("old", bags), call("new", bags))])
+    if not replaced.is_trained:
+        return Difference(replaced.paths[0], output, None)
     pairs = list(zip(twins.rows("old"), twins.rows("new"), strict=True))
-    return Difference(one.paths[0], output, _largest(pairs))
+    return Difference(replaced.paths[0], output, _max_difference(pairs))
 
 
-def _largest(pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
-    found = [(old.float() - new.float()).abs().max().item() for old, new in pairs if old.numel()]
-    return max(found, default=0.0)
+def _max_difference(pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
+    differences = [
+        (old.float() - new.float()).abs().max().item() for old, new in pairs if old.numel()
+    ]
+    return max(differences, default=0.0)
 
 
 def measure(
-    one: Replaced, migrate: Migrate, trace: LookupTrace, batch_size: int, rounds: int
+    replaced: Replaced, migrate: Migrate, trace: LookupTrace, batch_size: int, rounds: int
 ) -> Speed | None:
     """Return the times of two modules; None if the trace has no full batch of the module."""
-    batches = _batches(trace, one, batch_size)
+    batches = _batches(trace, replaced, batch_size)
     if not batches:
         return None
-    twins = _Twins(one, migrate, None, 0)
+    twins = _Twins(replaced, migrate, None, 0)
 
-    def times(call: Callable[..., Any]) -> Times:
-        taken: dict[str, list[float]] = {"old": [], "new": []}
-        for number in range(-2, rounds):  # the first two are not counted
-            for which in ("old", "new") if number % 2 else ("new", "old"):
+    def time_both(call: Callable[..., Any]) -> Times:
+        seconds: dict[str, list[float]] = {"old": [], "new": []}
+        for round_ in range(-2, rounds):  # the first two are not counted
+            for which in ("old", "new") if round_ % 2 else ("new", "old"):
                 start = time.perf_counter()
-                call(which, batches[number % len(batches)])
+                call(which, batches[round_ % len(batches)])
                 if twins.device.type == "cuda":
                     torch.cuda.synchronize(twins.device)
-                if number >= 0:
-                    taken[which].append(time.perf_counter() - start)
-        ratios = [old / new for old, new in zip(taken["old"], taken["new"], strict=True)]
+                if round_ >= 0:
+                    seconds[which].append(time.perf_counter() - start)
+        ratios = [old / new for old, new in zip(seconds["old"], seconds["new"], strict=True)]
         quartiles = statistics.quantiles(ratios) if len(ratios) > 1 else ratios * 3
-        old_s, new_s = (statistics.median(taken[which]) for which in ("old", "new"))
+        old_s, new_s = (statistics.median(seconds[which]) for which in ("old", "new"))
         return Times(old_s, new_s, statistics.median(ratios), quartiles[0], quartiles[2])
 
-    step = times(twins.step) if one.is_trained else None
-    return Speed(one.paths[0], times(twins.look_up), step)
+    step = time_both(twins.step) if replaced.is_trained else None
+    return Speed(replaced.paths[0], time_both(twins.look_up), step)
 
 
-def _batches(trace: LookupTrace, one: Replaced, batch_size: int) -> list[list[Bags]]:
-    """Return the full batches that a trace has of all features of a module."""
+def _batches(trace: LookupTrace, replaced: Replaced, batch_size: int) -> list[list[Bags]]:
+    """Return the full batches of a trace, for all features of a module; [] if one is missing."""
     names = [feature.name for feature in trace.features]
-    device = one.rows(one.old)[0].device
-    found: list[list[Bags]] = []
-    for known_as, _ in one.features():
-        number = next((names.index(name) for name in known_as if name in names), None)
-        if number is None:
+    device = replaced.rows(replaced.old)[0].device
+    bags_by_feature: list[list[Bags]] = []
+    for names_in_trace, _ in replaced.features():
+        feature_index = next((names.index(name) for name in names_in_trace if name in names), None)
+        if feature_index is None:
             return []
-        lengths = trace.lengths[number].long()
+        lengths = trace.lengths[feature_index].long()
         starts = pad(lengths.cumsum(0), (1, 0)).tolist()
         bags = []
         for first in range(0, len(lengths) - batch_size + 1, batch_size):
-            ids = trace.ids[number][starts[first] : starts[first + batch_size]]
+            ids = trace.ids[feature_index][starts[first] : starts[first + batch_size]]
             bags.append((ids.long().to(device), lengths[first : first + batch_size].to(device)))
-        found.append(bags)
-    return [list(batch) for batch in zip(*found, strict=False)]
+        bags_by_feature.append(bags)
+    return [list(batch) for batch in zip(*bags_by_feature, strict=False)]
 
 
 def machine(device: torch.device) -> str:
     """Return processor, threads and device, for a measurement."""
-    where = f"{platform.machine()}, {torch.get_num_threads()} threads"
-    return f"{torch.cuda.get_device_name(device)}, {where}" if device.type == "cuda" else where
+    cpu = f"{platform.machine()}, {torch.get_num_threads()} threads"
+    return f"{torch.cuda.get_device_name(device)}, {cpu}" if device.type == "cuda" else cpu

@@ -1,10 +1,10 @@
 """`migrate`: swap the embeddings of a model for tables of emblib, in place.
 
-The modules are gone through once, and each is decided on: *fused*, where backward can make exactly
-the updates that were made before; *in place of the weight*, where the optimizer of torch keeps its
-work and gets another parameter with the same values and states; or *left*, with the reason. Nothing
-is changed before every decision is made. Then each module is swapped for one that takes the same
-calls, and the groups of the optimizer follow.
+First `migrate` decides on each module: *fused*, if backward can make exactly the updates that were
+made before; *parameter replaced*, if the optimizer of torch stays and gets another parameter with
+the same values and states; or *left*, with the reason. Nothing is changed until all decisions are
+made. Then it swaps each module for one that takes the same calls, and changes the groups of the
+optimizer.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from emblib.trace import LookupTrace
 
 Factory = Callable[..., Replaced]
 
-# Modules with `FACTORIES`: by class name, what replaces a module of the library. They are above
-# this layer, and imported when a model has a module of their library.
+# Python modules whose `FACTORIES` replace modules of a library, by class name. They belong to a
+# layer above this one, so they are imported only when a model has a module of their library.
 _LIBRARIES = {
     "fbgemm_gpu": "emblib.compat.fbgemm_migration",
     "torchrec": "emblib.compat.torchrec_migration",
 }
-# Modules that are left, and the way to emblib.
-_LEFT = {
+# Modules that are not migrated, and the advice for each.
+_ADVICE = {
     ("dynamicemb", "BatchedDynamicEmbeddingTables"): "import it from emblib.compat.dynamicemb, "
     "whose DynamicEmbLoad reads the files of DynamicEmbDump",
     ("dynamicemb", "BatchedDynamicEmbeddingTablesV2"): "import it from emblib.compat.dynamicemb, "
@@ -51,8 +51,8 @@ class Migration:
 
     Attributes:
         replaced: the modules that were swapped.
-        left: embeddings that were not, with the reasons.
-        warnings: sentences that say what the surrounding program must change.
+        left: embeddings that were not swapped, with the reasons.
+        warnings: changes that the surrounding program needs, a sentence each.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.EmbeddingBag(100, 8))
@@ -81,13 +81,13 @@ class Migration:
         fused = [one for one in self.replaced if one.is_fused]
         if not fused:
             return []
-        found = [
+        warnings = [
             "fused tables have no .grad: each backward is an update, clip_grad_norm_ and "
             "Adam(model.parameters()) do not reach them, and schedules use the groups of "
             "emblib.collections.optimizers.FusedOptimizer.of(model); a penalty on their weight, a "
             "view without gradient, has no effect"
         ]
-        found += [
+        warnings += [
             f"a scheduler over {type(one).__name__} no longer sets the rates of the fused tables: "
             "make a second one over emblib.collections.optimizers.FusedOptimizer.of(model)"
             for one in optimizers
@@ -95,30 +95,31 @@ class Migration:
         ]
         single = sum(isinstance(one, ReplacedEmbedding) for one in fused)
         if single > 1:
-            found.append(
+            warnings.append(
                 f"{single} tables are called one by one: one TableBatchedEmbeddingBags or "
                 "EmbeddingBagCollection looks all of them up in one kernel (and only a collection "
                 "can be sharded)"
             )
-        return found
+        return warnings
 
     def __str__(self) -> str:
         lines = [f"{len(self.replaced)} embeddings replaced, {len(self.left)} left"]
-        for one in self.replaced:
-            before, after = one.memory
+        for replaced in self.replaced:
+            before, after = replaced.memory
             lines.append(
-                f"  {', '.join(one.paths)}: {one.sizes()}; {one.how()}; {before} -> {after}"
+                f"  {', '.join(replaced.paths)}: {replaced.sizes()}; {replaced.how()}; "
+                f"{before} -> {after}"
             )
-            if one.note:
-                lines.append(f"    {one.note}")
-        lines += [f"  left {one.path}: {one.reason}" for one in self.left]
+            if replaced.note:
+                lines.append(f"    {replaced.note}")
+        lines += [f"  left {replaced.path}: {replaced.reason}" for replaced in self.left]
         if self.replaced:
             before, after = self._memory()
             lines.append(f"memory in training: {before} -> {after}")
         return "\n".join([*lines, *self.warnings])
 
     def _memory(self) -> tuple[TrainingMemory, TrainingMemory]:
-        sizes = [one.memory for one in self.replaced]
+        sizes = [replaced.memory for replaced in self.replaced]
         before, after = zip(*sizes, strict=True)
         return sum(before, TrainingMemory()), sum(after, TrainingMemory())
 
@@ -135,39 +136,39 @@ class Migration:
             RuntimeError: the migration was undone, or a new module has been replaced since.
         """
         self._require_migrated()
-        return [checks.compare(one, self._migrate_sample, seed) for one in self.replaced]
+        return [checks.compare(replaced, self._migrate_sample, seed) for replaced in self.replaced]
 
     def measure(self, trace: LookupTrace, batch_size: int, rounds: int = 20) -> list[Speed]:
         """Time old and new modules in turn on recorded lookups.
 
-        This needs the memory of two more copies of one module at a time. The model is not changed.
+        It needs memory for two more copies of one module at a time. The model is not changed.
 
         Args:
             trace: trace of the model before it was migrated, by `TraceRecorder`; its features have
                 the names of the modules.
             batch_size: samples per call.
-            rounds: calls of each, over the batches of the trace.
+            rounds: calls per module, with the batches of the trace in turn.
 
         Raises:
             ValueError: the trace has no full batch of any replaced module.
             RuntimeError: the migration was undone, or a new module has been replaced since.
         """
         self._require_migrated()
-        every = (
-            checks.measure(one, self._migrate_sample, trace, batch_size, rounds)
-            for one in self.replaced
+        measured = (
+            checks.measure(replaced, self._migrate_sample, trace, batch_size, rounds)
+            for replaced in self.replaced
         )
-        speeds = [speed for speed in every if speed is not None]
+        speeds = [speed for speed in measured if speed is not None]
         if not speeds:
             names = [feature.name for feature in trace.features]
             raise ValueError(f"the trace has no {batch_size} samples of a module; it has {names}")
         return speeds
 
     def predict(self, trace: LookupTrace, batch_size: int, rounds: int = 20) -> MigrationCost:
-        """Predict memory and time of training from recorded lookups, see `measure`.
+        """Return memory and time of training before and after, from recorded lookups.
 
-        Bytes are exact: rows, states and gradients after the first step of the old modules, and
-        what the new ones have allocated. Nothing else of the model is counted.
+        Times are those of `measure`. Bytes are exact: rows, states and gradients of the old modules
+        after their first step, and the memory of the new ones; the rest of the model is left out.
         """
         speeds = self.measure(trace, batch_size, rounds)
         device = self.replaced[0].rows(self.replaced[0].old)[0].device
@@ -176,9 +177,9 @@ class Migration:
     def load_state_dict(self, state_dict: Mapping[str, Any], *, strict: bool = True) -> Any:
         """Load a state dict that the model had before it was migrated.
 
-        Keys of swapped modules differ afterwards: `print(model.state_dict().keys())`. This loads it
-        through the old modules. Optimizer states of torch are not in it: to continue a training,
-        load model and optimizer first, then migrate.
+        The migration changes the keys of swapped modules; this method loads through the old ones.
+        Optimizer states of torch are not in the state dict: to continue a training, load model and
+        optimizer first, then migrate.
 
         Args:
             state_dict: result of `state_dict()` of the model before.
@@ -198,44 +199,47 @@ class Migration:
             <All keys matched successfully>
         """
         self._require_migrated()
-        old = [tensor for one in self.replaced for tensor in one.old.state_dict().values()]
-        memory = {tensor.untyped_storage().data_ptr() for tensor in old}
-        state_dict = {  # a live state dict of the old modules is not to be overwritten here
+        old_tensors = [
+            tensor for replaced in self.replaced for tensor in replaced.old.state_dict().values()
+        ]
+        memory = {tensor.untyped_storage().data_ptr() for tensor in old_tensors}
+        # `copy_values` below overwrites the old modules, so values in their memory are cloned.
+        state_dict = {
             name: value.clone()
             if isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() in memory
             else value
             for name, value in state_dict.items()
         }
-        for one in self.replaced:
-            one.copy_values(one.new, one.old)
-            _put(self._model, one.paths, one.old)
+        for replaced in self.replaced:
+            replaced.copy_values(replaced.new, replaced.old)
+            _set_module(self._model, replaced.paths, replaced.old)
         try:
             return self._model.load_state_dict(state_dict, strict=strict)
         finally:
-            for one in self.replaced:
-                one.copy_values(one.old, one.new)
-                _put(self._model, one.paths, one.new)
+            for replaced in self.replaced:
+                replaced.copy_values(replaced.old, replaced.new)
+                _set_module(self._model, replaced.paths, replaced.new)
 
     def undo(self) -> None:
-        """Put the old modules back, with the rows and states that the tables have now.
+        """Put the old modules back, with the current rows and states of the tables.
 
         Raises:
             RuntimeError: the migration was undone, or a new module has been replaced since.
         """
         self._require_migrated()
         with torch.no_grad():
-            for one in self.replaced:
-                one.carry_back()
-                _put(self._model, one.paths, one.old)
+            for replaced in self.replaced:
+                replaced.carry_back()
+                _set_module(self._model, replaced.paths, replaced.old)
         self._is_undone = True
 
     def _require_migrated(self) -> None:
         if self._is_undone:
             raise RuntimeError("the migration was undone already")
         modules = dict(self._model.named_modules(remove_duplicate=False))
-        for one in self.replaced:
-            for path in one.paths:
-                if modules.get(path) is not one.new:
+        for replaced in self.replaced:
+            for path in replaced.paths:
+                if modules.get(path) is not replaced.new:
                     raise RuntimeError(
                         f"the module that migrate put at {path} has been replaced since, e.g. by "
                         "sharding: the migration knows nothing of the rows of the new one. Check, "
@@ -250,7 +254,7 @@ def migrate(
     *,
     tables: Optimizer | None = None,
 ) -> Migration:
-    """Swap the embeddings of a model for tables of emblib, in place, and say what was done.
+    """Swap the embeddings of a model for tables of emblib, in place, and report the result.
 
     `nn.EmbeddingBag` (sum, mean), `nn.Embedding`, the table-batched modules of FBGEMM and the
     unsharded collections of TorchRec become modules with the same rows that take the same calls. If
@@ -260,12 +264,12 @@ def migrate(
     groups. Otherwise the optimizer trains the new parameter as it trained the old one.
 
     Args:
-        model: is changed. A module that occurs twice is swapped for one module.
+        model: model to change. A module that occurs twice is swapped for one module.
         optimizer: the optimizers of `torch.optim` that train the model, if it is trained; those
             that torch applies in backward are found on the parameters.
-        tables: applied in backward to every table of torch or TorchRec instead of the counterpart
-            of its optimizer, e.g. `optim.Adam(1e-3)`, which updates the rows of a batch, where
-            `torch.optim.Adam` changes all rows. States of equal names move into the table.
+        tables: optimizer that backward applies to every table of torch or TorchRec, instead of the
+            counterpart of its former one. E.g. `optim.Adam(1e-3)` updates the rows of a batch,
+            whereas `torch.optim.Adam` changes all rows. States of equal names move into the table.
 
     Raises:
         TypeError: `model` is an embedding itself, backward does not apply `tables`, or an optimizer
@@ -286,20 +290,20 @@ def migrate(
         raise TypeError(f"tables must be an optimizer that backward applies, got {tables!r}")
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, got {model!r}")
-    optimizers = _optimizers(optimizer)
+    optimizers = _as_list(optimizer)
     for one in optimizers:
         if type(one).__module__.startswith("torchrec.optim.") and hasattr(one, "params"):
             raise TypeError(
                 f"{type(one).__name__} names its parameters, which would be stale: migrate with "
                 "the optimizer inside it, then wrap that one again"
             )
-    found = _embeddings(model)
-    if any("" in paths for _, paths, _ in found):
+    embeddings = _embeddings(model)
+    if any("" in paths for _, paths, _ in embeddings):
         raise TypeError("model is an embedding itself: put it into a module, e.g. nn.ModuleList")
     owners = _owners(model)
     replaced, left = [], []
     with torch.random.fork_rng(devices=[]):  # initial values are drawn, and overwritten
-        for module, paths, factory in found:
+        for module, paths, factory in embeddings:
             try:
                 _check_alone(module, owners)
                 replaced.append(factory(paths, module, optimizers, tables))
@@ -308,31 +312,31 @@ def migrate(
     with torch.no_grad():
         for new in replaced:
             new.carry_over()
-            _put(model, new.paths, new.new)
+            _set_module(model, new.paths, new.new)
     return Migration(model, replaced, left, optimizers, tables)
 
 
-def _optimizers(optimizer: Any) -> list[TorchOptimizer]:
-    """Return the optimizers of an argument; raise TypeError for anything else."""
+def _as_list(optimizer: Any) -> list[TorchOptimizer]:
+    """Return one optimizer or several as a list; raise TypeError for anything else."""
     is_several = isinstance(optimizer, Sequence)
     optimizers = list(optimizer) if is_several else [optimizer]
-    for one in optimizers:
-        if not hasattr(one, "param_groups"):
+    for each in optimizers:
+        if not hasattr(each, "param_groups"):
             raise TypeError(
                 "optimizer must be an optimizer of torch.optim that trains the model, or a list "
-                f"of them, got {one!r}; tables= takes one of emblib.optim"
+                f"of them, got {each!r}; tables= takes one of emblib.optim"
             )
     return optimizers
 
 
 def _factory(module: nn.Module) -> Factory | None:
-    """Return what replaces a module; None if it is no embedding."""
+    """Return the class or function that replaces a module; None if it is no embedding."""
     if isinstance(module, nn.EmbeddingBag | nn.Embedding):
         return ReplacedEmbedding
     for kind in type(module).__mro__:
         root = kind.__module__.partition(".")[0]
-        if (root, kind.__name__) in _LEFT:
-            return _refuse(f"{kind.__name__} of {root}: {_LEFT[root, kind.__name__]}")
+        if (root, kind.__name__) in _ADVICE:
+            return _refuse(f"{kind.__name__} of {root}: {_ADVICE[root, kind.__name__]}")
         library = _LIBRARIES.get(root)
         if library is not None:
             factories: Mapping[str, Factory] = importlib.import_module(library).FACTORIES
@@ -349,21 +353,21 @@ def _refuse(reason: str) -> Factory:
 
 
 def _embeddings(model: nn.Module) -> list[tuple[nn.Module, list[str], Factory]]:
-    """Return the outermost embeddings of a model, the names of each, and what replaces it."""
-    found: dict[nn.Module, tuple[list[str], Factory]] = {}
-    inside: tuple[str, ...] = ()
+    """Return the outermost embeddings of a model, each with its names and its factory."""
+    embeddings: dict[nn.Module, tuple[list[str], Factory]] = {}
+    inner_prefixes: tuple[str, ...] = ()
     for path, module in model.named_modules(remove_duplicate=False):
-        if path.startswith(inside):
+        if path.startswith(inner_prefixes):
             continue
         factory = _factory(module)
         if factory is not None:
-            found.setdefault(module, ([], factory))[0].append(path)
-            inside = (*inside, f"{path}." if path else "")
-    return [(module, *rest) for module, rest in found.items()]
+            embeddings.setdefault(module, ([], factory))[0].append(path)
+            inner_prefixes = (*inner_prefixes, f"{path}." if path else "")
+    return [(module, *rest) for module, rest in embeddings.items()]
 
 
 def _owners(model: nn.Module) -> dict[int, int]:
-    """Return by parameter the number of modules that have it, to find weights that are tied."""
+    """Return the number of modules that have each parameter, by id, to find tied weights."""
     owners: dict[int, int] = {}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
@@ -372,7 +376,7 @@ def _owners(model: nn.Module) -> dict[int, int]:
 
 
 def _check_alone(module: nn.Module, owners: dict[int, int]) -> None:
-    """Raise NotMigrated for a module that others watch or share weights with."""
+    """Raise NotMigrated for a module that has hooks or shares weights with another."""
     for child in module.modules():
         if any(owners[id(weight)] > 1 for weight in child.parameters(recurse=False)):
             raise NotMigrated(
@@ -382,7 +386,7 @@ def _check_alone(module: nn.Module, owners: dict[int, int]) -> None:
             raise NotMigrated("it has hooks: remove them first")
 
 
-def _put(model: nn.Module, paths: Sequence[str], module: nn.Module) -> None:
+def _set_module(model: nn.Module, paths: Sequence[str], module: nn.Module) -> None:
     for path in paths:
         parent, _, name = path.rpartition(".")
         setattr(model.get_submodule(parent), name, module)

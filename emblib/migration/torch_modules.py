@@ -28,7 +28,7 @@ from emblib.specs import Pooling, Precision, TableSpec
 from emblib.tables import TableBatchedEmbeddingBags
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_ATTRIBUTES = (
+_TORCH_ATTRIBUTES = (
     *("num_embeddings", "embedding_dim", "padding_idx"),
     *("max_norm", "norm_type", "scale_grad_by_freq", "sparse"),
 )
@@ -43,7 +43,7 @@ class _DropIn(nn.Module):
         pooling = Pooling.NONE
         if isinstance(source, nn.EmbeddingBag):
             pooling = _POOLING[source.mode]
-        for name in _ATTRIBUTES:
+        for name in _TORCH_ATTRIBUTES:
             setattr(self, name, getattr(source, name))
         self.table = TableBatchedEmbeddingBags(
             [TableSpec(source.num_embeddings, source.embedding_dim)],
@@ -76,7 +76,7 @@ class _DropIn(nn.Module):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *arguments: Any
     ) -> None:
-        """Take the rows of a state dict of the module of torch; states of the table stay."""
+        """Load the rows of a state dict of torch's module; optimizer states do not change."""
         rows = state_dict.pop(f"{prefix}weight", None)
         if rows is not None:
             state_dict.update(self.table.state_dict(prefix=f"{prefix}table."))
@@ -89,7 +89,7 @@ class _DropIn(nn.Module):
 
 
 class MigratedEmbeddingBag(_DropIn):
-    """A table of emblib that is called as the `nn.EmbeddingBag` whose place it has."""
+    """A table of emblib with the interface of the `nn.EmbeddingBag` that it replaces."""
 
     def __init__(self, source: nn.EmbeddingBag, optimizer: Optimizer | None) -> None:
         super().__init__(source, optimizer)
@@ -107,7 +107,7 @@ class MigratedEmbeddingBag(_DropIn):
         Args:
             input: int32 or int64 ids: `[B, N]`, bags of N, or `[L]` with `offsets`.
             offsets: `[B]`, or `[B + 1]` with `include_last_offset`: where the bags start.
-            per_sample_weights: weights of the shape of `input`, for the mode "sum".
+            per_sample_weights: weights of the shape of `input`, only for the mode "sum".
 
         Raises:
             ValueError: `offsets` with ids of two dimensions, or none with ids of one.
@@ -136,7 +136,7 @@ class MigratedEmbeddingBag(_DropIn):
 
 
 class MigratedEmbedding(_DropIn):
-    """A table of emblib that is called as the `nn.Embedding` whose place it has."""
+    """A table of emblib with the interface of the `nn.Embedding` that it replaces."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the vector of each id, `[*, embedding_dim]`; ids are int32 or int64 `[*]`."""
@@ -158,12 +158,12 @@ class ReplacedEmbedding(Replaced):
         optimizers: Sequence[TorchOptimizer],
         table_optimizer: Optimizer | None,
     ) -> None:
-        _check(old)
+        _check_replaceable(old)
         weight: Any = old.weight
         self.weight = TorchWeight(weight, Trained.of(optimizers, weight), old.sparse)
         fused, self.note = optimizer_for(self.weight.trained, weight, table_optimizer)
         if fused is None and old.sparse:
-            fused = optim.External()  # leaves a sparse gradient, as before
+            fused = optim.External()  # leaves a sparse gradient, as the old module did
         if isinstance(old, nn.EmbeddingBag):
             super().__init__(paths, old, MigratedEmbeddingBag(old, fused))
         else:
@@ -197,14 +197,11 @@ class ReplacedEmbedding(Replaced):
         return sum(self.new.table.nbytes().values())
 
     def carry_over(self) -> None:
-        """Copy rows and optimizer states into the new table.
-
-        If torch's optimizer stays in use, its parameter group then has the new parameter.
-        """
+        """Copy rows and optimizer states, and replace the weight in torch's parameter group."""
         self.weight.carry_over(self._table)
 
     def carry_back(self) -> None:
-        """Copy rows and optimizer states back; the group of torch's optimizer gets the old one."""
+        """Copy rows and optimizer states back, and restore the weight in torch's group."""
         self.weight.carry_back(self._table)
 
     def sample(self, max_rows: int | None, seed: int) -> tuple[nn.Module, list[TorchOptimizer]]:
@@ -247,7 +244,7 @@ class ReplacedEmbedding(Replaced):
         return [module.weight.detach()]
 
 
-def _check(module: Any) -> None:
+def _check_replaceable(module: Any) -> None:
     """Raise NotMigrated for a module that has no counterpart."""
     if type(module) not in (nn.EmbeddingBag, nn.Embedding):
         raise NotMigrated(f"{type(module).__name__} is a subclass, whose code would be lost")
@@ -264,7 +261,7 @@ def _check(module: Any) -> None:
 
 
 def check_weight(weight: Tensor) -> None:
-    """Raise NotMigrated for rows of a dtype that emblib does not have."""
+    """Raise NotMigrated for a dtype that emblib does not support."""
     if weight.dtype not in DTYPES:
         raise NotMigrated(
             f"it has rows of {weight.dtype}; emblib has float32, float16 and bfloat16"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 _PACKAGE = Path(__file__).resolve().parent.parent
-_SOURCE = _PACKAGE.parent  # of a checkout; of an installed wheel it has no csrc
+_SOURCE = _PACKAGE.parent  # root of a checkout, with csrc; an installed wheel has no csrc there
 _MINIMUM_TORCH = (2, 10)
 
 
@@ -43,7 +43,7 @@ def _load_library(name: str) -> None:
     try:
         torch.ops.load_library(path)
     except OSError as error:
-        reason = str(error.__cause__ or error)  # torch wraps what the dynamic loader says
+        reason = str(error.__cause__ or error)  # torch wraps the error of the dynamic loader
         raise ImportError(
             f"emblib's native library {path} does not load with torch {torch.__version__}: "
             f"{reason}. {_cause(reason)}{_way_out()}"
@@ -51,7 +51,7 @@ def _load_library(name: str) -> None:
 
 
 def _way_out() -> str:
-    """Return what provides a library that loads: a build in a checkout, else another install."""
+    """Return the advice for a library that does not load: to build it, or to install another."""
     if (_SOURCE / "csrc" / "CMakeLists.txt").exists():
         return (
             f"emblib was imported from its source tree {_SOURCE}. Build the library in there with "
@@ -64,7 +64,7 @@ def _way_out() -> str:
 
 
 def _cause(error: str) -> str:
-    """Explain what the dynamic loader complains about, where it is one of the usual reasons."""
+    """Explain an error of the dynamic loader if it has one of the usual causes; else ""."""
     if missing := re.search(r"version `((?:GLIBC|GLIBCXX|CXXABI)_[\d.]+)' not found", error):
         libc = " ".join(platform.libc_ver())
         return f"It was built for a newer system: it needs {missing[1]}, this one has {libc}. "
@@ -110,8 +110,8 @@ def empty_table(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 def keep_dtype(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     """Wrap `fn` of `nn.Module._apply` so that a change of dtype only moves between devices.
 
-    The dtypes of a table are chosen when it is made: `model.half()` must neither round the
-    optimizer state nor turn a float32 table into another one.
+    The dtypes of a table are chosen when it is constructed: `model.half()` must neither round the
+    optimizer state nor change the dtype of the weights.
     """
 
     def move(tensor: Tensor) -> Tensor:

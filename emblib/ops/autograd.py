@@ -26,7 +26,7 @@ from emblib.specs import Pooling
 
 
 class RowLocations(NamedTuple):
-    """Rows of a batch, and their cache slots: per distinct row and per lookup."""
+    """Distinct rows of a batch, with their cache slots `[L]` per distinct row and per lookup."""
 
     groups: tbe.Groups
     row_slots: Tensor | None = None
@@ -43,7 +43,7 @@ class UpdateHooks(Protocol):
         """Return the lock to hold from `before_update` to `after_update`, if any."""
 
     def before_update(self) -> RowLocations | None:
-        """Return the current locations of the rows, or None; called once, first in backward."""
+        """Return the current locations of the rows, or None; called once, before the update."""
 
     def after_update(self) -> None:
         """Run after the rows have been written."""
@@ -85,9 +85,9 @@ _for_update = ContextVar("for_update", default=False)
 
 @contextmanager
 def for_update() -> Iterator[None]:
-    """Make lookups inside only for their backward: fused ones return zeros without memory.
+    """Context in which lookups are made only for their backward: fused ones return zeros.
 
-    Allowed because the update does not read the output.
+    The zeros take no memory; the update does not read the output.
     """
     token = _for_update.set(True)
     try:
@@ -98,7 +98,7 @@ def for_update() -> Iterator[None]:
 
 @contextmanager
 def with_values() -> Iterator[None]:
-    """Make lookups inside return their values even within `for_update`, for gradients."""
+    """Context in which lookups return their values even within `for_update`."""
     token = _for_update.set(False)
     try:
         yield
@@ -140,8 +140,8 @@ def groups_of(batch: Lookup) -> tbe.Groups:
 class UpdateRule(NamedTuple):
     """The fields of an optimizer that backward needs, as values that torch can trace.
 
-    torch 2.10 rebuilds a dataclass that is passed to a Function from symbols, which the checks of
-    the dataclass refuse.
+    The optimizer itself cannot be traced: torch 2.10 reconstructs a dataclass argument of a
+    Function from symbols, which the checks of the dataclass refuse.
     """
 
     name: str
@@ -163,15 +163,14 @@ class UpdateRule(NamedTuple):
 class FusedLookup(torch.autograd.Function):
     """Function that looks up; its backward updates weights and states in place.
 
-    `grad_anchor` is a scalar that requires grad: it ties the output to autograd while the weights,
-    which backward mutates, stay out of it. `row_weights` are the sample weights by which the
-    gradient of a row is scaled; they differ from those of the output where rows decay before they
-    are read.
+    `grad_anchor` is a scalar that requires grad: through it the output depends on autograd, while
+    the weights, which backward mutates, do not take part. `row_weights` are the factors of the
+    gradients of rows; they differ from `sample_weights` if rows decay before they are read.
 
     A gradient that a `torch.amp.GradScaler` has scaled is divided by the scale, and skipped if it
-    is not finite; `grad_anchor` then gets the gradient 0 or infinity, for the scaler to find.
+    is not finite; `grad_anchor` then gets the gradient 0 or infinity, which the scaler checks.
 
-    The gradient of `sample_weights` is computed from the rows as they are in backward, before the
+    The gradient of `sample_weights` is computed from the rows at the time of backward, before the
     update. If another backward has updated them since forward (two lookups in one loss), they
     differ from those of forward, as in FBGEMM.
     """
@@ -210,7 +209,7 @@ class FusedLookup(torch.autograd.Function):
         scale = scale_of_backward() if wanted.update else None
         if batch.joint is not None and wanted.update:
             anchor_grad = batch.joint.add(Contribution(batch, row_weights, grad, scale))
-            if batch.hooks is not None:  # now: a backward that is interrupted has no step
+            if batch.hooks is not None:  # before the step, so that an interrupt leaves no step
                 batch.hooks.after_update()
             if not wanted.sample_grad:
                 return anchor_grad, None, None, None, None, None
@@ -255,7 +254,7 @@ def update_in_backward(
     Args:
         tiers: the memory of the module.
         rule: update rule of the optimizer.
-        batch: looked up in forward.
+        batch: the batch that forward looked up.
         row_weights: factors of the gradient, one per lookup; None is 1.
         grad: gradient of the output.
         scale: scale of a `GradScaler`; None if the gradient is not scaled.
@@ -302,7 +301,7 @@ def _make_step(
     row_weights: Tensor | None,
     counted: Tensor | int = 1,
 ) -> None:
-    """Count a step and update rows, both or neither, whatever interrupts it."""
+    """Count a step and update rows; an interrupt leaves both done or neither."""
     step = tiers.hyperparams[Hyper.STEP]
     update = _update_call(tiers, rule.name, rule.descent(grad), batch, locations, row_weights)
     if torch.compiler.is_compiling():
@@ -310,7 +309,7 @@ def _make_step(
         update()
         torch.autograd.graph.increment_version(tiers.weights)
         return
-    if _may_move(tiers.hyperparams):  # first, lest an interrupt omit it
+    if _may_move(tiers.hyperparams):  # before the update, so that no interrupt can omit it
         torch.autograd.graph.increment_version(tiers.weights)
     count_step(step, counted, update)
 
@@ -318,7 +317,7 @@ def _make_step(
 def lookup_of_rows(
     features: Sequence[tuple[int, ...]], rows: Sequence[Tensor], total_rows: int
 ) -> Lookup:
-    """Return a batch that looks up `rows[t]` in the table of `features[t]`; all of one dim."""
+    """Return a batch that looks up `rows[t]` in the table of `features[t]`; all have one dim."""
     indices = torch.cat(list(rows))
     ends = [0, *itertools.accumulate(r.numel() for r in rows)]
     return Lookup(
@@ -398,9 +397,9 @@ class WeightOffset(NamedTuple):
 class GradientLookup(torch.autograd.Function):
     """Function that looks up; its backward leaves sparse or dense gradients on parameters.
 
-    Lookups read `memory` and the further tiers `slower`; the parameters are views of these at
-    `offsets`. Without offsets the only parameter is the memory itself. A sparse gradient has the
-    distinct rows of the batch, and is on the device of its parameter.
+    Lookups read `memory`, the first tier, and `slower`, the others; the parameters are views of
+    these at `offsets`. Without offsets the only parameter is `memory` itself. A sparse gradient has
+    the distinct rows of the batch, and is on the device of its parameter.
     """
 
     @staticmethod
@@ -417,8 +416,8 @@ class GradientLookup(torch.autograd.Function):
         *parameters: Tensor,
     ) -> Tensor:
         """Return `[B, output_dim]`, `[output_dim]` with a bag layout, `[L, dim]` for NONE."""
-        # Only the gradient of sample weights needs the memory; saved without need, it would forbid
-        # an optimizer step between two backwards.
+        # Only the gradient of sample weights needs the memory. If it were saved in other cases too,
+        # autograd would raise after an optimizer step between two backwards.
         weighted = sample_weights is not None and sample_weights.requires_grad
         _save(ctx, batch, sample_weights, memory if weighted else None)
         output_dtype, ctx.dtype = dtypes
@@ -468,7 +467,7 @@ class GradientLookup(torch.autograd.Function):
 def _dense_grad(
     ctx: Any, grad: Tensor, batch: Lookup, groups: tbe.Groups, sample_weights: Tensor | None
 ) -> Tensor:
-    """Compute the gradient of all weights: one SGD step at rate -1 from zeros."""
+    """Compute the gradient of all weights, as one SGD step with learning rate -1 from zeros."""
     result = grad.new_zeros(ctx.shape, dtype=ctx.dtype)
     hyper = grad.new_zeros(Hyper.OPTIMIZER_ARGS, dtype=torch.float64)
     for entry in (Hyper.LEARNING_RATE, Hyper.SEED):
@@ -616,7 +615,7 @@ def updates_in_backward(optimizer: Optimizer) -> bool:
 
 
 def _may_move(hyper: Tensor) -> bool:
-    """Return whether an update changes weights; at rate 0 it does not, as `gradcheck` needs."""
+    """Return whether an update may change weights; at rate 0 it does not, as `gradcheck` needs."""
     if hyper.is_cuda:
         return True
     return bool(hyper.tolist()[Hyper.LEARNING_RATE] != 0)  # one number costs as much as all
@@ -638,7 +637,7 @@ def _update_call(
     locations: RowLocations,
     sample_weights: Tensor | None,
 ) -> partial[None]:
-    """Return the call of the op that updates rows, not yet made."""
+    """Return the call of the op that updates rows, for the caller to make."""
     compiling = torch.compiler.is_compiling()
     return partial(
         tbe.tbe_update_ if compiling else native(tbe.tbe_update_),
@@ -671,7 +670,7 @@ def _sample_weight_grad(grad: Tensor, weights: Sequence[Tensor], batch: Lookup) 
 
 
 def _save(ctx: Any, batch: Lookup, *tensors: Tensor | None) -> None:
-    """Save a batch for backward; autograd complains if its tensors are overwritten before that."""
+    """Save a batch for backward; autograd raises if its tensors are overwritten in between."""
     ctx.save_for_backward(batch.indices, batch.offsets, batch.bag_layout, batch.slots, *tensors)
     placeholder = batch.features
     ctx.batch = batch._replace(

@@ -1,4 +1,4 @@
-"""The ops of the software cache: plan which rows a batch needs, move them, find them again.
+"""The ops of the software cache: plan the rows that a batch needs, move them, find them.
 
 The cache is 32-way set-associative; slot `set * 32 + way` holds one row of any table, with its
 optimizer state. Linear row r can be in one set only, `(finalise(r) >> 32) * sets >> 32` with the
@@ -9,29 +9,29 @@ Shapes and dtypes, with L lookups, U distinct rows (see `emblib.ops.tbe.Groups`)
 - `tags` int64 `[sets, 32]`: the linear row of each slot, -1 if it is empty
 - `stamps` int64 `[sets, 32]`, -1 if the slot is empty. LRU: number of the batch that used it last.
   LFU: the lookups of its row so far, above the 32 low bits of that number
-- `counts` int32, LFU: `[cached rows]`, lookups so far of each row, up to 2^31 - 1; that of a row in
-  the cache is in its stamp, and its entry here is out of date. LRU: not read, `[0]` will do
+- `counts` int32, LFU: `[cached rows]`, lookups so far of each row, up to 2^31 - 1. The count of a
+  row in the cache is in its stamp; its entry here is out of date. LRU: not read, may be `[0]`
 - `counters` int64 `[T + 1, 8]`, see `COUNTERS`; one row per table, then the totals
 - `clock` int64 `[2]`: number of the batch, number of the oldest batch in flight
 - `tables` int64 `[T, 8]`: `features` of all tables by ascending linear row (column unused)
 - `rows`, `segments`, `lookups`, `count`: of the batch, as `tbe_group` returns them
-- `row_slots` int32 `[L]`: slot of each distinct row, -1 for one that is not in the cache (or not
-  cached at all) and from `count` on
+- `row_slots` int32 `[L]`: slot of each distinct row, -1 for a row that is not in the cache (or of a
+  table without cache) and from `count` on
 - `evicted` int64 `[L]`: -2 if the row does not move, and from `count` on; otherwise the row is
   fetched into its slot, which was empty (-1) or contained the row named here
-- `weights` a list of four tensors (device, host, disk, cache) and `states` as many for every tier,
-  tier after tier; unused ones are empty. States are as long as the weights or have one entry per
-  row
+- `weights`: four tensors (device, host, disk, cache); `states`: those of the optimizer for every
+  tier, tier after tier; unused ones are empty. States are as long as the weights or have one entry
+  per row
 - `hyper` float64, of the optimizer: step and seed of stochastic rounding
 
-`cache_plan_` plans a batch; its policy is a number of `emblib.ops.codes.CACHE_POLICY`. All
-distinct rows probe, and hits are stamped. The missing rows of a set take its ways: empty ones
-first, then LRU by age or LFU by lookups, of equal ones the row used last. LRU assigns ways to the
-missing rows in ascending order, LFU in order of their lookups, most first. Rows used by a batch in
-flight are not replaced, and LFU never replaces a row by one with fewer lookups. A row that gets no
-way stays in the tier of its table and is read from there.
+`cache_plan_` plans a batch; its policy is a number of `emblib.ops.codes.CACHE_POLICY`. It probes
+all distinct rows, and stamps hits. The missing rows of a set take its ways in this order: empty
+ones; then for LRU by age, for LFU by lookups and among equal ones the most recently used row. LRU
+assigns ways to the missing rows in ascending order, LFU by descending lookups. Rows used by a batch
+in flight are not replaced, and LFU never replaces a row by one with fewer lookups. A row that gets
+no way stays in the tier of its table and is read from there.
 
-`cache_evictions`, on the CPU, returns `evicted` of such a plan and changes nothing.
+`cache_evictions` (only on the CPU) returns `evicted` of such a plan and changes nothing.
 
 `cache_move_` then writes back the evicted rows and fetches the new ones, with their states.
 Where cache and tier have different dtypes, values are rounded: to nearest when fetched, and when
@@ -49,7 +49,7 @@ rows, slots, count]`:
 - `conflicts` int64 `[sets]`: the last batch with a row that got no way in this set; `cache_move_`
   writes it
 - `rows` int64 `[L]`, `slots` int32 `[L]`, `count` int32 `[1]` (0 before the call): the rows that
-  took a way in a set with conflicts of a batch in flight. They are not fetched
+  took a way in a set in which a row of a batch in flight got none. They are not fetched
 
 Another `cache_move_`, after the updates, fetches the listed rows. Its rows, row_slots and count are
 these tensors, and its `evicted` is empty: no row is evicted.

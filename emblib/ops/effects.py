@@ -1,9 +1,9 @@
 """Effects: native calls that change a table once, though the Python around them may run again.
 
-An exception can come between any two lines: Ctrl-C, a lack of memory. A change that takes several
-native calls is therefore written as a function that can run again from its start: `Effects.once`
-makes a call the first time and returns the result of that call every other time. So running the
-function again after an interruption completes it, instead of making half of the change twice.
+An exception can come between any two lines: Ctrl-C, a lack of memory. So a change that takes
+several native calls is a function that can run again from its start: `Effects.once` makes a call
+the first time, and only returns its result every other time. Running the function again after an
+interruption thus completes the change, instead of making half of it twice.
 """
 
 import itertools
@@ -29,7 +29,7 @@ class Effects:
         return any(made_op is op for made_op, _ in self._results)
 
     def restart(self) -> None:
-        """Run the change again from its start: calls that were made return their results."""
+        """Prepare another run of the change: `once` returns the results of earlier calls."""
         self._next = 0
 
     @property

@@ -2,12 +2,12 @@
 
 The backward of a `FusedLookup` updates its rows immediately, so two lookups of one table in a loss
 would be two steps. A lookup whose batch has a `JointStep` records its gradient there instead. All
-such lookups depend on one scalar, the anchor: autograd accumulates the gradient of a leaf after all
+such lookups depend on one scalar, the anchor. Autograd accumulates the gradient of a leaf after all
 of its consumers, so the hook of the anchor runs when every gradient of this backward is known, and
 makes one step with their sum.
 
-A lookup that a backward makes itself, for a backward within it, adds its gradient to the outer one
-(`adding_to`).
+If a backward makes lookups itself, for a backward nested in it, these add their gradients to the
+joint step of the outer backward (`adding_to`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from emblib.ops.scaled_gradients import unscaled
 from emblib.optim import Optimizer
 from emblib.specs import Pooling
 
-# Passes whose gradients are waiting: nested ones, those of threads, and failed ones.
+# Maximum number of backwards with recorded gradients: nested ones, other threads', failed ones.
 _MAX_BACKWARDS = 16
 
 
@@ -41,15 +41,15 @@ class JointTable(Protocol):
 
 
 class JointStep:
-    """The gradients of a table in the running backward, and the anchor that completes them.
+    """The recorded gradients of a table, and the anchor whose hook makes the step.
 
-    A copy or pickle is an empty one of the copied module.
+    A copy or pickle is the joint step of the copied module, without gradients.
     """
 
     def __init__(self, table: JointTable) -> None:
         self._table = weakref.ref(table)
         self._anchor: Tensor | None = None
-        # By graph task.
+        # By the id of the graph task, which identifies a backward.
         self._waiting: OrderedDict[int, list[autograd.Contribution]] = OrderedDict()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -72,12 +72,15 @@ class JointStep:
         return self._anchor
 
     def of_backward(self) -> GradientSum:
-        """Return the sum to which lookups that are made now add their gradients."""
+        """Return the sum to which a lookup adds its gradient: this step, or that of `adding_to`."""
         task = _outer_task.get()
         return self if task is None else _OuterStep(self, task)
 
     def add(self, contribution: autograd.Contribution, task: int | None = None) -> Tensor:
-        """Record a gradient of backward `task` (None: the running one); return the anchor's."""
+        """Record a gradient of backward `task`, by default the running one.
+
+        Return the gradient of the anchor.
+        """
         if task is None:
             task = torch._C._current_graph_task_id()
         self._waiting.setdefault(task, []).append(contribution)
@@ -130,9 +133,9 @@ _outer_task: ContextVar[int | None] = ContextVar("outer_task", default=None)
 
 @contextmanager
 def adding_to(task: int) -> Iterator[None]:
-    """Make lookups inside add their gradients to the joint steps of the backward `task`.
+    """Context in which lookups add their gradients to the joint steps of the backward `task`.
 
-    The graph of that backward must have the anchors of the tables.
+    The graph of that backward must contain the anchors of the tables.
     """
     token = _outer_task.set(task)
     try:
@@ -158,7 +161,7 @@ def apply_contributions(
         optimizer: optimizer of the table.
         contributions: lookups with their gradients.
         feature: a row of `features` of the table, which is the only one of its module.
-        locate: function that returns the present locations of rows.
+        locate: function that returns the current locations of rows.
 
     Returns:
         0, or infinity for scaled gradients that are not finite; None if they are not scaled.

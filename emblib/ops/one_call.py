@@ -1,8 +1,8 @@
 """Sequences of native calls that no interrupt can separate.
 
 Python raises the exception of a signal, such as KeyboardInterrupt for Ctrl-C, between two bytecodes
-of its main thread. What a bytecode calls in C runs to its end. So state that takes two native calls
-to change is changed by one bytecode: the calls are made by `map` or `itertools`, in C.
+of its main thread; a C function that a bytecode calls runs to its end. So if a change of state
+takes two native calls, one bytecode makes both, through `map` or `itertools`, which are C code.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,10 @@ def native(op: Any) -> Callable[..., Any]:
 
 
 def in_one_call(*calls: partial[Any]) -> None:
-    """Make calls of C functions in order: all of them, none, or all up to one that raises."""
+    """Make calls of C functions in order; an interrupt comes before or after all of them.
+
+    If one raises, the later ones are not made.
+    """
     list(map(call, calls))
 
 
@@ -28,7 +31,8 @@ def count_step(step: Tensor, counted: Tensor | int, *updates: partial[Any]) -> N
     """Increment a scalar step and make the updates that read it, all or nothing.
 
     Args:
-        step: changed in place. The updates read one more than it is, also where they change no row.
+        step: scalar to increment in place. The updates run after the increment; if `counted` is 0,
+            it is undone after them.
         counted: number that is added to the step: 1, or a tensor with 0 for a step that is skipped.
         updates: calls of `native` ops, which check their arguments before they write.
     """

@@ -29,12 +29,12 @@ Rows must be finite; where there is a scale, values beyond `LARGEST` become abou
 
 `quant_lookup` adds up `weight * scale * q + weight * offset` in float32 and in the order of the
 lookups. It has no gradient. The definition is `emblib.reference.quant`. `quant_lookup_checked_`
-checks the batch on the way, as `emblib.ops.tbe.tbe_lookup_checked_` does.
+also checks the bounds of the batch, as `tbe_lookup_checked_` of dense tables does.
 
 `map_ids(index, tables, features, indices, offsets, bag_layout)` returns the row, int64 `[L]`, that
 is stored for each id, for tables with fewer rows than ids, or with keys. `tables` is int64 `[F, 6]`
 (`emblib.columns.IndexColumn`), `index` int64, the memory of `hash_entries` and arrays. An id that
-is out of range stays what it is, so that the check of bounds meets it.
+is out of range is returned unchanged, so that the bounds check of the lookup finds it.
 """
 
 from collections.abc import Iterable
@@ -51,8 +51,8 @@ HEADER_BYTES = 4
 LARGEST = torch.finfo(torch.float16).max
 """The largest magnitude of a value, that of an offset in float16."""
 
-_ROW_ALIGNMENT = 4  # in bytes, that of the loads of a GPU
-_TABLE_ALIGNMENT = 64  # a cache line
+_ROW_ALIGNMENT = 4  # bytes: a GPU loads words
+_TABLE_ALIGNMENT = 64  # bytes: a cache line
 
 quantize_rows_ = torch.ops.emblib.quantize_rows_.default
 quant_lookup = torch.ops.emblib.quant_lookup.default
@@ -91,12 +91,12 @@ _HASH_FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)  # as int64, of 2^64 divided by th
 
 
 def hash_bits(num_keys: int) -> int:
-    """Return the bits of the hash of a table of `num_keys` keys, which fill half of it at most."""
+    """Return the number of hash bits of a table of which `num_keys` keys fill at most half."""
     return max(2 * num_keys - 1, 0).bit_length()
 
 
 def hash_entries(keys: Tensor, rows: Tensor) -> tuple[Tensor, int]:
-    """Return a hash table int64 `[entries, 2]` of distinct int64 keys, and its bits of hash.
+    """Return a hash table int64 `[entries, 2]` of distinct int64 keys, and its number of hash bits.
 
     The result does not depend on the order of the keys.
     """

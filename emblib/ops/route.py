@@ -1,17 +1,17 @@
 """Routing: send ids to the ranks that store their rows, and combine the pooled rows they return.
 
-A *unit* is what one rank looks up for one feature: the ids of all bags of the feature that fall
-into its block of the table. Routing is described by five int64 tensors on the device of the ids,
-with F features, K blocks, U units, L ids, and bags as `offsets` divides the ids:
+A *unit* is the part of a feature that one rank looks up: the ids of all its bags that fall into the
+rank's block of the table. Five int64 tensors on the device of the ids describe the routing, with F
+features, K blocks, U units, L ids, and bags delimited by `offsets`:
 
 - `first_bags` `[F + 1]`: feature f has the bags `[first_bags[f], first_bags[f + 1])`
 - `features` `[F, 4]`, see `RouteFeatureColumn`. The ids of a feature without blocks are dropped
 - `blocks` `[K, 3]`, see `RouteBlockColumn`. By range, an id goes to the last block of its feature
   that begins at or before it; the first block begins at row 0. The rank receives `id - first_row`.
   An id outside `[0, rows)` goes unchanged to the rank with row 0, whose lookup repairs and reports
-  it like any other; -1 goes to the first block. By range else spread is the same, except that an
-  id from `rows` on goes to block `id % num_blocks` of its feature, as `id // num_blocks`. By key, a
-  key goes unchanged to the block `emblib.dynamic.keys.owner` returns
+  it like any other; -1 goes to the first block. BY_RANGE_ELSE_SPREAD is the same, except that an id
+  from `rows` on goes to block `id % num_blocks` of its feature, as `id // num_blocks`. With BY_KEY
+  a key goes unchanged to the block that `emblib.dynamic.keys.owner` returns
 - `copies` `[C]`: the units that receive the ids of a block; each unit occurs once
 - `units` `[U + 1]`: the first bag of each unit in the output; a unit has as many bags as its
   feature, in the same order
@@ -74,7 +74,7 @@ def gather_segments(values: Tensor, starts: Tensor, order: Tensor, total: int) -
 
 
 def segments_at_end(starts: Tensor, order: Tensor, total: int) -> tuple[Tensor, Tensor]:
-    """Return sources of the concatenated segments `order`, placed at the end of `total` positions.
+    """Return sources to concatenate segments `order` so that they end at position `total`.
 
     Unlike `gather_segments` it reads no number from the device, so a CUDA graph can capture it for
     segments of any lengths whose sum is at most `total`.
@@ -105,14 +105,14 @@ def take_or_fill(values: Tensor, sources: Tensor, fill: int) -> Tensor:
 
 
 def is_captured(tensor: Tensor) -> bool:
-    """Return whether a CUDA graph is being captured, so that numbers cannot be read."""
+    """Return whether a CUDA graph is being captured, so that the host cannot read the tensor."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def route_lengths(
     ids: Tensor, offsets: Tensor, *routing: Tensor, num_bags: int | None = None
 ) -> Tensor:
-    """Count the ids of each bag per unit; without `num_bags`, `units[U]` is read."""
+    """Return the number of ids per bag, unit after unit; None for `num_bags` reads `units[U]`."""
     if num_bags is None:
         num_bags = int(routing[4][-1])
     return _ops.route_lengths(ids, offsets, *routing, num_bags)
@@ -126,7 +126,7 @@ def route_ids(
     total: int,
     weights: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Route ids to units; return ids, source positions and the `weights` `[L]` they carry."""
+    """Route ids to units; return the ids, their positions in `ids`, and their `weights`, if any."""
     if weights is None:
         routed, positions, _ = _ops.route_ids(ids, offsets, *routing, starts, total, None)
         return routed, positions, None
@@ -154,7 +154,7 @@ def combine(
     Differentiable any number of times without `local`.
 
     Raises:
-        RuntimeError: the description is wrong, or `local` comes with a tensor that needs gradients.
+        RuntimeError: the description is wrong, or `local` is given and a tensor needs gradients.
     """
     refuse_tangents("pooled rows", source, local)
     needs_grad = source.requires_grad or (local is not None and local.requires_grad)

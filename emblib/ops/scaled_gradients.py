@@ -6,7 +6,7 @@ do the same there: they divide by the scale, a tensor on the device, and skip th
 gradient that is not finite, without reading anything back. `GradScaler.scale` is wrapped to mark
 the losses that it returns; the backward of a marked loss is known by the id of its graph task.
 
-All ranks skip a step or none does: sharded collections call `note_finite` with whether the
+Either all ranks skip a step or none does: sharded collections tell `note_finite` whether the
 gradients of the other ranks are finite.
 """
 
@@ -32,7 +32,7 @@ class _Scaler:
         self.has_scaled = False
 
 
-# The scalers of the process by their id: a subclass may define equality without a hash.
+# The scalers of the process, by id because a subclass may define equality without a hash.
 _Scalers = dict[int, _Scaler]
 
 
@@ -89,9 +89,9 @@ def _tensors(value: Any) -> Iterable[Tensor]:
 def _record_scalers() -> _Scalers:
     """Wrap `GradScaler` to record every scaler; return the record.
 
-    Constructor, copy and load are wrapped, and the methods that scale, for scalers that were made
-    before; in the base class and all subclasses, also later ones. Loading this module again wraps
-    nothing twice.
+    It wraps constructor, copy and load, and for scalers that exist already the methods that scale;
+    in the base class and all subclasses, also future ones. Loading this module again wraps nothing
+    twice.
     """
     scalers: _Scalers = getattr(GradScaler.__init__, _MARK, {})
     classes: list[type] = [GradScaler]
@@ -121,7 +121,7 @@ _scalers = _record_scalers()
 
 
 def mark_scaled(loss: Tensor, scale: Tensor) -> None:
-    """Note that gradients of every backward from `loss` are multiplied by `scale`."""
+    """Record that gradients of every backward from `loss` are multiplied by `scale`."""
     _mark(loss, lambda: _Scaled(scale))
 
 
@@ -170,7 +170,7 @@ def scale_of_backward() -> Tensor | None:
     In a graph that is being compiled this returns None, see `counted_step`.
 
     Raises:
-        RuntimeError: a scaler is in use, and whether it scaled this loss cannot be known.
+        RuntimeError: a scaler is in use, and it is unknown whether it scaled this loss.
     """
     if not (_scalers or _scaled) or torch.compiler.is_compiling():
         return None
@@ -198,9 +198,9 @@ class UnscaledGradient(NamedTuple):
     is_finite: Tensor
 
     def overflow(self) -> Tensor:
-        """Return 0, or infinity for a gradient that is not finite, as the gradient of a scalar.
+        """Return 0, or infinity for a gradient that is not finite: the gradient of an anchor.
 
-        A scaler that finds it among the gradients of an optimizer lowers its scale.
+        A scaler that finds infinity among the gradients of an optimizer lowers its scale.
         """
         return torch.where(self.is_finite, 0.0, torch.inf)
 

@@ -67,10 +67,9 @@ def output_shape(
 class Groups(NamedTuple):
     """The lookups of a batch sorted by row, as `tbe_group` returns them.
 
-    Padded, see `emblib.ops.primitives`.
-
     `rows` int64 `[L]` linear row ids, `segments` int32 `[L + 1]`, `lookups` and `bags` int32 `[L]`
-    (position and bag of each sorted lookup), `count` int32 `[1]`.
+    (position and bag of each sorted lookup), `count` int32 `[1]`, the number of distinct rows. All
+    are padded as in `emblib.ops.primitives`.
     """
 
     rows: Tensor

@@ -7,10 +7,10 @@ distinct rows and `Q_l`, `Q_r` the columns of the two halves that the chain of c
 
 - `tables`, `feature_tables`: int64 `[T, 10]` and `[F, 10]`, see `emblib.columns.TTTableColumn`; the
   second has the row of the table of each feature. `layout_of` makes them
-- `cores`: of all tables, table after table, and so are `row_factors` and `dim_factors`; table t has
+- `cores`, `row_factors`, `dim_factors`: those of all tables, table after table; table t has
   `num_cores[t]` of each
 - `tt_keys(indices, offsets, bag_layout, feature_tables)` int64 `[L]`: sort keys within the table,
-  whose neighbours share cores; -1 stays, any other id outside the table becomes that of row 0
+  whose neighbours share cores; -1 stays, any other id outside the table gets the key of row 0
 - `tt_plan(keys, count, tables, left_ids, right_ids)`: eight int32 tensors, `TTPlan`: which halves
   the distinct rows share. Here keys are those of all tables, one table after the other
 - `tt_rows(cores, plan, row_factors, dim_factors, num_cores, num_saved, matmul_precision=0)`: rows
@@ -18,14 +18,14 @@ distinct rows and `Q_l`, `Q_r` the columns of the two halves that the chain of c
   the values of the first `num_saved` left halves, `[num_saved, largest Q_l * rank]`, for backward
 - `tt_core_grads(cores, plan, prefixes, row_grads, row_factors, dim_factors, num_cores,
   matmul_precision=0)`: gradients of all cores
-- `tt_update_(cores, states, hyper, optimizer, plan, ...)`, then as `tt_core_grads`: the optimizer
-  on the rows of the cores that the batch uses, as `update_rows_` with these gradients; `states` are
-  those of the first core, then those of the second, ...
-- `update_rows_(weights, states, hyper, optimizer, grads, first_row)`: the optimizer, a number of
-  `emblib.ops.codes`, on the rows of a matrix whose gradient is not zero throughout; `first_row` is
-  the id of its first row in the random numbers of stochastic rounding
+- `tt_update_(cores, states, hyper, optimizer, plan, ...)`, then as `tt_core_grads`: computes these
+  gradients and applies the optimizer to the core rows that the batch uses, as `update_rows_`;
+  `states` are those of the first core, then those of the second, ...
+- `update_rows_(weights, states, hyper, optimizer, grads, first_row)`: applies the optimizer, a
+  number of `emblib.ops.codes`, to the rows of a matrix whose gradient is not all zero; `first_row`
+  is the id of its first row in the random numbers of stochastic rounding
 
-`matmul_precision`, a number of `emblib.ops.codes`, is the least precision of products on a GPU's
+`matmul_precision`, a number of `emblib.ops.codes`, is the minimum precision of products on a GPU's
 tensor cores; all other products are float32.
 
 Cores are `[p_k, R_k * q_k * R_{k+1}]`, all float32, all float16 or all bfloat16; rows and gradients
@@ -67,8 +67,8 @@ _ops = torch.ops.emblib
 tt_lookup_checked_ = _ops.tt_lookup_checked_.default
 tt_backward_ = _ops.tt_backward_.default
 
-# Left-half values kept for backward on the CPU, where making them again costs about as much as
-# reading them back from memory; it bounds scratch memory whatever the batch.
+# Maximum size of left halves that are saved for backward on the CPU. Computing them again costs
+# about as much as reading them from memory, so a small limit, which bounds memory, loses nothing.
 _SAVED_BYTES_CPU = 6 << 20
 
 
@@ -301,7 +301,7 @@ def _add_chunk(
 
 
 def kept_prefixes(batch: TTLookup, cores: Sequence[Tensor]) -> int:
-    """Return how many left halves a forward of this batch saves for backward."""
+    """Return the number of left halves that a forward of this batch saves for backward."""
     return min(batch.indices.numel(), max_kept_prefixes(batch.layout, cores))
 
 
@@ -377,9 +377,9 @@ class DenseTTLookup(torch.autograd.Function):
 class FusedTTLookup(torch.autograd.Function):
     """Look up; backward updates `cores` and `states` in place, without a core gradient.
 
-    `grad_anchor` is a scalar that requires grad: it ties the output to autograd while the cores,
-    which backward mutates, stay out of it. The gradient is computed from the cores
-    as they are in backward.
+    `grad_anchor` is a scalar that requires grad: through it the output depends on autograd, while
+    the cores, which backward mutates, do not take part. The gradient is computed from the cores at
+    the time of backward.
     """
 
     @staticmethod
@@ -432,7 +432,7 @@ class FusedTTLookup(torch.autograd.Function):
         if not ctx.needs_input_grad[0]:
             return None, None, None, None, None, None, sample_grad, None, None
         if ctx.versions and ctx.versions != [core._version for core in cores]:
-            # Another backward pass has moved the cores: values kept from forward no longer fit.
+            # Another backward has updated the cores, so values saved in forward are out of date.
             num_saved = rows.prefixes.size(0)
             _, prefixes = _ops.tt_rows(
                 cores, rows.plan, *batch.layout[:3], num_saved, batch.matmul_code
@@ -601,7 +601,7 @@ def _make_step(
     updates: Sequence[partial[Any]],
     is_finite: Tensor | None = None,
 ) -> None:
-    """Count a step and update cores, all or nothing, whatever interrupts it.
+    """Count a step and update cores; an interrupt leaves all of it done or nothing.
 
     A step that is not finite is not counted; its `updates` change nothing.
     """

@@ -15,7 +15,7 @@ _ops = torch.ops.emblib
 def left_value_size(
     cores: Sequence[Tensor], dim_factors: Sequence[int], num_cores: Sequence[int]
 ) -> int:
-    """Return the floats per left half, its columns times the rank at its end: the largest."""
+    """Return the maximum number of floats per left half: its columns times the rank at its end."""
     sizes, begin = [], 0
     for count in num_cores:
         size = cores[begin].size(1)

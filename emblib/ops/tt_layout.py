@@ -1,7 +1,7 @@
 """The tables and the batch of the tensor-train ops, and the chunks of a large batch.
 
-A chunk is a batch of one table and one feature. On the CPU batches of many lookups are processed
-chunk by chunk, so that scratch memory has a bound whatever the batch.
+A chunk is a batch of one table and one feature. On the CPU a batch of many lookups is processed
+chunk by chunk, which bounds scratch memory.
 """
 
 import math
@@ -97,10 +97,11 @@ def id_table_row(rows: int) -> tuple[int, ...]:
 
 
 class TTLookup(NamedTuple):
-    """One batch; `features` `[3 F, 8]` describe its tables as dense ones, three times.
+    """One batch; `features` `[3 F, 8]` describe its tables as dense tables, in three ways.
 
-    The first F rows describe tables of keys, the next F tables of ids, the last F the computed rows
-    that a GPU pools, see `row_feature`. `repaired`: `check_bounds` has returned `offsets`.
+    The first F rows describe tables indexed by keys, the next F tables indexed by ids, the last F
+    the computed rows that a GPU pools, see `row_feature`. `repaired` is whether `check_bounds` has
+    returned `offsets`.
     """
 
     layout: TTLayout
@@ -145,7 +146,7 @@ def row_feature(layout: TTLayout, dim: int, column: int) -> FeatureRow:
 class Chunk(NamedTuple):
     """A part of a large batch: a batch of one feature, and its position in the large one.
 
-    `share` is the fraction of its only bag that the chunk has; 1 if it has whole bags.
+    `share` is 1 if the chunk has whole bags, else the fraction that it has of its only bag.
     """
 
     batch: TTLookup
@@ -156,7 +157,7 @@ class Chunk(NamedTuple):
     share: float
 
     def elements(self, tensor: Tensor, batch: TTLookup) -> tuple[Any, ...]:
-        """Return the index of the chunk's vectors in an output or its gradient."""
+        """Return the index of the chunk's vectors in an output, or in its gradient."""
         if batch.pooling is Pooling.NONE:
             return (self.lookups,)
         column = int(batch.features[self.feature, FeatureColumn.COLUMN])

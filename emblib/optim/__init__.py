@@ -98,6 +98,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> NoReturn:
-    """Raise AttributeError, which names what emblib has for an optimizer of torch."""
+    """Raise AttributeError; for an optimizer of torch the message names the replacement."""
     hint = f": {OPTIMIZERS[name]}" if name in OPTIMIZERS else ""
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")

@@ -25,10 +25,10 @@ LAST_STEP = _LAST_PLAIN + _BITS_OF_LARGEST - _BITS_OF_LAST_PLAIN
 
 
 def decode_steps(prev_iter: Tensor) -> Tensor:
-    """Return the steps, int64, that a state `prev_iter` stands for (csrc/optim/rowwise_adagrad.h).
+    """Return the steps, int64, that a state `prev_iter` encodes (csrc/optim/rowwise_adagrad.h).
 
-    Up to 2^24 the float32 values are the steps; from there on each step is the next float, so that
-    one float per row counts exactly.
+    Up to 2^24 the float32 values are the steps. Beyond, where float32 cannot represent every
+    integer, each further step is encoded as the next larger float.
 
     Example:
         >>> prev_iter = emblib.optim.encode_steps(torch.tensor([3, 1 << 25]))
@@ -87,9 +87,9 @@ class Counter:
     """Updates that depend on how often a row was seen (FBGEMM's counter-based regularization).
 
     Args:
-        halflife: > 0: an occurrence counts half after this many steps; 0: only the last one counts;
-            < 0: all count. An `L2` or `Decoupled` decay is multiplied by `halflife / count`.
-        start: decay and rates are adjusted after this step; <= 0: from the beginning.
+        halflife: steps after which an occurrence counts half; 0 counts only the last occurrence,
+            < 0 all of them. An `L2` or `Decoupled` decay is multiplied by `halflife / count`.
+        start: step after which decay and rates are adjusted; <= 0 is from the beginning.
         bound: exponent, factor or bound of the adjustments.
         tail: learning rate of the rows above the threshold.
         threshold: a count, or a `RelativeThreshold` of the largest.
@@ -183,13 +183,13 @@ class GlobalDecay:
             raise ValueError(f"lower_bound is a factor <= 1, got {self.lower_bound}")
 
     def scale(self, prev_iter: Tensor, step: Tensor | int, lr: Tensor | float) -> Tensor:
-        """Return the factors of rows last updated at step `prev_iter` when read at `step`.
+        """Return the decay factors of rows that were last updated at step `prev_iter`.
 
-        `max(lower_bound, (1 - lr * rate) ** (step - previous - 1))`, and 1 for rows never updated
-        and for steps before `start`; in the dtype of `prev_iter`, which `decode_steps` reads.
-        `step` is that of the update that the forward pass precedes. From `LAST_STEP` on, where
-        `prev_iter` saturates, no missed steps are counted, as in the update. Nothing is read back
-        from the device.
+        A factor is `max(lower_bound, (1 - lr * rate) ** (step - previous - 1))`, with `previous`
+        decoded from `prev_iter` (`decode_steps`), and 1 for rows never updated and for steps before
+        `start`; its dtype is that of `prev_iter`. `step` is the step of the coming update. From
+        `LAST_STEP` on, where `prev_iter` saturates, no missed steps are counted, as in the update.
+        Nothing is read back from the device.
         """
         current_step = torch.as_tensor(step, dtype=torch.float64, device=prev_iter.device)
         rate = torch.as_tensor(lr, dtype=torch.float64, device=prev_iter.device) * self.rate
@@ -237,7 +237,7 @@ class RowwiseAdagrad(Optimizer):
     Args:
         eps: constant that is added to the root.
         counter: dependence of steps and decay on the count of a row, or None.
-        max_norm: > 0: rows are scaled to at most this norm after their step.
+        max_norm: maximum norm to which rows are scaled after their step; 0 does not scale.
         global_decay: decay of all rows at every step, or None; with it `weight_decay` and `counter`
             must be None.
 
@@ -355,7 +355,7 @@ class EnsembleRowwiseAdagrad(Optimizer):
         swap_every: steps between replacements of the weights by the average.
         start: last step at which the average is a copy of the weights.
         keep: weight of the old average in an update.
-        slow: whether the average is cleared afterwards.
+        slow: treatment of the average after it has replaced the weights.
 
     Example:
         >>> optimizer = emblib.optim.EnsembleRowwiseAdagrad(0.1, swap_every=1_000)

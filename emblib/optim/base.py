@@ -15,7 +15,7 @@ from emblib.torch_names import refuse_names_of_torch
 
 @dataclass(frozen=True)
 class State:
-    """One state tensor: `per_row` has one entry per row, otherwise it is as long as the row.
+    """One state tensor, with one entry per row if `per_row`, otherwise with the size of the rows.
 
     Example:
         >>> emblib.optim.Adam(0.01).states
@@ -99,7 +99,7 @@ class Gradient(Choice):
 
 @dataclass(frozen=True)
 class Optimizer:
-    """Base of all optimizers; `lr` is the learning rate (> 0 or 0, finite).
+    """Base of all optimizers; `lr` is the learning rate (>= 0, finite).
 
     Args:
         weight_decay: None, or one of the kinds in `decays` of the optimizer.
@@ -185,7 +185,7 @@ class Optimizer:
         changes: dict[str, Any] = {"weight_decay": self._with_rate(kind, rate)}
         changes |= self._fields_of(tuple(numbers[Hyper.OPTIMIZER_ARGS :]))
         changed = replace(self, **changes)
-        return self if changed == self else changed  # prepared calls compare by identity
+        return self if changed == self else changed  # `ShortCalls` compares by identity
 
     def _fields_of(self, numbers: tuple[float, ...]) -> dict[str, Any]:
         """Return the fields that `parameters` packed into these numbers."""
@@ -206,7 +206,7 @@ _LARGEST = torch.finfo(torch.float32).max
 def check_number(name: str, value: float) -> None:
     """Raise ValueError unless `value` is a number >= 0 that is finite in float32.
 
-    The kernels compute in float32; not `isfinite` alone, since 1e300 would become infinite.
+    The kernels compute in float32, in which 1e300 would be infinite.
     """
     if isinstance(value, str) or not (math.isfinite(value) and 0.0 <= value <= _LARGEST):
         raise ValueError(f"{name} must be a finite number >= 0, got {value!r}")

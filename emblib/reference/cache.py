@@ -2,8 +2,8 @@
 
 The cache is 32-way set-associative; rows have linear ids. `CacheModel.plan` processes one batch: it
 finds, inserts, evicts and counts rows. `write_back` and `fetch` move one row between the cache and
-the memory tier of its table. The kernels of `csrc/cache` share no code and no
-data structure with this file.
+the memory tier of its table. The kernels of `csrc/cache` share no code and no data structure with
+this file.
 """
 
 from collections import Counter
@@ -19,14 +19,14 @@ WAYS = 32
 MAX_LOOKUPS = 2**31 - 1  # the count of a row's lookups saturates here
 
 COUNTERS = (
-    "calls",  # plans in which the table was looked up; in the line of the whole: all plans
+    "calls",  # plans in which the table was looked up; in the total: all plans
     "lookups",  # lookups of cached tables
-    "unique",  # distinct rows, plan by plan
+    "unique",  # distinct rows, added up over the plans
     "unique_misses",  # distinct rows that were not in the cache when the plan began
-    "conflict_unique_misses",  # misses without a free way, served from their own tier
-    "conflict_misses",  # lookups of those
+    "conflict_unique_misses",  # rows among these that got no way, and are read from their tier
+    "conflict_misses",  # lookups of rows that got no way
     "lookup_misses",  # lookups of all rows that were not in the cache when the plan began
-    "write_backs",  # evicted rows, counted with their own table
+    "write_backs",  # evicted rows, counted for their own table
 )
 
 
@@ -45,10 +45,10 @@ class Way:
 
 @dataclass
 class CachePlan:
-    """Slot of each row of a batch (`set * 32 + way`; None: in its tier), and evicted rows."""
+    """Slot of each row of a batch: `set * 32 + way`, or None if it is read from its tier."""
 
     slots: dict[int, int | None] = field(default_factory=dict)
-    brought_in: dict[int, int | None] = field(default_factory=dict)  # row -> row written back
+    brought_in: dict[int, int | None] = field(default_factory=dict)  # fetched -> evicted row
 
 
 class CacheModel:
@@ -59,37 +59,38 @@ class CacheModel:
         self.policy = policy
         self.ranges = list(ranges)
         self.counts: Counter[int] = Counter()  # lookups of a row so far; LFU only
-        self.tables = [dict.fromkeys(COUNTERS, 0) for _ in ranges]
-        self.whole = dict.fromkeys(COUNTERS, 0)
+        self.tables = [dict.fromkeys(COUNTERS, 0) for _ in ranges]  # counters per table
+        self.whole = dict.fromkeys(COUNTERS, 0)  # counters of all tables together
 
     def plan(self, lookups: Iterable[int], clock: int, oldest: int) -> CachePlan:
-        """Plan batch number `clock`; `lookups` may repeat rows and name rows outside these tables.
+        """Plan batch number `clock`, and update cache and counters.
 
-        `oldest` is the number of the oldest batch in flight, at most `clock`: rows last used by
-        that batch or a later one are not evicted.
+        `lookups` are linear rows; they may repeat, and those outside of these tables are ignored.
+        `oldest` is the number of the oldest batch in flight: rows last used by that batch or a
+        later one are not evicted.
         """
         batch = Counter(row for row in lookups if self._table(row) >= 0)
         plan = CachePlan()
-        missing_rows: dict[int, list[int]] = {}
+        missing_by_set: dict[int, list[int]] = {}
         for row, times in batch.items():
             if self.policy == "lfu":
                 self.counts[row] = min(self.counts[row] + times, MAX_LOOKUPS)
-            number = set_of(row, len(self.sets))
-            ways = [w for w, entry in enumerate(self.sets[number]) if entry.row == row]
+            set_index = set_of(row, len(self.sets))
+            ways = [way for way, entry in enumerate(self.sets[set_index]) if entry.row == row]
             if ways:
-                self.sets[number][ways[0]].stamp = clock
-                plan.slots[row] = number * WAYS + ways[0]
+                self.sets[set_index][ways[0]].stamp = clock
+                plan.slots[row] = set_index * WAYS + ways[0]
             else:
-                missing_rows.setdefault(number, []).append(row)
-        for number, rows in missing_rows.items():
-            self._admit(number, rows, (clock, min(oldest, clock)), plan)
-        self._count(batch, plan, {row for rows in missing_rows.values() for row in rows})
+                missing_by_set.setdefault(set_index, []).append(row)
+        for set_index, rows in missing_by_set.items():
+            self._admit(set_index, rows, (clock, min(oldest, clock)), plan)
+        self._count(batch, plan, {row for rows in missing_by_set.values() for row in rows})
         return plan
 
-    def _admit(self, number: int, rows: list[int], clock: tuple[int, int], plan: CachePlan) -> None:
-        """Assign the ways of one set to its missing rows, both in the order of the policy."""
-        time, oldest = clock
-        lfu, ways = self.policy == "lfu", self.sets[number]
+    def _admit(self, index: int, rows: list[int], clock: tuple[int, int], plan: CachePlan) -> None:
+        """Assign the ways of a set to its missing rows, both in the order of the policy."""
+        time, oldest = clock  # numbers of this batch and of the oldest one in flight
+        lfu, ways = self.policy == "lfu", self.sets[index]
         rows.sort(key=lambda row: (-self.counts[row], row) if lfu else row)
         free = [w for w in range(WAYS) if ways[w].row is None or ways[w].stamp < oldest]
         free.sort(key=lambda w: (*self._order(ways[w]), w))
@@ -100,12 +101,12 @@ class CacheModel:
             way = ways[free[0]]
             if lfu and way.row is not None and self.counts[row] < self.counts[way.row]:
                 continue
-            plan.slots[row] = number * WAYS + free.pop(0)
+            plan.slots[row] = index * WAYS + free.pop(0)
             plan.brought_in[row] = way.row
             way.row, way.stamp = row, time
 
     def _order(self, way: Way) -> tuple[int, ...]:
-        """Rank ways for eviction: empty ones, then LRU by age, LFU by use, the newest first."""
+        """Rank ways for eviction: empty ones, then by age (LRU) or by use and recency (LFU)."""
         if way.row is None:
             return (0, 0, 0)
         if self.policy == "lfu":
@@ -138,9 +139,9 @@ class CacheModel:
 
     def locate(self, row: int) -> int | None:
         """Return the current slot of a row, None if it is not in the cache."""
-        number = set_of(row, len(self.sets))
-        ways = [w for w, entry in enumerate(self.sets[number]) if entry.row == row]
-        return number * WAYS + ways[0] if ways else None
+        set_index = set_of(row, len(self.sets))
+        ways = [w for w, entry in enumerate(self.sets[set_index]) if entry.row == row]
+        return set_index * WAYS + ways[0] if ways else None
 
 
 @dataclass
@@ -152,45 +153,45 @@ class CacheMemory:
     tables: Tensor
 
     def _locations(self, row: int, slot: int) -> list[tuple[Tensor, Tensor]]:
-        """Return per tensor of a row its view in the table's tier and its view in the cache."""
+        """Return (view in the table's tier, view in the cache) of a row and of each state."""
         offset, first_row, _, dim, _, tier, state_base, stride = next(
             line for line in self.tables.tolist() if line[1] <= row < line[1] + line[2]
         )
         start = offset + (row - first_row) * dim
-        home, slots = slice(start, start + dim), slice(slot * stride, slot * stride + dim)
-        pairs = [(self.weights[tier][home], self.weights[Tier.CACHE][slots])]
+        row_slice, slot_slice = slice(start, start + dim), slice(slot * stride, slot * stride + dim)
+        pairs = [(self.weights[tier][row_slice], self.weights[Tier.CACHE][slot_slice])]
         for state, cached in zip(self.states[tier], self.states[Tier.CACHE], strict=True):
             if cached.numel() == self.weights[Tier.CACHE].numel():  # as long as the row
-                pairs.append((state[home], cached[slots]))
+                pairs.append((state[row_slice], cached[slot_slice]))
             else:
                 at = state_base + row - first_row
                 pairs.append((state[at : at + 1], cached[slot : slot + 1]))
         return pairs
 
     def fetch(self, row: int, slot: int) -> None:
-        """Copy a row and its states into the cache, rounding to nearest where it is narrower."""
-        for home, cached in self._locations(row, slot):
-            cached.copy_(home)
+        """Copy a row and its states into the cache; narrower dtypes round to nearest."""
+        for stored, cached in self._locations(row, slot):
+            cached.copy_(stored)
 
     def write_back(self, row: int, slot: int) -> None:
-        """Copy a row and its states from the cache, rounding to nearest where that is wider."""
-        for home, cached in self._locations(row, slot):
-            home.copy_(cached)
+        """Copy a row and its states from the cache; narrower dtypes round to nearest."""
+        for stored, cached in self._locations(row, slot):
+            stored.copy_(cached)
 
 
 def move(memory: CacheMemory, plan: CachePlan) -> None:
     """Fetch every row of the plan, after writing back the row that it evicts."""
     for row, evicted in plan.brought_in.items():
         slot = plan.slots[row]
-        assert slot is not None, "who is brought in has a slot"
+        assert slot is not None, "a fetched row has a slot"
         if evicted is not None:
             memory.write_back(evicted, slot)
         memory.fetch(row, slot)
 
 
 def flush(memory: CacheMemory, model: CacheModel) -> None:
-    """Write every row of the cache back; it stays in the cache."""
-    for number, ways in enumerate(model.sets):
+    """Write every row of the cache back, and leave it in the cache."""
+    for set_index, ways in enumerate(model.sets):
         for w, way in enumerate(ways):
             if way.row is not None:
-                memory.write_back(way.row, number * WAYS + w)
+                memory.write_back(way.row, set_index * WAYS + w)

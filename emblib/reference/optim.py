@@ -7,8 +7,7 @@ only stored values are rounded.
 `round_stochastically` defines stochastic rounding from float32 to 16 bits in integer arithmetic,
 bit for bit as the kernels do it. The random words come from Philox: key `seed`, counter (low and
 high half of the linear row id, column / 4 and tensor, step). Tensor 0 is the weights, 1 and 2 are
-the element-wise states, 8 on are the same
-tensors when a cache writes rows back.
+the element-wise states; 8, 9 and 10 are the same tensors when a cache writes rows back.
 """
 
 import math
@@ -25,7 +24,7 @@ from emblib.reference.random import philox_counters
 
 
 def words(seed: int, rows: Tensor, dim: int, step: int, tensor: int) -> Tensor:
-    """Return a random word per element, int64 `[U, dim]`, of the linear rows `rows [U]`."""
+    """Return a random 32-bit word per element of the linear rows `rows [U]`, int64 `[U, dim]`."""
     blocks = torch.arange((dim + 3) // 4)
     row, block = torch.meshgrid(rows.cpu().long(), blocks, indexing="ij")
     counters = torch.stack(
@@ -52,7 +51,7 @@ def round_stochastically(values: Tensor, dtype: torch.dtype, words: Tensor) -> T
         return values.to(dtype)
     bits = values.contiguous().view(torch.int32).long() & 0xFFFFFFFF
     magnitude, sign = bits & 0x7FFFFFFF, bits >> 16 & 0x8000
-    rounded = (_half if dtype == torch.float16 else _bfloat)(magnitude, words)
+    rounded = (_round_to_half if dtype == torch.float16 else _round_to_bfloat)(magnitude, words)
     infinite = 0x7C00 if dtype == torch.float16 else 0x7F80
     nearest = values.abs().to(dtype).view(torch.int16).long()
     rounded = torch.where(rounded >= infinite, nearest.clamp(max=infinite), rounded)
@@ -61,11 +60,11 @@ def round_stochastically(values: Tensor, dtype: torch.dtype, words: Tensor) -> T
     return torch.where(values.isnan(), torch.full_like(result, torch.nan), result)
 
 
-def _bfloat(magnitude: Tensor, words: Tensor) -> Tensor:
+def _round_to_bfloat(magnitude: Tensor, words: Tensor) -> Tensor:
     return (magnitude + (words & 0xFFFF)) >> 16
 
 
-def _half(magnitude: Tensor, words: Tensor) -> Tensor:
+def _round_to_half(magnitude: Tensor, words: Tensor) -> Tensor:
     normal = (magnitude - 0x38000000 + (words & 0x1FFF)) >> 13
     exponent = magnitude >> 23
     mantissa = (magnitude & 0x7FFFFF) | torch.where(exponent > 0, 0x800000, 0)
@@ -84,8 +83,8 @@ class RowBatch:
     """A batch of rows during an optimizer step.
 
     `w`, `g` `[U, D]`: weights, and gradient with the L2 penalty; `decayed`: the weights after
-    decoupled decay; `states` in the optimizer's order, `[U, D]` or `[U, 1]`; `numbers`: its own
-    hyperparameters.
+    decoupled decay; `states` in the optimizer's order, `[U, D]` or `[U]`; `numbers`: the
+    hyperparameters that only this optimizer has, in the order of its functor in csrc.
     """
 
     w: Tensor
@@ -109,7 +108,7 @@ def _norm(x: Tensor) -> Tensor:
     return x.square().sum(1).sqrt()
 
 
-def _scaled(scale: Tensor, x: Tensor) -> Tensor:
+def _scale_rows(scale: Tensor, x: Tensor) -> Tensor:
     return scale.unsqueeze(1) * x
 
 
@@ -122,14 +121,14 @@ def _adagrad(rows: RowBatch) -> tuple[Tensor, States]:
     return rows.decayed - _ratio(rows.lr * rows.g, total.sqrt() + rows.numbers[0]), [total]
 
 
-def _scale(rows: RowBatch, total: Tensor, lr: float | Tensor | None = None) -> Tensor:
+def _adagrad_rate(rows: RowBatch, total: Tensor, lr: float | Tensor | None = None) -> Tensor:
     """Return Adagrad's step size per row."""
     return _ratio(rows.lr if lr is None else lr, total.sqrt() + rows.numbers[0])
 
 
 def _rowwise_adagrad(rows: RowBatch) -> tuple[Tensor, States]:
     total = rows.states[0] + rows.g.square().mean(1)
-    return rows.decayed - _scaled(_scale(rows, total), rows.g), [total]
+    return rows.decayed - _scale_rows(_adagrad_rate(rows, total), rows.g), [total]
 
 
 def _ensemble_rowwise_adagrad(rows: RowBatch) -> tuple[Tensor, States]:
@@ -139,17 +138,17 @@ def _ensemble_rowwise_adagrad(rows: RowBatch) -> tuple[Tensor, States]:
     return new_rows, [slow, *states]
 
 
-def _limited(new_rows: Tensor, max_norm: float) -> Tensor:
+def _limit_norm(new_rows: Tensor, max_norm: float) -> Tensor:
     """Scale rows to a norm of at most `max_norm`, if that is positive."""
     norm = _norm(new_rows)
     if max_norm <= 0:
         return new_rows
-    return _scaled(torch.where(norm > max_norm, _ratio(max_norm, norm), 1.0), new_rows)
+    return _scale_rows(torch.where(norm > max_norm, _ratio(max_norm, norm), 1.0), new_rows)
 
 
 def _max_norm(rows: RowBatch) -> tuple[Tensor, States]:
     new_rows, states = _rowwise_adagrad(rows)
-    return _limited(new_rows, rows.numbers[1]), states
+    return _limit_norm(new_rows, rows.numbers[1]), states
 
 
 def _global_decay(rows: RowBatch) -> tuple[Tensor, States]:
@@ -160,44 +159,46 @@ def _global_decay(rows: RowBatch) -> tuple[Tensor, States]:
     if rows.step >= start:
         lazy = (max(1 - rows.lr * rate, 0.0) ** missed.clamp(min=0)).clamp(min=min_scale)
         keep = torch.where((steps > 0) & (missed > 0), lazy.to(keep), keep)
-        previous = _now(rows, previous)
+        previous = _current_step_state(rows, previous)
     total = sums + rows.g.square().mean(1)
-    decayed = _scaled(keep * (1 - rows.lr * rate), rows.decayed)
-    new_rows = decayed - _scaled(_scale(rows, total), rows.g)
-    return _limited(new_rows, max_norm), [total, previous]
+    decayed = _scale_rows(keep * (1 - rows.lr * rate), rows.decayed)
+    new_rows = decayed - _scale_rows(_adagrad_rate(rows, total), rows.g)
+    return _limit_norm(new_rows, max_norm), [total, previous]
 
 
-def _gap(rows: RowBatch) -> Tensor:
-    """Return the steps since the last update; 1 for rows that had none."""
+def _steps_since_update(rows: RowBatch) -> Tensor:
+    """Return the steps since the last update of each row; 1 for rows that had none."""
     previous = decode_steps(rows.states[1]).double()
     return torch.where(previous == 0, 1.0, min(rows.step, LAST_STEP) - previous).to(
         rows.states[1].dtype
     )
 
 
-def _now(rows: RowBatch, like: Tensor) -> Tensor:
-    """Return the state `prev_iter` of rows that are updated at this step."""
+def _current_step_state(rows: RowBatch, like: Tensor) -> Tensor:
+    """Return the current step as the state `prev_iter` stores it."""
     return encode_steps(torch.full_like(like, rows.step, dtype=torch.int64)).to(like)
 
 
-def _count(rows: RowBatch, halflife: float) -> Tensor:
+def _update_count(rows: RowBatch, halflife: float) -> Tensor:
     counter = rows.states[2]
     if halflife == 0:
         return torch.ones_like(counter)
-    return counter + 1 if halflife < 0 else 1 + 0.5 ** (_gap(rows) / halflife) * counter
+    return (
+        counter + 1 if halflife < 0 else 1 + 0.5 ** (_steps_since_update(rows) / halflife) * counter
+    )
 
 
 def _cowclip(rows: RowBatch) -> tuple[Tensor, States]:
     _, max_norm, halflife, coefficient, lower = rows.numbers
-    total, count = rows.states[0] + rows.g.square().mean(1), _count(rows, halflife)
+    total, count = rows.states[0] + rows.g.square().mean(1), _update_count(rows, halflife)
     norm_bound, norm = count * (coefficient * _norm(rows.w)).clamp(min=lower), _norm(rows.g)
     clip = torch.where(norm > norm_bound, _ratio(1.0, norm) * norm_bound, 1.0)
-    new = rows.decayed - _scaled(clip * _scale(rows, total), rows.g)
-    return _limited(new, max_norm), [total, _now(rows, total), count]
+    new_rows = rows.decayed - _scale_rows(clip * _adagrad_rate(rows, total), rows.g)
+    return _limit_norm(new_rows, max_norm), [total, _current_step_state(rows, total), count]
 
 
 def _tail_scale(rows: RowBatch, plain: Tensor, count: Tensor) -> Tensor:
-    """Return the step size of rows that were seen often."""
+    """Return the step size per row: `plain`, changed for rows with more updates than a limit."""
     bound, tail, threshold, share, largest = rows.numbers[6:11]
     ratio = (largest / (count + 1)) if tail == 0 else (count + 1) / largest
     special = plain * (ratio**bound).clamp(*((1, 10) if tail == 0 else (0.1, 1)))
@@ -210,8 +211,8 @@ def _tail_scale(rows: RowBatch, plain: Tensor, count: Tensor) -> Tensor:
 def _counter(rows: RowBatch) -> tuple[Tensor, States]:
     _, max_norm, halflife, decay, rate, start, bound = rows.numbers[:7]
     penalised = rows.g + rate * rows.w if decay == 1 else rows.g
-    total, count = rows.states[0] + penalised.square().mean(1), _count(rows, halflife)
-    plain = step = _scale(rows, total)
+    total, count = rows.states[0] + penalised.square().mean(1), _update_count(rows, halflife)
+    plain = step = _adagrad_rate(rows, total)
     keep = torch.ones_like(total)
     if start <= 0 or rows.step > start:
         step = _tail_scale(rows, plain, count)
@@ -223,16 +224,16 @@ def _counter(rows: RowBatch) -> tuple[Tensor, States]:
             if halflife == -1:
                 step = plain * count.sqrt()
             if halflife == -2:
-                step = _scale(rows, total, (rows.lr * count).clamp(max=bound))
-            missed = _gap(rows).clamp(max=rows.step - start) - 1
+                step = _adagrad_rate(rows, total, (rows.lr * count).clamp(max=bound))
+            missed = _steps_since_update(rows).clamp(max=rows.step - start) - 1
             lazy = torch.where(missed == 0, 1.0, max(1 - rows.lr * rate, 0.0) ** missed)
             step, keep = step * lazy, (1 - rate * rows.lr) * lazy
-    new_rows = _scaled(keep, rows.decayed) - _scaled(step, rows.g)
-    return _limited(new_rows, max_norm), [total, _now(rows, total), count]
+    new_rows = _scale_rows(keep, rows.decayed) - _scale_rows(step, rows.g)
+    return _limit_norm(new_rows, max_norm), [total, _current_step_state(rows, total), count]
 
 
 def _moments(rows: RowBatch, square: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return both moments, the first one without bias, and its denominator."""
+    """Return both moments, the bias-corrected first moment, and the denominator of the step."""
     beta1, beta2, eps = rows.numbers[:3]
     m = beta1 * rows.states[0] + (1 - beta1) * rows.g
     v = beta2 * rows.states[1] + (1 - beta2) * square
@@ -250,22 +251,22 @@ def _partial_rowwise_adam(rows: RowBatch) -> tuple[Tensor, States]:
     return rows.decayed - rows.lr * _ratio(m_hat, denominator.unsqueeze(1)), [m, v]
 
 
-def _trusted(rows: RowBatch, direction: Tensor) -> Tensor:
+def _lamb_step(rows: RowBatch, direction: Tensor) -> Tensor:
     """Apply LAMB's step: `direction` scaled to the row's norm, or unscaled if a norm is 0."""
     r = direction + rows.numbers[3] * rows.w
     w_norm, r_norm = _norm(rows.w), _norm(r)
     ratio = torch.where(w_norm > 0, _ratio(w_norm, r_norm), 1.0)
-    return rows.decayed - _scaled(rows.lr * torch.where(r_norm > 0, ratio, 1.0), r)
+    return rows.decayed - _scale_rows(rows.lr * torch.where(r_norm > 0, ratio, 1.0), r)
 
 
 def _lamb(rows: RowBatch) -> tuple[Tensor, States]:
     m, v, m_hat, denominator = _moments(rows, rows.g.square())
-    return _trusted(rows, _ratio(m_hat, denominator)), [m, v]
+    return _lamb_step(rows, _ratio(m_hat, denominator)), [m, v]
 
 
 def _partial_rowwise_lamb(rows: RowBatch) -> tuple[Tensor, States]:
     m, v, m_hat, denominator = _moments(rows, rows.g.square().mean(1))
-    return _trusted(rows, _ratio(m_hat, denominator.unsqueeze(1))), [m, v]
+    return _lamb_step(rows, _ratio(m_hat, denominator.unsqueeze(1))), [m, v]
 
 
 def _lars(rows: RowBatch) -> tuple[Tensor, States]:
@@ -274,7 +275,7 @@ def _lars(rows: RowBatch) -> tuple[Tensor, States]:
     denominator = _norm(rows.g) + decay * norm
     ratio = rows.lr * eta * _ratio(norm, denominator)
     rate = torch.where((norm > 0) & (denominator > 0), ratio, rows.lr)
-    m = momentum * rows.states[0] + _scaled(rate, rows.g + decay * rows.w)
+    m = momentum * rows.states[0] + _scale_rows(rate, rows.g + decay * rows.w)
     return rows.decayed - m, [m]
 
 
@@ -295,7 +296,7 @@ def _ftrl(rows: RowBatch) -> tuple[Tensor, States]:
 
 @dataclass(frozen=True)
 class Reference:
-    """A rule, and per state whether it has one number per row."""
+    """The rule of an optimizer, and for each of its states whether it has one number per row."""
 
     rule: Rule
     per_row: tuple[bool, ...] = ()
@@ -332,7 +333,10 @@ def step_rows(
 def store(
     target: Tensor, at: Tensor, values: Tensor, hyper: Tensor, ids: Tensor, tensor: int
 ) -> None:
-    """Write `values` to `target[at]`, rounded as `hyper` selects; `ids` are the linear rows."""
+    """Write `values` to `target[at]`, rounded as `hyper` selects.
+
+    Stochastic rounding draws random numbers by the linear rows `ids` and the number `tensor`.
+    """
     seed = int(hyper[Hyper.SEED])
     narrow = target.dtype in (torch.float16, torch.bfloat16)
     if seed >= 0 and narrow and values.dim() == 2:

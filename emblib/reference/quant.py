@@ -27,37 +27,38 @@ def quantize_rows(weights: Tensor, format: int) -> Tensor:
     """Pack `weights` `[R, D]` to rows uint8 `[R, row_bytes]`."""
     rows = weights.float()
     if format >= RowFormatCode.FP16:
-        return _filled(rows.to(_FLOATS[RowFormatCode(format)]).view(torch.uint8))
+        return _pad_row(rows.to(_FLOATS[RowFormatCode(format)]).view(torch.uint8))
     largest = torch.finfo(torch.float16).max
     low, high = (x.clamp(-largest, largest) + 0.0 for x in rows.aminmax(dim=1, keepdim=True))
     if format in _FLOATS:
         dtype = _FLOATS[RowFormatCode(format)]
-        range_of_numbers = torch.finfo(dtype).max
+        max_number = torch.finfo(dtype).max
         largest_value = torch.maximum(-low, high)
-        scale = (largest_value / range_of_numbers).half()
-        too_small = scale.float() * range_of_numbers < largest_value
+        scale = (largest_value / max_number).half()
+        too_small = scale.float() * max_number < largest_value
         scale = (scale.view(torch.int16) + too_small).view(torch.float16)
         offset = torch.zeros_like(scale)
     else:
-        range_of_numbers = 2.0**format - 1
+        max_number = 2.0**format - 1
         offset = low.half()
-        scale = ((high - offset.float()) / range_of_numbers).half()
+        scale = ((high - offset.float()) / max_number).half()
     scale = torch.where(scale == 0, torch.ones_like(scale), scale)
     steps = (rows - offset.float()) * (1 / scale.float())
     if format in _FLOATS:
-        numbers = steps.clamp(-range_of_numbers, range_of_numbers).to(dtype).view(torch.uint8)
+        numbers = steps.clamp(-max_number, max_number).to(dtype).view(torch.uint8)
     else:
-        numbers = steps.clamp(0, range_of_numbers).round().to(torch.uint8)
-    numbers = _joined(numbers, format)
-    return _filled(torch.cat([torch.cat([scale, offset], dim=1).view(torch.uint8), numbers], dim=1))
+        numbers = steps.clamp(0, max_number).round().to(torch.uint8)
+    numbers = _pack_bits(numbers, format)
+    header = torch.cat([scale, offset], dim=1).view(torch.uint8)
+    return _pad_row(torch.cat([header, numbers], dim=1))
 
 
-def _filled(rows: Tensor) -> Tensor:
+def _pad_row(rows: Tensor) -> Tensor:
     return torch.nn.functional.pad(rows, (0, -rows.size(1) % _ALIGNMENT))
 
 
-def _joined(numbers: Tensor, format: int) -> Tensor:
-    """Put the numbers of 2 or 4 bits into bytes, from the lowest bits on."""
+def _pack_bits(numbers: Tensor, format: int) -> Tensor:
+    """Pack numbers of 2 or 4 bits into bytes, the first number in the lowest bits."""
     per_byte = max(8 // format, 1)
     numbers = torch.nn.functional.pad(numbers, (0, -numbers.size(1) % per_byte))
     joined = numbers[:, ::per_byte].clone()
@@ -84,7 +85,10 @@ def dequantize_rows(
 
 
 class Packed(NamedTuple):
-    """The tables of a module: rows, one after the other, and their format as ops take it."""
+    """The packed rows of all tables, uint8 `[bytes]`, and their `RowFormatCode`.
+
+    A format of 0 or less stands for several formats; the column TIER of `features` has each.
+    """
 
     rows: Tensor
     format: int
@@ -102,8 +106,8 @@ def lookup(
     *,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Pool each bag of the dequantised rows, in `dtype`."""
-    tables, plain, begin = [], features.clone(), 0
+    """Pool each bag of the dequantised rows, in `dtype`; other arguments as `tbe.lookup`."""
+    tables, plain, first_element = [], features.clone(), 0
     plain[:, FeatureColumn.TIER] = 0
     for f, (offset, _, rows, dim, _, code, *_) in enumerate(features.tolist()):
         format = packed.format if packed.format > 0 else code
@@ -111,29 +115,33 @@ def lookup(
         table = packed.rows[offset : offset + rows * width].view(rows, width)
         values = dequantize_rows(table, dim, format, dtype)
         tables.append(values.flatten())
-        plain[f, 0] = begin
-        begin += values.numel()
+        plain[f, FeatureColumn.WEIGHT_OFFSET] = first_element
+        first_element += values.numel()
     weights = torch.cat([*tables, torch.zeros(0, dtype=dtype, device=features.device)])
     return tbe.lookup(weights, plain, indices, offsets, sample_weights, pooling, output_dim, extras)
 
 
 def map_ids(index: Tensor, table: Tensor, ids: Tensor) -> Tensor:
-    """Return the rows, int64, of the ids of one feature, whose row of `tables` is `table`."""
+    """Return the rows, int64 `[L]`, of the ids of one feature.
+
+    `table` is the feature's row of `tables`, see `IndexColumn`. Ids outside of `[0, NUM_IDS)` are
+    returned unchanged, such as -1.
+    """
     kind, begin, entries, _, num_ids, missing = table.tolist()
     assert len(IndexColumn) == table.numel()
     if kind == IndexKind.NONE:
         return ids.long()
-    part = index[begin:]
+    stored_entries = index[begin:]
     if kind == IndexKind.ARRAY:
-        pairs = list(enumerate(part.view(torch.int32)[:entries].tolist()))
+        pairs = list(enumerate(stored_entries.view(torch.int32)[:entries].tolist()))
     else:
-        pairs = part[: 2 * entries].view(entries, 2).tolist()
-    stored = {key: row for key, row in pairs if row >= 0}
-    known = [num_ids < 0 or 0 <= key < num_ids for key in ids.tolist()]
+        pairs = stored_entries[: 2 * entries].view(entries, 2).tolist()
+    row_of_id = {key: row for key, row in pairs if row >= 0}
+    in_range = [num_ids < 0 or 0 <= key < num_ids for key in ids.tolist()]
     return torch.tensor(
         [
-            stored.get(key, missing) if is_known else key
-            for key, is_known in zip(ids.tolist(), known, strict=True)
+            row_of_id.get(key, missing) if is_in_range else key
+            for key, is_in_range in zip(ids.tolist(), in_range, strict=True)
         ],
         dtype=torch.int64,
     )

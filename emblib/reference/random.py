@@ -18,7 +18,7 @@ Bits = TypeVar("Bits", int, Tensor)
 
 
 def _wrap(x: Bits) -> Bits:
-    """Return 64 bits of a number; int64 tensors have no more."""
+    """Return a Python int modulo 2^64; int64 tensors wrap by themselves."""
     return x % 2**64 if isinstance(x, int) else x
 
 
@@ -34,7 +34,7 @@ def finalise(x: Bits) -> Bits:
 
 
 def mix(x: Bits) -> Bits:
-    """Apply the finaliser after an addition, so that 0 is no fixed point."""
+    """Add a constant and apply the finaliser, which alone would map 0 to 0."""
     return finalise(_wrap(x + GOLDEN))
 
 

@@ -26,7 +26,10 @@ def owners(keys: Tensor, num_blocks: int) -> Tensor:
 
 
 def ranks_and_rows(ids: Tensor, feature: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the block of each id of one feature, int64, and the id within that block."""
+    """Return the block of each id of one feature, int64 `[L]`, and the id within that block.
+
+    `feature` is a row of `features` (`RouteFeatureColumn`), `blocks` as in `RouteBlockColumn`.
+    """
     first_row, count, rows, rule = feature.tolist()
     if rule == RouteRule.BY_KEY:
         return first_row + owners(ids, count), ids
@@ -44,7 +47,7 @@ def ranks_and_rows(ids: Tensor, feature: Tensor, blocks: Tensor) -> tuple[Tensor
 
 
 def _routes(ids: Tensor, offsets: Tensor, routing: tuple[Tensor, ...]) -> list[tuple[Tensor, ...]]:
-    """Return per unit: positions of its ids, their bags, all of its bags, the ids in its block."""
+    """Return per unit the positions of its ids, the bag of each, all bags, ids within the block."""
     first_bags, features, blocks, copies, units = routing
     none = ids.new_empty(0, dtype=torch.int64)
     routes: list[tuple[Tensor, ...]] = [(none, none, none, ids[:0])] * (units.numel() - 1)
@@ -64,7 +67,7 @@ def _routes(ids: Tensor, offsets: Tensor, routing: tuple[Tensor, ...]) -> list[t
 
 
 def route_lengths(ids: Tensor, offsets: Tensor, *routing: Tensor) -> Tensor:
-    """Count the ids of each bag per unit."""
+    """Return the number of ids of each bag, unit after unit."""
     routes = _routes(ids, offsets, routing)
     counts = [torch.bincount(bag, minlength=bags.numel()) for _, bag, bags, _ in routes]
     return torch.cat([ids[:0], *counts]).to(ids.dtype)
@@ -73,7 +76,7 @@ def route_lengths(ids: Tensor, offsets: Tensor, *routing: Tensor) -> Tensor:
 def route_ids(
     ids: Tensor, offsets: Tensor, *routing: Tensor, weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the ids of all units, their source positions and the weights they carry."""
+    """Return the ids of all units, their positions in `ids`, and their weights if there are any."""
     routes = _routes(ids, offsets, routing)
     positions = torch.cat(
         [ids.new_empty(0, dtype=torch.int64), *(lookups for lookups, *_ in routes)]
@@ -93,8 +96,11 @@ def _divisor(lengths: Tensor | None, first_bag: int, rows: int) -> Tensor | floa
     return lengths[first_bag : first_bag + rows].clamp(min=1).float().unsqueeze(1)
 
 
-def _named(rows: Tensor | None, first_row: int, count: int) -> tuple[Tensor, Tensor]:
-    """Return which rows of a target a piece has, and their indices in the piece."""
+def _rows_of_piece(rows: Tensor | None, first_row: int, count: int) -> tuple[Tensor, Tensor]:
+    """Return which rows of a target a piece contributes to, and the piece's row for each.
+
+    Without `rows`, or with `first_row` -1, row i of the piece is that of row i of the target.
+    """
     all_positions = torch.arange(count)
     if first_row < 0 or rows is None:
         return all_positions, all_positions
@@ -102,7 +108,7 @@ def _named(rows: Tensor | None, first_row: int, count: int) -> tuple[Tensor, Ten
     return (named_rows >= 0).nonzero().view(-1), named_rows[named_rows >= 0]
 
 
-def _max_count(rows: Tensor) -> int:
+def _num_rows(rows: Tensor) -> int:
     return int(rows.max()) + 1 if rows.numel() else 0
 
 
@@ -126,9 +132,9 @@ def combine(
     for offset, stride, count, width, first_piece, end_piece, first_bag in targets.tolist():
         total = source.new_zeros((count, width), dtype=torch.float32)
         for piece, piece_stride, first_row in pieces[first_piece:end_piece].tolist():
-            is_named, positions = _named(rows, first_row, count)
-            values = _rows(source, piece, piece_stride, _max_count(positions), width)
-            total[is_named] += values[positions].float()
+            in_piece, positions = _rows_of_piece(rows, first_row, count)
+            values = _rows(source, piece, piece_stride, _num_rows(positions), width)
+            total[in_piece] += values[positions].float()
         total /= _divisor(lengths, first_bag, count)
         _rows(out, offset, stride, count, width).copy_(total * scale)
     return out
@@ -147,15 +153,15 @@ def combine_backward(
     local: Tensor | None = None,
     local_begin: int = 0,
 ) -> Tensor:
-    """Apply the adjoint of `combine`: every piece gets its target's values, divided alike."""
+    """Apply the adjoint of `combine`: copy each target's gradient, divided, to all its pieces."""
     out = grad.new_zeros(source_numel, dtype=dtype)
     for offset, stride, count, width, first_piece, end_piece, first_bag in targets.tolist():
         share = _rows(grad, offset, stride, count, width).float()
         share = share / _divisor(lengths, first_bag, count) * scale
         for piece, piece_stride, first_row in pieces[first_piece:end_piece].tolist():
-            is_named, positions = _named(rows, first_row, count)
-            values = _rows(out, piece, piece_stride, _max_count(positions), width)
-            values[positions] = share[is_named].to(dtype)
+            in_piece, positions = _rows_of_piece(rows, first_row, count)
+            values = _rows(out, piece, piece_stride, _num_rows(positions), width)
+            values[positions] = share[in_piece].to(dtype)
     if local is None:
         return out
     local_end = local_begin + local.numel()

@@ -28,7 +28,10 @@ NO_EXTRAS = Extras()
 
 
 class RowGroups(NamedTuple):
-    """Lookups by row: `rows [U]` ascending, `segments [U + 1]` into `lookups`, the bag of each."""
+    """Lookups grouped by row: those of `rows[u]` are `lookups[segments[u]:segments[u + 1]]`.
+
+    `rows [U]` are linear and ascending, `lookups [L]` positions in the batch, `bags [L]` the bags.
+    """
 
     rows: Tensor
     segments: Tensor
@@ -51,14 +54,14 @@ def bag_of_lookup(offsets: Tensor, num_lookups: int) -> Tensor:
 
 
 def lost_ids(indices: Tensor, offsets: Tensor) -> Tensor:
-    """Return how many ids before the first bag are not padding (-1)."""
+    """Return the number of ids before the first bag that are not padding (-1), a scalar tensor."""
     if offsets.numel() < 2:
         return indices.new_zeros(())
     return (indices[: int(repair_offsets(offsets, indices.numel())[0])] != -1).sum()
 
 
 def feature_of_bag(features: Tensor, offsets: Tensor, bag_layout: Tensor | None = None) -> Tensor:
-    """Return the feature of each bag, int64 `[bags]`: equally many, or by the layout."""
+    """Return the feature of each bag, int64 `[bags]`; without a layout all have as many bags."""
     if bag_layout is not None:
         return bag_layout[:, BagColumn.FEATURE]
     bags = torch.arange(offsets.numel() - 1, device=offsets.device)
@@ -76,9 +79,8 @@ def _locate(
     index = indices.long()
     in_table = (index >= 0) & (index < features[feature, FeatureColumn.ROWS])
     index = torch.where(in_table | (index == -1), index, 0)
-    index = torch.where(
-        features[feature, FeatureColumn.ROWS] > 0, index, -1
-    )  # there is no row 0 to read instead
+    # A table without rows has no row 0 to read instead.
+    index = torch.where(features[feature, FeatureColumn.ROWS] > 0, index, -1)
     return bag, feature, torch.where(bag >= 0, index, -1)
 
 
@@ -89,7 +91,7 @@ def _tiers(weights: Tensor | Sequence[Tensor]) -> list[Tensor]:
 def _rows(
     tiers: Sequence[Tensor], feature: Sequence[int], index: Tensor, slots: Tensor | None
 ) -> Tensor:
-    """Return rows of a table; a row with a slot is read from the cache."""
+    """Return rows `index` of a table; a row with a cache slot (>= 0) is read from the cache."""
     offset, _, rows, dim, _, tier, _, stride = feature
     values = tiers[tier][offset : offset + rows * dim].view(rows, dim)[index]
     if slots is None or stride == 0 or len(tiers) <= Tier.CACHE:
@@ -120,10 +122,10 @@ def lookup(
     """
     tiers, offsets = _tiers(weights), repair_offsets(offsets, indices.numel())
     bag, feature, index = _locate(features, indices, offsets, extras.bag_layout)
-    none, lengths = pooling is Pooling.NONE, offsets.diff()
+    is_unpooled, lengths = pooling is Pooling.NONE, offsets.diff()
     batch = (offsets.numel() - 1) // max(features.size(0), 1)
-    shape: tuple[int, ...] = (indices.numel(), output_dim) if none else (batch, output_dim)
-    if none:
+    shape: tuple[int, ...] = (indices.numel(), output_dim) if is_unpooled else (batch, output_dim)
+    if is_unpooled:
         start = torch.arange(indices.numel()) * output_dim
     elif extras.bag_layout is not None:
         shape, start = (output_dim,), extras.bag_layout[:, BagColumn.ELEMENT]
@@ -133,17 +135,17 @@ def lookup(
         start = bags % max(batch, 1) * output_dim + column
     start = start.to(indices.device)
     out = tiers[0].new_zeros(math.prod(shape))
-    for f, described in enumerate(features.tolist()):
+    for f, feature_row in enumerate(features.tolist()):
         selected = ((feature == f) & (index >= 0)).nonzero().squeeze(1)
         slots = None if extras.slots is None else extras.slots[selected]
-        values = _rows(tiers, described, index[selected], slots)
+        values = _rows(tiers, feature_row, index[selected], slots)
         if sample_weights is not None:
             values = values * sample_weights[selected].to(values.dtype).unsqueeze(1)
         if pooling is Pooling.MEAN:
             values = values / lengths[bag[selected]].to(values.dtype).unsqueeze(1)
-        first_lookup = start[selected if none else bag[selected]]
-        elements = first_lookup.unsqueeze(1) + torch.arange(
-            described[3], device=first_lookup.device
+        first_element = start[selected if is_unpooled else bag[selected]]
+        elements = first_element.unsqueeze(1) + torch.arange(
+            feature_row[FeatureColumn.DIM], device=first_element.device
         )
         out = out.index_add(0, elements.flatten(), values.flatten())
     return out.view(shape)
@@ -202,10 +204,10 @@ def update_(
     weight_grad = [weight_grad] if isinstance(weight_grad, Tensor) else weight_grad
     per_row = optim.OPTIMIZERS[optimizer].per_row
     slots = torch.full_like(groups.rows, -1) if row_slots is None else row_slots.long()
-    todo = torch.ones_like(groups.rows, dtype=torch.bool)
+    is_pending = torch.ones_like(groups.rows, dtype=torch.bool)
     for offset, base, rows, dim, _, table_tier, state_base, stride in features.tolist():
-        selected = todo & (groups.rows >= base) & (groups.rows < base + rows)
-        todo &= ~selected
+        selected = is_pending & (groups.rows >= base) & (groups.rows < base + rows)
+        is_pending &= ~selected
         capacity = (
             weights[Tier.CACHE].numel() // stride if stride and len(weights) > Tier.CACHE else 0
         )

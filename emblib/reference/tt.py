@@ -87,11 +87,11 @@ def keys(
     row_factors: Sequence[int],
     permutation: tuple[int, int] = (1, 0),
 ) -> Tensor:
-    """Return sort keys of ids, int64 `[L]`, whose neighbours share their work.
+    """Return sort keys of ids, int64 `[L]`: ids with neighbouring keys share slices of cores.
 
-    The digits of the first two cores come first and swapped (the large middle core leads), the
-    others follow; two cores keep their order. -1 stays -1, any other id outside the table becomes
-    row 0.
+    A key has the digits of an id in another order: with three or more cores the first two are
+    swapped, so that the digit of the large second core leads. -1 stays -1, any other id outside the
+    table becomes row 0.
     """
     ids = indices.long()
     repaired = torch.where((ids >= 0) & (ids < num_rows), ids, 0)
@@ -155,16 +155,16 @@ def lookup(
 def stored(
     indices: Tensor, ids: Tensor, keys: Tensor, slots: Tensor | None, row_of_slot: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the ids that the cores serve, the stored rows of the others, and the keys to count.
+    """Return the ids to compute from the cores, the stored rows to read, and the keys to count.
 
-    All are int64 `[L]`, -1 for the others; the first two are empty if no rows are stored.
+    All are int64 `[L]`, with -1 where there is none; the first two are empty if no rows are stored.
 
     Args:
         indices: `[L]`, as the batch has them; one that differs from its `ids` entry is invalid.
         ids: int64 `[L]`, repaired; -1 skips.
         keys: int64 `[L]`, the ids offset by the first key of their table.
-        slots: int64 `[L]`, slots of `keys` in the index of stored rows, -1 for none; None: no rows
-            are stored.
+        slots: int64 `[L]`, slots of `keys` in the index of stored rows, -1 for none; None if no
+            rows are stored.
         row_of_slot: int64 `[S]`, the stored row of each slot, -1 for none.
     """
     counted = torch.where(indices == ids, keys, -1)

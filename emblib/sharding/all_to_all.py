@@ -7,10 +7,10 @@ and in rank order. The gradients of replicated tables, which every rank needs, a
 The ranks of a process group pair up collectives by the order of their calls. Over gloo, a rank that
 calls another collective than its peers makes gloo abort the process. So for tensors in host memory
 ranks first exchange a header that describes the collective, and all ranks raise if headers disagree
-(`Headers`). Collectives that follow another one within the same forward have
-no header of their own. A call with a header returns only once every rank has made it; the payload
-is still in flight. Only the collectives of this module carry headers: a rank that calls another one
-instead, such as a barrier, is not detected.
+(`Headers`). Collectives that follow another one within the same forward have no header of their
+own. A call with a header returns only once every rank has made it; the payload is still in flight.
+Only the collectives of this module carry headers: a rank that calls another one instead, such as a
+barrier, is not detected.
 
 All headers have the same size, so even ranks that disagree can exchange them. Numbers that ranks
 need to allocate memory for ids travel in the header if they fit (`start_sizes`). Several messages
@@ -77,7 +77,7 @@ class AllToAllAwaitable(Awaitable[Tensor]):
     ) -> None:
         super().__init__()
         self._received, self._work = received, work
-        self._in_flight = in_flight  # ends with the last reference to it
+        self._in_flight = in_flight  # a `_Collective`, which ends with the last reference to it
         self._sent = sent  # must live as long as the collective may read it
 
     def _wait_impl(self) -> Tensor:
@@ -245,7 +245,7 @@ def start_all_to_alls(
         values.split([n * width for n in message.sizes])
         for values, message, width in zip(flat, messages, widths, strict=True)
     ]
-    # Of the messages of rank 0, then of rank 1, ...
+    # The sizes of all messages for rank 0, then for rank 1, and so on.
     sizes, received_sizes = (
         [
             n * width
@@ -383,7 +383,7 @@ class Headers:
         header = [*kind, *(0,) * (_KIND - len(kind)), *nbytes, *received_nbytes]
         header += [len(numbers), *numbers] if fits else [-1]
         header += (0,) * (_KIND + 2 * ranks.size + 1 + self.ROOM - len(header))
-        # From an array: of a list, every number costs as much as a small operation.
+        # By an array, because torch.tensor of a list takes long for every number.
         self._sent = torch.frombuffer(array("q", header * (ranks.size - 1)), dtype=torch.int64)
         self._received = torch.empty_like(self._sent)
         self._header, sizes = header, [len(header)] * ranks.size
@@ -396,7 +396,7 @@ class Headers:
         """Wait for the headers and compare them.
 
         Returns:
-            the numbers of each rank; None if those of a rank did not fit.
+            The numbers of each rank; None if those of a rank did not fit.
 
         Raises:
             RuntimeError: the ranks disagree about the collective, on every rank.

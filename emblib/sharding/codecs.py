@@ -39,7 +39,7 @@ from emblib.sharding.ranks import RankGroup
 from emblib.specs import Choice
 
 _SCALE_BYTES = 4
-# The smallest normal float32: a scale below it would lose its own bits.
+# The smallest normal float32: a scale below it would lose precision.
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 
 
@@ -422,8 +422,9 @@ class Received(NamedTuple):
 class Values(NamedTuple):
     """Floating-point values for all ranks, flat, that a codec encodes.
 
-    `received` is the buffer for incoming values without a codec, allocated if None. `comes_whole`:
-    whether the result must be one tensor that includes the part of this rank.
+    `sizes` and `received_sizes` count the values to and from each rank. `received` is the buffer
+    for incoming values without a codec, allocated if None. `comes_whole`: whether the result must
+    be one tensor that includes the part of this rank.
     """
 
     values: Tensor

@@ -37,9 +37,9 @@ _FLOAT32 = CommPrecision()
 
 
 class _Pattern(Choice):
-    PARTS = "parts"  # another part to every rank
-    COPIES = "copies"  # the same to every rank
-    SUMS = "sums"  # another part to every rank, and what comes is added up
+    PARTS = "parts"  # every rank gets a part of its own
+    COPIES = "copies"  # every rank gets the same values
+    SUMS = "sums"  # every rank gets a part of its own, and adds up what it receives
 
 
 _BACK = {
@@ -218,7 +218,7 @@ def alltoallv(
     gradients: GradientReduction | str = GradientReduction.MEAN,
     dtype: torch.dtype = torch.float32,
 ) -> Awaitable[list[Tensor]]:
-    """Do the work of `alltoall_pooled` for one tensor per table, in arguments and result.
+    """Do the same as `alltoall_pooled`, with one tensor per table in arguments and result.
 
     `values[i]` is [sum B, columns[rank][i]]; rank r has `len(columns[r])` of them. The result has
     [B[rank], n] for every n of columns[0], columns[1], ... All are of `dtype`, which a rank without
@@ -264,7 +264,7 @@ def variable_batch_alltoall_pooled(
 
     `values`: for each rank r, for each feature f of this rank, `batch_sizes[r][f]` rows of
     `columns[rank][f]`. `batch_sizes_here`: examples of this rank, for the features of rank 0, 1,
-    ... one after another; the result has so many rows of each, in this order.
+    ... one after another; these are also the numbers of rows in the result, in this order.
     """
     _check_ranks("batch_sizes", batch_sizes, ranks)
     _check_ranks("columns", columns, ranks)

@@ -147,7 +147,7 @@ class detect_rank_failures:
                 failure = self._board.find_failure(self._timeout)
                 self._board.write_exit_state(_GAVE_UP)
                 if failure is not None:
-                    # Now: torchrun may end this process before its traceback is printed.
+                    # Log it now: torchrun may end this process before its traceback is printed.
                     _LOG.error("%s", failure)
                 self._board.linger(self._timeout)
                 if failure is not None:
@@ -168,7 +168,7 @@ class detect_rank_failures:
 
     def _watch(self, name: str) -> None:
         """Write heartbeats and watch those of the next rank, in a thread."""
-        # A connection answers one request at a time, and the other threads may wait for theirs.
+        # It has a connection of its own: on that of another thread it would wait for their answers.
         board = _StatusBoard(self._ranks, name)
         watched = (self._ranks.rank + 1) % self._ranks.size
         last_beat, since = b"", time.monotonic()
@@ -332,7 +332,7 @@ def _machine() -> str:
 
 
 def is_gone(pid: int) -> bool:
-    """Return whether a process of this machine has ended, reaped by its parent or not."""
+    """Return whether a process of this machine has ended, even if it is still a zombie."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -360,7 +360,7 @@ def init_distributed(
     Makes the process group of all processes that torchrun started, and destroys it at the end of
     the block. Inside the block, failed collectives raise as in `detect_rank_failures`. Without
     torchrun the group is this process alone, so that the same script runs anywhere. An existing
-    process group is used and stays.
+    process group is used, and not destroyed.
 
     Where every rank of a node has a GPU, it becomes the current device, and the backend is NCCL for
     GPUs and gloo for the host; otherwise it is gloo. The ranks agree about a fresh part of the

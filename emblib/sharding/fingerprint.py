@@ -223,10 +223,10 @@ def collection_description(
         module = source.groups.module_of(modules[config.name])[0]
         precision = getattr(module, "precision", None)
         if precision is not None:
-            values["stored"] = replace(precision, output=torch.float32)  # that of sharded ones
+            values["stored"] = replace(precision, output=torch.float32)  # as sharded tables have it
         if plan is not None and config.name in plan:
             values |= _sharding(plan[config.name])
-            if not plan[config.name].is_replicated:  # copies become those of rank 0
+            if not plan[config.name].is_replicated:  # replicas get the values of rank 0
                 values |= _values_of(module, source.device)
         description[f"table {config.name}{place_text}"] = values
     return description

@@ -31,9 +31,9 @@ from emblib.sharding.awaitables import Awaitable, DeferredAwaitable
 from emblib.sharding.layout import Blocks, CollectionLayout, sum_in_nodes
 from emblib.sharding.ranks import RankGroup, sums_in_nodes
 
-# Entries of a header before the number of bags of each unit: ids for the receiving rank, how many
-# of them are for replicated tables, kind of batch, whether units differ in their number of bags: 2
-# where nodes cannot sum the rows of this batch.
+# Entries of a header before the number of bags of each unit: number of ids for the receiving rank;
+# how many of them are for replicated tables; kind of batch; 0 if all units have the same number of
+# bags, 1 if they differ, 2 if they differ and nodes cannot sum the rows of this batch.
 _HEADER = 4
 _MAX_MERGED_NBYTES = 1 << 19  # copying larger messages costs more than a collective each
 _MAX_SHARE_OF_BAGS = 0.75  # empty bags are dropped only if at most this share remains
@@ -46,10 +46,10 @@ class LocalBatch(NamedTuple):
     """The batch of this rank: the bags of the layout's features, feature-major.
 
     Attributes:
-        ids: the ids of all bags, `[L]`.
-        lengths: ids per bag.
-        offsets: first id of each bag, then the number of ids.
-        weights: float32, one per id; None for unweighted lookups.
+        ids: int32 or int64 `[L]`, the ids of all bags.
+        lengths: ids per bag, `[bags]`.
+        offsets: first id of each bag, then the number of ids, `[bags + 1]`.
+        weights: float32 `[L]`; None for unweighted lookups.
         bags: number of bags per feature.
         is_variable: whether features may differ in their number of bags.
         inverse: bag of each example of the batch, per feature; None where bag i is example i.
@@ -212,7 +212,7 @@ class InputDist(nn.Module):
     ) -> None:
         super().__init__()
         self._is_pooled = pooled
-        # The gradient of a weight belongs to this rank's own loss: it is no mean over ranks.
+        # The gradient of a weight is that of this rank's own loss, not a mean over ranks.
         self._weight_scale = 1.0 / scale
         self._ranks = ranks
         self._features = [[unit.feature for unit in rank.all_units] for rank in layout.ranks]
@@ -439,7 +439,7 @@ class InputDist(nn.Module):
         has_ids = (lengths > 0).view(len(unit_bags), -1)
         if whole_units:
             has_ids[whole_units] = True
-        # The number of bags with ids until here, 0 without ids; a tenth of a masked_fill's time.
+        # Number bags with ids; others get -1. With masked_fill this takes ten times as long.
         rows = has_ids.cumsum(1, dtype=torch.int32).mul_(has_ids).sub_(1)
         return lengths[has_ids.view(-1)], rows.view(-1), has_ids.sum(1).tolist()
 

@@ -20,7 +20,7 @@ Arrange = Callable[[Sequence[TableSlice], Sequence[int]], Sequence[int]]
 
 
 class Feature(NamedTuple):
-    """One feature of one table: the key of its ids, and its columns in the output."""
+    """One feature of one table: the key of its ids, its name and first column in the output."""
 
     key: str
     name: str
@@ -240,8 +240,9 @@ def _rank_layout(
 class Blocks(NamedTuple):
     """The routing of ids to units, as rows of the tensors that `emblib.ops.route` takes.
 
-    `features` (first block, blocks, rows, 1 if by key), `blocks` (first row, first copy, copies),
-    `copies` unit numbers, counted rank after rank.
+    `features`: (first block, number of blocks, rows, 1 if by key) per feature. `blocks`: (first
+    row, first entry of `units`, number of entries) per block. `units`: the units to which ids of a
+    block are sent, numbered rank after rank.
     """
 
     features: list[tuple[int, int, int, int]]

@@ -144,7 +144,7 @@ class DistributedModelParallel(nn.Module):
                 "init_parameters=False: allocate and load it, then call wrap_dense"
             )
         trained = any(p.requires_grad and not is_updated_in_backward(p) for p in dense)
-        # DDP refuses a model that has nothing for it.
+        # DDP raises for a model without parameters that need gradients.
         if wrapping_used is not None and self.dense_ranks.size > 1 and trained:
             self._wrapped = wrapping_used.wrap(bare, self.dense_ranks, ignored)
             mark_dense(bare, self.dense_ranks)
@@ -166,12 +166,12 @@ class DistributedModelParallel(nn.Module):
 
     @property
     def joint_dist(self) -> JointDist:
-        """Return the joint input_dist, which also tells which collections take part."""
+        """Return the joint input_dist; its `together` lists the collections that take part."""
         return self._joint_dist
 
     @property
     def joint_exchange(self) -> JointDist:
-        """Raise RuntimeError that names `joint_dist`, as this was called before."""
+        """Raise RuntimeError: this is the former name of `joint_dist`."""
         raise RuntimeError("DistributedModelParallel.joint_exchange is called joint_dist")
 
     @property

@@ -290,7 +290,7 @@ class _Scaling:
         self._finite.append(grad.isfinite().all())
 
     def start(self) -> None:
-        """Start to tell the other ranks."""
+        """Start to send the scale, and whether gradients are finite, to the other ranks."""
         is_finite = torch.stack(self._finite).all().float()
         numbers = torch.stack([is_finite, self._scale, -self._scale])
         self._pending = start_minimum(numbers, self._ranks)

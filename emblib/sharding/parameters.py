@@ -127,8 +127,8 @@ def clip_grad_norm_(
     """Scale gradients so that their norm over all ranks is at most `max_norm`; return the norm.
 
     `torch.nn.utils.clip_grad_norm_` sees only the table shards of its own rank: in a model whose
-    sharded tables have dense gradients, it would scale every rank's replica of the dense part by
-    another factor. Here every shard counts on the rank that stores it and everything else counts
+    sharded tables have dense gradients, it would scale every rank's replica of the dense part by a
+    different factor. Here every shard counts on the rank that stores it and everything else counts
     once, so that the result is that of the whole model in one process. All ranks call this
     together, after the gradients of the dense part are averaged. Sparse gradients are clipped too,
     which torch refuses. Tables that backward updates have no gradients to clip: make their

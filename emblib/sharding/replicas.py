@@ -86,7 +86,7 @@ class ReplicatedModelParallel(DistributedModelParallel):
         all_ranks = RankGroup(mesh)
         shards = RankGroup(mesh.get_group(1), local_size=local_size, device=all_ranks.device)
         replicas = RankGroup(mesh.get_group(0), local_size=1, device=all_ranks.device)
-        if plan is None:  # equal on all replicas, whatever memory their machines have
+        if plan is None:  # all replicas use the plan of the first: their memory may differ
             plan = replicas.gather_objects(planned(module, planner, shards))[0]
         super().__init__(
             module,

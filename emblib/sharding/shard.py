@@ -137,7 +137,7 @@ def shard(
         if collection.source is module:
             return sharded
         modules.append(sharded)
-    # Only once all are made: if one fails, the model does not change.
+    # Replace only after all are constructed: if one fails, the model does not change.
     for collection, sharded in zip(selected, modules, strict=True):
         _replace(module, collection.source, sharded)
     mark_dense(module, ranks)

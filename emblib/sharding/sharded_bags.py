@@ -558,7 +558,8 @@ class _PooledStep(OutputStep):
         self._tables, self._lengths, self._sent, self._shape, self.node_sums = pooled_route
         self._received = self._tables.received_sizes[: len(self._sent)]
         self._ranks, self._comm_precision, self._scale = ranks, comm_precision, scale
-        self._local_grads: Tensor | None = None  # those of this rank's own bags are written first
+        # Buffer for the gradients of rows. `backward` writes those of this rank's own bags.
+        self._local_grads: Tensor | None = None
 
     def rows(self) -> Values:
         assert self.local is not None
@@ -620,7 +621,7 @@ class _PooledStep(OutputStep):
         num_sent = flat.numel() - tables.num_replicated
         sent, replica_grads = flat[:num_sent], flat[num_sent:]
         if self.sink_shape is None and tables.num_replicated and self._scale != 1.0:
-            replica_grads /= self._scale  # DistributedDataParallel averages these
+            replica_grads /= self._scale  # DistributedDataParallel averages these instead
         if self.node_sums is not None:
             num_direct = sum(self._received)
             self.node_sums.take_gradients(sent[num_direct:])

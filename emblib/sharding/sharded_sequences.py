@@ -258,7 +258,7 @@ class _SequenceStep(OutputStep):
         out = torch.empty(self._route.total, dim, device=received.values.device)
         index, pieces = self._route.index, out.view(-1, width)
         if received.local is not None:
-            # Of this rank's own vectors, which no rank has sent.
+            # This rank's own vectors, which were not sent.
             begin = received.local_begin // width
             part = LocalPart(begin, begin + received.local.numel() // width)
             pieces.index_copy_(0, part.of(index), received.local.view(-1, width).float())
@@ -335,7 +335,7 @@ class ShardedEmbeddingCollection(StateOfTables):
         dedup: whether each id of a feature is sent once per batch, and its vector returned once.
             It saves messages where ids repeat within the batch of a rank; the gradients of equal
             ids are added up before they are sent. Hash tables that count uses, for eviction or
-            admission, get the number of times each id was there, 8 bytes per distinct id.
+            admission, get the number of occurrences of each id, 8 bytes per distinct id.
 
     Example:
         >>> history = emblib.EmbeddingCollection([emblib.EmbeddingConfig(8, 4, "item")])
@@ -418,7 +418,7 @@ class ShardedEmbeddingCollection(StateOfTables):
 
     @property
     def groups(self) -> TableGroups:
-        """The table groups of the first class: the optimizer is the same in all."""
+        """Return the table groups of the first class; all classes have the same optimizer."""
         return self._equal()[0].groups
 
     def _equal(self) -> list["SequenceTables"]:

@@ -107,7 +107,7 @@ class ReplicatedTables(nn.Module):
         offsets = received.offsets[received.offsets.numel() - 1 - sum(map(sum, bags)) :] - first_id
         sizes = bags if received.inputs.is_variable else None
         ids, weights = received.ids[first_id:], received.weights
-        # All ranks make the gradient of the same weights, and where they came from it adds up.
+        # Every rank computes the gradient of these weights; the rank that sent them adds them up.
         if weights is not None:
             weights = ScaledGradient.apply(weights[first_id:], 1.0 / self._world_size)
 
@@ -613,7 +613,7 @@ class ShardedTables(nn.Module):
             ids, offsets, weights = self._without_replicas(received)
             counts = None if counts is None else counts[: ids.numel()]
         if not self._layout_here.units and weights is not None and weights.requires_grad:
-            # The other ranks send gradients of weights in backward, which takes this one, too.
+            # The other ranks exchange gradients of weights in backward, so this one must as well.
             return weights[:0].view(0, 0)
         sizes = received.bags[: len(self._layout_here.units)] if received.by_unit else None
         return self.groups(ids, offsets, weights, batch_sizes=sizes, use_counts=counts)

@@ -11,9 +11,9 @@ from emblib.specs.choices import Choice, check_count, check_float_dtype, set_cou
 
 
 class CachePolicy(Choice):
-    """Row that a full set evicts: the least recently (LRU) or least frequently used (LFU).
+    """Row that a full set evicts: the least recently (LRU) or least frequently used one (LFU).
 
-    Among rows that were used equally often, LFU evicts the one that was used last.
+    Among equally frequent rows, LFU evicts the most recently used one.
 
     Example:
         >>> emblib.CacheConfig(emblib.CachePolicy.LFU, load_factor=0.1).policy
@@ -67,14 +67,13 @@ class CacheConfig:
     Args:
         policy: policy that selects the row to evict.
         load_factor: fraction of the rows of those tables that fits into the cache, in (0, 1].
-        sets: number of sets of 32 rows; 0 follows from `load_factor`.
+        sets: number of sets of 32 rows; 0 computes it from `load_factor`.
         reserved_bytes: bytes of GPU memory to leave free when the cache is allocated.
         dtype: dtype of the cached rows; None is the dtype of the weights.
         directory: directory of the DISK tables, one per module. It is created if it is missing;
             otherwise the tables in it are opened.
-        passes: division of very large batches into several prefetches, or None.
-        verify: time at which the files of DISK tables are verified against their checksums, see
-            `Verify`.
+        passes: division of very large batches into several prefetches; None does not divide them.
+        verify: time at which the files of DISK tables are verified, see `Verify`.
 
     Example:
         >>> table = emblib.TableSpec(1_000, 16, placement=emblib.Placement.MANAGED_CACHING)

@@ -32,13 +32,13 @@ def brief(choice: Any) -> str:
 
 
 def check_float_dtype(name: str, dtype: torch.dtype) -> None:
-    """Raise ValueError unless `dtype` is one that tables and outputs can have."""
+    """Raise ValueError unless `dtype` is one of `FLOAT_DTYPES`, those of tables and outputs."""
     if dtype not in FLOAT_DTYPES:
         raise ValueError(f"{name} must be float32, float16 or bfloat16, got {dtype}")
 
 
 def check_count(name: str, value: SupportsIndex, *, minimum: int = 1) -> int:
-    """Return `value` as an int; raise TypeError for others, ValueError below `minimum`."""
+    """Return `value` as an int; raise TypeError if it is none, ValueError below `minimum`."""
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):
         raise TypeError(f"{name} must be an int, got {value!r}")
     number = operator.index(value)

@@ -15,7 +15,7 @@ SLOTS = 32
 
 
 class Eviction(Choice):
-    """The eviction order: a new key replaces the key of a full bucket with the least value.
+    """Value by which keys are evicted: a new key replaces the least one of its full bucket.
 
     ========  ==========================================================
     LRU       the step it was last used in
@@ -113,8 +113,8 @@ class ExactCounter:
 class CountMinSketch:
     """Count keys in a count-min sketch of `depth` rows of `width` counters; counts may be too high.
 
-    With `halve_every` each counter is halved once in that many batches, so that the counts of rare
-    keys fade. None halves none.
+    With `halve_every`, each counter is halved once per that many batches, so that old counts fade.
+    None never halves.
 
     Example:
         >>> counter = emblib.CountMinSketch(width=1 << 16, depth=4, halve_every=1_000)
@@ -141,12 +141,12 @@ class FrequencyAdmission:
 
     Args:
         threshold: number of uses, duplicates within a batch included.
-        counter: counts the uses of keys without a row.
-        reads: initializer of the values that such a key reads in training, which are not trained;
-            None reads `DynamicSpec.default_value`.
-        rule: function of keys and their counts, int64 `[n]` on the device of the tables, that
-            returns which keys to admit, bool `[n]`, in place of the threshold. It must depend on
-            its arguments only, and makes the host wait for a GPU; None compares with the threshold.
+        counter: counter of the uses of keys without a row.
+        reads: initializer of the values that a key without a row reads in training, which are not
+            trained; None reads `DynamicSpec.default_value`.
+        rule: function that replaces the comparison with the threshold. From keys and their counts,
+            int64 `[n]` on the device of the tables, it returns which keys to admit, bool `[n]`. It
+            must depend on its arguments only, and makes the host wait for a GPU.
 
     Example:
         >>> admission = emblib.FrequencyAdmission(threshold=2, counter=emblib.ExactCounter(100))
@@ -186,17 +186,17 @@ class DynamicSpec:
         name: name of the table in checkpoints; the initial values of rows depend on it.
         initial_capacity: rows to start with; the table grows up to `capacity` as keys are inserted.
             None starts with `capacity`.
-        max_load: load, in keys per row in use, above which a table grows. Up to the default all
-            keys found slots in tests of all sizes; above it some are evicted early.
+        max_load: load, in keys per allocated row, above which a table grows. Up to the default all
+            keys found slots in tests of all sizes; at higher loads some are evicted early.
         eviction: order in which keys are evicted when both buckets of a new key are full.
         insert_policy: condition for a new key to evict another: always, or only one that ranks
             lower.
         initializer: first values of a row, a function of seed, table, key and element.
         initial_state: first value of the optimizer states of a row.
-        default_value: value of all elements that a key without a row reads: a key that is not in
-            the table in lookups without gradients, and one that was not inserted in training.
+        default_value: value of all elements that a key without a row reads: one that is not in the
+            table in lookups without gradients, or was not inserted in training.
         admission: requirement for a key to be inserted; None inserts all keys.
-        ttl: number of steps without use after which a key expires; None: never.
+        ttl: number of steps without use after which a key expires; None: keys do not expire.
         on_insert_failure: reaction of a training forward to keys that found no slot.
 
     Example:

@@ -81,13 +81,13 @@ class Placement(Choice):
     placement               module on the CPU           module on a GPU
     ======================  ==========================  ============================
     DEVICE                  in its memory               in its memory
-    HOST                    as DEVICE                   not there: use MANAGED
+    HOST                    as DEVICE                   unsupported: use MANAGED
     MANAGED                 as DEVICE                   pinned host memory that the
                                                         kernels read in place, as
                                                         CUDA tensors
     MANAGED_CACHING         as MANAGED, behind a cache  as MANAGED, behind a cache
-                            in memory                   in the memory of the GPU
-    DISK                    a memory-mapped file,       not there: use
+                            in memory                   in GPU memory
+    DISK                    a memory-mapped file,       unsupported: use
                             behind a cache in memory    MANAGED_CACHING
     ======================  ==========================  ============================
 
@@ -194,13 +194,13 @@ class MatmulPrecision(Choice):
 
 @dataclass(frozen=True)
 class Precision:
-    """The dtypes of a table: float32, float16 or bfloat16 each. Sums are float32 in any case.
+    """The dtypes of a table, each float32, float16 or bfloat16. Sums are float32 in any case.
 
     Args:
         weights: dtype of the stored rows, or of the cores of tensor trains.
         output: dtype of the output of `forward`.
-        states: dtype of optimizer states that are as long as a row (of a core); states of one
-            number per row are float32.
+        states: dtype of optimizer states with one element per element of a row (of a core); states
+            with one number per row are float32.
         stochastic_rounding: how updates of weights and states that are not float32 are rounded;
             None rounds to nearest, which drops updates below half a unit in the last place.
         matmul: precision of the products of tensor-train cores on a GPU; unused by other tables.

@@ -15,7 +15,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class IdOrder(Choice):
-    """Row of a tensor train that an id reads: its own, or that of a bijection."""
+    """Row that an id reads: the row of this number, or the one that a bijection assigns."""
 
     AS_GIVEN = "as_given"
     PERMUTED = "permuted"
@@ -28,8 +28,8 @@ class TTSpec:
     `ranks` are the inner ranks (one less than there are cores). `row_factors` must multiply to at
     least `rows` and `dim_factors` to exactly `dim`; by default `emblib.tt.shapes` chooses them.
 
-    Ids near each other share core slices. With `ids="permuted"` a bijection, drawn from `seed`,
-    maps ids to rows: better if ids are in random order or in order of frequency (see
+    Neighbouring rows share slices of cores. With `ids="permuted"` a bijection, drawn from `seed`,
+    maps ids to rows, which is better if ids are in random order or in order of frequency (see
     `emblib.tt.shapes`).
 
     Example:
@@ -101,7 +101,7 @@ class TTSpec:
         return torch.float32.itemsize * self.numel
 
     def usable(self) -> TTSpec:
-        """Return this table with ranks lowered to those that its cores can use."""
+        """Return this spec with ranks lowered to those that its cores can use; log a change."""
         max_ranks = shapes.most_ranks(self.row_factors, self.dim_factors)
         ranks = tuple(min(rank, top) for rank, top in zip(self.ranks, max_ranks, strict=True))
         if ranks == self.ranks:
@@ -125,35 +125,35 @@ class TTSpec:
         like: TTSpec | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> TTSpec:
-        """Return the table of the largest ranks whose cores take at most `nbytes` in `dtype`.
+        """Return the spec with the largest ranks whose cores take at most `nbytes` in `dtype`.
 
-        All ranks are equal, except that ranks which cores cannot use are lowered. `like` gives the
-        factors and the number of cores instead of `emblib.tt.shapes`.
+        All ranks are equal, except where the cores can use only a lower one. Factors and number of
+        cores are those of `like`; without it, `cores` cores with factors of `emblib.tt.shapes`.
 
         Raises:
-            ValueError: cores of rank 1 take more; another dtype than those of `Precision.weights`.
+            ValueError: cores of rank 1 take more bytes; a dtype not in `FLOAT_DTYPES`.
 
         Example:
             >>> emblib.TTSpec.for_bytes(1_000_000, 64, 1 << 20).ranks
             (24, 24)
         """
         check_float_dtype("dtype", dtype)
-        smallest = cls(rows, dim, (1,) * (cores - 1)) if like is None else like
+        template = cls(rows, dim, (1,) * (cores - 1)) if like is None else like
         values = nbytes // dtype.itemsize
-        max_ranks = shapes.most_ranks(smallest.row_factors, smallest.dim_factors)
+        max_ranks = shapes.most_ranks(template.row_factors, template.dim_factors)
 
-        def of_rank(rank: int) -> TTSpec:
-            return replace(smallest, ranks=tuple(min(rank, top) for top in max_ranks))
+        def with_rank(rank: int) -> TTSpec:
+            return replace(template, ranks=tuple(min(rank, top) for top in max_ranks))
 
-        if of_rank(1).numel > values:
+        if with_rank(1).numel > values:
             raise ValueError(
                 f"a tensor train of {rows} x {dim} takes at least "
-                f"{of_rank(1).numel * dtype.itemsize} bytes with "
+                f"{with_rank(1).numel * dtype.itemsize} bytes with "
                 f"{len(max_ranks) + 1} cores, more than {nbytes}; use more cores, or raise the "
                 "bytes"
             )
         low, high = 1, max(max_ranks)
         while low < high:
             middle = (low + high + 1) // 2
-            low, high = (middle, high) if of_rank(middle).numel <= values else (low, middle - 1)
-        return of_rank(low)
+            low, high = (middle, high) if with_rank(middle).numel <= values else (low, middle - 1)
+        return with_rank(low)

@@ -85,10 +85,9 @@ class TableDescription(Protocol):
 class TableSlice:
     """Rows `[r0, r1)` and columns `[c0, c1)` of a table.
 
-    The rows of a hash table are capacity for keys, not a range of keys. Its keys are divided by
-    hash instead: `shard` is (number of this block of keys, number of blocks), None without
-    sharding. A tensor train can be cut only between slices of its first core, see
-    `emblib.storage.TensorTrain`.
+    The rows of a hash table are capacity for keys, not a range of keys; its keys are divided by
+    hash. `shard` is (number of this block of keys, number of blocks), or None without sharding. A
+    tensor train can be cut only between slices of its first core, see `emblib.storage.TensorTrain`.
 
     Example:
         >>> table = emblib.EmbeddingBagConfig(1_000, 16, "item")
@@ -207,7 +206,7 @@ def has_hyperparams(module: TableModule) -> TypeGuard[TrainedModule]:
 
 
 def stored_as(table_slice: TableSlice) -> Precision:
-    """Return dtype and rounding of a slice's stored rows; slices of one module agree in them."""
+    """Return dtype and rounding of the stored rows; equal for all slices of one module."""
     config = table_slice.config
     rounding = None if config.data_type is torch.float32 else config.rounding
     return Precision(weights=config.data_type, stochastic_rounding=rounding)
@@ -275,16 +274,16 @@ class Rates(Protocol):
         """Return the `Calibration`: `hash_ns`, `tt_ns`, `arrange_ns`, `disk_bytes_per_s`, ..."""
 
     def lookup_row_ns(self, table_slice: TableSlice, row_bytes: float, ids: float) -> float:
-        """Return the time to add one row to its bag, given the share of rows in cache."""
+        """Return the time to add a row to its bag; rows that the processor caches take less."""
 
     def update_row_ns(self, table_slice: TableSlice, row_bytes: float, ids: float) -> float:
-        """Return the time to update one row, given the share of rows in cache."""
+        """Return the time to update one row; rows that the processor caches take less."""
 
     def cached_lookup_ns(self, row_bytes: float) -> float:
-        """Return the time to add one row to its bag where the table is in cache."""
+        """Return the time to add a row to its bag if the processor caches the whole table."""
 
     def cached_update_ns(self, row_bytes: float) -> float:
-        """Return the time to update one row where the table is in cache."""
+        """Return the time to update one row if the processor caches the whole table."""
 
 
 class Storage:
@@ -307,7 +306,7 @@ class Storage:
     shares_parameters: ClassVar[bool] = False
     """Whether slices have parameters in common, whose gradients are summed over the slices."""
     updates_need_rows: ClassVar[bool] = False
-    """Whether an update computes the rows again."""
+    """Whether an update must compute the looked-up rows again."""
     has_dense_rows: ClassVar[bool] = True
     """Whether `TableHandle.dense_rows` gives the rows as floats, e.g. to quantise them."""
 
@@ -337,7 +336,7 @@ class Storage:
         """Return the spec of a table that has only this slice."""
         return self.spec(table_slice.num_rows, table_slice.dim, name)
 
-    # Kernels
+    # Modules
 
     def group_key(
         self, table_slice: TableSlice, number: int, optimizer: Optimizer, pooling: Pooling
@@ -346,7 +345,8 @@ class Storage:
 
         Args:
             table_slice: slice of a table.
-            number: number of the slice among the slices of a rank; a key with it is unique.
+            number: number of the slice among those of this rank. A key with it is unique, so the
+                slice gets a module of its own.
             optimizer: optimizer of the slice.
             pooling: SUM or MEAN; NONE for one vector per id.
         """
@@ -374,7 +374,7 @@ class Storage:
         raise NotImplementedError
 
     def is_placeholder(self, module: TableModule) -> bool:
-        """Return whether `module` is a placeholder on meta for a module that cannot be there."""
+        """Return whether `module` is a placeholder on meta for one that meta does not support."""
         return False
 
     def make_handle(self, module: TableModule, index: int) -> TableHandle:
@@ -422,7 +422,7 @@ class Storage:
             targets[name].copy_(table_slice.part_of(views[name]))
 
     def resumes(self, source: TableHandle, target: TableHandle) -> bool:
-        """Return whether `target` has rows from an earlier process that `source` does not have."""
+        """Return whether `target` has opened rows of an earlier process that `source` lacks."""
         return False
 
     # Checkpoints
@@ -482,15 +482,15 @@ class Storage:
 
 def distinct_names(names: Sequence[str]) -> list[str]:
     """Return the names in order; repeated ones get a number appended, to make all distinct."""
-    used_names: set[str] = set(names)
-    repeated: set[str] = set()
+    given: set[str] = set(names)
+    assigned: set[str] = set()
     result = []
     for name in names:
         unique, number = name, 1
-        while unique in repeated or (unique != name and unique in used_names):
+        while unique in assigned or (unique != name and unique in given):
             number += 1
             unique = f"{name}_{number}"
-        repeated.add(unique)
+        assigned.add(unique)
         result.append(unique)
     return result
 
@@ -523,9 +523,9 @@ def kinds() -> dict[str, type[Storage]]:
     return dict(_registry)
 
 
-# Bytes and time that several kinds of storage have in common
+# Bytes and times, for several kinds of storage
 
-_STATE = Precision().states.itemsize
+_STATE_ITEMSIZE = Precision().states.itemsize
 
 
 def is_fused(optimizer: Optimizer | None) -> bool:
@@ -538,7 +538,8 @@ def state_bytes(optimizer: Optimizer | None, rows: int, dim: int, itemsize: int)
     if optimizer is None or _has_dense_gradient(optimizer):
         return rows * dim * itemsize
     return sum(
-        rows * (torch.float32.itemsize if s.per_row else dim * _STATE) for s in optimizer.states
+        rows * (torch.float32.itemsize if state.per_row else dim * _STATE_ITEMSIZE)
+        for state in optimizer.states
     )
 
 

@@ -33,8 +33,8 @@ from emblib.storage.dense import Dense, DenseHandle, DenseModule
 from emblib.storage.tt_module import TTHandle, TTModule, core_views
 from emblib.tables import state_dicts
 
-_WORD = 8  # bytes of a key, a stamp, a count or the number of a row
-_NUMBERS = ("counters", "changes", "since")  # entries of `cache` that are not by row
+_WORD_BYTES = 8  # of a key, a stamp, a count or the number of a row
+_STATISTICS = ("counters", "changes", "since")  # entries of `cache` that are not by row
 
 
 def check_cache(cache: Any) -> None:
@@ -51,7 +51,7 @@ def check_cache(cache: Any) -> None:
 
 
 def check_optimizer(slices: Sequence[TableSlice], cache: TTCache, optimizer: Optimizer) -> None:
-    """Raise ValueError for an optimizer that cannot update stored rows and cores alike."""
+    """Raise ValueError for an optimizer that cannot update both stored rows and cores."""
     names = ", ".join(repr(table_slice.config.name) for table_slice in slices)
     if optimizer.deferred:
         raise ValueError(
@@ -70,16 +70,16 @@ def joint_cache(slices: Sequence[TableSlice]) -> TTCache:
     """Return one `TTCache` for all tables of a module, with their numbers of rows as tuples."""
     caches = [_cache_of(table_slice) for table_slice in slices]
     first_cache = caches[0]
-    counted = None
+    counted_rows = None
     if any(cache.counted for cache in caches):
         pairs = zip(caches, slices, strict=True)
-        counted = sum(cache.counted_of([table_slice.spec]) for cache, table_slice in pairs)
-    spilled = None
+        counted_rows = sum(cache.counted_of([table_slice.spec]) for cache, table_slice in pairs)
+    spilled_rows = None
     if first_cache.eviction is RowEviction.SPILL:
         pairs = zip(caches, slices, strict=True)
-        spilled = [_spilled_rows(cache, table_slice) for cache, table_slice in pairs]
+        spilled_rows = [_spilled_rows(cache, table_slice) for cache, table_slice in pairs]
     rows = [rows for cache in caches if isinstance(rows := cache.rows, int)]
-    return TTCache(rows, first_cache.eviction, counted, first_cache.every, spilled)
+    return TTCache(rows, first_cache.eviction, counted_rows, first_cache.every, spilled_rows)
 
 
 def _cache_of(table_slice: TableSlice) -> TTCache:
@@ -89,12 +89,12 @@ def _cache_of(table_slice: TableSlice) -> TTCache:
 
 
 def _spilled_rows(cache: TTCache, table_slice: TableSlice) -> int:
-    """Return how many spilled rows a table can store besides its cached rows."""
-    (num_stored,), (num_cached,) = (
+    """Return the maximum number of spilled rows of a table; cached rows are not counted."""
+    (stored,), (cached,) = (
         cache.stored_rows_of([table_slice.spec]),
         cache.rows_of([table_slice.spec]),
     )
-    return num_stored - num_cached
+    return stored - cached
 
 
 def stored_rows(table_slice: TableSlice, rows: int, storage: Dense) -> TableSlice:
@@ -116,13 +116,13 @@ def nbytes(table_slice: TableSlice, optimizer: Optimizer | None, device: str) ->
     storage = Dense(cache.placement, cache.row_cache([spec]))
     sizes = storage.nbytes(stored_rows(table_slice, rows, storage), optimizer, device)
     index, counts = cache.index_specs([spec])
-    word_bytes = _WORD * (rows + index.rows)  # the key of each row, and the row of each slot
+    word_bytes = _WORD_BYTES * (rows + index.rows)  # the key of each row, and the row of each slot
     return sizes._replace(device=sizes.device + word_bytes + _index_bytes(index, counts))
 
 
 def _index_bytes(index: DynamicSpec, counts: DynamicSpec) -> int:
     """Return the bytes of both hash tables: tag, key, stamp per slot; counts have a score too."""
-    return index.rows * (1 + 2 * _WORD) + counts.rows * (1 + 3 * _WORD)
+    return index.rows * (1 + 2 * _WORD_BYTES) + counts.rows * (1 + 3 * _WORD_BYTES)
 
 
 class CachedTTModule(CachedTTEmbeddingBags):
@@ -137,7 +137,7 @@ class CachedTTModule(CachedTTEmbeddingBags):
         seeds: Sequence[int],
         device: torch.device,
     ) -> None:
-        self._parts, self._reads, self._seeds = tuple(slices), tuple(reads), tuple(seeds)
+        self._slices, self._reads, self._seeds = tuple(slices), tuple(reads), tuple(seeds)
         names = distinct_names([table_slice.config.name for table_slice in slices])
         super().__init__(
             [table_slice.named(name) for table_slice, name in zip(slices, names, strict=True)],
@@ -153,12 +153,12 @@ class CachedTTModule(CachedTTEmbeddingBags):
         self, optimizer: Optimizer | None, init: str, options: dict[str, Any]
     ) -> TTModule:
         return make_trains(
-            self._parts, self._reads, optimizer, options["pooling"], self._seeds, options["device"]
+            self._slices, self._reads, optimizer, options["pooling"], self._seeds, options["device"]
         )
 
     def _make_rows(self, optimizer: Optimizer | None, options: dict[str, Any]) -> DenseModule:
         return make_rows(
-            self._parts, self._reads, optimizer, options["pooling"], self.cache, options["device"]
+            self._slices, self._reads, optimizer, options["pooling"], self.cache, options["device"]
         )
 
     @property
@@ -172,7 +172,7 @@ class CachedTTModule(CachedTTEmbeddingBags):
         trains.seeds = tuple(seeds)  # with which `reset_parameters` draws
         self.reset_parameters()
 
-    # One table, in the words of its handle
+    # Access to one table, by its ids; inside the module, keys number the ids of all tables
 
     def stored_ids(self, table: int) -> Tensor:
         """Return the id of each stored row of a table, int64 `[rows]`; -1 marks free rows."""
@@ -181,7 +181,10 @@ class CachedTTModule(CachedTTEmbeddingBags):
 
     @torch.no_grad()
     def set_stored_ids(self, table: int, ids: Tensor) -> None:
-        """Set the id of each stored row, -1 for free ones; gradients of earlier lookups raise."""
+        """Set the id of each stored row, int64 `[rows]`, -1 for free rows.
+
+        Backward through an earlier lookup raises afterwards.
+        """
         stored_keys, ids = self._keys(table), ids.to(self.key_of_row.device)
         keys = torch.where(ids < 0, -1, ids + self._first_key[table])
         self._choice += 1
@@ -189,17 +192,17 @@ class CachedTTModule(CachedTTEmbeddingBags):
         stored_keys.copy_(keys)
         self._rebuild_index()
 
-    def counted(self, table: int) -> dict[str, Tensor]:
-        """Return a table's counted ids, int64 `[n]` each: `keys`, `stamps`, `scores` (uses)."""
+    def lookup_counts(self, table: int) -> dict[str, Tensor]:
+        """Return a table's counted ids: `keys`, `stamps`, `scores` (uses), int64 `[n]` each."""
         rows = self._counted(table)
         ids = rows.keys - self._first_key[table]
         order = ids.argsort()
         return {"keys": ids[order], "stamps": rows.stamps[order], "scores": rows.scores[order]}
 
     @torch.no_grad()
-    def set_counted(self, table: int, counts: Mapping[str, Tensor], tick: int) -> None:
-        """Replace the counts of a table by what `counted` returned when the clock was `tick`."""
-        tick = max(self.counts.index.tick, tick)  # loading is no batch of lookups
+    def set_lookup_counts(self, table: int, counts: Mapping[str, Tensor], tick: int) -> None:
+        """Replace the counts of a table by what `lookup_counts` returned at clock `tick`."""
+        tick = max(self.counts.index.tick, tick)  # `load` below must not advance the clock
         self._forget_counts(table)
         device = self.key_of_row.device
         keys, stamps, uses = (counts[name].to(device) for name in ("keys", "stamps", "scores"))
@@ -207,23 +210,23 @@ class CachedTTModule(CachedTTEmbeddingBags):
         self.counts.load(TableRows(keys + self._first_key[table], values, stamps, uses))
         self.counts.index.set_tick(tick)
 
-    def numbers(self, table: int) -> dict[str, Tensor]:
+    def statistics(self, table: int) -> dict[str, Tensor]:
         """Return a table's counters, squared errors and lookups since the last populate."""
         since = torch.tensor(self._since[table])
-        numbers = (self.counters[table], self.changes[table], since)
-        return dict(zip(_NUMBERS, numbers, strict=True))
+        values = (self.counters[table], self.changes[table], since)
+        return dict(zip(_STATISTICS, values, strict=True))
 
-    def set_numbers(self, table: int, numbers: Mapping[str, Tensor]) -> None:
-        """Set some of the `numbers` of a table."""
+    def set_statistics(self, table: int, statistics: Mapping[str, Tensor]) -> None:
+        """Set some of the `statistics` of a table."""
         for name in ("counters", "changes"):
-            if name in numbers:
-                getattr(self, name)[table] = numbers[name].to(self.counters.device)
-        if "since" in numbers:
-            self._since[table] = int(numbers["since"])
+            if name in statistics:
+                getattr(self, name)[table] = statistics[name].to(self.counters.device)
+        if "since" in statistics:
+            self._since[table] = int(statistics["since"])
 
     def _fill_layout(self) -> None:
         super()._fill_layout()
-        # The values of the rows are lost, and so are the tables of keys.
+        # The memory is new: neither rows nor hash tables have their values any more.
         self.key_of_row.fill_(-1)
         self._rebuild_index()
         self.counts.clear()
@@ -239,7 +242,7 @@ def make_trains(
     seeds: Sequence[int],
     device: torch.device,
 ) -> TTModule:
-    """Return the module of the cores; it checks no bounds, since the cached module does."""
+    """Return the module of the cores, without bounds checks: the cached module makes them."""
     trains = TTModule(slices, reads, optimizer, pooling, seeds, device)
     trains.bounds_check = BoundsCheck.NONE
     return trains
@@ -253,14 +256,16 @@ def make_rows(
     cache: TTCache,
     device: torch.device,
 ) -> DenseModule:
-    """Return the module of the stored rows; it checks no bounds, since the cached module does."""
+    """Return the module of the stored rows, without bounds checks, see `make_trains`."""
     specs = [table_slice.spec for table_slice in slices]
-    config = cache.row_cache(specs)
-    pieces = [
-        stored_rows(table_slice, rows, Dense(cache.placement, config))
+    row_cache = cache.row_cache(specs)
+    row_slices = [
+        stored_rows(table_slice, rows, Dense(cache.placement, row_cache))
         for table_slice, rows in zip(slices, cache.stored_rows_of(specs), strict=True)
     ]
-    rows = DenseModule(pieces, reads, optimizer, pooling, [0] * len(pieces), config, device)
+    rows = DenseModule(
+        row_slices, reads, optimizer, pooling, [0] * len(row_slices), row_cache, device
+    )
     rows.bounds_check = BoundsCheck.NONE
     return rows
 
@@ -295,13 +300,13 @@ class CachedTTPlaceholder(nn.Module):
 def views(module: Any) -> list[dict[str, Tensor]]:
     """Return per table the views of cores, stored rows (`cache.weight`) and optimizer states."""
     module.rows.settle()
-    stored_views = module.rows.table_views()
+    views_of_rows = module.rows.table_views()
     return [
         {
             **core_views(module.trains, t),
             **{f"cache.{name}": view for name, view in table_views.items()},
         }
-        for t, table_views in enumerate(stored_views)
+        for t, table_views in enumerate(views_of_rows)
     ]
 
 
@@ -344,7 +349,7 @@ class CachedTTHandle(TTHandle):
         Raises:
             RuntimeError: the table is on meta, where it has no cache.
         """
-        return made_module(self._cached[0])
+        return as_cached_module(self._cached[0])
 
     def set_owner(self, owner: nn.Module, name: str) -> None:
         """Become the handle of the table `name` of a collection."""
@@ -383,7 +388,7 @@ class CachedTTHandle(TTHandle):
         self.bags.populate(self.index)
 
     def empty_cache(self) -> None:
-        """Remove all stored rows of this table as `eviction` says, and forget its counts."""
+        """Remove all stored rows of this table, by the rule `eviction`, and its counts."""
         self.bags.empty_cache(self.index)
 
     def cached_ids(self) -> Tensor:
@@ -409,13 +414,13 @@ class CachedTTHandle(TTHandle):
         super().adopt(other)
         assert isinstance(other, CachedTTHandle)
         self.cache.adopt(other.cache)
-        if is_made(self._cached[0]) and is_made(other._cached[0]):  # noqa: SLF001 - of the same class
-            own_bags, source_bags, index = self.bags, other.bags, other.index
-            own_bags.set_stored_ids(self.index, source_bags.stored_ids(index))
-            own_bags.set_counted(
-                self.index, source_bags.counted(index), source_bags.counts.index.tick
+        if has_cache(self._cached[0]) and has_cache(other._cached[0]):  # noqa: SLF001 - of the same class
+            target, source, index = self.bags, other.bags, other.index
+            target.set_stored_ids(self.index, source.stored_ids(index))
+            target.set_lookup_counts(
+                self.index, source.lookup_counts(index), source.counts.index.tick
             )
-            own_bags.set_numbers(self.index, source_bags.numbers(index))
+            target.set_statistics(self.index, source.statistics(index))
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
         cache_prefix = f"{prefix}cache."
@@ -426,14 +431,14 @@ class CachedTTHandle(TTHandle):
             self.cache.clear()
 
 
-def is_made(module: Any) -> bool:
+def has_cache(module: Any) -> bool:
     """Return whether a module is a `CachedTTModule`, not a placeholder."""
     return not isinstance(module, CachedTTPlaceholder)
 
 
-def made_module(module: Any) -> CachedTTModule:
+def as_cached_module(module: Any) -> CachedTTModule:
     """Return `module`; raise RuntimeError if it is a placeholder on meta."""
-    if not is_made(module):
+    if not has_cache(module):
         raise RuntimeError(
             "a tensor train has no cache of rows on meta: move the collection with "
             "to_empty(device=...) first"
@@ -459,14 +464,14 @@ class StoredRowsHandle(DenseHandle):
 
     def clear(self) -> None:
         """Remove all stored rows, losing their updates."""
-        if is_made(self._cached[0]):
+        if has_cache(self._cached[0]):
             bags = self._cached[0]
             bags.set_stored_ids(self.index, torch.full_like(bags.stored_ids(self.index), -1))
 
     def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
         """Yield one message per invalid entry of the stored rows in a state dict."""
         key = f"{prefix}keys"
-        if not is_made(self._cached[0]):
+        if not has_cache(self._cached[0]):
             return
         bags: CachedTTModule = self._cached[0]
         tensors = self._tensors()
@@ -491,8 +496,8 @@ class StoredRowsHandle(DenseHandle):
                     problem = state_dicts.tensor_problem(state_dict[prefix + name], view, shape)
                     if problem:
                         yield f"{prefix}{name}: {problem}"
-        numbers = {prefix + name: value for name, value in bags.numbers(self.index).items()}
-        yield from state_dicts.count_problems(state_dict, numbers)
+        statistics = {prefix + name: value for name, value in bags.statistics(self.index).items()}
+        yield from state_dicts.count_problems(state_dict, statistics)
 
     def _tensors(self) -> dict[str, Tensor]:
         """Return views of `weight` and optimizer states; rows in a device cache may be newer."""
@@ -503,25 +508,25 @@ class StoredRowsHandle(DenseHandle):
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if not is_made(self._cached[0]):
+        if not has_cache(self._cached[0]):
             return
         bags: CachedTTModule = self._cached[0]
         destination[f"{prefix}keys"] = bags.stored_ids(self.index)
         for name, view in self._tensors().items():
             if name != "weight":
                 destination[prefix + name] = view
-        for name, numbers in bags.numbers(self.index).items():
-            destination[prefix + name] = numbers
+        for name, values in bags.statistics(self.index).items():
+            destination[prefix + name] = values
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
         """Load stored rows: at their positions if the sizes agree, else into the first rows."""
         _, _, missing_keys, unexpected, errors = arguments
         if state_dicts.refuses(self, state_dict, prefix, errors):
             return
-        if self._is_on_meta(state_dict, prefix, errors) or not is_made(self._cached[0]):
+        if self._is_on_meta(state_dict, prefix, errors) or not has_cache(self._cached[0]):
             missing_keys.append(f"{prefix}keys")
             return
-        names = self._names()
+        names = self._entry_names()
         saved = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
         missing_keys.extend(prefix + name for name in names if name not in saved)
         unexpected.extend(prefix + name for name in sorted(saved.keys() - set(names)))
@@ -549,18 +554,18 @@ class StoredRowsHandle(DenseHandle):
                     view.zero_()
                     view[: len(used)] = values[used.to(values.device)].to(view)
         bags.set_stored_ids(self.index, ids)
-        bags.set_numbers(self.index, saved)
+        bags.set_statistics(self.index, saved)
 
-    def _names(self) -> list[str]:
-        return ["keys", *self._tensors(), *_NUMBERS]
+    def _entry_names(self) -> list[str]:
+        return ["keys", *self._tensors(), *_STATISTICS]
 
     @property
     def _names_in_checkpoints(self) -> SimpleNamespace:
-        return SimpleNamespace(**dict.fromkeys(self._names(), 0))
+        return SimpleNamespace(**dict.fromkeys(self._entry_names(), 0))
 
     def _fqn_modifiers(self) -> dict[str, str]:
         """Tell `torch.distributed.checkpoint.state_dict` which attribute a key begins with."""
-        names = [name for name in self._names() if name != "weight"]
+        names = [name for name in self._entry_names() if name != "weight"]
         return dict.fromkeys(names, "_names_in_checkpoints")
 
 
@@ -579,8 +584,8 @@ class CountsHandle(nn.Module):
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
         module, index = self._module_and_index
-        if is_made(module):
-            for name, values in module.counted(index).items():
+        if has_cache(module):
+            for name, values in module.lookup_counts(index).items():
                 destination[prefix + name] = values
             destination[f"{prefix}tick"] = module.counts.index.clock.clone()
 
@@ -591,16 +596,16 @@ class CountsHandle(nn.Module):
             return
         module, index = self._module_and_index
         saved = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
-        absent_names = [name for name in _COUNTS if name not in saved]
-        missing_keys.extend(prefix + name for name in absent_names)
-        unexpected.extend(prefix + name for name in sorted(saved.keys() - set(_COUNTS)))
-        if is_made(module) and not absent_names:
-            module.set_counted(index, saved, int(saved["tick"]))
+        missing_names = [name for name in _COUNT_ENTRIES if name not in saved]
+        missing_keys.extend(prefix + name for name in missing_names)
+        unexpected.extend(prefix + name for name in sorted(saved.keys() - set(_COUNT_ENTRIES)))
+        if has_cache(module) and not missing_names:
+            module.set_lookup_counts(index, saved, int(saved["tick"]))
 
     def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
         """Yield one message per invalid entry of the counts in a state dict."""
         module, index = self._module_and_index
-        if not is_made(module):
+        if not has_cache(module):
             return
         key, size = f"{prefix}keys", 0
         if key in state_dict:
@@ -619,12 +624,12 @@ class CountsHandle(nn.Module):
 
     @property
     def _names_in_checkpoints(self) -> SimpleNamespace:
-        return SimpleNamespace(**dict.fromkeys(_COUNTS, 0))
+        return SimpleNamespace(**dict.fromkeys(_COUNT_ENTRIES, 0))
 
     def _fqn_modifiers(self) -> dict[str, str]:
         """Tell `torch.distributed.checkpoint.state_dict` which attribute a key begins with."""
-        return dict.fromkeys(_COUNTS, "_names_in_checkpoints")
+        return dict.fromkeys(_COUNT_ENTRIES, "_names_in_checkpoints")
 
 
-_COUNTS = ("keys", "stamps", "scores", "tick")
+_COUNT_ENTRIES = ("keys", "stamps", "scores", "tick")
 """The entries of `counts` in a state dict."""

@@ -80,9 +80,9 @@ class Component(NamedTuple):
 class ComposedStorage(Storage):
     """Base of composed kinds of storage; they are sharded by columns, unless concatenated."""
 
-    has_dense_rows: ClassVar[bool] = False  # the table would be larger with them
+    has_dense_rows: ClassVar[bool] = False  # rows are composed, so they would take more memory
 
-    # What a subclass says
+    # The mapping, which subclasses define
 
     @property
     def joining(self) -> Combine:
@@ -129,7 +129,7 @@ class ComposedStorage(Storage):
             )
 
     def cut_units(self, table: TableDescription) -> CutUnits:
-        """Return that cuts are between any columns, not between rows; none if concatenated."""
+        """Allow cuts between any columns, not between rows; none if rows are concatenated."""
         is_cut = self.joining is not Combine.CONCATENATE
         return CutUnits(table.num_embeddings, 1 if is_cut else table.embedding_dim)
 
@@ -146,12 +146,12 @@ class ComposedStorage(Storage):
         """Return the number of columns of the components of a table with `dim` columns."""
         return dim // 2 if self.joining is Combine.CONCATENATE else dim
 
-    # Kernels
+    # Modules
 
     def group_key(
         self, table_slice: TableSlice, number: int, optimizer: Optimizer, pooling: Pooling
     ) -> Hashable:
-        """Return a key of what tables of one module have in common."""
+        """Return a key that is equal for tables that can share a module."""
         is_sparse = optimizer.leaves_gradient is Gradient.SPARSE
         unpooled = pooling is Pooling.NONE or self.joining is Combine.MULTIPLY
         dims = (
@@ -280,7 +280,7 @@ LAYOUT = "id_layout"  # in state dicts
 
 
 def _difference(actual: Tensor | None, expected: Tensor) -> str:
-    """Return how the saved mapping of ids differs from the expected one; empty if it does not."""
+    """Describe how the saved mapping of ids differs from the expected one; "" if it does not."""
     if actual is None:
         return f"the state dict lacks {LAYOUT}, so it is of another kind of table"
     if not torch.equal(actual.cpu(), expected):
@@ -320,7 +320,7 @@ class ComposedModule(nn.Module):
         self._slices, self._reads = tuple(slices), tuple(reads)
         first_storage: Any = slices[0].storage
         self._storage: ComposedStorage = first_storage
-        self._count = len(first_storage.reads)
+        self._rows_per_id = len(first_storage.reads)
         self.pooling, self.output_dtype = pooling, torch.float32
         self._dims = [slices[t].dim for t in reads]
         self._widths = [self._storage_of(slices[t]).stored_width(slices[t].dim) for t in reads]
@@ -331,7 +331,7 @@ class ComposedModule(nn.Module):
         self._first_component = [0, *accumulate(len(of_table) for of_table in self._components)]
         features = [
             self._first_component[t] + self._storage_of(slices[t]).reads[k]
-            for k in range(self._count)
+            for k in range(self._rows_per_id)
             for t in reads
         ]
         multiplied = first_storage.joining is Combine.MULTIPLY
@@ -340,13 +340,13 @@ class ComposedModule(nn.Module):
             features,
             optimizer,
             Pooling.NONE if multiplied else pooling,
-            self._spread(seeds),
+            self._component_seeds(seeds),
             None,
             device,
         )
         self.dense.bounds_check = BoundsCheck.NONE  # this module checks
         self._numbers = self.features = self.bounds_violations = torch.empty(0)
-        self._locate(device)
+        self._make_mapping_tensors(device)
 
     @staticmethod
     def _storage_of(table_slice: TableSlice) -> ComposedStorage:
@@ -354,7 +354,7 @@ class ComposedModule(nn.Module):
         assert isinstance(storage, ComposedStorage)
         return storage
 
-    def _spread(self, seeds: Sequence[int]) -> list[int]:
+    def _component_seeds(self, seeds: Sequence[int]) -> list[int]:
         """Return one seed per component, derived from one seed per table."""
         return [
             (seed + k * 0x632BE59BD9B4E019) % (2**63 - 1)
@@ -362,18 +362,18 @@ class ComposedModule(nn.Module):
             for k in range(len(components))
         ]
 
-    def _locate(self, device: torch.device) -> None:
+    def _make_mapping_tensors(self, device: torch.device) -> None:
         """Make the tensors that parametrise the mapping of ids, one column per feature."""
         numbers = [self._storage_of(self._slices[t]).numbers() for t in self._reads]
-        ends = [self._slices[t].config.num_embeddings for t in self._reads]
-        features = torch.zeros(len(ends), len(FeatureColumn), dtype=torch.int64)
-        features[:, FeatureColumn.ROWS] = torch.tensor(ends, dtype=torch.int64)
+        num_ids = [self._slices[t].config.num_embeddings for t in self._reads]
+        features = torch.zeros(len(num_ids), len(FeatureColumn), dtype=torch.int64)
+        features[:, FeatureColumn.ROWS] = torch.tensor(num_ids, dtype=torch.int64)
         features[:, FeatureColumn.DIM] = torch.tensor(self._dims, dtype=torch.int64)
         shape = (len(self._reads), -1) if self._reads else (0, 1)
         self._numbers = torch.tensor(numbers, dtype=torch.int64).view(shape).t().to(device)
         self.features = features.to(device)
         self.bounds_violations = torch.zeros(2, dtype=torch.int64, device=device)
-        self._alike = len(set(zip(numbers, ends, strict=True))) == 1
+        self._has_one_mapping = len(set(zip(numbers, num_ids, strict=True))) == 1
 
     # Lookup
 
@@ -392,32 +392,32 @@ class ComposedModule(nn.Module):
             layout = variable_batch(batch_sizes, self._dims, bags, ids.device).bag_layout
         offsets = check_bounds(self, ids, offsets, self.features, layout)
         rows = self._rows_of(ids, offsets, batch_sizes)
-        count = self._count
-        joined = rows[0] if count == 1 else torch.cat(rows)
+        count = self._rows_per_id
+        all_rows = rows[0] if count == 1 else torch.cat(rows)
         ends = [offsets[: None if k + 1 == count else -1] + k * ids.numel() for k in range(count)]
         all_offsets = offsets if count == 1 else torch.cat(ends)
         sizes = None if batch_sizes is None else [*batch_sizes] * count
         if self._storage.joining is Combine.MULTIPLY:
-            out = self._multiplied(joined, all_offsets, offsets, weights, batch_sizes)
+            out = self._multiply_and_pool(all_rows, all_offsets, offsets, weights, batch_sizes)
             return out.to(self.output_dtype)
         scales = None if weights is None else torch.cat([weights] * count)
-        looked_up: Tensor = self.dense(joined, all_offsets, scales, batch_sizes=sizes)
-        return self._joined(looked_up, batch_sizes).to(self.output_dtype)
+        looked_up: Tensor = self.dense(all_rows, all_offsets, scales, batch_sizes=sizes)
+        return self._combine(looked_up, batch_sizes).to(self.output_dtype)
 
     def _rows_of(
         self, ids: Tensor, offsets: Tensor, batch_sizes: Sequence[Sequence[int]] | None
     ) -> list[Tensor]:
-        """Map ids to `count` tensors of rows, int64 `[L]`; -1 stays, other bad ids become 0."""
+        """Map ids to `_rows_per_id` tensors of rows `[L]`; -1 stays, other bad ids become 0."""
         if not self._reads:
-            return [ids] * self._count
-        if self._alike:
-            numbers, ends = self._numbers[:, :1], self.features[:1, FeatureColumn.ROWS]
+            return [ids] * self._rows_per_id
+        if self._has_one_mapping:
+            numbers, num_ids = self._numbers[:, :1], self.features[:1, FeatureColumn.ROWS]
         else:
             feature = self._features_of(ids, offsets, batch_sizes)
-            numbers, ends = self._numbers[:, feature], self.features[feature, FeatureColumn.ROWS]
+            numbers, num_ids = self._numbers[:, feature], self.features[feature, FeatureColumn.ROWS]
         wide = ids.long()
-        valid = (wide >= 0) & (wide < ends)
-        row_ids = self._storage.rows_read(torch.where(valid, wide, 0), numbers, self._count)
+        valid = (wide >= 0) & (wide < num_ids)
+        row_ids = self._storage.rows_read(torch.where(valid, wide, 0), numbers, self._rows_per_id)
         return [torch.where(wide == -1, wide, rows).to(ids.dtype) for rows in row_ids]
 
     def _features_of(
@@ -432,18 +432,18 @@ class ComposedModule(nn.Module):
         position = torch.arange(ids.numel(), device=ids.device)
         return torch.bucketize(position, borders, right=True)
 
-    def _joined(self, looked_up: Tensor, batch_sizes: Sequence[Sequence[int]] | None) -> Tensor:
-        """Combine the `count` blocks of looked-up rows or bags into one."""
-        count, halves = self._count, self._storage.joining is Combine.CONCATENATE
+    def _combine(self, looked_up: Tensor, batch_sizes: Sequence[Sequence[int]] | None) -> Tensor:
+        """Combine the looked-up blocks, one per row of an id, into one block of rows or bags."""
+        count, halves = self._rows_per_id, self._storage.joining is Combine.CONCATENATE
         if count == 1:
-            return looked_up if self._widths == self._dims else self._padded(looked_up, batch_sizes)
+            return looked_up if self._widths == self._dims else self._widen(looked_up, batch_sizes)
         if self.pooling is Pooling.NONE:
             blocks = looked_up.view(count, -1, looked_up.shape[1])
             return blocks.transpose(0, 1).flatten(1) if halves else blocks.sum(0)
         if batch_sizes is None:
             width = looked_up.shape[1] // count
             blocks = looked_up.view(-1, count, width)
-            return self._side_by_side(blocks.unbind(1)) if halves else blocks.sum(1)
+            return self._concatenate_columns(blocks.unbind(1)) if halves else blocks.sum(1)
         by_rank = list(zip(*batch_sizes, strict=True))
         lengths = [
             [n * width for n, width in zip(of_rank, self._widths, strict=True)]
@@ -460,14 +460,14 @@ class ComposedModule(nn.Module):
                 joined.append(block.view(count, -1, width).transpose(0, 1).reshape(-1))
         return torch.cat(joined)
 
-    def _side_by_side(self, blocks: Sequence[Tensor]) -> Tensor:
+    def _concatenate_columns(self, blocks: Sequence[Tensor]) -> Tensor:
         """Concatenate the columns of all blocks, feature by feature."""
         columns_by_feature = zip(*(block.split(self._widths, 1) for block in blocks), strict=True)
         return torch.cat(
             [columns for of_feature in columns_by_feature for columns in of_feature], 1
         )
 
-    def _padded(self, looked_up: Tensor, batch_sizes: Sequence[Sequence[int]] | None) -> Tensor:
+    def _widen(self, looked_up: Tensor, batch_sizes: Sequence[Sequence[int]] | None) -> Tensor:
         """Append zero columns to each feature, up to the dim of its table."""
         pad_widths = [dim - width for dim, width in zip(self._dims, self._widths, strict=True)]
         pad = nn.functional.pad
@@ -478,14 +478,14 @@ class ComposedModule(nn.Module):
             padded = [pad(block, (0, n)) for block, n in zip(blocks, pad_widths, strict=True)]
             return torch.cat(padded, 1)
         counts = [n for of_rank in zip(*batch_sizes, strict=True) for n in of_rank]
-        widths, zeros = (
+        row_widths, row_zeros = (
             list(of_all) * len(batch_sizes[0]) for of_all in (self._widths, pad_widths)
         )
-        blocks = looked_up.split([n * width for n, width in zip(counts, widths, strict=True)])
-        sizes = zip(blocks, widths, zeros, strict=True)
+        blocks = looked_up.split([n * width for n, width in zip(counts, row_widths, strict=True)])
+        sizes = zip(blocks, row_widths, row_zeros, strict=True)
         return torch.cat([pad(b.view(-1, width), (0, n)).view(-1) for b, width, n in sizes])
 
-    def _multiplied(
+    def _multiply_and_pool(
         self,
         rows: Tensor,
         all_offsets: Tensor,
@@ -493,12 +493,12 @@ class ComposedModule(nn.Module):
         weights: Tensor | None,
         batch_sizes: Sequence[Sequence[int]] | None,
     ) -> Tensor:
-        """Look up rows without pooling, multiply the two of each id as (1 + a) * b, then pool."""
-        sizes = None if batch_sizes is None else [*batch_sizes] * self._count
-        is_skipped = not torch.compiler.is_compiling() and autograd.is_for_update()
-        with autograd.with_values() if is_skipped else contextlib.nullcontext():
+        """Look up two rows a and b per id, and pool the products (1 + a) * b."""
+        sizes = None if batch_sizes is None else [*batch_sizes] * self._rows_per_id
+        updates_only = not torch.compiler.is_compiling() and autograd.is_for_update()
+        with autograd.with_values() if updates_only else contextlib.nullcontext():
             looked_up = self.dense(rows, all_offsets, batch_sizes=sizes).float()
-        quotient_rows, remainder_rows = looked_up.view(self._count, -1, looked_up.shape[1])
+        quotient_rows, remainder_rows = looked_up.view(self._rows_per_id, -1, looked_up.shape[1])
         products = (1.0 + quotient_rows) * remainder_rows
         if self.pooling is Pooling.NONE:
             if weights is not None:
@@ -548,7 +548,7 @@ class ComposedModule(nn.Module):
 
     def redraw(self, seeds: Sequence[int]) -> None:
         """Draw the initial values again, one seed per table."""
-        self.dense.redraw(self._spread(seeds))
+        self.dense.redraw(self._component_seeds(seeds))
 
     @property
     def optimizer(self) -> Optimizer:
@@ -579,11 +579,11 @@ class ComposedModule(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         super()._apply(fn, recurse)
-        self._locate(self.dense.hyperparams.device)
+        self._make_mapping_tensors(self.dense.hyperparams.device)
         return self
 
     def extra_repr(self) -> str:
-        """Name the tables."""
+        """Return names and sizes of the tables, and their storage."""
         sizes = (f"{p.config.name}: {p.config.num_embeddings} x {p.dim}" for p in self._slices)
         return f"[{', '.join(sizes)}] {self._storage}"
 

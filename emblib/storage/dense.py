@@ -46,8 +46,8 @@ from emblib.tables.locks import atomic
 from emblib.tables.memory import TableOffset
 
 _CACHE_WAYS = 32  # rows of one set of a cache
-_CACHE_SLOT = 16  # bytes of tag and stamp per cached row
-_CACHE_SET = 8  # bytes of the last conflict per set
+_CACHE_SLOT_BYTES = 16  # tag and stamp of a cached row
+_CACHE_SET_BYTES = 8  # last conflict of a set
 
 
 @dataclass(frozen=True)
@@ -101,12 +101,12 @@ class Dense(Storage):
         """Return a table of this storage as the table modules take it."""
         return TableSpec(rows, dim, name, self.placement)
 
-    # Kernels
+    # Modules
 
     def group_key(
         self, table_slice: TableSlice, number: int, optimizer: Optimizer, pooling: Pooling
     ) -> Hashable:
-        """Return a key of what tables of one module have in common."""
+        """Return a key that is equal for tables that can share a module."""
         # A sparse gradient is a matrix, so its tables must be equally wide.
         is_sparse = optimizer.leaves_gradient is Gradient.SPARSE
         dim = table_slice.dim if is_sparse or pooling is Pooling.NONE else 0
@@ -165,22 +165,22 @@ class Dense(Storage):
     def _cache_bytes(self, table_slice: TableSlice, optimizer: Optimizer | None) -> int:
         """Return the device bytes of a cache that only this table uses.
 
-        In a shared cache all rows have the length of the longest.
+        A shared cache takes more: each of its rows is as long as the longest row.
         """
         cache = self.cache or CacheConfig()
         dtype = cache.dtype or table_slice.config.data_type
         stride = -(-table_slice.dim // 4) * 4
         states = state_bytes(optimizer, 1, stride, dtype.itemsize)
-        slot = _CACHE_SLOT + stride * dtype.itemsize + states
+        bytes_per_slot = _CACHE_SLOT_BYTES + stride * dtype.itemsize + states
         has_counts = cache.policy is CachePolicy.LFU
         counts = table_slice.num_rows * torch.int32.itemsize if has_counts else 0
         rows = cached_rows(self, table_slice.num_rows)
-        return rows * slot + rows // _CACHE_WAYS * _CACHE_SET + counts
+        return rows * bytes_per_slot + rows // _CACHE_WAYS * _CACHE_SET_BYTES + counts
 
     def lookup_ns(
         self, table_slice: TableSlice, optimizer: Optimizer | None, ids: float, rates: Rates
     ) -> float:
-        """Return the nanoseconds to look up `ids` rows, fetched from slower memory if need be."""
+        """Return the nanoseconds to look up `ids` rows, with transfers from slower memory."""
         row = table_slice.dim * table_slice.config.data_type.itemsize
         ns_per_row = rates.lookup_row_ns(table_slice, row, ids)
         return ids * ns_per_row + ids * self._transfer_ns(table_slice, optimizer, rates, row, 0)
@@ -188,11 +188,11 @@ class Dense(Storage):
     def update_ns(
         self, table_slice: TableSlice, optimizer: Optimizer | None, ids: float, rates: Rates
     ) -> float:
-        """Return the nanoseconds to update `ids` rows, written to slower memory if need be."""
+        """Return the nanoseconds to update `ids` rows, with transfers to slower memory."""
         row = row_bytes(optimizer, table_slice.dim, table_slice.config.data_type.itemsize)
         ns_per_row = rates.update_row_ns(table_slice, row, ids)
-        making = ids * self._transfer_ns(table_slice, optimizer, rates, row, row)
-        return ids * ns_per_row + (making + dense_gradient_ns(table_slice, optimizer, rates))
+        transfer_ns = ids * self._transfer_ns(table_slice, optimizer, rates, row, row)
+        return ids * ns_per_row + (transfer_ns + dense_gradient_ns(table_slice, optimizer, rates))
 
     def _transfer_ns(
         self,
@@ -202,7 +202,7 @@ class Dense(Storage):
         bytes_read: float,
         bytes_written: float,
     ) -> float:
-        """Return the nanoseconds per id of accesses to memory other than the device's."""
+        """Return the nanoseconds per id to read and write memory other than the device's."""
         if self.placement in (Placement.DEVICE, Placement.HOST):
             return 0.0
         on_disk = self.placement is Placement.DISK
@@ -212,15 +212,15 @@ class Dense(Storage):
         rate = float(costs.disk_bytes_per_s if on_disk else costs.host_bytes_per_s)
         if self.placement is Placement.MANAGED:
             return (bytes_read + bytes_written) / rate / 1e-9
-        # Behind a cache: a lookup fetches the missing rows and writes others back.
+        # Behind a cache the lookup fetches missing rows and writes others back, the update neither.
         if bytes_written:
             return 0.0
         cache = self.cache or CacheConfig()
-        cached = (
+        cached_share = (
             cache.sets * _CACHE_WAYS / table_slice.num_rows if cache.sets else cache.load_factor
         )
         row = row_bytes(optimizer, table_slice.dim, table_slice.config.data_type.itemsize)
-        return max(0.0, 1.0 - cached) * 2 * row / rate / 1e-9
+        return max(0.0, 1.0 - cached_share) * 2 * row / rate / 1e-9
 
 
 def cached_rows(storage: Dense, rows: int) -> int:
@@ -236,16 +236,16 @@ def view_name(parameter: str, state: str) -> str:
 
 
 def _check_optimizer(slices: Sequence[TableSlice], optimizer: Optimizer) -> None:
-    elsewhere = {
+    off_device = {
         table_slice.config.name: str(spec.placement)
         for table_slice in slices
         if (spec := table_slice.spec).placement not in (Placement.DEVICE, Placement.HOST)
     }
-    if elsewhere and not autograd.is_fused(optimizer):
+    if off_device and not autograd.is_fused(optimizer):
         raise ValueError(
             "tables outside the device are updated by emblib, which knows their cache, but "
-            f"{brief(optimizer)} leaves gradients to others; such tables are {elsewhere}: give the "
-            "collection or these tables one of emblib.optim, e.g. optimizer=optim.SGD(lr=0.1)"
+            f"{brief(optimizer)} leaves gradients to others; such tables are {off_device}: give "
+            "the collection or these tables one of emblib.optim, e.g. optimizer=optim.SGD(lr=0.1)"
         )
 
 
@@ -281,7 +281,7 @@ class DenseModule(TableBatchedEmbeddingBags):
         )
         weights = self._parameters.pop("weights")
         assert weights is not None
-        self.parameter_class = parameters.TableParameter  # the views have all tables
+        self.parameter_class = parameters.TableParameter  # of the views, one per table
         with torch._C.DisableTorchFunctionSubclass():
             self.register_buffer("weights", weights.detach(), persistent=False)
         self._offsets = [
@@ -335,7 +335,7 @@ class DenseModule(TableBatchedEmbeddingBags):
         return self.table_parameters, self._offsets
 
     def __getstate__(self) -> dict[str, Any]:
-        # The handles set the parameters again.
+        # A copy's handles set its parameters, in `bind`.
         return {**self.__dict__, "table_parameters": [None] * len(self._slices)}
 
 
@@ -413,7 +413,7 @@ class DenseHandle(TableHandle):
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
         self.module.flush()
-        with torch._C.DisableTorchFunctionSubclass():  # plain tensors, of what is flushed
+        with torch._C.DisableTorchFunctionSubclass():  # else each read flushes the cache again
             super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:

@@ -21,13 +21,13 @@ from emblib.storage.base import Storage, TableModule, TrainedModule, has_hyperpa
 from emblib.tables import parameters
 
 # Set by torch's own _apply_optimizer_in_backward, whose hook stays on a parameter that is moved.
-_MARKS_OF_TORCH = frozenset({"_optimizer_classes", "_optimizer_kwargs"})
-_BLOCK = 1 << 16  # rows
+_TORCH_ATTRIBUTES = frozenset({"_optimizer_classes", "_optimizer_kwargs"})
+_BLOCK_ROWS = 1 << 16
 _handles = WeakTensorKeyDictionary()  # from a parameter to a weak reference of its handle
 
 
 def handle_of(parameter: nn.Parameter) -> TableHandle | None:
-    """Return the handle whose parameter this is, or None."""
+    """Return the handle that has this parameter, or None."""
     handle = _handles.get(parameter)
     return None if handle is None else handle()
 
@@ -67,10 +67,8 @@ class TableHandle(nn.Module):
 
     def attach(self, module: TableModule, index: int) -> None:
         """Attach to table `index` of `module`."""
-        self._module_and_index = (
-            module,
-            index,
-        )  # a tuple, so that the module is no child of this module
+        # A tuple, so that the module does not become a child of this module.
+        self._module_and_index = (module, index)
 
     def is_trained(self, name: str) -> bool:
         """Return whether the table of the parameter `name` is trained; False if it is frozen."""
@@ -79,7 +77,7 @@ class TableHandle(nn.Module):
     def set_trained(self, parameter: nn.Parameter, *, trained: bool) -> None:
         """Train or freeze the table, from the next forward on."""
         if autograd.updates_in_backward(self.module.optimizer):
-            module: Any = self.module  # one that updates in backward can freeze its tables
+            module: Any = self.module
             module.set_table_trained(self.index, trained=trained)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -116,7 +114,7 @@ class TableHandle(nn.Module):
 
     def dense_blocks(self) -> Iterator[Tensor]:
         """Yield `dense_rows` in blocks of rows, in order, to limit memory."""
-        yield from self.dense_rows().split(_BLOCK)
+        yield from self.dense_rows().split(_BLOCK_ROWS)
 
     def commit(self) -> None:
         """Commit what was written to the views, if the table is on disk."""
@@ -126,7 +124,7 @@ class TableHandle(nn.Module):
         return dict(self.named_parameters()) if autograd.is_fused(self.module.optimizer) else {}
 
     def fused_modules(self) -> list[TrainedModule]:
-        """Return the modules that update the parameters, each with the numbers of the optimizer."""
+        """Return the modules that update the parameters, each with its own `hyperparams`."""
         return [self.module] if has_hyperparams(self.module) else []
 
     def checked_modules(self) -> list[nn.Module]:
@@ -155,12 +153,12 @@ class TableHandle(nn.Module):
         return on_meta
 
     def __getstate__(self) -> dict[str, Any]:
-        none = dict.fromkeys(self._parameters)
-        return {**self.__dict__, "_parameters": none, "_owner": None}
+        no_parameters = dict.fromkeys(self._parameters)
+        return {**self.__dict__, "_parameters": no_parameters, "_owner": None}
 
 
 def bind_view(handle: TableHandle, name: str, view: Tensor, optimizer: Optimizer) -> None:
-    """Make the parameter `name` of a handle a view; the object stays the same if torch can."""
+    """Make the parameter `name` of a handle a view; keep the parameter object if torch can."""
     parameter = handle._parameters.get(name)
     if parameter is not None and torch._has_compatible_shallow_copy_type(parameter, view):
         parameters.set_data(parameter, view)
@@ -189,7 +187,7 @@ def mark(parameter: nn.Parameter, handle: TableHandle, optimizer: Optimizer) -> 
     marked: Any = parameter
     if autograd.is_fused(optimizer):  # deferred ones too: no other optimizer may step them
         marked._in_backward_optimizers = [optimizer]
-        for name in _MARKS_OF_TORCH & marked.__dict__.keys():
+        for name in _TORCH_ATTRIBUTES & marked.__dict__.keys():
             delattr(marked, name)
     elif hasattr(marked, "_in_backward_optimizers") and not is_marked_by_torch(parameter):
         del marked._in_backward_optimizers

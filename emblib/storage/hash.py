@@ -60,7 +60,7 @@ from emblib.storage.base import (
 from emblib.storage.handles import TableHandle, bind_view, mark
 from emblib.tables import parameters, state_dicts
 
-_WORD = 8  # bytes of a key, a stamp or a score
+_WORD_BYTES = 8  # of a key, a stamp or a score
 
 
 @dataclass(frozen=True)
@@ -68,16 +68,14 @@ class Hash(Storage):
     """A hash table of rows by key; `num_embeddings` is its capacity. Fields are `DynamicSpec`'s.
 
     Args:
-        backing: store that takes the rows which the device evicts, e.g.
-            `BackingStore(DiskRows(directory))`; `num_embeddings` is then the device's capacity over
-            all ranks. Every shard makes its own store from this one, which itself stays unused:
-            host memory gets a share of the capacity, files get names with table and shard. None:
-            evicted rows are lost.
-        seed: seed of the hash and of the initial values, as in `DynamicEmbeddingBags`. Where
-            untrusted users choose the keys, set one that they do not know. Tables with different
-            seeds do not share a module. None: initial values are those of seed 0, and keys are
-            hashed by a seed that the collection draws from torch's generator, the same on all ranks
-            that have shards of the table.
+        backing: store of rows that the device evicts, e.g. `BackingStore(DiskRows(directory))`;
+            `num_embeddings` is then the device's capacity over all ranks. It is a template: every
+            shard makes its own store, with a share of the capacity of host memory, or files named
+            after table and shard. None loses evicted rows.
+        seed: seed of the hash and of the initial values, as in `DynamicEmbeddingBags`. If untrusted
+            users choose the keys, set a seed that they do not know. Tables with different seeds do
+            not share a module. None uses seed 0 for initial values, and hashes keys by a seed that
+            the collection draws from torch's generator, the same on all ranks.
 
     Example:
         >>> storage = emblib.storage.Hash(eviction=emblib.Eviction.LFU)
@@ -130,11 +128,11 @@ class Hash(Storage):
             )
 
     def spec(self, rows: int, dim: int, name: str) -> DynamicSpec:
-        """Return a table of this storage as the table modules take it."""
+        """Return the spec of a table of this storage, for a table module."""
         field_names = {f.name for f in fields(self)}
         names = [f.name for f in fields(DynamicSpec) if f.name in field_names]
-        choices = {choice: getattr(self, choice) for choice in names}
-        return DynamicSpec(rows, dim, name=name, **choices)
+        options = {choice: getattr(self, choice) for choice in names}
+        return DynamicSpec(rows, dim, name=name, **options)
 
     def check_slice(self, table_slice: TableSlice) -> None:
         """Raise ValueError for a slice of columns."""
@@ -146,7 +144,7 @@ class Hash(Storage):
             )
 
     def slice_spec(self, table_slice: TableSlice, name: str) -> DynamicSpec:
-        """Return a slice as a table of its own, with the initializer of the whole table."""
+        """Return the spec of a table that has only this slice, with the whole table's bounds."""
         spec = self.spec(table_slice.num_rows, table_slice.dim, name)
         if self.initializer != Uniform():
             return spec
@@ -161,15 +159,15 @@ class Hash(Storage):
         is_counted = self.eviction in (Eviction.LFU, Eviction.LRU_LFU)
         return is_counted or self.admission is not None
 
-    # Kernels
+    # Modules
 
     def group_key(
         self, table_slice: TableSlice, number: int, optimizer: Optimizer, pooling: Pooling
     ) -> Hashable:
         """Return a key that is equal for tables that can share a module."""
         dim = table_slice.dim if pooling is Pooling.NONE else 0
-        # Counters, assigned scores and stores belong to a module, and so do the states of an
-        # optimizer outside of it.
+        # A module has one set of counters, assigned scores and stores; and an optimizer that steps
+        # its parameter has one state for it.
         order = self.eviction.order
         needs_own_module = (
             self.admission is not None
@@ -229,7 +227,7 @@ class Hash(Storage):
             raise
 
     def is_placeholder(self, module: TableModule) -> bool:
-        """Return whether `module` only stands for a hash table that cannot be on meta."""
+        """Return whether `module` is the placeholder of a hash table on meta."""
         return isinstance(module, MetaPlaceholder)
 
     def make_handle(self, module: TableModule, index: int) -> TableHandle:
@@ -245,7 +243,7 @@ class Hash(Storage):
         return [module.table_rows(t) for t in range(len(module.tables))]
 
     def reset(self, module: Any, seeds: Sequence[int]) -> None:
-        """Remove all keys; optimizer state, step and learning rate as at construction."""
+        """Remove all keys; reset optimizer state, step and learning rate."""
         if not self.is_placeholder(module):
             module.reset_parameters()
 
@@ -261,7 +259,7 @@ class Hash(Storage):
     # Sharding and checkpoints
 
     def resumes(self, source: TableHandle, target: TableHandle) -> bool:
-        """Return whether `target` has rows in its store and `source`, the whole table, none."""
+        """Return whether the store of `target` has rows but `source`, the whole table, has none."""
         assert isinstance(source, HashHandle)
         assert isinstance(target, HashHandle)
         if self.backing is None or not target.module.size(target.index):
@@ -269,7 +267,7 @@ class Hash(Storage):
         return self.is_placeholder(source.module) or not source.module.size(source.index)
 
     def cut_units(self, table: TableDescription) -> CutUnits:
-        """Return that cuts are between any rows, not between columns."""
+        """Allow cuts between any rows, not between columns."""
         return CutUnits(1, table.embedding_dim)
 
     def copy_slice(
@@ -279,7 +277,7 @@ class Hash(Storage):
         target: TableHandle,
         key_block: Span | None,
     ) -> None:
-        """Copy the keys that `target` owns, with their rows."""
+        """Copy the keys of `key_block`, with their rows."""
         assert isinstance(source, HashHandle)
         assert isinstance(target, HashHandle)
         number, count = key_block or (0, 1)
@@ -304,22 +302,28 @@ class Hash(Storage):
         """Return the bytes of a table with its full capacity, whatever `initial_capacity` is."""
         spec, itemsize = table_slice.spec, table_slice.config.data_type.itemsize
         num_words = 3 if spec.eviction.order in SCORED else 2
-        index = spec.rows * (1 + num_words * _WORD)
+        index = spec.rows * (1 + num_words * _WORD_BYTES)
         states = state_bytes(optimizer, spec.rows, spec.dim, itemsize)
         values = spec.rows * spec.dim * itemsize + states
-        fast = index + values + _counter_bytes(spec.admission)
+        device_bytes = index + values + _counter_bytes(spec.admission)
         if self.backing is None:
-            return MemoryBytes(fast)
-        row = spec.dim * itemsize + state_bytes(optimizer, 1, spec.dim, itemsize)
-        if device != "cpu":  # on a CPU they take address space only
-            fast += row * self.backing.overflow_rows(torch.device(device))
+            return MemoryBytes(device_bytes)
+        bytes_per_row = spec.dim * itemsize + state_bytes(optimizer, 1, spec.dim, itemsize)
+        if device != "cpu":  # on a CPU, unused overflow rows take address space only
+            device_bytes += bytes_per_row * self.backing.overflow_rows(torch.device(device))
         if not isinstance(self.backing.store, HostRows):
-            return MemoryBytes(fast)  # files grow with the number of keys, which is not known
+            return MemoryBytes(
+                device_bytes
+            )  # files grow with the number of keys, which is not known
         capacity = self.backing.store.capacity
         assert isinstance(capacity, int)
         share = table_slice.num_rows / table_slice.config.num_embeddings
-        behind = capacity * share * (row + 1 + 4 * _WORD)
-        return MemoryBytes(fast + behind) if device == "cpu" else MemoryBytes(fast, behind)
+        host_bytes = capacity * share * (bytes_per_row + 1 + 4 * _WORD_BYTES)
+        return (
+            MemoryBytes(device_bytes + host_bytes)
+            if device == "cpu"
+            else MemoryBytes(device_bytes, host_bytes)
+        )
 
     def lookup_ns(
         self, table_slice: TableSlice, optimizer: Optimizer | None, ids: float, rates: Rates
@@ -344,7 +348,7 @@ def _counter_bytes(admission: FrequencyAdmission | None) -> int:
         return 0
     counter = admission.counter
     if isinstance(counter, ExactCounter):
-        return -(-counter.capacity // SLOTS) * SLOTS * (1 + 3 * _WORD)
+        return -(-counter.capacity // SLOTS) * SLOTS * (1 + 3 * _WORD_BYTES)
     assert isinstance(counter, CountMinSketch)
     threshold = admission.threshold
     size = 1 if threshold < 2**8 else 4 if threshold < 2**31 else 8
@@ -352,7 +356,7 @@ def _counter_bytes(admission: FrequencyAdmission | None) -> int:
 
 
 class MetaPlaceholder(nn.Module):
-    """Placeholder on meta for a `DynamicEmbeddingBags`, which cannot be there."""
+    """Placeholder on meta, which `DynamicEmbeddingBags` does not support."""
 
     def __init__(self, slices: Sequence[TableSlice], optimizer: Optimizer) -> None:
         super().__init__()
@@ -377,13 +381,13 @@ class HashHandle(TableHandle):
     module: DynamicEmbeddingBags
 
     @property
-    def _is_on_placeholder(self) -> bool:
+    def _is_placeholder(self) -> bool:
         return self._storage.is_placeholder(self.module)
 
     def bind(self) -> None:
         """Make `weight` the view of the rows, by slot."""
         module: Any = self.module
-        if self._is_on_placeholder:
+        if self._is_placeholder:
             view = torch.empty(module.shapes[self.index], device="meta")
             bind_view(self, "weight", view, module.optimizer)
             return
@@ -396,12 +400,12 @@ class HashHandle(TableHandle):
 
     def set_trained(self, parameter: nn.Parameter, *, trained: bool) -> None:
         """Train or freeze the table; RuntimeError on meta."""
-        if not self._is_on_placeholder:
+        if not self._is_placeholder:
             super().set_trained(parameter, trained=trained)
 
     def adopt(self, other: HashHandle) -> None:
         """Copy the keys and rows of another handle, and take over its parameter object."""
-        if self._is_on_placeholder:
+        if self._is_placeholder:
             self._parameters["weight"] = other.weight
             return
         entries = table_entries(other.module, other.index)
@@ -421,15 +425,15 @@ class HashHandle(TableHandle):
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
         module: Any = self.module
-        if self._is_on_placeholder:
+        if self._is_placeholder:
             super()._save_to_state_dict(destination, prefix, keep_vars)
             return
         entries = table_entries(module, self.index)
-        columns = {"keys": entries.keys, "stamps": entries.stamps, **entries.rows}
+        tensors = {"keys": entries.keys, "stamps": entries.stamps, **entries.rows}
         if entries.scores is not None:
-            columns["scores"] = entries.scores
+            tensors["scores"] = entries.scores
         order = keys.canonical_order(entries.keys)
-        for key, rows in columns.items():
+        for key, rows in tensors.items():
             destination[prefix + key] = rows[order].cpu()
         destination[f"{prefix}clock"] = module.index.clock.cpu().clone()
         for key, value in child_state(module).items():
@@ -438,16 +442,16 @@ class HashHandle(TableHandle):
         destination[hash_keys] = destination[hash_keys][self.index : self.index + 1]
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
-        """Replace all keys and what is stored with them."""
+        """Replace all keys, with their rows, states and scores."""
         _, _, missing_keys, unexpected, errors = arguments
         if state_dicts.refuses(self, state_dict, prefix, errors):
             return
-        if self._is_on_meta(state_dict, prefix, errors) or self._is_on_placeholder:
+        if self._is_on_meta(state_dict, prefix, errors) or self._is_placeholder:
             missing_keys.append(f"{prefix}keys")
             return
         module: DynamicEmbeddingBags = self.module
         entries = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
-        names = self._names()
+        names = self._entry_names()
         missing_keys.extend(prefix + key for key in sorted(names - entries.keys()))
         child_entries = self._entries_of_children(entries)
         unexpected.extend(prefix + key for key in sorted(entries.keys() - names - child_entries))
@@ -458,7 +462,7 @@ class HashHandle(TableHandle):
 
     def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
         """Yield one message per invalid entry of the table in a state dict."""
-        if not self._is_on_placeholder:
+        if not self._is_placeholder:
             saved = {
                 k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)
             }
@@ -473,7 +477,7 @@ class HashHandle(TableHandle):
         table = f"{self.module.table_names[self.index]}."
         return {
             key if key == "clock" or key in child_entries else table + key: entries[key]
-            for key in (entries.keys() & self._names()) | child_entries
+            for key in (entries.keys() & self._entry_names()) | child_entries
         }
 
     def _entries_of_children(self, entries: Mapping[str, Any]) -> set[str]:
@@ -482,19 +486,19 @@ class HashHandle(TableHandle):
 
     @property
     def _names_in_checkpoints(self) -> SimpleNamespace:
-        """Return the state dict entries that are not parameters, as attributes."""
+        """Return an object with an attribute per state dict entry, see `_fqn_modifiers`."""
         module: DynamicEmbeddingBags = self.module
         child_names = {
             key.split(".")[0]: getattr(module, key.split(".")[0]) for key in child_state(module)
         }
-        return SimpleNamespace(**{**dict.fromkeys(self._names(), 0), **child_names})
+        return SimpleNamespace(**{**dict.fromkeys(self._entry_names(), 0), **child_names})
 
     def _fqn_modifiers(self) -> dict[str, str]:
         """Tell `torch.distributed.checkpoint.state_dict` which attribute a key begins with."""
         names = [name for name in vars(self._names_in_checkpoints) if name != "weight"]
         return dict.fromkeys(names, "_names_in_checkpoints")
 
-    def _names(self) -> set[str]:
+    def _entry_names(self) -> set[str]:
         module: DynamicEmbeddingBags = self.module
         table = f"{module.table_names[self.index]}."
         names = {key for key in state_names(module.state) if key.startswith(table)}

@@ -45,10 +45,10 @@ class Hashed(ComposedStorage):
 
     Args:
         rows: number of stored rows.
-        functions: number of rows that an id reads and adds; `hash` selects the first, seeded hash
-            functions the others.
-        hash: the first function.
-        seed: seed of the mixed functions.
+        functions: number of rows that are added per id; `hash` selects the first row, hash
+            functions with different seeds select the others.
+        hash: function that selects the first row.
+        seed: seed of the hash functions.
 
     Example:
         >>> storage = emblib.storage.Hashed(rows=500, functions=2)
@@ -110,17 +110,18 @@ class Hashed(ComposedStorage):
 
 
 # The constants of splitmix64 (Steele et al., OOPSLA 2014), as signed numbers.
-_STEP, _FIRST, _SECOND = -7046029254386353131, -4658895280553007687, -7723592293110705685
+_INCREMENT = -7046029254386353131
+_FIRST_FACTOR, _SECOND_FACTOR = -4658895280553007687, -7723592293110705685
 
 
 def mixed(ids: Tensor, number: Tensor) -> Tensor:
     """Hash int64 ids into [0, 2^62) with splitmix64's finaliser; `number` seeds the hash."""
-    z = ids + (2 * number + 1) * _STEP  # modulo 2^64, as all here
-    z = (z ^ _shifted(z, 30)) * _FIRST
-    z = (z ^ _shifted(z, 27)) * _SECOND
-    return _shifted(z ^ _shifted(z, 31), 2)
+    z = ids + (2 * number + 1) * _INCREMENT  # int64 arithmetic wraps modulo 2^64
+    z = (z ^ _shift_right(z, 30)) * _FIRST_FACTOR
+    z = (z ^ _shift_right(z, 27)) * _SECOND_FACTOR
+    return _shift_right(z ^ _shift_right(z, 31), 2)
 
 
-def _shifted(z: Tensor, bits: int) -> Tensor:
+def _shift_right(z: Tensor, bits: int) -> Tensor:
     """Shift int64 right as if it were unsigned."""
     return (z >> bits) & ((1 << (64 - bits)) - 1)

@@ -1,7 +1,7 @@
 """Initial values of dense tables, which do not depend on how the table is sharded.
 
-The whole table is divided into blocks of about 4M elements. A block has a seed that depends on the
-table's seed and the block's number; a slice draws the blocks that it meets and copies its part.
+The whole table is divided into blocks of about 4M elements. The seed of a block depends on the
+table's seed and the block's number; a slice draws the blocks that it overlaps and copies its part.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from emblib.init import ByRows
 from emblib.ops import primitives
 from emblib.storage.base import TableDescription, TableSlice
 
-_BLOCK = 1 << 22  # elements of a block
+_BLOCK_ELEMENTS = 1 << 22
 
 
 def new_seeds(slices: Iterable[TableSlice]) -> dict[str, int]:
@@ -25,7 +25,7 @@ def new_seeds(slices: Iterable[TableSlice]) -> dict[str, int]:
     return {name: primitives.new_seed() for name in dict.fromkeys(p.config.name for p in slices)}
 
 
-_skips = ContextVar("_skips", default=False)
+_is_skipping = ContextVar("_is_skipping", default=False)
 
 
 @contextlib.contextmanager
@@ -34,17 +34,17 @@ def skip_initial_values() -> Iterator[None]:
 
     `init_fn` is not called, and torch's CPU generator does not advance.
     """
-    token = _skips.set(True)
+    token = _is_skipping.set(True)
     try:
         with torch.random.fork_rng(devices=[]):  # seeds of tables are drawn from it
             yield
     finally:
-        _skips.reset(token)
+        _is_skipping.reset(token)
 
 
 def skips_initial_values() -> bool:
     """Return whether the caller is inside `skip_initial_values()`."""
-    return _skips.get()
+    return _is_skipping.get()
 
 
 @torch.no_grad()
@@ -52,7 +52,7 @@ def draw(table_slice: TableSlice, weight: Tensor, seed: int) -> None:
     """Write the initial values of a slice of a dense table into `weight` `[rows, dim]`.
 
     An element has the same value however the table is sharded. `init_fn` writes the whole table,
-    `ByRows` each block that the slice meets; torch's generators are seeded before each call.
+    `ByRows` each block that the slice overlaps; torch's generators are seeded before each call.
     """
     config = table_slice.config
     if weight.is_meta or skips_initial_values():
@@ -90,11 +90,11 @@ def seeded(device: torch.device, seed: int) -> Iterator[None]:
 
 
 def _rows_of_block(config: TableDescription) -> int:
-    return max(1, _BLOCK // config.embedding_dim)
+    return max(1, _BLOCK_ELEMENTS // config.embedding_dim)
 
 
 def _blocks(table_slice: TableSlice, seed: int) -> Iterator[tuple[range, int]]:
-    """Yield (rows of the table, seed) of each block that a slice meets."""
+    """Yield (rows of the table, seed) of each block that a slice overlaps."""
     step, rows = _rows_of_block(table_slice.config), table_slice.config.num_embeddings
     for number in range(table_slice.rows[0] // step, -(-table_slice.rows[1] // step)):
         block_seed = (seed + number * 0x9E3779B97F4A7C15) % (2**63 - 1)
@@ -119,7 +119,7 @@ def _draw_block(table_slice: TableSlice, weight: Tensor, rows: range, seed: int)
     low, high = table_slice.config.bounds
     all_columns = table_slice.dim == table_slice.config.embedding_dim
     if all_columns and begin == rows.start and target.is_contiguous():
-        # A value depends on its offset in the block.
+        # A value depends on its offset in the block, so only a whole block is filled in place.
         primitives.fill_uniform_(target, low, high, seed)
         return
     block = target.new_empty(end - rows.start, table_slice.config.embedding_dim)

@@ -1,7 +1,6 @@
-"""Narrow storage: rows shorter than the model reads; the missing columns are zeros.
+"""Narrow storage: stored rows are shorter than those that the model reads; the rest is zeros.
 
-The simplest way to make a table smaller without a change of the model: its other tables keep their
-columns, and so do products of rows of several tables.
+The model needs no change, since the length of the rows that it reads stays the same.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ class Narrow(ComposedStorage):
             )
 
     def cut_units(self, table: TableDescription) -> CutUnits:
-        """Return the whole table."""
+        """Allow no cut: the unit is the whole table."""
         return CutUnits(table.num_embeddings, table.embedding_dim)
 
     def stored_width(self, dim: int) -> int:
@@ -59,7 +58,7 @@ class Narrow(ComposedStorage):
         return (Component("weight", num_embeddings),)
 
     def numbers(self) -> tuple[int, ...]:
-        """Return a number, of which there must be one."""
+        """Return one unused number: `ComposedModule` needs a column of numbers per feature."""
         return (0,)
 
     @staticmethod

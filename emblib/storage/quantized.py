@@ -29,7 +29,7 @@ from emblib.storage.initial_values import draw, skips_initial_values
 from emblib.tables import QuantizedEmbeddingBags, state_dicts
 from emblib.tables.quantized import FORMER_ENTRIES, pack_former_rows
 
-_ROWS = 1 << 16  # rows that are drawn as floats at a time
+_BLOCK_ROWS = 1 << 16  # rows that exist as floats at a time while initial values are drawn
 
 
 @dataclass(frozen=True)
@@ -70,12 +70,12 @@ class Quantized(Storage):
                 "one scale"
             )
 
-    # Kernels
+    # Modules
 
     def group_key(
         self, table_slice: TableSlice, number: int, optimizer: Optimizer, pooling: Pooling
     ) -> Hashable:
-        """Return a key of what tables of one module have in common."""
+        """Return a key that is equal for tables that can share a module."""
         return ("quantized", self.bits, table_slice.dim if pooling is Pooling.NONE else 0)
 
     def make_module(
@@ -165,14 +165,16 @@ class QuantizedModule(QuantizedEmbeddingBags):
         if self.packed.is_meta or skips_initial_values():
             return
         for table, (table_slice, seed) in enumerate(zip(self._slices, self._seeds, strict=True)):
-            step = table_slice.num_rows if table_slice.config.init_fn is not None else _ROWS
-            for first_row in range(*table_slice.rows, step):
-                some = replace(
-                    table_slice, rows=(first_row, min(first_row + step, table_slice.rows[1]))
+            block_rows = (
+                table_slice.num_rows if table_slice.config.init_fn is not None else _BLOCK_ROWS
+            )
+            for first_row in range(*table_slice.rows, block_rows):
+                block = replace(
+                    table_slice, rows=(first_row, min(first_row + block_rows, table_slice.rows[1]))
                 )
-                weight = torch.empty(some.num_rows, some.dim, device=self.packed.device)
-                draw(some, weight, seed)
-                self.write_rows(table, weight, first_row - table_slice.rows[0])
+                values = torch.empty(block.num_rows, block.dim, device=self.packed.device)
+                draw(block, values, seed)
+                self.write_rows(table, values, first_row - table_slice.rows[0])
 
 
 class QuantizedHandle(TableHandle):
@@ -233,10 +235,10 @@ class QuantizedHandle(TableHandle):
     def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
         """Yield one message per invalid entry of the table in a state dict."""
         entries = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
-        spec, float_scalar = self.module.tables[self.index], torch.empty(0)
+        spec, float_tensor = self.module.tables[self.index], torch.empty(0)
         if set(entries) == {"weight"}:
             weight, shape = entries["weight"], (spec.rows, spec.dim)
-            problem = state_dicts.tensor_problem(weight, float_scalar, shape)
+            problem = state_dicts.tensor_problem(weight, float_tensor, shape)
             if problem:
                 yield f"{prefix}weight: {problem}"
         elif set(entries) == set(FORMER_ENTRIES):

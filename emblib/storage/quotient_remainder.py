@@ -1,8 +1,7 @@
 """Quotient-remainder storage: an id reads a row by its quotient and one by its remainder.
 
 Id i reads row `i // divisor` of the quotients and row `i % divisor` of the remainders; no two ids
-read the same two rows. Source: compositional embeddings (Shi et al.,
-KDD 2020).
+read the same two rows. Source: compositional embeddings (Shi et al., KDD 2020).
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ class QuotientRemainder(ComposedStorage):
     """`ceil(num_embeddings / divisor)` rows by the quotient of an id, `divisor` by its remainder.
 
     Args:
-        divisor: divisor of the ids; the square root of `num_embeddings` needs least memory.
-        combine: "multiply", "add" or "concatenate", which makes a row of the two, see `Combine`.
+        divisor: divisor of the ids; the square root of `num_embeddings` needs the least memory.
+        combine: operation on the two rows, "multiply", "add" or "concatenate", see `Combine`.
 
     Example:
         >>> storage = emblib.storage.QuotientRemainder(100, "multiply")
@@ -49,7 +48,7 @@ class QuotientRemainder(ComposedStorage):
     ) -> Self:
         """Return the storage whose components have about `share * num_embeddings` rows.
 
-        Two divisors give this size; the larger is taken, so that fewer ids share a remainder's row.
+        Of the two divisors that give this size the larger is used: fewer ids share a remainder.
 
         Args:
             num_embeddings: the ids of the table.
@@ -67,7 +66,7 @@ class QuotientRemainder(ComposedStorage):
         num_embeddings = check_count("num_embeddings", num_embeddings)
         if not 0.0 < share <= 1.0:
             raise ValueError(f"share must be in (0, 1], got {share}")
-        # The larger m for which ceil(n / m) + m is about `share * n`.
+        # The larger solution m of n / m + m = share * n.
         half = share * num_embeddings / 2
         if half**2 < num_embeddings:
             raise ValueError(

@@ -40,7 +40,7 @@ from emblib.storage.tt_module import TTHandle, TTModule, core_views
 from emblib.tt import layout_entry
 from emblib.tt.initializers import find_initializer
 
-_FLOAT = torch.float32.itemsize
+_FLOAT_BYTES = torch.float32.itemsize
 
 
 @dataclass(frozen=True)
@@ -50,16 +50,16 @@ class TensorTrain(Storage):
     Args:
         ranks: inner ranks, one fewer than cores.
         row_factors: factors of the number of rows; () lets `emblib.tt.shapes` choose them. One of
-            them may be -1, which follows from the number of rows and the others.
+            them may be -1, and is then computed from the number of rows and the others.
         dim_factors: factors of the row length; () lets `emblib.tt.shapes` choose them.
         init: distribution of the initial values, as in `TTEmbeddingBag`.
         ids: order of the ids in the train, see `TTSpec`. A table with permuted ids is not sharded
             by rows.
         seed: seed of the permutation.
         cache: cache that stores the most used rows as dense rows, see `TTCache`; its `rows` and
-            `spill_rows` are one number each. None: no cache. Tables whose caches agree in
-            `eviction` and `every` share a module and the memory of their counts. Such a table is
-            not sharded.
+            `spill_rows` are one number each. None has no cache. A table with a cache is not
+            sharded. Tables whose caches agree in `eviction` and `every` share a module and the
+            memory of their counts.
         matmul: precision of the products of cores on a GPU, see `MatmulPrecision`.
 
     Example:
@@ -128,8 +128,11 @@ class TensorTrain(Storage):
             )
 
     def spec(self, rows: int, dim: int, name: str) -> TTSpec:
-        """Return a table of this storage as the table modules take it."""
-        factors = (_completed(self.row_factors, rows), _completed(self.dim_factors, dim))
+        """Return the spec of a table of this storage, for a table module."""
+        factors = (
+            _complete_factors(self.row_factors, rows),
+            _complete_factors(self.dim_factors, dim),
+        )
         return TTSpec(rows, dim, self.ranks, *factors, name, self.ids, self.seed)
 
     def check_slice(self, table_slice: TableSlice) -> None:
@@ -164,7 +167,7 @@ class TensorTrain(Storage):
         return table.rounding is not None and table.data_type is not torch.float32
 
     def slice_spec(self, table_slice: TableSlice, name: str) -> TTSpec:
-        """Return a slice as a tensor train of its own."""
+        """Return the spec of a tensor train that has only this slice."""
         table_spec = table_slice.config.spec()
         if table_slice.is_whole:
             return replace(table_spec, name=name)
@@ -236,7 +239,7 @@ class TensorTrain(Storage):
             first_core = first_core[:, q0 * rank : q1 * rank]
         return [first_core, *cores[1:]]
 
-    # Kernels
+    # Modules
 
     def group_key(
         self, table_slice: TableSlice, number: int, optimizer: Optimizer, pooling: Pooling
@@ -250,8 +253,8 @@ class TensorTrain(Storage):
             return ("tensor_train", number)
         dim = table_slice.dim if pooling is Pooling.NONE else 0
         cache = self.cache
-        times = None if cache is None else (cache.eviction, cache.every)
-        return ("tensor_train", stored_as(table_slice), self.matmul, optimizer, dim, times)
+        cache_rule = None if cache is None else (cache.eviction, cache.every)
+        return ("tensor_train", stored_as(table_slice), self.matmul, optimizer, dim, cache_rule)
 
     def make_module(
         self,
@@ -275,8 +278,8 @@ class TensorTrain(Storage):
         return make(slices, reads, optimizer, pooling, seeds, device)
 
     def is_placeholder(self, module: TableModule) -> bool:
-        """Return whether `module` only stands for cached trains, which cannot be on meta."""
-        return not cached_train.is_made(module)
+        """Return whether `module` is the placeholder of cached trains on meta."""
+        return not cached_train.has_cache(module)
 
     def make_handle(self, module: TableModule, index: int) -> TableHandle:
         """Return the handle of a table, which has the parameters `cores.0`, `cores.1`, ..."""
@@ -309,9 +312,9 @@ class TensorTrain(Storage):
     ) -> None:
         """Copy the slice's part of the cores of `source` and of their optimizer states."""
         views, targets = source.views(), target.views()
-        stems = {name.rsplit(".", 1)[0] for name in targets.keys() & views.keys()}
-        for stem in stems:
-            names = sorted(name for name in targets if name.rsplit(".", 1)[0] == stem)
+        kinds = {name.rsplit(".", 1)[0] for name in targets.keys() & views.keys()}
+        for kind in kinds:
+            names = sorted(name for name in targets if name.rsplit(".", 1)[0] == kind)
             values = self.cores_of(table_slice, [views[name] for name in names])
             for name, value in zip(names, values, strict=True):
                 targets[name].copy_(value)
@@ -325,7 +328,7 @@ class TensorTrain(Storage):
 
         def region(rows: Span, columns: Span) -> tuple[Span, Span]:
             first_digit = rows[0] // units.rows
-            # The factors may make more rows than the table has; the last slice has them.
+            # The product of the factors may exceed the rows; the last slice includes the excess.
             at_end = rows[1] == table.num_embeddings
             end_digit = sizes[0][0] if at_end else -(-rows[1] // units.rows)
             left, right = columns[0] // units.columns, -(-columns[1] // units.columns)
@@ -337,7 +340,7 @@ class TensorTrain(Storage):
         }
 
     def state_views(self, parameter: str, optimizer: Optimizer) -> dict[str, str]:
-        """Return `<state>.<k>` for each state of `cores.<k>`; stored rows have theirs with them."""
+        """Return `<state>.<k>` for each state of `cores.<k>`; the cache saves its own states."""
         if parameter == "cache.weight":
             return {}
         number = parameter.rpartition(".")[2]
@@ -376,13 +379,13 @@ class TensorTrain(Storage):
         self, table_slice: TableSlice, optimizer: Optimizer | None, ids: float, rates: Rates
     ) -> float:
         """Return the nanoseconds to compute the distinct rows of `ids`, and to look them up."""
-        ns_per_row = rates.cached_lookup_ns(table_slice.dim * _FLOAT)
-        making = (
-            _distinct(ids, table_slice.num_rows)
+        ns_per_row = rates.cached_lookup_ns(table_slice.dim * _FLOAT_BYTES)
+        compute_ns = (
+            _num_distinct_rows(ids, table_slice.num_rows)
             * multiply_adds(table_slice.spec)
             * rates.costs.tt_ns
         )
-        return float(ids * ns_per_row + making)
+        return float(ids * ns_per_row + compute_ns)
 
     def update_ns(
         self, table_slice: TableSlice, optimizer: Optimizer | None, ids: float, rates: Rates
@@ -390,17 +393,17 @@ class TensorTrain(Storage):
         """Return the nanoseconds to update the cores with the gradients of `ids` rows."""
         row = row_bytes(optimizer, table_slice.dim, table_slice.config.data_type.itemsize)
         ns_per_row = rates.cached_update_ns(row)
-        # The gradients of all cores take twice the work of making the rows.
-        making = (
+        # The gradients of all cores take twice the multiply-adds of the rows.
+        compute_ns = (
             2
-            * _distinct(ids, table_slice.num_rows)
+            * _num_distinct_rows(ids, table_slice.num_rows)
             * multiply_adds(table_slice.spec)
             * rates.costs.tt_ns
         )
-        return float(ids * ns_per_row + making)
+        return float(ids * ns_per_row + compute_ns)
 
 
-def _completed(factors: tuple[int, ...], size: int) -> tuple[int, ...]:
+def _complete_factors(factors: tuple[int, ...], size: int) -> tuple[int, ...]:
     """Replace a factor of -1 by the smallest one for which the product is at least `size`."""
     if -1 not in factors:
         return factors
@@ -418,6 +421,6 @@ def multiply_adds(spec: TTSpec) -> float:
     return float(total)
 
 
-def _distinct(ids: float, rows: int) -> float:
+def _num_distinct_rows(ids: float, rows: int) -> float:
     """Return the expected number of distinct rows among uniform ids."""
     return rows * -math.expm1(-ids / rows)

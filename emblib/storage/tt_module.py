@@ -45,7 +45,7 @@ class TTModule(TableBatchedTTEmbeddingBags):
         device: torch.device,
     ) -> None:
         self._slices, self.seeds = tuple(slices), tuple(seeds)
-        self._handled: dict[int, Cores] = {}
+        self._cores_of_handles: dict[int, Cores] = {}
         storage: Any = slices[0].storage
         super().__init__(
             [table_slice.spec for table_slice in slices],
@@ -62,11 +62,11 @@ class TTModule(TableBatchedTTEmbeddingBags):
         self.reset_parameters()
 
     def set_cores(self, table: int, cores: Cores) -> None:
-        """Read the cores of a table from its handle, where torch replaces parameters."""
-        self._handled[table] = cores
+        """Read the cores of a table from its handle: torch may replace the parameters there."""
+        self._cores_of_handles[table] = cores
 
     def replace_cores(self, table: int, cores: Cores) -> None:
-        """Replace a table's cores by those of a handle; they do not require gradients."""
+        """Replace a table's cores by those of a handle, whose gradients are dropped."""
         self.set_cores(table, cores)
         for k, core in zip(self.core_numbers(table), cores, strict=True):
             self.cores[k] = core
@@ -83,12 +83,14 @@ class TTModule(TableBatchedTTEmbeddingBags):
         self._mark_parameters()
 
     def _all_cores(self) -> list[nn.Parameter]:
-        if len(self._handled) < len(self.tables):
+        if len(self._cores_of_handles) < len(self.tables):
             return super()._all_cores()
-        return [core for t in range(len(self.tables)) for core in self._handled[t].as_list()]
+        return [
+            core for t in range(len(self.tables)) for core in self._cores_of_handles[t].as_list()
+        ]
 
     def _check_ranks(self) -> None:
-        # Which ranks are of use depends on the whole table, not on how it is cut.
+        # The ranks that cores can use depend on the whole table, not on how it is cut.
         for table_slice in self._slices:
             table_spec = table_slice.config.spec()
             check_ranks(table_spec.ranks, table_spec.row_factors, table_spec.dim_factors)
@@ -105,12 +107,12 @@ class TTModule(TableBatchedTTEmbeddingBags):
         )
         with seeded(cpu, self.seeds[table]):
             values = find_initializer(storage.init)(layout, 1.0 / math.sqrt(3.0 * table_spec.rows))
-        drawn: list[Tensor] = storage.cores_of(table_slice, values)
-        return drawn
+        cores: list[Tensor] = storage.cores_of(table_slice, values)
+        return cores
 
 
 class TTHandle(TableHandle):
-    """Handle of a tensor train: `cores.0`, `cores.1`, ...; its state dict also has the layout."""
+    """Handle of a tensor train: parameters `cores.0`, ...; its state dict has the layout too."""
 
     checks_parameters = False  # the cores are the memory, not views of it
     module: TTModule
@@ -166,7 +168,7 @@ class TTHandle(TableHandle):
             unexpected.remove(f"{prefix}{layout_entry.NAME}")
 
     def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
-        """Yield one message if a state dict is of another layout; loading checks the cores."""
+        """Yield one message if a state dict has another layout; loading checks the cores."""
         problem = layout_entry.problem(state_dict, prefix, [self.spec], self.cores)
         if problem:
             yield problem

@@ -290,8 +290,8 @@ class FusedTables(nn.Module):
     def set_hyperparameters(self, **changes: Any) -> None:
         """Change numbers of the optimizer: any fields of its dataclass, e.g. `eps=1e-6`.
 
-        Takes effect from the next backward on. The step goes on, and so does a learning rate that
-        is not among the changes. The kind of the optimizer cannot change.
+        The change takes effect from the next backward on. The step count is kept, and so is a
+        learning rate that is not among the changes. The kind of the optimizer cannot change.
 
         Raises:
             TypeError: no such field.
@@ -566,12 +566,13 @@ def check_bounds(
     """Return offsets repaired according to `bounds_check`; on CUDA WARNING counts and warns later.
 
     `message` is the warning, a format of the numbers `indices` and `offsets` and the text `where`.
-    With `is_prefetch` violations are not counted: the lookup of the batch counts them, and may do
-    so on another stream at the same time. A forward that backward repeats counts them once.
+    With `is_prefetch` violations are not counted: the lookup of the batch counts them, possibly on
+    another stream at the same time. A forward that checkpointing repeats counts them only once.
 
     Raises:
-        RuntimeError: another device; out of bounds in mode FATAL; in mode WARNING on the CPU,
-            offsets that would skip ids or a bag, in compiled graphs too.
+        RuntimeError: the batch is on another device than the module; out of bounds in mode FATAL;
+            in mode WARNING on the CPU, offsets that would skip ids or a bag, also in compiled
+            graphs.
     """
     device = module.features.device
     if indices.device != device or offsets.device != device:
@@ -606,7 +607,7 @@ def check_bounds(
     if torch.compiler.is_compiling():
         module.bounds_violations.add_(violations)
         return repaired
-    if violations.is_cuda:  # under a mode of torch, which is to see every op
+    if violations.is_cuda:  # not eager: a mode or transform of torch sees every op
         if not is_repeated():
             module.bounds_violations.add_(violations)
             report_of(module).add_check(module, message)
@@ -621,7 +622,7 @@ def check_bounds(
 
 
 def is_eager(indices: Tensor) -> bool:
-    """Return whether ops may run unseen: no compiler, mode or transform of torch is active."""
+    """Return whether no compiler, mode or transform of torch is active, which must see every op."""
     return (
         not torch.compiler.is_compiling()
         and type(indices) is Tensor
@@ -678,7 +679,7 @@ def variable_batch(
         raise ValueError(
             f"batch_sizes add up to {sum(sizes)} bags, but offsets has {num_bags} + 1 entries"
         )
-    # Plain numbers so far, so that a compiled graph takes other sizes without recompilation.
+    # Python numbers up to here, so that a compiled graph accepts other sizes without recompilation.
     output_numel = sum(dim * sum(row) for dim, row in zip(dims, batch_sizes, strict=True))
     blocks = torch.tensor(sizes, dtype=torch.int64)
     dim = torch.tensor(list(dims), dtype=torch.int64).unsqueeze(1)

@@ -1,8 +1,8 @@
 """Report of a bounds check: which index of which feature was invalid.
 
 On the CPU `first_violation` names it at once. On a GPU the check only counts violations in device
-memory; `BoundsReport` copies the counts to pinned memory now and then, and warns when a copy has
-arrived, so the host never waits.
+memory. `BoundsReport` copies the counts to pinned memory every few checks, and warns once a copy
+is complete, so the host never waits.
 """
 
 import warnings
@@ -27,11 +27,12 @@ BOUNDS_MESSAGE = (
 
 
 class BatchCheck(NamedTuple):
-    """A bounds check that another op makes before it reads the batch.
+    """The bounds check that an op makes itself, before it reads the batch.
 
     Attributes:
         mode: a code of `codes.BOUNDS_CHECK`, None for no check.
-        violations: int64 `[2]`, the counts that a GPU adds to in mode WARNING.
+        violations: int64 `[2]`, the counts of invalid indices and offsets to which a GPU adds in
+            mode WARNING.
     """
 
     mode: int | None
@@ -40,10 +41,10 @@ class BatchCheck(NamedTuple):
 
 @contextmanager
 def padded_batches() -> Iterator[None]:
-    """Look up batches whose ids before the first offset are padding, as a `CapturedStep` does.
+    """Declare that lookups in this context have padding: the ids before the first offset.
 
-    Dense tables skip padding because its ids are -1. In dynamic tables -1 is a valid key, so they
-    ask `is_padded`.
+    Dense tables need no such declaration, because they skip its ids, -1. In dynamic tables -1 is a
+    valid key, so they call `is_padded`.
     """
     token = _is_padded.set(True)
     try:
@@ -53,7 +54,7 @@ def padded_batches() -> Iterator[None]:
 
 
 def is_padded() -> bool:
-    """Return whether ids before the first offset are padding."""
+    """Return whether the caller is inside `padded_batches()`."""
     return _is_padded.get()
 
 
@@ -68,7 +69,7 @@ def first_violation(
 
     Args:
         module: module whose features and tables are named in the message.
-        indices: `[L]`, of which at least one is invalid; else the phrase is empty.
+        indices: `[L]`; if none is invalid, the phrase is empty.
         offsets: `[bags + 1]`, repaired.
         features: `[F, columns]`, see `FeatureColumn`.
         bag_layout: `[bags, 2]` with the feature of each bag, if batch sizes differ.
@@ -92,9 +93,9 @@ def first_violation(
 
 
 def feature_label(module: Any, feature: int) -> str:
-    """Return the name of a feature of a table module, and of the table that it reads.
+    """Return a phrase that names a feature of a table module and its table.
 
-    `feature_labels` of a module are those that its collection has set.
+    In a collection these are the names that the collection has set as `feature_labels`.
     """
     labels: Sequence[str] | None = getattr(module, "feature_labels", None)
     if labels is not None:
@@ -115,10 +116,10 @@ class BoundsReport:
     """Warns of violations that a CUDA device has counted since the last warning.
 
     The counts of a module are copied into pinned memory at its first check and then at every
-    `CHECKS_PER_COPY`-th, behind the kernels of the current stream. A later check or `poll` that
-    finds a copy complete warns of what was counted until then; `wait` reads the counts themselves.
-    While a CUDA graph is captured nothing is copied: its replays count, and `wait` or the next
-    checks outside report.
+    `CHECKS_PER_COPY`-th, after the kernels of the current stream. A later check or `poll` that
+    finds a copy complete warns of the violations in it; `wait` reads the counts themselves. While a
+    CUDA graph is captured nothing is copied: its replays count violations, which `wait` or the next
+    checks outside the graph report.
     """
 
     def __init__(self) -> None:
@@ -151,12 +152,12 @@ class BoundsReport:
 
     def poll(self) -> None:
         """Warn of the violations in the last copy from the device, if it is complete."""
-        copy = self._copy  # another thread may finish it
+        copy = self._copy  # read once: another thread may finish it and set it to None
         if copy is not None and copy[1].query():
             self._finish(copy[0])
 
     def wait(self, counts: Tensor) -> None:
-        """Warn of everything in `counts`; the host waits for the current stream of their device."""
+        """Warn of all violations in `counts`; the host waits for the current stream."""
         if counts.is_cuda:
             self._finish(counts)
 
@@ -187,7 +188,7 @@ class BoundsReport:
 
 
 def report_of(module: object) -> BoundsReport:
-    """Return the report of a module, made at its first use."""
+    """Return the report of a module; it is constructed at the first call."""
     report: BoundsReport | None = vars(module).get("_bounds_report")
     if report is None:
         report = vars(module).setdefault("_bounds_report", BoundsReport())
@@ -215,7 +216,7 @@ def report_bounds_violations(model: nn.Module) -> None:
 
 
 def _table_modules(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules of a model, and the modules of its collections, which are none of them."""
+    """Yield the modules of a model, and those of its collections, which are not submodules."""
     for module in model.modules():
         yield module
         if (table_modules := getattr(module, "table_modules", None)) is not None:

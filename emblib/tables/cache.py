@@ -1,11 +1,11 @@
-"""Prefetching for the row cache: which batches are in flight, and where their rows are.
+"""Prefetching for the row cache: the batches in flight, and the locations of their rows.
 
 `Prefetcher` is the cache of a module with its batches in flight; its `RowCache` holds the cached
 rows and the counters. A batch is planned and fetched by `prefetch` or `look_up`, is in flight until
 its update (`InFlight`, the hooks of its autograd graph), and is then released.
 
-The rows of a batch in flight are not evicted, so their slots are stored with it. A row that found
-no free way is read in its table. If a later batch gives it a way, its slot must be looked up again,
+The rows of a batch in flight are not evicted, so their slots are stored with it. A row that got no
+way is read in its table. If a later batch assigns a way to it, its slot must be looked up again,
 because the newest values are then in the cache.
 
 The module's lock is held from the plan of a batch until its lookup has read the rows, and around
@@ -13,11 +13,12 @@ its update: a plan describes the cache only after the rows have moved, and the n
 the slots that a lookup reads to other rows.
 
 On a GPU a prefetch may run on another stream than the training step. It waits for the updates of
-released batches, whose rows it may evict, and its lookup waits for it. Updates of batches in flight
-do not (unless rows are rounded on their way): their rows stay where they are, in their slots, or in
-their tables if they got no way. A row of the latter kind that gets a way for the prefetched batch
-is fetched when that batch is looked up (`LaterFetches`), after the updates of earlier batches. Only
-then slots are looked up again.
+released batches, whose rows it may evict, and the lookup of its batch waits for it. The updates of
+batches in flight and the prefetch do not wait for each other (unless moving a row rounds it), since
+the prefetch does not move rows of these batches: they stay in their slots, or in their tables if
+they got no way. If a row without a way gets one for the prefetched batch, its fetch is deferred
+until that batch is looked up (`LaterFetches`), after the updates of earlier batches. Slots are
+looked up again only then.
 
 As long as all work is on one stream, which orders it, there are no events and no waits.
 
@@ -48,13 +49,13 @@ from emblib.tables.row_cache import LaterFetches, RowCache
 
 
 class BatchId(NamedTuple):
-    """The tensors by which `forward` recognises a prefetched batch."""
+    """The tensors of a batch, by whose identity `forward` recognises a prefetched one."""
 
     indices: Tensor
     offsets: Tensor
 
     def versions(self) -> tuple[int, int]:
-        """Return how often each tensor was written to."""
+        """Return the version of each tensor, which counts its in-place writes."""
         return self.indices._version, self.offsets._version
 
     def is_(self, other: "BatchId") -> bool:
@@ -62,7 +63,7 @@ class BatchId(NamedTuple):
         return self.indices is other.indices and self.offsets is other.offsets
 
     def fits(self, other: "BatchId") -> bool:
-        """Return whether both have equal content; a GPU asserts it, without a wait."""
+        """Return whether both have equal content; on a GPU a device assert checks it instead."""
         for tensor, other_tensor in zip(self, other, strict=True):
             if tensor is other_tensor:
                 continue
@@ -85,7 +86,7 @@ class _Ticket(weakref.ref["InFlight"]):
     finaliser could be interrupted, and would swallow the interrupt.
     """
 
-    number = 0  # no batch has it
+    number = 0  # of the batch; 0 is the number of none
     stream: torch.cuda.Stream | None = None
 
 
@@ -96,8 +97,8 @@ class InFlight:
         self.owner = owner
         self.lock = owner.lock
         self.ticket: _Ticket | None = None
-        self.filled: torch.cuda.Event | None = None  # after its prefetch
-        self.offsets: Tensor | None = None  # those that its prefetch repaired
+        self.filled: torch.cuda.Event | None = None  # recorded after its prefetch
+        self.offsets: Tensor | None = None  # as repaired by its prefetch
         self._last_arrival = -1  # the `last_arrival` of its owner for which its slots are current
         self._will_be_repeated = False  # after a lookup without gradients
         self._locations: autograd.RowLocations | None = None
@@ -108,7 +109,7 @@ class InFlight:
         self._locations, self._last_arrival = locations, self.ticket.number
 
     def set_repetition(self, owner: "Prefetcher", running: RunningForward | None) -> None:
-        """Store this batch for the repetition by activation checkpointing, if there will be one."""
+        """Store this batch for the repetition of its forward, if checkpointing will repeat it."""
         self._will_be_repeated = running is not None and running.trains_without_grad
         if running is not None:
             running.note(owner, self)
@@ -124,7 +125,7 @@ class InFlight:
         if self.ticket is not None:
             owner.fetch_later(self.ticket.number)
         if self.ticket is None or self._last_arrival < owner.last_arrival:
-            # The rows of a batch that was released may have been evicted.
+            # The batch was released, so its rows may have been evicted since.
             locations = autograd.RowLocations(locations.groups, owner.find(locations.groups))
             self._last_arrival = owner.last_arrival
         if lookups and locations.slots is None:
@@ -141,8 +142,8 @@ class InFlight:
     def before_update(self, *, lookups: bool = True) -> autograd.RowLocations:
         """Return the rows' locations; journal rows that the update writes directly to disk.
 
-        The batch is released already here: the lock is held until the update is done, and an
-        interrupted update then leaves nothing to release.
+        The batch is released already here, so that an interrupted update leaves nothing to release.
+        This is safe because the lock is held until the update is done.
         """
         locations = self.locate(lookups=lookups)
         self.owner.protect_conflicts(locations)
@@ -204,7 +205,7 @@ class _LastWork:
         self._stream = torch.cuda.current_stream(device)
 
     def end_on(self, stream: torch.cuda.Stream) -> None:
-        """Note that all work so far was enqueued on `stream`."""
+        """Record that all work so far was enqueued on `stream`."""
         self._event, self._stream = stream.record_event(), None
 
     def end(self, device: torch.device) -> None:
@@ -241,19 +242,19 @@ class Prefetcher:
         self.cache = cache
         self.options = options
         self.lock = lock
-        # Whether rows are rounded when they are written back: a prefetch then reads the step that
-        # updates count, and they wait for each other.
+        # Whether rows are rounded when they are written back. Then a prefetch reads the step count,
+        # for stochastic rounding, which updates write: they must wait for each other.
         self.rounds = cache.layout.weights is not memory.precision.weights
-        # The last batch whose rows came to the cache. Batches before it that are in flight may have
-        # rows that got a way for it; those after it were planned with its rows in the cache.
+        # Number of the last batch whose rows were fetched. Its plan may have assigned ways to rows
+        # of earlier batches in flight; later batches were planned with its rows in the cache.
         self.last_arrival = -1
         self._queue: deque[tuple[BatchId, tuple[int, int], InFlight]] = deque()
         self._tickets: dict[int, _Ticket] = {}  # ticket per batch in flight
-        self._dropped: deque[_Ticket] = deque()  # those that the next batch releases
+        self._dropped: deque[_Ticket] = deque()  # to be released by the next batch
         self._later: deque[_Later] = deque()  # in the order of the tickets
         self._filled, self._used = _LastWork(), _LastWork()  # prefetches; finds and updates
-        self._fetched = _LastWork()  # what was left for later
-        self._streams: list[torch.cuda.Stream] = []  # the up to two streams that have work
+        self._fetched = _LastWork()  # deferred fetches
+        self._streams: list[torch.cuda.Stream] = []  # up to two streams that have work
 
     def __getstate__(self) -> dict[str, object]:
         # Batches in flight belong to the original; a copy fetches rows when it gets the batches.
@@ -432,7 +433,8 @@ class Prefetcher:
         else:
             self.last_arrival = ticket.number
         prefetch = self.cache.prefetch(ticket.number, tiers, batch, check, postpones=postpones)
-        # In one call of C: what is left for later is listed as soon as it is.
+        # One C call runs the op and stores its results: no interrupt can come between the two, and
+        # lose the list of deferred rows.
         results.extend(chain.from_iterable(map(call, (prefetch,))))
         if not results:
             self.leave(ticket)
@@ -446,7 +448,7 @@ class Prefetcher:
         return True
 
     def moved_tiers(self, tiers: autograd.Tiers) -> autograd.Tiers:
-        """Return the memory among which rows move; no hyperparameters if nothing is rounded."""
+        """Return the tiers between which rows move, without hyperparameters if none is rounded."""
         if not self.cache.weights.is_cuda or self.rounds or tiers.hyperparams.numel() == 0:
             return tiers
         return tiers._replace(hyperparams=tiers.hyperparams[:0])
@@ -476,7 +478,7 @@ class Prefetcher:
         if size >= length:
             return [autograd.groups_of(batch)]
         parts = (_sub_batch(batch, start, start + size) for start in range(0, length, size))
-        # A pass needs the rows of its part; the rest is freed, part by part.
+        # A pass needs only the distinct rows of its lookups; the rest of its groups is freed.
         nothing = batch.indices.new_empty(0, dtype=torch.int32)
         return [autograd.groups_of(part)._replace(lookups=nothing, bags=nothing) for part in parts]
 
@@ -518,7 +520,7 @@ class Prefetcher:
                 for tensor in fetches:
                     tensor.record_stream(torch.cuda.current_stream(device))
             self.last_arrival = max(self.last_arrival, work.number)
-            # In one call: a row that was fetched twice would lose the updates between.
+            # In one native call: fetching a row again would lose the updates in between.
             fetch = self.cache.fetch_later(work.tiers, fetches)
             in_one_call(fetch, partial(self._later.popleft))
             if not has_order:
@@ -553,7 +555,7 @@ class Prefetcher:
             self._filled.wait()
 
     def begin_use(self) -> None:
-        """Announce a find, an update or a flush on the current stream; `used` ends it."""
+        """Record that a find, an update or a flush begins on the current stream; `used` ends it."""
         if not self.is_on_one_stream():
             self._used.begin(self.cache.weights.device)
 
@@ -566,7 +568,7 @@ class Prefetcher:
             self._used.end(self.cache.weights.device)
 
     def _new_ticket(self, flight: InFlight) -> _Ticket:
-        """Return a ticket for a new batch: from its plan on its rows are not evicted."""
+        """Return the ticket of a new batch, whose rows are not evicted from its plan on."""
         number = self.cache.new_ticket()
         flight.ticket = ticket = _Ticket(flight, self._dropped.append)
         ticket.number = number
@@ -579,7 +581,7 @@ class Prefetcher:
         self._tickets.pop(ticket.number, None)
 
     def drop(self, flight: InFlight) -> None:
-        """Let the next batch release this one after an exception, whose traceback may hold it.
+        """Have the next batch release this one after an exception, whose traceback refers to it.
 
         A prefetched batch stays at the head of the queue.
         """
@@ -634,7 +636,7 @@ class Prefetcher:
             self._later.clear()
             self.settle()
             self.begin_use()
-            self.last_arrival = self.cache.new_ticket()  # no batch so far has its rows there
+            self.last_arrival = self.cache.new_ticket()  # no earlier batch has rows in the cache
             self.cache.reset()
             self.used()
 

@@ -93,7 +93,7 @@ class DiskStore:
         dtype: dtype of the weights.
         states: optimizer states, float32 if `per_row`.
         state_dtype: dtype of the states that are as long as a row.
-        verify: time at which pages are verified against their checksums.
+        verify: time at which pages are verified against their checksums, see `Verify`.
 
     Attributes:
         created: whether the store is new, all zeros; true until its first commit.
@@ -126,7 +126,7 @@ class DiskStore:
         self.directory = Path(directory).expanduser()
         self._layout = _layout_of(tables, dtype, states, state_dtype)
         self._verify = verify
-        self._committing: _Commit | None = None  # until it is finished
+        self._committing: _Commit | None = None  # the commit in progress
         self._syncs = SyncGuard(self.directory)
         self._rows = sum(spec.rows for spec in tables)
         make_directory(self.directory, _WHAT)
@@ -194,7 +194,7 @@ class DiskStore:
         self._journal.clear()
 
     def _recover(self, lengths: Sequence[int]) -> None:
-        """Roll back to the last commit and verify what must be verified now."""
+        """Roll back to the last commit, and verify the pages that must be verified at opening."""
         if self._journal.roll_back(self._epoch):
             self._sync_files()
         if self._verify is Verify.OFF:
@@ -321,20 +321,20 @@ class DiskStore:
     def commit(self, numbers: Sequence[float]) -> None:
         """Commit the current tables and `numbers` as the state that opening restores.
 
-        Returns when they are on the disk itself. A process that ends before has committed all or
-        nothing.
+        It returns once they are on the disk itself. A process that ends earlier has committed all
+        or nothing.
 
         Raises:
-            OSError: they could not be written, the disk being full; the last commit stands, and
+            OSError: they could not be written, e.g. to a full disk; the last commit stands, and
                 this one may be tried again.
-            SyncError: the disk failed. Whether the last commit or this one stands shows when the
-                store is opened again; until then it refuses to write.
+            SyncError: the disk failed. Opening the store again finds the last commit or this one;
+                until then the store refuses to write.
         """
         self._check_usable()
         numbers = [float(number) for number in numbers]
         with self._syncs.watch():
             self._renew_sums()
-            # Rows and checksums must not be replaced on the disk before what leads back to them.
+            # The journal must be on the disk before the rows and checksums that it restores change.
             self._journal.sync()
             self._sync_files()
             self._roots = [sums.root(len_of) for sums, len_of in self._with_lengths()]
@@ -383,7 +383,7 @@ class DiskStore:
             if tensor._version != version:
                 sums.accept_all()
         if self._whole:
-            self._sync_files()  # so that holes in the files are where nothing was written
+            self._sync_files()  # only then are exactly the unwritten pages holes of the files
         for k, (sums, length) in enumerate(self._with_lengths()):
             for pages, fresh in sums.renewed(length, skip_holes=self._whole):
                 if not self._whole:
@@ -439,7 +439,7 @@ class DiskStore:
             file.sync()
 
     def _write_store(self, epoch: int, numbers: list[float], status: str) -> None:
-        """Replace `store.json` in one go."""
+        """Replace `store.json` atomically."""
         content = {
             "commit": epoch,
             "status": status,

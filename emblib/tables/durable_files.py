@@ -29,7 +29,7 @@ _CHECKSUM = "checksum"
 
 
 class SyncError(OSError):
-    """A sync failed: part of what was written may be lost, whatever a second sync reports.
+    """A sync failed: some writes may be lost, even if a second sync succeeds.
 
     Linux marks pages as clean when their write-back fails and reports the failure once. So the
     store that gets this error must not sync again; opening it again recovers it.
@@ -139,12 +139,12 @@ def remove(path: Path) -> None:
 
 
 def sync_file(handle: int, path: Path) -> None:
-    """Return when all that was written to a file is on the disk, also through a mapping."""
+    """Wait until all writes to a file, also through a mapping, are on the disk."""
     _fsync(handle, path)
 
 
 def sync_map(mapped: mmap.mmap, path: Path) -> None:
-    """Return when all that was written to a mapping of a file is on the disk."""
+    """Wait until all writes through a mapping of a file are on the disk."""
     try:
         mapped.flush()
     except OSError as error:
@@ -195,11 +195,11 @@ def json_checksum(content: dict[str, Any]) -> int:
 
 LOCK = "lock"
 _CRC = "crc32"
-_NEXT = ".new"  # what follows the name of a file that is being replaced
+_NEXT = ".new"  # suffix of the new version of a file, until it replaces the file
 
 
 class MappedFile:
-    """One mapped file: `count` numbers of a dtype, by its name."""
+    """One mapped file of `count` numbers; `dtype` is the name of a torch dtype."""
 
     def __init__(self, path: Path, dtype: str, count: int) -> None:
         self.path, self.count = path, count
@@ -208,7 +208,7 @@ class MappedFile:
         self.mapped: mmap.mmap | None = None
 
     def create(self) -> None:
-        """Make a file of zeros, replacing any other; it takes no space before it is written to."""
+        """Create a sparse file of zeros, which replaces any other; it takes space once written."""
         remove(self.path)
         handle = open_file(self.path)
         try:
@@ -241,7 +241,7 @@ class MappedFile:
         return torch.frombuffer(self.mapped, dtype=self.dtype)
 
     def sync(self) -> None:
-        """Return when what was written to the mapping is on the disk."""
+        """Wait until all writes through the mapping are on the disk."""
         if self.mapped is not None:
             sync_map(self.mapped, self.path)
 
@@ -304,14 +304,14 @@ def lock(path: Path, what: str, way_out: str = "end it, or delete the module tha
             f"{way_out}",
             str(path.parent),
         ) from error
-    with contextlib.suppress(OSError):  # whose it is serves messages alone; a full disk may not say
+    with contextlib.suppress(OSError):  # a full disk; only error messages need the process id
         os.ftruncate(handle, 0)
         os.pwrite(handle, str(os.getpid()).encode(), 0)
     return handle
 
 
 def make_room(directory: Path, nbytes: int) -> None:
-    """Raise OSError unless `nbytes` fit: on a full disk a write to a mapping is fatal."""
+    """Raise OSError unless `nbytes` fit: on a full disk a write to a mapping kills the process."""
     free = shutil.disk_usage(directory).free
     if free < nbytes:
         raise OSError(
@@ -347,7 +347,7 @@ def replacing(path: Path, new_path: Path | None = None) -> Iterator[BinaryIO]:
 
 @contextlib.contextmanager
 def saving(path: str | Path) -> Iterator[BinaryIO]:
-    """Yield a file that replaces `path`, which several processes may write: the last one wins.
+    """Yield a file that replaces `path`; if several processes do so, the last one wins.
 
     The content is written to a file with a unique name in the same directory. On leaving, it is
     synced to the disk and renamed.
@@ -363,14 +363,14 @@ def saving(path: str | Path) -> Iterator[BinaryIO]:
 
 
 def save_json(path: str | Path, text: str) -> None:
-    """Save the text of a JSON object with a checksum of it, its last entry `crc32`."""
+    """Save the text of a JSON object; append its checksum as the last entry, `crc32`."""
     crc = json_checksum(json.loads(text))
     with saving(path) as file:
         file.write(f'{text.rstrip()[:-1].rstrip()}, "{_CRC}": {crc}}}\n'.encode())
 
 
 def load_json(path: str | Path) -> str:
-    """Return the text that was given to `save_json`, or whatever else the file holds.
+    """Return the text that `save_json` got, or the whole text of a file without a checksum.
 
     Raises:
         ValueError: its checksum is wrong.
@@ -379,7 +379,7 @@ def load_json(path: str | Path) -> str:
     try:
         content = json.loads(text)
     except ValueError:
-        return text  # whose it is says what it must be
+        return text  # the caller checks its content
     if not isinstance(content, dict) or _CRC not in content:
         return text
     saved = content.pop(_CRC)
@@ -402,10 +402,10 @@ def save_archive(content: Any, file: BinaryIO) -> None:
 
 
 def check_archive(path: str | Path) -> None:
-    """Verify the checksums in a file of `torch.save`, which `torch.load` does not.
+    """Verify the checksums in a file of `torch.save`, which `torch.load` does not verify.
 
     Raises:
-        ValueError: one is wrong, or the file is no such archive; the message says which.
+        ValueError: a checksum is wrong, or the file is no such archive.
     """
     damage = (
         zipfile.BadZipFile,
@@ -429,14 +429,14 @@ def check_archive(path: str | Path) -> None:
 
 
 def replace_json(path: Path, content: dict[str, Any]) -> None:
-    """Write `content` into a file, which keeps its old content if that fails."""
+    """Replace a file by `content` and its checksum; on failure the old file stays."""
     with replacing(path) as file:
         file.write(json.dumps(content, indent=1).encode())
 
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Parse the output of `replace_json` inside; failures raise RuntimeError."""
+    """Context for parsing the output of `replace_json`: failures raise RuntimeError."""
     try:
         yield
     except (ValueError, KeyError, TypeError) as error:
@@ -457,7 +457,7 @@ _closed_by_forks: "weakref.WeakSet[Closable]" = weakref.WeakSet()
 
 
 def close_in_forks(store: Closable) -> None:
-    """Close a store in forked processes, which would hold its lock after their parent's exit."""
+    """Close a store in forked processes, which would keep its lock after the parent's exit."""
     _closed_by_forks.add(store)
 
 

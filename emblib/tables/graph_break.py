@@ -16,8 +16,8 @@ _R = TypeVar("_R")
 def graph_break(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Run a method uncompiled, as `torch.compiler.disable`, without loading the compiler.
 
-    `disable` imports the compiler, which takes longer than all other imports of emblib together;
-    without the compiler there is nothing to disable.
+    `disable` imports the compiler, which takes longer than all other imports of emblib together. A
+    program that has not imported it compiles nothing, so nothing needs to be disabled.
     """
 
     @functools.wraps(function)

@@ -115,10 +115,10 @@ def adopt(module: HasHyperparams, values: Tensor) -> None:
     notify_followers(module, numbers[Hyper.LEARNING_RATE])
 
 
-# Entries of groups of torch.optim that choose an implementation, not a result, or act only when
-# the optimizer of torch is made.
+# Entries of groups of torch.optim that select an implementation, not a result, or have an effect
+# only when the optimizer of torch is constructed.
 _IDLE = frozenset({"foreach", "fused", "capturable", "initial_accumulator_value"})
-# Entries that tables have no computation for, with the values that ask for none.
+# Entries that tables do not support, with the values that have no effect.
 _NEUTRAL: dict[str, Any] = {
     "amsgrad": False,
     "centered": False,
@@ -148,7 +148,7 @@ def numbers_of(optimizer: Optimizer) -> dict[str, Any]:
         if field.name not in ("lr", "max_gradient") and (is_number or field.name == "betas"):
             numbers[field.name] = value
     if type(optimizer) is SGD:
-        numbers["momentum"] = 0.0  # which torch's schedulers look for
+        numbers["momentum"] = 0.0  # torch's schedulers read it
     numbers["maximize"] = optimizer.maximize
     if optimizer.decays:
         decay = optimizer.weight_decay
@@ -157,7 +157,7 @@ def numbers_of(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def changes_of_group(optimizer: Optimizer, options: Mapping[str, Any]) -> GroupChanges:
-    """Convert entries of a parameter group; return those that tables do not know unchanged.
+    """Convert entries of a parameter group; entries that tables do not know stay unchanged.
 
     Raises:
         ValueError: an entry that would have an effect in `torch.optim`, but none on these tables.
@@ -195,7 +195,7 @@ def _is_neutral(name: str, value: Any) -> bool:
 
 
 def _decay(optimizer: Optimizer, values: Mapping[str, Any]) -> Any:
-    """Return the weight decay of a group's rate, of the kind that the optimizer has.
+    """Convert the weight decay of a group to the kind of decay that the optimizer has.
 
     An optimizer without weight decay gets the kind that its namesake in `torch.optim` has.
     """

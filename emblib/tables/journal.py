@@ -3,13 +3,13 @@
 The file is a header, then records. The header has the epoch: the number of the commit to which the
 records roll back; after a later commit they are void. A record has the numbers of some rows and
 their old bytes in the weights and in every optimizer state. It is written before its rows change,
-so a record that the end of the process truncated belongs to rows that did not change. Header and
-records have checksums; any other damage raises.
+so if the end of a process truncated a record, its rows have not changed. Header and records have
+checksums; any other damage raises.
 
-If a process ends, nothing that it wrote to a file or a mapping is lost; if the machine ends, it may
+If a process ends, its writes to files and mappings are not lost; if the machine goes down, they may
 be. So the header is synced once per epoch, before the first row changes, and has the machine's boot
-id. If that id differs, rows may have changed on the disk without their records: the store then
-verifies all pages against their checksums.
+id. If that id differs at opening, rows may have changed on the disk without their records: the
+store then verifies all pages against their checksums.
 """
 
 import contextlib
@@ -66,8 +66,8 @@ class Journal:
     def __init__(self, path: Path, blocks: Sequence[Block]) -> None:
         self.path = path
         self.blocks = blocks
-        # Whether rows may have changed without a trace here since the last commit: the machine went
-        # down, or the file is not there. Then the tables must be verified whole.
+        # Whether rows may have changed since the last commit without a record, because the machine
+        # went down or the file is missing. Then all pages must be verified.
         self.interrupted = not path.exists()
         self._handle = durable_files.open_file(path)
         self._end = 0  # 0: the epoch has no records yet
@@ -82,7 +82,10 @@ class Journal:
         self._end = end  # not before: an interrupt must not leave a header that is never synced
 
     def append(self, block: int, rows: Tensor) -> Iterator[Tensor]:
-        """Record rows of a block, numbered within it; yield them, record by record."""
+        """Record the old bytes of rows, numbered within a block; yield the rows of each record.
+
+        A row may be overwritten once it was yielded. Rows that are not consumed are not recorded.
+        """
         max_rows = max(_LARGEST_BODY // self.blocks[block].row_bytes, 1)
         for row_block in rows.split(max_rows):
             self._append(self._packed(block, row_block))
@@ -107,8 +110,8 @@ class Journal:
     def _write(self, data: bytes | bytearray) -> int:
         """Write all of `data` at the end of the file, or none; return the new end.
 
-        Bytes that an interrupted call left there are cut off first: the rest of a longer record
-        behind a shorter one would look like damage.
+        Bytes that an interrupted call left there are cut off first: the end of a longer record
+        after a shorter one would look like damage.
         """
         if os.fstat(self._handle).st_size != self._end:
             durable_files.resize(self._handle, self._end)
@@ -151,8 +154,8 @@ class Journal:
             return False  # the header is on the disk before the first row changes
         data = mmap.mmap(self._handle, size, access=mmap.ACCESS_COPY)
         if not any(data[: _HEADER.size]):
-            # The file got its size, but the power failed before its header came. No row changes
-            # before that, which the store verifies.
+            # The power failed before the header was on the disk, so no row can have changed. The
+            # store verifies this.
             self.interrupted = True
             return False
         of_epoch, start = self._header(memoryview(data))
@@ -171,7 +174,7 @@ class Journal:
         return bool(records)
 
     def sync(self) -> None:
-        """Return when all records are on the disk: from then on a power failure loses none."""
+        """Wait until all records are on the disk, where a power failure does not lose them."""
         if os.fstat(self._handle).st_size:
             durable_files.sync_file(self._handle, self.path)
 

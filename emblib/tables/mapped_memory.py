@@ -1,17 +1,17 @@
 """Pinned host memory as CUDA tensors, which kernels read and write in place.
 
-CUDA maps pinned memory into the addresses of every GPU. Reading a CPU tensor over
-such memory does not wait for kernels, so its values may be older than the last step.
-`map_pinned` returns a CUDA tensor over the same memory instead. Torch's operations on it run on the
-GPU in the order of its streams, and its copies to the host wait, as with any tensor on the GPU.
+CUDA maps pinned memory into the addresses of every GPU. Reading a CPU tensor over such memory does
+not wait for kernels, so its values may be older than the last step. `map_pinned` returns a CUDA
+tensor over the same memory instead. Torch's operations on it run on the GPU in the order of its
+streams, and its copies to the host wait, as with any tensor on the GPU.
 
 Torch imports tensors of other libraries through DLPack. A capsule of the pinned tensor is exported,
 its device is replaced by the GPU, and it is imported again:
 
     pinned memory <- ends with <- Mapping <- frombuffer <- capsule <- CUDA tensor and its views
 
-Torch's allocator gives freed pinned memory to the next caller at once, because it does not know of
-kernels that use the memory in place. The end of a `Mapping`, after the last view, waits for them.
+Torch's allocator reuses freed pinned memory at once, because it does not know of kernels that use
+the memory in place. So a `Mapping`, which ends after the last view, waits for them at its end.
 """
 
 import contextlib

@@ -6,9 +6,8 @@ and its tensors are on the GPU (`mapped_memory`). The disk tier is files. `lay_o
 part: tiers, offsets and linear row ids; csrc/core/layout.h is its counterpart.
 
 `reserve` and `use` manage memory for the maximum number of rows of a table that grows. On the CPU
-the system provides it in whole pages that cost nothing until they are first written, so that a
-table grows without being copied. It reads as zeros before that. On other devices it is allocated in
-full.
+it is address space, whose pages read as zeros and take no memory until they are first written; so
+a table grows without being copied. On other devices the memory is allocated in full.
 """
 
 import contextlib
@@ -209,7 +208,7 @@ class Memory:
         if self._host is None:
             return
         if self._mapped is not None and self._mapped[0].device != device:
-            torch.cuda.synchronize(self._mapped[0].device)  # before others use the memory
+            torch.cuda.synchronize(self._mapped[0].device)  # kernels may still use the memory
             self._mapped = None
         self._host_tier(device)
 
@@ -286,7 +285,7 @@ class Memory:
 
     @contextlib.contextmanager
     def writing_everything(self, hyper: Tensor) -> Iterator[None]:
-        """Overwrite whole tables inside; the disk tier is committed at the end."""
+        """Allow overwriting whole tables in this context; commit the disk tier at its end."""
         if self._disk is None:
             yield
             return
@@ -376,8 +375,8 @@ def use(tensor: Tensor, first_element: int, used_before: int, used_now: int) -> 
     """Request huge pages for the part of a reserved tensor that came into use.
 
     Elements `[first_element, first_element + used_now)` are in use now, the first `used_before` of
-    them were before. Huge pages
-    are requested once at least one is filled: a small table stays small, whatever it may grow to.
+    them were before. Huge pages are requested once a table fills at least one, so that small tables
+    stay small.
     """
     if tensor.device.type != "cpu" or used_now <= used_before:
         return
@@ -389,7 +388,7 @@ def use(tensor: Tensor, first_element: int, used_before: int, used_now: int) -> 
         or used_now * size < _HUGE_PAGE
     ):
         return
-    # The page that the last row is in as well: it fills next.
+    # Including the page that the last row begins to fill.
     end_address = min(-(-end // _HUGE_PAGE) * _HUGE_PAGE, tensor.data_ptr() + tensor.nbytes)
     torch.ops.emblib.advise_huge_pages_(
         tensor[first_element : first_element + (end_address - address) // size]

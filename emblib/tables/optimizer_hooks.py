@@ -1,6 +1,7 @@
-"""The parts of some optimizers outside the kernels: before a step, or when rows are read.
+"""Parts of some optimizers that run outside of kernels: before a step, or when rows are read.
 
-They are plain tensor code on whole tables or on the rows of a batch, for rare steps or few rows.
+They are plain tensor code, which is fast enough for rare steps on whole tables, or for the rows of
+a batch.
 """
 
 from collections.abc import Sequence
@@ -44,7 +45,7 @@ def global_decay(optimizer: Optimizer) -> GlobalDecay | None:
 
 
 def is_periodic(optimizer: Optimizer) -> bool:
-    """Return whether `before_forward` has anything to do."""
+    """Return whether `before_forward` does anything for this optimizer."""
     counted = isinstance(optimizer, RowwiseAdagrad) and isinstance(optimizer.counter, Counter)
     return counted or isinstance(optimizer, EnsembleRowwiseAdagrad)
 

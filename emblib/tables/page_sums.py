@@ -1,9 +1,9 @@
 """Checksums of the pages of a store's files at the last commit.
 
-`<file>.crc` holds a CRC-32 for every 4096 bytes of `<file>`. A commit replaces the checksums
-of changed pages; the old ones go to the journal first, like rows. The manifest of the store holds
-the format and, for each file, the checksum of its checksums. So after a recovery every page can be
-proved to be as the last commit left it.
+`<file>.crc` has a CRC-32 for every 4096 bytes of `<file>`. A commit replaces the checksums of
+changed pages; the old ones go to the journal first, like rows. The manifest of the store has the
+format and, for each file, the checksum of its checksums. So after a recovery every page can be
+verified to be as the last commit left it.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ SUFFIX = ".crc"
 WIDTH = 4  # bytes of a checksum
 FORMAT = {"page_bytes": PAGE, "page_checksum": "crc32"}
 UNCHECKED = 1  # the format of stores before there were checksums
-_CHUNK = 1 << 18  # pages that are worked on at a time
+_CHUNK = 1 << 18  # pages that are processed at a time
 _ZEROS = zlib.crc32(bytes(PAGE))
 _WAY_OUT = (
     "restore the tables from a checkpoint into another directory, or take the bytes as they are "
@@ -35,7 +35,7 @@ _WAY_OUT = (
 
 
 def num_pages(nbytes: int) -> int:
-    """Return how many pages `nbytes` take."""
+    """Return the number of pages that `nbytes` take."""
     return -(-nbytes // PAGE)
 
 
@@ -57,7 +57,7 @@ def pages_of(starts: Tensor, width: int) -> Tensor:
 
 
 def check_upgrade(directory: Path, verify: Verify) -> None:
-    """Raise ValueError unless files without checksums may get them: by `Verify.OFF` alone."""
+    """Raise ValueError for files without checksums, unless `verify` is OFF, which upgrades them."""
     if verify is not Verify.OFF:
         raise ValueError(
             f"the files in {directory} were written by an earlier version, without checksums, so "
@@ -68,7 +68,7 @@ def check_upgrade(directory: Path, verify: Verify) -> None:
 
 @contextlib.contextmanager
 def explained(*, interrupted: bool) -> Iterator[None]:
-    """Verify a store at opening inside: after a machine restart, errors say so."""
+    """Context for verifying a store at opening: errors mention a restart of the machine."""
     try:
         yield
     except ChecksumError as error:
@@ -98,7 +98,7 @@ class PageSums:
         self.length = 0
         self._data = self._sum_bytes = memoryview(b"")
         self.sums = torch.empty(0, WIDTH, dtype=torch.uint8)
-        # By page: verified or written since opening, changed since the commit, in the journal.
+        # Flags per page: verified or written since opening; changed since the commit; journaled.
         self._has_sum, self._changed, self._journaled = zeros(0), zeros(0), zeros(0)
         self.all_known = self._all_changed = False
 

@@ -74,7 +74,7 @@ class DeferredParameter(nn.Parameter):
     _in_backward_optimizers = property(_optimizers_of, _set_optimizers, _delete_optimizers)
 
 
-_SEE_NO_GRADIENT = {DistributedDataParallel.__module__}  # it would wait for the gradient
+_SEE_NO_GRADIENT = {DistributedDataParallel.__module__}  # DDP would wait for the gradient
 if torch.torch_version.TorchVersion(torch.__version__) < "2.13":
     # Compiled graphs of these versions cannot update a leaf that requires a gradient.
     _SEE_NO_GRADIENT.add("torch._subclasses.meta_utils")
@@ -347,7 +347,7 @@ def set_data(parameter: nn.Parameter, values: Tensor) -> None:
 
 
 def ask_for_float32_gradient(parameter: nn.Parameter) -> None:
-    """Allow a parameter of narrower weights float32 gradients, where this torch can."""
+    """Allow float32 gradients for a parameter of 16-bit weights, if this version of torch can."""
     if HAS_GRAD_DTYPE:
         any_parameter: Any = parameter
         any_parameter.grad_dtype = torch.float32
@@ -376,10 +376,10 @@ def _is_of_bare_module(parameter: Any) -> bool:
 
 
 def refuse_gradients(parameter: nn.Parameter) -> None:
-    """Raise in backward if a gradient arrives at a table that backward updates.
+    """Make backward raise if a gradient arrives at the parameter of a table that it updates.
 
-    Lookups leave none, so the gradient comes from a penalty on the weights or from another module
-    that uses them; it would be dropped silently.
+    Lookups leave no gradient, so it comes from a penalty on the weights or from another module that
+    uses them, and would be lost silently.
     """
     hooks = parameter._backward_hooks or {}
     if not parameter.requires_grad or any(hasattr(hook, "refuses") for hook in hooks.values()):
@@ -450,7 +450,7 @@ def check_registered(views: Iterable[Registered]) -> None:
 
 
 def refuse_replacement(name: str) -> NoReturn:
-    """Raise RuntimeError for a parameter that lookups would not read, or updates not write."""
+    """Raise RuntimeError: lookups would not read, or updates not write, the new parameter."""
     raise RuntimeError(
         f"the parameter {name!r} of a table cannot be replaced, since lookups read the memory that "
         "it is a view of: copy values into it under torch.no_grad(), or load a state dict, also "
@@ -502,9 +502,10 @@ def check_dense_gradients(tables: Iterable[Tensor]) -> None:
 
 
 class UnsteppedGradients:
-    """Warns if backward leaves gradients pass after pass and no optimizer uses them.
+    """Warns if backward leaves gradients in many passes and no optimizer uses them.
 
-    For modules constructed without an optimizer: an earlier emblib updated them in backward.
+    It watches modules that were constructed without an optimizer, which earlier versions of emblib
+    updated in backward.
     """
 
     MAX_PASSES = 8  # more than most programs accumulate
@@ -535,9 +536,9 @@ class UnsteppedGradients:
 
 def loses_values(fn: Callable[[Tensor], Tensor]) -> bool:
     """Return whether a function of `nn.Module._apply` returns other values, as `to_empty` does."""
-    probe = torch.tensor([time.monotonic_ns()])  # in no freed memory that `fn` may get
+    probe = torch.tensor([time.monotonic_ns()])  # a value that uninitialised memory does not have
     result = fn(probe)
-    if result.is_meta or result.dtype != probe.dtype:  # a cast keeps values as far as it can
+    if result.is_meta or result.dtype != probe.dtype:  # a cast keeps the values, rounded
         return False
     return int(result) != int(probe)
 

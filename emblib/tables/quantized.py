@@ -24,7 +24,7 @@ from emblib.tables.tbe import TableBatchedEmbeddingBags
 from emblib.tables.tt import TableBatchedTTEmbeddingBags
 
 _lookup_checked = native(quant.quant_lookup_checked_)
-_CHUNK = 1 << 16  # rows made floats at a time
+_CHUNK = 1 << 16  # rows that are dequantised at a time
 FORMER_ENTRIES = ("values", "scales")
 """The entries of a table in state dicts from before 0.1.0."""
 
@@ -244,13 +244,13 @@ class QuantizedEmbeddingBags(nn.Module):
     ) -> "QuantizedEmbeddingBags":
         """Quantise the rows of `source`.
 
-        Needs the memory of the result and of one block of 65,536 rows, besides the source.
+        Besides the source, it needs memory for the result and for 65,536 rows.
 
         Args:
-            source: `TableBatchedEmbeddingBags`, `TableBatchedTTEmbeddingBags` (of which
-                `TTEmbeddingBag` is one), `nn.EmbeddingBag` (sum or mean)
-                or `nn.Embedding` (pooling NONE), whose tables, features and pooling are kept; a
-                matrix `[R, D]`, or several by name, which are pooled by SUM; or `FloatTables`.
+            source: `TableBatchedEmbeddingBags`, `TableBatchedTTEmbeddingBags`, `TTEmbeddingBag`,
+                `nn.EmbeddingBag` (sum or mean) or `nn.Embedding` (pooling NONE), whose tables,
+                features and pooling are kept; a matrix `[R, D]`, or several by name, which are
+                pooled by SUM; or `FloatTables`.
             bits: bits per integer, 8, 4 or 2; None is 8 unless there are `formats`.
             output_dtype: dtype of the output; None is that of the source's output, or float32.
             bounds_check: reaction to invalid input, as in the constructor.
@@ -374,7 +374,7 @@ class QuantizedEmbeddingBags(nn.Module):
 
         Raises:
             RuntimeError: wrong dtype, device or number of offsets; out of bounds in mode FATAL;
-                weights that ask for a gradient.
+                weights that require a gradient.
             ValueError: `batch_sizes` that do not fit.
         """
         refuse_tangents("per_sample_weights", per_sample_weights)
@@ -516,7 +516,7 @@ def _check_range(weights: Tensor) -> None:
     if weights.numel() == 0 or weights.is_meta:
         return
     largest = float(weights.abs().amax())
-    if not largest <= quant.LARGEST:  # NaN is not, either
+    if not largest <= quant.LARGEST:  # true for NaN, too
         limit = int(quant.LARGEST)
         raise ValueError(
             f"rows must be finite and within +-{limit}, the range of float16, to be quantised, got "

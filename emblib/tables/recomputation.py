@@ -1,20 +1,20 @@
 """Side effects of forwards that activation checkpointing repeats.
 
 `torch.utils.checkpoint` runs a function in forward and again in backward. The output of a lookup
-may be computed twice, but a key must be inserted, an id counted and a warning given once. So a
-lookup that changes something asks for its `running_forward`. The first forward `note`s what the
-repetition needs, e.g. the rows of its keys; the repetition gets the notes with `noted`, in the
+may be computed twice, but a key must be inserted, an id counted and a warning given only once. So a
+lookup that changes state calls `running_forward`. In the first forward it `note`s values that the
+repetition needs, e.g. the rows of its keys; in the repetition it gets them with `noted`, in the
 order of the calls, and changes nothing.
 
 The checkpointed regions around a lookup are found on the call stack: torch tells a function neither
 that it is checkpointed nor that it is repeated. The notes are stored on torch's own object of a
 region, so they live as long as the graph that may repeat the region.
 
-- With `use_reentrant=True` the first forward runs under `no_grad`. It must look up what training
-  would, unless no input of the region requires a gradient: then nothing is repeated.
-- Regions nest. Repeating the outer one runs the inner one as a first forward again; that is a
-  repetition all the same, and what it gets is noted for the new inner region.
-- A backward within a region is no part of it: the search ends where autograd was called.
+- With `use_reentrant=True` the first forward runs under `no_grad`. It must look up as in training,
+  unless no input of the region requires a gradient: then nothing is repeated.
+- Regions nest. Repeating the outer one runs the inner one as a first forward again. That counts as
+  a repetition too, and the values that it gets are noted again for the new inner region.
+- A backward within a region does not belong to it: the search ends where autograd was called.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ class RunningForward:
         self.noted_in: list[_Region] = []
 
     def note(self, owner: object, value: Any) -> None:
-        """Note what the repetition of this call of `owner` needs."""
+        """Store a value that the repetition of this call of `owner` needs."""
         for region in self.noted_in:
             region.values.setdefault(owner, []).append(value)
 
     def noted(self, owner: object) -> Any:
-        """Return what was noted at this call of `owner`; None if nothing was."""
+        """Return the value that the first forward noted at this call of `owner`, or None."""
         assert self._repeated is not None
         value = self._repeated.next_value(owner)
         if value is not None:
@@ -97,13 +97,13 @@ class _Region:
         self._calls: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
 
     def begin(self, run: object) -> None:
-        """Return to the first calls, unless this repetition of the region has begun before."""
+        """Restart from the first notes, unless this repetition of the region has begun already."""
         if self._run != run:
             self._run = run
             self._calls.clear()
 
     def next_value(self, owner: object) -> Any:
-        """Return what the next call of `owner` noted; None for more calls than noted something."""
+        """Return the next note of `owner`, or None if there are no more."""
         values, number = self.values.get(owner, []), self._calls.get(owner, 0)
         self._calls[owner] = number + 1
         return values[number] if number < len(values) else None
@@ -118,8 +118,8 @@ def _region_of(holder: Any) -> _Region:
 def running_forward(*, training: bool = True) -> RunningForward | None:
     """Return the regions around the running forward; None outside of checkpointing.
 
-    Outside it costs three reads of torch's state; only within a backward, within hooks of saved
-    tensors and in `training` without gradients the call stack is searched.
+    Outside of checkpointing it costs three reads of torch's state. The call stack is searched only
+    within a backward, within hooks of saved tensors, and in `training` without gradients.
 
     Args:
         training: whether the caller would train with gradients.

@@ -1,4 +1,4 @@
-"""Reports of durations and amounts of a module of tables to a receiver of the user.
+"""Reports of durations and amounts of a table module to a receiver that the user provides.
 
 `StatsReporter` is the interface of a receiver, `Reporting` a module's receiver with its state.
 """
@@ -40,7 +40,7 @@ class StatsReporter(Protocol):
         embedding_id: str = "",
         tbe_id: str = "",
     ) -> None:
-        """Report an amount: bytes, or a count where the event's name says so."""
+        """Report an amount: bytes or a count, depending on the event."""
 
 
 class Reporting:
@@ -63,7 +63,7 @@ class Reporting:
 
     @contextmanager
     def timed(self, event: str, device: torch.device) -> Iterator[None]:
-        """Time and report what runs inside; on CUDA this synchronises."""
+        """Time the context and report its duration; on CUDA the host waits before and after."""
         if not self.active:
             yield
             return

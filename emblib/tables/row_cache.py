@@ -1,8 +1,8 @@
 """The row cache of a module: cached rows in fast memory, their optimizer states, and counters.
 
-The cache is 32-way set-associative: a row hashes to a set, and lies in one of its 32 ways. A batch
-enters (`enter`), its rows are planned and fetched (`fetch`), looked up and updated by slot, and it
-leaves (`leave`); in between its rows are not evicted.
+The cache is 32-way set-associative: a row hashes to a set, and is stored in one of its 32 ways. A
+batch enters (`enter`), its rows are planned and fetched (`fetch`), looked up and updated by slot,
+and it leaves (`leave`); in between its rows are not evicted.
 
 `emblib.ops.cache` defines the ops on these tensors. The batches in flight are in
 `emblib.tables.cache`.
@@ -268,8 +268,8 @@ class RowCache(nn.Module):
         """Start a batch: the next plans are for it, and its rows are not evicted."""
         self._in_flight.add(ticket)
         batch_number, oldest = self.clock[0], self.clock[1]
-        # A difference to the clock: it stays valid when a captured graph replays it, and brings the
-        # clock back to the tickets where an interrupt came between `new_ticket` and this.
+        # The oldest batch is given by its distance to the clock, which stays valid when a captured
+        # graph is replayed. It also corrects the clock after an interrupt since `new_ticket`.
         lag = self._now - min(self._in_flight)
         in_one_call(
             partial(batch_number.add_, 1), partial(torch.sub, batch_number, lag, out=oldest)
@@ -280,7 +280,7 @@ class RowCache(nn.Module):
         self._in_flight.discard(ticket)
 
     def oldest_in_flight(self) -> Tensor:
-        """Return the number of the oldest batch in flight, of the next batch if there is none."""
+        """Return the number of the oldest batch in flight; of the next batch if none is."""
         oldest = min(self._in_flight, default=self._now + 1)
         return self.clock[0] - (self._now - oldest)
 
@@ -302,12 +302,12 @@ class RowCache(nn.Module):
             ticket: ticket of the batch; its rows are not evicted from now on.
             tiers: the memory of the tables.
             batch: the lookups.
-            check: the check of the batch on the way.
-            postpones: whether, on a GPU, rows that the update of an earlier batch in flight may
-                write to in their tables are left for `fetch_later`.
+            check: the bounds check that the op makes.
+            postpones: whether, on a GPU, the op leaves rows to `fetch_later` that the update of an
+                earlier batch in flight may still write in their tables.
         """
         self._in_flight.add(ticket)
-        buffers = self._buffers  # each attribute of a module would cost a call of Python
+        buffers = self._buffers  # faster than attributes of a module, each of which is a call
         return partial(
             _prefetch_,
             tiers.weights,
@@ -331,17 +331,17 @@ class RowCache(nn.Module):
     def fetch(
         self, tiers: Tiers, passes: Sequence[Groups], later: Sequence[LaterFetches] = ()
     ) -> list[Tensor]:
-        """Bring the rows of the batch that entered last into the cache, pass by pass.
+        """Fetch the rows of the batch that entered last, pass by pass.
 
-        For each pass slots are assigned to its rows, evicted rows written back and missing ones
-        fetched, all in one native call: whatever interrupts it, tags and rows belong together.
+        Each pass assigns slots to its rows, writes evicted rows back and fetches missing ones. All
+        passes are one native call, so that no interrupt can separate tags from rows.
 
         Args:
             tiers: the memory of the tables.
             passes: the rows of each pass.
-            later: list per pass, on a GPU, that gets the rows that the update of an earlier batch
-                in flight may write to in their tables; `fetch_later` fetches them. Without such
-                lists all rows are fetched.
+            later: list per pass, on a GPU, for rows that the update of an earlier batch in flight
+                may still write in their tables: `fetch_later` fetches them. Without lists all rows
+                are fetched now.
 
         Returns:
             `row_slots` of each pass.

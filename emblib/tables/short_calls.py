@@ -1,6 +1,6 @@
 """Calls of tables as one op per pass, with arguments that are prepared once.
 
-For small batches Python between ops dominates the time of a call, on a GPU also the launches.
+For small batches the time of a call is dominated by Python between ops, and on a GPU by launches.
 `ShortCalls` stores the arguments that all calls of a module share. Forward is then one op, which
 checks the batch and looks it up, and backward one op, which groups the lookups, counts the step and
 updates the rows. Tables with a row cache (`CachedCalls`) need one more op, which checks and groups
@@ -94,10 +94,10 @@ def is_plain_call(
 
 
 class CheckOnTheWay:
-    """The bounds check that a lookup op makes for a module, and the report of its counts.
+    """The bounds check that lookup ops of a module make, and the report of the violations.
 
-    If `counts` (on a GPU in mode WARNING), call `begin` before the op and `end` after it; otherwise
-    pass `check`.
+    If `counts` is true (on a GPU in mode WARNING), call `begin` before the op and `end` after it;
+    otherwise pass `check` to the op.
     """
 
     def __init__(self, module: base.ChecksBounds) -> None:
@@ -112,12 +112,12 @@ class CheckOnTheWay:
         return type(None), ()  # the copy of a module makes its own
 
     def is_of(self, module: base.ChecksBounds) -> bool:
-        """Return whether this is the check that a module asks for now."""
+        """Return whether a module still has the options of this check."""
         is_same = self.check.violations is module.bounds_violations
         return is_same and self._mode is module.bounds_check
 
     def begin(self) -> BatchCheck:
-        """Return the check of a batch: a forward that backward repeats counts nothing again."""
+        """Return the check of a batch; if checkpointing repeats its forward, it counts nothing."""
         return self.uncounted() if is_repeated() else self.check
 
     def uncounted(self) -> BatchCheck:
@@ -147,8 +147,8 @@ def update_in_one_op(tiers: autograd.Tiers, *arguments: Any) -> None:
 class ShortCalls:
     """Arguments that all calls of a module share, until its tensors or options change.
 
-    `suit` is whether calls need nothing but tables in the memory of their device. A copy or pickle
-    of this object is None: the copy of a module makes its own.
+    `suit` tells whether a call is short: tables are in the memory of their device, and backward
+    updates them. A copy or pickle of this object is None: the copy of a module makes its own.
     """
 
     def __init__(self, module: ShortCallTables, tiers: Callable[[], autograd.Tiers]) -> None:

@@ -1,8 +1,8 @@
 """Checks of state dicts before the first write: a table module loads all of its state, or nothing.
 
-torch loads module by module, so it would find an invalid entry after it has written others. Here
+torch loads module by module, so it may find an invalid entry after it has written others. Therefore
 the module that torch reaches first checks the entries of all its descendants, through
-`ChecksState.state_problems` of each module, and refuses the whole load if there is a problem.
+`ChecksState.state_problems` of each, and refuses the whole load if there is a problem.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from emblib.columns import Hyper
 
-_REFUSED = "(refused)"  # under the prefix of a module whose entries are not to be loaded
+_REFUSED = "(refused)"  # entry that marks a module, by its prefix, whose load was refused
 
 
 @runtime_checkable
@@ -38,7 +38,7 @@ def refuses(
     If an entry of the module or of a descendant is invalid, append messages to `errors`, and remove
     all entries from `state_dict`, from which torch loads the descendants next.
 
-    `problems_found` are problems that the module itself has found; then no others are searched.
+    If the caller passes `problems_found`, these are reported, and the entries are not checked.
     """
     if state_dict.pop(prefix + _REFUSED, None):
         return True
@@ -155,7 +155,7 @@ def number_problems(state_dict: Mapping[str, Any], key: str, below: int) -> Iter
 
 
 def key_problem(keys: Any, limit: int, size: int | None = None) -> str:
-    """Return why a tensor is no list of distinct ids below `limit`, -1 for none; "" if it is."""
+    """Return why `keys` are not distinct ids below `limit` (or -1 for none); "" if they are."""
     problem = tensor_problem(keys, torch.empty(0, dtype=torch.int64), (size,))
     if problem:
         return problem

@@ -1,7 +1,7 @@
 """Table-batched embeddings: T dense tables in one kernel, the optimizer fused into backward.
 
-A forward of `TableBatchedEmbeddingBags` checks bounds (`_batch`), brings missing rows into the
-cache if there is one (`Prefetcher.look_up`) and looks up (`_read`), through autograd if it trains.
+A forward of `TableBatchedEmbeddingBags` checks bounds (`_batch`), fetches missing rows if there is
+a cache (`Prefetcher.look_up`), and looks up (`_read`), through autograd if it trains.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from emblib.tables.short_calls import CachedCalls, ShortCalls
 class TableBatchedEmbeddingBags(FusedTables):
     """Looks up F features in T tables at once and pools them into one `[B, sum D]` output.
 
-    Backward groups the lookups by row and applies `optimizer` to every distinct row of the batch,
-    reading and writing it once; no gradient of the weights is ever stored. Every backward is a
-    separate step: two forwards in one loss are two updates, and gradients do not accumulate.
+    Backward groups the lookups by row and applies `optimizer` once to every distinct row of the
+    batch; no gradient of the weights is ever stored. Every forward has its own update in backward:
+    two forwards in one loss are two steps, and gradients do not accumulate.
     An optimizer with `deferred=True` leaves a sparse gradient on `weights` instead, which
     `FusedOptimizer.step` applies; `optim.External()` leaves one, sparse or dense, for any optimizer
     of `torch.optim`.
@@ -95,7 +95,7 @@ class TableBatchedEmbeddingBags(FusedTables):
     _prefetcher: Prefetcher | None
     _reporting: Reporting | None
     _num_begun_steps: (
-        int  # steps that training forwards have begun, for optimizers with periodic updates
+        int  # number of steps that training forwards have begun, for periodic optimizers
     )
     _calls: ShortCalls | None = None
     _begun_steps_at_update: int  # `_num_begun_steps` at the last deferred update
@@ -166,9 +166,9 @@ class TableBatchedEmbeddingBags(FusedTables):
     def reset_parameters(self) -> None:
         """Redraw the weights and reset optimizer state, step and learning rate.
 
-        Also initialises a module that was made on `meta` and moved by `to_empty`. DISK tables that
-        were opened with rows in them keep those at construction, and are redrawn when this is
-        called again.
+        It also initialises a module that was constructed on `meta` and moved by `to_empty`. The
+        call at construction does not redraw DISK tables that were opened with rows in them; later
+        calls do.
         """
         opened = self._memory.take_opened()
         # Opening changes nothing on disk, so a process that ends now damages nothing.
@@ -435,9 +435,9 @@ class TableBatchedEmbeddingBags(FusedTables):
     ) -> Tensor:
         """Look up outside compiled graphs: a cache has Python state and moves rows.
 
-        In one graph with the update, Inductor would copy whole tables, since both change them.
-        Optimizers with a periodic part count forwards in Python; the length of a sparse gradient is
-        the number of distinct rows, which no graph knows.
+        If one graph had the lookup and the update, which both change tables, Inductor would copy
+        whole tables. Periodic optimizers count forwards in Python. The length of a sparse gradient
+        is the number of distinct rows, which a graph does not know.
         """
         return self._look_up(batch_id, batch_sizes, sample_weights)
 
@@ -479,7 +479,7 @@ class TableBatchedEmbeddingBags(FusedTables):
         *,
         batch_sizes: Sequence[Sequence[int]] | None = None,
     ) -> None:
-        """Bring the rows of a coming batch into the cache, on the current stream.
+        """Fetch the rows of a later batch into the cache, on the current stream.
 
         Any number of batches may be prefetched ahead; `forward` must then get the same tensors in
         the same order. Rows of batches in flight, from prefetch to the end of backward, are not
@@ -560,14 +560,15 @@ class TableBatchedEmbeddingBags(FusedTables):
 
     @atomic
     def set_step(self, step: int) -> None:
-        """Continue counting from `step` (>= 0): what bias corrections and row counters see."""
+        """Continue counting from `step` (>= 0), which bias corrections and row counters use."""
         super().set_step(step)
         self._num_begun_steps = self._begun_steps_at_update = step
 
     def table_weights(self) -> list[Tensor]:
         """Return the tables as `[rows, dim]` views: writing to one writes to the module.
 
-        The cache is flushed and emptied first. Views of cached tables go stale with the next batch.
+        The cache is flushed and emptied first. After the next batch, views of cached tables may
+        have old values.
         """
         with self._lock:
             self.settle()
@@ -637,14 +638,14 @@ class TableBatchedEmbeddingBags(FusedTables):
     def overwriting(self) -> Iterator[None]:
         """Empty the cache, and allow writes to tables inside this context."""
         with self._lock, self._memory.writing_everything(self.hyperparams):
-            # Not before the disk tier is ready: a full disk must not drop cached updates.
+            # After preparing the disk tier, so that a full disk cannot lose cached updates.
             if self._prefetcher is not None:
                 self._prefetcher.reset()
             yield
 
     @atomic
     def settle(self) -> None:
-        """Write the cache back to the tables and empty it, so that it cannot go stale."""
+        """Write the cache back to the tables and empty it, before they are read or written."""
         if self._prefetcher is not None:
             self.flush()
             self._prefetcher.reset()

@@ -95,9 +95,9 @@ class TableBatchedTTEmbeddingBags(FusedTables):
             rows the standard deviation 1/sqrt(3 * rows), that of a dense table's uniform start.
             "positive_uniform", "unscaled_uniform", "unscaled_normal", "saw_tooth" and
             "unscaled_sampled_gaussian" are FBTT-Embedding's, with its scales, to compare runs.
-        precision: dtypes of cores (`weights`), output and optimizer state, how updates of cores are
-            rounded, and how exact products are on a GPU (`matmul`); rows and sums are float32 in
-            any case. On the CPU products are float32 whatever `matmul` says, which is logged.
+        precision: dtypes of cores (`weights`), output and optimizer state, rounding of updates of
+            cores, and precision of products on a GPU (`matmul`). Rows and sums are float32 in any
+            case, and on the CPU products too; another `matmul` is logged there.
         bounds_check: reaction to invalid indices and offsets, see `BoundsCheck`.
         device: device of the cores; None is torch's default device.
         include_last_offset: False for offsets without their last entry, the number of indices, as
@@ -603,9 +603,9 @@ class TTEmbeddingBag(TableBatchedTTEmbeddingBags):
             optimizer: optimizer, as the constructor takes it.
             spec: factors of rows and dim; with none of the next three its ranks as well.
             ranks: the inner ranks.
-            error: the largest relative error, from which the ranks follow.
-            nbytes: bytes of the cores, from which the ranks follow.
-            counts: accesses of each row, by which their errors are weighted.
+            error: the largest relative error; the smallest ranks that keep it are chosen.
+            nbytes: maximum bytes of the cores; the largest ranks that fit are chosen.
+            counts: number of accesses of each row `[rows]`, which weights the errors of rows.
             options: further arguments of the constructor; `device` is by default that of `weight`.
                 Cores whose `precision.weights` has 16 bits are rounded to nearest, and the logged
                 error includes it.
@@ -686,7 +686,7 @@ class TTEmbeddingBag(TableBatchedTTEmbeddingBags):
 
 
 def join_blocks(blocks: Iterable[Tensor], rows: int, dim: int, device: torch.device) -> Tensor:
-    """Copy blocks of rows into one float32 matrix `[rows, dim]`; one block at a time in memory."""
+    """Copy blocks of rows into one float32 matrix `[rows, dim]`, block by block."""
     dense, first_row = torch.empty(rows, dim, device=device), 0
     for block in blocks:
         dense[first_row : first_row + len(block)] = block

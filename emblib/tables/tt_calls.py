@@ -189,7 +189,7 @@ class ShortTrainCalls:
         return results
 
     def saved_of(self, indices: Tensor) -> int:
-        """Return how many values of left halves a lookup saves for backward."""
+        """Return the number of values of left halves that a lookup saves for backward."""
         return min(indices.numel(), self._max_saved)
 
     def versions(self) -> tuple[int, ...]:

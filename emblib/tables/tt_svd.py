@@ -1,13 +1,13 @@
-"""Make tensor-train cores from a dense table: TT-SVD, and a fit weighted by access counts.
+"""Compute tensor-train cores from a dense table: TT-SVD, and a fit weighted by access counts.
 
 The table is cut at each rank in turn: a matrix with the digits left of the cut as rows and those
 right of it as columns is replaced by its best approximation of that rank (Oseledets, 2011). The
 squared errors of the cuts add up, so the result is within `sqrt(cores - 1)` of the best tensor
 train of these ranks.
 
-Singular vectors are eigenvectors of the Gram matrix of the shorter side. Only the
-first cut has the size of the table, which it reads in chunks; the remainder is smaller by a factor
-of `rank / (p[0] * q[0])`. So there is never a second copy of the table.
+Singular vectors are eigenvectors of the Gram matrix of the shorter side. Only the first cut has the
+size of the table, which it reads in chunks; the remainder is smaller by a factor of
+`rank / (p[0] * q[0])`. So there is never a second copy of the table.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from emblib.tt import shapes
 _LOG = logging.getLogger(__name__)
 _CHUNK_BYTES = 64 << 20
 _FIT_SWEEPS = 3
-_RIDGE = 1e-6  # times the mean squared regressor: few counted rows may determine a slice
+_RIDGE = 1e-6  # of the mean squared regressor; too few counted rows may not determine a slice
 
 
 class Decomposition(NamedTuple):
@@ -58,17 +58,17 @@ def decompose(
 ) -> Decomposition:
     """Return the cores of a tensor train that approximates a dense table.
 
-    One of `ranks`, `error` and `nbytes` says how large it may be, or `spec` with its ranks.
+    Its size is given by one of `ranks`, `error` and `nbytes`, or by the ranks of `spec`.
 
     Args:
         weight: `[rows, dim]`, of any floating dtype.
         spec: factors of rows and dim, by default those of `TTSpec` for 3 cores.
         ranks: the inner ranks; those that the cores cannot use are lowered.
-        error: a relative error; the ranks are the smallest whose cuts stay below it together.
+        error: relative error that all cuts together may cause; the smallest such ranks are chosen.
             Rounding the cores to 16 bits adds to it.
-        nbytes: bytes of the cores in `dtype`; the ranks are the largest equal ones that fit.
-        counts: accesses of each row `[rows]`: the first and the last core are then fitted so that
-            the squared errors of rows, weighted by these, are smallest.
+        nbytes: maximum bytes of the cores in `dtype`; the largest equal ranks that fit are chosen.
+        counts: accesses of each row `[rows]`. With them the first and the last core are fitted to
+            minimise the sum of squared errors of rows, weighted by the counts.
         dtype: dtype to which the values of the cores are rounded: float32, float16 or bfloat16.
 
     Raises:
@@ -219,7 +219,7 @@ class _Cuts:
         values, vectors = values.flip(0).clamp(min=0.0), vectors.flip(1)
         rank = min(limit, values.numel())
         if self._tail is not None:
-            tails = values.flip(0).cumsum(0).flip(0)  # what a rank of k loses is tails[k]
+            tails = values.flip(0).cumsum(0).flip(0)  # tails[k]: squared error of rank k
             rank = max(1, min(rank, int((tails > self._tail).sum())))
         return vectors[:, :rank].contiguous()
 
@@ -248,7 +248,7 @@ def _chunks(weight: Tensor) -> Iterator[tuple[int, Tensor]]:
 def _slices(weight: Tensor, spec: TTSpec) -> Iterator[tuple[int, Tensor]]:
     """Yield chunks with all first row digits: (first inner row, values `[p[0] * n, D]`).
 
-    Rows beyond the table, which only the factors have, are zeros.
+    Rows beyond the table, up to the product of the row factors, are zeros.
     """
     p0, inner_rows = spec.row_factors[0], math.prod(spec.row_factors[1:])
     step = max(1, min(inner_rows, _CHUNK_BYTES // (8 * p0 * spec.dim)))
@@ -330,7 +330,7 @@ def _fit_outer(weight: Tensor, spec: TTSpec, cores: list[Tensor], counts: Tensor
             if outer == 0
             else core_before.view(p, rank, q)
         )
-        # Towards the core as it was, where no counted row says otherwise.
+        # The ridge pulls towards the old core, which stays where no counted row determines it.
         fitted = torch.linalg.solve(gram + ridge * eye, target + ridge * core_before)
         fitted = fitted.transpose(1, 2) if outer == 0 else fitted
         cores = [*cores]
@@ -352,7 +352,7 @@ def _counted_chunks(
 def _measured(
     weight: Tensor, spec: TTSpec, cores: list[Tensor], counts: Tensor | None
 ) -> Decomposition:
-    """Compute the errors of the cores, one first row digit after another."""
+    """Compute the errors of the cores, in blocks of rows with one first digit."""
     p, q, rank = spec.row_factors, spec.dim_factors, spec.ranks[0]
     inner_rows, inner_columns = math.prod(p[1:]), math.prod(q[1:])
     inner_product = _product(cores[1:], spec).reshape(rank, inner_rows * inner_columns)

@@ -1,8 +1,8 @@
-"""Record which rows a model looks up, and keep that as a small file.
+"""Record which rows a model looks up, and save them in a small file.
 
-A trace says for each feature, sample by sample, which ids were looked up. It holds no embeddings,
-no weights of samples and no order of time between features. `TraceRecorder` writes one while a
-model runs; a benchmark replays it.
+A trace has for each feature, sample by sample, the ids that were looked up. It has no embeddings,
+no sample weights, and no order in time between features. `TraceRecorder` records one while a model
+runs; a benchmark replays it.
 """
 
 from emblib.trace.file import LookupTrace, TracedFeature, sha256

@@ -1,4 +1,4 @@
-"""LookupTrace: ids and bag lengths of every feature, and its file with the narrowest integers."""
+"""LookupTrace: ids and bag lengths of every feature, and its file format."""
 
 from __future__ import annotations
 
@@ -53,16 +53,16 @@ class LookupTrace:
     lengths: tuple[Tensor, ...]  # [F][samples], likewise
 
     def save(self, path: str | Path) -> str:
-        """Write the file, all of it or nothing; returns its SHA-256 as 64 hexadecimal digits."""
-        tables = [asdict(feature) for feature in self.features]
+        """Write the file atomically; return its SHA-256 as 64 hexadecimal digits."""
+        features = [asdict(feature) for feature in self.features]
         packed_lengths = [_Lengths.of(lengths) for lengths in self.lengths]
         content = {
             "format": FORMAT,
             "version": VERSION,
-            "features": tables,
+            "features": features,
             "ids": list(self.ids),
-            "lengths": [k.values for k in packed_lengths],
-            "samples": [k.samples for k in packed_lengths],
+            "lengths": [packed.values for packed in packed_lengths],
+            "samples": [packed.samples for packed in packed_lengths],
         }
         with saving(path) as file:  # given a path, torch would put its name into the bytes
             save_archive(content, file)
@@ -75,14 +75,13 @@ class LookupTrace:
         The whole file is read once, to compare its checksums.
 
         Raises:
-            ValueError: a file of another kind, of a version that this one cannot read, or one that
-                is damaged.
+            ValueError: a file of another kind or of an unknown version, or a damaged one.
         """
         try:
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except FileNotFoundError:
             raise
-        except Exception as error:  # whatever the reader of torch comes across in damaged bytes
+        except Exception as error:  # damaged bytes make torch's reader raise any class of error
             message = str(error).partition("\n")[0]
             raise ValueError(f"{path} is not a trace that emblib wrote ({message})") from error
         if not isinstance(content, dict) or content.get("format") != FORMAT:
@@ -107,7 +106,7 @@ class LookupTrace:
     @classmethod
     def _of(cls, content: dict[str, Any]) -> LookupTrace:
         lengths = [
-            _Lengths(values, samples).whole()
+            _Lengths(values, samples).expand()
             for values, samples in zip(content["lengths"], content["samples"], strict=True)
         ]
         features = tuple(TracedFeature(**feature) for feature in content["features"])
@@ -138,7 +137,7 @@ class _Lengths(NamedTuple):
         are_equal = lengths.numel() > 0 and bool((lengths == lengths[0]).all())
         return cls(lengths[:1].clone() if are_equal else lengths, lengths.numel())
 
-    def whole(self) -> Tensor:
+    def expand(self) -> Tensor:
         return self.values.expand(self.samples) if self.values.numel() == 1 else self.values
 
 

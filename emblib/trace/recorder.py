@@ -1,7 +1,7 @@
 """The recorder: hooks on a model's embeddings that copy the ids of their calls.
 
 A `Reading` is a function of (name, module, args, kwargs) that extracts the bags of a call;
-`_reading` selects it by the kind of module.
+`_reading_of` selects it by the kind of module.
 """
 
 from __future__ import annotations
@@ -36,41 +36,37 @@ class Bags(NamedTuple):
 
 
 Reading = Callable[[str, nn.Module, tuple[Any, ...], dict[str, Any]], list[Bags]]
+NamedEmbedding = tuple[str, nn.Module, Reading]
 
 
-Found = tuple[str, nn.Module, Reading]
-
-
-def embeddings(roots: Sequence[nn.Module]) -> list[Found]:
-    """Return the outermost embeddings in the modules, each once, by its first name.
+def embeddings(roots: Sequence[nn.Module]) -> list[NamedEmbedding]:
+    """Return the outermost embeddings in the modules, each once, under its first name.
 
     A root without embeddings counts as an embedding itself.
     """
-    found_by_id: dict[int, Found] = {}
+    by_id: dict[int, NamedEmbedding] = {}
     for root in roots:
-        for table_module in _outermost(root):
-            found_by_id.setdefault(id(table_module[1]), table_module)
-    within = {
-        id(m) for _, outer, _ in found_by_id.values() for m in outer.modules() if m is not outer
-    }
-    return [table_module for key, table_module in found_by_id.items() if key not in within]
+        for embedding in _outermost(root):
+            by_id.setdefault(id(embedding[1]), embedding)
+    inner = {id(m) for _, outer, _ in by_id.values() for m in outer.modules() if m is not outer}
+    return [embedding for key, embedding in by_id.items() if key not in inner]
 
 
-def _outermost(root: nn.Module) -> list[Found]:
-    table_modules: list[Found] = []
-    inside: list[str] = []
+def _outermost(root: nn.Module) -> list[NamedEmbedding]:
+    embeddings_: list[NamedEmbedding] = []
+    outer_paths: list[str] = []
     for path, module in root.named_modules():
-        if any(path.startswith(f"{outer}.") or not outer for outer in inside):
+        if any(path.startswith(f"{outer_path}.") or not outer_path for outer_path in outer_paths):
             continue
-        reading = _reading(module)
+        reading = _reading_of(module)
         if reading is not None:
-            table_modules.append((path or type(root).__name__, module, reading))
-            inside.append(path)
-    return table_modules or [(type(root).__name__, root, _keyed)]
+            embeddings_.append((path or type(root).__name__, module, reading))
+            outer_paths.append(path)
+    return embeddings_ or [(type(root).__name__, root, _read_keyed)]
 
 
 def distinct(names: Sequence[str]) -> list[str]:
-    """Return distinct names: one that repeats gets its position, or a larger number if taken."""
+    """Return distinct names: a repeated name gets its position appended, or a larger number."""
     taken, result = set(names), []
     for position, name in enumerate(names):
         new, number = name, position
@@ -81,18 +77,18 @@ def distinct(names: Sequence[str]) -> list[str]:
     return result
 
 
-def _reading(module: nn.Module) -> Reading | None:
+def _reading_of(module: nn.Module) -> Reading | None:
     if isinstance(module, nn.EmbeddingBag):
-        return _bag
+        return _read_bag
     if isinstance(module, nn.Embedding):
-        return _embedding
+        return _read_embedding
     if isinstance(module, TTEmbeddingBag):
-        return _tensor_train
+        return _read_tensor_train
     if isinstance(module, TableBatchedEmbeddingBags | TableBatchedTTEmbeddingBags):
-        return _batched
+        return _read_batched
     if hasattr(module, "embedding_specs") and hasattr(module, "feature_table_map"):
-        return _fbgemm
-    return _keyed if _configurations(module) else None
+        return _read_fbgemm
+    return _read_keyed if _configurations(module) else None
 
 
 def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], position: int, name: str) -> Any:
@@ -100,7 +96,7 @@ def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], position: int, name
 
 
 def _bags_of_one_length(ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ids and lengths where dimension 0 counts the samples, also of nested tensors."""
+    """Return ids and lengths of bags without offsets: dimension 0 counts the samples."""
     if ids.is_nested:
         rows = [row.reshape(-1) for row in ids.unbind()]
         return torch.cat(rows), torch.tensor([row.numel() for row in rows])
@@ -108,14 +104,16 @@ def _bags_of_one_length(ids: Tensor) -> tuple[Tensor, Tensor]:
     return ids, torch.full((samples,), ids.numel() // max(samples, 1), dtype=torch.int64)
 
 
-def _bag(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Bags]:
+def _read_bag(
+    name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[Bags]:
     assert isinstance(module, nn.EmbeddingBag)
     ids, offsets = (_argument(args, kwargs, i, n) for i, n in enumerate(("input", "offsets")))
     if offsets is None:
         ids, lengths = _bags_of_one_length(ids)
     else:
         ends = offsets if module.include_last_offset else _with_end(offsets, ids.numel())
-        ids, lengths = ids[: int(ends[-1])], ends.diff()  # torch ignores ids behind the last end
+        ids, lengths = ids[: int(ends[-1])], ends.diff()  # torch ignores ids after the last end
     if module.padding_idx is not None:
         ids = torch.where(ids == module.padding_idx, -1, ids)
     feature = TracedFeature(name, name, module.num_embeddings, module.embedding_dim)
@@ -126,7 +124,7 @@ def _with_end(offsets: Tensor, end: int) -> Tensor:
     return torch.cat([offsets, offsets.new_full((1,), end)])
 
 
-def _embedding(
+def _read_embedding(
     name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[Bags]:
     assert isinstance(module, nn.Embedding)
@@ -135,7 +133,7 @@ def _embedding(
     return [Bags(feature, *_bags_of_one_length(ids))]
 
 
-def _tensor_train(
+def _read_tensor_train(
     name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[Bags]:
     assert isinstance(module, TTEmbeddingBag)
@@ -147,7 +145,7 @@ def _tensor_train(
     return [Bags(feature, ids, repair_offsets(offsets, ids.numel()).diff())]
 
 
-def _batched(
+def _read_batched(
     name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[Bags]:
     assert isinstance(module, TableBatchedEmbeddingBags | TableBatchedTTEmbeddingBags)
@@ -159,7 +157,9 @@ def _batched(
     return _feature_major(features, args, kwargs, sizes)
 
 
-def _fbgemm(name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Bags]:
+def _read_fbgemm(
+    name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[Bags]:
     features = []
     for f, t in enumerate(module.feature_table_map):
         rows, dim = (int(n) for n in module.embedding_specs[t][:2])
@@ -180,8 +180,8 @@ def _feature_major(
     """
     ids, offsets = (_argument(args, kwargs, i, n) for i, n in enumerate(("indices", "offsets")))
     batch = (offsets.numel() - 1) // len(features)
-    bags = [sum(s) for s in sizes] if sizes is not None else [batch] * len(features)
-    return _split(features, ids, repair_offsets(offsets, ids.numel()).diff(), bags)
+    bags_per_feature = [sum(s) for s in sizes] if sizes is not None else [batch] * len(features)
+    return _split(features, ids, repair_offsets(offsets, ids.numel()).diff(), bags_per_feature)
 
 
 def _split(
@@ -189,9 +189,7 @@ def _split(
 ) -> list[Bags]:
     by_feature = lengths.to("cpu", torch.int64).split(list(bags))
     ids_by_feature = ids.split([int(feature_lengths.sum()) for feature_lengths in by_feature])
-    return [
-        Bags(*bags_fields) for bags_fields in zip(features, ids_by_feature, by_feature, strict=True)
-    ]
+    return [Bags(*fields) for fields in zip(features, ids_by_feature, by_feature, strict=True)]
 
 
 def _configurations(module: nn.Module) -> list[Any]:
@@ -203,7 +201,7 @@ def _configurations(module: nn.Module) -> list[Any]:
     return []
 
 
-def _keyed(
+def _read_keyed(
     name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[Bags]:
     jagged = args[0] if args else next(iter(kwargs.values()), None)
@@ -221,12 +219,14 @@ def _keyed(
         features.append(TracedFeature(f"{name}.{key}", f"{name}.{table}", rows, dim))
     lengths = jagged.lengths()
     strides = getattr(jagged, "stride_per_key", None)
-    bags = list(strides()) if strides else [lengths.numel() // len(features)] * len(features)
-    return _split(features, jagged.values(), lengths, bags)
+    bags_per_feature = (
+        list(strides()) if strides else [lengths.numel() // len(features)] * len(features)
+    )
+    return _split(features, jagged.values(), lengths, bags_per_feature)
 
 
 class TraceRecorder:
-    """Records the lookups of every embedding in `modules` while it is entered.
+    """Record the lookups of every embedding in `modules` inside a `with` block.
 
     ```python
     with emblib.TraceRecorder(model) as recorder:
@@ -235,17 +235,17 @@ class TraceRecorder:
     recorder.save("lookups.pt")
     ```
 
-    Recorded are `nn.EmbeddingBag`, `nn.Embedding` (dimension 0 counts the samples), emblib's
-    modules, FBGEMM's by their attributes, and TorchRec's collections by their configurations;
-    nested ones only once, by the outermost. A module passed in that contains none of them must be
-    called with a KeyedJaggedTensor, or an object with its `keys()`, `values()` and `lengths()`.
-    Negative ids, and an `nn.EmbeddingBag`'s `padding_idx`, are not recorded, nor are forwards that
-    activation checkpointing repeats. Ids are copied to the CPU, which waits for a GPU. Several
-    threads may call the embeddings; the features of a call are recorded together.
+    It records `nn.EmbeddingBag`, `nn.Embedding` (dimension 0 counts the samples), emblib's modules,
+    FBGEMM's (recognised by their attributes) and TorchRec's collections (by their configurations);
+    of nested ones only the outermost. A module in `modules` that contains none of them must be
+    called with a KeyedJaggedTensor, or an object with its `keys()`, `values()` and `lengths()`. It
+    does not record negative ids, the `padding_idx` of an `nn.EmbeddingBag`, and forwards that
+    activation checkpointing repeats. Ids are copied to the CPU, so the host waits for a GPU.
+    Several threads may call the embeddings; the features of a call are recorded together.
 
     Args:
         modules: models, or embeddings themselves.
-        calls: the number of calls to record per embedding each time it is entered; 0 records all.
+        calls: maximum number of calls to record per embedding and `with` block; 0 records all.
 
     Raises:
         ValueError: no module, or a negative number of calls.
@@ -270,18 +270,18 @@ class TraceRecorder:
                     f"modules must be nn.Modules, got {type(module).__name__}: "
                     "TraceRecorder(first, second) takes them one by one"
                 )
-        self._table_modules = embeddings(modules)
-        self._names = distinct([name for name, _, _ in self._table_modules])
+        self._embeddings = embeddings(modules)
+        self._names = distinct([name for name, _, _ in self._embeddings])
         self._calls = calls
         self._recorded: dict[str, list[Bags]] = {}
         self._hooks: list[Any] = []
-        self._lock = ModuleLock()  # the features of a call are recorded together
+        self._lock = ModuleLock()  # held while the features of a call are recorded
 
     def __enter__(self) -> TraceRecorder:
         if self._hooks:
             raise RuntimeError("a recorder is entered once at a time; leave its `with` block first")
         try:
-            for name, (_, module, read) in zip(self._names, self._table_modules, strict=True):
+            for name, (_, module, read) in zip(self._names, self._embeddings, strict=True):
                 hook = _Hook(name, read, self._recorded, self._calls, self._lock)
                 self._hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
         except BaseException:
@@ -328,7 +328,7 @@ class TraceRecorder:
 
 
 class _Hook:
-    """Records the calls of one embedding; copied or unpickled, it records nothing."""
+    """Forward pre-hook that records the calls of one embedding; a copy of it does nothing."""
 
     def __init__(
         self,
@@ -338,19 +338,16 @@ class _Hook:
         calls: int,
         lock: ModuleLock,
     ) -> None:
-        self.name, self.read, self.recorded, self.calls_left = (
-            name,
-            read,
-            recorded,
-            calls or math.inf,
-        )
-        self.lock = lock
+        self.name, self.read, self.recorded, self.lock = name, read, recorded, lock
+        self.calls_left = calls or math.inf
 
     @graph_break
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.calls_left <= 0 or is_repeated():
             return
-        recorded_bags = [_real_lookups(bags) for bags in self.read(self.name, module, args, kwargs)]
+        recorded_bags = [
+            _valid_lookups(bags) for bags in self.read(self.name, module, args, kwargs)
+        ]
         with self.lock:
             if self.calls_left <= 0:
                 return
@@ -363,21 +360,21 @@ class _Hook:
 
 
 class _NoHook:
-    """Replaces a hook in a copied or saved module."""
+    """Hook that does nothing: what a `_Hook` becomes in a copied or saved module."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         pass
 
 
-def _real_lookups(bags: Bags) -> Bags:
+def _valid_lookups(bags: Bags) -> Bags:
     """Move a call's lookups to the CPU, without negative ids."""
     ids = bags.ids.detach().reshape(-1).to("cpu", torch.int64)
     lengths = bags.lengths.detach().reshape(-1).to("cpu", torch.int64)
-    real = ids >= 0
-    if not bool(real.all()):
+    is_valid = ids >= 0
+    if not bool(is_valid.all()):
         bag_of_lookup = torch.repeat_interleave(torch.arange(lengths.numel()), lengths)
-        lengths = torch.bincount(bag_of_lookup[real], minlength=lengths.numel())
-        ids = ids[real]
+        lengths = torch.bincount(bag_of_lookup[is_valid], minlength=lengths.numel())
+        ids = ids[is_valid]
     return Bags(bags.feature, _narrow(ids).clone(), _narrow(lengths).clone())
 
 

@@ -1,4 +1,4 @@
-"""Skew of the lookups of a table, and what share of them a smaller table serves."""
+"""Skew of the lookups of a table, and the share of lookups that a smaller table serves."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-ZIPF = 1.05  # exponent of the skew of ids that no trace shows
-_GROUPS = 128  # groups of ids with about equal frequency, in an assumed skew
-_GRID = 120  # points of an integral
+ZIPF = 1.05  # exponent of the assumed skew of ids without a trace
+_GROUPS = 128  # approximate number of groups of ids with about equal frequency
+_GRID = 120  # points of the numerical integration
 _MIN_FACTOR = 1e-60  # products of smaller factors are denormal numbers, which are slow
 
 
@@ -20,8 +20,8 @@ class IdSkew:
     """Distribution of the lookups of a table over its ids.
 
     Args:
-        shares: fraction of all lookups per id of a group, float64 `[G]`, descending; a group has
-            ids of about equal frequency.
+        shares: fraction of all lookups per id of a group, float64 `[G]`, descending; the ids of a
+            group have about equal frequency.
         sizes: numbers of ids in each group; float64 `[G]`.
     """
 
@@ -32,13 +32,15 @@ class IdSkew:
     def of_counts(cls, counts: Tensor) -> IdSkew:
         """Return the skew of ids that were looked up `counts` `[rows]` times."""
         values, sizes = counts.detach().cpu().double().unique(return_counts=True)
-        # Counts that differ by a few per cent are one group, of their mean.
-        group = (_GROUPS / 8 * values.clamp(min=1e-9).log()).round().unique(return_inverse=True)[1]
-        group = torch.where(values <= _GROUPS, values, _GROUPS + 1.0 + group)
-        group = group.unique(return_inverse=True)[1]
-        size = torch.zeros(int(group[-1]) + 1, dtype=torch.float64)
-        total = size.index_add(0, group, values * sizes)
-        size.index_add_(0, group, sizes.double())
+        # Small counts are groups by themselves; larger ones that differ by a few per cent form one.
+        group_of = (
+            (_GROUPS / 8 * values.clamp(min=1e-9).log()).round().unique(return_inverse=True)[1]
+        )
+        group_of = torch.where(values <= _GROUPS, values, _GROUPS + 1.0 + group_of)
+        group_of = group_of.unique(return_inverse=True)[1]
+        size = torch.zeros(int(group_of[-1]) + 1, dtype=torch.float64)
+        total = size.index_add(0, group_of, values * sizes)
+        size.index_add_(0, group_of, sizes.double())
         shares = total / size / max(float(total.sum()), 1.0)
         return cls(shares.flip(0), size.flip(0))
 
@@ -54,19 +56,19 @@ class IdSkew:
         return cls(shares / (shares @ sizes), sizes)
 
     def missed(self, rows: int) -> float:
-        """Return the share of lookups of ids other than the `rows` most used."""
+        """Return the share of lookups that read ids other than the `rows` most used ones."""
         num_before = self.sizes.cumsum(0) - self.sizes
         num_cached = (rows - num_before).clamp(min=0.0).minimum(self.sizes)
         return max(0.0, 1.0 - float(num_cached @ self.shares))
 
     def hits(self, rows: int) -> float:
-        """Return the share of lookups that a cache of the `rows` least recently used rows serves.
+        """Return the hit rate of an LRU cache of `rows` rows.
 
         By Che's approximation: an id of share s is in the cache if it was looked up in the last t
         lookups, with probability 1 - exp(-s t); t is chosen so that `rows` ids are expected there.
         """
-        used = self.shares > 0
-        shares, sizes = self.shares[used], self.sizes[used]
+        is_used = self.shares > 0
+        shares, sizes = self.shares[is_used], self.sizes[is_used]
         if not len(shares) or rows >= float(sizes.sum()):
             return 1.0
         low, high = 0.0, 1.0
@@ -79,18 +81,18 @@ class IdSkew:
         return float((sizes * shares) @ -torch.expm1(-shares * high))
 
     def shared(self, rows: int) -> float:
-        """Return the share of a row's updates that come from other ids, with a hash to `rows`.
+        """Return the share of a row's updates that come from other ids, if ids hash to `rows` rows.
 
-        This is the expectation, over lookups and hashes, of o / (s + o), where s is the share of an
-        id and o that of the other ids in its row. It is computed with 1 / (s + o), the integral of
-        exp(-(s + o) t) over t, and the expectation of exp(-o t): a product over all other ids, each
-        of which is in the row with probability 1 / rows.
+        It is the expectation, over lookups and hashes, of o / (s + o), where s is the share of an
+        id and o that of the other ids in its row. 1 / (s + o) is the integral of exp(-(s + o) t)
+        over t, and the expectation of exp(-o t) is a product over all other ids, each of which is
+        in the row with probability 1 / rows.
         """
-        used = self.shares > 0
-        if not used.any():
+        is_used = self.shares > 0
+        if not is_used.any():
             return 0.0
         decay, steps = self._decay
-        shares, sizes = self.shares[used], self.sizes[used]
+        shares, sizes = self.shares[is_used], self.sizes[is_used]
         factors = decay.log() if rows == 1 else torch.log1p((decay - 1.0) / rows)
         expected = (
             (sizes @ factors - factors).clamp(min=math.log(_MIN_FACTOR)).exp()

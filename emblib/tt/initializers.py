@@ -59,7 +59,7 @@ def first_core(layout: CoreLayout, std: float) -> list[Tensor]:
     """Draw normal entries: core 0 has the deviation of rows, and the others keep it.
 
     The gradient of core 0 then is as large as that of rows, and the other cores begin as random
-    projections. For a train whose core 0 has most of the values (`TensorTrain.projected`).
+    projections. It is meant for trains whose core 0 has most values (`TensorTrain.projected`).
     """
     ranks = layout.full_ranks
     return [
@@ -69,9 +69,9 @@ def first_core(layout: CoreLayout, std: float) -> list[Tensor]:
 
 
 def sampled_gaussian(layout: CoreLayout, std: float) -> list[Tensor]:
-    """Draw normal entries with |z| >= 2: TT-Rec's scheme, with the scale that it lacks.
+    """Draw normal entries with |z| >= 2: TT-Rec's scheme, but scaled to the deviation of rows.
 
-    Without entries near zero the rows, products of d entries, come closer to a normal distribution.
+    Without entries near zero the rows, products of d entries, are closer to a normal distribution.
     """
     tail = 0.5 * math.erfc(math.sqrt(2.0))  # P(z >= 2)
     density = math.exp(-2.0) / math.sqrt(2.0 * math.pi)
@@ -92,7 +92,7 @@ _JITTER = 0.01
 
 
 def approx_uniform(layout: CoreLayout, std: float) -> list[Tensor]:
-    """Make rows whose values are uniform around zero and whose directions are independent.
+    """Draw cores of rows whose values are uniform around zero and whose directions are independent.
 
     The last core has values spaced evenly between -1 and 1, in random order. The other cores select
     among them: for each rank index on their left they have one nonzero entry, +1 or -1, at a random
@@ -109,7 +109,7 @@ def approx_uniform(layout: CoreLayout, std: float) -> list[Tensor]:
     for k, (p, q) in enumerate(zip(layout.row_factors, layout.dim_factors, strict=True)):
         shape = (p, ranks[k], q, ranks[k + 1])
         if k == cores - 1:
-            # A permutation, not draws: a small core would miss parts of the interval by chance.
+            # Permuted, not drawn: draws of a small core would miss parts of the interval by chance.
             count = math.prod(shape)
             level = torch.randperm(count, device=device).view(shape)
             core = (2.0 * level + 1.0) / count - 1.0
@@ -162,7 +162,7 @@ def unscaled_sampled_gaussian(layout: CoreLayout, std: float) -> list[Tensor]:
 
 
 def saw_tooth(layout: CoreLayout, std: float) -> list[Tensor]:
-    """Make rows of uniform values that lie in few dimensions, from saw-tooth numbers in 3 cores.
+    """Draw 3 cores of saw-tooth numbers: rows of uniform values that lie in few dimensions.
 
     Entries of the first two cores are near 1/sqrt(R[1]), with two exceptions. In the second core,
     the entries of a row and column at one random even index of R[2] are nearly zero, but for one
@@ -196,7 +196,7 @@ def saw_tooth(layout: CoreLayout, std: float) -> list[Tensor]:
     return [core.reshape(core.shape[0], -1) * scale for core in (head, middle, last)]
 
 
-_TEETH = 15  # levels on either side of zero, zero included
+_TEETH = 15  # levels on each side of zero, counting zero
 _TOOTH_WIDTH = 0.7 / (2 * _TEETH)
 
 

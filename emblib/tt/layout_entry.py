@@ -44,7 +44,7 @@ def _rows_of(saved: Tensor | None, count: int) -> list[Tensor | None]:
 
 
 def difference(saved: Tensor | None, current: Tensor) -> str:
-    """Return how the saved entry differs from the current one, as a message; "" if it does not.
+    """Describe how the saved entry differs from the current one; "" if it does not.
 
     Older state dicts have no entry (None). Then the shapes of the cores must determine ranks and
     factors, and the number of rows is not compared: common rows are equal.

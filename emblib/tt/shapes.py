@@ -1,13 +1,13 @@
 """Factors of a tensor-train table: row factors cover its rows, dim factors multiply to its dim.
 
-Row factors are ceil-roots: the padding they add is below 1% from a few thousand rows on, and they
-cost microseconds, where a search over prime factorisations takes seconds and may pad by 90%
-(2**20 rows). Dim factors are exact: a table never has columns its user did not ask for.
+Row factors are rounded-up roots. They pad the rows by less than 1% from a few thousand rows on, and
+take microseconds to compute; a search over prime factorisations takes seconds and may pad by 90%
+(2**20 rows). Dim factors are exact: a table has no columns that the user did not ask for.
 
 Rows share core slices if their ids share digits, so ids near each other share most of them. Ids are
-often ordered, e.g. by frequency; then the hottest ids share all core slices but the last. A
-permutation of ids, `(multiplier * id + offset) % rows`, spreads them. It is a bijection, since the
-multiplier has no factor in common with the number of rows.
+often ordered, e.g. by frequency; then the most frequent ids share all core slices but the last. A
+permutation of ids, `(multiplier * id + offset) % rows`, distributes them. It is a bijection, since
+the multiplier has no factor in common with the number of rows.
 """
 
 import math
@@ -28,8 +28,8 @@ def row_factors(rows: int, cores: int) -> tuple[int, ...]:
 def dim_factors(dim: int, cores: int) -> tuple[int, ...]:
     """Choose the most balanced exact factors of `dim`, ascending; 1 if a prime forces it.
 
-    Balanced means the least sum; among equals a last factor divisible by 4 wins, which suits vector
-    registers. Ascending, because the work for a prefix grows with the first factors alone.
+    Balanced means the least sum; among equal sums a last factor divisible by 4 is preferred, for
+    vector registers. They ascend because the work per prefix depends on the first factors only.
     """
     return min(
         _factorisations(dim, cores, 1),
@@ -40,9 +40,9 @@ def dim_factors(dim: int, cores: int) -> tuple[int, ...]:
 def most_ranks(row_factors: Sequence[int], dim_factors: Sequence[int]) -> tuple[int, ...]:
     """Return the largest rank that the cores on the two sides of each cut can use.
 
-    Rank k joins the first k cores to the others; as a matrix of `prod(p_j * q_j)` rows (j < k) by
-    `prod(p_j * q_j)` columns (j >= k) the table has no rank above the smaller of the two, so a
-    larger one would only add weights that can express nothing.
+    Rank k connects the first k cores to the others. As a matrix of `prod(p_j * q_j)` rows (j < k)
+    by `prod(p_j * q_j)` columns (j >= k) the table has at most the smaller of the two as its rank,
+    so a larger rank k adds weights without effect.
     """
     sizes = [p * q for p, q in zip(row_factors, dim_factors, strict=True)]
     return tuple(min(math.prod(sizes[:k]), math.prod(sizes[k:])) for k in range(1, len(sizes)))
@@ -72,7 +72,7 @@ def permutation(rows: int, seed: int) -> tuple[int, int]:
     if rows < 5:
         return AS_GIVEN
     draw = random.Random(seed)
-    # Not near 0, 1/2 or 1 of the rows, where neighbours would stay neighbours.
+    # Not near 0, 1/2 or 1 times the rows, with which neighbours would stay neighbours.
     while math.gcd(multiplier := draw.randrange(rows // 5, rows - rows // 5), rows) > 1:
         pass
     return multiplier, draw.randrange(rows)

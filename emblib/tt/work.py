@@ -38,12 +38,12 @@ class TTWork(NamedTuple):
     def of(
         cls, dim_factors: Sequence[int], full_ranks: Sequence[int], distinct: tuple[int, int, int]
     ) -> TTWork:
-        """Return the work of a batch with `distinct` numbers of (rows, left, right halves).
+        """Return the work of a batch.
 
         Args:
             dim_factors: q, one per core.
             full_ranks: R with the 1 at both ends.
-            distinct: rows, left halves and right halves.
+            distinct: numbers of distinct rows, left halves and right halves.
         """
         rows, lefts, rights = distinct
         cores = len(dim_factors)

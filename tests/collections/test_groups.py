@@ -186,7 +186,7 @@ CUTS = [((0, 50), (50, 131)), ((0, 131),), ((0, 1), (1, 130), (130, 131))]
 def test_first_values_do_not_depend_on_the_cut(
     rows: tuple, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("emblib.storage.initial_values._BLOCK", 40 * 8)
+    monkeypatch.setattr("emblib.storage.initial_values._BLOCK_ELEMENTS", 40 * 8)
     by_rows = ByRows(lambda block, rows: block.normal_().add_(rows.start))
     for options in (
         {},
@@ -212,7 +212,7 @@ def test_first_values_do_not_depend_on_the_cut(
 def test_a_slice_fills_the_blocks_of_its_rows_only(
     columns: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("emblib.storage.initial_values._BLOCK", 40 * 8)
+    monkeypatch.setattr("emblib.storage.initial_values._BLOCK_ELEMENTS", 40 * 8)
     blocks = []
 
     def fill(block: torch.Tensor, rows: range) -> None:

@@ -84,3 +84,34 @@ def test_an_interrupted_step_trains_each_row_or_not(eviction: RowEviction) -> No
         rows, cores = bags.to_dense(0)[stored], bags.trains.to_dense(0)
         assert any(torch.equal(rows, m.to_dense(0)[stored]) for m in (first, after)), attempt.where
         assert any(torch.equal(cores, m.trains.to_dense(0)) for m in (first, after)), attempt.where
+
+
+def test_a_copy_of_an_interrupted_choice_has_the_index_of_its_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch.manual_seed(0)
+    spec = TTSpec(ROWS, 4, (2,), (8, 8), (2, 2))
+    bags = CachedTTEmbeddingBags([spec, spec], TTCache(8), optim.Adagrad(0.1))
+    offsets = torch.arange(2 * LOOKUPS + 1)
+
+    def train_both(module: CachedTTEmbeddingBags, step: int) -> None:
+        module(batch(step)[0].repeat(2), offsets).sum().backward()
+
+    def interrupt(keys: Tensor) -> None:
+        raise KeyboardInterrupt
+
+    train_both(bags, 0)
+    bags.populate()
+    train_both(bags, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(bags.index, "erase", interrupt)
+        with pytest.raises(KeyboardInterrupt):  # table 0 has new rows, which its index lacks
+            bags.populate()
+    copied = copy.deepcopy(bags)
+    copied.populate()  # replaces the rows of table 1 only
+    train_both(copied, 2)
+    every_id = torch.arange(ROWS).repeat(2)
+    with torch.no_grad():
+        looked_up = copied(every_id, torch.arange(2 * ROWS + 1)).split(4, dim=1)
+    for table, rows in enumerate(looked_up):
+        torch.testing.assert_close(rows, copied.to_dense(table))

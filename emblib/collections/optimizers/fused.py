@@ -53,14 +53,14 @@ class FusedOptimizer(KeyedOptimizer):
     and `zero_grad` resets them, so that they can be accumulated over several backwards, unscaled by
     a `torch.amp.GradScaler` and clipped.
 
-    All other tables are updated by backward, whether `step` is called or not, and get no gradient.
-    Each module of such tables has a scalar in `param_groups`: its gradient is infinite after a
-    scaled backward that overflowed, so that `GradScaler.step` of this optimizer sees it.
+    Backward updates all other tables, whether `step` is called or not, and they get no gradient.
+    Each module of such tables has a scalar parameter in `param_groups`, whose gradient is infinite
+    after a scaled backward that overflowed: this is how `GradScaler.step` detects it.
 
     Writing to `param_groups` changes the tables immediately: the next backward (deferred: the next
-    `step`) uses the new value. Groups also show what modules set or load. An entry that has an
-    effect in `torch.optim` but none here raises ValueError (`TableGroup`). There is one group for
-    all tables with equal optimizers.
+    `step`) uses the new value. Groups also show values that modules set or load. An entry that has
+    an effect in `torch.optim` but none here raises ValueError (`TableGroup`). All tables with equal
+    optimizers form one group.
 
     State dicts have, by parameter name, the optimizer states and `hyper`, the hyperparameters
     (learning rate and step among them). States of hash tables are in the state dict of their
@@ -74,16 +74,16 @@ class FusedOptimizer(KeyedOptimizer):
         self._modules_by_path = dict(modules)
         entries: dict[Optimizer, list[tuple[str, FusedTableEntry]]] = {}
         self._first_names: dict[str, str] = {}  # other name of a shared table -> its first name
-        listed: dict[int, list[str]] = {}
+        names_by_table: dict[int, list[str]] = {}
         for path, module in modules.items():
             for table in module.fused_tables():
-                names = [_joined(path, name) for name in table.names]
+                names = [_join_path(path, name) for name in table.names]
                 if table.identity is not None:
-                    firsts = listed.setdefault(id(table.identity), names)
-                    if firsts is not names:
-                        self._first_names.update(zip(names, firsts, strict=True))
+                    first_names = names_by_table.setdefault(id(table.identity), names)
+                    if first_names is not names:
+                        self._first_names.update(zip(names, first_names, strict=True))
                         continue
-                entries.setdefault(table.optimizer, []).append((_joined(path, ""), table))
+                entries.setdefault(table.optimizer, []).append((_join_path(path, ""), table))
         self._names, self._table_modules, groups = [], [], []
         self._optimizers = list(entries)
         params: dict[str, nn.Parameter] = {}
@@ -138,18 +138,18 @@ class FusedOptimizer(KeyedOptimizer):
     def keyed_state(self) -> State:
         """Return the states by name, as views of the tables where possible, and `hyper`."""
         return {
-            _joined(path, name): dict(states)
+            _join_path(path, name): dict(states)
             for path, module in self._modules_by_path.items()
             for name, states in module.optimizer_state().items()
-            if _joined(path, name) not in self._first_names
+            if _join_path(path, name) not in self._first_names
         }
 
     def load_keyed_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         """Write states and hyperparameters into the tables."""
-        firsts = self._first_names.items()
-        state = {**state, **{name: state[first] for name, first in firsts if first in state}}
+        aliases = self._first_names.items()
+        state = {**state, **{name: state[first] for name, first in aliases if first in state}}
         for path, module in self._modules_by_path.items():
-            prefix = _joined(path, "")
+            prefix = _join_path(path, "")
             states = {
                 name.removeprefix(prefix): values
                 for name, values in state.items()
@@ -211,7 +211,7 @@ class FusedOptimizer(KeyedOptimizer):
         for group, optimizer, modules in zip(
             groups, self._optimizers, self._table_modules, strict=False
         ):
-            # Not read from the modules, which may be incomplete yet.
+            # The rates are not read from the modules, which may not be unpickled completely yet.
             group.connect(optimizer, modules, [group["lr"]] * len(modules))
 
     def step(self, closure: Any = None) -> Any:
@@ -230,7 +230,7 @@ class FusedOptimizer(KeyedOptimizer):
     def zero_grad(self, set_to_none: Any = True) -> None:
         """Reset the gradients of deferred tables.
 
-        Sparse gradients become None whatever `set_to_none` says: zeros would be an update.
+        Sparse gradients become None for any `set_to_none`: zeros would cause an update.
         """
         self._check_groups()
         for group in self.param_groups:
@@ -263,14 +263,14 @@ class _BareTables:
             self._module.set_step(int(values[HYPER][Hyper.STEP]))
 
 
-def _joined(path: str, name: str) -> str:
+def _join_path(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
 _BETAS = ("beta1", "beta2")
 _ADAM = ("learning_rate", "eps", *_BETAS, "weight_decay")
-# By the value of FBGEMM's EmbOptimType: the class, and the arguments that it has.
-_KINDS: dict[str, tuple[Callable[..., Optimizer], tuple[str, ...]]] = {
+# The class for each value of FBGEMM's EmbOptimType, and the arguments that it accepts.
+_FBGEMM_OPTIMIZERS: dict[str, tuple[Callable[..., Optimizer], tuple[str, ...]]] = {
     "sgd": (optim.SGD, ("learning_rate", "weight_decay")),
     "exact_sgd": (optim.SGD, ("learning_rate", "weight_decay")),
     "exact_adagrad": (optim.Adagrad, ("learning_rate", "eps", "weight_decay")),
@@ -289,20 +289,23 @@ _KINDS: dict[str, tuple[Callable[..., Optimizer], tuple[str, ...]]] = {
     "partial_row_wise_lamb": (optim.PartialRowwiseLAMB, _ADAM),
     "lars_sgd": (optim.LARS, ("learning_rate", "momentum", "eta", "weight_decay")),
 }
-_NAMES = {
+_ALIASES = {
     "exact_rowwise_adagrad": "exact_row_wise_adagrad",
     "rowwise_adagrad": "row_wise_adagrad",
     "partial_rowwise_adam": "partial_row_wise_adam",
     "partial_rowwise_lamb": "partial_row_wise_lamb",
 }
-_NUMBERS = ("learning_rate", "eps", *_BETAS, "momentum", "eta", "max_norm", "weight_decay")
-_OWN = {"optimizer", "weight_decay_mode", "gradient_clipping", "max_gradient", *_NUMBERS}
+_HYPERPARAMETERS = ("learning_rate", "eps", *_BETAS, "momentum", "eta", "max_norm", "weight_decay")
+_OPTIMIZER_ARGUMENTS = {
+    *("optimizer", "weight_decay_mode", "gradient_clipping", "max_gradient"),
+    *_HYPERPARAMETERS,
+}
 _ONLY_L2 = (optim.LARS,)
 _ONLY_DECOUPLED = (optim.LAMB,)
 
 
 class FusedParams(NamedTuple):
-    """An optimizer, and the arguments in `rest` that it does not use: caches, dtypes, ..."""
+    """An optimizer, and in `rest` the arguments that do not concern it: caches, dtypes, ..."""
 
     optimizer: Optimizer
     rest: dict[str, Any]
@@ -317,26 +320,28 @@ def from_fused_params(params: Mapping[str, Any]) -> FusedParams:
     Raises:
         ValueError: an optimizer that emblib does not have, or an argument that it would ignore.
     """
-    table_arguments = {key: value for key, value in params.items() if key not in _OWN}
+    table_arguments = {
+        key: value for key, value in params.items() if key not in _OPTIMIZER_ARGUMENTS
+    }
     optimizer = params.get("optimizer", "exact_sgd")
     if isinstance(optimizer, Optimizer):
         rate = params.get("learning_rate", optimizer.lr)
         return FusedParams(dataclasses.replace(optimizer, lr=rate), table_arguments)
     optimizer_name = str(getattr(optimizer, "value", optimizer)).lower()
-    optimizer_name = _NAMES.get(optimizer_name, optimizer_name)
-    if optimizer_name not in _KINDS:
+    optimizer_name = _ALIASES.get(optimizer_name, optimizer_name)
+    if optimizer_name not in _FBGEMM_OPTIMIZERS:
         raise ValueError(
-            f"optimizer must be one of {', '.join(_KINDS)}, or one of emblib.optim, got "
-            f"{optimizer!r}"
+            f"optimizer must be one of {', '.join(_FBGEMM_OPTIMIZERS)}, or one of emblib.optim, "
+            f"got {optimizer!r}"
         )
-    make, uses = _KINDS[optimizer_name]
-    unused = [name for name in _NUMBERS if params.get(name) and name not in uses]
+    make, accepted = _FBGEMM_OPTIMIZERS[optimizer_name]
+    unused = [name for name in _HYPERPARAMETERS if params.get(name) and name not in accepted]
     if unused:
         raise ValueError(
             f"{', '.join(unused)} would have no effect on {optimizer_name}: leave it out, or "
             "choose an optimizer that has it"
         )
-    numbers = {name: params[name] for name in uses if name in params}
+    numbers = {name: params[name] for name in accepted if name in params}
     return FusedParams(make(**_arguments(make, numbers, params)), table_arguments)
 
 
@@ -359,18 +364,18 @@ def _arguments(make: Any, numbers: dict[str, Any], params: Mapping[str, Any]) ->
 def _decay(make: Any, rate: float, mode: Any) -> Any:
     """Convert FBGEMM's modes: NONE (0) and L2 (1) add to the gradient, DECOUPLE (2) does not."""
     mode_name = str(getattr(mode, "name", mode)).lower()
-    decoupled = mode_name in ("decouple", "2") or issubclass(make, _ONLY_DECOUPLED)
-    adds = mode_name in ("l2", "none", "0", "1") and not issubclass(make, _ONLY_DECOUPLED)
+    is_decoupled = mode_name in ("decouple", "2") or issubclass(make, _ONLY_DECOUPLED)
+    is_added = mode_name in ("l2", "none", "0", "1") and not issubclass(make, _ONLY_DECOUPLED)
     if mode_name not in ("l2", "none", "0", "1", "decouple", "2"):
         raise ValueError(
             f"weight_decay_mode must be NONE, L2 or DECOUPLE here, got {mode!r}; make the "
             "optimizer with emblib.optim for others"
         )
     # FBGEMM has only decoupled decay for optimizers with moments.
-    moments = issubclass(make, optim.Adam | optim.LAMB)
-    if (decoupled or moments) and not issubclass(make, _ONLY_L2):
+    has_moments = issubclass(make, optim.Adam | optim.LAMB)
+    if (is_decoupled or has_moments) and not issubclass(make, _ONLY_L2):
         return optim.Decoupled(rate)
-    assert adds
+    assert is_added
     return optim.L2(rate)
 
 
@@ -378,9 +383,8 @@ def from_torch(optimizer_class: Any, arguments: Mapping[str, Any]) -> Optimizer:
     """Return the optimizer of emblib that is equivalent to a class of `torch.optim`.
 
     Supported are `torch.optim.SGD`, `Adagrad`, `Adam` and `AdamW`, any class called
-    `RowWiseAdagrad`, the classes of `emblib.optim`, and classes that name one of those as
-    `fused_class` and its arguments by default as `fused_defaults`; other defaults are those of the
-    class.
+    `RowWiseAdagrad`, and the classes of `emblib.optim`. Any other class may name one of these as
+    its attribute `fused_class`, with default arguments in `fused_defaults`.
 
     Raises:
         ValueError: an argument without an equivalent.
@@ -392,7 +396,7 @@ def from_torch(optimizer_class: Any, arguments: Mapping[str, Any]) -> Optimizer:
         decay = arguments.get("weight_decay")
         if not isinstance(decay, int | float) or isinstance(decay, bool):
             return optimizer_class(**arguments)
-        # A number, as the classes of torch.optim take it.
+        # A number as in torch.optim; classes of emblib.optim take an L2 or Decoupled.
         kind = optim.Decoupled if issubclass(optimizer_class, _ONLY_DECOUPLED) else optim.L2
         return optimizer_class(**{**arguments, "weight_decay": kind(decay) if decay else None})
     options = dict(arguments)
@@ -406,10 +410,10 @@ def from_torch(optimizer_class: Any, arguments: Mapping[str, Any]) -> Optimizer:
         if name in defaults.numbers:
             defaults.numbers[name] = options.pop(name)
     maximize = options.pop("maximize", False)
-    idle = {k: v for k, v in options.items() if k not in _IDLE and v}
-    if idle:
+    unsupported = {k: v for k, v in options.items() if k not in _WITHOUT_EFFECT and v}
+    if unsupported:
         raise ValueError(
-            f"{idle} of {optimizer_class.__name__} are not supported by tables, which take "
+            f"{unsupported} of {optimizer_class.__name__} are not supported by tables, which take "
             f"{sorted(defaults.numbers)}"
         )
     values = {**defaults.numbers, "maximize": bool(maximize)}
@@ -420,7 +424,7 @@ def from_torch(optimizer_class: Any, arguments: Mapping[str, Any]) -> Optimizer:
     return defaults.make(**values, weight_decay=kind(decay) if decay else None)
 
 
-_IDLE = {"foreach", "fused", "capturable"}  # these do not change the result
+_WITHOUT_EFFECT = {"foreach", "fused", "capturable"}  # these do not change the result
 
 
 class _Defaults(NamedTuple):
@@ -497,20 +501,19 @@ def _check_not_marked_by_torch(parameter: nn.Parameter) -> None:
 def trained_configs(collection: Any, optimizer: Optimizer | None = None) -> tuple[TableConfig, ...]:
     """Return the configurations of a collection, with the optimizers that torch set in backward.
 
-    A shared table has its own optimizer, else `optimizer`; never that of the collection.
-
     `torch.distributed.optim._apply_optimizer_in_backward` steps a parameter in a hook of its
-    gradient. A sharded table has other parameters, so it runs the same optimizer fused instead.
+    gradient. Sharding replaces the parameters, so a sharded table runs the same optimizer fused. A
+    shared table has its own optimizer, or else `optimizer`, never that of the collection.
 
     Raises:
-        TypeError: an optimizer that tables do not run.
-        ValueError: an argument that they do not have, several optimizers of one table, or one that
-            has made steps, whose state would be lost.
+        TypeError: an optimizer that tables do not support.
+        ValueError: an argument that tables do not support, several optimizers of one table, or one
+            that has made steps, since its state would be lost.
     """
     configs, handles = [], collection.handles()
     shared = collection.shared_tables()
     for config in collection.configs:
-        optimizer_of_table = _given_by_torch(config.name, handles[config.name])
+        optimizer_of_table = _optimizer_set_by_torch(config.name, handles[config.name])
         if optimizer_of_table is None and config.name in shared:
             optimizer_of_table = shared[config.name].config.optimizer or optimizer or NO_UPDATE
         configs.append(
@@ -519,8 +522,8 @@ def trained_configs(collection: Any, optimizer: Optimizer | None = None) -> tupl
     return tuple(configs)
 
 
-def _given_by_torch(table: str, handle: TableHandle) -> Optimizer | None:
-    """Return the optimizer that torch's own function gave the parameters of a table."""
+def _optimizer_set_by_torch(table: str, handle: TableHandle) -> Optimizer | None:
+    """Return the optimizer that `_apply_optimizer_in_backward` set for a table, or None."""
     parameters: list[Any] = list(handle.parameters())
     optimizers: list[list[Optimizer]] = []
     for parameter in parameters:
@@ -546,7 +549,7 @@ def _given_by_torch(table: str, handle: TableHandle) -> Optimizer | None:
 
 
 def _as_fused(stepper: Any, parameter: Any, number: int) -> Optimizer:
-    """Return optimizer `number` that torch gave a parameter, with its current hyperparameters."""
+    """Convert optimizer `number` that torch set for a parameter, with current hyperparameters."""
     arguments, options = parameter._optimizer_kwargs[number], stepper.param_groups[0]
     numbers = {
         "lr": options["lr"],

@@ -69,21 +69,21 @@ class KeyedOptimizer(TorchOptimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state dict of the same parameters and groups.
 
-        Without `param_groups` it has the states alone, and the groups stay.
+        A state dict without `param_groups` leaves the groups unchanged.
 
         Raises:
             KeyError: other parameters, or other groups of them.
         """
         state_dict = by_name(state_dict, self.group_names())
-        own_groups = [sorted(names) for names in self.group_names()]
-        saved_params = [sorted(group["params"]) for group in state_dict["param_groups"]]
-        if own_groups != saved_params:
+        group_names = [sorted(names) for names in self.group_names()]
+        saved_names = [sorted(group["params"]) for group in state_dict["param_groups"]]
+        if group_names != saved_names:
             raise KeyError(
-                f"the state dict is of other parameters or groups: it has {saved_params}, this "
-                f"optimizer has {own_groups}"
+                f"the state dict is of other parameters or groups: it has {saved_names}, this "
+                f"optimizer has {group_names}"
             )
         unknown = sorted(
-            state_dict["state"].keys() - {name for names in own_groups for name in names}
+            state_dict["state"].keys() - {name for names in group_names for name in names}
         )
         if unknown:
             raise KeyError(f"the state dict has states of parameters that are not here: {unknown}")
@@ -101,7 +101,7 @@ class KeyedOptimizer(TorchOptimizer):
         self.step(closure=None)
 
     def save_param_groups(self, save: Any) -> None:
-        """Do nothing for True: state dicts have `param_groups`, and load without them, too.
+        """Do nothing for True: state dicts have `param_groups`, and load without them too.
 
         Raises:
             ValueError: `save` is False.
@@ -110,7 +110,7 @@ class KeyedOptimizer(TorchOptimizer):
             raise ValueError("state dicts always have param_groups, and load without them, too")
 
     def __getstate__(self) -> dict[str, Any]:
-        # As torch: hooks and the `step` that a scheduler wrapped stay with this object.
+        # As in torch, hooks and a `step` that a scheduler wrapped are not copied.
         skipped = ("step", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
         return {
             name: value
@@ -128,15 +128,15 @@ def by_name(state_dict: Mapping[str, Any], names: Sequence[Sequence[str]]) -> Ma
     """Return a state dict of `torch.optim`, which numbers parameters, with names instead.
 
     If the state dict has `param_names` equal to `names`, these are used; otherwise parameters are
-    matched by position in their group. A state dict by name is returned unchanged, one without
-    groups with groups that change nothing.
+    matched by position in their group. A state dict by name is returned unchanged; one without
+    groups gets groups without options.
 
     Args:
         state_dict: state dict of a `KeyedOptimizer` or of an optimizer of `torch.optim`.
         names: the names of the parameters of each group.
 
     Raises:
-        KeyError: other groups, or other numbers of parameters in them.
+        KeyError: other groups, or groups with other numbers of parameters.
     """
     if "param_groups" not in state_dict:
         return {**state_dict, "param_groups": [{"params": list(group)} for group in names]}
@@ -163,7 +163,7 @@ def by_name(state_dict: Mapping[str, Any], names: Sequence[Sequence[str]]) -> Ma
 
 
 def cycled_defaults(groups: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the `defaults` in which torch's cyclic schedulers look for the momentum."""
+    """Return the `defaults` that torch's cyclic schedulers read: momentum or betas, if any."""
     group_list = list(groups)
     for name in ("betas", "momentum"):
         if group_list and all(name in group for group in group_list):
@@ -185,7 +185,7 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
 
     Args:
         params: the parameters by name.
-        factory: constructs the optimizer from a list of parameters, e.g.
+        factory: function that constructs the optimizer from a list of parameters, e.g.
             `partial(torch.optim.Adam, lr=1e-3)`.
     """
 
@@ -212,7 +212,7 @@ def keyed(optimizer: Any) -> KeyedOptimizer:
     """Return `optimizer`, checked to be a `KeyedOptimizer`.
 
     Raises:
-        TypeError: it is not, so it has no names for its parameters.
+        TypeError: it is not one, so its parameters have no names.
     """
     if not isinstance(optimizer, KeyedOptimizer):
         raise TypeError(
@@ -274,11 +274,11 @@ class GradientClippingOptimizer(OptimizerWrapper):
         clipping: quantity to clip: nothing, the norm of all gradients, or each value.
         max_gradient: bound of the norm or of the absolute values.
         norm_type: exponent of the norm; `inf` for the maximum.
-        track_grad_norm: whether `last_total_grad_norm` is computed where the norm is not clipped.
+        track_grad_norm: whether `last_total_grad_norm` is computed if the norm is not clipped.
 
     Attributes:
-        last_total_grad_norm: the norm of all gradients before the last step clipped them; None
-            before a step, and where it is not computed.
+        last_total_grad_norm: norm of all gradients before the last step clipped them; None before
+            the first step, and if it is not computed.
     """
 
     last_total_grad_norm: Tensor | None = None
@@ -318,10 +318,10 @@ class GradientClippingOptimizer(OptimizerWrapper):
 
 
 class GradientShare(Choice):
-    """A rank's part of the gradient of a parameter.
+    """Share of a rank's gradient of a parameter in the norm over all ranks.
 
-    SHARD: only this rank has it. REPLICA: all ranks have it. COUNTED_ELSEWHERE: another rank has it
-    too, and counts it.
+    SHARD: only this rank has it. REPLICA: all ranks have the same one. COUNTED_ELSEWHERE: another
+    rank has it too and counts it, so this one does not.
     """
 
     SHARD = "shard"
@@ -330,7 +330,7 @@ class GradientShare(Choice):
 
 
 class Peers(Protocol):
-    """The ranks that have the other shards; equal if they are the same ranks."""
+    """The group of ranks that have the other shards; groups of the same ranks compare equal."""
 
     def gather_numbers(self, numbers: Tensor) -> Tensor:
         """Return the numbers of all ranks, `[W, n]`; all ranks call this."""
@@ -366,14 +366,15 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     peers: Peers | None = None,
 ) -> Tensor:
-    """Clip gradients by their norm over all ranks; `peers` are found by the parameters' marks.
+    """Clip gradients by their norm over all ranks; return the norm before.
 
-    Sparse gradients are coalesced first, and only their rows are read and scaled.
+    `peers` defaults to the ranks that `mark_gradient` recorded for the parameters. Sparse gradients
+    are coalesced first, and only their rows are read and scaled.
     """
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     norm_type = float(norm_type)
     peers = _peers_of(parameters) if peers is None else peers
-    # Nothing to scale, and torch knows no largest value of none.
+    # Empty gradients need no scaling, and torch's infinity norm raises for them.
     parameters = [p for p in parameters if p.grad is None or p.grad.numel()]
     if peers is None and not any(_is_sparse(parameter) for parameter in parameters):
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
@@ -392,10 +393,10 @@ def clip_grad_norm_(
             f"all gradients together have a norm of {float(total)}, which cannot be clipped; "
             "error_if_nonfinite=False scales them nevertheless"
         )
-    # Each kind by itself: torch scales no list of several.
+    # DTensors separately: torch cannot scale a list with both kinds.
     dense = [p for p in with_grad if not _is_sparse(p)]
-    for some in (list(filter(_is_spread, dense)), [p for p in dense if not _is_spread(p)]):
-        torch.nn.utils.clip_grads_with_norm_(some, max_norm, total)
+    for same_kind in (list(filter(_is_dtensor, dense)), [p for p in dense if not _is_dtensor(p)]):
+        torch.nn.utils.clip_grads_with_norm_(same_kind, max_norm, total)
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)  # as torch computes it
     for parameter in with_grad:
         if _is_sparse(parameter):
@@ -445,7 +446,7 @@ def _peers_of(parameters: Sequence[Tensor]) -> Peers | None:
     return peers[0] if peers else None
 
 
-def _is_spread(parameter: Tensor) -> bool:
+def _is_dtensor(parameter: Tensor) -> bool:
     """Return whether a parameter is a `DTensor` (FSDP2), whose norm includes other ranks."""
     return hasattr(parameter, "full_tensor")
 
@@ -453,31 +454,31 @@ def _is_spread(parameter: Tensor) -> bool:
 def _norm_over_ranks(parameters: Sequence[Tensor], norm_type: float, peers: Peers) -> Tensor:
     shards: list[Tensor] = []
     replicas: list[Tensor] = []
-    spread: list[Tensor] = []
+    dtensor_grads: list[Tensor] = []
     for parameter in parameters:
         grad, mark = parameter.grad, _marks.get(parameter)
         assert grad is not None
-        if _is_spread(parameter) and norm_type == math.inf:
+        if _is_dtensor(parameter) and norm_type == math.inf:
             any_grad: Any = grad
             shards.append(any_grad.to_local())  # its ranks may have none of it
-        elif _is_spread(parameter):
-            spread.append(grad)
+        elif _is_dtensor(parameter):
+            dtensor_grads.append(grad)
         elif mark is None or mark.share is GradientShare.REPLICA:
             replicas.append(_values_of(parameter))
         elif mark.share is GradientShare.SHARD:
             shards.append(_values_of(parameter))
-    norms_here = torch.stack([_norm(shards, norm_type), _norm(replicas, norm_type)])
-    norms_of_ranks = peers.gather_numbers(norms_here)
-    # The replicas as the first rank has them: a last bit that differs would not stay the last.
+    local_norms = torch.stack([_norm(shards, norm_type), _norm(replicas, norm_type)])
+    norms_of_ranks = peers.gather_numbers(local_norms)
+    # Rank 0's norm of the replicas on all ranks: with factors that differ in one bit they diverge.
     norms = [norms_of_ranks[:, 0], norms_of_ranks[:1, 1]]
-    if spread:
-        total: Any = torch.nn.utils.get_total_norm(spread, norm_type)
+    if dtensor_grads:
+        total: Any = torch.nn.utils.get_total_norm(dtensor_grads, norm_type)
         norms.append(total.full_tensor().to(norms_of_ranks).view(1))
     return torch.linalg.vector_norm(torch.cat(norms), norm_type)
 
 
 def _norm(grads: Sequence[Tensor], norm_type: float) -> Tensor:
-    """Return the norm in float32 on the host; 0 for none."""
+    """Return the norm in float32 on the host; 0 without gradients."""
     return _total_norm(grads, norm_type).float().cpu()
 
 
@@ -501,7 +502,7 @@ class CombinedOptimizer(KeyedOptimizer):
         params: dict[str, Any] = {}
         for prefix, optimizer in self._optimizers:
             for name, parameter in keyed(optimizer).params.items():
-                if (key := _prefixed(prefix, name)) in params:
+                if (key := _add_prefix(prefix, name)) in params:
                     raise ValueError(
                         f"optimizers must have different parameters, got {key!r} twice; give them "
                         "prefixes"
@@ -519,7 +520,7 @@ class CombinedOptimizer(KeyedOptimizer):
     def group_names(self) -> list[list[str]]:
         """Return the names of the parameters of each group."""
         return [
-            [_prefixed(prefix, name) for name in names]
+            [_add_prefix(prefix, name) for name in names]
             for prefix, optimizer in self._optimizers
             for names in optimizer.group_names()
         ]
@@ -527,7 +528,7 @@ class CombinedOptimizer(KeyedOptimizer):
     def keyed_state(self) -> State:
         """Return the states of all optimizers."""
         return {
-            _prefixed(prefix, name): values
+            _add_prefix(prefix, name): values
             for prefix, optimizer in self._optimizers
             for name, values in optimizer.keyed_state().items()
         }
@@ -537,10 +538,10 @@ class CombinedOptimizer(KeyedOptimizer):
         states: State = {}
         groups = []
         for prefix, optimizer in self._optimizers:
-            own_state = optimizer.state_dict()
-            states.update({_prefixed(prefix, k): v for k, v in own_state["state"].items()})
-            for group in own_state["param_groups"]:
-                names = [_prefixed(prefix, name) for name in group["params"]]
+            optimizer_state = optimizer.state_dict()
+            states.update({_add_prefix(prefix, k): v for k, v in optimizer_state["state"].items()})
+            for group in optimizer_state["param_groups"]:
+                names = [_add_prefix(prefix, name) for name in group["params"]]
                 groups.append({**group, "params": names})
         return {"state": states, "param_groups": groups}
 
@@ -563,18 +564,20 @@ class CombinedOptimizer(KeyedOptimizer):
             selected = groups[first_group : first_group + count]
             first_group += count
             names = {name for group in selected for name in group["params"]}
-            names |= set(
-                optimizer.state_dict()["state"]
-            )  # state of wrappers that belongs to no parameter
+            # With the state of wrappers, which belongs to no parameter.
+            names |= set(optimizer.state_dict()["state"])
             optimizer.load_state_dict(
                 {
                     "state": {
-                        _bare(prefix, name): values
+                        _strip_prefix(prefix, name): values
                         for name, values in state_dict["state"].items()
-                        if name in names or _bare(prefix, name) in names
+                        if name in names or _strip_prefix(prefix, name) in names
                     },
                     "param_groups": [
-                        {**group, "params": [_bare(prefix, name) for name in group["params"]]}
+                        {
+                            **group,
+                            "params": [_strip_prefix(prefix, name) for name in group["params"]],
+                        }
                         for group in selected
                     ],
                 }
@@ -594,15 +597,15 @@ class CombinedOptimizer(KeyedOptimizer):
             optimizer.zero_grad(set_to_none)
 
 
-def _prefixed(prefix: str, name: str) -> str:
+def _add_prefix(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix else name
 
 
-def _bare(prefix: str, name: str) -> str:
+def _strip_prefix(prefix: str, name: str) -> str:
     return name.removeprefix(f"{prefix}.") if prefix else name
 
 
-_STATE = "__warmup"
+_WARMUP_KEY = "__warmup"
 
 
 class WarmupPolicy(Choice):
@@ -634,7 +637,7 @@ class WarmupPolicy(Choice):
 
 @dataclass(frozen=True)
 class WarmupStage:
-    """A stage up to step `max_iters`, counted from the first stage; `lr_scale` also multiplies."""
+    """A stage that ends at step `max_iters` of all stages; `lr_scale` multiplies its rates."""
 
     policy: WarmupPolicy = WarmupPolicy.LINEAR
     max_iters: int = 1
@@ -660,9 +663,9 @@ class WarmupStage:
 
     def multiplier(self, step: int) -> float:
         """Return the multiplier of the rate at step `step`."""
-        return self.lr_scale * self._of_policy(step)
+        return self.lr_scale * self._policy_multiplier(step)
 
-    def _of_policy(self, step: int) -> float:
+    def _policy_multiplier(self, step: int) -> float:
         policy, value = self.policy, self.value
         if policy is WarmupPolicy.LINEAR:
             return value + (1.0 - value) * step / self.max_iters
@@ -675,8 +678,8 @@ class WarmupStage:
         if policy is WarmupPolicy.INVSQRT:
             return 1.0 / math.sqrt(max(step, 1))
         if policy is WarmupPolicy.COSINE_ANNEALING_WARM_RESTARTS:
-            turn = math.pi * (step % self.sgdr_period) / self.sgdr_period
-            return value + (1.0 - value) * 0.5 * (1 + math.cos(turn))
+            angle = math.pi * (step % self.sgdr_period) / self.sgdr_period
+            return value + (1.0 - value) * 0.5 * (1 + math.cos(angle))
         if policy is WarmupPolicy.INTERPOLATE:
             start, end = self.start_interpolating_iters, self.end_value
             assert start is not None
@@ -719,7 +722,7 @@ class WarmupOptimizer(OptimizerWrapper):
     def _set_rate(self) -> None:
         factor = self.stages[self._stage].multiplier(self._step)
         for group, rate in zip(self.param_groups, self._rates, strict=True):
-            if rate is not None:  # a group without parameters may have none
+            if rate is not None:  # a group without parameters may have no rate
                 group[self._lr_param] = rate * factor
 
     def step(self, closure: Any = None) -> Any:
@@ -734,14 +737,14 @@ class WarmupOptimizer(OptimizerWrapper):
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the wrapped optimizer, and the current step and stage."""
         saved = super().state_dict()
-        at = torch.tensor([self._step, self._stage])
-        return {**saved, "state": {**saved["state"], _STATE: {"warmup": at}}}
+        progress = torch.tensor([self._step, self._stage])
+        return {**saved, "state": {**saved["state"], _WARMUP_KEY: {"warmup": progress}}}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load the state of the wrapped optimizer, and continue from the saved step."""
         states = dict(state_dict["state"])
-        at = states.pop(_STATE, None)
+        progress = states.pop(_WARMUP_KEY, None)
         super().load_state_dict({**state_dict, "state": states})
-        if at is not None:
-            self._step, self._stage = at["warmup"].tolist()
+        if progress is not None:
+            self._step, self._stage = progress["warmup"].tolist()
         self._set_rate()

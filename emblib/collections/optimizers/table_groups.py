@@ -21,15 +21,15 @@ class TableGroup(dict[str, Any]):
     Kernels read hyperparameters from a tensor of each module, so that captured graphs see a change.
     Writing an entry of the group writes these tensors, before the next backward or step;
     `set_learning_rate`, `set_hyperparameters` and loading of a module write the entries of its
-    groups. An entry that tables cannot follow raises ValueError, and nothing is changed. Copies,
-    pickled ones too, are without tables until `connect`.
+    groups. An entry that tables cannot adopt raises ValueError, and nothing is changed. A copy or
+    unpickled group has no tables until `connect`.
     """
 
-    _tables: _Tables | None = None
+    _tables: _GroupTables | None = None
 
     def connect(self, optimizer: Optimizer, modules: Sequence[Any], rates: Sequence[float]) -> None:
         """Connect to modules with these learning rates, in both directions."""
-        self._tables = _Tables(self, optimizer, modules, rates)
+        self._tables = _GroupTables(self, optimizer, modules, rates)
 
     def show(self) -> None:
         """Copy the hyperparameters of the modules into the groups."""
@@ -51,7 +51,7 @@ class TableGroup(dict[str, Any]):
         by_scheduler = name == "momentum" and (
             sys._getframe(1).f_globals.get("__name__") == _SCHEDULERS
         )
-        # A default of torch's schedulers (cycle_momentum=True), so it is not refused.
+        # Torch's cyclic schedulers set it by default (cycle_momentum=True): warn, do not raise.
         if tables is None or not by_scheduler or tables.has_momentum():
             self.update({name: value})
 
@@ -72,7 +72,7 @@ class TableGroup(dict[str, Any]):
         return self
 
     def setdefault(self, name: str, default: Any = None) -> Any:
-        """Return an entry; write `default` if there is none."""
+        """Return an entry; write `default` first if it is missing."""
         if name not in self:
             self[name] = default
         return self[name]
@@ -104,15 +104,15 @@ class TableGroup(dict[str, Any]):
             )
 
     def follow(self, entries: dict[str, Any]) -> None:
-        """Show the values of the modules."""
+        """Set entries to the values that the modules have, without writing them to the modules."""
         super().update(entries)
 
     def __getstate__(self) -> None:
         return None
 
 
-class _Tables:
-    """The modules of a group, with the hyperparameters that each of them has."""
+class _GroupTables:
+    """The modules of a group, with the current learning rate of each."""
 
     def __init__(
         self,
@@ -147,7 +147,7 @@ class _Tables:
         return name == "lr" or name in hyperparameters.numbers_of(self._optimizer)
 
     def write(self, entries: dict[str, Any]) -> dict[str, Any]:
-        """Write entries to the modules; return them as the group has them."""
+        """Write entries to the modules; return the entries that the group stores."""
         changes, changed = self.convert(entries)
         if changes.fields:
             self._is_writing = True
@@ -172,21 +172,21 @@ class _Tables:
     def _write_module(self, module: Any, fields: dict[str, Any]) -> None:
         other_fields = {name: value for name, value in fields.items() if name != "lr"}
         if any(getattr(module.optimizer, name) != value for name, value in other_fields.items()):
-            # With the rate, which would be read from the device otherwise.
+            # Passing the rate saves reading it from the device.
             rate = fields.get("lr", self._rates[id(module)])
             module.set_hyperparameters(**other_fields, lr=rate)
         elif "lr" in fields:
             module.set_learning_rate(fields["lr"])
 
     def follow(self, module: Any, lr: float | None) -> None:
-        """Store a module's values; the group shows those on which all modules agree."""
+        """Record the rate `lr` of a module whose hyperparameters changed, and update the group."""
         if lr is not None:
             self._rates[id(module)] = lr
         if not self._is_writing:
             self.show()
 
     def show(self) -> None:
-        """Show in the group the values on which all modules agree; note where they differ."""
+        """Show in the group the values on which all modules agree; record the differing ones."""
         group = self._group()
         if group is None or not self._modules:
             return

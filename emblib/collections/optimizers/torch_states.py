@@ -17,14 +17,14 @@ State = dict[str, dict[str, Any]]
 
 
 class Template(NamedTuple):
-    """The optimizer of a group, and its current `hyperparams`."""
+    """The optimizer of a group, and a copy of its current `hyperparams`, on the CPU."""
 
     optimizer: Optimizer
     numbers: Tensor
 
 
 def is_of_torch(state_dict: Mapping[str, Any], states: Mapping[str, Any]) -> bool:
-    """Return whether no parameter has the hyperparameters that `FusedOptimizer` saves with it."""
+    """Return whether a state dict is of `torch.optim`: no parameter has `hyper` in its state."""
     return bool(states) and not any(HYPER in values for values in state_dict["state"].values())
 
 
@@ -43,8 +43,8 @@ def from_torch_states(
 
     Raises:
         KeyError: the states of another optimizer.
-        ValueError: states of other shapes, or that tables do not have; tables of one group with
-            different steps, for which Adam's bias corrections differ.
+        ValueError: states of other shapes, or states that tables do not have; for Adam, different
+            step counts within a group, whose bias corrections differ.
     """
     states: State = {}
     for group, template in zip(state_dict["param_groups"], templates, strict=True):
@@ -70,14 +70,14 @@ def from_torch_states(
 
 def _check_class(group: Mapping[str, Any], optimizer: Optimizer) -> None:
     """Raise KeyError if a group is of another class of `torch.optim` than `optimizer`."""
-    fitting: type[Optimizer] | None = None
+    expected: type[Optimizer] | None = None
     if "nesterov" in group:
-        fitting = optim.SGD
+        expected = optim.SGD
     elif "lr_decay" in group:
-        fitting = optim.Adagrad
+        expected = optim.Adagrad
     elif "betas" in group and ("amsgrad" in group or "weight_decay" not in group):
-        fitting = optim.Adam
-    if type(optimizer) is not fitting:
+        expected = optim.Adam
+    if type(optimizer) is not expected:
         entries = sorted(group.keys() - {"params"})
         raise KeyError(
             f"a state dict of torch.optim with the group entries {entries} does not fit "

@@ -170,7 +170,7 @@ def expected_names(state: DynamicState, state_dict: Mapping[str, Any]) -> dict[s
     """Return the names that a strict load of a state dict requires, as keys of a dict."""
     names = dict.fromkeys([*state_names(state), *child_state(state)], state.hyperparams)
     for name in (INDEX_HASH_KEYS, _SKETCH_HASH_KEYS):
-        if name not in state_dict:  # as in those of earlier versions
+        if name not in state_dict:  # state dicts of earlier versions lack it
             names.pop(name, None)
     return names
 

@@ -1,4 +1,4 @@
-"""Dumps in a directory: arrays in files, whole or absent however the writer ends.
+"""Dumps in a directory: arrays in files, complete or absent even if the writer is killed.
 
 A dump has one part per rank. A part is a manifest, `part_<rank>_of_<world size>.json`, and the
 files that it names, each with the elements of one array in the byte order of the machine. Writing
@@ -338,7 +338,7 @@ def read_parts(directory: str | Path) -> list[PartReader]:
     parts = [PartReader(path) for path in paths]
     world_size = parts[0].part.world_size
     ranks = {part.part.rank for part in parts}
-    # No more than a few are counted: a damaged manifest may claim any number of them.
+    # At most eight are listed: a damaged manifest may claim any number of ranks.
     missing_ranks = list(itertools.islice((r for r in range(world_size) if r not in ranks), 8))
     if missing_ranks:
         raise DumpError(

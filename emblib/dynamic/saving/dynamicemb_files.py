@@ -8,7 +8,7 @@ A table `t` of a directory is, for every rank of W, raw little-endian numbers wi
   age, the time since the last use; counts, steps and user scores are saved unchanged
 - `t_emb_opt_values...` (earlier `t_opt_values...`): float32 `[N, S]`, the optimizer states of a row
   one after the other, first those as long as a row
-- `t_counter_keys...`, `t_counter_frequencies...`: int64, what was counted towards admission
+- `t_counter_keys...`, `t_counter_frequencies...`: int64, keys that were not admitted, their counts
 - `t_opt_args.json`: numbers of the optimizer, `evict_strategy`, `dist_type`, `step_score`
 
 The format cannot show that a file was truncated. So reading compares the sizes of all files of a
@@ -161,8 +161,8 @@ def commit(tables: Sequence[tuple[str | Path, str]], world_size: int) -> None:
         world_size: the number of ranks that staged files.
 
     Raises:
-        DumpError: a rank's files are not there; the old ones stay.
-        OSError: a file could not be moved; the old ones are back.
+        DumpError: the files of a rank are missing; the old files stay.
+        OSError: a file could not be moved; the old files are restored.
     """
     moves = [_Move.of(Path(directory).expanduser(), name) for directory, name in tables]
     for move in moves:
@@ -241,7 +241,7 @@ class _Move:
                 if (self.replaced / file).exists():
                     os.rename(self.replaced / file, self.directory / file)
         with contextlib.suppress(OSError):
-            self.replaced.rmdir()  # stays where a file could not be put back
+            self.replaced.rmdir()  # fails, and stays, if a file could not be put back
 
 
 def discard(directory: str | Path, name: str) -> None:
@@ -408,7 +408,7 @@ def owner(keys: Tensor, world_size: int, dist_type: str) -> Tensor:
             f"keys follow from dist_type roundrobin and hash_roundrobin, got "
             f"{dist_type!r}; load on as many ranks as dumped"
         )
-    # Of keys as unsigned numbers: a negative one stands for 2^64 more.
+    # The remainder of keys as unsigned numbers: a negative int64 stands for itself plus 2^64.
     return (keys % world_size + (keys < 0) * (2**64 % world_size)) % world_size
 
 

@@ -274,11 +274,11 @@ def combine(
 ) -> dict[str, Tensor]:
     """Combine several state dicts into that of one rank.
 
-    Rows by key: the keys that the rank owns. Other integers, e.g. clocks and counts: the
-    element-wise maximum, so a count is at least that of the rank that saw the key. Floating-point
-    values, those of the optimizer: from the first part. Hash keys that differ between parts, and
-    the counters that depend on them: from the first part too, because counts under different hashes
-    cannot be combined.
+    The result has the rows of the keys that the rank owns. Other integers, e.g. clocks and counts,
+    are the element-wise maximum, so a count is at least that of the rank that saw the key.
+    Floating-point values, those of the optimizer, are from the first part. So are hash keys that
+    differ between parts, with the counters that depend on them, because counts under different
+    hashes cannot be combined.
     """
     joined: dict[str, Tensor] = {}
     by_key = {stem for state in states for stem in _stems(state)}
@@ -314,8 +314,8 @@ def _stems_of_unlike_hashes(states: Sequence[Mapping[str, Tensor]]) -> set[str]:
 def resized(state: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str, Any]:
     """Return a state dict with memory of the saved size for tensors whose size differs.
 
-    For a checkpoint that one process saved: torch.distributed.checkpoint loads only into tensors of
-    the saved size, and dynamic tables have another number of keys each time. Names that `state`
+    Use it for a checkpoint that one process saved: torch.distributed.checkpoint loads only into
+    tensors of the saved size, but the number of keys of a dynamic table varies. Names that `state`
     lacks are left out, unless they belong to rows by key that it has.
     """
     result = dict(state)

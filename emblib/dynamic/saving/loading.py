@@ -23,7 +23,7 @@ from emblib.ops.hash import SCORED, SLOTS, Keys
 from emblib.reference.random import GOLDEN, mix
 
 _ENTRIES_PER_ROUND = 1 << 12  # waiting entries that try to get a slot in one round
-_MAX_IDLE_ROUNDS = 50  # rounds in which no further entry gets a slot
+_MAX_IDLE_ROUNDS = 50  # consecutive rounds without a new assignment, before `search`
 
 
 def buckets_of(keys: Tensor, buckets: int, hash_key: int) -> Tensor:
@@ -81,8 +81,8 @@ class _Assignment:
         placed = (slots >= 0).nonzero().view(-1)
         self._holder.view(-1)[slots[placed]] = placed
         self.free = (self._holder < 0).sum(1)
-        # Buckets from which no chain of moves leads to an empty slot; none ever will, since no
-        # entry from outside moves in.
+        # Buckets from which no chain of moves leads to an empty slot. They stay closed, since no
+        # entry of another bucket moves into them.
         self._closed = torch.zeros(buckets, dtype=torch.bool)
 
     def settle(self, waiting: Tensor, step: int) -> Tensor:
@@ -111,7 +111,7 @@ class _Assignment:
         return settled
 
     def swap_neighbours(self, waiting: Tensor, step: int) -> Tensor:
-        """Let each waiting entry take the slot of another, which waits instead."""
+        """Give each waiting entry the slot of another entry, which waits instead."""
         slots = self._bucket_pairs[0, waiting] * SLOTS + (_noise((waiting.numel(),), step) % SLOTS)
         once = _first_of_each(slots, torch.ones_like(waiting, dtype=torch.bool))
         gone = self._holder.view(-1)[slots[once]]
@@ -289,7 +289,7 @@ def _check_rows(target: TableTarget, entries: Entries) -> None:
 def replace(target: TableTarget, entries: Entries, report: Report | None = None) -> Loaded:
     """Replace the entries of a table; if not all fit, keep those that would be evicted last.
 
-    A table takes as many entries as it has rows, unless too few keys hash to some of its buckets.
+    A table takes as many entries as it has rows, unless too few keys hash to one of its buckets.
     """
     check(target, entries)
     index, table = target.index, target.table
@@ -319,7 +319,7 @@ def _put(
     tick = max(index.tick, entries.newest_stamp())
     index.set_tick(tick + 1)  # all older entries may be evicted by those inserted now
     try:
-        # No more than the table may have: the rest finds no place however it grows.
+        # `reserve` grows the table at most to its capacity.
         index.reserve(table, index.size(table) + len(entries), target.rows)
         slots, displaced = assign_slots(target, entries)
         _write(target, entries, slots, report)
@@ -331,7 +331,7 @@ def _put(
 
 
 def _replace_all(target: TableTarget, entries: Entries) -> tuple[Tensor, int]:
-    """Empty the table; return a slot for each entry that is kept, -1 for the others, and 0."""
+    """Empty the table; return the slot of each entry, -1 if it is left out, and 0 evictions."""
     index, table = target.index, target.table
     device = index.tags.device
     order = of_entries.best_first(entries, index.order).cpu()
@@ -378,7 +378,7 @@ def _place_among(target: TableTarget, entries: Entries) -> tuple[Tensor, int]:
         placed, number = _insert_block(index, table, entries.keys[block].to(device), index.order)
         index.note_inserted(table, placed)
         slots[block], displaced = placed, displaced + number
-    if displaced:  # among them may be entries that were found above
+    if displaced:  # entries whose slots were found above may be displaced
         slots = index.find(Keys.of(entries.keys.to(device), table)).cpu()
     return slots, displaced
 
@@ -404,7 +404,7 @@ def _rearrange(target: TableTarget, refused: Tensor) -> int:
     placed = (slots_after >= 0).nonzero().view(-1)
     new_slots = placed[placed >= num_slots]
     at = slots_after[new_slots].to(device)
-    # Everything that is written is known before the first write, so it can be written again.
+    # All values are computed before the first write, so an interrupted write can be repeated.
     views = [*index.views_by_slot(table), *(view.detach() for view in target.views.values())]
     rows = [view[source] for view in views]
     tags = torch.zeros_like(index.table_tags(table))

@@ -48,8 +48,8 @@ def save(
         state: the tables.
         directory: directory of the dump, created if it does not exist; an older dump in it is
             replaced.
-        since: save only what changed at this tick or later: the return value of an earlier call.
-            Removed keys are saved too, so call `track_evictions` before that call.
+        since: first tick of the changes to save, the return value of an earlier call; None saves
+            all entries. Removed keys are saved too, so call `track_evictions` before that call.
         part: rank and number of ranks; each writes its part, into one directory.
         identity: text that all parts of one dump share; None is the tick.
         report: function that is called as rows are written.
@@ -163,8 +163,8 @@ class ChangeSet(NamedTuple):
         until: the tick to pass as `since` the next time.
         tables: changes by table name.
         hyperparameters: hyperparameters of the optimizer.
-        hash_keys: hash keys of the tables, int64 `[T]`, which a copy without keys adopts; None: it
-            keeps its own.
+        hash_keys: hash keys of the tables, int64 `[T]`, which a copy without keys adopts; None if
+            it keeps its own.
     """
 
     since: int
@@ -247,8 +247,8 @@ def apply_changes(
 ) -> dict[str, Loaded]:
     """Apply changes to a copy of the tables; the last changes may be applied twice.
 
-    A copy with equal capacities and hash keys (by the same seed and table names, or because it
-    first loaded those tables) has a slot for every key. A warning counts keys that are lost.
+    A copy with equal capacities and hash keys has a slot for every key; hash keys are equal if seed
+    and table names are, or if it first loaded these tables. A warning counts keys that are lost.
 
     Raises:
         ValueError: these tables have not reached the first tick of the changes, or are past the
@@ -406,8 +406,8 @@ def read_table(
 def set_table(state: DynamicState, table: int, dump: TableDump, report: Report | None) -> Loaded:
     """Load what `read_table` returned.
 
-    Hyperparameters belong to all tables of the module: those of the dump are taken if it has made
-    more steps.
+    Hyperparameters, which all tables of the module share, are loaded only if the dump has made more
+    steps.
     """
     if dump.changes is not None:
         (loaded,) = apply_changes(state, dump.changes, report).values()

@@ -6,10 +6,9 @@ tier, as long as the store drops no row.
 
 A row in the store that a batch needs is promoted: it gets a slot like a new key, and the row that
 it evicts is demoted, with optimizer state, stamp and score. If it finds no slot (it ranks below all
-it could replace, or the batch itself fills its buckets) it is served in place: the batch reads and
-updates a copy in an overflow row, `RowLayout.overflow_rows` behind those of each table, and the
-copy is written back before the store is used again. A new key that finds no slot gets an overflow
-row as well.
+rows that it could replace, or the batch itself fills its buckets) it is served in place: the batch
+reads and updates a copy in an overflow row (`RowLayout.overflow_rows`), and the copy is written
+back before the store is used again. A new key that finds no slot gets an overflow row as well.
 """
 
 import json
@@ -219,7 +218,7 @@ class BackingTier:
             stored_uses = records.rows.scores.to(counts.device)
             counts[at] = stored_uses + torch.minimum(counts[at], hash.MAX_USES - stored_uses)
 
-    # Once they are inserted
+    # After the keys of a batch are inserted
 
     def place(
         self,
@@ -274,7 +273,7 @@ class BackingTier:
         )
 
     def take(self, inserted: InsertedBatch, placement: "BatchPlacement") -> None:
-        """Note the overflow rows of a batch as used; repeated calls do the same."""
+        """Record that a batch uses its overflow rows; repeated calls have no further effect."""
         assert inserted.result is not None
         self._counts, self._overflow = placement.counts, placement.overflow
         inserted.result.slots.copy_(placement.slots)
@@ -282,7 +281,7 @@ class BackingTier:
         inserted.slots.copy_(placement.positions)
 
     def write_found(self, placement: "BatchPlacement") -> None:
-        """Write rows from the store to their slots, and note which rows move."""
+        """Write rows from the store to their slots, and record which rows move."""
         for t, records in enumerate(placement.rows):
             slots = placement.slots_of_found[t]
             has_row = slots >= 0
@@ -291,7 +290,7 @@ class BackingTier:
         self._moves = placement.moves
 
     def _scores(self, table: int, counts: Tensor, batch_scores: Tensor | None) -> Tensor:
-        """Return the scores that keys with these use counts would have in slots."""
+        """Return the scores that keys with these use counts get in the fast tier."""
         order = self.fast.index.order
         if order == "assigned":
             assert batch_scores is not None
@@ -301,8 +300,8 @@ class BackingTier:
     def move_rows(self) -> None:
         """Remove promoted rows from the store, and put demoted rows into it.
 
-        Both stay noted until the store is done. After an error the promoted ones are tried again,
-        and demoted rows that the store cannot take stay in memory until `flush`.
+        Both stay recorded until the store is done. After an error the next call removes promoted
+        rows again, and demoted rows that the store cannot take stay in memory until `flush`.
         """
         promoted, demoted = self._moves
         try:
@@ -379,7 +378,7 @@ class BackingTier:
         self._overflow_is_dirty = False
 
     def will_update(self) -> None:
-        """Note that backward is about to update overflow rows."""
+        """Record that backward is about to update overflow rows."""
         self._overflow_is_dirty = True
 
     @torch.no_grad()
@@ -470,9 +469,9 @@ class BackingTier:
 
     @torch.no_grad()
     def load_entries(self, table: int, entries: Entries, report: Report | None) -> Loaded:
-        """Put entries, whose keys are not in the fast tier, into the store, the best of them last.
+        """Put entries, whose keys are not in the fast tier, into the store.
 
-        In a full store later rows displace earlier ones.
+        The entries to be evicted last come last, since in a full store later rows displace earlier.
         """
         index = self.fast.index
         index.set_tick(max(index.tick, entries.newest_stamp()))
@@ -529,7 +528,7 @@ class BackingTier:
         self.store.flush([self.iter_fast_rows(t) for t in range(len(self._widths))], note)
 
     def prefetch(self, keys: Keys) -> None:
-        """Start reading the rows of a coming batch that are in the store."""
+        """Start reading the rows of a later batch that are in the store."""
         is_missing = self.fast.index.find(keys) < 0
         tables = tables_of(keys)
         for t in range(len(self._widths)):

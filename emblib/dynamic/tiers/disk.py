@@ -133,7 +133,7 @@ class RowFile:
         ]
         self.count = 0
         self.committed = 0
-        self.is_changing = False  # the slots of some keys are being assigned or freed
+        self.is_changing = False  # whether slots of keys are being assigned or freed
         self.journaled, self.in_fast_tier = zeros(0), zeros(0)  # uint8 by slot
 
     def begin(self, committed: int) -> None:
@@ -201,7 +201,7 @@ class RowFile:
         return [Block(0, sums.sums.shape[0], [sums.sums]) for sums in self.sums]
 
     def change(self, slots: Tensor) -> None:
-        """Note that rows and heads at slots are about to be written.
+        """Prepare for writing rows and heads at slots: verify their pages, mark them as changed.
 
         Raises:
             ChecksumError: their pages differ from the last commit.
@@ -210,7 +210,7 @@ class RowFile:
         self.sums[1].change(pages_of(slots * self.row_bytes, self.row_bytes))
 
     def change_heads(self, slots: Tensor) -> None:
-        """Note that heads at slots are about to be written, see `change`."""
+        """Prepare for writing heads at slots, see `change`."""
         self.sums[0].change(pages_of(slots * self.heads.width, self.heads.width))
 
     def sums_to_renew(self) -> Iterator[tuple[int, Tensor, Tensor]]:
@@ -348,8 +348,8 @@ class DiskRows:
         self._syncs = SyncGuard(self.directory)
         self.note = ""
         self._tables: list[StoredTable] = []
-        self._is_committing = False  # whether `rows.json` may have been replaced
-        self._is_committed = False  # whether it was, and not everything after it is done
+        self._is_committing = False  # whether a commit may have replaced `rows.json`
+        self._is_committed = False  # whether it has, and `_finish_commit` is not done
         close_in_forks(self)
 
     def for_shard(self, shard: StoreShard) -> "DiskRows":
@@ -579,7 +579,7 @@ class DiskRows:
         row_file = self._row_files[table]
         row_file.is_changing = True
         slots, new_keys = row_file.assign(rows.keys)
-        row_file.in_fast_tier[slots] = 1  # before the heads say that the rows are here
+        row_file.in_fast_tier[slots] = 1  # before the heads are written, which mark slots as used
         differing = row_file.differing(slots, rows)
         self._write(table, slots[differing], new_keys, rows.at(differing))
         row_file.is_changing = False

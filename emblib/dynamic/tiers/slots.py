@@ -34,7 +34,7 @@ class SlotAllocator:
         spec = DynamicSpec(
             capacity, 1, initial_capacity=min(1024, capacity), eviction=Eviction.NONE
         )
-        # No slot depends on the hash, so a random hash key does.
+        # Slots do not depend on the hash key, so a random one is used.
         self._index = HashIndex([spec], "cpu", [secrets.randbits(64) - (1 << 63)])
         self._by_slot = memory.reserve(spec.rows, torch.int64, torch.device("cpu"))
         self._overflow_keys: dict[int, int] = {}  # keys both of whose buckets are full

@@ -70,7 +70,7 @@ class SqliteRows:
         self._connection: sqlite3.Connection | None = None
         self._process = -1
         self._in_batch = False  # whether a savepoint may be open
-        self._is_committing = False  # whether there may be no transaction
+        self._is_committing = False  # whether `flush` may have ended the transaction
         self.path = Path(path).expanduser()
         self.note = ""
         self._tables: list[StoredTable] = []
@@ -98,7 +98,7 @@ class SqliteRows:
 
         Raises:
             BlockingIOError: the database is open for writing elsewhere.
-            OSError: the file cannot be opened or made.
+            OSError: the file cannot be opened or created.
             ValueError: the file is of another program, or has tables of another layout.
             RuntimeError: the file is truncated or damaged.
             ChecksumError: the data differ from their checksum.
@@ -112,7 +112,7 @@ class SqliteRows:
             if not self.path.exists():
                 self._create()
             connection = self._connect(self.path)
-            connection.execute("PRAGMA synchronous=FULL")  # a commit survives the machine
+            connection.execute("PRAGMA synchronous=FULL")  # commits survive a power failure
             connection.execute("BEGIN IMMEDIATE")
             self._refuse_others(connection)
         except sqlite3.DatabaseError as error:
@@ -193,7 +193,7 @@ class SqliteRows:
         return connection.execute(query).fetchone()[0] not in (0, len(self._tables))
 
     def _explained(self, error: sqlite3.DatabaseError) -> Exception:
-        """Convert an SQLite error to one that names the cause and the way out."""
+        """Convert an SQLite error to one that names the cause and the remedy."""
         if "locked" in str(error):
             return BlockingIOError(
                 f"{self.path} has one owner, and is open for writing elsewhere; close the module "
@@ -319,7 +319,7 @@ class SqliteRows:
     def _undo_batch(self) -> None:
         """Undo the writes of an interrupted `_run_for_each`."""
         if self._in_batch and self._connection is not None:
-            with contextlib.suppress(sqlite3.OperationalError):  # it was released, or never begun
+            with contextlib.suppress(sqlite3.OperationalError):  # it ended, or was never begun
                 self._connection.execute("ROLLBACK TO batch")
                 self._connection.execute("RELEASE batch")
         self._in_batch = False
@@ -330,7 +330,8 @@ class SqliteRows:
         records: list[_Record] = []
         for key_block in keys.unique().split(_KEYS_PER_QUERY):
             values = key_block.tolist()
-            values += values[-1:] * (_KEYS_PER_QUERY - len(values))  # the same statement every time
+            # All queries have the same text, so Python's cache of prepared statements has them.
+            values += values[-1:] * (_KEYS_PER_QUERY - len(values))
             marks = ",".join("?" * len(values))
             query = f"SELECT {_COLUMNS} FROM rows_{table} WHERE key IN ({marks})"
             records += self._run(query, values) if key_block.numel() else ()

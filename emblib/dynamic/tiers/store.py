@@ -110,7 +110,7 @@ class RowStore(Protocol):
         """Open the store for tables, new or stored; it is the first call."""
 
     def read(self, table: int, keys: Tensor) -> FoundRows:
-        """Return the rows of the keys that are in the store, removing none; keys may repeat."""
+        """Return the rows of those keys that are in the store; keys may repeat."""
 
     def lift(self, table: int, keys: Tensor) -> None:
         """Remove rows that were promoted; keys that are not in the store are ignored."""
@@ -187,7 +187,7 @@ class StoreShard(NamedTuple):
         return f"{self.name}.{number}_of_{count}"
 
     def divide(self, capacity: int) -> int:
-        """Return the part of a capacity that is the shard's, rounded up."""
+        """Return the shard's part of a capacity, rounded up."""
         return capacity if self.shard is None else -(-capacity // self.shard[1])
 
     def warn_of_others(self, directory: Path) -> None:
@@ -210,10 +210,10 @@ class StoreShard(NamedTuple):
 
 @runtime_checkable
 class ShardableStore(Protocol):
-    """A `RowStore` that can make others like it, as tables of collections need."""
+    """A `RowStore` that can construct similar stores, one per shard of a collection's tables."""
 
     def for_shard(self, shard: StoreShard) -> RowStore:
-        """Return a new store like this one, for one shard of a table alone."""
+        """Return a new store with the options of this one, for one shard of a table."""
 
 
 class TierMode(Choice):
@@ -239,10 +239,10 @@ class BackingStore:
     Args:
         store: store of the rows that have no slot in the fast tier: `HostRows`, `DiskRows`,
             `SqliteRows`, or any `RowStore`. It belongs to one module.
-        mode: mode that decides which rows are promoted.
-        max_misses: the maximum number of ids of a table per batch that are not in the fast tier;
-            None is 2^20 on the CPU, where they take only address space, and 2^16 on CUDA, where
-            they take memory.
+        mode: rule that selects the rows to promote.
+        max_misses: maximum number of ids of a table per batch that are not in the fast tier. Each
+            reserves an overflow row, so None is 2^20 on the CPU, where they take only address
+            space, and 2^16 on CUDA, where they take memory.
 
     Example:
         >>> backing = emblib.BackingStore(emblib.HostRows(capacity=1_000))
@@ -284,7 +284,7 @@ class BackingStore:
         return replace(self, store=store.for_shard(shard))
 
     def overflow_rows(self, device: torch.device) -> int:
-        """Return how many overflow rows each table has: `max_misses` or its default."""
+        """Return the number of overflow rows per table: `max_misses` or its default."""
         if self.max_misses is not None:
             return self.max_misses
         return 1 << (20 if device.type == "cpu" else 16)
@@ -360,10 +360,10 @@ def _exclusive(
 class PrefetchedRows:
     """A `RowStore` in front of another that reads prefetched rows from memory.
 
-    Another thread prefetches, one call to the store at a time. Prefetched rows are copies, the last
-    `MAX_PREFETCHED` per table: the store behind has them too and treats them like others, so
-    prefetching changes no answer. Rows that the store could not take are kept in memory, and
-    committed by `flush` like rows of the fast tier.
+    Another thread prefetches; calls to the store are made one at a time. Prefetched rows, the last
+    `MAX_PREFETCHED` per table, are copies of rows that stay in the store, so prefetching changes no
+    result. Rows that the store could not take are kept in memory, and committed by `flush` like
+    rows of the fast tier.
     """
 
     def __init__(self, store: RowStore, tables: Sequence[StoredTable]) -> None:
@@ -421,7 +421,7 @@ class PrefetchedRows:
 
     @_exclusive
     def count_prefetched(self, table: int, keys: Tensor) -> int:
-        """Return how many of `keys` have a row in memory."""
+        """Return the number of `keys` with a prefetched row."""
         blocks = (*self._kept_rows[table], *self._prefetched[table])
         return int(torch.isin(keys, torch.cat([p.keys for p in blocks])).sum()) if blocks else 0
 
@@ -504,7 +504,7 @@ class PrefetchedRows:
             yield from rows.split(batch)
         pending = self._kept_keys(table)
         for rows in self.behind.iterate(table, batch):
-            # A put that raised may have put some of the rows that were kept then.
+            # A `put` that raised may have stored some of the rows that are also kept in memory.
             yield rows.at(~torch.isin(rows.keys, pending)) if pending.numel() else rows
 
     def _kept_keys(self, table: int) -> Tensor:

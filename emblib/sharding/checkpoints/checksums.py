@@ -130,7 +130,7 @@ class CheckedStream(io.RawIOBase):
         super().__init__()
         self._file, self._path, self._sums = file, path, sums
         self._at = 0
-        self._blocks: dict[int, memoryview] = {}  # by number, the last one read at the end
+        self._blocks: dict[int, memoryview] = {}  # by number, the most recently used one last
         size = file.seek(0, io.SEEK_END)
         if size != sums.nbytes:
             raise CheckpointError(

@@ -168,7 +168,7 @@ class Reader(dcp.FileSystemReader):
             elif path.is_file():
                 size = path.stat().st_size
             else:
-                continue  # told when it is read
+                continue  # a missing file is reported when it is read
             if end > size:
                 raise CheckpointError(
                     f"{Path(self.path) / METADATA} is damaged: it places something at the bytes "

@@ -21,7 +21,7 @@ from emblib.sharding.sharding_types import Shard, Span
 from emblib.tables import state_dicts
 
 KEYS = "keys"
-_NOT_BY_KEY = "clock"  # saved with the keys, but not by key
+_NOT_BY_KEY = "clock"  # has the prefix of the keys, but is one number for the table
 
 
 def joined(
@@ -58,7 +58,7 @@ def joined(
 
 
 def part_of(state: Mapping[str, Tensor], number: int, count: int) -> dict[str, Tensor]:
-    """Return the state dict of shard `number` of `count`, from a full or a joined one."""
+    """Return the entries of shard `number` of `count`; values are full tensors or `KeyedRows`."""
     owned = {}
     for stem in _stems(state):
         keys = state[f"{stem}{KEYS}"]

@@ -32,7 +32,7 @@ class Entry:
     """One tensor of a table: its shards, and the memory of those on this rank.
 
     `memory[i]` are the tensors of local shard i of `shards`; several if slices have copies of it.
-    Without shards, every rank has the full tensor as number 0.
+    Without shards, every rank has the full tensor as number 0. `cuts` are those of `RowStates`.
     """
 
     size: tuple[int, ...]
@@ -92,7 +92,7 @@ class Entry:
 
 
 class StoredShard(Protocol):
-    """A shard of a table on this rank: slice `index` of `groups`."""
+    """A shard of a table on this rank, which is slice `index` of `groups`."""
 
     table: str
     shard: Shard

@@ -147,12 +147,12 @@ def load(
             "emblib.sharding.checkpoints.save",
             stacklevel=2,
         )
-    # What rows of dynamic tables a rank has is asked of the checkpoint, then told to all.
+    # A collective: each rank finds the saved rows of its dynamic shards, and tells all ranks.
     targets = loading.targets(ranks)
     rooms = {name: target.room for name, target in targets.items()}
     read(rooms, loading.reader, ranks)
     for name, room in rooms.items():
-        targets[name].room = room  # another object where it is no tensor
+        targets[name].room = room  # `read` replaces values that are not tensors
     agreed(ranks, lambda: loading.finish(targets))
 
 
@@ -184,7 +184,7 @@ def load_export(path: str | Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} is damaged: {error}; {way_out}") from error
     try:
         content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # whatever the reader of torch comes across
+    except Exception as error:  # torch raises errors of many types for a damaged file
         message = str(error).partition("\n")[0]
         raise CheckpointError(f"{path} cannot be loaded ({message}); {way_out}") from error
     return content
@@ -331,7 +331,7 @@ class _Loading:
         }
         if saved_layouts:
             read(saved_layouts, self.reader, RankGroup.single())
-        # Older checkpoints have cores without one.
+        # Older checkpoints have cores without a layout.
         lacking = {
             name
             for name in layouts.keys() - saved_layouts.keys()
@@ -344,7 +344,7 @@ class _Loading:
         ]
         if wrong:
             raise CheckpointError(f"{self.path} is of other tables; {'; '.join(wrong[:5])}")
-        for name in lacking:  # the shapes of the cores say as much
+        for name in lacking:  # the sizes of the cores are checked instead
             del layouts[name].container[layouts[name].key]
         return [leaf for leaf in all_leaves if leaf.name not in lacking]
 

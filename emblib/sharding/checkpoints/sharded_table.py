@@ -114,7 +114,7 @@ class ShardedTable(Tensor):
         """
         return gathered(self, rank)
 
-    # What torch.distributed.checkpoint asks for
+    # The methods that torch.distributed.checkpoint calls
 
     def __create_write_items__(self, fqn: str, value: object) -> list[Any]:
         """Return one item per block."""
@@ -154,7 +154,7 @@ class ShardedTable(Tensor):
                 return piece
         raise ValueError(f"{index.fqn}: no piece of this rank begins at {index.offset}")
 
-    # What a tensor can do
+    # Operations
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -169,7 +169,7 @@ class ShardedTable(Tensor):
             for i, part in args[0].parts.items():
                 part.copy_(args[1].parts[i])
             return args[0]
-        # No TypeError: of one, torch would only tell that operands are not supported.
+        # Not a TypeError: torch would replace its message by one about unsupported operands.
         raise NotImplementedError(
             f"a ShardedTable holds parts of a table, so {func} of it is not known; full_tensor() "
             "gathers the table, and parts has what is on this rank"

@@ -133,7 +133,7 @@ class _MetadataUnpickler(pickle.Unpickler):
         )
 
 
-# From stand-ins to metadata. Fields that this version of torch does not know, and those on which
+# From placeholders to metadata. Fields that this version of torch does not know, and those on which
 # loading does not depend, are left out.
 
 
@@ -148,7 +148,7 @@ def _metadata(value: Any) -> Metadata:
         _of_type(str, name, "the name of an entry"): _entry(name, entry, storage)
         for name, entry in tree.items()
     }
-    # A planner of another library may keep what it likes there.
+    # Planners of other libraries store arbitrary data there.
     data = fields.get("planner_data")
     paths = {
         name: steps

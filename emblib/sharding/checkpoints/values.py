@@ -17,7 +17,7 @@ from torch import Tensor
 from emblib.sharding.checkpoints.state_trees import CheckpointError, leaves, mapped
 
 _PLAIN = {bool, float, int, str, type(None)}
-# The library does without numpy, so its classes are known by their names.
+# emblib does not require NumPy, so it recognizes NumPy's classes by their names.
 _NUMPY_SCALARS = {"bool", "bool_", "number", "str_", "bytes_"}
 _NUMPY_CODES = {
     "b1": "?",
@@ -47,7 +47,7 @@ def read_value(data: io.BytesIO, name: str, path: Path) -> Any:
     """
     try:
         return torch.load(data, weights_only=True)
-    except Exception as error:  # whatever the reader of torch comes across
+    except Exception as error:  # torch raises errors of many types for damaged data
         unsafe = _unsafe(data)
         cause = error
         if unsafe and unsafe <= _NUMPY_NAMES.keys():
@@ -142,5 +142,5 @@ def _unsafe(data: io.BytesIO) -> set[str]:
     find: Callable[..., list[str]] = torch.serialization.get_unsafe_globals_in_checkpoint
     try:
         return set(find(io.BytesIO(data.getvalue())))
-    except Exception:  # it is damaged beyond that
+    except Exception:  # it is too damaged to find their names
         return set()

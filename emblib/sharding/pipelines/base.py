@@ -145,7 +145,7 @@ class TrainPipelineBase:
             if self._loader.settle(slot):
                 return slot
             if self._loader.is_last(slot, self._slots[-1]):
-                # No rank has one after the last; what each said of those is heard and forgotten.
+                # No rank has a batch in the later slots; receive their messages and drop them.
                 while self._slots:
                     self._loader.settle(self._slots.popleft())
                 self._loader.end()
@@ -188,7 +188,7 @@ class TrainPipelineBase:
 def _ranks_of(model: nn.Module) -> RankGroup:
     """Return the ranks of the model, or of its first sharded collection; else this process."""
     for module in (model, *sharded_modules(model).values()):
-        for name in ("dense_ranks", "ranks"):  # all that step together
+        for name in ("dense_ranks", "ranks"):  # dense_ranks may be more, and all step together
             if isinstance(ranks := getattr(module, name, None), RankGroup):
                 return ranks
     return RankGroup.single(next((p.device for p in model.parameters()), torch.device("cpu")))
@@ -404,6 +404,6 @@ class PrefetchTrainPipelineSparseDist(TrainPipelineSparseDist):
     def _before_forward(self, slot: Slot) -> None:
         super()._before_forward(slot)
         if self._inputs.is_known:
-            # In the order of the steps: caches are given their batches as they are looked up.
+            # In the order of the steps: a cache must get batches in the order of its lookups.
             for next_slot in (slot, *self._next_to_send()[:1]):
                 self._sent(next_slot).prefetch(self._prefetch_lane)

@@ -1,10 +1,10 @@
 """Inputs of sharded collections: find them in a batch, and send their ids ahead.
 
 A sharded collection sends ids to the ranks that look them up, looks up what it receives and returns
-the results (`emblib.sharding.lookup`). Ids do not depend on
-training, so a pipeline sends them while earlier batches are computed, for all collections together.
-The model is not rewritten: while the pipeline runs its forward, the `forward` of each collection is
-replaced by one that takes the batch which was sent ahead.
+the results (`emblib.sharding.lookup`). Ids do not depend on training, so a pipeline sends them
+while earlier batches are computed, for all collections together. The model is not rewritten: while
+the pipeline runs its forward, the `forward` of each collection is replaced by one that takes the
+batch which was sent ahead.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ def sharded_modules(model: nn.Module) -> dict[str, Any]:
     """Return the sharded collections by their paths in the model inside of any wrapper."""
     collections: dict[str, Any] = {}
     for name, module in unwrapped(model).named_modules():
-        # Not what such a collection consists of.
+        # Parts of a collection do not count as collections.
         is_inside = any(not path or name.startswith(f"{path}.") for path in collections)
         if hasattr(module, "compute_and_output_dist") and not is_inside:
             collections[name] = module
@@ -73,7 +73,7 @@ class FoundInputs:
             yield
         paths = [(call.module, path_to(batch, call.features)) for call in self._calls_seen]
         self._calls_seen = []
-        # A module of which one call cannot be known ahead would have its calls mixed up.
+        # Calls of a module are matched by their order, so all of its inputs must be known.
         unknown = {module: None for module, path in paths if path is None}
         for module in unknown:
             warnings.warn(
@@ -165,7 +165,7 @@ class Ahead:
     ) -> None:
         self._lane = lane
         self._calls, self._apart = calls, apart
-        # First the sizes of all, then the ids of all: the sizes of one come while another's go.
+        # The sizes of all collections travel together, before the ids of all.
         self._sizes: Staged[Awaitable[Any]] | None = lane.run(self._send_sizes, batch)
         self._ids: Staged[list[Awaitable[Any]]] | None = None
         self._come: Staged[list[Any]] | None = None

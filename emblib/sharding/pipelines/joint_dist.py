@@ -229,7 +229,7 @@ class JointDist:
             running.mode.has_changed = True  # all ranks search the next forward
 
     def end_early(self) -> None:
-        """Forget a forward, also one that has failed."""
+        """Forget the running forward, which may have failed, without comparing findings."""
         self._running = None
         for module in self._names:
             module.sent_ahead = None
@@ -266,7 +266,7 @@ class JointDist:
                 reasons[self._names[call.module]] = "the model changes its input in place"
             else:
                 calls.append(_CallPath(call.module, path, type(call.features), is_alone))
-        # A module of which one call cannot be known ahead would have its calls mixed up.
+        # Calls of a module are matched by their order, so all of its inputs must be known.
         return [one for one in calls if self._names[one.module] not in reasons], reasons
 
     def _set_reasons(self, modules: Mapping[Any, str], reason: str) -> None:

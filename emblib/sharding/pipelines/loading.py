@@ -152,7 +152,8 @@ class Slot:
         )
 
 
-# The numbers that a rank sends with every batch.
+# The numbers that a rank sends with every batch: whether it has one, the number of examples,
+# whether it knows an empty batch, and its epoch.
 _HAS, _EXAMPLES, _KNOWS, _EPOCH = range(4)
 
 
@@ -294,7 +295,7 @@ class Progress(NamedTuple):
     """The argument of a pipeline's callback, which it calls after every step.
 
     Attributes:
-        step: steps done, this one among them.
+        step: number of finished steps, including this one.
         own_examples: examples of this rank so far.
         examples: examples of all ranks so far; None where it is unknown (`AssumeEqual`).
         elapsed_s: seconds from the beginning of the first step to the end of this one.

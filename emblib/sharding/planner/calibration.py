@@ -45,7 +45,7 @@ class Calibration:
         pack_ns: ns per bag and block of rows to find the bags without ids for the block, which are
             not sent if they are many.
         uneven_ns: additional ns per bag, forward and backward, of a lookup whose features differ in
-            their number of bags, as they do then.
+            their number of bags, as they do if bags without ids are not sent.
         hash_ns: ns to find one key of a dynamic table, in addition to the cost of a dense row.
         tt_ns: ns per multiply-add of computing a tensor-train row.
         host_bytes_per_s: rate at which a GPU reads host memory.

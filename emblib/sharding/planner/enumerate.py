@@ -57,7 +57,8 @@ class Unit:
 class Option:
     """One way to shard a table, before its units are placed.
 
-    `penalty` is 0 for the configured storage, and n for the n-th alternative.
+    `penalty` is 0 for the configured storage, and n for the n-th alternative. `fixed` are the
+    shards of an option whose units cannot be placed elsewhere.
     """
 
     type: ShardingType
@@ -157,7 +158,8 @@ def allowed_types(
         if not cuts_columns_exactly(work):
             types = [t for t in types if t not in _BY_COLUMNS]
         if topology.num_nodes == 1 or topology.local_world_size == 1:
-            # One node is the world, one rank a node is a rank: the flat types say the same.
+            # With one node, or one rank per node, these are the same as ROW_WISE and COLUMN_WISE
+            # or TABLE_WISE.
             flat = {ShardingType.TABLE_ROW_WISE, ShardingType.TABLE_COLUMN_WISE}
             types = [t for t in types if t not in flat]
         if topology.world_size == 1:
@@ -193,7 +195,7 @@ class Parts:
         for shard, share in zip(shards, self.shares(shards), strict=True):
             ranks.setdefault(shard.columns, set()).add(shard.rank)
             rows[shard.columns] = rows.get(shard.columns, 0.0) + filled(self.work, share)
-        # Sums save nothing where a bag has ids in one block of rows, and the others send no row.
+        # Sums save nothing if each bag has ids in one block only: the other blocks send no row.
         return [
             len(ranks[shard.columns]) == local
             and len({rank // local for rank in ranks[shard.columns]}) == 1

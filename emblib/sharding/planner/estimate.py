@@ -30,7 +30,7 @@ _FLOAT = 4
 _GROUPING = 20  # bytes per id while the lookups of a batch are grouped by row
 _NS = 1e-9
 _SAMPLE = 4096
-_MAX_BAGS = 0.75  # as `emblib.sharding.input_dist` has it
+_MAX_BAGS = 0.75  # `_MAX_SHARE_OF_BAGS` of `emblib.sharding.input_dist`
 _NUMBER = 4  # bytes of a row index that is sent
 
 
@@ -64,9 +64,10 @@ class Everywhere(NamedTuple):
 
 
 class _Batch(NamedTuple):
-    """One collection's lookups in a table: seconds, and bytes until rows are sent and updated.
+    """One collection's lookups in a table: seconds, and bytes in the two phases of `MemoryNeed`.
 
-    `arrange`: additional seconds, as in `Everywhere`.
+    `io` are the bytes while rows are sent, `updating` those while rows are updated. `arrange`:
+    additional seconds, as in `Everywhere`.
     """
 
     seconds: Seconds
@@ -122,7 +123,8 @@ class CostModel:
         self._costs = topology.costs
         world, local = topology.world_size, topology.local_world_size
         costs = self._costs
-        # Of bytes that come from all ranks alike, those of the others pass a link or the network.
+        # Seconds per byte that is sent equally to all ranks: over links in the node, the network
+        # to other nodes, and for nothing to this rank itself.
         link = (local - 1) / costs.link_bytes_per_s
         network = (world - local) / costs.network_bytes_per_s
         self._s_per_byte = (link + network) / world
@@ -167,7 +169,7 @@ class CostModel:
         sent_bytes = ids * (_ID + (_FLOAT if work.is_weighted else 0)) + bags * _ID
         output = floats * (self.wire.forward + self.wire.backward) * self._s_per_byte
         if is_summed:
-            # Within the node float32, and each row is copied twice there: for sending, and summed.
+            # Within the node rows are float32, and copied twice: to be sent, and to be summed.
             within, between = self._s_per_summed
             copied = 4 * 2 * _FLOAT * self._costs.arrange_ns * _NS
             output = floats * (
@@ -181,15 +183,15 @@ class CostModel:
             self._update(work, table_slice, ids, rows_out)
             + uneven * table_slice.storage.is_trained,
         )
-        # Ids and lengths of each batch under way, and rows on their way out or gradients back.
-        # Single rows are put in order before they are sent, and their gradients afterwards.
+        # Ids and lengths of each batch in flight, and its outgoing rows or incoming gradients.
+        # Unpooled rows are put in order before they are sent, and their gradients afterwards.
         rows = self._copies_of(work) * _FLOAT * floats
         # A rank's own rows count as sent, though those of large messages stay in place.
         io = self._moved * sent_bytes + rows
         grouping = _GROUPING * ids * table_slice.storage.is_trained
         updating = io + (grouping if work.config.pooled else max(grouping, rows))
         if is_summed:
-            # Rows in the order of sending, then those to sum; and gradients of all sums at once.
+            # Also rows in the order of sending, the rows to sum, and the gradients of sums.
             io += 2 * rows + rows / local
             updating = max(updating, self._moved * sent_bytes + 2 * rows + rows / local)
         return _Batch(seconds, io, updating)
@@ -234,10 +236,10 @@ class CostModel:
             + numbers / _NUMBER * self._costs.pack_ns
             + 2 * (pieces + out) * _FLOAT * self._costs.arrange_ns
         )
-        # The caller's batch, the output and its gradient; then what is sent, and the pieces
-        # that are put together.
+        # The caller's batch, the output and its gradient. `combining` adds the sent ids and the
+        # pieces of rows that are put together.
         in_and_out = self.batches * (ids * _ID + bags * _ID) + 2 * _FLOAT * out
-        # The gradients of single rows are first made one tensor, then put in order.
+        # The gradients of unpooled rows are first concatenated, then put in order.
         pieces_nbytes = self._copies_of(work) * _FLOAT * pieces
         ordered = 0.0 if work.config.pooled else pieces_nbytes
         combining = in_and_out + (self.batches - 1) * sent + pieces_nbytes + ordered + numbers
@@ -291,14 +293,14 @@ class CostModel:
         updating = in_and_out + _GROUPING * ids
         arrange = 0.0
         if world > 1:
-            # Rows are appended to the received ones and put into the output, gradients taken out.
+            # Rows are appended to the received ones and copied to the output; gradients back.
             arrange = 6 * _FLOAT * floats * self._costs.arrange_ns * _NS
         if not table_slice.storage.is_trained:
             seconds = 0.0, lookup, 0.0, 0.0
         elif not is_fused(work.optimizer):
             seconds = 0.0, lookup, 0.0, self._update(work, table_slice, ids, rows_out)
         else:
-            # Ids and gradients of all ranks come here.
+            # This rank receives the ids and gradients of all ranks.
             sent_bytes = (ids * (_ID + (_FLOAT if work.is_weighted else 0)) + bags * _ID) * world
             update = self._update(work, table_slice, ids * world, rows_out * world)
             values = 0.0
@@ -313,8 +315,8 @@ class CostModel:
                 update,
             )
             arrange += sent_bytes / _ID * self._costs.route_ns * _NS if world > 1 else 0.0
-            # Gradients of this rank and of all; those of single rows are first made one tensor of
-            # all features, and put in order when they have come.
+            # Gradients of this rank and of all ranks. Those of unpooled rows are first concatenated
+            # over features, and put in order when they have arrived.
             everyone = self.batches * sent_bytes + _FLOAT * floats * world
             combining += everyone * self._copies_of(work)
             combining += 0.0 if work.config.pooled else 2 * _FLOAT * floats
@@ -391,7 +393,7 @@ class CostModel:
         if world == 1:
             return 0.0
         seconds_each = costs.exchange_s + (world - 2) * costs.message_s
-        # Sizes, ids, rows and gradients; weights and their gradients go by themselves.
+        # Sizes, ids, rows and gradients; weights and their gradients are separate messages.
         return (6 if weighted else 4) * seconds_each
 
     def sums_s(self) -> float:
@@ -401,8 +403,8 @@ class CostModel:
         return sum(2 * (costs.exchange_s + (size - 2) * costs.message_s) for size in sizes)
 
 
-# Seconds are multiples of 2^-44 (0.06 ps) and bytes whole, so that sums of them are exact, in any
-# order: taking away what was added leaves what was there, and equal loads stay equal.
+# Seconds are multiples of 2^-44 (0.06 ps) and bytes are whole numbers, so sums are exact in any
+# order: subtracting what was added restores the old sum, and equal loads stay equal.
 
 
 def _on_grid(seconds: float) -> float:

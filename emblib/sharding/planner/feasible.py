@@ -29,7 +29,7 @@ def any_plan(problem: Problem) -> Plan:
         sorted(table_options, key=lambda o: (o.penalty, max(o.nbytes(world))))
         for table_options in problem.options
     ]
-    # The tables with the largest smallest piece first: they have the fewest places.
+    # Place the table whose smallest piece is largest first: fewest ranks have memory for it.
     order = sorted(range(len(options)), key=lambda t: (-min(map(_largest, options[t])), t))
     smallest = [
         [min(column) for column in zip(*(o.nbytes(world) for o in options[t]), strict=True)]
@@ -189,8 +189,8 @@ def _cut(loads: RankCosts, work: TableWorkload, problem: Problem) -> PlacedOptio
         used = (loads.nbytes[pool][rank] + loads.common[pool] for pool in (0, 1))
         return loads.free_memory[rank][0] - max(used)
 
-    # What every rank holds for a table in so many pieces, before any row: a row of each piece for
-    # every bag at most.
+    # The memory of every rank for a table cut into `world` blocks, without its rows: at most one
+    # row of each block per bag.
     equal = problem.model.everywhere(work, [(shape.columns, 1.0 / world, False)] * world)
     rows_sent = sum(lookup.batch * max(lookup.num_features, lookup.ids) for lookup in work.lookups)
     pieces = world * rows_sent * (shape.columns + 4) * 4

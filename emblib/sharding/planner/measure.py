@@ -291,7 +291,7 @@ def _routing(device: torch.device, rounds: int) -> tuple[float, float]:
         starts = running_sums(lengths)
         route.route_ids(ids, offsets, *routing, starts=starts, total=bags)
 
-    # As many rows as large batches have: into new memory, and from memory that no cache holds.
+    # As many rows as large batches have, copied from memory that is in no cache to new memory.
     lines = 2 * bags
     sources = [torch.randn(lines * width, device=device) for _ in range(_COLD)]
     source = cycle(sources)
@@ -301,7 +301,7 @@ def _routing(device: torch.device, rounds: int) -> tuple[float, float]:
     def arrange() -> None:
         route.combine(next(source), targets, pieces, None, lines * width, torch.float32)
 
-    # `arrange_ns` is for bytes read and bytes written, `route_ns` for an id that arrives.
+    # `arrange_ns` is per byte that is read or written, `route_ns` per received id.
     return (
         timed(send, device, rounds) / bags * 1e9,
         timed(arrange, device, rounds) / (2 * sources[0].nbytes) * 1e9,
@@ -378,7 +378,7 @@ def calibrate(ranks: RankGroup | None = None, sizes: Sizes | None = None) -> Cal
     ranks = RankGroup.single() if ranks is None else ranks
     sizes = Sizes() if sizes is None else sizes
     calibration = None
-    # At the same time on all ranks that have a core, as in a step: they share memory bandwidth.
+    # On all ranks at the same time if each has a core: as in a step, they share memory bandwidth.
     at_once = _has_a_core_each(ranks)
     if ranks.rank == 0 or at_once:
         calibration = computing(ranks.device, sizes)
@@ -434,7 +434,7 @@ def _synchronised(ranks: RankGroup, step: Tiny, rounds: int) -> float:
 
 
 def _fastest(ranks: RankGroup, function: Callable[[], object], times: int, rounds: int) -> float:
-    """Measure the seconds of a call by all ranks, of few calls at a time, the fastest of many."""
+    """Return the seconds per call on all ranks: the minimum over rounds of `times` calls each."""
 
     def once() -> float:
         ranks.barrier()
@@ -475,7 +475,7 @@ def _exchange(ranks: RankGroup, peers: Sequence[int], count: int, rounds: int) -
     sent = cycle(torch.ones(sum(sizes), device=ranks.device) for _ in range(_COLD if large else 1))
 
     def once() -> None:
-        # Into new memory, as in a step.
+        # It receives into new memory, as in a step.
         start_all_to_all(next(sent), sizes, sizes, ranks).wait()
 
     return _fastest(ranks, once, 1 if large else 4, (2 if large else 5) * rounds)

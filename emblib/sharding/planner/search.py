@@ -108,7 +108,7 @@ class RankCosts:
         self.packing += sign * everywhere.packs
         self.uneven += sign * everywhere.uneven
         self._positions += sign * everywhere.positions
-        # Where ids came from is kept of all tables as soon as one is cut by rows.
+        # If one table is cut by rows, the positions of ids are stored for all tables.
         counted = self._positions if self.cut else 0.0
         self.common[0] += counted - self._counted
         self._counted = counted
@@ -146,7 +146,7 @@ class RankCosts:
         if computing == local:
             return slowest + common
         if number in (INPUT, OUTPUT):
-            # Bandwidth was measured with all ranks of a node sending; fewer of them send faster.
+            # Bandwidth was measured while all ranks of a node send; fewer ranks send faster.
             means = (sum(seconds[n : n + local]) / local for n in range(0, len(seconds), local))
             return max((slowest + common) * computing / local, max(means) + common)
         busiest = max(sum(seconds[n : n + local]) for n in range(0, len(seconds), local))
@@ -241,7 +241,7 @@ def place(
 ) -> PlacedOption | None:
     """Place every unit on the least loaded rank or node with memory; None if there is none.
 
-    `order` ranks to try before the least loaded ones. `loads` is left unchanged.
+    `order`: targets to try before the least loaded ones. `loads` is left unchanged.
     """
     targets: list[int] = []
     loads.add_common(option)
@@ -264,7 +264,7 @@ def _target(
     loads: RankCosts, unit: Unit, taken: Sequence[int], order: Sequence[int] | None
 ) -> int | None:
     if unit.domain is Domain.WORLD:
-        return 0  # whether its ranks have free_memory is asked once for all of them
+        return 0  # `common_fits` checks the memory of all ranks at once
     if unit.domain is Domain.RANK:
         spent = loads.totals
     else:
