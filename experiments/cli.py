@@ -184,7 +184,7 @@ def _hydra(arguments: Sequence[str]) -> int:
         try:
             if not chosen:
                 raise _no_experiment(words)
-            config = configure.checked(composed)
+            config = configure.to_config(composed)
         except UsageError as error:
             print(f"error: {error}", file=sys.stderr)
             status = 2

@@ -120,8 +120,8 @@ def measure(keep: Callable[[str], Path], names: Sequence[str] = (), *, smoke: bo
         folder = (ROOT / "reports" / "runs" / "smoke" if smoke else cpu_folder()) / part.name
         command = part.command(smoke=smoke, out=folder)
         print("$ " + " ".join(["python", *command[1:]]), flush=True)
-        status, state = watched(command)
-        print(f"{part.name}: {machine_words(state)}", flush=True)
+        status, state = run_watched(command)
+        print(f"{part.name}: {describe_load(state)}", flush=True)
         if status:
             print(f"{part.name}: did not finish well and is not kept", file=sys.stderr)
             worst = 1
@@ -146,14 +146,14 @@ def device_folder(device: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
 
 
-def watched(command: Sequence[str]) -> tuple[int, dict[str, Any]]:
+def run_watched(command: Sequence[str]) -> tuple[int, dict[str, Any]]:
     """Run a command; return its exit status, and what else the machine did before and meanwhile."""
     before = CpuTime()
     time.sleep(LOOK_SECONDS)
     state = {"load_before": round(psutil.getloadavg()[0], 2), "others_before": before.shares()[1]}
     meanwhile, ours, start = CpuTime(), _child_seconds(), time.monotonic()
     loads: list[float] = []
-    with _orphans_adopted():
+    with _adopt_orphans():
         process = subprocess.Popen(command, cwd=ROOT)
         while (status := process.poll()) is None:
             loads.append(round(psutil.getloadavg()[0], 2))
@@ -171,7 +171,7 @@ def watched(command: Sequence[str]) -> tuple[int, dict[str, Any]]:
 
 
 @contextlib.contextmanager
-def _orphans_adopted() -> Iterator[None]:
+def _adopt_orphans() -> Iterator[None]:
     """Adopt processes whose own parent ends, on Linux, and wait at the end for those that came.
 
     An experiment measures in children of a fork server, which outlives the experiment: without this
@@ -199,7 +199,7 @@ def _child_seconds() -> float:
     return os.times().children_user + os.times().children_system
 
 
-def machine_words(state: Mapping[str, Any]) -> str:
+def describe_load(state: Mapping[str, Any]) -> str:
     """Say whether the machine did nothing else while a part was measured."""
     if not state:
         return "what else the machine did was not recorded"
@@ -229,7 +229,7 @@ class StoredEvidence:
     @classmethod
     def read(cls, folder: Path) -> StoredEvidence:
         """Read a run, or the result of a program of tests.bench."""
-        facts, contenders = _facts(folder)
+        facts, contenders = _environment_and_contenders(folder)
         areas = {area for n in contenders for start, area in AREA_OF.items() if n.startswith(start)}
         state = folder / STATE
         return cls(
@@ -255,7 +255,7 @@ class StoredEvidence:
         return f"{code}{when}{since}"
 
 
-def _facts(folder: Path) -> tuple[dict[str, Any], set[str]]:
+def _environment_and_contenders(folder: Path) -> tuple[dict[str, Any], set[str]]:
     """Return the environment of a measurement and the names of its contenders."""
     path = folder / "environment.json"
     if path.is_file():

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.evidence import StoredEvidence, machine_words
+from experiments.evidence import StoredEvidence, describe_load
 from experiments.paths import REFERENCE
 from experiments.report import text
 from experiments.timing.statistics import Summary, summarise
@@ -47,7 +47,7 @@ WORK = {
 Key = tuple[str, str, str, str, int]  # phase, variant, optimizer, shape, threads
 
 
-def ratios(folder: Path = REFERENCE / DEVICE) -> dict[Key, Summary]:
+def peer_ratios(folder: Path = REFERENCE / DEVICE) -> dict[Key, Summary]:
     """Return FBGEMM's time ÷ emblib's per measured point, paired by round."""
     rows: list[dict[str, Any]] = json.loads((folder / "cpu_peers/cpu_peers.json").read_text())[
         "rows"
@@ -66,7 +66,7 @@ def ratios(folder: Path = REFERENCE / DEVICE) -> dict[Key, Summary]:
     }
 
 
-def cell(ratio: Summary) -> str:
+def format_ratio(ratio: Summary) -> str:
     """Format one ratio; mark ties (the interval contains 1) and losses."""
     word = " (tie)" if ratio.lo <= 1 <= ratio.hi else " (slower)" if ratio.median < 1 else ""
     return f"{ratio.median:.2f}×{word}"
@@ -81,7 +81,7 @@ def peers_table(measured: Mapping[Key, Summary]) -> str:
         f"| --- |{' ---: |' * len(heads)}",
     ]
     for work, title in WORK.items():
-        cells = [cell(measured[(*work, *column)]) for column in columns]
+        cells = [format_ratio(measured[(*work, *column)]) for column in columns]
         lines.append(f"| {title} | {' | '.join(cells)} |")
     return "\n".join([*lines, "", *(f"- {shape}: {words}." for shape, words in SHAPES.items())])
 
@@ -221,7 +221,7 @@ def front_page(readme: str, folder: Path = REFERENCE) -> str:
     """Return the text of README.md with its table of speed, and its source, replaced."""
     rows = matrix_rows(folder / DEVICE)
     block = "\n".join([speed_table(rows, gpu_ratios(folder)), "", *speed_sources(rows, folder)])
-    return replaced(readme, SPEED, block)
+    return replace_block(readme, SPEED, block)
 
 
 def speed_sources(rows: Sequence[Mapping[str, Any]], folder: Path = REFERENCE) -> list[str]:
@@ -245,21 +245,21 @@ def matrix_source(rows: Sequence[Mapping[str, Any]], folder: Path = REFERENCE / 
     processes = min(len(row["ratios"]) for row in rows)
     return (
         f"{shapes} shapes, each in {processes} processes, {known.age()}; "
-        f"{machine_words(known.state)}"
+        f"{describe_load(known.state)}"
     )
 
 
 def benchmarks(page: str, folder: Path = REFERENCE / DEVICE) -> str:
     """Return the text of docs/benchmarks.md with the tables of this module replaced."""
     known = StoredEvidence.read(folder / "cpu_peers")
-    source = f"- {text.capitalised(known.age())}; {machine_words(known.state)}."
-    page = replaced(page, PEERS, f"{peers_table(ratios(folder))}\n{source}")
+    source = f"- {text.capitalised(known.age())}; {describe_load(known.state)}."
+    page = replace_block(page, PEERS, f"{peers_table(peer_ratios(folder))}\n{source}")
     rows = matrix_rows(folder)
     source = text.capitalised(f"{matrix_source(rows, folder)}.")
-    return replaced(page, MATRIX, f"{source}\n\n{matrix_table(rows)}")
+    return replace_block(page, MATRIX, f"{source}\n\n{matrix_table(rows)}")
 
 
-def replaced(page: str, markers: tuple[str, str], block: str) -> str:
+def replace_block(page: str, markers: tuple[str, str], block: str) -> str:
     """Return a page with the text between two markers replaced; raise ValueError without them."""
     start, end = markers
     if page.count(start) != 1 or page.count(end) != 1:

@@ -49,7 +49,7 @@ def _report(directory: Path) -> dict[str, Any]:
     }
 
 
-def target(experiment: str, directory: Path) -> str:
+def page_path(experiment: str, directory: Path) -> str:
     """Return the path of a report's page in the gallery; raise ValueError for an unsafe name."""
     try:
         folder_name(experiment)  # a run.json may be from anywhere
@@ -68,7 +68,7 @@ def write(runs: pd.DataFrame, out: Path) -> None:
     """
     if any(path.resolve().is_relative_to(out.resolve()) for path in runs["directory"]):
         raise ValueError(f"{out} has the runs themselves in it: choose another folder")
-    links = [target(row.experiment, row.directory) for row in runs.itertuples()]
+    links = [page_path(row.experiment, row.directory) for row in runs.itertuples()]
     if out.exists():
         if not out.is_dir() or (any(out.iterdir()) and not _is_gallery(out)):
             raise ValueError(f"{out} is not empty and no gallery: choose another folder")

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from enum import Enum
 from typing import Any
 
-from experiments.report.data import Run
+from experiments.report.data import Run, select
 
 HIT_RATE_POINTS = 0.005  # tolerance of a hit rate, the same as the gate's
 TIME_TOLERANCE = 0.25  # tolerance of a ratio of times by default
@@ -85,7 +85,7 @@ def claims_of(run: Run) -> list[Claim]:
 
 
 def _ratios(run: Run) -> list[Claim]:
-    rows = run.table[(run.table["status"] == "ok")] if len(run.table) else run.table
+    rows = select(run.table, status="ok")
     return [
         Claim(
             Measure.ratio,
@@ -99,7 +99,7 @@ def _ratios(run: Run) -> list[Claim]:
 
 
 def _hit_rates(run: Run) -> list[Claim]:
-    rows = run.traces[(run.traces["status"] == "ok")] if len(run.traces) else run.traces
+    rows = select(run.traces, status="ok")
     return [
         Claim(
             Measure.hit_rate, f"{row['cell']} · {row['label']}", f"hit rate per {of}", *[rate] * 3

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import pandas as pd
 
-from experiments.compare.machines import CEILINGS, Comparison, known_ceiling
+from experiments.compare.machines import CEILINGS, Comparison, common_ceiling
 from experiments.config.sweep import SWEEP, variants_of
 from experiments.report.charts import (
     DASHED,
@@ -51,7 +51,7 @@ def figures(comparison: Comparison) -> list[Figure]:
 def rates(comparison: Comparison, phase: str) -> Figure:
     """Return the figure of lookups per second, and shares of a bandwidth, over the machines."""
     points, role = comparison.points, comparison.headline
-    known = known_ceiling(points)
+    known = common_ceiling(points)
     points = points[(points["role"] == role) & (points["phase"] == phase)]
     per_second = points.assign(
         y=1e-6 * points["rate"], lo=1e-6 * points["rate_lo"], hi=1e-6 * points["rate_hi"]
@@ -186,7 +186,7 @@ def working_set(comparison: Comparison) -> list[Figure]:
     """Return the figure of bandwidth shares by size of the tables; [] without a sweep of E."""
     points = comparison.points[comparison.points["phase"] == "step"]
     points = points[points["role"].str.match(r"sweep, (base point|E=[^,]+)$")]
-    known = known_ceiling(points) if points["role"].nunique() > 1 else None
+    known = common_ceiling(points) if points["role"].nunique() > 1 else None
     if known is None:
         return []
     panels = []

@@ -99,12 +99,12 @@ class Comparison:
         Raises:
             NotComparable: the runs have no point in common, or are of several experiments.
         """
-        machines = read(paths)
-        every = measured(machines)
+        machines = read_machines(paths)
+        every = measured_points(machines)
         shared = every.groupby(KEYS)["machine"].transform("nunique") == len(machines)
         if not shared.any():
             raise NotComparable("these runs share no case, no axis value and no contender")
-        return cls(machines, every[shared].reset_index(drop=True), missing(machines, every))
+        return cls(machines, every[shared].reset_index(drop=True), missing_points(machines, every))
 
     @property
     def headline(self) -> str:
@@ -124,13 +124,13 @@ class Comparison:
         cells = [m.cells[m.cells["role"] == role].iloc[0]["sizes"] for m in self.machines]
         table = {name: [cell.get(name) for cell in cells] for name in cells[0]}
         return "; ".join(
-            f"{name} = {by_value(self.machines, map(_shown, values))}"
+            f"{name} = {group_by_value(self.machines, map(_shown, values))}"
             for name, values in table.items()
             if len(set(map(repr, values))) > 1
         )
 
 
-def by_value(machines: Sequence[Machine], values: Iterable[str | None]) -> str:
+def group_by_value(machines: Sequence[Machine], values: Iterable[str | None]) -> str:
     """Return values with their machines, such as "2.13 on A and B; 2.11 on C", without None."""
     labels: dict[str, list[str]] = {}
     for machine, value in zip(machines, values, strict=True):
@@ -148,7 +148,7 @@ def is_remote(path: Path) -> bool:
     return re.match(r"[\w.@-]{2,}:.", str(path)) is not None and not path.exists()
 
 
-def fetched(path: Path, scratch: Path) -> Path:
+def fetch(path: Path, scratch: Path) -> Path:
     """Copy a run or a bundle of another machine into `scratch` by scp; return others as they are.
 
     Raises:
@@ -180,7 +180,9 @@ def comparisons(paths: Sequence[Path], scratch: Path) -> list[tuple[str, list[Pa
     """
     if not any(path.suffix == ".zip" for path in paths):
         return [("", list(paths))]
-    offered = [_runs(path, scratch / str(number)) for number, path in enumerate(paths)]
+    offered = [
+        _runs_by_experiment(path, scratch / str(number)) for number, path in enumerate(paths)
+    ]
     shared = [name for name in offered[0] if all(name in runs for runs in offered)]
     if not shared:
         words = "; ".join(
@@ -191,7 +193,7 @@ def comparisons(paths: Sequence[Path], scratch: Path) -> list[tuple[str, list[Pa
     return [(name, [runs[name] for runs in offered]) for name in shared]
 
 
-def _runs(path: Path, folder: Path) -> dict[str, Path]:
+def _runs_by_experiment(path: Path, folder: Path) -> dict[str, Path]:
     """Return the runs of a bundle or of one run's directory, by experiment."""
     if path.suffix != ".zip":
         return {str(read_config(path / CONFIG).name): path} if has_records(path) else {}
@@ -199,12 +201,12 @@ def _runs(path: Path, folder: Path) -> dict[str, Path]:
     return {str(read_config(run / CONFIG).name): run for run in runs_in(folder, "runs/*/*")}
 
 
-def known_ceiling(points: pd.DataFrame) -> str | None:
+def common_ceiling(points: pd.DataFrame) -> str | None:
     """Return the first column of CEILINGS without missing values, or None."""
     return next((column for column in CEILINGS if points[column].notna().all()), None)
 
 
-def read(paths: Sequence[Path]) -> list[Machine]:
+def read_machines(paths: Sequence[Path]) -> list[Machine]:
     """Read runs of one experiment in the given order; raise NotComparable for others."""
     if len(paths) < 2:
         raise NotComparable("a comparison needs two runs or more, e.g. two of reports/reference/")
@@ -263,7 +265,7 @@ def _cells(records: Sequence[Record]) -> pd.DataFrame:
         {
             "cell": record["cell"],
             "role": _role(record, base or record),
-            "work": repr([_comparable(record[name]) for name in WORK]),
+            "work": repr([_without_defaults(record[name]) for name in WORK]),
             "sizes": {**record["params"], **{k: record[k] for k in ("rows", "optimizer")}},
         }
         for record in timed
@@ -280,14 +282,14 @@ def _role(record: Record, base: Record) -> str:
     return "sweep, " + ", ".join(changed) if changed else BASE_POINT
 
 
-def _comparable(value: Any) -> Any:
+def _without_defaults(value: Any) -> Any:
     """Return params without defaults, so that new fields of workloads make no difference."""
     if not isinstance(value, dict):
         return value
     return sorted((k, v) for k, v in value.items() if v not in ("", [], None, "auto", "exact"))
 
 
-def measured(machines: Sequence[Machine]) -> pd.DataFrame:
+def measured_points(machines: Sequence[Machine]) -> pd.DataFrame:
     """Return the points of every machine, compared with those of the first (see Comparison)."""
     frame = pd.concat([_points(n, m) for n, m in enumerate(machines)], ignore_index=True)
     if not len(frame):
@@ -330,7 +332,7 @@ def _points(number: int, machine: Machine) -> pd.DataFrame:
     )
 
 
-def missing(machines: Sequence[Machine], every: pd.DataFrame) -> list[str]:
+def missing_points(machines: Sequence[Machine], every: pd.DataFrame) -> list[str]:
     """Return a sentence per role or contender that some machine lacks."""
     labels = [m.label for m in machines]
     counts = every.pivot_table("rate", ["role", "name"], "label", aggfunc="size", sort=False)

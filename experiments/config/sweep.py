@@ -59,7 +59,7 @@ TRAINED = {
     "robe": "ROBE",
     "dhe": "DHE",
 }
-Condition = Callable[[dict[str, Any]], bool]
+Rule = Callable[[dict[str, Any]], bool]
 
 
 def label_of(contender: str) -> str:
@@ -219,8 +219,8 @@ def swept_cells(
     else:
         points = [dict(zip(axes, values, strict=True)) for values in _combined(config.design, axes)]
     seen: set[str] = set()
-    keep = [condition(text) for text in config.where]
-    drop = [condition(text) for text in config.exclude]
+    keep = [compile_rule(text) for text in config.where]
+    drop = [compile_rule(text) for text in config.exclude]
     for point in points:
         lone = config.design is Design.one_at_a_time and point
         workload = dataclasses.replace(base, **point)
@@ -271,7 +271,7 @@ _RULE_SYNTAX = (
 )
 
 
-def condition(text: str) -> Condition:
+def compile_rule(text: str) -> Rule:
     """Compile a rule of `where` or `exclude`, such as "rank <= D or L == 1".
 
     Returns:

@@ -13,7 +13,7 @@ import emblib
 from experiments.config.schema import OPERATIONS
 from experiments.contenders.registry import Unsupported as Unsupported
 from experiments.contenders.registry import find
-from experiments.machine.bandwidth import Lines
+from experiments.machine.bandwidth import CacheLines
 
 Prepared = tuple[Tensor, Tensor]  # keys int64 [keys] and values float32 [keys, dim]
 ENTRY_BYTES = 17  # bytes per slot: key, score and tag
@@ -221,7 +221,7 @@ class RandomLines(KeyTable):
         super().__init__(task)
         if task.device.type != "cpu":
             raise Unsupported("the ceiling of random lines is measured on the CPU")
-        self.lines = Lines(ENTRY_BYTES * task.slots, huge=self.huge)
+        self.lines = CacheLines(ENTRY_BYTES * task.slots, huge=self.huge)
         self.single_thread = torch.get_num_threads() == 1
 
     def fill(self, keys: Tensor, values: Tensor) -> None:

@@ -30,7 +30,7 @@ Run = Callable[[int], object]
 
 
 @dataclass
-class Ready:
+class ReadyPoint:
     """A point that is built and can be timed."""
 
     contender: Contender
@@ -45,7 +45,7 @@ class Bench:
     def __init__(self, setup: Setup, now: Callable[[], int] = time.perf_counter_ns) -> None:
         self.setup, self.now = setup, now
         self.device = torch.device(setup.device)
-        self.ready: dict[str, Ready] = {}
+        self.ready: dict[str, ReadyPoint] = {}
         self.pools: dict[str, Pool] = {}
         if setup.core is not None and hasattr(os, "sched_setaffinity"):
             os.sched_setaffinity(0, {setup.core})
@@ -67,7 +67,7 @@ class Bench:
                 )
         return results
 
-    def _build(self, point: Point) -> Ready:
+    def _build(self, point: Point) -> ReadyPoint:
         config = dataclasses.replace(self.setup.config, optimizer=point.optimizer)
         session = Session(config, self.device, "gate")
         work, scale, seed = point.cell.workload, point.cell.rows_scale, self.setup.seed
@@ -87,7 +87,7 @@ class Bench:
         def step(number: int) -> object:
             return contender.step(prepared[number])
 
-        return Ready(contender, clock.adapt(run, len(prepared)), step, clock)
+        return ReadyPoint(contender, clock.adapt(run, len(prepared)), step, clock)
 
     def _pool(self, cell: Cell) -> Pool:
         """Return the batches of a case, which all its points share."""

@@ -41,7 +41,7 @@ REQUEST_CODE = bytes.fromhex("4889f8 4889f2 48c1c703 48c1c70d 48c1c73d 48c1c733 
 DUMP, ZERO, _, _, START, STOP = range(0x43540000, 0x43540006)  # requests of callgrind ("CT")
 
 
-def why_not(config: Any, device: str, *, smoke: bool) -> str:
+def reason_not_to_count(config: Any, device: str, *, smoke: bool) -> str:
     """Return why instructions cannot be counted here; empty where they can."""
     if device != "cpu" or config.device.threads != 1:
         return "they are counted on the CPU, with device.threads=1"
@@ -154,9 +154,9 @@ class ClientRequests:
 
 def main(package: str, message: str, names: str) -> None:
     """Build the points of a pickled `Setup` from a package, and dump the counts of each."""
-    from experiments.gate.worker import prefer
+    from experiments.gate.worker import import_from
 
-    prefer(package)
+    import_from(package)
     from experiments.gate.bench import Bench
 
     bench, requests = Bench(pickle.loads(Path(message).read_bytes())), ClientRequests()

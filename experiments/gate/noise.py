@@ -38,9 +38,9 @@ def run(config: Config, *, question: str, words: Sequence[str]) -> int:
     """Measure, save noise.json and report; return the exit status."""
     try:
         if config.dry_run:
-            return setup.plan(config, f"{config.gate.floor_pairs} pairs of processes")
-        start = setup.begin(config, words)
-        both, store = setup.one_revision(start, print), start.create()
+            return setup.print_plan(config, f"{config.gate.floor_pairs} pairs of processes")
+        start = setup.start_gate(config, words)
+        both, store = setup.head_on_both_sides(start, print), start.create()
     except UsageError as error:
         return setup.refuse(error)
     began = time.monotonic()
@@ -60,7 +60,7 @@ def run(config: Config, *, question: str, words: Sequence[str]) -> int:
         except KeyboardInterrupt:
             status = "interrupted"
     when = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    floor = setup.content(start.environment, config, trial.evidence.first, when)
+    floor = setup.noise_floor_content(start.environment, config, trial.evidence.first, when)
     place = store.write_json("noise.json", floor)
     if status == "finished" and not start.smoke:
         floors = RunStore(ROOT / config.gate.noise)
@@ -134,9 +134,9 @@ def table(points: Mapping[str, Mapping[str, Any]], margins: Mapping[str, float])
         {
             "point": lambda x: x[0],
             "pairs": lambda x: tables.count_value(x[1]["pairs"]),
-            "A ÷ A [95\u00a0%]": lambda x: pages.ratio(statistics.combine(x[1]["effects"])),
-            "MAD": lambda x: pages.percent(x[1]["mad"]),
-            "95 % of pairs within": lambda x: pages.percent(x[1]["p95"]),
-            "margin": lambda x: pages.percent(margins[x[0]]),
+            "A ÷ A [95\u00a0%]": lambda x: pages.effect_value(statistics.combine(x[1]["effects"])),
+            "MAD": lambda x: pages.margin_value(x[1]["mad"]),
+            "95 % of pairs within": lambda x: pages.margin_value(x[1]["p95"]),
+            "margin": lambda x: pages.margin_value(margins[x[0]]),
         },
     )

@@ -74,18 +74,18 @@ def page_of(
     )
 
 
-def ratio(effect: Effect) -> Value:
+def effect_value(effect: Effect) -> Value:
     """Format '1.083 [1.061, 1.106]': three decimals, for effects of a few per cent."""
     return Value.of(effect.ratio, lambda v: f"{v:.3f} [{effect.lo:.3f}, {effect.hi:.3f}]")
 
 
-def percent(value: float | None) -> Value:
+def margin_value(value: float | None) -> Value:
     """Format '5.2 %'."""
     finite = None if value is None or math.isinf(value) else value
     return Value.of(finite, lambda v: f"{100 * v:.3g} %")
 
 
-def counted(line: PointFinding, name: str) -> Value:
+def instructions_value(line: PointFinding, name: str) -> Value:
     """Format '1.031 (2,113,402)': head ÷ base, and the count of head."""
     sides = line.counts.get(name)
     head_per_base = sides["head"] / sides["base"] if sides and sides["base"] else None
@@ -170,7 +170,7 @@ def _effect(line: PointFinding) -> str:
     return f"{effect.ratio:.3f}× [{effect.lo:.3f}, {effect.hi:.3f}]"
 
 
-def describe(line: PointFinding) -> str:
+def finding_line(line: PointFinding) -> str:
     """Format one finding as a line for the terminal."""
     if line.ruling is None:
         return f"{line.state:<8} {line.point}: {line.reason}"
@@ -219,11 +219,11 @@ def table(lines: Sequence[PointFinding]) -> Table:
     columns: dict[str, Callable[[tuple[PointFinding, Ruling]], Value | str]] = {
         "point": lambda x: x[0].point,
         "verdict": lambda x: x[0].state + " (counted)" * bool(x[0].grown),
-        "head ÷ base [95\u00a0%]": lambda x: ratio(x[1].effect),
-        "margin": lambda x: percent(x[1].margin),
-        "smallest detectable": lambda x: percent(x[1].visible),
-        "instructions": lambda x: counted(x[0], TOTAL),
-        "of them in emblib": lambda x: counted(x[0], NATIVE),
+        "head ÷ base [95\u00a0%]": lambda x: effect_value(x[1].effect),
+        "margin": lambda x: margin_value(x[1].margin),
+        "smallest detectable": lambda x: margin_value(x[1].visible),
+        "instructions": lambda x: instructions_value(x[0], TOTAL),
+        "of them in emblib": lambda x: instructions_value(x[0], NATIVE),
         "base": lambda x: tables.time_value(x[0].base_s),
         "head": lambda x: tables.time_value(x[0].head_s),
         "pairs": lambda x: _pairs(x[1]),
@@ -282,7 +282,7 @@ def junit(findings: Findings, answer: str) -> str:
     failures = 0
     for line in findings.lines:
         case = ElementTree.SubElement(suite, "testcase", classname="gate", name=line.point)
-        words = describe(line)
+        words = finding_line(line)
         if line.regression or line.state in ("MISSING", "FAILED"):
             failures += 1
             ElementTree.SubElement(

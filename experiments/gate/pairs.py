@@ -113,7 +113,7 @@ def run_pair(job: PairJob, revisions: Revisions, start: WorkerFactory | None = N
     start = start or partial(start_worker, job.config.timing.limit_seconds)
     while points:
         try:
-            _attempt(dataclasses.replace(job, points=points), revisions, start, outcome)
+            _measure_pair(dataclasses.replace(job, points=points), revisions, start, outcome)
             break
         except WorkerLost as loss:
             names = [loss.point] if loss.point else [p.name for p in points]
@@ -131,7 +131,9 @@ class WorkerLost(Exception):
         self.side, self.point, self.death = side, point, death
 
 
-def _attempt(job: PairJob, revisions: Revisions, start: WorkerFactory, outcome: PairResult) -> None:
+def _measure_pair(
+    job: PairJob, revisions: Revisions, start: WorkerFactory, outcome: PairResult
+) -> None:
     """Measure all points in one pair of processes, in random order."""
     seed = PAIR_SEEDS * job.config.seed + job.number
     rng = random.Random(seed)
@@ -170,12 +172,14 @@ def _attempt(job: PairJob, revisions: Revisions, start: WorkerFactory, outcome: 
                     outcome.fail(name, side, built.status, built.reason)
         ready = [p.name for p in job.points if p.name not in outcome.failed]
         for name in rng.sample(ready, len(ready)):
-            outcome.taken[name] = _measure(job, name, ask, rng)
+            outcome.taken[name] = _measure_point(job, name, ask, rng)
         for worker in workers.values():
             worker.send(None)
 
 
-def _measure(job: PairJob, name: str, ask: Callable[..., Any], rng: random.Random) -> PointSamples:
+def _measure_point(
+    job: PairJob, name: str, ask: Callable[..., Any], rng: random.Random
+) -> PointSamples:
     """Measure the blocks of one point: base head head base, or the reverse, at random."""
     taken = PointSamples()
     for side in rng.sample(list(Side), 2):
@@ -320,7 +324,7 @@ class TrialRunner:
         return records
 
 
-def seconds_of(records: Sequence[Record], point: str, side: Side) -> list[float]:
+def faster_samples(records: Sequence[Record], point: str, side: Side) -> list[float]:
     """Return the faster sample of every block, over all pairs."""
     key = f"{side.value}_ns"
     taken = [r[key] for r in records if r["point"] == point and r["status"] == "ok"]

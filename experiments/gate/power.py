@@ -36,12 +36,12 @@ def run(config: Config, *, question: str, words: Sequence[str]) -> int:
     try:
         if config.dry_run:
             trials = f"{len(schedule(config))} trials of a gate"
-            return setup.plan(config, f"{trials} of {setup.pairs_of(config)}")
-        start = setup.begin(config, words)
+            return setup.print_plan(config, f"{trials} of {setup.pairs_words(config)}")
+        start = setup.start_gate(config, words)
         if config.gate.inject <= 1 and config.gate.slowed_trials:
             raise UsageError("gate.slowed_trials need gate.inject, e.g. gate.inject=1.10")
-        both = setup.one_revision(start, print)
-        store, records = setup.unfinished(start) or (start.create(), [])
+        both = setup.head_on_both_sides(start, print)
+        store, records = setup.find_unfinished(start) or (start.create(), [])
     except UsageError as error:
         return setup.refuse(error)
     began = time.monotonic()
@@ -62,7 +62,7 @@ def run(config: Config, *, question: str, words: Sequence[str]) -> int:
             display,
             pairs=1 + max((r["pair"] for r in records), default=-1),
         )
-        status = _trials(runner, replay(records))
+        status = _run_trials(runner, replay(records))
     info = {"question": question, "status": status, "seconds": round(time.monotonic() - began, 1)}
     store.write_json("run.json", {"experiment": "gate_power", **info})
     print(f"\n{write(store.path)}\n\nreport: {pages.shown_path(store.path / 'index.html')}")
@@ -78,7 +78,7 @@ def schedule(config: Config) -> list[float]:
     return [gate.inject if n in slowed else 1.0 for n in range(total)]
 
 
-def complete(path: Path) -> list[dict[str, Any]]:
+def completed_outcomes(path: Path) -> list[dict[str, Any]]:
     """Return the outcomes of the completed trials of a run directory."""
     rules = Rules.load(path)
     if rules is None:
@@ -86,10 +86,10 @@ def complete(path: Path) -> list[dict[str, Any]]:
     names = list(rules.margins)
     trials = replay(read_records(path)).values()
     trials_done = [t for t in trials if next_request(names, t.evidence, rules) is None]
-    return [outcome(t, names, rules) for t in sorted(trials_done, key=lambda t: t.number)]
+    return [trial_outcome(t, names, rules) for t in sorted(trials_done, key=lambda t: t.number)]
 
 
-def _trials(runner: TrialRunner, done: dict[int, Trial]) -> str:
+def _run_trials(runner: TrialRunner, done: dict[int, Trial]) -> str:
     """Return 'finished', 'interrupted', or 'incomplete': a process failed, the trial is void."""
     display, rules, failures = runner.display, runner.rules, 0
     names = list(rules.margins)
@@ -105,7 +105,7 @@ def _trials(runner: TrialRunner, done: dict[int, Trial]) -> str:
                 reason = next(iter(sides.values())).reason
                 display.finish(f"failed at {name}: {reason}")
             else:
-                display.finish("" if was_done else line(outcome(trial, names, rules)))
+                display.finish("" if was_done else trial_line(trial_outcome(trial, names, rules)))
     except KeyboardInterrupt:
         display.say("interrupted: the same command continues here")
         return "interrupted"
@@ -129,7 +129,7 @@ def replay(records: Sequence[Record]) -> dict[int, Trial]:
     return trials
 
 
-def outcome(trial: Trial, names: Sequence[str], rules: Rules) -> dict[str, Any]:
+def trial_outcome(trial: Trial, names: Sequence[str], rules: Rules) -> dict[str, Any]:
     """Return the decision of one gate."""
     rulings = decide(names, trial.evidence, rules)
     by_verdict: dict[str, list[str]] = defaultdict(list)
@@ -149,7 +149,7 @@ def outcome(trial: Trial, names: Sequence[str], rules: Rules) -> dict[str, Any]:
     }
 
 
-def line(trial: Mapping[str, Any]) -> str:
+def trial_line(trial: Mapping[str, Any]) -> str:
     """Format a trial for the terminal."""
     slowed = f"slowed {trial['slow']:g}×" if trial["slow"] > 1 else "A/A"
     counts = ", ".join(
@@ -169,27 +169,27 @@ def compute_rates(trials: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     caught = [n for t in slowed for n in t["slower"]]
     by_point = {
         name: {
-            "false_alarms": hit_rate(
+            "false_alarms": rate_of(
                 sum(name in t["slower"] for t in still), sum(name in t["effects"] for t in still)
             ),
-            "caught": hit_rate(caught.count(name), seen.count(name)),
+            "caught": rate_of(caught.count(name), seen.count(name)),
         }
         for name in sorted({n for t in trials for n in t["effects"]})
     }
     return {
-        "false_alarms": hit_rate(sum(t["alarm"] for t in still), len(still)),
-        "false_screened": hit_rate(sum(bool(t["screened"]) for t in still), len(still)),
-        "false_faster": hit_rate(sum(bool(t["faster"]) for t in still), len(still)),
-        "caught": hit_rate(len(caught), len(seen)),
-        "caught_by_gate": hit_rate(sum(t["alarm"] for t in slowed), len(slowed)),
-        "unsure": hit_rate(
+        "false_alarms": rate_of(sum(t["alarm"] for t in still), len(still)),
+        "false_screened": rate_of(sum(bool(t["screened"]) for t in still), len(still)),
+        "false_faster": rate_of(sum(bool(t["faster"]) for t in still), len(still)),
+        "caught": rate_of(len(caught), len(seen)),
+        "caught_by_gate": rate_of(sum(t["alarm"] for t in slowed), len(slowed)),
+        "unsure": rate_of(
             sum(len(t["unsure"]) for t in still), sum(len(t["effects"]) for t in still)
         ),
         "points": by_point,
     }
 
 
-def hit_rate(hits: int, trials: int) -> dict[str, Any]:
+def rate_of(hits: int, trials: int) -> dict[str, Any]:
     """Return a rate with its 95 % interval."""
     lo, hi = wilson(hits, trials)
     share = hits / trials if trials else None
@@ -201,7 +201,7 @@ STILL, SLOWED = COLOURS["tbe"], COLOURS["tt"]
 
 def write(path: Path) -> str:
     """Write all files that follow from the stored pairs; return the answer."""
-    store, trials, info = RunStore(path), complete(path), read_json(path, "run.json")
+    store, trials, info = RunStore(path), completed_outcomes(path), read_json(path, "run.json")
     rates = compute_rates(trials)
     store.write_json("power.json", {"rates": rates, "trials": trials})
     store.write_json("run.json", {"experiment": "gate_power", **info, "trials": len(trials)})
@@ -217,15 +217,14 @@ def sentence(rates: Mapping[str, Any], trials: Sequence[Mapping[str, Any]]) -> s
     slow = max((t["slow"] for t in trials), default=1.0)
     parts = []
     if rates["false_alarms"]["of"]:
-        parts.append(f"{in_words(rates['false_alarms'])} gates of unchanged code raised an alarm")
+        parts.append(f"{rate_words(rates['false_alarms'])} gates of unchanged code raised an alarm")
     if rates["caught"]["of"]:
-        parts.append(
-            f"points slowed by {100 * (slow - 1):.3g} % were caught in {in_words(rates['caught'])}"
-        )
+        caught = rate_words(rates["caught"])
+        parts.append(f"points slowed by {100 * (slow - 1):.3g} % were caught in {caught}")
     return "; ".join(parts) + "."
 
 
-def in_words(rate: Mapping[str, Any]) -> str:
+def rate_words(rate: Mapping[str, Any]) -> str:
     """Format '0 of 200 (0 %, 95 % interval 0 to 1.9 %)'."""
     if not rate["of"]:
         return "0 of 0"
@@ -247,9 +246,9 @@ def _page(
     slow = max((t["slow"] for t in trials), default=1.0)
     more = [
         f"A first set of pairs alone, without confirmation, would have raised one in "
-        f"{in_words(rates['false_screened'])}.",
-        f"Unsure of a point in {in_words(rates['unsure'])} cases without a change.",
-        f"At least one point caught in {in_words(rates['caught_by_gate'])} slowed gates.",
+        f"{rate_words(rates['false_screened'])}.",
+        f"Unsure of a point in {rate_words(rates['unsure'])} cases without a change.",
+        f"At least one point caught in {rate_words(rates['caught_by_gate'])} slowed gates.",
     ]
     pairs = f"{rules.pairs} pairs of processes, up to {rules.max_pairs} where unsure"
     notices = []

@@ -98,7 +98,7 @@ def next_request(points: Sequence[str], evidence: Evidence, rules: Rules) -> Req
     new = [p for p in points if len(first[p]) < rules.pairs]
     if new:
         return Request(Stage.first, tuple(new))
-    verdicts = {p: _said(first[p], rules.margins[p]) for p in points}
+    verdicts = {p: _verdict(first[p], rules.margins[p]) for p in points}
     enough = rules.max_pairs if rules.pairs >= statistics.LEAST_PROCESSES else 0
     unsure = [p for p in points if verdicts[p] is Verdict.UNSURE and len(first[p]) < enough]
     if unsure:
@@ -114,7 +114,7 @@ def next_request(points: Sequence[str], evidence: Evidence, rules: Rules) -> Req
 def decide(points: Sequence[str], evidence: Evidence, rules: Rules) -> dict[str, Ruling]:
     """Decide every point that both sides could run."""
     measured = [p for p in points if p not in evidence.lost and evidence.first.get(p)]
-    screened = {p: _said(evidence.first[p], rules.margins[p]) for p in measured}
+    screened = {p: _verdict(evidence.first[p], rules.margins[p]) for p in measured}
     again = [p for p in measured if screened[p] in CHANGES and evidence.second.get(p)]
     direction = {Verdict.SLOWER: 1, Verdict.FASTER: -1}
     chances = [statistics.p_value(evidence.second[p], direction[screened[p]]) for p in again]
@@ -123,7 +123,7 @@ def decide(points: Sequence[str], evidence: Evidence, rules: Rules) -> dict[str,
     for point in measured:
         margin, first = rules.margins[point], evidence.first[point]
         second = evidence.second.get(point, []) if point in adjusted else []
-        verdict, confirmed = screened[point], _said(second, margin) if second else Verdict.UNSURE
+        verdict, confirmed = screened[point], _verdict(second, margin) if second else Verdict.UNSURE
         if verdict in CHANGES and not (confirmed is verdict and adjusted[point] <= ALPHA):
             verdict = Verdict.UNSURE
         effect = statistics.combine(second or first)
@@ -140,5 +140,5 @@ def decide(points: Sequence[str], evidence: Evidence, rules: Rules) -> dict[str,
     return rulings
 
 
-def _said(logs: Sequence[float], margin: float) -> Verdict:
+def _verdict(logs: Sequence[float], margin: float) -> Verdict:
     return statistics.verdict(statistics.combine(logs), margin)

@@ -30,7 +30,7 @@ SCHEMA = 1
 
 
 @dataclass(frozen=True)
-class Floor:
+class NoiseFloor:
     """The noise floor in noise.json."""
 
     source: str  # file name
@@ -43,7 +43,7 @@ class Floor:
         return statistics.gate_margin(min_effect, noise["mad"], pairs) if noise else min_effect
 
 
-def measures(config: Config) -> str:
+def measurement_key(config: Config) -> str:
     """Return a key of how pairs are measured; a floor applies to gates with the same key."""
     timing, device = config.timing, config.device
     return digest(
@@ -61,7 +61,7 @@ def measures(config: Config) -> str:
     )
 
 
-def key(environment: Mapping[str, Any]) -> dict[str, Any]:
+def machine_key(environment: Mapping[str, Any]) -> dict[str, Any]:
     """Return what must agree between the machines of a floor and of a gate."""
     gpu = environment.get("gpu") or {}
     return {
@@ -74,10 +74,10 @@ def key(environment: Mapping[str, Any]) -> dict[str, Any]:
 
 def floor_file(environment: Mapping[str, Any], config: Config) -> str:
     """Return the file name for a machine and way of measuring."""
-    return f"{environment['hardware_id']}-{measures(config)[:8]}.json"
+    return f"{environment['hardware_id']}-{measurement_key(config)[:8]}.json"
 
 
-def content(
+def noise_floor_content(
     environment: Mapping[str, Any],
     config: Config,
     effects: Mapping[str, Sequence[float]],
@@ -88,8 +88,8 @@ def content(
         "schema": SCHEMA,
         "machine": environment["device"],
         "measured": when,
-        "key": key(environment),
-        "measures": measures(config),
+        "key": machine_key(environment),
+        "measures": measurement_key(config),
         "points": {
             point: {
                 "pairs": len(logs),
@@ -102,27 +102,29 @@ def content(
     }
 
 
-def read(folder: Path, environment: Mapping[str, Any], config: Config) -> Floor | None:
+def find_noise_floor(
+    folder: Path, environment: Mapping[str, Any], config: Config
+) -> NoiseFloor | None:
     """Return the floor for this machine and way of measuring; None where there is none."""
     source = folder / floor_file(environment, config)
     try:
         saved = json.loads(source.read_text())
     except (OSError, json.JSONDecodeError):
         return None
-    if saved.get("schema") != SCHEMA or saved["key"] != key(environment):
+    if saved.get("schema") != SCHEMA or saved["key"] != machine_key(environment):
         return None
-    return Floor(source.name, saved["points"], saved["measured"])
+    return NoiseFloor(source.name, saved["points"], saved["measured"])
 
 
 @dataclass(frozen=True)
-class Start:
+class GateStart:
     """The configuration, device, points, machine and noise floor of a run that begins."""
 
     config: Config
     device: torch.device
     points: list[Point]
     environment: dict[str, Any]
-    floor: Floor | None  # the noise of this machine, where it was measured
+    floor: NoiseFloor | None  # the noise of this machine, where it was measured
 
     @property
     def rules(self) -> Rules:
@@ -145,7 +147,7 @@ class Start:
         return RunStore.begin(self.config, self.environment)
 
 
-def begin(config: Config, words: Sequence[str]) -> Start:
+def start_gate(config: Config, words: Sequence[str]) -> GateStart:
     """Prepare a run; raise UsageError where it cannot run."""
     device = device_of(config)
     points = points_of(config)
@@ -154,11 +156,11 @@ def begin(config: Config, words: Sequence[str]) -> Start:
     if config.gate.inject > 1 and device.type != "cpu":
         raise UsageError("gate.inject keeps the host busy, which a GPU does not notice: device=cpu")
     environment = survey(config, device, words)
-    floor = read(ROOT / config.gate.noise, environment, config)
-    return Start(config, device, points, environment, floor)
+    floor = find_noise_floor(ROOT / config.gate.noise, environment, config)
+    return GateStart(config, device, points, environment, floor)
 
 
-def unfinished(start: Start) -> tuple[RunStore, list[Record]] | None:
+def find_unfinished(start: GateStart) -> tuple[RunStore, list[Record]] | None:
     """Return the latest interrupted run of the same configuration and machine."""
     folder = ROOT / start.config.report.folder / start.config.name
     wanted = OmegaConf.to_yaml(OmegaConf.structured(start.config))
@@ -174,7 +176,7 @@ def unfinished(start: Start) -> tuple[RunStore, list[Record]] | None:
     return None
 
 
-def one_revision(start: Start, say: Callable[[str], object]) -> Revisions:
+def head_on_both_sides(start: GateStart, say: Callable[[str], object]) -> Revisions:
     """Use head on both sides; raise UsageError where it does not build."""
     try:
         head = revisions.snapshot(start.config.gate.head, start.device.type, say)
@@ -183,7 +185,7 @@ def one_revision(start: Start, say: Callable[[str], object]) -> Revisions:
     return Revisions(str(head.folder), str(head.folder))
 
 
-def heading(start: Start, what: str) -> str:
+def heading(start: GateStart, what: str) -> str:
     """Describe what runs where, in one line."""
     environment = start.environment
     margins = "margins from this machine's noise floor" if start.floor else "no noise floor here"
@@ -193,7 +195,7 @@ def heading(start: Start, what: str) -> str:
     )
 
 
-def plan(config: Config, what: str) -> int:
+def print_plan(config: Config, what: str) -> int:
     """Print a dry run: the points and what is done with them; return exit status 0."""
     points = points_of(config)
     for point in points:
@@ -202,7 +204,7 @@ def plan(config: Config, what: str) -> int:
     return 0
 
 
-def pairs_of(config: Config) -> str:
+def pairs_words(config: Config) -> str:
     """Describe how many processes a gate takes."""
     pairs, max_pairs = config.timing.replicates, config.gate.max_pairs
     count = f"{pairs} to {max(pairs, max_pairs)} pairs of processes"

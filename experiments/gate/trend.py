@@ -155,7 +155,7 @@ class Trend:
         ]
 
 
-def read(folders: Sequence[Path], device: str = "") -> tuple[Trend, list[str]]:
+def read_trend(folders: Sequence[Path], device: str = "") -> tuple[Trend, list[str]]:
     """Read every gate.json in folders, at any depth and of any name; return what is left out too.
 
     Of several runs of one commit the latest counts.
@@ -169,13 +169,13 @@ def read(folders: Sequence[Path], device: str = "") -> tuple[Trend, list[str]]:
         if not folder.is_dir():
             raise UsageError(f"there is no folder {folder}")
         for path in sorted(folder.rglob("*.json")):
-            saved = _findings(path)
+            saved = _read_findings(path)
             if saved is None or (device and saved.get("device") not in (device, None)):
                 continue
-            if reason := _why_not(saved):
+            if reason := _reason_left_out(saved):
                 left_out.append(f"{path.relative_to(folder)}: {reason}")
                 continue
-            result = _run(saved)
+            result = _gate_run(saved)
             if result.head not in runs or runs[result.head].measured < result.measured:
                 runs[result.head] = result
     if not runs:
@@ -188,7 +188,7 @@ def read(folders: Sequence[Path], device: str = "") -> tuple[Trend, list[str]]:
     return Trend(ordered), left_out
 
 
-def _findings(path: Path) -> dict[str, Any] | None:
+def _read_findings(path: Path) -> dict[str, Any] | None:
     """Return the content of a gate.json; None for any other file."""
     try:
         saved = json.loads(path.read_text())
@@ -198,7 +198,7 @@ def _findings(path: Path) -> dict[str, Any] | None:
     return saved if is_gate else None
 
 
-def _why_not(saved: Mapping[str, Any]) -> str:
+def _reason_left_out(saved: Mapping[str, Any]) -> str:
     """Return why a run has no place in a trend; empty where it has."""
     commits = saved.get("commits")
     if commits is None:
@@ -212,7 +212,7 @@ def _why_not(saved: Mapping[str, Any]) -> str:
     return ""
 
 
-def _run(saved: Mapping[str, Any]) -> GateRun:
+def _gate_run(saved: Mapping[str, Any]) -> GateRun:
     base, head = (Commit(**saved["commits"][side]) for side in ("base", "head"))
     points = {finding["point"]: finding for finding in saved["points"]}
     return GateRun(base, head, saved["device"], saved["machine"], saved["measured"], points)
@@ -433,7 +433,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Write the page of a trend; return 2 where there is nothing to show."""
     try:
-        trend, left_out = read(arguments.folders, arguments.device)
+        trend, left_out = read_trend(arguments.folders, arguments.device)
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from experiments.gate.instructions import NATIVE, TOTAL
-from experiments.gate.pairs import Side, Trial, seconds_of
+from experiments.gate.pairs import Side, Trial, faster_samples
 from experiments.gate.points import BuildResult, Point
 from experiments.gate.rules import CHANGES, Rules, Ruling, decide
 from experiments.results.store import Record
@@ -83,7 +83,7 @@ class Findings:
 ORDER = ("SLOWER", "MISSING", "FAILED", "UNSURE", "NOISY", "FASTER", "SAME", "NEW")
 
 
-def findings(
+def collect_findings(
     points: Sequence[Point], trial: Trial, rules: Rules, records: Sequence[Record]
 ) -> Findings:
     """Return the findings of a complete or interrupted trial, worst first, then by effect."""
@@ -93,12 +93,12 @@ def findings(
     for point in points:
         failed = trial.failed.get(point.name)
         if failed:
-            lines.append(_failed(point, failed))
+            lines.append(_failure_finding(point, failed))
         elif point.name not in rules.margins:
             reason = "its noise on this machine requires a margin beyond gate.max_margin"
             lines.append(PointFinding(point.name, point.words, "NOISY", reason))
         elif point.name in rulings:
-            lines.append(_judged(point, rulings[point.name], trial, records))
+            lines.append(_verdict_finding(point, rulings[point.name], trial, records))
 
     def severity(line: PointFinding) -> tuple[bool, int, float]:
         size = abs(math.log(line.ruling.effect.ratio)) if line.ruling else 0.0
@@ -107,7 +107,7 @@ def findings(
     return Findings(sorted(lines, key=severity))
 
 
-def _failed(point: Point, failed: Mapping[Side, BuildResult]) -> PointFinding:
+def _failure_finding(point: Point, failed: Mapping[Side, BuildResult]) -> PointFinding:
     """Classify a failure: of head, new (only base cannot run it), or unavailable on both."""
     head, base = failed.get(Side.head), failed.get(Side.base)
     built = head or base or BuildResult("error", "no reason was given")
@@ -123,10 +123,12 @@ def _failed(point: Point, failed: Mapping[Side, BuildResult]) -> PointFinding:
     return PointFinding(point.name, point.words, "NEW", f"neither side can run it here ({reason})")
 
 
-def _judged(point: Point, ruling: Ruling, trial: Trial, records: Sequence[Record]) -> PointFinding:
+def _verdict_finding(
+    point: Point, ruling: Ruling, trial: Trial, records: Sequence[Record]
+) -> PointFinding:
     weights = trial.weights.get(point.name, {})
-    grown, shrunk = changes(weights.get("base", {}), weights.get("head", {}))
-    times = (seconds_of(records, point.name, side) for side in Side)
+    grown, shrunk = changed_counts(weights.get("base", {}), weights.get("head", {}))
+    times = (faster_samples(records, point.name, side) for side in Side)
     base, head = (statistics.median(t) if t else math.nan for t in times)
     reason = advice(ruling) if ruling.verdict is Verdict.UNSURE else ""
     state = ruling.verdict.value
@@ -155,7 +157,9 @@ def advice(ruling: Ruling) -> str:
     return "the noise is too large: close other programs, raise gate.max_pairs or timing.min_rounds"
 
 
-def changes(base: Mapping[str, float], head: Mapping[str, float]) -> tuple[list[str], list[str]]:
+def changed_counts(
+    base: Mapping[str, float], head: Mapping[str, float]
+) -> tuple[list[str], list[str]]:
     """Return deterministic numbers that became worse and better; bytes compare exactly."""
     worse, better = [], []
     for key in sorted(base.keys() & head.keys()):

@@ -99,7 +99,11 @@ def _common(identity: Mapping[str, Any], replicate: int, name: str, group: str) 
 
 
 def frame(records: Sequence[Record]) -> pd.DataFrame:
-    """Return a row per benchmark, over all processes, with the seconds of a call."""
+    """Return latency.csv: a row per benchmark, over all processes.
+
+    Columns: `operation` (group of the test), `benchmark` (its name), `device`, AXES, `lookups` per
+    call, median_s, q25_s, q75_s, lo_s and hi_s in seconds of a call, `samples`, `processes`.
+    """
     groups: dict[str, list[Record]] = {}
     for record in records:
         if record.get("kind") == Micro.name:
@@ -135,7 +139,7 @@ def summary(records: Sequence[Record]) -> dict[str, Any]:
     }
 
 
-def take(path: Path, folder: Path) -> Path:
+def import_benchmarks(path: Path, folder: Path) -> Path:
     """Create a run's directory in `folder` from a JSON of pytest-benchmark; raise UsageError."""
     try:
         content = json.loads(path.read_text())

@@ -149,7 +149,15 @@ def _with_file(cell: Cell) -> Cell:
 
 
 def frame(records: Sequence[Record]) -> pd.DataFrame:
-    """Return a row per data set, method and share, over all seeds."""
+    """Return quality.csv: a row per data set, method and share of the bytes, over all seeds.
+
+    `auc` and `log_loss` (nats) are means over seeds on test samples. `*_change` is the mean
+    difference to plain tables, paired by seed, with `_lo` and `_hi`, its 95 % t-interval (nan for
+    one seed). `excess_log_loss` is the loss above that of the true probabilities, where known.
+    `bytes` are those of large and small tables in training, `served_bytes` when served;
+    `times_smaller` compares with the plain large tables. `step_s` is seconds; `ratio` is the time
+    of a step ÷ plain's.
+    """
     groups: dict[tuple[str, str], list[Record]] = {}
     for record in records:
         if record.get("kind") == Quality.name:
@@ -163,7 +171,7 @@ def _row(group: Sequence[Record], base: Sequence[Record], pools: metrics.Pools) 
     good, plain = metrics.good(group), metrics.good(base)
     record = good[0] if good else group[0]
     effect = metrics.ratio(good, plain, "step", pools.ratios)
-    auc, loss = (paired(good, plain, name) for name in ("auc", "log_loss"))
+    auc, loss = (seed_difference(good, plain, name) for name in ("auc", "log_loss"))
     excess = [r["log_loss"] - r["oracle_loss"] for r in good if r.get("oracle_loss") is not None]
     names = ("section", "data", "contender", "arm", "label", "reason")
     return {
@@ -193,16 +201,16 @@ def _row(group: Sequence[Record], base: Sequence[Record], pools: metrics.Pools) 
     }
 
 
-def paired(
+def seed_difference(
     records: Sequence[Record], plain: Sequence[Record], name: str
 ) -> tuple[float, float, float]:
     """Return the mean difference of an entry to plain tables over seeds, and its 95 % interval."""
     by_seed = {metrics.replicate_of(r): r[name] for r in plain}
     seeds = [(r[name], by_seed.get(metrics.replicate_of(r))) for r in records]
-    return interval([value - other for value, other in seeds if other is not None])
+    return t_interval([value - other for value, other in seeds if other is not None])
 
 
-def interval(values: Sequence[float]) -> tuple[float, float, float]:
+def t_interval(values: Sequence[float]) -> tuple[float, float, float]:
     """Return the mean and its 95 % t-interval, which is nan for one value."""
     mean, count = _mean(values), len(values)
     if count < 2:

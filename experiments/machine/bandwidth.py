@@ -70,7 +70,7 @@ def measure(device: torch.device, seconds: float = 1.5) -> dict[str, Any]:
     }
     if device.type == "cuda":
         one = torch.zeros(1, device=device)
-        ceilings["launch_us"] = round(1e6 * best(lambda: one.add_(1.0), device, 0.01), 3)
+        ceilings["launch_us"] = round(1e6 * shortest_wall(lambda: one.add_(1.0), device, 0.01), 3)
     else:
         ceilings["random_lines"] = measure_random_lines(size, 0.1 * seconds)
     return ceilings
@@ -89,14 +89,16 @@ def table_bytes(device: torch.device) -> int:
 def copy_bandwidth(source: Tensor, seconds: float = 0.3) -> float:
     """Return bytes read plus bytes written per second by a copy of `source`."""
     target = torch.zeros_like(source)
-    return 2 * source.nbytes / shortest(lambda: target.copy_(source), source.device, seconds)
+    return 2 * source.nbytes / shortest_call(lambda: target.copy_(source), source.device, seconds)
 
 
 def sgemm_rate(device: torch.device, seconds: float = 0.3) -> float:
     """Return the operations per second of a product of float32 matrices."""
     left, right = torch.ones(2, MATRIX_SIDE, MATRIX_SIDE, device=device)
     out = torch.empty_like(left)
-    return 2 * MATRIX_SIDE**3 / shortest(lambda: torch.mm(left, right, out=out), device, seconds)
+    return (
+        2 * MATRIX_SIDE**3 / shortest_call(lambda: torch.mm(left, right, out=out), device, seconds)
+    )
 
 
 def gather_bandwidth(flat: Tensor, row_bytes: int, seconds: float = 0.3) -> tuple[float, str]:
@@ -105,14 +107,14 @@ def gather_bandwidth(flat: Tensor, row_bytes: int, seconds: float = 0.3) -> tupl
     `flat` is the memory of the table, float32 [elements].
     """
     rates = {
-        way: nbytes / shortest(work, flat.device, seconds / 4)
-        for way, nbytes, work in gathers(flat, row_bytes)
+        way: nbytes / shortest_call(work, flat.device, seconds / 4)
+        for way, nbytes, work in gather_ways(flat, row_bytes)
     }
     way = max(rates, key=lambda name: rates[name])
     return rates[way], way
 
 
-def gathers(flat: Tensor, row_bytes: int) -> Iterator[tuple[str, int, Callable[[], object]]]:
+def gather_ways(flat: Tensor, row_bytes: int) -> Iterator[tuple[str, int, Callable[[], object]]]:
     """Yield the name, the bytes read and written, and the call of each way to gather random rows.
 
     A GPU gathers half of the rows, each once; a CPU an eighth at random, so that few repeat.
@@ -167,10 +169,10 @@ def _one_table(rows: int, dim: int, device: torch.device) -> emblib.TableBatched
     return module
 
 
-def shortest(work: Callable[[], object], device: torch.device, seconds: float) -> float:
+def shortest_call(work: Callable[[], object], device: torch.device, seconds: float) -> float:
     """Return the shortest seconds of a call: on a GPU by events, without the launch."""
     if device.type != "cuda":
-        return best(work, device, seconds)
+        return shortest_wall(work, device, seconds)
     times: list[float] = []
     work()  # first calls load kernels
     deadline = time.perf_counter() + seconds
@@ -185,7 +187,7 @@ def shortest(work: Callable[[], object], device: torch.device, seconds: float) -
     return max(min(times), RESOLUTION_SECONDS)
 
 
-def best(
+def shortest_wall(
     work: Callable[[], object],
     device: torch.device,
     seconds: float,
@@ -214,7 +216,7 @@ def measure_random_lines(nbytes: int, seconds: float) -> dict[str, dict[str, flo
     """
     rates = {}
     for huge in (False, True):
-        lines = Lines(nbytes, huge=huge)
+        lines = CacheLines(nbytes, huge=huge)
         count = max(1, min(1 << 20, lines.count // 8))
         generator = torch.Generator().manual_seed(count)
         least, deadline, calls = float("inf"), time.perf_counter() + seconds, 0
@@ -231,7 +233,7 @@ def measure_random_lines(nbytes: int, seconds: float) -> dict[str, dict[str, flo
     return rates
 
 
-class Lines:
+class CacheLines:
     """Memory of `nbytes` in small or huge pages; cache line n begins with the number n."""
 
     def __init__(self, nbytes: int, *, huge: bool) -> None:

@@ -48,7 +48,7 @@ def check(
     return {"flags": flags, "fit": not set(flags) - set(MINOR), **details}
 
 
-def demand(checked: Mapping[str, Any]) -> None:
+def require_fit(checked: Mapping[str, Any]) -> None:
     """Raise UsageError with remedies if `check` returned that the machine is unfit."""
     if not checked["fit"]:
         reasons = [f"{explain(f)} ({remedy(f)})" for f in checked["flags"] if f not in MINOR]

@@ -42,13 +42,13 @@ def growth_cell(cell: Cell, session: Session, seconds: float) -> list[Record]:
     for arm in random.Random(session.seed).sample(cell.arms, len(cell.arms)):
         try:
             session.note(f"{arm.key}|building")
-            tables[arm.key] = _table(cell, arm, session)
+            tables[arm.key] = _build_table(cell, arm, session)
         except Exception as error:  # any error becomes the contender's row
             outcomes[arm.key].fail(error)
     telemetry = telemetry_for(session.device)
     telemetry.start()
     try:
-        _race(cell, session, outcomes, tables, space)
+        _fill_in_turns(cell, session, outcomes, tables, space)
     finally:
         telemetry.stop()
     records = []
@@ -57,31 +57,31 @@ def growth_cell(cell: Cell, session: Session, seconds: float) -> list[Record]:
     for arm in cell.arms:
         outcome = outcomes[arm.key]
         outcome.measured.conclude(telemetry.flags(), telemetry.summary(), {"mode": "hot"})
-        record: Record = {"keys_there": calls_of(cell)[1], "threads": torch.get_num_threads()}
+        record: Record = {"keys_there": call_sizes(cell)[1], "threads": torch.get_num_threads()}
         if outcome.status == "ok":
             session.note(f"{arm.key}|weighing")
-            record |= _weigh(cell, arm, session, space)
+            record |= _measure_memory(cell, arm, session, space)
             record["weights_bytes"] = bytes_of[arm.key]
         records.append(describe(cell, outcome, session) | record)
     return records
 
 
-def calls_of(cell: Cell) -> tuple[int, int]:
+def call_sizes(cell: Cell) -> tuple[int, int]:
     """Return the number of keys per call, and of all calls together."""
     (shape,) = table_shapes(cell.workload, scale=cell.rows_scale)
     size = cell.workload.B * cell.workload.L
     return size, max(1, int(FILLED_SHARE * shape.rows) // size) * size
 
 
-def _table(cell: Cell, arm: Arm, session: Session) -> KeyTable:
+def _build_table(cell: Cell, arm: Arm, session: Session) -> KeyTable:
     (shape,) = table_shapes(cell.workload, scale=cell.rows_scale)
     first = max(1, round(cell.keys.first * shape.rows))
-    slots = max(shape.rows, calls_of(cell)[1])
-    task = KeyTask(slots, shape.dim, session.device, calls_of(cell)[1], first)
+    slots = max(shape.rows, call_sizes(cell)[1])
+    task = KeyTask(slots, shape.dim, session.device, call_sizes(cell)[1], first)
     return build_keyed(arm.contender, task)
 
 
-def _race(
+def _fill_in_turns(
     cell: Cell,
     session: Session,
     outcomes: dict[str, Outcome],
@@ -89,7 +89,7 @@ def _race(
     space: KeySpace,
 ) -> None:
     """Make every call on every table, then check the tables; samples are (call, seconds)."""
-    size, total = calls_of(cell)
+    size, total = call_sizes(cell)
     chance = random.Random(session.seed)
     for key in tables:
         outcomes[key].measured.samples = {PHASE: []}
@@ -142,13 +142,13 @@ def _check(table: KeyTable, space: KeySpace, total: int) -> None:
         raise Wrong("after growth two keys have one slot")
 
 
-def _weigh(cell: Cell, arm: Arm, session: Session, space: KeySpace) -> Record:
+def _measure_memory(cell: Cell, arm: Arm, session: Session, space: KeySpace) -> Record:
     """Measure the peak memory while a table grows, and the memory that it occupies at the end."""
-    size, total = calls_of(cell)
+    size, total = call_sizes(cell)
     tables: list[KeyTable] = []
 
     def grow() -> None:
-        table = _table(cell, arm, session)
+        table = _build_table(cell, arm, session)
         for first in range(0, total, size):
             keys = space.run(first, size)
             table.fill(keys.to(session.device), values_of(keys, table.task.dim).to(session.device))

@@ -77,7 +77,7 @@ def predictions_cell(cell: Cell, session: Session, seconds: float) -> list[Recor
             raise Unsupported("kind=predictions measures the CPU")
         experiment = _Experiment(cell, session)
         session.note(f"{cell.arms[0].key}|timing steps")
-        _time(experiment.steps, cell.options["rounds"], session.seed)
+        _time_in_turns(experiment.steps, cell.options["rounds"], session.seed)
         record = experiment.predicted()
         outcome.measured.stop_reason = "predicted"
     except Exception as error:  # any error becomes the row
@@ -231,7 +231,7 @@ def _fit(terms: np.ndarray, times: np.ndarray, weights: np.ndarray | None = None
     return np.asarray(constants) / scale
 
 
-def _time(steps: Sequence[TimedSteps], rounds: int, seed: int) -> None:
+def _time_in_turns(steps: Sequence[TimedSteps], rounds: int, seed: int) -> None:
     """Time the steps in turns, in random order, after a round that warms up."""
     one_thread = torch.get_num_threads() == 1
     clock: Callable[[], int] = time.process_time_ns if one_thread else time.perf_counter_ns

@@ -79,7 +79,7 @@ class Child:
         self._note = _context().RawArray("c", NOTE_BYTES)
         self._pipe, child_end = multiprocessing.Pipe()
         self.process = _context().Process(
-            target=_enter, args=(child_end, self._note, target, arguments, limits), daemon=True
+            target=_child_main, args=(child_end, self._note, target, arguments, limits), daemon=True
         )
         self.process.start()
         child_end.close()
@@ -182,7 +182,7 @@ def _context() -> multiprocessing.context.ForkServerContext:
     return context
 
 
-def _enter(
+def _child_main(
     pipe: Connection, page: Any, target: str, arguments: tuple[Any, ...], limits: Limits
 ) -> None:
     """Enter a child process."""
@@ -258,12 +258,12 @@ def _limit_memory(limit: int | None) -> None:
 _PR_SET_PDEATHSIG = 1
 
 
-def killed_with_parent() -> None:
+def kill_with_parent() -> None:
     """Request SIGKILL for this process when its parent ends (Linux); usable as `preexec_fn`."""
     _signal_of_death(signal.SIGKILL)
 
 
-def asked_to_end_with_parent() -> None:
+def end_with_parent() -> None:
     """Request SIGTERM when the parent ends (Linux): a run then reports what it has measured."""
     _signal_of_death(signal.SIGTERM)
 

@@ -70,7 +70,7 @@ def measure_cell(
         for key in phases:
             if in_mode[key].status == "ok":
                 session.note(f"{key}|weighing")
-                _weigh(in_mode[key], built[key], phases[key], timing)
+                _measure_sizes(in_mode[key], built[key], phases[key], timing)
                 in_mode[key].flops = _flops(built[key], pool)
         records += [describe(cell, o, session, batches) for o in in_mode.values()]
     return records
@@ -119,7 +119,7 @@ def race_modes(
         yield in_mode
 
 
-def _weigh(
+def _measure_sizes(
     outcome: Outcome, contender: Contender, phases: Mapping[str, Phase], timing: TimingConfig
 ) -> None:
     """Measure counters, memory and energy in separate passes after the timing."""

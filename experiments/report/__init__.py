@@ -65,9 +65,9 @@ def run(arguments: argparse.Namespace) -> int:
     status = 0
     for path in arguments.runs:
         if path.suffix == ".json":
-            from experiments.kinds.micro import take
+            from experiments.kinds.micro import import_benchmarks
 
-            path = take(path, arguments.folder)
+            path = import_benchmarks(path, arguments.folder)
         if not (path / "config.yaml").is_file() or not has_records(path):
             print(
                 f"error: {path} is not a run: it has no config.yaml next to a {POINTS}. "

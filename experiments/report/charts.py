@@ -161,12 +161,12 @@ def curves(
         y.begin(axes.yaxis)
         for line in lines:
             _curve(axes, line)
-        _marks(axes, _near(marks, lines) if y.log else marks)
+        _marks(axes, _marks_near_points(marks, lines) if y.log else marks)
         if names == "points":
             axes.margins(x=POINT_MARGIN, y=0.25)
         x.finish(axes.xaxis)
         y.finish(axes.yaxis)
-        _words(axes, marks)
+        _write_foot_words(axes, marks)
         written = _edge_names(lines, marks)
         if names == "points":
             written += _point_names(axes, lines)
@@ -184,7 +184,7 @@ def curves(
     return draw
 
 
-def _near(marks: Sequence[Mark], lines: Sequence[Curve]) -> list[Mark]:
+def _marks_near_points(marks: Sequence[Mark], lines: Sequence[Curve]) -> list[Mark]:
     """Return the marks without level ones so far from all points that most of a panel is empty."""
     heights = [value for line in lines for value in line.y if value > 0]
     if not heights:
@@ -258,7 +258,7 @@ def _marks(axes: Axes, marks: Sequence[Mark]) -> None:
         draw(mark.at, color=mark.colour, ls=mark.line, lw=mark.width, label=mark.label or None)
 
 
-def _words(axes: Axes, marks: Sequence[Mark]) -> None:
+def _write_foot_words(axes: Axes, marks: Sequence[Mark]) -> None:
     """Write the words of upright marks at their feet."""
     for mark in marks:
         if mark.words and mark.upright:
@@ -337,7 +337,9 @@ def _write_names(axes: Axes, names: Sequence[Name]) -> None:
         placed = [(_height(axes, name), name) for name in group]
         placed.sort(key=lambda pair: pair[0])
         wanted = [height for height, _ in placed]
-        for (wish, name), height in zip(placed, apart(wanted, NAME_POINTS, low, high), strict=True):
+        for (wish, name), height in zip(
+            placed, spread_apart(wanted, NAME_POINTS, low, high), strict=True
+        ):
             moved = abs(height - wish) > NAME_POINTS / 3
             y = float(axes.transData.inverted().transform((0.0, height / scale))[1])
             across = name.transform(axes)
@@ -371,7 +373,7 @@ def _meet(axes: Axes, right: Sequence[Name], left: Sequence[Name]) -> bool:
     return bool(right and left) and max(map(end, right)) > min(map(end, left))
 
 
-def apart(wanted: Sequence[float], gap: float, low: float, high: float) -> list[float]:
+def spread_apart(wanted: Sequence[float], gap: float, low: float, high: float) -> list[float]:
     """Return ascending heights at least `gap` apart, as near to the wanted heights as possible.
 
     Neighbours that would overlap form a block around the mean of their wanted heights; blocks merge
@@ -434,7 +436,7 @@ def row_chart(
             (_bar if line.bar else _dot)(axes, line, y)
         _marks(axes, marks)
         x.finish(axes.xaxis)
-        _words(axes, marks)
+        _write_foot_words(axes, marks)
         axes.set_yticks(range(len(names)), names, fontsize=8)
         axes.set_ylim(len(names) - 0.4, -0.6)
         axes.tick_params(axis="y", length=0)

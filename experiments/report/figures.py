@@ -14,7 +14,7 @@ from experiments.machine import ceilings
 from experiments.machine.ceilings import Roofs
 from experiments.report import ratios, text
 from experiments.report.charts import DASHED, SHORT, Curve, Mark, Row, Scale, curves, row_chart
-from experiments.report.data import AXIS_NAMES, Run
+from experiments.report.data import AXIS_NAMES, Run, select
 from experiments.report.style import HEIGHT, WIDTH, Drawing, Figure, Panel, colour_of, marker_of
 from experiments.results.metrics import WEIGHT_BYTES, replicate_of, seconds
 from experiments.timing.statistics import summarise
@@ -54,12 +54,7 @@ def contender_curve(name: str, x: Any, y: Any, **options: Any) -> Curve:
 
 def _headline(run: Run) -> pd.DataFrame:
     """Return the results of the headline's cell."""
-    rows = run.table
-    return (
-        rows[(rows["cell"] == run.headline_cell()) & (rows["status"] == "ok")]
-        if len(rows)
-        else rows
-    )
+    return select(run.table, cell=run.headline_cell(), status="ok")
 
 
 def cost_figures(run: Run) -> list[Figure]:
@@ -163,17 +158,15 @@ def published(run: Run) -> list[Figure]:
     """Return a figure of each case that has a published time per lookup."""
     drawn = []
     for section in run.sections():
-        case, steps = run.config.cases.get(section), run.of(section)
+        case = run.config.cases.get(section)
+        steps = select(run.of(section), phase="step", status="ok")
         numbers = [p for p in case.published if p["unit"].startswith(UNIT)] if case else []
         if not numbers or not len(steps):
             continue
-        steps = steps[(steps["phase"] == "step") & (steps["status"] == "ok")]
         bars = [
             (row["label"], row["ns_per_lookup"] / 1e3, colour_of(row["contender"]), False)
             for _, row in steps.sort_values("ns_per_lookup").iterrows()
         ]
-        if not bars:
-            continue
         for other in numbers:
             name = f"{other['label']}\npublished, other machine"
             bars.append((name, float(other["value"]), colour_of("published"), True))
@@ -201,9 +194,8 @@ CONTENDER_SHIFT = 0.055  # shift between contenders of one size, on a logarithmi
 
 def roofline_figures(run: Run) -> list[Figure]:
     """Return achieved bandwidth against the memory's: a dot per contender and cell, twice."""
-    rows, roofs = run.table, Roofs.of(run.environment)
-    if len(rows):
-        rows = rows[(rows["status"] == "ok") & rows["useful_gb_s"].notna()]
+    rows, roofs = select(run.table, status="ok"), Roofs.of(run.environment)
+    rows = rows[rows["useful_gb_s"].notna()] if len(rows) else rows
     if not len(rows) or not (math.isfinite(roofs.copy_gb_s) or roofs.gather_gb_s):
         return []
     known = "copy and random gather" if roofs.gather_gb_s else "copy"

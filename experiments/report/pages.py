@@ -29,7 +29,7 @@ def page(run: Run) -> Page:
     sections = [*main, *(Section(title, [words], table=table) for title, words, table in tables)]
     sections += rest
     sections += [
-        Section("Failures", [outcomes.sentence(run)], table=outcomes.table(run)),
+        Section("Failures", [outcomes.failures_sentence(run)], table=outcomes.failures_table(run)),
         Section("How to read this", points=[*notes.how_to_read(run), *run.kind.how_to_read()]),
         Section("Reproduce", code=str(run.environment.get("command", ""))),
         Section(

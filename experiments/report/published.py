@@ -44,7 +44,7 @@ class Quantity(Enum):
 
 
 @dataclass
-class Place:
+class RunPoint:
     """Where the same quantity is in a run of ours."""
 
     section: str
@@ -65,7 +65,7 @@ class PublishedFigure:
     device: str = ""  # key of conf/hardware; empty where the source names none
     device_words: str = "device not named"
     work: dict[str, Any] = field(default_factory=dict)
-    ours: Place | None = None
+    ours: RunPoint | None = None
     not_here: str = ""  # why no run of ours can have it
     peer: str = ""  # whose figure it is, where our contender is another program
     otherwise: str = ""  # what they did in another way, so that even there ours cannot be judged
@@ -91,17 +91,17 @@ def shown(value: float) -> str:
 
 
 @cache
-def sources(folder: Path = FOLDER) -> tuple[Publication, ...]:
+def publications(folder: Path = FOLDER) -> tuple[Publication, ...]:
     """Return every publication, by file name."""
-    return tuple(read(path) for path in sorted(folder.glob("*.yaml")))
+    return tuple(read_publication(path) for path in sorted(folder.glob("*.yaml")))
 
 
-def of_experiment(name: str, folder: Path = FOLDER) -> list[Publication]:
+def publications_of(name: str, folder: Path = FOLDER) -> list[Publication]:
     """Return the publications whose configuration an experiment runs."""
-    return [source for source in sources(folder) if source.experiment == name]
+    return [source for source in publications(folder) if source.experiment == name]
 
 
-def read(path: Path) -> Publication:
+def read_publication(path: Path) -> Publication:
     """Read one file; raise ValueError that describes the fault.
 
     `device`, `device_words` and `work` of the file apply to every row that does not override them.
@@ -168,33 +168,35 @@ class JudgedFigure:
     device: str = ""  # where ours was measured
 
 
-def counted(judged: Sequence[JudgedFigure]) -> dict[Reproduction, int]:
+def count_verdicts(judged: Sequence[JudgedFigure]) -> dict[Reproduction, int]:
     """Return the number of figures by verdict."""
     return {verdict: sum(f.verdict is verdict for f in judged) for verdict in Reproduction}
 
 
-def of_references(extra: Sequence[Path] = (), folder: Path = REFERENCE) -> list[JudgedFigure]:
+def judge_references(extra: Sequence[Path] = (), folder: Path = REFERENCE) -> list[JudgedFigure]:
     """Compare every source with each reference of its experiment and each run of `extra`."""
     paths = [path for path in (*runs_in(folder, "*/*"), *extra) if (path / "config.yaml").is_file()]
     runs = [Run.read(path) for path in paths]
     judged = []
-    for source in sources():
+    for source in publications():
         same: list[Run | None] = [run for run in runs if run.config.name == source.experiment]
-        judged += [finding for run in same or [None] for finding in findings(run, source)]
+        judged += [finding for run in same or [None] for finding in judge_figures(run, source)]
     return judged
 
 
-def of_run(run: Run) -> list[JudgedFigure]:
+def judge_run(run: Run) -> list[JudgedFigure]:
     """Compare a run with every publication whose configuration its experiment is."""
-    return [f for source in of_experiment(str(run.config.name)) for f in findings(run, source)]
+    return [
+        f for source in publications_of(str(run.config.name)) for f in judge_figures(run, source)
+    ]
 
 
-def findings(run: Run | None, source: Publication) -> list[JudgedFigure]:
+def judge_figures(run: Run | None, source: Publication) -> list[JudgedFigure]:
     """Compare all figures of a source with those of a run; without a run there are none of ours."""
-    return [_finding(run, source, figure) for figure in source.figures]
+    return [_judge(run, source, figure) for figure in source.figures]
 
 
-def _finding(run: Run | None, source: Publication, figure: PublishedFigure) -> JudgedFigure:
+def _judge(run: Run | None, source: Publication, figure: PublishedFigure) -> JudgedFigure:
     row, reason = None, ""
     if figure.not_here or figure.ours is None:
         reason = figure.not_here
@@ -206,7 +208,7 @@ def _finding(run: Run | None, source: Publication, figure: PublishedFigure) -> J
         row, reason = _row(run, figure, figure.ours)
     if row is None or run is None:
         return JudgedFigure(source, figure, Reproduction.NOT_RUN, reason)
-    ours, lo, hi = _ours(figure, row)
+    ours, lo, hi = _our_number(figure, row)
     if math.isnan(ours):
         return JudgedFigure(source, figure, Reproduction.NOT_RUN, "our run has no such number")
     verdict, reason = Reproduction.NOT_RUN, _incomparable(run, figure, row)
@@ -220,7 +222,7 @@ def _finding(run: Run | None, source: Publication, figure: PublishedFigure) -> J
     return JudgedFigure(source, figure, verdict, reason, ours, lo, hi, device)
 
 
-def _row(run: Run, figure: PublishedFigure, place: Place) -> tuple[pd.Series | None, str]:
+def _row(run: Run, figure: PublishedFigure, place: RunPoint) -> tuple[pd.Series | None, str]:
     """Return our row of results; None and the reason where there is none."""
     table = run.operations
     if not len(table) or not (table["section"] == place.section).any():
@@ -237,7 +239,7 @@ def _row(run: Run, figure: PublishedFigure, place: Place) -> tuple[pd.Series | N
 
 
 Measure = Callable[[pd.Series, float], float]  # (row, its time in seconds) -> number
-OURS: Mapping[Quantity, Measure] = {
+OUR_NUMBERS: Mapping[Quantity, Measure] = {
     Quantity.compression: lambda row, _: float(row["compression"]),
     Quantity.us_per_lookup: lambda row, s: 1e6 * s / float(row["lookups"]),
     Quantity.milliseconds: lambda row, s: 1e3 * s,
@@ -250,12 +252,12 @@ OURS: Mapping[Quantity, Measure] = {
 }
 
 
-def _ours(figure: PublishedFigure, row: pd.Series) -> tuple[float, float, float]:
+def _our_number(figure: PublishedFigure, row: pd.Series) -> tuple[float, float, float]:
     """Return our number and its interval."""
     if figure.quantity is Quantity.times_baseline:
         ours, *ends = (float(row[name]) for name in ("ratio", "ratio_lo", "ratio_hi"))
-    elif figure.quantity in OURS:
-        measure = OURS[figure.quantity]
+    elif figure.quantity in OUR_NUMBERS:
+        measure = OUR_NUMBERS[figure.quantity]
         ours, *ends = (measure(row, float(row[name])) for name in ("median_s", "lo_s", "hi_s"))
     else:
         return math.nan, math.nan, math.nan
@@ -266,13 +268,13 @@ def _ours(figure: PublishedFigure, row: pd.Series) -> tuple[float, float, float]
 
 def _incomparable(run: Run, figure: PublishedFigure, row: pd.Series) -> str:
     """Return why our number cannot be judged against theirs; empty where it can."""
-    changed = differences(run, figure, row)
+    changed = work_differences(run, figure, row)
     if changed:
         return f"ours is other work: {', '.join(changed)}"
     if figure.nature is Nature.measured:
         here = ceilings.of_environment(run.environment)
         if here is None or here.key != figure.device:
-            return f"another device: theirs is of {theirs(figure)}"
+            return f"another device: theirs is of {their_device(figure)}"
         if figure.peer:
             return f"another program: theirs is {figure.peer}"
         if figure.otherwise:
@@ -280,7 +282,7 @@ def _incomparable(run: Run, figure: PublishedFigure, row: pd.Series) -> str:
     return ""
 
 
-def differences(run: Run, figure: PublishedFigure, row: pd.Series) -> list[str]:
+def work_differences(run: Run, figure: PublishedFigure, row: pd.Series) -> list[str]:
     """Return how the work that our run did differs from the published one, key by key."""
     scale = float(row["rows_scale"])
     changes = [f"rows scaled to {100 * scale:.3g} %"] if scale < 1 else []
@@ -302,7 +304,7 @@ def differences(run: Run, figure: PublishedFigure, row: pd.Series) -> list[str]:
     ]
 
 
-def theirs(figure: PublishedFigure) -> str:
+def their_device(figure: PublishedFigure) -> str:
     """Return the device of a published figure, as far as its source says."""
     device = next((d.name for d in ceilings.table() if d.key == figure.device), "")
     return device or figure.device_words

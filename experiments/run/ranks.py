@@ -23,7 +23,7 @@ from experiments.machine import memory
 from experiments.machine.telemetry import Telemetry
 from experiments.measure.outcome import Outcome
 from experiments.measure.process import Child, Died, Limits, is_out_of_memory, note
-from experiments.measure.session import Orders, RankSync
+from experiments.measure.session import MeasureRequest, RankSync
 from experiments.results.store import Record
 from experiments.timing.clock import Clock, Phase, Reading, Work
 
@@ -53,7 +53,7 @@ class Peers(Protocol):
         ...
 
 
-class Elsewhere(RuntimeError):
+class FailedElsewhere(RuntimeError):
     """An arm failed on another rank and is therefore stopped on this one."""
 
 
@@ -120,7 +120,7 @@ class ProcessSync(RankSync):
         if error is not None:
             return error
         rank, failure = next((r, failure) for r, failure in enumerate(by_rank) if failure)
-        kind = MemoryError if failure[1] else Elsewhere
+        kind = MemoryError if failure[1] else FailedElsewhere
         return kind(f"rank {rank}: {failure[0]}")
 
 
@@ -222,7 +222,7 @@ class SharedTelemetry(Telemetry):
         return [flag for flag in self.inner.flags() if flag not in SIBLINGS]
 
 
-class TorchPeers:
+class GlooPeers:
     """Communication by gloo on the host, which gives a GPU no work."""
 
     def __init__(self) -> None:
@@ -249,7 +249,7 @@ class TorchPeers:
 # A rank
 
 
-def serve(pipe: Connection, orders: Orders, rank: int, port: int) -> None:
+def serve(pipe: Connection, orders: MeasureRequest, rank: int, port: int) -> None:
     """Measure the cell as one rank; rank 0 sends the records, the others an empty list."""
     config, device = orders.session.config, orders.session.device
     size = config.device.ranks
@@ -265,7 +265,7 @@ def serve(pipe: Connection, orders: Orders, rank: int, port: int) -> None:
     store = dist.TCPStore(HOST, port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
     try:
-        ranks = ProcessSync(TorchPeers())
+        ranks = ProcessSync(GlooPeers())
         session = dataclasses.replace(orders.session, device=device, note=note, sync=ranks)
         records = kinds.find(orders.cell.kind).measure(orders.cell, session, orders.seconds)
     finally:
@@ -305,7 +305,7 @@ def _by_rank(record: Record, ranks: ProcessSync) -> Record:
 class RankProcesses:
     """The child processes of all ranks, with the interface of `Child`."""
 
-    def __init__(self, orders: Orders, limits: Limits) -> None:
+    def __init__(self, orders: MeasureRequest, limits: Limits) -> None:
         size = orders.session.config.device.ranks
         memory_bytes = limits.memory_bytes and limits.memory_bytes // size
         limits = dataclasses.replace(limits, memory_bytes=memory_bytes)

@@ -17,7 +17,7 @@ from experiments.config.sweep import Arm, Cell
 from experiments.machine import bandwidth, environment, memory, preflight
 from experiments.measure.outcome import Outcome, describe
 from experiments.measure.process import Child, Died, Limits, note
-from experiments.measure.session import Orders, Session
+from experiments.measure.session import MeasureRequest, Session
 from experiments.results.identity import bench_version, context_of
 from experiments.results.store import Record
 from experiments.run.jobs import Job
@@ -28,7 +28,7 @@ BANDWIDTH_SECONDS = 1.5  # time to measure all ceilings
 TARGET = "experiments.run.worker:serve"
 
 
-def serve(pipe: Connection, orders: Orders) -> None:
+def serve(pipe: Connection, orders: MeasureRequest) -> None:
     """Measure a cell in the child, and send its records."""
     config = orders.session.config
     if config.device.threads:
@@ -56,18 +56,20 @@ def measure_job(
     started = time.monotonic()
     cell, lost = job.cell, []
     while cell.arms:
-        orders = Orders(cell, session, seconds)
-        with _child(orders) as child:
+        orders = MeasureRequest(cell, session, seconds)
+        with _start_child(orders) as child:
             try:
                 records = child.receive(watch)
                 break
             except Died as death:
                 records = []
-                arm = _culprit(cell, child.note)
+                arm = _arm_at_fault(cell, child.note)
                 if arm is None:  # not the fault of a single arm: all have failed
-                    lost += [row for a in cell.arms for row in _lost(cell, a, death, session)]
+                    lost += [
+                        row for a in cell.arms for row in _lost_records(cell, a, death, session)
+                    ]
                     break
-                lost += _lost(cell, arm, death, session)
+                lost += _lost_records(cell, arm, death, session)
                 cell = dataclasses.replace(cell, arms=tuple(a for a in cell.arms if a != arm))
     else:
         records = []
@@ -81,7 +83,7 @@ def measure_job(
     return [record | shared for record in every]
 
 
-def _child(orders: Orders) -> Child | RankProcesses:
+def _start_child(orders: MeasureRequest) -> Child | RankProcesses:
     config = orders.session.config
     limit = None
     if orders.session.device.type == "cpu":
@@ -92,13 +94,13 @@ def _child(orders: Orders) -> Child | RankProcesses:
     return Child(TARGET, (orders,), limits=limits)
 
 
-def _culprit(cell: Cell, noted: str) -> Arm | None:
+def _arm_at_fault(cell: Cell, noted: str) -> Arm | None:
     key = noted.partition("|")[0]
     named = [a for a in cell.arms if a.key == key]
     return named[0] if named else cell.arms[0] if len(cell.arms) == 1 else None
 
 
-def _lost(cell: Cell, arm: Arm, death: Died, session: Session) -> list[Record]:
+def _lost_records(cell: Cell, arm: Arm, death: Died, session: Session) -> list[Record]:
     """Return a record per mode for an arm whose process died; its samples are lost."""
     modes = kinds.find(cell.kind).measurement.modes_of(session.config)
     lost = [Outcome(arm, mode) for mode in modes]
@@ -113,7 +115,7 @@ def survey(config: Config, device: torch.device, words: Sequence[str]) -> dict[s
     Raises:
         UsageError: the child died, or device.strict is set and the machine is unfit.
     """
-    with Child("experiments.run.worker:look", (config, device, list(words))) as child:
+    with Child("experiments.run.worker:send_survey", (config, device, list(words))) as child:
         try:
             surveyed: dict[str, Any] = child.receive()
         except Died as death:
@@ -121,11 +123,11 @@ def survey(config: Config, device: torch.device, words: Sequence[str]) -> dict[s
                 f"this machine could not be examined: {death}; `python run.py doctor` checks it"
             ) from death
     if config.device.strict:
-        preflight.demand(surveyed["preflight"])
+        preflight.require_fit(surveyed["preflight"])
     return surveyed
 
 
-def look(pipe: Connection, config: Config, device: torch.device, words: list[str]) -> None:
+def send_survey(pipe: Connection, config: Config, device: torch.device, words: list[str]) -> None:
     """Send the environment and the ceilings, in the child of `survey`."""
     if config.device.threads:
         torch.set_num_threads(config.device.threads)

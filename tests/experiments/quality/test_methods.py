@@ -10,7 +10,7 @@ import torch
 from experiments.config.sweep import TRAINED
 from experiments.contenders.registry import Unsupported
 from experiments.quality import methods
-from experiments.quality.methods import METHODS, MethodTask, Rows
+from experiments.quality.methods import METHODS, Method, MethodTask
 
 ROWS, DIM = (3000, 900), 16
 SHARES = {"plain": 1.0, "bf16": 0.5}  # where it is not an eighth
@@ -24,7 +24,7 @@ def task(share: float, rate: float = 0.1) -> MethodTask:
     return MethodTask(ROWS, DIM, share, rate, count, lambda: plain)
 
 
-def made(name: str, share: float = 0.125) -> Rows:
+def made(name: str, share: float = 0.125) -> Method:
     torch.manual_seed(0)
     return METHODS[name](task(SHARES.get(name, share)))
 
@@ -71,7 +71,7 @@ def test_a_method_learns(name: str) -> None:
     assert float(loss().detach()) < 0.92 * first  # two of 16 columns explain an eighth
 
 
-def placed(rows: Rows) -> dict[str, torch.Tensor]:
+def placed(rows: Method) -> dict[str, torch.Tensor]:
     """Return the parameters of a method's collection."""
     return {name: p.detach().clone() for name, p in rows.bags.state_dict().items()}
 
@@ -83,7 +83,7 @@ def test_rows_of_the_maps_of_ids() -> None:
         for t in (0, 1):
             weight = placed(rows)[f"embedding_bags.t{t}.weight"]
             assert len(weight) == rows.task.fewer[t]
-            read = [methods.mixed(ids[:, t], n) % len(weight) for n in range(functions)]
+            read = [methods.hash_ids(ids[:, t], n) % len(weight) for n in range(functions)]
             torch.testing.assert_close(rows(ids)[:, t], sum(weight[r] for r in read))
     modulo = made("modulo")
     for t in (0, 1):
@@ -118,14 +118,14 @@ def test_skipped_ids_are_zeros() -> None:
 def test_hashes_spread_and_differ_by_number() -> None:
     ids = torch.arange(100_000)
     for number in (0, 1, 31):
-        hashes = methods.mixed(ids, number)
+        hashes = methods.hash_ids(ids, number)
         assert int(hashes.min()) >= 0
         assert len(hashes.unique()) == len(ids)
         counts = torch.bincount(hashes % 1000, minlength=1000).double()
         # Chi-square of 1000 bins: mean 999, deviation sqrt(2 * 999).
         statistic = float(((counts - 100) ** 2 / 100).sum())
         assert abs(statistic - 999) < 6 * math.sqrt(2 * 999)
-    assert not torch.equal(methods.mixed(ids, 0), methods.mixed(ids, 1))
+    assert not torch.equal(methods.hash_ids(ids, 0), methods.hash_ids(ids, 1))
 
 
 def test_frequent_ids_have_rows_of_their_own() -> None:
