@@ -56,8 +56,6 @@ TRAINED = {
     "hashed_hot": "hot rows + hashed",
     "evicting": "dynamic, evicting",
     "planned": "planned per table",
-    "robe": "ROBE",
-    "dhe": "DHE",
 }
 Rule = Callable[[dict[str, Any]], bool]
 
@@ -135,7 +133,10 @@ class Cell:
 
     @property
     def key(self) -> str:
-        """Return a text that is unique within a run, and the same in every run of the cell."""
+        """Return a text that identifies the cell within a run and is the same in every run.
+
+        Stored records are joined by it, so its form must not change.
+        """
         values = " ".join(f"{a}={getattr(self.workload, a):g}" for a in AXES)
         world = f" W={self.ranks} {self.scaling.value}" * bool(self.ranks)
         return f"{self.section} {values}{world}"

@@ -7,7 +7,6 @@ configuration of a table. Others are classes. A new method is either, and a line
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -250,7 +249,7 @@ def planned(task: MethodTask) -> StoredTables:
 
 
 class HotRows(Method):
-    """The most frequent ids have rows of their own, in half of the permitted bytes.
+    """Plain tables of the most frequent ids in half of the bytes, another method for the rest.
 
     Attributes:
         hot: tables of the frequent ids.
@@ -278,7 +277,7 @@ class HotRows(Method):
         self.register_buffer("starts", torch.tensor([0, *task.rows[:-1]]).cumsum(0))
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Look up every id in one of both, and -1, which gives zeros, in the other."""
+        """Look up each id in the collection that has it; the other one gets -1: zeros."""
         hot_rows = self.hot_rows[ids + self.starts]
         rows: Tensor = self.hot(hot_rows) + self.others(torch.where(hot_rows < 0, ids, -1))
         return rows
@@ -328,74 +327,6 @@ def _trace(names: Sequence[str], counts: Sequence[Tensor]) -> emblib.LookupTrace
     )
 
 
-class Robe(Method):
-    """ROBE-Z: rows are ranges of one array, which start at a hash of table and id."""
-
-    def __init__(self, task: MethodTask) -> None:
-        super().__init__(task)
-        size = max(task.dim, int(task.share * sum(task.rows) * task.dim))
-        bound = 1 / math.sqrt(sum(task.rows) / len(task.rows))
-        self.array = nn.Parameter(torch.empty(size).uniform_(-bound, bound))
-        self.count(size * FLOAT_BYTES)
-        self.optimizers = [torch.optim.Adagrad([self.array], task.rate)]
-
-    def forward(self, ids: Tensor) -> Tensor:
-        table = torch.arange(ids.shape[1], device=ids.device)
-        start = hash_ids(ids * len(table) + table, 0) % len(self.array)
-        run = torch.arange(self.task.dim, device=ids.device)
-        return self.array[(start[..., None] + run) % len(self.array)]
-
-
-class Dhe(Method):
-    """Deep hash embeddings: per table a network that computes a row from 32 hashes of the id."""
-
-    hashes = 32
-
-    def __init__(self, task: MethodTask) -> None:
-        super().__init__(task)
-        self.networks = nn.ModuleList(self._network(t) for t in range(len(task.rows)))
-        self.count(sum(p.numel() for p in self.networks.parameters()) * FLOAT_BYTES)
-        self.optimizers = [torch.optim.Adam(self.networks.parameters(), task.rate / 20)]
-
-    def _network(self, table: int) -> nn.Module:
-        """Return the widest network that fits; its size is width² + linear · width + dim."""
-        size = self.task.nbytes(table) / FLOAT_BYTES
-        linear = self.hashes + self.task.dim + 2
-        width = int((math.sqrt(linear**2 + 4 * (size - self.task.dim)) - linear) / 2)
-        if width < 1:
-            raise Unsupported(f"a network does not fit into {size:.0f} numbers")
-        return nn.Sequential(
-            nn.Linear(self.hashes, width),
-            nn.Mish(),
-            nn.Linear(width, width),
-            nn.Mish(),
-            nn.Linear(width, self.task.dim),
-        )
-
-    def forward(self, ids: Tensor) -> Tensor:
-        hashes = torch.stack([hash_ids(ids, n) for n in range(self.hashes)], -1)
-        numbers = (hashes % (1 << 20)).float() / (1 << 19) - 1
-        rows = [net(numbers[:, t]) for t, net in enumerate(self.networks)]
-        return torch.stack(rows, 1)
-
-
-_MULTIPLIERS = (-7046029254386353131, -4658895280553007687, -7723592293110705685)
-
-
-def hash_ids(ids: Tensor, number: int) -> Tensor:
-    """Return hash number `number` of ids, in [0, 2^62), by the finaliser of SplitMix64."""
-    first, second, third = _MULTIPLIERS
-    z = ids + torch.tensor(first).mul(2 * number + 1)  # int64 wraps around
-    z = (z ^ _shift_right(z, 30)) * second
-    z = (z ^ _shift_right(z, 27)) * third
-    return _shift_right(z ^ _shift_right(z, 31), 2)
-
-
-def _shift_right(z: Tensor, bits: int) -> Tensor:
-    """Return z shifted right as an unsigned number."""
-    return (z >> bits) & ((1 << (64 - bits)) - 1)
-
-
 METHODS: dict[str, Callable[[MethodTask], Method]] = {
     "plain": partial(build_stored, plain),
     "bf16": partial(build_stored, half_precision),
@@ -417,6 +348,4 @@ METHODS: dict[str, Callable[[MethodTask], Method]] = {
     "hashed_hot": partial(HotRows, rest=hashed),
     "evicting": partial(build_stored, evicting),
     "planned": planned,
-    "robe": Robe,
-    "dhe": Dhe,
 }
