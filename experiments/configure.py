@@ -35,6 +35,7 @@ from experiments.contenders import registry
 from experiments.kinds.base import Sort, check_keyed
 from experiments.paths import CONF
 
+OPTION_OF_KIND = re.compile(r"(cases\.\w+\.)?options\.")  # `complete_options` checks its name
 NOT_GROUPS = ("hardware",)  # folders of conf/ that a run does not choose from
 
 
@@ -101,7 +102,7 @@ def to_config(composed: DictConfig) -> Config:
 def _convert_modes(config: Config) -> None:
     """Convert the modes, which OmegaConf does not check behind ${cpu_gpu:...}.
 
-    Where the workload is a trace and the case of the headline is not, there is no headline.
+    Clear the headline if the user's workload is a trace and the headline's case is not.
     """
     names = [getattr(mode, "value", mode) for mode in config.timing.modes]
     for name in names:
@@ -145,7 +146,7 @@ def check_keys(overrides: Sequence[str]) -> None:
     """Raise UsageError for an override of an unknown key or group; Hydra would accept any +key."""
     choices = groups()
     cases = _case_names(overrides)
-    known, lists = known_keys(cases), known_keys(cases, lists=True)
+    known_names, lists = known_keys(cases), known_keys(cases, lists=True)
     for override in parse(overrides):
         text = override.input_line or ""
         if override.type is not None and override.is_delete():
@@ -153,8 +154,8 @@ def check_keys(overrides: Sequence[str]) -> None:
         key = override.key_or_group
         if key in choices:
             _check_choice(key, override, choices[key])
-        elif key not in known and not re.match(r"(cases\.\w+\.)?options\.", key):  # the kind's
-            raise UsageError(_unknown_key(key, override, known, choices))
+        elif key not in known_names and not OPTION_OF_KIND.match(key):
+            raise UsageError(_unknown_key(key, override, known_names, choices))
         elif override.is_add():
             raise UsageError(f"'{key}' exists already: write '{text.lstrip('+')}' without '+'")
         elif key in lists:
@@ -351,8 +352,8 @@ def complete_options(config: Config) -> None:
             hint = _unknown_name("kind", case.kind, kinds.KINDS, f"cases.{name}.kind=", 0.4)
             raise UsageError(f"cases.{name}.kind: {hint}")
         if case.kind:
-            own = kinds.find(case.kind)
-            case.options = _complete(own, case.options, f"cases.{name}.")
+            kind = kinds.find(case.kind)
+            case.options = _complete(kind, case.options, f"cases.{name}.")
 
 
 def _complete(kind: kinds.Kind, options: dict[str, Any], prefix: str) -> dict[str, Any]:

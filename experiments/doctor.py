@@ -120,7 +120,15 @@ class State(StrEnum):
 
 @dataclass(frozen=True)
 class CheckResult:
-    """A line of the report; an empty section is that of the check."""
+    """A line of the report; `doctor --json` prints its fields.
+
+    Attributes:
+        what: what was checked.
+        found: value in words.
+        state: severity.
+        advice: what to do about it; "" for nothing.
+        section: heading to show it under; "" for that of the check.
+    """
 
     what: str
     found: str

@@ -112,9 +112,11 @@ def measure(keep: Callable[[str], Path], names: Sequence[str] = (), *, smoke: bo
     import torch  # which pages, that read evidence, are written without
 
     plan = (*CPU_PARTS, *(GPU_PARTS if torch.cuda.is_available() else ()))
-    known = dict.fromkeys(part.name for part in plan)
-    if unknown := [name for name in names if name not in known]:
-        raise UsageError(f"{unknown[0]} is no part of the plan, which has {text.listed([*known])}")
+    part_names = dict.fromkeys(part.name for part in plan)
+    if unknown := [name for name in names if name not in part_names]:
+        raise UsageError(
+            f"{unknown[0]} is no part of the plan, which has {text.listed([*part_names])}"
+        )
     worst = 0
     for part in (part for part in plan if not names or part.name in names):
         folder = (ROOT / "reports" / "runs" / "smoke" if smoke else cpu_folder()) / part.name
@@ -133,7 +135,7 @@ def measure(keep: Callable[[str], Path], names: Sequence[str] = (), *, smoke: bo
 
 
 def cpu_folder() -> Path:
-    """Return the folder of the programs' results: that of the CPU with all its threads."""
+    """Return the folder of this CPU with all its threads, where results of programs are stored."""
     import torch  # as in `measure`
 
     from experiments.machine import environment
@@ -147,7 +149,12 @@ def device_folder(device: str) -> str:
 
 
 def run_watched(command: Sequence[str]) -> tuple[int, dict[str, Any]]:
-    """Run a command; return its exit status, and what else the machine did before and meanwhile."""
+    """Run a command; return its exit status, and what else the machine did before and meanwhile.
+
+    The latter is the content of STATE: `load_before` and `load_during` ([min, median, max]) are
+    load averages, `others_before` and `others_during` cores of other programs, `stolen` a share of
+    the time, `seconds` the duration. Children of the command do not count as other programs.
+    """
     before = CpuTime()
     time.sleep(LOOK_SECONDS)
     state = {"load_before": round(psutil.getloadavg()[0], 2), "others_before": before.shares()[1]}
@@ -172,7 +179,7 @@ def run_watched(command: Sequence[str]) -> tuple[int, dict[str, Any]]:
 
 @contextlib.contextmanager
 def _adopt_orphans() -> Iterator[None]:
-    """Adopt processes whose own parent ends, on Linux, and wait at the end for those that came.
+    """Become the parent of orphaned descendants, on Linux, and wait for them at the end.
 
     An experiment measures in children of a fork server, which outlives the experiment: without this
     their processor time would look like that of other programs.
@@ -180,13 +187,13 @@ def _adopt_orphans() -> Iterator[None]:
     if sys.platform != "linux":
         yield
         return
-    prctl, own = ctypes.CDLL(None).prctl, psutil.Process()
-    earlier = {child.pid for child in own.children()}
+    prctl, this_process = ctypes.CDLL(None).prctl, psutil.Process()
+    earlier = {child.pid for child in this_process.children()}
     prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     try:
         yield
         end = time.monotonic() + ORPHAN_SECONDS
-        for pid in {child.pid for child in own.children()} - earlier:
+        for pid in {child.pid for child in this_process.children()} - earlier:
             with contextlib.suppress(ChildProcessError):  # it has been waited for
                 while os.waitpid(pid, os.WNOHANG)[0] == 0 and time.monotonic() < end:
                     time.sleep(0.05)
@@ -217,13 +224,22 @@ def describe_load(state: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class StoredEvidence:
-    """Record of a stored measurement: commit, date, device and digests of its code."""
+    """What a stored measurement is of.
 
-    commit: str  # empty: not recorded
+    Attributes:
+        commit: commit of the code; "" if it was not recorded.
+        date: date of the measurement, ISO 8601; "" if it was not recorded.
+        device: "cpu" or "cuda".
+        areas: areas of the code (`sources.AREAS`) that the measured contenders run.
+        measured: digests of the code by area, see `sources.digests`; {} if they were not recorded.
+        state: content of STATE, see `run_watched`; {} if it was not recorded.
+    """
+
+    commit: str
     date: str
-    device: str  # cpu or cuda
-    areas: Sequence[str]  # of the code that it speaks of
-    measured: Mapping[str, str]  # area -> digest; empty: not recorded
+    device: str
+    areas: Sequence[str]
+    measured: Mapping[str, str]
     state: Mapping[str, Any]
 
     @classmethod

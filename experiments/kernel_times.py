@@ -107,11 +107,13 @@ def device_events(step: Callable[[int], object], steps: int) -> list[Any]:
     activity = torch.profiler.ProfilerActivity.CUDA
     if activity not in torch.profiler.supported_activities():
         return []
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU, activity]) as got:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU, activity]
+    ) as profile:
         for number in range(steps):
             step(number)
         torch.cuda.synchronize()
-    return [e for e in got.events() or [] if e.device_type == torch.autograd.DeviceType.CUDA]
+    return [e for e in profile.events() or [] if e.device_type == torch.autograd.DeviceType.CUDA]
 
 
 def _batch(shape: Shape, rows: int, seed: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -200,8 +200,8 @@ def run(arguments: Sequence[str]) -> int:
 
 def worst(statuses: Sequence[int]) -> int:
     """Return the most severe exit status."""
-    known = [s if s in WORST_FIRST else 1 for s in statuses]
-    return min(known, key=WORST_FIRST.index)
+    statuses_in_order = [s if s in WORST_FIRST else 1 for s in statuses]
+    return min(statuses_in_order, key=WORST_FIRST.index)
 
 
 # The command line
@@ -317,7 +317,12 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
 
 
 def run_job(composed: DictConfig) -> None:
-    """Wait for a processor, run a job, and record its end."""
+    """Wait for a processor, run a job as `python run.py`, and record its end in JOBS/<number>.json.
+
+    The file has `words`, `status` (None while it runs), `seconds`, and `waited_s` for a processor.
+    Hydra calls this function in the process that its launcher has started, which for submitit may
+    be on another machine; so the launching process learns everything from the file.
+    """
     at = HydraConfig.get()
     folder, number = Path(at.runtime.output_dir) / JOBS, int(at.job.num)
     words = [str(word) for word in at.overrides.task]
@@ -349,7 +354,11 @@ def run_job(composed: DictConfig) -> None:
 
 @contextmanager
 def _lock_processors(config: DictConfig | Config) -> Iterator[dict[str, str]]:
-    """Lock the processors of a job and yield its environment; smoke runs on a CPU need no lock."""
+    """Lock the processors of a job and yield its environment; smoke runs on a CPU need no lock.
+
+    The locks are files that all processes of the user share, so that jobs of several launches, too,
+    are never measured on one processor at the same time.
+    """
     kind, ranks = DeviceKind(config.device.kind), _ranks(config)
     gpus = [] if kind is DeviceKind.cpu else list_gpus()
     if gpus:

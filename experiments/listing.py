@@ -33,7 +33,14 @@ UNBROKEN_CHARACTERS = 24  # maximum length of texts that are not wrapped
 
 @dataclass
 class Listing:
-    """A section of the list: a table, with a note below it."""
+    """A section of the list: a table, with a note below it.
+
+    Attributes:
+        title: heading.
+        columns: headings of the columns.
+        rows: texts by column. A line break in the first one starts its second line.
+        note: line below the table; "" for none.
+    """
 
     title: str
     columns: tuple[str, ...]

@@ -124,9 +124,9 @@ def results_block(folder: Path = REFERENCE) -> str:
 
 
 def _what_ran(measured: Run, path: Path) -> str:
-    e, known = measured.environment, evidence.StoredEvidence.read(path)
-    state = f"; {evidence.describe_load(known.state)}" if known.state else ""
-    return f"`{e['command']}` on {e['device']} (torch {e['torch']}, {known.age()}{state})"
+    e, stored = measured.environment, evidence.StoredEvidence.read(path)
+    state = f"; {evidence.describe_load(stored.state)}" if stored.state else ""
+    return f"`{e['command']}` on {e['device']} (torch {e['torch']}, {stored.age()}{state})"
 
 
 def _line(measured: Run, path: Path) -> str:
@@ -196,12 +196,12 @@ def write_pages() -> int:
 
 def experiments_to_run(names: Sequence[str]) -> list[str]:
     """Return the named experiments, or those with a reference; raise UsageError."""
-    known = configure.groups()["experiment"]
+    experiments = configure.groups()["experiment"]
     named = [name.removeprefix("+experiment=") for name in names]
     for name in named:
-        if name not in known:
-            raise UsageError(f"no experiment '{name}'. There is: {', '.join(known)}")
-    return named or sorted({path.name for path in runs_in(REFERENCE, "*/*")} & set(known))
+        if name not in experiments:
+            raise UsageError(f"no experiment '{name}'. There is: {', '.join(experiments)}")
+    return named or sorted({path.name for path in runs_in(REFERENCE, "*/*")} & set(experiments))
 
 
 def latest_run(name: str) -> Path:

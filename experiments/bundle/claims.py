@@ -71,7 +71,14 @@ class Claim:
 
 @dataclass(frozen=True)
 class CheckedClaim:
-    """A claim and its outcome; `again` is the new claim, `reason` why there is none."""
+    """A claim of a bundle and what measuring it again gave.
+
+    Attributes:
+        claim: claim of the bundle.
+        outcome: whether it holds.
+        again: the same claim of the new run; None if that has no such number.
+        reason: why it could not be compared; "" if it was.
+    """
 
     claim: Claim
     outcome: ClaimOutcome
@@ -80,7 +87,7 @@ class CheckedClaim:
 
 
 def claims_of(run: Run) -> list[Claim]:
-    """Return the claims of a run; a smoke run claims bytes only."""
+    """Return the claims of a run; a smoke run claims bytes only, since its times mean nothing."""
     return _bytes(run) if run.smoke else [*_ratios(run), *_hit_rates(run), *_bytes(run)]
 
 
@@ -137,10 +144,8 @@ def compare(
     for claim in old:
         other, reason = again.get(claim.key), ""
         if other is None:
-            outcome, reason = (
-                ClaimOutcome.unmeasured,
-                why_not.get(claim.about, "it was not reached"),
-            )
+            outcome = ClaimOutcome.unmeasured
+            reason = why_not.get(claim.about, "it was not reached")
         elif claim.measure is Measure.ratio and math.isnan(other.lo):
             outcome, reason = ClaimOutcome.unmeasured, TOO_FEW
         else:

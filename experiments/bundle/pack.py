@@ -108,7 +108,13 @@ def pack(directories: Sequence[Path], out: Path, folder: Path) -> Packed:
 
 
 def _folder_in_bundle(directory: Path, used: Sequence[str]) -> str:
-    """Return runs/<experiment>/<run>, with a number if `used` has the name."""
+    """Return runs/<experiment>/<run>, with a number if `used` has the name.
+
+    A reference has the name of its experiment, so the folder of its device names the run.
+
+    Raises:
+        BundleError: the directory is no run, or its name could leave the bundle.
+    """
     missing = [name for name in REQUIRED_FILES if not (directory / name).is_file()]
     missing += [] if has_records(directory) else [POINTS]
     if missing:

@@ -30,7 +30,13 @@ from experiments.results.store import read_config
 
 @dataclass(frozen=True)
 class Remeasurement:
-    """A run that was measured again, or the reason why not."""
+    """The claims of a packed run, checked by a new run.
+
+    Attributes:
+        findings: every claim of the packed run, those that could not be measured included.
+        run: the new run; None if there is none.
+        reason: why the packed run has nothing to compare; "" if it has.
+    """
 
     findings: list[CheckedClaim]
     run: Run | None = None
@@ -61,8 +67,8 @@ def load_packed_config(path: Path, folder: Path, preset: str = "") -> Config:
     if preset:
         source = CONF / "timing" / f"{preset}.yaml"
         if not source.is_file():
-            known = ", ".join(configure.groups()["timing"])
-            raise UsageError(f"no timing '{preset}'. There is: {known}")
+            presets = ", ".join(configure.groups()["timing"])
+            raise UsageError(f"no timing '{preset}'. There is: {presets}")
         pool = packed.timing.pool  # another number of batches would be another measurement
         packed.timing = OmegaConf.merge(OmegaConf.load(source), {"pool": pool})
     try:
@@ -79,7 +85,18 @@ def load_packed_config(path: Path, folder: Path, preset: str = "") -> Config:
 def measure_again(
     entry: Mapping[str, Any], packed: Path, folder: Path, *, tolerance: float, preset: str = ""
 ) -> Remeasurement:
-    """Measure one run in a new process and compare its claims with the packed ones."""
+    """Measure one run in a new process and compare its claims with the packed ones.
+
+    Args:
+        entry: the run's entry of bundle.json.
+        packed: directory of the packed run.
+        folder: folder of the new run, which is written below it by `run.py bundle measure`.
+        tolerance: relative tolerance of ratios of times.
+        preset: timing preset to use instead of the run's; "" for none.
+
+    Raises:
+        KeyboardInterrupt: the new process was interrupted.
+    """
     old = Run.read(packed)
     claims = claims_of(old)
     if not claims:
@@ -123,12 +140,14 @@ def missing_reasons(run: Run) -> dict[str, str]:
 
 def cells_with_other_batches(old: Run, new: Run) -> set[str]:
     """Return the cells whose batches differ although the seed is the same."""
-    known = {(r["cell"], r["seed"]): r["pool_sha256"] for r in old.records if r.get("pool_sha256")}
+    old_digests = {
+        (r["cell"], r["seed"]): r["pool_sha256"] for r in old.records if r.get("pool_sha256")
+    }
     return {
         r["cell"]
         for r in new.records
         if r.get("pool_sha256")
-        and known.get((r["cell"], r["seed"]), r["pool_sha256"]) != r["pool_sha256"]
+        and old_digests.get((r["cell"], r["seed"]), r["pool_sha256"]) != r["pool_sha256"]
     }
 
 

@@ -194,12 +194,16 @@ def _files_of_no_run(contents: Mapping[str, bytes], runs: Sequence[Mapping[str, 
 def _run_problems(
     entry: Mapping[str, Any], folder: Path, scratch: Path, checked: Verification, *, words: bool
 ) -> list[str]:
+    """Return what contradicts the samples of a run; count its numbers and note what is not checked.
+
+    With `words`, this harness is the one that packed: everything must be equal, not only numbers.
+    """
     run = Run.read(folder)
     problems = _entry_problems(entry, run) if words else []
     if run.kind.reporting.rebuild:
         return problems  # a note of the bundle says that its numbers are not checked
     again = _rebuild_tables(folder, scratch)
-    names = {p.name for place in (folder, again) for p in place.glob("*.csv")}
+    names = {p.name for directory in (folder, again) for p in directory.glob("*.csv")}
     for name in sorted(names):
         if not (folder / name).is_file():
             problems.append(f"{name} is missing, but the samples give it")
@@ -272,7 +276,10 @@ def _read_table(path: Path) -> pd.DataFrame:
 
 
 def differences(packed: pd.DataFrame, rebuilt: pd.DataFrame) -> tuple[list[str], int]:
-    """Return up to MAX_SHOWN differences of two tables, and the number of compared numbers."""
+    """Return up to MAX_SHOWN differences of two tables, and the number of compared numbers.
+
+    Rows are compared by position, and only the columns that both tables have.
+    """
     if len(packed) != len(rebuilt):
         return [f"{len(packed)} rows, but the samples give {len(rebuilt)}"], 0
     columns = [c for c in packed.columns if c in rebuilt.columns]

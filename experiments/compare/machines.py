@@ -82,9 +82,10 @@ class Comparison:
     Attributes:
         machines: machines; the others are compared with the first.
         points: row per machine, role, contender and phase. A role is the position of a cell in its
-            experiment, whatever its sizes. `same` is True for the work of the first machine. `gain`
-            is the speed-up over the first machine in lookups per second; its interval combines the
-            far ends of both medians' intervals.
+            experiment, whatever its sizes. `rate` is lookups per second; `of_*` are shares of
+            CEILINGS. `same` is True for the work of the first machine. `gain` is `rate` ÷ that of
+            the first machine; from `gain_lo` to `gain_hi`, both rates may be anywhere in their
+            intervals, because machines cannot take turns, so nothing is paired.
         left_out: sentences about points that some machine lacks.
     """
 
@@ -170,8 +171,8 @@ def fetch(path: Path, scratch: Path) -> Path:
 def comparisons(paths: Sequence[Path], scratch: Path) -> list[tuple[str, list[Path]]]:
     """Return the experiment and the runs of each comparison, in the order of the first path.
 
-    Directories alone form one comparison, whose name is "". With a bundle among the paths there is
-    one comparison per experiment of which every path has a run; the last run of a bundle counts.
+    Directories alone form one comparison, whose name is "". If one path is a bundle, there is one
+    comparison per experiment that every path has; of several runs in a bundle the last one counts.
     Bundles are checked and unpacked into `scratch`.
 
     Raises:

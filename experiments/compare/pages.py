@@ -161,8 +161,8 @@ def _gain(comparison: Comparison, number: int, by_machine: Sequence[Mapping[str,
 def _times(point: Mapping[str, Any]) -> str:
     """Return a speed-up such as "5.2× [5.0, 5.4]", or without an interval."""
     low, high = point["gain_lo"], point["gain_hi"]
-    known = math.isfinite(low) and math.isfinite(high)
-    return text.times(point["gain"]) + f" {text.interval(low, high)}" * known
+    has_interval = math.isfinite(low) and math.isfinite(high)
+    return text.times(point["gain"]) + f" {text.interval(low, high)}" * has_interval
 
 
 def points_table(comparison: Comparison, phase: str) -> Table:
@@ -238,19 +238,16 @@ def sources_table(machines: Sequence[Machine]) -> Table:
     """Return the table of theoretical figures with their sources."""
     devices = {m.device.key: m.device for m in machines if m.device}.values()
     rows = [
-        (device.name, words, device.figures.get(key), device.sources.get(key, ceilings.UNKNOWN))
+        {
+            "device": device.name,
+            "figure": words,
+            "value": f"{device.figures[key]:g}" if key in device.figures else text.NONE,
+            "source": device.sources.get(key, ceilings.UNKNOWN),
+        }
         for device in devices
         for key, words in ceilings.FIGURES.items()
     ]
-    return Table.of(
-        rows,
-        {
-            "device": lambda row: row[0],
-            "figure": lambda row: row[1],
-            "value": lambda row: text.NONE if row[2] is None else f"{row[2]:g}",
-            "source": lambda row: row[3],
-        },
-    )
+    return Table.of(rows, {name: name for name in ("device", "figure", "value", "source")})
 
 
 OPENING = f"""\

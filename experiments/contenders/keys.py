@@ -70,8 +70,8 @@ class KeyTable(ABC):
         """Return a call's keys and values as the operations take them, on the device."""
         return keys.to(self.task.device), values.to(self.task.device)
 
-    def ready(self) -> None:  # noqa: B027 most tables need nothing
-        """Discard the traces of the checks; called once, after filling and verifying."""
+    def reset_after_checks(self) -> None:  # noqa: B027 most tables need nothing
+        """Forget what the checks did to the table's statistics; called once, after verifying."""
 
     @abstractmethod
     def find_slots(self, prepared: Any) -> Tensor:
@@ -82,7 +82,7 @@ class KeyTable(ABC):
         raise NotImplementedError
 
     def find_or_insert_slots(self, prepared: Any) -> Tensor:
-        """Return the slots of keys; insert absent keys as far as the table can."""
+        """Return the slots of keys; insert absent keys, unless a full table cannot evict."""
         raise NotImplementedError
 
     def find_or_insert(self, prepared: Any) -> Tensor:
@@ -116,7 +116,7 @@ def build_keyed(name: str, task: KeyTask) -> KeyTable:
     return table
 
 
-class Scored(KeyTable):
+class EmblibHashTable(KeyTable):
     """emblib.HashTable with all its slots from the beginning; a full table evicts by LRU."""
 
     operations = tuple(OPERATIONS)
@@ -165,7 +165,7 @@ class Scored(KeyTable):
         return self.table.index.nbytes() + 4 * self.task.dim * self.table.capacity()
 
 
-class Growing(Scored):
+class GrowingHashTable(EmblibHashTable):
     """emblib.HashTable that starts with `first` slots and grows."""
 
     def _spec(self) -> emblib.DynamicSpec:
@@ -174,7 +174,7 @@ class Growing(Scored):
         )
 
 
-class ScoredLFU(Scored):
+class EmblibHashTableLFU(EmblibHashTable):
     """emblib.HashTable whose full table evicts the least frequently used key."""
 
     eviction = emblib.Eviction.LFU
@@ -186,17 +186,17 @@ class SortedKeys(KeyTable):
     def __init__(self, task: KeyTask) -> None:
         super().__init__(task)
         self.keys = torch.empty(0, dtype=torch.int64, device=task.device)
-        self.parts: list[Tensor] = []
+        self.pending: list[Tensor] = []
 
     def fill(self, keys: Tensor, values: Tensor) -> None:
         """Collect the keys; `prepare` merges them once, because each merge sorts all keys."""
-        self.parts.append(keys.to(self.task.device))
+        self.pending.append(keys.to(self.task.device))
 
     def prepare(self, keys: Tensor, values: Tensor) -> Prepared:
         """Merge the collected keys, then return the call."""
-        if self.parts:
-            self.keys = torch.cat([self.keys, *self.parts]).unique()
-            self.parts = []
+        if self.pending:
+            self.keys = torch.cat([self.keys, *self.pending]).unique()
+            self.pending = []
         prepared: Prepared = super().prepare(keys, values)
         return prepared
 

@@ -111,14 +111,14 @@ class Entry:
 
     def unknown_versions(self) -> list[str]:
         """Return a sentence per installed package whose version is not known to work."""
-        known = {
+        tested_versions = {
             name: version for text in self.requires for name, version in REQUIREMENT.findall(text)
         }
         torch = f" with torch {self.of_torch}" * bool(self.of_torch)
         return [
-            f"{name} is {version}, known to work{torch} is {known[name]}"
+            f"{name} is {version}, known to work{torch} is {tested_versions[name]}"
             for name, version in self.versions().items()
-            if version.partition("+")[0] != known[name]
+            if version.partition("+")[0] != tested_versions[name]
         ]
 
     def load(self) -> type[Any]:

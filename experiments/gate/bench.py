@@ -21,12 +21,10 @@ from experiments.measure.outcome import status_of, verify
 from experiments.measure.process import note
 from experiments.measure.session import Session
 from experiments.measure.timing import VERIFY_BATCH, task_of
-from experiments.timing.clock import Clock, Work, clock_for
+from experiments.timing.clock import Clock, Phase, Work, clock_for
 from experiments.timing.passes import counting_pass
 from experiments.timing.warmup import warm_up
 from experiments.workloads.workload import Pool, make_pool, table_shapes
-
-Run = Callable[[int], object]
 
 
 @dataclass
@@ -34,13 +32,16 @@ class ReadyPoint:
     """A point that is built and can be timed."""
 
     contender: Contender
-    run: Run  # on batch number n of the pool
-    step: Run
+    run: Phase  # the timed phase, as the clock adapts it
+    step: Phase  # a whole step, for counters and memory
     clock: Clock
 
 
 class Bench:
-    """The work of one worker process: one method per message."""
+    """The work of one worker process: one method per message of `points`.
+
+    `now` is a clock in nanoseconds. The constructor binds the process to `setup.core`.
+    """
 
     def __init__(self, setup: Setup, now: Callable[[], int] = time.perf_counter_ns) -> None:
         self.setup, self.now = setup, now
@@ -98,7 +99,7 @@ class Bench:
         return self.pools[cell.key]
 
     def settle(self) -> None:
-        """Switch garbage collection off."""
+        """Switch garbage collection off; a collection inside a sample would count as noise."""
         gc.freeze()
         gc.disable()
 
@@ -116,8 +117,7 @@ class Bench:
         """Take one sample per batch, each after one uncounted execution.
 
         The other worker has just filled the caches, and the scheduler may have to wake this
-        process; a first execution would measure that. Every sample has such an execution, so all
-        are alike.
+        process. The uncounted execution pays for both, before every sample alike.
         """
         ready, taken = self.ready[turn.point], []
         for batch in turn.batches:
@@ -128,7 +128,7 @@ class Bench:
             taken.append(reading.seconds / turn.executions)
         return taken
 
-    def _execute(self, run: Run, batch: int, executions: int) -> None:
+    def _execute(self, run: Phase, batch: int, executions: int) -> None:
         start = self.now()
         for number in range(executions):
             run((batch + number) % self.setup.config.timing.pool)
@@ -136,6 +136,7 @@ class Bench:
             self._wait((self.now() - start) / 1e9 * (self.setup.slow - 1))
 
     def _wait(self, seconds: float) -> None:
+        """Wait by spinning: a sleeping process would lose its core and its warm caches."""
         end = self.now() + 1e9 * seconds
         while self.now() < end:
             pass

@@ -176,8 +176,8 @@ def finding_line(line: PointFinding) -> str:
         return f"{line.state:<8} {line.point}: {line.reason}"
     ruling = line.ruling
     sizes = f"{text.seconds(line.base_s)} → {text.seconds(line.head_s)}"
-    known = ruling.effect.processes > 1
-    effect = _effect(line) if known else f"{ruling.effect.ratio:.3f}×"
+    has_interval = ruling.effect.processes > 1
+    effect = _effect(line) if has_interval else f"{ruling.effect.ratio:.3f}×"
     grown = "".join(f" · {x}" for x in line.grown)
     return (
         f"{line.state:<8} {effect} m={100 * ruling.margin:.1f}% {line.point} · {sizes} · "

@@ -1,7 +1,7 @@
 """The error rates of the gate: whole gates of a revision against itself, and against a slowed copy.
 
-Every trial is the gate's whole procedure in processes of its own; no pair is used twice, so trials
-are as independent as the machine permits. An interrupted run can be resumed.
+A trial is the gate's whole procedure, in new processes. No pair of processes serves two trials, so
+trials are as independent as the machine permits. An interrupted run can be resumed.
 """
 
 from __future__ import annotations
@@ -33,17 +33,14 @@ from experiments.timing.statistics import Verdict, wilson
 
 def run(config: Config, *, question: str, words: Sequence[str]) -> int:
     """Run all trials, then the report; return the exit status."""
-    try:
-        if config.dry_run:
-            trials = f"{len(schedule(config))} trials of a gate"
-            return setup.print_plan(config, f"{trials} of {setup.pairs_words(config)}")
-        start = setup.start_gate(config, words)
-        if config.gate.inject <= 1 and config.gate.slowed_trials:
-            raise UsageError("gate.slowed_trials need gate.inject, e.g. gate.inject=1.10")
-        both = setup.head_on_both_sides(start, print)
-        store, records = setup.find_unfinished(start) or (start.create(), [])
-    except UsageError as error:
-        return setup.refuse(error)
+    if config.dry_run:
+        trials = f"{len(schedule(config))} trials of a gate"
+        return setup.print_plan(config, f"{trials} of {setup.pairs_words(config)}")
+    start = setup.start_gate(config, words)
+    if config.gate.inject <= 1 and config.gate.slowed_trials:
+        raise UsageError("gate.slowed_trials need gate.inject, e.g. gate.inject=1.10")
+    both = setup.head_on_both_sides(start, print)
+    store, records = setup.find_unfinished(start) or (start.create(), [])
     began = time.monotonic()
     wanted = schedule(config)
     rules = Rules.load(store.path) or start.rules
@@ -95,9 +92,9 @@ def _run_trials(runner: TrialRunner, done: dict[int, Trial]) -> str:
     names = list(rules.margins)
     try:
         for number, slow in enumerate(schedule(runner.config)):
-            known = done.get(number)
-            trial = known or Trial(number, slow)
-            was_done = known and next_request(names, known.evidence, rules) is None
+            earlier_trial = done.get(number)
+            trial = earlier_trial or Trial(number, slow)
+            was_done = earlier_trial and next_request(names, earlier_trial.evidence, rules) is None
             runner.finish(trial)
             if trial.failed:
                 failures += 1

@@ -139,9 +139,9 @@ def _sources(root: Path) -> Iterator[Path]:
 def _sources_digest(root: Path, part: str = "") -> str:
     digest = hashlib.blake2b(digest_size=6)
     for path in _sources(root):
-        place = str(path.relative_to(root))
-        if place.startswith(part):
-            digest.update(place.encode() + b"\0" + hashlib.blake2b(path.read_bytes()).digest())
+        name = str(path.relative_to(root))
+        if name.startswith(part):
+            digest.update(name.encode() + b"\0" + hashlib.blake2b(path.read_bytes()).digest())
     return digest.hexdigest()
 
 

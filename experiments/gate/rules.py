@@ -32,7 +32,10 @@ class Stage(Enum):
 
 @dataclass(frozen=True)
 class Rules:
-    """The numbers of pairs, and the margins; a run decides by those that it began with."""
+    """The numbers of pairs and the margin of each point.
+
+    A run stores them at its start and decides by them even if the noise floor changes meanwhile.
+    """
 
     pairs: int
     max_pairs: int
@@ -62,11 +65,17 @@ class Request:
 
 @dataclass
 class Evidence:
-    """The effects so far: point -> log(head / base) of each pair."""
+    """The effects so far.
+
+    Attributes:
+        first: log(head ÷ base) of each pair of the first set, by point.
+        second: the same of the second set.
+        lost: points that one side could not run.
+    """
 
     first: dict[str, list[float]] = field(default_factory=dict)
     second: dict[str, list[float]] = field(default_factory=dict)
-    lost: set[str] = field(default_factory=set)  # points that a side could not do
+    lost: set[str] = field(default_factory=set)
 
     def add(self, stage: Stage, point: str, effect: float) -> None:
         """Add the effects of one pair."""
@@ -79,16 +88,28 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Ruling:
-    """The verdict on a point, with its grounds."""
+    """The verdict on a point, with its grounds.
+
+    Attributes:
+        verdict: verdict that counts.
+        effect: effect of the second set where there was one, because the first was selected for its
+            effect; else that of the first.
+        margin: relative effect that does not count.
+        visible: smallest effect that would have been called slower or faster.
+        screened: verdict of the first set alone.
+        first: log(head ÷ base) of the pairs of the first set.
+        second: the same of the second set; () without one.
+        p: p-value of the second set, adjusted for the number of points in it; nan without one.
+    """
 
     verdict: Verdict
-    effect: Effect  # of the second set where there was one: the first was chosen for its effect
+    effect: Effect
     margin: float
-    visible: float  # the smallest effect that would have been called
-    screened: Verdict  # what the first set alone said
+    visible: float
+    screened: Verdict
     first: tuple[float, ...]
     second: tuple[float, ...]
-    p: float = math.nan  # of the second set, adjusted for the number of points in it
+    p: float = math.nan
 
 
 def next_request(points: Sequence[str], evidence: Evidence, rules: Rules) -> Request | None:

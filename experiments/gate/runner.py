@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from omegaconf import OmegaConf
 
-from experiments.config.schema import Config, UsageError
+from experiments.config.schema import Config
 from experiments.gate import instructions, pages, revisions, setup
 from experiments.gate.instructions import Counts
 from experiments.gate.pairs import Revisions, Side, Trial, TrialRunner
@@ -27,20 +27,13 @@ from experiments.run.progress import Display
 def run(config: Config, *, question: str, words: Sequence[str]) -> int:
     """Compare two revisions; return the exit status (see cli.HELP)."""
     began = time.monotonic()
-    try:
-        if config.dry_run:
-            return setup.print_plan(config, setup.pairs_words(config))
-        smoke = bool(config.timing.max_rows)
-        name = revisions.default_base(config, smoke=smoke)
-        base_sha, head_sha = revisions.resolve(name), revisions.resolve(config.gate.head)
-        commits = {
-            "base": revisions.commit_facts(base_sha),
-            "head": revisions.commit_facts(head_sha),
-        }
-        start = setup.start_gate(config, words)
-        store = start.create()
-    except UsageError as error:
-        return setup.refuse(error)
+    if config.dry_run:
+        return setup.print_plan(config, setup.pairs_words(config))
+    name = revisions.default_base(config, smoke=bool(config.timing.max_rows))
+    base_sha, head_sha = revisions.resolve(name), revisions.resolve(config.gate.head)
+    commits = {"base": revisions.commit_facts(base_sha), "head": revisions.commit_facts(head_sha)}
+    start = setup.start_gate(config, words)
+    store = start.create()
     start.rules.save(store)
     with Display(len(start.points)) as display:
         display.say(setup.heading(start, f"{config.gate.head} against {name}"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,11 +30,17 @@ SCHEMA = 1
 
 @dataclass(frozen=True)
 class NoiseFloor:
-    """The noise floor in noise.json."""
+    """The noise floor of a machine, from a file of gate.noise.
 
-    source: str  # file name
+    Attributes:
+        source: name of the file.
+        points: per point `pairs`, `mad` (median |log ratio| of A against A), `p95` and `effects`.
+        measured: time of the measurement, ISO 8601.
+    """
+
+    source: str
     points: Mapping[str, Mapping[str, Any]]
-    measured: str  # when
+    measured: str
 
     def margin(self, point: str, min_effect: float, pairs: int) -> float:
         """Return a point's margin for an effect over `pairs`; `min_effect` for an unknown point."""
@@ -209,9 +214,3 @@ def pairs_words(config: Config) -> str:
     pairs, max_pairs = config.timing.replicates, config.gate.max_pairs
     count = f"{pairs} to {max(pairs, max_pairs)} pairs of processes"
     return f"{count}, and as many again to confirm what looks slower"
-
-
-def refuse(error: UsageError) -> int:
-    """Print one line for wrong usage; return exit status 2."""
-    print(f"error: {error}", file=sys.stderr)
-    return 2

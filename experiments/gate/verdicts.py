@@ -26,18 +26,32 @@ FINE, REGRESSION, UNSURE, FAILED, NOTHING = 0, 3, 4, 5, 6
 
 @dataclass(frozen=True)
 class PointFinding:
-    """The finding for one point."""
+    """The finding for one point; `as_json` writes its fields to gate.json.
+
+    Attributes:
+        point: name of the point.
+        words: what ran, at which sizes.
+        state: name of a `Verdict`; or NEW (base cannot run it), MISSING (only base can), FAILED (an
+            error in head), NOISY (its margin would exceed gate.max_margin).
+        reason: why there is no verdict, or what to do about an unsure one.
+        ruling: verdict with its grounds; None without a verdict.
+        base_s: median seconds of base; nan without a verdict.
+        head_s: median seconds of head; nan without a verdict.
+        grown: sentences about counted numbers that became worse.
+        shrunk: sentences about counted numbers that became better.
+        counts: instructions by name and side.
+    """
 
     point: str
     words: str
-    state: str  # a verdict's name, or: NEW, MISSING, FAILED, NOISY
+    state: str
     reason: str = ""
     ruling: Ruling | None = None
     base_s: float = math.nan
     head_s: float = math.nan
-    grown: Sequence[str] = ()  # deterministic numbers that became worse
+    grown: Sequence[str] = ()
     shrunk: Sequence[str] = ()
-    counts: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # name -> side -> value
+    counts: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
     @property
     def regression(self) -> bool:

@@ -92,8 +92,8 @@ def answer(run: Run) -> list[str]:
         f"{text.seconds(fast * 1e-9)} and {text.seconds(slow * 1e-9)} to update."
     ]
     if most > 1:
-        way = "link" if _is_measured(run, most, "link_bytes_per_s") else "network"
-        rate = costs[f"{way}_bytes_per_s"] / 1e9
+        link_kind = "link" if _is_measured(run, most, "link_bytes_per_s") else "network"
+        rate = costs[f"{link_kind}_bytes_per_s"] / 1e9
         sentences.append(
             f"In a world of {most} an empty all-to-all costs "
             f"{text.seconds(costs['exchange_s'])} for each other rank, and each sends "

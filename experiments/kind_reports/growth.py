@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pandas as pd
 
-from experiments.kinds.keys import PHASE
+from experiments.config.schema import GROWTH_PHASE
 from experiments.report import text
 from experiments.report.charts import Scale, curves
 from experiments.report.data import Run, select
@@ -95,7 +95,7 @@ def figures(run: Run) -> list[Figure]:
         return []
     lines = []
     for record in records:
-        taken = metrics.seconds(record, PHASE)
+        taken = metrics.seconds(record, GROWTH_PHASE)
         keys = [record["lookups"] * (n + 1) / 1e6 for n in range(len(taken))]
         label = str(record["label"])
         name = str(record["contender"])

@@ -1,4 +1,4 @@
-"""The report of smaller tables: what a model loses at how many bytes, and the time of a step."""
+"""The report of compressed tables: loss of quality against bytes and against step time."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ASIDE = 0.022  # shift between methods of one size, on a logarithmic axis
 
 
 def answer(run: Run) -> list[str]:
-    """Say what the subject loses and costs at the headline's share, then who does better where."""
+    """State the subject's change of AUC and step time at one share, then the best methods."""
     rows = good_results(run)
     subject_rows = select(rows, contender=run.subject.contender)
     if not len(subject_rows):
@@ -116,7 +116,7 @@ def _signed(value: float) -> str:
 
 
 def _smallest_without_loss(rows: pd.DataFrame) -> str:
-    """Say how small each data set's tables get with an AUC within CLOSE of plain tables."""
+    """State the smallest share per data set whose AUC is within CLOSE of plain tables."""
     by_data = []
     for data, group in rows.groupby("data", sort=False):
         near = group[(group["contender"] != PLAIN) & (group["auc_change"] >= -CLOSE)]
@@ -212,7 +212,7 @@ def readme_lines(run: Run, command: str, link: str) -> list[str]:
 
 
 def tables(run: Run) -> Sequence[tuple[str, str, Table]]:
-    """Return what the data sets are, then the results on each."""
+    """Return the table of data sets, then a table of results per data set."""
     records = {r["data"]: r for r in run.records if "samples_of" in r}
     columns: dict[str, Column] = {
         "data": lambda r: str(r["data"]),
@@ -293,7 +293,7 @@ def _curve(method: str, rows: pd.DataFrame, column: str) -> Curve:
     number = list(TRAINED).index(method)
     rows = rows.sort_values(column)
     low, high = rows["auc_change_lo"], rows["auc_change_hi"]
-    known = not low.isna().any()
+    has_intervals = not low.isna().any()
     across = rows[column]
     if column == "times_smaller" and method != PLAIN:
         across = across * 2 ** (ASIDE * (number - len(TRAINED) / 2))
@@ -306,6 +306,6 @@ def _curve(method: str, rows: pd.DataFrame, column: str) -> Curve:
         line="-" if column == "times_smaller" else "",
         width=1.2,
         size=5.0,
-        low=low if known else None,
-        high=high if known else None,
+        low=low if has_intervals else None,
+        high=high if has_intervals else None,
     )

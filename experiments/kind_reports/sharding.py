@@ -378,11 +378,12 @@ def _step_curves(rows: pd.DataFrame, beyond: pd.DataFrame) -> Drawing:
 
 
 def _parts_figure(run: Run, rows: pd.DataFrame) -> Figure:
-    known = rows[rows["compute_s"].notna()]
-    known = select(known, section=known["section"].iloc[0]) if len(known) else known
+    with_parts = rows[rows["compute_s"].notna()]
+    if len(with_parts):
+        with_parts = select(with_parts, section=with_parts["section"].iloc[0])
     panels = []
-    for world in sorted(known["world_size"].unique()):
-        in_world = known[known["world_size"] == world]
+    for world in sorted(with_parts["world_size"].unique()):
+        in_world = with_parts[with_parts["world_size"] == world]
         in_world = in_world[in_world["scaling"] == in_world["scaling"].iloc[0]]
         lines = [
             Row(

@@ -401,8 +401,8 @@ def _tables(records: Sequence[Record]) -> Figure:
         lines = []
         for record, colour, words in _with_styles(records):
             points = [(t["distinct"], value(t)) for t in record["tables"]]
-            known = [(x, y) for x, y in points if y is not None]
-            xs, ys = [x for x, _ in known], [y for _, y in known]
+            points_with_value = [(x, y) for x, y in points if y is not None]
+            xs, ys = [x for x, _ in points_with_value], [y for _, y in points_with_value]
             lines.append(Curve(xs, ys, colour, words, "o", line="", size=5, opacity=0.7))
         across = Scale("distinct rows of the table", log=10)
         return Panel(title, curves(lines, across, Scale(label, low=0)))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pandas as pd
 
-from experiments.config.schema import OPERATIONS, Mode
+from experiments.config.schema import GROWTH_PHASE, OPERATIONS, Mode
 from experiments.kinds.base import (
     KEYS,
     ArmRules,
@@ -24,7 +24,6 @@ from experiments.results.store import Record
 from experiments.timing import statistics
 
 YARDSTICK = "find_slots"  # operation of the subject at the same load that ratios divide by
-PHASE = "insert"  # name of the samples of a growing table
 
 
 class Keys(Kind):
@@ -123,17 +122,14 @@ def growth_frame(records: Sequence[Record]) -> pd.DataFrame:
     call of each), `total_s`. Bytes: `peak_bytes` while it grows, `kept_bytes` at the end, and
     `peak_over_kept`; nan where the system does not measure memory.
     """
-    groups: dict[tuple[str, str], list[Record]] = {}
-    for record in records:
-        if record.get("kind") == Growth.name:
-            groups.setdefault((record["cell"], record["arm"]), []).append(record)
+    groups = metrics.group_records(records, Growth.name, lambda r: (r["cell"], r["arm"]))
     return pd.DataFrame([_growth_row(group) for group in groups.values()])
 
 
 def _growth_row(group: Sequence[Record]) -> dict[str, Any]:
     good = metrics.good(group)
     record = good[0] if good else group[0]
-    by_process = [metrics.seconds(r, PHASE) for r in good]
+    by_process = [metrics.seconds(r, GROWTH_PHASE) for r in good]
     every_call = [s for seconds in by_process for s in seconds]
     time, ends = statistics.summarise(every_call), statistics.tail(every_call)
     # The median over processes of the longest call of each.

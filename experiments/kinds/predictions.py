@@ -132,8 +132,8 @@ def frame(records: Sequence[Record]) -> pd.DataFrame:
 
 def _row(key: tuple[Any, ...], points: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     def median(values: Sequence[float | None]) -> float:
-        known = [v for v in values if v is not None]
-        return statistics.summarise(known).median if known else math.nan
+        numbers = [v for v in values if v is not None]
+        return statistics.summarise(numbers).median if numbers else math.nan
 
     names = ("predicted_s", "two_terms_s", "by_hits_s", "rows", "hit_rate", "row_hit_rate")
     measured = [statistics.summarise([s for _, s in p["samples"]]).median for p in points]

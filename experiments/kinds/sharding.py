@@ -173,7 +173,8 @@ def step_frame(rows: pd.DataFrame) -> pd.DataFrame:
     """Return the steps in `rows` of `frame`, with times of parts and efficiency.
 
     New columns: compute_s and communication_s (nan for a contender without parts), base_s (the step
-    of one rank on the batch that this one is scaled from), efficiency.
+    of one rank on the batch from which the row's batch is scaled), and efficiency (base_s ÷
+    median_s; with strong scaling also ÷ world_size).
     """
     if not len(rows):
         return rows

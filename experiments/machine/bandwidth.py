@@ -6,9 +6,10 @@ of several calls, because disturbances only lower it. Bandwidth counts bytes rea
 Rows are gathered in four ways, of which the fastest counts: by torch and by emblib's lookup, each
 with an output row per row (`index_select`, bags of 1) and per 32 rows (`embedding_bag`, bags of
 32). Bytes are counted as the metrics count a lookup: rows, ids, offsets and output. A lookup whose
-rows come from memory stays below the ceiling: its kernel is among the four ways, its bytes are
-counted alike, the row size is measured or below the next measured one, and on a GPU both are timed
-by events behind a spin, without launches. Lookups whose rows or outputs stay in a cache exceed it.
+rows come from memory stays below the ceiling, because its kernel is one of the four ways and its
+bytes are counted the same way; a row size between two measured ones is compared with the larger. On
+a GPU, ceilings and lookups are timed by events behind a spin, without launches. Lookups whose rows
+or outputs stay in a cache can exceed the ceiling.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def measure(device: torch.device, seconds: float = 1.5) -> dict[str, Any]:
     ceilings: dict[str, Any] = {
         "copy_gb_s": round(copied / 1e9, 3),
         "gather_gb_s": {row: round(rate / 1e9, 3) for row, (rate, _) in rates.items()},
-        "gather_by": {row: way for row, (_, way) in rates.items()},
+        "gather_by": {row: method for row, (_, method) in rates.items()},
         "sgemm_gflop_s": round(sgemm_rate(device, 0.1 * seconds) / 1e9, 3),
         "counted": "bytes read + bytes written; of gathers rows, ids, offsets and output",
         "table_bytes": size,
@@ -77,7 +78,7 @@ def measure(device: torch.device, seconds: float = 1.5) -> dict[str, Any]:
 
 
 def table_bytes(device: torch.device) -> int:
-    """Return the bytes of a table far larger than the caches, as far as memory permits."""
+    """Return the bytes of a table that is far larger than the caches, but at most MEMORY_SHARE."""
     if device.type == "cuda":
         cache = int(torch.cuda.get_device_properties(device).L2_cache_size)
         wanted = max(2 << 30, CACHES_PER_TABLE * cache)
@@ -107,11 +108,11 @@ def gather_bandwidth(flat: Tensor, row_bytes: int, seconds: float = 0.3) -> tupl
     `flat` is the memory of the table, float32 [elements].
     """
     rates = {
-        way: nbytes / shortest_call(work, flat.device, seconds / 4)
-        for way, nbytes, work in gather_ways(flat, row_bytes)
+        method: nbytes / shortest_call(work, flat.device, seconds / 4)
+        for method, nbytes, work in gather_ways(flat, row_bytes)
     }
-    way = max(rates, key=lambda name: rates[name])
-    return rates[way], way
+    fastest = max(rates, key=lambda name: rates[name])
+    return rates[fastest], fastest
 
 
 def gather_ways(flat: Tensor, row_bytes: int) -> Iterator[tuple[str, int, Callable[[], object]]]:
@@ -220,7 +221,7 @@ def measure_random_lines(nbytes: int, seconds: float) -> dict[str, dict[str, flo
         count = max(1, min(1 << 20, lines.count // 8))
         generator = torch.Generator().manual_seed(count)
         least, deadline, calls = float("inf"), time.perf_counter() + seconds, 0
-        while calls < 4 or time.perf_counter() < deadline:
+        while calls < 4 or time.perf_counter() < deadline:  # new positions for each call
             positions = lines.positions(torch.randint(2**62, (count,), generator=generator))
             read = lines.take if calls % 2 and torch.get_num_threads() == 1 else lines.read
             start = time.perf_counter()

@@ -81,8 +81,8 @@ def cpu_flags(
         "governor": governor,
         "quota": quota,
     }
-    known = {key: value for key, value in details.items() if value is not None}
-    return [flag for flag, is_so in flags.items() if is_so], known
+    known_details = {key: value for key, value in details.items() if value is not None}
+    return [flag for flag, is_so in flags.items() if is_so], known_details
 
 
 def gpu_flags(nvml: Nvml | None) -> tuple[list[str], dict[str, Any]]:

@@ -1,9 +1,10 @@
 """Digests of the code that a measurement depends on, which say later whether it has changed.
 
-A digest is of what the compiler or the interpreter sees: comments, docstrings and the layout of the
-text do not count. There is one per area and kind of device, so that a change of a CUDA kernel does
-not age a measurement on a CPU, nor a change of tensor trains one of dense tables. They are compared
-without git: in an archive of the sources, or a clone without history, they are the same.
+A digest covers what the compiler or the interpreter sees; comments, docstrings and layout do not
+count. Each area of the code has a digest per kind of device: a change of a CUDA kernel does not
+make a CPU measurement outdated, nor does a change of tensor trains one of dense tables. Digests
+need no git, so that archives and clones without history have the same ones. Stored references
+contain them: a change of how they are computed would make every reference look outdated.
 
 Parsing all sources takes a second, which every run would pay. So CACHE_FILE has the digests by a
 hash of the files' bytes: a run reads the files, and parses them only after a change.

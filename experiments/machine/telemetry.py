@@ -188,10 +188,10 @@ class NvmlTelemetry(Telemetry):
 
 def min_median_max(values: Iterable[float]) -> list[float] | None:
     """Return [min, median, max], rounded; None for no values."""
-    known = sorted(values)
-    if not known:
+    ordered = sorted(values)
+    if not ordered:
         return None
-    return [round(x, 2) for x in (known[0], statistics.median(known), known[-1])]
+    return [round(x, 2) for x in (ordered[0], statistics.median(ordered), ordered[-1])]
 
 
 def reasons(mask: int) -> list[str]:

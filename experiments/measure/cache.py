@@ -47,10 +47,8 @@ def cache_cell(cell: Cell, session: Session, seconds: float = 0.0) -> list[Recor
     """
     gc.collect()
     shapes = table_shapes(cell.workload, scale=cell.rows_scale)
-    pool = make_pool(
-        cell.workload, shapes, cell.cache.warm_batches + cell.cache.batches, session.config.seed
-    )
     wanted = cell.cache.warm_batches + cell.cache.batches
+    pool = make_pool(cell.workload, shapes, wanted, session.config.seed)
     if len(pool.batches) < wanted:
         raise TraceError(
             f"{cell.workload.file} has {len(pool.batches)} batches of {cell.workload.B:,} samples, "
@@ -67,7 +65,7 @@ def cache_cell(cell: Cell, session: Session, seconds: float = 0.0) -> list[Recor
             continue  # fractions of a small table may round to the same number of sets
         measured.add((arm.contender, size))
         session.note(f"{arm.key}|running the trace")
-        try:
+        with outcome.catching():
             if registry.facts_of(arm.contender).keyed:
                 ids = [_global_rows(batch, shapes) for batch in pool.batches]
                 samples = run_keys(arm.contender, ids, size, session)
@@ -75,8 +73,6 @@ def cache_cell(cell: Cell, session: Session, seconds: float = 0.0) -> list[Recor
                 samples, extra = _run_ideal(arm.contender, trace, size, cell, shapes)
             else:
                 samples = _visit_batches(build(arm.contender, task_of(cell, arm, session)), pool)
-        except Exception as error:  # any error becomes the contender's row
-            outcome.fail(error)
         records.append(
             describe(cell, outcome, session, facts(pool))
             | {"samples": samples, **extra}
@@ -126,12 +122,12 @@ def _run_ideal(
         cache_bounds.counter_samples(trace, cache_bounds.static_top(trace, size)),
         cell.workload,
     )
-    known = [p for p in (probabilities(work, s.rows) for s in shapes) if p is not None]
-    if not known:
+    row_probabilities = [p for p in (probabilities(work, s.rows) for s in shapes) if p is not None]
+    if not row_probabilities:
         return samples, {}
     lookups = len(shapes) * work.B * work.L
     by_lookup, by_row = cache_bounds.expected_top(
-        np.concatenate(known) / len(shapes), size, lookups
+        np.concatenate(row_probabilities) / len(shapes), size, lookups
     )
     return samples, {"expected_lookup_hit_rate": by_lookup, "expected_row_hit_rate": by_row}
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from experiments.config.schema import GROWTH_PHASE
 from experiments.config.sweep import Arm, Cell
 from experiments.contenders.keys import KeyTable, KeyTask, build_keyed
 from experiments.contenders.registry import Wrong
@@ -26,7 +27,6 @@ from experiments.workloads.keys import KeySpace, values_of
 from experiments.workloads.workload import table_shapes
 
 FILLED_SHARE = 0.75  # keys ÷ slots after the last call
-PHASE = "insert"  # name of the samples
 
 
 def growth_cell(cell: Cell, session: Session, seconds: float) -> list[Record]:
@@ -40,11 +40,9 @@ def growth_cell(cell: Cell, session: Session, seconds: float) -> list[Record]:
     space = KeySpace(cell.workload.order, session.seed)
     tables: dict[str, KeyTable] = {}
     for arm in random.Random(session.seed).sample(cell.arms, len(cell.arms)):
-        try:
+        with outcomes[arm.key].catching():
             session.note(f"{arm.key}|building")
             tables[arm.key] = _build_table(cell, arm, session)
-        except Exception as error:  # any error becomes the contender's row
-            outcomes[arm.key].fail(error)
     telemetry = telemetry_for(session.device)
     telemetry.start()
     try:
@@ -92,23 +90,21 @@ def _fill_in_turns(
     size, total = call_sizes(cell)
     chance = random.Random(session.seed)
     for key in tables:
-        outcomes[key].measured.samples = {PHASE: []}
+        outcomes[key].measured.samples = {GROWTH_PHASE: []}
     for number in range(total // size):
         keys = space.run(number * size, size)
         running = [key for key in tables if outcomes[key].status == "ok"]
         for key in chance.sample(running, len(running)):
             session.note(f"{key}|call {number + 1}")
-            try:
-                outcomes[key].measured.samples[PHASE].append((number, _call(tables[key], keys)))
-            except Exception as error:
-                outcomes[key].fail(error)
+            with outcomes[key].catching():
+                outcomes[key].measured.samples[GROWTH_PHASE].append(
+                    (number, _call(tables[key], keys))
+                )
     for key, table in tables.items():
         if outcomes[key].status == "ok":
             session.note(f"{key}|checking")
-            try:
+            with outcomes[key].catching():
                 _check(table, space, total)
-            except Exception as error:
-                outcomes[key].fail(error)
             outcomes[key].measured.stop_reason = "filled"
 
 
@@ -157,12 +153,12 @@ def _measure_memory(cell: Cell, arm: Arm, session: Session, space: KeySpace) -> 
     before = _bytes_in_use(session.device)
     measured = memory.measure(grow, session.device)
     after = _bytes_in_use(session.device)
-    known = before is not None and after is not None and "peak" in measured
+    is_measured = before is not None and after is not None and "peak" in measured
     tables.clear()
     return {
         "memory": measured,
         "peak_bytes": measured.get("peak"),
-        "kept_bytes": (after or 0) - (before or 0) if known else None,
+        "kept_bytes": (after or 0) - (before or 0) if is_measured else None,
     }
 
 

@@ -72,7 +72,7 @@ class TimedSteps:
 def predictions_cell(cell: Cell, session: Session, seconds: float) -> list[Record]:
     """Return a record with the constants and every predicted step; `seconds` is not used."""
     outcome, record = Outcome(cell.arms[0]), {}
-    try:
+    with outcome.catching():
         if session.device.type != "cpu":
             raise Unsupported("kind=predictions measures the CPU")
         experiment = _Experiment(cell, session)
@@ -80,8 +80,6 @@ def predictions_cell(cell: Cell, session: Session, seconds: float) -> list[Recor
         _time_in_turns(experiment.steps, cell.options["rounds"], session.seed)
         record = experiment.predicted()
         outcome.measured.stop_reason = "predicted"
-    except Exception as error:  # any error becomes the row
-        outcome.fail(error)
     return [describe(cell, outcome, session) | record | {"threads": torch.get_num_threads()}]
 
 
@@ -145,7 +143,7 @@ class _Experiment:
         return bags, stored
 
     def _batch(self, lookups: int, skew: float, ids: int, *, spread: bool = False) -> Batch:
-        """Draw `lookups` of `ids` ids, of which 0 is the most frequent.
+        """Draw `lookups` ids in [0, ids), the most frequent one 0.
 
         With `spread`, the ids are a random selection of all.
         """

@@ -1,8 +1,8 @@
 """Fresh child processes with a pipe: a crash of a child cannot end the run.
 
-A fork server with torch loaded starts children, in about 0.1 s each. Children share no allocator
-state, threads or CUDA context. After a CUDA error or a lack of memory, measurements of a process
-cannot be trusted; so such a child dies, and another one measures the rest.
+A fork server that has torch loaded starts a child in about 0.1 s. Children share no allocator
+state, threads or CUDA context. After a CUDA error or a lack of memory, a process gives no
+trustworthy measurements; so such a child ends, and another child measures the remaining arms.
 """
 
 from __future__ import annotations
@@ -236,7 +236,7 @@ def is_out_of_memory(error: BaseException) -> bool:
         return True
     text = str(error)
     ways = ("can't allocate", "bad_alloc", "Cannot allocate memory", "out of memory")
-    return any(way in text for way in ways)
+    return any(phrase in text for phrase in ways)
 
 
 def _limit_memory(limit: int | None) -> None:

@@ -60,9 +60,9 @@ def quality_cell(cell: Cell, session: Session, seconds: float = 0.0) -> list[Rec
     )
     for arm, samples in zip(fits, step_times, strict=True):
         outcomes[arm].measured.samples = {"step": samples}
-    known = _data_entries(data, plan) | {"lookups": plan.batch * len(data.rows)}
+    data_entries = _data_entries(data, plan) | {"lookups": plan.batch * len(data.rows)}
     return [
-        describe(cell, outcomes[arm], session, known)
+        describe(cell, outcomes[arm], session, data_entries)
         | {"threads": torch.get_num_threads()}
         | (_model_entries(fits[arm]) if arm in fits else {})
         for arm in cell.arms
@@ -112,11 +112,8 @@ def _train_all(
         return lambda activity: session.note(f"{arm.key}|{activity}")
 
     for arm in sorted(cell.arms, key=lambda arm: arm.contender != PLAIN):
-        try:
+        with outcomes[arm].catching():
             fits[arm] = fit(data, plan, partial(make, arm), note(arm))
-        except Exception as error:  # any error becomes the method's row
-            outcomes[arm].fail(error)
-        else:
             rows = fits[arm].model.rows
             if arm.contender == PLAIN and isinstance(rows, StoredTables):
                 plain = rows

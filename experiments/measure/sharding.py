@@ -48,12 +48,10 @@ def calibration_cell(cell: Cell, session: Session, seconds: float) -> list[Recor
     """Return a record with the constants; `seconds` is not used."""
     outcome = Outcome(cell.arms[0])
     record: Record = {}
-    try:
+    with outcome.catching():
         nodes = ranks_of(session.device).nodes
         record = {"calibration": calibration_entries(calibrate_ranks(session)), "nodes": nodes}
         outcome.measured.stop_reason = "calibrated"
-    except Exception as error:  # any error becomes the row
-        outcome.fail(error)
     session.sync.settle({cell.arms[0].key: outcome})
     return [describe(cell, outcome, session) | record | {"threads": torch.get_num_threads()}]
 
@@ -156,8 +154,8 @@ def sharding_cell(cell: Cell, session: Session, seconds: float) -> list[Record]:
     session.note("|calibrating")
     predictor = Predictor.calibrated(cell, session)
     records = measure_cell(cell, session, seconds, steps_and_parts)
-    known = {"scaling": cell.scaling.value, "threads": torch.get_num_threads()}
-    return [record | known | predictor.of(record["contender"]) for record in records]
+    cell_entries = {"scaling": cell.scaling.value, "threads": torch.get_num_threads()}
+    return [record | cell_entries | predictor.of(record["contender"]) for record in records]
 
 
 def steps_and_parts(contender: Contender, pool: Pool) -> dict[str, Phase]:

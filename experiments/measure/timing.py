@@ -149,14 +149,12 @@ def _build(cell: Cell, outcomes: dict[str, Outcome], session: Session) -> dict[s
     check = make_pool(small, shapes, 1, session.seed + 1).batches[0]
     built: dict[str, Contender] = {}
     for arm in random.Random(session.seed).sample(cell.arms, len(cell.arms)):
-        try:
+        with outcomes[arm.key].catching():
             session.note(f"{arm.key}|building")
             contender = build(arm.contender, task_of(cell, arm, session))
             session.note(f"{arm.key}|checking")
             verify(contender, check)
             built[arm.key] = contender
-        except Exception as error:  # any error becomes the contender's row
-            outcomes[arm.key].fail(error)
     return built
 
 

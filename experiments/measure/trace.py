@@ -35,8 +35,8 @@ def trace_cell(cell: Cell, session: Session, seconds: float) -> list[Record]:
             f"at least {MIN_BATCHES} are needed: lower workload.B"
         )
     session.note(f"{arm.key}|analysing")
-    known = table_rows(cell.workload)
-    rows = [s.rows if r else 0 for s, r in zip(shapes, known, strict=True)]
+    stated_rows = table_rows(cell.workload)
+    rows = [s.rows if r else 0 for s, r in zip(shapes, stated_rows, strict=True)]
     warm = _warm_batches(cell, len(pool.batches))
     tables = [analyse_table(pool, f, rows[f], warm) for f in range(len(shapes))]
     analysis = analyse_together(pool, len(shapes), cell.cache.fractions, warm)

@@ -12,7 +12,7 @@ from experiments.paths import ROOT
 from experiments.report.data import Run
 from experiments.results.store import POINTS, RunStore, has_records
 
-__all__ = ["Run", "Summary", "add_arguments", "run", "write_report"]
+__all__ = ["ReportSummary", "Run", "add_arguments", "run", "write_report"]
 
 BROKEN = ("wrong", "error", "timeout")
 

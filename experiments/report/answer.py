@@ -1,4 +1,4 @@
-"""The report's first sentence, made from the data: what the subject costs and what it saves."""
+"""The answer of a report on timed contenders: the subject's time and memory ÷ the baseline's."""
 
 from __future__ import annotations
 

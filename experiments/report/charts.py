@@ -72,7 +72,7 @@ class Scale:
         axis.set_label_text(self.label)
 
     def _limits(self, low: float, high: float) -> tuple[float, float]:
-        """Return the ends of the axis, of which `low` and `high` are those of what is plotted."""
+        """Return the ends of the axis; `low` and `high` are the extremes of the plotted data."""
         reach = [end for end in self.reach or () if math.isfinite(end)]
         low, high = min([low, *reach]), self.headroom * max([high, *reach])
         low, high = low if self.low is None else self.low, high if self.high is None else self.high
@@ -198,18 +198,18 @@ POINT_MARGIN = 0.12  # share of the range, free on both sides: names go towards 
 LEGEND_DEPTH = 36.0  # typographic points from the panel down to a legend below it
 
 
-def _legend(axes: Axes, place: str, columns: int) -> None:
-    options: dict[str, Any] = {"loc": place}
-    if place == "outside":
+def _legend(axes: Axes, position: str, columns: int) -> None:
+    options: dict[str, Any] = {"loc": position}
+    if position == "outside":
         options = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0)}
-    elif place == "below":
+    elif position == "below":
         foot = offset_copy(
             axes.transAxes, cast(Canvas, axes.figure), y=-LEGEND_DEPTH, units="points"
         )
         options = {"loc": "upper center", "bbox_to_anchor": (0.5, 0.0), "bbox_transform": foot}
     axes.legend(fontsize=8, ncols=columns, **options)
     engine = axes.figure.get_layout_engine()
-    if place == "below" and engine is not None:
+    if position == "below" and engine is not None:
         engine.execute(
             cast(Canvas, axes.figure)
         )  # names at the edge are spaced by the height that remains
@@ -230,10 +230,10 @@ def _curve(axes: Axes, line: Curve) -> None:
     }
     low = [] if line.low is None else list(line.low)
     high = [] if line.high is None else list(line.high)
-    known = bool(low) and not any(map(math.isnan, (*low, *high)))
-    if known and line.band:
+    has_interval = bool(low) and not any(map(math.isnan, (*low, *high)))
+    if has_interval and line.band:
         axes.fill_between(x, low, high, color=line.colour, alpha=0.2, lw=0)
-    if known and not line.band:
+    if has_interval and not line.band:
         below = [max(0.0, b - a) for a, b in zip(low, y, strict=True)]
         over = [max(0.0, b - a) for a, b in zip(y, high, strict=True)]
         axes.errorbar(x, y, yerr=[below, over], capsize=3, **style)
@@ -302,7 +302,7 @@ def _edge_names(lines: Sequence[Curve], marks: Sequence[Mark]) -> list[Name]:
 
 
 def _point_names(axes: Axes, lines: Sequence[Curve]) -> list[Name]:
-    """Return the names of points, written towards the middle, where those of both sides meet."""
+    """Return the names of points, written towards the middle of the panel."""
     low, high = axes.get_xlim()
     middle = math.sqrt(low * high) if axes.get_xscale() == "log" else (low + high) / 2
     return [
@@ -364,7 +364,7 @@ def _height(axes: Axes, name: Name) -> float:
 
 
 def _meet(axes: Axes, right: Sequence[Name], left: Sequence[Name]) -> bool:
-    """Return whether a name that goes right reaches one that goes left."""
+    """Return whether a name right of its point would overlap one left of its point."""
 
     def end(name: Name) -> float:
         x = float(axes.transData.transform((name.x, 1.0))[0]) * 72 / axes.figure.dpi
@@ -422,7 +422,8 @@ def row_chart(
 ) -> Drawing:
     """Return a drawing of rows from the top in the order given.
 
-    With `shared`, rows of one name have one label, a little apart, and a legend tells them apart.
+    With `shared`, rows of the same name share one label and are drawn close together; a legend
+    names their colours.
     """
     names = [line.name for line in lines]
     heights: Sequence[float] = range(len(names))

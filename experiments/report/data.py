@@ -108,7 +108,7 @@ class Run:
 
     @property
     def modes(self) -> list[str]:
-        """Return the modes that were measured, the one that the answer is about first."""
+        """Return the measured modes in order; the answer is about the first one."""
         return list(dict.fromkeys(mode_of(r) for r in self.records)) or [Mode.hot.value]
 
     def at(self, mode: str) -> Run:

@@ -34,7 +34,7 @@ def figures(run: Run) -> list[Figure]:
 
 
 def subtitle(run: Run) -> str:
-    """Return machine, software and sizes: what a figure must say when it stands alone."""
+    """Return machine, software and amount of measuring, for a figure without its page."""
     e = run.environment
     driver = (e.get("gpu") or {}).get("driver")
     parts = [e.get("device"), f"torch {e.get('torch')}", *([f"driver {driver}"] if driver else [])]
@@ -198,7 +198,7 @@ def roofline_figures(run: Run) -> list[Figure]:
     rows = rows[rows["useful_gb_s"].notna()] if len(rows) else rows
     if not len(rows) or not (math.isfinite(roofs.copy_gb_s) or roofs.gather_gb_s):
         return []
-    known = "copy and random gather" if roofs.gather_gb_s else "copy"
+    limits = "copy and random gather" if roofs.gather_gb_s else "copy"
     method = f" Gather: {roofs.gather_method}." if roofs.gather_gb_s else ""
     device = ceilings.of_environment(run.environment)
     theory = device.bandwidth_gb_s if device else None
@@ -207,7 +207,7 @@ def roofline_figures(run: Run) -> list[Figure]:
         Figure(
             "roofline",
             "Achieved bandwidth and the memory's limits",
-            f"Limits: {known} bandwidth of memory, measured in the same run.{method}{named} "
+            f"Limits: {limits} bandwidth of memory, measured in the same run.{method}{named} "
             "Hollow: every lookup counted, as most papers do; caches can lift it above the limit. "
             "Filled: each distinct row of a batch counted once, which is nearer to what memory "
             "must deliver. The bytes are those of plain rows for every contender (formula below), "

@@ -24,7 +24,7 @@ FOLDER = ROOT / "reports" / "published"
 
 
 class Nature(Enum):
-    """What kind of claim a figure is, and so what it takes to reproduce it."""
+    """The kind of a published figure, which determines where it can be reproduced."""
 
     exact = "exact"  # follows from sizes alone: must come out anywhere
     measured = "measured"  # belongs to a machine: can come out only there
@@ -222,16 +222,16 @@ def _judge(run: Run | None, source: Publication, figure: PublishedFigure) -> Jud
     return JudgedFigure(source, figure, verdict, reason, ours, lo, hi, device)
 
 
-def _row(run: Run, figure: PublishedFigure, place: RunPoint) -> tuple[pd.Series | None, str]:
+def _row(run: Run, figure: PublishedFigure, point: RunPoint) -> tuple[pd.Series | None, str]:
     """Return our row of results; None and the reason where there is none."""
     table = run.operations
-    if not len(table) or not (table["section"] == place.section).any():
+    if not len(table) or not (table["section"] == point.section).any():
         table = run.table
     if len(table):
-        arm = (table["arm"] == place.arm) & (table["phase"] == place.phase)
-        table = table[arm & (table["section"] == place.section)]
+        arm = (table["arm"] == point.arm) & (table["phase"] == point.phase)
+        table = table[arm & (table["section"] == point.section)]
     if not len(table):
-        return None, f"our run has no {place.arm} in {place.section}"
+        return None, f"our run has no {point.arm} in {point.section}"
     # Judge only the mode in which the published figure was measured.
     alike = table[table["mode"] == figure.work.get("mode")]
     row = (alike if len(alike) else table).iloc[0]
@@ -272,8 +272,8 @@ def _incomparable(run: Run, figure: PublishedFigure, row: pd.Series) -> str:
     if changed:
         return f"ours is other work: {', '.join(changed)}"
     if figure.nature is Nature.measured:
-        here = ceilings.of_environment(run.environment)
-        if here is None or here.key != figure.device:
+        our_device = ceilings.of_environment(run.environment)
+        if our_device is None or our_device.key != figure.device:
             return f"another device: theirs is of {their_device(figure)}"
         if figure.peer:
             return f"another program: theirs is {figure.peer}"
@@ -305,6 +305,6 @@ def work_differences(run: Run, figure: PublishedFigure, row: pd.Series) -> list[
 
 
 def their_device(figure: PublishedFigure) -> str:
-    """Return the device of a published figure, as far as its source says."""
+    """Return the device of a published figure; "device not named" if its source does not say."""
     device = next((d.name for d in ceilings.table() if d.key == figure.device), "")
     return device or figure.device_words

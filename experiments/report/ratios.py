@@ -135,7 +135,7 @@ def speedup_figures(run: Run) -> list[Figure]:
 
 
 def _grid(rows: pd.DataFrame) -> tuple[str, str] | None:
-    """Return two axes of which every combination was measured; D and B first."""
+    """Return two axes whose values were measured in every combination; D and B first."""
     varied = [axis for axis in ("D", "B", *AXES) if rows[axis].nunique() > 1]
     for pair in itertools.combinations(dict.fromkeys(varied), 2):
         if len(rows[[*pair]].drop_duplicates()) == rows[[*pair]].nunique().prod():

@@ -1,4 +1,8 @@
-"""The identity of a measurement: the point, the context, the code."""
+"""The identity of a measurement.
+
+Runs reuse each other's records only where point_key and context_id are equal; so whatever changes a
+sample must be part of one of both.
+"""
 
 from __future__ import annotations
 
@@ -99,8 +103,8 @@ def context_of(environment: Mapping[str, Any]) -> dict[str, str]:
 @cache
 def bench_version() -> str:
     """Return a hash of the harness's sources that determine samples."""
-    here = ROOT / "experiments"
-    return _digest_files(p for pattern in BENCH_SOURCES for p in here.glob(pattern))
+    harness = ROOT / "experiments"
+    return _digest_files(p for pattern in BENCH_SOURCES for p in harness.glob(pattern))
 
 
 @cache

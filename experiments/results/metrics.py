@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import pandas as pd
 
@@ -99,6 +99,20 @@ def frame(records: Sequence[Record], baseline: str) -> pd.DataFrame:
 
 
 Group = Sequence[Record]
+K = TypeVar("K")
+
+
+def group_records(
+    records: Sequence[Record], kind: str, key: Callable[[Record], K]
+) -> dict[K, list[Record]]:
+    """Return the records of a kind by key, the keys in the order of their first record."""
+    groups: dict[K, list[Record]] = {}
+    for record in records:
+        if record.get("kind", "time") == kind:
+            groups.setdefault(key(record), []).append(record)
+    return groups
+
+
 RowOf = Callable[[Group, str, Group, "Pools"], dict[str, Any]]
 
 
@@ -124,10 +138,7 @@ def phase_rows(
         phases_of: function of a group that returns its phases.
         pair: function of the baseline's group and a phase that returns records to pair with.
     """
-    groups: dict[tuple[str, str, str], list[Record]] = {}
-    for record in records:
-        if record.get("kind", "time") == kind:
-            groups.setdefault((record["cell"], record["arm"], mode_of(record)), []).append(record)
+    groups = group_records(records, kind, lambda r: (r["cell"], r["arm"], mode_of(r)))
     pairs: dict[tuple[str, str], list[tuple[Group, Group]]] = {}
     measured = []
     for (cell, _, mode), group in groups.items():

@@ -27,20 +27,20 @@ NONE_COLLECTED = 5  # exit status of pytest without tests
 
 
 def run(config: Config, *, question: str, words: Sequence[str]) -> int:
-    """Lead a run; each replicate is a process with all benchmarks. Return the exit status."""
-    try:
-        if importlib.util.find_spec("pytest_benchmark") is None:
-            raise UsageError("micro-benchmarks need pytest-benchmark: pip install 'emblib[test]'")
-        if not list(ROOT.glob(FILES)):
-            raise UsageError(f"micro-benchmarks are in the source tree ({FILES}), not installed")
-        device = runner.device_of(config)
-        if config.dry_run:
-            return subprocess.run([*pytest_command(config), "--collect-only"], cwd=ROOT).returncode
-        environment = survey(config, device, words)
-        store = RunStore.begin(config, environment)
-    except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    """Lead a run; each replicate is a process with all benchmarks. Return the exit status.
+
+    Raises:
+        UsageError: pytest-benchmark or the benchmarks are missing, or the device is unusable.
+    """
+    if importlib.util.find_spec("pytest_benchmark") is None:
+        raise UsageError("micro-benchmarks need pytest-benchmark: pip install 'emblib[test]'")
+    if not list(ROOT.glob(FILES)):
+        raise UsageError(f"micro-benchmarks are in the source tree ({FILES}), not installed")
+    device = runner.device_of(config)
+    if config.dry_run:
+        return subprocess.run([*pytest_command(config), "--collect-only"], cwd=ROOT).returncode
+    environment = survey(config, device, words)
+    store = RunStore.begin(config, environment)
     identity = {"run_id": store.path.name, "context_id": environment.get("context_id")}
     started, records, status = time.monotonic(), [], "finished"
     try:

@@ -27,7 +27,9 @@ from experiments.measure.session import MeasureRequest, RankSync
 from experiments.results.store import Record
 from experiments.timing.clock import Clock, Phase, Reading, Work
 
-ARM, CLOCK = 1.0, 2.0  # source of a failure: one contender, or the clock of all
+# Source of a failure on a rank, gathered with the times of a sample and therefore a float: one
+# contender, which leaves the race, or the clock, without which no rank can go on.
+NO_FAILURE, ARM_FAILURE, CLOCK_FAILURE = 0.0, 1.0, 2.0
 SIBLINGS = ("busy",)  # flags of the telemetry that other ranks cause
 HOST = "127.0.0.1"
 TARGET = "experiments.run.ranks:serve"
@@ -147,16 +149,20 @@ class RankClock(Clock):
         ranks.failed = None
         ranks.peers.barrier()
         try:
-            (own,) = self.inner.read([work])
+            (reading,) = self.inner.read([work])
         except Exception as error:
-            own, raised = Reading(0.0, 0.0, 0.0), error
+            reading, raised = Reading(0.0, 0.0, 0.0), error
         failed = raised or ranks.failed  # the race has already caught the latter
-        blame = 0.0 if failed is None else ARM if ranks.failed else CLOCK
-        by_rank = ranks.peers.gather([own.seconds, own.wall, own.cost, own.exposed, blame])
+        blame = NO_FAILURE
+        if failed is not None:
+            blame = ARM_FAILURE if ranks.failed else CLOCK_FAILURE
+        by_rank = ranks.peers.gather(
+            [reading.seconds, reading.wall, reading.cost, reading.exposed, blame]
+        )
         seconds, wall, cost, exposed, blame = (max(v) for v in zip(*by_rank, strict=True))
         if blame:
             shared = ranks.share(failed)
-            if raised or blame == CLOCK:
+            if raised or blame == CLOCK_FAILURE:
                 raise shared
             if failed is None:
                 ranks.elsewhere[work.key.partition("/")[0]] = shared
@@ -218,7 +224,7 @@ class SharedTelemetry(Telemetry):
         return reasons or [f"rank {rank}" for rank, (count,) in enumerate(by_rank) if count]
 
     def flags(self) -> list[str]:
-        """Return the flags of this rank without those that other ranks cause."""
+        """Return the flags of this rank, except those that the other ranks themselves raise."""
         return [flag for flag in self.inner.flags() if flag not in SIBLINGS]
 
 
@@ -234,9 +240,9 @@ class GlooPeers:
 
     def gather(self, values: Sequence[float]) -> list[list[float]]:
         """Exchange one small tensor per rank."""
-        own = torch.tensor(values, dtype=torch.float64)
-        by_rank = [torch.empty_like(own) for _ in range(self.size)]
-        dist.all_gather(by_rank, own)
+        tensor_of_rank = torch.tensor(values, dtype=torch.float64)
+        by_rank = [torch.empty_like(tensor_of_rank) for _ in range(self.size)]
+        dist.all_gather(by_rank, tensor_of_rank)
         return [tensor.tolist() for tensor in by_rank]
 
     def exchange(self, value: Any) -> list[Any]:

@@ -125,26 +125,25 @@ def run(config: Config, *, question: str, words: Sequence[str]) -> int:
         config: checked configuration.
         question: question of the experiment.
         words: words of the command line.
+
+    Raises:
+        UsageError: the run is impossible; nothing was measured or written.
     """
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # a scheduler's Ctrl-C
     kind = kinds.find(config.kind)
     if kind.leads:
         return kind.lead(config, question=question, words=words)
-    try:
-        device = device_of(config)
-        cells = [cell for cell in kinds.expand(config) if cell.arms]
-        if not cells:
-            raise UsageError("nothing to measure: contenders, where or exclude leave no contender")
-        if config.dry_run:
-            return print_plan(cells, config, device)
-        environment = survey(config, device, words)
-        folder = ROOT / config.report.folder / config.name
-        earlier = earlier_jobs(folder, config, environment["context_id"])
-        store = RunStore.begin(config, environment)
-    except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    device = device_of(config)
+    cells = [cell for cell in kinds.expand(config) if cell.arms]
+    if not cells:
+        raise UsageError("nothing to measure: contenders, where or exclude leave no contender")
+    if config.dry_run:
+        return print_plan(cells, config, device)
+    environment = survey(config, device, words)
+    folder = ROOT / config.report.folder / config.name
+    earlier = earlier_jobs(folder, config, environment["context_id"])
+    store = RunStore.begin(config, environment)
     session = Session(config, device, store.path.name)
     with Display(sum(len(jobs) for jobs in job_passes(cells, config))) as display:
         display.say(heading(config, cells, environment))
@@ -225,8 +224,7 @@ def finish(
 
 def heading(config: Config, cells: Sequence[Cell], environment: dict[str, Any]) -> str:
     """Return the opening line of a run: experiment, cells, device, code; and warnings."""
-    git = environment.get("git") or {}
-    code = f"{git.get('sha')}{'-dirty' * bool(git.get('dirty'))}" if git.get("sha") else "no git"
+    code = text.commit(environment) or "no git"
     processes = text.count(config.timing.replicates, "process", "processes")
     if config.device.ranks > 1:
         processes += f" × {config.device.ranks} ranks"
@@ -336,8 +334,8 @@ class JobRunner:
         config = self.session.config
         total, wanted = config.timing.total_seconds, num_replicates(job.cell, config)
         answers = bool(config.report.headline) and job.cell.section == config.report.headline
-        known = job.key(config) in self.earlier
-        if not total or wanted == 1 or answers or known or not self.walls:
+        was_measured = job.key(config) in self.earlier
+        if not total or wanted == 1 or answers or was_measured or not self.walls:
             return True
         typical = sum(self.walls.values()) / len(self.walls)
         expected = typical * (wanted + sum(self.remaining.values()))
@@ -348,8 +346,12 @@ class JobRunner:
         old = self.earlier.get((key, replicate))
         if old is not None and self._same_tables(job.cell, old[0]["rows_scale"]):
             self.reused += 1
-            here = {"run_id": self.session.run_id, "order": job.order, "cell_number": job.number}
-            return [{"reused_from": r["run_id"], **r, **here} for r in old]
+            in_this_run = {
+                "run_id": self.session.run_id,
+                "order": job.order,
+                "cell_number": job.number,
+            }
+            return [{"reused_from": r["run_id"], **r, **in_this_run} for r in old]
         if job.cell.key not in self.fitted:
             ranked = self.session.over_ranks_of(job.cell)
             self.fitted[job.cell.key] = fit_memory(job.cell, ranked)

@@ -1,4 +1,4 @@
-"""A job in a process of its own: the side of the child, and that of the parent."""
+"""A job in its own process: the code of the child process, and that of the parent."""
 
 from __future__ import annotations
 

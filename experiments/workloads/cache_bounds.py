@@ -65,7 +65,7 @@ class RowTrace:
 
 
 def shifted_positions(rows: Ids, periods: int, fill: int) -> Ids:
-    """Return per access the position of the one to the same row `periods` earlier, or `fill`."""
+    """Return per access the position of the `periods`-th earlier one to its row, or `fill`."""
     positions = pd.Series(np.arange(len(rows)))
     return positions.groupby(rows).shift(periods, fill_value=fill).to_numpy()
 
@@ -202,7 +202,7 @@ class Policy(Enum):
 def run_policy(trace: RowTrace, capacity: int, policy: Policy) -> Hits:
     """Run the trace through a fully associative cache; return the hits of the counted batches.
 
-    If not all new rows of a batch fit, those that the batch looks up first are inserted.
+    If not all new rows of a batch fit, the cache inserts those that the batch looks up first.
     """
     size = int(trace.rows.max(initial=0)) + 1
     cached = np.zeros(size, bool)

@@ -181,7 +181,7 @@ Numbers = dict[str, Any]
 
 @dataclass(frozen=True)
 class Lookups:
-    """Batches of ids, which may be any integers, of one table or of several in one numbering."""
+    """Batches of ids, any integers, of one table or of several in one numbering."""
 
     batches: Sequence[Ids]
 

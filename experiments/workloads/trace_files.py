@@ -210,9 +210,9 @@ def _format(path: Path, asked: Format) -> Format:
     if asked is not Format.auto:
         return asked
     suffixes = [s for s in path.suffixes if s != ".gz"]
-    known = SUFFIXES.get(suffixes[-1] if suffixes else "")
-    if known is not None:
-        return known
+    by_suffix = SUFFIXES.get(suffixes[-1] if suffixes else "")
+    if by_suffix is not None:
+        return by_suffix
     if suffixes and suffixes[-1] in (".pt", ".pth"):
         return Format.emblib if path.suffix != ".gz" and _is_recorded_trace(path) else Format.dlrm
     raise TraceError(

@@ -133,7 +133,8 @@ def test_the_page_says_what_moved(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "| cccccccc | wide | SLOWER | 1.310 [1.284, 1.336] | 1.0300 | 1.0300 | more |" in text
     assert "tbe: c" in text
     arguments.folders = [tmp_path / "none"]
-    assert trend.run(arguments) == 2
+    with pytest.raises(UsageError, match="there is no folder"):
+        trend.run(arguments)
 
 
 def test_a_working_tree_counts_as_its_commit_if_it_is_clean(

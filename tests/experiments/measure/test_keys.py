@@ -202,7 +202,7 @@ def test_tables_of_keys_answer_what_was_put_in(name: str) -> None:
     assert fill(table, calls) == 480
     assert table.size() == 480
     verify_keyed(table, calls.space, calls.space.run(0, 480))
-    table.ready()
+    table.reset_after_checks()
     assert table.size() == 480
     assert table.nbytes() >= 480 * 8
 
