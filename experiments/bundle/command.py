@@ -73,6 +73,10 @@ def _pack(parsed: argparse.Namespace) -> int:
 
 
 def _verify(parsed: argparse.Namespace) -> int:
+    """Check a bundle and, with --rerun, measure it again; return the exit status.
+
+    With a wrong tolerance or path it raises UsageError.
+    """
     from experiments.bundle.verify import check
 
     if parsed.tolerance < 0:
@@ -99,6 +103,7 @@ def _verify(parsed: argparse.Namespace) -> int:
 def _rerun(
     runs: Sequence[dict[str, Any]], unpacked: Path, again: Path, parsed: argparse.Namespace
 ) -> int:
+    """Measure the chosen runs again, print what differs, and return the exit status."""
     from experiments.bundle.rerun import measure_again
 
     names = [str(entry["experiment"]) for entry in runs]

@@ -125,6 +125,7 @@ def speedups(comparison: Comparison) -> Figure:
 
 
 def _speedups(comparison: Comparison, number: int) -> Drawing:
+    """Draw the gains of machine `number` by role, with its ratios of bandwidths as lines."""
     points = comparison.points
     points = points[(points["machine"] == number) & (points["phase"] == "step")]
     lines: list[Row] = []

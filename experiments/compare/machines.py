@@ -101,11 +101,12 @@ class Comparison:
             NotComparable: the runs have no point in common, or are of several experiments.
         """
         machines = read_machines(paths)
-        every = measured_points(machines)
-        shared = every.groupby(KEYS)["machine"].transform("nunique") == len(machines)
+        points = measured_points(machines)
+        shared = points.groupby(KEYS)["machine"].transform("nunique") == len(machines)
         if not shared.any():
             raise NotComparable("these runs share no case, no axis value and no contender")
-        return cls(machines, every[shared].reset_index(drop=True), missing_points(machines, every))
+        in_all = points[shared].reset_index(drop=True)
+        return cls(machines, in_all, missing_points(machines, points))
 
     @property
     def headline(self) -> str:
@@ -259,7 +260,10 @@ def _labels(runs: Sequence[Run]) -> list[str]:
 
 
 def _cells(records: Sequence[Record]) -> pd.DataFrame:
-    """Return the role, work and sizes of each timed cell."""
+    """Return the role, work and sizes of each timed cell, indexed by the cell's key.
+
+    `work` is a text that is equal for equal work; `sizes` a dictionary to show where it is not.
+    """
     timed = [r for r in records if r.get("kind", TIME) == TIME]
     base = next((r for r in timed if r["section"] == SWEEP), None)
     rows = [
@@ -306,6 +310,7 @@ def measured_points(machines: Sequence[Machine]) -> pd.DataFrame:
 
 
 def _points(number: int, machine: Machine) -> pd.DataFrame:
+    """Return the measured points of a machine, see `Comparison.points`; machine `number`."""
     table = machine.run.table
     if not len(table):
         return pd.DataFrame()
@@ -333,10 +338,10 @@ def _points(number: int, machine: Machine) -> pd.DataFrame:
     )
 
 
-def missing_points(machines: Sequence[Machine], every: pd.DataFrame) -> list[str]:
-    """Return a sentence per role or contender that some machine lacks."""
+def missing_points(machines: Sequence[Machine], points: pd.DataFrame) -> list[str]:
+    """Return a sentence per role or contender of `points` that some machine lacks."""
     labels = [m.label for m in machines]
-    counts = every.pivot_table("rate", ["role", "name"], "label", aggfunc="size", sort=False)
+    counts = points.pivot_table("rate", ["role", "name"], "label", aggfunc="size", sort=False)
     counts = counts.reindex(columns=labels).fillna(0)
     lines = []
     for role, group in counts.groupby(level="role", sort=False):

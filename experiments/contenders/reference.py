@@ -17,6 +17,7 @@ class ReferenceTT(TableByTable):
     """Tensor trains by torch.bmm on the gathered slices of each lookup, for all tables."""
 
     def __init__(self, task: Task) -> None:
+        """Draw the cores, [table][core], and zero states, [table][core][state of the rule]."""
         super().__init__(task)
         if len(task.shapes) > task.tt_tables:
             raise Unsupported("the reference TT contender compresses every table; raise tt.tables")

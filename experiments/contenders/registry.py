@@ -183,6 +183,11 @@ def names_with_cache() -> tuple[str, ...]:
 
 @functools.cache
 def _entries(folders: tuple[Path, ...], torch: str) -> dict[str, Entry]:
+    """Read the entries of all folders.
+
+    `torch` is the installed version, or "". It and the folders are arguments because the result is
+    cached by them: tests change both.
+    """
     entries_by_name: dict[str, Entry] = {}
     for folder in folders:
         path = folder / TABLE
@@ -233,6 +238,7 @@ def _version_numbers(version: str) -> tuple[float, ...]:
 
 
 def _entry(folder: Path, name: str, facts: Mapping[str, Any]) -> Entry:
+    """Check the facts of one entry and return it; raise RegistryError, which names the fact."""
     where = f"{folder.name}/{TABLE}: {name}"
     if not NAME.fullmatch(name):
         raise RegistryError(f"{where}: a name is lower-case letters, digits and _")
@@ -268,6 +274,7 @@ def find_installed(requirement: str) -> tuple[str, str] | None:
 
 
 def _import_file(file: Path) -> ModuleType:
+    """Import the file of a contender; one of another folder gets a module name of its own."""
     if file.parent == HERE:
         return importlib.import_module(f"experiments.contenders.{file.stem}")
     name = f"emblib_contender_{file.stem}_{zlib.crc32(str(file).encode()):08x}"

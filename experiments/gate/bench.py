@@ -69,6 +69,7 @@ class Bench:
         return results
 
     def _build(self, point: Point) -> ReadyPoint:
+        """Build a point, check it against the reference if the setup asks, prepare its batches."""
         config = dataclasses.replace(self.setup.config, optimizer=point.optimizer)
         session = Session(config, self.device, "gate")
         work, scale, seed = point.cell.workload, point.cell.rows_scale, self.setup.seed

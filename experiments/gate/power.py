@@ -69,10 +69,10 @@ def run(config: Config, *, question: str, words: Sequence[str]) -> int:
 def schedule(config: Config) -> list[float]:
     """Return how much each trial slows head; slowed trials are spread evenly among the others."""
     gate, smoke = config.gate, bool(config.timing.max_rows)
-    still, slow = (min(n, 1) if smoke else n for n in (gate.trials, gate.slowed_trials))
-    total = still + slow
-    slowed = {(2 * n + 1) * total // (2 * slow) for n in range(slow)}
-    return [gate.inject if n in slowed else 1.0 for n in range(total)]
+    unchanged, slowed = (min(n, 1) if smoke else n for n in (gate.trials, gate.slowed_trials))
+    total = unchanged + slowed
+    slowed_numbers = {(2 * n + 1) * total // (2 * slowed) for n in range(slowed)}
+    return [gate.inject if n in slowed_numbers else 1.0 for n in range(total)]
 
 
 def completed_outcomes(path: Path) -> list[dict[str, Any]]:
@@ -127,7 +127,13 @@ def replay(records: Sequence[Record]) -> dict[int, Trial]:
 
 
 def trial_outcome(trial: Trial, names: Sequence[str], rules: Rules) -> dict[str, Any]:
-    """Return the decision of one gate."""
+    """Return the decision of one gate, an entry of `trials` in power.json.
+
+    Entries: `trial` (number), `slow` (factor), `alarm` (whether a point is SLOWER), the names of
+    points by verdict (`slower`, `faster`, `same`, `unsure`), `screened` (points that the first set
+    alone called slower), `failed`, and `effects`, {point: {"first": [...], "second": [...]}} in
+    logarithms.
+    """
     rulings = decide(names, trial.evidence, rules)
     by_verdict: dict[str, list[str]] = defaultdict(list)
     for name, ruling in rulings.items():
@@ -159,41 +165,47 @@ def trial_line(trial: Mapping[str, Any]) -> str:
 
 
 def compute_rates(trials: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return false-alarm and detection rates of complete trials, with Wilson intervals."""
-    still = [t for t in trials if t["slow"] == 1]
+    """Return false-alarm and detection rates of complete trials (`trial_outcome`), see `rate_of`.
+
+    Trials of unchanged code give `false_alarms` (of gates), `false_screened` (by the first set
+    alone), `false_faster` and `unsure` (of points). Slowed trials give `caught` (of points) and
+    `caught_by_gate`. `points` has `false_alarms` and `caught` by point.
+    """
+    unchanged = [t for t in trials if t["slow"] == 1]
     slowed = [t for t in trials if t["slow"] > 1]
-    seen = [n for t in slowed for n in t["effects"]]
-    caught = [n for t in slowed for n in t["slower"]]
+    slowed_points = [name for t in slowed for name in t["effects"]]
+    caught_points = [name for t in slowed for name in t["slower"]]
     by_point = {
         name: {
             "false_alarms": rate_of(
-                sum(name in t["slower"] for t in still), sum(name in t["effects"] for t in still)
+                sum(name in t["slower"] for t in unchanged),
+                sum(name in t["effects"] for t in unchanged),
             ),
-            "caught": rate_of(caught.count(name), seen.count(name)),
+            "caught": rate_of(caught_points.count(name), slowed_points.count(name)),
         }
         for name in sorted({n for t in trials for n in t["effects"]})
     }
     return {
-        "false_alarms": rate_of(sum(t["alarm"] for t in still), len(still)),
-        "false_screened": rate_of(sum(bool(t["screened"]) for t in still), len(still)),
-        "false_faster": rate_of(sum(bool(t["faster"]) for t in still), len(still)),
-        "caught": rate_of(len(caught), len(seen)),
+        "false_alarms": rate_of(sum(t["alarm"] for t in unchanged), len(unchanged)),
+        "false_screened": rate_of(sum(bool(t["screened"]) for t in unchanged), len(unchanged)),
+        "false_faster": rate_of(sum(bool(t["faster"]) for t in unchanged), len(unchanged)),
+        "caught": rate_of(len(caught_points), len(slowed_points)),
         "caught_by_gate": rate_of(sum(t["alarm"] for t in slowed), len(slowed)),
         "unsure": rate_of(
-            sum(len(t["unsure"]) for t in still), sum(len(t["effects"]) for t in still)
+            sum(len(t["unsure"]) for t in unchanged), sum(len(t["effects"]) for t in unchanged)
         ),
         "points": by_point,
     }
 
 
 def rate_of(hits: int, trials: int) -> dict[str, Any]:
-    """Return a rate with its 95 % interval."""
+    """Return {"hits", "of", "rate", "lo", "hi"}: a rate with Wilson's 95 % interval."""
     lo, hi = wilson(hits, trials)
     share = hits / trials if trials else None
     return {"hits": hits, "of": trials, "rate": share, "lo": lo, "hi": hi}
 
 
-STILL, SLOWED = COLOURS["tbe"], COLOURS["tt"]
+UNCHANGED_COLOUR, SLOWED_COLOUR = COLOURS["tbe"], COLOURS["tt"]
 
 
 def write(path: Path) -> str:
@@ -208,7 +220,7 @@ def write(path: Path) -> str:
 
 
 def sentence(rates: Mapping[str, Any], trials: Sequence[Mapping[str, Any]]) -> str:
-    """State both rates."""
+    """State the rates of false alarms and of detection, as far as trials give them."""
     if not trials:
         return "No trial is complete."
     slow = max((t["slow"] for t in trials), default=1.0)
@@ -304,6 +316,7 @@ def figure(trials: Sequence[Mapping[str, Any]], margins: Mapping[str, float]) ->
             "row": names.index(name),
             "ratio": math.exp(statistics.fmean(effects["first"])),
             "slow": trial["slow"],
+            # Multiples of the golden ratio modulo 1 keep dots of successive trials apart.
             "jitter": ((trial["trial"] * 0.618) % 1 - 0.5) * 0.28,
         }
         for trial in trials
@@ -316,7 +329,7 @@ def figure(trials: Sequence[Mapping[str, Any]], margins: Mapping[str, float]) ->
             band = (row - 0.45, row + 0.45)
             axes.fill_betweenx(band, 1 / (1 + margin), 1 + margin, color=GRID, lw=0)
         for slow, dots in frame.groupby("slow"):
-            colour, shift = (STILL, -0.18) if slow == 1 else (SLOWED, 0.18)
+            colour, shift = (UNCHANGED_COLOUR, -0.18) if slow == 1 else (SLOWED_COLOUR, 0.18)
             heights = dots["row"] + shift + dots["jitter"]
             axes.plot(dots["ratio"], heights, ".", color=colour, ms=4, alpha=0.75)
             axes.axvline(float(str(slow)), color=INK, lw=0.9, ls="-" if slow == 1 else (0, (4, 3)))

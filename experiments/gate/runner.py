@@ -116,6 +116,7 @@ def _count_instructions(
 
 
 def _notices(start: GateStart) -> list[str]:
+    """Return what a reader must know about the run before believing its verdicts."""
     notices = []
     if start.smoke:
         notices.append("Smoke run: tiny tables, one pair of processes: no verdict is possible.")

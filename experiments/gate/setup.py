@@ -49,7 +49,11 @@ class NoiseFloor:
 
 
 def measurement_key(config: Config) -> str:
-    """Return a key of how pairs are measured; a floor applies to gates with the same key."""
+    """Return a key of how pairs are measured; a noise floor applies to gates with the same key.
+
+    The committed floors of reports/noise are found by it: an entry that is added or renamed here
+    makes all of them unusable, until they are measured again.
+    """
     timing, device = config.timing, config.device
     return digest(
         {
@@ -67,7 +71,7 @@ def measurement_key(config: Config) -> str:
 
 
 def machine_key(environment: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what must agree between the machines of a floor and of a gate."""
+    """Return what a noise floor and a gate must have in common of machine and software."""
     gpu = environment.get("gpu") or {}
     return {
         "hardware_id": environment["hardware_id"],
@@ -78,7 +82,7 @@ def machine_key(environment: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def floor_file(environment: Mapping[str, Any], config: Config) -> str:
-    """Return the file name for a machine and way of measuring."""
+    """Return the name of the noise floor's file for a machine and a way of measuring."""
     return f"{environment['hardware_id']}-{measurement_key(config)[:8]}.json"
 
 
@@ -88,7 +92,7 @@ def noise_floor_content(
     effects: Mapping[str, Sequence[float]],
     when: str,
 ) -> dict[str, Any]:
-    """Return the content of noise.json."""
+    """Return the content of noise.json: of each point the spread of `effects`, log(A ÷ A)."""
     return {
         "schema": SCHEMA,
         "machine": environment["device"],
@@ -166,7 +170,10 @@ def start_gate(config: Config, words: Sequence[str]) -> GateStart:
 
 
 def find_unfinished(start: GateStart) -> tuple[RunStore, list[Record]] | None:
-    """Return the latest interrupted run of the same configuration and machine."""
+    """Return the latest unfinished run of the same configuration and machine, locked, or None.
+
+    Its records are returned too, and the new run continues after them.
+    """
     folder = ROOT / start.config.report.folder / start.config.name
     wanted = OmegaConf.to_yaml(OmegaConf.structured(start.config))
     for path in sorted(folder.glob("*/config.yaml"), reverse=True):
@@ -182,7 +189,7 @@ def find_unfinished(start: GateStart) -> tuple[RunStore, list[Record]] | None:
 
 
 def head_on_both_sides(start: GateStart, say: Callable[[str], object]) -> Revisions:
-    """Use head on both sides; raise UsageError where it does not build."""
+    """Return a copy of head as both sides; raise UsageError where it does not build."""
     try:
         head = revisions.snapshot(start.config.gate.head, start.device.type, say)
     except revisions.BuildError as error:

@@ -308,6 +308,7 @@ def _figure(trend: Trend) -> Figure:
 
 
 def _panel(trend: Trend, point: str) -> Panel:
+    """Draw the levels of a point over the commits, a line per chain and quantity."""
     commits = trend.commits
     at = {commit: number for number, commit in enumerate(commits)}
     levels, lines, labelled = trend.levels(point), [], set()
@@ -404,7 +405,7 @@ def _commit_table(trend: Trend) -> Table:
 
 def _level_table(trend: Trend) -> Table:
     levels = {point: trend.levels(point) for point in trend.points}
-    rows = [PointInRun(run, finding) for run in trend.runs for finding in run.points.values()]
+    rows = [PointInRun(r, finding) for r in trend.runs for finding in r.points.values()]
 
     def level_column(name: str) -> Column:
         def level(row: PointInRun) -> Value:

@@ -140,6 +140,11 @@ def _failure_finding(point: Point, failed: Mapping[Side, BuildResult]) -> PointF
 def _verdict_finding(
     point: Point, ruling: Ruling, trial: Trial, records: Sequence[Record]
 ) -> PointFinding:
+    """Return the finding for a point that both sides ran.
+
+    Instructions that grew are no regression where the time fell, confirmed: they move to `shrunk`,
+    which only informs.
+    """
     weights = trial.weights.get(point.name, {})
     grown, shrunk = changed_counts(weights.get("base", {}), weights.get("head", {}))
     times = (faster_samples(records, point.name, side) for side in Side)

@@ -114,6 +114,11 @@ def _timed_step(run: Run, arm: str) -> pd.Series | None:
 
 
 def _ideal_sentences(by_name: dict[str, pd.Series], best: pd.Series) -> list[str]:
+    """Compare the distinct rows served with the offline optimum, and state its slack.
+
+    The optimum is optimal for rows; `most_lookup_hit_rate` bounds how much more a cache could serve
+    of lookups.
+    """
     rows = [
         f"{_policy(name)} {text.percent(row['row_hit_rate'])}"
         for name, row in by_name.items()
@@ -272,6 +277,7 @@ def _curves(rows: pd.DataFrame, column: str, *, legend: bool) -> Drawing:
 
 
 def _throughput(run: Run) -> Figure | None:
+    """Return throughput and step ratio against hit rate; None without a timed cache."""
     rows = select(run.table, status="ok", phase="step")
     if not len(rows) or rows["row_hit_rate"].isna().all():
         return None

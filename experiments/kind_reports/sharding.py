@@ -301,6 +301,7 @@ def figures(run: Run) -> list[Figure]:
 
 
 def _torchrec_figure(run: Run, rows: pd.DataFrame) -> Figure:
+    """Draw TorchRec's step ÷ emblib's for every cell and sharding type."""
     judged = sharding.torchrec_rows(rows).sort_values(["section", "world_size"], kind="stable")
     titles = {str(r["cell"]): str(r["title"]) for r in run.records}
     lines = [
@@ -332,6 +333,7 @@ def _torchrec_figure(run: Run, rows: pd.DataFrame) -> Figure:
 
 
 def _scaling_figure(run: Run, rows: pd.DataFrame, predicted: pd.DataFrame) -> Figure:
+    """Draw the step over ranks per kind of scaling, measured and predicted."""
     ours = rows[rows["contender"].str.startswith(SHARDED)]
     panels = []
     for scaling in Scaling:
@@ -378,6 +380,7 @@ def _step_curves(rows: pd.DataFrame, beyond: pd.DataFrame) -> Drawing:
 
 
 def _parts_figure(run: Run, rows: pd.DataFrame) -> Figure:
+    """Draw compute and communication of a step per world, in the first section that has parts."""
     with_parts = rows[rows["compute_s"].notna()]
     if len(with_parts):
         with_parts = select(with_parts, section=with_parts["section"].iloc[0])
@@ -408,6 +411,7 @@ def _parts_figure(run: Run, rows: pd.DataFrame) -> Figure:
 
 
 def _prediction_figure(run: Run, predicted: pd.DataFrame) -> Figure:
+    """Draw predicted against measured steps; no panel without measured ones."""
     agreement = sharding.prediction_agreement(predicted)
     words = f" Rank correlation {text.digits(agreement.rank_correlation, 2)}."
     words = "" if math.isnan(agreement.rank_correlation) else words

@@ -75,6 +75,7 @@ def answer(run: Run) -> list[str]:
 
 
 def _headline(run: Run, record: Record) -> str:
+    """State repetition and concentration, and the hit rates of an ideal and of an LRU cache."""
     analysis, size = record["analysis"], answer_cache_size(run)
     samples = record["samples"]
     total = sum(samples["lookups"])

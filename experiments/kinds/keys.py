@@ -127,6 +127,7 @@ def growth_frame(records: Sequence[Record]) -> pd.DataFrame:
 
 
 def _growth_row(group: Sequence[Record]) -> dict[str, Any]:
+    """Return a row of `growth_frame` from the records of a table, one per process."""
     good = metrics.good(group)
     record = good[0] if good else group[0]
     by_process = [metrics.seconds(r, GROWTH_PHASE) for r in good]

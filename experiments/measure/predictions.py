@@ -164,6 +164,11 @@ class _Experiment:
     def _steps(
         self, order: str, module: Any, stored: int, batches: list[Batch], point: dict[str, Any]
     ) -> TimedSteps:
+        """Return steps on `batches` of a module that caches the rows below `stored`.
+
+        Their work is counted here: `terms` of the lookups that miss the cache, `cache_terms` of
+        all. A `point` with facts makes them predicted steps, an empty one fitted steps.
+        """
         terms, cache_terms, hits = [], [], []
         for ids, _ in batches:
             distinct = ids.unique()

@@ -199,6 +199,7 @@ LEGEND_DEPTH = 36.0  # typographic points from the panel down to a legend below 
 
 
 def _legend(axes: Axes, position: str, columns: int) -> None:
+    """Draw a legend at a position of `curves`, or at a location of matplotlib's."""
     options: dict[str, Any] = {"loc": position}
     if position == "outside":
         options = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0)}

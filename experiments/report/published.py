@@ -197,6 +197,7 @@ def judge_figures(run: Run | None, source: Publication) -> list[JudgedFigure]:
 
 
 def _judge(run: Run | None, source: Publication, figure: PublishedFigure) -> JudgedFigure:
+    """Return the verdict on a figure by RULE, with our number wherever the run has one."""
     row, reason = None, ""
     if figure.not_here or figure.ours is None:
         reason = figure.not_here

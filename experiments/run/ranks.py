@@ -145,6 +145,12 @@ class RankClock(Clock):
         return [self._sample(work) for work in works]
 
     def _sample(self, work: Work) -> Reading:
+        """Take a sample on all ranks at once; every rank returns the slowest one's times.
+
+        Every rank makes the same collectives whatever happened on it, or all would wait for each
+        other: a barrier, a gather of times and failures, and after a failure on any rank one
+        exchange of errors.
+        """
         ranks, raised = self.ranks, None
         ranks.failed = None
         ranks.peers.barrier()

@@ -342,6 +342,11 @@ class JobRunner:
         return time.monotonic() - self.started + expected <= total
 
     def _records(self, job: Job) -> list[Record]:
+        """Return the records of a job: those of an earlier run, or newly measured ones.
+
+        All processes of a cell have tables of one size, which the first one sets: earlier records
+        are reused only if theirs had the same.
+        """
         key, replicate = job.key(self.session.config)
         old = self.earlier.get((key, replicate))
         if old is not None and self._same_tables(job.cell, old[0]["rows_scale"]):
