@@ -134,14 +134,17 @@ class EmblibHashTable(KeyTable):
         self.table.insert_or_assign(keys.to(self.task.device), values.to(self.task.device))
 
     def find_slots(self, prepared: Prepared) -> Tensor:
-        return self.table.slots(prepared[0])
+        keys, _ = prepared
+        return self.table.slots(keys)
 
     def find(self, prepared: Prepared) -> Tensor:
-        return self.table.find(prepared[0])[0]
+        keys, _ = prepared
+        return self.table.find(keys)[0]
 
     def find_or_insert_slots(self, prepared: Prepared) -> Tensor:
         """Insert absent keys with initial values of the table's own."""
-        return self.table.find_or_insert_slots(prepared[0]).slots
+        keys, _ = prepared
+        return self.table.find_or_insert_slots(keys).slots
 
     def find_or_insert(self, prepared: Prepared) -> Tensor:
         return self.table.find_or_insert(*prepared)[0]
@@ -202,7 +205,8 @@ class SortedKeys(KeyTable):
 
     def find_slots(self, prepared: Prepared) -> Tensor:
         """Look up each distinct key once, in ascending order, which is faster than every key."""
-        distinct, inverse = torch.unique(prepared[0], return_inverse=True)
+        keys, _ = prepared
+        distinct, inverse = torch.unique(keys, return_inverse=True)
         nearest = torch.searchsorted(self.keys, distinct).clamp_(max=len(self.keys) - 1)
         slots = torch.where(self.keys[nearest] == distinct, nearest, self.absent)
         return slots[inverse]

@@ -117,7 +117,16 @@ def write_outputs(
     *,
     summary: str | None = None,
 ) -> str:
-    """Write all files of a gate, append gate.md to the file `summary`, and return the answer."""
+    """Write gate.json, gate.md, junit.xml and the page of a gate; return the answer.
+
+    Args:
+        path: directory of the run.
+        findings: findings of the gate.
+        facts: further entries of gate.json: experiment, base and head (in words), notices, and of a
+            complete run commits, device, machine, measured and seconds, which `trend` reads.
+        status: exit status, a key of MEANING.
+        summary: file to which gate.md is appended, as that of a job of GitHub; None for none.
+    """
     store = RunStore(path)
     answer = sentence(findings, facts)
     report = _page(path, findings, facts, answer, status)
@@ -129,7 +138,7 @@ def write_outputs(
             "meaning": MEANING[status],
             "answer": answer,
             **facts,
-            "points": [as_json(line) for line in findings.lines],
+            "points": [as_json(line) for line in findings.points],
         },
     )
     store.write("junit.xml", junit(findings, answer))
@@ -145,19 +154,19 @@ def sentence(findings: Findings, facts: Mapping[str, Any]) -> str:
     between = f"{facts['head']} against {facts['base']}"
     if findings.broken:
         return f"{between}: nothing could be compared: {findings.broken}"
-    bad = [x for x in findings.lines if x.regression]
+    bad = [x for x in findings.points if x.regression]
     if bad:
         worst = bad[0]
         what = f"{worst.point}, {_effect(worst)}" if worst.state == "SLOWER" else worst.point
         more = f" and {text.count(len(bad) - 1, 'other point')}" * (len(bad) > 1)
         return f"{between} is worse at {what}{more}."
-    broken = findings.having("MISSING", "FAILED")
+    broken = findings.in_states("MISSING", "FAILED")
     if broken:
         return f"{between}: {text.count(len(broken), 'point')} failed in head."
     if not findings.compared:
         return f"{between}: nothing could be compared."
-    unsure, total = len(findings.having("UNSURE")), len(findings.compared)
-    faster = findings.having("FASTER")
+    unsure, total = len(findings.in_states("UNSURE")), len(findings.compared)
+    faster = findings.in_states("FASTER")
     gain = f", {text.count(len(faster), 'point')} faster" * bool(faster)
     doubt = f"; unsure of {unsure} of {total}" * bool(unsure)
     return f"{between}: no slowdown was found at {text.count(total, 'point')}{gain}{doubt}."
@@ -196,18 +205,18 @@ def _page(
     notices += list(facts.get("notices", ()))
     tiles = [
         Tile(
-            str(len(findings.having(v.value))),
+            str(len(findings.in_states(v.value))),
             v.value.lower(),
-            TILE_STYLES.get(v.value, "") if findings.having(v.value) else "",
+            TILE_STYLES.get(v.value, "") if findings.in_states(v.value) else "",
         )
         for v in (Verdict.SLOWER, Verdict.UNSURE, Verdict.FASTER, Verdict.SAME)
     ]
-    sections = [Section("Points", table=table(findings.lines), figures=_figures(findings.lines))]
+    sections = [Section("Points", table=table(findings.points), figures=_figures(findings.points))]
     others = [
-        f"{x.state.lower()}: {x.point} – {x.reason}" for x in findings.lines if x.ruling is None
+        f"{x.state.lower()}: {x.point} – {x.reason}" for x in findings.points if x.ruling is None
     ]
-    others += [f"unsure: {x.point} – {x.reason}" for x in findings.having("UNSURE")]
-    others += [f"{x.point}: {change}" for x in findings.lines for change in (*x.grown, *x.shrunk)]
+    others += [f"unsure: {x.point} – {x.reason}" for x in findings.in_states("UNSURE")]
+    others += [f"{x.point}: {change}" for x in findings.points for change in (*x.grown, *x.shrunk)]
     if others:
         sections.append(Section("Remarks", others))
     name = str(facts["experiment"])
@@ -277,10 +286,10 @@ def _figures(lines: Sequence[PointFinding]) -> list[Figure]:
 def junit(findings: Findings, answer: str) -> str:
     """Return one test case per point: failed where it is worse, skipped where undecided."""
     suite = ElementTree.Element(
-        "testsuite", name="performance gate", tests=str(len(findings.lines))
+        "testsuite", name="performance gate", tests=str(len(findings.points))
     )
     failures = 0
-    for line in findings.lines:
+    for line in findings.points:
         case = ElementTree.SubElement(suite, "testcase", classname="gate", name=line.point)
         words = finding_line(line)
         if line.regression or line.state in ("MISSING", "FAILED"):
@@ -295,6 +304,6 @@ def junit(findings: Findings, answer: str) -> str:
         failures += 1
         case = ElementTree.SubElement(suite, "testcase", classname="gate", name="build")
         ElementTree.SubElement(case, "failure", message=answer, type="BUILD").text = findings.broken
-        suite.set("tests", str(len(findings.lines) + 1))
+        suite.set("tests", str(len(findings.points) + 1))
     suite.set("failures", str(failures))
     return ElementTree.tostring(suite, encoding="unicode", xml_declaration=True) + "\n"

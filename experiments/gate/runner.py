@@ -59,7 +59,7 @@ def run(config: Config, *, question: str, words: Sequence[str]) -> int:
     )
     summary = os.environ.get("GITHUB_STEP_SUMMARY")
     answer = pages.write_outputs(store.path, results, facts, status, summary=summary)
-    for line in results.lines:
+    for line in results.points:
         print(pages.finding_line(line))
     print(f"\n{answer}\n")
     print(f"exit status {status}: {pages.MEANING[status]}" if status else "no objection")

@@ -61,21 +61,28 @@ class PointFinding:
 
 @dataclass
 class Findings:
-    """All findings of a gate."""
+    """All findings of a gate.
 
-    lines: list[PointFinding] = field(default_factory=list)
-    broken: str = ""  # why nothing could be compared
+    Attributes:
+        points: a finding per point, the worst first.
+        broken: why nothing could be compared; "" if something could.
+        broken_side: side that did not build.
+        interrupted: True if the user ended the run; the points have what was measured by then.
+    """
+
+    points: list[PointFinding] = field(default_factory=list)
+    broken: str = ""
     broken_side: Side = Side.base
     interrupted: bool = False
 
-    def having(self, *states: str) -> list[PointFinding]:
-        """Return the lines in one of these states."""
-        return [x for x in self.lines if x.state in states]
+    def in_states(self, *states: str) -> list[PointFinding]:
+        """Return the findings in one of these states."""
+        return [x for x in self.points if x.state in states]
 
     @property
     def compared(self) -> list[PointFinding]:
         """Return the points with a verdict."""
-        return self.having(*(v.value for v in Verdict))
+        return self.in_states(*(v.value for v in Verdict))
 
     def status(self, *, strict: bool) -> int:
         """Return the exit status; the most severe finding decides."""
@@ -83,13 +90,13 @@ class Findings:
             return 130
         if self.broken:
             return FAILED if self.broken_side is Side.head else NOTHING
-        if any(x.regression for x in self.lines):
+        if any(x.regression for x in self.points):
             return REGRESSION
-        if self.having("MISSING", "FAILED"):
+        if self.in_states("MISSING", "FAILED"):
             return FAILED
         if not self.compared:
-            return UNSURE if strict and self.having("NOISY") else NOTHING
-        if strict and self.having(Verdict.UNSURE.value, "NOISY"):
+            return UNSURE if strict and self.in_states("NOISY") else NOTHING
+        if strict and self.in_states(Verdict.UNSURE.value, "NOISY"):
             return UNSURE
         return FINE
 

@@ -108,5 +108,5 @@ def counted(ratio: float, *, time: float) -> verdicts.PointFinding:
     trial = Trial(evidence=Evidence(first={point.name: logs}, second={point.name: logs}))
     trial.add_counts({point.name: {"base": {NATIVE: 1e6}, "head": {NATIVE: 1e6 * ratio}}})
     rules = Rules(5, 9, {point.name: 0.05})
-    (line,) = verdicts.collect_findings([point], trial, rules, []).lines
+    (line,) = verdicts.collect_findings([point], trial, rules, []).points
     return line

@@ -240,7 +240,7 @@ def made_up(points: list[Point]) -> tuple[Findings, Rules]:
 
 def test_findings_begin_with_what_is_worst(points: list[Point]) -> None:
     found, _ = made_up(points)
-    assert [x.state for x in found.lines] == [
+    assert [x.state for x in found.points] == [
         "SLOWER",
         "MISSING",
         "UNSURE",
@@ -250,7 +250,7 @@ def test_findings_begin_with_what_is_worst(points: list[Point]) -> None:
         "NEW",
     ]
     assert found.status(strict=False) == 3
-    assert all(x.reason for x in found.having("MISSING", "UNSURE", "NOISY", "NEW"))
+    assert all(x.reason for x in found.in_states("MISSING", "UNSURE", "NOISY", "NEW"))
 
 
 def test_files_of_a_gate(points: list[Point], config: Config, tmp_path: Path) -> None:
