@@ -223,13 +223,13 @@ def swept_cells(
     keep = [compile_rule(text) for text in config.where]
     drop = [compile_rule(text) for text in config.exclude]
     for point in points:
-        lone = config.design is Design.one_at_a_time and point
+        off_base = config.design is Design.one_at_a_time and point
         workload = dataclasses.replace(base, **point)
         arms = []
         sizes = config.cache.fractions
-        for arm in arms_of(names, config.tt.ranks if lone else ranks, sizes, loads):
+        for arm in arms_of(names, config.tt.ranks if off_base else ranks, sizes, loads):
             values = {"rank": arm.rank} | {axis: getattr(workload, axis) for axis in AXES}
-            if all(met(values) for met in keep) and not any(met(values) for met in drop):
+            if all(rule(values) for rule in keep) and not any(rule(values) for rule in drop):
                 arms.append(arm)
         cell = Cell(
             SWEEP,

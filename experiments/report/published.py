@@ -31,21 +31,21 @@ class Nature(Enum):
 
 
 class Quantity(Enum):
-    """What a figure counts; OURS computes the same of our runs."""
+    """The quantity of a published figure; OUR_NUMBERS computes it from a row of our results."""
 
-    compression = "compression"
+    compression = "compression"  # bytes of plain tables ÷ bytes
     us_per_lookup = "us_per_lookup"
-    milliseconds = "milliseconds"
-    seconds_of_ten = "seconds_of_ten"  # batches, TorchRec's epoch
+    milliseconds = "milliseconds"  # of a batch
+    seconds_of_ten = "seconds_of_ten"  # of ten batches, which are an epoch in TorchRec's benchmark
     fbgemm_gb_s = "fbgemm_gb_s"  # by FBGEMM's model of the bytes
-    times_baseline = "times_baseline"
-    giga_keys_per_s = "giga_keys_per_s"  # 2**30 keys
-    other = "other"
+    times_baseline = "times_baseline"  # time ÷ the baseline's
+    giga_keys_per_s = "giga_keys_per_s"  # 2**30 keys per second
+    other = "other"  # none that our runs have
 
 
 @dataclass
 class RunPoint:
-    """Where the same quantity is in a run of ours."""
+    """The row of our results that has the same quantity."""
 
     section: str
     arm: str
@@ -54,21 +54,39 @@ class RunPoint:
 
 @dataclass
 class PublishedFigure:
-    """One published number."""
+    """One published number, a row of a file of reports/published.
+
+    Attributes:
+        name: name, unique within the publication; figures with the same beginning before a colon
+            share a line of the overview.
+        value: number as printed.
+        unit: unit as printed.
+        last_digit: value of one step of the last printed digit; 0 if rounding does not matter.
+        quantity: quantity, if our runs have it.
+        nature: whether it follows from sizes or belongs to a machine.
+        device: key of conf/hardware; "" if the source names no device.
+        device_words: device in words, where conf/hardware has none.
+        work: entries of `params`, `optimizer`, `rows` and `mode` that our work must have in common.
+        ours: row of our results to compare with; None with `not_here`.
+        not_here: why no run of ours can have the figure.
+        peer: program that was measured, if our contender is another one.
+        otherwise: difference of method because of which ours cannot be judged even on that device.
+        note: remark.
+    """
 
     name: str
     value: float
     unit: str
-    last_digit: float = 0.0  # what one step of the last printed digit is worth
+    last_digit: float = 0.0
     quantity: Quantity = Quantity.other
     nature: Nature = Nature.measured
-    device: str = ""  # key of conf/hardware; empty where the source names none
+    device: str = ""
     device_words: str = "device not named"
     work: dict[str, Any] = field(default_factory=dict)
     ours: RunPoint | None = None
-    not_here: str = ""  # why no run of ours can have it
-    peer: str = ""  # whose figure it is, where our contender is another program
-    otherwise: str = ""  # what they did in another way, so that even there ours cannot be judged
+    not_here: str = ""
+    peer: str = ""
+    otherwise: str = ""
     note: str = ""
 
 

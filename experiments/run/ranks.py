@@ -261,9 +261,9 @@ class GlooPeers:
 # A rank
 
 
-def serve(pipe: Connection, orders: MeasureRequest, rank: int, port: int) -> None:
+def serve(pipe: Connection, request: MeasureRequest, rank: int, port: int) -> None:
     """Measure the cell as one rank; rank 0 sends the records, the others an empty list."""
-    config, device = orders.session.config, orders.session.device
+    config, device = request.session.config, request.session.device
     size = config.device.ranks
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
     note("|starting")
@@ -278,8 +278,8 @@ def serve(pipe: Connection, orders: MeasureRequest, rank: int, port: int) -> Non
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
     try:
         ranks = ProcessSync(GlooPeers())
-        session = dataclasses.replace(orders.session, device=device, note=note, sync=ranks)
-        records = kinds.find(orders.cell.kind).measure(orders.cell, session, orders.seconds)
+        session = dataclasses.replace(request.session, device=device, note=note, sync=ranks)
+        records = kinds.find(request.cell.kind).measure(request.cell, session, request.seconds)
     finally:
         dist.destroy_process_group()
     pipe.send([record | _by_rank(record, ranks) for record in records] if rank == 0 else [])
@@ -317,14 +317,14 @@ def _by_rank(record: Record, ranks: ProcessSync) -> Record:
 class RankProcesses:
     """The child processes of all ranks, with the interface of `Child`."""
 
-    def __init__(self, orders: MeasureRequest, limits: Limits) -> None:
-        size = orders.session.config.device.ranks
+    def __init__(self, request: MeasureRequest, limits: Limits) -> None:
+        size = request.session.config.device.ranks
         memory_bytes = limits.memory_bytes and limits.memory_bytes // size
         limits = dataclasses.replace(limits, memory_bytes=memory_bytes)
         # In this process, where the system chooses a free port and no rank's death ends the store.
         self._store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
         self.children = [
-            Child(TARGET, (orders, rank, self._store.port), limits=limits) for rank in range(size)
+            Child(TARGET, (request, rank, self._store.port), limits=limits) for rank in range(size)
         ]
         self.note = ""  # last note of the rank whose failure ended the cell
 

@@ -28,15 +28,15 @@ BANDWIDTH_SECONDS = 1.5  # time to measure all ceilings
 TARGET = "experiments.run.worker:serve"
 
 
-def serve(pipe: Connection, orders: MeasureRequest) -> None:
+def serve(pipe: Connection, request: MeasureRequest) -> None:
     """Measure a cell in the child, and send its records."""
-    config = orders.session.config
+    config = request.session.config
     if config.device.threads:
         torch.set_num_threads(config.device.threads)
     memory.keep_freed_blocks()
-    session = dataclasses.replace(orders.session, note=note)
+    session = dataclasses.replace(request.session, note=note)
     note("|starting")
-    pipe.send(kinds.find(orders.cell.kind).measure(orders.cell, session, orders.seconds))
+    pipe.send(kinds.find(request.cell.kind).measure(request.cell, session, request.seconds))
 
 
 def measure_job(
@@ -55,46 +55,43 @@ def measure_job(
     """
     started = time.monotonic()
     cell, lost = job.cell, []
+    records: list[Record] = []
     while cell.arms:
-        orders = MeasureRequest(cell, session, seconds)
-        with _start_child(orders) as child:
+        request = MeasureRequest(cell, session, seconds)
+        with _start_child(request) as child:
             try:
                 records = child.receive(watch)
                 break
             except Died as death:
-                records = []
                 arm = _arm_at_fault(cell, child.note)
-                if arm is None:  # not the fault of a single arm: all have failed
-                    lost += [
-                        row for a in cell.arms for row in _lost_records(cell, a, death, session)
-                    ]
-                    break
-                lost += _lost_records(cell, arm, death, session)
-                cell = dataclasses.replace(cell, arms=tuple(a for a in cell.arms if a != arm))
-    else:
-        records = []
-    every = [*records, *lost]
+                failed_arms = cell.arms if arm is None else (arm,)
+                for failed_arm in failed_arms:
+                    lost += _lost_records(cell, failed_arm, death, session)
+                cell = cell.with_arms(*(a for a in cell.arms if a not in failed_arms))
+    all_records = [*records, *lost]
     shared = {
-        "job_records": len(every),
+        "job_records": len(all_records),  # fewer in points.jsonl: the job was interrupted
         "wall_s": round(time.monotonic() - started, 3),
         "limit_s": session.config.timing.limit_seconds,
         "bench_version": bench_version(),
     }
-    return [record | shared for record in every]
+    return [record | shared for record in all_records]
 
 
-def _start_child(orders: MeasureRequest) -> Child | RankProcesses:
-    config = orders.session.config
+def _start_child(request: MeasureRequest) -> Child | RankProcesses:
+    """Start the process, or the ranks, of a request, limited to most of the free memory."""
+    config = request.session.config
     limit = None
-    if orders.session.device.type == "cpu":
-        limit = int(MEMORY_LIMIT * memory.available_bytes(orders.session.device))
+    if request.session.device.type == "cpu":
+        limit = int(MEMORY_LIMIT * memory.available_bytes(request.session.device))
     limits = Limits(config.timing.limit_seconds or math.inf, limit)
     if config.device.ranks > 1:
-        return RankProcesses(orders, limits)
-    return Child(TARGET, (orders,), limits=limits)
+        return RankProcesses(request, limits)
+    return Child(TARGET, (request,), limits=limits)
 
 
 def _arm_at_fault(cell: Cell, noted: str) -> Arm | None:
+    """Return the arm that the child's last note names, or the only one; None if it is unknown."""
     key = noted.partition("|")[0]
     named = [a for a in cell.arms if a.key == key]
     return named[0] if named else cell.arms[0] if len(cell.arms) == 1 else None
