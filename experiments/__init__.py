@@ -25,11 +25,12 @@ imports from those above it only, except for annotations:
                       commands: `python run.py COMMAND --help`
 
 Terms. A *sample* is a timed execution of a *phase* (forward or step). An *arm* is a contender with
-a rank or a cache size. A *round* takes two samples of every phase of every arm, in random order and
-in reverse. A *cell* is a workload with its arms; its *section* is the name of its case, or "sweep".
-A *job* measures a cell in a fresh process, its *replicate*; a *pass* is a job for each of some
-cells. A *record*, a line of points.jsonl, is the outcome of an arm in a job and a *mode* (hot,
-cold, ...). The *kind* of an experiment determines how its cells are measured and reported.
+a rank or a cache size. A *round* takes two samples of every phase of every arm: in random order,
+then in the reverse order. A *cell* is a workload with its arms; its *section* is the name of its
+case, or "sweep". A *job* measures a cell in a fresh process; the number of that process among those
+of the cell is its *replicate*. A *pass* is a sequence of jobs, one per cell of a block. A *record*
+is a line of points.jsonl: the outcome of an arm in a job and a *mode* (hot, cold, ...). The *kind*
+of an experiment determines how its cells are measured and reported.
 """
 
 from __future__ import annotations

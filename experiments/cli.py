@@ -184,14 +184,13 @@ def _hydra(arguments: Sequence[str]) -> int:
         try:
             if not chosen:
                 raise _no_experiment(words)
-            config = configure.checked(composed)
+            config = configure.to_config(composed)
+            from experiments.run import runner
+
+            status = runner.run(config, question=configure.question(chosen[-1]), words=words)
         except UsageError as error:
             print(f"error: {error}", file=sys.stderr)
             status = 2
-            return
-        from experiments.run import runner
-
-        status = runner.run(config, question=configure.question(chosen[-1]), words=words)
 
     os.environ.setdefault("HYDRA_FULL_ERROR", "0")
     sys.argv = ["run.py", *arguments]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, cast
@@ -34,9 +35,11 @@ from experiments.contenders import registry
 from experiments.kinds.base import Sort, check_keyed
 from experiments.paths import CONF
 
+OPTION_OF_KIND = re.compile(r"(cases\.\w+\.)?options\.")  # `complete_options` checks its name
 NOT_GROUPS = ("hardware",)  # folders of conf/ that a run does not choose from
 
 
+@functools.cache  # of Hydra's stores, which are this process's; the schema takes long to convert
 def register() -> None:
     """Register the schema and the resolver ${cpu_gpu:a,b} (a on a CPU, b on a GPU) with Hydra."""
 
@@ -82,12 +85,12 @@ def load(arguments: Sequence[str]) -> Config:
     try:
         with initialize_config_dir(str(CONF), version_base="1.3"):
             composed = compose("config", overrides=overrides)
-        return checked(composed)
+        return to_config(composed)
     except (HydraException, OmegaConfBaseException) as error:
         raise UsageError(_one_line(error)) from error
 
 
-def checked(composed: DictConfig) -> Config:
+def to_config(composed: DictConfig) -> Config:
     """Convert a composed configuration to a Config and check its values; raise UsageError."""
     config = cast(Config, OmegaConf.to_object(composed))
     _convert_modes(config)
@@ -99,7 +102,7 @@ def checked(composed: DictConfig) -> Config:
 def _convert_modes(config: Config) -> None:
     """Convert the modes, which OmegaConf does not check behind ${cpu_gpu:...}.
 
-    Where the workload is a trace and the case of the headline is not, there is no headline.
+    Clear the headline if the user's workload is a trace and the headline's case is not.
     """
     names = [getattr(mode, "value", mode) for mode in config.timing.modes]
     for name in names:
@@ -129,7 +132,7 @@ def parse(overrides: Sequence[str]) -> list[Override]:
                 raise UsageError(f"'{word}' is an experiment: write +experiment={word}") from error
             if word.lstrip("+") in groups():
                 names = ", ".join(groups()[word.lstrip("+")])
-                form = _spell(word.lstrip("+"), "NAME")
+                form = _spell_override(word.lstrip("+"), "NAME")
                 raise UsageError(
                     f"'{word}' needs a value: write {form}. There is: {names}"
                 ) from error
@@ -143,7 +146,7 @@ def check_keys(overrides: Sequence[str]) -> None:
     """Raise UsageError for an override of an unknown key or group; Hydra would accept any +key."""
     choices = groups()
     cases = _case_names(overrides)
-    known, lists = known_keys(cases), known_keys(cases, lists=True)
+    known_names, lists = known_keys(cases), known_keys(cases, lists=True)
     for override in parse(overrides):
         text = override.input_line or ""
         if override.type is not None and override.is_delete():
@@ -151,8 +154,8 @@ def check_keys(overrides: Sequence[str]) -> None:
         key = override.key_or_group
         if key in choices:
             _check_choice(key, override, choices[key])
-        elif key not in known and not re.match(r"(cases\.\w+\.)?options\.", key):  # the kind's
-            raise UsageError(_unknown_key(key, override, known, choices))
+        elif key not in known_names and not OPTION_OF_KIND.match(key):
+            raise UsageError(_unknown_key(key, override, known_names, choices))
         elif override.is_add():
             raise UsageError(f"'{key}' exists already: write '{text.lstrip('+')}' without '+'")
         elif key in lists:
@@ -174,19 +177,19 @@ def known_keys(cases: Iterable[str], *, lists: bool = False) -> set[str]:
         cases: names of the experiment's cases.
         lists: True for the keys of lists only.
     """
-    keys = dict(_paths(Config, ""))
+    keys = dict(_schema_keys(Config, ""))
     for case in cases:
-        keys |= {f"cases.{case}": "CaseConfig"} | dict(_paths(CaseConfig, f"cases.{case}."))
+        keys |= {f"cases.{case}": "CaseConfig"} | dict(_schema_keys(CaseConfig, f"cases.{case}."))
     return {key for key, kind in keys.items() if not lists or kind.startswith("list[")}
 
 
-def _paths(schema: type, prefix: str) -> Iterator[tuple[str, str]]:
+def _schema_keys(schema: type, prefix: str) -> Iterator[tuple[str, str]]:
     """Yield the name and type of each key of a schema."""
     for field in dataclasses.fields(schema):
         yield prefix + field.name, str(field.type)
         factory = field.default_factory
         if isinstance(factory, type) and dataclasses.is_dataclass(factory):
-            yield from _paths(factory, f"{prefix}{field.name}.")
+            yield from _schema_keys(factory, f"{prefix}{field.name}.")
 
 
 def _check_list(key: str, override: Override) -> None:
@@ -210,10 +213,12 @@ def _check_choice(group: str, override: Override, options: list[str]) -> None:
     values = override.value() if not override.is_sweep_override() else []
     for value in values if isinstance(values, list) else [values]:
         if str(value) not in options:
-            raise UsageError(_unknown_name(group, str(value), options, _spell(group, ""), 0.5))
+            raise UsageError(
+                _unknown_name(group, str(value), options, _spell_override(group, ""), 0.5)
+            )
 
 
-def _spell(key: str, value: object) -> str:
+def _spell_override(key: str, value: object) -> str:
     return f"{'+' if key == 'experiment' else ''}{key}={value}"
 
 
@@ -239,7 +244,7 @@ def _unknown_key(
         or ([] if parent in known else [by_leaf[leaf]] if leaf in by_leaf else [])
     )
     if near:
-        return f"unknown key '{key}'. Did you mean '{_spell(near[0], value)}'?"
+        return f"unknown key '{key}'. Did you mean '{_spell_override(near[0], value)}'?"
     offered = siblings if parent in known else sorted({k.partition(".")[0] for k in known})
     return f"unknown key '{key}'. Did you mean one of: {', '.join(offered)}?"
 
@@ -337,7 +342,7 @@ def complete_options(config: Config) -> None:
     """
     if config.kind not in kinds.KINDS:
         raise UsageError(_unknown_name("kind", config.kind, kinds.KINDS, "kind=", 0.4))
-    config.options = _completed_options(kinds.find(config.kind), config.options, "")
+    config.options = _complete(kinds.find(config.kind), config.options, "")
     for name, case in config.cases.items():
         if not case.kind and case.options:
             raise UsageError(
@@ -347,11 +352,11 @@ def complete_options(config: Config) -> None:
             hint = _unknown_name("kind", case.kind, kinds.KINDS, f"cases.{name}.kind=", 0.4)
             raise UsageError(f"cases.{name}.kind: {hint}")
         if case.kind:
-            own = kinds.find(case.kind)
-            case.options = _completed_options(own, case.options, f"cases.{name}.")
+            kind = kinds.find(case.kind)
+            case.options = _complete(kind, case.options, f"cases.{name}.")
 
 
-def _completed_options(kind: kinds.Kind, options: dict[str, Any], prefix: str) -> dict[str, Any]:
+def _complete(kind: kinds.Kind, options: dict[str, Any], prefix: str) -> dict[str, Any]:
     """Return the options of a kind, checked and completed by their defaults."""
     if kind.options is None:
         if options:

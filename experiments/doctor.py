@@ -100,7 +100,7 @@ def run(arguments: argparse.Namespace) -> int:
 
         clock_check.show(arguments.clocks, as_json=arguments.json)
         return 0
-    findings = [f for section, check in CHECKS.items() for f in findings_of(section, check)]
+    findings = [f for section, check in CHECKS.items() for f in run_check(section, check)]
     if arguments.json:
         broken = [f.what for f in findings if f.state is State.broken]
         report = {"broken": broken, "findings": [asdict(f) for f in findings]}
@@ -120,7 +120,15 @@ class State(StrEnum):
 
 @dataclass(frozen=True)
 class CheckResult:
-    """A line of the report; an empty section is that of the check."""
+    """A line of the report; `doctor --json` prints its fields.
+
+    Attributes:
+        what: what was checked.
+        found: value in words.
+        state: severity.
+        advice: what to do about it; "" for nothing.
+        section: heading to show it under; "" for that of the check.
+    """
 
     what: str
     found: str
@@ -132,7 +140,7 @@ class CheckResult:
 Check = Callable[[], Iterable[CheckResult]]
 
 
-def findings_of(section: str, check: Check) -> list[CheckResult]:
+def run_check(section: str, check: Check) -> list[CheckResult]:
     """Return the results of a check; an error of the check becomes a result."""
     try:
         return [replace(f, section=f.section or section) for f in check()]
@@ -178,7 +186,7 @@ def emblib_libraries() -> Iterator[CheckResult]:
     yield CheckResult("version", f"{version}, with libemblib_cpu")
     if source := newer_source(torch.device("cpu")):
         yield CheckResult("build", f"older than {source}", State.note, remedy("old_library"))
-    yield kernels(Cpu().instructions(), os.environ.get("EMBLIB_ISA"))
+    yield cpu_kernels(Cpu().instructions(), os.environ.get("EMBLIB_ISA"))
     yield _compare_with_torch(torch.device("cpu"))
     if torch.cuda.is_available():
         try:
@@ -193,7 +201,7 @@ def emblib_libraries() -> Iterator[CheckResult]:
     yield CheckResult("CUDA kernels", state)
 
 
-def kernels(cpu_flags: frozenset[str], wish: str | None) -> CheckResult:
+def cpu_kernels(cpu_flags: frozenset[str], wish: str | None) -> CheckResult:
     """Return the CPU kernels that are in use.
 
     Args:
@@ -323,13 +331,13 @@ def gpus() -> Iterator[CheckResult]:
     from experiments.machine.telemetry import Nvml
 
     if not torch.cuda.is_available():
-        yield no_gpu(torch.__version__, torch.version.cuda, driver=DRIVER.exists())
+        yield explain_no_gpu(torch.__version__, torch.version.cuda, driver=DRIVER.exists())
     for index in range(torch.cuda.device_count()):
         device = torch.device("cuda", index)
-        yield from gpu(torch.cuda.get_device_properties(device), Nvml.open(device))
+        yield from check_gpu(torch.cuda.get_device_properties(device), Nvml.open(device))
 
 
-def no_gpu(version: str, cuda: str | None, *, driver: bool) -> CheckResult:
+def explain_no_gpu(version: str, cuda: str | None, *, driver: bool) -> CheckResult:
     """Return why torch finds no GPU: `cuda` is its CUDA version, `driver` whether one is loaded."""
     why = f"built for CUDA {cuda}, finds no device" if cuda else "a build for the CPU"
     if not driver:
@@ -339,7 +347,7 @@ def no_gpu(version: str, cuda: str | None, *, driver: bool) -> CheckResult:
     return CheckResult("torch", f"{version}: {why}", State.note, advice)
 
 
-def gpu(properties: Any, nvml: Nvml | None) -> Iterator[CheckResult]:
+def check_gpu(properties: Any, nvml: Nvml | None) -> Iterator[CheckResult]:
     """Check one GPU: model, settings, and what would make it steadier."""
     from experiments.machine.preflight import gpu_flags
 

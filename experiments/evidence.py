@@ -112,16 +112,18 @@ def measure(keep: Callable[[str], Path], names: Sequence[str] = (), *, smoke: bo
     import torch  # which pages, that read evidence, are written without
 
     plan = (*CPU_PARTS, *(GPU_PARTS if torch.cuda.is_available() else ()))
-    known = dict.fromkeys(part.name for part in plan)
-    if unknown := [name for name in names if name not in known]:
-        raise UsageError(f"{unknown[0]} is no part of the plan, which has {text.listed([*known])}")
+    part_names = dict.fromkeys(part.name for part in plan)
+    if unknown := [name for name in names if name not in part_names]:
+        raise UsageError(
+            f"{unknown[0]} is no part of the plan, which has {text.listed([*part_names])}"
+        )
     worst = 0
     for part in (part for part in plan if not names or part.name in names):
         folder = (ROOT / "reports" / "runs" / "smoke" if smoke else cpu_folder()) / part.name
         command = part.command(smoke=smoke, out=folder)
         print("$ " + " ".join(["python", *command[1:]]), flush=True)
-        status, state = watched(command)
-        print(f"{part.name}: {machine_words(state)}", flush=True)
+        status, state = run_watched(command)
+        print(f"{part.name}: {describe_load(state)}", flush=True)
         if status:
             print(f"{part.name}: did not finish well and is not kept", file=sys.stderr)
             worst = 1
@@ -133,7 +135,7 @@ def measure(keep: Callable[[str], Path], names: Sequence[str] = (), *, smoke: bo
 
 
 def cpu_folder() -> Path:
-    """Return the folder of the programs' results: that of the CPU with all its threads."""
+    """Return the folder of this CPU with all its threads, where results of programs are stored."""
     import torch  # as in `measure`
 
     from experiments.machine import environment
@@ -146,14 +148,19 @@ def device_folder(device: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
 
 
-def watched(command: Sequence[str]) -> tuple[int, dict[str, Any]]:
-    """Run a command; return its exit status, and what else the machine did before and meanwhile."""
+def run_watched(command: Sequence[str]) -> tuple[int, dict[str, Any]]:
+    """Run a command; return its exit status, and what else the machine did before and meanwhile.
+
+    The latter is the content of STATE: `load_before` and `load_during` ([min, median, max]) are
+    load averages, `others_before` and `others_during` cores of other programs, `stolen` a share of
+    the time, `seconds` the duration. Children of the command do not count as other programs.
+    """
     before = CpuTime()
     time.sleep(LOOK_SECONDS)
     state = {"load_before": round(psutil.getloadavg()[0], 2), "others_before": before.shares()[1]}
     meanwhile, ours, start = CpuTime(), _child_seconds(), time.monotonic()
     loads: list[float] = []
-    with _orphans_adopted():
+    with _adopt_orphans():
         process = subprocess.Popen(command, cwd=ROOT)
         while (status := process.poll()) is None:
             loads.append(round(psutil.getloadavg()[0], 2))
@@ -171,8 +178,8 @@ def watched(command: Sequence[str]) -> tuple[int, dict[str, Any]]:
 
 
 @contextlib.contextmanager
-def _orphans_adopted() -> Iterator[None]:
-    """Adopt processes whose own parent ends, on Linux, and wait at the end for those that came.
+def _adopt_orphans() -> Iterator[None]:
+    """Become the parent of orphaned descendants, on Linux, and wait for them at the end.
 
     An experiment measures in children of a fork server, which outlives the experiment: without this
     their processor time would look like that of other programs.
@@ -180,13 +187,13 @@ def _orphans_adopted() -> Iterator[None]:
     if sys.platform != "linux":
         yield
         return
-    prctl, own = ctypes.CDLL(None).prctl, psutil.Process()
-    earlier = {child.pid for child in own.children()}
+    prctl, this_process = ctypes.CDLL(None).prctl, psutil.Process()
+    earlier = {child.pid for child in this_process.children()}
     prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     try:
         yield
         end = time.monotonic() + ORPHAN_SECONDS
-        for pid in {child.pid for child in own.children()} - earlier:
+        for pid in {child.pid for child in this_process.children()} - earlier:
             with contextlib.suppress(ChildProcessError):  # it has been waited for
                 while os.waitpid(pid, os.WNOHANG)[0] == 0 and time.monotonic() < end:
                     time.sleep(0.05)
@@ -199,7 +206,7 @@ def _child_seconds() -> float:
     return os.times().children_user + os.times().children_system
 
 
-def machine_words(state: Mapping[str, Any]) -> str:
+def describe_load(state: Mapping[str, Any]) -> str:
     """Say whether the machine did nothing else while a part was measured."""
     if not state:
         return "what else the machine did was not recorded"
@@ -217,19 +224,28 @@ def machine_words(state: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class StoredEvidence:
-    """Record of a stored measurement: commit, date, device and digests of its code."""
+    """What a stored measurement is of.
 
-    commit: str  # empty: not recorded
+    Attributes:
+        commit: commit of the code; "" if it was not recorded.
+        date: date of the measurement, ISO 8601; "" if it was not recorded.
+        device: "cpu" or "cuda".
+        areas: areas of the code (`sources.AREAS`) that the measured contenders run.
+        measured: digests of the code by area, see `sources.digests`; {} if they were not recorded.
+        state: content of STATE, see `run_watched`; {} if it was not recorded.
+    """
+
+    commit: str
     date: str
-    device: str  # cpu or cuda
-    areas: Sequence[str]  # of the code that it speaks of
-    measured: Mapping[str, str]  # area -> digest; empty: not recorded
+    device: str
+    areas: Sequence[str]
+    measured: Mapping[str, str]
     state: Mapping[str, Any]
 
     @classmethod
     def read(cls, folder: Path) -> StoredEvidence:
         """Read a run, or the result of a program of tests.bench."""
-        facts, contenders = _facts(folder)
+        facts, contenders = _environment_and_contenders(folder)
         areas = {area for n in contenders for start, area in AREA_OF.items() if n.startswith(start)}
         state = folder / STATE
         return cls(
@@ -255,7 +271,7 @@ class StoredEvidence:
         return f"{code}{when}{since}"
 
 
-def _facts(folder: Path) -> tuple[dict[str, Any], set[str]]:
+def _environment_and_contenders(folder: Path) -> tuple[dict[str, Any], set[str]]:
     """Return the environment of a measurement and the names of its contenders."""
     path = folder / "environment.json"
     if path.is_file():

@@ -19,9 +19,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.evidence import StoredEvidence, machine_words
+from experiments.evidence import StoredEvidence, describe_load
 from experiments.paths import REFERENCE
 from experiments.report import text
+from experiments.report.tables import Table, Value
 from experiments.timing.statistics import Summary, summarise
 
 SPEED = "<!-- speed:start -->", "<!-- speed:end -->"  # in README.md
@@ -47,26 +48,29 @@ WORK = {
 Key = tuple[str, str, str, str, int]  # phase, variant, optimizer, shape, threads
 
 
-def ratios(folder: Path = REFERENCE / DEVICE) -> dict[Key, Summary]:
-    """Return FBGEMM's time ÷ emblib's per measured point, paired by round."""
-    rows: list[dict[str, Any]] = json.loads((folder / "cpu_peers/cpu_peers.json").read_text())[
+def peer_ratios(folder: Path = REFERENCE / DEVICE) -> dict[Key, Summary]:
+    """Return FBGEMM's time ÷ emblib's per measured point, paired by round.
+
+    A `Summary` has the median of the rounds' ratios and its 95 % interval.
+    """
+    measured = {}
+    for row in _reference_rows(folder, "cpu_peers"):
+        if row["peer"] == "fbgemm":
+            pairs = zip(row["samples"]["peer"], row["samples"]["emblib"], strict=True)
+            key = row["phase"], row["variant"], row["optimizer"], row["case"], row["threads"]
+            measured[key] = summarise([peer / emblib for peer, emblib in pairs])
+    return measured
+
+
+def _reference_rows(folder: Path, program: str) -> list[dict[str, Any]]:
+    """Return the rows of the stored result of a program of tests.bench."""
+    rows: list[dict[str, Any]] = json.loads((folder / program / f"{program}.json").read_text())[
         "rows"
     ]
-    return {
-        (row["phase"], row["variant"], row["optimizer"], row["case"], row["threads"]): summarise(
-            [
-                peer / emblib
-                for peer, emblib in zip(
-                    row["samples"]["peer"], row["samples"]["emblib"], strict=True
-                )
-            ]
-        )
-        for row in rows
-        if row["peer"] == "fbgemm"
-    }
+    return rows
 
 
-def cell(ratio: Summary) -> str:
+def format_ratio(ratio: Summary) -> str:
     """Format one ratio; mark ties (the interval contains 1) and losses."""
     word = " (tie)" if ratio.lo <= 1 <= ratio.hi else " (slower)" if ratio.median < 1 else ""
     return f"{ratio.median:.2f}×{word}"
@@ -74,16 +78,22 @@ def cell(ratio: Summary) -> str:
 
 def peers_table(measured: Mapping[Key, Summary]) -> str:
     """Return the Markdown table of the three large workloads, and what they are."""
-    columns = [(shape, threads) for shape in SHAPES for threads in THREADS]
-    heads = [f"{shape}, {threads} thread{'s' * (threads > 1)}" for shape, threads in columns]
-    lines = [
-        f"| FBGEMM's time ÷ emblib's | {' | '.join(heads)} |",
-        f"| --- |{' ---: |' * len(heads)}",
+    columns = {
+        f"{shape}, {text.count(threads, 'thread')}": (shape, threads)
+        for shape in SHAPES
+        for threads in THREADS
+    }
+    rows = [
+        [title, *(format_ratio(measured[(*work, *column)]) for column in columns.values())]
+        for work, title in WORK.items()
     ]
-    for work, title in WORK.items():
-        cells = [cell(measured[(*work, *column)]) for column in columns]
-        lines.append(f"| {title} | {' | '.join(cells)} |")
-    return "\n".join([*lines, "", *(f"- {shape}: {words}." for shape, words in SHAPES.items())])
+    table = markdown_table(["FBGEMM's time ÷ emblib's", *columns], rows)
+    return "\n".join([table, "", *(f"- {shape}: {words}." for shape, words in SHAPES.items())])
+
+
+def markdown_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a Markdown table whose first column has names and whose others have numbers."""
+    return Table(heads, [[Value(words) for words in row] for row in rows]).markdown()
 
 
 # (pass, dtype) of cpu_matrix -> the row's title.
@@ -99,18 +109,19 @@ MATRIX_WORK = {
 }
 # (peer, threads) -> the column's title.
 MATRIX_COLUMNS = {
-    (peer, threads): f"{name}, {threads} thread{'s' * (threads > 1)}"
+    (peer, threads): f"{name}, {text.count(threads, 'thread')}"
     for peer, name in (("fbgemm", "FBGEMM"), ("torch", "nn.EmbeddingBag"))
     for threads in THREADS
 }
 
 
 def matrix_rows(folder: Path = REFERENCE / DEVICE) -> list[dict[str, Any]]:
-    """Return the rows of the `cpu_matrix` reference: one per point and peer."""
-    rows: list[dict[str, Any]] = json.loads((folder / "cpu_matrix/cpu_matrix.json").read_text())[
-        "rows"
-    ]
-    return rows
+    """Return the rows of the `cpu_matrix` reference, one per point and peer.
+
+    Entries: pass, dtype, peer, threads, shape (text), and ratios, the peer's time ÷ emblib's per
+    process.
+    """
+    return _reference_rows(folder, "cpu_matrix")
 
 
 def matrix_table(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -121,25 +132,25 @@ def matrix_table(rows: Sequence[Mapping[str, Any]]) -> str:
         cells.setdefault((work, column), []).append(row)
     measured = {column for _, column in cells}
     columns = {column: head for column, head in MATRIX_COLUMNS.items() if column in measured}
-    lines = [
-        f"| peer's time ÷ emblib's | {' | '.join(columns.values())} |",
-        f"| --- |{' ---: |' * len(columns)}",
+    table = [
+        [title, *(_matrix_cell(cells.get((work, column), [])) for column in columns)]
+        for work, title in MATRIX_WORK.items()
     ]
-    for work, title in MATRIX_WORK.items():
-        shown = [_matrix_cell(cells.get((work, column), [])) for column in columns]
-        lines.append(f"| {title} | {' | '.join(shown)} |")
-    lines += ["", "Where emblib is slower (peer's time ÷ emblib's):", ""]
-    slower = 0
+    slower = []
     for work, title in MATRIX_WORK.items():
         for column, head in columns.items():
             lost = [row for row in cells.get((work, column), []) if _median(row) < 1]
-            if lost:
-                slower += len(lost)
-                listed = ", ".join(f"{row['shape']} {_median(row):.2f}×" for row in lost)
-                lines.append(f"- {title}; {head}: {listed}")
-    if not slower:
-        lines.append("- nowhere")
-    return "\n".join(lines)
+            listed = ", ".join(f"{row['shape']} {_median(row):.2f}×" for row in lost)
+            slower += [f"- {title}; {head}: {listed}"] * bool(lost)
+    return "\n".join(
+        [
+            markdown_table(["peer's time ÷ emblib's", *columns.values()], table),
+            "",
+            "Where emblib is slower (peer's time ÷ emblib's):",
+            "",
+            *(slower or ["- nowhere"]),
+        ]
+    )
 
 
 def _matrix_cell(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -194,11 +205,7 @@ def speed_table(
     rows: Sequence[Mapping[str, Any]], gpus: Mapping[str, Mapping[tuple[str, str], list[float]]]
 ) -> str:
     """Return the Markdown table of the README: median, worst and best per pass and machine."""
-    heads = [*(f"CPU, {n} thread{'s' * (n > 1)}" for n in THREADS), *gpus]
-    lines = [
-        f"| the peer's time ÷ emblib's | {' | '.join(heads)} |",
-        f"| --- |{' ---: |' * len(heads)}",
-    ]
+    table = []
     for (peer, work, dtype), title in SPEED_ROWS.items():
         cells = []
         for threads in THREADS:
@@ -206,8 +213,9 @@ def speed_table(
             cells.append(_speed_cell([_median(r) for r in rows if wanted.items() <= r.items()]))
         phase = GPU_PHASES.get((work, dtype))
         cells += [_speed_cell(gpu.get((peer, phase or ""), [])) for gpu in gpus.values()]
-        lines.append(f"| {title} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        table.append([title, *cells])
+    heads = [*(f"CPU, {text.count(n, 'thread')}" for n in THREADS), *gpus]
+    return markdown_table(["the peer's time ÷ emblib's", *heads], table)
 
 
 def _speed_cell(shapes: Sequence[float]) -> str:
@@ -221,11 +229,11 @@ def front_page(readme: str, folder: Path = REFERENCE) -> str:
     """Return the text of README.md with its table of speed, and its source, replaced."""
     rows = matrix_rows(folder / DEVICE)
     block = "\n".join([speed_table(rows, gpu_ratios(folder)), "", *speed_sources(rows, folder)])
-    return replaced(readme, SPEED, block)
+    return replace_block(readme, SPEED, block)
 
 
 def speed_sources(rows: Sequence[Mapping[str, Any]], folder: Path = REFERENCE) -> list[str]:
-    """Return a line per machine of the table of speed: what was measured of which code."""
+    """Return a line per machine of the table of speed: its measurements and their commits."""
     lines = [f"- CPU: {matrix_source(rows, folder / DEVICE)}."]
     by_device: dict[str, list[Path]] = {}
     for path in sorted(folder.glob("nvidia-*/*/results.csv")):
@@ -239,27 +247,27 @@ def speed_sources(rows: Sequence[Mapping[str, Any]], folder: Path = REFERENCE) -
 
 
 def matrix_source(rows: Sequence[Mapping[str, Any]], folder: Path = REFERENCE / DEVICE) -> str:
-    """Say how many shapes the matrix has, in how many processes, of which code and machine."""
-    known = StoredEvidence.read(folder / "cpu_matrix")
+    """State the shapes and processes of the matrix, its commit, and the machine's load."""
+    matrix = StoredEvidence.read(folder / "cpu_matrix")
     shapes = len({row["shape"] for row in rows})
     processes = min(len(row["ratios"]) for row in rows)
     return (
-        f"{shapes} shapes, each in {processes} processes, {known.age()}; "
-        f"{machine_words(known.state)}"
+        f"{shapes} shapes, each in {processes} processes, {matrix.age()}; "
+        f"{describe_load(matrix.state)}"
     )
 
 
 def benchmarks(page: str, folder: Path = REFERENCE / DEVICE) -> str:
     """Return the text of docs/benchmarks.md with the tables of this module replaced."""
-    known = StoredEvidence.read(folder / "cpu_peers")
-    source = f"- {text.capitalised(known.age())}; {machine_words(known.state)}."
-    page = replaced(page, PEERS, f"{peers_table(ratios(folder))}\n{source}")
+    peers = StoredEvidence.read(folder / "cpu_peers")
+    source = f"- {text.capitalised(peers.age())}; {describe_load(peers.state)}."
+    page = replace_block(page, PEERS, f"{peers_table(peer_ratios(folder))}\n{source}")
     rows = matrix_rows(folder)
     source = text.capitalised(f"{matrix_source(rows, folder)}.")
-    return replaced(page, MATRIX, f"{source}\n\n{matrix_table(rows)}")
+    return replace_block(page, MATRIX, f"{source}\n\n{matrix_table(rows)}")
 
 
-def replaced(page: str, markers: tuple[str, str], block: str) -> str:
+def replace_block(page: str, markers: tuple[str, str], block: str) -> str:
     """Return a page with the text between two markers replaced; raise ValueError without them."""
     start, end = markers
     if page.count(start) != 1 or page.count(end) != 1:

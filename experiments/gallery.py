@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,11 @@ TITLE = f"<title>{NAME} · emblib</title>"
 
 
 def reports(folder: Path) -> pd.DataFrame:
-    """Return a row per run below `folder` with a report, by experiment, the latest first."""
+    """Return a row per run below `folder` with a report, by experiment, the latest first.
+
+    Columns: directory (a Path), and texts: experiment, status, answer (the bold sentence of
+    report.md), device, measured (ISO 8601), emblib (commit).
+    """
     directories = [path.parent for path in folder.rglob("index.html")]
     rows = [_report(directory) for directory in directories if (directory / "run.json").is_file()]
     columns = ["directory", "experiment", "status", "answer", "device", "measured", "emblib"]
@@ -49,7 +52,7 @@ def _report(directory: Path) -> dict[str, Any]:
     }
 
 
-def target(experiment: str, directory: Path) -> str:
+def page_path(experiment: str, directory: Path) -> str:
     """Return the path of a report's page in the gallery; raise ValueError for an unsafe name."""
     try:
         folder_name(experiment)  # a run.json may be from anywhere
@@ -68,7 +71,7 @@ def write(runs: pd.DataFrame, out: Path) -> None:
     """
     if any(path.resolve().is_relative_to(out.resolve()) for path in runs["directory"]):
         raise ValueError(f"{out} has the runs themselves in it: choose another folder")
-    links = [target(row.experiment, row.directory) for row in runs.itertuples()]
+    links = [page_path(row.experiment, row.directory) for row in runs.itertuples()]
     if out.exists():
         if not out.is_dir() or (any(out.iterdir()) and not _is_gallery(out)):
             raise ValueError(f"{out} is not empty and no gallery: choose another folder")
@@ -113,15 +116,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write a gallery; return 2 where there is nothing to show, or `--out` is something else."""
+    """Write a gallery; raise UsageError where there is no folder, or `--out` is something else."""
     if not arguments.folder.is_dir():
-        print(f"error: there is no folder {arguments.folder}", file=sys.stderr)
-        return 2
+        raise UsageError(f"there is no folder {arguments.folder}")
     runs = reports(arguments.folder)
     try:
         write(runs, arguments.out)
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        raise UsageError(str(error)) from error
     print(markdown(runs))
     return 0

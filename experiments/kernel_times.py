@@ -61,7 +61,7 @@ def model_us(nbytes: int) -> float:
     return nbytes / GATHER_TB_S / 1e6
 
 
-class Kernels(NamedTuple):
+class KernelTimes(NamedTuple):
     """Launches and microseconds per step of each kernel, and microseconds of a whole step."""
 
     launches: dict[str, float]
@@ -69,7 +69,7 @@ class Kernels(NamedTuple):
     step_us: float
 
 
-def measure(shape: Shape, rows: int, steps: int) -> Kernels:
+def measure(shape: Shape, rows: int, steps: int) -> KernelTimes:
     """Time `steps` training steps on tables of `rows` rows by events, then as many by profiler."""
     device = torch.device("cuda")
     specs = [emblib.TableSpec(rows, shape.dim)] * shape.tables
@@ -95,7 +95,7 @@ def measure(shape: Shape, rows: int, steps: int) -> Kernels:
         name = short_name(event.name)
         launches[name] += 1
         microseconds[name] += event.device_time_total
-    return Kernels(
+    return KernelTimes(
         {name: count / steps for name, count in launches.items()},
         {name: total / steps for name, total in microseconds.items()},
         statistics.median(times),
@@ -107,11 +107,13 @@ def device_events(step: Callable[[int], object], steps: int) -> list[Any]:
     activity = torch.profiler.ProfilerActivity.CUDA
     if activity not in torch.profiler.supported_activities():
         return []
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU, activity]) as got:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU, activity]
+    ) as profile:
         for number in range(steps):
             step(number)
         torch.cuda.synchronize()
-    return [e for e in got.events() or [] if e.device_type == torch.autograd.DeviceType.CUDA]
+    return [e for e in profile.events() or [] if e.device_type == torch.autograd.DeviceType.CUDA]
 
 
 def _batch(shape: Shape, rows: int, seed: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -130,7 +132,7 @@ def short_name(kernel: str) -> str:
     return plain.removeprefix("void ").split("(")[0]
 
 
-def section(shape: Shape, kernels_of: Kernels) -> str:
+def section(shape: Shape, kernels_of: KernelTimes) -> str:
     """Return the section of the page about a shape, Markdown."""
     lines = [
         f"## {shape.title}",

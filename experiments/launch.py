@@ -32,7 +32,7 @@ from omegaconf import DictConfig
 from experiments import configure, kinds
 from experiments.config.schema import MULTIRUN, Config, DeviceKind, UsageError
 from experiments.kinds.base import Ranks
-from experiments.measure.process import asked_to_end_with_parent
+from experiments.measure.process import end_with_parent
 from experiments.paths import CONF, ROOT
 from experiments.results.store import RunStore
 
@@ -40,7 +40,7 @@ WAIT_SECONDS = 0.5  # period of attempts to lock a processor
 GPUS = "EMBLIB_GPUS"  # GPUs for jobs; a launcher may change CUDA_VISIBLE_DEVICES
 
 
-class NotEnough(ValueError):
+class TooFewProcessors(ValueError):
     """A job needs more processors than there are."""
 
 
@@ -62,7 +62,7 @@ CPU = Slot("cpu")
 
 def list_gpus() -> list[Slot]:
     """Return the GPUs that this process may use, by nvidia-smi and the environment."""
-    listed = listed_by(_nvidia_smi())
+    listed = parse_gpu_list(_nvidia_smi())
     allowed = os.environ.get(GPUS, os.environ.get("CUDA_VISIBLE_DEVICES"))
     if allowed is None:
         return [Slot(uuid, uuid) for uuid in listed]
@@ -70,7 +70,7 @@ def list_gpus() -> list[Slot]:
     return [Slot(_name(entry, listed), entry) for entry in entries]
 
 
-def listed_by(text: str) -> list[str]:
+def parse_gpu_list(text: str) -> list[str]:
     """Return the UUIDs in the output of `nvidia-smi -L`; of a GPU in MIG mode its slices'."""
     uuids: list[str] = []
     for uuid in re.findall(r"UUID: ((?:GPU|MIG)-[\w/.-]+)", text):
@@ -101,7 +101,7 @@ def lock_folder() -> Path:
 
 
 @contextmanager
-def hold(
+def lock_slots(
     slots: Sequence[Slot],
     count: int,
     folder: Path,
@@ -121,7 +121,9 @@ def hold(
         NotEnough: there are fewer slots.
     """
     if count > len(slots):
-        raise NotEnough(f"the job needs {count} GPUs side by side and there are {len(slots)}")
+        raise TooFewProcessors(
+            f"the job needs {count} GPUs side by side and there are {len(slots)}"
+        )
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     while len(locks := _lock_free(slots, count, folder)) < count:
         _release(locks)
@@ -182,7 +184,7 @@ class LaunchPlan:
 
 def run(arguments: Sequence[str]) -> int:
     """Run all jobs and return the worst of their exit statuses; raise UsageError before any."""
-    plan = read(arguments)
+    plan = parse_command_line(arguments)
     configs = [configure.load(words) for words in plan.jobs]
     folder = RunStore.create(ROOT / configs[0].report.folder, MULTIRUN).path
     (folder / JOBS).mkdir()
@@ -198,14 +200,14 @@ def run(arguments: Sequence[str]) -> int:
 
 def worst(statuses: Sequence[int]) -> int:
     """Return the most severe exit status."""
-    known = [s if s in WORST_FIRST else 1 for s in statuses]
-    return min(known, key=WORST_FIRST.index)
+    statuses_in_order = [s if s in WORST_FIRST else 1 for s in statuses]
+    return min(statuses_in_order, key=WORST_FIRST.index)
 
 
 # The command line
 
 
-def read(arguments: Sequence[str]) -> LaunchPlan:
+def parse_command_line(arguments: Sequence[str]) -> LaunchPlan:
     """Parse the command line and check every job; raise UsageError."""
     flags = {a for a in arguments if a.startswith("-")} - {"-m", "--multirun"}
     if flags:
@@ -218,13 +220,13 @@ def read(arguments: Sequence[str]) -> LaunchPlan:
             "which experiments? e.g. python run.py -m +experiment=tt_vs_tbe,tbe_vs_torch"
         )
     configure.check_hydra(of_hydra)
-    jobs = tuple(_jobs(words))
+    jobs = tuple(_job_words(words))
     for job in jobs:
         configure.check_keys(job)
     return LaunchPlan(_launcher(of_hydra), tuple(of_hydra), tuple(words), jobs)
 
 
-def _jobs(words: Sequence[str]) -> Iterator[tuple[str, ...]]:
+def _job_words(words: Sequence[str]) -> Iterator[tuple[str, ...]]:
     """Yield all combinations of comma-separated values, in the order of Hydra's sweeper."""
     choices = []
     for override in configure.parse(words):
@@ -243,7 +245,7 @@ def _launcher(of_hydra: Sequence[str]) -> str:
     name = chosen[-1] if chosen else "basic"
     if name not in LAUNCHERS:
         raise UsageError(f"no hydra/launcher '{name}'. There is: {', '.join(LAUNCHERS)}")
-    if LAUNCHERS[name] and not _installed(LAUNCHERS[name]):
+    if LAUNCHERS[name] and not _is_installed(LAUNCHERS[name]):
         raise UsageError(
             f"hydra/launcher={name} is not installed: pip install 'emblib[launchers]', "
             "or leave it out and the jobs run one after another"
@@ -251,7 +253,7 @@ def _launcher(of_hydra: Sequence[str]) -> str:
     return name
 
 
-def _installed(plugin: str) -> bool:
+def _is_installed(plugin: str) -> bool:
     try:
         return importlib.util.find_spec(f"hydra_plugins.{plugin}") is not None
     except ModuleNotFoundError:
@@ -315,7 +317,12 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
 
 
 def run_job(composed: DictConfig) -> None:
-    """Wait for a processor, run a job, and record its end."""
+    """Wait for a processor, run a job as `python run.py`, and record its end in JOBS/<number>.json.
+
+    The file has `words`, `status` (None while it runs), `seconds`, and `waited_s` for a processor.
+    Hydra calls this function in the process that its launcher has started, which for submitit may
+    be on another machine; so the launching process learns everything from the file.
+    """
     at = HydraConfig.get()
     folder, number = Path(at.runtime.output_dir) / JOBS, int(at.job.num)
     words = [str(word) for word in at.overrides.task]
@@ -325,10 +332,12 @@ def run_job(composed: DictConfig) -> None:
     began = started = time.monotonic()
     status: int | None = 1
     try:
-        with _processors(composed) as environment:
+        with _lock_processors(composed) as environment:
             started = time.monotonic()
-            status = _run(words, environment, None if alone else folder / f"{number}.log")
-    except NotEnough as error:
+            status = _run_job_process(
+                words, environment, None if alone else folder / f"{number}.log"
+            )
+    except TooFewProcessors as error:
         print(f"job {number}: {error}", file=sys.stderr)
         status = 2
     except KeyboardInterrupt:
@@ -344,17 +353,21 @@ def run_job(composed: DictConfig) -> None:
 
 
 @contextmanager
-def _processors(config: DictConfig | Config) -> Iterator[dict[str, str]]:
-    """Lock the processors of a job and yield its environment; smoke runs on a CPU need no lock."""
+def _lock_processors(config: DictConfig | Config) -> Iterator[dict[str, str]]:
+    """Lock the processors of a job and yield its environment; smoke runs on a CPU need no lock.
+
+    The locks are files that all processes of the user share, so that jobs of several launches, too,
+    are never measured on one processor at the same time.
+    """
     kind, ranks = DeviceKind(config.device.kind), _ranks(config)
     gpus = [] if kind is DeviceKind.cpu else list_gpus()
     if gpus:
-        with hold(gpus, ranks, lock_folder()) as slots:
+        with lock_slots(gpus, ranks, lock_folder()) as slots:
             yield {"CUDA_VISIBLE_DEVICES": ",".join(s.visible for s in slots)}
     elif config.timing.max_rows:
         yield {}
     else:
-        with hold([CPU], 1, lock_folder()):
+        with lock_slots([CPU], 1, lock_folder()):
             yield {}
 
 
@@ -366,7 +379,7 @@ def _ranks(config: DictConfig | Config) -> int:
     return max(int(world) for sharding in settings for world in sharding.worlds)
 
 
-def _run(words: Sequence[str], environment: dict[str, str], log: Path | None) -> int:
+def _run_job_process(words: Sequence[str], environment: dict[str, str], log: Path | None) -> int:
     """Run `python run.py WORDS`, with its output in `log` if given; return its exit status."""
     command = [sys.executable, str(ROOT / "run.py"), *words]
     with log.open("ab") if log else nullcontext() as output:
@@ -375,7 +388,7 @@ def _run(words: Sequence[str], environment: dict[str, str], log: Path | None) ->
             env=os.environ | environment,
             stdout=output,
             stderr=output,
-            preexec_fn=_as_a_job,
+            preexec_fn=_prepare_job_process,
         )
         try:
             return child.wait()
@@ -388,9 +401,9 @@ def _run(words: Sequence[str], environment: dict[str, str], log: Path | None) ->
             raise
 
 
-def _as_a_job() -> None:
+def _prepare_job_process() -> None:
     """Ignore submitit's signals, which SLURM sends to all processes of a job."""
-    asked_to_end_with_parent()
+    end_with_parent()
     for number in (signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
 

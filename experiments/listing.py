@@ -33,7 +33,14 @@ UNBROKEN_CHARACTERS = 24  # maximum length of texts that are not wrapped
 
 @dataclass
 class Listing:
-    """A section of the list: a table, with a note below it."""
+    """A section of the list: a table, with a note below it.
+
+    Attributes:
+        title: heading.
+        columns: headings of the columns.
+        rows: texts by column. A line break in the first one starts its second line.
+        note: line below the table; "" for none.
+    """
 
     title: str
     columns: tuple[str, ...]
@@ -54,14 +61,14 @@ def experiments() -> Listing:
         question = configure.question(name)
         try:
             config = configure.load([f"+experiment={name}", f"device={device}"])
-            kind, (cells, seconds) = config.kind, extent(config)
+            kind, (cells, seconds) = config.kind, cells_and_time(config)
         except UsageError as error:
             kind, cells, seconds, question = "broken", UNKNOWN, UNKNOWN, str(error)
         section.rows.append((f"{name}\n{question}", kind, cells, seconds))
     return section
 
 
-def extent(config: Config) -> tuple[str, str]:
+def cells_and_time(config: Config) -> tuple[str, str]:
     """Return the number of cells and the time limit, or UNKNOWN."""
     if kinds.find(config.kind).leads:
         return UNKNOWN, UNKNOWN
@@ -71,7 +78,9 @@ def extent(config: Config) -> tuple[str, str]:
     ]
     if not limited:
         return str(len(cells)), UNKNOWN
-    total = sum(jobs.replicates(cell, config) * jobs.seconds_of(cell, config) for cell in limited)
+    total = sum(
+        jobs.num_replicates(cell, config) * jobs.max_job_seconds(cell, config) for cell in limited
+    )
     return str(len(cells)), _duration(min(total, config.timing.total_seconds or math.inf))
 
 
@@ -102,11 +111,11 @@ def group_options(title: str, group: str, example: str) -> Listing:
     note = f"{group}=NAME, and {group}.{example} for a part of one"
     section = Listing(title, ("name", "what it is"), note=note)
     for name in configure.groups()[group]:
-        section.rows.append((name, summary(CONF / group / f"{name}.yaml")))
+        section.rows.append((name, opening_comment(CONF / group / f"{name}.yaml")))
     return section
 
 
-def summary(file: Path) -> str:
+def opening_comment(file: Path) -> str:
     """Return the opening comment of a YAML file."""
     lines: list[str] = []
     for line in file.read_text().splitlines():

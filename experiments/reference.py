@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.action == "measure":
         smoke = "timing=smoke" in arguments.words
         names = [word for word in arguments.words if word != "timing=smoke"]
-        worst = evidence.measure(lambda name: keep(newest(name)), names, smoke=smoke)
+        worst = evidence.measure(lambda name: keep(latest_run(name)), names, smoke=smoke)
         return worst if smoke else max(worst, write_pages())
     return update(write=arguments.action == "write")
 
@@ -71,8 +71,8 @@ def update(*, write: bool) -> int:
     status = 0
     for name, updated in (
         ("README.md", front_page.front_page),
-        ("docs/benchmarks.md", lambda page: front_page.benchmarks(rendered(page))),
-        ("reports/README.md", questions),
+        ("docs/benchmarks.md", lambda page: front_page.benchmarks(with_results(page))),
+        ("reports/README.md", with_questions),
     ):
         path = ROOT / name
         page = path.read_text()
@@ -107,12 +107,12 @@ def keep(run_directory: Path, folder: Path = REFERENCE) -> Path:
     return target
 
 
-def results(folder: Path = REFERENCE) -> str:
+def results_block(folder: Path = REFERENCE) -> str:
     """Return the results of all references for docs/benchmarks.md: tables or answers."""
     blocks, answers = [], []
     for path in runs_in(folder, "*/*"):
         measured = Run.read(path)
-        lines = measured.kind.readme_lines(measured, _ran(measured, path), _link(path))
+        lines = measured.kind.readme_lines(measured, _what_ran(measured, path), _link(path))
         if lines is None:
             answers.append(_line(measured, path))
         else:
@@ -123,16 +123,16 @@ def results(folder: Path = REFERENCE) -> str:
     )
 
 
-def _ran(measured: Run, path: Path) -> str:
-    e, known = measured.environment, evidence.StoredEvidence.read(path)
-    state = f"; {evidence.machine_words(known.state)}" if known.state else ""
-    return f"`{e['command']}` on {e['device']} (torch {e['torch']}, {known.age()}{state})"
+def _what_ran(measured: Run, path: Path) -> str:
+    e, stored = measured.environment, evidence.StoredEvidence.read(path)
+    state = f"; {evidence.describe_load(stored.state)}" if stored.state else ""
+    return f"`{e['command']}` on {e['device']} (torch {e['torch']}, {stored.age()}{state})"
 
 
 def _line(measured: Run, path: Path) -> str:
     """Return a line with the answer of a run, the bold sentence of its report."""
     answer = re.search(r"\*\*(.+?)\*\*", (path / "report.md").read_text())
-    return f"- {_ran(measured, path)}: {answer[1] if answer else 'no answer.'} {_link(path)}"
+    return f"- {_what_ran(measured, path)}: {answer[1] if answer else 'no answer.'} {_link(path)}"
 
 
 def _link(path: Path) -> str:
@@ -141,12 +141,12 @@ def _link(path: Path) -> str:
     return f"[Full report]({target})"  # relative to docs/
 
 
-def rendered(page: str, folder: Path = REFERENCE) -> str:
+def with_results(page: str, folder: Path = REFERENCE) -> str:
     """Return the text of docs/benchmarks.md with the block of all references replaced."""
-    return front_page.replaced(page, RESULTS, results(folder))
+    return front_page.replace_block(page, RESULTS, results_block(folder))
 
 
-def questions(page: str) -> str:
+def with_questions(page: str) -> str:
     """Return the text of reports/README.md with its table of experiments up to date."""
     start, end = QUESTIONS
     before, rest = page.split(start)
@@ -170,7 +170,7 @@ def add(words: Sequence[str]) -> int:
             worst = 1
             continue
         try:
-            stored = keep(newest(name))
+            stored = keep(latest_run(name))
         except ValueError as error:
             print(f"{name}: {error}", file=sys.stderr)
             worst = 1
@@ -196,15 +196,15 @@ def write_pages() -> int:
 
 def experiments_to_run(names: Sequence[str]) -> list[str]:
     """Return the named experiments, or those with a reference; raise UsageError."""
-    known = configure.groups()["experiment"]
+    experiments = configure.groups()["experiment"]
     named = [name.removeprefix("+experiment=") for name in names]
     for name in named:
-        if name not in known:
-            raise UsageError(f"no experiment '{name}'. There is: {', '.join(known)}")
-    return named or sorted({path.name for path in runs_in(REFERENCE, "*/*")} & set(known))
+        if name not in experiments:
+            raise UsageError(f"no experiment '{name}'. There is: {', '.join(experiments)}")
+    return named or sorted({path.name for path in runs_in(REFERENCE, "*/*")} & set(experiments))
 
 
-def newest(name: str) -> Path:
+def latest_run(name: str) -> Path:
     """Return the latest run of an experiment in reports/runs."""
     runs = (ROOT / "reports" / "runs" / name).iterdir()
     return max(runs, key=lambda path: path.stat().st_mtime)

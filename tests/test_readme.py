@@ -238,5 +238,5 @@ def test_a_lost_shape_is_listed() -> None:
 
 def test_a_tie_and_a_loss_are_marked() -> None:
     tie, loss, win = ([0.9] * 10 + [1.1] * 11, [0.8] * 21, [2.0] * 21)
-    cells = [front_page.cell(front_page.summarise(ratios)) for ratios in (tie, loss, win)]
+    cells = [front_page.format_ratio(front_page.summarise(ratios)) for ratios in (tie, loss, win)]
     assert cells == ["1.10× (tie)", "0.80× (slower)", "2.00×"]

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from enum import Enum
 from typing import Any
 
-from experiments.report.data import Run
+from experiments.report.data import Run, select
 
 HIT_RATE_POINTS = 0.005  # tolerance of a hit rate, the same as the gate's
 TIME_TOLERANCE = 0.25  # tolerance of a ratio of times by default
@@ -71,7 +71,14 @@ class Claim:
 
 @dataclass(frozen=True)
 class CheckedClaim:
-    """A claim and its outcome; `again` is the new claim, `reason` why there is none."""
+    """A claim of a bundle and what measuring it again gave.
+
+    Attributes:
+        claim: claim of the bundle.
+        outcome: whether it holds.
+        again: the same claim of the new run; None if that has no such number.
+        reason: why it could not be compared; "" if it was.
+    """
 
     claim: Claim
     outcome: ClaimOutcome
@@ -80,12 +87,12 @@ class CheckedClaim:
 
 
 def claims_of(run: Run) -> list[Claim]:
-    """Return the claims of a run; a smoke run claims bytes only."""
+    """Return the claims of a run; a smoke run claims bytes only, since its times mean nothing."""
     return _bytes(run) if run.smoke else [*_ratios(run), *_hit_rates(run), *_bytes(run)]
 
 
 def _ratios(run: Run) -> list[Claim]:
-    rows = run.table[(run.table["status"] == "ok")] if len(run.table) else run.table
+    rows = select(run.table, status="ok")
     return [
         Claim(
             Measure.ratio,
@@ -99,7 +106,7 @@ def _ratios(run: Run) -> list[Claim]:
 
 
 def _hit_rates(run: Run) -> list[Claim]:
-    rows = run.traces[(run.traces["status"] == "ok")] if len(run.traces) else run.traces
+    rows = select(run.traces, status="ok")
     return [
         Claim(
             Measure.hit_rate, f"{row['cell']} · {row['label']}", f"hit rate per {of}", *[rate] * 3
@@ -137,10 +144,8 @@ def compare(
     for claim in old:
         other, reason = again.get(claim.key), ""
         if other is None:
-            outcome, reason = (
-                ClaimOutcome.unmeasured,
-                why_not.get(claim.about, "it was not reached"),
-            )
+            outcome = ClaimOutcome.unmeasured
+            reason = why_not.get(claim.about, "it was not reached")
         elif claim.measure is Measure.ratio and math.isnan(other.lo):
             outcome, reason = ClaimOutcome.unmeasured, TOO_FEW
         else:

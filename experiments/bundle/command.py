@@ -53,16 +53,16 @@ def run(arguments: argparse.Namespace) -> int:
             return _pack(arguments)
         if arguments.action == "verify":
             return _verify(arguments)
-        from experiments.bundle.rerun import measure
+        from experiments.bundle.rerun import measure_packed
 
-        return measure(arguments.config, arguments.folder, arguments.timing)
+        return measure_packed(arguments.config, arguments.folder, arguments.timing)
     except BundleError as error:
         print(f"error: {error}", file=sys.stderr)
         return 3 if arguments.action == "verify" else 2
 
 
 def _pack(parsed: argparse.Namespace) -> int:
-    with pack.scratch() as folder:
+    with pack.scratch_folder() as folder:
         packed = pack.pack(parsed.runs, parsed.out, Path(folder))
     for note in packed.notes:
         print(f"note: {note}")
@@ -73,13 +73,17 @@ def _pack(parsed: argparse.Namespace) -> int:
 
 
 def _verify(parsed: argparse.Namespace) -> int:
+    """Check a bundle and, with --rerun, measure it again; return the exit status.
+
+    With a wrong tolerance or path it raises UsageError.
+    """
     from experiments.bundle.verify import check
 
     if parsed.tolerance < 0:
         raise UsageError(f"--tolerance must be >= 0, got {parsed.tolerance}")
     if not parsed.bundle.is_file():
         raise UsageError(f"there is no file {parsed.bundle}")
-    with pack.scratch() as folder:
+    with pack.scratch_folder() as folder:
         unpacked = Path(folder) / "bundle"
         checked = check(parsed.bundle, unpacked)
         for note in checked.notes:
@@ -99,6 +103,7 @@ def _verify(parsed: argparse.Namespace) -> int:
 def _rerun(
     runs: Sequence[dict[str, Any]], unpacked: Path, again: Path, parsed: argparse.Namespace
 ) -> int:
+    """Measure the chosen runs again, print what differs, and return the exit status."""
     from experiments.bundle.rerun import measure_again
 
     names = [str(entry["experiment"]) for entry in runs]
@@ -120,15 +125,15 @@ def _rerun(
             preset=parsed.timing,
         )
         if result.run is not None:
-            _machines(entry, result.run.environment)
+            _print_machine_changes(entry, result.run.environment)
         if result.reason:
             print(f"  {result.reason}")
-        _tell(result.findings)
+        _print_findings(result.findings)
         findings += result.findings
-    return _status(findings)
+    return _exit_status(findings)
 
 
-def _machines(entry: dict[str, Any], here: dict[str, Any]) -> None:
+def _print_machine_changes(entry: dict[str, Any], here: dict[str, Any]) -> None:
     """Print how the two machines differ."""
     pairs = {
         "device": (entry["device"], here.get("device")),
@@ -140,13 +145,13 @@ def _machines(entry: dict[str, Any], here: dict[str, Any]) -> None:
             print(f"  {name}: {then} then, {now} now")
 
 
-def _tell(findings: Sequence[CheckedClaim]) -> None:
+def _print_findings(findings: Sequence[CheckedClaim]) -> None:
     for finding in findings:
         claim, again = finding.claim, finding.again
         if finding.outcome is ClaimOutcome.differs and again is not None:
             print(
-                f"  DIFFERS {claim.about}: {claim.what} {_number(claim.value)} "
-                f"{text.interval(claim.lo, claim.hi)}, now {_number(again.value)} "
+                f"  DIFFERS {claim.about}: {claim.what} {_shown_number(claim.value)} "
+                f"{text.interval(claim.lo, claim.hi)}, now {_shown_number(again.value)} "
                 f"{text.interval(again.lo, again.hi)}"
             )
     reasons = Counter(f.reason for f in findings if f.outcome is ClaimOutcome.unmeasured)
@@ -156,11 +161,11 @@ def _tell(findings: Sequence[CheckedClaim]) -> None:
     print("  " + ", ".join(f"{counts[o]} {o.value}" for o in ClaimOutcome if counts[o]))
 
 
-def _number(value: float) -> str:
+def _shown_number(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else text.digits(value)
 
 
-def _status(findings: Sequence[CheckedClaim]) -> int:
+def _exit_status(findings: Sequence[CheckedClaim]) -> int:
     outcomes = Counter(f.outcome for f in findings)
     if not findings:
         return 6

@@ -38,10 +38,10 @@ _templates = jinja2.Environment(
 )
 _templates.filters["seconds"] = text.seconds
 TEMPLATE = _templates.get_template("REPRODUCE.md.jinja")
-NEEDED = ("config.yaml", "environment.json")
+REQUIRED_FILES = ("config.yaml", "environment.json")
 # Files that packing renders again from the samples, and suffixes of copies in another format.
 DERIVED = ("*.png", "index.html", "report.md", "results.csv", "hit_rates.csv", ".*")
-COPIES = (".svg", ".parquet")
+COPY_SUFFIXES = (".svg", ".parquet")
 
 
 @dataclass(frozen=True)
@@ -72,12 +72,12 @@ def pack(directories: Sequence[Path], out: Path, folder: Path) -> Packed:
     runs: list[dict[str, Any]] = []
     notes: list[str] = []
     for directory in directories:
-        name = _folder_of(directory, [r["folder"] for r in runs])
-        run = _rebuilt(directory, folder / name)
-        files = [p for p in run.path.rglob("*") if p.is_file() and p.suffix not in COPIES]
+        name = _folder_in_bundle(directory, [r["folder"] for r in runs])
+        run = _copy_rebuilt(directory, folder / name)
+        files = [p for p in run.path.rglob("*") if p.is_file() and p.suffix not in COPY_SUFFIXES]
         for path in sorted(files):
             contents[f"{name}/{path.relative_to(run.path).as_posix()}"] = path.read_bytes()
-        runs.append(describe(name, run))
+        runs.append(run_entry(name, run))
         if run.kind.reporting.rebuild:
             notes.append(
                 f"{name}: what follows from its samples is the {run.kind.name}'s own work, "
@@ -87,17 +87,17 @@ def pack(directories: Sequence[Path], out: Path, folder: Path) -> Packed:
         contents[f"conf/{path.relative_to(CONF).as_posix()}"] = path.read_bytes()
     for sha in dict.fromkeys(str(r["code"].get("sha")) for r in runs):
         dirty = any(r["code"].get("dirty") for r in runs if str(r["code"].get("sha")) == sha)
-        source = _source(sha)
+        source = _source_archive(sha)
         if source is not None:
             contents[f"source/{sha}.tar.gz"] = source
         if source is None or dirty:
-            notes.append(_untraceable(sha, known=source is not None))
-    contents["environment/packages.txt"] = _packages().encode()
+            notes.append(_source_note(sha, known=source is not None))
+    contents["environment/packages.txt"] = _installed_packages().encode()
     if (ROOT / "LICENSE").is_file():
         contents["LICENSE"] = (ROOT / "LICENSE").read_bytes()
     description = {
         "bundle_version": VERSION,
-        "harness": harness(),
+        "harness": harness_digest(),
         "runs": runs,
         "notes": notes,
     }
@@ -107,9 +107,15 @@ def pack(directories: Sequence[Path], out: Path, folder: Path) -> Packed:
     return Packed(out, identity, len(runs), sum(len(r["claims"]) for r in runs), notes)
 
 
-def _folder_of(directory: Path, used: Sequence[str]) -> str:
-    """Return runs/<experiment>/<run>, with a number if `used` has the name."""
-    missing = [name for name in NEEDED if not (directory / name).is_file()]
+def _folder_in_bundle(directory: Path, used: Sequence[str]) -> str:
+    """Return runs/<experiment>/<run>, with a number if `used` has the name.
+
+    A reference has the name of its experiment, so the folder of its device names the run.
+
+    Raises:
+        BundleError: the directory is no run, or its name could leave the bundle.
+    """
+    missing = [name for name in REQUIRED_FILES if not (directory / name).is_file()]
     missing += [] if has_records(directory) else [POINTS]
     if missing:
         raise BundleError(f"{directory} is not a run: it has no {', '.join(missing)}")
@@ -126,7 +132,7 @@ def _folder_of(directory: Path, used: Sequence[str]) -> str:
     return name
 
 
-def _rebuilt(directory: Path, target: Path) -> Run:
+def _copy_rebuilt(directory: Path, target: Path) -> Run:
     """Copy a run, and write its derived files by this harness, so that `verify` can repeat it.
 
     Runs of kinds with reports of their own (the gate's) are copied unchanged.
@@ -164,7 +170,7 @@ def reproduce(description: Mapping[str, Any]) -> str:
     )
 
 
-def describe(name: str, run: Run) -> dict[str, Any]:
+def run_entry(name: str, run: Run) -> dict[str, Any]:
     """Return a run's entry of bundle.json."""
     environment = run.environment
     return {
@@ -185,7 +191,7 @@ def describe(name: str, run: Run) -> dict[str, Any]:
     }
 
 
-def _source(sha: str) -> bytes | None:
+def _source_archive(sha: str) -> bytes | None:
     """Return the commit as a compressed tar file; None where git does not have it."""
     command = ["git", "archive", "--format=tar", f"--prefix=emblib-{sha}/", "--end-of-options", sha]
     try:
@@ -195,7 +201,7 @@ def _source(sha: str) -> bytes | None:
     return gzip.compress(done.stdout, 6, mtime=0)
 
 
-def _untraceable(sha: str, *, known: bool) -> str:
+def _source_note(sha: str, *, known: bool) -> str:
     if known:
         return (
             f"Runs at {sha} had changes that are in no commit: source/{sha}.tar.gz is the commit, "
@@ -204,7 +210,7 @@ def _untraceable(sha: str, *, known: bool) -> str:
     return f"The source of commit {sha} is not enclosed: git does not have it here."
 
 
-def _packages() -> str:
+def _installed_packages() -> str:
     """Return the packages that are installed here, a line each."""
     versions = {(d.name or "?", d.version) for d in importlib.metadata.distributions()}
     lines = sorted(f"{name}=={version}" for name, version in versions)
@@ -212,7 +218,7 @@ def _packages() -> str:
 
 
 @cache
-def harness() -> str:
+def harness_digest() -> str:
     """Return a hash of the sources that compute numbers and texts from samples."""
     digest = hashlib.sha256()
     folder = ROOT / "experiments"
@@ -222,6 +228,6 @@ def harness() -> str:
     return digest.hexdigest()
 
 
-def scratch() -> tempfile.TemporaryDirectory[str]:
+def scratch_folder() -> tempfile.TemporaryDirectory[str]:
     """Return a temporary folder to rebuild reports in."""
     return tempfile.TemporaryDirectory(prefix="emblib-bundle-")

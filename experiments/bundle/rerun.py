@@ -29,15 +29,21 @@ from experiments.results.store import read_config
 
 
 @dataclass(frozen=True)
-class Again:
-    """A run that was measured again, or the reason why not."""
+class Remeasurement:
+    """The claims of a packed run, checked by a new run.
+
+    Attributes:
+        findings: every claim of the packed run, those that could not be measured included.
+        run: the new run; None if there is none.
+        reason: why the packed run has nothing to compare; "" if it has.
+    """
 
     findings: list[CheckedClaim]
     run: Run | None = None
     reason: str = ""
 
 
-def configuration(path: Path, folder: Path, preset: str = "") -> Config:
+def load_packed_config(path: Path, folder: Path, preset: str = "") -> Config:
     """Return the configuration of a packed run, to be measured again.
 
     Args:
@@ -61,14 +67,14 @@ def configuration(path: Path, folder: Path, preset: str = "") -> Config:
     if preset:
         source = CONF / "timing" / f"{preset}.yaml"
         if not source.is_file():
-            known = ", ".join(configure.groups()["timing"])
-            raise UsageError(f"no timing '{preset}'. There is: {known}")
+            presets = ", ".join(configure.groups()["timing"])
+            raise UsageError(f"no timing '{preset}'. There is: {presets}")
         pool = packed.timing.pool  # another number of batches would be another measurement
         packed.timing = OmegaConf.merge(OmegaConf.load(source), {"pool": pool})
     try:
         merged = OmegaConf.merge(OmegaConf.structured(Config), packed)
         assert isinstance(merged, DictConfig)
-        return configure.checked(merged)
+        return configure.to_config(merged)
     except (OmegaConfBaseException, UsageError) as error:
         raise BundleError(
             f"this version of the harness cannot run it: {str(error).splitlines()[0]}. Use the "
@@ -78,36 +84,51 @@ def configuration(path: Path, folder: Path, preset: str = "") -> Config:
 
 def measure_again(
     entry: Mapping[str, Any], packed: Path, folder: Path, *, tolerance: float, preset: str = ""
-) -> Again:
-    """Measure one run in a new process and compare its claims with the packed ones."""
+) -> Remeasurement:
+    """Measure one run in a new process and compare its claims with the packed ones.
+
+    Args:
+        entry: the run's entry of bundle.json.
+        packed: directory of the packed run.
+        folder: folder of the new run, which is written below it by `run.py bundle measure`.
+        tolerance: relative tolerance of ratios of times.
+        preset: timing preset to use instead of the run's; "" for none.
+
+    Raises:
+        KeyboardInterrupt: the new process was interrupted.
+    """
     old = Run.read(packed)
     claims = claims_of(old)
     if not claims:
-        return Again([], reason="it claims nothing that could be compared")
+        return Remeasurement([], reason="it claims nothing that could be compared")
     device = DeviceKind[str(old.config.device.kind)]  # auto: cuda only if there is a GPU here
     if entry["cuda"] and device_kind(device) != "cuda":
-        return Again(_all(claims, "measured on a GPU, and there is none here"))
+        return Remeasurement(_unmeasured(claims, "measured on a GPU, and there is none here"))
     words = ["bundle", "measure", str(packed / "config.yaml"), str(folder), preset]
     done = subprocess.run([sys.executable, "run.py", *words], cwd=ROOT)
     if done.returncode == 130:
         raise KeyboardInterrupt
     runs = sorted((folder / str(old.config.name)).glob("*/run.json"))
     if not runs:
-        return Again(_all(claims, f"the run ended with exit status {done.returncode}"))
+        return Remeasurement(
+            _unmeasured(claims, f"the run ended with exit status {done.returncode}")
+        )
     new = Run.read(runs[-1].parent)
-    reasons = unmeasured(new)
-    other_work = different_work(old, new)
+    reasons = missing_reasons(new)
+    other_work = cells_with_other_batches(old, new)
     comparable = [c for c in claims if c.about.partition(" · ")[0] not in other_work]
     findings = compare(comparable, claims_of(new), reasons, tolerance)
-    findings += _all([c for c in claims if c not in comparable], "its batches were not the same")
-    return Again(findings, new)
+    findings += _unmeasured(
+        [c for c in claims if c not in comparable], "its batches were not the same"
+    )
+    return Remeasurement(findings, new)
 
 
-def _all(claims: Sequence[Claim], reason: str) -> list[CheckedClaim]:
+def _unmeasured(claims: Sequence[Claim], reason: str) -> list[CheckedClaim]:
     return [CheckedClaim(claim, ClaimOutcome.unmeasured, None, reason) for claim in claims]
 
 
-def unmeasured(run: Run) -> dict[str, str]:
+def missing_reasons(run: Run) -> dict[str, str]:
     """Return {about: reason} of the claims that a run has no number for."""
     reasons = {}
     for record in run.failures():
@@ -117,20 +138,22 @@ def unmeasured(run: Run) -> dict[str, str]:
     return reasons
 
 
-def different_work(old: Run, new: Run) -> set[str]:
+def cells_with_other_batches(old: Run, new: Run) -> set[str]:
     """Return the cells whose batches differ although the seed is the same."""
-    known = {(r["cell"], r["seed"]): r["pool_sha256"] for r in old.records if r.get("pool_sha256")}
+    old_digests = {
+        (r["cell"], r["seed"]): r["pool_sha256"] for r in old.records if r.get("pool_sha256")
+    }
     return {
         r["cell"]
         for r in new.records
         if r.get("pool_sha256")
-        and known.get((r["cell"], r["seed"]), r["pool_sha256"]) != r["pool_sha256"]
+        and old_digests.get((r["cell"], r["seed"]), r["pool_sha256"]) != r["pool_sha256"]
     }
 
 
-def measure(path: Path, folder: Path, preset: str) -> int:
+def measure_packed(path: Path, folder: Path, preset: str) -> int:
     """Measure one packed configuration; return the exit status of the run."""
-    config = configuration(path, folder, preset)
+    config = load_packed_config(path, folder, preset)
     from experiments.run import runner
 
     words = ["(from a bundle)", f"+experiment={config.name}"]

@@ -19,14 +19,14 @@ from omegaconf import OmegaConf
 from experiments.bundle import archive
 from experiments.bundle.archive import BundleError
 from experiments.bundle.claims import claims_of
-from experiments.bundle.pack import VERSION, describe, harness, reproduce
+from experiments.bundle.pack import VERSION, harness_digest, reproduce, run_entry
 from experiments.report import write_report
 from experiments.report.data import Run
 
 # A picture of report.md with its caption.
 FIGURE = re.compile(r"^!\[[^\n]*\]\([^\n]*\.png\)\n\n\*\*[^\n]*\n\n", re.MULTILINE)
 SILENT = ("figure", "svg", "style", "script")  # elements whose text is not compared
-HEADING = "Figures"  # heading that only reports with figures have
+FIGURES_HEADING = "Figures"  # heading that only reports with figures have
 SHOWN_CHARACTERS = 60  # length of a quoted difference
 
 
@@ -47,7 +47,7 @@ class _Words(HTMLParser):
             self._inside.pop()
 
     def handle_data(self, data: str) -> None:
-        if not self._inside and data.strip() and data.strip() != HEADING:
+        if not self._inside and data.strip() and data.strip() != FIGURES_HEADING:
             self.pieces.append(data.strip())
 
 
@@ -61,19 +61,19 @@ def page_problems(packed: Path, rebuilt: Path) -> list[str]:
         if not (packed / name).is_file():
             problems.append(f"{name} is missing, but the samples give it")
             continue
-        old, new = _pieces(packed / name), _pieces(rebuilt / name)
-        config = _config(rebuilt)
-        new = [_config(packed) if piece == config else piece for piece in new]
-        if difference := _first(old, new):
+        old, new = _text_pieces(packed / name), _text_pieces(rebuilt / name)
+        config = _config_text(rebuilt)
+        new = [_config_text(packed) if piece == config else piece for piece in new]
+        if difference := _first_difference(old, new):
             problems.append(f"{name} does not say what the samples say: {difference}")
     return problems
 
 
-def _config(folder: Path) -> str:
+def _config_text(folder: Path) -> str:
     return (folder / "config.yaml").read_text().strip()
 
 
-def _pieces(path: Path) -> list[str]:
+def _text_pieces(path: Path) -> list[str]:
     if path.suffix == ".md":
         lines = FIGURE.sub("", path.read_text()).splitlines()
         return [line for line in lines if line.strip()]
@@ -82,7 +82,7 @@ def _pieces(path: Path) -> list[str]:
     return reader.pieces
 
 
-def _first(old: Sequence[str], new: Sequence[str]) -> str:
+def _first_difference(old: Sequence[str], new: Sequence[str]) -> str:
     """Quote the first difference of two texts; "" if they are equal."""
     for packed, rebuilt in zip_longest(old, new, fillvalue=""):
         if packed != rebuilt:
@@ -97,13 +97,27 @@ def _first(old: Sequence[str], new: Sequence[str]) -> str:
 RELATIVE_TOLERANCE = 1e-9  # error of a number that was written as text or summed in another order
 MAX_SHOWN = 5  # maximum number of differences that are shown per table
 NUMBERS = ("value", "lo", "hi")  # numeric entries of a claim
-CLAIM = ("measure", "about", "what", *NUMBERS)
-KNOWN = {"points.jsonl", "config.yaml", "environment.json", "run.json", "report.md", "index.html"}
-FACTS = ("experiment", "device", "cuda", "torch", "code", "seconds")  # required entries of a run
+CLAIM_ENTRIES = ("measure", "about", "what", *NUMBERS)
+CHECKED_FILES = {
+    "points.jsonl",
+    "config.yaml",
+    "environment.json",
+    "run.json",
+    "report.md",
+    "index.html",
+}
+RUN_ENTRIES = (
+    "experiment",
+    "device",
+    "cuda",
+    "torch",
+    "code",
+    "seconds",
+)  # required entries of a run
 
 
 @dataclass
-class Checked:
+class Verification:
     """The result of verifying a bundle.
 
     Attributes:
@@ -119,7 +133,7 @@ class Checked:
     notes: list[str] = field(default_factory=list)
 
 
-def check(path: Path, folder: Path) -> Checked:
+def check(path: Path, folder: Path) -> Verification:
     """Unpack a bundle into `folder` and rebuild its numbers; raise BundleError if it is damaged."""
     contents = archive.read(path)
     description = _description(contents)
@@ -127,8 +141,8 @@ def check(path: Path, folder: Path) -> Checked:
         archive.unpack(contents, folder)
     except (OSError, ValueError) as error:
         raise BundleError(f"it cannot be unpacked: {error}") from error
-    checked = Checked(description, notes=[str(note) for note in description["notes"]])
-    same = description["harness"] == harness()
+    checked = Verification(description, notes=[str(note) for note in description["notes"]])
+    same = description["harness"] == harness_digest()
     if not same:
         checked.notes.append(
             "The bundle was packed by another version of the harness. Numbers are compared where "
@@ -136,11 +150,11 @@ def check(path: Path, folder: Path) -> Checked:
         )
     elif contents.get("REPRODUCE.md") != reproduce(description).encode():
         checked.problems.append("REPRODUCE.md does not say what bundle.json says")
-    checked.problems += _strangers(contents, description["runs"])
+    checked.problems += _files_of_no_run(contents, description["runs"])
     for number, entry in enumerate(description["runs"]):
         scratch = folder.with_name("rebuilt") / str(number)
         try:
-            problems = _check_run(entry, folder / entry["folder"], scratch, checked, words=same)
+            problems = _run_problems(entry, folder / entry["folder"], scratch, checked, words=same)
         except Exception as error:  # a forged run may raise any error
             problems = [f"its report cannot be rendered ({type(error).__name__}: {error})"]
         checked.problems += [f"{entry['folder']}: {problem}" for problem in problems]
@@ -159,7 +173,7 @@ def _description(contents: Mapping[str, bytes]) -> dict[str, Any]:
         for entry in description["runs"]:
             if f"{entry['folder']}/config.yaml" not in contents:
                 raise BundleError(f"the run {entry['folder']!r} is not in it")
-            needed = [(entry, FACTS), *((claim, CLAIM) for claim in entry["claims"])]
+            needed = [(entry, RUN_ENTRIES), *((claim, CLAIM_ENTRIES) for claim in entry["claims"])]
             for part, names in needed:
                 if missing := set(names) - set(part):
                     raise KeyError(min(missing))
@@ -168,7 +182,7 @@ def _description(contents: Mapping[str, bytes]) -> dict[str, Any]:
         raise BundleError(f"bundle.json cannot be read ({error!r})") from error
 
 
-def _strangers(contents: Mapping[str, bytes], runs: Sequence[Mapping[str, Any]]) -> list[str]:
+def _files_of_no_run(contents: Mapping[str, bytes], runs: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return files that belong to no run."""
     alone = {archive.SUMS, "bundle.json", "REPRODUCE.md", "LICENSE", "environment/packages.txt"}
     alone |= {f"source/{(run['code'] or {}).get('sha')}.tar.gz" for run in runs}
@@ -177,15 +191,19 @@ def _strangers(contents: Mapping[str, bytes], runs: Sequence[Mapping[str, Any]])
     return [f"{name} belongs to no run that bundle.json has" for name in names]
 
 
-def _check_run(
-    entry: Mapping[str, Any], folder: Path, scratch: Path, checked: Checked, *, words: bool
+def _run_problems(
+    entry: Mapping[str, Any], folder: Path, scratch: Path, checked: Verification, *, words: bool
 ) -> list[str]:
+    """Return what contradicts the samples of a run; count its numbers and note what is not checked.
+
+    With `words`, this harness is the one that packed: everything must be equal, not only numbers.
+    """
     run = Run.read(folder)
-    problems = _facts(entry, run) if words else []
+    problems = _entry_problems(entry, run) if words else []
     if run.kind.reporting.rebuild:
         return problems  # a note of the bundle says that its numbers are not checked
-    again = _rebuilt(folder, scratch)
-    names = {p.name for place in (folder, again) for p in place.glob("*.csv")}
+    again = _rebuild_tables(folder, scratch)
+    names = {p.name for directory in (folder, again) for p in directory.glob("*.csv")}
     for name in sorted(names):
         if not (folder / name).is_file():
             problems.append(f"{name} is missing, but the samples give it")
@@ -194,7 +212,7 @@ def _check_run(
                 f"{entry['folder']}/{name} is not derived from the samples: not checked"
             )
         else:
-            old, new = _table(folder / name), _table(again / name)
+            old, new = _read_table(folder / name), _read_table(again / name)
             different, count = differences(old, new)
             if words:
                 odd = sorted(set(old.columns) ^ set(new.columns))
@@ -202,17 +220,17 @@ def _check_run(
             problems += [f"{name}: {text}" for text in different]
             checked.numbers += count
     others = [p for p in folder.rglob("*") if p.is_file() and p.suffix not in (".csv", ".png")]
-    for name in sorted({p.relative_to(folder).as_posix() for p in others} - KNOWN):
+    for name in sorted({p.relative_to(folder).as_posix() for p in others} - CHECKED_FILES):
         checked.notes.append(
             f"{entry['folder']}/{name} is not derived from the samples: not checked"
         )
-    problems += _claims(entry, run, checked, words=words)
+    problems += _claim_problems(entry, run, checked, words=words)
     return [*problems, *(page_problems(folder, again) if words else [])]
 
 
-def _facts(entry: Mapping[str, Any], run: Run) -> list[str]:
+def _entry_problems(entry: Mapping[str, Any], run: Run) -> list[str]:
     """Return differences between a run's entry of bundle.json and its files."""
-    rebuilt = json.loads(json.dumps(describe(str(entry["folder"]), run)))
+    rebuilt = json.loads(json.dumps(run_entry(str(entry["folder"]), run)))
     return [
         f"bundle.json says {name} is {entry.get(name)}, the run says {rebuilt.get(name)}"
         for name in sorted({*entry, *rebuilt} - {"claims"})
@@ -220,7 +238,9 @@ def _facts(entry: Mapping[str, Any], run: Run) -> list[str]:
     ]
 
 
-def _claims(entry: Mapping[str, Any], run: Run, checked: Checked, *, words: bool) -> list[str]:
+def _claim_problems(
+    entry: Mapping[str, Any], run: Run, checked: Verification, *, words: bool
+) -> list[str]:
     """Return claims that do not follow from the samples; with `words` also omitted ones."""
     now = {(c["about"], c["what"]): c for c in (claim.plain() for claim in claims_of(run))}
     problems = []
@@ -235,7 +255,7 @@ def _claims(entry: Mapping[str, Any], run: Run, checked: Checked, *, words: bool
     return problems
 
 
-def _rebuilt(folder: Path, target: Path) -> Path:
+def _rebuild_tables(folder: Path, target: Path) -> Path:
     """Copy a run to `target`, with all tables rebuilt from its samples; return it."""
     shutil.copytree(
         folder, target, ignore=shutil.ignore_patterns("*.csv", "*.png", "*.md", "*.html")
@@ -247,7 +267,7 @@ def _rebuilt(folder: Path, target: Path) -> Path:
     return target
 
 
-def _table(path: Path) -> pd.DataFrame:
+def _read_table(path: Path) -> pd.DataFrame:
     """Read a table; empty for a file without columns."""
     try:
         return pd.read_csv(path)
@@ -256,7 +276,10 @@ def _table(path: Path) -> pd.DataFrame:
 
 
 def differences(packed: pd.DataFrame, rebuilt: pd.DataFrame) -> tuple[list[str], int]:
-    """Return up to MAX_SHOWN differences of two tables, and the number of compared numbers."""
+    """Return up to MAX_SHOWN differences of two tables, and the number of compared numbers.
+
+    Rows are compared by position, and only the columns that both tables have.
+    """
     if len(packed) != len(rebuilt):
         return [f"{len(packed)} rows, but the samples give {len(rebuilt)}"], 0
     columns = [c for c in packed.columns if c in rebuilt.columns]

@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
     )
     try:
         with tempfile.TemporaryDirectory() as scratch:
-            runs = [machines.fetched(path, Path(scratch)) for path in arguments.runs]
+            runs = [machines.fetch(path, Path(scratch)) for path in arguments.runs]
             compared = machines.comparisons(runs, Path(scratch))
             for experiment, paths in compared:
                 out = arguments.out

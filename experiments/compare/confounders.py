@@ -11,12 +11,12 @@ from typing import Any
 import pandas as pd
 from omegaconf import OmegaConf
 
-from experiments.compare.machines import Machine, by_value
+from experiments.compare.machines import Machine, group_by_value
 from experiments.report.data import Run
 
 # Keys of a configuration that depend on the machine, or determine how much is measured, not what.
-FREE = ("device.", "report.", "timing.", "dry_run", "strict", "rerun", "seed")
-SIZES = re.compile(r"(workload|sweep)\.\w+$|contenders$|fractions$|\.note$")
+IGNORED_KEYS = ("device.", "report.", "timing.", "dry_run", "strict", "rerun", "seed")
+SIZE_KEYS = re.compile(r"(workload|sweep)\.\w+$|contenders$|fractions$|\.note$")
 
 # Environment variables that another notice covers, or that are paths of scripts.
 OTHER_VARIABLES = re.compile(r".*_NUM_THREADS$|EMBLIB_(GPU|LOCK|NOISE|PYTHON|CLOCK|CONTENDERS)")
@@ -43,7 +43,7 @@ class Difference:
         return f"{begin}: {self.what}: {self.text}."
 
 
-def find(machines: Sequence[Machine]) -> list[Difference]:
+def find_differences(machines: Sequence[Machine]) -> list[Difference]:
     """Return all differences, confounders first."""
     facts = pd.DataFrame(_facts([m.run for m in machines]), dtype=object)
     facts["mode of timing"] = [m.mode for m in machines]
@@ -52,7 +52,7 @@ def find(machines: Sequence[Machine]) -> list[Difference]:
         Difference(
             Weight.remark if what in remarks else Weight.confounder,
             str(what),
-            by_value(machines, (None if pd.isna(v) else str(v) for v in values)),
+            group_by_value(machines, (None if pd.isna(v) else str(v) for v in values)),
         )
         for what, values in facts.items()
         if values.nunique() > 1
@@ -103,10 +103,14 @@ def _configuration(machines: Sequence[Machine]) -> list[Difference]:
     """Return the keys of the configurations that differ; sizes are only a remark."""
     trees = [OmegaConf.to_container(m.run.config, resolve=True) for m in machines]
     values = pd.concat([pd.json_normalize(tree).map(repr) for tree in trees])
-    differing = [k for k in sorted(values) if values[k].nunique() > 1 and not k.startswith(FREE)]
+    differing = [
+        k for k in sorted(values) if values[k].nunique() > 1 and not k.startswith(IGNORED_KEYS)
+    ]
     keys = {
-        (Weight.confounder, "configuration"): [k for k in differing if not SIZES.search(k)],
-        (Weight.remark, "sizes chosen for the machine"): [k for k in differing if SIZES.search(k)],
+        (Weight.confounder, "configuration"): [k for k in differing if not SIZE_KEYS.search(k)],
+        (Weight.remark, "sizes chosen for the machine"): [
+            k for k in differing if SIZE_KEYS.search(k)
+        ],
     }
     return [Difference(*kind, ", ".join(names)) for kind, names in keys.items() if names]
 

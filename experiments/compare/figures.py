@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import pandas as pd
 
-from experiments.compare.machines import CEILINGS, Comparison, known_ceiling
+from experiments.compare.machines import CEILINGS, Comparison, common_ceiling
 from experiments.config.sweep import SWEEP, variants_of
 from experiments.report.charts import (
     DASHED,
@@ -51,7 +51,7 @@ def figures(comparison: Comparison) -> list[Figure]:
 def rates(comparison: Comparison, phase: str) -> Figure:
     """Return the figure of lookups per second, and shares of a bandwidth, over the machines."""
     points, role = comparison.points, comparison.headline
-    known = known_ceiling(points)
+    ceiling_column = common_ceiling(points)
     points = points[(points["role"] == role) & (points["phase"] == phase)]
     per_second = points.assign(
         y=1e-6 * points["rate"], lo=1e-6 * points["rate_lo"], hi=1e-6 * points["rate_hi"]
@@ -59,9 +59,9 @@ def rates(comparison: Comparison, phase: str) -> Figure:
     drawing = _over_machines(comparison, per_second, "million lookups per second")
     panels = [Panel("Lookups per second", drawing, 5.2, 4.2)]
     words = "No bandwidth is known of every machine."
-    if known:
-        ceiling = CEILINGS[known]
-        shares = points.assign(y=100 * points[known], lo=math.nan, hi=math.nan)
+    if ceiling_column:
+        ceiling = CEILINGS[ceiling_column]
+        shares = points.assign(y=100 * points[ceiling_column], lo=math.nan, hi=math.nan)
         drawing = _over_machines(comparison, shares, f"% of {ceiling}")
         panels.append(Panel(f"Share of {ceiling}", drawing, 5.2, 4.2))
         words = (
@@ -125,6 +125,7 @@ def speedups(comparison: Comparison) -> Figure:
 
 
 def _speedups(comparison: Comparison, number: int) -> Drawing:
+    """Draw the gains of machine `number` by role, with its ratios of bandwidths as lines."""
     points = comparison.points
     points = points[(points["machine"] == number) & (points["phase"] == "step")]
     lines: list[Row] = []
@@ -186,8 +187,8 @@ def working_set(comparison: Comparison) -> list[Figure]:
     """Return the figure of bandwidth shares by size of the tables; [] without a sweep of E."""
     points = comparison.points[comparison.points["phase"] == "step"]
     points = points[points["role"].str.match(r"sweep, (base point|E=[^,]+)$")]
-    known = known_ceiling(points) if points["role"].nunique() > 1 else None
-    if known is None:
+    ceiling_column = common_ceiling(points) if points["role"].nunique() > 1 else None
+    if ceiling_column is None:
         return []
     panels = []
     for _, group in points.groupby("arm", sort=False):
@@ -195,19 +196,22 @@ def working_set(comparison: Comparison) -> list[Figure]:
         for number, machine in enumerate(comparison.machines):
             line = group[group["machine"] == number].sort_values("dense_bytes")
             shade = SHADES[number % len(SHADES)]
-            x, y = line["dense_bytes"] / 1e6, 100 * line[known]
+            x, y = line["dense_bytes"] / 1e6, 100 * line[ceiling_column]
             lines.append(Curve(x, y, shade, machine.label, "o"))
             size = machine.device.cache_bytes if machine.device else None
             if size:
                 marks.append(Mark(size / 1e6, shade, SHORT, upright=True))
-        across, up = Scale("MB of plain tables", log=10), Scale(f"% of {CEILINGS[known]}", log=10)
+        across, up = (
+            Scale("MB of plain tables", log=10),
+            Scale(f"% of {CEILINGS[ceiling_column]}", log=10),
+        )
         panels.append(Panel(group["name"].iloc[0], curves(lines, across, up, marks=marks)))
     return [
         Figure(
             "working_set",
             "Share of the bandwidth by size of the tables",
-            f"Distinct bytes per second as % of {CEILINGS[known]}, against the bytes of the "
-            "uncompressed tables. Vertical lines: the last cache of each machine, where known; "
+            f"Distinct bytes per second as % of {CEILINGS[ceiling_column]}, against the bytes of "
+            "the uncompressed tables. Vertical lines: the last cache of each machine, where known; "
             "what fits in it is served from there.",
             "",
             panels,

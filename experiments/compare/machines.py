@@ -82,9 +82,10 @@ class Comparison:
     Attributes:
         machines: machines; the others are compared with the first.
         points: row per machine, role, contender and phase. A role is the position of a cell in its
-            experiment, whatever its sizes. `same` is True for the work of the first machine. `gain`
-            is the speed-up over the first machine in lookups per second; its interval combines the
-            far ends of both medians' intervals.
+            experiment, whatever its sizes. `rate` is lookups per second; `of_*` are shares of
+            CEILINGS. `same` is True for the work of the first machine. `gain` is `rate` ÷ that of
+            the first machine; from `gain_lo` to `gain_hi`, both rates may be anywhere in their
+            intervals, because machines cannot take turns, so nothing is paired.
         left_out: sentences about points that some machine lacks.
     """
 
@@ -99,12 +100,13 @@ class Comparison:
         Raises:
             NotComparable: the runs have no point in common, or are of several experiments.
         """
-        machines = read(paths)
-        every = measured(machines)
-        shared = every.groupby(KEYS)["machine"].transform("nunique") == len(machines)
+        machines = read_machines(paths)
+        points = measured_points(machines)
+        shared = points.groupby(KEYS)["machine"].transform("nunique") == len(machines)
         if not shared.any():
             raise NotComparable("these runs share no case, no axis value and no contender")
-        return cls(machines, every[shared].reset_index(drop=True), missing(machines, every))
+        in_all = points[shared].reset_index(drop=True)
+        return cls(machines, in_all, missing_points(machines, points))
 
     @property
     def headline(self) -> str:
@@ -124,13 +126,13 @@ class Comparison:
         cells = [m.cells[m.cells["role"] == role].iloc[0]["sizes"] for m in self.machines]
         table = {name: [cell.get(name) for cell in cells] for name in cells[0]}
         return "; ".join(
-            f"{name} = {by_value(self.machines, map(_shown, values))}"
+            f"{name} = {group_by_value(self.machines, map(_shown, values))}"
             for name, values in table.items()
             if len(set(map(repr, values))) > 1
         )
 
 
-def by_value(machines: Sequence[Machine], values: Iterable[str | None]) -> str:
+def group_by_value(machines: Sequence[Machine], values: Iterable[str | None]) -> str:
     """Return values with their machines, such as "2.13 on A and B; 2.11 on C", without None."""
     labels: dict[str, list[str]] = {}
     for machine, value in zip(machines, values, strict=True):
@@ -148,7 +150,7 @@ def is_remote(path: Path) -> bool:
     return re.match(r"[\w.@-]{2,}:.", str(path)) is not None and not path.exists()
 
 
-def fetched(path: Path, scratch: Path) -> Path:
+def fetch(path: Path, scratch: Path) -> Path:
     """Copy a run or a bundle of another machine into `scratch` by scp; return others as they are.
 
     Raises:
@@ -170,8 +172,8 @@ def fetched(path: Path, scratch: Path) -> Path:
 def comparisons(paths: Sequence[Path], scratch: Path) -> list[tuple[str, list[Path]]]:
     """Return the experiment and the runs of each comparison, in the order of the first path.
 
-    Directories alone form one comparison, whose name is "". With a bundle among the paths there is
-    one comparison per experiment of which every path has a run; the last run of a bundle counts.
+    Directories alone form one comparison, whose name is "". If one path is a bundle, there is one
+    comparison per experiment that every path has; of several runs in a bundle the last one counts.
     Bundles are checked and unpacked into `scratch`.
 
     Raises:
@@ -180,7 +182,9 @@ def comparisons(paths: Sequence[Path], scratch: Path) -> list[tuple[str, list[Pa
     """
     if not any(path.suffix == ".zip" for path in paths):
         return [("", list(paths))]
-    offered = [_runs(path, scratch / str(number)) for number, path in enumerate(paths)]
+    offered = [
+        _runs_by_experiment(path, scratch / str(number)) for number, path in enumerate(paths)
+    ]
     shared = [name for name in offered[0] if all(name in runs for runs in offered)]
     if not shared:
         words = "; ".join(
@@ -191,7 +195,7 @@ def comparisons(paths: Sequence[Path], scratch: Path) -> list[tuple[str, list[Pa
     return [(name, [runs[name] for runs in offered]) for name in shared]
 
 
-def _runs(path: Path, folder: Path) -> dict[str, Path]:
+def _runs_by_experiment(path: Path, folder: Path) -> dict[str, Path]:
     """Return the runs of a bundle or of one run's directory, by experiment."""
     if path.suffix != ".zip":
         return {str(read_config(path / CONFIG).name): path} if has_records(path) else {}
@@ -199,12 +203,12 @@ def _runs(path: Path, folder: Path) -> dict[str, Path]:
     return {str(read_config(run / CONFIG).name): run for run in runs_in(folder, "runs/*/*")}
 
 
-def known_ceiling(points: pd.DataFrame) -> str | None:
+def common_ceiling(points: pd.DataFrame) -> str | None:
     """Return the first column of CEILINGS without missing values, or None."""
     return next((column for column in CEILINGS if points[column].notna().all()), None)
 
 
-def read(paths: Sequence[Path]) -> list[Machine]:
+def read_machines(paths: Sequence[Path]) -> list[Machine]:
     """Read runs of one experiment in the given order; raise NotComparable for others."""
     if len(paths) < 2:
         raise NotComparable("a comparison needs two runs or more, e.g. two of reports/reference/")
@@ -256,14 +260,17 @@ def _labels(runs: Sequence[Run]) -> list[str]:
 
 
 def _cells(records: Sequence[Record]) -> pd.DataFrame:
-    """Return the role, work and sizes of each timed cell."""
+    """Return the role, work and sizes of each timed cell, indexed by the cell's key.
+
+    `work` is a text that is equal for equal work; `sizes` a dictionary to show where it is not.
+    """
     timed = [r for r in records if r.get("kind", TIME) == TIME]
     base = next((r for r in timed if r["section"] == SWEEP), None)
     rows = [
         {
             "cell": record["cell"],
             "role": _role(record, base or record),
-            "work": repr([_comparable(record[name]) for name in WORK]),
+            "work": repr([_without_defaults(record[name]) for name in WORK]),
             "sizes": {**record["params"], **{k: record[k] for k in ("rows", "optimizer")}},
         }
         for record in timed
@@ -280,14 +287,14 @@ def _role(record: Record, base: Record) -> str:
     return "sweep, " + ", ".join(changed) if changed else BASE_POINT
 
 
-def _comparable(value: Any) -> Any:
+def _without_defaults(value: Any) -> Any:
     """Return params without defaults, so that new fields of workloads make no difference."""
     if not isinstance(value, dict):
         return value
     return sorted((k, v) for k, v in value.items() if v not in ("", [], None, "auto", "exact"))
 
 
-def measured(machines: Sequence[Machine]) -> pd.DataFrame:
+def measured_points(machines: Sequence[Machine]) -> pd.DataFrame:
     """Return the points of every machine, compared with those of the first (see Comparison)."""
     frame = pd.concat([_points(n, m) for n, m in enumerate(machines)], ignore_index=True)
     if not len(frame):
@@ -303,6 +310,7 @@ def measured(machines: Sequence[Machine]) -> pd.DataFrame:
 
 
 def _points(number: int, machine: Machine) -> pd.DataFrame:
+    """Return the measured points of a machine, see `Comparison.points`; machine `number`."""
     table = machine.run.table
     if not len(table):
         return pd.DataFrame()
@@ -330,10 +338,10 @@ def _points(number: int, machine: Machine) -> pd.DataFrame:
     )
 
 
-def missing(machines: Sequence[Machine], every: pd.DataFrame) -> list[str]:
-    """Return a sentence per role or contender that some machine lacks."""
+def missing_points(machines: Sequence[Machine], points: pd.DataFrame) -> list[str]:
+    """Return a sentence per role or contender of `points` that some machine lacks."""
     labels = [m.label for m in machines]
-    counts = every.pivot_table("rate", ["role", "name"], "label", aggfunc="size", sort=False)
+    counts = points.pivot_table("rate", ["role", "name"], "label", aggfunc="size", sort=False)
     counts = counts.reindex(columns=labels).fillna(0)
     lines = []
     for role, group in counts.groupby(level="role", sort=False):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.compare import confounders, figures
-from experiments.compare.machines import CEILINGS, Comparison, Machine, known_ceiling
+from experiments.compare.machines import CEILINGS, Comparison, Machine, common_ceiling
 from experiments.config.schema import folder_name
 from experiments.config.sweep import SWEEP
 from experiments.kind_reports import anchor as anchor_report
@@ -74,7 +74,7 @@ def page(comparison: Comparison, command: str) -> Page:
     others = [
         f"{source.title}: {figure.name} {figure.value:g} {figure.unit}, {figure.device_words} "
         f"({source.source})"
-        for source in published.of_experiment(name)
+        for source in published.publications_of(name)
         for figure in source.figures
         if not figure.not_here
     ]
@@ -103,7 +103,9 @@ def page(comparison: Comparison, command: str) -> Page:
         ],
         subtitle=" · ".join([*labels, f"mode {machines[0].mode}"]),
         question=str(machines[0].run.info.get("question", "")),
-        notices=[Notice(d.sentence(), d.weight.value) for d in confounders.find(machines)],
+        notices=[
+            Notice(d.sentence(), d.weight.value) for d in confounders.find_differences(machines)
+        ],
     )
 
 
@@ -159,14 +161,14 @@ def _gain(comparison: Comparison, number: int, by_machine: Sequence[Mapping[str,
 def _times(point: Mapping[str, Any]) -> str:
     """Return a speed-up such as "5.2× [5.0, 5.4]", or without an interval."""
     low, high = point["gain_lo"], point["gain_hi"]
-    known = math.isfinite(low) and math.isfinite(high)
-    return text.times(point["gain"]) + f" {text.interval(low, high)}" * known
+    has_interval = math.isfinite(low) and math.isfinite(high)
+    return text.times(point["gain"]) + f" {text.interval(low, high)}" * has_interval
 
 
 def points_table(comparison: Comparison, phase: str) -> Table:
     """Return the table of gains, rates and bandwidth shares per role and contender."""
     points = comparison.points[comparison.points["phase"] == phase]
-    ceiling, base = known_ceiling(points), comparison.machines[0].label
+    ceiling, base = common_ceiling(points), comparison.machines[0].label
 
     def gain(n: int) -> Column:
         return lambda p: Value(_times(p[n]) + " (sizes differ)" * (not p[n]["same"]), p[n]["gain"])
@@ -236,19 +238,16 @@ def sources_table(machines: Sequence[Machine]) -> Table:
     """Return the table of theoretical figures with their sources."""
     devices = {m.device.key: m.device for m in machines if m.device}.values()
     rows = [
-        (device.name, words, device.figures.get(key), device.sources.get(key, ceilings.UNKNOWN))
+        {
+            "device": device.name,
+            "figure": words,
+            "value": f"{device.figures[key]:g}" if key in device.figures else text.NONE,
+            "source": device.sources.get(key, ceilings.UNKNOWN),
+        }
         for device in devices
         for key, words in ceilings.FIGURES.items()
     ]
-    return Table.of(
-        rows,
-        {
-            "device": lambda row: row[0],
-            "figure": lambda row: row[1],
-            "value": lambda row: text.NONE if row[2] is None else f"{row[2]:g}",
-            "source": lambda row: row[3],
-        },
-    )
+    return Table.of(rows, {name: name for name in ("device", "figure", "value", "source")})
 
 
 OPENING = f"""\
@@ -260,8 +259,8 @@ in `reports/reference/`. How to add a figure or a run:
 
 def overview(extra: Sequence[Path] = ()) -> Page:
     """Return the page of all published figures with verdicts by the references and `extra` runs."""
-    judged = published.of_references(extra)
-    counts = ", ".join(f"{n} {v.value}" for v, n in published.counted(judged).items())
+    judged = published.judge_references(extra)
+    counts = ", ".join(f"{n} {v.value}" for v, n in published.count_verdicts(judged).items())
     return Page(
         name="Published figures",
         answer=[f"{len(judged)} figures: {counts}."],
@@ -269,7 +268,7 @@ def overview(extra: Sequence[Path] = ()) -> Page:
             Section(words=[OPENING, published.RULE]),
             *[
                 _source(source, [f for f in judged if f.source is source])
-                for source in published.sources()
+                for source in published.publications()
             ],
         ],
     )
@@ -291,7 +290,7 @@ def _source(source: Publication, judgements: Sequence[JudgedFigure]) -> Section:
         table=anchor_report.table(judged),
         parts=[
             Section(
-                words=[f"Not run here: {reason}. Theirs is of {published.theirs(alike[0])}."],
+                words=[f"Not run here: {reason}. Theirs is of {published.their_device(alike[0])}."],
                 points=_listed(alike),
             )
             for reason, alike in reasons.items()

@@ -18,6 +18,7 @@ OPERATIONS = {
     "insert_or_assign": "insert_or_assign",
     "insert_and_evict": "insert_and_evict",
 }
+GROWTH_PHASE = "insert"  # timed call of a hash table that grows
 
 
 class UsageError(Exception):

@@ -56,10 +56,8 @@ TRAINED = {
     "hashed_hot": "hot rows + hashed",
     "evicting": "dynamic, evicting",
     "planned": "planned per table",
-    "robe": "ROBE",
-    "dhe": "DHE",
 }
-Condition = Callable[[dict[str, Any]], bool]
+Rule = Callable[[dict[str, Any]], bool]
 
 
 def label_of(contender: str) -> str:
@@ -135,7 +133,10 @@ class Cell:
 
     @property
     def key(self) -> str:
-        """Return a text that is unique within a run, and the same in every run of the cell."""
+        """Return a text that identifies the cell within a run and is the same in every run.
+
+        Stored records are joined by it, so its form must not change.
+        """
         values = " ".join(f"{a}={getattr(self.workload, a):g}" for a in AXES)
         world = f" W={self.ranks} {self.scaling.value}" * bool(self.ranks)
         return f"{self.section} {values}{world}"
@@ -219,16 +220,16 @@ def swept_cells(
     else:
         points = [dict(zip(axes, values, strict=True)) for values in _combined(config.design, axes)]
     seen: set[str] = set()
-    keep = [condition(text) for text in config.where]
-    drop = [condition(text) for text in config.exclude]
+    keep = [compile_rule(text) for text in config.where]
+    drop = [compile_rule(text) for text in config.exclude]
     for point in points:
-        lone = config.design is Design.one_at_a_time and point
+        off_base = config.design is Design.one_at_a_time and point
         workload = dataclasses.replace(base, **point)
         arms = []
         sizes = config.cache.fractions
-        for arm in arms_of(names, config.tt.ranks if lone else ranks, sizes, loads):
+        for arm in arms_of(names, config.tt.ranks if off_base else ranks, sizes, loads):
             values = {"rank": arm.rank} | {axis: getattr(workload, axis) for axis in AXES}
-            if all(met(values) for met in keep) and not any(met(values) for met in drop):
+            if all(rule(values) for rule in keep) and not any(rule(values) for rule in drop):
                 arms.append(arm)
         cell = Cell(
             SWEEP,
@@ -271,7 +272,7 @@ _RULE_SYNTAX = (
 )
 
 
-def condition(text: str) -> Condition:
+def compile_rule(text: str) -> Rule:
     """Compile a rule of `where` or `exclude`, such as "rank <= D or L == 1".
 
     Returns:

@@ -143,12 +143,14 @@ class OneModule(Contender):
         """Build the module on the task's device."""
 
     def forward(self, prepared: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        ids, offsets, _ = prepared
         with torch.no_grad():
-            output: Tensor = self.module(prepared[0], prepared[1])
+            output: Tensor = self.module(ids, offsets)
         return output
 
     def step(self, prepared: tuple[Tensor, Tensor, Tensor]) -> None:
-        self.module(prepared[0], prepared[1]).backward(prepared[2])
+        ids, offsets, gradient = prepared
+        self.module(ids, offsets).backward(gradient)
 
 
 def build(name: str, task: Task) -> Contender:

@@ -17,7 +17,7 @@ from experiments.workloads.workload import Batch
 FILLED_LOAD = 0.75  # rows per slot: low enough that every key finds a slot
 IDS_PER_FILL = 1 << 18  # ids per forward while the tables are filled
 MAX_MISSES = 1 << 20  # rows that one batch may miss in the fast tier: the default on a CPU
-Prepared = tuple[Tensor, Tensor, Tensor]
+Prepared = tuple[Tensor, Tensor, Tensor]  # ids, offsets, gradient of the output
 
 
 class Dynamic(OneModule):
@@ -109,8 +109,9 @@ class Tiered(Dynamic):
 
     def visit(self, prepared: Prepared) -> None:
         """Run a training forward, because only training moves rows between tiers."""
-        self.rows += self.distinct[prepared[0].data_ptr()]
-        self.module(prepared[0], prepared[1])
+        ids, offsets, _ = prepared
+        self.rows += self.distinct[ids.data_ptr()]
+        self.module(ids, offsets)
 
     def step(self, prepared: Prepared) -> None:
         self.rows += self.distinct.get(prepared[0].data_ptr(), 0)

@@ -23,7 +23,7 @@ from experiments.contenders.tt import TTTables, tt_specs
 from experiments.workloads.workload import Batch, TableShape
 
 VARIABLE = "EMBLIB_FBTT"
-Feature = tuple[Tensor, Tensor]
+Feature = tuple[Tensor, Tensor]  # ids and offsets
 
 
 def library() -> Any:

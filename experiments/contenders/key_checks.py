@@ -95,6 +95,6 @@ def _check_values(
 ) -> None:
     """Check that an operation returns `want`; `other` passes values that present keys ignore."""
     passed = want + 1 if other else want
-    got: Tensor = getattr(table, operation)(table.prepare(keys, passed))
-    if not torch.equal(got.cpu(), want):
+    actual: Tensor = getattr(table, operation)(table.prepare(keys, passed))
+    if not torch.equal(actual.cpu(), want):
         raise Wrong(f"{operation}: values differ from those that were put in")

@@ -13,7 +13,7 @@ import emblib
 from experiments.config.schema import OPERATIONS
 from experiments.contenders.registry import Unsupported as Unsupported
 from experiments.contenders.registry import find
-from experiments.machine.bandwidth import Lines
+from experiments.machine.bandwidth import CacheLines
 
 Prepared = tuple[Tensor, Tensor]  # keys int64 [keys] and values float32 [keys, dim]
 ENTRY_BYTES = 17  # bytes per slot: key, score and tag
@@ -70,8 +70,8 @@ class KeyTable(ABC):
         """Return a call's keys and values as the operations take them, on the device."""
         return keys.to(self.task.device), values.to(self.task.device)
 
-    def ready(self) -> None:  # noqa: B027 most tables need nothing
-        """Discard the traces of the checks; called once, after filling and verifying."""
+    def reset_after_checks(self) -> None:  # noqa: B027 most tables need nothing
+        """Forget what the checks did to the table's statistics; called once, after verifying."""
 
     @abstractmethod
     def find_slots(self, prepared: Any) -> Tensor:
@@ -82,7 +82,7 @@ class KeyTable(ABC):
         raise NotImplementedError
 
     def find_or_insert_slots(self, prepared: Any) -> Tensor:
-        """Return the slots of keys; insert absent keys as far as the table can."""
+        """Return the slots of keys; insert absent keys, unless a full table cannot evict."""
         raise NotImplementedError
 
     def find_or_insert(self, prepared: Any) -> Tensor:
@@ -116,7 +116,7 @@ def build_keyed(name: str, task: KeyTask) -> KeyTable:
     return table
 
 
-class Scored(KeyTable):
+class EmblibHashTable(KeyTable):
     """emblib.HashTable with all its slots from the beginning; a full table evicts by LRU."""
 
     operations = tuple(OPERATIONS)
@@ -134,14 +134,17 @@ class Scored(KeyTable):
         self.table.insert_or_assign(keys.to(self.task.device), values.to(self.task.device))
 
     def find_slots(self, prepared: Prepared) -> Tensor:
-        return self.table.slots(prepared[0])
+        keys, _ = prepared
+        return self.table.slots(keys)
 
     def find(self, prepared: Prepared) -> Tensor:
-        return self.table.find(prepared[0])[0]
+        keys, _ = prepared
+        return self.table.find(keys)[0]
 
     def find_or_insert_slots(self, prepared: Prepared) -> Tensor:
         """Insert absent keys with initial values of the table's own."""
-        return self.table.find_or_insert_slots(prepared[0]).slots
+        keys, _ = prepared
+        return self.table.find_or_insert_slots(keys).slots
 
     def find_or_insert(self, prepared: Prepared) -> Tensor:
         return self.table.find_or_insert(*prepared)[0]
@@ -165,7 +168,7 @@ class Scored(KeyTable):
         return self.table.index.nbytes() + 4 * self.task.dim * self.table.capacity()
 
 
-class Growing(Scored):
+class GrowingHashTable(EmblibHashTable):
     """emblib.HashTable that starts with `first` slots and grows."""
 
     def _spec(self) -> emblib.DynamicSpec:
@@ -174,7 +177,7 @@ class Growing(Scored):
         )
 
 
-class ScoredLFU(Scored):
+class EmblibHashTableLFU(EmblibHashTable):
     """emblib.HashTable whose full table evicts the least frequently used key."""
 
     eviction = emblib.Eviction.LFU
@@ -186,23 +189,24 @@ class SortedKeys(KeyTable):
     def __init__(self, task: KeyTask) -> None:
         super().__init__(task)
         self.keys = torch.empty(0, dtype=torch.int64, device=task.device)
-        self.parts: list[Tensor] = []
+        self.pending: list[Tensor] = []
 
     def fill(self, keys: Tensor, values: Tensor) -> None:
         """Collect the keys; `prepare` merges them once, because each merge sorts all keys."""
-        self.parts.append(keys.to(self.task.device))
+        self.pending.append(keys.to(self.task.device))
 
     def prepare(self, keys: Tensor, values: Tensor) -> Prepared:
         """Merge the collected keys, then return the call."""
-        if self.parts:
-            self.keys = torch.cat([self.keys, *self.parts]).unique()
-            self.parts = []
+        if self.pending:
+            self.keys = torch.cat([self.keys, *self.pending]).unique()
+            self.pending = []
         prepared: Prepared = super().prepare(keys, values)
         return prepared
 
     def find_slots(self, prepared: Prepared) -> Tensor:
         """Look up each distinct key once, in ascending order, which is faster than every key."""
-        distinct, inverse = torch.unique(prepared[0], return_inverse=True)
+        keys, _ = prepared
+        distinct, inverse = torch.unique(keys, return_inverse=True)
         nearest = torch.searchsorted(self.keys, distinct).clamp_(max=len(self.keys) - 1)
         slots = torch.where(self.keys[nearest] == distinct, nearest, self.absent)
         return slots[inverse]
@@ -221,7 +225,7 @@ class RandomLines(KeyTable):
         super().__init__(task)
         if task.device.type != "cpu":
             raise Unsupported("the ceiling of random lines is measured on the CPU")
-        self.lines = Lines(ENTRY_BYTES * task.slots, huge=self.huge)
+        self.lines = CacheLines(ENTRY_BYTES * task.slots, huge=self.huge)
         self.single_thread = torch.get_num_threads() == 1
 
     def fill(self, keys: Tensor, values: Tensor) -> None:

@@ -17,6 +17,7 @@ class ReferenceTT(TableByTable):
     """Tensor trains by torch.bmm on the gathered slices of each lookup, for all tables."""
 
     def __init__(self, task: Task) -> None:
+        """Draw the cores, [table][core], and zero states, [table][core][state of the rule]."""
         super().__init__(task)
         if len(task.shapes) > task.tt_tables:
             raise Unsupported("the reference TT contender compresses every table; raise tt.tables")
@@ -43,18 +44,20 @@ class ReferenceTT(TableByTable):
             )
 
     def _lookup(self, prepared: Prepared) -> Tensor:
+        features, _ = prepared
         outputs = [
-            tt.lookup(c, s.rows, s.row_factors, s.dim_factors, i, o)
-            for c, s, (i, o) in zip(self.cores, self.specs, prepared[0], strict=True)
+            tt.lookup(cores, spec.rows, spec.row_factors, spec.dim_factors, ids, offsets)
+            for cores, spec, (ids, offsets) in zip(self.cores, self.specs, features, strict=True)
         ]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
     def step(self, prepared: Prepared) -> None:
         """Run autograd to dense core gradients, then reference.tt.update_rows_."""
         leaves = [c for cores in self.cores for c in cores]
-        gradients = torch.autograd.grad(self._lookup(prepared), leaves, prepared[1])
+        _, gradient_of_output = prepared
+        gradients = torch.autograd.grad(self._lookup(prepared), leaves, gradient_of_output)
         states = [s for table in self.states for s in table]
-        self.hyperparams[1] += 1  # the step
+        self.hyperparams[1] += 1  # the number of the step, as in `Optimizer.hyperparams`
         with torch.no_grad():
             for core, state, gradient in zip(leaves, states, gradients, strict=True):
                 tt.update_rows_(core, state, self.hyperparams, self.rule.name, gradient)

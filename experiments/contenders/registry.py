@@ -91,7 +91,7 @@ class Entry:
         """Return what is not installed and the command for it; "" if the contender can run."""
         if self.variable and not self.built():
             return f"not built here: {self.install}"
-        if all(installed(requirement) for requirement in self.requires):
+        if all(find_installed(requirement) for requirement in self.requires):
             return ""
         wanted = [requirement.replace(" | ", " (or ") for requirement in self.requires]
         wanted = [w + ")" * ("(or " in w) for w in wanted]
@@ -106,19 +106,19 @@ class Entry:
 
     def versions(self) -> dict[str, str]:
         """Return {package: version} of the installed packages among `requires`."""
-        pairs = (installed(requirement) for requirement in self.requires)
+        pairs = (find_installed(requirement) for requirement in self.requires)
         return dict(pair for pair in pairs if pair)
 
     def unknown_versions(self) -> list[str]:
         """Return a sentence per installed package whose version is not known to work."""
-        known = {
+        tested_versions = {
             name: version for text in self.requires for name, version in REQUIREMENT.findall(text)
         }
         torch = f" with torch {self.of_torch}" * bool(self.of_torch)
         return [
-            f"{name} is {version}, known to work{torch} is {known[name]}"
+            f"{name} is {version}, known to work{torch} is {tested_versions[name]}"
             for name, version in self.versions().items()
-            if version.partition("+")[0] != known[name]
+            if version.partition("+")[0] != tested_versions[name]
         ]
 
     def load(self) -> type[Any]:
@@ -126,7 +126,7 @@ class Entry:
         if reason := self.missing():
             raise Missing(reason)
         try:
-            loaded: type[Any] = getattr(_module(self.file), self.cls)
+            loaded: type[Any] = getattr(_import_file(self.file), self.cls)
         except (ImportError, OSError) as error:  # OSError: a shared library that does not load
             if self.variable:
                 raise Missing(f"{self.built()} does not load here ({error})") from error
@@ -142,7 +142,7 @@ class Entry:
 def entries() -> dict[str, Entry]:
     """Return every contender by name, in the order of the files; raise RegistryError."""
     extra = os.environ.get("EMBLIB_CONTENDERS", "").split(os.pathsep)
-    torch = installed("torch")
+    torch = find_installed("torch")
     folders = (HERE, *(Path(folder) for folder in extra if folder))
     return _entries(folders, torch[1] if torch else "")
 
@@ -176,13 +176,18 @@ def identity(name: str) -> dict[str, str]:
     return facts
 
 
-def cached() -> tuple[str, ...]:
+def names_with_cache() -> tuple[str, ...]:
     """Return the names of the contenders with a cache."""
     return tuple(name for name, entry in entries().items() if entry.variants == "cache")
 
 
 @functools.cache
 def _entries(folders: tuple[Path, ...], torch: str) -> dict[str, Entry]:
+    """Read the entries of all folders.
+
+    `torch` is the installed version, or "". It and the folders are arguments because the result is
+    cached by them: tests change both.
+    """
     entries_by_name: dict[str, Entry] = {}
     for folder in folders:
         path = folder / TABLE
@@ -196,20 +201,20 @@ def _entries(folders: tuple[Path, ...], torch: str) -> dict[str, Entry]:
         for name, shared in table.items():
             if name.startswith("_"):
                 continue
-            facts = _of_release(shared, words, torch)
+            facts = _fill_versions(shared, words, torch)
             if name in entries_by_name:
                 raise RegistryError(f"{path}: the name '{name}' is taken; choose another")
             entries_by_name[name] = _entry(folder, name, facts)
     return entries_by_name
 
 
-def _of_release(
+def _fill_versions(
     facts: Mapping[str, Any], words: Mapping[str, Mapping[str, str]], torch: str
 ) -> dict[str, Any]:
     """Return the facts with each {word} replaced by its text for a version of torch."""
     filled = dict(facts)
     for word, texts in words.items():
-        braced, release = f"{{{word}}}", _nearest(list(texts), torch)
+        braced, release = f"{{{word}}}", _nearest_release(list(texts), torch)
         requires = [str(text) for text in filled.get("requires", ())]
         if any(braced in text for text in requires):
             filled["of_torch"] = release
@@ -219,20 +224,21 @@ def _of_release(
     return filled
 
 
-def _nearest(releases: Sequence[str], version: str) -> str:
+def _nearest_release(releases: Sequence[str], version: str) -> str:
     """Return the newest release up to `version`, else the oldest; the newest for no version."""
-    ordered = sorted(releases, key=_numbers)
-    wanted = _numbers(version) or (math.inf,)
-    return next((r for r in reversed(ordered) if _numbers(r) <= wanted), ordered[0])
+    ordered = sorted(releases, key=_version_numbers)
+    wanted = _version_numbers(version) or (math.inf,)
+    return next((r for r in reversed(ordered) if _version_numbers(r) <= wanted), ordered[0])
 
 
-def _numbers(version: str) -> tuple[float, ...]:
+def _version_numbers(version: str) -> tuple[float, ...]:
     """Return (2, 13) for "2.13.0+cpu"; () for text that is no version."""
     match = re.match(r"(\d+)\.(\d+)", version)
     return (float(match[1]), float(match[2])) if match else ()
 
 
 def _entry(folder: Path, name: str, facts: Mapping[str, Any]) -> Entry:
+    """Check the facts of one entry and return it; raise RegistryError, which names the fact."""
     where = f"{folder.name}/{TABLE}: {name}"
     if not NAME.fullmatch(name):
         raise RegistryError(f"{where}: a name is lower-case letters, digits and _")
@@ -256,7 +262,7 @@ def _entry(folder: Path, name: str, facts: Mapping[str, Any]) -> Entry:
     return Entry(name=name, file=folder / f"{target[1]}.py", cls=target[2], **facts)
 
 
-def installed(requirement: str) -> tuple[str, str] | None:
+def find_installed(requirement: str) -> tuple[str, str] | None:
     """Return (package, version) of the first installed alternative of a requirement, or None."""
     for alternative in requirement.split(" | "):
         package = alternative.partition("==")[0]
@@ -267,7 +273,8 @@ def installed(requirement: str) -> tuple[str, str] | None:
     return None
 
 
-def _module(file: Path) -> ModuleType:
+def _import_file(file: Path) -> ModuleType:
+    """Import the file of a contender; one of another folder gets a module name of its own."""
     if file.parent == HERE:
         return importlib.import_module(f"experiments.contenders.{file.stem}")
     name = f"emblib_contender_{file.stem}_{zlib.crc32(str(file).encode()):08x}"

@@ -73,12 +73,14 @@ class Collection(Contender):
         """Build the module on the task's device; return it and this rank's blocks."""
 
     def forward(self, prepared: tuple[Any, Tensor]) -> Tensor:
+        features, _ = prepared
         with torch.no_grad():
-            output: Tensor = self.module(prepared[0]).values()
+            output: Tensor = self.module(features).values()
         return output
 
     def step(self, prepared: tuple[Any, Tensor]) -> None:
-        self.module(prepared[0]).values().backward(prepared[1])
+        features, gradient = prepared
+        self.module(features).values().backward(gradient)
 
     def observe(self, batch: Batch) -> State:
         """Return the touched rows of each table, summed over the ranks; a collective."""

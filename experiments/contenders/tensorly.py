@@ -42,7 +42,8 @@ class FactorizedTables(TorchOptimized):
 
     def _lookup(self, prepared: Prepared) -> Tensor:
         outputs = []
-        for module, (indices, offsets) in zip(self.modules, prepared[0], strict=True):
+        features, _ = prepared
+        for module, (indices, offsets) in zip(self.modules, features, strict=True):
             distinct, inverse = torch.unique(indices, return_inverse=True)
             rows = module(distinct.cpu())  # the library factors the ids with numpy, on the host
             outputs.append(

@@ -20,7 +20,7 @@ from experiments.contenders.base import (
 )
 from experiments.workloads.workload import Batch
 
-Prepared = tuple[list[tuple[Tensor, Tensor]], Tensor]
+Prepared = tuple[list[tuple[Tensor, Tensor]], Tensor]  # (ids, offsets) per feature; gradient
 
 
 class TableByTable(Contender):
@@ -59,7 +59,8 @@ class TorchOptimized(TableByTable):
         """Build the tables on the task's device; return the parameters to train."""
 
     def step(self, prepared: Prepared) -> None:
-        self._lookup(prepared).backward(prepared[1])
+        _, gradient = prepared
+        self._lookup(prepared).backward(gradient)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
@@ -90,7 +91,8 @@ class TorchBags(TorchOptimized):
         return [bag.weight for bag in self.bags]
 
     def _lookup(self, prepared: Prepared) -> Tensor:
-        outputs = [b(i, o) for b, (i, o) in zip(self.bags, prepared[0], strict=True)]
+        features, _ = prepared
+        outputs = [bag(*feature) for bag, feature in zip(self.bags, features, strict=True)]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
     def observe(self, batch: Batch) -> State:

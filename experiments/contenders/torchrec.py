@@ -262,10 +262,10 @@ class ManagedCollisions(KeyTable):
     def __init__(self, task: KeyTask) -> None:
         super().__init__(task)
         self.absent = max(MIN_ROWS, task.resident + 1) - 1
-        self.parts: list[Tensor] = []
-        self.ready()
+        self.pending: list[Tensor] = []
+        self.reset_after_checks()
 
-    def ready(self) -> None:
+    def reset_after_checks(self) -> None:
         """Rebuild the module, because its first training batch limits how many ids it records."""
         self.module = MCHManagedCollisionModule(
             zch_size=self.absent + 1,
@@ -277,18 +277,18 @@ class ManagedCollisions(KeyTable):
 
     def fill(self, keys: Tensor, values: Tensor) -> None:
         """Collect the keys; `prepare` merges them once, because each merge sorts all keys."""
-        self.parts.append(keys.to(self.task.device))
+        self.pending.append(keys.to(self.task.device))
 
     def _merge(self) -> None:
         """Load the collected keys as a checkpoint has them: sorted ids, each with its row."""
-        if self.merged == len(self.parts):
+        if self.merged == len(self.pending):
             return
-        keys = torch.cat(self.parts).unique()
+        keys = torch.cat(self.pending).unique()
         state = self.module.state_dict()
         state["_mch_sorted_raw_ids"][: len(keys)] = keys
         state["_mch_counts"][: len(keys)] = 1
         self.module.load_state_dict(state)
-        self.merged = len(self.parts)
+        self.merged = len(self.pending)
 
     def prepare(self, keys: Tensor, values: Tensor) -> PreparedIds:
         self._merge()

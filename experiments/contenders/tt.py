@@ -59,6 +59,7 @@ class TTTables(Contender):
         )
 
     def prepare(self, batch: Batch) -> Any:
+        """Return the plain tables' prepared batch or None, the trains' arguments, the gradient."""
         device = self.task.device
         columns = split_gradient(batch, self.task.shapes)
         compressed = self._part(batch, self.compressed)
@@ -68,9 +69,12 @@ class TTTables(Contender):
         return rest, (ids, offsets), torch.cat(ordered, dim=1).to(device)
 
     def _lookup(self, prepared: Any) -> Tensor:
-        rest, compressed, _ = prepared
-        outputs = [self.rest.module(rest[0], rest[1])] if self.rest else []
-        outputs.append(self.trains(*compressed))
+        rest, arguments_of_trains, _ = prepared
+        outputs = []
+        if self.rest:
+            ids, offsets, _ = rest
+            outputs.append(self.rest.module(ids, offsets))
+        outputs.append(self.trains(*arguments_of_trains))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
     def forward(self, prepared: Any) -> Tensor:
@@ -78,7 +82,8 @@ class TTTables(Contender):
             return self._lookup(prepared)
 
     def step(self, prepared: Any) -> None:
-        self._lookup(prepared).backward(prepared[2])
+        _, _, gradient = prepared
+        self._lookup(prepared).backward(gradient)
 
     def flops(self, batch: Batch) -> dict[str, float]:
         """Count two operations per multiply-add of the trains' products."""

@@ -21,31 +21,32 @@ from experiments.measure.outcome import status_of, verify
 from experiments.measure.process import note
 from experiments.measure.session import Session
 from experiments.measure.timing import VERIFY_BATCH, task_of
-from experiments.timing.clock import Clock, Work, clock_for
+from experiments.timing.clock import Clock, Phase, Work, clock_for
 from experiments.timing.passes import counting_pass
 from experiments.timing.warmup import warm_up
 from experiments.workloads.workload import Pool, make_pool, table_shapes
 
-Run = Callable[[int], object]
-
 
 @dataclass
-class Ready:
+class ReadyPoint:
     """A point that is built and can be timed."""
 
     contender: Contender
-    run: Run  # on batch number n of the pool
-    step: Run
+    run: Phase  # the timed phase, as the clock adapts it
+    step: Phase  # a whole step, for counters and memory
     clock: Clock
 
 
 class Bench:
-    """The work of one worker process: one method per message."""
+    """The work of one worker process: one method per message of `points`.
+
+    `now` is a clock in nanoseconds. The constructor binds the process to `setup.core`.
+    """
 
     def __init__(self, setup: Setup, now: Callable[[], int] = time.perf_counter_ns) -> None:
         self.setup, self.now = setup, now
         self.device = torch.device(setup.device)
-        self.ready: dict[str, Ready] = {}
+        self.ready: dict[str, ReadyPoint] = {}
         self.pools: dict[str, Pool] = {}
         if setup.core is not None and hasattr(os, "sched_setaffinity"):
             os.sched_setaffinity(0, {setup.core})
@@ -67,7 +68,8 @@ class Bench:
                 )
         return results
 
-    def _build(self, point: Point) -> Ready:
+    def _build(self, point: Point) -> ReadyPoint:
+        """Build a point, check it against the reference if the setup asks, prepare its batches."""
         config = dataclasses.replace(self.setup.config, optimizer=point.optimizer)
         session = Session(config, self.device, "gate")
         work, scale, seed = point.cell.workload, point.cell.rows_scale, self.setup.seed
@@ -87,7 +89,7 @@ class Bench:
         def step(number: int) -> object:
             return contender.step(prepared[number])
 
-        return Ready(contender, clock.adapt(run, len(prepared)), step, clock)
+        return ReadyPoint(contender, clock.adapt(run, len(prepared)), step, clock)
 
     def _pool(self, cell: Cell) -> Pool:
         """Return the batches of a case, which all its points share."""
@@ -98,7 +100,7 @@ class Bench:
         return self.pools[cell.key]
 
     def settle(self) -> None:
-        """Switch garbage collection off."""
+        """Switch garbage collection off; a collection inside a sample would count as noise."""
         gc.freeze()
         gc.disable()
 
@@ -116,8 +118,7 @@ class Bench:
         """Take one sample per batch, each after one uncounted execution.
 
         The other worker has just filled the caches, and the scheduler may have to wake this
-        process; a first execution would measure that. Every sample has such an execution, so all
-        are alike.
+        process. The uncounted execution pays for both, before every sample alike.
         """
         ready, taken = self.ready[turn.point], []
         for batch in turn.batches:
@@ -128,7 +129,7 @@ class Bench:
             taken.append(reading.seconds / turn.executions)
         return taken
 
-    def _execute(self, run: Run, batch: int, executions: int) -> None:
+    def _execute(self, run: Phase, batch: int, executions: int) -> None:
         start = self.now()
         for number in range(executions):
             run((batch + number) % self.setup.config.timing.pool)
@@ -136,6 +137,7 @@ class Bench:
             self._wait((self.now() - start) / 1e9 * (self.setup.slow - 1))
 
     def _wait(self, seconds: float) -> None:
+        """Wait by spinning: a sleeping process would lose its core and its warm caches."""
         end = self.now() + 1e9 * seconds
         while self.now() < end:
             pass

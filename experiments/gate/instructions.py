@@ -1,14 +1,15 @@
 """Count the instructions of the gate's points with callgrind: exact, on any loaded machine.
 
-Each side runs once, in a process of its own under valgrind, both at the same time: counts do not
-depend on what else runs. Torch is imported and the points are built without instrumentation. Then
-each point is executed on every batch of the pool, and three times with counting on. Of the three
-the smallest counts, because Python's caches change during the first ones. Two numbers result: all
-instructions of the call, Python and torch included, and those within emblib's own library.
+Each side runs once in its own process under valgrind. Both run at the same time, because counts do
+not depend on the load of the machine. Torch is imported and the points are built without
+instrumentation. Then each point is executed on every batch of the pool, and three times with
+counting on. Of the three the smallest counts, because Python's caches change during the first ones.
+Two numbers result: all instructions of the call, Python and torch included, and those within
+emblib's own library.
 
 Counting is switched on and off from inside by valgrind's client requests. A request is a sequence
 of instructions without effect, which valgrind recognises; they are written into an executable page,
-so that no compiler is needed. Valgrind has no AVX-512: what is counted are the AVX2 kernels.
+so that no compiler is needed. Valgrind does not know AVX-512, so the AVX2 kernels are counted.
 
 At the top this file imports nothing that imports emblib, as `worker.py`: see there.
 """
@@ -41,7 +42,7 @@ REQUEST_CODE = bytes.fromhex("4889f8 4889f2 48c1c703 48c1c70d 48c1c73d 48c1c733 
 DUMP, ZERO, _, _, START, STOP = range(0x43540000, 0x43540006)  # requests of callgrind ("CT")
 
 
-def why_not(config: Any, device: str, *, smoke: bool) -> str:
+def reason_not_to_count(config: Any, device: str, *, smoke: bool) -> str:
     """Return why instructions cannot be counted here; empty where they can."""
     if device != "cpu" or config.device.threads != 1:
         return "they are counted on the CPU, with device.threads=1"
@@ -76,20 +77,20 @@ def count(setup: Any, folders: Mapping[str, str]) -> tuple[Counts, str]:
             if process.returncode:
                 lines = [line for line in errors.strip().splitlines() if not line.startswith("==")]
                 return {}, f"{side} failed under valgrind: {(lines or ['no message'])[-1]}"
-            for point, found in read_dumps(message.parent / side).items():
-                counts.setdefault(point, {})[side] = found
+            for point, side_counts in read_dumps(message.parent / side).items():
+                counts.setdefault(point, {})[side] = side_counts
     return counts, ""
 
 
 def _start(side: str, folder: str, message: Path) -> subprocess.Popen[str]:
-    place = message.parent / side
-    place.mkdir()
+    folder_of_side = message.parent / side
+    folder_of_side.mkdir()
     return subprocess.Popen(
         [
             *("valgrind", "--tool=callgrind", "--instr-atstart=no"),
-            f"--callgrind-out-file={place}/dump",
+            f"--callgrind-out-file={folder_of_side}/dump",
             *(sys.executable, "-m", "experiments.gate.instructions", folder, str(message)),
-            str(place / "names"),
+            str(folder_of_side / "names"),
         ],
         cwd=ROOT,
         env=os.environ | {"PYTHONHASHSEED": "0", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
@@ -99,15 +100,15 @@ def _start(side: str, folder: str, message: Path) -> subprocess.Popen[str]:
     )
 
 
-def read_dumps(place: Path) -> dict[str, dict[str, float]]:
+def read_dumps(folder: Path) -> dict[str, dict[str, float]]:
     """Return the counts per point: the smallest of its dumps, which are numbered in order."""
-    names = (place / "names").read_text().splitlines()
-    found: dict[str, dict[str, float]] = {}
+    names = (folder / "names").read_text().splitlines()
+    smallest: dict[str, dict[str, float]] = {}
     for number, name in enumerate(names, 1):
-        counted = count_dump((place / f"dump.{number}").read_text())
-        best = found.setdefault(name, counted)
-        found[name] = {key: min(best[key], value) for key, value in counted.items()}
-    return found
+        counted = count_dump((folder / f"dump.{number}").read_text())
+        best = smallest.setdefault(name, counted)
+        smallest[name] = {key: min(best[key], value) for key, value in counted.items()}
+    return smallest
 
 
 def count_dump(text: str) -> dict[str, float]:
@@ -154,9 +155,9 @@ class ClientRequests:
 
 def main(package: str, message: str, names: str) -> None:
     """Build the points of a pickled `Setup` from a package, and dump the counts of each."""
-    from experiments.gate.worker import prefer
+    from experiments.gate.worker import import_from
 
-    prefer(package)
+    import_from(package)
     from experiments.gate.bench import Bench
 
     bench, requests = Bench(pickle.loads(Path(message).read_bytes())), ClientRequests()

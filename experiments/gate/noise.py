@@ -10,7 +10,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from experiments.config.schema import Config, UsageError
+from experiments.config.schema import Config
 from experiments.gate import pages, setup
 from experiments.gate.pairs import Trial, TrialRunner
 from experiments.gate.rules import Request, Rules, Stage
@@ -36,13 +36,10 @@ HOW = (
 
 def run(config: Config, *, question: str, words: Sequence[str]) -> int:
     """Measure, save noise.json and report; return the exit status."""
-    try:
-        if config.dry_run:
-            return setup.plan(config, f"{config.gate.floor_pairs} pairs of processes")
-        start = setup.begin(config, words)
-        both, store = setup.one_revision(start, print), start.create()
-    except UsageError as error:
-        return setup.refuse(error)
+    if config.dry_run:
+        return setup.print_plan(config, f"{config.gate.floor_pairs} pairs of processes")
+    start = setup.start_gate(config, words)
+    both, store = setup.head_on_both_sides(start, print), start.create()
     began = time.monotonic()
     count = SMOKE_PAIRS if start.smoke else config.gate.floor_pairs
     names = [p.name for p in start.points]
@@ -60,17 +57,17 @@ def run(config: Config, *, question: str, words: Sequence[str]) -> int:
         except KeyboardInterrupt:
             status = "interrupted"
     when = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    floor = setup.content(start.environment, config, trial.evidence.first, when)
-    place = store.write_json("noise.json", floor)
+    floor = setup.noise_floor_content(start.environment, config, trial.evidence.first, when)
+    stored_at = store.write_json("noise.json", floor)
     if status == "finished" and not start.smoke:
         floors = RunStore(ROOT / config.gate.noise)
-        place = floors.write_json(setup.floor_file(start.environment, config), floor)
+        stored_at = floors.write_json(setup.floor_file(start.environment, config), floor)
     seconds = round(time.monotonic() - began, 1)
     store.write_json(
         "run.json",
         {"experiment": config.name, "question": question, "status": status, "seconds": seconds},
     )
-    print(f"\n{write(store.path)}\n\nnoise floor: {pages.shown_path(place)}")
+    print(f"\n{write(store.path)}\n\nnoise floor: {pages.shown_path(stored_at)}")
     print(f"report: {pages.shown_path(store.path / 'index.html')}")
     return 130 if status == "interrupted" else 5 if trial.failed else 0
 
@@ -130,13 +127,13 @@ def sentence(
 def table(points: Mapping[str, Mapping[str, Any]], margins: Mapping[str, float]) -> Table:
     """Return one row per point."""
     return Table.of(
-        points.items(),
+        [{"point": name, "margin": margins[name], **noise} for name, noise in points.items()],
         {
-            "point": lambda x: x[0],
-            "pairs": lambda x: tables.count_value(x[1]["pairs"]),
-            "A ÷ A [95\u00a0%]": lambda x: pages.ratio(statistics.combine(x[1]["effects"])),
-            "MAD": lambda x: pages.percent(x[1]["mad"]),
-            "95 % of pairs within": lambda x: pages.percent(x[1]["p95"]),
-            "margin": lambda x: pages.percent(margins[x[0]]),
+            "point": "point",
+            "pairs": lambda p: tables.count_value(p["pairs"]),
+            "A ÷ A [95\u00a0%]": lambda p: pages.effect_value(statistics.combine(p["effects"])),
+            "MAD": lambda p: pages.margin_value(p["mad"]),
+            "95 % of pairs within": lambda p: pages.margin_value(p["p95"]),
+            "margin": lambda p: pages.margin_value(p["margin"]),
         },
     )

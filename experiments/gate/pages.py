@@ -74,18 +74,18 @@ def page_of(
     )
 
 
-def ratio(effect: Effect) -> Value:
+def effect_value(effect: Effect) -> Value:
     """Format '1.083 [1.061, 1.106]': three decimals, for effects of a few per cent."""
     return Value.of(effect.ratio, lambda v: f"{v:.3f} [{effect.lo:.3f}, {effect.hi:.3f}]")
 
 
-def percent(value: float | None) -> Value:
+def margin_value(value: float | None) -> Value:
     """Format '5.2 %'."""
     finite = None if value is None or math.isinf(value) else value
     return Value.of(finite, lambda v: f"{100 * v:.3g} %")
 
 
-def counted(line: PointFinding, name: str) -> Value:
+def instructions_value(line: PointFinding, name: str) -> Value:
     """Format '1.031 (2,113,402)': head ÷ base, and the count of head."""
     sides = line.counts.get(name)
     head_per_base = sides["head"] / sides["base"] if sides and sides["base"] else None
@@ -117,7 +117,16 @@ def write_outputs(
     *,
     summary: str | None = None,
 ) -> str:
-    """Write all files of a gate, append gate.md to the file `summary`, and return the answer."""
+    """Write gate.json, gate.md, junit.xml and the page of a gate; return the answer.
+
+    Args:
+        path: directory of the run.
+        findings: findings of the gate.
+        facts: further entries of gate.json: experiment, base and head (in words), notices, and of a
+            complete run commits, device, machine, measured and seconds, which `trend` reads.
+        status: exit status, a key of MEANING.
+        summary: file to which gate.md is appended, as that of a job of GitHub; None for none.
+    """
     store = RunStore(path)
     answer = sentence(findings, facts)
     report = _page(path, findings, facts, answer, status)
@@ -129,7 +138,7 @@ def write_outputs(
             "meaning": MEANING[status],
             "answer": answer,
             **facts,
-            "points": [as_json(line) for line in findings.lines],
+            "points": [as_json(line) for line in findings.points],
         },
     )
     store.write("junit.xml", junit(findings, answer))
@@ -145,19 +154,19 @@ def sentence(findings: Findings, facts: Mapping[str, Any]) -> str:
     between = f"{facts['head']} against {facts['base']}"
     if findings.broken:
         return f"{between}: nothing could be compared: {findings.broken}"
-    bad = [x for x in findings.lines if x.regression]
+    bad = [x for x in findings.points if x.regression]
     if bad:
         worst = bad[0]
         what = f"{worst.point}, {_effect(worst)}" if worst.state == "SLOWER" else worst.point
         more = f" and {text.count(len(bad) - 1, 'other point')}" * (len(bad) > 1)
         return f"{between} is worse at {what}{more}."
-    broken = findings.having("MISSING", "FAILED")
+    broken = findings.in_states("MISSING", "FAILED")
     if broken:
         return f"{between}: {text.count(len(broken), 'point')} failed in head."
     if not findings.compared:
         return f"{between}: nothing could be compared."
-    unsure, total = len(findings.having("UNSURE")), len(findings.compared)
-    faster = findings.having("FASTER")
+    unsure, total = len(findings.in_states("UNSURE")), len(findings.compared)
+    faster = findings.in_states("FASTER")
     gain = f", {text.count(len(faster), 'point')} faster" * bool(faster)
     doubt = f"; unsure of {unsure} of {total}" * bool(unsure)
     return f"{between}: no slowdown was found at {text.count(total, 'point')}{gain}{doubt}."
@@ -170,14 +179,14 @@ def _effect(line: PointFinding) -> str:
     return f"{effect.ratio:.3f}× [{effect.lo:.3f}, {effect.hi:.3f}]"
 
 
-def describe(line: PointFinding) -> str:
+def finding_line(line: PointFinding) -> str:
     """Format one finding as a line for the terminal."""
     if line.ruling is None:
         return f"{line.state:<8} {line.point}: {line.reason}"
     ruling = line.ruling
     sizes = f"{text.seconds(line.base_s)} → {text.seconds(line.head_s)}"
-    known = ruling.effect.processes > 1
-    effect = _effect(line) if known else f"{ruling.effect.ratio:.3f}×"
+    has_interval = ruling.effect.processes > 1
+    effect = _effect(line) if has_interval else f"{ruling.effect.ratio:.3f}×"
     grown = "".join(f" · {x}" for x in line.grown)
     return (
         f"{line.state:<8} {effect} m={100 * ruling.margin:.1f}% {line.point} · {sizes} · "
@@ -196,18 +205,18 @@ def _page(
     notices += list(facts.get("notices", ()))
     tiles = [
         Tile(
-            str(len(findings.having(v.value))),
+            str(len(findings.in_states(v.value))),
             v.value.lower(),
-            TILE_STYLES.get(v.value, "") if findings.having(v.value) else "",
+            TILE_STYLES.get(v.value, "") if findings.in_states(v.value) else "",
         )
         for v in (Verdict.SLOWER, Verdict.UNSURE, Verdict.FASTER, Verdict.SAME)
     ]
-    sections = [Section("Points", table=table(findings.lines), figures=_figures(findings.lines))]
+    sections = [Section("Points", table=table(findings.points), figures=_figures(findings.points))]
     others = [
-        f"{x.state.lower()}: {x.point} – {x.reason}" for x in findings.lines if x.ruling is None
+        f"{x.state.lower()}: {x.point} – {x.reason}" for x in findings.points if x.ruling is None
     ]
-    others += [f"unsure: {x.point} – {x.reason}" for x in findings.having("UNSURE")]
-    others += [f"{x.point}: {change}" for x in findings.lines for change in (*x.grown, *x.shrunk)]
+    others += [f"unsure: {x.point} – {x.reason}" for x in findings.in_states("UNSURE")]
+    others += [f"{x.point}: {change}" for x in findings.points for change in (*x.grown, *x.shrunk)]
     if others:
         sections.append(Section("Remarks", others))
     name = str(facts["experiment"])
@@ -219,11 +228,11 @@ def table(lines: Sequence[PointFinding]) -> Table:
     columns: dict[str, Callable[[tuple[PointFinding, Ruling]], Value | str]] = {
         "point": lambda x: x[0].point,
         "verdict": lambda x: x[0].state + " (counted)" * bool(x[0].grown),
-        "head ÷ base [95\u00a0%]": lambda x: ratio(x[1].effect),
-        "margin": lambda x: percent(x[1].margin),
-        "smallest detectable": lambda x: percent(x[1].visible),
-        "instructions": lambda x: counted(x[0], TOTAL),
-        "of them in emblib": lambda x: counted(x[0], NATIVE),
+        "head ÷ base [95\u00a0%]": lambda x: effect_value(x[1].effect),
+        "margin": lambda x: margin_value(x[1].margin),
+        "smallest detectable": lambda x: margin_value(x[1].visible),
+        "instructions": lambda x: instructions_value(x[0], TOTAL),
+        "of them in emblib": lambda x: instructions_value(x[0], NATIVE),
         "base": lambda x: tables.time_value(x[0].base_s),
         "head": lambda x: tables.time_value(x[0].head_s),
         "pairs": lambda x: _pairs(x[1]),
@@ -277,12 +286,12 @@ def _figures(lines: Sequence[PointFinding]) -> list[Figure]:
 def junit(findings: Findings, answer: str) -> str:
     """Return one test case per point: failed where it is worse, skipped where undecided."""
     suite = ElementTree.Element(
-        "testsuite", name="performance gate", tests=str(len(findings.lines))
+        "testsuite", name="performance gate", tests=str(len(findings.points))
     )
     failures = 0
-    for line in findings.lines:
+    for line in findings.points:
         case = ElementTree.SubElement(suite, "testcase", classname="gate", name=line.point)
-        words = describe(line)
+        words = finding_line(line)
         if line.regression or line.state in ("MISSING", "FAILED"):
             failures += 1
             ElementTree.SubElement(
@@ -295,6 +304,6 @@ def junit(findings: Findings, answer: str) -> str:
         failures += 1
         case = ElementTree.SubElement(suite, "testcase", classname="gate", name="build")
         ElementTree.SubElement(case, "failure", message=answer, type="BUILD").text = findings.broken
-        suite.set("tests", str(len(findings.lines) + 1))
+        suite.set("tests", str(len(findings.points) + 1))
     suite.set("failures", str(failures))
     return ElementTree.tostring(suite, encoding="unicode", xml_declaration=True) + "\n"

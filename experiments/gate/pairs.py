@@ -53,27 +53,42 @@ class Revisions:
 
 @dataclass(frozen=True)
 class PairJob:
-    """One pair of processes: its points and settings."""
+    """One pair of processes: its points and settings.
+
+    Attributes:
+        points: points to measure.
+        config: configuration of the run.
+        device: "cpu" or "cuda".
+        number: number of the pair in its run; with config.seed it gives all random numbers.
+        slow: factor by which head is slowed.
+        check: True to check correctness too, and to measure what does not depend on time.
+    """
 
     points: Sequence[Point]
     config: Config
     device: str
-    number: (
-        int  # number of the pair in its run: its random numbers follow from this and config.seed
-    )
-    slow: float = 1.0  # factor by which head is slowed
-    check: bool = False  # correctness, and what does not depend on the clock
+    number: int
+    slow: float = 1.0
+    check: bool = False
 
 
 @dataclass
 class PointSamples:
-    """The samples of one point, in seconds, from one pair."""
+    """The samples of one point from one pair.
 
-    base: list[list[float]] = field(default_factory=list)  # block -> its two samples
+    Attributes:
+        base: seconds of base, [blocks][2]; a sample is the mean of `executions` calls.
+        head: seconds of head, the same.
+        executions: calls per sample.
+        warm: answers to WarmUp by side.
+        weight: answers to WeighPoint by side; {} if the job did not ask for them.
+    """
+
+    base: list[list[float]] = field(default_factory=list)
     head: list[list[float]] = field(default_factory=list)
     executions: int = 1
     warm: dict[str, Any] = field(default_factory=dict)
-    weight: dict[str, dict[str, float]] = field(default_factory=dict)  # side -> what it needs
+    weight: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def of(self, side: Side) -> list[list[float]]:
         """Return the samples of one side."""
@@ -99,7 +114,8 @@ class PairResult:
         self.taken.pop(point, None)
 
 
-WorkerFactory = Callable[[Side, str], Any]  # a worker of this revision's folder, as a context
+# Starts a worker for a side with the package in a folder; a context manager that ends it.
+WorkerFactory = Callable[[Side, str], Any]
 
 
 def start_worker(seconds: float, side: Side, package: str) -> Child:
@@ -108,12 +124,15 @@ def start_worker(seconds: float, side: Side, package: str) -> Child:
 
 
 def run_pair(job: PairJob, revisions: Revisions, start: WorkerFactory | None = None) -> PairResult:
-    """Measure all points of the job. A crash costs only the point it happened at."""
+    """Measure all points of the job, in as many pairs of processes as it takes.
+
+    A crash costs only the point at which it happened: the others are measured by a new pair.
+    """
     outcome, points = PairResult(), list(job.points)
     start = start or partial(start_worker, job.config.timing.limit_seconds)
     while points:
         try:
-            _attempt(dataclasses.replace(job, points=points), revisions, start, outcome)
+            _measure_pair(dataclasses.replace(job, points=points), revisions, start, outcome)
             break
         except WorkerLost as loss:
             names = [loss.point] if loss.point else [p.name for p in points]
@@ -131,8 +150,14 @@ class WorkerLost(Exception):
         self.side, self.point, self.death = side, point, death
 
 
-def _attempt(job: PairJob, revisions: Revisions, start: WorkerFactory, outcome: PairResult) -> None:
-    """Measure all points in one pair of processes, in random order."""
+def _measure_pair(
+    job: PairJob, revisions: Revisions, start: WorkerFactory, outcome: PairResult
+) -> None:
+    """Measure all points in one pair of processes, in random order; add them to `outcome`.
+
+    Raises:
+        WorkerLost: a process died. `outcome` has the points that were complete by then.
+    """
     seed = PAIR_SEEDS * job.config.seed + job.number
     rng = random.Random(seed)
     order = rng.sample(list(Side), 2)  # the process that starts first gets the better memory
@@ -170,12 +195,14 @@ def _attempt(job: PairJob, revisions: Revisions, start: WorkerFactory, outcome: 
                     outcome.fail(name, side, built.status, built.reason)
         ready = [p.name for p in job.points if p.name not in outcome.failed]
         for name in rng.sample(ready, len(ready)):
-            outcome.taken[name] = _measure(job, name, ask, rng)
+            outcome.taken[name] = _measure_point(job, name, ask, rng)
         for worker in workers.values():
             worker.send(None)
 
 
-def _measure(job: PairJob, name: str, ask: Callable[..., Any], rng: random.Random) -> PointSamples:
+def _measure_point(
+    job: PairJob, name: str, ask: Callable[..., Any], rng: random.Random
+) -> PointSamples:
     """Measure the blocks of one point: base head head base, or the reverse, at random."""
     taken = PointSamples()
     for side in rng.sample(list(Side), 2):
@@ -204,7 +231,16 @@ Measure = Callable[[PairJob, Revisions], PairResult]
 
 @dataclass
 class Trial:
-    """One run of the gate's procedure, with its results so far."""
+    """One run of the gate's procedure, with its results so far.
+
+    Attributes:
+        number: number of the trial in the run; a gate has one trial, the kind power many.
+        slow: factor by which head is slowed.
+        attempt: 1, or more if earlier attempts at the trial had a failure and were dropped.
+        evidence: effects of the pairs so far.
+        failed: failures by point and side.
+        weights: numbers that do not depend on time, by point, side and name.
+    """
 
     number: int = 0
     slow: float = 1.0
@@ -227,7 +263,7 @@ class Trial:
             self.evidence.lost.add(record["point"])
 
     def add_counts(self, counts: Counts) -> None:
-        """Add the counted instructions to what the sides of a point need."""
+        """Add the counted instructions to the weights of each point and side."""
         for point, sides in counts.items():
             weights = self.weights.setdefault(point, {})
             for side, counted in sides.items():
@@ -236,7 +272,11 @@ class Trial:
 
 @dataclass
 class TrialRunner:
-    """Run the trials of a gate: start pairs, store records, update trials."""
+    """Run the trials of a gate: start pairs, append their records to points.jsonl, update trials.
+
+    A trial changes only by what is stored (`Trial.remember`), so that a resumed run continues
+    exactly where the stored records end.
+    """
 
     config: Config
     device: torch.device
@@ -320,7 +360,7 @@ class TrialRunner:
         return records
 
 
-def seconds_of(records: Sequence[Record], point: str, side: Side) -> list[float]:
+def faster_samples(records: Sequence[Record], point: str, side: Side) -> list[float]:
     """Return the faster sample of every block, over all pairs."""
     key = f"{side.value}_ns"
     taken = [r[key] for r in records if r["point"] == point and r["status"] == "ok"]

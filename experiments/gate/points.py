@@ -37,8 +37,8 @@ def points_of(config: Config) -> list[Point]:
     points = []
     for asked in wanted:
         if asked.case not in cells:
-            known = ", ".join(cells) or "none"
-            raise UsageError(f"gate.points: no case '{asked.case}'. There is: {known}")
+            case_names = ", ".join(cells) or "none"
+            raise UsageError(f"gate.points: no case '{asked.case}'. There is: {case_names}")
         if asked.phase not in PHASES:
             raise UsageError(f"gate.points: no phase '{asked.phase}'. There is: {list(PHASES)}")
         cell = cells[asked.case]
@@ -56,21 +56,34 @@ def points_of(config: Config) -> list[Point]:
 
 @dataclass(frozen=True)
 class Setup:
-    """The first message to a worker: what to build."""
+    """The first message to a worker: what to build; answered by {point: BuildResult}.
+
+    Attributes:
+        points: points to build.
+        config: configuration of the run.
+        device: "cpu" or "cuda".
+        seed: seed of the batches, the same on both sides.
+        slow: factor of every timed call, by waiting inside the timed region, so that a run can show
+            that the gate notices it.
+        idle: the same factor outside the timed region. The side that is not slowed waits there, so
+            that both sides load the core alike.
+        check: True to compare each point with the reference before it is timed.
+        core: core to stay on; None for any.
+    """
 
     points: Sequence[Point]
     config: Config
     device: str
     seed: int
-    slow: float = 1.0  # take this many times as long, to see whether it is noticed
-    idle: float = 1.0  # the same outside of what is timed: both sides then use as much of a core
-    check: bool = False  # compare with the reference first
-    core: int | None = None  # stay on this one
+    slow: float = 1.0
+    idle: float = 1.0
+    check: bool = False
+    core: int | None = None
 
 
 @dataclass(frozen=True)
 class WarmUp:
-    """Run a point until it is warm; answered by the time of one execution."""
+    """Run a point until it is warm; answered by {"execution_s": seconds of a call, ...}."""
 
     point: str
 
@@ -86,7 +99,7 @@ class TakeSamples:
 
 @dataclass(frozen=True)
 class WeighPoint:
-    """Count bytes, peak memory and hit rate of a point."""
+    """Measure what does not depend on time; answered by {"weights_bytes": .., "hit_rate": ..}."""
 
     point: str
 

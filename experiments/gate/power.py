@@ -1,7 +1,7 @@
 """The error rates of the gate: whole gates of a revision against itself, and against a slowed copy.
 
-Every trial is the gate's whole procedure in processes of its own; no pair is used twice, so trials
-are as independent as the machine permits. An interrupted run can be resumed.
+A trial is the gate's whole procedure, in new processes. No pair of processes serves two trials, so
+trials are as independent as the machine permits. An interrupted run can be resumed.
 """
 
 from __future__ import annotations
@@ -33,17 +33,14 @@ from experiments.timing.statistics import Verdict, wilson
 
 def run(config: Config, *, question: str, words: Sequence[str]) -> int:
     """Run all trials, then the report; return the exit status."""
-    try:
-        if config.dry_run:
-            trials = f"{len(schedule(config))} trials of a gate"
-            return setup.plan(config, f"{trials} of {setup.pairs_of(config)}")
-        start = setup.begin(config, words)
-        if config.gate.inject <= 1 and config.gate.slowed_trials:
-            raise UsageError("gate.slowed_trials need gate.inject, e.g. gate.inject=1.10")
-        both = setup.one_revision(start, print)
-        store, records = setup.unfinished(start) or (start.create(), [])
-    except UsageError as error:
-        return setup.refuse(error)
+    if config.dry_run:
+        trials = f"{len(schedule(config))} trials of a gate"
+        return setup.print_plan(config, f"{trials} of {setup.pairs_words(config)}")
+    start = setup.start_gate(config, words)
+    if config.gate.inject <= 1 and config.gate.slowed_trials:
+        raise UsageError("gate.slowed_trials need gate.inject, e.g. gate.inject=1.10")
+    both = setup.head_on_both_sides(start, print)
+    store, records = setup.find_unfinished(start) or (start.create(), [])
     began = time.monotonic()
     wanted = schedule(config)
     rules = Rules.load(store.path) or start.rules
@@ -62,7 +59,7 @@ def run(config: Config, *, question: str, words: Sequence[str]) -> int:
             display,
             pairs=1 + max((r["pair"] for r in records), default=-1),
         )
-        status = _trials(runner, replay(records))
+        status = _run_trials(runner, replay(records))
     info = {"question": question, "status": status, "seconds": round(time.monotonic() - began, 1)}
     store.write_json("run.json", {"experiment": "gate_power", **info})
     print(f"\n{write(store.path)}\n\nreport: {pages.shown_path(store.path / 'index.html')}")
@@ -72,13 +69,13 @@ def run(config: Config, *, question: str, words: Sequence[str]) -> int:
 def schedule(config: Config) -> list[float]:
     """Return how much each trial slows head; slowed trials are spread evenly among the others."""
     gate, smoke = config.gate, bool(config.timing.max_rows)
-    still, slow = (min(n, 1) if smoke else n for n in (gate.trials, gate.slowed_trials))
-    total = still + slow
-    slowed = {(2 * n + 1) * total // (2 * slow) for n in range(slow)}
-    return [gate.inject if n in slowed else 1.0 for n in range(total)]
+    unchanged, slowed = (min(n, 1) if smoke else n for n in (gate.trials, gate.slowed_trials))
+    total = unchanged + slowed
+    slowed_numbers = {(2 * n + 1) * total // (2 * slowed) for n in range(slowed)}
+    return [gate.inject if n in slowed_numbers else 1.0 for n in range(total)]
 
 
-def complete(path: Path) -> list[dict[str, Any]]:
+def completed_outcomes(path: Path) -> list[dict[str, Any]]:
     """Return the outcomes of the completed trials of a run directory."""
     rules = Rules.load(path)
     if rules is None:
@@ -86,18 +83,18 @@ def complete(path: Path) -> list[dict[str, Any]]:
     names = list(rules.margins)
     trials = replay(read_records(path)).values()
     trials_done = [t for t in trials if next_request(names, t.evidence, rules) is None]
-    return [outcome(t, names, rules) for t in sorted(trials_done, key=lambda t: t.number)]
+    return [trial_outcome(t, names, rules) for t in sorted(trials_done, key=lambda t: t.number)]
 
 
-def _trials(runner: TrialRunner, done: dict[int, Trial]) -> str:
+def _run_trials(runner: TrialRunner, done: dict[int, Trial]) -> str:
     """Return 'finished', 'interrupted', or 'incomplete': a process failed, the trial is void."""
     display, rules, failures = runner.display, runner.rules, 0
     names = list(rules.margins)
     try:
         for number, slow in enumerate(schedule(runner.config)):
-            known = done.get(number)
-            trial = known or Trial(number, slow)
-            was_done = known and next_request(names, known.evidence, rules) is None
+            earlier_trial = done.get(number)
+            trial = earlier_trial or Trial(number, slow)
+            was_done = earlier_trial and next_request(names, earlier_trial.evidence, rules) is None
             runner.finish(trial)
             if trial.failed:
                 failures += 1
@@ -105,7 +102,7 @@ def _trials(runner: TrialRunner, done: dict[int, Trial]) -> str:
                 reason = next(iter(sides.values())).reason
                 display.finish(f"failed at {name}: {reason}")
             else:
-                display.finish("" if was_done else line(outcome(trial, names, rules)))
+                display.finish("" if was_done else trial_line(trial_outcome(trial, names, rules)))
     except KeyboardInterrupt:
         display.say("interrupted: the same command continues here")
         return "interrupted"
@@ -129,8 +126,14 @@ def replay(records: Sequence[Record]) -> dict[int, Trial]:
     return trials
 
 
-def outcome(trial: Trial, names: Sequence[str], rules: Rules) -> dict[str, Any]:
-    """Return the decision of one gate."""
+def trial_outcome(trial: Trial, names: Sequence[str], rules: Rules) -> dict[str, Any]:
+    """Return the decision of one gate, an entry of `trials` in power.json.
+
+    Entries: `trial` (number), `slow` (factor), `alarm` (whether a point is SLOWER), the names of
+    points by verdict (`slower`, `faster`, `same`, `unsure`), `screened` (points that the first set
+    alone called slower), `failed`, and `effects`, {point: {"first": [...], "second": [...]}} in
+    logarithms.
+    """
     rulings = decide(names, trial.evidence, rules)
     by_verdict: dict[str, list[str]] = defaultdict(list)
     for name, ruling in rulings.items():
@@ -149,7 +152,7 @@ def outcome(trial: Trial, names: Sequence[str], rules: Rules) -> dict[str, Any]:
     }
 
 
-def line(trial: Mapping[str, Any]) -> str:
+def trial_line(trial: Mapping[str, Any]) -> str:
     """Format a trial for the terminal."""
     slowed = f"slowed {trial['slow']:g}×" if trial["slow"] > 1 else "A/A"
     counts = ", ".join(
@@ -162,46 +165,52 @@ def line(trial: Mapping[str, Any]) -> str:
 
 
 def compute_rates(trials: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return false-alarm and detection rates of complete trials, with Wilson intervals."""
-    still = [t for t in trials if t["slow"] == 1]
+    """Return false-alarm and detection rates of complete trials (`trial_outcome`), see `rate_of`.
+
+    Trials of unchanged code give `false_alarms` (of gates), `false_screened` (by the first set
+    alone), `false_faster` and `unsure` (of points). Slowed trials give `caught` (of points) and
+    `caught_by_gate`. `points` has `false_alarms` and `caught` by point.
+    """
+    unchanged = [t for t in trials if t["slow"] == 1]
     slowed = [t for t in trials if t["slow"] > 1]
-    seen = [n for t in slowed for n in t["effects"]]
-    caught = [n for t in slowed for n in t["slower"]]
+    slowed_points = [name for t in slowed for name in t["effects"]]
+    caught_points = [name for t in slowed for name in t["slower"]]
     by_point = {
         name: {
-            "false_alarms": hit_rate(
-                sum(name in t["slower"] for t in still), sum(name in t["effects"] for t in still)
+            "false_alarms": rate_of(
+                sum(name in t["slower"] for t in unchanged),
+                sum(name in t["effects"] for t in unchanged),
             ),
-            "caught": hit_rate(caught.count(name), seen.count(name)),
+            "caught": rate_of(caught_points.count(name), slowed_points.count(name)),
         }
         for name in sorted({n for t in trials for n in t["effects"]})
     }
     return {
-        "false_alarms": hit_rate(sum(t["alarm"] for t in still), len(still)),
-        "false_screened": hit_rate(sum(bool(t["screened"]) for t in still), len(still)),
-        "false_faster": hit_rate(sum(bool(t["faster"]) for t in still), len(still)),
-        "caught": hit_rate(len(caught), len(seen)),
-        "caught_by_gate": hit_rate(sum(t["alarm"] for t in slowed), len(slowed)),
-        "unsure": hit_rate(
-            sum(len(t["unsure"]) for t in still), sum(len(t["effects"]) for t in still)
+        "false_alarms": rate_of(sum(t["alarm"] for t in unchanged), len(unchanged)),
+        "false_screened": rate_of(sum(bool(t["screened"]) for t in unchanged), len(unchanged)),
+        "false_faster": rate_of(sum(bool(t["faster"]) for t in unchanged), len(unchanged)),
+        "caught": rate_of(len(caught_points), len(slowed_points)),
+        "caught_by_gate": rate_of(sum(t["alarm"] for t in slowed), len(slowed)),
+        "unsure": rate_of(
+            sum(len(t["unsure"]) for t in unchanged), sum(len(t["effects"]) for t in unchanged)
         ),
         "points": by_point,
     }
 
 
-def hit_rate(hits: int, trials: int) -> dict[str, Any]:
-    """Return a rate with its 95 % interval."""
+def rate_of(hits: int, trials: int) -> dict[str, Any]:
+    """Return {"hits", "of", "rate", "lo", "hi"}: a rate with Wilson's 95 % interval."""
     lo, hi = wilson(hits, trials)
     share = hits / trials if trials else None
     return {"hits": hits, "of": trials, "rate": share, "lo": lo, "hi": hi}
 
 
-STILL, SLOWED = COLOURS["tbe"], COLOURS["tt"]
+UNCHANGED_COLOUR, SLOWED_COLOUR = COLOURS["tbe"], COLOURS["tt"]
 
 
 def write(path: Path) -> str:
     """Write all files that follow from the stored pairs; return the answer."""
-    store, trials, info = RunStore(path), complete(path), read_json(path, "run.json")
+    store, trials, info = RunStore(path), completed_outcomes(path), read_json(path, "run.json")
     rates = compute_rates(trials)
     store.write_json("power.json", {"rates": rates, "trials": trials})
     store.write_json("run.json", {"experiment": "gate_power", **info, "trials": len(trials)})
@@ -211,21 +220,20 @@ def write(path: Path) -> str:
 
 
 def sentence(rates: Mapping[str, Any], trials: Sequence[Mapping[str, Any]]) -> str:
-    """State both rates."""
+    """State the rates of false alarms and of detection, as far as trials give them."""
     if not trials:
         return "No trial is complete."
     slow = max((t["slow"] for t in trials), default=1.0)
     parts = []
     if rates["false_alarms"]["of"]:
-        parts.append(f"{in_words(rates['false_alarms'])} gates of unchanged code raised an alarm")
+        parts.append(f"{rate_words(rates['false_alarms'])} gates of unchanged code raised an alarm")
     if rates["caught"]["of"]:
-        parts.append(
-            f"points slowed by {100 * (slow - 1):.3g} % were caught in {in_words(rates['caught'])}"
-        )
+        caught = rate_words(rates["caught"])
+        parts.append(f"points slowed by {100 * (slow - 1):.3g} % were caught in {caught}")
     return "; ".join(parts) + "."
 
 
-def in_words(rate: Mapping[str, Any]) -> str:
+def rate_words(rate: Mapping[str, Any]) -> str:
     """Format '0 of 200 (0 %, 95 % interval 0 to 1.9 %)'."""
     if not rate["of"]:
         return "0 of 0"
@@ -247,9 +255,9 @@ def _page(
     slow = max((t["slow"] for t in trials), default=1.0)
     more = [
         f"A first set of pairs alone, without confirmation, would have raised one in "
-        f"{in_words(rates['false_screened'])}.",
-        f"Unsure of a point in {in_words(rates['unsure'])} cases without a change.",
-        f"At least one point caught in {in_words(rates['caught_by_gate'])} slowed gates.",
+        f"{rate_words(rates['false_screened'])}.",
+        f"Unsure of a point in {rate_words(rates['unsure'])} cases without a change.",
+        f"At least one point caught in {rate_words(rates['caught_by_gate'])} slowed gates.",
     ]
     pairs = f"{rules.pairs} pairs of processes, up to {rules.max_pairs} where unsure"
     notices = []
@@ -308,6 +316,7 @@ def figure(trials: Sequence[Mapping[str, Any]], margins: Mapping[str, float]) ->
             "row": names.index(name),
             "ratio": math.exp(statistics.fmean(effects["first"])),
             "slow": trial["slow"],
+            # Multiples of the golden ratio modulo 1 keep dots of successive trials apart.
             "jitter": ((trial["trial"] * 0.618) % 1 - 0.5) * 0.28,
         }
         for trial in trials
@@ -320,7 +329,7 @@ def figure(trials: Sequence[Mapping[str, Any]], margins: Mapping[str, float]) ->
             band = (row - 0.45, row + 0.45)
             axes.fill_betweenx(band, 1 / (1 + margin), 1 + margin, color=GRID, lw=0)
         for slow, dots in frame.groupby("slow"):
-            colour, shift = (STILL, -0.18) if slow == 1 else (SLOWED, 0.18)
+            colour, shift = (UNCHANGED_COLOUR, -0.18) if slow == 1 else (SLOWED_COLOUR, 0.18)
             heights = dots["row"] + shift + dots["jitter"]
             axes.plot(dots["ratio"], heights, ".", color=colour, ms=4, alpha=0.75)
             axes.axvline(float(str(slow)), color=INK, lw=0.9, ls="-" if slow == 1 else (0, (4, 3)))

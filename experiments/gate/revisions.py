@@ -73,7 +73,7 @@ def resolve(name: str) -> str:
     return sha.decode().strip()
 
 
-def describe(sha: str) -> dict[str, str]:
+def commit_facts(sha: str) -> dict[str, str]:
     """Return hash, date and subject of a commit; of a working tree with changes nothing.
 
     A working tree counts as its commit if the sources that the gate builds are unchanged.
@@ -89,7 +89,7 @@ def describe(sha: str) -> dict[str, str]:
     return dict(zip(("sha", "date", "subject"), shown.split("\0"), strict=True))
 
 
-def base_name(config: Config, *, smoke: bool) -> str:
+def default_base(config: Config, *, smoke: bool) -> str:
     """Return the default of gate.base."""
     if config.gate.base:
         return config.gate.base
@@ -107,7 +107,7 @@ def base_name(config: Config, *, smoke: bool) -> str:
 def checkout(name: str, home: Path = HOME) -> Revision:
     """Check out the sources of a revision into its folder, unless an earlier call did."""
     sha = resolve(name)
-    folder = home / (sha[:12] if sha != WORKTREE else f"worktree-{_digest(ROOT)}")
+    folder = home / (sha[:12] if sha != WORKTREE else f"worktree-{_sources_digest(ROOT)}")
     if not (folder / ".complete").exists():
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
@@ -136,16 +136,16 @@ def _sources(root: Path) -> Iterator[Path]:
                 yield path
 
 
-def _digest(root: Path, part: str = "") -> str:
+def _sources_digest(root: Path, part: str = "") -> str:
     digest = hashlib.blake2b(digest_size=6)
     for path in _sources(root):
-        place = str(path.relative_to(root))
-        if place.startswith(part):
-            digest.update(place.encode() + b"\0" + hashlib.blake2b(path.read_bytes()).digest())
+        name = str(path.relative_to(root))
+        if name.startswith(part):
+            digest.update(name.encode() + b"\0" + hashlib.blake2b(path.read_bytes()).digest())
     return digest.hexdigest()
 
 
-def installed() -> list[Path]:
+def installed_libraries() -> list[Path]:
     """Return the native libraries that `import emblib` uses here."""
     spec = importlib.util.find_spec("emblib")
     folders = [Path(p) for p in (spec.submodule_search_locations or [])] if spec else []
@@ -156,11 +156,17 @@ def installed() -> list[Path]:
 Say = Callable[[str], object]  # prints a message before a step that takes long
 
 
-def prepare(base: Revision, head: Revision, device: str, say: Say, home: Path = HOME) -> None:
+def provide_libraries(
+    base: Revision, head: Revision, device: str, say: Say, home: Path = HOME
+) -> None:
     """Provide both revisions with native libraries; raise BuildError, which names the revision."""
-    natives = {r.sha: _digest(r.folder, "csrc/") for r in (base, head)}
+    natives = {r.sha: _sources_digest(r.folder, "csrc/") for r in (base, head)}
     same = len(set(natives.values())) == 1
-    libraries = installed() if same and natives[head.sha] == _digest(ROOT, "csrc/") else []
+    libraries = (
+        installed_libraries()
+        if same and natives[head.sha] == _sources_digest(ROOT, "csrc/")
+        else []
+    )
     for revision in (base, head):
         try:
             use = libraries or build(revision, home / "native", device, say)
@@ -176,11 +182,11 @@ def prepare(base: Revision, head: Revision, device: str, say: Say, home: Path = 
 def snapshot(name: str, device: str, say: Say) -> Revision:
     """Copy the working tree, so that later edits do not affect a comparison with itself."""
     revision = checkout(name)
-    prepare(revision, revision, device, say)
+    provide_libraries(revision, revision, device, say)
     return revision
 
 
-def _key(revision: Revision, cuda: str) -> str:
+def _build_key(revision: Revision, cuda: str) -> str:
     """Return a key of everything that determines a build: sources, torch, compiler, settings."""
     settings = [cuda, *(os.environ.get(k, "") for k in ("TORCH_CUDA_ARCH_LIST", "CXX"))]
     try:
@@ -189,7 +195,12 @@ def _key(revision: Revision, cuda: str) -> str:
     except OSError:
         compiler = ""
     torch = importlib.util.find_spec("torch")
-    words = [_digest(revision.folder, "csrc/"), compiler, str(torch and torch.origin), *settings]
+    words = [
+        _sources_digest(revision.folder, "csrc/"),
+        compiler,
+        str(torch and torch.origin),
+        *settings,
+    ]
     return hashlib.blake2b("\0".join(words).encode(), digest_size=6).hexdigest()
 
 
@@ -199,7 +210,7 @@ def build(revision: Revision, home: Path, device: str, say: Say) -> list[Path]:
     CUDA kernels take long to compile and are left out where the gate runs on the CPU.
     """
     cuda = "OFF" if device == "cpu" else os.environ.get("EMBLIB_CUDA") or "AUTO"
-    folder = home / _key(revision, cuda)
+    folder = home / _build_key(revision, cuda)
     libraries = sorted(folder.glob("libemblib_*.so"))
     if libraries:
         return libraries
@@ -233,7 +244,7 @@ def build(revision: Revision, home: Path, device: str, say: Say) -> list[Path]:
             except OSError as error:
                 raise BuildError(f"{command[0]} is needed to build it ({error})") from error
             if done.returncode:
-                raise BuildError(f"{_complaint(log)} (all of it: {log})")
+                raise BuildError(f"{_first_error(log)} (all of it: {log})")
     for library in (work / "installed" / "emblib").glob("libemblib_*.so"):
         shutil.copy2(library, folder)
     shutil.rmtree(work)
@@ -245,7 +256,7 @@ def _jobs() -> int:
     return max(1, min(os.cpu_count() or 1, int(psutil.virtual_memory().available / 2.5e9)))
 
 
-def _complaint(log: Path) -> str:
+def _first_error(log: Path) -> str:
     """Return the first error in a build's output."""
     lines = [x.strip() for x in log.read_text(errors="replace").splitlines() if x.strip()]
     for mark in ("error:", "CMake Error", "FAILED:"):

@@ -32,7 +32,10 @@ class Stage(Enum):
 
 @dataclass(frozen=True)
 class Rules:
-    """The numbers of pairs, and the margins; a run decides by those that it began with."""
+    """The numbers of pairs and the margin of each point.
+
+    A run stores them at its start and decides by them even if the noise floor changes meanwhile.
+    """
 
     pairs: int
     max_pairs: int
@@ -62,11 +65,17 @@ class Request:
 
 @dataclass
 class Evidence:
-    """The effects so far: point -> log(head / base) of each pair."""
+    """The effects so far.
+
+    Attributes:
+        first: log(head ÷ base) of each pair of the first set, by point.
+        second: the same of the second set.
+        lost: points that one side could not run.
+    """
 
     first: dict[str, list[float]] = field(default_factory=dict)
     second: dict[str, list[float]] = field(default_factory=dict)
-    lost: set[str] = field(default_factory=set)  # points that a side could not do
+    lost: set[str] = field(default_factory=set)
 
     def add(self, stage: Stage, point: str, effect: float) -> None:
         """Add the effects of one pair."""
@@ -79,16 +88,28 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Ruling:
-    """The verdict on a point, with its grounds."""
+    """The verdict on a point, with its grounds.
+
+    Attributes:
+        verdict: verdict that counts.
+        effect: effect of the second set where there was one, because the first was selected for its
+            effect; else that of the first.
+        margin: relative effect that does not count.
+        visible: smallest effect that would have been called slower or faster.
+        screened: verdict of the first set alone.
+        first: log(head ÷ base) of the pairs of the first set.
+        second: the same of the second set; () without one.
+        p: p-value of the second set, adjusted for the number of points in it; nan without one.
+    """
 
     verdict: Verdict
-    effect: Effect  # of the second set where there was one: the first was chosen for its effect
+    effect: Effect
     margin: float
-    visible: float  # the smallest effect that would have been called
-    screened: Verdict  # what the first set alone said
+    visible: float
+    screened: Verdict
     first: tuple[float, ...]
     second: tuple[float, ...]
-    p: float = math.nan  # of the second set, adjusted for the number of points in it
+    p: float = math.nan
 
 
 def next_request(points: Sequence[str], evidence: Evidence, rules: Rules) -> Request | None:
@@ -98,7 +119,7 @@ def next_request(points: Sequence[str], evidence: Evidence, rules: Rules) -> Req
     new = [p for p in points if len(first[p]) < rules.pairs]
     if new:
         return Request(Stage.first, tuple(new))
-    verdicts = {p: _said(first[p], rules.margins[p]) for p in points}
+    verdicts = {p: _verdict(first[p], rules.margins[p]) for p in points}
     enough = rules.max_pairs if rules.pairs >= statistics.LEAST_PROCESSES else 0
     unsure = [p for p in points if verdicts[p] is Verdict.UNSURE and len(first[p]) < enough]
     if unsure:
@@ -114,7 +135,7 @@ def next_request(points: Sequence[str], evidence: Evidence, rules: Rules) -> Req
 def decide(points: Sequence[str], evidence: Evidence, rules: Rules) -> dict[str, Ruling]:
     """Decide every point that both sides could run."""
     measured = [p for p in points if p not in evidence.lost and evidence.first.get(p)]
-    screened = {p: _said(evidence.first[p], rules.margins[p]) for p in measured}
+    screened = {p: _verdict(evidence.first[p], rules.margins[p]) for p in measured}
     again = [p for p in measured if screened[p] in CHANGES and evidence.second.get(p)]
     direction = {Verdict.SLOWER: 1, Verdict.FASTER: -1}
     chances = [statistics.p_value(evidence.second[p], direction[screened[p]]) for p in again]
@@ -123,7 +144,7 @@ def decide(points: Sequence[str], evidence: Evidence, rules: Rules) -> dict[str,
     for point in measured:
         margin, first = rules.margins[point], evidence.first[point]
         second = evidence.second.get(point, []) if point in adjusted else []
-        verdict, confirmed = screened[point], _said(second, margin) if second else Verdict.UNSURE
+        verdict, confirmed = screened[point], _verdict(second, margin) if second else Verdict.UNSURE
         if verdict in CHANGES and not (confirmed is verdict and adjusted[point] <= ALPHA):
             verdict = Verdict.UNSURE
         effect = statistics.combine(second or first)
@@ -140,5 +161,5 @@ def decide(points: Sequence[str], evidence: Evidence, rules: Rules) -> dict[str,
     return rulings
 
 
-def _said(logs: Sequence[float], margin: float) -> Verdict:
+def _verdict(logs: Sequence[float], margin: float) -> Verdict:
     return statistics.verdict(statistics.combine(logs), margin)

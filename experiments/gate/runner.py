@@ -11,15 +11,15 @@ from typing import Any, cast
 
 from omegaconf import OmegaConf
 
-from experiments.config.schema import Config, UsageError
+from experiments.config.schema import Config
 from experiments.gate import instructions, pages, revisions, setup
 from experiments.gate.instructions import Counts
 from experiments.gate.pairs import Revisions, Side, Trial, TrialRunner
 from experiments.gate.points import Setup, points_of
 from experiments.gate.revisions import BuildError
 from experiments.gate.rules import Rules
-from experiments.gate.setup import Start
-from experiments.gate.verdicts import Findings, findings
+from experiments.gate.setup import GateStart
+from experiments.gate.verdicts import Findings, collect_findings
 from experiments.results.store import RunStore, read_config, read_json, read_records
 from experiments.run.progress import Display
 
@@ -27,20 +27,13 @@ from experiments.run.progress import Display
 def run(config: Config, *, question: str, words: Sequence[str]) -> int:
     """Compare two revisions; return the exit status (see cli.HELP)."""
     began = time.monotonic()
-    try:
-        if config.dry_run:
-            return setup.plan(config, setup.pairs_of(config))
-        smoke = bool(config.timing.max_rows)
-        name = revisions.base_name(config, smoke=smoke)
-        base_sha, head_sha = revisions.resolve(name), revisions.resolve(config.gate.head)
-        commits = {
-            "base": revisions.describe(base_sha),
-            "head": revisions.describe(head_sha),
-        }
-        start = setup.begin(config, words)
-        store = start.create()
-    except UsageError as error:
-        return setup.refuse(error)
+    if config.dry_run:
+        return setup.print_plan(config, setup.pairs_words(config))
+    name = revisions.default_base(config, smoke=bool(config.timing.max_rows))
+    base_sha, head_sha = revisions.resolve(name), revisions.resolve(config.gate.head)
+    commits = {"base": revisions.commit_facts(base_sha), "head": revisions.commit_facts(head_sha)}
+    start = setup.start_gate(config, words)
+    store = start.create()
     start.rules.save(store)
     with Display(len(start.points)) as display:
         display.say(setup.heading(start, f"{config.gate.head} against {name}"))
@@ -66,8 +59,8 @@ def run(config: Config, *, question: str, words: Sequence[str]) -> int:
     )
     summary = os.environ.get("GITHUB_STEP_SUMMARY")
     answer = pages.write_outputs(store.path, results, facts, status, summary=summary)
-    for line in results.lines:
-        print(pages.describe(line))
+    for line in results.points:
+        print(pages.finding_line(line))
     print(f"\n{answer}\n")
     print(f"exit status {status}: {pages.MEANING[status]}" if status else "no objection")
     print(f"report: {pages.shown_path(store.path / 'index.html')}")
@@ -75,7 +68,7 @@ def run(config: Config, *, question: str, words: Sequence[str]) -> int:
 
 
 def _compare(
-    start: Start, store: RunStore, display: Display, name: str, *, alike: bool
+    start: GateStart, store: RunStore, display: Display, name: str, *, alike: bool
 ) -> tuple[Findings, dict[str, Any]]:
     """Run everything between build and verdicts; whatever happens becomes findings."""
     facts: dict[str, Any] = {
@@ -89,12 +82,12 @@ def _compare(
     try:
         base, head = revisions.checkout(name), revisions.checkout(start.config.gate.head)
         facts |= {"base": base.words, "head": head.words}
-        revisions.prepare(base, head, start.device.type, display.say)
+        revisions.provide_libraries(base, head, start.device.type, display.say)
         folders = Revisions(str(base.folder), str(head.folder))
         runner = TrialRunner(
             start.config, start.device, start.points, rules, folders, store, display
         )
-        counts, reason = _count(start, folders, display)
+        counts, reason = _count_instructions(start, folders, display)
         store.write_json("instructions.json", counts)
         if reason and not start.smoke:
             facts["notices"].append(f"Instructions were not counted: {reason}.")
@@ -105,20 +98,25 @@ def _compare(
         return Findings(broken=str(error), broken_side=side), facts
     except KeyboardInterrupt:
         stopped = True
-    results = findings(start.points, trial, rules, read_records(store.path))
+    results = collect_findings(start.points, trial, rules, read_records(store.path))
     return dataclasses.replace(results, interrupted=stopped), facts
 
 
-def _count(start: Start, folders: Revisions, display: Display) -> tuple[Counts, str]:
+def _count_instructions(
+    start: GateStart, folders: Revisions, display: Display
+) -> tuple[Counts, str]:
     """Count the instructions of all points; return the counts, and why there are none."""
-    if reason := instructions.why_not(start.config, start.device.type, smoke=start.smoke):
+    if reason := instructions.reason_not_to_count(
+        start.config, start.device.type, smoke=start.smoke
+    ):
         return {}, reason
     display.say("counting instructions under valgrind, both revisions at once")
     message = Setup(start.points, start.config, start.device.type, start.config.seed)
     return instructions.count(message, {side.value: folders.of(side) for side in Side})
 
 
-def _notices(start: Start) -> list[str]:
+def _notices(start: GateStart) -> list[str]:
+    """Return what a reader must know about the run before believing its verdicts."""
     notices = []
     if start.smoke:
         notices.append("Smoke run: tiny tables, one pair of processes: no verdict is possible.")
@@ -151,7 +149,7 @@ def rebuild(path: Path) -> str:
     for record in records:
         trial.remember(record)
     trial.add_counts(read_json(path, "instructions.json"))
-    results = findings(points_of(config), trial, rules, records)
+    results = collect_findings(points_of(config), trial, rules, records)
     results = dataclasses.replace(results, interrupted=saved["status"] == 130)
     facts = {k: v for k, v in saved.items() if k not in DERIVED}
     return pages.write_outputs(path, results, facts, saved["status"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,12 +29,18 @@ SCHEMA = 1
 
 
 @dataclass(frozen=True)
-class Floor:
-    """The noise floor in noise.json."""
+class NoiseFloor:
+    """The noise floor of a machine, from a file of gate.noise.
 
-    source: str  # file name
+    Attributes:
+        source: name of the file.
+        points: per point `pairs`, `mad` (median |log ratio| of A against A), `p95` and `effects`.
+        measured: time of the measurement, ISO 8601.
+    """
+
+    source: str
     points: Mapping[str, Mapping[str, Any]]
-    measured: str  # when
+    measured: str
 
     def margin(self, point: str, min_effect: float, pairs: int) -> float:
         """Return a point's margin for an effect over `pairs`; `min_effect` for an unknown point."""
@@ -43,8 +48,12 @@ class Floor:
         return statistics.gate_margin(min_effect, noise["mad"], pairs) if noise else min_effect
 
 
-def measures(config: Config) -> str:
-    """Return a key of how pairs are measured; a floor applies to gates with the same key."""
+def measurement_key(config: Config) -> str:
+    """Return a key of how pairs are measured; a noise floor applies to gates with the same key.
+
+    The committed floors of reports/noise are found by it: an entry that is added or renamed here
+    makes all of them unusable, until they are measured again.
+    """
     timing, device = config.timing, config.device
     return digest(
         {
@@ -61,8 +70,8 @@ def measures(config: Config) -> str:
     )
 
 
-def key(environment: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what must agree between the machines of a floor and of a gate."""
+def machine_key(environment: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a noise floor and a gate must have in common of machine and software."""
     gpu = environment.get("gpu") or {}
     return {
         "hardware_id": environment["hardware_id"],
@@ -73,23 +82,23 @@ def key(environment: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def floor_file(environment: Mapping[str, Any], config: Config) -> str:
-    """Return the file name for a machine and way of measuring."""
-    return f"{environment['hardware_id']}-{measures(config)[:8]}.json"
+    """Return the name of the noise floor's file for a machine and a way of measuring."""
+    return f"{environment['hardware_id']}-{measurement_key(config)[:8]}.json"
 
 
-def content(
+def noise_floor_content(
     environment: Mapping[str, Any],
     config: Config,
     effects: Mapping[str, Sequence[float]],
     when: str,
 ) -> dict[str, Any]:
-    """Return the content of noise.json."""
+    """Return the content of noise.json: of each point the spread of `effects`, log(A ÷ A)."""
     return {
         "schema": SCHEMA,
         "machine": environment["device"],
         "measured": when,
-        "key": key(environment),
-        "measures": measures(config),
+        "key": machine_key(environment),
+        "measures": measurement_key(config),
         "points": {
             point: {
                 "pairs": len(logs),
@@ -102,27 +111,29 @@ def content(
     }
 
 
-def read(folder: Path, environment: Mapping[str, Any], config: Config) -> Floor | None:
+def find_noise_floor(
+    folder: Path, environment: Mapping[str, Any], config: Config
+) -> NoiseFloor | None:
     """Return the floor for this machine and way of measuring; None where there is none."""
     source = folder / floor_file(environment, config)
     try:
         saved = json.loads(source.read_text())
     except (OSError, json.JSONDecodeError):
         return None
-    if saved.get("schema") != SCHEMA or saved["key"] != key(environment):
+    if saved.get("schema") != SCHEMA or saved["key"] != machine_key(environment):
         return None
-    return Floor(source.name, saved["points"], saved["measured"])
+    return NoiseFloor(source.name, saved["points"], saved["measured"])
 
 
 @dataclass(frozen=True)
-class Start:
+class GateStart:
     """The configuration, device, points, machine and noise floor of a run that begins."""
 
     config: Config
     device: torch.device
     points: list[Point]
     environment: dict[str, Any]
-    floor: Floor | None  # the noise of this machine, where it was measured
+    floor: NoiseFloor | None  # the noise of this machine, where it was measured
 
     @property
     def rules(self) -> Rules:
@@ -145,7 +156,7 @@ class Start:
         return RunStore.begin(self.config, self.environment)
 
 
-def begin(config: Config, words: Sequence[str]) -> Start:
+def start_gate(config: Config, words: Sequence[str]) -> GateStart:
     """Prepare a run; raise UsageError where it cannot run."""
     device = device_of(config)
     points = points_of(config)
@@ -154,12 +165,15 @@ def begin(config: Config, words: Sequence[str]) -> Start:
     if config.gate.inject > 1 and device.type != "cpu":
         raise UsageError("gate.inject keeps the host busy, which a GPU does not notice: device=cpu")
     environment = survey(config, device, words)
-    floor = read(ROOT / config.gate.noise, environment, config)
-    return Start(config, device, points, environment, floor)
+    floor = find_noise_floor(ROOT / config.gate.noise, environment, config)
+    return GateStart(config, device, points, environment, floor)
 
 
-def unfinished(start: Start) -> tuple[RunStore, list[Record]] | None:
-    """Return the latest interrupted run of the same configuration and machine."""
+def find_unfinished(start: GateStart) -> tuple[RunStore, list[Record]] | None:
+    """Return the latest unfinished run of the same configuration and machine, locked, or None.
+
+    Its records are returned too, and the new run continues after them.
+    """
     folder = ROOT / start.config.report.folder / start.config.name
     wanted = OmegaConf.to_yaml(OmegaConf.structured(start.config))
     for path in sorted(folder.glob("*/config.yaml"), reverse=True):
@@ -174,8 +188,8 @@ def unfinished(start: Start) -> tuple[RunStore, list[Record]] | None:
     return None
 
 
-def one_revision(start: Start, say: Callable[[str], object]) -> Revisions:
-    """Use head on both sides; raise UsageError where it does not build."""
+def head_on_both_sides(start: GateStart, say: Callable[[str], object]) -> Revisions:
+    """Return a copy of head as both sides; raise UsageError where it does not build."""
     try:
         head = revisions.snapshot(start.config.gate.head, start.device.type, say)
     except revisions.BuildError as error:
@@ -183,7 +197,7 @@ def one_revision(start: Start, say: Callable[[str], object]) -> Revisions:
     return Revisions(str(head.folder), str(head.folder))
 
 
-def heading(start: Start, what: str) -> str:
+def heading(start: GateStart, what: str) -> str:
     """Describe what runs where, in one line."""
     environment = start.environment
     margins = "margins from this machine's noise floor" if start.floor else "no noise floor here"
@@ -193,7 +207,7 @@ def heading(start: Start, what: str) -> str:
     )
 
 
-def plan(config: Config, what: str) -> int:
+def print_plan(config: Config, what: str) -> int:
     """Print a dry run: the points and what is done with them; return exit status 0."""
     points = points_of(config)
     for point in points:
@@ -202,14 +216,8 @@ def plan(config: Config, what: str) -> int:
     return 0
 
 
-def pairs_of(config: Config) -> str:
+def pairs_words(config: Config) -> str:
     """Describe how many processes a gate takes."""
     pairs, max_pairs = config.timing.replicates, config.gate.max_pairs
     count = f"{pairs} to {max(pairs, max_pairs)} pairs of processes"
     return f"{count}, and as many again to confirm what looks slower"
-
-
-def refuse(error: UsageError) -> int:
-    """Print one line for wrong usage; return exit status 2."""
-    print(f"error: {error}", file=sys.stderr)
-    return 2

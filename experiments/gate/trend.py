@@ -1,10 +1,10 @@
 """Show runs of the gate over commits: one figure per point, and what moved.
 
-Each run compares two commits, so all that it knows is a ratio. Runs are linked where the base of
-one is the head of another: the level of a commit is the level of its base times the ratio that was
-measured, and 1 where a chain of runs begins. So the page needs no machine that stays the same, and
-levels of instructions and of times are made alike. The interval of a level combines those of the
-runs on the way to it; the longer the chain, the wider.
+A run compares two commits and gives a ratio, head ÷ base. Two runs are linked where the head of one
+is the base of the other. A commit's level is 1 at the start of a chain, else the level of its base
+times the ratio. So runs may be of different machines. Levels are computed for times and for
+instructions. The interval of a level combines the intervals of all runs since the start of its
+chain, and widens along it.
 """
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from experiments.config.schema import UsageError
 from experiments.gate.instructions import NATIVE, TOTAL
@@ -25,7 +24,7 @@ from experiments.report import document, text
 from experiments.report.charts import DASHED, Curve, Mark, Scale, curves
 from experiments.report.document import Notice, Page, Section, Tile
 from experiments.report.style import COLOURS, FASTER, INK, SLOWER, WIDTH, Figure, Panel
-from experiments.report.tables import Table, Value
+from experiments.report.tables import Column, Table, Value
 from experiments.results.store import RunStore
 
 FOLDER = ROOT / "build" / "trend"
@@ -110,6 +109,18 @@ class Level:
         return math.exp(self.log - self.half), math.exp(self.log + self.half)
 
 
+class PointInRun(NamedTuple):
+    """A finding about a point, and its run."""
+
+    run: GateRun
+    finding: Mapping[str, Any]
+
+    @property
+    def is_worse(self) -> bool:
+        """Return whether it is a regression."""
+        return self.finding["state"] == "SLOWER" or bool(self.finding.get("grown"))
+
+
 @dataclass(frozen=True)
 class Trend:
     """Runs in the order of their commits, linked into chains."""
@@ -145,20 +156,20 @@ class Trend:
                 levels[result.head, name] = before + ratio
         return levels
 
-    def moves(self) -> list[tuple[GateRun, Mapping[str, Any]]]:
-        """Return the findings that are slower, faster, or differ in a counted number."""
+    def moves(self) -> list[PointInRun]:
+        """Return what moved, in the order of the runs."""
         return [
-            (result, finding)
+            PointInRun(result, finding)
             for result in self.runs
             for finding in result.points.values()
             if finding["state"] in MOVED or finding.get("grown") or finding.get("shrunk")
         ]
 
 
-def read(folders: Sequence[Path], device: str = "") -> tuple[Trend, list[str]]:
+def read_trend(folders: Sequence[Path], device: str = "") -> tuple[Trend, list[str]]:
     """Read every gate.json in folders, at any depth and of any name; return what is left out too.
 
-    Of several runs of one commit the latest counts.
+    If several runs have the same head, the latest one counts.
 
     Raises:
         UsageError: no folder, no run between two commits, or runs on CPUs and on GPUs.
@@ -169,13 +180,13 @@ def read(folders: Sequence[Path], device: str = "") -> tuple[Trend, list[str]]:
         if not folder.is_dir():
             raise UsageError(f"there is no folder {folder}")
         for path in sorted(folder.rglob("*.json")):
-            saved = _findings(path)
+            saved = _read_findings(path)
             if saved is None or (device and saved.get("device") not in (device, None)):
                 continue
-            if reason := _why_not(saved):
+            if reason := _reason_left_out(saved):
                 left_out.append(f"{path.relative_to(folder)}: {reason}")
                 continue
-            result = _run(saved)
+            result = _gate_run(saved)
             if result.head not in runs or runs[result.head].measured < result.measured:
                 runs[result.head] = result
     if not runs:
@@ -188,7 +199,7 @@ def read(folders: Sequence[Path], device: str = "") -> tuple[Trend, list[str]]:
     return Trend(ordered), left_out
 
 
-def _findings(path: Path) -> dict[str, Any] | None:
+def _read_findings(path: Path) -> dict[str, Any] | None:
     """Return the content of a gate.json; None for any other file."""
     try:
         saved = json.loads(path.read_text())
@@ -198,7 +209,7 @@ def _findings(path: Path) -> dict[str, Any] | None:
     return saved if is_gate else None
 
 
-def _why_not(saved: Mapping[str, Any]) -> str:
+def _reason_left_out(saved: Mapping[str, Any]) -> str:
     """Return why a run has no place in a trend; empty where it has."""
     commits = saved.get("commits")
     if commits is None:
@@ -212,7 +223,7 @@ def _why_not(saved: Mapping[str, Any]) -> str:
     return ""
 
 
-def _run(saved: Mapping[str, Any]) -> GateRun:
+def _gate_run(saved: Mapping[str, Any]) -> GateRun:
     base, head = (Commit(**saved["commits"][side]) for side in ("base", "head"))
     points = {finding["point"]: finding for finding in saved["points"]}
     return GateRun(base, head, saved["device"], saved["machine"], saved["measured"], points)
@@ -221,7 +232,7 @@ def _run(saved: Mapping[str, Any]) -> GateRun:
 def page(trend: Trend, left_out: Sequence[str] = (), command: str = "") -> Page:
     """Return the page of a trend."""
     commits, moves = trend.commits, trend.moves()
-    slower = [move for move in moves if move[1]["state"] == "SLOWER" or move[1].get("grown")]
+    slower = [move for move in moves if move.is_worse]
     faster = len(moves) - len(slower)
     machines = sorted({result.machine for result in trend.runs})
     chains = trend.chains()
@@ -264,8 +275,8 @@ def sentences(trend: Trend) -> list[str]:
     first, last = commits[0], commits[-1]
     between = f"{text.count(len(commits), 'commit')} from {first.name} to {last.name}"
     if moves:
-        points = len({finding["point"] for _, finding in moves})
-        heads = len({result.head for result, _ in moves})
+        points = len({move.finding["point"] for move in moves})
+        heads = len({move.run.head for move in moves})
         headline = (
             f"{between}: {text.count(points, 'point')} moved at {text.count(heads, 'commit')}."
         )
@@ -297,6 +308,7 @@ def _figure(trend: Trend) -> Figure:
 
 
 def _panel(trend: Trend, point: str) -> Panel:
+    """Draw the levels of a point over the commits, a line per chain and quantity."""
     commits = trend.commits
     at = {commit: number for number, commit in enumerate(commits)}
     levels, lines, labelled = trend.levels(point), [], set()
@@ -353,21 +365,21 @@ def _time(finding: Mapping[str, Any]) -> Value:
     return Value.of(finding.get("ratio"), lambda v: f"{v:.3f}{interval}")
 
 
-def _moved_table(moves: Sequence[tuple[GateRun, Mapping[str, Any]]]) -> Table:
+def _moved_table(moves: Sequence[PointInRun]) -> Table:
     return Table.of(
         moves,
         {
-            "commit": lambda move: move[0].head.name,
-            "point": lambda move: move[1]["point"],
-            "verdict": lambda move: move[1]["state"],
-            "time ÷ base": lambda move: _time(move[1]),
-            "instructions ÷ base": lambda move: _change(move[1], TOTAL),
-            "in emblib ÷ base": lambda move: _change(move[1], NATIVE),
+            "commit": lambda move: move.run.head.name,
+            "point": lambda move: move.finding["point"],
+            "verdict": lambda move: move.finding["state"],
+            "time ÷ base": lambda move: _time(move.finding),
+            "instructions ÷ base": lambda move: _change(move.finding, TOTAL),
+            "in emblib ÷ base": lambda move: _change(move.finding, NATIVE),
             "counted": lambda move: (
-                "; ".join((*(move[1].get("grown") or ()), *(move[1].get("shrunk") or ())))
+                "; ".join((*(move.finding.get("grown") or ()), *(move.finding.get("shrunk") or ())))
                 or text.NONE
             ),
-            "subject": lambda move: move[0].head.subject,
+            "subject": lambda move: move.run.head.subject,
         },
     )
 
@@ -393,27 +405,29 @@ def _commit_table(trend: Trend) -> Table:
 
 def _level_table(trend: Trend) -> Table:
     levels = {point: trend.levels(point) for point in trend.points}
-    rows = [(result, point) for result in trend.runs for point in result.points]
+    rows = [PointInRun(r, finding) for r in trend.runs for finding in r.points.values()]
 
-    def level(name: str) -> Any:
-        def of(row: tuple[GateRun, str]) -> Value:
-            value = levels[row[1]].get((row[0].head, name))
+    def level_column(name: str) -> Column:
+        def level(row: PointInRun) -> Value:
+            value = levels[row.finding["point"]].get((row.run.head, name))
             return Value.of(value.ratio if value else None, lambda v: f"{v:.4f}")
 
-        return of
+        return level
 
-    def count(row: tuple[GateRun, str]) -> Value:
-        sides = (row[0].points[row[1]].get("counts") or {}).get(TOTAL) or {}
+    def count(row: PointInRun) -> Value:
+        sides = (row.finding.get("counts") or {}).get(TOTAL) or {}
         return Value.of(sides.get("head"), lambda v: f"{v:,.0f}")
 
     return Table.of(
         rows,
         {
-            "commit": lambda row: row[0].head.name,
-            "point": lambda row: row[1],
-            "verdict": lambda row: row[0].points[row[1]]["state"],
-            "time ÷ base": lambda row: _time(row[0].points[row[1]]),
-            **{f"{label} ÷ first": level(name) for name, (label, _, _) in QUANTITIES.items()},
+            "commit": lambda row: row.run.head.name,
+            "point": lambda row: row.finding["point"],
+            "verdict": lambda row: row.finding["state"],
+            "time ÷ base": lambda row: _time(row.finding),
+            **{
+                f"{label} ÷ first": level_column(name) for name, (label, _, _) in QUANTITIES.items()
+            },
             "instructions": count,
         },
     )
@@ -431,12 +445,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the page of a trend; return 2 where there is nothing to show."""
-    try:
-        trend, left_out = read(arguments.folders, arguments.device)
-    except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    """Write the page of a trend; raise UsageError where there is nothing to show."""
+    trend, left_out = read_trend(arguments.folders, arguments.device)
     command = f"python run.py trend {' '.join(map(str, arguments.folders))}"
     report = page(trend, left_out, command)
     store = RunStore(arguments.out.resolve())

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from experiments.gate.instructions import NATIVE, TOTAL
-from experiments.gate.pairs import Side, Trial, seconds_of
+from experiments.gate.pairs import Side, Trial, faster_samples
 from experiments.gate.points import BuildResult, Point
 from experiments.gate.rules import CHANGES, Rules, Ruling, decide
 from experiments.results.store import Record
@@ -26,18 +26,32 @@ FINE, REGRESSION, UNSURE, FAILED, NOTHING = 0, 3, 4, 5, 6
 
 @dataclass(frozen=True)
 class PointFinding:
-    """The finding for one point."""
+    """The finding for one point; `as_json` writes its fields to gate.json.
+
+    Attributes:
+        point: name of the point.
+        words: what ran, at which sizes.
+        state: name of a `Verdict`; or NEW (base cannot run it), MISSING (only base can), FAILED (an
+            error in head), NOISY (its margin would exceed gate.max_margin).
+        reason: why there is no verdict, or what to do about an unsure one.
+        ruling: verdict with its grounds; None without a verdict.
+        base_s: median seconds of base; nan without a verdict.
+        head_s: median seconds of head; nan without a verdict.
+        grown: sentences about counted numbers that became worse.
+        shrunk: sentences about counted numbers that became better.
+        counts: instructions by name and side.
+    """
 
     point: str
     words: str
-    state: str  # a verdict's name, or: NEW, MISSING, FAILED, NOISY
+    state: str
     reason: str = ""
     ruling: Ruling | None = None
     base_s: float = math.nan
     head_s: float = math.nan
-    grown: Sequence[str] = ()  # deterministic numbers that became worse
+    grown: Sequence[str] = ()
     shrunk: Sequence[str] = ()
-    counts: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # name -> side -> value
+    counts: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
     @property
     def regression(self) -> bool:
@@ -47,21 +61,28 @@ class PointFinding:
 
 @dataclass
 class Findings:
-    """All findings of a gate."""
+    """All findings of a gate.
 
-    lines: list[PointFinding] = field(default_factory=list)
-    broken: str = ""  # why nothing could be compared
+    Attributes:
+        points: a finding per point, the worst first.
+        broken: why nothing could be compared; "" if something could.
+        broken_side: side that did not build.
+        interrupted: True if the user ended the run; the points have what was measured by then.
+    """
+
+    points: list[PointFinding] = field(default_factory=list)
+    broken: str = ""
     broken_side: Side = Side.base
     interrupted: bool = False
 
-    def having(self, *states: str) -> list[PointFinding]:
-        """Return the lines in one of these states."""
-        return [x for x in self.lines if x.state in states]
+    def in_states(self, *states: str) -> list[PointFinding]:
+        """Return the findings in one of these states."""
+        return [x for x in self.points if x.state in states]
 
     @property
     def compared(self) -> list[PointFinding]:
         """Return the points with a verdict."""
-        return self.having(*(v.value for v in Verdict))
+        return self.in_states(*(v.value for v in Verdict))
 
     def status(self, *, strict: bool) -> int:
         """Return the exit status; the most severe finding decides."""
@@ -69,13 +90,13 @@ class Findings:
             return 130
         if self.broken:
             return FAILED if self.broken_side is Side.head else NOTHING
-        if any(x.regression for x in self.lines):
+        if any(x.regression for x in self.points):
             return REGRESSION
-        if self.having("MISSING", "FAILED"):
+        if self.in_states("MISSING", "FAILED"):
             return FAILED
         if not self.compared:
-            return UNSURE if strict and self.having("NOISY") else NOTHING
-        if strict and self.having(Verdict.UNSURE.value, "NOISY"):
+            return UNSURE if strict and self.in_states("NOISY") else NOTHING
+        if strict and self.in_states(Verdict.UNSURE.value, "NOISY"):
             return UNSURE
         return FINE
 
@@ -83,7 +104,7 @@ class Findings:
 ORDER = ("SLOWER", "MISSING", "FAILED", "UNSURE", "NOISY", "FASTER", "SAME", "NEW")
 
 
-def findings(
+def collect_findings(
     points: Sequence[Point], trial: Trial, rules: Rules, records: Sequence[Record]
 ) -> Findings:
     """Return the findings of a complete or interrupted trial, worst first, then by effect."""
@@ -93,12 +114,12 @@ def findings(
     for point in points:
         failed = trial.failed.get(point.name)
         if failed:
-            lines.append(_failed(point, failed))
+            lines.append(_failure_finding(point, failed))
         elif point.name not in rules.margins:
             reason = "its noise on this machine requires a margin beyond gate.max_margin"
             lines.append(PointFinding(point.name, point.words, "NOISY", reason))
         elif point.name in rulings:
-            lines.append(_judged(point, rulings[point.name], trial, records))
+            lines.append(_verdict_finding(point, rulings[point.name], trial, records))
 
     def severity(line: PointFinding) -> tuple[bool, int, float]:
         size = abs(math.log(line.ruling.effect.ratio)) if line.ruling else 0.0
@@ -107,7 +128,7 @@ def findings(
     return Findings(sorted(lines, key=severity))
 
 
-def _failed(point: Point, failed: Mapping[Side, BuildResult]) -> PointFinding:
+def _failure_finding(point: Point, failed: Mapping[Side, BuildResult]) -> PointFinding:
     """Classify a failure: of head, new (only base cannot run it), or unavailable on both."""
     head, base = failed.get(Side.head), failed.get(Side.base)
     built = head or base or BuildResult("error", "no reason was given")
@@ -123,10 +144,17 @@ def _failed(point: Point, failed: Mapping[Side, BuildResult]) -> PointFinding:
     return PointFinding(point.name, point.words, "NEW", f"neither side can run it here ({reason})")
 
 
-def _judged(point: Point, ruling: Ruling, trial: Trial, records: Sequence[Record]) -> PointFinding:
+def _verdict_finding(
+    point: Point, ruling: Ruling, trial: Trial, records: Sequence[Record]
+) -> PointFinding:
+    """Return the finding for a point that both sides ran.
+
+    Instructions that grew are no regression where the time fell, confirmed: they move to `shrunk`,
+    which only informs.
+    """
     weights = trial.weights.get(point.name, {})
-    grown, shrunk = changes(weights.get("base", {}), weights.get("head", {}))
-    times = (seconds_of(records, point.name, side) for side in Side)
+    grown, shrunk = changed_counts(weights.get("base", {}), weights.get("head", {}))
+    times = (faster_samples(records, point.name, side) for side in Side)
     base, head = (statistics.median(t) if t else math.nan for t in times)
     reason = advice(ruling) if ruling.verdict is Verdict.UNSURE else ""
     state = ruling.verdict.value
@@ -155,7 +183,9 @@ def advice(ruling: Ruling) -> str:
     return "the noise is too large: close other programs, raise gate.max_pairs or timing.min_rounds"
 
 
-def changes(base: Mapping[str, float], head: Mapping[str, float]) -> tuple[list[str], list[str]]:
+def changed_counts(
+    base: Mapping[str, float], head: Mapping[str, float]
+) -> tuple[list[str], list[str]]:
     """Return deterministic numbers that became worse and better; bytes compare exactly."""
     worse, better = [], []
     for key in sorted(base.keys() & head.keys()):

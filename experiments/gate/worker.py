@@ -20,7 +20,7 @@ class WrongRevision(Exception):
 
 def serve(pipe: Connection, package: str) -> None:
     """Import emblib from the folder `package` ("" for the default), then answer messages."""
-    prefer(package)
+    import_from(package)
     from experiments.gate.bench import Bench
     from experiments.gate.points import TakeSamples, WarmUp, WeighPoint
 
@@ -39,7 +39,7 @@ def serve(pipe: Connection, package: str) -> None:
                 return
 
 
-def prefer(package: str) -> None:
+def import_from(package: str) -> None:
     """Make `import emblib` find the package in this folder; raise WrongRevision where it does not.
 
     An editable install puts a finder in front of all folders, which would give every worker the
@@ -48,7 +48,7 @@ def prefer(package: str) -> None:
     if not package:
         return
     folder = str(Path(package).resolve())
-    sys.meta_path[:] = [finder for finder in sys.meta_path if _yields(finder, folder)]
+    sys.meta_path[:] = [finder for finder in sys.meta_path if _may_stay(finder, folder)]
     sys.path.insert(0, folder)
     importlib.invalidate_caches()
     import emblib
@@ -57,7 +57,7 @@ def prefer(package: str) -> None:
         raise WrongRevision(f"import emblib gives {emblib.__file__}, not the one in {folder}")
 
 
-def _yields(finder: Any, folder: str) -> bool:
+def _may_stay(finder: Any, folder: str) -> bool:
     """Return whether a finder searches sys.path, does not know emblib, or knows the right one."""
     if finder is PathFinder or not hasattr(finder, "find_spec"):
         return True

@@ -33,10 +33,10 @@ NAMED = 3  # figures that a sentence names
 
 def answer(run: Run) -> list[str]:
     """Count the verdicts; append the answer of a run of the kind `time`."""
-    judged = anchors.of_run(run)
+    judged = anchors.judge_run(run)
     if not judged:
         return [f"No figure in reports/published names {run.config.name} as its experiment."]
-    counts = anchors.counted(judged)
+    counts = anchors.count_verdicts(judged)
     words = ", ".join(f"{n} {verdict.value}" for verdict, n in counts.items())
     sentences = [f"Of {len(judged)} published figures: {words}."]
     for verdict in (Reproduction.REPRODUCED, Reproduction.DIFFERS):
@@ -59,7 +59,7 @@ def _pair(finding: JudgedFigure) -> str:
 
 def tables(run: Run) -> list[tuple[str, str, Table]]:
     """Return (title, explanation, table) of each publication that the run is compared with."""
-    judged = anchors.of_run(run)
+    judged = anchors.judge_run(run)
     sources = {f.source.key: f.source for f in judged}
     published = [
         (
@@ -83,7 +83,7 @@ def table(judged: Sequence[JudgedFigure]) -> Table:
         "unit": lambda f: f.figure.unit,
         "verdict": lambda f: f.verdict.value,
         "why": lambda f: f.reason,
-        "theirs is of": lambda f: anchors.theirs(f.figure),
+        "theirs is of": lambda f: anchors.their_device(f.figure),
         "ours is of": _measured,
     }
     return Table.of(rows, columns)
@@ -111,7 +111,7 @@ def _label(arm: str) -> str:
 
 def figures(run: Run) -> list[Figure]:
     """Return published figures and ours, then the figures of a run of the kind `time`."""
-    pairs = [f for f in anchors.of_run(run) if f.verdict is not Reproduction.NOT_RUN]
+    pairs = [f for f in anchors.judge_run(run) if f.verdict is not Reproduction.NOT_RUN]
     drawn = []
     if pairs:
         height = 1.2 + max(FEWEST_LINES, LINE * len(pairs))

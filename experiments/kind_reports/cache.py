@@ -12,7 +12,7 @@ from experiments.config.schema import AXES
 from experiments.config.sweep import IDEALS, SWEEP, label_of
 from experiments.report import text
 from experiments.report.charts import DASHED, Curve, Mark, Scale, curves, percent_scale
-from experiments.report.data import AXIS_NAMES, Run
+from experiments.report.data import AXIS_NAMES, Run, select
 from experiments.report.figures import contender_curve
 from experiments.report.style import INK, Drawing, Figure, Panel, colour_of
 from experiments.report.tables import Table, Value
@@ -43,7 +43,7 @@ OF = {"lookup_hit_rate": "lookups", "row_hit_rate": "distinct rows"}
 
 def answer(run: Run) -> list[str]:
     """State the hit rate of the headline size, its distance from the ideal, and the step time."""
-    rows = at_headline(run)
+    rows = headline_rows(run)
     if rows is None or not len(rows):
         return ["No answer yet: no trace was run before the run ended."]
     by_name = {str(r["contender"]): r for _, r in rows.iterrows()}
@@ -58,10 +58,10 @@ def answer(run: Run) -> list[str]:
     best = by_name["offline"]
     return [
         f"With {size_of(best)} of the rows in the cache, {text.listed(served)} of the lookups of "
-        f"{_what(run)}, where a cache that knows the future serves "
-        f"{text.percent(best['lookup_hit_rate'])}{_cost(run)}.",
-        *_rest(by_name, best),
-        *_others(run),
+        f"{_workload_words(run)}, where a cache that knows the future serves "
+        f"{text.percent(best['lookup_hit_rate'])}{_step_cost(run)}.",
+        *_ideal_sentences(by_name, best),
+        *_other_steps(run),
     ]
 
 
@@ -74,7 +74,7 @@ def _policy(contender: str) -> str:
     return label_of(contender).replace(" cache", "")
 
 
-def _what(run: Run) -> str:
+def _workload_words(run: Run) -> str:
     record = next(r for r in run.records if r["section"] == SWEEP)
     p = record["params"]
     law = (
@@ -88,8 +88,8 @@ def _what(run: Run) -> str:
     return f"{tables} of {record['rows']:,} rows ({law})"
 
 
-def _cost(run: Run) -> str:
-    step = _timed(run, run.subject.key)
+def _step_cost(run: Run) -> str:
+    step = _timed_step(run, run.subject.key)
     if step is None:
         return ""
     return (
@@ -99,26 +99,26 @@ def _cost(run: Run) -> str:
     )
 
 
-def _others(run: Run) -> list[str]:
+def _other_steps(run: Run) -> list[str]:
     """Compare the steps of the other contenders with a cache of the same size."""
-    rows = run.table
-    if not len(rows):
-        return []
-    rows = rows[(rows["cache"] == run.subject.cache) & (rows["phase"] == "step")]
-    rows = rows[(rows["arm"] != run.subject.key) & (rows["status"] == "ok")]
-    steps = [f"{r['label']} {text.ratio(r)}" for _, r in rows.iterrows()]
+    rows = select(run.table, cache=run.subject.cache, phase="step", status="ok")
+    steps = [
+        f"{r['label']} {text.ratio(r)}" for _, r in rows.iterrows() if r["arm"] != run.subject.key
+    ]
     return [f"Steps of the others: {', '.join(steps)}."] if steps else []
 
 
-def _timed(run: Run, arm: str) -> pd.Series | None:
-    rows = run.table
-    if not len(rows):
-        return None
-    rows = rows[(rows["arm"] == arm) & (rows["phase"] == "step") & (rows["status"] == "ok")]
+def _timed_step(run: Run, arm: str) -> pd.Series | None:
+    rows = select(run.table, arm=arm, phase="step", status="ok")
     return rows.iloc[0] if len(rows) else None
 
 
-def _rest(by_name: dict[str, pd.Series], best: pd.Series) -> list[str]:
+def _ideal_sentences(by_name: dict[str, pd.Series], best: pd.Series) -> list[str]:
+    """Compare the distinct rows served with the offline optimum, and state its slack.
+
+    The optimum is optimal for rows; `most_lookup_hit_rate` bounds how much more a cache could serve
+    of lookups.
+    """
     rows = [
         f"{_policy(name)} {text.percent(row['row_hit_rate'])}"
         for name, row in by_name.items()
@@ -141,9 +141,9 @@ def _rest(by_name: dict[str, pd.Series], best: pd.Series) -> list[str]:
     return sentences
 
 
-def at_headline(run: Run) -> pd.DataFrame | None:
+def headline_rows(run: Run) -> pd.DataFrame | None:
     """Return the rows of the sweep's base point at the size nearest to the subject's."""
-    rows = good(run)
+    rows = good_traces(run)
     if not len(rows):
         return None
     rows = rows[rows["cell"] == rows["cell"].iloc[0]]
@@ -152,10 +152,9 @@ def at_headline(run: Run) -> pd.DataFrame | None:
     return rows[rows["fraction"] == near]
 
 
-def good(run: Run) -> pd.DataFrame:
+def good_traces(run: Run) -> pd.DataFrame:
     """Return the traces that have a result."""
-    rows = run.traces
-    return rows[rows["status"] == "ok"] if len(rows) else rows
+    return select(run.traces, status="ok")
 
 
 def section_table(run: Run, section: str) -> Table | None:
@@ -165,15 +164,14 @@ def section_table(run: Run, section: str) -> Table | None:
     """
     if not len(run.traces) or not (run.traces["section"] == section).any():
         return None
-    rows = good(run)
-    rows = rows[rows["section"] == section] if len(rows) else rows
+    rows = select(good_traces(run), section=section)
     names = list(dict.fromkeys(rows["contender"])) if len(rows) else []
     heads = ["point", "cache"]
     heads += [f"{of}: {_policy(n)}" for of in ("lookups", "rows") for n in names]
     lines = []
     for (_, fraction), group in rows.groupby(["cell", "fraction"], sort=False):
         first, by_name = group.iloc[0], group.set_index("contender")
-        line = [Value(point(run, first)), Value(size_of(first), 100 * float(fraction))]
+        line = [Value(point_words(run, first)), Value(size_of(first), 100 * float(fraction))]
         for column in OF:
             shares = [by_name[column].get(name, math.nan) for name in names]
             line += [Value(text.percent(share), 100 * share) for share in shares]
@@ -181,7 +179,7 @@ def section_table(run: Run, section: str) -> Table | None:
     return Table(heads, lines)
 
 
-def point(run: Run, row: pd.Series) -> str:
+def point_words(run: Run, row: pd.Series) -> str:
     """Describe how a trace differs from the sweep's base point, or its skew."""
     axes = [a for a in AXES if run.traces[a].nunique() > 1] or ["s"]
     words = {a: "uniform" if a == "s" and row[a] == 0 else f"{a}={row[a]:g}" for a in axes}
@@ -192,21 +190,21 @@ def readme_lines(run: Run, command: str, link: str) -> list[str] | None:
     """Return the base point in Markdown: the hit rate and step time of each cache size."""
     if run.table.empty:
         return None
-    rows = good(run)
+    rows = good_traces(run)
     rows = rows[rows["cell"] == rows["cell"].iloc[0]]
     names = list(dict.fromkeys(rows["contender"]))
     heads = ["cache", *[_policy(n) for n in names], f"step ÷ {run.baseline.label}, LRU"]
     lines = [heads, ["---:"] * len(heads)]
     for fraction, group in rows.groupby("fraction"):
         by_name = group.set_index("contender")["lookup_hit_rate"]
-        timed = _timed(run, f"{run.subject.contender}@{group['cache'].iloc[0]:g}")
+        timed = _timed_step(run, f"{run.subject.contender}@{group['cache'].iloc[0]:g}")
         step = text.NONE
         if timed is not None:
             step = text.ratio(timed)
         shares = [text.percent(by_name.get(name, math.nan)) for name in names]
         lines.append([f"{100 * float(str(fraction)):.3g} %", *shares, step])
     table = ["| " + " | ".join(line) + " |" for line in lines]
-    what = f"Share of the lookups of {_what(run)} that the cache serves:"
+    what = f"Share of the lookups of {_workload_words(run)} that the cache serves:"
     return [f"{command}.", what, "", *table, "", link]
 
 
@@ -216,7 +214,7 @@ OFFSETS = ((0, 7), (0, -14), (13, -3), (-13, -3))  # from a point to its written
 def figures(run: Run) -> list[Figure]:
     """Return hit rates against size, throughput against hit rate, skew, and the filling."""
     rates = _hit_rates(run)
-    drawn = [*rates[:1], _throughput(run), *rates[1:], _along(run), _filling(run)]
+    drawn = [*rates[:1], _throughput(run), *rates[1:], _along_axes(run), _filling(run)]
     return [f for f in drawn if f is not None and f.panels]
 
 
@@ -229,7 +227,7 @@ def policy_curve(contender: str, x: Any, y: Any) -> Curve:
 
 def _hit_rates(run: Run) -> list[Figure]:
     """Return the hit rates at the base point of the sweep, then those at its other points."""
-    rows = good(run)
+    rows = good_traces(run)
     if not len(rows):
         return []
 
@@ -251,7 +249,7 @@ def _hit_rates(run: Run) -> list[Figure]:
     ):
         panels = [
             Panel(
-                f"Per {of[:-1]}, {point(run, rows[rows['cell'] == cell].iloc[0])}",
+                f"Per {of[:-1]}, {point_words(run, rows[rows['cell'] == cell].iloc[0])}",
                 _curves(rows[rows["cell"] == cell], column, legend=cell == cells[0]),
             )
             for column, of in OF.items()
@@ -279,8 +277,8 @@ def _curves(rows: pd.DataFrame, column: str, *, legend: bool) -> Drawing:
 
 
 def _throughput(run: Run) -> Figure | None:
-    rows = run.table
-    rows = rows[(rows["status"] == "ok") & (rows["phase"] == "step")] if len(rows) else rows
+    """Return throughput and step ratio against hit rate; None without a timed cache."""
+    rows = select(run.table, status="ok", phase="step")
     if not len(rows) or rows["row_hit_rate"].isna().all():
         return None
     rates = rows.assign(
@@ -325,9 +323,9 @@ def _by_hit_rate(rows: pd.DataFrame, label: str) -> Drawing:
     )
 
 
-def _along(run: Run) -> Figure | None:
+def _along_axes(run: Run) -> Figure | None:
     """Return the hit rates along each swept axis at the headline size."""
-    rows, headline = good(run), at_headline(run)
+    rows, headline = good_traces(run), headline_rows(run)
     if headline is None:
         return None
     rows = rows[rows["cache_rows"] == headline["cache_rows"].iloc[0]]
@@ -355,7 +353,7 @@ def _along(run: Run) -> Figure | None:
 
 def _filling(run: Run) -> Figure | None:
     """Return the hit rate of each batch from an empty cache, at the headline size."""
-    headline = at_headline(run)
+    headline = headline_rows(run)
     if headline is None:
         return None
     keys = {(r["cell"], r["arm"]) for _, r in headline.iterrows() if r["contender"] not in IDEALS}

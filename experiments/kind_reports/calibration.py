@@ -41,7 +41,7 @@ LINKS = {
     "link_bytes_per_s": "between ranks of a node, all sending",
     "network_bytes_per_s": "between nodes, all sending; on one host this is its own memory",
 }
-BETWEEN = ("exchange_s", "message_s", *LINKS)  # constants of exchanges between ranks
+EXCHANGE_CONSTANTS = ("exchange_s", "message_s", *LINKS)  # constants of exchanges between ranks
 NOTES = (
     "Constants of the planner's cost model (docs/planner.md). What ranks compute and send is "
     "measured by all of them at once, where each has a core, since they share memory; what they "
@@ -69,7 +69,7 @@ def write_files(run: Run) -> Mapping[str, str]:
     )
 
 
-def at(curve: Sequence[Sequence[float]], nbytes: float) -> float:
+def interpolate(curve: Sequence[Sequence[float]], nbytes: float) -> float:
     """Return the nanoseconds for `nbytes`, interpolated linearly between measured points."""
     for (x0, y0), (x1, y1) in itertools.pairwise(curve):
         if x0 <= nbytes <= x1:
@@ -84,16 +84,16 @@ def answer(run: Run) -> list[str]:
         return ["No answer: the constants could not be measured."]
     most = max(by_world)
     costs = by_world[most]
-    near, far = (at(costs[f"lookup_{n}"], ROW) for n in ("near", "far"))
-    slow, fast = (at(costs[f"update_{n}"], ROW) for n in ("far", "near"))
+    near, far = (interpolate(costs[f"lookup_{n}"], ROW) for n in ("near", "far"))
+    slow, fast = (interpolate(costs[f"update_{n}"], ROW) for n in ("far", "near"))
     sentences = [
         f"On this machine a row of 64 floats costs {text.seconds(near * 1e-9)} to look up where "
         f"its table is in cache and {text.seconds(far * 1e-9)} where it is far larger, "
         f"{text.seconds(fast * 1e-9)} and {text.seconds(slow * 1e-9)} to update."
     ]
     if most > 1:
-        way = "link" if _has(run, most, "link_bytes_per_s") else "network"
-        rate = costs[f"{way}_bytes_per_s"] / 1e9
+        link_kind = "link" if _is_measured(run, most, "link_bytes_per_s") else "network"
+        rate = costs[f"{link_kind}_bytes_per_s"] / 1e9
         sentences.append(
             f"In a world of {most} an empty all-to-all costs "
             f"{text.seconds(costs['exchange_s'])} for each other rank, and each sends "
@@ -119,18 +119,18 @@ def tables(run: Run) -> Sequence[tuple[str, str, Table]]:
 
 def _cost(run: Run, costs: Mapping[str, Any], world: int, row: tuple[str, str]) -> Value:
     name, _ = row
-    if not _has(run, world, name):
+    if not _is_measured(run, world, name):
         return Value("not measured")
     if name in LINKS:
         return Value.of(costs[name], lambda rate: f"{text.digits(rate / 1e9)} GB/s")
     if name in CURVES:
-        return time_value(at(costs[name], ROW) * 1e-9)
+        return time_value(interpolate(costs[name], ROW) * 1e-9)
     return time_value(costs[name] * (1e-9 if name in NANOSECONDS else 1.0))
 
 
-def _has(run: Run, world: int, name: str) -> bool:
+def _is_measured(run: Run, world: int, name: str) -> bool:
     """Return whether a world of that size measures a constant; otherwise it is a default."""
-    if name not in BETWEEN:
+    if name not in EXCHANGE_CONSTANTS:
         return True
     nodes = next((r["nodes"] for r in run.records if r["world_size"] == world and "nodes" in r), 1)
     if name == "network_bytes_per_s":

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import pandas as pd
 
-from experiments.kinds.keys import PHASE, growth
+from experiments.config.schema import GROWTH_PHASE
 from experiments.report import text
 from experiments.report.charts import Scale, curves
-from experiments.report.data import Run
+from experiments.report.data import Run, select
 from experiments.report.figures import contender_curve
 from experiments.report.style import WIDTH, Figure, Panel
 from experiments.report.tables import (
@@ -36,9 +36,8 @@ NOTES = (
 
 def answer(run: Run) -> list[str]:
     """Compare the subject's longest call with its typical one, and with the others'."""
-    rows = growth(run.records)
-    rows = rows[rows["status"] == "ok"] if len(rows) else rows
-    subject_rows = rows[rows["contender"] == run.subject.contender] if len(rows) else rows
+    rows = select(run.frame("growth"), status="ok")
+    subject_rows = select(rows, contender=run.subject.contender)
     if not len(subject_rows):
         return [f"No answer: {run.subject.label} has no result."]
     first = subject_rows.iloc[0]
@@ -68,7 +67,7 @@ def _memory(row: pd.Series) -> str:
 
 def tables(run: Run) -> Sequence[tuple[str, str, Table]]:
     """Return one table, a row per hash table."""
-    rows = growth(run.records)
+    rows = run.frame("growth")
     columns: dict[str, Column] = {
         "table": lambda r: str(r["label"]),
         "keys": lambda r: count_value(r["keys_there"]),
@@ -83,7 +82,7 @@ def tables(run: Run) -> Sequence[tuple[str, str, Table]]:
         "peak ÷ final": lambda r: factor_value(r["peak_over_kept"]),
         "processes": lambda r: count_value(r["processes"]),
     }
-    table = Table.of((r for _, r in rows.iterrows()), columns, names=1)
+    table = Table.of(rows, columns, names=1)
     sections = run.sections()
     words = f"{run.sizes(sections[0])}." if sections else ""
     return [("Tables that grow", words, table)] if table.rows else []
@@ -96,7 +95,7 @@ def figures(run: Run) -> list[Figure]:
         return []
     lines = []
     for record in records:
-        taken = metrics.seconds(record, PHASE)
+        taken = metrics.seconds(record, GROWTH_PHASE)
         keys = [record["lookups"] * (n + 1) / 1e6 for n in range(len(taken))]
         label = str(record["label"])
         name = str(record["contender"])

@@ -12,7 +12,7 @@ from experiments.config.sweep import SWEEP
 from experiments.kinds.keys import YARDSTICK
 from experiments.report import charts, text
 from experiments.report.charts import Row, Scale
-from experiments.report.data import Run
+from experiments.report.data import Run, select
 from experiments.report.figures import contender_curve
 from experiments.report.style import WIDTH, Drawing, Figure, Panel, colour_of, marker_of
 from experiments.report.tables import (
@@ -38,27 +38,21 @@ CEILINGS = ("lines", "lines_huge")
 LINE = 0.3  # inches of a bar
 
 
-def good(run: Run) -> pd.DataFrame:
+def good_operations(run: Run) -> pd.DataFrame:
     """Return the operations that have a time."""
-    rows = run.operations
-    return rows[rows["status"] == "ok"] if len(rows) else rows
+    return select(run.operations, status="ok")
 
 
 def answer(run: Run) -> list[str]:
     """State the subject's find* rate at the headline, relative to the others and to its ceiling."""
-    rows = good(run)
-    rows = rows[rows["section"] == run.headline] if len(rows) else rows
-    subject_rows = (
-        rows[(rows["contender"] == run.subject.contender) & (rows["phase"] == YARDSTICK)]
-        if len(rows)
-        else rows
-    )
+    rows = select(good_operations(run), section=run.headline)
+    subject_rows = select(rows, contender=run.subject.contender, phase=YARDSTICK)
     if not len(subject_rows):
         return [f"No answer: {run.subject.label} has no result on the headline workload."]
     first = subject_rows.iloc[0]
     others = rows[(rows["load"] == first["load"]) & (rows["contender"] != first["contender"])]
-    ratios = [_compared(row) for _, row in others.iterrows() if row["contender"] not in CEILINGS]
-    below = [_share(row) for _, row in others.iterrows() if row["contender"] in CEILINGS]
+    ratios = [_ratio_words(row) for _, row in others.iterrows() if row["contender"] not in CEILINGS]
+    below = [_share_of_ceiling(row) for _, row in others.iterrows() if row["contender"] in CEILINGS]
     sentence = (
         f"On this machine find* of {_name(first)} reaches {_rate(first)} keys/s on "
         f"{run.title(run.headline)} ({text.seconds(first['median_s'])} for "
@@ -67,7 +61,7 @@ def answer(run: Run) -> list[str]:
     return [
         sentence + (f": {', '.join(ratios)}." if ratios else "."),
         *([f"That is {' and '.join(below)}."] if below else []),
-        *_along(run, rows),
+        *_load_sentence(run, rows),
     ]
 
 
@@ -75,13 +69,13 @@ def _name(row: pd.Series) -> str:
     return str(row["label"]).partition(", load")[0]
 
 
-def _compared(row: pd.Series) -> str:
+def _ratio_words(row: pd.Series) -> str:
     what = _name(row)
     operation = "" if row["phase"] == YARDSTICK else f" ({row['operation']})"
     return f"{text.ratio(row)} that of {what}{operation}"
 
 
-def _share(row: pd.Series) -> str:
+def _share_of_ceiling(row: pd.Series) -> str:
     what = _name(row)
     return f"{text.digits(100 * row['ratio'])} % of {what} ({_rate(row)}/s)"
 
@@ -90,7 +84,7 @@ def _rate(row: pd.Series) -> str:
     return f"{text.digits(row['keys_per_s'] / 1e6)} M"
 
 
-def _along(run: Run, rows: pd.DataFrame) -> list[str]:
+def _load_sentence(run: Run, rows: pd.DataFrame) -> list[str]:
     """State how the rates of the subject's operations change with the load."""
     subject_rows = rows[rows["contender"] == run.subject.contender]
     if subject_rows["load"].nunique() < 2:
@@ -139,7 +133,7 @@ def _table(run: Run, rows: pd.DataFrame) -> Table:
         "hits": lambda r: Value.of(r["hits"], lambda share: f"{100 * share:.0f} %"),
         "memory": lambda r: bytes_value(r["bytes"] or None),
     }
-    return Table.of((r for _, r in rows.iterrows()), columns, names=1 + len(varied))
+    return Table.of(rows, columns, names=1 + len(varied))
 
 
 def _axis(axis: str, row: pd.Series) -> Value:
@@ -148,7 +142,7 @@ def _axis(axis: str, row: pd.Series) -> Value:
 
 def figures(run: Run) -> list[Figure]:
     """Return every table on the headline, then the subject's operations against the load."""
-    rows = good(run)
+    rows = good_operations(run)
     if not len(rows):
         return []
     chosen = rows[rows["section"] == run.headline]

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 
 import pandas as pd
 
-from experiments.kinds.micro import frame
 from experiments.report import charts, text
 from experiments.report.charts import Row, Scale
-from experiments.report.data import Run
+from experiments.report.data import Run, select
 from experiments.report.style import COLOURS, WIDTH, Figure, Panel
 from experiments.report.tables import Column, Table, Value, count_value, time_value
 
@@ -52,8 +51,7 @@ def answer(run: Run) -> list[str]:
 
 
 def _timed(run: Run) -> pd.DataFrame:
-    rows = frame(run.records)
-    return rows[rows["status"] == "ok"] if len(rows) else rows
+    return select(run.frame("latency"), status="ok")
 
 
 def figures(run: Run) -> list[Figure]:
@@ -104,5 +102,5 @@ def tables(run: Run) -> Sequence[tuple[str, str, Table]]:
         "lookups": lambda r: count_value(r["lookups"] or None),
         "samples": lambda r: Value(f"{r['samples']} in {r['processes']}", r["samples"]),
     }
-    table = Table.of((r for _, r in rows.iterrows()), columns)
+    table = Table.of(rows, columns)
     return [("Benchmarks", "Time per call.", table)] if table.rows else []

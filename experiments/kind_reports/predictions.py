@@ -33,7 +33,7 @@ def answer(run: Run) -> list[str]:
     if not len(rows):
         return ["No answer: no step was timed."]
     plain, cached = rows[rows["cached"] == 0], rows[rows["cached"] > 0]
-    ranges = [f"{_ids(skew)} {_range(group)}" for skew, group in plain.groupby("skew")]
+    ranges = [f"{_ids_words(skew)} {_ratio_range(group)}" for skew, group in plain.groupby("skew")]
     sentences = [
         "The predicted time of a step of tensor trains is, with constants of uniform ids, for "
         f"{'; for '.join(ranges)} times the measured one."
@@ -41,17 +41,17 @@ def answer(run: Run) -> list[str]:
     if len(cached):
         by_hits = (cached["by_hits_s"] / cached["measured_s"]).rename("ratio")
         sentences.append(
-            f"With cached rows it is {_range(cached)} times the measured one; what the hit rate of "
-            f"lookups alone predicts is {_range(by_hits.to_frame())} times."
+            f"With cached rows it is {_ratio_range(cached)} times the measured one; what the hit "
+            f"rate of lookups alone predicts is {_ratio_range(by_hits.to_frame())} times."
         )
     return sentences
 
 
-def _ids(skew: float) -> str:
+def _ids_words(skew: float) -> str:
     return f"Zipf {skew:g}" if skew else "uniform ids"
 
 
-def _range(rows: pd.DataFrame) -> str:
+def _ratio_range(rows: pd.DataFrame) -> str:
     low, high = rows["ratio"].min(), rows["ratio"].max()
     return f"{low:.2f}" if f"{low:.2f}" == f"{high:.2f}" else f"{low:.2f} to {high:.2f}"
 
@@ -63,24 +63,24 @@ def tables(run: Run) -> Sequence[tuple[str, str, Table]]:
         return []
     columns: dict[str, Column] = {
         "rank": lambda r: count_value(r["rank"]),
-        "ids": lambda r: f"{_ids(r['skew'])}, {r['order']}",
+        "ids": lambda r: f"{_ids_words(r['skew'])}, {r['order']}",
         "lookups": lambda r: count_value(r["lookups"]),
         "distinct": lambda r: count_value(r["rows"]),
         "measured": lambda r: time_value(r["measured_s"]),
         "predicted": lambda r: time_value(r["predicted_s"]),
-        "÷ measured": lambda r: _two(r["ratio"]),
+        "÷ measured": lambda r: _two_decimals(r["ratio"]),
     }
     plain, cached = rows[rows["cached"] == 0], rows[rows["cached"] > 0]
     alone: dict[str, Column] = {
-        "by rows and products": lambda r: _two(r["two_terms_s"] / r["measured_s"])
+        "by rows and products": lambda r: _two_decimals(r["two_terms_s"] / r["measured_s"])
     }
     parts = [("Steps without a cache", "", Table.of(_records(plain), columns | alone))]
     if len(cached):
         behind: dict[str, Column] = {
             "stored": lambda r: Value(f"{100 * r['cached']:g} %", r["cached"]),
-            "lookups that hit": lambda r: _two(r["hit_rate"]),
-            "distinct that hit": lambda r: _two(r["row_hit_rate"]),
-            "by hits": lambda r: _two(r["by_hits_s"] / r["measured_s"]),
+            "lookups that hit": lambda r: _two_decimals(r["hit_rate"]),
+            "distinct that hit": lambda r: _two_decimals(r["row_hit_rate"]),
+            "by hits": lambda r: _two_decimals(r["by_hits_s"] / r["measured_s"]),
         }
         parts.append(("Steps with cached rows", "", Table.of(_records(cached), columns | behind)))
     return [*parts, _constants(run)]
@@ -90,7 +90,7 @@ def _records(rows: pd.DataFrame) -> list[dict[str, object]]:
     return [{str(k): v for k, v in row.items()} for row in rows.to_dict("records")]
 
 
-def _two(value: float) -> Value:
+def _two_decimals(value: float) -> Value:
     return Value.of(value, lambda v: f"{v:.2f}")
 
 
@@ -119,7 +119,7 @@ def figures(run: Run) -> list[Figure]:
     colours = list(COLOURS.values())
     kinds = list(rows.groupby(["cached", "skew"], sort=True))
     for number, ((share, skew), group) in enumerate(kinds):
-        name = _ids(float(skew)) + (f", {100 * float(share):g} % stored" if share else "")
+        name = _ids_words(float(skew)) + (f", {100 * float(share):g} % stored" if share else "")
         lines.append(
             Curve(
                 1e3 * group["measured_s"],

@@ -1,4 +1,4 @@
-"""The report of smaller tables: what a model loses at how many bytes, and the time of a step."""
+"""The report of compressed tables: loss of quality against bytes and against step time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from experiments.config.sweep import PLAIN, TRAINED
 from experiments.kinds.base import CaseReport
 from experiments.report import text
 from experiments.report.charts import DASHED, Curve, Mark, Scale, curves
-from experiments.report.data import Run
+from experiments.report.data import Run, select
 from experiments.report.style import COLOURS, INK, WIDTH, Figure, Panel
 from experiments.report.tables import Column, Table, Value, bytes_value, factor_value, ratio_value
 
@@ -37,61 +37,60 @@ ASIDE = 0.022  # shift between methods of one size, on a logarithmic axis
 
 
 def answer(run: Run) -> list[str]:
-    """Say what the subject loses and costs at the headline's share, then who does better where."""
-    rows = good(run)
-    subject_rows = rows[(rows["contender"] == run.subject.contender)] if len(rows) else rows
+    """State the subject's change of AUC and step time at one share, then the best methods."""
+    rows = good_results(run)
+    subject_rows = select(rows, contender=run.subject.contender)
     if not len(subject_rows):
         return [f"No answer: {run.subject.label} has no result."]
-    share = _share(run, subject_rows)
+    share = _headline_share(run, subject_rows)
     at_share = rows[rows["share"] == share]
     of_subject = at_share[at_share["contender"] == run.subject.contender]
     changes = [f"{_signed(r['auc_change'])} on {r['data']}" for _, r in of_subject.iterrows()]
     times = of_subject["ratio"]
     span = " to ".join(dict.fromkeys(text.times(end) for end in (times.min(), times.max())))
     headline = (
-        f"With {_small(share)} of the bytes of the large tables "
+        f"With {_share_words(share)} of the bytes of the large tables "
         f"({TRAINED[run.subject.contender]}), the AUC changes by {text.listed(changes)}, and a "
         f"step takes {span} the time of one with plain tables."
     )
-    smallest = _kept(rows)
+    smallest = _smallest_without_loss(rows)
     return [
         headline,
-        _best(run, at_share),
+        _best_sentence(run, at_share),
         *([smallest] if smallest else []),
-        *_order(at_share),
+        *_order_sentence(at_share),
     ]
 
 
 def case_report(run: Run) -> CaseReport:
     """Report models trained as a case of a run whose question is another one."""
-    return CaseReport(_as_case(run), tables(run), figures(run)[:1])
+    return CaseReport(_case_sentence(run), tables(run), figures(run)[:1])
 
 
-def _as_case(run: Run) -> list[str]:
+def _case_sentence(run: Run) -> list[str]:
     """Say what models with tensor trains lose."""
-    rows = good(run)
-    trains = rows[rows["contender"] == TRAINS[0]] if len(rows) else rows
+    trains = select(good_results(run), contender=TRAINS[0])
     return [
-        f"Trained on {row['data']} data with tensor trains of {_small(row['share'])} of the bytes "
-        f"of its large tables, a model has an AUC of {row['auc']:.4f}, {_change(row)} from plain."
+        f"Trained on {row['data']} data with tensor trains of {_share_words(row['share'])} of the "
+        f"bytes of its large tables, a model has an AUC of {row['auc']:.4f}, {_change(row)} from "
+        "plain."
         for _, row in trains.head(1).iterrows()
     ]
 
 
-def good(run: Run) -> pd.DataFrame:
+def good_results(run: Run) -> pd.DataFrame:
     """Return the methods that have a result."""
-    rows = run.frame("quality")
-    return rows[rows["status"] == "ok"] if len(rows) else rows
+    return select(run.frame("quality"), status="ok")
 
 
-def _share(run: Run, rows: pd.DataFrame) -> float:
+def _headline_share(run: Run, rows: pd.DataFrame) -> float:
     """Return the share that is nearest to the headline's."""
     wanted = float(run.config.report.subject_cache)
     shares = rows.loc[rows["contender"] != PLAIN, "share"].unique()
     return float(min(shares, key=lambda s: abs(math.log(s / wanted)), default=1.0))
 
 
-def _best(run: Run, at_share: pd.DataFrame) -> str:
+def _best_sentence(run: Run, at_share: pd.DataFrame) -> str:
     """Name the method with the highest AUC on each data set."""
     best = at_share.loc[at_share.groupby("data", sort=False)["auc"].idxmax()]
     words = [
@@ -100,7 +99,7 @@ def _best(run: Run, at_share: pd.DataFrame) -> str:
     return f"Best of {len(run.config.contenders) - 1} methods: {'; '.join(words)}."
 
 
-def _small(share: float) -> str:
+def _share_words(share: float) -> str:
     """Return a share as a fraction, e.g. '1/16'."""
     return f"1/{1 / share:g}"
 
@@ -116,14 +115,14 @@ def _signed(value: float) -> str:
     return f"{value:+.4f}".replace("-", "−")
 
 
-def _kept(rows: pd.DataFrame) -> str:
-    """Say how small each data set's tables get with an AUC within CLOSE of plain tables."""
+def _smallest_without_loss(rows: pd.DataFrame) -> str:
+    """State the smallest share per data set whose AUC is within CLOSE of plain tables."""
     by_data = []
     for data, group in rows.groupby("data", sort=False):
         near = group[(group["contender"] != PLAIN) & (group["auc_change"] >= -CLOSE)]
         trains = near[near["contender"].isin(TRAINS)]
         words = [
-            f"{name} down to {_small(some['share'].min())}"
+            f"{name} down to {_share_words(some['share'].min())}"
             f" ({TRAINED[str(some.loc[some['share'].idxmin(), 'contender'])]})"
             for name, some in (("any method", near), ("a tensor train", trains))
             if len(some)
@@ -136,7 +135,7 @@ def _kept(rows: pd.DataFrame) -> str:
     )
 
 
-def _order(rows: pd.DataFrame) -> list[str]:
+def _order_sentence(rows: pd.DataFrame) -> list[str]:
     """Compare tensor trains with permuted ids and with ids as given."""
     scores = rows.pivot_table(index="data", columns="contender", values="auc", sort=False)
     if not {"tt_permuted", "tt_as_given"} <= set(scores):
@@ -146,12 +145,12 @@ def _order(rows: pd.DataFrame) -> list[str]:
     return [f"Permuting the ids of a tensor train changes the AUC by {changes}."] if changes else []
 
 
-def _results(rows: pd.DataFrame) -> Table:
+def _results_table(rows: pd.DataFrame) -> Table:
     """Return a row per method and share."""
     oracle = not rows["oracle_auc"].isna().all()
     columns: dict[str, Column] = {
         "tables": lambda r: TRAINED.get(str(r["contender"]), str(r["contender"])),
-        "share": lambda r: Value(_small(r["share"]), r["share"]),
+        "share": lambda r: Value(_share_words(r["share"]), r["share"]),
         "AUC": lambda r: Value.of(r["auc"], lambda v: f"{v:.4f}"),
         "change of AUC": lambda r: _interval(r, "auc_change"),
         "change of log loss": lambda r: _interval(r, "log_loss_change"),
@@ -179,8 +178,8 @@ def _interval(row: pd.Series, name: str) -> Value:
 
 def readme_lines(run: Run, command: str, link: str) -> list[str]:
     """Return lines of Markdown: the change of AUC of each method at the headline's share."""
-    rows = good(run)
-    share = _share(run, rows)
+    rows = good_results(run)
+    share = _headline_share(run, rows)
     at_share = rows[rows["share"] == share]
     names = list(dict.fromkeys(rows["data"]))
     plain = rows[rows["contender"] == PLAIN].set_index("data")
@@ -200,8 +199,8 @@ def readme_lines(run: Run, command: str, link: str) -> list[str]:
     return [
         f"{command}:",
         "",
-        f"Change of AUC with large tables of {_small(share)} of their bytes, mean of {seeds} with "
-        "its 95 % interval, and the time of a step ÷ plain on each.",
+        f"Change of AUC with large tables of {_share_words(share)} of their bytes, mean of {seeds} "
+        "with its 95 % interval, and the time of a step ÷ plain on each.",
         "",
         f"| tables | {' | '.join(names)} | step |",
         f"| --- |{' ---: |' * (len(names) + 1)}",
@@ -213,7 +212,7 @@ def readme_lines(run: Run, command: str, link: str) -> list[str]:
 
 
 def tables(run: Run) -> Sequence[tuple[str, str, Table]]:
-    """Return what the data sets are, then the results on each."""
+    """Return the table of data sets, then a table of results per data set."""
     records = {r["data"]: r for r in run.records if "samples_of" in r}
     columns: dict[str, Column] = {
         "data": lambda r: str(r["data"]),
@@ -233,18 +232,20 @@ def tables(run: Run) -> Sequence[tuple[str, str, Table]]:
     rows = run.frame("quality")
     for name, record in records.items():
         words = f"{text.capitalised(record['title'])}."
-        parts.append((f"Models trained on {name}", words, _results(rows[rows["data"] == name])))
+        parts.append(
+            (f"Models trained on {name}", words, _results_table(rows[rows["data"] == name]))
+        )
     return parts
 
 
 def figures(run: Run) -> list[Figure]:
     """Return the change of AUC against bytes, and against the time of a step."""
-    rows = good(run)
+    rows = good_results(run)
     if not len(rows):
         return []
     smaller = Scale("times smaller (large tables)", log=2, shown=lambda v: f"{v:g}×")
     slower = Scale("time of a step ÷ plain", shown=lambda v: f"{v:g}×")
-    share = _share(run, rows)
+    share = _headline_share(run, rows)
     named = rows[(rows["share"] == share) | (rows["contender"] == PLAIN)]
     words = "Mean over seeds with its 95 % interval, paired with plain tables (dashed)."
     return [
@@ -258,7 +259,7 @@ def figures(run: Run) -> list[Figure]:
         ),
         Figure(
             "quality_time",
-            f"What is lost at which step time, with {_small(share)} of the bytes",
+            f"What is lost at which step time, with {_share_words(share)} of the bytes",
             f"{words} Up and to the left is better.",
             "",
             _panels(named, "ratio", slower),
@@ -292,7 +293,7 @@ def _curve(method: str, rows: pd.DataFrame, column: str) -> Curve:
     number = list(TRAINED).index(method)
     rows = rows.sort_values(column)
     low, high = rows["auc_change_lo"], rows["auc_change_hi"]
-    known = not low.isna().any()
+    has_intervals = not low.isna().any()
     across = rows[column]
     if column == "times_smaller" and method != PLAIN:
         across = across * 2 ** (ASIDE * (number - len(TRAINED) / 2))
@@ -305,6 +306,6 @@ def _curve(method: str, rows: pd.DataFrame, column: str) -> Curve:
         line="-" if column == "times_smaller" else "",
         width=1.2,
         size=5.0,
-        low=low if known else None,
-        high=high if known else None,
+        low=low if has_intervals else None,
+        high=high if has_intervals else None,
     )

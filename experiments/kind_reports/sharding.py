@@ -16,7 +16,7 @@ from experiments.contenders.registry import SHARDED
 from experiments.kinds import sharding
 from experiments.report import charts, text
 from experiments.report.charts import DASHED, DOTTED, Curve, Mark, Row, Scale, curves
-from experiments.report.data import Run
+from experiments.report.data import Run, select
 from experiments.report.style import COLOURS, INK, WIDTH, Drawing, Figure, Panel
 from experiments.report.tables import (
     Column,
@@ -49,9 +49,9 @@ NOTES = (
 )
 
 
-def rows_of(run: Run) -> pd.DataFrame:
-    """Return every arm's step, over all modes; ranks that share cores have no efficiency."""
-    rows = sharding.steps(sharding.frame(run.records))
+def measured_steps(run: Run) -> pd.DataFrame:
+    """Return `sharding.step_frame`, without the efficiency of ranks that share cores."""
+    rows = sharding.step_frame(run.frame("sharding"))
     cores = _usable_cores(run)
     if cores and len(rows):
         rows.loc[rows["world_size"] > cores, "efficiency"] = math.nan
@@ -64,16 +64,20 @@ def _usable_cores(run: Run) -> int | None:
 
 def answer(run: Run) -> list[str]:
     """Compare with TorchRec, say how the subject scales and how good predictions are."""
-    rows = rows_of(run)
+    rows = measured_steps(run)
     if not len(rows):
         return ["No answer: no contender has a result."]
-    sentences = [*_against(run, rows), *_scaling(run, rows), *_predicted(run)]
+    sentences = [
+        *_torchrec_sentences(run, rows),
+        *_scaling_sentences(run, rows),
+        *_prediction_sentence(run),
+    ]
     return sentences or [_fastest(rows)]
 
 
-def _against(run: Run, rows: pd.DataFrame) -> list[str]:
+def _torchrec_sentences(run: Run, rows: pd.DataFrame) -> list[str]:
     """State the ratios of the headline with their times, then the range over all cells."""
-    judged = sharding.beside_torchrec(rows)
+    judged = sharding.torchrec_rows(rows)
     if not len(judged):
         return []
     section = run.headline if (judged["section"] == run.headline).any() else judged.iloc[0].section
@@ -102,14 +106,14 @@ def _against(run: Run, rows: pd.DataFrame) -> list[str]:
     return sentences
 
 
-def _scaling(run: Run, rows: pd.DataFrame) -> list[str]:
+def _scaling_sentences(run: Run, rows: pd.DataFrame) -> list[str]:
     """Describe the subject and the best type, for both kinds of scaling.
 
     That is in the largest world in which every rank has a core; larger ones measure nothing.
     """
     ours = rows[rows["contender"].str.startswith(SHARDED) & rows["base_s"].notna()]
     sentences: list[str] = []
-    shared, cores = _sharing_cores(run, ours), _usable_cores(run)
+    shared, cores = _core_sentence(run, ours), _usable_cores(run)
     ours = ours[ours["world_size"] <= cores] if cores else ours
     largest = ours["world_size"].max() if len(ours) else 1
     if not largest > 1 or not ours["compute_s"].notna().any():
@@ -123,32 +127,26 @@ def _scaling(run: Run, rows: pd.DataFrame) -> list[str]:
         last = last[last["cell"] == last["cell"].iloc[0]]
         best = last.loc[last["median_s"].idxmin()]
         subject_rows = last[last["contender"] == run.subject.contender]
-        compared = (
-            [best] if best["contender"] == run.subject.contender else [best, *_rows(subject_rows)]
-        )
+        compared = [best]
+        if best["contender"] != run.subject.contender:
+            compared += [row for _, row in subject_rows.iterrows()]
         words = text.listed([_efficiency(row) for row in compared])
         sentences.append(f"{scaling.value.capitalize()} scaling to {largest:.0f} ranks: {words}.")
     return [*sentences, *shared]
 
 
-def _rows(rows: pd.DataFrame) -> list[pd.Series]:
-    return [row for _, row in rows.iterrows()]
-
-
 def _efficiency(row: pd.Series) -> str:
     share = text.digits(100 * row["communication_s"] / row["median_s"], 2)
-    efficiency = (
-        ""
-        if text.missing(row["efficiency"])
-        else (f", an efficiency of {text.digits(100 * row['efficiency'], 2)} %")
-    )
+    efficiency = ""
+    if not text.missing(row["efficiency"]):
+        efficiency = f", an efficiency of {text.digits(100 * row['efficiency'], 2)} %"
     return (
         f"{row['type']} takes {text.seconds(row['median_s'])} per step, "
         f"{share} % of it communication{efficiency}"
     )
 
 
-def _sharing_cores(run: Run, rows: pd.DataFrame) -> list[str]:
+def _core_sentence(run: Run, rows: pd.DataFrame) -> list[str]:
     """Say that the steps of ranks that share cores measure nothing but correctness."""
     cores = _usable_cores(run)
     worlds = sorted({int(ranks) for ranks in rows["world_size"] if cores and ranks > cores})
@@ -161,16 +159,16 @@ def _sharing_cores(run: Run, rows: pd.DataFrame) -> list[str]:
     ]
 
 
-def _predicted(run: Run) -> list[str]:
+def _prediction_sentence(run: Run) -> list[str]:
     """State how well the cost model predicted the measured steps."""
     rows = sharding.predictions(run.records)
-    correlation, factor, points = sharding.agreement(rows)
-    if math.isnan(correlation):
+    agreement = sharding.prediction_agreement(rows)
+    if math.isnan(agreement.rank_correlation):
         return []
     return [
-        f"The cost model's predictions of the {points} measured steps have a rank correlation of "
-        f"{text.digits(correlation, 2)} with them; their median error is a "
-        f"factor of {text.digits(factor)}."
+        f"The cost model's predictions of the {agreement.points} measured steps have a rank "
+        f"correlation of {text.digits(agreement.rank_correlation, 2)} with them; their median "
+        f"error is a factor of {text.digits(agreement.median_factor)}."
     ]
 
 
@@ -185,7 +183,7 @@ def _cell_title(run: Run, cell: str) -> str:
 
 def tables(run: Run) -> Sequence[tuple[str, str, Table]]:
     """Return one table per section, a row per arm and world; then the predictions."""
-    rows, every = rows_of(run), sharding.frame(run.records)
+    rows, every = measured_steps(run), run.frame("sharding")
     parts = []
     for section in run.sections():
         section_rows = every[every["section"] == section]
@@ -251,7 +249,7 @@ def _part(part: str, row: dict[str, Any]) -> Value:
 def _predictions(rows: pd.DataFrame) -> Table:
     rows = rows.sort_values(["section", "contender", "scaling", "world_size"])
     return Table.of(
-        (row for _, row in rows.iterrows()),
+        rows,
         {
             "contender": lambda r: str(r["label"]),
             "batch per rank": lambda r: count_value(r["batch"]),
@@ -265,7 +263,7 @@ def _predictions(rows: pd.DataFrame) -> Table:
 
 
 BAR = 0.3  # inches per bar
-TYPES = {  # a colour of the palette and a marker per sharding type, whoever's contender it is
+TYPES = {  # sharding type -> colour of the palette and marker, for emblib's and TorchRec's alike
     "data-parallel": ("other_3", "X"),
     "table-wise": ("tbe", "o"),
     "row-wise": ("tt", "s"),
@@ -276,30 +274,35 @@ TYPES = {  # a colour of the palette and a marker per sharding type, whoever's c
 }
 
 
-def colour(kind: str) -> str:
+def colour(sharding_type: str) -> str:
     """Return the colour of a sharding type; that of others depends on their name."""
     names = list(COLOURS)
-    other = names[zlib.crc32(kind.encode()) % len(names)]
-    return COLOURS[TYPES.get(kind, (other, ""))[0]]
+    other = names[zlib.crc32(sharding_type.encode()) % len(names)]
+    return COLOURS[TYPES.get(sharding_type, (other, ""))[0]]
 
 
-def marker(kind: str) -> str:
+def marker(sharding_type: str) -> str:
     """Return the marker of a sharding type."""
-    return TYPES.get(kind, ("", "h"))[1]
+    return TYPES.get(sharding_type, ("", "h"))[1]
 
 
 def figures(run: Run) -> list[Figure]:
     """Return the figures that the run has the data for."""
-    rows = rows_of(run)
+    rows = measured_steps(run)
     if not len(rows):
         return []
     predicted = sharding.predictions(run.records)
-    drawn = [_draw_against(run, rows), _over_ranks(run, rows, predicted), _split(run, rows)]
-    return [f for f in (*drawn, _draw_predicted(run, predicted)) if f.panels]
+    drawn = [
+        _torchrec_figure(run, rows),
+        _scaling_figure(run, rows, predicted),
+        _parts_figure(run, rows),
+    ]
+    return [f for f in (*drawn, _prediction_figure(run, predicted)) if f.panels]
 
 
-def _draw_against(run: Run, rows: pd.DataFrame) -> Figure:
-    judged = sharding.beside_torchrec(rows).sort_values(["section", "world_size"], kind="stable")
+def _torchrec_figure(run: Run, rows: pd.DataFrame) -> Figure:
+    """Draw TorchRec's step ÷ emblib's for every cell and sharding type."""
+    judged = sharding.torchrec_rows(rows).sort_values(["section", "world_size"], kind="stable")
     titles = {str(r["cell"]): str(r["title"]) for r in run.records}
     lines = [
         Row(
@@ -329,7 +332,8 @@ def _draw_against(run: Run, rows: pd.DataFrame) -> Figure:
     )
 
 
-def _over_ranks(run: Run, rows: pd.DataFrame, predicted: pd.DataFrame) -> Figure:
+def _scaling_figure(run: Run, rows: pd.DataFrame, predicted: pd.DataFrame) -> Figure:
+    """Draw the step over ranks per kind of scaling, measured and predicted."""
     ours = rows[rows["contender"].str.startswith(SHARDED)]
     panels = []
     for scaling in Scaling:
@@ -337,14 +341,11 @@ def _over_ranks(run: Run, rows: pd.DataFrame, predicted: pd.DataFrame) -> Figure
         if scaled["world_size"].nunique() < 2 or not (scaled["scaling"] == scaling.value).any():
             continue
         first = scaled["section"].iloc[0]
-        beyond = (
-            predicted[predicted["beyond"] & (predicted["scaling"] == scaling.value)]
-            if len(predicted)
-            else predicted
-        )
-        beyond = beyond[beyond["section"] == first] if len(beyond) else beyond
+        beyond = select(predicted, beyond=True, scaling=scaling.value, section=first)
         title = f"{scaling.value.capitalize()} scaling"
-        panels.append(Panel(title, _steps(scaled[scaled["section"] == first], beyond), 1.1 * WIDTH))
+        panels.append(
+            Panel(title, _step_curves(scaled[scaled["section"] == first], beyond), 1.1 * WIDTH)
+        )
     return Figure(
         "scaling",
         "Time of a step over ranks",
@@ -355,7 +356,7 @@ def _over_ranks(run: Run, rows: pd.DataFrame, predicted: pd.DataFrame) -> Figure
     )
 
 
-def _steps(rows: pd.DataFrame, beyond: pd.DataFrame) -> Drawing:
+def _step_curves(rows: pd.DataFrame, beyond: pd.DataFrame) -> Drawing:
     lines = []
     for kind, group in rows.sort_values("world_size").groupby("type", sort=False):
         shade, mark = colour(str(kind)), marker(str(kind))
@@ -378,13 +379,14 @@ def _steps(rows: pd.DataFrame, beyond: pd.DataFrame) -> Drawing:
     return curves(lines, Scale("ranks", log=2, ticks=values), Scale("ms per step", log=10))
 
 
-def _split(run: Run, rows: pd.DataFrame) -> Figure:
-    known = rows[rows["compute_s"].notna()]
-    if len(known):
-        known = known[known["section"] == known["section"].iloc[0]]
+def _parts_figure(run: Run, rows: pd.DataFrame) -> Figure:
+    """Draw compute and communication of a step per world, in the first section that has parts."""
+    with_parts = rows[rows["compute_s"].notna()]
+    if len(with_parts):
+        with_parts = select(with_parts, section=with_parts["section"].iloc[0])
     panels = []
-    for world in sorted(known["world_size"].unique()) if len(known) else ():
-        in_world = known[known["world_size"] == world]
+    for world in sorted(with_parts["world_size"].unique()):
+        in_world = with_parts[with_parts["world_size"] == world]
         in_world = in_world[in_world["scaling"] == in_world["scaling"].iloc[0]]
         lines = [
             Row(
@@ -408,11 +410,13 @@ def _split(run: Run, rows: pd.DataFrame) -> Figure:
     )
 
 
-def _draw_predicted(run: Run, predicted: pd.DataFrame) -> Figure:
-    correlation, _, points = sharding.agreement(predicted)
-    words = "" if math.isnan(correlation) else f" Rank correlation {text.digits(correlation, 2)}."
+def _prediction_figure(run: Run, predicted: pd.DataFrame) -> Figure:
+    """Draw predicted against measured steps; no panel without measured ones."""
+    agreement = sharding.prediction_agreement(predicted)
+    words = f" Rank correlation {text.digits(agreement.rank_correlation, 2)}."
+    words = "" if math.isnan(agreement.rank_correlation) else words
     panels = []
-    if points:
+    if agreement.points:
         measured, lines = predicted[~predicted["beyond"]], []
         smallest = measured["world_size"].min()
         for (kind, world), group in measured.groupby(["type", "world_size"], sort=False):
@@ -435,7 +439,7 @@ def _draw_predicted(run: Run, predicted: pd.DataFrame) -> Figure:
     return Figure(
         "predicted",
         "Predicted and measured steps",
-        f"{points} points; the prediction of a point on the line is exact.{words}",
+        f"{agreement.points} points; the prediction of a point on the line is exact.{words}",
         run.sizes(run.sections()[0]),
         panels,
     )

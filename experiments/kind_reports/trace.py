@@ -45,11 +45,11 @@ NOTES = (
 )
 
 
-def subject(run: Run) -> Record | None:
+def answer_record(run: Run) -> Record | None:
     """Return the case of the answer: the user's own trace, else the headline case."""
     sections = [SWEEP] if _names_a_file(run) else [SWEEP, str(run.config.report.headline)]
     for section in sections:
-        for record in trace.looked_at(run.records):
+        for record in trace.good_records(run.records):
             if record["section"] == section:
                 return record
     return None
@@ -64,21 +64,22 @@ def _names_a_file(run: Run) -> bool:
 
 def answer(run: Run) -> list[str]:
     """State repetition, concentration and the best hit rate; then the fit, then other lookups."""
-    record = subject(run)
+    record = answer_record(run)
     if record is None and _names_a_file(run):
         failed = next((r for r in run.failures() if r["section"] == SWEEP), None)
         reason = failed["reason"] if failed else "the run ended before"
         return [f"No answer: the trace {run.config.workload.file} was not analysed ({reason})."]
     if record is None:
         return ["No answer: no lookups were looked at before the run ended."]
-    return [_headline(run, record), *_skew(record), *_others(run, record)]
+    return [_headline(run, record), *_skew_sentence(record), *_comparison_sentence(run, record)]
 
 
 def _headline(run: Run, record: Record) -> str:
-    analysis, size = record["analysis"], fraction(run)
+    """State repetition and concentration, and the hit rates of an ideal and of an LRU cache."""
+    analysis, size = record["analysis"], answer_cache_size(run)
     samples = record["samples"]
     total = sum(samples["lookups"])
-    best, recent = (_at(record, policy, size) for policy in ("offline", "lru"))
+    best, recent = (_hit_rate_at(record, policy, size) for policy in ("offline", "lru"))
     half = concentration(record, "0.5")
     return (
         f"Of the {name_of(record)} ({text.count(record['features'], 'table')}, {total:,} lookups "
@@ -102,7 +103,7 @@ def name_of(record: Record) -> str:
     return describe_distribution(p).replace(" ids", " lookups")
 
 
-def fraction(run: Run) -> float:
+def answer_cache_size(run: Run) -> float:
     """Return the cache size of the answer."""
     return float(run.config.report.subject_cache)
 
@@ -113,7 +114,7 @@ def concentration(record: Record, share: str) -> float:
     return rows / max(1, sum(table["distinct"] for table in record["tables"]))
 
 
-def _at(record: Record, policy: str, size: float) -> float:
+def _hit_rate_at(record: Record, policy: str, size: float) -> float:
     """Return the hit rate per lookup at the size nearest to a fraction of the distinct rows."""
     points = record["analysis"]["hit_rates"][policy]
     wanted = size * record["analysis"]["hit_rates"]["distinct"]
@@ -121,7 +122,7 @@ def _at(record: Record, policy: str, size: float) -> float:
     return float(nearest["lookups"])
 
 
-def _skew(record: Record) -> list[str]:
+def _skew_sentence(record: Record) -> list[str]:
     table = busiest(record)
     fit = table["fit"]
     if fit is None:
@@ -139,18 +140,18 @@ def busiest(record: Record) -> dict[str, Any]:
     return tables[record["analysis"]["busiest"]["table"]]
 
 
-def _others(run: Run, record: Record) -> list[str]:
-    size = fraction(run)
-    others = [r for r in trace.looked_at(run.records) if r["cell"] != record["cell"]]
+def _comparison_sentence(run: Run, record: Record) -> list[str]:
+    size = answer_cache_size(run)
+    others = [r for r in trace.good_records(run.records) if r["cell"] != record["cell"]]
     if not others:
         return []
-    parts = [f"{text.percent(_at(r, 'offline', size))} of {name_of(r)}" for r in others]
+    parts = [f"{text.percent(_hit_rate_at(r, 'offline', size))} of {name_of(r)}" for r in others]
     return [f"For comparison, at best it would serve {', '.join(parts)}."]
 
 
 def section_table(run: Run, section: str) -> Table:
     """Return one row per table."""
-    records = [r for r in trace.looked_at(run.records) if r["section"] == section]
+    records = [r for r in trace.good_records(run.records) if r["section"] == section]
     rows = [
         table | {"label": (f"{_point(record)} · " if len(records) > 1 else "") + table["name"]}
         for record in records
@@ -195,7 +196,7 @@ COMPARABLE = 1.5  # a window of up to so many times the published one, or its in
 
 def figures(run: Run) -> list[Figure]:
     """Return every figure, the main one first."""
-    records = trace.looked_at(run.records)
+    records = trace.good_records(run.records)
     if not records:
         return []
     sizes = {
@@ -212,7 +213,7 @@ def figures(run: Run) -> list[Figure]:
     return drawn
 
 
-def _styled(records: Sequence[Record]) -> Iterator[tuple[Record, str, str]]:
+def _with_styles(records: Sequence[Record]) -> Iterator[tuple[Record, str, str]]:
     """Yield each record with its colour and its name."""
     for i, record in enumerate(records):
         words = name_of(record).removeprefix("lookups of the ").replace(" lookups", "")
@@ -224,7 +225,7 @@ def _styled(records: Sequence[Record]) -> Iterator[tuple[Record, str, str]]:
 def _caches(records: Sequence[Record]) -> Figure:
     def panel(title: str, of: str) -> Panel:
         lines = []
-        for record, colour, label in _styled(records):
+        for record, colour, label in _with_styles(records):
             rates = record["analysis"]["hit_rates"]
             curve = {
                 policy: Curve(
@@ -262,7 +263,7 @@ def _caches(records: Sequence[Record]) -> Figure:
 
 def _popularity(records: Sequence[Record]) -> Figure:
     ranked, together = [], []
-    for record, colour, label in _styled(records):
+    for record, colour, label in _with_styles(records):
         busy_table, points = busiest(record), record["analysis"]["busiest"]["ranked"]
         ranks = np.array([rank for rank, _ in points])
         ranked.append(Curve(ranks, [share for _, share in points], colour, label))
@@ -303,7 +304,7 @@ def _repetition(records: Sequence[Record]) -> Figure:
         places = range(len(names))
         lines = [
             Curve(places, 100 * np.array(r["analysis"]["spectrum"][of]), colour, label, "o", size=3)
-            for r, colour, label in _styled(records)
+            for r, colour, label in _with_styles(records)
         ]
         if like:
             stars = 100 * np.array(published)
@@ -334,7 +335,7 @@ def _like_published(record: Record) -> bool:
 def _reuse(records: Sequence[Record]) -> Figure:
     def panel(title: str, of: Callable[[np.ndarray], np.ndarray], label: str) -> Panel:
         lines = []
-        for record, colour, words in _styled(records):
+        for record, colour, words in _with_styles(records):
             distances = record["analysis"]["distances"]
             y = 100 * of(np.array(distances["reuse"]))
             lines.append(Curve(distances["edges"][1:], y, colour, words, "o", size=3))
@@ -358,7 +359,7 @@ def _reuse(records: Sequence[Record]) -> Figure:
 def _working_set(records: Sequence[Record]) -> Figure:
     growth, new = [], []
     most, first = 1, min(r["samples"]["lookups"][0] for r in records)
-    for record, colour, label in _styled(records):
+    for record, colour, label in _with_styles(records):
         x, y = (np.cumsum(record["samples"][k]) for k in ("lookups", "new"))
         most = max(most, int(y[-1]))
         growth.append(Curve(x, y, colour, label, "o", size=3))
@@ -399,10 +400,10 @@ def _binary(value: float) -> str:
 def _tables(records: Sequence[Record]) -> Figure:
     def panel(title: str, value: Callable[[dict[str, Any]], float | None], label: str) -> Panel:
         lines = []
-        for record, colour, words in _styled(records):
+        for record, colour, words in _with_styles(records):
             points = [(t["distinct"], value(t)) for t in record["tables"]]
-            known = [(x, y) for x, y in points if y is not None]
-            xs, ys = [x for x, _ in known], [y for _, y in known]
+            points_with_value = [(x, y) for x, y in points if y is not None]
+            xs, ys = [x for x, _ in points_with_value], [y for _, y in points_with_value]
             lines.append(Curve(xs, ys, colour, words, "o", line="", size=5, opacity=0.7))
         across = Scale("distinct rows of the table", log=10)
         return Panel(title, curves(lines, across, Scale(label, low=0)))

@@ -31,7 +31,7 @@ class Cache(Kind):
 
     def check(self, config: Config) -> None:
         super().check(config)
-        cached = (*registry.cached(), *EXACT)
+        cached = (*registry.names_with_cache(), *EXACT)
         if not set(config.contenders) <= set(cached):
             raise UsageError(f"contenders: traces (kind=cache) are for {', '.join(cached)}")
 
@@ -42,7 +42,7 @@ class Cache(Kind):
         return "% of lookups served: " + " · ".join(
             f"{r['label']}: {r['status']}"
             if r["status"] != "ok"
-            else f"{r['label']} {100 * counted(r).lookups:.0f}"
+            else f"{r['label']} {100 * counted_hit_rates(r).lookups:.0f}"
             for r in records
             if r.get("cache_rows", middle) == middle
         )
@@ -60,7 +60,7 @@ class HitRates:
     rows: float
 
 
-def counted(record: Record) -> HitRates:
+def counted_hit_rates(record: Record) -> HitRates:
     """Return the hit rates of a record over its counted batches."""
     samples = record["samples"]
     skip = len(samples["rows"]) - record["batches"]
@@ -73,14 +73,21 @@ def _share(total: dict[str, int], of: str) -> float:
 
 
 def frame(records: Sequence[Record]) -> pd.DataFrame:
-    """Return a row per trace, contender and size; failed ones without numbers."""
+    """Return hit_rates.csv: a row per trace, contender and size of the cache.
+
+    Rates are shares of 1 over the counted batches: `lookup_hit_rate`, `row_hit_rate` (of distinct
+    rows per batch), `most_lookup_hit_rate` (a bound that no cache exceeds; the offline optimum has
+    it), `expected_*` (of the most likely rows; static_top has them). `fraction` is `cache_rows` ÷
+    all rows; `cache` is the fraction that the experiment asked for, before rounding to sets. nan
+    where the status is not "ok" or the contender has no such number.
+    """
     traced = [r for r in records if r.get("kind") == Cache.name]
     return pd.DataFrame([_row(r) for r in traced])
 
 
 def _row(record: Record) -> dict[str, Any]:
     ok = record["status"] == "ok"
-    rates = counted(record) if ok else HitRates(math.nan, math.nan)
+    rates = counted_hit_rates(record) if ok else HitRates(math.nan, math.nan)
     lookups = sum(record["samples"]["lookups"][-record["batches"] :]) if ok else 0
     most = record.get("most_lookup_hits", math.nan)
     size = record.get("cache_rows", math.nan)  # absent from the record of a process that died

@@ -8,7 +8,7 @@ from typing import Any
 
 import pandas as pd
 
-from experiments.config.schema import OPERATIONS, Mode
+from experiments.config.schema import GROWTH_PHASE, OPERATIONS, Mode
 from experiments.kinds.base import (
     KEYS,
     ArmRules,
@@ -24,7 +24,6 @@ from experiments.results.store import Record
 from experiments.timing import statistics
 
 YARDSTICK = "find_slots"  # operation of the subject at the same load that ratios divide by
-PHASE = "insert"  # name of the samples of a growing table
 
 
 class Keys(Kind):
@@ -53,7 +52,7 @@ class Growth(Keys):
 
     def frames(self, records: Sequence[Record], settings: Any) -> dict[str, pd.DataFrame]:
         """Return growth.csv: a row per table."""
-        return {"growth": growth(records)}
+        return {"growth": growth_frame(records)}
 
 
 def _rate_of(record: Record) -> str:
@@ -66,14 +65,20 @@ def _rate_of(record: Record) -> str:
 
 
 def frame(records: Sequence[Record], subject: str) -> pd.DataFrame:
-    """Return a row per arm, mode and operation of a cell, all its processes together."""
+    """Return operations.csv: a row per hash table, load, mode and operation, over all processes.
+
+    Columns: `load` (keys ÷ slots), `slots`, `keys_there` (keys stored), `lookups` (keys per call),
+    `hits` (share of a call's keys that are present), `keys_per_s`, `bytes` of the table, and those
+    of `metrics.timed_columns`. `ratio` is the time ÷ that of YARDSTICK of the contender `subject`
+    at the same load.
+    """
     return metrics.phase_rows(
         records,
         Keys.name,
         lambda record: f"{subject}@{record['load']:g}",
         _row,
         phases_of=lambda group: metrics.sampled_phases(group, ""),
-        pair=as_yardstick,
+        pair=yardstick_as,
     )
 
 
@@ -82,7 +87,7 @@ def _row(
 ) -> dict[str, Any]:
     good = metrics.good(group)
     record = good[0] if good else group[0]
-    timed = metrics.timed_columns(good, as_yardstick(metrics.good(base), phase), phase, pools)
+    timed = metrics.timed_columns(good, yardstick_as(metrics.good(base), phase), phase, pools)
     names = ("section", "cell", "contender", "arm", "label", "load", "rows_scale", "lookups")
     return {
         **{name: record[name] for name in names},
@@ -101,7 +106,7 @@ def _row(
     }
 
 
-def as_yardstick(base: Sequence[Record], phase: str) -> list[Record]:
+def yardstick_as(base: Sequence[Record], phase: str) -> list[Record]:
     """Return the records with the samples of the yardstick under the name of a phase."""
     return [
         r | {"samples": {phase: r["samples"].get(YARDSTICK, [])}}
@@ -110,19 +115,22 @@ def as_yardstick(base: Sequence[Record], phase: str) -> list[Record]:
     ]
 
 
-def growth(records: Sequence[Record]) -> pd.DataFrame:
-    """Return a row per table that grew, all its processes together."""
-    groups: dict[tuple[str, str], list[Record]] = {}
-    for record in records:
-        if record.get("kind") == Growth.name:
-            groups.setdefault((record["cell"], record["arm"]), []).append(record)
-    return pd.DataFrame([_grown(group) for group in groups.values()])
+def growth_frame(records: Sequence[Record]) -> pd.DataFrame:
+    """Return growth.csv: a row per table that grew, over all processes.
+
+    Seconds: `median_s` and `p99_s` of all calls, `longest_s` (median over processes of the longest
+    call of each), `total_s`. Bytes: `peak_bytes` while it grows, `kept_bytes` at the end, and
+    `peak_over_kept`; nan where the system does not measure memory.
+    """
+    groups = metrics.group_records(records, Growth.name, lambda r: (r["cell"], r["arm"]))
+    return pd.DataFrame([_growth_row(group) for group in groups.values()])
 
 
-def _grown(group: Sequence[Record]) -> dict[str, Any]:
+def _growth_row(group: Sequence[Record]) -> dict[str, Any]:
+    """Return a row of `growth_frame` from the records of a table, one per process."""
     good = metrics.good(group)
     record = good[0] if good else group[0]
-    by_process = [metrics.seconds(r, PHASE) for r in good]
+    by_process = [metrics.seconds(r, GROWTH_PHASE) for r in good]
     every_call = [s for seconds in by_process for s in seconds]
     time, ends = statistics.summarise(every_call), statistics.tail(every_call)
     # The median over processes of the longest call of each.

@@ -14,7 +14,7 @@ import pandas as pd
 
 from experiments.config.schema import Config, Mode, UsageError
 from experiments.kinds.base import TIME, CellKinds, Compared, Kind, Reporting
-from experiments.results.metrics import summarise_processes
+from experiments.results import metrics
 from experiments.results.store import Record, RunStore
 
 AXES = ("T", "E", "D", "B", "L", "rank", "optimizer", "slots")
@@ -99,11 +99,12 @@ def _common(identity: Mapping[str, Any], replicate: int, name: str, group: str) 
 
 
 def frame(records: Sequence[Record]) -> pd.DataFrame:
-    """Return a row per benchmark, over all processes, with the seconds of a call."""
-    groups: dict[str, list[Record]] = {}
-    for record in records:
-        if record.get("kind") == Micro.name:
-            groups.setdefault(record["cell"], []).append(record)
+    """Return latency.csv: a row per benchmark, over all processes.
+
+    Columns: `operation` (group of the test), `benchmark` (its name), `device`, AXES, `lookups` per
+    call, median_s, q25_s, q75_s, lo_s and hi_s in seconds of a call, `samples`, `processes`.
+    """
+    groups = metrics.group_records(records, Micro.name, lambda r: str(r["cell"]))
     return pd.DataFrame([_row(group) for group in groups.values()])
 
 
@@ -112,7 +113,7 @@ def _row(group: Sequence[Record]) -> dict[str, Any]:
     by_process = [
         [s for _, s in r["samples"].get("call", [])] for r in group if r["status"] == "ok"
     ]
-    time = summarise_processes(by_process)
+    time = metrics.summarise_processes(by_process)
     return {
         "operation": first["section"],
         "benchmark": first["cell"],
@@ -135,7 +136,7 @@ def summary(records: Sequence[Record]) -> dict[str, Any]:
     }
 
 
-def take(path: Path, folder: Path) -> Path:
+def import_benchmarks(path: Path, folder: Path) -> Path:
     """Create a run's directory in `folder` from a JSON of pytest-benchmark; raise UsageError."""
     try:
         content = json.loads(path.read_text())

@@ -114,7 +114,13 @@ class Predictions(Kind):
 
 
 def frame(records: Sequence[Record]) -> pd.DataFrame:
-    """Return a row per predicted step, over all processes."""
+    """Return predictions.csv: a row per predicted step (POINT), over all processes.
+
+    `measured_s`, `predicted_s`, `two_terms_s` (rows and products alone; nan with a cache) and
+    `by_hits_s` (uncached time × lookups that miss) are seconds of a step; `ratio` is predicted ÷
+    measured, of which `ratio_lo` and `ratio_hi` are the extremes over processes. `rows` is distinct
+    rows per batch; `hit_rate` and `row_hit_rate` are shares of lookups and of distinct rows.
+    """
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for record in records:
         if record.get("kind") == Predictions.name and record["status"] == "ok":
@@ -126,8 +132,8 @@ def frame(records: Sequence[Record]) -> pd.DataFrame:
 
 def _row(key: tuple[Any, ...], points: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     def median(values: Sequence[float | None]) -> float:
-        known = [v for v in values if v is not None]
-        return statistics.summarise(known).median if known else math.nan
+        numbers = [v for v in values if v is not None]
+        return statistics.summarise(numbers).median if numbers else math.nan
 
     names = ("predicted_s", "two_terms_s", "by_hits_s", "rows", "hit_rate", "row_hit_rate")
     measured = [statistics.summarise([s for _, s in p["samples"]]).median for p in points]

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import stdev
-from typing import Any
+from typing import Any, NamedTuple
 
 import pandas as pd
 
@@ -149,11 +149,16 @@ def _with_file(cell: Cell) -> Cell:
 
 
 def frame(records: Sequence[Record]) -> pd.DataFrame:
-    """Return a row per data set, method and share, over all seeds."""
-    groups: dict[tuple[str, str], list[Record]] = {}
-    for record in records:
-        if record.get("kind") == Quality.name:
-            groups.setdefault((record["section"], record["arm"]), []).append(record)
+    """Return quality.csv: a row per data set, method and share of the bytes, over all seeds.
+
+    `auc` and `log_loss` (nats) are means over seeds on test samples. `*_change` is the mean
+    difference to plain tables, paired by seed, with `_lo` and `_hi`, its 95 % t-interval (nan for
+    one seed). `excess_log_loss` is the loss above that of the true probabilities, where known.
+    `bytes` are those of large and small tables in training, `served_bytes` when served;
+    `times_smaller` compares with the plain large tables. `step_s` is seconds; `ratio` is the time
+    of a step ÷ plain's.
+    """
+    groups = metrics.group_records(records, Quality.name, lambda r: (r["section"], r["arm"]))
     pairs = [(group, groups.get((section, PLAIN), [])) for (section, _), group in groups.items()]
     pools = metrics.Pools.of(pairs, "step")
     return pd.DataFrame([_row(group, base, pools) for group, base in pairs])
@@ -163,7 +168,6 @@ def _row(group: Sequence[Record], base: Sequence[Record], pools: metrics.Pools) 
     good, plain = metrics.good(group), metrics.good(base)
     record = good[0] if good else group[0]
     effect = metrics.ratio(good, plain, "step", pools.ratios)
-    auc, loss = (paired(good, plain, name) for name in ("auc", "log_loss"))
     excess = [r["log_loss"] - r["oracle_loss"] for r in good if r.get("oracle_loss") is not None]
     names = ("section", "data", "contender", "arm", "label", "reason")
     return {
@@ -172,13 +176,9 @@ def _row(group: Sequence[Record], base: Sequence[Record], pools: metrics.Pools) 
         "status": record["status"],
         "seeds": len(good),
         "auc": _mean([r["auc"] for r in good]),
-        "auc_change": auc[0],
-        "auc_change_lo": auc[1],
-        "auc_change_hi": auc[2],
+        **_change_columns(good, plain, "auc"),
         "log_loss": _mean([r["log_loss"] for r in good]),
-        "log_loss_change": loss[0],
-        "log_loss_change_lo": loss[1],
-        "log_loss_change_hi": loss[2],
+        **_change_columns(good, plain, "log_loss"),
         "excess_log_loss": _mean(excess),
         "oracle_auc": _mean([r["oracle_auc"] for r in good if r.get("oracle_auc") is not None]),
         "rates": " ".join(f"{r['rate']:g}" for r in good),
@@ -193,22 +193,35 @@ def _row(group: Sequence[Record], base: Sequence[Record], pools: metrics.Pools) 
     }
 
 
-def paired(
+def _change_columns(
     records: Sequence[Record], plain: Sequence[Record], name: str
-) -> tuple[float, float, float]:
-    """Return the mean difference of an entry to plain tables over seeds, and its 95 % interval."""
+) -> dict[str, float]:
+    """Return the columns about an entry's difference to plain tables, paired by seed."""
     by_seed = {metrics.replicate_of(r): r[name] for r in plain}
     seeds = [(r[name], by_seed.get(metrics.replicate_of(r))) for r in records]
-    return interval([value - other for value, other in seeds if other is not None])
+    change = t_interval([value - other for value, other in seeds if other is not None])
+    return {
+        f"{name}_change": change.mean,
+        f"{name}_change_lo": change.lo,
+        f"{name}_change_hi": change.hi,
+    }
 
 
-def interval(values: Sequence[float]) -> tuple[float, float, float]:
-    """Return the mean and its 95 % t-interval, which is nan for one value."""
+class Mean(NamedTuple):
+    """A mean with its 95 % t-interval, whose ends are nan for one value; nan for none."""
+
+    mean: float
+    lo: float
+    hi: float
+
+
+def t_interval(values: Sequence[float]) -> Mean:
+    """Return the mean of values and its interval."""
     mean, count = _mean(values), len(values)
     if count < 2:
-        return mean, math.nan, math.nan
+        return Mean(mean, math.nan, math.nan)
     half = statistics.t_quantile(count - 1) * stdev(values) / math.sqrt(count)
-    return mean, mean - half, mean + half
+    return Mean(mean, mean - half, mean + half)
 
 
 def _mean(values: Sequence[float]) -> float:

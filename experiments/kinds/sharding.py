@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pandas as pd
 
@@ -26,8 +26,8 @@ from experiments.kinds.base import (
 from experiments.results import metrics
 from experiments.results.store import Record
 
-STEP, COMPUTE = "step", "local"  # phases
-# Phases that are parts of a step.
+STEP, COMPUTE = "step", "local"  # phases: a whole step; lookup and update of a rank's own rows
+# Phases that are parts of a step (`Contender.parts`) -> heading of the report's column.
 PARTS = {
     "input": "distribute ids",
     "local": "look up and update",
@@ -118,7 +118,7 @@ def counterpart(contender: str) -> str:
     return f"{SHARDED}{kind}" if kind != contender else ""
 
 
-def beside_torchrec(rows: pd.DataFrame) -> pd.DataFrame:
+def torchrec_rows(rows: pd.DataFrame) -> pd.DataFrame:
     """Return the rows of TorchRec's contenders that have a ratio to emblib's."""
     return rows[rows["ratio"].notna() & rows["contender"].str.startswith("torchrec_")]
 
@@ -132,9 +132,12 @@ def type_of(contender: str) -> str:
 
 
 def frame(records: Sequence[Record]) -> pd.DataFrame:
-    """Return a row per cell, arm, mode and phase, over all processes.
+    """Return sharding.csv: a row per cell, arm, mode and phase, over all processes.
 
-    `ratio` is the time ÷ that of emblib's counterpart in the cell, paired by round.
+    Columns: `type` (sharding type), `world_size` (ranks), `scaling` ("weak" or "strong"), the
+    workload's axes, `weights_bytes` of all ranks, and those of `metrics.timed_columns`. A time is
+    that of the slowest rank. `ratio` is the time ÷ that of emblib's counterpart in the cell, paired
+    by round. Phases are forward, step and PARTS.
     """
     return metrics.phase_rows(
         records,
@@ -166,11 +169,12 @@ def _row(
     }
 
 
-def steps(rows: pd.DataFrame) -> pd.DataFrame:
+def step_frame(rows: pd.DataFrame) -> pd.DataFrame:
     """Return the steps in `rows` of `frame`, with times of parts and efficiency.
 
     New columns: compute_s and communication_s (nan for a contender without parts), base_s (the step
-    of one rank on the batch that this one is scaled from), efficiency.
+    of one rank on the batch from which the row's batch is scaled), and efficiency (base_s ÷
+    median_s; with strong scaling also ÷ world_size).
     """
     if not len(rows):
         return rows
@@ -204,9 +208,11 @@ def _batch(row: Mapping[Any, Any] | pd.Series) -> int:
 
 
 def predictions(records: Sequence[Record]) -> pd.DataFrame:
-    """Return a row per cell and arm with predicted_s and median_s, and per larger world.
+    """Return predictions.csv: a row per measured cell and arm, and per larger, unmeasured world.
 
-    A process predicts with its own constants; predictions of several processes are averaged.
+    `predicted_s` and `predicted_compute_s` are the cost model's seconds of a step; a process
+    predicts with its own constants, and several processes are averaged. `median_s` is the measured
+    step, nan where `beyond` is True: those worlds were not measured. `batch` is bags per rank.
     """
     groups: dict[tuple[str, str, int, str], list[tuple[Record, Mapping[str, Any]]]] = {}
     for record in records:
@@ -244,14 +250,25 @@ def _mean(group: Sequence[tuple[Record, Mapping[str, Any]]], name: str) -> float
     return sum(float(step[name]) for _, step in group) / len(group)
 
 
-def agreement(rows: pd.DataFrame) -> tuple[float, float, int]:
-    """Return the rank correlation of predicted and measured steps, the median factor, the count.
+class Agreement(NamedTuple):
+    """How well steps are predicted.
 
-    The factor between both is >= 1. Below three measured steps both numbers are nan.
+    Attributes:
+        rank_correlation: Spearman's correlation of predicted and measured steps; nan below three.
+        median_factor: median of the larger ÷ the smaller of both times, >= 1; nan below three.
+        points: number of measured steps.
     """
+
+    rank_correlation: float
+    median_factor: float
+    points: int
+
+
+def prediction_agreement(rows: pd.DataFrame) -> Agreement:
+    """Compare the measured steps in `rows` of `predictions` with their predictions."""
     measured = rows[~rows["beyond"]] if len(rows) else rows
     if len(measured) < 3:
-        return math.nan, math.nan, len(measured)
-    ranks = measured["predicted_s"].rank(), measured["median_s"].rank()
+        return Agreement(math.nan, math.nan, len(measured))
+    correlation = measured["predicted_s"].corr(measured["median_s"], method="spearman")
     factor = (measured["predicted_s"] / measured["median_s"]).map(lambda x: max(x, 1 / x))
-    return float(ranks[0].corr(ranks[1])), float(factor.median()), len(measured)
+    return Agreement(float(correlation), float(factor.median()), len(measured))

@@ -53,17 +53,23 @@ class Trace(base.Kind):
 
     def frames(self, records: Sequence[Record], settings: Any) -> dict[str, pd.DataFrame]:
         """Return tables.csv and ideal_hit_rates.csv."""
-        return {"tables": tables(records), "ideal_hit_rates": curves(records)}
+        return {"tables": tables(records), "ideal_hit_rates": ideal_hit_rates(records)}
 
 
-def looked_at(records: Sequence[Record]) -> list[Record]:
+def good_records(records: Sequence[Record]) -> list[Record]:
     """Return the good records of the kind."""
     return [r for r in records if r.get("kind") == Trace.name and r["status"] == "ok"]
 
 
 def tables(records: Sequence[Record]) -> pd.DataFrame:
-    """Return a row per cell and table."""
-    return pd.DataFrame([row for r in looked_at(records) for row in _tables(r)])
+    """Return tables.csv: a row per cell and table.
+
+    COLUMNS are counts, or shares of 1; `cache` is cached ÷ distinct rows of the table, `offline`
+    and `lru` the hit rates per lookup at that size. `rows_of_X` is the fewest rows that have a
+    share X of the lookups. `s`, `q`, `misfit` are of the fitted Zipf distribution, None for too few
+    lookups.
+    """
+    return pd.DataFrame([row for r in good_records(records) for row in _tables(r)])
 
 
 def _tables(record: Record) -> Iterator[dict[str, Any]]:
@@ -79,10 +85,13 @@ def _tables(record: Record) -> Iterator[dict[str, Any]]:
         }
 
 
-def curves(records: Sequence[Record]) -> pd.DataFrame:
-    """Return a row per cell, policy and size of one cache for all tables."""
+def ideal_hit_rates(records: Sequence[Record]) -> pd.DataFrame:
+    """Return ideal_hit_rates.csv: a row per cell, policy (POLICIES) and size of one cache for all.
+
+    `fraction` is `cache_rows` ÷ distinct rows of the trace; the hit rates are shares of 1.
+    """
     rows = []
-    for record in looked_at(records):
+    for record in good_records(records):
         rates = record["analysis"]["hit_rates"]
         for policy in POLICIES:
             for point in rates[policy]:

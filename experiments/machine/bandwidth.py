@@ -6,9 +6,10 @@ of several calls, because disturbances only lower it. Bandwidth counts bytes rea
 Rows are gathered in four ways, of which the fastest counts: by torch and by emblib's lookup, each
 with an output row per row (`index_select`, bags of 1) and per 32 rows (`embedding_bag`, bags of
 32). Bytes are counted as the metrics count a lookup: rows, ids, offsets and output. A lookup whose
-rows come from memory stays below the ceiling: its kernel is among the four ways, its bytes are
-counted alike, the row size is measured or below the next measured one, and on a GPU both are timed
-by events behind a spin, without launches. Lookups whose rows or outputs stay in a cache exceed it.
+rows come from memory stays below the ceiling, because its kernel is one of the four ways and its
+bytes are counted the same way; a row size between two measured ones is compared with the larger. On
+a GPU, ceilings and lookups are timed by events behind a spin, without launches. Lookups whose rows
+or outputs stay in a cache can exceed the ceiling.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def measure(device: torch.device, seconds: float = 1.5) -> dict[str, Any]:
     ceilings: dict[str, Any] = {
         "copy_gb_s": round(copied / 1e9, 3),
         "gather_gb_s": {row: round(rate / 1e9, 3) for row, (rate, _) in rates.items()},
-        "gather_by": {row: way for row, (_, way) in rates.items()},
+        "gather_by": {row: method for row, (_, method) in rates.items()},
         "sgemm_gflop_s": round(sgemm_rate(device, 0.1 * seconds) / 1e9, 3),
         "counted": "bytes read + bytes written; of gathers rows, ids, offsets and output",
         "table_bytes": size,
@@ -70,14 +71,14 @@ def measure(device: torch.device, seconds: float = 1.5) -> dict[str, Any]:
     }
     if device.type == "cuda":
         one = torch.zeros(1, device=device)
-        ceilings["launch_us"] = round(1e6 * best(lambda: one.add_(1.0), device, 0.01), 3)
+        ceilings["launch_us"] = round(1e6 * shortest_wall(lambda: one.add_(1.0), device, 0.01), 3)
     else:
         ceilings["random_lines"] = measure_random_lines(size, 0.1 * seconds)
     return ceilings
 
 
 def table_bytes(device: torch.device) -> int:
-    """Return the bytes of a table far larger than the caches, as far as memory permits."""
+    """Return the bytes of a table that is far larger than the caches, but at most MEMORY_SHARE."""
     if device.type == "cuda":
         cache = int(torch.cuda.get_device_properties(device).L2_cache_size)
         wanted = max(2 << 30, CACHES_PER_TABLE * cache)
@@ -89,14 +90,16 @@ def table_bytes(device: torch.device) -> int:
 def copy_bandwidth(source: Tensor, seconds: float = 0.3) -> float:
     """Return bytes read plus bytes written per second by a copy of `source`."""
     target = torch.zeros_like(source)
-    return 2 * source.nbytes / shortest(lambda: target.copy_(source), source.device, seconds)
+    return 2 * source.nbytes / shortest_call(lambda: target.copy_(source), source.device, seconds)
 
 
 def sgemm_rate(device: torch.device, seconds: float = 0.3) -> float:
     """Return the operations per second of a product of float32 matrices."""
     left, right = torch.ones(2, MATRIX_SIDE, MATRIX_SIDE, device=device)
     out = torch.empty_like(left)
-    return 2 * MATRIX_SIDE**3 / shortest(lambda: torch.mm(left, right, out=out), device, seconds)
+    return (
+        2 * MATRIX_SIDE**3 / shortest_call(lambda: torch.mm(left, right, out=out), device, seconds)
+    )
 
 
 def gather_bandwidth(flat: Tensor, row_bytes: int, seconds: float = 0.3) -> tuple[float, str]:
@@ -105,14 +108,14 @@ def gather_bandwidth(flat: Tensor, row_bytes: int, seconds: float = 0.3) -> tupl
     `flat` is the memory of the table, float32 [elements].
     """
     rates = {
-        way: nbytes / shortest(work, flat.device, seconds / 4)
-        for way, nbytes, work in gathers(flat, row_bytes)
+        method: nbytes / shortest_call(work, flat.device, seconds / 4)
+        for method, nbytes, work in gather_ways(flat, row_bytes)
     }
-    way = max(rates, key=lambda name: rates[name])
-    return rates[way], way
+    fastest = max(rates, key=lambda name: rates[name])
+    return rates[fastest], fastest
 
 
-def gathers(flat: Tensor, row_bytes: int) -> Iterator[tuple[str, int, Callable[[], object]]]:
+def gather_ways(flat: Tensor, row_bytes: int) -> Iterator[tuple[str, int, Callable[[], object]]]:
     """Yield the name, the bytes read and written, and the call of each way to gather random rows.
 
     A GPU gathers half of the rows, each once; a CPU an eighth at random, so that few repeat.
@@ -167,10 +170,10 @@ def _one_table(rows: int, dim: int, device: torch.device) -> emblib.TableBatched
     return module
 
 
-def shortest(work: Callable[[], object], device: torch.device, seconds: float) -> float:
+def shortest_call(work: Callable[[], object], device: torch.device, seconds: float) -> float:
     """Return the shortest seconds of a call: on a GPU by events, without the launch."""
     if device.type != "cuda":
-        return best(work, device, seconds)
+        return shortest_wall(work, device, seconds)
     times: list[float] = []
     work()  # first calls load kernels
     deadline = time.perf_counter() + seconds
@@ -185,7 +188,7 @@ def shortest(work: Callable[[], object], device: torch.device, seconds: float) -
     return max(min(times), RESOLUTION_SECONDS)
 
 
-def best(
+def shortest_wall(
     work: Callable[[], object],
     device: torch.device,
     seconds: float,
@@ -214,11 +217,11 @@ def measure_random_lines(nbytes: int, seconds: float) -> dict[str, dict[str, flo
     """
     rates = {}
     for huge in (False, True):
-        lines = Lines(nbytes, huge=huge)
+        lines = CacheLines(nbytes, huge=huge)
         count = max(1, min(1 << 20, lines.count // 8))
         generator = torch.Generator().manual_seed(count)
         least, deadline, calls = float("inf"), time.perf_counter() + seconds, 0
-        while calls < 4 or time.perf_counter() < deadline:
+        while calls < 4 or time.perf_counter() < deadline:  # new positions for each call
             positions = lines.positions(torch.randint(2**62, (count,), generator=generator))
             read = lines.take if calls % 2 and torch.get_num_threads() == 1 else lines.read
             start = time.perf_counter()
@@ -231,7 +234,7 @@ def measure_random_lines(nbytes: int, seconds: float) -> dict[str, dict[str, flo
     return rates
 
 
-class Lines:
+class CacheLines:
     """Memory of `nbytes` in small or huge pages; cache line n begins with the number n."""
 
     def __init__(self, nbytes: int, *, huge: bool) -> None:

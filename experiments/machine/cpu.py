@@ -1,7 +1,7 @@
 """The CPU: caches, governor, throttling and limits, and the processor time of other processes.
 
 py-cpuinfo is no substitute: it starts processes, takes more than a second, and reports the cache of
-one core. Callers ask psutil for all that it knows.
+one core. Facts that psutil has are not repeated here.
 """
 
 from __future__ import annotations
@@ -132,15 +132,16 @@ class Cpu:
             self.number(f"{CORES}/cpu{core}/thermal_throttle/core_throttle_count")
             for core in usable_cores()
         ]
-        known = [count for count in counts if count is not None]
-        return sum(known) if known else None
+        core_counts = [count for count in counts if count is not None]
+        return sum(core_counts) if core_counts else None
 
     def joules(self) -> float | None:
         """Return the energy counter of all packages in joules; None if a package has none."""
         zones = (self.root / "sys/class/powercap").glob("intel-rapl:*")
         counts = [self.number(f"{z}/energy_uj") for z in zones if z.name.count(":") == 1]
-        known = [count for count in counts if count is not None]
-        return sum(known) / 1e6 if known and len(known) == len(counts) else None
+        if not counts or None in counts:
+            return None
+        return sum(count for count in counts if count is not None) / 1e6
 
     def quota(self) -> float | None:
         """Return the limit of a container in cores; None without a limit."""

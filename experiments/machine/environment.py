@@ -47,7 +47,7 @@ def describe(device: torch.device, words: list[str]) -> dict[str, Any]:
             "last_level_cache": cpu.text(f"{CORES}/cpu0/cache/index3/size"),
             "governor": cpu.text(f"{CORES}/cpu0/cpufreq/scaling_governor"),
         },
-        "gpu": _gpu(device) if device.type == "cuda" else None,
+        "gpu": _gpu_facts(device) if device.type == "cuda" else None,
         "memory_bytes": psutil.virtual_memory().total,
         "huge_pages": cpu.text("sys/kernel/mm/transparent_hugepage/enabled"),
         "load_average": [round(load, 2) for load in psutil.getloadavg()],
@@ -93,7 +93,7 @@ def _cpu_model() -> str:
     return Cpu().info("model name") or platform.processor() or platform.machine()
 
 
-def _gpu(device: torch.device) -> dict[str, Any]:
+def _gpu_facts(device: torch.device) -> dict[str, Any]:
     properties = torch.cuda.get_device_properties(device)
     facts = {
         "name": properties.name,

@@ -68,6 +68,7 @@ def measure(work: Callable[[], object], device: torch.device) -> dict[str, int]:
 
 
 def _measure_cuda(work: Callable[[], object], device: torch.device) -> dict[str, int | None]:
+    """Measure a call by the counters of torch, of the driver and of NVML, see `measure`."""
     torch.cuda.synchronize(device)
     before, free = torch.cuda.memory_allocated(device), torch.cuda.mem_get_info(device)[0]
     retries = torch.cuda.memory_stats(device).get("num_alloc_retries", 0)

@@ -48,7 +48,7 @@ def check(
     return {"flags": flags, "fit": not set(flags) - set(MINOR), **details}
 
 
-def demand(checked: Mapping[str, Any]) -> None:
+def require_fit(checked: Mapping[str, Any]) -> None:
     """Raise UsageError with remedies if `check` returned that the machine is unfit."""
     if not checked["fit"]:
         reasons = [f"{explain(f)} ({remedy(f)})" for f in checked["flags"] if f not in MINOR]
@@ -81,8 +81,8 @@ def cpu_flags(
         "governor": governor,
         "quota": quota,
     }
-    known = {key: value for key, value in details.items() if value is not None}
-    return [flag for flag, is_so in flags.items() if is_so], known
+    known_details = {key: value for key, value in details.items() if value is not None}
+    return [flag for flag, is_so in flags.items() if is_so], known_details
 
 
 def gpu_flags(nvml: Nvml | None) -> tuple[list[str], dict[str, Any]]:

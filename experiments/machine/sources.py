@@ -1,17 +1,25 @@
 """Digests of the code that a measurement depends on, which say later whether it has changed.
 
-A digest is of what the compiler or the interpreter sees: comments, docstrings and the layout of the
-text do not count. There is one per area and kind of device, so that a change of a CUDA kernel does
-not age a measurement on a CPU, nor a change of tensor trains one of dense tables. They are compared
-without git: in an archive of the sources, or a clone without history, they are the same.
+A digest covers what the compiler or the interpreter sees; comments, docstrings and layout do not
+count. Each area of the code has a digest per kind of device: a change of a CUDA kernel does not
+make a CPU measurement outdated, nor does a change of tensor trains one of dense tables. Digests
+need no git, so that archives and clones without history have the same ones. Stored references
+contain them: a change of how they are computed would make every reference look outdated.
+
+Parsing all sources takes a second, which every run would pay. So CACHE_FILE has the digests by a
+hash of the files' bytes: a run reads the files, and parses them only after a change.
 """
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import hashlib
+import json
+import os
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -38,19 +46,57 @@ BASE = (
 )
 OF_DEVICE = {"cpu": ("_cpu.cpp", "_kernels.cpp"), "cuda": (".cu", ".cuh")}
 SUFFIXES = (".py", ".h", ".cpp", ".cu", ".cuh")
+CACHE_FILE = Path("build", "source_digests.json")  # below the root; deleting it is harmless
+MAX_CACHED = 120  # digests in the file: those of ten states of the sources
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/|(\"(?:\\.|[^\"\\\n])*\")", re.DOTALL)
 
 
 def digests(device: str, root: Path = ROOT) -> dict[str, str]:
-    """Return the digest of each area for a kind of device; empty without the sources."""
+    """Return the digest of each area for a device "cpu" or "cuda"; {} without the sources."""
     if not (root / "csrc").is_dir():
         return {}
-    return {area: _digest(device, root, (*BASE, *own)) for area, own in AREAS.items()}
+    files = {area: list(_files(device, root, (*BASE, *own))) for area, own in AREAS.items()}
+    keys = {area: _content_key(root, paths) for area, paths in files.items()}
+    cached = _read_cache(root)
+    unknown = [area for area, key in keys.items() if key not in cached]
+    for area in unknown:
+        cached[keys[area]] = _digest(root, files[area])
+    if unknown:
+        _write_cache(root, cached)
+    return {area: cached[key] for area, key in keys.items()}
 
 
-def _digest(device: str, root: Path, folders: tuple[str, ...]) -> str:
+def _content_key(root: Path, paths: list[Path]) -> str:
+    """Return a hash of names and bytes, and of the Python version, whose ast.unparse may differ."""
+    key = hashlib.blake2b(repr(sys.version_info[:2]).encode(), digest_size=16)
+    for path in paths:
+        content = hashlib.blake2b(path.read_bytes()).hexdigest()
+        key.update(f"{path.relative_to(root).as_posix()}\0{content}\0".encode())
+    return key.hexdigest()
+
+
+def _read_cache(root: Path) -> dict[str, str]:
+    """Return {content key: digest}; {} where there is no readable file."""
+    try:
+        cached = json.loads((root / CACHE_FILE).read_text())
+    except (OSError, ValueError):
+        return {}
+    return cached if isinstance(cached, dict) else {}
+
+
+def _write_cache(root: Path, cached: dict[str, str]) -> None:
+    """Write the newest entries as a whole; of several runs that write at once any may win."""
+    target = root / CACHE_FILE
+    partial = target.with_suffix(f".{os.getpid()}")
+    with contextlib.suppress(OSError):  # a folder that cannot be written only costs time
+        target.parent.mkdir(exist_ok=True)
+        partial.write_text(json.dumps(dict(list(cached.items())[-MAX_CACHED:]), indent=0))
+        partial.replace(target)
+
+
+def _digest(root: Path, paths: list[Path]) -> str:
     digest = hashlib.blake2b(digest_size=6)
-    for path in _files(device, root, folders):
+    for path in paths:
         digest.update(f"{path.relative_to(root).as_posix()}\0{_code(path)}\0".encode())
     return digest.hexdigest()
 

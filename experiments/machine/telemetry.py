@@ -95,9 +95,9 @@ class CpuTelemetry(Telemetry):
 
     def summary(self) -> dict[str, Any]:
         """Return load and MHz as [min, median, max], stolen time, cores of other processes."""
-        return _known(
-            load=spread(self.load),
-            cpu_mhz=spread(self.mhz),
+        return _without_none(
+            load=min_median_max(self.load),
+            cpu_mhz=min_median_max(self.mhz),
             stolen=None if self.stolen is None else round(self.stolen, 4),
             cores_of_others=None if self.others is None else round(self.others, 2),
             throttle=["cpu_thermal"] if self._heat else None,
@@ -160,15 +160,15 @@ class NvmlTelemetry(Telemetry):
     def summary(self) -> dict[str, Any]:
         """Return clocks, temperature and power as [min, median, max], energy, and throttling."""
         with self._lock:
-            return _known(
-                **{name: spread(values) for name, values in self._samples.items()},
+            return _without_none(
+                **{name: min_median_max(values) for name, values in self._samples.items()},
                 energy_j=None if self.energy is None else round(self.energy, 3),
                 throttle=sorted(self._seen) or None,
             )
 
     def flags(self) -> list[str]:
         """Return the flag of varied clocks; the race itself reports throttling, by round."""
-        clocks = spread(self._samples.get("sm_mhz", ()))
+        clocks = min_median_max(self._samples.get("sm_mhz", ()))
         varied = clocks and clocks[2] - clocks[0] > MAX_CLOCK_RANGE * clocks[1]
         return ["clocks_varied"] if varied else []
 
@@ -186,12 +186,12 @@ class NvmlTelemetry(Telemetry):
             self.sample()
 
 
-def spread(values: Iterable[float]) -> list[float] | None:
+def min_median_max(values: Iterable[float]) -> list[float] | None:
     """Return [min, median, max], rounded; None for no values."""
-    known = sorted(values)
-    if not known:
+    ordered = sorted(values)
+    if not ordered:
         return None
-    return [round(x, 2) for x in (known[0], statistics.median(known), known[-1])]
+    return [round(x, 2) for x in (ordered[0], statistics.median(ordered), ordered[-1])]
 
 
 def reasons(mask: int) -> list[str]:
@@ -237,7 +237,7 @@ class Nvml:
     def readings(self) -> dict[str, float]:
         """Return the present clocks, temperature and power, without those that are unavailable."""
         library = self.library
-        return _known(
+        return _without_none(
             sm_mhz=self.ask("GetClockInfo", library.NVML_CLOCK_SM),
             memory_mhz=self.ask("GetClockInfo", library.NVML_CLOCK_MEM),
             temperature_c=self.ask("GetTemperature", library.NVML_TEMPERATURE_GPU),
@@ -258,7 +258,7 @@ class Nvml:
         library, now, mask = self.library, self.readings(), self.mask()
         ecc, mig = self.ask("GetEccMode"), self.ask("GetMigMode")
         persistence = self.ask("GetPersistenceMode")
-        return _known(
+        return _without_none(
             sm_mhz=now.get("sm_mhz"),
             sm_mhz_most=self.ask("GetMaxClockInfo", library.NVML_CLOCK_SM),
             memory_mhz=now.get("memory_mhz"),
@@ -289,5 +289,5 @@ def _thousandth(value: int | None) -> float | None:
     return None if value is None else value / 1e3
 
 
-def _known(**values: Any) -> dict[str, Any]:
+def _without_none(**values: Any) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}

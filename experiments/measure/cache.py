@@ -47,10 +47,8 @@ def cache_cell(cell: Cell, session: Session, seconds: float = 0.0) -> list[Recor
     """
     gc.collect()
     shapes = table_shapes(cell.workload, scale=cell.rows_scale)
-    pool = make_pool(
-        cell.workload, shapes, cell.cache.warm_batches + cell.cache.batches, session.config.seed
-    )
     wanted = cell.cache.warm_batches + cell.cache.batches
+    pool = make_pool(cell.workload, shapes, wanted, session.config.seed)
     if len(pool.batches) < wanted:
         raise TraceError(
             f"{cell.workload.file} has {len(pool.batches)} batches of {cell.workload.B:,} samples, "
@@ -67,16 +65,14 @@ def cache_cell(cell: Cell, session: Session, seconds: float = 0.0) -> list[Recor
             continue  # fractions of a small table may round to the same number of sets
         measured.add((arm.contender, size))
         session.note(f"{arm.key}|running the trace")
-        try:
+        with outcome.catching():
             if registry.facts_of(arm.contender).keyed:
-                ids = [_linear(batch, shapes) for batch in pool.batches]
+                ids = [_global_rows(batch, shapes) for batch in pool.batches]
                 samples = run_keys(arm.contender, ids, size, session)
             elif arm.contender in COMPUTED:
-                samples, extra = _ideal(arm.contender, trace, size, cell, shapes)
+                samples, extra = _run_ideal(arm.contender, trace, size, cell, shapes)
             else:
-                samples = _run(build(arm.contender, task_of(cell, arm, session)), pool)
-        except Exception as error:  # any error becomes the contender's row
-            outcome.fail(error)
+                samples = _visit_batches(build(arm.contender, task_of(cell, arm, session)), pool)
         records.append(
             describe(cell, outcome, session, facts(pool))
             | {"samples": samples, **extra}
@@ -87,16 +83,16 @@ def cache_cell(cell: Cell, session: Session, seconds: float = 0.0) -> list[Recor
 
 def trace_of(pool: Pool, shapes: tuple[TableShape, ...], warm: int) -> cache_bounds.RowTrace:
     """Return the trace of a pool, with the rows of all tables in one numbering."""
-    return cache_bounds.RowTrace.of([_linear(b, shapes) for b in pool.batches], warm)
+    return cache_bounds.RowTrace.of([_global_rows(b, shapes) for b in pool.batches], warm)
 
 
-def _linear(batch: Batch, shapes: tuple[TableShape, ...]) -> Ids:
+def _global_rows(batch: Batch, shapes: tuple[TableShape, ...]) -> Ids:
     bases = np.cumsum([0, *(s.rows for s in shapes)])
     parts = [batch.feature(f)[0].numpy() + bases[f] for f in range(len(shapes))]
     return np.concatenate(parts)
 
 
-def _run(contender: Contender, pool: Pool) -> dict[str, list[int]]:
+def _visit_batches(contender: Contender, pool: Pool) -> dict[str, list[int]]:
     """Return the increase of each counter per batch; raise Unsupported without a cache."""
     contender.reset_counters()
     before = contender.counters()
@@ -112,23 +108,26 @@ def _run(contender: Contender, pool: Pool) -> dict[str, list[int]]:
     return samples
 
 
-def _ideal(
+def _run_ideal(
     name: str, trace: cache_bounds.RowTrace, size: int, cell: Cell, shapes: tuple[TableShape, ...]
 ) -> tuple[dict[str, list[int]], dict[str, Any]]:
     """Return the counters of an ideal cache per counted batch, and bounds or predictions."""
     if name in EXACT:
-        hits = cache_bounds.run(trace, size, cache_bounds.Policy[name])
-        return cache_bounds.samples(trace, hits), {}
+        hits = cache_bounds.run_policy(trace, size, cache_bounds.Policy[name])
+        return cache_bounds.counter_samples(trace, hits), {}
     if name == "offline":
-        samples = cache_bounds.samples(trace, cache_bounds.offline(trace, size))
-        return samples, {"most_lookup_hits": cache_bounds.most_lookups(trace, size)}
-    samples, work = cache_bounds.samples(trace, cache_bounds.static_top(trace, size)), cell.workload
-    known = [p for p in (probabilities(work, s.rows) for s in shapes) if p is not None]
-    if not known:
+        samples = cache_bounds.counter_samples(trace, cache_bounds.offline(trace, size))
+        return samples, {"most_lookup_hits": cache_bounds.max_lookup_hits(trace, size)}
+    samples, work = (
+        cache_bounds.counter_samples(trace, cache_bounds.static_top(trace, size)),
+        cell.workload,
+    )
+    row_probabilities = [p for p in (probabilities(work, s.rows) for s in shapes) if p is not None]
+    if not row_probabilities:
         return samples, {}
     lookups = len(shapes) * work.B * work.L
     by_lookup, by_row = cache_bounds.expected_top(
-        np.concatenate(known) / len(shapes), size, lookups
+        np.concatenate(row_probabilities) / len(shapes), size, lookups
     )
     return samples, {"expected_lookup_hit_rate": by_lookup, "expected_row_hit_rate": by_row}
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from experiments.config.schema import GROWTH_PHASE
 from experiments.config.sweep import Arm, Cell
 from experiments.contenders.keys import KeyTable, KeyTask, build_keyed
 from experiments.contenders.registry import Wrong
@@ -26,7 +27,6 @@ from experiments.workloads.keys import KeySpace, values_of
 from experiments.workloads.workload import table_shapes
 
 FILLED_SHARE = 0.75  # keys ÷ slots after the last call
-PHASE = "insert"  # name of the samples
 
 
 def growth_cell(cell: Cell, session: Session, seconds: float) -> list[Record]:
@@ -40,15 +40,13 @@ def growth_cell(cell: Cell, session: Session, seconds: float) -> list[Record]:
     space = KeySpace(cell.workload.order, session.seed)
     tables: dict[str, KeyTable] = {}
     for arm in random.Random(session.seed).sample(cell.arms, len(cell.arms)):
-        try:
+        with outcomes[arm.key].catching():
             session.note(f"{arm.key}|building")
-            tables[arm.key] = _table(cell, arm, session)
-        except Exception as error:  # any error becomes the contender's row
-            outcomes[arm.key].fail(error)
+            tables[arm.key] = _build_table(cell, arm, session)
     telemetry = telemetry_for(session.device)
     telemetry.start()
     try:
-        _race(cell, session, outcomes, tables, space)
+        _fill_in_turns(cell, session, outcomes, tables, space)
     finally:
         telemetry.stop()
     records = []
@@ -57,31 +55,31 @@ def growth_cell(cell: Cell, session: Session, seconds: float) -> list[Record]:
     for arm in cell.arms:
         outcome = outcomes[arm.key]
         outcome.measured.conclude(telemetry.flags(), telemetry.summary(), {"mode": "hot"})
-        record: Record = {"keys_there": calls_of(cell)[1], "threads": torch.get_num_threads()}
+        record: Record = {"keys_there": call_sizes(cell)[1], "threads": torch.get_num_threads()}
         if outcome.status == "ok":
             session.note(f"{arm.key}|weighing")
-            record |= _weigh(cell, arm, session, space)
+            record |= _measure_memory(cell, arm, session, space)
             record["weights_bytes"] = bytes_of[arm.key]
         records.append(describe(cell, outcome, session) | record)
     return records
 
 
-def calls_of(cell: Cell) -> tuple[int, int]:
-    """Return the number of keys per call, and of all calls together."""
+def call_sizes(cell: Cell) -> tuple[int, int]:
+    """Return the number of keys per call, and that of all calls, a multiple of it."""
     (shape,) = table_shapes(cell.workload, scale=cell.rows_scale)
     size = cell.workload.B * cell.workload.L
     return size, max(1, int(FILLED_SHARE * shape.rows) // size) * size
 
 
-def _table(cell: Cell, arm: Arm, session: Session) -> KeyTable:
+def _build_table(cell: Cell, arm: Arm, session: Session) -> KeyTable:
     (shape,) = table_shapes(cell.workload, scale=cell.rows_scale)
     first = max(1, round(cell.keys.first * shape.rows))
-    slots = max(shape.rows, calls_of(cell)[1])
-    task = KeyTask(slots, shape.dim, session.device, calls_of(cell)[1], first)
+    slots = max(shape.rows, call_sizes(cell)[1])
+    task = KeyTask(slots, shape.dim, session.device, call_sizes(cell)[1], first)
     return build_keyed(arm.contender, task)
 
 
-def _race(
+def _fill_in_turns(
     cell: Cell,
     session: Session,
     outcomes: dict[str, Outcome],
@@ -89,26 +87,24 @@ def _race(
     space: KeySpace,
 ) -> None:
     """Make every call on every table, then check the tables; samples are (call, seconds)."""
-    size, total = calls_of(cell)
+    size, total = call_sizes(cell)
     chance = random.Random(session.seed)
     for key in tables:
-        outcomes[key].measured.samples = {PHASE: []}
+        outcomes[key].measured.samples = {GROWTH_PHASE: []}
     for number in range(total // size):
         keys = space.run(number * size, size)
         running = [key for key in tables if outcomes[key].status == "ok"]
         for key in chance.sample(running, len(running)):
             session.note(f"{key}|call {number + 1}")
-            try:
-                outcomes[key].measured.samples[PHASE].append((number, _call(tables[key], keys)))
-            except Exception as error:
-                outcomes[key].fail(error)
+            with outcomes[key].catching():
+                outcomes[key].measured.samples[GROWTH_PHASE].append(
+                    (number, _call(tables[key], keys))
+                )
     for key, table in tables.items():
         if outcomes[key].status == "ok":
             session.note(f"{key}|checking")
-            try:
+            with outcomes[key].catching():
                 _check(table, space, total)
-            except Exception as error:
-                outcomes[key].fail(error)
             outcomes[key].measured.stop_reason = "filled"
 
 
@@ -142,13 +138,13 @@ def _check(table: KeyTable, space: KeySpace, total: int) -> None:
         raise Wrong("after growth two keys have one slot")
 
 
-def _weigh(cell: Cell, arm: Arm, session: Session, space: KeySpace) -> Record:
+def _measure_memory(cell: Cell, arm: Arm, session: Session, space: KeySpace) -> Record:
     """Measure the peak memory while a table grows, and the memory that it occupies at the end."""
-    size, total = calls_of(cell)
+    size, total = call_sizes(cell)
     tables: list[KeyTable] = []
 
     def grow() -> None:
-        table = _table(cell, arm, session)
+        table = _build_table(cell, arm, session)
         for first in range(0, total, size):
             keys = space.run(first, size)
             table.fill(keys.to(session.device), values_of(keys, table.task.dim).to(session.device))
@@ -157,12 +153,12 @@ def _weigh(cell: Cell, arm: Arm, session: Session, space: KeySpace) -> Record:
     before = _bytes_in_use(session.device)
     measured = memory.measure(grow, session.device)
     after = _bytes_in_use(session.device)
-    known = before is not None and after is not None and "peak" in measured
+    is_measured = before is not None and after is not None and "peak" in measured
     tables.clear()
     return {
         "memory": measured,
         "peak_bytes": measured.get("peak"),
-        "kept_bytes": (after or 0) - (before or 0) if known else None,
+        "kept_bytes": (after or 0) - (before or 0) if is_measured else None,
     }
 
 

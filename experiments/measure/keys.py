@@ -115,7 +115,7 @@ def _build(cell: Cell, outcomes: dict[str, Outcome], session: Session) -> dict[s
     built: dict[str, FilledTable] = {}
     inserts = any(name in INSERTING for name in cell.keys.operations) and cell.keys.hits < 1
     for arm in random.Random(session.seed).sample(cell.arms, len(cell.arms)):
-        try:
+        with outcomes[arm.key].catching():
             task = task_of(cell, arm, session)
             calls = Calls(cell.workload, cell.keys, task.resident, session.seed, inserts=inserts)
             session.note(f"{arm.key}|building")
@@ -125,10 +125,8 @@ def _build(cell: Cell, outcomes: dict[str, Outcome], session: Session) -> dict[s
             session.note(f"{arm.key}|checking")
             last = calls.space.run(calls.resident - calls.num_present, calls.num_present)
             verify_keyed(table, calls.space, last)
-            table.ready()
+            table.reset_after_checks()
             built[arm.key] = FilledTable(table, calls)
-        except Exception as error:  # any error becomes the contender's row
-            outcomes[arm.key].fail(error)
     return built
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,20 +37,20 @@ def verify(contender: Contender, batch: Batch) -> None:
     _compare("forward", contender.forward(prepared), output, torch.zeros(()))
     contender.step(prepared)
     observed = contender.observe(batch)
-    for number, (start, got, want) in enumerate(zip(before, observed, after, strict=True)):
-        update = (want - start).float()
+    for number, (start, actual, expected) in enumerate(zip(before, observed, after, strict=True)):
+        update = (expected - start).float()
         slack = update_rounding(contender.task.optimizer, update, contender.task.lr)
         if start.numel():
             slack += ROUNDING * float(start.abs().max())
-        _compare(f"update of parameters {number}", got - start, update, slack)
+        _compare(f"update of parameters {number}", actual - start, update, slack)
 
 
-def _compare(what: str, got: Tensor, want: Tensor, slack: Tensor) -> None:
-    got, want = got.detach().cpu().float(), want.float()
-    if got.shape != want.shape:
-        raise Wrong(f"{what}: shape {tuple(got.shape)}, reference has {tuple(want.shape)}")
+def _compare(what: str, actual: Tensor, want: Tensor, slack: Tensor) -> None:
+    actual, want = actual.detach().cpu().float(), want.float()
+    if actual.shape != want.shape:
+        raise Wrong(f"{what}: shape {tuple(actual.shape)}, reference has {tuple(want.shape)}")
     scale = float(want.abs().max()) if want.numel() else 0.0
-    error = (got - want).abs()
+    error = (actual - want).abs()
     if not (error <= RTOL * scale + slack).all():  # also catches NaN
         worst = float(error.max())
         raise Wrong(f"{what}: differs from the reference by up to {worst:.3g} of {scale:.3g}")
@@ -93,6 +94,14 @@ class Outcome:
                 f" ({Path(f.filename).name}:{f.lineno})" for f in tail
             )
         self.reason = text
+
+    @contextlib.contextmanager
+    def catching(self) -> Iterator[None]:
+        """Turn any exception of the body into this arm's failure, so that other arms go on."""
+        try:
+            yield
+        except Exception as error:
+            self.fail(error)
 
 
 def status_of(error: Exception) -> str:

@@ -72,16 +72,14 @@ class TimedSteps:
 def predictions_cell(cell: Cell, session: Session, seconds: float) -> list[Record]:
     """Return a record with the constants and every predicted step; `seconds` is not used."""
     outcome, record = Outcome(cell.arms[0]), {}
-    try:
+    with outcome.catching():
         if session.device.type != "cpu":
             raise Unsupported("kind=predictions measures the CPU")
         experiment = _Experiment(cell, session)
         session.note(f"{cell.arms[0].key}|timing steps")
-        _time(experiment.steps, cell.options["rounds"], session.seed)
+        _time_in_turns(experiment.steps, cell.options["rounds"], session.seed)
         record = experiment.predicted()
         outcome.measured.stop_reason = "predicted"
-    except Exception as error:  # any error becomes the row
-        outcome.fail(error)
     return [describe(cell, outcome, session) | record | {"threads": torch.get_num_threads()}]
 
 
@@ -145,7 +143,7 @@ class _Experiment:
         return bags, stored
 
     def _batch(self, lookups: int, skew: float, ids: int, *, spread: bool = False) -> Batch:
-        """Draw `lookups` of `ids` ids, of which 0 is the most frequent.
+        """Draw `lookups` ids in [0, ids), the most frequent one 0.
 
         With `spread`, the ids are a random selection of all.
         """
@@ -166,6 +164,11 @@ class _Experiment:
     def _steps(
         self, order: str, module: Any, stored: int, batches: list[Batch], point: dict[str, Any]
     ) -> TimedSteps:
+        """Return steps on `batches` of a module that caches the rows below `stored`.
+
+        Their work is counted here: `terms` of the lookups that miss the cache, `cache_terms` of
+        all. A `point` with facts makes them predicted steps, an empty one fitted steps.
+        """
         terms, cache_terms, hits = [], [], []
         for ids, _ in batches:
             distinct = ids.unique()
@@ -231,7 +234,7 @@ def _fit(terms: np.ndarray, times: np.ndarray, weights: np.ndarray | None = None
     return np.asarray(constants) / scale
 
 
-def _time(steps: Sequence[TimedSteps], rounds: int, seed: int) -> None:
+def _time_in_turns(steps: Sequence[TimedSteps], rounds: int, seed: int) -> None:
     """Time the steps in turns, in random order, after a round that warms up."""
     one_thread = torch.get_num_threads() == 1
     clock: Callable[[], int] = time.process_time_ns if one_thread else time.perf_counter_ns

@@ -1,8 +1,8 @@
 """Fresh child processes with a pipe: a crash of a child cannot end the run.
 
-A fork server with torch loaded starts children, in about 0.1 s each. Children share no allocator
-state, threads or CUDA context. After a CUDA error or a lack of memory, measurements of a process
-cannot be trusted; so such a child dies, and another one measures the rest.
+A fork server that has torch loaded starts a child in about 0.1 s. Children share no allocator
+state, threads or CUDA context. After a CUDA error or a lack of memory, a process gives no
+trustworthy measurements; so such a child ends, and another child measures the remaining arms.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Child:
         self._note = _context().RawArray("c", NOTE_BYTES)
         self._pipe, child_end = multiprocessing.Pipe()
         self.process = _context().Process(
-            target=_enter, args=(child_end, self._note, target, arguments, limits), daemon=True
+            target=_child_main, args=(child_end, self._note, target, arguments, limits), daemon=True
         )
         self.process.start()
         child_end.close()
@@ -182,7 +182,7 @@ def _context() -> multiprocessing.context.ForkServerContext:
     return context
 
 
-def _enter(
+def _child_main(
     pipe: Connection, page: Any, target: str, arguments: tuple[Any, ...], limits: Limits
 ) -> None:
     """Enter a child process."""
@@ -236,7 +236,7 @@ def is_out_of_memory(error: BaseException) -> bool:
         return True
     text = str(error)
     ways = ("can't allocate", "bad_alloc", "Cannot allocate memory", "out of memory")
-    return any(way in text for way in ways)
+    return any(phrase in text for phrase in ways)
 
 
 def _limit_memory(limit: int | None) -> None:
@@ -258,12 +258,12 @@ def _limit_memory(limit: int | None) -> None:
 _PR_SET_PDEATHSIG = 1
 
 
-def killed_with_parent() -> None:
+def kill_with_parent() -> None:
     """Request SIGKILL for this process when its parent ends (Linux); usable as `preexec_fn`."""
     _signal_of_death(signal.SIGKILL)
 
 
-def asked_to_end_with_parent() -> None:
+def end_with_parent() -> None:
     """Request SIGTERM when the parent ends (Linux): a run then reports what it has measured."""
     _signal_of_death(signal.SIGTERM)
 

@@ -16,7 +16,7 @@ from experiments.contenders.registry import Missing
 from experiments.measure.outcome import Outcome, describe
 from experiments.measure.session import Session
 from experiments.quality.data import Clicks, DataSource, Unreadable, load
-from experiments.quality.methods import FLOAT_BYTES, Stored
+from experiments.quality.methods import FLOAT_BYTES, StoredTables
 from experiments.quality.training import (
     Model,
     TrainedModel,
@@ -49,7 +49,7 @@ def quality_cell(cell: Cell, session: Session, seconds: float = 0.0) -> list[Rec
         return [describe(cell, outcome, session) for outcome in outcomes.values()]
     sized = dataclasses.replace(cell.workload, sizes=list(data.rows))
     cell = dataclasses.replace(cell, workload=sized)
-    fits = _fits(cell, session, data, plan, outcomes)
+    fits = _train_all(cell, session, data, plan, outcomes)
     session.note("timing steps")
     step_times = step_samples(
         [one.model for one in fits.values()],
@@ -60,11 +60,11 @@ def quality_cell(cell: Cell, session: Session, seconds: float = 0.0) -> list[Rec
     )
     for arm, samples in zip(fits, step_times, strict=True):
         outcomes[arm].measured.samples = {"step": samples}
-    known = _known(data, plan) | {"lookups": plan.batch * len(data.rows)}
+    data_entries = _data_entries(data, plan) | {"lookups": plan.batch * len(data.rows)}
     return [
-        describe(cell, outcomes[arm], session, known)
+        describe(cell, outcomes[arm], session, data_entries)
         | {"threads": torch.get_num_threads()}
-        | (_described(fits[arm]) if arm in fits else {})
+        | (_model_entries(fits[arm]) if arm in fits else {})
         for arm in cell.arms
     ]
 
@@ -95,12 +95,12 @@ def _plan(cell: Cell, session: Session) -> TrainingPlan:
     )
 
 
-def _fits(
+def _train_all(
     cell: Cell, session: Session, data: Clicks, plan: TrainingPlan, outcomes: dict[Arm, Outcome]
 ) -> dict[Arm, TrainedModel]:
     """Train every arm, plain tables first, because some methods start from them."""
     fits: dict[Arm, TrainedModel] = {}
-    plain: Stored | None = None
+    plain: StoredTables | None = None
 
     def make(arm: Arm, rate: float) -> Model:
         task = task_of(data, plan, arm.cache or 1.0, rate)
@@ -112,18 +112,15 @@ def _fits(
         return lambda activity: session.note(f"{arm.key}|{activity}")
 
     for arm in sorted(cell.arms, key=lambda arm: arm.contender != PLAIN):
-        try:
+        with outcomes[arm].catching():
             fits[arm] = fit(data, plan, partial(make, arm), note(arm))
-        except Exception as error:  # any error becomes the method's row
-            outcomes[arm].fail(error)
-        else:
             rows = fits[arm].model.rows
-            if arm.contender == PLAIN and isinstance(rows, Stored):
+            if arm.contender == PLAIN and isinstance(rows, StoredTables):
                 plain = rows
     return fits
 
 
-def _known(data: Clicks, plan: TrainingPlan) -> dict[str, Any]:
+def _data_entries(data: Clicks, plan: TrainingPlan) -> dict[str, Any]:
     """Return the entries of all records about the data."""
     best = oracle(data)
     rows = [data.rows[field] for field in data.large(plan.large)]
@@ -143,7 +140,7 @@ def _known(data: Clicks, plan: TrainingPlan) -> dict[str, Any]:
     }
 
 
-def _described(trained: TrainedModel) -> Record:
+def _model_entries(trained: TrainedModel) -> Record:
     """Return the entries of a record about its trained model."""
     rows = trained.model.rows
     return {

@@ -100,7 +100,7 @@ class Session:
 
 
 @dataclass(frozen=True)
-class Orders:
+class MeasureRequest:
     """A request to a child process: the cell, the session, and the seconds for timing."""
 
     cell: Cell

@@ -31,14 +31,14 @@ from experiments.workloads.workload import Pool, table_shapes
 SMALL = Sizes(1 << 20, 1)  # sizes of a calibration in a smoke run
 
 
-def constants(session: Session) -> Calibration:
+def calibrate_ranks(session: Session) -> Calibration:
     """Measure the constants of the cost model on the ranks of the session; a collective."""
     session.note("|calibrating")
     sizes = SMALL if session.config.timing.max_rows else Sizes()
     return calibrate(ranks_of(session.device), sizes)
 
 
-def as_data(calibration: Calibration) -> Record:
+def calibration_entries(calibration: Calibration) -> Record:
     """Convert a calibration to the JSON object that `Calibration.load` reads."""
     data: Record = json.loads(calibration.to_json())
     return data
@@ -48,12 +48,10 @@ def calibration_cell(cell: Cell, session: Session, seconds: float) -> list[Recor
     """Return a record with the constants; `seconds` is not used."""
     outcome = Outcome(cell.arms[0])
     record: Record = {}
-    try:
+    with outcome.catching():
         nodes = ranks_of(session.device).nodes
-        record = {"calibration": as_data(constants(session)), "nodes": nodes}
+        record = {"calibration": calibration_entries(calibrate_ranks(session)), "nodes": nodes}
         outcome.measured.stop_reason = "calibrated"
-    except Exception as error:  # any error becomes the row
-        outcome.fail(error)
     session.sync.settle({cell.arms[0].key: outcome})
     return [describe(cell, outcome, session) | record | {"threads": torch.get_num_threads()}]
 
@@ -82,7 +80,7 @@ class Predictor:
         """
         if not session.config.sharding.beyond or session.replicate:
             return cls(cell, session, None, 1)
-        return cls(cell, session, constants(session), cores_of(session))
+        return cls(cell, session, calibrate_ranks(session), cores_of(session))
 
     def of(self, contender: str) -> Record:
         """Return the steps predicted for a contender, for the record; {} if it has no plan."""
@@ -97,7 +95,7 @@ class Predictor:
             links = measured.link_bytes_per_s  # links between nodes were not measured
             costs = dataclasses.replace(measured, network_bytes_per_s=links)
             predicted += [self._step(contender, world, scaling, costs) for world in beyond]
-        return {"predicted": predicted, "calibration": as_data(measured)}
+        return {"predicted": predicted, "calibration": calibration_entries(measured)}
 
     def _step(
         self, contender: str, ranks: int, scaling: Scaling, costs: planner.Calibration
@@ -156,8 +154,8 @@ def sharding_cell(cell: Cell, session: Session, seconds: float) -> list[Record]:
     session.note("|calibrating")
     predictor = Predictor.calibrated(cell, session)
     records = measure_cell(cell, session, seconds, steps_and_parts)
-    known = {"scaling": cell.scaling.value, "threads": torch.get_num_threads()}
-    return [record | known | predictor.of(record["contender"]) for record in records]
+    cell_entries = {"scaling": cell.scaling.value, "threads": torch.get_num_threads()}
+    return [record | cell_entries | predictor.of(record["contender"]) for record in records]
 
 
 def steps_and_parts(contender: Contender, pool: Pool) -> dict[str, Phase]:
@@ -170,10 +168,10 @@ def steps_and_parts(contender: Contender, pool: Pool) -> dict[str, Phase]:
         each = [contender.parts(contender.prepare(batch)) for batch in pool.batches]
     except Exception as error:
         return dict.fromkeys(phases, partial(_fail, error))
-    return phases | {name: partial(_at, [parts[name] for parts in each]) for name in each[0]}
+    return phases | {name: partial(_run_nth, [parts[name] for parts in each]) for name in each[0]}
 
 
-def _at(works: list[Callable[[], object]], number: int) -> object:
+def _run_nth(works: list[Callable[[], object]], number: int) -> object:
     return works[number]()
 
 

@@ -70,7 +70,7 @@ def measure_cell(
         for key in phases:
             if in_mode[key].status == "ok":
                 session.note(f"{key}|weighing")
-                _weigh(in_mode[key], built[key], phases[key], timing)
+                _measure_sizes(in_mode[key], built[key], phases[key], timing)
                 in_mode[key].flops = _flops(built[key], pool)
         records += [describe(cell, o, session, batches) for o in in_mode.values()]
     return records
@@ -119,7 +119,7 @@ def race_modes(
         yield in_mode
 
 
-def _weigh(
+def _measure_sizes(
     outcome: Outcome, contender: Contender, phases: Mapping[str, Phase], timing: TimingConfig
 ) -> None:
     """Measure counters, memory and energy in separate passes after the timing."""
@@ -149,14 +149,12 @@ def _build(cell: Cell, outcomes: dict[str, Outcome], session: Session) -> dict[s
     check = make_pool(small, shapes, 1, session.seed + 1).batches[0]
     built: dict[str, Contender] = {}
     for arm in random.Random(session.seed).sample(cell.arms, len(cell.arms)):
-        try:
+        with outcomes[arm.key].catching():
             session.note(f"{arm.key}|building")
             contender = build(arm.contender, task_of(cell, arm, session))
             session.note(f"{arm.key}|checking")
             verify(contender, check)
             built[arm.key] = contender
-        except Exception as error:  # any error becomes the contender's row
-            outcomes[arm.key].fail(error)
     return built
 
 

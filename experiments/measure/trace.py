@@ -35,11 +35,11 @@ def trace_cell(cell: Cell, session: Session, seconds: float) -> list[Record]:
             f"at least {MIN_BATCHES} are needed: lower workload.B"
         )
     session.note(f"{arm.key}|analysing")
-    known = table_rows(cell.workload)
-    rows = [s.rows if r else 0 for s, r in zip(shapes, known, strict=True)]
-    warm = _warm(cell, len(pool.batches))
-    tables = [per_table(pool, f, rows[f], warm) for f in range(len(shapes))]
-    analysis = together(pool, len(shapes), cell.cache.fractions, warm)
+    stated_rows = table_rows(cell.workload)
+    rows = [s.rows if r else 0 for s, r in zip(shapes, stated_rows, strict=True)]
+    warm = _warm_batches(cell, len(pool.batches))
+    tables = [analyse_table(pool, f, rows[f], warm) for f in range(len(shapes))]
+    analysis = analyse_together(pool, len(shapes), cell.cache.fractions, warm)
     names = cell.workload.columns or [f"table {f}" for f in range(len(shapes))]
     for name, table in zip(names, tables, strict=True):
         table["name"] = name
@@ -62,27 +62,27 @@ def lookups_of(pool: Pool, feature: int) -> Lookups:
     return Lookups([b.feature(feature)[0].numpy() for b in pool.batches])
 
 
-def per_table(pool: Pool, feature: int, rows: int, warm: int) -> Numbers:
+def analyse_table(pool: Pool, feature: int, rows: int, warm: int) -> Numbers:
     """Analyse one table, with the hit rates of a cache for TABLE_CACHE_SHARE of its rows."""
     lookups = lookups_of(pool, feature)
     lengths = np.concatenate([b.feature(feature)[1].diff().numpy() for b in pool.batches])
     rates = trace_analysis.hit_rates(lookups.trace(warm), [TABLE_CACHE_SHARE])
     (offline,) = rates["offline"]
     lru = next(rate for rate in rates["lru"] if rate["cache_rows"] == offline["cache_rows"])
-    return trace_analysis.table(lookups, lengths, rows) | {
+    return trace_analysis.table_numbers(lookups, lengths, rows) | {
         "cache": TABLE_CACHE_SHARE,
         "offline": offline["lookups"],
         "lru": lru["lookups"],
     }
 
 
-def _warm(cell: Cell, batches: int) -> int:
+def _warm_batches(cell: Cell, batches: int) -> int:
     """Return the number of batches that fill caches: the same share of a short trace."""
     share = cell.cache.warm_batches / (cell.cache.warm_batches + cell.cache.batches)
     return min(max(1, round(share * batches)), batches - 1)
 
 
-def together(pool: Pool, tables: int, fractions: Sequence[float], warm: int) -> Numbers:
+def analyse_together(pool: Pool, tables: int, fractions: Sequence[float], warm: int) -> Numbers:
     """Analyse all tables in one numbering, as a cache in front of all of them sees the rows."""
     by_table = [lookups_of(pool, f) for f in range(tables)]
     # Rows are numbered from 0 per table, without gaps; together table f has f, f + F, f + 2F, ...
@@ -93,11 +93,11 @@ def together(pool: Pool, tables: int, fractions: Sequence[float], warm: int) -> 
     trace = lookups.trace(warm)
     busiest = max(range(tables), key=lambda f: len(by_table[f].ids))
     return {
-        "samples": trace_analysis.samples(lookups),
+        "samples": trace_analysis.batch_counts(lookups),
         "distinct": len(lookups.counts),
         "warm_batches": warm,
         "spectrum": trace_analysis.spectrum(lookups),
-        "distances": trace_analysis.distances(lookups),
+        "distances": trace_analysis.distance_histogram(lookups),
         "hit_rates": trace_analysis.hit_rates(trace, fractions),
-        "busiest": {"table": busiest, "ranked": trace_analysis.ranked(by_table[busiest])},
+        "busiest": {"table": busiest, "ranked": trace_analysis.shares_by_rank(by_table[busiest])},
     }

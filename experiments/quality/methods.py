@@ -7,7 +7,6 @@ configuration of a table. Others are classes. A new method is either, and a line
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -64,7 +63,7 @@ class MethodTask:
         return emblib.optim.Adagrad(self.rate)
 
 
-class Rows(nn.Module):
+class Method(nn.Module):
     """Base of the methods: maps ids of K fields to rows.
 
     Attributes:
@@ -99,7 +98,7 @@ def look_up(tables: nn.Module, ids: Tensor) -> Tensor:
     return rows.view(batch, fields, -1)
 
 
-class Stored(Rows):
+class StoredTables(Method):
     """An emblib collection with a table per field."""
 
     def __init__(self, task: MethodTask, tables: Sequence[EmbeddingBagConfig]) -> None:
@@ -135,13 +134,13 @@ class Stored(Rows):
 
 _NO_STATES = emblib.optim.SGD(1.0)  # an optimizer without states, for counting bytes
 
-Choice = Callable[[MethodTask, int], EmbeddingBagConfig]
+ConfigureTable = Callable[[MethodTask, int], EmbeddingBagConfig]
 """Function of a task and the number of a table that returns the table's configuration."""
 
 
-def stored(choose: Choice, task: MethodTask) -> Stored:
+def build_stored(choose: ConfigureTable, task: MethodTask) -> StoredTables:
     """Return a collection with the tables that `choose` configures."""
-    return Stored(task, [choose(task, t) for t in range(len(task.rows))])
+    return StoredTables(task, [choose(task, t) for t in range(len(task.rows))])
 
 
 def plain(task: MethodTask, table: int, **changes: Any) -> EmbeddingBagConfig:
@@ -215,11 +214,11 @@ def evicting(task: MethodTask, table: int) -> EmbeddingBagConfig:
     return EmbeddingBagConfig(task.fewer[table], task.dim, f"t{table}", storage=kind)
 
 
-def train_from_plain(task: MethodTask) -> Stored:
+def train_from_plain(task: MethodTask) -> StoredTables:
     """Return tensor trains that start from the trained plain tables."""
     if task.trained is None:
         raise Unsupported("plain tables were not trained: add plain to contenders")
-    trains = stored(tensor_train, task)
+    trains = build_stored(tensor_train, task)
     handles: Any = trains.bags.handles()
     for t, weight in enumerate(task.trained()):
         cores = emblib.TTEmbeddingBag.from_dense(
@@ -233,7 +232,7 @@ def train_from_plain(task: MethodTask) -> Stored:
     return trains
 
 
-def planned(task: MethodTask) -> Stored:
+def planned(task: MethodTask) -> StoredTables:
     """Return tables stored as `emblib.plan_memory` plans, within the permitted bytes of all."""
     tables = [plain(task, t) for t in range(len(task.rows))]
     nbytes = sum(task.rows) * task.dim * FLOAT_BYTES
@@ -246,11 +245,11 @@ def planned(task: MethodTask) -> Stored:
         )
     except emblib.BudgetError as error:
         raise Unsupported(str(error)) from error
-    return Stored(task, plan.configs)
+    return StoredTables(task, plan.configs)
 
 
-class Hot(Rows):
-    """The most frequent ids have rows of their own, in half of the permitted bytes.
+class HotRows(Method):
+    """Plain tables of the most frequent ids in half of the bytes, another method for the rest.
 
     Attributes:
         hot: tables of the frequent ids.
@@ -262,11 +261,11 @@ class Hot(Rows):
     hot_rows: Tensor
     starts: Tensor
 
-    def __init__(self, task: MethodTask, rest: Choice) -> None:
+    def __init__(self, task: MethodTask, rest: ConfigureTable) -> None:
         super().__init__(task)
         half = task.scaled(0.5)
         tables = [EmbeddingBagConfig(rows, task.dim, f"t{t}") for t, rows in enumerate(half.fewer)]
-        self.hot, self.others = Stored(half, tables), stored(rest, half)
+        self.hot, self.others = StoredTables(half, tables), build_stored(rest, half)
         self.trained_bytes = self.hot.trained_bytes + self.others.trained_bytes
         self.served_bytes = self.hot.served_bytes + self.others.served_bytes
         hot_rows = []
@@ -278,13 +277,13 @@ class Hot(Rows):
         self.register_buffer("starts", torch.tensor([0, *task.rows[:-1]]).cumsum(0))
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Look up every id in one of both, and -1, which gives zeros, in the other."""
+        """Look up each id in the collection that has it; the other one gets -1: zeros."""
         hot_rows = self.hot_rows[ids + self.starts]
         rows: Tensor = self.hot(hot_rows) + self.others(torch.where(hot_rows < 0, ids, -1))
         return rows
 
 
-class CachedTensorTrain(Rows):
+class CachedTensorTrain(Method):
     """Tensor trains with a cache of the most used rows, in half of the permitted bytes.
 
     Attributes:
@@ -328,93 +327,25 @@ def _trace(names: Sequence[str], counts: Sequence[Tensor]) -> emblib.LookupTrace
     )
 
 
-class Robe(Rows):
-    """ROBE-Z: rows are ranges of one array, which start at a hash of table and id."""
-
-    def __init__(self, task: MethodTask) -> None:
-        super().__init__(task)
-        size = max(task.dim, int(task.share * sum(task.rows) * task.dim))
-        bound = 1 / math.sqrt(sum(task.rows) / len(task.rows))
-        self.array = nn.Parameter(torch.empty(size).uniform_(-bound, bound))
-        self.count(size * FLOAT_BYTES)
-        self.optimizers = [torch.optim.Adagrad([self.array], task.rate)]
-
-    def forward(self, ids: Tensor) -> Tensor:
-        table = torch.arange(ids.shape[1], device=ids.device)
-        start = mixed(ids * len(table) + table, 0) % len(self.array)
-        run = torch.arange(self.task.dim, device=ids.device)
-        return self.array[(start[..., None] + run) % len(self.array)]
-
-
-class Dhe(Rows):
-    """Deep hash embeddings: per table a network that computes a row from 32 hashes of the id."""
-
-    hashes = 32
-
-    def __init__(self, task: MethodTask) -> None:
-        super().__init__(task)
-        self.networks = nn.ModuleList(self._network(t) for t in range(len(task.rows)))
-        self.count(sum(p.numel() for p in self.networks.parameters()) * FLOAT_BYTES)
-        self.optimizers = [torch.optim.Adam(self.networks.parameters(), task.rate / 20)]
-
-    def _network(self, table: int) -> nn.Module:
-        """Return the widest network that fits; its size is width² + linear · width + dim."""
-        size = self.task.nbytes(table) / FLOAT_BYTES
-        linear = self.hashes + self.task.dim + 2
-        width = int((math.sqrt(linear**2 + 4 * (size - self.task.dim)) - linear) / 2)
-        if width < 1:
-            raise Unsupported(f"a network does not fit into {size:.0f} numbers")
-        return nn.Sequential(
-            nn.Linear(self.hashes, width),
-            nn.Mish(),
-            nn.Linear(width, width),
-            nn.Mish(),
-            nn.Linear(width, self.task.dim),
-        )
-
-    def forward(self, ids: Tensor) -> Tensor:
-        hashes = torch.stack([mixed(ids, n) for n in range(self.hashes)], -1)
-        numbers = (hashes % (1 << 20)).float() / (1 << 19) - 1
-        rows = [net(numbers[:, t]) for t, net in enumerate(self.networks)]
-        return torch.stack(rows, 1)
-
-
-_MULTIPLIERS = (-7046029254386353131, -4658895280553007687, -7723592293110705685)
-
-
-def mixed(ids: Tensor, number: int) -> Tensor:
-    """Return hash number `number` of ids, in [0, 2^62), by the finaliser of SplitMix64."""
-    first, second, third = _MULTIPLIERS
-    z = ids + torch.tensor(first).mul(2 * number + 1)  # int64 wraps around
-    z = (z ^ _shifted(z, 30)) * second
-    z = (z ^ _shifted(z, 27)) * third
-    return _shifted(z ^ _shifted(z, 31), 2)
-
-
-def _shifted(z: Tensor, bits: int) -> Tensor:
-    """Return z shifted right as an unsigned number."""
-    return (z >> bits) & ((1 << (64 - bits)) - 1)
-
-
-METHODS: dict[str, Callable[[MethodTask], Rows]] = {
-    "plain": partial(stored, plain),
-    "bf16": partial(stored, half_precision),
-    "narrow": partial(stored, narrow),
-    "projected": partial(stored, projected),
-    "hashed": partial(stored, hashed),
-    "modulo": partial(stored, partial(hashed, hash=storage.RowHash.REMAINDER)),
-    "hashed_twice": partial(stored, partial(hashed, functions=2)),
-    "qr_sum": partial(stored, partial(quotient_remainder, combine=storage.Combine.ADD)),
-    "qr_product": partial(stored, partial(quotient_remainder, combine=storage.Combine.MULTIPLY)),
-    "tt_permuted": partial(stored, tensor_train),
-    "tt_as_given": partial(stored, partial(tensor_train, ids="as_given")),
+METHODS: dict[str, Callable[[MethodTask], Method]] = {
+    "plain": partial(build_stored, plain),
+    "bf16": partial(build_stored, half_precision),
+    "narrow": partial(build_stored, narrow),
+    "projected": partial(build_stored, projected),
+    "hashed": partial(build_stored, hashed),
+    "modulo": partial(build_stored, partial(hashed, hash=storage.RowHash.REMAINDER)),
+    "hashed_twice": partial(build_stored, partial(hashed, functions=2)),
+    "qr_sum": partial(build_stored, partial(quotient_remainder, combine=storage.Combine.ADD)),
+    "qr_product": partial(
+        build_stored, partial(quotient_remainder, combine=storage.Combine.MULTIPLY)
+    ),
+    "tt_permuted": partial(build_stored, tensor_train),
+    "tt_as_given": partial(build_stored, partial(tensor_train, ids="as_given")),
     "tt_from_plain": train_from_plain,
-    "tt_hot": partial(Hot, rest=tensor_train),
+    "tt_hot": partial(HotRows, rest=tensor_train),
     "tt_cached": CachedTensorTrain,
     "tt_cached_drop": DroppingTensorTrain,
-    "hashed_hot": partial(Hot, rest=hashed),
-    "evicting": partial(stored, evicting),
+    "hashed_hot": partial(HotRows, rest=hashed),
+    "evicting": partial(build_stored, evicting),
     "planned": planned,
-    "robe": Robe,
-    "dhe": Dhe,
 }

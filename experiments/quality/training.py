@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from experiments.config.sweep import PLAIN
 from experiments.quality.data import Clicks, counts
-from experiments.quality.methods import METHODS, NETWORK_RATE, MethodTask, Rows
+from experiments.quality.methods import METHODS, NETWORK_RATE, Method, MethodTask
 
 HIDDEN = 64  # width of the network's hidden layer
 CHUNK_SIZE = 8192  # samples per prediction
@@ -66,9 +66,9 @@ class Model(nn.Module):
 
     pairs: Tensor
 
-    def __init__(self, data: Clicks, plan: TrainingPlan, rows: Rows) -> None:
+    def __init__(self, data: Clicks, plan: TrainingPlan, rows: Method) -> None:
         super().__init__()
-        self.rows: Rows = rows
+        self.rows: Method = rows
         self.large = data.large(plan.large)
         self.small = [f for f in range(len(data.rows)) if f not in self.large]
         rest = MethodTask(tuple(data.rows[f] for f in self.small), plan.dim, 1.0, rows.task.rate)
@@ -202,7 +202,7 @@ def step_samples(
     samples: list[list[tuple[int, float]]] = [[] for _ in models]
     for model in models:
         model.train()
-    stream = _endless(data, plan)
+    stream = _endless_batches(data, plan)
     for number in range(rounds + 1):
         batch = next(stream)
         inputs = data.ids[batch], data.numbers[batch], data.labels[batch]
@@ -214,7 +214,7 @@ def step_samples(
     return samples
 
 
-def _endless(data: Clicks, plan: TrainingPlan) -> Iterator[Tensor]:
+def _endless_batches(data: Clicks, plan: TrainingPlan) -> Iterator[Tensor]:
     epoch = 0
     while True:
         yield from (

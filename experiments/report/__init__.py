@@ -12,7 +12,7 @@ from experiments.paths import ROOT
 from experiments.report.data import Run
 from experiments.results.store import POINTS, RunStore, has_records
 
-__all__ = ["Run", "Summary", "add_arguments", "run", "write_report"]
+__all__ = ["ReportSummary", "Run", "add_arguments", "run", "write_report"]
 
 BROKEN = ("wrong", "error", "timeout")
 
@@ -65,9 +65,9 @@ def run(arguments: argparse.Namespace) -> int:
     status = 0
     for path in arguments.runs:
         if path.suffix == ".json":
-            from experiments.kinds.micro import take
+            from experiments.kinds.micro import import_benchmarks
 
-            path = take(path, arguments.folder)
+            path = import_benchmarks(path, arguments.folder)
         if not (path / "config.yaml").is_file() or not has_records(path):
             print(
                 f"error: {path} is not a run: it has no config.yaml next to a {POINTS}. "

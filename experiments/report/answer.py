@@ -1,4 +1,4 @@
-"""The report's first sentence, made from the data: what the subject costs and what it saves."""
+"""The answer of a report on timed contenders: the subject's time and memory ÷ the baseline's."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pandas as pd
 from experiments.config.schema import AXES, Mode
 from experiments.config.sweep import SWEEP
 from experiments.report import text
-from experiments.report.data import Run
+from experiments.report.data import Run, select
 from experiments.report.document import Tile
 
 Rows = dict[str, dict[str, Any]]  # by phase
@@ -24,7 +24,10 @@ def answer(run: Run) -> list[str]:
     cell = first.headline_cell()
     if cell is None:
         return ["No answer yet: nothing was measured before the run ended."]
-    subject, baseline = _pick(first, cell, run.subject.key), _pick(first, cell, run.baseline.key)
+    subject, baseline = (
+        _rows_by_phase(first, cell, run.subject.key),
+        _rows_by_phase(first, cell, run.baseline.key),
+    )
     for arm, rows in ((run.subject, subject), (run.baseline, baseline)):
         if not rows or rows["step"]["status"] != "ok":
             reason = rows["step"]["reason"] if rows else "it was not among the contenders"
@@ -38,17 +41,18 @@ def answer(run: Run) -> list[str]:
         low, high = (steps.loc[end] for end in (steps["ratio"].idxmin(), steps["ratio"].idxmax()))
         sentences.append(
             f"Across the sweep the step ratio ranges from {text.times(low['ratio'])} "
-            f"({where(first, low)}) to {text.times(high['ratio'])} ({where(first, high)})."
+            f"({sweep_point(first, low)}) to {text.times(high['ratio'])} "
+            f"({sweep_point(first, high)})."
         )
     for mode in run.modes[1:]:
-        rows = _pick(run.at(mode), cell, run.subject.key)
+        rows = _rows_by_phase(run.at(mode), cell, run.subject.key)
         if rows and rows["step"]["status"] == "ok":
             sentences.append(f"In mode {mode} a step takes {text.ratio(rows['step'])}.")
     return sentences
 
 
-def _pick(run: Run, cell: str, arm: str) -> Rows:
-    rows = run.table[(run.table["cell"] == cell) & (run.table["arm"] == arm)]
+def _rows_by_phase(run: Run, cell: str, arm: str) -> Rows:
+    rows = select(run.table, cell=cell, arm=arm)
     return {str(row["phase"]): row for row in rows.to_dict("records")}
 
 
@@ -81,7 +85,7 @@ def _headline(run: Run, step: dict[str, Any], base: dict[str, Any]) -> str:
 
 def _gain(run: Run, cell: str) -> str:
     """State what the baseline gains over the tables of PyTorch; empty where they did not run."""
-    rows = _pick(run, cell, PLAIN)
+    rows = _rows_by_phase(run, cell, PLAIN)
     if PLAIN in (run.subject.key, run.baseline.key) or not rows or rows["step"]["status"] != "ok":
         return ""
     step, baseline, torch = rows["step"], run.baseline.label, rows["step"]["label"]
@@ -95,16 +99,14 @@ def _gain(run: Run, cell: str) -> str:
 
 def _swept_steps(run: Run) -> pd.DataFrame:
     """Return the sweep's steps of the subject's contender, at its usual ranks."""
-    rows = run.of(SWEEP)
-    if len(rows):
-        rows = rows[(rows["contender"] == run.subject.contender) & (rows["phase"] == "step")]
-        rows = rows[(rows["status"] == "ok") & rows["ratio"].notna()]
+    rows = select(run.of(SWEEP), contender=run.subject.contender, phase="step", status="ok")
+    rows = rows[rows["ratio"].notna()] if len(rows) else rows
     if len(rows) and run.subject.rank:
         rows = rows[rows["rank"].isin([int(r) for r in run.config.tt.ranks])]
     return rows
 
 
-def where(run: Run, row: pd.Series) -> str:
+def sweep_point(run: Run, row: pd.Series) -> str:
     """Return how a row of the sweep differs from the base point: 'L=1'."""
     first = run.of(SWEEP).iloc[0]
     changed = [f"{axis}={text.number(row[axis])}" for axis in AXES if row[axis] != first[axis]]
@@ -115,7 +117,7 @@ def tiles(run: Run) -> list[Tile]:
     """Return the numbers to remember."""
     first = run.at(run.modes[0])
     cell = first.headline_cell()
-    subject = _pick(first, cell, run.subject.key) if cell else {}
+    subject = _rows_by_phase(first, cell, run.subject.key) if cell else {}
     if not subject or subject["step"]["status"] != "ok":
         return []
     step, shown = subject["step"], []

@@ -72,7 +72,7 @@ class Scale:
         axis.set_label_text(self.label)
 
     def _limits(self, low: float, high: float) -> tuple[float, float]:
-        """Return the ends of the axis, of which `low` and `high` are those of what is plotted."""
+        """Return the ends of the axis; `low` and `high` are the extremes of the plotted data."""
         reach = [end for end in self.reach or () if math.isfinite(end)]
         low, high = min([low, *reach]), self.headroom * max([high, *reach])
         low, high = low if self.low is None else self.low, high if self.high is None else self.high
@@ -161,12 +161,12 @@ def curves(
         y.begin(axes.yaxis)
         for line in lines:
             _curve(axes, line)
-        _marks(axes, _near(marks, lines) if y.log else marks)
+        _marks(axes, _marks_near_points(marks, lines) if y.log else marks)
         if names == "points":
             axes.margins(x=POINT_MARGIN, y=0.25)
         x.finish(axes.xaxis)
         y.finish(axes.yaxis)
-        _words(axes, marks)
+        _write_foot_words(axes, marks)
         written = _edge_names(lines, marks)
         if names == "points":
             written += _point_names(axes, lines)
@@ -184,7 +184,7 @@ def curves(
     return draw
 
 
-def _near(marks: Sequence[Mark], lines: Sequence[Curve]) -> list[Mark]:
+def _marks_near_points(marks: Sequence[Mark], lines: Sequence[Curve]) -> list[Mark]:
     """Return the marks without level ones so far from all points that most of a panel is empty."""
     heights = [value for line in lines for value in line.y if value > 0]
     if not heights:
@@ -198,18 +198,19 @@ POINT_MARGIN = 0.12  # share of the range, free on both sides: names go towards 
 LEGEND_DEPTH = 36.0  # typographic points from the panel down to a legend below it
 
 
-def _legend(axes: Axes, place: str, columns: int) -> None:
-    options: dict[str, Any] = {"loc": place}
-    if place == "outside":
+def _legend(axes: Axes, position: str, columns: int) -> None:
+    """Draw a legend at a position of `curves`, or at a location of matplotlib's."""
+    options: dict[str, Any] = {"loc": position}
+    if position == "outside":
         options = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0)}
-    elif place == "below":
+    elif position == "below":
         foot = offset_copy(
             axes.transAxes, cast(Canvas, axes.figure), y=-LEGEND_DEPTH, units="points"
         )
         options = {"loc": "upper center", "bbox_to_anchor": (0.5, 0.0), "bbox_transform": foot}
     axes.legend(fontsize=8, ncols=columns, **options)
     engine = axes.figure.get_layout_engine()
-    if place == "below" and engine is not None:
+    if position == "below" and engine is not None:
         engine.execute(
             cast(Canvas, axes.figure)
         )  # names at the edge are spaced by the height that remains
@@ -230,10 +231,10 @@ def _curve(axes: Axes, line: Curve) -> None:
     }
     low = [] if line.low is None else list(line.low)
     high = [] if line.high is None else list(line.high)
-    known = bool(low) and not any(map(math.isnan, (*low, *high)))
-    if known and line.band:
+    has_interval = bool(low) and not any(map(math.isnan, (*low, *high)))
+    if has_interval and line.band:
         axes.fill_between(x, low, high, color=line.colour, alpha=0.2, lw=0)
-    if known and not line.band:
+    if has_interval and not line.band:
         below = [max(0.0, b - a) for a, b in zip(low, y, strict=True)]
         over = [max(0.0, b - a) for a, b in zip(y, high, strict=True)]
         axes.errorbar(x, y, yerr=[below, over], capsize=3, **style)
@@ -258,7 +259,7 @@ def _marks(axes: Axes, marks: Sequence[Mark]) -> None:
         draw(mark.at, color=mark.colour, ls=mark.line, lw=mark.width, label=mark.label or None)
 
 
-def _words(axes: Axes, marks: Sequence[Mark]) -> None:
+def _write_foot_words(axes: Axes, marks: Sequence[Mark]) -> None:
     """Write the words of upright marks at their feet."""
     for mark in marks:
         if mark.words and mark.upright:
@@ -302,7 +303,7 @@ def _edge_names(lines: Sequence[Curve], marks: Sequence[Mark]) -> list[Name]:
 
 
 def _point_names(axes: Axes, lines: Sequence[Curve]) -> list[Name]:
-    """Return the names of points, written towards the middle, where those of both sides meet."""
+    """Return the names of points, written towards the middle of the panel."""
     low, high = axes.get_xlim()
     middle = math.sqrt(low * high) if axes.get_xscale() == "log" else (low + high) / 2
     return [
@@ -337,7 +338,9 @@ def _write_names(axes: Axes, names: Sequence[Name]) -> None:
         placed = [(_height(axes, name), name) for name in group]
         placed.sort(key=lambda pair: pair[0])
         wanted = [height for height, _ in placed]
-        for (wish, name), height in zip(placed, apart(wanted, NAME_POINTS, low, high), strict=True):
+        for (wish, name), height in zip(
+            placed, spread_apart(wanted, NAME_POINTS, low, high), strict=True
+        ):
             moved = abs(height - wish) > NAME_POINTS / 3
             y = float(axes.transData.inverted().transform((0.0, height / scale))[1])
             across = name.transform(axes)
@@ -362,7 +365,7 @@ def _height(axes: Axes, name: Name) -> float:
 
 
 def _meet(axes: Axes, right: Sequence[Name], left: Sequence[Name]) -> bool:
-    """Return whether a name that goes right reaches one that goes left."""
+    """Return whether a name right of its point would overlap one left of its point."""
 
     def end(name: Name) -> float:
         x = float(axes.transData.transform((name.x, 1.0))[0]) * 72 / axes.figure.dpi
@@ -371,7 +374,7 @@ def _meet(axes: Axes, right: Sequence[Name], left: Sequence[Name]) -> bool:
     return bool(right and left) and max(map(end, right)) > min(map(end, left))
 
 
-def apart(wanted: Sequence[float], gap: float, low: float, high: float) -> list[float]:
+def spread_apart(wanted: Sequence[float], gap: float, low: float, high: float) -> list[float]:
     """Return ascending heights at least `gap` apart, as near to the wanted heights as possible.
 
     Neighbours that would overlap form a block around the mean of their wanted heights; blocks merge
@@ -420,7 +423,8 @@ def row_chart(
 ) -> Drawing:
     """Return a drawing of rows from the top in the order given.
 
-    With `shared`, rows of one name have one label, a little apart, and a legend tells them apart.
+    With `shared`, rows of the same name share one label and are drawn close together; a legend
+    names their colours.
     """
     names = [line.name for line in lines]
     heights: Sequence[float] = range(len(names))
@@ -434,7 +438,7 @@ def row_chart(
             (_bar if line.bar else _dot)(axes, line, y)
         _marks(axes, marks)
         x.finish(axes.xaxis)
-        _words(axes, marks)
+        _write_foot_words(axes, marks)
         axes.set_yticks(range(len(names)), names, fontsize=8)
         axes.set_ylim(len(names) - 0.4, -0.6)
         axes.tick_params(axis="y", length=0)

@@ -35,16 +35,34 @@ AXIS_NAMES = {
 }
 
 
+def select(table: pd.DataFrame, **values: Any) -> pd.DataFrame:
+    """Return the rows with these values in their columns, which an empty table may lack."""
+    for column, value in values.items():
+        if len(table):
+            table = table[table[column] == value]
+    return table
+
+
 @dataclass(frozen=True)
 class Run:
-    """One finished or interrupted run."""
+    """One finished or interrupted run, read from its directory; nothing is written.
+
+    Attributes:
+        path: directory of the run.
+        config: config.yaml, with present names of keys that were renamed.
+        environment: environment.json, see `machine.environment.describe`; {} if it is missing.
+        info: run.json: question, status and counts of the whole run.
+        records: lines of points.jsonl in the order of the experiment's cells, see `Record`.
+        frames: tables of numbers that the kinds compute from the records (`Kind.frames`), by the
+            names of their CSV files. A table without a cell of its kind has no rows and no columns.
+    """
 
     path: Path
     config: DictConfig
     environment: dict[str, Any]
     info: dict[str, Any]
     records: list[Record]
-    frames: dict[str, pd.DataFrame] = field(repr=False)  # by the names of their CSV files
+    frames: dict[str, pd.DataFrame] = field(repr=False)
 
     @classmethod
     def read(cls, path: Path) -> Run:
@@ -75,22 +93,22 @@ class Run:
 
     @property
     def table(self) -> pd.DataFrame:
-        """Return the results: a row per timed cell, contender, mode and phase."""
+        """Return the results: a row per timed cell, contender, mode and phase (`metrics.frame`)."""
         return self.frame("results")
 
     @property
     def traces(self) -> pd.DataFrame:
-        """Return the hit rates: a row per trace, contender and size."""
+        """Return the hit rates: a row per trace, contender and size (`kinds.cache.frame`)."""
         return self.frame("hit_rates")
 
     @property
     def operations(self) -> pd.DataFrame:
-        """Return the operations of hash tables: a row per table, mode and operation."""
+        """Return the operations: a row per hash table, mode, operation (`kinds.keys.frame`)."""
         return self.frame("operations")
 
     @property
     def modes(self) -> list[str]:
-        """Return the modes that were measured, the one that the answer is about first."""
+        """Return the measured modes in order; the answer is about the first one."""
         return list(dict.fromkeys(mode_of(r) for r in self.records)) or [Mode.hot.value]
 
     def at(self, mode: str) -> Run:
@@ -163,8 +181,8 @@ class Run:
         return list(dict.fromkeys(r["section"] for r in self.records))
 
     def of(self, section: str) -> pd.DataFrame:
-        """Return the rows of one section."""
-        return self.table[self.table["section"] == section] if len(self.table) else self.table
+        """Return the results of one section."""
+        return select(self.table, section=section)
 
     def title(self, section: str) -> str:
         """Return the section's title."""

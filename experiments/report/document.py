@@ -133,8 +133,9 @@ def _inert(value: Any) -> str:
 def _code(lines: str) -> Markup:
     """Return a Markdown code block. It must follow a heading.
 
-    Whether an indented line of a label is code depends on the lists and paragraphs that other
-    labels open, so that only what the page itself marks may be left as it is.
+    Markdown reads an indented line as code or as a part of a list, depending on the lines before
+    it, which labels of other people may have changed. So only code that the page itself marks stays
+    unescaped.
     """
     return Markup(textwrap.indent(lines, "    "))
 

@@ -14,7 +14,7 @@ from experiments.machine import ceilings
 from experiments.machine.ceilings import Roofs
 from experiments.report import ratios, text
 from experiments.report.charts import DASHED, SHORT, Curve, Mark, Row, Scale, curves, row_chart
-from experiments.report.data import AXIS_NAMES, Run
+from experiments.report.data import AXIS_NAMES, Run, select
 from experiments.report.style import HEIGHT, WIDTH, Drawing, Figure, Panel, colour_of, marker_of
 from experiments.results.metrics import WEIGHT_BYTES, replicate_of, seconds
 from experiments.timing.statistics import summarise
@@ -34,7 +34,7 @@ def figures(run: Run) -> list[Figure]:
 
 
 def subtitle(run: Run) -> str:
-    """Return machine, software and sizes: what a figure must say when it stands alone."""
+    """Return machine, software and amount of measuring, for a figure without its page."""
     e = run.environment
     driver = (e.get("gpu") or {}).get("driver")
     parts = [e.get("device"), f"torch {e.get('torch')}", *([f"driver {driver}"] if driver else [])]
@@ -54,12 +54,7 @@ def contender_curve(name: str, x: Any, y: Any, **options: Any) -> Curve:
 
 def _headline(run: Run) -> pd.DataFrame:
     """Return the results of the headline's cell."""
-    rows = run.table
-    return (
-        rows[(rows["cell"] == run.headline_cell()) & (rows["status"] == "ok")]
-        if len(rows)
-        else rows
-    )
+    return select(run.table, cell=run.headline_cell(), status="ok")
 
 
 def cost_figures(run: Run) -> list[Figure]:
@@ -163,17 +158,15 @@ def published(run: Run) -> list[Figure]:
     """Return a figure of each case that has a published time per lookup."""
     drawn = []
     for section in run.sections():
-        case, steps = run.config.cases.get(section), run.of(section)
+        case = run.config.cases.get(section)
+        steps = select(run.of(section), phase="step", status="ok")
         numbers = [p for p in case.published if p["unit"].startswith(UNIT)] if case else []
         if not numbers or not len(steps):
             continue
-        steps = steps[(steps["phase"] == "step") & (steps["status"] == "ok")]
         bars = [
             (row["label"], row["ns_per_lookup"] / 1e3, colour_of(row["contender"]), False)
             for _, row in steps.sort_values("ns_per_lookup").iterrows()
         ]
-        if not bars:
-            continue
         for other in numbers:
             name = f"{other['label']}\npublished, other machine"
             bars.append((name, float(other["value"]), colour_of("published"), True))
@@ -201,12 +194,11 @@ CONTENDER_SHIFT = 0.055  # shift between contenders of one size, on a logarithmi
 
 def roofline_figures(run: Run) -> list[Figure]:
     """Return achieved bandwidth against the memory's: a dot per contender and cell, twice."""
-    rows, roofs = run.table, Roofs.of(run.environment)
-    if len(rows):
-        rows = rows[(rows["status"] == "ok") & rows["useful_gb_s"].notna()]
+    rows, roofs = select(run.table, status="ok"), Roofs.of(run.environment)
+    rows = rows[rows["useful_gb_s"].notna()] if len(rows) else rows
     if not len(rows) or not (math.isfinite(roofs.copy_gb_s) or roofs.gather_gb_s):
         return []
-    known = "copy and random gather" if roofs.gather_gb_s else "copy"
+    limits = "copy and random gather" if roofs.gather_gb_s else "copy"
     method = f" Gather: {roofs.gather_method}." if roofs.gather_gb_s else ""
     device = ceilings.of_environment(run.environment)
     theory = device.bandwidth_gb_s if device else None
@@ -215,7 +207,7 @@ def roofline_figures(run: Run) -> list[Figure]:
         Figure(
             "roofline",
             "Achieved bandwidth and the memory's limits",
-            f"Limits: {known} bandwidth of memory, measured in the same run.{method}{named} "
+            f"Limits: {limits} bandwidth of memory, measured in the same run.{method}{named} "
             "Hollow: every lookup counted, as most papers do; caches can lift it above the limit. "
             "Filled: each distinct row of a batch counted once, which is nearer to what memory "
             "must deliver. The bytes are those of plain rows for every contender (formula below), "

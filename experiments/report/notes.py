@@ -110,7 +110,7 @@ def notices(run: Run) -> list[str]:
             "Tables, batches and rounds are capped to see whether everything works (timing=smoke)."
         )
     else:
-        sentences += _scaled(run)
+        sentences += _scaled_sections(run)
         if run.spread() > NOISY_SPREAD:
             sentences.append(
                 f"Noisy run: half of the medians have quartiles more than {100 * run.spread():.0f} "
@@ -157,7 +157,7 @@ def host_bound(run: Run) -> list[str]:
     ]
 
 
-def _scaled(run: Run) -> list[str]:
+def _scaled_sections(run: Run) -> list[str]:
     """Describe the sections whose tables did not fit into memory."""
     if not len(run.table):
         return []

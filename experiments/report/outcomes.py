@@ -26,7 +26,7 @@ MEANING = {
 MARK = {"ok": "✓", "partly": "½", "oom": "oom", "timeout": "time", "unsupported": "n/a"}
 
 
-def outcomes(run: Run) -> pd.DataFrame:
+def outcome_frame(run: Run) -> pd.DataFrame:
     """Return a row per contender, cell and mode: its status over all processes, and the reason."""
     columns = ["cell", "arm", "label", "status", "reason"]
     frame = pd.DataFrame(run.records, columns=columns, dtype=object)
@@ -34,11 +34,11 @@ def outcomes(run: Run) -> pd.DataFrame:
     frame["process"] = [replicate_of(r) for r in run.records]
     keys = ["cell", "arm", "mode"]
     last = frame.drop_duplicates([*keys, "process"], keep="last")  # a repeated process counts once
-    rows = [_together(group) for _, group in last.groupby(keys, sort=False)]
+    rows = [_over_processes(group) for _, group in last.groupby(keys, sort=False)]
     return pd.DataFrame(rows, columns=[*frame, "good", "total"])
 
 
-def _together(processes: pd.DataFrame) -> dict[str, Any]:
+def _over_processes(processes: pd.DataFrame) -> dict[str, Any]:
     """Return the outcome of all processes: wrong in one is wrong."""
     # Not string arithmetic on columns: dtypes of texts, of empty columns above all, differ between
     # releases of pandas and with pyarrow.
@@ -65,7 +65,7 @@ def _together(processes: pd.DataFrame) -> dict[str, Any]:
 
 def figures(run: Run) -> list[Figure]:
     """Draw a map of all outcomes, where any is not a success."""
-    results = outcomes(run)
+    results = outcome_frame(run)
     if (results["status"] == "ok").all():
         return []
     words = "; ".join(f"{s}: {MEANING[s]}" for s in MEANING if s in set(results["status"]))
@@ -104,9 +104,9 @@ def _short(cell: str) -> str:
     return " ".join([section, *(a for a in axes if a[:2] in ("D=", "B=", "L=", "s="))])
 
 
-def table(run: Run) -> Table:
+def failures_table(run: Run) -> Table:
     """Return the contenders without a measurement, and why."""
-    results = outcomes(run)
+    results = outcome_frame(run)
     return Table.of(
         results[results["status"] != "ok"],
         {
@@ -122,9 +122,9 @@ def table(run: Run) -> Table:
     )
 
 
-def sentence(run: Run) -> str:
+def failures_sentence(run: Run) -> str:
     """Count the measurements that have no result."""
-    statuses = outcomes(run)["status"]
+    statuses = outcome_frame(run)["status"]
     bad = statuses[statuses != "ok"].value_counts()
     if not len(bad):
         return run.kind.reporting.success.format(count=len(statuses))

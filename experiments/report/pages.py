@@ -29,7 +29,7 @@ def page(run: Run) -> Page:
     sections = [*main, *(Section(title, [words], table=table) for title, words, table in tables)]
     sections += rest
     sections += [
-        Section("Failures", [outcomes.sentence(run)], table=outcomes.table(run)),
+        Section("Failures", [outcomes.failures_sentence(run)], table=outcomes.failures_table(run)),
         Section("How to read this", points=[*notes.how_to_read(run), *run.kind.how_to_read()]),
         Section("Reproduce", code=str(run.environment.get("command", ""))),
         Section(
@@ -108,9 +108,9 @@ def _case(run: Run, section: str) -> list[Section]:
     title = "The sweep" if swept else text.capitalised(run.title(section))
     records = [r for r in run.records if r["section"] == section]
     case, workload = run.config.cases.get(section), run.sizes(section)
-    known = next((r for r in records if r["unique_rows"]), None)
-    if known is not None:
-        distinct = text.percent(known["unique_rows"] / known["lookups"])
+    with_counts = next((r for r in records if r["unique_rows"]), None)
+    if with_counts is not None:
+        distinct = text.percent(with_counts["unique_rows"] / with_counts["lookups"])
         workload += f"; {distinct} of a batch's lookups are distinct rows"
     workload += f". {case.note}" if case is not None and case.note else "."
     if case is not None and case.tt.row_factors and records[0]["rows_scale"] < 1:

@@ -24,28 +24,28 @@ FOLDER = ROOT / "reports" / "published"
 
 
 class Nature(Enum):
-    """What kind of claim a figure is, and so what it takes to reproduce it."""
+    """The kind of a published figure, which determines where it can be reproduced."""
 
     exact = "exact"  # follows from sizes alone: must come out anywhere
     measured = "measured"  # belongs to a machine: can come out only there
 
 
 class Quantity(Enum):
-    """What a figure counts; OURS computes the same of our runs."""
+    """The quantity of a published figure; OUR_NUMBERS computes it from a row of our results."""
 
-    compression = "compression"
+    compression = "compression"  # bytes of plain tables ÷ bytes
     us_per_lookup = "us_per_lookup"
-    milliseconds = "milliseconds"
-    seconds_of_ten = "seconds_of_ten"  # batches, TorchRec's epoch
+    milliseconds = "milliseconds"  # of a batch
+    seconds_of_ten = "seconds_of_ten"  # of ten batches, which are an epoch in TorchRec's benchmark
     fbgemm_gb_s = "fbgemm_gb_s"  # by FBGEMM's model of the bytes
-    times_baseline = "times_baseline"
-    giga_keys_per_s = "giga_keys_per_s"  # 2**30 keys
-    other = "other"
+    times_baseline = "times_baseline"  # time ÷ the baseline's
+    giga_keys_per_s = "giga_keys_per_s"  # 2**30 keys per second
+    other = "other"  # none that our runs have
 
 
 @dataclass
-class Place:
-    """Where the same quantity is in a run of ours."""
+class RunPoint:
+    """The row of our results that has the same quantity."""
 
     section: str
     arm: str
@@ -54,21 +54,39 @@ class Place:
 
 @dataclass
 class PublishedFigure:
-    """One published number."""
+    """One published number, a row of a file of reports/published.
+
+    Attributes:
+        name: name, unique within the publication; figures with the same beginning before a colon
+            share a line of the overview.
+        value: number as printed.
+        unit: unit as printed.
+        last_digit: value of one step of the last printed digit; 0 if rounding does not matter.
+        quantity: quantity, if our runs have it.
+        nature: whether it follows from sizes or belongs to a machine.
+        device: key of conf/hardware; "" if the source names no device.
+        device_words: device in words, where conf/hardware has none.
+        work: entries of `params`, `optimizer`, `rows` and `mode` that our work must have in common.
+        ours: row of our results to compare with; None with `not_here`.
+        not_here: why no run of ours can have the figure.
+        peer: program that was measured, if our contender is another one.
+        otherwise: difference of method because of which ours cannot be judged even on that device.
+        note: remark.
+    """
 
     name: str
     value: float
     unit: str
-    last_digit: float = 0.0  # what one step of the last printed digit is worth
+    last_digit: float = 0.0
     quantity: Quantity = Quantity.other
     nature: Nature = Nature.measured
-    device: str = ""  # key of conf/hardware; empty where the source names none
+    device: str = ""
     device_words: str = "device not named"
     work: dict[str, Any] = field(default_factory=dict)
-    ours: Place | None = None
-    not_here: str = ""  # why no run of ours can have it
-    peer: str = ""  # whose figure it is, where our contender is another program
-    otherwise: str = ""  # what they did in another way, so that even there ours cannot be judged
+    ours: RunPoint | None = None
+    not_here: str = ""
+    peer: str = ""
+    otherwise: str = ""
     note: str = ""
 
 
@@ -91,17 +109,17 @@ def shown(value: float) -> str:
 
 
 @cache
-def sources(folder: Path = FOLDER) -> tuple[Publication, ...]:
+def publications(folder: Path = FOLDER) -> tuple[Publication, ...]:
     """Return every publication, by file name."""
-    return tuple(read(path) for path in sorted(folder.glob("*.yaml")))
+    return tuple(read_publication(path) for path in sorted(folder.glob("*.yaml")))
 
 
-def of_experiment(name: str, folder: Path = FOLDER) -> list[Publication]:
+def publications_of(name: str, folder: Path = FOLDER) -> list[Publication]:
     """Return the publications whose configuration an experiment runs."""
-    return [source for source in sources(folder) if source.experiment == name]
+    return [source for source in publications(folder) if source.experiment == name]
 
 
-def read(path: Path) -> Publication:
+def read_publication(path: Path) -> Publication:
     """Read one file; raise ValueError that describes the fault.
 
     `device`, `device_words` and `work` of the file apply to every row that does not override them.
@@ -168,33 +186,36 @@ class JudgedFigure:
     device: str = ""  # where ours was measured
 
 
-def counted(judged: Sequence[JudgedFigure]) -> dict[Reproduction, int]:
+def count_verdicts(judged: Sequence[JudgedFigure]) -> dict[Reproduction, int]:
     """Return the number of figures by verdict."""
     return {verdict: sum(f.verdict is verdict for f in judged) for verdict in Reproduction}
 
 
-def of_references(extra: Sequence[Path] = (), folder: Path = REFERENCE) -> list[JudgedFigure]:
+def judge_references(extra: Sequence[Path] = (), folder: Path = REFERENCE) -> list[JudgedFigure]:
     """Compare every source with each reference of its experiment and each run of `extra`."""
     paths = [path for path in (*runs_in(folder, "*/*"), *extra) if (path / "config.yaml").is_file()]
     runs = [Run.read(path) for path in paths]
     judged = []
-    for source in sources():
+    for source in publications():
         same: list[Run | None] = [run for run in runs if run.config.name == source.experiment]
-        judged += [finding for run in same or [None] for finding in findings(run, source)]
+        judged += [finding for run in same or [None] for finding in judge_figures(run, source)]
     return judged
 
 
-def of_run(run: Run) -> list[JudgedFigure]:
+def judge_run(run: Run) -> list[JudgedFigure]:
     """Compare a run with every publication whose configuration its experiment is."""
-    return [f for source in of_experiment(str(run.config.name)) for f in findings(run, source)]
+    return [
+        f for source in publications_of(str(run.config.name)) for f in judge_figures(run, source)
+    ]
 
 
-def findings(run: Run | None, source: Publication) -> list[JudgedFigure]:
+def judge_figures(run: Run | None, source: Publication) -> list[JudgedFigure]:
     """Compare all figures of a source with those of a run; without a run there are none of ours."""
-    return [_finding(run, source, figure) for figure in source.figures]
+    return [_judge(run, source, figure) for figure in source.figures]
 
 
-def _finding(run: Run | None, source: Publication, figure: PublishedFigure) -> JudgedFigure:
+def _judge(run: Run | None, source: Publication, figure: PublishedFigure) -> JudgedFigure:
+    """Return the verdict on a figure by RULE, with our number wherever the run has one."""
     row, reason = None, ""
     if figure.not_here or figure.ours is None:
         reason = figure.not_here
@@ -206,7 +227,7 @@ def _finding(run: Run | None, source: Publication, figure: PublishedFigure) -> J
         row, reason = _row(run, figure, figure.ours)
     if row is None or run is None:
         return JudgedFigure(source, figure, Reproduction.NOT_RUN, reason)
-    ours, lo, hi = _ours(figure, row)
+    ours, lo, hi = _our_number(figure, row)
     if math.isnan(ours):
         return JudgedFigure(source, figure, Reproduction.NOT_RUN, "our run has no such number")
     verdict, reason = Reproduction.NOT_RUN, _incomparable(run, figure, row)
@@ -220,16 +241,16 @@ def _finding(run: Run | None, source: Publication, figure: PublishedFigure) -> J
     return JudgedFigure(source, figure, verdict, reason, ours, lo, hi, device)
 
 
-def _row(run: Run, figure: PublishedFigure, place: Place) -> tuple[pd.Series | None, str]:
+def _row(run: Run, figure: PublishedFigure, point: RunPoint) -> tuple[pd.Series | None, str]:
     """Return our row of results; None and the reason where there is none."""
     table = run.operations
-    if not len(table) or not (table["section"] == place.section).any():
+    if not len(table) or not (table["section"] == point.section).any():
         table = run.table
     if len(table):
-        arm = (table["arm"] == place.arm) & (table["phase"] == place.phase)
-        table = table[arm & (table["section"] == place.section)]
+        arm = (table["arm"] == point.arm) & (table["phase"] == point.phase)
+        table = table[arm & (table["section"] == point.section)]
     if not len(table):
-        return None, f"our run has no {place.arm} in {place.section}"
+        return None, f"our run has no {point.arm} in {point.section}"
     # Judge only the mode in which the published figure was measured.
     alike = table[table["mode"] == figure.work.get("mode")]
     row = (alike if len(alike) else table).iloc[0]
@@ -237,7 +258,7 @@ def _row(run: Run, figure: PublishedFigure, place: Place) -> tuple[pd.Series | N
 
 
 Measure = Callable[[pd.Series, float], float]  # (row, its time in seconds) -> number
-OURS: Mapping[Quantity, Measure] = {
+OUR_NUMBERS: Mapping[Quantity, Measure] = {
     Quantity.compression: lambda row, _: float(row["compression"]),
     Quantity.us_per_lookup: lambda row, s: 1e6 * s / float(row["lookups"]),
     Quantity.milliseconds: lambda row, s: 1e3 * s,
@@ -250,12 +271,12 @@ OURS: Mapping[Quantity, Measure] = {
 }
 
 
-def _ours(figure: PublishedFigure, row: pd.Series) -> tuple[float, float, float]:
+def _our_number(figure: PublishedFigure, row: pd.Series) -> tuple[float, float, float]:
     """Return our number and its interval."""
     if figure.quantity is Quantity.times_baseline:
         ours, *ends = (float(row[name]) for name in ("ratio", "ratio_lo", "ratio_hi"))
-    elif figure.quantity in OURS:
-        measure = OURS[figure.quantity]
+    elif figure.quantity in OUR_NUMBERS:
+        measure = OUR_NUMBERS[figure.quantity]
         ours, *ends = (measure(row, float(row[name])) for name in ("median_s", "lo_s", "hi_s"))
     else:
         return math.nan, math.nan, math.nan
@@ -266,13 +287,13 @@ def _ours(figure: PublishedFigure, row: pd.Series) -> tuple[float, float, float]
 
 def _incomparable(run: Run, figure: PublishedFigure, row: pd.Series) -> str:
     """Return why our number cannot be judged against theirs; empty where it can."""
-    changed = differences(run, figure, row)
+    changed = work_differences(run, figure, row)
     if changed:
         return f"ours is other work: {', '.join(changed)}"
     if figure.nature is Nature.measured:
-        here = ceilings.of_environment(run.environment)
-        if here is None or here.key != figure.device:
-            return f"another device: theirs is of {theirs(figure)}"
+        our_device = ceilings.of_environment(run.environment)
+        if our_device is None or our_device.key != figure.device:
+            return f"another device: theirs is of {their_device(figure)}"
         if figure.peer:
             return f"another program: theirs is {figure.peer}"
         if figure.otherwise:
@@ -280,7 +301,7 @@ def _incomparable(run: Run, figure: PublishedFigure, row: pd.Series) -> str:
     return ""
 
 
-def differences(run: Run, figure: PublishedFigure, row: pd.Series) -> list[str]:
+def work_differences(run: Run, figure: PublishedFigure, row: pd.Series) -> list[str]:
     """Return how the work that our run did differs from the published one, key by key."""
     scale = float(row["rows_scale"])
     changes = [f"rows scaled to {100 * scale:.3g} %"] if scale < 1 else []
@@ -302,7 +323,7 @@ def differences(run: Run, figure: PublishedFigure, row: pd.Series) -> list[str]:
     ]
 
 
-def theirs(figure: PublishedFigure) -> str:
-    """Return the device of a published figure, as far as its source says."""
+def their_device(figure: PublishedFigure) -> str:
+    """Return the device of a published figure; "device not named" if its source does not say."""
     device = next((d.name for d in ceilings.table() if d.key == figure.device), "")
     return device or figure.device_words

@@ -10,7 +10,7 @@ import pandas as pd
 from experiments.config.schema import AXES
 from experiments.config.sweep import SWEEP
 from experiments.report import text
-from experiments.report.answer import where
+from experiments.report.answer import sweep_point
 from experiments.report.charts import MAX_ROWS, Row, Square, forest, squares
 from experiments.report.data import AXIS_NAMES, Run
 from experiments.report.style import FASTER, SLOWER, WIDTH, Figure, Panel, colour_of
@@ -60,9 +60,13 @@ def forest_rows(run: Run, phase: str) -> list[Row]:
         rows = pd.concat([rows[: MAX_ROWS // 2], rows[-(MAX_ROWS // 2) :]])
     margin = MARGIN if any(text.verdict(v) for v in rows["verdict"]) else math.nan
     dots = process_ratios(run, phase)
+
+    def cell_name(row: pd.Series) -> str:
+        return sweep_point(run, row) if row["section"] == SWEEP else str(row["section"])
+
     return [
         Row(
-            f"{row['label']} · {where(run, row) if row['section'] == SWEEP else row['section']}",
+            f"{row['label']} · {cell_name(row)}",
             row["ratio"],
             colour_of(row["contender"]),
             row["ratio_lo"],
@@ -106,7 +110,7 @@ def speedup_figures(run: Run) -> list[Figure]:
         rows = rows[(rows[others] == rows[others].iloc[0]).all(axis=1)].sort_values([*pair])
         x, y, title = rows[across].map(text.number), rows[down].map(text.number), rows["label"]
     else:
-        x, y, title = rows["label"], [where(run, row) for _, row in rows.iterrows()], ""
+        x, y, title = rows["label"], [sweep_point(run, row) for _, row in rows.iterrows()], ""
     for name, group in rows.assign(x=x, y=y, panel=title).groupby("panel", sort=False):
         for phase in MODEL_PHASES:
             part = group[group["phase"] == phase]
@@ -131,7 +135,7 @@ def speedup_figures(run: Run) -> list[Figure]:
 
 
 def _grid(rows: pd.DataFrame) -> tuple[str, str] | None:
-    """Return two axes of which every combination was measured; D and B first."""
+    """Return two axes whose values were measured in every combination; D and B first."""
     varied = [axis for axis in ("D", "B", *AXES) if rows[axis].nunique() > 1]
     for pair in itertools.combinations(dict.fromkeys(varied), 2):
         if len(rows[[*pair]].drop_duplicates()) == rows[[*pair]].nunique().prod():

@@ -8,7 +8,7 @@ from experiments.config.sweep import SWEEP
 from experiments.machine.ceilings import Roofs
 from experiments.machine.flags import explain, remedy
 from experiments.report import notes, text
-from experiments.report.answer import where
+from experiments.report.answer import sweep_point
 from experiments.report.data import Run
 from experiments.report.tables import (
     Column,
@@ -36,7 +36,7 @@ def section_table(run: Run, section: str) -> Table:
     forward = rows[rows["phase"] == "forward"].set_index(keys)["median_s"].rename("forward_s")
     columns: dict[str, Column] = {}
     if sweep:
-        columns["point"] = lambda r: where(run, r)
+        columns["point"] = lambda r: sweep_point(run, r)
     columns["contender"] = "label"
     if rows["row_hit_rate"].notna().any():
         columns["lookups served"] = lambda r: percent_value(r["lookup_hit_rate"])
@@ -87,7 +87,7 @@ def section_table(run: Run, section: str) -> Table:
 
 def environment_table(run: Run) -> Table:
     """Return the provenance as name and value."""
-    rows = [[Value(k), Value(v)] for k, v in dict.fromkeys(flatten(run.environment))]
+    rows = [[Value(k), Value(v)] for k, v in dict.fromkeys(flatten_environment(run.environment))]
     return Table(["", ""], rows, plain=True)
 
 
@@ -104,13 +104,13 @@ def flags_table(run: Run) -> Table:
     )
 
 
-def flatten(tree: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+def flatten_environment(tree: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
     """Return (name, value) of every entry, names joined by spaces; unknown values are left out."""
     entries: list[tuple[str, str]] = []
     for key, value in tree.items():
         name = f"{prefix}{key}".replace("_", " ")
         if isinstance(value, dict):
-            entries += flatten(value, f"{name} ")
+            entries += flatten_environment(value, f"{name} ")
         elif key == "memory_bytes" and value:
             entries.append((name.replace(" bytes", ""), text.size(value)))
         elif key == "copy_gb_s" and value:

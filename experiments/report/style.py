@@ -110,7 +110,7 @@ def marker_of(contender: str) -> str:
     return MARKERS.get(style_name(contender), "h")
 
 
-def variables() -> dict[str, str]:
+def css_variables() -> dict[str, str]:
     """Return the page's CSS variable by colour; page.css defines both themes."""
     named = {"ink": INK, "grid": GRID, "slower": SLOWER, "faster": FASTER, **COLOURS}
     named |= {f"status_{name}": value for name, value in STATUS.items()}
@@ -181,7 +181,7 @@ theme = partial(plt.rc_context, SETTINGS)  # matplotlib settings of the whole re
 
 def draw(figure: Figure, subtitle: str, folder: Path) -> list[str]:
     """Write the figure's PNG and SVG files to `folder`; return its panels as inline SVG."""
-    canvas = sheet(figure, subtitle)
+    canvas = draw_sheet(figure, subtitle)
     canvas.savefig(folder / f"{figure.name}.png", dpi=150)
     canvas.set_layout_engine("none")  # the layout that the PNG found serves the SVG too
     canvas.savefig(folder / f"{figure.name}.svg", metadata={"Date": None})
@@ -205,7 +205,7 @@ def inline_svg(panel: Panel) -> str:
     svg = re.sub(r' xmlns(:xlink)?="[^"]*"', "", svg).replace("xlink:href", "href")
     svg = _unique_ids(svg)
     svg = re.sub(r"'DejaVu Sans'[^;\"]*", "inherit", svg)
-    for shade, name in variables().items():
+    for shade, name in css_variables().items():
         svg = svg.replace(shade, f"var({name})")
     label = panel.title.replace('"', "'").replace("&", "and").replace("<", "less than ")
     return svg.replace("<svg", f'<svg role="img" aria-label="{label}"', 1)
@@ -219,7 +219,7 @@ def _unique_ids(svg: str) -> str:
     return re.sub(r"url\(#([^)]+)\)", rf"url(#{mark}-\1)", svg)
 
 
-def sheet(figure: Figure, subtitle: str) -> Canvas:
+def draw_sheet(figure: Figure, subtitle: str) -> Canvas:
     """Draw all panels on one white sheet, for the PNG and SVG files; the caller closes it."""
     count = len(figure.panels)
     columns = figure.columns or (2 if count == 4 else min(count, 3))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pandas as pd
@@ -30,34 +31,17 @@ class Value:
         return cls(shown(value), float(value))
 
 
-def time_value(value: float | None) -> Value:
-    """Return a time."""
-    return Value.of(value, text.seconds)
-
-
-def bytes_value(value: float | None) -> Value:
-    """Return a number of bytes."""
-    return Value.of(value, text.size)
-
-
-def number_value(value: float | None) -> Value:
-    """Return a number with three digits."""
-    return Value.of(value, text.digits)
-
-
-def count_value(value: float | None) -> Value:
-    """Return a whole number."""
-    return Value.of(value, lambda v: f"{v:,.0f}")
+# Formatted numbers by what they are; None and NaN give a dash.
+time_value = partial(Value.of, shown=text.seconds)
+bytes_value = partial(Value.of, shown=text.size)
+number_value = partial(Value.of, shown=text.digits)  # three significant digits
+count_value = partial(Value.of, shown=lambda v: f"{v:,.0f}")
+factor_value = partial(Value.of, shown=text.times)
 
 
 def percent_value(share: float | None) -> Value:
     """Return a share of 1 in percent; it sorts by the percentage."""
     return Value.of(None if share is None else 100 * share, lambda v: f"{text.digits(v)} %")
-
-
-def factor_value(value: float | None) -> Value:
-    """Return a factor."""
-    return Value.of(value, text.times)
 
 
 def ratio_value(row: Row, *, is_baseline: bool = False) -> Value:

@@ -19,8 +19,8 @@ def markdown_document(lines: Iterable[str]) -> str:
     """Join the lines of a Markdown page so that no label can put HTML into it.
 
     Labels, error messages and commands come from configurations and other people's runs. The pages
-    use no HTML of their own, so every `<` is written as `&lt;`, however it is indented, and links
-    to anything but files and web addresses are broken.
+    themselves use no HTML. So every `<` is written as `&lt;`, and links to anything but files and
+    web addresses are made plain text.
     """
     return "\n".join(map(inert, lines))
 

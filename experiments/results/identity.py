@@ -1,4 +1,8 @@
-"""The identity of a measurement: the point, the context, the code."""
+"""The identity of a measurement.
+
+Runs reuse each other's records only where point_key and context_id are equal; so whatever changes a
+sample must be part of one of both.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +69,7 @@ def point_key(cell: Cell, config: Config, packages: Sequence[str] = ()) -> str:
             "device": {"kind": config.device.kind, "ranks": config.device.ranks},
             "bench": bench_version(),
             "others": {arm.contender: registry.identity(arm.contender) for arm in cell.arms},
-            "packages": [registry.installed(name) for name in packages],
+            "packages": [registry.find_installed(name) for name in packages],
         }
     )
 
@@ -99,18 +103,20 @@ def context_of(environment: Mapping[str, Any]) -> dict[str, str]:
 @cache
 def bench_version() -> str:
     """Return a hash of the harness's sources that determine samples."""
-    here = ROOT / "experiments"
-    return _of_files(p for pattern in BENCH_SOURCES for p in here.glob(pattern))
+    harness = ROOT / "experiments"
+    return _digest_files(p for pattern in BENCH_SOURCES for p in harness.glob(pattern))
 
 
 @cache
 def code_id() -> str:
     """Return a hash of the library's Python sources and native libraries."""
     folders = library_folders()
-    return _of_files(p for f in folders for suffix in ("py", "so") for p in f.rglob(f"*.{suffix}"))
+    return _digest_files(
+        p for f in folders for suffix in ("py", "so") for p in f.rglob(f"*.{suffix}")
+    )
 
 
-def _of_files(paths: Iterable[Path]) -> str:
+def _digest_files(paths: Iterable[Path]) -> str:
     total = hashlib.blake2b(digest_size=8)
     for path in sorted(paths):
         total.update(path.name.encode() + hashlib.blake2b(path.read_bytes()).digest())

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import pandas as pd
 
@@ -81,14 +81,38 @@ def best_of_rounds(record: Record, phase: str) -> dict[int, float]:
 
 
 def frame(records: Sequence[Record], baseline: str) -> pd.DataFrame:
-    """Return a row per cell, arm, mode and phase, over all processes.
+    """Return results.csv: a row per cell, arm, mode and phase, over all processes.
 
-    Ratios are to the arm `baseline` of the cell and mode, paired within each process.
+    Columns, besides identity, the workload's axes and `status`:
+
+    - `median_s`, `q25_s`, `q75_s` over all samples, and `lo_s`, `hi_s`, the interval of the median
+      over processes; `min_s`, `p90_s`, `p99_s`; seconds of a call.
+    - `host_s`, seconds of the host in a call on a GPU, and `host_bound`.
+    - `ratio`, `ratio_lo`, `ratio_hi`: time ÷ that of the arm `baseline` in the same cell and mode,
+      paired within each process; `verdict` and `visible` from three processes on.
+    - `useful_gb_s` and `distinct_gb_s` by FORMULA, `gflop_s`, `lookups_per_s`.
+    - `*_bytes` of parameters, optimizer state, cache, scratch and plain tables; `compression`.
+
+    A row whose status is not "ok" has nan in place of numbers.
     """
     return phase_rows(records, "time", lambda _: baseline, _row, phases_of=lambda _: PHASES)
 
 
 Group = Sequence[Record]
+K = TypeVar("K")
+
+
+def group_records(
+    records: Sequence[Record], kind: str, key: Callable[[Record], K]
+) -> dict[K, list[Record]]:
+    """Return the records of a kind by key, the keys in the order of their first record."""
+    groups: dict[K, list[Record]] = {}
+    for record in records:
+        if record.get("kind", "time") == kind:
+            groups.setdefault(key(record), []).append(record)
+    return groups
+
+
 RowOf = Callable[[Group, str, Group, "Pools"], dict[str, Any]]
 
 
@@ -114,10 +138,7 @@ def phase_rows(
         phases_of: function of a group that returns its phases.
         pair: function of the baseline's group and a phase that returns records to pair with.
     """
-    groups: dict[tuple[str, str, str], list[Record]] = {}
-    for record in records:
-        if record.get("kind", "time") == kind:
-            groups.setdefault((record["cell"], record["arm"], mode_of(record)), []).append(record)
+    groups = group_records(records, kind, lambda r: (r["cell"], r["arm"], mode_of(r)))
     pairs: dict[tuple[str, str], list[tuple[Group, Group]]] = {}
     measured = []
     for (cell, _, mode), group in groups.items():
@@ -284,7 +305,11 @@ def process_logs(arm: Sequence[Record], base: Sequence[Record], phase: str) -> l
 def timed_columns(
     processes: Sequence[Record], base: Sequence[Record], phase: str, pools: Pools
 ) -> dict[str, Any]:
-    """Return the columns about the times of a phase, and about its ratio to `base`."""
+    """Return the columns about the times of a phase, in seconds, and about its ratio to `base`.
+
+    They are median_s, q25_s, q75_s, lo_s, hi_s; samples and processes (counts); ratio, ratio_lo,
+    ratio_hi. Numbers that the processes do not give are nan.
+    """
     time = summarise_processes([seconds(r, phase) for r in processes], pools.times)
     effect = ratio(processes, base, phase, pools.ratios)
     counts = {"samples": time.n, "processes": len(processes)}

@@ -34,10 +34,23 @@ RENAMED = {
 }
 PACKED_POINTS = "points.jsonl.xz"  # compressed points.jsonl of committed references
 Record = dict[str, Any]
+"""A line of points.jsonl: what an arm gave in a job and mode, whether it was measured or failed.
+
+Every kind's records have the entries of `measure.outcome.describe`: identity (`point_key`,
+`context_id`, `cell`, `arm`, `mode`, `replicate`), `params` (the workload), `status` ("ok" or why
+not) with `reason`, bytes, and `samples`, {phase: [[round, seconds], ...]}, of which none is
+dropped. Kinds add entries of their own; `run.worker.measure_job` adds `job_records`, the number of
+records of the job, without which an interrupted job would count as complete. Readers accept records
+of older versions: an entry that came later is read with `get` and a default. """
 
 
 class RunStore:
-    """The directory of a run that is written; every file can be read at any time."""
+    """The directory of a run that is written; every file can be read at any time.
+
+    Files are replaced as a whole (`write`), and points.jsonl only grows (`append`), so that a
+    reader or a killed writer never leaves half of one. A directory has one writer, which `claim`
+    ensures.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -45,13 +45,13 @@ class Job:
         return point_key(self.cell, config, packages), self.replicate
 
 
-def replicates(cell: Cell, config: Config) -> int:
+def num_replicates(cell: Cell, config: Config) -> int:
     """Return the number of processes that measure a cell; 1 for a kind that only counts."""
     once = kinds.find(cell.kind).measurement.effort is Effort.ONCE
     return 1 if once else config.timing.replicates
 
 
-def seconds_of(cell: Cell, config: Config) -> float:
+def max_job_seconds(cell: Cell, config: Config) -> float:
     """Return an upper estimate of the seconds of a job, without building tables."""
     if kinds.find(cell.kind).measurement.effort is Effort.ONCE:
         return START_SECONDS
@@ -60,7 +60,7 @@ def seconds_of(cell: Cell, config: Config) -> float:
     return START_SECONDS + len(timing.modes) * (timing.cell_seconds + warm)
 
 
-def passes(cells: Sequence[Cell], config: Config) -> Iterator[list[Job]]:
+def job_passes(cells: Sequence[Cell], config: Config) -> Iterator[list[Job]]:
     """Yield the jobs of a run pass by pass: first the headline's cells, then blocks of the others.
 
     A pass is a job for each cell of a block; the cells of a block take turns until each has all its
@@ -75,8 +75,8 @@ def passes(cells: Sequence[Cell], config: Config) -> Iterator[list[Job]]:
     numbers = {cell.key: number for number, cell in enumerate(cells)}
     order = 0
     for block in blocks:
-        for replicate in range(max((replicates(c, config) for c in block), default=0)):
-            chosen = [cell for cell in block if replicate < replicates(cell, config)]
+        for replicate in range(max((num_replicates(c, config) for c in block), default=0)):
+            chosen = [cell for cell in block if replicate < num_replicates(cell, config)]
             if replicate:
                 random.Random(config.seed + order).shuffle(chosen)
             yield [
@@ -104,10 +104,10 @@ def _axes_in_turn(cells: Sequence[Cell]) -> list[Cell]:
     return [*cases, *swept[:1], *(cell for cell in turns if cell is not None)]
 
 
-Done = Mapping[tuple[str, int], list[Record]]
+EarlierJobs = Mapping[tuple[str, int], list[Record]]
 
 
-def done_before(folder: Path, config: Config, context_id: str) -> Done:
+def earlier_jobs(folder: Path, config: Config, context_id: str) -> EarlierJobs:
     """Return {key of a job: its records} of earlier runs in `folder`, the latest of each.
 
     `rerun=failed` ignores jobs with a failure, `rerun=all` all jobs. A timeout by another

@@ -27,25 +27,25 @@ NONE_COLLECTED = 5  # exit status of pytest without tests
 
 
 def run(config: Config, *, question: str, words: Sequence[str]) -> int:
-    """Lead a run; each replicate is a process with all benchmarks. Return the exit status."""
-    try:
-        if importlib.util.find_spec("pytest_benchmark") is None:
-            raise UsageError("micro-benchmarks need pytest-benchmark: pip install 'emblib[test]'")
-        if not list(ROOT.glob(FILES)):
-            raise UsageError(f"micro-benchmarks are in the source tree ({FILES}), not installed")
-        device = runner.device_of(config)
-        if config.dry_run:
-            return subprocess.run([*command(config), "--collect-only"], cwd=ROOT).returncode
-        environment = survey(config, device, words)
-        store = RunStore.begin(config, environment)
-    except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    """Lead a run; each replicate is a process with all benchmarks. Return the exit status.
+
+    Raises:
+        UsageError: pytest-benchmark or the benchmarks are missing, or the device is unusable.
+    """
+    if importlib.util.find_spec("pytest_benchmark") is None:
+        raise UsageError("micro-benchmarks need pytest-benchmark: pip install 'emblib[test]'")
+    if not list(ROOT.glob(FILES)):
+        raise UsageError(f"micro-benchmarks are in the source tree ({FILES}), not installed")
+    device = runner.device_of(config)
+    if config.dry_run:
+        return subprocess.run([*pytest_command(config), "--collect-only"], cwd=ROOT).returncode
+    environment = survey(config, device, words)
+    store = RunStore.begin(config, environment)
     identity = {"run_id": store.path.name, "context_id": environment.get("context_id")}
     started, records, status = time.monotonic(), [], "finished"
     try:
         for replicate in range(config.timing.replicates):
-            measured = measure(config, identity, replicate)
+            measured = run_benchmarks(config, identity, replicate)
             store.append(*measured)
             records += measured
             print(
@@ -60,7 +60,7 @@ def run(config: Config, *, question: str, words: Sequence[str]) -> int:
     return runner.finish(store, config, status=status, question=question, extra=extra)
 
 
-def command(config: Config) -> list[str]:
+def pytest_command(config: Config) -> list[str]:
     """Return the command of pytest; a smoke run selects small benchmarks."""
     only = device_kind(config.device.kind)
     if config.timing.max_rows:
@@ -74,7 +74,7 @@ def command(config: Config) -> list[str]:
     ]
 
 
-def measure(config: Config, identity: Mapping[str, Any], replicate: int) -> list[Record]:
+def run_benchmarks(config: Config, identity: Mapping[str, Any], replicate: int) -> list[Record]:
     """Run all benchmarks in a fresh process; raise RuntimeError if pytest itself fails."""
     variables = {**os.environ, "PYTHONPATH": str(ROOT)}
     if config.device.threads:
@@ -82,7 +82,7 @@ def measure(config: Config, identity: Mapping[str, Any], replicate: int) -> list
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "benchmarks.json"
         done = subprocess.run(
-            [*command(config), f"--benchmark-json={target}"],
+            [*pytest_command(config), f"--benchmark-json={target}"],
             cwd=ROOT,
             env=variables,
             capture_output=True,

@@ -65,7 +65,7 @@ class Display:
         self.console.print(line, markup=False)
 
 
-def where(cell: Cell) -> str:
+def cell_words(cell: Cell) -> str:
     """Return section, sizes and distribution of a cell in a short line."""
     w = cell.workload
     ids = f" s={w.s:g}" if w.distribution.value == "zipf" else f" {w.distribution.value}"

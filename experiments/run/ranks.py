@@ -23,11 +23,13 @@ from experiments.machine import memory
 from experiments.machine.telemetry import Telemetry
 from experiments.measure.outcome import Outcome
 from experiments.measure.process import Child, Died, Limits, is_out_of_memory, note
-from experiments.measure.session import Orders, RankSync
+from experiments.measure.session import MeasureRequest, RankSync
 from experiments.results.store import Record
 from experiments.timing.clock import Clock, Phase, Reading, Work
 
-ARM, CLOCK = 1.0, 2.0  # source of a failure: one contender, or the clock of all
+# Source of a failure on a rank, gathered with the times of a sample and therefore a float: one
+# contender, which leaves the race, or the clock, without which no rank can go on.
+NO_FAILURE, ARM_FAILURE, CLOCK_FAILURE = 0.0, 1.0, 2.0
 SIBLINGS = ("busy",)  # flags of the telemetry that other ranks cause
 HOST = "127.0.0.1"
 TARGET = "experiments.run.ranks:serve"
@@ -53,7 +55,7 @@ class Peers(Protocol):
         ...
 
 
-class Elsewhere(RuntimeError):
+class FailedElsewhere(RuntimeError):
     """An arm failed on another rank and is therefore stopped on this one."""
 
 
@@ -120,7 +122,7 @@ class ProcessSync(RankSync):
         if error is not None:
             return error
         rank, failure = next((r, failure) for r, failure in enumerate(by_rank) if failure)
-        kind = MemoryError if failure[1] else Elsewhere
+        kind = MemoryError if failure[1] else FailedElsewhere
         return kind(f"rank {rank}: {failure[0]}")
 
 
@@ -143,20 +145,30 @@ class RankClock(Clock):
         return [self._sample(work) for work in works]
 
     def _sample(self, work: Work) -> Reading:
+        """Take a sample on all ranks at once; every rank returns the slowest one's times.
+
+        Every rank makes the same collectives whatever happened on it, or all would wait for each
+        other: a barrier, a gather of times and failures, and after a failure on any rank one
+        exchange of errors.
+        """
         ranks, raised = self.ranks, None
         ranks.failed = None
         ranks.peers.barrier()
         try:
-            (own,) = self.inner.read([work])
+            (reading,) = self.inner.read([work])
         except Exception as error:
-            own, raised = Reading(0.0, 0.0, 0.0), error
+            reading, raised = Reading(0.0, 0.0, 0.0), error
         failed = raised or ranks.failed  # the race has already caught the latter
-        blame = 0.0 if failed is None else ARM if ranks.failed else CLOCK
-        by_rank = ranks.peers.gather([own.seconds, own.wall, own.cost, own.exposed, blame])
+        blame = NO_FAILURE
+        if failed is not None:
+            blame = ARM_FAILURE if ranks.failed else CLOCK_FAILURE
+        by_rank = ranks.peers.gather(
+            [reading.seconds, reading.wall, reading.cost, reading.exposed, blame]
+        )
         seconds, wall, cost, exposed, blame = (max(v) for v in zip(*by_rank, strict=True))
         if blame:
             shared = ranks.share(failed)
-            if raised or blame == CLOCK:
+            if raised or blame == CLOCK_FAILURE:
                 raise shared
             if failed is None:
                 ranks.elsewhere[work.key.partition("/")[0]] = shared
@@ -218,11 +230,11 @@ class SharedTelemetry(Telemetry):
         return reasons or [f"rank {rank}" for rank, (count,) in enumerate(by_rank) if count]
 
     def flags(self) -> list[str]:
-        """Return the flags of this rank without those that other ranks cause."""
+        """Return the flags of this rank, except those that the other ranks themselves raise."""
         return [flag for flag in self.inner.flags() if flag not in SIBLINGS]
 
 
-class TorchPeers:
+class GlooPeers:
     """Communication by gloo on the host, which gives a GPU no work."""
 
     def __init__(self) -> None:
@@ -234,9 +246,9 @@ class TorchPeers:
 
     def gather(self, values: Sequence[float]) -> list[list[float]]:
         """Exchange one small tensor per rank."""
-        own = torch.tensor(values, dtype=torch.float64)
-        by_rank = [torch.empty_like(own) for _ in range(self.size)]
-        dist.all_gather(by_rank, own)
+        tensor_of_rank = torch.tensor(values, dtype=torch.float64)
+        by_rank = [torch.empty_like(tensor_of_rank) for _ in range(self.size)]
+        dist.all_gather(by_rank, tensor_of_rank)
         return [tensor.tolist() for tensor in by_rank]
 
     def exchange(self, value: Any) -> list[Any]:
@@ -249,9 +261,9 @@ class TorchPeers:
 # A rank
 
 
-def serve(pipe: Connection, orders: Orders, rank: int, port: int) -> None:
+def serve(pipe: Connection, request: MeasureRequest, rank: int, port: int) -> None:
     """Measure the cell as one rank; rank 0 sends the records, the others an empty list."""
-    config, device = orders.session.config, orders.session.device
+    config, device = request.session.config, request.session.device
     size = config.device.ranks
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
     note("|starting")
@@ -265,9 +277,9 @@ def serve(pipe: Connection, orders: Orders, rank: int, port: int) -> None:
     store = dist.TCPStore(HOST, port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
     try:
-        ranks = ProcessSync(TorchPeers())
-        session = dataclasses.replace(orders.session, device=device, note=note, sync=ranks)
-        records = kinds.find(orders.cell.kind).measure(orders.cell, session, orders.seconds)
+        ranks = ProcessSync(GlooPeers())
+        session = dataclasses.replace(request.session, device=device, note=note, sync=ranks)
+        records = kinds.find(request.cell.kind).measure(request.cell, session, request.seconds)
     finally:
         dist.destroy_process_group()
     pipe.send([record | _by_rank(record, ranks) for record in records] if rank == 0 else [])
@@ -305,14 +317,14 @@ def _by_rank(record: Record, ranks: ProcessSync) -> Record:
 class RankProcesses:
     """The child processes of all ranks, with the interface of `Child`."""
 
-    def __init__(self, orders: Orders, limits: Limits) -> None:
-        size = orders.session.config.device.ranks
+    def __init__(self, request: MeasureRequest, limits: Limits) -> None:
+        size = request.session.config.device.ranks
         memory_bytes = limits.memory_bytes and limits.memory_bytes // size
         limits = dataclasses.replace(limits, memory_bytes=memory_bytes)
         # In this process, where the system chooses a free port and no rank's death ends the store.
         self._store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
         self.children = [
-            Child(TARGET, (orders, rank, self._store.port), limits=limits) for rank in range(size)
+            Child(TARGET, (request, rank, self._store.port), limits=limits) for rank in range(size)
         ]
         self.note = ""  # last note of the rank whose failure ended the cell
 

@@ -27,8 +27,15 @@ from experiments.measure.session import Session
 from experiments.paths import ROOT
 from experiments.report import text, write_report
 from experiments.results.store import Record, RunStore
-from experiments.run.jobs import Done, Job, done_before, passes, replicates, seconds_of
-from experiments.run.progress import Display, outcome_line, where
+from experiments.run.jobs import (
+    EarlierJobs,
+    Job,
+    earlier_jobs,
+    job_passes,
+    max_job_seconds,
+    num_replicates,
+)
+from experiments.run.progress import Display, cell_words, outcome_line
 from experiments.run.worker import measure_job, survey
 from experiments.workloads.workload import dense_bytes, table_shapes
 
@@ -36,7 +43,7 @@ WIDTH = 120  # columns of the table outside a terminal
 BUILD_BYTES_PER_SECOND = 0.5e9  # rate of building and checking tables
 
 
-def show(cells: Sequence[Cell], config: Config, device: torch.device) -> int:
+def print_plan(cells: Sequence[Cell], config: Config, device: torch.device) -> int:
     """Print the cells with their memory and time; return exit status 0."""
     session = Session(config, device, "dry-run")
     heads = ("contenders", "tables as fp32", "processes", "at most")
@@ -50,15 +57,15 @@ def show(cells: Sequence[Cell], config: Config, device: torch.device) -> int:
             scaled = f" ({100 * fitted.rows_scale:.3g} % of the rows)" * (fitted.rows_scale < 1)
             shapes = table_shapes(fitted.workload, scale=fitted.rows_scale)
             size = text.size(dense_bytes(shapes)) + scaled
-        seconds = estimate(fitted, config) * replicates(cell, config)
+        seconds = max_process_seconds(fitted, config) * num_replicates(cell, config)
         limited = kind.measurement.effort is not Effort.TRAINED
         total += seconds if limited else 0.0
         unlimited += not limited
         table.add_row(
-            where(fitted),
+            cell_words(fitted),
             ", ".join(arm.key for arm in cell.arms),
             size,
-            str(replicates(cell, config)),
+            str(num_replicates(cell, config)),
             text.seconds(seconds) if limited else text.NONE,
         )
     console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
@@ -76,12 +83,12 @@ def show(cells: Sequence[Cell], config: Config, device: torch.device) -> int:
     return 0
 
 
-def estimate(cell: Cell, config: Config) -> float:
+def max_process_seconds(cell: Cell, config: Config) -> float:
     """Return an upper estimate of the seconds of a process, with building its tables."""
     built = 0
     if dense := dense_arms(cell):
         built = dense * dense_bytes(table_shapes(cell.workload, scale=cell.rows_scale))
-    return seconds_of(cell, config) + built / BUILD_BYTES_PER_SECOND
+    return max_job_seconds(cell, config) + built / BUILD_BYTES_PER_SECOND
 
 
 def dense_arms(cell: Cell) -> int:
@@ -118,30 +125,29 @@ def run(config: Config, *, question: str, words: Sequence[str]) -> int:
         config: checked configuration.
         question: question of the experiment.
         words: words of the command line.
+
+    Raises:
+        UsageError: the run is impossible; nothing was measured or written.
     """
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # a scheduler's Ctrl-C
     kind = kinds.find(config.kind)
     if kind.leads:
         return kind.lead(config, question=question, words=words)
-    try:
-        device = device_of(config)
-        cells = [cell for cell in kinds.expand(config) if cell.arms]
-        if not cells:
-            raise UsageError("nothing to measure: contenders, where or exclude leave no contender")
-        if config.dry_run:
-            return show(cells, config, device)
-        environment = survey(config, device, words)
-        folder = ROOT / config.report.folder / config.name
-        earlier = done_before(folder, config, environment["context_id"])
-        store = RunStore.begin(config, environment)
-    except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    device = device_of(config)
+    cells = [cell for cell in kinds.expand(config) if cell.arms]
+    if not cells:
+        raise UsageError("nothing to measure: contenders, where or exclude leave no contender")
+    if config.dry_run:
+        return print_plan(cells, config, device)
+    environment = survey(config, device, words)
+    folder = ROOT / config.report.folder / config.name
+    earlier = earlier_jobs(folder, config, environment["context_id"])
+    store = RunStore.begin(config, environment)
     session = Session(config, device, store.path.name)
-    with Display(sum(len(jobs) for jobs in passes(cells, config))) as display:
+    with Display(sum(len(jobs) for jobs in job_passes(cells, config))) as display:
         display.say(heading(config, cells, environment))
-        work = Passes(session, store, display, earlier, environment["context_id"])
+        work = JobRunner(session, store, display, earlier, environment["context_id"])
         status = work.do(cells)
     return finish(store, config, status=status, question=question, extra=work.summary(cells))
 
@@ -218,8 +224,7 @@ def finish(
 
 def heading(config: Config, cells: Sequence[Cell], environment: dict[str, Any]) -> str:
     """Return the opening line of a run: experiment, cells, device, code; and warnings."""
-    git = environment.get("git") or {}
-    code = f"{git.get('sha')}{'-dirty' * bool(git.get('dirty'))}" if git.get("sha") else "no git"
+    code = text.commit(environment) or "no git"
     processes = text.count(config.timing.replicates, "process", "processes")
     if config.device.ranks > 1:
         processes += f" × {config.device.ranks} ranks"
@@ -241,7 +246,7 @@ class StoreError(Exception):
     """The records of a job could not be written."""
 
 
-class Passes:
+class JobRunner:
     """The jobs of a run, within its budget of time.
 
     Attributes:
@@ -258,7 +263,12 @@ class Passes:
     """
 
     def __init__(
-        self, session: Session, store: RunStore, display: Display, earlier: Done, context_id: str
+        self,
+        session: Session,
+        store: RunStore,
+        display: Display,
+        earlier: EarlierJobs,
+        context_id: str,
     ) -> None:
         self.session, self.store, self.display = session, store, display
         self.earlier, self.context_id = earlier, context_id
@@ -273,7 +283,7 @@ class Passes:
     def do(self, cells: Sequence[Cell]) -> str:
         """Measure the cells; return "finished", "interrupted" or the error that ended the run."""
         try:
-            for jobs in passes(cells, self.session.config):
+            for jobs in job_passes(cells, self.session.config):
                 self._pass(jobs)
             if self.left_out:
                 total = self.session.config.timing.total_seconds
@@ -313,7 +323,7 @@ class Passes:
         key, config = job.cell.key, self.session.config
         if key not in self.remaining and key not in self.not_begun:
             if self._has_time(job):
-                self.remaining[key] = replicates(job.cell, config)
+                self.remaining[key] = num_replicates(job.cell, config)
             else:
                 self.not_begun.add(key)
         if key in self.remaining:
@@ -322,22 +332,31 @@ class Passes:
 
     def _has_time(self, job: Job) -> bool:
         config = self.session.config
-        total, wanted = config.timing.total_seconds, replicates(job.cell, config)
+        total, wanted = config.timing.total_seconds, num_replicates(job.cell, config)
         answers = bool(config.report.headline) and job.cell.section == config.report.headline
-        known = job.key(config) in self.earlier
-        if not total or wanted == 1 or answers or known or not self.walls:
+        was_measured = job.key(config) in self.earlier
+        if not total or wanted == 1 or answers or was_measured or not self.walls:
             return True
         typical = sum(self.walls.values()) / len(self.walls)
         expected = typical * (wanted + sum(self.remaining.values()))
         return time.monotonic() - self.started + expected <= total
 
     def _records(self, job: Job) -> list[Record]:
+        """Return the records of a job: those of an earlier run, or newly measured ones.
+
+        All processes of a cell have tables of one size, which the first one sets: earlier records
+        are reused only if theirs had the same.
+        """
         key, replicate = job.key(self.session.config)
         old = self.earlier.get((key, replicate))
         if old is not None and self._same_tables(job.cell, old[0]["rows_scale"]):
             self.reused += 1
-            here = {"run_id": self.session.run_id, "order": job.order, "cell_number": job.number}
-            return [{"reused_from": r["run_id"], **r, **here} for r in old]
+            in_this_run = {
+                "run_id": self.session.run_id,
+                "order": job.order,
+                "cell_number": job.number,
+            }
+            return [{"reused_from": r["run_id"], **r, **in_this_run} for r in old]
         if job.cell.key not in self.fitted:
             ranked = self.session.over_ranks_of(job.cell)
             self.fitted[job.cell.key] = fit_memory(job.cell, ranked)
@@ -354,7 +373,7 @@ class Passes:
             identity=identity,
         )
         began = time.monotonic()
-        name = where(cell)
+        name = cell_words(cell)
         records = measure_job(
             dataclasses.replace(job, cell=cell),
             session,
@@ -388,7 +407,7 @@ class Passes:
         failures = [r for r in records if r["status"] in FAILURES]
         reused = " (reused)" * ("reused_from" in records[0])
         cell = self.fitted[job.cell.key]
-        line = f"{where(cell):<42} {outcome_line(records)}{reused}"
+        line = f"{cell_words(cell):<42} {outcome_line(records)}{reused}"
         self.display.finish(line if not job.replicate or failures else "")
 
     def summary(self, cells: Sequence[Cell]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A job in a process of its own: the side of the child, and that of the parent."""
+"""A job in its own process: the code of the child process, and that of the parent."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from experiments.config.sweep import Arm, Cell
 from experiments.machine import bandwidth, environment, memory, preflight
 from experiments.measure.outcome import Outcome, describe
 from experiments.measure.process import Child, Died, Limits, note
-from experiments.measure.session import Orders, Session
+from experiments.measure.session import MeasureRequest, Session
 from experiments.results.identity import bench_version, context_of
 from experiments.results.store import Record
 from experiments.run.jobs import Job
@@ -28,15 +28,15 @@ BANDWIDTH_SECONDS = 1.5  # time to measure all ceilings
 TARGET = "experiments.run.worker:serve"
 
 
-def serve(pipe: Connection, orders: Orders) -> None:
+def serve(pipe: Connection, request: MeasureRequest) -> None:
     """Measure a cell in the child, and send its records."""
-    config = orders.session.config
+    config = request.session.config
     if config.device.threads:
         torch.set_num_threads(config.device.threads)
     memory.keep_freed_blocks()
-    session = dataclasses.replace(orders.session, note=note)
+    session = dataclasses.replace(request.session, note=note)
     note("|starting")
-    pipe.send(kinds.find(orders.cell.kind).measure(orders.cell, session, orders.seconds))
+    pipe.send(kinds.find(request.cell.kind).measure(request.cell, session, request.seconds))
 
 
 def measure_job(
@@ -55,50 +55,49 @@ def measure_job(
     """
     started = time.monotonic()
     cell, lost = job.cell, []
+    records: list[Record] = []
     while cell.arms:
-        orders = Orders(cell, session, seconds)
-        with _child(orders) as child:
+        request = MeasureRequest(cell, session, seconds)
+        with _start_child(request) as child:
             try:
                 records = child.receive(watch)
                 break
             except Died as death:
-                records = []
-                arm = _culprit(cell, child.note)
-                if arm is None:  # not the fault of a single arm: all have failed
-                    lost += [row for a in cell.arms for row in _lost(cell, a, death, session)]
-                    break
-                lost += _lost(cell, arm, death, session)
-                cell = dataclasses.replace(cell, arms=tuple(a for a in cell.arms if a != arm))
-    else:
-        records = []
-    every = [*records, *lost]
+                arm = _arm_at_fault(cell, child.note)
+                failed_arms = cell.arms if arm is None else (arm,)
+                for failed_arm in failed_arms:
+                    lost += _lost_records(cell, failed_arm, death, session)
+                cell = cell.with_arms(*(a for a in cell.arms if a not in failed_arms))
+    all_records = [*records, *lost]
     shared = {
-        "job_records": len(every),
+        "job_records": len(all_records),  # fewer in points.jsonl: the job was interrupted
         "wall_s": round(time.monotonic() - started, 3),
         "limit_s": session.config.timing.limit_seconds,
         "bench_version": bench_version(),
     }
-    return [record | shared for record in every]
+    return [record | shared for record in all_records]
 
 
-def _child(orders: Orders) -> Child | RankProcesses:
-    config = orders.session.config
+def _start_child(request: MeasureRequest) -> Child | RankProcesses:
+    """Start the process, or the ranks, of a request, limited to most of the free memory."""
+    config = request.session.config
     limit = None
-    if orders.session.device.type == "cpu":
-        limit = int(MEMORY_LIMIT * memory.available_bytes(orders.session.device))
+    if request.session.device.type == "cpu":
+        limit = int(MEMORY_LIMIT * memory.available_bytes(request.session.device))
     limits = Limits(config.timing.limit_seconds or math.inf, limit)
     if config.device.ranks > 1:
-        return RankProcesses(orders, limits)
-    return Child(TARGET, (orders,), limits=limits)
+        return RankProcesses(request, limits)
+    return Child(TARGET, (request,), limits=limits)
 
 
-def _culprit(cell: Cell, noted: str) -> Arm | None:
+def _arm_at_fault(cell: Cell, noted: str) -> Arm | None:
+    """Return the arm that the child's last note names, or the only one; None if it is unknown."""
     key = noted.partition("|")[0]
     named = [a for a in cell.arms if a.key == key]
     return named[0] if named else cell.arms[0] if len(cell.arms) == 1 else None
 
 
-def _lost(cell: Cell, arm: Arm, death: Died, session: Session) -> list[Record]:
+def _lost_records(cell: Cell, arm: Arm, death: Died, session: Session) -> list[Record]:
     """Return a record per mode for an arm whose process died; its samples are lost."""
     modes = kinds.find(cell.kind).measurement.modes_of(session.config)
     lost = [Outcome(arm, mode) for mode in modes]
@@ -113,7 +112,7 @@ def survey(config: Config, device: torch.device, words: Sequence[str]) -> dict[s
     Raises:
         UsageError: the child died, or device.strict is set and the machine is unfit.
     """
-    with Child("experiments.run.worker:look", (config, device, list(words))) as child:
+    with Child("experiments.run.worker:send_survey", (config, device, list(words))) as child:
         try:
             surveyed: dict[str, Any] = child.receive()
         except Died as death:
@@ -121,11 +120,11 @@ def survey(config: Config, device: torch.device, words: Sequence[str]) -> dict[s
                 f"this machine could not be examined: {death}; `python run.py doctor` checks it"
             ) from death
     if config.device.strict:
-        preflight.demand(surveyed["preflight"])
+        preflight.require_fit(surveyed["preflight"])
     return surveyed
 
 
-def look(pipe: Connection, config: Config, device: torch.device, words: list[str]) -> None:
+def send_survey(pipe: Connection, config: Config, device: torch.device, words: list[str]) -> None:
     """Send the environment and the ceilings, in the child of `survey`."""
     if config.device.threads:
         torch.set_num_threads(config.device.threads)

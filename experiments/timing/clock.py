@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,7 +21,22 @@ MAX_SPIN_SECONDS = 20e-3  # longest spin
 MAX_VAIN_SPINS = 4  # longer spins in a row without effect: the work itself waits for the GPU
 CALIBRATION_CYCLES = 2_000_000  # spin that measures the rate of spinning
 Phase = Callable[[int], object]  # a call on batch number n of the pool
-Launched = tuple[Any, Any, float, bool]  # start and end events, seconds on the host, exposed
+
+
+class Launch(NamedTuple):
+    """A sample that a GPU has been given and may not have finished.
+
+    Attributes:
+        start: event before the call.
+        end: event after it.
+        wall: seconds of the host inside the call.
+        exposed: True if the GPU reached `start` before the call was launched completely.
+    """
+
+    start: Any
+    end: Any
+    wall: float
+    exposed: bool
 
 
 def clock_for(device: torch.device, mode: Mode = Mode.hot) -> Clock:
@@ -46,7 +61,11 @@ class UnsupportedMode(ValueError):
 
 @dataclass(frozen=True)
 class Work:
-    """A sample to take. Works with equal `key` behave alike, so a clock may learn from one."""
+    """A sample to take.
+
+    Works with the same `key` make the same kind of call, so that a clock can learn the length of
+    its spin from earlier ones.
+    """
 
     call: Callable[[], object]
     key: str = ""
@@ -157,7 +176,7 @@ class CudaClock(Clock):
         if self.mode is Mode.wall:
             return [self._read_alone(work) for work in works]
         readings: list[Reading] = []
-        launched: list[Launched] = []
+        launched: list[Launch] = []
         chunk_start = self.gpu.now()
         for work in works:
             launched.append(self._launch(work))
@@ -177,7 +196,7 @@ class CudaClock(Clock):
         end = self.gpu.now()
         return Reading(end - start, returned - start, end - before)
 
-    def _launch(self, work: Work) -> Launched:
+    def _launch(self, work: Work) -> Launch:
         """Launch a sample behind a spin; lengthen the next spin if this one was too short."""
         gpu, ahead = self.gpu, self.ahead.get(work.key, self.spin)
         if self.mode is Mode.cold:
@@ -196,17 +215,17 @@ class CudaClock(Clock):
             self.in_vain[work.key] += 1
             longer = min(MAX_SPIN_SECONDS, max(2 * ahead, 1.5 * wall))
             self.ahead[work.key] = 0.0 if self.in_vain[work.key] >= MAX_VAIN_SPINS else longer
-        return start, end, wall, exposed
+        return Launch(start, end, wall, exposed)
 
-    def _collect(self, launched: list[Launched], chunk_start: float) -> list[Reading]:
+    def _collect(self, launched: list[Launch], chunk_start: float) -> list[Reading]:
         if not launched:
             return []
         self.gpu.synchronise()
-        seconds = [self.gpu.between(start, end) for start, end, _, _ in launched]
+        seconds = [self.gpu.between(sample.start, sample.end) for sample in launched]
         extra = max(0.0, self.gpu.now() - chunk_start - sum(seconds)) / len(launched)
         return [
-            Reading(s, wall, s + extra, exposed)
-            for s, (_, _, wall, exposed) in zip(seconds, launched, strict=True)
+            Reading(s, sample.wall, s + extra, sample.exposed)
+            for s, sample in zip(seconds, launched, strict=True)
         ]
 
     def cycles_per_second(self) -> float:

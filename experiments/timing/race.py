@@ -87,7 +87,7 @@ class Race:
         return self.results
 
     def _guard(self, name: str, work: Callable[[], object]) -> None:
-        """Do the work of a contender; one that raises leaves the race, and the others continue."""
+        """Do the work of a contender; if it raises, it leaves the race and the others continue."""
         result = self.results[name]
         if result.error:
             return

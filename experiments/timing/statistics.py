@@ -173,9 +173,9 @@ def pool(comparisons: Iterable[Sequence[float]]) -> ProcessSpread | None:
 def combine(logs: Sequence[float], others: ProcessSpread | None = None) -> Effect:
     """Return the effect over processes from their log ratios.
 
-    Two processes have one degree of freedom, so an interval from their own spread is mostly far too
-    wide, sometimes far too narrow. With `others`, the pooled spread of the run's comparisons, they
-    use the larger of both spreads, with the degrees of freedom of the pool.
+    Two processes have one degree of freedom, so an interval from their spread alone is mostly far
+    too wide and sometimes far too narrow. `others` is the pooled spread of all comparisons of the
+    run; two processes use the larger of the two spreads, with the degrees of freedom of the pool.
     """
     n = len(logs)
     if not n:

@@ -61,11 +61,11 @@ class RowTrace:
 
     def following(self) -> Ids:
         """Return per access the next one to the same row; NEVER for the last one."""
-        return shifted(self.rows, -1, NEVER)
+        return shifted_positions(self.rows, -1, NEVER)
 
 
-def shifted(rows: Ids, periods: int, fill: int) -> Ids:
-    """Return per access the position of the one to the same row `periods` earlier, or `fill`."""
+def shifted_positions(rows: Ids, periods: int, fill: int) -> Ids:
+    """Return per access the position of the `periods`-th earlier one to its row, or `fill`."""
     positions = pd.Series(np.arange(len(rows)))
     return positions.groupby(rows).shift(periods, fill_value=fill).to_numpy()
 
@@ -78,7 +78,7 @@ class Hits:
     lookups: list[int]
 
 
-def served(trace: RowTrace, hit: Reals | Ids) -> Hits:
+def hits_per_batch(trace: RowTrace, hit: Reals | Ids) -> Hits:
     """Return the hits per counted batch; `hit` is 1 or 0 per access."""
     pairs = [(hit[s], trace.lookups[s]) for s in trace.slices()]
     return Hits([int(h.sum()) for h, _ in pairs], [int((h * n).sum()) for h, n in pairs])
@@ -113,7 +113,7 @@ def offline(trace: RowTrace, capacity: int) -> Hits:
         cached[cached_rows] = False
         cached_rows = _soonest(candidates, value, capacity)
         cached[cached_rows] = True
-    return served(trace, hit)
+    return hits_per_batch(trace, hit)
 
 
 def _soonest(rows: Ids, value: Ids, capacity: int) -> Ids:
@@ -131,10 +131,10 @@ def static_top(trace: RowTrace, capacity: int) -> Hits:
     first = np.ones(len(trace.rows), bool)
     following = trace.following()
     first[following[following != NEVER]] = False
-    return served(trace, (chosen[trace.rows] & ~first).astype(np.int64))
+    return hits_per_batch(trace, (chosen[trace.rows] & ~first).astype(np.int64))
 
 
-def most_lookups(trace: RowTrace, capacity: int, rounds: int = 400) -> float:
+def max_lookup_hits(trace: RowTrace, capacity: int, rounds: int = 400) -> float:
     """Return an upper bound on the lookups that a cache of `capacity` rows can serve.
 
     A hit needs its row cached since the row's previous lookup. So a policy is a choice of intervals
@@ -199,10 +199,10 @@ class Policy(Enum):
     exact_lfu = "its lookups since its insertion"
 
 
-def run(trace: RowTrace, capacity: int, policy: Policy) -> Hits:
+def run_policy(trace: RowTrace, capacity: int, policy: Policy) -> Hits:
     """Run the trace through a fully associative cache; return the hits of the counted batches.
 
-    If not all new rows of a batch fit, those that the batch looks up first are inserted.
+    If not all new rows of a batch fit, the cache inserts those that the batch looks up first.
     """
     size = int(trace.rows.max(initial=0)) + 1
     cached = np.zeros(size, bool)
@@ -226,10 +226,10 @@ def run(trace: RowTrace, capacity: int, policy: Policy) -> Hits:
             rank[rows] = batch
         else:
             rank[rows] = np.where(is_cached, rank[rows], 0) + lookups
-    return served(trace, hit)
+    return hits_per_batch(trace, hit)
 
 
-def samples(trace: RowTrace, hits: Hits) -> dict[str, list[int]]:
+def counter_samples(trace: RowTrace, hits: Hits) -> dict[str, list[int]]:
     """Return hits as the counters of a cache, {counter: value per counted batch}."""
     accesses = list(trace.slices())
     return {

@@ -73,10 +73,12 @@ class PopularityClasses:
 
 
 @cache
-def rates() -> PopularityClasses:
+def popularity_classes() -> PopularityClasses:
     """Fit the rates: maximise the likelihood of the published shares (Richardson-Lucy steps)."""
     rate = MIN_RATE * 2.0 ** (np.arange(NUM_CLASSES) / 2)
-    bins = np.stack([bins_of(float(r)) for r in rate], axis=2)  # [rows or lookups, bins, classes]
+    bins = np.stack(
+        [expected_bins(float(r)) for r in rate], axis=2
+    )  # [rows or lookups, bins, classes]
     rows, lookups = bins[0], bins[1] / (LOOKUPS / DISTINCT)
     precise = np.array(ROWS_SHARE) >= MIN_ROWS_SHARE
     seen = np.concatenate([rows[precise], lookups])
@@ -88,7 +90,7 @@ def rates() -> PopularityClasses:
     return PopularityClasses(rate, np.array([float(f"{w:.6g}") for w in weight]))
 
 
-def bins_of(rate: float) -> Reals:
+def expected_bins(rate: float) -> Reals:
     """Return [2, bins] for a row of this rate: the probability and the lookups of each bin."""
     spread = 12 * rate**0.5 + 12
     counts = np.arange(max(1, int(rate - spread)), int(rate + spread) + 1)
@@ -113,13 +115,13 @@ class RankSteps:
 
 
 @cache
-def steps(rows: int) -> RankSteps:
+def rank_steps(rows: int) -> RankSteps:
     """Return the distribution of ranks on a table of `rows` rows.
 
     Rank r has the lookups of the r-th of `rows` equal parts of all rows, by popularity. So on a
     small table a rank may stand for several classes.
     """
-    classes = rates()
+    classes = popularity_classes()
     row_share = np.cumsum((classes.rows / classes.rows.sum())[::-1])
     lookups = (classes.rows * classes.rate)[::-1]
     lookup_share = np.cumsum(lookups / lookups.sum())
@@ -130,9 +132,9 @@ def steps(rows: int) -> RankSteps:
     return RankSteps(last, np.diff(until / until[-1], prepend=0.0))
 
 
-def ranks(rng: np.random.Generator, count: int, rows: int) -> Ids:
+def draw_ranks(rng: np.random.Generator, count: int, rows: int) -> Ids:
     """Draw `count` independent ranks in 1..rows, int64."""
-    table_steps = steps(rows)
+    table_steps = rank_steps(rows)
     until = np.cumsum(table_steps.mass)
     u = rng.random(count) * until[-1]
     step = np.minimum(np.searchsorted(until, u, side="right"), len(until) - 1)
@@ -144,14 +146,14 @@ def ranks(rng: np.random.Generator, count: int, rows: int) -> Ids:
 
 def probabilities(rows: int) -> Reals:
     """Return the probability of each rank, [rows], rank 1 first."""
-    table_steps = steps(rows)
+    table_steps = rank_steps(rows)
     size = np.diff(table_steps.last, prepend=0)
     return np.repeat(table_steps.mass / size, size)
 
 
 def published_lookups(rows: int) -> int:
     """Return the lookups per batch of the published batch, scaled to a table of `rows` rows."""
-    return round(rows / rates().rows_per_distinct * LOOKUPS / DISTINCT)
+    return round(rows / popularity_classes().rows_per_distinct * LOOKUPS / DISTINCT)
 
 
 def histograms(counts: Ids) -> tuple[Reals, Reals]:

@@ -52,7 +52,7 @@ def batch_distances(trace: RowTrace) -> Ids:
 
 def _previous(rows: Ids) -> Ids:
     """Return per access the previous one to the same row, -1 for the first."""
-    return cache_bounds.shifted(rows, 1, -1)
+    return cache_bounds.shifted_positions(rows, 1, -1)
 
 
 def _not_above_before(values: Ids) -> Ids:
@@ -147,19 +147,19 @@ def fit(ranking: Ids, judged: Ids, rows: int) -> ZipfFit | None:
         low = np.maximum(np.array(best) - half, 0.0)
         high = np.array(best) + half
     s_best, q_best = best[0], float(np.expm1(best[1]))
-    mass = masses(blocks, np.array([s_best]), q_best)[0]
+    mass = block_masses(blocks, np.array([s_best]), q_best)[0]
     observed = np.cumsum(blocks.lookups) / blocks.lookups.sum()
     return ZipfFit(s_best, q_best, float(np.abs(np.cumsum(mass) - observed).max()))
 
 
 def _log_likelihood(blocks: Blocks, s: Reals, q: float) -> Reals:
     """Return the log-likelihood of the judged lookups per exponent, [s]."""
-    mass = masses(blocks, s, q)
+    mass = block_masses(blocks, s, q)
     size = np.diff(blocks.last, prepend=0)
     return np.asarray((blocks.lookups * np.log(np.maximum(mass, 1e-300) / size)).sum(1))
 
 
-def masses(blocks: Blocks, s: Reals, q: float) -> Reals:
+def block_masses(blocks: Blocks, s: Reals, q: float) -> Reals:
     """Return the probability of each block per exponent, [s, blocks]."""
     ranks = np.arange(1, EXACT_RANKS + 1, dtype=np.float64)
     exponent = s[:, None]
@@ -181,7 +181,7 @@ Numbers = dict[str, Any]
 
 @dataclass(frozen=True)
 class Lookups:
-    """Batches of ids, which may be any integers, of one table or of several in one numbering."""
+    """Batches of ids, any integers, of one table or of several in one numbering."""
 
     batches: Sequence[Ids]
 
@@ -210,7 +210,7 @@ class Lookups:
         return RowTrace.of(self.slices(), warm)
 
 
-def samples(lookups: Lookups) -> dict[str, list[int]]:
+def batch_counts(lookups: Lookups) -> dict[str, list[int]]:
     """Return per batch the lookups, the distinct rows, and the rows that are new in the trace."""
     seen = np.zeros(len(lookups.counts), bool)
     counts: dict[str, list[int]] = {"lookups": [], "rows": [], "new": []}
@@ -223,7 +223,7 @@ def samples(lookups: Lookups) -> dict[str, list[int]]:
     return counts
 
 
-def table(lookups: Lookups, lengths: Ids, rows: int) -> Numbers:
+def table_numbers(lookups: Lookups, lengths: Ids, rows: int) -> Numbers:
     """Return repetition, concentration and skew of the lookups of a table.
 
     Args:
@@ -233,7 +233,7 @@ def table(lookups: Lookups, lengths: Ids, rows: int) -> Numbers:
     """
     counts = np.sort(lookups.counts)[::-1]
     total = int(counts.sum())
-    per_batch = samples(lookups)
+    per_batch = batch_counts(lookups)
     ranks = np.searchsorted(np.cumsum(counts), np.array(SHARES) * total - 1e-9)
     return {
         "rows": rows or len(counts),
@@ -249,11 +249,11 @@ def table(lookups: Lookups, lengths: Ids, rows: int) -> Numbers:
             for share, rank in zip(SHARES, ranks, strict=True)
         },
         "once": _share(int((counts == 1).sum()), len(counts)),
-        "fit": fitted(lookups, rows or len(counts)),
+        "fit": fit_halves(lookups, rows or len(counts)),
     }
 
 
-def fitted(lookups: Lookups, rows: int) -> Numbers | None:
+def fit_halves(lookups: Lookups, rows: int) -> Numbers | None:
     """Fit a Zipf distribution: even batches rank the rows, odd ones judge it."""
     batches, size = lookups.slices(), len(lookups.counts)
     no_ids = np.zeros(0, np.int64)
@@ -273,7 +273,7 @@ def spectrum(lookups: Lookups) -> Numbers:
     return {"edges": list(production.EDGES), "rows": rows.tolist(), "lookups": share.tolist()}
 
 
-def ranked(lookups: Lookups) -> list[list[float]]:
+def shares_by_rank(lookups: Lookups) -> list[list[float]]:
     """Return [rank, share of the lookups per row] at log-spaced ranks, the most popular first."""
     counts = np.sort(lookups.counts)[::-1]
     if not len(counts):
@@ -291,7 +291,7 @@ def _spaced(last: int) -> Ids:
     return np.unique(np.rint(np.geomspace(1, max(last, 1), CURVE_POINTS)).astype(np.int64))
 
 
-def distances(lookups: Lookups) -> Numbers:
+def distance_histogram(lookups: Lookups) -> Numbers:
     """Return a histogram of stack distances, as shares of all lookups.
 
     `reuse[b]` is the share with distances in [edges[b], edges[b + 1]), `first` that of first

@@ -37,7 +37,7 @@ LENGTH_SAMPLES = 4096  # first samples, which give the mean length of bags
 
 
 @dataclasses.dataclass(frozen=True)
-class Ragged:
+class TableBags:
     """The bags of one table in a batch.
 
     Attributes:
@@ -70,7 +70,7 @@ def resolve(work: WorkloadConfig, *, sized: bool) -> WorkloadConfig:
             f"{path.name} is another file: its sha256 is {sha256}, workload.sha256 asks for "
             f"{work.sha256}"
         )
-    columns = _chosen(work)
+    columns = _chosen_columns(work)
     if not columns:
         raise TraceError(f"{path.name} has no tables")
     sizes = work.sizes or [work.E or column.rows for column in columns]
@@ -101,7 +101,7 @@ def resolve(work: WorkloadConfig, *, sized: bool) -> WorkloadConfig:
     )
 
 
-def batches(work: WorkloadConfig, sizes: Sequence[int], count: int) -> Iterator[list[Ragged]]:
+def batches(work: WorkloadConfig, sizes: Sequence[int], count: int) -> Iterator[list[TableBags]]:
     """Yield up to `count` batches of B consecutive samples, each a list with one entry per table.
 
     Args:
@@ -112,16 +112,16 @@ def batches(work: WorkloadConfig, sizes: Sequence[int], count: int) -> Iterator[
     Raises:
         TraceError: an id is outside its table, with ids=exact.
     """
-    names = work.columns or [column.name for column in _chosen(work)]
-    blocks = _exactly(_blocks(work, names, work.B), work.B)
+    names = work.columns or [column.name for column in _chosen_columns(work)]
+    blocks = _regroup(_blocks(work, names, work.B), work.B)
     for block in itertools.islice(blocks, count):
         yield [
-            _rows(bags, size, name, work)
+            _checked_rows(bags, size, name, work)
             for bags, size, name in zip(block, sizes, names, strict=True)
         ]
 
 
-def _exactly(blocks: Iterator[list[TableLookups]], size: int) -> Iterator[list[TableLookups]]:
+def _regroup(blocks: Iterator[list[TableLookups]], size: int) -> Iterator[list[TableLookups]]:
     """Regroup blocks of any size into blocks of `size` samples; drop an incomplete last one."""
     rest: list[TableLookups] = []
     for block in blocks:
@@ -136,10 +136,10 @@ def _exactly(blocks: Iterator[list[TableLookups]], size: int) -> Iterator[list[T
             rest = [TableLookups(bags.ids[end:], bags.lengths[size:]) for bags, end in cuts]
 
 
-def _rows(bags: TableLookups, size: int, name: str, work: WorkloadConfig) -> Ragged:
+def _checked_rows(bags: TableLookups, size: int, name: str, work: WorkloadConfig) -> TableBags:
     ids: Integers = bags.ids
     if not size:
-        return Ragged(ids.astype(np.int64), bags.lengths)
+        return TableBags(ids.astype(np.int64), bags.lengths)
     outside = ids[(ids < 0) | (ids >= size)]
     if len(outside) and work.ids is Ids.exact:
         raise TraceError(
@@ -149,7 +149,7 @@ def _rows(bags: TableLookups, size: int, name: str, work: WorkloadConfig) -> Rag
         )
     if len(outside):
         ids = np.mod(ids, np.asarray(size, ids.dtype if ids.itemsize == 8 else np.int64))
-    return Ragged(ids.astype(np.int64), bags.lengths, len(outside))
+    return TableBags(ids.astype(np.int64), bags.lengths, len(outside))
 
 
 def _path(work: WorkloadConfig) -> Path:
@@ -164,7 +164,7 @@ def _checksum(path: Path, size: int, changed: int) -> str:
     return emblib.trace.sha256(path)
 
 
-def _chosen(work: WorkloadConfig) -> list[Column]:
+def _chosen_columns(work: WorkloadConfig) -> list[Column]:
     """Return the columns of the workload: the named ones, the first T, or all."""
     with readable(_path(work)):
         every = _open(work).columns()
@@ -210,18 +210,18 @@ def _format(path: Path, asked: Format) -> Format:
     if asked is not Format.auto:
         return asked
     suffixes = [s for s in path.suffixes if s != ".gz"]
-    known = SUFFIXES.get(suffixes[-1] if suffixes else "")
-    if known is not None:
-        return known
+    by_suffix = SUFFIXES.get(suffixes[-1] if suffixes else "")
+    if by_suffix is not None:
+        return by_suffix
     if suffixes and suffixes[-1] in (".pt", ".pth"):
-        return Format.emblib if path.suffix != ".gz" and _recorded(path) else Format.dlrm
+        return Format.emblib if path.suffix != ".gz" and _is_recorded_trace(path) else Format.dlrm
     raise TraceError(
         f"workload.format: the name of {path.name} does not tell its format; give one of "
         f"{', '.join(f.value for f in Format if f is not Format.auto)}"
     )
 
 
-def _recorded(path: Path) -> bool:
+def _is_recorded_trace(path: Path) -> bool:
     if not is_zipfile(path):
         return False
     try:

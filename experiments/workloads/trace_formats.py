@@ -165,6 +165,7 @@ class Dlrm(MappedReader):
     """
 
     def __init__(self, path: Path) -> None:
+        """Map the three tensors and check that their shapes fit together."""
         super().__init__(path)
         content = torch_load(path)
         good = isinstance(content, tuple | list) and len(content) >= 3

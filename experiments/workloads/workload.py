@@ -135,7 +135,7 @@ def make_pool(
 
 def _lookups(
     workload: WorkloadConfig, shapes: tuple[TableShape, ...], count: int, seed: int
-) -> Iterator[list[trace_files.Ragged]]:
+) -> Iterator[list[trace_files.TableBags]]:
     """Yield per batch and table the rows and the length of each bag."""
     if workload.distribution is Distribution.trace:
         smaller = [s.rows for s in shapes] != list(table_rows(workload))
@@ -147,7 +147,7 @@ def _lookups(
     for number in range(count):
         rng = np.random.default_rng([seed, number])
         drawn = [_feature_ids(rng, workload, s, seed + f) for f, s in enumerate(shapes)]
-        yield [trace_files.Ragged(ids, lengths) for ids in drawn]
+        yield [trace_files.TableBags(ids, lengths) for ids in drawn]
 
 
 def _feature_ids(
@@ -157,7 +157,7 @@ def _feature_ids(
     if workload.distribution is Distribution.uniform:
         return rng.integers(0, shape.rows, count, dtype=np.int64)
     if workload.distribution is Distribution.production:
-        ranks = production.ranks(rng, count, shape.rows)
+        ranks = production.draw_ranks(rng, count, shape.rows)
     else:
         ranks = distributions.zipf_ranks(rng, count, shape.rows, workload.s, workload.q)
     if workload.order is Order.ranked:

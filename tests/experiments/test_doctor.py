@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from experiments import doctor
-from experiments.doctor import CheckResult, State, findings_of
+from experiments.doctor import CheckResult, State, run_check
 from experiments.machine import preflight
 from experiments.machine.cpu import Cpu, CpuTime, usable_cores
 from experiments.machine.telemetry import Nvml
@@ -66,7 +66,7 @@ def test_a_check_that_fails_is_a_finding() -> None:
     def check() -> list[CheckResult]:
         raise ValueError("no such file")
 
-    (found,) = findings_of("Tools", check)
+    (found,) = run_check("Tools", check)
     assert (found.state, found.found) == (State.broken, "ValueError: no such file")
     assert found.section == "Tools"
 
@@ -99,7 +99,7 @@ def test_a_package_that_is_missing_breaks_only_what_needs_it(
 def test_kernels_are_those_that_the_library_chooses(
     flags: frozenset[str], wish: str | None, found: str, state: State
 ) -> None:
-    finding = doctor.kernels(flags, wish)
+    finding = doctor.cpu_kernels(flags, wish)
     assert found in finding.found
     assert finding.state is state
     assert bool(finding.advice) is (state is not State.ok)
@@ -130,10 +130,10 @@ def test_tools_for_a_gpu_are_missed_only_beside_one(monkeypatch: pytest.MonkeyPa
 
 
 def test_no_gpu_is_fine_unless_there_is_one() -> None:
-    assert doctor.no_gpu("2.13.0+cpu", None, driver=False).state is State.ok
-    found = doctor.no_gpu("2.13.0+cpu", None, driver=True)
+    assert doctor.explain_no_gpu("2.13.0+cpu", None, driver=False).state is State.ok
+    found = doctor.explain_no_gpu("2.13.0+cpu", None, driver=True)
     assert (found.state, found.advice.endswith("a torch for CUDA")) == (State.note, True)
-    found = doctor.no_gpu("2.13.0+cu130", "13.0", driver=True)
+    found = doctor.explain_no_gpu("2.13.0+cu130", "13.0", driver=True)
     assert "CUDA_VISIBLE_DEVICES" in found.advice
 
 
@@ -142,13 +142,13 @@ def test_a_gpu_is_described_with_what_would_make_it_steadier() -> None:
         name="H100", major=9, minor=0, total_memory=80_000_000_000, L2_cache_size=50 << 20
     )
     nvml = Nvml.open(None, FakeNvml(healthy() | {"GetPowerManagementLimit": 500_000}))
-    found = list(doctor.gpu(h100, nvml))
+    found = list(doctor.check_gpu(h100, nvml))
     assert {f.section for f in found} == {"GPU: H100"}
     assert named(found, "SM clock").found == "1980 MHz"
     assert named(found, "L2 cache").found == "50 MiB"
     assert named(found, "ECC").found == "on"
     assert [f.what for f in found if f.state is State.note] == ["power limit"]
-    blind = doctor.gpu(h100, None)
+    blind = doctor.check_gpu(h100, None)
     assert "nvidia-ml-py" in named(blind, "nvml absent").advice
 
 

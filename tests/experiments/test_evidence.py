@@ -99,22 +99,22 @@ def test_evidence_says_which_code_has_changed_since(
 
 
 def test_a_machine_that_did_something_else_is_named() -> None:
-    assert evidence.machine_words(IDLE) == "on an idle machine"
+    assert evidence.describe_load(IDLE) == "on an idle machine"
     busy = IDLE | {"others_before": 1.6, "load_during": [1.0, 2.0, 9.0]}
-    words = evidence.machine_words(busy)
+    words = evidence.describe_load(busy)
     assert "not idle: others used 1.6 cores" in words
     assert "1.0 to 9.0" in words
-    assert "not idle" in evidence.machine_words(busy | {"others_before": None, "stolen": 0.02})
-    assert "not recorded" in evidence.machine_words({})
+    assert "not idle" in evidence.describe_load(busy | {"others_before": None, "stolen": 0.02})
+    assert "not recorded" in evidence.describe_load({})
 
 
 def test_a_command_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evidence, "LOOK_SECONDS", 0.0)
-    status, state = evidence.watched([sys.executable, "-c", "raise SystemExit(3)"])
+    status, state = evidence.run_watched([sys.executable, "-c", "raise SystemExit(3)"])
     assert status == 3
     assert state["others_during"] >= 0
     assert len(state["load_during"]) == 3
-    assert "idle" in evidence.machine_words(state)
+    assert "idle" in evidence.describe_load(state)
 
 
 LEAVES_A_CHILD = """
@@ -130,7 +130,7 @@ def test_the_work_of_a_child_that_outlives_its_parent_is_the_commands(
 ) -> None:
     monkeypatch.setattr(evidence, "LOOK_SECONDS", 0.0)
     before = evidence._child_seconds()
-    evidence.watched([sys.executable, "-c", LEAVES_A_CHILD])
+    evidence.run_watched([sys.executable, "-c", LEAVES_A_CHILD])
     assert evidence._child_seconds() - before >= 0.5
 
 
@@ -151,7 +151,7 @@ def test_the_plan_has_its_processes_and_a_part_that_fails_is_not_kept(
         kept.append(name)
         return tmp_path
 
-    monkeypatch.setattr(evidence, "watched", watched)
+    monkeypatch.setattr(evidence, "run_watched", watched)
     monkeypatch.setattr(evidence, "cpu_folder", lambda: tmp_path)
     monkeypatch.setattr(evidence, "ROOT", tmp_path)
     assert evidence.measure(keep, smoke=False) == 1

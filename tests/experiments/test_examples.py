@@ -120,8 +120,8 @@ def test_an_experiment_makes_a_dry_run(
 @pytest.mark.parametrize("command", LAUNCHES)
 def test_the_jobs_of_a_launch_are_read(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are not started: some take a cluster, all take minutes."""
-    monkeypatch.setattr(launch, "_installed", lambda plugin: True)
-    plan = launch.read(filled(COMMANDS[command][1:]))
+    monkeypatch.setattr(launch, "_is_installed", lambda plugin: True)
+    plan = launch.parse_command_line(filled(COMMANDS[command][1:]))
     assert len(plan.jobs) > 1
     for words in plan.jobs:
         assert configure.load(words).kind

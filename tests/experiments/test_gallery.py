@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from experiments import gallery
-from tests.experiments import command_line
+from experiments import cli
 
-main = command_line(gallery)
+
+def main(words: Sequence[str]) -> int:
+    return cli.main(["gallery", *words])
 
 
 def run(folder: Path, experiment: str, name: str, status: str = "finished") -> None:

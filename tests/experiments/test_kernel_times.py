@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from experiments import cli
-from experiments.kernel_times import SHAPES, Kernels, Shape, model_us, section, short_name
+from experiments.kernel_times import SHAPES, KernelTimes, Shape, model_us, section, short_name
 
 
 def test_the_model_counts_rows_ids_outputs_and_states() -> None:
@@ -24,7 +24,7 @@ def test_a_section_has_the_model_beside_the_measured_kernels() -> None:
         "update_kernel<a>": update,
         "chunk_kernel": update,
     }
-    text = section(shape, Kernels(dict.fromkeys(times, 1.0), times, 1234.0))
+    text = section(shape, KernelTimes(dict.fromkeys(times, 1.0), times, 1234.0))
     assert "A step takes 1,234 us" in text
     assert (
         "| forward: pool_kernel, short_bags_kernel, long_bags_kernel | 325 us | 650 us | 50% |"
@@ -35,7 +35,7 @@ def test_a_section_has_the_model_beside_the_measured_kernels() -> None:
 
 
 def test_a_profiler_that_may_not_profile_is_named() -> None:
-    text = section(SHAPES[1], Kernels({}, {}, 10.0))
+    text = section(SHAPES[1], KernelTimes({}, {}, 10.0))
     assert "not reported" in text
     assert "the profiler reported no kernel" in text
 

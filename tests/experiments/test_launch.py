@@ -32,7 +32,9 @@ SMOKE = ("timing=smoke", "device=cpu", "report=tables", "timing.max_cells=1")
 
 
 def test_jobs_are_all_combinations_in_hydras_order() -> None:
-    plan = launch.read(["-m", "experiment=tbe_vs_torch,tt_vs_tbe", "seed=1,2", "sweep.D=[32,64]"])
+    plan = launch.parse_command_line(
+        ["-m", "experiment=tbe_vs_torch,tt_vs_tbe", "seed=1,2", "sweep.D=[32,64]"]
+    )
     assert plan.launcher == "basic"
     assert plan.jobs == tuple(
         (f"+experiment={name}", f"seed={seed}", "sweep.D=[32,64]")
@@ -71,7 +73,7 @@ def test_what_is_wrong_is_wrong_before_the_first_job(
 def test_a_launcher_that_is_not_installed_says_what_to_type(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch, "_installed", lambda plugin: False)
+    monkeypatch.setattr(launch, "_is_installed", lambda plugin: False)
     assert cli.main(["-m", A, "hydra/launcher=joblib"]) == 2
     assert "pip install 'emblib[launchers]'" in capsys.readouterr().err
 
@@ -107,8 +109,8 @@ GPU 1: NVIDIA H100 (UUID: GPU-bbbb-2)
 
 
 def test_gpus_are_known_by_uuid_and_split_ones_by_their_parts() -> None:
-    assert launch.listed_by(LISTED) == ["GPU-aaaa-1", "MIG-cccc-3", "MIG-dddd-4"]
-    assert launch.listed_by("") == []
+    assert launch.parse_gpu_list(LISTED) == ["GPU-aaaa-1", "MIG-cccc-3", "MIG-dddd-4"]
+    assert launch.parse_gpu_list("") == []
 
 
 @pytest.mark.parametrize(
@@ -140,10 +142,13 @@ def test_which_gpus_may_be_used(
 
 def test_a_slot_is_held_by_one_and_given_back(tmp_path: Path) -> None:
     two = [Slot("a", "0"), Slot("b", "1")]
-    with launch.hold(two, 1, tmp_path) as first, launch.hold(two, 1, tmp_path) as second:
+    with (
+        launch.lock_slots(two, 1, tmp_path) as first,
+        launch.lock_slots(two, 1, tmp_path) as second,
+    ):
         assert {first[0], second[0]} == set(two)
         assert not launch._lock_free(two, 1, tmp_path)
-    with launch.hold(two, 2, tmp_path) as both:
+    with launch.lock_slots(two, 2, tmp_path) as both:
         assert both == two
 
 
@@ -155,16 +160,16 @@ def test_who_needs_two_keeps_none_while_it_waits(tmp_path: Path) -> None:
     def pause() -> None:
         nonlocal waited
         waited += 1
-        with launch.hold(two[:1], 1, tmp_path):  # the other is free meanwhile
+        with launch.lock_slots(two[:1], 1, tmp_path):  # the other is free meanwhile
             pass
         if waited == 3:
             launch._release(busy)
 
-    with launch.hold(two, 2, tmp_path, pause) as held:
+    with launch.lock_slots(two, 2, tmp_path, pause) as held:
         assert held == two
     assert waited == 3
-    with pytest.raises(launch.NotEnough, match="needs 3 GPUs side by side and there are 2"):
-        launch.hold(two, 3, tmp_path, pause).__enter__()
+    with pytest.raises(launch.TooFewProcessors, match="needs 3 GPUs side by side and there are 2"):
+        launch.lock_slots(two, 3, tmp_path, pause).__enter__()
 
 
 def test_a_killed_holder_gives_its_slot_back(tmp_path: Path) -> None:
@@ -190,7 +195,7 @@ def processors(*words: str) -> tuple[dict[str, str], list[Slot]]:
     config = configure.load([A, *words])
     taken = []
     every = [*launch.list_gpus(), launch.CPU]
-    with launch._processors(config) as environment:
+    with launch._lock_processors(config) as environment:
         for slot in every:
             mine = launch._lock_free([slot], 1, launch.lock_folder())
             launch._release(mine)
@@ -229,7 +234,7 @@ def test_a_launch_runs_its_jobs_one_after_another(
     def run_job(words: Sequence[str], environment: object, log: object) -> int:
         return smoke_host.run(list(words), tmp_path)[0]
 
-    monkeypatch.setattr(launch, "_run", run_job)
+    monkeypatch.setattr(launch, "_run_job_process", run_job)
     words = [A, *SMOKE, "seed=1,2", "contenders=[tbe]", f"report.folder={tmp_path}"]
     assert cli.main(["-m", *words]) == 0
     assert capsys.readouterr().out.count("status 0") == 2

@@ -44,9 +44,9 @@ def test_the_time_follows_the_preset() -> None:
     words = ["+experiment=tbe_vs_torch", "device=cpu", "timing.modes=[hot]"]
     own = [*words, "timing.replicates=4", "timing.cell_seconds=8.5", "timing.total_seconds=0"]
     cells = len(kinds.expand(configure.load(own)))
-    assert listing.extent(configure.load(own)) == (str(cells), f"{cells * 40 / 60:.0f} min")
+    assert listing.cells_and_time(configure.load(own)) == (str(cells), f"{cells * 40 / 60:.0f} min")
     limited = configure.load([*own, "timing.total_seconds=30"])
-    assert listing.extent(limited) == (str(cells), "30 s")
+    assert listing.cells_and_time(limited) == (str(cells), "30 s")
 
 
 def test_an_experiment_that_cannot_be_composed_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,7 +69,7 @@ def test_contenders_say_whether_they_run_here(monkeypatch: pytest.MonkeyPatch) -
     def installed(requirement: str) -> tuple[str, str] | None:
         return None if requirement.startswith("torchrec") else (requirement.split("==")[0], "0.1")
 
-    monkeypatch.setattr(registry, "installed", installed)
+    monkeypatch.setattr(registry, "find_installed", installed)
     rows = {row[0]: row for row in listing.contenders().rows}
     assert set(rows) == set(registry.names())
     assert rows["tbe"][3] == "yes"

@@ -18,7 +18,7 @@ def test_a_machine_is_added_by_one_command(
 ) -> None:
     asked: list[tuple[str, ...]] = []
     kept = REFERENCE / "another-machine" / "tt_vs_tbe"
-    monkeypatch.setattr(reference, "newest", lambda name: tmp_path)
+    monkeypatch.setattr(reference, "latest_run", lambda name: tmp_path)
     monkeypatch.setattr(reference, "keep", lambda run: kept)
 
     def call(*words: str) -> int:

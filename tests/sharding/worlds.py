@@ -38,7 +38,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from experiments.measure.process import killed_with_parent
+from experiments.measure.process import kill_with_parent
 
 RANKS = 4
 PATIENCE_SECONDS = 120.0  # for a whole call; the machine of a test may be busy
@@ -76,7 +76,7 @@ class Pool:
         self._parent = subprocess.Popen(
             [sys.executable, "-m", "tests.sharding.worlds", str(self._folder)],
             env=os.environ | environment,
-            preexec_fn=killed_with_parent,
+            preexec_fn=kill_with_parent,
         )
         self._orders = self._accept()
         self._pipes: list[Connection] = []
@@ -236,7 +236,7 @@ def _name(function: Callable[..., Any]) -> str:
 
 def main(folder: str) -> None:
     """Import what the ranks need, then fork them whenever a world is asked for."""
-    killed_with_parent()
+    kill_with_parent()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # they are not waited for
     import torch
 
@@ -273,7 +273,7 @@ def main(folder: str) -> None:
 def _be_rank(folder: str, number: int, rank: int) -> None:
     """Run what is requested until requests end; does not return."""
     try:
-        killed_with_parent()
+        kill_with_parent()
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         stack = open(f"{folder}/stack{number}.{rank}", "w")  # noqa: SIM115
         faulthandler.register(signal.SIGUSR1, stack, all_threads=False)
@@ -292,7 +292,7 @@ def _be_rank(folder: str, number: int, rank: int) -> None:
 def _be_program(folder: str, name: str, words: Sequence[str], outputs: Sequence[Path]) -> None:
     """Run a module as the main program; does not return."""
     try:
-        killed_with_parent()
+        kill_with_parent()
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         with connection.Client(f"{folder}/pool", "AF_UNIX") as pipe:
             for path, standard in zip(outputs, (1, 2), strict=True):

@@ -379,21 +379,21 @@ def test_results_of_a_gpu_wait_for_a_gpu(
 
 
 def test_the_packed_configuration_is_what_is_measured(run: Path, tmp_path: Path) -> None:
-    config = rerun.configuration(run / "config.yaml", tmp_path)
+    config = rerun.load_packed_config(run / "config.yaml", tmp_path)
     assert (config.timing.preset, config.report.folder) == ("standard", str(tmp_path))
     assert config.cases["criteo"].workload.B == 2048
-    quick = rerun.configuration(run / "config.yaml", tmp_path, "quick")
+    quick = rerun.load_packed_config(run / "config.yaml", tmp_path, "quick")
     assert (quick.timing.preset, quick.timing.pool) == ("quick", config.timing.pool)
     old = OmegaConf.load(run / "config.yaml")
     old.name = "../elsewhere"
     OmegaConf.save(old, tmp_path / "config.yaml")
     with pytest.raises(BundleError, match="cannot name the folder of a run"):
-        rerun.configuration(tmp_path / "config.yaml", tmp_path)
+        rerun.load_packed_config(tmp_path / "config.yaml", tmp_path)
     old.name = "tt_vs_tbe"
     old.timing.forgotten = 1
     OmegaConf.save(old, tmp_path / "config.yaml")
     with pytest.raises(BundleError, match=r"cannot run it.*forgotten.*source"):
-        rerun.configuration(tmp_path / "config.yaml", tmp_path)
+        rerun.load_packed_config(tmp_path / "config.yaml", tmp_path)
 
 
 @pytest.mark.slow

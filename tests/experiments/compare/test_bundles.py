@@ -74,7 +74,7 @@ def test_a_run_of_another_machine_is_copied(
         assert main([str(FIRST_SCHEMA), str(remote)]) == 2
         assert "could not be copied: no route to host" in capsys.readouterr().err
         return
-    ((name, _),) = comparisons([FIRST_SCHEMA, machines.fetched(remote, tmp_path)], tmp_path / "out")
+    ((name, _),) = comparisons([FIRST_SCHEMA, machines.fetch(remote, tmp_path)], tmp_path / "out")
     assert name == "tt_vs_tbe"
 
 
@@ -82,7 +82,7 @@ def test_a_path_of_this_machine_is_not_copied(tmp_path: Path) -> None:
     here = tmp_path / "some:run"
     here.mkdir()
     for path in (here, FIRST_SCHEMA, Path("none.zip")):
-        assert machines.fetched(path, tmp_path) == path
+        assert machines.fetch(path, tmp_path) == path
 
 
 @pytest.mark.parametrize("experiment", ["peers", "tt_vs_tbe"])

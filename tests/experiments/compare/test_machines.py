@@ -90,8 +90,8 @@ def test_shares_are_of_the_roof_for_rows_of_that_size(gpu: Path) -> None:
     assert criteo["of_copy"] == pytest.approx(criteo["distinct_gb_s"] / 2800)
     assert criteo["of_theory"] == pytest.approx(criteo["distinct_gb_s"] / 3350)
     # The CPU's run is from before gathers were measured.
-    assert machines.known_ceiling(rows) == "of_copy"
-    assert machines.known_ceiling(rows[rows["machine"] == 0]) == "of_gather"
+    assert machines.common_ceiling(rows) == "of_copy"
+    assert machines.common_ceiling(rows[rows["machine"] == 0]) == "of_gather"
 
 
 def test_the_nearest_row_size_is_nearest_by_ratio() -> None:
@@ -176,11 +176,13 @@ def test_what_differs_besides_the_machine_is_a_red_banner(
     environment: dict[str, Any], what: str, text: str, tmp_path: Path
 ) -> None:
     other = make(tmp_path / "other", device="another CPU", hardware_id="x", **environment)
-    found = confounders.find(machines.read([CPU, other]))
+    found = confounders.find_differences(machines.read_machines([CPU, other]))
     assert (Weight.confounder, what, text) in [(d.weight, d.what, d.text) for d in found]
     again = make(tmp_path / "again", device="another CPU", hardware_id="x")
     assert not [
-        d for d in confounders.find(machines.read([CPU, again])) if d.weight is Weight.confounder
+        d
+        for d in confounders.find_differences(machines.read_machines([CPU, again]))
+        if d.weight is Weight.confounder
     ]
 
 
@@ -191,7 +193,7 @@ def test_another_configuration_is_a_confounder_and_sizes_are_a_remark(tmp_path: 
     assert "B: 2048" in config
     changed = config.replace("optimizer: sgd", "optimizer: adagrad").replace("B: 2048", "B: 4096")
     (other / "config.yaml").write_text(changed)
-    found = {d.what: d for d in confounders.find(machines.read([CPU, other]))}
+    found = {d.what: d for d in confounders.find_differences(machines.read_machines([CPU, other]))}
     assert found["configuration"].weight is Weight.confounder
     assert found["configuration"].text == "optimizer"
     assert found["sizes chosen for the machine"].text == "cases.criteo.workload.B"
@@ -205,26 +207,28 @@ def test_other_packages_batches_and_ranks_are_confounders(tmp_path: Path) -> Non
     two = make(tmp_path / "two", packed("1.7.0"), device="another CPU", hardware_id="x")
     config = (two / "config.yaml").read_text()
     (two / "config.yaml").write_text(config.replace("  pool: 8", "  pool: 1"))
-    found = {d.what: d.weight for d in confounders.find(machines.read([one, two]))}
+    found = {
+        d.what: d.weight for d in confounders.find_differences(machines.read_machines([one, two]))
+    }
     strong = {what for what, weight in found.items() if weight is Weight.confounder}
     assert strong == {"fbgemm-gpu", "the harness's measuring code", "batches in turn"}
 
 
 def test_modes_that_differ_are_said_and_a_shared_one_is_chosen(tmp_path: Path) -> None:
     cold = make(tmp_path / "cold", lambda r: {**r, "mode": "cold"}, gpu=GPU, device=GPU["name"])
-    found = machines.read([CPU, cold])
+    found = machines.read_machines([CPU, cold])
     assert [m.mode for m in found] == ["hot", "cold"]
-    assert "mode of timing" in [d.what for d in confounders.find(found)]
+    assert "mode of timing" in [d.what for d in confounders.find_differences(found)]
 
 
 def test_two_runs_of_one_machine_have_names_of_their_own(tmp_path: Path) -> None:
     other = make(tmp_path / "other", git={"sha": "0123456789ab", "dirty": False})
-    found = machines.read([CPU, other])
+    found = machines.read_machines([CPU, other])
     names = ["AMD EPYC, 2 threads (c08ea94)", "AMD EPYC, 2 threads (0123456)"]
     assert [m.label for m in found] == names
-    assert "hardware" in [d.what for d in confounders.find(found)]
+    assert "hardware" in [d.what for d in confounders.find_differences(found)]
     later = make(tmp_path / "later", time_utc="2027-01-02T03:04:05+00:00")
-    names = [m.label for m in machines.read([CPU, later])]
+    names = [m.label for m in machines.read_machines([CPU, later])]
     assert names == [f"AMD EPYC, 2 threads ({t})" for t in ("2026-11-21 10:07", "2027-01-02 03:04")]
     said = pages.sentences(Comparison.read([CPU, later]))
     assert "does 1.00× the lookups" in said[0]
@@ -243,9 +247,9 @@ def test_an_interval_that_contains_1_shows_no_difference(tmp_path: Path) -> None
 
 def test_runs_that_cannot_be_compared_say_why(tmp_path: Path) -> None:
     with pytest.raises(NotComparable, match="needs two runs"):
-        machines.read([CPU])
+        machines.read_machines([CPU])
     with pytest.raises(NotComparable, match=r"different questions \(tt_vs_tbe, cache_hit_rate\)"):
-        machines.read([CPU, REFERENCE / "amd-epyc-2-threads" / "cache_hit_rate"])
+        machines.read_machines([CPU, REFERENCE / "amd-epyc-2-threads" / "cache_hit_rate"])
     empty = make(tmp_path / "empty", lambda r: None)
     with pytest.raises(NotComparable, match="share no case"):
         Comparison.read([CPU, empty])

@@ -16,9 +16,9 @@ from experiments.config.schema import (
     TTConfig,
     UsageError,
 )
-from experiments.config.sweep import SWEEP, arms_of, condition
+from experiments.config.sweep import SWEEP, arms_of, compile_rule
 from experiments.kinds import expand
-from experiments.run.jobs import BLOCK, passes
+from experiments.run.jobs import BLOCK, job_passes
 
 
 def config(**changes: object) -> Config:
@@ -83,11 +83,11 @@ def test_arms_have_ranks_for_tensor_trains_and_sizes_for_caches_only() -> None:
 
 
 def test_conditions_compute_and_nothing_else() -> None:
-    assert condition("D * 2 >= 64 or not B == 1")({"D": 32, "B": 1})
-    assert not condition("1 < L < 10")({"L": 20})
+    assert compile_rule("D * 2 >= 64 or not B == 1")({"D": 32, "B": 1})
+    assert not compile_rule("1 < L < 10")({"L": 20})
     for text in ("D.__class__", "open('x')", "D if B else L", "lambda: 1", "unknown > 1", "D >"):
         with pytest.raises(UsageError, match="where, exclude: cannot read"):
-            condition(text)
+            compile_rule(text)
 
 
 def test_cells_get_all_their_processes_block_by_block_and_the_answer_first() -> None:
@@ -98,7 +98,7 @@ def test_cells_get_all_their_processes_block_by_block_and_the_answer_first() -> 
     )
     config.report.headline = "b"
     cells = expand(config)
-    found = list(passes(cells, config))
+    found = list(job_passes(cells, config))
     answer, others = found[:3], found[3:]
     assert [[(j.cell.section, j.replicate) for j in jobs] for jobs in answer] == [
         [("b", 0)],

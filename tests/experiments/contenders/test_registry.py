@@ -74,8 +74,8 @@ def test_every_class_of_the_table_is_what_the_table_says(name: str) -> None:
 
 def test_arms_follow_what_the_table_says() -> None:
     assert registry.find("tensorly").variants == "rank"
-    assert {"cached_lru", "disk_lfu", "fbgemm_lru"} <= set(registry.cached())
-    assert not {"tbe", "tt", "fbgemm"} & set(registry.cached())
+    assert {"cached_lru", "disk_lfu", "fbgemm_lru"} <= set(registry.names_with_cache())
+    assert not {"tbe", "tt", "fbgemm"} & set(registry.names_with_cache())
 
 
 def test_a_contender_of_an_old_run_is_still_called_something() -> None:

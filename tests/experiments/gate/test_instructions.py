@@ -69,16 +69,18 @@ def test_why_nothing_is_counted_is_one_line(monkeypatch: pytest.MonkeyPatch) -> 
     config = configure.load(["+experiment=gate", "device=cpu"])
     monkeypatch.setattr(instructions.shutil, "which", lambda name: "/usr/bin/valgrind")
     monkeypatch.setattr(instructions.platform, "machine", lambda: "x86_64")
-    assert instructions.why_not(config, "cpu", smoke=False) == ""
-    assert "on the CPU" in instructions.why_not(config, "cuda", smoke=False)
-    assert "smoke" in instructions.why_not(config, "cpu", smoke=True)
+    assert instructions.reason_not_to_count(config, "cpu", smoke=False) == ""
+    assert "on the CPU" in instructions.reason_not_to_count(config, "cuda", smoke=False)
+    assert "smoke" in instructions.reason_not_to_count(config, "cpu", smoke=True)
     monkeypatch.setattr(instructions.platform, "machine", lambda: "aarch64")
-    assert "not aarch64" in instructions.why_not(config, "cpu", smoke=False)
+    assert "not aarch64" in instructions.reason_not_to_count(config, "cpu", smoke=False)
     monkeypatch.setattr(instructions.platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(instructions.shutil, "which", lambda name: None)
-    assert "valgrind is not installed" in instructions.why_not(config, "cpu", smoke=False)
+    assert "valgrind is not installed" in instructions.reason_not_to_count(
+        config, "cpu", smoke=False
+    )
     off = dataclasses.replace(config, gate=dataclasses.replace(config.gate, instructions=False))
-    assert instructions.why_not(off, "cpu", smoke=False) == "gate.instructions=false"
+    assert instructions.reason_not_to_count(off, "cpu", smoke=False) == "gate.instructions=false"
 
 
 def test_two_per_cent_more_instructions_are_a_regression() -> None:
@@ -86,7 +88,7 @@ def test_two_per_cent_more_instructions_are_a_regression() -> None:
     assert line.state == Verdict.SAME.value
     assert line.regression
     assert line.grown == ["native instructions 1,000,000 → 1,020,000 (1.020×)"]
-    assert pages.counted(line, NATIVE).shown == "1.0200 (1,020,000)"
+    assert pages.instructions_value(line, NATIVE).shown == "1.0200 (1,020,000)"
     assert not counted(1.005, time=0.0).regression
     assert counted(0.9, time=0.0).shrunk
 
@@ -106,5 +108,5 @@ def counted(ratio: float, *, time: float) -> verdicts.PointFinding:
     trial = Trial(evidence=Evidence(first={point.name: logs}, second={point.name: logs}))
     trial.add_counts({point.name: {"base": {NATIVE: 1e6}, "head": {NATIVE: 1e6 * ratio}}})
     rules = Rules(5, 9, {point.name: 0.05})
-    (line,) = verdicts.findings([point], trial, rules, []).lines
+    (line,) = verdicts.collect_findings([point], trial, rules, []).points
     return line

@@ -46,8 +46,8 @@ def test_names_that_are_no_revision(repository: Path) -> None:
     with pytest.raises(UsageError, match="no commit"):
         revisions.resolve("--all")
     empty = Config()
-    assert revisions.base_name(empty, smoke=True) == "WORKTREE"
-    assert revisions.base_name(empty, smoke=False) == "HEAD"  # there is no origin/main
+    assert revisions.default_base(empty, smoke=True) == "WORKTREE"
+    assert revisions.default_base(empty, smoke=False) == "HEAD"  # there is no origin/main
 
 
 def test_equal_native_sources_use_what_is_installed(
@@ -55,10 +55,10 @@ def test_equal_native_sources_use_what_is_installed(
 ) -> None:
     library = tmp_path / "libemblib_cpu.so"
     library.write_text("installed")
-    monkeypatch.setattr(revisions, "installed", lambda: [library])
+    monkeypatch.setattr(revisions, "installed_libraries", lambda: [library])
     home = tmp_path / "home"
     base, head = revisions.checkout("HEAD", home), revisions.checkout("WORKTREE", home)
-    revisions.prepare(base, head, "cpu", print, home)
+    revisions.provide_libraries(base, head, "cpu", print, home)
     for revision in (base, head):
         assert (revision.folder / "emblib" / library.name).read_text() == "installed"
 
@@ -68,7 +68,7 @@ def test_a_base_that_does_not_build_is_named(repository: Path, tmp_path: Path) -
     home = tmp_path / "home"
     base, head = revisions.checkout("HEAD", home), revisions.checkout("WORKTREE", home)
     with pytest.raises(revisions.BuildError, match=r"HEAD \(\w+\) does not build: .*CMakeLists"):
-        revisions.prepare(base, head, "cpu", print, home)
+        revisions.provide_libraries(base, head, "cpu", print, home)
 
 
 def test_workers_import_the_revision_they_were_hired_for(tmp_path: Path) -> None:
@@ -84,7 +84,7 @@ def test_workers_import_the_revision_they_were_hired_for(tmp_path: Path) -> None
         "            return ModuleSpec(name, None, origin='/elsewhere/emblib/__init__.py')\n"
         "sys.meta_path.insert(0, Editable)\n"
         "from experiments.gate import worker\n"
-        f"worker.prefer({str(tmp_path)!r})\n"
+        f"worker.import_from({str(tmp_path)!r})\n"
         "import emblib\n"
         "print(emblib.WHO)\n"
     )
@@ -97,7 +97,7 @@ def test_a_worker_with_another_revision_does_not_work(tmp_path: Path) -> None:
 
     assert "emblib" in sys.modules
     with pytest.raises(worker.WrongRevision, match="not the one in"):
-        worker.prefer(str(tmp_path))
+        worker.import_from(str(tmp_path))
     sys.path.remove(str(tmp_path))
     assert emblib.__file__
 
@@ -111,7 +111,7 @@ def test_a_failed_build_says_what_is_wrong(tmp_path: Path) -> None:
         ("", "no output"),
     ):
         log.write_text(text)
-        assert revisions._complaint(log) == said
+        assert revisions._first_error(log) == said
 
 
 @pytest.mark.slow

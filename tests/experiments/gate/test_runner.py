@@ -26,7 +26,7 @@ from experiments.gate.points import (
     points_of,
 )
 from experiments.gate.rules import Evidence, Rules
-from experiments.gate.verdicts import Findings, PointFinding, findings
+from experiments.gate.verdicts import Findings, PointFinding, collect_findings
 from experiments.measure.process import Died
 from experiments.timing.statistics import Verdict
 
@@ -209,13 +209,15 @@ def test_builds_that_fail_have_a_status_of_their_own() -> None:
 
 def test_bytes_are_exact_and_peaks_nearly_so() -> None:
     base = {"weights_bytes": 1000.0, "peak_bytes": 1e9, "hit_rate": 0.9}
-    assert verdicts.changes(base, dict(base)) == ([], [])
-    worse, better = verdicts.changes(base, {**base, "weights_bytes": 1001.0, "peak_bytes": 1.02e9})
+    assert verdicts.changed_counts(base, dict(base)) == ([], [])
+    worse, better = verdicts.changed_counts(
+        base, {**base, "weights_bytes": 1001.0, "peak_bytes": 1.02e9}
+    )
     assert [w.split()[0] for w in worse] == ["weights"]
     assert not better
-    worse, _ = verdicts.changes(base, {**base, "peak_bytes": 1.03e9, "hit_rate": 0.89})
+    worse, _ = verdicts.changed_counts(base, {**base, "peak_bytes": 1.03e9, "hit_rate": 0.89})
     assert [w.split()[0] for w in worse] == ["hit", "peak"]
-    _, better = verdicts.changes(base, {**base, "weights_bytes": 900.0, "hit_rate": 0.95})
+    _, better = verdicts.changed_counts(base, {**base, "weights_bytes": 900.0, "hit_rate": 0.95})
     assert [b.split()[0] for b in better] == ["hit", "weights"]
 
 
@@ -233,12 +235,12 @@ def made_up(points: list[Point]) -> tuple[Findings, Rules]:
         evidence=Evidence(first, {slow: first[slow], fast: first[fast]}, {missing, new}),
         failed=failed,
     )
-    return findings(points[:7], trial, rules, []), rules
+    return collect_findings(points[:7], trial, rules, []), rules
 
 
 def test_findings_begin_with_what_is_worst(points: list[Point]) -> None:
     found, _ = made_up(points)
-    assert [x.state for x in found.lines] == [
+    assert [x.state for x in found.points] == [
         "SLOWER",
         "MISSING",
         "UNSURE",
@@ -248,7 +250,7 @@ def test_findings_begin_with_what_is_worst(points: list[Point]) -> None:
         "NEW",
     ]
     assert found.status(strict=False) == 3
-    assert all(x.reason for x in found.having("MISSING", "UNSURE", "NOISY", "NEW"))
+    assert all(x.reason for x in found.in_states("MISSING", "UNSURE", "NOISY", "NEW"))
 
 
 def test_files_of_a_gate(points: list[Point], config: Config, tmp_path: Path) -> None:
@@ -290,17 +292,19 @@ ENVIRONMENT = {"hardware_id": "h", "torch": "2", "threads": 1, "device": "a CPU"
 
 
 def test_a_floor_serves_its_own_machine_and_measuring(config: Config, tmp_path: Path) -> None:
-    found = setup.content(ENVIRONMENT, config, {"a": [0.1, -0.2, 0.12], "b": [0.001]}, "today")
+    found = setup.noise_floor_content(
+        ENVIRONMENT, config, {"a": [0.1, -0.2, 0.12], "b": [0.001]}, "today"
+    )
     (tmp_path / setup.floor_file(ENVIRONMENT, config)).write_text(json.dumps(found))
-    known = setup.read(tmp_path, ENVIRONMENT, config)
+    known = setup.find_noise_floor(tmp_path, ENVIRONMENT, config)
     assert known is not None
     assert known.margin("a", 0.05, 5) == pytest.approx(3 * 0.12 / 5**0.5)
     assert known.margin("b", 0.05, 5) == known.margin("unknown", 0.05, 5) == 0.05
-    assert setup.read(tmp_path, {**ENVIRONMENT, "torch": "3"}, config) is None
+    assert setup.find_noise_floor(tmp_path, {**ENVIRONMENT, "torch": "3"}, config) is None
     other = configure.load(["+experiment=gate", "device=cpu", "timing.min_rounds=7"])
-    assert setup.read(tmp_path, ENVIRONMENT, other) is None
+    assert setup.find_noise_floor(tmp_path, ENVIRONMENT, other) is None
     (tmp_path / setup.floor_file(ENVIRONMENT, config)).write_text("{")
-    assert setup.read(tmp_path, ENVIRONMENT, config) is None
+    assert setup.find_noise_floor(tmp_path, ENVIRONMENT, config) is None
 
 
 def test_slowed_trials_are_spread_among_the_others() -> None:
@@ -324,15 +328,15 @@ def test_trials_are_replayed_from_what_is_stored() -> None:
         )
     ]
     trials = power.replay(records)
-    outcomes = [power.outcome(t, ["a"], rules) for t in trials.values()]
+    outcomes = [power.trial_outcome(t, ["a"], rules) for t in trials.values()]
     rates = power.compute_rates(outcomes)
     assert rates["false_alarms"]["hits"] == 0
     assert rates["false_alarms"]["of"] == 1
-    assert rates["caught"] == power.hit_rate(1, 1)
+    assert rates["caught"] == power.rate_of(1, 1)
     assert rates["points"]["a"]["caught"]["of"] == 1
-    assert "ALARM" in power.line(outcomes[1])
+    assert "ALARM" in power.trial_line(outcomes[1])
     lost = {"status": "error", "reason": "gone", "side": "head", "point": "a", "pair": 9}
     again = power.replay([*records, {**lost, "trial": 1, "slow": 1.1, "stage": "second"}])
     assert (again[1].attempt, again[1].slow, again[1].evidence.first) == (2, 1.1, {})
     assert again[0].evidence == trials[0].evidence
-    assert Verdict.SAME.value.lower() in power.line(outcomes[0])
+    assert Verdict.SAME.value.lower() in power.trial_line(outcomes[0])

@@ -10,12 +10,12 @@ import torch
 from experiments import cli, configure
 from experiments.config.schema import UsageError
 from experiments.gate import setup
-from experiments.gate.setup import Start
+from experiments.gate.setup import GateStart
 
 
-def start(folder: Path, context: str = "here") -> Start:
+def start(folder: Path, context: str = "here") -> GateStart:
     config = configure.load(["+experiment=gate_power", "device=cpu", f"report.folder={folder}"])
-    return Start(config, torch.device("cpu"), [], {"context_id": context}, None)
+    return GateStart(config, torch.device("cpu"), [], {"context_id": context}, None)
 
 
 @pytest.mark.parametrize(
@@ -47,13 +47,13 @@ def test_what_was_not_finished_goes_on_unless_somebody_is_at_it(tmp_path: Path) 
     store = start(tmp_path).create()
     store.append({"pair": 0})
     path = store.path
-    assert setup.unfinished(start(tmp_path)) is None  # its writer is alive
+    assert setup.find_unfinished(start(tmp_path)) is None  # its writer is alive
     del store
-    found = setup.unfinished(start(tmp_path))
+    found = setup.find_unfinished(start(tmp_path))
     assert found is not None
     assert found[0].path == path
     assert [record["pair"] for record in found[1]] == [0]
-    assert setup.unfinished(start(tmp_path, "elsewhere")) is None
+    assert setup.find_unfinished(start(tmp_path, "elsewhere")) is None
     found[0].write_json("run.json", {"status": "finished"})
     del found
-    assert setup.unfinished(start(tmp_path)) is None
+    assert setup.find_unfinished(start(tmp_path)) is None

@@ -52,7 +52,7 @@ def counts(base: float, head: float) -> dict[str, Any]:
 def test_levels_multiply_along_a_chain(tmp_path: Path) -> None:
     first = gate("a", "b", 2, finding("wide", 1.1, **counts(100, 150)))
     second = gate("b", "c", 3, finding("wide", 1.2, **counts(7, 14)))
-    shown, _ = trend.read([store(tmp_path, second, first)])
+    shown, _ = trend.read_trend([store(tmp_path, second, first)])
     a, b, c = (Commit(**commit(name, day)) for day, name in enumerate("abc", 1))
     assert shown.chains() == [[a, b, c]]
     levels = shown.levels("wide")
@@ -65,14 +65,14 @@ def test_levels_multiply_along_a_chain(tmp_path: Path) -> None:
 
 def test_the_latest_run_of_a_commit_counts(tmp_path: Path) -> None:
     later = gate("a", "b", 2, finding("wide", 2.0), measured="2026-12-01")
-    shown, _ = trend.read([store(tmp_path, later, gate("a", "b", 2, finding("wide", 1.0)))])
+    shown, _ = trend.read_trend([store(tmp_path, later, gate("a", "b", 2, finding("wide", 1.0)))])
     (run,) = shown.runs
     assert run.points["wide"]["ratio"] == 2.0
 
 
 def test_a_gap_begins_another_chain(tmp_path: Path) -> None:
     runs = gate("a", "b", 2, finding("wide", 2.0)), gate("c", "d", 5, finding("wide", 1.0))
-    shown, _ = trend.read([store(tmp_path, *runs)])
+    shown, _ = trend.read_trend([store(tmp_path, *runs)])
     assert [[one.sha[0] for one in chain] for chain in shown.chains()] == [["a", "b"], ["c", "d"]]
     assert shown.levels("wide")[shown.commits[-1], TIME].ratio == 1
     (notice,) = trend.page(shown).notices
@@ -92,14 +92,14 @@ def test_a_gap_begins_another_chain(tmp_path: Path) -> None:
 def test_what_has_no_place_is_left_out(change: Any, reason: str, tmp_path: Path) -> None:
     good = gate("a", "b", 2, finding("wide", 1.0))
     bad = gate("b", "c", 3, finding("wide", 1.0)) | change
-    shown, left_out = trend.read([store(tmp_path, good, bad)])
+    shown, left_out = trend.read_trend([store(tmp_path, good, bad)])
     assert len(shown.runs) == 1
     assert left_out[0].startswith("1.json: ")
     assert reason in left_out[0]
     assert left_out[0] in trend.page(shown, left_out).notices[0].text
     (tmp_path / "0.json").unlink()
     with pytest.raises(UsageError, match="no finished run"):
-        trend.read([tmp_path])
+        trend.read_trend([tmp_path])
 
 
 def test_devices_are_not_mixed(tmp_path: Path) -> None:
@@ -108,8 +108,8 @@ def test_devices_are_not_mixed(tmp_path: Path) -> None:
         gate("b", "c", 3, finding("wide", 1.0), device="cuda"),
     )
     with pytest.raises(UsageError, match="choose with --device"):
-        trend.read([store(tmp_path, *runs)])
-    shown, _ = trend.read([tmp_path], "cuda")
+        trend.read_trend([store(tmp_path, *runs)])
+    shown, _ = trend.read_trend([tmp_path], "cuda")
     assert [run.device for run in shown.runs] == ["cuda"]
 
 
@@ -133,7 +133,8 @@ def test_the_page_says_what_moved(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "| cccccccc | wide | SLOWER | 1.310 [1.284, 1.336] | 1.0300 | 1.0300 | more |" in text
     assert "tbe: c" in text
     arguments.folders = [tmp_path / "none"]
-    assert trend.run(arguments) == 2
+    with pytest.raises(UsageError, match="there is no folder"):
+        trend.run(arguments)
 
 
 def test_a_working_tree_counts_as_its_commit_if_it_is_clean(
@@ -147,6 +148,8 @@ def test_a_working_tree_counts_as_its_commit_if_it_is_clean(
     monkeypatch.setattr(revisions, "git", git)
     changes = b""
     expected = {"sha": "c0ffee", "date": "2026-11-26", "subject": "tbe: faster"}
-    assert revisions.describe(revisions.WORKTREE) == revisions.describe("c0ffee") == expected
+    assert (
+        revisions.commit_facts(revisions.WORKTREE) == revisions.commit_facts("c0ffee") == expected
+    )
     changes = b" M emblib/init.py"
-    assert revisions.describe(revisions.WORKTREE) == {}
+    assert revisions.commit_facts(revisions.WORKTREE) == {}

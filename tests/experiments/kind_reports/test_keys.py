@@ -73,7 +73,7 @@ def test_growth_tells_the_longest_call_and_the_memory() -> None:
         record("t@0", {"insert": calls}, **own),
         record("t@0", {"insert": slower}, **own, replicate=1),
     ]
-    (row,) = [r for _, r in keys.growth(records).iterrows()]
+    (row,) = [r for _, r in keys.growth_frame(records).iterrows()]
     assert row["median_s"] == 1e-3
     assert row["longest_s"] == pytest.approx(8e-3)
     assert row["total_s"] == pytest.approx(10e-3)
@@ -100,7 +100,7 @@ def test_the_answer_is_made_of_measured_numbers(smoke_runs: Mapping[str, Path]) 
 
 def test_the_report_of_growth_names_the_pause(smoke_runs: Mapping[str, Path]) -> None:
     run = Run.read(smoke_runs["growth_latency"])
-    rows = keys.growth(run.records).set_index("contender")
+    rows = keys.growth_frame(run.records).set_index("contender")
     first = growth_report.answer(run)[0]
     assert text.seconds(rows.loc["scored_growing", "longest_s"]) in first
     assert (run.path / "growth.csv").exists()

@@ -12,6 +12,7 @@ import pandas as pd
 import pytest
 
 from experiments import cli, configure
+from experiments.config.schema import UsageError
 from experiments.kinds.micro import failures_of, frame, records_of
 from experiments.report.data import Run
 from experiments.results.store import read_json, read_records
@@ -176,9 +177,9 @@ def test_a_smoke_run_takes_few_and_a_dry_run_lists_them(monkeypatch: pytest.Monk
 
 
 def test_without_pytest_benchmark_it_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(leader.importlib.util, "find_spec", lambda name: None)
     words = ["+experiment=micro", "device=cpu"]
-    assert leader.run(configure.load(words), question="?", words=words) == 2
-    assert "pip install 'emblib[test]'" in capsys.readouterr().err
+    with pytest.raises(UsageError, match=r"pip install 'emblib\[test\]'"):
+        leader.run(configure.load(words), question="?", words=words)

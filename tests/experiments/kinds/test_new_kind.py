@@ -137,7 +137,7 @@ def test_a_new_kind_runs_reports_and_is_in_the_readme(harness: Path, tmp_path: P
     shutil.copytree(path, kept)
     program = (
         "from pathlib import Path; from experiments import reference; "
-        f"print(reference.results(Path({str(tmp_path / 'reference')!r})))"
+        f"print(reference.results_block(Path({str(tmp_path / 'reference')!r})))"
     )
     readme = python(harness, "-c", program)
     assert readme.returncode == 0, readme.stderr

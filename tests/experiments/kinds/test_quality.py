@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 
 from experiments import cli
-from experiments.kinds.quality import frame, interval
+from experiments.kinds.quality import frame, t_interval
 from experiments.report.data import Run
 from experiments.results.store import read_records
 from tests.experiments.smoke_host import SmokeHost
@@ -108,8 +108,8 @@ def test_differences_are_paired_by_seed() -> None:
 
 
 def test_one_seed_has_no_interval() -> None:
-    assert interval([0.5])[0] == 0.5
-    assert all(math.isnan(end) for end in interval([0.5])[1:])
+    assert t_interval([0.5])[0] == 0.5
+    assert all(math.isnan(end) for end in t_interval([0.5])[1:])
 
 
 @pytest.mark.parametrize(

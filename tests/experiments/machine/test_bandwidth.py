@@ -35,11 +35,13 @@ def test_tables_are_larger_than_the_caches_but_fit_in_memory(
 
 def test_bandwidth_counts_what_is_read_and_written(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each call is said to take a second."""
-    monkeypatch.setattr(bandwidth, "best", lambda work, device, seconds: work() is None or 1.0)
+    monkeypatch.setattr(
+        bandwidth, "shortest_wall", lambda work, device, seconds: work() is None or 1.0
+    )
     flat = torch.ones(1 << 14)  # 64 KiB: 1024 rows of 64 bytes, of which 128 are gathered
     assert bandwidth.copy_bandwidth(flat) == 2 * 65536
     read, pooled = 128 * (64 + 8), 4 * (64 + 8)
-    counted = {way: nbytes for way, nbytes, _ in bandwidth.gathers(flat, 64)}
+    counted = {way: nbytes for way, nbytes, _ in bandwidth.gather_ways(flat, 64)}
     assert counted == {
         "index_select": read + 128 * 64,
         "embedding_bag": read + pooled,
@@ -51,7 +53,7 @@ def test_bandwidth_counts_what_is_read_and_written(monkeypatch: pytest.MonkeyPat
 
 def test_every_way_gathers_the_rows_that_it_counts() -> None:
     """All rows are ones, so a bag of 32 is 32."""
-    outputs = [work() for _, _, work in bandwidth.gathers(torch.ones(1 << 14), 64)]
+    outputs = [work() for _, _, work in bandwidth.gather_ways(torch.ones(1 << 14), 64)]
     shapes = [(tuple(o.shape), float(o.min()), float(o.max())) for o in outputs]
     one, many = ((128, 16), 1.0, 1.0), ((4, 16), 32.0, 32.0)
     assert shapes == [one, many, one, many]
@@ -67,14 +69,14 @@ def test_a_table_that_is_not_drawn_is_the_same(monkeypatch: pytest.MonkeyPatch) 
 def test_the_best_of_at_least_three_counts() -> None:
     clock = iter([0.0, 0.0, 4.0, 4.0, 6.0, 6.0, 9.0, 9.0])
     calls = []
-    best = bandwidth.best(lambda: calls.append(1), CPU, 0.0, lambda: next(clock))
+    best = bandwidth.shortest_wall(lambda: calls.append(1), CPU, 0.0, lambda: next(clock))
     assert (best, len(calls)) == (2.0, 3)
 
 
 def test_as_many_runs_as_fit_in_the_time() -> None:
     clock = iter(x / 2 for x in range(100))
     calls = []
-    bandwidth.best(lambda: calls.append(1), CPU, 10.0, lambda: next(clock))
+    bandwidth.shortest_wall(lambda: calls.append(1), CPU, 10.0, lambda: next(clock))
     # Half a second from reading to reading: two for each of the first three, which end at 3 s, and
     # three for each of those that begin at 3.5, 5, 6.5, 8 and 9.5 s.
     assert len(calls) == 8

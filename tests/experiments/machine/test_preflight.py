@@ -42,14 +42,14 @@ def test_what_is_wrong_with_a_cpu_becomes_flags(cpu: Cpu, system: FakeSystem) ->
     assert set(found["flags"]) == {"busy", "governor", "virtual", "quota", "threads"}
     assert not found["fit"]
     with pytest.raises(UsageError, match=r"not fit .* \(cpupower .*Without device.strict=true"):
-        preflight.demand(found)
+        preflight.require_fit(found)
 
 
 def test_being_virtual_is_no_reason_to_refuse(cpu: Cpu) -> None:
     put(cpu, "proc/cpuinfo", "processor : 0\nflags : avx2 hypervisor\n")
     found = preflight.check(CPU, cpu=cpu, threads=2, sleep=lambda seconds: None)
     assert (found["flags"], found["fit"]) == (["virtual"], True)
-    preflight.demand(found)
+    preflight.require_fit(found)
 
 
 def test_what_is_wrong_with_a_gpu_becomes_flags(cpu: Cpu) -> None:

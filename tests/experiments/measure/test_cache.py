@@ -19,7 +19,7 @@ from emblib.reference.cache import CacheModel
 from experiments import configure
 from experiments.config.schema import CacheConfig, Config, TimingConfig, WorkloadConfig
 from experiments.config.sweep import IDEALS, Cell, arms_of
-from experiments.kind_reports.cache import at_headline
+from experiments.kind_reports.cache import headline_rows
 from experiments.kinds import cache, expand
 from experiments.measure.cache import cache_cell, trace_of
 from experiments.measure.timing import Session
@@ -71,7 +71,7 @@ def test_nothing_beats_the_offline_optimum() -> None:
     assert [r["status"] for r in records] == ["ok"] * 8
     by_size = itertools.groupby(sorted(records, key=size), key=size)
     for _, group in by_size:
-        found = {r["contender"]: cache.counted(r) for r in group}
+        found = {r["contender"]: cache.counted_hit_rates(r) for r in group}
         assert max(r.rows for r in found.values()) == found["offline"].rows
         assert len(found) == 4
 
@@ -101,7 +101,9 @@ def test_rates_are_of_the_counted_batches() -> None:
         "rows": [3, 4, 4],
         "row_hits": [3, 1, 2],
     }
-    assert cache.counted({"samples": samples, "batches": 2}) == cache.HitRates(11 / 20, 3 / 8)
+    assert cache.counted_hit_rates({"samples": samples, "batches": 2}) == cache.HitRates(
+        11 / 20, 3 / 8
+    )
 
 
 def test_cache_sets_round_up_and_are_never_none() -> None:
@@ -135,7 +137,7 @@ def test_wrong_values_are_usage_errors(words: list[str], error: str) -> None:
 
 def test_the_first_sentence_is_made_of_counted_numbers(smoke_runs: Mapping[str, Path]) -> None:
     run = Run.read(smoke_runs["cache_hit_rate"])
-    rows = at_headline(run)
+    rows = headline_rows(run)
     assert rows is not None
     by_name = rows.set_index("contender")
     first = (run.path / "report.md").read_text().splitlines()[2]

@@ -202,7 +202,7 @@ def test_tables_of_keys_answer_what_was_put_in(name: str) -> None:
     assert fill(table, calls) == 480
     assert table.size() == 480
     verify_keyed(table, calls.space, calls.space.run(0, 480))
-    table.ready()
+    table.reset_after_checks()
     assert table.size() == 480
     assert table.nbytes() >= 480 * 8
 
@@ -297,7 +297,7 @@ def test_a_wrong_table_is_found_out(wrong: type[KeyTable], what: str) -> None:
 
 def test_lines_hold_their_numbers_in_pages_as_asked() -> None:
     for huge in (False, True):
-        found = bandwidth.Lines(1 << 20, huge=huge)
+        found = bandwidth.CacheLines(1 << 20, huge=huge)
         positions = found.positions(torch.tensor([0, -1, 2**62, 7]))
         for read in (found.read, found.take):
             assert torch.equal(read(positions) * bandwidth.WORDS_PER_LINE, positions)
@@ -335,7 +335,7 @@ def test_exact_caches_follow_the_program_and_so_does_a_table_of_one_bucket(
 ) -> None:
     rng = np.random.default_rng(1)
     batches = [rng.zipf(1.3, 24) % 90 for _ in range(60)] + [np.arange(70)] * 2
-    got = cache_bounds.run(RowTrace.of(batches, 0), 32, policy)
+    got = cache_bounds.run_policy(RowTrace.of(batches, 0), 32, policy)
     assert got.rows == brute([b.tolist() for b in batches], 32, policy)
     config = configure.load(["+experiment=eviction_quality", "device=cpu"])
     name = policy.name.replace("exact", "scored")

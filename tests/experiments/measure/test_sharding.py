@@ -20,7 +20,7 @@ from experiments.contenders import registry
 from experiments.contenders.base import Task, build
 from experiments.contenders.registry import Unsupported, Wrong
 from experiments.kind_reports import sharding as sharding_report
-from experiments.kind_reports.calibration import at
+from experiments.kind_reports.calibration import interpolate
 from experiments.kinds import expand, sharding
 from experiments.measure.outcome import verify
 from experiments.report import Run, text
@@ -157,7 +157,7 @@ def test_a_step_is_compute_and_communication_and_scales_from_one_rank() -> None:
         record("sharded_row_wise", 4, 4e-3, scaling="strong", batch=2),
         record("torchrec_row_wise", 4, 10e-3),
     ]
-    rows = sharding.steps(sharding.frame(records)).set_index(["arm", "world_size", "scaling"])
+    rows = sharding.step_frame(sharding.frame(records)).set_index(["arm", "world_size", "scaling"])
     weak = rows.loc[("sharded_row_wise", 4, "weak")]
     assert weak["efficiency"] == pytest.approx(0.8)
     assert weak["compute_s"] == pytest.approx(5e-3)
@@ -171,18 +171,18 @@ def test_a_step_is_compute_and_communication_and_scales_from_one_rank() -> None:
 
 def test_ranks_that_share_cores_measure_nothing_but_correctness() -> None:
     records = [record("sharded_row_wise", world, 1e-3 * world) for world in (1, 2, 4)]
-    rows = sharding.steps(sharding.frame(records))
+    rows = sharding.step_frame(sharding.frame(records))
     run: Any = SimpleNamespace(
         environment={"cpu": {"usable_cores": 2}},
         records=records,
         headline="sweep",
         subject=SimpleNamespace(contender="sharded_row_wise"),
     )
-    measured, shared = sharding_report._scaling(run, rows)
+    measured, shared = sharding_report._scaling_sentences(run, rows)
     assert measured.startswith("Weak scaling to 2 ranks: row-wise takes 2.0")
     assert shared.startswith("Where 4 ranks share 2 cores, a run measures nothing but that results")
     run.environment = {}
-    assert "4 ranks" in sharding_report._scaling(run, rows)[0]
+    assert "4 ranks" in sharding_report._scaling_sentences(run, rows)[0]
 
 
 def test_predictions_are_set_beside_what_was_measured_and_marked_beyond() -> None:
@@ -197,11 +197,11 @@ def test_predictions_are_set_beside_what_was_measured_and_marked_beyond() -> Non
     rows = sharding.predictions(records)
     assert rows["beyond"].tolist() == [False, False, True, False]
     assert math.isnan(rows[rows["beyond"]]["median_s"].iloc[0])
-    correlation, factor, points = sharding.agreement(rows)
+    correlation, factor, points = sharding.prediction_agreement(rows)
     assert points == 3
     assert correlation == pytest.approx(0.5)  # ranks 1, 3, 2 of 1, 2, 3
     assert factor == pytest.approx(1.9, rel=0.05)
-    assert math.isnan(sharding.agreement(rows[:2])[0])
+    assert math.isnan(sharding.prediction_agreement(rows[:2])[0])
 
 
 # Contenders
@@ -273,7 +273,7 @@ def test_the_report_of_scaling_tells_what_communication_takes(
     smoke_runs: Mapping[str, Path],
 ) -> None:
     run = Run.read(smoke_runs["sharding_scaling"])
-    rows = sharding.steps(sharding.frame(run.records))
+    rows = sharding.step_frame(sharding.frame(run.records))
     assert set(rows["world_size"]) == {1, 2}
     assert set(rows["contender"]) == set(OURS)
     said = " ".join(sharding_report.answer(run))
@@ -294,7 +294,7 @@ def test_the_report_of_scaling_tells_what_communication_takes(
 def test_the_report_beside_torchrec_gives_the_multiple(smoke_runs: Mapping[str, Path]) -> None:
     pytest.importorskip("torchrec")
     run = Run.read(smoke_runs["sharded_vs_torchrec"])
-    rows = sharding.steps(sharding.frame(run.records))
+    rows = sharding.step_frame(sharding.frame(run.records))
     assert not [r for r in run.records if r["status"] != "ok"]
     row = rows[(rows["arm"] == "torchrec_row_wise") & (rows["section"] == "sweep")]
     row = row[row["world_size"] == 2].iloc[0]
@@ -322,4 +322,4 @@ def test_a_calibration_is_kept_as_a_planner_reads_it(smoke_runs: Mapping[str, Pa
 
 def test_a_curve_is_linear_between_its_points() -> None:
     curve = [(32.0, 1.0), (64.0, 3.0), (128.0, 5.0)]
-    assert [at(curve, x) for x in (1, 32, 48, 96, 500)] == [1.0, 1.0, 2.0, 4.0, 5.0]
+    assert [interpolate(curve, x) for x in (1, 32, 48, 96, 500)] == [1.0, 1.0, 2.0, 4.0, 5.0]

@@ -205,13 +205,13 @@ def test_failures_are_a_map_and_a_table(tmp_path: Path) -> None:
     columns, lines = (len(labels()) for labels in (axes.get_xticklabels, axes.get_yticklabels))
     plt.close()
     assert lines >= columns  # names of rows need no tilt
-    assert marks.count("oom") == (outcomes.outcomes(run)["label"] == "EmbeddingBag").sum()
+    assert marks.count("oom") == (outcomes.outcome_frame(run)["label"] == "EmbeddingBag").sum()
     assert {"✓", "½", "oom"} == set(marks)
-    table = outcomes.table(run)
+    table = outcomes.failures_table(run)
     partly = next(row for row in table.rows if row[3].shown == "partly")
     assert [v.shown for v in partly[4:]] == ["2 of 3", "timeout: silent for 120 s"]
-    assert "oom" in outcomes.sentence(run)
-    assert "partly" in outcomes.sentence(run)
+    assert "oom" in outcomes.failures_sentence(run)
+    assert "partly" in outcomes.failures_sentence(run)
 
 
 def test_wrong_in_one_process_is_wrong(tmp_path: Path) -> None:
@@ -219,13 +219,13 @@ def test_wrong_in_one_process_is_wrong(tmp_path: Path) -> None:
         return ("wrong", "differs") if arm.contender == "tt" and process == 2 else ("ok", "")
 
     run = Run.read(make_run(tmp_path, Recipe(words=ONE_AXIS, fate=fate)))
-    found = outcomes.outcomes(run)
+    found = outcomes.outcome_frame(run)
     assert set(found[found["label"].str.startswith("TT")]["status"]) == {"wrong"}
 
 
 def test_no_map_where_nothing_failed(plain: Run) -> None:
     assert outcomes.figures(plain) == []
-    assert outcomes.sentence(plain).startswith("None: all ")
+    assert outcomes.failures_sentence(plain).startswith("None: all ")
 
 
 def test_a_cell_alone_has_no_sweeps_and_no_map(tmp_path: Path) -> None:
@@ -245,7 +245,7 @@ def test_strangers_get_a_colour_that_stays() -> None:
 
 
 def test_colours_differ_and_the_page_has_each_in_both_themes() -> None:
-    variables = style.variables()
+    variables = style.css_variables()
     assert len(variables) == len(style.COLOURS) + len(style.STATUS) + 4
     css = (document.TEMPLATES / "page.css").read_text()
     for name in variables.values():
@@ -317,7 +317,7 @@ def test_an_axis_reaches_and_has_headroom_at_once() -> None:
 def test_names_move_as_little_as_keeps_them_apart(
     wanted: list[float], expected: list[float]
 ) -> None:
-    assert charts.apart(wanted, 0.5, 0.0, 10.0) == pytest.approx(expected)
+    assert charts.spread_apart(wanted, 0.5, 0.0, 10.0) == pytest.approx(expected)
 
 
 def test_names_of_near_points_stay_next_to_them_and_apart() -> None:

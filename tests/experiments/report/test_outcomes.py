@@ -35,7 +35,7 @@ def strict_texts(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("strict_texts")
 def test_the_report_of_a_run_without_failures(tmp_path: Path) -> None:
     path = make_run(tmp_path / "run", Recipe(words=SMALL))
-    assert "None: all" in outcomes.sentence(Run.read(path))
+    assert "None: all" in outcomes.failures_sentence(Run.read(path))
     write_report(path)
     assert (path / "index.html").exists()
 
@@ -46,7 +46,7 @@ def test_reasons_of_several_processes_and_a_missing_one(tmp_path: Path) -> None:
         tmp_path / "run",
         Recipe(words=SMALL, fate=lambda arm, cell, process: fates[process]),  # type: ignore[arg-type, return-value]
     )
-    found = outcomes.outcomes(Run.read(path))
+    found = outcomes.outcome_frame(Run.read(path))
     assert set(found["status"]) == {"partly"}
     assert set(found["reason"]) == {"oom: too large; error: "}
     assert set(found["good"]) == {1}

@@ -261,7 +261,7 @@ def test_a_reference_of_traces_renders_into_a_readme(
     smoke_runs: Mapping[str, Path], tmp_path: Path
 ) -> None:
     shutil.copytree(smoke_runs["cache_hit_rate"], tmp_path / "some-cpu" / "cache_hit_rate")
-    new = reference.rendered(f"{reference.RESULTS[0]}\n{reference.RESULTS[1]}\n", tmp_path)
+    new = reference.with_results(f"{reference.RESULTS[0]}\n{reference.RESULTS[1]}\n", tmp_path)
     assert "| cache | LRU | LFU | offline optimum (ideal) | static top-k (ideal) | step ÷" in new
     assert "Share of the lookups of a table of 300 rows" in new
 
@@ -272,16 +272,16 @@ def test_reference_results_render_into_a_readme(
     folder = tmp_path / "some-cpu" / "tt_vs_tbe"
     shutil.copytree(smoke_runs["tt_vs_tbe"], folder)
     readme = f"# x\n{reference.RESULTS[0]}\nstale\n{reference.RESULTS[1]}\nrest\n"
-    new = reference.rendered(readme, tmp_path)
+    new = reference.with_results(readme, tmp_path)
     assert "stale" not in new
     assert new.endswith(f"{reference.RESULTS[1]}\nrest\n")
-    assert reference.rendered(new, tmp_path) == new
+    assert reference.with_results(new, tmp_path) == new
     run = Run.read(folder)
     row = run.table[(run.table["arm"] == "tt-16") & (run.table["phase"] == "step")].iloc[0]
     assert text.times(row["compression"]) in new
     assert "| TT rank 16 |" in new
     with pytest.raises(ValueError, match="once each"):
-        reference.rendered("no markers", tmp_path)
+        reference.with_results("no markers", tmp_path)
 
 
 def test_the_readme_says_what_the_committed_references_say() -> None:

@@ -18,11 +18,11 @@ from experiments.machine import ceilings
 from experiments.report import Run, published
 from experiments.report.published import (
     Nature,
-    Place,
     Publication,
     PublishedFigure,
     Quantity,
     Reproduction,
+    RunPoint,
 )
 from experiments.results.metrics import frame
 from experiments.workloads.workload import CRITEO_KAGGLE, table_shapes
@@ -46,13 +46,13 @@ def judge(run: Run, **changes: Any) -> published.JudgedFigure:
         1.0,
         "µs per lookup",
         quantity=Quantity.us_per_lookup,
-        ours=Place("fbtt_readme", "tt-32"),
+        ours=RunPoint("fbtt_readme", "tt-32"),
         device="epyc_unnamed",
         work={"E": 11000000, "D": 64},
     )
-    (same,) = published.findings(run, dataclasses.replace(SOURCE, figures=(figure,)))
+    (same,) = published.judge_figures(run, dataclasses.replace(SOURCE, figures=(figure,)))
     changed = dataclasses.replace(figure, **{"value": same.ours, **changes})
-    (found,) = published.findings(run, dataclasses.replace(SOURCE, figures=(changed,)))
+    (found,) = published.judge_figures(run, dataclasses.replace(SOURCE, figures=(changed,)))
     return found
 
 
@@ -119,14 +119,14 @@ def test_what_is_of_another_device_is_in_the_table_and_in_no_figure(
 ) -> None:
     elsewhere, same = judge(run, device="h100_sxm5"), judge(run)
     for found, names in (([elsewhere], []), ([elsewhere, same], ["published"])):
-        monkeypatch.setattr(anchor_report.anchors, "of_run", lambda run, found=found: found)
+        monkeypatch.setattr(anchor_report.anchors, "judge_run", lambda run, found=found: found)
         drawn = [f.name for f in anchor_report.figures(run) if f.name == "published"]
         assert drawn == names
         assert len(anchor_report.table(found).rows) == len(found)
 
 
 def test_every_measured_figure_says_its_mode() -> None:
-    for source in published.sources():
+    for source in published.publications():
         measured = [f for f in source.figures if f.ours and f.nature is Nature.measured]
         assert [f.name for f in measured if f.work["mode"] != "hot"] == []
         if measured:
@@ -139,7 +139,7 @@ def test_what_follows_from_sizes_must_come_out_anywhere(run: Run) -> None:
         "quantity": Quantity.compression,
         "nature": Nature.exact,
         "device": "h100_sxm5",
-        "ours": Place("criteo", "tt-8"),
+        "ours": RunPoint("criteo", "tt-8"),
         "work": {},
     }
     ours = judge(run, value=1.0, **sizes).ours
@@ -153,22 +153,22 @@ def test_what_follows_from_sizes_must_come_out_anywhere(run: Run) -> None:
 
 def test_no_run_a_smoke_run_and_a_failure_say_so(run: Run) -> None:
     figure = PublishedFigure(
-        "step", 1.0, "ms", quantity=Quantity.milliseconds, ours=Place("criteo", "fbgemm")
+        "step", 1.0, "ms", quantity=Quantity.milliseconds, ours=RunPoint("criteo", "fbgemm")
     )
     source = dataclasses.replace(SOURCE, figures=(figure,))
-    assert published.findings(None, source)[0].reason == "no run of tt_vs_tbe at hand"
-    assert published.findings(run, source)[0].reason == "our run has no fbgemm in criteo"
+    assert published.judge_figures(None, source)[0].reason == "no run of tt_vs_tbe at hand"
+    assert published.judge_figures(run, source)[0].reason == "our run has no fbgemm in criteo"
     failed = dataclasses.replace(run, frames={"results": run.table.copy()})
     failed.table.loc[failed.table["arm"] == "torch", ["status", "reason"]] = ["oom", "too large"]
-    torch = dataclasses.replace(figure, ours=Place("criteo", "torch"))
-    (found,) = published.findings(failed, dataclasses.replace(SOURCE, figures=(torch,)))
+    torch = dataclasses.replace(figure, ours=RunPoint("criteo", "torch"))
+    (found,) = published.judge_figures(failed, dataclasses.replace(SOURCE, figures=(torch,)))
     assert (found.verdict, found.reason) == (Reproduction.NOT_RUN, "oom: too large")
 
 
 def test_units_of_others_are_computed_as_they_do(run: Run) -> None:
     row = run.table[(run.table["section"] == "fbtt_readme") & (run.table["arm"] == "tbe")]
     step = row[row["phase"] == "step"].iloc[0]
-    ours = {q: measure(step, 2e-3) for q, measure in published.OURS.items()}
+    ours = {q: measure(step, 2e-3) for q, measure in published.OUR_NUMBERS.items()}
     assert ours[Quantity.milliseconds] == 2.0
     assert ours[Quantity.seconds_of_ten] == pytest.approx(0.02)
     assert ours[Quantity.us_per_lookup] == pytest.approx(2000 / 10240)
@@ -177,7 +177,7 @@ def test_units_of_others_are_computed_as_they_do(run: Run) -> None:
 
 def test_fbgemms_bandwidth_is_its_own_arithmetic() -> None:
     """Its 978 GB/s and its 0.515 ms are one measurement, by the model that OURS has."""
-    (source,) = published.of_experiment("anchor_fbgemm_tbe")
+    (source,) = published.publications_of("anchor_fbgemm_tbe")
     by_unit = {
         f.unit: f
         for f in source.figures
@@ -186,7 +186,7 @@ def test_fbgemms_bandwidth_is_its_own_arithmetic() -> None:
     work = by_unit["ms"].work
     lookups = work["T"] * work["B"] * work["L"]
     row: Any = {"phase": "step", "lookups": lookups, "D": work["D"]}
-    model = published.OURS[Quantity.fbgemm_gb_s](row, by_unit["ms"].value / 1e3)
+    model = published.OUR_NUMBERS[Quantity.fbgemm_gb_s](row, by_unit["ms"].value / 1e3)
     assert model == pytest.approx(by_unit["GB/s"].value, rel=2e-3)
 
 
@@ -197,12 +197,12 @@ def test_published_sizes_are_those_of_the_experiments() -> None:
     terabyte = table_shapes(config.cases["terabyte_7"].workload)
     assert sum(s.rows for s in terabyte) == 49_126_297
     torchrec = configure.load(["+experiment=anchor_torchrec_ebc", "device=cpu"])
-    (source,) = published.of_experiment("anchor_torchrec_ebc")
+    (source,) = published.publications_of("anchor_torchrec_ebc")
     rows = sum(s.rows for s in table_shapes(torchrec.cases["dlrm_128"].workload))
     assert rows == source.figures[0].work["rows"]
 
 
-@pytest.mark.parametrize("source", published.sources(), ids=lambda s: s.key)
+@pytest.mark.parametrize("source", published.publications(), ids=lambda s: s.key)
 def test_every_published_figure_is_of_a_case_that_exists(source: Publication) -> None:
     assert source.url.startswith("https://")
     config = None
@@ -253,7 +253,7 @@ def test_every_published_figure_is_of_a_case_that_exists(source: Publication) ->
 def test_a_figure_without_its_source_is_refused(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "x.yaml").write_text(text)
     with pytest.raises(ValueError, match=message):
-        published.read(tmp_path / "x.yaml")
+        published.read_publication(tmp_path / "x.yaml")
 
 
 @pytest.mark.parametrize("name", ANCHORS)
@@ -261,7 +261,7 @@ def test_an_anchors_report_shows_theirs_beside_ours(
     name: str, smoke_runs: Mapping[str, Path]
 ) -> None:
     run = Run.read(smoke_runs[name])
-    found = published.of_run(run)
+    found = published.judge_run(run)
     assert found
     assert {f.verdict for f in found} == {
         Reproduction.NOT_RUN
@@ -286,7 +286,7 @@ def test_a_full_size_run_is_judged_in_its_report(tmp_path: Path, run: Run) -> No
     told.table["section"] = told.table["section"].replace("criteo", "kaggle_7")
     for record in told.records:
         record["section"] = record["section"].replace("criteo", "kaggle_7")
-    found = published.of_run(told)
+    found = published.judge_run(told)
     reproduced = [f.figure.value for f in found if f.verdict is Reproduction.REPRODUCED]
     assert reproduced == [117, 221]
     said = anchor_report.answer(told)
@@ -305,7 +305,7 @@ def test_the_page_of_published_figures_is_up_to_date(capsys: pytest.CaptureFixtu
 
 def test_the_page_has_every_figure_and_takes_runs_along(run: Run, tmp_path: Path) -> None:
     page = pages.overview().markdown()
-    for source in published.sources():
+    for source in published.publications():
         assert f"## {source.title}" in page
         assert source.url in page
     assert "load 0.50: insert_or_assign 1.093 · find 2.47" in page

@@ -25,7 +25,7 @@ from experiments.measure.process import Died
 from experiments.paths import ROOT
 from experiments.results.store import read_records
 from experiments.run import ranks as ranks_module
-from experiments.run.ranks import Elsewhere, ProcessSync, RankProcesses
+from experiments.run.ranks import FailedElsewhere, ProcessSync, RankProcesses
 from experiments.timing.clock import Clock, Phase, Reading, Work
 from experiments.timing.race import Measured, Race
 
@@ -175,7 +175,7 @@ def test_an_arm_that_fails_on_one_rank_has_failed_on_all(where: int, call: int) 
         if rank == where:
             assert isinstance(error, ValueError)
         else:
-            assert isinstance(error, Elsewhere)
+            assert isinstance(error, FailedElsewhere)
             assert str(error) == f"rank {where}: ValueError: row out of range"
 
 

@@ -128,7 +128,7 @@ def test_a_data_set_that_was_missing_is_another_point(monkeypatch: pytest.Monkey
     config = configure.load(["+experiment=quality", "options.data=[movielens]"])
 
     def keys(version: str | None) -> set[str]:
-        monkeypatch.setattr(registry, "installed", lambda name: version and (name, version))
+        monkeypatch.setattr(registry, "find_installed", lambda name: version and (name, version))
         packages = find(config.kind).measurement.packages
         return {identity.point_key(cell, config, packages) for cell in expand(config)}
 

@@ -58,7 +58,7 @@ def test_no_choice_serves_more_lookups_than_the_bound(
     warm = min(warm, len(batches))
     trace = trace_of(batches, warm)
     most = best(batches, warm, capacity, lookups=True)
-    assert most <= cache_bounds.most_lookups(trace, capacity) + 1e-9
+    assert most <= cache_bounds.max_lookup_hits(trace, capacity) + 1e-9
     assert sum(cache_bounds.offline(trace, capacity).lookups) <= most
     assert sum(cache_bounds.static_top(trace, capacity).lookups) <= most
     assert sum(cache_bounds.static_top(trace, capacity).rows) <= sum(
@@ -90,7 +90,7 @@ def test_the_bound_is_close_to_what_offline_serves() -> None:
     lookups = sum(int(trace.lookups[s].sum()) for s in trace.slices())
     for capacity in (50, 500, 2000):
         served = sum(cache_bounds.offline(trace, capacity).lookups)
-        most = cache_bounds.most_lookups(trace, capacity)
+        most = cache_bounds.max_lookup_hits(trace, capacity)
         assert served <= most <= served + 0.01 * lookups
 
 
@@ -100,7 +100,7 @@ def test_law_top_is_what_a_long_trace_gives() -> None:
     batches = [distributions.zipf_ranks(rng, lookups, rows, 1.0) for _ in range(600)]
     trace = cache_bounds.RowTrace.of(batches, 300)
     chosen = ((trace.rows >= 1) & (trace.rows <= capacity)).astype(np.int64)
-    hits = cache_bounds.served(trace, chosen)
+    hits = cache_bounds.hits_per_batch(trace, chosen)
     distinct = sum(s.stop - s.start for s in trace.slices())
     by_lookup, by_row = cache_bounds.expected_top(
         distributions.zipf_probabilities(rows, 1.0), capacity, lookups

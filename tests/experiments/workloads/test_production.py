@@ -30,10 +30,10 @@ def test_published_shares_agree_with_each_other() -> None:
 
 def test_the_fitted_rates_expect_the_published_histograms() -> None:
     """Within twice what rounding allows, in every bin of both."""
-    found = production.rates()
+    found = production.popularity_classes()
     rows, lookups = np.zeros(17), np.zeros(17)
     for rate, many in zip(found.rate, found.rows, strict=True):
-        own = production.bins_of(float(rate))
+        own = production.expected_bins(float(rate))
         rows += many * own[0]
         lookups += many * own[1] / (production.LOOKUPS / production.DISTINCT)
     assert rows == pytest.approx(np.array(production.ROWS_SHARE), abs=2 * ROUNDING)
@@ -44,7 +44,7 @@ def test_the_fitted_rates_expect_the_published_histograms() -> None:
 def test_drawn_lookups_have_the_published_histograms() -> None:
     table = 300_000
     count = production.published_lookups(table)
-    drawn = production.ranks(np.random.default_rng(4), count, table)
+    drawn = production.draw_ranks(np.random.default_rng(4), count, table)
     counts = np.bincount(drawn, minlength=table + 1)[1:]
     counts = counts[counts > 0]
     rows, lookups = production.histograms(counts)
@@ -66,7 +66,9 @@ def test_the_law_is_a_law_on_any_table(rows: int) -> None:
 
 def test_ranks_follow_the_law() -> None:
     rows, count = 40, 200_000
-    seen = np.bincount(production.ranks(np.random.default_rng(3), count, rows), minlength=rows + 1)
+    seen = np.bincount(
+        production.draw_ranks(np.random.default_rng(3), count, rows), minlength=rows + 1
+    )
     expected = count * production.probabilities(rows)
     assert seen[0] == 0
     assert ((seen[1:] - expected) ** 2 / expected).sum() < 73  # 99.9 % quantile at 39 degrees

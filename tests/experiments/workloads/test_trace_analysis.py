@@ -129,7 +129,7 @@ def test_masses_of_blocks_are_the_law() -> None:
     blocks = trace_analysis.Blocks(last, np.ones(6, np.int64))
     for s, q in ((0.0, 0.0), (0.9, 3.0), (1.0, 0.0), (2.5, 40.0)):
         law = np.cumsum(distributions.zipf_probabilities(100_000, s, q))
-        got = np.cumsum(trace_analysis.masses(blocks, np.array([s]), q)[0])
+        got = np.cumsum(trace_analysis.block_masses(blocks, np.array([s]), q)[0])
         assert got == pytest.approx(law[last - 1], rel=1e-5)
 
 
@@ -141,12 +141,12 @@ BATCHES = [np.array([5, 5, 9, 5]), np.array([9, 9, 70]), np.array([], np.int64),
 
 def test_numbers_of_a_small_trace() -> None:
     lookups = Lookups(BATCHES)
-    assert trace_analysis.samples(lookups) == {
+    assert trace_analysis.batch_counts(lookups) == {
         "lookups": [4, 3, 0, 1],
         "rows": [2, 2, 0, 1],
         "new": [2, 1, 0, 0],
     }
-    found = trace_analysis.table(lookups, np.array([4, 0, 3, 1]), 100)
+    found = trace_analysis.table_numbers(lookups, np.array([4, 0, 3, 1]), 100)
     assert (found["lookups"], found["distinct"], found["rows"]) == (8, 3, 100)
     assert found["batch_distinct_share"] == 5 / 8
     assert found["once"] == 1 / 3  # of the counts 4, 3, 1
@@ -163,7 +163,7 @@ def test_spectrum_and_distances_of_a_small_trace() -> None:
     assert spectrum["rows"][:3] == pytest.approx([1 / 3, 0, 2 / 3])
     assert spectrum["lookups"][:3] == pytest.approx([1 / 8, 0, 7 / 8])
     # 5 5 9 5 9 9 70 5: distances - 0 - 1 1 0 - 2
-    distances = trace_analysis.distances(lookups)
+    distances = trace_analysis.distance_histogram(lookups)
     assert distances["edges"] == [0, 1, 2, 4]
     assert distances["reuse"] == pytest.approx([2 / 8, 2 / 8, 1 / 8])
     assert distances["first"] == 3 / 8
@@ -173,7 +173,7 @@ def test_spectrum_and_distances_of_a_small_trace() -> None:
 
 def test_ranked_shares_add_up() -> None:
     lookups = Lookups([draw(5000, 300, 1.0)])
-    points = trace_analysis.ranked(lookups)
+    points = trace_analysis.shares_by_rank(lookups)
     assert points[0] == [1.0, lookups.counts.max() / 5000]
     assert all(a[1] >= b[1] for a, b in itertools.pairwise(points))
 
@@ -228,7 +228,7 @@ def test_frames_have_a_row_per_table_and_per_size() -> None:
     rows = frames.tables([record, {"kind": "time"}])
     assert list(rows["table"]) == ["table 0", "table 1"]
     assert rows["lookups"].sum() == sum(record["samples"]["lookups"])
-    curves = frames.curves([record])
+    curves = frames.ideal_hit_rates([record])
     assert set(curves["policy"]) == {"lru", "offline", "static_top"}
     assert curves["fraction"].max() == 1
     assert len(curves[curves["policy"] == "offline"]) == 3
@@ -246,7 +246,7 @@ def run(smoke_runs: Mapping[str, Path], tmp_path: Path) -> Path:
 
 def test_the_report_is_made_of_the_records(run: Path) -> None:
     read = Run.read(run)
-    record = trace_report.subject(read)
+    record = trace_report.answer_record(read)
     assert record is not None
     assert record["section"] == "production"
     sentences = trace_report.answer(read)
