@@ -18,6 +18,7 @@ from emblib.online.changes import Changes, KeyedChanges, PlainChanges
 from emblib.online.records import Record, RecordKind, decode, encode
 from emblib.online.sinks import Sink
 from emblib.online.tables import PlainTable, find_tables
+from emblib.sharding import ReplicatedModelParallel
 from emblib.specs import Choice, check_count
 
 
@@ -96,6 +97,11 @@ class ChangeLog:
         max_pending: int = 8,
         when_full: WhenFull = WhenFull.BLOCK,
     ) -> None:
+        if any(isinstance(part, ReplicatedModelParallel) for part in model.modules()):
+            raise TypeError(
+                "ReplicatedModelParallel changes all rows when it averages its replicas: log "
+                "DistributedModelParallel, or freeze() the tables from time to time"
+            )
         found = find_tables(model)
         if found.others:
             raise TypeError(

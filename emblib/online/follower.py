@@ -144,7 +144,9 @@ class LogFollower:
             ValueError: rows that the format of a table does not hold; they stay at it, too.
         """
         with self._applying:
-            while self._poll():
+            has_more = True
+            while has_more:
+                has_more = self._poll()
                 while (key := self._next_boundary()) is not None:
                     self._apply(key)
             if any(log.has_skipped for log in self._logs):
