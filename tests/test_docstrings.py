@@ -42,6 +42,7 @@ PACKAGES = (
     emblib,
     emblib.init,
     emblib.jagged,
+    emblib.online,
     emblib.optim,
     emblib.sharding,
     emblib.storage,

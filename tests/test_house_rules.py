@@ -71,6 +71,7 @@ LAYERS = (
         "emblib.captured_step",
         "emblib.migration",
     ),
+    ("emblib.online",),
 )
 # The same of the harness; `experiments/__init__.py` says what each is.
 LAYERS_OF_THE_HARNESS = (

@@ -1,0 +1,22 @@
+"""Online updates: change logs of a trainer, and followers that serve what they say.
+
+A `ChangeLog` per rank writes the rows that training changes to a `Sink`; a `LogFollower` applies
+them to a served model between its lookups.
+"""
+
+from emblib.online.change_log import ChangeLog, ChangeLogError, WhenFull
+from emblib.online.follower import Lag, LogFollower
+from emblib.online.records import LogError
+from emblib.online.sinks import DirectorySink, RedisSink, Sink
+
+__all__ = [
+    "ChangeLog",
+    "ChangeLogError",
+    "DirectorySink",
+    "Lag",
+    "LogError",
+    "LogFollower",
+    "RedisSink",
+    "Sink",
+    "WhenFull",
+]

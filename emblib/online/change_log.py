@@ -1,0 +1,316 @@
+"""ChangeLog: the log of the changes of a model's tables, written while it trains.
+
+`record` copies the changed rows; a thread encodes them and appends the bytes to the sink. If that
+fails, the entry stays in memory; the next call raises, and lets the thread try again. From time to
+time the log gets all rows, a compaction, and drops what is older than the one before it.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from types import TracebackType
+
+import torch
+from torch import nn
+
+from emblib.online.changes import Changes, KeyedChanges, PlainChanges
+from emblib.online.records import Record, RecordKind, decode, encode
+from emblib.online.sinks import Sink
+from emblib.online.tables import PlainTable, find_tables
+from emblib.sharding import ReplicatedModelParallel
+from emblib.specs import Choice, check_count
+
+
+class WhenFull(Choice):
+    """Reaction of `ChangeLog.record` while too many entries wait to be written.
+
+    BLOCK waits. MERGE returns at once, and the changes are part of the next entry.
+
+    Example:
+        >>> emblib.online.WhenFull("merge")
+        <WhenFull.MERGE: 'merge'>
+    """
+
+    BLOCK = "block"
+    MERGE = "merge"
+
+
+class ChangeLogError(RuntimeError):
+    """The log could not write an entry, which it keeps and writes later.
+
+    Example:
+        >>> issubclass(emblib.online.ChangeLogError, RuntimeError)
+        True
+    """
+
+
+class ChangeLog:
+    """Log the rows of a model that training changes, for followers that serve them.
+
+    Make it when the model has its optimizers and is sharded; each rank has its own log. It begins
+    with a snapshot of all rows. Then call `record(step)` between training steps. Rows must change
+    by training alone: after anything else, e.g. `load_state_dict`, call `snapshot(step)`.
+
+    Args:
+        model: module with plain and dynamic tables, whose updates are fused.
+        sink: sink of this rank, which may have an older log.
+        step: step that the tables are at.
+        states: whether entries have optimizer states.
+        compact_every: number of steps after which all rows are written again, and entries from
+            before the last time are dropped. None: `snapshot` alone does so, the log does not begin
+            with one, and the sink must be empty.
+        max_pending: number of entries that may wait to be written.
+        when_full: reaction of `record` where so many wait.
+
+    Raises:
+        TypeError: there are tensor trains or quantised tables in the model, or no tables.
+        ValueError: an optimizer that changes rows without a lookup, or a sink with records.
+
+    Example:
+        >>> import tempfile
+        >>> bags = emblib.DynamicEmbeddingBags(
+        ...     [emblib.DynamicSpec(1_000, 8, name="item")], emblib.optim.SGD(0.1)
+        ... )
+        >>> served = emblib.inference.for_inference(bags, "int8")
+        >>> sink = emblib.online.DirectorySink(tempfile.mkdtemp())
+        >>> follower = emblib.online.LogFollower(served, sink)
+        >>> ids, offsets = torch.tensor([2**62, -7]), torch.tensor([0, 1, 2])
+        >>> with emblib.online.ChangeLog(bags, sink) as log:
+        ...     bags(ids, offsets).sum().backward()
+        ...     log.record(1)
+        True
+        >>> follower.apply()
+        1
+        >>> bool(torch.allclose(follower(ids, offsets), bags.eval()(ids, offsets), atol=1e-3))
+        True
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        sink: Sink,
+        *,
+        step: int = 0,
+        states: bool = False,
+        compact_every: int | None = 1000,
+        max_pending: int = 8,
+        when_full: WhenFull = WhenFull.BLOCK,
+    ) -> None:
+        if any(isinstance(part, ReplicatedModelParallel) for part in model.modules()):
+            raise TypeError(
+                "ReplicatedModelParallel changes all rows when it averages its replicas: log "
+                "DistributedModelParallel, or freeze() the tables from time to time"
+            )
+        found = find_tables(model)
+        if found.others:
+            raise TypeError(
+                f"a change log has rows, and these tables change as a whole with every step: "
+                f"{found.others}; freeze() them from time to time, or train Dense or Hash tables"
+            )
+        self._rank, self._num_ranks = found.rank, found.num_ranks
+        self.step = check_count("step", step, minimum=0)
+        self._compact_every = compact_every
+        if compact_every is not None:
+            check_count("compact_every", compact_every, minimum=1)
+        self._when_full = WhenFull(when_full)
+        self._generation, self._sequence = _last_of(sink)
+        if compact_every is None and self._sequence:
+            raise ValueError(
+                "the sink has the records of another log, which a snapshot must follow: choose "
+                "compact_every, or an empty sink"
+            )
+        _check_names(found.tables)
+        self._plain = PlainChanges(found, states=states)
+        self._keyed = KeyedChanges(model, states=states)
+        if not found.tables and not self._keyed.names and found.num_ranks == 1:
+            raise TypeError(f"{type(model).__name__} has no tables of emblib that are trained")
+        self._writer = _Writer(sink, check_count("max_pending", max_pending, minimum=1))
+        self._last_whole = self.step
+        if compact_every is not None:
+            self.snapshot(self.step)
+
+    @torch.no_grad()
+    def record(self, step: int) -> bool:
+        """Log the rows that changed since the last entry, between training steps.
+
+        Args:
+            step: number of the training step that is complete, more than that of the last entry.
+                Ranks log the same steps.
+
+        Returns:
+            False where the changes wait for the next entry, see `WhenFull.MERGE`.
+
+        Raises:
+            ChangeLogError: an earlier entry could not be written, e.g. because the disk is full;
+                this step's changes then wait for the next call.
+            RuntimeError: rows changed without training.
+            ValueError: the step is not after the last one.
+        """
+        check_count("step", step, minimum=self.step + 1)
+        self._writer.raise_error()
+        is_due = self._compact_every is not None and step >= self._last_whole + self._compact_every
+        if self._when_full is WhenFull.MERGE and not is_due and self._writer.is_full():
+            return False
+        self._writer.wait_for_space()
+        self._put(RecordKind.DELTA, step, {**self._plain.collect(), **self._keyed.collect()})
+        if is_due:
+            self._put_whole(RecordKind.COMPACTION, step)
+        return True
+
+    @torch.no_grad()
+    def snapshot(self, step: int) -> None:
+        """Log all rows, which every follower then loads; the step may be before the last one.
+
+        Followers of several ranks need snapshots of the same step from all of them.
+        """
+        step = check_count("step", step, minimum=0)
+        self._writer.wait_for_space()
+        self._generation += 1
+        self._put_whole(RecordKind.SNAPSHOT, step)
+
+    def _put_whole(self, kind: RecordKind, step: int) -> None:
+        self._put(kind, step, {**self._plain.whole(), **self._keyed.whole()})
+        self._last_whole = step
+
+    def _put(self, kind: RecordKind, step: int, changes: Changes) -> None:
+        position = (self._rank, self._num_ranks, self._generation, self._sequence + 1)
+        self._writer.put(Record(kind, *position, step, time.time(), changes))
+        self._sequence += 1
+        self.step = step
+        self._plain.commit()
+        self._keyed.commit()
+
+    def flush(self) -> None:
+        """Wait until all entries are written.
+
+        Raises:
+            ChangeLogError: one could not be written.
+        """
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Write what waits, and end the log; the model may go on training.
+
+        Raises:
+            ChangeLogError: an entry could not be written; `close` may be called again.
+        """
+        self._writer.close()
+        self._plain.close()
+
+    def __enter__(self) -> "ChangeLog":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _last_of(sink: Sink) -> tuple[int, int]:
+    """Return generation and sequence of the last record in a sink; (0, 0) if it is empty."""
+    newest = deque(sink.read(), maxlen=1)
+    if not newest:
+        return 0, 0
+    record = decode(newest[0].data, newest[0].where)
+    return record.generation, record.sequence
+
+
+def _check_names(tables: Sequence[PlainTable]) -> None:
+    places = [(table.name, table.first_row, table.first_column) for table in tables]
+    twice = sorted({place[0] for place in places if places.count(place) > 1})
+    if twice:
+        raise ValueError(
+            f"tables in a change log must differ in name, and several collections have {twice}: "
+            "make a log of each collection"
+        )
+
+
+class _Writer:
+    """The thread that writes records, and the queue of those that wait."""
+
+    def __init__(self, sink: Sink, max_pending: int) -> None:
+        self._sink, self._max_pending = sink, max_pending
+        self._queue: deque[Record] = deque()
+        self._changed = threading.Condition()
+        self._error: Exception | None = None
+        self._is_closing = False
+        self._last_whole: str | None = None
+        self._thread = threading.Thread(target=self._run, name="emblib change log", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: self._is_closing or (self._queue and self._error is None)
+                )
+                if not self._queue:
+                    return
+                record = self._queue[0]
+            try:
+                self._write(record)
+            except Exception as error:
+                with self._changed:
+                    self._error = error
+                    self._changed.notify_all()
+                continue
+            with self._changed:
+                self._queue.popleft()
+                self._changed.notify_all()
+
+    def _write(self, record: Record) -> None:
+        position = self._sink.append(encode(record), starts_segment=record.is_whole)
+        if record.is_whole:
+            if self._last_whole is not None:
+                self._sink.trim(self._last_whole)
+            self._last_whole = position
+
+    def raise_error(self) -> None:
+        """Raise the error of the thread, if there is one, and let it try again."""
+        with self._changed:
+            error, self._error = self._error, None
+            waiting = len(self._queue)
+            self._changed.notify_all()
+        if error is not None:
+            raise ChangeLogError(
+                f"the change log could not write an entry: {type(error).__name__}: {error}. It "
+                f"keeps {waiting} entries in memory and tries again from now on: make room for "
+                "them, then repeat this call"
+            ) from error
+
+    def is_full(self) -> bool:
+        """Return whether another record must wait."""
+        with self._changed:
+            return len(self._queue) >= self._max_pending
+
+    def _wait(self, is_done: Callable[[], bool]) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: is_done() or self._error is not None)
+        self.raise_error()
+
+    def wait_for_space(self) -> None:
+        """Wait until another record may be put."""
+        self._wait(lambda: len(self._queue) < self._max_pending)
+
+    def put(self, record: Record) -> None:
+        """Add a record to the queue."""
+        with self._changed:
+            self._queue.append(record)
+            self._changed.notify_all()
+
+    def flush(self) -> None:
+        """Wait until the queue is empty."""
+        self._wait(lambda: not self._queue)
+
+    def close(self) -> None:
+        """Write all records, and end the thread."""
+        self.flush()
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify_all()
+        self._thread.join()
+        self._sink.close()

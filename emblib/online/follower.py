@@ -1,0 +1,372 @@
+"""LogFollower: a served model that applies the change logs of a trainer while it serves.
+
+Each rank of the trainer has a log. A boundary is a step that all logs have an entry for; `apply`
+goes from boundary to boundary. The entries up to the next one are checked and converted first, and
+then written while no reader is inside, so readers see all of a boundary or nothing.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from emblib.online.records import LogError, Record, RecordKind, TableChange, decode
+from emblib.online.served import ServedTable, concatenate, join_columns, served_tables
+from emblib.online.sinks import Sink
+
+_MAX_PENDING = 64  # records of a log that are in memory at a time, unless other logs are behind
+
+Key = tuple[int, int]  # generation and step of a record
+
+
+class Lag(NamedTuple):
+    """Distance of a follower behind its trainer.
+
+    Attributes:
+        steps: steps from the one that is served to the newest in the logs; None before the first.
+        seconds: age of the oldest entry that is not applied, by the clocks of both machines; 0.0 if
+            all are.
+
+    Example:
+        >>> emblib.online.Lag(steps=0, seconds=0.0)
+        Lag(steps=0, seconds=0.0)
+    """
+
+    steps: int | None
+    seconds: float
+
+
+class LogFollower:
+    """Serve the tables of a model at the steps of a trainer's change logs.
+
+    Threads look up through `follower(...)` or inside `follower.reading()`, and see the tables at
+    one boundary, a step that the logs of all ranks have. One thread calls `apply`, or `run`.
+    Quantised tables quantise the rows they take as `for_inference` does. Lookups by others, e.g.
+    of the model itself, may see a part of a boundary.
+
+    Args:
+        model: `for_inference(...)`, `open_frozen(...)`, `DynamicEmbeddingBags`,
+            `TableBatchedEmbeddingBags`, or an unsharded model that has such tables and collections.
+            Dynamic tables need the capacity of those of the trainer.
+        sources: sink of the log, or those of all ranks in any order.
+        step: step that the tables are at, e.g. of a frozen file; None loads a snapshot first.
+        tables: names of the tables to follow; None for all in the log, which the model must have.
+
+    Raises:
+        KeyError: the model lacks one of `tables`.
+        TypeError: a sharded model.
+        ValueError: a pruned table, a table on disk, or two tables of one name.
+
+    Example:
+        >>> import tempfile
+        >>> spec = emblib.TableSpec(100, 8, "item")
+        >>> trained = emblib.TableBatchedEmbeddingBags([spec], emblib.optim.SGD(0.1))
+        >>> sink = emblib.online.DirectorySink(tempfile.mkdtemp())
+        >>> log = emblib.online.ChangeLog(trained, sink)
+        >>> served = emblib.inference.for_inference(trained, "int4")
+        >>> follower = emblib.online.LogFollower(served, sink)
+        >>> ids, offsets = torch.tensor([3, 14]), torch.tensor([0, 2])
+        >>> trained(ids, offsets).sum().backward()
+        >>> log.record(1), log.close()
+        (True, None)
+        >>> follower.lag.steps, follower.apply(), follower.lag.steps
+        (None, 1, 0)
+        >>> now = emblib.inference.for_inference(trained, "int4")
+        >>> torch.equal(follower(ids, offsets), now(ids, offsets))
+        True
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        sources: Sink | Sequence[Sink],
+        *,
+        step: int | None = None,
+        tables: Sequence[str] | None = None,
+    ) -> None:
+        self.model = model
+        self._tables = served_tables(model)
+        self._names = None if tables is None else set(tables)
+        if unknown := sorted((self._names or set()) - self._tables.keys()):
+            raise KeyError(f"the model has no tables {unknown}, only {sorted(self._tables)}")
+        logs = list(sources) if isinstance(sources, Sequence) else [sources]
+        if not logs:
+            raise ValueError("a follower needs the sink of each rank's log, got none")
+        self._logs = [_Log(source) for source in logs]
+        self._step = step
+        self._key: Key | None = None  # None: a snapshot is needed, unless `_step` is a base
+        self._is_based = step is not None
+        self._lock = ReaderLock()
+        self._applying = threading.Lock()
+
+    @property
+    def step(self) -> int | None:
+        """Return the step that is served; None before the first."""
+        return self._step
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model without gradients, at one step."""
+        with self._lock.reading(), torch.no_grad():
+            return self.model(*args, **kwargs)
+
+    def reading(self) -> Any:
+        """Return a context in which the tables stay at one step, for any number of lookups."""
+        return self._lock.reading()
+
+    @property
+    def lag(self) -> Lag:
+        """Return how far the tables are behind, which reads what is new in the logs."""
+        with self._applying:
+            heads = [log.unapplied(self._is_new) for log in self._logs]
+        seconds = max((time.time() - oldest.time for oldest, _ in filter(None, heads)), default=0.0)
+        if self._step is None:
+            return Lag(None, max(seconds, 0.0))
+        steps = max((newest.step - self._step for _, newest in filter(None, heads)), default=0)
+        return Lag(max(steps, 0), max(seconds, 0.0))
+
+    def _is_new(self, record: Record) -> bool:
+        if self._key is not None:
+            return record.key > self._key
+        return self._step is None or record.step > self._step
+
+    def apply(self) -> int | None:
+        """Apply all complete boundaries; return the step that is served, None before the first.
+
+        Raises:
+            LogError: a log is damaged, lacks records, or is of other tables; the tables stay at
+                the last boundary.
+            OSError: a source cannot be read.
+            ValueError: rows that the format of a table does not hold; they stay at it, too.
+        """
+        with self._applying:
+            has_more = True
+            while has_more:
+                has_more = self._poll()
+                while (key := self._next_boundary()) is not None:
+                    self._apply(key)
+            if any(log.has_skipped for log in self._logs):
+                raise LogError(
+                    "the log has no snapshot to begin with: freeze the tables and pass the step= "
+                    "of the file, or have the trainer call snapshot(step)"
+                )
+            return self._step
+
+    def _poll(self) -> bool:
+        """Read more of the logs; return whether there was more."""
+        newest = max((log.newest for log in self._logs if log.newest is not None), default=None)
+        has_base = self._key is not None or self._is_based
+        # Each log is read, although one of them has more.
+        return any([log.poll(newest, needs_whole=not has_base) for log in self._logs])
+
+    def run(self, stop: threading.Event, interval_s: float = 1.0) -> None:
+        """Apply what comes until `stop` is set; errors are raised."""
+        while not stop.is_set():
+            self.apply()
+            stop.wait(interval_s)
+
+    # Boundaries
+
+    def _next_boundary(self) -> Key | None:
+        """Return the next step that all logs have; None while there is none."""
+        self._check_ranks()
+        if any(log.has_gap for log in self._logs):
+            self._key, self._is_based = None, False
+        if self._key is None and self._is_based:
+            self._begin_at_base()
+        if self._key is None:
+            whole = [{r.key for r in log.pending if r.is_whole} for log in self._logs]
+            return max(set.intersection(*whole), default=None)
+        for log in self._logs:
+            log.drop(self._key)
+        keys = [{record.key for record in log.pending} for log in self._logs]
+        return min(set.intersection(*keys), default=None)
+
+    def _begin_at_base(self) -> None:
+        """Find the generation of the base, once all logs have records."""
+        first = [log.pending[0] for log in self._logs if log.pending]
+        if len(first) < len(self._logs) or self._step is None:
+            return
+        if any(record.is_whole and record.step > self._step for record in first):
+            self._is_based = False  # entries after the base were dropped
+        else:
+            self._key = max(record.generation for record in first), self._step
+
+    def _check_ranks(self) -> None:
+        heads = [log.pending[0] for log in self._logs if log.pending]
+        ranks = sorted(record.rank for record in heads)
+        for record in heads:
+            if record.num_ranks != len(self._logs) or len(set(ranks)) < len(ranks):
+                raise LogError(
+                    f"the trainer has {record.num_ranks} ranks, and the {len(self._logs)} sources "
+                    f"are logs of ranks {ranks}: pass one source per rank"
+                )
+
+    def _apply(self, key: Key) -> None:
+        by_log = [log.up_to(key) for log in self._logs]
+        is_whole = self._key is None or any(r[-1].kind is RecordKind.SNAPSHOT for r in by_log)
+        if is_whole:
+            by_log = [[r for r in records if r.is_whole][-1:] for records in by_log]
+        kinds = {r.kind is RecordKind.SNAPSHOT for records in by_log for r in records}
+        if len(kinds) > 1 or any(r.key != key for rs in by_log for r in rs if r.is_whole):
+            raise LogError(
+                f"step {key[1]} is a snapshot in some logs only: have all ranks call "
+                "snapshot(step) with the same step"
+            )
+        writes = self._prepare([r for records in by_log for r in records], is_whole=is_whole)
+        try:
+            with self._lock.writing():
+                for write in writes:
+                    write()
+                self._key, self._step = key, key[1]
+        except BaseException:
+            self._key, self._is_based = None, False  # the tables are at no boundary
+            for log in self._logs:
+                log.restart()
+            raise
+        for log in self._logs:
+            log.drop(key)
+            log.has_gap = False
+
+    def _prepare(self, records: Sequence[Record], *, is_whole: bool) -> list[Callable[[], None]]:
+        changes: dict[str, list[TableChange]] = {}
+        for record in records:
+            if record.is_whole is is_whole:
+                for name, of_table in record.tables.items():
+                    changes.setdefault(name, []).extend(of_table)
+        writes: list[Callable[[], None]] = []
+        for name, of_table in changes.items():
+            table = self._table(name)
+            if table is None:
+                continue
+            joined = join_columns(of_table)
+            if is_whole:
+                writes.append(table.prepare_whole(concatenate(joined)))
+            else:
+                writes.extend(table.prepare(change) for change in joined)
+        return writes
+
+    def _table(self, name: str) -> ServedTable | None:
+        if self._names is not None and name not in self._names:
+            return None
+        if name not in self._tables:
+            raise LogError(
+                f"the log has a table {name!r}, the model only {sorted(self._tables)}: tables= "
+                "names those to follow"
+            )
+        return self._tables[name]
+
+
+class _Log:
+    """The log of one rank: the records that were read and not applied."""
+
+    def __init__(self, source: Sink) -> None:
+        self._source = source
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin at the oldest record."""
+        self._position: str | None = None
+        self._sequence: int | None = None
+        self.pending: deque[Record] = deque()
+        self.newest: Key | None = None
+        self.has_gap = False  # records were dropped between those that were read
+        self.has_skipped = False  # changes before the first snapshot
+
+    def poll(self, newest: Key | None, *, needs_whole: bool) -> bool:
+        """Read records, not much further than other logs; return whether there were any.
+
+        Args:
+            newest: the newest boundary that another log has read.
+            needs_whole: whether changes are skipped before the first snapshot.
+        """
+        count = 0
+        is_ahead = newest is None or self.newest is None or self.newest >= newest
+        if is_ahead and len(self.pending) >= _MAX_PENDING:
+            return False
+        for stored in self._source.read(self._position):
+            record = decode(stored.data, stored.where)
+            if self._sequence is not None and record.sequence != self._sequence + 1:
+                if not record.is_whole:
+                    raise LogError(
+                        f"{stored.where} is record {record.sequence}, after {self._sequence}: "
+                        "those between are missing"
+                    )
+                self.has_gap = True
+                self.pending.clear()
+            self._position, self._sequence = stored.position, record.sequence
+            self.newest, count = record.key, count + 1
+            self.has_skipped = needs_whole and not record.is_whole and not self.pending
+            if not self.has_skipped:
+                self.pending.append(record)
+            if count >= _MAX_PENDING:
+                break
+        return count > 0
+
+    def up_to(self, key: Key) -> list[Record]:
+        """Return the pending records up to a boundary."""
+        return [record for record in self.pending if record.key <= key]
+
+    def drop(self, key: Key) -> None:
+        """Remove the pending records up to a boundary."""
+        while self.pending and self.pending[0].key <= key:
+            self.pending.popleft()
+
+    def unapplied(self, is_new: Callable[[Record], bool]) -> tuple[Record, Record] | None:
+        """Return the oldest and the newest record to apply, if there are any."""
+        oldest = next((record for record in self.pending if is_new(record)), None)
+        newest = self.pending[-1] if oldest is not None else None
+        for stored in self._source.read(self._position):
+            newest = decode(stored.data, stored.where)
+            if oldest is None and is_new(newest):
+                oldest = newest
+        return None if oldest is None or newest is None else (oldest, newest)
+
+
+class ReaderLock:
+    """A lock for any number of readers or one writer; a writer that waits comes first."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._num_readers = 0
+        self._is_writing = False
+        self._here = threading.local()
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Enter when there is no writer, or this thread reads already."""
+        depth = getattr(self._here, "depth", 0)
+        if depth == 0:
+            with self._changed:
+                self._changed.wait_for(lambda: not self._is_writing)
+                self._num_readers += 1
+        self._here.depth = depth + 1
+        try:
+            yield
+        finally:
+            self._here.depth = depth
+            if depth == 0:
+                self._leave()
+
+    def _leave(self) -> None:
+        with self._changed:
+            self._num_readers -= 1
+            self._changed.notify_all()
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Enter when there is no reader; there is one writer at a time."""
+        with self._changed:
+            self._is_writing = True
+        try:
+            with self._changed:
+                self._changed.wait_for(lambda: self._num_readers == 0)
+            yield
+        finally:
+            with self._changed:
+                self._is_writing = False
+                self._changed.notify_all()

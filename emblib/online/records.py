@@ -1,0 +1,250 @@
+"""Records of a change log: the rows that changed up to a step, as bytes with checksums.
+
+A record is a prefix of 72 bytes, then its body. All numbers are little-endian.
+
+| bytes | prefix |
+| --- | --- |
+| 4 | `EMBC` |
+| 2, 2 | version of the format; kind (`RecordKind`) |
+| 4, 4 | rank, and number of ranks |
+| 8, 8 | generation, the number of snapshots so far; sequence, the number of records so far |
+| 8, 8 | step, int64; seconds since 1970 on the trainer's clock, float64 |
+| 8, 4 | bytes of the body; CRC-32 of the body |
+| 8, 4 | zeros; CRC-32 of the prefix up to here |
+
+The body is the length of a header (8 bytes), the header in JSON, and the tensors that it lists,
+each from a multiple of 8 bytes on. The header has per table its name and the fields of
+`TableChange` that are not tensors. Nothing is pickled.
+"""
+
+import json
+import struct
+import sys
+import zlib
+from collections.abc import Iterator
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+MAGIC = b"EMBC"
+VERSION = 1
+_FIELDS = struct.Struct("<4sHHIIQQqdQI8x")
+_CRC = struct.Struct("<I")
+_LENGTH = struct.Struct("<Q")
+PREFIX_BYTES = _FIELDS.size + _CRC.size
+_ALIGNMENT = 8
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.int64,
+        torch.int32,
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+    )
+}
+
+
+class LogError(ValueError):
+    """A change log is damaged, incomplete, or of other tables.
+
+    Example:
+        >>> issubclass(emblib.online.LogError, ValueError)
+        True
+    """
+
+
+class RecordKind(IntEnum):
+    """Content of a record: changes, or all rows."""
+
+    DELTA = 0
+    SNAPSHOT = 1  # of tables that may have been replaced: every follower loads it
+    COMPACTION = 2  # of the tables after the delta of the same step: a follower there skips it
+
+
+class TableChange(NamedTuple):
+    """The changed rows of one table or shard.
+
+    Attributes:
+        keys: int64 `[n]`, distinct rows or keys.
+        weight: rows `[n, columns]`.
+        removed: int64, keys that are not in the table any more.
+        states: optimizer states of these rows, by name.
+        first_column: column of the table at which the columns of `weight` begin.
+        dim: columns of the whole table.
+        stamps: int64 `[n]`, tick of the last use of a key; None for tables by row number.
+        scores: int64 `[n]`, eviction scores; None where there are none.
+        tick: tick of a dynamic table.
+        hash_key: key of its hash; None if shards differ.
+        hyperparams: numbers of the optimizer, float64; sent with the states.
+    """
+
+    keys: Tensor
+    weight: Tensor
+    removed: Tensor
+    states: dict[str, Tensor]
+    first_column: int
+    dim: int
+    stamps: Tensor | None = None
+    scores: Tensor | None = None
+    tick: int = 0
+    hash_key: int | None = None
+    hyperparams: Tensor | None = None
+
+    @property
+    def is_keyed(self) -> bool:
+        """Return whether the table is dynamic."""
+        return self.stamps is not None
+
+    def rows(self) -> dict[str, Tensor]:
+        """Return weights and states by name."""
+        return {"weight": self.weight, **self.states}
+
+
+class Record(NamedTuple):
+    """The changes of the tables of one rank up to a step."""
+
+    kind: RecordKind
+    rank: int
+    num_ranks: int
+    generation: int
+    sequence: int
+    step: int
+    time: float
+    tables: dict[str, list[TableChange]]  # one per shard on the rank
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Return what orders records: steps may go back at a snapshot."""
+        return self.generation, self.step
+
+    @property
+    def is_whole(self) -> bool:
+        """Return whether the record has all rows."""
+        return self.kind is not RecordKind.DELTA
+
+
+_OPTIONAL = ("stamps", "scores", "hyperparams")
+
+
+def encode(record: Record) -> bytes:
+    """Return the bytes of a record."""
+    if sys.byteorder != "little":
+        raise RuntimeError("change logs are little-endian: write them on a little-endian machine")
+    tables, tensors = [], list[Tensor]()
+    for name, changes in record.tables.items():
+        for change in changes:
+            named = {"keys": change.keys, "weight": change.weight, "removed": change.removed}
+            named |= {f"state.{state}": rows for state, rows in change.states.items()}
+            named |= {n: t for n in _OPTIONAL if (t := getattr(change, n)) is not None}
+            listed = [
+                [n, str(t.dtype).removeprefix("torch."), list(t.shape)] for n, t in named.items()
+            ]
+            fields = [change.first_column, change.dim, change.tick, change.hash_key]
+            tables.append({"name": name, "numbers": fields, "tensors": listed})
+            tensors.extend(named.values())
+    text = json.dumps({"tables": tables}).encode()
+    begin = PREFIX_BYTES + _LENGTH.size + _aligned(len(text))
+    data = bytearray(begin + sum(_aligned(tensor.nbytes) for tensor in tensors))
+    _LENGTH.pack_into(data, PREFIX_BYTES, len(text))
+    at = PREFIX_BYTES + _LENGTH.size
+    data[at : at + len(text)] = text
+    at = begin
+    for tensor in tensors:
+        if tensor.numel():
+            target = torch.frombuffer(data, dtype=tensor.dtype, count=tensor.numel(), offset=at)
+            target.copy_(tensor.detach().view(-1))
+        at += _aligned(tensor.nbytes)
+    numbers = (record.rank, record.num_ranks, record.generation, record.sequence, record.step)
+    body = memoryview(data)[PREFIX_BYTES:]
+    prefix = (MAGIC, VERSION, record.kind, *numbers, record.time, len(body), zlib.crc32(body))
+    _FIELDS.pack_into(data, 0, *prefix)
+    _CRC.pack_into(data, _FIELDS.size, zlib.crc32(data[: _FIELDS.size]))
+    return bytes(data)
+
+
+def _aligned(nbytes: int) -> int:
+    return nbytes + -nbytes % _ALIGNMENT
+
+
+def body_bytes(prefix: bytes, where: str) -> int:
+    """Return the length of the body behind a prefix.
+
+    Raises:
+        LogError: it is no prefix of a record; the message begins with `where`.
+    """
+    fields, (crc,) = prefix[: _FIELDS.size], _CRC.unpack(prefix[_FIELDS.size : PREFIX_BYTES])
+    if zlib.crc32(fields) != crc or not fields.startswith(MAGIC):
+        raise LogError(f"{where} is damaged: no record begins here; {_WAY_OUT}")
+    version, length = _FIELDS.unpack(fields)[1], _FIELDS.unpack(fields)[9]
+    if version != VERSION:
+        raise LogError(
+            f"{where} has version {version} of the format, this emblib reads version {VERSION}: "
+            "update the older of trainer and follower"
+        )
+    return int(length)
+
+
+_WAY_OUT = "start the trainer's log in another place, or copy the log again from where it is whole"
+
+
+def is_whole(data: bytes) -> bool:
+    """Return whether the body behind a valid prefix is the one that was written."""
+    length, crc = _FIELDS.unpack(data[: _FIELDS.size])[9:]
+    body = memoryview(data)[PREFIX_BYTES:]
+    return len(body) == length and zlib.crc32(body) == crc
+
+
+def decode(data: bytes, where: str) -> Record:
+    """Return the record in `data`.
+
+    Raises:
+        LogError: it is damaged, or of another version; the message begins with `where`.
+    """
+    if len(data) < PREFIX_BYTES:
+        raise LogError(f"{where} is truncated; {_WAY_OUT}")
+    body_bytes(data[:PREFIX_BYTES], where)
+    if not is_whole(data):
+        raise LogError(f"{where} is damaged: the checksum of a record is wrong; {_WAY_OUT}")
+    _, _, kind, *numbers, when, _, _ = _FIELDS.unpack(data[: _FIELDS.size])
+    rank, num_ranks, generation, sequence, step = numbers
+    tables: dict[str, list[TableChange]] = {}
+    try:
+        for name, change in _tables(memoryview(bytearray(data))[PREFIX_BYTES:]):
+            tables.setdefault(name, []).append(change)
+        order = (generation, sequence, step)
+        return Record(RecordKind(kind), rank, num_ranks, *order, when, tables)
+    except (ValueError, KeyError, TypeError, struct.error) as error:
+        raise LogError(f"{where} is malformed ({error}); {_WAY_OUT}") from error
+
+
+def _tables(body: memoryview) -> Iterator[tuple[str, TableChange]]:
+    (length,) = _LENGTH.unpack(body[: _LENGTH.size])
+    at = _LENGTH.size + _aligned(length)
+    header: dict[str, Any] = json.loads(bytes(body[_LENGTH.size : _LENGTH.size + length]))
+    for table in header["tables"]:
+        tensors: dict[str, Tensor] = {}
+        for name, dtype_name, shape in table["tensors"]:
+            dtype = _DTYPES[dtype_name]
+            count = torch.Size(shape).numel()
+            flat = torch.frombuffer(body, dtype=dtype, count=count, offset=at) if count else None
+            tensors[name] = torch.empty(shape, dtype=dtype) if flat is None else flat.view(shape)
+            at += _aligned(count * dtype.itemsize)
+        first_column, dim, tick, hash_key = table["numbers"]
+        yield (
+            table["name"],
+            TableChange(
+                tensors["keys"],
+                tensors["weight"],
+                tensors["removed"],
+                {n[6:]: tensor for n, tensor in tensors.items() if n.startswith("state.")},
+                first_column,
+                dim,
+                tick=tick,
+                hash_key=hash_key,
+                **{name: tensors[name] for name in _OPTIONAL if name in tensors},
+            ),
+        )

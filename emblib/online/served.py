@@ -1,0 +1,479 @@
+"""The tables of a follower, which take the rows of records.
+
+`prepare` checks a change and converts its rows; it may fail, and changes nothing. It returns a
+function that writes them, which the follower calls while there is no reader.
+
+Read-only tables of keys have a hash table that is built once: entries sorted by the hash of their
+key, a search ends at the key or at an empty entry. Here it takes new keys too, at the empty entry
+where the search for them ends. A removed key keeps its entry, with the row of the default value, so
+that no search ends early. Where rows or entries run out, a larger table is built.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from emblib.columns import IndexKind
+from emblib.dynamic.handles import DynamicTable, tables_of
+from emblib.dynamic.saving.checkpoint import check_entries, set_table_entries
+from emblib.dynamic.saving.entries import Changes, Entries, Rows
+from emblib.dynamic.saving.table_dumps import ChangeSet, apply_changes
+from emblib.inference import InferenceEmbeddingBags, RowIndex
+from emblib.online.records import LogError, TableChange
+from emblib.online.tables import PlainTable, find_tables
+from emblib.ops import quant
+from emblib.specs import Placement, TableSpec
+from emblib.tables import QuantizedEmbeddingBags, TableBatchedEmbeddingBags
+
+Write = Callable[[], None]
+_HASH_FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)  # as int64; see csrc/quant/index.h
+_SPARE_ENTRIES = 64  # at the end of a hash table, for keys that hash there
+_FULL = 0.7  # of the range of the hash, from which on a larger hash table is built
+_GROWTH = 1.5  # of the rows
+
+
+class ServedTable(Protocol):
+    """A table of a follower."""
+
+    def prepare(self, change: TableChange) -> Write:
+        """Check a change; return the function that applies it."""
+
+    def prepare_whole(self, change: TableChange) -> Write:
+        """Check all rows of the table; return the function that replaces it by them."""
+
+
+def served_tables(model: nn.Module) -> dict[str, ServedTable]:
+    """Return the tables of a model by name.
+
+    Raises:
+        TypeError: the model is sharded.
+        ValueError: two tables of one name.
+    """
+    found = find_tables(model)
+    if found.num_ranks > 1:
+        raise TypeError(
+            "a follower has whole tables in one process, and this model is sharded: give it the "
+            "unsharded model, or emblib.inference.for_inference of its tables"
+        )
+    tables = [(table.name, _plain(table)) for table in found.tables]
+    tables += [(name, DynamicRows(handle)) for name, handle in tables_of(model).items()]
+    for module in model.modules():
+        if isinstance(module, InferenceEmbeddingBags):
+            for t, name in enumerate(module.rows.table_names):
+                tables.append((name, _indexed(module, t, name)))
+    names = [name for name, _ in tables]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"tables of a follower must differ in name, and there are several {twice}")
+    return dict(tables)
+
+
+def _plain(table: PlainTable) -> ServedTable:
+    if isinstance(table.module, QuantizedEmbeddingBags):
+        return QuantizedRows(table.name, lambda: table.module, table.number)
+    return FloatRows(table)
+
+
+def _indexed(served: InferenceEmbeddingBags, table: int, name: str) -> ServedTable:
+    index = served.indexes[table]
+    if index is None:
+        return QuantizedRows(name, lambda: served.rows, table)
+    if index.kind is not IndexKind.HASH or index.num_ids >= 0:
+        raise ValueError(
+            f"table {name!r} was pruned, and a follower needs all rows: prune a copy from time to "
+            "time, or follow the table before it is pruned"
+        )
+    return IndexedRows(name, served, table)
+
+
+def _check_rows(name: str, change: TableChange, rows: int, dim: int) -> None:
+    if change.is_keyed:
+        raise LogError(f"table {name!r} of the log has keys, that of the follower row numbers")
+    keys = change.keys
+    if keys.numel() and not 0 <= int(keys.min()) <= int(keys.max()) < rows:
+        raise LogError(
+            f"table {name!r} has {rows} rows, and the log has row {int(keys.max())}: they are "
+            "different tables"
+        )
+    _check_dim(name, change, dim)
+
+
+def _check_whole(name: str, change: TableChange, rows: int) -> None:
+    if change.keys.numel() != rows:
+        raise LogError(
+            f"table {name!r} has {rows} rows, a snapshot in the log {change.keys.numel()}: "
+            "they are different tables"
+        )
+
+
+def _check_dim(name: str, change: TableChange, dim: int) -> None:
+    if change.dim != dim:
+        raise LogError(
+            f"table {name!r} has rows of {dim} values, in the log they have {change.dim}"
+        )
+
+
+class FloatRows:
+    """A trained table by row number, of a module that may look up while it follows."""
+
+    def __init__(self, table: PlainTable) -> None:
+        if table.module.tables[table.number].placement is Placement.DISK:
+            raise ValueError(
+                f"table {table.name!r} is on disk, where single rows are not written: follow with "
+                "another placement, or with emblib.open_frozen"
+            )
+        self._table = table
+
+    def prepare(self, change: TableChange) -> Write:
+        """Check rows or columns of rows; states are written where the table has them."""
+        table = self._table
+        _check_rows(table.name, change, table.num_rows, table.dim)
+
+        def write() -> None:
+            module: TableBatchedEmbeddingBags = table.module
+            begin, end = change.first_column, change.first_column + change.weight.size(1)
+            with torch.no_grad():
+                module.settle()
+                views = module.table_views()[table.number]
+                for name, rows in change.rows().items():
+                    if name in views:
+                        view = views[name]
+                        view = view[:, begin:end] if name == "weight" else view
+                        view[change.keys.to(view.device)] = rows.to(view)
+            new = change.hyperparams
+            if new is not None and new.shape == module.hyperparams.shape:
+                module.load_hyperparams(new)
+
+        return write
+
+    def prepare_whole(self, change: TableChange) -> Write:
+        """Check all rows."""
+        _check_whole(self._table.name, change, self._table.num_rows)
+        return self.prepare(change)
+
+
+class QuantizedRows:
+    """A read-only table by row number, whose rows are quantised as they come."""
+
+    def __init__(self, name: str, module: Callable[[], QuantizedEmbeddingBags], table: int) -> None:
+        self._name, self._module, self._number = name, module, table
+
+    def prepare(self, change: TableChange) -> Write:
+        """Quantise whole rows."""
+        module = self._module()
+        spec = module.tables[self._number]
+        _check_rows(self._name, change, spec.rows, spec.dim)
+        packed = _packed(module, self._number, change.weight)
+
+        def write() -> None:
+            view = self._module().table_views()[self._number]["packed"]
+            view[change.keys.to(view.device)] = packed
+
+        return write
+
+    def prepare_whole(self, change: TableChange) -> Write:
+        """Quantise all rows."""
+        _check_whole(self._name, change, self._module().tables[self._number].rows)
+        return self.prepare(change)
+
+
+def _packed(module: QuantizedEmbeddingBags, table: int, weight: Tensor) -> Tensor:
+    """Return rows in the format of a table, as `QuantizedEmbeddingBags.write_rows` has them."""
+    name, spec = module.table_names[table], module.tables[table]
+    part = QuantizedEmbeddingBags(
+        [TableSpec(max(weight.size(0), 1), spec.dim, name)],
+        formats=[module.formats[table]],
+        device=module.packed.device,
+    )
+    part.write_rows(0, weight)
+    return part.table_views()[0]["packed"][: weight.size(0)]
+
+
+class IndexedRows:
+    """A read-only table of keys."""
+
+    def __init__(self, name: str, served: InferenceEmbeddingBags, table: int) -> None:
+        self._name, self._served, self._table = name, served, table
+        self._free: Tensor | None = None  # rows without a key; None before the first change
+        self._removed_row = -1  # the row of removed keys; -1: not allocated yet
+
+    def prepare(self, change: TableChange) -> Write:
+        """Quantise the rows of keys."""
+        rows = self._served.rows
+        if not change.is_keyed:
+            raise LogError(f"table {self._name!r} of the log has row numbers, not keys")
+        _check_dim(self._name, change, rows.tables[self._table].dim)
+        packed = _packed(rows, self._table, change.weight)
+        device = rows.packed.device
+        removed, keys = change.removed.to(device), change.keys.to(device)
+        return lambda: self._apply(removed, keys, packed)
+
+    def prepare_whole(self, change: TableChange) -> Write:
+        """Quantise the rows of all keys."""
+        write = self.prepare(change)
+
+        def replace() -> None:
+            _, keys, _ = self._live()
+            gone = keys[~torch.isin(keys, change.keys.to(keys.device))]
+            self._apply(gone, change.keys.to(keys.device)[:0], self._view()[:0])
+            write()
+
+        return replace
+
+    @property
+    def _index(self) -> RowIndex:
+        index = self._served.indexes[self._table]
+        assert index is not None
+        return index
+
+    def _view(self) -> Tensor:
+        return self._served.rows.table_views()[self._table]["packed"]
+
+    def _entries(self) -> Tensor:
+        return self._index.entries.view(-1, 2)
+
+    def _live(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the positions of the keys in the index, the keys, and their rows."""
+        entries = self._entries()
+        is_live = (entries[:, 1] >= 0) & (entries[:, 1] != self._removed_row)
+        at = is_live.nonzero().view(-1)
+        return at, entries[at, 0], entries[at, 1]
+
+    def _apply(self, removed: Tensor, keys: Tensor, packed: Tensor) -> None:
+        if self._free is None:
+            self._begin()
+        assert self._free is not None
+        at, is_found = _search(self._entries(), self._index.hash_bits, removed)
+        at = at[is_found]
+        rows = self._entries()[at, 1]
+        self._free = torch.cat([self._free, rows[rows != self._removed_row]])
+        self._entries()[at, 1] = self._removed_row
+        at, is_found = _search(self._entries(), self._index.hash_bits, keys)
+        rows = torch.full_like(keys, -1)
+        rows[is_found] = self._entries()[at[is_found], 1]
+        has_row = is_found & (rows != self._removed_row)
+        num_new = int((~has_row).sum())
+        if num_new > self._free.numel():
+            self._grow(num_new - self._free.numel())
+        rows[~has_row], self._free = self._free[:num_new], self._free[num_new:]
+        self._view()[rows] = packed
+        self._entries()[at[is_found], 1] = rows[is_found]
+        self._insert(keys[~is_found], rows[~is_found])
+
+    def _begin(self) -> None:
+        """Find the rows without a key, and a row for removed keys."""
+        spec, index = self._served.rows.tables[self._table], self._index
+        device = self._served.rows.packed.device
+        _, _, rows = self._live()
+        is_free = torch.ones(spec.rows, dtype=torch.bool, device=device)
+        is_free[rows] = False
+        if index.missing >= 0:
+            is_free[index.missing] = False
+        self._free = is_free.nonzero().view(-1)
+        self._removed_row = index.missing
+        if index.missing < 0:
+            if not self._free.numel():
+                self._grow(1)
+            self._removed_row, self._free = int(self._free[0]), self._free[1:]
+            zeros = torch.zeros(1, spec.dim)
+            self._view()[self._removed_row] = _packed(self._served.rows, self._table, zeros)[0]
+
+    def _grow(self, num_rows: int) -> None:
+        """Build larger rows; those of all tables of the module are copied."""
+        old, free = self._served.rows, self._free
+        assert free is not None
+        specs = list(old.tables)
+        spec = specs[self._table]
+        size = max(int(spec.rows * _GROWTH), spec.rows + num_rows)
+        specs[self._table] = TableSpec(size, spec.dim, spec.name)
+        rows = QuantizedEmbeddingBags(
+            specs,
+            pooling=old.pooling,
+            feature_tables=old.feature_tables,
+            output_dtype=old.output_dtype,
+            bounds_check=old.bounds_check,
+            device=old.packed.device,
+            include_last_offset=old.include_last_offset,
+            formats=old.formats,
+        )
+        for view, before in zip(rows.table_views(), old.table_views(), strict=True):
+            view["packed"][: before["packed"].size(0)] = before["packed"]
+        self._served.rows = rows
+        more = torch.arange(spec.rows, size, device=free.device)
+        self._free = torch.cat([free, more])
+
+    def _insert(self, keys: Tensor, rows: Tensor) -> None:
+        entries, bits = self._entries(), self._index.hash_bits
+        num_used = int((entries[:, 1] >= 0).sum()) + keys.numel()
+        if num_used > _FULL * (1 << bits) or not _insert(entries, bits, keys, rows):
+            _, live_keys, live_rows = self._live()
+            is_waiting = ~torch.isin(keys, live_keys)  # some may be in already
+            self._build(
+                torch.cat([live_keys, keys[is_waiting]]), torch.cat([live_rows, rows[is_waiting]])
+            )
+
+    def _build(self, keys: Tensor, rows: Tensor) -> None:
+        """Build the index again; the indexes of all tables of the module are copied."""
+        entries, bits = quant.hash_entries(keys, rows)
+        spare = torch.full((_SPARE_ENTRIES, 2), -1, dtype=torch.int64, device=entries.device)
+        entries = torch.cat([entries, spare])
+        served, indexes = self._served, list(self._served.indexes)
+        missing = self._index.missing
+        indexes[self._table] = RowIndex(
+            IndexKind.HASH, entries.flatten(), entries.size(0), bits, missing=missing
+        )
+        built = InferenceEmbeddingBags(served.rows, indexes)
+        served.index, served.index_tables = built.index, built.index_tables
+        served.indexes = built.indexes
+
+
+def _search(entries: Tensor, bits: int, keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Return where the search of each key ends, and whether it is there.
+
+    A search that meets neither the key nor an empty entry ends behind the last entry.
+    """
+    at = (keys ^ (keys >> 32 & 0xFFFFFFFF)) * _HASH_FACTOR
+    at = at >> (64 - bits) & ((1 << bits) - 1) if bits else torch.zeros_like(keys)
+    is_found = torch.zeros_like(keys, dtype=torch.bool)
+    waiting = torch.arange(keys.numel(), device=keys.device)
+    while waiting.numel():
+        entry = entries[at[waiting]]
+        is_key = (entry[:, 1] >= 0) & (entry[:, 0] == keys[waiting])
+        is_found[waiting[is_key]] = True
+        waiting = waiting[(entry[:, 1] >= 0) & ~is_key]
+        at[waiting] += 1
+        waiting = waiting[at[waiting] < entries.size(0)]
+    return at, is_found
+
+
+def _insert(entries: Tensor, bits: int, keys: Tensor, rows: Tensor) -> bool:
+    """Insert keys that are not there; return whether there was an entry for each."""
+    while keys.numel():
+        at, _ = _search(entries, bits, keys)
+        if int(at.max()) >= entries.size(0):
+            return False
+        order = at.argsort(stable=True)
+        is_first = torch.ones_like(order, dtype=torch.bool)
+        is_first[1:] = at[order[1:]] != at[order[:-1]]
+        first = order[is_first]
+        entries[at[first]] = torch.stack([keys[first], rows[first]], dim=1)
+        rest = order[~is_first]
+        keys, rows = keys[rest], rows[rest]
+    return True
+
+
+class DynamicRows:
+    """A dynamic table, of a module that may look up while it follows."""
+
+    def __init__(self, handle: DynamicTable) -> None:
+        self._name = handle.name
+        (location,) = handle.shards.values()
+        self._location: Any = location
+
+    def _entries(self, change: TableChange) -> Entries:
+        """Return the entries of a change, with states if they are those of the table."""
+        if not change.is_keyed:
+            raise LogError(f"table {self._name!r} of the log has row numbers, not keys")
+        state, table = self._location.module.state, self._location.index
+        _check_dim(self._name, change, state.specs[table].dim)
+        rows: dict[str, Rows] = dict(change.rows())
+        if set(rows) != set(state.table_rows(table)):
+            rows = {"weight": change.weight}
+        assert change.stamps is not None
+        entries = Entries(change.keys, change.stamps, change.scores, rows)
+        check_entries(state, table, entries)
+        return entries
+
+    def _hyperparams(self, change: TableChange) -> Tensor:
+        present = self._location.module.state.hyperparams.cpu()
+        new = change.hyperparams
+        return present if new is None or new.shape != present.shape else new
+
+    def prepare(self, change: TableChange) -> Write:
+        """Check the entries."""
+        entries = self._entries(change)
+
+        def write() -> None:
+            state, table = self._location.module.state, self._location.index
+            key = change.hash_key
+            changes = ChangeSet(
+                0,
+                max(change.tick, state.index.tick),
+                {state.table_names[table]: Changes(entries, change.removed)},
+                self._hyperparams(change),
+                None if key is None else torch.tensor([key]),
+            )
+            apply_changes(state, changes)
+
+        return write
+
+    def prepare_whole(self, change: TableChange) -> Write:
+        """Check all entries."""
+        entries = self._entries(change)
+
+        def write() -> None:
+            state, table = self._location.module.state, self._location.index
+            loaded = set_table_entries(state, table, entries, hash_key=change.hash_key)
+            if loaded.left_out:
+                raise LogError(
+                    f"table {self._name!r} has no slot for {loaded.left_out} keys of the log: give "
+                    "it the capacity of the tables that it follows"
+                )
+            state.load_hyperparams(self._hyperparams(change))
+            state.restart_eviction_log()
+
+        return write
+
+
+def join_columns(changes: Sequence[TableChange]) -> list[TableChange]:
+    """Join shards of one table by columns to whole rows; others stay as they are.
+
+    Args:
+        changes: changes of one table, those of a shard in the order of their steps.
+
+    Raises:
+        LogError: some columns of a row are missing.
+    """
+    if all(change.weight.size(1) == change.dim for change in changes):
+        return list(changes)
+    blocks: dict[int, list[TableChange]] = {}
+    for change in changes:
+        blocks.setdefault(change.first_column, []).append(change)
+    shards = [_newest(of_block) for _, of_block in sorted(blocks.items())]
+    first, weight = shards[0], torch.cat([shard.weight for shard in shards], dim=1)
+    if any(not torch.equal(shard.keys, first.keys) for shard in shards):
+        raise LogError("the shards of a table by columns have logged different rows")
+    if weight.size(1) != first.dim:
+        raise LogError(f"the log has {weight.size(1)} of the {first.dim} columns of a table")
+    return [first._replace(weight=weight, first_column=0)]
+
+
+def _newest(changes: Sequence[TableChange]) -> TableChange:
+    """Return the last row of each key."""
+    keys = torch.cat([change.keys for change in changes])
+    weight = torch.cat([change.weight for change in changes])
+    distinct, numbers = keys.unique(return_inverse=True)
+    last = torch.zeros_like(distinct)
+    last.scatter_reduce_(0, numbers, torch.arange(keys.numel()), "amax")
+    return changes[0]._replace(keys=distinct, weight=weight[last])
+
+
+def concatenate(changes: Sequence[TableChange]) -> TableChange:
+    """Concatenate the shards of a table, each with whole rows."""
+    if len(changes) == 1:
+        return changes[0]
+    first = changes[0]
+    optional: dict[str, Any] = {}
+    for name in ("stamps", "scores"):
+        parts = [t for change in changes if (t := getattr(change, name)) is not None]
+        optional[name] = torch.cat(parts) if len(parts) == len(changes) else None
+    hash_keys = {change.hash_key for change in changes}
+    return first._replace(
+        keys=torch.cat([change.keys for change in changes]),
+        weight=torch.cat([change.weight for change in changes]),
+        states={n: torch.cat([change.states[n] for change in changes]) for n in first.states},
+        tick=max(change.tick for change in changes),
+        hash_key=first.hash_key if len(hash_keys) == 1 else None,
+        **optional,
+    )

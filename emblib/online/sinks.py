@@ -1,0 +1,257 @@
+"""Sinks: where the records of a change log are kept, and read from.
+
+`DirectorySink` appends records to files, the segments, numbered from 1 on. A record that is not
+whole ends the last segment: it is being written, or its writer was killed, and the next writer cuts
+it off. Anywhere else a record that is not whole is damage. `RedisSink` adds records to a stream.
+"""
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from emblib.online.records import PREFIX_BYTES, LogError, body_bytes, is_whole
+
+_SUFFIX = ".log"
+
+
+class Stored(NamedTuple):
+    """A record in a sink.
+
+    Attributes:
+        position: position behind the record, to read on from.
+        data: bytes of the record.
+        where: name of the record in error messages.
+    """
+
+    position: str
+    data: bytes
+    where: str
+
+
+class Sink(Protocol):
+    """The place of one log, for one writer and any number of readers.
+
+    A position is a text that only the sink understands.
+
+    Example:
+        >>> import tempfile
+        >>> sink: emblib.online.Sink = emblib.online.DirectorySink(tempfile.mkdtemp())
+    """
+
+    def append(self, record: bytes, *, starts_segment: bool = False) -> str:
+        """Append a record completely or not at all; return the position behind it.
+
+        Args:
+            record: bytes of the record.
+            starts_segment: whether `trim` may later remove all records before this one.
+        """
+
+    def read(self, after: str | None = None) -> Iterator[Stored]:
+        """Yield the whole records behind a position, or the oldest one that is left, in order."""
+
+    def trim(self, before: str) -> None:
+        """Remove the records before the segment that the record at this position started."""
+
+    def close(self) -> None:
+        """Stop writing."""
+
+
+class DirectorySink:
+    """The files of a log in a directory, which trainer and followers share.
+
+    Args:
+        directory: directory of the log, created when the first record is written.
+        segment_bytes: bytes of a file, from which on the next record starts another.
+
+    Raises:
+        BlockingIOError: at the first record, where another process writes to the directory.
+
+    Example:
+        >>> import tempfile
+        >>> bags = emblib.TableBatchedEmbeddingBags([emblib.TableSpec(100, 4, "item")])
+        >>> sink = emblib.online.DirectorySink(tempfile.mkdtemp())
+        >>> len(list(sink.read()))
+        0
+    """
+
+    def __init__(self, directory: str | Path, segment_bytes: int = 64 << 20) -> None:
+        self.directory = Path(directory).expanduser()
+        self._segment_bytes = segment_bytes
+        self._file, self._lock, self._segment, self._size = -1, -1, 0, 0
+
+    def append(self, record: bytes, *, starts_segment: bool = False) -> str:
+        """Append a record and sync it to the disk; an error leaves the log as it was."""
+        if self._lock < 0:
+            self._open()
+        is_full = self._size > 0 and self._size + len(record) > self._segment_bytes
+        if self._file < 0 or is_full or (starts_segment and self._size):
+            self._next_segment()
+        os.ftruncate(self._file, self._size)  # where an earlier error could not
+        try:
+            remaining = memoryview(record)
+            while remaining:
+                remaining = remaining[os.write(self._file, remaining) :]
+            os.fsync(self._file)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._file, self._size)
+            raise
+        self._size += len(record)
+        return f"{self._segment}:{self._size}"
+
+    def _open(self) -> None:
+        """Take the lock of the writer, and cut off the record that the last one left behind."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        lock = os.open(self.directory / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(lock)
+            raise BlockingIOError(
+                f"another log writes to {self.directory}: each rank needs a directory of its own"
+            ) from error
+        self._lock = lock
+        segments = self._segments()
+        if segments:
+            self._segment, end = segments[-1], 0
+            for stored in self._read_segment(self._segment, 0, is_last=True):
+                end = _end(stored.position)
+            os.truncate(self._path(self._segment), end)
+
+    def _next_segment(self) -> None:
+        path = self._path(self._segment + 1)
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644)
+        if self._file >= 0:
+            os.close(self._file)
+        self._file, self._segment, self._size = file, self._segment + 1, 0
+        handle = os.open(self.directory, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+    def read(self, after: str | None = None) -> Iterator[Stored]:
+        """Yield the whole records behind a position, or the oldest one that is left, in order.
+
+        Raises:
+            LogError: a record is damaged, or a file is missing between others.
+        """
+        segments = self._segments()
+        if not segments:
+            return
+        segment, end = (int(number) for number in after.split(":")) if after else (0, 0)
+        if segment < segments[0]:
+            segment, end = segments[0], 0
+        for number in range(segment, segments[-1] + 1):
+            if number not in segments:
+                raise LogError(f"{self._path(number)} is missing, and there are later ones")
+            begin = end if number == segment else 0
+            yield from self._read_segment(number, begin, is_last=number == segments[-1])
+
+    def _read_segment(self, number: int, begin: int, *, is_last: bool) -> Iterator[Stored]:
+        path, at = self._path(number), begin
+        try:
+            file = open(path, "rb")  # noqa: SIM115 - closed below
+        except FileNotFoundError:
+            return  # trimmed since it was listed
+        with file:
+            size = os.fstat(file.fileno()).st_size
+            file.seek(begin)
+            while at < size:
+                where = f"{path} at byte {at}"
+                prefix = file.read(PREFIX_BYTES)
+                is_torn = len(prefix) < PREFIX_BYTES
+                length = 0 if is_torn else body_bytes(prefix, where)
+                data = prefix + file.read(length)
+                end = at + PREFIX_BYTES + length
+                if is_torn or end > size or not is_whole(data):
+                    if is_last and end >= size:
+                        return
+                    raise LogError(
+                        f"{where} is damaged: a record is not whole, and others follow; copy the "
+                        "log again, or have the trainer begin another"
+                    )
+                at = end
+                yield Stored(f"{number}:{at}", data, where)
+
+    def trim(self, before: str) -> None:
+        """Delete the files before the segment of a position."""
+        for number in self._segments():
+            if number < int(before.split(":")[0]):
+                self._path(number).unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Close the files, and let another process write."""
+        for handle in (self._file, self._lock):
+            if handle >= 0:
+                os.close(handle)
+        self._file = self._lock = -1
+        self._size = 0
+
+    def _segments(self) -> list[int]:
+        if not self.directory.is_dir():
+            return []
+        names = (path.stem for path in self.directory.glob(f"*{_SUFFIX}"))
+        return sorted(int(name) for name in names if name.isdigit())
+
+    def _path(self, number: int) -> Path:
+        return self.directory / f"{number:012d}{_SUFFIX}"
+
+
+def _end(position: str) -> int:
+    return int(position.split(":")[1])
+
+
+class RedisSink:
+    """The log as a stream of a Redis server.
+
+    A record is one entry of the stream, of at most 512 MB, the limit of Redis. Redis decides when
+    it writes to its disk: set `appendonly yes` there for a log that outlives a crash of the server.
+
+    Args:
+        client: a `redis.Redis`, or the URL of a server; a URL needs the extra `emblib[redis]`.
+        stream: key of the stream, one per rank.
+
+    Example:
+        >>> client = object()  # redis.Redis(host="localhost")
+        >>> emblib.online.RedisSink(client, "model/rank_0").stream
+        'model/rank_0'
+    """
+
+    _BATCH = 16  # entries that one call reads
+
+    def __init__(self, client: Any, stream: str) -> None:
+        self.stream = stream
+        if isinstance(client, str):
+            try:
+                import redis
+            except ImportError as error:
+                raise ImportError(
+                    "RedisSink needs the client of Redis: pip install emblib[redis]"
+                ) from error
+            client = redis.Redis.from_url(client)
+        self._client = client
+
+    def append(self, record: bytes, *, starts_segment: bool = False) -> str:
+        """Add a record to the stream."""
+        position = self._client.xadd(self.stream, {b"record": record})
+        return str(position.decode())
+
+    def read(self, after: str | None = None) -> Iterator[Stored]:
+        """Yield the records behind a position, or the oldest one that is left, in order."""
+        after = after or "0-0"
+        while answer := self._client.xread({self.stream: after}, count=self._BATCH):
+            for position, fields in dict(answer)[self.stream.encode()]:
+                after = position.decode()
+                yield Stored(after, fields[b"record"], f"{self.stream} at {after}")
+
+    def trim(self, before: str) -> None:
+        """Remove the records before a position."""
+        self._client.xtrim(self.stream, minid=before, approximate=False)
+
+    def close(self) -> None:
+        """Close the connections of the client."""
+        self._client.close()

@@ -1,0 +1,68 @@
+"""The trainers of sharded change logs: functions that ranks run."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+import emblib
+from emblib import optim
+from emblib.online import ChangeLog, DirectorySink
+from emblib.sharding import RankGroup, column_wise, data_parallel, row_wise, shard, table_wise
+from emblib.storage import Hash
+
+RULES = {
+    "rows": row_wise(),
+    "columns": column_wise(),
+    "table": table_wise(1),
+    "copies": data_parallel(),
+    "any_key": row_wise(),
+}
+STEPS, ROWS = 9, 24
+
+
+def collection() -> emblib.EmbeddingBagCollection:
+    """One table per kind of sharding."""
+    tables = [
+        emblib.EmbeddingBagConfig(
+            512 if name == "any_key" else ROWS,
+            8,
+            name,
+            [name],
+            storage=Hash(seed=3) if name == "any_key" else emblib.storage.Dense(),
+        )
+        for name in RULES
+    ]
+    return emblib.EmbeddingBagCollection(tables, optimizer=optim.Adagrad(0.1))
+
+
+def batch(seed: int) -> emblib.KeyedJaggedTensor:
+    """Bags of all features."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(0, 4, (4 * len(RULES),), generator=generator)
+    ids = torch.randint(0, ROWS, (int(lengths.sum()),), generator=generator)
+    return emblib.KeyedJaggedTensor(list(RULES), ids, lengths=lengths)
+
+
+def everything() -> emblib.KeyedJaggedTensor:
+    """Each row of each table alone."""
+    ids = torch.arange(ROWS).repeat(len(RULES))
+    return emblib.KeyedJaggedTensor(list(RULES), ids, lengths=torch.ones_like(ids))
+
+
+def train(
+    ranks: RankGroup, directory: str, missing: Sequence[int], compact_every: int
+) -> list[torch.Tensor]:
+    """Train and log on each rank; return what all rows read after each step."""
+    torch.manual_seed(0)
+    model: Any = shard(collection(), {"": dict(RULES)}, ranks)
+    log = ChangeLog(model, DirectorySink(f"{directory}/{ranks.rank}"), compact_every=compact_every)
+    outputs = []
+    for step in range(1, STEPS + 1):
+        model(batch(10 * step + ranks.rank)).values().square().sum().backward()
+        if step not in missing or ranks.rank == 0:
+            log.record(step)
+        with torch.no_grad():
+            outputs.append(model(everything()).values())
+    log.close()
+    return outputs

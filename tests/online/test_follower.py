@@ -1,0 +1,276 @@
+"""Followers of change logs: equal to the leader at every boundary, and what they refuse."""
+
+import re
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import emblib
+from emblib import inference, optim
+from emblib.online import ChangeLog, DirectorySink, LogError, LogFollower
+from tests.online import traffic
+
+LEADERS = {
+    "lru": lambda device: traffic.dynamic(device=device),
+    "lfu": lambda device: traffic.dynamic(device=device, eviction=emblib.Eviction.LFU),
+    "ttl": lambda device: traffic.dynamic(device=device, ttl=4),
+    "plain": lambda device: traffic.plain(device=device),
+    "sgd": lambda device: traffic.plain(optim.SGD(0.1), device=device),
+    "cached": lambda device: traffic.plain(
+        device=device, placement=emblib.Placement.MANAGED_CACHING
+    ),
+}
+
+
+def _run(
+    make_leader: Callable[[], traffic.Leader], directory: Path, steps: int, compact_every: int = 7
+) -> None:
+    leader = make_leader()
+    generator = torch.Generator().manual_seed(5)
+    for _ in range(3):
+        leader.step(generator)
+    log = ChangeLog(leader.model, DirectorySink(directory), step=3, compact_every=compact_every)
+    followers = {
+        form: LogFollower(make(), DirectorySink(directory))
+        for form, make in leader.followers.items()
+    }
+    late = LogFollower(leader.followers["live"](), DirectorySink(directory))
+    last = 3 + steps
+    for step in range(4, last + 1):
+        leader.step(generator)
+        if step % 3 == 0 and step < last:
+            continue  # two steps in one entry
+        assert log.record(step)
+        log.flush()
+        for form, follower in followers.items():
+            if form == "live" or step % 5 == 0:  # the others get several entries at once
+                assert follower.apply() == step
+                assert follower.lag.steps == 0
+                traffic.assert_equal(follower, leader.followers[form], leader.keys)
+    log.close()
+    assert late.lag.steps is None
+    assert late.apply() == last
+    traffic.assert_equal(late, leader.followers["live"], leader.keys)
+
+
+@pytest.mark.parametrize("name", LEADERS)
+def test_equal_at_every_boundary(name: str, device: torch.device, tmp_path: Path) -> None:
+    _run(lambda: LEADERS[name](device), tmp_path, 20)
+
+
+def test_an_hour_of_traffic(tmp_path: Path) -> None:
+    """Hundreds of steps in every kind of tables, with compaction and growth on the way."""
+    for name in LEADERS:
+        _run(lambda name=name: LEADERS[name]("cpu"), tmp_path / name, 300, compact_every=45)
+
+
+def _entry(bags: Any, *ids: int) -> None:
+    bags(torch.tensor(ids), torch.arange(len(ids) + 1)).sum().backward()
+
+
+def _bags() -> emblib.TableBatchedEmbeddingBags:
+    return emblib.TableBatchedEmbeddingBags([emblib.TableSpec(30, 4, "item")], optim.SGD(0.1))
+
+
+def test_a_frozen_file_is_the_base(tmp_path: Path) -> None:
+    trained = emblib.DynamicEmbeddingBags(
+        [emblib.DynamicSpec(64, 4, name="item", default_value=0.5)], optim.SGD(0.1)
+    )
+    log = ChangeLog(trained, DirectorySink(tmp_path / "log"))
+    _entry(trained, 1, 2, 3)
+    log.record(1)
+    emblib.freeze(trained, tmp_path / "a", "int8")
+    content = (tmp_path / "a").read_bytes()
+    opened = [emblib.open_frozen(tmp_path / "a") for _ in range(2)]
+    follower, other = (LogFollower(o, DirectorySink(tmp_path / "log"), step=1) for o in opened)
+    assert follower.apply() == 1
+    for step in range(2, 30):
+        _entry(trained, *range(5 * step, 5 * step + 9))
+        log.record(step)
+    log.close()
+    assert (follower.lag.steps, follower.apply(), follower.lag) == (28, 29, (0, 0.0))
+    ids = torch.arange(-1, 200)
+    expected = inference.for_inference(trained, "int8")
+    assert torch.equal(follower(ids, torch.arange(202)), expected(ids, torch.arange(202)))
+    assert (tmp_path / "a").read_bytes() == content
+    assert other.lag.steps == 28
+    assert other.lag.seconds > 0
+
+
+def test_a_base_before_the_log_loads_a_snapshot(tmp_path: Path) -> None:
+    trained, sink = _bags(), DirectorySink(tmp_path)
+    served = inference.for_inference(trained, "int8")
+    late = LogFollower(inference.for_inference(trained, "int8"), DirectorySink(tmp_path))
+    log = ChangeLog(trained, sink, compact_every=5)
+    follower = LogFollower(served, DirectorySink(tmp_path), step=0)
+    for step in range(1, 4):
+        _entry(trained, step)
+        log.record(step)
+    log.flush()
+    assert late.apply() == 3
+    for step in range(4, 22):
+        _entry(trained, step)
+        log.record(step)
+    log.close()
+    assert follower.apply() == late.apply() == 21  # the log has dropped what they miss
+    expected = inference.for_inference(trained, "int8")
+    for model in (served, late.model):
+        assert torch.equal(model.packed, expected.packed)
+
+
+def test_readers_see_all_of_an_entry_or_nothing(tmp_path: Path) -> None:
+    trained = emblib.TableBatchedEmbeddingBags(
+        [emblib.TableSpec(64, 8, "a"), emblib.TableSpec(64, 8, "b")], optim.SGD(0.125)
+    )
+    with torch.no_grad():
+        for weight in trained.table_weights():
+            weight.zero_()
+    follower = LogFollower(inference.for_inference(trained), DirectorySink(tmp_path))
+    ids, offsets, torn, stop = torch.arange(64).repeat(2), torch.arange(129), [], threading.Event()
+
+    def read() -> None:
+        while not stop.is_set():
+            with follower.reading():  # entered again by the lookup
+                values = follower(ids, offsets)
+            if values.unique().numel() != 1:
+                torn.append(values)
+
+    readers = [threading.Thread(target=read) for _ in range(2)]
+    with ChangeLog(trained, DirectorySink(tmp_path)) as log:
+        log.flush()
+        follower.apply()
+        for reader in readers:
+            reader.start()
+        writer = threading.Thread(target=follower.run, args=(stop, 0.0))
+        writer.start()
+        for step in range(1, 40):
+            trained(ids, offsets).sum().backward()
+            log.record(step)
+    stop.set()
+    for thread in (*readers, writer):
+        thread.join()
+    assert follower.apply() == 39
+    assert not torn
+    assert follower(ids, offsets).unique().tolist() == [-39 / 8]
+
+
+def test_errors_leave_the_last_boundary(tmp_path: Path) -> None:
+    trained = _bags()
+    served = inference.for_inference(trained, "int8")
+    follower = LogFollower(served, DirectorySink(tmp_path))
+    log = ChangeLog(trained, DirectorySink(tmp_path))
+    _entry(trained, 3)
+    log.record(1)
+    log.flush()
+    assert follower.apply() == 1
+    before = served.packed.clone()
+    _entry(trained, 4)
+    with torch.no_grad():
+        trained.table_weights()[0][4] = torch.nan
+    log.record(2)
+    log.flush()
+    for _ in range(2):
+        with pytest.raises(ValueError, match="table 'item': rows must be finite"):
+            follower.apply()
+        assert (follower.step, follower.lag.steps) == (1, 1)
+    assert torch.equal(served.packed, before)
+    with torch.no_grad():
+        trained.table_weights()[0][4] = 1.0
+    log.snapshot(3)
+    log.close()
+    with pytest.raises(ValueError, match="finite"):
+        follower.apply()
+    fresh = LogFollower(_bags(), DirectorySink(tmp_path), tables=["item"])
+    assert fresh.apply() == 3
+
+
+def test_a_failed_write_is_followed_by_a_snapshot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained = _bags()
+    served = inference.for_inference(trained, "int8")
+    follower = LogFollower(served, DirectorySink(tmp_path))
+    with ChangeLog(trained, DirectorySink(tmp_path)) as log:
+        log.flush()
+        follower.apply()
+        _entry(trained, 3)
+        log.record(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(served, "table_views", lambda: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            follower.apply()
+    assert follower.apply() == 1
+    assert torch.equal(served.packed, inference.for_inference(trained, "int8").packed)
+
+
+def test_other_tables_are_refused(tmp_path: Path) -> None:
+    sink = DirectorySink(tmp_path)
+    with ChangeLog(_bags(), sink):
+        pass
+    kinds = {
+        r"has 20 rows": emblib.TableBatchedEmbeddingBags([emblib.TableSpec(20, 4, "item")]),
+        r"have 6 values|of 6 values": emblib.QuantizedEmbeddingBags.from_float(
+            {"item": torch.zeros(30, 6)}
+        ),
+        r"has row numbers, not keys": emblib.DynamicEmbeddingBags(
+            [emblib.DynamicSpec(64, 4, name="item")]
+        ),
+        r"the model only \['other'\]: tables=": emblib.QuantizedEmbeddingBags.from_float(
+            {"other": torch.zeros(30, 4)}
+        ),
+    }
+    for message, model in kinds.items():
+        with pytest.raises(LogError, match=message):
+            LogFollower(model, sink).apply()
+    quantised = emblib.QuantizedEmbeddingBags.from_float({"item": torch.zeros(30, 4)})
+    with pytest.raises(KeyError, match="no tables"):
+        LogFollower(quantised, sink, tables=["user"])
+    with pytest.raises(ValueError, match="was pruned"):
+        LogFollower(inference.prune(quantised, {"item": torch.arange(30) < 7}), sink)
+    disk = emblib.TableSpec(30, 4, "item", emblib.Placement.DISK)
+    cache = emblib.CacheConfig(directory=str(tmp_path / "disk"))
+    with pytest.raises(ValueError, match="on disk"):
+        LogFollower(emblib.TableBatchedEmbeddingBags([disk], optim.SGD(0.1), cache=cache), sink)
+    with pytest.raises(ValueError, match="got none"):
+        LogFollower(quantised, [])
+
+
+def test_a_log_without_a_snapshot_needs_a_base(tmp_path: Path) -> None:
+    trained = _bags()
+    base = inference.for_inference(trained)
+    with ChangeLog(trained, DirectorySink(tmp_path), compact_every=None) as log:
+        _entry(trained, 3)
+        log.record(1)
+    with pytest.raises(LogError, match=r"no snapshot to begin with: .*step="):
+        LogFollower(_bags(), DirectorySink(tmp_path)).apply()
+    follower = LogFollower(base, DirectorySink(tmp_path), step=0)
+    assert follower.apply() == 1
+    assert torch.equal(base.packed, inference.for_inference(trained).packed)
+
+
+def test_missing_records_are_an_error(tmp_path: Path) -> None:
+    trained = _bags()
+    with ChangeLog(trained, DirectorySink(tmp_path)) as log:
+        for step in range(1, 4):
+            _entry(trained, step)
+            log.record(step)
+    other = DirectorySink(tmp_path / "other")
+    for number, stored in enumerate(DirectorySink(tmp_path).read()):
+        if number != 2:
+            other.append(stored.data)
+    with pytest.raises(LogError, match="is record 4, after 2: those between are missing"):
+        LogFollower(_bags(), other).apply()
+
+
+def test_the_page_on_online_updates_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = (Path(__file__).resolve().parents[2] / "docs" / "online.md").read_text()
+    (block,) = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    exec(compile(block, "online.md", "exec"), {})
+    assert capsys.readouterr().out == "4\n5\n"
