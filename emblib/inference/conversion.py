@@ -1,11 +1,12 @@
 """Conversion of trained tables to read-only ones, and what it costs in accuracy."""
 
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import torch
 from torch import Tensor, nn
 
+from emblib.collections import EmbeddingBagCollection, EmbeddingCollection
 from emblib.dynamic import CachedTTEmbeddingBags, DynamicEmbeddingBags
 from emblib.inference import served as collections
 from emblib.inference.indexed import InferenceEmbeddingBags
@@ -14,8 +15,8 @@ from emblib.inference.served import (
     InferenceCollection,
     InferenceEmbeddingBagCollection,
     InferenceEmbeddingCollection,
-    RowsByKey,
     ReadOnly,
+    RowsByKey,
 )
 from emblib.specs import BoundsCheck, DynamicSpec, TableSpec
 from emblib.tables import QuantizedEmbeddingBags, RowFormat
@@ -26,6 +27,24 @@ _CHUNK = 1 << 16  # rows that are compared at a time
 Collections = InferenceEmbeddingBagCollection | InferenceEmbeddingCollection
 
 
+@overload
+def for_inference(
+    source: EmbeddingBagCollection,
+    formats: Formats | None = None,
+    *,
+    output_dtype: torch.dtype | None = None,
+) -> InferenceEmbeddingBagCollection: ...
+@overload
+def for_inference(
+    source: EmbeddingCollection,
+    formats: Formats | None = None,
+    *,
+    output_dtype: torch.dtype | None = None,
+) -> InferenceEmbeddingCollection: ...
+@overload
+def for_inference(
+    source: Any, formats: Formats | None = None, *, output_dtype: torch.dtype | None = None
+) -> ReadOnly: ...
 def for_inference(
     source: Any, formats: Formats | None = None, *, output_dtype: torch.dtype | None = None
 ) -> ReadOnly | Collections:

@@ -193,7 +193,7 @@ def convert_sharded(ranks: RankGroup) -> tuple[Tensor, Tensor, list[str]]:
         batches.append(KeyedJaggedTensor(["u", "w"], ids, lengths=torch.full((4,), 3)))
     model(batches[ranks.rank]).values().sum().backward()
     oracle(joined(batches)).values().sum().backward()
-    served = for_inference(model.module)
+    served: Any = for_inference(model.module)
     both = torch.cat([batches[0].values(), torch.tensor([10**9] * 12)])
     asked = KeyedJaggedTensor(["u", "w"], both, lengths=torch.full((8,), 3))
     with torch.no_grad():
