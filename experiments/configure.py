@@ -32,7 +32,7 @@ from experiments.config.schema import (
     folder_name,
 )
 from experiments.contenders import registry
-from experiments.kinds.base import Sort, check_keyed
+from experiments.kinds.base import Sort, check_sort
 from experiments.paths import CONF
 
 OPTION_OF_KIND = re.compile(r"(cases\.\w+\.)?options\.")  # `complete_options` checks its name
@@ -283,8 +283,8 @@ def check_values(config: Config) -> None:
         _check_point(prefix, point)
         sort = kind.arms.contenders
         if prefix or sort is not Sort.BOTH:  # such a kind measures only its cases
-            wanted = bool(point.keys.loads) or sort is Sort.KEYED
-            check_keyed(prefix, point.contenders, wanted=wanted)
+            wanted = Sort.KEYED if point.keys.loads else sort
+            check_sort(prefix, point.contenders, Sort.BAGS if wanted is Sort.BOTH else wanted)
         point_kind = kinds.find(point.kind) if point.kind else None  # "" for most cases
         choices = point_kind.arms.choices if point_kind else ()
         for name in point.contenders:

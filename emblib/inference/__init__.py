@@ -7,9 +7,15 @@ from emblib.inference.conversion import (
 )
 from emblib.inference.frozen import freeze, open_frozen
 from emblib.inference.indexed import InferenceEmbeddingBags, RowIndex, prune, top_rows
+from emblib.inference.served import (
+    InferenceEmbeddingBagCollection,
+    InferenceEmbeddingCollection,
+)
 
 __all__ = [
+    "InferenceEmbeddingBagCollection",
     "InferenceEmbeddingBags",
+    "InferenceEmbeddingCollection",
     "QuantizationError",
     "RowIndex",
     "for_inference",

@@ -1,40 +1,64 @@
 """Conversion of trained tables to read-only ones, and what it costs in accuracy."""
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple, overload
 
 import torch
 from torch import Tensor, nn
 
-from emblib.dynamic import DynamicEmbeddingBags
-from emblib.inference.indexed import InferenceEmbeddingBags, RowIndex
-from emblib.specs import BoundsCheck, TableSpec
+from emblib.collections import EmbeddingBagCollection, EmbeddingCollection
+from emblib.dynamic import CachedTTEmbeddingBags, DynamicEmbeddingBags
+from emblib.inference import served as collections
+from emblib.inference.indexed import InferenceEmbeddingBags
+from emblib.inference.served import (
+    FORMAT_OF,
+    InferenceCollection,
+    InferenceEmbeddingBagCollection,
+    InferenceEmbeddingCollection,
+    ReadOnly,
+    RowsByKey,
+)
+from emblib.specs import BoundsCheck, DynamicSpec, TableSpec
 from emblib.tables import QuantizedEmbeddingBags, RowFormat
 from emblib.tables.quantized import FloatTables, Formats
 
 _CHUNK = 1 << 16  # rows that are compared at a time
-_FORMAT_OF = {
-    torch.float32: RowFormat.FP32,
-    torch.float16: RowFormat.FP16,
-    torch.bfloat16: RowFormat.BF16,
-}
 
-ReadOnly = QuantizedEmbeddingBags | InferenceEmbeddingBags
+Collections = InferenceEmbeddingBagCollection | InferenceEmbeddingCollection
 
 
+@overload
+def for_inference(
+    source: EmbeddingBagCollection,
+    formats: Formats | None = None,
+    *,
+    output_dtype: torch.dtype | None = None,
+) -> InferenceEmbeddingBagCollection: ...
+@overload
+def for_inference(
+    source: EmbeddingCollection,
+    formats: Formats | None = None,
+    *,
+    output_dtype: torch.dtype | None = None,
+) -> InferenceEmbeddingCollection: ...
+@overload
 def for_inference(
     source: Any, formats: Formats | None = None, *, output_dtype: torch.dtype | None = None
-) -> ReadOnly:
+) -> ReadOnly: ...
+def for_inference(
+    source: Any, formats: Formats | None = None, *, output_dtype: torch.dtype | None = None
+) -> ReadOnly | Collections:
     """Copy trained tables into read-only ones.
 
     Keys of dynamic tables become an index before rows in the order of the keys, and those without a
-    row read the default value. Of dynamic tables that are sharded over ranks, all ranks call this
-    together, and each gets all rows.
+    row read the default value. Of a sharded collection all ranks call this together, and each gets
+    all rows; its tables must be dynamic ones.
 
     Args:
-        source: `DynamicEmbeddingBags`, sharded or not, with or without a backing store, or what
-            `QuantizedEmbeddingBags.from_float` takes: modules of plain and tensor-train tables,
-            `nn.EmbeddingBag`, `nn.Embedding`, matrices.
+        source: `DynamicEmbeddingBags`, with or without a backing store; `CachedTTEmbeddingBags`;
+            what `QuantizedEmbeddingBags.from_float` takes, which are modules of plain and
+            tensor-train tables, `nn.EmbeddingBag`, `nn.Embedding` and matrices; or a collection of
+            dense, tensor-train and dynamic tables, of which the result takes the same batches.
         formats: format of the rows of all tables, or of each; None keeps the dtype of the rows.
         output_dtype: dtype of the output; None is that of the source.
 
@@ -50,30 +74,50 @@ def for_inference(
         >>> bool(torch.allclose(served(ids, offsets), bags.eval()(ids, offsets), atol=0.02))
         True
     """
-    if isinstance(source, QuantizedEmbeddingBags | InferenceEmbeddingBags):
+    if isinstance(source, QuantizedEmbeddingBags | InferenceEmbeddingBags | InferenceCollection):
         raise TypeError("the tables are read-only already; convert those that they were made of")
     if isinstance(source, DynamicEmbeddingBags):
         return _of_dynamic(source, formats, output_dtype)
-    if formats is None:
-        formats = _formats_of(FloatTables.of(source))
-    return QuantizedEmbeddingBags.from_float(source, formats=formats, output_dtype=output_dtype)
+    if collections.is_collection(source):
+        return collections.convert(source, formats, output_dtype)
+    tables = _float_tables(source)
+    return QuantizedEmbeddingBags.from_float(
+        tables,
+        formats=_formats_of(tables) if formats is None else formats,
+        output_dtype=output_dtype,
+        include_last_offset=getattr(source, "include_last_offset", True),
+    )
+
+
+def _float_tables(source: Any) -> FloatTables:
+    """Describe the tables of a module whose ids are row numbers."""
+    if not isinstance(source, CachedTTEmbeddingBags):
+        return FloatTables.of(source)
+    blocks: Any = source  # yields rows as tensor trains do, stored ones included
+    return FloatTables(
+        [TableSpec(s.rows, s.dim, s.name) for s in source.tables],
+        blocks,
+        source.pooling,
+        source.feature_tables,
+        source.precision.output,
+        source.features.device,
+    )
 
 
 def _formats_of(tables: FloatTables) -> list[RowFormat]:
     """Return the formats that keep the dtypes of the rows."""
-    return [_FORMAT_OF[dtype] for dtype in tables.dtypes()]
+    return [FORMAT_OF[dtype] for dtype in tables.dtypes()]
 
 
 def _of_dynamic(
     source: DynamicEmbeddingBags, formats: Formats | None, output_dtype: torch.dtype | None
 ) -> InferenceEmbeddingBags:
     specs, tensors, indexes = [], [], []
-    for keys, weights, spec in _dynamic_tables(source):
-        default = weights.new_full((1, spec.dim), spec.default_value)
-        reads_zeros = spec.default_value == 0.0
-        indexes.append(RowIndex.of_keys(keys, missing=-1 if reads_zeros else keys.numel()))
-        tensors.append(weights if reads_zeros else torch.cat([weights, default]))
-        specs.append(TableSpec(max(tensors[-1].size(0), 1), spec.dim, spec.name))
+    for keyed, spec in _dynamic_tables(source):
+        index, stored = keyed.indexed()
+        indexes.append(index)
+        tensors.append(stored)
+        specs.append(TableSpec(max(stored.size(0), 1), spec.dim, spec.name))
     tables = FloatTables(
         specs,
         tensors,
@@ -91,13 +135,11 @@ def _of_dynamic(
     return InferenceEmbeddingBags(rows, indexes)
 
 
-def _dynamic_tables(source: DynamicEmbeddingBags) -> Iterator[tuple[Tensor, Tensor, Any]]:
-    """Yield keys, rows and spec of each dynamic table, in the order of the keys."""
+def _dynamic_tables(source: DynamicEmbeddingBags) -> Iterator[tuple[RowsByKey, DynamicSpec]]:
+    """Yield keys with rows, and the spec, of each dynamic table."""
     handles = source.table_handles()
     for name, spec in zip(source.table_names, source.tables, strict=True):
-        entries = handles[name].entries()
-        order = entries.keys.argsort()
-        yield entries.keys[order], entries.rows["weight"][order].detach(), spec
+        yield RowsByKey.of(handles[name].entries(), spec.default_value), spec
 
 
 class QuantizationError(NamedTuple):
@@ -124,7 +166,7 @@ class QuantizationError(NamedTuple):
 
 
 def quantization_errors(
-    source: nn.Module | Any, served: ReadOnly, *, bag: int = 16, seed: int = 0
+    source: nn.Module | Any, served: ReadOnly | Collections, *, bag: int = 16, seed: int = 0
 ) -> list[QuantizationError]:
     """Compare the rows of read-only tables with those that they were made of.
 
@@ -144,16 +186,9 @@ def quantization_errors(
         >>> error.table, error.nbytes, 0.05 < error.relative < 0.1
         ('item', 12000, True)
     """
-    rows = served.rows if isinstance(served, InferenceEmbeddingBags) else served
-    dynamic, tables = [], None
-    if isinstance(source, DynamicEmbeddingBags):
-        dynamic = [weights for _, weights, _ in _dynamic_tables(source)]
-    else:
-        tables = FloatTables.of(source)
     errors = []
     generator = torch.Generator().manual_seed(seed)
-    for table, name in enumerate(rows.table_names):
-        blocks = dynamic[table].split(_CHUNK) if tables is None else tables.blocks(table)
+    for name, blocks, rows, table in _compared(source, served):
         sums = _ErrorSums(generator, bag)
         for block in blocks:
             if sums.rows + block.size(0) > rows.tables[table].rows:
@@ -161,6 +196,28 @@ def quantization_errors(
             sums.add(block, rows.dense_rows(table, sums.rows, block.size(0)))
         errors.append(sums.result(name, rows, table))
     return errors
+
+
+def _compared(
+    source: Any, served: ReadOnly | Collections
+) -> Iterator[tuple[str, Iterable[Tensor], QuantizedEmbeddingBags, int]]:
+    """Yield each table: its name, the rows that it was made of, its module and its number there."""
+    if isinstance(served, InferenceCollection):
+        readers = collections.readers_of(source)
+        for part in served.parts:
+            any_part: Any = part
+            rows = any_part.rows if isinstance(part, InferenceEmbeddingBags) else any_part
+            for table, name in enumerate(rows.table_names):
+                yield name, readers[name].blocks(), rows, table
+        return
+    rows = served.rows if isinstance(served, InferenceEmbeddingBags) else served
+    if isinstance(source, DynamicEmbeddingBags):
+        for table, (keyed, _) in enumerate(_dynamic_tables(source)):
+            yield rows.table_names[table], keyed.rows.split(_CHUNK), rows, table
+        return
+    tables = _float_tables(source)
+    for table, name in enumerate(rows.table_names):
+        yield name, tables.blocks(table), rows, table
 
 
 class _ErrorSums:

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from emblib.columns import IndexKind
 from emblib.inference import frozen_file
-from emblib.inference.conversion import ReadOnly, for_inference
+from emblib.inference.conversion import for_inference
 from emblib.inference.indexed import InferenceEmbeddingBags, RowIndex
+from emblib.inference.served import InferenceCollection, ReadOnly, is_collection
 from emblib.specs import (
     BoundsCheck,
     IdOrder,
@@ -36,7 +37,7 @@ def freeze(source: Any, path: str | Path, formats: Formats | None = None) -> Non
 
     Args:
         source: `QuantizedEmbeddingBags`, `InferenceEmbeddingBags`, tensor-train tables, whose cores
-            are written, or anything that `for_inference` takes.
+            are written, or any module or matrices that `for_inference` takes.
         path: path of the file.
         formats: format of the rows of all tables, or of each, as in `for_inference`; tensor trains
             are then written as rows. None writes what there is.
@@ -61,8 +62,13 @@ def freeze(source: Any, path: str | Path, formats: Formats | None = None) -> Non
         cores = {f"core {k}": core.detach() for k, core in enumerate(source.cores)}
         frozen_file.write(path, _TRAINS, _trains_config(source), cores)
         return
+    if isinstance(source, InferenceCollection) or is_collection(source):
+        raise TypeError(
+            "a file has the tables of one module, not of a collection: freeze each of "
+            "for_inference(collection).parts into a file of its own"
+        )
     is_read_only = isinstance(source, QuantizedEmbeddingBags | InferenceEmbeddingBags)
-    tables = source if is_read_only and formats is None else for_inference(source, formats)
+    tables: Any = source if is_read_only and formats is None else for_inference(source, formats)
     if isinstance(tables, InferenceEmbeddingBags):
         rows, indexes = tables.rows, tables.indexes
     else:

@@ -1,15 +1,20 @@
-"""FBGEMM's SplitTableBatchedEmbeddingBagsCodegen as contenders: on the device, managed, cached."""
+"""FBGEMM's modules as contenders: for training (on the device, managed, cached), for inference."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import (
     CacheAlgorithm,
     ComputeDevice,
     EmbeddingLocation,
+)
+from fbgemm_gpu.split_table_batched_embeddings_ops_inference import (
+    IntNBitTableBatchedEmbeddingBagsCodegen,
 )
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     SplitTableBatchedEmbeddingBagsCodegen,
@@ -18,6 +23,7 @@ from torch import Tensor
 
 from experiments.config.schema import Optimizer
 from experiments.contenders.base import EPS, OneModule, State, Task, Unsupported, fill_, read_rows
+from experiments.contenders.served import Feature, Served
 from experiments.workloads.workload import Batch
 
 OPTIMIZERS = {
@@ -128,3 +134,63 @@ class FbgemmLFU(FbgemmLRU):
     """FBGEMM's tables in host memory, behind its LFU cache in device memory."""
 
     algorithm = CacheAlgorithm.LFU
+
+
+class ServedFp32(Served):
+    """FBGEMM's IntNBitTableBatchedEmbeddingBagsCodegen on the CPU, in a file of torch.save.
+
+    Ids and offsets are int32, as it takes them by default.
+    """
+
+    bits = 32
+    type: ClassVar[SparseType] = SparseType.FP32
+
+    def fill(self, weights: Sequence[Tensor]) -> None:
+        self._set([self._packed(rows) for rows in weights])
+
+    def prepare(self, batch: Batch) -> Feature:
+        return batch.indices.int(), batch.offsets.int()
+
+    def lookup(self, prepared: Feature) -> Tensor:
+        pooled: Tensor = self.module(*prepared)
+        return pooled
+
+    def nbytes(self) -> int:
+        return sum(part.nbytes for row in self.rows for part in row if part is not None)
+
+    def save(self, path: Path) -> None:
+        torch.save(self.rows, path)
+
+    def open(self, path: Path) -> None:
+        self._set(torch.load(path))
+
+    def _packed(self, rows: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the bytes of the rows, and those of their scales and offsets."""
+        return rows.view(torch.uint8), None
+
+    def _set(self, rows: list[tuple[Tensor, Tensor | None]]) -> None:
+        host = EmbeddingLocation.HOST
+        self.module = IntNBitTableBatchedEmbeddingBagsCodegen(
+            [(f"table{n}", s.rows, s.dim, self.type, host) for n, s in enumerate(self.shapes)],
+            device="cpu",
+            output_dtype=SparseType.FP32,
+        )
+        self.module.initialize_weights()
+        self.module.assign_embedding_weights(rows)
+        self.rows: list[tuple[Tensor, Tensor | None]] = self.module.split_embedding_weights()
+
+
+class ServedInt8(ServedFp32):
+    """The same with rows of 8-bit integers."""
+
+    bits, type = 8, SparseType.INT8
+
+    def _packed(self, rows: Tensor) -> tuple[Tensor, Tensor | None]:
+        fused = torch.ops.fbgemm.FloatToFusedNBitRowwiseQuantizedSBHalf(rows, self.bits)
+        return fused[:, :-4].contiguous(), fused[:, -4:].contiguous()
+
+
+class ServedInt4(ServedInt8):
+    """The same with rows of 4-bit integers."""
+
+    bits, type = 4, SparseType.INT4

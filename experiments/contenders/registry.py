@@ -61,7 +61,8 @@ class Entry:
         file: Python file of the class.
         cls: name of the class.
         variants: "rank" or "cache" for one arm per rank or per cache size; "" for one arm.
-        keyed: True for a hash table of keys, False for a contender that looks up bags.
+        keyed: True for a hash table of keys.
+        served: True for read-only tables; if neither, the contender looks up bags and is trained.
         dense: True if it holds all tables uncompressed; free memory must then suffice for them.
         alone: True if it is measured in worlds of one rank only.
         cuda_only: True if it needs a GPU.
@@ -78,6 +79,7 @@ class Entry:
     cls: str
     variants: str = ""
     keyed: bool = False
+    served: bool = False
     dense: bool = False
     alone: bool = False
     cuda_only: bool = False

@@ -25,6 +25,7 @@ KINDS = {
     "micro": "experiments.kinds.micro:Micro",
     "quality": "experiments.kinds.quality:Quality",
     "predictions": "experiments.kinds.predictions:Predictions",
+    "serving": "experiments.kinds.serving:Serving",
 }
 
 __all__ = ["KINDS", "Kind", "expand", "find"]

@@ -63,7 +63,8 @@ class Sort(Enum):
 
     BAGS = "contenders that look up bags"
     KEYED = "hash tables"
-    BOTH = "both"
+    SERVED = "read-only tables"
+    BOTH = "the first two"
 
 
 @dataclass(frozen=True)
@@ -308,11 +309,19 @@ def median_of(record: Record, phase: str) -> float:
     return statistics.summarise([seconds for _, seconds in record["samples"][phase]]).median
 
 
-def check_keyed(prefix: str, names: Sequence[str], *, wanted: bool) -> None:
-    """Raise UsageError unless all contenders are hash tables (`wanted`), or none is."""
+def check_sort(prefix: str, names: Sequence[str], wanted: Sort) -> None:
+    """Raise UsageError unless all contenders are of a sort."""
     for name in names:
-        keyed = registry.facts_of(name).keyed
-        if wanted is not keyed and name in registry.names():
-            a = "a table of keys" if keyed else "no table of keys"
-            where = "where keys.loads names loads, or in kind=growth"
-            raise UsageError(f"{prefix}contenders: {name} is {a}; those are measured {where}")
+        entry = registry.facts_of(name)
+        sort = Sort.KEYED if entry.keyed else Sort.SERVED if entry.served else Sort.BAGS
+        if sort is wanted or name not in registry.names():
+            continue
+        if Sort.SERVED in (sort, wanted):
+            no = "no " * (wanted is Sort.SERVED)
+            raise UsageError(
+                f"{prefix}contenders: {name} has {no}read-only tables; those are measured in "
+                "kind=serving"
+            )
+        a = "a table of keys" if entry.keyed else "no table of keys"
+        where = "where keys.loads names loads, or in kind=growth"
+        raise UsageError(f"{prefix}contenders: {name} is {a}; those are measured {where}")

@@ -85,6 +85,7 @@ ALIASES = {
     "cykhash": "reference_tt",
     "hierarchicalkv": "fbgemm",
     "fbtt": "other_4",
+    **dict.fromkeys(("served_fp32", "served_int8", "served_int4"), "tbe"),
 }
 OTHERS = [name for name in COLOURS if name.startswith("other_")]
 

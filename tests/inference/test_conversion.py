@@ -9,6 +9,7 @@ from torch.testing import assert_close
 
 from emblib import (
     BackingStore,
+    CachedTTEmbeddingBags,
     DynamicEmbeddingBags,
     DynamicSpec,
     HostRows,
@@ -19,6 +20,7 @@ from emblib import (
     TableBatchedEmbeddingBags,
     TableBatchedTTEmbeddingBags,
     TableSpec,
+    TTCache,
     TTSpec,
     optim,
 )
@@ -88,6 +90,24 @@ def test_plain_and_tensor_train_tables(format: str | None) -> None:
         kept = RowFormat.FP16 if source is plain else RowFormat.FP32
         assert error.format is (kept if format is None else RowFormat(format))
         assert (error.largest == 0) == (format is None)
+
+
+def test_stored_rows_of_a_cached_train_are_converted() -> None:
+    torch.manual_seed(0)
+    cache = TTCache(4)
+    source = CachedTTEmbeddingBags([TTSpec(30, 8, ranks=(4,))], cache, optim.SGD(0.1))
+    ids, offsets = torch.tensor([1, 29, 4, 1]), torch.tensor([0, 2, 4])
+    source(ids, offsets).sum().backward()
+    source.populate()
+    source(ids, offsets).square().sum().backward()  # moves stored rows away from the cores
+    assert source.cached_ids(0).numel() > 0
+    served = for_inference(source)
+    assert served.formats == (RowFormat.FP32,)
+    with torch.no_grad():
+        assert_close(served(ids, offsets), source.eval()(ids, offsets))
+    (error,) = quantization_errors(source, for_inference(source, "int8"))
+    assert 0 < error.largest < 0.01
+    assert error.rows == 30
 
 
 def test_errors_are_those_of_the_rows() -> None:

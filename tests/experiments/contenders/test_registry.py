@@ -20,6 +20,7 @@ from experiments.contenders import registry
 from experiments.contenders.base import Contender, Task, build
 from experiments.contenders.keys import KeyTable
 from experiments.contenders.registry import REQUIREMENT, Missing, RegistryError
+from experiments.contenders.served import Served
 from experiments.measure.outcome import Outcome, describe
 from experiments.measure.session import Session
 from experiments.paths import ROOT
@@ -69,7 +70,8 @@ def test_every_class_of_the_table_is_what_the_table_says(name: str) -> None:
     entry = registry.find(name)
     if missing := entry.missing():
         pytest.skip(missing)
-    assert issubclass(entry.load(), KeyTable if entry.keyed else Contender)
+    base = KeyTable if entry.keyed else Served if entry.served else Contender
+    assert issubclass(entry.load(), base)
 
 
 def test_arms_follow_what_the_table_says() -> None:

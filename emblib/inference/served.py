@@ -1,0 +1,314 @@
+"""Collections for inference: the features of a batch, looked up in read-only tables.
+
+Tables of a collection that are pooled in the same way, or without pooling have the same dim, are in
+one module, a *part*: a lookup is one call per part.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from emblib.collections.modules import TableCollection, TableFeature, table_features
+from emblib.inference.indexed import InferenceEmbeddingBags, RowIndex
+from emblib.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from emblib.specs import BoundsCheck, Pooling, TableSpec
+from emblib.storage import Dense
+from emblib.tables import QuantizedEmbeddingBags, RowFormat
+from emblib.tables.quantized import FloatTables, Formats, formats_of
+
+_BLOCK = 1 << 16  # rows that are converted at a time
+FORMAT_OF = {
+    torch.float32: RowFormat.FP32,
+    torch.float16: RowFormat.FP16,
+    torch.bfloat16: RowFormat.BF16,
+}
+"""The formats that keep the dtypes of rows."""
+
+ReadOnly = QuantizedEmbeddingBags | InferenceEmbeddingBags
+
+
+class RowsByKey(NamedTuple):
+    """The keys of a dynamic table, ascending, their rows, and what other keys read."""
+
+    keys: Tensor
+    rows: Tensor
+    default_value: float
+
+    @classmethod
+    def of(cls, entries: Any, default_value: float) -> "RowsByKey":
+        """Sort the entries of a table."""
+        order = entries.keys.argsort()
+        return cls(entries.keys[order], entries.rows["weight"][order].detach(), default_value)
+
+    def indexed(self) -> tuple[RowIndex, Tensor]:
+        """Return the index, and the rows that it refers to: one more if a default is not zero."""
+        if self.default_value == 0.0:
+            return RowIndex.of_keys(self.keys, missing=-1), self.rows
+        default = self.rows.new_full((1, self.rows.size(1)), self.default_value)
+        index = RowIndex.of_keys(self.keys, missing=self.keys.numel())
+        return index, torch.cat([self.rows, default])
+
+
+class RowReader(NamedTuple):
+    """The rows of a table: their dtype, a function that yields them in blocks, and their keys."""
+
+    dtype: torch.dtype
+    blocks: Callable[[], Iterable[Tensor]]
+    keyed: RowsByKey | None = None
+
+
+class _RowBlocks:
+    """Several tables that are read block by block, for `FloatTables`."""
+
+    def __init__(self, blocks: Sequence[Callable[[], Iterable[Tensor]]]) -> None:
+        self._blocks = blocks
+
+    def dense_blocks(self, table: int) -> Iterator[Tensor]:
+        """Yield the rows of a table."""
+        yield from self._blocks[table]()
+
+
+def is_collection(source: Any) -> bool:
+    """Return whether a module is a collection of tables, sharded or not."""
+    return any(hasattr(source, f"{name}_configs") for name in ("embedding_bag", "embedding"))
+
+
+def configs_of(source: Any) -> Sequence[Any]:
+    """Return the configurations of the tables of a collection."""
+    pooled = hasattr(source, "embedding_bag_configs")
+    configs: Sequence[Any] = (
+        source.embedding_bag_configs() if pooled else source.embedding_configs()
+    )
+    return configs
+
+
+def readers_of(source: Any) -> dict[str, RowReader]:
+    """Return how the rows of each table of a collection are read; collective if it is sharded.
+
+    Raises:
+        TypeError: a table whose rows cannot be read as floats.
+    """
+    keyed_tables = source.table_handles()
+    readers = {}
+    for config in configs_of(source):
+        if config.storage.is_keyed:
+            entries = keyed_tables[config.name].entries()
+            keyed = RowsByKey.of(entries, config.storage.default_value)
+            blocks = partial(keyed.rows.split, _BLOCK)
+            readers[config.name] = RowReader(keyed.rows.dtype, blocks, keyed)
+            continue
+        if not isinstance(source, TableCollection):
+            raise TypeError(
+                f"table {config.name!r} has rows on other ranks: write checkpoints.export(...) on "
+                "all ranks, load it into the unsharded collection, and convert that"
+            )
+        if not config.storage.has_dense_rows:
+            raise TypeError(
+                f"table {config.name!r} is stored as {config.storage}: tables that are quantised "
+                "already, or whose ids share rows, are served by the collection itself"
+            )
+        handle = source.handles()[config.name]
+        is_dense = isinstance(config.storage, Dense)  # rows of tensor trains are computed
+        dtype = config.data_type if is_dense else torch.float32
+        readers[config.name] = RowReader(dtype, handle.dense_blocks)
+    return readers
+
+
+class InferenceCollection(nn.Module):
+    """Base of collections for inference: their parts, and the features that each looks up.
+
+    Args:
+        features: features of the collection, in the order of its output.
+        configs: configurations of its tables.
+        parts: read-only tables, with the positions in `features` of what they look up, in order.
+    """
+
+    def __init__(
+        self,
+        features: Sequence[TableFeature],
+        configs: Sequence[Any],
+        parts: Sequence[tuple[ReadOnly, Sequence[int]]],
+    ) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList([tables for tables, _ in parts])
+        self._positions = [list(positions) for _, positions in parts]
+        self._features = [unit.feature for unit in features]
+        self._names = [unit.name for unit in features]
+        self._dims = [configs[unit.table].embedding_dim for unit in features]
+
+    def nbytes(self) -> dict[str, int]:
+        """Return the bytes of the rows, `weights`, and of the `index` of keys, if there is one."""
+        total: dict[str, int] = {}
+        for part in self.parts:
+            any_part: Any = part
+            for name, count in any_part.nbytes().items():
+                total[name] = total.get(name, 0) + count
+        return total
+
+    def _inputs(self, features: Any) -> Iterator[tuple[Any, list[int], KeyedJaggedTensor]]:
+        """Yield each part, the positions of its features, and its share of the batch."""
+        batch = KeyedJaggedTensor.adopt(features)
+        if batch.variable_stride_per_key():
+            raise ValueError(
+                "collections for inference take batches with as many bags for every feature, got "
+                f"{batch.stride_per_key()}: expand the batch, or look it up in the trained one"
+            )
+        index = batch.index_per_key()
+        missing = sorted(set(self._features) - set(index))
+        if missing:
+            raise KeyError(
+                f"the batch must have the features of all tables: missing are {missing}, there are "
+                f"{batch.keys()}"
+            )
+        for tables, positions in zip(self.parts, self._positions, strict=True):
+            wanted = [index[self._features[position]] for position in positions]
+            if wanted == list(range(len(batch.keys()))):
+                yield tables, positions, batch
+            else:
+                yield tables, positions, batch.permute(wanted)
+
+
+class InferenceEmbeddingBagCollection(InferenceCollection):
+    """Look up and pool the features of a batch as the `EmbeddingBagCollection` that it was made of.
+
+    `emblib.inference.for_inference` makes it. Outputs have the same names and columns.
+
+    Example:
+        >>> bags = emblib.EmbeddingBagCollection([emblib.EmbeddingBagConfig(1_000, 16, "item")])
+        >>> batch = emblib.KeyedJaggedTensor(
+        ...     ["item"], torch.tensor([3, 1, 4]), lengths=torch.tensor([2, 1])
+        ... )
+        >>> served = emblib.inference.for_inference(bags)
+        >>> torch.equal(served(batch).values(), bags(batch).values())
+        True
+    """
+
+    is_weighted = False
+
+    def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
+        """Return pooled rows `[B, sum of dims]`: one block of columns per feature.
+
+        Raises:
+            KeyError: the batch lacks a feature of a table.
+            ValueError: features with different numbers of bags, or no weights for a weighted
+                collection.
+        """
+        blocks: dict[int, Tensor] = {}
+        for tables, positions, batch in self._inputs(features):
+            weights = batch.weights_or_none() if self.is_weighted else None
+            if self.is_weighted and weights is None:
+                raise ValueError(
+                    "this collection is weighted, so batches must have weights: make the "
+                    "KeyedJaggedTensor with weights=..."
+                )
+            weights = None if weights is None else weights.float()
+            output = tables(batch.values(), batch.offsets(), weights)
+            if positions == list(range(len(self._names))):
+                return KeyedTensor(self._names, self._dims, output)
+            columns = output.split([self._dims[position] for position in positions], 1)
+            blocks |= dict(zip(positions, columns, strict=True))
+        values = torch.cat([blocks[position] for position in range(len(self._names))], 1)
+        return KeyedTensor(self._names, self._dims, values)
+
+
+class InferenceEmbeddingCollection(InferenceCollection):
+    """Look up every id of a batch as the `EmbeddingCollection` that it was made of.
+
+    `emblib.inference.for_inference` makes it. Outputs have the same names.
+
+    Example:
+        >>> history = emblib.EmbeddingCollection([emblib.EmbeddingConfig(1_000, 16, "item")])
+        >>> batch = emblib.KeyedJaggedTensor(
+        ...     ["item"], torch.tensor([3, 1, 4]), lengths=torch.tensor([2, 1])
+        ... )
+        >>> served = emblib.inference.for_inference(history, "int8")
+        >>> served(batch)["item"].values().shape
+        torch.Size([3, 16])
+    """
+
+    need_indices = False
+
+    def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
+        """Return the vectors `[L, D]` by feature, as jagged as the ids.
+
+        Raises:
+            KeyError: the batch lacks a feature of a table.
+            ValueError: features with different numbers of bags.
+        """
+        found: dict[int, JaggedTensor] = {}
+        for tables, positions, batch in self._inputs(features):
+            sizes = batch.length_per_key()
+            vectors = tables(batch.values(), batch.offsets()).split(sizes)
+            ids = batch.values().split(sizes)
+            lengths = batch.lengths().split(batch.stride_per_key())
+            for position, rows, own, ends in zip(positions, vectors, ids, lengths, strict=True):
+                weights = own if self.need_indices else None
+                found[position] = JaggedTensor.from_valid(rows, weights, ends, None)
+        return {name: found[position] for position, name in enumerate(self._names)}
+
+
+def convert(
+    source: Any, formats: Formats | None, output_dtype: torch.dtype | None
+) -> InferenceEmbeddingBagCollection | InferenceEmbeddingCollection:
+    """Copy a collection into one for inference; collective if it is sharded."""
+    configs, readers = configs_of(source), readers_of(source)
+    kept = [FORMAT_OF[readers[config.name].dtype] for config in configs]
+    wanted = kept if formats is None else formats_of(len(configs), None, formats)
+    features = table_features(configs)
+    pooled = hasattr(source, "embedding_bag_configs")
+    groups: dict[Any, list[int]] = {}  # tables by what those of a part have in common
+    for table, config in enumerate(configs):
+        groups.setdefault(config.pooling if pooled else config.embedding_dim, []).append(table)
+    dtype, device = torch.float32, torch.device("cpu")  # where entries of all ranks are
+    if isinstance(source, TableCollection):
+        dtype, device = source.groups.output_dtype, source.device
+    parts = []
+    for key, tables in groups.items():
+        positions = [n for n, unit in enumerate(features) if unit.table in tables]
+        part = _part(
+            [configs[table] for table in tables],
+            readers,
+            device,
+            [wanted[table] for table in tables],
+            pooling=key if pooled else Pooling.NONE,
+            feature_tables=[tables.index(features[position].table) for position in positions],
+            output_dtype=dtype if output_dtype is None else output_dtype,
+            bounds_check=getattr(source, "bounds_check", BoundsCheck.WARNING),
+        )
+        parts.append((part, positions))
+    if not pooled:
+        sequences = InferenceEmbeddingCollection(features, configs, parts)
+        sequences.need_indices = source.need_indices()
+        return sequences
+    bags = InferenceEmbeddingBagCollection(features, configs, parts)
+    bags.is_weighted = source.is_weighted()
+    return bags
+
+
+def _part(
+    configs: Sequence[Any],
+    readers: dict[str, RowReader],
+    device: torch.device,
+    formats: Sequence[RowFormat],
+    **options: Any,
+) -> ReadOnly:
+    """Convert the tables of a part; `options` are those of `FloatTables`."""
+    specs, blocks, indexes = [], [], list[RowIndex | None]()
+    for config in configs:
+        reader, size = readers[config.name], config.num_embeddings
+        index, read = None, reader.blocks
+        if reader.keyed is not None:
+            index, stored = reader.keyed.indexed()
+            read, size = partial(stored.split, _BLOCK), max(len(stored), 1)
+        specs.append(TableSpec(size, config.embedding_dim, config.name))
+        blocks.append(read)
+        indexes.append(index)
+    any_blocks: Any = _RowBlocks(blocks)
+    bounds_check = options.pop("bounds_check")
+    tables = FloatTables(specs, any_blocks, device=device, **options)
+    rows = QuantizedEmbeddingBags.from_float(tables, formats=formats, bounds_check=bounds_check)
+    is_plain = all(index is None for index in indexes)
+    return rows if is_plain else InferenceEmbeddingBags(rows, indexes)

@@ -1,0 +1,163 @@
+"""Read-only tables: the interface of their contenders, emblib's inference tables and PyTorch's."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+import emblib
+from experiments.contenders.registry import find
+from experiments.workloads.workload import Batch, TableShape
+
+Feature = tuple[Tensor, Tensor]  # ids [lookups] and offsets [B + 1] of one table
+
+
+class Served(ABC):
+    """Read-only tables with one feature each, in one format. `lookup` is timed.
+
+    Several threads call `lookup` at once. `open` is timed too, as a part of a cold start.
+
+    Attributes:
+        bits: bits per value; 32 for float32.
+    """
+
+    bits: ClassVar[int]
+
+    def __init__(self, shapes: Sequence[TableShape]) -> None:
+        self.shapes = tuple(shapes)
+
+    @abstractmethod
+    def fill(self, weights: Sequence[Tensor]) -> None:
+        """Convert trained tables, float32 [rows, dim] each, to the format."""
+
+    def prepare(self, batch: Batch) -> Any:
+        """Return the ids and offsets of a request, as `lookup` takes them."""
+        return batch.indices, batch.offsets
+
+    @abstractmethod
+    def lookup(self, prepared: Any) -> Tensor:
+        """Return the sums of the rows of each bag, float32 [B, sum D]."""
+
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Return the bytes of all rows."""
+
+    @abstractmethod
+    def save(self, path: Path) -> None:
+        """Write the converted tables to a file."""
+
+    @abstractmethod
+    def open(self, path: Path) -> None:
+        """Make the tables of a file that `save` wrote ready for lookups."""
+
+
+def build_served(name: str, shapes: Sequence[TableShape]) -> Served:
+    """Build empty read-only tables by the name of their contender."""
+    served: Served = find(name).load()(shapes)
+    return served
+
+
+class Fp32(Served):
+    """emblib's inference tables, frozen into a file that is opened by mapping it."""
+
+    bits = 32
+    format: ClassVar[str] = "float32"
+
+    def fill(self, weights: Sequence[Tensor]) -> None:
+        named = {f"table{number}": rows for number, rows in enumerate(weights)}
+        self.tables: Any = emblib.inference.for_inference(named, self.format)
+
+    def lookup(self, prepared: Feature) -> Tensor:
+        pooled: Tensor = self.tables(*prepared)
+        return pooled
+
+    def nbytes(self) -> int:
+        return sum(self.tables.nbytes().values())
+
+    def save(self, path: Path) -> None:
+        emblib.freeze(self.tables, path)
+
+    def open(self, path: Path) -> None:
+        self.tables = emblib.open_frozen(path)
+
+
+class Int8(Fp32):
+    """The same with rows of 8-bit integers."""
+
+    bits, format = 8, "int8"
+
+
+class Int4(Fp32):
+    """The same with rows of 4-bit integers."""
+
+    bits, format = 4, "int4"
+
+
+class TorchFp32(Served):
+    """torch.nn.EmbeddingBag, one per table; its weights in a file of torch.save."""
+
+    bits = 32
+
+    def fill(self, weights: Sequence[Tensor]) -> None:
+        self._set([self._packed(rows) for rows in weights])
+
+    def prepare(self, batch: Batch) -> list[Feature]:
+        return [batch.feature(f) for f in range(len(self.shapes))]
+
+    def lookup(self, prepared: list[Feature]) -> Tensor:
+        outputs = [self._bag(n, *feature) for n, feature in enumerate(prepared)]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+
+    def nbytes(self) -> int:
+        return sum(rows.nbytes for rows in self.rows)
+
+    def save(self, path: Path) -> None:
+        torch.save(self.rows, path)
+
+    def open(self, path: Path) -> None:
+        self._set(torch.load(path))
+
+    def _packed(self, rows: Tensor) -> Tensor:
+        """Return the rows of a table in the format."""
+        return rows
+
+    def _set(self, rows: list[Tensor]) -> None:
+        self.rows = rows
+        self.bags = [
+            nn.EmbeddingBag.from_pretrained(table, mode="sum", include_last_offset=True)
+            for table in rows
+        ]
+
+    def _bag(self, table: int, ids: Tensor, offsets: Tensor) -> Tensor:
+        pooled: Tensor = self.bags[table](ids, offsets)
+        return pooled
+
+
+class TorchInt8(TorchFp32):
+    """The operators of torch.ao.nn.quantized.EmbeddingBag, one call per table, 8 bits."""
+
+    bits = 8
+    operators: ClassVar[str] = "embedding_bag_byte"
+
+    def _packed(self, rows: Tensor) -> Tensor:
+        packed: Tensor = getattr(torch.ops.quantized, f"{self.operators}_prepack")(rows)
+        return packed
+
+    def _set(self, rows: list[Tensor]) -> None:
+        self.rows = rows
+        self.operator = getattr(torch.ops.quantized, f"{self.operators}_rowwise_offsets")
+
+    def _bag(self, table: int, ids: Tensor, offsets: Tensor) -> Tensor:
+        pooled: Tensor = self.operator(self.rows[table], ids, offsets, include_last_offset=True)
+        return pooled
+
+
+class TorchInt4(TorchInt8):
+    """The same with 4 bits."""
+
+    bits, operators = 4, "embedding_bag_4bit"

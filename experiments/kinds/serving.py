@@ -1,0 +1,174 @@
+"""The kind `serving`: latency and throughput of lookups in read-only tables under load."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pandas as pd
+
+from experiments.config.schema import Config, DeviceKind, Mode, UsageError
+from experiments.kinds.base import ArmRules, Compared, Kind, Measurement, Reporting, Sort
+from experiments.results import metrics
+from experiments.results.store import Record
+from experiments.timing import statistics
+from experiments.timing.latencies import CLOSED, counts_of, percentile, phase_of
+
+MIN_TAIL = 200  # requests from which a p99 is given: two are beyond it
+
+
+@dataclass
+class ServingOptions:
+    """The clients that send requests, and how fast.
+
+    Attributes:
+        clients: numbers of threads that look up at once.
+        loads: rates of arrival ÷ the rate at which an arm answered its clients when each sent a
+            request as soon as the last one was answered.
+        rounds: blocks of requests of an arm per number of clients and load, in turns with others.
+    """
+
+    clients: list[int] = field(default_factory=lambda: [1, 2])
+    loads: list[float] = field(default_factory=lambda: [0.3, 0.6, 0.8])
+    rounds: int = 4
+
+
+class Serving(Kind):
+    """Answer how long requests wait for read-only tables, and how many can be answered."""
+
+    name = "serving"
+    options = ServingOptions
+    arms = ArmRules(contenders=Sort.SERVED)
+    measurement = Measurement("experiments.measure.serving:serving_cell", modes=(Mode.hot,))
+    reporting = Reporting(
+        "experiments.kind_reports.serving",
+        compared=Compared.NOTHING,
+        success="None: all {count} measurements ran, and their sums agreed with float32 rows.",
+    )
+
+    def check(self, config: Config) -> None:
+        super().check(config)
+        if config.device.kind is DeviceKind.cuda:
+            raise UsageError("device.kind: kind=serving measures lookups on the CPU, say cpu")
+
+    def check_options(self, options: Mapping[str, Any], prefix: str = "") -> None:
+        clients, loads = options["clients"], options["loads"]
+        if not clients or not all(number >= 1 for number in clients):
+            raise UsageError(f"{prefix}options.clients must be >= 1, got {clients}")
+        if not all(0 < load < 1 for load in loads):
+            raise UsageError(f"{prefix}options.loads must be in (0, 1), got {loads}")
+        if options["rounds"] < 1:
+            raise UsageError(f"{prefix}options.rounds must be >= 1, got {options['rounds']}")
+
+    def progress(self, records: Sequence[Record]) -> str:
+        """Return the 99th percentile of the latency of each arm with its most clients."""
+        return "p99: " + " · ".join(
+            f"{r['label']}: {r['status']}"
+            if r["status"] != "ok"
+            else f"{r['label']} {1e3 * _last_p99(r):.3g} ms"
+            for r in records
+        )
+
+    def frames(self, records: Sequence[Record], settings: Any) -> dict[str, pd.DataFrame]:
+        """Return latencies.csv and cold_starts.csv."""
+        baseline = str(settings.baseline)
+        return {"latencies": latencies(records, baseline), "cold_starts": cold_starts(records)}
+
+
+def _last_p99(record: Record) -> float:
+    closed = [p for p in record["points"] if p["load"] == CLOSED]
+    return percentile(counts_of(closed[-1:]), 0.99)
+
+
+def _groups(records: Sequence[Record]) -> dict[tuple[str, str], list[Record]]:
+    """Return the records of each arm of a cell, one per process."""
+    groups: dict[tuple[str, str], list[Record]] = {}
+    for record in records:
+        if record.get("kind") == Serving.name:
+            groups.setdefault((record["cell"], record["arm"]), []).append(record)
+    return groups
+
+
+NAMES = ("section", "cell", "contender", "arm", "label")
+
+
+def latencies(records: Sequence[Record], baseline: str) -> pd.DataFrame:
+    """Return a row per cell, arm, clients and load, over all processes.
+
+    `ratio` is the time per request without a rate of arrival ÷ that of the arm `baseline`, paired
+    within rounds. An arm that was not measured has one row.
+    """
+    groups = _groups(records)
+    rows = []
+    for (cell, _), group in groups.items():
+        good = metrics.good(group)
+        base = metrics.good(groups.get((cell, baseline), []))
+        shared = {name: group[0][name] for name in NAMES} | group[0]["params"]
+        shared |= {"status": metrics.status_of(group), "reason": group[0]["reason"]}
+        keys = dict.fromkeys((p["clients"], p["load"]) for r in good for p in r["points"])
+        rows += [shared | _row(good, base, *key) for key in keys] or [shared]
+    return pd.DataFrame(rows)
+
+
+def _row(
+    good: Sequence[Record], base: Sequence[Record], clients: int, load: float
+) -> dict[str, Any]:
+    points = [
+        point
+        for record in good
+        for point in record["points"]
+        if (point["clients"], point["load"]) == (clients, load)
+    ]
+    counts = counts_of(points)
+    requests, batch = sum(counts.values()), good[0]["params"]["B"]
+    by_process = [percentile(counts_of([point]), 0.99) for point in points]
+    is_tail = requests >= MIN_TAIL
+    per_second = statistics.summarise([p["requests"] / p["seconds"] for p in points]).median
+    effect = metrics.ratio(good, base, phase_of(clients)) if load == CLOSED else None
+    return {
+        "clients": clients,
+        "load": load,
+        "requests": requests,
+        "processes": len(points),
+        "p50_s": percentile(counts, 0.5),
+        "p99_s": percentile(counts, 0.99) if is_tail else math.nan,
+        "p99_lo_s": min(by_process) if is_tail else math.nan,
+        "p99_hi_s": max(by_process) if is_tail else math.nan,
+        "requests_per_s": per_second,
+        "bags_per_s": per_second * batch,
+        "offered_per_s": statistics.summarise(
+            [p["offered"] for p in points if p["offered"] is not None]
+        ).median,
+        **(effect.columns() if effect else {}),
+        "bytes": good[0]["weights_bytes"],
+    }
+
+
+def cold_starts(records: Sequence[Record]) -> pd.DataFrame:
+    """Return a row per arm: its bytes, and the seconds from opening its file to the first answer.
+
+    All cells and processes count, because they differ in the batch of the first answer only.
+    """
+    groups: dict[str, list[Record]] = {}
+    for (_, arm), group in _groups(records).items():
+        groups.setdefault(arm, []).extend(metrics.good(group))
+    rows = []
+    for group in groups.values():
+        for pages in ("memory", "disk"):
+            seconds = [r["cold_start"][pages] for r in group if r["cold_start"].get(pages)]
+            if not seconds:
+                continue
+            time = statistics.summarise(seconds)
+            rows.append(
+                {
+                    **{name: group[0][name] for name in ("contender", "arm", "label")},
+                    "pages": pages,
+                    "bytes": group[0]["weights_bytes"],
+                    "file_bytes": group[0]["cold_start"]["bytes"],
+                    **time.columns(),
+                    "samples": time.n,
+                }
+            )
+    return pd.DataFrame(rows)

@@ -1,0 +1,336 @@
+"""Measure a cell of kind serving: requests of concurrent clients to read-only tables.
+
+Contenders take turns, a block of requests each. In closed blocks each client sends a request as
+soon as its last one was answered: the rate is what the contender can answer, but no request ever
+waits behind another one. In open blocks requests arrive at random times that do not depend on the
+answers, and the latency of a request begins with its arrival, so that it includes the wait for a
+free client. A client that measured from its own start would omit that wait ("coordinated
+omission").
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import os
+import random
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from experiments.config.sweep import Cell
+from experiments.contenders.base import fill_, pool_rows
+from experiments.contenders.registry import Wrong
+from experiments.contenders.served import Served, build_served
+from experiments.machine.telemetry import telemetry_for
+from experiments.measure.outcome import Outcome, describe, facts
+from experiments.measure.session import Session
+from experiments.results.store import Record
+from experiments.timing import statistics
+from experiments.timing.latencies import CLOSED, bucket_of, phase_of
+from experiments.workloads.workload import Batch, Pool, TableShape, make_pool, table_shapes
+
+NS = 1_000_000_000
+SPIN_NS = 100_000  # a thread that sleeps wakes up about this late at worst
+HEAD_START_NS = 1_000_000  # from the start of a block to its first arrival: threads start meanwhile
+CHECKED_BAGS = 32  # bags per table that are compared with the reference
+ROUNDING = 1e-5  # error of float32 sums ÷ largest element
+
+Request = Callable[[int], object]
+
+
+@dataclass
+class RequestBlock:
+    """Requests that were sent in one go: the latency of each, and the seconds of all."""
+
+    latencies_ns: list[int]
+    seconds: float
+
+    @property
+    def per_second(self) -> float:
+        """Return the requests that were answered per second."""
+        return len(self.latencies_ns) / self.seconds
+
+
+@dataclass
+class Load:
+    """The requests to one contender with a number of clients and a rate, over all blocks.
+
+    Attributes:
+        request: function that makes the request of a number.
+        clients: number of threads.
+        share: rate of arrival ÷ `capacity`; CLOSED for closed blocks.
+        blocks: blocks of requests.
+        offered: requests that arrived per second, by block; empty for closed blocks.
+    """
+
+    request: Request
+    clients: int
+    share: float
+    blocks: list[RequestBlock] = field(default_factory=list)
+    offered: list[float] = field(default_factory=list)
+
+    def send(
+        self,
+        threads: ThreadPoolExecutor,
+        seconds: float,
+        chance: random.Random,
+        capacity: Load,
+    ) -> None:
+        """Send a block of requests; `capacity` is the load of closed blocks of as many clients."""
+        if self.share == CLOSED:
+            self.blocks.append(closed_block(threads, self.request, self.clients, seconds))
+            return
+        rate = self.share * capacity.blocks[-1].per_second
+        times = arrivals(rate, seconds, chance)
+        self.blocks.append(open_block(threads, self.request, self.clients, times))
+        self.offered.append(rate)
+
+    def describe(self) -> Record:
+        """Return the entries of a record."""
+        counts = Counter(bucket_of(ns) for block in self.blocks for ns in block.latencies_ns)
+        return {
+            "clients": self.clients,
+            "load": self.share,
+            "offered": statistics.summarise(self.offered).median if self.offered else None,
+            "requests": sum(len(block.latencies_ns) for block in self.blocks),
+            "seconds": sum(block.seconds for block in self.blocks),
+            "latencies": sorted(counts.items()),
+        }
+
+
+def serving_cell(cell: Cell, session: Session, seconds: float) -> list[Record]:
+    """Return a record per arm; `seconds` is the budget for the requests of all arms."""
+    gc.collect()
+    shapes = table_shapes(cell.workload, scale=cell.rows_scale)
+    pool = make_pool(cell.workload, shapes, session.config.timing.pool, session.pool_seed)
+    outcomes = {arm.key: Outcome(arm) for arm in cell.arms}
+    tables = _build(cell, shapes, pool, outcomes, session)
+    prepared = {
+        key: [served.prepare(batch) for batch in pool.batches] for key, served in tables.items()
+    }
+    telemetry = telemetry_for(session.device)
+    telemetry.start()
+    try:
+        requests = {key: _requests(tables[key], prepared[key]) for key in tables}
+        loads = _serve(requests, cell.options, outcomes, session, seconds)
+    finally:
+        telemetry.stop()
+    records = []
+    for arm in cell.arms:
+        outcome = outcomes[arm.key]
+        outcome.measured.conclude(telemetry.flags(), telemetry.summary(), {"mode": "hot"})
+        record: Record = {"threads": torch.get_num_threads(), "points": [], "cold_start": {}}
+        if outcome.status == "ok":
+            session.note(f"{arm.key}|starting from its file")
+            outcome.nbytes = {"weights": tables[arm.key].nbytes()}
+            record["points"] = [load.describe() for load in loads[arm.key]]
+            record["cold_start"] = cold_start(tables[arm.key], prepared[arm.key][0])
+        records.append(describe(cell, outcome, session, facts(pool)) | record)
+    return records
+
+
+# Tables
+
+
+def _build(
+    cell: Cell,
+    shapes: Sequence[TableShape],
+    pool: Pool,
+    outcomes: Mapping[str, Outcome],
+    session: Session,
+) -> dict[str, Served]:
+    """Build, fill and check the tables, in random order; an error becomes the arm's outcome."""
+    weights = [fill_(torch.empty(s.rows, s.dim), seed) for seed, s in enumerate(shapes)]
+    built: dict[str, Served] = {}
+    for arm in random.Random(session.seed).sample(cell.arms, len(cell.arms)):
+        try:
+            session.note(f"{arm.key}|building")
+            served = build_served(arm.contender, shapes)
+            served.fill(weights)
+            session.note(f"{arm.key}|checking")
+            verify_served(served, weights, pool.batches[0])
+            built[arm.key] = served
+        except Exception as error:  # any error becomes the contender's row
+            outcomes[arm.key].fail(error)
+    return built
+
+
+def verify_served(served: Served, weights: Sequence[Tensor], batch: Batch) -> None:
+    """Compare a lookup with sums of the float32 rows; raise Wrong beyond the error of the format.
+
+    A value may be off by three fifths of a step of its row: rounding to the nearest number takes a
+    half, the rounding of scale and offset to 16 bits the rest.
+    """
+    output, column = served.lookup(served.prepare(batch)).float(), 0
+    for f, rows in enumerate(weights):
+        ids, offsets = batch.feature(f)
+        offsets = offsets[: CHECKED_BAGS + 1]
+        ids = ids[: int(offsets[-1])]
+        wanted = pool_rows(rows, ids, offsets)
+        got = output[: len(wanted), column : column + rows.size(1)]
+        column += rows.size(1)
+        slack = ROUNDING * float(rows.abs().max()) * torch.ones(len(rows), 1)
+        if served.bits < 32:
+            steps = (rows.amax(1) - rows.amin(1)).unsqueeze(1) / (2**served.bits - 1)
+            slack = slack + 0.6 * steps
+        error, allowed = (got - wanted).abs(), pool_rows(slack, ids, offsets)
+        if got.shape != wanted.shape or not (error <= allowed).all():
+            raise Wrong(
+                f"lookup: table {f} differs from float32 rows by up to {float(error.max()):.3g}, "
+                f"allowed is {float(allowed.max()):.3g}"
+            )
+
+
+def _requests(served: Served, prepared: Sequence[Any]) -> Request:
+    """Return a function that makes the request of a number; each was made once, to warm up."""
+    lookup, count = served.lookup, len(prepared)
+    for request in prepared:
+        lookup(request)
+    return lambda number: lookup(prepared[number % count])
+
+
+# Load
+
+
+def _serve(
+    requests: Mapping[str, Request],
+    options: Mapping[str, Any],
+    outcomes: Mapping[str, Outcome],
+    session: Session,
+    seconds: float,
+) -> dict[str, list[Load]]:
+    """Send all requests, the arms in turns; return the loads of each arm.
+
+    Samples are the seconds per request of closed blocks.
+    """
+    shares = (CLOSED, *options["loads"])
+    kinds = [(clients, share) for clients in options["clients"] for share in shares]
+    loads = {key: {kind: Load(call, *kind) for kind in kinds} for key, call in requests.items()}
+    block_s = seconds / max(1, options["rounds"] * len(kinds) * len(requests))
+    chance = random.Random(session.seed)
+    with ThreadPoolExecutor(max(options["clients"])) as threads:
+        for clients, share in kinds * options["rounds"]:
+            for key in chance.sample(list(requests), len(requests)):
+                if outcomes[key].status != "ok":
+                    continue
+                session.note(f"{key}|{clients} clients, load {share:g}")
+                capacity = loads[key][clients, CLOSED]
+                try:
+                    loads[key][clients, share].send(threads, block_s, chance, capacity)
+                except Exception as error:  # any error becomes the contender's row
+                    outcomes[key].fail(error)
+    for key, by_kind in loads.items():
+        outcomes[key].measured.stop_reason = "budget"
+        outcomes[key].measured.samples = {
+            phase_of(clients): [
+                (number, 1 / block.per_second)
+                for number, block in enumerate(by_kind[clients, CLOSED].blocks)
+            ]
+            for clients in options["clients"]
+        }
+    return {key: list(by_kind.values()) for key, by_kind in loads.items()}
+
+
+def closed_block(
+    threads: ThreadPoolExecutor, request: Request, clients: int, seconds: float
+) -> RequestBlock:
+    """Let every client send a request as soon as the last one was answered, each at least once."""
+    together = threading.Barrier(clients)
+
+    def client(first: int) -> tuple[int, int, list[int]]:
+        with torch.inference_mode():  # the mode of a thread
+            together.wait()
+            latencies: list[int] = []
+            start = now = time.perf_counter_ns()
+            end, number = start + int(seconds * NS), first
+            while now < end or not latencies:
+                request(number)
+                done = time.perf_counter_ns()
+                latencies.append(done - now)
+                now, number = done, number + clients
+            return start, now, latencies
+
+    return _gather(list(threads.map(client, range(clients))))
+
+
+def arrivals(rate: float, seconds: float, chance: random.Random) -> list[int]:
+    """Return the times in ns, from 0, of random arrivals, at least one: a Poisson process."""
+    times = [0.0]
+    while (next_one := times[-1] + chance.expovariate(rate)) < seconds:
+        times.append(next_one)
+    return [int(at * NS) for at in times]
+
+
+def open_block(
+    threads: ThreadPoolExecutor, request: Request, clients: int, times_ns: Sequence[int]
+) -> RequestBlock:
+    """Answer requests that arrive at given times, in order; each goes to the next free client."""
+    numbers = itertools.count()
+    begin = time.perf_counter_ns() + HEAD_START_NS
+
+    def client(_: int) -> tuple[int, int, list[int]]:
+        with torch.inference_mode():
+            latencies: list[int] = []
+            done = begin
+            while (number := next(numbers)) < len(times_ns):
+                due = begin + times_ns[number]
+                _wait_until(due)
+                request(number)
+                done = time.perf_counter_ns()
+                latencies.append(done - due)
+            return begin, done, latencies
+
+    return _gather(list(threads.map(client, range(clients))))
+
+
+def _wait_until(due_ns: int) -> None:
+    """Sleep until shortly before a time, then let other threads run until it has come."""
+    while (left := due_ns - time.perf_counter_ns()) > 0:
+        time.sleep(max(0, left - SPIN_NS) / NS)
+
+
+def _gather(clients: Sequence[tuple[int, int, list[int]]]) -> RequestBlock:
+    """Return the block of what clients did: (start, end, latencies) each."""
+    starts, ends, latencies = zip(*clients, strict=True)
+    return RequestBlock([ns for own in latencies for ns in own], (max(ends) - min(starts)) / NS)
+
+
+# Cold start
+
+
+def cold_start(served: Served, prepared: Any) -> Record:
+    """Return the seconds from opening a file of the tables to the first answer.
+
+    Once with the file in the system's page cache ("memory"), once after the system was asked to
+    drop its pages ("disk"), which not every file system does.
+    """
+    with tempfile.TemporaryDirectory(prefix="emblib-") as folder, torch.inference_mode():
+        path = Path(folder) / "tables"
+        served.save(path)
+        return {
+            "bytes": path.stat().st_size,
+            "disk": _seconds_to_answer(served, path, prepared, drop=True),
+            "memory": _seconds_to_answer(served, path, prepared, drop=False),
+        }
+
+
+def _seconds_to_answer(served: Served, path: Path, prepared: Any, *, drop: bool) -> float:
+    if drop:
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    opened = type(served)(served.shapes)
+    start = time.perf_counter_ns()
+    opened.open(path)
+    opened.lookup(prepared)
+    return (time.perf_counter_ns() - start) / NS

@@ -1,0 +1,46 @@
+"""Latencies of requests, counted in buckets of 1 %: there are too many to store each.
+
+The latencies of a record are [bucket, requests] pairs of its points; a point is a number of clients
+and a load.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+BUCKET = 1.01  # ratio of the ends of a bucket
+CLOSED = 0.0  # load of clients that send a request as soon as the last one was answered
+
+
+def phase_of(clients: int) -> str:
+    """Return the name of the samples of a number of clients at load CLOSED."""
+    return f"{clients} clients"
+
+
+def bucket_of(latency_ns: int) -> int:
+    """Return the number of the bucket of a latency; bucket b begins at BUCKET ** b ns."""
+    return math.floor(math.log(max(latency_ns, 1)) / math.log(BUCKET))
+
+
+def counts_of(points: Iterable[Mapping[str, Any]]) -> Counter[int]:
+    """Return the latencies of points together, {bucket: requests}."""
+    total: Counter[int] = Counter()
+    for point in points:
+        total.update({int(bucket): count for bucket, count in point["latencies"]})
+    return total
+
+
+def percentile(counts: Mapping[int, int], share: float) -> float:
+    """Return the seconds that `share` of the counted latencies do not exceed; nan without any.
+
+    It is the middle of a bucket, so within 0.5 % of the latency itself.
+    """
+    rank, seen = share * sum(counts.values()), 0
+    for bucket in sorted(counts):
+        seen += counts[bucket]
+        if seen >= rank:
+            return BUCKET ** (bucket + 0.5) / 1e9
+    return math.nan
