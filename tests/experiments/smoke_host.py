@@ -25,6 +25,7 @@ from typing import Any
 from experiments import cli, configure
 from experiments.measure import process
 from experiments.paths import ROOT
+from tests import nightly
 
 PRELOADED = "tests.experiments.preloaded"  # by the server that forks the children of runs
 
@@ -102,10 +103,36 @@ class SmokeHost:
             return Client(address.read_text())
 
 
+def _render_once() -> None:
+    """Draw the first figure of a run completely; render the others once, not in every form.
+
+    Drawing takes most of the time of a smoke run: a figure is a bitmap, a file of vectors and a
+    part of the page per panel, each with a layout of its own.
+    """
+    from experiments.report import style
+
+    draw, drawn = style.draw, []
+
+    def once(figure: style.Figure, subtitle: str, folder: Path) -> list[str]:
+        drawn.append(figure.name)
+        if len(drawn) == 1:
+            return draw(figure, subtitle, folder)
+        canvas = style.sheet(figure, subtitle)
+        canvas.set_layout_engine("none")
+        canvas.savefig(folder / f"{figure.name}.png", dpi=80)
+        (folder / f"{figure.name}.svg").touch()
+        style.plt.close(canvas)
+        return [""] * len(figure.panels)
+
+    style.draw = once
+
+
 def _run(words: list[str], output: Path, errors: Path) -> None:
     for path, standard in (output, 1), (errors, 2):
         with path.open("wb") as file:
             os.dup2(file.fileno(), standard)
+    if not nightly.IS_NIGHTLY:
+        _render_once()
     server: Any = forkserver._forkserver
     if configure.load(words).kind in ("gate", "noise", "power"):
         server.__init__()  # one of its own: the gate's children choose which emblib they load
