@@ -15,6 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from _pytest.runner import runtestprotocol
 
 from tests import nightly
 
@@ -52,9 +53,7 @@ class LazyFile(pytest.File):
 
     def collect(self) -> Iterable[pytest.Item]:
         """Yield the item that stands for the tests of the file."""
-        file = WholeFile.from_parent(self, name=self.name)
-        file.add_marker(pytest.mark.timeout(0))  # each of its tests has a limit of its own
-        yield file
+        yield WholeFile.from_parent(self, name=self.name)
 
 
 class WholeFile(pytest.Item):
@@ -113,8 +112,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
-    """Run the tests of a whole file."""
-    if not isinstance(item, WholeFile):
+    """Run the tests of a whole file, or one test in a process that shares them.
+
+    Of a test that passes, the controller gets one report, not three and two further messages: of
+    the thousands of short ones these took most of the time. With --durations it gets them all.
+    """
+    if isinstance(item, WholeFile):
+        item.run(nextitem)
+        return True
+    if not hasattr(item.config, "workerinput") or item.config.option.durations is not None:
         return None
-    item.run(nextitem)
+    for report in runtestprotocol(item, log=False, nextitem=nextitem):
+        if report.when == "call" or not report.passed:
+            item.ihook.pytest_runtest_logreport(report=report)
     return True
