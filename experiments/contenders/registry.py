@@ -264,6 +264,7 @@ def _entry(folder: Path, name: str, facts: Mapping[str, Any]) -> Entry:
     return Entry(name=name, file=folder / f"{target[1]}.py", cls=target[2], **facts)
 
 
+@functools.cache  # a lookup reads files, and every cell asks for the version of torch
 def find_installed(requirement: str) -> tuple[str, str] | None:
     """Return (package, version) of the first installed alternative of a requirement, or None."""
     for alternative in requirement.split(" | "):

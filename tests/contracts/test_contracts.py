@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.contracts.operations import OPERATIONS, Operation
+from tests.contracts.operations import OPERATIONS
 from tests.contracts.subjects import KINDS
 from tests.contracts.table import PAGE, outcome, recorded
 
@@ -10,10 +10,26 @@ ROWS = {name: run for section in OPERATIONS.values() for name, run in section.it
 CELLS = recorded(PAGE.read_text())
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("name", "operation"), ROWS.items(), ids=list(ROWS))
-def test_a_cell(name: str, operation: Operation, kind: str) -> None:
-    assert outcome(operation, kind).outcome == CELLS[name][kind]
+# Rows of operations that take a second each -> the kinds that are not left to `make nightly`.
+COMPILED = {
+    "`torch.compile` (deferred)": ("plain", "collection"),
+    "`module.compile()`": ("plain", "tensor train", "dynamic", "collection"),
+}
+ALL = [
+    pytest.param(
+        name,
+        kind,
+        id=f"{name}-{kind}",
+        marks=() if kind in COMPILED.get(name, KINDS) else pytest.mark.slow,
+    )
+    for name in ROWS
+    for kind in KINDS
+]
+
+
+@pytest.mark.parametrize(("name", "kind"), ALL)
+def test_a_cell(name: str, kind: str) -> None:
+    assert outcome(ROWS[name], kind).outcome == CELLS[name][kind]
 
 
 def test_the_page_has_these_rows() -> None:

@@ -90,7 +90,7 @@ def test_the_sweep_keeps_its_promise(device: torch.device) -> None:
     generator = torch.Generator().manual_seed(0)
     last_used: dict[int, int] = {}
     left, ages = 0, set()
-    for _ in range(150):
+    for _ in range(80):
         drawn = (torch.randn(2, generator=generator) * 12).round().long()
         starts = torch.tensor([0, 2], device=device)
         tables = torch.zeros(1, dtype=torch.int64, device=device)

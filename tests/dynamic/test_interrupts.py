@@ -139,7 +139,7 @@ def interrupted(
 
 @pytest.mark.parametrize(
     ("exception", "first", "stride"),
-    [(KeyboardInterrupt, 1, nightly.number(5, 3)), (MemoryError, 2, 17)],
+    [(KeyboardInterrupt, 1, nightly.number(7, 3)), (MemoryError, 2, 17)],
 )
 def test_steps(trained: Trained, exception: type[BaseException], first: int, stride: int) -> None:
     keys = torch.empty(0)
@@ -162,7 +162,7 @@ def test_other_calls(trained: Trained) -> None:
         keys = trained.batch()
         trained.module.erase(0, keys)
 
-    for _ in interrupted(erase, 1, nightly.number(9, 5)):
+    for _ in interrupted(erase, 1, nightly.number(13, 5)):
         trained.check(erased=keys)
         trained.step(keys)
         trained.check(keys)
@@ -172,7 +172,7 @@ def test_other_calls(trained: Trained) -> None:
         trained.module.flush,
         lambda: trained.module.prefetch(everything, torch.arange(everything.numel() + 1)),
     ):
-        for _ in interrupted(call, 1, nightly.number(11, 7)):
+        for _ in interrupted(call, 1, nightly.number(17, 7)):
             trained.check()
             keys = trained.batch()
             trained.step(keys)

@@ -15,20 +15,12 @@ import pytest
 from experiments import configure
 from experiments.measure import process
 from tests import nightly
-from tests.experiments.smoke_host import PRELOADED, SmokeHost
+from tests.experiments.smoke_host import PRELOADED, SmokeHost, render_once
 
 # As run.py does, before anything loads OpenMP or starts the fork server.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-# The figures of these are drawn in `make nightly` only: other experiments have the same, with other
-# numbers.
-WITHOUT_FIGURES = {
-    "anchor_dynamic_tables",
-    "anchor_fbgemm_tbe",
-    "anchor_fbtt_readme",
-    "anchor_torchrec_ebc",
-    "tbe_vs_torch",
-}
+WITHOUT_FIGURES = {"tbe_vs_torch"}  # in `make nightly` with them; its numbers are looked at
 
 
 class SmokeRuns(Mapping[str, Path]):
@@ -87,6 +79,15 @@ def smoke_host(shared_folder: Path) -> Iterator[SmokeHost]:
 def smoke_runs(shared_folder: Path, smoke_host: SmokeHost) -> Mapping[str, Path]:
     """Every experiment of conf/ at smoke size."""
     return SmokeRuns(shared_folder / "smoke_runs", smoke_host)
+
+
+@pytest.fixture
+def figures_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draw the figures of reports as smoke runs do, for tests that do not look at them."""
+    from experiments.report import style
+
+    if not nightly.IS_NIGHTLY:
+        monkeypatch.setattr(style, "draw", render_once())
 
 
 @pytest.fixture(scope="module")

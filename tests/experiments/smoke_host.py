@@ -16,6 +16,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing import forkserver
 from multiprocessing.connection import Client, Connection, Listener, wait
@@ -25,8 +26,10 @@ from typing import Any
 from experiments import cli, configure
 from experiments.measure import process
 from experiments.paths import ROOT
+from tests import nightly
 
 PRELOADED = "tests.experiments.preloaded"  # by the server that forks the children of runs
+_without_emblib: dict[str, Any] = {}  # a second fork server, as its client knows it
 
 
 class SmokeHost:
@@ -102,15 +105,43 @@ class SmokeHost:
             return Client(address.read_text())
 
 
+def render_once() -> Callable[..., list[str]]:
+    """Return a `style.draw` that renders the first figure completely, others once, in one form.
+
+    Drawing takes most of the time of a smoke run: a figure is a bitmap, a file of vectors and a
+    part of the page per panel, each with a layout of its own.
+    """
+    from experiments.report import style
+
+    draw, drawn = style.draw, []
+
+    def once(figure: style.Figure, subtitle: str, folder: Path) -> list[str]:
+        drawn.append(figure.name)
+        if len(drawn) == 1:
+            return draw(figure, subtitle, folder)
+        canvas = style.sheet(figure, subtitle)
+        canvas.set_layout_engine("none")
+        canvas.savefig(folder / f"{figure.name}.png", dpi=80)
+        (folder / f"{figure.name}.svg").touch()
+        style.plt.close(canvas)
+        return [""] * len(figure.panels)
+
+    return once
+
+
 def _run(words: list[str], output: Path, errors: Path) -> None:
+    from experiments.report import style
+
     for path, standard in (output, 1), (errors, 2):
         with path.open("wb") as file:
             os.dup2(file.fileno(), standard)
+    if not nightly.IS_NIGHTLY:
+        style.draw = render_once()
     server: Any = forkserver._forkserver
     if configure.load(words).kind in ("gate", "noise", "power"):
-        server.__init__()  # one of its own: the gate's children choose which emblib they load
-    else:  # not started by this process, and it serves it as it does the one that started it
-        server.ensure_running = lambda: None
+        vars(server).update(_without_emblib)  # the gate's children choose which emblib they load
+    # Not started by this process, and it serves it as it does the one that started it.
+    server.ensure_running = lambda: None
     sys.exit(cli.main(words))
 
 
@@ -120,7 +151,11 @@ def serve(folder: Path) -> None:
         importlib.import_module(module)
     process._context()
     server: Any = forkserver._forkserver
-    server.set_forkserver_preload([*server._preload_modules, PRELOADED])
+    server.ensure_running()
+    _without_emblib.update(vars(server))
+    preloaded = [*server._preload_modules, PRELOADED]
+    server.__init__()
+    server.set_forkserver_preload(preloaded)
     server.ensure_running()
     gc.freeze()
     with Listener() as listener:

@@ -139,9 +139,11 @@ PYPI = ("2.13.0", "2.13.0+cu130")
     ("torch", "variables"),
     [
         (PYPI, {}),
-        (PYPI, {"VENV": ""}),
+        pytest.param(PYPI, {"VENV": ""}, marks=pytest.mark.slow),
         # An environment takes seconds to make, and is the same for every version.
-        (("2.13.0+cpu", "2.13.0+cpu"), {"VENV": ""}),  # PyTorch's own index
+        pytest.param(  # PyTorch's own index
+            ("2.13.0+cpu", "2.13.0+cpu"), {"VENV": ""}, marks=pytest.mark.slow
+        ),
         (("2.11.0a0+5f1", "2.11.0a0+5f1.nv25"), {"VENV": ""}),  # a vendor's build of no release
     ],
 )
@@ -163,6 +165,7 @@ def test_an_existing_torch_stays(
     )
 
 
+@pytest.mark.slow
 def test_the_newest_pip_leaves_an_existing_torch(setup: Setup) -> None:
     if setup.pip_install("--upgrade", "pip"):
         pytest.skip("no registry to take the newest pip from")

@@ -11,6 +11,7 @@ import pytest
 from rich.console import Console
 
 from experiments import cli, configure, kinds, launch, listing
+from experiments.config.schema import Config
 from experiments.contenders import registry
 from experiments.kinds.base import Effort
 from experiments.paths import ROOT
@@ -22,20 +23,27 @@ def shown(*names: str, width: int = 110) -> str:
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
-def test_every_experiment_has_its_question_and_cells() -> None:
+def test_every_experiment_has_its_question_and_cells(monkeypatch: pytest.MonkeyPatch) -> None:
+    load, loaded = configure.load, {}
+
+    def remember(words: list[str]) -> Config:
+        loaded[words[0]] = load(words)
+        return loaded[words[0]]
+
+    monkeypatch.setattr(configure, "load", remember)
     rows = {row[0].partition("\n")[0]: row for row in listing.experiments().rows}
     assert list(rows) == configure.groups()["experiment"]
     for name, (text, kind, cells, seconds) in rows.items():
-        config = configure.load([f"+experiment={name}", "device=cpu"])
+        config = loaded[f"+experiment={name}"]
         assert configure.question(name) in text
         assert kind == config.kind
         if kinds.find(config.kind).leads:
             assert (cells, seconds) == ("–", "–")
         else:
-            assert int(cells) == len(kinds.expand(config))
+            expanded = kinds.expand(config)
+            assert int(cells) == len(expanded)
             unlimited = all(
-                kinds.find(c.kind).measurement.effort is Effort.TRAINED
-                for c in kinds.expand(config)
+                kinds.find(c.kind).measurement.effort is Effort.TRAINED for c in expanded
             )
             assert seconds == "–" if unlimited else float(seconds.split()[0]) > 0
 

@@ -127,7 +127,7 @@ def _store_of_rank_zero(ranks: RankGroup, port: int) -> str:
         f"tcp://127.0.0.1:{port}",
         rank=ranks.rank,
         world_size=ranks.size,
-        timeout=timedelta(seconds=20),
+        timeout=timedelta(seconds=8),
     )
     own = RankGroup()
     _train(own, 3)

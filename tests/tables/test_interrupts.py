@@ -19,6 +19,7 @@ from emblib import (
     TableSpec,
     optim,
 )
+from tests import nightly
 from tests.interrupts import each_line, interrupting
 
 ROWS, DIM, LOOKUPS = 200, 4, 40
@@ -31,7 +32,12 @@ KINDS = {
 
 
 # Of the lines of a call every n-th is interrupted; all of them take minutes.
-STEPS = {"lru": 7, "lfu": 7, "passes": 23, "disk": 61}
+STEPS = {
+    "lru": nightly.number(13, 7),
+    "lfu": nightly.number(13, 7),
+    "passes": nightly.number(43, 23),
+    "disk": nightly.number(127, 61),
+}
 
 
 def make(kind: str, directory: Path) -> TableBatchedEmbeddingBags:

@@ -91,6 +91,7 @@ def test_the_new_experiment_is_listed_and_its_names_are_checked(harness: Path) -
     assert "Did you mean 'one_matrix'?" in wrong[1]
 
 
+@pytest.mark.slow
 def test_what_is_not_installed_is_a_row_and_the_others_are_measured(
     harness: Path, tmp_path: Path
 ) -> None:

@@ -152,6 +152,7 @@ def test_the_first_sentence_is_made_of_counted_numbers(smoke_runs: Mapping[str, 
     }
 
 
+@pytest.mark.usefixtures("figures_once")
 @pytest.mark.parametrize("kept", ["time", "cache"])
 def test_a_run_that_was_interrupted_has_a_report(
     kept: str, smoke_runs: Mapping[str, Path], tmp_path: Path

@@ -30,6 +30,7 @@ from tests.experiments import FIRST_SCHEMA, command_line
 
 CPU = FIRST_SCHEMA
 ANCHORS = [n for n in configure.groups()["experiment"] if n.startswith("anchor_")]
+OTHER_ANCHORS = [name for name in ANCHORS if name != "anchor_tt_rec"]
 SOURCE = Publication("x", "X", "read somewhere", "https://x", (), "tt_vs_tbe")
 
 
@@ -256,7 +257,9 @@ def test_a_figure_without_its_source_is_refused(text: str, message: str, tmp_pat
         published.read_publication(tmp_path / "x.yaml")
 
 
-@pytest.mark.parametrize("name", ANCHORS)
+@pytest.mark.parametrize(
+    "name", ["anchor_tt_rec", *(pytest.param(n, marks=pytest.mark.slow) for n in OTHER_ANCHORS)]
+)
 def test_an_anchors_report_shows_theirs_beside_ours(
     name: str, smoke_runs: Mapping[str, Path]
 ) -> None:
