@@ -43,6 +43,10 @@ from emblib.ops.route import gather_segments, is_captured, segments_at_end, take
 
 _INT64 = torch.int64
 
+# Names of types within a class that TorchScript resolves, which takes no unions inside of others.
+_Span = tuple[Tensor, Tensor | None, Tensor]
+_Change = Callable[[Tensor], Tensor]
+
 
 class KeyedJaggedTensor:
     """The sparse inputs of a batch: a bag of values for each of F features of each of B examples.
@@ -579,7 +583,7 @@ class KeyedJaggedTensor:
         selected._length_per_key = [sizes[i] for i in order]
         return selected
 
-    def _span(self, order: Sequence[int]) -> tuple[Tensor, Tensor | None, Tensor]:
+    def _span(self, order: Sequence[int]) -> _Span:
         """Return values, weights and lengths of consecutive features, as views."""
         ends, weights = self.offset_per_key(), self._weights
         return (
@@ -588,9 +592,7 @@ class KeyedJaggedTensor:
             span(self.lengths(), self.lengths_offset_per_key(), order),
         )
 
-    def _gathered(
-        self, order: Sequence[int], order_tensor: Tensor | None
-    ) -> tuple[Tensor, Tensor | None, Tensor]:
+    def _gathered(self, order: Sequence[int], order_tensor: Tensor | None) -> _Span:
         """Return values, weights and lengths of the features of `order`, copied."""
         values, weights, lengths = self._values, self._weights, self.lengths()
         if order_tensor is None:
@@ -702,7 +704,7 @@ class KeyedJaggedTensor:
             tensor.untyped_storage().resize_(0)
         return freed
 
-    def _mapped(self, change: Callable[[Tensor], Tensor]) -> "KeyedJaggedTensor":
+    def _mapped(self, change: _Change) -> "KeyedJaggedTensor":
         weights, lengths, offsets = self._weights, self._lengths, self._offsets
         inverse = self._inverse
         mapped = KeyedJaggedTensor.from_valid(
