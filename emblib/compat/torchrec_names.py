@@ -222,7 +222,9 @@ DIFFERS = {
     "DistributedModelParallel": "keeps weights; all sharders agree on optimizer and codecs; "
     "`model_tracker_configs` raises; no `reshard`",
     "EmbeddingEnumerator": "topology, batch size and constraints for a planner; `enumerate` and "
-    "estimators raise",
+    "estimators of your own raise",
+    "EmbeddingPerfEstimator": "names the default: emblib's measured costs",
+    "EmbeddingStorageEstimator": "names the default: the bytes that emblib counts",
     "EmbeddingShardingPlanner": "one measured search; proposer, partitioner, "
     "performance_model, stats and timeout raise; callbacks get and return a `ShardingPlan`; "
     "`debug` has no effect",
@@ -285,8 +287,7 @@ _BY_REASON = {
     "ShardedEmbeddingTable",
     "emblib's planner has one search over a measured cost model (emblib.sharding.planner.Planner); "
     "constraints and callbacks change its plans": "GreedyPerfPartitioner GridSearchProposer "
-    "UniformProposer EmbeddingPerfEstimator EmbeddingStorageEstimator Enumerator Proposer "
-    "ShardEstimator ShardingOption",
+    "UniformProposer Enumerator Proposer ShardEstimator ShardingOption",
     "the pipelines neither trace nor rewrite the model: TrainPipelineSparseDist, or input_dist and "
     "compute_and_output_dist by hand": "PipelineTracer TrainPipelineContext",
     "rows on disks or behind other tiers have a storage: docs/tiers.md": "KeyValueParams",

@@ -216,11 +216,22 @@ class InferenceStorageReservation(HeuristicalStorageReservation):
         super().__init__(percentage, 1.0, dense_tensor_estimate)
 
 
+class EmbeddingPerfEstimator:
+    """The default estimator of a planner: emblib's measured costs, with its constraints."""
+
+    def __init__(self, topology: Topology, constraints: Mapping[str, Any] | None = None) -> None:
+        self.topology, self.constraints = topology, dict(constraints or {})
+
+
+class EmbeddingStorageEstimator(EmbeddingPerfEstimator):
+    """The default estimator of memory: emblib's counts of bytes."""
+
+
 class EmbeddingEnumerator:
     """Topology, batch size and constraints of a planner; emblib's planner enumerates itself.
 
     Raises:
-        ValueError: further arguments, which would have no effect.
+        ValueError: further arguments and other estimators, which would have no effect.
     """
 
     def __init__(
@@ -228,8 +239,12 @@ class EmbeddingEnumerator:
         topology: Topology,
         batch_size: int | None = None,
         constraints: Mapping[str, Any] | None = None,
+        estimator: Any = None,
         **others: Any,
     ) -> None:
+        given_estimators = estimator if isinstance(estimator, Sequence) else [estimator]
+        if any(not isinstance(e, EmbeddingPerfEstimator | None) for e in given_estimators):
+            others["estimator"] = estimator
         if given := sorted(name for name, value in others.items() if value is not None):
             raise ValueError(
                 f"{', '.join(given)} must be left out: emblib's planner has one enumeration and "
@@ -252,7 +267,7 @@ class EmbeddingEnumerator:
             ValueError: both have it, and differ.
         """
         own = getattr(self, name)
-        if own and other and own != other:
+        if own and other and getattr(own, "native", own) != getattr(other, "native", other):
             raise ValueError(f"enumerator and planner must have the same {name}")
         return own or other
 

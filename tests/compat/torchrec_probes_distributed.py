@@ -475,12 +475,18 @@ def model_parallel(rec: Any) -> None:
 # Planner
 
 
-@probe("EmbeddingEnumerator")
+@probe("EmbeddingEnumerator EmbeddingPerfEstimator EmbeddingStorageEstimator")
 def enumerator(rec: Any) -> None:
     topology = rec.Topology(world_size=1, compute_device="cpu", ddr_cap=1 << 20)
     given = {"a": rec.ParameterConstraints(sharding_types=["row_wise"])}
-    made = rec.EmbeddingEnumerator(topology=topology, batch_size=4, constraints=given)
-    found = rec.EmbeddingShardingPlanner(enumerator=made).plan(bags(rec), [])
+    made = rec.EmbeddingEnumerator(
+        topology=topology,
+        batch_size=4,
+        constraints=given,
+        estimator=[rec.EmbeddingPerfEstimator(topology), rec.EmbeddingStorageEstimator(topology)],
+    )
+    same = rec.Topology(world_size=1, compute_device="cpu", ddr_cap=1 << 20)
+    found = rec.EmbeddingShardingPlanner(same, enumerator=made).plan(bags(rec), [])
     assert found.plan[""]["a"].sharding_type == "row_wise"
     with pytest.raises(ValueError, match="the same batch_size"):
         rec.EmbeddingShardingPlanner(topology, batch_size=8, enumerator=made)
