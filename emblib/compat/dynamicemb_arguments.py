@@ -15,6 +15,7 @@ from emblib import (
     OnInsertFailure,
     Pooling,
     Precision,
+    RowStore,
     StochasticRounding,
     optim,
 )
@@ -96,10 +97,12 @@ def _check(options: DynamicEmbTableOptions, name: str) -> None:
         raise ValueError(
             f"index_type must be torch.int64 or torch.uint64, got {options.index_type}"
         )
-    if options.external_storage is not None:
+    store = options.external_storage
+    if store is not None and (isinstance(store, type) or not isinstance(store, RowStore)):
         raise NotImplementedError(
-            "external_storage is a class of DynamicEmb's Storage protocol; emblib's is RowStore, "
-            "see DynamicEmbeddingBags(backing=...)"
+            f"external_storage of table {name!r} must be an object of emblib's protocol RowStore, "
+            f"such as emblib.DiskRows(directory), got {store!r}: classes of DynamicEmb's protocol "
+            "Storage are not called"
         )
     asked = options.evict_strategy
     if asked not in (DynamicEmbEvictStrategy.LRU, evict_strategy(options.score_strategy)):

@@ -29,6 +29,7 @@ from emblib.compat.dynamicemb_types import (
 )
 from emblib.compat.fbgemm_types import EmbOptimType, as_member
 from emblib.compat.torchrec_planner import (
+    EmbeddingEnumerator,
     EmbeddingShardingPlanner,
     HeuristicalStorageReservation,
     ParameterConstraints,
@@ -161,34 +162,8 @@ class DynamicEmbParameterConstraints(ParameterConstraints):
         self.sharding_types = [ShardingType.ROW_WISE.value]
 
 
-class DynamicEmbeddingEnumerator:
-    """The arguments of DynamicEmb's enumerator; emblib's planner enumerates itself.
-
-    Raises:
-        ValueError: further arguments, which would have no effect.
-    """
-
-    def __init__(
-        self,
-        topology: Topology,
-        batch_size: int | None = None,
-        constraints: Mapping[str, Any] | None = None,
-        **others: Any,
-    ) -> None:
-        if given := sorted(name for name, value in others.items() if value is not None):
-            raise ValueError(
-                f"{', '.join(given)} must be left out: emblib's planner has one enumeration and "
-                "one measured cost model"
-            )
-        self.topology, self.batch_size = topology, batch_size
-        self.constraints = dict(constraints or {})
-
-    def enumerate(self, module: nn.Module, sharders: Sequence[Any]) -> list[Any]:
-        """Raise NotImplementedError: the options of a plan are not objects here."""
-        raise NotImplementedError(
-            "emblib's planner enumerates and searches in one: call collective_plan of the planner, "
-            "and print(plan) shows what it chose and what each table costs"
-        )
+class DynamicEmbeddingEnumerator(EmbeddingEnumerator):
+    """TorchRec's enumerator, with DynamicEmb's name."""
 
 
 class DynamicEmbeddingShardingPlanner(EmbeddingShardingPlanner):
@@ -223,11 +198,12 @@ class DynamicEmbeddingShardingPlanner(EmbeddingShardingPlanner):
         if eb_configs is not None:
             self._names = [config.name for config in eb_configs]
             self._check_names(self._names)
-        if enumerator is not None and enumerator.constraints not in ({}, self._given):
-            raise ValueError("enumerator and planner must have the same constraints")
+        if enumerator is not None:
+            enumerator.agreed("constraints", self._given)
         super().__init__(
             topology=topology,
             batch_size=batch_size,
+            enumerator=enumerator,
             storage_reservation=storage_reservation,
             proposer=proposer,
             partitioner=partitioner,

@@ -97,8 +97,8 @@ def hash_storage(
         )
     spec = dynamicemb_arguments.spec(options, name, initial_state)
     (fast,), tiers = split([options], [spec], rule, torch.device(device))
-    backing = None
-    if tiers is not None:
+    backing = tiers
+    if tiers is not None and options.external_storage is None:
         store: Any = tiers.store
         (behind,) = store.capacity
         backing = BackingStore(HostRows(behind * world_size, store.eviction), tiers.mode)

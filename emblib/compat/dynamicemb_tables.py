@@ -47,17 +47,19 @@ def split(
 ) -> tuple[list[DynamicSpec], BackingStore | None]:
     """Return the tables as the device holds them, and their backing store if they do not fit.
 
-    Both tiers together have max_capacity rows. On a CPU, local_hbm_for_values = 0 sets no limit.
+    Both tiers together have max_capacity rows, unless the store is `external_storage`, which takes
+    all rows that the device evicts. On a CPU, local_hbm_for_values = 0 sets no limit.
 
     Raises:
         NotImplementedError: a GPU without memory for values; tables without eviction that do not
             fit.
     """
     rows = [_rows_there(o, s, rule, device) for o, s in zip(options, specs, strict=True)]
-    if all(there >= s.rows for there, s in zip(rows, specs, strict=True)):
+    store = options[0].external_storage
+    if store is None and all(there >= s.rows for there, s in zip(rows, specs, strict=True)):
         return list(specs), None
     for there, s in zip(rows, specs, strict=True):
-        if s.eviction is Eviction.NONE:
+        if s.eviction is Eviction.NONE and there < s.rows:
             raise NotImplementedError(
                 f"table {s.name!r} has NO_EVICTION and {s.rows} rows, of which {there} are in "
                 "local_hbm_for_values: rows that do not fit would be evicted; make it larger"
@@ -68,7 +70,9 @@ def split(
         replace(s, capacity=there, initial_capacity=min(s.initial_capacity or there, there))
         for there, s in zip(rows, specs, strict=True)
     ]
-    return fast, BackingStore(HostRows(behind, specs[0].eviction), mode)
+    if store is None:
+        store = HostRows(behind, specs[0].eviction)
+    return fast, BackingStore(store, mode)
 
 
 def _rows_there(

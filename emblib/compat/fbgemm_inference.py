@@ -1,34 +1,25 @@
 """FBGEMM's inference module over emblib's tables: the same names, arguments and methods.
 
-INT8 and INT4 rows are those of `emblib.QuantizedEmbeddingBags`, whose bytes FBGEMM's have, FP16 and
-FP32 rows those of `emblib.TableBatchedEmbeddingBags`. Rows are on the device of the module; tables
-behind a cache and other formats raise. Ids of pruned tables are mapped to their rows before the
-lookup, by an array of one row per id.
+The tables are one `emblib.QuantizedEmbeddingBags`, whose rows have the bytes of FBGEMM's. An FP8
+row is the bytes alone in FBGEMM; here the scale before them moves torch's exponent bias to that of
+the module. Ids of pruned tables are mapped to their rows by the indexes of
+`emblib.inference.InferenceEmbeddingBags`. Rows are on the device; tables behind a cache raise.
 """
 
 # No `from __future__ import annotations`: TorchScript evaluates the annotations.
 
-import itertools
 import logging
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from emblib import (
-    BoundsCheck,
-    Pooling,
-    Precision,
-    QuantizedEmbeddingBags,
-    TableBatchedEmbeddingBags,
-    TableSpec,
-    optim,
-)
+from emblib import BoundsCheck, Pooling, QuantizedEmbeddingBags, RowFormat, TableSpec
 from emblib.compat.fbgemm_arguments import float_dtype
 from emblib.compat.fbgemm_comms import rounded_row_size_in_bytes
-from emblib.compat.fbgemm_operators import bucketize, jagged, pruning
 from emblib.compat.fbgemm_types import (
     BoundsCheckMode,
     CacheAlgorithm,
@@ -38,7 +29,8 @@ from emblib.compat.fbgemm_types import (
     SparseType,
     as_member,
 )
-from emblib.ops import codes
+from emblib.inference import InferenceEmbeddingBags, RowIndex
+from emblib.ops import codes, quant
 
 _logger = logging.getLogger(__name__)
 
@@ -46,25 +38,21 @@ _Spec = tuple[str, int, int, SparseType, EmbeddingLocation]
 _Rows = tuple[Tensor, Tensor | None]
 
 _HEADER = 4  # bytes of scale and bias, two float16
-_BITS = {SparseType.INT8: 8, SparseType.INT4: 4}
-_FLOATS = {SparseType.FP16: torch.float16, SparseType.FP32: torch.float32}
+_FLOATS = {
+    SparseType.FP16: torch.float16,
+    SparseType.BF16: torch.bfloat16,
+    SparseType.FP32: torch.float32,
+}
+_FP8 = {4: (RowFormat.FP8_E4M3, 7, 0x7E), 5: (RowFormat.FP8_E5M2, 15, 0x7B)}
+"""By exponent bits the format, its exponent bias, and the byte of its largest number."""
+
 _FIXED: dict[str, tuple[Any, str]] = {
     "record_cache_metrics": (None, "there is no cache"),
     "gather_uvm_cache_stats": (False, "there is no cache"),
-    "fp8_exponent_bits": (None, "FP8 rows are not supported"),
-    "fp8_exponent_bias": (None, "FP8 rows are not supported"),
     "scale_bias_size_in_bytes": (_HEADER, "scale and bias of a row are two float16"),
     "reverse_qparam": (False, "a row begins with scale and bias"),
 }
 """The only value of each argument that has no counterpart, and why."""
-
-
-class _Part(NamedTuple):
-    """The tables of one number format, and the features that read them."""
-
-    tables: list[int]
-    features: list[int]
-    bags: QuantizedEmbeddingBags | TableBatchedEmbeddingBags
 
 
 class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
@@ -75,25 +63,22 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
     FBGEMM pads rows to `row_alignment` bytes; here they end at a multiple of 4.
 
     Args:
-        embedding_specs: name, rows, dim, format (INT8, INT4, FP16 or FP32) and location of each
-            table: HOST on a CPU, else DEVICE.
+        embedding_specs: name, rows, dim, format (INT8, INT4, INT2, FP8, FP16, BF16 or FP32) and
+            location of each table: HOST on a CPU, else DEVICE.
         feature_table_map: the table of each feature; by default feature i reads table i.
         pooling_mode: SUM, MEAN, or NONE for one vector per lookup.
         device: device of rows and lookups; None is the current GPU.
         index_remapping: row of each id of each table, -1 for pruned ones, or None for all ids.
         bounds_check_mode: reaction to invalid input; the caller's tensors do not change.
         weight_lists: the argument of `assign_embedding_weights`, if there are rows already.
-        output_dtype: FP32, FP16 or BF16.
+        output_dtype: FP32, FP16 or BF16; or, without pooling, INT8 or INT4 for the bytes of the
+            rows of tables that all have this format.
+        fp8_exponent_bits: 4 or 5, the exponent bits of FP8 rows.
+        fp8_exponent_bias: the exponent bias of FP8 rows.
         row_alignment: FBGEMM's alignment of rows; here they end at a multiple of 4.
 
-    The arguments of caches have no effect without such tables; those and other formats raise
-    NotImplementedError. Maps are arrays also with `use_array_for_index_remapping=False`.
+    The arguments of caches have no effect without such tables; those raise NotImplementedError.
     """
-
-    index_remappings_array: Tensor
-    index_remappings_array_offsets: Tensor
-    original_rows_per_table: Tensor
-    rows_per_table: Tensor
 
     def __init__(
         self,
@@ -127,6 +112,9 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
     ) -> None:
         _check_fixed(locals())
         super().__init__()
+        self.fp8_exponent_bits = 4 if fp8_exponent_bits is None else fp8_exponent_bits
+        self.fp8_exponent_bias = 7 if fp8_exponent_bias is None else fp8_exponent_bias
+        _check_fp8(self.fp8_exponent_bits, self.fp8_exponent_bias)
         self.uuid = str(uuid.uuid4())
         self._device = _device(device)
         self.embedding_specs = _specs(embedding_specs)
@@ -142,7 +130,10 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
         mode = as_member(BoundsCheckMode, bounds_check_mode)
         self.bounds_check_mode_int: int = mode.value
         output = as_member(SparseType, output_dtype)
-        self._output = float_dtype("output_dtype", output)
+        self._returns_bytes = _returns_bytes(output, self.embedding_specs, self.pooling_mode)
+        self._output = float_dtype(
+            "output_dtype", SparseType.FP32 if self._returns_bytes else output
+        )
         self.output_dtype: int = output.as_int()
         self.row_alignment = (1 if self.use_cpu else 16) if row_alignment is None else row_alignment
         self.scale_bias_size_in_bytes = scale_bias_size_in_bytes
@@ -154,20 +145,23 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
         if self.pooling_mode is PoolingMode.NONE and len(set(self._dims)) > 1:
             raise ValueError(f"without pooling all tables must have one dim, got {self._dims}")
         self.total_D: int = sum(self._dims)
-        self._parts: list[_Part] = []
-        self.set_index_remappings(index_remapping or [])
+        self._served: list[QuantizedEmbeddingBags | InferenceEmbeddingBags] = []  # no submodule
+        self._indexes: list[RowIndex | None] = []
+        self.set_index_remappings(
+            index_remapping or [], pruning_hash_load_factor, use_array_for_index_remapping
+        )
         if weight_lists:
             self.assign_embedding_weights(weight_lists)
 
     @property
     def current_device(self) -> torch.device:
         """Return the device of the rows."""
-        return self._parts[0].bags.features.device if self._parts else self._device
+        return self._rows_of_tables().packed.device if self._served else self._device
 
     @property
     def weight_initialized(self) -> bool:
         """Return whether there is memory for the rows."""
-        return bool(self._parts)
+        return bool(self._served)
 
     def log(self, msg: str) -> None:
         """Log at level INFO with the module's id."""
@@ -198,7 +192,7 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
         self, indices: Tensor, offsets: Tensor, per_sample_weights: Tensor | None = None
     ) -> Tensor:
         """Look up; subclasses of TorchRec call it."""
-        if not self._parts:
+        if not self._served:
             raise RuntimeError(
                 "there are no rows yet: call initialize_weights() and assign_embedding_weights()"
             )
@@ -211,65 +205,33 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
         if per_sample_weights is not None:
             weights = per_sample_weights.detach().to(device, torch.float32, non_blocking=is_async)
         with torch.no_grad():
-            if self.index_remappings_array.numel():
-                indices, offsets = self._map(indices, offsets)
-            if len(self._parts) == 1:
-                return self._parts[0].bags(indices, offsets, weights)
-            return self._look_up_formats(indices, offsets, weights)
+            if self._returns_bytes:
+                return self._look_up_bytes(indices, offsets)
+            return self._served[0](indices, offsets, weights)
 
-    def _map(self, indices: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the rows of ids, after a check of the ids, and the checked offsets."""
-        indices, offsets = indices.clone(), offsets.to(indices.dtype, copy=True)
-        mode = BoundsCheckMode(self.bounds_check_mode_int).name.removeprefix("V2_")
-        bucketize.bounds_check_indices(
-            self.original_rows_per_table,
-            indices,
-            offsets,
-            BoundsCheckMode[mode].value,
-            torch.zeros(1, dtype=torch.int64, device=indices.device),
-        )
-        features = len(self.feature_table_map)
-        batch = max((offsets.numel() - 1) // features, 1)
-        table = torch.tensor(self.feature_table_map, device=indices.device).repeat_interleave(
-            offsets[::batch].diff(), output_size=indices.numel()
-        )
-        ends = self.index_remappings_array_offsets
-        first, count = ends[table], ends.diff()[table]
-        return pruning.map_ids(indices, first, count, self.index_remappings_array), offsets
-
-    def _look_up_formats(self, indices: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
-        """Look up the features of each number format, and join their blocks."""
-        features = len(self.feature_table_map)
-        lengths = offsets.diff().view(features, -1)
-        is_pooled = self.pooling_mode is not PoolingMode.NONE
-        sizes = self._dims if is_pooled else lengths.sum(1).tolist()
-        blocks: list[Tensor] = [indices] * features
-        for part in self._parts:
-            order = torch.tensor(part.features, device=indices.device)
-            bags, ids, scales = jagged.permute_2d_sparse_data(order, lengths, indices, weights)
-            out = part.bags(ids, jagged.complete_cumsum(bags.flatten()), scales)
-            parts = out.split([sizes[f] for f in part.features], dim=1 if is_pooled else 0)
-            for feature, block in zip(part.features, parts, strict=True):
-                blocks[feature] = block
-        return torch.cat(blocks, dim=1 if is_pooled else 0)
+    def _look_up_bytes(self, indices: Tensor, offsets: Tensor) -> Tensor:
+        """Return the bytes of a row per lookup, zeros for pruned ids."""
+        tables, served = self._rows(), self._served[0]
+        if isinstance(served, InferenceEmbeddingBags):
+            features = self._rows_of_tables().features
+            indices = quant.map_ids(
+                served.index, served.index_tables, features, indices, offsets, None
+            )
+        ends = offsets[:: max((offsets.numel() - 1) // len(self.feature_table_map), 1)]
+        blocks = indices.split(ends.diff().tolist())
+        found = [
+            tables[table][ids.clamp(min=0)] * (ids >= 0).unsqueeze(1)
+            for table, ids in zip(self.feature_table_map, blocks, strict=True)
+        ]
+        return torch.cat(found)
 
     def _lookup_of_graphs(self) -> "ScriptableLookup":
-        """Return the lookup in ops alone, for graphs.
-
-        Raises:
-            TypeError: tables of several formats.
-        """
-        if not self._parts:
+        """Return the lookup in ops alone, for graphs."""
+        if not self._served:
             raise RuntimeError("there are no rows yet: call initialize_weights() first")
-        if self.index_remappings_array.numel():
-            raise TypeError("pruned tables: trace with this class as a leaf module")
-        if len(self._parts) > 1:
-            formats = sorted({spec[3].name for spec in self.embedding_specs})
-            raise TypeError(
-                f"torch.fx and TorchScript take tables of one format, got {formats}: trace with "
-                "this class as a leaf module"
-            )
-        return ScriptableLookup(self._parts[0].bags)
+        if self._returns_bytes:
+            raise TypeError("outputs of bytes: trace with this class as a leaf module")
+        return ScriptableLookup(self._served[0])
 
     def __prepare_scriptable__(self) -> nn.Module:
         return self._lookup_of_graphs()
@@ -278,37 +240,35 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
 
     def initialize_weights(self) -> None:
         """Allocate the rows, as zeros; a second call does nothing."""
-        if self._parts:
+        if self._served:
             return
-        formats = dict.fromkeys(spec[3] for spec in self.embedding_specs)
-        self._parts = [self._part(kind) for kind in formats]
-
-    def _part(self, kind: SparseType) -> _Part:
-        tables = [t for t, spec in enumerate(self.embedding_specs) if spec[3] is kind]
-        features = [f for f, t in enumerate(self.feature_table_map) if t in tables]
         mode = BoundsCheckMode(self.bounds_check_mode_int)
-        common: dict[str, Any] = {
-            "tables": [TableSpec(*self.embedding_specs[t][1:3]) for t in tables],
-            "pooling": Pooling(self.pooling_mode.name.lower()),
-            "feature_tables": [tables.index(self.feature_table_map[f]) for f in features],
-            "bounds_check": BoundsCheck(mode.name.removeprefix("V2_").lower()),
-            "device": self._device,
-        }
-        if kind in _BITS:
-            quantised = QuantizedEmbeddingBags(
-                bits=_BITS[kind], output_dtype=self._output, **common
-            )
-            return _Part(tables, features, quantised)
-        plain = TableBatchedEmbeddingBags(
-            optimizer=optim.SGD(0.0),  # which has no state; lookups have no gradient
-            precision=Precision(weights=_FLOATS[kind], output=self._output),
-            **common,
+        rows = QuantizedEmbeddingBags(
+            [TableSpec(*spec[1:3]) for spec in self.embedding_specs],
+            formats=[
+                _FP8[self.fp8_exponent_bits][0] if kind is SparseType.FP8 else RowFormat[kind.name]
+                for _, _, _, kind, _ in self.embedding_specs
+            ],
+            pooling=Pooling(self.pooling_mode.name.lower()),
+            feature_tables=self.feature_table_map,
+            output_dtype=self._output,
+            bounds_check=BoundsCheck(mode.name.removeprefix("V2_").lower()),
+            device=self._device,
         )
-        plain.requires_grad_(False)
-        with torch.no_grad():
-            for rows in plain.table_weights():
-                rows.zero_()
-        return _Part(tables, features, plain)
+        bias = _FP8[self.fp8_exponent_bits][1] - self.fp8_exponent_bias
+        for view, spec in zip(rows.table_views(), self.embedding_specs, strict=True):
+            if spec[3] is SparseType.FP8:
+                view["packed"][:, : _HEADER // 2].view(torch.float16).fill_(2.0**bias)
+        self._serve(rows)
+
+    def _serve(self, rows: QuantizedEmbeddingBags) -> None:
+        """Look up in `rows`, after the indexes of pruned tables."""
+        is_pruned = any(index is not None for index in self._indexes)
+        self._served = [InferenceEmbeddingBags(rows, self._indexes) if is_pruned else rows]
+
+    def _rows_of_tables(self) -> QuantizedEmbeddingBags:
+        served = self._served[0]
+        return served.rows if isinstance(served, InferenceEmbeddingBags) else served
 
     def split_embedding_weights_with_scale_bias(
         self, split_scale_bias_mode: int = 1
@@ -327,7 +287,7 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
         result: list[tuple[Tensor, Tensor | None, Tensor | None]] = []
         padded = split_scale_bias_mode == 0
         for rows, spec in zip(self._rows(padded=padded), self.embedding_specs, strict=True):
-            if split_scale_bias_mode == 0 or spec[3] not in _BITS:
+            if split_scale_bias_mode == 0 or not _has_header(spec[3]):
                 result.append((rows, None, None))
                 continue
             numbers, header = rows[:, _HEADER:], rows[:, :_HEADER]
@@ -344,21 +304,16 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
         With `padded` rows are filled up to `row_alignment` where emblib's own, which end at a
         multiple of 4, reach as far.
         """
-        if not self._parts:
+        if not self._served:
             raise RuntimeError("there are no rows yet: call initialize_weights() first")
-        found: dict[int, Tensor] = {}
-        for part in self._parts:
-            if isinstance(part.bags, QuantizedEmbeddingBags):
-                views = [view["packed"] for view in part.bags.table_views()]
-            else:
-                weights = part.bags.table_weights()
-                views = [rows.detach().view(torch.uint8) for rows in weights]
-            for table, view in zip(part.tables, views, strict=True):
-                _, _, dim, kind, _ = self.embedding_specs[table]
-                sizes = [rounded_row_size_in_bytes(dim, kind, n) for n in (1, self.row_alignment)]
-                has_padding = padded and sizes[1] <= view.size(1)
-                found[table] = view[:, : sizes[has_padding]]
-        return [found[table] for table in range(len(self.embedding_specs))]
+        views = [view["packed"] for view in self._rows_of_tables().table_views()]
+        result = []
+        for view, (_, _, dim, kind, _) in zip(views, self.embedding_specs, strict=True):
+            view = view[:, _HEADER:] if kind is SparseType.FP8 else view
+            sizes = [rounded_row_size_in_bytes(dim, kind, n) for n in (1, self.row_alignment)]
+            has_padding = padded and sizes[1] <= view.size(1)
+            result.append(view[:, : sizes[has_padding]])
+        return result
 
     def split_embedding_weights(self, split_scale_shifts: bool = True) -> list[_Rows]:
         """Return numbers, and scale and bias, of each table, as views; or whole rows."""
@@ -377,7 +332,7 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
         if len(q_weight_list) != len(targets):
             raise ValueError(f"expected {len(targets)} tables, got {len(q_weight_list)}")
         copies: list[tuple[Tensor, Tensor]] = []
-        for (name, *_), target, given in zip(
+        for (name, _, _, kind, _), target, given in zip(
             self.embedding_specs, targets, q_weight_list, strict=True
         ):
             for view, values in zip(target, given, strict=True):
@@ -385,10 +340,15 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
                     continue
                 expected = None if view is None else list(view.shape)
                 found = None if values is None else list(values.shape)
-                if view is None or values is None or expected != found:
+                is_of_each_row = expected is not None and found == expected[1:]
+                if view is None or values is None or not (expected == found or is_of_each_row):
                     raise ValueError(f"table {name!r}: expected {expected}, got {found}")
                 if values.dtype != torch.uint8:
                     raise ValueError(f"table {name!r}: rows must be uint8, got {values.dtype}")
+                if kind is SparseType.FP8:
+                    largest = _FP8[self.fp8_exponent_bits][2]
+                    if values.numel() and int((values & 0x7F).max()) > largest:
+                        raise ValueError(f"table {name!r}: FP8 rows have bytes up to {largest:#x}")
                 copies.append((view, values))
         for view, values in copies:
             view.copy_(values)
@@ -399,10 +359,10 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
         for (rows, _), spec in zip(
             self.split_embedding_weights(), self.embedding_specs, strict=True
         ):
-            if spec[3] in _BITS:
-                rows.random_(0, 255)
-            else:
+            if spec[3] in _FLOATS:
                 rows.view(_FLOATS[spec[3]]).uniform_(-1, 1)
+            else:  # of FP8 those of both formats that are finite
+                rows.random_(0, 0x78 if spec[3] is SparseType.FP8 else 0xFF)
 
     def embedding_inplace_update(
         self,
@@ -425,34 +385,29 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
         pruning_hash_load_factor: float = 0.5,
         use_array_for_index_remapping: bool = True,
     ) -> None:
-        """Set the row of each id of each table; -1 is a pruned one, and None maps no ids."""
-        self.set_index_remappings_array(index_remapping)
+        """Set the row of each id of each table; -1 is a pruned one, and None maps no ids.
 
-    def set_index_remappings_array(self, index_remapping: list[Tensor]) -> None:
-        """Set the row of each id of each table; -1 is a pruned one, and None maps no ids."""
+        With `use_array_for_index_remapping=False` the map is a hash table of the ids that have
+        rows, filled by half at most.
+        """
         tables = len(self.embedding_specs)
         maps: list[Tensor | None] = list(index_remapping) or [None] * tables
         if len(maps) != tables:
             raise ValueError(f"index_remapping must have {tables} maps, got {len(maps)}")
-        sizes = [0 if rows is None else rows.numel() for rows in maps]
-        original = [size or spec[1] for size, spec in zip(sizes, self.embedding_specs, strict=True)]
-        given = [rows.flatten().cpu() for rows in maps if rows is not None]
-        buffers = {
-            "index_remappings_array": torch.cat(
-                [torch.empty(0, dtype=self.indices_dtype), *given]
-            ).to(self.indices_dtype),
-            "index_remappings_array_offsets": torch.tensor([0, *itertools.accumulate(sizes)]),
-            "rows_per_table": torch.tensor(
-                [self.embedding_specs[t][1] for t in self.feature_table_map]
-            ),
-            "original_rows_per_table": torch.tensor([original[t] for t in self.feature_table_map]),
-        }
-        for name, tensor in buffers.items():
-            self.register_buffer(name, tensor.to(self._device), persistent=False)
+        self._indexes = [
+            None if rows is None else index_of_map(rows, is_array=use_array_for_index_remapping)
+            for rows in maps
+        ]
+        if self._served:
+            self._serve(self._rows_of_tables())
+
+    def set_index_remappings_array(self, index_remapping: list[Tensor]) -> None:
+        """Set the row of each id of each table; -1 is a pruned one, and None maps no ids."""
+        self.set_index_remappings(index_remapping)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
-        for part in self._parts:
-            part.bags._apply(fn, recurse)
+        for served in self._served:
+            served._apply(fn, recurse)
         self._device = self.current_device
         return super()._apply(fn, recurse)
 
@@ -463,57 +418,62 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
 
 
 class ScriptableLookup(nn.Module):
-    """The lookup of tables of one format in ops alone, for `torch.fx` and TorchScript.
+    """The lookup of quantised tables in ops alone, for `torch.fx` and TorchScript.
 
     It shares the memory of the tables. Invalid input is skipped without a report.
     """
 
-    rows: Tensor
+    packed: Tensor
     features: Tensor
+    index: Tensor
+    index_tables: Tensor
 
-    def __init__(self, bags: QuantizedEmbeddingBags | TableBatchedEmbeddingBags) -> None:
+    def __init__(self, served: QuantizedEmbeddingBags | InferenceEmbeddingBags) -> None:
         super().__init__()
-        self.bits = 0  # for floats
-        if isinstance(bags, QuantizedEmbeddingBags):
-            self.bits = int(bags.bits)
-        rows: Tensor = getattr(bags, "weights" if self.bits == 0 else "packed")
-        self.register_buffer("rows", rows.detach(), persistent=False)
-        self.register_buffer("features", bags.features, persistent=False)
-        self.output_dim = int(bags.output_dim)
+        self.is_pruned = isinstance(served, InferenceEmbeddingBags)
+        bags: Any = served.rows if isinstance(served, InferenceEmbeddingBags) else served
+        for owner, names in ((bags, ("packed", "features")), (served, ("index", "index_tables"))):
+            for name in names:
+                tensor = getattr(owner, name, torch.empty(0, dtype=torch.int64))
+                self.register_buffer(name, tensor, persistent=False)
+        self.format, self.output_dim = int(bags.bits), int(bags.output_dim)
         self.output_dtype: torch.dtype = bags.output_dtype
         self.pooling = int(codes.POOLING[bags.pooling.value])
+        self.check = int(codes.BOUNDS_CHECK["ignore"])
 
     def forward(
         self, indices: Tensor, offsets: Tensor, per_sample_weights: Tensor | None = None
     ) -> Tensor:
         """Return pooled rows, as the module does."""
-        if self.bits == 0:
-            result: Tensor = torch.ops.emblib.tbe_lookup(
-                [self.rows],
-                self.features,
-                indices,
-                offsets,
-                None,
-                None,
-                per_sample_weights,
-                self.pooling,
-                self.output_dim,
-                self.output_dtype,
+        if self.is_pruned:
+            indices = torch.ops.emblib.map_ids(
+                self.index, self.index_tables, self.features, indices, offsets, None
             )
-        else:
-            result = torch.ops.emblib.quant_lookup(
-                self.rows,
-                self.features,
-                indices,
-                offsets,
-                None,
-                per_sample_weights,
-                self.pooling,
-                self.bits,
-                self.output_dim,
-                self.output_dtype,
-            )
+        checked = torch.ops.emblib.bounds_check(indices, offsets, self.features, None, self.check)
+        result: Tensor = torch.ops.emblib.quant_lookup(
+            self.packed,
+            self.features,
+            indices,
+            checked[0],
+            None,
+            per_sample_weights,
+            self.pooling,
+            self.format,
+            self.output_dim,
+            self.output_dtype,
+        )
         return result
+
+
+def index_of_map(rows: Tensor, *, is_array: bool) -> RowIndex:
+    """Return the index of a table whose id i has row `rows[i]`, or none where that is -1."""
+    rows, ids = rows.flatten(), rows.numel()
+    if is_array:
+        entries = torch.nn.functional.pad(rows.int(), (0, ids % 2), value=-1).view(torch.int64)
+        return replace(RowIndex.of_mask(rows >= 0), entries=entries)
+    kept = (rows >= 0).nonzero().view(-1)
+    entries, _ = quant.hash_entries(kept, rows[kept].long())
+    return replace(RowIndex.of_keys(kept, num_ids=ids), entries=entries.flatten())
 
 
 # Arguments
@@ -544,15 +504,49 @@ def _specs(given: Sequence[_Spec]) -> list[_Spec]:
     result: list[_Spec] = []
     for name, rows, dim, kind, location in given:
         kind = as_member(SparseType, kind)
-        if kind not in _BITS and kind not in _FLOATS:
-            formats = ", ".join(k.name for k in (*_BITS, *_FLOATS))
+        known = (*_FLOATS, SparseType.FP8)
+        if kind not in known and not _has_header(kind):
             raise NotImplementedError(
-                f"table {name!r}: rows of {kind.name} are not supported; formats are {formats}"
+                f"table {name!r}: rows of {kind.name} are not supported; formats are INT8, INT4, "
+                f"INT2, {', '.join(k.name for k in known)}"
             )
-        if kind is SparseType.INT4 and dim % 2:
-            raise ValueError(f"table {name!r}: dims of INT4 rows must be even, got {dim}")
+        if dim * kind.bit_rate() % 8:
+            raise ValueError(
+                f"table {name!r}: rows of {kind.name} must fill whole bytes, got dim {dim}"
+            )
         result.append((name, rows, dim, kind, as_member(EmbeddingLocation, location)))
     return result
+
+
+def _check_fp8(bits: int, bias: int) -> None:
+    """Raise for FP8 rows that no scale in float16 makes those of a format of torch."""
+    if bits not in _FP8 or not -15 <= _FP8[bits][1] - bias <= 15:
+        raise NotImplementedError(
+            "FP8 rows have 4 or 5 exponent bits, and a bias within 15 of 7 or 15, got "
+            f"fp8_exponent_bits={bits}, fp8_exponent_bias={bias}"
+        )
+
+
+def _has_header(kind: SparseType) -> bool:
+    """Return whether rows begin with scale and bias."""
+    return kind in (SparseType.INT8, SparseType.INT4, SparseType.INT2)
+
+
+def _returns_bytes(output: SparseType, specs: Sequence[_Spec], pooling: PoolingMode) -> bool:
+    """Return whether lookups return the bytes of rows.
+
+    Raises:
+        NotImplementedError: for pooled rows, or those of another format.
+    """
+    if not _has_header(output):
+        return False
+    others = {spec[3].name for spec in specs if spec[3] is not output}
+    if pooling is not PoolingMode.NONE or others:
+        raise NotImplementedError(
+            f"output_dtype {output.name} returns the bytes of rows of that format, with "
+            f"PoolingMode.NONE; got {pooling.name} and rows of {sorted(others or {output.name})}"
+        )
+    return True
 
 
 def _check_locations(specs: Sequence[_Spec], device: torch.device, *, enforce: bool) -> bool:

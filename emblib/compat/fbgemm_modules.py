@@ -15,6 +15,7 @@ from torch import Tensor, _library
 
 from emblib.compat import fbgemm_comms, fbgemm_inference, fbgemm_operators, fbgemm_tables
 from emblib.compat.fbgemm_operators import dense_jagged
+from emblib.compat.fbgemm_operators.pruning import PrunedMap
 from emblib.compat.raising import raising
 from emblib.compat.torchrec_fallback import Fallback
 
@@ -217,6 +218,8 @@ class Installation:
             )
         fbgemm_operators.register()
         _register_no_fakes()
+        classes: Any = torch.classes.fbgemm
+        classes.PrunedMapCPU = PrunedMap
         if fallback and self._fallback is None:
             self._fallback = Fallback(self._modules, ROOT)
             self._fallback.install()

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from emblib.compat import fbgemm_comms
+from emblib.compat.fbgemm_types import SparseType
 from emblib.compat.torchrec_types import Interface, Subscripted
 from emblib.sharding import CommPrecision, RankGroup, codecs, collectives
 from emblib.sharding.awaitables import Awaitable
@@ -38,9 +40,30 @@ class CommOp(Enum):
 
 
 class QuantizedCommCodec(Subscripted, metaclass=Interface):
-    """Interface of codecs, which are `emblib.sharding.codecs.Codec`."""
+    """Interface of codecs: those of FBGEMM's messages, and `emblib.sharding.codecs.Codec`."""
 
-    emblib_classes = (codecs.Codec,)
+    emblib_classes = (codecs.Codec, fbgemm_comms.QuantizedCommCodec)
+
+
+class FbgemmCodec(fbgemm_comms.QuantizedCommCodec):
+    """FBGEMM's codec of messages, with contexts, and emblib's of the same format.
+
+    Sharded collections and collectives send by `native`, which needs no context.
+    """
+
+    def __init__(
+        self, kind: CommType, loss_scale: float | None, row_dim: int | None, *, is_e4m3: bool
+    ) -> None:
+        super().__init__(SparseType[kind.name], loss_scale, row_dim, is_fwd=is_e4m3)
+        rows: dict[str, Any] = {} if row_dim is None else {"row_dim": row_dim}
+        fp8 = codecs.FP8Format.E4M3 if is_e4m3 else codecs.FP8Format.E5M2
+        self.native: codecs.Codec = {
+            CommType.FP16: lambda: codecs.FP16(loss_scale or 1.0),
+            CommType.BF16: codecs.BF16,
+            CommType.INT8: lambda: codecs.INT8(**rows),
+            CommType.FP8: lambda: codecs.FP8(**rows, format=fp8),
+            CommType.FP32: codecs.FP32,
+        }[kind]()
 
 
 @dataclass
@@ -68,8 +91,12 @@ class QCommsConfig:
 class QuantizedCommCodecs:
     """One codec for each direction."""
 
-    forward: codecs.Codec = codecs.FP32()  # noqa: RUF009 frozen
-    backward: codecs.Codec = codecs.FP32()  # noqa: RUF009 frozen
+    forward: Any = codecs.FP32()  # noqa: RUF009 frozen
+    backward: Any = codecs.FP32()  # noqa: RUF009 frozen
+
+    def precision(self) -> CommPrecision:
+        """Return emblib's codecs of both directions."""
+        return CommPrecision(*(getattr(c, "native", c) for c in (self.forward, self.backward)))
 
 
 Registry = dict[str, QuantizedCommCodecs]
@@ -87,30 +114,10 @@ def get_qcomm_codecs_registry(
     row = c.fp8_quantize_dim
     back = c.fp8_quantize_dim_bwd or row
     found = QuantizedCommCodecs(
-        _codec(c.forward_precision, c.forward_loss_scale, row, codecs.FP8Format.E4M3),
-        _codec(
-            c.backward_precision,
-            c.backward_loss_scale,
-            back,
-            codecs.FP8Format.E4M3 if c.fp8_bwd_uses_143 else codecs.FP8Format.E5M2,
-        ),
+        FbgemmCodec(c.forward_precision, c.forward_loss_scale, row, is_e4m3=True),
+        FbgemmCodec(c.backward_precision, c.backward_loss_scale, back, is_e4m3=c.fp8_bwd_uses_143),
     )
     return {op.name: found for op in comm_ops or CommOp}
-
-
-def _codec(kind: CommType, scale: float | None, row: int | None, fp8: Any) -> codecs.Codec:
-    rows = {} if row is None else {"row_dim": row}
-    match kind:
-        case CommType.FP16:
-            return codecs.FP16(scale or 1.0)
-        case CommType.BF16:
-            return codecs.BF16()
-        case CommType.INT8:
-            return codecs.INT8(**rows)
-        case CommType.FP8:
-            return codecs.FP8(**rows, format=fp8)
-        case _:
-            return codecs.FP32()
 
 
 def comm_precision_of(
@@ -129,8 +136,7 @@ def comm_precision_of(
             f"outputs travel in an all-to-all here, row-wise tables among them: register codecs "
             f"for {op.name}, got {sorted(registry)}"
         )
-    found = registry[op.name]
-    return CommPrecision(found.forward, found.backward)
+    return registry[op.name].precision()
 
 
 # Whether backward divides by the number of ranks: of the collectives called by themselves, as
@@ -149,11 +155,8 @@ def set_gradient_division(val: bool) -> None:
 
 
 def _how(group: Any, codec: QuantizedCommCodecs | None) -> tuple[RankGroup, dict[str, Any]]:
-    comm_precision = (
-        CommPrecision() if codec is None else CommPrecision(codec.forward, codec.backward)
-    )
     return RankGroup.from_value(group), {
-        "comm_precision": comm_precision,
+        "comm_precision": CommPrecision() if codec is None else codec.precision(),
         "gradients": "mean" if _division["on"] else "sum",
     }
 

@@ -34,7 +34,8 @@ MODULES = {
     "modules.mlp": "MLP Perceptron",
     "modules.embedding_tower": "EmbeddingTower EmbeddingTowerCollection",
     "modules.mc_modules": "DistanceLFU_EvictionPolicy LFU_EvictionPolicy LRU_EvictionPolicy "
-    "MCHManagedCollisionModule ManagedCollisionCollection ManagedCollisionModule",
+    "MCHManagedCollisionModule ManagedCollisionCollection ManagedCollisionModule "
+    "average_threshold_filter dynamic_threshold_filter probabilistic_threshold_filter",
     "modules.mc_embedding_modules": "ManagedCollisionEmbeddingBagCollection "
     "ManagedCollisionEmbeddingCollection",
     "modules.hash_mc_modules": "HashZchManagedCollisionModule",
@@ -91,6 +92,8 @@ MODULES = {
     "distributed.fbgemm_qcomm_codec": "CommType QCommsConfig get_qcomm_codecs_registry",
     "distributed.fused_embeddingbag": "FusedEmbeddingBagCollectionSharder",
     "distributed.grouped_position_weighted": "GroupedPositionWeightedModule",
+    "distributed.mc_embedding": "ManagedCollisionEmbeddingCollectionSharder",
+    "distributed.mc_embeddingbag": "ManagedCollisionEmbeddingBagCollectionSharder",
     "distributed.model_parallel": "DataParallelWrapper DefaultDataParallelWrapper "
     "DistributedModelParallel ShardedModule get_default_sharders get_module get_unwrapped_module",
     "distributed.planner": "EmbeddingPlannerBase EmbeddingShardingPlanner ParameterConstraints "
@@ -218,7 +221,11 @@ DIFFERS = {
     "DefaultDataParallelWrapper": "`static_graph` is False by default",
     "DistributedModelParallel": "keeps weights; all sharders agree on optimizer and codecs; "
     "`model_tracker_configs` raises; no `reshard`",
-    "EmbeddingShardingPlanner": "one measured search; enumerator, proposer, partitioner, "
+    "EmbeddingEnumerator": "topology, batch size and constraints for a planner; `enumerate` and "
+    "estimators of your own raise",
+    "EmbeddingPerfEstimator": "names the default: emblib's measured costs",
+    "EmbeddingStorageEstimator": "names the default: the bytes that emblib counts",
+    "EmbeddingShardingPlanner": "one measured search; proposer, partitioner, "
     "performance_model, stats and timeout raise; callbacks get and return a `ShardingPlan`; "
     "`debug` has no effect",
     "EmbeddingPlannerBase": "emblib's planner itself",
@@ -235,7 +242,7 @@ DIFFERS = {
     "EnumerableShardingSpec": "shards only",
     "ShardMetadata": "`placement` is text, `rank:1/cpu`; torch's is taken, too",
     "ShardingEnv": "`output_dtensor` raises",
-    "QuantizedCommCodec": "emblib's `Codec`: encodes all splits of a message at once",
+    "QuantizedCommCodec": "of FBGEMM's messages, with contexts; emblib's `Codec` is one, too",
     "NoOpQuantizedCommCodec": "emblib's `FP32()`",
     "get_qcomm_codecs_registry": "codecs of emblib; sums are float32 with all of them",
     "QCommsConfig": "no MX4",
@@ -250,16 +257,27 @@ DIFFERS = {
     "shard_modules": "`_shard_modules` is the same function",
     "GenericMeta": "`type`",
     "init_parameters": "modules need `reset_parameters`",
+    "MCHManagedCollisionModule": "rows and eviction of a hash table: ids get rows at their first "
+    "training lookup, not every `eviction_interval` batches; state dicts have keys and rows",
+    "ManagedCollisionCollection": "ids are kept: the tables are hash tables",
+    "ManagedCollisionEmbeddingCollection": "tables become `storage=Hash()`; "
+    "`return_remapped_features` raises",
+    "ManagedCollisionEmbeddingBagCollection": "as `ManagedCollisionEmbeddingCollection`",
+    "ManagedCollisionEmbeddingCollectionSharder": "`mc_sharder` has no effect; plans name the "
+    "collection within, `path._embedding_module`",
+    "ManagedCollisionEmbeddingBagCollectionSharder": "as "
+    "`ManagedCollisionEmbeddingCollectionSharder`",
+    "LFU_EvictionPolicy": "`threshold_filtering_func` raises: storage=Hash(admission=...)",
+    "LRU_EvictionPolicy": "as `LFU_EvictionPolicy`",
+    "DistanceLFU_EvictionPolicy": "by uses, then by the last one; as `LFU_EvictionPolicy`",
 }
 
 _BY_REASON = {
     "put a collection and its interaction into one module; the planner places the tables of a "
     "module together only with constraints": "EmbeddingTower EmbeddingTowerCollection",
     "tables of storage=Hash() take any 64-bit ids, with eviction and admission, in the same "
-    "collections: docs/dynamic.md": "DistanceLFU_EvictionPolicy LFU_EvictionPolicy "
-    "LRU_EvictionPolicy MCHManagedCollisionModule ManagedCollisionCollection "
-    "ManagedCollisionModule ManagedCollisionEmbeddingBagCollection "
-    "ManagedCollisionEmbeddingCollection HashZchManagedCollisionModule",
+    "collections: docs/dynamic.md": "ManagedCollisionModule HashZchManagedCollisionModule "
+    "average_threshold_filter dynamic_threshold_filter probabilistic_threshold_filter",
     "input_dist of a sharded collection returns emblib's awaitables: two waits give what compute "
     "takes": "KJTAllToAllTensorsAwaitable FusedKJTListSplitsAwaitable KJTListSplitsAwaitable "
     "KJTSplitsAllToAllMeta",
@@ -268,9 +286,8 @@ _BY_REASON = {
     "GroupedEmbeddingConfig GroupedEmbeddingsLookup GroupedPooledEmbeddingsLookup "
     "ShardedEmbeddingTable",
     "emblib's planner has one search over a measured cost model (emblib.sharding.planner.Planner); "
-    "constraints and callbacks change its plans": "EmbeddingEnumerator GreedyPerfPartitioner "
-    "GridSearchProposer UniformProposer EmbeddingPerfEstimator EmbeddingStorageEstimator "
-    "Enumerator Proposer ShardEstimator ShardingOption",
+    "constraints and callbacks change its plans": "GreedyPerfPartitioner GridSearchProposer "
+    "UniformProposer Enumerator Proposer ShardEstimator ShardingOption",
     "the pipelines neither trace nor rewrite the model: TrainPipelineSparseDist, or input_dist and "
     "compute_and_output_dist by hand": "PipelineTracer TrainPipelineContext",
     "rows on disks or behind other tiers have a storage: docs/tiers.md": "KeyValueParams",

@@ -216,8 +216,66 @@ class InferenceStorageReservation(HeuristicalStorageReservation):
         super().__init__(percentage, 1.0, dense_tensor_estimate)
 
 
+class EmbeddingPerfEstimator:
+    """The default estimator of a planner: emblib's measured costs, with its constraints."""
+
+    def __init__(self, topology: Topology, constraints: Mapping[str, Any] | None = None) -> None:
+        self.topology, self.constraints = topology, dict(constraints or {})
+
+
+class EmbeddingStorageEstimator(EmbeddingPerfEstimator):
+    """The default estimator of memory: emblib's counts of bytes."""
+
+
+class EmbeddingEnumerator:
+    """Topology, batch size and constraints of a planner; emblib's planner enumerates itself.
+
+    Raises:
+        ValueError: further arguments and other estimators, which would have no effect.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        batch_size: int | None = None,
+        constraints: Mapping[str, Any] | None = None,
+        estimator: Any = None,
+        **others: Any,
+    ) -> None:
+        given_estimators = estimator if isinstance(estimator, Sequence) else [estimator]
+        if any(not isinstance(e, EmbeddingPerfEstimator | None) for e in given_estimators):
+            others["estimator"] = estimator
+        if given := sorted(name for name, value in others.items() if value is not None):
+            raise ValueError(
+                f"{', '.join(given)} must be left out: emblib's planner has one enumeration and "
+                f"one measured cost model. {FIRST_DOOR}"
+            )
+        self.topology, self.batch_size = topology, batch_size
+        self.constraints = dict(constraints or {})
+
+    def enumerate(self, module: nn.Module, sharders: Sequence[Any]) -> list[Any]:
+        """Raise NotImplementedError: the options of a plan are not objects here."""
+        raise NotImplementedError(
+            "emblib's planner enumerates and searches in one: call collective_plan of the planner, "
+            f"and print(plan) shows what it chose and what each table costs. {FIRST_DOOR}"
+        )
+
+    def agreed(self, name: str, other: Any) -> Any:
+        """Return an argument that enumerator and planner share, of whichever has it.
+
+        Raises:
+            ValueError: both have it, and differ.
+        """
+        own = getattr(self, name)
+        if own and other and getattr(own, "native", own) != getattr(other, "native", other):
+            raise ValueError(f"enumerator and planner must have the same {name}")
+        return own or other
+
+
 class EmbeddingShardingPlanner:
     """Planner of the collections of a model.
+
+    What `enumerator` has, topology, batch size and constraints, counts as the planner's own.
 
     `storage_reservation` is one of the classes above, or an `emblib.sharding.planner.Reservation`.
     Each of `callbacks` gets the plan on rank 0 and returns the plan to use. What emblib's planner
@@ -231,7 +289,7 @@ class EmbeddingShardingPlanner:
         self,
         topology: Topology | None = None,
         batch_size: int | None = None,
-        enumerator: None = None,
+        enumerator: EmbeddingEnumerator | None = None,
         storage_reservation: StorageReservation | planner.Reservation | None = None,
         proposer: None = None,
         partitioner: None = None,
@@ -243,7 +301,6 @@ class EmbeddingShardingPlanner:
         timeout_seconds: int | None = None,
     ) -> None:
         parts = {
-            "enumerator": enumerator,
             "proposer": proposer,
             "partitioner": partitioner,
             "performance_model": performance_model,
@@ -258,6 +315,10 @@ class EmbeddingShardingPlanner:
                 "and a report that print(plan) shows; constraints and callbacks change its plans. "
                 + FIRST_DOOR
             )
+        if enumerator is not None:
+            topology = enumerator.agreed("topology", topology)
+            batch_size = enumerator.agreed("batch_size", batch_size)
+            constraints = enumerator.agreed("constraints", constraints)
         self._topology, self._batch_size = topology, batch_size or BATCH_SIZE
         if isinstance(storage_reservation, StorageReservation):
             storage_reservation = storage_reservation.reservation

@@ -3,8 +3,8 @@
 TorchScript compiles neither `KeyedJaggedTensor` nor the tables. `torch.jit.script` of a model asks
 its quantised collections for a replacement (`__prepare_scriptable__`), which is `ScriptableBags`:
 the same ops on the same memory, in code that TorchScript compiles. `register_classes` gives
-TorchScript classes with the attributes of emblib's jagged tensors, so that batches and results of a
-scripted model are emblib's. In C++ load `libemblib_cpu.so` before the model.
+TorchScript classes with the attributes of emblib's jagged tensors, so that scripted code takes,
+makes and returns them. In C++ load `libemblib_cpu.so` before the model.
 """
 
 # No `from __future__ import annotations`: TorchScript evaluates the annotations.
@@ -13,15 +13,15 @@ import typing
 import warnings
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, List  # noqa: UP035
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, _jit_internal, nn
 
 from emblib import Pooling
 from emblib import collections as emblib_collections
+from emblib.compat.fbgemm_inference import ScriptableLookup
 from emblib.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
-from emblib.ops import codes
 from emblib.sharding.awaitables import LazyAwaitable, ReadyAwaitable
 from emblib.sharding.checkpoints.kinds import StateOfTables
 
@@ -44,7 +44,11 @@ class ScriptJaggedTensor:
     """Compile as `JaggedTensor`, with its attributes."""
 
     def __init__(
-        self, values: Tensor, weights: Tensor | None, lengths: Tensor | None, offsets: Tensor | None
+        self,
+        values: Tensor,
+        weights: Tensor | None = None,
+        lengths: Tensor | None = None,
+        offsets: Tensor | None = None,
     ) -> None:
         self._values = values
         self._weights = weights
@@ -75,19 +79,20 @@ class ScriptKeyedJaggedTensor:
         self,
         keys: list[str],
         values: Tensor,
-        weights: Tensor | None,
-        lengths: Tensor | None,
-        offsets: Tensor | None,
-        stride: int,
-        strides: list[list[int]] | None,
+        weights: Tensor | None = None,
+        lengths: Tensor | None = None,
+        offsets: Tensor | None = None,
+        stride: int | None = None,
+        stride_per_key_per_rank: list[list[int]] | None = None,
     ) -> None:
-        self._stride_per_key_per_rank = strides
+        self._stride_per_key_per_rank = stride_per_key_per_rank
         self._keys = keys
         self._values = values
         self._weights = weights
         self._lengths = lengths
         self._offsets = offsets
-        self._stride = stride
+        bags = _lengths_of(lengths, offsets).numel()
+        self._stride: int = bags // max(len(keys), 1) if stride is None else stride
 
     def keys(self) -> list[str]:
         """Return the names of the features."""
@@ -116,6 +121,44 @@ class ScriptKeyedJaggedTensor:
     def offsets(self) -> Tensor:
         """Return the offsets of the bags, and the end of the last."""
         return _offsets_of(self._lengths, self._offsets)
+
+    def offset_per_key(self) -> list[int]:
+        """Return the first value of each feature, and the end of the last."""
+        offsets = self.offsets()
+        return [int(offsets[n * self._stride]) for n in range(len(self._keys) + 1)]
+
+    def split(self, segments: list[int]) -> List["KeyedJaggedTensor"]:  # noqa: UP006
+        """Return consecutive features as batches of `segments` features."""
+        ends, lengths, weights = self.offset_per_key(), self.lengths(), self._weights
+        parts, first = [self], 0  # TorchScript knows no annotation for an empty list of this class
+        for segment in segments:
+            last = first + segment
+            parts.append(
+                KeyedJaggedTensor(  # type: ignore[arg-type]
+                    self._keys[first:last],
+                    self._values[ends[first] : ends[last]],
+                    None if weights is None else weights[ends[first] : ends[last]],
+                    lengths[first * self._stride : last * self._stride],
+                    None,
+                    self._stride,
+                    None,
+                )
+            )
+            first = last
+        return parts[1:]  # type: ignore[return-value]
+
+    def to_dict(self) -> dict[str, JaggedTensor]:
+        """Return the bags of each feature."""
+        found: dict[str, JaggedTensor] = {}
+        for part in self.split([1] * len(self._keys)):
+            found[part.keys()[0]] = JaggedTensor(
+                part.values(), part.weights_or_none(), part.lengths(), None
+            )
+        return found
+
+    def __getitem__(self, key: str) -> JaggedTensor:
+        """Return the bags of `key`."""
+        return self.to_dict()[key]
 
 
 class ScriptKeyedTensor:
@@ -167,42 +210,13 @@ def register_classes() -> None:
             (KeyedJaggedTensor, ScriptKeyedJaggedTensor),
             (KeyedTensor, ScriptKeyedTensor),
         ):
-            torch.jit.script(scripted)
-            compiled = torch.jit._state._get_script_class(scripted)  # noqa: SLF001 (a module of torch)
+            compiled = torch._C._jit_script_class_compile(  # noqa: SLF001 (a module of torch)
+                _jit_internal._qualified_name(theirs),  # noqa: SLF001 (a module of torch)
+                torch.jit.frontend.get_jit_class_def(scripted, theirs.__name__),
+                torch.jit.frontend.get_default_args_for_class(scripted),
+                _jit_internal.createResolutionCallbackForClassMethods(scripted),
+            )
             torch.jit._state._add_script_class(theirs, compiled)  # noqa: SLF001 (a module of torch)
-
-
-class ScriptableKernel(nn.Module):
-    """The lookup of one kernel of quantised tables."""
-
-    def __init__(self, kernel: Any) -> None:
-        super().__init__()
-        for name in ("packed", "features"):
-            self.register_buffer(name, getattr(kernel, name))
-        self.bits, self.output_dim = int(kernel.bits), int(kernel.output_dim)
-        self.output_dtype: torch.dtype = kernel.output_dtype
-        self.pooling = int(codes.POOLING[kernel.pooling.value])
-        self.check = int(codes.BOUNDS_CHECK["ignore"])
-
-    packed: Tensor
-    features: Tensor
-
-    def forward(self, ids: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
-        """Return pooled rows; invalid ids are skipped without a warning."""
-        offsets, _ = torch.ops.emblib.bounds_check(ids, offsets, self.features, None, self.check)
-        result: Tensor = torch.ops.emblib.quant_lookup(
-            self.packed,
-            self.features,
-            ids,
-            offsets,
-            None,
-            weights,
-            self.pooling,
-            self.bits,
-            self.output_dim,
-            self.output_dtype,
-        )
-        return result
 
 
 class ScriptableBags(nn.Module):
@@ -226,7 +240,7 @@ class ScriptableBags(nn.Module):
         configs = collection.configs
         reads = [(c, feature) for c in configs for feature in c.feature_names]
         counts = [feature for _, feature in reads]
-        self.kernels = nn.ModuleList(ScriptableKernel(info.module) for info in groups.active)
+        self.kernels = nn.ModuleList(ScriptableLookup(info.module) for info in groups.active)
         self.wanted: list[list[str]] = [[reads[u][1] for u in info.units] for info in groups.active]
         self.order: list[int] = [groups.order.index(u) for u in range(len(reads))]
         self.dims: list[int] = list(groups.dims)
@@ -240,7 +254,7 @@ class ScriptableBags(nn.Module):
         ]
         self.weighted = bool(collection.is_weighted())
 
-    def forward(self, features: ScriptKeyedJaggedTensor) -> ScriptKeyedTensor:
+    def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """Return the pooled rows of a batch, as the collection does."""
         if features.variable_stride_per_key():
             raise ValueError("batches must have one batch size for all features in TorchScript")
@@ -276,7 +290,7 @@ class ScriptableBags(nn.Module):
         in_order: list[Tensor] = []
         for place in self.order:
             in_order.append(blocks[place])
-        return ScriptKeyedTensor(self.names, self.dims, torch.cat(in_order, 1))
+        return KeyedTensor(self.names, self.dims, torch.cat(in_order, 1))
 
 
 def not_scriptable(collection: Any) -> nn.Module:
@@ -289,7 +303,6 @@ def not_scriptable(collection: Any) -> nn.Module:
 
 def scriptable(collection: Any) -> ScriptableBags:
     """Return the form of a quantised collection that TorchScript compiles."""
-    register_classes()
     return ScriptableBags(collection)
 
 
@@ -332,7 +345,6 @@ class Tracer(torch.fx.Tracer):
         self, root: nn.Module | Callable[..., Any], concrete_args: dict[str, Any] | None = None
     ) -> torch.fx.Graph:
         """Trace a module or a function; of a wrapped model, the model inside of the wrapper."""
-        register_classes()
         if getattr(root, "wraps_module", False):
             wrapper: Any = root
             root = wrapper.module

@@ -43,6 +43,10 @@ from emblib.ops.route import gather_segments, is_captured, segments_at_end, take
 
 _INT64 = torch.int64
 
+# Names of types within a class that TorchScript resolves, which takes no unions inside of others.
+_Span = tuple[Tensor, Tensor | None, Tensor]
+_Change = Callable[[Tensor], Tensor]
+
 
 class KeyedJaggedTensor:
     """The sparse inputs of a batch of B examples with F features: one bag of values per pair.
@@ -580,7 +584,7 @@ class KeyedJaggedTensor:
         selected._length_per_key = [sizes[i] for i in order]
         return selected
 
-    def _view(self, order: Sequence[int]) -> tuple[Tensor, Tensor | None, Tensor]:
+    def _view(self, order: Sequence[int]) -> _Span:
         """Return values, weights and lengths of consecutive features, as views."""
         ends, weights = self.offset_per_key(), self._weights
         return (
@@ -589,9 +593,7 @@ class KeyedJaggedTensor:
             span(self.lengths(), self.lengths_offset_per_key(), order),
         )
 
-    def _gather(
-        self, order: Sequence[int], order_tensor: Tensor | None
-    ) -> tuple[Tensor, Tensor | None, Tensor]:
+    def _gather(self, order: Sequence[int], order_tensor: Tensor | None) -> _Span:
         """Return values, weights and lengths of the features of `order`, copied."""
         values, weights, lengths = self._values, self._weights, self.lengths()
         if order_tensor is None:
@@ -703,7 +705,7 @@ class KeyedJaggedTensor:
             tensor.untyped_storage().resize_(0)
         return freed
 
-    def _map_tensors(self, change: Callable[[Tensor], Tensor]) -> "KeyedJaggedTensor":
+    def _map_tensors(self, change: _Change) -> "KeyedJaggedTensor":
         weights, lengths, offsets = self._weights, self._lengths, self._offsets
         inverse = self._inverse
         mapped = KeyedJaggedTensor.from_valid(

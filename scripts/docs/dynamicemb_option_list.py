@@ -127,9 +127,9 @@ TABLES = (
     ),
     Option(
         "external_storage",
-        "`tiers`",
-        "Raises: emblib's protocol for your own storage is `RowStore`, and DynamicEmb takes a "
-        "class where emblib takes an object",
+        "`BackingStore(store)`",
+        "An object of emblib's protocol `RowStore`, e.g. `DiskRows(directory)` or your own, which "
+        "takes the rows that the device evicts. Classes of DynamicEmb's protocol raise",
     ),
     Option(
         "device_id",

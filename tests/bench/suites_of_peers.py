@@ -6,7 +6,8 @@
 
 SOURCE is a checkout of the peer, or its folder `test` alone, which stays outside this repository;
 the paths below it name its test files or folders of them. Each file runs in a pytest of its own,
-which ends after `--timeout` seconds, two files at a time. Over emblib the switch
+which ends after `--timeout` seconds, two files at a time; `--pattern tests` runs each folder of
+that name in one pytest. Over emblib the switch
 `EMBLIB_AS_FBGEMM` is set, for child processes as well. The outcome of each test is stored per file
 and backend in OUTCOMES, so that a run that was interrupted goes on; `--again fail` runs those files
 again that have a test that only FBGEMM passes.
@@ -82,7 +83,8 @@ def _outcomes(report: Path) -> Outcomes:
     """Read pytest's report: passed, failed (also in setup or at import) or skipped."""
     found: Outcomes = {}
     for case in ElementTree.parse(report).iter("testcase"):
-        name = f"{(case.get('classname') or '').rpartition('.')[2]}::{case.get('name')}"
+        file_and_class = (case.get("classname") or "").split(".")[-2:]
+        name = f"{'.'.join(file_and_class)}::{case.get('name')}"
         outcome, message = "passed", ""
         for child in case:
             if child.tag in ("failure", "error", "skipped"):
@@ -112,8 +114,9 @@ def differences(file: Path, options: argparse.Namespace) -> list[tuple[str, str,
     rows = []
     for name in sorted({*base, *ours}):
         if base.get(name, absent)[0] != ours.get(name, absent)[0]:
-            outcomes = base.get(name, absent)[0], *ours.get(name, absent)
-            rows.append((f"{file.relative_to(options.source)}::{name}", *outcomes))
+            outcome, message = ours.get(name, absent)
+            test = f"{file.relative_to(options.source)}::{name}"
+            rows.append((test, base.get(name, absent)[0], outcome, message))
     return rows
 
 

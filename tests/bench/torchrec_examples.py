@@ -3,10 +3,11 @@
     python -m tests.bench.torchrec_examples SOURCES [--ranks 1 2] [--steps 40] [--rounds 3]
 
 SOURCES is a checkout of TorchRec at the tag of the release to run, with its `examples`; what it
-imports must be installed. Every example runs unmodified, in processes of its own, started by
-torchrun over gloo; the libraries take turns. Tables of sharded models have the same first values
-over both, and batches are drawn alike. A step's loss is the tensor of its `backward()`, and its
-time that between two of them; the first tenth of the steps is not timed. Prints a Markdown table:
+imports must be installed. Every example runs unmodified, but for the devices of the quickstart, in
+processes of its own, started by torchrun over gloo; the libraries take turns. Tables of sharded
+models have the same first values over both, and batches are drawn alike. A step's loss is the
+tensor of its `backward()`, and its time that between two of them; the first tenth of the steps is
+not timed. Prints a Markdown table:
 per example and number of ranks the first and the last loss over each library, the largest
 difference between the two curves, and the median over the rounds of FBGEMM's median step ÷
 emblib's.
@@ -52,11 +53,37 @@ def _bert4rec(mode: str, steps: int) -> None:
     importlib.import_module("bert4rec_main").main([*words, *sizes, *batch])
 
 
+QUICKSTART = "examples/cloud_deployment/quickstart/train_torchrec_quickstart.py"
+
+
+def _quickstart(steps: int) -> None:
+    """Run the quickstart with gloo and CPUs in place of NCCL and GPUs, sharded on one rank, too.
+
+    Its enumerator gets the batch size, without which TorchRec 1.8.0 raises.
+    """
+    source = Path(QUICKSTART).read_text()
+    for before, after in {
+        '"nccl"': '"gloo"',
+        'torch.device(f"cuda:{local_rank}")': 'torch.device("cpu")',
+        "torch.cuda.set_device(device)": "pass",
+        'compute_device="cuda"': 'compute_device="cpu"',
+        "if world_size > 1:": "if world_size > 0:",
+        "enumerator=EmbeddingEnumerator(": "enumerator=EmbeddingEnumerator(batch_size=256, ",
+    }.items():
+        if before not in source:
+            raise SystemExit(f"Error: {QUICKSTART} has no {before}")
+        source = source.replace(before, after)
+    words = ["--num_embeddings", "10000", "--num_sparse_features", "8", "--batch_size", "256"]
+    sys.argv = [QUICKSTART, *words, "--num_epochs", "1", "--num_batches_per_epoch", str(steps)]
+    exec(compile(source, QUICKSTART, "exec"), {"__name__": "__main__"})
+
+
 EXAMPLES: dict[str, Callable[[int], None]] = {
     "golden_training/train_dlrm.py": lambda steps: _golden("train_dlrm", steps),
     "golden_training/train_dlrm_data_parallel.py": lambda steps: _golden(
         "train_dlrm_data_parallel", steps
     ),
+    "cloud_deployment/quickstart": _quickstart,
     "bert4rec --mode ddp": lambda steps: _bert4rec("ddp", steps),
     "bert4rec --mode dmp": lambda steps: _bert4rec("dmp", steps),
 }

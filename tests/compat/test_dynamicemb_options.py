@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from emblib import (
+    DiskRows,
     Eviction,
     ExactCounter,
     FrequencyAdmission,
@@ -186,7 +187,8 @@ OF_TABLES: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"dim": None}, ValueError, "needs dim"),
     ({"max_capacity": None}, ValueError, "needs max_capacity"),
     ({"index_type": torch.int32}, ValueError, "index_type must be"),
-    ({"external_storage": dict}, NotImplementedError, "external_storage"),
+    ({"external_storage": dict}, NotImplementedError, r"protocol RowStore.*DiskRows"),
+    ({"external_storage": DiskRows}, NotImplementedError, "protocol RowStore"),
     ({"evict_strategy": Evict.LFU}, ValueError, "evict_strategy follows from score_strategy"),
     ({"evict_strategy": Evict.EPOCH_LRU}, ValueError, "got EPOCH_LRU"),
     ({"bucket_capacity": MAX_BUCKET_CAPACITY}, NotImplementedError, "MAX_BUCKET_CAPACITY"),

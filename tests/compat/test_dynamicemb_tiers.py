@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-from emblib import Eviction, HostRows, TierMode
+from emblib import DiskRows, Eviction, HostRows, TierMode
 from emblib.compat.dynamicemb import (
     BatchedDynamicEmbeddingTablesV2,
     DynamicEmbDump,
@@ -40,6 +40,19 @@ def train(module: BatchedDynamicEmbeddingTablesV2, steps: int = 12) -> None:
         ids = torch.randint(-150, 150, (20,), generator=generator)
         rows = look_up(module, ids)
         rows.backward(torch.randn(rows.shape, generator=generator))
+
+
+def test_rows_are_in_a_store_of_the_caller(tmp_path: Path) -> None:
+    store = DiskRows(tmp_path)
+    module = two_tiers(external_storage=store)
+    plain = one_table(max_capacity=640, optimizer=EmbOptimType.EXACT_ADAGRAD, learning_rate=0.5)
+    for each in (module, plain):
+        train(each)
+    assert module.bags.backing is not None
+    assert module.bags.backing.store.behind is store
+    ids = torch.arange(-150, 150)
+    assert torch.equal(rows_of(module, ids), rows_of(plain, ids))
+    assert store.size(0) > 0
 
 
 @pytest.mark.parametrize(("caching", "mode"), MODES, ids=["caching", "hybrid"])

@@ -16,7 +16,7 @@ from emblib.compat.fbgemm_operators import rowwise
 from tests.compat.peer import peer_module
 
 HOST = names.EmbeddingLocation.HOST
-FORMATS = {"INT8": 8, "INT4": 4, "FP16": 16, "FP32": 32}
+FORMATS = {"INT8": 8, "INT4": 4, "INT2": 2, "FP16": 16, "FP32": 32}
 SIZES = [(7, 8), (5, 16), (9, 8)]
 FEATURES = [0, 1, 1, 2]
 BATCH = 3
@@ -79,7 +79,7 @@ def plain(rows: list[Tensor], mode: str, *, weighted: bool) -> Tensor:
     return torch.cat(columns, 0 if mode == "NONE" else 1)
 
 
-MIXES = [("INT8",) * 3, ("INT4",) * 3, ("FP16",) * 3, ("FP32",) * 3, ("INT4", "FP16", "INT8")]
+MIXES = [*((kind,) * 3 for kind in FORMATS), ("INT4", "FP16", "INT8")]
 
 
 @pytest.mark.parametrize("formats", MIXES, ids="-".join)
@@ -137,10 +137,12 @@ def test_views_of_rows() -> None:
         module.assign_embedding_weights(wrong)
 
 
-@pytest.mark.parametrize("kind", ["INT4", "FP16"])
-def test_graphs(kind: str) -> None:
-    module = IntNBitTableBatchedEmbeddingBagsCodegen(specs(kind, kind, kind), device="cpu")
-    module.assign_embedding_weights([packed(table, kind) for table in tables()])
+@pytest.mark.parametrize("kinds", [("INT4",) * 3, ("FP16", "INT8", "INT4")], ids="-".join)
+def test_graphs(kinds: tuple[str, ...]) -> None:
+    module = IntNBitTableBatchedEmbeddingBagsCodegen(specs(*kinds), device="cpu")
+    module.assign_embedding_weights(
+        [packed(table, kind) for table, kind in zip(tables(), kinds, strict=True)]
+    )
     ids, offsets = torch.tensor([2, 0, 0, 4]), torch.tensor([0, 1, 3, 4])
     expected = module(ids, offsets)
 
@@ -155,10 +157,6 @@ def test_graphs(kind: str) -> None:
     graph = torch.fx.symbolic_trace(Caller())
     assert torch.equal(graph(ids, offsets), expected)
     assert torch.equal(torch.jit.script(module)(ids, offsets), expected)
-    mixed = IntNBitTableBatchedEmbeddingBagsCodegen(specs("INT4", "FP16", "INT4"), device="cpu")
-    mixed.initialize_weights()
-    with pytest.raises(TypeError, match="tables of one format"):
-        torch.jit.script(mixed)
 
 
 @pytest.mark.parametrize(
@@ -169,6 +167,7 @@ def test_graphs(kind: str) -> None:
         ({"scale_bias_size_in_bytes": 8}, NotImplementedError, "two float16"),
         ({"gather_uvm_cache_stats": True}, NotImplementedError, "no cache"),
         ({"output_dtype": names.SparseType.INT8}, NotImplementedError, "output_dtype"),
+        ({"fp8_exponent_bits": 3}, NotImplementedError, "4 or 5 exponent bits"),
         ({"feature_table_map": [0, 0]}, ValueError, "feature_table_map"),
         ({"pooling_mode": names.PoolingMode.NONE}, ValueError, "one dim"),
     ],
@@ -207,10 +206,9 @@ def test_pruned_tables(is_array: bool) -> None:
         found.view(2, 2, 4).transpose(0, 1).reshape(4, 4), torch.stack(expected)
     )
     assert ids.tolist() == [3, 4, 27, 5, 0, 7, 2]
-    with pytest.warns(UserWarning, match="repaired 1"):
+    with pytest.warns(UserWarning, match="index 30 at position 0"):
         module(torch.tensor([30]), torch.tensor([0, 1, 1]))
-    with pytest.raises(TypeError, match="leaf module"):
-        torch.jit.script(module)
+    assert torch.equal(torch.jit.script(module)(ids, offsets), found)
     shared = IntNBitTableBatchedEmbeddingBagsCodegen(
         [("a", 2, 4, names.SparseType.FP16, names.EmbeddingLocation.HOST)],
         [0, 0],
@@ -234,10 +232,59 @@ def test_pruned_tables_are_those_of_fbgemm(is_array: bool) -> None:
     assert torch.equal(mine(ids, offsets), other(ids, offsets))
 
 
-@pytest.mark.parametrize("name", ["INT2", "FP8", "BF16"])
-def test_other_formats_raise(name: str) -> None:
-    with pytest.raises(NotImplementedError, match=f"rows of {name} are not supported"):
-        IntNBitTableBatchedEmbeddingBagsCodegen(specs("INT8", name, "INT8"), device="cpu")
+@pytest.mark.parametrize("is_pruned", [False, True])
+def test_bytes_of_rows(is_pruned: bool) -> None:
+    """INT8 output without pooling is the rows themselves, zeros for pruned ids."""
+    module = IntNBitTableBatchedEmbeddingBagsCodegen(
+        specs("INT8", "INT8", sizes=[(3, 8), (2, 8)]),
+        index_remapping=[torch.tensor([2, -1, 0]), torch.arange(2)] if is_pruned else None,
+        pooling_mode=names.PoolingMode.NONE,
+        device="cpu",
+        output_dtype=names.SparseType.INT8,
+    )
+    module.fill_random_weights()
+    header = torch.tensor([2, 1], dtype=torch.float16).view(torch.uint8)
+    module.assign_embedding_weights(
+        [(numbers.clone(), header) for numbers, _ in module.split_embedding_weights()]
+    )
+    found = module(torch.tensor([2, 1, 1, 0]), torch.tensor([0, 1, 2, 3, 4]))
+    (first, _), (second, _) = module.split_embedding_weights(split_scale_shifts=False)
+    expected = [first[0], 0 * first[0]] if is_pruned else [first[2], first[1]]
+    assert torch.equal(found, torch.stack([*expected, second[1], second[0]]))
+
+
+@pytest.mark.parametrize("bits", [4, 5])
+@pytest.mark.parametrize("bias", [7, 15])
+def test_fp8_rows_are_those_of_fbgemm(bits: int, bias: int) -> None:
+    theirs = peer()
+    made = []
+    codes = torch.arange(240).view(2, 120).to(torch.uint8) % 120
+    codes[1] |= 0x80
+    for kinds, kind in (
+        (names, IntNBitTableBatchedEmbeddingBagsCodegen),
+        (theirs, theirs.IntNBitTableBatchedEmbeddingBagsCodegen),
+    ):
+        module = kind(
+            [("t", 2, 120, kinds.SparseType.FP8, kinds.EmbeddingLocation.HOST)],
+            device="cpu",
+            output_dtype=kinds.SparseType.FP32,
+            weight_lists=[(codes, None)],
+            fp8_exponent_bits=bits,
+            fp8_exponent_bias=bias,
+        )
+        made.append(module(torch.tensor([1, 0], dtype=torch.int32), torch.tensor([0, 1, 2]).int()))
+    assert torch.equal(*made)
+    largest = torch.full((2, 120), 0xFF, dtype=torch.uint8)
+    module = IntNBitTableBatchedEmbeddingBagsCodegen(
+        specs("FP8", sizes=[(2, 120)]), device="cpu", fp8_exponent_bits=bits
+    )
+    with pytest.raises(ValueError, match="FP8 rows have bytes up to"):
+        module.assign_embedding_weights([(largest, None)])
+
+
+def test_other_formats_raise() -> None:
+    with pytest.raises(NotImplementedError, match="rows of MX4 are not supported"):
+        IntNBitTableBatchedEmbeddingBagsCodegen(specs("INT8", "MX4", "INT8"), device="cpu")
 
 
 def test_other_locations_raise() -> None:

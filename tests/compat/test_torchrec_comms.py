@@ -11,7 +11,7 @@ from torch import Tensor
 
 import emblib.compat.torchrec as ours
 from emblib.compat.torchrec_comms import comm_precision_of
-from emblib.sharding import BF16, FP8, FP16, INT8, RankGroup
+from emblib.sharding import BF16, FP8, FP16, INT8, CommPrecision, RankGroup
 from tests.compat.peer import peer_module
 from tests.sharding import worlds
 
@@ -100,7 +100,13 @@ def test_the_registry_has_a_codec_for_each_direction() -> None:
     )
     assert other is not None
     found = other["SEQUENCE_EMBEDDINGS_ALL_TO_ALL"]
-    assert (found.forward, found.backward) == (BF16(), INT8())
+    assert found.precision() == CommPrecision(BF16(), INT8())
+    context = found.backward.create_context()
+    context.row_dim = 4
+    message = found.backward.encode(torch.arange(8.0), context)
+    assert message.dtype is found.backward.quantized_dtype is torch.uint8
+    assert message.numel() == found.backward.calc_quantized_size(8, context)
+    torch.testing.assert_close(found.backward.decode(message, context), torch.arange(8.0))
     assert ours.get_qcomm_codecs_registry(ours.QCommsConfig()) is None
 
 

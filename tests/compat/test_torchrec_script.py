@@ -115,6 +115,33 @@ def test_code_after_the_lookup_is_compiled_too() -> None:
     torch.testing.assert_close(scripted(model)(batch()), expected)
 
 
+def test_scripted_code_takes_makes_and_splits_batches() -> None:
+    class Parts(nn.Module):
+        def forward(self, features: KeyedJaggedTensor) -> list[KeyedJaggedTensor]:
+            ends = features.offset_per_key()
+            again = KeyedJaggedTensor(
+                keys=["x", "y", "z", "g0"],
+                values=features.values()[: ends[4]],
+                lengths=features.lengths(),
+                weights=features.weights_or_none(),
+            )
+            bag = torchrec.JaggedTensor(again["z"].values(), lengths=again["z"].lengths())
+            if bool((bag.offsets() != again.to_dict()["z"].offsets()).any()):
+                raise ValueError("bags differ")
+            return again.split([1, 0, 3])
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        compiled = torch.jit.script(Parts())
+    features = batch(weighted=True)
+    for found, expected in zip(compiled(features), features.split([1, 0, 3]), strict=True):
+        assert type(found) is KeyedJaggedTensor
+        assert torch.equal(found.values(), expected.values())
+        assert torch.equal(found.weights(), expected.weights())
+        assert torch.equal(found.lengths(), expected.lengths())
+    assert [part.keys() for part in compiled(features)] == [["x"], [], ["y", "z", "g0"]]
+
+
 def test_a_batch_of_several_strides_is_an_error() -> None:
     made = scripted(Model(quantised((SUM,), {})))
     features = KeyedJaggedTensor(

@@ -287,8 +287,13 @@ def codecs(rec: Any) -> None:
     found = registry["POOLED_EMBEDDINGS_ALL_TO_ALL"]
     assert isinstance(found, rec.QuantizedCommCodecs)
     assert isinstance(found.forward, rec.QuantizedCommCodec)
-    assert isinstance(found.backward, rec.NoOpQuantizedCommCodec)
-    assert found.forward.encode(torch.ones(2), [2]).dtype is torch.float16
+    assert isinstance(rec.NoOpQuantizedCommCodec(), rec.QuantizedCommCodec)
+    for codec, dtype in ((found.forward, torch.float16), (found.backward, torch.float32)):
+        context = codec.create_context()
+        message = codec.encode(torch.ones(2), context)
+        assert message.dtype is codec.quantized_dtype is dtype
+        assert message.numel() == codec.calc_quantized_size(2, context)
+        assert codec.decode(message, context).tolist() == [1.0, 1.0]
 
 
 # Sharded collections
@@ -470,6 +475,27 @@ def model_parallel(rec: Any) -> None:
 # Planner
 
 
+@probe("EmbeddingEnumerator EmbeddingPerfEstimator EmbeddingStorageEstimator")
+def enumerator(rec: Any) -> None:
+    topology = rec.Topology(world_size=1, compute_device="cpu", ddr_cap=1 << 20)
+    given = {"a": rec.ParameterConstraints(sharding_types=["row_wise"])}
+    made = rec.EmbeddingEnumerator(
+        topology=topology,
+        batch_size=4,
+        constraints=given,
+        estimator=[rec.EmbeddingPerfEstimator(topology), rec.EmbeddingStorageEstimator(topology)],
+    )
+    same = rec.Topology(world_size=1, compute_device="cpu", ddr_cap=1 << 20)
+    found = rec.EmbeddingShardingPlanner(same, enumerator=made).plan(bags(rec), [])
+    assert found.plan[""]["a"].sharding_type == "row_wise"
+    with pytest.raises(ValueError, match="the same batch_size"):
+        rec.EmbeddingShardingPlanner(topology, batch_size=8, enumerator=made)
+    with pytest.raises(ValueError, match=r"estimator must be left out.*EMBLIB_AS_FBGEMM=1"):
+        rec.EmbeddingEnumerator(topology, estimator=object())
+    with pytest.raises(NotImplementedError, match="collective_plan"):
+        made.enumerate(bags(rec), [])
+
+
 @probe("EmbeddingShardingPlanner EmbeddingPlannerBase ShardingPlanner Topology PlannerError")
 def planner(rec: Any) -> None:
     topology = rec.Topology(world_size=2, compute_device="cpu", ddr_cap=1 << 20)
@@ -576,3 +602,37 @@ def pipelines(rec: Any) -> None:
     assert losses(rec.EvalPipelineSparseDist) == [first[0]] * 3
     with pytest.raises(ValueError, match="apply_jit must be left out"):
         losses(rec.TrainPipelineSparseDist, apply_jit=True)
+
+
+# Managed collisions
+
+
+@probe(
+    "MCHManagedCollisionModule ManagedCollisionCollection ManagedCollisionEmbeddingCollection "
+    "ManagedCollisionEmbeddingBagCollection ManagedCollisionEmbeddingBagCollectionSharder "
+    "ManagedCollisionEmbeddingCollectionSharder LFU_EvictionPolicy LRU_EvictionPolicy "
+    "DistanceLFU_EvictionPolicy"
+)
+def managed_collisions(rec: Any) -> None:
+    """Collections and sharders, see `test_torchrec_managed.py` for what they do."""
+    tables = {
+        "a": rec.LFU_EvictionPolicy(),
+        "b": rec.LRU_EvictionPolicy(),
+        "c": rec.DistanceLFU_EvictionPolicy(),
+    }
+    for kind in ("EmbeddingBag", "Embedding"):
+        configs = [config(rec, name, f"{kind}Config") for name in tables]
+        collection = getattr(rec, f"{kind}Collection")(tables=configs)
+        managed = rec.ManagedCollisionCollection(
+            {
+                name: rec.MCHManagedCollisionModule(20, torch.device("cpu"), policy, 1)
+                for name, policy in tables.items()
+            },
+            configs,
+        )
+        model = getattr(rec, f"ManagedCollision{kind}Collection")(collection, managed)
+        sharder = getattr(rec, f"ManagedCollision{kind}CollectionSharder")()
+        assert isinstance(model._embedding_module, sharder.module_type)
+        found, remapped = model(batch(rec, *tables))
+        assert remapped is None
+        assert list(found.keys()) == list(tables)

@@ -168,3 +168,17 @@ def pruned_hashmap_lookup(
         result[at[hit]] = found[hit, 1].to(indices.dtype)
         at = at[~hit & (found[:, 0] != _FREE) & (step + 1 < capacity[at])]
     return result
+
+
+class PrunedMap:
+    """A map of this process from ids to rows, table by table: FBGEMM's class `PrunedMapCPU`."""
+
+    def insert(self, indices: Tensor, dense_indices: Tensor, offsets: Tensor, T: int) -> None:
+        """Set the row of each id of T tables; row -1 is a pruned one."""
+        ends = 2 * offsets[:: max((offsets.numel() - 1) // T, 1)].long()
+        self._map = torch.full((int(ends[-1]), 2), _FREE), ends
+        pruned_hashmap_insert(indices, dense_indices, offsets, *self._map)
+
+    def lookup(self, indices: Tensor, offsets: Tensor) -> Tensor:
+        """Return the row of each id, -1 for ids without one."""
+        return pruned_hashmap_lookup(indices, offsets, *self._map)

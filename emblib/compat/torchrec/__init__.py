@@ -22,12 +22,14 @@ from typing import Any as _Any
 
 from emblib.compat import torchrec_api as _api
 from emblib.compat import torchrec_tree as _tree
+from emblib.compat.torchrec_script import register_classes as _register_classes
 
 is_of_emblib = True
 _names = _api.names()
 globals().update(_names)
 _modules = _tree.make_modules(_sys.modules[__name__], _names)
 _tree.watch_missing_modules()
+_register_classes()
 _installation = _tree.Installation(_modules)
 
 

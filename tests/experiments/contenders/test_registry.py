@@ -37,9 +37,9 @@ TASK = Task((TableShape(9, 4),), Optimizer.sgd, 0.1, torch.device("cpu"))
 
 @pytest.fixture(autouse=True)
 def _versions_are_looked_up_again() -> Iterator[None]:
-    registry.installed.cache_clear()
+    registry.find_installed.cache_clear()
     yield
-    registry.installed.cache_clear()
+    registry.find_installed.cache_clear()
 
 
 @pytest.fixture
@@ -209,7 +209,7 @@ def test_each_torch_has_its_own_fbgemm(
     assert entry.unknown_versions() == registry.find("torchrec").unknown_versions() == []
     assert f"fbgemm-gpu-cpu=={fbgemm} " in registry.find("torchrec").install
     here["fbgemm-gpu"] = "1.4.2"
-    registry.installed.cache_clear()
+    registry.find_installed.cache_clear()
     (said,) = entry.unknown_versions()
     assert said == f"fbgemm-gpu is 1.4.2, known to work with torch {of} is {fbgemm}"
 
@@ -236,7 +236,7 @@ def test_a_point_is_another_with_another_version_or_another_file(
     edited = key()
     assert edited != first
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "99")
-    registry.installed.cache_clear()
+    registry.find_installed.cache_clear()
     assert key() not in {first, edited}
 
 

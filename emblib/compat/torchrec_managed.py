@@ -1,0 +1,285 @@
+"""TorchRec's managed collision modules over hash tables.
+
+There a module maps the ids of a table to its rows in front of the lookup: it counts ids, and every
+`eviction_interval` batches admits new ones in place of others. Here the tables themselves become
+hash tables of the same number of rows (`emblib.storage.Hash`), with the eviction of the policy: in
+training an id gets a row with an initial value when it is first looked up, and an id that the table
+lacks reads zeros in evaluation. They are sharded, planned and saved as other hash tables are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from emblib import Eviction
+from emblib.compat.torchrec_names import FIRST_DOOR
+from emblib.compat.torchrec_sharders import (
+    EmbeddingBagCollection,
+    EmbeddingBagCollectionSharder,
+    EmbeddingCollection,
+    EmbeddingCollectionSharder,
+)
+from emblib.jagged import KeyedJaggedTensor
+from emblib.storage import Dense, Hash
+
+
+class LFU_EvictionPolicy:
+    """Evict the ids that were used least often."""
+
+    eviction: ClassVar[Eviction] = Eviction.LFU
+
+    def __init__(self, threshold_filtering_func: None = None) -> None:
+        if threshold_filtering_func is not None:
+            raise ValueError(
+                "threshold_filtering_func must be left out: storage=Hash(admission="
+                "FrequencyAdmission(threshold)) admits ids by their number of uses. " + FIRST_DOOR
+            )
+
+
+class LRU_EvictionPolicy(LFU_EvictionPolicy):
+    """Evict the ids that were not used for longest; no exponent changes this order."""
+
+    eviction = Eviction.LRU
+
+    def __init__(self, decay_exponent: float = 1.0, threshold_filtering_func: None = None) -> None:
+        super().__init__(threshold_filtering_func)
+
+
+class DistanceLFU_EvictionPolicy(LFU_EvictionPolicy):
+    """Evict the ids that were used least often, of these the ones not used for longest.
+
+    TorchRec's score is the number of uses divided by the batches since the last one, to the power
+    of `decay_exponent`; other exponents than 1 raise.
+    """
+
+    eviction = Eviction.LRU_LFU
+
+    def __init__(self, decay_exponent: float = 1.0, threshold_filtering_func: None = None) -> None:
+        if decay_exponent != 1.0:
+            raise ValueError(
+                f"decay_exponent must be 1, got {decay_exponent}: ids are ranked by uses, then by "
+                f"the last use. {FIRST_DOOR}"
+            )
+        super().__init__(threshold_filtering_func)
+
+
+class MCHManagedCollisionModule(nn.Module):
+    """Number of rows and eviction of one table, with TorchRec's arguments.
+
+    Args:
+        zch_size: rows of the table.
+        device: a record; the tables are on the device of the collection.
+        eviction_policy: one of the policies of this module.
+        eviction_interval: ignored: a full table evicts when a new id needs a row.
+        input_hash_size: passed to `input_hash_func`.
+        input_hash_func: function of ids and `input_hash_size`, applied to ids before the lookup.
+        name: ignored.
+        buckets: ignored: any number of ranks shards and loads a hash table.
+    """
+
+    def __init__(
+        self,
+        zch_size: int,
+        device: torch.device,
+        eviction_policy: LFU_EvictionPolicy,
+        eviction_interval: int,
+        input_hash_size: int = 2**63 - 1,
+        input_hash_func: Callable[[Tensor, int], Tensor] | None = None,
+        name: str | None = None,
+        buckets: int = 1,
+    ) -> None:
+        super().__init__()
+        if not isinstance(eviction_policy, LFU_EvictionPolicy):
+            raise TypeError(f"eviction_policy must be one of this package, got {eviction_policy!r}")
+        self.device, self.eviction = torch.device(device), eviction_policy.eviction
+        self._sizes = zch_size, input_hash_size, buckets
+        self.input_hash_func = input_hash_func
+
+    def output_size(self) -> int:
+        """Return the rows of the table."""
+        return self._sizes[0]
+
+    def input_size(self) -> int:
+        """Return the bound of ids."""
+        return self._sizes[1]
+
+    def buckets(self) -> int:
+        """Return the buckets that were asked for."""
+        return self._sizes[2]
+
+
+class ManagedCollisionCollection(nn.Module):
+    """Managed collision modules by table; a call applies their `input_hash_func`.
+
+    Raises:
+        ValueError: a table without a module, or of another number of rows.
+    """
+
+    def __init__(
+        self,
+        managed_collision_modules: Mapping[str, MCHManagedCollisionModule],
+        embedding_configs: Sequence[Any],
+        need_preprocess: bool = True,
+    ) -> None:
+        super().__init__()
+        self._configs = list(embedding_configs)
+        self.hashes: dict[str, MCHManagedCollisionModule] = {}  # by feature
+        for config in self._configs:
+            module = managed_collision_modules.get(config.name)
+            if not isinstance(module, MCHManagedCollisionModule):
+                raise ValueError(
+                    f"table {config.name!r} needs an MCHManagedCollisionModule of this package, "
+                    f"got {module!r}"
+                )
+            if module.output_size() != config.num_embeddings:
+                raise ValueError(
+                    f"zch_size of table {config.name!r} must be its {config.num_embeddings} rows, "
+                    f"got {module.output_size()}"
+                )
+            if need_preprocess and module.input_hash_func is not None:
+                self.hashes |= dict.fromkeys(config.feature_names, module)
+        self._managed_collision_modules = nn.ModuleDict(dict(managed_collision_modules))
+
+    def embedding_configs(self) -> Sequence[Any]:
+        """Return the configurations of the tables."""
+        return self._configs
+
+    def hashed_configs(self) -> list[Any]:
+        """Return the configurations as hash tables.
+
+        Raises:
+            ValueError: a table with another storage than plain rows.
+        """
+        result = []
+        for config in self._configs:
+            if config.storage != Dense():
+                raise ValueError(
+                    f"table {config.name!r} has storage {config.storage}: a managed collision "
+                    "module makes plain tables hash tables; leave it out for others"
+                )
+            module: Any = self._managed_collision_modules[config.name]
+            result.append(replace(config, storage=Hash(eviction=module.eviction)))
+        return result
+
+    def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        """Return the batch with hashed ids; other ids are the keys of their rows."""
+        batch = KeyedJaggedTensor.adopt(features)
+        if not self.hashes:
+            return batch
+        parts = list(batch.values().split(batch.length_per_key()))
+        for at, key in enumerate(batch.keys()):
+            if (module := self.hashes.get(key)) is not None:
+                assert module.input_hash_func is not None
+                parts[at] = module.input_hash_func(parts[at], module.input_size())
+        return KeyedJaggedTensor.from_valid(
+            batch.keys(),
+            torch.cat(parts),
+            batch.weights_or_none(),
+            batch.lengths_or_none(),
+            batch.offsets_or_none(),
+            batch.stride(),
+            batch.inverse_indices_or_none(),
+            batch.stride_per_key_per_rank() if batch.variable_stride_per_key() else None,
+        )
+
+
+class ManagedCollisionEmbeddingCollection(nn.Module):
+    """An embedding collection whose tables take any ids; a call returns its result and None.
+
+    Args:
+        embedding_collection: the collection, of which configurations, device and optimizer count.
+        managed_collision_collection: rows and eviction of each of its tables.
+        return_remapped_features: False: rows are found by the ids themselves.
+        allow_in_place_embed_weight_update: ignored: a row of an evicted id gets its initial value.
+
+    Raises:
+        ValueError: other tables than those of the collection, or remapped features.
+    """
+
+    _kind: ClassVar[Any] = EmbeddingCollection
+
+    def __init__(
+        self,
+        embedding_collection: Any,
+        managed_collision_collection: ManagedCollisionCollection,
+        return_remapped_features: bool = False,
+        allow_in_place_embed_weight_update: bool = False,
+    ) -> None:
+        super().__init__()
+        if return_remapped_features:
+            raise ValueError(
+                "return_remapped_features must be False: rows are found by the ids themselves, "
+                f"and there are no remapped ones. {FIRST_DOOR}"
+            )
+        if list(embedding_collection.configs) != managed_collision_collection.embedding_configs():
+            raise ValueError("the two collections must have the same configurations of tables")
+        self._managed_collision_collection = managed_collision_collection
+        self._embedding_module = self._kind(
+            tables=managed_collision_collection.hashed_configs(),
+            device=embedding_collection.device,
+            optimizer=embedding_collection.optimizer,
+            **self._options(embedding_collection),
+        )
+
+    def _options(self, collection: Any) -> dict[str, Any]:
+        return {"need_indices": collection.need_indices()}
+
+    def forward(self, features: KeyedJaggedTensor) -> tuple[Any, None]:
+        """Return the result of the collection, and no remapped ids."""
+        return self._embedding_module(self._managed_collision_collection(features)), None
+
+
+class ManagedCollisionEmbeddingBagCollection(ManagedCollisionEmbeddingCollection):
+    """An embedding bag collection whose tables take any ids; a call returns its result and None."""
+
+    _kind = EmbeddingBagCollection
+
+    def __init__(
+        self,
+        embedding_bag_collection: Any,
+        managed_collision_collection: ManagedCollisionCollection,
+        return_remapped_features: bool = False,
+        allow_in_place_embed_weight_update: bool = False,
+    ) -> None:
+        super().__init__(
+            embedding_bag_collection, managed_collision_collection, return_remapped_features
+        )
+
+    def _options(self, collection: Any) -> dict[str, Any]:
+        return {"is_weighted": collection.is_weighted()}
+
+
+class ManagedCollisionEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):
+    """Sharder of the collections in managed collision collections, with the arguments of another.
+
+    `mc_sharder` is ignored: keys are routed as those of every hash table are.
+    """
+
+    def __init__(
+        self, ebc_sharder: Any = None, mc_sharder: Any = None, qcomm_codecs_registry: Any = None
+    ) -> None:
+        given = ebc_sharder or EmbeddingBagCollectionSharder()
+        super().__init__(given.fused_params, qcomm_codecs_registry or given.qcomm_codecs_registry)
+
+
+class ManagedCollisionEmbeddingCollectionSharder(EmbeddingCollectionSharder):
+    """Sharder of the collections in managed collision collections, with the arguments of another.
+
+    `mc_sharder` is ignored: keys are routed as those of every hash table are.
+    """
+
+    def __init__(
+        self,
+        ec_sharder: Any = None,
+        mc_sharder: Any = None,
+        fused_params: Mapping[str, Any] | None = None,
+        qcomm_codecs_registry: Any = None,
+    ) -> None:
+        given = ec_sharder or EmbeddingCollectionSharder(fused_params)
+        codecs = qcomm_codecs_registry or given.qcomm_codecs_registry
+        super().__init__(given.fused_params, codecs, given.options["use_index_dedup"])
