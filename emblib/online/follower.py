@@ -290,6 +290,9 @@ class _Log:
             return False
         for stored in self._source.read(self._position):
             record = decode(stored.data, stored.where)
+            if self._sequence is not None and record.sequence <= self._sequence:
+                self._position = stored.position  # written again by a trainer that saw an error
+                continue
             if self._sequence is not None and record.sequence != self._sequence + 1:
                 if not record.is_whole:
                     raise LogError(

@@ -192,8 +192,13 @@ class DirectorySink:
         self._size = 0
 
     def _segments(self) -> list[int]:
-        if not self.directory.is_dir():
-            return []
+        """Return the numbers of the files; the writer may delete some while they are listed."""
+        numbers, before = self._listed(), None
+        while numbers != before:
+            numbers, before = self._listed(), numbers
+        return numbers
+
+    def _listed(self) -> list[int]:
         names = (path.stem for path in self.directory.glob(f"*{_SUFFIX}"))
         return sorted(int(name) for name in names if name.isdigit())
 

@@ -3,12 +3,22 @@
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
+from torch import nn
 
 import emblib
 from emblib import optim
-from emblib.online import ChangeLog, DirectorySink
-from emblib.sharding import RankGroup, column_wise, data_parallel, row_wise, shard, table_wise
+from emblib.online import ChangeLog, DirectorySink, LogFollower
+from emblib.sharding import (
+    RankGroup,
+    ReplicatedModelParallel,
+    column_wise,
+    data_parallel,
+    row_wise,
+    shard,
+    table_wise,
+)
 from emblib.storage import Hash
 
 RULES = {
@@ -65,4 +75,19 @@ def train(
         with torch.no_grad():
             outputs.append(model(everything()).values())
     log.close()
+    with pytest.raises(TypeError, match="give it the unsharded model"):
+        LogFollower(model, DirectorySink(directory))
     return outputs
+
+
+def log_replicas(ranks: RankGroup, directory: str) -> None:
+    """Try to log replicas that are averaged now and then."""
+    names = ("replicas", "shards")
+    mesh = torch.distributed.init_device_mesh(ranks.device.type, (2, 2), mesh_dim_names=names)
+    tables = [emblib.EmbeddingBagConfig(ROWS, 8, "item", ["f"])]
+    bags = emblib.EmbeddingBagCollection(tables, optimizer=optim.SGD(0.1))
+    model = ReplicatedModelParallel(
+        nn.ModuleDict({"bags": bags}), mesh, plan={"bags": {"item": row_wise()}}
+    )
+    with pytest.raises(TypeError, match="averages its replicas"):
+        ChangeLog(model, DirectorySink(directory))

@@ -23,11 +23,12 @@ from emblib.storage import Hash, Hashed, TensorTrain
 
 
 class Memory:
-    """A sink in memory, which fails or waits if it is told to."""
+    """A sink in memory, which fails or waits where a test asks for it."""
 
     def __init__(self) -> None:
         self.records: list[bytes] = []
         self.error: Exception | None = None
+        self.trim_error: Exception | None = None
         self.may_write = threading.Event()
         self.may_write.set()
 
@@ -43,7 +44,9 @@ class Memory:
             yield Stored(str(at), data, f"record {at}")
 
     def trim(self, before: str) -> None:
-        pass
+        error, self.trim_error = self.trim_error, None
+        if error is not None:
+            raise error
 
     def close(self) -> None:
         pass
@@ -188,6 +191,21 @@ def test_an_error_of_the_sink_is_raised_and_nothing_is_lost() -> None:
     log.flush()
     assert [record.step for record in sink.decoded()] == [0, 1, 9]
     assert follows(sink, trained, log)
+    log.close()
+
+
+def test_a_record_that_was_written_twice_is_applied_once() -> None:
+    trained, sink = bags(optim.SGD(0.1)), Memory()
+    log = ChangeLog(trained, sink, compact_every=1)
+    sink.trim_error = OSError("not now")
+    train(trained, 1)
+    log.record(1)
+    with pytest.raises(ChangeLogError, match="not now"):
+        log.flush()
+    train(trained, 2)
+    log.record(2)
+    assert follows(sink, trained, log)
+    assert [record.sequence for record in sink.decoded()] == [1, 2, 3, 3, 4, 5]
     log.close()
 
 

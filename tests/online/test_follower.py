@@ -12,12 +12,14 @@ import torch
 import emblib
 from emblib import inference, optim
 from emblib.online import ChangeLog, DirectorySink, LogError, LogFollower
+from emblib.online.records import decode
 from tests.online import traffic
 
 LEADERS = {
     "lru": lambda device: traffic.dynamic(device=device),
     "lfu": lambda device: traffic.dynamic(device=device, eviction=emblib.Eviction.LFU),
     "ttl": lambda device: traffic.dynamic(device=device, ttl=4),
+    "tiers": lambda device: traffic.dynamic(device=device, stored_rows=24),
     "plain": lambda device: traffic.plain(device=device),
     "sgd": lambda device: traffic.plain(optim.SGD(0.1), device=device),
     "cached": lambda device: traffic.plain(
@@ -52,6 +54,9 @@ def _run(
                 assert follower.lag.steps == 0
                 traffic.assert_equal(follower, leader.followers[form], leader.keys)
     log.close()
+    if isinstance(leader.model, emblib.DynamicEmbeddingBags):
+        records = [decode(stored.data, "") for stored in DirectorySink(directory).read()]
+        assert sum(r.tables["item"][0].removed.numel() for r in records) > 0
     assert late.lag.steps is None
     assert late.apply() == last
     traffic.assert_equal(late, leader.followers["live"], leader.keys)

@@ -54,3 +54,7 @@ def test_logs_of_other_ranks_are_asked_for(tmp_path: Path) -> None:
     for sources in (sinks[:1], sinks):
         with pytest.raises(LogError, match=r"trainer has 2 ranks.*one source per rank"):
             LogFollower(collection(), sources).apply()
+
+
+def test_averaged_replicas_are_refused(tmp_path: Path) -> None:
+    worlds.run(4, online_ranks.log_replicas, str(tmp_path))

@@ -1,6 +1,7 @@
 """Random training of tables, and the tables that followers serve."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -22,14 +23,21 @@ class Leader(NamedTuple):
 
 
 def dynamic(
-    *, eviction: Any = emblib.Eviction.LRU, device: torch.device | str = "cpu", **spec: Any
+    *,
+    eviction: Any = emblib.Eviction.LRU,
+    device: torch.device | str = "cpu",
+    stored_rows: int | None = None,
+    **spec: Any,
 ) -> Leader:
-    """Two dynamic tables, of which the first evicts in almost every step."""
+    """Two dynamic tables, of which the first evicts in almost every step, or demotes."""
     specs = [
         emblib.DynamicSpec(64, DIM, name="item", eviction=eviction, default_value=0.5, **spec),
         emblib.DynamicSpec(512, DIM, name="user", eviction=eviction),
     ]
-    model = emblib.DynamicEmbeddingBags(specs, optim.Adam(0.05), seed=3, device=device)
+    backing = None if stored_rows is None else emblib.BackingStore(emblib.HostRows(stored_rows))
+    model = emblib.DynamicEmbeddingBags(
+        specs, optim.Adam(0.05), seed=3, device=device, backing=backing
+    )
     keys = torch.arange(-50, 50) * (2**40 + 1)
 
     def step(generator: torch.Generator) -> None:
@@ -41,7 +49,8 @@ def dynamic(
             model.erase("user", keys[at[:3]])
 
     def copy() -> nn.Module:
-        fresh = emblib.DynamicEmbeddingBags(specs, optim.Adam(0.05), seed=3, device=device)
+        larger = [replace(spec, capacity=512) for spec in specs] if stored_rows else specs
+        fresh = emblib.DynamicEmbeddingBags(larger, optim.Adam(0.05), seed=3, device=device)
         fresh.load_state_dict(model.state_dict())
         return fresh.eval()
 
