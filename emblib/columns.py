@@ -104,8 +104,8 @@ class TTTableColumn(IntEnum):
     LEFT_INNER_ROWS = 4  # rows of the second core, 1 if the left half has none
     RIGHT_IDS = 5  # number of ids of right halves
     LEFT_IS_PAIR = 6  # 1 if the left half is two cores
-    FIRST_KEY = 7
-    FIRST_LEFT = 8
+    FIRST_KEY = 7  # key of the table's first id, among all tables
+    FIRST_LEFT = 8  # the table's first id of a left half, among all tables
     FIRST_RIGHT = 9
 
 
@@ -126,11 +126,11 @@ class HashTableColumn(IntEnum):
     """Columns of `tables` of a hash index, int64 `[T, 6]`."""
 
     FIRST_BUCKET = 0
-    BUCKETS = 1
-    MAX_BUCKETS = 2
-    SIZE = 3
-    MAX_LOAD = 4
-    HASH_KEY = 5
+    BUCKETS = 1  # buckets in use
+    MAX_BUCKETS = 2  # buckets that the table has memory for
+    SIZE = 3  # number of keys
+    MAX_LOAD = 4  # load above which the table grows, in keys per 1024 slots
+    HASH_KEY = 5  # random number that the hashes of the table's keys depend on
 
 
 class HashEntryColumn(IntEnum):
@@ -224,25 +224,25 @@ class RouteBlockColumn(IntEnum):
     """Columns of `blocks` of a route, int64 `[K, 3]` (csrc `RouteBlock`)."""
 
     FIRST_ROW = 0
-    FIRST_COPY = 1
+    FIRST_COPY = 1  # first entry in `copies`, the units that get ids of the block
     NUM_COPIES = 2
 
 
 class TargetColumn(IntEnum):
     """Columns of `targets` of `combine`, int64 `[T, 7]` (csrc `Target`)."""
 
-    OFFSET = 0
-    STRIDE = 1
+    OFFSET = 0  # first element in the output
+    STRIDE = 1  # elements between rows
     ROWS = 2
-    WIDTH = 3
-    FIRST_PIECE = 4
+    WIDTH = 3  # columns
+    FIRST_PIECE = 4  # the target is the sum of these pieces
     END_PIECE = 5
-    FIRST_BAG = 6
+    FIRST_BAG = 6  # row i is divided by lengths[FIRST_BAG + i]; -1 divides none
 
 
 class PieceColumn(IntEnum):
     """Columns of `pieces` of `combine`, int64 `[P, 3]` (csrc `SourcePiece`)."""
 
-    OFFSET = 0
-    STRIDE = 1
-    FIRST_ROW = 2
+    OFFSET = 0  # first element in the source
+    STRIDE = 1  # elements between rows
+    FIRST_ROW = 2  # row i of the target uses row rows[FIRST_ROW + i]; -1: it uses row i

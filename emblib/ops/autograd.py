@@ -72,7 +72,7 @@ class Lookup(NamedTuple):
 
 
 class Tiers(NamedTuple):
-    """Memory of a module: `weights` and `states` by tier, hyperparameters, output dtype."""
+    """Memory of a module: weights per memory tier, states tier after tier, and output dtype."""
 
     weights: list[Tensor]
     states: list[Tensor]

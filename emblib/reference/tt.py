@@ -4,7 +4,8 @@ Core k is `[p_k, R_k * q_k * R_{k+1}]` with `R_0 = R_d = 1`, its rows laid out a
 `(R_k, q_k, R_{k+1})`. Row `i` of the table, with mixed-radix digits `i_0 .. i_{d-1}` (i_0 most
 significant), is the chain `G_0[i_0] G_1[i_1] ..` flattened to `D = prod(q)` values, the column
 digit of core 0 most significant. Decomposition and layout are those of TT-Rec (Yin et al., MLSys
-2021). Any floating dtype, any device, differentiable. Terms: L ids, D dim, d cores.
+2021). Functions take any floating dtype and device, and are differentiable. Terms: L ids, D dim,
+d cores.
 """
 
 import math
@@ -28,11 +29,11 @@ def ranks(cores: Sequence[Tensor], dim_factors: Sequence[int]) -> tuple[int, ...
 
 def digits(ids: Tensor, row_factors: Sequence[int]) -> list[Tensor]:
     """Return the mixed-radix digits of `ids`, most significant first."""
-    digits_ = []
+    reversed_digits = []
     for factor in reversed(row_factors):
-        digits_.append(ids % factor)
+        reversed_digits.append(ids % factor)
         ids = ids // factor
-    return digits_[::-1]
+    return reversed_digits[::-1]
 
 
 def matmul_operand(values: Tensor, precision: MatmulPrecision) -> Tensor:

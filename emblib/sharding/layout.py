@@ -44,17 +44,17 @@ class LookupUnit(NamedTuple):
 
 
 class TableShard(NamedTuple):
-    """A shard of the table with this number in the collection."""
+    """A shard of a table; `table` is the table's number in the collection."""
 
     table: int
     shard: Shard
 
 
 class RankLayout(NamedTuple):
-    """The shards on one rank, and its units, sorted by table module.
+    """The shards on one rank (`parts`), and its units, sorted by table module.
 
-    `replicated_units` are units of replicated tables whose ids are sent to every rank, see
-    `CollectionLayout`.
+    `columns` is the sum over `units`. `replicated_units` are units of replicated tables whose ids
+    are sent to every rank, see `CollectionLayout`.
     """
 
     parts: tuple[TableShard, ...]
@@ -84,13 +84,14 @@ class CollectionLayout(NamedTuple):
 class NodeSums(NamedTuple):
     """The units whose rows are summed within a node, before they are sent to other nodes.
 
-    These are the units of a feature and columns of it whose rows are divided over all ranks of one
-    node, as `table_row_wise` and `grid` divide them.
+    A sum adds up the units of one feature and span of columns. There is one if the rows of these
+    columns are divided over all ranks of one node, as by `table_row_wise` and `grid`.
 
     Attributes:
-        direct: other units of each rank, in the order of its layout.
-        nodes: sums of each node, as units that no rank has: rank and part are -1.
-        units: positions of the units of each rank for each sum of its node, in the order of rows.
+        direct: the units of each rank that are not summed, in the order of its layout.
+        nodes: the sums of each node, as units with rank and part -1.
+        units: `units[r][s]` are the positions in the layout of rank r of the units of sum s of its
+            node, in the order of rows.
     """
 
     direct: tuple[RankLayout, ...]

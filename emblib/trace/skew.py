@@ -38,11 +38,11 @@ class IdSkew:
         )
         group_of = torch.where(values <= _GROUPS, values, _GROUPS + 1.0 + group_of)
         group_of = group_of.unique(return_inverse=True)[1]
-        size = torch.zeros(int(group_of[-1]) + 1, dtype=torch.float64)
-        total = size.index_add(0, group_of, values * sizes)
-        size.index_add_(0, group_of, sizes.double())
-        shares = total / size / max(float(total.sum()), 1.0)
-        return cls(shares.flip(0), size.flip(0))
+        group_sizes = torch.zeros(int(group_of[-1]) + 1, dtype=torch.float64)
+        lookups = group_sizes.index_add(0, group_of, values * sizes)
+        group_sizes.index_add_(0, group_of, sizes.double())
+        shares = lookups / group_sizes / max(float(lookups.sum()), 1.0)
+        return cls(shares.flip(0), group_sizes.flip(0))
 
     @classmethod
     def zipf(cls, rows: int, exponent: float = ZIPF) -> IdSkew:
@@ -94,11 +94,10 @@ class IdSkew:
         decay, steps = self._decay
         shares, sizes = self.shares[is_used], self.sizes[is_used]
         factors = decay.log() if rows == 1 else torch.log1p((decay - 1.0) / rows)
-        expected = (
-            (sizes @ factors - factors).clamp(min=math.log(_MIN_FACTOR)).exp()
-        )  # expected value of exp(-o t)
-        shared_ids = (decay * expected) @ steps * shares
-        return min(max(0.0, 1.0 - float((sizes * shares) @ shared_ids)), 1.0)
+        # The expected value of exp(-o t), then that of s / (s + o).
+        expected = (sizes @ factors - factors).clamp(min=math.log(_MIN_FACTOR)).exp()
+        own_parts = (decay * expected) @ steps * shares
+        return min(max(0.0, 1.0 - float((sizes * shares) @ own_parts)), 1.0)
 
     @cached_property
     def _decay(self) -> tuple[Tensor, Tensor]:

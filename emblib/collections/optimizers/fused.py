@@ -37,7 +37,7 @@ class HasFusedTables(Protocol):
         """Return the tables: the same, in the same order, on every rank."""
 
     def optimizer_state(self) -> dict[str, dict[str, Tensor]]:
-        """Return by parameter name the optimizer states, and `hyper`, the hyperparameters."""
+        """Return the optimizer states and `hyper`, the hyperparameters, by parameter name."""
 
     def load_optimizer_state(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Load the result of `optimizer_state`."""
@@ -102,7 +102,7 @@ class FusedOptimizer(KeyedOptimizer):
                     "hyperparameters of tables on meta cannot be read: make the FusedOptimizer "
                     "after to_empty(device=...) and reset_parameters()"
                 )
-            anchors = [k.grad_anchor for k in table_modules.values() if not k.optimizer.deferred]
+            anchors = [m.grad_anchor for m in table_modules.values() if not m.optimizer.deferred]
             group = TableGroup({"params": [*parameters.values(), *anchors]})
             groups.append(group)
         super().__init__(params, groups)

@@ -99,7 +99,7 @@ def _with_notes(content: dict[str, Any]) -> dict[str, Any]:
 def _copied(value: Any) -> Any:
     """Copy a value to host memory, so that training does not change it."""
     if isinstance(value, KeyedRows):
-        return value  # made for this state dict
+        return value  # a copy already: `state_dict` creates it
     if isinstance(value, ShardedTable):
         return value.map(_copied)
     if isinstance(value, Tensor):

@@ -16,7 +16,10 @@ from emblib.storage import MemoryBytes
 
 
 class RankPrediction(NamedTuple):
-    """One rank: seconds by phase, shared work included; memory needed and available."""
+    """One rank: seconds by phase, memory needed and available, and number of table shards.
+
+    `seconds` includes the work that all ranks do.
+    """
 
     seconds: tuple[float, ...]
     nbytes: MemoryNeed
@@ -127,6 +130,7 @@ def _prediction(
     plan: ShardingPlan, loads: RankCosts, tables: tuple[TablePrediction, ...], model: CostModel
 ) -> Prediction:
     topology = model.topology
+    # Work of all ranks takes as many times longer as there are ranks per core.
     crowd = topology.local_world_size / topology.computing
     phases = {name: loads.phase(number) for number, name in enumerate(PHASES)}
     phases["arrange"] = loads.arrange_s * crowd

@@ -155,6 +155,7 @@ class RankCosts:
     def step_s(self) -> float:
         """Return the predicted seconds of a step."""
         topology = self.topology
+        # Work of all ranks takes as many times longer as there are ranks per core.
         crowd = topology.local_world_size / topology.computing
         phases = sum(self.phase(n) for n in range(len(PHASES)))
         return phases + self.arrange_s * crowd + self.overhead_s
