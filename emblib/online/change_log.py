@@ -14,7 +14,7 @@ from types import TracebackType
 import torch
 from torch import nn
 
-from emblib.online.changes import Changes, KeyedChanges, PlainChanges
+from emblib.online.changes import Changes, KeyedChanges, Lookups, PlainChanges
 from emblib.online.records import Record, RecordKind, decode, encode
 from emblib.online.sinks import Sink
 from emblib.online.tables import PlainTable, find_tables
@@ -123,8 +123,9 @@ class ChangeLog:
         _check_names(found.tables)
         self._plain = PlainChanges(found, states=states)
         self._keyed = KeyedChanges(model, states=states)
-        if not found.tables and not self._keyed.names and found.num_ranks == 1:
+        if not found.tables and self._keyed.is_empty() and found.num_ranks == 1:
             raise TypeError(f"{type(model).__name__} has no tables of emblib that are trained")
+        self._lookups = Lookups(found)
         self._writer = _Writer(sink, check_count("max_pending", max_pending, minimum=1))
         self._last_whole = self.step
         if compact_every is not None:
@@ -153,7 +154,11 @@ class ChangeLog:
         if self._when_full is WhenFull.MERGE and not is_due and self._writer.is_full():
             return False
         self._writer.wait_for_space()
-        self._put(RecordKind.DELTA, step, {**self._plain.collect(), **self._keyed.collect()})
+        self._keyed.check()
+        self._lookups.check()
+        lookups = self._lookups
+        changes = {**self._plain.collect(lookups), **self._keyed.collect(lookups)}
+        self._put(RecordKind.DELTA, step, changes)
         if is_due:
             self._put_whole(RecordKind.COMPACTION, step)
         return True
@@ -178,7 +183,7 @@ class ChangeLog:
         self._writer.put(Record(kind, *position, step, time.time(), changes))
         self._sequence += 1
         self.step = step
-        self._plain.commit()
+        self._lookups.commit()
         self._keyed.commit()
 
     def flush(self) -> None:
@@ -196,7 +201,7 @@ class ChangeLog:
             ChangeLogError: an entry could not be written; `close` may be called again.
         """
         self._writer.close()
-        self._plain.close()
+        self._lookups.close()
 
     def __enter__(self) -> "ChangeLog":
         return self

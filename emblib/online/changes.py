@@ -1,20 +1,26 @@
 """Which rows of a model changed since the last entry of its log, and their copies.
 
-Rows by number: hooks on the lookups note the ids of training forwards, so nothing is compared and
-no table is scanned. Dynamic tables: the keys that were used since a tick, as dumps of changes have
-them, and the keys that an eviction log has seen leave. Both name each change until `commit`, so an
-entry that could not be made is part of the next one.
+Hooks on the lookups note the ids of training forwards, so nothing is compared, and tables are
+scanned only where their rows may be in a backing store: for keys used since a tick, as dumps of
+changes are. Keys that left are those that an eviction log has seen. Every change is named until
+`commit`, so an entry that could not be made is part of the next one.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from emblib.columns import HashEntryColumn
 from emblib.dynamic.eviction import EvictionLog
-from emblib.dynamic.handles import DynamicTable, tables_of
+from emblib.dynamic.handles import ShardLocation, tables_of
+from emblib.dynamic.keys import as_keys
+from emblib.dynamic.saving.checkpoint import table_entries
+from emblib.dynamic.saving.entries import Entries
+from emblib.dynamic.saving.table_dumps import removed_since
+from emblib.dynamic.state import DynamicState, of_state
 from emblib.online.records import TableChange
 from emblib.online.tables import ModelTables, PlainTable
 from emblib.optim import EnsembleRowwiseAdagrad, External, Optimizer, description
@@ -25,6 +31,7 @@ from emblib.tables.graph_break import graph_break
 from emblib.tables.optimizer_hooks import global_decay
 
 Changes = dict[str, list[TableChange]]
+Identity = tuple[int, int]  # of a table: that of its module, and its number there
 _MAX_BATCHES = 64  # that are noted before they are made distinct rows
 
 
@@ -44,16 +51,13 @@ def check_optimizer(optimizer: Optimizer, name: str) -> None:
     )
 
 
-# Tables by row number
-
-
 class LookupHook:
     """Notes the ids of the training forwards of a module; copied or unpickled, it does nothing."""
 
     def __init__(self, tables: Sequence[PlainTable]) -> None:
         self.tables = list(tables)
         self._batches: list[tuple[Tensor, Tensor, Any]] = []
-        self._rows: dict[tuple[int, int], Tensor] = {}
+        self._rows: dict[Identity, Tensor] = {}
         self.num_forwards = 0
 
     @graph_break
@@ -73,23 +77,24 @@ class LookupHook:
             self._make_distinct()
 
     def _make_distinct(self) -> None:
-        parts: dict[tuple[int, int], list[Tensor]] = {k: [r] for k, r in self._rows.items()}
+        parts: dict[Identity, list[Tensor]] = {k: [r] for k, r in self._rows.items()}
         for ids, offsets, batch_sizes in self._batches:
             ends = repair_offsets(offsets, ids.numel())
             bags = (ends.numel() - 1) // max(len(self.tables), 1)
             sizes = [sum(s) for s in batch_sizes] if batch_sizes else [bags] * len(self.tables)
             begins = ends[[0, *accumulate(sizes)]].tolist()
             for table, begin, end in zip(self.tables, begins, begins[1:], strict=False):
-                rows = ids[begin:end].long()
-                rows = rows[(rows >= 0) & (rows < table.num_rows)]
+                rows = as_keys(ids[begin:end])
+                if not table.is_keyed:
+                    rows = rows[(rows >= 0) & (rows < table.num_rows)]
                 parts.setdefault(table.identity, []).append(rows)
         self._rows = {key: torch.cat(rows).unique() for key, rows in parts.items()}
         self._batches = []
 
-    def rows(self, table: PlainTable) -> list[Tensor]:
-        """Return the distinct rows of a table that were looked up."""
+    def rows(self, identity: Identity) -> list[Tensor]:
+        """Return the distinct rows or keys of a table that were looked up."""
         self._make_distinct()
-        return [self._rows[table.identity]] if table.identity in self._rows else []
+        return [self._rows[identity]] if identity in self._rows else []
 
     def forget(self) -> None:
         """Forget all lookups."""
@@ -105,6 +110,57 @@ def _no_hook() -> Callable[..., None]:
 
 def _ignore_call(*arguments: Any) -> None:
     pass
+
+
+class Lookups:
+    """The ids of a model's training forwards since the last entry of a log."""
+
+    def __init__(self, found: ModelTables) -> None:
+        self._hooks = [(module, LookupHook(tables)) for module, tables in found.calls]
+        self._registered = [
+            module.register_forward_pre_hook(hook, with_kwargs=True) for module, hook in self._hooks
+        ]
+        tables = [table for _, hook in self._hooks for table in hook.tables]
+        self._modules = {id(table.module): table.module for table in tables}
+        self._steps = self._current_steps()
+
+    def _current_steps(self) -> dict[int, int]:
+        return {key: module.step for key, module in self._modules.items()}
+
+    def of(self, module: Any, number: int) -> Tensor:
+        """Return the distinct rows or keys of a table that were looked up, in order."""
+        none = torch.empty(0, dtype=torch.int64, device=module.hyperparams.device)
+        return torch.cat(
+            [none, *(part for _, hook in self._hooks for part in hook.rows((id(module), number)))]
+        ).unique()
+
+    def check(self) -> None:
+        """Raise RuntimeError if rows may have changed that no hook has seen."""
+        for key, module in self._modules.items():
+            done = module.step - self._steps[key]
+            hooks = [h for _, h in self._hooks if any(t.module is module for t in h.tables)]
+            seen = sum(hook.num_forwards for hook in hooks)
+            if not 0 <= done <= seen:
+                raise RuntimeError(
+                    f"tables {module.table_names} made {done} steps since the last entry of the "
+                    f"log, which saw {seen} training forwards: after a checkpoint was loaded or a "
+                    "CUDA graph was replayed, call snapshot(step), which has all rows"
+                )
+
+    def commit(self) -> None:
+        """Forget the ids, except for those whose update is still due."""
+        steps = self._current_steps()
+        for _, hook in self._hooks:
+            modules = {id(table.module): table.module for table in hook.tables}
+            unchanged = [m for key, m in modules.items() if steps[key] == self._steps[key]]
+            if not any(module.optimizer.deferred for module in unchanged):
+                hook.forget()
+        self._steps = steps
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for hook in self._registered:
+            hook.remove()
 
 
 class PlainChanges:
@@ -124,49 +180,13 @@ class PlainChanges:
                     f"table {table.name!r} is sharded by columns, so each of its shards has other "
                     "states for a row: leave states out, or shard it by rows"
                 )
-        self._hooks = [(module, LookupHook(tables)) for module, tables in found.calls]
-        self._registered = [
-            module.register_forward_pre_hook(hook, with_kwargs=True) for module, hook in self._hooks
-        ]
-        self._modules = {id(table.module): table.module for table in self._tables}
-        self._steps = self._current_steps()
 
-    def close(self) -> None:
-        """Remove the hooks."""
-        for hook in self._registered:
-            hook.remove()
-
-    def _current_steps(self) -> dict[int, int]:
-        return {key: module.step for key, module in self._modules.items()}
-
-    def _is_waiting(self, module: TableBatchedEmbeddingBags) -> bool:
-        """Return whether the gradients of the lookups so far were not applied yet."""
-        return module.optimizer.deferred and module.step == self._steps[id(module)]
-
-    def check(self) -> None:
-        """Raise RuntimeError if rows may have changed that no hook has seen."""
-        for table in self._tables:
-            done = table.module.step - self._steps[id(table.module)]
-            seen = sum(
-                hook.num_forwards
-                for _, hook in self._hooks
-                if any(t.module is table.module for t in hook.tables)
-            )
-            if not 0 <= done <= seen:
-                raise RuntimeError(
-                    f"table {table.name!r} made {done} steps since the last entry of the log, "
-                    f"which saw {seen} training forwards: after a checkpoint was loaded or a CUDA "
-                    "graph was replayed, call snapshot(step), which has all rows"
-                )
-
-    def collect(self) -> Changes:
+    def collect(self, lookups: Lookups) -> Changes:
         """Copy the rows that may have changed."""
-        self.check()
         changes: Changes = {}
         for table in self._tables:
-            rows = [torch.empty(0, dtype=torch.int64, device=table.module.hyperparams.device)]
-            rows += [part for _, hook in self._hooks for part in hook.rows(table)]
-            changes.setdefault(table.name, []).append(self._copy(table, torch.cat(rows).unique()))
+            rows = lookups.of(table.module, table.number)
+            changes.setdefault(table.name, []).append(self._copy(table, rows))
         return changes
 
     def whole(self) -> Changes:
@@ -176,13 +196,6 @@ class PlainChanges:
             rows = torch.arange(table.num_rows)
             changes.setdefault(table.name, []).append(self._copy(table, rows))
         return changes
-
-    def commit(self) -> None:
-        """Forget the rows that were copied, except for those whose update is still due."""
-        for _, hook in self._hooks:
-            if not any(self._is_waiting(table.module) for table in hook.tables):
-                hook.forget()
-        self._steps = self._current_steps()
 
     def _copy(self, table: PlainTable, rows: Tensor) -> TableChange:
         module = table.module
@@ -220,59 +233,70 @@ class KeyedChanges:
 
     def __init__(self, model: nn.Module, *, states: bool) -> None:
         self._states = states
-        self._tables = {name: handle.local for name, handle in tables_of(model).items()}
-        for name, table in self._tables.items():
-            for location in table.shards.values():
-                check_optimizer(location.module.optimizer, name)
-                _watch(location.module.state, name)
-        self._ticks = {name: table.step() for name, table in self._tables.items()}
-        self._steps = {name: _updates(table) for name, table in self._tables.items()}
-        self._marks = {name: _replacements(table) for name, table in self._tables.items()}
+        self._shards = [
+            (name, location)
+            for name, table in tables_of(model).items()
+            for location in table.shards.values()
+        ]
+        for name, location in self._shards:
+            check_optimizer(location.module.optimizer, name)
+            log = location.module.state.eviction_log
+            if log is not None and not isinstance(log, WatchedEvictions):
+                raise ValueError(
+                    f"evictions from table {name!r} are tracked already: make the change log "
+                    "before track_evictions(), which then returns its record"
+                )
+        for _, location in self._shards:
+            state: DynamicState = location.module.state
+            if state.eviction_log is None:
+                state.eviction_log = WatchedEvictions(len(state.specs), state.index.tick)
+        self.commit()
 
-    @property
-    def names(self) -> list[str]:
-        """Return the names of the tables."""
-        return list(self._tables)
+    def is_empty(self) -> bool:
+        """Return whether there are no tables."""
+        return not self._shards
+
+    def commit(self) -> None:
+        """Go on from here: what was copied is in the log."""
+        states = [location.module.state for _, location in self._shards]
+        self._ticks = [state.index.tick for state in states]
+        self._marks = [state.eviction_log.num_replacements for state in states]
 
     def check(self) -> None:
         """Raise RuntimeError if a table was replaced."""
-        for name, table in self._tables.items():
-            if _replacements(table) != self._marks[name]:
+        for (name, location), mark in zip(self._shards, self._marks, strict=True):
+            if location.module.state.eviction_log.num_replacements != mark:
                 raise RuntimeError(
                     f"the content of table {name!r} was replaced since the last entry of the log "
                     "(load, load_state_dict, set_entries): call snapshot(step), which has all rows"
                 )
 
-    def collect(self) -> Changes:
+    def collect(self, lookups: Lookups) -> Changes:
         """Copy the entries that were used since the last entry, and name the keys that left."""
-        self.check()
-        changes = {}
-        for name, table in self._with_shards():
-            tick = self._ticks[name]
-            changes[name] = [self._copy(table, tick + 1, table.evicted(tick))]
+        changes: Changes = {}
+        for (name, location), tick in zip(self._shards, self._ticks, strict=True):
+            module, index = location.module, location.index
+            if module.state.backing is None:
+                entries = _entries_of(module.state, index, lookups.of(module, index))
+            else:
+                entries = table_entries(module.state, index, tick + 1)
+            change = self._copy(location, entries, removed_since(module.state, index, tick))
+            changes.setdefault(name, []).append(change)
         return changes
 
     def whole(self) -> Changes:
         """Copy all entries."""
-        none = torch.empty(0, dtype=torch.int64)
-        return {name: [self._copy(table, None, none)] for name, table in self._with_shards()}
+        changes: Changes = {}
+        for name, location in self._shards:
+            entries = table_entries(location.module.state, location.index)
+            none = torch.empty(0, dtype=torch.int64)
+            changes.setdefault(name, []).append(self._copy(location, entries, none))
+        return changes
 
-    def commit(self) -> None:
-        """Go on from here, except for rows whose update is still due."""
-        for name, table in self._tables.items():
-            self._marks[name], steps = _replacements(table), _updates(table)
-            if not _is_deferred(table) or steps != self._steps[name]:
-                self._ticks[name], self._steps[name] = table.step(), steps
-
-    def _with_shards(self) -> Iterator[tuple[str, DynamicTable]]:
-        return ((name, table) for name, table in self._tables.items() if table.shards)
-
-    def _copy(self, table: DynamicTable, since: int | None, removed: Tensor) -> TableChange:
-        entries = table.entries(since)
-        rows = {name: rows[torch.arange(len(entries))] for name, rows in entries.rows.items()}
+    def _copy(self, location: ShardLocation, entries: Entries, removed: Tensor) -> TableChange:
+        module = location.module
+        rows = {name: rows[torch.arange(len(entries))].cpu() for name, rows in entries.rows.items()}
         weight = rows.pop("weight")
-        locations = list(table.shards.values())
-        module, index = locations[0].module, locations[0].index
         return TableChange(
             entries.keys,
             weight,
@@ -282,32 +306,22 @@ class KeyedChanges:
             weight.size(1),
             entries.stamps,
             entries.scores,
-            table.step(),
-            module.state.index.hash_key(index) if len(locations) == 1 else None,
+            module.state.index.tick,
+            module.state.index.hash_key(location.index),
             module.hyperparams.cpu().clone() if self._states else None,
         )
 
 
-def _watch(state: Any, name: str) -> None:
-    log = state.eviction_log
-    if log is not None and not isinstance(log, WatchedEvictions):
-        raise ValueError(
-            f"evictions from table {name!r} are tracked already: make the change log before "
-            "track_evictions(), which then returns its record"
-        )
-    if log is None:
-        state.eviction_log = WatchedEvictions(len(state.specs), state.index.tick)
-
-
-def _replacements(table: DynamicTable) -> list[int]:
-    logs = (location.module.state.eviction_log for location in table.shards.values())
-    return [log.num_replacements for log in logs]
-
-
-def _updates(table: DynamicTable) -> int:
-    """Return the number of updates of a table's modules."""
-    return sum(location.module.step for location in table.shards.values())
-
-
-def _is_deferred(table: DynamicTable) -> bool:
-    return any(location.module.optimizer.deferred for location in table.shards.values())
+@of_state
+def _entries_of(state: DynamicState, table: int, keys: Tensor) -> Entries:
+    """Return the entries of those keys that are in a table."""
+    slots = state.index.find(state.keys_of(table, keys))
+    keys, slots = keys[slots >= 0], slots[slots >= 0]
+    columns = state.index.table_entries(table)[slots].cpu()
+    has_scores = columns.shape[1] > HashEntryColumn.SCORE
+    return Entries(
+        keys.cpu(),
+        columns[:, HashEntryColumn.STAMP].clone(),
+        columns[:, HashEntryColumn.SCORE].clone() if has_scores else None,
+        {name: view.detach()[slots].cpu() for name, view in state.table_rows(table).items()},
+    )

@@ -210,9 +210,11 @@ class LogFollower:
         by_log = [log.up_to(key) for log in self._logs]
         is_whole = self._key is None or any(r[-1].kind is RecordKind.SNAPSHOT for r in by_log)
         if is_whole:
-            by_log = [[r for r in records if r.is_whole][-1:] for records in by_log]
-        kinds = {r.kind is RecordKind.SNAPSHOT for records in by_log for r in records}
-        if len(kinds) > 1 or any(r.key != key for rs in by_log for r in rs if r.is_whole):
+            by_log = [[r for r in rs if r.is_whole and r.key == key][-1:] for rs in by_log]
+            is_mixed = not all(by_log)
+        else:
+            is_mixed = any(r.kind is RecordKind.SNAPSHOT for rs in by_log for r in rs)
+        if is_mixed:
             raise LogError(
                 f"step {key[1]} is a snapshot in some logs only: have all ranks call "
                 "snapshot(step) with the same step"
@@ -363,6 +365,8 @@ class ReaderLock:
     @contextmanager
     def writing(self) -> Iterator[None]:
         """Enter when there is no reader; there is one writer at a time."""
+        if getattr(self._here, "depth", 0):
+            raise RuntimeError("apply() would wait for this thread: leave reading() first")
         with self._changed:
             self._is_writing = True
         try:

@@ -196,7 +196,9 @@ class IndexedRows:
     def __init__(self, name: str, served: InferenceEmbeddingBags, table: int) -> None:
         self._name, self._served, self._table = name, served, table
         self._free: Tensor | None = None  # rows without a key; None before the first change
+        self._freed = torch.empty(0, dtype=torch.int64)  # others, of removed keys
         self._removed_row = -1  # the row of removed keys; -1: not allocated yet
+        self._num_used = 0  # entries of the index
 
     def prepare(self, change: TableChange) -> Write:
         """Quantise the rows of keys."""
@@ -247,30 +249,39 @@ class IndexedRows:
         at, is_found = _search(self._entries(), self._index.hash_bits, removed)
         at = at[is_found]
         rows = self._entries()[at, 1]
-        self._free = torch.cat([self._free, rows[rows != self._removed_row]])
+        self._freed = torch.cat([self._freed, rows[rows != self._removed_row]])
         self._entries()[at, 1] = self._removed_row
         at, is_found = _search(self._entries(), self._index.hash_bits, keys)
         rows = torch.full_like(keys, -1)
         rows[is_found] = self._entries()[at[is_found], 1]
         has_row = is_found & (rows != self._removed_row)
-        num_new = int((~has_row).sum())
-        if num_new > self._free.numel():
-            self._grow(num_new - self._free.numel())
-        rows[~has_row], self._free = self._free[:num_new], self._free[num_new:]
+        rows[~has_row] = self._take_rows(int((~has_row).sum()))
         self._view()[rows] = packed
         self._entries()[at[is_found], 1] = rows[is_found]
         self._insert(keys[~is_found], rows[~is_found])
+
+    def _take_rows(self, count: int) -> Tensor:
+        """Return rows without a key: those of removed keys first."""
+        freed, self._freed = self._freed[:count], self._freed[count:]
+        assert self._free is not None
+        count -= freed.numel()
+        if count > self._free.numel():
+            self._grow(count - self._free.numel())
+        taken, self._free = self._free[:count], self._free[count:]
+        return torch.cat([freed, taken])
 
     def _begin(self) -> None:
         """Find the rows without a key, and a row for removed keys."""
         spec, index = self._served.rows.tables[self._table], self._index
         device = self._served.rows.packed.device
         _, _, rows = self._live()
+        self._num_used = rows.numel()
         is_free = torch.ones(spec.rows, dtype=torch.bool, device=device)
         is_free[rows] = False
         if index.missing >= 0:
             is_free[index.missing] = False
         self._free = is_free.nonzero().view(-1)
+        self._freed = self._free[:0]
         self._removed_row = index.missing
         if index.missing < 0:
             if not self._free.numel():
@@ -305,8 +316,9 @@ class IndexedRows:
 
     def _insert(self, keys: Tensor, rows: Tensor) -> None:
         entries, bits = self._entries(), self._index.hash_bits
-        num_used = int((entries[:, 1] >= 0).sum()) + keys.numel()
-        if num_used > _FULL * (1 << bits) or not _insert(entries, bits, keys, rows):
+        self._num_used += keys.numel()
+        is_full = keys.numel() > 0 and self._num_used > _FULL * (1 << bits)
+        if is_full or not _insert(entries, bits, keys, rows):
             _, live_keys, live_rows = self._live()
             is_waiting = ~torch.isin(keys, live_keys)  # some may be in already
             self._build(
@@ -315,6 +327,7 @@ class IndexedRows:
 
     def _build(self, keys: Tensor, rows: Tensor) -> None:
         """Build the index again; the indexes of all tables of the module are copied."""
+        self._num_used = keys.numel()
         entries, bits = quant.hash_entries(keys, rows)
         spare = torch.full((_SPARE_ENTRIES, 2), -1, dtype=torch.int64, device=entries.device)
         entries = torch.cat([entries, spare])

@@ -1,4 +1,4 @@
-"""The tables by row number in a model, on this rank, wherever they are.
+"""The tables by row number in a model, on this rank, wherever they are, and all lookups.
 
 Dynamic tables have handles (`emblib.dynamic.handles.tables_of`). Others are tables of a module, or
 slices of a `TableGroups`, whose modules are no submodules of the model.
@@ -27,6 +27,7 @@ class PlainTable:
         first_row: row of the whole table that is row 0 here.
         first_column: column of the whole table that is column 0 here.
         dim: columns of the whole table.
+        is_keyed: whether ids are keys, of a dynamic table.
     """
 
     name: str
@@ -35,6 +36,7 @@ class PlainTable:
     first_row: int
     first_column: int
     dim: int
+    is_keyed: bool = False
 
     @property
     def identity(self) -> tuple[int, int]:
@@ -58,7 +60,7 @@ class ModelTables:
 
     Attributes:
         tables: the tables, each once.
-        calls: the modules that look them up, with the table of each feature.
+        calls: the modules that look up tables, dynamic ones too, with the table of each feature.
         others: kinds of tables that have no rows of their own, by table name.
         rank: this rank.
         num_ranks: number of ranks over which the model is sharded.
@@ -104,8 +106,12 @@ def find_tables(model: nn.Module) -> ModelTables:
         if isinstance(part, TableGroups):
             if id(part) not in replicas:
                 _add_groups(found, part)
-        elif isinstance(part, InferenceEmbeddingBags | DynamicEmbeddingBags):
+        elif isinstance(part, InferenceEmbeddingBags):
             inside.append(path)
+        elif isinstance(part, DynamicEmbeddingBags):
+            inside.append(path)
+            tables = [PlainTable("", part, t, 0, 0, 0, is_keyed=True) for t in part.feature_tables]
+            found.calls.append((part, tables))
         elif isinstance(part, TableBatchedEmbeddingBags | QuantizedEmbeddingBags):
             inside.append(path)
             specs = zip(part.table_names, part.tables, strict=True)
@@ -121,9 +127,10 @@ def find_tables(model: nn.Module) -> ModelTables:
 def _add_groups(found: ModelTables, groups: TableGroups) -> None:
     tables: dict[int, PlainTable] = {}
     for i, part in enumerate(groups.slices):
-        if part.storage.is_keyed:
-            continue
         name, (module, number) = part.config.name, groups.module_of(i)
+        if part.storage.is_keyed:
+            tables[i] = PlainTable(name, module, number, 0, 0, 0, is_keyed=True)
+            continue
         if not isinstance(module, TableBatchedEmbeddingBags | QuantizedEmbeddingBags):
             found.others[name] = type(part.storage).__name__
             continue
@@ -131,6 +138,6 @@ def _add_groups(found: ModelTables, groups: TableGroups) -> None:
         tables[i] = PlainTable(name, module, number, part.rows[0], begin, dim)
     for info in groups.groups:
         if all(s in tables for s in info.slices):
-            found.add([tables[s] for s in info.slices])
+            found.add([tables[s] for s in info.slices if not tables[s].is_keyed])
             units = [tables[groups.reads[unit]] for unit in info.units]
             found.calls.append((info.module, units))

@@ -12,7 +12,7 @@ import torch
 import emblib
 from emblib import inference, optim
 from emblib.online import ChangeLog, DirectorySink, LogError, LogFollower
-from emblib.online.records import decode
+from emblib.online.records import Record, RecordKind, TableChange, decode, encode
 from tests.online import traffic
 
 LEADERS = {
@@ -163,6 +163,15 @@ def test_readers_see_all_of_an_entry_or_nothing(tmp_path: Path) -> None:
     assert follower(ids, offsets).unique().tolist() == [-39 / 8]
 
 
+def test_a_reader_does_not_wait_for_itself(tmp_path: Path) -> None:
+    follower = LogFollower(_bags(), DirectorySink(tmp_path))
+    with ChangeLog(_bags(), DirectorySink(tmp_path)):
+        pass
+    with follower.reading(), pytest.raises(RuntimeError, match="leave reading"):
+        follower.apply()
+    assert follower.apply() == 0
+
+
 def test_errors_leave_the_last_boundary(tmp_path: Path) -> None:
     trained = _bags()
     served = inference.for_inference(trained, "int8")
@@ -279,3 +288,26 @@ def test_the_page_on_online_updates_runs(
     (block,) = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
     exec(compile(block, "online.md", "exec"), {})
     assert capsys.readouterr().out == "4\n5\n"
+
+
+def test_snapshots_of_some_ranks_are_an_error(tmp_path: Path) -> None:
+    def record(rank: int, kind: RecordKind, generation: int, step: int, sequence: int) -> bytes:
+        keys = torch.arange(30)
+        change = TableChange(keys, torch.full((30, 4), float(step)), keys[:0], {}, 0, 4)
+        order = (generation, sequence, step)
+        return encode(Record(kind, rank, 2, *order, 0.0, {"item": [change]} if rank else {}))
+
+    sinks = [DirectorySink(tmp_path / str(rank)) for rank in range(2)]
+    follower = LogFollower(_bags(), sinks)
+    for rank, sink in enumerate(sinks):
+        sink.append(record(rank, RecordKind.SNAPSHOT, 1, 0, 1))
+        sink.append(record(rank, RecordKind.COMPACTION, 1, 2 + rank, 2))  # is not applied
+        sink.append(record(rank, RecordKind.DELTA, 1, 4, 3))
+        assert follower.apply() == (None, 4)[rank]
+    assert torch.equal(follower(torch.tensor([3]), torch.tensor([0, 1])), torch.full((1, 4), 4.0))
+    for rank, sink in enumerate(sinks):
+        sink.append(record(rank, RecordKind.SNAPSHOT, 2, 5 + rank, 4))
+        sink.append(record(rank, RecordKind.DELTA, 2, 7, 5))
+    with pytest.raises(LogError, match="step 7 is a snapshot in some logs only"):
+        follower.apply()
+    assert follower.step == 4
