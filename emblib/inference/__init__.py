@@ -6,6 +6,7 @@ from emblib.inference.conversion import (
     quantization_errors,
 )
 from emblib.inference.frozen import freeze, open_frozen
+from emblib.inference.host_rows import HostEmbeddingBags
 from emblib.inference.indexed import InferenceEmbeddingBags, RowIndex, prune, top_rows
 from emblib.inference.served import (
     InferenceEmbeddingBagCollection,
@@ -13,6 +14,7 @@ from emblib.inference.served import (
 )
 
 __all__ = [
+    "HostEmbeddingBags",
     "InferenceEmbeddingBagCollection",
     "InferenceEmbeddingBags",
     "InferenceEmbeddingCollection",

@@ -1,0 +1,129 @@
+"""Read-only tables in host memory, of which a GPU has the most used rows.
+
+Rows that are used most are chosen once, by scores, and copied into compact tables on the GPU. An
+index finds them: a lookup with a row there reads it, any other one reads the pinned memory of the
+host over the bus. Both are one batch each, with the lookups of the other one skipped, and the two
+outputs are added.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from emblib.inference.indexed import InferenceEmbeddingBags, prune
+from emblib.ops import quant
+from emblib.tables import QuantizedEmbeddingBags
+from emblib.tables.base import append_last_offset, variable_batch
+from emblib.tables.mapped_memory import map_pinned
+
+
+class HostEmbeddingBags(nn.Module):
+    """Look up F features in T read-only tables whose rows are in host memory.
+
+    Lookups are those of `QuantizedEmbeddingBags`, except that the sums of a bag's rows in either
+    memory are added at the end: results may differ in the last bits. What is stored on the device
+    is chosen once; for other rows make another module over the same `tables`.
+
+    Args:
+        tables: the rows, on the CPU. For a GPU they are copied into pinned memory once.
+        stored: bool `[rows]` by table name, for every table: the rows to store on `device`, at
+            least one, as of `top_rows` with how often each row is looked up.
+        device: device of batches and of the stored rows; a CPU stores them compactly too.
+
+    Raises:
+        ValueError: tables that are not on the CPU, or a table without a mask.
+
+    Example:
+        >>> tables = emblib.inference.for_inference({"item": torch.eye(4)})
+        >>> uses = torch.tensor([9, 1, 7, 0])
+        >>> mask = emblib.inference.top_rows(uses, share=0.5)
+        >>> served = emblib.inference.HostEmbeddingBags(tables, {"item": mask}, "cpu")
+        >>> served(torch.tensor([0, 1, 3]), torch.tensor([0, 2, 3]))
+        tensor([[1., 1., 0., 0.],
+                [0., 0., 0., 1.]])
+    """
+
+    def __init__(
+        self,
+        tables: QuantizedEmbeddingBags,
+        stored: Mapping[str, Tensor],
+        device: torch.device | str,
+    ) -> None:
+        super().__init__()
+        if not tables.packed.is_cpu:
+            raise ValueError(f"tables must be on the CPU, got {tables.packed.device}")
+        if missing := [name for name in tables.table_names if name not in stored]:
+            raise ValueError(
+                f"stored must have a mask for every table, {missing} have none: "
+                "top_rows(uses, share) makes one"
+            )
+        self.output_dtype = tables.output_dtype
+        pruned = prune(tables, stored, index="hash")
+        # Any id is a key, so that an invalid one is looked up, and reported, in all rows.
+        indexes = [replace(index, num_ids=-1) for index in pruned.indexes if index is not None]
+        self.stored = InferenceEmbeddingBags(pruned.rows, indexes).to(device)
+        self.device = self.stored.index.device
+        self.rows = QuantizedEmbeddingBags(
+            tables.tables,
+            pooling=tables.pooling,
+            feature_tables=tables.feature_tables,
+            bounds_check=tables.bounds_check,
+            device="meta",
+            include_last_offset=tables.include_last_offset,
+            formats=tables.formats,
+        )
+        packed = tables.packed
+        if self.device.type == "cuda":
+            packed = map_pinned(packed.pin_memory(), self.device)
+        self.rows.use_memory(packed)
+        self.stored.rows.output_dtype = torch.float32
+
+    def forward(
+        self,
+        indices: Tensor,
+        offsets: Tensor,
+        per_sample_weights: Tensor | None = None,
+        *,
+        batch_sizes: Sequence[Sequence[int]] | None = None,
+    ) -> Tensor:
+        """Pool embeddings as `QuantizedEmbeddingBags` does.
+
+        Args:
+            indices: int32 or int64 `[L]`.
+            offsets: int32 or int64 `[F * B + 1]`, feature-major.
+            per_sample_weights: float32 `[L]`, scales each row.
+            batch_sizes: bags per feature and rank, for features of unequal batch sizes.
+
+        Raises:
+            RuntimeError: wrong dtype, device or number of offsets; out of bounds in mode FATAL.
+        """
+        rows, bag_layout, ends = self.rows, None, offsets
+        if not rows.include_last_offset:
+            ends = append_last_offset(indices, offsets)
+        if batch_sizes is not None:
+            dims = [rows.tables[table].dim for table in rows.feature_tables]
+            bags = max(ends.numel() - 1, 0)
+            bag_layout, _ = variable_batch(batch_sizes, dims, bags, indices.device)
+        index, index_tables = self.stored.index, self.stored.index_tables
+        positions = quant.map_ids(index, index_tables, rows.features, indices, ends, bag_layout)
+        others = torch.where(positions >= 0, -1, indices)
+        options: dict[str, Any] = {"batch_sizes": batch_sizes}
+        output: Tensor = self.stored.rows(positions, offsets, per_sample_weights, **options)
+        output = output + rows(others, offsets, per_sample_weights, **options)
+        return output.to(self.output_dtype)
+
+    def nbytes(self) -> dict[str, int]:
+        """Return the bytes of `host` rows, of the device's `weights`, and of the `index`."""
+        return {"host": sum(self.rows.nbytes().values()), **self.stored.nbytes()}
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        device = fn(torch.empty(0, device=self.device)).device
+        if device != self.device:
+            raise RuntimeError(
+                f"the rows in host memory are mapped for {self.device}: make another "
+                f"HostEmbeddingBags(tables, stored, {str(device)!r})"
+            )
+        return self
