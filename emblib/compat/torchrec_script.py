@@ -293,6 +293,29 @@ class ScriptableBags(nn.Module):
         return KeyedTensor(self.names, self.dims, torch.cat(in_order, 1))
 
 
+class ScriptableRegroup(nn.Module):
+    """`KTRegroupAsDict` in code that TorchScript compiles."""
+
+    def __init__(self, groups: list[list[str]], keys: list[str], dtype: torch.dtype | None) -> None:
+        super().__init__()
+        self.groups: list[list[str]] = groups
+        self.keys: list[str] = keys
+        self.casts = dtype is not None
+        self.dtype: torch.dtype = torch.float32 if dtype is None else dtype
+
+    def forward(self, keyed_tensors: list[KeyedTensor]) -> dict[str, Tensor]:
+        """Return the concatenated blocks of each group by its name."""
+        blocks: dict[str, Tensor] = {}
+        for tensor in keyed_tensors:
+            blocks.update(tensor.to_dict())
+        found: dict[str, Tensor] = {}
+        for at, key in enumerate(self.keys):
+            found[key] = torch.cat([blocks[name] for name in self.groups[at]], 1)
+            if self.casts:
+                found[key] = found[key].to(self.dtype)
+        return found
+
+
 def not_scriptable(collection: Any) -> nn.Module:
     """Raise TypeError for a collection that TorchScript cannot have."""
     raise TypeError(

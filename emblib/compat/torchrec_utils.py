@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from emblib import jagged
 from emblib.collections import PositionWeightedProcessor
 from emblib.compat.fbgemm_types import EmbeddingLocation
+from emblib.compat.torchrec_script import ScriptableRegroup
 from emblib.compat.torchrec_sharding import STORAGES, EmbeddingComputeKernel, checked_kernel
 from emblib.compat.torchrec_types import DataType, data_type_to_dtype
 from emblib.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
@@ -98,6 +99,8 @@ class KTRegroupAsDict(jagged.KTRegroupAsDict):
         multi_device: ignored: the results are on the device of the tensors of a call.
     """
 
+    is_leaf_of_traces: ClassVar[bool] = True
+
     def __init__(
         self,
         groups: Sequence[Sequence[str]],
@@ -112,6 +115,9 @@ class KTRegroupAsDict(jagged.KTRegroupAsDict):
         """Return the concatenated blocks of each group by its name."""
         found = super().forward(keyed_tensors)
         return {name: found[name].to(self._dtype) for name in found} if self._dtype else found
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        return ScriptableRegroup(self.groups, self.keys, self._dtype)
 
 
 class ComputeJTDictToKJT(nn.Module):

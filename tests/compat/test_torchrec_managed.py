@@ -9,6 +9,8 @@ import torch
 
 from emblib import Eviction, optim
 from emblib.compat import torchrec
+from emblib.sharding import RankGroup
+from tests.sharding import worlds
 
 WIDE = torch.tensor([2**61, 5, -3, 2**61])
 
@@ -103,6 +105,34 @@ def test_it_is_sharded_as_a_hash_table() -> None:
     assert found.values().shape == (2, 8)
     inner = sharded.module._embedding_module
     assert isinstance(inner, torchrec.ShardedEmbeddingBagCollection)
+
+
+def _bag_of_each_rank(ranks: RankGroup) -> tuple[torch.Tensor, int]:
+    configs, managed = parts()
+    inner = torchrec.EmbeddingBagCollection(tables=configs, device=torch.device("meta"))
+    model = torchrec.DistributedModelParallel(
+        torchrec.ManagedCollisionEmbeddingBagCollection(inner, managed),
+        env=torchrec.ShardingEnv.from_process_group(ranks.group),
+        device=torch.device("cpu"),
+        sharders=[
+            torchrec.ManagedCollisionEmbeddingBagCollectionSharder(
+                torchrec.EmbeddingBagCollectionSharder(fused_params={"learning_rate": 0.5})
+            )
+        ],
+        init_data_parallel=False,
+    )
+    ids = torch.tensor([2**61, 7 + ranks.rank, -3, 2**61])
+    found = model(batch(ids))[0].values().detach().clone()
+    tables: Any = model.module._embedding_module.tables
+    return found, tables["t"].size()
+
+
+def test_ranks_share_the_rows_of_an_id() -> None:
+    (first, size), (second, _) = worlds.run(2, _bag_of_each_rank)
+    assert size == 4
+    assert torch.equal(first[:, 4:], second[:, 4:])
+    assert first[1, 4:].any()
+    assert not torch.equal(first[0, :4], second[0, :4])
 
 
 def test_sequences() -> None:

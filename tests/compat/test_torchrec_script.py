@@ -142,6 +142,26 @@ def test_scripted_code_takes_makes_and_splits_batches() -> None:
     assert [part.keys() for part in compiled(features)] == [["x"], [], ["y", "z", "g0"]]
 
 
+@pytest.mark.parametrize("dtype", [None, torchrec.DataType.FP16])
+def test_groups_of_results_are_scripted(dtype: Any) -> None:
+    class Towers(nn.Module):
+        def __init__(self, ebc: nn.Module) -> None:
+            super().__init__()
+            groups = [["g1", "g0"], ["f@t1"]]
+            self.ebc = ebc
+            self.regroup = torchrec.KTRegroupAsDict(groups, ["x", "y"], emb_dtype=dtype)
+
+        def forward(self, features: KeyedJaggedTensor) -> Tensor:
+            found = self.regroup([self.ebc(features)])
+            result: Tensor = found["x"].sum(1) + found["y"].sum(1)
+            return result
+
+    model = Towers(quantised((SUM, SUM), {}))
+    found, expected = scripted(model)(batch()), model(batch())
+    assert found.dtype == expected.dtype
+    torch.testing.assert_close(found, expected)
+
+
 def test_a_batch_of_several_strides_is_an_error() -> None:
     made = scripted(Model(quantised((SUM,), {})))
     features = KeyedJaggedTensor(
