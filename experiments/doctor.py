@@ -123,10 +123,10 @@ class CheckResult:
     """A line of the report; `doctor --json` prints its fields.
 
     Attributes:
-        what: what was checked.
+        what: name of the checked thing.
         found: value in words.
         state: severity.
-        advice: what to do about it; "" for nothing.
+        advice: remedy; "" for none.
         section: heading to show it under; "" for that of the check.
     """
 

@@ -224,7 +224,7 @@ def describe_load(state: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class StoredEvidence:
-    """What a stored measurement is of.
+    """The origin of a stored measurement: code, date, machine.
 
     Attributes:
         commit: commit of the code; "" if it was not recorded.

@@ -34,7 +34,8 @@ class NoiseFloor:
 
     Attributes:
         source: name of the file.
-        points: per point `pairs`, `mad` (median |log ratio| of A against A), `p95` and `effects`.
+        points: spread of each point: `pairs`, `mad` (median |log ratio| of A against A), `p95`
+            and `effects`.
         measured: time of the measurement, ISO 8601.
     """
 

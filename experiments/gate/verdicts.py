@@ -30,7 +30,7 @@ class PointFinding:
 
     Attributes:
         point: name of the point.
-        words: what ran, at which sizes.
+        words: contender, phase and sizes.
         state: name of a `Verdict`; or NEW (base cannot run it), MISSING (only base can), FAILED (an
             error in head), NOISY (its margin would exceed gate.max_margin).
         reason: why there is no verdict, or what to do about an unsure one.

@@ -251,7 +251,7 @@ def _mean(group: Sequence[tuple[Record, Mapping[str, Any]]], name: str) -> float
 
 
 class Agreement(NamedTuple):
-    """How well steps are predicted.
+    """The quality of predicted steps.
 
     Attributes:
         rank_correlation: Spearman's correlation of predicted and measured steps; nan below three.
