@@ -27,6 +27,6 @@ if ((${#native[@]})); then
 fi
 mapfile -t tests < <("$bin/python" scripts/tests_of.py --seconds 75) # the house rules take another 20
 echo "emblib: house rules, and ${tests[*]:-no other tests}"
-"$bin/python" -m pytest -q -n 2 -m "not slow" \
+"$bin/python" -m pytest -q -n 2 -m "not slow" -o console_output_style=classic \
   tests/test_house_rules.py "${tests[@]}" "$@" || status=1
 exit $status

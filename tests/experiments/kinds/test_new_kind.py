@@ -114,7 +114,7 @@ def python(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_new_kind_runs_reports_and_is_in_the_readme(harness: Path, tmp_path: Path) -> None:
-    words = ("+experiment=locality", "device=cpu", "timing=smoke")
+    words = ("+experiment=locality", "device=cpu", "timing=quick")
     done = python(harness, "run.py", *words, f"report.folder={tmp_path}")
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"sweep +D=8 B=64 L=2 .*% repeated", done.stdout)

@@ -46,6 +46,22 @@ def _known_machine(machine: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(runner, "survey", lambda *_: dict(machine))
 
 
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, machine: dict[str, Any]) -> Path:
+    """A run that several tests begin with."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "survey", lambda *_: dict(machine))
+        status, path = run(tmp_path_factory.mktemp("finished"))
+    assert status == 0
+    return path
+
+
+@pytest.fixture
+def first(finished: Path, tmp_path: Path) -> Path:
+    """A copy of the finished run, where the runs of the test find it."""
+    return Path(shutil.copytree(finished, tmp_path / finished.parent.name / finished.name))
+
+
 FATES = {
     "tbe": ("ok", ""),
     "torch": ("error", "crashed (SIGSEGV)"),
@@ -96,9 +112,8 @@ def test_running_out_of_memory_is_a_result_unless_the_run_is_strict(
 
 
 def test_a_second_run_takes_what_the_first_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    first: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, first = run(tmp_path)
     monkeypatch.setattr(runner, "measure_job", None)  # nothing may be measured
     status, second = run(tmp_path)
     assert status == 0
@@ -166,16 +181,16 @@ def test_other_code_or_another_machine_is_another_context(
     assert identity.context_of(machine)["context_id"] != first["context_id"]
 
 
-def test_other_code_is_not_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, first = run(tmp_path)
+def test_other_code_is_not_reused(
+    first: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     changed = {**read_json(first, "environment.json"), "context_id": "of other code"}
     monkeypatch.setattr(runner, "survey", lambda *_: changed)
     assert read_json(run(tmp_path)[1], "run.json")["reused"] == 0
     assert read_json(run(tmp_path, "rerun=all")[1], "run.json")["reused"] == 0
 
 
-def test_half_a_job_is_not_done(tmp_path: Path) -> None:
-    _, first = run(tmp_path)
+def test_half_a_job_is_not_done(first: Path, tmp_path: Path) -> None:
     points = first / "points.jsonl"
     points.write_text(points.read_text().splitlines(keepends=True)[0] + '{"torn')
     _, second = run(tmp_path)
@@ -295,8 +310,9 @@ def test_processes_with_tables_of_another_size_are_not_put_together(tmp_path: Pa
     assert read_json(path, "run.json")["reused"] == 1
 
 
-def test_what_is_not_installed_does_not_keep_the_others_from_being_reused(tmp_path: Path) -> None:
-    _, first = run(tmp_path)
+def test_what_is_not_installed_does_not_keep_the_others_from_being_reused(
+    first: Path, tmp_path: Path
+) -> None:
     store = RunStore(tmp_path / "tbe_vs_torch" / "later")
     records = read_records(first)
     gone = {"status": "missing"}
