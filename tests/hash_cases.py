@@ -68,13 +68,15 @@ def on(device: torch.device, op: Op) -> Op:
 class Tables:
     """The tables: (buckets, most buckets, load in 1024ths) of each, and what is evicted.
 
-    `hash_keys` are the numbers that their hashes depend on, 0 for tables beyond them.
+    `hash_keys` are the numbers that their hashes depend on, 0 for tables beyond them. `queues` says
+    whether the index has eviction queues, which the CPU keeps from call to call.
     """
 
     sizes: tuple[tuple[int, int, int], ...] = ((1, 3, 819), (2, 2, 1024))
     order: str = "lru"
     insert_policy: str = "wins"
     hash_keys: tuple[int, ...] = ()
+    queues: bool = False
 
     @property
     def scored(self) -> bool:
@@ -95,7 +97,8 @@ class Tables:
         generator = torch.Generator().manual_seed(seed)
         keys = torch.tensor(EDGE_KEYS)
         garbage = keys[torch.randint(0, len(keys), entries.shape, generator=generator)]
-        return [tags, garbage, *rest]
+        queues = torch.zeros(tags.numel() // SLOTS, 8, dtype=torch.int64)
+        return [tags, garbage, *rest, *[queues][: self.queues]]
 
 
 @dataclass
@@ -248,12 +251,22 @@ class Twin:
         assert torch.equal(self.index[0], tags)
         used = tags != 0
         assert torch.equal(self.index[1][used], entries[used])
-        for mine, theirs in zip(self.index[2:], rest, strict=True):
+        for mine, theirs in zip(self.index[2:5], rest, strict=True):
             assert mine.tolist() == theirs.tolist()
+        self._check_queues()
         for t, table in enumerate(self.model.tables):
             there = [(slot, e.key) for slot, e in enumerate(table.slots) if e is not None]
             assert all(slot // SLOTS in table.addresses(key) for slot, key in there)
             self.rows.check(t, [slot for slot, _ in there], [key for _, key in there])
+
+    def _check_queues(self) -> None:
+        """That only full buckets have a queue, and its elements are distinct slots."""
+        for bucket, line in enumerate(
+            self.index[5].view(torch.uint8).tolist() if self.tables.queues else ()
+        ):
+            size, elements = line[8], [element % SLOTS for element in line[24 : 24 + line[8]]]
+            assert len(set(elements)) == size
+            assert size == 0 or self.index[0][bucket * SLOTS : (bucket + 1) * SLOTS].all()
 
     def find(self, batch: Batch) -> Tensor:
         """Looks keys up, which changes nothing."""

@@ -189,12 +189,38 @@ struct HashTable {
 
 // The CPU kernels. All pointers are to host memory of the caller and are used during the call only.
 
+// The eviction order of a bucket as of some time, so that an eviction reads this line and the entry
+// that it evicts, and not all entries of the bucket. It is a cache: it never changes a result, and
+// zeros, an empty queue, are always valid. insert_kernels.cpp describes its use.
+//
+// An element has the number of a slot in its low five bits, and in its high three bits 0, or i + 1
+// if at[i] is the time of its rank. The rank of an entry when it became an element is its *known
+// rank*. These always hold:
+//   - known ranks ascend in the queue; entries that are no elements rank above the last known rank
+//   - an entry ranks at its known rank if its stamp is at most the time of that rank, otherwise it
+//     has been used since, and ranks at least as high
+//   - a bucket with empty slots has an empty queue.
+// Who breaks them, because tags or entries are written or a rank falls, empties the queue.
+struct EvictionQueue {
+  int64_t sorted_at;         // the clock at which the elements were sorted, the time of tag 0
+  uint8_t size;              // number of elements
+  uint8_t order;             // the Order of the elements
+  uint8_t share;             // slots to assign in this round, or kUnknownShare
+  uint8_t locked;            // 1 while a thread of `choose` uses the queue
+  uint16_t at[6];            // times after sorted_at; 0 is an unused tag
+  uint8_t elements[kSlots];  // in ascending order of known ranks
+  uint8_t unused[8];
+};
+inline constexpr int64_t kQueueWords = sizeof(EvictionQueue) / sizeof(int64_t);
+static_assert(kQueueWords == 8);  // one cache line
+
 // How a hit updates its entry.
 struct HashTouch {
   Order order;
   int64_t stamp;          // the clock of the batch
   int64_t batch_score;    // the new score, if the caller assigns scores
   const int64_t* counts;  // uses of each id, parallel to `ids` of the call; null for 1 each
+  EvictionQueue* queues;  // by bucket of the table; or null
 };
 
 // The insertion of misses into one table. Arrays are by miss, of all tables of the batch; slots are
@@ -213,6 +239,7 @@ struct HashInsertion {
   uint8_t* status;        // output: InsertStatus
   int64_t* evicted;       // output, three words each: key, stamp and score of the evicted entry,
                           // written if the status is kEvicting
+  EvictionQueue* queues;  // by bucket of the table
 
   EMB_HD int64_t key(int64_t miss) const { return ids[first[miss]]; }
   // Return the score of the new entry of a miss.
@@ -225,13 +252,6 @@ struct HashInsertion {
 struct EvictionCandidate {
   int64_t slot = kNoSlot;  // kNoSlot if no entry may be evicted
   EntryRank rank = {};
-  int count = 0;  // entries of the bucket that may be evicted
-};
-
-// A bucket at the beginning of a round.
-struct BucketState {
-  int free, share;              // empty slots; slots that it may still assign in the round
-  EvictionCandidate candidate;  // set if no slot is empty
 };
 
 // What a pending miss chose in a round.
@@ -243,7 +263,7 @@ struct Choice {
   };
   int64_t slot;  // kFree: any slot of the chosen bucket; kEvict: the slot of the entry
   Mode mode;
-  int32_t left;  // usable slots of the bucket that must remain after the round
+  int32_t left;  // kFree: empty slots of the bucket that must remain after the round
 };
 
 // A row buffer of a table: one row of values per slot, which moves with the entry of the slot.
@@ -264,17 +284,15 @@ struct HashFindKernels {
 };
 
 struct HashInsertKernels {
-  // Write the states of buckets [begin, end) to states[begin] to states[end - 1].
-  void (*read_states)(const HashInsertion&, int64_t begin, int64_t end, BucketState* states);
-  // Choose for the n misses in `pending`; write `choices` [n]. The table is not changed. `states`
-  // are the states of all buckets at this moment, or null to read them from the table.
-  void (*choose)(const HashInsertion&, const BucketState* states, const int64_t* pending, int64_t n,
+  // Choose for the n misses in `pending`; write `choices` [n]. The table is not changed, its queues
+  // may be. Several threads may choose at once if `is_shared`.
+  void (*choose)(const HashInsertion&, bool is_shared, const int64_t* pending, int64_t n,
                  Choice* choices);
-  // Execute, in their order, the choices whose bucket is in [begin, end). `pending`, `choices` and
-  // `states` are those of `choose`. A miss that gets no slot because the bucket has assigned its
-  // share keeps kNoSlot and the status kMiss. Several threads may work on different buckets.
-  void (*commit)(const HashInsertion&, BucketState* states, const int64_t* pending, int64_t n,
-                 const Choice* choices, int64_t begin, int64_t end);
+  // Execute, in their order, the choices whose bucket is in [begin, end). `pending` and `choices`
+  // are those of `choose`. A miss that gets no slot because the bucket has assigned its share keeps
+  // kNoSlot and the status kMiss. Several threads may work on different buckets.
+  void (*commit)(const HashInsertion&, const int64_t* pending, int64_t n, const Choice* choices,
+                 int64_t begin, int64_t end);
   // Split buckets of a table that has grown from `old` buckets: move entries, and their rows in the
   // `num_buffers` row buffers, to the new buckets [begin, end), which are empty. Several threads
   // may work on different ranges.

@@ -24,19 +24,20 @@
 namespace emb {
 
 // The index: the list of tensors [tags, entries, tables, clock, counters], contiguous and on one
-// device.
+// device; on the CPU optionally followed by `queues`, which CUDA does not use.
 struct HashIndex {
   uint8_t* tags;                     // [S]
   int64_t* entries;                  // [S, words], see HashEntryColumn
   int64_t* tables;                   // [T, kHashTableColumns], see HashTableColumn
   int64_t* clock;                    // [1], the number of batches so far
   int64_t* counters;                 // [T, kHashCounters], see HashCounter
+  EvictionQueue* queues = nullptr;   // [S / kSlots], or null
   int64_t slots, words, num_tables;  // S; words per entry, 2 or 3; T
 
   HashIndex(const char* op, const std::vector<Tensor>& index) {
-    STD_TORCH_CHECK(index.size() == 5, op,
+    STD_TORCH_CHECK(index.size() == 5 || index.size() == 6, op,
                     ": index must be [tags, entries, tables, clock, counters], got ", index.size(),
-                    " tensors");
+                    " tensors; on the CPU queues may follow");
     STD_TORCH_CHECK(index[0].scalar_type() == ScalarType::Byte && index[0].dim() == 1, op,
                     ": tags must be uint8 [S]");
     for (size_t i = 0; i < index.size(); ++i) {
@@ -61,6 +62,11 @@ struct HashIndex {
     tables = index[2].mutable_data_ptr<int64_t>();
     clock = index[3].mutable_data_ptr<int64_t>();
     counters = index[4].mutable_data_ptr<int64_t>();
+    if (index.size() == 5) return;
+    STD_TORCH_CHECK(index[5].numel() * kSlots == slots * kQueueWords, op, ": queues must have ",
+                    kQueueWords, " words per ", kSlots, " slots, got ", index[5].numel(),
+                    " words for ", slots, " slots");
+    queues = reinterpret_cast<EvictionQueue*>(index[5].mutable_data_ptr<int64_t>());
   }
 
   // The functions below read the tensors, so they are for the CPU only, except for check_table.
@@ -79,6 +85,11 @@ struct HashIndex {
     return {
         tags + first_slot, entries + first_slot * words, words,
         buckets,           address_mask(buckets),        static_cast<uint64_t>(field(t, kHashKey))};
+  }
+
+  // Return the eviction queues of table t by bucket, null if the index has none.
+  EvictionQueue* queues_of(int64_t t) const {
+    return queues == nullptr ? nullptr : queues + field(t, kFirstBucket);
   }
 
   // Check that there is a table t.

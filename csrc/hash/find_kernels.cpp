@@ -122,15 +122,26 @@ EMB_HD int64_t compare(const HashTable& table, int64_t key, int64_t id, const Pr
   return slot | -static_cast<int64_t>(miss);
 }
 
-// Update the entry of a hit; `position` is the number of the key, an index into touch.counts. Other
-// threads may update the same entry: all store the same stamp, and counts add up in any order.
-EMB_HD void touch_entry(const HashTouch& touch, int64_t* entry, int64_t position) {
+// Empty the eviction queue of the bucket of a slot, because the rank of its entry falls.
+EMB_HD void empty_queue(const HashTouch& touch, int64_t slot) {
+  if (touch.queues == nullptr) return;
+  __atomic_store_n(&touch.queues[slot / kSlots].size, uint8_t{0}, __ATOMIC_RELAXED);
+}
+
+// Update the entry of a hit in a slot; `position` is the number of the key, an index into
+// touch.counts. Other threads may update the same entry: all store the same stamp, and counts add
+// up in any order.
+EMB_HD void touch_entry(const HashTouch& touch, int64_t slot, int64_t* entry, int64_t position) {
   __atomic_store_n(entry + kStamp, touch.stamp, __ATOMIC_RELAXED);
   if (!has_scores(touch.order)) return;
   if (!order_counts_uses(touch.order)) {
+    if (__atomic_load_n(entry + kScore, __ATOMIC_RELAXED) > touch.batch_score) {
+      empty_queue(touch, slot);
+    }
     return __atomic_store_n(entry + kScore, touch.batch_score, __ATOMIC_RELAXED);
   }
   const int64_t count = touch.counts == nullptr ? 1 : touch.counts[position];
+  if (count < 0) empty_queue(touch, slot);
   // A thread that makes the sum wrap sets it to the maximum afterwards, so it ends there.
   const int64_t before = __atomic_fetch_add(entry + kScore, count, __ATOMIC_RELAXED);
   if (count_overflows(before, count)) {
@@ -171,7 +182,7 @@ int64_t find_all(const HashTable& shared, const int64_t* ids, int64_t n, const H
   const auto report = [&](int64_t key, int64_t slot) {
     slots[key] = slot;
     hits += slot != kNoSlot;
-    if (kTouches && slot != kNoSlot) touch_entry(*touch, table.entry(slot), key);
+    if (kTouches && slot != kNoSlot) touch_entry(*touch, slot, table.entry(slot), key);
   };
   const auto in_range = [&](int64_t key) { return key >= 0 && key < n; };
   for (int64_t begin = 0; begin < n + kKeysToCompare + kChunkKeys; begin += kChunkKeys) {

@@ -166,7 +166,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> hash_touch_(
   parallel_segments(batch, [&](int64_t f, int64_t begin, int64_t end) {
     const int64_t t = batch.tables[f];
     const HashTouch touch{call.scoring.order, stamp, call.scoring.of(t),
-                          call.counts == nullptr ? nullptr : call.counts + begin};
+                          call.counts == nullptr ? nullptr : call.counts + begin,
+                          index.queues_of(t)};
     const int64_t hits =
         kernels.find(index.table(t), batch.ids + begin, end - begin, &touch, out + begin);
     __atomic_fetch_add(&index.counter(t, kLookups), end - begin, __ATOMIC_RELAXED);
@@ -189,6 +190,13 @@ void grow_table(const HashIndex& index, int64_t t, int64_t old, const RowBuffer*
       [&](int64_t begin, int64_t end) {
         kernels.split(table, old, buffers, num_buffers, old + begin, old + end);
       });
+  EvictionQueue* queues = index.queues_of(t);
+  if (queues == nullptr) return;
+  const uint64_t old_mask = address_mask(old);
+  for (int64_t bucket = old; bucket < table.buckets; ++bucket) {
+    queues[bucket].size = 0;
+    queues[address(static_cast<uint64_t>(bucket), old, old_mask)].size = 0;
+  }
 }
 
 // Split as many buckets of every table as it needs for its keys and its admitted misses
@@ -224,24 +232,17 @@ void hash_grow_(std::vector<Tensor> tensors, std::vector<Tensor> row_buffers,
 }
 
 // Run one round of an insertion: the n misses in `pending` choose buckets, then the choices are
-// executed, both in parallel. Writes `choices` [n] and the results in `insertion`. With more misses
-// than buckets, the state of each bucket is read once, not once for every miss.
+// executed, both in parallel. Writes `choices` [n] and the results in `insertion`.
 void run_round(const HashInsertion& insertion, const int64_t* pending, int64_t n, Choice* choices) {
   const HashInsertKernels& kernels = hash_insert_kernels();
   const auto each = [](int64_t i) { return i; };
   const int64_t buckets = insertion.table.buckets;
-  const int64_t num_states = n > buckets ? buckets : 0;
-  std::vector<BucketState> memory(num_states);
-  BucketState* states = num_states > 0 ? memory.data() : nullptr;
-  parallel_balanced(num_states, kBucketsPerTask, each, [&](int64_t begin, int64_t end) {
-    kernels.read_states(insertion, begin, end, states);
-  });
   parallel_balanced(n, kChoosersPerTask, each, [&](int64_t begin, int64_t end) {
-    kernels.choose(insertion, states, pending + begin, end - begin, choices + begin);
+    kernels.choose(insertion, end - begin < n, pending + begin, end - begin, choices + begin);
   });
   const int64_t parts = std::clamp<int64_t>(n / kChoosersPerTask, 1, num_threads());
   parallel_tasks(parts, [&](int64_t part) {
-    kernels.commit(insertion, states, pending, n, choices, buckets * part / parts,
+    kernels.commit(insertion, pending, n, choices, buckets * part / parts,
                    buckets * (part + 1) / parts);
   });
 }
@@ -321,23 +322,23 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> hash_insert_(
   auto* statuses = static_cast<uint8_t*>(call.status.mutable_data_ptr());
   std::fill(slot_data, slot_data + call.n, kNoSlot);
   std::fill(statuses, statuses + call.n, static_cast<uint8_t>(InsertStatus::kMiss));
-  Tensor evicted = call.evicted;
-  torch::stable::zero_(evicted);  // so that unspecified words are the same in every run
+  int64_t* evicted = call.evicted.mutable_data_ptr<int64_t>();
+  std::fill(evicted, evicted + 3 * call.n, 0);  // the same words in every run
+  std::vector<EvictionQueue> own_queues;        // for an index without queues
   for (int64_t t = 0; t < index.num_tables; ++t) {
+    if (misses.begin(t) == misses.end(t)) continue;
+    EvictionQueue* queues = index.queues_of(t);
+    if (queues == nullptr) {
+      own_queues.assign(index.field(t, kBuckets), {});
+      queues = own_queues.data();
+    }
     for (int64_t i = misses.begin(t); i < misses.end(t); ++i) {
       if (!misses.is_admitted(i)) statuses[i] = static_cast<uint8_t>(InsertStatus::kNotAdmitted);
     }
-    const HashInsertion insertion{index.table(t),
-                                  call.scoring.order,
-                                  call.competes,
-                                  *index.clock,
-                                  call.scoring.of(t),
-                                  call.ids,
-                                  call.first,
-                                  call.totals,
-                                  slot_data,
-                                  statuses,
-                                  evicted.mutable_data_ptr<int64_t>()};
+    const HashInsertion insertion{
+        index.table(t),     call.scoring.order, call.competes, *index.clock,
+        call.scoring.of(t), call.ids,           call.first,    call.totals,
+        slot_data,          statuses,           evicted,       queues};
     insert_all(insertion, misses, misses.begin(t), misses.end(t));
     count_statuses(index, t, statuses + misses.begin(t), misses.end(t) - misses.begin(t));
   }
@@ -358,6 +359,7 @@ Tensor hash_erase_(std::vector<Tensor> tensors, const Tensor& ids, const Tensor&
   for (int64_t f = 0; f < batch.segments; ++f) {
     const int64_t t = batch.tables[f], begin = batch.starts[f], n = batch.starts[f + 1] - begin;
     const HashTable table = index.table(t);
+    EvictionQueue* queues = index.queues_of(t);
     hash_find_kernels().find(table, batch.ids + begin, n, nullptr, out + begin);
     int64_t erased = 0;
     for (int64_t i = begin; i < begin + n; ++i) {
@@ -367,6 +369,7 @@ Tensor hash_erase_(std::vector<Tensor> tensors, const Tensor& ids, const Tensor&
         continue;
       }
       table.tags[out[i]] = kEmptyTag;
+      if (queues != nullptr) queues[out[i] / kSlots].size = 0;
       ++erased;
     }
     index.field(t, kSize) -= erased;
@@ -388,12 +391,14 @@ Tensor hash_expire_(std::vector<Tensor> tensors, int64_t t, int64_t first_bucket
   Tensor removed = allocate_zeros(tensors[0], {num_buckets * kSlots}, ScalarType::Bool);
   bool* out = static_cast<bool*>(removed.mutable_data_ptr());
   const HashTable table = index.table(t);
+  EvictionQueue* queues = index.queues_of(t);
   const int64_t begin = first_bucket * kSlots;
   const int64_t end = std::min(first_bucket + num_buckets, table.buckets) * kSlots;
   int64_t expired = 0;
   for (int64_t slot = begin; slot < end; ++slot) {
     if (table.tags[slot] == kEmptyTag || table.entry(slot)[kStamp] >= before) continue;
     table.tags[slot] = kEmptyTag;
+    if (queues != nullptr) queues[slot / kSlots].size = 0;
     out[slot - begin] = true;
     ++expired;
   }

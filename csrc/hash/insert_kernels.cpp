@@ -3,6 +3,11 @@
 // the same state of the table. Then the choices are executed in the order of misses. A bucket
 // assigns at most its share of slots (`slots_of_round`); a miss that comes too late stays pending.
 // HashInsertKernels in args.h describes the functions and their arguments.
+//
+// The entry that a full bucket evicts first is read from its eviction queue (args.h), mostly the
+// first element. If that was used since it became an element, it moves to the place of its present
+// rank; if the queue is empty or its elements do not decide, the bucket is sorted again. The result
+// is always the entry of the lowest rank, whatever the queue contained before.
 
 #include <cstring>
 
@@ -11,43 +16,220 @@
 namespace emb::EMB_ISA {
 namespace {
 
-constexpr int kKeysAhead = 8;  // keys between a prefetch and the read
+// The number of keys between the hash of a key and each later step of its choice.
+constexpr int kKeysToPeek = 10, kKeysToSettle = kKeysToPeek + 10;
+constexpr int kKeysToFinish = kKeysToSettle + 8;
+constexpr int kRingKeys = 32;  // keys whose buckets are kept, more than kKeysToFinish
+// The number of keys between the prefetches for a choice and its execution.
+constexpr int kKeysAhead = 12, kKeysToNeighbours = 6;
+constexpr int kMaxSteps = 8;  // elements that a new one is compared with
+constexpr int kWayBits = 5;   // bits of the number of a slot in its bucket
+constexpr int kWayMask = kSlots - 1;
+constexpr int kNumTimes = sizeof(EvictionQueue::at) / sizeof(EvictionQueue::at[0]);
+constexpr uint8_t kUnknownShare = 255;
 
-// Reduce a set of slots of a bucket to those whose entry has the minimum of word number `word`.
-// `alive` [kSlots] is the set: -1 for a member, else 0. `entries` are those of the bucket, `words`
-// words each. The loops over all slots have no branch, so that they vectorise.
-EMB_HD void keep_minimum(const int64_t* entries, int64_t words, int word, int64_t* alive) {
+EMB_HD EntryRank rank_of(Order order, const int64_t* entry) {
+  return entry_rank(order, entry[kKey], entry[kStamp], has_scores(order) ? entry[kScore] : 0);
+}
+
+// A bucket whose eviction queue is used: all functions on queues in this file have it as argument.
+struct QueuedBucket {
+  const HashInsertion& insertion;
+  EvictionQueue* queue;
+  int64_t first_slot;
+  const int64_t* entries;
+
+  QueuedBucket(const HashInsertion& insertion_, int64_t bucket, EvictionQueue* queue_)
+      : insertion(insertion_),
+        queue(queue_),
+        first_slot(bucket * kSlots),
+        entries(insertion_.table.entry(first_slot)) {}
+
+  const int64_t* entry(uint8_t element) const {
+    return entries + (element & kWayMask) * insertion.table.words;
+  }
+  EntryRank rank(uint8_t element) const { return rank_of(insertion.order, entry(element)); }
+  // Return whether an element has its known rank.
+  bool is_current(uint8_t element) const {
+    const int tag = element >> kWayBits;
+    const int64_t since = tag == 0 || tag > kNumTimes ? 0 : queue->at[tag - 1];
+    return entry(element)[kStamp] <= queue->sorted_at + since;
+  }
+};
+
+// Sort all entries of a bucket into its queue. They are ordered by the first word that the order
+// compares, as far as its distance from the minimum fits 27 bits, by counting for each how many are
+// less; then those that are equal in that are ordered by their whole rank.
+EMB_HD void sort_queue(const QueuedBucket& bucket) {
+  const HashInsertion& insertion = bucket.insertion;
+  EvictionQueue& queue = *bucket.queue;
+  const int64_t words = insertion.table.words;
+  const int word = has_scores(insertion.order) ? kScore : kStamp;
+  constexpr uint64_t kMaxDistance = (uint64_t{1} << (31 - kWayBits)) - 1;
   int64_t values[kSlots], min_value = INT64_MAX;
   for (int way = 0; way < kSlots; ++way) {
-    values[way] = entries[way * words + word];
-    const int64_t value = alive[way] != 0 ? values[way] : INT64_MAX;
-    min_value = value < min_value ? value : min_value;
+    values[way] = bucket.entries[way * words + word];
+    min_value = values[way] < min_value ? values[way] : min_value;
   }
-  for (int way = 0; way < kSlots; ++way) alive[way] &= -int64_t{values[way] == min_value};
+  int32_t keys[kSlots], positions[kSlots] = {};
+  for (int way = 0; way < kSlots; ++way) {
+    const uint64_t distance = static_cast<uint64_t>(values[way]) - static_cast<uint64_t>(min_value);
+    const uint64_t clipped = distance < kMaxDistance ? distance : kMaxDistance;
+    keys[way] = static_cast<int32_t>(clipped << kWayBits) | way;
+  }
+  for (int other = 0; other < kSlots; ++other) {
+    for (int way = 0; way < kSlots; ++way) positions[way] += keys[other] < keys[way] ? 1 : 0;
+  }
+  int32_t sorted[kSlots];
+  for (int way = 0; way < kSlots; ++way) sorted[positions[way]] = keys[way];
+  queue.elements[0] = static_cast<uint8_t>(sorted[0] & kWayMask);
+  for (int i = 1; i < kSlots; ++i) {
+    const auto element = static_cast<uint8_t>(sorted[i] & kWayMask);
+    int at = i;
+    while (at > 0 && sorted[at - 1] >> kWayBits == sorted[i] >> kWayBits &&
+           less(bucket.rank(element), bucket.rank(queue.elements[at - 1]))) {
+      queue.elements[at] = queue.elements[at - 1];
+      --at;
+    }
+    queue.elements[at] = element;
+  }
+  queue.sorted_at = insertion.stamp;
+  // By LRU a new key of this batch may rank below an entry that the batch uses, so the queue has
+  // only entries that the batch does not use.
+  int num_evictable = 0;
+  for (int way = 0; way < kSlots; ++way) num_evictable += values[way] < insertion.stamp ? 1 : 0;
+  queue.size = static_cast<uint8_t>(insertion.order == Order::kLru ? num_evictable : kSlots);
+  queue.order = static_cast<uint8_t>(insertion.order);
+  for (int i = 0; i < kNumTimes; ++i) queue.at[i] = 0;
+}
+
+// Remove element number i of a queue.
+EMB_HD void remove_element(EvictionQueue* queue, int i) {
+  --queue->size;
+  for (; i < queue->size; ++i) queue->elements[i] = queue->elements[i + 1];
+}
+
+// Return the element for a slot whose entry has the stamp `stamp`, or -1 if the times of the queue
+// do not suffice.
+EMB_HD int element_at(EvictionQueue* queue, int way, int64_t stamp) {
+  const int64_t since = stamp - queue->sorted_at;
+  if (since <= 0) return way;
+  if (since > UINT16_MAX) return -1;
+  for (int i = 0; i < kNumTimes; ++i) {
+    if (queue->at[i] != 0 && queue->at[i] != since) continue;
+    queue->at[i] = static_cast<uint16_t>(since);
+    return way | (i + 1) << kWayBits;
+  }
+  uint32_t used = 0;
+  for (int i = 0; i < queue->size; ++i) used |= uint32_t{1} << (queue->elements[i] >> kWayBits);
+  for (int i = 0; i < kNumTimes; ++i) {
+    if ((used >> (i + 1) & 1) != 0) continue;
+    queue->at[i] = static_cast<uint16_t>(since);
+    return way | (i + 1) << kWayBits;
+  }
+  return -1;
+}
+
+// Return whether the entry of an element surely has a lower rank than `rank`.
+EMB_HD bool is_below(const QueuedBucket& bucket, uint8_t element, const EntryRank& rank) {
+  return bucket.is_current(element) && less(bucket.rank(element), rank);
+}
+
+// Add the entry in a slot that is no element, because it is new or its rank rose. If its place is
+// not found within kMaxSteps, the queue is cut there: what is not in it ranks higher than its last
+// known rank. An empty queue stays empty.
+EMB_HD void add_element(const QueuedBucket& bucket, int way) {
+  EvictionQueue& queue = *bucket.queue;
+  const Order order = bucket.insertion.order;
+  // By LRU all elements have stamps below that of this batch, and of every one since the sort.
+  if (queue.size == 0 || order == Order::kLru) return;
+  const EntryRank rank = bucket.rank(static_cast<uint8_t>(way));
+  // A new key mostly ranks above entries that are used as often, unless times are not compared.
+  if (order != Order::kLfu && is_below(bucket, queue.elements[queue.size - 1], rank)) return;
+  int at = 0;
+  while (at < queue.size && at < kMaxSteps && is_below(bucket, queue.elements[at], rank)) ++at;
+  int element = -1;
+  if (at < queue.size && bucket.is_current(queue.elements[at]) &&
+      less(rank, bucket.rank(queue.elements[at]))) {
+    element = element_at(&queue, way, bucket.entry(static_cast<uint8_t>(way))[kStamp]);
+  }
+  if (element < 0) {
+    queue.size = static_cast<uint8_t>(at);
+    return;
+  }
+  if (queue.size < kSlots) ++queue.size;
+  for (int i = queue.size - 1; i > at; --i) queue.elements[i] = queue.elements[i - 1];
+  queue.elements[at] = static_cast<uint8_t>(element);
+}
+
+// Find the entry of the lowest rank that this batch does not use. Return whether the queue decides
+// which one that is; then write it to `candidate`, or kNoSlot if there is none.
+EMB_HD bool scan_queue(const QueuedBucket& bucket, EvictionCandidate* candidate) {
+  const EvictionQueue& queue = *bucket.queue;
+  *candidate = {};
+  for (int i = 0; i < queue.size; ++i) {
+    const uint8_t element = queue.elements[i];
+    const EntryRank rank = bucket.rank(element);
+    const bool is_first = candidate->slot == kNoSlot || less(rank, candidate->rank);
+    if (is_first && bucket.entry(element)[kStamp] < bucket.insertion.stamp) {
+      *candidate = {bucket.first_slot + (element & kWayMask), rank};
+    }
+    // All later ones rank above an element that has its known rank.
+    if (bucket.is_current(element) && candidate->slot != kNoSlot && !less(rank, candidate->rank)) {
+      return true;
+    }
+  }
+  return queue.size == kSlots;
+}
+
+// Move the first element to the place of its present rank if it does not have its known rank;
+// return whether that was so. Empty a queue of another order.
+EMB_HD bool settle_first(const QueuedBucket& bucket) {
+  EvictionQueue& queue = *bucket.queue;
+  if (queue.order != static_cast<uint8_t>(bucket.insertion.order) || queue.size > kSlots) {
+    queue.size = 0;
+  }
+  if (queue.size == 0 || bucket.is_current(queue.elements[0])) return false;
+  const int way = queue.elements[0] & kWayMask;
+  remove_element(&queue, 0);
+  add_element(bucket, way);
+  return true;
 }
 
 // Return the entry of a full bucket that is evicted first: the one of the lowest rank among those
 // that this batch does not use.
-EMB_HD EvictionCandidate min_value(const HashInsertion& insertion, int64_t bucket) {
-  if (insertion.order == Order::kNone) return {};
-  const HashTable& table = insertion.table;
-  const int64_t* entries = table.entry(bucket * kSlots);
-  int64_t alive[kSlots], count = 0;
-  for (int way = 0; way < kSlots; ++way) {
-    alive[way] = -int64_t{entries[way * table.words + kStamp] < insertion.stamp};
-    count -= alive[way];
+EMB_HD EvictionCandidate candidate_of(const QueuedBucket& bucket) {
+  EvictionQueue& queue = *bucket.queue;
+  if (bucket.insertion.order == Order::kNone) return {};
+  while (settle_first(bucket)) {
   }
-  if (count == 0) return {};
-  const bool scored = has_scores(insertion.order);
-  if (scored) keep_minimum(entries, table.words, kScore, alive);
-  if (insertion.order != Order::kLfu) keep_minimum(entries, table.words, kStamp, alive);
-  keep_minimum(entries, table.words, kKey, alive);
-  int way = 0;
-  while (alive[way] == 0) ++way;
-  const int64_t* entry = entries + way * table.words;
-  return {bucket * kSlots + way,
-          entry_rank(insertion.order, entry[kKey], entry[kStamp], scored ? entry[kScore] : 0),
-          static_cast<int>(count)};
+  EvictionCandidate candidate;
+  if (queue.size > 0 && scan_queue(bucket, &candidate)) return candidate;
+  sort_queue(bucket);
+  scan_queue(bucket, &candidate);
+  return candidate;
+}
+
+// Call `body` with the queue of a bucket while no other thread uses it, or not at all if another
+// thread does; return whether it was called. `is_shared` says whether there may be other threads.
+template <class Body>
+EMB_HD bool with_queue(EvictionQueue* queue, bool is_shared, const Body& body) {
+  if (is_shared && __atomic_exchange_n(&queue->locked, uint8_t{1}, __ATOMIC_ACQUIRE) != 0) {
+    return false;
+  }
+  body();
+  if (is_shared) __atomic_store_n(&queue->locked, uint8_t{0}, __ATOMIC_RELEASE);
+  return true;
+}
+
+// Return how many entries of a bucket may be evicted.
+EMB_HD int count_evictable(const HashInsertion& insertion, int64_t bucket) {
+  const int64_t* entries = insertion.table.entry(bucket * kSlots);
+  int count = 0;
+  for (int way = 0; way < kSlots; ++way) {
+    count += entries[way * insertion.table.words + kStamp] < insertion.stamp ? 1 : 0;
+  }
+  return count;
 }
 
 // Return whether a miss may replace an entry, of which there may be none.
@@ -60,96 +242,128 @@ EMB_HD bool can_evict(const HashInsertion& insertion, int64_t miss,
       candidate.rank);
 }
 
-// The two buckets of a key.
-struct Buckets {
-  int64_t first, second;
+// One of the two buckets of a key, while the key passes through these steps, between which many
+// other keys are processed:
+//   begin   prefetches the queue,
+//   peek    prefetches the entry of the first element or, if there is none, the tags,
+//   settle  reads that entry: mostly it is the candidate. Otherwise it prefetches the entry of the
+//           next element, or all entries of a full bucket,
+//   finish  determines the candidate of a full bucket, or the number of empty slots.
+// A queue that is not empty says that the bucket is full, so its tags are not read.
+struct ChoosingBucket {
+  int64_t bucket;
+  EvictionCandidate candidate;  // of a full bucket, if there is one
+  int free;                     // empty slots, known after `finish`
+  bool is_decided;              // whether `candidate` is known
+
+  EMB_HD void begin(const HashInsertion& insertion, int64_t number) {
+    bucket = number;
+    is_decided = false;
+    free = 0;
+    candidate = {};
+    __builtin_prefetch(insertion.queues + number);
+  }
+
+  EMB_HD void prefetch_tags(const HashInsertion& insertion) const {
+    __builtin_prefetch(insertion.table.tags + bucket * kSlots);
+  }
+  EMB_HD int count_free(const HashInsertion& insertion) const {
+    const uint8_t* tags = insertion.table.tags + bucket * kSlots;
+    return __builtin_popcount(match(tags, kEmptyTag));
+  }
+
+  // The prefetches are not in the lambdas: the compiler would remove one that only prefetches.
+  EMB_HD void peek(const HashInsertion& insertion, bool is_shared) const {
+    EvictionQueue* queue = insertion.queues + bucket;
+    int way = -1;
+    with_queue(queue, is_shared, [&] {
+      if (queue->size > 0) way = queue->elements[0] & kWayMask;
+    });
+    if (way < 0) return prefetch_tags(insertion);
+    __builtin_prefetch(insertion.table.entry(bucket * kSlots + way));
+  }
+
+  EMB_HD void settle(const HashInsertion& insertion, bool is_shared) {
+    EvictionQueue* queue = insertion.queues + bucket;
+    const QueuedBucket queued(insertion, bucket, queue);
+    int way = -1;
+    with_queue(queue, is_shared, [&] {
+      const bool has_moved = settle_first(queued);
+      if (queue->size == 0) return;
+      const uint8_t first = queue->elements[0];
+      way = first & kWayMask;
+      if (has_moved || queued.entry(first)[kStamp] >= insertion.stamp) return;
+      candidate = {bucket * kSlots + way, queued.rank(first)};
+      is_decided = true;
+    });
+    if (is_decided) return;
+    if (way >= 0) return __builtin_prefetch(queued.entries + way * insertion.table.words);
+    if (insertion.order == Order::kNone || count_free(insertion) > 0) return;
+    constexpr int64_t kLine = 64 / sizeof(int64_t);
+    for (int64_t w = 0; w < kSlots * insertion.table.words; w += kLine) {
+      __builtin_prefetch(queued.entries + w);
+    }
+  }
+
+  // With a queue on the stack while another thread uses that of the bucket.
+  EMB_HD void finish(const HashInsertion& insertion, bool is_shared) {
+    if (is_decided) return;
+    free = count_free(insertion);
+    if (free > 0) return;
+    EvictionQueue* queue = insertion.queues + bucket;
+    is_decided = with_queue(queue, is_shared, [&] {
+      candidate = candidate_of(QueuedBucket(insertion, bucket, queue));
+    });
+    if (is_decided) return;
+    EvictionQueue own = {};
+    candidate = candidate_of(QueuedBucket(insertion, bucket, &own));
+  }
 };
 
-EMB_HD Buckets buckets_of(const HashInsertion& insertion, int64_t miss) {
-  const uint64_t mixed = insertion.table.hash(insertion.key(miss));
-  return {insertion.table.first(mixed), insertion.table.second(mixed)};
-}
-
-EMB_HD int free_slots(const HashTable& table, int64_t bucket) {
-  return __builtin_popcount(match(table.tags + bucket * kSlots, kEmptyTag));
-}
-
-// The functions above for `states`, the states of all buckets, or for the table if that is null.
-EMB_HD int free_slots(const HashInsertion& insertion, const BucketState* states, int64_t bucket) {
-  return states == nullptr ? free_slots(insertion.table, bucket) : states[bucket].free;
-}
-
-EMB_HD EvictionCandidate min_value(const HashInsertion& insertion, const BucketState* states,
-                                   int64_t bucket) {
-  return states == nullptr ? min_value(insertion, bucket) : states[bucket].candidate;
-}
-
-void read_states(const HashInsertion& insertion, int64_t begin, int64_t end, BucketState* states) {
-  for (int64_t bucket = begin; bucket < end; ++bucket) {
-    BucketState state{free_slots(insertion.table, bucket), 0, {}};
-    if (state.free == 0) state.candidate = min_value(insertion, bucket);
-    state.share = slots_of_round(state.free == 0 ? state.candidate.count : state.free);
-    states[bucket] = state;
-  }
-}
-
-// Return the choice of a slot in a bucket with `room` usable slots: empty ones, or those of entries
-// that may be evicted.
-EMB_HD Choice choice_of(int64_t slot, Choice::Mode mode, int room) {
-  return {slot, mode, room - slots_of_round(room)};
+// Return the choice of an empty slot in a bucket.
+EMB_HD Choice free_choice(const ChoosingBucket& bucket) {
+  return {bucket.bucket * kSlots, Choice::kFree, bucket.free - slots_of_round(bucket.free)};
 }
 
 // Return the choice of a miss: the bucket with more empty slots (the first one if it has more than
 // kPreferredFreeSlots, or as many), or in two full buckets the entry of the lowest rank.
-EMB_HD Choice choose_one(const HashInsertion& insertion, const BucketState* states, int64_t miss) {
-  const auto [first, second] = buckets_of(insertion, miss);
-  const int in_first = free_slots(insertion, states, first);
-  if (in_first > kPreferredFreeSlots) return choice_of(first * kSlots, Choice::kFree, in_first);
-  const int in_second = free_slots(insertion, states, second);
-  if (in_first + in_second > 0) {
-    if (in_first >= in_second) return choice_of(first * kSlots, Choice::kFree, in_first);
-    return choice_of(second * kSlots, Choice::kFree, in_second);
+EMB_HD Choice choose_one(const HashInsertion& insertion, bool is_shared, int64_t miss,
+                         ChoosingBucket* first, ChoosingBucket* second) {
+  first->finish(insertion, is_shared);
+  if (first->free > kPreferredFreeSlots) return free_choice(*first);
+  second->finish(insertion, is_shared);
+  if (first->free + second->free > 0) {
+    return free_choice(first->free >= second->free ? *first : *second);
   }
-  const EvictionCandidate a = min_value(insertion, states, first);
-  const EvictionCandidate b = min_value(insertion, states, second);
+  const EvictionCandidate &a = first->candidate, &b = second->candidate;
   const bool take_second = b.slot != kNoSlot && (a.slot == kNoSlot || less(b.rank, a.rank));
   const EvictionCandidate& candidate = take_second ? b : a;
   if (!can_evict(insertion, miss, candidate)) return {0, Choice::kRefused, 0};
-  return choice_of(candidate.slot, Choice::kEvict, candidate.count);
+  return {candidate.slot, Choice::kEvict, 0};
 }
 
-EMB_HD void prefetch_tags(const HashInsertion& insertion, int64_t miss) {
-  const auto [first, second] = buckets_of(insertion, miss);
-  __builtin_prefetch(insertion.table.tags + first * kSlots);
-  __builtin_prefetch(insertion.table.tags + second * kSlots);
-}
-
-// Prefetch all entries of a bucket.
-EMB_HD void prefetch_entries(const HashTable& table, int64_t bucket) {
-  constexpr int64_t kLine = 64 / sizeof(int64_t);
-  const int64_t* entries = table.entry(bucket * kSlots);
-  for (int64_t w = 0; w < kSlots * table.words; w += kLine) __builtin_prefetch(entries + w);
-}
-
-// Prefetch all entries of both buckets if both are full.
-EMB_HD void prefetch_if_full(const HashInsertion& insertion, int64_t miss) {
-  const auto [first, second] = buckets_of(insertion, miss);
-  if (free_slots(insertion.table, first) + free_slots(insertion.table, second) > 0) return;
-  prefetch_entries(insertion.table, first);
-  prefetch_entries(insertion.table, second);
-}
-
-void choose(const HashInsertion& insertion, const BucketState* states, const int64_t* pending,
-            int64_t n, Choice* choices) {
-  if (states != nullptr) {
-    for (int64_t i = 0; i < n; ++i) choices[i] = choose_one(insertion, states, pending[i]);
-    return;
-  }
-  for (int64_t i = -2 * kKeysAhead; i < n; ++i) {
-    if (i + 2 * kKeysAhead < n) prefetch_tags(insertion, pending[i + 2 * kKeysAhead]);
-    if (i + kKeysAhead >= 0 && i + kKeysAhead < n)
-      prefetch_if_full(insertion, pending[i + kKeysAhead]);
-    if (i >= 0) choices[i] = choose_one(insertion, nullptr, pending[i]);
+void choose(const HashInsertion& insertion, bool is_shared, const int64_t* pending, int64_t n,
+            Choice* choices) {
+  ChoosingBucket first[kRingKeys], second[kRingKeys];
+  static_assert(kKeysToFinish < kRingKeys);
+  for (int64_t i = 0; i < n + kKeysToFinish; ++i) {
+    if (i < n) {
+      const uint64_t mixed = insertion.table.hash(insertion.key(pending[i]));
+      first[i % kRingKeys].begin(insertion, insertion.table.first(mixed));
+      second[i % kRingKeys].begin(insertion, insertion.table.second(mixed));
+    }
+    if (const int64_t j = i - kKeysToPeek; j >= 0 && j < n) {
+      first[j % kRingKeys].peek(insertion, is_shared);
+      second[j % kRingKeys].peek(insertion, is_shared);
+    }
+    if (const int64_t j = i - kKeysToSettle; j >= 0 && j < n) {
+      first[j % kRingKeys].settle(insertion, is_shared);
+      second[j % kRingKeys].settle(insertion, is_shared);
+    }
+    if (const int64_t j = i - kKeysToFinish; j >= 0) {
+      choices[j] = choose_one(insertion, is_shared, pending[j], &first[j % kRingKeys],
+                              &second[j % kRingKeys]);
+    }
   }
 }
 
@@ -172,28 +386,58 @@ EMB_HD void fill(const HashInsertion& insertion, int64_t miss, int64_t slot, Ins
   insertion.status[miss] = static_cast<uint8_t>(status);
 }
 
+// Replace an entry of a full bucket by a miss.
+EMB_HD void replace(const QueuedBucket& bucket, int64_t miss, int64_t slot) {
+  fill(bucket.insertion, miss, slot, InsertStatus::kEvicting);
+  const int way = static_cast<int>(slot & kWayMask);
+  EvictionQueue& queue = *bucket.queue;
+  int i = 0;
+  while (i < queue.size && (queue.elements[i] & kWayMask) != way) ++i;
+  if (i < queue.size) remove_element(&queue, i);
+  add_element(bucket, way);
+}
+
 // Execute a choice that is not kRefused, unless the bucket has assigned its share of the round.
 EMB_HD void commit_one(const HashInsertion& insertion, int64_t miss, const Choice& choice) {
   const HashTable& table = insertion.table;
-  const int64_t bucket = choice.slot / kSlots;
+  const int64_t number = choice.slot / kSlots;
   if (choice.mode == Choice::kFree) {
-    const uint32_t empty = match(table.tags + bucket * kSlots, kEmptyTag);
+    const uint32_t empty = match(table.tags + number * kSlots, kEmptyTag);
     if (__builtin_popcount(empty) > choice.left) {
-      fill(insertion, miss, bucket * kSlots + lowest(empty), InsertStatus::kNew);
+      fill(insertion, miss, number * kSlots + lowest(empty), InsertStatus::kNew);
     }
     return;
   }
-  // If the chosen entry has not been replaced in this round, it is still the one of lowest rank.
+  const QueuedBucket bucket(insertion, number, insertion.queues + number);
+  EvictionQueue& queue = *bucket.queue;
+  // If the chosen entry has not been replaced in this round, it is still the one of lowest rank,
+  // and this is the first miss that the bucket serves.
   if (table.entry(choice.slot)[kStamp] < insertion.stamp) {
-    return fill(insertion, miss, choice.slot, InsertStatus::kEvicting);
+    queue.share = kUnknownShare;
+    return replace(bucket, miss, choice.slot);
   }
-  const EvictionCandidate candidate = min_value(insertion, bucket);
-  if (candidate.count > choice.left && can_evict(insertion, miss, candidate)) {
-    fill(insertion, miss, candidate.slot, InsertStatus::kEvicting);
+  if (queue.share == kUnknownShare) {
+    queue.share = static_cast<uint8_t>(slots_of_round(count_evictable(insertion, number) + 1) - 1);
+  }
+  if (queue.share == 0) return;
+  const EvictionCandidate candidate = candidate_of(bucket);
+  if (!can_evict(insertion, miss, candidate)) return;
+  --queue.share;
+  replace(bucket, miss, candidate.slot);
+}
+
+// Prefetch the entries that `add_element` compares first with one in the place of element 0.
+EMB_HD void prefetch_neighbours(const HashInsertion& insertion, int64_t number) {
+  const EvictionQueue& queue = insertion.queues[number];
+  if (queue.size < 2 || queue.size > kSlots || insertion.order == Order::kLru) return;
+  const QueuedBucket bucket(insertion, number, insertion.queues + number);
+  for (int i = 1; i < 3; ++i) __builtin_prefetch(bucket.entry(queue.elements[i]));
+  if (insertion.order != Order::kLfu) {
+    __builtin_prefetch(bucket.entry(queue.elements[queue.size - 1]));
   }
 }
 
-void commit(const HashInsertion& insertion, BucketState* states, const int64_t* pending, int64_t n,
+void commit(const HashInsertion& insertion, const int64_t* pending, int64_t n,
             const Choice* choices, int64_t begin, int64_t end) {
   const auto is_mine = [&](const Choice& choice) {
     return choice.mode != Choice::kRefused && choice.slot >= begin * kSlots &&
@@ -201,14 +445,15 @@ void commit(const HashInsertion& insertion, BucketState* states, const int64_t* 
   };
   for (int64_t i = 0; i < n; ++i) {
     if (i + kKeysAhead < n && is_mine(choices[i + kKeysAhead])) {
-      __builtin_prefetch(insertion.table.entry(choices[i + kKeysAhead].slot), 1);
-      __builtin_prefetch(insertion.table.tags + choices[i + kKeysAhead].slot, 1);
+      const int64_t slot = choices[i + kKeysAhead].slot;
+      __builtin_prefetch(insertion.table.entry(slot), 1);
+      __builtin_prefetch(insertion.table.tags + slot, 1);
+      __builtin_prefetch(insertion.queues + slot / kSlots, 1);
     }
-    if (!is_mine(choices[i])) continue;
-    BucketState* state = states == nullptr ? nullptr : states + choices[i].slot / kSlots;
-    if (state != nullptr && state->share == 0) continue;
-    commit_one(insertion, pending[i], choices[i]);
-    if (state != nullptr) state->share -= insertion.slots[pending[i]] != kNoSlot;
+    if (i + kKeysToNeighbours < n && is_mine(choices[i + kKeysToNeighbours])) {
+      prefetch_neighbours(insertion, choices[i + kKeysToNeighbours].slot / kSlots);
+    }
+    if (is_mine(choices[i])) commit_one(insertion, pending[i], choices[i]);
   }
 }
 
@@ -268,6 +513,6 @@ void split(const HashTable& table, int64_t old, const RowBuffer* buffers, int nu
 }  // namespace
 
 extern const HashInsertKernels kHashInsertKernels;
-const HashInsertKernels kHashInsertKernels = {read_states, choose, commit, split};
+const HashInsertKernels kHashInsertKernels = {choose, commit, split};
 
 }  // namespace emb::EMB_ISA

@@ -23,6 +23,7 @@ from emblib.ops.hash import (
     EVICTING,
     HIT,
     NEW,
+    QUEUE_WORDS,
     SCORED,
     TABLE_FIELDS,
     InsertResult,
@@ -115,6 +116,7 @@ class HashIndex(nn.Module):
     tables: Tensor
     clock: Tensor
     counters: Tensor
+    queues: Tensor
 
     def __init__(
         self,
@@ -163,6 +165,10 @@ class HashIndex(nn.Module):
             ("counters", (num_tables, len(COUNTERS))),
         ):
             self._register(name, torch.zeros(shape, dtype=torch.int64, device=device))
+        if device.type == "cpu":
+            words = slots // SLOTS * QUEUE_WORDS
+            queues = memory.reserve(words, torch.int64, device, used)
+            self._register("queues", queues.view(-1, QUEUE_WORDS))
 
     def _register(self, name: str, tensor: Tensor) -> None:
         self.register_buffer(name, tensor, persistent=False)
@@ -180,6 +186,8 @@ class HashIndex(nn.Module):
             first_slot = self._first_slots[t]
             in_use = max(self.buckets(t), spec.buckets) * SLOTS
             self.tags[first_slot : first_slot + in_use].zero_()
+            if self._has_queues:
+                self.queues[first_slot // SLOTS : (first_slot + in_use) // SLOTS].zero_()
             self._use(t, 0, spec.buckets * SLOTS)
         rows = [
             (
@@ -217,6 +225,7 @@ class HashIndex(nn.Module):
         self.version += 1
         self._emptied[table] = self.version
         self.table_tags(table).zero_()
+        self.forget_queues(table)
         self.tables[table, HashTableColumn.SIZE] = 0
         if hash_key is not None:
             self._hash_keys[table] = hash_key
@@ -237,6 +246,9 @@ class HashIndex(nn.Module):
         memory.use(self.tags, first_slot, rows_before, rows)
         words = self.entries.shape[1]
         memory.use(self.entries.view(-1), first_slot * words, rows_before * words, rows * words)
+        if self._has_queues:
+            ranges = (at // SLOTS * QUEUE_WORDS for at in (first_slot, rows_before, rows))
+            memory.use(self.queues.view(-1), *ranges)
         if self._inserted_at is not None:
             memory.use(self._inserted_at, first_slot, rows_before, rows)
 
@@ -496,6 +508,7 @@ class HashIndex(nn.Module):
         self, table: int, slots: Tensor, stamps: Tensor, scores: Tensor | None = None
     ) -> None:
         """Overwrite the stamps and scores of entries; `slots` are distinct and >= 0."""
+        self.forget_queues(table, slots)
         entries = self.table_entries(table)
         entries[slots, HashEntryColumn.STAMP] = stamps
         if scores is not None:
@@ -538,7 +551,29 @@ class HashIndex(nn.Module):
 
     def set_tick(self, tick: int) -> None:
         """Continue counting from `tick`, which no stamp may exceed."""
+        if self._has_queues and tick < self.tick:
+            self.queues.zero_()
         self.clock.fill_(tick)
+
+    def forget_queues(self, table: int, slots: Tensor | None = None) -> None:
+        """Empty eviction queues, before tags, stamps or scores of their buckets are written.
+
+        Args:
+            table: number of the table.
+            slots: int64 `[N]`, the slots that are written, -1 for none; None is all.
+        """
+        if not self._has_queues:
+            return
+        first, buckets = self._first_slots[table] // SLOTS, self.buckets(table)
+        queues = self.queues[first : first + buckets]
+        if slots is None:
+            queues.zero_()
+        else:
+            queues.index_fill_(0, slots[slots >= 0] // SLOTS, 0)
+
+    @property
+    def _has_queues(self) -> bool:
+        return "queues" in self._buffers
 
     def stats(self) -> list[dict[str, int]]:
         """Return the counters of each table by name (reads the device)."""
@@ -552,7 +587,8 @@ class HashIndex(nn.Module):
         """Return the bytes of the slots in use."""
         slots = sum(self.capacity(t) for t in range(len(self.specs)))
         words = self.entries.shape[1] + (self._inserted_at is not None)
-        return slots * (1 + words * self.entries.itemsize)
+        queues = slots // SLOTS * QUEUE_WORDS * self._has_queues
+        return slots + (slots * words + queues) * self.entries.itemsize
 
     def snapshot(self) -> dict[str, Any]:
         """Return a copy of the index on the CPU, slot by slot; only the buckets in use."""

@@ -351,12 +351,17 @@ class HashTable(nn.Module):
         inserted = self.index.insert(
             batch, torch.zeros_like(given_counts), admit=rank, rows=self._rows(), effects=effects
         )
-        self._write_last(self._entries(HashEntryColumn.SCORE), inserted.slots, given_counts)
+        self._write_column(HashEntryColumn.SCORE, inserted.slots, given_counts)
         return inserted
 
     def _entries(self, column: HashEntryColumn) -> Tensor:
         """Return a column of all entries as a view."""
         return self.index.entries[:, column]
+
+    def _write_column(self, column: HashEntryColumn, slots: Tensor, values: Tensor) -> None:
+        """Write stamps or scores of entries, as `_write_last` does."""
+        self.index.forget_queues(0, slots)
+        self._write_last(self._entries(column), slots, values)
 
     def _write_last(self, into: Tensor, numbers: Tensor, values: Tensor) -> None:
         """Write `values[i]` to entry `numbers[i]` (-1: none); of equal numbers the last wins."""
@@ -421,7 +426,7 @@ class HashTable(nn.Module):
         scores = torch.as_tensor(scores, dtype=torch.int64, device=batch.ids.device)
         scores = scores.expand_as(batch.ids).contiguous()
         slots = self.index.find(batch)
-        self._write_last(self._entries(HashEntryColumn.SCORE), slots, scores)
+        self._write_column(HashEntryColumn.SCORE, slots, scores)
         return slots >= 0
 
     @atomic
@@ -475,9 +480,9 @@ class HashTable(nn.Module):
             )
             slots = inserted.slots
             self._write(slots, values)
-            self._write_last(self._entries(HashEntryColumn.STAMP), slots, stamps)
+            self._write_column(HashEntryColumn.STAMP, slots, stamps)
             if self._scored:
-                self._write_last(self._entries(HashEntryColumn.SCORE), slots, scores)
+                self._write_column(HashEntryColumn.SCORE, slots, scores)
             return Insertion(slots, self._status(inserted))
 
         return self._lock.complete(make, lambda: not effects.has_made(hash.hash_insert_))

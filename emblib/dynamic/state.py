@@ -388,6 +388,7 @@ def assign_key_scores(state: DynamicState, table: int, keys: Tensor, scores: Ten
     largest.scatter_reduce_(0, groups, scores.cpu(), "amax")
     slots = state.index.find(state.keys_of(table, distinct))
     is_fast = slots >= 0
+    state.index.forget_queues(table, slots[is_fast])
     entries = state.index.table_entries(table)
     entries[slots[is_fast], HashEntryColumn.SCORE] = largest.to(slots.device)[is_fast]
     is_present = is_fast.cpu()

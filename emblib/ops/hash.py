@@ -8,6 +8,9 @@
   hash of a table's keys depends on its `hash_key`
 - `clock` int64 `[1]`: the number of batches used so far
 - `counters` int64 `[T, 8]`: `COUNTERS`
+- `queues` int64 `[S / 32, 8]`, on the CPU, optional: the eviction order of each bucket as of some
+  time. It makes evictions faster and changes no result. Zeros are always valid: write them before
+  you write tags, stamps or scores, or set the clock back
 
 A batch is `ids` int64 `[L]`, any 64 bits each, in segments: `ids[starts[f] : starts[f + 1]]` are
 keys of table `tables[f]`; `starts` int64 `[F + 1]`, `tables` int64 `[F]`. A slot is int64, counted
@@ -96,6 +99,7 @@ from emblib.ops import codes
 from emblib.specs import DynamicSpec
 
 SLOTS = 32
+QUEUE_WORDS = 8  # words of `queues` per bucket
 TABLE_FIELDS = tuple(column.name.lower() for column in HashTableColumn)
 COUNTERS = tuple(column.name.lower() for column in HashCounter)
 MAX_USES = 2**63 - 1  # the counter of uses of a key saturates here

@@ -231,7 +231,7 @@ class IndexMachine(RuleBasedStateMachine):
         if not hasattr(self, "model"):
             return
         tags, entries, *rest = self.model.index()
-        mine = self.index.tensors()
+        mine = self.index.tensors()[:5]  # without the eviction queues
         used = tags != 0
         assert torch.equal(mine[0], tags)
         assert torch.equal(mine[1][used], entries[used])

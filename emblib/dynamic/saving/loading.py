@@ -348,6 +348,7 @@ def _replace_all(target: TableTarget, entries: Entries) -> tuple[Tensor, int]:
         slots = make_room(keys, slots, index.buckets(table), hash_key)
         has_slot = slots >= 0
         at = slots[has_slot].to(device)
+        index.forget_queues(table)
         tags = index.table_tags(table)
         tags.zero_()
         tags[at] = tags_of(keys[has_slot], hash_key).to(device)
@@ -415,6 +416,7 @@ def _rearrange(target: TableTarget, refused: Tensor) -> int:
         index.version += 1
         for view, values in zip(views, rows, strict=True):
             view[goal] = values
+        index.forget_queues(table)
         index.table_tags(table).copy_(tags)
         entries = index.table_entries(table)
         entries[at, HashEntryColumn.KEY] = keys[new_slots].to(device)
