@@ -24,7 +24,7 @@ from emblib.collections.groups import TableGroups
 from emblib.ops import autograd
 from emblib.ops.joint_step import JointStep
 from emblib.optim import Optimizer
-from emblib.specs import Pooling, brief
+from emblib.specs import BoundsCheck, Pooling, brief
 from emblib.storage import Dense, Storage, TableHandle, TableModule, TableSlice
 from emblib.storage.base import has_hyperparams
 from emblib.storage.dense import DenseHandle, DenseModule
@@ -269,7 +269,9 @@ class SharedReader(nn.Module):
         self.table, self._num_features, self._pooling = table, num_features, pooling
         table.add_reader(self)
         self.output_dtype = torch.float32
-        self._features: Tensor | None = None
+        # The collection sets these two; the counts are of its own lookups alone.
+        self.bounds_check, self.feature_labels = BoundsCheck.WARNING, [""] * num_features
+        self.features = self.bounds_violations = torch.empty(0, device="meta")
 
     @property
     def row_cache(self) -> Any:
@@ -284,14 +286,14 @@ class SharedReader(nn.Module):
     def _reading(self) -> TableReading:
         table = self.table
         module = table.module
-        features, device = self._features, module.hyperparams.device
-        dim = table.dim
-        if features is None or features.device != device:
-            features = self._features = TableReading.features_of(
+        device = module.hyperparams.device
+        if self.features.device != device or self.features.is_meta:
+            self.features = TableReading.features_of(
                 module.first_table, self._num_features, self._pooling, device
             )
+            self.bounds_violations = torch.zeros(2, dtype=torch.int64, device=device)
         joint = table.joint.of_backward() if table.is_joint else None
-        return TableReading(features, dim, self._pooling, joint)
+        return TableReading(self.features, table.dim, self._pooling, joint, self)
 
     def forward(
         self,

@@ -11,7 +11,7 @@ from torch import Tensor
 from emblib.columns import FeatureColumn
 from emblib.ops.joint_step import GradientSum
 from emblib.specs import Pooling
-from emblib.tables.base import variable_batch
+from emblib.tables.base import ChecksBounds, variable_batch
 from emblib.tables.memory import TableOffset
 
 
@@ -23,12 +23,14 @@ class TableReading(NamedTuple):
         dim: columns of the table.
         pooling: pooling of the features.
         joint: adds up the gradients of the table, if backward updates it.
+        reader: module whose `bounds_check` applies, and which counts and names invalid ids.
     """
 
     features: Tensor
     dim: int
     pooling: Pooling
     joint: GradientSum | None
+    reader: ChecksBounds
 
     @staticmethod
     def features_of(

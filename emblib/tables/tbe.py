@@ -300,10 +300,11 @@ class TableBatchedEmbeddingBags(FusedTables):
         if not self.include_last_offset:
             offsets = base.append_last_offset(indices, offsets)
         source = self if reading is None else reading
+        checked: base.ChecksBounds = self if reading is None else reading.reader
         lay_out = self.layout_of_bags if reading is None else reading.layout_of_bags
         bag_layout, output_dim = lay_out(offsets, batch_sizes, indices.device)
         offsets = base.check_bounds(
-            self, indices, offsets, source.features, bag_layout, is_prefetch=is_prefetch
+            checked, indices, offsets, source.features, bag_layout, is_prefetch=is_prefetch
         )
         return autograd.Lookup(
             source.features,
@@ -313,7 +314,7 @@ class TableBatchedEmbeddingBags(FusedTables):
             source.pooling,
             self.total_rows,
             output_dim,
-            repaired=self.bounds_check is not BoundsCheck.NONE,
+            repaired=checked.bounds_check is not BoundsCheck.NONE,
             joint=None if reading is None else reading.joint,
         )
 

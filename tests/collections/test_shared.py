@@ -604,3 +604,18 @@ def test_memory_plans_refuse_shared_tables() -> None:
     )
     with pytest.raises(ValueError, match=r"tables \['item'\] are shared by collections"):
         emblib.plan_memory(model, 1 << 20)
+
+
+def test_each_collection_reacts_to_invalid_ids_by_its_own_bounds_check() -> None:
+    shared = emblib.SharedTables([emblib.EmbeddingConfig(10, 4, "item")], optimizer=optim.SGD(0.1))
+    basket, history = shared.pooled("item", ["basket"]), shared.unpooled("item", ["history"])
+    warned = emblib.EmbeddingBagCollection([basket], shared=shared)
+    fatal = emblib.EmbeddingCollection(
+        [history], shared=shared, bounds_check=emblib.BoundsCheck.FATAL
+    )
+    ids, lengths = torch.tensor([3, 50]), torch.tensor([1, 1])
+    with pytest.warns(UserWarning, match="index 50 at position 1, feature 'basket', table 'item'"):
+        pooled = warned(KeyedJaggedTensor(["basket"], ids, lengths=lengths)).values()
+    assert torch.equal(pooled[1], warned.embedding_bags["item"].weight[0])
+    with pytest.raises(RuntimeError, match="got 50 at position 1"):
+        fatal(KeyedJaggedTensor(["history"], ids, lengths=lengths))
