@@ -147,3 +147,62 @@ class TieredDisk(Tiered):
             prefix="emblib-", dir=self.task.directory or None
         )
         return emblib.DiskRows(self.directory.name)
+
+
+class DynamicNew(Dynamic):
+    """A full table in which a share of the lookups of a step are keys that were never used.
+
+    Every such key evicts another one. The first step with a batch uses the batch as it is, because
+    that step may be checked against the reference.
+    """
+
+    share: ClassVar[float]
+
+    def __init__(self, task: Task) -> None:
+        self.next_key = max(s.rows for s in task.shapes)
+        self.used: set[int] = set()  # addresses of the ids of batches that were used
+        super().__init__(task)
+
+    def _fill(self) -> None:
+        """Insert every id, then other keys into the free slots, then the ids that these evicted.
+
+        The ids are used last, so that new keys evict the other keys first.
+        """
+        super()._fill()
+        for table, shape in enumerate(self.task.shapes):
+            free = math.ceil(shape.rows / FILLED_LOAD) - shape.rows
+            for first in range(0, free, IDS_PER_FILL):
+                ids = self._new_keys(min(IDS_PER_FILL, free - first))
+                self.module(ids, self._offsets(table, 1, len(ids)))
+        super()._fill()
+
+    def _new_keys(self, count: int) -> Tensor:
+        first, self.next_key = self.next_key, self.next_key + count
+        return torch.arange(first, self.next_key, device=self.task.device)
+
+    def step(self, prepared: Prepared) -> None:
+        ids = prepared[0]
+        if ids.data_ptr() in self.used:
+            is_new = slice(None, None, round(1 / self.share))
+            ids = ids.clone()
+            ids[is_new] = self._new_keys(ids[is_new].numel())
+        self.used.add(prepared[0].data_ptr())
+        super().step((ids, *prepared[1:]))
+
+
+class DynamicNew1(DynamicNew):
+    """1 % new keys."""
+
+    share = 0.01
+
+
+class DynamicNew5(DynamicNew):
+    """5 % new keys."""
+
+    share = 0.05
+
+
+class DynamicNew20(DynamicNew):
+    """20 % new keys."""
+
+    share = 0.2
