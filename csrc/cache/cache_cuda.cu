@@ -57,7 +57,9 @@ struct DevicePlan {
     scratch.add(&sort.range_counts, 2 * kMaxRanges);
     scratch.allocate(row_slots);
     launch_probe(launcher, args, sort);
-    sort_and_group(launcher, row_slots, sort, {sets, false, segments, count, nullptr, nullptr});
+    sort_and_group(
+        launcher, row_slots, sort,
+        {.unique = sets, .unique_is_int64 = false, .segments = segments, .num_groups = count});
     launch_admit(launcher, args, {sets, segments, sort.sorted_positions, count}, lookups);
   }
 };

@@ -220,17 +220,23 @@ std::vector<int64_t> probe_all(const CachePlanArgs& args, const BatchRows& batch
   return ends;
 }
 
-// Group the misses by set and let every set assign its ways; `firsts` is what probe_all returned.
-void admit_all(const CachePlanArgs& args, const Miss* misses, const std::vector<int64_t>& firsts) {
-  const int64_t n = firsts.back();
+// Group the misses by set and let every set assign its ways; `part_begins` is what probe_all
+// returned.
+void admit_all(const CachePlanArgs& args, const Miss* misses,
+               const std::vector<int64_t>& part_begins) {
+  const int64_t n = part_begins.back();
   const std::unique_ptr<int32_t[]> sets(new int32_t[n]), permutation(new int32_t[n]);
   const std::unique_ptr<int32_t[]> segments(new int32_t[n + 1]);
   int32_t num_groups = 0;
   const auto fill = [&](int64_t part, const auto& put) {
-    for (int64_t i = firsts[part]; i < firsts[part + 1]; ++i) put(i, misses[i].set);
+    for (int64_t i = part_begins[part]; i < part_begins[part + 1]; ++i) put(i, misses[i].set);
   };
-  const GroupOutput out{sets.get(), false, segments.get(), permutation.get(), &num_groups};
-  group_items<Item32>(n, args.cache.sets, firsts, fill, out, [](int64_t, int64_t) {});
+  const GroupOutput out{.unique = sets.get(),
+                        .unique_is_int64 = false,
+                        .segments = segments.get(),
+                        .permutation = permutation.get(),
+                        .num_groups = &num_groups};
+  group_items<Item32>(n, args.cache.sets, part_begins, fill, out, [](int64_t, int64_t) {});
   const MissGroups groups{misses, sets.get(), segments.get(), permutation.get()};
   parallel_balanced(
       num_groups, kGrain, [&](int64_t g) { return 4 * g + segments[g]; },
@@ -280,9 +286,9 @@ struct HostPlan {
   // Plan, which changes the cache. List the misses in `misses`, which has room for all cached rows,
   // and return their number.
   int64_t run(Miss* misses) const {
-    const std::vector<int64_t> firsts = probe_all(args, batch, misses);
-    if (firsts.back() > 0) admit_all(args, misses, firsts);
-    return firsts.back();
+    const std::vector<int64_t> part_begins = probe_all(args, batch, misses);
+    if (part_begins.back() > 0) admit_all(args, misses, part_begins);
+    return part_begins.back();
   }
 };
 

@@ -15,24 +15,24 @@ EMB_HD void prefetch_set(const int64_t* first, int64_t set) {
   prefetch_row<false>(first + set * kWays, kWays * static_cast<int64_t>(sizeof(int64_t)));
 }
 
-// Return the first way whose word in `words`, [kWays], is `wanted`, kWays if there is none.
-EMB_HD int find_way(const int64_t* words, int64_t wanted) {
+// Return the first way whose word in `words`, [kWays], is `value`, kWays if there is none.
+EMB_HD int find_way(const int64_t* words, int64_t value) {
   uint32_t equal_ways = 0;
 #if defined(__AVX512F__)
-  const __m512i all = _mm512_set1_epi64(wanted);
+  const __m512i all = _mm512_set1_epi64(value);
   for (int w = 0; w < kWays; w += 8) {
     const __mmask8 equal = _mm512_cmpeq_epi64_mask(_mm512_loadu_si512(words + w), all);
     equal_ways |= static_cast<uint32_t>(equal) << w;
   }
 #elif defined(__AVX2__)
-  const __m256i all = _mm256_set1_epi64x(wanted);
+  const __m256i all = _mm256_set1_epi64x(value);
   for (int w = 0; w < kWays; w += 4) {
     const __m256i four = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(words + w));
     const __m256d equal = _mm256_castsi256_pd(_mm256_cmpeq_epi64(four, all));
     equal_ways |= static_cast<uint32_t>(_mm256_movemask_pd(equal)) << w;
   }
 #else
-  for (int w = 0; w < kWays; ++w) equal_ways |= static_cast<uint32_t>(words[w] == wanted) << w;
+  for (int w = 0; w < kWays; ++w) equal_ways |= static_cast<uint32_t>(words[w] == value) << w;
 #endif
   return equal_ways == 0 ? kWays : __builtin_ctz(equal_ways);
 }

@@ -28,9 +28,9 @@ inline Isa detect_isa() {
       isa = Isa::kAvx512;
     }
   }
-  const char* wish = std::getenv("EMBLIB_ISA");
-  if (wish == nullptr) return isa;
-  const std::string_view name(wish);
+  const char* setting = std::getenv("EMBLIB_ISA");
+  if (setting == nullptr) return isa;
+  const std::string_view name(setting);
   if (name == "baseline") return Isa::kBaseline;
   if (name == "avx2") return isa < Isa::kAvx2 ? isa : Isa::kAvx2;
   if (name == "avx512") return isa;

@@ -48,11 +48,11 @@ class FreeOutputBlocks {
   // where possible, and set `*bytes` to its size. The caller owns it until `give`. Return null if
   // the system has no memory.
   void* take(int64_t* bytes) {
-    const int64_t wanted = *bytes;
+    const int64_t requested = *bytes;
     // Round up to steps of an eighth of the size, so that batches of slightly different sizes use
     // the same block.
-    const int64_t step = static_cast<int64_t>(std::bit_floor(static_cast<uint64_t>(wanted))) / 8;
-    *bytes = (wanted + step - 1) / step * step;
+    const int64_t step = static_cast<int64_t>(std::bit_floor(static_cast<uint64_t>(requested))) / 8;
+    *bytes = (requested + step - 1) / step * step;
     {
       const std::lock_guard lock(mutex_);
       if (void* const data = blocks_.take(bytes)) return data;

@@ -105,10 +105,10 @@ class Machine {
       fail_at(where, "of_block names block " + std::to_string(rank) + " of a cluster of " +
                          std::to_string(cluster_size()));
     }
-    const auto& own = blocks_[this->rank()].shared;
+    const auto& shared = blocks_[this->rank()].shared;
     const auto offset =
-        reinterpret_cast<uintptr_t>(address) - reinterpret_cast<uintptr_t>(own.data());
-    if (offset >= own.size() * sizeof(Chunk)) {
+        reinterpret_cast<uintptr_t>(address) - reinterpret_cast<uintptr_t>(shared.data());
+    if (offset >= shared.size() * sizeof(Chunk)) {
       fail_at(where, "of_block of an address outside the dynamic shared memory");
     }
     if (rank != this->rank() && !cluster_has_met_) {

@@ -97,7 +97,7 @@ class Upload {
         upload_words<kManyWords>(launcher, words_.data() + done, num_words, to + done, begin);
       }
       done += num_words;
-      begin = {nullptr, 0, nullptr, begin.is_finite, begin.first_of_step - num_words};
+      begin = {.is_finite = begin.is_finite, .first_of_step = begin.first_of_step - num_words};
     }
   }
 

@@ -16,15 +16,15 @@ namespace {
 // Group n keys; keys outside [0, num_keys) belong to no group.
 template <class Item>
 void group_keys(IndexArray keys, int64_t n, int64_t num_keys, const GroupOutput& out) {
-  std::vector<int64_t> firsts(group_parts(n) + 1);
-  const int64_t parts = static_cast<int64_t>(firsts.size()) - 1;
-  for (int64_t part = 0; part <= parts; ++part) firsts[part] = n * part / parts;
+  std::vector<int64_t> part_begins(group_parts(n) + 1);
+  const int64_t parts = static_cast<int64_t>(part_begins.size()) - 1;
+  for (int64_t part = 0; part <= parts; ++part) part_begins[part] = n * part / parts;
   const auto fill = [&](int64_t part, const auto& put) {
-    for (int64_t i = firsts[part]; i < firsts[part + 1]; ++i) {
+    for (int64_t i = part_begins[part]; i < part_begins[part + 1]; ++i) {
       put(i, keys[i] >= 0 && keys[i] < num_keys ? keys[i] : num_keys);
     }
   };
-  group_items<Item>(n, num_keys, firsts, fill, out, [](int64_t, int64_t) {});
+  group_items<Item>(n, num_keys, part_begins, fill, out, [](int64_t, int64_t) {});
 }
 
 // Group equal keys. `keys` is a vector of n int32 or int64 values; those outside [0, num_keys)

@@ -116,12 +116,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> group(const Tensor& keys, int64_t num
   Tensor segments = allocate(keys, {n + 1}, ScalarType::Int);
   Tensor permutation = allocate(keys, {n}, ScalarType::Int);
   Tensor count = allocate(keys, {1}, ScalarType::Int);
-  const DeviceGroupOutput out{unique.mutable_data_ptr(),
-                              unique.scalar_type() == ScalarType::Long,
-                              segments.mutable_data_ptr<int32_t>(),
-                              count.mutable_data_ptr<int32_t>(),
-                              nullptr,
-                              nullptr};
+  const DeviceGroupOutput out{.unique = unique.mutable_data_ptr(),
+                              .unique_is_int64 = unique.scalar_type() == ScalarType::Long,
+                              .segments = segments.mutable_data_ptr<int32_t>(),
+                              .num_groups = count.mutable_data_ptr<int32_t>()};
   int32_t* positions = permutation.mutable_data_ptr<int32_t>();
   if (group_small(launcher, index_array(input), n, num_keys, positions, out)) {
     return {unique, segments, permutation, count};

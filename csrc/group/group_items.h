@@ -224,13 +224,13 @@ void finish_groups(const Item* sorted, int64_t n, int64_t total, uint64_t limit,
 // Group n items and write the result to `out`. Keys are at most `limit`; an item with the key
 // `limit` belongs to no group. Item32 serves limits below 2^32.
 //
-// The input comes in chunks that threads read in parallel: chunk c has the positions [firsts[c],
-// firsts[c + 1]), so `firsts` begins with 0 and ends with n. `fill(c, put)` must call
-// `put(position, key)` once for each position of its chunk. `emit(j, position)` is called once for
-// every item, where j is its number in sorted order. Several threads call both.
+// The input comes in chunks that threads read in parallel: chunk c has the positions
+// [part_begins[c], part_begins[c + 1]), so `part_begins` begins with 0 and ends with n. `fill(c,
+// put)` must call `put(position, key)` once for each position of its chunk. `emit(j, position)` is
+// called once for every item, where j is its number in sorted order. Several threads call both.
 template <class Item, class Fill, class Emit>
-void group_items(int64_t n, uint64_t limit, const std::vector<int64_t>& firsts, const Fill& fill,
-                 const GroupOutput& out, const Emit& emit) {
+void group_items(int64_t n, uint64_t limit, const std::vector<int64_t>& part_begins,
+                 const Fill& fill, const GroupOutput& out, const Emit& emit) {
   using Word = decltype(Item::key);
   const Scratch<Item> items = new_scratch<Item>(n), sorted = new_scratch<Item>(n);
   const int bits = std::bit_width(limit);
@@ -239,7 +239,7 @@ void group_items(int64_t n, uint64_t limit, const std::vector<int64_t>& firsts, 
   const int bucket_bits = std::clamp(target_bits, 0, std::min(bits, kMaxBucketBits));
   const int shift = bits - bucket_bits;
   const int64_t buckets = int64_t{1} << bucket_bits;
-  const int64_t parts = static_cast<int64_t>(firsts.size()) - 1;
+  const int64_t parts = static_cast<int64_t>(part_begins.size()) - 1;
   if (parts == 1 && n <= kSmallInput) {
     fill(0, [&](int64_t position, uint64_t key) {
       items[position] = {static_cast<Word>(key), static_cast<Word>(position)};
@@ -251,8 +251,8 @@ void group_items(int64_t n, uint64_t limit, const std::vector<int64_t>& firsts, 
   }
   std::vector<uint32_t> counters(parts * kCounterStreams * buckets, 0);
   const auto pass = [&](int64_t part) {
-    return RadixPass<kCounterStreams, Item>{items.get() + firsts[part],
-                                            firsts[part + 1] - firsts[part], shift,
+    return RadixPass<kCounterStreams, Item>{items.get() + part_begins[part],
+                                            part_begins[part + 1] - part_begins[part], shift,
                                             static_cast<uint32_t>(buckets - 1)};
   };
   parallel_tasks(parts, [&](int64_t part) {

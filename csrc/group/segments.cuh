@@ -64,8 +64,8 @@ struct DeviceGroupOutput {
   int32_t *segments, *num_groups;  // [n + 1], [1]
   // The bag of each lookup, [n], an input, and the bags of the sorted lookups, [n], an output. Null
   // except for `tbe_group`; small_group.cuh knows the bags itself and reads no `bag_of`.
-  const int32_t* bag_of;
-  int32_t* sorted_bags;
+  const int32_t* bag_of = nullptr;
+  int32_t* sorted_bags = nullptr;
   StepCount step_count = {};
 };
 

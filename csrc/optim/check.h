@@ -105,8 +105,8 @@ inline void check_tiers(const char* op, int64_t optimizer, const std::vector<Ten
                         TierMemory (&tiers)[kTiers]) {
   const TierWeights layout(op, weights);
   const OptimizerShape shape = optimizer_shape(op, optimizer);
-  const auto wanted = static_cast<int>(weights.size()) * shape.states();
-  STD_TORCH_CHECK(static_cast<int>(states.size()) == wanted, op, ": ", shape.name, " keeps ",
+  const auto num_states = static_cast<int>(weights.size()) * shape.states();
+  STD_TORCH_CHECK(static_cast<int>(states.size()) == num_states, op, ": ", shape.name, " keeps ",
                   shape.states(), " state tensors for each of ", weights.size(),
                   " tensors of weights, got ", states.size());
   for (size_t t = 0; t < weights.size(); ++t) {

@@ -1,13 +1,12 @@
 // The step of an optimizer on one row of floats, with the functors of optimizers.h, and the
 // conversion of rows that are stored in 16 bits. For the CPU kernels of all ops that update
-// weights; only `*_kernels.cpp` may include it. A row takes, in this order: RowAccess::open,
-// add_penalty, row_sums, RowAccess::begin, decay_row, step_row, RowAccess::close.
+// weights; only `*_kernels.cpp` may include it. A row takes, in this order: add_penalty, row_sums,
+// Opt::begin_row, decay_row, step_row.
 #pragma once
 
 #include "core/dtype.h"
 #include "core/rounding.h"
 #include "core/vec.h"
-#include "optim/args.h"
 #include "optim/functor.h"
 
 namespace emb::EMB_ISA {
@@ -173,75 +172,5 @@ inline void round_row(const float* __restrict values, int64_t dim, T* __restrict
     store_as(static_cast<bfloat16*>(data));
   }
 }
-
-// A row of a tier that Opt updates: where it is stored, and its conversion to floats and back.
-// kNarrow: weights or states may be stored in 16 bits; if not, their dtypes are not read.
-template <class Opt, bool kNarrow = true>
-struct RowAccess {
-  const TierMemory* tier;
-  int64_t element;    // first element in the weights and the element-wise states
-  int64_t state_row;  // entry in the row-wise states
-  int64_t id;         // number of the row in the random numbers of stochastic rounding
-  int64_t dim;        // columns
-
-  // Prefetch weights and states for writing.
-  EMB_HD void prefetch() const {
-    const auto prefetch_tensor = [&](const void* data, Dtype type) {
-      const int64_t size = kNarrow ? size_of(type) : 4;
-      prefetch_row<true>(static_cast<const char*>(data) + element * size, dim * size);
-    };
-    prefetch_tensor(tier->weights, tier->weight_type);
-    for (int s = 0; s < Opt::kSteppedStates; ++s) {
-      prefetch_tensor(tier->element_states[s], tier->state_types[s]);
-    }
-    for (int s = 0; s < Opt::kRowStates; ++s) {
-      prefetch_row<true>(tier->row_states[s] + state_row, 4);
-    }
-  }
-
-  // Set the views of weights and states: in place, or a copy in `scratch` of what is stored in 16
-  // bits. `scratch` has room for 1 + kSteppedStates rows of floats.
-  EMB_HD void open(float* scratch, RowViews* views) const {
-    const auto as_floats = [&](void* data, Dtype type) {
-      if (!kNarrow || type == Dtype::kFloat) return static_cast<float*>(data) + element;
-      float* const copy = scratch;
-      scratch += dim;
-      widen_row(data, type, element, dim, copy);
-      return copy;
-    };
-    views->weights = as_floats(tier->weights, tier->weight_type);
-    if constexpr (Opt::kSteppedStates > 0) {
-      views->state0 = as_floats(tier->element_states[0], tier->state_types[0]);
-    }
-    if constexpr (Opt::kSteppedStates > 1) {
-      views->state1 = as_floats(tier->element_states[1], tier->state_types[1]);
-    }
-  }
-
-  // Store what `open` copied.
-  EMB_HD void close(const RowViews& views, const Rounding& rounding) const {
-    if constexpr (!kNarrow) return;
-    const auto store = [&](const float* values, void* data, Dtype type, uint32_t tensor) {
-      if (type == Dtype::kFloat) return;
-      narrow_row(values, dim, data, type, element, rounding, id, tensor);
-    };
-    store(views.weights, tier->weights, tier->weight_type, kRoundWeights);
-    if constexpr (Opt::kSteppedStates > 0) {
-      store(views.state0, tier->element_states[0], tier->state_types[0], kRoundState);
-    }
-    if constexpr (Opt::kSteppedStates > 1) {
-      store(views.state1, tier->element_states[1], tier->state_types[1], kRoundState + 1);
-    }
-  }
-
-  // Update the row-wise states from the sums over the row, and return the factors of the row.
-  EMB_HD RowFactors begin(const Opt& opt, const float* sums) const {
-    float states[kMaxRowStates];
-    for (int s = 0; s < Opt::kRowStates; ++s) states[s] = tier->row_states[s][state_row];
-    const RowFactors factors = opt.begin_row(states, sums, static_cast<float>(dim));
-    for (int s = 0; s < Opt::kRowStates; ++s) tier->row_states[s][state_row] = states[s];
-    return factors;
-  }
-};
 
 }  // namespace emb::EMB_ISA

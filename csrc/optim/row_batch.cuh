@@ -15,7 +15,7 @@ namespace emb::cuda {
 
 // Which columns of a row a lane processes. If rows can be read in vectors, the four columns of a
 // lane in a slice are neighbours; otherwise they are `lanes` apart, so that the lanes of a group
-// read neighbours at once. All but `rank` and `own` is the same in all lanes of a warp.
+// read neighbours at once. All but `rank` and `lane_column` is the same in all lanes of a warp.
 struct RowLayout {
   int dim = 0, lanes = 4;
   int log2_slices = 0;  // slices of a row in a batch
@@ -31,7 +31,7 @@ struct RowLayout {
   // Return the number of the lane in its group.
   EMB_DEVICE int rank() const { return static_cast<int>(threadIdx.x) & (lanes - 1); }
   // Return the first column of the lane in a slice, counted from that of the slice.
-  EMB_DEVICE int own() const { return vectors ? rank() * kColumns : rank(); }
+  EMB_DEVICE int lane_column() const { return vectors ? rank() * kColumns : rank(); }
   EMB_DEVICE int step() const { return vectors ? 1 : lanes; }  // distance between columns of a lane
   EMB_DEVICE int width() const { return lanes * kColumns; }    // columns of a slice
   EMB_DEVICE int columns() const { return width() << log2_slices; }  // columns of a row in a batch

@@ -23,24 +23,62 @@ EMB_HD bool is_zero(const float* g, int64_t width) {
   return true;
 }
 
+// Return the views of the row that begins at element `start`: its gradient in `scratch`, not set
+// yet; weights and states in place, or as copies in `scratch` if they are stored in 16 bits.
+template <class Opt>
+EMB_HD RowViews open_row(const TierMemory& tier, int64_t start, int64_t width, float* scratch) {
+  RowViews views{nullptr, scratch, nullptr, nullptr};
+  const auto as_floats = [&](void* data, Dtype type) {
+    if (type == Dtype::kFloat) return static_cast<float*>(data) + start;
+    scratch += width;
+    widen_row(data, type, start, width, scratch);
+    return scratch;
+  };
+  views.weights = as_floats(tier.weights, tier.weight_type);
+  if constexpr (Opt::kSteppedStates > 0) {
+    views.state0 = as_floats(tier.element_states[0], tier.state_types[0]);
+  }
+  if constexpr (Opt::kSteppedStates > 1) {
+    views.state1 = as_floats(tier.element_states[1], tier.state_types[1]);
+  }
+  return views;
+}
+
+// Store what open_row copied; `id` is that of the row in the random numbers.
+template <class Opt>
+EMB_HD void close_row(const TierMemory& tier, int64_t start, int64_t width, const RowViews& views,
+                      const Rounding& rounding, int64_t id) {
+  const auto store = [&](const float* values, void* data, Dtype type, uint32_t tensor) {
+    if (type == Dtype::kFloat) return;
+    narrow_row(values, width, data, type, start, rounding, id, tensor);
+  };
+  store(views.weights, tier.weights, tier.weight_type, kRoundWeights);
+  if constexpr (Opt::kSteppedStates > 0) {
+    store(views.state0, tier.element_states[0], tier.state_types[0], kRoundState);
+  }
+  if constexpr (Opt::kSteppedStates > 1) {
+    store(views.state1, tier.element_states[1], tier.state_types[1], kRoundState + 1);
+  }
+}
+
 // Update the row of gradient `number`.
 template <class Opt>
 EMB_HD void update_row(const Opt& opt, const WeightDecay& decay, const Rounding& rounding,
                        const UpdateRowsArgs& args, float* scratch, int64_t number) {
   const int64_t row = args.rows != nullptr ? args.rows[number] : number;
-  const int64_t width = args.width;
+  const int64_t width = args.width, start = row * width;
   const float* grad = args.grads + number * width;
-  const RowAccess<Opt> access{&args.tier, row * width, row, args.first_row + row, width};
-  RowViews views{nullptr, scratch, nullptr, nullptr};
-  access.open(scratch + width, &views);
+  const RowViews views = open_row<Opt>(args.tier, start, width, scratch);
   for (int64_t d = 0; d < width; ++d) views.gradient[d] = grad[d];
-  float sums[kMaxRowSums];
+  float sums[kMaxRowSums], states[kMaxRowStates];
   add_penalty(decay, width, views);
   row_sums(opt, width, views, sums);
-  const RowFactors factors = access.begin(opt, sums);
+  for (int s = 0; s < Opt::kRowStates; ++s) states[s] = args.tier.row_states[s][row];
+  const RowFactors scale = opt.begin_row(states, sums, static_cast<float>(width));
+  for (int s = 0; s < Opt::kRowStates; ++s) args.tier.row_states[s][row] = states[s];
   decay_row(decay, width, views);
-  step_row(opt, width, factors, views);
-  access.close(views, rounding);
+  step_row(opt, width, scale, views);
+  close_row<Opt>(args.tier, start, width, views, rounding, args.first_row + row);
 }
 
 // The UpdateRowsFn of an optimizer.
@@ -58,9 +96,9 @@ void update(const UpdateRowsArgs& args, float* scratch, int64_t begin, int64_t e
 
 // UpdateRowsTable::find.
 UpdateRowsFn find(int optimizer) {
-  UpdateRowsFn found = nullptr;
-  Optimizers::visit(optimizer, [&](auto tag) { found = update<typename decltype(tag)::type>; });
-  return found;
+  UpdateRowsFn kernel = nullptr;
+  Optimizers::visit(optimizer, [&](auto tag) { kernel = update<typename decltype(tag)::type>; });
+  return kernel;
 }
 
 // UpdateRowsTable::widen.

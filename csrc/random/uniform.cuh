@@ -30,9 +30,9 @@ template <class Launcher>
 void launch_fill_uniform(const Launcher& launcher, const UniformArgs& fill, Dtype type) {
   if (fill.numel == 0) return;
   constexpr int kThreads = 256;
-  const int64_t wanted = (fill.numel + 4 * kThreads - 1) / (4 * kThreads);
+  const int64_t needed = (fill.numel + 4 * kThreads - 1) / (4 * kThreads);
   const int64_t max_blocks = launcher.blocks(8);
-  const auto blocks = static_cast<unsigned>(wanted < max_blocks ? wanted : max_blocks);
+  const auto blocks = static_cast<unsigned>(needed < max_blocks ? needed : max_blocks);
   if (type == Dtype::kFloat) {
     launcher(fill_uniform_kernel<float>, blocks, kThreads, fill);
   } else if (type == Dtype::kHalf) {

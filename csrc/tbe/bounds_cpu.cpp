@@ -69,10 +69,10 @@ std::tuple<Tensor, Tensor> bounds_check(const Tensor& indices, const Tensor& off
   int32_t* fixed = repaired.mutable_data_ptr<int32_t>();
   Tensor violations = allocate_zeros(offsets, {2}, ScalarType::Long);
   int64_t* counts = violations.mutable_data_ptr<int64_t>();
-  const IndexArray given = index_array(offset_tensor);
-  counts[1] =
-      repair_offsets(given, num_bags, num_lookups, mode, bags.num_features() == 1 && !bag_layout,
-                     fixed, count_lost(ids, given, num_bags, num_lookups));
+  const IndexArray offset_array = index_array(offset_tensor);
+  counts[1] = repair_offsets(offset_array, num_bags, num_lookups, mode,
+                             bags.num_features() == 1 && !bag_layout, fixed,
+                             count_lost(ids, offset_array, num_bags, num_lookups));
 
   const Feature* feature = feature_array(features);
   const int64_t parts = std::clamp<int64_t>(num_lookups / 65536, 1, num_threads());
@@ -99,9 +99,11 @@ Tensor bounds_check_(const Tensor& indices, const Tensor& offsets, const Tensor&
                      std::optional<Tensor> bag_layout, int64_t mode, Tensor violations) {
   const bool counts =
       check_bounds_arguments("bounds_check_", mode, violations) == BoundsMode::kWarning;
-  const auto [repaired, found] = bounds_check(indices, offsets, features, bag_layout, mode);
+  const auto [repaired, violations_of_batch] =
+      bounds_check(indices, offsets, features, bag_layout, mode);
   for (int kind = 0; counts && kind < 2; ++kind) {
-    violations.mutable_data_ptr<int64_t>()[kind] += found.const_data_ptr<int64_t>()[kind];
+    violations.mutable_data_ptr<int64_t>()[kind] +=
+        violations_of_batch.const_data_ptr<int64_t>()[kind];
   }
   return repaired;
 }

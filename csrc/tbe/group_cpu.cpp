@@ -107,15 +107,16 @@ void group_lookups(const Feature* features, const FeatureBags& feature_bags, Ind
   const int64_t n = num_bags > 0 ? offsets[num_bags] : 0;
   const Scratch<int32_t> bag_of = new_scratch<int32_t>(n);
   const int64_t parts = group_parts(n);
-  std::vector<int64_t> bags(parts + 1), firsts(parts + 1);
+  std::vector<int64_t> bags(parts + 1), part_begins(parts + 1);
   const auto cost = [&](int64_t bag) { return offsets[bag] + bag; };
   for (int64_t part = 0; part <= parts; ++part) {
     bags[part] = split_point(num_bags, part, parts, cost);
-    firsts[part] = part == 0 ? 0 : offsets[bags[part]];
+    part_begins[part] = part == 0 ? 0 : offsets[bags[part]];
   }
   const auto fill = [&](int64_t part, const auto& put) {
     // Lookups before the first bag belong to no group.
-    for (int64_t i = firsts[part]; i < offsets[bags[part]]; ++i) put(i, total_rows), bag_of[i] = 0;
+    for (int64_t i = part_begins[part]; i < offsets[bags[part]]; ++i)
+      put(i, total_rows), bag_of[i] = 0;
     for (int64_t bag = bags[part]; bag < bags[part + 1];) {
       const int64_t f = feature_bags.feature_of(bag);
       const Feature& feature = features[f];
@@ -129,7 +130,7 @@ void group_lookups(const Feature* features, const FeatureBags& feature_bags, Ind
       }
     }
   };
-  group_items<Item>(n, total_rows, firsts, fill, out,
+  group_items<Item>(n, total_rows, part_begins, fill, out,
                     [&](int64_t j, int64_t position) { sorted_bags[j] = bag_of[position]; });
 }
 

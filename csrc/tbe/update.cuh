@@ -195,8 +195,9 @@ struct TileUpdate {
   // Return the number of columns from this lane's part of slice s, of the columns from `base` on,
   // to the end of the row that `lane` holds; 0 or less for none.
   EMB_DEVICE int columns_left(int s, int lane, int base) const {
-    return lane < 0 ? 0
-                    : layout.dim - base - layout.slice_of_row(s) * layout.width() - layout.own();
+    return lane < 0
+               ? 0
+               : layout.dim - base - layout.slice_of_row(s) * layout.width() - layout.lane_column();
   }
 
   // Return the element at `column` of a row that starts at `units` units, low and high word.
@@ -463,13 +464,14 @@ struct TileUpdate {
         if (pass.starts) *factors = start_rows(lane, sums);
       }
       if (!pass.updates) return;
-      const RowFactors held = *factors;
+      const RowFactors lane_factors = *factors;
       batch.apply(Selection{}, optimizer, step, gradient, [&](int s) {
-        if (!Selection::by_row(optimizer)) return held;
+        if (!Selection::by_row(optimizer)) return lane_factors;
         const int holder = lane[s] < 0 ? 0 : lane[s];
-        RowFactors factors_of_row{__shfl_sync(simt::kFullMask, held.gradient, holder), 1.0f};
+        RowFactors factors_of_row{__shfl_sync(simt::kFullMask, lane_factors.gradient, holder),
+                                  1.0f};
         if constexpr (Selection::kScalesWeights)
-          factors_of_row.weight = __shfl_sync(simt::kFullMask, held.weight, holder);
+          factors_of_row.weight = __shfl_sync(simt::kFullMask, lane_factors.weight, holder);
         return factors_of_row;
       });
       batch.store(Selection{}, optimizer, tier,
@@ -520,10 +522,10 @@ EMB_DEVICE void update_tile(const DeviceGradArgs& args, const OptimizerStepArgs&
                             const Step& step, TileRow* rows,
                             float (*row_gradient)[kUpdateThreads][kColumns],
                             float (*row_sums)[kMaxRowSums]) {
-  TileRow& held = rows[threadIdx.x % simt::kWarp];  // the row that this lane holds
-  while (const uint32_t pending = __ballot_sync(simt::kFullMask, held.length > 0)) {
+  TileRow& lane_row = rows[threadIdx.x % simt::kWarp];  // the row that this lane holds
+  while (const uint32_t pending = __ballot_sync(simt::kFullMask, lane_row.length > 0)) {
     const uint32_t layout = rows[__ffs(static_cast<int>(pending)) - 1].layout;
-    const bool has_high = held.length > 0 && held.layout == layout && held.high != 0;
+    const bool has_high = lane_row.length > 0 && lane_row.layout == layout && lane_row.high != 0;
     TileUpdate<Selection> update{
         args,
         optimizer,
@@ -538,13 +540,13 @@ EMB_DEVICE void update_tile(const DeviceGradArgs& args, const OptimizerStepArgs&
 #pragma unroll 1
     for (int summed = 0; summed < 2; ++summed) {
       const bool is_next =
-          held.length > 0 && held.layout == layout && held.is_summed == (summed != 0);
+          lane_row.length > 0 && lane_row.layout == layout && lane_row.is_summed == (summed != 0);
       uint32_t lanes = __ballot_sync(simt::kFullMask, is_next) & update.layout.lanes_of_group();
       while (__any_sync(simt::kFullMask, lanes != 0))
         lanes = update.update_batch(lanes, summed != 0);
     }
     __syncwarp();  // no lane needs the rows any more
-    if (held.layout == layout) held.length = 0;
+    if (lane_row.layout == layout) lane_row.length = 0;
     __syncwarp();
   }
 }
@@ -572,11 +574,12 @@ __global__ void __launch_bounds__(kUpdateThreads, UpdateShape<Selection>::kBlock
   for (uint32_t t = blockIdx.x * kUpdateWarps + warp; t * tile.all_rows() < num_rows;
        t += gridDim.x * kUpdateWarps) {
     __syncwarp();  // all lanes are done with the rows of the last tile
-    TileRow* const held = rows + threadIdx.x % simt::kWarp;
+    TileRow* const lane_row = rows + threadIdx.x % simt::kWarp;
     const uint32_t row = tile.row_of_lane(), u = t * tile.all_rows() + row;
-    held->length = 0;
-    held->layout = 0;
-    if (row < tile.all_rows() && u < num_rows) held->read(Selection{}, args, optimizer, step, u);
+    lane_row->length = 0;
+    lane_row->layout = 0;
+    if (row < tile.all_rows() && u < num_rows)
+      lane_row->read(Selection{}, args, optimizer, step, u);
     __syncwarp();
     update_tile<Selection>(args, optimizer, step, rows, row_gradient, row_sums);
   }

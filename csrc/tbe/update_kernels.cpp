@@ -113,17 +113,18 @@ EMB_HD void prefetch_grads(const GradArgs& args, int64_t group, int64_t dim) {
 }
 
 // A row during its update.
-template <class Opt>
 struct RowUpdate {
-  RowAccess<Opt> access;
+  const TierMemory* tier;  // its memory tier
+  RowLocation location;
+  int64_t id, dim;          // linear row id, columns
   RowViews views;           // gradient, weights and states as floats
   float sums[kMaxRowSums];  // the optimizer's sums over the row
+  RowFactors scale;         // the optimizer's factors of the row
 };
 
-// Return the row of a group. Any of its lookups determines the feature and with it the table; the
-// first is taken.
-template <class Opt>
-EMB_HD RowAccess<Opt> locate(const UpdateArgs& args, int64_t group) {
+// Set tier, location, id and dim of the row of a group. Any of its lookups determines the feature
+// and with it the table; the first is taken.
+EMB_HD void locate(const UpdateArgs& args, int64_t group, RowUpdate* target) {
   const int64_t bag = args.grads.sorted_bags[args.grads.segments[group]];
   const Feature& feature = args.grads.features[feature_of(args.grads, bag)];
   // A row outside the table, which tbe_group never makes, counts as row 0, so that nothing outside
@@ -131,9 +132,86 @@ EMB_HD RowAccess<Opt> locate(const UpdateArgs& args, int64_t group) {
   const int64_t row_of_table = args.rows[group] - feature.row_base;
   const int64_t row = row_of_table >= 0 && row_of_table < feature.rows ? row_of_table : 0;
   const int64_t slot = args.row_slots != nullptr ? args.row_slots[group] : -1;
-  const RowLocation location = locate_update(feature, row, slot, args.tiers[kCacheTier]);
-  return {&args.tiers[location.tier], location.element, location.state_row, feature.row_base + row,
-          feature.dim};
+  target->location = locate_update(feature, row, slot, args.tiers[kCacheTier]);
+  target->tier = &args.tiers[target->location.tier];
+  target->id = feature.row_base + row;
+  target->dim = feature.dim;
+}
+
+// Prefetch all that Opt writes of a row: weights, element-wise states and row-wise states.
+template <class Opt>
+EMB_HD void prefetch_target(const RowUpdate& target) {
+  const auto prefetch_tensor = [&](const void* data, Dtype type) {
+    const int64_t size = size_of(type);
+    prefetch_row<true>(static_cast<const char*>(data) + target.location.element * size,
+                       target.dim * size);
+  };
+  prefetch_tensor(target.tier->weights, target.tier->weight_type);
+  for (int s = 0; s < Opt::kSteppedStates; ++s) {
+    prefetch_tensor(target.tier->element_states[s], target.tier->state_types[s]);
+  }
+  for (int s = 0; s < Opt::kRowStates; ++s) {
+    prefetch_row<true>(target.tier->row_states[s] + target.location.state_row, 4);
+  }
+}
+
+// Return the row in tensor `data` (weights or an element-wise state) of dtype `type` as floats: in
+// place, or as a copy in `scratch`, [dim], if it is stored in 16 bits.
+EMB_HD float* open_row(void* data, Dtype type, const RowUpdate& target, float* scratch) {
+  if (type == Dtype::kFloat) return static_cast<float*>(data) + target.location.element;
+  widen_row(data, type, target.location.element, target.dim, scratch);
+  return scratch;
+}
+
+// Store what open_row copied; `tensor` selects the random numbers of stochastic rounding.
+EMB_HD void close_row(const float* values, void* data, Dtype type, const RowUpdate& target,
+                      const Rounding& rounding, uint32_t tensor) {
+  if (type == Dtype::kFloat) return;
+  narrow_row(values, target.dim, data, type, target.location.element, rounding, target.id, tensor);
+}
+
+// Set the views of weights and states of a row. `scratch` has room for 1 + kSteppedStates rows of
+// floats, since all of them may be stored in 16 bits.
+template <class Opt>
+EMB_HD void open_target(RowUpdate* target, float* scratch) {
+  const TierMemory& tier = *target->tier;
+  target->views.weights = open_row(tier.weights, tier.weight_type, *target, scratch);
+  if constexpr (Opt::kSteppedStates > 0) {
+    scratch += target->dim;
+    target->views.state0 = open_row(tier.element_states[0], tier.state_types[0], *target, scratch);
+  }
+  if constexpr (Opt::kSteppedStates > 1) {
+    scratch += target->dim;
+    target->views.state1 = open_row(tier.element_states[1], tier.state_types[1], *target, scratch);
+  }
+}
+
+// Store the weights and states of an updated row, as far as open_target copied them.
+template <class Opt>
+EMB_HD void close_target(const RowUpdate& target, const Rounding& rounding) {
+  const TierMemory& tier = *target.tier;
+  close_row(target.views.weights, tier.weights, tier.weight_type, target, rounding, kRoundWeights);
+  if constexpr (Opt::kSteppedStates > 0) {
+    close_row(target.views.state0, tier.element_states[0], tier.state_types[0], target, rounding,
+              kRoundState);
+  }
+  if constexpr (Opt::kSteppedStates > 1) {
+    close_row(target.views.state1, tier.element_states[1], tier.state_types[1], target, rounding,
+              kRoundState + 1);
+  }
+}
+
+// Update the row-wise states of a row from its sums, and set its factors.
+template <class Opt>
+EMB_HD void begin_target(const Opt& opt, RowUpdate* target) {
+  float states[kMaxRowStates];
+  for (int s = 0; s < Opt::kRowStates; ++s) {
+    states[s] = target->tier->row_states[s][target->location.state_row];
+  }
+  target->scale = opt.begin_row(states, target->sums, static_cast<float>(target->dim));
+  for (int s = 0; s < Opt::kRowStates; ++s) {
+    target->tier->row_states[s][target->location.state_row] = states[s];
+  }
 }
 
 // The UpdateFn of any table. Rows are processed in batches of kRowBatch: a row-wise optimizer has a
@@ -145,39 +223,37 @@ void update(const UpdateArgs& args, SumFn sum_fn, float* scratch, int64_t widest
   const Opt opt(args.hyper);
   const WeightDecay decay(args.hyper);
   const Rounding rounding(args.hyper);
-  RowUpdate<Opt> batches[2][kRowBatch];
-  const auto prefetch = [&](int64_t base, RowUpdate<Opt>* batch) {
+  RowUpdate targets[2][kRowBatch];
+  const auto prefetch = [&](int64_t base, RowUpdate* batch) {
     const int64_t count = end - base < kRowBatch ? end - base : kRowBatch;
     for (int64_t i = 0; i < count; ++i) {
-      batch[i].access = locate<Opt>(args, base + i);
-      if (args.grads.prefetches_grads) prefetch_grads(args.grads, base + i, batch[i].access.dim);
-      batch[i].access.prefetch();
+      locate(args, base + i, &batch[i]);
+      if (args.grads.prefetches_grads) prefetch_grads(args.grads, base + i, batch[i].dim);
+      prefetch_target<Opt>(batch[i]);
     }
   };
-  prefetch(begin, batches[0]);
+  prefetch(begin, targets[0]);
   for (int64_t base = begin, turn = 0; base < end; base += kRowBatch, turn ^= 1) {
-    prefetch(base + kRowBatch, batches[turn ^ 1]);
-    RowUpdate<Opt>* batch = batches[turn];
+    prefetch(base + kRowBatch, targets[turn ^ 1]);
+    RowUpdate* batch = targets[turn];
     const int64_t count = end - base < kRowBatch ? end - base : kRowBatch;
     float* gradient = scratch;
-    float* copies = scratch + kRowBatch * widest;
+    float* narrow_rows = scratch + kRowBatch * widest;
     for (int64_t i = 0; i < count; ++i) {
-      RowUpdate<Opt>& row = batch[i];
-      const int64_t dim = row.access.dim;
-      row.views.gradient = gradient;
-      segment_sum(args, sum_fn, base + i, dim, gradient);
-      row.access.open(copies, &row.views);
-      add_penalty(decay, dim, row.views);
-      row_sums(opt, dim, row.views, row.sums);
-      gradient += dim;
-      copies += (kScratchRows - 1) * dim;
+      RowUpdate& target = batch[i];
+      target.views.gradient = gradient;
+      segment_sum(args, sum_fn, base + i, target.dim, gradient);
+      open_target<Opt>(&target, narrow_rows);
+      add_penalty(decay, target.dim, target.views);
+      row_sums(opt, target.dim, target.views, target.sums);
+      gradient += target.dim;
+      narrow_rows += (kScratchRows - 1) * target.dim;
     }
-    RowFactors factors[kRowBatch];
-    for (int64_t i = 0; i < count; ++i) factors[i] = batch[i].access.begin(opt, batch[i].sums);
+    for (int64_t i = 0; i < count; ++i) begin_target(opt, &batch[i]);
     for (int64_t i = 0; i < count; ++i) {
-      decay_row(decay, batch[i].access.dim, batch[i].views);
-      step_row(opt, batch[i].access.dim, factors[i], batch[i].views);
-      batch[i].access.close(batch[i].views, rounding);
+      decay_row(decay, batch[i].dim, batch[i].views);
+      step_row(opt, batch[i].dim, batch[i].scale, batch[i].views);
+      close_target<Opt>(batch[i], rounding);
     }
   }
 }
@@ -256,10 +332,21 @@ struct TableUpdate {
     return static_cast<const char*>(args.grads.grad) + offset * args.grads.element_size;
   }
 
-  // Return the row of a group.
-  EMB_HD RowAccess<Opt, kNarrow> access(int64_t group) const {
-    const int64_t row = row_of(group);
-    return {&tier, table.element_base + row * dim(), table.state_base + row, row, dim()};
+  // Prefetch weights and states of the row of a group for writing; nothing for a group behind the
+  // last.
+  EMB_HD void prefetch(int64_t group) const {
+    if (group >= end) return;
+    const int64_t row = row_of(group), element = table.element_base + row * dim();
+    const auto prefetch_tensor = [&](const void* data, Dtype type) {
+      const int64_t size = kNarrow ? size_of(type) : 4;
+      prefetch_row<true>(static_cast<const char*>(data) + element * size, dim() * size);
+    };
+    prefetch_tensor(tier.weights, tier.weight_type);
+    for (int s = 0; s < Opt::kSteppedStates; ++s)
+      prefetch_tensor(tier.element_states[s], tier.state_types[s]);
+    for (int s = 0; s < Opt::kRowStates; ++s) {
+      prefetch_row<true>(tier.row_states[s] + table.state_base + row, 4);
+    }
   }
 
   // Prefetch the gradient of sorted lookup j, which may be of a later group; nothing behind the
@@ -283,45 +370,86 @@ struct TableUpdate {
     for (int v = 0; v < kVectors; ++v) store(sum + v * kLanes, sums[v]);
   }
 
-  // Return the gradient of a group's row: where it is, or as a sum in `scratch`, [dim()].
-  EMB_HD float* gradient_of(int64_t group, SumFn sum_fn, float* scratch) const {
+  // Return the gradient, weights and states of a group's row as floats: in place, or else in
+  // `scratch`, which has room for kScratchRows rows.
+  EMB_HD RowViews open(int64_t group, int64_t row, SumFn sum_fn, float* scratch) const {
+    const int64_t element = table.element_base + row * dim();
     const int32_t begin = args.grads.segments[group], stop = args.grads.segments[group + 1];
+    RowViews views{};
     if (in_place && stop - begin == 1) {
       prefetch_grad(begin + grads_ahead);
-      return reinterpret_cast<float*>(const_cast<char*>(grad_of(begin)));  // only read
-    }
-    if (kDim > 0 && plain && stop - begin <= kChunkLookups) {
-      sum_plain(begin, stop, scratch);
+      views.gradient = reinterpret_cast<float*>(const_cast<char*>(grad_of(begin)));  // only read
     } else {
-      for (int64_t j = begin; j < stop && j < begin + grads_ahead; ++j) {
-        prefetch_grad(j + grads_ahead);
+      if (kDim > 0 && plain && stop - begin <= kChunkLookups) {
+        sum_plain(begin, stop, scratch);
+      } else {
+        for (int64_t j = begin; j < stop && j < begin + grads_ahead; ++j) {
+          prefetch_grad(j + grads_ahead);
+        }
+        segment_sum(args, sum_fn, group, dim(), scratch);
       }
-      segment_sum(args, sum_fn, group, dim(), scratch);
+      views.gradient = scratch;
     }
-    return scratch;
+    const auto row_as_floats = [&](void* data, Dtype type) {
+      if (!kNarrow || type == Dtype::kFloat) return static_cast<float*>(data) + element;
+      scratch += dim();
+      widen_row(data, type, element, dim(), scratch);
+      return scratch;
+    };
+    views.weights = row_as_floats(tier.weights, tier.weight_type);
+    if constexpr (Opt::kSteppedStates > 0) {
+      views.state0 = row_as_floats(tier.element_states[0], tier.state_types[0]);
+    }
+    if constexpr (Opt::kSteppedStates > 1) {
+      views.state1 = row_as_floats(tier.element_states[1], tier.state_types[1]);
+    }
+    return views;
   }
 
-  // Update groups [begin, end), at least one. `scratch` has room for kScratchRows rows.
-  void run(SumFn sum_fn, float* scratch, int64_t begin) const {
-    const auto prefetch = [&](int64_t group) {
-      if (group < end) access(group).prefetch();
+  // Store the weights and states that `open` copied to scratch.
+  EMB_HD void close(int64_t row, const RowViews& views) const {
+    if constexpr (!kNarrow) return;
+    const int64_t element = table.element_base + row * dim();
+    const auto narrow = [&](const float* values, void* data, Dtype type, uint32_t tensor) {
+      if (type == Dtype::kFloat) return;
+      narrow_row(values, dim(), data, type, element, rounding, row, tensor);
     };
+    narrow(views.weights, tier.weights, tier.weight_type, kRoundWeights);
+    if constexpr (Opt::kSteppedStates > 0) {
+      narrow(views.state0, tier.element_states[0], tier.state_types[0], kRoundState);
+    }
+    if constexpr (Opt::kSteppedStates > 1) {
+      narrow(views.state1, tier.element_states[1], tier.state_types[1], kRoundState + 1);
+    }
+  }
+
+  // Update groups [begin, end), at least one.
+  void run(SumFn sum_fn, float* scratch, int64_t begin) const {
     for (int64_t group = begin; group < begin + distance; ++group) prefetch(group);
     for (int64_t j = 0; j < grads_ahead; ++j) prefetch_grad(args.grads.segments[begin] + j);
     for (int64_t group = begin; group < end; ++group) {
       prefetch(group + distance);
-      const RowAccess<Opt, kNarrow> row = access(group);
-      RowViews views{};
-      views.gradient = gradient_of(group, sum_fn, scratch);
-      row.open(scratch + dim(), &views);
+      const int64_t row = row_of(group);
+      const RowViews views = open(group, row, sum_fn, scratch);
       float sums[kMaxRowSums];
       add_penalty(decay, dim(), views);
       row_sums(opt, dim(), views, sums);
-      const RowFactors factors = row.begin(opt, sums);
+      const RowFactors scale = begin_row(row, sums);
       decay_row(decay, dim(), views);
-      step_row(opt, dim(), factors, views);
-      row.close(views, rounding);
+      step_row(opt, dim(), scale, views);
+      close(row, views);
     }
+  }
+
+  // Update the row-wise states of a row from its sums, and return its factors.
+  EMB_HD RowFactors begin_row(int64_t row, const float* sums) const {
+    float states[kMaxRowStates];
+    for (int s = 0; s < Opt::kRowStates; ++s)
+      states[s] = tier.row_states[s][table.state_base + row];
+    const RowFactors scale = opt.begin_row(states, sums, static_cast<float>(dim()));
+    for (int s = 0; s < Opt::kRowStates; ++s)
+      tier.row_states[s][table.state_base + row] = states[s];
+    return scale;
   }
 };
 

@@ -163,11 +163,13 @@ struct TtHalfCores {
 // are in `rest`: rows of a core, if `ids` is not null, or else a buffer that begins with half
 // `first`.
 struct TtValues {
-  const float* saved;  // [num_saved][size]
-  int64_t num_saved;
-  const float* rest;              // [..][size]
-  const int32_t* ids;             // ids of the halves, or null
-  int64_t first_id, first, size;  // first id of the table, first half in `rest`, floats per value
+  const float* saved = nullptr;  // [num_saved][size]
+  int64_t num_saved = 0;
+  const float* rest = nullptr;   // [..][size]
+  const int32_t* ids = nullptr;  // ids of the halves, or null
+  int64_t first_id = 0;          // first id of the table
+  int64_t first = 0;             // first half in `rest`
+  int64_t size = 0;              // floats per value
 
   // Return the value of half u.
   EMB_HD const float* at(int64_t u) const {
@@ -264,8 +266,8 @@ struct TtOuterSumArgs {
 struct TtReverseArgs {
   const float* from;  // [..][a, q, b]
   float* to;          // [..][b, q, a]
-  const int32_t *from_ids, *to_ids;
-  int64_t first_id;  // the id of row 0
+  const int32_t *from_ids = nullptr, *to_ids = nullptr;
+  int64_t first_id = 0;  // the id of row 0
   int64_t a, q, b;
 };
 

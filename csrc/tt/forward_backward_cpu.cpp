@@ -153,19 +153,32 @@ struct TtRights {
     const TtHalf& half = batch.right;
     const int last = batch.shape.cores - 1;
     if (!half.is_pair) {
-      tt_reverse({batch.cores[last], values.get(), batch.plan.rights, nullptr, batch.first_right_id,
-                  half.rank, half.q_outer, 1},
+      tt_reverse({.from = batch.cores[last],
+                  .to = values.get(),
+                  .from_ids = batch.plan.rights,
+                  .first_id = batch.first_right_id,
+                  .a = half.rank,
+                  .q = half.q_outer,
+                  .b = 1},
                  batch.num_rights);
       return;
     }
     rows.emplace(cores, batch.num_rights);
     mirrored_outer = new_floats(rows->num_outer() * half.outer_size());
     mirrored_inner = new_floats(rows->num_inner() * half.inner_size());
-    tt_reverse({batch.cores[last], mirrored_outer.get(), rows->outer.data(), nullptr, 0,
-                half.inner_rank, half.q_outer, 1},
+    tt_reverse({.from = batch.cores[last],
+                .to = mirrored_outer.get(),
+                .from_ids = rows->outer.data(),
+                .a = half.inner_rank,
+                .q = half.q_outer,
+                .b = 1},
                rows->num_outer());
-    tt_reverse({batch.cores[last - 1], mirrored_inner.get(), rows->inner.data(), nullptr, 0,
-                half.rank, half.q_inner, half.inner_rank},
+    tt_reverse({.from = batch.cores[last - 1],
+                .to = mirrored_inner.get(),
+                .from_ids = rows->inner.data(),
+                .a = half.rank,
+                .q = half.q_inner,
+                .b = half.inner_rank},
                rows->num_inner());
     cores.outer = mirrored_outer.get();
     cores.inner = mirrored_inner.get();
@@ -203,26 +216,31 @@ void make_rows(const TtTableBatch& batch, const TtRowsOutput& out) {
   const TtHalf &left = batch.left, &right = batch.right;
   const TtRights rights(batch);
   const int64_t num_saved = left.is_pair ? out.num_saved_of(batch) : 0;
-  TtRowsArgs args{batch.left_cores(),
-                  right.columns(),
-                  rights.values.get(),
-                  {nullptr, 0, batch.cores.back(), batch.plan.rights, batch.first_right_id, 0,
-                   right.value_size()},
-                  batch.plan.left_segments,
-                  batch.plan.row_rights,
-                  batch.first_right,
-                  num_saved > 0 ? out.saved_of(batch) : nullptr,
-                  num_saved,
-                  out.rows,
-                  out.stride};
+  TtRowsArgs args{.left = batch.left_cores(),
+                  .right_columns = right.columns(),
+                  .right = rights.values.get(),
+                  .right_natural = {.rest = batch.cores.back(),
+                                    .ids = batch.plan.rights,
+                                    .first_id = batch.first_right_id,
+                                    .size = right.value_size()},
+                  .left_segments = batch.plan.left_segments,
+                  .row_rights = batch.plan.row_rights,
+                  .first_right = batch.first_right,
+                  .saved = num_saved > 0 ? out.saved_of(batch) : nullptr,
+                  .num_saved = num_saved,
+                  .rows = out.rows,
+                  .row_stride = out.stride};
   Floats natural;
   if (right.is_pair && args.lanes_along_right()) {
     natural = new_floats(batch.num_rights * right.value_size());
-    tt_reverse(
-        {rights.values.get(), natural.get(), nullptr, nullptr, 0, right.columns(), 1, right.rank},
-        batch.num_rights);
-    args.right_natural = {natural.get(),     batch.num_rights, nullptr, nullptr, 0, 0,
-                          right.value_size()};
+    tt_reverse({.from = rights.values.get(),
+                .to = natural.get(),
+                .a = right.columns(),
+                .q = 1,
+                .b = right.rank},
+               batch.num_rights);
+    args.right_natural = {
+        .saved = natural.get(), .num_saved = batch.num_rights, .size = right.value_size()};
   }
   parallel_balanced(
       batch.num_lefts, kTtGrain, [&](int64_t u) { return batch.cost(u); },
@@ -381,13 +399,11 @@ class TtTableBackward {
         rows_done_(batch.first_row),
         right_grads_(new_floats(batch.num_rights * batch.right.value_size())),
         cursors_(batch.plan.right_segments, batch.plan.right_segments + batch.num_rights),
-        left_{saved,
-              batch.left.is_pair ? num_saved : 0,
-              nullptr,
-              batch.plan.lefts,
-              batch.first_left_id,
-              0,
-              batch.left.value_size()} {}
+        left_{.saved = saved,
+              .num_saved = batch.left.is_pair ? num_saved : 0,
+              .ids = batch.plan.lefts,
+              .first_id = batch.first_left_id,
+              .size = batch.left.value_size()} {}
 
   // Compute the gradients of the core or cores of the left half, and those of the values of right
   // halves. `inner` is not touched if the half is no pair. If `step` is not null, the inner core
@@ -449,9 +465,12 @@ class TtTableBackward {
     if (!half.is_pair) {
       last->rows = core_rows(batch_.plan.rights, batch_.num_rights, batch_.first_right_id);
       last->values = new_floats(batch_.num_rights * last->width);
-      return tt_reverse(
-          {right_grads_.get(), last->values.get(), nullptr, nullptr, 0, half.q_outer, half.rank, 1},
-          batch_.num_rights);
+      return tt_reverse({.from = right_grads_.get(),
+                         .to = last->values.get(),
+                         .a = half.q_outer,
+                         .q = half.rank,
+                         .b = 1},
+                        batch_.num_rights);
     }
     const PairRows& rows = *rights_.rows;
     const int64_t num_outer = rows.num_outer(), num_inner = rows.num_inner();
@@ -481,11 +500,17 @@ class TtTableBackward {
     third->rows = rows.inner;
     third->width = half.inner_size();
     third->values = new_floats(num_inner * third->width);
-    tt_reverse(
-        {outer.get(), last->values.get(), nullptr, nullptr, 0, half.q_outer, half.inner_rank, 1},
-        num_outer);
-    tt_reverse({inner.get(), third->values.get(), nullptr, nullptr, 0, half.inner_rank,
-                half.q_inner, half.rank},
+    tt_reverse({.from = outer.get(),
+                .to = last->values.get(),
+                .a = half.q_outer,
+                .q = half.inner_rank,
+                .b = 1},
+               num_outer);
+    tt_reverse({.from = inner.get(),
+                .to = third->values.get(),
+                .a = half.inner_rank,
+                .q = half.q_inner,
+                .b = half.rank},
                num_inner);
   }
 
@@ -493,15 +518,15 @@ class TtTableBackward {
   // Compute the gradients of the inner core, and the gradients of outer rows per half, for left
   // halves [begin, end).
   void left_groups(const TtHalfGrads& grads, int64_t begin, int64_t end) {
-    const TtLeftGradsArgs args{batch_.left_cores(),
-                               batch_.right.columns(),
-                               rights_.values.get(),
-                               batch_.plan.left_segments,
-                               batch_.plan.row_rights,
-                               batch_.first_right,
-                               row_grads_,
-                               stride_,
-                               grads};
+    const TtLeftGradsArgs args{.left = batch_.left_cores(),
+                               .right_columns = batch_.right.columns(),
+                               .right = rights_.values.get(),
+                               .left_segments = batch_.plan.left_segments,
+                               .row_rights = batch_.plan.row_rights,
+                               .first_right = batch_.first_right,
+                               .row_grads = row_grads_,
+                               .row_stride = stride_,
+                               .grads = grads};
     std::vector<int64_t> groups;
     if (batch_.left.is_pair) {
       groups = inner_groups(args.left, begin, end);
@@ -537,21 +562,21 @@ class TtTableBackward {
   // rows in their order.
   void right_sums(int64_t end, const OuterRowSums* sums) {
     const TtPlan& plan = batch_.plan;
-    const TtRightGradsArgs args{left_,
-                                batch_.left.columns(),
-                                batch_.right.columns(),
-                                batch_.left.rank,
-                                plan.right_segments,
-                                plan.right_rows,
-                                plan.row_lefts,
-                                plan.row_rights,
-                                batch_.first_left,
-                                batch_.first_right,
-                                cursors_.data(),
-                                plan.left_segments[end],
-                                row_grads_,
-                                stride_,
-                                right_grads_.get()};
+    const TtRightGradsArgs args{.left = left_,
+                                .left_columns = batch_.left.columns(),
+                                .right_columns = batch_.right.columns(),
+                                .rank = batch_.left.rank,
+                                .segments = plan.right_segments,
+                                .rows = plan.right_rows,
+                                .row_lefts = plan.row_lefts,
+                                .row_rights = plan.row_rights,
+                                .first_left = batch_.first_left,
+                                .first_right = batch_.first_right,
+                                .cursors = cursors_.data(),
+                                .row_end = plan.left_segments[end],
+                                .row_grads = row_grads_,
+                                .row_stride = stride_,
+                                .grads = right_grads_.get()};
     const int64_t rights = batch_.num_rights, outer_rows = sums != nullptr ? sums->rows() : 0;
     if (alone_) {
       tt_table().right_grads_by_row(args, rows_done_, args.row_end);

@@ -168,7 +168,10 @@ void make_plan(const CudaLauncher& launcher, const Tensor& like, const int64_t* 
                   {count, scratch->left_of_row, range_counts, n, plan[kTtLefts],
                    plan[kTtLeftSegments], plan[kTtRowLefts], starts + 2 * num_tables + 1});
   sort_and_group(launcher, like, right,
-                 {plan[kTtRights], false, plan[kTtRightSegments], num_rights, nullptr, nullptr});
+                 {.unique = plan[kTtRights],
+                  .unique_is_int64 = false,
+                  .segments = plan[kTtRightSegments],
+                  .num_groups = num_rights});
   const InverseArgs rights{plan[kTtRightSegments], plan[kTtRightRows], num_rights, n,
                            plan[kTtRowRights]};
   launch_tt_finish(launcher,
@@ -494,8 +497,8 @@ std::vector<Tensor> tt_lookup_checked_(
   check_sample_weights(op, sample_weights, indices);
   const int64_t n = indices.numel();
   const CudaLauncher launcher(indices);
-  ForwardState kept;
-  const PackedBuffers memory(indices, [&](PackedBuffers& take) { kept.take(&batch, take); });
+  ForwardState state;
+  const PackedBuffers memory(indices, [&](PackedBuffers& take) { state.take(&batch, take); });
   PlanScratch plan_scratch;
   int64_t* keys = nullptr;
   int32_t* inverse = nullptr;
@@ -517,14 +520,14 @@ std::vector<Tensor> tt_lookup_checked_(
   make_keys(op, launcher, indices, checked, bag_layout, feature_tables, keys);
   group_lookups(op, tt_features(op, features, kTtOfKeys),
                 torch::stable::from_blob(keys, {n}, {1}, indices.device(), ScalarType::Long),
-                checked, bag_layout, shapes.first_keys.back(), check.has_value(), kept.groups);
-  const GroupArrays& groups = kept.groups;
+                checked, bag_layout, shapes.first_keys.back(), check.has_value(), state.groups);
+  const GroupArrays& groups = state.groups;
   make_plan(launcher, indices, groups.rows, groups.num_groups, table, shapes.size(), &plan_scratch,
-            kept.plan, {groups.segments, groups.sorted_lookups, groups.num_groups, n, inverse});
+            state.plan, {groups.segments, groups.sorted_lookups, groups.num_groups, n, inverse});
   if (n > 0) {
-    TtArrays arrays(batch, kept.values);
+    TtArrays arrays(batch, state.values);
     arrays.upload(launcher, words);
-    arrays.make_values(launcher, kept.values);
+    arrays.make_values(launcher, state.values);
     arrays.make_rows(launcher, rows);
   }
   bool has_one_dim = true;

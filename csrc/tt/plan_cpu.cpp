@@ -117,15 +117,15 @@ void find_rights(const Keys& keys, int64_t right_ids, const PlanTensors& plan) {
   const int32_t *lefts = plan.data[kTtLefts], *row_lefts = plan.data[kTtRowLefts],
                 *starts = plan.data[kTtStarts];
   const int64_t m = keys.count;
-  std::vector<int64_t> firsts(group_parts(m) + 1);
-  const int64_t parts = static_cast<int64_t>(firsts.size()) - 1;
-  for (int64_t part = 0; part <= parts; ++part) firsts[part] = m * part / parts;
+  std::vector<int64_t> part_begins(group_parts(m) + 1);
+  const int64_t parts = static_cast<int64_t>(part_begins.size()) - 1;
+  for (int64_t part = 0; part <= parts; ++part) part_begins[part] = m * part / parts;
   const auto fill = [&](int64_t part, const auto& put) {
-    int64_t j = firsts[part];
+    int64_t j = part_begins[part];
     int64_t t = std::upper_bound(starts, starts + keys.num_tables + 1, j) - starts - 1;
-    for (; j < firsts[part + 1]; ++t) {
+    for (; j < part_begins[part + 1]; ++t) {
       const TtTableIds table = keys.tables[t];
-      const int64_t stop = std::min<int64_t>(firsts[part + 1], starts[t + 1]);
+      const int64_t stop = std::min<int64_t>(part_begins[part + 1], starts[t + 1]);
       for (; j < stop; ++j) {
         const int64_t left = lefts[row_lefts[j]] - table.first_left;
         put(j, table.first_right + keys.data[j] - table.first_key - left * table.right_ids);
@@ -133,9 +133,12 @@ void find_rights(const Keys& keys, int64_t right_ids, const PlanTensors& plan) {
     }
   };
   int32_t count = 0;
-  const GroupOutput out{plan.data[kTtRights], false, plan.data[kTtRightSegments],
-                        plan.data[kTtRightRows], &count};
-  group_items<Item32>(m, right_ids, firsts, fill, out, [](int64_t, int64_t) {});
+  const GroupOutput out{.unique = plan.data[kTtRights],
+                        .unique_is_int64 = false,
+                        .segments = plan.data[kTtRightSegments],
+                        .permutation = plan.data[kTtRightRows],
+                        .num_groups = &count};
+  group_items<Item32>(m, right_ids, part_begins, fill, out, [](int64_t, int64_t) {});
   const int32_t *rights = plan.data[kTtRights], *segments = plan.data[kTtRightSegments],
                 *rows = plan.data[kTtRightRows];
   for (int32_t v = 0; v < count; ++v) {

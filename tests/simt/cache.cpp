@@ -64,7 +64,10 @@ extern "C" const char* simt_cache_plan(const int64_t* call) {
     HostSort<uint32_t> sort(plan.n, static_cast<uint64_t>(plan.cache.sets), permutation.data());
     launch_probe(launcher, plan, sort.buffers);
     if (plan.n > 0) sort.run();
-    const DeviceGroupOutput out{sets.data(), false, segments.data(), &num_groups, nullptr, nullptr};
+    const DeviceGroupOutput out{.unique = sets.data(),
+                                .unique_is_int64 = false,
+                                .segments = segments.data(),
+                                .num_groups = &num_groups};
     launch_groups(launcher, sort.buffers, out);
     launch_admit(launcher, plan,
                  DeviceMissGroups{sets.data(), segments.data(), permutation.data(), &num_groups});

@@ -32,7 +32,8 @@ OptimizerStepArgs read_step(Words* words) {
 }
 
 // grad, dtype, stride, features, bag layout, batch, columns, offsets, is_int64, bags, L, pooling,
-// partial stride, sample weights, rows, segments, lookups, bags, count, row slots, result stride
+// columns of a chunk sum, sample weights, rows, segments, sorted lookups, sorted bags, number of
+// groups, row slots, result stride
 DeviceGradArgs read_grads(Words* words) {
   DeviceGradArgs args{};
   args.grad = words->pointer<const void>();
