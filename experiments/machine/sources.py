@@ -29,11 +29,20 @@ from experiments.paths import ROOT
 # BASE, but not on files that an area names. Files named __init__.py only say what is exported.
 AREAS = {
     "dense tables": ("csrc/tbe", "emblib/tables"),
-    "tensor trains": ("csrc/tt", "emblib/tt"),
-    "hash tables": ("csrc/hash", "emblib/dynamic"),
-    "caches": ("csrc/cache",),
+    "tensor trains": (
+        "csrc/tt",
+        "emblib/tt",
+        *(f"emblib/ops/{name}.py" for name in ("tt", "tt_fakes", "tt_layout")),
+        *(f"emblib/tables/{name}.py" for name in ("tt", "tt_calls", "tt_svd")),
+    ),
+    "hash tables": ("csrc/hash", "emblib/dynamic", "emblib/ops/hash.py"),
+    "caches": (
+        "csrc/cache",
+        "emblib/ops/cache.py",
+        *(f"emblib/tables/{name}.py" for name in ("cache", "disk", "row_cache")),
+    ),
     "quantised tables": ("csrc/quant", "emblib/ops/quant.py", "emblib/tables/quantized.py"),
-    "sharding": ("csrc/route", "emblib/sharding"),
+    "sharding": ("csrc/route", "emblib/sharding", "emblib/ops/route.py"),
 }
 BASE = (
     "csrc/core",

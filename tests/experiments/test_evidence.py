@@ -48,6 +48,7 @@ def tree(tmp_path: Path) -> Path:
         ("emblib/ops/tbe.py", "def f(x):\n    return (x)\n", set()),
         ("emblib/ops/tbe.py", "def f(x):\n    return -x\n", set(sources.AREAS)),
         ("emblib/ops/quant.py", "def f(x):\n    return -x\n", {"quantised tables"}),
+        ("emblib/ops/hash.py", "def f(x):\n    return -x\n", {"hash tables"}),
         ("emblib/ops/__init__.py", "from emblib.ops import tbe\n", set()),
         ("csrc/group/new.h", "int new;", set(sources.AREAS)),
     ],
