@@ -60,7 +60,7 @@ from emblib.tables.page_sums import (
     WIDTH,
     PageSums,
     check_upgrade,
-    explained,
+    mentioning_restart,
     num_pages,
     pages_of,
 )
@@ -415,7 +415,7 @@ class DiskRows:
                 sums.accept_all()
             return
         interrupted = self._journal.interrupted
-        with explained(interrupted=interrupted):
+        with mentioning_restart(interrupted=interrupted):
             for row_file, roots in zip(self._row_files, self._roots, strict=True):
                 for sums, root in zip(row_file.sums, roots, strict=True):
                     sums.check_root(root)
