@@ -280,7 +280,7 @@ class RowFile:
         """Return the number of rows that are not in the fast tier."""
         return self.allocator.size - int(self.in_fast_tier[: self.top].sum(dtype=torch.int64))
 
-    def found(self, keys: Tensor) -> FoundRows:
+    def read_stored(self, keys: Tensor) -> FoundRows:
         """Return the rows of the stored keys."""
         at, slots = self.find_stored(keys)
         return FoundRows(at, self.rows(slots))
@@ -498,7 +498,7 @@ class DiskRows:
 
     def read(self, table: int, keys: Tensor) -> FoundRows:
         """See `RowStore`."""
-        return self._row_file(table).found(keys.detach().to("cpu", torch.int64))
+        return self._row_file(table).read_stored(keys.detach().to("cpu", torch.int64))
 
     def lift(self, table: int, keys: Tensor) -> None:
         """See `RowStore`; this writes to no file."""
