@@ -29,7 +29,7 @@ from torch.utils import _pytree as pytree
 
 from emblib.collections.optimizers.table_groups import TableGroup
 from emblib.jagged.static_batches import BatchLayout, StaticBatch
-from emblib.tables.bounds_report import padded_batches
+from emblib.tables.bounds_report import lookups_with_padding
 
 __all__ = ["CapturedStep"]
 
@@ -128,7 +128,7 @@ class CapturedStep:
         if self._device.type != "cuda":
             padded = StaticBatch(layout, bound, self._device)
             padded.fill(leaves)
-            with padded_batches():
+            with lookups_with_padding():
                 return _detach(self._step(padded.batch()))
         size_class = self._classes.get(bound)
         if size_class is None:
@@ -138,7 +138,7 @@ class CapturedStep:
             self._check_unchanged(size_class)
         with self._on_stream() as caller:
             size_class.inputs.fill(leaves)
-            with padded_batches():
+            with lookups_with_padding():
                 result = self._run(size_class)
             return result if size_class.graph is not None else _record_stream(result, caller)
 

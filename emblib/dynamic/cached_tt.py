@@ -498,6 +498,8 @@ class CachedTTEmbeddingBags(nn.Module):
         """
         if not len(leaving) and not len(new_keys):
             return
+        if not self._index_is_current:  # also of other tables, which the update below leaves alone
+            self._rebuild_index()
         cached_keys = self._keys(table)
         keys_after, removed_keys = cached_keys.clone(), cached_keys[leaving]
         cores = [core.detach().float() for core in self.trains.table_cores(table)]
@@ -515,8 +517,7 @@ class CachedTTEmbeddingBags(nn.Module):
                 at = free.to(view.device)
                 values = new_rows.to(view) if name == "weight" else torch.zeros_like(view[at])
                 changes.append(partial(view.index_copy_, 0, at, values))
-        self._choice += 1
-        self._index_is_current = False
+        self._begin_selection()
         with self.rows.overwriting():
             in_one_call(*changes, partial(cached_keys.copy_, keys_after))
         if len(removed_keys):
@@ -526,6 +527,10 @@ class CachedTTEmbeddingBags(nn.Module):
             slots = self.index.find_or_insert_slots(new_keys).slots
             self.row_of_slot[slots] = free
         self._index_is_current = True
+
+    def _begin_selection(self) -> None:
+        """Invalidate the index and earlier lookups, before `key_of_row` is written."""
+        self._choice, self._index_is_current = self._choice + 1, False
 
     def _eviction(
         self, table: int, rows: Tensor, cores: list[Tensor]
@@ -677,7 +682,7 @@ class CachedTTEmbeddingBags(nn.Module):
         if not problems:
             state_dict.update(stored.resized(state_dict, prefix))
         if not state_dicts.refuses(self, state_dict, prefix, arguments[-1], problems):
-            self._index_is_current = False
+            self._begin_selection()
             super()._load_from_state_dict(state_dict, prefix, *arguments)
 
     def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
@@ -703,23 +708,20 @@ class CachedTTEmbeddingBags(nn.Module):
     def finish_load(self) -> None:
         """Rebuild the index after loading a state dict; do nothing if it was refused."""
         if not self._index_is_current:
-            self._restart()
-
-    def _restart(self) -> None:
-        """Invalidate earlier lookups after a load: their backward must not update rows."""
-        self._since, self._choice = self.since.tolist(), self._choice + 1
-        self._rebuild_index()
+            self._since = self.since.tolist()
+            self._rebuild_index()
 
     def reset_parameters(self) -> None:
         """Redraw the cores, reset optimizer states, empty the cache and forget all counts."""
         self._step_offset = None
+        self._begin_selection()
         self.trains.reset_parameters()
         self.rows.reset_parameters()
         self.key_of_row.fill_(-1)
         self._rebuild_index()
         self.counts.clear()
         self.reset_cache_stats()
-        self._since, self._choice = [0] * len(self.tables), self._choice + 1
+        self._since = [0] * len(self.tables)
 
     def set_learning_rate(self, lr: float) -> None:
         """Set the learning rate of cores and stored rows, from the next backward on."""

@@ -371,7 +371,7 @@ class DynamicEmbeddingBags(FusedTables):
         if torch.compiler.is_exporting():
             return self._look_up_exported(keys, batch, sample_weights)
         calls = self._calls
-        if calls is None or not calls.are_of(self):
+        if calls is None or not calls.matches(self):
             calls = self._prepare_calls()
         is_replicated = getattr(DistributedDataParallel, "_active_ddp_module", None) is not None
         if is_replicated and self._updates_in_backward:
@@ -391,7 +391,7 @@ class DynamicEmbeddingBags(FusedTables):
         batch, memory, dtype = update.reads.put_into(batch), calls.tiers, self.output_dtype
         if not torch.is_grad_enabled():  # the repetition by checkpointing has gradients
             return autograd.lookup_no_grad(memory.weights, batch, sample_weights, dtype)
-        if calls.take(batch, sample_weights):
+        if calls.can_serve(batch, sample_weights):
             return look_up(self.grad_anchor, calls, batch, update, sample_weights, dtype)
         update.weighted = sample_weights is not None and sample_weights.requires_grad
         update.batch = batch  # without the update, which would be a cycle

@@ -44,7 +44,7 @@ class KeyedCalls:
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
 
-    def are_of(self, module: FusedTables) -> bool:
+    def matches(self, module: FusedTables) -> bool:
         """Return whether a module still has the tensors and optimizer of its last call."""
         return (
             self._optimizer is module.optimizer
@@ -54,7 +54,7 @@ class KeyedCalls:
             and all(map(operator.is_, module._buffers.values(), self._buffers))
         )
 
-    def take(self, batch: autograd.Lookup, sample_weights: Tensor | None) -> bool:
+    def can_serve(self, batch: autograd.Lookup, sample_weights: Tensor | None) -> bool:
         """Return whether one op can be the backward of a lookup.
 
         False if gradients stay on the weights, sample weights need a gradient, batch sizes differ,

@@ -372,7 +372,7 @@ def _narrow_options(table: _PlannedTable) -> Iterator[_Option]:
 
 def _tensor_train_options(table: _PlannedTable) -> Iterator[_Option]:
     with_ranks = TTSpec(table.rows, table.config.embedding_dim, (1, 1))
-    max_ranks = shapes.most_ranks(with_ranks.row_factors, with_ranks.dim_factors)
+    max_ranks = shapes.max_ranks(with_ranks.row_factors, with_ranks.dim_factors)
     # Small tables clip large ranks to equal ones.
     for ranks in dict.fromkeys(tuple(min(rank, top) for top in max_ranks) for rank in _TRIED_RANKS):
         yield _measured_option(table, "tensor_train", TensorTrain(ranks))

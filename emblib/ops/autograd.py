@@ -205,21 +205,21 @@ class FusedLookup(torch.autograd.Function):
     @staticmethod
     def _update(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         batch, _, row_weights = _saved(ctx)
-        wanted = Wanted(ctx.needs_input_grad[0], ctx.needs_input_grad[4])
-        scale = scale_of_backward() if wanted.update else None
-        if batch.joint is not None and wanted.update:
+        required = RequiredResults(ctx.needs_input_grad[0], ctx.needs_input_grad[4])
+        scale = scale_of_backward() if required.update else None
+        if batch.joint is not None and required.update:
             anchor_grad = batch.joint.add(Contribution(batch, row_weights, grad, scale))
             if batch.hooks is not None:  # before the step, so that an interrupt leaves no step
                 batch.hooks.after_update()
-            if not wanted.sample_grad:
+            if not required.sample_grad:
                 return anchor_grad, None, None, None, None, None
-            wanted = Wanted(update=False, sample_grad=True)
+            required = RequiredResults(update=False, sample_grad=True)
             _, sample_grad = update_in_backward(
-                ctx.tiers, ctx.rule, batch, row_weights, grad, scale, wanted
+                ctx.tiers, ctx.rule, batch, row_weights, grad, scale, required
             )
             return anchor_grad, None, None, None, sample_grad, None
         overflow, sample_grad = update_in_backward(
-            ctx.tiers, ctx.rule, batch, row_weights, grad, scale, wanted
+            ctx.tiers, ctx.rule, batch, row_weights, grad, scale, required
         )
         return overflow, None, None, None, sample_grad, None
 
@@ -233,7 +233,7 @@ class Contribution(NamedTuple):
     scale: Tensor | None
 
 
-class Wanted(NamedTuple):
+class RequiredResults(NamedTuple):
     """Results that a backward must produce: the update, the gradient of sample weights."""
 
     update: bool = True
@@ -247,7 +247,7 @@ def update_in_backward(
     row_weights: Tensor | None,
     grad: Tensor,
     scale: Tensor | None,
-    wanted: Wanted,
+    required: RequiredResults,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Update the rows of a batch; return the gradients of the anchor and of the sample weights.
 
@@ -258,7 +258,7 @@ def update_in_backward(
         row_weights: factors of the gradient, one per lookup; None is 1.
         grad: gradient of the output.
         scale: scale of a `GradScaler`; None if the gradient is not scaled.
-        wanted: gradients and updates to compute.
+        required: gradients and updates to compute.
     """
     is_finite = overflow = None
     if scale is not None:
@@ -271,14 +271,14 @@ def update_in_backward(
         locations = RowLocations(groups_of(batch), slots=slots)
     grad = clip_gradient(grad, rule)
     sample_grad = None
-    if wanted.sample_grad:
+    if required.sample_grad:
         located = batch._replace(slots=locations.slots)
         if locations.indices is not None:
             located = located._replace(indices=locations.indices)
         sample_grad = _sample_weight_grad(grad, tiers.weights, located)
         if scale is not None:
             sample_grad = sample_grad * scale.to(sample_grad.device)
-    if wanted.update:
+    if required.update:
         if batch.trained_features is not None:
             locations = _of_trained_tables(batch, locations)
         counted = counted_step(tiers.hyperparams, grad)

@@ -169,10 +169,10 @@ def apply_contributions(
     rule = autograd.UpdateRule.of(optimizer)
     if len(contributions) == 1:
         (contribution,) = contributions
-        wanted = autograd.Wanted()
+        required = autograd.RequiredResults()
         batch, weights = contribution.batch, contribution.row_weights
         return autograd.update_in_backward(
-            tiers, rule, batch, weights, contribution.grad, contribution.scale, wanted
+            tiers, rule, batch, weights, contribution.grad, contribution.scale, required
         )[0]
     row_gradients = [
         _row_gradients(contribution, rule, feature[FeatureColumn.DIM])

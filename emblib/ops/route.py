@@ -180,7 +180,9 @@ def combine_backward(
     """Apply the adjoint of `combine`, to `[source_numel]`; differentiable."""
     refuse_tangents("gradients", grad)
     if grad.requires_grad and torch.is_grad_enabled():
-        return _Spread.apply(grad, targets, pieces, lengths, source_numel, dtype, rows, scale)
+        return _CombineBackward.apply(
+            grad, targets, pieces, lengths, source_numel, dtype, rows, scale
+        )
     return _ops.combine_backward(grad, targets, pieces, rows, lengths, source_numel, dtype, scale)
 
 
@@ -283,7 +285,7 @@ class _Combine(torch.autograd.Function):
         return source, None, None, None, None, None, None, None
 
 
-class _Spread(torch.autograd.Function):
+class _CombineBackward(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,

@@ -300,12 +300,12 @@ def _add_chunk(
         total += core_grad
 
 
-def kept_prefixes(batch: TTLookup, cores: Sequence[Tensor]) -> int:
+def num_saved_left_halves(batch: TTLookup, cores: Sequence[Tensor]) -> int:
     """Return the number of left halves that a forward of this batch saves for backward."""
-    return min(batch.indices.numel(), max_kept_prefixes(batch.layout, cores))
+    return min(batch.indices.numel(), max_saved_left_halves(batch.layout, cores))
 
 
-def max_kept_prefixes(layout: TTLayout, cores: Sequence[Tensor]) -> int:
+def max_saved_left_halves(layout: TTLayout, cores: Sequence[Tensor]) -> int:
     """Return the maximum number of left halves that a forward saves for backward."""
     if max(layout.num_cores) == 2:
         return 0  # the left half is the first core itself
@@ -334,7 +334,7 @@ class DenseTTLookup(torch.autograd.Function):
             ctx.save_for_backward(batch.indices, batch.offsets, sample_weights, *cores)
             return lookup_chunks(cores, batch, sample_weights)
         weighted = sample_weights is not None and sample_weights.requires_grad
-        num_saved = kept_prefixes(batch, cores)
+        num_saved = num_saved_left_halves(batch, cores)
         out, rows = look_up(cores, batch, sample_weights, num_saved, keeps_rows=weighted)
         _save(ctx, rows, sample_weights, cores)
         return out
@@ -406,7 +406,7 @@ class FusedTTLookup(torch.autograd.Function):
             ctx.save_for_backward(batch.indices, batch.offsets, sample_weights)
             return lookup_chunks(cores, batch, sample_weights)
         weighted = sample_weights is not None and sample_weights.requires_grad
-        num_saved = 0 if compiling else kept_prefixes(batch, cores)
+        num_saved = 0 if compiling else num_saved_left_halves(batch, cores)
         out, rows = look_up(cores, batch, sample_weights, num_saved, keeps_rows=weighted)
         _save(ctx, rows, sample_weights, ())
         return out

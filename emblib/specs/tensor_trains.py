@@ -102,7 +102,7 @@ class TTSpec:
 
     def usable(self) -> TTSpec:
         """Return this spec with ranks lowered to those that its cores can use; log a change."""
-        max_ranks = shapes.most_ranks(self.row_factors, self.dim_factors)
+        max_ranks = shapes.max_ranks(self.row_factors, self.dim_factors)
         ranks = tuple(min(rank, top) for rank, top in zip(self.ranks, max_ranks, strict=True))
         if ranks == self.ranks:
             return self
@@ -140,7 +140,7 @@ class TTSpec:
         check_float_dtype("dtype", dtype)
         template = cls(rows, dim, (1,) * (cores - 1)) if like is None else like
         values = nbytes // dtype.itemsize
-        max_ranks = shapes.most_ranks(template.row_factors, template.dim_factors)
+        max_ranks = shapes.max_ranks(template.row_factors, template.dim_factors)
 
         def with_rank(rank: int) -> TTSpec:
             return replace(template, ranks=tuple(min(rank, top) for top in max_ranks))

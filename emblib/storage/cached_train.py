@@ -187,8 +187,7 @@ class CachedTTModule(CachedTTEmbeddingBags):
         """
         stored_keys, ids = self._keys(table), ids.to(self.key_of_row.device)
         keys = torch.where(ids < 0, -1, ids + self._first_key[table])
-        self._choice += 1
-        self._index_is_current = False
+        self._begin_selection()
         stored_keys.copy_(keys)
         self._rebuild_index()
 
@@ -227,11 +226,12 @@ class CachedTTModule(CachedTTEmbeddingBags):
     def _fill_layout(self) -> None:
         super()._fill_layout()
         # The memory is new: neither rows nor hash tables have their values any more.
+        self._begin_selection()
         self.key_of_row.fill_(-1)
         self._rebuild_index()
         self.counts.clear()
         self.reset_cache_stats()
-        self._since, self._choice = [0] * len(self.tables), self._choice + 1
+        self._since = [0] * len(self.tables)
 
 
 def make_trains(

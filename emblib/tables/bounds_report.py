@@ -40,7 +40,7 @@ class BatchCheck(NamedTuple):
 
 
 @contextmanager
-def padded_batches() -> Iterator[None]:
+def lookups_with_padding() -> Iterator[None]:
     """Declare that lookups in this context have padding: the ids before the first offset.
 
     Dense tables need no such declaration, because they skip its ids, -1. In dynamic tables -1 is a
@@ -54,7 +54,7 @@ def padded_batches() -> Iterator[None]:
 
 
 def is_padded() -> bool:
-    """Return whether the caller is inside `padded_batches()`."""
+    """Return whether the caller is inside `lookups_with_padding()`."""
     return _is_padded.get()
 
 
@@ -147,21 +147,21 @@ class BoundsReport:
         self._message = message
         self.poll()
         if self._copy is None and self._checks % CHECKS_PER_COPY == 0:
-            self._start(module.bounds_violations)
+            self._start_copy(module.bounds_violations)
         self._checks += 1
 
     def poll(self) -> None:
         """Warn of the violations in the last copy from the device, if it is complete."""
         copy = self._copy  # read once: another thread may finish it and set it to None
         if copy is not None and copy[1].query():
-            self._finish(copy[0])
+            self._report_copy(copy[0])
 
     def wait(self, counts: Tensor) -> None:
         """Warn of all violations in `counts`; the host waits for the current stream."""
         if counts.is_cuda:
-            self._finish(counts)
+            self._report_copy(counts)
 
-    def _start(self, counts: Tensor) -> None:
+    def _start_copy(self, counts: Tensor) -> None:
         with torch.cuda.device(counts.device):
             pinned = torch.empty(2, dtype=torch.int64, device="cpu", pin_memory=True)
             pinned.copy_(counts, non_blocking=True)
@@ -169,7 +169,7 @@ class BoundsReport:
             event.record()
         self._copy = pinned, event
 
-    def _finish(self, copied: Tensor) -> None:
+    def _report_copy(self, copied: Tensor) -> None:
         counts: Sequence[int] = copied.tolist()
         self._copy = None
         counts_before = self._reported

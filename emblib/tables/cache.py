@@ -157,7 +157,7 @@ class InFlight:
             self._will_be_repeated = False
             return
         self.leave()
-        self.owner.used()
+        self.owner.end_use()
 
     def leave(self) -> None:
         """Allow eviction of the rows; repeated calls do nothing."""
@@ -169,7 +169,7 @@ class InFlight:
 _NUM_LOCATIONS = 7  # the first results of the op that prefetches
 
 
-class _Later(NamedTuple):
+class _DeferredFetch(NamedTuple):
     """Rows whose fetch is deferred until batch `number` is looked up.
 
     `tensors[first : first + 3]` are the fields of `LaterFetches`, once the op has written them.
@@ -251,7 +251,7 @@ class Prefetcher:
         self._queue: deque[tuple[BatchId, tuple[int, int], InFlight]] = deque()
         self._tickets: dict[int, _Ticket] = {}  # ticket per batch in flight
         self._dropped: deque[_Ticket] = deque()  # to be released by the next batch
-        self._later: deque[_Later] = deque()  # in the order of the tickets
+        self._later: deque[_DeferredFetch] = deque()  # in the order of the tickets
         self._filled, self._used = _LastWork(), _LastWork()  # prefetches; finds and updates
         self._fetched = _LastWork()  # deferred fetches
         self._streams: list[torch.cuda.Stream] = []  # up to two streams that have work
@@ -429,7 +429,7 @@ class Prefetcher:
         postpones = self.cache.weights.is_cuda and not self.rounds and len(self._tickets) > 1
         results: list[Tensor] = []
         if postpones:
-            self._later.append(_Later(ticket.number, tiers, results, _NUM_LOCATIONS))
+            self._later.append(_DeferredFetch(ticket.number, tiers, results, _NUM_LOCATIONS))
         else:
             self.last_arrival = ticket.number
         prefetch = self.cache.prefetch(ticket.number, tiers, batch, check, postpones=postpones)
@@ -489,7 +489,7 @@ class Prefetcher:
         tiers = self.moved_tiers(tiers)
         if self.cache.weights.is_cuda and not self.rounds and len(self._tickets) > 1:
             later = [self.cache.no_fetches(groups.rows.numel()) for groups in passes]
-            self._later.extend(_Later(number, tiers, list(fetches), 0) for fetches in later)
+            self._later.extend(_DeferredFetch(number, tiers, list(fetches), 0) for fetches in later)
         else:
             self.last_arrival = number
         # Passes of DISK tables are fetched one by one: each evicts rows that must be journaled.
@@ -531,7 +531,7 @@ class Prefetcher:
         self.settle()
         self.begin_use()
         row_slots = self.cache.find(groups)
-        self.used()
+        self.end_use()
         return row_slots
 
     def locate(self, groups: tbe.Groups) -> autograd.RowLocations:
@@ -559,7 +559,7 @@ class Prefetcher:
         if not self.is_on_one_stream():
             self._used.begin(self.cache.weights.device)
 
-    def used(self) -> None:
+    def end_use(self) -> None:
         """Record that a find, an update or a flush was enqueued: the next prefetch waits for it.
 
         It also waits for earlier ones, which may be on other streams.
@@ -597,7 +597,7 @@ class Prefetcher:
                 self.begin_use()
                 _wait_for(ticket.stream.record_event())  # the looked-up rows may still be read
             self.leave(ticket)
-            self.used()
+            self.end_use()
             self._dropped.popleft()
 
     def protect_conflicts(self, locations: autograd.RowLocations) -> None:
@@ -620,7 +620,7 @@ class Prefetcher:
                 rows = self.cache.tags[self.cache.tags >= first]
                 disk.protect(rows - first)
             self.cache.flush(tiers)
-            self.used()
+            self.end_use()
             if disk is not None:
                 disk.commit(tiers.hyperparams.tolist())
 
@@ -638,7 +638,7 @@ class Prefetcher:
             self.begin_use()
             self.last_arrival = self.cache.new_ticket()  # no earlier batch has rows in the cache
             self.cache.reset()
-            self.used()
+            self.end_use()
 
 
 _NO_ROWS = torch.empty(0, dtype=torch.int64)

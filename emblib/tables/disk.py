@@ -58,7 +58,7 @@ from emblib.tables.page_sums import (
     UNCHECKED,
     PageSums,
     check_upgrade,
-    explained,
+    mentioning_restart,
     num_pages,
     pages_of,
 )
@@ -202,7 +202,7 @@ class DiskStore:
                 sums.length = length
                 sums.accept_all()
             return
-        with explained(interrupted=self._journal.interrupted):
+        with mentioning_restart(interrupted=self._journal.interrupted):
             for sums, length, root in zip(self._sums, lengths, self._roots, strict=True):
                 sums.length = length
                 sums.check_root(root)
@@ -458,8 +458,8 @@ def _layout_of(
 ) -> dict[str, Any]:
     """Return the properties that must be equal when the store is opened again."""
 
-    def word(kept: torch.dtype) -> str:
-        return str(kept).removeprefix("torch.")
+    def word(value_dtype: torch.dtype) -> str:
+        return str(value_dtype).removeprefix("torch.")
 
     kinds = {True: word(torch.float32), False: word(state_dtype)}
     kept = [{"name": s.name, "per_row": s.per_row, "dtype": kinds[s.per_row]} for s in states]

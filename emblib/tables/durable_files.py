@@ -195,7 +195,7 @@ def json_checksum(content: dict[str, Any]) -> int:
 
 LOCK = "lock"
 _CRC = "crc32"
-_NEXT = ".new"  # suffix of the new version of a file, until it replaces the file
+_NEW_SUFFIX = ".new"  # suffix of the new version of a file, until it replaces the file
 
 
 class MappedFile:
@@ -274,7 +274,7 @@ def make_directory(directory: Path, what: str) -> None:
 
 def refuse_strangers(directory: Path, what: str, known_file: str) -> None:
     """Raise ValueError if a directory has files other than a lock and unfinished `known_file`s."""
-    unknown_files = sorted(set(os.listdir(directory)) - {LOCK, known_file + _NEXT})
+    unknown_files = sorted(set(os.listdir(directory)) - {LOCK, known_file + _NEW_SUFFIX})
     if unknown_files:
         raise ValueError(
             f"the directory of {what} must be empty or hold them already; {directory} "
@@ -333,7 +333,7 @@ def replacing(path: Path, new_path: Path | None = None) -> Iterator[BinaryIO]:
     Raises:
         OSError: it could not be written; `path` has its old content.
     """
-    new_path = path.with_name(path.name + _NEXT) if new_path is None else new_path
+    new_path = path.with_name(path.name + _NEW_SUFFIX) if new_path is None else new_path
     try:
         with os.fdopen(open_fresh(new_path, os.O_WRONLY | os.O_TRUNC), "wb") as file:
             yield file
@@ -356,7 +356,7 @@ def saving(path: str | Path) -> Iterator[BinaryIO]:
         OSError: it could not be written; `path` has its old content.
     """
     target = Path(os.path.realpath(path))  # follow links
-    new_path = target.with_name(f".{target.name}.{os.getpid()}.{uuid.uuid4().hex[:8]}{_NEXT}")
+    new_path = target.with_name(f".{target.name}.{os.getpid()}.{uuid.uuid4().hex[:8]}{_NEW_SUFFIX}")
     with replacing(target, new_path) as file:
         yield file
     flush_directory(target.parent)

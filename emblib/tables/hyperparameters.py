@@ -59,7 +59,7 @@ def notify_followers(module: HasHyperparams, lr: float | None = None) -> None:
         follower.follow(module, lr)
 
 
-def replaced(optimizer: Optimizer, changes: Mapping[str, Any]) -> Optimizer:
+def with_changes(optimizer: Optimizer, changes: Mapping[str, Any]) -> Optimizer:
     """Return the optimizer with some fields changed.
 
     Raises:
@@ -90,7 +90,7 @@ def set_fields(module: HasHyperparams, changes: Mapping[str, Any]) -> None:
     """
     if "lr" not in changes:
         changes = {**changes, "lr": module.learning_rate}
-    changed = replaced(module.optimizer, changes)
+    changed = with_changes(module.optimizer, changes)
     module.optimizer = changed
     values = module.initial_hyperparams()
     if isinstance(getattr(changed, "counter", None), Counter):
@@ -117,7 +117,7 @@ def adopt(module: HasHyperparams, values: Tensor) -> None:
 
 # Entries of groups of torch.optim that select an implementation, not a result, or have an effect
 # only when the optimizer of torch is constructed.
-_IDLE = frozenset({"foreach", "fused", "capturable", "initial_accumulator_value"})
+_WITHOUT_EFFECT = frozenset({"foreach", "fused", "capturable", "initial_accumulator_value"})
 # Entries that tables do not support, with the values that have no effect.
 _NEUTRAL: dict[str, Any] = {
     "amsgrad": False,

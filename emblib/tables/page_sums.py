@@ -67,7 +67,7 @@ def check_upgrade(directory: Path, verify: Verify) -> None:
 
 
 @contextlib.contextmanager
-def explained(*, interrupted: bool) -> Iterator[None]:
+def mentioning_restart(*, interrupted: bool) -> Iterator[None]:
     """Context for verifying a store at opening: errors mention a restart of the machine."""
     try:
         yield

@@ -93,7 +93,7 @@ class TableParameter(nn.Parameter):
         super().requires_grad_(requires_grad)
         if requires_grad:
             refuse_gradients(self)
-        _tell_owner(self)
+        _notify_owner(self)
         return self
 
     def register_hook(self, hook: Any) -> Any:
@@ -413,7 +413,7 @@ def disown(parameter: nn.Parameter) -> None:
         unmarked.__class__ = nn.Parameter
 
 
-def _tell_owner(parameter: TableParameter) -> None:
+def _notify_owner(parameter: TableParameter) -> None:
     reference = _owners.get(parameter)
     owner = None if reference is None else reference()
     if owner is not None:

@@ -19,7 +19,7 @@ from emblib.ops.one_call import native
 from emblib.specs import BoundsCheck, Choice, Placement, Pooling, TableSpec, check_float_dtype
 from emblib.tables import base, state_dicts
 from emblib.tables.base import check_features, variable_batch, warn_of_dtype
-from emblib.tables.short_calls import CheckOnTheWay, is_plain_call
+from emblib.tables.short_calls import LookupBoundsCheck, is_plain_call
 from emblib.tables.tbe import TableBatchedEmbeddingBags
 from emblib.tables.tt import TableBatchedTTEmbeddingBags
 
@@ -145,7 +145,7 @@ class QuantizedEmbeddingBags(nn.Module):
     packed: Tensor
     features: Tensor
     bounds_violations: Tensor
-    _check: CheckOnTheWay | None = None
+    _check: LookupBoundsCheck | None = None
 
     def __init__(
         self,
@@ -416,10 +416,10 @@ class QuantizedEmbeddingBags(nn.Module):
         self, indices: Tensor, offsets: Tensor, sample_weights: Tensor | None
     ) -> Tensor | None:
         """Check and look up a batch in one op; return None for an invalid one on the CPU."""
-        on_the_way = self._check
-        if on_the_way is None or not on_the_way.is_of(self):
-            self._check = on_the_way = CheckOnTheWay(self)
-        check = on_the_way.begin() if on_the_way.counts else on_the_way.check
+        own_check = self._check
+        if own_check is None or not own_check.matches(self):
+            self._check = own_check = LookupBoundsCheck(self)
+        check = own_check.begin() if own_check.counts else own_check.check
         outputs = _lookup_checked(
             self.packed,
             self.features,
@@ -433,8 +433,8 @@ class QuantizedEmbeddingBags(nn.Module):
             check.mode,
             check.violations,
         )
-        if on_the_way.counts:
-            on_the_way.end(self, check)
+        if own_check.counts:
+            own_check.end(self, check)
         return outputs[0] if outputs else None
 
     def nbytes(self) -> dict[str, int]:

@@ -93,7 +93,7 @@ def is_plain_call(
     )
 
 
-class CheckOnTheWay:
+class LookupBoundsCheck:
     """The bounds check that lookup ops of a module make, and the report of the violations.
 
     If `counts` is true (on a GPU in mode WARNING), call `begin` before the op and `end` after it;
@@ -111,7 +111,7 @@ class CheckOnTheWay:
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()  # the copy of a module makes its own
 
-    def is_of(self, module: base.ChecksBounds) -> bool:
+    def matches(self, module: base.ChecksBounds) -> bool:
         """Return whether a module still has the options of this check."""
         is_same = self.check.violations is module.bounds_violations
         return is_same and self._mode is module.bounds_check
@@ -147,7 +147,7 @@ def update_in_one_op(tiers: autograd.Tiers, *arguments: Any) -> None:
 class ShortCalls:
     """Arguments that all calls of a module share, until its tensors or options change.
 
-    `suit` tells whether a call is short: tables are in the memory of their device, and backward
+    `is_short` tells whether a call is short: tables are in the memory of their device, and backward
     updates them. A copy or pickle of this object is None: the copy of a module makes its own.
     """
 
@@ -157,14 +157,14 @@ class ShortCalls:
         self._bounds_check = module.bounds_check
         self._tensors = module.call_tensors()
         weights = self._tensors[0]
-        self.suit = weights is not None and _is_plain(module)
-        if weights is None or not self.suit:
+        self.is_short = weights is not None and _is_plain(module)
+        if weights is None or not self.is_short:
             return
         self._weights, self._address = weights, weights.data_ptr()
         self._anchor = module.grad_anchor
         self._device = module.features.device
         self._is_cuda = self._device.type == "cuda"
-        self._check = CheckOnTheWay(module)
+        self._check = LookupBoundsCheck(module)
         self.tiers = tiers()
         self.rule = autograd.UpdateRule.of(module.optimizer)
         features = module.features
@@ -177,7 +177,7 @@ class ShortCalls:
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
 
-    def are_of(self, module: ShortCallTables) -> bool:
+    def matches(self, module: ShortCallTables) -> bool:
         """Return whether a module still has the tensors and options of its last call."""
         tensors = module.call_tensors()
         return (
@@ -186,10 +186,10 @@ class ShortCalls:
             and self._bounds_check is module.bounds_check
             and len(tensors) == len(self._tensors)
             and all(map(operator.is_, tensors, self._tensors))
-            and (not self.suit or self._weights.data_ptr() == self._address)
+            and (not self.is_short or self._weights.data_ptr() == self._address)
         )
 
-    def take(
+    def can_serve(
         self,
         module: ShortCallTables,
         indices: Tensor,
@@ -202,7 +202,7 @@ class ShortCalls:
         is made only for its backward.
         """
         return (
-            self.suit
+            self.is_short
             and not module.needs_long_calls
             and is_plain_call(self._device, indices, offsets, sample_weights)
             and getattr(DistributedDataParallel, "_active_ddp_module", None) is None
@@ -332,12 +332,12 @@ class CachedCalls(ShortCalls):
     ) -> None:
         super().__init__(module, tiers)
         self._prefetcher = prefetcher
-        self.suit = self.suit and prefetcher.fetches_at_once
-        if self.suit:
+        self.is_short = self.is_short and prefetcher.fetches_at_once
+        if self.is_short:
             self._moved_tiers = prefetcher.moved_tiers(self.tiers)
             self._no_check = self._check.check._replace(mode=None)
 
-    def take(
+    def can_serve(
         self,
         module: ShortCallTables,
         indices: Tensor,
@@ -346,7 +346,7 @@ class CachedCalls(ShortCalls):
     ) -> bool:
         """Return whether a call can take this path; False if backward repeats it."""
         return (
-            super().take(module, indices, offsets, sample_weights)
+            super().can_serve(module, indices, offsets, sample_weights)
             and running_forward(training=module.training) is None
         )
 

@@ -223,7 +223,7 @@ class TableBatchedEmbeddingBags(FusedTables):
         refuse_tangents("per_sample_weights", per_sample_weights)
         if batch_sizes is None and not torch.compiler.is_compiling():
             calls = self._current_calls()
-            if calls.take(self, indices, offsets, per_sample_weights):
+            if calls.can_serve(self, indices, offsets, per_sample_weights):
                 return calls(self, indices, offsets, per_sample_weights)
         if autograd.updates_in_backward(self.optimizer):
             self._check_weights()
@@ -249,7 +249,7 @@ class TableBatchedEmbeddingBags(FusedTables):
     def _current_calls(self) -> ShortCalls:
         """Return the prepared calls, remade if the module has changed."""
         calls = self._calls
-        return calls if calls is not None and calls.are_of(self) else self._prepare_calls()
+        return calls if calls is not None and calls.matches(self) else self._prepare_calls()
 
     @property
     def memory(self) -> Memory:
@@ -337,7 +337,7 @@ class TableBatchedEmbeddingBags(FusedTables):
         overflow = apply(tiers, self.optimizer, contributions, table, self._locate)
         self._begun_steps_at_update = self._num_begun_steps
         if self._prefetcher is not None:
-            self._prefetcher.used()
+            self._prefetcher.end_use()
         if overflow is not None:  # for a GradScaler, see FusedOptimizer
             grad_before = self.grad_anchor.grad
             self.grad_anchor.grad = overflow if grad_before is None else grad_before + overflow
@@ -471,7 +471,7 @@ class TableBatchedEmbeddingBags(FusedTables):
         super()._apply_gradients()
         self._begun_steps_at_update = self._num_begun_steps
         if self._prefetcher is not None:
-            self._prefetcher.used()
+            self._prefetcher.end_use()
 
     def prefetch(
         self,
@@ -509,7 +509,7 @@ class TableBatchedEmbeddingBags(FusedTables):
     ) -> None:
         """Prefetch outside compiled graphs: batches in flight are tracked in Python."""
         calls = None if batch_sizes is not None or reading is not None else self._current_calls()
-        if isinstance(calls, CachedCalls) and calls.take(self, *batch_id, None):
+        if isinstance(calls, CachedCalls) and calls.can_serve(self, *batch_id, None):
             calls.prefetch(self, batch_id)
             return
         timed: contextlib.AbstractContextManager[None] = contextlib.nullcontext()

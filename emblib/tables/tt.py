@@ -349,9 +349,9 @@ class TableBatchedTTEmbeddingBags(FusedTables):
             offsets = append_last_offset(indices, offsets)
         if not torch.compiler.is_compiling():
             calls = self._calls
-            if calls is None or not calls.are_of(self, cores):
+            if calls is None or not calls.matches(self, cores):
                 calls = self._prepare_calls(cores)
-            if calls.take(self, indices, offsets, per_sample_weights):
+            if calls.can_serve(self, indices, offsets, per_sample_weights):
                 return calls(self, indices, offsets, per_sample_weights, batch_sizes)
         self._check_frozen()
         batch = self._batch(indices, offsets, batch_sizes)

@@ -48,8 +48,8 @@ class TrainBatch(NamedTuple):
 class ShortTrainCalls:
     """Arguments that all calls of a module share, until its tensors or options change.
 
-    `suit` is whether calls need nothing but updates of the cores in backward. A copy or pickle of
-    this object is None: the copy of a module makes its own.
+    `is_short` is whether calls need nothing but updates of the cores in backward. A copy or pickle
+    of this object is None: the copy of a module makes its own.
     """
 
     def __init__(self, module: TableBatchedTTEmbeddingBags, cores: list[Any]) -> None:
@@ -57,12 +57,12 @@ class ShortTrainCalls:
         self._buffers = tuple(module._buffers.values())
         self._cores, self._is_checked = cores, torch.is_grad_enabled()
         features = module.features
-        self.suit = (
+        self.is_short = (
             type(features) is Tensor
             and (features.is_cpu or features.is_cuda)
             and autograd.updates_in_backward(module.optimizer)
         )
-        if not self.suit:
+        if not self.is_short:
             return
         layout = module.core_layout
         self._device, self._is_cuda = features.device, features.is_cuda
@@ -71,7 +71,7 @@ class ShortTrainCalls:
         self._hyperparams, self._features = module.hyperparams, features
         self._tables = (module.table_ids, module.feature_table_ids, features)
         self._shape = layout[:3]
-        self._max_saved = tt.max_kept_prefixes(layout, cores)
+        self._max_saved = tt.max_saved_left_halves(layout, cores)
         self._max_lookups = tt.max_lookups_at_once(layout, features.device)
         self._mode = codes.BOUNDS_CHECK.get(module.bounds_check.value)  # None for NONE
         self._matmul = codes.MATMUL_PRECISION[module.precision.matmul.value]
@@ -83,7 +83,7 @@ class ShortTrainCalls:
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
 
-    def are_of(self, module: TableBatchedTTEmbeddingBags, cores: list[Any]) -> bool:
+    def matches(self, module: TableBatchedTTEmbeddingBags, cores: list[Any]) -> bool:
         """Return whether a module still has the tensors and options of its last call."""
         buffers = module._buffers
         return (
@@ -96,7 +96,7 @@ class ShortTrainCalls:
             and (self._is_checked or not torch.is_grad_enabled())
         )
 
-    def take(
+    def can_serve(
         self,
         module: TableBatchedTTEmbeddingBags,
         indices: Tensor,
@@ -109,7 +109,7 @@ class ShortTrainCalls:
         tables are frozen or share cores, or the CPU looks the batch up in chunks.
         """
         return (
-            self.suit
+            self.is_short
             and base.is_eager(indices)
             and type(offsets) is Tensor
             and indices.device == self._device

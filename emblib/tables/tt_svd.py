@@ -90,7 +90,7 @@ def decompose(
         initial_spec = TTSpec(rows, dim, (1,) * (2 if ranks is None else len(ranks)))
     else:
         initial_spec = spec
-    max_ranks = shapes.most_ranks(initial_spec.row_factors, initial_spec.dim_factors)
+    max_ranks = shapes.max_ranks(initial_spec.row_factors, initial_spec.dim_factors)
     wanted_ranks = (
         max_ranks
         if error is not None
@@ -104,7 +104,7 @@ def decompose(
         for _ in range(_FIT_SWEEPS):
             cores = _fit_outer(weight, cut_spec, cores, counts)
     cores = [core.to(dtype).float() for core in cores]
-    result = _measured(weight, cut_spec, cores, counts)
+    result = _with_errors(weight, cut_spec, cores, counts)
     hot = "" if result.hot_error is None else f", of the hottest 1% of rows {result.hot_error:.3g}"
     _LOG.info(
         "made a tensor train of ranks %s from a %d x %d table: relative error %.3g%s",
@@ -349,7 +349,7 @@ def _counted_chunks(
         yield ids, (weight.detach()[ids], counts.to(weight.device)[ids])
 
 
-def _measured(
+def _with_errors(
     weight: Tensor, spec: TTSpec, cores: list[Tensor], counts: Tensor | None
 ) -> Decomposition:
     """Compute the errors of the cores, in blocks of rows with one first digit."""

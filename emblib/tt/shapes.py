@@ -37,7 +37,7 @@ def dim_factors(dim: int, cores: int) -> tuple[int, ...]:
     )
 
 
-def most_ranks(row_factors: Sequence[int], dim_factors: Sequence[int]) -> tuple[int, ...]:
+def max_ranks(row_factors: Sequence[int], dim_factors: Sequence[int]) -> tuple[int, ...]:
     """Return the largest rank that the cores on the two sides of each cut can use.
 
     Rank k connects the first k cores to the others. As a matrix of `prod(p_j * q_j)` rows (j < k)
@@ -51,9 +51,9 @@ def most_ranks(row_factors: Sequence[int], dim_factors: Sequence[int]) -> tuple[
 def check_ranks(
     ranks: Sequence[int], row_factors: Sequence[int], dim_factors: Sequence[int]
 ) -> None:
-    """Raise ValueError unless every rank is one that its cores can use, see `most_ranks`."""
+    """Raise ValueError unless every rank is one that its cores can use, see `max_ranks`."""
     for k, (rank, max_rank) in enumerate(
-        zip(ranks, most_ranks(row_factors, dim_factors), strict=True)
+        zip(ranks, max_ranks(row_factors, dim_factors), strict=True)
     ):
         if not 1 <= rank <= max_rank:
             raise ValueError(

@@ -86,32 +86,76 @@ def test_an_interrupted_step_trains_each_row_or_not(eviction: RowEviction) -> No
         assert any(torch.equal(cores, m.trains.to_dense(0)) for m in (first, after)), attempt.where
 
 
-def test_a_copy_of_an_interrupted_choice_has_the_index_of_its_rows(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+BOTH = torch.arange(2 * LOOKUPS + 1)
+
+
+def train_both(bags: CachedTTEmbeddingBags, step: int) -> None:
+    bags(batch(step)[0].repeat(2), BOTH).sum().backward()
+
+
+def check_lookups(bags: CachedTTEmbeddingBags) -> None:
+    """Compare lookups of every row of both tables with `to_dense`."""
+    with torch.no_grad():
+        looked_up = bags(torch.arange(ROWS).repeat(2), torch.arange(2 * ROWS + 1)).split(4, dim=1)
+    for table, rows in enumerate(looked_up):
+        torch.testing.assert_close(rows, bags.to_dense(table))
+
+
+def interrupt(*arguments: object) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.fixture
+def interrupted(monkeypatch: pytest.MonkeyPatch) -> CachedTTEmbeddingBags:
+    """Two tables; a choice was interrupted when table 0 had new rows, which the index lacks."""
     torch.manual_seed(0)
     spec = TTSpec(ROWS, 4, (2,), (8, 8), (2, 2))
     bags = CachedTTEmbeddingBags([spec, spec], TTCache(8), optim.Adagrad(0.1))
-    offsets = torch.arange(2 * LOOKUPS + 1)
-
-    def train_both(module: CachedTTEmbeddingBags, step: int) -> None:
-        module(batch(step)[0].repeat(2), offsets).sum().backward()
-
-    def interrupt(keys: Tensor) -> None:
-        raise KeyboardInterrupt
-
     train_both(bags, 0)
     bags.populate()
     train_both(bags, 1)
     with monkeypatch.context() as patch:
         patch.setattr(bags.index, "erase", interrupt)
-        with pytest.raises(KeyboardInterrupt):  # table 0 has new rows, which its index lacks
+        with pytest.raises(KeyboardInterrupt):
             bags.populate()
-    copied = copy.deepcopy(bags)
+    return bags
+
+
+def test_a_copy_of_an_interrupted_choice_has_the_index_of_its_rows(
+    interrupted: CachedTTEmbeddingBags,
+) -> None:
+    copied = copy.deepcopy(interrupted)
     copied.populate()  # replaces the rows of table 1 only
     train_both(copied, 2)
-    every_id = torch.arange(ROWS).repeat(2)
-    with torch.no_grad():
-        looked_up = copied(every_id, torch.arange(2 * ROWS + 1)).split(4, dim=1)
-    for table, rows in enumerate(looked_up):
-        torch.testing.assert_close(rows, copied.to_dense(table))
+    check_lookups(copied)
+
+
+def test_a_choice_after_an_interrupted_one_has_the_index_of_all_tables(
+    interrupted: CachedTTEmbeddingBags,
+) -> None:
+    interrupted.populate()  # replaces the rows of table 1 only
+    train_both(interrupted, 2)
+    check_lookups(interrupted)
+
+
+def test_lookups_after_an_interrupted_load_read_the_loaded_rows(
+    monkeypatch: pytest.MonkeyPatch, interrupted: CachedTTEmbeddingBags
+) -> None:
+    empty = CachedTTEmbeddingBags(interrupted.tables, interrupted.cache, optim.Adagrad(0.1))
+    train_both(empty, 0)  # which notes that no rows are stored
+    with monkeypatch.context() as patch:
+        patch.setattr(empty, "finish_load", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            empty.load_state_dict(interrupted.state_dict())
+    check_lookups(empty)
+
+
+def test_lookups_after_an_interrupted_reset_read_no_removed_rows(
+    monkeypatch: pytest.MonkeyPatch, interrupted: CachedTTEmbeddingBags
+) -> None:
+    check_lookups(interrupted)
+    with monkeypatch.context() as patch:
+        patch.setattr(interrupted, "_rebuild_index", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            interrupted.reset_parameters()
+    check_lookups(interrupted)

@@ -45,7 +45,7 @@ def _is_short(out: Tensor) -> bool:
 
 
 def _without_short_calls(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ShortCalls, "take", lambda *_: False)
+    patch.setattr(ShortCalls, "can_serve", lambda *_: False)
 
 
 def _tensors(module: TableBatchedEmbeddingBags) -> list[Tensor]:

@@ -48,7 +48,7 @@ def trained(module: TableBatchedTTEmbeddingBags, path: str, **arguments: Any) ->
 
 
 def without_short_calls(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ShortTrainCalls, "take", lambda *_: False)
+    patch.setattr(ShortTrainCalls, "can_serve", lambda *_: False)
 
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

@@ -52,7 +52,7 @@ def test_a_tensor_train_is_found_again(spec: TTSpec) -> None:
         assert distance(expanded(made), weight) == pytest.approx(made.error, abs=1e-5)
         assert made.hot_error is None
         assert decompose(weight, spec, error=1e-3).spec.ranks == spec.ranks
-    most = shapes.most_ranks(spec.row_factors, spec.dim_factors)
+    most = shapes.max_ranks(spec.row_factors, spec.dim_factors)
     assert decompose(weight, spec, ranks=[9999] * len(most)).error < 1e-4
 
 

@@ -167,7 +167,7 @@ class _GroupTables:
                 "the parameters of a group are those of its tables: make a new FusedOptimizer"
             )
         changes = hyperparameters.changes_of_group(self._optimizer, entries)
-        return changes, hyperparameters.replaced(self._optimizer, changes.fields)
+        return changes, hyperparameters.with_changes(self._optimizer, changes.fields)
 
     def _write_module(self, module: Any, fields: dict[str, Any]) -> None:
         other_fields = {name: value for name, value in fields.items() if name != "lr"}

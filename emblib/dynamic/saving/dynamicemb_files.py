@@ -297,7 +297,7 @@ def read(
     arguments = arguments_of(directory, name)
     strategy = arguments.get("evict_strategy", _STRATEGIES.get(layout.order))
     ages = str(strategy).endswith("KLru")
-    stamps, ranked = _ranks_of_scores(scores, keys.numel(), layout, ages=ages, name=name)
+    stamps, ranked = _stamps_and_scores(scores, keys.numel(), layout, ages=ages, name=name)
     counted = files.read("counter_keys", torch.int64)
     times = files.read("counter_frequencies", torch.int64)
     if (counted is None) != (times is None) or (
@@ -547,7 +547,7 @@ def _arguments(path: Path) -> dict[str, Any]:
     return arguments
 
 
-def _ranks_of_scores(
+def _stamps_and_scores(
     scores: Tensor | None, count: int, layout: Layout, *, ages: bool, name: str
 ) -> tuple[Tensor, Tensor | None]:
     """Return stamps and scores of entries; stamps are 1 if no file has times of use.

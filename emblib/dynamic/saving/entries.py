@@ -18,7 +18,7 @@ from emblib.dynamic import keys as routing
 WEIGHT = "weight"  # name of the weights among the rows of an entry
 
 
-class Chosen:
+class SelectedRows:
     """A selection of rows of a tensor or of other rows; only indexing copies."""
 
     dtype: torch.dtype
@@ -33,7 +33,7 @@ class Chosen:
         return self._rows[self._positions[index.to(self._positions.device)]].detach()
 
 
-class Joined:
+class ConcatenatedRows:
     """A concatenation of rows; only indexing copies."""
 
     dtype: torch.dtype
@@ -58,7 +58,7 @@ class Joined:
         return out
 
 
-Rows = Tensor | Chosen | Joined
+Rows = Tensor | SelectedRows | ConcatenatedRows
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class Entries:
             self.keys[index],
             self.stamps[index],
             None if self.scores is None else self.scores[index],
-            {name: Chosen(rows, index) for name, rows in self.rows.items()},
+            {name: SelectedRows(rows, index) for name, rows in self.rows.items()},
         )
 
     def sorted(self) -> "Entries":
@@ -173,7 +173,7 @@ def concatenate(all_entries: Sequence[Entries]) -> Entries:
         torch.cat([entries.stamps for entries in all_entries]),
         torch.cat(scores) if scores else None,
         {
-            name: Joined([entries.rows[name] for entries in all_entries])
+            name: ConcatenatedRows([entries.rows[name] for entries in all_entries])
             for name in all_entries[0].rows
         },
     )

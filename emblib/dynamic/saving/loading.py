@@ -17,7 +17,7 @@ from emblib.dynamic.hash_index import MAX_TICK, HashIndex, RowBuffers
 from emblib.dynamic.saving import entries as of_entries
 from emblib.dynamic.saving.dump_tables import rows_at_a_time
 from emblib.dynamic.saving.dumps import DumpProgress, Report
-from emblib.dynamic.saving.entries import WEIGHT, Chosen, Entries
+from emblib.dynamic.saving.entries import WEIGHT, Entries, SelectedRows
 from emblib.ops import codes, hash
 from emblib.ops.hash import SCORED, SLOTS, Keys
 from emblib.reference.random import GOLDEN, mix
@@ -242,7 +242,7 @@ def export(target: TableTarget, since: int | None = None) -> Entries:
     Keys, stamps and scores are copies on the CPU; rows are copied when they are indexed.
     """
     entries = target.index.export(target.table, since)
-    rows = {name: Chosen(view, entries.slots) for name, view in target.views.items()}
+    rows = {name: SelectedRows(view, entries.slots) for name, view in target.views.items()}
     scores = None if entries.scores is None else entries.scores.cpu()
     return Entries(entries.keys.cpu(), entries.stamps.cpu(), scores, rows)
 

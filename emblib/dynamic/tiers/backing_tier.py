@@ -24,7 +24,7 @@ from emblib.dynamic.eviction import EvictionLog
 from emblib.dynamic.hash_index import HashIndex, InsertedBatch
 from emblib.dynamic.rows import RowLayout
 from emblib.dynamic.saving.dumps import DumpProgress, Report
-from emblib.dynamic.saving.entries import Chosen, Entries, Joined, best_first
+from emblib.dynamic.saving.entries import ConcatenatedRows, Entries, SelectedRows, best_first
 from emblib.dynamic.saving.loading import Loaded
 from emblib.dynamic.tiers.store import (
     BATCH,
@@ -457,7 +457,7 @@ class BackingTier:
                 column.append(values)
         keys, stamps, scores = (torch.cat(column) for column in columns)
         joined = {
-            name: Joined([fast.rows[name], _RowsInStore(self, table, buffer, keys)])
+            name: ConcatenatedRows([fast.rows[name], _RowsInStore(self, table, buffer, keys)])
             for buffer, name in enumerate(self.fast.layout.names)
         }
         return Entries(
@@ -582,7 +582,7 @@ class BackingTier:
             self.store.clear(t)
 
 
-class _RowsInStore(Chosen):
+class _RowsInStore(SelectedRows):
     """One kind of value of keys in the store, read when it is indexed."""
 
     def __init__(self, tier: BackingTier, table: int, buffer: int, keys: Tensor) -> None:

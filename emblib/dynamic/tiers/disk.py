@@ -60,7 +60,7 @@ from emblib.tables.page_sums import (
     WIDTH,
     PageSums,
     check_upgrade,
-    explained,
+    mentioning_restart,
     num_pages,
     pages_of,
 )
@@ -280,7 +280,7 @@ class RowFile:
         """Return the number of rows that are not in the fast tier."""
         return self.allocator.size - int(self.in_fast_tier[: self.top].sum(dtype=torch.int64))
 
-    def found(self, keys: Tensor) -> FoundRows:
+    def read_stored(self, keys: Tensor) -> FoundRows:
         """Return the rows of the stored keys."""
         at, slots = self.find_stored(keys)
         return FoundRows(at, self.rows(slots))
@@ -415,7 +415,7 @@ class DiskRows:
                 sums.accept_all()
             return
         interrupted = self._journal.interrupted
-        with explained(interrupted=interrupted):
+        with mentioning_restart(interrupted=interrupted):
             for row_file, roots in zip(self._row_files, self._roots, strict=True):
                 for sums, root in zip(row_file.sums, roots, strict=True):
                     sums.check_root(root)
@@ -498,7 +498,7 @@ class DiskRows:
 
     def read(self, table: int, keys: Tensor) -> FoundRows:
         """See `RowStore`."""
-        return self._row_file(table).found(keys.detach().to("cpu", torch.int64))
+        return self._row_file(table).read_stored(keys.detach().to("cpu", torch.int64))
 
     def lift(self, table: int, keys: Tensor) -> None:
         """See `RowStore`; this writes to no file."""
