@@ -119,7 +119,7 @@ def render_once() -> Callable[..., list[str]]:
         drawn.append(figure.name)
         if len(drawn) == 1:
             return draw(figure, subtitle, folder)
-        canvas = style.sheet(figure, subtitle)
+        canvas = style.draw_sheet(figure, subtitle)
         canvas.set_layout_engine("none")
         canvas.savefig(folder / f"{figure.name}.png", dpi=80)
         (folder / f"{figure.name}.svg").touch()
