@@ -603,8 +603,6 @@ inline RowTile divide_rows(int64_t num_rows, int64_t mean_dim, int64_t warps) {
   return tile;
 }
 
-// The columns of a chunk are divided among at most so many blocks.
-inline constexpr int64_t kMaxChunkStripes = 64;
 // Blocks per multiprocessor of the kernels that plan and sum chunks, which are grid-stride.
 inline constexpr int kChunkBlocksPerSm = 8;
 
@@ -614,7 +612,7 @@ void launch_chunks(const Launcher& launcher, const DeviceGradArgs& args, int64_t
   const int64_t slots = num_chunk_slots(args.num_lookups);
   if (slots == 0) return;
   const int lanes = lanes_for(mean_dim, kColumns);
-  const unsigned stripes = blocks_for(mean_dim, lanes * kColumns, kMaxChunkStripes);
+  const unsigned stripes = blocks_for(mean_dim, lanes * kColumns, kMaxStripes);
   launcher(chunk_kernel<G>,
            simt::Dim3(blocks_for(slots, 1, launcher.blocks(kChunkBlocksPerSm)), stripes),
            kChunkThreads, args, lanes);
