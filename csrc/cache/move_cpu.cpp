@@ -52,9 +52,9 @@ CacheMemory check_memory(const char* op, std::vector<Tensor>& weights, std::vect
 }
 
 void move_batch(const CacheMemory& memory, const CacheMoves& moves, int64_t count) {
-  parallel_balanced(
-      count, kGrain, [](int64_t u) { return u; },
-      [&](int64_t begin, int64_t end) { move_table().move(memory, moves, begin, end); });
+  parallel_balanced(count, kGrain, kUnitCost, [&](int64_t begin, int64_t end) {
+    move_table().move(memory, moves, begin, end);
+  });
 }
 
 namespace {
@@ -93,11 +93,9 @@ void cache_flush_(std::vector<Tensor> weights, std::vector<Tensor> states, const
   const char* op = "cache_flush_";
   const CacheMemory memory = check_memory(op, weights, states, hyper, tables);
   check_tags(op, tags);
-  parallel_balanced(
-      tags.numel(), kGrain, [](int64_t slot) { return slot; },
-      [&](int64_t begin, int64_t end) {
-        move_table().flush(memory, tags.const_data_ptr<int64_t>(), begin, end);
-      });
+  parallel_balanced(tags.numel(), kGrain, kUnitCost, [&](int64_t begin, int64_t end) {
+    move_table().flush(memory, tags.const_data_ptr<int64_t>(), begin, end);
+  });
 }
 
 }  // namespace

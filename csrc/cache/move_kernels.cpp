@@ -7,6 +7,8 @@
 namespace emb::EMB_ISA {
 namespace {
 
+// Functions that are called for every tensor of a row are EMB_HD here only for its forced inlining.
+
 constexpr int kBlock = 8;  // rows whose lines are prefetched before the first of them is copied
 
 // Return the address of the row at a location in a tensor.
@@ -45,6 +47,7 @@ void convert_randomly(To* to, const From* from, int64_t n, const Rounding& round
 // Call `visit` with `data` as a pointer to elements of dtype `type`.
 template <class Visitor>
 EMB_HD void visit_dtype(Dtype type, void* data, const Visitor& visit) {
+  static_assert(kDtypes == 3, "visit the new dtype");
   if (type == Dtype::kFloat) return visit(static_cast<float*>(data));
   if (type == Dtype::kHalf) return visit(static_cast<half16*>(data));
   visit(static_cast<bfloat16*>(data));
@@ -85,16 +88,19 @@ EMB_HD void prefetch_location(const CacheMemory& memory, const TierRow& row,
   }
 }
 
-// A row to fetch (`in`) into `slot`, and the row there to write back (`out`; dim 0 for none).
+// A row to fetch (`fetched`) into `slot`, and the row there to write back (`written_back`; dim 0
+// for none).
 struct Move {
-  TierRow in, out;
+  TierRow fetched, written_back;
   int64_t slot;
 };
 
-// CacheMoveTable::move.
+// Move entries [begin, end): write back evicted[u], then fetch rows[u]. Entries whose row or slot
+// does not exist are skipped, as on a GPU: contents are not checked before, and the accesses would
+// be outside the tensors.
 void move(const CacheMemory& memory, const CacheMoves& moves, int64_t begin, int64_t end) {
   const Rounding rounding(memory.hyper);
-  const Rounding* random = rounding.stochastic ? &rounding : nullptr;
+  const Rounding* stochastic_rounding = rounding.stochastic ? &rounding : nullptr;  // null: nearest
   for (int64_t u = begin; u < end;) {
     Move block[kBlock];
     int count = 0;
@@ -103,37 +109,41 @@ void move(const CacheMemory& memory, const CacheMoves& moves, int64_t begin, int
       Move& next = block[count];
       next = {find_tier_row(memory, moves.rows[u]), find_tier_row(memory, moves.evicted[u]),
               moves.row_slots[u]};
-      if (!fits(memory, next.in, next.slot)) continue;
-      prefetch_location<false>(memory, next.in, next.in.location);
-      prefetch_location<true>(memory, next.in, slot_location(next.in, next.slot));
-      if (next.out.dim > 0) prefetch_location<true>(memory, next.out, next.out.location);
+      if (!fits(memory, next.fetched, next.slot)) continue;
+      prefetch_location<false>(memory, next.fetched, next.fetched.location);
+      prefetch_location<true>(memory, next.fetched, slot_location(next.fetched, next.slot));
+      if (next.written_back.dim > 0)
+        prefetch_location<true>(memory, next.written_back, next.written_back.location);
       ++count;
     }
     for (int i = 0; i < count; ++i) {
       const Move& current = block[i];
-      const RowLocation slot = slot_location(current.in, current.slot);
-      if (current.out.dim > 0) copy_row(memory, current.out, slot, current.out.location, random);
-      copy_row(memory, current.in, current.in.location, slot, nullptr);
+      const RowLocation slot = slot_location(current.fetched, current.slot);
+      if (current.written_back.dim > 0)
+        copy_row(memory, current.written_back, slot, current.written_back.location,
+                 stochastic_rounding);
+      copy_row(memory, current.fetched, current.fetched.location, slot, nullptr);
     }
   }
 }
 
-// CacheMoveTable::flush.
+// Write back the rows in slots [begin, end), skipping empty slots and tags of no cached row.
 void flush(const CacheMemory& memory, const int64_t* tags, int64_t begin, int64_t end) {
   const Rounding rounding(memory.hyper);
-  const Rounding* random = rounding.stochastic ? &rounding : nullptr;
+  const Rounding* stochastic_rounding = rounding.stochastic ? &rounding : nullptr;  // null: nearest
   for (int64_t slot = begin; slot < end;) {
     Move block[kBlock];
     int count = 0;
     for (; slot < end && count < kBlock; ++slot) {
       block[count] = {{}, find_tier_row(memory, tags[slot]), slot};
-      if (!fits(memory, block[count].out, slot)) continue;
-      prefetch_location<true>(memory, block[count].out, block[count].out.location);
+      if (!fits(memory, block[count].written_back, slot)) continue;
+      prefetch_location<true>(memory, block[count].written_back,
+                              block[count].written_back.location);
       ++count;
     }
     for (int i = 0; i < count; ++i) {
-      const TierRow& row = block[i].out;
-      copy_row(memory, row, slot_location(row, block[i].slot), row.location, random);
+      const TierRow& row = block[i].written_back;
+      copy_row(memory, row, slot_location(row, block[i].slot), row.location, stochastic_rounding);
     }
   }
 }

@@ -23,21 +23,26 @@ namespace {
 
 constexpr int64_t kGrain = 2048;  // rows, or misses: smallest range that gets a thread
 
-// The distinct rows of a batch, ascending. Those from position `first_cached` on are cached rows:
-// rows of tables with a cache.
+// The distinct rows of a batch, ascending. Those from position `first_cacheable` on are cacheable:
+// rows of tables with a cache, in the cache or not.
 struct BatchRows {
   const int64_t* rows;      // [num_rows]
   const int32_t* segments;  // [num_rows + 1]; null if lookups are not counted
-  int64_t first_cached, num_rows;
+  int64_t first_cacheable, num_rows;
+
+  int64_t num_cacheable() const { return num_rows - first_cacheable; }
+  // Return the number of chunks into which the cacheable rows are divided, at least one.
+  int64_t num_chunks() const {
+    return std::clamp<int64_t>(num_cacheable() / kGrain, 1, num_threads());
+  }
 
   // Return the position of the first row that is at least `row`.
   int64_t find(int64_t row) const { return std::lower_bound(rows, rows + num_rows, row) - rows; }
-  // Divide the cached rows into equal chunks; return their bounds, at least two.
+  // Divide the cacheable rows into equal chunks; return their bounds, at least two.
   std::vector<int64_t> chunk_bounds() const {
-    const int64_t parts = std::clamp<int64_t>((num_rows - first_cached) / kGrain, 1, num_threads());
+    const int64_t parts = num_chunks();
     std::vector<int64_t> bounds(parts + 1);
-    for (int64_t p = 0; p <= parts; ++p)
-      bounds[p] = first_cached + (num_rows - first_cached) * p / parts;
+    for (int64_t p = 0; p <= parts; ++p) bounds[p] = first_cacheable + num_cacheable() * p / parts;
     return bounds;
   }
 };
@@ -70,14 +75,14 @@ BatchRows check_batch(const char* op, const Tensor& tables, const int64_t* rows,
            (batch.rows[0] >= 0 && batch.rows[batch.num_rows - 1] < end_of_rows(table, num_tables))),
       op, ": rows must be distinct, ascending and of the tables, and segments must ",
       "not decrease: pass what tbe_group returns");
-  batch.first_cached = batch.find(first_cached_row(table, num_tables));
+  batch.first_cacheable = batch.find(first_cached_row(table, num_tables));
   return batch;
 }
 
-// Fill the entries of `out`, [n], of rows that are not cached, and those after the last row.
+// Fill the entries of `out`, [n], of rows that are not cacheable, and those after the last row.
 template <class T>
-void fill_outside(T* out, const BatchRows& batch, int64_t n, int64_t value) {
-  std::fill(out, out + batch.first_cached, static_cast<T>(value));
+void fill_uncacheable_and_tail(T* out, const BatchRows& batch, int64_t n, int64_t value) {
+  std::fill(out, out + batch.first_cacheable, static_cast<T>(value));
   std::fill(out + batch.num_rows, out + n, static_cast<T>(value));
 }
 
@@ -91,8 +96,7 @@ class BatchCounters {
 
   // Allocate all memory that counting the batch needs.
   void reserve(const BatchRows& batch) {
-    max_parts_ =
-        std::clamp<int64_t>((batch.num_rows - batch.first_cached) / kGrain, 1, num_threads());
+    max_parts_ = batch.num_chunks();  // there are no more misses than cacheable rows
     partial_counters_.assign(max_parts_ * (num_tables_ + 1) * kCounters, 0);
   }
 
@@ -140,7 +144,7 @@ class BatchCounters {
       add_both(table, kLookupMisses, lookups);
       add_both(table, kConflictUniqueMisses, conflict);
       add_both(table, kConflictMisses, conflict ? lookups : 0);
-      if (args.evicted[u] < 0) continue;
+      if (args.evicted[u] == kNoRow || args.evicted[u] == kNoMove) continue;
       const int evicted_table = find_table(tables_, num_tables_, args.evicted[u]);
       if (evicted_table >= 0) add_both(evicted_table, kWriteBacks, 1);
     }
@@ -154,23 +158,25 @@ class BatchCounters {
       partial_counters_;  // [parts, tables + 1, kCounters], for each part of the misses
 };
 
-// A copy of the sets of a batch, made before its plan; `restore` undoes the plan.
+// A copy of the sets of a batch, made before its plan; `restore` undoes the plan. It must save
+// everything that CachePlanTable::probe and admit write, outputs aside: tags, usage words and, for
+// LFU, counts.
 class SavedSets {
  public:
   SavedSets(const CachePlanArgs& args, const BatchRows& batch) : args_(args), batch_(batch) {
     const CacheState& cache = args.cache;
-    for (int64_t u = batch.first_cached; u < batch.num_rows; ++u) {
+    for (int64_t u = batch.first_cacheable; u < batch.num_rows; ++u) {
       sets_.push_back(set_of(batch.rows[u], cache.sets));
     }
     std::sort(sets_.begin(), sets_.end());
     sets_.erase(std::unique(sets_.begin(), sets_.end()), sets_.end());
     for (const int64_t set : sets_) {
       tags_.insert(tags_.end(), cache.tags + set * kWays, cache.tags + (set + 1) * kWays);
-      words_.insert(words_.end(), cache.usage_words + set * kWays,
-                    cache.usage_words + (set + 1) * kWays);
+      usage_words_.insert(usage_words_.end(), cache.usage_words + set * kWays,
+                          cache.usage_words + (set + 1) * kWays);
     }
     if (cache.policy != Policy::kLfu) return;
-    for (int64_t u = batch.first_cached; u < batch.num_rows; ++u) {
+    for (int64_t u = batch.first_cacheable; u < batch.num_rows; ++u) {
       counts_.push_back(cache.counts[batch.rows[u] - cache.first_row]);
     }
     for (const int64_t tag : tags_) {
@@ -182,11 +188,11 @@ class SavedSets {
     const CacheState& cache = args_.cache;
     for (size_t i = 0; i < sets_.size(); ++i) {
       std::copy_n(tags_.data() + i * kWays, kWays, cache.tags + sets_[i] * kWays);
-      std::copy_n(words_.data() + i * kWays, kWays, cache.usage_words + sets_[i] * kWays);
+      std::copy_n(usage_words_.data() + i * kWays, kWays, cache.usage_words + sets_[i] * kWays);
     }
     if (cache.policy != Policy::kLfu) return;
     const int32_t* next = counts_.data();
-    for (int64_t u = batch_.first_cached; u < batch_.num_rows; ++u) {
+    for (int64_t u = batch_.first_cacheable; u < batch_.num_rows; ++u) {
       cache.counts[batch_.rows[u] - cache.first_row] = *next++;
     }
     for (const int64_t tag : tags_) {
@@ -199,25 +205,26 @@ class SavedSets {
 
   const CachePlanArgs& args_;
   const BatchRows& batch_;
-  std::vector<int64_t> sets_, tags_, words_;
+  std::vector<int64_t> sets_, tags_, usage_words_;
   std::vector<int32_t> counts_;  // LFU: of the rows of the batch, then of those in its sets
 };
 
-// Probe all cached rows, and list the misses in `misses`, ascending by position; it has room for
-// all cached rows. Return where each chunk of the misses begins, then their number.
+// Probe all cacheable rows, and list the misses in `misses`, ascending by position; it has room for
+// all cacheable rows. Return where each chunk of the misses begins, then their number.
 std::vector<int64_t> probe_all(const CachePlanArgs& args, const BatchRows& batch, Miss* misses) {
   const std::vector<int64_t> bounds = batch.chunk_bounds();
   const int64_t parts = static_cast<int64_t>(bounds.size()) - 1;
-  std::vector<int64_t> ends(parts + 1, 0);  // end of the misses of each part
+  std::vector<int64_t> part_begins(parts + 1, 0);  // at first, p + 1 has the misses of part p
   parallel_tasks(parts, [&](int64_t p) {
-    ends[p + 1] =
-        plan_table().probe(args, bounds[p], bounds[p + 1], misses + bounds[p] - batch.first_cached);
+    part_begins[p + 1] = plan_table().probe(args, bounds[p], bounds[p + 1],
+                                            misses + bounds[p] - batch.first_cacheable);
   });
   for (int64_t p = 0; p < parts; ++p) {
-    std::copy_n(misses + bounds[p] - batch.first_cached, ends[p + 1], misses + ends[p]);
-    ends[p + 1] += ends[p];
+    std::copy_n(misses + bounds[p] - batch.first_cacheable, part_begins[p + 1],
+                misses + part_begins[p]);
+    part_begins[p + 1] += part_begins[p];
   }
-  return ends;
+  return part_begins;
 }
 
 // Group the misses by set and let every set assign its ways; `part_begins` is what probe_all
@@ -244,7 +251,7 @@ void admit_all(const CachePlanArgs& args, const Miss* misses,
 }
 
 // A call of `cache_plan_` or `cache_evictions` with all contents checked, and its output, int32 and
-// int64 [L].
+// int64 [L] for the L entries of `rows`: the [U] of CachePlanArgs are the first of them.
 struct HostPlan {
   BatchRows batch;
   Tensor row_slots, evicted;
@@ -263,7 +270,7 @@ struct HostPlan {
                         call.num_counts >= end_of_rows(tables, num_tables) - first_row,
                     call.op, ": counts must have one entry a cached row = ",
                     end_of_rows(tables, num_tables) - first_row, ", got ", call.num_counts);
-    STD_TORCH_CHECK(call.cache.sets > 0 || batch.first_cached == batch.num_rows, call.op,
+    STD_TORCH_CHECK(call.cache.sets > 0 || batch.first_cacheable == batch.num_rows, call.op,
                     ": a cache needs at least one set");
     args = {call.cache,
             call.clock[0],
@@ -274,8 +281,8 @@ struct HostPlan {
             evicted.mutable_data_ptr<int64_t>(),
             end_of_rows(tables, num_tables)};
     args.cache.first_row = first_row;
-    fill_outside(args.row_slots, batch, call.n, -1);
-    fill_outside(args.evicted, batch, call.n, kNoMove);
+    fill_uncacheable_and_tail(args.row_slots, batch, call.n, -1);
+    fill_uncacheable_and_tail(args.evicted, batch, call.n, kNoMove);
   }
 
   static BatchRows check_contents(const PlanCall& call) {
@@ -283,8 +290,8 @@ struct HostPlan {
     return check_batch(call.op, call.tables, call.rows, call.segments, call.n, *call.count);
   }
 
-  // Plan, which changes the cache. List the misses in `misses`, which has room for all cached rows,
-  // and return their number.
+  // Plan, which changes the cache. List the misses in `misses`, which has room for all cacheable
+  // rows, and return their number.
   int64_t run(Miss* misses) const {
     const std::vector<int64_t> part_begins = probe_all(args, batch, misses);
     if (part_begins.back() > 0) admit_all(args, misses, part_begins);
@@ -297,7 +304,7 @@ struct HostPlan {
 // The contract is in cache/entries.h.
 std::tuple<Tensor, Tensor> plan_batch(const PlanCall& call) {
   const HostPlan plan(call);
-  const std::unique_ptr<Miss[]> misses(new Miss[plan.batch.num_rows - plan.batch.first_cached]);
+  const std::unique_ptr<Miss[]> misses(new Miss[plan.batch.num_cacheable()]);
   BatchCounters counters(call.counters, plan.tables, plan.num_tables);
   counters.reserve(plan.batch);
   const int64_t num_misses = plan.run(misses.get());
@@ -310,7 +317,8 @@ namespace {
 
 // Plan a batch: assign slots to its rows, in place in tags, stamps, counts and counters. Return
 // (row_slots, evicted), see plan_batch.
-//   tags, stamps, counts   the cache, see CacheState; counts may be empty for LRU
+//   tags, stamps, counts   the cache, see CacheState; stamps are its usage words, and counts may be
+//                          empty for LRU
 //   counters               int64 [T + 1, kCounters]
 //   clock                  int64 [2] numbers of this batch and of the oldest one in flight
 //   tables                 int64 [T, 8], as check_tables requires
@@ -325,16 +333,16 @@ std::tuple<Tensor, Tensor> cache_plan_(Tensor tags, Tensor stamps, Tensor counts
   return plan_batch(call);
 }
 
-// Return `evicted`, int64 [L], of the plan that cache_plan_ would make for these arguments, and
-// leave all of them unchanged. The plan is made in place and undone before the op ends, so nothing
-// else may use the cache meanwhile.
+// Return `evicted`, int64 [L] as in HostPlan, of the plan that cache_plan_ would make for these
+// arguments, and leave all of them unchanged. The plan is made in place and undone before the op
+// ends, so nothing else may use the cache meanwhile.
 Tensor cache_evictions(Tensor tags, Tensor stamps, Tensor counts, Tensor counters,
                        const Tensor& clock, const Tensor& tables, const Tensor& rows,
                        const Tensor& segments, const Tensor& count, int64_t policy) {
   PlanCall call("cache_evictions", tags, stamps, counts, counters, clock, tables, policy);
   call.set_rows(rows, segments, count);
   const HostPlan plan(call);
-  const std::unique_ptr<Miss[]> misses(new Miss[plan.batch.num_rows - plan.batch.first_cached]);
+  const std::unique_ptr<Miss[]> misses(new Miss[plan.batch.num_cacheable()]);
   const SavedSets before(plan.args, plan.batch);
   try {
     plan.run(misses.get());
@@ -346,8 +354,8 @@ Tensor cache_evictions(Tensor tags, Tensor stamps, Tensor counts, Tensor counter
   return plan.evicted;
 }
 
-// Return the slot of each distinct row of a batch, int32 [L], -1 for one that is not in the cache;
-// nothing changes.
+// Return the slot of each distinct row of a batch, int32 [L] as in HostPlan, -1 for one that is not
+// in the cache; nothing changes.
 Tensor cache_locate(const Tensor& tags, const Tensor& tables, const Tensor& rows,
                     const Tensor& count) {
   const char* op = "cache_locate";
@@ -357,13 +365,13 @@ Tensor cache_locate(const Tensor& tags, const Tensor& tables, const Tensor& rows
   check_tables(op, tables);
   const BatchRows batch = check_batch(op, tables, rows.const_data_ptr<int64_t>(), nullptr,
                                       rows.numel(), *count.const_data_ptr<int32_t>());
-  STD_TORCH_CHECK(args.cache.sets > 0 || batch.first_cached == batch.num_rows, op,
+  STD_TORCH_CHECK(args.cache.sets > 0 || batch.first_cacheable == batch.num_rows, op,
                   ": a cache needs at least one set");
   Tensor row_slots = allocate(rows, {rows.numel()}, ScalarType::Int);
   args.cache.tags = const_cast<int64_t*>(tags.const_data_ptr<int64_t>());  // read only
   args.rows = batch.rows;
   args.row_slots = row_slots.mutable_data_ptr<int32_t>();
-  fill_outside(args.row_slots, batch, rows.numel(), -1);
+  fill_uncacheable_and_tail(args.row_slots, batch, rows.numel(), -1);
   const std::vector<int64_t> bounds = batch.chunk_bounds();
   parallel_tasks(static_cast<int64_t>(bounds.size()) - 1, [&](int64_t part) {
     plan_table().locate(args, bounds[part], bounds[part + 1], nullptr);

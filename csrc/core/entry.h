@@ -1,7 +1,8 @@
 // The wrapper of every op, and allocation of tensors. `EMB_IMPL(m, emb, tbe_lookup)` registers the
 // function emb::tbe_lookup as the op of that name. The wrapper does what all ops need: before the
-// call it rejects tensors whose storage is smaller than their size, and it turns a failed
-// allocation into an error that names the op.
+// call it rejects tensors whose storage is smaller than their size. After it, it turns a failed
+// allocation into an error that names the op, and a failed call into torch, which it recognises by
+// "API call failed" in the message, into one that names the op and says what torch says.
 #pragma once
 
 #include <dlfcn.h>
@@ -25,8 +26,8 @@ inline std::string torch_error_message() {
   using Getter = const char* (*)();
   static const auto get =
       reinterpret_cast<Getter>(dlsym(RTLD_DEFAULT, "torch_exception_get_what_without_backtrace"));
-  const char* words = get == nullptr ? nullptr : get();
-  return words == nullptr ? "" : words;
+  const char* message = get == nullptr ? nullptr : get();
+  return message == nullptr ? "" : message;
 }
 
 // Thrown by `allocate`; the wrapper adds the name of the op.
@@ -45,9 +46,9 @@ inline torch::stable::Tensor allocate(
   STD_TORCH_CHECK(sizes.size() <= kMaxDims, "emblib: tensors have at most 4 dimensions");
   int64_t strides[kMaxDims], stride = 1;
   for (size_t d = sizes.size(); d-- > 0; stride *= sizes[d] > 0 ? sizes[d] : 1) strides[d] = stride;
-  int32_t dtype = 0, device_type = 0, device_index = 0;
+  int32_t dtype = 0, device_type = 0, device_index = 0;  // codes of torch's stable ABI
   AtenTensorHandle tensor = nullptr;
-  const bool done =
+  const bool allocated =
       aoti_torch_get_dtype(like.get(), &dtype) == 0 &&
       aoti_torch_get_device_type(like.get(), &device_type) == 0 &&
       aoti_torch_get_device_index(like.get(), &device_index) == 0 &&
@@ -55,12 +56,12 @@ inline torch::stable::Tensor allocate(
           static_cast<int64_t>(sizes.size()), sizes.data(), strides,
           type ? torch::stable::detail::to<int32_t>(torch::stable::detail::from(*type)) : dtype,
           device_type, device_index, &tensor) == 0;
-  if (done) return torch::stable::Tensor(tensor);
+  if (allocated) return torch::stable::Tensor(tensor);
   std::string shape;
   for (const int64_t size : sizes) shape += (shape.empty() ? "" : ", ") + std::to_string(size);
-  const std::string words = torch_error_message();
+  const std::string message = torch_error_message();
   throw AllocationError("can't allocate memory for a tensor of [" + shape + "] elements" +
-                        (words.empty() ? "" : ": " + words));
+                        (message.empty() ? "" : ": " + message));
 }
 
 // Return a tensor as `allocate` does, filled with zeros.
@@ -104,6 +105,8 @@ inline void check_storage(const char* op, int argument,
   for (const torch::stable::Tensor& tensor : tensors) check_storage(op, argument, tensor);
 }
 
+// Add an overload for any new type of argument with tensors, such as a list of optional ones: this
+// one would accept it unchecked.
 template <class Value>
 void check_storage(const char*, int, const Value&) {}
 
@@ -123,9 +126,9 @@ struct Entry<function, Name> {
     } catch (const AllocationError& error) {
       throw std::runtime_error(std::string(op) + ": " + error.what());
     } catch (const std::runtime_error& error) {
-      const std::string text = error.what(), words = torch_error_message();
-      if (text.find("API call failed") == std::string::npos || words.empty()) throw;
-      throw std::runtime_error(std::string(op) + ": " + words + " (" + text + ")");
+      const std::string text = error.what(), message = torch_error_message();
+      if (text.find("API call failed") == std::string::npos || message.empty()) throw;
+      throw std::runtime_error(std::string(op) + ": " + message + " (" + text + ")");
     } catch (const std::bad_alloc&) {
       throw std::runtime_error(std::string(op) +
                                ": can't allocate memory for its work (std::bad_alloc)");

@@ -40,6 +40,9 @@ int64_t split_point(int64_t n, int64_t part, int64_t parts, const Cost& cost) {
   return low;
 }
 
+// The cost of parallel_balanced for items of equal cost, in items.
+inline constexpr auto kUnitCost = [](int64_t i) { return i; };
+
 // Divide [0, n) into ranges of about equal cost and call `body(begin, end)` for every range that is
 // not empty. There is at most one range per thread, and at most one per `grain` of cost plus one.
 // `cost(i)` is the cost of [0, i).

@@ -234,6 +234,9 @@ inline int lanes_for(int64_t dim, int columns_of_lane) {
   return lanes;
 }
 
+// The columns of rows are divided among at most so many blocks of a grid.
+inline constexpr int64_t kMaxStripes = 64;
+
 // Return the number of blocks of a grid for `items` items, `items_per_block` each; at least 1 and
 // at most `max_blocks`.
 inline unsigned blocks_for(int64_t items, int64_t items_per_block, int64_t max_blocks) {

@@ -21,6 +21,8 @@ inline constexpr unsigned kSmallThreads = 512;  // maximum number of threads per
 inline constexpr int kPositionBits = 14;        // bits of a payload for the position
 inline constexpr int64_t kMaxSmallGroup = int64_t{1} << kPositionBits;  // keys
 inline constexpr int64_t kMaxSmallBags = int64_t{1} << (32 - kPositionBits);
+// Blocks of a cluster: scan_digits reads the totals of so many at once.
+inline constexpr unsigned kMaxClusterBlocks = 8;
 
 // The shape of a launch. All three are powers of two; a block has at least one thread per digit.
 struct SmallGroupPlan {
@@ -36,7 +38,8 @@ inline SmallGroupPlan plan_small_group(int64_t n, unsigned max_cluster) {
       static_cast<unsigned>(std::bit_ceil(static_cast<uint64_t>(std::max(n, int64_t{1}))));
   const unsigned threads = std::clamp(size, static_cast<unsigned>(kDigits), kSmallThreads);
   const unsigned parts = std::max(size / threads, 1u);  // blocks with one item per thread
-  const unsigned blocks = std::min(parts, max_cluster), items = parts / blocks;
+  const unsigned blocks = std::min({parts, max_cluster, kMaxClusterBlocks});
+  const unsigned items = parts / blocks;
   if (n > kMaxSmallGroup || items > 4) return {};
   return {static_cast<int>(items), threads, blocks};
 }
@@ -48,7 +51,7 @@ struct SmallMemory {
   uint32_t* histograms;       // [warps, kDigits]: elements of each digit per warp, then before it
   uint32_t* totals;           // [kDigits]: elements of each digit in this block
   uint32_t* bases;            // [kDigits]: where the elements of each digit of this block go
-  uint32_t* of_warp;          // [32]: one number per warp
+  uint32_t* warp_scratch;     // [32]: one number per warp
   uint32_t* tally;            // [kTallies], see Tally
   int* range;                 // [2], for a TileSearch
 
@@ -56,9 +59,11 @@ struct SmallMemory {
   enum Tally {
     kBegun,       // groups that begin in this block
     kGrouped,     // keys of this block that belong to groups
-    kBadIndices,  // invalid indices
-    kBadOffsets,  // offsets that were repaired, and indices before the first bag
-    kInvalid,     // offsets that need repair
+    kBadIndices,  // invalid indices, see Source::Tile::num_bad
+    // Violations by offsets. Source::prepared adds each offset that it repaired, make_keys each
+    // lost index (Source::Tile::num_lost): one before the first bag.
+    kOffsetViolations,
+    kOffsetsToRepair,  // invalid offsets that Source::prepared found; if any, it repairs all
     kTallies
   };
 
@@ -76,8 +81,8 @@ struct SmallMemory {
     histograms = payloads + size;
     totals = histograms + blockDim.x / simt::kWarp * kDigits;
     bases = totals + kDigits;
-    of_warp = bases + kDigits;
-    tally = of_warp + 32;
+    warp_scratch = bases + kDigits;
+    tally = warp_scratch + 32;
     range = reinterpret_cast<int*>(tally + kTallies);
   }
 };
@@ -200,7 +205,7 @@ struct SmallSort {
     }
     if constexpr (Source::kHasBags) {
       count_in_block(memory, SmallMemory::kBadIndices, tile.num_bad());
-      count_in_block(memory, SmallMemory::kBadOffsets, tile.num_lost());
+      count_in_block(memory, SmallMemory::kOffsetViolations, tile.num_lost());
     }
   }
 
@@ -249,7 +254,7 @@ struct SmallSort {
     if (digit < kDigits) {
       const unsigned blocks = simt::cluster_size();
 #pragma unroll
-      for (unsigned b = 0; b < 8; ++b) {  // unrolled for the largest cluster: all loads at once
+      for (unsigned b = 0; b < kMaxClusterBlocks; ++b) {  // not `blocks`: all loads at once
         const uint32_t count = simt::of_block(memory.totals, b < blocks ? b : 0)[digit];
         if (b < rank) before += count;
         if (b < blocks) all += count;
@@ -260,18 +265,20 @@ struct SmallSort {
         const uint32_t other = __shfl_up_sync(simt::kFullMask, inclusive, delta);
         if (lane >= delta) inclusive += other;
       }
-      if (lane == simt::kWarp - 1) memory.of_warp[warp] = inclusive;
+      if (lane == simt::kWarp - 1) memory.warp_scratch[warp] = inclusive;
     }
     __syncthreads();
     if (digit < kDigits) {
       uint32_t base = inclusive - all + before;
-      for (unsigned w = 0; w < warp; ++w) base += memory.of_warp[w];
+      for (unsigned w = 0; w < warp; ++w) base += memory.warp_scratch[w];
       memory.bases[digit] = base;
     }
     __syncthreads();
   }
 
-  // Sort the elements of the cluster by key, stable; each thread gets those at its positions.
+  // Sort the elements of the cluster by key, stable; each thread gets those at its positions. A
+  // block reads its elements at the end of a pass without a barrier behind: the next pass writes to
+  // other blocks' memory only after the cluster_sync in scan_digits.
   EMB_DEVICE void sort() {
     for (int shift = 0; shift < args.bits; shift += args.bits_per_pass) {
       uint32_t digit[kItems], before[kItems];
@@ -318,26 +325,26 @@ struct SmallSort {
       grouped += valid;
       begun += __popc(heads[i]);
     }
-    if (lane == 0) memory.of_warp[warp] = begun;
+    if (lane == 0) memory.warp_scratch[warp] = begun;
     count_in_block(memory, SmallMemory::kBegun, lane == 0 ? begun : 0);
     count_in_block(memory, SmallMemory::kGrouped, grouped);
     simt::cluster_sync();
     uint32_t before = 0;
-    for (unsigned w = 0; w < warp; ++w) before += memory.of_warp[w];
+    for (unsigned w = 0; w < warp; ++w) before += memory.warp_scratch[w];
     for (unsigned b = 0; b < rank; ++b) {
       before += simt::of_block(memory.tally, b)[SmallMemory::kBegun];
     }
     return before;
   }
 
-  // Write all outputs of this thread's elements; `heads` and `group` are what find_groups wrote and
-  // returned.
-  EMB_DEVICE void write(const uint32_t (&heads)[kItems], uint32_t group) const {
+  // Write all outputs of this thread's elements; `heads` and `first_group` are what find_groups
+  // wrote and returned.
+  EMB_DEVICE void write(const uint32_t (&heads)[kItems], uint32_t first_group) const {
     const DeviceGroupOutput& out = args.out;
     const uint32_t num_groups = cluster_total(memory, SmallMemory::kBegun);
     const auto num_grouped = static_cast<int32_t>(cluster_total(memory, SmallMemory::kGrouped));
     if (rank == 0 && threadIdx.x == 0 && out.segments != nullptr) {
-      *out.num_groups = count_step(out.step_count, static_cast<int>(num_groups));
+      *out.num_groups = groups_of_counted_step(out.step_count, static_cast<int>(num_groups));
       out.segments[args.n] = num_grouped;
     }
 #pragma unroll
@@ -355,12 +362,12 @@ struct SmallSort {
           out.segments[at] = num_grouped;
         }
         if (out.segments != nullptr && (heads[i] >> lane & 1u)) {
-          const uint32_t number = group + __popc(heads[i] & ((1u << lane) - 1));
+          const uint32_t number = first_group + __popc(heads[i] & ((1u << lane) - 1));
           put_unique(out, number, key[i]);
           out.segments[number] = at;
         }
       }
-      group += __popc(heads[i]);
+      first_group += __popc(heads[i]);  // of the next item
     }
   }
 };
@@ -376,9 +383,9 @@ __global__ void __launch_bounds__(kSmallThreads)
   sort.make_keys(source.prepared(memory));
   sort.sort();
   uint32_t heads[kItems];
-  const uint32_t group = sort.find_groups(heads);
+  const uint32_t first_group = sort.find_groups(heads);
   source.report(memory);
-  sort.write(heads, group);
+  sort.write(heads, first_group);
   simt::cluster_sync();  // no block leaves while another reads its memory
 }
 
@@ -399,7 +406,8 @@ unsigned max_small_cluster(const Launcher& launcher) {
   return launcher.max_cluster(small_group_kernel<Source, 1>);
 }
 
-// Group the keys of `source`. `plan` is plan_small_group(args.n, ...) and must have items.
+// Group the keys of `source`. `plan` is plan_small_group(args.n, ...) and must have items; a source
+// with bags has at most kMaxSmallBags, so that a payload has room for their numbers.
 template <class Source, class Launcher>
 void launch_small_group(const Launcher& launcher, const SmallGroupPlan& plan, const Source& source,
                         SmallGroupArgs args) {

@@ -26,13 +26,13 @@ namespace emb {
 // The index: the list of tensors [tags, entries, tables, clock, counters], contiguous and on one
 // device; on the CPU optionally followed by `queues`, which CUDA does not use.
 struct HashIndex {
-  uint8_t* tags;                     // [S]
-  int64_t* entries;                  // [S, words], see HashEntryColumn
-  int64_t* tables;                   // [T, kHashTableColumns], see HashTableColumn
-  int64_t* clock;                    // [1], the number of batches so far
-  int64_t* counters;                 // [T, kHashCounters], see HashCounter
-  EvictionQueue* queues = nullptr;   // [S / kSlots], or null
-  int64_t slots, words, num_tables;  // S; words per entry, 2 or 3; T
+  uint8_t* tags;                         // [S]
+  int64_t* entries;                      // [S, words], see HashEntryColumn
+  int64_t* tables;                       // [T, kHashTableColumns], see HashTableColumn
+  int64_t* clock;                        // [1], the number of batches so far
+  int64_t* counters;                     // [T, kHashCounters], see HashCounter
+  EvictionQueue* queues = nullptr;       // [S / kSlots], or null
+  int64_t num_slots, words, num_tables;  // S; words per entry, 2 or 3; T
 
   HashIndex(const char* op, const std::vector<Tensor>& index) {
     STD_TORCH_CHECK(index.size() == 5 || index.size() == 6, op,
@@ -46,10 +46,10 @@ struct HashIndex {
         check_dtype(op, "the tensors of index but tags", index[i], ScalarType::Long, "int64");
       check_same_device(op, "every tensor of index", index[i], index[0]);
     }
-    slots = index[0].numel();
-    STD_TORCH_CHECK(index[1].dim() == 2 && index[1].size(0) == slots &&
+    num_slots = index[0].numel();
+    STD_TORCH_CHECK(index[1].dim() == 2 && index[1].size(0) == num_slots &&
                         (index[1].size(1) == 2 || index[1].size(1) == 3),
-                    op, ": entries must be [S, 2] or, with scores, [S, 3] for S = ", slots);
+                    op, ": entries must be [S, 2] or, with scores, [S, 3] for S = ", num_slots);
     words = index[1].size(1);
     num_tables = index[2].dim() == 2 ? index[2].size(0) : -1;
     STD_TORCH_CHECK(num_tables >= 0 && index[2].size(1) == kHashTableColumns &&
@@ -63,9 +63,9 @@ struct HashIndex {
     clock = index[3].mutable_data_ptr<int64_t>();
     counters = index[4].mutable_data_ptr<int64_t>();
     if (index.size() == 5) return;
-    STD_TORCH_CHECK(index[5].numel() * kSlots == slots * kQueueWords, op, ": queues must have ",
+    STD_TORCH_CHECK(index[5].numel() * kSlots == num_slots * kQueueWords, op, ": queues must have ",
                     kQueueWords, " words per ", kSlots, " slots, got ", index[5].numel(),
-                    " words for ", slots, " slots");
+                    " words for ", num_slots, " slots");
     queues = reinterpret_cast<EvictionQueue*>(index[5].mutable_data_ptr<int64_t>());
   }
 
@@ -106,7 +106,7 @@ struct HashIndex {
       const int64_t buckets = field(t, kBuckets), load = field(t, kMaxLoad);
       const int64_t size = field(t, kSize);
       STD_TORCH_CHECK(first >= 0 && buckets >= 1 && buckets <= max_buckets &&
-                          max_buckets <= INT32_MAX && first <= slots / kSlots - max_buckets &&
+                          max_buckets <= INT32_MAX && first <= num_slots / kSlots - max_buckets &&
                           load >= 1 && load <= 1024 && size >= 0 && size <= buckets * kSlots,
                       op, ": table ", t, " lies outside the memory of the index; `tables` must ",
                       "come from the module that owns it");
@@ -123,13 +123,13 @@ inline Order parse_order(const char* op, int64_t code, int64_t words) {
   return order;
 }
 
-// Check the number of tables, and the number of positions or slots of a call: kernels number them
-// with 32 bits.
+// Check the number of tables: kernels number them with 32 bits.
 inline void check_num_tables(const char* op, int64_t num_tables) {
   STD_TORCH_CHECK(num_tables >= 0 && num_tables <= kMaxLookups, op,
                   ": num_tables must be in [0, 2^31), got ", num_tables);
 }
 
+// Check the number of positions or slots of a call, likewise.
 inline void check_num_keys(const char* op, int64_t n) {
   STD_TORCH_CHECK(n <= kMaxLookups, op, ": at most 2^31 - 1 keys a call, got ", n,
                   "; split the batch");
@@ -178,21 +178,25 @@ struct HashBatch {
   }
 };
 
-// Return the data of an optional tensor, or null if it is not passed. It must be a contiguous int64
-// tensor of `length` entries on the device of `like`.
+// Return the data of a tensor, which must be a contiguous int64 tensor of `length` entries on the
+// device of `like`.
+inline const int64_t* required_longs(const char* op, const char* name, const Tensor& tensor,
+                                     int64_t length, const Tensor& like) {
+  check_dtype(op, name, tensor, ScalarType::Long, "int64");
+  check_same_device(op, name, tensor, like);
+  STD_TORCH_CHECK(tensor.is_contiguous() && tensor.numel() == length, op, ": ", name,
+                  " must be contiguous with ", length, " entries, got ", tensor.numel());
+  return tensor.const_data_ptr<int64_t>();
+}
+
+// Return that of an optional tensor, or null if it is not passed.
 inline const int64_t* optional_longs(const char* op, const char* name,
                                      const std::optional<Tensor>& tensor, int64_t length,
                                      const Tensor& like) {
-  if (!tensor) return nullptr;
-  check_dtype(op, name, *tensor, ScalarType::Long, "int64");
-  check_same_device(op, name, *tensor, like);
-  STD_TORCH_CHECK(tensor->is_contiguous() && tensor->numel() == length, op, ": ", name,
-                  " must be contiguous with ", length, " entries, got ", tensor->numel());
-  return tensor->const_data_ptr<int64_t>();
+  return tensor ? required_longs(op, name, *tensor, length, like) : nullptr;
 }
 
-// Return the data of a tensor, which must be a contiguous int32 tensor of `length` entries on the
-// device of `like`.
+// Do as required_longs for an int32 tensor.
 inline const int32_t* required_ints(const char* op, const char* name, const Tensor& tensor,
                                     int64_t length, const Tensor& like) {
   check_dtype(op, name, tensor, ScalarType::Int, "int32");
@@ -242,7 +246,9 @@ struct HashScoring {
   }
 
   // Return the score of the batch in a table; on the CPU only.
-  int64_t of(int64_t table) const { return batch_scores == nullptr ? 0 : batch_scores[table]; }
+  int64_t score_of(int64_t table) const {
+    return batch_scores == nullptr ? 0 : batch_scores[table];
+  }
 };
 
 // Check that the buckets [first_bucket, first_bucket + num_buckets) lie in [0, max_buckets).
@@ -264,7 +270,7 @@ class Misses {
          const std::optional<Tensor>& admitted)
       : n_(ids.numel()),
         tables_(index.num_tables),
-        offsets_(optional_longs(op, "offsets", offsets, index.num_tables + 1, ids)) {
+        offsets_(required_longs(op, "offsets", offsets, index.num_tables + 1, ids)) {
     if (!admitted) return;
     check_dtype(op, "admitted", *admitted, ScalarType::Bool, "bool");
     check_same_device(op, "admitted", *admitted, ids);
@@ -307,7 +313,8 @@ class Misses {
 };
 
 // The arguments of `hash_touch_` and its results, allocated but not written:
-//   slots    int64 [n], by position: the slot of the key, -1 for a miss
+//   slots    int64 [n], by position: the slot of the key in its table, counted from the table's
+//            first bucket; -1 for a miss
 //   first    int64 [n], by miss: the first position of the key; 0 after the last miss
 //   groups   int32 [n], by position: the miss of the key, -1 for a hit
 //   totals   int64 [n], by miss: the uses of the key in the batch; 0 after the last miss
@@ -335,7 +342,7 @@ struct TouchCall : HashCall {
 };
 
 // The arguments of `hash_insert_` and its results, allocated but not written:
-//   inserted    int64 [n], by miss: the slot of the key, -1 if it was not inserted
+//   inserted    int64 [n], by miss: the slot of the key in its table, -1 if it was not inserted
 //   status      uint8 [n], by miss: InsertStatus
 //   evicted     int64 [n, 3], by miss: key, stamp and score of the evicted entry; unspecified if
 //               the status is not kEvicting
@@ -364,9 +371,9 @@ struct InsertCall {
         scoring(op, index, order, batch_scores, ids_),
         competes(parse_competes(op, insert_policy)),
         n(ids_.numel()),
-        ids(optional_longs(op, "ids", ids_, n, ids_)),
-        first(optional_longs(op, "first", first_, n, ids_)),
-        totals(optional_longs(op, "totals", totals_, n, ids_)),
+        ids(required_longs(op, "ids", ids_, n, ids_)),
+        first(required_longs(op, "first", first_, n, ids_)),
+        totals(required_longs(op, "totals", totals_, n, ids_)),
         misses(op, index, ids_, offsets, admitted),
         slots(optional_longs(op, "slots", slots_, n, ids_)),
         groups(groups_ ? required_ints(op, "groups", *groups_, n, ids_) : nullptr),
@@ -408,8 +415,8 @@ struct RowBuffers {
   int count;                       // P
   std::vector<RowBuffer> buffers;  // [T, P], pointing into the tensors
 
-  // Checks the contents of `row_layout` too: the rows of every table must lie inside the buffer,
-  // for its maximum number of buckets.
+  // On the CPU only, after index.check_tables. Checks the contents of `row_layout` too: the rows of
+  // every table must lie inside the buffer, for its maximum number of buckets.
   RowBuffers(const char* op, const HashIndex& index, const std::vector<Tensor>& row_buffers,
              const Tensor& row_layout)
       : count(static_cast<int>(row_buffers.size())) {
@@ -443,21 +450,21 @@ struct RowBuffers {
   }
 
   // Return the `count` row buffers of a table.
-  const RowBuffer* of(int64_t table) const { return buffers.data() + table * count; }
+  const RowBuffer* buffers_of(int64_t table) const { return buffers.data() + table * count; }
 };
 
 // The arguments of `hash_grow_`. The CUDA entry checks the devices of the row buffers itself; the
 // CPU entry checks `row_layout` by RowBuffers.
 struct GrowCall : HashCall {
   Misses misses;   // for which the tables grow
-  int64_t* slots;  // [n], by position: the slots of the batch, corrected when entries move
+  int64_t* slots;  // [n], by position: the slots in their tables, corrected when entries move
 
   GrowCall(const std::vector<Tensor>& tensors, const std::vector<Tensor>& row_buffers,
            const Tensor& row_layout, const Tensor& ids, const Tensor& starts, const Tensor& tables,
            const Tensor& slots_, const Tensor& offsets, const std::optional<Tensor>& admitted)
       : HashCall("hash_grow_", tensors, ids, starts, tables),
         misses(op, index, ids, offsets, admitted),
-        slots(const_cast<int64_t*>(optional_longs(op, "slots", slots_, batch.n, ids))) {
+        slots(const_cast<int64_t*>(required_longs(op, "slots", slots_, batch.n, ids))) {
     RowBuffers::check_form(op, index, row_buffers, row_layout);
     check_same_device(op, "row_layout", row_layout, ids);
   }
@@ -498,14 +505,14 @@ struct RowMatrix {
     return rows.const_data_ptr();
   }
 
-  // Return the matrix as bytes; `with` are the addresses that rows are copied from or to, null
-  // where there is none.
-  RowBytes bytes(std::initializer_list<const void*> with) const {
+  // Return the matrix as bytes, of the alignment that it has in common with `other_addresses`,
+  // which rows are copied from or to; null where there is none.
+  RowBytes as_bytes(std::initializer_list<const void*> other_addresses) const {
     const int64_t size = values.element_size(), stride = count > 1 ? values.stride(0) : dim;
     void* data = const_cast<void*>(values.const_data_ptr());
     auto bits = reinterpret_cast<uintptr_t>(data) | static_cast<uintptr_t>(dim * size) |
                 static_cast<uintptr_t>(stride * size);
-    for (const void* address : with) bits |= reinterpret_cast<uintptr_t>(address);
+    for (const void* address : other_addresses) bits |= reinterpret_cast<uintptr_t>(address);
     return {data, dim * size, stride * size, count, alignment_of(bits)};
   }
 
@@ -548,12 +555,12 @@ struct FindRowsCall : HashCall {
 // row.
 struct SlotRows {
   RowMatrix matrix;
-  const int64_t* slots;  // [n]
+  const int64_t* slots;  // [n], of all tables together, as the rows of the matrix
   int64_t n;
 
   SlotRows(const char* op, const Tensor& values, const Tensor& slots_)
       : matrix(op, values, slots_),
-        slots(optional_longs(op, "slots", slots_, slots_.numel(), values)),
+        slots(required_longs(op, "slots", slots_, slots_.numel(), values)),
         n(slots_.numel()) {
     check_num_keys(op, n);
   }
@@ -584,7 +591,7 @@ struct StartRowsCall : ReadRowsCall {
                 bool returns_rows)
       : ReadRowsCall(kOp, values, slots_, default_value, returns_rows),
         groups(required_ints(kOp, "groups", groups_, n, values)),
-        first(optional_longs(kOp, "first", first_, n, values)),
+        first(required_longs(kOp, "first", first_, n, values)),
         starting(matrix.check_rows(kOp, "starting", starting_, n)) {}
 
   void check_contents() const {
@@ -645,7 +652,8 @@ struct AddRowsCall : WriteRowsCall {
 // same slots.
 struct EvictedRowsCall {
   std::vector<RowMatrix> matrices;  // P
-  const int64_t *slots, *words;     // by miss: [n] the slot, [n, 3] the words of the evicted entry
+  const int64_t* slots;             // [n], by miss: the slot, which is its row in the matrices
+  const int64_t* evicted_words;     // [n, 3], by miss: the words of the evicted entry
   const uint8_t* status;            // [n], by miss: InsertStatus
   int64_t n;                        // positions of the batch, at least as many as misses
   // int64 [n] each, of which the first `count` are written; `count` is int64 [1].
@@ -654,8 +662,8 @@ struct EvictedRowsCall {
 
   EvictedRowsCall(const std::vector<Tensor>& values, const Tensor& slots_, const Tensor& status_,
                   const Tensor& evicted)
-      : slots(optional_longs(kOp, "slots", slots_, slots_.numel(), slots_)),
-        words(optional_longs(kOp, "evicted", evicted, 3 * slots_.numel(), slots_)),
+      : slots(required_longs(kOp, "slots", slots_, slots_.numel(), slots_)),
+        evicted_words(required_longs(kOp, "evicted", evicted, 3 * slots_.numel(), slots_)),
         n(slots_.numel()),
         keys(allocate(slots_, {n})),
         stamps(allocate(slots_, {n})),

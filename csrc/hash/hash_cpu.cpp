@@ -31,8 +31,7 @@ constexpr int64_t kKeysPerTask = 2048;  // minimum number of keys that a thread 
 // is a non-empty range of one segment. Several threads call it at once.
 template <class Body>
 void parallel_segments(const HashBatch& batch, const Body& body) {
-  const auto cost = [](int64_t i) { return i; };
-  parallel_balanced(batch.n, kKeysPerTask, cost, [&](int64_t begin, int64_t end) {
+  parallel_balanced(batch.n, kKeysPerTask, kUnitCost, [&](int64_t begin, int64_t end) {
     const int64_t* after = std::upper_bound(batch.starts, batch.starts + batch.segments, begin);
     for (int64_t f = after - batch.starts - 1; begin < end; ++f) {
       const int64_t stop = std::min(end, batch.starts[f + 1]);
@@ -142,6 +141,7 @@ void list_misses(const TouchCall& call, const int64_t* slots) {
   int64_t count = end[0] = 0;
   for (int64_t t = 0; t < num_tables; ++t) {
     MissSet set(batch.ids, out.first, missing[t]);
+    // All segments for every table: they are few, about one a feature, compared with the keys.
     for (int64_t f = 0; f < batch.segments; ++f) {
       if (batch.tables[f] == t) count = add_misses(batch, f, slots, call.counts, count, out, &set);
     }
@@ -165,7 +165,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> hash_touch_(
   const HashFindKernels& kernels = hash_find_kernels();
   parallel_segments(batch, [&](int64_t f, int64_t begin, int64_t end) {
     const int64_t t = batch.tables[f];
-    const HashTouch touch{call.scoring.order, stamp, call.scoring.of(t),
+    const HashTouch touch{call.scoring.order, stamp, call.scoring.score_of(t),
                           call.counts == nullptr ? nullptr : call.counts + begin,
                           index.queues_of(t)};
     const int64_t hits =
@@ -177,7 +177,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> hash_touch_(
   return call.results();
 }
 
-// The minimum number of choosing misses, and of buckets, per thread of an insertion.
+// The minimum number of misses that pick a bucket in a round of an insertion, and of buckets that a
+// table grows by, per thread.
 constexpr int64_t kChoosersPerTask = 1024, kBucketsPerTask = 256;
 
 // Fill the new buckets of table t, which had `old` buckets, from those that they are split from.
@@ -185,11 +186,10 @@ void grow_table(const HashIndex& index, int64_t t, int64_t old, const RowBuffer*
                 int num_buffers) {
   const HashTable table = index.table(t);
   const HashInsertKernels& kernels = hash_insert_kernels();
-  parallel_balanced(
-      table.buckets - old, kBucketsPerTask, [](int64_t i) { return i; },
-      [&](int64_t begin, int64_t end) {
-        kernels.split(table, old, buffers, num_buffers, old + begin, old + end);
-      });
+  parallel_balanced(table.buckets - old, kBucketsPerTask, kUnitCost,
+                    [&](int64_t begin, int64_t end) {
+                      kernels.split(table, old, buffers, num_buffers, old + begin, old + end);
+                    });
   EvictionQueue* queues = index.queues_of(t);
   if (queues == nullptr) return;
   const uint64_t old_mask = address_mask(old);
@@ -221,7 +221,7 @@ void hash_grow_(std::vector<Tensor> tensors, std::vector<Tensor> row_buffers,
     if (wanted == old) continue;
     grown[t] = true;
     index.field(t, kBuckets) = wanted;
-    grow_table(index, t, old, buffers.of(t), buffers.count);
+    grow_table(index, t, old, buffers.buffers_of(t), buffers.count);
   }
   for (int64_t f = 0; f < batch.segments; ++f) {
     if (!grown[batch.tables[f]]) continue;
@@ -235,10 +235,10 @@ void hash_grow_(std::vector<Tensor> tensors, std::vector<Tensor> row_buffers,
 // executed, both in parallel. Writes `choices` [n] and the results in `insertion`.
 void run_round(const HashInsertion& insertion, const int64_t* pending, int64_t n, Choice* choices) {
   const HashInsertKernels& kernels = hash_insert_kernels();
-  const auto each = [](int64_t i) { return i; };
   const int64_t buckets = insertion.table.buckets;
-  parallel_balanced(n, kChoosersPerTask, each, [&](int64_t begin, int64_t end) {
-    kernels.choose(insertion, end - begin < n, pending + begin, end - begin, choices + begin);
+  parallel_balanced(n, kChoosersPerTask, kUnitCost, [&](int64_t begin, int64_t end) {
+    const bool is_shared = end - begin < n;  // other threads choose too
+    kernels.choose(insertion, is_shared, pending + begin, end - begin, choices + begin);
   });
   const int64_t parts = std::clamp<int64_t>(n / kChoosersPerTask, 1, num_threads());
   parallel_tasks(parts, [&](int64_t part) {
@@ -278,8 +278,10 @@ void insert_all(const HashInsertion& insertion, const Misses& misses, int64_t be
 // Add the results of an insertion, the n statuses of the misses of table t, to the counters and to
 // the size of the table.
 void count_statuses(const HashIndex& index, int64_t t, const uint8_t* status, int64_t n) {
-  int64_t counts[8] = {};
-  for (int64_t i = 0; i < n; ++i) ++counts[status[i] & 7];
+  constexpr int kStatuses = 8;  // a power of two: masked, any byte is an index
+  static_assert(static_cast<int>(InsertStatus::kNotAdmitted) < kStatuses);
+  int64_t counts[kStatuses] = {};
+  for (int64_t i = 0; i < n; ++i) ++counts[status[i] & (kStatuses - 1)];
   const auto of = [&](InsertStatus s) { return counts[static_cast<int>(s)]; };
   index.counter(t, kInserted) += of(InsertStatus::kNew) + of(InsertStatus::kEvicting);
   index.counter(t, kEvicted) += of(InsertStatus::kEvicting);
@@ -295,8 +297,7 @@ void fill_positions(const InsertCall& call) {
   const auto* status = static_cast<const uint8_t*>(call.status.const_data_ptr());
   int64_t* filled = call.filled.mutable_data_ptr<int64_t>();
   auto* key_status = static_cast<uint8_t*>(call.key_status.mutable_data_ptr());
-  const auto each = [](int64_t i) { return i; };
-  parallel_balanced(call.positions, kKeysPerTask, each, [&](int64_t begin, int64_t end) {
+  parallel_balanced(call.positions, kKeysPerTask, kUnitCost, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const int32_t group = call.groups[i];
       filled[i] = group < 0 ? call.slots[i] : inserted[group];
@@ -323,7 +324,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> hash_insert_(
   std::fill(slot_data, slot_data + call.n, kNoSlot);
   std::fill(statuses, statuses + call.n, static_cast<uint8_t>(InsertStatus::kMiss));
   int64_t* evicted = call.evicted.mutable_data_ptr<int64_t>();
-  std::fill(evicted, evicted + 3 * call.n, 0);  // the same words in every run
+  std::fill(evicted, evicted + 3 * call.n, 0);  // zeroed only to be reproducible
   std::vector<EvictionQueue> own_queues;        // for an index without queues
   for (int64_t t = 0; t < index.num_tables; ++t) {
     if (misses.begin(t) == misses.end(t)) continue;
@@ -335,10 +336,18 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> hash_insert_(
     for (int64_t i = misses.begin(t); i < misses.end(t); ++i) {
       if (!misses.is_admitted(i)) statuses[i] = static_cast<uint8_t>(InsertStatus::kNotAdmitted);
     }
-    const HashInsertion insertion{
-        index.table(t),     call.scoring.order, call.competes, *index.clock,
-        call.scoring.of(t), call.ids,           call.first,    call.totals,
-        slot_data,          statuses,           evicted,       queues};
+    const HashInsertion insertion{.table = index.table(t),
+                                  .order = call.scoring.order,
+                                  .competes = call.competes,
+                                  .stamp = *index.clock,
+                                  .batch_score = call.scoring.score_of(t),
+                                  .ids = call.ids,
+                                  .first = call.first,
+                                  .totals = call.totals,
+                                  .slots = slot_data,
+                                  .status = statuses,
+                                  .evicted = evicted,
+                                  .queues = queues};
     insert_all(insertion, misses, misses.begin(t), misses.end(t));
     count_statuses(index, t, statuses + misses.begin(t), misses.end(t) - misses.begin(t));
   }
@@ -425,12 +434,14 @@ char* row_in(const RowBytes& rows, int64_t slot) {
 }
 
 constexpr int64_t kRowBytesPerTask = 1 << 15;  // minimum number of bytes that a thread copies
+constexpr int64_t kBytesPerCopy = 16;          // what the copy of a row costs besides its bytes
 
 // Call `body(begin, end)` for ranges that together are [0, n), in parallel, where every number
 // stands for the copy of one row.
 template <class Body>
 void parallel_rows(int64_t n, const RowBytes& rows, const Body& body) {
-  parallel_balanced(n, kRowBytesPerTask, [&](int64_t i) { return i * (rows.bytes + 16); }, body);
+  parallel_balanced(
+      n, kRowBytesPerTask, [&](int64_t i) { return i * (rows.bytes + kBytesPerCopy); }, body);
 }
 
 constexpr int64_t kRowsAhead = 8;  // rows between a prefetch and the copy
@@ -453,7 +464,7 @@ std::tuple<Tensor, Tensor> hash_find_rows(std::vector<Tensor> tensors, const Ten
   call.check_contents();
   const HashIndex& index = call.index;
   const HashBatch& batch = call.batch;
-  const RowBytes source = call.matrix.bytes({});
+  const RowBytes source = call.matrix.as_bytes({});
   auto* out = static_cast<char*>(call.rows.mutable_data_ptr());
   bool* is_found = static_cast<bool*>(call.found.mutable_data_ptr());
   const HashFindKernels& kernels = hash_find_kernels();
@@ -477,7 +488,7 @@ std::tuple<Tensor, Tensor> hash_find_rows(std::vector<Tensor> tensors, const Ten
 // Read the row in each slot. See ReadRowsCall.
 Tensor hash_read_rows(const Tensor& values, const Tensor& slots, double default_value) {
   const ReadRowsCall call("hash_read_rows", values, slots, default_value);
-  const RowBytes source = call.matrix.bytes({});
+  const RowBytes source = call.matrix.as_bytes({});
   auto* out = static_cast<char*>(call.rows.mutable_data_ptr());
   parallel_rows(call.n, source, [&](int64_t begin, int64_t end) {
     read_range(source, call.slots, begin, end, call.fill, out);
@@ -491,7 +502,7 @@ Tensor hash_start_rows_(Tensor values, const Tensor& slots, const Tensor& groups
                         bool returns_rows) {
   const StartRowsCall call(values, slots, groups, first, starting, default_value, returns_rows);
   call.check_contents();
-  const RowBytes target = call.matrix.bytes({});
+  const RowBytes target = call.matrix.as_bytes({});
   const auto* from = static_cast<const char*>(call.starting);
   auto* out = static_cast<char*>(call.rows.mutable_data_ptr());
   parallel_rows(call.n, target, [&](int64_t begin, int64_t end) {
@@ -514,10 +525,10 @@ Tensor hash_start_rows_(Tensor values, const Tensor& slots, const Tensor& groups
 // their hash, and every thread goes through all positions in order.
 void hash_write_rows_(Tensor values, const Tensor& slots, const Tensor& rows) {
   const WriteRowsCall call("hash_write_rows_", values, slots, rows);
-  const RowBytes target = call.matrix.bytes({});
+  const RowBytes target = call.matrix.as_bytes({});
   const auto* from = static_cast<const char*>(call.rows);
-  const int64_t parts =
-      std::clamp<int64_t>(call.n * (target.bytes + 16) / kRowBytesPerTask, 1, num_threads());
+  const int64_t parts = std::clamp<int64_t>(
+      call.n * (target.bytes + kBytesPerCopy) / kRowBytesPerTask, 1, num_threads());
   parallel_tasks(parts, [&](int64_t part) {
     for (int64_t i = 0; i < call.n; ++i) {
       char* row = row_in(target, call.slots[i]);
@@ -547,8 +558,10 @@ void hash_add_rows_(Tensor values, const Tensor& slots, const Tensor& segments,
                     const Tensor& permutation, const Tensor& count, const Tensor& rows) {
   const AddRowsCall call(values, slots, segments, permutation, count, rows);
   call.check_contents();
-  const RowBytes target = call.matrix.bytes({});
-  const auto cost = [&](int64_t g) { return (call.segments[g] + g) * (target.bytes + 16); };
+  const RowBytes target = call.matrix.as_bytes({});
+  const auto cost = [&](int64_t g) {
+    return (call.segments[g] + g) * (target.bytes + kBytesPerCopy);
+  };
   parallel_balanced(*call.count, kRowBytesPerTask, cost, [&](int64_t begin, int64_t end) {
     for (int64_t g = begin; g < end; ++g) {
       with_dtype(call.dtype,
@@ -570,14 +583,14 @@ std::tuple<Tensor, std::vector<Tensor>, Tensor, Tensor, Tensor> hash_evicted_row
   *call.count.mutable_data_ptr<int64_t>() = count;
   for (Tensor* tensor : {&call.keys, &call.stamps, &call.scores}) torch::stable::zero_(*tensor);
   for (int64_t i = 0; i < count; ++i) {
-    const int64_t* words = call.words + 3 * misses[i];
+    const int64_t* words = call.evicted_words + 3 * misses[i];
     call.keys.mutable_data_ptr<int64_t>()[i] = words[kKey];
     call.stamps.mutable_data_ptr<int64_t>()[i] = words[kStamp];
     call.scores.mutable_data_ptr<int64_t>()[i] = words[kScore];
   }
   for (size_t p = 0; p < call.rows.size(); ++p) {
     torch::stable::zero_(call.rows[p]);
-    const RowBytes source = call.matrices[p].bytes({});
+    const RowBytes source = call.matrices[p].as_bytes({});
     auto* out = static_cast<char*>(call.rows[p].mutable_data_ptr());
     parallel_rows(count, source, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {

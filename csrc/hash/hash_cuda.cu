@@ -30,8 +30,8 @@ inline constexpr int64_t kMaxSlots = int64_t{kMaxLookups} * kSlots;
 inline DeviceIndex device_index(const char* op, const HashIndex& index) {
   STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(index.tags) % 16 == 0, op,
                   ": tags must begin at a multiple of 16 bytes; do not slice them");
-  STD_TORCH_CHECK(index.slots <= kMaxSlots && index.num_tables <= kMaxLookups, op,
-                  ": at most 2^31 - 1 buckets and tables, got ", index.slots / kSlots, " and ",
+  STD_TORCH_CHECK(index.num_slots <= kMaxSlots && index.num_tables <= kMaxLookups, op,
+                  ": at most 2^31 - 1 buckets and tables, got ", index.num_slots / kSlots, " and ",
                   index.num_tables);
   return {index.tags,
           index.entries,
@@ -103,7 +103,7 @@ void hash_grow_(std::vector<Tensor> tensors, std::vector<Tensor> row_buffers,
   growth.index = device_index(call);
   growth.buffers = device_buffers(call.op, row_buffers, row_layout, ids);
   growth.misses = {call.misses.offsets(), call.misses.admitted()};
-  launch_grow(work, growth, key_batch(call), call.slots, call.index.slots / kSlots);
+  launch_grow(work, growth, key_batch(call), call.slots, call.index.num_slots / kSlots);
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> hash_insert_(
@@ -129,7 +129,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> hash_insert_(
                          call.filled.mutable_data_ptr<int64_t>(),
                          static_cast<uint8_t*>(call.key_status.mutable_data_ptr())};
   DeviceWork work(ids);
-  launch_insert(work, insertion, batch, call.n, call.index.slots / kSlots);
+  launch_insert(work, insertion, batch, call.n, call.index.num_slots / kSlots);
   return call.results();
 }
 
@@ -148,7 +148,7 @@ Tensor hash_expire_(std::vector<Tensor> tensors, int64_t t, int64_t first_bucket
   const HashIndex index(op, tensors);
   index.check_table(op, t);
   // The number of buckets of the table is known on the device only.
-  check_window(op, index.slots / kSlots, first_bucket, num_buckets);
+  check_window(op, index.num_slots / kSlots, first_bucket, num_buckets);
   Tensor removed = allocate(tensors[0], {num_buckets * kSlots}, ScalarType::Bool);
   const ExpireWindow window{static_cast<int>(t), first_bucket, num_buckets, before};
   launch_expire(CudaLauncher(tensors[0]), device_index(op, index), window,
@@ -185,15 +185,16 @@ std::tuple<Tensor, Tensor> hash_find_rows(std::vector<Tensor> tensors, const Ten
                                           const Tensor& values, double default_value) {
   const FindRowsCall call(tensors, ids, starts, tables, values, default_value);
   void* out = call.rows.mutable_data_ptr();
-  launch_find_rows(CudaLauncher(ids), device_index(call), key_batch(call), call.matrix.bytes({out}),
-                   call.fill, out, static_cast<bool*>(call.found.mutable_data_ptr()));
+  launch_find_rows(CudaLauncher(ids), device_index(call), key_batch(call),
+                   call.matrix.as_bytes({out}), call.fill, out,
+                   static_cast<bool*>(call.found.mutable_data_ptr()));
   return {call.rows, call.found};
 }
 
 Tensor hash_read_rows(const Tensor& values, const Tensor& slots, double default_value) {
   const ReadRowsCall call("hash_read_rows", values, slots, default_value);
   void* out = call.rows.mutable_data_ptr();
-  launch_read_rows(CudaLauncher(values), call.matrix.bytes({out}), call.slots, call.n, {},
+  launch_read_rows(CudaLauncher(values), call.matrix.as_bytes({out}), call.slots, call.n, {},
                    call.fill, out);
   return call.rows;
 }
@@ -203,7 +204,7 @@ Tensor hash_start_rows_(Tensor values, const Tensor& slots, const Tensor& groups
                         bool returns_rows) {
   const StartRowsCall call(values, slots, groups, first, starting, default_value, returns_rows);
   void* out = returns_rows ? call.rows.mutable_data_ptr() : nullptr;
-  launch_read_rows(CudaLauncher(values), call.matrix.bytes({out, call.starting}), call.slots,
+  launch_read_rows(CudaLauncher(values), call.matrix.as_bytes({out, call.starting}), call.slots,
                    call.n, {call.starting, call.groups, call.first}, call.fill, out);
   return call.rows;
 }
@@ -211,13 +212,13 @@ Tensor hash_start_rows_(Tensor values, const Tensor& slots, const Tensor& groups
 void hash_write_rows_(Tensor values, const Tensor& slots, const Tensor& rows) {
   const WriteRowsCall call("hash_write_rows_", values, slots, rows);
   DeviceWork work(values);
-  launch_write_rows(work, call.matrix.bytes({call.rows}), call.slots, call.n, call.rows);
+  launch_write_rows(work, call.matrix.as_bytes({call.rows}), call.slots, call.n, call.rows);
 }
 
 void hash_add_rows_(Tensor values, const Tensor& slots, const Tensor& segments,
                     const Tensor& permutation, const Tensor& count, const Tensor& rows) {
   const AddRowsCall call(values, slots, segments, permutation, count, rows);
-  launch_add_rows(CudaLauncher(values), call.matrix.bytes({}), call.dtype,
+  launch_add_rows(CudaLauncher(values), call.matrix.as_bytes({}), call.dtype,
                   {call.slots, call.segments, call.permutation, call.count, call.n}, call.rows);
 }
 
@@ -230,10 +231,10 @@ std::tuple<Tensor, std::vector<Tensor>, Tensor, Tensor, Tensor> hash_evicted_row
   std::vector<EvictedMatrix> matrices;
   for (size_t p = 0; p < call.rows.size(); ++p) {
     void* out = call.rows[p].mutable_data_ptr();
-    matrices.push_back({call.matrices[p].bytes({out}), out});
+    matrices.push_back({call.matrices[p].as_bytes({out}), out});
   }
   DeviceWork work(slots);
-  launch_evicted_rows(work, {call.slots, call.status, call.words, call.n, nullptr}, entries,
+  launch_evicted_rows(work, {call.slots, call.status, call.evicted_words, call.n, nullptr}, entries,
                       matrices.data(), static_cast<int>(matrices.size()));
   return call.results();
 }

@@ -475,7 +475,7 @@ void launch_quant_lookup_of(const Launcher& launcher, const QuantArgs& args) {
   const int64_t width = mean_width(args);
   const int fewest = lanes_for(width, kQuantColumns);
   const int lanes = fewest < kMinQuantLanes ? kMinQuantLanes : fewest;
-  const unsigned stripes = blocks_for(width, lanes * kQuantColumns, 64);
+  const unsigned stripes = blocks_for(width, lanes * kQuantColumns, kMaxStripes);
   const bool is_short = has_short_quant_bags(args);
   const int64_t items_of_block = (is_short ? kWarp : kWarp / lanes) * (kQuantThreads / kWarp);
   const unsigned blocks = blocks_for(args.items(), items_of_block, launcher.blocks(256));

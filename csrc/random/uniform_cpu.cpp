@@ -24,9 +24,8 @@ void fill_uniform_(Tensor tensor, double low, double high, int64_t seed) {
                          static_cast<float>(high - low), static_cast<uint64_t>(seed)};
   const UniformFn fill = uniform_table().at[static_cast<int>(type)];
   const int64_t blocks = (args.numel + kUniformBlock - 1) / kUniformBlock;
-  parallel_balanced(
-      blocks, kGrain, [](int64_t block) { return block; },
-      [&](int64_t begin, int64_t end) { fill(args, begin, end); });
+  parallel_balanced(blocks, kGrain, kUnitCost,
+                    [&](int64_t begin, int64_t end) { fill(args, begin, end); });
 }
 
 }  // namespace

@@ -86,8 +86,7 @@ void run(CombineFn kernel, const CombineArgs& args, const std::vector<Target>& t
   for (int64_t t = 0; t < count; ++t)
     before[t + 1] = before[t] + targets[t].rows * targets[t].width;
   // Ranges may begin anywhere; a row belongs to the range of its first element.
-  const auto cost = [](int64_t element) { return element; };
-  parallel_balanced(before[count], kGrain, cost, [&](int64_t begin, int64_t end) {
+  parallel_balanced(before[count], kGrain, kUnitCost, [&](int64_t begin, int64_t end) {
     int64_t t = std::upper_bound(before.begin(), before.end(), begin) - before.begin() - 1;
     for (; t < count && before[t] < end; ++t) {
       const auto row_from = [&](int64_t element) {

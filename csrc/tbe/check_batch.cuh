@@ -25,13 +25,13 @@ inline bool is_small_batch(const BoundsArgs& args) {
 // Return, in every thread, whether `value` is true in any thread of the block. All threads call it;
 // a second call needs a barrier before it, since both use one shared array.
 EMB_DEVICE bool any_of_block(bool value) {
-  __shared__ int of_warp[kCheckThreads / simt::kWarp];
+  __shared__ int warp_scratch[kCheckThreads / simt::kWarp];
   static_assert(kCheckThreads == simt::kWarp * simt::kWarp);
   const unsigned lane = threadIdx.x % simt::kWarp;
   const bool any = __any_sync(simt::kFullMask, value);
-  if (lane == 0) of_warp[threadIdx.x / simt::kWarp] = any;
+  if (lane == 0) warp_scratch[threadIdx.x / simt::kWarp] = any;
   __syncthreads();
-  return __any_sync(simt::kFullMask, of_warp[lane] != 0);
+  return __any_sync(simt::kFullMask, warp_scratch[lane] != 0);
 }
 
 // Return whether one of this thread's offsets exceeds its successor, or, in thread 0, whether the

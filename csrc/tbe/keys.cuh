@@ -52,9 +52,9 @@ inline constexpr int kKeysEach = 8, kKeyTile = kTileThreads * kKeysEach;
 
 // The shared memory of a block.
 struct KeyTile {
-  int bags[kKeyTile];                       // the bag of each lookup of the tile
-  int of_warp[kTileThreads / simt::kWarp];  // a number per warp
-  int range[2];                             // for TileSearch
+  int bags[kKeyTile];                            // the bag of each lookup of the tile
+  int warp_scratch[kTileThreads / simt::kWarp];  // a number per warp
+  int range[2];                                  // for TileSearch
 };
 
 // Write the bag of each lookup of tile [tile, end), -1 for none, to shared.bags. All threads of the
@@ -79,11 +79,11 @@ EMB_DEVICE void find_bags(const Bags& bags, int64_t tile, int64_t end, KeyTile& 
     const int other = __shfl_up_sync(simt::kFullMask, maximum, delta);
     if (lane >= delta) maximum = max_of(maximum, other);
   }
-  if (lane == simt::kWarp - 1) shared.of_warp[warp] = maximum;
+  if (lane == simt::kWarp - 1) shared.warp_scratch[warp] = maximum;
   int before = __shfl_up_sync(simt::kFullMask, maximum, 1u);
   if (lane == 0) before = search.first;
   __syncthreads();
-  for (unsigned w = 0; w < warp; ++w) before = max_of(before, shared.of_warp[w]);
+  for (unsigned w = 0; w < warp; ++w) before = max_of(before, shared.warp_scratch[w]);
 #pragma unroll
   for (int i = 0; i < kKeysEach; ++i) bags_of_thread[i] = max_of(bag[i], before);
   __syncthreads();
@@ -181,7 +181,7 @@ __global__ void __launch_bounds__(kTileThreads, kKeyBlocks)
     counts = finish_block(check, bad, bad_offsets);
     if (!counts.is_last) return;
     if (counts.offsets == 0) break;
-    counts.offsets = block_sum(repair_offsets(bags, check.repaired, shared.of_warp));
+    counts.offsets = block_sum(repair_offsets(bags, check.repaired, shared.warp_scratch));
     bags.offsets = IndexArray{check.repaired, false};
     first = 0;
     step = kKeyTile;
@@ -216,13 +216,13 @@ struct SmallLookups {
     if (check.repaired == nullptr) return *this;
     const unsigned rank = simt::cluster_rank(), step = simt::cluster_size() * blockDim.x;
     const int invalid = find_invalid_offsets(in.bags, check, rank * blockDim.x + threadIdx.x, step);
-    count_in_block(memory, SmallMemory::kInvalid, static_cast<uint32_t>(invalid));
+    count_in_block(memory, SmallMemory::kOffsetsToRepair, static_cast<uint32_t>(invalid));
     simt::cluster_sync();
-    if (cluster_total(memory, SmallMemory::kInvalid) == 0) return *this;
+    if (cluster_total(memory, SmallMemory::kOffsetsToRepair) == 0) return *this;
     if (rank == 0) {
-      auto* of_warp = reinterpret_cast<int32_t*>(memory.of_warp);
-      const int bad = repair_offsets(in.bags, check.repaired, of_warp);
-      count_in_block(memory, SmallMemory::kBadOffsets, static_cast<uint32_t>(bad));
+      auto* scratch = reinterpret_cast<int32_t*>(memory.warp_scratch);
+      const int bad = repair_offsets(in.bags, check.repaired, scratch);
+      count_in_block(memory, SmallMemory::kOffsetViolations, static_cast<uint32_t>(bad));
     }
     simt::cluster_sync();
     SmallLookups repaired = *this;
@@ -253,7 +253,7 @@ struct SmallLookups {
   EMB_DEVICE void report(const SmallMemory& memory) const {
     if (check.repaired == nullptr || simt::cluster_rank() > 0 || threadIdx.x > 0) return;
     report_violations(check, cluster_total(memory, SmallMemory::kBadIndices),
-                      cluster_total(memory, SmallMemory::kBadOffsets));
+                      cluster_total(memory, SmallMemory::kOffsetViolations));
   }
 };
 

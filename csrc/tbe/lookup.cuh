@@ -567,7 +567,7 @@ void launch_lookup_of(const Launcher& launcher, const DeviceLookupArgs& args) {
   constexpr int N = 16 / sizeof(W);
   const int64_t mean_dim = mean_width(args);
   const int lanes = lanes_for(mean_dim, N), groups = static_cast<int>(simt::kWarp) / lanes;
-  const unsigned stripes = blocks_for(mean_dim, lanes * N, 64);
+  const unsigned stripes = blocks_for(mean_dim, lanes * N, kMaxStripes);
   const auto start = [&](auto kernel, int64_t items, int items_of_warp, int threads) {
     const int64_t items_of_block = items_of_warp * (threads / static_cast<int>(simt::kWarp));
     const unsigned blocks = blocks_for(items, items_of_block, launcher.blocks(256));

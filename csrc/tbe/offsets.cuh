@@ -51,8 +51,8 @@ EMB_DEVICE int find_invalid_offsets(const Bags& bags, const BatchCheck& check, i
 }
 
 // Write the repaired offsets to `repaired`, [bags + 1]; return how many offsets of this thread
-// changed. All threads of one block call it; `of_warp` is shared memory for an int per warp.
-EMB_DEVICE int repair_offsets(const Bags& bags, int32_t* repaired, int32_t* of_warp) {
+// changed. All threads of one block call it; `warp_scratch` is shared memory for an int per warp.
+EMB_DEVICE int repair_offsets(const Bags& bags, int32_t* repaired, int32_t* warp_scratch) {
   constexpr int kEach = 4;
   const unsigned lane = threadIdx.x % simt::kWarp, warp = threadIdx.x / simt::kWarp;
   int32_t floor = 0;
@@ -68,13 +68,13 @@ EMB_DEVICE int repair_offsets(const Bags& bags, int32_t* repaired, int32_t* of_w
       const int32_t other = __shfl_up_sync(simt::kFullMask, maximum, delta);
       if (lane >= delta) maximum = max_of(maximum, other);
     }
-    if (lane == simt::kWarp - 1) of_warp[warp] = maximum;
+    if (lane == simt::kWarp - 1) warp_scratch[warp] = maximum;
     int32_t running_max = __shfl_up_sync(simt::kFullMask, maximum, 1u);
     running_max = lane == 0 ? floor : max_of(floor, running_max);
     __syncthreads();
     for (unsigned w = 0; w < blockDim.x / simt::kWarp; ++w) {
-      floor = max_of(floor, of_warp[w]);
-      if (w < warp) running_max = max_of(running_max, of_warp[w]);
+      floor = max_of(floor, warp_scratch[w]);
+      if (w < warp) running_max = max_of(running_max, warp_scratch[w]);
     }
 #pragma unroll 1
     for (int64_t i = first; i < first + kEach && i <= bags.num_bags; ++i) {

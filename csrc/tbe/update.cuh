@@ -31,35 +31,36 @@ static_assert(1 << kLog2Columns == kColumns);
 // and the blocks per multiprocessor, which bound the registers of a thread: 6 blocks leave 80, 5
 // leave 96, 4 leave 128. The compiler needs the most registers for Blackwell.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
-inline constexpr int kMostUpdateBlocks = 4;
+inline constexpr int kMaxBlocksPerSm = 4;
 #elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
-inline constexpr int kMostUpdateBlocks = 5;
+inline constexpr int kMaxBlocksPerSm = 5;
 #else
-inline constexpr int kMostUpdateBlocks = 6;
+inline constexpr int kMaxBlocksPerSm = 6;
 #endif
+struct DefaultUpdateShape {
+  static constexpr int kSlices = 2, kBlocks = kMaxBlocksPerSm < 5 ? kMaxBlocksPerSm : 5;
+};
 template <class Selection>
-struct UpdateShape {
-  static constexpr int kSlices = 2, kBlocks = kMostUpdateBlocks < 5 ? kMostUpdateBlocks : 5;
-};
+struct UpdateShape : DefaultUpdateShape {};
 template <>
-struct UpdateShape<Compiled<Sgd>> : UpdateShape<void> {
+struct UpdateShape<Compiled<Sgd>> : DefaultUpdateShape {
   static constexpr int kSlices = 4;
 };
 template <>
-struct UpdateShape<Compiled<RowwiseAdagrad>> : UpdateShape<void> {
+struct UpdateShape<Compiled<RowwiseAdagrad>> : DefaultUpdateShape {
   static constexpr int kSlices = 4;
 };
 template <>
-struct UpdateShape<GradientOnly> : UpdateShape<void> {
+struct UpdateShape<GradientOnly> : DefaultUpdateShape {
   static constexpr int kSlices = 4;
 };
 template <>
 struct UpdateShape<Compiled<Narrow<Sgd>>> {
-  static constexpr int kSlices = 2, kBlocks = kMostUpdateBlocks;
+  static constexpr int kSlices = 2, kBlocks = kMaxBlocksPerSm;
 };
 // All optimizers in one kernel: twice the slices would take twice the code.
 template <>
-struct UpdateShape<AtRunTime> : UpdateShape<void> {
+struct UpdateShape<AtRunTime> : DefaultUpdateShape {
   static constexpr int kSlices = 1;
 };
 
@@ -99,7 +100,9 @@ struct TileRow {
   int64_t id;         // linear row id
   int64_t state;      // entry of the row-wise states in its tier
   float states[kMaxRowStates];
-  uint32_t layout;  // what rows of one batch share: dim, tier, whether they are read in vectors
+  // What rows of one batch share, by the bit where it starts: whether they are read in vectors, the
+  // tier, dim. `update_tile` unpacks it.
+  uint32_t packed_layout;
 
   static constexpr int kVectorBit = 1, kTierShift = 1, kDimShift = 3;
 
@@ -139,19 +142,19 @@ struct TileRow {
     length = to - from;
     id = row;
     state = location.state_row;
-    layout = static_cast<uint32_t>(feature.dim) << kDimShift |
-             static_cast<uint32_t>(location.tier) << kTierShift | (vectors ? kVectorBit : 0);
+    packed_layout = static_cast<uint32_t>(feature.dim) << kDimShift |
+                    static_cast<uint32_t>(location.tier) << kTierShift | (vectors ? kVectorBit : 0);
   }
 };
 
 // The update of the rows of a tile that have one layout. References are to the kernel's arguments,
-// pointers to shared memory; a lane is one of a warp.
+// pointers to shared memory.
 template <class Selection>
 struct TileUpdate {
   static constexpr int kSlices = UpdateShape<Selection>::kSlices;
 
   // The lane that holds the row of each slice of a batch, -1 if the slice has no row; a byte each.
-  struct LaneOfSlice {
+  struct HoldersOfSlices {
     uint32_t bytes = 0;
 
     EMB_DEVICE int operator[](int s) const {
@@ -175,8 +178,8 @@ struct TileUpdate {
   }
 
   // Assign rows to the slices of a batch: the rows that the lowest of `lanes`, a bit mask, hold.
-  EMB_DEVICE LaneOfSlice take(uint32_t lanes) const {
-    LaneOfSlice lane;
+  EMB_DEVICE HoldersOfSlices take(uint32_t lanes) const {
+    HoldersOfSlices holders;
     int current = -1;
 #pragma unroll
     for (int s = 0; s < kSlices; ++s) {
@@ -184,18 +187,18 @@ struct TileUpdate {
         current = __ffs(static_cast<int>(lanes)) - 1;
         lanes &= lanes - 1;
       }
-      lane.bytes |= static_cast<uint32_t>(current & 0xff) << 8 * s;
+      holders.bytes |= static_cast<uint32_t>(current & 0xff) << 8 * s;
     }
-    return lane;
+    return holders;
   }
 
-  // Return the row that `lane` holds; any row for -1.
-  EMB_DEVICE const TileRow& row_of(int lane) const { return rows[lane < 0 ? 0 : lane]; }
+  // Return the row that lane `holder` holds; any row for -1.
+  EMB_DEVICE const TileRow& row_of(int holder) const { return rows[holder < 0 ? 0 : holder]; }
 
   // Return the number of columns from this lane's part of slice s, of the columns from `base` on,
-  // to the end of the row that `lane` holds; 0 or less for none.
-  EMB_DEVICE int columns_left(int s, int lane, int base) const {
-    return lane < 0
+  // to the end of the row that lane `holder` holds; 0 or less for none.
+  EMB_DEVICE int columns_left(int s, int holder, int base) const {
+    return holder < 0
                ? 0
                : layout.dim - base - layout.slice_of_row(s) * layout.width() - layout.lane_column();
   }
@@ -208,14 +211,14 @@ struct TileUpdate {
 
   // Locate this lane's part of slice s, of the columns from `base` on: in its row, and in the only
   // gradient of the row.
-  EMB_DEVICE SliceLocation locate_row(LaneOfSlice lane, int s, int base) const {
-    const TileRow& row = row_of(lane[s]);
-    const int valid = columns_left(s, lane[s], base);
+  EMB_DEVICE SliceLocation locate_row(HoldersOfSlices holders, int s, int base) const {
+    const TileRow& row = row_of(holders[s]);
+    const int valid = columns_left(s, holders[s], base);
     return {first_element(row.weight, row.high, layout.dim - valid), valid};
   }
-  EMB_DEVICE SliceLocation locate_gradient(LaneOfSlice lane, int s, int base) const {
-    const TileRow& row = row_of(lane[s]);
-    const int valid = columns_left(s, lane[s], base);
+  EMB_DEVICE SliceLocation locate_gradient(HoldersOfSlices holders, int s, int base) const {
+    const TileRow& row = row_of(holders[s]);
+    const int valid = columns_left(s, holders[s], base);
     return {first_element(row.grad, row.high >> 16, layout.dim - valid), valid};
   }
 
@@ -313,15 +316,15 @@ struct TileUpdate {
   }
 
   // Sum the gradients of the rows of a batch, of their columns from `base` on, into row_gradient.
-  EMB_DEVICE void sum_lookups(LaneOfSlice lane_of, int base) const {
+  EMB_DEVICE void sum_lookups(HoldersOfSlices holders, int base) const {
 #pragma unroll 1
     for (int s = 0; s < kSlices; ++s) {
-      const int lane = lane_of[s];
-      const TileRow& row = row_of(lane);
+      const int holder = holders[s];
+      const TileRow& row = row_of(holder);
       float sum[kColumns] = {};
-      const int column = layout.dim - columns_left(s, lane, base);
-      const bool chunked = lane >= 0 && has_chunks(args, row.length, layout.dim);
-      add_lookups(row.begin, lane < 0 || chunked ? 0 : row.length, column, sum);
+      const int column = layout.dim - columns_left(s, holder, base);
+      const bool chunked = holder >= 0 && has_chunks(args, row.length, layout.dim);
+      add_lookups(row.begin, holder < 0 || chunked ? 0 : row.length, column, sum);
       if (chunked) add_chunk_sums(row.begin, row.length, column, sum);
 #pragma unroll
       for (int k = 0; k < kColumns; ++k) row_gradient[s][threadIdx.x][k] = sum[k];
@@ -329,7 +332,7 @@ struct TileUpdate {
   }
 
   // Load the gradients of a batch: sums from row_gradient, or that of the only lookup of each row.
-  EMB_DEVICE void load_gradients(LaneOfSlice lane, bool summed, int base,
+  EMB_DEVICE void load_gradients(HoldersOfSlices holders, bool summed, int base,
                                  Slices<kSlices>& gradient) const {
     if (summed) {
 #pragma unroll
@@ -341,18 +344,18 @@ struct TileUpdate {
     }
     load_slices<true, kSlices>(
         layout.vectors, layout.step(), args.grad, args.grad_type,
-        [&](int s) { return locate_gradient(lane, s, base); }, gradient);
+        [&](int s) { return locate_gradient(holders, s, base); }, gradient);
   }
 
   // Turn loaded gradients into scaled floats; sums are that already.
-  EMB_DEVICE void convert_gradients(LaneOfSlice lane, bool summed,
+  EMB_DEVICE void convert_gradients(HoldersOfSlices holders, bool summed,
                                     Slices<kSlices>& gradient) const {
     if (summed) return;
     widen<kSlices>(args.grad_type, gradient);
     if (args.pooling != Pooling::kMean && args.sample_weights == nullptr) return;
 #pragma unroll
     for (int s = 0; s < kSlices; ++s) {
-      const float scale = row_of(lane[s]).scale;
+      const float scale = row_of(holders[s]).scale;
 #pragma unroll
       for (int k = 0; k < kColumns; ++k) gradient[s][k] *= scale;
     }
@@ -360,7 +363,7 @@ struct TileUpdate {
 
   // Complete the sums of the rows of a batch over the lanes of their groups. If this lane holds a
   // row of the batch, update its row-wise states and return its factors.
-  EMB_DEVICE RowFactors start_rows(LaneOfSlice lane, float (&sums)[kSlices][kMaxRowSums]) {
+  EMB_DEVICE RowFactors start_rows(HoldersOfSlices holders, float (&sums)[kSlices][kMaxRowSums]) {
     const int this_lane = static_cast<int>(threadIdx.x % simt::kWarp);
     float held_sums[kMaxRowSums] = {};  // the sums of the row that this lane holds
     bool holds_row = false;
@@ -376,7 +379,7 @@ struct TileUpdate {
     }
 #pragma unroll
     for (int s = 0; s < kSlices; ++s) {
-      if (!layout.is_last_slice(s) || lane[s] != this_lane) continue;
+      if (!layout.is_last_slice(s) || holders[s] != this_lane) continue;
       holds_row = true;
 #pragma unroll
       for (int k = 0; k < kMaxRowSums; ++k) held_sums[k] = sums[s][k];
@@ -397,9 +400,10 @@ struct TileUpdate {
   }
 
   // Store the slices `x` in 16 bits with stochastic rounding, in `data` of dtype `type`. Slices are
-  // stored one after the other, from shared memory, since random numbers take many registers.
-  // `tensor` selects the random numbers (RoundedTensor).
-  EMB_DEVICE void store_randomly(LaneOfSlice lane_of, int base, uint32_t tensor, void* data,
+  // stored one after the other, from shared memory, since random numbers take many registers; the
+  // scratch is row_gradient, whose contents are lost. `tensor` selects the random numbers
+  // (RoundedTensor).
+  EMB_DEVICE void store_randomly(HoldersOfSlices holders, int base, uint32_t tensor, void* data,
                                  Dtype type, const Slices<kSlices>& x) const {
 #pragma unroll
     for (int s = 0; s < kSlices; ++s) {
@@ -408,8 +412,8 @@ struct TileUpdate {
     }
 #pragma unroll 1
     for (int s = 0; s < kSlices; ++s) {
-      const TileRow& row = row_of(lane_of[s]);
-      const int valid = columns_left(s, lane_of[s], base);
+      const TileRow& row = row_of(holders[s]);
+      const int valid = columns_left(s, holders[s], base);
       const int64_t element = first_element(row.weight, row.high, layout.dim - valid);
       if (type == Dtype::kHalf) {
         store_slice_randomly(layout, step.rounding, tensor, row.id,
@@ -432,22 +436,24 @@ struct TileUpdate {
   };
 
   // Do `pass` for the columns of a batch from `base` on. `factors` are those of the row that this
-  // lane holds: written if pass.starts, else read.
-  EMB_DEVICE void update_columns(LaneOfSlice lane, bool summed, int base, Pass pass,
+  // lane holds: written if pass.starts, else read. sum_rows leaves the sums of a row in its last
+  // slice, so a row with several passes, which fills all slices, carries them in at slice 0 and out
+  // at the last.
+  EMB_DEVICE void update_columns(HoldersOfSlices holders, bool summed, int base, Pass pass,
                                  RowFactors* factors) {
-    const auto location_of = [&](int s) { return locate_row(lane, s, base); };
+    const auto location_of = [&](int s) { return locate_row(holders, s, base); };
     Slices<kSlices> gradient = {};
     if constexpr (!Selection::kHasOptimizer) {
-      load_gradients(lane, summed, base, gradient);
-      convert_gradients(lane, summed, gradient);
+      load_gradients(holders, summed, base, gradient);
+      convert_gradients(holders, summed, gradient);
       store_slices_of<float, kSlices>(layout, static_cast<float*>(tier.weights), location_of,
                                       gradient);
     } else {
       RowBatch<kSlices> batch;
       batch.load(Selection{}, optimizer, layout, tier, location_of);
-      load_gradients(lane, summed, base, gradient);
+      load_gradients(holders, summed, base, gradient);
       batch.convert(Selection{}, optimizer, tier);
-      convert_gradients(lane, summed, gradient);
+      convert_gradients(holders, summed, gradient);
 #pragma unroll
       for (int s = 0; s < kSlices; ++s) {
 #pragma unroll
@@ -461,13 +467,13 @@ struct TileUpdate {
           batch.sum_rows(Selection{}, optimizer, step, layout, gradient, sums);
           if (pass.carries) copy(sums[kSlices - 1], row_sums[threadIdx.x]);
         }
-        if (pass.starts) *factors = start_rows(lane, sums);
+        if (pass.starts) *factors = start_rows(holders, sums);
       }
       if (!pass.updates) return;
       const RowFactors lane_factors = *factors;
       batch.apply(Selection{}, optimizer, step, gradient, [&](int s) {
         if (!Selection::by_row(optimizer)) return lane_factors;
-        const int holder = lane[s] < 0 ? 0 : lane[s];
+        const int holder = holders[s] < 0 ? 0 : holders[s];
         RowFactors factors_of_row{__shfl_sync(simt::kFullMask, lane_factors.gradient, holder),
                                   1.0f};
         if constexpr (Selection::kScalesWeights)
@@ -477,7 +483,7 @@ struct TileUpdate {
       batch.store(Selection{}, optimizer, tier,
                   [&](uint32_t tensor, void* data, Dtype type, const Slices<kSlices>& x) {
                     if (step.rounding.stochastic && type != Dtype::kFloat) {
-                      store_randomly(lane, base, tensor, data, type, x);
+                      store_randomly(holders, base, tensor, data, type, x);
                     } else {
                       store_slices<kSlices>(layout, data, type, location_of, x);
                     }
@@ -486,11 +492,11 @@ struct TileUpdate {
   }
 
   // Update a batch of the rows that `lanes`, a bit mask, hold, and return the lanes whose rows are
-  // left. `summed`: whether their gradients are sums. Sums over a row must be complete before its
-  // first column is updated, so rows wider than a batch take two passes, of which the second reads
-  // from the cache.
+  // left. All 32 lanes call it together, each with the mask of its group. `summed`: whether their
+  // gradients are sums. Sums over a row must be complete before its first column is updated, so
+  // rows wider than a batch take two passes, of which the second reads from the cache.
   EMB_DEVICE uint32_t update_batch(uint32_t lanes, bool summed) {
-    const LaneOfSlice lane = take(lanes);
+    const HoldersOfSlices holders = take(lanes);
     const bool has_sums = Selection::sums(optimizer) > 0;
     const bool twice = has_sums && layout.dim > layout.columns();
     if (twice) {
@@ -504,14 +510,15 @@ struct TileUpdate {
     for (int pass = twice ? 0 : 1; pass < 2; ++pass) {
 #pragma unroll 1
       for (int base = first; base < layout.dim; base += stride) {
-        if (summed) sum_lookups(lane, base);
+        if (summed) sum_lookups(holders, base);
         const bool last = pass == 1;
-        update_columns(lane, summed, base,
+        update_columns(holders, summed, base,
                        {has_sums && last != twice, last && base == first, last, twice}, &factors);
       }
     }
-    const int last = lane[kSlices - 1];
-    return last < 0 ? 0 : lanes & ~1u << last;
+    // `take` took the lowest lanes; those above the holder of the last slice are left.
+    const int last_holder = holders[kSlices - 1];
+    return last_holder < 0 ? 0 : lanes & (~1u << last_holder);
   }
 };
 
@@ -524,29 +531,30 @@ EMB_DEVICE void update_tile(const DeviceGradArgs& args, const OptimizerStepArgs&
                             float (*row_sums)[kMaxRowSums]) {
   TileRow& lane_row = rows[threadIdx.x % simt::kWarp];  // the row that this lane holds
   while (const uint32_t pending = __ballot_sync(simt::kFullMask, lane_row.length > 0)) {
-    const uint32_t layout = rows[__ffs(static_cast<int>(pending)) - 1].layout;
-    const bool has_high = lane_row.length > 0 && lane_row.layout == layout && lane_row.high != 0;
+    const uint32_t packed = rows[__ffs(static_cast<int>(pending)) - 1].packed_layout;
+    const bool has_high =
+        lane_row.length > 0 && lane_row.packed_layout == packed && lane_row.high != 0;
     TileUpdate<Selection> update{
         args,
         optimizer,
         step,
-        step.tiers[layout >> TileRow::kTierShift & (kTiers - 1)],
+        step.tiers[packed >> TileRow::kTierShift & (kTiers - 1)],
         rows,
-        RowLayout(static_cast<int>(layout >> TileRow::kDimShift),
-                  (layout & TileRow::kVectorBit) != 0, UpdateShape<Selection>::kSlices),
+        RowLayout(static_cast<int>(packed >> TileRow::kDimShift),
+                  (packed & TileRow::kVectorBit) != 0, UpdateShape<Selection>::kSlices),
         __any_sync(simt::kFullMask, has_high) != 0,
         row_gradient,
         row_sums};
 #pragma unroll 1
     for (int summed = 0; summed < 2; ++summed) {
-      const bool is_next =
-          lane_row.length > 0 && lane_row.layout == layout && lane_row.is_summed == (summed != 0);
+      const bool is_next = lane_row.length > 0 && lane_row.packed_layout == packed &&
+                           lane_row.is_summed == (summed != 0);
       uint32_t lanes = __ballot_sync(simt::kFullMask, is_next) & update.layout.lanes_of_group();
       while (__any_sync(simt::kFullMask, lanes != 0))
         lanes = update.update_batch(lanes, summed != 0);
     }
     __syncwarp();  // no lane needs the rows any more
-    if (lane_row.layout == layout) lane_row.length = 0;
+    if (lane_row.packed_layout == packed) lane_row.length = 0;
     __syncwarp();
   }
 }
@@ -558,7 +566,7 @@ __global__ void __launch_bounds__(kUpdateThreads, UpdateShape<Selection>::kBlock
     update_kernel(DeviceGradArgs args, OptimizerStepArgs optimizer, RowTile tile) {
   __shared__ StepStorage storage;
   __shared__ TileRow rows_of_warps[kUpdateThreads];
-  __shared__ uint32_t num_rows;
+  __shared__ uint32_t num_rows;  // not a local: takes no register while rows are updated
   alignas(16)
       __shared__ float row_gradient[UpdateShape<Selection>::kSlices][kUpdateThreads][kColumns];
   __shared__ float row_sums[Selection::kHasSums ? kUpdateThreads : 1][kMaxRowSums];
@@ -577,7 +585,7 @@ __global__ void __launch_bounds__(kUpdateThreads, UpdateShape<Selection>::kBlock
     TileRow* const lane_row = rows + threadIdx.x % simt::kWarp;
     const uint32_t row = tile.row_of_lane(), u = t * tile.all_rows() + row;
     lane_row->length = 0;
-    lane_row->layout = 0;
+    lane_row->packed_layout = 0;
     if (row < tile.all_rows() && u < num_rows)
       lane_row->read(Selection{}, args, optimizer, step, u);
     __syncwarp();
@@ -595,27 +603,33 @@ inline RowTile divide_rows(int64_t num_rows, int64_t mean_dim, int64_t warps) {
   return tile;
 }
 
+// Blocks per multiprocessor of the kernels that plan and sum chunks, which are grid-stride.
+inline constexpr int kChunkBlocksPerSm = 8;
+
 // Sum the chunks of long segments, if there can be any; G is the dtype of the gradient.
 template <class G, class Launcher>
 void launch_chunks(const Launcher& launcher, const DeviceGradArgs& args, int64_t mean_dim) {
   const int64_t slots = num_chunk_slots(args.num_lookups);
   if (slots == 0) return;
   const int lanes = lanes_for(mean_dim, kColumns);
-  const unsigned stripes = blocks_for(mean_dim, lanes * kColumns, 64);
-  launcher(chunk_kernel<G>, simt::Dim3(blocks_for(slots, 1, launcher.blocks(8)), stripes),
+  const unsigned stripes = blocks_for(mean_dim, lanes * kColumns, kMaxStripes);
+  launcher(chunk_kernel<G>,
+           simt::Dim3(blocks_for(slots, 1, launcher.blocks(kChunkBlocksPerSm)), stripes),
            kChunkThreads, args, lanes);
 }
 
 // Update all rows of the grouping in `args`; without an optimizer, write their gradients to the
 // weights of tier 0 of `optimizer`. `mean_dim`, the mean width of the features, determines the
-// lanes per row. `num_updated`, [1] of device memory, is scratch: if it is not null, the grouping
-// has not counted the step, and `step` is counted here.
+// lanes per row. A grouping that knows the step counts it; if it has not, pass `step` to count it
+// here, and as scratch `num_updated`, [1] of device memory. A null `num_updated` says that it has,
+// and `step` is not used.
 template <class Launcher>
 void launch_update(const Launcher& launcher, DeviceGradArgs args,
                    const OptimizerStepArgs& optimizer, int64_t mean_dim, const StepCount& step = {},
                    int32_t* num_updated = nullptr) {
   if (num_updated != nullptr || num_chunk_slots(args.num_lookups) > 0) {
-    launcher(plan_chunks_kernel, blocks_for(args.num_lookups, kChunkThreads, launcher.blocks(8)),
+    launcher(plan_chunks_kernel,
+             blocks_for(args.num_lookups, kChunkThreads, launcher.blocks(kChunkBlocksPerSm)),
              kChunkThreads, args, step, num_updated);
   }
   if (args.num_lookups == 0 || args.bags.num_bags == 0) return;

@@ -19,8 +19,7 @@ std::tuple<Tensor, Tensor, Tensor> tt_stored(const Tensor& indices, const Tensor
                                              const Tensor& row_of_slot) {
   const Tensor input = as_contiguous(indices);
   const TtStored stored("tt_stored", input, ids, keys, slots, row_of_slot);
-  const auto cost = [](int64_t i) { return i; };
-  parallel_balanced(stored.args.n, 1 << 15, cost, [&](int64_t begin, int64_t end) {
+  parallel_balanced(stored.args.n, 1 << 15, kUnitCost, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) stored.args.split(i);
   });
   return {stored.cold, stored.rows, stored.counted};

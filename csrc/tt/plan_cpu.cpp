@@ -43,8 +43,7 @@ Tensor tt_keys(const Tensor& indices, const Tensor& offsets, std::optional<Tenso
   }
   STD_TORCH_CHECK(n == 0 || feature_bags.num_features() > 0, op,
                   ": feature_tables must have a row per feature, got none for ", n, " indices");
-  const auto cost = [](int64_t i) { return i; };
-  parallel_balanced(n, kGrain, cost, [&](int64_t begin, int64_t end) {
+  parallel_balanced(n, kGrain, kUnitCost, [&](int64_t begin, int64_t end) {
     int64_t f = std::upper_bound(ends.begin(), ends.end(), begin) - ends.begin();
     for (; begin < end; ++f) {
       const TtTableIds table = tables[f];
