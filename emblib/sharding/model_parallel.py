@@ -214,7 +214,7 @@ class DistributedModelParallel(nn.Module):
                 _move_own_tensors(part, torch.device(device))
         copied = shallow_copy(self)
         copied.__dict__.pop("fused_optimizer", None)
-        # Set in __dict__: `copied._wrapped = ...` would change the dict of submodules that both share.
+        # `copied._wrapped = ...` would change the dict of submodules that both models share.
         copied.__dict__["_modules"] = {**self._modules, "_wrapped": model}
         copied.__dict__["_joint_dist"] = JointDist(model, self.ranks)
         return copied
