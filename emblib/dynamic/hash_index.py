@@ -243,14 +243,16 @@ class HashIndex(nn.Module):
 
     def _use(self, table: int, rows_before: int, rows: int) -> None:
         first_slot = self._first_slots[table]
-        memory.use(self.tags, first_slot, rows_before, rows)
+        memory.advise_growth(self.tags, first_slot, rows_before, rows)
         words = self.entries.shape[1]
-        memory.use(self.entries.view(-1), first_slot * words, rows_before * words, rows * words)
+        memory.advise_growth(
+            self.entries.view(-1), first_slot * words, rows_before * words, rows * words
+        )
         if self._has_queues:
             ranges = (at // SLOTS * QUEUE_WORDS for at in (first_slot, rows_before, rows))
-            memory.use(self.queues.view(-1), *ranges)
+            memory.advise_growth(self.queues.view(-1), *ranges)
         if self._inserted_at is not None:
-            memory.use(self._inserted_at, first_slot, rows_before, rows)
+            memory.advise_growth(self._inserted_at, first_slot, rows_before, rows)
 
     def find(self, keys: Keys) -> Tensor:
         """Return the slots of all positions, int64 `[L]`, -1 for none; changes nothing."""
@@ -386,7 +388,7 @@ class HashIndex(nn.Module):
             size = versions.itemsize
             layout = [[[first * size, size]] for first in self._first_slots[:-1]]
             for t, first in enumerate(self._first_slots[:-1]):
-                memory.use(versions, first, 0, self.capacity(t))
+                memory.advise_growth(versions, first, 0, self.capacity(t))
             self._inserted_at_layout = torch.tensor(layout, device=device)
             self._inserted_at = versions
         return self._inserted_at

@@ -127,7 +127,9 @@ class HashTable(nn.Module):
         return self.index.order in hash.SCORED
 
     def _use(self, table: int, rows_before: int, rows: int) -> None:
-        memory.use(self.values.view(-1), 0, rows_before * self.spec.dim, rows * self.spec.dim)
+        memory.advise_growth(
+            self.values.view(-1), 0, rows_before * self.spec.dim, rows * self.spec.dim
+        )
 
     def _rows(self) -> RowBuffers | None:
         """Return the rows that move when the table grows, None if it does not."""

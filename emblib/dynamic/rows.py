@@ -135,7 +135,7 @@ class RowLayout:
         """Handle the growth of a table from `rows_before` to `rows_now`: request huge pages."""
         for number, buffer in enumerate(buffers):
             width = self.width(table, number)
-            memory.use(
+            memory.advise_growth(
                 buffer, self.first_element(table, number), rows_before * width, rows_now * width
             )
 

@@ -8,13 +8,13 @@ reads the content.
 
 import torch
 
-from emblib.jagged import keyed_tensor
+from emblib.jagged import pytrees
 from emblib.jagged.jagged_tensor import JaggedTensor, lengths_from_offsets, offsets_from_lengths
 from emblib.jagged.keyed_jagged_tensor import KeyedJaggedTensor
 from emblib.jagged.keyed_tensor import KeyedTensor, KTRegroupAsDict
 from emblib.jagged.padding import drop_padding, drop_padding_from_bags
 
-keyed_tensor.register()
+pytrees.register()
 # So that torch.load reads saved batches with its defaults (weights_only=True).
 torch.serialization.add_safe_globals([JaggedTensor, KeyedJaggedTensor, KeyedTensor])
 

@@ -1,26 +1,23 @@
 """`KeyedTensor`: one matrix of named blocks of columns, such as pooled rows by feature."""
 
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.fx import _pytree as fx_pytree
-from torch.utils import _pytree as pytree
 
 from emblib.jagged import convert
-from emblib.jagged.jagged_tensor import JaggedTensor, keyed_text
-from emblib.jagged.keyed_jagged_tensor import KeyedJaggedTensor
-from emblib.jagged.keyed_layout import bounds_of, positions_of
+from emblib.jagged.jagged_tensor import keyed_text
+from emblib.jagged.keyed_layout import bounds_of
 
 
 class KeyedTensor:
     """A matrix `[B, sum of lengths]` of named blocks of columns, e.g. pooled rows by feature.
 
     Args:
-        keys: the name of each block.
-        length_per_key: number of columns of each block.
+        keys: the name of each block. Of a repeated key, all methods take the last block.
+        length_per_key: number of columns of each block. This list and that of `keys` are not
+            copied: do not change them afterwards.
         values: the matrix, or any tensor with these blocks along `key_dim`.
         key_dim: the dimension that is divided into blocks.
 
@@ -108,10 +105,11 @@ class KeyedTensor:
         return bounds
 
     def index_per_key(self) -> dict[str, int]:
-        """Return the position of each key; the first position of a repeated key."""
+        """Return the position of each key; the last position of a repeated key."""
         index = self._index_per_key
         if index is None:
-            index = self._index_per_key = positions_of(self._keys)
+            index = {key: position for position, key in enumerate(self._keys)}
+            self._index_per_key = index
         return index
 
     _key_indices = index_per_key  # for files of TorchRec
@@ -174,7 +172,7 @@ class KeyedTensor:
         )
 
     def to(self, device: torch.device | str, non_blocking: Any = False) -> "KeyedTensor":
-        """Copy to `device`. Arguments are those of `Tensor.to`."""
+        """Return one with the values on `device`, not copied if they are there already."""
         return self._with(self._values.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> "KeyedTensor":
@@ -289,175 +287,3 @@ def regroup_by_name(
 # Each is one call in a traced graph, because tracing cannot read the keys of a traced tensor.
 torch.fx.wrap("regroup")
 torch.fx.wrap("regroup_by_name")
-
-
-# A list, not a tuple: a saved structure is loaded from JSON as lists.
-Context = list[Any]
-# The leaves of a node by the names of its attributes, and its other fields.
-Flattened = tuple[dict[str, Any], Context]
-
-
-def _flatten_jagged(jagged: JaggedTensor) -> Flattened:
-    leaves = {"_values": jagged._values, "_lengths": jagged.lengths()}
-    if jagged._weights is not None:
-        leaves["_weights"] = jagged._weights
-    return leaves, [jagged._weights is not None]
-
-
-def _unflatten_jagged(leaves: Iterable[Any], context: Context) -> JaggedTensor:
-    values, lengths, *weights = leaves
-    return JaggedTensor.from_valid(values, weights[0] if context[0] else None, lengths, None)
-
-
-def _flatten_keyed_jagged(batch: KeyedJaggedTensor) -> Flattened:
-    leaves = {"_values": batch._values, "_lengths": batch.lengths()}
-    if batch._weights is not None:
-        leaves["_weights"] = batch._weights
-    inverse_keys = None
-    if batch._inverse is not None:
-        inverse_keys, leaves["_inverse"] = batch._inverse
-    # A stride that lengths or inverse indices imply is left out: it may differ between batches.
-    has_equal_strides = batch._keys and batch._stride_per_key_per_rank is None
-    stride = None if batch._inverse is not None or has_equal_strides else batch._stride
-    return leaves, [
-        batch._keys,
-        batch._stride_per_key_per_rank,
-        stride,
-        batch._weights is not None,
-        inverse_keys,
-    ]
-
-
-def _unflatten_keyed_jagged(leaves: Iterable[Any], context: Context) -> KeyedJaggedTensor:
-    keys, strides, stride, is_weighted, inverse_keys = context
-    values, lengths, *optional_leaves = leaves
-    inverse = None if inverse_keys is None else (inverse_keys, optional_leaves[-1])
-    if stride is None:
-        # In `tree_map` leaves may be any objects, not only tensors.
-        if keys and strides is None:
-            stride = lengths.numel() // len(keys) if isinstance(lengths, Tensor) else 0
-        elif inverse is not None and isinstance(inverse[1], Tensor):
-            stride = inverse[1].size(-1)
-        else:
-            stride = max(map(sum, strides or []), default=0)
-    weights = optional_leaves[0] if is_weighted else None
-    construct = KeyedJaggedTensor.from_valid
-    return construct(keys, values, weights, lengths, None, stride, inverse, strides)
-
-
-def _flatten_keyed(tensor: KeyedTensor) -> Flattened:
-    return {"_values": tensor._values}, [tensor._keys, tensor._length_per_key, tensor._key_dim]
-
-
-def _unflatten_keyed(leaves: Iterable[Any], context: Context) -> KeyedTensor:
-    keys, lengths, dim = context
-    (values,) = leaves
-    return KeyedTensor(keys, lengths, values, dim)
-
-
-def _flatten(flatten: Callable[[Any], Flattened], node: Any) -> tuple[list[Any], Context]:
-    leaves, context = flatten(node)
-    return list(leaves.values()), context
-
-
-def _flatten_with_keys(
-    flatten: Callable[[Any], Flattened], node: Any
-) -> tuple[list[tuple[pytree.KeyEntry, Any]], Context]:
-    leaves, context = flatten(node)
-    return [(pytree.GetAttrKey(name), leaf) for name, leaf in leaves.items()], context
-
-
-def _reorder_jagged(jagged: JaggedTensor, context: Context) -> JaggedTensor:
-    return jagged
-
-
-def _reorder_keyed_jagged(batch: KeyedJaggedTensor, context: Context) -> KeyedJaggedTensor:
-    """Reorder features and rows of the inverse indices as in `context`."""
-    keys, *_, inverse_keys = context
-    if batch._keys != keys:
-        batch = batch.permute([_position(key, batch._keys) for key in keys])
-    inverse = batch._inverse
-    if inverse is not None and inverse_keys is not None and inverse[0] != inverse_keys:
-        rows = [_position(key, inverse[0]) for key in inverse_keys]
-        batch = batch.permute(range(len(keys)))  # a new object, so that the caller's is unchanged
-        batch._inverse = inverse_keys, inverse[1][rows]
-    return batch
-
-
-def _reorder_keyed(tensor: KeyedTensor, context: Context) -> KeyedTensor:
-    """Select the blocks of the keys of `context`, in its order."""
-    keys = context[0]
-    lengths = [tensor._length_per_key[_position(key, tensor._keys)] for key in keys]
-    return KeyedTensor(keys, lengths, regroup([tensor], [keys])[0], tensor._key_dim)
-
-
-def _position(key: str, keys: list[str]) -> int:
-    if key not in keys:
-        raise KeyError(f"a graph was made for inputs with the key {key!r}; there are {keys}")
-    return keys.index(key)
-
-
-def _flatten_as(node_type: "_NodeType", node: Any, spec: Any) -> list[Any]:
-    """Return the leaves of a node, reordered for a graph that was traced with `spec`.
-
-    Raises:
-        KeyError: the node lacks a key of `spec`.
-        ValueError: the node differs from `spec` in more than the order of keys or further keys.
-    """
-    leaves, context = node_type.flatten(node)
-    if context != spec.context:
-        leaves, context = node_type.flatten(node_type.reorder(node, spec.context))
-    if context != spec.context:
-        names = node_type.context_names
-        differences = [
-            f"{name} {own_value!r} instead of {spec_value!r}"
-            for name, own_value, spec_value in zip(names, context, spec.context, strict=True)
-            if own_value != spec_value
-        ]
-        raise ValueError(
-            f"a {node_type.kind.__name__} must be like the one that the graph was made for, got "
-            f"{', '.join(differences)}: pass such a one, or trace or export the model with this one"
-        )
-    return list(leaves.values())
-
-
-class _NodeType(NamedTuple):
-    """Functions that split objects of one class into leaves and a context, and rebuild them."""
-
-    kind: type
-    flatten: Callable[[Any], Flattened]
-    unflatten: Callable[[Iterable[Any], Any], Any]
-    reorder: Callable[[Any, Context], Any]
-    context_names: tuple[str, ...]
-
-
-_NODES = (
-    _NodeType(JaggedTensor, _flatten_jagged, _unflatten_jagged, _reorder_jagged, ("is weighted",)),
-    _NodeType(
-        KeyedJaggedTensor,
-        _flatten_keyed_jagged,
-        _unflatten_keyed_jagged,
-        _reorder_keyed_jagged,
-        ("keys", "stride_per_key_per_rank", "stride", "is weighted", "keys of inverse_indices"),
-    ),
-    _NodeType(
-        KeyedTensor,
-        _flatten_keyed,
-        _unflatten_keyed,
-        _reorder_keyed,
-        ("keys", "length_per_key", "key_dim"),
-    ),
-)
-
-
-def register() -> None:
-    """Register the three types with torch's pytrees, eager and traced."""
-    for node_type in _NODES:
-        pytree.register_pytree_node(
-            node_type.kind,
-            partial(_flatten, node_type.flatten),
-            node_type.unflatten,
-            serialized_type_name=f"emblib.{node_type.kind.__name__}",
-            flatten_with_keys_fn=partial(_flatten_with_keys, node_type.flatten),
-        )
-        fx_pytree.register_pytree_flatten_spec(node_type.kind, partial(_flatten_as, node_type))

@@ -108,7 +108,7 @@ Wrapping = DDP | FullyShard
 _BY_NAME: dict[str, Wrapping | None] = {"ddp": DDP(), "fully_shard": FullyShard(), "none": None}
 
 
-def wrapping(wrap: str | Wrapping | None) -> Wrapping | None:
+def parse_wrapping(wrap: str | Wrapping | None) -> Wrapping | None:
     """Return the wrapping for a name or a wrapping; None for no wrapping."""
     if wrap is None or isinstance(wrap, Wrapping):
         return wrap

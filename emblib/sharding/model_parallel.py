@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from emblib.dynamic import DynamicTables, tables_of
@@ -19,8 +20,8 @@ from emblib.sharding.dense import (
     Wrapping,
     copy_from_first,
     materialise,
+    parse_wrapping,
     unwrapped,
-    wrapping,
 )
 from emblib.sharding.parameters import mark_dense
 from emblib.sharding.pipelines.inputs import sharded_modules
@@ -79,12 +80,12 @@ class DistributedModelParallel(nn.Module):
         torch.Size([1, 4])
     """
 
-    wraps_module = True
+    wraps_module = True  # `unwrapped` and the scripting of emblib.compat continue with `module`
 
     def __init__(
         self,
         module: nn.Module,
-        ranks: Any = None,
+        ranks: RankGroup | dist.ProcessGroup | dist.DeviceMesh | None = None,
         *,
         plan: ShardingPlan | Rules | None = None,
         planner: Planner | None = None,
@@ -96,21 +97,21 @@ class DistributedModelParallel(nn.Module):
     ) -> None:
         super().__init__()
         self.ranks = RankGroup.from_value(ranks)
-        wrapping_used = fingerprint.agree(
+        wrapping = fingerprint.agree(
             self.ranks,
-            lambda: wrapping(wrap),
-            lambda wrapping_used: {
+            prepare=lambda: parse_wrapping(wrap),
+            describe=lambda parsed: {
                 "": fingerprint.settings_of(
                     self.ranks,
                     plan=None if plan is None else "given",
-                    wrap=wrapping_used or wrap or "none",
+                    wrap=parsed or wrap or "none",
                 ),
                 **_dense_description(module),
             },
         )
         if plan is None:
             plan = planned(module, planner, self.ranks)
-        bare = shard(
+        model = shard(
             module,
             plan,
             self.ranks,
@@ -119,25 +120,32 @@ class DistributedModelParallel(nn.Module):
             gradients=gradients,
         )
         fingerprint.agree(
-            self.ranks, lambda: _prepare(bare, self.ranks, init_parameters=init_parameters)
+            self.ranks,
+            prepare=lambda: _place_dense(model, self.ranks, init_parameters=init_parameters),
         )
-        copy_from_first(bare, self.ranks, names_of_tables(bare))
-        mark_dense(bare, self.ranks)
-        self._wrapped = bare
-        self._joint_dist = JointDist(bare, self.ranks)
-        if wrapping_used is not None:
-            self.wrap_dense(wrapping_used)
+        copy_from_first(model, self.ranks, names_of_tables(model))
+        mark_dense(model, self.ranks)
+        self._wrapped = model
+        self._joint_dist = JointDist(model, self.ranks)
+        if wrapping is not None:
+            self.wrap_dense(wrapping)
 
     def wrap_dense(self, wrap: str | Wrapping) -> None:
-        """Wrap the dense part, where the model was made with `wrap="none"`."""
-        bare = self.module
-        wrapping_used = fingerprint.agree(
+        """Wrap the dense part, where the model was made with `wrap="none"`; a collective.
+
+        It does nothing on one rank, or if no parameter of the dense part is trained.
+
+        Raises:
+            RuntimeError: the dense part is still on the meta device.
+        """
+        model = self.module
+        wrapping = fingerprint.agree(
             self.dense_ranks,
-            lambda: wrapping(wrap),
-            lambda wrapping_used: {"": {"wrap": wrapping_used or wrap}},
+            prepare=lambda: parse_wrapping(wrap),
+            describe=lambda parsed: {"": {"wrap": parsed or wrap}},
         )
-        ignored = names_of_tables(bare) - _names_of_dense_tables(bare)
-        dense = [p for name, p in bare.named_parameters() if name not in ignored]
+        ignored = names_of_tables(model) - _names_of_dense_tables(model)
+        dense = [p for name, p in model.named_parameters() if name not in ignored]
         if any(p.is_meta for p in dense):
             raise RuntimeError(
                 "the dense part is on the meta device, since the model was made with "
@@ -145,9 +153,9 @@ class DistributedModelParallel(nn.Module):
             )
         trained = any(p.requires_grad and not is_updated_in_backward(p) for p in dense)
         # DDP raises for a model without parameters that need gradients.
-        if wrapping_used is not None and self.dense_ranks.size > 1 and trained:
-            self._wrapped = wrapping_used.wrap(bare, self.dense_ranks, ignored)
-            mark_dense(bare, self.dense_ranks)
+        if wrapping is not None and self.dense_ranks.size > 1 and trained:
+            self._wrapped = wrapping.wrap(model, self.dense_ranks, ignored)
+            mark_dense(model, self.dense_ranks)
 
     @property
     def dense_ranks(self) -> RankGroup:
@@ -198,21 +206,23 @@ class DistributedModelParallel(nn.Module):
         The sharded collections are not copied: both models look up in the same tables. The dense
         part of the copy is not wrapped, so its gradients are not averaged.
         """
-        shared = sharded_modules(self.module)
-        bare = deepcopy(self.module, {id(part): part for part in shared.values()})
-        inside = {id(part) for owner in shared.values() for part in owner.modules()}
-        for part in bare.modules():
+        collections = sharded_modules(self.module).values()
+        model = deepcopy(self.module, {id(collection): collection for collection in collections})
+        inside = {id(part) for collection in collections for part in collection.modules()}
+        for part in model.modules():
             if id(part) not in inside:
                 _move_own_tensors(part, torch.device(device))
         copied = shallow_copy(self)
         copied.__dict__.pop("fused_optimizer", None)
-        copied.__dict__["_modules"] = {**self._modules, "_wrapped": bare}
-        copied.__dict__["_joint_dist"] = JointDist(bare, self.ranks)
+        # `copied._wrapped = ...` would change the dict of submodules that both models share.
+        copied.__dict__["_modules"] = {**self._modules, "_wrapped": model}
+        copied.__dict__["_joint_dist"] = JointDist(model, self.ranks)
         return copied
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model for the batch of this rank."""
         self._joint_dist.start((args, kwargs))
+        # If it raises, `end` does not run, and the next `start` forgets this forward.
         output = self._wrapped(*args, **kwargs)
         self._joint_dist.end()
         return output
@@ -253,8 +263,12 @@ def _dense_description(module: nn.Module) -> dict[str, dict[str, Any]]:
     return description
 
 
-def _prepare(module: nn.Module, ranks: RankGroup, *, init_parameters: bool) -> None:
-    """Allocate the dense part on the device of this rank."""
+def _place_dense(module: nn.Module, ranks: RankGroup, *, init_parameters: bool) -> None:
+    """Move the dense part to the device of this rank, allocated there if `init_parameters`.
+
+    Raises:
+        ValueError: there are several ranks, and backward updates a table that is not sharded.
+    """
     if ranks.size > 1:
         _check_that_tables_are_sharded(module)
     if init_parameters:
@@ -313,14 +327,14 @@ def names_of_tables(module: nn.Module) -> set[str]:
 
 def _names_of_dense_tables(module: nn.Module) -> set[str]:
     """Return the names of replicated tables without a fused optimizer, trained as dense."""
-    copies = (part for part in module.modules() if isinstance(part, ReplicatedTables))
-    shared = {
+    dense_parameters = {
         parameter
-        for groups in (copy.groups for copy in copies if not copy.is_synchronised)
-        for handle in groups.handles
+        for part in module.modules()
+        if isinstance(part, ReplicatedTables) and not part.is_synchronised
+        for handle in part.groups.handles
         for parameter in handle.parameters()
     }
-    return {name for name, parameter in module.named_parameters() if parameter in shared}
+    return {name for name, parameter in module.named_parameters() if parameter in dense_parameters}
 
 
 def planned(module: nn.Module, planner: Planner | None, ranks: RankGroup) -> ShardingPlan:

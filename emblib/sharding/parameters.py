@@ -18,14 +18,15 @@ from emblib.tables.parameters import check_registered, refuse_replacement, regis
 class ShardHandle:
     """The handle of a table shard, and this rank's share of the gradients of its parameters.
 
-    `first` is the share of the first parameter, `remaining` that of the others: a shard of a tensor
-    train has its own slice of the first core, and a copy of every other core.
+    `first_core_share` is the share of the first parameter, `other_shares` that of each other one: a
+    shard of a tensor train has its own slice of core 0, and a copy of every other core. So
+    `handle.named_parameters()` must list core 0 first; tables of other kinds have equal shares.
     """
 
     table: str
     handle: TableHandle
-    first: GradientShare
-    remaining: GradientShare
+    first_core_share: GradientShare
+    other_shares: GradientShare
 
 
 class ShardParameters(nn.Module):
@@ -41,7 +42,10 @@ class ShardParameters(nn.Module):
         self.bind()
 
     def bind(self) -> None:
-        """Register the current parameters of the handles."""
+        """Register the current parameters of the handles.
+
+        Call this after a table module moved or reallocated its parameters.
+        """
         num_shards: dict[str, int] = {}
         self._parameters.clear()
         for shard in self._handles:
@@ -51,12 +55,13 @@ class ShardParameters(nn.Module):
             for i, (key, parameter) in enumerate(shard.handle.named_parameters()):
                 # Under dotted names, which register_parameter would refuse.
                 self._parameters[f"{name}.{key}"] = parameter
-                _mark(parameter, shard.remaining if i else shard.first, self._ranks)
-        self._views = registered([self])
+                share = shard.other_shares if i else shard.first_core_share
+                _mark(parameter, share, self._ranks)
+        self._registered = registered([self])
 
     def check(self) -> None:
         """Raise RuntimeError if a parameter was replaced: lookups would not read the new one."""
-        check_registered(self._views)
+        check_registered(self._registered)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self.__dict__.get("_parameters", {}) and isinstance(value, nn.Parameter):
@@ -73,7 +78,7 @@ class ShardParameters(nn.Module):
         return super().__getattr__(name)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        return self  # the kernels move their own memory
+        return self  # the table modules move it, then the collection calls bind()
 
     def _save_to_state_dict(self, *arguments: Any) -> None:
         return None
@@ -85,7 +90,8 @@ class ShardParameters(nn.Module):
 def mark_dense(module: nn.Module, ranks: RankGroup) -> None:
     """Mark the gradients of parameters outside sharded collections as equal on all ranks.
 
-    On a rank without any table shard, these marks show that the model is distributed.
+    On a rank without any table shard, these marks show `clip_grad_norm_` that the model is
+    distributed.
     """
     for parameter in module.parameters():
         if not keyed.is_marked(parameter):

@@ -15,7 +15,10 @@ SLOTS = 32
 
 
 class Eviction(Choice):
-    """Value by which keys are evicted: a new key replaces the least one of its full bucket.
+    """Value by which keys are evicted: a new key replaces the key with the least value.
+
+    A key may be in either of two buckets of 32 slots. If both are full, the least of the keys in
+    them is evicted.
 
     ========  ==========================================================
     LRU       the step it was last used in
@@ -47,7 +50,7 @@ class Eviction(Choice):
 
     @property
     def order(self) -> str:
-        """Return the order by which the index ranks its entries."""
+        """Return the name of the order by which the index ranks its entries (`emblib.ops.hash`)."""
         return "assigned" if self in (Eviction.STEP, Eviction.CUSTOM) else self.value
 
 
@@ -65,8 +68,8 @@ class InsertPolicy(Choice):
         EVICT_IF_LOWER False
     """
 
-    ALWAYS_EVICT = "wins"
-    EVICT_IF_LOWER = "competes"
+    ALWAYS_EVICT = "wins"  # the new key replaces the lowest-ranked key
+    EVICT_IF_LOWER = "competes"  # only if that key ranks lower than the new one; else rejects it
 
 
 class OnInsertFailure(Choice):
@@ -181,29 +184,31 @@ class DynamicSpec:
     """Describe a table of rows of length `dim`, keyed by arbitrary 64-bit ids.
 
     Args:
-        capacity: maximum number of rows; rounded up to a multiple of 32.
+        capacity: maximum number of rows; rounded up to a multiple of 32, as `initial_capacity` is.
         dim: elements per row.
         name: name of the table in checkpoints; the initial values of rows depend on it.
         initial_capacity: rows to start with; the table grows up to `capacity` as keys are inserted.
             None starts with `capacity`.
-        max_load: load, in keys per allocated row, above which a table grows. Up to the default all
-            keys found slots in tests of all sizes; at higher loads some are evicted early.
+        max_load: load, in keys per allocated row, above which a table grows. The default 0.8 is the
+            highest load at which tests of all sizes found a slot for every key; above it some keys
+            are evicted early.
         eviction: order in which keys are evicted when both buckets of a new key are full.
         insert_policy: condition for a new key to evict another: always, or only one that ranks
-            lower.
+            lower than the new key.
         initializer: first values of a row, a function of seed, table, key and element.
         initial_state: first value of the optimizer states of a row.
         default_value: value of all elements that a key without a row reads: one that is not in the
             table in lookups without gradients, or was not inserted in training.
         admission: requirement for a key to be inserted; None inserts all keys.
-        ttl: number of steps without use after which a key expires; None: keys do not expire.
+        ttl: number of training forwards of the module without use after which a key expires; None:
+            keys do not expire.
         on_insert_failure: reaction of a training forward to keys that found no slot.
 
     Example:
         >>> spec = emblib.DynamicSpec(capacity=1_000, dim=16, name="item", initial_capacity=64)
         >>> bags = emblib.DynamicEmbeddingBags([spec], emblib.optim.Adagrad(0.1))
         >>> pooled = bags(torch.arange(500), torch.tensor([0, 500]))
-        >>> bags.size(0), bags.capacity(0)
+        >>> bags.size(0), bags.capacity(0)  # 64 rows at first; grown, by 32 at a time
         (500, 992)
     """
 
@@ -256,12 +261,12 @@ class DynamicSpec:
 
     @property
     def rows(self) -> int:
-        """Return the number of rows for which memory is reserved: `capacity`, rounded up."""
+        """Return the number of rows for which memory is reserved: `capacity`, rounded up to 32."""
         return self.max_buckets * SLOTS
 
     @property
     def buckets(self) -> int:
-        """Return the initial number of buckets."""
+        """Return the initial number of buckets; the table grows up to `max_buckets`."""
         capacity = self.capacity if self.initial_capacity is None else self.initial_capacity
         return -(-capacity // SLOTS)
 

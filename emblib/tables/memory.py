@@ -5,9 +5,9 @@ tier stays in host memory wherever the module moves. With the module on a GPU th
 and its tensors are on the GPU (`mapped_memory`). The disk tier is files. `lay_out` is the pure
 part: tiers, offsets and linear row ids; csrc/core/layout.h is its counterpart.
 
-`reserve` and `use` manage memory for the maximum number of rows of a table that grows. On the CPU
-it is address space, whose pages read as zeros and take no memory until they are first written; so
-a table grows without being copied. On other devices the memory is allocated in full.
+`reserve` and `advise_growth` manage memory for the maximum number of rows of a table that grows. On
+the CPU it is address space, whose pages read as zeros and take no memory until they are first
+written; so a table grows without being copied. On other devices the memory is allocated in full.
 """
 
 import contextlib
@@ -33,12 +33,13 @@ STORED_TIERS = (Tier.DEVICE, Tier.HOST, Tier.DISK)
 
 _TIER_OF = {
     Placement.DEVICE: Tier.DEVICE,
-    Placement.HOST: Tier.DEVICE,
+    Placement.HOST: Tier.DEVICE,  # only for modules on the CPU, whose device is the host
     Placement.MANAGED: Tier.HOST,
     Placement.MANAGED_CACHING: Tier.HOST,
     Placement.DISK: Tier.DISK,
 }
-# Linear row ids ascend in this order: first uncached rows, then cached ones, then those on disk.
+# Linear row ids ascend in this order: uncached rows of the device tier, then of the host tier, then
+# cached rows of the host tier, then those on disk.
 _ORDER = {
     Placement.DEVICE: 0,
     Placement.HOST: 0,
@@ -49,7 +50,11 @@ _ORDER = {
 
 
 class TableOffset(NamedTuple):
-    """The location of a table in its tier; see `emblib.columns.FeatureColumn` for the fields."""
+    """The location of a table in its tier; see `emblib.columns.FeatureColumn` for the fields.
+
+    `row_base` counts the rows before the table among all tables, `state_base` those before it in
+    its tier.
+    """
 
     weight_offset: int
     row_base: int
@@ -83,14 +88,16 @@ class TableLayout:
 
     def by_row(self) -> list[tuple[int, ...]]:
         """Return the tables as rows of `features`, by ascending linear row."""
-        return [p.feature(0) for p in sorted(self.offsets, key=lambda p: (p.row_base, p.rows))]
+        ordered = sorted(self.offsets, key=lambda offset: (offset.row_base, offset.rows))
+        return [offset.feature(0) for offset in ordered]
 
 
 def lay_out(tables: Sequence[TableSpec]) -> TableLayout:
-    """Lay out the tables of a tier one after the other, rows numbered by placement."""
+    """Lay out all tables: one after the other in each tier, linear rows numbered by placement."""
     elements, rows = [0] * len(STORED_TIERS), [0] * len(STORED_TIERS)
     cached = [spec.dim for spec in tables if spec.placement.cached]
-    stride = -(-max(cached, default=0) // 4) * 4  # rows of the cache begin at 16 bytes, at least 8
+    # Rows of the cache begin at multiples of 4 elements: 16 bytes in float32, 8 in 16 bits.
+    stride = -(-max(cached, default=0) // 4) * 4
     starts: dict[int, tuple[int, int]] = {}
     for t, spec in enumerate(tables):
         tier = _TIER_OF[spec.placement]
@@ -155,7 +162,7 @@ class Memory:
         self._host: list[Tensor] | None = None  # on the CPU; pinned once a GPU uses it
         self._mapped: list[Tensor] | None = None  # the same memory as tensors on a GPU
         self._disk: DiskStore | None = None
-        self._opened: list[float] | None = None
+        self._stored_hyper: list[float] | None = None
         if self.layout.rows[Tier.HOST]:
             pinned = device.type == "cuda"
             self._host = self._allocate(Tier.HOST, torch.device("cpu"), pinned=pinned)
@@ -174,7 +181,7 @@ class Memory:
                 cache.verify,
             )
             if not self._disk.created:
-                self._opened = list(self._disk.committed_numbers)
+                self._stored_hyper = list(self._disk.committed_numbers)
 
     def check_device(self, device: torch.device) -> None:
         """Raise ValueError if a table cannot be in its tier with the module on `device`."""
@@ -188,7 +195,7 @@ class Memory:
                 raise ValueError("DISK tables are files; a module on meta cannot have them")
 
     def _allocate(self, tier: int, device: torch.device, *, pinned: bool = False) -> list[Tensor]:
-        """Allocate weights, then the optimizer states of a tier, uninitialised."""
+        """Allocate weights, then the optimizer states of a tier; their contents are undefined."""
         make = partial(torch.empty, pin_memory=True) if pinned else ops.empty_table
         elements, rows = self.layout.elements[tier], self.layout.rows[tier]
         tensors = [make((elements,), dtype=self.precision.weights, device=device)]
@@ -203,7 +210,7 @@ class Memory:
         weights, *states = self._allocate(Tier.DEVICE, device)
         return weights, states
 
-    def follow(self, device: torch.device) -> None:
+    def move_host_tier(self, device: torch.device) -> None:
         """Make the host tier usable on `device`: pinned and mapped for a GPU."""
         if self._host is None:
             return
@@ -278,14 +285,18 @@ class Memory:
         """Return the store of the DISK tables, if there are any."""
         return self._disk
 
-    def take_opened(self) -> list[float] | None:
-        """Return the optimizer's numbers of an existing store at the first call, else None."""
-        opened, self._opened = self._opened, None
-        return opened
+    def take_stored_hyper(self) -> list[float] | None:
+        """Return the `hyper` of an existing store at the first call, else None."""
+        stored, self._stored_hyper = self._stored_hyper, None
+        return stored
 
     @contextlib.contextmanager
     def writing_everything(self, hyper: Tensor) -> Iterator[None]:
-        """Allow overwriting whole tables in this context; commit the disk tier at its end."""
+        """Allow overwriting whole tables in this context; commit the disk tier at its end.
+
+        The commit stores `hyper`, the module's `hyperparams` (float64 `[n]`, see
+        `emblib.columns.Hyper`) at that time, so that opening also restores learning rate and step.
+        """
         if self._disk is None:
             yield
             return
@@ -371,7 +382,7 @@ def reserve(
     return torch.frombuffer(memory, dtype=dtype, count=numel, offset=begin)
 
 
-def use(tensor: Tensor, first_element: int, used_before: int, used_now: int) -> None:
+def advise_growth(tensor: Tensor, first_element: int, used_before: int, used_now: int) -> None:
     """Request huge pages for the part of a reserved tensor that came into use.
 
     Elements `[first_element, first_element + used_now)` are in use now, the first `used_before` of

@@ -170,7 +170,7 @@ class TableBatchedEmbeddingBags(FusedTables):
         call at construction does not redraw DISK tables that were opened with rows in them; later
         calls do.
         """
-        opened = self._memory.take_opened()
+        opened = self._memory.take_stored_hyper()
         # Opening changes nothing on disk, so a process that ends now damages nothing.
         writing = self.overwriting() if opened is None else contextlib.nullcontext()
         with torch.no_grad(), writing:
@@ -702,12 +702,12 @@ class TableBatchedEmbeddingBags(FusedTables):
         self._memory.check_device(fn(torch.empty(0)).device)
         self.settle()
         super()._apply(fn, recurse)
-        self._memory.follow(self.hyperparams.device)
+        self._memory.move_host_tier(self.hyperparams.device)
         return self
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._memory.follow(self.hyperparams.device)
+        self._memory.move_host_tier(self.hyperparams.device)
 
     @property
     def _tables_by_name(self) -> SimpleNamespace:

@@ -16,11 +16,11 @@ import emblib
 from experiments.config.schema import Distribution, Format, Ids, WorkloadConfig
 from experiments.workloads.trace_formats import (
     READERS,
-    Column,
     Integers,
     Reader,
     TableLookups,
-    readable,
+    TraceTable,
+    converting_read_errors,
 )
 from experiments.workloads.trace_formats import (
     TraceError as TraceError,
@@ -73,7 +73,7 @@ def resolve(work: WorkloadConfig, *, sized: bool) -> WorkloadConfig:
     columns = _chosen_columns(work)
     if not columns:
         raise TraceError(f"{path.name} has no tables")
-    sizes = work.sizes or [work.E or column.rows for column in columns]
+    sizes = work.sizes or [work.E or column.rows or 0 for column in columns]
     if len(sizes) != len(columns):
         raise TraceError(
             f"workload.sizes must have one entry per table: {path.name} has {len(columns)}"
@@ -164,9 +164,9 @@ def _checksum(path: Path, size: int, changed: int) -> str:
     return emblib.trace.sha256(path)
 
 
-def _chosen_columns(work: WorkloadConfig) -> list[Column]:
+def _chosen_columns(work: WorkloadConfig) -> list[TraceTable]:
     """Return the columns of the workload: the named ones, the first T, or all."""
-    with readable(_path(work)):
+    with converting_read_errors(_path(work)):
         every = _open(work).columns()
     names = [column.name for column in every]
     if twice := [name for name in names if names.count(name) > 1]:
@@ -197,7 +197,7 @@ def _open(work: WorkloadConfig) -> Reader:
 
 
 def _blocks(work: WorkloadConfig, names: Sequence[str], size: int) -> Iterator[list[TableLookups]]:
-    with readable(_path(work)):
+    with converting_read_errors(_path(work)):
         yield from _open(work).blocks(names, size)
 
 

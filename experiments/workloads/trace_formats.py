@@ -28,7 +28,6 @@ from torch import Tensor
 
 import emblib
 from experiments.config.schema import Format
-from experiments.workloads.distributions import Ids
 
 
 class TraceError(ValueError):
@@ -36,7 +35,7 @@ class TraceError(ValueError):
 
 
 @contextmanager
-def readable(path: Path) -> Iterator[None]:
+def converting_read_errors(path: Path) -> Iterator[None]:
     """Convert errors of libraries about a damaged file to TraceError."""
     try:
         yield
@@ -46,7 +45,7 @@ def readable(path: Path) -> Iterator[None]:
         ) from error
 
 
-def text(path: Path) -> IO[str]:
+def open_text(path: Path) -> IO[str]:
     """Open a text file, plain or .gz, and skip a byte-order mark."""
     if path.suffix == ".gz":
         return gzip.open(path, "rt", newline="", encoding="utf-8-sig")
@@ -67,9 +66,8 @@ def _mapped(path: Path, name: str) -> Any:
     try:
         try:
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except (
-            RuntimeError
-        ):  # files of old versions of torch are no archives: they cannot be mapped
+        except RuntimeError:
+            # Files of old versions of torch are no archives, so they cannot be mapped.
             return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         reason = str(error).partition("\n")[0].partition(". ")[0]  # what follows is unsafe advice
@@ -79,6 +77,7 @@ def _mapped(path: Path, name: str) -> Any:
 
 
 Integers = NDArray[Any]  # integers of any type; hashed ids may need uint64
+Lengths = NDArray[np.int64]
 CRITEO_DENSE, CRITEO_TABLES = 13, 26
 SEPARATORS = re.compile(r"[\s,;|\[\]]+")
 HEXADECIMAL = re.compile(r"(0[xX])?[0-9a-fA-F]+")
@@ -88,26 +87,31 @@ class TableLookups(NamedTuple):
     """The lookups of some samples in one table: ids [lookups], and lookups per sample [samples]."""
 
     ids: Integers
-    lengths: Ids
+    lengths: Lengths
 
 
 @dataclass(frozen=True)
-class Column:
-    """A table of a trace; 0 rows if the file does not state their number."""
+class TraceTable:
+    """A table of a trace; `rows` is None if the file does not state their number."""
 
     name: str
-    rows: int = 0
+    rows: int | None = None
 
 
 class Reader(ABC):
-    """A trace file; its constructor raises TraceError for a file of another layout."""
+    """A trace file.
+
+    For a file of another layout `__init__`, `columns` or iterating `blocks` raises TraceError.
+    Damage within the layout may raise errors of libraries instead: callers wrap every use of a
+    Reader in `converting_read_errors`.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     @abstractmethod
-    def columns(self) -> list[Column]:
-        """Return the file's tables."""
+    def columns(self) -> list[TraceTable]:
+        """Return the file's tables, in the order of the file."""
 
     @abstractmethod
     def blocks(self, names: Sequence[str], size: int) -> Iterator[list[TableLookups]]:
@@ -115,8 +119,8 @@ class Reader(ABC):
 
     def positions(self, names: Sequence[str]) -> list[int]:
         """Return the positions of the named tables among `columns()`."""
-        every = [column.name for column in self.columns()]
-        return [every.index(name) for name in names]
+        all_names = [column.name for column in self.columns()]
+        return [all_names.index(name) for name in names]
 
 
 class MappedReader(Reader):
@@ -158,7 +162,7 @@ class LineReader(Reader):
             ]
 
 
-class Dlrm(MappedReader):
+class DlrmReader(MappedReader):
     """A file of dlrm_datasets: torch.save of (indices, offsets, lengths), plain or .gz.
 
     Bag t * B + b is sample b of table t; `lengths` is [T, B].
@@ -168,8 +172,8 @@ class Dlrm(MappedReader):
         """Map the three tensors and check that their shapes fit together."""
         super().__init__(path)
         content = torch_load(path)
-        good = isinstance(content, tuple | list) and len(content) >= 3
-        tensors = [x for x in content[:3] if isinstance(x, Tensor)] if good else []
+        has_three = isinstance(content, tuple | list) and len(content) >= 3
+        tensors = [x for x in content[:3] if isinstance(x, Tensor)] if has_three else []
         if len(tensors) < 3 or tensors[2].dim() != 2:
             raise TraceError(
                 f"{path.name} is not in the layout of dlrm_datasets: it must hold the tensors "
@@ -193,9 +197,9 @@ class Dlrm(MappedReader):
                 f"{ends[0]} to {ends[1]} and indices {list(self.indices.shape)}"
             )
 
-    def columns(self) -> list[Column]:
+    def columns(self) -> list[TraceTable]:
         """Return t0, t1, ...; the file does not state their rows."""
-        return [Column(f"t{t}") for t in range(len(self.samples))]
+        return [TraceTable(f"t{t}") for t in range(len(self.samples))]
 
     def _bags(self, table: int, start: int, end: int) -> TableLookups:
         first = table * self.samples[table]
@@ -210,7 +214,7 @@ class Dlrm(MappedReader):
         return TableLookups(ids.numpy(), lengths.numpy())
 
 
-class Recorded(MappedReader):
+class RecordedReader(MappedReader):
     """A file of emblib.TraceRecorder."""
 
     def __init__(self, path: Path) -> None:
@@ -225,26 +229,26 @@ class Recorded(MappedReader):
         ]
         self.samples = [len(starts) - 1 for starts in self.starts]
 
-    def columns(self) -> list[Column]:
-        return [Column(f.name, f.rows) for f in self.trace.features]
+    def columns(self) -> list[TraceTable]:
+        return [TraceTable(f.name, f.rows) for f in self.trace.features]
 
     def _bags(self, table: int, start: int, end: int) -> TableLookups:
         ends = self.starts[table][start : end + 1]
         return TableLookups(self.trace.ids[table][ends[0] : ends[-1]].numpy(), np.diff(ends))
 
 
-class Criteo(LineReader):
+class CriteoReader(LineReader):
     """A file of Criteo, plain or .gz: lines of label, 13 numbers and 26 hexadecimal categories.
 
     Tabs separate the fields. An empty category is an empty bag. Lines of a test set have no label.
     """
 
-    def columns(self) -> list[Column]:
+    def columns(self) -> list[TraceTable]:
         """Return C1 to C26, whose ids are hashes of 32 bits."""
-        return [Column(f"C{c}") for c in range(1, CRITEO_TABLES + 1)]
+        return [TraceTable(f"C{c}") for c in range(1, CRITEO_TABLES + 1)]
 
     def _samples(self, tables: Sequence[int]) -> Iterator[list[list[int]]]:
-        with text(self.path) as file:
+        with open_text(self.path) as file:
             for number, line in enumerate(file, 1):
                 fields = line.rstrip("\r\n").split("\t")
                 first = len(fields) - CRITEO_TABLES
@@ -263,15 +267,15 @@ class Criteo(LineReader):
                 yield [[int(c, 16)] if c else [] for c in categories]
 
 
-class Csv(LineReader):
+class CsvReader(LineReader):
     """A file with a line of names, then a line per sample, plain or .gz.
 
     A field has an id, ids separated by blanks, ';' or '|', or a list in brackets. An empty field is
     an empty bag.
     """
 
-    def columns(self) -> list[Column]:
-        with text(self.path) as file:
+    def columns(self) -> list[TraceTable]:
+        with open_text(self.path) as file:
             names = next(csv.reader(file), [])
         if not names or any(not n.strip() or re.fullmatch(r"-?\d+", n.strip()) for n in names):
             raise TraceError(
@@ -282,11 +286,11 @@ class Csv(LineReader):
             raise TraceError(
                 f"{self.path.name}: columns are separated by commas, got one named {names[0]!r}"
             )
-        return [Column(name.strip()) for name in names]
+        return [TraceTable(name.strip()) for name in names]
 
     def _samples(self, tables: Sequence[int]) -> Iterator[list[list[int]]]:
         width = len(self.columns())
-        with text(self.path) as file:
+        with open_text(self.path) as file:
             lines = csv.reader(file)
             next(lines)
             for fields in lines:
@@ -310,7 +314,7 @@ class Csv(LineReader):
                 yield bags
 
 
-class Parquet(Reader):
+class ParquetReader(Reader):
     """A parquet file with a row per sample: columns of integers or of lists of integers."""
 
     def __init__(self, path: Path) -> None:
@@ -324,13 +328,13 @@ class Parquet(Reader):
         except (OSError, pyarrow.lib.ArrowInvalid) as error:
             raise TraceError(f"{path.name} is not a parquet file ({error})") from error
 
-    def columns(self) -> list[Column]:
+    def columns(self) -> list[TraceTable]:
         """Return the columns with ids."""
         from pyarrow import types
 
         lists = (types.is_list, types.is_large_list, types.is_fixed_size_list)
         columns = [
-            Column(field.name)
+            TraceTable(field.name)
             for field in self.schema
             if types.is_integer(
                 field.type.value_type if any(test(field.type) for test in lists) else field.type
@@ -360,14 +364,14 @@ class Parquet(Reader):
                     ids = column.flatten()
                     lengths = pyarrow.compute.list_value_length(column).fill_null(0)
                 if ids.null_count:
-                    raise TraceError(f"{self.path.name}: a list in column {name} misses an id")
+                    raise TraceError(f"{self.path.name}: a list in column {name} has a null")
                 counts = lengths.to_numpy(zero_copy_only=False).astype(np.int64)
                 block.append(TableLookups(ids.to_numpy(zero_copy_only=False), counts))
             yield block
 
 
 def _integers(values: list[int]) -> Integers:
-    """Convert to int64, or to uint64 if an id needs the last bit."""
+    """Convert to int64, or to uint64 if an id exceeds the range of int64."""
     try:
         if any(v > 2**63 - 1 for v in values):
             return np.array(values, np.uint64)
@@ -386,9 +390,9 @@ def _summary(content: Any) -> str:
 
 
 READERS: dict[Format, Callable[[Path], Reader]] = {
-    Format.dlrm: Dlrm,
-    Format.criteo: Criteo,
-    Format.parquet: Parquet,
-    Format.csv: Csv,
-    Format.emblib: Recorded,
+    Format.dlrm: DlrmReader,
+    Format.criteo: CriteoReader,
+    Format.parquet: ParquetReader,
+    Format.csv: CsvReader,
+    Format.emblib: RecordedReader,
 }

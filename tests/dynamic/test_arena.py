@@ -32,8 +32,8 @@ def test_zeros(device: torch.device, dtype: torch.dtype, numel: int, used_share:
 def test_costs_what_is_written() -> None:
     before = _resident_mb()
     tensor = memory.reserve(1 << 38, torch.float32, CPU)  # 1 TB
-    memory.use(tensor, 0, 0, 1000)
-    memory.use(tensor, 1 << 30, 0, 4_000_000)
+    memory.advise_growth(tensor, 0, 0, 1000)
+    memory.advise_growth(tensor, 1 << 30, 0, 4_000_000)
     tensor[:1000] = 1.0
     tensor[1 << 30 : (1 << 30) + 4_000_000] = 2.0
     tensor[-1] = 3.0
@@ -53,8 +53,8 @@ def test_use_takes_any_range() -> None:
     for numel in (1, 1000, 5_000_000):
         tensor = memory.reserve(numel, torch.float32, CPU)
         for before, now in ((0, 0), (0, numel), (numel // 2, numel), (numel, numel // 2)):
-            memory.use(tensor, 0, before, now)
-        memory.use(tensor, numel // 3, 0, numel - numel // 3)
+            memory.advise_growth(tensor, 0, before, now)
+        memory.advise_growth(tensor, numel // 3, 0, numel - numel // 3)
         assert not tensor.any()
 
 

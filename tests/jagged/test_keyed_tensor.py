@@ -41,6 +41,14 @@ def test_pieces_by_key() -> None:
         one["z"]
 
 
+def test_a_repeated_key_is_its_last_block() -> None:
+    twice = KeyedTensor(["a", "b", "a"], [2, 1, 3], torch.arange(12.0).view(2, 6))
+    last = twice.values()[:, 3:]
+    assert torch.equal(twice["a"], last)
+    assert torch.equal(twice.to_dict()["a"], last)
+    assert torch.equal(KeyedTensor.regroup([twice], [["a"]])[0], last)
+
+
 def test_lists_of_tensors_and_other_dimensions() -> None:
     pieces = [torch.randn(2, 3), torch.randn(4, 3)]
     down = KeyedTensor.from_tensor_list(["x", "y"], pieces, key_dim=0, cat_dim=0)

@@ -228,17 +228,22 @@ def test_unusual_steps(mode: str) -> None:
             assert (together, apart) == (every, {})
 
 
-def _changes_late(ranks: RankGroup) -> str:
+def _changes_late(ranks: RankGroup) -> tuple[str, bool]:
     model = _several(ranks)
     model(_batches(ranks, 0))
     model.module.mode = "changes"
     with pytest.raises(RuntimeError) as raised:
         model(_batches(ranks, 1))
-    return str(raised.value)
+    model.module.mode = ""
+    jointly = model(_batches(ranks, 2))
+    model.joint_dist.enabled = False
+    apart = model(_batches(ranks, 2))
+    return str(raised.value), all(map(torch.equal, jointly, apart))
 
 
 def test_an_input_that_changes_after_it_was_sent_is_told() -> None:
-    for message in worlds.run(2, _changes_late):
+    for message, next_is_right in worlds.run(2, _changes_late):
+        assert next_is_right
         assert "the model changed the input of parts.0 in place" in message
         assert "joint_dist.enabled = False" in message
 

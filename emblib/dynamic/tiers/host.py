@@ -103,7 +103,7 @@ class HostRows:
             self._scores.append(memory.reserve(spec.rows, torch.int64, torch.device("cpu")))
             nbytes = spec.rows * table.row_bytes
             buffer = memory.reserve(nbytes, torch.uint8, torch.device("cpu"))
-            memory.use(buffer, 0, 0, nbytes)
+            memory.advise_growth(buffer, 0, 0, nbytes)
             self._values.append(buffer.view(spec.rows, table.row_bytes))
 
     def _find(self, table: int, keys: Tensor) -> Tensor:

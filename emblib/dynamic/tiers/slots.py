@@ -55,7 +55,7 @@ class SlotAllocator:
         self._set(all_keys, slots_of_keys)
 
     def _use(self, table: int, rows_before: int, rows: int) -> None:
-        memory.use(self._by_slot, 0, rows_before, rows)
+        memory.advise_growth(self._by_slot, 0, rows_before, rows)
 
     @property
     def size(self) -> int:
