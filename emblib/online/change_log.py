@@ -125,11 +125,13 @@ class ChangeLog:
         self._keyed = KeyedChanges(model, states=states)
         if not found.tables and self._keyed.is_empty() and found.num_ranks == 1:
             raise TypeError(f"{type(model).__name__} has no tables of emblib that are trained")
-        self._lookups = Lookups(found)
         self._writer = _Writer(sink, check_count("max_pending", max_pending, minimum=1))
+        self._lookups = Lookups(found)
         self._last_whole = self.step
         if compact_every is not None:
             self.snapshot(self.step)
+        else:
+            self._put(RecordKind.DELTA, self.step, {})  # says at which step the log begins
 
     @torch.no_grad()
     def record(self, step: int) -> bool:
@@ -276,6 +278,8 @@ class _Writer:
 
     def raise_error(self) -> None:
         """Raise the error of the thread, if there is one, and let it try again."""
+        if self._is_closing:
+            raise RuntimeError("the change log is closed: make another one for the same sink")
         with self._changed:
             error, self._error = self._error, None
             waiting = len(self._queue)
@@ -313,6 +317,8 @@ class _Writer:
 
     def close(self) -> None:
         """Write all records, and end the thread."""
+        if self._is_closing:
+            return
         self.flush()
         with self._changed:
             self._is_closing = True

@@ -61,8 +61,10 @@ class LookupHook:
         self.num_forwards = 0
 
     @graph_break
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note a call of the module, if gradients are enabled."""
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        """Note a forward of the module that did not raise, if gradients are enabled."""
         if not torch.is_grad_enabled():
             return
         ids: Tensor = args[0] if args else kwargs["indices" if "indices" in kwargs else "ids"]
@@ -118,7 +120,7 @@ class Lookups:
     def __init__(self, found: ModelTables) -> None:
         self._hooks = [(module, LookupHook(tables)) for module, tables in found.calls]
         self._registered = [
-            module.register_forward_pre_hook(hook, with_kwargs=True) for module, hook in self._hooks
+            module.register_forward_hook(hook, with_kwargs=True) for module, hook in self._hooks
         ]
         tables = [table for _, hook in self._hooks for table in hook.tables]
         self._modules = {id(table.module): table.module for table in tables}

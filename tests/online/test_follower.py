@@ -164,12 +164,14 @@ def test_readers_see_all_of_an_entry_or_nothing(tmp_path: Path) -> None:
 
 
 def test_a_reader_does_not_wait_for_itself(tmp_path: Path) -> None:
-    follower = LogFollower(_bags(), DirectorySink(tmp_path))
-    with ChangeLog(_bags(), DirectorySink(tmp_path)):
-        pass
+    trained = _bags()
+    follower = LogFollower(_bags(), DirectorySink(tmp_path), step=0)
+    with ChangeLog(trained, DirectorySink(tmp_path), compact_every=None) as log:
+        _entry(trained, 3)
+        log.record(1)
     with follower.reading(), pytest.raises(RuntimeError, match="leave reading"):
         follower.apply()
-    assert follower.apply() == 0
+    assert follower.apply() == 1, "nothing was written, so no snapshot is needed"
 
 
 def test_errors_leave_the_last_boundary(tmp_path: Path) -> None:
@@ -256,13 +258,14 @@ def test_other_tables_are_refused(tmp_path: Path) -> None:
 def test_a_log_without_a_snapshot_needs_a_base(tmp_path: Path) -> None:
     trained = _bags()
     base = inference.for_inference(trained)
-    with ChangeLog(trained, DirectorySink(tmp_path), compact_every=None) as log:
+    with ChangeLog(trained, DirectorySink(tmp_path), step=5, compact_every=None) as log:
         _entry(trained, 3)
-        log.record(1)
-    with pytest.raises(LogError, match=r"no snapshot to begin with: .*step="):
-        LogFollower(_bags(), DirectorySink(tmp_path)).apply()
-    follower = LogFollower(base, DirectorySink(tmp_path), step=0)
-    assert follower.apply() == 1
+        log.record(6)
+    for older in (None, 4):
+        with pytest.raises(LogError, match=r"no snapshot to begin with: .*step="):
+            LogFollower(_bags(), DirectorySink(tmp_path), step=older).apply()
+    follower = LogFollower(base, DirectorySink(tmp_path), step=5)
+    assert follower.apply() == 6
     assert torch.equal(base.packed, inference.for_inference(trained).packed)
 
 
