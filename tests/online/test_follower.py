@@ -293,13 +293,29 @@ def test_the_page_on_online_updates_runs(
     assert capsys.readouterr().out == "4\n5\n"
 
 
-def test_snapshots_of_some_ranks_are_an_error(tmp_path: Path) -> None:
-    def record(rank: int, kind: RecordKind, generation: int, step: int, sequence: int) -> bytes:
-        keys = torch.arange(30)
-        change = TableChange(keys, torch.full((30, 4), float(step)), keys[:0], {}, 0, 4)
-        order = (generation, sequence, step)
-        return encode(Record(kind, rank, 2, *order, 0.0, {"item": [change]} if rank else {}))
+def record(rank: int, kind: RecordKind, generation: int, step: int, sequence: int) -> bytes:
+    """Return a record of one of two ranks, of which the second has the table."""
+    keys = torch.arange(30)
+    change = TableChange(keys, torch.full((30, 4), float(step)), keys[:0], {}, 0, 4)
+    order = (generation, sequence, step)
+    return encode(Record(kind, rank, 2, *order, 0.0, {"item": [change]} if rank else {}))
 
+
+def test_a_rank_that_is_late_is_waited_for(tmp_path: Path) -> None:
+    sinks = [DirectorySink(tmp_path / str(rank)) for rank in range(2)]
+    follower = LogFollower(_bags(), sinks)
+    for rank, sink in enumerate(sinks):
+        sink.append(record(rank, RecordKind.SNAPSHOT, 1, 0, 1))
+    assert follower.apply() == 0
+    sinks[0].append(record(0, RecordKind.COMPACTION, 1, 20, 41))  # what was before is deleted
+    assert follower.apply() == 0
+    sinks[1].append(record(1, RecordKind.DELTA, 1, 1, 2))
+    assert follower.apply() == 0
+    sinks[1].append(record(1, RecordKind.COMPACTION, 1, 20, 3))
+    assert follower.apply() == 20
+
+
+def test_snapshots_of_some_ranks_are_an_error(tmp_path: Path) -> None:
     sinks = [DirectorySink(tmp_path / str(rank)) for rank in range(2)]
     follower = LogFollower(_bags(), sinks)
     for rank, sink in enumerate(sinks):
