@@ -285,8 +285,8 @@ class _Writer:
         if error is not None:
             raise ChangeLogError(
                 f"the change log could not write an entry: {type(error).__name__}: {error}. It "
-                f"keeps {waiting} entries in memory and tries again from now on: make room for "
-                "them, then repeat this call"
+                f"keeps {waiting} entries in memory and tries again from now on: mend the cause, "
+                "e.g. a full disk, then repeat this call"
             ) from error
 
     def is_full(self) -> bool:
