@@ -14,7 +14,7 @@ from types import TracebackType
 import torch
 from torch import nn
 
-from emblib.online.changes import Changes, KeyedChanges, Lookups, PlainChanges
+from emblib.online.changes import KeyedChanges, Lookups, PlainChanges
 from emblib.online.records import Record, RecordKind, decode, encode
 from emblib.online.sinks import Sink
 from emblib.online.tables import PlainTable, find_tables
@@ -120,16 +120,18 @@ class ChangeLog:
                 "the sink has the records of another log, which a snapshot must follow: choose "
                 "compact_every, or an empty sink"
             )
+        if not found.calls and found.num_ranks == 1:
+            raise TypeError(f"{type(model).__name__} has no tables of emblib that are trained")
         _check_names(found.tables)
         self._plain = PlainChanges(found, states=states)
         self._keyed = KeyedChanges(model, states=states)
-        if not found.tables and self._keyed.is_empty() and found.num_ranks == 1:
-            raise TypeError(f"{type(model).__name__} has no tables of emblib that are trained")
-        self._lookups = Lookups(found)
         self._writer = _Writer(sink, check_count("max_pending", max_pending, minimum=1))
+        self._lookups = Lookups(found)
         self._last_whole = self.step
         if compact_every is not None:
             self.snapshot(self.step)
+        else:
+            self._put(RecordKind.DELTA, self.step)  # says at which step the log begins
 
     @torch.no_grad()
     def record(self, step: int) -> bool:
@@ -156,11 +158,9 @@ class ChangeLog:
         self._writer.wait_for_space()
         self._keyed.check()
         self._lookups.check()
-        lookups = self._lookups
-        changes = {**self._plain.collect(lookups), **self._keyed.collect(lookups)}
-        self._put(RecordKind.DELTA, step, changes)
+        self._put(RecordKind.DELTA, step)
         if is_due:
-            self._put_whole(RecordKind.COMPACTION, step)
+            self._put(RecordKind.COMPACTION, step)
         return True
 
     @torch.no_grad()
@@ -172,17 +172,17 @@ class ChangeLog:
         step = check_count("step", step, minimum=0)
         self._writer.wait_for_space()
         self._generation += 1
-        self._put_whole(RecordKind.SNAPSHOT, step)
+        self._put(RecordKind.SNAPSHOT, step)
 
-    def _put_whole(self, kind: RecordKind, step: int) -> None:
-        self._put(kind, step, {**self._plain.whole(), **self._keyed.whole()})
-        self._last_whole = step
-
-    def _put(self, kind: RecordKind, step: int, changes: Changes) -> None:
+    def _put(self, kind: RecordKind, step: int) -> None:
+        lookups = self._lookups if kind is RecordKind.DELTA else None
+        changes = {**self._plain.collect(lookups), **self._keyed.collect(lookups)}
         position = (self._rank, self._num_ranks, self._generation, self._sequence + 1)
         self._writer.put(Record(kind, *position, step, time.time(), changes))
         self._sequence += 1
         self.step = step
+        if lookups is None:
+            self._last_whole = step
         self._lookups.commit()
         self._keyed.commit()
 
@@ -276,6 +276,8 @@ class _Writer:
 
     def raise_error(self) -> None:
         """Raise the error of the thread, if there is one, and let it try again."""
+        if self._is_closing:
+            raise RuntimeError("the change log is closed: make another one for the same sink")
         with self._changed:
             error, self._error = self._error, None
             waiting = len(self._queue)
@@ -283,8 +285,8 @@ class _Writer:
         if error is not None:
             raise ChangeLogError(
                 f"the change log could not write an entry: {type(error).__name__}: {error}. It "
-                f"keeps {waiting} entries in memory and tries again from now on: make room for "
-                "them, then repeat this call"
+                f"keeps {waiting} entries in memory and tries again from now on: mend the cause, "
+                "e.g. a full disk, then repeat this call"
             ) from error
 
     def is_full(self) -> bool:
@@ -313,6 +315,8 @@ class _Writer:
 
     def close(self) -> None:
         """Write all records, and end the thread."""
+        if self._is_closing:
+            return
         self.flush()
         with self._changed:
             self._is_closing = True

@@ -6,7 +6,7 @@ changes are. Keys that left are those that an eviction log has seen. Every chang
 `commit`, so an entry that could not be made is part of the next one.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -61,9 +61,11 @@ class LookupHook:
         self.num_forwards = 0
 
     @graph_break
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note a call of the module, if gradients are enabled."""
-        if not torch.is_grad_enabled():
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        """Note a forward of the module that did not raise, if gradients are enabled."""
+        if not self.tables or not torch.is_grad_enabled():
             return
         ids: Tensor = args[0] if args else kwargs["indices" if "indices" in kwargs else "ids"]
         offsets: Tensor = args[1] if len(args) > 1 else kwargs["offsets"]
@@ -101,15 +103,7 @@ class LookupHook:
         self._batches, self._rows, self.num_forwards = [], {}, 0
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _no_hook, ()
-
-
-def _no_hook() -> Callable[..., None]:
-    return _ignore_call
-
-
-def _ignore_call(*arguments: Any) -> None:
-    pass
+        return LookupHook, ([],)
 
 
 class Lookups:
@@ -118,7 +112,7 @@ class Lookups:
     def __init__(self, found: ModelTables) -> None:
         self._hooks = [(module, LookupHook(tables)) for module, tables in found.calls]
         self._registered = [
-            module.register_forward_pre_hook(hook, with_kwargs=True) for module, hook in self._hooks
+            module.register_forward_hook(hook, with_kwargs=True) for module, hook in self._hooks
         ]
         tables = [table for _, hook in self._hooks for table in hook.tables]
         self._modules = {id(table.module): table.module for table in tables}
@@ -181,19 +175,14 @@ class PlainChanges:
                     "states for a row: leave states out, or shard it by rows"
                 )
 
-    def collect(self, lookups: Lookups) -> Changes:
-        """Copy the rows that may have changed."""
+    def collect(self, lookups: Lookups | None) -> Changes:
+        """Copy the rows that were looked up, or all rows."""
         changes: Changes = {}
         for table in self._tables:
-            rows = lookups.of(table.module, table.number)
-            changes.setdefault(table.name, []).append(self._copy(table, rows))
-        return changes
-
-    def whole(self) -> Changes:
-        """Copy all rows."""
-        changes: Changes = {}
-        for table in self._tables:
-            rows = torch.arange(table.num_rows)
+            if lookups is None:
+                rows = torch.arange(table.num_rows)
+            else:
+                rows = lookups.of(table.module, table.number)
             changes.setdefault(table.name, []).append(self._copy(table, rows))
         return changes
 
@@ -252,10 +241,6 @@ class KeyedChanges:
                 state.eviction_log = WatchedEvictions(len(state.specs), state.index.tick)
         self.commit()
 
-    def is_empty(self) -> bool:
-        """Return whether there are no tables."""
-        return not self._shards
-
     def commit(self) -> None:
         """Go on from here: what was copied is in the log."""
         states = [location.module.state for _, location in self._shards]
@@ -271,26 +256,20 @@ class KeyedChanges:
                     "(load, load_state_dict, set_entries): call snapshot(step), which has all rows"
                 )
 
-    def collect(self, lookups: Lookups) -> Changes:
-        """Copy the entries that were used since the last entry, and name the keys that left."""
+    def collect(self, lookups: Lookups | None) -> Changes:
+        """Copy the entries used since the last time, and name the keys that left; or copy all."""
         changes: Changes = {}
         for (name, location), tick in zip(self._shards, self._ticks, strict=True):
             module, index = location.module, location.index
-            if module.state.backing is None:
+            removed = torch.empty(0, dtype=torch.int64)
+            if lookups is not None:
+                removed = removed_since(module.state, index, tick)
+            if lookups is not None and module.state.backing is None:
                 entries = _entries_of(module.state, index, lookups.of(module, index))
             else:
-                entries = table_entries(module.state, index, tick + 1)
-            change = self._copy(location, entries, removed_since(module.state, index, tick))
-            changes.setdefault(name, []).append(change)
-        return changes
-
-    def whole(self) -> Changes:
-        """Copy all entries."""
-        changes: Changes = {}
-        for name, location in self._shards:
-            entries = table_entries(location.module.state, location.index)
-            none = torch.empty(0, dtype=torch.int64)
-            changes.setdefault(name, []).append(self._copy(location, entries, none))
+                since = None if lookups is None else tick + 1
+                entries = table_entries(module.state, index, since)
+            changes.setdefault(name, []).append(self._copy(location, entries, removed))
         return changes
 
     def _copy(self, location: ShardLocation, entries: Entries, removed: Tensor) -> TableChange:

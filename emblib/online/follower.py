@@ -149,7 +149,8 @@ class LogFollower:
                 has_more = self._poll()
                 while (key := self._next_boundary()) is not None:
                     self._apply(key)
-            if any(log.has_skipped for log in self._logs):
+            skips = any(log.has_skipped for log in self._logs)
+            if skips and not any(log.pending for log in self._logs):  # another rank may be late
                 raise LogError(
                     "the log has no snapshot to begin with: freeze the tables and pass the step= "
                     "of the file, or have the trainer call snapshot(step)"
@@ -191,8 +192,11 @@ class LogFollower:
         first = [log.pending[0] for log in self._logs if log.pending]
         if len(first) < len(self._logs) or self._step is None:
             return
-        if any(record.is_whole and record.step > self._step for record in first):
-            self._is_based = False  # entries after the base were dropped
+        begins = [record for record in first if record.is_whole or record.sequence == 1]
+        if any(record.step > self._step for record in begins):
+            self._is_based = False  # entries after the base were dropped, or never made
+            for log in self._logs:
+                log.restart()
         else:
             self._key = max(record.generation for record in first), self._step
 
@@ -220,16 +224,16 @@ class LogFollower:
                 "snapshot(step) with the same step"
             )
         writes = self._prepare([r for records in by_log for r in records], is_whole=is_whole)
-        try:
-            with self._lock.writing():
+        with self._lock.writing():
+            try:
                 for write in writes:
                     write()
                 self._key, self._step = key, key[1]
-        except BaseException:
-            self._key, self._is_based = None, False  # the tables are at no boundary
-            for log in self._logs:
-                log.restart()
-            raise
+            except BaseException:
+                self._key, self._is_based = None, False  # the tables are at no boundary
+                for log in self._logs:
+                    log.restart()
+                raise
         for log in self._logs:
             log.drop(key)
             log.has_gap = False

@@ -276,6 +276,7 @@ class IndexedRows:
         device = self._served.rows.packed.device
         _, _, rows = self._live()
         self._num_used = rows.numel()
+        rows, counts = rows.unique(return_counts=True)
         is_free = torch.ones(spec.rows, dtype=torch.bool, device=device)
         is_free[rows] = False
         if index.missing >= 0:
@@ -283,7 +284,10 @@ class IndexedRows:
         self._free = is_free.nonzero().view(-1)
         self._freed = self._free[:0]
         self._removed_row = index.missing
-        if index.missing < 0:
+        shared = rows[counts > 1].tolist()  # another follower's row of removed keys
+        if index.missing < 0 and shared:
+            (self._removed_row,) = shared
+        elif index.missing < 0:
             if not self._free.numel():
                 self._grow(1)
             self._removed_row, self._free = int(self._free[0]), self._free[1:]

@@ -137,19 +137,14 @@ class DirectorySink:
         """Yield the whole records behind a position, or the oldest one that is left, in order.
 
         Raises:
-            LogError: a record is damaged, or a file is missing between others.
+            LogError: a record is damaged.
         """
         segments = self._segments()
-        if not segments:
-            return
         segment, end = (int(number) for number in after.split(":")) if after else (0, 0)
-        if segment < segments[0]:
-            segment, end = segments[0], 0
-        for number in range(segment, segments[-1] + 1):
-            if number not in segments:
-                raise LogError(f"{self._path(number)} is missing, and there are later ones")
-            begin = end if number == segment else 0
-            yield from self._read_segment(number, begin, is_last=number == segments[-1])
+        for number in segments:
+            if number >= segment:
+                begin = end if number == segment else 0
+                yield from self._read_segment(number, begin, is_last=number == segments[-1])
 
     def _read_segment(self, number: int, begin: int, *, is_last: bool) -> Iterator[Stored]:
         path, at = self._path(number), begin
@@ -178,13 +173,18 @@ class DirectorySink:
                 yield Stored(f"{number}:{at}", data, where)
 
     def trim(self, before: str) -> None:
-        """Delete the files before the segment of a position."""
-        for number in self._segments():
+        """Delete the files before the segment of a position.
+
+        The newest one first: a reader meanwhile goes on from an older one to that segment.
+        """
+        for number in reversed(self._segments()):
             if number < int(before.split(":")[0]):
                 self._path(number).unlink(missing_ok=True)
 
     def close(self) -> None:
         """Close the files, and let another process write."""
+        if self._lock >= 0:
+            fcntl.flock(self._lock, fcntl.LOCK_UN)  # processes that were forked have it, too
         for handle in (self._file, self._lock):
             if handle >= 0:
                 os.close(handle)

@@ -19,7 +19,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -260,7 +260,7 @@ def closed_block(
                 now, number = done, number + clients
             return start, now, latencies
 
-    return _gather(list(threads.map(client, range(clients))))
+    return _gather(threads, client, clients)
 
 
 def arrivals(rate: float, seconds: float, chance: random.Random) -> list[int]:
@@ -290,7 +290,7 @@ def open_block(
                 latencies.append(done - due)
             return begin, done, latencies
 
-    return _gather(list(threads.map(client, range(clients))))
+    return _gather(threads, client, clients)
 
 
 def _wait_until(due_ns: int) -> None:
@@ -299,9 +299,16 @@ def _wait_until(due_ns: int) -> None:
         time.sleep(max(0, left - SPIN_NS) / NS)
 
 
-def _gather(clients: Sequence[tuple[int, int, list[int]]]) -> RequestBlock:
-    """Return the block of what clients did: (start, end, latencies) each."""
-    starts, ends, latencies = zip(*clients, strict=True)
+def _gather(
+    threads: ThreadPoolExecutor, client: Callable[[int], tuple[int, int, list[int]]], clients: int
+) -> RequestBlock:
+    """Run clients, each of which returns (start, end, latencies); wait for all, also if one fails.
+
+    Else those that are left would disturb the block of the next contender.
+    """
+    running = [threads.submit(client, number) for number in range(clients)]
+    wait(running)
+    starts, ends, latencies = zip(*(one.result() for one in running), strict=True)
     return RequestBlock([ns for own in latencies for ns in own], (max(ends) - min(starts)) / NS)
 
 

@@ -259,6 +259,33 @@ def test_what_is_refused() -> None:
         log.record(3)
 
 
+def test_a_log_that_ended_takes_no_entries() -> None:
+    trained, sink = bags(optim.SGD(0.1)), Memory()
+    with pytest.raises(ValueError, match="max_pending"):
+        ChangeLog(trained, sink, max_pending=0)
+    assert not trained._forward_hooks
+    log = ChangeLog(trained, sink)
+    log.close()
+    log.close()
+    assert not trained._forward_hooks
+    for call in (log.record, log.snapshot):
+        with pytest.raises(RuntimeError, match="is closed"):
+            call(1)
+
+
+def test_forwards_that_raised_are_not_noted() -> None:
+    trained, sink = bags(optim.SGD(0.1)), Memory()
+    log = ChangeLog(trained, sink)
+    ids, no_bags = torch.tensor([1, 2]), torch.empty(0, dtype=torch.int64)
+    for wrong in ((ids, no_bags), (ids.float(), torch.tensor([0, 2])), ()):
+        with pytest.raises((RuntimeError, TypeError)):
+            trained(*wrong)
+    train(trained, 3)
+    log.record(1)
+    log.close()
+    assert sink.decoded()[-1].tables["item"][0].keys.tolist() == [3]
+
+
 def test_copies_of_a_logged_model_are_not_logged() -> None:
     trained, sink = bags(optim.SGD(0.1)), Memory()
     log = ChangeLog(trained, sink)

@@ -164,12 +164,14 @@ def test_readers_see_all_of_an_entry_or_nothing(tmp_path: Path) -> None:
 
 
 def test_a_reader_does_not_wait_for_itself(tmp_path: Path) -> None:
-    follower = LogFollower(_bags(), DirectorySink(tmp_path))
-    with ChangeLog(_bags(), DirectorySink(tmp_path)):
-        pass
+    trained = _bags()
+    follower = LogFollower(_bags(), DirectorySink(tmp_path), step=0)
+    with ChangeLog(trained, DirectorySink(tmp_path), compact_every=None) as log:
+        _entry(trained, 3)
+        log.record(1)
     with follower.reading(), pytest.raises(RuntimeError, match="leave reading"):
         follower.apply()
-    assert follower.apply() == 0
+    assert follower.apply() == 1, "nothing was written, so no snapshot is needed"
 
 
 def test_errors_leave_the_last_boundary(tmp_path: Path) -> None:
@@ -256,13 +258,14 @@ def test_other_tables_are_refused(tmp_path: Path) -> None:
 def test_a_log_without_a_snapshot_needs_a_base(tmp_path: Path) -> None:
     trained = _bags()
     base = inference.for_inference(trained)
-    with ChangeLog(trained, DirectorySink(tmp_path), compact_every=None) as log:
+    with ChangeLog(trained, DirectorySink(tmp_path), step=5, compact_every=None) as log:
         _entry(trained, 3)
-        log.record(1)
-    with pytest.raises(LogError, match=r"no snapshot to begin with: .*step="):
-        LogFollower(_bags(), DirectorySink(tmp_path)).apply()
-    follower = LogFollower(base, DirectorySink(tmp_path), step=0)
-    assert follower.apply() == 1
+        log.record(6)
+    for older in (None, 4):
+        with pytest.raises(LogError, match=r"no snapshot to begin with: .*step="):
+            LogFollower(_bags(), DirectorySink(tmp_path), step=older).apply()
+    follower = LogFollower(base, DirectorySink(tmp_path), step=5)
+    assert follower.apply() == 6
     assert torch.equal(base.packed, inference.for_inference(trained).packed)
 
 
@@ -290,13 +293,29 @@ def test_the_page_on_online_updates_runs(
     assert capsys.readouterr().out == "4\n5\n"
 
 
-def test_snapshots_of_some_ranks_are_an_error(tmp_path: Path) -> None:
-    def record(rank: int, kind: RecordKind, generation: int, step: int, sequence: int) -> bytes:
-        keys = torch.arange(30)
-        change = TableChange(keys, torch.full((30, 4), float(step)), keys[:0], {}, 0, 4)
-        order = (generation, sequence, step)
-        return encode(Record(kind, rank, 2, *order, 0.0, {"item": [change]} if rank else {}))
+def record(rank: int, kind: RecordKind, generation: int, step: int, sequence: int) -> bytes:
+    """Return a record of one of two ranks, of which the second has the table."""
+    keys = torch.arange(30)
+    change = TableChange(keys, torch.full((30, 4), float(step)), keys[:0], {}, 0, 4)
+    order = (generation, sequence, step)
+    return encode(Record(kind, rank, 2, *order, 0.0, {"item": [change]} if rank else {}))
 
+
+def test_a_rank_that_is_late_is_waited_for(tmp_path: Path) -> None:
+    sinks = [DirectorySink(tmp_path / str(rank)) for rank in range(2)]
+    follower = LogFollower(_bags(), sinks)
+    for rank, sink in enumerate(sinks):
+        sink.append(record(rank, RecordKind.SNAPSHOT, 1, 0, 1))
+    assert follower.apply() == 0
+    sinks[0].append(record(0, RecordKind.COMPACTION, 1, 20, 41))  # what was before is deleted
+    assert follower.apply() == 0
+    sinks[1].append(record(1, RecordKind.DELTA, 1, 1, 2))
+    assert follower.apply() == 0
+    sinks[1].append(record(1, RecordKind.COMPACTION, 1, 20, 3))
+    assert follower.apply() == 20
+
+
+def test_snapshots_of_some_ranks_are_an_error(tmp_path: Path) -> None:
     sinks = [DirectorySink(tmp_path / str(rank)) for rank in range(2)]
     follower = LogFollower(_bags(), sinks)
     for rank, sink in enumerate(sinks):

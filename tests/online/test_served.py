@@ -75,6 +75,18 @@ def test_keys_come_and_go(default: float, num_keys: int) -> None:
     assert tables.rows.tables[0].rows < 4 * universe.numel(), "rows of removed keys are used again"
 
 
+@pytest.mark.parametrize("default", [0.0, 2.5])
+def test_a_second_follower_finds_the_row_of_removed_keys(default: float) -> None:
+    tables = served(default, 20)
+    keys = torch.arange(20) * 2**33
+    served_tables(tables)["item"].prepare(change([], [], keys[:10].tolist()))()
+    table = served_tables(tables)["item"]
+    table.prepare(change(keys[3:5].tolist(), [7.0, 8.0], keys[10:12].tolist()))()
+    removed = torch.cat([keys[:3], keys[5:12]])
+    assert torch.equal(look_up(tables, removed)[:, 0], torch.full((10, DIM), default))
+    assert look_up(tables, keys[3:5])[:, 0, 0].tolist() == [7.0, 8.0]
+
+
 def test_an_index_without_room_is_built_again() -> None:
     rows = emblib.QuantizedEmbeddingBags.from_float(torch.ones(2, DIM))
     index = RowIndex.of_keys(torch.tensor([2**40, -5]))

@@ -84,13 +84,35 @@ def test_altered_bytes_are_refused(tmp_path: Path) -> None:
     assert sequences(DirectorySink(tmp_path)) == [1, 2]
 
 
-def test_a_missing_segment_is_an_error(tmp_path: Path) -> None:
+def test_a_reader_during_a_trim_goes_on_at_the_segment_that_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sink = DirectorySink(tmp_path, segment_bytes=1)
-    for sequence in range(1, 4):
-        sink.append(record(sequence))
-    (tmp_path / "000000000002.log").unlink()
-    with pytest.raises(LogError, match=r"000000000002.log is missing"):
-        sequences(sink)
+    positions = [sink.append(record(sequence)) for sequence in range(1, 6)]
+    seen = []
+    unlink = Path.unlink
+
+    def watched(path: Path, **options: Any) -> None:
+        unlink(path, **options)
+        seen.append((sequences(sink), [s.position for s in sink.read(positions[1])]))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", watched)
+        sink.trim(positions[-1])
+    rest = positions[2:]
+    assert seen[0] == ([1, 2, 3, 5], [rest[0], rest[2]])
+    assert seen[1:] == [([1, 2, 5], rest[2:]), ([1, 5], rest[2:]), ([5], rest[2:])]
+
+
+def test_a_forked_process_does_not_keep_the_log(tmp_path: Path) -> None:
+    sink = DirectorySink(tmp_path)
+    sink.append(record(1))
+    inherited = os.dup(sink._lock)  # as a worker of a DataLoader has it
+    sink.close()
+    other = DirectorySink(tmp_path)
+    other.append(record(2))
+    assert sequences(other) == [1, 2]
+    os.close(inherited)
 
 
 def test_a_later_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -120,6 +120,23 @@ def test_latency_of_an_open_block_begins_with_the_arrival() -> None:
         assert len(both.latencies_ns) == 2
 
 
+def test_no_client_is_left_behind_when_another_one_fails() -> None:
+    numbers: list[int] = []
+
+    def request(number: int) -> None:
+        if number == 0:
+            raise ValueError("no answer")
+        numbers.append(number)
+
+    with ThreadPoolExecutor(2) as threads:
+        with pytest.raises(ValueError, match="no answer"):
+            closed_block(threads, request, 2, 0.05)
+        count = len(numbers)
+        both = threading.Barrier(2)  # is passed once both threads are free
+        list(threads.map(lambda _: both.wait(5), range(2)))
+    assert 0 < len(numbers) == count
+
+
 def test_arrivals_have_the_rate_and_do_not_depend_on_answers() -> None:
     times = arrivals(1000.0, 5.0, random.Random(3))
     assert times == sorted(times)
