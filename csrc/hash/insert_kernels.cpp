@@ -58,7 +58,7 @@ struct QueuedBucket {
 };
 
 // Sort all entries of a bucket into its queue. They are ordered by the first word that the order
-// compares, as far as its distance from the minimum fits 27 bits, by counting for each how many are
+// compares, as far as its distance from the minimum fits 26 bits, by counting for each how many are
 // less; then those that are equal in that are ordered by their whole rank.
 EMB_HD void sort_queue(const QueuedBucket& bucket) {
   const HashInsertion& insertion = bucket.insertion;

@@ -165,9 +165,13 @@ class HashIndex(nn.Module):
             ("counters", (num_tables, len(COUNTERS))),
         ):
             self._register(name, torch.zeros(shape, dtype=torch.int64, device=device))
-        if device.type == "cpu":
-            words = slots // SLOTS * QUEUE_WORDS
-            queues = memory.reserve(words, torch.int64, device, used)
+        self._allocate_queues(used)
+
+    def _allocate_queues(self, used_share: float = 0.0) -> None:
+        """Make empty eviction queues on the CPU; other devices have none."""
+        if self.tags.device.type == "cpu":
+            words = self.tags.numel() // SLOTS * QUEUE_WORDS
+            queues = memory.reserve(words, torch.int64, self.tags.device, used_share)
             self._register("queues", queues.view(-1, QUEUE_WORDS))
 
     def _register(self, name: str, tensor: Tensor) -> None:
@@ -185,9 +189,9 @@ class HashIndex(nn.Module):
         for t, spec in enumerate(self.specs):
             first_slot = self._first_slots[t]
             in_use = max(self.buckets(t), spec.buckets) * SLOTS
-            self.tags[first_slot : first_slot + in_use].zero_()
             if self._has_queues:
                 self.queues[first_slot // SLOTS : (first_slot + in_use) // SLOTS].zero_()
+            self.tags[first_slot : first_slot + in_use].zero_()
             self._use(t, 0, spec.buckets * SLOTS)
         rows = [
             (
@@ -224,8 +228,8 @@ class HashIndex(nn.Module):
         """
         self.version += 1
         self._emptied[table] = self.version
-        self.table_tags(table).zero_()
         self.forget_queues(table)
+        self.table_tags(table).zero_()
         self.tables[table, HashTableColumn.SIZE] = 0
         if hash_key is not None:
             self._hash_keys[table] = hash_key
@@ -554,7 +558,8 @@ class HashIndex(nn.Module):
     def set_tick(self, tick: int) -> None:
         """Continue counting from `tick`, which no stamp may exceed."""
         if self._has_queues and tick < self.tick:
-            self.queues.zero_()
+            for table in range(len(self.specs)):
+                self.forget_queues(table)
         self.clock.fill_(tick)
 
     def forget_queues(self, table: int, slots: Tensor | None = None) -> None:
@@ -662,6 +667,14 @@ class HashIndex(nn.Module):
             getattr(self, name).copy_(snapshot[name])
         self.tables.copy_(saved)
         self._hash_keys = saved[:, HashTableColumn.HASH_KEY].tolist()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        super()._apply(fn, recurse)
+        if self.tags.device.type != "cpu":
+            self._buffers.pop("queues", None)  # kernels of other devices would not update them
+        elif not self._has_queues:
+            self._allocate_queues()
+        return self
 
     def copy_to(self, device: torch.device) -> "HashIndex":
         """Return a copy on another device; slots on this one are stale in it."""

@@ -107,6 +107,12 @@ ORDERS = tuple(codes.HASH_ORDER)
 SCORED = ("lfu", "lru_lfu", "assigned")
 
 
+def bytes_per_slot(order: str, device: str) -> int:
+    """Return the bytes of a tag, an entry and, on the CPU, the slot's share of a queue."""
+    words = 3 if order in SCORED else 2
+    return 1 + 8 * words + (8 * QUEUE_WORDS // SLOTS if device == "cpu" else 0)
+
+
 class Keys(NamedTuple):
     """A batch of keys; the module docstring explains segments."""
 

@@ -21,6 +21,7 @@ from emblib.dynamic import CachedTTEmbeddingBags, RowEviction, TTCache, TTCacheS
 from emblib.dynamic.hash_index import MAX_TICK
 from emblib.dynamic.hash_table import TableRows
 from emblib.ops import autograd
+from emblib.ops.hash import bytes_per_slot
 from emblib.optim import Optimizer
 from emblib.specs import (
     BoundsCheck,
@@ -33,7 +34,7 @@ from emblib.storage.dense import Dense, DenseHandle, DenseModule
 from emblib.storage.tt_module import TTHandle, TTModule, core_views
 from emblib.tables import state_dicts
 
-_WORD_BYTES = 8  # of a key, a stamp, a count or the number of a row
+_WORD_BYTES = 8  # of a key or the number of a row
 _STATISTICS = ("counters", "changes", "since")  # entries of `cache` that are not by row
 
 
@@ -117,12 +118,12 @@ def nbytes(table_slice: TableSlice, optimizer: Optimizer | None, device: str) ->
     sizes = storage.nbytes(stored_rows(table_slice, rows, storage), optimizer, device)
     index, counts = cache.index_specs([spec])
     word_bytes = _WORD_BYTES * (rows + index.rows)  # the key of each row, and the row of each slot
-    return sizes._replace(device=sizes.device + word_bytes + _index_bytes(index, counts))
+    return sizes._replace(device=sizes.device + word_bytes + _index_bytes(index, counts, device))
 
 
-def _index_bytes(index: DynamicSpec, counts: DynamicSpec) -> int:
-    """Return the bytes of both hash tables: tag, key, stamp per slot; counts have a score too."""
-    return index.rows * (1 + 2 * _WORD_BYTES) + counts.rows * (1 + 3 * _WORD_BYTES)
+def _index_bytes(index: DynamicSpec, counts: DynamicSpec, device: str) -> int:
+    """Return the bytes of the slots of both hash tables."""
+    return sum(s.rows * bytes_per_slot(s.eviction.order, device) for s in (index, counts))
 
 
 class CachedTTModule(CachedTTEmbeddingBags):

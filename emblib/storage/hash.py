@@ -27,7 +27,7 @@ from emblib.dynamic.saving.checkpoint import (
 from emblib.dynamic.tiers.store import StoreShard, check_backing
 from emblib.init import Constant, Initializer, Uniform
 from emblib.ops import autograd
-from emblib.ops.hash import SCORED
+from emblib.ops.hash import SCORED, bytes_per_slot
 from emblib.optim import Optimizer
 from emblib.specs import (
     SLOTS,
@@ -301,11 +301,10 @@ class Hash(Storage):
     ) -> MemoryBytes:
         """Return the bytes of a table with its full capacity, whatever `initial_capacity` is."""
         spec, itemsize = table_slice.spec, table_slice.config.data_type.itemsize
-        num_words = 3 if spec.eviction.order in SCORED else 2
-        index = spec.rows * (1 + num_words * _WORD_BYTES)
+        index = spec.rows * bytes_per_slot(spec.eviction.order, device)
         states = state_bytes(optimizer, spec.rows, spec.dim, itemsize)
         values = spec.rows * spec.dim * itemsize + states
-        device_bytes = index + values + _counter_bytes(spec.admission)
+        device_bytes = index + values + _counter_bytes(spec.admission, device)
         if self.backing is None:
             return MemoryBytes(device_bytes)
         bytes_per_row = spec.dim * itemsize + state_bytes(optimizer, 1, spec.dim, itemsize)
@@ -343,12 +342,12 @@ class Hash(Storage):
         return ids * ns_per_row + dense_gradient_ns(table_slice, optimizer, rates)
 
 
-def _counter_bytes(admission: FrequencyAdmission | None) -> int:
+def _counter_bytes(admission: FrequencyAdmission | None, device: str) -> int:
     if admission is None:
         return 0
     counter = admission.counter
     if isinstance(counter, ExactCounter):
-        return -(-counter.capacity // SLOTS) * SLOTS * (1 + 3 * _WORD_BYTES)
+        return -(-counter.capacity // SLOTS) * SLOTS * bytes_per_slot("lfu", device)
     assert isinstance(counter, CountMinSketch)
     threshold = admission.threshold
     size = 1 if threshold < 2**8 else 4 if threshold < 2**31 else 8

@@ -253,6 +253,18 @@ def test_saved_and_copied() -> None:
     assert table.size()
 
 
+def test_eviction_queues_do_not_return_from_another_device() -> None:
+    """Kernels there evict without them, and so they would name wrong victims."""
+    table = HashTable(DynamicSpec(32, DIM))
+    for keys in (range(40), range(40, 50)):
+        table.insert_or_assign(torch.tensor(keys), torch.zeros(len(keys), DIM))
+    assert table.index.queues.any()
+    table.to("meta")
+    assert len(table.index.tensors()) == 5
+    table.to_empty(device="cpu")
+    assert not table.index.queues.any()
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [

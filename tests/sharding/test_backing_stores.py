@@ -273,7 +273,9 @@ def test_bytes_that_a_planner_counts(tmp_path: Path) -> None:
     assert host.device == plain.device + 10 * KEYS * (row + 33)
     on_gpu, half = nbytes("host", "cuda"), nbytes("host", "cuda", rows=(0, FAST // 2))
     assert on_gpu.host == 2 * half.host == 10 * KEYS * (row + 33)
-    assert on_gpu.device == plain.device + (1 << 16) * row
+    without = nbytes("none", "cuda")
+    assert on_gpu.device == without.device + (1 << 16) * row
+    assert plain.device == without.device + 2 * FAST, "eviction queues, on the CPU alone"
 
 
 class Unsharded(HostRows):

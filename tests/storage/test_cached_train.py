@@ -387,8 +387,11 @@ def test_the_planner_knows_the_bytes(eviction: RowEviction, name: str, device: s
     counted = config.storage.nbytes(TableSlice.whole(config), CASES[name], device)
     spilled = sizes.pop("spill") if device == "cuda" else 0
     assert counted.host == spilled
+    # The model is on a CPU, where hash tables have eviction queues.
+    on_cpu = config.storage.nbytes(TableSlice.whole(config), CASES[name], "cpu").device
+    queues = on_cpu - counted.device - counted.host
     small = 512  # of the tensors that say how large hash tables are, and of counters
-    assert 0 <= sum(sizes.values()) - counted.device <= small
+    assert 0 <= sum(sizes.values()) - queues - counted.device <= small
 
 
 def test_a_plan_of_memory_counts_the_cache_and_leaves_the_table() -> None:

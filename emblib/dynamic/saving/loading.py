@@ -414,9 +414,9 @@ def _rearrange(target: TableTarget, refused: Tensor) -> int:
 
     def write() -> None:
         index.version += 1
+        index.forget_queues(table)
         for view, values in zip(views, rows, strict=True):
             view[goal] = values
-        index.forget_queues(table)
         index.table_tags(table).copy_(tags)
         entries = index.table_entries(table)
         entries[at, HashEntryColumn.KEY] = keys[new_slots].to(device)
