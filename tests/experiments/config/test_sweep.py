@@ -58,7 +58,17 @@ def test_cases_come_first_and_an_empty_sweep_adds_nothing() -> None:
 
 def test_the_sweep_of_a_kind_of_whole_runs_is_timed() -> None:
     found = {kind: {c.kind for c in expand(config(kind=kind, cases={}))} for kind in kinds.KINDS}
-    own = ("cache", "trace", "keys", "growth", "sharding", "calibration", "quality", "predictions")
+    own = (
+        "cache",
+        "trace",
+        "keys",
+        "growth",
+        "sharding",
+        "calibration",
+        "quality",
+        "predictions",
+        "serving",
+    )
     counted = {kind: {kind} for kind in own}
     assert found == {kind: {"time"} for kind in kinds.KINDS} | counted
     assert all(kinds.find(kind).measurement.cell for cells in found.values() for kind in cells)
