@@ -141,6 +141,8 @@ class DirectorySink:
         """
         segments = self._segments()
         segment, end = (int(number) for number in after.split(":")) if after else (0, 0)
+        if segments and (segment, end) > (segments[-1], self._path(segments[-1]).stat().st_size):
+            segment, end = 0, 0  # the directory was emptied, and has another log
         for number in segments:
             if number >= segment:
                 begin = end if number == segment else 0
