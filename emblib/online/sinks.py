@@ -118,7 +118,7 @@ class DirectorySink:
         if segments:
             self._segment, end = segments[-1], 0
             for stored in self._read_segment(self._segment, 0, is_last=True):
-                end = _end(stored.position)
+                end = int(stored.position.split(":")[1])
             os.truncate(self._path(self._segment), end)
 
     def _next_segment(self) -> None:
@@ -206,10 +206,6 @@ class DirectorySink:
 
     def _path(self, number: int) -> Path:
         return self.directory / f"{number:012d}{_SUFFIX}"
-
-
-def _end(position: str) -> int:
-    return int(position.split(":")[1])
 
 
 class RedisSink:
