@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from emblib.inference.indexed import InferenceEmbeddingBags, prune
 from emblib.ops import quant
 from emblib.tables import QuantizedEmbeddingBags
-from emblib.tables.base import append_last_offset, variable_batch
+from emblib.tables.base import append_last_offset, variable_batch, warn_of_dtype
 from emblib.tables.mapped_memory import map_pinned
 
 
@@ -120,6 +120,7 @@ class HostEmbeddingBags(nn.Module):
         return {"host": sum(self.rows.nbytes().values()), **self.stored.nbytes()}
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        warn_of_dtype(fn, "formats= and output_dtype= of for_inference")
         device = fn(torch.empty(0, device=self.device)).device
         if device != self.device:
             raise RuntimeError(

@@ -82,7 +82,7 @@ class LookupHook:
         parts: dict[Identity, list[Tensor]] = {k: [r] for k, r in self._rows.items()}
         for ids, offsets, batch_sizes in self._batches:
             ends = repair_offsets(offsets, ids.numel())
-            bags = (ends.numel() - 1) // max(len(self.tables), 1)
+            bags = (ends.numel() - 1) // len(self.tables)
             sizes = [sum(s) for s in batch_sizes] if batch_sizes else [bags] * len(self.tables)
             begins = ends[[0, *accumulate(sizes)]].tolist()
             for table, begin, end in zip(self.tables, begins, begins[1:], strict=False):

@@ -277,7 +277,7 @@ class _Log:
     def restart(self) -> None:
         """Begin at the oldest record."""
         self._position: str | None = None
-        self._sequence: int | None = None
+        self._last: tuple[int, float] | None = None  # sequence and time of the last record
         self.pending: deque[Record] = deque()
         self.newest: Key | None = None
         self.has_gap = False  # records were dropped between those that were read
@@ -296,18 +296,18 @@ class _Log:
             return False
         for stored in self._source.read(self._position):
             record = decode(stored.data, stored.where)
-            if self._sequence is not None and record.sequence <= self._sequence:
+            if self._last == (record.sequence, record.time):
                 self._position = stored.position  # written again by a trainer that saw an error
                 continue
-            if self._sequence is not None and record.sequence != self._sequence + 1:
+            if self._last is not None and record.sequence != self._last[0] + 1:
                 if not record.is_whole:
                     raise LogError(
-                        f"{stored.where} is record {record.sequence}, after {self._sequence}: "
+                        f"{stored.where} is record {record.sequence}, after {self._last[0]}: "
                         "those between are missing"
                     )
                 self.has_gap = True
                 self.pending.clear()
-            self._position, self._sequence = stored.position, record.sequence
+            self._position, self._last = stored.position, (record.sequence, record.time)
             self.newest, count = record.key, count + 1
             self.has_skipped = needs_whole and not record.is_whole and not self.pending
             if not self.has_skipped:

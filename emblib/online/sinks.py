@@ -118,7 +118,7 @@ class DirectorySink:
         if segments:
             self._segment, end = segments[-1], 0
             for stored in self._read_segment(self._segment, 0, is_last=True):
-                end = _end(stored.position)
+                end = int(stored.position.split(":")[1])
             os.truncate(self._path(self._segment), end)
 
     def _next_segment(self) -> None:
@@ -141,6 +141,8 @@ class DirectorySink:
         """
         segments = self._segments()
         segment, end = (int(number) for number in after.split(":")) if after else (0, 0)
+        if segments and (segment, end) > (segments[-1], self._path(segments[-1]).stat().st_size):
+            segment, end = 0, 0  # the directory was emptied, and has another log
         for number in segments:
             if number >= segment:
                 begin = end if number == segment else 0
@@ -204,10 +206,6 @@ class DirectorySink:
 
     def _path(self, number: int) -> Path:
         return self.directory / f"{number:012d}{_SUFFIX}"
-
-
-def _end(position: str) -> int:
-    return int(position.split(":")[1])
 
 
 class RedisSink:

@@ -77,6 +77,8 @@ def test_invalid_ids_are_reported() -> None:
 
 
 def test_wrong_use_is_refused() -> None:
+    with pytest.warns(UserWarning, match="tables keep their dtypes"):
+        HostEmbeddingBags(tables(), MASKS, "cpu").half()
     with pytest.raises(ValueError, match=r"\['user'\] have none"):
         HostEmbeddingBags(tables(), {"item": top_rows(torch.rand(40), 0.1)}, "cpu")
     with pytest.raises(ValueError, match="must be bool"):

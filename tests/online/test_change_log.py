@@ -181,7 +181,7 @@ def test_an_error_of_the_sink_is_raised_and_nothing_is_lost() -> None:
     train(trained, 1)
     assert log.record(1)
     for _ in range(2):
-        with pytest.raises(ChangeLogError, match=r"No space left.*keeps 1 entries.*make room"):
+        with pytest.raises(ChangeLogError, match=r"No space left.*keeps 1 entries.*mend the cause"):
             log.flush()
     train(trained, 2)
     sink.error = None

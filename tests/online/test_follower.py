@@ -1,6 +1,7 @@
 """Followers of change logs: equal to the leader at every boundary, and what they refuse."""
 
 import re
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -267,6 +268,22 @@ def test_a_log_without_a_snapshot_needs_a_base(tmp_path: Path) -> None:
     follower = LogFollower(base, DirectorySink(tmp_path), step=5)
     assert follower.apply() == 6
     assert torch.equal(base.packed, inference.for_inference(trained).packed)
+
+
+@pytest.mark.parametrize("segment_bytes", [1, 1 << 20])
+def test_a_directory_that_was_emptied_has_another_log(tmp_path: Path, segment_bytes: int) -> None:
+    served = inference.for_inference(_bags())
+    follower = LogFollower(served, DirectorySink(tmp_path / "log"))
+    for steps in (5, 2):
+        trained = _bags()
+        shutil.rmtree(tmp_path / "log", ignore_errors=True)
+        sink = DirectorySink(tmp_path / "log", segment_bytes=segment_bytes)
+        with ChangeLog(trained, sink) as log:
+            for step in range(1, steps + 1):
+                _entry(trained, step)
+                log.record(step)
+        assert follower.apply() == steps
+        assert torch.equal(served.packed, inference.for_inference(trained).packed)
 
 
 def test_missing_records_are_an_error(tmp_path: Path) -> None:
