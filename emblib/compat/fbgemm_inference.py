@@ -31,6 +31,7 @@ from emblib.compat.fbgemm_types import (
 )
 from emblib.inference import InferenceEmbeddingBags, RowIndex
 from emblib.ops import codes, quant
+from emblib.tables.base import check_bounds
 
 _logger = logging.getLogger(__name__)
 
@@ -211,18 +212,21 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
 
     def _look_up_bytes(self, indices: Tensor, offsets: Tensor) -> Tensor:
         """Return the bytes of a row per lookup, zeros for pruned ids."""
-        tables, served = self._rows(), self._served[0]
+        served, rows = self._served[0], self._rows_of_tables()
         if isinstance(served, InferenceEmbeddingBags):
-            features = self._rows_of_tables().features
             indices = quant.map_ids(
-                served.index, served.index_tables, features, indices, offsets, None
+                served.index, served.index_tables, rows.features, indices, offsets, None
             )
-        ends = offsets[:: max((offsets.numel() - 1) // len(self.feature_table_map), 1)]
-        blocks = indices.split(ends.diff().tolist())
-        found = [
-            tables[table][ids.clamp(min=0)] * (ids >= 0).unsqueeze(1)
-            for table, ids in zip(self.feature_table_map, blocks, strict=True)
-        ]
+        offsets = check_bounds(rows, indices, offsets, rows.features)
+        features = len(self.feature_table_map)
+        step = (offsets.numel() - 1) // features
+        ends = offsets[torch.arange(features + 1, device=offsets.device) * step].tolist()
+        tables = self._rows()
+        found = [tables[0].new_zeros(ends[0], tables[0].size(1))]  # of no bag
+        for table, begin, end in zip(self.feature_table_map, ends, ends[1:], strict=False):
+            ids = indices[begin:end]
+            row_ids = ids.where((ids >= 0) & (ids < len(tables[table])), 0)  # as in float lookups
+            found.append(tables[table][row_ids] * (ids != -1).unsqueeze(1))
         return torch.cat(found)
 
     def _lookup_of_graphs(self) -> "ScriptableLookup":

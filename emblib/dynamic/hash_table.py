@@ -563,10 +563,9 @@ class HashTable(nn.Module):
             if prefix + name in state_dict:
                 value = state_dict[prefix + name]
                 problem = state_dicts.tensor_problem(value, expected, shape)
-                if not problem and name in ("stamps", "scores") and bool((value < 0).any()):
-                    problem = f"must be >= 0, got {value}"
-                if not problem and name == "stamps" and bool((value >= MAX_TICK).any()):
-                    problem = f"must be ticks below 2^62, got {value}"
+                is_stamp = name == "stamps"
+                if not problem and is_stamp and bool(((value < 0) | (value >= MAX_TICK)).any()):
+                    problem = f"must be ticks from 0 to 2^62, got {value}"
                 if not problem and name == "keys" and value.unique().numel() < value.numel():
                     problem = f"each key must be there once, got {value}"
                 if problem:

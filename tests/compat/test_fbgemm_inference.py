@@ -251,6 +251,9 @@ def test_bytes_of_rows(is_pruned: bool) -> None:
     (first, _), (second, _) = module.split_embedding_weights(split_scale_shifts=False)
     expected = [first[0], 0 * first[0]] if is_pruned else [first[2], first[1]]
     assert torch.equal(found, torch.stack([*expected, second[1], second[0]]))
+    with pytest.warns(UserWarning, match="1 indices and 0 offsets out of bounds"):
+        assert torch.equal(module(torch.tensor([7]), torch.tensor([0, 1, 1]))[0], first[0])
+    assert module(torch.tensor([]).long(), torch.tensor([0])).shape == (0, first.size(1))
 
 
 @pytest.mark.parametrize("bits", [4, 5])

@@ -367,6 +367,13 @@ def test_a_hash_map_finds_what_was_inserted() -> None:
         pruning.pruned_hashmap_insert(ids, rows, offsets, slots[:8], torch.tensor([0, 4, 8]))
 
 
+def test_a_table_without_ids_in_a_map_has_no_rows() -> None:
+    map_ = pruning.PrunedMap()
+    map_.insert(torch.tensor([5, 9, 7]), torch.tensor([0, -1, 1]), torch.tensor([0, 2, 2, 3]), 3)
+    found = map_.lookup(torch.tensor([5, 9, 3, 5, 7]), torch.tensor([0, 2, 4, 5]))
+    assert found.tolist() == [0, -1, -1, -1, 1]
+
+
 def test_rows_below_a_threshold_are_pruned() -> None:
     rows, map_ = pruning.embedding_bag_rowwise_prune(ROWS, ROWS[:, 0], 0.5, torch.int32)
     kept = [i for i in range(11) if abs(float(ROWS[i, 0])) > 0.5]

@@ -253,6 +253,13 @@ def test_saved_and_copied() -> None:
     assert table.size()
 
 
+def test_scores_below_zero_are_saved() -> None:
+    table, other = (HashTable(DynamicSpec(32, DIM, eviction="custom")) for _ in range(2))
+    table.insert_or_assign(torch.arange(2), torch.zeros(2, DIM), torch.tensor([-3, 5]))
+    other.load_state_dict(table.state_dict())
+    assert contents(other) == contents(table)
+
+
 def test_eviction_queues_do_not_return_from_another_device() -> None:
     """Kernels there evict without them, and so they would name wrong victims."""
     table = HashTable(DynamicSpec(32, DIM))

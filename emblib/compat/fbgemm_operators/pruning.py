@@ -175,7 +175,9 @@ class PrunedMap:
 
     def insert(self, indices: Tensor, dense_indices: Tensor, offsets: Tensor, T: int) -> None:
         """Set the row of each id of T tables; row -1 is a pruned one."""
-        ends = 2 * offsets[:: max((offsets.numel() - 1) // T, 1)].long()
+        sizes = 2 * offsets[:: max((offsets.numel() - 1) // T, 1)].long().diff()
+        # A table of no slots would map every id to itself.
+        ends = torch.nn.functional.pad(sizes.clamp(min=1).cumsum(0), (1, 0))
         self._map = torch.full((int(ends[-1]), 2), _FREE), ends
         pruned_hashmap_insert(indices, dense_indices, offsets, *self._map)
 
