@@ -30,8 +30,7 @@ from emblib.compat.fbgemm_types import (
     as_member,
 )
 from emblib.inference import InferenceEmbeddingBags, RowIndex
-from emblib.ops import codes, quant
-from emblib.tables.base import check_bounds
+from emblib.ops import codes, quant, tbe
 
 _logger = logging.getLogger(__name__)
 
@@ -217,7 +216,11 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
             indices = quant.map_ids(
                 served.index, served.index_tables, rows.features, indices, offsets, None
             )
-        offsets = check_bounds(rows, indices, offsets, rows.features)
+        if (mode := rows.bounds_check) is not BoundsCheck.NONE:
+            bags, code = offsets, codes.BOUNDS_CHECK[mode.value]
+            offsets, wrong = tbe.check_bounds(indices, bags, rows.features, None, code)
+            if mode is BoundsCheck.WARNING and bool(wrong.any()):
+                rows(indices, bags)  # counts and warns
         features = len(self.feature_table_map)
         step = (offsets.numel() - 1) // features
         ends = offsets[torch.arange(features + 1, device=offsets.device) * step].tolist()
