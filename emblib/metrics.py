@@ -3,7 +3,7 @@
 They are metrics of torchmetrics, which has others, e.g. `BinaryAUROC`. Call `update` with every
 batch and `compute` once; it sums over the ranks of the default process group.
 
-Needs torchmetrics: `pip install emblib[metrics]`.
+Needs torchmetrics: `pip install torchmetrics`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ try:
     from torchmetrics import Metric
 except ImportError as error:  # pragma: no cover - depends on the environment
     raise ImportError(
-        "emblib.metrics needs torchmetrics, which is not installed: pip install emblib[metrics]"
+        "emblib.metrics needs torchmetrics, which is not installed: pip install torchmetrics"
     ) from error
 
 __all__ = ["GroupedAUC", "NormalizedEntropy"]

@@ -247,7 +247,7 @@ def _launcher(of_hydra: Sequence[str]) -> str:
         raise UsageError(f"no hydra/launcher '{name}'. There is: {', '.join(LAUNCHERS)}")
     if LAUNCHERS[name] and not _is_installed(LAUNCHERS[name]):
         raise UsageError(
-            f"hydra/launcher={name} is not installed: pip install 'emblib[launchers]', "
+            f"hydra/launcher={name} is not installed: pip install '.[launchers]', "
             "or leave it out and the jobs run one after another"
         )
     return name

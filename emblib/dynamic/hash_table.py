@@ -563,9 +563,12 @@ class HashTable(nn.Module):
             if prefix + name in state_dict:
                 value = state_dict[prefix + name]
                 problem = state_dicts.tensor_problem(value, expected, shape)
-                is_stamp = name == "stamps"
-                if not problem and is_stamp and bool(((value < 0) | (value >= MAX_TICK)).any()):
-                    problem = f"must be ticks from 0 to 2^62, got {value}"
+                may_be_negative = name == "scores" and self.spec.eviction is Eviction.CUSTOM
+                is_number = name in ("stamps", "scores") and not may_be_negative
+                if not problem and is_number and bool((value < 0).any()):
+                    problem = f"must be >= 0, got {value}"
+                if not problem and name == "stamps" and bool((value >= MAX_TICK).any()):
+                    problem = f"must be ticks below 2^62, got {value}"
                 if not problem and name == "keys" and value.unique().numel() < value.numel():
                     problem = f"each key must be there once, got {value}"
                 if problem:

@@ -233,7 +233,7 @@ class RedisSink:
                 import redis
             except ImportError as error:
                 raise ImportError(
-                    "RedisSink needs the client of Redis: pip install emblib[redis]"
+                    "RedisSink needs the client of Redis: pip install redis"
                 ) from error
             client = redis.Redis.from_url(client)
         self._client = client

@@ -33,7 +33,7 @@ def run(config: Config, *, question: str, words: Sequence[str]) -> int:
         UsageError: pytest-benchmark or the benchmarks are missing, or the device is unusable.
     """
     if importlib.util.find_spec("pytest_benchmark") is None:
-        raise UsageError("micro-benchmarks need pytest-benchmark: pip install 'emblib[test]'")
+        raise UsageError("micro-benchmarks need pytest-benchmark: pip install '.[test]'")
     if not list(ROOT.glob(FILES)):
         raise UsageError(f"micro-benchmarks are in the source tree ({FILES}), not installed")
     device = runner.device_of(config)

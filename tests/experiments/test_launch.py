@@ -75,7 +75,7 @@ def test_a_launcher_that_is_not_installed_says_what_to_type(
 ) -> None:
     monkeypatch.setattr(launch, "_is_installed", lambda plugin: False)
     assert cli.main(["-m", A, "hydra/launcher=joblib"]) == 2
-    assert "pip install 'emblib[launchers]'" in capsys.readouterr().err
+    assert "pip install '.[launchers]'" in capsys.readouterr().err
 
 
 def test_the_worst_status_is_what_a_script_must_know_of() -> None:
@@ -270,7 +270,7 @@ def check_jobs(folder: Path, expected: Sequence[tuple[int, str]]) -> None:
 )
 def test_jobs_of_a_launcher_side_by_side(words: tuple[str, ...], tmp_path: Path) -> None:
     if not installed(words[0]):
-        pytest.skip(f"pip install 'emblib[launchers]' for {words[0]}")
+        pytest.skip(f"pip install '.[launchers]' for {words[0]}")
     done = launch_runs(tmp_path, f"{A},tt_vs_tbe", f"hydra/launcher={words[0]}", *words[1:])
     assert done.returncode == 0, done.stdout + done.stderr
     check_jobs(tmp_path, [(0, "tbe_vs_torch"), (0, "tt_vs_tbe")])
@@ -310,7 +310,7 @@ for task in 0 1; do echo "500_$task|RUNNING|here"; done
 def test_slurm_gets_an_array_of_jobs(tmp_path: Path) -> None:
     """Against a pretended scheduler, which starts what it is given on this machine."""
     if not installed("submitit_slurm"):
-        pytest.skip("pip install 'emblib[launchers]'")
+        pytest.skip("pip install '.[launchers]'")
     programs, runs = tmp_path / "bin", tmp_path / "runs"
     programs.mkdir()
     for name, text in SCHEDULER.items():
@@ -402,7 +402,7 @@ def test_ctrl_c_ends_the_jobs_and_is_said(tmp_path: Path) -> None:
 def test_a_job_that_is_preempted_goes_on_where_it_was(tmp_path: Path) -> None:
     """As SLURM preempts: a signal to all processes of the job; submitit queues it again."""
     if not installed("submitit_local"):
-        pytest.skip("pip install 'emblib[launchers]'")
+        pytest.skip("pip install '.[launchers]'")
     child = start(tmp_path, "timing.max_cells=3", "hydra/launcher=submitit_local")
     for file in Path("/proc").glob("[0-9]*/cmdline"):
         try:

