@@ -222,7 +222,7 @@ def test_followers_over_redis(redis_client: Any) -> None:
     assert torch.equal(late(ids, offsets), expected)
 
 
-def test_a_missing_client_of_redis_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_client_of_redis_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "redis", None)
-    with pytest.raises(ImportError, match=r"pip install emblib\[redis\]"):
+    with pytest.raises(ImportError, match=r"pip install redis"):
         RedisSink("redis://localhost", "stream")
