@@ -181,5 +181,5 @@ def test_without_pytest_benchmark_it_says_what_to_install(
 ) -> None:
     monkeypatch.setattr(leader.importlib.util, "find_spec", lambda name: None)
     words = ["+experiment=micro", "device=cpu"]
-    with pytest.raises(UsageError, match=r"pip install 'emblib\[test\]'"):
+    with pytest.raises(UsageError, match=r"pip install '\.\[test\]'"):
         leader.run(configure.load(words), question="?", words=words)
