@@ -16,7 +16,7 @@ from torch import nn
 
 from emblib.online.changes import KeyedChanges, Lookups, PlainChanges
 from emblib.online.records import Record, RecordKind, decode, encode
-from emblib.online.sinks import Sink
+from emblib.online.sinks import Sink, check_sink
 from emblib.online.tables import PlainTable, find_tables
 from emblib.sharding import ReplicatedModelParallel
 from emblib.specs import Choice, check_count
@@ -64,7 +64,8 @@ class ChangeLog:
         when_full: reaction of `record` where so many wait.
 
     Raises:
-        TypeError: there are tensor trains or quantised tables in the model, or no tables.
+        TypeError: there are tensor trains or quantised tables in the model, or no tables; `sink`
+            is no sink.
         ValueError: an optimizer that changes rows without a lookup, or a sink with records.
 
     Example:
@@ -114,7 +115,7 @@ class ChangeLog:
         if compact_every is not None:
             check_count("compact_every", compact_every, minimum=1)
         self._when_full = WhenFull(when_full)
-        self._generation, self._sequence = _last_of(sink)
+        self._generation, self._sequence = _last_of(check_sink(sink))
         if compact_every is None and self._sequence:
             raise ValueError(
                 "the sink has the records of another log, which a snapshot must follow: choose "

@@ -17,7 +17,7 @@ from torch import nn
 
 from emblib.online.records import LogError, Record, RecordKind, TableChange, decode
 from emblib.online.served import ServedTable, concatenate, join_columns, served_tables
-from emblib.online.sinks import Sink
+from emblib.online.sinks import Sink, check_sink
 
 _MAX_PENDING = 64  # records of a log that are in memory at a time, unless other logs are behind
 
@@ -59,7 +59,7 @@ class LogFollower:
 
     Raises:
         KeyError: the model lacks one of `tables`.
-        TypeError: a sharded model.
+        TypeError: a sharded model, or something else than sinks.
         ValueError: a pruned table, a table on disk, or two tables of one name.
 
     Example:
@@ -94,10 +94,10 @@ class LogFollower:
         self._names = None if tables is None else set(tables)
         if unknown := sorted((self._names or set()) - self._tables.keys()):
             raise KeyError(f"the model has no tables {unknown}, only {sorted(self._tables)}")
-        logs = list(sources) if isinstance(sources, Sequence) else [sources]
+        logs: list[Any] = list(sources) if isinstance(sources, list | tuple) else [sources]
         if not logs:
             raise ValueError("a follower needs the sink of each rank's log, got none")
-        self._logs = [_Log(source) for source in logs]
+        self._logs = [_Log(check_sink(source)) for source in logs]
         self._step = step
         self._key: Key | None = None  # None: a snapshot is needed, unless `_step` is a base
         self._is_based = step is not None

@@ -59,6 +59,18 @@ class Sink(Protocol):
         """Stop writing."""
 
 
+def check_sink(sink: Any) -> Sink:
+    """Return a sink.
+
+    Raises:
+        TypeError: anything else, for example the path of a directory.
+    """
+    if not callable(getattr(sink, "read", None)):
+        raise TypeError(f"a log is in a sink, e.g. DirectorySink(path), got {sink!r}")
+    result: Sink = sink
+    return result
+
+
 class DirectorySink:
     """The files of a log in a directory, which trainer and followers share.
 

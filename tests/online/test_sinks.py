@@ -36,6 +36,14 @@ def written(directory: Path, count: int = 3) -> Path:
     return directory / "000000000001.log"
 
 
+def test_a_path_is_no_sink(tmp_path: Path) -> None:
+    bags = emblib.TableBatchedEmbeddingBags([emblib.TableSpec(4, 2)], emblib.optim.SGD(0.1))
+    for path in (tmp_path, str(tmp_path)):
+        for make in (ChangeLog, LogFollower):
+            with pytest.raises(TypeError, match=r"DirectorySink\(path\)"):
+                make(bags, path)
+
+
 def test_a_directory_keeps_records_in_order(tmp_path: Path) -> None:
     sink = DirectorySink(tmp_path / "log", segment_bytes=3 * len(record(1)))
     positions = [sink.append(record(sequence)) for sequence in range(1, 8)]
