@@ -117,7 +117,8 @@ class ManagedCollisionCollection(nn.Module):
     """Managed collision modules by table; a call applies their `input_hash_func`.
 
     Raises:
-        ValueError: a table without a module, or of another number of rows.
+        ValueError: a table without a module, a module without a table, or another number of rows;
+            in a call, an `input_hash_func` that returns another number of ids.
     """
 
     def __init__(
@@ -129,6 +130,9 @@ class ManagedCollisionCollection(nn.Module):
         super().__init__()
         self._configs = list(embedding_configs)
         self.hashes: dict[str, MCHManagedCollisionModule] = {}  # by feature
+        names = [config.name for config in self._configs]
+        if unused := sorted(managed_collision_modules.keys() - set(names)):
+            raise ValueError(f"no table for the modules {unused}; the tables are {names}")
         for config in self._configs:
             module = managed_collision_modules.get(config.name)
             if not isinstance(module, MCHManagedCollisionModule):
@@ -153,7 +157,7 @@ class ManagedCollisionCollection(nn.Module):
         """Return the configurations as hash tables.
 
         Raises:
-            ValueError: a table with another storage than plain rows.
+            ValueError: a table with another storage than plain rows, or with `init_fn`.
         """
         result = []
         for config in self._configs:
@@ -161,6 +165,12 @@ class ManagedCollisionCollection(nn.Module):
                 raise ValueError(
                     f"table {config.name!r} has storage {config.storage}: a managed collision "
                     "module makes plain tables hash tables; leave it out for others"
+                )
+            if config.init_fn is not None:
+                raise ValueError(
+                    f"table {config.name!r} has init_fn, which fills whole tables: set "
+                    "weight_init_min and weight_init_max, or leave the module out and set "
+                    "storage=Hash(initializer=...)"
                 )
             module: Any = self._managed_collision_modules[config.name]
             result.append(replace(config, storage=Hash(eviction=module.eviction)))
@@ -175,7 +185,13 @@ class ManagedCollisionCollection(nn.Module):
         for at, key in enumerate(batch.keys()):
             if (module := self.hashes.get(key)) is not None:
                 assert module.input_hash_func is not None
-                parts[at] = module.input_hash_func(parts[at], module.input_size())
+                hashed = module.input_hash_func(parts[at], module.input_size())
+                if hashed.shape != parts[at].shape:
+                    raise ValueError(
+                        f"input_hash_func of feature {key!r} must return an id per id, "
+                        f"{list(parts[at].shape)}, got {list(hashed.shape)}"
+                    )
+                parts[at] = hashed
         return KeyedJaggedTensor.from_valid(
             batch.keys(),
             torch.cat(parts),

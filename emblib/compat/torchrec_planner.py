@@ -231,7 +231,8 @@ class EmbeddingEnumerator:
     """Topology, batch size and constraints of a planner; emblib's planner enumerates itself.
 
     Raises:
-        ValueError: further arguments and other estimators, which would have no effect.
+        ValueError: further arguments and other estimators, which would have no effect; estimators
+            of another topology or other constraints.
     """
 
     def __init__(
@@ -252,6 +253,10 @@ class EmbeddingEnumerator:
             )
         self.topology, self.batch_size = topology, batch_size
         self.constraints = dict(constraints or {})
+        for given in given_estimators:
+            if given is not None:
+                self.agreed("topology", given.topology)
+                self.constraints = self.agreed("constraints", given.constraints)
 
     def enumerate(self, module: nn.Module, sharders: Sequence[Any]) -> list[Any]:
         """Raise NotImplementedError: the options of a plan are not objects here."""
@@ -261,14 +266,14 @@ class EmbeddingEnumerator:
         )
 
     def agreed(self, name: str, other: Any) -> Any:
-        """Return an argument that enumerator and planner share, of whichever has it.
+        """Return an argument that enumerator and planner or estimator share, of whichever has it.
 
         Raises:
             ValueError: both have it, and differ.
         """
         own = getattr(self, name)
         if own and other and getattr(own, "native", own) != getattr(other, "native", other):
-            raise ValueError(f"enumerator and planner must have the same {name}")
+            raise ValueError(f"enumerator, estimators and planner must have the same {name}")
         return own or other
 
 

@@ -15,11 +15,15 @@ from tests.sharding import worlds
 WIDE = torch.tensor([2**61, 5, -3, 2**61])
 
 
-def parts(rows: int = 64, **module: Any) -> tuple[Any, Any]:
+def parts(rows: int = 64, init_fn: Any = None, **module: Any) -> tuple[Any, Any]:
     """Return the configurations of one table, and its managed collision collection."""
     configs = [
         torchrec.EmbeddingBagConfig(
-            num_embeddings=rows, embedding_dim=4, name="t", feature_names=["f", "g"]
+            num_embeddings=rows,
+            embedding_dim=4,
+            name="t",
+            feature_names=["f", "g"],
+            init_fn=init_fn,
         )
     ]
     given = {"eviction_policy": torchrec.DistanceLFU_EvictionPolicy(), "eviction_interval": 2}
@@ -161,6 +165,12 @@ def test_sequences() -> None:
         (lambda: bags(*parts(), return_remapped_features=True), "no remapped ones"),
         (lambda: bags(parts()[0][:0], parts()[1]), "the same configurations"),
         (lambda: torchrec.ManagedCollisionCollection({}, parts()[0]), "needs an MCHManaged"),
+        (lambda: torchrec.ManagedCollisionCollection({"u": None}, []), "no table for the modules"),
+        (lambda: bags(*parts(init_fn=torch.nn.init.zeros_)), "weight_init_min"),
+        (
+            lambda: bags(*parts(input_hash_func=lambda ids, size: ids[:1]))(batch()),
+            "an id per id",
+        ),
     ],
 )
 def test_what_it_refuses(call: Any, message: str) -> None:

@@ -492,6 +492,11 @@ def enumerator(rec: Any) -> None:
         rec.EmbeddingShardingPlanner(topology, batch_size=8, enumerator=made)
     with pytest.raises(ValueError, match=r"estimator must be left out.*EMBLIB_AS_FBGEMM=1"):
         rec.EmbeddingEnumerator(topology, estimator=object())
+    smaller = rec.EmbeddingPerfEstimator(rec.Topology(1, "cpu", ddr_cap=1 << 10))
+    with pytest.raises(ValueError, match="the same topology"):
+        rec.EmbeddingEnumerator(topology, estimator=smaller)
+    constrained = rec.EmbeddingStorageEstimator(topology, given)
+    assert rec.EmbeddingEnumerator(topology, estimator=constrained).constraints == given
     with pytest.raises(NotImplementedError, match="collective_plan"):
         made.enumerate(bags(rec), [])
 
