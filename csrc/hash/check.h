@@ -178,32 +178,25 @@ struct HashBatch {
   }
 };
 
-// Return the data of a tensor, which must be a contiguous int64 tensor of `length` entries on the
-// device of `like`.
-inline const int64_t* required_longs(const char* op, const char* name, const Tensor& tensor,
-                                     int64_t length, const Tensor& like) {
-  check_dtype(op, name, tensor, ScalarType::Long, "int64");
+// Return the data of a tensor, which must be a contiguous tensor of T, int64_t or int32_t, with
+// `length` entries on the device of `like`.
+template <class T>
+const T* required_array(const char* op, const char* name, const Tensor& tensor, int64_t length,
+                        const Tensor& like) {
+  constexpr bool kIsLong = sizeof(T) == sizeof(int64_t);
+  check_dtype(op, name, tensor, kIsLong ? ScalarType::Long : ScalarType::Int,
+              kIsLong ? "int64" : "int32");
   check_same_device(op, name, tensor, like);
   STD_TORCH_CHECK(tensor.is_contiguous() && tensor.numel() == length, op, ": ", name,
                   " must be contiguous with ", length, " entries, got ", tensor.numel());
-  return tensor.const_data_ptr<int64_t>();
+  return tensor.const_data_ptr<T>();
 }
 
-// Return that of an optional tensor, or null if it is not passed.
+// Return that of an optional int64 tensor, or null if it is not passed.
 inline const int64_t* optional_longs(const char* op, const char* name,
                                      const std::optional<Tensor>& tensor, int64_t length,
                                      const Tensor& like) {
-  return tensor ? required_longs(op, name, *tensor, length, like) : nullptr;
-}
-
-// Do as required_longs for an int32 tensor.
-inline const int32_t* required_ints(const char* op, const char* name, const Tensor& tensor,
-                                    int64_t length, const Tensor& like) {
-  check_dtype(op, name, tensor, ScalarType::Int, "int32");
-  check_same_device(op, name, tensor, like);
-  STD_TORCH_CHECK(tensor.is_contiguous() && tensor.numel() == length, op, ": ", name,
-                  " must be contiguous with ", length, " entries, got ", tensor.numel());
-  return tensor.const_data_ptr<int32_t>();
+  return tensor ? required_array<int64_t>(op, name, *tensor, length, like) : nullptr;
 }
 
 // The index and the batch of an op on keys, on one device.
@@ -270,7 +263,7 @@ class Misses {
          const std::optional<Tensor>& admitted)
       : n_(ids.numel()),
         tables_(index.num_tables),
-        offsets_(required_longs(op, "offsets", offsets, index.num_tables + 1, ids)) {
+        offsets_(required_array<int64_t>(op, "offsets", offsets, index.num_tables + 1, ids)) {
     if (!admitted) return;
     check_dtype(op, "admitted", *admitted, ScalarType::Bool, "bool");
     check_same_device(op, "admitted", *admitted, ids);
@@ -371,12 +364,12 @@ struct InsertCall {
         scoring(op, index, order, batch_scores, ids_),
         competes(parse_competes(op, insert_policy)),
         n(ids_.numel()),
-        ids(required_longs(op, "ids", ids_, n, ids_)),
-        first(required_longs(op, "first", first_, n, ids_)),
-        totals(required_longs(op, "totals", totals_, n, ids_)),
+        ids(required_array<int64_t>(op, "ids", ids_, n, ids_)),
+        first(required_array<int64_t>(op, "first", first_, n, ids_)),
+        totals(required_array<int64_t>(op, "totals", totals_, n, ids_)),
         misses(op, index, ids_, offsets, admitted),
         slots(optional_longs(op, "slots", slots_, n, ids_)),
-        groups(groups_ ? required_ints(op, "groups", *groups_, n, ids_) : nullptr),
+        groups(groups_ ? required_array<int32_t>(op, "groups", *groups_, n, ids_) : nullptr),
         positions(slots_ ? n : 0),
         inserted(allocate(ids_, {n})),
         status(allocate(ids_, {n}, ScalarType::Byte)),
@@ -464,7 +457,7 @@ struct GrowCall : HashCall {
            const Tensor& slots_, const Tensor& offsets, const std::optional<Tensor>& admitted)
       : HashCall("hash_grow_", tensors, ids, starts, tables),
         misses(op, index, ids, offsets, admitted),
-        slots(const_cast<int64_t*>(required_longs(op, "slots", slots_, batch.n, ids))) {
+        slots(const_cast<int64_t*>(required_array<int64_t>(op, "slots", slots_, batch.n, ids))) {
     RowBuffers::check_form(op, index, row_buffers, row_layout);
     check_same_device(op, "row_layout", row_layout, ids);
   }
@@ -560,7 +553,7 @@ struct SlotRows {
 
   SlotRows(const char* op, const Tensor& values, const Tensor& slots_)
       : matrix(op, values, slots_),
-        slots(required_longs(op, "slots", slots_, slots_.numel(), values)),
+        slots(required_array<int64_t>(op, "slots", slots_, slots_.numel(), values)),
         n(slots_.numel()) {
     check_num_keys(op, n);
   }
@@ -590,8 +583,8 @@ struct StartRowsCall : ReadRowsCall {
                 const Tensor& first_, const Tensor& starting_, double default_value,
                 bool returns_rows)
       : ReadRowsCall(kOp, values, slots_, default_value, returns_rows),
-        groups(required_ints(kOp, "groups", groups_, n, values)),
-        first(required_longs(kOp, "first", first_, n, values)),
+        groups(required_array<int32_t>(kOp, "groups", groups_, n, values)),
+        first(required_array<int64_t>(kOp, "first", first_, n, values)),
         starting(matrix.check_rows(kOp, "starting", starting_, n)) {}
 
   void check_contents() const {
@@ -626,9 +619,9 @@ struct AddRowsCall : WriteRowsCall {
               const Tensor& permutation_, const Tensor& count_, const Tensor& rows_)
       : WriteRowsCall(kOp, values, slots_, rows_),
         dtype(float_dtype(kOp, "values", values.scalar_type())),
-        segments(required_ints(kOp, "segments", segments_, n + 1, values)),
-        permutation(required_ints(kOp, "permutation", permutation_, n, values)),
-        count(required_ints(kOp, "count", count_, 1, values)) {}
+        segments(required_array<int32_t>(kOp, "segments", segments_, n + 1, values)),
+        permutation(required_array<int32_t>(kOp, "permutation", permutation_, n, values)),
+        count(required_array<int32_t>(kOp, "count", count_, 1, values)) {}
 
   void check_contents() const {
     STD_TORCH_CHECK(*count >= 0 && *count <= n && segments[0] == 0 && segments[*count] <= n, kOp,
@@ -662,8 +655,8 @@ struct EvictedRowsCall {
 
   EvictedRowsCall(const std::vector<Tensor>& values, const Tensor& slots_, const Tensor& status_,
                   const Tensor& evicted)
-      : slots(required_longs(kOp, "slots", slots_, slots_.numel(), slots_)),
-        evicted_words(required_longs(kOp, "evicted", evicted, 3 * slots_.numel(), slots_)),
+      : slots(required_array<int64_t>(kOp, "slots", slots_, slots_.numel(), slots_)),
+        evicted_words(required_array<int64_t>(kOp, "evicted", evicted, 3 * slots_.numel(), slots_)),
         n(slots_.numel()),
         keys(allocate(slots_, {n})),
         stamps(allocate(slots_, {n})),
