@@ -225,12 +225,12 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
         step = (offsets.numel() - 1) // features
         ends = offsets[torch.arange(features + 1, device=offsets.device) * step].tolist()
         tables = self._rows()
-        found = [tables[0].new_zeros(ends[0], tables[0].size(1))]  # of no bag
+        row_blocks = [tables[0].new_zeros(ends[0], tables[0].size(1))]  # of no bag
         for table, begin, end in zip(self.feature_table_map, ends, ends[1:], strict=False):
             ids = indices[begin:end]
             row_ids = ids.where((ids >= 0) & (ids < len(tables[table])), 0)  # as in float lookups
-            found.append(tables[table][row_ids] * (ids != -1).unsqueeze(1))
-        return torch.cat(found)
+            row_blocks.append(tables[table][row_ids] * (ids != -1).unsqueeze(1))
+        return torch.cat(row_blocks)
 
     def _lookup_of_graphs(self) -> "ScriptableLookup":
         """Return the lookup in ops alone, for graphs."""

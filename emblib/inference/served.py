@@ -238,16 +238,18 @@ class InferenceEmbeddingCollection(InferenceCollection):
             KeyError: the batch lacks a feature of a table.
             ValueError: features with different numbers of bags.
         """
-        found: dict[int, JaggedTensor] = {}
+        by_position: dict[int, JaggedTensor] = {}
         for tables, positions, batch in self._inputs(features):
             sizes = batch.length_per_key()
             vectors = tables(batch.values(), batch.offsets()).split(sizes)
             ids = batch.values().split(sizes)
             lengths = batch.lengths().split(batch.stride_per_key())
-            for position, rows, own, ends in zip(positions, vectors, ids, lengths, strict=True):
-                weights = own if self.need_indices else None
-                found[position] = JaggedTensor.from_valid(rows, weights, ends, None)
-        return {name: found[position] for position, name in enumerate(self._names)}
+            for position, rows, feature_ids, ends in zip(
+                positions, vectors, ids, lengths, strict=True
+            ):
+                weights = feature_ids if self.need_indices else None
+                by_position[position] = JaggedTensor.from_valid(rows, weights, ends, None)
+        return {name: by_position[position] for position, name in enumerate(self._names)}
 
 
 def convert(

@@ -103,13 +103,14 @@ class ChangeLog:
                 "ReplicatedModelParallel changes all rows when it averages its replicas: log "
                 "DistributedModelParallel, or freeze() the tables from time to time"
             )
-        found = find_tables(model)
-        if found.others:
+        model_tables = find_tables(model)
+        if model_tables.others:
             raise TypeError(
                 f"a change log has rows, and these tables change as a whole with every step: "
-                f"{found.others}; freeze() them from time to time, or train Dense or Hash tables"
+                f"{model_tables.others}; freeze() them from time to time, or train Dense or Hash "
+                "tables"
             )
-        self._rank, self._num_ranks = found.rank, found.num_ranks
+        self._rank, self._num_ranks = model_tables.rank, model_tables.num_ranks
         self.step = check_count("step", step, minimum=0)
         self._compact_every = compact_every
         if compact_every is not None:
@@ -121,13 +122,13 @@ class ChangeLog:
                 "the sink has the records of another log, which a snapshot must follow: choose "
                 "compact_every, or an empty sink"
             )
-        if not found.calls and found.num_ranks == 1:
+        if not model_tables.calls and model_tables.num_ranks == 1:
             raise TypeError(f"{type(model).__name__} has no tables of emblib that are trained")
-        _check_names(found.tables)
-        self._plain = PlainChanges(found, states=states)
+        _check_names(model_tables.tables)
+        self._plain = PlainChanges(model_tables, states=states)
         self._keyed = KeyedChanges(model, states=states)
         self._writer = _Writer(sink, check_count("max_pending", max_pending, minimum=1))
-        self._lookups = Lookups(found)
+        self._lookups = Lookups(model_tables)
         self._last_whole = self.step
         if compact_every is not None:
             self.snapshot(self.step)

@@ -109,8 +109,8 @@ class LookupHook:
 class Lookups:
     """The ids of a model's training forwards since the last entry of a log."""
 
-    def __init__(self, found: ModelTables) -> None:
-        self._hooks = [(module, LookupHook(tables)) for module, tables in found.calls]
+    def __init__(self, model_tables: ModelTables) -> None:
+        self._hooks = [(module, LookupHook(tables)) for module, tables in model_tables.calls]
         self._registered = [
             module.register_forward_hook(hook, with_kwargs=True) for module, hook in self._hooks
         ]
@@ -160,8 +160,8 @@ class Lookups:
 class PlainChanges:
     """The changed rows of the tables by row number of a model."""
 
-    def __init__(self, found: ModelTables, *, states: bool) -> None:
-        self._tables, self._states = found.tables, states
+    def __init__(self, model_tables: ModelTables, *, states: bool) -> None:
+        self._tables, self._states = model_tables.tables, states
         for table in self._tables:
             if not isinstance(table.module, TableBatchedEmbeddingBags):
                 raise TypeError(

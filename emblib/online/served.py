@@ -51,13 +51,13 @@ def served_tables(model: nn.Module) -> dict[str, ServedTable]:
         TypeError: the model is sharded.
         ValueError: two tables of one name.
     """
-    found = find_tables(model)
-    if found.num_ranks > 1:
+    model_tables = find_tables(model)
+    if model_tables.num_ranks > 1:
         raise TypeError(
             "a follower has whole tables in one process, and this model is sharded: give it the "
             "unsharded model, or emblib.inference.for_inference of its tables"
         )
-    tables = [(table.name, _plain(table)) for table in found.tables]
+    tables = [(table.name, _plain(table)) for table in model_tables.tables]
     tables += [(name, DynamicRows(handle)) for name, handle in tables_of(model).items()]
     for module in model.modules():
         if isinstance(module, InferenceEmbeddingBags):

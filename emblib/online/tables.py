@@ -84,7 +84,7 @@ def find_tables(model: nn.Module) -> ModelTables:
     Raises:
         ValueError: the collections of the model are sharded over different numbers of ranks.
     """
-    found = ModelTables()
+    model_tables = ModelTables()
     sharded = [part for part in model.modules() if isinstance(part, ShardedTables)]
     places = {(part.ranks.rank, part.ranks.size) for part in sharded}
     if len(places) > 1:
@@ -93,7 +93,7 @@ def find_tables(model: nn.Module) -> ModelTables:
             "make a change log of each collection"
         )
     if places:
-        ((found.rank, found.num_ranks),) = places
+        ((model_tables.rank, model_tables.num_ranks),) = places
     replicas = {
         id(part.replicated.groups)
         for part in sharded
@@ -105,26 +105,28 @@ def find_tables(model: nn.Module) -> ModelTables:
             continue
         if isinstance(part, TableGroups):
             if id(part) not in replicas:
-                _add_groups(found, part)
+                _add_groups(model_tables, part)
         elif isinstance(part, InferenceEmbeddingBags):
             inside.append(path)
         elif isinstance(part, DynamicEmbeddingBags):
             inside.append(path)
             tables = [PlainTable("", part, t, 0, 0, 0, is_keyed=True) for t in part.feature_tables]
-            found.calls.append((part, tables))
+            model_tables.calls.append((part, tables))
         elif isinstance(part, TableBatchedEmbeddingBags | QuantizedEmbeddingBags):
             inside.append(path)
             specs = zip(part.table_names, part.tables, strict=True)
             tables = [PlainTable(n, part, t, 0, 0, s.dim) for t, (n, s) in enumerate(specs)]
-            found.add(tables)
-            found.calls.append((part, [tables[t] for t in part.feature_tables]))
+            model_tables.add(tables)
+            model_tables.calls.append((part, [tables[t] for t in part.feature_tables]))
         elif hasattr(part, "cores"):
             inside.append(path)
-            found.others |= dict.fromkeys(getattr(part, "table_names", [path]), "tensor trains")
-    return found
+            model_tables.others |= dict.fromkeys(
+                getattr(part, "table_names", [path]), "tensor trains"
+            )
+    return model_tables
 
 
-def _add_groups(found: ModelTables, groups: TableGroups) -> None:
+def _add_groups(model_tables: ModelTables, groups: TableGroups) -> None:
     tables: dict[int, PlainTable] = {}
     for i, part in enumerate(groups.slices):
         name, (module, number) = part.config.name, groups.module_of(i)
@@ -132,12 +134,12 @@ def _add_groups(found: ModelTables, groups: TableGroups) -> None:
             tables[i] = PlainTable(name, module, number, 0, 0, 0, is_keyed=True)
             continue
         if not isinstance(module, TableBatchedEmbeddingBags | QuantizedEmbeddingBags):
-            found.others[name] = type(part.storage).__name__
+            model_tables.others[name] = type(part.storage).__name__
             continue
         begin, dim = part.columns[0], part.config.embedding_dim
         tables[i] = PlainTable(name, module, number, part.rows[0], begin, dim)
     for info in groups.groups:
         if all(s in tables for s in info.slices):
-            found.add([tables[s] for s in info.slices if not tables[s].is_keyed])
+            model_tables.add([tables[s] for s in info.slices if not tables[s].is_keyed])
             units = [tables[groups.reads[unit]] for unit in info.units]
-            found.calls.append((info.module, units))
+            model_tables.calls.append((info.module, units))
