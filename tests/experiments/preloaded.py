@@ -3,6 +3,10 @@
 The digests of all sources take a second of each run; children inherit them.
 """
 
+import errno
+import socket
+from multiprocessing import reduction
+
 from experiments.machine import sources
 from experiments.results import identity
 from experiments.run import worker  # noqa: F401
@@ -11,3 +15,20 @@ from tests.experiments import smoke_host  # noqa: F401
 sources.digests("cpu")
 identity.code_id()
 identity.bench_version()
+
+_receive_descriptors = reduction.recvfds
+
+
+def _receive_or_abort(connection: socket.socket, size: int) -> list[int]:
+    """Receive descriptors; report a client that was killed before as an aborted connection.
+
+    The fork server ignores aborted connections. An EOFError would end it, and with it the runs of
+    all other clients.
+    """
+    try:
+        return _receive_descriptors(connection, size)
+    except EOFError:
+        raise ConnectionAbortedError(errno.ECONNABORTED, "the client ended") from None
+
+
+reduction.recvfds = _receive_or_abort

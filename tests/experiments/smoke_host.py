@@ -29,7 +29,7 @@ from experiments.paths import ROOT
 from tests import nightly
 
 PRELOADED = "tests.experiments.preloaded"  # by the server that forks the children of runs
-_without_emblib: dict[str, Any] = {}  # a second fork server, as its client knows it
+_without_emblib: Any = forkserver.ForkServer()  # the children of its clients choose their emblib
 
 
 class SmokeHost:
@@ -139,7 +139,7 @@ def _run(words: list[str], output: Path, errors: Path) -> None:
         style.draw = render_once()
     server: Any = forkserver._forkserver
     if configure.load(words).kind in ("gate", "noise", "power"):
-        vars(server).update(_without_emblib)  # the gate's children choose which emblib they load
+        vars(server).update(vars(_without_emblib))
     # Not started by this process, and it serves it as it does the one that started it.
     server.ensure_running = lambda: None
     sys.exit(cli.main(words))
@@ -151,17 +151,24 @@ def serve(folder: Path) -> None:
         importlib.import_module(module)
     process._context()
     server: Any = forkserver._forkserver
-    server.ensure_running()
-    _without_emblib.update(vars(server))
-    preloaded = [*server._preload_modules, PRELOADED]
-    server.__init__()
-    server.set_forkserver_preload(preloaded)
-    server.ensure_running()
+    _without_emblib.set_forkserver_preload(server._preload_modules)
+    server.set_forkserver_preload([*server._preload_modules, PRELOADED])
+    _ensure_fork_servers()
     gc.freeze()
     with Listener() as listener:
         (folder / "address").write_text(str(listener.address))
         print("listening", flush=True)
         _serve(listener)
+
+
+def _ensure_fork_servers() -> None:
+    """Start the fork servers, or one again that died.
+
+    A fork server can die of a client that is killed between its connection and its message, as
+    runs in tests of interrupts may be.
+    """
+    for server in (_without_emblib, forkserver._forkserver):
+        server.ensure_running()
 
 
 def _serve(listener: Any) -> None:
@@ -183,6 +190,7 @@ def _serve(listener: Any) -> None:
                 except (EOFError, OSError):
                     clients.remove(ready)
                     continue
+                _ensure_fork_servers()
                 run = multiprocessing.get_context("fork").Process(target=_run, args=asked)
                 run.start()
                 runs[run.sentinel] = run, ready
