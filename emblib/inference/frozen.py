@@ -11,7 +11,13 @@ from emblib.columns import IndexKind
 from emblib.inference import frozen_file
 from emblib.inference.conversion import for_inference
 from emblib.inference.indexed import InferenceEmbeddingBags, RowIndex
-from emblib.inference.served import InferenceCollection, ReadOnly, is_collection
+from emblib.inference.served import (
+    InferenceCollection,
+    InferenceEmbeddingBagCollection,
+    InferenceEmbeddingCollection,
+    ReadOnly,
+    ServedFeature,
+)
 from emblib.specs import (
     BoundsCheck,
     IdOrder,
@@ -24,9 +30,14 @@ from emblib.specs import (
 from emblib.tables import QuantizedEmbeddingBags, RowFormat, TableBatchedTTEmbeddingBags
 from emblib.tables.quantized import Formats
 
-_ROWS, _TRAINS = "rows", "tensor_trains"  # kinds of files
+_ROWS, _TRAINS, _COLLECTION = "rows", "tensor_trains", "collection"  # kinds of files
 
-Frozen = ReadOnly | TableBatchedTTEmbeddingBags
+Frozen = (
+    ReadOnly
+    | TableBatchedTTEmbeddingBags
+    | InferenceEmbeddingBagCollection
+    | InferenceEmbeddingCollection
+)
 
 
 def freeze(source: Any, path: str | Path, formats: Formats | None = None) -> None:
@@ -37,7 +48,8 @@ def freeze(source: Any, path: str | Path, formats: Formats | None = None) -> Non
 
     Args:
         source: `QuantizedEmbeddingBags`, `InferenceEmbeddingBags`, tensor-train tables, whose cores
-            are written, or any module or matrices that `for_inference` takes.
+            are written, or any module, collection or matrices that `for_inference` takes. All ranks
+            call this with a sharded collection, each with a path of its own.
         path: path of the file.
         formats: format of the rows of all tables, or of each, as in `for_inference`; tensor trains
             are then written as rows. None writes what there is.
@@ -62,22 +74,16 @@ def freeze(source: Any, path: str | Path, formats: Formats | None = None) -> Non
         cores = {f"core {k}": core.detach() for k, core in enumerate(source.cores)}
         frozen_file.write(path, _TRAINS, _trains_config(source), cores)
         return
-    if isinstance(source, InferenceCollection) or is_collection(source):
-        raise TypeError(
-            "a file has the tables of one module, not of a collection: freeze each of "
-            "for_inference(collection).parts into a file of its own"
-        )
-    is_read_only = isinstance(source, QuantizedEmbeddingBags | InferenceEmbeddingBags)
-    tables: Any = source if is_read_only and formats is None else for_inference(source, formats)
-    if isinstance(tables, InferenceEmbeddingBags):
-        rows, indexes = tables.rows, tables.indexes
+    served = source if _is_read_only(source) and formats is None else for_inference(source, formats)
+    if isinstance(served, InferenceCollection):
+        frozen_file.write(path, _COLLECTION, *_collection_content(served))
     else:
-        rows, indexes = tables, (None,) * len(tables.tables)
-    config = {**_rows_config(rows), "indexes": [_index_config(index) for index in indexes]}
-    tensors = {"rows": rows.packed}
-    if isinstance(tables, InferenceEmbeddingBags):
-        tensors["index"] = tables.index
-    frozen_file.write(path, _ROWS, config, tensors)
+        frozen_file.write(path, _ROWS, *_tables_content(served))
+
+
+def _is_read_only(source: Any) -> bool:
+    kinds = QuantizedEmbeddingBags | InferenceEmbeddingBags | InferenceCollection
+    return isinstance(source, kinds)
 
 
 def open_frozen(path: str | Path, *, verify: bool = True) -> Frozen:
@@ -92,8 +98,9 @@ def open_frozen(path: str | Path, *, verify: bool = True) -> Frozen:
         verify: whether to compare all checksums, which reads the whole file once.
 
     Returns:
-        `QuantizedEmbeddingBags`, `InferenceEmbeddingBags` for tables with an index, or
-        `TableBatchedTTEmbeddingBags` whose cores are frozen.
+        `QuantizedEmbeddingBags`, `InferenceEmbeddingBags` for tables with an index,
+        `TableBatchedTTEmbeddingBags` whose cores are frozen, or the collection for inference that
+        `for_inference` made of a collection.
 
     Raises:
         ChecksumError: the file is truncated or altered; the message names the section.
@@ -109,13 +116,11 @@ def open_frozen(path: str | Path, *, verify: bool = True) -> Frozen:
     content = frozen_file.read(path, verify=verify)
     if content.kind == _TRAINS:
         return _open_trains(content.config, content.tensors)
+    if content.kind == _COLLECTION:
+        return _open_collection(content.config, content.tensors)
     if content.kind != _ROWS:
         raise ValueError(f"{path} has tables of an unknown kind, {content.kind!r}")
-    rows = _open_rows(content.config, content.tensors["rows"])
-    memory = content.tensors.get("index")
-    if memory is None:
-        return rows
-    return InferenceEmbeddingBags(rows, _open_indexes(content.config["indexes"], memory), memory)
+    return _open_tables(content.config, content.tensors)
 
 
 # What a header says of a module. Enums are their words, dtypes their names.
@@ -141,6 +146,74 @@ def _open_lookup(config: dict[str, Any]) -> dict[str, Any]:
         "bounds_check": BoundsCheck(config["bounds_check"]),
         "include_last_offset": config["include_last_offset"],
     }
+
+
+def _tables_content(tables: ReadOnly, prefix: str = "") -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return the header and the sections of tables; `prefix` begins the names of the sections."""
+    rows = tables.rows if isinstance(tables, InferenceEmbeddingBags) else tables
+    indexes: list[dict[str, Any] | None] = [None] * len(rows.tables)
+    tensors = {f"{prefix}rows": rows.packed}
+    if isinstance(tables, InferenceEmbeddingBags):
+        indexes = [_index_config(index) for index in tables.indexes]
+        tensors[f"{prefix}index"] = tables.index
+    config = {**_rows_config(rows), "indexes": indexes}
+    return config, tensors
+
+
+def _open_tables(config: dict[str, Any], tensors: dict[str, Tensor], prefix: str = "") -> ReadOnly:
+    rows = _open_rows(config, tensors[f"{prefix}rows"])
+    memory = tensors.get(f"{prefix}index")
+    if memory is None:
+        return rows
+    return InferenceEmbeddingBags(rows, _open_indexes(config["indexes"], memory), memory)
+
+
+def _collection_content(
+    collection: InferenceCollection,
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return the header and the sections of a collection: those of its parts, numbered."""
+    tensors: dict[str, Tensor] = {}
+    parts = []
+    for number, part in enumerate(collection.parts):
+        any_part: Any = part
+        if not isinstance(part, QuantizedEmbeddingBags | InferenceEmbeddingBags):
+            raise TypeError(
+                f"part {number} of the collection is {type(part).__name__}, a file has tables as "
+                "for_inference makes them"
+            )
+        tables, sections = _tables_content(any_part, _section_prefix(number))
+        parts.append({"tables": tables, "positions": collection.positions[number]})
+        tensors |= sections
+    config: dict[str, Any] = {
+        "features": [list(feature) for feature in collection.features],
+        "parts": parts,
+    }
+    if isinstance(collection, InferenceEmbeddingBagCollection):
+        config["is_weighted"] = collection.is_weighted
+    elif isinstance(collection, InferenceEmbeddingCollection):
+        config["need_indices"] = collection.need_indices
+    return config, tensors
+
+
+def _open_collection(
+    config: dict[str, Any], tensors: dict[str, Tensor]
+) -> InferenceEmbeddingBagCollection | InferenceEmbeddingCollection:
+    features = [ServedFeature(*feature) for feature in config["features"]]
+    parts = [
+        (_open_tables(part["tables"], tensors, _section_prefix(number)), part["positions"])
+        for number, part in enumerate(config["parts"])
+    ]
+    if "is_weighted" in config:
+        bags = InferenceEmbeddingBagCollection(features, parts)
+        bags.is_weighted = config["is_weighted"]
+        return bags
+    sequences = InferenceEmbeddingCollection(features, parts)
+    sequences.need_indices = config["need_indices"]
+    return sequences
+
+
+def _section_prefix(part: int) -> str:
+    return f"part {part} "
 
 
 def _rows_config(rows: QuantizedEmbeddingBags) -> dict[str, Any]:

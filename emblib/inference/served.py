@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from emblib.collections.modules import TableCollection, TableFeature, table_features
+from emblib.collections.modules import TableCollection, table_features
 from emblib.inference.indexed import InferenceEmbeddingBags, RowIndex
 from emblib.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from emblib.specs import BoundsCheck, Pooling, TableSpec
@@ -117,27 +117,39 @@ def readers_of(source: Any) -> dict[str, RowReader]:
     return readers
 
 
+class ServedFeature(NamedTuple):
+    """A feature of a batch that is looked up in one table.
+
+    Attributes:
+        feature: key of the feature in batches.
+        name: its key in the output.
+        dim: elements per row of the table.
+    """
+
+    feature: str
+    name: str
+    dim: int
+
+
 class InferenceCollection(nn.Module):
     """Base of collections for inference: their parts, and the features that each looks up.
 
     Args:
         features: features of the collection, in the order of its output.
-        configs: configurations of its tables.
         parts: read-only tables, with the positions in `features` of what they look up, in order.
     """
 
     def __init__(
         self,
-        features: Sequence[TableFeature],
-        configs: Sequence[Any],
+        features: Sequence[ServedFeature],
         parts: Sequence[tuple[ReadOnly, Sequence[int]]],
     ) -> None:
         super().__init__()
+        self.features = tuple(features)
         self.parts = nn.ModuleList([tables for tables, _ in parts])
-        self._positions = [list(positions) for _, positions in parts]
-        self._features = [unit.feature for unit in features]
-        self._names = [unit.name for unit in features]
-        self._dims = [configs[unit.table].embedding_dim for unit in features]
+        self.positions = [list(positions) for _, positions in parts]
+        self._names = [feature.name for feature in features]
+        self._dims = [feature.dim for feature in features]
 
     def nbytes(self) -> dict[str, int]:
         """Return the bytes of the rows, `weights`, and of the `index` of keys, if there is one."""
@@ -157,14 +169,14 @@ class InferenceCollection(nn.Module):
                 f"{batch.stride_per_key()}: expand the batch, or look it up in the trained one"
             )
         index = batch.index_per_key()
-        missing = sorted(set(self._features) - set(index))
+        missing = sorted({feature.feature for feature in self.features} - set(index))
         if missing:
             raise KeyError(
                 f"the batch must have the features of all tables: missing are {missing}, there are "
                 f"{batch.keys()}"
             )
-        for tables, positions in zip(self.parts, self._positions, strict=True):
-            wanted = [index[self._features[position]] for position in positions]
+        for tables, positions in zip(self.parts, self.positions, strict=True):
+            wanted = [index[self.features[position].feature] for position in positions]
             if wanted == list(range(len(batch.keys()))):
                 yield tables, positions, batch
             else:
@@ -281,11 +293,15 @@ def convert(
             bounds_check=getattr(source, "bounds_check", BoundsCheck.WARNING),
         )
         parts.append((part, positions))
+    served = [
+        ServedFeature(unit.feature, unit.name, configs[unit.table].embedding_dim)
+        for unit in features
+    ]
     if not pooled:
-        sequences = InferenceEmbeddingCollection(features, configs, parts)
+        sequences = InferenceEmbeddingCollection(served, parts)
         sequences.need_indices = source.need_indices()
         return sequences
-    bags = InferenceEmbeddingBagCollection(features, configs, parts)
+    bags = InferenceEmbeddingBagCollection(served, parts)
     bags.is_weighted = source.is_weighted()
     return bags
 

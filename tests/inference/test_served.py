@@ -145,11 +145,52 @@ def test_formats_errors_and_files_of_a_collection(tmp_path: Any) -> None:
     assert pooled.dtype == torch.float16
     with torch.no_grad():
         torch.testing.assert_close(pooled.float(), source(batch()).values(), rtol=0, atol=0.1)
-    with pytest.raises(TypeError, match="freeze each of"):
-        freeze(served, tmp_path / "tables")
     freeze(served.parts[0], tmp_path / "tables")
     served.parts[0] = open_frozen(tmp_path / "tables")
     assert torch.equal(served(batch()).values(), pooled)
+
+
+@pytest.mark.parametrize("formats", [None, "int8"])
+def test_a_collection_in_one_file(formats: str | None, tmp_path: Any) -> None:
+    torch.manual_seed(0)
+    weighted = EmbeddingBagCollection(bag_configs(), optimizer=optim.SGD(0.1), is_weighted=True)
+    ids = batch()
+    weights = torch.rand(ids.values().numel())
+    ids = KeyedJaggedTensor(ids.keys(), ids.values(), weights, lengths=ids.lengths())
+    trained(weighted, ids)
+    freeze(weighted, tmp_path / "a", formats)
+    opened = open_frozen(tmp_path / "a")
+    expected = for_inference(weighted, formats)
+    assert type(opened) is type(expected)
+    assert opened(ids).keys() == expected(ids).keys()
+    assert torch.equal(opened(ids).values(), expected(ids).values())
+    assert opened.nbytes() == expected.nbytes()
+    with pytest.raises(ValueError, match="batches must have weights"):
+        opened(batch())
+    freeze(opened, tmp_path / "b")
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+
+def test_sequences_in_one_file(tmp_path: Any) -> None:
+    torch.manual_seed(0)
+    configs = [EmbeddingConfig(30, 4, "narrow", ["a"]), EmbeddingConfig(40, 6, "wide", ["b"])]
+    source = EmbeddingCollection(configs, optimizer=optim.SGD(0.1), need_indices=True)
+    freeze(source, tmp_path / "a")
+    opened = open_frozen(tmp_path / "a")
+    with torch.no_grad():
+        want, got = source(batch()), opened(batch())
+    assert list(got) == list(want)
+    for name in want:
+        assert torch.equal(got[name].values(), want[name].values())
+        assert torch.equal(got[name].weights(), want[name].weights())
+
+
+def test_a_part_that_no_file_can_hold(tmp_path: Any) -> None:
+    served = for_inference(EmbeddingBagCollection(bag_configs(), optimizer=optim.SGD(0.1)))
+    served.parts[0] = torch.nn.Identity()
+    with pytest.raises(TypeError, match="part 0 of the collection is Identity"):
+        freeze(served, tmp_path / "a")
+    assert not (tmp_path / "a").exists()
 
 
 def test_what_a_collection_cannot_do_is_refused() -> None:
