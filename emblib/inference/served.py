@@ -122,7 +122,7 @@ class ServedFeature(NamedTuple):
 
     Attributes:
         feature: key of the feature in batches.
-        name: its key in the output.
+        name: key of the feature in the output.
         dim: elements per row of the table.
     """
 
