@@ -173,9 +173,19 @@ class TableCollection(nn.Module):
 
     def _is_in_order(self, features: Any) -> bool:
         """Return whether a batch has exactly the features of `groups`, in the same order."""
+        if torch.compiler.is_exporting() and not self._is_exportable():
+            raise RuntimeError(
+                "torch.export takes collections of one kind of table without keys: export "
+                "emblib.inference.for_inference(collection), which keeps every bit, or with a "
+                "format makes it smaller"
+            )
         return (
             isinstance(features, KeyedJaggedTensor) and features.keys() == self._features_in_order
         )
+
+    def _is_exportable(self) -> bool:
+        """Return whether a lookup reads no number of the batch on the host, and no keys."""
+        return self.groups.is_one and not any(config.storage.is_keyed for config in self.configs)
 
     def _in_order(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """Return the batch with only the features that tables read, in the order of `groups`."""

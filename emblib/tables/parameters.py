@@ -454,7 +454,8 @@ def refuse_replacement(name: str) -> NoReturn:
     raise RuntimeError(
         f"the parameter {name!r} of a table cannot be replaced, since lookups read the memory that "
         "it is a view of: copy values into it under torch.no_grad(), or load a state dict, also "
-        "instead of torch.func.functional_call; to spread a model over ranks use "
+        "instead of torch.func.functional_call; for torch.export convert the tables with "
+        "emblib.inference.for_inference; to spread a model over ranks use "
         'emblib.sharding.DistributedModelParallel, with wrap="fully_shard" for its dense part, or '
         "give fully_shard the parameters of tables as ignored_params"
     )

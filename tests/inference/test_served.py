@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.export import Dim, export
 
 from emblib import (
     EmbeddingBagCollection,
@@ -183,6 +184,37 @@ def test_sequences_in_one_file(tmp_path: Any) -> None:
     for name in want:
         assert torch.equal(got[name].values(), want[name].values())
         assert torch.equal(got[name].weights(), want[name].weights())
+
+
+class _Ranker(torch.nn.Module):
+    def __init__(self, tables: Any) -> None:
+        super().__init__()
+        self.tables = tables
+
+    def forward(self, ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        features = KeyedJaggedTensor(["a", "b", "c", "k"], ids, lengths=lengths)
+        result: torch.Tensor = self.tables(features).values()
+        return result
+
+
+def test_exported_for_any_batch(tmp_path: Any) -> None:
+    torch.manual_seed(0)
+    source = EmbeddingBagCollection(bag_configs(), optimizer=optim.SGD(0.1))
+    trained(source, batch())
+    freeze(source, tmp_path / "a", "int8")
+
+    def example(size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        lengths = torch.randint(0, 4, (4 * size,))
+        return torch.randint(0, 30, (int(lengths.sum()),)), lengths
+
+    auto = ({0: Dim.AUTO}, {0: Dim.AUTO})
+    with pytest.raises(RuntimeError, match="for_inference"):
+        export(_Ranker(source).eval(), example(4), dynamic_shapes=auto)
+    model = _Ranker(open_frozen(tmp_path / "a"))
+    program = export(model, example(4), dynamic_shapes=auto).module()
+    for size in (2, 7):
+        ids, lengths = example(size)
+        assert torch.equal(program(ids, lengths), model(ids, lengths))
 
 
 def test_a_part_that_no_file_can_hold(tmp_path: Any) -> None:
