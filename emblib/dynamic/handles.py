@@ -208,6 +208,15 @@ class DynamicTable:
         scores = self._everywhere("score", dynamic_state.eviction_score)
         return scores[0] if scores else None
 
+    def expire_keys(self) -> int:
+        """Remove all keys whose time to live is over now; return how many, over all shards.
+
+        Raises:
+            ValueError: the table has no ttl.
+        """
+        counts = self._everywhere("expire_keys", training.expire_keys)
+        return sum(count for of_shard in counts for count in of_shard.values())
+
     def track_evictions(self, max_keys: int = 1 << 24) -> None:
         """Record keys that leave from now on, at most `max_keys` per shard; call it on all ranks.
 

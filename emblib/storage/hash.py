@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -95,7 +96,7 @@ class Hash(Storage):
     initial_state: float = 0.0
     default_value: float = 0.0
     admission: FrequencyAdmission | None = None
-    ttl: int | None = None
+    ttl: int | timedelta | None = None
     on_insert_failure: OnInsertFailure = OnInsertFailure.IGNORE
     backing: BackingStore | None = None
     seed: int | None = field(default=None, repr=False)  # a secret, which must not be logged
@@ -166,12 +167,13 @@ class Hash(Storage):
     ) -> Hashable:
         """Return a key that is equal for tables that can share a module."""
         dim = table_slice.dim if pooling is Pooling.NONE else 0
-        # A module has one set of counters, assigned scores and stores; and an optimizer that steps
-        # its parameter has one state for it.
+        # A module has one set of counters, assigned scores, times and stores; and an optimizer that
+        # steps its parameter has one state for it.
         order = self.eviction.order
         needs_own_module = (
             self.admission is not None
             or self.backing is not None
+            or isinstance(self.ttl, timedelta)
             or (order == "assigned" and order in SCORED)
             or not autograd.updates_in_backward(optimizer)
         )
@@ -285,6 +287,7 @@ class Hash(Storage):
         owned = (keys.owner(entries.keys, count) == number).nonzero().view(-1)
         set_table_entries(target.module, target.index, entries.take(owned))
         target.module.index.set_tick(source.module.index.tick)
+        target.module.state.copy_times(target.index, source.module.state, source.index)
 
     def parameter_layouts(self, table: TableDescription) -> dict[str, TensorLayout]:
         """Return nothing: checkpoints have the rows by key, see `HashHandle`."""
@@ -412,6 +415,7 @@ class HashHandle(TableHandle):
         module, weight = self.module, other.weight
         hash_key = other.module.index.hash_key(other.index)
         set_table_entries(module, self.index, replace(entries, rows=rows), hash_key=hash_key)
+        module.state.copy_times(self.index, other.module.state, other.index)
         weight.grad = None
         if autograd.updates_in_backward(module.optimizer):
             self._parameters["weight"] = weight

@@ -198,6 +198,8 @@ def read_state(
         prefix + key for key in saved if key not in names and key.split(".")[0] not in children
     )
     entries = _entries_in(state, saved)
+    if state.expiry is not None:
+        state.expiry.forget()  # torch loads the saved times after this
     replace_tables(
         state,
         entries,
@@ -379,6 +381,8 @@ def check_child_state(
             state.admission.check_state_dict(by_child["admission"])
         if state.scores is not None and by_child["scores"]:
             dumps.check_state("scores", by_child["scores"], state.scores.state_dict())
+        if by_child.get("expiry"):
+            dumps.check_state("expiry", by_child["expiry"], state.parts()["expiry"].state_dict())
     return by_child
 
 

@@ -144,6 +144,8 @@ def _load_whole(
     for t, of_table in entries.items():
         loading.check(target_of(state, t), of_table)
     hash_keys = hash_keys_in(state, entries, dump.others.get(INDEX_HASH_KEYS))
+    if state.expiry is not None:
+        state.expiry.forget()  # a dump without times is of tables whose ttl was none
     set_child_state(state, dump.others, directory)
     return replace_tables(
         state,
@@ -268,6 +270,9 @@ def apply_changes(
             loaded[state.table_names[t]] = _apply_to_table(state, t, of_table, report_once)
         state.index.counters.copy_(counters)
         state.index.set_tick(max(state.index.tick, changes.until))
+        if state.expiry is not None:
+            state.expiry.now = state.expiry.read_clock()
+            state.expiry.record(state.index.tick)
         state.load_hyperparams(changes.hyperparameters)
         state.restart_eviction_log()
         return loaded
@@ -351,10 +356,10 @@ def _state_of_table(state: DynamicState, table: int) -> dict[str, Tensor]:
     of_parts = child_state(state)
     if len(state.specs) == 1:
         return of_parts
-    if state.admission is not None or state.scores is not None:
+    if len(state.parts()) > len(("index", "row_initializer")):
         raise ValueError(
-            f"tables {state.table_names} of one module share admission counters or scores, which "
-            "are not divided: save the module instead, or give this table a module of its own"
+            f"tables {state.table_names} of one module share admission counters, scores or times, "
+            "which are not divided: save the module instead, or give this table a module of its own"
         )
     return {INDEX_HASH_KEYS: of_parts[INDEX_HASH_KEYS][table : table + 1]}
 
@@ -417,6 +422,8 @@ def set_table(state: DynamicState, table: int, dump: TableDump, report: Report |
         nonlocal report
         report_once, report = report, None  # if it raises, the rest is loaded without it
         loaded = set_table_entries(state, table, dump.entries, report_once, hash_key=dump.hash_key)
+        if state.expiry is not None:
+            state.expiry.forget(table)
         set_child_state(state, dump.others, dump.directory)
         state.index.set_tick(max(dump.clock, state.index.tick))
         if float(dump.hyperparameters[Hyper.STEP]) > float(state.hyperparams[Hyper.STEP]):

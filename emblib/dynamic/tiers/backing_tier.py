@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from emblib.dynamic.eviction import EvictionLog
+from emblib.dynamic.eviction import EvictionLog, Expiry
 from emblib.dynamic.hash_index import HashIndex, InsertedBatch
 from emblib.dynamic.rows import RowLayout
 from emblib.dynamic.saving.dumps import DumpProgress, Report
@@ -93,6 +93,7 @@ class FastTier(Protocol):
     index: HashIndex
     layout: RowLayout
     hyperparams: Tensor
+    expiry: Expiry | None
     eviction_log: EvictionLog | None
 
     @property
@@ -155,6 +156,8 @@ class BackingTier:
                 "with state_dict from a module that fits"
             )
         fast.index.set_tick(int(note["tick"]))
+        if fast.expiry is not None and "times" in note:
+            fast.expiry.times = torch.tensor(note["times"])
         fast.load_hyperparams(torch.tensor(note["hyper"], dtype=torch.float64))
 
     def reset_stats(self) -> None:
@@ -200,10 +203,9 @@ class BackingTier:
     def _read(self, table: int, keys: Tensor, *, erase_expired: bool = False) -> FoundRows:
         """Return the rows of keys in the store that have not expired."""
         records = self.store.read(table, keys)
-        ttl = self.fast.specs[table].ttl
-        if ttl is None:
+        if self.fast.expiry is None:
             return records
-        alive = records.rows.stamps >= self.fast.index.tick - ttl
+        alive = records.rows.stamps >= self.fast.expiry.before(table, self.fast.index.tick)
         if erase_expired:
             self.store.erase(table, records.rows.keys[~alive])
         return FoundRows(records.positions[alive], records.rows.at(alive))
@@ -524,6 +526,8 @@ class BackingTier:
         self.write_back()
         fast = self.fast
         numbers = {"tick": fast.index.tick, "hyper": fast.hyperparams.tolist()}
+        if fast.expiry is not None and fast.expiry.has_times:
+            numbers["times"] = fast.expiry.times.tolist()
         note = json.dumps({"planes": self._describe_rows(), **numbers})
         self.store.flush([self.iter_fast_rows(t) for t in range(len(self._widths))], note)
 
@@ -563,14 +567,15 @@ class BackingTier:
         is_present[records.positions] = True
         return is_present
 
-    def expire(self, table: int, before: int) -> None:
-        """Remove rows in the store that were last used before a tick."""
+    def expire(self, table: int, before: int) -> int:
+        """Remove rows in the store that were last used before a tick; return how many."""
         self.write_back()
         self._expect_evictions(table)
         expired = self.store.expire(table, before)
         self.fast.record_evictions(table, expired)
         if torch.isin(self._overflow[table].keys, expired).any():
             self.drop_overflow_rows()
+        return expired.numel()
 
     @torch.no_grad()
     def clear(self) -> None:
