@@ -114,6 +114,7 @@ class DynamicState:
         self.adopt_hyperparams: Callable[[Tensor], None] | None = None
         self.lock = CompletingLock()
         self.use_initial_rows()
+        self.row_initializer.write_fallback_(self.row_buffers)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for copies and pickles without its memory, which the owner copies."""

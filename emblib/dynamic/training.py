@@ -48,7 +48,10 @@ def insert_or_repeat(
         return TrainingUpdate.of_repetition(running.noted(state), keys)
     inserted = insert_batch(state, keys, counts)
     reads = state.row_initializer.reads_of_inserted(keys, inserted)
-    update = state.update_of(keys, inserted.slots, reads)
+    slots = inserted.slots
+    if reads.is_fallback is not None:
+        slots = torch.where(reads.is_fallback, reads.indices, slots)
+    update = state.update_of(keys, slots, reads)
     if running is not None:
         running.note(state, update)
     return update
@@ -238,7 +241,8 @@ def expire_keys(state: DynamicState, table: int | str | None = None) -> dict[str
         subject = state.table_names if number is None else repr(state.table_names[number])
         raise ValueError(f"{subject}: keys expire in tables with DynamicSpec(ttl=...)")
     names = [state.table_names[sweep.table] for sweep in sweeps]
-    return dict(zip(names, state.complete(lambda: _run_sweeps(state, sweeps, effects)), strict=True))
+    counts = state.complete(lambda: _run_sweeps(state, sweeps, effects))
+    return dict(zip(names, counts, strict=True))
 
 
 @of_state
@@ -283,6 +287,7 @@ def _clear(state: DynamicState, tick: int) -> None:
     if state.expiry is not None:
         state.expiry.forget()
     state.use_initial_rows()
+    state.row_initializer.write_fallback_(state.row_buffers)
     if state.backing is not None:
         state.backing.clear()
 
@@ -302,10 +307,13 @@ def _report_failures(state: DynamicState, inserted: InsertedBatch) -> None:
         count = int(refused[offsets[t] : offsets[t + 1]].sum())
         if not count or spec.on_insert_failure is OnInsertFailure.IGNORE:
             continue
+        reads = f"read {spec.default_value} and are not trained"
+        if spec.fallback_rows:
+            reads = "read and train fallback rows"
         message = (
             f"emblib: {count} keys found no slot in table {state.table_names[t]!r} of capacity "
-            f"{spec.rows} (eviction {spec.eviction.value}): they read {spec.default_value} and are "
-            "not trained; choose a larger capacity, or smaller batches"
+            f"{spec.rows} (eviction {spec.eviction.value}): they {reads}; choose a larger "
+            "capacity, or smaller batches"
         )
         if spec.on_insert_failure is OnInsertFailure.RAISE:
             raise RuntimeError(message)

@@ -213,6 +213,8 @@ class DynamicSpec:
         ttl: time without use after which a key expires: an int counts training forwards of the
             module, a `datetime.timedelta` is wall-clock time; None: keys do not expire.
         on_insert_failure: reaction of a training forward to keys that found no slot.
+        fallback_rows: number of further rows, one of which a key without a row reads, and trains in
+            training, by a hash of the key; 0: such keys read `default_value`.
 
     Example:
         >>> spec = emblib.DynamicSpec(capacity=1_000, dim=16, name="item", initial_capacity=64)
@@ -235,6 +237,7 @@ class DynamicSpec:
     admission: FrequencyAdmission | None = field(default=None, kw_only=True)
     ttl: int | timedelta | None = field(default=None, kw_only=True)
     on_insert_failure: OnInsertFailure = field(default=OnInsertFailure.IGNORE, kw_only=True)
+    fallback_rows: int = field(default=0, kw_only=True)
 
     def __post_init__(self) -> None:
         for name in ("capacity", "dim"):
@@ -262,6 +265,19 @@ class DynamicSpec:
             raise TypeError(
                 "admission must be None or a FrequencyAdmission(threshold, counter), got "
                 f"{self.admission!r}"
+            )
+        self._check_fallback_rows()
+
+    def _check_fallback_rows(self) -> None:
+        rows = check_count("fallback_rows", self.fallback_rows, minimum=0)
+        object.__setattr__(self, "fallback_rows", rows)
+        if rows >= 1 << 31:
+            raise ValueError(f"fallback_rows must be below 2^31, got {rows}")
+        reads = self.admission is not None and self.admission.reads is not None
+        if rows and (reads or self.default_value != 0.0):
+            raise ValueError(
+                "keys without a row read one of fallback_rows, so default_value and "
+                "FrequencyAdmission(reads=...) have no effect: leave them or fallback_rows out"
             )
 
     @property

@@ -11,6 +11,7 @@ reads and updates a copy in an overflow row (`RowLayout.overflow_rows`), and the
 back before the store is used again. A new key that finds no slot gets an overflow row as well.
 """
 
+import base64
 import json
 import weakref
 from collections.abc import Iterator, Sequence
@@ -158,6 +159,8 @@ class BackingTier:
         fast.index.set_tick(int(note["tick"]))
         if fast.expiry is not None and "times" in note:
             fast.expiry.times = torch.tensor(note["times"])
+        for table, text in enumerate(note.get("fallback", ())):
+            self._set_fallback(table, base64.b64decode(text))
         fast.load_hyperparams(torch.tensor(note["hyper"], dtype=torch.float64))
 
     def reset_stats(self) -> None:
@@ -528,8 +531,38 @@ class BackingTier:
         numbers = {"tick": fast.index.tick, "hyper": fast.hyperparams.tolist()}
         if fast.expiry is not None and fast.expiry.has_times:
             numbers["times"] = fast.expiry.times.tolist()
+        if fast.layout.has_fallback:
+            tables = range(len(self._widths))
+            numbers["fallback"] = [base64.b64encode(self._fallback(t)).decode() for t in tables]
         note = json.dumps({"planes": self._describe_rows(), **numbers})
         self.store.flush([self.iter_fast_rows(t) for t in range(len(self._widths))], note)
+
+    def _fallback(self, table: int) -> bytes:
+        """Return the bytes of a table's fallback rows, which no row of the store has."""
+        views = self.fast.layout.fallback_views(self.fast.row_buffers, table).values()
+        rows = torch.cat([view.detach().cpu().reshape(-1).view(torch.uint8) for view in views])
+        data = bytearray(rows.numel())
+        if data:
+            torch.frombuffer(data, dtype=torch.uint8).copy_(rows)
+        return bytes(data)
+
+    @torch.no_grad()
+    def _set_fallback(self, table: int, data: bytes) -> None:
+        views = self.fast.layout.fallback_views(self.fast.row_buffers, table).values()
+        nbytes = sum(view.nbytes for view in views)
+        if len(data) != nbytes:
+            self.store.close()
+            raise ValueError(
+                f"the store has fallback rows of {len(data)} bytes for table "
+                f"{self.fast.table_names[table]!r}, this module {nbytes}: choose "
+                "DynamicSpec.fallback_rows as there, or name another store"
+            )
+        at = 0
+        for view in views:
+            if view.numel():
+                rows = torch.frombuffer(bytearray(data[at : at + view.nbytes]), dtype=view.dtype)
+                view.copy_(rows.view(view.shape))
+            at += view.nbytes
 
     def prefetch(self, keys: Keys) -> None:
         """Start reading the rows of a later batch that are in the store."""
