@@ -2,14 +2,16 @@
 
 import math
 import operator
+import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from emblib.dynamic.hash_index import InsertedBatch
+from emblib.dynamic.hash_index import MAX_TICK, InsertedBatch
 from emblib.ops import hash
 from emblib.ops.effects import Effects
 from emblib.specs import DynamicSpec, Eviction
@@ -138,6 +140,10 @@ def _as_int64(score: Any) -> int:
 
 
 _SWEEPS_PER_TTL = 8
+_PAIRS_PER_TTL = 16
+_MAX_PAIRS = 40  # at least 2 * _PAIRS_PER_TTL + 3, which a table has at most
+_MICROSECOND = timedelta(microseconds=1)
+_NO_PAIR = MAX_TICK + 1, 0
 
 
 class Sweep(NamedTuple):
@@ -149,24 +155,163 @@ class Sweep(NamedTuple):
     before: int
 
 
-class Expiry:
-    """Choose the buckets that each training step searches for expired keys.
+class Expiry(nn.Module):
+    """Choose the keys that expire: which buckets a step searches, and for which age.
 
-    The choice depends only on the step, the number of training batches. A key of a table with `ttl`
-    stays for at least `ttl` steps after its last use and at most an eighth longer, because every
-    bucket is searched once per max(1, ttl // 8) steps. Until then lookups find the key, and a use
-    resets its age.
+    The ages of keys are known in ticks, the numbers of training batches. For a table whose `ttl` is
+    a time, a list of (tick, time) pairs turns "not used for `ttl`" into "last used before tick k":
+    keys with a stamp up to the tick of a pair were used no later than at its time. The list is
+    short: neighbours but one are at least a 16th of the ttl apart, and pairs older than the ttl are
+    dropped except for one. `times`, int64 `[T, 40, 2]`, has them with ticks as 2^62 - tick, so the
+    element-wise maximum over ranks is true of the keys of all of them.
+
+    Every bucket of a table is searched once per eighth of its ttl in steps, or 16th of its ttl in
+    time. So a key stays for at least `ttl` after its last use and at most an eighth longer, or in
+    time an eighth and the pause between two steps. Until then lookups find the key, and a use
+    resets its age. A clock that was set back makes keys look younger, never older.
+
+    Attributes:
+        clock: function that returns the time in seconds.
+        now: time in microseconds, which only steps and `read_clock` move on.
     """
 
-    def __init__(self, specs: Sequence[DynamicSpec]) -> None:
-        self._tables = [(t, s.ttl, s.max_buckets) for t, s in enumerate(specs) if s.ttl]
+    times: Tensor
 
-    def sweeps(self, step: int) -> Iterator[Sweep]:
-        """Yield the sweeps of a step, to be run once the keys of its batch are inserted."""
-        for table, ttl, max_buckets in self._tables:
+    def __init__(self, specs: Sequence[DynamicSpec]) -> None:
+        super().__init__()
+        self.clock: Callable[[], float] = time.time
+        self.now = 0
+        self._max_buckets = [spec.max_buckets for spec in specs]
+        self._steps: dict[int, int] = {}
+        self._durations: dict[int, int] = {}
+        for t, spec in enumerate(specs):
+            if isinstance(spec.ttl, timedelta):
+                self._durations[t] = spec.ttl // _MICROSECOND
+            elif spec.ttl is not None:
+                self._steps[t] = spec.ttl
+        self._progress: dict[int, tuple[int, int]] = {}  # next bucket, time up to it; by table
+        times = torch.tensor([[_NO_PAIR] * _MAX_PAIRS] * len(specs))
+        self.register_buffer("times", times.view(-1, _MAX_PAIRS, 2))
+
+    @property
+    def has_times(self) -> bool:
+        """Return whether the ttl of a table is a time."""
+        return bool(self._durations)
+
+    def read_clock(self) -> int:
+        """Return the time of the clock in microseconds."""
+        return int(self.clock() * 1e6) if self._durations else 0
+
+    def before(self, table: int, tick: int) -> int:
+        """Return the first tick of use with which a key is alive at `tick` and `now`; 0: any."""
+        if table in self._steps:
+            return tick - self._steps[table]
+        if table not in self._durations:
+            return 0
+        latest = self.now - self._durations[table]
+        return max((tick + 1 for tick, at in self._pairs(table) if at <= latest), default=0)
+
+    def sweeps(self, step: int) -> list[Sweep]:
+        """Return the sweeps of a step, to be run once the keys of its batch are inserted."""
+        sweeps = []
+        for table, ttl in self._steps.items():
+            max_buckets = self._max_buckets[table]
             num_buckets = math.ceil(max_buckets / max(1, ttl // _SWEEPS_PER_TTL))
             first = step % math.ceil(max_buckets / num_buckets) * num_buckets
-            yield Sweep(table, first, min(num_buckets, max_buckets - first), step - ttl)
+            num_buckets = min(num_buckets, max_buckets - first)
+            sweeps.append(Sweep(table, first, num_buckets, self.before(table, step)))
+        for table in self._durations:
+            first, _, num_buckets = self._due(table)
+            before = self.before(table, step)
+            to_end = min(num_buckets, self._max_buckets[table] - first)
+            for begin, count in ((first, to_end), (0, num_buckets - to_end)):
+                if count:
+                    sweeps.append(Sweep(table, begin, count, before))
+        return sweeps
+
+    def all_sweeps(self, step: int) -> list[Sweep]:
+        """Return sweeps of all buckets of all tables with a ttl."""
+        return [
+            Sweep(table, 0, self._max_buckets[table], self.before(table, step))
+            for table in (*self._steps, *self._durations)
+        ]
+
+    def advance(self, step: int) -> None:
+        """Note that the sweeps of a step are done; repeated calls have no further effect."""
+        for table, duration in self._durations.items():
+            first, at, num_buckets = self._due(table)
+            max_buckets = self._max_buckets[table]
+            if num_buckets == max_buckets:
+                at = self.now
+            else:
+                at += num_buckets * duration // (_PAIRS_PER_TTL * max_buckets)
+            self._progress[table] = (first + num_buckets) % max_buckets, at
+        self.record(step)
+
+    def _due(self, table: int) -> tuple[int, int, int]:
+        """Return the next bucket to search, the time up to it, and how many buckets are due."""
+        first, at = self._progress.get(table, (0, self.now))
+        at = min(at, self.now)
+        max_buckets = self._max_buckets[table]
+        due = (self.now - at) * max_buckets * _PAIRS_PER_TTL // self._durations[table]
+        return first, at, min(due, max_buckets)
+
+    def record(self, tick: int) -> None:
+        """Note that keys with stamps up to `tick` were used no later than now."""
+        if not self._durations:
+            return
+        now, rows = self.now, self.times.tolist()
+        for table, duration in self._durations.items():
+            pairs = [(k, min(at, now)) for k, at in self._pairs(table) if k <= tick]
+            if not pairs or pairs[-1][0] < tick:
+                if len(pairs) > 1 and (now - pairs[-2][1]) * _PAIRS_PER_TTL < duration:
+                    pairs.pop()
+                pairs.append((tick, now))
+            while len(pairs) > 1 and pairs[1][1] <= now - duration:
+                pairs.pop(0)
+            newest = [(MAX_TICK - k, at) for k, at in pairs[-_MAX_PAIRS:]]
+            rows[table] = [_NO_PAIR] * (_MAX_PAIRS - len(newest)) + newest
+        self.times = torch.tensor(rows)  # another tensor: state dicts have the old one
+
+    def _pairs(self, table: int) -> list[tuple[int, int]]:
+        """Return the (tick, time) pairs of a table, both ascending."""
+        return [(MAX_TICK - k, at) for k, at in self.times[table].tolist() if k <= MAX_TICK]
+
+    def skip(self, duration: timedelta | None) -> None:
+        """Leave a pause out of the ages of all keys; None is the time since the last step."""
+        is_pair = self.times[..., 0] <= MAX_TICK
+        if duration is None:
+            pause = self.read_clock() - int(self.times[..., 1].max())
+        else:
+            pause = duration // _MICROSECOND
+        shifted = torch.where(is_pair, self.times[..., 1] + max(pause, 0), 0)
+        self.times = torch.stack([self.times[..., 0], shifted], dim=-1)
+
+    def forget(self, table: int | None = None) -> None:
+        """Forget when keys were used: as if it were at the next step. None is all tables."""
+        times = self.times.clone()
+        times[slice(None) if table is None else table] = torch.tensor(_NO_PAIR)
+        self.times = times
+
+    def copy_times(self, table: int, source: "Expiry", source_table: int) -> None:
+        """Adopt the times of a table of another module, with its entries."""
+        times = self.times.clone()
+        times[table] = source.times[source_table]
+        self.times = times
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        return self  # times stay on the CPU
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *arguments: Any
+    ) -> None:
+        if not state_dicts.refuses(self, state_dict, prefix, arguments[-1]):
+            self.times = self.times.clone()
+            super()._load_from_state_dict(state_dict, prefix, *arguments)
+
+    def state_problems(self, state_dict: Mapping[str, Any], prefix: str) -> Iterator[str]:
+        """Yield one message per invalid entry of the times in a state dict."""
+        yield from state_dicts.count_problems(state_dict, state_dicts.own_tensors(self, prefix))
 
 
 class EvictionLog:

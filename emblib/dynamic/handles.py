@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from emblib.dynamic import keys as routing
 from emblib.dynamic import state as dynamic_state
 from emblib.dynamic import training
-from emblib.dynamic.saving import checkpoint, table_dumps
+from emblib.dynamic.saving import checkpoint, fallback, table_dumps
 from emblib.dynamic.saving.dumps import Part, Report
 from emblib.dynamic.saving.entries import Changes, Entries, concatenate
 from emblib.dynamic.saving.loading import Loaded
@@ -208,6 +208,15 @@ class DynamicTable:
         scores = self._everywhere("score", dynamic_state.eviction_score)
         return scores[0] if scores else None
 
+    def expire_keys(self) -> int:
+        """Remove all keys whose time to live is over now; return how many, over all shards.
+
+        Raises:
+            ValueError: the table has no ttl.
+        """
+        counts = self._everywhere("expire_keys", training.expire_keys)
+        return sum(count for of_shard in counts for count in of_shard.values())
+
     def track_evictions(self, max_keys: int = 1 << 24) -> None:
         """Record keys that leave from now on, at most `max_keys` per shard; call it on all ranks.
 
@@ -239,6 +248,19 @@ class DynamicTable:
         )
         return _on_cpu(concatenate(shard_entries)) if shard_entries else _no_entries()
 
+    def fallback_rows(self) -> dict[str, Tensor]:
+        """Return copies of the fallback rows of the whole table, on all ranks; {} if it has none.
+
+        `keys` int64 `[n]` name the rows in checkpoints; `weight` `[n, dim]` and the states of the
+        optimizer are the rows. Row f is that of the keys with `checkpoints.owner(keys, n) == f`.
+        """
+
+        def of_shard(state: DynamicState, index: int, number: int) -> dict[str, Tensor]:
+            return fallback.owned(fallback.rows_of(state, index), number, len(self.owners))
+
+        shards = self._by_number("fallback_rows", of_shard)
+        return {key: torch.cat([rows[key] for rows in shards]) for key in (shards or [{}])[0]}
+
     def set_entries(self, entries: Entries) -> Loaded:
         """Replace the entries; pass all of them on all ranks, every shard takes those it owns.
 
@@ -268,13 +290,16 @@ class DynamicTable:
             ValueError: the record of removed keys does not reach back to this step.
         """
 
-        def of_shard(state: DynamicState, index: int) -> ChangeSet:
+        def of_shard(state: DynamicState, index: int, number: int) -> ChangeSet:
             change_set = table_dumps.changes_since(state, step, [index])
             (changes,) = change_set.tables.values()
-            entries = _on_cpu(changes.upserts)
-            return change_set._replace(tables={self.name: Changes(entries, changes.removed)})
+            (rows,) = change_set.fallback_rows.values()
+            return change_set._replace(
+                tables={self.name: Changes(_on_cpu(changes.upserts), changes.removed)},
+                fallback_rows={self.name: fallback.owned(rows, number, len(self.owners))},
+            )
 
-        shard_changes = self._everywhere("changes_since", of_shard)
+        shard_changes = self._by_number("changes_since", of_shard)
         if not shard_changes:
             raise RuntimeError(f"this rank has no shard of table {self.name!r}: ask all ranks")
         changes = _joined(self.name, shard_changes)
@@ -289,11 +314,14 @@ class DynamicTable:
                 last, or the changes do not fit it.
         """
         (of_table,) = changes.changes.tables.values()
+        (fallback_rows,) = changes.changes.fallback_rows.values()
 
         def owned(state: DynamicState, index: int, number: int) -> ChangeSet:
             removed = of_table.removed[self._owns(of_table.removed, number)]
             of_shard = Changes(self._owned(of_table.upserts, number), removed)
-            return changes.changes._replace(tables={state.table_names[index]: of_shard})
+            rows = fallback.owned(fallback_rows, number, len(self.owners))
+            name = state.table_names[index]
+            return changes.changes._replace(tables={name: of_shard}, fallback_rows={name: rows})
 
         def check(state: DynamicState, index: int, number: int) -> None:
             table_dumps.check_changes(state, owned(state, index, number))
@@ -491,9 +519,13 @@ def _joined(name: str, shard_changes: Sequence[ChangeSet]) -> ChangeSet:
         for change in shard_changes
     ):
         hash_keys = None
-    until = min(change.until for change in shard_changes)
-    return ChangeSet(
-        first_changes.since, until, {name: changes}, first_changes.hyperparameters, hash_keys
+    all_rows = [change.fallback_rows[name] for change in shard_changes]
+    rows = {key: torch.cat([of_shard[key] for of_shard in all_rows]) for key in all_rows[0]}
+    return first_changes._replace(
+        until=min(change.until for change in shard_changes),
+        tables={name: changes},
+        hash_keys=hash_keys,
+        fallback_rows={name: rows},
     )
 
 

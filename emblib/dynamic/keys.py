@@ -16,7 +16,7 @@ from emblib.dynamic.hash_index import InsertedBatch
 from emblib.ops import hash
 from emblib.ops.hash import Keys
 from emblib.ops.primitives import new_seed
-from emblib.reference.random import mix
+from emblib.reference.random import mix, unmix
 from emblib.specs import check_count
 
 
@@ -154,7 +154,22 @@ def owner(keys: Tensor, world_size: int) -> Tensor:
     """Return the rank in `[0, world_size)` that owns each key, int64, ascending with its route."""
     if not 0 < world_size < 1 << 31:
         raise ValueError(f"world_size must be in [1, 2^31), got {world_size}")
-    return ((route(keys) ^ _SIGN) >> 32 & (1 << 32) - 1) * world_size >> 32
+    return range_of(keys, world_size)
+
+
+def range_of(keys: Tensor, count: int | Tensor) -> Tensor:
+    """Return which of `count` equal ranges of routes has each key; a count or one per key."""
+    return ((route(keys) ^ _SIGN) >> 32 & (1 << 32) - 1) * count >> 32
+
+
+def keys_of_ranges(count: int) -> Tensor:
+    """Return a key of each of `count` equal ranges of routes, int64 `[count]`; others for others.
+
+    The upper half of the route is the first in its range, the lower half is `count`.
+    """
+    numbers = torch.arange(count)
+    upper = ((numbers << 32) + count - 1).div(max(count, 1), rounding_mode="floor")
+    return unmix(unmix(upper << 32 | count))
 
 
 def canonical_order(keys: Tensor) -> Tensor:

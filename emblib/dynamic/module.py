@@ -154,6 +154,7 @@ class DynamicEmbeddingBags(FusedTables):
         self._layout = self._feature_rows(self.rows.feature)
         self.index, self.row_initializer = self.state.index, self.state.row_initializer
         self.admission, self.scores = self.state.admission, self.state.scores
+        self.expiry = self.state.parts().get("expiry")
         self._register_rows(self.state.row_buffers, self.state.moves)
         self.register_buffer("dropped_updates", self.state.dropped_updates, persistent=False)
         features = torch.tensor(self.feature_tables, dtype=torch.int64, device=device)
@@ -230,6 +231,9 @@ class DynamicEmbeddingBags(FusedTables):
     set_eviction_score = dynamic_state.set_eviction_score
     set_eviction_step = dynamic_state.set_eviction_step
     eviction_score = dynamic_state.eviction_score
+    expire_keys = training.expire_keys
+    set_clock = dynamic_state.set_clock
+    skip_pause = dynamic_state.skip_pause
     flush = dynamic_state.flush
     close = dynamic_state.close
     save = table_dumps.save

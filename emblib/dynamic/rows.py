@@ -2,8 +2,9 @@
 
 Weights are one flat tensor, and so is each optimizer state; such a tensor is a *row buffer*. It has
 the tables one after the other, each with memory reserved for its capacity, of which the rows of the
-index's slots are in use (see `emblib.tables.memory`). Dense tables have the same layout, so the ops
-of `emblib.ops.tbe` look up and update rows.
+index's slots are in use (see `emblib.tables.memory`). Behind these are rows without a slot: the
+overflow rows of a backing store, then the fallback rows, which keys without a row share. Dense
+tables have the same layout, so the ops of `emblib.ops.tbe` look up and update rows.
 `RowInitializer` writes new rows, and `TrainingUpdate` finds the rows of a batch in its backward.
 """
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from emblib.columns import FeatureRow
 from emblib.dynamic.hash_index import HashIndex, InsertedBatch
+from emblib.dynamic.keys import range_of
 from emblib.dynamic.saving import dumps
 from emblib.dynamic.saving.entries import WEIGHT
 from emblib.init import Constant
@@ -57,14 +59,22 @@ class RowLayout:
         dtypes = (torch.float32 if state.per_row else precision.states for state in states)
         self.dtypes = (precision.weights, *dtypes)
         self._streams = [zlib.crc32(name.encode()) for name in names]
-        self.total_rows = sum(spec.rows + overflow_rows for spec in specs)
+        self.has_fallback = any(spec.fallback_rows for spec in specs)
         self._first_rows, self._first_elements = [0], [0]
-        for spec in specs:
-            rows = spec.rows + overflow_rows
+        for t, spec in enumerate(specs):
+            rows = self._num_rows(t)
             self._first_rows.append(self._first_rows[-1] + rows)
             self._first_elements.append(self._first_elements[-1] + rows * spec.dim)
+        self.total_rows = self._first_rows[-1]
         # Elements between default rows: a multiple of 4, so that kernels can load vectors.
         self.stride = -(-max((spec.dim for spec in specs), default=0) // 4) * 4
+
+    def first_fallback_row(self, table: int) -> int:
+        """Return the number of a table's first fallback row, whether it has any."""
+        return self.specs[table].rows + self.overflow_rows
+
+    def _num_rows(self, table: int) -> int:
+        return self.first_fallback_row(table) + self.specs[table].fallback_rows
 
     def table_number(self, table: int | str) -> int:
         """Return the index of a table that is given by index or name.
@@ -113,7 +123,7 @@ class RowLayout:
         return FeatureRow(
             weight_offset=self._first_elements[table],
             row_base=first_row,
-            rows=spec.rows + self.overflow_rows,
+            rows=self._num_rows(table),
             dim=spec.dim,
             column=column,
             state_base=first_row,
@@ -141,11 +151,22 @@ class RowLayout:
 
     def views(self, buffers: Sequence[Tensor], table: int) -> dict[str, Tensor]:
         """Return the rows of a table by name, `[rows, dim]` or `[rows]`, in use or not."""
-        spec, views = self.specs[table], {}
+        return self._views(buffers, table, 0, self.specs[table].rows)
+
+    def fallback_views(self, buffers: Sequence[Tensor], table: int) -> dict[str, Tensor]:
+        """Return the fallback rows of a table by name, `[rows, dim]` or `[rows]`."""
+        first = self.first_fallback_row(table)
+        return self._views(buffers, table, first, self.specs[table].fallback_rows)
+
+    def _views(
+        self, buffers: Sequence[Tensor], table: int, first_row: int, count: int
+    ) -> dict[str, Tensor]:
+        views = {}
         for number, (name, buffer) in enumerate(zip(self.names, buffers, strict=True)):
-            first, width = self.first_element(table, number), self.width(table, number)
-            rows = buffer[first : first + spec.rows * width]
-            views[name] = rows if self._per_row[number] else rows.view(spec.rows, spec.dim)
+            width = self.width(table, number)
+            first = self.first_element(table, number) + first_row * width
+            rows = buffer[first : first + count * width]
+            views[name] = rows if self._per_row[number] else rows.view(count, width)
         return views
 
     def moves(self, device: torch.device) -> Tensor:
@@ -166,13 +187,13 @@ class RowLayout:
                 (
                     self.first_element(t, p),
                     self.width(t, p),
-                    spec.rows + self.overflow_rows,
+                    self._num_rows(t),
                     self.width(t, p),
                     self._streams[t],
                 )
                 for p in range(len(self.names))
             ]
-            for t, spec in enumerate(self.specs)
+            for t in range(len(self.specs))
         ]
         return self._tensor(layout, 5, torch.int64, device)
 
@@ -202,9 +223,16 @@ class RowLayout:
         return torch.tensor(rows, dtype=dtype).view(len(self.specs), buffers, fields).to(device)
 
     def snapshot(self, buffers: Sequence[Tensor], capacities: Sequence[int]) -> list[list[Tensor]]:
-        """Copy the rows in use, by table and buffer."""
+        """Copy the rows in use, then the fallback rows, by table and buffer."""
         return [
-            [view[:rows].detach().clone() for view in self.views(buffers, t).values()]
+            [
+                torch.cat([view[:rows].detach(), fallback.detach()])
+                for view, fallback in zip(
+                    self.views(buffers, t).values(),
+                    self.fallback_views(buffers, t).values(),
+                    strict=True,
+                )
+            ]
             for t, rows in enumerate(capacities)
         ]
 
@@ -212,7 +240,7 @@ class RowLayout:
         """Raise ValueError unless `restore` takes a snapshot of tables with these rows in use."""
         tables = dumps.check_list("rows", snapshot, len(self.specs), "table")
         for t, (buffers, rows) in enumerate(zip(tables, capacities, strict=True)):
-            subject = f"rows of table {t}"
+            subject, rows = f"rows of table {t}", rows + self.specs[t].fallback_rows
             buffers = dumps.check_list(subject, buffers, len(self.names), f"entry of {self.names}")
             for p, (name, dtype) in enumerate(zip(self.names, self.dtypes, strict=True)):
                 shape = (rows,) if self._per_row[p] else (rows, self.width(t, p))
@@ -222,16 +250,19 @@ class RowLayout:
         """Write the rows of a snapshot into buffers without rows in use."""
         for t, parts in enumerate(snapshot):
             views = self.views(buffers, t).values()
-            for part in parts[:1]:
-                self.use(buffers, t, 0, part.shape[0])
-            for view, part in zip(views, parts, strict=True):
-                view[: part.shape[0]] = part.to(view.device)
+            fallback_views = self.fallback_views(buffers, t).values()
+            rows = parts[0].shape[0] - self.specs[t].fallback_rows
+            self.use(buffers, t, 0, rows)
+            for view, fallback, part in zip(views, fallback_views, parts, strict=True):
+                view[:rows] = part[:rows].to(view.device)
+                fallback.copy_(part[rows:])
 
     def nbytes(self, capacities: Sequence[int]) -> Iterator[int]:
         """Yield the bytes in use of each buffer."""
         for number, dtype in enumerate(self.dtypes):
             yield sum(
-                rows * self.width(t, number) * dtype.itemsize for t, rows in enumerate(capacities)
+                (rows + self.specs[t].fallback_rows) * self.width(t, number) * dtype.itemsize
+                for t, rows in enumerate(capacities)
             )
 
 
@@ -249,18 +280,25 @@ class BatchReads(NamedTuple):
     """The rows that the lookups of a batch read: rows of their tables, or default rows.
 
     `indices` int64 `[L]` are rows of tables, -1 for none (reads zeros). A lookup whose `slots`
-    entry, int32 `[L]`, is not -1 reads that row of `default_rows` instead.
+    entry, int32 `[L]`, is not -1 reads that row of `default_rows` instead. `is_fallback`, bool
+    `[L]`, are the lookups that read fallback rows; None if the tables have none.
     """
 
     indices: Tensor
     slots: Tensor | None = None
     default_rows: Tensor | None = None
+    is_fallback: Tensor | None = None
 
     def put_into(self, batch: autograd.Lookup) -> autograd.Lookup:
         """Return a batch that reads these rows."""
         return batch._replace(
             indices=self.indices, slots=self.slots, default_rows=self.default_rows
         )
+
+    def with_defaults(self, slots: Tensor, default_rows: Tensor) -> "BatchReads":
+        """Return reads in which lookups without a row read default rows."""
+        indices = self.indices.where(self.indices >= 0, 0)
+        return self._replace(indices=indices, slots=slots, default_rows=default_rows)
 
     def at(self, slots: Tensor) -> "BatchReads":
         """Return the same reads with the keys at new slots."""
@@ -270,7 +308,7 @@ class BatchReads(NamedTuple):
 
 
 class RowInitializer(nn.Module):
-    """Write the initial values of new rows, and the values that keys without a row read.
+    """Write the initial values of new rows, and choose what keys without a row read.
 
     Args:
         layout: layout of the rows.
@@ -283,6 +321,7 @@ class RowInitializer(nn.Module):
     default_values: Tensor
     unadmitted_layout: Tensor
     unadmitted_rules: Tensor
+    fallback: Tensor
 
     def __init__(self, layout: RowLayout, seed: int, device: torch.device) -> None:
         super().__init__()
@@ -299,13 +338,15 @@ class RowInitializer(nn.Module):
         ]
         values = torch.tensor([spec.default_value for spec in specs]).view(-1, 1)
         values = values.expand(-1, layout.stride).to(layout.dtypes[0])
-        self._stride = layout.stride
+        self._stride, self._has_fallback = layout.stride, layout.has_fallback
+        fallback = [(layout.first_fallback_row(t), s.fallback_rows) for t, s in enumerate(specs)]
         for name, tensor in (
             ("row_layout", layout.initial_layout(device)),
             ("rules", layout.initial_rules(device)),
             ("default_values", values.contiguous().to(device)),
             ("unadmitted_layout", layout.default_row_layout(0, device)),
             ("unadmitted_rules", torch.tensor(rules, dtype=torch.float64).view(-1, 1, 7)),
+            ("fallback", torch.tensor(fallback, dtype=torch.int64).view(-1, 2)),
         ):
             self.register_buffer(name, tensor.to(device), persistent=False)
 
@@ -325,11 +366,43 @@ class RowInitializer(nn.Module):
             self.seed,
         )
 
+    def write_fallback_(self, buffers: list[Tensor]) -> None:
+        """Write initial values into the fallback rows: those of the keys -1, -2, ... in order."""
+        if not self._has_fallback:
+            return
+        first_rows, counts = self.fallback.unbind(1)
+        offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+        tables = torch.arange(counts.numel(), device=counts.device).repeat_interleave(counts)
+        positions = torch.arange(tables.numel(), device=counts.device)
+        numbers = positions - offsets[tables]
+        initial.initial_rows_(
+            buffers,
+            self.row_layout,
+            self.rules,
+            -1 - numbers,
+            positions,
+            offsets,
+            first_rows[tables] + numbers,
+            self.seed,
+        )
+
+    def with_fallback(self, keys: Keys, slots: Tensor) -> BatchReads:
+        """Return reads of the slots of a batch, in which keys without one read fallback rows."""
+        if not self._has_fallback:
+            return BatchReads(slots)
+        first_rows, counts = self.fallback[tables_of(keys)].unbind(1)
+        is_fallback = (slots < 0) & (counts > 0)
+        rows = first_rows + range_of(keys.ids, counts)
+        return BatchReads(torch.where(is_fallback, rows, slots), is_fallback=is_fallback)
+
     def reads_of_inserted(self, keys: Keys, inserted: InsertedBatch) -> BatchReads:
         """Return the rows that the lookups of an inserted batch read."""
-        slots = inserted.slots
-        if self._reads_zeros or inserted.misses is None:
-            return BatchReads(slots)
+        if inserted.misses is None:
+            return BatchReads(inserted.slots)
+        reads = self.with_fallback(keys, inserted.slots)
+        slots = reads.indices
+        if self._reads_zeros:
+            return reads
         default_slots = torch.where(slots < 0, tables_of(keys), -1)
         rows = self.default_values.view(-1)
         if self._draws_unadmitted and inserted.result is not None and slots.numel():
@@ -339,14 +412,15 @@ class RowInitializer(nn.Module):
             numbers = groups.clamp(min=0).long()
             drawn = (groups >= 0) & unadmitted[numbers]
             default_slots = torch.where(drawn, self.default_values.size(0) + numbers, default_slots)
-        return BatchReads(slots.where(slots >= 0, 0), default_slots.to(torch.int32), rows)
+        return reads.with_defaults(default_slots.to(torch.int32), rows)
 
     def reads_of_found(self, keys: Keys, slots: Tensor) -> BatchReads:
         """Return the rows that the lookups of a batch read without insertion."""
+        reads = self.with_fallback(keys, slots)
         if self._reads_zeros:
-            return BatchReads(slots)
-        default_slots = torch.where(slots < 0, tables_of(keys), -1).to(torch.int32)
-        return BatchReads(slots.where(slots >= 0, 0), default_slots, self.default_values.view(-1))
+            return reads
+        default_slots = torch.where(reads.indices < 0, tables_of(keys), -1).to(torch.int32)
+        return reads.with_defaults(default_slots, self.default_values.view(-1))
 
     def _draw(self, keys: Keys, inserted: InsertedBatch, unadmitted: Tensor) -> Tensor:
         """Draw default rows by miss for the keys that were not admitted."""
@@ -507,6 +581,8 @@ class TrainingUpdate:
             current_slots = self._index.find(self._keys)
         else:
             current_slots = self._backing_tier().search(self._keys)
+        if self.reads.is_fallback is not None:
+            current_slots = torch.where(self.reads.is_fallback, self._slots, current_slots)
         has_left = self._index.has_left(self._keys, current_slots, self._version)
         slots = torch.where((self._slots < 0) | has_left, -1, current_slots)
         is_lost = (self._slots >= 0) & (slots < 0)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
@@ -57,7 +58,7 @@ class DynamicState:
         row_initializer: initializer of new rows.
         admission: rule for inserting missing keys; None admits all.
         scores: the eviction scores of the next batch; None if eviction assigns none.
-        expiry: choice of the buckets that a step searches for expired keys; None without `ttl`.
+        expiry: choice of the keys that expire; None without `ttl`.
         eviction_log: the keys that left; None until `track_evictions`.
         is_deferred: whether a later step applies gradients; those of evicted keys are then dropped.
         on_new_rows: functions that are called with the indices, over all tables, of rows that got
@@ -113,6 +114,7 @@ class DynamicState:
         self.adopt_hyperparams: Callable[[Tensor], None] | None = None
         self.lock = CompletingLock()
         self.use_initial_rows()
+        self.row_initializer.write_fallback_(self.row_buffers)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for copies and pickles without its memory, which the owner copies."""
@@ -144,6 +146,7 @@ class DynamicState:
             "row_initializer": self.row_initializer,
             "admission": self.admission,
             "scores": self.scores,
+            "expiry": self.expiry if self.expiry is not None and self.expiry.has_times else None,
         }
         return {name: child for name, child in children.items() if child is not None}
 
@@ -181,6 +184,11 @@ class DynamicState:
             self.adopt_hyperparams(values)
         with torch.no_grad():
             self.hyperparams.copy_(values)
+
+    def copy_times(self, table: int, source: DynamicState, source_table: int) -> None:
+        """Adopt the times of use of a table whose entries were copied to this one."""
+        if self.expiry is not None and source.expiry is not None:
+            self.expiry.copy_times(table, source.expiry, source_table)
 
     def record_evictions(self, table: int, keys: Tensor) -> None:
         """Record keys that left a table in this step, if evictions are tracked."""
@@ -398,6 +406,47 @@ def assign_key_scores(state: DynamicState, table: int, keys: Tensor, scores: Ten
             table, distinct[is_absent], largest[is_absent]
         )
     return is_present[groups]
+
+
+# Expiry
+
+
+def _timed_expiry(state: DynamicState) -> Expiry:
+    if state.expiry is None or not state.expiry.has_times:
+        raise ValueError(
+            f"the tables {state.table_names} have no ttl that is a time: a clock and pauses have "
+            "no effect; give one DynamicSpec(ttl=datetime.timedelta(...))"
+        )
+    return state.expiry
+
+
+@of_state
+def set_clock(state: DynamicState, clock: Callable[[], float]) -> None:
+    """Set the clock by which keys expire where `ttl` is a time; `time.time` by default.
+
+    Args:
+        state: the tables.
+        clock: function that returns the time in seconds. If it is set back, keys look younger, but
+            never older. Copies of the module and pickles have it too.
+
+    Raises:
+        ValueError: no table has a ttl that is a time.
+    """
+    _timed_expiry(state).clock = clock
+
+
+@of_state
+def skip_pause(state: DynamicState, duration: timedelta | None = None) -> None:
+    """Leave a pause out of the ages of keys where `ttl` is a time, e.g. after a restart.
+
+    Args:
+        state: the tables.
+        duration: the length of the pause; None is the time since the last training forward.
+
+    Raises:
+        ValueError: no table has a ttl that is a time.
+    """
+    _timed_expiry(state).skip(duration)
 
 
 # The backing store

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from emblib.dynamic.eviction import Expiry
+from emblib.dynamic.eviction import Expiry, Sweep
 from emblib.dynamic.hash_index import InsertedBatch
 from emblib.dynamic.keys import LastBatch
 from emblib.dynamic.rows import RowLayout, TrainingUpdate
@@ -48,7 +48,10 @@ def insert_or_repeat(
         return TrainingUpdate.of_repetition(running.noted(state), keys)
     inserted = insert_batch(state, keys, counts)
     reads = state.row_initializer.reads_of_inserted(keys, inserted)
-    update = state.update_of(keys, inserted.slots, reads)
+    slots = inserted.slots
+    if reads.is_fallback is not None:
+        slots = torch.where(reads.is_fallback, reads.indices, slots)
+    update = state.update_of(keys, slots, reads)
     if running is not None:
         running.note(state, update)
     return update
@@ -97,6 +100,8 @@ class BatchInsertion:
         self._effects = Effects()
         self._admission_effects: Effects | None = None
         self._expiry_effects: Effects | None = None
+        self._sweeps: list[Sweep] | None = None
+        self._now = 0 if state.expiry is None else state.expiry.read_clock()
         self._inserted: InsertedBatch | None = None
         self._placement: BatchPlacement | None = None
         self._found_rows: list[FoundRows] = []
@@ -112,6 +117,8 @@ class BatchInsertion:
             self._keys = self._keys._replace(ids=self._keys.ids.clone())
         self._has_begun = True
         state, keys = self._state, self._keys
+        if state.expiry is not None:
+            state.expiry.now = self._now
         if self._inserted is None:
             self._inserted = self._insert()
         inserted = self._inserted
@@ -180,18 +187,62 @@ class BatchInsertion:
 
     def _expire(self, expiry: Expiry) -> None:
         state = self._state
+        tick = state.index.tick
         if self._expiry_effects is None:
             self._expiry_effects = Effects()
-        effects = self._expiry_effects
-        effects.restart()
-        for table, first_bucket, num_buckets, before in expiry.sweeps(state.index.tick):
-            keys = state.index.expire(table, before, first_bucket, num_buckets, effects)
-            state.record_evictions(table, keys)
-        if state.backing is None:
-            return
-        for sweep in expiry.sweeps(state.index.tick):
+        if self._sweeps is None:
+            self._sweeps = expiry.sweeps(tick)
+        _run_sweeps(state, self._sweeps, self._expiry_effects)
+        expiry.advance(tick)
+
+
+def _run_sweeps(state: DynamicState, sweeps: Sequence[Sweep], effects: Effects) -> list[int]:
+    """Remove the keys that expired in some buckets; return the number of keys per sweep.
+
+    The backing store of a table is searched with its first bucket.
+    """
+    effects.restart()
+    counts = []
+    for table, first_bucket, num_buckets, before in sweeps:
+        keys = state.index.expire(table, before, first_bucket, num_buckets, effects)
+        state.record_evictions(table, keys)
+        counts.append(keys.numel())
+    if state.backing is not None:
+        for number, sweep in enumerate(sweeps):
             if sweep.first_bucket == 0:
-                state.backing.expire(sweep.table, sweep.before)
+                counts[number] += state.backing.expire(sweep.table, sweep.before)
+    return counts
+
+
+@of_state
+def expire_keys(state: DynamicState, table: int | str | None = None) -> dict[str, int]:
+    """Remove all keys whose time to live is over now, without waiting for training to find them.
+
+    Call it between steps, e.g. while a server is idle, or after a checkpoint was loaded.
+
+    Args:
+        state: the tables.
+        table: number or name of the table; None is all tables with a ttl.
+
+    Returns:
+        The number of removed keys by table name, in both tiers.
+
+    Raises:
+        ValueError: the table has no ttl; or none has.
+    """
+    number = None if table is None else state.table_number(table)
+    expiry, tick, effects, sweeps = state.expiry, state.index.tick, Effects(), list[Sweep]()
+    if expiry is not None:
+        expiry.now = expiry.read_clock()
+        expiry.record(tick)
+        sweeps = expiry.all_sweeps(tick)
+    sweeps = [sweep for sweep in sweeps if number in (None, sweep.table)]
+    if expiry is None or not sweeps:
+        subject = state.table_names if number is None else repr(state.table_names[number])
+        raise ValueError(f"{subject}: keys expire in tables with DynamicSpec(ttl=...)")
+    names = [state.table_names[sweep.table] for sweep in sweeps]
+    counts = state.complete(lambda: _run_sweeps(state, sweeps, effects))
+    return dict(zip(names, counts, strict=True))
 
 
 @of_state
@@ -233,7 +284,10 @@ def _clear(state: DynamicState, tick: int) -> None:
         state.admission.clear()
     if state.scores is not None:
         state.scores.clear()
+    if state.expiry is not None:
+        state.expiry.forget()
     state.use_initial_rows()
+    state.row_initializer.write_fallback_(state.row_buffers)
     if state.backing is not None:
         state.backing.clear()
 
@@ -253,10 +307,13 @@ def _report_failures(state: DynamicState, inserted: InsertedBatch) -> None:
         count = int(refused[offsets[t] : offsets[t + 1]].sum())
         if not count or spec.on_insert_failure is OnInsertFailure.IGNORE:
             continue
+        reads = f"read {spec.default_value} and are not trained"
+        if spec.fallback_rows:
+            reads = "read and train fallback rows"
         message = (
             f"emblib: {count} keys found no slot in table {state.table_names[t]!r} of capacity "
-            f"{spec.rows} (eviction {spec.eviction.value}): they read {spec.default_value} and are "
-            "not trained; choose a larger capacity, or smaller batches"
+            f"{spec.rows} (eviction {spec.eviction.value}): they {reads}; choose a larger "
+            "capacity, or smaller batches"
         )
         if spec.on_insert_failure is OnInsertFailure.RAISE:
             raise RuntimeError(message)

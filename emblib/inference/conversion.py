@@ -139,7 +139,7 @@ def _dynamic_tables(source: DynamicEmbeddingBags) -> Iterator[tuple[RowsByKey, D
     """Yield keys with rows, and the spec, of each dynamic table."""
     handles = source.table_handles()
     for name, spec in zip(source.table_names, source.tables, strict=True):
-        yield RowsByKey.of(handles[name].entries(), spec.default_value), spec
+        yield RowsByKey.of(handles[name], spec.default_value), spec
 
 
 class QuantizationError(NamedTuple):

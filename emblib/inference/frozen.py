@@ -241,6 +241,8 @@ def _index_config(index: RowIndex | None) -> dict[str, Any] | None:
     if index is None:
         return None
     config = {name: value for name, value in vars(index).items() if name != "entries"}
+    if not index.fallback:  # which earlier versions do not know
+        del config["fallback"]
     return {**config, "kind": index.kind.name, "entries": index.entries.numel()}
 
 

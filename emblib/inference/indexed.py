@@ -2,7 +2,8 @@
 
 The rows are those of a `QuantizedEmbeddingBags`. Before it is an index per table, which maps an id
 to its row: an array with an entry per id, or a hash table with an entry per key that has a row.
-An id without a row reads zeros, or one row of default values that all of them share.
+An id without a row reads zeros, or a row that such ids share: one of default values, or one of the
+fallback rows of a dynamic table, which the key's route selects.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from emblib.columns import IndexKind
+from emblib.dynamic.keys import range_of
+from emblib.dynamic.training import feature_starts
 from emblib.ops import quant
+from emblib.ops.hash import Keys, tables_of
 from emblib.specs import TableSpec
 from emblib.tables import QuantizedEmbeddingBags
 from emblib.tables.base import append_last_offset, variable_batch
@@ -32,6 +36,8 @@ class RowIndex:
         hash_bits: bits of the hash of a key.
         num_ids: ids are below; -1: any int64 is a key.
         missing: the row of an id that has none; -1 reads zeros.
+        fallback: number of rows, from `missing` on, that keys without a row share by their route; 0
+            is the row `missing` alone.
 
     Example:
         >>> index = emblib.inference.RowIndex.of_keys(torch.tensor([7, -3, 2**62]))
@@ -45,15 +51,19 @@ class RowIndex:
     hash_bits: int = 0
     num_ids: int = -1
     missing: int = -1
+    fallback: int = 0
 
     @classmethod
-    def of_keys(cls, keys: Tensor, *, num_ids: int = -1, missing: int = -1) -> "RowIndex":
+    def of_keys(
+        cls, keys: Tensor, *, num_ids: int = -1, missing: int = -1, fallback: int = 0
+    ) -> "RowIndex":
         """Return the hash table of distinct int64 `keys`, of which the i-th has row i."""
         if keys.unique().numel() != keys.numel():
             raise ValueError(f"keys must be distinct, got {keys.numel()} with duplicates")
         rows = torch.arange(keys.numel(), device=keys.device)
         entries, bits = quant.hash_entries(keys, rows)
-        return cls(IndexKind.HASH, entries.flatten(), entries.size(0), bits, num_ids, missing)
+        size = entries.size(0)
+        return cls(IndexKind.HASH, entries.flatten(), size, bits, num_ids, missing, fallback)
 
     @classmethod
     def of_mask(cls, keep: Tensor) -> "RowIndex":
@@ -158,10 +168,28 @@ class InferenceEmbeddingBags(nn.Module):
         row_ids = quant.map_ids(
             self.index, self.index_tables, rows.features, indices, offsets, bag_layout
         )
+        if any(index is not None and index.fallback for index in self.indexes):
+            row_ids = self._with_fallback(indices, offsets, batch_sizes, row_ids)
         if not rows.include_last_offset:
             offsets = offsets[:-1]
         output: Tensor = rows(row_ids, offsets, per_sample_weights, batch_sizes=batch_sizes)
         return output
+
+    def _with_fallback(
+        self,
+        indices: Tensor,
+        offsets: Tensor,
+        batch_sizes: Sequence[Sequence[int]] | None,
+        row_ids: Tensor,
+    ) -> Tensor:
+        """Spread the ids without a row over the fallback rows of their tables."""
+        by_feature = [self.indexes[table] for table in self.rows.feature_tables]
+        shared = [(-1, 0) if x is None else (x.missing, x.fallback) for x in by_feature]
+        starts = feature_starts(offsets, len(shared), batch_sizes)
+        features = tables_of(Keys(indices, starts, torch.arange(len(shared), device=starts.device)))
+        missing, counts = torch.tensor(shared, device=starts.device)[features].unbind(1)
+        is_shared = (counts > 0) & (row_ids == missing)
+        return torch.where(is_shared, missing + range_of(indices, counts), row_ids)
 
     def nbytes(self) -> dict[str, int]:
         """Return the bytes of the rows, `weights`, and of the `index`."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from emblib.collections.modules import TableCollection, table_features
+from emblib.dynamic.handles import DynamicTable
 from emblib.inference.indexed import InferenceEmbeddingBags, RowIndex
 from emblib.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from emblib.specs import BoundsCheck, Pooling, TableSpec
@@ -31,25 +32,36 @@ ReadOnly = QuantizedEmbeddingBags | InferenceEmbeddingBags
 
 
 class RowsByKey(NamedTuple):
-    """The keys of a dynamic table, ascending, their rows, and what other keys read."""
+    """The keys of a dynamic table, ascending, their rows, and what other keys read.
+
+    `shared` `[n, dim]` are rows that other keys read: fallback rows, or one of the default value.
+    """
 
     keys: Tensor
     rows: Tensor
-    default_value: float
+    shared: Tensor
+    has_fallback: bool
 
     @classmethod
-    def of(cls, entries: Any, default_value: float) -> "RowsByKey":
-        """Sort the entries of a table."""
+    def of(cls, table: DynamicTable, default_value: float) -> "RowsByKey":
+        """Sort the entries of a table; a collective if it is sharded."""
+        entries, fallback = table.entries(), table.fallback_rows()
         order = entries.keys.argsort()
-        return cls(entries.keys[order], entries.rows["weight"][order].detach(), default_value)
+        rows: Any = entries.rows["weight"]
+        rows = rows[order].detach()
+        if fallback:
+            return cls(entries.keys[order], rows, fallback["weight"], True)
+        default = rows.new_full((int(default_value != 0.0), rows.size(1)), default_value)
+        return cls(entries.keys[order], rows, default, False)
 
     def indexed(self) -> tuple[RowIndex, Tensor]:
-        """Return the index, and the rows that it refers to: one more if a default is not zero."""
-        if self.default_value == 0.0:
-            return RowIndex.of_keys(self.keys, missing=-1), self.rows
-        default = self.rows.new_full((1, self.rows.size(1)), self.default_value)
-        index = RowIndex.of_keys(self.keys, missing=self.keys.numel())
-        return index, torch.cat([self.rows, default])
+        """Return the index, and the rows that it refers to: the shared ones come last."""
+        index = RowIndex.of_keys(
+            self.keys,
+            missing=self.keys.numel() if self.shared.size(0) else -1,
+            fallback=self.shared.size(0) if self.has_fallback else 0,
+        )
+        return index, torch.cat([self.rows, self.shared])
 
 
 class RowReader(NamedTuple):
@@ -95,8 +107,7 @@ def readers_of(source: Any) -> dict[str, RowReader]:
     readers = {}
     for config in configs_of(source):
         if config.storage.is_keyed:
-            entries = keyed_tables[config.name].entries()
-            keyed = RowsByKey.of(entries, config.storage.default_value)
+            keyed = RowsByKey.of(keyed_tables[config.name], config.storage.default_value)
             blocks = partial(keyed.rows.split, _BLOCK)
             readers[config.name] = RowReader(keyed.rows.dtype, blocks, keyed)
             continue

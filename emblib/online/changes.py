@@ -17,6 +17,7 @@ from emblib.columns import HashEntryColumn
 from emblib.dynamic.eviction import EvictionLog
 from emblib.dynamic.handles import ShardLocation, tables_of
 from emblib.dynamic.keys import as_keys
+from emblib.dynamic.saving import fallback
 from emblib.dynamic.saving.checkpoint import table_entries
 from emblib.dynamic.saving.entries import Entries
 from emblib.dynamic.saving.table_dumps import removed_since
@@ -227,6 +228,11 @@ class KeyedChanges:
             for name, table in tables_of(model).items()
             for location in table.shards.values()
         ]
+        self._parts = [
+            (number, len(table.owners))
+            for table in tables_of(model).values()
+            for number in table.shards
+        ]
         for name, location in self._shards:
             check_optimizer(location.module.optimizer, name)
             log = location.module.state.eviction_log
@@ -259,7 +265,9 @@ class KeyedChanges:
     def collect(self, lookups: Lookups | None) -> Changes:
         """Copy the entries used since the last time, and name the keys that left; or copy all."""
         changes: Changes = {}
-        for (name, location), tick in zip(self._shards, self._ticks, strict=True):
+        for (name, location), tick, part in zip(
+            self._shards, self._ticks, self._parts, strict=True
+        ):
             module, index = location.module, location.index
             removed = torch.empty(0, dtype=torch.int64)
             if lookups is not None:
@@ -269,7 +277,11 @@ class KeyedChanges:
             else:
                 since = None if lookups is None else tick + 1
                 entries = table_entries(module.state, index, since)
-            changes.setdefault(name, []).append(self._copy(location, entries, removed))
+            rows = fallback.owned(fallback.rows_of(module.state, index), *part)
+            if not self._states:
+                rows = {key: rows[key] for key in ("keys", "weight") if key in rows}
+            change = self._copy(location, entries, removed)._replace(fallback=rows)
+            changes.setdefault(name, []).append(change)
         return changes
 
     def _copy(self, location: ShardLocation, entries: Entries, removed: Tensor) -> TableChange:

@@ -21,7 +21,7 @@ import json
 import struct
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -80,6 +80,7 @@ class TableChange(NamedTuple):
         tick: tick of a dynamic table.
         hash_key: key of its hash; None if shards differ.
         hyperparams: numbers of the optimizer, float64; sent with the states.
+        fallback: all fallback rows of the shard, by name, see `emblib.dynamic.saving.fallback`.
     """
 
     keys: Tensor
@@ -93,6 +94,7 @@ class TableChange(NamedTuple):
     tick: int = 0
     hash_key: int | None = None
     hyperparams: Tensor | None = None
+    fallback: Mapping[str, Tensor] = {}
 
     @property
     def is_keyed(self) -> bool:
@@ -140,6 +142,7 @@ def encode(record: Record) -> bytes:
             named = {"keys": change.keys, "weight": change.weight, "removed": change.removed}
             named |= {f"state.{state}": rows for state, rows in change.states.items()}
             named |= {n: t for n in _OPTIONAL if (t := getattr(change, n)) is not None}
+            named |= {f"fallback.{key}": rows for key, rows in change.fallback.items()}
             listed = [
                 [n, str(t.dtype).removeprefix("torch."), list(t.shape)] for n, t in named.items()
             ]
@@ -246,5 +249,6 @@ def _tables(body: memoryview) -> Iterator[tuple[str, TableChange]]:
                 tick=tick,
                 hash_key=hash_key,
                 **{name: tensors[name] for name in _OPTIONAL if name in tensors},
+                fallback={n[9:]: t for n, t in tensors.items() if n.startswith("fallback.")},
             ),
         )

@@ -10,6 +10,7 @@ that no search ends early. Where rows or entries run out, a larger table is buil
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -17,6 +18,8 @@ from torch import Tensor, nn
 
 from emblib.columns import IndexKind
 from emblib.dynamic.handles import DynamicTable, tables_of
+from emblib.dynamic.keys import range_of
+from emblib.dynamic.saving import fallback
 from emblib.dynamic.saving.checkpoint import check_entries, set_table_entries
 from emblib.dynamic.saving.entries import Changes, Entries, Rows
 from emblib.dynamic.saving.table_dumps import ChangeSet, apply_changes
@@ -85,6 +88,14 @@ def _indexed(served: InferenceEmbeddingBags, table: int, name: str) -> ServedTab
             "time, or follow the table before it is pruned"
         )
     return IndexedRows(name, served, table)
+
+
+def _check_fallback(name: str, change: TableChange, count: int) -> None:
+    if bool(change.fallback) != bool(count):
+        raise LogError(
+            f"table {name!r} has {count} fallback rows, and that of the log has "
+            f"{'some' if change.fallback else 'none'}: they are different tables"
+        )
 
 
 def _check_rows(name: str, change: TableChange, rows: int, dim: int) -> None:
@@ -206,10 +217,20 @@ class IndexedRows:
         if not change.is_keyed:
             raise LogError(f"table {self._name!r} of the log has row numbers, not keys")
         _check_dim(self._name, change, rows.tables[self._table].dim)
+        _check_fallback(self._name, change, self._index.fallback)
         packed = _packed(rows, self._table, change.weight)
         device = rows.packed.device
         removed, keys = change.removed.to(device), change.keys.to(device)
-        return lambda: self._apply(removed, keys, packed)
+        if not change.fallback:
+            return lambda: self._apply(removed, keys, packed)
+        numbers = range_of(change.fallback["keys"], self._index.fallback).to(device)
+        shared = _packed(rows, self._table, change.fallback["weight"])
+
+        def write() -> None:
+            self._apply(removed, keys, packed)
+            self._view()[self._index.missing + numbers] = shared
+
+        return write
 
     def prepare_whole(self, change: TableChange) -> Write:
         """Quantise the rows of all keys."""
@@ -280,7 +301,7 @@ class IndexedRows:
         is_free = torch.ones(spec.rows, dtype=torch.bool, device=device)
         is_free[rows] = False
         if index.missing >= 0:
-            is_free[index.missing] = False
+            is_free[index.missing : index.missing + max(index.fallback, 1)] = False
         self._free = is_free.nonzero().view(-1)
         self._freed = self._free[:0]
         self._removed_row = index.missing
@@ -336,9 +357,8 @@ class IndexedRows:
         spare = torch.full((_SPARE_ENTRIES, 2), -1, dtype=torch.int64, device=entries.device)
         entries = torch.cat([entries, spare])
         served, indexes = self._served, list(self._served.indexes)
-        missing = self._index.missing
-        indexes[self._table] = RowIndex(
-            IndexKind.HASH, entries.flatten(), entries.size(0), bits, missing=missing
+        indexes[self._table] = replace(
+            self._index, entries=entries.flatten(), num_entries=entries.size(0), hash_bits=bits
         )
         built = InferenceEmbeddingBags(served.rows, indexes)
         served.index, served.index_tables = built.index, built.index_tables
@@ -394,6 +414,8 @@ class DynamicRows:
             raise LogError(f"table {self._name!r} of the log has row numbers, not keys")
         state, table = self._location.module.state, self._location.index
         _check_dim(self._name, change, state.specs[table].dim)
+        _check_fallback(self._name, change, state.specs[table].fallback_rows)
+        fallback.check(state, table, change.fallback)
         rows: dict[str, Rows] = dict(change.rows())
         if set(rows) != set(state.table_rows(table)):
             rows = {"weight": change.weight}
@@ -420,6 +442,7 @@ class DynamicRows:
                 {state.table_names[table]: Changes(entries, change.removed)},
                 self._hyperparams(change),
                 None if key is None else torch.tensor([key]),
+                {state.table_names[table]: change.fallback},
             )
             apply_changes(state, changes)
 
@@ -432,6 +455,7 @@ class DynamicRows:
         def write() -> None:
             state, table = self._location.module.state, self._location.index
             loaded = set_table_entries(state, table, entries, hash_key=change.hash_key)
+            fallback.write(state, table, change.fallback)
             if loaded.left_out:
                 raise LogError(
                     f"table {self._name!r} has no slot for {loaded.left_out} keys of the log: give "

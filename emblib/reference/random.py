@@ -33,6 +33,14 @@ def finalise(x: Bits) -> Bits:
     return x ^ (x >> 33 & (1 << 31) - 1)
 
 
+def unmix(x: Tensor) -> Tensor:
+    """Invert `mix`, for an int64 tensor."""
+    for factor in reversed(_FACTORS):
+        inverse = pow(factor, -1, 1 << 64)
+        x = (x ^ (x >> 33 & (1 << 31) - 1)) * (inverse - (inverse >> 63 << 64))
+    return (x ^ (x >> 33 & (1 << 31) - 1)) - GOLDEN
+
+
 def mix(x: Bits) -> Bits:
     """Add a constant and apply the finaliser, which alone would map 0 to 0."""
     return finalise(_wrap(x + GOLDEN))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import timedelta
 
 from torch import Tensor
 
@@ -179,6 +180,15 @@ class FrequencyAdmission:
             check_initializer("reads", self.reads)
 
 
+def check_ttl(ttl: int | timedelta | None) -> int | timedelta | None:
+    """Return a time to live, checked: a positive number of steps or time, or None."""
+    if not isinstance(ttl, timedelta):
+        return None if ttl is None else check_count("ttl", ttl)
+    if ttl <= timedelta(0):
+        raise ValueError(f"ttl must be a positive time, got {ttl}")
+    return ttl
+
+
 @dataclass(frozen=True)
 class DynamicSpec:
     """Describe a table of rows of length `dim`, keyed by arbitrary 64-bit ids.
@@ -200,9 +210,11 @@ class DynamicSpec:
         default_value: value of all elements that a key without a row reads: one that is not in the
             table in lookups without gradients, or was not inserted in training.
         admission: requirement for a key to be inserted; None inserts all keys.
-        ttl: number of training forwards of the module without use after which a key expires; None:
-            keys do not expire.
+        ttl: time without use after which a key expires: an int counts training forwards of the
+            module, a `datetime.timedelta` is wall-clock time; None: keys do not expire.
         on_insert_failure: reaction of a training forward to keys that found no slot.
+        fallback_rows: number of further rows, one of which a key without a row reads, and trains in
+            training, by a hash of the key; 0: such keys read `default_value`.
 
     Example:
         >>> spec = emblib.DynamicSpec(capacity=1_000, dim=16, name="item", initial_capacity=64)
@@ -223,16 +235,17 @@ class DynamicSpec:
     initial_state: float = field(default=0.0, kw_only=True)
     default_value: float = field(default=0.0, kw_only=True)
     admission: FrequencyAdmission | None = field(default=None, kw_only=True)
-    ttl: int | None = field(default=None, kw_only=True)
+    ttl: int | timedelta | None = field(default=None, kw_only=True)
     on_insert_failure: OnInsertFailure = field(default=OnInsertFailure.IGNORE, kw_only=True)
+    fallback_rows: int = field(default=0, kw_only=True)
 
     def __post_init__(self) -> None:
         for name in ("capacity", "dim"):
             object.__setattr__(self, name, check_count(name, getattr(self, name)))
-        for name in ("initial_capacity", "ttl"):
-            value = getattr(self, name)
-            if value is not None:
-                object.__setattr__(self, name, check_count(name, value))
+        if self.initial_capacity is not None:
+            count = check_count("initial_capacity", self.initial_capacity)
+            object.__setattr__(self, "initial_capacity", count)
+        object.__setattr__(self, "ttl", check_ttl(self.ttl))
         if self.initial_capacity is not None and self.initial_capacity > self.capacity:
             raise ValueError(
                 f"initial_capacity must be at most capacity = {self.capacity}, got "
@@ -252,6 +265,19 @@ class DynamicSpec:
             raise TypeError(
                 "admission must be None or a FrequencyAdmission(threshold, counter), got "
                 f"{self.admission!r}"
+            )
+        self._check_fallback_rows()
+
+    def _check_fallback_rows(self) -> None:
+        rows = check_count("fallback_rows", self.fallback_rows, minimum=0)
+        object.__setattr__(self, "fallback_rows", rows)
+        if rows >= 1 << 31:
+            raise ValueError(f"fallback_rows must be below 2^31, got {rows}")
+        reads = self.admission is not None and self.admission.reads is not None
+        if rows and (reads or self.default_value != 0.0):
+            raise ValueError(
+                "keys without a row read one of fallback_rows, so default_value and "
+                "FrequencyAdmission(reads=...) have no effect: leave them or fallback_rows out"
             )
 
     @property

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from emblib.dynamic import BackingStore, DynamicEmbeddingBags, HostRows, keys
 from emblib.dynamic.hash_index import HASH_KEYS
+from emblib.dynamic.saving import fallback
 from emblib.dynamic.saving.checkpoint import (
     child_state,
     set_table_entries,
@@ -95,8 +97,9 @@ class Hash(Storage):
     initial_state: float = 0.0
     default_value: float = 0.0
     admission: FrequencyAdmission | None = None
-    ttl: int | None = None
+    ttl: int | timedelta | None = None
     on_insert_failure: OnInsertFailure = OnInsertFailure.IGNORE
+    fallback_rows: int = 0
     backing: BackingStore | None = None
     seed: int | None = field(default=None, repr=False)  # a secret, which must not be logged
 
@@ -135,7 +138,14 @@ class Hash(Storage):
         return DynamicSpec(rows, dim, name=name, **options)
 
     def check_slice(self, table_slice: TableSlice) -> None:
-        """Raise ValueError for a slice of columns."""
+        """Raise ValueError for a slice of columns, or of a fraction of a fallback row."""
+        count = 1 if table_slice.shard is None else table_slice.shard[1]
+        if self.fallback_rows % count:
+            raise ValueError(
+                f"every fallback row of a table is used by one of its shards: fallback_rows of "
+                f"{table_slice.config.name!r} must be a multiple of their number, {count}, got "
+                f"{self.fallback_rows}"
+            )
         if not table_slice.has_all_columns:
             raise ValueError(
                 f"hash table {table_slice.config.name!r} is not divided by columns, got columns "
@@ -166,12 +176,13 @@ class Hash(Storage):
     ) -> Hashable:
         """Return a key that is equal for tables that can share a module."""
         dim = table_slice.dim if pooling is Pooling.NONE else 0
-        # A module has one set of counters, assigned scores and stores; and an optimizer that steps
-        # its parameter has one state for it.
+        # A module has one set of counters, assigned scores, times and stores; and an optimizer that
+        # steps its parameter has one state for it.
         order = self.eviction.order
         needs_own_module = (
             self.admission is not None
             or self.backing is not None
+            or isinstance(self.ttl, timedelta)
             or (order == "assigned" and order in SCORED)
             or not autograd.updates_in_backward(optimizer)
         )
@@ -284,7 +295,10 @@ class Hash(Storage):
         entries = table_entries(source.module, source.index)
         owned = (keys.owner(entries.keys, count) == number).nonzero().view(-1)
         set_table_entries(target.module, target.index, entries.take(owned))
+        rows = fallback.rows_of(source.module.state, source.index)
+        fallback.write(target.module.state, target.index, rows)
         target.module.index.set_tick(source.module.index.tick)
+        target.module.state.copy_times(target.index, source.module.state, source.index)
 
     def parameter_layouts(self, table: TableDescription) -> dict[str, TensorLayout]:
         """Return nothing: checkpoints have the rows by key, see `HashHandle`."""
@@ -302,8 +316,9 @@ class Hash(Storage):
         """Return the bytes of a table with its full capacity, whatever `initial_capacity` is."""
         spec, itemsize = table_slice.spec, table_slice.config.data_type.itemsize
         index = spec.rows * bytes_per_slot(spec.eviction.order, device)
-        states = state_bytes(optimizer, spec.rows, spec.dim, itemsize)
-        values = spec.rows * spec.dim * itemsize + states
+        num_rows = spec.rows + spec.fallback_rows
+        states = state_bytes(optimizer, num_rows, spec.dim, itemsize)
+        values = num_rows * spec.dim * itemsize + states
         device_bytes = index + values + _counter_bytes(spec.admission, device)
         if self.backing is None:
             return MemoryBytes(device_bytes)
@@ -412,6 +427,10 @@ class HashHandle(TableHandle):
         module, weight = self.module, other.weight
         hash_key = other.module.index.hash_key(other.index)
         set_table_entries(module, self.index, replace(entries, rows=rows), hash_key=hash_key)
+        shared_rows = fallback.rows_of(other.module.state, other.index)
+        shared_rows = {k: v for k, v in shared_rows.items() if k in ("keys", "weight")}
+        fallback.write(module.state, self.index, shared_rows)
+        module.state.copy_times(self.index, other.module.state, other.index)
         weight.grad = None
         if autograd.updates_in_backward(module.optimizer):
             self._parameters["weight"] = weight
@@ -434,6 +453,8 @@ class HashHandle(TableHandle):
         order = keys.canonical_order(entries.keys)
         for key, rows in tensors.items():
             destination[prefix + key] = rows[order].cpu()
+        for key, value in fallback.rows_of(module.state, self.index).items():
+            destination[f"{prefix}{fallback.FALLBACK}.{key}"] = value
         destination[f"{prefix}clock"] = module.index.clock.cpu().clone()
         for key, value in child_state(module).items():
             destination[prefix + key] = value
@@ -490,7 +511,11 @@ class HashHandle(TableHandle):
         child_names = {
             key.split(".")[0]: getattr(module, key.split(".")[0]) for key in child_state(module)
         }
-        return SimpleNamespace(**{**dict.fromkeys(self._entry_names(), 0), **child_names})
+        names = {key.split(".")[0]: 0 for key in self._entry_names()}
+        if fallback.FALLBACK in names:
+            rows = dict.fromkeys(fallback.names_of(module.state, self.index), 0)
+            child_names[fallback.FALLBACK] = SimpleNamespace(**rows)
+        return SimpleNamespace(**{**names, **child_names})
 
     def _fqn_modifiers(self) -> dict[str, str]:
         """Tell `torch.distributed.checkpoint.state_dict` which attribute a key begins with."""

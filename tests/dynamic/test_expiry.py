@@ -1,14 +1,33 @@
 """Scores of the STEP and CUSTOM kind, and the sweep that lets unused keys expire."""
 
+import copy
 import pickle
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from emblib import (
+    BackingStore,
+    DiskRows,
+    DynamicEmbeddingBags,
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    KeyedJaggedTensor,
+    optim,
+)
 from emblib.dynamic.eviction import EvictionScores, Expiry
-from emblib.dynamic.hash_index import HashIndex
+from emblib.dynamic.hash_index import MAX_TICK, HashIndex
+from emblib.dynamic.saving import snapshots
+from emblib.dynamic.saving.checkpoint import table_entries
 from emblib.ops.hash import Keys
 from emblib.specs import DynamicSpec, Eviction
+from emblib.storage import Hash
 
 
 @pytest.mark.parametrize("ttl", [1, 5, 8, 17, 100])
@@ -107,3 +126,233 @@ def test_the_sweep_keeps_its_promise(device: torch.device) -> None:
         assert all(tick - used <= ttl + ttl // 8 for used in last_used.values())
     assert left == index.stats()[0]["expired"] > 10
     assert min(ages) > ttl
+
+
+# Time to live by the clock
+
+
+HOUR = timedelta(hours=1)
+OFFSETS = torch.tensor([0, 2])
+
+
+class Clock:
+    """A clock that tests set, in seconds."""
+
+    def __init__(self, seconds: float = 1e9) -> None:
+        self.seconds = seconds
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+@dataclass
+class Lives:
+    """When keys were used last, and the rule: at least the ttl, an eighth and a step more at most."""
+
+    ttl: float
+    last_used: dict[int, float] = field(default_factory=dict)
+    gone: list[float] = field(default_factory=list)
+
+    def check(self, present: set[int], now: float, longest_step: float) -> None:
+        for key in self.last_used.keys() - present:
+            self.gone.append(now - self.last_used.pop(key))
+            assert self.gone[-1] >= self.ttl
+        assert present == self.last_used.keys()
+        limit = self.ttl * 9 / 8 + 2 * longest_step
+        assert all(now - used <= limit for used in self.last_used.values())
+
+
+def timed(
+    device: torch.device | str = "cpu", ttl: timedelta = HOUR, **options: Any
+) -> tuple[DynamicEmbeddingBags, Clock]:
+    spec = DynamicSpec(options.pop("capacity", 256), 4, name="items", ttl=ttl)
+    module = DynamicEmbeddingBags([spec], optim.SGD(0.1), seed=0, device=device, **options)
+    clock = Clock()
+    module.set_clock(clock)
+    return module, clock
+
+
+def use(module: DynamicEmbeddingBags, *keys: int) -> None:
+    module(torch.tensor(keys).to(module.weights.device), OFFSETS.to(module.weights.device))
+
+
+def present(module: DynamicEmbeddingBags) -> set[int]:
+    return set(table_entries(module, 0).keys.tolist())
+
+
+@pytest.mark.parametrize("longest_step", [0.3, 40.0, 900.0])
+def test_keys_live_for_their_time(device: torch.device, longest_step: float) -> None:
+    """Steps of any lengths, long pauses among them; the list of times stays short."""
+    module, clock = timed(device)
+    generator = torch.Generator().manual_seed(1)
+    lives, begin = Lives(3600.0), clock.seconds
+    steps = 400 if longest_step == 40 else 100
+    while steps:
+        steps -= 1
+        keys = (torch.randn(2, generator=generator) * 12).round().long().tolist()
+        use(module, *keys)
+        lives.last_used |= dict.fromkeys(keys, clock.seconds)
+        lives.check(present(module), clock.seconds, longest_step)
+        clock.seconds += float(torch.rand((), generator=generator)) * longest_step
+    assert bool(lives.gone) == (clock.seconds - begin > 2 * 3600)
+    assert int((module.expiry.times[0, :, 0] <= MAX_TICK).sum()) <= 35
+
+
+def test_a_clock_that_is_set_back_lets_nothing_expire_early() -> None:
+    module, clock = timed()
+    use(module, 1, 2)
+    clock.seconds -= 1e6
+    use(module, 3, 4)
+    for _ in range(35):
+        clock.seconds += 100.0
+        use(module, 5, 6)
+        assert {1, 2, 3, 4} <= present(module)
+    for _ in range(8):
+        clock.seconds += 100.0
+        use(module, 5, 6)
+    assert present(module) == {5, 6}
+
+
+def test_expire_keys_does_not_wait_for_training(device: torch.device) -> None:
+    module, clock = timed(device)
+    use(module, 1, 2)
+    clock.seconds += 3000
+    use(module, 2, 3)
+    assert module.expire_keys() == {"items": 0}
+    clock.seconds += 600
+    assert module.expire_keys("items") == {"items": 1}
+    assert present(module) == {2, 3}
+    clock.seconds += 3000
+    assert module.table_handles()["items"].expire_keys() == 2
+    assert module.stats()["items"]["expired"] == 3
+    by_steps = DynamicEmbeddingBags([DynamicSpec(64, 4, ttl=8), DynamicSpec(64, 4)])
+    with pytest.raises(ValueError, match="'table_1': keys expire in tables with DynamicSpec"):
+        by_steps.expire_keys(1)
+    assert by_steps.expire_keys() == {"table_0": 0}
+
+
+def _state_dict(module: DynamicEmbeddingBags, tmp_path: Path) -> DynamicEmbeddingBags:
+    other, _ = timed(capacity=64)
+    other.load_state_dict(pickle.loads(pickle.dumps(module.state_dict())))
+    return other
+
+
+def _dump(module: DynamicEmbeddingBags, tmp_path: Path) -> DynamicEmbeddingBags:
+    other, _ = timed(capacity=64)
+    module.save(tmp_path)
+    other.load(tmp_path)
+    return other
+
+
+def _table_dump(module: DynamicEmbeddingBags, tmp_path: Path) -> DynamicEmbeddingBags:
+    other, _ = timed()
+    use(other, 8, 9)  # forgotten, with its times
+    module.table_handles()["items"].save(tmp_path)
+    other.table_handles()["items"].load(tmp_path)
+    return other
+
+
+def _snapshot(module: DynamicEmbeddingBags, tmp_path: Path) -> DynamicEmbeddingBags:
+    other, _ = timed()
+    snapshots.save(module, tmp_path)
+    other.load(tmp_path)
+    return other
+
+
+def _store(module: DynamicEmbeddingBags, tmp_path: Path) -> DynamicEmbeddingBags:
+    first, clock = timed(capacity=32, backing=BackingStore(DiskRows(tmp_path)))
+    clock.seconds = module.expiry.clock.seconds
+    for key in (*range(100, 200), 1):
+        use(first, key, key)
+    first.flush()
+    first.close()
+    return timed(capacity=32, backing=BackingStore(DiskRows(tmp_path)))[0]
+
+
+@pytest.mark.parametrize(
+    "restart", [copy.deepcopy, pickle.dumps, _state_dict, _dump, _table_dump, _snapshot, _store]
+)
+@pytest.mark.parametrize("skips", [False, True])
+def test_ages_survive_a_restart(restart: Callable[..., Any], skips: bool, tmp_path: Path) -> None:
+    """A pause counts, as the clock is that of the wall, unless it is left out."""
+    module, clock = timed()
+    use(module, 1, 2)
+    if restart in (copy.deepcopy, pickle.dumps):
+        again = restart(module)
+        again = pickle.loads(again) if isinstance(again, bytes) else again
+    else:
+        again = restart(module, tmp_path)
+    clock = Clock(clock.seconds + 3500)
+    again.set_clock(clock)
+    assert sum(again.expire_keys().values()) == 0
+    clock.seconds += 200
+    if skips:
+        again.skip_pause()
+    number = again.size(0)
+    assert sum(again.expire_keys().values()) == (0 if skips else number)
+    clock.seconds += 3700
+    assert sum(again.expire_keys().values()) == (number if skips else 0)
+
+
+def test_rows_in_a_store_expire_by_the_clock(tmp_path: Path) -> None:
+    module, clock = timed(capacity=32, backing=BackingStore(DiskRows(tmp_path)))
+    for key in range(0, 200, 2):
+        use(module, key, key + 1)
+    assert module.size(0) == 200
+    clock.seconds += 3700
+    use(module, 7, 8)
+    assert module.stats()["items"]["inserted"] >= 2
+    clock.seconds += 1
+    module.expire_keys()
+    assert present(module) == {7, 8}
+
+
+def test_tables_by_the_clock_in_collections() -> None:
+    """Two of one kind have modules of their own; copies of slices and state dicts have the ages."""
+    tables = [
+        EmbeddingBagConfig(64, 4, name, [name], storage=Hash(ttl=HOUR, seed=1)) for name in "ab"
+    ]
+    bags = EmbeddingBagCollection(tables, optimizer=optim.SGD(0.1))
+    batch = KeyedJaggedTensor(["a", "b"], torch.tensor([1, 2]), lengths=torch.tensor([1, 1]))
+    bags(batch)
+    other = EmbeddingBagCollection(tables, optimizer=optim.Adam(0.1))
+    other.load_state_dict(bags.state_dict(), strict=False)
+    for collection in (bags, other):
+        for info in collection.groups.groups:
+            info.module.set_clock(Clock(time.time() + 3700))
+        assert [collection.tables[name].expire_keys() for name in "ab"] == [1, 1]
+
+
+def test_replaced_tables_forget_the_times_of_the_old(tmp_path: Path) -> None:
+    """Ticks of a module that was emptied, or that took a state without times, are others."""
+    module, clock = timed()
+    for _ in range(10):
+        use(module, 1, 2)
+    clock.seconds += 4000
+    module.clear()
+    use(module, 3, 4)
+    assert module.expire_keys() == {"items": 0}
+    source = DynamicEmbeddingBags([DynamicSpec(64, 4, name="items")], optim.SGD(0.1), seed=0)
+    use(source, 5, 6)
+    module.load_state_dict(source.state_dict(), strict=False)
+    clock.seconds += 10
+    assert module.expire_keys() == {"items": 0}
+    clock.seconds += 3600
+    assert module.expire_keys() == {"items": 2}
+
+
+def test_wrong_times_are_refused() -> None:
+    with pytest.raises(ValueError, match="ttl must be a positive time"):
+        DynamicSpec(32, 4, ttl=timedelta(0))
+    by_steps = DynamicEmbeddingBags([DynamicSpec(32, 4, ttl=8)])
+    for call in (lambda: by_steps.set_clock(Clock()), by_steps.skip_pause):
+        with pytest.raises(ValueError, match="no ttl that is a time"):
+            call()
+    module, _ = timed()
+    damaged = module.state_dict()
+    damaged["expiry.times"] = damaged["expiry.times"] - 2**62 - 2
+    with pytest.raises(RuntimeError, match=r"expiry.times: counts must be >= 0"):
+        module.load_state_dict(damaged)
+    two = [DynamicSpec(32, 4, name=name, ttl=HOUR) for name in "ab"]
+    with pytest.raises(ValueError, match=r"share admission counters, scores or times"):
+        DynamicEmbeddingBags(two).table_handles()["a"].save("nowhere")

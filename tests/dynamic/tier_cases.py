@@ -42,7 +42,8 @@ class Pair:
     def __init__(
         self, store: RowStore, mode: TierMode = TierMode.CACHING, **options: object
     ) -> None:
-        rules = {k: options.pop(k) for k in ("eviction", "admission", "ttl") if k in options}
+        names = ("eviction", "admission", "ttl", "fallback_rows")
+        rules = {k: options.pop(k) for k in names if k in options}
         made = {"feature_tables": (0, 1, 0), "seed": 3, **options}
         optimizer = made.pop("optimizer", optim.Adam(0.1))
         self.big = DynamicEmbeddingBags(specs((4096, 4096), **rules), optimizer, **made)

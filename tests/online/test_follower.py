@@ -20,6 +20,12 @@ LEADERS = {
     "lru": lambda device: traffic.dynamic(device=device),
     "lfu": lambda device: traffic.dynamic(device=device, eviction=emblib.Eviction.LFU),
     "ttl": lambda device: traffic.dynamic(device=device, ttl=4),
+    "fallback": lambda device: traffic.dynamic(
+        device=device,
+        default_value=0.0,
+        fallback_rows=8,
+        admission=emblib.FrequencyAdmission(2, emblib.ExactCounter(64)),
+    ),
     "tiers": lambda device: traffic.dynamic(device=device, stored_rows=24),
     "plain": lambda device: traffic.plain(device=device),
     "sgd": lambda device: traffic.plain(optim.SGD(0.1), device=device),

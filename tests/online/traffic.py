@@ -31,7 +31,9 @@ def dynamic(
 ) -> Leader:
     """Two dynamic tables, of which the first evicts in almost every step, or demotes."""
     specs = [
-        emblib.DynamicSpec(64, DIM, name="item", eviction=eviction, default_value=0.5, **spec),
+        emblib.DynamicSpec(
+            64, DIM, name="item", eviction=eviction, **{"default_value": 0.5, **spec}
+        ),
         emblib.DynamicSpec(512, DIM, name="user", eviction=eviction),
     ]
     backing = None if stored_rows is None else emblib.BackingStore(emblib.HostRows(stored_rows))

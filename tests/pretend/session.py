@@ -63,6 +63,7 @@ SHORT = (
     "tests/ops/test_route.py::test_keys_go_where_checkpoints_have_them",
     "tests/dynamic/test_key_status.py",
     "tests/dynamic/test_expiry.py",
+    "tests/dynamic/test_fallback.py::test_late_updates_go_to_the_row_that_was_read",
     "tests/dynamic/test_arena.py",
 )
 # What their ranks do includes collectives of every kind of sharding, DDP and fully_shard.

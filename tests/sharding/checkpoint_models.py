@@ -60,7 +60,11 @@ CONFIGS = {
         4,
         "counted",
         ["f5"],
-        storage=Hash(eviction=Eviction.LFU, admission=FrequencyAdmission(2, ExactCounter(128))),
+        storage=Hash(
+            eviction=Eviction.LFU,
+            admission=FrequencyAdmission(2, ExactCounter(128)),
+            fallback_rows=12,
+        ),
         optimizer=optim.RowwiseAdagrad(0.1),
     ),
     "sketched": EmbeddingBagConfig(

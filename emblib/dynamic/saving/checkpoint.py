@@ -6,7 +6,8 @@ among them, so the next evictions are the same after a reload: `<table>.keys`, `
 `<table>.scores` where eviction uses scores, `<table>.weight` and `<table>.<state>`, each with one
 row per key, on the CPU; `hyper`, the hyperparameters of the optimizer; `clock`, the tick; and
 `index.hash_keys`, by table the number on which its hash depends, so that the same keys share
-buckets after a reload. Tables keep their own if it is absent.
+buckets after a reload. Tables keep their own if it is absent. `<table>.fallback.keys`, `.weight`
+and `.<state>` are the fallback rows (`emblib.dynamic.saving.fallback`).
 """
 
 import contextlib
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from emblib.dynamic import keys as routing
 from emblib.dynamic.hash_index import HASH_KEYS, MAX_TICK
-from emblib.dynamic.saving import dumps, loading
+from emblib.dynamic.saving import dumps, fallback, loading
 from emblib.dynamic.saving.dump_tables import rows_at_a_time
 from emblib.dynamic.saving.dumps import DumpMismatchError, Report
 from emblib.dynamic.saving.entries import Entries, Rows
@@ -134,6 +135,8 @@ def write_state(state: DynamicState, destination: dict[str, Any], prefix: str) -
             columns["scores"] = entries.scores
         for key, rows in {**columns, **entries.rows}.items():
             destination[f"{prefix}{name}.{key}"] = _gather(rows, order)
+    for key, value in fallback.named_rows(state).items():
+        destination[prefix + key] = value
 
 
 def _gather(rows: Rows, order: Tensor) -> Tensor:
@@ -151,7 +154,10 @@ def state_names(state: DynamicState) -> list[str]:
     kinds = ["keys", "stamps", *state.table_rows(0)] if state.specs else []
     if state.index.entries.shape[1] > 2:
         kinds.append("scores")
-    return [HYPER, CLOCK, *(f"{name}.{kind}" for name in state.table_names for kind in kinds)]
+    names = [f"{name}.{kind}" for name in state.table_names for kind in kinds]
+    for t, name in enumerate(state.table_names):
+        names += [f"{name}.{fallback.FALLBACK}.{key}" for key in fallback.names_of(state, t)]
+    return [HYPER, CLOCK, *names]
 
 
 @of_state
@@ -180,6 +186,7 @@ def names_as_attributes(state: DynamicState) -> SimpleNamespace:
     kinds = SimpleNamespace(stamps=0, keys=0, scores=0)
     for t in range(min(len(state.specs), 1)):
         kinds = SimpleNamespace(**vars(kinds), **state.table_rows(t))
+        kinds.fallback = SimpleNamespace(keys=0, **state.table_rows(t))
     return SimpleNamespace(**{CLOCK: 0, **dict.fromkeys(state.table_names, kinds)})
 
 
@@ -198,12 +205,15 @@ def read_state(
         prefix + key for key in saved if key not in names and key.split(".")[0] not in children
     )
     entries = _entries_in(state, saved)
+    if state.expiry is not None:
+        state.expiry.forget()  # torch loads the saved times after this
     replace_tables(
         state,
         entries,
         clock=int(saved.get(CLOCK, 0)),
         hyperparameters=saved.get(HYPER),
         hash_keys=hash_keys_in(state, entries, saved.get(INDEX_HASH_KEYS)),
+        fallback_rows=saved,
     )
 
 
@@ -240,6 +250,8 @@ def _tensor_problems(state: DynamicState, saved: Mapping[str, Any]) -> Iterator[
                 problem = state_dicts.tensor_problem(saved[key], view, (size, *view.shape[1:]))
                 if problem:
                     yield f"{key}: {problem}"
+        for problem in fallback.problems(state, t, fallback.select(saved, name)):
+            yield f"{name}.{problem}"
     if INDEX_HASH_KEYS in saved:
         problem = state_dicts.tensor_problem(saved[INDEX_HASH_KEYS], int64_scalar)
         if problem:
@@ -304,9 +316,13 @@ def replace_tables(
     clock: int,
     hyperparameters: Tensor | None,
     hash_keys: Mapping[int, int],
+    fallback_rows: Mapping[str, Tensor],
     report: Report | None = None,
 ) -> dict[str, Loaded]:
-    """Replace tables, clock and hyperparameters; warn of entries that found no slot."""
+    """Replace tables, clock and hyperparameters; warn of entries that found no slot.
+
+    `fallback_rows` are in it by their names in state dicts, with other tensors.
+    """
 
     def write() -> dict[str, Loaded]:
         nonlocal report
@@ -317,6 +333,8 @@ def replace_tables(
             )
             for t, of_table in entries.items()
         }
+        for t, name in enumerate(state.table_names):
+            fallback.write(state, t, fallback.select(fallback_rows, name))
         newest = [of_table.newest_stamp() for of_table in entries.values()]
         if len(entries) == len(state.specs):
             state.index.set_tick(max([clock, *newest]))
@@ -379,6 +397,8 @@ def check_child_state(
             state.admission.check_state_dict(by_child["admission"])
         if state.scores is not None and by_child["scores"]:
             dumps.check_state("scores", by_child["scores"], state.scores.state_dict())
+        if by_child.get("expiry"):
+            dumps.check_state("expiry", by_child["expiry"], state.parts()["expiry"].state_dict())
     return by_child
 
 

@@ -203,6 +203,7 @@ def best_first(entries: Entries, order: str) -> Tensor:
 
 
 _HASH_KEYS = "hash_keys"
+_FALLBACK = ".fallback."  # see `emblib.dynamic.saving.fallback`
 _PART = re.compile(r"part_(\d+)_of_(\d+)\.(.*)", re.DOTALL)
 
 
@@ -212,8 +213,13 @@ def as_part(state: Mapping[str, Tensor], rank: int, world_size: int) -> dict[str
     Raises:
         ValueError: it has keys that another rank owns, where lookups would not find them.
     """
+    owned = dict(state)
     for stem in _stems(state):
         keys = state[f"{stem}keys"]
+        if stem.endswith(_FALLBACK):  # every rank has all of them, and uses some
+            by_key = [key for key in state if _is_by_key(state, stem, key) and key.startswith(stem)]
+            owned |= {key: _owned(state, stem, key, rank, world_size) for key in by_key}
+            continue
         strangers = keys[routing.owner(keys, world_size) != rank]
         if strangers.numel():
             raise ValueError(
@@ -221,7 +227,7 @@ def as_part(state: Mapping[str, Tensor], rank: int, world_size: int) -> dict[str
                 f"to others than rank {rank} of {world_size}, e.g. {int(strangers[0])}: send ids "
                 "where emblib.checkpoints.owner says"
             )
-    return {f"part_{rank}_of_{world_size}.{key}": value for key, value in state.items()}
+    return {f"part_{rank}_of_{world_size}.{key}": value for key, value in owned.items()}
 
 
 def empty_parts(metadata: Mapping[str, Any], rank: int, world_size: int) -> dict[str, Tensor]:

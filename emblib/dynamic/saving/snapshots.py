@@ -33,7 +33,13 @@ def take(state: DynamicState) -> dict[str, Any]:
         "hyper": state.hyperparams.clone(),
         "admission": None if admission is None else admission.snapshot(),
         "scores": of_scores and {name: value.clone() for name, value in of_scores.items()},
+        **_times_of(state),
     }
+
+
+def _times_of(state: DynamicState) -> dict[str, Any]:
+    """Return the times by which keys expire, where a ttl is a time."""
+    return {"expiry": part.state_dict() for name, part in state.parts().items() if name == "expiry"}
 
 
 @of_state
@@ -59,6 +65,10 @@ def _write(state: DynamicState, snapshot: Mapping[str, Any]) -> None:
         state.admission.restore(snapshot["admission"])
     if state.scores is not None:
         state.scores.load_state_dict(snapshot["scores"])
+    if state.expiry is not None:
+        state.expiry.forget()
+        if "expiry" in snapshot:
+            state.expiry.load_state_dict(snapshot["expiry"])
     state.restart_eviction_log()
 
 
@@ -91,6 +101,9 @@ def _check(state: DynamicState, snapshot: Any) -> None:
         state.admission.check_snapshot(entries["admission"])
     if state.scores is not None:
         dumps.check_state("scores", entries["scores"], state.scores.state_dict())
+    if "expiry" in entries:
+        dumps.check_presence("expiry", entries["expiry"], state.parts().get("expiry"))
+        dumps.check_state("expiry", entries["expiry"], state.parts()["expiry"].state_dict())
 
 
 def _refuse_backing(state: DynamicState) -> None:

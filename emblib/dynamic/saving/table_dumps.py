@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from emblib.columns import Hyper
-from emblib.dynamic.saving import dump_tables, dumps, loading, snapshots
+from emblib.dynamic.saving import dump_tables, dumps, fallback, loading, snapshots
 from emblib.dynamic.saving.checkpoint import (
     INDEX_HASH_KEYS,
     check_child_state,
@@ -60,7 +60,8 @@ def save(
     identity = str(state.index.tick) if identity is None else identity
     tables = {name: _changes_of(state, t, since) for t, name in enumerate(state.table_names)}
     header = Header(identity, state.index.tick, since, state.hyperparams.tolist())
-    return _write(state, directory, tables, header, part, report, child_state(state))
+    rows = fallback.named_rows(state)
+    return _write(state, directory, tables, header, part, report, child_state(state), rows)
 
 
 def _write(
@@ -71,11 +72,13 @@ def _write(
     part: Part,
     report: Report | None,
     others: dict[str, Tensor],
+    fallback_rows: dict[str, Tensor],
 ) -> int:
     """Write tables by name; return the tick of the dump."""
     saved = [DumpedTable(name, state.index.order, *changes) for name, changes in tables.items()]
     if header.since is not None:
         others = {INDEX_HASH_KEYS: others[INDEX_HASH_KEYS]}
+    others = {**others, **fallback.owned_by_name(fallback_rows, *part)}
     dump_tables.write(directory, saved, header, part, report, others)
     return header.clock
 
@@ -122,7 +125,8 @@ def load(
     if dump.since is not None:
         changed = {n: Changes(t.entries, t.removed) for n, t in dump.tables.items()}
         hash_keys = dump.others.get(INDEX_HASH_KEYS)
-        changes = ChangeSet(dump.since, dump.clock, changed, hyperparameters, hash_keys)
+        rows = {name: fallback.select(dump.others, name) for name in changed}
+        changes = ChangeSet(dump.since, dump.clock, changed, hyperparameters, hash_keys, rows)
         return apply_changes(state, changes, report)
     return _load_whole(state, directory, dump, hyperparameters, report)
 
@@ -143,7 +147,10 @@ def _load_whole(
     entries = {state.table_number(n): table.entries for n, table in dump.tables.items()}
     for t, of_table in entries.items():
         loading.check(target_of(state, t), of_table)
+        fallback.check(state, t, fallback.select(dump.others, state.table_names[t]))
     hash_keys = hash_keys_in(state, entries, dump.others.get(INDEX_HASH_KEYS))
+    if state.expiry is not None:
+        state.expiry.forget()  # a dump without times is of tables whose ttl was none
     set_child_state(state, dump.others, directory)
     return replace_tables(
         state,
@@ -151,6 +158,7 @@ def _load_whole(
         clock=dump.clock,
         hyperparameters=hyperparameters,
         hash_keys=hash_keys,
+        fallback_rows=dump.others,
         report=report,
     )
 
@@ -165,6 +173,7 @@ class ChangeSet(NamedTuple):
         hyperparameters: hyperparameters of the optimizer.
         hash_keys: hash keys of the tables, int64 `[T]`, which a copy without keys adopts; None if
             it keeps its own.
+        fallback_rows: all fallback rows by table name, see `emblib.dynamic.saving.fallback`.
     """
 
     since: int
@@ -172,6 +181,7 @@ class ChangeSet(NamedTuple):
     tables: dict[str, Changes]
     hyperparameters: Tensor
     hash_keys: Tensor | None = None
+    fallback_rows: Mapping[str, fallback.FallbackRows] = {}
 
 
 @of_state
@@ -213,7 +223,8 @@ def changes_since(
     tables = {state.table_names[t]: _changes_of(state, t, since) for t in numbers}
     hyperparameters = state.hyperparams.cpu().clone()
     hash_keys = state.index.hash_keys.cpu()[numbers]
-    return ChangeSet(since, state.index.tick, tables, hyperparameters, hash_keys)
+    rows = {state.table_names[t]: fallback.rows_of(state, t) for t in numbers}
+    return ChangeSet(since, state.index.tick, tables, hyperparameters, hash_keys, rows)
 
 
 @of_state
@@ -238,6 +249,8 @@ def check_changes(state: DynamicState, changes: ChangeSet) -> dict[int, int]:
     upserts = {state.table_number(n): of_table.upserts for n, of_table in changes.tables.items()}
     for t, entries in upserts.items():
         loading.check(target_of(state, t), entries)
+    for name, rows in changes.fallback_rows.items():
+        fallback.check(state, state.table_number(name), rows)
     return hash_keys_in(state, upserts, changes.hash_keys)
 
 
@@ -266,8 +279,12 @@ def apply_changes(
             if not size(state, t):
                 state.index.empty(t, hash_keys.get(t))
             loaded[state.table_names[t]] = _apply_to_table(state, t, of_table, report_once)
+            fallback.write(state, t, changes.fallback_rows.get(name, {}))
         state.index.counters.copy_(counters)
         state.index.set_tick(max(state.index.tick, changes.until))
+        if state.expiry is not None:
+            state.expiry.now = state.expiry.read_clock()
+            state.expiry.record(state.index.tick)
         state.load_hyperparams(changes.hyperparameters)
         state.restart_eviction_log()
         return loaded
@@ -313,6 +330,7 @@ class TableDump(NamedTuple):
         hyperparameters: hyperparameters of the optimizer.
         hash_key: hash key of the table at the time of the dump; None if unknown.
         others: the state of admission counters and scores.
+        fallback_rows: the fallback rows of the table.
     """
 
     directory: Path
@@ -322,6 +340,7 @@ class TableDump(NamedTuple):
     hyperparameters: Tensor
     hash_key: int | None
     others: dict[str, Tensor]
+    fallback_rows: dict[str, Tensor]
 
 
 @of_state
@@ -343,7 +362,9 @@ def save_table(
     """
     others, changes = _state_of_table(state, table), _changes_of(state, table, since)
     header = Header(identity, state.index.tick, since, state.hyperparams.tolist())
-    return _write(state, directory, {name: changes}, header, part, report, others)
+    rows = fallback.rows_of(state, table)
+    named = {f"{name}.{fallback.FALLBACK}.{key}": value for key, value in rows.items()}
+    return _write(state, directory, {name: changes}, header, part, report, others, named)
 
 
 def _state_of_table(state: DynamicState, table: int) -> dict[str, Tensor]:
@@ -351,10 +372,10 @@ def _state_of_table(state: DynamicState, table: int) -> dict[str, Tensor]:
     of_parts = child_state(state)
     if len(state.specs) == 1:
         return of_parts
-    if state.admission is not None or state.scores is not None:
+    if len(state.parts()) > len(("index", "row_initializer")):
         raise ValueError(
-            f"tables {state.table_names} of one module share admission counters or scores, which "
-            "are not divided: save the module instead, or give this table a module of its own"
+            f"tables {state.table_names} of one module share admission counters, scores or times, "
+            "which are not divided: save the module instead, or give this table a module of its own"
         )
     return {INDEX_HASH_KEYS: of_parts[INDEX_HASH_KEYS][table : table + 1]}
 
@@ -389,16 +410,19 @@ def read_table(
         saved = saved[at : at + 1]
     hash_key = None if saved is None else int(saved[0])
     others = dump.others if len(dump.tables) == len(state.specs) == 1 else {}
+    rows = fallback.select(dump.others, name)
     changes = None
     if dump.since is None:
         loading.check(target_of(state, table), content.entries)
+        fallback.check(state, table, rows)
         check_child_state(state, others, directory)
     else:
         tables = {state.table_names[table]: Changes(content.entries, content.removed)}
-        changes = ChangeSet(dump.since, dump.clock, tables, numbers, saved)
+        of_table = {state.table_names[table]: rows}
+        changes = ChangeSet(dump.since, dump.clock, tables, numbers, saved, of_table)
         check_changes(state, changes)
     return TableDump(
-        Path(directory), content.entries, changes, dump.clock, numbers, hash_key, others
+        Path(directory), content.entries, changes, dump.clock, numbers, hash_key, others, rows
     )
 
 
@@ -417,6 +441,9 @@ def set_table(state: DynamicState, table: int, dump: TableDump, report: Report |
         nonlocal report
         report_once, report = report, None  # if it raises, the rest is loaded without it
         loaded = set_table_entries(state, table, dump.entries, report_once, hash_key=dump.hash_key)
+        fallback.write(state, table, dump.fallback_rows)
+        if state.expiry is not None:
+            state.expiry.forget(table)
         set_child_state(state, dump.others, dump.directory)
         state.index.set_tick(max(dump.clock, state.index.tick))
         if float(dump.hyperparameters[Hyper.STEP]) > float(state.hyperparams[Hyper.STEP]):

@@ -11,6 +11,7 @@ reads and updates a copy in an overflow row (`RowLayout.overflow_rows`), and the
 back before the store is used again. A new key that finds no slot gets an overflow row as well.
 """
 
+import base64
 import json
 import weakref
 from collections.abc import Iterator, Sequence
@@ -20,7 +21,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from emblib.dynamic.eviction import EvictionLog
+from emblib.dynamic.eviction import EvictionLog, Expiry
 from emblib.dynamic.hash_index import HashIndex, InsertedBatch
 from emblib.dynamic.rows import RowLayout
 from emblib.dynamic.saving.dumps import DumpProgress, Report
@@ -93,6 +94,7 @@ class FastTier(Protocol):
     index: HashIndex
     layout: RowLayout
     hyperparams: Tensor
+    expiry: Expiry | None
     eviction_log: EvictionLog | None
 
     @property
@@ -155,6 +157,10 @@ class BackingTier:
                 "with state_dict from a module that fits"
             )
         fast.index.set_tick(int(note["tick"]))
+        if fast.expiry is not None and "times" in note:
+            fast.expiry.times = torch.tensor(note["times"])
+        for table, text in enumerate(note.get("fallback", ())):
+            self._set_fallback(table, base64.b64decode(text))
         fast.load_hyperparams(torch.tensor(note["hyper"], dtype=torch.float64))
 
     def reset_stats(self) -> None:
@@ -200,10 +206,9 @@ class BackingTier:
     def _read(self, table: int, keys: Tensor, *, erase_expired: bool = False) -> FoundRows:
         """Return the rows of keys in the store that have not expired."""
         records = self.store.read(table, keys)
-        ttl = self.fast.specs[table].ttl
-        if ttl is None:
+        if self.fast.expiry is None:
             return records
-        alive = records.rows.stamps >= self.fast.index.tick - ttl
+        alive = records.rows.stamps >= self.fast.expiry.before(table, self.fast.index.tick)
         if erase_expired:
             self.store.erase(table, records.rows.keys[~alive])
         return FoundRows(records.positions[alive], records.rows.at(alive))
@@ -524,8 +529,40 @@ class BackingTier:
         self.write_back()
         fast = self.fast
         numbers = {"tick": fast.index.tick, "hyper": fast.hyperparams.tolist()}
+        if fast.expiry is not None and fast.expiry.has_times:
+            numbers["times"] = fast.expiry.times.tolist()
+        if fast.layout.has_fallback:
+            tables = range(len(self._widths))
+            numbers["fallback"] = [base64.b64encode(self._fallback(t)).decode() for t in tables]
         note = json.dumps({"planes": self._describe_rows(), **numbers})
         self.store.flush([self.iter_fast_rows(t) for t in range(len(self._widths))], note)
+
+    def _fallback(self, table: int) -> bytes:
+        """Return the bytes of a table's fallback rows, which no row of the store has."""
+        views = self.fast.layout.fallback_views(self.fast.row_buffers, table).values()
+        rows = torch.cat([view.detach().cpu().reshape(-1).view(torch.uint8) for view in views])
+        data = bytearray(rows.numel())
+        if data:
+            torch.frombuffer(data, dtype=torch.uint8).copy_(rows)
+        return bytes(data)
+
+    @torch.no_grad()
+    def _set_fallback(self, table: int, data: bytes) -> None:
+        views = self.fast.layout.fallback_views(self.fast.row_buffers, table).values()
+        nbytes = sum(view.nbytes for view in views)
+        if len(data) != nbytes:
+            self.store.close()
+            raise ValueError(
+                f"the store has fallback rows of {len(data)} bytes for table "
+                f"{self.fast.table_names[table]!r}, this module {nbytes}: choose "
+                "DynamicSpec.fallback_rows as there, or name another store"
+            )
+        at = 0
+        for view in views:
+            if view.numel():
+                rows = torch.frombuffer(bytearray(data[at : at + view.nbytes]), dtype=view.dtype)
+                view.copy_(rows.view(view.shape))
+            at += view.nbytes
 
     def prefetch(self, keys: Keys) -> None:
         """Start reading the rows of a later batch that are in the store."""
@@ -563,14 +600,15 @@ class BackingTier:
         is_present[records.positions] = True
         return is_present
 
-    def expire(self, table: int, before: int) -> None:
-        """Remove rows in the store that were last used before a tick."""
+    def expire(self, table: int, before: int) -> int:
+        """Remove rows in the store that were last used before a tick; return how many."""
         self.write_back()
         self._expect_evictions(table)
         expired = self.store.expire(table, before)
         self.fast.record_evictions(table, expired)
         if torch.isin(self._overflow[table].keys, expired).any():
             self.drop_overflow_rows()
+        return expired.numel()
 
     @torch.no_grad()
     def clear(self) -> None:

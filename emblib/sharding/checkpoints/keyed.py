@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from emblib.dynamic import keys as routing
+from emblib.dynamic.saving import fallback
 from emblib.sharding.checkpoints.sharded_table import KeyedRows, ShardedTable
 from emblib.sharding.checkpoints.state_trees import Leaf
 from emblib.sharding.ranks import RankGroup
@@ -37,6 +38,9 @@ def joined(
         number: {stem: _by_route(state, stem) for stem in _stems(state)}
         for number, state in states.items()
     }
+    for number, rows_by_stem in by_key.items():
+        if (stem := f"{fallback.FALLBACK}.") in rows_by_stem:
+            rows_by_stem[stem] = fallback.owned(rows_by_stem[stem], number, len(owners))
     stems = {
         stem
         for stems_of_rank in ranks.gather_objects(_every_stem(by_key))

@@ -1,0 +1,116 @@
+"""Fallback rows in checkpoints, in a form that shards divide and join like entries.
+
+Fallback row f of F is that of the keys in the f-th of F equal ranges of routes, and a shard of W
+has the keys in one of W ranges. So if F is a multiple of W, each fallback row is used by one shard.
+Saved rows have a key of their range, `fallback.keys`, by which every reader of rows by key finds
+the shard; no other F has the same keys. All shards have memory for all F rows.
+"""
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from emblib.dynamic import keys as routing
+from emblib.dynamic.state import DynamicState
+from emblib.tables import state_dicts
+
+FALLBACK = "fallback"
+KEYS = "keys"
+FallbackRows = Mapping[str, Tensor]
+"""`keys` int64 `[n]`, and by name weights `[n, dim]` and optimizer states, on the CPU."""
+
+
+def rows_of(state: DynamicState, table: int) -> dict[str, Tensor]:
+    """Return copies of the fallback rows of a table; {} if it has none."""
+    count = state.specs[table].fallback_rows
+    if not count:
+        return {}
+    views = state.layout.fallback_views(state.row_buffers, table)
+    rows = {name: view.detach().cpu().clone() for name, view in views.items()}
+    return {KEYS: routing.keys_of_ranges(count), **rows}
+
+
+def named_rows(state: DynamicState) -> dict[str, Tensor]:
+    """Return the fallback rows of all tables, by their names in dumps and state dicts."""
+    return {
+        f"{name}.{FALLBACK}.{key}": value
+        for t, name in enumerate(state.table_names)
+        for key, value in rows_of(state, t).items()
+    }
+
+
+def names_of(state: DynamicState, table: int) -> list[str]:
+    """Return the keys of `rows_of`."""
+    if not state.specs[table].fallback_rows:
+        return []
+    return [KEYS, *state.layout.names]
+
+
+def select(named: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
+    """Return the fallback rows of the table `name` among named tensors."""
+    prefix = f"{name}.{FALLBACK}."
+    return {k.removeprefix(prefix): v for k, v in named.items() if k.startswith(prefix)}
+
+
+def owned(rows: FallbackRows, number: int, count: int) -> dict[str, Tensor]:
+    """Return the fallback rows whose keys shard `number` of `count` owns."""
+    if not rows or count == 1:
+        return dict(rows)
+    is_owned = routing.owner(rows[KEYS], count) == number
+    return {name: values[is_owned] for name, values in rows.items()}
+
+
+def owned_by_name(named: Mapping[str, Tensor], number: int, count: int) -> dict[str, Tensor]:
+    """Return named tensors without the fallback rows of other shards."""
+    result = dict(named)
+    for key in named:
+        if key.endswith(f".{FALLBACK}.{KEYS}"):
+            name = key.removesuffix(f".{FALLBACK}.{KEYS}")
+            rows = owned(select(named, name), number, count)
+            result.update({f"{name}.{FALLBACK}.{k}": v for k, v in rows.items()})
+    return result
+
+
+def problems(state: DynamicState, table: int, rows: FallbackRows) -> Iterator[str]:
+    """Yield one message per problem of rows that `write` would write to a table."""
+    count = state.specs[table].fallback_rows
+    if not rows or not count:
+        return
+    views = state.layout.fallback_views(state.row_buffers, table)
+    keys = rows.get(KEYS, torch.empty(0))
+    if problem := state_dicts.tensor_problem(keys, torch.empty(0, dtype=torch.int64), (None,)):
+        yield f"{FALLBACK}.{KEYS}: {problem}"
+        return
+    if not torch.equal(
+        routing.keys_of_ranges(count)[routing.range_of(keys.cpu(), count)], keys.cpu()
+    ):
+        yield (
+            f"{FALLBACK}.{KEYS}: the rows are of a table with another number of fallback rows than "
+            f"{count}: choose DynamicSpec.fallback_rows as there, or leave these entries out"
+        )
+    for name, view in views.items():
+        if name in rows:
+            shape = (len(keys), *view.shape[1:])
+            if problem := state_dicts.tensor_problem(rows[name], view, shape):
+                yield f"{FALLBACK}.{name}: {problem}"
+
+
+def check(state: DynamicState, table: int, rows: FallbackRows) -> None:
+    """Raise ValueError for rows that do not fit a table."""
+    for problem in problems(state, table, rows):
+        raise ValueError(f"{state.table_names[table]}.{problem}")
+
+
+@torch.no_grad()
+def write(state: DynamicState, table: int, rows: FallbackRows) -> None:
+    """Overwrite fallback rows; states that are missing get their first value."""
+    if not rows or not state.specs[table].fallback_rows:
+        return
+    numbers = routing.range_of(rows[KEYS].cpu(), state.specs[table].fallback_rows)
+    for name, view in state.layout.fallback_views(state.row_buffers, table).items():
+        at = numbers.to(view.device)
+        if name in rows:
+            view[at] = rows[name].to(view)
+        else:
+            view[at] = state.specs[table].initial_state
