@@ -14,6 +14,7 @@ from emblib import (
     reference,
     sharding,
     storage,
+    telemetry,
     trace,
 )
 from emblib.captured_step import CapturedStep
@@ -158,5 +159,6 @@ __all__ = [
     "sharding",
     "share_tables",
     "storage",
+    "telemetry",
     "trace",
 ]

@@ -11,6 +11,7 @@ from emblib.dynamic.handles import DynamicTable, DynamicTables, TableChanges, ta
 from emblib.dynamic.hash_table import HashTable, Insertion, TableRows
 from emblib.dynamic.keys import KeyStatus
 from emblib.dynamic.module import DynamicEmbeddingBags
+from emblib.dynamic.statistics import AgeHistogram, TableStatistics
 from emblib.dynamic.tiers.disk import DiskRows
 from emblib.dynamic.tiers.host import HostRows
 from emblib.dynamic.tiers.sqlite import SqliteRows
@@ -28,6 +29,7 @@ from emblib.dynamic.tiers.store import (
 from emblib.dynamic.tt_cache import RowEviction, TTCache, TTCacheStats
 
 __all__ = [
+    "AgeHistogram",
     "BackingStore",
     "CachedTTEmbeddingBags",
     "DiskRows",
@@ -50,6 +52,7 @@ __all__ = [
     "TTCacheStats",
     "TableChanges",
     "TableRows",
+    "TableStatistics",
     "TierMode",
     "TierStats",
     "tables_of",

@@ -28,6 +28,7 @@ from emblib.dynamic.saving.entries import Changes, Entries, concatenate
 from emblib.dynamic.saving.loading import Loaded
 from emblib.dynamic.saving.table_dumps import ChangeSet
 from emblib.dynamic.state import DynamicState
+from emblib.dynamic.statistics import TableStatistics
 from emblib.dynamic.tiers.store import TierStats
 from emblib.specs import DynamicSpec
 
@@ -137,6 +138,37 @@ class DynamicTable:
             stats for stats in self._everywhere("tier_stats", of_shard) if stats is not None
         ]
         return TierStats(**_added(shard_stats)) if shard_stats else None
+
+    def track_statistics(self, *, remember: int = 0) -> None:
+        """Count more in `statistics`, see `DynamicEmbeddingBags.track_statistics`; on all ranks.
+
+        This does not communicate. Tables of one module are tracked together.
+        """
+        for _, state, _ in self._numbered():
+            dynamic_state.track_statistics(state, remember=remember)
+
+    def statistics(self) -> TableStatistics:
+        """Return the numbers of the whole table since the last reset, added up over its shards.
+
+        `local.statistics()` returns those of the shards of this rank.
+
+        Raises:
+            ValueError: `local` of a rank without a shard.
+        """
+        return TableStatistics.merged(self._everywhere("statistics", dynamic_state.statistics))
+
+    def statistics_by_rank(self) -> list[TableStatistics | None]:
+        """Return the numbers of each rank's shards, on all ranks; None for one without a shard."""
+
+        def of_rank() -> TableStatistics | None:
+            return self.local.statistics() if self.shards else None
+
+        return self._together("statistics_by_rank", of_rank)
+
+    def bucket_fill(self) -> list[int]:
+        """Return how many buckets have 0, 1, ... 32 keys, in the fast tier."""
+        by_shard = self._everywhere("bucket_fill", dynamic_state.bucket_fill)
+        return [sum(counts) for counts in zip(*by_shard, strict=True)]
 
     def step(self) -> int:
         """Return the number of training forwards of the table."""

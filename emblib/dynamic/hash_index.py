@@ -590,12 +590,15 @@ class HashIndex(nn.Module):
         """Set the counters to zero."""
         self.counters.zero_()
 
+    def bytes_per_slot(self) -> int:
+        """Return the bytes per slot: tag, entry, share of a queue, and version if recorded."""
+        words = self.entries.shape[1] + (self._inserted_at is not None)
+        queue_bytes = QUEUE_WORDS * self._has_queues * self.entries.itemsize // SLOTS
+        return 1 + words * self.entries.itemsize + queue_bytes
+
     def nbytes(self) -> int:
         """Return the bytes of the slots in use."""
-        slots = sum(self.capacity(t) for t in range(len(self.specs)))
-        words = self.entries.shape[1] + (self._inserted_at is not None)
-        queues = slots // SLOTS * QUEUE_WORDS * self._has_queues
-        return slots + (slots * words + queues) * self.entries.itemsize
+        return sum(self.capacity(t) for t in range(len(self.specs))) * self.bytes_per_slot()
 
     def snapshot(self) -> dict[str, Any]:
         """Return a copy of the index on the CPU, slot by slot; only the buckets in use."""

@@ -224,6 +224,9 @@ class DynamicEmbeddingBags(FusedTables):
     status_of = dynamic_state.status_of
     stats = dynamic_state.stats
     tier_stats = dynamic_state.tier_stats
+    track_statistics = dynamic_state.track_statistics
+    statistics = dynamic_state.statistics
+    bucket_fill = dynamic_state.bucket_fill
     reset_stats = dynamic_state.reset_stats
     nbytes = dynamic_state.nbytes
     track_evictions = dynamic_state.track_evictions

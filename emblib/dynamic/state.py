@@ -20,6 +20,7 @@ from emblib.dynamic.eviction import EvictionLog, EvictionScores, Expiry
 from emblib.dynamic.hash_index import HashIndex, RowBuffers
 from emblib.dynamic.keys import LastBatch, as_keys, of_insertion
 from emblib.dynamic.rows import BatchReads, RowInitializer, RowLayout, TrainingUpdate
+from emblib.dynamic.statistics import StatisticsCollector, TableStatistics
 from emblib.dynamic.tiers.backing_tier import BackingTier
 from emblib.dynamic.tiers.store import TierStats
 from emblib.ops.hash import Keys
@@ -59,6 +60,7 @@ class DynamicState:
         scores: the eviction scores of the next batch; None if eviction assigns none.
         expiry: choice of the buckets that a step searches for expired keys; None without `ttl`.
         eviction_log: the keys that left; None until `track_evictions`.
+        statistics: counts of insertions; None until `track_statistics`.
         is_deferred: whether a later step applies gradients; those of evicted keys are then dropped.
         on_new_rows: functions that are called with the indices, over all tables, of rows that got
             new keys, after their initial values are written; a copy has none.
@@ -106,6 +108,7 @@ class DynamicState:
         expires = any(spec.ttl is not None for spec in self.specs)
         self.expiry = Expiry(self.specs) if expires else None
         self.eviction_log: EvictionLog | None = None
+        self.statistics: StatisticsCollector | None = None
         self.is_deferred = optimizer.deferred
         self.on_new_rows: list[Callable[[Tensor], None]] = []
         self.backing: BackingTier | None = None
@@ -161,6 +164,10 @@ class DynamicState:
     def capacities(self) -> list[int]:
         """Return the number of rows in use of each table (reads the device)."""
         return [self.index.capacity(t) for t in range(len(self.specs))]
+
+    def bytes_per_row(self, table: int) -> int:
+        """Return the bytes per row in use, with optimizer states and index."""
+        return self.layout.row_bytes(table) + self.index.bytes_per_slot()
 
     def keys_of(self, table: int | str, ids: Tensor) -> Keys:
         """Return ids of one table as a batch on the device."""
@@ -305,11 +312,55 @@ def tier_stats(state: DynamicState) -> dict[str, TierStats]:
 
 
 @of_state
+def track_statistics(state: DynamicState, *, remember: int = 0) -> None:
+    """Count from now on ages of evicted keys, keys that return, and lookups without a row.
+
+    Args:
+        state: the tables.
+        remember: number of evicted keys per table to remember, 8 bytes each, in order to count how
+            many return; rounded up to a power of two. Another number than before restarts the
+            counts; 0 remembers none.
+    """
+    current = state.statistics
+    if current is None or current.remember != remember:
+        state.statistics = StatisticsCollector(len(state.specs), remember)
+
+
+@of_state
+def statistics(state: DynamicState, table: int | str) -> TableStatistics:
+    """Return the numbers of a table since `reset_stats` (reads the device)."""
+    table = state.table_number(table)
+    index, rows = state.index, state.index.capacity(table)
+    counts: dict[str, Any] = {**index.stats()[table]}
+    if state.statistics is not None:
+        counts |= state.statistics.read()[table]._asdict()
+    return TableStatistics(
+        step=index.tick,
+        keys=index.size(table),
+        rows=rows,
+        capacity=state.specs[table].rows,
+        nbytes=rows * state.bytes_per_row(table),
+        tiers=tier_stats(state).get(state.table_names[table]),
+        **counts,
+    )
+
+
+@of_state
+def bucket_fill(state: DynamicState, table: int | str) -> list[int]:
+    """Return how many buckets of a table have 0, 1, ... 32 keys (reads the device)."""
+    tags = state.index.table_tags(state.table_number(table))
+    fill: list[int] = (tags != 0).view(-1, SLOTS).sum(1).bincount(minlength=SLOTS + 1).tolist()
+    return fill
+
+
+@of_state
 def reset_stats(state: DynamicState) -> None:
-    """Set the counts of `stats` and `tier_stats` to zero."""
+    """Set the counts of `stats`, `tier_stats` and `statistics` to zero."""
     state.index.reset_stats()
     if state.backing is not None:
         state.backing.reset_stats()
+    if state.statistics is not None:
+        state.statistics.reset()
 
 
 @of_state

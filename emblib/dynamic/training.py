@@ -96,11 +96,12 @@ class BatchInsertion:
         self._scores = None if state.scores is None else state.scores.of_next_batch()
         self._effects = Effects()
         self._admission_effects: Effects | None = None
+        self._statistics_effects = Effects()
         self._expiry_effects: Effects | None = None
         self._inserted: InsertedBatch | None = None
         self._placement: BatchPlacement | None = None
         self._found_rows: list[FoundRows] = []
-        self._has_begun = self._is_written = False
+        self._has_begun = self._is_counted = self._is_written = False
 
     def is_optional(self) -> bool:
         """Return whether the insertion may be abandoned: no slot has the row of another key yet."""
@@ -117,6 +118,11 @@ class BatchInsertion:
         inserted = self._inserted
         if not self._is_written:
             if inserted.misses is not None:
+                if state.statistics is not None and not self._is_counted:
+                    effects = self._statistics_effects
+                    effects.restart()
+                    state.statistics.record(keys, inserted, state.index.clock, effects)
+                    self._is_counted = True  # not again: a backing store changes the result
                 self._write_rows(inserted)
             state.last_batch = LastBatch(inserted, keys, keys.ids._version)
             self._is_written = True
@@ -233,6 +239,8 @@ def _clear(state: DynamicState, tick: int) -> None:
         state.admission.clear()
     if state.scores is not None:
         state.scores.clear()
+    if state.statistics is not None:
+        state.statistics.clear()
     state.use_initial_rows()
     if state.backing is not None:
         state.backing.clear()

@@ -15,7 +15,7 @@ from emblib import (
     KeyStatus,
     optim,
 )
-from emblib.dynamic import DynamicTable
+from emblib.dynamic import DynamicTable, TableStatistics
 from emblib.sharding import DistributedModelParallel, GradientReduction, row_wise, table_wise
 from emblib.sharding.ranks import RankGroup
 from emblib.storage import Hash
@@ -89,6 +89,13 @@ def ask_and_change(ranks: RankGroup) -> None:
         sizes = ranks.gather_objects(table.local.size())
         assert sum(sizes) == table.size()
         assert name == "user" or sizes[1:] == [0] * (ranks.size - 1)
+        by_rank = table.statistics_by_rank()
+        assert by_rank[ranks.rank] == (table.local.statistics() if table.shards else None)
+        assert table.statistics() == TableStatistics.merged([s for s in by_rank if s is not None])
+        assert (table.statistics().hits, table.statistics().keys) == (
+            oracle.statistics().hits,
+            oracle.size(),
+        )
         # Each rank asks for other keys, the last one for none.
         last = ranks.rank == ranks.size - 1 and ranks.size > 1
         keys = torch.arange(-25 + ranks.rank, 0 if last else 25, 1 + ranks.rank)
