@@ -6,6 +6,7 @@ checkpoints, `tiers` the stores behind the tables, and `hash_table` one table fo
 `cached_tt` has tensor trains whose most used rows are found by such a table.
 """
 
+from emblib.dynamic.budget import BudgetedTable, MemoryBudget, Pressure
 from emblib.dynamic.cached_tt import CachedTTEmbeddingBags
 from emblib.dynamic.handles import DynamicTable, DynamicTables, TableChanges, tables_of
 from emblib.dynamic.hash_table import HashTable, Insertion, TableRows
@@ -31,6 +32,7 @@ from emblib.dynamic.tt_cache import RowEviction, TTCache, TTCacheStats
 __all__ = [
     "AgeHistogram",
     "BackingStore",
+    "BudgetedTable",
     "CachedTTEmbeddingBags",
     "DiskRows",
     "DynamicEmbeddingBags",
@@ -41,6 +43,8 @@ __all__ = [
     "HostRows",
     "Insertion",
     "KeyStatus",
+    "MemoryBudget",
+    "Pressure",
     "RowEviction",
     "RowStore",
     "ShardableStore",

@@ -144,7 +144,7 @@ class DynamicTable:
 
         This does not communicate. Tables of one module are tracked together.
         """
-        for _, state, _ in self._numbered():
+        for _, state, _ in self.local_shards():
             dynamic_state.track_statistics(state, remember=remember)
 
     def statistics(self) -> TableStatistics:
@@ -202,7 +202,7 @@ class DynamicTable:
 
         This does not communicate: call it with the same score on all ranks.
         """
-        for _, state, index in self._numbered():
+        for _, state, index in self.local_shards():
             dynamic_state.set_eviction_score(state, {index: score})
 
     def set_key_scores(self, keys: Tensor, scores: Tensor | int) -> Tensor:
@@ -232,7 +232,7 @@ class DynamicTable:
 
     def set_step(self, step: int) -> None:
         """Set the step that keys get from the next batch, for `Eviction.STEP`, on all ranks."""
-        for _, state, index in self._numbered():
+        for _, state, index in self.local_shards():
             dynamic_state.set_eviction_step(state, index, step)
 
     def score(self) -> int | None:
@@ -245,7 +245,7 @@ class DynamicTable:
 
         Tables of one module are tracked together.
         """
-        for _, state, _ in self._numbered():
+        for _, state, _ in self.local_shards():
             dynamic_state.track_evictions(state, max_keys)
 
     def evicted(self, since: int) -> Tensor:
@@ -401,8 +401,8 @@ class DynamicTable:
 
     # Shards and ranks
 
-    def _numbered(self) -> Iterator[tuple[int, DynamicState, int]]:
-        """Yield (shard number, state, table index in the state) of each shard of this process."""
+    def local_shards(self) -> Iterator[tuple[int, DynamicState, int]]:
+        """Yield number, state and index of the table in the state, per shard of this process."""
         for number, location in sorted(self.shards.items()):
             if not hasattr(location.module, "state"):
                 raise RuntimeError(
@@ -444,7 +444,7 @@ class DynamicTable:
         """Return `function(state, index, number)` of every shard, on all ranks by number."""
         by_rank = self._together(
             method,
-            lambda: {n: function(state, index, n) for n, state, index in self._numbered()},
+            lambda: {n: function(state, index, n) for n, state, index in self.local_shards()},
         )
         merged = {number: value for of_rank in by_rank for number, value in of_rank.items()}
         return [merged[number] for number in sorted(merged)]
@@ -479,7 +479,7 @@ class DynamicTable:
         def answers() -> Tensor:
             dtype = torch.bool if isinstance(default, bool) else torch.uint8
             result = torch.full(all_keys.shape, default, dtype=dtype)
-            for number, state, index in self._numbered():
+            for number, state, index in self.local_shards():
                 at = (owner == number).nonzero().view(-1)
                 more = [] if every_value is None else [every_value[at]]
                 result[at] = answer(state, index, all_keys[at], *more).cpu()

@@ -33,6 +33,13 @@ _R = TypeVar("_R")
 _INT64_MIN = -(2**63)
 
 
+class StepBudget(Protocol):
+    """The place of a state in an `emblib.MemoryBudget`."""
+
+    def begin_step(self, state: DynamicState) -> None:
+        """Shrink tables whose memory others need, before the keys of a batch are inserted."""
+
+
 class DynamicState:
     """T tables of rows by key.
 
@@ -61,6 +68,7 @@ class DynamicState:
         expiry: choice of the buckets that a step searches for expired keys; None without `ttl`.
         eviction_log: the keys that left; None until `track_evictions`.
         statistics: counts of insertions; None until `track_statistics`.
+        budget: the memory budget that limits the tables; None without one; a copy has none.
         is_deferred: whether a later step applies gradients; those of evicted keys are then dropped.
         on_new_rows: functions that are called with the indices, over all tables, of rows that got
             new keys, after their initial values are written; a copy has none.
@@ -109,6 +117,7 @@ class DynamicState:
         self.expiry = Expiry(self.specs) if expires else None
         self.eviction_log: EvictionLog | None = None
         self.statistics: StatisticsCollector | None = None
+        self.budget: StepBudget | None = None
         self.is_deferred = optimizer.deferred
         self.on_new_rows: list[Callable[[Tensor], None]] = []
         self.backing: BackingTier | None = None
@@ -121,7 +130,13 @@ class DynamicState:
         """Return the state for copies and pickles without its memory, which the owner copies."""
         memory = ("weights", "optimizer_states", "moves", "hyperparams", "dropped_updates")
         state = {name: value for name, value in self.__dict__.items() if name not in memory}
-        return {**state, "last_batch": None, "adopt_hyperparams": None, "on_new_rows": []}
+        return {
+            **state,
+            "last_batch": None,
+            "adopt_hyperparams": None,
+            "on_new_rows": [],
+            "budget": None,
+        }
 
     @property
     def row_buffers(self) -> list[Tensor]:
@@ -265,7 +280,10 @@ def contains(state: DynamicState, table: int, ids: Tensor) -> Tensor:
 
 @of_state
 def reserve(state: DynamicState, table: int | str, rows: int) -> None:
-    """Grow a table to the size that `rows` keys need, at most to its capacity."""
+    """Grow a table to the size that `rows` keys need, at most to its capacity.
+
+    In a memory budget, it grows as far as the budget has room.
+    """
     state.index.reserve(state.table_number(table), rows, state.slot_rows())
 
 

@@ -281,15 +281,28 @@ class StatisticsCollector:
             places = self._places(table_of[at], keys.ids[misses.first[: status.numel()][at]])
             self._count_reinserted(places, table_of[at], weight, effects)
         at, weight = _selected(is_evicting)
-        tables, evicted = table_of[at], result.evicted[: status.numel()][at]
-        evicted_keys, stamps, _ = evicted.unbind(1)
-        ages = clock - stamps
+        evicted_keys, stamps, _ = result.evicted[: status.numel()][at].unbind(1)
+        self._add_evicted(table_of[at], evicted_keys, clock - stamps, weight, effects)
+        self._count_lookups(keys, inserted, status, effects)
+
+    def record_evicted(
+        self, table: int, keys: Tensor, stamps: Tensor, clock: Tensor, effects: Effects
+    ) -> None:
+        """Count keys that a table evicted without an insertion, because it shrank."""
+        if self._ages.device != clock.device:
+            self._move_to(clock.device)
+        tables, weight = torch.full_like(keys, table), torch.ones_like(keys)
+        self._add_evicted(tables, keys, clock - stamps, weight, effects)
+
+    def _add_evicted(
+        self, tables: Tensor, keys: Tensor, ages: Tensor, weight: Tensor, effects: Effects
+    ) -> None:
+        """Count evicted keys of weight 1 and remember them; all vectors have one entry per key."""
         bins = torch.bucketize(ages, self._bounds)
         _add(effects, self._ages, tables * _NUM_BINS + bins, weight)
         _add(effects, self._total_age, tables, torch.where(weight > 0, ages, 0))
         if self._evicted_keys is not None:
-            self._remember(self._places(tables, evicted_keys), weight)
-        self._count_lookups(keys, inserted, status, effects)
+            self._remember(self._places(tables, keys), weight)
 
     def _places(self, tables: Tensor, keys: Tensor) -> _Places:
         return _Places((tables << self._places_log2) + self._place_of(keys), keys)

@@ -62,6 +62,8 @@ def insert_batch(state: DynamicState, keys: Keys, counts: Tensor | None = None) 
         keys: the batch.
         counts: int64 `[L]`, the number of uses that each position stands for; None is 1 each.
     """
+    if state.budget is not None:
+        state.budget.begin_step(state)
     insertion = BatchInsertion(state, keys, counts)
     inserted = state.lock.complete(insertion.run, insertion.is_optional)
     if inserted.result is not None:
