@@ -94,11 +94,11 @@ class BatchInsertion:
 
     def __init__(self, state: DynamicState, keys: Keys, counts: Tensor | None) -> None:
         self._state, self._keys, self._counts = state, keys, counts
+        self._statistics_effects = Effects()
         # Raises before anything is changed.
         self._scores = None if state.scores is None else state.scores.of_next_batch()
         self._effects = Effects()
         self._admission_effects: Effects | None = None
-        self._statistics_effects = Effects()
         self._expiry_effects: Effects | None = None
         self._inserted: InsertedBatch | None = None
         self._placement: BatchPlacement | None = None
@@ -236,13 +236,13 @@ def clear(state: DynamicState) -> None:
 def _clear(state: DynamicState, tick: int) -> None:
     """Remove all keys; the count of training steps continues from `tick`."""
     state.index.clear()
+    if state.statistics is not None:
+        state.statistics.clear()
     state.index.set_tick(tick)
     if state.admission is not None:
         state.admission.clear()
     if state.scores is not None:
         state.scores.clear()
-    if state.statistics is not None:
-        state.statistics.clear()
     state.use_initial_rows()
     if state.backing is not None:
         state.backing.clear()
