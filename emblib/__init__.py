@@ -14,6 +14,7 @@ from emblib import (
     reference,
     sharding,
     storage,
+    telemetry,
     trace,
 )
 from emblib.captured_step import CapturedStep
@@ -34,6 +35,7 @@ from emblib.dynamic import (
     HashTable,
     HostRows,
     KeyStatus,
+    MemoryBudget,
     RowEviction,
     RowStore,
     SqliteRows,
@@ -113,6 +115,7 @@ __all__ = [
     "KeyedTensor",
     "LookupTrace",
     "MatmulPrecision",
+    "MemoryBudget",
     "MemoryChoice",
     "MemoryPlan",
     "Migration",
@@ -158,5 +161,6 @@ __all__ = [
     "sharding",
     "share_tables",
     "storage",
+    "telemetry",
     "trace",
 ]

@@ -70,6 +70,7 @@ LAYERS = (
         "emblib.metrics",
         "emblib.captured_step",
         "emblib.migration",
+        "emblib.telemetry",
     ),
     ("emblib.online",),
 )
@@ -101,6 +102,7 @@ LAYERS_OF_THE_HARNESS = (
     "launch",
     "listing",
     "reference",
+    "table_statistics",
     "cli",
 )
 # What the library never imports: it depends on torch alone (`emblib.metrics` also on torchmetrics).

@@ -3,14 +3,18 @@
 `module` has `DynamicEmbeddingBags`, which looks rows up and trains them; `hash_index` maps keys to
 slots, `rows` lays out the rows, and `training` inserts the keys of a batch. `saving` has
 checkpoints, `tiers` the stores behind the tables, and `hash_table` one table for direct use.
+`statistics` counts what insertions do, `shrinking` makes a table smaller, and `budget` divides one
+number of bytes among many tables.
 `cached_tt` has tensor trains whose most used rows are found by such a table.
 """
 
+from emblib.dynamic.budget import BudgetedTable, MemoryBudget, Pressure
 from emblib.dynamic.cached_tt import CachedTTEmbeddingBags
 from emblib.dynamic.handles import DynamicTable, DynamicTables, TableChanges, tables_of
 from emblib.dynamic.hash_table import HashTable, Insertion, TableRows
 from emblib.dynamic.keys import KeyStatus
 from emblib.dynamic.module import DynamicEmbeddingBags
+from emblib.dynamic.statistics import AgeHistogram, TableStatistics
 from emblib.dynamic.tiers.disk import DiskRows
 from emblib.dynamic.tiers.host import HostRows
 from emblib.dynamic.tiers.sqlite import SqliteRows
@@ -28,7 +32,9 @@ from emblib.dynamic.tiers.store import (
 from emblib.dynamic.tt_cache import RowEviction, TTCache, TTCacheStats
 
 __all__ = [
+    "AgeHistogram",
     "BackingStore",
+    "BudgetedTable",
     "CachedTTEmbeddingBags",
     "DiskRows",
     "DynamicEmbeddingBags",
@@ -39,6 +45,8 @@ __all__ = [
     "HostRows",
     "Insertion",
     "KeyStatus",
+    "MemoryBudget",
+    "Pressure",
     "RowEviction",
     "RowStore",
     "ShardableStore",
@@ -50,6 +58,7 @@ __all__ = [
     "TTCacheStats",
     "TableChanges",
     "TableRows",
+    "TableStatistics",
     "TierMode",
     "TierStats",
     "tables_of",

@@ -28,6 +28,7 @@ from emblib.dynamic.saving.entries import Changes, Entries, concatenate
 from emblib.dynamic.saving.loading import Loaded
 from emblib.dynamic.saving.table_dumps import ChangeSet
 from emblib.dynamic.state import DynamicState
+from emblib.dynamic.statistics import TableStatistics
 from emblib.dynamic.tiers.store import TierStats
 from emblib.specs import DynamicSpec
 
@@ -138,6 +139,37 @@ class DynamicTable:
         ]
         return TierStats(**_added(shard_stats)) if shard_stats else None
 
+    def track_statistics(self, *, remember: int = 0) -> None:
+        """Count more in `statistics`, see `DynamicEmbeddingBags.track_statistics`; on all ranks.
+
+        This does not communicate. Tables of one module are tracked together.
+        """
+        for _, state, _ in self.local_shards():
+            dynamic_state.track_statistics(state, remember=remember)
+
+    def statistics(self) -> TableStatistics:
+        """Return the numbers of the whole table since the last reset, added up over its shards.
+
+        `local.statistics()` returns those of the shards of this rank.
+
+        Raises:
+            ValueError: `local` of a rank without a shard.
+        """
+        return TableStatistics.merged(self._everywhere("statistics", dynamic_state.statistics))
+
+    def statistics_by_rank(self) -> list[TableStatistics | None]:
+        """Return the numbers of each rank's shards, on all ranks; None for one without a shard."""
+
+        def of_rank() -> TableStatistics | None:
+            return self.local.statistics() if self.shards else None
+
+        return self._together("statistics_by_rank", of_rank)
+
+    def bucket_fill(self) -> list[int]:
+        """Return how many buckets have 0, 1, ... 32 keys, in the fast tier."""
+        by_shard = self._everywhere("bucket_fill", dynamic_state.bucket_fill)
+        return [sum(counts) for counts in zip(*by_shard, strict=True)]
+
     def step(self) -> int:
         """Return the number of training forwards of the table."""
         return max(self._everywhere("step", lambda state, index: state.index.tick), default=0)
@@ -170,7 +202,7 @@ class DynamicTable:
 
         This does not communicate: call it with the same score on all ranks.
         """
-        for _, state, index in self._numbered():
+        for _, state, index in self.local_shards():
             dynamic_state.set_eviction_score(state, {index: score})
 
     def set_key_scores(self, keys: Tensor, scores: Tensor | int) -> Tensor:
@@ -200,7 +232,7 @@ class DynamicTable:
 
     def set_step(self, step: int) -> None:
         """Set the step that keys get from the next batch, for `Eviction.STEP`, on all ranks."""
-        for _, state, index in self._numbered():
+        for _, state, index in self.local_shards():
             dynamic_state.set_eviction_step(state, index, step)
 
     def score(self) -> int | None:
@@ -222,7 +254,7 @@ class DynamicTable:
 
         Tables of one module are tracked together.
         """
-        for _, state, _ in self._numbered():
+        for _, state, _ in self.local_shards():
             dynamic_state.track_evictions(state, max_keys)
 
     def evicted(self, since: int) -> Tensor:
@@ -397,8 +429,8 @@ class DynamicTable:
 
     # Shards and ranks
 
-    def _numbered(self) -> Iterator[tuple[int, DynamicState, int]]:
-        """Yield (shard number, state, table index in the state) of each shard of this process."""
+    def local_shards(self) -> Iterator[tuple[int, DynamicState, int]]:
+        """Yield number, state and index of the table in the state, per shard of this process."""
         for number, location in sorted(self.shards.items()):
             if not hasattr(location.module, "state"):
                 raise RuntimeError(
@@ -440,7 +472,7 @@ class DynamicTable:
         """Return `function(state, index, number)` of every shard, on all ranks by number."""
         by_rank = self._together(
             method,
-            lambda: {n: function(state, index, n) for n, state, index in self._numbered()},
+            lambda: {n: function(state, index, n) for n, state, index in self.local_shards()},
         )
         merged = {number: value for of_rank in by_rank for number, value in of_rank.items()}
         return [merged[number] for number in sorted(merged)]
@@ -475,7 +507,7 @@ class DynamicTable:
         def answers() -> Tensor:
             dtype = torch.bool if isinstance(default, bool) else torch.uint8
             result = torch.full(all_keys.shape, default, dtype=dtype)
-            for number, state, index in self._numbered():
+            for number, state, index in self.local_shards():
                 at = (owner == number).nonzero().view(-1)
                 more = [] if every_value is None else [every_value[at]]
                 result[at] = answer(state, index, all_keys[at], *more).cpu()

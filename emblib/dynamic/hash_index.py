@@ -7,7 +7,7 @@ same call completes an interrupted insertion. `emblib.ops.hash` defines tensors 
 
 import copy
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -142,6 +142,9 @@ class HashIndex(nn.Module):
         self._inserted_at: Tensor | None = None
         self._inserted_at_layout: Tensor | None = None  # as a row buffer, see `RowBuffers`
         self._emptied = [0] * len(self.specs)  # the last version in which a table was emptied
+        self.limits = [spec.max_buckets for spec in self.specs]  # buckets, see `set_limit`
+        # Set by a memory budget; raises a table's limit towards some buckets and returns it.
+        self.grant: Callable[[int, int], int] | None = None
         self.grows = any(spec.buckets < spec.max_buckets for spec in self.specs)
         device = torch.empty(0, device=device).device
         ops.require_kernels(device)
@@ -197,13 +200,13 @@ class HashIndex(nn.Module):
             (
                 first_slot // SLOTS,
                 spec.buckets,
-                spec.max_buckets,
+                limit,
                 0,
                 spec.max_load_1024ths,
                 hash_key,
             )
-            for first_slot, spec, hash_key in zip(
-                self._first_slots, self.specs, self._hash_keys, strict=False
+            for first_slot, spec, limit, hash_key in zip(
+                self._first_slots, self.specs, self.limits, self._hash_keys, strict=False
             )
         ]
         self.tables.copy_(torch.tensor(rows, dtype=torch.int64).view(-1, len(TABLE_FIELDS)))
@@ -246,17 +249,27 @@ class HashIndex(nn.Module):
         pass
 
     def _use(self, table: int, rows_before: int, rows: int) -> None:
+        for tensor, *numbers in self._ranges(table, rows_before, rows):
+            memory.advise_growth(tensor, *numbers)
+
+    def release(self, table: int, rows_before: int, rows: int) -> None:
+        """Return the memory of the slots from `rows` on to the system, after a table shrank."""
+        for tensor, *numbers in self._ranges(table, rows_before, rows):
+            memory.release(tensor, *numbers)
+
+    def _ranges(self, table: int, before: int, now: int) -> Iterator[tuple[Tensor, int, int, int]]:
+        """Yield each tensor, its first element of a table, and the elements of two row counts."""
         first_slot = self._first_slots[table]
-        memory.advise_growth(self.tags, first_slot, rows_before, rows)
+        yield self.tags, first_slot, before, now
         words = self.entries.shape[1]
-        memory.advise_growth(
-            self.entries.view(-1), first_slot * words, rows_before * words, rows * words
-        )
+        yield self.entries.view(-1), first_slot * words, before * words, now * words
         if self._has_queues:
-            ranges = (at // SLOTS * QUEUE_WORDS for at in (first_slot, rows_before, rows))
-            memory.advise_growth(self.queues.view(-1), *ranges)
+            first, before_words, now_words = (
+                at // SLOTS * QUEUE_WORDS for at in (first_slot, before, now)
+            )
+            yield self.queues.view(-1), first, before_words, now_words
         if self._inserted_at is not None:
-            memory.advise_growth(self._inserted_at, first_slot, rows_before, rows)
+            yield self._inserted_at, first_slot, before, now
 
     def find(self, keys: Keys) -> Tensor:
         """Return the slots of all positions, int64 `[L]`, -1 for none; changes nothing."""
@@ -290,7 +303,7 @@ class HashIndex(nn.Module):
         effects = Effects() if effects is None else effects
         if not effects.is_next_made:
             if self._last_insertion is not None:
-                self._settle_last()
+                self.settle_last()
             self.version += 1
         index, order = self.tensors(), codes.HASH_ORDER[self.order]
         slots, *of_misses = effects.once(
@@ -337,7 +350,7 @@ class HashIndex(nn.Module):
                 whether the table was emptied.
             version: version of the index at which a living watcher was registered.
         """
-        self._settle_last()
+        self.settle_last()
         emptied = [at > version for at in self._emptied]
         has_left = torch.full_like(slots, all(emptied), dtype=torch.bool)
         if any(emptied) and not all(emptied):
@@ -348,12 +361,12 @@ class HashIndex(nn.Module):
 
     def note_inserted(self, table: int, slots: Tensor) -> None:
         """Note that a call other than `insert` put keys into these slots; -1 for none."""
-        self._settle_last()
+        self.settle_last()
         if self._watchers:
             at = slots[slots >= 0].to(self.tags.device) + self._first_slots[table]
             self._versions_by_slot()[at] = self.version
 
-    def _settle_last(self) -> None:
+    def settle_last(self) -> None:
         """Store the last insertion's version per slot if a watcher needs it, then forget it."""
         insertion = self._last_insertion
         if insertion is None:
@@ -441,10 +454,17 @@ class HashIndex(nn.Module):
         wanted_buckets = hash.wanted_buckets(
             keys, num_buckets, spec.max_buckets, spec.max_load_1024ths
         )
+        if wanted_buckets > num_buckets and self.grant is not None:
+            wanted_buckets = self.grant(table, wanted_buckets)
         if wanted_buckets > num_buckets:
             self._use(table, num_buckets * SLOTS, wanted_buckets * SLOTS)
             if rows is not None and rows.on_grow is not None:
                 rows.on_grow(table, num_buckets * SLOTS, wanted_buckets * SLOTS)
+
+    def set_limit(self, table: int, buckets: int) -> None:
+        """Set the number of buckets up to which a table may grow: from those in use to all."""
+        self.tables[table, HashTableColumn.MAX_BUCKETS] = buckets
+        self.limits[table] = buckets
 
     def reserve(self, table: int, keys: int, rows: RowBuffers | None = None) -> None:
         """Grow a table to the size that a number of keys needs, at most to its capacity."""
@@ -481,8 +501,9 @@ class HashIndex(nn.Module):
             The removed keys, int64 `[N]` (waits for the device).
         """
         self.version += 1
-        if num_buckets is None:
-            num_buckets = self.specs[table].max_buckets - first_bucket
+        first_bucket = min(first_bucket, self.limits[table])
+        rest = self.limits[table] - first_bucket
+        num_buckets = rest if num_buckets is None else min(num_buckets, rest)
         effects = Effects() if effects is None else effects
         removed = effects.once(
             hash.hash_expire_, self.tensors(), table, first_bucket, num_buckets, before
@@ -590,17 +611,26 @@ class HashIndex(nn.Module):
         """Set the counters to zero."""
         self.counters.zero_()
 
+    def bytes_per_slot(self, *, with_versions: bool = False) -> int:
+        """Return the bytes per slot: tag, entry, share of a queue, and version if recorded.
+
+        With `with_versions`, the version counts also if versions are not recorded yet.
+        """
+        words = self.entries.shape[1] + (with_versions or self._inserted_at is not None)
+        queue_bytes = QUEUE_WORDS * self._has_queues * self.entries.itemsize // SLOTS
+        return 1 + words * self.entries.itemsize + queue_bytes
+
     def nbytes(self) -> int:
         """Return the bytes of the slots in use."""
-        slots = sum(self.capacity(t) for t in range(len(self.specs)))
-        words = self.entries.shape[1] + (self._inserted_at is not None)
-        queues = slots // SLOTS * QUEUE_WORDS * self._has_queues
-        return slots + (slots * words + queues) * self.entries.itemsize
+        return sum(self.capacity(t) for t in range(len(self.specs))) * self.bytes_per_slot()
 
     def snapshot(self) -> dict[str, Any]:
         """Return a copy of the index on the CPU, slot by slot; only the buckets in use."""
+        tables = self.tables.cpu().clone()  # without the limits of a budget, which a copy has not
+        max_buckets = [spec.max_buckets for spec in self.specs]
+        tables[:, HashTableColumn.MAX_BUCKETS] = torch.tensor(max_buckets, dtype=torch.int64)
         return {
-            "tables": self.tables.cpu().clone(),
+            "tables": tables,
             "clock": self.clock.cpu().clone(),
             "counters": self.counters.cpu().clone(),
             "tags": [self.table_tags(t).cpu().clone() for t in range(len(self.specs))],
@@ -611,8 +641,14 @@ class HashIndex(nn.Module):
         """Check that `restore` takes a snapshot; return the number of slots of each table in it.
 
         Raises:
-            ValueError: it is of tables of other capacities, loads or eviction, or is malformed.
+            ValueError: it is of tables of other capacities, loads or eviction, or is malformed, or
+                a memory budget limits the tables.
         """
+        if self.grant is not None:
+            raise ValueError(
+                "a snapshot is slot by slot, and a memory budget limits these tables to fewer "
+                "slots; load a state_dict or a dump instead, which fit any number of rows"
+            )
         entries = dumps.check_entries("index", snapshot, _SNAPSHOT)
         tables = dumps.check_tensor("index.tables", entries["tables"], torch.int64, (None, None))
         saved = _with_hash_keys(tables)

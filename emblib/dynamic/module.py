@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from emblib import ops
+from emblib.dynamic import shrinking, training
 from emblib.dynamic import state as dynamic_state
-from emblib.dynamic import training
 from emblib.dynamic.eviction import EvictionLog
 from emblib.dynamic.handles import DynamicTables, TableSpecs, handles_of
 from emblib.dynamic.keys import as_keys, hash_keys_of
@@ -219,12 +219,16 @@ class DynamicEmbeddingBags(FusedTables):
     capacity = dynamic_state.capacity
     find = dynamic_state.find
     reserve = dynamic_state.reserve
+    shrink = shrinking.shrink
     erase = training.erase
     clear = training.clear
     key_status = dynamic_state.key_status
     status_of = dynamic_state.status_of
     stats = dynamic_state.stats
     tier_stats = dynamic_state.tier_stats
+    track_statistics = dynamic_state.track_statistics
+    statistics = dynamic_state.statistics
+    bucket_fill = dynamic_state.bucket_fill
     reset_stats = dynamic_state.reset_stats
     nbytes = dynamic_state.nbytes
     track_evictions = dynamic_state.track_evictions
@@ -540,6 +544,11 @@ class DynamicEmbeddingBags(FusedTables):
 
     def _move(self, fn: Callable[[Tensor], Tensor], device: torch.device) -> None:
         state = self.state
+        if state.budget is not None:
+            raise RuntimeError(
+                f"the tables {self.table_names} belong to a memory budget, which is for the CPU: "
+                "move a copy (copy.deepcopy), which belongs to none"
+            )
         rows = self.rows.snapshot(state.row_buffers, state.capacities())
         self.index = state.index = state.index.copy_to(device)
         # A copy would allocate the reserved memory too, so only the rows in use are copied.

@@ -21,6 +21,7 @@ from emblib.dynamic.eviction import EvictionLog, EvictionScores, Expiry
 from emblib.dynamic.hash_index import HashIndex, RowBuffers
 from emblib.dynamic.keys import LastBatch, as_keys, of_insertion
 from emblib.dynamic.rows import BatchReads, RowInitializer, RowLayout, TrainingUpdate
+from emblib.dynamic.statistics import StatisticsCollector, TableStatistics
 from emblib.dynamic.tiers.backing_tier import BackingTier
 from emblib.dynamic.tiers.store import TierStats
 from emblib.ops.hash import Keys
@@ -31,6 +32,13 @@ from emblib.tables.changes import CompletingLock
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _INT64_MIN = -(2**63)
+
+
+class StepBudget(Protocol):
+    """The place of a state in an `emblib.MemoryBudget`."""
+
+    def begin_step(self, state: DynamicState) -> None:
+        """Shrink tables whose memory others need, before the keys of a batch are inserted."""
 
 
 class DynamicState:
@@ -60,6 +68,8 @@ class DynamicState:
         scores: the eviction scores of the next batch; None if eviction assigns none.
         expiry: choice of the keys that expire; None without `ttl`.
         eviction_log: the keys that left; None until `track_evictions`.
+        statistics: counts of insertions; None until `track_statistics`.
+        budget: the memory budget that limits the tables; None without one; a copy has none.
         is_deferred: whether a later step applies gradients; those of evicted keys are then dropped.
         on_new_rows: functions that are called with the indices, over all tables, of rows that got
             new keys, after their initial values are written; a copy has none.
@@ -107,6 +117,8 @@ class DynamicState:
         expires = any(spec.ttl is not None for spec in self.specs)
         self.expiry = Expiry(self.specs) if expires else None
         self.eviction_log: EvictionLog | None = None
+        self.statistics: StatisticsCollector | None = None
+        self.budget: StepBudget | None = None
         self.is_deferred = optimizer.deferred
         self.on_new_rows: list[Callable[[Tensor], None]] = []
         self.backing: BackingTier | None = None
@@ -120,7 +132,13 @@ class DynamicState:
         """Return the state for copies and pickles without its memory, which the owner copies."""
         memory = ("weights", "optimizer_states", "moves", "hyperparams", "dropped_updates")
         state = {name: value for name, value in self.__dict__.items() if name not in memory}
-        return {**state, "last_batch": None, "adopt_hyperparams": None, "on_new_rows": []}
+        return {
+            **state,
+            "last_batch": None,
+            "adopt_hyperparams": None,
+            "on_new_rows": [],
+            "budget": None,
+        }
 
     @property
     def row_buffers(self) -> list[Tensor]:
@@ -164,6 +182,10 @@ class DynamicState:
     def capacities(self) -> list[int]:
         """Return the number of rows in use of each table (reads the device)."""
         return [self.index.capacity(t) for t in range(len(self.specs))]
+
+    def bytes_per_row(self, table: int) -> int:
+        """Return the bytes per row in use, with optimizer states and index."""
+        return self.layout.row_bytes(table) + self.index.bytes_per_slot()
 
     def keys_of(self, table: int | str, ids: Tensor) -> Keys:
         """Return ids of one table as a batch on the device."""
@@ -266,7 +288,10 @@ def contains(state: DynamicState, table: int, ids: Tensor) -> Tensor:
 
 @of_state
 def reserve(state: DynamicState, table: int | str, rows: int) -> None:
-    """Grow a table to the size that `rows` keys need, at most to its capacity."""
+    """Grow a table to the size that `rows` keys need, at most to its capacity.
+
+    In a memory budget, it grows as far as the budget has room.
+    """
     state.index.reserve(state.table_number(table), rows, state.slot_rows())
 
 
@@ -313,11 +338,55 @@ def tier_stats(state: DynamicState) -> dict[str, TierStats]:
 
 
 @of_state
+def track_statistics(state: DynamicState, *, remember: int = 0) -> None:
+    """Count from now on ages of evicted keys, keys that return, and lookups without a row.
+
+    Args:
+        state: the tables.
+        remember: number of evicted keys per table to remember, 8 bytes each, in order to count how
+            many return; rounded up to a power of two. Another number than before restarts the
+            counts; 0 remembers none.
+    """
+    current = state.statistics
+    if current is None or current.remember != remember:
+        state.statistics = StatisticsCollector(len(state.specs), remember)
+
+
+@of_state
+def statistics(state: DynamicState, table: int | str) -> TableStatistics:
+    """Return the numbers of a table since `reset_stats` (reads the device)."""
+    table = state.table_number(table)
+    index, rows = state.index, state.index.capacity(table)
+    counts: dict[str, Any] = {**index.stats()[table]}
+    if state.statistics is not None:
+        counts |= state.statistics.read()[table]._asdict()
+    return TableStatistics(
+        step=index.tick,
+        keys=index.size(table),
+        rows=rows,
+        capacity=state.specs[table].rows,
+        nbytes=rows * state.bytes_per_row(table),
+        tiers=tier_stats(state).get(state.table_names[table]),
+        **counts,
+    )
+
+
+@of_state
+def bucket_fill(state: DynamicState, table: int | str) -> list[int]:
+    """Return how many buckets of a table have 0, 1, ... 32 keys (reads the device)."""
+    tags = state.index.table_tags(state.table_number(table))
+    fill: list[int] = (tags != 0).view(-1, SLOTS).sum(1).bincount(minlength=SLOTS + 1).tolist()
+    return fill
+
+
+@of_state
 def reset_stats(state: DynamicState) -> None:
-    """Set the counts of `stats` and `tier_stats` to zero."""
+    """Set the counts of `stats`, `tier_stats` and `statistics` to zero."""
     state.index.reset_stats()
     if state.backing is not None:
         state.backing.reset_stats()
+    if state.statistics is not None:
+        state.statistics.reset()
 
 
 @of_state

@@ -65,6 +65,8 @@ def insert_batch(state: DynamicState, keys: Keys, counts: Tensor | None = None) 
         keys: the batch.
         counts: int64 `[L]`, the number of uses that each position stands for; None is 1 each.
     """
+    if state.budget is not None:
+        state.budget.begin_step(state)
     insertion = BatchInsertion(state, keys, counts)
     inserted = state.lock.complete(insertion.run, insertion.is_optional)
     if inserted.result is not None:
@@ -95,6 +97,7 @@ class BatchInsertion:
 
     def __init__(self, state: DynamicState, keys: Keys, counts: Tensor | None) -> None:
         self._state, self._keys, self._counts = state, keys, counts
+        self._statistics_effects = Effects()
         # Raises before anything is changed.
         self._scores = None if state.scores is None else state.scores.of_next_batch()
         self._effects = Effects()
@@ -105,7 +108,7 @@ class BatchInsertion:
         self._inserted: InsertedBatch | None = None
         self._placement: BatchPlacement | None = None
         self._found_rows: list[FoundRows] = []
-        self._has_begun = self._is_written = False
+        self._has_begun = self._is_counted = self._is_written = False
 
     def is_optional(self) -> bool:
         """Return whether the insertion may be abandoned: no slot has the row of another key yet."""
@@ -124,6 +127,11 @@ class BatchInsertion:
         inserted = self._inserted
         if not self._is_written:
             if inserted.misses is not None:
+                if state.statistics is not None and not self._is_counted:
+                    effects = self._statistics_effects
+                    effects.restart()
+                    state.statistics.record(keys, inserted, state.index.clock, effects)
+                    self._is_counted = True  # not again: a backing store changes the result
                 self._write_rows(inserted)
             state.last_batch = LastBatch(inserted, keys, keys.ids._version)
             self._is_written = True
@@ -279,6 +287,8 @@ def clear(state: DynamicState) -> None:
 def _clear(state: DynamicState, tick: int) -> None:
     """Remove all keys; the count of training steps continues from `tick`."""
     state.index.clear()
+    if state.statistics is not None:
+        state.statistics.clear()
     state.index.set_tick(tick)
     if state.admission is not None:
         state.admission.clear()

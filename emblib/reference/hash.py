@@ -357,6 +357,37 @@ class HashModel:
             table.remove(slot, "expired")
         return freed
 
+    def shrink(self, t: int, buckets: int) -> list[HashEntry]:
+        """Dissolve the buckets of a table from number `buckets` on; return the entries that leave.
+
+        Of the dissolved entries, the lowest-ranked ones leave, in proportion to the entries of the
+        table that have no slot left. The others are inserted, the highest-ranked first, like the
+        missing keys of a batch that evict others; their stamps and scores stay.
+        """
+        table, size, counters = self.tables[t], self.tables[t].size, dict(self.tables[t].counters)
+        dissolved = [entry for entry in table.slots[buckets * SLOTS :] if entry is not None]
+        dissolved.sort(key=self._rank, reverse=True)
+        num_lacking = max(0, size - buckets * SLOTS)
+        num_inserted = len(dissolved) - num_lacking * len(dissolved) // max(1, size)
+        table.slots[buckets * SLOTS :] = [None] * ((table.most - buckets) * SLOTS)
+        table.buckets = buckets
+        misses = [Miss(entry.key, [], total=entry.score) for entry in dissolved[:num_inserted]]
+        policy, self.insert_policy = self.insert_policy, "wins"
+        of_tables: list[list[Miss]] = [[] for _ in self.tables]
+        of_tables[t] = misses
+        self.insert(of_tables, [0] * len(self.tables))
+        self.insert_policy = policy
+        leaving = dissolved[num_inserted:]
+        for miss, entry in zip(misses, dissolved, strict=False):
+            if miss.slot < 0:
+                leaving.append(entry)
+                continue
+            table.slots[miss.slot] = entry
+            if miss.evicted is not None:
+                leaving.append(miss.evicted)
+        table.counters = {**counters, "evicted": counters["evicted"] + len(leaving)}
+        return leaving
+
     # As tensors
 
     def index(self) -> list[Tensor]:

@@ -13,9 +13,10 @@ from emblib import (
     Eviction,
     KeyedJaggedTensor,
     KeyStatus,
+    MemoryBudget,
     optim,
 )
-from emblib.dynamic import DynamicTable
+from emblib.dynamic import DynamicTable, TableStatistics
 from emblib.sharding import DistributedModelParallel, GradientReduction, row_wise, table_wise
 from emblib.sharding.ranks import RankGroup
 from emblib.storage import Hash
@@ -89,6 +90,13 @@ def ask_and_change(ranks: RankGroup) -> None:
         sizes = ranks.gather_objects(table.local.size())
         assert sum(sizes) == table.size()
         assert name == "user" or sizes[1:] == [0] * (ranks.size - 1)
+        by_rank = table.statistics_by_rank()
+        assert by_rank[ranks.rank] == (table.local.statistics() if table.shards else None)
+        assert table.statistics() == TableStatistics.merged([s for s in by_rank if s is not None])
+        assert (table.statistics().hits, table.statistics().keys) == (
+            oracle.statistics().hits,
+            oracle.size(),
+        )
         # Each rank asks for other keys, the last one for none.
         last = ranks.rank == ranks.size - 1 and ranks.size > 1
         keys = torch.arange(-25 + ranks.rank, 0 if last else 25, 1 + ranks.rank)
@@ -224,3 +232,33 @@ def test_an_error_of_one_rank_is_raised_on_all(tmp_path: Path) -> None:
     assert "did you mean 'user'" in first[2]
     assert "is stored as Dense" in first[3]
     assert len(first) == len(second) == 4
+
+
+def train_in_a_budget(ranks: RankGroup) -> list[int]:
+    """Each rank keeps a budget of its own shards; return the rows of both tables."""
+    configs = [
+        EmbeddingBagConfig(1024, 4, name, [name], storage=Hash(initial_capacity=64))
+        for name in ("a", "b")
+    ]
+    model = DistributedModelParallel(
+        EmbeddingBagCollection(configs, optimizer=optim.SGD(0.1)),
+        ranks,
+        plan={"": {"a": row_wise(), "b": row_wise()}},
+    )
+    budget = MemoryBudget(256 * 60, interval=4, share=1 / 4)
+    budget.attach(model)
+    capacities = []
+    for step in range(32):
+        generator = torch.Generator().manual_seed(2 * step + ranks.rank)
+        ids = torch.cat([torch.randint(n, (80,), generator=generator) for n in (2000, 40)])
+        keyed = KeyedJaggedTensor(["a", "b"], ids, lengths=torch.tensor([80, 80]))
+        model(keyed.to(ranks.device)).values().sum().backward()
+        assert budget.used() <= budget.nbytes
+        capacities.append([model.tables[name].local.capacity() for name in "ab"])
+    assert [table.name for table in budget.tables()] == [f"{n}.{ranks.rank}" for n in "ab"]
+    return capacities[-1]
+
+
+def test_every_rank_has_a_budget() -> None:
+    for rows in worlds.run(2, train_in_a_budget):
+        assert rows[0] > 2 * rows[1] >= 64

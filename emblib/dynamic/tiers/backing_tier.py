@@ -302,6 +302,23 @@ class BackingTier:
             return batch_scores[table].cpu().expand_as(counts).clone()
         return counts if order in _COUNTING_ORDERS else torch.zeros_like(counts)
 
+    def num_demoted(self, table: int) -> int:
+        """Return the number of rows that were demoted since the last reset of the counts."""
+        return self._counts[table]["demoted"]
+
+    def demote(self, table: int, rows: StoredRows, num_demoted: int) -> None:
+        """Record that rows left their slots without a batch; `move_rows` puts them into the store.
+
+        Repeated calls have no further effect; no other rows of the table are moving.
+
+        Args:
+            table: number of the table.
+            rows: the rows.
+            num_demoted: number of demoted rows so far, these included.
+        """
+        self._counts[table]["demoted"] = num_demoted
+        self._moves.demoted[table] = rows
+
     def move_rows(self) -> None:
         """Remove promoted rows from the store, and put demoted rows into it.
 

@@ -1,0 +1,396 @@
+"""MemoryBudget: one number of bytes for many dynamic tables, which grow and shrink within it.
+
+Every table of the budget has a *limit*, the buckets up to which it may grow now. The bytes of all
+limits together never exceed the budget. A step that needs more buckets than the limit asks the
+budget (`HashIndex.grant`), which raises the limit as far as bytes are free. So tables grow on
+demand while there is room, and the check costs nothing where no table grows.
+
+Once the room is used up, each table evicts keys of its own. Then pressure is compared over all
+tables, every `interval` training forwards of a module: the *receiver* is the table whose evicted
+keys had been unused for the shortest time, and the *donor* is the one whose lowest-ranked keys are
+unused for the longest. If the donor's age is more than `ratio` times the receiver's, the donor
+shrinks by a share of its rows, and the bytes are reserved for the receiver, which takes them when
+it next needs rows. Eviction of the globally oldest key would lead to equal ages too; without
+`ratio`, tables of equal pressure would take rows from each other for ever.
+
+A decision reads published numbers only, and each module shrinks its own tables at the beginning of
+its next training forward, under its own lock. So modules in several threads do not wait for each
+other, and in one thread the result depends on the sequence of steps alone.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from emblib.columns import HashEntryColumn
+from emblib.dynamic.handles import tables_of
+from emblib.dynamic.hash_index import HashIndex
+from emblib.dynamic.shrinking import shrink_to
+from emblib.dynamic.state import DynamicState, track_statistics
+from emblib.dynamic.statistics import AgeHistogram
+from emblib.specs import SLOTS, check_count
+
+_SAMPLED_BUCKETS = 256  # per table and decision
+
+
+class Pressure(NamedTuple):
+    """The pressure in a table, in training forwards.
+
+    Attributes:
+        evicted_keys: number of keys that were evicted since the last publication.
+        evicted_age: mean age of these keys; NaN for none.
+        lowest_age: mean age of the lowest-ranked key per bucket, infinite if the table could shrink
+            without evicting keys.
+    """
+
+    evicted_keys: int
+    evicted_age: float
+    lowest_age: float
+
+
+class BudgetedTable(NamedTuple):
+    """A table of a budget, for reports.
+
+    Attributes:
+        name: name of the table in the model; of a sharded table, with the number of the shard.
+        nbytes: bytes that the table may use now.
+        rows: rows that it may use now.
+        pressure: the pressure at the last decision; None before the first.
+    """
+
+    name: str
+    nbytes: int
+    rows: int
+    pressure: Pressure | None
+
+
+class MemoryBudget:
+    """A number of bytes for the rows of many dynamic tables, on the CPU.
+
+    Tables grow from `initial_capacity` to at most `capacity` while the budget has room. When it is
+    used up, tables whose evicted keys are youngest grow at the expense of tables whose
+    lowest-ranked keys are oldest. The bytes of all tables never exceed the budget (docs/dynamic.md).
+
+    The bytes of a table are those of its rows in use: weights, optimizer states and index, with 8
+    bytes per row for versions, which are recorded only if steps overlap. Overflow rows and the
+    store of a `BackingStore`, counters of admission and statistics do not count. Tables that cannot
+    grow count with their whole size. Tables with `Eviction.NONE` grow, but never shrink.
+
+    A sharded model has one budget per rank, of the shards that it has; ranks do not communicate.
+    Copies of a module and modules that load its checkpoint belong to no budget.
+
+    Args:
+        nbytes: the number of bytes.
+        interval: number of training forwards of a module between two decisions.
+        share: share of its rows by which a table shrinks per decision, at least one bucket.
+        ratio: factor by which the ages of two tables must differ before rows move.
+
+    Example:
+        >>> specs = [
+        ...     emblib.DynamicSpec(1_000, dim=4, name=name, initial_capacity=32)
+        ...     for name in ("item", "user")
+        ... ]
+        >>> bags = emblib.DynamicEmbeddingBags(specs, emblib.optim.SGD(0.1))
+        >>> budget = emblib.MemoryBudget(20_000)
+        >>> budget.attach(bags)
+        >>> ids, offsets = torch.arange(600), torch.tensor([0, 600, 600])  # all of "item"
+        >>> pooled = bags(ids, offsets)
+        >>> sum(bags.nbytes().values()) <= budget.used() <= 20_000
+        True
+    """
+
+    def __init__(
+        self, nbytes: int, *, interval: int = 64, share: float = 1 / 16, ratio: float = 1.5
+    ) -> None:
+        self.nbytes = check_count("nbytes", nbytes)
+        self.interval = check_count("interval", interval)
+        if not 0.0 < share <= 0.5:
+            raise ValueError(f"share must be in (0, 0.5], got {share}")
+        if not ratio > 1.0:
+            raise ValueError(f"ratio must be above 1, or rows move for ever, got {ratio}")
+        self.share, self.ratio = share, ratio
+        self._lock = threading.Lock()
+        self._members: list[_Member] = []
+
+    def attach(self, model: nn.Module) -> None:
+        """Add all dynamic tables of a model, after it has its optimizers and is sharded.
+
+        Raises:
+            ValueError: tables on CUDA, tables of another budget, or tables that use more bytes
+                already than the budget has left; nothing is changed.
+        """
+        names: dict[int, dict[int, str]] = {}
+        states: dict[int, DynamicState] = {}
+        for name, handle in tables_of(model).items():
+            for number, state, index in handle.local_shards():
+                states[id(state)] = state
+                of_shard = f"{name}.{number}" if len(handle.owners) > 1 else name
+                names.setdefault(id(state), {})[index] = of_shard
+        if not tables_of(model):
+            raise ValueError("a memory budget is for dynamic tables, and the model has none")
+        for state in states.values():
+            _check(state)
+        added = [_Member.of(self, names[number], state) for number, state in states.items()]
+        with self._lock:
+            used, needed = self._used(), sum(member.nbytes for member in added)
+            if used + needed > self.nbytes:
+                raise ValueError(
+                    f"the tables of {type(model).__name__} use {needed} bytes already, and the "
+                    f"budget of {self.nbytes} has {self.nbytes - used} left; choose a larger "
+                    "budget or a smaller initial_capacity"
+                )
+            self._members += added
+        for member, state in zip(added, states.values(), strict=True):
+            if state.statistics is None:
+                track_statistics(state)
+            for table in member.tables:
+                state.index.set_limit(table.number, table.limit)
+            state.index.grant, state.budget = member.grant, member
+
+    def used(self) -> int:
+        """Return the bytes that the tables may use now; never more than `nbytes`."""
+        with self._lock:
+            return self._used()
+
+    def tables(self) -> list[BudgetedTable]:
+        """Return what each table that can grow may use now, in the order of `attach`."""
+        with self._lock:
+            self._used()
+            return [
+                BudgetedTable(t.name, t.limit * t.bucket_bytes, t.limit * SLOTS, t.pressure)
+                for t in self._tables()
+            ]
+
+    def _used(self) -> int:
+        """Return the bytes in use, after those of deleted modules were given back."""
+        self._members = [member for member in self._members if member.state() is not None]
+        return sum(member.nbytes for member in self._members)
+
+    def _tables(self) -> Iterator[_Table]:
+        return (table for member in self._members for table in member.tables)
+
+    def raise_limit(self, table: _Table, buckets: int) -> None:
+        """Raise the limit of a table towards a number of buckets, as far as bytes are free."""
+        with self._lock:
+            reserved = sum(t.reserved_bytes for t in self._tables()) - table.reserved_bytes
+            free = max(0, self.nbytes - self._used() - reserved)
+            more = min(buckets - table.limit, free // table.bucket_bytes)
+            if more > 0:
+                taken = min(table.reserved_bytes, more * table.bucket_bytes)
+                table.reserved_bytes -= taken
+                table.limit += more
+
+    def lower_limit(self, table: _Table, buckets: int) -> None:
+        """Lower the limit of a table, and reserve the bytes for its receiver, if there is one."""
+        with self._lock:
+            if table.receiver is not None:
+                table.receiver.reserved_bytes += (table.limit - buckets) * table.bucket_bytes
+            table.limit, table.target, table.receiver = buckets, None, None
+
+    def decide(self) -> None:
+        """Choose a donor and a receiver among the published tables, if their ages differ enough."""
+        with self._lock:
+            free = self.nbytes - self._used()
+            for table in self._tables():
+                table.reserved_bytes = 0  # what a receiver did not take is free for all
+            published = [(t, t.pressure) for t in self._tables() if t.pressure is not None]
+            receivers = [
+                (pressure.evicted_age, table)
+                for table, pressure in published
+                if pressure.evicted_keys
+                and free < table.bucket_bytes
+                and table.limit < table.max_buckets
+            ]
+            if not receivers:
+                return
+            age, receiver = min(receivers, key=lambda pair: pair[0])
+            donors = [
+                (pressure.lowest_age, table)
+                for table, pressure in published
+                if table is not receiver and table.can_shrink and table.limit > table.min_buckets
+            ]
+            oldest, donor = max(donors, key=lambda pair: pair[0], default=(0.0, receiver))
+            if oldest <= self.ratio * max(age, 1.0):
+                return
+            step = max(donor.step(self.share), -(-receiver.bucket_bytes // donor.bucket_bytes))
+            donor.target = max(donor.min_buckets, donor.limit - step)
+            donor.receiver = receiver
+            # Neither takes part again before it has published.
+            donor.pressure = receiver.pressure = None
+
+
+def _check(state: DynamicState) -> None:
+    """Raise ValueError if a budget cannot limit tables."""
+    if state.budget is not None:
+        raise ValueError(f"the tables {state.table_names} belong to a memory budget already")
+    if state.index.tags.device.type != "cpu":
+        raise ValueError(
+            f"the tables {state.table_names} are on {state.index.tags.device}, where memory is "
+            "allocated for the whole capacity; a memory budget is for tables on the CPU. Choose "
+            "capacities that fit together, e.g. with plan_memory"
+        )
+
+
+@dataclass(eq=False)
+class _Table:
+    """A table of a budget.
+
+    Attributes:
+        number: number of the table in its module.
+        name: name for reports.
+        bucket_bytes: bytes per bucket, with rows, optimizer states and index.
+        min_buckets: buckets of `initial_capacity`, below which it does not shrink.
+        max_buckets: buckets of `capacity`.
+        can_shrink: whether its eviction allows it to shrink.
+        limit: buckets up to which it may grow now.
+        reserved_bytes: bytes that a donor freed for this table.
+        target: buckets to which it shrinks next; None for none.
+        receiver: table for which it shrinks.
+        pressure: numbers of the last publication, until a decision used them.
+        ages: ages of evicted keys at the last publication.
+    """
+
+    number: int
+    name: str
+    bucket_bytes: int
+    min_buckets: int
+    max_buckets: int
+    can_shrink: bool
+    limit: int
+    reserved_bytes: int = 0
+    target: int | None = None
+    receiver: _Table | None = None
+    pressure: Pressure | None = None
+    ages: AgeHistogram = field(default_factory=AgeHistogram)
+
+    def step(self, share: float) -> int:
+        """Return the number of buckets by which the table shrinks per decision."""
+        return min(self.limit - self.min_buckets, max(1, int(share * self.limit)))
+
+
+class _Member:
+    """A module in a budget. Methods are called by the thread that holds the lock of the module."""
+
+    def __init__(
+        self, budget: MemoryBudget, state: DynamicState, tables: list[_Table], fixed_bytes: int
+    ) -> None:
+        self._budget, self.tables, self._fixed_bytes = budget, tables, fixed_bytes
+        self.state = weakref.ref(state)
+        self._by_number = {table.number: table for table in tables}
+        self._num_steps = 0
+
+    @classmethod
+    def of(cls, budget: MemoryBudget, names: dict[int, str], state: DynamicState) -> _Member:
+        """Return the member of a state, with the names of its tables by number; change nothing."""
+        tables, fixed_bytes = [], 0
+        for number, spec in enumerate(state.specs):
+            buckets = state.index.buckets(number)
+            slot_bytes = state.index.bytes_per_slot(with_versions=True)
+            bucket_bytes = SLOTS * (state.layout.row_bytes(number) + slot_bytes)
+            if spec.buckets == spec.max_buckets:
+                fixed_bytes += buckets * bucket_bytes
+                continue
+            table = _Table(
+                number=number,
+                name=names.get(number, state.table_names[number]),
+                bucket_bytes=bucket_bytes,
+                min_buckets=spec.buckets,
+                max_buckets=spec.max_buckets,
+                can_shrink=spec.eviction.order != "none",
+                limit=buckets,
+            )
+            tables.append(table)
+        return cls(budget, state, tables, fixed_bytes)
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes that the tables may use now."""
+        return self._fixed_bytes + sum(t.limit * t.bucket_bytes for t in self.tables)
+
+    def grant(self, number: int, buckets: int) -> int:
+        """Raise a table's limit towards a number of buckets; return the buckets that it may have.
+
+        The result is at most `buckets`.
+        """
+        table, state = self._by_number.get(number), self.state()
+        if table is None or state is None:
+            return buckets
+        if buckets > table.limit:
+            self._budget.raise_limit(table, buckets)
+        if state.index.limits[number] != table.limit:
+            state.index.set_limit(number, table.limit)
+        return min(buckets, table.limit)
+
+    def begin_step(self, state: DynamicState) -> None:
+        """Decide once per interval, and shrink the tables that were chosen as donors."""
+        self._num_steps += 1
+        if self._num_steps % self._budget.interval == 0:
+            for table in self.tables:
+                self._give_back_unused(table, state)
+            self._publish(state)
+            self._budget.decide()
+        for table in self.tables:
+            if table.target is not None:
+                self._shrink(table, table.target, state)
+
+    def _give_back_unused(self, table: _Table, state: DynamicState) -> None:
+        """Lower a limit to the buckets in use, which `clear` makes fewer; return the memory."""
+        buckets = state.index.buckets(table.number)
+        if buckets < table.limit and table.target is None:
+            rows_before, rows = table.limit * SLOTS, buckets * SLOTS
+            state.index.release(table.number, rows_before, rows)
+            state.layout.release(state.row_buffers, table.number, rows_before, rows)
+            state.index.set_limit(table.number, buckets)
+            self._budget.lower_limit(table, buckets)
+
+    def _publish(self, state: DynamicState) -> None:
+        """Publish the pressure in the tables."""
+        counts = [] if state.statistics is None else state.statistics.read()
+        for table in self.tables if counts else ():
+            ages = counts[table.number].eviction_ages
+            recent = ages.since(table.ages)
+            lowest = _lowest_age(state, table.number, table.step(self._budget.share))
+            table.pressure, table.ages = Pressure(recent.num_keys, recent.mean, lowest), ages
+
+    def _shrink(self, table: _Table, buckets: int, state: DynamicState) -> None:
+        """Shrink a table, then lower its limit. Repeated after an interruption, it goes on."""
+        shrink_to(state, table.number, buckets)
+        if state.statistics is not None:  # keys that it evicted just now are no pressure
+            table.ages = state.statistics.read()[table.number].eviction_ages
+        state.index.set_limit(table.number, buckets)
+        self._budget.lower_limit(table, buckets)
+
+
+def _lowest_age(state: DynamicState, table: int, step: int) -> float:
+    """Return the mean age of the lowest-ranked key per bucket, of evenly spaced buckets.
+
+    It is infinite if the table's keys would fit at its `max_load` without `step` buckets.
+    """
+    index = state.index
+    buckets, spec = index.buckets(table), state.specs[table]
+    if index.size(table) * 1024 <= (buckets - step) * SLOTS * spec.max_load_1024ths:
+        return math.inf
+    count = min(buckets, _SAMPLED_BUCKETS)
+    numbers = torch.arange(count) * buckets // count
+    entries = index.table_entries(table).view(buckets, SLOTS, -1)[numbers]
+    is_used = index.table_tags(table).view(buckets, SLOTS)[numbers] != 0
+    return _mean_lowest_age(index, entries, is_used)
+
+
+def _mean_lowest_age(index: HashIndex, entries: torch.Tensor, is_used: torch.Tensor) -> float:
+    """Return the mean age of the entry per bucket that is evicted first; keys break no ties."""
+    largest = torch.iinfo(torch.int64).max
+    if entries.shape[2] > HashEntryColumn.SCORE:
+        scores = entries[:, :, HashEntryColumn.SCORE].masked_fill(~is_used, largest)
+        is_used = is_used & (scores == scores.amin(1, keepdim=True))
+    stamps = entries[:, :, HashEntryColumn.STAMP].masked_fill(~is_used, largest).amin(1)
+    stamps = stamps[is_used.any(1)]
+    return float((index.clock - stamps).double().mean()) if stamps.numel() else math.inf

@@ -1,0 +1,242 @@
+"""Shrinking a dynamic table: linear hashing backwards, with its lowest-ranked keys evicted.
+
+A table of n buckets shrinks to m: buckets m to n - 1 are dissolved. Entries in other buckets keep
+their slots, because a key whose bucket is below m has the same bucket in the smaller table. Entries
+of dissolved buckets are inserted again, as the missing keys of a batch are: into an empty slot of
+one of their two buckets, else in place of the lowest-ranked entry of both. If x of the k entries of
+the table have no slot in the smaller one, the lowest-ranked share x / k of the dissolved entries is
+evicted from the beginning; the others evict as many entries as they lack slots. Since a hash
+selects the buckets, the dissolved entries are a sample of the table. Thus nearly the lowest-ranked
+entries of the whole table leave, and the work is that of the dissolved buckets, whatever the size
+of the table. Rows and versions move with their entries. Evicted rows go to the backing store, if
+there is one. At the end the memory of the dissolved buckets is returned to the system.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from emblib.columns import HashCounter, HashEntryColumn, HashTableColumn
+from emblib.dynamic.saving.entries import Entries, best_first
+from emblib.dynamic.state import DynamicState, of_state
+from emblib.dynamic.tiers.store import StoredRows
+from emblib.ops import codes, hash
+from emblib.ops.effects import Effects
+from emblib.specs import SLOTS, check_count
+
+
+@of_state
+def shrink(state: DynamicState, table: int | str, rows: int) -> int:
+    """Shrink a table to `rows` rows, rounded up to a multiple of 32, and return its memory.
+
+    Nothing happens if the table has no more rows than that. If its keys do not fit, the
+    lowest-ranked ones are evicted, to the backing store if there is one. The table may grow again.
+
+    Args:
+        state: the tables.
+        table: number or name of the table.
+        rows: number of rows, at least `initial_capacity`.
+
+    Returns:
+        The number of evicted keys.
+
+    Raises:
+        ValueError: less than `initial_capacity` rows, or a table on CUDA, whose memory is allocated
+            for its whole capacity, or one that evicts no keys.
+    """
+    number = state.table_number(table)
+    check_shrinkable(state, number)
+    spec = state.specs[number]
+    buckets = -(-check_count("rows", rows) // SLOTS)
+    if buckets < spec.buckets:
+        raise ValueError(
+            f"table {state.table_names[number]!r} shrinks to its initial_capacity, "
+            f"{spec.buckets * SLOTS} rows, and not to {rows}; choose a smaller initial_capacity"
+        )
+    return shrink_to(state, number, buckets)
+
+
+def check_shrinkable(state: DynamicState, table: int) -> None:
+    """Raise ValueError if a table cannot shrink."""
+    name = state.table_names[table]
+    if state.index.tags.device.type != "cpu":
+        raise ValueError(
+            f"table {name!r} is on {state.index.tags.device}, where memory is allocated for the "
+            "whole capacity: shrinking would return none. Choose capacities that fit together, "
+            "e.g. with plan_memory, or have the tables on the CPU"
+        )
+    if state.specs[table].eviction.order == "none":
+        raise ValueError(
+            f"table {name!r} evicts no keys (Eviction.NONE), so it cannot shrink; erase keys, or "
+            "choose another eviction"
+        )
+
+
+def shrink_to(state: DynamicState, table: int, buckets: int) -> int:
+    """Shrink a table to a number of buckets, unless it has no more; return the evicted keys."""
+    if buckets >= state.index.buckets(table):
+        return 0
+    change = _TableShrink(state, table, buckets)
+    return state.complete(change.run, change.is_optional)
+
+
+class _TableShrink:
+    """A shrink, which `run` completes after an interruption.
+
+    All values are read before the first write. The insertion is made once (`Effects`); every other
+    write has values that follow from what was read before, so it can be repeated.
+    """
+
+    def __init__(self, state: DynamicState, table: int, buckets: int) -> None:
+        self._state, self._table, self._buckets = state, table, buckets
+        index = state.index
+        index.settle_last()
+        if state.backing is not None:
+            state.backing.write_back()
+            self._num_demoted = state.backing.num_demoted(table)
+        self._rows_before, size = index.capacity(table), index.size(table)
+        self._counters = index.counters[table].clone()
+        # By slot: entries, versions if there are any, and the row buffers.
+        self._slot_views = index.views_by_slot(table)
+        self._row_views = list(state.table_rows(table).values())
+        self._tags = index.table_tags(table)[buckets * SLOTS :]
+        occupied = self._tags.nonzero().view(-1) + buckets * SLOTS
+        self._size_left = size - occupied.numel()
+        # The dissolved entries, the highest rank first. The last ones leave from the beginning.
+        slots = occupied[self._order(occupied)]
+        self._slot_values = [view[slots] for view in self._slot_views]
+        self._row_values = [view[slots] for view in self._row_views]
+        num_lacking = max(0, size - buckets * SLOTS)
+        self._num_inserted = slots.numel() - num_lacking * slots.numel() // max(1, size)
+        self._effects = Effects()
+        self._leaving: _Leaving | None = None
+        self._has_written = self._is_demoted = False
+
+    def _order(self, slots: Tensor) -> Tensor:
+        """Return the permutation of entries from the last to be evicted to the first."""
+        columns = self._slot_views[0][slots].unbind(1)
+        keys, stamps, *scores = columns
+        entries = Entries(keys, stamps, scores[0] if scores else None, {})
+        return best_first(entries, self._state.index.order)
+
+    def is_optional(self) -> bool:
+        """Return whether the shrink may be abandoned: nothing was written yet."""
+        return not self._has_written
+
+    @torch.no_grad()
+    def run(self) -> int:
+        """Shrink the table, or complete that; return the number of evicted keys."""
+        self._has_written = True
+        state, index, table = self._state, self._state.index, self._table
+        self._dissolve()
+        self._effects.restart()
+        inserted = self._insert()
+        if self._leaving is None:
+            self._leaving = self._rows_that_leave(inserted)
+        leaving, is_placed = self._leaving, inserted.slots >= 0
+        slots = inserted.slots[is_placed]
+        index.forget_queues(table, slots)  # the entries rank lower than inserted ones
+        for views, values in (
+            (self._slot_views, self._slot_values),
+            (self._row_views, self._row_values),
+        ):
+            for view, of_view in zip(views, values, strict=True):
+                view[slots] = of_view[: self._num_inserted][is_placed]
+        counters = self._counters.clone()
+        counters[HashCounter.EVICTED] += len(leaving.keys)
+        index.counters[table] = counters
+        index.version += 1
+        self._hand_over(leaving)
+        rows = self._buckets * SLOTS
+        index.release(table, self._rows_before, rows)
+        state.layout.release(state.row_buffers, table, self._rows_before, rows)
+        return len(leaving.keys)
+
+    def _dissolve(self) -> None:
+        """Remove the entries of the dissolved buckets, then these, from the index."""
+        index, table = self._state.index, self._table
+        if index.buckets(table) == self._buckets:
+            return
+        index.forget_queues(table, torch.arange(self._buckets * SLOTS, self._rows_before, SLOTS))
+        self._tags.zero_()
+        index.tables[table, HashTableColumn.SIZE] = self._size_left
+        index.tables[table, HashTableColumn.BUCKETS] = self._buckets
+
+    def _insert(self) -> hash.InsertResult:
+        """Insert the entries again; their uses are their scores, if the order counts uses."""
+        index, count = self._state.index, self._num_inserted
+        entries = self._slot_values[0][:count]
+        offsets = torch.zeros(len(index.specs) + 1, dtype=torch.int64)
+        offsets[self._table + 1 :] = count
+        result = self._effects.once(
+            hash.hash_insert_,
+            index.tensors(),
+            entries[:, HashEntryColumn.KEY].contiguous(),
+            torch.arange(count),
+            entries[:, -1].contiguous(),
+            offsets,
+            None,
+            torch.zeros(len(index.specs), dtype=torch.int64),
+            codes.HASH_ORDER[index.order],
+            codes.INSERT_POLICY["wins"],
+        )
+        return hash.InsertResult(*result[:3])
+
+    def _rows_that_leave(self, inserted: hash.InsertResult) -> _Leaving:
+        """Copy the entries that were evicted, and those that were not inserted, with their rows."""
+        is_evicting = inserted.status == hash.EVICTING
+        evicted, slots = inserted.evicted[is_evicting], inserted.slots[is_evicting]
+        entries = self._slot_values[0]
+        is_left_out = torch.ones(entries.shape[0], dtype=torch.bool)
+        is_left_out[: self._num_inserted] = inserted.slots < 0
+        words = entries.shape[1]
+        return _Leaving(
+            torch.cat([evicted[:, :words], entries[is_left_out]]),
+            [
+                torch.cat([view[slots], values[is_left_out]])
+                for view, values in zip(self._row_views, self._row_values, strict=True)
+            ],
+        )
+
+    def _hand_over(self, leaving: _Leaving) -> None:
+        """Give the evicted rows to the store, or to the log; count their ages."""
+        state, table = self._state, self._table
+        if state.statistics is not None:
+            state.statistics.record_evicted(
+                table, leaving.keys, leaving.stamps, state.index.clock, self._effects
+            )
+        if state.backing is None:
+            state.record_evictions(table, leaving.keys)
+            return
+        if not self._is_demoted:
+            total = self._num_demoted + len(leaving.keys)
+            state.backing.demote(table, leaving.stored_rows(), total)
+            self._is_demoted = True
+        state.backing.move_rows()
+
+
+class _Leaving(NamedTuple):
+    """Evicted entries, int64 `[n, 2 or 3]`, and their rows per row buffer."""
+
+    entries: Tensor
+    rows: list[Tensor]
+
+    @property
+    def keys(self) -> Tensor:
+        return self.entries[:, HashEntryColumn.KEY]
+
+    @property
+    def stamps(self) -> Tensor:
+        return self.entries[:, HashEntryColumn.STAMP]
+
+    def stored_rows(self) -> StoredRows:
+        """Return the rows as bytes."""
+        has_scores = self.entries.shape[1] > HashEntryColumn.SCORE
+        scores = self.entries[:, -1] if has_scores else torch.zeros_like(self.keys)
+        count = len(self.keys)
+        values = [rows.reshape(count, -1).contiguous().view(torch.uint8) for rows in self.rows]
+        keys, stamps, scores = (c.contiguous() for c in (self.keys, self.stamps, scores))
+        return StoredRows(keys, stamps, scores, torch.cat(values, 1))

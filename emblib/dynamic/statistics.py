@@ -1,0 +1,378 @@
+"""Statistics of dynamic tables: ages of evicted keys, keys that return, lookups that get no row.
+
+`StatisticsCollector` adds to counters on the device of the tables after the keys of a batch are
+inserted. It reads nothing back, so a training step on a GPU does not wait. `TableStatistics` is
+what a reader gets: numbers of one table on one rank, which `TableStatistics.merged` adds up.
+
+Keys that return are recognised by the last evicted keys, which are stored in a table with one
+place per hash value: a key replaces the one before it in its place. So memory is bounded, old
+evictions are forgotten, and no key is recognised that was not evicted. Of n keys in m places, a
+key is still recognised with probability exp(-n / m) after n later evictions; the count is thus a
+lower bound.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from emblib.dynamic.hash_index import InsertedBatch
+from emblib.dynamic.tiers.store import TierStats
+from emblib.ops import hash
+from emblib.ops.effects import Effects
+from emblib.ops.hash import Keys, tables_of
+from emblib.specs import check_count
+
+AGE_BOUNDS = tuple(1 << power for power in range(32))
+"""Upper bounds of the bins of ages, in training steps; one more bin has all higher ages."""
+
+_NUM_BINS = len(AGE_BOUNDS) + 1
+_MIN_PLACES = 64
+_MULTIPLIER = -7046029254386353131  # 2^64 divided by the golden ratio, as a signed number
+
+
+@dataclass(frozen=True)
+class AgeHistogram:
+    """The ages of evicted keys, in bins that double.
+
+    Attributes:
+        counts: number of keys per bin. Bin i has the ages that are at most `AGE_BOUNDS[i]` and
+            above the bound before; the last bin has the ages above all bounds.
+        total_age: sum of all ages.
+    """
+
+    counts: tuple[int, ...] = (0,) * _NUM_BINS
+    total_age: int = 0
+
+    @property
+    def num_keys(self) -> int:
+        """Return the number of keys."""
+        return sum(self.counts)
+
+    @property
+    def mean(self) -> float:
+        """Return the mean age; NaN without keys."""
+        return self.total_age / self.num_keys if self.num_keys else math.nan
+
+    def quantile(self, share: float) -> float:
+        """Return the upper bound of the bin below which `share` of the keys are; NaN without keys.
+
+        It is at most twice the exact quantile, and infinite in the last bin.
+        """
+        seen, wanted = 0, share * self.num_keys
+        for bound, count in zip((*AGE_BOUNDS, math.inf), self.counts, strict=True):
+            seen += count
+            if count and seen >= wanted:
+                return float(bound)
+        return math.nan
+
+    def __add__(self, other: AgeHistogram) -> AgeHistogram:
+        """Merge two histograms."""
+        pairs = zip(self.counts, other.counts, strict=True)
+        return AgeHistogram(tuple(a + b for a, b in pairs), self.total_age + other.total_age)
+
+    def since(self, earlier: AgeHistogram) -> AgeHistogram:
+        """Return the keys that were added after an earlier histogram of the same table.
+
+        If the counts were reset in between, these are all keys.
+        """
+        pairs = [a - b for a, b in zip(self.counts, earlier.counts, strict=True)]
+        if min(pairs) < 0:
+            return self
+        return AgeHistogram(tuple(pairs), self.total_age - earlier.total_age)
+
+
+@dataclass(frozen=True)
+class TableStatistics:
+    """Numbers of one dynamic table on one rank; counts are of training, since the last reset.
+
+    A key counts once per batch, a lookup per position. Counts that are None need
+    `track_statistics`. With a backing store, the table is its fast tier: promoted rows count as
+    inserted, demoted ones as evicted.
+
+    Attributes:
+        step: number of training forwards; of several shards the largest.
+        keys: number of keys in the table.
+        rows: number of rows in use, which grows.
+        capacity: maximum number of rows.
+        nbytes: bytes of the rows in use, with optimizer states and index.
+        lookups: positions of batches.
+        hits: lookups whose key had a row before the batch.
+        inserted: keys that got a row.
+        evicted: keys that were evicted by new ones.
+        expired: keys that were removed because of their age.
+        erased: keys that were removed by a call.
+        refused: keys without a row for want of a slot.
+        not_admitted: keys that admission rejected.
+        refused_lookups: lookups of `refused` keys.
+        not_admitted_lookups: lookups of `not_admitted` keys.
+        reinserted: inserted keys that are remembered as evicted; None if no keys are remembered.
+        eviction_ages: steps between the last use of evicted keys and their eviction. Expired and
+            erased keys do not count.
+        tiers: counts of the tiers; None without a backing store.
+
+    Example:
+        >>> table = emblib.DynamicSpec(capacity=32, dim=4, name="item")
+        >>> bags = emblib.DynamicEmbeddingBags([table], emblib.optim.SGD(0.1))
+        >>> bags.track_statistics(remember=1_000)
+        >>> for first in (0, 32, 0):  # 32 keys, 32 others that evict them, then the first again
+        ...     pooled = bags(torch.arange(first, first + 32), torch.tensor([0, 32]))
+        >>> numbers = bags.table_handles()["item"].statistics()
+        >>> numbers.evicted, numbers.reinserted, numbers.eviction_ages.mean
+        (64, 32, 1.0)
+    """
+
+    step: int
+    keys: int
+    rows: int
+    capacity: int
+    nbytes: int
+    lookups: int
+    hits: int
+    inserted: int
+    evicted: int
+    expired: int
+    erased: int
+    refused: int
+    not_admitted: int
+    refused_lookups: int | None = None
+    not_admitted_lookups: int | None = None
+    reinserted: int | None = None
+    eviction_ages: AgeHistogram | None = None
+    tiers: TierStats | None = None
+
+    @property
+    def hit_rate(self) -> float:
+        """Return the share of lookups that hit; NaN without lookups."""
+        return self.hits / self.lookups if self.lookups else math.nan
+
+    @property
+    def load(self) -> float:
+        """Return the keys per row in use."""
+        return self.keys / self.rows if self.rows else math.nan
+
+    @property
+    def reinsertion_rate(self) -> float:
+        """Return the share of inserted keys that had been evicted; NaN if it is not known."""
+        if self.reinserted is None or not self.inserted:
+            return math.nan
+        return self.reinserted / self.inserted
+
+    @classmethod
+    def merged(cls, shards: Sequence[TableStatistics]) -> TableStatistics:
+        """Add up the numbers of the shards of a table, of which there is at least one.
+
+        Raises:
+            ValueError: there are none.
+        """
+        if not shards:
+            raise ValueError("statistics of at least one shard are needed, got none")
+        columns = [{name: getattr(s, name) for name in cls.__dataclass_fields__} for s in shards]
+        merged: dict[str, Any] = {}
+        for name in cls.__dataclass_fields__:
+            values = [column[name] for column in columns if column[name] is not None]
+            if not values:
+                merged[name] = None
+            elif name == "step":
+                merged[name] = max(values)
+            elif name == "tiers":
+                counts = [asdict(tiers) for tiers in values]
+                merged[name] = TierStats(**{n: sum(c[n] for c in counts) for n in counts[0]})
+            else:
+                merged[name] = sum(values[1:], values[0])
+        return cls(**merged)
+
+
+class TrackedCounts(NamedTuple):
+    """The counts of one table that `StatisticsCollector` adds to `TableStatistics`."""
+
+    refused_lookups: int
+    not_admitted_lookups: int
+    reinserted: int | None
+    eviction_ages: AgeHistogram
+
+
+class StatisticsCollector:
+    """Count what the insertions of batches do, on the device of the tables.
+
+    Args:
+        num_tables: the number of tables.
+        remember: number of evicted keys per table to remember, rounded up to a power of two, 8
+            bytes each; 0 remembers none.
+    """
+
+    def __init__(self, num_tables: int, remember: int = 0) -> None:
+        self.remember = check_count("remember", remember, minimum=0)
+        self._num_tables = num_tables
+        self._ages = torch.zeros(num_tables * _NUM_BINS, dtype=torch.int64)
+        self._total_age, self._refused, self._not_admitted, self._reinserted = (
+            torch.zeros(num_tables, dtype=torch.int64) for _ in range(4)
+        )
+        self._bounds = torch.tensor(AGE_BOUNDS)
+        self._places_log2 = (max(remember, _MIN_PLACES) - 1).bit_length()
+        self._evicted_keys: Tensor | None = None
+        self._forget()
+
+    def _forget(self) -> None:
+        """Forget all evicted keys: every place gets a key that belongs to another place."""
+        if not self.remember:
+            return
+        device, places = self._ages.device, 1 << self._places_log2
+        keys = torch.arange(places, device=device)
+        place_of_zero = self._place_of(keys[:1])
+        # Key 0 in all places but its own, which gets the first key of another place.
+        other_key = (self._place_of(keys) != place_of_zero).int().argmax()
+        of_table = torch.where(keys == place_of_zero, other_key, 0)
+        # A spare last place takes what is masked on a GPU.
+        self._evicted_keys = torch.cat([of_table.repeat(self._num_tables), of_table[:1]])
+
+    def _place_of(self, keys: Tensor) -> Tensor:
+        return keys * _MULTIPLIER >> 64 - self._places_log2 & (1 << self._places_log2) - 1
+
+    def reset(self) -> None:
+        """Set the counts to zero; remembered keys stay."""
+        for counts in (
+            self._ages,
+            self._total_age,
+            self._refused,
+            self._not_admitted,
+            self._reinserted,
+        ):
+            counts.zero_()
+
+    def clear(self) -> None:
+        """Set the counts to zero and forget the evicted keys."""
+        self.reset()
+        self._forget()
+
+    def _move_to(self, device: torch.device) -> None:
+        for name, value in self.__dict__.items():
+            if isinstance(value, Tensor):
+                setattr(self, name, value.to(device))
+
+    def record(self, keys: Keys, inserted: InsertedBatch, clock: Tensor, effects: Effects) -> None:
+        """Count an insertion, before a backing store changes its result.
+
+        Args:
+            keys: the batch.
+            inserted: the result of its insertion, with misses.
+            clock: int64 `[1]`, the tick of the batch.
+            effects: the calls of this function that were made before an interruption.
+        """
+        misses, result = inserted.misses, inserted.result
+        assert misses is not None
+        assert result is not None
+        if self._ages.device != clock.device:
+            self._move_to(clock.device)
+        status, offsets = result.status, misses.offsets
+        if not status.is_cuda:
+            status = status[: int(offsets[-1])]
+        numbers = torch.arange(status.numel(), device=status.device)
+        table_of = torch.searchsorted(offsets[1:], numbers, right=True)
+        table_of.clamp_(max=self._num_tables - 1)
+        is_evicting = status == hash.EVICTING
+        if self._evicted_keys is not None:
+            at, weight = _selected(is_evicting | (status == hash.NEW))
+            places = self._places(table_of[at], keys.ids[misses.first[: status.numel()][at]])
+            self._count_reinserted(places, table_of[at], weight, effects)
+        at, weight = _selected(is_evicting)
+        evicted_keys, stamps, _ = result.evicted[: status.numel()][at].unbind(1)
+        self._add_evicted(table_of[at], evicted_keys, clock - stamps, weight, effects)
+        self._count_lookups(keys, inserted, status, effects)
+
+    def record_evicted(
+        self, table: int, keys: Tensor, stamps: Tensor, clock: Tensor, effects: Effects
+    ) -> None:
+        """Count keys that a table evicted without an insertion, because it shrank."""
+        if self._ages.device != clock.device:
+            self._move_to(clock.device)
+        tables, weight = torch.full_like(keys, table), torch.ones_like(keys)
+        self._add_evicted(tables, keys, clock - stamps, weight, effects)
+
+    def _add_evicted(
+        self, tables: Tensor, keys: Tensor, ages: Tensor, weight: Tensor, effects: Effects
+    ) -> None:
+        """Count evicted keys of weight 1 and remember them; all vectors have one entry per key."""
+        bins = torch.bucketize(ages, self._bounds)
+        _add(effects, self._ages, tables * _NUM_BINS + bins, weight)
+        _add(effects, self._total_age, tables, torch.where(weight > 0, ages, 0))
+        if self._evicted_keys is not None:
+            self._remember(self._places(tables, keys), weight)
+
+    def _places(self, tables: Tensor, keys: Tensor) -> _Places:
+        return _Places((tables << self._places_log2) + self._place_of(keys), keys)
+
+    def _count_reinserted(
+        self, places: _Places, tables: Tensor, weight: Tensor, effects: Effects
+    ) -> None:
+        assert self._evicted_keys is not None
+        is_known = self._evicted_keys[places.at] == places.keys
+        _add(effects, self._reinserted, tables, is_known * weight)
+
+    def _remember(self, places: _Places, weight: Tensor) -> None:
+        """Store evicted keys; of those in one place the largest, whatever the order of threads."""
+        assert self._evicted_keys is not None
+        spare = self._evicted_keys.numel() - 1
+        at = torch.where(weight > 0, places.at, spare)
+        self._evicted_keys.scatter_reduce_(0, at, places.keys, "amax", include_self=False)
+
+    def _count_lookups(
+        self, keys: Keys, inserted: InsertedBatch, status_of_misses: Tensor, effects: Effects
+    ) -> None:
+        """Count the positions of the batch whose keys have no row."""
+        status = inserted.status
+        assert status is not None
+        has_losses = status.is_cuda or bool((status_of_misses >= hash.REFUSED).any())
+        if not has_losses:
+            return
+        tables = tables_of(keys)
+        for counts, code in (
+            (self._refused, hash.REFUSED),
+            (self._not_admitted, hash.NOT_ADMITTED),
+        ):
+            at, weight = _selected(status == code)
+            _add(effects, counts, tables[at], weight)
+
+    def read(self) -> list[TrackedCounts]:
+        """Return the counts per table (reads the device)."""
+        ages = self._ages.view(self._num_tables, _NUM_BINS).tolist()
+        reinserted = self._reinserted.tolist() if self.remember else [None] * self._num_tables
+        return [
+            TrackedCounts(refused, not_admitted, returned, AgeHistogram(tuple(counts), total))
+            for refused, not_admitted, returned, counts, total in zip(
+                self._refused.tolist(),
+                self._not_admitted.tolist(),
+                reinserted,
+                ages,
+                self._total_age.tolist(),
+                strict=True,
+            )
+        ]
+
+
+class _Places(NamedTuple):
+    """Places of keys in the memory of evicted keys."""
+
+    at: Tensor
+    keys: Tensor
+
+
+def _selected(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the positions of true entries and their weight 1.
+
+    On a GPU their number is not known, so these are all positions, and false ones have weight 0.
+    """
+    if mask.is_cuda:
+        return torch.arange(mask.numel(), device=mask.device), mask.long()
+    at = mask.nonzero().view(-1)
+    return at, torch.ones_like(at)
+
+
+def _add(effects: Effects, counts: Tensor, at: Tensor, values: Tensor) -> None:
+    """Add values to counts once, though an interrupted caller may run again."""
+    effects.once(torch.ops.aten.index_add_.default, counts, 0, at, values)

@@ -1,0 +1,329 @@
+"""Numbers of a model's tables for monitoring: Prometheus text, files of it, and series in CSV.
+
+`prometheus_text` walks a model and writes what its tables count anyway: dynamic tables with their
+tiers, caches of dense tables, and caches of tensor-train tables. It communicates with no other
+rank. Each rank exports its own shards, with its rank as a label, and the monitoring system adds
+them up. Reading counters waits for the device, so call it from time to time, not in every step.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import os
+import re
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from emblib.collections.groups import TableGroups
+from emblib.dynamic.cached_tt import CachedTTEmbeddingBags
+from emblib.dynamic.statistics import AGE_BOUNDS, AgeHistogram, TableStatistics
+from emblib.tables import TableBatchedEmbeddingBags
+
+__all__ = ["append_csv", "local_statistics", "prometheus_text", "write_textfile"]
+
+Labels = Mapping[str, str]
+_LABEL_NAME = re.compile(r"(?!__)[a-zA-Z_][a-zA-Z0-9_]*")
+_RESERVED = ("module", "table", "reason", "cache", "le")
+AGE_METRIC = "emblib_eviction_age_steps"
+
+
+def local_statistics(model: nn.Module) -> dict[tuple[str, str], TableStatistics]:
+    """Return the numbers of the dynamic tables of a model, on this rank, by module path and name.
+
+    Of a sharded table these are the shards of this rank, added up; a table without a shard here is
+    left out.
+
+    Example:
+        >>> table = emblib.DynamicSpec(capacity=32, dim=4, name="item")
+        >>> model = torch.nn.ModuleDict({"bags": emblib.DynamicEmbeddingBags([table])})
+        >>> numbers = emblib.telemetry.local_statistics(model)
+        >>> numbers["bags", "item"].rows
+        32
+    """
+    statistics: dict[tuple[str, str], TableStatistics] = {}
+    paths: list[str] = []
+    for path, module in model.named_modules():
+        is_inside = any(not outer or path.startswith(f"{outer}.") for outer in paths)
+        if is_inside or not hasattr(module, "table_handles"):
+            continue
+        paths.append(path)
+        for name, handle in module.table_handles().items():
+            if handle.shards:
+                statistics[path, name] = handle.local.statistics()
+    return statistics
+
+
+def prometheus_text(model: nn.Module, labels: Labels | None = None) -> str:
+    """Return the numbers of all tables of a model in the Prometheus text format, version 0.0.4.
+
+    Metrics are described in docs/operations.md. Serve it as `text/plain; version=0.0.4`.
+
+    Args:
+        model: a module of tables, or a model with some; also one over ranks.
+        labels: labels of all samples, e.g. `{"rank": "0"}`.
+
+    Raises:
+        ValueError: a label that Prometheus does not accept, or one that is used here.
+
+    Example:
+        >>> table = emblib.DynamicSpec(capacity=32, dim=4, name="item")
+        >>> bags = emblib.DynamicEmbeddingBags([table])
+        >>> text = emblib.telemetry.prometheus_text(bags, {"rank": "0"})
+        >>> print(next(line for line in text.splitlines() if line.startswith("emblib_rows")))
+        emblib_rows{rank="0",module="",table="item"} 32
+    """
+    labels = {} if labels is None else dict(labels)
+    for name in labels:
+        if not _LABEL_NAME.fullmatch(name) or name in _RESERVED:
+            raise ValueError(
+                "a label is letters, digits and _, without __ in front, and none of "
+                f"{', '.join(_RESERVED)}; got {name!r}"
+            )
+    metrics: dict[str, _Metric] = {}
+    for (path, table), statistics in local_statistics(model).items():
+        _add_dynamic(metrics, {**labels, "module": path, "table": table}, statistics)
+    for path, module in model.named_modules():
+        # The modules of a collection's tables are not among its submodules.
+        inner = module.table_modules() if isinstance(module, TableGroups) else ()
+        for tables in (module, *inner):
+            _add_caches(metrics, {**labels, "module": path}, tables)
+    return "".join(line for metric in metrics.values() for line in metric.lines())
+
+
+def write_textfile(model: nn.Module, path: str | Path, labels: Labels | None = None) -> None:
+    """Write `prometheus_text` to a file, as the textfile collector of node_exporter reads it.
+
+    The file is replaced at once, so a reader sees all of the old or all of the new text. Give each
+    rank a file of its own; the collector reads names that end in `.prom`.
+
+    Raises:
+        OSError: the file cannot be written; then the old one stays.
+    """
+    path = Path(path)
+    text = prometheus_text(model, labels)
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    try:
+        temporary.write_text(text)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+# The metrics
+
+
+@dataclass
+class _Metric:
+    """A metric of the text format, with its values by suffix of the name and labels."""
+
+    name: str
+    kind: str
+    help: str
+    samples: dict[tuple[str, tuple[tuple[str, str], ...]], float] = field(default_factory=dict)
+
+    def add(self, labels: Labels, value: float, suffix: str = "") -> None:
+        """Add a value to a sample: slices of one table may be in several modules."""
+        key = suffix, tuple(labels.items())
+        self.samples[key] = self.samples.get(key, 0) + value
+
+    def lines(self) -> Iterator[str]:
+        """Yield the lines of the metric."""
+        yield f"# HELP {self.name} {_escaped(self.help)}\n# TYPE {self.name} {self.kind}\n"
+        for (suffix, labels), value in self.samples.items():
+            pairs = ",".join(f'{name}="{_escaped(v, quotes=True)}"' for name, v in labels)
+            yield f"{self.name}{suffix}{{{pairs}}} {_number(value)}\n"
+
+
+def _escaped(text: str, *, quotes: bool = False) -> str:
+    text = text.replace("\\", "\\\\").replace("\n", "\\n")
+    return text.replace('"', '\\"') if quotes else text
+
+
+def _number(value: float) -> str:
+    if math.isnan(value):
+        return "NaN"
+    if math.isinf(value):
+        return "+Inf" if value > 0 else "-Inf"
+    return repr(value)
+
+
+_COUNTERS = {
+    "lookups": "Lookups of training batches.",
+    "hits": "Lookups whose key had a row.",
+    "inserted": "Keys that got a row.",
+    "evicted": "Keys that were evicted by new ones.",
+    "expired": "Keys that were removed because of their age.",
+    "erased": "Keys that were removed by a call.",
+    "reinserted": "Inserted keys that are remembered as evicted.",
+}
+_GAUGES = {
+    "keys": "Keys in the table, in the fast tier.",
+    "rows": "Rows in use.",
+    "capacity": "Maximum number of rows.",
+    "nbytes": "Bytes of the rows in use, with optimizer states and index.",
+    "load": "Keys per row in use.",
+}
+_GAUGE_NAMES = {"capacity": "capacity_rows", "nbytes": "table_bytes", "load": "load_ratio"}
+_TIERS = {
+    "backing_hits": "Missing keys that were in the backing store.",
+    "prefetched": "Backing hits whose rows had been prefetched.",
+    "new": "Missing keys that were in neither tier.",
+    "promoted": "Rows moved from the backing store to the fast tier.",
+    "demoted": "Rows moved from the fast tier to the backing store.",
+    "served_in_place": "Rows read and trained in the backing store.",
+    "dropped": "Rows dropped by a full backing store.",
+}
+_CACHE = {
+    "lookups": "Lookups of cached tables.",
+    "lookup_misses": "Lookups of rows that were not in the cache.",
+    "unique": "Distinct rows per batch.",
+    "unique_misses": "Distinct rows per batch that were not in the cache.",
+    "conflict_unique_misses": "Distinct rows per batch that found no way in the cache.",
+    "conflict_misses": "Lookups of rows that found no way in the cache.",
+    "write_backs": "Evicted rows.",
+}
+_TT_CACHE = {
+    "lookups": "Lookups of tensor-train tables with a cache.",
+    "hits": "Lookups whose row was stored.",
+    "spill_hits": "Lookups whose row was spilled.",
+    "evicted": "Rows that left the stored rows for the cores.",
+}
+
+
+def _add(
+    metrics: dict[str, _Metric],
+    name: str,
+    text: str,
+    labels: Labels,
+    value: float | None,
+) -> None:
+    """Add a sample, unless its value is not known; names that end in `_total` are counters."""
+    if value is None:
+        return
+    kind = "counter" if name.endswith("_total") else "gauge"
+    metrics.setdefault(name, _Metric(name, kind, text)).add(labels, value)
+
+
+def _add_dynamic(
+    metrics: dict[str, _Metric], labels: dict[str, str], statistics: TableStatistics
+) -> None:
+    steps = "Training forwards."
+    _add(metrics, "emblib_training_steps_total", steps, labels, statistics.step)
+    for name, text in _GAUGES.items():
+        value = getattr(statistics, name)
+        _add(metrics, f"emblib_{_GAUGE_NAMES.get(name, name)}", text, labels, value)
+    for name, text in _COUNTERS.items():
+        unit = "" if name in ("lookups", "hits") else "_keys"
+        _add(metrics, f"emblib_{name}{unit}_total", text, labels, getattr(statistics, name))
+    for reason, keys, lookups in (
+        ("no_slot", statistics.refused, statistics.refused_lookups),
+        ("admission", statistics.not_admitted, statistics.not_admitted_lookups),
+    ):
+        of_reason = {**labels, "reason": reason}
+        text = "Keys per batch that got no row."
+        _add(metrics, "emblib_refused_keys_total", text, of_reason, keys)
+        text = "Lookups of keys that got no row."
+        _add(metrics, "emblib_refused_lookups_total", text, of_reason, lookups)
+    if statistics.eviction_ages is not None:
+        _add_ages(metrics, labels, statistics.eviction_ages)
+    if statistics.tiers is not None:
+        for name, text in _TIERS.items():
+            value = getattr(statistics.tiers, name)
+            _add(metrics, f"emblib_tier_{name}_total", text, labels, value)
+
+
+def _add_ages(metrics: dict[str, _Metric], labels: dict[str, str], ages: AgeHistogram) -> None:
+    text = "Steps from the last use of evicted keys to their eviction."
+    metric = metrics.setdefault(AGE_METRIC, _Metric(AGE_METRIC, "histogram", text))
+    total = 0
+    for bound, count in zip((*AGE_BOUNDS, math.inf), ages.counts, strict=True):
+        total += count
+        metric.add({**labels, "le": _number(float(bound))}, total, "_bucket")
+    metric.add(labels, ages.total_age, "_sum")
+    metric.add(labels, total, "_count")
+
+
+def _add_caches(metrics: dict[str, _Metric], labels: dict[str, str], module: nn.Module) -> None:
+    """Add the counters of the cache of one module, by table."""
+    tables: Mapping[str, Any] = {}
+    prefix, names = "emblib_cache", _CACHE
+    if isinstance(module, TableBatchedEmbeddingBags) and module.row_cache is not None:
+        tables = module.cache_stats().tables
+    elif isinstance(module, CachedTTEmbeddingBags):
+        tables, prefix, names = module.cache_stats().tables, "emblib_tt_cache", _TT_CACHE
+        for table, stats in tables.items():
+            of_table = {**labels, "table": table}
+            text = "Stored rows that are not in the cache."
+            _add(metrics, "emblib_tt_cache_spilled_rows", text, of_table, stats.spilled)
+    for table, stats in tables.items():
+        for name, text in names.items():
+            of_table = {**labels, "table": table}
+            _add(metrics, f"{prefix}_{name}_total", text, of_table, getattr(stats, name))
+
+
+# Series
+
+_AGE_COLUMN = "age_"  # then the upper bound of the bin
+
+
+def csv_columns() -> list[str]:
+    """Return the columns of a series: time, labels, numbers of a table, then bins of ages."""
+    numbers = ["step", *_GAUGES, *_COUNTERS, "refused", "not_admitted"]
+    lookups = ["refused_lookups", "not_admitted_lookups"]
+    ages = [f"{_AGE_COLUMN}{_number(bound)}" for bound in (*AGE_BOUNDS, math.inf)]
+    return ["time_s", "labels", "module", "table", *numbers, *lookups, *ages]
+
+
+def append_csv(
+    model: nn.Module,
+    path: str | Path,
+    labels: Labels | None = None,
+    time_s: float | None = None,
+) -> None:
+    """Append one line per dynamic table to a series, which `python run.py statistics` draws.
+
+    Counts are totals since the last reset; numbers that are not counted are empty. Give each rank a
+    file of its own.
+
+    Args:
+        model: a module of tables, or a model with some.
+        path: the file; a new one gets a line of column names.
+        labels: labels of the lines, in one column as `rank=0;host=a`.
+        time_s: time in seconds since 1970; None is now.
+
+    Raises:
+        ValueError: the file has other columns.
+    """
+    path, columns = Path(path), csv_columns()
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    has_header = path.exists() and path.stat().st_size > 0
+    if has_header:
+        with path.open(newline="") as file:
+            header = next(csv.reader(file))
+        if header != columns:
+            raise ValueError(f"{path} is no series, its columns are {header}; name another file")
+    else:
+        writer.writerow(columns)
+    now = time.time() if time_s is None else time_s
+    label_text = ";".join(f"{name}={value}" for name, value in (labels or {}).items())
+    for (module, table), statistics in local_statistics(model).items():
+        writer.writerow([now, label_text, module, table, *_csv_numbers(statistics)])
+    with path.open("a", newline="") as file:
+        file.write(text.getvalue())
+
+
+def _csv_numbers(statistics: TableStatistics) -> Sequence[Any]:
+    names = csv_columns()[4:]
+    ages = statistics.eviction_ages
+    numbers = [getattr(statistics, n) for n in names if not n.startswith(_AGE_COLUMN)]
+    bins: Sequence[Any] = [None] * (len(AGE_BOUNDS) + 1) if ages is None else ages.counts
+    return ["" if value is None else value for value in (*numbers, *bins)]

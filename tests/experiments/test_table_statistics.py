@@ -1,0 +1,75 @@
+"""The figure of a series of table statistics, from training whose course is known."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from matplotlib import pyplot as plt
+
+from emblib import DynamicEmbeddingBags, DynamicSpec, optim, telemetry
+from experiments import cli, table_statistics
+
+
+def write_series(path: Path, *, steps: int = 12) -> None:
+    """Two tables: "few" hits always after its first batch, "many" has new keys only."""
+    specs = [DynamicSpec(64, 4, name=name) for name in ("few", "many")]
+    bags = DynamicEmbeddingBags(specs, optim.SGD(0.1), seed=1)
+    bags.track_statistics(remember=1000)
+    for step in range(steps):
+        ids = torch.cat([torch.arange(20), torch.arange(20 * step, 20 * step + 20)])
+        bags(ids, torch.tensor([0, 20, 40])).sum().backward()
+        telemetry.append_csv(bags, path, {"rank": "0"}, float(step))
+
+
+def test_the_curves_are_those_of_the_training(tmp_path: Path) -> None:
+    write_series(tmp_path / "a.csv")
+    series = table_statistics.read([tmp_path / "a.csv"])
+    assert list(series) == ["few", "many"]
+    figure = table_statistics.figure(series)
+    titles = [panel.title for panel in figure.panels]
+    assert titles == [
+        "Hit rate",
+        "Load",
+        "Age at eviction",
+        "Inserted keys that had been evicted",
+    ]
+    _, axes = plt.subplots()
+    figure.panels[0].draw(axes)
+    few, many = axes.get_lines()
+    assert (few.get_label(), many.get_label()) == ("few", "many")
+    assert list(few.get_xdata()) == list(range(2, 13))
+    assert set(few.get_ydata()) == {100.0}
+    assert set(many.get_ydata()) == {0.0}
+    plt.close()
+    _, axes = plt.subplots()
+    figure.panels[2].draw(axes)
+    (ages,) = axes.get_lines()  # of "many" alone
+    assert sum(ages.get_ydata()) == pytest.approx(100.0)
+    plt.close()
+
+
+def test_the_command_draws_two_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_series(tmp_path / "a.csv", steps=4)
+    text = (tmp_path / "a.csv").read_text()
+    (tmp_path / "b.csv").write_text(text.replace("rank=0", "rank=1"))
+    series = [str(tmp_path / name) for name in ("a.csv", "b.csv")]
+    names = table_statistics.read([Path(path) for path in series])
+    assert list(names) == ["few rank=0", "few rank=1", "many rank=0", "many rank=1"]
+    assert cli.main(["statistics", *series, "--out", str(tmp_path / "out")]) == 0
+    assert {p.name for p in (tmp_path / "out").iterdir()} == {
+        "table_statistics.png",
+        "table_statistics.svg",
+    }
+    assert "table_statistics.png" in capsys.readouterr().out
+
+
+def test_wrong_files_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "other.csv").write_text("a,b\n1,2\n")
+    assert cli.main(["statistics", str(tmp_path / "other.csv")]) == 2
+    assert "is not a series of table statistics" in capsys.readouterr().err
+    assert cli.main(["statistics", str(tmp_path / "missing.csv")]) == 2
+    assert "cannot be read" in capsys.readouterr().err
+    header = ",".join(telemetry.csv_columns())
+    (tmp_path / "empty.csv").write_text(f"{header}\n")
+    assert cli.main(["statistics", str(tmp_path / "empty.csv")]) == 2
+    assert "no snapshots" in capsys.readouterr().err
