@@ -77,7 +77,7 @@ class MemoryBudget:
 
     Tables grow from `initial_capacity` to at most `capacity` while the budget has room. When it is
     used up, tables whose evicted keys are youngest grow at the expense of tables whose
-    lowest-ranked keys are oldest. The bytes of all tables never exceed the budget (docs/dynamic.md).
+    lowest-ranked keys are oldest (docs/dynamic.md). All tables together never exceed the budget.
 
     The bytes of a table are those of its rows in use: weights, optimizer states and index, with 8
     bytes per row for versions, which are recorded only if steps overlap. Overflow rows and the
