@@ -33,12 +33,13 @@ from torch import nn
 from emblib.columns import HashEntryColumn
 from emblib.dynamic.handles import tables_of
 from emblib.dynamic.hash_index import HashIndex
-from emblib.dynamic.shrinking import shrink_to
+from emblib.dynamic.shrinking import release_rows, shrink_to
 from emblib.dynamic.state import DynamicState, track_statistics
 from emblib.dynamic.statistics import AgeHistogram
 from emblib.specs import SLOTS, check_count
 
 _SAMPLED_BUCKETS = 256  # per table and decision
+_VERSION_BYTES = 8  # per row, as soon as the index records versions
 
 
 class Pressure(NamedTuple):
@@ -293,8 +294,8 @@ class _Member:
         tables, fixed_bytes = [], 0
         for number, spec in enumerate(state.specs):
             buckets = state.index.buckets(number)
-            slot_bytes = state.index.bytes_per_slot(with_versions=True)
-            bucket_bytes = SLOTS * (state.layout.row_bytes(number) + slot_bytes)
+            versions = 0 if state.index.records_versions else _VERSION_BYTES
+            bucket_bytes = SLOTS * (state.bytes_per_row(number) + versions)
             if spec.buckets == spec.max_buckets:
                 fixed_bytes += buckets * bucket_bytes
                 continue
@@ -309,6 +310,10 @@ class _Member:
             )
             tables.append(table)
         return cls(budget, state, tables, fixed_bytes)
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """Make a copy or pickle of this object None: copies belong to no budget."""
+        return type(None), ()
 
     @property
     def nbytes(self) -> int:
@@ -346,8 +351,7 @@ class _Member:
         buckets = state.index.buckets(table.number)
         if buckets < table.limit and table.target is None:
             rows_before, rows = table.limit * SLOTS, buckets * SLOTS
-            state.index.release(table.number, rows_before, rows)
-            state.layout.release(state.row_buffers, table.number, rows_before, rows)
+            release_rows(state, table.number, rows_before, rows)
             state.index.set_limit(table.number, buckets)
             self._budget.lower_limit(table, buckets)
 

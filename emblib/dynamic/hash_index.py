@@ -259,17 +259,15 @@ class HashIndex(nn.Module):
 
     def _ranges(self, table: int, before: int, now: int) -> Iterator[tuple[Tensor, int, int, int]]:
         """Yield each tensor, its first element of a table, and the elements of two row counts."""
-        first_slot = self._first_slots[table]
-        yield self.tags, first_slot, before, now
-        words = self.entries.shape[1]
-        yield self.entries.view(-1), first_slot * words, before * words, now * words
+        first = self._first_slots[table]
+        # Elements per number of slots.
+        tensors = [(self.tags, 1, 1), (self.entries.view(-1), self.entries.shape[1], 1)]
         if self._has_queues:
-            first, before_words, now_words = (
-                at // SLOTS * QUEUE_WORDS for at in (first_slot, before, now)
-            )
-            yield self.queues.view(-1), first, before_words, now_words
+            tensors.append((self.queues.view(-1), QUEUE_WORDS, SLOTS))
         if self._inserted_at is not None:
-            yield self._inserted_at, first_slot, before, now
+            tensors.append((self._inserted_at, 1, 1))
+        for tensor, n, slots in tensors:
+            yield tensor, first * n // slots, before * n // slots, now * n // slots
 
     def find(self, keys: Keys) -> Tensor:
         """Return the slots of all positions, int64 `[L]`, -1 for none; changes nothing."""
@@ -611,12 +609,14 @@ class HashIndex(nn.Module):
         """Set the counters to zero."""
         self.counters.zero_()
 
-    def bytes_per_slot(self, *, with_versions: bool = False) -> int:
-        """Return the bytes per slot: tag, entry, share of a queue, and version if recorded.
+    @property
+    def records_versions(self) -> bool:
+        """Return whether every slot has the version at which its key was inserted."""
+        return self._inserted_at is not None
 
-        With `with_versions`, the version counts also if versions are not recorded yet.
-        """
-        words = self.entries.shape[1] + (with_versions or self._inserted_at is not None)
+    def bytes_per_slot(self) -> int:
+        """Return the bytes per slot: tag, entry, share of a queue, and version if recorded."""
+        words = self.entries.shape[1] + self.records_versions
         queue_bytes = QUEUE_WORDS * self._has_queues * self.entries.itemsize // SLOTS
         return 1 + words * self.entries.itemsize + queue_bytes
 
@@ -627,8 +627,7 @@ class HashIndex(nn.Module):
     def snapshot(self) -> dict[str, Any]:
         """Return a copy of the index on the CPU, slot by slot; only the buckets in use."""
         tables = self.tables.cpu().clone()  # without the limits of a budget, which a copy has not
-        max_buckets = [spec.max_buckets for spec in self.specs]
-        tables[:, HashTableColumn.MAX_BUCKETS] = torch.tensor(max_buckets, dtype=torch.int64)
+        tables[:, HashTableColumn.MAX_BUCKETS] = torch.tensor([s.max_buckets for s in self.specs])
         return {
             "tables": tables,
             "clock": self.clock.cpu().clone(),

@@ -130,13 +130,7 @@ class DynamicState:
         """Return the state for copies and pickles without its memory, which the owner copies."""
         memory = ("weights", "optimizer_states", "moves", "hyperparams", "dropped_updates")
         state = {name: value for name, value in self.__dict__.items() if name not in memory}
-        return {
-            **state,
-            "last_batch": None,
-            "adopt_hyperparams": None,
-            "on_new_rows": [],
-            "budget": None,
-        }
+        return {**state, "last_batch": None, "adopt_hyperparams": None, "on_new_rows": []}
 
     @property
     def row_buffers(self) -> list[Tensor]:
@@ -182,7 +176,8 @@ class DynamicState:
 
     def bytes_per_row(self, table: int) -> int:
         """Return the bytes per row in use, with optimizer states and index."""
-        return self.layout.row_bytes(table) + self.index.bytes_per_slot()
+        row_bytes = int(self.slot_rows().layout[table, :, 1].sum())
+        return row_bytes + self.index.bytes_per_slot()
 
     def keys_of(self, table: int | str, ids: Tensor) -> Keys:
         """Return ids of one table as a batch on the device."""
