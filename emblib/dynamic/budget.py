@@ -36,10 +36,11 @@ from emblib.dynamic.hash_index import HashIndex
 from emblib.dynamic.shrinking import release_rows, shrink_to
 from emblib.dynamic.state import DynamicState, track_statistics
 from emblib.dynamic.statistics import AgeHistogram
+from emblib.ops import hash
 from emblib.specs import SLOTS, check_count
 
 _SAMPLED_BUCKETS = 256  # per table and decision
-_VERSION_BYTES = 8  # per row, as soon as the index records versions
+_VERSION_BYTES = 8  # per row, which the index records as soon as steps overlap
 
 
 class Pressure(NamedTuple):
@@ -294,8 +295,8 @@ class _Member:
         tables, fixed_bytes = [], 0
         for number, spec in enumerate(state.specs):
             buckets = state.index.buckets(number)
-            versions = 0 if state.index.records_versions else _VERSION_BYTES
-            bucket_bytes = SLOTS * (state.bytes_per_row(number) + versions)
+            slot_bytes = hash.bytes_per_slot(state.index.order, "cpu") + _VERSION_BYTES
+            bucket_bytes = SLOTS * (state.moved_bytes(number) + slot_bytes)
             if spec.buckets == spec.max_buckets:
                 fixed_bytes += buckets * bucket_bytes
                 continue

@@ -95,7 +95,6 @@ class _TableShrink:
     def __init__(self, state: DynamicState, table: int, buckets: int) -> None:
         self._state, self._table, self._buckets = state, table, buckets
         index = state.index
-        index.settle_last()
         if state.backing is not None:
             state.backing.write_back()
             self._num_demoted = state.backing.num_demoted(table)
@@ -251,7 +250,8 @@ def _slot_bytes(state: DynamicState, table: int) -> Iterator[Tensor]:
 
 def release_rows(state: DynamicState, table: int, rows_before: int, rows: int) -> None:
     """Return the memory of the slots and rows from `rows` on, which are not in use any more."""
-    state.index.release(table, rows_before, rows)
+    for tensor, *numbers in state.index.memory_ranges(table, rows_before, rows):
+        memory.release(tensor, *numbers)
     for view in _slot_bytes(state, table):
         nbytes = view.shape[1]
         memory.release(view.view(-1), 0, rows_before * nbytes, rows * nbytes)
