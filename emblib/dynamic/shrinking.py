@@ -14,7 +14,11 @@ there is one. At the end the memory of the dissolved buckets is returned to the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import ctypes
+import mmap
+import sys
+from collections.abc import Callable, Iterator
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -27,7 +31,6 @@ from emblib.dynamic.tiers.store import StoredRows
 from emblib.ops import codes, hash
 from emblib.ops.effects import Effects
 from emblib.specs import SLOTS, check_count
-from emblib.tables import memory
 
 
 @of_state
@@ -251,7 +254,35 @@ def _slot_bytes(state: DynamicState, table: int) -> Iterator[Tensor]:
 def release_rows(state: DynamicState, table: int, rows_before: int, rows: int) -> None:
     """Return the memory of the slots and rows from `rows` on, which are not in use any more."""
     for tensor, *numbers in state.index.memory_ranges(table, rows_before, rows):
-        memory.release(tensor, *numbers)
+        release_memory(tensor, *numbers)
     for view in _slot_bytes(state, table):
         nbytes = view.shape[1]
-        memory.release(view.view(-1), 0, rows_before * nbytes, rows * nbytes)
+        release_memory(view.view(-1), 0, rows_before * nbytes, rows * nbytes)
+
+
+def release_memory(tensor: Tensor, first_element: int, used_before: int, used_now: int) -> None:
+    """Return the memory of elements that are no longer used to the system, page by page.
+
+    Elements `[first_element, first_element + used_before)` were in use, the first `used_now` of
+    them still are. The others are unspecified afterwards. Systems other than Linux keep the memory.
+    """
+    madvise = _madvise()
+    if tensor.device.type != "cpu" or used_now >= used_before or madvise is None:
+        return
+    begin = tensor.data_ptr() + (first_element + used_now) * tensor.element_size()
+    end = tensor.data_ptr() + (first_element + used_before) * tensor.element_size()
+    first_page, page_end = -(-begin // mmap.PAGESIZE), end // mmap.PAGESIZE
+    if first_page < page_end:
+        size = (page_end - first_page) * mmap.PAGESIZE
+        madvise(first_page * mmap.PAGESIZE, size, mmap.MADV_DONTNEED)
+
+
+@cache
+def _madvise() -> Callable[[int, int, int], int] | None:
+    """Return the function of the C library; None on systems where it does not drop pages."""
+    if sys.platform != "linux":
+        return None
+    function = ctypes.CDLL(None).madvise
+    function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    result: Callable[[int, int, int], int] = function
+    return result

@@ -21,6 +21,7 @@ from emblib import (
     optim,
 )
 from emblib.dynamic import StoredRows
+from emblib.dynamic.shrinking import release_memory
 from emblib.reference.hash import HashModel
 from emblib.tables import memory
 from tests.interrupts import each_line
@@ -363,9 +364,9 @@ def test_memory_goes_back_to_the_system() -> None:
 def test_release_keeps_what_is_in_use() -> None:
     tensor = memory.reserve(1 << 20, torch.float32, torch.device("cpu"))
     tensor.fill_(1.0)
-    memory.release(tensor, 100, 1 << 19, 5000)
+    release_memory(tensor, 100, 1 << 19, 5000)
     assert bool((tensor[:5100] == 1.0).all())
     assert bool((tensor[100 + (1 << 19) :] == 1.0).all())
-    memory.release(tensor, 0, 10, 20)  # grew, so nothing
-    memory.release(tensor, 0, 10, 5)  # less than a page
+    release_memory(tensor, 0, 10, 20)  # grew, so nothing
+    release_memory(tensor, 0, 10, 5)  # less than a page
     assert bool((tensor[:5100] == 1.0).all())
