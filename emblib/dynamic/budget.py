@@ -33,12 +33,14 @@ from torch import nn
 from emblib.columns import HashEntryColumn
 from emblib.dynamic.handles import tables_of
 from emblib.dynamic.hash_index import HashIndex
-from emblib.dynamic.shrinking import shrink_to
+from emblib.dynamic.shrinking import release_rows, shrink_to
 from emblib.dynamic.state import DynamicState, track_statistics
 from emblib.dynamic.statistics import AgeHistogram
+from emblib.ops import hash
 from emblib.specs import SLOTS, check_count
 
 _SAMPLED_BUCKETS = 256  # per table and decision
+_VERSION_BYTES = 8  # per row, which the index records as soon as steps overlap
 
 
 class Pressure(NamedTuple):
@@ -77,7 +79,7 @@ class MemoryBudget:
 
     Tables grow from `initial_capacity` to at most `capacity` while the budget has room. When it is
     used up, tables whose evicted keys are youngest grow at the expense of tables whose
-    lowest-ranked keys are oldest. The bytes of all tables never exceed the budget (docs/dynamic.md).
+    lowest-ranked keys are oldest (docs/dynamic.md). All tables together never exceed the budget.
 
     The bytes of a table are those of its rows in use: weights, optimizer states and index, with 8
     bytes per row for versions, which are recorded only if steps overlap. Overflow rows and the
@@ -293,8 +295,8 @@ class _Member:
         tables, fixed_bytes = [], 0
         for number, spec in enumerate(state.specs):
             buckets = state.index.buckets(number)
-            slot_bytes = state.index.bytes_per_slot(with_versions=True)
-            bucket_bytes = SLOTS * (state.layout.row_bytes(number) + slot_bytes)
+            slot_bytes = hash.bytes_per_slot(state.index.order, "cpu") + _VERSION_BYTES
+            bucket_bytes = SLOTS * (state.moved_bytes(number) + slot_bytes)
             if spec.buckets == spec.max_buckets:
                 fixed_bytes += buckets * bucket_bytes
                 continue
@@ -309,6 +311,10 @@ class _Member:
             )
             tables.append(table)
         return cls(budget, state, tables, fixed_bytes)
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """Make a copy or pickle of this object None: copies belong to no budget."""
+        return type(None), ()
 
     @property
     def nbytes(self) -> int:
@@ -346,8 +352,7 @@ class _Member:
         buckets = state.index.buckets(table.number)
         if buckets < table.limit and table.target is None:
             rows_before, rows = table.limit * SLOTS, buckets * SLOTS
-            state.index.release(table.number, rows_before, rows)
-            state.layout.release(state.row_buffers, table.number, rows_before, rows)
+            release_rows(state, table.number, rows_before, rows)
             state.index.set_limit(table.number, buckets)
             self._budget.lower_limit(table, buckets)
 

@@ -249,27 +249,22 @@ class HashIndex(nn.Module):
         pass
 
     def _use(self, table: int, rows_before: int, rows: int) -> None:
-        for tensor, *numbers in self._ranges(table, rows_before, rows):
+        for tensor, *numbers in self.memory_ranges(table, rows_before, rows):
             memory.advise_growth(tensor, *numbers)
 
-    def release(self, table: int, rows_before: int, rows: int) -> None:
-        """Return the memory of the slots from `rows` on to the system, after a table shrank."""
-        for tensor, *numbers in self._ranges(table, rows_before, rows):
-            memory.release(tensor, *numbers)
-
-    def _ranges(self, table: int, before: int, now: int) -> Iterator[tuple[Tensor, int, int, int]]:
+    def memory_ranges(
+        self, table: int, before: int, now: int
+    ) -> Iterator[tuple[Tensor, int, int, int]]:
         """Yield each tensor, its first element of a table, and the elements of two row counts."""
-        first_slot = self._first_slots[table]
-        yield self.tags, first_slot, before, now
-        words = self.entries.shape[1]
-        yield self.entries.view(-1), first_slot * words, before * words, now * words
+        first = self._first_slots[table]
+        # Elements per number of slots.
+        tensors = [(self.tags, 1, 1), (self.entries.view(-1), self.entries.shape[1], 1)]
         if self._has_queues:
-            first, before_words, now_words = (
-                at // SLOTS * QUEUE_WORDS for at in (first_slot, before, now)
-            )
-            yield self.queues.view(-1), first, before_words, now_words
+            tensors.append((self.queues.view(-1), QUEUE_WORDS, SLOTS))
         if self._inserted_at is not None:
-            yield self._inserted_at, first_slot, before, now
+            tensors.append((self._inserted_at, 1, 1))
+        for tensor, n, slots in tensors:
+            yield tensor, first * n // slots, before * n // slots, now * n // slots
 
     def find(self, keys: Keys) -> Tensor:
         """Return the slots of all positions, int64 `[L]`, -1 for none; changes nothing."""
@@ -303,7 +298,7 @@ class HashIndex(nn.Module):
         effects = Effects() if effects is None else effects
         if not effects.is_next_made:
             if self._last_insertion is not None:
-                self.settle_last()
+                self._settle_last()
             self.version += 1
         index, order = self.tensors(), codes.HASH_ORDER[self.order]
         slots, *of_misses = effects.once(
@@ -350,7 +345,7 @@ class HashIndex(nn.Module):
                 whether the table was emptied.
             version: version of the index at which a living watcher was registered.
         """
-        self.settle_last()
+        self._settle_last()
         emptied = [at > version for at in self._emptied]
         has_left = torch.full_like(slots, all(emptied), dtype=torch.bool)
         if any(emptied) and not all(emptied):
@@ -361,12 +356,12 @@ class HashIndex(nn.Module):
 
     def note_inserted(self, table: int, slots: Tensor) -> None:
         """Note that a call other than `insert` put keys into these slots; -1 for none."""
-        self.settle_last()
+        self._settle_last()
         if self._watchers:
             at = slots[slots >= 0].to(self.tags.device) + self._first_slots[table]
             self._versions_by_slot()[at] = self.version
 
-    def settle_last(self) -> None:
+    def _settle_last(self) -> None:
         """Store the last insertion's version per slot if a watcher needs it, then forget it."""
         insertion = self._last_insertion
         if insertion is None:
@@ -553,6 +548,7 @@ class HashIndex(nn.Module):
 
     def views_by_slot(self, table: int) -> list[Tensor]:
         """Return views of the per-slot tensors of a table, except the tags."""
+        self._settle_last()
         first_slot = self._first_slots[table]
         views = [self.table_entries(table)]
         if self._inserted_at is not None:
@@ -611,24 +607,17 @@ class HashIndex(nn.Module):
         """Set the counters to zero."""
         self.counters.zero_()
 
-    def bytes_per_slot(self, *, with_versions: bool = False) -> int:
-        """Return the bytes per slot: tag, entry, share of a queue, and version if recorded.
-
-        With `with_versions`, the version counts also if versions are not recorded yet.
-        """
-        words = self.entries.shape[1] + (with_versions or self._inserted_at is not None)
-        queue_bytes = QUEUE_WORDS * self._has_queues * self.entries.itemsize // SLOTS
-        return 1 + words * self.entries.itemsize + queue_bytes
-
     def nbytes(self) -> int:
         """Return the bytes of the slots in use."""
-        return sum(self.capacity(t) for t in range(len(self.specs))) * self.bytes_per_slot()
+        slots = sum(self.capacity(t) for t in range(len(self.specs)))
+        words = self.entries.shape[1] + (self._inserted_at is not None)
+        queues = slots // SLOTS * QUEUE_WORDS * self._has_queues
+        return slots + (slots * words + queues) * self.entries.itemsize
 
     def snapshot(self) -> dict[str, Any]:
         """Return a copy of the index on the CPU, slot by slot; only the buckets in use."""
         tables = self.tables.cpu().clone()  # without the limits of a budget, which a copy has not
-        max_buckets = [spec.max_buckets for spec in self.specs]
-        tables[:, HashTableColumn.MAX_BUCKETS] = torch.tensor(max_buckets, dtype=torch.int64)
+        tables[:, HashTableColumn.MAX_BUCKETS] = torch.tensor([s.max_buckets for s in self.specs])
         return {
             "tables": tables,
             "clock": self.clock.cpu().clone(),
@@ -641,14 +630,8 @@ class HashIndex(nn.Module):
         """Check that `restore` takes a snapshot; return the number of slots of each table in it.
 
         Raises:
-            ValueError: it is of tables of other capacities, loads or eviction, or is malformed, or
-                a memory budget limits the tables.
+            ValueError: it is of tables of other capacities, loads or eviction, or is malformed.
         """
-        if self.grant is not None:
-            raise ValueError(
-                "a snapshot is slot by slot, and a memory budget limits these tables to fewer "
-                "slots; load a state_dict or a dump instead, which fit any number of rows"
-            )
         entries = dumps.check_entries("index", snapshot, _SNAPSHOT)
         tables = dumps.check_tensor("index.tables", entries["tables"], torch.int64, (None, None))
         saved = _with_hash_keys(tables)

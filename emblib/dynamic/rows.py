@@ -149,16 +149,6 @@ class RowLayout:
                 buffer, self.first_element(table, number), rows_before * width, rows_now * width
             )
 
-    def release(
-        self, buffers: Sequence[Tensor], table: int, rows_before: int, rows_now: int
-    ) -> None:
-        """Return the memory of the rows from `rows_now` on to the system, after a table shrank."""
-        for number, buffer in enumerate(buffers):
-            width = self.width(table, number)
-            memory.release(
-                buffer, self.first_element(table, number), rows_before * width, rows_now * width
-            )
-
     def views(self, buffers: Sequence[Tensor], table: int) -> dict[str, Tensor]:
         """Return the rows of a table by name, `[rows, dim]` or `[rows]`, in use or not."""
         return self._views(buffers, table, 0, self.specs[table].rows)

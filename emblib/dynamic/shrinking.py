@@ -14,6 +14,11 @@ there is one. At the end the memory of the dissolved buckets is returned to the 
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+import sys
+from collections.abc import Callable, Iterator
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -93,7 +98,6 @@ class _TableShrink:
     def __init__(self, state: DynamicState, table: int, buckets: int) -> None:
         self._state, self._table, self._buckets = state, table, buckets
         index = state.index
-        index.settle_last()
         if state.backing is not None:
             state.backing.write_back()
             self._num_demoted = state.backing.num_demoted(table)
@@ -101,7 +105,7 @@ class _TableShrink:
         self._counters = index.counters[table].clone()
         # By slot: entries, versions if there are any, and the row buffers.
         self._slot_views = index.views_by_slot(table)
-        self._row_views = list(state.table_rows(table).values())
+        self._row_views = [*_slot_bytes(state, table)]
         self._tags = index.table_tags(table)[buckets * SLOTS :]
         occupied = self._tags.nonzero().view(-1) + buckets * SLOTS
         self._size_left = size - occupied.numel()
@@ -150,9 +154,7 @@ class _TableShrink:
         index.counters[table] = counters
         index.version += 1
         self._hand_over(leaving)
-        rows = self._buckets * SLOTS
-        index.release(table, self._rows_before, rows)
-        state.layout.release(state.row_buffers, table, self._rows_before, rows)
+        release_rows(state, table, self._rows_before, self._buckets * SLOTS)
         return len(leaving.keys)
 
     def _dissolve(self) -> None:
@@ -213,13 +215,14 @@ class _TableShrink:
             return
         if not self._is_demoted:
             total = self._num_demoted + len(leaving.keys)
-            state.backing.demote(table, leaving.stored_rows(), total)
+            num_buffers = len(state.row_buffers)
+            state.backing.demote(table, leaving.stored_rows(num_buffers), total)
             self._is_demoted = True
         state.backing.move_rows()
 
 
 class _Leaving(NamedTuple):
-    """Evicted entries, int64 `[n, 2 or 3]`, and their rows per row buffer."""
+    """Evicted entries, int64 `[n, 2 or 3]`, and their rows as bytes per buffer."""
 
     entries: Tensor
     rows: list[Tensor]
@@ -232,11 +235,54 @@ class _Leaving(NamedTuple):
     def stamps(self) -> Tensor:
         return self.entries[:, HashEntryColumn.STAMP]
 
-    def stored_rows(self) -> StoredRows:
-        """Return the rows as bytes."""
+    def stored_rows(self, num_buffers: int) -> StoredRows:
+        """Return the rows of the first buffers: weights and optimizer states."""
         has_scores = self.entries.shape[1] > HashEntryColumn.SCORE
         scores = self.entries[:, -1] if has_scores else torch.zeros_like(self.keys)
-        count = len(self.keys)
-        values = [rows.reshape(count, -1).contiguous().view(torch.uint8) for rows in self.rows]
         keys, stamps, scores = (c.contiguous() for c in (self.keys, self.stamps, scores))
-        return StoredRows(keys, stamps, scores, torch.cat(values, 1))
+        return StoredRows(keys, stamps, scores, torch.cat(self.rows[:num_buffers], 1))
+
+
+def _slot_bytes(state: DynamicState, table: int) -> Iterator[Tensor]:
+    """Yield what moves with the slots of a table, per buffer as bytes, uint8 `[rows, n]`."""
+    rows = state.specs[table].rows
+    buffers, layout, _ = state.slot_rows()
+    for buffer, (begin, nbytes) in zip(buffers, layout[table].tolist(), strict=True):
+        yield buffer.view(torch.uint8)[begin : begin + rows * nbytes].view(rows, nbytes)
+
+
+def release_rows(state: DynamicState, table: int, rows_before: int, rows: int) -> None:
+    """Return the memory of the slots and rows from `rows` on, which are not in use any more."""
+    for tensor, *numbers in state.index.memory_ranges(table, rows_before, rows):
+        release_memory(tensor, *numbers)
+    for view in _slot_bytes(state, table):
+        nbytes = view.shape[1]
+        release_memory(view.view(-1), 0, rows_before * nbytes, rows * nbytes)
+
+
+def release_memory(tensor: Tensor, first_element: int, used_before: int, used_now: int) -> None:
+    """Return the memory of elements that are no longer used to the system, page by page.
+
+    Elements `[first_element, first_element + used_before)` were in use, the first `used_now` of
+    them still are. The others are unspecified afterwards. Systems other than Linux keep the memory.
+    """
+    madvise = _madvise()
+    if tensor.device.type != "cpu" or used_now >= used_before or madvise is None:
+        return
+    begin = tensor.data_ptr() + (first_element + used_now) * tensor.element_size()
+    end = tensor.data_ptr() + (first_element + used_before) * tensor.element_size()
+    first_page, page_end = -(-begin // mmap.PAGESIZE), end // mmap.PAGESIZE
+    if first_page < page_end:
+        size = (page_end - first_page) * mmap.PAGESIZE
+        madvise(first_page * mmap.PAGESIZE, size, mmap.MADV_DONTNEED)
+
+
+@cache
+def _madvise() -> Callable[[int, int, int], int] | None:
+    """Return the function of the C library; None on systems where it does not drop pages."""
+    if sys.platform != "linux":
+        return None
+    function = ctypes.CDLL(None).madvise
+    function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    result: Callable[[int, int, int], int] = function
+    return result

@@ -132,13 +132,7 @@ class DynamicState:
         """Return the state for copies and pickles without its memory, which the owner copies."""
         memory = ("weights", "optimizer_states", "moves", "hyperparams", "dropped_updates")
         state = {name: value for name, value in self.__dict__.items() if name not in memory}
-        return {
-            **state,
-            "last_batch": None,
-            "adopt_hyperparams": None,
-            "on_new_rows": [],
-            "budget": None,
-        }
+        return {**state, "last_batch": None, "adopt_hyperparams": None, "on_new_rows": []}
 
     @property
     def row_buffers(self) -> list[Tensor]:
@@ -148,6 +142,10 @@ class DynamicState:
     def slot_rows(self) -> RowBuffers:
         """Return the rows that the index moves when a table grows."""
         return RowBuffers(self.row_buffers, self.moves, self._use_rows)
+
+    def moved_bytes(self, table: int) -> int:
+        """Return the bytes per row that move with its slot, such as weights and states."""
+        return int(self.slot_rows().layout[table, :, 1].sum())
 
     def _use_rows(self, table: int, rows_before: int, rows_now: int) -> None:
         self.layout.use(self.row_buffers, table, rows_before, rows_now)
@@ -182,10 +180,6 @@ class DynamicState:
     def capacities(self) -> list[int]:
         """Return the number of rows in use of each table (reads the device)."""
         return [self.index.capacity(t) for t in range(len(self.specs))]
-
-    def bytes_per_row(self, table: int) -> int:
-        """Return the bytes per row in use, with optimizer states and index."""
-        return self.layout.row_bytes(table) + self.index.bytes_per_slot()
 
     def keys_of(self, table: int | str, ids: Tensor) -> Keys:
         """Return ids of one table as a batch on the device."""
@@ -360,12 +354,13 @@ def statistics(state: DynamicState, table: int | str) -> TableStatistics:
     counts: dict[str, Any] = {**index.stats()[table]}
     if state.statistics is not None:
         counts |= state.statistics.read()[table]._asdict()
+    row_bytes = state.moved_bytes(table) + index.nbytes() // sum(state.capacities())
     return TableStatistics(
         step=index.tick,
         keys=index.size(table),
         rows=rows,
         capacity=state.specs[table].rows,
-        nbytes=rows * state.bytes_per_row(table),
+        nbytes=rows * row_bytes,
         tiers=tier_stats(state).get(state.table_names[table]),
         **counts,
     )

@@ -258,6 +258,8 @@ class StatisticsCollector:
     def record(self, keys: Keys, inserted: InsertedBatch, clock: Tensor, effects: Effects) -> None:
         """Count an insertion, before a backing store changes its result.
 
+        Repeated with the same `effects`, it counts nothing more, whatever the result is by then.
+
         Args:
             keys: the batch.
             inserted: the result of its insertion, with misses.

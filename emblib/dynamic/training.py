@@ -108,7 +108,7 @@ class BatchInsertion:
         self._inserted: InsertedBatch | None = None
         self._placement: BatchPlacement | None = None
         self._found_rows: list[FoundRows] = []
-        self._has_begun = self._is_counted = self._is_written = False
+        self._has_begun = self._is_written = False
 
     def is_optional(self) -> bool:
         """Return whether the insertion may be abandoned: no slot has the row of another key yet."""
@@ -127,11 +127,10 @@ class BatchInsertion:
         inserted = self._inserted
         if not self._is_written:
             if inserted.misses is not None:
-                if state.statistics is not None and not self._is_counted:
+                if state.statistics is not None:
                     effects = self._statistics_effects
                     effects.restart()
                     state.statistics.record(keys, inserted, state.index.clock, effects)
-                    self._is_counted = True  # not again: a backing store changes the result
                 self._write_rows(inserted)
             state.last_batch = LastBatch(inserted, keys, keys.ids._version)
             self._is_written = True

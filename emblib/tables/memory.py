@@ -5,19 +5,17 @@ tier stays in host memory wherever the module moves. With the module on a GPU th
 and its tensors are on the GPU (`mapped_memory`). The disk tier is files. `lay_out` is the pure
 part: tiers, offsets and linear row ids; csrc/core/layout.h is its counterpart.
 
-`reserve`, `advise_growth` and `release` manage memory for the maximum number of rows of a table
-that grows and shrinks. On the CPU it is address space, whose pages read as zeros and take no memory
-until they are first written; so a table grows without being copied. On other devices the memory is
-allocated in full.
+`reserve` and `advise_growth` manage memory for the maximum number of rows of a table that grows. On
+the CPU it is address space, whose pages read as zeros and take no memory until they are first
+written; so a table grows without being copied. On other devices the memory is allocated in full.
 """
 
 import contextlib
-import ctypes
 import mmap
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -406,31 +404,3 @@ def advise_growth(tensor: Tensor, first_element: int, used_before: int, used_now
     torch.ops.emblib.advise_huge_pages_(
         tensor[first_element : first_element + (end_address - address) // size]
     )
-
-
-def release(tensor: Tensor, first_element: int, used_before: int, used_now: int) -> None:
-    """Return the memory of elements that are no longer used to the system, page by page.
-
-    Elements `[first_element, first_element + used_before)` were in use, the first `used_now` of
-    them still are. The others are unspecified afterwards. Systems other than Linux keep the memory.
-    """
-    madvise = _madvise()
-    if tensor.device.type != "cpu" or used_now >= used_before or madvise is None:
-        return
-    begin = tensor.data_ptr() + (first_element + used_now) * tensor.element_size()
-    end = tensor.data_ptr() + (first_element + used_before) * tensor.element_size()
-    first_page, page_end = -(-begin // mmap.PAGESIZE), end // mmap.PAGESIZE
-    if first_page < page_end:
-        size = (page_end - first_page) * mmap.PAGESIZE
-        madvise(first_page * mmap.PAGESIZE, size, mmap.MADV_DONTNEED)
-
-
-@cache
-def _madvise() -> Callable[[int, int, int], int] | None:
-    """Return the function of the C library; None on systems where it does not drop pages."""
-    if sys.platform != "linux":
-        return None
-    function = ctypes.CDLL(None).madvise
-    function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    result: Callable[[int, int, int], int] = function
-    return result

@@ -20,6 +20,8 @@ from emblib import (
     init,
     optim,
 )
+from emblib.dynamic import StoredRows
+from emblib.dynamic.shrinking import release_memory
 from emblib.reference.hash import HashModel
 from emblib.tables import memory
 from tests.interrupts import each_line
@@ -172,6 +174,57 @@ def test_backward_finds_the_rows_that_moved() -> None:
     assert int(present.sum()) >= int(stays.sum())
 
 
+def test_backward_right_after_a_shrink_finds_the_rows() -> None:
+    """No other forward came in between that would make it look them up again."""
+    bags = module()
+    for step in range(12):
+        train(bags, step)
+    ids = torch.arange(5000, 5100)
+    out = bags(ids, torch.tensor([0, 100, 100]))
+    slots = bags.find(0, ids)
+    bags.shrink("item", 256)
+    now = bags.find(0, ids)
+    assert bool((now != slots).any())
+    assert bool((now >= 0).all())  # the youngest keys stay
+    before = rows_of(bags, 0)
+    out.sum().backward()
+    after = rows_of(bags, 0)
+    assert {key for key in before if before[key] != after[key]} == set(ids.tolist())
+
+
+class FullStore(HostRows):
+    """A store that refuses rows while it is full."""
+
+    is_full = False
+
+    def put(self, table: int, rows: StoredRows) -> StoredRows:
+        if self.is_full and rows.keys.numel():
+            raise OSError("no space left")
+        return super().put(table, rows)
+
+
+def test_a_store_that_fails_loses_no_row() -> None:
+    """The shrink is made and raises; the rows are in memory until the store takes them."""
+    store = FullStore(2_000, seed=1)
+    bags = module(backing=BackingStore(store))
+    for step in range(12):
+        train(bags, step)
+    size, demoted = bags.size(0), bags.tier_stats()["item"].demoted
+    before, keys = rows_of(bags, 0), checkpoints.table_entries(bags, 0).keys.sort().values
+    store.is_full = True
+    with pytest.raises(OSError, match="no space left"):
+        bags.shrink("item", 64)
+    assert (bags.capacity(0), bags.size(0)) == (64, size)
+    num_evicted = len(before) - len(rows_of(bags, 0))
+    assert bags.tier_stats()["item"].demoted == demoted + num_evicted > demoted
+    entries = checkpoints.table_entries(bags, 0)
+    assert torch.equal(entries.keys.sort().values, keys)
+    store.is_full = False
+    for step in range(12, 16):
+        train(bags, step)
+    assert bags.tier_stats()["item"].dropped == 0
+
+
 def test_demoted_rows_are_read_from_the_store() -> None:
     """With a store, outputs are those of one large table."""
 
@@ -311,9 +364,9 @@ def test_memory_goes_back_to_the_system() -> None:
 def test_release_keeps_what_is_in_use() -> None:
     tensor = memory.reserve(1 << 20, torch.float32, torch.device("cpu"))
     tensor.fill_(1.0)
-    memory.release(tensor, 100, 1 << 19, 5000)
+    release_memory(tensor, 100, 1 << 19, 5000)
     assert bool((tensor[:5100] == 1.0).all())
     assert bool((tensor[100 + (1 << 19) :] == 1.0).all())
-    memory.release(tensor, 0, 10, 20)  # grew, so nothing
-    memory.release(tensor, 0, 10, 5)  # less than a page
+    release_memory(tensor, 0, 10, 20)  # grew, so nothing
+    release_memory(tensor, 0, 10, 5)  # less than a page
     assert bool((tensor[:5100] == 1.0).all())

@@ -47,11 +47,16 @@ def restore(state: DynamicState, snapshot: Mapping[str, Any]) -> None:
     """Restore a snapshot byte for byte.
 
     Raises:
-        ValueError: dims, capacities, loads, eviction, optimizer, precision or admission differ, or
-            the snapshot is malformed; nothing is changed.
+        ValueError: dims, capacities, loads, eviction, optimizer, precision or admission differ, the
+            snapshot is malformed, or a memory budget limits the tables; nothing is changed.
         RuntimeError: the module has a backing store.
     """
     _refuse_backing(state)
+    if state.budget is not None:
+        raise ValueError(
+            "a snapshot is slot by slot, and a memory budget limits these tables to fewer slots; "
+            "load a state_dict or a dump instead, which fit any number of rows"
+        )
     _check(state, snapshot)
     state.complete(lambda: _write(state, snapshot))
 
