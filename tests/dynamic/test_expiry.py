@@ -45,7 +45,7 @@ def test_every_bucket_has_its_turn(ttl: int, buckets: int) -> None:
 
 def test_keys_leave_after_more_than_their_ttl() -> None:
     (sweep,) = Expiry([DynamicSpec(32, 4, ttl=10)]).sweeps(25)
-    assert sweep.before == 15  # last used in step 14: not for 11 steps
+    assert sweep.before == (15,)  # last used in step 14: not for 11 steps
 
 
 def test_without_a_ttl_nothing_is_swept() -> None:
@@ -118,7 +118,7 @@ def test_the_sweep_keeps_its_promise(device: torch.device) -> None:
         last_used |= dict.fromkeys(drawn.tolist(), tick)
         for sweep in expiry.sweeps(tick):
             gone = index.expire(
-                sweep.table, sweep.before, sweep.first_bucket, sweep.num_buckets
+                sweep.table, sweep.before[0], sweep.first_bucket, sweep.num_buckets
             ).tolist()
             ages |= {tick - last_used.pop(key) for key in gone}
             left += len(gone)
@@ -147,7 +147,7 @@ class Clock:
 
 @dataclass
 class Lives:
-    """When keys were used last, and the rule: at least the ttl, an eighth and a step more at most."""
+    """When keys were used last; they live for the ttl, and an eighth and a step more at most."""
 
     ttl: float
     last_used: dict[int, float] = field(default_factory=dict)
