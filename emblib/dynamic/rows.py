@@ -28,6 +28,7 @@ from emblib.ops.hash import Keys, tables_of
 from emblib.optim import State
 from emblib.specs import SLOTS, DynamicSpec, Precision
 from emblib.tables import memory
+from emblib.tables.bounds_report import is_padded
 from emblib.tables.locks import ModuleLock
 
 
@@ -392,6 +393,8 @@ class RowInitializer(nn.Module):
             return BatchReads(slots)
         first_rows, counts = self.fallback[tables_of(keys)].unbind(1)
         is_fallback = (slots < 0) & (counts > 0)
+        if is_padded():  # ids before the first bag are no lookups
+            is_fallback &= torch.arange(slots.numel(), device=slots.device) >= keys.starts[0]
         rows = first_rows + range_of(keys.ids, counts)
         return BatchReads(torch.where(is_fallback, rows, slots), is_fallback=is_fallback)
 

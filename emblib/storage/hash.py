@@ -142,7 +142,7 @@ class Hash(Storage):
     def check_slice(self, table_slice: TableSlice) -> None:
         """Raise ValueError for a slice of columns, or of a fraction of a fallback row."""
         count = 1 if table_slice.shard is None else table_slice.shard[1]
-        if self.fallback_rows % count:
+        if not self.can_divide(count):
             raise ValueError(
                 f"every fallback row of a table is used by one of its shards: fallback_rows of "
                 f"{table_slice.config.name!r} must be a multiple of their number, {count}, got "
@@ -154,6 +154,10 @@ class Hash(Storage):
                 f"{table_slice.columns} of {table_slice.config.embedding_dim}: every slice would "
                 "have to insert the same keys"
             )
+
+    def can_divide(self, num_shards: int) -> bool:
+        """Return whether no shard would get a fraction of a fallback row."""
+        return self.fallback_rows % num_shards == 0
 
     def slice_spec(self, table_slice: TableSlice, name: str) -> DynamicSpec:
         """Return the spec of a table that has only this slice, with the whole table's bounds."""
