@@ -341,6 +341,26 @@ def test_replaced_tables_forget_the_times_of_the_old(tmp_path: Path) -> None:
     assert module.expire_keys() == {"items": 2}
 
 
+def test_the_maximum_over_ranks_is_true_of_each() -> None:
+    """Checkpoints of several ranks join their lists element by element."""
+    generator = torch.Generator().manual_seed(2)
+    ranks = [Expiry([DynamicSpec(32, 4, ttl=HOUR)]) for _ in range(3)]
+    for tick in range(1, 200):
+        for delay, rank in enumerate(ranks):
+            rank.now += int(torch.randint(0, 100_000_000, (), generator=generator))
+            if (tick + delay) % (delay + 1) == 0 or tick > 190:
+                rank.record(tick)
+    joined = Expiry([DynamicSpec(32, 4, ttl=HOUR)])
+    joined.times = torch.stack([rank.times for rank in ranks]).amax(0)
+    now = max(rank.now for rank in ranks)
+    for later in range(0, 2 * 3600, 60):
+        for expiry in (joined, *ranks):
+            expiry.now = now + later * 1_000_000
+        first_alive = [rank.before(0, 200)[0] for rank in ranks]
+        assert joined.before(0, 200)[0] <= min(first_alive)
+    assert joined.before(0, 200) == (200,)
+
+
 def test_wrong_times_are_refused() -> None:
     with pytest.raises(ValueError, match="ttl must be a positive time"):
         DynamicSpec(32, 4, ttl=timedelta(0))
