@@ -165,7 +165,7 @@ class Expiry(nn.Module):
     The ages of keys are known in ticks, the numbers of training batches. For a table whose `ttl` is
     a time, a list of (tick, time) pairs turns "not used for `ttl`" into "last used before tick k":
     keys with a stamp up to the tick of a pair were used no later than at its time. The list is
-    short: neighbours but one are at least a 16th of the ttl apart, and pairs older than the ttl are
+    short: every second pair is at least a 16th of the ttl apart, and pairs older than the ttl are
     dropped except for one. `times`, int64 `[N, 40, 2]`, has them with ticks as 2^62 - tick, so the
     element-wise maximum over ranks is true of the keys of all of them. A table whose features have
     times of their own has a list for each (`lifetimes`).
