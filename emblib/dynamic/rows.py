@@ -331,8 +331,9 @@ class RowInitializer(nn.Module):
         reads = [spec.admission.reads if spec.admission else None for spec in specs]
         self._draws_unadmitted = any(initializer is not None for initializer in reads)
         self._reads_zeros = not self._draws_unadmitted and all(
-            spec.default_value == 0.0 for spec in specs
+            spec.default_value == 0.0 and not spec.fallback_rows for spec in specs
         )
+        self._reads_shared = all(spec.fallback_rows for spec in specs)
         rules = [
             [initial.rule_of(Constant(spec.default_value) if x is None else x, spec)]
             for spec, x in zip(specs, reads, strict=True)
@@ -400,11 +401,11 @@ class RowInitializer(nn.Module):
 
     def reads_of_inserted(self, keys: Keys, inserted: InsertedBatch) -> BatchReads:
         """Return the rows that the lookups of an inserted batch read."""
-        if inserted.misses is None:
+        if self._reads_zeros or inserted.misses is None:
             return BatchReads(inserted.slots)
         reads = self.with_fallback(keys, inserted.slots)
         slots = reads.indices
-        if self._reads_zeros:
+        if self._reads_shared:
             return reads
         default_slots = torch.where(slots < 0, tables_of(keys), -1)
         rows = self.default_values.view(-1)
@@ -419,8 +420,10 @@ class RowInitializer(nn.Module):
 
     def reads_of_found(self, keys: Keys, slots: Tensor) -> BatchReads:
         """Return the rows that the lookups of a batch read without insertion."""
-        reads = self.with_fallback(keys, slots)
         if self._reads_zeros:
+            return BatchReads(slots)
+        reads = self.with_fallback(keys, slots)
+        if self._reads_shared:
             return reads
         default_slots = torch.where(reads.indices < 0, tables_of(keys), -1).to(torch.int32)
         return reads.with_defaults(default_slots, self.default_values.view(-1))
