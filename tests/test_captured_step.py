@@ -119,6 +119,10 @@ DYNAMIC: dict[str, dict[str, Any]] = {
     "lfu": {"eviction": Eviction.LFU},
     "step": {"eviction": Eviction.STEP},
     "admission": {"admission": FrequencyAdmission(2, CountMinSketch(width=64))},
+    "fallback": {
+        "admission": FrequencyAdmission(2, CountMinSketch(width=64)),
+        "fallback_rows": 4,
+    },
 }
 
 

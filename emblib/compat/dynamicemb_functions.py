@@ -431,7 +431,7 @@ def fill(
             keys = keys[owns(keys)][: min(missing, BATCH_SIZE_PER_DUMP)]
             offsets = torch.zeros(len(module.feature_tables) + 1, dtype=torch.int64)
             offsets[feature + 1 :] = keys.numel()
-            uses = 1 if spec.admission is None else spec.admission.threshold
+            uses = 1 if spec.admission is None else spec.admission.max_threshold
             counts = torch.full_like(keys, uses)
             here, device = module.size(index), module.weights.device
             with torch.enable_grad():

@@ -32,11 +32,19 @@ from torch import Tensor, nn
 from emblib.columns import HashEntryColumn, HashTableColumn
 from emblib.dynamic import keys as routing
 from emblib.dynamic.hash_index import HASH_KEYS, HashIndex
+from emblib.dynamic.last_uses import features_of, values_by_feature
 from emblib.dynamic.saving import dumps
 from emblib.ops import hash
 from emblib.ops.effects import Effects
 from emblib.reference.random import mix
-from emblib.specs import CountMinSketch, DynamicSpec, Eviction, ExactCounter, FrequencyAdmission
+from emblib.specs import (
+    CountMinSketch,
+    DynamicSpec,
+    Eviction,
+    ExactCounter,
+    FrequencyAdmission,
+    PerFeature,
+)
 from emblib.tables import state_dicts
 
 _LOW_31 = 0x7FFFFFFF
@@ -239,10 +247,10 @@ class _Sketches(nn.Module):
             assert isinstance(sketch, CountMinSketch)
             size = sketch.width * sketch.depth
             sizes = begin, sketch.width, sketch.depth
-            layout[t] = torch.tensor([*sizes, frequency.threshold, hash_keys[t]])
+            layout[t] = torch.tensor([*sizes, frequency.max_threshold, hash_keys[t]])
             if sketch.halve_every is not None:
                 self._periods.append((begin, size, math.ceil(size / sketch.halve_every)))
-            begin, max_depth = begin + size, max(max_depth, frequency.threshold)
+            begin, max_depth = begin + size, max(max_depth, frequency.max_threshold)
         self.depth = int(layout[:, 2].max())
         dtype = (
             torch.uint8 if max_depth < 2**8 else torch.int32 if max_depth < 2**31 else torch.int64
@@ -322,18 +330,22 @@ class Admission(nn.Module):
         specs: specs of the tables; those without `admission` admit every key.
         device: device of the counts.
         hash_keys: hash key of each table, see `HashIndex`; None is 0 for all.
+        feature_tables: table of each feature of a batch; None is one feature per table.
     """
 
     thresholds: Tensor
+    feature_thresholds: Tensor
 
     def __init__(
         self,
         specs: Sequence[DynamicSpec],
         device: torch.device,
         hash_keys: Sequence[int] | None = None,
+        feature_tables: Sequence[int] | None = None,
     ) -> None:
         super().__init__()
         self.specs = tuple(specs)
+        feature_tables = range(len(specs)) if feature_tables is None else feature_tables
         hash_keys = [0] * len(self.specs) if hash_keys is None else hash_keys
         exact, sketched = (
             [t for t, spec in enumerate(specs) if _counts_with(spec, kind)]
@@ -342,10 +354,16 @@ class Admission(nn.Module):
         self._exact_tables = exact
         self.counter = _Counter(exact, specs, device, hash_keys) if exact else None
         self.sketches = _Sketches(sketched, specs, device, hash_keys) if sketched else None
-        thresholds = [s.admission.threshold if s.admission else 0 for s in specs]
-        # The last threshold is that of padding, whose result is ignored.
-        tensor = torch.tensor([*thresholds, 0], dtype=torch.int64, device=device)
-        self.register_buffer("thresholds", tensor, persistent=False)
+        given = [s.admission.threshold if s.admission else 0 for s in specs]
+        self._is_per_feature = any(isinstance(value, PerFeature) for value in given)
+        largest = [s.admission.max_threshold if s.admission else 0 for s in specs]
+        for name, thresholds in (
+            # The last threshold is that of padding, whose result is ignored.
+            ("thresholds", [*largest, 0]),
+            ("feature_thresholds", values_by_feature(given, feature_tables)),
+        ):
+            tensor = torch.tensor(thresholds, dtype=torch.int64, device=device)
+            self.register_buffer(name, tensor, persistent=False)
 
     def admit(
         self,
@@ -370,14 +388,29 @@ class Admission(nn.Module):
         if in_store is not None:
             tables = torch.where(in_store[:count], len(self.specs), missing_keys.tables)
             missing_keys = missing_keys._replace(tables=tables)
-        decided = self.decide(missing_keys, effects)
+        thresholds = self._least_thresholds(keys, misses, count) if self._is_per_feature else None
+        decided = self.decide(missing_keys, effects, thresholds)
         admitted = nn.functional.pad(decided, (0, keys.ids.numel() - count))
         return admitted if in_store is None else admitted | in_store
 
-    def decide(self, missing_keys: Missing, effects: Effects | None = None) -> Tensor:
+    def _least_thresholds(self, keys: hash.Keys, misses: hash.Misses, count: int) -> Tensor:
+        """Return per miss the least threshold of the features that use it, int64 `[count]`."""
+        groups = misses.groups.long()
+        thresholds = self.feature_thresholds[features_of(keys)]
+        least = torch.full((count + 1,), hash.MAX_USES, device=groups.device)
+        least.scatter_reduce_(0, torch.where(groups < 0, count, groups), thresholds, "amin")
+        return least[:count]
+
+    def decide(
+        self,
+        missing_keys: Missing,
+        effects: Effects | None = None,
+        thresholds: Tensor | None = None,
+    ) -> Tensor:
         """Count missing keys and return which to admit, bool by key.
 
-        The result of padding is undefined.
+        The result of padding is undefined. `thresholds` are those of the keys; None is those of
+        their tables.
         """
         counts = torch.zeros_like(missing_keys.counts)
         effects = Effects() if effects is None else effects
@@ -385,7 +418,9 @@ class Admission(nn.Module):
             counts = counts + self.sketches.add(missing_keys, effects)
         if self.counter is not None:
             counts = counts + self.counter.add(missing_keys, effects)
-        admitted = counts >= self.thresholds[missing_keys.tables]
+        if thresholds is None:
+            thresholds = self.thresholds[missing_keys.tables]
+        admitted = counts >= thresholds
         for table, spec in enumerate(self.specs):
             if spec.admission is not None and spec.admission.rule is not None:
                 (chosen,) = (missing_keys.tables == table).nonzero(as_tuple=True)

@@ -147,12 +147,16 @@ _NO_PAIR = MAX_TICK + 1, 0
 
 
 class Sweep(NamedTuple):
-    """Buckets of one table that a step searches for keys last used before tick `before`."""
+    """Buckets of one table that a step searches for expired keys.
+
+    `before` has a tick for each time to live of the table (`DynamicSpec.lifetimes`): a key expires
+    if its last use by a feature with at least this time was before it.
+    """
 
     table: int
     first_bucket: int
     num_buckets: int
-    before: int
+    before: tuple[int, ...]
 
 
 class Expiry(nn.Module):
@@ -161,9 +165,10 @@ class Expiry(nn.Module):
     The ages of keys are known in ticks, the numbers of training batches. For a table whose `ttl` is
     a time, a list of (tick, time) pairs turns "not used for `ttl`" into "last used before tick k":
     keys with a stamp up to the tick of a pair were used no later than at its time. The list is
-    short: neighbours but one are at least a 16th of the ttl apart, and pairs older than the ttl are
-    dropped except for one. `times`, int64 `[T, 40, 2]`, has them with ticks as 2^62 - tick, so the
-    element-wise maximum over ranks is true of the keys of all of them.
+    short: every second pair is at least a 16th of the ttl apart, and pairs older than the ttl are
+    dropped except for one. `times`, int64 `[N, 40, 2]`, has them with ticks as 2^62 - tick, so the
+    element-wise maximum over ranks is true of the keys of all of them. A table whose features have
+    times of their own has a list for each (`lifetimes`).
 
     Every bucket of a table is searched once per eighth of its ttl in steps, or 16th of its ttl in
     time. So a key stays for at least `ttl` after its last use and at most an eighth longer, or in
@@ -182,87 +187,106 @@ class Expiry(nn.Module):
         self.clock: Callable[[], float] = time.time
         self.now = 0
         self._max_buckets = [spec.max_buckets for spec in specs]
-        self._steps: dict[int, int] = {}
-        self._durations: dict[int, int] = {}
-        for t, spec in enumerate(specs):
-            if isinstance(spec.ttl, timedelta):
-                self._durations[t] = spec.ttl // _MICROSECOND
-            elif spec.ttl is not None:
-                self._steps[t] = spec.ttl
+        self._lifetimes = [spec.lifetimes for spec in specs]
+        # The lists of (tick, time) pairs: durations in microseconds, and their tables.
+        self._lists = [
+            (t, ttl // _MICROSECOND)
+            for t, lifetimes in enumerate(self._lifetimes)
+            for ttl in lifetimes
+            if isinstance(ttl, timedelta)
+        ]
         self._progress: dict[int, tuple[int, int]] = {}  # next bucket, time up to it; by table
-        times = torch.tensor([[_NO_PAIR] * _MAX_PAIRS] * len(specs))
+        times = torch.tensor([[_NO_PAIR] * _MAX_PAIRS] * len(self._lists))
         self.register_buffer("times", times.view(-1, _MAX_PAIRS, 2))
 
     @property
     def has_times(self) -> bool:
         """Return whether the ttl of a table is a time."""
-        return bool(self._durations)
+        return bool(self._lists)
 
     def read_clock(self) -> int:
         """Return the time of the clock in microseconds."""
-        return int(self.clock() * 1e6) if self._durations else 0
+        return int(self.clock() * 1e6) if self._lists else 0
 
-    def before(self, table: int, tick: int) -> int:
-        """Return the first tick of use with which a key is alive at `tick` and `now`; 0: any."""
-        if table in self._steps:
-            return tick - self._steps[table]
-        if table not in self._durations:
-            return 0
-        latest = self.now - self._durations[table]
-        return max((tick + 1 for tick, at in self._pairs(table) if at <= latest), default=0)
+    def before(self, table: int, tick: int) -> tuple[int, ...]:
+        """Return per lifetime the first tick of use with which a key is alive at `tick` and `now`.
+
+        Those of the second and later lifetimes are at least 1, which is any use.
+        """
+        numbers = self._numbers_of(table)
+        ticks = []
+        for ttl in self._lifetimes[table]:
+            if isinstance(ttl, timedelta):
+                number = numbers.pop(0)
+                latest = self.now - self._lists[number][1]
+                pairs = self._pairs(number)
+                ticks.append(max((k + 1 for k, at in pairs if at <= latest), default=0))
+            else:
+                ticks.append(0 if ttl is None else tick - ttl)
+        return ticks[0], *(max(first, 1) for first in ticks[1:])
+
+    def _numbers_of(self, table: int) -> list[int]:
+        """Return the numbers of the lists of a table."""
+        return [number for number, (t, _) in enumerate(self._lists) if t == table]
+
+    def _tables(self) -> dict[int, int | timedelta]:
+        """Return the shortest time to live of each table that has one."""
+        shortest = {t: lifetimes[0] for t, lifetimes in enumerate(self._lifetimes)}
+        return {t: ttl for t, ttl in shortest.items() if ttl is not None}
 
     def sweeps(self, step: int) -> list[Sweep]:
         """Return the sweeps of a step, to be run once the keys of its batch are inserted."""
         sweeps = []
-        for table, ttl in self._steps.items():
+        for table, ttl in self._tables().items():
             max_buckets = self._max_buckets[table]
-            num_buckets = math.ceil(max_buckets / max(1, ttl // _SWEEPS_PER_TTL))
-            first = step % math.ceil(max_buckets / num_buckets) * num_buckets
-            num_buckets = min(num_buckets, max_buckets - first)
-            sweeps.append(Sweep(table, first, num_buckets, self.before(table, step)))
-        for table in self._durations:
-            first, _, num_buckets = self._due(table)
-            before = self.before(table, step)
-            to_end = min(num_buckets, self._max_buckets[table] - first)
+            if isinstance(ttl, timedelta):
+                first, _, num_buckets = self._due(table, ttl)
+            else:
+                num_buckets = math.ceil(max_buckets / max(1, ttl // _SWEEPS_PER_TTL))
+                first = step % math.ceil(max_buckets / num_buckets) * num_buckets
+                num_buckets = min(num_buckets, max_buckets - first)
+            to_end = min(num_buckets, max_buckets - first)
             for begin, count in ((first, to_end), (0, num_buckets - to_end)):
                 if count:
-                    sweeps.append(Sweep(table, begin, count, before))
+                    sweeps.append(Sweep(table, begin, count, self.before(table, step)))
         return sweeps
 
     def all_sweeps(self, step: int) -> list[Sweep]:
         """Return sweeps of all buckets of all tables with a ttl."""
         return [
             Sweep(table, 0, self._max_buckets[table], self.before(table, step))
-            for table in (*self._steps, *self._durations)
+            for table in self._tables()
         ]
 
     def advance(self, step: int) -> None:
         """Note that the sweeps of a step are done; repeated calls have no further effect."""
-        for table, duration in self._durations.items():
-            first, at, num_buckets = self._due(table)
+        for table, ttl in self._tables().items():
+            if not isinstance(ttl, timedelta):
+                continue
+            first, at, num_buckets = self._due(table, ttl)
             max_buckets = self._max_buckets[table]
             if num_buckets == max_buckets:
                 at = self.now
             else:
-                at += num_buckets * duration // (_PAIRS_PER_TTL * max_buckets)
+                at += num_buckets * (ttl // _MICROSECOND) // (_PAIRS_PER_TTL * max_buckets)
             self._progress[table] = (first + num_buckets) % max_buckets, at
         self.record(step)
 
-    def _due(self, table: int) -> tuple[int, int, int]:
+    def _due(self, table: int, ttl: timedelta) -> tuple[int, int, int]:
         """Return the next bucket to search, the time up to it, and how many buckets are due."""
         first, at = self._progress.get(table, (0, self.now))
         at = min(at, self.now)
         max_buckets = self._max_buckets[table]
-        due = (self.now - at) * max_buckets * _PAIRS_PER_TTL // self._durations[table]
+        due = (self.now - at) * max_buckets * _PAIRS_PER_TTL // (ttl // _MICROSECOND)
         return first, at, min(due, max_buckets)
 
     def record(self, tick: int) -> None:
         """Note that keys with stamps up to `tick` were used no later than now."""
-        if not self._durations:
+        if not self._lists:
             return
         now, rows = self.now, self.times.tolist()
-        for table, duration in self._durations.items():
-            pairs = [(k, min(at, now)) for k, at in self._pairs(table) if k <= tick]
+        for number, (_, duration) in enumerate(self._lists):
+            pairs = [(k, min(at, now)) for k, at in self._pairs(number) if k <= tick]
             if not pairs or pairs[-1][0] < tick:
                 if len(pairs) > 1 and (now - pairs[-2][1]) * _PAIRS_PER_TTL < duration:
                     pairs.pop()
@@ -270,12 +294,12 @@ class Expiry(nn.Module):
             while len(pairs) > 1 and pairs[1][1] <= now - duration:
                 pairs.pop(0)
             newest = [(MAX_TICK - k, at) for k, at in pairs[-_MAX_PAIRS:]]
-            rows[table] = [_NO_PAIR] * (_MAX_PAIRS - len(newest)) + newest
+            rows[number] = [_NO_PAIR] * (_MAX_PAIRS - len(newest)) + newest
         self.times = torch.tensor(rows)  # another tensor: state dicts have the old one
 
-    def _pairs(self, table: int) -> list[tuple[int, int]]:
-        """Return the (tick, time) pairs of a table, both ascending."""
-        return [(MAX_TICK - k, at) for k, at in self.times[table].tolist() if k <= MAX_TICK]
+    def _pairs(self, number: int) -> list[tuple[int, int]]:
+        """Return the (tick, time) pairs of a list, both ascending."""
+        return [(MAX_TICK - k, at) for k, at in self.times[number].tolist() if k <= MAX_TICK]
 
     def skip(self, duration: timedelta | None) -> None:
         """Leave a pause out of the ages of all keys; None is the time since the last step."""
@@ -290,13 +314,16 @@ class Expiry(nn.Module):
     def forget(self, table: int | None = None) -> None:
         """Forget when keys were used: as if it were at the next step. None is all tables."""
         times = self.times.clone()
-        times[slice(None) if table is None else table] = torch.tensor(_NO_PAIR)
+        times[slice(None) if table is None else self._numbers_of(table)] = torch.tensor(_NO_PAIR)
         self.times = times
 
     def copy_times(self, table: int, source: "Expiry", source_table: int) -> None:
         """Adopt the times of a table of another module, with its entries."""
         times = self.times.clone()
-        times[table] = source.times[source_table]
+        numbers = self._numbers_of(table)
+        source_numbers = source._numbers_of(source_table)  # noqa: SLF001 - of the same class
+        for number, source_number in zip(numbers, source_numbers, strict=False):
+            times[number] = source.times[source_number]
         self.times = times
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:

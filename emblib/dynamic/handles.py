@@ -12,6 +12,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -248,6 +249,24 @@ class DynamicTable:
         """
         counts = self._everywhere("expire_keys", training.expire_keys)
         return sum(count for of_shard in counts for count in of_shard.values())
+
+    def skip_pause(self, duration: timedelta | None = None) -> None:
+        """Leave a pause out of the ages of keys, see `DynamicEmbeddingBags.skip_pause`.
+
+        Raises:
+            ValueError: the ttl of the table is no time.
+        """
+        skip = dynamic_state.skip_pause
+        self._everywhere("skip_pause", lambda state, index: skip(state, duration))
+
+    def set_clock(self, clock: Callable[[], float]) -> None:
+        """Set the clock by which keys expire, in seconds; call it on all ranks.
+
+        Raises:
+            ValueError: the ttl of the table is no time.
+        """
+        for _, state, _ in self._numbered():
+            dynamic_state.set_clock(state, clock)
 
     def track_evictions(self, max_keys: int = 1 << 24) -> None:
         """Record keys that leave from now on, at most `max_keys` per shard; call it on all ranks.

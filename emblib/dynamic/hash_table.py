@@ -73,7 +73,7 @@ class HashTable(nn.Module):
 
     Args:
         spec: capacity, dim, growth, eviction, insert_policy, and the initializer of rows for which
-            no values are given. `admission` and `ttl` are not used.
+            no values are given. `admission`, `ttl` and `fallback_rows` are not used.
         dtype: dtype of the values.
         seed: seed of new rows and of the hash of keys, see `DynamicEmbeddingBags`.
         device: device of the table; None is torch's default device.

@@ -127,6 +127,7 @@ class DynamicEmbeddingBags(FusedTables):
         if backing is not None:
             check_backing(backing)
             tables = backing.with_insert_policy(tables)
+            training.check_stored(tables)
         super().__init__(tables, optimizer, pooling, feature_tables, precision, BoundsCheck.WARNING)
         self.tables = TableSpecs(self.tables)
         self.include_last_offset = include_last_offset
@@ -147,6 +148,7 @@ class DynamicEmbeddingBags(FusedTables):
             hash_keys=hash_keys_of(seed, self.table_names, hash_seeds),
             device=device,
             overflow_rows=0 if backing is None else backing.overflow_rows(device),
+            feature_tables=self.feature_tables,
         )
         self._lock = self.state.lock
         self.rows = self.state.layout
@@ -550,6 +552,8 @@ class DynamicEmbeddingBags(FusedTables):
                 "move a copy (copy.deepcopy), which belongs to none"
             )
         rows = self.rows.snapshot(state.row_buffers, state.capacities())
+        if state.last_uses is not None:
+            state.last_uses = state.last_uses.copy_to(device, state.capacities())
         self.index = state.index = state.index.copy_to(device)
         # A copy would allocate the reserved memory too, so only the rows in use are copied.
         self._set_row_buffers([buffer.new_empty(0) for buffer in state.row_buffers])

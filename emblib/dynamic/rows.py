@@ -28,6 +28,7 @@ from emblib.ops.hash import Keys, tables_of
 from emblib.optim import State
 from emblib.specs import SLOTS, DynamicSpec, Precision
 from emblib.tables import memory
+from emblib.tables.bounds_report import is_padded
 from emblib.tables.locks import ModuleLock
 
 
@@ -330,8 +331,9 @@ class RowInitializer(nn.Module):
         reads = [spec.admission.reads if spec.admission else None for spec in specs]
         self._draws_unadmitted = any(initializer is not None for initializer in reads)
         self._reads_zeros = not self._draws_unadmitted and all(
-            spec.default_value == 0.0 for spec in specs
+            spec.default_value == 0.0 and not spec.fallback_rows for spec in specs
         )
+        self._reads_shared = all(spec.fallback_rows for spec in specs)
         rules = [
             [initial.rule_of(Constant(spec.default_value) if x is None else x, spec)]
             for spec, x in zip(specs, reads, strict=True)
@@ -392,16 +394,18 @@ class RowInitializer(nn.Module):
             return BatchReads(slots)
         first_rows, counts = self.fallback[tables_of(keys)].unbind(1)
         is_fallback = (slots < 0) & (counts > 0)
+        if is_padded():  # ids before the first bag are no lookups
+            is_fallback &= torch.arange(slots.numel(), device=slots.device) >= keys.starts[0]
         rows = first_rows + range_of(keys.ids, counts)
         return BatchReads(torch.where(is_fallback, rows, slots), is_fallback=is_fallback)
 
     def reads_of_inserted(self, keys: Keys, inserted: InsertedBatch) -> BatchReads:
         """Return the rows that the lookups of an inserted batch read."""
-        if inserted.misses is None:
+        if self._reads_zeros or inserted.misses is None:
             return BatchReads(inserted.slots)
         reads = self.with_fallback(keys, inserted.slots)
         slots = reads.indices
-        if self._reads_zeros:
+        if self._reads_shared:
             return reads
         default_slots = torch.where(slots < 0, tables_of(keys), -1)
         rows = self.default_values.view(-1)
@@ -416,8 +420,10 @@ class RowInitializer(nn.Module):
 
     def reads_of_found(self, keys: Keys, slots: Tensor) -> BatchReads:
         """Return the rows that the lookups of a batch read without insertion."""
-        reads = self.with_fallback(keys, slots)
         if self._reads_zeros:
+            return BatchReads(slots)
+        reads = self.with_fallback(keys, slots)
+        if self._reads_shared:
             return reads
         default_slots = torch.where(reads.indices < 0, tables_of(keys), -1).to(torch.int32)
         return reads.with_defaults(default_slots, self.default_values.view(-1))

@@ -20,6 +20,7 @@ from emblib.dynamic.admission import Admission
 from emblib.dynamic.eviction import EvictionLog, EvictionScores, Expiry
 from emblib.dynamic.hash_index import HashIndex, RowBuffers
 from emblib.dynamic.keys import LastBatch, as_keys, of_insertion
+from emblib.dynamic.last_uses import LastUses, check_features
 from emblib.dynamic.rows import BatchReads, RowInitializer, RowLayout, TrainingUpdate
 from emblib.dynamic.statistics import StatisticsCollector, TableStatistics
 from emblib.dynamic.tiers.backing_tier import BackingTier
@@ -55,6 +56,7 @@ class DynamicState:
         hash_keys: hash key of each table, see `emblib.dynamic.keys`; None is 0 for all.
         device: the device of the tables.
         overflow_rows: extra rows per table, in which rows of a backing store are served.
+        feature_tables: the table of each feature of a batch; None is one feature per table.
 
     Attributes:
         index: the keys and their slots.
@@ -67,6 +69,7 @@ class DynamicState:
         admission: rule for inserting missing keys; None admits all.
         scores: the eviction scores of the next batch; None if eviction assigns none.
         expiry: choice of the keys that expire; None without `ttl`.
+        last_uses: last uses by features with a longer ttl; None if those of a table agree.
         eviction_log: the keys that left; None until `track_evictions`.
         statistics: counts of insertions; None until `track_statistics`.
         budget: the memory budget that limits the tables; None without one; a copy has none.
@@ -98,7 +101,10 @@ class DynamicState:
         hash_keys: Sequence[int] | None = None,
         device: torch.device | str | None = None,
         overflow_rows: int = 0,
+        feature_tables: Sequence[int] | None = None,
     ) -> None:
+        feature_tables = range(len(specs)) if feature_tables is None else feature_tables
+        check_features(specs, feature_tables)
         device = torch.empty(0, device=device).device
         precision = Precision() if precision is None else precision
         self.specs, self.optimizer_name = tuple(specs), optimizer.name
@@ -111,11 +117,15 @@ class DynamicState:
         self.dropped_updates = torch.zeros(1, dtype=torch.int64, device=device)
         self.row_initializer = RowInitializer(self.layout, seed, device)
         admits = any(spec.admission is not None for spec in self.specs)
-        self.admission = Admission(self.specs, device, hash_keys) if admits else None
+        self.admission = (
+            Admission(self.specs, device, hash_keys, feature_tables) if admits else None
+        )
         has_scores = self.index.order == "assigned"
         self.scores = EvictionScores(self.specs, device) if has_scores else None
-        expires = any(spec.ttl is not None for spec in self.specs)
+        expires = any(spec.lifetimes[0] is not None for spec in self.specs)
         self.expiry = Expiry(self.specs) if expires else None
+        has_levels = any(len(spec.lifetimes) > 1 for spec in self.specs)
+        self.last_uses = LastUses(self.specs, feature_tables, device) if has_levels else None
         self.eviction_log: EvictionLog | None = None
         self.statistics: StatisticsCollector | None = None
         self.budget: StepBudget | None = None
@@ -132,6 +142,8 @@ class DynamicState:
         """Return the state for copies and pickles without its memory, which the owner copies."""
         memory = ("weights", "optimizer_states", "moves", "hyperparams", "dropped_updates")
         state = {name: value for name, value in self.__dict__.items() if name not in memory}
+        if self.last_uses is not None:
+            state["last_uses"] = self.last_uses.in_use(self.capacities())
         return {**state, "last_batch": None, "adopt_hyperparams": None, "on_new_rows": []}
 
     @property
@@ -141,7 +153,10 @@ class DynamicState:
 
     def slot_rows(self) -> RowBuffers:
         """Return the rows that the index moves when a table grows."""
-        return RowBuffers(self.row_buffers, self.moves, self._use_rows)
+        if self.last_uses is None:
+            return RowBuffers(self.row_buffers, self.moves, self._use_rows)
+        layout = torch.cat([self.moves, self.last_uses.layout], dim=1)
+        return RowBuffers([*self.row_buffers, self.last_uses.buffer], layout, self._use_rows)
 
     def moved_bytes(self, table: int) -> int:
         """Return the bytes per row that move with its slot, such as weights and states."""
@@ -388,7 +403,10 @@ def reset_stats(state: DynamicState) -> None:
 def nbytes(state: DynamicState) -> dict[str, int]:
     """Return the bytes in use of `weights`, `optimizer_state` and `index`."""
     weights, *states = state.layout.nbytes(state.capacities())
-    return {"weights": weights, "optimizer_state": sum(states), "index": state.index.nbytes()}
+    index = state.index.nbytes()
+    if state.last_uses is not None:
+        index += state.last_uses.nbytes(state.capacities())
+    return {"weights": weights, "optimizer_state": sum(states), "index": index}
 
 
 # Eviction

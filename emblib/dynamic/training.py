@@ -25,7 +25,7 @@ from emblib.ops.derivatives import refuse_tangents
 from emblib.ops.effects import Effects
 from emblib.ops.hash import Keys, Misses, tables_of
 from emblib.optim import External, Optimizer, description
-from emblib.specs import DynamicSpec, OnInsertFailure, Pooling, brief
+from emblib.specs import SLOTS, DynamicSpec, OnInsertFailure, Pooling, brief
 from emblib.tables import optimizer_hooks
 from emblib.tables.bounds_report import is_padded
 from emblib.tables.parameters import caller_level, is_updated_in_backward, loses_values
@@ -132,6 +132,8 @@ class BatchInsertion:
                     effects.restart()
                     state.statistics.record(keys, inserted, state.index.clock, effects)
                 self._write_rows(inserted)
+            if state.last_uses is not None:
+                state.last_uses.note(state.index, keys, inserted)
             state.last_batch = LastBatch(inserted, keys, keys.ids._version)
             self._is_written = True
         if state.backing is not None and inserted.misses is not None:
@@ -211,13 +213,17 @@ def _run_sweeps(state: DynamicState, sweeps: Sequence[Sweep], effects: Effects) 
     effects.restart()
     counts = []
     for table, first_bucket, num_buckets, before in sweeps:
-        keys = state.index.expire(table, before, first_bucket, num_buckets, effects)
+        if state.last_uses is None or len(before) == 1:
+            keys = state.index.expire(table, before[0], first_bucket, num_buckets, effects)
+        else:
+            window = slice(first_bucket * SLOTS, (first_bucket + num_buckets) * SLOTS)
+            keys = state.last_uses.expire(state.index, table, window, before, effects)
         state.record_evictions(table, keys)
         counts.append(keys.numel())
     if state.backing is not None:
         for number, sweep in enumerate(sweeps):
             if sweep.first_bucket == 0:
-                counts[number] += state.backing.expire(sweep.table, sweep.before)
+                counts[number] += state.backing.expire(sweep.table, sweep.before[0])
     return counts
 
 
@@ -365,6 +371,16 @@ def check_device(device: torch.device) -> None:
     """Raise ValueError for a device that dynamic tables do not support: meta."""
     if device.type == "meta":
         raise ValueError("dynamic tables have keys to begin with, so they cannot be on meta")
+
+
+def check_stored(specs: Sequence[DynamicSpec]) -> None:
+    """Raise ValueError for specs that a backing store does not support."""
+    for spec in specs:
+        if len(spec.lifetimes) > 1:
+            raise ValueError(
+                f"table {spec.name!r} has {spec.ttl}, and a backing store knows one last use per "
+                "row: give all features one ttl, or leave the store out"
+            )
 
 
 def check_keeps_keys(fn: Callable[[Tensor], Tensor]) -> None:

@@ -106,6 +106,7 @@ class InferenceEmbeddingBags(nn.Module):
 
     index: Tensor
     index_tables: Tensor
+    shared_rows: Tensor
 
     def __init__(
         self,
@@ -134,6 +135,10 @@ class InferenceEmbeddingBags(nn.Module):
         by_feature = table_rows[torch.tensor(rows.feature_tables, dtype=torch.int64)]
         self.register_buffer("index", memory)
         self.register_buffer("index_tables", by_feature.to(device))
+        shared = [(-1, 0) if x is None else (x.missing, x.fallback) for x in indexes]
+        self._has_fallback = any(count for _, count in shared)
+        shared_rows = torch.tensor([shared[table] for table in rows.feature_tables]).view(-1, 2)
+        self.register_buffer("shared_rows", shared_rows.to(device), persistent=False)
         self.indexes = self._bound_indexes()
 
     def forward(
@@ -168,7 +173,7 @@ class InferenceEmbeddingBags(nn.Module):
         row_ids = quant.map_ids(
             self.index, self.index_tables, rows.features, indices, offsets, bag_layout
         )
-        if any(index is not None and index.fallback for index in self.indexes):
+        if self._has_fallback:
             row_ids = self._with_fallback(indices, offsets, batch_sizes, row_ids)
         if not rows.include_last_offset:
             offsets = offsets[:-1]
@@ -183,11 +188,9 @@ class InferenceEmbeddingBags(nn.Module):
         row_ids: Tensor,
     ) -> Tensor:
         """Spread the ids without a row over the fallback rows of their tables."""
-        by_feature = [self.indexes[table] for table in self.rows.feature_tables]
-        shared = [(-1, 0) if x is None else (x.missing, x.fallback) for x in by_feature]
-        starts = feature_starts(offsets, len(shared), batch_sizes)
-        features = tables_of(Keys(indices, starts, torch.arange(len(shared), device=starts.device)))
-        missing, counts = torch.tensor(shared, device=starts.device)[features].unbind(1)
+        features = torch.arange(self.shared_rows.size(0), device=offsets.device)
+        starts = feature_starts(offsets, features.numel(), batch_sizes)
+        missing, counts = self.shared_rows[tables_of(Keys(indices, starts, features))].unbind(1)
         is_shared = (counts > 0) & (row_ids == missing)
         return torch.where(is_shared, missing + range_of(indices, counts), row_ids)
 

@@ -19,7 +19,7 @@ from emblib.dynamic.handles import ShardLocation, tables_of
 from emblib.dynamic.keys import as_keys
 from emblib.dynamic.saving import fallback
 from emblib.dynamic.saving.checkpoint import table_entries
-from emblib.dynamic.saving.entries import Entries
+from emblib.dynamic.saving.entries import LAST_USES, Entries
 from emblib.dynamic.saving.table_dumps import removed_since
 from emblib.dynamic.state import DynamicState, of_state
 from emblib.online.records import TableChange
@@ -288,6 +288,7 @@ class KeyedChanges:
         module = location.module
         rows = {name: rows[torch.arange(len(entries))].cpu() for name, rows in entries.rows.items()}
         weight = rows.pop("weight")
+        rows.pop(LAST_USES, None)  # a follower lets no key expire
         return TableChange(
             entries.keys,
             weight,

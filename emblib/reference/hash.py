@@ -16,7 +16,7 @@ Details of the definition:
 - a row that moved leaves its old bytes unchanged
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -430,6 +430,25 @@ class HashModel:
         model = cls(tables, order, insert_policy)
         (model.tick,) = clock
         return model
+
+
+# Features with rules of their own
+
+
+def is_admitted(uses: int, features: Iterable[int], thresholds: Sequence[int]) -> bool:
+    """Return whether a missing key is admitted that features use in a batch, with `uses` so far."""
+    return uses >= min(thresholds[feature] for feature in features)
+
+
+def is_alive(last_uses: Mapping[int, int], ttls: Sequence[int | None], tick: int) -> bool:
+    """Return whether a key has not expired: some feature used it within its ttl, None for ever.
+
+    `last_uses` is by feature; features that never used the key are not in it.
+    """
+    return any(
+        ttls[feature] is None or tick - used <= ttls[feature]  # type: ignore[operator]
+        for feature, used in last_uses.items()
+    )
 
 
 def positions(ids: Tensor, starts: Tensor, segment_tables: Tensor) -> list[tuple[int, int]]:

@@ -11,6 +11,7 @@ from emblib.specs.dynamic import (
     FrequencyAdmission,
     InsertPolicy,
     OnInsertFailure,
+    PerFeature,
 )
 from emblib.specs.tables import (
     BoundsCheck,
@@ -40,6 +41,7 @@ __all__ = [
     "MatmulPrecision",
     "MultiPassPrefetch",
     "OnInsertFailure",
+    "PerFeature",
     "Placement",
     "Pooling",
     "Precision",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 
 from torch import Tensor
 
@@ -139,12 +140,43 @@ class CountMinSketch:
             object.__setattr__(self, "halve_every", check_count("halve_every", self.halve_every))
 
 
+@dataclass(frozen=True, init=False)
+class PerFeature:
+    """Give one value to each feature that reads a table, in the order of the features.
+
+    `FrequencyAdmission.threshold` and `DynamicSpec.ttl` take it for tables that features share.
+
+    Args:
+        values: the values. A ttl may be None, for a feature whose use keeps a key until it is
+            evicted.
+
+    Example:
+        >>> spec = emblib.DynamicSpec(100, 4, ttl=emblib.PerFeature(1, 100))
+        >>> bags = emblib.DynamicEmbeddingBags([spec], feature_tables=[0, 0])
+        >>> for ids in ([7, 8], [9, 9], [9, 9], [9, 9]):  # 7 and 8 are ids of one feature each
+        ...     pooled = bags(torch.tensor(ids), torch.tensor([0, 1, 2]))
+        >>> bags.find(0, torch.tensor([7, 8])) >= 0
+        tensor([False,  True])
+    """
+
+    values: tuple[Any, ...]
+
+    def __init__(self, *values: Any) -> None:
+        if not values:
+            raise ValueError("PerFeature needs a value per feature, got none")
+        object.__setattr__(self, "values", values)
+
+    def __repr__(self) -> str:
+        return f"PerFeature({', '.join(map(repr, self.values))})"
+
+
 @dataclass(frozen=True)
 class FrequencyAdmission:
     """Admit a key once it was used `threshold` times, the current batch included.
 
     Args:
-        threshold: number of uses, duplicates within a batch included.
+        threshold: number of uses, duplicates within a batch included; with a `PerFeature` the least
+            one of the features that use the key in the batch.
         counter: counter of the uses of keys without a row.
         reads: initializer of the values that a key without a row reads in training, which are not
             trained; None reads `DynamicSpec.default_value`.
@@ -162,15 +194,23 @@ class FrequencyAdmission:
         NEW
     """
 
-    threshold: int
+    threshold: int | PerFeature
     counter: ExactCounter | CountMinSketch
     reads: Initializer | None = None
     rule: Callable[[Tensor, Tensor], Tensor] | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "threshold", check_count("threshold", self.threshold))
+        if isinstance(self.threshold, PerFeature):
+            counts = [check_count("threshold", value) for value in self.threshold.values]
+            object.__setattr__(self, "threshold", PerFeature(*counts))
+        else:
+            object.__setattr__(self, "threshold", check_count("threshold", self.threshold))
         if self.rule is not None and not callable(self.rule):
             raise TypeError(f"rule must be a function of keys and counts, got {self.rule!r}")
+        if self.rule is not None and isinstance(self.threshold, PerFeature):
+            raise ValueError(
+                "rule replaces the thresholds, so those per feature have no effect: leave one out"
+            )
         if not isinstance(self.counter, ExactCounter | CountMinSketch):
             raise TypeError(
                 "counter must be an ExactCounter(capacity) or a CountMinSketch(width), got "
@@ -179,9 +219,23 @@ class FrequencyAdmission:
         if self.reads is not None:
             check_initializer("reads", self.reads)
 
+    @property
+    def max_threshold(self) -> int:
+        """Return the threshold, or the largest one of the features."""
+        if isinstance(self.threshold, PerFeature):
+            return int(max(self.threshold.values))
+        return self.threshold
 
-def check_ttl(ttl: int | timedelta | None) -> int | timedelta | None:
-    """Return a time to live, checked: a positive number of steps or time, or None."""
+
+def check_ttl(ttl: Any) -> Any:
+    """Return a time to live, checked: a positive number of steps or time, None, or a PerFeature."""
+    if isinstance(ttl, PerFeature):
+        ttls = [check_ttl(value) for value in ttl.values]
+        if any(isinstance(value, PerFeature) for value in ttls):
+            raise TypeError(f"ttl must have one value per feature, got {ttl}")
+        if len({type(value) for value in ttls if value is not None}) > 1:
+            raise ValueError(f"ttl of all features must be in steps, or of all in time, got {ttl}")
+        return PerFeature(*ttls)
     if not isinstance(ttl, timedelta):
         return None if ttl is None else check_count("ttl", ttl)
     if ttl <= timedelta(0):
@@ -211,7 +265,9 @@ class DynamicSpec:
             table in lookups without gradients, or was not inserted in training.
         admission: requirement for a key to be inserted; None inserts all keys.
         ttl: time without use after which a key expires: an int counts training forwards of the
-            module, a `datetime.timedelta` is wall-clock time; None: keys do not expire.
+            module, a `datetime.timedelta` is wall-clock time; None: keys do not expire. With a
+            `PerFeature` a key lives as long as the last use by some feature is within the ttl of
+            that feature.
         on_insert_failure: reaction of a training forward to keys that found no slot.
         fallback_rows: number of further rows, one of which a key without a row reads, and trains in
             training, by a hash of the key; 0: such keys read `default_value`.
@@ -235,7 +291,7 @@ class DynamicSpec:
     initial_state: float = field(default=0.0, kw_only=True)
     default_value: float = field(default=0.0, kw_only=True)
     admission: FrequencyAdmission | None = field(default=None, kw_only=True)
-    ttl: int | timedelta | None = field(default=None, kw_only=True)
+    ttl: int | timedelta | PerFeature | None = field(default=None, kw_only=True)
     on_insert_failure: OnInsertFailure = field(default=OnInsertFailure.IGNORE, kw_only=True)
     fallback_rows: int = field(default=0, kw_only=True)
 
@@ -279,6 +335,19 @@ class DynamicSpec:
                 "keys without a row read one of fallback_rows, so default_value and "
                 "FrequencyAdmission(reads=...) have no effect: leave them or fallback_rows out"
             )
+
+    @property
+    def lifetimes(self) -> tuple[int | timedelta | None, ...]:
+        """Return the distinct times to live of the features, ascending; None, for ever, is last."""
+        if not isinstance(self.ttl, PerFeature):
+            return (self.ttl,)
+        finite = {value for value in self.ttl.values if value is not None}
+        return (*sorted(finite), *((None,) if None in self.ttl.values else ()))
+
+    @property
+    def is_timed(self) -> bool:
+        """Return whether keys expire by the clock."""
+        return isinstance(self.lifetimes[0], timedelta)
 
     @property
     def max_buckets(self) -> int:

@@ -332,6 +332,10 @@ class Storage:
     def check_slice(self, table_slice: TableSlice) -> None:
         """Raise ValueError for a slice that this storage cannot store separately."""
 
+    def can_divide(self, num_shards: int) -> bool:
+        """Return whether a table can have this number of shards by rows."""
+        return True
+
     def slice_spec(self, table_slice: TableSlice, name: str) -> Any:
         """Return the spec of a table that has only this slice."""
         return self.spec(table_slice.num_rows, table_slice.dim, name)

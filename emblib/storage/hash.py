@@ -26,6 +26,7 @@ from emblib.dynamic.saving.checkpoint import (
     state_names,
     table_entries,
 )
+from emblib.dynamic.saving.entries import LAST_USES
 from emblib.dynamic.tiers.store import StoreShard, check_backing
 from emblib.init import Constant, Initializer, Uniform
 from emblib.ops import autograd
@@ -40,6 +41,7 @@ from emblib.specs import (
     FrequencyAdmission,
     InsertPolicy,
     OnInsertFailure,
+    PerFeature,
     Pooling,
     check_count,
 )
@@ -97,7 +99,7 @@ class Hash(Storage):
     initial_state: float = 0.0
     default_value: float = 0.0
     admission: FrequencyAdmission | None = None
-    ttl: int | timedelta | None = None
+    ttl: int | timedelta | PerFeature | None = None
     on_insert_failure: OnInsertFailure = OnInsertFailure.IGNORE
     fallback_rows: int = 0
     backing: BackingStore | None = None
@@ -140,7 +142,7 @@ class Hash(Storage):
     def check_slice(self, table_slice: TableSlice) -> None:
         """Raise ValueError for a slice of columns, or of a fraction of a fallback row."""
         count = 1 if table_slice.shard is None else table_slice.shard[1]
-        if self.fallback_rows % count:
+        if not self.can_divide(count):
             raise ValueError(
                 f"every fallback row of a table is used by one of its shards: fallback_rows of "
                 f"{table_slice.config.name!r} must be a multiple of their number, {count}, got "
@@ -152,6 +154,10 @@ class Hash(Storage):
                 f"{table_slice.columns} of {table_slice.config.embedding_dim}: every slice would "
                 "have to insert the same keys"
             )
+
+    def can_divide(self, num_shards: int) -> bool:
+        """Return whether no shard would get a fraction of a fallback row."""
+        return self.fallback_rows % num_shards == 0
 
     def slice_spec(self, table_slice: TableSlice, name: str) -> DynamicSpec:
         """Return the spec of a table that has only this slice, with the whole table's bounds."""
@@ -182,7 +188,7 @@ class Hash(Storage):
         needs_own_module = (
             self.admission is not None
             or self.backing is not None
-            or isinstance(self.ttl, timedelta)
+            or self.spec(1, 1, "").is_timed
             or (order == "assigned" and order in SCORED)
             or not autograd.updates_in_backward(optimizer)
         )
@@ -315,7 +321,8 @@ class Hash(Storage):
     ) -> MemoryBytes:
         """Return the bytes of a table with its full capacity, whatever `initial_capacity` is."""
         spec, itemsize = table_slice.spec, table_slice.config.data_type.itemsize
-        index = spec.rows * bytes_per_slot(spec.eviction.order, device)
+        levels = len(spec.lifetimes) - 1
+        index = spec.rows * (bytes_per_slot(spec.eviction.order, device) + levels * _WORD_BYTES)
         num_rows = spec.rows + spec.fallback_rows
         states = state_bytes(optimizer, num_rows, spec.dim, itemsize)
         values = num_rows * spec.dim * itemsize + states
@@ -364,7 +371,7 @@ def _counter_bytes(admission: FrequencyAdmission | None, device: str) -> int:
     if isinstance(counter, ExactCounter):
         return -(-counter.capacity // SLOTS) * SLOTS * bytes_per_slot("lfu", device)
     assert isinstance(counter, CountMinSketch)
-    threshold = admission.threshold
+    threshold = admission.max_threshold
     size = 1 if threshold < 2**8 else 4 if threshold < 2**31 else 8
     return counter.width * counter.depth * size
 
@@ -423,7 +430,7 @@ class HashHandle(TableHandle):
             self._parameters["weight"] = other.weight
             return
         entries = table_entries(other.module, other.index)
-        rows = {"weight": entries.rows["weight"]}
+        rows = {key: entries.rows[key] for key in ("weight", LAST_USES) if key in entries.rows}
         module, weight = self.module, other.weight
         hash_key = other.module.index.hash_key(other.index)
         set_table_entries(module, self.index, replace(entries, rows=rows), hash_key=hash_key)

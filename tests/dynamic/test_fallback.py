@@ -33,6 +33,7 @@ from emblib import (
 from emblib.dynamic.keys import KeyStatus, keys_of_ranges, owner
 from emblib.dynamic.saving import snapshots
 from emblib.dynamic.saving.dumps import Part
+from emblib.dynamic.saving.entries import as_part, join_parts
 from emblib.dynamic.saving.table_dumps import apply_changes, changes_since
 from emblib.init import Constant, Uniform
 from emblib.sharding import DistributedModelParallel
@@ -328,7 +329,7 @@ def test_changes_have_them(tmp_path: Path) -> None:
 
 def test_parts_have_those_of_their_keys(tmp_path: Path) -> None:
     """What two ranks save, one and three read: each row is that of the rank that used it."""
-    parts = []
+    parts, state_dicts = [], []
     for rank in range(2):
         module = make()
         pool = torch.arange(200)[owner(torch.arange(200), 2) == rank][:64]
@@ -336,12 +337,17 @@ def test_parts_have_those_of_their_keys(tmp_path: Path) -> None:
             module(pool, offsets).square().sum().backward()
         module.save(tmp_path, part=Part(rank, 2), identity="x")
         parts.append(module.table_handles()["a"].fallback_rows())
+        state_dicts.append(module.state_dict())
     whole = make()
     with pytest.warns(UserWarning, match="no slot for all entries"):  # of two tables of its size
         whole.load(tmp_path)
     got = whole.table_handles()["a"].fallback_rows()
     for key in got:
         assert torch.equal(got[key], torch.cat([parts[0][key][:3], parts[1][key][3:]]))
+    states = [as_part(state, rank, 2) for rank, state in enumerate(state_dicts)]
+    joined = join_parts({**states[0], **states[1]}, 0, 1)
+    for key in got:
+        assert torch.equal(joined[f"a.fallback.{key}"], got[key])
     third = make()
     first = third.table_handles()["a"].fallback_rows()
     third.load(tmp_path, part=Part(1, 3))

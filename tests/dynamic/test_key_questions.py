@@ -246,7 +246,7 @@ def test_copies_go_on_alike(device: torch.device) -> None:
 
 def test_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    assert len(blocks) == 4
+    assert len(blocks) == 5
     for block in blocks:
         exec(compile(block, str(PAGE), "exec"), {})
     assert "[2, 5, 2, 2]" in capsys.readouterr().out

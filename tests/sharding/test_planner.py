@@ -277,3 +277,11 @@ def test_dynamic_tables_are_cut_by_keys_alone() -> None:
         ShardingType.ROW_WISE,
         ShardingType.TABLE_ROW_WISE,
     }
+
+
+def test_fallback_rows_are_not_cut() -> None:
+    config = EmbeddingBagConfig(1000, 64, "t", storage=Hash(fallback_rows=6))
+    work = TableWorkload("", config, optim.SGD(0.1), False, 16, 1.0)
+    options = options_of(work, planner_of(Topology(4, 2)).model([work]))
+    types = {option.type for option in options}
+    assert types == {ShardingType.TABLE_WISE, ShardingType.TABLE_ROW_WISE}  # not over 4 ranks

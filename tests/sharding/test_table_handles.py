@@ -11,8 +11,11 @@ from emblib import (
     EmbeddingBagCollection,
     EmbeddingBagConfig,
     Eviction,
+    ExactCounter,
+    FrequencyAdmission,
     KeyedJaggedTensor,
     KeyStatus,
+    PerFeature,
     optim,
 )
 from emblib.dynamic import DynamicTable, TableStatistics
@@ -231,3 +234,47 @@ def test_an_error_of_one_rank_is_raised_on_all(tmp_path: Path) -> None:
     assert "did you mean 'user'" in first[2]
     assert "is stored as Dense" in first[3]
     assert len(first) == len(second) == 4
+
+
+def rules_of_features(ranks: RankGroup) -> None:
+    """Thresholds and ttls per feature, and fallback rows, are those of one process."""
+    admission = FrequencyAdmission(PerFeature(1, 3), ExactCounter(512))
+    storage = Hash(ttl=PerFeature(2, 40), admission=admission, fallback_rows=12, seed=1)
+    tables = [EmbeddingBagConfig(4096, 4, "user", ["bought", "seen"], storage=storage)]
+    oracle = EmbeddingBagCollection(tables, optimizer=optim.SGD(0.1)).to(ranks.device)
+    model = DistributedModelParallel(
+        copy.deepcopy(oracle),
+        ranks,
+        plan={"": {"user": row_wise()}},
+        gradients=GradientReduction.SUM,
+    )
+    one, other = model.tables["user"], oracle.tables["user"]
+    one.track_evictions()
+    for step in range(10):
+        batches = []
+        for rank in range(ranks.size):
+            generator = torch.Generator().manual_seed(100 * step + rank)
+            ids = (torch.rand(12, generator=generator) ** 2 * 60).long() - 20
+            lengths = torch.full((4,), 3)
+            batches.append(KeyedJaggedTensor(["bought", "seen"], ids, lengths=lengths))
+        batches = [batch.to(ranks.device) for batch in batches]
+        model(batches[ranks.rank]).values().sum().backward()
+        oracle(joined(batches)).values().sum().backward()
+    assert one.expire_keys() == other.expire_keys()
+    assert content(one) == content(other)
+    assert one.stats()["expired"] == other.stats()["expired"] > 0
+    rows, expected = one.fallback_rows(), other.fallback_rows()
+    assert torch.equal(rows["keys"], expected["keys"])
+    torch.testing.assert_close(rows["weight"], expected["weight"])
+    follower = EmbeddingBagCollection(tables, optimizer=optim.SGD(0.1))
+    follower.tables["user"].apply_changes(one.changes_since(0))
+    assert torch.equal(follower.tables["user"].fallback_rows()["weight"], rows["weight"])
+    uses = one.entries().rows["last_uses"]
+    copied = follower.tables["user"].entries()
+    order, order_there = one.entries().keys.argsort(), copied.keys.argsort()
+    assert torch.equal(copied.rows["last_uses"][order_there], uses[order])
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_rules_of_features(world: int) -> None:
+    worlds.run(world, rules_of_features)

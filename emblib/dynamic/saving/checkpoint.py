@@ -25,7 +25,7 @@ from emblib.dynamic.hash_index import HASH_KEYS, MAX_TICK
 from emblib.dynamic.saving import dumps, fallback, loading
 from emblib.dynamic.saving.dump_tables import rows_at_a_time
 from emblib.dynamic.saving.dumps import DumpMismatchError, Report
-from emblib.dynamic.saving.entries import Entries, Rows
+from emblib.dynamic.saving.entries import LAST_USES, Entries, Rows
 from emblib.dynamic.saving.loading import Loaded, TableTarget
 from emblib.dynamic.state import DynamicState, of_state
 from emblib.tables import state_dicts
@@ -51,6 +51,7 @@ def target_of(state: DynamicState, table: int, hash_key: int | None = None) -> T
         views=state.table_rows(table),
         rows=state.slot_rows(),
         initial_state=state.specs[table].initial_state,
+        last_uses=None if state.last_uses is None else state.last_uses.view(table),
         hash_key=hash_key,
         complete=state.complete,
     )
@@ -156,6 +157,7 @@ def state_names(state: DynamicState) -> list[str]:
         kinds.append("scores")
     names = [f"{name}.{kind}" for name in state.table_names for kind in kinds]
     for t, name in enumerate(state.table_names):
+        names += [f"{name}.{LAST_USES}"] if len(state.specs[t].lifetimes) > 1 else []
         names += [f"{name}.{fallback.FALLBACK}.{key}" for key in fallback.names_of(state, t)]
     return [HYPER, CLOCK, *names]
 
@@ -183,7 +185,7 @@ def expected_names(state: DynamicState, state_dict: Mapping[str, Any]) -> dict[s
 
 def names_as_attributes(state: DynamicState) -> SimpleNamespace:
     """Return the state dict entries that are not parameters or buffers, as attributes."""
-    kinds = SimpleNamespace(stamps=0, keys=0, scores=0)
+    kinds = SimpleNamespace(stamps=0, keys=0, scores=0, last_uses=0)
     for t in range(min(len(state.specs), 1)):
         kinds = SimpleNamespace(**vars(kinds), **state.table_rows(t))
         kinds.fallback = SimpleNamespace(keys=0, **state.table_rows(t))
@@ -250,6 +252,12 @@ def _tensor_problems(state: DynamicState, saved: Mapping[str, Any]) -> Iterator[
                 problem = state_dicts.tensor_problem(saved[key], view, (size, *view.shape[1:]))
                 if problem:
                     yield f"{key}: {problem}"
+        if f"{name}.{LAST_USES}" in saved:
+            shape = (size, len(state.specs[t].lifetimes) - 1)
+            if problem := state_dicts.tensor_problem(
+                saved[f"{name}.{LAST_USES}"], int64_scalar, shape
+            ):
+                yield f"{name}.{LAST_USES}: {problem}"
         for problem in fallback.problems(state, t, fallback.select(saved, name)):
             yield f"{name}.{problem}"
     if INDEX_HASH_KEYS in saved:
@@ -272,7 +280,7 @@ def _entries_in(state: DynamicState, saved: Mapping[str, Tensor]) -> dict[int, E
         stamps = columns.get("stamps", torch.ones_like(columns["keys"]))
         rows: dict[str, Rows] = {
             kind: saved[f"{name}.{kind}"]
-            for kind in state.table_rows(t)
+            for kind in (*state.table_rows(t), LAST_USES)
             if f"{name}.{kind}" in saved
         }
         by_table[t] = Entries(columns["keys"], stamps, columns.get("scores"), rows)

@@ -38,7 +38,7 @@ from torch import Tensor
 from emblib.dynamic.saving.dump_tables import rows_at_a_time
 from emblib.dynamic.saving.dumps import DumpError, Part
 from emblib.dynamic.saving.dumps import field as entry_of
-from emblib.dynamic.saving.entries import WEIGHT, Entries, Rows
+from emblib.dynamic.saving.entries import LAST_USES, WEIGHT, Entries, Rows
 from emblib.reference.random import finalise
 from emblib.tables.durable_files import flush_directory, replacing
 
@@ -134,7 +134,7 @@ def stage(
 
     _write_numbers(path("emb_keys"), entries.keys)
     _write_rows(path("emb_values"), [entries.rows[WEIGHT]], len(entries))
-    states = [rows for key, rows in entries.rows.items() if key != WEIGHT]
+    states = [rows for key, rows in entries.rows.items() if key not in (WEIGHT, LAST_USES)]
     if states:
         _write_rows(path("emb_opt_values"), states, len(entries))
     _write_numbers(path("emb_scores"), _scores(entries, layout, clock))

@@ -16,6 +16,7 @@ from torch import Tensor
 from emblib.dynamic import keys as routing
 
 WEIGHT = "weight"  # name of the weights among the rows of an entry
+LAST_USES = "last_uses"  # of last uses of features with a longer ttl, where a table has such
 
 
 class SelectedRows:

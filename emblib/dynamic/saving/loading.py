@@ -17,7 +17,7 @@ from emblib.dynamic.hash_index import MAX_TICK, HashIndex, RowBuffers
 from emblib.dynamic.saving import entries as of_entries
 from emblib.dynamic.saving.dump_tables import rows_at_a_time
 from emblib.dynamic.saving.dumps import DumpProgress, Report
-from emblib.dynamic.saving.entries import WEIGHT, Entries, SelectedRows
+from emblib.dynamic.saving.entries import LAST_USES, WEIGHT, Entries, Rows, SelectedRows
 from emblib.ops import codes, hash
 from emblib.ops.hash import SCORED, SLOTS, Keys
 from emblib.reference.random import GOLDEN, mix
@@ -208,6 +208,7 @@ class TableTarget(NamedTuple):
         views: rows by slot up to the maximum capacity: `weight`, then optimizer states.
         rows: the same rows, which the index moves when the table grows; None if it cannot grow.
         initial_state: value of optimizer states of entries that have none.
+        last_uses: int64 `[rows, n]` by slot, see `emblib.dynamic.last_uses`; None without.
         hash_key: hash key that a replaced table gets; None keeps the current one.
         complete: runs a function, and once more if it is interrupted.
     """
@@ -218,6 +219,7 @@ class TableTarget(NamedTuple):
     views: Mapping[str, Tensor]
     rows: RowBuffers | None = None
     initial_state: float = 0.0
+    last_uses: Tensor | None = None
     hash_key: int | None = None
     complete: Callable[[Callable[[], None]], None] = run
 
@@ -242,7 +244,11 @@ def export(target: TableTarget, since: int | None = None) -> Entries:
     Keys, stamps and scores are copies on the CPU; rows are copied when they are indexed.
     """
     entries = target.index.export(target.table, since)
-    rows = {name: SelectedRows(view, entries.slots) for name, view in target.views.items()}
+    rows: dict[str, Rows] = {
+        name: SelectedRows(view, entries.slots) for name, view in target.views.items()
+    }
+    if target.last_uses is not None and target.last_uses.size(1):
+        rows[LAST_USES] = target.last_uses[entries.slots].cpu()
     scores = None if entries.scores is None else entries.scores.cpu()
     return Entries(entries.keys.cpu(), entries.stamps.cpu(), scores, rows)
 
@@ -270,14 +276,16 @@ def check(target: TableTarget, entries: Entries) -> None:
 
 
 def _check_rows(target: TableTarget, entries: Entries) -> None:
-    unknown = sorted(entries.rows.keys() - target.views.keys())
-    missing_names = sorted(target.views.keys() - entries.rows.keys())
-    if unknown or (missing_names and len(entries.rows) > 1) or WEIGHT not in entries.rows:
+    names = entries.rows.keys() - {LAST_USES}  # of a table with another ttl they are ignored
+    unknown = sorted(names - target.views.keys())
+    missing_names = sorted(target.views.keys() - names)
+    if unknown or (missing_names and len(names) > 1) or WEIGHT not in names:
         raise ValueError(
             f"entries of {target.name!r} must have the rows {list(target.views)}, or the weight "
             f"alone, which leaves states at their first value; got {list(entries.rows)}"
         )
-    for name, rows in entries.rows.items():
+    for name in sorted(names):
+        rows = entries.rows[name]
         expected_shape = tuple(target.views[name].shape[1:])
         if tuple(rows.shape[1:]) != expected_shape:
             raise ValueError(
@@ -407,6 +415,8 @@ def _rearrange(target: TableTarget, refused: Tensor) -> int:
     at = slots_after[new_slots].to(device)
     # All values are computed before the first write, so an interrupted write can be repeated.
     views = [*index.views_by_slot(table), *(view.detach() for view in target.views.values())]
+    if target.last_uses is not None:
+        views.append(target.last_uses)
     rows = [view[source] for view in views]
     tags = torch.zeros_like(index.table_tags(table))
     tags[slots_after[placed].to(device)] = tags_of(keys[placed], hash_key).to(device)
@@ -464,6 +474,13 @@ def _write(target: TableTarget, entries: Entries, slots: Tensor, report: Report 
         None if scores is None else scores[placed].to(device),
     )
     with torch.no_grad():
+        if target.last_uses is not None and target.last_uses.size(1):
+            uses = entries.rows.get(LAST_USES)
+            if uses is None or tuple(uses.shape[1:]) != tuple(target.last_uses.shape[1:]):
+                used = entries.stamps[placed][:, None]  # by a feature that is not known
+            else:
+                used = uses[placed]
+            target.last_uses[slots[placed].to(device)] = used.to(device)
         for name, view in target.views.items():
             rows, num_written = entries.rows.get(name), 0
             for slot_block in placed.split(rows_at_a_time(view)):

@@ -27,7 +27,7 @@ def take(state: DynamicState) -> dict[str, Any]:
     _refuse_backing(state)
     admission, scores = state.admission, state.scores
     of_scores = None if scores is None else scores.state_dict()
-    return {
+    snapshot = {
         "index": state.index.snapshot(),
         "rows": state.layout.snapshot(state.row_buffers, state.capacities()),
         "hyper": state.hyperparams.clone(),
@@ -35,11 +35,15 @@ def take(state: DynamicState) -> dict[str, Any]:
         "scores": of_scores and {name: value.clone() for name, value in of_scores.items()},
         **_times_of(state),
     }
+    if state.last_uses is not None:
+        snapshot["last_uses"] = state.last_uses.snapshot(state.capacities())
+    return snapshot
 
 
 def _times_of(state: DynamicState) -> dict[str, Any]:
     """Return the times by which keys expire, where a ttl is a time."""
-    return {"expiry": part.state_dict() for name, part in state.parts().items() if name == "expiry"}
+    expiry = state.parts().get("expiry")
+    return {} if expiry is None else {"expiry": expiry.state_dict()}
 
 
 @of_state
@@ -65,6 +69,8 @@ def restore(state: DynamicState, snapshot: Mapping[str, Any]) -> None:
 def _write(state: DynamicState, snapshot: Mapping[str, Any]) -> None:
     state.index.restore(snapshot["index"])
     state.layout.restore(state.row_buffers, snapshot["rows"])
+    if state.last_uses is not None:
+        state.last_uses.restore(snapshot["last_uses"])
     state.load_hyperparams(snapshot["hyper"])
     if state.admission is not None:
         state.admission.restore(snapshot["admission"])
@@ -102,6 +108,11 @@ def _check(state: DynamicState, snapshot: Any) -> None:
     dumps.check_tensor("hyper", entries["hyper"], state.hyperparams.dtype, state.hyperparams.shape)
     for name, child in (("admission", state.admission), ("scores", state.scores)):
         dumps.check_presence(name, entries[name], child)
+    dumps.check_presence("last_uses", entries.get("last_uses"), state.last_uses)
+    if state.last_uses is not None:
+        uses = dumps.check_list("last_uses", entries["last_uses"], len(capacities), "table")
+        for t, (rows, width) in enumerate(zip(capacities, state.last_uses.widths, strict=True)):
+            dumps.check_tensor(f"last_uses of table {t}", uses[t], torch.int64, (rows, width))
     if state.admission is not None:
         state.admission.check_snapshot(entries["admission"])
     if state.scores is not None:

@@ -208,7 +208,7 @@ class BackingTier:
         records = self.store.read(table, keys)
         if self.fast.expiry is None:
             return records
-        alive = records.rows.stamps >= self.fast.expiry.before(table, self.fast.index.tick)
+        alive = records.rows.stamps >= self.fast.expiry.before(table, self.fast.index.tick)[0]
         if erase_expired:
             self.store.erase(table, records.rows.keys[~alive])
         return FoundRows(records.positions[alive], records.rows.at(alive))

@@ -238,6 +238,8 @@ def _options(
         shards = rule(shape_of(work.config, storage), topology.world).shards
         if len(shards) < 2 and sharding_type in (ShardingType.COLUMN_WISE, ShardingType.GRID):
             continue
+        if not parts.config.storage.can_divide(len({shard.rows for shard in shards})):
+            continue
         yield option_of(parts, sharding_type, shards, domain, penalty)
 
 

@@ -1,0 +1,187 @@
+"""Features with rules of their own: thresholds of admission, and times to live, of shared tables.
+
+A table that several features read may have a threshold and a ttl per feature (`PerFeature`).
+
+A missing key is admitted once its count reaches the least threshold of the features that use it in
+the batch. This needs no memory.
+
+A key is alive as long as some feature that used it did so within the ttl of that feature. The ttls
+of a table in ascending order are its *levels*. The stamp of a key is its last use by any feature,
+level 0; for each further level the table has the last use by a feature of that level or above, 8
+bytes per row. A key expires if its last use of each level is too old for the ttl of the level.
+Tables whose features agree have one level and no further memory. A use writes the tick of its
+batch, so the order within a batch does not matter.
+"""
+
+from collections.abc import Sequence
+from itertools import repeat
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from emblib.columns import HashCounter
+from emblib.dynamic.hash_index import HashIndex, InsertedBatch
+from emblib.ops.effects import Effects
+from emblib.ops.hash import Keys, tables_of
+from emblib.specs import DynamicSpec, PerFeature
+from emblib.tables import memory
+
+
+def features_of(keys: Keys) -> Tensor:
+    """Return the feature, the segment of the batch, of each position, int64 `[L]`."""
+    positions = torch.arange(keys.ids.numel(), device=keys.ids.device)
+    segments = torch.searchsorted(keys.starts[1:], positions, right=True)
+    return segments.clamp_(max=max(keys.tables.numel() - 1, 0))
+
+
+def check_features(specs: Sequence[DynamicSpec], feature_tables: Sequence[int]) -> None:
+    """Raise ValueError for a table with values per feature that has another number of features."""
+    for t, spec in enumerate(specs):
+        count = list(feature_tables).count(t)
+        threshold = None if spec.admission is None else spec.admission.threshold
+        for name, value in (("ttl", spec.ttl), ("threshold", threshold)):
+            if isinstance(value, PerFeature) and len(value.values) != count:
+                raise ValueError(
+                    f"{name} of table {spec.name or t!r} has {len(value.values)} values, and "
+                    f"{count} features read the table: give one per feature, in their order"
+                )
+
+
+def values_by_feature(by_table: Sequence[Any], feature_tables: Sequence[int]) -> list[Any]:
+    """Return the value of each feature, from one value or `PerFeature` per table."""
+    values = [iter(v.values) if isinstance(v, PerFeature) else repeat(v) for v in by_table]
+    return [next(values[table]) for table in feature_tables]
+
+
+class LastUses:
+    """The last uses of the levels above the first, by slot of each table.
+
+    Args:
+        specs: the tables.
+        feature_tables: the table of each feature.
+        device: the device of the tables.
+    """
+
+    def __init__(
+        self, specs: Sequence[DynamicSpec], feature_tables: Sequence[int], device: torch.device
+    ) -> None:
+        self._specs, self._feature_tables = tuple(specs), list(feature_tables)
+        self.widths = [len(spec.lifetimes) - 1 for spec in specs]
+        self._first = [0]
+        for spec, width in zip(specs, self.widths, strict=True):
+            self._first.append(self._first[-1] + spec.rows * width)
+        self.buffer = memory.reserve(self._first[-1] + 1, torch.int64, device)  # with a spare entry
+        size = self.buffer.itemsize
+        layout = [[[f * size, w * size]] for f, w in zip(self._first, self.widths, strict=False)]
+        self.layout = torch.tensor(layout, device=device)
+        self._places = torch.tensor(
+            list(zip(self._first, self.widths, strict=False)), device=device
+        ).view(-1, 2)
+        ttls = values_by_feature([spec.ttl for spec in specs], feature_tables)
+        levels = [
+            specs[table].lifetimes.index(ttl)
+            for table, ttl in zip(feature_tables, ttls, strict=True)
+        ]
+        self._levels = torch.tensor(levels, dtype=torch.int64, device=device)
+
+    def view(self, table: int) -> Tensor:
+        """Return the last uses of a table by slot, int64 `[rows, levels - 1]`, as a view."""
+        rows, width = self._specs[table].rows, self.widths[table]
+        return self.buffer[self._first[table] : self._first[table + 1]].view(rows, width)
+
+    def note(self, index: HashIndex, keys: Keys, inserted: InsertedBatch) -> None:
+        """Note the uses of an inserted batch; repeated calls have no further effect."""
+        tables, levels = tables_of(keys), self._levels[features_of(keys)]
+        slots = inserted.slots
+        first, width = self._places[tables].unbind(1)
+        at, spare = first + slots * width, self.buffer.numel() - 1
+        is_new = torch.zeros_like(slots, dtype=torch.bool)
+        if inserted.misses is not None and slots.numel():
+            is_new = inserted.misses.groups >= 0
+        for level in range(1, max(self.widths) + 1):
+            has_level = (slots >= 0) & (level <= width)
+            places = at + level - 1
+            self.buffer.index_fill_(0, torch.where(has_level & is_new, places, spare), 0)
+            is_use = has_level & (levels >= level)
+            places = torch.where(is_use, places, spare)
+            self.buffer.scatter_(0, places, index.clock.expand(places.numel()))
+
+    def expire(
+        self,
+        index: HashIndex,
+        table: int,
+        window: slice,
+        before: Sequence[int],
+        effects: Effects,
+    ) -> Tensor:
+        """Remove the keys whose last use of every level is too old; return them (waits).
+
+        Args:
+            index: the keys.
+            table: number of the table.
+            window: slots of the table that are searched.
+            before: first tick of use with which a key is alive, by level.
+            effects: native calls that were made before an interruption.
+        """
+        entries = index.table_entries(table)[window]
+        is_old = (index.table_tags(table)[window] != 0) & (entries[:, 1] < before[0])
+        uses = self.view(table)[window][: is_old.numel()]
+        for level, tick in enumerate(before[1:]):
+            is_old &= uses[:, level] < tick
+        # A copy: after an interruption the keys may be gone already.
+        keys: Tensor = effects.once(torch.ops.aten.clone.default, entries[is_old, 0])
+        index.erase(Keys.of(keys, table), effects)
+        counts = keys.new_zeros(index.counters.shape)
+        counts[table, HashCounter.EXPIRED] = keys.numel()
+        counts[table, HashCounter.ERASED] = -keys.numel()
+        effects.once(torch.ops.aten.add_.Tensor, index.counters, counts)
+        return keys
+
+    def snapshot(self, capacities: Sequence[int]) -> list[Tensor]:
+        """Copy the last uses of the slots in use, by table, to the CPU."""
+        return [self.view(t)[:rows].cpu().clone() for t, rows in enumerate(capacities)]
+
+    def restore(self, snapshot: Sequence[Tensor]) -> None:
+        """Restore what `snapshot` returned for tables of the same levels."""
+        for t, uses in enumerate(snapshot):
+            self.view(t)[: uses.size(0)] = uses.to(self.buffer.device)
+
+    def nbytes(self, capacities: Sequence[int]) -> int:
+        """Return the bytes of the slots in use."""
+        counts = zip(capacities, self.widths, strict=True)
+        return self.buffer.itemsize * sum(rows * width for rows, width in counts)
+
+    def copy_to(self, device: torch.device, capacities: Sequence[int]) -> "LastUses":
+        """Return a copy on a device."""
+        return _rebuild(self._specs, self._feature_tables, device, self.snapshot(capacities))
+
+    def in_use(self, capacities: Sequence[int]) -> "LastUses":
+        """Return an equal object whose copies and pickles have the slots in use alone."""
+        return _InUse(self, capacities)  # type: ignore[return-value]
+
+
+class _InUse:
+    """Stand for `LastUses` in a state that is copied or pickled: with the slots in use alone."""
+
+    def __init__(self, uses: LastUses, capacities: Sequence[int]) -> None:
+        self._uses, self._capacities = uses, list(capacities)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        uses = self._uses
+        rows = uses.snapshot(self._capacities)
+        return _rebuild, (uses._specs, uses._feature_tables, str(uses.buffer.device), rows)  # noqa: SLF001 - of the same file
+
+    def __deepcopy__(self, memo: dict[int, object]) -> LastUses:
+        return self._uses.copy_to(self._uses.buffer.device, self._capacities)
+
+
+def _rebuild(
+    specs: Sequence[DynamicSpec],
+    feature_tables: Sequence[int],
+    device: torch.device | str,
+    snapshot: Sequence[Tensor],
+) -> LastUses:
+    uses = LastUses(specs, feature_tables, torch.device(device))
+    uses.restore(snapshot)
+    return uses
