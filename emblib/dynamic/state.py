@@ -67,12 +67,12 @@ class DynamicState:
         scores: the eviction scores of the next batch; None if eviction assigns none.
         expiry: choice of the buckets that a step searches for expired keys; None without `ttl`.
         eviction_log: the keys that left; None until `track_evictions`.
-        statistics: counts of insertions; None until `track_statistics`.
-        budget: the memory budget that limits the tables; None without one; a copy has none.
         is_deferred: whether a later step applies gradients; those of evicted keys are then dropped.
         on_new_rows: functions that are called with the indices, over all tables, of rows that got
             new keys, after their initial values are written; a copy has none.
         backing: the backing tier; None without a store.
+        statistics: counts of insertions; None until `track_statistics`.
+        budget: the memory budget that limits the tables; None without one; a copy has none.
         last_batch: slots and status of the keys of the last training batch.
         dropped_updates: int64 `[1]`, updates of keys that were evicted before their backward.
         adopt_hyperparams: function that is called with saved hyperparameters before they replace
@@ -116,11 +116,11 @@ class DynamicState:
         expires = any(spec.ttl is not None for spec in self.specs)
         self.expiry = Expiry(self.specs) if expires else None
         self.eviction_log: EvictionLog | None = None
-        self.statistics: StatisticsCollector | None = None
-        self.budget: StepBudget | None = None
         self.is_deferred = optimizer.deferred
         self.on_new_rows: list[Callable[[Tensor], None]] = []
         self.backing: BackingTier | None = None
+        self.statistics: StatisticsCollector | None = None
+        self.budget: StepBudget | None = None
         self.last_batch: LastBatch | None = None
         self.adopt_hyperparams: Callable[[Tensor], None] | None = None
         self.lock = CompletingLock()
