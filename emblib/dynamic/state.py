@@ -71,12 +71,12 @@ class DynamicState:
         expiry: choice of the keys that expire; None without `ttl`.
         last_uses: last uses by features with a longer ttl; None if those of a table agree.
         eviction_log: the keys that left; None until `track_evictions`.
-        statistics: counts of insertions; None until `track_statistics`.
-        budget: the memory budget that limits the tables; None without one; a copy has none.
         is_deferred: whether a later step applies gradients; those of evicted keys are then dropped.
         on_new_rows: functions that are called with the indices, over all tables, of rows that got
             new keys, after their initial values are written; a copy has none.
         backing: the backing tier; None without a store.
+        statistics: counts of insertions; None until `track_statistics`.
+        budget: the memory budget that limits the tables; None without one; a copy has none.
         last_batch: slots and status of the keys of the last training batch.
         dropped_updates: int64 `[1]`, updates of keys that were evicted before their backward.
         adopt_hyperparams: function that is called with saved hyperparameters before they replace
@@ -127,11 +127,11 @@ class DynamicState:
         has_levels = any(len(spec.lifetimes) > 1 for spec in self.specs)
         self.last_uses = LastUses(self.specs, feature_tables, device) if has_levels else None
         self.eviction_log: EvictionLog | None = None
-        self.statistics: StatisticsCollector | None = None
-        self.budget: StepBudget | None = None
         self.is_deferred = optimizer.deferred
         self.on_new_rows: list[Callable[[Tensor], None]] = []
         self.backing: BackingTier | None = None
+        self.statistics: StatisticsCollector | None = None
+        self.budget: StepBudget | None = None
         self.last_batch: LastBatch | None = None
         self.adopt_hyperparams: Callable[[Tensor], None] | None = None
         self.lock = CompletingLock()
