@@ -265,7 +265,7 @@ class DynamicTable:
         Raises:
             ValueError: the ttl of the table is no time.
         """
-        for _, state, _ in self._numbered():
+        for _, state, _ in self.local_shards():
             dynamic_state.set_clock(state, clock)
 
     def track_evictions(self, max_keys: int = 1 << 24) -> None:

@@ -188,7 +188,7 @@ class Hash(Storage):
         needs_own_module = (
             self.admission is not None
             or self.backing is not None
-            or self.spec(1, 1, "").is_timed
+            or self.spec(table_slice.num_rows, 1, "").is_timed
             or (order == "assigned" and order in SCORED)
             or not autograd.updates_in_backward(optimizer)
         )
