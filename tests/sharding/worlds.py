@@ -163,7 +163,7 @@ class Pool:
         self._pids = []
 
     def close(self) -> None:
-        """End the ranks; the process that forks them ends when nobody needs it."""
+        """End the ranks; the process that forks them ends with its last client."""
         self.stop()
         self._orders.close()
         self._server.close()
