@@ -19,30 +19,34 @@ from _pytest.runner import runtestprotocol
 
 from tests import nightly
 
-# Processor seconds of files that take ten or more, with those of their children and builds: the
-# longest start first, so that no process is alone with one at the end.
+# Processor seconds of files that take ten or more, with those of their children, ranks and builds:
+# the longest start first, so that no process is alone with one at the end.
 LONG = {
     "pretend/test_short_set.py": 140,
     "experiments/report/test_pages.py": 60,
-    "experiments/run/test_runner.py": 45,
     "simt/test_compile.py": 55,
+    "experiments/run/test_runner.py": 45,
+    "sharding/test_sharded_checkpoints.py": 43,
+    "sharding/test_shared_shards.py": 42,
+    "sharding/test_sharded.py": 41,
+    "tables/test_compile.py": 32,
     "experiments/measure/test_sharding.py": 30,
     "simt/test_grouping.py": 30,
-    "tables/test_compile.py": 26,
-    "sharding/test_sharded.py": 20,
-    "sharding/test_sharded_checkpoints.py": 20,
+    "experiments/contenders/test_new_contender.py": 24,
+    "contracts/test_contracts.py": 23,
+    "sharding/test_tensor_train.py": 23,
     "experiments/test_environment.py": 20,
-    "experiments/contenders/test_new_contender.py": 17,
-    "contracts/test_contracts.py": 17,
     "ops/test_hash.py": 17,
     "experiments/kinds/test_new_kind.py": 15,
     "experiments/kinds/test_quality.py": 14,
     "sharding/test_failures.py": 14,
-    "sharding/test_shared_shards.py": 14,
     "experiments/run/test_ranks.py": 13,
     "experiments/report/test_pages_in_chromium.py": 13,
+    "sharding/test_pipelines.py": 13,
     "experiments/report/test_published.py": 12,
     "compat/test_torchrec_blocks.py": 12,
+    "sharding/test_planner.py": 12,
+    "experiments/kind_reports/test_keys.py": 12,
     "dynamic/test_interrupts.py": 11,
     "experiments/test_listing.py": 11,
     "experiments/test_examples.py": 11,
@@ -50,10 +54,9 @@ LONG = {
     "compat/test_fbgemm_install.py": 11,
     "simt/test_tbe.py": 11,
     "simt/test_hash.py": 11,
-    "sharding/test_pipelines.py": 10,
-    "sharding/test_planner.py": 10,
     "dynamic/test_row_store.py": 10,
     "compat/test_dynamicemb_dump.py": 10,
+    "experiments/compare/test_machines.py": 10,
 }
 
 

@@ -278,11 +278,15 @@ def test_eviction_log(tmp_path: Path) -> None:
         keys = tables.batch()
         tables.step(keys)
 
-    for _ in interrupted(step, 1, 13):
-        changes = changes_since(tables.module, tick)
-        apply_changes(follower.module, changes)
-        tick = changes.until
-        assert follower.entries() == tables.entries()
+    def erase() -> None:
+        tables.module.erase(0, tables.batch())
+
+    for call, stride in ((step, 13), (erase, 3)):
+        for _ in interrupted(call, 1, stride):
+            changes = changes_since(tables.module, tick)
+            apply_changes(follower.module, changes)
+            tick = changes.until
+            assert follower.entries() == tables.entries()
 
 
 def test_loads(trained: Trained) -> None:

@@ -4,9 +4,9 @@
 returned, by rank. The function is one of a module (also the test's own), since the processes import
 it; arguments and results are pickled, and the seed is the same on all ranks. An error of a rank is
 raised with its traceback. Functions may set the limits of `input_dist`, which are restored. The
-processes have imported torch and emblib once and were forked after that, so that another world
-costs a tenth of a second; one is made whenever a test has left the last one unfit. `run_module`
-runs a program in such a fork.
+processes are forked by one that has imported torch and emblib, for all that share the tests, so
+that another world costs a tenth of a second; one is made whenever a test has left the last one
+unfit. `run_module` runs a program in such a fork.
 
 With EMBLIB_TEST_RANKS=cuda the device of a rank is a GPU, which the functions find in
 `ranks.device`: one of its own, or one of the two pretend GPUs (docs/pretend_gpu.md), over NCCL or
@@ -18,6 +18,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import fcntl
 import gc
 import importlib
 import os
@@ -46,6 +47,7 @@ COLLECTIVE_SECONDS = 60.0
 GRACE_SECONDS = 1.0  # for the others to fail too, once a rank has
 START_SECONDS = 120.0
 ON_GPUS = os.environ.get("EMBLIB_TEST_RANKS") == "cuda"
+SHARED = "EMBLIB_TEST_WORLDS"  # names the run of the processes that share the tests (conftest.py)
 
 
 class RankError(AssertionError):
@@ -68,17 +70,7 @@ class Pool:
         self._server.bind(str(self._folder / "pool"))
         self._server.listen()
         self._server.settimeout(START_SECONDS)
-        environment = {
-            "PYTHONPATH": os.pathsep.join(p for p in [os.getcwd(), *sys.path] if p),
-            "OMP_NUM_THREADS": "1",
-            "EMBLIB_KEEP_OUTPUTS": "0",  # for tests that measure the memory of a step
-        }
-        self._parent = subprocess.Popen(
-            [sys.executable, "-m", "tests.sharding.worlds", str(self._folder)],
-            env=os.environ | environment,
-            preexec_fn=kill_with_parent,
-        )
-        self._orders = self._accept()
+        self._orders = _connect(self._folder)
         self._pipes: list[Connection] = []
         self._pids: list[int] = []
         self._worlds = 0
@@ -102,7 +94,7 @@ class Pool:
         """See `run_module` of the module."""
         outputs = [self._folder / "stdout", self._folder / "stderr"]
         succeeded = False
-        self._orders.send((name, words, outputs))
+        self._orders.send((self._folder, (name, words, outputs)))
         pid = self._orders.recv()
         with self._accept() as pipe, contextlib.suppress(EOFError, OSError):
             succeeded = pipe.poll(patience) and bool(pipe.recv())
@@ -152,7 +144,7 @@ class Pool:
 
     def _start(self) -> None:
         self._worlds += 1
-        self._orders.send(self._worlds)
+        self._orders.send((self._folder, self._worlds))
         self._pids = self._orders.recv()
         arrived = dict(_first_word(self._accept()) for _ in range(RANKS))
         self._pipes = [arrived[rank] for rank in range(RANKS)]
@@ -171,12 +163,42 @@ class Pool:
         self._pids = []
 
     def close(self) -> None:
-        """End all processes."""
+        """End the ranks; the process that forks them ends with its last client."""
         self.stop()
-        self._parent.kill()
-        self._parent.wait()
+        self._orders.close()
         self._server.close()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _connect(folder: Path) -> Connection:
+    """Connect to the process that forks ranks; start it if it is not there.
+
+    Processes that share the tests share it. One alone has its own, in `folder`.
+    """
+    if SHARED in os.environ:
+        folder = Path(tempfile.gettempdir(), f"worlds-{os.environ[SHARED]}-{ON_GPUS}")
+        folder.mkdir(exist_ok=True)
+    address = folder / "host"
+    with (folder / "lock").open("w") as lock, socket.socket(socket.AF_UNIX) as door:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with contextlib.suppress(OSError):
+            return connection.Client(str(address), "AF_UNIX")
+        address.unlink(missing_ok=True)
+        door.bind(str(address))
+        door.listen()
+        environment = {
+            "PYTHONPATH": os.pathsep.join(p for p in [os.getcwd(), *sys.path] if p),
+            "OMP_NUM_THREADS": "1",
+            "EMBLIB_KEEP_OUTPUTS": "0",  # for tests that measure the memory of a step
+        }
+        _hosts.append(
+            subprocess.Popen(
+                [sys.executable, "-m", "tests.sharding.worlds", str(folder), str(door.fileno())],
+                env=os.environ | environment,
+                pass_fds=[door.fileno()],
+            )
+        )
+        return connection.Client(str(address), "AF_UNIX")
 
 
 def _first_word(pipe: Connection) -> tuple[int, Connection]:
@@ -184,6 +206,7 @@ def _first_word(pipe: Connection) -> tuple[int, Connection]:
 
 
 _pool: Pool | None = None
+_hosts: list[subprocess.Popen[bytes]] = []  # that this process has started; they end by themselves
 
 
 def run(
@@ -214,6 +237,12 @@ def run_module(name: str, words: Sequence[str], patience: float) -> tuple[bool, 
     return _the_pool().run_module(name, words, patience)
 
 
+def rest() -> None:
+    """End the ranks; the next call starts others."""
+    if _pool is not None:
+        _pool.stop()
+
+
 def _the_pool() -> Pool:
     global _pool
     if _pool is None:
@@ -234,9 +263,8 @@ def _name(function: Callable[..., Any]) -> str:
 # In the processes
 
 
-def main(folder: str) -> None:
+def main(folder: str, number: str) -> None:
     """Import what the ranks need, then fork them whenever a world is asked for."""
-    kill_with_parent()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # they are not waited for
     import torch
 
@@ -247,30 +275,35 @@ def main(folder: str) -> None:
         importlib.import_module(name)
     torch.set_num_threads(1)
     gc.freeze()  # a collection of a rank would look through all that torch has loaded, and copy it
-    with connection.Client(f"{folder}/pool", "AF_UNIX") as orders:
-        while True:
-            try:
-                number = orders.recv()
-            except EOFError:
-                return
-            if isinstance(number, tuple):
-                child = os.fork()
-                if child == 0:
-                    orders.close()
-                    _be_program(folder, *number)
-                orders.send(child)
+    door = socket.socket(fileno=int(number))
+    clients = [Connection(door.accept()[0].detach())]
+    while clients:
+        for ready in connection.wait([door, *clients]):
+            if ready is door:
+                clients.append(Connection(door.accept()[0].detach()))
                 continue
+            assert isinstance(ready, Connection)
+            try:
+                asked, what = ready.recv()
+            except (EOFError, OSError):
+                clients.remove(ready)
+                ready.close()
+                continue
+            program = isinstance(what, tuple)
             children = []
-            for rank in range(RANKS):
+            for rank in range(1 if program else RANKS):
                 child = os.fork()
                 if child == 0:
-                    orders.close()
-                    _be_rank(folder, number, rank)
+                    for other in (door, *clients):
+                        other.close()
+                    _be_program(asked, *what) if program else _be_rank(asked, what, rank)
                 children.append(child)
-            orders.send(children)
+            with contextlib.suppress(OSError):  # the client has gone
+                ready.send(children[0] if program else children)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
-def _be_rank(folder: str, number: int, rank: int) -> None:
+def _be_rank(folder: Path, number: int, rank: int) -> None:
     """Run what is requested until requests end; does not return."""
     try:
         kill_with_parent()
@@ -289,7 +322,7 @@ def _be_rank(folder: str, number: int, rank: int) -> None:
         os._exit(0)
 
 
-def _be_program(folder: str, name: str, words: Sequence[str], outputs: Sequence[Path]) -> None:
+def _be_program(folder: Path, name: str, words: Sequence[str], outputs: Sequence[Path]) -> None:
     """Run a module as the main program; does not return."""
     try:
         kill_with_parent()
@@ -366,4 +399,4 @@ def _limits_restored() -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])
