@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from emblib.compat.fbgemm_operators.checks import check
-from emblib.compat.fbgemm_operators.registry import operator
+from emblib.compat.fbgemm_operators.registry import SymInt, operator
 
 _FREE = -1
 _MASK = 0xFFFFFFFF
@@ -66,18 +66,14 @@ def map_ids(ids: Tensor, first: Tensor, count: Tensor, rows: Tensor) -> Tensor:
     return torch.where(count > 0, torch.where(inside, found, _FREE), ids)
 
 
-@operator(
-    "embedding_bag_rowwise_prune(Tensor weight, Tensor indicator, float threshold, "
-    "ScalarType compressed_indices_dtype, bool abs=True, SymInt min_num_rows=0, "
-    "float? min_save_ratio=1.0) -> (Tensor, Tensor)"
-)
+@operator("embedding_bag_rowwise_prune")
 def embedding_bag_rowwise_prune(
     weight: Tensor,
     indicator: Tensor,
     threshold: float,
     compressed_indices_dtype: torch.dtype,
     abs: bool = True,
-    min_num_rows: int = 0,
+    min_num_rows: SymInt = 0,
     min_save_ratio: float | None = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """Return the rows whose indicator exceeds a threshold, and the map of all rows to them.
@@ -100,10 +96,7 @@ def embedding_bag_rowwise_prune(
     return weight[kept], rows.to(dtype)
 
 
-@operator(
-    "pruned_array_lookup(Tensor indices, Tensor offsets, Tensor index_remappings, "
-    "Tensor index_remappings_offsets) -> Tensor"
-)
+@operator("pruned_array_lookup")
 def pruned_array_lookup(
     indices: Tensor, offsets: Tensor, index_remappings: Tensor, index_remappings_offsets: Tensor
 ) -> Tensor:
@@ -112,10 +105,7 @@ def pruned_array_lookup(
     return map_ids(indices, first, count, index_remappings)
 
 
-@operator(
-    "pruned_hashmap_insert(Tensor indices, Tensor dense_indices, Tensor offsets, "
-    "Tensor(a!) hash_table, Tensor hash_table_offsets) -> ()"
-)
+@operator("pruned_hashmap_insert", writes="hash_table")
 def pruned_hashmap_insert(
     indices: Tensor,
     dense_indices: Tensor,
@@ -148,10 +138,7 @@ def pruned_hashmap_insert(
     hash_table.copy_(torch.tensor(entries, dtype=hash_table.dtype).view_as(hash_table))
 
 
-@operator(
-    "pruned_hashmap_lookup(Tensor indices, Tensor offsets, Tensor hash_table, "
-    "Tensor hash_table_offsets) -> Tensor"
-)
+@operator("pruned_hashmap_lookup")
 def pruned_hashmap_lookup(
     indices: Tensor, offsets: Tensor, hash_table: Tensor, hash_table_offsets: Tensor
 ) -> Tensor:

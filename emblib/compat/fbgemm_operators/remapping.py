@@ -74,7 +74,7 @@ def hash_ids(ids: Tensor, second: int = 0, seed: int = 0) -> Tensor:
     return upper ^ (lower + upper)
 
 
-@operator("murmur_hash3(Tensor input, int y, int seed) -> Tensor")
+@operator("murmur_hash3")
 def murmur_hash3(input: Tensor, y: int, seed: int) -> Tensor:
     """Return the hash of one id, `[1]`, as a scalar."""
     check_one_per("input", input, "hash", 1)
@@ -191,9 +191,7 @@ def _tables(offsets: Tensor) -> list[slice]:
     return [slice(first, last) for first, last in itertools.pairwise(ends)]
 
 
-@operator(
-    "init_address_lookup(Tensor address_lookups, Tensor buffer_offsets, Tensor emb_sizes) -> ()"
-)
+@operator("init_address_lookup")
 def init_address_lookup(address_lookups: Tensor, buffer_offsets: Tensor, emb_sizes: Tensor) -> None:
     """Give the first `emb_sizes` ids of each table their rows, and row 0 to all others."""
     for part, rows in zip(_tables(buffer_offsets), emb_sizes.tolist(), strict=True):
@@ -225,10 +223,7 @@ def _prune(lookup: Tensor, use: Tensor, threshold: Tensor) -> Tensor:
     return rows
 
 
-@operator(
-    "prune_embedding_tables(int iter, int pruning_interval, Tensor address_lookups, "
-    "Tensor row_utils, Tensor buffer_offsets, Tensor emb_sizes) -> (Tensor, Tensor, int)"
-)
+@operator("prune_embedding_tables")
 def prune_embedding_tables(
     iter: int,
     pruning_interval: int,
@@ -263,11 +258,7 @@ def prune_embedding_tables(
     return rows, counts.cumsum(0), total
 
 
-@operator(
-    "remap_indices_update_utils(int iter, Tensor buffer_idx, Tensor feature_lengths, "
-    "Tensor feature_offsets, Tensor values, Tensor address_lookup, Tensor(a!) row_util, "
-    "Tensor buffer_offsets, Tensor[]? full_values_list=None, bool? update_util=None) -> Tensor"
-)
+@operator("remap_indices_update_utils", writes="row_util")
 def remap_indices_update_utils(
     iter: int,
     buffer_idx: Tensor,
