@@ -15,6 +15,7 @@ from emblib.collections.optimizers import (
     apply_optimizer_in_backward,
     from_torch,
 )
+from emblib.compat import torchrec_script
 from emblib.compat.torchrec_comms import QuantizedCommCodecs, comm_precision_of
 from emblib.compat.torchrec_sharding import (
     KERNELS,
@@ -77,6 +78,8 @@ class EmbeddingBagCollection(emblib_collections.EmbeddingBagCollection):
             bounds_check=bounds_check,
         )
 
+    __prepare_scriptable__ = torchrec_script.scriptable
+
 
 class EmbeddingCollection(emblib_collections.EmbeddingCollection):
     """`emblib.collections.EmbeddingCollection`; its arguments are TorchRec's already."""
@@ -97,6 +100,8 @@ class EmbeddingCollection(emblib_collections.EmbeddingCollection):
             optimizer=optimizer,
             bounds_check=bounds_check,
         )
+
+    __prepare_scriptable__ = torchrec_script.scriptable
 
     def embedding_names_by_table(self) -> list[list[str]]:
         """Return the names of the results of each table."""
