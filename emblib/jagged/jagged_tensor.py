@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import ProxyableClassMeta
+from torch.fx import Proxy, ProxyableClassMeta
 
 from emblib.jagged import convert
 
@@ -15,7 +15,18 @@ _MAX_BAGS = 16
 _MAX_VALUES = 16
 
 
-class JaggedTensor(metaclass=ProxyableClassMeta):
+class TracedClass(ProxyableClassMeta):
+    """Type of classes whose construction from traced values is a call in the graph."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Record the call if an argument is traced, else construct an object."""
+        for argument in (*args, *kwargs.values()) if kwargs else args:
+            if isinstance(argument, Proxy):
+                return super().__call__(*args, **kwargs)
+        return type.__call__(cls, *args, **kwargs)
+
+
+class JaggedTensor(metaclass=TracedClass):
     """B bags of values: bag b is `values[offsets[b]:offsets[b + 1]]`.
 
     Args:

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import ProxyableClassMeta
 
 from emblib.jagged import convert
 from emblib.jagged.jagged_tensor import (
     JaggedTensor,
+    TracedClass,
     bags_text,
     check_content,
     check_int32_range,
@@ -49,7 +49,7 @@ _Span = tuple[Tensor, Tensor | None, Tensor]
 _Change = Callable[[Tensor], Tensor]
 
 
-class KeyedJaggedTensor(metaclass=ProxyableClassMeta):
+class KeyedJaggedTensor(metaclass=TracedClass):
     """The sparse inputs of a batch of B examples with F features: one bag of values per pair.
 
     Bags are ordered by feature: that of feature f and example b is

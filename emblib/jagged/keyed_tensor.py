@@ -5,14 +5,13 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.fx import ProxyableClassMeta
 
 from emblib.jagged import convert
-from emblib.jagged.jagged_tensor import keyed_text, nested_text
+from emblib.jagged.jagged_tensor import TracedClass, keyed_text, nested_text
 from emblib.jagged.keyed_layout import bounds_of
 
 
-class KeyedTensor(metaclass=ProxyableClassMeta):
+class KeyedTensor(metaclass=TracedClass):
     """A matrix `[B, sum of lengths]` of named blocks of columns, e.g. pooled rows by feature.
 
     Args:
