@@ -303,7 +303,7 @@ def test_budgets_with_and_without_tiers(tmp_path: Path) -> None:
 
 
 def with_external_storage(ranks: RankGroup, path: Path) -> dict[int, list[float]]:
-    """Rows that the device evicts are in the store, a part per table and rank; results are equal."""
+    """Rows that the device evicts are in the store, a part per table and rank."""
     small, large = make(ranks, 0.1, external_storage=DiskRows(path / "store")), make(ranks)
     for step in range(6):
         one, other = (train(model, ranks, range(step, step + 1)) for model in (small, large))
