@@ -86,23 +86,14 @@ class PoolingMode(_Named):
         return self is not PoolingMode.NONE
 
 
-class BoundsCheckMode(enum.IntEnum):
-    """Handling of invalid input; the V2_* modes are the same as the others here."""
-
-    FATAL = 0
-    WARNING = 1
-    IGNORE = 2
-    NONE = 3
-    V2_IGNORE = 4
-    V2_WARNING = 5
-    V2_FATAL = 6
+BoundsCheckMode = enum.IntEnum(
+    "BoundsCheckMode", "FATAL WARNING IGNORE NONE V2_IGNORE V2_WARNING V2_FATAL", start=0
+)
+"""Handling of invalid input; the V2_* modes are the same as the others here."""
 
 
-class CacheAlgorithm(enum.Enum):
-    """Eviction policy of the cache."""
-
-    LRU = 0
-    LFU = 1
+CacheAlgorithm = enum.Enum("CacheAlgorithm", "LRU LFU", start=0)
+"""Eviction policy of the cache."""
 
 
 class EmbOptimType(enum.Enum):
@@ -213,48 +204,30 @@ class SparseType(enum.Enum):
         return self.value in ("fp32", "fp16", "fp8", "bf16", "nfp8")
 
 
-class WeightDecayMode(enum.IntEnum):
-    """Mode of weight_decay."""
-
-    NONE = 0
-    L2 = 1
-    DECOUPLE = 2
-    COUNTER = 3
-    COWCLIP = 4
-    DECOUPLE_GLOBAL = 5
+WeightDecayMode = enum.IntEnum(
+    "WeightDecayMode", "NONE L2 DECOUPLE COUNTER COWCLIP DECOUPLE_GLOBAL", start=0
+)
+"""Mode of weight_decay."""
 
 
-class CounterWeightDecayMode(enum.IntEnum):
-    """Mode of weight_decay in counter-based regularisation and CowClip."""
-
-    NONE = 0
-    L2 = 1
-    DECOUPLE = 2
-    ADAGRADW = 3
+CounterWeightDecayMode = enum.IntEnum(
+    "CounterWeightDecayMode", "NONE L2 DECOUPLE ADAGRADW", start=0
+)
+"""Mode of weight_decay in counter-based regularisation and CowClip."""
 
 
-class StepMode(enum.IntEnum):
-    """Treatment of the slow weights of ENSEMBLE_ROWWISE_ADAGRAD after an average."""
-
-    NONE = 0
-    USE_COUNTER = 1
-    USE_ITER = 2
+StepMode = enum.IntEnum("StepMode", "NONE USE_COUNTER USE_ITER", start=0)
+"""Treatment of the slow weights of ENSEMBLE_ROWWISE_ADAGRAD after an average."""
 
 
-class LearningRateMode(enum.IntEnum):
-    """Dependence of the learning rate on the counter of a row."""
-
-    EQUAL = -1
-    TAIL_ID_LR_INCREASE = 0
-    TAIL_ID_LR_DECREASE = 1
-    COUNTER_SGD = 2
+LearningRateMode = enum.IntEnum(
+    "LearningRateMode", "EQUAL TAIL_ID_LR_INCREASE TAIL_ID_LR_DECREASE COUNTER_SGD", start=-1
+)
+"""Dependence of the learning rate on the counter of a row."""
 
 
-class GradSumDecay(enum.IntEnum):
-    """Decay of Adagrad's sum by the counter."""
-
-    NO_DECAY = -1
-    CTR_DECAY = 0
+GradSumDecay = enum.IntEnum("GradSumDecay", "NO_DECAY CTR_DECAY", start=-1)
+"""Decay of Adagrad's sum by the counter."""
 
 
 class UVMCacheStatsIndex(enum.IntEnum):

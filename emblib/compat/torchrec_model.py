@@ -22,6 +22,7 @@ from emblib.compat.torchrec_sharders import (
     EmbeddingCollectionSharder,
     check_kernels,
     ranks_of,
+    replace_child,
 )
 from emblib.compat.torchrec_sharding import (
     EmbeddingModuleShardingPlan,
@@ -152,10 +153,7 @@ def shard_modules(
         made = sharder.shard(collection, tables, env, device, path)
         if not path:
             return made
-        for parent in list(module.modules()):
-            for name, child in list(parent.named_children()):
-                if child is collection:
-                    setattr(parent, name, made)
+        replace_child(module, collection, made)
     if init_params and (device is None or torch.device(device).type != "meta"):
         materialise(module, torch.device(env.ranks.device if device is None else device))
     return module

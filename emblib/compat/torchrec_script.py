@@ -69,13 +69,7 @@ class ScriptJaggedTensor:
         self._lengths = lengths
         self._offsets = offsets
 
-    def values(self) -> Tensor:
-        """Return the values of all bags."""
-        return self._values
-
-    def weights_or_none(self) -> Tensor | None:
-        """Return the weights if there are any."""
-        return self._weights
+    values, weights_or_none = JaggedTensor.values, JaggedTensor.weights_or_none
 
     def weights(self) -> Tensor:
         """Return the weights."""
@@ -126,17 +120,9 @@ class ScriptKeyedJaggedTensor:
         bags = _lengths_of(lengths, offsets).numel()
         self._stride: int = bags // max(len(keys), 1) if stride is None else stride
 
-    def keys(self) -> list[str]:
-        """Return the names of the features."""
-        return self._keys
-
-    def values(self) -> Tensor:
-        """Return the values of all bags."""
-        return self._values
-
-    def weights_or_none(self) -> Tensor | None:
-        """Return the weights if there are any."""
-        return self._weights
+    keys, values = KeyedJaggedTensor.keys, KeyedJaggedTensor.values
+    weights_or_none, stride = KeyedJaggedTensor.weights_or_none, KeyedJaggedTensor.stride
+    variable_stride_per_key = KeyedJaggedTensor.variable_stride_per_key
 
     def weights(self) -> Tensor:
         """Return the weights."""
@@ -147,14 +133,6 @@ class ScriptKeyedJaggedTensor:
     def sync(self) -> "KeyedJaggedTensor":
         """Return self: sizes are read when they are used."""
         return self  # type: ignore[return-value]
-
-    def stride(self) -> int:
-        """Return the batch size."""
-        return self._stride
-
-    def variable_stride_per_key(self) -> bool:
-        """Return whether features may differ in their bags."""
-        return self._stride_per_key_per_rank is not None
 
     def stride_per_key_per_rank(self) -> list[list[int]]:
         """Return the bags of each feature and rank; empty where all features have `stride()`."""
@@ -227,17 +205,8 @@ class ScriptKeyedTensor:
         self._offset_per_key = _unknown_numbers()
         self._index_per_key = _unknown_index()
 
-    def keys(self) -> list[str]:
-        """Return the name of each block."""
-        return self._keys
-
-    def values(self) -> Tensor:
-        """Return all blocks in one tensor."""
-        return self._values
-
-    def length_per_key(self) -> list[int]:
-        """Return the columns of each block."""
-        return self._length_per_key
+    keys, values = KeyedTensor.keys, KeyedTensor.values
+    length_per_key = KeyedTensor.length_per_key
 
     def offset_per_key(self) -> list[int]:
         """Return the first column of each block, and the end of the last."""

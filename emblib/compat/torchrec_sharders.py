@@ -504,3 +504,11 @@ def ranks_of(env: ShardingEnv, device: torch.device | str | None) -> RankGroup:
     if ranks.group is None:
         return RankGroup.single(device)
     return RankGroup(ranks.group, local_size=ranks.local_size, device=device)
+
+
+def replace_child(module: nn.Module, child: nn.Module, made: nn.Module) -> None:
+    """Put a module in the place of another, wherever a model has it."""
+    for parent in list(module.modules()):
+        for name, each in list(parent.named_children()):
+            if each is child:
+                setattr(parent, name, made)

@@ -10,28 +10,20 @@ from torch import Tensor
 
 from emblib.compat.fbgemm_operators.checks import check
 from emblib.compat.fbgemm_operators.registry import SymInt, operator
+from emblib.compat.fbgemm_operators.remapping import mix, unsigned_modulo
 
 _FREE = -1
 _MASK = 0xFFFFFFFF
 
 
-def _mix(ids: Tensor) -> Tensor:
-    """Return MurmurHash3's final mix of ids, by their width, as non-negative int64 modulo 2^63."""
-    if ids.dtype == torch.int32:
-        h = ids.long() & _MASK
-        for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
-            h = ((h ^ (h >> shift)) * factor) & _MASK
-        return h ^ (h >> 16)
-    h = ids
-    for factor in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53):
-        h = (h ^ ((h >> 33) & 0x7FFFFFFF)) * (factor - 2**64)
-    return h ^ ((h >> 33) & 0x7FFFFFFF)
-
-
 def _first_slots(ids: Tensor, capacity: Tensor) -> Tensor:
-    h = _mix(ids)
-    half = ((h >> 1) & (2**63 - 1)) % capacity  # of an unsigned number
-    return (2 * half + (h & 1)) % capacity
+    """Return the first slot of each id, by MurmurHash3's final mix of its width."""
+    if ids.dtype != torch.int32:
+        return unsigned_modulo(mix(ids), capacity)
+    h = ids.long() & _MASK
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        h = ((h ^ (h >> shift)) * factor) & _MASK
+    return (h ^ (h >> 16)) % capacity
 
 
 def _map_of(ids: Tensor, offsets: Tensor, map_offsets: Tensor) -> tuple[Tensor, Tensor]:
