@@ -124,11 +124,8 @@ class ScriptKeyedJaggedTensor:
     weights_or_none, stride = KeyedJaggedTensor.weights_or_none, KeyedJaggedTensor.stride
     variable_stride_per_key = KeyedJaggedTensor.variable_stride_per_key
 
-    def weights(self) -> Tensor:
-        """Return the weights."""
-        weights = self._weights
-        assert weights is not None
-        return weights
+    weights = ScriptJaggedTensor.weights
+    lengths, offsets = ScriptJaggedTensor.lengths, ScriptJaggedTensor.offsets
 
     def sync(self) -> "KeyedJaggedTensor":
         """Return self: sizes are read when they are used."""
@@ -139,14 +136,6 @@ class ScriptKeyedJaggedTensor:
         strides: list[list[int]] = []
         given = self._stride_per_key_per_rank
         return strides if given is None else given
-
-    def lengths(self) -> Tensor:
-        """Return the lengths of the bags."""
-        return _lengths_of(self._lengths, self._offsets)
-
-    def offsets(self) -> Tensor:
-        """Return the offsets of the bags, and the end of the last."""
-        return _offsets_of(self._lengths, self._offsets)
 
     def offset_per_key(self) -> list[int]:
         """Return the first value of each feature, and the end of the last."""
