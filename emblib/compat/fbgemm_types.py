@@ -124,30 +124,18 @@ class EmbOptimType(enum.Enum):
 
 OptimType = EmbOptimType
 
-_BITS = {"fp32": 32, "fp16": 16, "bf16": 16, "int4": 4, "int2": 2, "mx4": 4}
-_ALIGNMENT = {"fp32": 1, "fp16": 2, "bf16": 2, "int4": 8, "int2": 16, "mx4": 8}
-_CODES = {
-    0: "fp32",
-    1: "fp16",
-    2: "int8",
-    3: "int4",
-    4: "int2",
-    5: "bf16",
-    6: "fp8",
-    7: "mx4",
-    8: "nfp8",
+_FORMATS: dict[str, tuple[int, int, int, torch.dtype]] = {
+    "fp32": (0, 32, 1, torch.float32),
+    "fp16": (1, 16, 2, torch.float16),
+    "int8": (2, 8, 4, torch.uint8),
+    "int4": (3, 4, 8, torch.quint4x2),
+    "int2": (4, 2, 16, torch.quint2x4),
+    "bf16": (5, 16, 2, torch.bfloat16),
+    "fp8": (6, 8, 4, torch.uint8),
+    "mx4": (7, 4, 8, torch.uint8),
+    "nfp8": (8, 8, 4, torch.float8_e4m3fn),
 }
-_DTYPES = {
-    "fp32": torch.float32,
-    "fp16": torch.float16,
-    "bf16": torch.bfloat16,
-    "nfp8": torch.float8_e4m3fn,
-    "fp8": torch.uint8,
-    "int8": torch.uint8,
-    "mx4": torch.uint8,
-    "int4": torch.quint4x2,
-    "int2": torch.quint2x4,
-}
+"""By value FBGEMM's code, the bits of a number, the divisor of dimensions, and the dtype."""
 
 
 class SparseType(enum.Enum):
@@ -169,35 +157,36 @@ class SparseType(enum.Enum):
     @staticmethod
     def from_int(ty: int) -> "SparseType":
         """Return the format of a code of `as_int`."""
-        if ty not in _CODES:
-            raise ValueError(f"the code of a SparseType must be one of {sorted(_CODES)}, got {ty}")
-        return SparseType(_CODES[ty])
+        for value, (code, *_) in _FORMATS.items():
+            if code == ty:
+                return SparseType(value)
+        raise ValueError(f"the code of a SparseType must be 0 to {len(_FORMATS) - 1}, got {ty}")
 
     def as_int(self) -> int:
         """Return FBGEMM's code of the format."""
-        return next(code for code, value in _CODES.items() if value == self.value)
+        return _FORMATS[self.value][0]
 
     @staticmethod
     def from_dtype(dtype: torch.dtype, is_mx: bool = False) -> "SparseType":
         """Return the format of a torch dtype; with `is_mx`, uint8 is MX4."""
         if dtype in (torch.uint8, torch.int8):
             return SparseType.MX4 if is_mx else SparseType.INT8
-        for value, candidate in _DTYPES.items():
+        for value, (*_, candidate) in _FORMATS.items():
             if candidate == dtype:
                 return SparseType(value)
         raise ValueError(f"no SparseType has the dtype {dtype}")
 
     def as_dtype(self) -> torch.dtype:
         """Return the torch dtype that stores the format."""
-        return _DTYPES[self.value]
+        return _FORMATS[self.value][3]
 
     def bit_rate(self) -> int:
         """Return the bits of a number."""
-        return _BITS.get(self.value, 8)
+        return _FORMATS[self.value][1]
 
     def align_size(self) -> int:
         """Return the divisor of dimensions in FBGEMM's row layout."""
-        return _ALIGNMENT.get(self.value, 4)
+        return _FORMATS[self.value][2]
 
     def is_float(self) -> bool:
         """Return whether the format is a floating-point format."""
