@@ -139,7 +139,7 @@ class ScriptKeyedJaggedTensor:
 
     def offset_per_key(self) -> list[int]:
         """Return the first value of each feature, and the end of the last."""
-        offsets = self.offsets()
+        offsets = self.offsets()  # type: ignore[misc]
         return [int(offsets[n * self._stride]) for n in range(len(self._keys) + 1)]
 
     def length_per_key(self) -> list[int]:
@@ -149,7 +149,8 @@ class ScriptKeyedJaggedTensor:
 
     def split(self, segments: list[int]) -> List["KeyedJaggedTensor"]:  # noqa: UP006
         """Return consecutive features as batches of `segments` features."""
-        ends, lengths, weights = self.offset_per_key(), self.lengths(), self._weights
+        lengths = self.lengths()  # type: ignore[misc]
+        ends, weights = self.offset_per_key(), self._weights
         parts, first = [self], 0  # TorchScript knows no annotation for an empty list of this class
         for segment in segments:
             last = first + segment

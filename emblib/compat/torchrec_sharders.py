@@ -185,8 +185,15 @@ def fuse_embedding_optimizer(
     """Fuse an optimizer into all collections of a model, in place, and return the model."""
     _refuse_location(location)
     kinds = emblib_collections.EmbeddingBagCollection | emblib_collections.EmbeddingCollection
-    params = [p for m in model.modules() if isinstance(m, kinds) for p in m.parameters()]
+    found = [m for m in model.modules() if isinstance(m, kinds)]
+    params = [parameter for collection in found for parameter in collection.parameters()]
     apply_optimizer_in_backward(optimizer_type, params, optimizer_kwargs)
+    fused = {
+        EmbeddingBagCollection: FusedEmbeddingBagCollection,
+        EmbeddingCollection: FusedEmbeddingCollection,
+    }
+    for collection in found:  # the classes differ in `fused_optimizer()` only
+        collection.__class__ = fused.get(type(collection), type(collection))
     return model.to(device)
 
 
