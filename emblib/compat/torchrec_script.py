@@ -2,10 +2,9 @@
 
 TorchScript compiles neither `KeyedJaggedTensor` nor the tables. `torch.jit.script` of a model asks
 its collections for a replacement (`__prepare_scriptable__`), which is `ScriptableBags`: lookups in
-the same memory, in code that TorchScript compiles. `register_classes` gives
-TorchScript classes with the attributes of emblib's jagged tensors, and functions for their static
-methods, so that scripted code takes, makes and returns them. In C++ load `libemblib_cpu.so` before
-the model.
+the same memory, in code that TorchScript compiles. `register_classes` gives TorchScript classes
+with the attributes of emblib's jagged tensors, and functions for their static methods, so that
+scripted code takes, makes and returns them. In C++ load `libemblib_cpu.so` before the model.
 """
 
 # No `from __future__ import annotations`: TorchScript evaluates the annotations.
