@@ -602,7 +602,7 @@ def check_bounds(
     )
     if mode is not BoundsCheck.WARNING or is_prefetch:
         return repaired
-    if isinstance(violations, FakeTensor) or violations.is_meta:
+    if isinstance(violations, FakeTensor):
         return repaired
     if torch.compiler.is_compiling():
         module.bounds_violations.add_(violations)
