@@ -494,6 +494,9 @@ class EmbeddingBagCollection(TableCollection):
         batch = features if self._is_in_order(features) else self._in_order(features)
         if batch.variable_stride_per_key():
             return KeyedTensor(self._names, self._columns, self._expand(batch))
+        if batch.values().is_meta:  # without data: shapes
+            out = torch.empty(batch.stride(), sum(self._columns), device="meta")
+            return KeyedTensor(self._names, self._columns, out)
         groups = self.groups
         weights = self._sample_weights(batch) if self._weighted else None
         if groups.is_one:

@@ -27,6 +27,7 @@ from emblib.compat.torchrec_sharders import (
     EmbeddingBagCollectionSharder,
     EmbeddingCollectionSharder,
     ranks_of,
+    replace_child,
 )
 from emblib.compat.torchrec_sharding import ParameterSharding, ShardingEnv
 from emblib.dynamic.saving import dynamicemb_files
@@ -151,10 +152,7 @@ class _DynamicSharder:
             made = self.dynamic_collection(collection, tables)
             if not path:
                 return made
-            for parent in list(module.modules()):
-                for name, child in list(parent.named_children()):
-                    if child is collection:
-                        setattr(parent, name, made)
+            replace_child(module, collection, made)
         return module
 
     def dynamic_collection(self, collection: Any, tables: Mapping[str, Any]) -> nn.Module:

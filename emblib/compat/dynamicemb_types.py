@@ -18,30 +18,18 @@ MAX_BUCKET_CAPACITY = 2**63 - 1
 DIST_TYPES = ("continuous", "roundrobin", "hash_roundrobin")
 
 
-class DynamicEmbCheckMode(enum.IntEnum):
-    """Reaction to keys that found no slot; every mode acts as its name says."""
-
-    ERROR = 0
-    WARNING = 1
-    IGNORE = 2
+DynamicEmbCheckMode = enum.IntEnum("DynamicEmbCheckMode", "ERROR WARNING IGNORE", start=0)
+"""Reaction to keys that found no slot; every mode acts as its name says."""
 
 
-class DynamicEmbPoolingMode(enum.IntEnum):
-    """Operation that makes one vector of the rows of a bag."""
-
-    SUM = 0
-    MEAN = 1
-    NONE = 2
+DynamicEmbPoolingMode = enum.IntEnum("DynamicEmbPoolingMode", "SUM MEAN NONE", start=0)
+"""Operation that makes one vector of the rows of a bag."""
 
 
-class DynamicEmbEvictStrategy(enum.Enum):
-    """The eviction order, which follows from the score strategy."""
-
-    LRU = 0
-    LFU = 1
-    EPOCH_LRU = 2
-    EPOCH_LFU = 3
-    CUSTOMIZED = 4
+DynamicEmbEvictStrategy = enum.Enum(
+    "DynamicEmbEvictStrategy", "LRU LFU EPOCH_LRU EPOCH_LFU CUSTOMIZED", start=0
+)
+"""The eviction order, which follows from the score strategy."""
 
 
 class DynamicEmbScoreStrategy(enum.IntEnum):

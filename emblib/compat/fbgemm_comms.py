@@ -17,14 +17,8 @@ _ROW_OVERHEAD = 8  # bytes: float32 scale and minimum of an INT8 row, scale and 
 _HALVES = {SparseType.FP16: torch.float16, SparseType.BF16: torch.bfloat16}
 
 
-class RoundingMode(enum.IntEnum):
-    """Rounding of the exponent of a group of an MX4 message."""
-
-    nearest = 0
-    floor = 1
-    even = 2
-    stochastic = 3
-    ceil = 4
+RoundingMode = enum.IntEnum("RoundingMode", "nearest floor even stochastic ceil", start=0)
+"""Rounding of the exponent of a group of an MX4 message."""
 
 
 @dataclass

@@ -189,11 +189,23 @@ def _copy_values(
 class _ReplacedTBE(Replaced):
     """Base of the replacements of table-batched modules: features, calls, sizes."""
 
+    _made_with: dict[str, Any]
+
+    @property
+    def optimizers(self) -> list[optim.Optimizer]:
+        """Return none: backward updates nothing."""
+        return []
+
+    @property
+    def measured_nbytes(self) -> int:
+        """Return the bytes of the tables by their `nbytes()`."""
+        return sum(self.new.bags.nbytes().values())
+
     def features(self) -> list[tuple[tuple[str, ...], int]]:
         """Return the features as `TraceRecorder` names them."""
         return [
             (tuple(f"{path}.{number}" for path in self.paths), table)
-            for number, table in enumerate(self.old.feature_table_map)
+            for number, table in enumerate(self._made_with["feature_table_map"])
         ]
 
     def call(self, module: Any, bags: Sequence[Bags]) -> Tensor:
@@ -260,11 +272,6 @@ class ReplacedSplitTBE(_ReplacedTBE):
     def optimizers(self) -> list[optim.Optimizer]:
         """Return the optimizer of all tables."""
         return [self.new.bags.optimizer]
-
-    @property
-    def measured_nbytes(self) -> int:
-        """Return the bytes of the tables by their `nbytes()`."""
-        return sum(self.new.bags.nbytes().values())
 
     def copy_values(self, source: Any, target: Any) -> None:
         """Copy rows, states, step and learning rate between old and new module."""
@@ -338,26 +345,9 @@ class ReplacedDenseTBE(_ReplacedTBE):
         return (self.weight.memory,) * 2
 
     @property
-    def optimizers(self) -> list[optim.Optimizer]:
-        """Return none: backward leaves a gradient."""
-        return []
-
-    @property
     def is_trained(self) -> bool:
         """Return whether an optimizer of torch trained the weight."""
         return self.weight.trained is not None and self.old.weights.requires_grad
-
-    @property
-    def measured_nbytes(self) -> int:
-        """Return the bytes of the tables by their `nbytes()`."""
-        return sum(self.new.bags.nbytes().values())
-
-    def features(self) -> list[tuple[tuple[str, ...], int]]:
-        """Return the features as `TraceRecorder` names them."""
-        return [
-            (tuple(f"{path}.{number}" for path in self.paths), table)
-            for number, table in enumerate(self._made_with["feature_table_map"])
-        ]
 
     def carry_over(self) -> None:
         """Copy the rows, and put the new parameter into the group of the optimizer."""
@@ -418,11 +408,6 @@ class ReplacedIntNBitTBE(_ReplacedTBE):
         """Return the bytes of the rows, which are the same before and after."""
         before, after = (_nbytes(self.rows(module)) for module in (self.old, self.new))
         return TrainingMemory(before), TrainingMemory(after)
-
-    @property
-    def optimizers(self) -> list[optim.Optimizer]:
-        """Return none: rows are read only."""
-        return []
 
     @property
     def measured_nbytes(self) -> int:

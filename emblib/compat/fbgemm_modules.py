@@ -24,13 +24,8 @@ ROOT = "fbgemm_gpu"
 _DISK = "rows on a disk or behind other tiers are a storage of the table in emblib: docs/tiers.md"
 
 
-class BackendType(enum.IntEnum):
-    """Backends of key-value tables, which emblib does not have under FBGEMM's names."""
-
-    SSD = 0
-    DRAM = 1
-    PS = 2
-    DRAM_SSD = 3
+BackendType = enum.IntEnum("BackendType", "SSD DRAM PS DRAM_SSD", start=0)
+"""Backends of key-value tables, which emblib does not have under FBGEMM's names."""
 
 
 class EnrichmentType(enum.IntEnum):
@@ -43,12 +38,10 @@ class EnrichmentType(enum.IntEnum):
     IN_MEMORY_TEST_ONLY = 4
 
 
-class EnrichmentResponseFormat(enum.IntEnum):
-    """Formats of sources of rows of key-value tables, which raise."""
-
-    JSON = 0
-    THRIFT_FLOAT = 1
-    THRIFT_INT64 = 2
+EnrichmentResponseFormat = enum.IntEnum(
+    "EnrichmentResponseFormat", "JSON THRIFT_FLOAT THRIFT_INT64", start=0
+)
+"""Formats of sources of rows of key-value tables, which raise."""
 
 
 class KeyValueOptions(SimpleNamespace):

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -72,31 +73,21 @@ class StdLogStatsReporter(TBEStatsReporter):
         return iteration_step % self.report_interval == 0
 
     def report_duration(
-        self,
-        iteration_step: int,
-        event_name: str,
-        duration_ms: float,
-        embedding_id: str = "",
-        tbe_id: str = "",
-        time_unit: str = "ms",
-        enable_tb_metrics: bool = False,
+        self, iteration_step: int, event_name: str, duration_ms: float, *more: Any, **options: Any
     ) -> None:
         """Log one line."""
-        self._log(iteration_step, tbe_id, embedding_id, f"{event_name}: {duration_ms} {time_unit}")
+        unit = options.get("time_unit", "ms")
+        self._log(iteration_step, f"{event_name}: {duration_ms} {unit}", *more, **options)
 
     def report_data_amount(
-        self,
-        iteration_step: int,
-        event_name: str,
-        data_bytes: int,
-        embedding_id: str = "",
-        tbe_id: str = "",
-        enable_tb_metrics: bool = False,
+        self, iteration_step: int, event_name: str, data_bytes: int, *more: Any, **options: Any
     ) -> None:
         """Log one line."""
-        self._log(iteration_step, tbe_id, embedding_id, f"{event_name}: {data_bytes}")
+        self._log(iteration_step, f"{event_name}: {data_bytes}", *more, **options)
 
-    def _log(self, step: int, tbe_id: str, embedding_id: str, text: str) -> None:
+    def _log(
+        self, step: int, text: str, embedding_id: str = "", tbe_id: str = "", **options: Any
+    ) -> None:
         _logger.info("step %d, TBE %s, table %s: %s", step, tbe_id, embedding_id, text)
 
 

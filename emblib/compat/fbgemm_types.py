@@ -86,23 +86,14 @@ class PoolingMode(_Named):
         return self is not PoolingMode.NONE
 
 
-class BoundsCheckMode(enum.IntEnum):
-    """Handling of invalid input; the V2_* modes are the same as the others here."""
-
-    FATAL = 0
-    WARNING = 1
-    IGNORE = 2
-    NONE = 3
-    V2_IGNORE = 4
-    V2_WARNING = 5
-    V2_FATAL = 6
+BoundsCheckMode = enum.IntEnum(
+    "BoundsCheckMode", "FATAL WARNING IGNORE NONE V2_IGNORE V2_WARNING V2_FATAL", start=0
+)
+"""Handling of invalid input; the V2_* modes are the same as the others here."""
 
 
-class CacheAlgorithm(enum.Enum):
-    """Eviction policy of the cache."""
-
-    LRU = 0
-    LFU = 1
+CacheAlgorithm = enum.Enum("CacheAlgorithm", "LRU LFU", start=0)
+"""Eviction policy of the cache."""
 
 
 class EmbOptimType(enum.Enum):
@@ -133,30 +124,18 @@ class EmbOptimType(enum.Enum):
 
 OptimType = EmbOptimType
 
-_BITS = {"fp32": 32, "fp16": 16, "bf16": 16, "int4": 4, "int2": 2, "mx4": 4}
-_ALIGNMENT = {"fp32": 1, "fp16": 2, "bf16": 2, "int4": 8, "int2": 16, "mx4": 8}
-_CODES = {
-    0: "fp32",
-    1: "fp16",
-    2: "int8",
-    3: "int4",
-    4: "int2",
-    5: "bf16",
-    6: "fp8",
-    7: "mx4",
-    8: "nfp8",
+_FORMATS: dict[str, tuple[int, int, int, torch.dtype]] = {
+    "fp32": (0, 32, 1, torch.float32),
+    "fp16": (1, 16, 2, torch.float16),
+    "int8": (2, 8, 4, torch.uint8),
+    "int4": (3, 4, 8, torch.quint4x2),
+    "int2": (4, 2, 16, torch.quint2x4),
+    "bf16": (5, 16, 2, torch.bfloat16),
+    "fp8": (6, 8, 4, torch.uint8),
+    "mx4": (7, 4, 8, torch.uint8),
+    "nfp8": (8, 8, 4, torch.float8_e4m3fn),
 }
-_DTYPES = {
-    "fp32": torch.float32,
-    "fp16": torch.float16,
-    "bf16": torch.bfloat16,
-    "nfp8": torch.float8_e4m3fn,
-    "fp8": torch.uint8,
-    "int8": torch.uint8,
-    "mx4": torch.uint8,
-    "int4": torch.quint4x2,
-    "int2": torch.quint2x4,
-}
+"""By value FBGEMM's code, the bits of a number, the divisor of dimensions, and the dtype."""
 
 
 class SparseType(enum.Enum):
@@ -178,83 +157,66 @@ class SparseType(enum.Enum):
     @staticmethod
     def from_int(ty: int) -> "SparseType":
         """Return the format of a code of `as_int`."""
-        if ty not in _CODES:
-            raise ValueError(f"the code of a SparseType must be one of {sorted(_CODES)}, got {ty}")
-        return SparseType(_CODES[ty])
+        for value, (code, *_) in _FORMATS.items():
+            if code == ty:
+                return SparseType(value)
+        raise ValueError(f"the code of a SparseType must be 0 to {len(_FORMATS) - 1}, got {ty}")
 
     def as_int(self) -> int:
         """Return FBGEMM's code of the format."""
-        return next(code for code, value in _CODES.items() if value == self.value)
+        return _FORMATS[self.value][0]
 
     @staticmethod
     def from_dtype(dtype: torch.dtype, is_mx: bool = False) -> "SparseType":
         """Return the format of a torch dtype; with `is_mx`, uint8 is MX4."""
         if dtype in (torch.uint8, torch.int8):
             return SparseType.MX4 if is_mx else SparseType.INT8
-        for value, candidate in _DTYPES.items():
+        for value, (*_, candidate) in _FORMATS.items():
             if candidate == dtype:
                 return SparseType(value)
         raise ValueError(f"no SparseType has the dtype {dtype}")
 
     def as_dtype(self) -> torch.dtype:
         """Return the torch dtype that stores the format."""
-        return _DTYPES[self.value]
+        return _FORMATS[self.value][3]
 
     def bit_rate(self) -> int:
         """Return the bits of a number."""
-        return _BITS.get(self.value, 8)
+        return _FORMATS[self.value][1]
 
     def align_size(self) -> int:
         """Return the divisor of dimensions in FBGEMM's row layout."""
-        return _ALIGNMENT.get(self.value, 4)
+        return _FORMATS[self.value][2]
 
     def is_float(self) -> bool:
         """Return whether the format is a floating-point format."""
         return self.value in ("fp32", "fp16", "fp8", "bf16", "nfp8")
 
 
-class WeightDecayMode(enum.IntEnum):
-    """Mode of weight_decay."""
-
-    NONE = 0
-    L2 = 1
-    DECOUPLE = 2
-    COUNTER = 3
-    COWCLIP = 4
-    DECOUPLE_GLOBAL = 5
+WeightDecayMode = enum.IntEnum(
+    "WeightDecayMode", "NONE L2 DECOUPLE COUNTER COWCLIP DECOUPLE_GLOBAL", start=0
+)
+"""Mode of weight_decay."""
 
 
-class CounterWeightDecayMode(enum.IntEnum):
-    """Mode of weight_decay in counter-based regularisation and CowClip."""
-
-    NONE = 0
-    L2 = 1
-    DECOUPLE = 2
-    ADAGRADW = 3
+CounterWeightDecayMode = enum.IntEnum(
+    "CounterWeightDecayMode", "NONE L2 DECOUPLE ADAGRADW", start=0
+)
+"""Mode of weight_decay in counter-based regularisation and CowClip."""
 
 
-class StepMode(enum.IntEnum):
-    """Treatment of the slow weights of ENSEMBLE_ROWWISE_ADAGRAD after an average."""
-
-    NONE = 0
-    USE_COUNTER = 1
-    USE_ITER = 2
+StepMode = enum.IntEnum("StepMode", "NONE USE_COUNTER USE_ITER", start=0)
+"""Treatment of the slow weights of ENSEMBLE_ROWWISE_ADAGRAD after an average."""
 
 
-class LearningRateMode(enum.IntEnum):
-    """Dependence of the learning rate on the counter of a row."""
-
-    EQUAL = -1
-    TAIL_ID_LR_INCREASE = 0
-    TAIL_ID_LR_DECREASE = 1
-    COUNTER_SGD = 2
+LearningRateMode = enum.IntEnum(
+    "LearningRateMode", "EQUAL TAIL_ID_LR_INCREASE TAIL_ID_LR_DECREASE COUNTER_SGD", start=-1
+)
+"""Dependence of the learning rate on the counter of a row."""
 
 
-class GradSumDecay(enum.IntEnum):
-    """Decay of Adagrad's sum by the counter."""
-
-    NO_DECAY = -1
-    CTR_DECAY = 0
+GradSumDecay = enum.IntEnum("GradSumDecay", "NO_DECAY CTR_DECAY", start=-1)
+"""Decay of Adagrad's sum by the counter."""
 
 
 class UVMCacheStatsIndex(enum.IntEnum):

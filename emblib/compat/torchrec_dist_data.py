@@ -346,7 +346,7 @@ class PooledEmbeddingsAllToAll(_PooledModule):
     def __init__(
         self,
         pg: Any,
-        dim_sum_per_rank: Sequence[int],
+        dim_sum_per_rank: Sequence[Any],
         device: torch.device | None = None,
         callbacks: Sequence[Callable[[Tensor], Tensor]] | None = None,
         codecs: QuantizedCommCodecs | None = None,
@@ -367,29 +367,23 @@ class PooledEmbeddingsAllToAll(_PooledModule):
         )
 
 
-class VariableBatchPooledEmbeddingsAllToAll(_PooledModule):
+class VariableBatchPooledEmbeddingsAllToAll(PooledEmbeddingsAllToAll):
     """Send pooled rows of features with different batch sizes; both sides are flat.
 
-    Args:
-        pg: the process group.
-        emb_dim_per_rank_per_feature: columns of each feature of each rank.
-        device: ignored: outputs are on the device of the input.
-        callbacks: functions that change the result, in this order.
-        codecs: encodings of rows and gradients.
+    `emb_dim_per_rank_per_feature` has the columns of each feature of each rank; the other arguments
+    are those of `PooledEmbeddingsAllToAll`.
     """
 
     def __init__(
         self,
         pg: Any,
         emb_dim_per_rank_per_feature: Sequence[Sequence[int]],
-        device: torch.device | None = None,
-        callbacks: Sequence[Callable[[Tensor], Tensor]] | None = None,
-        codecs: QuantizedCommCodecs | None = None,
+        *more: Any,
+        **options: Any,
     ) -> None:
-        super().__init__(pg, callbacks, codecs)
-        self._columns = [list(row) for row in emb_dim_per_rank_per_feature]
+        super().__init__(pg, emb_dim_per_rank_per_feature, *more, **options)
 
-    def forward(
+    def forward(  # type: ignore[override]
         self,
         local_embs: Tensor,
         batch_size_per_rank_per_feature: Sequence[Sequence[int]],

@@ -178,9 +178,9 @@ class ManagedCollisionCollection(nn.Module):
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """Return the batch with hashed ids; other ids are the keys of their rows."""
-        batch = KeyedJaggedTensor.adopt(features)
         if not self.hashes:
-            return batch
+            return features
+        batch = KeyedJaggedTensor.adopt(features)
         parts = list(batch.values().split(batch.length_per_key()))
         for at, key in enumerate(batch.keys()):
             if (module := self.hashes.get(key)) is not None:

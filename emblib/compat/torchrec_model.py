@@ -22,6 +22,7 @@ from emblib.compat.torchrec_sharders import (
     EmbeddingCollectionSharder,
     check_kernels,
     ranks_of,
+    replace_child,
 )
 from emblib.compat.torchrec_sharding import (
     EmbeddingModuleShardingPlan,
@@ -152,10 +153,7 @@ def shard_modules(
         made = sharder.shard(collection, tables, env, device, path)
         if not path:
             return made
-        for parent in list(module.modules()):
-            for name, child in list(parent.named_children()):
-                if child is collection:
-                    setattr(parent, name, made)
+        replace_child(module, collection, made)
     if init_params and (device is None or torch.device(device).type != "meta"):
         materialise(module, torch.device(env.ranks.device if device is None else device))
     return module
@@ -467,12 +465,18 @@ class TrainPipelineSparseDist(Subscripted, pipelines.TrainPipelineSparseDist):
         custom_model_fwd: Callable[[Any], Any] | None = None,
         **options: Any,
     ) -> None:
-        _check_all(execute_all_batches)
+        if not execute_all_batches:
+            raise ValueError(
+                "execute_all_batches must be True: batches that were read are trained; end the "
+                f"iterator where training is to end. {FIRST_DOOR}"
+            )
         _check_options({"apply_jit": apply_jit, "context_type": context_type, **options})
         super().__init__(model, optimizer, device, forward=custom_model_fwd)
 
 
-class PrefetchTrainPipelineSparseDist(Subscripted, pipelines.PrefetchTrainPipelineSparseDist):
+class PrefetchTrainPipelineSparseDist(
+    TrainPipelineSparseDist, pipelines.PrefetchTrainPipelineSparseDist
+):
     """Also load the rows of the next batch into caches."""
 
     def __init__(
@@ -482,13 +486,11 @@ class PrefetchTrainPipelineSparseDist(Subscripted, pipelines.PrefetchTrainPipeli
         device: torch.device | str | None = None,
         execute_all_batches: bool = True,
         apply_jit: bool = False,
-        pipeline_postproc: bool = True,
-        custom_model_fwd: Callable[[Any], Any] | None = None,
+        *more: Any,
         **options: Any,
     ) -> None:
-        _check_all(execute_all_batches)
-        _check_options({"apply_jit": apply_jit, **options})
-        super().__init__(model, optimizer, device, forward=custom_model_fwd)
+        first = (model, optimizer, device, execute_all_batches, apply_jit)
+        super().__init__(*first, None, *more, **options)
 
 
 class EvalPipelineSparseDist(Subscripted, pipelines.EvalPipelineSparseDist):
@@ -516,11 +518,3 @@ class EvalPipelineSparseDist(Subscripted, pipelines.EvalPipelineSparseDist):
             return result[1] if is_pair else result
 
         super().__init__(model, device, forward=output_of)
-
-
-def _check_all(every: object) -> None:
-    if not every:
-        raise ValueError(
-            "execute_all_batches must be True: batches that were read are trained; end the "
-            f"iterator where training is to end. {FIRST_DOOR}"
-        )

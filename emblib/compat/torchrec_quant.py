@@ -79,6 +79,8 @@ class _Quantised:
         dtype: torch.dtype = self.groups.output_dtype
         return dtype
 
+    __prepare_scriptable__ = torchrec_script.scriptable
+
     @classmethod
     def from_float(cls, module: Any, use_precomputed_fake_quant: bool = False) -> Any:
         """Return the quantised form of a collection that has a `qconfig`."""
@@ -124,9 +126,6 @@ class QuantEmbeddingBagCollection(_Quantised, emblib_collections.EmbeddingBagCol
         super().__init__(tables, device, is_weighted=is_weighted, **_options(options))
         self._for_inference(output_dtype)
 
-    def __prepare_scriptable__(self) -> nn.Module:
-        return torchrec_script.scriptable(self)
-
 
 class QuantEmbeddingCollection(_Quantised, emblib_collections.EmbeddingCollection):
     """A quantised `EmbeddingCollection` with TorchRec's arguments, for inference."""
@@ -143,9 +142,6 @@ class QuantEmbeddingCollection(_Quantised, emblib_collections.EmbeddingCollectio
     ) -> None:
         super().__init__(tables, device, need_indices=need_indices, **_options(options))
         self._for_inference(output_dtype)
-
-    def __prepare_scriptable__(self) -> nn.Module:
-        return torchrec_script.not_scriptable(self)
 
 
 SHARDED[QuantEmbeddingBagCollection] = sharding.ShardedEmbeddingBagCollection
@@ -251,6 +247,14 @@ class _OverDevices(Subscripted, nn.Module):
         """Return this module: the tables stay on their devices."""
         return self
 
+    def __prepare_scriptable__(self) -> nn.Module:
+        if len(self.parts) > 1:
+            raise TypeError(
+                f"TorchScript takes collections on one device, not a {type(self).__name__} on "
+                f"{len(self.parts)}: export the model with torch.export"
+            )
+        return torchrec_script.scriptable(self.parts[0])
+
 
 class ShardedQuantEmbeddingBagCollection(_OverDevices):
     """A quantised `EmbeddingBagCollection` over the devices of one process."""
@@ -276,11 +280,6 @@ class ShardedQuantEmbeddingBagCollection(_OverDevices):
         """Return the configurations of the tables."""
         return list(self.configs)
 
-    def __prepare_scriptable__(self) -> nn.Module:
-        if len(self.parts) > 1:
-            return torchrec_script.not_scriptable(self)
-        return torchrec_script.scriptable(self.parts[0])
-
 
 class ShardedQuantEmbeddingCollection(_OverDevices):
     """A quantised `EmbeddingCollection` over the devices of one process."""
@@ -300,9 +299,6 @@ class ShardedQuantEmbeddingCollection(_OverDevices):
     def embedding_configs(self) -> list[Any]:
         """Return the configurations of the tables."""
         return list(self.configs)
-
-    def __prepare_scriptable__(self) -> nn.Module:
-        return torchrec_script.not_scriptable(self)
 
 
 class _QuantSharder(Subscripted):

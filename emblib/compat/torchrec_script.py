@@ -1,29 +1,34 @@
-"""TorchRec's tracer, and quantised collections in TorchScript.
+"""TorchRec's tracer, and collections in TorchScript.
 
 TorchScript compiles neither `KeyedJaggedTensor` nor the tables. `torch.jit.script` of a model asks
-its quantised collections for a replacement (`__prepare_scriptable__`), which is `ScriptableBags`:
-the same ops on the same memory, in code that TorchScript compiles. `register_classes` gives
-TorchScript classes with the attributes of emblib's jagged tensors, so that scripted code takes,
-makes and returns them. In C++ load `libemblib_cpu.so` before the model.
+its collections for a replacement (`__prepare_scriptable__`), which is `ScriptableBags`: lookups in
+the same memory, in code that TorchScript compiles. `register_classes` gives TorchScript classes
+with the attributes of emblib's jagged tensors, and functions for their static methods, so that
+scripted code takes, makes and returns them. In C++ load `libemblib_cpu.so` before the model.
 """
 
 # No `from __future__ import annotations`: TorchScript evaluates the annotations.
 
 import typing
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any, List  # noqa: UP035
+from typing import Any, ClassVar, List  # noqa: UP035
 
 import torch
 from torch import Tensor, _jit_internal, nn
+from torch.nn import functional
 
-from emblib import Pooling
+from emblib import Pooling, jagged
 from emblib import collections as emblib_collections
 from emblib.compat.fbgemm_inference import ScriptableLookup
+from emblib.compat.torchrec_types import DataType, data_type_to_dtype
 from emblib.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from emblib.jagged.keyed_tensor import regroup, regroup_by_name
+from emblib.ops.autograd import updates_in_backward
 from emblib.sharding.awaitables import LazyAwaitable, ReadyAwaitable
 from emblib.sharding.checkpoints.kinds import StateOfTables
+from emblib.storage.dense import DenseModule
 
 
 def _lengths_of(lengths: Tensor | None, offsets: Tensor | None) -> Tensor:
@@ -38,6 +43,14 @@ def _offsets_of(lengths: Tensor | None, offsets: Tensor | None) -> Tensor:
         return offsets
     assert lengths is not None
     return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+
+
+def _unknown_numbers() -> list[int] | None:
+    return None
+
+
+def _unknown_index() -> dict[str, int] | None:
+    return None
 
 
 class ScriptJaggedTensor:
@@ -55,13 +68,13 @@ class ScriptJaggedTensor:
         self._lengths = lengths
         self._offsets = offsets
 
-    def values(self) -> Tensor:
-        """Return the values of all bags."""
-        return self._values
+    values, weights_or_none = JaggedTensor.values, JaggedTensor.weights_or_none
 
-    def weights_or_none(self) -> Tensor | None:
-        """Return the weights if there are any."""
-        return self._weights
+    def weights(self) -> Tensor:
+        """Return the weights."""
+        weights = self._weights
+        assert weights is not None
+        return weights
 
     def lengths(self) -> Tensor:
         """Return the lengths of the bags."""
@@ -70,6 +83,11 @@ class ScriptJaggedTensor:
     def offsets(self) -> Tensor:
         """Return the offsets of the bags, and the end of the last."""
         return _offsets_of(self._lengths, self._offsets)
+
+    def to_dense(self) -> list[Tensor]:
+        """Return the values of each bag."""
+        lengths: list[int] = self.lengths().tolist()
+        return list(self._values.split(lengths))
 
 
 class ScriptKeyedJaggedTensor:
@@ -84,8 +102,15 @@ class ScriptKeyedJaggedTensor:
         offsets: Tensor | None = None,
         stride: int | None = None,
         stride_per_key_per_rank: list[list[int]] | None = None,
+        inverse_indices: tuple[list[str], Tensor] | None = None,
+        length_per_key: list[int] | None = None,
     ) -> None:
         self._stride_per_key_per_rank = stride_per_key_per_rank
+        self._inverse = inverse_indices
+        self._length_per_key = length_per_key
+        self._offset_per_key = _unknown_numbers()
+        self._stride_per_key = _unknown_numbers()
+        self._index_per_key = _unknown_index()
         self._keys = keys
         self._values = values
         self._weights = weights
@@ -94,42 +119,37 @@ class ScriptKeyedJaggedTensor:
         bags = _lengths_of(lengths, offsets).numel()
         self._stride: int = bags // max(len(keys), 1) if stride is None else stride
 
-    def keys(self) -> list[str]:
-        """Return the names of the features."""
-        return self._keys
+    keys, values = KeyedJaggedTensor.keys, KeyedJaggedTensor.values
+    weights_or_none, stride = KeyedJaggedTensor.weights_or_none, KeyedJaggedTensor.stride
+    variable_stride_per_key = KeyedJaggedTensor.variable_stride_per_key
 
-    def values(self) -> Tensor:
-        """Return the values of all bags."""
-        return self._values
+    weights = ScriptJaggedTensor.weights
+    lengths, offsets = ScriptJaggedTensor.lengths, ScriptJaggedTensor.offsets
 
-    def weights_or_none(self) -> Tensor | None:
-        """Return the weights if there are any."""
-        return self._weights
+    def sync(self) -> "KeyedJaggedTensor":
+        """Return self: sizes are read when they are used."""
+        return self  # type: ignore[return-value]
 
-    def stride(self) -> int:
-        """Return the batch size."""
-        return self._stride
-
-    def variable_stride_per_key(self) -> bool:
-        """Return whether features may differ in their bags."""
-        return self._stride_per_key_per_rank is not None
-
-    def lengths(self) -> Tensor:
-        """Return the lengths of the bags."""
-        return _lengths_of(self._lengths, self._offsets)
-
-    def offsets(self) -> Tensor:
-        """Return the offsets of the bags, and the end of the last."""
-        return _offsets_of(self._lengths, self._offsets)
+    def stride_per_key_per_rank(self) -> list[list[int]]:
+        """Return the bags of each feature and rank; empty where all features have `stride()`."""
+        strides: list[list[int]] = []
+        given = self._stride_per_key_per_rank
+        return strides if given is None else given
 
     def offset_per_key(self) -> list[int]:
         """Return the first value of each feature, and the end of the last."""
-        offsets = self.offsets()
+        offsets = self.offsets()  # type: ignore[misc]
         return [int(offsets[n * self._stride]) for n in range(len(self._keys) + 1)]
+
+    def length_per_key(self) -> list[int]:
+        """Return the values of each feature."""
+        ends = self.offset_per_key()
+        return [ends[n + 1] - ends[n] for n in range(len(self._keys))]
 
     def split(self, segments: list[int]) -> List["KeyedJaggedTensor"]:  # noqa: UP006
         """Return consecutive features as batches of `segments` features."""
-        ends, lengths, weights = self.offset_per_key(), self.lengths(), self._weights
+        lengths = self.lengths()  # type: ignore[misc]
+        ends, weights = self.offset_per_key(), self._weights
         parts, first = [self], 0  # TorchScript knows no annotation for an empty list of this class
         for segment in segments:
             last = first + segment
@@ -142,6 +162,8 @@ class ScriptKeyedJaggedTensor:
                     None,
                     self._stride,
                     None,
+                    None,
+                    length_per_key=None,
                 )
             )
             first = last
@@ -169,20 +191,15 @@ class ScriptKeyedTensor:
         self._length_per_key = length_per_key
         self._values = values
         self._key_dim = 1
-        self._offset_per_key: list[int] | None = None
-        self._index_per_key: dict[str, int] | None = None
+        self._offset_per_key = _unknown_numbers()
+        self._index_per_key = _unknown_index()
 
-    def keys(self) -> list[str]:
-        """Return the name of each block."""
-        return self._keys
+    keys, values = KeyedTensor.keys, KeyedTensor.values
+    length_per_key = KeyedTensor.length_per_key
 
-    def values(self) -> Tensor:
-        """Return all blocks in one tensor."""
-        return self._values
-
-    def length_per_key(self) -> list[int]:
-        """Return the columns of each block."""
-        return self._length_per_key
+    def offset_per_key(self) -> list[int]:
+        """Return the first column of each block, and the end of the last."""
+        return [sum(self._length_per_key[:n]) for n in range(len(self._keys) + 1)]
 
     def __getitem__(self, key: str) -> Tensor:
         """Return the block of `key`."""
@@ -200,9 +217,106 @@ class ScriptKeyedTensor:
         return blocks
 
 
+# Static methods, with the arguments of those they stand for
+
+
+def empty_bags(
+    is_weighted: bool = False,
+    device: torch.device | None = None,
+    values_dtype: torch.dtype | None = None,
+    weights_dtype: torch.dtype | None = None,
+    lengths_dtype: torch.dtype = torch.int32,
+) -> JaggedTensor:
+    """Return no bags, as `JaggedTensor.empty`."""
+    weights: Tensor | None = None
+    if is_weighted:
+        weights = torch.empty([0], dtype=weights_dtype, device=device)
+    values = torch.empty([0], dtype=values_dtype, device=device)
+    lengths = torch.empty([0], dtype=lengths_dtype, device=device)
+    return JaggedTensor(values, weights, lengths, None)
+
+
+def empty_batch(
+    is_weighted: bool = False,
+    device: torch.device | None = None,
+    values_dtype: torch.dtype | None = None,
+    weights_dtype: torch.dtype | None = None,
+    lengths_dtype: torch.dtype = torch.int32,
+) -> KeyedJaggedTensor:
+    """Return no features, as `KeyedJaggedTensor.empty`."""
+    bags = empty_bags(is_weighted, device, values_dtype, weights_dtype, lengths_dtype)
+    keys: list[str] = []
+    return KeyedJaggedTensor(keys, bags.values(), bags.weights_or_none(), bags.lengths(), None)
+
+
+def _empty_like(batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    weights, keys = batch.weights_or_none(), batch.keys()[:0]
+    return KeyedJaggedTensor(
+        keys,
+        batch.values().new_empty([0]),
+        None if weights is None else weights.new_empty([0]),
+        batch.lengths().new_empty([0]),
+        None,
+        batch.stride(),
+    )
+
+
+def _from_lengths(
+    keys: list[str],
+    values: Tensor,
+    lengths: Tensor,
+    weights: Tensor | None = None,
+    stride: int | None = None,
+    stride_per_key_per_rank: list[list[int]] | None = None,
+) -> KeyedJaggedTensor:
+    strides = stride_per_key_per_rank
+    return KeyedJaggedTensor(keys, values, weights, lengths, None, stride, strides)
+
+
+def _from_offsets(
+    keys: list[str],
+    values: Tensor,
+    offsets: Tensor,
+    weights: Tensor | None = None,
+    stride: int | None = None,
+    stride_per_key_per_rank: list[list[int]] | None = None,
+) -> KeyedJaggedTensor:
+    strides = stride_per_key_per_rank
+    return KeyedJaggedTensor(keys, values, weights, None, offsets, stride, strides)
+
+
+def _regroup(keyed_tensors: list[KeyedTensor], groups: list[list[str]]) -> list[Tensor]:
+    blocks: dict[str, Tensor] = {}
+    for tensor in keyed_tensors:
+        blocks.update(tensor.to_dict())
+    return [torch.cat([blocks[name] for name in group], 1) for group in groups]
+
+
+def _regroup_as_dict(
+    keyed_tensors: list[KeyedTensor], groups: list[list[str]], keys: list[str]
+) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for key, values in zip(keys, _regroup(keyed_tensors, groups)):  # noqa: B905 (TorchScript)
+        found[key] = values
+    return found
+
+
+_FUNCTIONS: tuple[tuple[Any, Any], ...] = (
+    (JaggedTensor.empty, empty_bags),
+    (KeyedJaggedTensor.empty, empty_batch),
+    (KeyedJaggedTensor.empty_like, _empty_like),
+    (KeyedJaggedTensor.from_lengths_sync, _from_lengths),
+    (KeyedJaggedTensor.from_offsets_sync, _from_offsets),
+    (KeyedTensor.regroup, _regroup),
+    (KeyedTensor.regroup_as_dict, _regroup_as_dict),
+    (regroup, _regroup),
+    (regroup_by_name, _regroup_as_dict),
+)
+
+
 @cache
 def register_classes() -> None:
-    """Let TorchScript compile emblib's jagged tensors as the classes above."""
+    """Let TorchScript compile emblib's jagged tensors as the classes and functions above."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of TorchScript as a whole
         for theirs, scripted in (
@@ -217,45 +331,94 @@ def register_classes() -> None:
                 _jit_internal.createResolutionCallbackForClassMethods(scripted),
             )
             torch.jit._state._add_script_class(theirs, compiled)  # noqa: SLF001 (a module of torch)
+        for function, scripted_function in _FUNCTIONS:
+            compiled = torch.jit.script(scripted_function)
+            torch.jit._state._set_jit_function_cache(function, compiled)  # noqa: SLF001
+
+
+class ScriptableTable(nn.Module):
+    """The lookup of a dense table in operators of PyTorch, with its parameter and dtype of sums.
+
+    A table that backward updates is looked up without gradients only.
+    """
+
+    def __init__(self, handle: Any, *, pooled: bool) -> None:
+        super().__init__()
+        self.weight, self.pooled = handle.weight, pooled
+        self.is_trained = updates_in_backward(handle.module.optimizer)
+
+    def forward(self, indices: Tensor, offsets: Tensor, weights: Tensor | None = None) -> Tensor:
+        """Return sums of bags, or a row per id."""
+        if self.is_trained and torch.is_grad_enabled():
+            raise RuntimeError("backward updates the tables: TorchScript needs torch.no_grad()")
+        if not self.pooled:
+            return functional.embedding(indices, self.weight).float()
+        scales = None if weights is None else weights.to(self.weight.dtype)
+        return functional.embedding_bag(
+            indices,
+            self.weight,
+            offsets,
+            mode="sum",
+            per_sample_weights=scales,
+            include_last_offset=True,
+        ).float()
 
 
 class ScriptableBags(nn.Module):
-    """A quantised embedding bag collection that TorchScript compiles.
+    """An embedding bag collection that TorchScript compiles.
 
     It shares the memory of the collection.
 
     Raises:
-        TypeError: tables that are not quantised.
+        TypeError: tables that are neither quantised nor plain rows in one memory.
     """
+
+    _pools: ClassVar[bool] = True
 
     def __init__(self, collection: Any) -> None:
         super().__init__()
-        groups = collection.groups
-        others = [i.module for i in groups.active if not hasattr(i.module, "packed")]
-        if others:
-            raise TypeError(
-                "TorchScript takes collections whose tables are all quantised, this one also has "
-                f"{type(others[0]).__name__}: export it with torch.export, or quantise all tables"
-            )
-        configs = collection.configs
+        self.pooled = self._pools
+        groups, configs, handles = collection.groups, collection.configs, collection.handles()
         reads = [(c, feature) for c in configs for feature in c.feature_names]
         counts = [feature for _, feature in reads]
-        self.kernels = nn.ModuleList(ScriptableLookup(info.module) for info in groups.active)
-        self.wanted: list[list[str]] = [[reads[u][1] for u in info.units] for info in groups.active]
-        self.order: list[int] = [groups.order.index(u) for u in range(len(reads))]
-        self.dims: list[int] = list(groups.dims)
-        self.dims_in_order: list[int] = [groups.dims[u] for u in groups.order]
+        kernels: list[nn.Module] = []
+        units: list[list[int]] = []  # of each kernel
+        for info in groups.active:
+            if hasattr(info.module, "packed"):
+                kernels.append(ScriptableLookup(info.module))
+                units.append(list(info.units))
+            elif isinstance(info.module, DenseModule) and info.module.row_cache is None:
+                for unit in info.units:
+                    handle = handles[reads[unit][0].name]
+                    kernels.append(ScriptableTable(handle, pooled=self.pooled))
+                    units.append([unit])
+            else:
+                raise TypeError(
+                    "TorchScript takes collections of quantised tables, or of plain ones in one "
+                    f"memory, this one has {type(info.module).__name__}: export it with "
+                    "torch.export, or quantise all tables"
+                )
+        order = [unit for numbers in units for unit in numbers]
+        self.kernels = nn.ModuleList(kernels)
+        self.wanted: list[list[str]] = [[reads[u][1] for u in numbers] for numbers in units]
+        self.order: list[int] = [order.index(u) for u in range(len(reads))]
+        self.dims: list[int] = [reads[u][0].embedding_dim for u in range(len(reads))]
+        self.dims_in_order: list[int] = [self.dims[u] for u in order]
+        self.features: list[str] = counts
         self.names: list[str] = [
             f if counts.count(f) == 1 else f"{f}@{config.name}" for config, f in reads
         ]
-        divides = groups.pooling is Pooling.SUM
+        is_sum = [isinstance(k, ScriptableTable) or groups.pooling is Pooling.SUM for k in kernels]
+        sums = [flag for flag, numbers in zip(is_sum, units, strict=True) for _ in numbers]
         self.divides: list[bool] = [
-            divides and reads[u][0].pooling is Pooling.MEAN for u in groups.order
+            self.pooled and flag and reads[u][0].pooling is Pooling.MEAN
+            for u, flag in zip(order, sums, strict=True)
         ]
-        self.weighted = bool(collection.is_weighted())
+        self.weighted = self.pooled and bool(collection.is_weighted())
+        self.need_indices = not self.pooled and bool(collection.need_indices())
 
-    def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
-        """Return the pooled rows of a batch, as the collection does."""
+    def blocks_of(self, features: KeyedJaggedTensor) -> list[Tensor]:
+        """Return the rows of each feature of each table, in the order of the configurations."""
         if features.variable_stride_per_key():
             raise ValueError("batches must have one batch size for all features in TorchScript")
         keys, stride = features.keys(), features.stride()
@@ -277,20 +440,41 @@ class ScriptableBags(nn.Module):
                     scales.append(weights[first:last].float())
             counts = torch.cat(bags)
             ends = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+            indices = torch.cat(ids)
             scale: Tensor | None = torch.cat(scales) if self.weighted else None
-            out = kernel(torch.cat(ids), ends, scale)
+            out = kernel(indices, ends.to(indices.dtype), scale)
             first = 0
-            for bag in bags:
+            for bag, part in zip(bags, ids):  # noqa: B905 (TorchScript)
+                if not self.pooled:
+                    blocks.append(out[first : first + part.numel()])
+                    first += part.numel()
+                    continue
                 width = self.dims_in_order[len(blocks)]
                 block = out[:, first : first + width]
                 if self.divides[len(blocks)]:
                     block = block / bag.clamp(min=1).unsqueeze(1)
                 blocks.append(block)
                 first += width
-        in_order: list[Tensor] = []
-        for place in self.order:
-            in_order.append(blocks[place])
-        return KeyedTensor(self.names, self.dims, torch.cat(in_order, 1))
+        return [blocks[place] for place in self.order]
+
+    def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
+        """Return the pooled rows of a batch, as the collection does."""
+        return KeyedTensor(self.names, self.dims, torch.cat(self.blocks_of(features), 1))
+
+
+class ScriptableVectors(ScriptableBags):
+    """An embedding collection that TorchScript compiles, as `ScriptableBags`."""
+
+    _pools = False
+
+    def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:  # type: ignore[override]
+        """Return a row per id by feature, as the collection does."""
+        found: dict[str, JaggedTensor] = {}
+        for at, block in enumerate(self.blocks_of(features)):
+            bags = features[self.features[at]]
+            ids: Tensor | None = bags.values() if self.need_indices else None
+            found[self.names[at]] = JaggedTensor(block, ids, bags.lengths(), None)
+        return found
 
 
 class ScriptableRegroup(nn.Module):
@@ -305,28 +489,48 @@ class ScriptableRegroup(nn.Module):
 
     def forward(self, keyed_tensors: list[KeyedTensor]) -> dict[str, Tensor]:
         """Return the concatenated blocks of each group by its name."""
-        blocks: dict[str, Tensor] = {}
-        for tensor in keyed_tensors:
-            blocks.update(tensor.to_dict())
-        found: dict[str, Tensor] = {}
-        for at, key in enumerate(self.keys):
-            found[key] = torch.cat([blocks[name] for name in self.groups[at]], 1)
-            if self.casts:
+        found = _regroup_as_dict(keyed_tensors, self.groups, self.keys)
+        if self.casts:
+            for key in self.keys:
                 found[key] = found[key].to(self.dtype)
         return found
 
 
-def not_scriptable(collection: Any) -> nn.Module:
-    """Raise TypeError for a collection that TorchScript cannot have."""
-    raise TypeError(
-        f"TorchScript takes pooled quantised collections on one device, not a "
-        f"{type(collection).__name__}: export the model with torch.export"
-    )
+class KTRegroupAsDict(jagged.KTRegroupAsDict):
+    """`emblib.KTRegroupAsDict` with TorchRec's arguments.
+
+    Args:
+        groups: the keys of each group.
+        keys: the name of each group.
+        emb_dtype: data type of the results; None keeps theirs.
+        multi_device: ignored: the results are on the device of the tensors of a call.
+    """
+
+    is_leaf_of_traces: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        groups: Sequence[Sequence[str]],
+        keys: Sequence[str],
+        emb_dtype: DataType | None = None,
+        multi_device: bool = False,
+    ) -> None:
+        super().__init__(groups, keys)
+        self._dtype = None if emb_dtype is None else data_type_to_dtype(emb_dtype)
+
+    def forward(self, keyed_tensors: list[KeyedTensor]) -> dict[str, Tensor]:
+        """Return the concatenated blocks of each group by its name."""
+        found = super().forward(keyed_tensors)
+        return {name: found[name].to(self._dtype) for name in found} if self._dtype else found
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        return ScriptableRegroup(self.groups, self.keys, self._dtype)
 
 
-def scriptable(collection: Any) -> ScriptableBags:
-    """Return the form of a quantised collection that TorchScript compiles."""
-    return ScriptableBags(collection)
+def scriptable(collection: Any) -> nn.Module:
+    """Return the form of a collection that TorchScript compiles."""
+    is_pooled = isinstance(collection, emblib_collections.EmbeddingBagCollection)
+    return (ScriptableBags if is_pooled else ScriptableVectors)(collection)
 
 
 # Tracing
@@ -354,15 +558,18 @@ class Tracer(torch.fx.Tracer):
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Return whether calls of a module stay calls in the graph."""
+        named = type(m).__name__ in self._leaf_modules
+        return self.is_whole(m) or named or super().is_leaf_module(m, module_qualified_name)
+
+    @staticmethod
+    def is_whole(m: nn.Module) -> bool:
+        """Return whether a module is a collection, or another one that is never traced."""
         kinds = (
             emblib_collections.EmbeddingBagCollection,
             emblib_collections.EmbeddingCollection,
             StateOfTables,
         )
-        if isinstance(m, kinds) or getattr(m, "is_leaf_of_traces", False):
-            return True
-        named = type(m).__name__ in self._leaf_modules
-        return named or super().is_leaf_module(m, module_qualified_name)
+        return isinstance(m, kinds) or getattr(m, "is_leaf_of_traces", False)
 
     def trace(
         self, root: nn.Module | Callable[..., Any], concrete_args: dict[str, Any] | None = None
@@ -386,6 +593,17 @@ class Tracer(torch.fx.Tracer):
         return super().create_arg(a)
 
 
+class _Whole(nn.Module):
+    """A module around one that is never traced."""
+
+    def __init__(self, whole: nn.Module) -> None:
+        super().__init__()
+        self.whole = whole
+
+    def forward(self, features: KeyedJaggedTensor) -> Any:
+        return self.whole(features)
+
+
 def _resolve_types(graph: torch.fx.Graph, root: Any) -> None:
     """Replace types that are text, of code with `from __future__ import annotations`."""
     nodes = [n for n in graph.nodes if isinstance(n.type, str)]
@@ -405,7 +623,13 @@ def symbolic_trace(
     concrete_args: dict[str, Any] | None = None,
     leaf_modules: list[str] | None = None,
 ) -> torch.fx.GraphModule:
-    """Return the graph module of a model, with its collections whole."""
-    graph = Tracer(leaf_modules).trace(root, concrete_args)
+    """Return the graph module of a model, with its collections whole.
+
+    A collection alone becomes the child `whole` of the graph module.
+    """
+    tracer = Tracer(leaf_modules)
+    if isinstance(root, nn.Module) and tracer.is_whole(root):
+        root = _Whole(root)
+    graph = tracer.trace(root, concrete_args)
     owner: Any = root.module if getattr(root, "wraps_module", False) else root  # type: ignore[union-attr]
     return torch.fx.GraphModule(owner if isinstance(owner, nn.Module) else nn.Module(), graph)

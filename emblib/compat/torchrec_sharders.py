@@ -15,6 +15,7 @@ from emblib.collections.optimizers import (
     apply_optimizer_in_backward,
     from_torch,
 )
+from emblib.compat import torchrec_script
 from emblib.compat.torchrec_comms import QuantizedCommCodecs, comm_precision_of
 from emblib.compat.torchrec_sharding import (
     KERNELS,
@@ -77,6 +78,8 @@ class EmbeddingBagCollection(emblib_collections.EmbeddingBagCollection):
             bounds_check=bounds_check,
         )
 
+    __prepare_scriptable__ = torchrec_script.scriptable
+
 
 class EmbeddingCollection(emblib_collections.EmbeddingCollection):
     """`emblib.collections.EmbeddingCollection`; its arguments are TorchRec's already."""
@@ -97,6 +100,8 @@ class EmbeddingCollection(emblib_collections.EmbeddingCollection):
             optimizer=optimizer,
             bounds_check=bounds_check,
         )
+
+    __prepare_scriptable__ = torchrec_script.scriptable
 
     def embedding_names_by_table(self) -> list[list[str]]:
         """Return the names of the results of each table."""
@@ -180,8 +185,15 @@ def fuse_embedding_optimizer(
     """Fuse an optimizer into all collections of a model, in place, and return the model."""
     _refuse_location(location)
     kinds = emblib_collections.EmbeddingBagCollection | emblib_collections.EmbeddingCollection
-    params = [p for m in model.modules() if isinstance(m, kinds) for p in m.parameters()]
+    found = [m for m in model.modules() if isinstance(m, kinds)]
+    params = [parameter for collection in found for parameter in collection.parameters()]
     apply_optimizer_in_backward(optimizer_type, params, optimizer_kwargs)
+    fused = {
+        EmbeddingBagCollection: FusedEmbeddingBagCollection,
+        EmbeddingCollection: FusedEmbeddingCollection,
+    }
+    for collection in found:  # the classes differ in `fused_optimizer()` only
+        collection.__class__ = fused.get(type(collection), type(collection))
     return model.to(device)
 
 
@@ -499,3 +511,11 @@ def ranks_of(env: ShardingEnv, device: torch.device | str | None) -> RankGroup:
     if ranks.group is None:
         return RankGroup.single(device)
     return RankGroup(ranks.group, local_size=ranks.local_size, device=device)
+
+
+def replace_child(module: nn.Module, child: nn.Module, made: nn.Module) -> None:
+    """Put a module in the place of another, wherever a model has it."""
+    for parent in list(module.modules()):
+        for name, each in list(parent.named_children()):
+            if each is child:
+                setattr(parent, name, made)

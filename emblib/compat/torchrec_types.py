@@ -143,6 +143,19 @@ _ELSEWHERE = {
 }
 
 
+class _Names(tuple[str, ...]):
+    """Names of features, which equal a list of them and are added to lists, as TorchRec's are."""
+
+    __slots__ = ()
+    __hash__ = tuple.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return tuple(self) == (tuple(other) if isinstance(other, list) else other)
+
+    def __radd__(self, other: list[str]) -> list[str]:
+        return [*other, *self]
+
+
 class _Config:
     """TorchRec's arguments of a configuration, whose fields may be assigned.
 
@@ -189,6 +202,8 @@ class _Config:
         )
         if isinstance(storage, Quantized):
             object.__setattr__(self, "data_type", _TYPES[storage.bits])
+        names = _Names(self.feature_names)  # type: ignore[attr-defined]
+        object.__setattr__(self, "feature_names", names)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Assign a field, checked as at construction."""

@@ -11,13 +11,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from emblib import jagged
 from emblib.collections import PositionWeightedProcessor
 from emblib.compat.fbgemm_types import EmbeddingLocation
-from emblib.compat.torchrec_script import ScriptableRegroup
 from emblib.compat.torchrec_sharding import STORAGES, EmbeddingComputeKernel, checked_kernel
-from emblib.compat.torchrec_types import DataType, data_type_to_dtype
-from emblib.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from emblib.jagged import JaggedTensor, KeyedJaggedTensor
 from emblib.sharding.dense import materialise
 from emblib.storage import Dense
 
@@ -89,37 +86,6 @@ class ComputeKJTToJTDict(nn.Module):
         return keyed_jagged_tensor.to_dict()
 
 
-class KTRegroupAsDict(jagged.KTRegroupAsDict):
-    """`emblib.KTRegroupAsDict` with TorchRec's arguments.
-
-    Args:
-        groups: the keys of each group.
-        keys: the name of each group.
-        emb_dtype: data type of the results; None keeps theirs.
-        multi_device: ignored: the results are on the device of the tensors of a call.
-    """
-
-    is_leaf_of_traces: ClassVar[bool] = True
-
-    def __init__(
-        self,
-        groups: Sequence[Sequence[str]],
-        keys: Sequence[str],
-        emb_dtype: DataType | None = None,
-        multi_device: bool = False,
-    ) -> None:
-        super().__init__(groups, keys)
-        self._dtype = None if emb_dtype is None else data_type_to_dtype(emb_dtype)
-
-    def forward(self, keyed_tensors: Sequence[KeyedTensor]) -> dict[str, Tensor]:
-        """Return the concatenated blocks of each group by its name."""
-        found = super().forward(keyed_tensors)
-        return {name: found[name].to(self._dtype) for name in found} if self._dtype else found
-
-    def __prepare_scriptable__(self) -> nn.Module:
-        return ScriptableRegroup(self.groups, self.keys, self._dtype)
-
-
 class ComputeJTDictToKJT(nn.Module):
     """Module form of `KeyedJaggedTensor.from_jt_dict`."""
 
@@ -153,6 +119,7 @@ def kjt_is_equal(kjt_1: Any, kjt_2: Any) -> bool:
     return (
         kjt_1.keys() == kjt_2.keys()
         and kjt_1.stride_per_key() == kjt_2.stride_per_key()
+        and kjt_1.length_per_key() == kjt_2.length_per_key()
         and _equal(kjt_1.values(), kjt_2.values())
         and _equal(kjt_1.lengths(), kjt_2.lengths())
         and _equal(kjt_1.weights_or_none(), kjt_2.weights_or_none())

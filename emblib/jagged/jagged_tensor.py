@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import Proxy, ProxyableClassMeta
 
 from emblib.jagged import convert
 
@@ -14,7 +15,18 @@ _MAX_BAGS = 16
 _MAX_VALUES = 16
 
 
-class JaggedTensor:
+class TracedClass(ProxyableClassMeta):
+    """Type of classes whose construction from traced values is a call in the graph."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Record the call if an argument is traced, else construct an object."""
+        for argument in (*args, *kwargs.values()) if kwargs else args:
+            if isinstance(argument, Proxy):
+                return super().__call__(*args, **kwargs)
+        return type.__call__(cls, *args, **kwargs)
+
+
+class JaggedTensor(metaclass=TracedClass):
     """B bags of values: bag b is `values[offsets[b]:offsets[b + 1]]`.
 
     Args:
@@ -120,8 +132,7 @@ class JaggedTensor:
         values: Tensor, lengths: Tensor, weights: Tensor | None = None
     ) -> "JaggedTensor":
         """Take the first `lengths[b]` entries of `values[b]` `[N, ...]` as bag b."""
-        packed_weights = None if weights is None else unpad(weights, lengths)
-        return JaggedTensor(unpad(values, lengths), packed_weights, lengths)
+        return JaggedTensor(unpad(values, lengths), unpad(weights, lengths), lengths)
 
     @staticmethod
     def from_nested(nested: Tensor, weights: Tensor | None = None) -> "JaggedTensor":
@@ -280,7 +291,8 @@ class JaggedTensor:
         return JaggedTensor, (self._values, self._weights, self._lengths, self._offsets)
 
     def __str__(self) -> str:
-        return f"JaggedTensor({bags_text(self._values, self._weights, self.lengths())})"
+        text = bags_text(self._values, self._weights, self.lengths())
+        return f"JaggedTensor({text if self._weights is not None else braces([text])})\n"
 
     def __repr__(self) -> str:
         weighted = "" if self._weights is None else ", weighted"
@@ -306,8 +318,10 @@ def join(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     return values, torch.tensor(lengths, dtype=torch.int32, device=values.device)
 
 
-def unpad(padded: Tensor, lengths: Tensor) -> Tensor:
-    """Return the first `lengths[b]` rows of each `padded[b]`, concatenated."""
+def unpad(padded: Tensor | None, lengths: Tensor) -> Any:
+    """Return the first `lengths[b]` rows of each `padded[b]`, concatenated; None without any."""
+    if padded is None:
+        return None
     if padded.dim() < 2 or padded.size(0) != lengths.numel():
         raise ValueError(
             f"padded must be [{lengths.numel()}, N, ...] for {lengths.numel()} lengths, got "
@@ -444,19 +458,28 @@ def check_content(values: Tensor, lengths: Tensor | None, offsets: Tensor | None
             )
 
 
-def bags_text(values: Tensor, weights: Tensor | None, lengths: Tensor) -> str:
+def bags_text(values: Tensor, weights: Tensor | None, lengths: Tensor, indent: str = "") -> str:
     """Format bags as `[[1, 2], [], [3]]`; with weights, format both by name."""
-    text = _nested(values, lengths)
-    return text if weights is None else f"values: {text}, weights: {_nested(weights, lengths)}"
+    if weights is None:
+        return nested_text(values, lengths)
+    both = {"values": nested_text(values, lengths), "weights": nested_text(weights, lengths)}
+    return braces([f'"{name}": {text}' for name, text in both.items()], indent)
 
 
 def keyed_text(name: str, entries: dict[str, str]) -> str:
     """Format one line per key."""
-    lines = "".join(f'    "{key}": {text},\n' for key, text in entries.items())
-    return f"{name}({{\n{lines}}})"
+    lines = [f'"{key}": {text}' for key, text in entries.items()]
+    return f"{name}({braces(lines) if lines else ''})\n"
 
 
-def _nested(values: Tensor, lengths: Tensor) -> str:
+def braces(lines: Sequence[str], indent: str = "") -> str:
+    """Format lines within braces."""
+    joined = ",\n".join(f"{indent}    {line}" for line in lines)
+    return f"{{\n{joined}\n{indent}}}"
+
+
+def nested_text(values: Tensor, lengths: Tensor) -> str:
+    """Format the first bags, and the first values of each."""
     lengths_shown = lengths[:_MAX_BAGS].tolist()
     bags, start = [], 0
     for length in lengths_shown:
@@ -472,4 +495,8 @@ def _nested(values: Tensor, lengths: Tensor) -> str:
 def _entry(value: float | list[float]) -> str:
     if isinstance(value, list):
         return f"[{', '.join(_entry(v) for v in value)}]"
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
+    return str(float(f"{value:.6g}") if isinstance(value, float) else value)
+
+
+# One call in a traced graph, because it decides by the sizes of its arguments.
+torch.fx.wrap("unpad")

@@ -11,6 +11,7 @@ from torch import Tensor
 from emblib.jagged import convert
 from emblib.jagged.jagged_tensor import (
     JaggedTensor,
+    TracedClass,
     bags_text,
     check_content,
     check_int32_range,
@@ -48,7 +49,7 @@ _Span = tuple[Tensor, Tensor | None, Tensor]
 _Change = Callable[[Tensor], Tensor]
 
 
-class KeyedJaggedTensor:
+class KeyedJaggedTensor(metaclass=TracedClass):
     """The sparse inputs of a batch of B examples with F features: one bag of values per pair.
 
     Bags are ordered by feature: that of feature f and example b is
@@ -265,13 +266,7 @@ class KeyedJaggedTensor:
         Raises:
             ValueError: no batches, different strides, or weights in only some of them.
         """
-        joined = KeyedJaggedTensor(**concat_arguments(batches))
-        lengths_of_batches = [batch._length_per_key for batch in batches]
-        if all(lengths is not None for lengths in lengths_of_batches):
-            joined._length_per_key = [
-                length for lengths in lengths_of_batches for length in lengths or ()
-            ]
-        return joined
+        return concat_batches(batches)
 
     @staticmethod
     def empty(
@@ -447,6 +442,9 @@ class KeyedJaggedTensor:
 
     def _read_bounds(self) -> list[int]:
         offsets = self.offsets()
+        if offsets.is_meta:  # without data: features of about the same size
+            count = max(len(self._keys), 1)
+            return [self._values.size(0) * f // count for f in range(len(self._keys) + 1)]
         if self._stride_per_key_per_rank is None:
             if not self._stride:
                 return [0] * (len(self._keys) + 1)
@@ -555,9 +553,7 @@ class KeyedJaggedTensor:
         starts = self.offsets()[:: self._stride]
         sources, begins = segments_at_end(starts, order_tensor, count)
         lengths = self.lengths().view(len(self._keys), -1).index_select(0, order_tensor).view(-1)
-        offsets = lengths.new_zeros(lengths.numel() + 1)
-        torch.cumsum(lengths, 0, dtype=lengths.dtype, out=offsets[1:])
-        weights = self._weights
+        offsets, weights = running_sums(lengths), self._weights
         return KeyedJaggedTensor.from_valid(
             [self._keys[i] for i in order],
             take_or_fill(self._values, sources, -1),
@@ -723,20 +719,13 @@ class KeyedJaggedTensor:
         return mapped
 
     def __reduce__(self) -> Any:
-        return KeyedJaggedTensor, (
-            self._keys,
-            self._values,
-            self._weights,
-            self._lengths,
-            self._offsets,
-            self._stride,
-            self._stride_per_key_per_rank,
-            self._inverse,
-        )
+        layout = (self._stride, self._stride_per_key_per_rank, self._inverse)
+        tensors = (self._values, self._weights, self._lengths, self._offsets)
+        return KeyedJaggedTensor, (self._keys, *tensors, *layout)
 
     def __str__(self) -> str:
         shown = {
-            k: bags_text(j.values(), j.weights_or_none(), j.lengths())
+            k: bags_text(j.values(), j.weights_or_none(), j.lengths(), "    ")
             for k, j in self.to_dict().items()
         }
         return keyed_text("KeyedJaggedTensor", shown)
@@ -748,3 +737,12 @@ class KeyedJaggedTensor:
             f"KeyedJaggedTensor({self._keys}, {bags} bags each, {list(self._values.shape)} "
             f"{self._values.dtype}{weighted}, {self.device()})"
         )
+
+
+def concat_batches(batches: Sequence[KeyedJaggedTensor]) -> KeyedJaggedTensor:
+    """Combine the features of batches, see `KeyedJaggedTensor.concat`."""
+    return KeyedJaggedTensor(**concat_arguments(batches))
+
+
+# One call in a traced graph, which does not know how many features a batch has.
+torch.fx.wrap("concat_batches")

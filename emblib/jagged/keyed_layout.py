@@ -173,6 +173,7 @@ def concat_arguments(batches: Sequence[Any]) -> dict[str, Any]:
     strides = {batch.stride() for batch in batches if batch.keys() or batch.stride()}
     is_varied = any(batch.variable_stride_per_key() for batch in batches)
     has_inverse = any(batch.inverse_indices_or_none() is not None for batch in batches)
+    sizes = [batch.length_per_key_or_none() for batch in batches]
     if len(strides) > 1 and (not is_varied or has_inverse):
         raise ValueError(f"batches must have the same stride, got {sorted(strides)}")
     return {
@@ -183,6 +184,7 @@ def concat_arguments(batches: Sequence[Any]) -> dict[str, Any]:
         "stride": max(strides, default=0),
         "stride_per_key_per_rank": _join_strides(batches) if is_varied else None,
         "inverse_indices": _join_inverse(batches) if has_inverse else None,
+        "length_per_key": None if None in sizes else [size for row in sizes for size in row or ()],
     }
 
 

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from emblib.jagged import convert
-from emblib.jagged.jagged_tensor import keyed_text
+from emblib.jagged.jagged_tensor import TracedClass, keyed_text, nested_text
 from emblib.jagged.keyed_layout import bounds_of
 
 
-class KeyedTensor:
+class KeyedTensor(metaclass=TracedClass):
     """A matrix `[B, sum of lengths]` of named blocks of columns, e.g. pooled rows by feature.
 
     Args:
@@ -140,8 +140,10 @@ class KeyedTensor:
 
     def to_dict(self) -> dict[str, Tensor]:
         """Return the block of each key, as views; backward is cheaper than with `[key]` per key."""
+        if not self._keys:
+            return {}
         blocks = self._values.split(self._length_per_key, dim=self._key_dim)
-        return dict(zip(self._keys, blocks, strict=True)) if self._keys else {}
+        return dict(zip(self._keys, blocks, strict=True))
 
     @staticmethod
     def regroup(
@@ -192,12 +194,17 @@ class KeyedTensor:
         return KeyedTensor, (self._keys, self._length_per_key, self._values, self._key_dim)
 
     def __str__(self) -> str:
-        return keyed_text("KeyedTensor", {k: str(v) for k, v in self.to_dict().items()})
+        return keyed_text("KeyedTensor", {k: _rows_text(v) for k, v in self.to_dict().items()})
 
     def __repr__(self) -> str:
         width_of_key = dict(zip(self._keys, self._length_per_key, strict=True))
         values = self._values
         return f"KeyedTensor({width_of_key}, {list(values.shape)} {values.dtype}, {values.device})"
+
+
+def _rows_text(block: Tensor) -> str:
+    rows = block.flatten(1) if block.dim() > 1 else block.unsqueeze(0)
+    return nested_text(rows.flatten(), torch.tensor([rows.size(1)] * rows.size(0)))
 
 
 class KTRegroupAsDict(nn.Module):
@@ -221,7 +228,7 @@ class KTRegroupAsDict(nn.Module):
         self.groups = [list(group) for group in groups]
         self.keys = list(keys)
 
-    def forward(self, keyed_tensors: Sequence[KeyedTensor]) -> dict[str, Tensor]:
+    def forward(self, keyed_tensors: list[KeyedTensor]) -> dict[str, Tensor]:
         """Return the concatenated blocks of each group by its name."""
         return KeyedTensor.regroup_as_dict(keyed_tensors, self.groups, self.keys)
 

@@ -129,7 +129,8 @@ TABLES = (
         "external_storage",
         "`BackingStore(store)`",
         "An object of emblib's protocol `RowStore`, e.g. `DiskRows(directory)` or your own, which "
-        "takes the rows that the device evicts. Classes of DynamicEmb's protocol raise",
+        "takes the rows that the device evicts; sharded, each table of a rank gets "
+        "`store.for_shard(...)`. Classes of DynamicEmb's protocol raise",
     ),
     Option(
         "device_id",

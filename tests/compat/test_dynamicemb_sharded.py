@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from emblib import DiskRows
 from emblib.compat import dynamicemb
 from emblib.compat.dynamicemb import (
     DynamicEmbDump,
@@ -299,6 +300,29 @@ def with_tiers(ranks: RankGroup, path: Path) -> None:
 
 def test_budgets_with_and_without_tiers(tmp_path: Path) -> None:
     worlds.run(2, with_tiers, tmp_path)
+
+
+def with_external_storage(ranks: RankGroup, path: Path) -> dict[int, list[float]]:
+    """Rows that the device evicts are in the store, a part per table and rank."""
+    small, large = make(ranks, 0.1, external_storage=DiskRows(path / "store")), make(ranks)
+    for step in range(6):
+        one, other = (train(model, ranks, range(step, step + 1)) for model in (small, large))
+        torch.testing.assert_close(one, other)
+    assert small.tables["films"].tier_stats().demoted > 0
+    assert_close(rows_of(small, "films"), rows_of(large, "films"))
+    DynamicEmbDump(str(path / "dump"), small, optim=True, pg=ranks.group)
+    again = make(ranks, 0.1, external_storage=DiskRows(path / "again"))
+    DynamicEmbLoad(str(path / "dump"), again, optim=True, pg=ranks.group)
+    assert_close(rows_of(again, "films"), rows_of(small, "films"))
+    return rows_of(small, "films")
+
+
+def test_external_storage_at_one_and_two_ranks(tmp_path: Path) -> None:
+    (alone,) = worlds.run(1, with_external_storage, tmp_path / "one")
+    for found in worlds.run(2, with_external_storage, tmp_path / "two"):
+        assert found.keys() == alone.keys()
+    parts = [sorted(p.name for p in (tmp_path / n / "store").iterdir()) for n in ("one", "two")]
+    assert (len(parts[0]), len(parts[1])) == (2, 4), parts
 
 
 def fill(ranks: RankGroup) -> int:

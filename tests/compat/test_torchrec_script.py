@@ -1,4 +1,4 @@
-"""Quantised collections in TorchScript: the results of eager code, for batches as they are."""
+"""Collections and batches in TorchScript and graphs: the results of eager code."""
 
 from __future__ import annotations
 
@@ -11,8 +11,12 @@ import torch
 from torch import Tensor, nn
 
 import emblib.compat.torchrec as torchrec
+from emblib import CacheConfig, Placement
 from emblib.jagged import KeyedJaggedTensor, KeyedTensor
+from emblib.optim import SGD
+from emblib.storage import Dense
 
+HALF: Any = {"rtol": 1e-2, "atol": 1e-3}  # PyTorch's sums of float16 rows are float16
 SUM, MEAN = torchrec.PoolingType.SUM, torchrec.PoolingType.MEAN
 
 
@@ -180,18 +184,111 @@ def test_a_weighted_collection_needs_weights() -> None:
         made(batch())
 
 
+def plain(*, pooled: bool, **options: Any) -> Any:
+    torch.manual_seed(3)
+    kind = torchrec.EmbeddingBagConfig if pooled else torchrec.EmbeddingConfig
+    poolings: list[dict[str, Any]] = [{"pooling": SUM}, {"pooling": MEAN}] if pooled else [{}, {}]
+    tables = [
+        kind(
+            name=f"t{t}",
+            embedding_dim=4,
+            num_embeddings=9,
+            feature_names=["f", f"g{t}"],
+            data_type=(torchrec.DataType.FP32, torchrec.DataType.FP16)[t],
+            **poolings[t],
+        )
+        for t in range(2)
+    ]
+    whole = torchrec.EmbeddingBagCollection if pooled else torchrec.EmbeddingCollection
+    return whole(tables=tables, **options)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_plain_tables_are_scripted_and_trained(weighted: bool) -> None:
+    ebc, features = plain(pooled=True, is_weighted=weighted), batch(weighted=weighted)
+    expected, found = ebc(features), scripted(ebc)(features)
+    assert (found.keys(), found.offset_per_key()) == (expected.keys(), expected.offset_per_key())
+    torch.testing.assert_close(found.values(), expected.values(), **HALF)
+    grads = []
+    for pooled in (expected, found):
+        pooled.values().square().sum().backward()
+        grads.append([p.grad.clone() for p in ebc.parameters()])
+        ebc.zero_grad()
+    torch.testing.assert_close(*grads, **HALF)
+
+
+@pytest.mark.parametrize("quantise", [False, True])
+def test_sequences_are_scripted(quantise: bool) -> None:
+    ec = plain(pooled=False, need_indices=True)
+    if quantise:
+        ec = torchrec.quantize_inference_model(nn.Sequential(ec))[0]
+    features = batch()
+    expected, found = ec(features), scripted(ec)(features)
+    assert list(found) == list(expected) == ["f@t0", "g0", "f@t1", "g1"]
+    for name, bags in found.items():
+        torch.testing.assert_close(bags.values(), expected[name].values())
+        assert torch.equal(bags.lengths(), expected[name].lengths())
+        assert torch.equal(bags.weights(), expected[name].weights())
+
+
+def test_tables_that_backward_updates_are_scripted_for_inference() -> None:
+    ebc = plain(pooled=True, optimizer=SGD(0.1))
+    made = scripted(ebc)
+    with torch.no_grad():
+        torch.testing.assert_close(made(batch()).values(), ebc(batch()).values(), **HALF)
+    with pytest.raises(torch.jit.Error, match=r"TorchScript needs torch\.no_grad"):
+        made(batch())
+
+
+def test_static_methods_of_batches_are_scripted() -> None:
+    class Makes(nn.Module):
+        def forward(self, values: Tensor, ends: Tensor) -> list[KeyedJaggedTensor]:
+            of_offsets = KeyedJaggedTensor.from_offsets_sync(["a", "b"], values, ends)
+            of_lengths = KeyedJaggedTensor.from_lengths_sync(["a", "b"], values, ends.diff())
+            empty = KeyedJaggedTensor.empty(is_weighted=True)
+            return [of_offsets, of_lengths, empty, KeyedJaggedTensor.empty_like(of_offsets)]
+
+    values, ends = torch.arange(4), torch.tensor([0, 1, 1, 3, 4])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = torch.jit.script(Makes())(values, ends)
+    for made, expected in zip(found, Makes()(values, ends), strict=True):
+        assert str(made) == str(expected)
+        assert made.to(torch.device("cpu")).length_per_key() == expected.length_per_key()
+
+
+def test_batches_in_graphs() -> None:
+    """`torch.fx.symbolic_trace` records constructors and concatenations of batches as calls."""
+
+    def joined(first: KeyedJaggedTensor, values: Tensor, lengths: Tensor) -> KeyedJaggedTensor:
+        bags = torchrec.JaggedTensor(values, lengths=lengths)
+        made = KeyedJaggedTensor(["x"], bags.values(), lengths=bags.lengths()).sync()
+        return KeyedJaggedTensor.concat([first, made])
+
+    def unpadded(padded: Tensor, lengths: Tensor) -> torchrec.JaggedTensor:
+        return torchrec.JaggedTensor.from_dense_lengths(padded, lengths)
+
+    arguments = batch(), torch.arange(5), torch.tensor([2, 3, 0])
+    traced = torch.fx.symbolic_trace(joined)
+    assert str(traced(*arguments)) == str(joined(*arguments))
+    padded = torch.arange(6).view(2, 3), torch.tensor([1, 3])
+    assert str(torch.fx.symbolic_trace(unpadded)(*padded)) == str(unpadded(*padded))
+
+
+def test_batches_without_data_are_looked_up() -> None:
+    ebc = plain(pooled=True, device="meta")
+    features = batch().to(torch.device("meta"))
+    assert sum(features.length_per_key()) == features.values().numel()
+    assert ebc(features).values().shape == (3, 16)
+
+
 def test_what_is_not_scripted_says_what_to_do() -> None:
-    plain = quantised((SUM, SUM), {"t0": torch.float32})
+    cached = Dense(Placement.MANAGED_CACHING, CacheConfig())
+    tables = [torchrec.EmbeddingBagConfig(9, 4, name="t", storage=cached, optimizer=SGD(0.1))]
     with pytest.raises(TypeError, match="quantise all tables"):
-        scripted(Model(plain))
-    tables = [torchrec.EmbeddingConfig(name="t", embedding_dim=4, num_embeddings=9)]
-    ec = torchrec.quantize_inference_model(
-        nn.Sequential(torchrec.EmbeddingCollection(tables=tables))
-    )
-    with pytest.raises(TypeError, match=r"not a QuantEmbeddingCollection: .* torch\.export"):
-        scripted(ec)
+        scripted(torchrec.EmbeddingBagCollection(tables=tables))
     both, _ = torchrec.shard_quant_model(
         nn.Sequential(quantised((SUM, SUM), {})), world_size=2, compute_device="cpu"
     )
-    with pytest.raises(TypeError, match="not a ShardedQuantEmbeddingBagCollection"):
+    with pytest.raises(TypeError, match="not a ShardedQuantEmbeddingBagCollection on 2"):
         scripted(both)

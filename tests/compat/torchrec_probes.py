@@ -214,6 +214,7 @@ def fuse(rec: Any) -> None:
     before = made.state_dict()["0.embedding_bags.a.weight"].clone()
     made[0](batch(rec)).values().sum().backward()
     assert not torch.equal(made.state_dict()["0.embedding_bags.a.weight"], before)
+    assert isinstance(made[0], rec.FusedEmbeddingBagCollection)
 
 
 @probe(

@@ -126,10 +126,14 @@ def test_wrong_ones_are_refused() -> None:
 
 
 def test_says_what_it_holds() -> None:
-    assert str(example()) == "JaggedTensor([[1, 2], [], [3], [4], [5], [6, 7, 8]])"
+    bags = "[[1.0, 2.0], [], [3.0], [4.0], [5.0], [6.0, 7.0, 8.0]]"
+    assert str(example()) == f"JaggedTensor({{\n    {bags}\n}})\n"
     assert repr(example()) == "JaggedTensor(6 bags, [8] torch.float32, cpu)"
     rows = JaggedTensor(torch.tensor([[1.5, 2.0]]), lengths=torch.tensor([1]))
-    assert str(rows) == "JaggedTensor([[[1.5, 2]]])"
+    assert str(rows) == "JaggedTensor({\n    [[[1.5, 2.0]]]\n})\n"
+    ids = torch.tensor([7])
+    weighted = JaggedTensor(ids, torch.tensor([0.1]), torch.tensor([1]))
+    assert str(weighted) == 'JaggedTensor({\n    "values": [[7]],\n    "weights": [[0.1]]\n})\n'
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])

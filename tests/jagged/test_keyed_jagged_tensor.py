@@ -252,9 +252,11 @@ def test_empty_ones() -> None:
 
 def test_says_what_it_holds() -> None:
     assert str(made(EXAMPLE)) == (
-        'KeyedJaggedTensor({\n    "a": [[0, 1], [], [2]],\n    "b": [[3], [4], [5, 6, 7]],\n})'
+        'KeyedJaggedTensor({\n    "a": [[0, 1], [], [2]],\n    "b": [[3], [4], [5, 6, 7]]\n})\n'
     )
-    assert "values: [[0, 1]], weights: [[1, 1.5]]" in str(made({"a": [[0, 1]]}, weighted=True))
+    both = '{\n        "values": [[0, 1]],\n        "weights": [[1.0, 1.5]]\n    }'
+    assert f'"a": {both}' in str(made({"a": [[0, 1]]}, weighted=True))
+    assert str(KeyedJaggedTensor.empty()) == "KeyedJaggedTensor()\n"
     long = str(made({"a": [list(range(40)), *[[]] * 20]}))
     assert "... (40 in all)" in long
     assert "... (21 bags in all)" in long

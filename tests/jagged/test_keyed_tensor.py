@@ -112,7 +112,10 @@ def test_wrong_ones_are_refused() -> None:
 def test_says_what_it_holds() -> None:
     _, two = example()
     assert repr(two) == "KeyedTensor({'d': 2}, [2, 2] torch.float32, cpu)"
-    assert '"d": tensor(' in str(two)
+    blocks = KeyedTensor(["a", "b"], [1, 2], torch.tensor([[1.0, 2.0, 0.1], [3.0, 4.0, 5.0]]))
+    text = '    "a": [[1.0], [3.0]],\n    "b": [[2.0, 0.1], [4.0, 5.0]]'
+    assert str(blocks) == f"KeyedTensor({{\n{text}\n}})\n"
+    assert str(KeyedTensor([], [], torch.empty(0))) == "KeyedTensor()\n"
 
 
 EXAMPLE: Features = {"a": [[0, 1], [], [2]], "b": [[3], [4], [5, 6, 7]]}

@@ -14,7 +14,7 @@ from emblib.compat.fbgemm_operators.jagged import (
     invert_permute,
     segment_positions,
 )
-from emblib.compat.fbgemm_operators.registry import operator
+from emblib.compat.fbgemm_operators.registry import SymInt, operator
 from emblib.ops import route
 
 _Buckets = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
@@ -208,21 +208,17 @@ class _Blocks(NamedTuple):
             )
 
 
-@operator(
-    f"block_bucketize_sparse_features_inference{_FIRST}Tensor? weights=None, {_OPTIONS}"
-    f"bool return_bucket_mapping=False, {_LAST}"
-    "(Tensor, Tensor, Tensor?, Tensor?, Tensor?, Tensor?)"
-)
+@operator("block_bucketize_sparse_features_inference")
 def block_bucketize_sparse_features_inference(
     lengths: Tensor,
     indices: Tensor,
     bucketize_pos: bool,
     sequence: bool,
     block_sizes: Tensor,
-    my_size: int,
+    my_size: SymInt,
     weights: Tensor | None = None,
     batch_size_per_feature: Tensor | None = None,
-    max_B: int = -1,
+    max_B: SymInt = -1,
     block_bucketize_pos: Sequence[Tensor] | None = None,
     return_bucket_mapping: bool = False,
     keep_orig_idx: bool = False,
@@ -320,10 +316,7 @@ def block_bucketize_sparse_features_2d_weights(
     return made
 
 
-@operator(
-    "populate_bucketized_permute(Tensor lengths, Tensor bucketized_lengths, "
-    "Tensor bucket_mapping) -> Tensor"
-)
+@operator("populate_bucketized_permute")
 def populate_bucketized_permute(
     lengths: Tensor, bucketized_lengths: Tensor, bucket_mapping: Tensor
 ) -> Tensor:
@@ -344,15 +337,12 @@ def populate_bucketized_permute(
     return invert_permute(torch.sort(slot, stable=True).indices).to(bucket_mapping.dtype)
 
 
-@operator(
-    "bucketize_sparse_features(Tensor lengths, Tensor indices, bool bucketize_pos, SymInt my_size, "
-    "Tensor? weights=None) -> (Tensor, Tensor, Tensor?, Tensor?)"
-)
+@operator("bucketize_sparse_features")
 def bucketize_sparse_features(
     lengths: Tensor,
     indices: Tensor,
     bucketize_pos: bool,
-    my_size: int,
+    my_size: SymInt,
     weights: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Distribute lookups over `my_size` buckets round robin: row `i` is row `i // n` of `i % n`."""
@@ -367,12 +357,7 @@ def bucketize_sparse_features(
     return counts, (indices // my_size)[order], chosen, position
 
 
-@operator(
-    "bounds_check_indices(Tensor rows_per_table, Tensor(a!) indices, Tensor(b!) offsets, "
-    "int bounds_check_mode, Tensor(c!) warning, Tensor(d!)? weights=None, Tensor? B_offsets=None, "
-    "SymInt max_B=-1, Tensor? b_t_map=None, int info_B_num_bits=-1, int info_B_mask=-1, "
-    "int bounds_check_version=1, bool prefetch_pipeline=False) -> ()"
-)
+@operator("bounds_check_indices", writes="indices offsets warning weights")
 def bounds_check_indices(
     rows_per_table: Tensor,
     indices: Tensor,
@@ -381,7 +366,7 @@ def bounds_check_indices(
     warning: Tensor,
     weights: Tensor | None = None,
     B_offsets: Tensor | None = None,
-    max_B: int = -1,
+    max_B: SymInt = -1,
     b_t_map: Tensor | None = None,
     info_B_num_bits: int = -1,
     info_B_mask: int = -1,
@@ -425,7 +410,7 @@ def bounds_check_indices(
     offsets.copy_(repaired)
 
 
-@operator("get_infos_metadata(Tensor unused, int B, int T) -> (int, int)")
+@operator("get_infos_metadata")
 def get_infos_metadata(unused: Tensor, B: int, T: int) -> tuple[int, int]:
     """Return the bits that 32 bits have for a bag where a feature takes the rest, and a mask."""
     check(T > 0 and B > 0, f"B and T must be positive, got {B} and {T}")
@@ -434,12 +419,7 @@ def get_infos_metadata(unused: Tensor, B: int, T: int) -> tuple[int, int]:
     return bits, 2**bits - 1
 
 
-@operator(
-    "generate_vbe_metadata(Tensor B_offsets, Tensor B_offsets_rank_per_feature, "
-    "Tensor output_offsets_feature_rank, Tensor D_offsets, int D, bool nobag, "
-    "SymInt max_B_feature_rank, int info_B_num_bits, SymInt total_B, "
-    "Tensor? vbe_output_offsets=None) -> (Tensor, Tensor)"
-)
+@operator("generate_vbe_metadata")
 def generate_vbe_metadata(
     B_offsets: Tensor,
     B_offsets_rank_per_feature: Tensor,
@@ -447,9 +427,9 @@ def generate_vbe_metadata(
     D_offsets: Tensor,
     D: int,
     nobag: bool,
-    max_B_feature_rank: int,
+    max_B_feature_rank: SymInt,
     info_B_num_bits: int,
-    total_B: int,
+    total_B: SymInt,
     vbe_output_offsets: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the first output element of each bag of a variable batch, and its feature and number.

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from emblib.compat.fbgemm_operators.checks import check, check_ids
 from emblib.compat.fbgemm_operators.jagged import complete_cumsum
-from emblib.compat.fbgemm_operators.registry import operator
+from emblib.compat.fbgemm_operators.registry import SymInt, operator
 
 _Combined = tuple[Tensor, Tensor, Tensor]
 
@@ -61,10 +61,7 @@ _USE = "SymInt bin_ctr_in_use_after, float bin_ctr_weight_value) -> (Tensor, Ten
 _SEGMENTS = "Tensor logit, Tensor segment_value, Tensor segment_lengths, SymInt num_segments, "
 
 
-@operator(
-    f"histogram_binning_calibration(Tensor logit, {_BINS}float positive_weight, "
-    f"float lower_bound, float upper_bound, {_USE}"
-)
+@operator("histogram_binning_calibration")
 def histogram_binning_calibration(
     logit: Tensor,
     bin_num_examples: Tensor,
@@ -72,7 +69,7 @@ def histogram_binning_calibration(
     positive_weight: float,
     lower_bound: float,
     upper_bound: float,
-    bin_ctr_in_use_after: int,
+    bin_ctr_in_use_after: SymInt,
     bin_ctr_weight_value: float,
 ) -> tuple[Tensor, Tensor]:
     """Return calibrated predictions and the bins, of equal width."""
@@ -82,22 +79,19 @@ def histogram_binning_calibration(
     return _calibrate(found, bins, *counts, bin_ctr_in_use_after, bin_ctr_weight_value, logit)
 
 
-@operator(
-    f"histogram_binning_calibration_by_feature({_SEGMENTS}{_BINS}SymInt num_bins, "
-    f"float positive_weight, float lower_bound, float upper_bound, {_USE}"
-)
+@operator("histogram_binning_calibration_by_feature")
 def histogram_binning_calibration_by_feature(
     logit: Tensor,
     segment_value: Tensor,
     segment_lengths: Tensor,
-    num_segments: int,
+    num_segments: SymInt,
     bin_num_examples: Tensor,
     bin_num_positives: Tensor,
-    num_bins: int,
+    num_bins: SymInt,
     positive_weight: float,
     lower_bound: float,
     upper_bound: float,
-    bin_ctr_in_use_after: int,
+    bin_ctr_in_use_after: SymInt,
     bin_ctr_weight_value: float,
 ) -> tuple[Tensor, Tensor]:
     """Return calibrated predictions and the bins; each segment has `num_bins` of its own."""
@@ -108,20 +102,17 @@ def histogram_binning_calibration_by_feature(
     return _calibrate(found, bins, *counts, bin_ctr_in_use_after, bin_ctr_weight_value, logit)
 
 
-@operator(
-    f"generic_histogram_binning_calibration_by_feature({_SEGMENTS}{_BINS}Tensor bin_boundaries, "
-    f"float positive_weight, {_USE}"
-)
+@operator("generic_histogram_binning_calibration_by_feature")
 def generic_histogram_binning_calibration_by_feature(
     logit: Tensor,
     segment_value: Tensor,
     segment_lengths: Tensor,
-    num_segments: int,
+    num_segments: SymInt,
     bin_num_examples: Tensor,
     bin_num_positives: Tensor,
     bin_boundaries: Tensor,
     positive_weight: float,
-    bin_ctr_in_use_after: int,
+    bin_ctr_in_use_after: SymInt,
     bin_ctr_weight_value: float,
 ) -> tuple[Tensor, Tensor]:
     """Return calibrated predictions and the bins, with the boundaries `bin_boundaries`."""
@@ -141,10 +132,7 @@ def generic_histogram_binning_calibration_by_feature(
 # Unary embeddings
 
 
-@operator(
-    "batched_unary_embeddings(Tensor weight, Tensor table_offsets, Tensor offsets, Tensor indices) "
-    "-> Tensor"
-)
+@operator("batched_unary_embeddings")
 def batched_unary_embeddings(
     weight: Tensor, table_offsets: Tensor, offsets: Tensor, indices: Tensor
 ) -> Tensor:
@@ -162,13 +150,13 @@ def batched_unary_embeddings(
     return sums.view(-1, tables, batch).transpose(1, 2).contiguous()
 
 
-@operator("permute102_baddbmm_permute102(Tensor bias, Tensor A, Tensor B) -> Tensor")
+@operator("permute102_baddbmm_permute102")
 def permute102_baddbmm_permute102(bias: Tensor, A: Tensor, B: Tensor) -> Tensor:
     """Return `A[:, b] @ B[b] + bias[b]` for each b, `[M, B, N]`."""
     return torch.baddbmm(bias.unsqueeze(1), A.transpose(0, 1), B).transpose(0, 1)
 
 
-@operator("bottom_k_per_row(Tensor input, Tensor k_offsets, bool requires_unique) -> Tensor")
+@operator("bottom_k_per_row")
 def bottom_k_per_row(input: Tensor, k_offsets: Tensor, requires_unique: bool) -> Tensor:
     """Return the first k values of each row, or its first k distinct ones in increasing order.
 
@@ -224,10 +212,7 @@ def _combine_weights(
     return functional.pad(joined, (0, total - joined.numel()), value=1.0)
 
 
-@operator(
-    "tbe_input_combine(Tensor[] indices_list, Tensor[] offsets_list, Tensor[] per_sample_weights, "
-    "Tensor include_last_offsets) -> (Tensor, Tensor, Tensor)"
-)
+@operator("tbe_input_combine")
 def tbe_input_combine(
     indices_list: Sequence[Tensor],
     offsets_list: Sequence[Tensor],
@@ -241,11 +226,7 @@ def tbe_input_combine(
     return _combine(indices_list, offsets_list, per_sample_weights, include_last_offsets, None)
 
 
-@operator(
-    "padding_fused_tbe_input_combine(Tensor[] indices_list, Tensor[] offsets_list, "
-    "Tensor[] per_sample_weights, Tensor include_last_offsets, int batch_size) -> "
-    "(Tensor, Tensor, Tensor)"
-)
+@operator("padding_fused_tbe_input_combine")
 def padding_fused_tbe_input_combine(
     indices_list: Sequence[Tensor],
     offsets_list: Sequence[Tensor],
@@ -295,10 +276,7 @@ def _combine(
     )
 
 
-@operator(
-    "tbe_input_combine_with_length(Tensor[] indices_list, Tensor[] lengths_list, "
-    "Tensor[] per_sample_weights) -> (Tensor, Tensor, Tensor)"
-)
+@operator("tbe_input_combine_with_length")
 def tbe_input_combine_with_length(
     indices_list: Sequence[Tensor],
     lengths_list: Sequence[Tensor],
@@ -314,10 +292,7 @@ def tbe_input_combine_with_length(
     )
 
 
-@operator(
-    "padding_fused_tbe_input_combine_with_length(Tensor[] indices_list, Tensor[] lengths_list, "
-    "Tensor[] per_sample_weights, int batch_size) -> (Tensor, Tensor, Tensor)"
-)
+@operator("padding_fused_tbe_input_combine_with_length")
 def padding_fused_tbe_input_combine_with_length(
     indices_list: Sequence[Tensor],
     lengths_list: Sequence[Tensor],

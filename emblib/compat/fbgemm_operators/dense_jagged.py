@@ -18,7 +18,7 @@ from emblib.compat.fbgemm_operators.jagged import (
     jagged_to_padded_dense,
     segment_positions,
 )
-from emblib.compat.fbgemm_operators.registry import operator
+from emblib.compat.fbgemm_operators.registry import SymInt, operator
 
 _Jagged = tuple[Tensor, Tensor]
 
@@ -26,16 +26,13 @@ _Jagged = tuple[Tensor, Tensor]
 # Sums
 
 
-@operator("jagged_dense_elementwise_add(Tensor x_values, Tensor[] x_offsets, Tensor y) -> Tensor")
+@operator("jagged_dense_elementwise_add")
 def jagged_dense_add_to_dense(x_values: Tensor, x_offsets: Sequence[Tensor], y: Tensor) -> Tensor:
     """Add jagged values to dense `[B, N, ..., D]`; what lies beyond N is left out."""
     return jagged_to_padded_dense(x_values, x_offsets, y.shape[1 : 1 + len(x_offsets)]) + y
 
 
-@operator(
-    "jagged_dense_dense_elementwise_add_jagged_output(Tensor x_values, Tensor[] x_offsets, "
-    "Tensor y_0, Tensor y_1) -> (Tensor, Tensor[])"
-)
+@operator("jagged_dense_dense_elementwise_add_jagged_output")
 def jagged_dense_dense_add(
     x_values: Tensor, x_offsets: Sequence[Tensor], y_0: Tensor, y_1: Tensor
 ) -> tuple[Tensor, list[Tensor]]:
@@ -45,10 +42,7 @@ def jagged_dense_dense_add(
     return x_values + first + second, list(x_offsets)
 
 
-@operator(
-    "jagged_acc_weights_and_counts(Tensor weights, Tensor reverse_indices, int num_unique_indices) "
-    "-> Tensor"
-)
+@operator("jagged_acc_weights_and_counts")
 def jagged_acc_weights_and_counts(
     weights: Tensor, reverse_indices: Tensor, num_unique_indices: int
 ) -> Tensor:
@@ -61,7 +55,7 @@ def jagged_acc_weights_and_counts(
 # Products
 
 
-@operator("batched_dense_vec_jagged_2d_mul(Tensor v, Tensor a_values, Tensor a_offsets) -> Tensor")
+@operator("batched_dense_vec_jagged_2d_mul")
 def batched_vector_product(v: Tensor, a_values: Tensor, a_offsets: Tensor) -> Tensor:
     """Multiply vectors `[B * H, N]` by jagged matrices `[L, H * D]`, to `[B * H, D]`."""
     batch = a_offsets.numel() - 1
@@ -75,25 +69,21 @@ def batched_vector_product(v: Tensor, a_values: Tensor, a_offsets: Tensor) -> Te
     return torch.bmm(v.unsqueeze(1), dense).squeeze(1)
 
 
-@operator(
-    "jagged_jagged_bmm(Tensor x_values, Tensor y_values, Tensor x_offsets, int max_L) -> Tensor"
-)
+@operator("jagged_jagged_bmm")
 def jagged_jagged_bmm(x_values: Tensor, y_values: Tensor, x_offsets: Tensor, max_L: int) -> Tensor:
     """Return `x.T @ y` of each sequence, `[B, M, N]`."""
     x, y = (jagged_2d_to_dense(values, x_offsets, max_L) for values in (x_values, y_values))
     return torch.bmm(x.transpose(1, 2), y)
 
 
-@operator(
-    "jagged_dense_bmm(Tensor x_values, Tensor x_offsets, Tensor y, int max_L) -> (Tensor, Tensor)"
-)
+@operator("jagged_dense_bmm")
 def jagged_dense_bmm(x_values: Tensor, x_offsets: Tensor, y: Tensor, max_L: int) -> _Jagged:
     """Multiply the rows of each sequence by its matrix of `y` `[B, K, N]`, to `[L, N]`."""
     dense = torch.bmm(jagged_2d_to_dense(x_values, x_offsets, max_L), y)
     return dense_to_jagged(dense, [x_offsets], x_values.size(0))[0], x_offsets
 
 
-@operator("jagged_softmax(Tensor values, Tensor x_offsets, int max_L) -> (Tensor, Tensor)")
+@operator("jagged_softmax")
 def jagged_softmax(values: Tensor, x_offsets: Tensor, max_L: int) -> _Jagged:
     """Return the softmax of each sequence and column."""
     # Of the most negative finite value, so that sequences without values have no NaN.
@@ -105,17 +95,14 @@ def jagged_softmax(values: Tensor, x_offsets: Tensor, max_L: int) -> _Jagged:
 # Selection
 
 
-@operator(
-    "jagged_index_add_2d_forward_v2(Tensor values, Tensor indices, Tensor input_offsets, "
-    "Tensor output_offsets, SymInt num_output_rows, SymInt num_dense_input_rows) -> Tensor"
-)
+@operator("jagged_index_add_2d_forward_v2")
 def jagged_index_add_2d(
     values: Tensor,
     indices: Tensor,
     input_offsets: Tensor,
     output_offsets: Tensor,
-    num_output_rows: int,
-    num_dense_input_rows: int,
+    num_output_rows: SymInt,
+    num_dense_input_rows: SymInt,
 ) -> Tensor:
     """Add each sequence to the sequence `indices` of the output; offsets are inclusive sums."""
     if num_output_rows < 0:
@@ -126,10 +113,7 @@ def jagged_index_add_2d(
     return values.new_zeros(num_output_rows, values.size(1)).index_add(0, into, values)
 
 
-@operator(
-    "jagged_index_add_2d_forward(Tensor values, Tensor indices, Tensor input_offsets, "
-    "Tensor output_offsets, int num_dense_input_rows, int num_output_rows) -> Tensor"
-)
+@operator("jagged_index_add_2d_forward")
 def jagged_index_add_2d_v1(
     values: Tensor,
     indices: Tensor,
@@ -144,10 +128,7 @@ def jagged_index_add_2d_v1(
     )
 
 
-@operator(
-    "jagged_slice(Tensor x_values, Tensor x_lengths, Tensor start, int slice_length) -> "
-    "(Tensor, Tensor)"
-)
+@operator("jagged_slice")
 def jagged_slice(x_values: Tensor, x_lengths: Tensor, start: Tensor, slice_length: int) -> _Jagged:
     """Return up to `slice_length` values of each sequence from `start` on, and their lengths."""
     left = x_lengths - start
@@ -160,10 +141,7 @@ def jagged_slice(x_values: Tensor, x_lengths: Tensor, start: Tensor, slice_lengt
     return x_values.index_select(0, index), lengths
 
 
-@operator(
-    "jagged_1d_to_truncated_values(Tensor values, Tensor lengths, int max_truncated_length) -> "
-    "Tensor"
-)
+@operator("jagged_1d_to_truncated_values")
 def jagged_1d_to_truncated_values(
     values: Tensor, lengths: Tensor, max_truncated_length: int
 ) -> Tensor:
@@ -171,10 +149,7 @@ def jagged_1d_to_truncated_values(
     return jagged_slice(values, lengths, torch.zeros_like(lengths), max_truncated_length)[0]
 
 
-@operator(
-    "masked_select_jagged_1d(Tensor values, Tensor lengths, Tensor mask, bool? check_length=False) "
-    "-> (Tensor, Tensor)"
-)
+@operator("masked_select_jagged_1d")
 def masked_select_jagged_1d(
     values: Tensor, lengths: Tensor, mask: Tensor, check_length: bool | None = False
 ) -> _Jagged:
@@ -191,7 +166,7 @@ def masked_select_jagged_1d(
 # Keys and ranges
 
 
-@operator("repeat_arange(Tensor lengths) -> Tensor")
+@operator("repeat_arange")
 def repeat_arange(lengths: Tensor) -> Tensor:
     """Return 0, 1, ... for each length, concatenated."""
     if lengths.is_meta or not lengths.numel():
@@ -202,8 +177,8 @@ def repeat_arange(lengths: Tensor) -> Tensor:
     return segment_positions(torch.zeros_like(lengths), lengths, total)
 
 
-@operator("get_source_mask(Tensor num_sources, Tensor num_targets, SymInt output_size) -> Tensor")
-def get_source_mask(num_sources: Tensor, num_targets: Tensor, output_size: int) -> Tensor:
+@operator("get_source_mask")
+def get_source_mask(num_sources: Tensor, num_targets: Tensor, output_size: SymInt) -> Tensor:
     """Return for each sample `num_sources` times True, then `num_targets` times False."""
     check(
         num_sources.numel() == num_targets.numel(),
@@ -268,7 +243,7 @@ def pack_segments_v2(
     return packed, position < lengths.unsqueeze(1) if return_presence_mask else None
 
 
-@operator("pack_segments(Tensor t_in, Tensor lengths, SymInt max_length) -> Tensor")
-def pack_segments(t_in: Tensor, lengths: Tensor, max_length: int) -> Tensor:
+@operator("pack_segments")
+def pack_segments(t_in: Tensor, lengths: Tensor, max_length: SymInt) -> Tensor:
     """Pad sequences with zeros to `[B, max_length, ...]`."""
     return pack_segments_v2(t_in, lengths, max_length)[0]

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from emblib.compat.fbgemm_operators.checks import check, check_ids, check_offsets, check_one_per
-from emblib.compat.fbgemm_operators.registry import operator
+from emblib.compat.fbgemm_operators.registry import SymInt, operator
 from emblib.ops import route
 
 _Permuted = tuple[Tensor, Tensor, Tensor | None]
@@ -16,7 +16,7 @@ _Permuted = tuple[Tensor, Tensor, Tensor | None]
 # Offsets
 
 
-@operator("asynchronous_complete_cumsum(Tensor t_in) -> Tensor")
+@operator("asynchronous_complete_cumsum")
 def complete_cumsum(t_in: Tensor) -> Tensor:
     """Return the sums of the first 0, 1, ..., n entries along the last dimension."""
     if t_in.is_floating_point():
@@ -31,13 +31,13 @@ def complete_cumsum(t_in: Tensor) -> Tensor:
 operator("asynchronous_batched_complete_cumsum(Tensor values) -> Tensor")(complete_cumsum)
 
 
-@operator("asynchronous_inclusive_cumsum(Tensor t_in) -> Tensor")
+@operator("asynchronous_inclusive_cumsum")
 def inclusive_cumsum(t_in: Tensor) -> Tensor:
     """Return the sums of the first 1, ..., n entries."""
     return t_in.flatten().cumsum(0, dtype=t_in.dtype).view_as(t_in)
 
 
-@operator("asynchronous_exclusive_cumsum(Tensor t_in) -> Tensor")
+@operator("asynchronous_exclusive_cumsum")
 def exclusive_cumsum(t_in: Tensor) -> Tensor:
     """Return the sums of the first 0, 1, ..., n - 1 entries."""
     return inclusive_cumsum(t_in) - t_in
@@ -56,8 +56,8 @@ def segment_positions(starts: Tensor, lengths: Tensor, total: int | None = None)
     return shift + torch.arange(shift.numel(), dtype=shift.dtype, device=shift.device)
 
 
-@operator("offsets_range(Tensor offsets, SymInt range_size) -> Tensor")
-def offsets_range(offsets: Tensor, range_size: int) -> Tensor:
+@operator("offsets_range")
+def offsets_range(offsets: Tensor, range_size: SymInt) -> Tensor:
     """Return the position in its segment of each of `range_size` entries.
 
     Args:
@@ -69,8 +69,8 @@ def offsets_range(offsets: Tensor, range_size: int) -> Tensor:
     return segment_positions(torch.zeros_like(offsets), lengths, range_size)
 
 
-@operator("lengths_range(Tensor t_in, SymInt[]? shape=None) -> Tensor")
-def lengths_range(t_in: Tensor, shape: Sequence[int] | None = None) -> Tensor:
+@operator("lengths_range")
+def lengths_range(t_in: Tensor, shape: Sequence[SymInt] | None = None) -> Tensor:
     """Return 0, 1, ... for each length, concatenated; `shape` is that of the result."""
     lengths = t_in.flatten()
     total = None
@@ -82,8 +82,8 @@ def lengths_range(t_in: Tensor, shape: Sequence[int] | None = None) -> Tensor:
     return result if shape is None else result.view(list(shape))
 
 
-@operator("segment_sum_csr(SymInt batch_size, Tensor csr_seg, Tensor values) -> Tensor")
-def segment_sum_csr(batch_size: int, csr_seg: Tensor, values: Tensor) -> Tensor:
+@operator("segment_sum_csr")
+def segment_sum_csr(batch_size: SymInt, csr_seg: Tensor, values: Tensor) -> Tensor:
     """Return the sums of `values` between consecutive entries of `batch_size * csr_seg`."""
     check_offsets("csr_seg", csr_seg)
     if values.is_floating_point():
@@ -104,7 +104,7 @@ def segment_sum_csr(batch_size: int, csr_seg: Tensor, values: Tensor) -> Tensor:
 # Permutations
 
 
-@operator("invert_permute(Tensor permute) -> Tensor")
+@operator("invert_permute")
 def invert_permute(permute: Tensor) -> Tensor:
     """Return the inverse of a permutation."""
     order = torch.arange(permute.numel(), dtype=permute.dtype, device=permute.device)
@@ -116,16 +116,13 @@ def _select(values: Tensor, weights: Tensor | None, index: Tensor) -> tuple[Tens
     return values.index_select(0, index), chosen
 
 
-@operator(
-    "permute_1D_sparse_data(Tensor permute, Tensor lengths, Tensor values, Tensor? weights=None, "
-    "SymInt? permuted_lengths_sum=None) -> (Tensor, Tensor, Tensor?)"
-)
+@operator("permute_1D_sparse_data")
 def permute_1d_sparse_data(
     permute: Tensor,
     lengths: Tensor,
     values: Tensor,
     weights: Tensor | None = None,
-    permuted_lengths_sum: int | None = None,
+    permuted_lengths_sum: SymInt | None = None,
 ) -> _Permuted:
     """Return lengths, values and weights of the segments `permute`; they may repeat or lack."""
     permuted = lengths.index_select(0, permute)
@@ -135,16 +132,13 @@ def permute_1d_sparse_data(
     return permuted, route.gather_segments(values, starts, order, total), moved
 
 
-@operator(
-    "permute_2D_sparse_data(Tensor permute, Tensor lengths, Tensor values, Tensor? weights=None, "
-    "SymInt? permuted_lengths_sum=None) -> (Tensor, Tensor, Tensor?)"
-)
+@operator("permute_2D_sparse_data")
 def permute_2d_sparse_data(
     permute: Tensor,
     lengths: Tensor,
     values: Tensor,
     weights: Tensor | None = None,
-    permuted_lengths_sum: int | None = None,
+    permuted_lengths_sum: SymInt | None = None,
 ) -> _Permuted:
     """Return lengths `[P, B]`, values and weights of the rows `permute` of lengths `[T, B]`."""
     _, moved, chosen = permute_1d_sparse_data(
@@ -159,10 +153,7 @@ operator(
 )(permute_2d_sparse_data)
 
 
-@operator(
-    "permute_sequence_embeddings(Tensor permute, Tensor lengths, Tensor embeddings) -> "
-    "(Tensor, Tensor)"
-)
+@operator("permute_sequence_embeddings")
 def permute_sequence_embeddings(
     permute: Tensor, lengths: Tensor, embeddings: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -170,17 +161,14 @@ def permute_sequence_embeddings(
     return permute_2d_sparse_data(permute, lengths, embeddings)[:2]
 
 
-@operator(
-    "permute_2D_sparse_data_input1D(Tensor permute, Tensor lengths, Tensor values, SymInt stride, "
-    "Tensor? weights=None, SymInt? permuted_lengths_sum=None) -> (Tensor, Tensor, Tensor?)"
-)
+@operator("permute_2D_sparse_data_input1D")
 def permute_2d_sparse_data_input1d(
     permute: Tensor,
     lengths: Tensor,
     values: Tensor,
-    stride: int,
+    stride: SymInt,
     weights: Tensor | None = None,
-    permuted_lengths_sum: int | None = None,
+    permuted_lengths_sum: SymInt | None = None,
 ) -> _Permuted:
     """Permute as `permute_2D_sparse_data`, with lengths `[T * stride]`."""
     permuted, moved, chosen = permute_2d_sparse_data(
@@ -217,12 +205,9 @@ def permute_2d_sparse_preallocated_out(
     return copied[0], copied[1], copied[2]  # type: ignore[return-value]
 
 
-@operator(
-    "expand_into_jagged_permute(Tensor permute, Tensor input_offset, Tensor output_offset, "
-    "SymInt output_size) -> Tensor"
-)
+@operator("expand_into_jagged_permute")
 def expand_into_jagged_permute(
-    permute: Tensor, input_offset: Tensor, output_offset: Tensor, output_size: int
+    permute: Tensor, input_offset: Tensor, output_offset: Tensor, output_size: SymInt
 ) -> Tensor:
     """Return the permutation of entries that a permutation of segments is."""
     check_one_per("input_offset", input_offset, "segment, and one more", permute.numel() + 1)
@@ -265,28 +250,23 @@ for _name in ("jagged_to_padded_dense", "jagged_to_padded_dense_forward"):
     )(jagged_to_padded_dense)
 
 
-@operator("jagged_2d_to_dense(Tensor values, Tensor offsets, SymInt max_sequence_length) -> Tensor")
-def jagged_2d_to_dense(values: Tensor, offsets: Tensor, max_sequence_length: int) -> Tensor:
+@operator("jagged_2d_to_dense")
+def jagged_2d_to_dense(values: Tensor, offsets: Tensor, max_sequence_length: SymInt) -> Tensor:
     """Convert `[L, D]` to `[B, max_sequence_length, D]`, padded with zeros."""
     return _pad_level(values, offsets, max_sequence_length, 0.0)
 
 
-@operator(
-    "jagged_1d_to_dense(Tensor values, Tensor offsets, SymInt max_sequence_length, "
-    "int padding_value) -> Tensor"
-)
+@operator("jagged_1d_to_dense")
 def jagged_1d_to_dense(
-    values: Tensor, offsets: Tensor, max_sequence_length: int, padding_value: int
+    values: Tensor, offsets: Tensor, max_sequence_length: SymInt, padding_value: int
 ) -> Tensor:
     """Convert `[L]` to `[B, max_sequence_length]`."""
     return _pad_level(values, offsets, max_sequence_length, padding_value)
 
 
-@operator(
-    "dense_to_jagged(Tensor dense, Tensor[] x_offsets, SymInt? total_L=None) -> (Tensor, Tensor[])"
-)
+@operator("dense_to_jagged")
 def dense_to_jagged(
-    dense: Tensor, x_offsets: Sequence[Tensor], total_L: int | None = None
+    dense: Tensor, x_offsets: Sequence[Tensor], total_L: SymInt | None = None
 ) -> tuple[Tensor, list[Tensor]]:
     """Convert `[B, N, ..., D]` to jagged `[L, D]`; segments longer than N are filled with zeros."""
     levels = len(x_offsets)
@@ -319,10 +299,7 @@ def dense_to_jagged(
     return dense, list(x_offsets)
 
 
-@operator(
-    "jagged_dense_elementwise_add_jagged_output(Tensor x_values, Tensor[] x_offsets, Tensor y) -> "
-    "(Tensor, Tensor[])"
-)
+@operator("jagged_dense_elementwise_add_jagged_output")
 def jagged_dense_add(
     x_values: Tensor, x_offsets: Sequence[Tensor], y: Tensor
 ) -> tuple[Tensor, list[Tensor]]:
@@ -330,10 +307,7 @@ def jagged_dense_add(
     return x_values + dense_to_jagged(y, x_offsets, x_values.size(0))[0], list(x_offsets)
 
 
-@operator(
-    "jagged_dense_elementwise_mul(Tensor x_values, Tensor[] x_offsets, Tensor y) -> "
-    "(Tensor, Tensor[])"
-)
+@operator("jagged_dense_elementwise_mul")
 def jagged_dense_mul(
     x_values: Tensor, x_offsets: Sequence[Tensor], y: Tensor
 ) -> tuple[Tensor, list[Tensor]]:
@@ -359,16 +333,13 @@ def _source_segments(batch_offsets: Tensor, ads: int, tables: int, broadcast: ob
     return (tables * first + table * count + ad - first).flatten()
 
 
-@operator(
-    "reorder_batched_ad_lengths(Tensor cat_ad_lengths, Tensor batch_offsets, "
-    "SymInt num_ads_in_batch, bool broadcast_lengths=False, SymInt max_batch_size=0) -> Tensor"
-)
+@operator("reorder_batched_ad_lengths")
 def reorder_batched_ad_lengths(
     cat_ad_lengths: Tensor,
     batch_offsets: Tensor,
-    num_ads_in_batch: int,
+    num_ads_in_batch: SymInt,
     broadcast_lengths: bool = False,
-    max_batch_size: int = 0,
+    max_batch_size: SymInt = 0,
 ) -> Tensor:
     """Return the lengths of concatenated requests table by table, `[T * A]`.
 
@@ -395,19 +366,15 @@ def reorder_batched_ad_lengths(
     return functional.pad(lengths.view(tables, -1), (0, fill)).flatten()
 
 
-@operator(
-    "reorder_batched_ad_indices(Tensor cat_ad_offsets, Tensor cat_ad_indices, "
-    "Tensor reordered_cat_ad_offsets, Tensor batch_offsets, SymInt num_ads_in_batch, "
-    "bool broadcast_indices=False, SymInt num_indices_after_broadcast=-1) -> Tensor"
-)
+@operator("reorder_batched_ad_indices")
 def reorder_batched_ad_indices(
     cat_ad_offsets: Tensor,
     cat_ad_indices: Tensor,
     reordered_cat_ad_offsets: Tensor,
     batch_offsets: Tensor,
-    num_ads_in_batch: int,
+    num_ads_in_batch: SymInt,
     broadcast_indices: bool = False,
-    num_indices_after_broadcast: int = -1,
+    num_indices_after_broadcast: SymInt = -1,
 ) -> Tensor:
     """Return the ids of concatenated requests in the order of `reorder_batched_ad_lengths`.
 
@@ -423,22 +390,17 @@ def reorder_batched_ad_indices(
     return cat_ad_indices.index_select(0, positions)
 
 
-@operator(
-    "cat_reorder_batched_ad_indices(Tensor cat_ad_offsets, Tensor[] cat_ad_indices, "
-    "Tensor reordered_cat_ad_offsets, Tensor batch_offsets, SymInt num_ads_in_batch, "
-    "bool broadcast_indices, SymInt total_num_indices, bool pinned_memory=False, "
-    "SymInt max_batch_size=0) -> Tensor"
-)
+@operator("cat_reorder_batched_ad_indices")
 def cat_reorder_batched_ad_indices(
     cat_ad_offsets: Tensor,
     cat_ad_indices: Sequence[Tensor],
     reordered_cat_ad_offsets: Tensor,
     batch_offsets: Tensor,
-    num_ads_in_batch: int,
+    num_ads_in_batch: SymInt,
     broadcast_indices: bool,
-    total_num_indices: int,
+    total_num_indices: SymInt,
     pinned_memory: bool = False,
-    max_batch_size: int = 0,
+    max_batch_size: SymInt = 0,
 ) -> Tensor:
     """Return the ids of requests in the order of `reorder_batched_ad_lengths`."""
     if max_batch_size:  # without the ads that fill the tables up, which have no ids
@@ -467,10 +429,7 @@ operator(
 # Selection
 
 
-@operator(
-    "jagged_index_select(Tensor values, Tensor lengths, Tensor indices, "
-    "int? num_dense_output_rows=None) -> Tensor[]"
-)
+@operator("jagged_index_select")
 def jagged_index_select(
     values: Tensor, lengths: Tensor, indices: Tensor, num_dense_output_rows: int | None = None
 ) -> list[Tensor]:
@@ -479,10 +438,7 @@ def jagged_index_select(
     return [rows, chosen]
 
 
-@operator(
-    "jagged_index_select_2d_forward_v2(Tensor values, Tensor indices, Tensor input_offsets, "
-    "Tensor output_offsets, int? num_dense_output_rows=None) -> Tensor"
-)
+@operator("jagged_index_select_2d_forward_v2")
 def jagged_index_select_2d(
     values: Tensor,
     indices: Tensor,
@@ -496,18 +452,15 @@ def jagged_index_select_2d(
     return values.index_select(0, segment_positions(starts, lengths, num_dense_output_rows))
 
 
-@operator(
-    "keyed_jagged_index_select_dim1(Tensor values, Tensor lengths, Tensor offsets, Tensor indices, "
-    "SymInt batch_size, Tensor? weights=None, SymInt? selected_lengths_sum=None) -> Tensor[]"
-)
+@operator("keyed_jagged_index_select_dim1")
 def keyed_jagged_index_select_dim1(
     values: Tensor,
     lengths: Tensor,
     offsets: Tensor,
     indices: Tensor,
-    batch_size: int,
+    batch_size: SymInt,
     weights: Tensor | None = None,
-    selected_lengths_sum: int | None = None,
+    selected_lengths_sum: SymInt | None = None,
 ) -> list[Tensor]:
     """Return values, lengths and weights of the samples `indices` of every key."""
     check_one_per("offsets", offsets, "bag, and one more", lengths.numel() + 1)
@@ -519,10 +472,7 @@ def keyed_jagged_index_select_dim1(
     return [moved, chosen] if moved_weights is None else [moved, chosen, moved_weights]
 
 
-@operator(
-    "jagged_unique_indices(Tensor hash_size_cumsum, Tensor hash_size_offsets, Tensor offsets, "
-    "Tensor indices) -> (Tensor, Tensor, Tensor, Tensor)"
-)
+@operator("jagged_unique_indices")
 def jagged_unique_indices(
     hash_size_cumsum: Tensor, hash_size_offsets: Tensor, offsets: Tensor, indices: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -569,9 +519,7 @@ def jagged_unique_indices(
     return lengths, complete_cumsum(lengths), unique_indices, reverse
 
 
-@operator(
-    "jagged_hash_size_cumsum(Tensor offsets, Tensor indices, int batch_size) -> (Tensor, Tensor)"
-)
+@operator("jagged_hash_size_cumsum")
 def jagged_hash_size_cumsum(
     offsets: Tensor, indices: Tensor, batch_size: int
 ) -> tuple[Tensor, Tensor]:
@@ -600,10 +548,7 @@ def _unique(linear: Tensor, *, counted: bool) -> tuple[Tensor, Tensor, Tensor | 
     )
 
 
-@operator(
-    "get_unique_indices(Tensor linear_indices, int max_indices, bool compute_count) -> "
-    "(Tensor, Tensor, Tensor?)"
-)
+@operator("get_unique_indices")
 def get_unique_indices(
     linear_indices: Tensor, max_indices: int, compute_count: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -611,10 +556,7 @@ def get_unique_indices(
     return _unique(linear_indices, counted=compute_count)
 
 
-@operator(
-    "get_unique_indices_with_inverse(Tensor linear_indices, int max_indices, bool compute_count, "
-    "bool compute_inverse_indices=False) -> (Tensor, Tensor, Tensor?, Tensor?)"
-)
+@operator("get_unique_indices_with_inverse")
 def get_unique_indices_with_inverse(
     linear_indices: Tensor,
     max_indices: int,

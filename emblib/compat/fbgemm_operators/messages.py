@@ -31,9 +31,7 @@ def _power_of_two(exponent: Tensor) -> Tensor:
     return bits.view(torch.float32)
 
 
-@operator(
-    "FloatToHFP8Quantized(Tensor input, int ebits, int exponent_bias, float max_pos) -> Tensor"
-)
+@operator("FloatToHFP8Quantized")
 def to_hfp8(input: Tensor, ebits: int, exponent_bias: int, max_pos: float) -> Tensor:
     """Return the bytes of values, clamped to `max_pos`."""
     mantissa_bits = 7 - ebits
@@ -53,7 +51,7 @@ def to_hfp8(input: Tensor, ebits: int, exponent_bias: int, max_pos: float) -> Te
     return ((code & 0x7F) | (values.signbit().int() << 7)).to(torch.uint8)
 
 
-@operator("HFP8QuantizedToFloat(Tensor input, int ebits, int exponent_bias) -> Tensor")
+@operator("HFP8QuantizedToFloat")
 def hfp8_to_float(input: Tensor, ebits: int, exponent_bias: int) -> Tensor:
     """Return the float32 values of bytes."""
     code = input.int()
@@ -63,7 +61,7 @@ def hfp8_to_float(input: Tensor, ebits: int, exponent_bias: int) -> Tensor:
     return torch.where(code > 0x7F, -1.0, 1.0) * (size * factor)
 
 
-@operator("FloatToFP8RowwiseQuantized(Tensor t, bool forward) -> Tensor")
+@operator("FloatToFP8RowwiseQuantized")
 def to_fp8_rows(t: Tensor, forward: bool) -> Tensor:
     """Quantise rows `[..., D]` to bytes with a scale; 4 exponent bits forward, 5 backward."""
     check_rows("t", t)
@@ -76,7 +74,7 @@ def to_fp8_rows(t: Tensor, forward: bool) -> Tensor:
     return torch.cat([codes, tail.view(torch.uint8)], dim=-1)
 
 
-@operator("FP8RowwiseQuantizedToFloat(Tensor input, bool forward, int output_dtype=0) -> Tensor")
+@operator("FP8RowwiseQuantizedToFloat")
 def fp8_rows_to_float(input: Tensor, forward: bool, output_dtype: int = 0) -> Tensor:
     """Return the values of FP8 rows, with the columns that filled them up."""
     check_rows("input", input)

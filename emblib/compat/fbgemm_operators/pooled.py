@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from emblib.compat.fbgemm_operators.jagged import segment_positions
-from emblib.compat.fbgemm_operators.registry import operator
+from emblib.compat.fbgemm_operators.registry import SymInt, operator
 
 # Permutations of columns
 
@@ -84,10 +84,7 @@ def _pieces(
     return pieces
 
 
-@operator(
-    "regroup_keyed_tensor(Tensor[] pooled_embs, str[][] keys, int[][] lengths, str[][] groups) "
-    "-> Tensor[]"
-)
+@operator("regroup_keyed_tensor")
 def regroup_keyed_tensor(
     pooled_embs: Sequence[Tensor],
     keys: Sequence[Sequence[str]],
@@ -108,10 +105,7 @@ def regroup_keyed_tensor(
     return result
 
 
-@operator(
-    "kt_regroup_arguments(Tensor embs, str[][] keys, int[][] lengths, str[][] groups) -> "
-    "(Tensor, Tensor, Tensor, int[])"
-)
+@operator("kt_regroup_arguments")
 def kt_regroup_arguments(
     embs: Tensor,
     keys: Sequence[Sequence[str]],
@@ -150,16 +144,13 @@ def kt_regroup_arguments(
     )
 
 
-@operator(
-    "permute_multi_embedding(Tensor[] pooled_embs, Tensor permutes, Tensor in_shapes, "
-    "Tensor out_shapes, SymInt[] out_lengths) -> Tensor[]"
-)
+@operator("permute_multi_embedding")
 def permute_multi_embedding(
     pooled_embs: Sequence[Tensor],
     permutes: Tensor,
     in_shapes: Tensor,
     out_shapes: Tensor,
-    out_lengths: Sequence[int],
+    out_lengths: Sequence[SymInt],
 ) -> list[Tensor]:
     """Return outputs of `out_lengths` columns, put together as `kt_regroup_arguments` says."""
     columns = permutes.long().unbind(1)
@@ -178,22 +169,19 @@ def permute_multi_embedding(
 # Rows
 
 
-@operator(
-    "index_select_dim0(Tensor input, Tensor indices, SymInt? consecutive_range_start=0, "
-    "SymInt? consecutive_range_length=0, bool? skip_indices_sorting_fwd=None) -> Tensor"
-)
+@operator("index_select_dim0")
 def index_select_dim0(
     input: Tensor,
     indices: Tensor,
-    consecutive_range_start: int | None = 0,
-    consecutive_range_length: int | None = 0,
+    consecutive_range_start: SymInt | None = 0,
+    consecutive_range_length: SymInt | None = 0,
     skip_indices_sorting_fwd: bool | None = None,
 ) -> Tensor:
     """Return rows; the options say how FBGEMM's GPU kernel finds them."""
     return input.index_select(0, indices)
 
 
-@operator("group_index_select_dim0(Tensor[] input_group, Tensor[] indices_group) -> Tensor[]")
+@operator("group_index_select_dim0")
 def group_index_select_dim0(
     input_group: Sequence[Tensor], indices_group: Sequence[Tensor]
 ) -> list[Tensor]:
@@ -202,16 +190,13 @@ def group_index_select_dim0(
     return [rows.index_select(0, indices) for rows, indices in pairs]
 
 
-@operator(
-    "batch_index_select_dim0(Tensor inputs, Tensor indices, SymInt[] input_num_indices, "
-    "SymInt[] input_rows, SymInt[] input_columns, bool permute_output_dim_0_1=False) -> Tensor"
-)
+@operator("batch_index_select_dim0")
 def batch_index_select_dim0(
     inputs: Tensor,
     indices: Tensor,
-    input_num_indices: Sequence[int],
-    input_rows: Sequence[int],
-    input_columns: Sequence[int],
+    input_num_indices: Sequence[SymInt],
+    input_rows: Sequence[SymInt],
+    input_columns: Sequence[SymInt],
     permute_output_dim_0_1: bool = False,
 ) -> Tensor:
     """Return rows of matrices that are concatenated in the flat `inputs`, flat.
@@ -237,10 +222,7 @@ def batch_index_select_dim0(
     return torch.cat([rows.flatten() for rows in chosen])
 
 
-@operator(
-    "batch_index_select_dim0_tensor(Tensor inputs, Tensor indices, Tensor input_num_indices, "
-    "Tensor input_rows, Tensor input_columns, bool permute_output_dim_0_1=False) -> Tensor"
-)
+@operator("batch_index_select_dim0_tensor")
 def batch_index_select_dim0_tensor(
     inputs: Tensor,
     indices: Tensor,
@@ -263,21 +245,18 @@ def batch_index_select_dim0_tensor(
 # Devices
 
 
-@operator("all_to_one_device(Tensor[] input_tensors, Device target_device) -> Tensor[]")
+@operator("all_to_one_device")
 def all_to_one_device(input_tensors: Sequence[Tensor], target_device: torch.device) -> list[Tensor]:
     """Move tensors to one device."""
     return [tensor.to(target_device, non_blocking=True) for tensor in input_tensors]
 
 
-@operator(
-    "merge_pooled_embeddings(Tensor[] pooled_embeddings, SymInt uncat_dim_size, "
-    "Device target_device, SymInt cat_dim=1) -> Tensor"
-)
+@operator("merge_pooled_embeddings")
 def merge_pooled_embeddings(
     pooled_embeddings: Sequence[Tensor],
-    uncat_dim_size: int,
+    uncat_dim_size: SymInt,
     target_device: torch.device,
-    cat_dim: int = 1,
+    cat_dim: SymInt = 1,
 ) -> Tensor:
     """Concatenate tensors on one device."""
     if any(tensor.is_meta for tensor in pooled_embeddings):  # while a graph is exported
@@ -285,7 +264,7 @@ def merge_pooled_embeddings(
     return torch.cat(all_to_one_device(pooled_embeddings, target_device), dim=cat_dim)
 
 
-@operator("sum_reduce_to_one(Tensor[] input_tensors, Device target_device) -> Tensor")
+@operator("sum_reduce_to_one")
 def sum_reduce_to_one(input_tensors: Sequence[Tensor], target_device: torch.device) -> Tensor:
     """Add tensors on one device, in their order."""
     total, *others = all_to_one_device(input_tensors, target_device)
@@ -294,13 +273,13 @@ def sum_reduce_to_one(input_tensors: Sequence[Tensor], target_device: torch.devi
     return total
 
 
-@operator("is_uvm_tensor(Tensor t) -> bool")
+@operator("is_uvm_tensor")
 def is_uvm_tensor(t: Tensor) -> bool:
     """Return False: tables in host memory are pinned, not managed by the driver."""
     return False
 
 
-@operator("new_unified_tensor(Tensor self, int[] sizes, bool is_host_mapped) -> Tensor")
+@operator("new_unified_tensor")
 def new_unified_tensor(self: Tensor, sizes: Sequence[int], is_host_mapped: bool) -> Tensor:
     """Return an uninitialised tensor in host memory, which on a CPU is any."""
     if self.is_cuda:
@@ -317,7 +296,7 @@ for _name in ("new_managed_tensor", "new_vanilla_managed_tensor", "new_host_mapp
     )
 
 
-@operator("check_feature_gate_key(str key) -> bool")
+@operator("check_feature_gate_key")
 def check_feature_gate_key(key: str) -> bool:
     """Return whether the environment switches a feature of FBGEMM on, by `FBGEMM_<key>=1`."""
     return os.environ.get(f"FBGEMM_{key}", "0") == "1"

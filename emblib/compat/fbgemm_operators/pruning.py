@@ -9,29 +9,21 @@ import torch
 from torch import Tensor
 
 from emblib.compat.fbgemm_operators.checks import check
-from emblib.compat.fbgemm_operators.registry import operator
+from emblib.compat.fbgemm_operators.registry import SymInt, operator
+from emblib.compat.fbgemm_operators.remapping import mix, unsigned_modulo
 
 _FREE = -1
 _MASK = 0xFFFFFFFF
 
 
-def _mix(ids: Tensor) -> Tensor:
-    """Return MurmurHash3's final mix of ids, by their width, as non-negative int64 modulo 2^63."""
-    if ids.dtype == torch.int32:
-        h = ids.long() & _MASK
-        for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
-            h = ((h ^ (h >> shift)) * factor) & _MASK
-        return h ^ (h >> 16)
-    h = ids
-    for factor in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53):
-        h = (h ^ ((h >> 33) & 0x7FFFFFFF)) * (factor - 2**64)
-    return h ^ ((h >> 33) & 0x7FFFFFFF)
-
-
 def _first_slots(ids: Tensor, capacity: Tensor) -> Tensor:
-    h = _mix(ids)
-    half = ((h >> 1) & (2**63 - 1)) % capacity  # of an unsigned number
-    return (2 * half + (h & 1)) % capacity
+    """Return the first slot of each id, by MurmurHash3's final mix of its width."""
+    if ids.dtype != torch.int32:
+        return unsigned_modulo(mix(ids), capacity)
+    h = ids.long() & _MASK
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        h = ((h ^ (h >> shift)) * factor) & _MASK
+    return (h ^ (h >> 16)) % capacity
 
 
 def _map_of(ids: Tensor, offsets: Tensor, map_offsets: Tensor) -> tuple[Tensor, Tensor]:
@@ -66,18 +58,14 @@ def map_ids(ids: Tensor, first: Tensor, count: Tensor, rows: Tensor) -> Tensor:
     return torch.where(count > 0, torch.where(inside, found, _FREE), ids)
 
 
-@operator(
-    "embedding_bag_rowwise_prune(Tensor weight, Tensor indicator, float threshold, "
-    "ScalarType compressed_indices_dtype, bool abs=True, SymInt min_num_rows=0, "
-    "float? min_save_ratio=1.0) -> (Tensor, Tensor)"
-)
+@operator("embedding_bag_rowwise_prune")
 def embedding_bag_rowwise_prune(
     weight: Tensor,
     indicator: Tensor,
     threshold: float,
     compressed_indices_dtype: torch.dtype,
     abs: bool = True,
-    min_num_rows: int = 0,
+    min_num_rows: SymInt = 0,
     min_save_ratio: float | None = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """Return the rows whose indicator exceeds a threshold, and the map of all rows to them.
@@ -100,10 +88,7 @@ def embedding_bag_rowwise_prune(
     return weight[kept], rows.to(dtype)
 
 
-@operator(
-    "pruned_array_lookup(Tensor indices, Tensor offsets, Tensor index_remappings, "
-    "Tensor index_remappings_offsets) -> Tensor"
-)
+@operator("pruned_array_lookup")
 def pruned_array_lookup(
     indices: Tensor, offsets: Tensor, index_remappings: Tensor, index_remappings_offsets: Tensor
 ) -> Tensor:
@@ -112,10 +97,7 @@ def pruned_array_lookup(
     return map_ids(indices, first, count, index_remappings)
 
 
-@operator(
-    "pruned_hashmap_insert(Tensor indices, Tensor dense_indices, Tensor offsets, "
-    "Tensor(a!) hash_table, Tensor hash_table_offsets) -> ()"
-)
+@operator("pruned_hashmap_insert", writes="hash_table")
 def pruned_hashmap_insert(
     indices: Tensor,
     dense_indices: Tensor,
@@ -148,10 +130,7 @@ def pruned_hashmap_insert(
     hash_table.copy_(torch.tensor(entries, dtype=hash_table.dtype).view_as(hash_table))
 
 
-@operator(
-    "pruned_hashmap_lookup(Tensor indices, Tensor offsets, Tensor hash_table, "
-    "Tensor hash_table_offsets) -> Tensor"
-)
+@operator("pruned_hashmap_lookup")
 def pruned_hashmap_lookup(
     indices: Tensor, offsets: Tensor, hash_table: Tensor, hash_table_offsets: Tensor
 ) -> Tensor:

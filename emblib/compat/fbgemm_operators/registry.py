@@ -5,10 +5,13 @@ Every implementation is made of operators of PyTorch and emblib and registered a
 what it calls.
 """
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+import inspect
+from collections.abc import Callable, Sequence
+from types import NoneType, UnionType
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
 import torch
+from torch import Tensor
 
 NAMESPACE = "fbgemm"
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -16,17 +19,60 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 OPERATORS: dict[str, tuple[str, Callable[..., Any]]] = {}
 """Schema and implementation of each operator, by its name."""
 
+SymInt = Annotated[int, "SymInt"]
+"""Annotation of an argument that may be symbolic in a traced graph."""
+
+_TYPES: dict[Any, str] = {
+    Tensor: "Tensor",
+    SymInt: "SymInt",
+    int: "int",
+    float: "float",
+    bool: "bool",
+    str: "str",
+    torch.device: "Device",
+    torch.dtype: "ScalarType",
+    None: "()",
+}
+
 _libraries: list[torch.library.Library] = []
 
 
-def operator(schema: str) -> Callable[[_Function], _Function]:
-    """Enter the decorated function into the table under `schema`."""
+def operator(schema: str, writes: str = "") -> Callable[[_Function], _Function]:
+    """Enter the decorated function into the table.
+
+    Args:
+        schema: name of the operator, whose schema is the signature of the function; or a schema.
+        writes: names of the tensors that the operator changes, if `schema` is a name.
+    """
 
     def enter(function: _Function) -> _Function:
-        OPERATORS[schema.partition("(")[0]] = (schema, function)
+        whole = schema if "(" in schema else schema + _schema_of(function, writes.split())
+        OPERATORS[whole.partition("(")[0]] = (whole, function)
         return function
 
     return enter
+
+
+def _schema_of(function: Callable[..., Any], writes: Sequence[str]) -> str:
+    """Return arguments and results of a schema from the annotations of a function."""
+    signature = inspect.signature(function)
+    arguments = []
+    for name, parameter in signature.parameters.items():
+        kind = _type_text(parameter.annotation)
+        if name in writes:
+            kind = kind.replace("Tensor", f"Tensor({'abcd'[writes.index(name)]}!)")
+        default = parameter.default
+        arguments.append(f"{kind} {name}" + ("" if default is parameter.empty else f"={default}"))
+    return f"({', '.join(arguments)}) -> {_type_text(signature.return_annotation)}"
+
+
+def _type_text(annotation: Any) -> str:
+    if annotation in _TYPES:
+        return _TYPES[annotation]
+    inner = [_type_text(kind) for kind in get_args(annotation) if kind is not NoneType]
+    if get_origin(annotation) is tuple:
+        return f"({', '.join(inner)})"
+    return inner[0] + ("?" if get_origin(annotation) in (Union, UnionType) else "[]")
 
 
 def is_registered() -> bool:

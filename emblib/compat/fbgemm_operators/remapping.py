@@ -53,7 +53,8 @@ def _rotate(bits: Tensor, count: int) -> Tensor:
     return (bits << count) | _shift_right(bits, 64 - count)
 
 
-def _mix(bits: Tensor) -> Tensor:
+def mix(bits: Tensor) -> Tensor:
+    """Return MurmurHash3's final mix of 64 bits."""
     for factor in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53):
         bits = (bits ^ _shift_right(bits, 33)) * _signed(factor)
     return bits ^ _shift_right(bits, 33)
@@ -69,19 +70,20 @@ def hash_ids(ids: Tensor, second: int = 0, seed: int = 0) -> Tensor:
     lower = (_rotate(last ^ _signed(seed), 31) + upper) * 5 + 0x38495AB5
     upper, lower = upper ^ 16, lower ^ 16
     upper = upper + lower
-    lower = _mix(lower + upper)
-    upper = _mix(upper) + lower
+    lower = mix(lower + upper)
+    upper = mix(upper) + lower
     return upper ^ (lower + upper)
 
 
-@operator("murmur_hash3(Tensor input, int y, int seed) -> Tensor")
+@operator("murmur_hash3")
 def murmur_hash3(input: Tensor, y: int, seed: int) -> Tensor:
     """Return the hash of one id, `[1]`, as a scalar."""
     check_one_per("input", input, "hash", 1)
     return hash_ids(input, y, seed).view(())
 
 
-def _unsigned_modulo(bits: Tensor, divisor: Tensor | int) -> Tensor:
+def unsigned_modulo(bits: Tensor, divisor: Tensor | int) -> Tensor:
+    """Return int64 `bits`, read as unsigned, modulo `divisor`."""
     half = _shift_right(bits, 1) % divisor
     return (2 * half + (bits & 1)) % divisor
 
@@ -160,13 +162,13 @@ def zero_collision_hash(
     shift = torch.zeros_like(input, dtype=torch.int64) if offsets is None else offsets
     bits = hash_ids(input)
     wanted = input if identities.dtype == input.dtype else input.fmod(_IDENTITIES)
-    position = _unsigned_modulo(bits, opted_in)
+    position = unsigned_modulo(bits, opted_in)
     if disable_fallback:
         slots = torch.full_like(position, -1)
     elif opt_in_prob == -1:
         slots = position + shift
     else:
-        slots = opted_in + _unsigned_modulo(bits, num_reserved_slots) + shift
+        slots = opted_in + unsigned_modulo(bits, num_reserved_slots) + shift
     # Only ids that are not found yet are looked at again.
     open_ids = torch.arange(len(input), device=input.device)
     flat = identities.flatten()
@@ -191,9 +193,7 @@ def _tables(offsets: Tensor) -> list[slice]:
     return [slice(first, last) for first, last in itertools.pairwise(ends)]
 
 
-@operator(
-    "init_address_lookup(Tensor address_lookups, Tensor buffer_offsets, Tensor emb_sizes) -> ()"
-)
+@operator("init_address_lookup")
 def init_address_lookup(address_lookups: Tensor, buffer_offsets: Tensor, emb_sizes: Tensor) -> None:
     """Give the first `emb_sizes` ids of each table their rows, and row 0 to all others."""
     for part, rows in zip(_tables(buffer_offsets), emb_sizes.tolist(), strict=True):
@@ -225,10 +225,7 @@ def _prune(lookup: Tensor, use: Tensor, threshold: Tensor) -> Tensor:
     return rows
 
 
-@operator(
-    "prune_embedding_tables(int iter, int pruning_interval, Tensor address_lookups, "
-    "Tensor row_utils, Tensor buffer_offsets, Tensor emb_sizes) -> (Tensor, Tensor, int)"
-)
+@operator("prune_embedding_tables")
 def prune_embedding_tables(
     iter: int,
     pruning_interval: int,
@@ -263,11 +260,7 @@ def prune_embedding_tables(
     return rows, counts.cumsum(0), total
 
 
-@operator(
-    "remap_indices_update_utils(int iter, Tensor buffer_idx, Tensor feature_lengths, "
-    "Tensor feature_offsets, Tensor values, Tensor address_lookup, Tensor(a!) row_util, "
-    "Tensor buffer_offsets, Tensor[]? full_values_list=None, bool? update_util=None) -> Tensor"
-)
+@operator("remap_indices_update_utils", writes="row_util")
 def remap_indices_update_utils(
     iter: int,
     buffer_idx: Tensor,

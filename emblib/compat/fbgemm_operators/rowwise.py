@@ -36,10 +36,7 @@ for _source in ("Float", "Half", "FloatOrHalf"):
     operator(f"{_source}ToFused8BitRowwiseQuantized(Tensor t) -> Tensor")(to_fused_8bit)
 
 
-@operator(
-    "Fused8BitRowwiseQuantizedToFloatOrHalf(Tensor input, int output_dtype=0, "
-    "bool scale_bias_last=True, bool quant_padding_float_type=True) -> Tensor"
-)
+@operator("Fused8BitRowwiseQuantizedToFloatOrHalf")
 def fused_8bit_to_float(
     input: Tensor,
     output_dtype: int = 0,
@@ -124,10 +121,7 @@ def unpack_nbit(rows: Tensor, bit_rate: int) -> Tensor:
     return codes.flatten(-2)
 
 
-@operator(
-    "FusedNBitRowwiseQuantizedSBHalfToFloatOrHalf(Tensor input, int bit_rate, int output_dtype=0, "
-    "bool scale_bias_last=True) -> Tensor"
-)
+@operator("FusedNBitRowwiseQuantizedSBHalfToFloatOrHalf")
 def fused_nbit_to_float(
     input: Tensor, bit_rate: int, output_dtype: int = 0, scale_bias_last: bool = True
 ) -> Tensor:
@@ -146,14 +140,14 @@ for _target, _code in (("Float", 0), ("Half", 1)):
     )
 
 
-@operator("FloatToBfloat16Quantized(Tensor input) -> Tensor")
+@operator("FloatToBfloat16Quantized")
 def to_bfloat16(input: Tensor) -> Tensor:
     """Return bfloat16 values, rounded to nearest, ties away from zero."""
     bits = input.float().view(torch.int32) + (1 << 15)
     return (bits >> 16).to(torch.int16).view(torch.bfloat16)
 
 
-@operator("Bfloat16QuantizedToFloat(Tensor input) -> Tensor")
+@operator("Bfloat16QuantizedToFloat")
 def bfloat16_to_float(input: Tensor) -> Tensor:
     """Return float32 values."""
     return input.float()
