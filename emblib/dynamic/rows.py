@@ -290,7 +290,8 @@ class RowInitializer(nn.Module):
         specs = layout.specs
         reads = [spec.admission.reads if spec.admission else None for spec in specs]
         self._draws_unadmitted = any(initializer is not None for initializer in reads)
-        self._reads_zeros = not self._draws_unadmitted and all(
+        # Whether keys without a row read zeros.
+        self.reads_zeros = not self._draws_unadmitted and all(
             spec.default_value == 0.0 for spec in specs
         )
         rules = [
@@ -308,6 +309,10 @@ class RowInitializer(nn.Module):
             ("unadmitted_rules", torch.tensor(rules, dtype=torch.float64).view(-1, 1, 7)),
         ):
             self.register_buffer(name, tensor.to(device), persistent=False)
+
+    def arguments(self) -> tuple[Tensor, Tensor, int]:
+        """Return the arguments of `initial_rows_` that are equal for all batches."""
+        return self.row_layout, self.rules, self.seed
 
     def write_(self, buffers: list[Tensor], keys: Keys, inserted: InsertedBatch) -> None:
         """Write initial values into the rows of the inserted keys."""
@@ -328,7 +333,7 @@ class RowInitializer(nn.Module):
     def reads_of_inserted(self, keys: Keys, inserted: InsertedBatch) -> BatchReads:
         """Return the rows that the lookups of an inserted batch read."""
         slots = inserted.slots
-        if self._reads_zeros or inserted.misses is None:
+        if self.reads_zeros or inserted.misses is None:
             return BatchReads(slots)
         default_slots = torch.where(slots < 0, tables_of(keys), -1)
         rows = self.default_values.view(-1)
@@ -343,7 +348,7 @@ class RowInitializer(nn.Module):
 
     def reads_of_found(self, keys: Keys, slots: Tensor) -> BatchReads:
         """Return the rows that the lookups of a batch read without insertion."""
-        if self._reads_zeros:
+        if self.reads_zeros:
             return BatchReads(slots)
         default_slots = torch.where(slots < 0, tables_of(keys), -1).to(torch.int32)
         return BatchReads(slots.where(slots >= 0, 0), default_slots, self.default_values.view(-1))
@@ -408,6 +413,8 @@ class TrainingUpdate:
         self._generation = 0 if backing is None else backing.generation
         index.watch(self)
         self.batch: autograd.Lookup | None = None
+        # The lookups by row, the fields of `tbe.Groups`, if the insertion of the batch made them.
+        self.groups: list[Tensor] | None = None
         self.weighted = False  # whether sample weights get a gradient
 
     @classmethod
@@ -472,11 +479,12 @@ class TrainingUpdate:
         self._note_update()
         return autograd.RowLocations(groups, None, self.reads.slots, indices)
 
-    def slots_to_update(self) -> Tensor:
-        """Return the current slots `[L]` that backward updates, -1 for none."""
+    def slots_to_update(self) -> tuple[Tensor, list[Tensor] | None]:
+        """Return the current slots `[L]` that backward updates, -1 for none, and their groups."""
+        groups = None if self.is_stale() else self.groups
         slots, _ = self.locate()
         self._note_update()
-        return slots
+        return slots, groups
 
     def _note_update(self) -> None:
         if self._backing is not None:
