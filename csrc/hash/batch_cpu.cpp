@@ -33,6 +33,8 @@ namespace {
 // the core's own cache.
 constexpr int64_t kMaxTablePositions = int64_t{1} << 16;
 constexpr int64_t kPositionsPerTask = 4096;  // minimum number of positions that a thread numbers
+// The maximum number of positions of a table, relative to the share of a thread in all of them.
+constexpr int64_t kMaxImbalance = 4;
 
 // Copy offsets, [num_bags + 1], to `copy`; return whether they ascend from 0 to n. A negative sign
 // of an offset or of a difference sets the sign of `signs`.
@@ -130,13 +132,16 @@ struct TableSegments {
     for (int64_t f = 0; f < batch.segments; ++f) segments[next[batch.tables[f]]++] = f;
   }
 
-  // Return whether threads may take whole tables: none is too large for one.
+  // Return whether threads may take whole tables: none is too large for the cache of a core, and
+  // the others do not wait for the largest one for long.
   bool are_balanced() const {
     int64_t largest = 0;
     for (size_t t = 0; t + 1 < positions.size(); ++t) {
       largest = std::max(largest, positions[t + 1] - positions[t]);
     }
-    return largest <= kMaxTablePositions && largest * num_threads() <= 2 * positions.back();
+    const int64_t useful = positions.back() / kPositionsPerTask + 1;
+    return largest <= kMaxTablePositions &&
+           largest * std::min<int64_t>(num_threads(), useful) <= kMaxImbalance * positions.back();
   }
 
   // Call `body(t)` for every table, in parallel.

@@ -333,7 +333,9 @@ class DynamicEmbeddingBags(FusedTables):
         if is_frozen or not calls.can_insert(state, ids, offsets, sample_weights):
             return None
         ids = ids.contiguous()
-        inserted = training.insert_at_once(state, self.features, ids, offsets, self.feature_table)
+        inserted = training.insert_at_once(
+            state, calls.row_buffers, self.features, ids, offsets, self.feature_table
+        )
         if inserted is None:
             return None
         slots = inserted.slots

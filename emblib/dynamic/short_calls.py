@@ -46,6 +46,7 @@ class KeyedCalls:
         self._code = codes.OPTIMIZER.get(self.rule.name)
         self._updates = self.rule.gradient is None
         self._num_features = module.features.shape[0]
+        self.row_buffers = [*tiers.weights, *tiers.states]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()

@@ -97,18 +97,24 @@ def inserts_at_once(state: DynamicState) -> bool:
         and not state.on_new_rows
         and not state.is_deferred
         and state.row_initializer.reads_zeros
-        and all(spec.on_insert_failure is OnInsertFailure.IGNORE for spec in state.specs)
+        and not state.reports_failures
     )
 
 
 @torch.no_grad()
 def insert_at_once(
-    state: DynamicState, features: Tensor, ids: Tensor, offsets: Tensor, tables: Tensor
+    state: DynamicState,
+    row_buffers: list[Tensor],
+    features: Tensor,
+    ids: Tensor,
+    offsets: Tensor,
+    tables: Tensor,
 ) -> BatchAtOnce | None:
     """Insert a training batch in one op; None, with nothing changed, if it does not serve it.
 
     Args:
         state: the tables, whose lock this thread holds, and which `inserts_at_once`.
+        row_buffers: those of the state.
         features: int64 `[F, 8]`, see `emblib.ops.tbe`.
         ids: int64 `[L]`, contiguous.
         offsets: `[F * B + 1]`, not checked.
@@ -124,7 +130,7 @@ def insert_at_once(
         results = effects.once(
             hash.hash_insert_batch_,
             index.tensors(),
-            state.row_buffers,
+            row_buffers,
             features,
             ids,
             offsets,
@@ -322,7 +328,7 @@ def _clear(state: DynamicState, tick: int) -> None:
 def _report_failures(state: DynamicState, inserted: InsertedBatch) -> None:
     """Warn or raise for keys that found no slot, by `on_insert_failure` (waits for CUDA)."""
     specs = state.specs
-    if all(spec.on_insert_failure is OnInsertFailure.IGNORE for spec in specs):
+    if not state.reports_failures:
         return
     assert inserted.misses is not None
     assert inserted.result is not None
