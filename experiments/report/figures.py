@@ -397,7 +397,7 @@ def _by_new_keys(run: Run, rows: pd.DataFrame) -> Drawing:
         contender_curve(baseline, x, [1.0] * len(rows), marker="", line=DASHED),
     ]
     across = Scale("new keys (% of the lookups)", ticks=sorted({float(v) for v in x}))
-    return curves(lines, across, Scale(f"time ÷ {run.baseline.label}"), names="ends")
+    return curves(lines, across, Scale(f"time ÷ {run.baseline.label}", log=10), names="ends")
 
 
 def _throughput(run: Run, axis: str) -> Drawing:
