@@ -104,6 +104,16 @@ STABLE_TORCH_LIBRARY(emblib, m) {
       " Tensor? admitted, Tensor? batch_scores, int order, int insert_policy, Tensor? slots=None,"
       " Tensor? groups=None) -> (Tensor inserted, Tensor status, Tensor evicted,"
       " Tensor key_slots, Tensor key_status)");
+  // The insertion of a training batch in one call, and the groups of `tbe_group` of its lookups,
+  // not ascending by row but in another order; what follows the last group is unspecified. Returns
+  // nothing and changes nothing if it does not serve the batch (csrc/hash/batch_cpu.cpp), else
+  // [offsets, starts, slots, rows, segments, lookups, bags, count], and the status of positions if
+  // keys were missing.
+  m.def(
+      "hash_insert_batch_(Tensor(a!)[] index, Tensor(b!)[] row_buffers, Tensor features, Tensor "
+      "ids,"
+      " Tensor offsets, Tensor tables, Tensor? batch_scores, int order, int insert_policy,"
+      " Tensor layout, Tensor rules, int seed) -> Tensor[]");
   m.def("hash_erase_(Tensor(a!)[] index, Tensor ids, Tensor starts, Tensor tables) -> Tensor");
   m.def(
       "hash_expire_(Tensor(a!)[] index, SymInt table, SymInt first_bucket, SymInt num_buckets,"

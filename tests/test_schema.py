@@ -30,6 +30,8 @@ REFERENCES: dict[str, Callable[..., object] | str] = {
     "hash_touch_": "HashModel.touch, then HashModel.misses of reference.hash",
     "hash_grow_": key_table.HashModel.grow,
     "hash_insert_": key_table.HashModel.insert,
+    "hash_insert_batch_": "hash_touch_, hash_insert_, hash_initial_rows_ and tbe_group, whose "
+    "references it has",
     "hash_find_rows": "HashModel.find, then read_rows of reference.hash",
     "hash_read_rows": key_table.read_rows,
     "hash_start_rows_": key_table.start_rows_,
@@ -77,6 +79,7 @@ REFERENCES: dict[str, Callable[..., object] | str] = {
 # Ops without a CUDA kernel, and why.
 CPU_ONLY = {
     "advise_huge_pages_": "the memory of a GPU has no page size to ask for",
+    "hash_insert_batch_": "a GPU must not wait for the host, which chooses between it and others",
     "cache_evictions": "rows are journaled for tables in files, which a GPU cannot have",
 }
 

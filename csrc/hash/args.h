@@ -238,7 +238,7 @@ struct HashInsertion {
   int64_t* slots;         // output: the slot of the miss; kNoSlot until it has one
   uint8_t* status;        // output: InsertStatus
   int64_t* evicted;       // output, three words each: key, stamp and score of the evicted entry,
-                          // written if the status is kEvicting
+                          // written if the status is kEvicting; or null
   EvictionQueue* queues;  // by bucket of the table
 
   EMB_HD int64_t key(int64_t miss) const { return ids[first[miss]]; }

@@ -164,6 +164,10 @@ struct HashBatch {
     tables = tables_.const_data_ptr<int64_t>();
   }
 
+  // The batch of `tables` tables, in which table t has the segment t.
+  HashBatch(const int64_t* ids_, const int64_t* starts_, const int64_t* tables_, int64_t num_tables)
+      : ids(ids_), starts(starts_), tables(tables_), n(starts_[num_tables]), segments(num_tables) {}
+
   // Check the contents of `starts` and `tables`; on the CPU only.
   void check_segments(const char* op, int64_t num_tables) const {
     STD_TORCH_CHECK(starts[0] == 0 && starts[segments] == n, op,
@@ -272,6 +276,10 @@ class Misses {
                     admitted->numel());
     admitted_ = static_cast<const bool*>(admitted->const_data_ptr());
   }
+
+  // The misses of `num_tables` tables, all of them admitted.
+  Misses(int64_t num_tables, const int64_t* offsets)
+      : n_(offsets[num_tables]), tables_(num_tables), offsets_(offsets) {}
 
   // Check that `offsets` ascend from 0 to at most n; on the CPU only.
   void check_ends(const char* op) const {

@@ -16,7 +16,7 @@
 #include "core/isa.h"
 #include "core/parallel.h"
 #include "hash/args.h"
-#include "hash/check.h"
+#include "hash/entries.h"
 
 namespace emb {
 
@@ -24,22 +24,6 @@ EMB_SELECT_KERNELS(HashFindKernels, kHashFindKernels, hash_find_kernels)
 EMB_SELECT_KERNELS(HashInsertKernels, kHashInsertKernels, hash_insert_kernels)
 
 namespace {
-
-constexpr int64_t kKeysPerTask = 2048;  // minimum number of keys that a thread looks up
-
-// Call `body(segment, begin, end)` for ranges of positions that together are the whole batch; each
-// is a non-empty range of one segment. Several threads call it at once.
-template <class Body>
-void parallel_segments(const HashBatch& batch, const Body& body) {
-  parallel_balanced(batch.n, kKeysPerTask, kUnitCost, [&](int64_t begin, int64_t end) {
-    const int64_t* after = std::upper_bound(batch.starts, batch.starts + batch.segments, begin);
-    for (int64_t f = after - batch.starts - 1; begin < end; ++f) {
-      const int64_t stop = std::min(end, batch.starts[f + 1]);
-      if (begin < stop) body(f, begin, stop);
-      begin = std::max(begin, stop);
-    }
-  });
-}
 
 // Return the slot of each key, int64 [n], -1 for a missing key. Changes nothing.
 Tensor hash_find(std::vector<Tensor> tensors, const Tensor& ids, const Tensor& starts,
@@ -290,6 +274,47 @@ void count_statuses(const HashIndex& index, int64_t t, const uint8_t* status, in
   index.field(t, kSize) += of(InsertStatus::kNew);
 }
 
+}  // namespace
+
+// The contract is in hash/entries.h.
+void insert_misses(const HashIndex& index, const HashScoring& scoring, bool competes,
+                   const Misses& misses, const MissArrays& arrays) {
+  std::fill(arrays.slots, arrays.slots + misses.count(), kNoSlot);
+  std::fill(arrays.status, arrays.status + misses.count(),
+            static_cast<uint8_t>(InsertStatus::kMiss));
+  std::vector<EvictionQueue> own_queues;  // for an index without queues
+  for (int64_t t = 0; t < index.num_tables; ++t) {
+    const int64_t begin = misses.begin(t), end = misses.end(t);
+    if (begin == end) continue;
+    EvictionQueue* queues = index.queues_of(t);
+    if (queues == nullptr) {
+      own_queues.assign(index.field(t, kBuckets), {});
+      queues = own_queues.data();
+    }
+    for (int64_t i = begin; i < end; ++i) {
+      if (!misses.is_admitted(i)) {
+        arrays.status[i] = static_cast<uint8_t>(InsertStatus::kNotAdmitted);
+      }
+    }
+    const HashInsertion insertion{.table = index.table(t),
+                                  .order = scoring.order,
+                                  .competes = competes,
+                                  .stamp = *index.clock,
+                                  .batch_score = scoring.score_of(t),
+                                  .ids = arrays.ids,
+                                  .first = arrays.first,
+                                  .totals = arrays.totals,
+                                  .slots = arrays.slots,
+                                  .status = arrays.status,
+                                  .evicted = arrays.evicted,
+                                  .queues = queues};
+    insert_all(insertion, misses, begin, end);
+    count_statuses(index, t, arrays.status + begin, end - begin);
+  }
+}
+
+namespace {
+
 // Write the slot and the status of every position of the batch: those of its miss if it has one,
 // otherwise its slot before and kHit.
 void fill_positions(const InsertCall& call) {
@@ -321,36 +346,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> hash_insert_(
   const Misses& misses = call.misses;
   int64_t* slot_data = call.inserted.mutable_data_ptr<int64_t>();
   auto* statuses = static_cast<uint8_t*>(call.status.mutable_data_ptr());
-  std::fill(slot_data, slot_data + call.n, kNoSlot);
-  std::fill(statuses, statuses + call.n, static_cast<uint8_t>(InsertStatus::kMiss));
+  std::fill(slot_data + misses.count(), slot_data + call.n, kNoSlot);
+  std::fill(statuses + misses.count(), statuses + call.n,
+            static_cast<uint8_t>(InsertStatus::kMiss));
   int64_t* evicted = call.evicted.mutable_data_ptr<int64_t>();
   std::fill(evicted, evicted + 3 * call.n, 0);  // zeroed only to be reproducible
-  std::vector<EvictionQueue> own_queues;        // for an index without queues
-  for (int64_t t = 0; t < index.num_tables; ++t) {
-    if (misses.begin(t) == misses.end(t)) continue;
-    EvictionQueue* queues = index.queues_of(t);
-    if (queues == nullptr) {
-      own_queues.assign(index.field(t, kBuckets), {});
-      queues = own_queues.data();
-    }
-    for (int64_t i = misses.begin(t); i < misses.end(t); ++i) {
-      if (!misses.is_admitted(i)) statuses[i] = static_cast<uint8_t>(InsertStatus::kNotAdmitted);
-    }
-    const HashInsertion insertion{.table = index.table(t),
-                                  .order = call.scoring.order,
-                                  .competes = call.competes,
-                                  .stamp = *index.clock,
-                                  .batch_score = call.scoring.score_of(t),
-                                  .ids = call.ids,
-                                  .first = call.first,
-                                  .totals = call.totals,
-                                  .slots = slot_data,
-                                  .status = statuses,
-                                  .evicted = evicted,
-                                  .queues = queues};
-    insert_all(insertion, misses, misses.begin(t), misses.end(t));
-    count_statuses(index, t, statuses + misses.begin(t), misses.end(t) - misses.begin(t));
-  }
+  insert_misses(index, call.scoring, call.competes, misses,
+                {call.ids, call.first, call.totals, slot_data, statuses, evicted});
   fill_positions(call);
   return call.results();
 }

@@ -368,11 +368,11 @@ void choose(const HashInsertion& insertion, bool is_shared, const int64_t* pendi
 }
 
 // Write the entry of a miss into a slot, with its results. For the status kEvicting, first copy the
-// entry that is in the slot to `insertion.evicted`.
+// entry that is in the slot to `insertion.evicted`, if there is such an array.
 EMB_HD void fill(const HashInsertion& insertion, int64_t miss, int64_t slot, InsertStatus status) {
   const HashTable& table = insertion.table;
   int64_t* entry = table.entry(slot);
-  if (status == InsertStatus::kEvicting) {
+  if (status == InsertStatus::kEvicting && insertion.evicted != nullptr) {
     int64_t* evicted = insertion.evicted + 3 * miss;
     evicted[kKey] = entry[kKey];
     evicted[kStamp] = entry[kStamp];

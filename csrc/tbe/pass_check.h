@@ -14,10 +14,12 @@ namespace emb {
 inline constexpr int kLocatedRowSlots = kGroupTensors, kLocatedTensors = kGroupTensors + 1;
 
 // Check the length of `located`; the tensors themselves are checked by their users.
-inline void check_located(const char* op, const std::vector<Tensor>& located) {
-  STD_TORCH_CHECK(located.size() == kLocatedTensors, op,
-                  ": located must be [rows, segments, lookups, bags, count, row_slots], got ",
-                  located.size(), " tensors");
+inline void check_located(const char* op, const std::vector<Tensor>& located,
+                          bool needs_slots = true) {
+  STD_TORCH_CHECK(
+      located.size() == kLocatedTensors || (!needs_slots && located.size() == kGroupTensors), op,
+      ": located must be [rows, segments, lookups, bags, count, row_slots], got ", located.size(),
+      " tensors");
 }
 
 }  // namespace emb

@@ -418,9 +418,10 @@ void tbe_update_(std::vector<Tensor> weights, std::vector<Tensor> states, const 
 }
 
 // Count the step in `hyper`, and update: group the lookups of a fixed batch, or take the grouping
-// `located`, [rows, segments, lookups, bags, count, row_slots], which a cache's prefetch made; then
-// do as tbe_update_. If `is_finite`, bool [1] or null, is false, do nothing. `repaired` is that of
-// tbe_group. If the update raises, the step is not counted.
+// `located`, [rows, segments, lookups, bags, count, row_slots], which a cache's prefetch made, or
+// without row_slots, as the insertion of a batch of keys makes it; then do as tbe_update_. If
+// `is_finite`, bool [1] or null, is false, do nothing. `repaired` is that of tbe_group. If the
+// update raises, the step is not counted.
 void tbe_backward_(std::vector<Tensor> weights, std::vector<Tensor> states, Tensor hyper,
                    int64_t optimizer, const Tensor& grad, const Tensor& features,
                    const Tensor& indices, const Tensor& offsets,
@@ -429,11 +430,11 @@ void tbe_backward_(std::vector<Tensor> weights, std::vector<Tensor> states, Tens
                    std::optional<std::vector<Tensor>> located) {
   check_has_step("tbe_backward_", hyper);
   check_is_finite("tbe_backward_", is_finite);
-  if (located) check_located("tbe_backward_", *located);
+  if (located) check_located("tbe_backward_", *located, /*needs_slots=*/false);
   if (is_finite && !*is_finite->const_data_ptr<bool>()) return;
   std::optional<Tensor> row_slots;
   if (located) {
-    row_slots = (*located)[kLocatedRowSlots];
+    if (located->size() > kLocatedRowSlots) row_slots = (*located)[kLocatedRowSlots];
   } else {
     const auto [rows, segments, lookups, bags, count] =
         tbe_group(features, indices, offsets, std::nullopt, total_rows, repaired);

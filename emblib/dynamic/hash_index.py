@@ -60,7 +60,8 @@ class InsertedBatch(NamedTuple):
 
     Attributes:
         slots: int64 `[L]`, -1 for keys that were not inserted.
-        misses: the keys that were not in their table before; None if all hit.
+        misses: the keys that were not in their table before; None if all hit, or where they are
+            not needed.
         result: slots and status of the misses; None if `misses` is.
         status: uint8 `[L]`, status of the key at each position; None if all hit. A backing store
             may change `result` later, but not this.
@@ -73,12 +74,35 @@ class InsertedBatch(NamedTuple):
 
 
 class LastInsertion(NamedTuple):
-    """The misses of an insertion, their result, and the version of the index after it."""
+    """The keys of an insertion, what became of them, and the version of the index after it.
+
+    Attributes:
+        version: the version.
+        keys: the batch.
+        inserted: result of the insertion: of its misses or, if they are None, by position.
+    """
 
     version: int
     keys: Keys
-    misses: Misses
-    result: InsertResult
+    inserted: InsertedBatch
+
+    def changed(self) -> tuple[Tensor, Tensor]:
+        """Return which positions have a new key, and which had a key that was missing."""
+        misses, result, status = self.inserted[1:]
+        if misses is None or result is None:
+            assert status is not None
+            is_new = (status == NEW) | (status == EVICTING)
+            return is_new, is_new
+        status = result.status[misses.groups.clamp(min=0).long()]
+        is_new = (status == NEW) | (status == EVICTING)
+        # Rows promoted from a backing store have status HIT: their keys never left.
+        return is_new, (misses.groups >= 0) & (is_new | (status == HIT))
+
+    def tensors(self) -> list[Tensor]:
+        """Return the tensors that `changed` reads."""
+        misses, result, status = self.inserted[1:]
+        parts = (status, None if misses is None else misses.groups, result and result.status)
+        return [*self.keys, *(part for part in parts if part is not None)]
 
 
 class ExportedEntries(NamedTuple):
@@ -296,10 +320,7 @@ class HashIndex(nn.Module):
             effects: native calls that were made before an interruption; None for a first call.
         """
         effects = Effects() if effects is None else effects
-        if not effects.is_next_made:
-            if self._last_insertion is not None:
-                self._settle_last()
-            self.version += 1
+        self.begin_insertion(effects)
         index, order = self.tensors(), codes.HASH_ORDER[self.order]
         slots, *of_misses = effects.once(
             hash.hash_touch_, index, *keys, counts, batch_scores, order
@@ -328,9 +349,20 @@ class HashIndex(nn.Module):
             misses.groups,
         )
         result = InsertResult(*inserted)
+        return self.end_insertion(keys, InsertedBatch(slots, misses, result, status))
+
+    def begin_insertion(self, effects: Effects) -> None:
+        """Begin an insertion, unless `effects` are of an interrupted one that is completed."""
+        if not effects.is_next_made:
+            if self._last_insertion is not None:
+                self._settle_last()
+            self.version += 1
+
+    def end_insertion(self, keys: Keys, inserted: InsertedBatch) -> InsertedBatch:
+        """Keep an insertion with misses for watchers, and return it."""
         if self._watchers:
-            self._last_insertion = LastInsertion(self.version, keys, misses, result)
-        return InsertedBatch(slots, misses, result, status)
+            self._last_insertion = LastInsertion(self.version, keys, inserted)
+        return inserted
 
     def watch(self, watcher: object) -> None:
         """Enable `has_left` from this version on, as long as `watcher` lives."""
@@ -371,17 +403,13 @@ class HashIndex(nn.Module):
             self._store_versions(insertion)
             if self.tags.is_cuda:  # the insertion may have been on another stream
                 stream = torch.cuda.current_stream(self.tags.device)
-                for tensor in (*insertion.keys, insertion.misses.groups, insertion.result.status):
+                for tensor in insertion.tensors():
                     tensor.record_stream(stream)
         self._last_insertion = None  # not before: an interruption leaves it to the next call
 
     def _store_versions(self, insertion: LastInsertion) -> None:
-        keys, groups = insertion.keys, insertion.misses.groups
-        status = insertion.result.status[groups.clamp(min=0).long()]
-        is_new = (status == NEW) | (status == EVICTING)
-        # Rows promoted from a backing store have status HIT: their keys never left.
-        has_slot = (groups >= 0) & (is_new | (status == HIT))
-        at = self._positions(keys, torch.where(has_slot, self.find(keys), -1))
+        keys, (is_new, was_missing) = insertion.keys, insertion.changed()
+        at = self._positions(keys, torch.where(was_missing, self.find(keys), -1))
         versions = self._versions_by_slot()
         versions.scatter_(0, at, torch.where(is_new, insertion.version, 0))
         versions[-1:].zero_()

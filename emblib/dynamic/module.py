@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.nn.parallel import DistributedDataParallel
 
 from emblib import ops
@@ -321,8 +322,46 @@ class DynamicEmbeddingBags(FusedTables):
         ids = as_keys(indices)
         if per_sample_weights is not None or counts is not None or ids.dim() != 1:
             training.check_batch(ids, per_sample_weights, counts, self.pooling)
+        is_plain = counts is None and batch_sizes is None and self.include_last_offset
+        if is_plain and self.training and torch.is_grad_enabled() and not is_compiling():
+            pooled = self._train_at_once(ids, offsets, per_sample_weights)
+            if pooled is not None:
+                return pooled
         keys, batch = self._make_batch(ids, offsets, batch_sizes)
         return self._look_up(keys, batch, per_sample_weights, counts)
+
+    @graph_break
+    @atomic
+    def _train_at_once(
+        self, ids: Tensor, offsets: Tensor, sample_weights: Tensor | None
+    ) -> Tensor | None:
+        """Look up a training batch that one op inserts; for any other, None and no change."""
+        calls, state = self._calls, self.state
+        if calls is None or not calls.matches(self):
+            calls = self._prepare_calls()
+        is_frozen = self._frozen or self._untrained
+        if is_frozen or not calls.can_insert(state, ids, offsets, sample_weights):
+            return None
+        ids = ids.contiguous()
+        inserted = training.insert_at_once(
+            state, calls.row_buffers, self.features, ids, offsets, self.feature_table
+        )
+        if inserted is None:
+            return None
+        slots = inserted.slots
+        update = state.update_of(inserted.keys, slots, BatchReads(slots))
+        update.groups = inserted.groups
+        batch = autograd.Lookup(
+            features=self.features,
+            indices=slots,
+            offsets=inserted.offsets,
+            bag_layout=None,
+            pooling=self.pooling,
+            total_rows=self.total_rows,
+            output_dim=self.output_dim,
+            repaired=True,
+        )
+        return look_up(self.grad_anchor, calls, batch, update, sample_weights, self.output_dtype)
 
     def _make_batch(
         self,

@@ -330,7 +330,8 @@ class RowInitializer(nn.Module):
         specs = layout.specs
         reads = [spec.admission.reads if spec.admission else None for spec in specs]
         self._draws_unadmitted = any(initializer is not None for initializer in reads)
-        self._reads_zeros = not self._draws_unadmitted and all(
+        # Whether keys without a row read zeros.
+        self.reads_zeros = not self._draws_unadmitted and all(
             spec.default_value == 0.0 and not spec.fallback_rows for spec in specs
         )
         self._reads_shared = all(spec.fallback_rows for spec in specs)
@@ -351,6 +352,10 @@ class RowInitializer(nn.Module):
             ("fallback", torch.tensor(fallback, dtype=torch.int64).view(-1, 2)),
         ):
             self.register_buffer(name, tensor.to(device), persistent=False)
+
+    def arguments(self) -> tuple[Tensor, Tensor, int]:
+        """Return the arguments of `initial_rows_` that are equal for all batches."""
+        return self.row_layout, self.rules, self.seed
 
     def write_(self, buffers: list[Tensor], keys: Keys, inserted: InsertedBatch) -> None:
         """Write initial values into the rows of the inserted keys."""
@@ -401,7 +406,7 @@ class RowInitializer(nn.Module):
 
     def reads_of_inserted(self, keys: Keys, inserted: InsertedBatch) -> BatchReads:
         """Return the rows that the lookups of an inserted batch read."""
-        if self._reads_zeros or inserted.misses is None:
+        if self.reads_zeros or inserted.misses is None:
             return BatchReads(inserted.slots)
         reads = self.with_fallback(keys, inserted.slots)
         slots = reads.indices
@@ -420,7 +425,7 @@ class RowInitializer(nn.Module):
 
     def reads_of_found(self, keys: Keys, slots: Tensor) -> BatchReads:
         """Return the rows that the lookups of a batch read without insertion."""
-        if self._reads_zeros:
+        if self.reads_zeros:
             return BatchReads(slots)
         reads = self.with_fallback(keys, slots)
         if self._reads_shared:
@@ -488,6 +493,8 @@ class TrainingUpdate:
         self._generation = 0 if backing is None else backing.generation
         index.watch(self)
         self.batch: autograd.Lookup | None = None
+        # The lookups by row, the fields of `tbe.Groups`, if the insertion of the batch made them.
+        self.groups: list[Tensor] | None = None
         self.weighted = False  # whether sample weights get a gradient
 
     @classmethod
@@ -552,11 +559,12 @@ class TrainingUpdate:
         self._note_update()
         return autograd.RowLocations(groups, None, self.reads.slots, indices)
 
-    def slots_to_update(self) -> Tensor:
-        """Return the current slots `[L]` that backward updates, -1 for none."""
+    def slots_to_update(self) -> tuple[Tensor, list[Tensor] | None]:
+        """Return the current slots `[L]` that backward updates, -1 for none, and their groups."""
+        groups = None if self.is_stale() else self.groups
         slots, _ = self.locate()
         self._note_update()
-        return slots
+        return slots, groups
 
     def _note_update(self) -> None:
         if self._backing is not None:

@@ -2,8 +2,9 @@
 
 For small batches Python between ops dominates the time. `KeyedCalls` stores the arguments that all
 calls of a module share. `KeyedLookup` looks up, and its backward groups the slots of the batch,
-counts the step and updates the rows in one op. Other lookups, e.g. with a gradient of the sample
-weights, use `emblib.ops.autograd`, with the same bits.
+counts the step and updates the rows in one op. On the CPU one op can also insert the keys of a
+batch (`can_insert`); it groups the lookups too, and backward only updates. Other lookups, e.g. with
+a gradient of the sample weights, use `emblib.ops.autograd`, with the same bits.
 """
 
 from __future__ import annotations
@@ -14,13 +15,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from emblib.dynamic.rows import TrainingUpdate
+from emblib.dynamic.state import DynamicState
+from emblib.dynamic.training import inserts_at_once
 from emblib.ops import autograd, codes
 from emblib.ops.derivatives import once_differentiable
 from emblib.ops.scaled_gradients import scale_of_backward, unscaled
+from emblib.tables import recomputation
 from emblib.tables.base import FusedTables
-from emblib.tables.short_calls import update_in_one_op
+from emblib.tables.short_calls import is_plain_call, update_in_one_op
 
 
 class KeyedCalls:
@@ -40,6 +45,8 @@ class KeyedCalls:
         self.tiers, self.rule = tiers, autograd.UpdateRule.of(module.optimizer)
         self._code = codes.OPTIMIZER.get(self.rule.name)
         self._updates = self.rule.gradient is None
+        self._num_features = module.features.shape[0]
+        self.row_buffers = [*tiers.weights, *tiers.states]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
@@ -52,6 +59,26 @@ class KeyedCalls:
             and self._weights.data_ptr() == self._address
             and len(module._buffers) == len(self._buffers)
             and all(map(operator.is_, module._buffers.values(), self._buffers))
+        )
+
+    def can_insert(
+        self, state: DynamicState, ids: Tensor, offsets: Tensor, sample_weights: Tensor | None
+    ) -> bool:
+        """Return whether one op can insert the keys of a lookup, and another be its backward.
+
+        False on a GPU, where the host knows too little, and for all that `can_serve` refuses.
+        """
+        return (
+            self._updates
+            and self._weights.is_cpu
+            and offsets.dim() == 1
+            and offsets.numel() > self._num_features
+            and (offsets.numel() - 1) % self._num_features == 0
+            and is_plain_call(self._weights.device, ids, offsets, sample_weights)
+            and getattr(DistributedDataParallel, "_active_ddp_module", None) is None
+            and recomputation.running_forward() is None
+            and not autograd.is_for_update()
+            and inserts_at_once(state)
         )
 
     def can_serve(self, batch: autograd.Lookup, sample_weights: Tensor | None) -> bool:
@@ -76,6 +103,7 @@ class KeyedCalls:
         offsets: Tensor,
         sample_weights: Tensor | None,
         is_finite: Tensor | None,
+        groups: list[Tensor] | None,
     ) -> None:
         """Apply one optimizer step to the rows at `slots`; none if `is_finite` is false.
 
@@ -86,6 +114,7 @@ class KeyedCalls:
             offsets: the offsets of the bags.
             sample_weights: float32 `[L]`, the factor of the gradient of each row.
             is_finite: bool, whether a scaled gradient is finite; None if it is not scaled.
+            groups: the lookups by row, the fields of `tbe.Groups`; None has the op group them.
         """
         update_in_one_op(
             self.tiers,
@@ -99,6 +128,7 @@ class KeyedCalls:
             batch.total_rows,
             batch.repaired,
             is_finite,
+            groups,
         )
 
 
@@ -136,8 +166,8 @@ class KeyedLookup(torch.autograd.Function):
         if scale is not None:
             grad, is_finite = divided = unscaled(grad, scale)
             anchor_grad = divided.overflow()
-        slots = ctx.update.slots_to_update()
-        ctx.calls.update(grad, ctx.batch, slots, offsets, sample_weights, is_finite)
+        slots, groups = ctx.update.slots_to_update()
+        ctx.calls.update(grad, ctx.batch, slots, offsets, sample_weights, is_finite, groups)
         return anchor_grad, None, None, None, None, None
 
 

@@ -27,7 +27,7 @@ from emblib.dynamic.tiers.backing_tier import BackingTier
 from emblib.dynamic.tiers.store import TierStats
 from emblib.ops.hash import Keys
 from emblib.optim import Optimizer
-from emblib.specs import SLOTS, DynamicSpec, Precision
+from emblib.specs import SLOTS, DynamicSpec, OnInsertFailure, Precision
 from emblib.tables.changes import CompletingLock
 
 _P = ParamSpec("_P")
@@ -71,6 +71,7 @@ class DynamicState:
         expiry: choice of the keys that expire; None without `ttl`.
         last_uses: last uses by features with a longer ttl; None if those of a table agree.
         eviction_log: the keys that left; None until `track_evictions`.
+        reports_failures: whether keys that find no slot are reported.
         is_deferred: whether a later step applies gradients; those of evicted keys are then dropped.
         on_new_rows: functions that are called with the indices, over all tables, of rows that got
             new keys, after their initial values are written; a copy has none.
@@ -127,6 +128,8 @@ class DynamicState:
         has_levels = any(len(spec.lifetimes) > 1 for spec in self.specs)
         self.last_uses = LastUses(self.specs, feature_tables, device) if has_levels else None
         self.eviction_log: EvictionLog | None = None
+        reactions = {spec.on_insert_failure for spec in self.specs}
+        self.reports_failures = not reactions <= {OnInsertFailure.IGNORE}
         self.is_deferred = optimizer.deferred
         self.on_new_rows: list[Callable[[Tensor], None]] = []
         self.backing: BackingTier | None = None

@@ -7,6 +7,7 @@ defines the order in which index, rows and backing store change, and how it is r
 import itertools
 import warnings
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,10 +21,11 @@ from emblib.dynamic.saving.checkpoint import table_entries
 from emblib.dynamic.state import DynamicState, of_state
 from emblib.dynamic.tiers.backing_tier import BatchPlacement
 from emblib.dynamic.tiers.store import FoundRows
-from emblib.ops import hash
+from emblib.ops import codes, hash
 from emblib.ops.derivatives import refuse_tangents
 from emblib.ops.effects import Effects
 from emblib.ops.hash import Keys, Misses, tables_of
+from emblib.ops.tbe import Groups
 from emblib.optim import External, Optimizer, description
 from emblib.specs import SLOTS, DynamicSpec, OnInsertFailure, Pooling, brief
 from emblib.tables import optimizer_hooks
@@ -72,6 +74,93 @@ def insert_batch(state: DynamicState, keys: Keys, counts: Tensor | None = None) 
     if inserted.result is not None:
         _report_failures(state, inserted)
     return inserted
+
+
+class BatchAtOnce(NamedTuple):
+    """A training batch that one op inserted.
+
+    Attributes:
+        keys: the batch.
+        offsets: int32, the offsets of its bags.
+        slots: int64 `[L]`, -1 for keys that were not inserted.
+        groups: the lookups by row, the fields of `emblib.ops.tbe.Groups`.
+    """
+
+    keys: Keys
+    offsets: Tensor
+    slots: Tensor
+    groups: list[Tensor]
+
+
+def inserts_at_once(state: DynamicState) -> bool:
+    """Return whether an insertion needs no decision between its steps, so that one op makes it."""
+    return (
+        state.admission is None
+        and state.backing is None
+        and state.expiry is None
+        and state.eviction_log is None
+        and state.statistics is None
+        and state.budget is None
+        and not state.on_new_rows
+        and not state.is_deferred
+        and state.row_initializer.reads_zeros
+        and not state.reports_failures
+    )
+
+
+@torch.no_grad()
+def insert_at_once(
+    state: DynamicState,
+    row_buffers: list[Tensor],
+    features: Tensor,
+    ids: Tensor,
+    offsets: Tensor,
+    tables: Tensor,
+) -> BatchAtOnce | None:
+    """Insert a training batch in one op; None, with nothing changed, if it does not serve it.
+
+    Args:
+        state: the tables, whose lock this thread holds, and which `inserts_at_once`.
+        row_buffers: those of the state.
+        features: int64 `[F, 8]`, see `emblib.ops.tbe`.
+        ids: int64 `[L]`, contiguous.
+        offsets: `[F * B + 1]`, not checked.
+        tables: int64 `[F]`, the table of each feature.
+    """
+    # Raises before anything is changed.
+    scores = None if state.scores is None else state.scores.of_next_batch()
+    index, effects = state.index, Effects()
+
+    def insert() -> BatchAtOnce | None:
+        effects.restart()
+        index.begin_insertion(effects)
+        results = effects.once(
+            hash.hash_insert_batch_,
+            index.tensors(),
+            row_buffers,
+            features,
+            ids,
+            offsets,
+            tables,
+            scores,
+            codes.HASH_ORDER[index.order],
+            codes.INSERT_POLICY[index.insert_policy],
+            *state.row_initializer.arguments(),
+        )
+        if not results:
+            return None
+        repaired, starts, slots, *groups = results
+        has_misses = len(groups) > len(Groups._fields)
+        keys = Keys(ids, starts, tables)
+        inserted = InsertedBatch(slots, status=groups.pop() if has_misses else None)
+        if has_misses:
+            index.end_insertion(keys, inserted)
+        if state.scores is not None:
+            state.scores.advance(effects)
+        state.last_batch = LastBatch(inserted, keys, ids._version)
+        return BatchAtOnce(keys, repaired, slots, groups)
+
+    return state.lock.complete(insert, lambda: not len(effects))
 
 
 class BatchInsertion:
@@ -310,7 +399,7 @@ def _clear(state: DynamicState, tick: int) -> None:
 def _report_failures(state: DynamicState, inserted: InsertedBatch) -> None:
     """Warn or raise for keys that found no slot, by `on_insert_failure` (waits for CUDA)."""
     specs = state.specs
-    if all(spec.on_insert_failure is OnInsertFailure.IGNORE for spec in specs):
+    if not state.reports_failures:
         return
     assert inserted.misses is not None
     assert inserted.result is not None

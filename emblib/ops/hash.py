@@ -41,6 +41,14 @@ The ops of the index; optional arguments may be None, and all tensors are on one
 - `insert_(index, ids, first, totals, offsets, admitted, batch_scores, order, insert_policy, slots,
   groups)` inserts misses: `ids` of the batch and the fields of its `Misses`. Returns the fields of
   `InsertResult`, then slot and status by position, which are empty without `slots` and `groups`
+- `insert_batch_(index, row_buffers, features, ids, offsets, tables, batch_scores, order,
+  insert_policy, layout, rules, seed)`, on the CPU only, is a training step in one call: it touches
+  and inserts the keys of a batch, admits all of them, and writes their initial rows as
+  `initial_rows_` does. `features`, `offsets` are those of `emblib.ops.tbe`, `tables` int64 `[F]` is
+  the table of each feature. Returns offsets (int32), starts and slots of the batch, then the fields
+  of `emblib.ops.tbe.Groups` for its rows, whose groups do not ascend, and, if keys were missing,
+  their status by position. Returns nothing, and changes nothing, if offsets are invalid, if a table
+  may have to grow, or if a table has more lookups than one thread should take
 - `erase_(index, *batch)` removes keys and returns the slots that they had
 - `expire_(index, table, first_bucket, num_buckets, before)` removes the keys of those buckets that
   were last used before clock `before`; returns which slots it freed, bool `[num_buckets * 32]`
@@ -88,7 +96,7 @@ al., 1994), tags as in F14 and SwissTable.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -177,6 +185,7 @@ hash_find = torch.ops.emblib.hash_find.default
 hash_touch_ = torch.ops.emblib.hash_touch_.default
 hash_grow_ = torch.ops.emblib.hash_grow_.default
 hash_insert_ = torch.ops.emblib.hash_insert_.default
+hash_insert_batch_ = torch.ops.emblib.hash_insert_batch_.default  # on the CPU only
 hash_erase_ = torch.ops.emblib.hash_erase_.default
 hash_expire_ = torch.ops.emblib.hash_expire_.default
 hash_find_rows = torch.ops.emblib.hash_find_rows.default
@@ -261,6 +270,24 @@ def _(
         positions,
         torch.empty_like(positions, dtype=torch.uint8),
     )
+
+
+@torch.library.register_fake("emblib::hash_insert_batch_")
+def _(
+    index: list[Tensor],
+    row_buffers: list[Tensor],
+    features: Tensor,
+    ids: Tensor,
+    offsets: Tensor,
+    *rest: Any,
+) -> list[Tensor]:
+    def ints(count: int) -> Tensor:
+        return ids.new_empty(count, dtype=torch.int32)
+
+    num_ids = ids.numel()
+    groups = [torch.empty_like(ids), ints(num_ids + 1), ints(num_ids), ints(num_ids), ints(1)]
+    starts = ids.new_empty(features.shape[0] + 1)
+    return [ints(offsets.numel()), starts, torch.empty_like(ids), *groups]
 
 
 @torch.library.register_fake("emblib::hash_erase_")

@@ -61,6 +61,8 @@ class Entry:
         file: Python file of the class.
         cls: name of the class.
         variants: "rank" or "cache" for one arm per rank or per cache size; "" for one arm.
+        new_keys: share of the lookups of a step that are new keys, for contenders that differ from
+            `dynamic` only in that.
         keyed: True for a hash table of keys.
         served: True for read-only tables; if neither, the contender looks up bags and is trained.
         dense: True if it holds all tables uncompressed; free memory must then suffice for them.
@@ -78,6 +80,7 @@ class Entry:
     file: Path
     cls: str
     variants: str = ""
+    new_keys: float = 0.0
     keyed: bool = False
     served: bool = False
     dense: bool = False

@@ -10,6 +10,7 @@ from typing import Any
 import pandas as pd
 
 from experiments.config.sweep import SWEEP, label_of
+from experiments.contenders import registry
 from experiments.machine import ceilings
 from experiments.machine.ceilings import Roofs
 from experiments.report import ratios, text
@@ -29,7 +30,8 @@ SAME_MEMORY = 1.05  # ratio of the most to the least memory, up to which it is t
 def figures(run: Run) -> list[Figure]:
     """Return every figure that this run of one mode has the data for, the main one first."""
     drawn = [*cost_figures(run), *ratios.forest_figures(run), *ratios.speedup_figures(run)]
-    drawn += [*sweep_figures(run), *roofline_figures(run), *published(run)]
+    drawn += [*new_key_figures(run), *sweep_figures(run)]
+    drawn += [*roofline_figures(run), *published(run)]
     return [f for f in (*drawn, *sample_figures(run)) if f.panels]
 
 
@@ -359,6 +361,43 @@ def sweep_figures(run: Run) -> list[Figure]:
             [Panel(title, _memory(run, axis, column)) for title, axis, column in memory],
         ),
     ]
+
+
+def new_key_figures(run: Run) -> list[Figure]:
+    """Return the time of a step against its share of new keys, a panel per dim."""
+    rows = run.table[(run.table["phase"] == "step") & run.table["ratio"].notna()]
+    shares = {"dynamic": 0.0}
+    shares |= {name: e.new_keys for name, e in registry.entries().items() if e.new_keys}
+    rows = rows[rows["contender"].isin(shares)]
+    rows = rows.assign(x=[100 * shares[name] for name in rows["contender"]])
+    if rows["x"].nunique() < 2 or run.baseline.contender in shares:
+        return []
+    panels = [
+        Panel(f"D = {dim}", _by_new_keys(run, part.sort_values("x")))
+        for dim, part in rows.groupby("D")
+    ]
+    baseline = run.baseline.label
+    return [
+        Figure(
+            "new_keys",
+            f"Time of a step ÷ {baseline}, against the share of new keys",
+            f"How many times the time of {baseline}, which inserts no keys, from the ratios within "
+            "each round, with the 95 % confidence interval. Every new key evicts another one.",
+            run.sizes(str(rows["section"].iloc[0])),
+            panels,
+        )
+    ]
+
+
+def _by_new_keys(run: Run, rows: pd.DataFrame) -> Drawing:
+    x, baseline = rows["x"], run.baseline.contender
+    bounds = {"low": rows["ratio_lo"], "high": rows["ratio_hi"]}
+    lines = [
+        contender_curve("dynamic", x, rows["ratio"], **bounds),
+        contender_curve(baseline, x, [1.0] * len(rows), marker="", line=DASHED),
+    ]
+    across = Scale("new keys (% of the lookups)", ticks=sorted({float(v) for v in x}))
+    return curves(lines, across, Scale(f"time ÷ {run.baseline.label}", log=10), names="ends")
 
 
 def _throughput(run: Run, axis: str) -> Drawing:

@@ -67,9 +67,12 @@ def test_bits_of_the_long_path(
     name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     optimizer = OPTIMIZER_CASES["rowwise_adagrad"]
+    at_once = trained(make(device, optimizer, **OPTIONS[name]), short=True)
+    monkeypatch.setattr(KeyedCalls, "can_insert", lambda *_: False)
     short = trained(make(device, optimizer, **OPTIONS[name]), short=True)
     monkeypatch.setattr(KeyedCalls, "can_serve", lambda *_: False)
     long = trained(make(device, optimizer, **OPTIONS[name]), short=False)
+    assert all(torch.equal(a, b) for a, b in zip(at_once, long, strict=True))
     assert all(torch.equal(a, b) for a, b in zip(short, long, strict=True))
 
 

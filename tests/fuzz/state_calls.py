@@ -304,6 +304,34 @@ def _hash_place(draw: random.Random) -> Call:
     return Call("hash_insert_", (*call, case.slots, groups), check)
 
 
+def _hash_insert_batch(draw: random.Random) -> Call:
+    case = _hash(draw)
+    model, counts = case.model, case.batch.counts
+    ids, starts, tables = case.batch.keys
+    num_tables = len(case.tables.sizes)
+    offsets = starts if counts is None or draw.random() < 0.5 else starts.int()
+    features = torch.zeros(tables.numel(), len(FeatureColumn), dtype=torch.int64)
+    layout = torch.zeros(num_tables, 1, 5, dtype=torch.int64)
+    layout[:, 0, 1:4] = torch.tensor([1, 64, 1])
+    rule = rule_of(Uniform(-1.0, 1.0), DynamicSpec(64, 1))
+    rules = torch.tensor([[rule]] * num_tables, dtype=torch.float64)
+    positions, scores = case.batch.positions, case.batch_scores
+
+    def check(arguments: Arguments, got: Any) -> None:
+        if not got:
+            return _same_index(arguments[0], model)
+        slots = model.touch(positions, [1] * len(positions), scores)
+        misses = model.misses(positions, slots, [1] * len(positions))
+        model.insert(misses, scores)
+        assert got[2].tolist() == model.find(positions)
+        return _same_index(arguments[0], model)
+
+    codes = (HASH_ORDER[case.tables.order], INSERT_POLICY[case.tables.insert_policy])
+    batch = (features, ids, offsets, tables, case.batch.batch_scores)
+    call = (case.index, [torch.zeros(64)], *batch, *codes, layout, rules, 5)
+    return Call("hash_insert_batch_", call, check)
+
+
 def _values(draw: random.Random, rows: int) -> Tensor:
     torch.manual_seed(drawn_seed(draw))
     return torch.randn(rows, draw.choice([1, 4, 7])).to(draw.choice(FLOATS))
@@ -467,6 +495,7 @@ STATE_CALLS: dict[str, Callable[[random.Random], Call]] = {
     "hash_touch_": _hash_use,
     "hash_grow_": _hash_grow,
     "hash_insert_": _hash_place,
+    "hash_insert_batch_": _hash_insert_batch,
     "hash_erase_": _hash_erase,
     "hash_expire_": _hash_expire,
     "hash_find_rows": _hash_find_rows,

@@ -82,6 +82,12 @@ def test_every_class_of_the_table_is_what_the_table_says(name: str) -> None:
     assert issubclass(entry.load(), base)
 
 
+def test_contenders_insert_the_share_of_new_keys_that_the_table_says() -> None:
+    shares = {name: e.new_keys for name, e in registry.entries().items() if e.new_keys}
+    assert shares
+    assert shares == {name: registry.entries()[name].load().share for name in shares}
+
+
 def test_arms_follow_what_the_table_says() -> None:
     assert registry.find("tensorly").variants == "rank"
     assert {"cached_lru", "disk_lfu", "fbgemm_lru"} <= set(registry.names_with_cache())

@@ -236,6 +236,17 @@ def test_a_cell_alone_has_no_sweeps_and_no_map(tmp_path: Path) -> None:
     assert {f.name for f in figures.figures(run)} >= {"cost_and_memory", "forest", "roofline"}
 
 
+def test_the_share_of_new_keys_is_an_axis(tmp_path: Path) -> None:
+    words = ("+experiment=new_keys", "sweep.D=[16,64]")
+    drawn = figures.new_key_figures(Run.read(make_run(tmp_path, Recipe(words=words))))
+    assert [panel.title for panel in drawn[0].panels] == ["D = 16", "D = 64"]
+    _, axes = plt.subplots()
+    drawn[0].panels[0].draw(axes)
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["0", "1", "5", "20"]
+    assert {"dynamic", "TBE"} <= {name.get_text() for name in axes.texts}
+    plt.close()
+
+
 def test_strangers_get_a_colour_that_stays() -> None:
     assert style.colour_of("fbgemm_tbe") == style.COLOURS["fbgemm"]
     first = style.colour_of("somebody_elses")

@@ -1,0 +1,421 @@
+// `hash_insert_batch_` on the CPU: the insertion of a training batch and the grouping of its
+// lookups in one call, for batches about which the caller decides nothing. Ids repeat within a
+// batch, so every step but the first and the last works on distinct keys:
+//   (1) The keys of each table are numbered in the order of their first positions (number_keys).
+//   (2) They are found and touched.
+//   (3) The missing ones are inserted, and their rows get their first values.
+//   (4) The positions are grouped by key. The sizes of groups are known from (1), so this is one
+//       pass, not a sort. The backward pass takes the groups.
+// Index and rows end as hash_touch_, hash_insert_ and hash_initial_rows_ leave them. A batch is
+// *served*, or the op changes nothing: see HashBatchCall.
+#include <torch/csrc/stable/library.h>
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+#include <numeric>
+#include <vector>
+
+#include "core/feature_bags.h"
+#include "core/isa.h"
+#include "core/output_memory.h"
+#include "core/parallel.h"
+#include "core/scratch.h"
+#include "hash/entries.h"
+
+namespace emb {
+
+EMB_SELECT_KERNELS(HashFindKernels, kHashFindKernels, hash_find_kernels)
+
+namespace {
+
+// The maximum number of positions of a table that one thread numbers: its scratch table is then in
+// the core's own cache.
+constexpr int64_t kMaxTablePositions = int64_t{1} << 16;
+constexpr int64_t kPositionsPerTask = 4096;  // minimum number of positions that a thread numbers
+// The maximum number of positions of a table, relative to the share of a thread in all of them.
+constexpr int64_t kMaxImbalance = 4;
+
+// Copy offsets, [num_bags + 1], to `copy`; return whether they ascend from 0 to n. A negative sign
+// of an offset or of a difference sets the sign of `signs`.
+template <class I>
+bool copy_offsets(const I* offsets, int64_t num_bags, int64_t n, int32_t* copy) {
+  int64_t signs = 0;
+  for (int64_t i = 0; i < num_bags; ++i) {
+    signs |= static_cast<int64_t>(offsets[i]) | (static_cast<int64_t>(offsets[i + 1]) - offsets[i]);
+    copy[i] = static_cast<int32_t>(offsets[i]);
+  }
+  copy[num_bags] = static_cast<int32_t>(offsets[num_bags]);
+  return signs >= 0 && offsets[0] == 0 && static_cast<int64_t>(offsets[num_bags]) == n;
+}
+
+// The arguments of `hash_insert_batch_`, checked.
+//   row_buffers, layout, rules, seed  as in hash_initial_rows_
+//   features        int64 [F, 8], see Feature
+//   ids             int64 [n], the key of each lookup
+//   offsets         int32 or int64 [F * B + 1], the bags of the lookups
+//   tables          int64 [F], the table of each feature
+//   batch_scores    int64 [T] or null, see HashScoring
+struct HashBatchCall {
+  static constexpr const char* kOp = "hash_insert_batch_";
+  HashIndex index;
+  HashScoring scoring;
+  bool competes;
+  FeatureBags bags;
+  const Feature* features;
+  int64_t n, num_bags;
+  Tensor offsets, starts, first_misses, none;  // int32 [bags + 1], int64 [F + 1], [T + 1], [0]
+  HashBatch batch;
+  InitialRows rows;
+  bool has_valid_offsets;
+
+  HashBatchCall(const std::vector<Tensor>& tensors, std::vector<Tensor>& row_buffers,
+                const Tensor& features_, const Tensor& ids, const Tensor& offsets_,
+                const Tensor& tables, const std::optional<Tensor>& batch_scores, int64_t order,
+                int64_t insert_policy, const Tensor& layout, const Tensor& rules)
+      : index(kOp, tensors),
+        scoring(kOp, index, order, batch_scores, ids),
+        competes(parse_competes(kOp, insert_policy)),
+        bags(kOp, checked(features_, ids, offsets_), offsets_, std::nullopt, Pooling::kNone,
+             kUnlimited),
+        features(feature_array(features_)),
+        n(ids.numel()),
+        num_bags(bags.num_bags()),
+        offsets(allocate(ids, {num_bags + 1}, ScalarType::Int)),
+        starts(allocate(ids, {bags.num_features() + 1})),
+        first_misses(allocate_zeros(ids, {index.num_tables + 1}, ScalarType::Long)),
+        none(allocate(ids, {0})),
+        batch(kOp, ids, starts, tables),
+        rows(kOp, checked({row_buffers, layout, rules, ids, none, first_misses, none})) {
+    check_same_device(kOp, "ids", ids, tensors[0]);
+    index.check_tables(kOp);
+    const Tensor contiguous = as_contiguous(offsets_);
+    const IndexArray given = index_array(contiguous);
+    int32_t* copy = offsets.mutable_data_ptr<int32_t>();
+    has_valid_offsets =
+        num_bags > 0 &&
+        (given.is_int64 ? copy_offsets(static_cast<const int64_t*>(given.data), num_bags, n, copy)
+                        : copy_offsets(static_cast<const int32_t*>(given.data), num_bags, n, copy));
+    if (!has_valid_offsets) return;
+    int64_t* start = starts.mutable_data_ptr<int64_t>();
+    for (int64_t f = 0; f <= bags.num_features(); ++f) start[f] = copy[bags.first_bags[f]];
+    batch.check_segments(kOp, index.num_tables);
+  }
+
+ private:
+  static const Tensor& checked(const Tensor& features, const Tensor& ids, const Tensor& offsets) {
+    check_features(kOp, features);
+    check_lookups(kOp, ids, offsets);
+    return features;
+  }
+  static const InitialInputs& checked(const InitialInputs& in) {
+    in.check(kOp);
+    return in;
+  }
+};
+
+// The segments of a batch by table, each table's in their order.
+struct TableSegments {
+  // Table t has segments[first[t]] to segments[first[t + 1] - 1], with positions[t + 1] -
+  // positions[t] positions.
+  std::vector<int64_t> segments, first, positions;
+
+  TableSegments(const HashBatch& batch, int64_t num_tables)
+      : segments(batch.segments), first(num_tables + 1, 0), positions(num_tables + 1, 0) {
+    for (int64_t f = 0; f < batch.segments; ++f) {
+      ++first[batch.tables[f] + 1];
+      positions[batch.tables[f] + 1] += batch.starts[f + 1] - batch.starts[f];
+    }
+    std::partial_sum(first.begin(), first.end(), first.begin());
+    std::partial_sum(positions.begin(), positions.end(), positions.begin());
+    std::vector<int64_t> next(first.begin(), first.end() - 1);
+    for (int64_t f = 0; f < batch.segments; ++f) segments[next[batch.tables[f]]++] = f;
+  }
+
+  // Return whether threads may take whole tables: none is too large for the cache of a core, and
+  // the others do not wait for the largest one for long.
+  bool are_balanced() const {
+    int64_t largest = 0;
+    for (size_t t = 0; t + 1 < positions.size(); ++t) {
+      largest = std::max(largest, positions[t + 1] - positions[t]);
+    }
+    const int64_t useful = positions.back() / kPositionsPerTask + 1;
+    return largest <= kMaxTablePositions &&
+           largest * std::min<int64_t>(num_threads(), useful) <= kMaxImbalance * positions.back();
+  }
+
+  // Call `body(t)` for every table, in parallel.
+  template <class Body>
+  void for_tables(const Body& body) const {
+    const auto cost = [&](int64_t t) { return positions[t] + t; };
+    parallel_balanced(static_cast<int64_t>(positions.size()) - 1, kPositionsPerTask, cost,
+                      [&](int64_t begin, int64_t end) {
+                        for (int64_t t = begin; t < end; ++t) body(t);
+                      });
+  }
+};
+
+// The distinct keys of a batch. A key has a *number* among those of its table; table t has the keys
+// [first_keys[t], first_keys[t + 1]) of the arrays.
+struct DistinctKeys {
+  Scratch<int64_t> keys, uses;  // by key: the key, and its number of positions
+  Scratch<int32_t> numbers;     // [n], by position
+  std::vector<int64_t> first_keys;
+
+  DistinctKeys(const HashBatch& batch, const TableSegments& tables, const HashIndex& index)
+      : keys(new_scratch<int64_t>(batch.n)),
+        uses(new_scratch<int64_t>(batch.n)),
+        numbers(new_scratch<int32_t>(batch.n)),
+        first_keys(index.num_tables + 1, 0) {
+    tables.for_tables(
+        [&](int64_t t) { first_keys[t + 1] = number_keys(batch, tables, index.table(t), t); });
+    for (int64_t t = 0; t < index.num_tables; ++t) {  // close the gaps between tables
+      const int64_t count = first_keys[t + 1], from = tables.positions[t];
+      std::memmove(keys.get() + first_keys[t], keys.get() + from, count * sizeof(int64_t));
+      std::memmove(uses.get() + first_keys[t], uses.get() + from, count * sizeof(int64_t));
+      first_keys[t + 1] += first_keys[t];
+    }
+  }
+
+  int64_t count() const { return first_keys.back(); }
+
+ private:
+  // Number the keys of table t; return their count. A cell of the scratch table has the number of a
+  // key, or -1. Whether a key is new is unpredictable, so nothing branches on it: a key is always
+  // written behind the last one, where it stays if it is new.
+  int64_t number_keys(const HashBatch& batch, const TableSegments& tables, const HashTable& table,
+                      int64_t t) {
+    const int64_t positions = tables.positions[t + 1] - tables.positions[t];
+    const auto size =
+        static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(positions + positions / 2 + 1)));
+    const uint64_t mask = static_cast<uint64_t>(size) - 1;
+    const Scratch<int32_t> cells = new_scratch<int32_t>(size);
+    std::memset(cells.get(), 0xff, size * sizeof(int32_t));
+    int64_t* known = keys.get() + tables.positions[t];
+    int64_t* counts = uses.get() + tables.positions[t];
+    int32_t next = 0;
+    for (int64_t s = tables.first[t]; s < tables.first[t + 1]; ++s) {
+      const int64_t f = tables.segments[s];
+      for (int64_t i = batch.starts[f]; i < batch.starts[f + 1]; ++i) {
+        const int64_t key = batch.ids[i];
+        known[next] = key;
+        uint64_t cell = table.hash(key) >> kCellShift & mask;
+        int32_t number = number_or(cells[cell], next);
+        while (known[number] != key) {  // the cell of another key
+          cell = (cell + 1) & mask;
+          number = number_or(cells[cell], next);
+        }
+        cells[cell] = numbers[i] = number;
+        const int64_t is_new = number == next;
+        counts[number] = (counts[number] & (is_new - 1)) + 1;
+        next += static_cast<int32_t>(is_new);
+      }
+    }
+    return next;
+  }
+
+  // Return `number`, or `next` if that is -1. The compiler would make a branch of `?:`.
+  static int32_t number_or(int32_t number, int32_t next) {
+    const int32_t is_free = number >> 31;
+    return (number & ~is_free) | (next & is_free);
+  }
+
+  static constexpr int kCellShift = 16;  // so that equal buckets do not mean equal cells
+};
+
+// Return whether no table has to grow if all keys of the batch are inserted.
+bool fit(const HashIndex& index, const DistinctKeys& distinct) {
+  for (int64_t t = 0; t < index.num_tables; ++t) {
+    const int64_t keys =
+        index.field(t, kSize) + distinct.first_keys[t + 1] - distinct.first_keys[t];
+    const int64_t buckets = index.field(t, kBuckets);
+    if (wanted_buckets(keys, buckets, index.field(t, kMaxBuckets), index.field(t, kMaxLoad)) !=
+        buckets) {
+      return false;
+    }
+  }
+  return true;
+}
+
+// Find and touch the distinct keys; write their slots.
+void touch_keys(const HashBatchCall& call, const DistinctKeys& distinct, int64_t* slots) {
+  const HashIndex& index = call.index;
+  const int64_t stamp = ++*index.clock;
+  std::vector<int64_t> tables(index.num_tables);
+  std::iota(tables.begin(), tables.end(), int64_t{0});
+  const HashBatch keys(distinct.keys.get(), distinct.first_keys.data(), tables.data(),
+                       index.num_tables);
+  const HashFindKernels& kernels = hash_find_kernels();
+  parallel_segments(keys, [&](int64_t t, int64_t begin, int64_t end) {
+    const HashTouch touch{call.scoring.order, stamp, call.scoring.score_of(t),
+                          distinct.uses.get() + begin, index.queues_of(t)};
+    kernels.find(index.table(t), keys.ids + begin, end - begin, &touch, slots + begin);
+  });
+}
+
+// The missing keys of a batch in the order of their tables and numbers, and their insertion.
+struct MissingKeys {
+  std::vector<int64_t> keys, uses, slots;  // by miss: index of the key, its uses, its slot
+  std::vector<uint8_t> status;             // by miss
+
+  // Collect the keys without a slot, and count lookups and hits. Writes `offsets` [T + 1].
+  MissingKeys(const HashBatchCall& call, const TableSegments& tables, const DistinctKeys& distinct,
+              const int64_t* found, int64_t* offsets) {
+    for (int64_t t = 0; t < call.index.num_tables; ++t) {
+      int64_t missed = 0;
+      for (int64_t k = distinct.first_keys[t]; k < distinct.first_keys[t + 1]; ++k) {
+        if (found[k] >= 0) continue;
+        keys.push_back(k);
+        uses.push_back(distinct.uses[k]);
+        missed += distinct.uses[k];
+      }
+      offsets[t + 1] = static_cast<int64_t>(keys.size());
+      const int64_t positions = tables.positions[t + 1] - tables.positions[t];
+      call.index.counter(t, kLookups) += positions;
+      call.index.counter(t, kHits) += positions - missed;
+    }
+    slots.resize(keys.size());
+    status.resize(keys.size());
+  }
+
+  // Insert them, write their rows, and complete `found`.
+  void insert(const HashBatchCall& call, const DistinctKeys& distinct, const int64_t* offsets,
+              int64_t seed, int64_t* found) {
+    insert_misses(
+        call.index, call.scoring, call.competes, Misses(call.index.num_tables, offsets),
+        {distinct.keys.get(), keys.data(), uses.data(), slots.data(), status.data(), nullptr});
+    call.rows.write(distinct.keys.get(), keys.data(), offsets, slots.data(), seed);
+    for (size_t miss = 0; miss < keys.size(); ++miss) found[keys[miss]] = slots[miss];
+  }
+};
+
+// The results by position, and the groups of positions by key, as tbe_group returns them, but in
+// the order of tables and numbers. Positions of keys without a slot are in no group and come last.
+struct BatchGroups {
+  Tensor slots, rows, segments, lookups, bags, count;
+
+  BatchGroups(const Tensor& ids, int64_t n)
+      : slots(allocate_output(ids, {n}, ScalarType::Long)),
+        rows(allocate_output(ids, {n}, ScalarType::Long)),
+        segments(allocate_output(ids, {n + 1}, ScalarType::Int)),
+        lookups(allocate_output(ids, {n}, ScalarType::Int)),
+        bags(allocate_output(ids, {n}, ScalarType::Int)),
+        count(allocate(ids, {1}, ScalarType::Int)) {}
+
+  // Write all of them; `found` are the slots of keys.
+  void write(const HashBatchCall& call, const TableSegments& tables, const DistinctKeys& distinct,
+             const int64_t* found) const {
+    const int64_t num_tables = call.index.num_tables;
+    const Scratch<int32_t> next = new_scratch<int32_t>(distinct.count());  // by key
+    std::vector<int32_t> next_ungrouped(num_tables + 1, 0);                // by table
+    std::vector<int64_t> first_rows(num_tables, 0);
+    for (int64_t f = 0; f < call.batch.segments; ++f) {
+      first_rows[call.batch.tables[f]] = call.features[f].row_base;
+    }
+    auto* row = rows.mutable_data_ptr<int64_t>();
+    auto* segment = segments.mutable_data_ptr<int32_t>();
+    int32_t groups = 0, grouped = 0;
+    segment[0] = 0;
+    for (int64_t t = 0; t < num_tables; ++t) {
+      for (int64_t k = distinct.first_keys[t]; k < distinct.first_keys[t + 1]; ++k) {
+        const auto positions = static_cast<int32_t>(distinct.uses[k]);
+        if (found[k] < 0) {
+          next_ungrouped[t + 1] += positions;
+          continue;
+        }
+        next[k] = grouped;
+        row[groups] = first_rows[t] + found[k];
+        grouped += positions;
+        segment[++groups] = grouped;
+      }
+    }
+    *count.mutable_data_ptr<int32_t>() = groups;
+    next_ungrouped[0] = grouped;
+    std::partial_sum(next_ungrouped.begin(), next_ungrouped.end(), next_ungrouped.begin());
+    tables.for_tables([&](int64_t t) {
+      scatter(call, tables, distinct, found, t, next.get(), &next_ungrouped[t]);
+    });
+  }
+
+ private:
+  // Write the results of the positions of table t; `next` and `next_ungrouped` are where those of
+  // each key, and those without a group, continue.
+  void scatter(const HashBatchCall& call, const TableSegments& tables, const DistinctKeys& distinct,
+               const int64_t* found, int64_t t, int32_t* next, int32_t* next_ungrouped) const {
+    const auto* offset = call.offsets.const_data_ptr<int32_t>();
+    auto* slot = slots.mutable_data_ptr<int64_t>();
+    auto *lookup = lookups.mutable_data_ptr<int32_t>(), *bag_of = bags.mutable_data_ptr<int32_t>();
+    const int64_t first_key = distinct.first_keys[t];
+    for (int64_t s = tables.first[t]; s < tables.first[t + 1]; ++s) {
+      const int64_t f = tables.segments[s];
+      for (int64_t bag = call.bags.first_bags[f]; bag < call.bags.first_bags[f + 1]; ++bag) {
+        for (int32_t i = offset[bag]; i < offset[bag + 1]; ++i) {
+          const int64_t key = first_key + distinct.numbers[i];
+          slot[i] = found[key];
+          const int32_t j = found[key] < 0 ? (*next_ungrouped)++ : next[key]++;
+          lookup[j] = i;
+          bag_of[j] = static_cast<int32_t>(bag);
+        }
+      }
+    }
+  }
+};
+
+// Return the status of the key of each position, uint8 [n].
+Tensor key_status(const Tensor& ids, const HashBatchCall& call, const TableSegments& tables,
+                  const DistinctKeys& distinct, const MissingKeys& missing) {
+  std::vector<uint8_t> by_key(distinct.count(), static_cast<uint8_t>(InsertStatus::kHit));
+  for (size_t miss = 0; miss < missing.keys.size(); ++miss) {
+    by_key[missing.keys[miss]] = missing.status[miss];
+  }
+  Tensor status = allocate(ids, {call.n}, ScalarType::Byte);
+  auto* out = static_cast<uint8_t*>(status.mutable_data_ptr());
+  tables.for_tables([&](int64_t t) {
+    const uint8_t* of_table = by_key.data() + distinct.first_keys[t];
+    for (int64_t s = tables.first[t]; s < tables.first[t + 1]; ++s) {
+      const int64_t f = tables.segments[s];
+      for (int64_t i = call.batch.starts[f]; i < call.batch.starts[f + 1]; ++i) {
+        out[i] = of_table[distinct.numbers[i]];
+      }
+    }
+  });
+  return status;
+}
+
+// Insert a batch. Return [offsets, starts, slots, rows, segments, lookups, bags, count]: the
+// offsets as int32; the first position of each feature, int64 [F + 1]; BatchGroups. If keys were
+// missing, the status of the key of each position follows, uint8 [n]. Return nothing, and change
+// nothing, if the batch is not served: if its offsets do not ascend from 0 to n, if a table may
+// have to grow, or if a table has too many positions for one thread.
+std::vector<Tensor> hash_insert_batch_(std::vector<Tensor> tensors, std::vector<Tensor> row_buffers,
+                                       const Tensor& features, const Tensor& ids,
+                                       const Tensor& offsets, const Tensor& tables,
+                                       std::optional<Tensor> batch_scores, int64_t order,
+                                       int64_t insert_policy, const Tensor& layout,
+                                       const Tensor& rules, int64_t seed) {
+  const HashBatchCall call(tensors, row_buffers, features, ids, offsets, tables, batch_scores,
+                           order, insert_policy, layout, rules);
+  if (!call.has_valid_offsets) return {};
+  const TableSegments segments(call.batch, call.index.num_tables);
+  if (!segments.are_balanced()) return {};
+  const DistinctKeys distinct(call.batch, segments, call.index);
+  if (!fit(call.index, distinct)) return {};
+  const BatchGroups groups(ids, call.n);
+  const Scratch<int64_t> found = new_scratch<int64_t>(distinct.count());
+  touch_keys(call, distinct, found.get());
+  int64_t* first_misses = call.first_misses.mutable_data_ptr<int64_t>();
+  MissingKeys missing(call, segments, distinct, found.get(), first_misses);
+  if (!missing.keys.empty()) missing.insert(call, distinct, first_misses, seed, found.get());
+  groups.write(call, segments, distinct, found.get());
+  std::vector<Tensor> results{call.offsets,    call.starts,    groups.slots, groups.rows,
+                              groups.segments, groups.lookups, groups.bags,  groups.count};
+  if (!missing.keys.empty()) {
+    results.push_back(key_status(ids, call, segments, distinct, missing));
+  }
+  return results;
+}
+
+}  // namespace
+}  // namespace emb
+
+STABLE_TORCH_LIBRARY_IMPL(emblib, CPU, m) { EMB_IMPL(m, emb, hash_insert_batch_); }

@@ -1,0 +1,171 @@
+"""`hash_insert_batch_`: index, rows and groups that the ops one by one make."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from emblib.columns import FeatureRow
+from emblib.dynamic.hash_index import HashIndex
+from emblib.init import Uniform
+from emblib.ops import hash, tbe
+from emblib.ops.codes import HASH_ORDER, INSERT_POLICY
+from emblib.specs import DynamicSpec, Eviction, InsertPolicy
+from tests.hash_cases import EDGE_KEYS, HASH_KEYS
+
+FEATURE_TABLES = torch.tensor([1, 0, 1])  # a table with two features, not in the order of tables
+DIM = 3
+
+
+class Tables:
+    """Two tables with rows and one row-wise state."""
+
+    def __init__(self, eviction: Eviction, policy: InsertPolicy, rows: tuple[int, int]) -> None:
+        self.specs = [
+            DynamicSpec(count, DIM, eviction=eviction, insert_policy=policy) for count in rows
+        ]
+        self.index = HashIndex(self.specs, hash_keys=HASH_KEYS[:2])
+        first = self.first_rows = [0, self.specs[0].rows]
+        total = sum(spec.rows for spec in self.specs)
+        self.rows = [torch.zeros(total * DIM), torch.zeros(total)]
+        self.features = torch.tensor(
+            [
+                FeatureRow(
+                    weight_offset=first[t] * DIM,
+                    row_base=first[t],
+                    rows=self.specs[t].rows,
+                    dim=DIM,
+                    column=DIM * f,
+                    state_base=first[t],
+                    cache_stride=0,
+                )
+                for f, t in enumerate(FEATURE_TABLES.tolist())
+            ]
+        )
+        self.total_rows = total
+        layout = [
+            [(at * DIM, DIM, spec.rows, DIM, t), (at, 1, spec.rows, 1, t)]
+            for t, (at, spec) in enumerate(zip(first, self.specs, strict=True))
+        ]
+        rules = [[hash.rule_of(Uniform(-1.0, 1.0), spec)] * 2 for spec in self.specs]
+        self.initial = (torch.tensor(layout), torch.tensor(rules, dtype=torch.float64), 7)
+        self.codes = (
+            HASH_ORDER[self.index.order],
+            INSERT_POLICY[self.index.insert_policy],
+        )
+
+    def at_once(self, ids: Tensor, offsets: Tensor, scores: Tensor | None) -> list[Tensor]:
+        batch = (self.features, ids, offsets, FEATURE_TABLES, scores)
+        results: list[Tensor] = hash.hash_insert_batch_(
+            self.index.tensors(), self.rows, *batch, *self.codes, *self.initial
+        )
+        return results
+
+    def one_by_one(self, ids: Tensor, offsets: Tensor, scores: Tensor | None) -> list[Tensor]:
+        """Return slots, status and groups."""
+        starts = offsets[:: (offsets.numel() - 1) // len(FEATURE_TABLES)].long().contiguous()
+        keys = hash.Keys(ids, starts, FEATURE_TABLES)
+        inserted = self.index.insert(keys, batch_scores=scores)
+        if inserted.misses is not None and inserted.result is not None:
+            misses = (inserted.misses.first, inserted.misses.offsets, inserted.result.slots)
+            hash.initial_rows_(self.rows, *self.initial[:2], ids, *misses, self.initial[2])
+        status = inserted.status
+        if status is None:
+            status = torch.full_like(inserted.slots, hash.HIT, dtype=torch.uint8)
+        groups = tbe.group(self.features, inserted.slots, offsets, self.total_rows)
+        return [inserted.slots, status, *groups]
+
+
+def _batches(count: int, most: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+    some = torch.Generator().manual_seed(seed)
+    pool = torch.cat([torch.tensor(EDGE_KEYS), torch.arange(-20, 180)])
+    for _ in range(count):
+        bags = 3 * int(torch.randint(1, 5, (), generator=some))
+        sizes = torch.randint(0, most, (bags,), generator=some)
+        offsets = torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)])
+        ids = pool[torch.randint(0, len(pool), (int(offsets[-1]),), generator=some)]
+        yield ids, offsets.int() if bags % 2 else offsets
+
+
+def _sorted(groups: list[Tensor]) -> list[list[tuple[int, int]]]:
+    """Return the lookups and bags of each row, by ascending row, each after the row."""
+    rows, segments, lookups, bags, count = (tensor.tolist() for tensor in groups)
+    each = [
+        [(row, 0), *zip(lookups[begin:end], bags[begin:end], strict=True)]
+        for row, begin, end in zip(rows, segments, segments[1 : count[0] + 1], strict=False)
+    ]
+    return sorted(each)
+
+
+@pytest.mark.parametrize("policy", InsertPolicy)
+@pytest.mark.parametrize("eviction", Eviction)
+def test_equals_the_ops_one_by_one(eviction: Eviction, policy: InsertPolicy) -> None:
+    threads = torch.get_num_threads()
+    first, second = (Tables(eviction, policy, (64, 160)) for _ in range(2))
+    # The last ones are large enough for several threads.
+    batches = (*_batches(24, 30, seed=1), *_batches(3, 2000, seed=2))
+    for step, (ids, offsets) in enumerate(batches):
+        scores = torch.tensor([step % 7, 3 - step % 5]) if first.index.order == "assigned" else None
+        torch.set_num_threads(1 + step % 3)
+        results = first.at_once(ids, offsets, scores)
+        torch.set_num_threads(threads)
+        slots, status, *groups = second.one_by_one(ids, offsets, scores)
+        repaired, starts, mine, *rest = results
+        assert repaired.tolist() == offsets.tolist()
+        assert starts.tolist() == offsets[:: len(offsets) // 3].tolist()
+        assert torch.equal(mine, slots)
+        has_misses = bool((status != hash.HIT).any())
+        assert len(rest) == 5 + has_misses
+        if has_misses:
+            assert torch.equal(rest.pop(), status)
+        assert _sorted(rest) == _sorted(groups)
+        tags, entries, *others = first.index.tensors()[:5]
+        wanted = second.index.tensors()
+        assert torch.equal(tags, wanted[0])
+        assert torch.equal(entries[tags != 0], wanted[1][tags != 0])
+        assert all(torch.equal(a, b) for a, b in zip(others, wanted[2:5], strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(first.rows, second.rows, strict=True))
+    assert min(int(size) for size in first.index.tables[:, 3]) > 30
+
+
+def test_does_not_serve_a_table_that_threads_would_wait_for() -> None:
+    tables = Tables(Eviction.LRU, InsertPolicy.ALWAYS_EVICT, (64, 160))
+    assert tables.at_once(
+        torch.zeros(1 << 16, dtype=torch.int64), torch.tensor([0, 0, 1 << 16, 1 << 16]), None
+    )
+    too_many = (1 << 16) + 1
+    assert not tables.at_once(
+        torch.zeros(too_many, dtype=torch.int64), torch.tensor([0, 0, too_many, too_many]), None
+    )
+
+
+def test_does_not_serve_what_needs_the_host() -> None:
+    tables = Tables(Eviction.LRU, InsertPolicy.ALWAYS_EVICT, (64, 160))
+    ids, offsets = torch.arange(6), torch.tensor([0, 2, 4, 6])
+    for wrong in ([0, 2, 4, 5], [1, 2, 4, 6], [0, 4, 2, 6], [0, -2, 4, 6], [0, 2, 4, 2**33]):
+        before = [tensor.clone() for tensor in tables.index.tensors()]
+        assert tables.at_once(ids, torch.tensor(wrong), None) == []
+        assert all(map(torch.equal, before, tables.index.tensors()))
+    tables.specs = [DynamicSpec(640, DIM, initial_capacity=32) for _ in range(2)]
+    tables.index = HashIndex(tables.specs, hash_keys=HASH_KEYS[:2])
+    assert tables.at_once(ids, offsets, None)
+    before = [tensor.clone() for tensor in tables.index.tensors()]
+    assert tables.at_once(torch.arange(60), offsets * 10, None) == []
+    assert all(map(torch.equal, before, tables.index.tensors()))
+    with pytest.raises(RuntimeError, match="ids must be int64"):
+        tables.at_once(ids.int(), offsets, None)
+    tables.rows = [rows[:9] for rows in tables.rows]
+    with pytest.raises(RuntimeError, match="layout must place the rows"):
+        tables.at_once(ids, offsets, None)
+
+
+def test_opcheck() -> None:
+    tables = Tables(Eviction.LRU, InsertPolicy.ALWAYS_EVICT, (64, 160))
+    ids, offsets = torch.arange(6), torch.tensor([0, 2, 4, 6])
+    tables.one_by_one(ids, offsets, None)
+    batch = (tables.features, ids, offsets, FEATURE_TABLES, None)
+    arguments = (tables.index.tensors(), tables.rows, *batch, *tables.codes, *tables.initial)
+    # It returns a list and mutates: compiled code does not call it.
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(torch.ops.emblib.hash_insert_batch_.default, arguments, test_utils=checks)
