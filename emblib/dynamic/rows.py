@@ -309,11 +309,12 @@ class RowInitializer(nn.Module):
         ):
             self.register_buffer(name, tensor.to(device), persistent=False)
 
-    def write_(self, buffers: list[Tensor], keys: Keys, inserted: InsertedBatch) -> None:
-        """Write initial values into the rows of the inserted keys."""
-        misses, result = inserted.misses, inserted.result
+    def write_(
+        self, buffers: list[Tensor], keys: Keys, inserted: InsertedBatch, slots: Tensor
+    ) -> None:
+        """Write initial values into the rows in `slots`, int64 `[L]` by miss, -1 for none."""
+        misses = inserted.misses
         assert misses is not None
-        assert result is not None
         initial.initial_rows_(
             buffers,
             self.row_layout,
@@ -321,7 +322,7 @@ class RowInitializer(nn.Module):
             keys.ids,
             misses.first,
             misses.offsets,
-            result.slots,
+            slots,
             self.seed,
         )
 
