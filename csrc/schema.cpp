@@ -136,9 +136,7 @@ STABLE_TORCH_LIBRARY(emblib, m) {
   m.def(
       "tier_read(Tensor records, Tensor slots, SymInt row_bytes)"
       " -> (Tensor positions, Tensor words, Tensor values)");
-  m.def(
-      "tier_write_(Tensor(a!) records, Tensor slots, Tensor stamps, Tensor scores, Tensor values)"
-      " -> ()");
+  m.def("tier_write_(Tensor(a!) records, Tensor slots, Tensor words, Tensor values) -> ()");
 
   // Tensor-train tables: they produce rows for the ops above.
   m.def(

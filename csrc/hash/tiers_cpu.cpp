@@ -1,5 +1,5 @@
 // Rows that move between the slots of a dynamic table and its backing store, on the CPU:
-// `tier_swap_` for the table's side, `tier_read` and `tier_write_` for a store in memory.
+// `tier_swap_` for the table's side, `tier_read` and `tier_write_` for records of a store.
 //
 // Between the tiers a row is packed: its bytes in all row buffers, weights then optimizer states,
 // one after the other. So it is copied twice, out of one tier into a packed matrix, and from there
@@ -207,22 +207,25 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> tier_swap_(
   return {call.slots, call.status, call.demoted, call.demoted_rows, call.refused, call.found_slots};
 }
 
-// The records of a store in memory, uint8 [S, stride]: stamp and score of a row, then its bytes.
+// The records of a store, uint8 [S, stride]: some words of 64 bits, then the bytes of a row, which
+// may be none. They are in memory or in a mapped file.
 struct Records {
-  static constexpr int64_t kHeadBytes = 2 * sizeof(int64_t);
-
   char* data;
-  int64_t count, stride;
+  int64_t count, stride, num_words;
 
   Records(const char* op, const Tensor& records, int64_t row_bytes) {
     count = records.dim() == 2 ? records.size(0) : 0;
     stride = records.dim() == 2 ? records.size(1) : 0;
     data = byte_rows(op, "records", records, count, stride);
-    STD_TORCH_CHECK(row_bytes >= 0 && row_bytes <= stride - kHeadBytes, op,
-                    ": records must have 16 bytes and a row of ", row_bytes, ", got ", stride);
+    STD_TORCH_CHECK(row_bytes >= 0 && row_bytes <= stride, op, ": records must have a row of ",
+                    row_bytes, " bytes, got ", stride);
+    num_words = (stride - row_bytes) / kWordBytes;
   }
 
+  static constexpr int64_t kWordBytes = sizeof(int64_t);
+
   char* at(int64_t slot) const { return data + slot * stride; }
+  int64_t head_bytes() const { return num_words * kWordBytes; }
 
   void check_slot(const char* op, int64_t slot) const {
     STD_TORCH_CHECK(slot >= -1 && slot < count, op, ": slots must be records in [0, ", count,
@@ -242,37 +245,39 @@ std::tuple<Tensor, Tensor, Tensor> tier_read(const Tensor& records_in, const Ten
     records.check_slot(op, slots[i]);
     count += slots[i] >= 0;
   }
-  Tensor positions = allocate_words(slots_in, {count}),
-         words = allocate_words(slots_in, {2, count});
+  Tensor positions = allocate_words(slots_in, {count});
+  Tensor words_out = allocate_words(slots_in, {records.num_words, count});
   Tensor values = allocate_output(slots_in, {count, row_bytes}, ScalarType::Byte);
   int64_t* at = positions.mutable_data_ptr<int64_t>();
   for (int64_t i = 0, k = 0; i < n; ++i) {
     if (slots[i] >= 0) at[k++] = i;
   }
-  int64_t *stamps = words.mutable_data_ptr<int64_t>(), *scores = stamps + count;
+  int64_t* words = words_out.mutable_data_ptr<int64_t>();
   auto* out = static_cast<char*>(values.mutable_data_ptr());
   const auto cost = [&](int64_t i) { return records.stride * i; };
   parallel_balanced(count, kBytesPerTask, cost, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       if (i + kRowsAhead < end) prefetch_row(records.at(slots[at[i + kRowsAhead]]), records.stride);
       const char* record = records.at(slots[at[i]]);
-      std::memcpy(stamps + i, record, sizeof(int64_t));
-      std::memcpy(scores + i, record + sizeof(int64_t), sizeof(int64_t));
-      std::memcpy(out + i * row_bytes, record + Records::kHeadBytes, row_bytes);
+      for (int64_t word = 0; word < records.num_words; ++word) {
+        std::memcpy(words + word * count + i, record + word * Records::kWordBytes,
+                    Records::kWordBytes);
+      }
+      std::memcpy(out + i * row_bytes, record + records.head_bytes(), row_bytes);
     }
   });
-  return {positions, words, values};
+  return {positions, words_out, values};
 }
 
 // Write records to slots, which are distinct; -1 is none.
-void tier_write_(Tensor records_in, const Tensor& slots_in, const Tensor& stamps_in,
-                 const Tensor& scores_in, const Tensor& values_in) {
+void tier_write_(Tensor records_in, const Tensor& slots_in, const Tensor& words_in,
+                 const Tensor& values_in) {
   const char* op = "tier_write_";
   const int64_t n = slots_in.numel(), bytes = values_in.dim() == 2 ? values_in.size(1) : 0;
   const Records records(op, records_in, bytes);
   const auto* slots = required_array<int64_t>(op, "slots", slots_in, n, records_in);
-  const auto* stamps = required_array<int64_t>(op, "stamps", stamps_in, n, records_in);
-  const auto* scores = required_array<int64_t>(op, "scores", scores_in, n, records_in);
+  const auto* words =
+      required_array<int64_t>(op, "words", words_in, records.num_words * n, records_in);
   const char* values = byte_rows(op, "values", values_in, n, bytes);
   for (int64_t i = 0; i < n; ++i) records.check_slot(op, slots[i]);
   const auto cost = [&](int64_t i) { return records.stride * i; };
@@ -283,9 +288,10 @@ void tier_write_(Tensor records_in, const Tensor& slots_in, const Tensor& stamps
       }
       if (slots[i] < 0) continue;
       char* record = records.at(slots[i]);
-      std::memcpy(record, stamps + i, sizeof(int64_t));
-      std::memcpy(record + sizeof(int64_t), scores + i, sizeof(int64_t));
-      std::memcpy(record + Records::kHeadBytes, values + i * bytes, bytes);
+      std::memcpy(record + records.head_bytes(), values + i * bytes, bytes);
+      for (int64_t word = 0; word < records.num_words; ++word) {
+        std::memcpy(record + word * Records::kWordBytes, words + word * n + i, Records::kWordBytes);
+      }
     }
   });
 }

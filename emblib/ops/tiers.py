@@ -14,10 +14,10 @@ packed matrix, and out of that into the other tier.
   stored rows, `NEW` for refused misses), keys, stamps and scores of evicted keys, int64 `[3, k]`,
   their rows, the refused misses, and the slots of `found`. A stored row without a slot, -1, is not
   written
-- `tier_read(records, slots, row_bytes)` reads rows of a store in memory: `records` uint8
-  `[S, stride]` are stamp and score, 8 bytes each, then the packed row. Returns the positions of
-  slots that are not -1, their stamps and scores, int64 `[2, m]`, and rows
-- `tier_write_(records, slots, stamps, scores, values)` writes records to distinct slots; -1 is none
+- `tier_read(records, slots, row_bytes)` reads records of a store, uint8 `[S, stride]`: some words
+  of 8 bytes, then the bytes of a row; either may be missing. Returns the positions of slots that
+  are not -1, their words, int64 `[words, m]`, and rows, uint8 `[m, row_bytes]`
+- `tier_write_(records, slots, words, values)` writes records to distinct slots; -1 is none
 
 The definition is `emblib.reference.tiers`.
 """
@@ -57,11 +57,11 @@ def _(records: Tensor, slots: Tensor, row_bytes: int) -> tuple[Tensor, Tensor, T
     num_rows = torch.library.get_ctx().new_dynamic_size()
     return (
         slots.new_empty(num_rows),
-        slots.new_empty(2, num_rows),
+        slots.new_empty((records.size(1) - row_bytes) // 8, num_rows),
         records.new_empty(num_rows, row_bytes),
     )
 
 
 @torch.library.register_fake("emblib::tier_write_")
-def _(records: Tensor, slots: Tensor, stamps: Tensor, scores: Tensor, values: Tensor) -> None:
+def _(records: Tensor, slots: Tensor, words: Tensor, values: Tensor) -> None:
     return None

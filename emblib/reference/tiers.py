@@ -45,17 +45,20 @@ def swap_(
 
 
 def read(records: Tensor, slots: Tensor, row_bytes: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the positions of slots that are not -1, their stamps and scores, and their rows."""
+    """Return the positions of slots that are not -1, their words, and their rows."""
     positions = (slots >= 0).nonzero().view(-1)
-    found = records[slots[positions]]
-    words = found[:, :16].contiguous().view(torch.int64)
-    return positions, words.T, found[:, 16 : 16 + row_bytes]
+    found, num_words = records[slots[positions]], (records.shape[1] - row_bytes) // 8
+    words = torch.empty(num_words, positions.numel(), dtype=torch.int64)
+    for number in range(num_words):
+        word = found[:, 8 * number : 8 * number + 8].clone(memory_format=torch.contiguous_format)
+        words[number] = word.view(torch.int64).view(-1)
+    return positions, words, found[:, 8 * num_words : 8 * num_words + row_bytes]
 
 
-def write_(records: Tensor, slots: Tensor, stamps: Tensor, scores: Tensor, values: Tensor) -> None:
-    """Write stamp, score and row to each slot that is not -1."""
-    words = torch.stack([stamps, scores], dim=1)
-    rows = torch.cat([words.view(torch.uint8), values], dim=1)
+def write_(records: Tensor, slots: Tensor, words: Tensor, values: Tensor) -> None:
+    """Write words and row to each slot that is not -1."""
+    heads = [word.clone().view(-1, 1).view(torch.uint8) for word in words]
+    rows = torch.cat([*heads, values], dim=1)
     for slot, row in zip(slots.tolist(), rows, strict=True):
         if slot >= 0:
             records[slot, : row.numel()] = row

@@ -31,15 +31,15 @@ def draw_swap(dtype: torch.dtype, dim: int, count: int) -> tuple[Any, ...]:
     return buffers, slots, status, evicted, found, rows, ROWS - OVERFLOW
 
 
-def draw_records(count: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return records of rows of 13 bytes, and slots, stamps, scores and rows to write."""
+def draw_records(count: int, words: int = 2) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return records of some words and rows of 13 bytes; slots, words and rows to write."""
     draw = torch.Generator().manual_seed(count)
-    records = torch.randint(0, 256, (ROWS, 32), generator=draw, dtype=torch.uint8)
+    records = torch.randint(0, 256, (ROWS, 8 * words + 13), generator=draw, dtype=torch.uint8)
     slots = torch.randperm(ROWS, generator=draw)[:count]
     slots[::5] = -1
-    stamps, scores = torch.randint(-(2**63), 2**63 - 1, (2, count), generator=draw).unbind()
+    heads = torch.randint(-(2**63), 2**63 - 1, (words, count), generator=draw)
     values = torch.randint(0, 256, (count, 13), generator=draw, dtype=torch.uint8)
-    return records, slots, stamps, scores, values
+    return records, slots, heads, values
 
 
 def same_bytes(got: list[Tensor], want: list[Tensor]) -> None:
@@ -63,20 +63,31 @@ def test_swaps_are_those_of_the_reference(
             same_bytes(buffers, want_buffers)
 
 
-def test_records_are_those_of_the_reference(thread_counts: list[int]) -> None:
+@pytest.mark.parametrize("words", [0, 2, 4])
+def test_records_are_those_of_the_reference(words: int, thread_counts: list[int]) -> None:
     for count in COUNTS:
-        records, *rest = draw_records(count)
+        records, *rest = draw_records(count, words)
         slots = rest[0]
         reference.write_(records, *rest)
         want = reference.read(records, slots.flip(0).contiguous(), 13)
         for threads in thread_counts:
             torch.set_num_threads(threads)
-            written, *rest = draw_records(count)
+            written, *rest = draw_records(count, words)
             tiers.tier_write_(written, *rest)
             assert torch.equal(written, records)
             got = tiers.tier_read(written, slots.flip(0).contiguous(), 13)
             for part, wanted in zip(got, want, strict=True):
                 assert torch.equal(part, wanted)
+
+
+def test_records_of_words_alone() -> None:
+    heads, slots = torch.arange(12).view(2, 6), torch.tensor([5, 0, -1, 2, 1, 4])
+    records = torch.zeros(6, 16, dtype=torch.uint8)
+    tiers.tier_write_(records, slots, heads, torch.empty(6, 0, dtype=torch.uint8))
+    positions, words, rows = tiers.tier_read(records, slots, 0)
+    assert positions.tolist() == [0, 1, 3, 4, 5]
+    assert torch.equal(words, heads[:, positions])
+    assert rows.shape == (5, 0)
 
 
 @pytest.mark.parametrize(
@@ -88,9 +99,10 @@ def test_records_are_those_of_the_reference(thread_counts: list[int]) -> None:
         ("tier_swap_", 6, ROWS - 1, "slots of misses must be rows"),
         ("tier_swap_", 6, ROWS + 1, r"first_overflow must be in \[0, 900\], got 901"),
         ("tier_read", 1, torch.tensor([-2]), "slots must be records .* got -2"),
-        ("tier_read", 2, 17, "records must have 16 bytes and a row of 17, got 32"),
+        ("tier_read", 2, 30, "records must have a row of 30 bytes, got 29"),
         ("tier_write_", 1, torch.full((37,), ROWS), "slots must be records"),
-        ("tier_write_", 4, torch.zeros(37, 17, dtype=torch.uint8), "a row of 17"),
+        ("tier_write_", 2, torch.zeros(37).long(), "words must be contiguous with 74 entries"),
+        ("tier_write_", 3, torch.zeros(37, 30, dtype=torch.uint8), "a row of 30 bytes"),
     ],
 )
 def test_wrong_arguments_raise_before_anything_is_written(

@@ -252,18 +252,15 @@ class BackingTier:
         misses, result = inserted.misses, inserted.result
         assert misses is not None
         assert result is not None
-        offsets, tick = misses.offsets.tolist(), self.fast.index.tick
+        offsets = misses.offsets.tolist()
         moves, swaps, overflow, all_counts = Moves({}, {}), [], [], []
         for t, found in enumerate(rows):
             swapped = self._swap(t, result, slice(offsets[t], offsets[t + 1]), found, effects)
             swaps.append(swapped)
             moves.demoted[t] = StoredRows.from_words(swapped.demoted, swapped.demoted_rows)
-            refused = offsets[t] + swapped.refused
-            refused_keys = keys.ids[misses.first[refused]].cpu()
-            scores = self._scores(t, misses.counts[refused].cpu(), batch_scores)
-            no_values = torch.empty(refused_keys.numel(), 0, dtype=torch.uint8)
-            stamps = torch.full_like(refused_keys, tick)
-            overflow.append(StoredRows(refused_keys, stamps, scores, no_values))
+            overflow.append(
+                self._refused_rows(t, keys, misses, offsets[t] + swapped.refused, batch_scores)
+            )
             found_slots = swapped.found_slots
             promoted = (found_slots >= 0) & (found_slots < self.fast.specs[t].rows)
             moves.promoted[t] = found.rows.keys[promoted]
@@ -273,13 +270,30 @@ class BackingTier:
             counts["new"] += offsets[t + 1] - offsets[t] - found.positions.numel()
             counts["promoted"] += moves.promoted[t].numel()
             counts["demoted"] += moves.demoted[t].keys.numel()
-            counts["served_in_place"] += refused_keys.numel()
+            counts["served_in_place"] += swapped.refused.numel()
             all_counts.append(counts)
         positions = None
         if any(refused_rows.keys.numel() for refused_rows in overflow):
             groups, slots = misses.groups.long(), torch.cat([swapped.slots for swapped in swaps])
             positions = torch.where(groups < 0, inserted.slots, slots[groups.clamp(min=0)])
         return BatchPlacement(swaps, positions, overflow, moves, all_counts)
+
+    def _refused_rows(
+        self,
+        table: int,
+        keys: Keys,
+        misses: Misses,
+        refused: Tensor,
+        batch_scores: Tensor | None,
+    ) -> StoredRows:
+        """Return the rows of misses that found no slot, without values."""
+        if not refused.numel():
+            return StoredRows.none(0)
+        refused_keys = keys.ids[misses.first[refused]].cpu()
+        stamps = torch.full_like(refused_keys, self.fast.index.tick)
+        scores = self._scores(table, misses.counts[refused].cpu(), batch_scores)
+        no_values = torch.empty(refused_keys.numel(), 0, dtype=torch.uint8)
+        return StoredRows(refused_keys, stamps, scores, no_values)
 
     def _swap(
         self,

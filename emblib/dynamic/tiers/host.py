@@ -101,7 +101,7 @@ class HostRows:
         ]
         self._records = []  # per table, see `emblib.ops.tiers.tier_read`
         for spec, table in zip(specs, tables, strict=True):
-            stride = -(-(_HEAD_BYTES + table.row_bytes) // 8) * 8
+            stride = _HEAD_BYTES + table.row_bytes
             nbytes = spec.rows * stride
             buffer = memory.reserve(nbytes, torch.uint8, torch.device("cpu"))
             memory.advise_growth(buffer, 0, 0, nbytes)
@@ -111,7 +111,8 @@ class HostRows:
         """Return the rows in slots, -1 for none; `keys` are those of the slots."""
         row_bytes = self._tables[table].row_bytes
         positions, words, values = tiers.tier_read(self._records[table], slots, row_bytes)
-        return FoundRows(positions, StoredRows(keys[positions], *words.unbind(), values))
+        stamps, scores = words.unbind()
+        return FoundRows(positions, StoredRows(keys[positions], stamps, scores, values))
 
     def read(self, table: int, keys: Tensor) -> FoundRows:
         """See `RowStore`."""
@@ -149,7 +150,8 @@ class HostRows:
             evicted = self._read(table, evicted_keys, result.slots[evicting]).rows
             row_bytes = self._tables[table].row_bytes
             dropped = StoredRows.concatenate([evicted, rows.at(slots < 0)], row_bytes)
-        tiers.tier_write_(self._records[table], slots, rows.stamps, rows.scores, rows.values)
+        words = torch.stack([rows.stamps, rows.scores])
+        tiers.tier_write_(self._records[table], slots, words, rows.values)
         stamps, scores = rows.stamps, rows.scores
         if dropped.keys.numel():
             has_slot = slots >= 0
