@@ -164,7 +164,7 @@ class BatchInsertion:
     def _write_rows(self, inserted: InsertedBatch) -> None:
         state, keys = self._state, self._keys
         assert inserted.result is not None
-        slots = inserted.result.slots
+        slots: Tensor | None = inserted.result.slots
         # With a backing store evicted rows are demoted, and the tier records what leaves the store.
         if state.backing is not None:
             if self._placement is None:
@@ -175,7 +175,8 @@ class BatchInsertion:
             slots = state.backing.take(inserted, self._placement)
         elif state.eviction_log is not None:
             state.eviction_log.record_batch(inserted, state.index.tick)
-        state.row_initializer.write_(state.row_buffers, keys, inserted, slots)
+        if slots is not None:
+            state.row_initializer.write_(state.row_buffers, keys, inserted, slots)
         if state.is_deferred or state.on_new_rows:
             rows = _rows_of_new_keys(state.layout, keys, inserted)
             if state.is_deferred:

@@ -258,11 +258,10 @@ class BackingTier:
             swapped = self._swap(t, result, slice(offsets[t], offsets[t + 1]), found, effects)
             swaps.append(swapped)
             moves.demoted[t] = StoredRows.from_words(swapped.demoted, swapped.demoted_rows)
-            overflow.append(
-                self._refused_rows(t, keys, misses, offsets[t] + swapped.refused, batch_scores)
-            )
-            found_slots = swapped.found_slots
-            promoted = (found_slots >= 0) & (found_slots < self.fast.specs[t].rows)
+            overflow.append(self._refused_rows(t, keys, misses, swapped.refused, batch_scores))
+            promoted = swapped.found_slots >= 0
+            if swapped.refused.numel():
+                promoted &= swapped.found_slots < self.fast.specs[t].rows
             moves.promoted[t] = found.rows.keys[promoted]
             counts = dict(self._counts[t])
             counts["backing_hits"] += found.positions.numel()
@@ -286,9 +285,10 @@ class BackingTier:
         refused: Tensor,
         batch_scores: Tensor | None,
     ) -> StoredRows:
-        """Return the rows of misses that found no slot, without values."""
+        """Return the rows of a table's misses that found no slot, without values."""
         if not refused.numel():
             return StoredRows.none(0)
+        refused = misses.offsets[table] + refused
         refused_keys = keys.ids[misses.first[refused]].cpu()
         stamps = torch.full_like(refused_keys, self.fast.index.tick)
         scores = self._scores(table, misses.counts[refused].cpu(), batch_scores)
@@ -326,11 +326,12 @@ class BackingTier:
         self._scatter(table, found_slots[has_row], rows[has_row])
         return SwappedRows(slots, status, demoted, demoted_rows, refused, found_slots)
 
-    def take(self, inserted: InsertedBatch, placement: "BatchPlacement") -> Tensor:
+    def take(self, inserted: InsertedBatch, placement: "BatchPlacement") -> Tensor | None:
         """Record the placement of a batch; repeated calls have no further effect.
 
         Returns:
-            The slots of the misses whose rows need initial values, int64 `[L]`, -1 for the others.
+            The slots of the misses whose rows need initial values, int64 `[L]`, -1 for the others;
+            None if all misses are in the store.
         """
         result = inserted.result
         assert result is not None
@@ -344,6 +345,8 @@ class BackingTier:
             inserted.slots.copy_(placement.positions)
         self._overflow_is_dirty = any(rows.keys.numel() for rows in placement.overflow)
         self._moves = placement.moves
+        if all(s.found_slots.numel() == s.slots.numel() for s in placement.misses):
+            return None
         return torch.where(result.status == hash.HIT, -1, result.slots)
 
     def _scores(self, table: int, counts: Tensor, batch_scores: Tensor | None) -> Tensor:

@@ -129,8 +129,9 @@ class HostRows:
         index, dropped = self._indices[table], StoredRows.none(self._tables[table].row_bytes)
         if not rows.keys.numel():
             return rows
-        # Makes every stored row older than the new ones.
-        index.set_tick(max(index.tick, int(rows.stamps.max())))
+        newest = int(rows.stamps.max())
+        if newest > index.tick:  # makes every stored row older than the new ones
+            index.set_tick(newest)
         is_scored = index.order in hash.SCORED
 
         def count_uses_by_score(keys: Keys, misses: Misses) -> None:
@@ -140,7 +141,7 @@ class HostRows:
 
         inserted = index.insert(
             Keys.of(rows.keys),
-            torch.zeros_like(rows.keys),
+            torch.zeros_like(rows.keys) if is_scored else None,
             admit=count_uses_by_score if is_scored else None,
         )
         slots, result = inserted.slots, inserted.result
