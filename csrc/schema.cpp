@@ -137,6 +137,17 @@ STABLE_TORCH_LIBRARY(emblib, m) {
       "hash_initial_rows_(Tensor(a!)[] row_buffers, Tensor layout, Tensor rules, Tensor ids,"
       " Tensor first, Tensor offsets, Tensor slots, int seed) -> ()");
 
+  // Rows that move between a dynamic table and its backing store, on the CPU. `evicted`, `slots`
+  // and `status` are results of `hash_insert_` for the misses of one table.
+  m.def(
+      "tier_swap_(Tensor(a!)[] row_buffers, Tensor slots, Tensor status, Tensor evicted,"
+      " Tensor found, Tensor rows, SymInt first_overflow) -> (Tensor slots, Tensor status,"
+      " Tensor demoted, Tensor demoted_rows, Tensor refused, Tensor found_slots)");
+  m.def(
+      "tier_read(Tensor records, Tensor slots, SymInt row_bytes)"
+      " -> (Tensor positions, Tensor words, Tensor values)");
+  m.def("tier_write_(Tensor(a!) records, Tensor slots, Tensor words, Tensor values) -> ()");
+
   // Tensor-train tables: they produce rows for the ops above.
   m.def(
       "tt_keys(Tensor indices, Tensor offsets, Tensor? bag_layout, Tensor feature_tables)"

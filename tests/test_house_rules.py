@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 NATIVE = {".cpp", ".cu", ".cuh", ".h"}
 LIMITED = {".py", ".sh", ".yaml", ".yml", ".css", ".js", *NATIVE}
 
-MOST_LINES_OF_A_FILE = 750  # examples in docstrings not counted
+MOST_LINES_OF_A_FILE = 800  # examples in docstrings not counted
 MOST_LINES_OF_A_FUNCTION = 80  # its docstring not counted
 MOST_ARGUMENTS = 10  # `self`, `cls` and `ctx` not counted
 MOST_BOOLS = 1

@@ -11,7 +11,7 @@ import torch
 
 from emblib.ops import codes
 from emblib.reference import cache as row_cache
-from emblib.reference import hash, quant, random, route, tbe, tt
+from emblib.reference import hash, quant, random, route, tbe, tiers, tt
 from emblib.reference import hash as key_table
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -41,6 +41,9 @@ REFERENCES: dict[str, Callable[..., object] | str] = {
     "hash_erase_": key_table.HashModel.erase,
     "hash_expire_": key_table.HashModel.expire,
     "hash_initial_rows_": hash.initial_rows_,
+    "tier_swap_": tiers.swap_,
+    "tier_read": tiers.read,
+    "tier_write_": tiers.write_,
     "tt_keys": tt.keys,
     "tt_stored": tt.stored,
     "tt_count_": tt.count_,
@@ -81,6 +84,9 @@ CPU_ONLY = {
     "advise_huge_pages_": "the memory of a GPU has no page size to ask for",
     "hash_insert_batch_": "a GPU must not wait for the host, which chooses between it and others",
     "cache_evictions": "rows are journaled for tables in files, which a GPU cannot have",
+    "tier_swap_": "on a GPU rows are packed by several ops, since the host waits for them anyway",
+    "tier_read": "a store of rows is in host memory",
+    "tier_write_": "a store of rows is in host memory",
 }
 
 

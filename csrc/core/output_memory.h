@@ -104,15 +104,16 @@ inline FromBlob from_blob_with_deleter() {
   return function;
 }
 
-// Return the bytes of an element of int32, int64, or a float type of 16 or 32 bits.
+// Return the bytes of an element of uint8, int32, int64, or a float type of 16 or 32 bits.
 constexpr int64_t element_bytes(torch::headeronly::ScalarType type) {
   using torch::headeronly::ScalarType;
+  if (type == ScalarType::Byte) return 1;
   if (type == ScalarType::Long) return 8;
   return type == ScalarType::Int || type == ScalarType::Float ? 4 : 2;
 }
 
-// Return an uninitialised, contiguous CPU tensor for the output of an op; `type` is int32, int64 or
-// a float type of 16 or 32 bits, and `like` any CPU tensor. Throws AllocationError.
+// Return an uninitialised, contiguous CPU tensor for the output of an op; `type` is uint8, int32,
+// int64 or a float type of 16 or 32 bits, and `like` any CPU tensor. Throws AllocationError.
 inline torch::stable::Tensor allocate_output(const torch::stable::Tensor& like,
                                              const std::vector<int64_t>& sizes,
                                              torch::headeronly::ScalarType type) {

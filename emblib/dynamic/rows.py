@@ -357,11 +357,12 @@ class RowInitializer(nn.Module):
         """Return the arguments of `initial_rows_` that are equal for all batches."""
         return self.row_layout, self.rules, self.seed
 
-    def write_(self, buffers: list[Tensor], keys: Keys, inserted: InsertedBatch) -> None:
-        """Write initial values into the rows of the inserted keys."""
-        misses, result = inserted.misses, inserted.result
+    def write_(
+        self, buffers: list[Tensor], keys: Keys, inserted: InsertedBatch, slots: Tensor
+    ) -> None:
+        """Write initial values into the rows in `slots`, int64 `[L]` by miss, -1 for none."""
+        misses = inserted.misses
         assert misses is not None
-        assert result is not None
         initial.initial_rows_(
             buffers,
             self.row_layout,
@@ -369,7 +370,7 @@ class RowInitializer(nn.Module):
             keys.ids,
             misses.first,
             misses.offsets,
-            result.slots,
+            slots,
             self.seed,
         )
 

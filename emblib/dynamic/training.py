@@ -171,11 +171,12 @@ class BatchInsertion:
 
     1. The index: hits are touched, misses are admitted, the table grows, misses are inserted. From
        then on new keys can be found, with the rows of evicted keys in their slots.
-    2. With a backing store, the rows of evicted keys are copied out of their slots
-       (`BackingTier.place`). No row of a slot changes before all copies are stored here.
-    3. New rows get their first values, or their values from the store. The tier records which rows
-       move between the store and the slots. From then on lookups see the module as after the batch,
-       even if the store has not been called yet.
+    2. With a backing store, the rows of evicted keys are copied out of their slots, and rows from
+       the store are written to theirs (`BackingTier.place`). No row of a slot changes before all
+       copies are stored here: on the CPU one native call makes both.
+    3. The tier records which rows move between the store and the slots, and new rows get their
+       initial values. From then on lookups see the module as after the batch, even if the store has
+       not been called yet.
     4. The store is called, and old keys expire.
 
     Args:
@@ -194,6 +195,7 @@ class BatchInsertion:
         self._expiry_effects: Effects | None = None
         self._sweeps: list[Sweep] | None = None
         self._now = 0 if state.expiry is None else state.expiry.read_clock()
+        self._placement_effects = Effects()
         self._inserted: InsertedBatch | None = None
         self._placement: BatchPlacement | None = None
         self._found_rows: list[FoundRows] = []
@@ -252,8 +254,10 @@ class BatchInsertion:
         state = self._state
         in_store = admitted = None
         if state.backing is not None:
-            self._found_rows, in_store = state.backing.find_in_store(keys, misses)
+            self._found_rows = state.backing.find_in_store(keys, misses)
         if state.admission is not None:
+            if state.backing is not None:
+                in_store = state.backing.in_store(misses, self._found_rows)
             if self._admission_effects is None:
                 self._admission_effects = Effects()
             self._admission_effects.restart()
@@ -264,24 +268,26 @@ class BatchInsertion:
 
     def _write_rows(self, inserted: InsertedBatch) -> None:
         state, keys = self._state, self._keys
+        assert inserted.result is not None
+        slots: Tensor | None = inserted.result.slots
         # With a backing store evicted rows are demoted, and the tier records what leaves the store.
         if state.backing is not None:
             if self._placement is None:
+                self._placement_effects.restart()
                 self._placement = state.backing.place(
-                    keys, inserted, self._found_rows, self._scores
+                    keys, inserted, self._found_rows, self._scores, self._placement_effects
                 )
-            state.backing.take(inserted, self._placement)
+            slots = state.backing.take(inserted, self._placement)
         elif state.eviction_log is not None:
             state.eviction_log.record_batch(inserted, state.index.tick)
-        state.row_initializer.write_(state.row_buffers, keys, inserted)
+        if slots is not None:
+            state.row_initializer.write_(state.row_buffers, keys, inserted, slots)
         if state.is_deferred or state.on_new_rows:
             rows = _rows_of_new_keys(state.layout, keys, inserted)
             if state.is_deferred:
                 _drop_gradients(state, rows)
             for function in state.on_new_rows:
                 function(rows)
-        if state.backing is not None and self._placement is not None:
-            state.backing.write_found(self._placement)
 
     def _expire(self, expiry: Expiry) -> None:
         state = self._state

@@ -40,7 +40,7 @@ def num_pages(nbytes: int) -> int:
 
 
 def pages_of(starts: Tensor, width: int) -> Tensor:
-    """Return the distinct pages, ascending, with the `width` bytes that begin at each of `starts`.
+    """Return the pages with the `width` bytes that begin at each of `starts`; pages may repeat.
 
     Args:
         starts: int64 byte positions, one per row.
@@ -51,9 +51,9 @@ def pages_of(starts: Tensor, width: int) -> Tensor:
     first_pages, last_pages = starts // PAGE, (starts + (width - 1)) // PAGE
     span = int((last_pages - first_pages).max()) + 1
     if span == 1:
-        return first_pages.unique()
+        return first_pages
     pages = first_pages[:, None] + torch.arange(span)
-    return pages[pages <= last_pages[:, None]].unique()
+    return pages[pages <= last_pages[:, None]]
 
 
 def check_upgrade(directory: Path, verify: Verify) -> None:
@@ -119,7 +119,7 @@ class PageSums:
         return num_pages(self.length)
 
     def check(self, pages: Tensor) -> None:
-        """Verify pages that were not verified yet.
+        """Verify those of `pages`, which may repeat, that were not verified yet.
 
         Raises:
             ChecksumError: a page is not as the last commit left it.
@@ -127,7 +127,9 @@ class PageSums:
         if self.all_known:
             return
         pages = pages[pages < self.pages]
-        self._verify(pages[self._has_sum[pages] == 0])
+        pages = pages[self._has_sum[pages] == 0]
+        if pages.numel():
+            self._verify(pages.unique())
 
     def check_all(self) -> None:
         """Verify every page that was not verified yet."""

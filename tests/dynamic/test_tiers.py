@@ -1,6 +1,7 @@
 """Dynamic tables in two tiers: the same bits as one large table, whatever moves where."""
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -205,3 +206,35 @@ def test_hybrid_promotes_what_ranks_above() -> None:
         module(torch.arange(100, 116), torch.tensor([0, 16])).sum().backward()
     assert (module.find(0, torch.arange(100, 116)) >= 0).all()
     assert module.size(0) == 96
+
+
+@pytest.mark.parametrize("mode", TierMode)
+def test_tiers_on_any_device(device: torch.device, mode: TierMode) -> None:
+    """Rows of 14 bytes in 16 bits move like others, also one alone."""
+    rules: dict[str, object] = {"eviction": "lfu", "dim": 7}
+    options: dict[str, Any] = {
+        "feature_tables": (0, 1, 0),
+        "seed": 3,
+        "device": device,
+        "precision": Precision(weights=torch.bfloat16),
+    }
+    backing = BackingStore(HostRows(4096), mode)
+    modules = (
+        DynamicEmbeddingBags(specs((4096, 4096), **rules), optim.RowwiseAdagrad(0.1), **options),
+        DynamicEmbeddingBags(
+            specs((32, 64), **rules), optim.RowwiseAdagrad(0.1), backing=backing, **options
+        ),
+    )
+    for seed in range(6):
+        ids, offsets = (tensor.to(device) for tensor in batch(seed))
+        outs = [module(ids, offsets) for module in modules]
+        assert torch.equal(*outs)
+        for out in outs:
+            out.backward(torch.ones_like(out))
+    key = next(backing.store.iterate(0)).keys[:1].to(device)
+    with torch.no_grad():
+        offsets = torch.tensor([0, 1, 1, 1], device=device)
+        assert torch.equal(modules[0](key, offsets), modules[1](key, offsets))
+    stats = modules[1].tier_stats().values()
+    assert all(s.promoted and s.demoted for s in stats)
+    assert any(s.served_in_place for s in stats)

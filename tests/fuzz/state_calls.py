@@ -13,12 +13,13 @@ from emblib.init import Normal, Uniform
 from emblib.ops.codes import BOUNDS_CHECK, CACHE_POLICY, HASH_ORDER, INSERT_POLICY
 from emblib.ops.hash import rule_of
 from emblib.ops.primitives import group
-from emblib.reference import hash
+from emblib.reference import hash, tiers
 from emblib.reference.cache import CacheModel, flush, move
 from emblib.reference.hash import HashModel
 from emblib.specs import DynamicSpec
 from tests import cache_cases, hash_cases
 from tests.fuzz.call import FLOATS, Arguments, Call, close, drawn_seed, same
+from tests.ops import test_tiers
 
 _ops = torch.ops.emblib
 
@@ -483,6 +484,41 @@ def _hash_initial_rows(draw: random.Random) -> Call:
     return Call("hash_initial_rows_", (row_buffers, layout, rule_tensor, *rest), check)
 
 
+def _tier_swap(draw: random.Random) -> Call:
+    drawn = test_tiers.draw_swap(draw.choice(FLOATS), draw.choice([1, 6]), draw.choice([0, 1, 90]))
+    buffers, *rest = drawn
+    want_buffers = [buffer.clone() for buffer in buffers]
+    want = tiers.swap_(want_buffers, *rest)
+
+    def check(arguments: Arguments, got: Any) -> None:
+        for one, other in zip((*got, *arguments[0]), (*want, *want_buffers), strict=True):
+            same(one.flatten().clone().view(torch.uint8), other.flatten().clone().view(torch.uint8))
+
+    return Call("tier_swap_", drawn, check)
+
+
+def _tier_read(draw: random.Random) -> Call:
+    records, slots, *_ = test_tiers.draw_records(draw.choice([0, 1, 90]))
+    want = tiers.read(records, slots, 13)
+
+    def check(_: Arguments, got: Any) -> None:
+        for one, other in zip(got, want, strict=True):
+            same(one, other)
+
+    return Call("tier_read", (records, slots, 13), check)
+
+
+def _tier_write(draw: random.Random) -> Call:
+    drawn = test_tiers.draw_records(draw.choice([0, 1, 90]))
+    want = drawn[0].clone()
+    tiers.write_(want, *drawn[1:])
+
+    def check(arguments: Arguments, _: Any) -> None:
+        same(arguments[0], want)
+
+    return Call("tier_write_", drawn, check)
+
+
 STATE_CALLS: dict[str, Callable[[random.Random], Call]] = {
     "cache_plan_": _cache_plan,
     "cache_evictions": _cache_evictions,
@@ -505,4 +541,7 @@ STATE_CALLS: dict[str, Callable[[random.Random], Call]] = {
     "hash_add_rows_": _hash_add_rows,
     "hash_evicted_rows": _hash_evicted_rows,
     "hash_initial_rows_": _hash_initial_rows,
+    "tier_swap_": _tier_swap,
+    "tier_read": _tier_read,
+    "tier_write_": _tier_write,
 }

@@ -36,8 +36,9 @@ from emblib.dynamic.tiers.store import (
     StoredTable,
     TierStats,
 )
-from emblib.ops import hash
-from emblib.ops.hash import Keys, Misses, tables_of
+from emblib.ops import hash, tiers
+from emblib.ops.effects import Effects
+from emblib.ops.hash import InsertResult, Keys, Misses, tables_of
 from emblib.specs import DynamicSpec
 
 _COUNTING_ORDERS = ("lfu", "lru_lfu")
@@ -56,25 +57,31 @@ class Moves(NamedTuple):
     demoted: dict[int, StoredRows]
 
 
+class SwappedRows(NamedTuple):
+    """Result of `emblib.ops.tiers.tier_swap_` for one table."""
+
+    slots: Tensor
+    status: Tensor
+    demoted: Tensor
+    demoted_rows: Tensor
+    refused: Tensor
+    found_slots: Tensor
+
+
 class BatchPlacement(NamedTuple):
     """Slots that the rows of a batch get; slots >= `DynamicSpec.rows` are overflow rows.
 
     Attributes:
-        slots: int64 `[L]` by miss, as `InsertResult.slots`.
-        status: uint8 `[L]` by miss, as `InsertResult.status`; `HIT` for rows from the store.
-        positions: int64 `[L]`, the slot of each position of the batch.
-        rows: rows that are in the store, per table.
-        slots_of_found: slots of these rows, per table; -1 for keys without one.
+        misses: slots and status by miss, per table, and what else the swap of rows returned.
+        positions: int64 `[L]`, the slot of each position of the batch; None if no row is in an
+            overflow row.
         overflow: keys that are served in overflow rows, per table, without values.
         moves: rows that move between the tiers.
         counts: counters of `TierStats` after the batch, per table.
     """
 
-    slots: Tensor
-    status: Tensor
-    positions: Tensor
-    rows: Sequence[FoundRows]
-    slots_of_found: list[Tensor]
+    misses: list[SwappedRows]
+    positions: Tensor | None
     overflow: list[StoredRows]
     moves: Moves
     counts: list[dict[str, int]]
@@ -178,21 +185,18 @@ class BackingTier:
 
     # Before the keys of a batch are inserted
 
-    def find_in_store(self, keys: Keys, misses: Misses) -> tuple[list[FoundRows], Tensor]:
-        """Read the rows of misses from the store; return them per table, and bool `[L]` by miss."""
+    def find_in_store(self, keys: Keys, misses: Misses) -> list[FoundRows]:
+        """Read the rows of misses from the store, per table; positions are misses of the table."""
         self.write_back()
         self.generation += 1
         offsets = misses.offsets.tolist()
-        in_store = torch.zeros(keys.ids.numel(), dtype=torch.bool)
-        missing_keys = keys.ids[misses.first].cpu()
+        missing_keys = keys.ids[misses.first[: offsets[-1]]].cpu()
         for t in range(len(self._widths)):
             self._check_overflow(t, offsets[t + 1] - offsets[t])
-        rows = []
-        for t in range(len(self._widths)):
-            records = self._read(t, missing_keys[offsets[t] : offsets[t + 1]], erase_expired=True)
-            rows.append(records)
-            in_store[offsets[t] + records.positions] = True
-        return rows, in_store.to(keys.ids.device)
+        return [
+            self._read(t, missing_keys[offsets[t] : offsets[t + 1]], erase_expired=True)
+            for t in range(len(self._widths))
+        ]
 
     def _check_overflow(self, table: int, count: int) -> None:
         limit = self.fast.layout.overflow_rows
@@ -213,6 +217,14 @@ class BackingTier:
             self.store.erase(table, records.rows.keys[~alive])
         return FoundRows(records.positions[alive], records.rows.at(alive))
 
+    @staticmethod
+    def in_store(misses: Misses, rows: Sequence[FoundRows]) -> Tensor:
+        """Return which misses are in the store, bool `[L]`; `rows` are those of `find_in_store`."""
+        is_stored = torch.zeros(misses.first.numel(), dtype=torch.bool)
+        for begin, records in zip(misses.offsets.tolist(), rows, strict=False):
+            is_stored[begin + records.positions] = True
+        return is_stored.to(misses.first.device)
+
     def add_stored_uses(self, misses: Misses, rows: Sequence[FoundRows]) -> None:
         """Add the use counts of rows in the store to those of their misses."""
         if self.fast.index.order not in _COUNTING_ORDERS:
@@ -231,68 +243,116 @@ class BackingTier:
         inserted: InsertedBatch,
         rows: Sequence[FoundRows],
         batch_scores: Tensor | None,
+        effects: Effects,
     ) -> "BatchPlacement":
-        """Copy evicted rows, and choose overflow rows for keys that found no slot; change nothing.
+        """Copy evicted rows out of their slots and stored rows in; keys without one overflow.
 
         Args:
             keys: the batch.
             inserted: the result of its insertion.
             rows: result of `find_in_store`.
             batch_scores: int64 `[T]`, of this batch, where scores are assigned.
+            effects: copies of evicted rows that an interrupted call has made.
         """
         misses, result = inserted.misses, inserted.result
         assert misses is not None
         assert result is not None
-        offsets, tick = misses.offsets.tolist(), self.fast.index.tick
-        slots, status = result.slots.clone(), result.status.clone()
-        moves, overflow, all_counts, slots_of_found = Moves({}, {}), [], [], []
-        for t, found_rows in enumerate(rows):
-            of_table = slice(offsets[t], offsets[t + 1])
-            entries = (slots[of_table], status[of_table], result.evicted[of_table])
-            moves.demoted[t] = self._evicted_rows(t, *entries)
-            refused = offsets[t] + (status[of_table] == hash.REFUSED).nonzero().view(-1)
-            slots[refused] = self._overflow_slots(t, refused.numel()).to(slots.device)
-            refused_keys = keys.ids[misses.first[refused]].cpu()
-            scores = self._scores(t, misses.counts[refused].cpu(), batch_scores)
-            no_values = torch.empty(refused_keys.numel(), 0, dtype=torch.uint8)
-            stamps = torch.full_like(refused_keys, tick)
-            overflow.append(StoredRows(refused_keys, stamps, scores, no_values))
-            slots_of_found.append(slots[of_table].cpu()[found_rows.positions])
-            promoted = (slots_of_found[t] >= 0) & (slots_of_found[t] < self.fast.specs[t].rows)
-            moves.promoted[t] = found_rows.rows.keys[promoted]
+        offsets = misses.offsets.tolist()
+        moves, swaps, overflow, all_counts = Moves({}, {}), [], [], []
+        for t, found in enumerate(rows):
+            swapped = self._swap(t, result, slice(offsets[t], offsets[t + 1]), found, effects)
+            swaps.append(swapped)
+            moves.demoted[t] = StoredRows.from_words(swapped.demoted, swapped.demoted_rows)
+            overflow.append(self._refused_rows(t, keys, misses, swapped.refused, batch_scores))
+            promoted = swapped.found_slots >= 0
+            if swapped.refused.numel():
+                promoted &= swapped.found_slots < self.fast.specs[t].rows
+            moves.promoted[t] = found.rows.keys[promoted]
             counts = dict(self._counts[t])
-            counts["backing_hits"] += found_rows.positions.numel()
-            counts["prefetched"] += self.store.count_prefetched(t, found_rows.rows.keys)
-            counts["new"] += offsets[t + 1] - offsets[t] - found_rows.positions.numel()
-            counts["promoted"] += int(promoted.sum())
+            counts["backing_hits"] += found.positions.numel()
+            counts["prefetched"] += self.store.count_prefetched(t, found.rows.keys)
+            counts["new"] += offsets[t + 1] - offsets[t] - found.positions.numel()
+            counts["promoted"] += moves.promoted[t].numel()
             counts["demoted"] += moves.demoted[t].keys.numel()
-            counts["served_in_place"] += refused_keys.numel()
+            counts["served_in_place"] += swapped.refused.numel()
             all_counts.append(counts)
-        status[status == hash.REFUSED] = hash.NEW
-        for t, found_rows in enumerate(rows):
-            status[(offsets[t] + found_rows.positions).to(status.device)] = hash.HIT
-        groups = misses.groups.long()
-        positions = torch.where(groups < 0, inserted.slots, slots[groups.clamp(min=0)])
-        return BatchPlacement(
-            slots, status, positions, rows, slots_of_found, overflow, moves, all_counts
+        positions = None
+        if any(refused_rows.keys.numel() for refused_rows in overflow):
+            groups, slots = misses.groups.long(), torch.cat([swapped.slots for swapped in swaps])
+            positions = torch.where(groups < 0, inserted.slots, slots[groups.clamp(min=0)])
+        return BatchPlacement(swaps, positions, overflow, moves, all_counts)
+
+    def _refused_rows(
+        self,
+        table: int,
+        keys: Keys,
+        misses: Misses,
+        refused: Tensor,
+        batch_scores: Tensor | None,
+    ) -> StoredRows:
+        """Return the rows of a table's misses that found no slot, without values."""
+        if not refused.numel():
+            return StoredRows.none(0)
+        refused = misses.offsets[table] + refused
+        refused_keys = keys.ids[misses.first[refused]].cpu()
+        stamps = torch.full_like(refused_keys, self.fast.index.tick)
+        scores = self._scores(table, misses.counts[refused].cpu(), batch_scores)
+        no_values = torch.empty(refused_keys.numel(), 0, dtype=torch.uint8)
+        return StoredRows(refused_keys, stamps, scores, no_values)
+
+    def _swap(
+        self,
+        table: int,
+        result: InsertResult,
+        of_table: slice,
+        found: FoundRows,
+        effects: Effects,
+    ) -> SwappedRows:
+        """Swap rows with the store, see `emblib.ops.tiers`; `of_table` are the table's misses."""
+        buffers, first_overflow = [*self._buffers_of(table)], self.fast.specs[table].rows
+        slots, status, evicted = (column[of_table] for column in result)
+        positions, rows = found.positions, found.rows.values.contiguous()
+        if not slots.is_cuda:
+            arguments = (buffers, slots, status, evicted, positions, rows, first_overflow)
+            return SwappedRows(*effects.once(tiers.tier_swap_, *arguments))
+        keys, values, stamps, scores, count = effects.once(
+            hash.hash_evicted_rows, buffers, slots, status, evicted
         )
+        used = slice(int(count))
+        demoted = torch.stack([keys, stamps, scores])[:, used].cpu()
+        demoted_rows = _as_bytes([column[used] for column in values])
+        slots, status = slots.clone(), status.clone()
+        refused = (status == hash.REFUSED).nonzero().view(-1)
+        slots[refused] = self._overflow_slots(table, refused.numel()).to(slots.device)
+        status[refused] = hash.NEW
+        status[positions.to(status.device)] = hash.HIT
+        found_slots = slots.cpu()[positions]
+        has_row = found_slots >= 0
+        self._scatter(table, found_slots[has_row], rows[has_row])
+        return SwappedRows(slots, status, demoted, demoted_rows, refused, found_slots)
 
-    def take(self, inserted: InsertedBatch, placement: "BatchPlacement") -> None:
-        """Record that a batch uses its overflow rows; repeated calls have no further effect."""
-        assert inserted.result is not None
+    def take(self, inserted: InsertedBatch, placement: "BatchPlacement") -> Tensor | None:
+        """Record the placement of a batch; repeated calls have no further effect.
+
+        Returns:
+            The slots of the misses whose rows need initial values, int64 `[L]`, -1 for the others;
+            None if all misses are in the store.
+        """
+        result = inserted.result
+        assert result is not None
         self._counts, self._overflow = placement.counts, placement.overflow
-        inserted.result.slots.copy_(placement.slots)
-        inserted.result.status.copy_(placement.status)
-        inserted.slots.copy_(placement.positions)
-
-    def write_found(self, placement: "BatchPlacement") -> None:
-        """Write rows from the store to their slots, and record which rows move."""
-        for t, records in enumerate(placement.rows):
-            slots = placement.slots_of_found[t]
-            has_row = slots >= 0
-            self._scatter(t, slots[has_row], records.rows.values[has_row])
+        begin = 0
+        for swapped in placement.misses:
+            end = begin + swapped.slots.numel()
+            result.slots[begin:end], result.status[begin:end] = swapped.slots, swapped.status
+            begin = end
+        if placement.positions is not None:
+            inserted.slots.copy_(placement.positions)
         self._overflow_is_dirty = any(rows.keys.numel() for rows in placement.overflow)
         self._moves = placement.moves
+        if all(s.found_slots.numel() == s.slots.numel() for s in placement.misses):
+            return None
+        return torch.where(result.status == hash.HIT, -1, result.slots)
 
     def _scores(self, table: int, counts: Tensor, batch_scores: Tensor | None) -> Tensor:
         """Return the scores that keys with these use counts get in the fast tier."""
@@ -359,7 +419,7 @@ class BackingTier:
             return
         self._expect_evictions(table)
         dropped = self.store.put(table, rows).keys
-        if not from_overflow:  # a row that is served in place is written back later
+        if dropped.numel() and not from_overflow:  # one served in place is written back later
             dropped = dropped[~torch.isin(dropped, self._overflow[table].keys)]
         self.fast.record_evictions(table, dropped)
         self._counts[table]["dropped"] += dropped.numel()
@@ -424,16 +484,6 @@ class BackingTier:
             begin, width = layout.first_element(table, number), layout.width(table, number)
             yield buffer[begin : begin + rows * width].view(rows, width)
 
-    def _evicted_rows(
-        self, table: int, slots: Tensor, status: Tensor, evicted: Tensor
-    ) -> StoredRows:
-        """Copy keys, stamps, scores and rows of evicted keys before their slots are overwritten."""
-        buffers = [*self._buffers_of(table)]
-        keys, rows, stamps, scores, count = hash.hash_evicted_rows(buffers, slots, status, evicted)
-        used = slice(int(count))
-        keys, stamps, scores = (column[used].cpu() for column in (keys, stamps, scores))
-        return StoredRows(keys, stamps, scores, _as_bytes([column[used] for column in rows]))
-
     def _gather(self, table: int, slots: Tensor) -> Tensor:
         slots = slots.to(self.fast.index.tags.device)
         return _as_bytes([hash.hash_read_rows(b, slots, 0.0) for b in self._buffers_of(table)])
@@ -442,8 +492,9 @@ class BackingTier:
         at, slots = 0, slots.to(self.fast.index.tags.device)
         for buffer in self._buffers_of(table):
             width = buffer.shape[1] * buffer.itemsize
-            rows = values[:, at : at + width].contiguous().view(buffer.dtype)
-            hash.hash_write_rows_(buffer, slots, rows.to(buffer.device))
+            # A copy even of one row: a view of another dtype needs aligned bytes.
+            rows = values[:, at : at + width].clone(memory_format=torch.contiguous_format)
+            hash.hash_write_rows_(buffer, slots, rows.view(buffer.dtype).to(buffer.device))
             at += width
 
     def read_values(self, table: int, buffer: int, keys: Tensor) -> Tensor:
@@ -463,8 +514,9 @@ class BackingTier:
         values[records.positions] = records.rows.values
         widths = [layout.width(table, b) * d.itemsize for b, d in enumerate(layout.dtypes)]
         begin = sum(widths[:buffer])
-        values_of_buffer = (
-            values[:, begin : begin + widths[buffer]].contiguous().view(layout.dtypes[buffer])
+        bytes_of_buffer = values[:, begin : begin + widths[buffer]]
+        values_of_buffer = bytes_of_buffer.clone(memory_format=torch.contiguous_format).view(
+            layout.dtypes[buffer]
         )
         return values_of_buffer.view(-1) if layout.per_row(buffer) else values_of_buffer
 
@@ -586,7 +638,7 @@ class BackingTier:
         is_missing = self.fast.index.find(keys) < 0
         tables = tables_of(keys)
         for t in range(len(self._widths)):
-            self.store.prefetch(t, keys.ids[is_missing & (tables == t)].cpu().unique())
+            self.store.prefetch(t, keys.ids[is_missing & (tables == t)].cpu())
 
     @torch.no_grad()
     def erase(self, table: int, keys: Tensor) -> Tensor:

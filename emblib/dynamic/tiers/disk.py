@@ -36,6 +36,7 @@ from emblib.dynamic.tiers.store import (
     StoreShard,
     check_row,
 )
+from emblib.ops import tiers
 from emblib.specs import Verify
 from emblib.tables import durable_files
 from emblib.tables.durable_files import (
@@ -67,6 +68,7 @@ from emblib.tables.page_sums import (
 
 HEAD = 4  # int64 per head: used, key, stamp, score
 _MIN_SLOTS = 1024  # smallest file, in rows
+_NO_WORDS = torch.empty(0, dtype=torch.int64)  # files of values have rows alone
 
 
 class GrowingFile:
@@ -241,16 +243,16 @@ class RowFile:
 
     def write(self, slots: Tensor, rows: StoredRows) -> None:
         """Write rows and heads to slots that are journaled already."""
-        used = torch.ones_like(slots)
-        heads = torch.stack([used, rows.keys, rows.stamps, rows.scores], dim=1)
-        self.values.rows.index_copy_(0, slots, rows.values)
-        self._words().index_copy_(0, slots, heads)
+        heads = torch.stack([torch.ones_like(slots), rows.keys, rows.stamps, rows.scores])
+        tiers.tier_write_(self.values.rows, slots, _NO_WORDS, rows.values)
+        tiers.tier_write_(self.heads.rows, slots, heads, rows.values[:, :0])
 
     def rows(self, slots: Tensor) -> StoredRows:
         """Return the rows at slots, after verifying their pages at first use."""
         self.sums[1].check(pages_of(slots * self.row_bytes, self.row_bytes))
-        heads = self._words()[slots]
-        return StoredRows.from_words(heads[:, 1:].T.contiguous(), self.values.rows[slots])
+        _, heads, _ = tiers.tier_read(self.heads.rows, slots, 0)
+        _, _, values = tiers.tier_read(self.values.rows, slots, self.row_bytes)
+        return StoredRows.from_words(heads[1:], values)
 
     def differing(self, slots: Tensor, rows: StoredRows) -> Tensor:
         """Return which of `rows` differ from the content of their slots."""

@@ -16,10 +16,12 @@ from emblib.dynamic.tiers.store import (
     StoreShard,
     check_row,
 )
-from emblib.ops import hash
+from emblib.ops import hash, tiers
 from emblib.ops.hash import Keys, Misses
 from emblib.specs import DynamicSpec, Eviction, check_count
 from emblib.tables import memory
+
+_HEAD_BYTES = 16  # stamp and score of a record
 
 
 class HostRows:
@@ -97,30 +99,25 @@ class HostRows:
             HashIndex([spec], "cpu", [hash_key])
             for spec, hash_key in zip(specs, hash_keys, strict=True)
         ]
-        self._values, self._scores = [], []
+        self._records = []  # per table, see `emblib.ops.tiers.tier_read`
         for spec, table in zip(specs, tables, strict=True):
-            # Stored for every table, even if its eviction ignores scores.
-            self._scores.append(memory.reserve(spec.rows, torch.int64, torch.device("cpu")))
-            nbytes = spec.rows * table.row_bytes
+            stride = _HEAD_BYTES + table.row_bytes
+            nbytes = spec.rows * stride
             buffer = memory.reserve(nbytes, torch.uint8, torch.device("cpu"))
             memory.advise_growth(buffer, 0, 0, nbytes)
-            self._values.append(buffer.view(spec.rows, table.row_bytes))
+            self._records.append(buffer.view(spec.rows, stride))
 
-    def _find(self, table: int, keys: Tensor) -> Tensor:
-        return self._indices[table].find(Keys.of(keys))
-
-    def _rows(self, table: int, slots: Tensor) -> StoredRows:
-        entries = self._indices[table].table_entries(0)[slots]
-        keys, stamps = (
-            entries[:, column].clone() for column in (HashEntryColumn.KEY, HashEntryColumn.STAMP)
-        )
-        return StoredRows(keys, stamps, self._scores[table][slots], self._values[table][slots])
+    def _read(self, table: int, keys: Tensor, slots: Tensor) -> FoundRows:
+        """Return the rows in slots, -1 for none; `keys` are those of the slots."""
+        row_bytes = self._tables[table].row_bytes
+        positions, words, values = tiers.tier_read(self._records[table], slots, row_bytes)
+        stamps, scores = words.unbind()
+        return FoundRows(positions, StoredRows(keys[positions], stamps, scores, values))
 
     def read(self, table: int, keys: Tensor) -> FoundRows:
         """See `RowStore`."""
-        slots = self._find(table, keys.detach().to("cpu", torch.int64))
-        at = (slots >= 0).nonzero().squeeze(1)
-        return FoundRows(at, self._rows(table, slots[at]))
+        keys = keys.detach().to("cpu", torch.int64).contiguous()
+        return self._read(table, keys, self._indices[table].find(Keys.of(keys)))
 
     def lift(self, table: int, keys: Tensor) -> None:
         """See `RowStore`."""
@@ -129,11 +126,13 @@ class HostRows:
     def put(self, table: int, rows: StoredRows) -> StoredRows:
         """See `RowStore`."""
         rows = check_row(self._tables[table], rows)
-        index, values = self._indices[table], self._values[table]
+        index, dropped = self._indices[table], StoredRows.none(self._tables[table].row_bytes)
         if not rows.keys.numel():
             return rows
-        # Makes every stored row older than the new ones.
-        index.set_tick(max(index.tick, int(rows.stamps.max())))
+        newest = int(rows.stamps.max())
+        if newest > index.tick:  # makes every stored row older than the new ones
+            index.set_tick(newest)
+        is_scored = index.order in hash.SCORED
 
         def count_uses_by_score(keys: Keys, misses: Misses) -> None:
             """Write the scores of new keys into `misses.counts`: the index evicts by them first."""
@@ -141,21 +140,24 @@ class HostRows:
             misses.counts[:count] = rows.scores[misses.first[:count]]
 
         inserted = index.insert(
-            Keys.of(rows.keys), torch.zeros_like(rows.keys), admit=count_uses_by_score
+            Keys.of(rows.keys),
+            torch.zeros_like(rows.keys) if is_scored else None,
+            admit=count_uses_by_score if is_scored else None,
         )
-        slots, dropped = inserted.slots, StoredRows.none(values.shape[1])
-        if inserted.result is not None:
-            result = inserted.result
+        slots, result = inserted.slots, inserted.result
+        if result is not None and int(result.status.max()) > hash.NEW:
             evicting = result.status == hash.EVICTING
-            evicted_slots = result.slots[evicting]
-            evicted = StoredRows.from_words(result.evicted[evicting].T, values[evicted_slots])
-            evicted = evicted._replace(scores=self._scores[table][evicted_slots])
-            dropped = StoredRows.concatenate([evicted, rows.at(slots < 0)], values.shape[1])
-        has_slot = slots >= 0
-        slots, rows = slots[has_slot], rows.at(has_slot)
-        values[slots], self._scores[table][slots] = rows.values, rows.scores
-        scores = rows.scores if index.order in hash.SCORED else None
-        index.set_entries(0, slots, rows.stamps, scores)
+            evicted_keys = result.evicted[:, HashEntryColumn.KEY][evicting]
+            evicted = self._read(table, evicted_keys, result.slots[evicting]).rows
+            row_bytes = self._tables[table].row_bytes
+            dropped = StoredRows.concatenate([evicted, rows.at(slots < 0)], row_bytes)
+        words = torch.stack([rows.stamps, rows.scores])
+        tiers.tier_write_(self._records[table], slots, words, rows.values)
+        stamps, scores = rows.stamps, rows.scores
+        if dropped.keys.numel():
+            has_slot = slots >= 0
+            slots, stamps, scores = slots[has_slot], stamps[has_slot], scores[has_slot]
+        index.set_entries(0, slots, stamps, scores if is_scored else None)
         return dropped
 
     def erase(self, table: int, keys: Tensor) -> Tensor:
@@ -168,9 +170,10 @@ class HostRows:
 
     def iterate(self, table: int, batch: int = BATCH) -> Iterator[StoredRows]:
         """See `RowStore`."""
-        for slots in self._indices[table].export(0).slots.split(batch):
+        entries = self._indices[table].export(0)
+        for keys, slots in zip(entries.keys.split(batch), entries.slots.split(batch), strict=True):
             if slots.numel():
-                yield self._rows(table, slots)
+                yield self._read(table, keys, slots).rows
 
     def size(self, table: int) -> int:
         """See `RowStore`."""

@@ -159,10 +159,13 @@ def matched(keys: Tensor, rows: StoredRows) -> FoundRows:
     """Find the position in `keys` of each row's key; `rows` may be in any order."""
     if not rows.keys.numel():
         return FoundRows(rows.keys, rows)
-    ordered, order = rows.keys.sort()
+    ordered, order = rows.keys, None
+    if not bool((ordered[1:] > ordered[:-1]).all()):  # those of a prefetch ascend
+        ordered, order = ordered.sort()
     at = torch.searchsorted(ordered, keys).clamp_(max=ordered.numel() - 1)
     positions = (ordered[at] == keys).nonzero().squeeze(1)
-    return FoundRows(positions, rows.at(order[at[positions]]))
+    at = at[positions]
+    return FoundRows(positions, rows.at(at if order is None else order[at]))
 
 
 class StoreShard(NamedTuple):
@@ -390,7 +393,7 @@ class PrefetchedRows:
             self._lock = threading.RLock()
 
     def prefetch(self, table: int, keys: Tensor) -> None:
-        """Start reading the rows of distinct keys into memory.
+        """Start reading the rows of keys into memory.
 
         Raises:
             Exception: the store raised it in an earlier prefetch.
@@ -428,7 +431,7 @@ class PrefetchedRows:
     @_exclusive
     def read_ahead(self, table: int, keys: Tensor) -> None:
         """Read rows that are not in memory yet from the store."""
-        prefetched = self._prefetched[table]
+        keys, prefetched = keys.unique(), self._prefetched[table]
         present_keys = torch.cat([keys[:0], *(rows.keys for rows in prefetched)])
         rows = self.behind.read(table, keys[~torch.isin(keys, present_keys)]).rows
         count = present_keys.numel() + rows.keys.numel()
@@ -452,9 +455,12 @@ class PrefetchedRows:
     @_exclusive
     def read(self, table: int, keys: Tensor) -> FoundRows:
         """See `RowStore`."""
+        blocks = (*self._kept_rows[table], *self._prefetched[table])
+        if not blocks:
+            return self.behind.read(table, keys)
         positions = torch.arange(keys.numel())
         founds = []
-        for rows in (*self._kept_rows[table], *self._prefetched[table]):
+        for rows in blocks:
             records = matched(keys[positions], rows)
             founds.append(FoundRows(positions[records.positions], records.rows))
             is_left = torch.ones_like(positions, dtype=torch.bool)
@@ -477,7 +483,8 @@ class PrefetchedRows:
         # Copies of rows that are about to be replaced must not outlive an interruption.
         self._forget_prefetched(table, rows.keys)
         left_over = self.behind.put(table, rows)
-        self._forget(table, torch.cat([rows.keys, left_over.keys]))
+        if self._kept_rows[table] or self._prefetched[table]:
+            self._forget(table, torch.cat([rows.keys, left_over.keys]))
         return left_over
 
     @_exclusive

@@ -1,0 +1,134 @@
+"""Rows that move between a dynamic table and its store: the ops against their definition."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from emblib.ops import tiers
+from emblib.reference import tiers as reference
+from emblib.reference.hash import EVICTING, NEW, NOT_ADMITTED, REFUSED
+
+ROWS, OVERFLOW = 900, 400  # rows of the buffers, and those of them that are overflow rows
+COUNTS = (0, 1, 37, 450)
+KINDS = [(torch.float32, 64), (torch.bfloat16, 7), (torch.float16, 300)]
+
+
+def draw_swap(dtype: torch.dtype, dim: int, count: int) -> tuple[Any, ...]:
+    """Return arguments of a swap of `count` misses, of which about half are in the store."""
+    draw = torch.Generator().manual_seed(count + dim)
+    wide = torch.randn(ROWS, dim + 5, generator=draw).to(dtype)
+    buffers = [wide[:, :dim], torch.randn(ROWS, 1, generator=draw)]
+    kinds = torch.tensor([NEW, EVICTING, REFUSED, NOT_ADMITTED], dtype=torch.uint8)
+    status = kinds[torch.randint(0, 4, (count,), generator=draw)]
+    slots = torch.randperm(ROWS - OVERFLOW, generator=draw)[:count]
+    slots[(status == REFUSED) | (status == NOT_ADMITTED)] = -1
+    evicted = torch.randint(-(2**63), 2**63 - 1, (count, 3), generator=draw)
+    found = torch.randperm(count, generator=draw)[: count // 2]
+    nbytes = sum(buffer.shape[1] * buffer.itemsize for buffer in buffers)
+    rows = torch.randint(0, 256, (found.numel(), nbytes), generator=draw, dtype=torch.uint8)
+    return buffers, slots, status, evicted, found, rows, ROWS - OVERFLOW
+
+
+def draw_records(count: int, words: int = 2) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return records of some words and rows of 13 bytes; slots, words and rows to write."""
+    draw = torch.Generator().manual_seed(count)
+    records = torch.randint(0, 256, (ROWS, 8 * words + 13), generator=draw, dtype=torch.uint8)
+    slots = torch.randperm(ROWS, generator=draw)[:count]
+    slots[::5] = -1
+    heads = torch.randint(-(2**63), 2**63 - 1, (words, count), generator=draw)
+    values = torch.randint(0, 256, (count, 13), generator=draw, dtype=torch.uint8)
+    return records, slots, heads, values
+
+
+def same_bytes(got: list[Tensor], want: list[Tensor]) -> None:
+    for one, other in zip(got, want, strict=True):
+        assert torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+
+
+@pytest.mark.parametrize(("dtype", "dim"), KINDS)
+def test_swaps_are_those_of_the_reference(
+    dtype: torch.dtype, dim: int, thread_counts: list[int]
+) -> None:
+    for count in COUNTS:
+        want_buffers, *rest = draw_swap(dtype, dim, count)
+        want = reference.swap_(want_buffers, *rest)
+        for threads in thread_counts:
+            torch.set_num_threads(threads)
+            buffers, *rest = draw_swap(dtype, dim, count)
+            got = tiers.tier_swap_(buffers, *rest)
+            for part, wanted in zip(got, want, strict=True):
+                assert torch.equal(part, wanted)
+            same_bytes(buffers, want_buffers)
+
+
+@pytest.mark.parametrize("words", [0, 2, 4])
+def test_records_are_those_of_the_reference(words: int, thread_counts: list[int]) -> None:
+    for count in COUNTS:
+        records, *rest = draw_records(count, words)
+        slots = rest[0]
+        reference.write_(records, *rest)
+        want = reference.read(records, slots.flip(0).contiguous(), 13)
+        for threads in thread_counts:
+            torch.set_num_threads(threads)
+            written, *rest = draw_records(count, words)
+            tiers.tier_write_(written, *rest)
+            assert torch.equal(written, records)
+            got = tiers.tier_read(written, slots.flip(0).contiguous(), 13)
+            for part, wanted in zip(got, want, strict=True):
+                assert torch.equal(part, wanted)
+
+
+def test_records_of_words_alone() -> None:
+    heads, slots = torch.arange(12).view(2, 6), torch.tensor([5, 0, -1, 2, 1, 4])
+    records = torch.zeros(6, 16, dtype=torch.uint8)
+    tiers.tier_write_(records, slots, heads, torch.empty(6, 0, dtype=torch.uint8))
+    positions, words, rows = tiers.tier_read(records, slots, 0)
+    assert positions.tolist() == [0, 1, 3, 4, 5]
+    assert torch.equal(words, heads[:, positions])
+    assert rows.shape == (5, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "number", "value", "message"),
+    [
+        ("tier_swap_", 1, torch.full((37,), ROWS), r"slots of misses must be rows .* got 900"),
+        ("tier_swap_", 4, torch.zeros(18).long(), r"found must be distinct misses in \[0, 37\)"),
+        ("tier_swap_", 5, torch.zeros(18, 3, dtype=torch.uint8), r"rows must be contiguous"),
+        ("tier_swap_", 6, ROWS - 1, "slots of misses must be rows"),
+        ("tier_swap_", 6, ROWS + 1, r"first_overflow must be in \[0, 900\], got 901"),
+        ("tier_read", 1, torch.tensor([-2]), "slots must be records .* got -2"),
+        ("tier_read", 2, 30, "records must have a row of 30 bytes, got 29"),
+        ("tier_write_", 1, torch.full((37,), ROWS), "slots must be records"),
+        ("tier_write_", 2, torch.zeros(37).long(), "words must be contiguous with 74 entries"),
+        ("tier_write_", 3, torch.zeros(37, 30, dtype=torch.uint8), "a row of 30 bytes"),
+    ],
+)
+def test_wrong_arguments_raise_before_anything_is_written(
+    name: str, number: int, value: object, message: str
+) -> None:
+    records, slots, *rest = draw_records(37)
+    arguments: dict[str, list[Any]] = {
+        "tier_swap_": [*draw_swap(torch.float32, 4, 37)],
+        "tier_read": [records, slots, 13],
+        "tier_write_": [records, slots, *rest],
+    }
+    wrong = arguments[name]
+    written = [*wrong[0]] if isinstance(wrong[0], list) else [wrong[0]]
+    before = [tensor.clone() for tensor in written]
+    wrong[number] = value
+    with pytest.raises(RuntimeError, match=message):
+        getattr(tiers, name)(*wrong)
+    same_bytes(written, before)
+
+
+def test_opcheck() -> None:
+    records, slots, *rest = draw_records(37)
+    cases: dict[str, tuple[Any, ...]] = {
+        "tier_swap_": (*draw_swap(torch.float32, 4, 37),),
+        "tier_read": (records, slots, 13),
+        "tier_write_": (records, slots, *rest),
+    }
+    for name, arguments in cases.items():
+        torch.library.opcheck(getattr(torch.ops.emblib, name).default, arguments)
