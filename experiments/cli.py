@@ -78,10 +78,10 @@ def questions_in_brief() -> str:
     from experiments import configure
 
     names = configure.groups()["experiment"]
-    left = max(map(len, names)) + 4
+    left_width = max(map(len, names)) + 4
     return "\n".join(
-        f"  {name}".ljust(left)
-        + textwrap.shorten(configure.question(name), 100 - left, placeholder=" …")
+        f"  {name}".ljust(left_width)
+        + textwrap.shorten(configure.question(name), 100 - left_width, placeholder=" …")
         for name in names
     )
 
@@ -122,6 +122,7 @@ def _command(name: str, arguments: Sequence[str]) -> int:
 
 
 def _measure(arguments: Sequence[str]) -> int:
+    """Check the words of an experiment and run it; return the exit status."""
     from experiments import configure
 
     flags = {a for a in arguments if a.startswith("-")}
@@ -168,8 +169,8 @@ def _hydra(arguments: Sequence[str]) -> int:
     values |= {"-cd", "--config-dir", "-i", "--info"}
     typed = [
         a
-        for before, a in zip(["", *arguments], arguments, strict=False)
-        if not a.startswith("-") and before not in values
+        for previous, a in zip(["", *arguments], arguments, strict=False)
+        if not a.startswith("-") and previous not in values
     ]
     of_hydra = [a for a in typed if re.match(r"[+~]*hydra[./]", a)]
     configure.check_hydra(of_hydra)

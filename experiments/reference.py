@@ -149,12 +149,14 @@ def with_results(page: str, folder: Path = REFERENCE) -> str:
 def with_questions(page: str) -> str:
     """Return the text of reports/README.md with its table of experiments up to date."""
     start, end = QUESTIONS
-    before, rest = page.split(start)
+    text_before, text_after = page.split(start)
     lines = ["| question | experiment |", "| --- | --- |"]
     for name in configure.groups()["experiment"]:
-        asked = configure.question(name)
-        lines.append(f"| {asked[:1].upper()}{asked[1:]} | `python run.py +experiment={name}` |")
-    return "\n".join([f"{before}{start}", *lines, f"{end}{rest.split(end)[1]}"])
+        question = configure.question(name)
+        lines.append(
+            f"| {question[:1].upper()}{question[1:]} | `python run.py +experiment={name}` |"
+        )
+    return "\n".join([f"{text_before}{start}", *lines, f"{end}{text_after.split(end)[1]}"])
 
 
 def add(words: Sequence[str]) -> int:
@@ -176,10 +178,10 @@ def add(words: Sequence[str]) -> int:
             worst = 1
             continue
         print(f"kept {os.path.relpath(stored, ROOT)}")
-        for other in runs_in(REFERENCE, f"*/{name}"):
-            if other != stored:
-                paths = [os.path.relpath(path, ROOT) for path in (other, stored)]
-                folder = f"reports/compare/{name}/{other.parent.name}-{stored.parent.name}"
+        for other_run in runs_in(REFERENCE, f"*/{name}"):
+            if other_run != stored:
+                paths = [os.path.relpath(path, ROOT) for path in (other_run, stored)]
+                folder = f"reports/compare/{name}/{other_run.parent.name}-{stored.parent.name}"
                 _run_py("compare", *paths, "--out", folder)
     return max(worst, write_pages())
 

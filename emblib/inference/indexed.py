@@ -60,10 +60,10 @@ class RowIndex:
         """Return the array of ids `[0, len(keep))`, of which those in the mask have rows."""
         num_ids = keep.numel()
         rows = torch.full((num_ids + num_ids % 2,), -1, dtype=torch.int32, device=keep.device)
-        kept = keep.nonzero().view(-1)
-        if kept.numel() >= _MAX_ARRAY_ROWS:
-            raise ValueError(f"an array has rows below 2^31, got {kept.numel()}: use index='hash'")
-        rows[kept] = torch.arange(kept.numel(), dtype=torch.int32, device=keep.device)
+        ids = keep.nonzero().view(-1)
+        if ids.numel() >= _MAX_ARRAY_ROWS:
+            raise ValueError(f"an array has rows below 2^31, got {ids.numel()}: use index='hash'")
+        rows[ids] = torch.arange(ids.numel(), dtype=torch.int32, device=keep.device)
         return cls(IndexKind.ARRAY, rows.view(torch.int64), num_ids, num_ids=num_ids)
 
     def table_row(self, begin: int) -> list[int]:

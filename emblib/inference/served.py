@@ -164,11 +164,11 @@ class InferenceCollection(nn.Module):
                 f"{batch.keys()}"
             )
         for tables, positions in zip(self.parts, self._positions, strict=True):
-            wanted = [index[self._features[position]] for position in positions]
-            if wanted == list(range(len(batch.keys()))):
+            feature_order = [index[self._features[position]] for position in positions]
+            if feature_order == list(range(len(batch.keys()))):
                 yield tables, positions, batch
             else:
-                yield tables, positions, batch.permute(wanted)
+                yield tables, positions, batch.permute(feature_order)
 
 
 class InferenceEmbeddingBagCollection(InferenceCollection):
@@ -257,8 +257,8 @@ def convert(
 ) -> InferenceEmbeddingBagCollection | InferenceEmbeddingCollection:
     """Copy a collection into one for inference; collective if it is sharded."""
     configs, readers = configs_of(source), readers_of(source)
-    kept = [FORMAT_OF[readers[config.name].dtype] for config in configs]
-    wanted = kept if formats is None else formats_of(len(configs), None, formats)
+    dtype_formats = [FORMAT_OF[readers[config.name].dtype] for config in configs]
+    row_formats = dtype_formats if formats is None else formats_of(len(configs), None, formats)
     features = table_features(configs)
     pooled = hasattr(source, "embedding_bag_configs")
     groups: dict[Any, list[int]] = {}  # tables by what those of a part have in common
@@ -274,7 +274,7 @@ def convert(
             [configs[table] for table in tables],
             readers,
             device,
-            [wanted[table] for table in tables],
+            [row_formats[table] for table in tables],
             pooling=key if pooled else Pooling.NONE,
             feature_tables=[tables.index(features[position].table) for position in positions],
             output_dtype=dtype if output_dtype is None else output_dtype,

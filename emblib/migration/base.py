@@ -353,7 +353,7 @@ class Replaced(ABC):
         """Describe how the tables are trained, for the report."""
         if not self.is_fused:
             return "its gradient goes to the same optimizer" if self.is_trained else "not trained"
-        return f"backward applies {', '.join(brief(one) for one in self.optimizers)}"
+        return f"backward applies {', '.join(brief(optimizer) for optimizer in self.optimizers)}"
 
     @abstractmethod
     def carry_over(self) -> None:

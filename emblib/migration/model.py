@@ -78,7 +78,8 @@ class Migration:
         self.warnings = tuple(self._warnings(optimizers))
 
     def _warnings(self, optimizers: Sequence[TorchOptimizer]) -> list[str]:
-        fused = [one for one in self.replaced if one.is_fused]
+        """Return what users of fused tables must know, one sentence each."""
+        fused = [replaced for replaced in self.replaced if replaced.is_fused]
         if not fused:
             return []
         warnings = [
@@ -88,12 +89,12 @@ class Migration:
             "view without gradient, has no effect"
         ]
         warnings += [
-            f"a scheduler over {type(one).__name__} no longer sets the rates of the fused tables: "
-            "make a second one over emblib.collections.optimizers.FusedOptimizer.of(model)"
-            for one in optimizers
-            if hasattr(one.step, "_wrapped_by_lr_sched")
+            f"a scheduler over {type(optimizer).__name__} no longer sets the rates of the fused "
+            "tables: make a second one over emblib.collections.optimizers.FusedOptimizer.of(model)"
+            for optimizer in optimizers
+            if hasattr(optimizer.step, "_wrapped_by_lr_sched")
         ]
-        single = sum(isinstance(one, ReplacedEmbedding) for one in fused)
+        single = sum(isinstance(replaced, ReplacedEmbedding) for replaced in fused)
         if single > 1:
             warnings.append(
                 f"{single} tables are called one by one: one TableBatchedEmbeddingBags or "

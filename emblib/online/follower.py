@@ -180,8 +180,8 @@ class LogFollower:
         if self._key is None and self._is_based:
             self._begin_at_base()
         if self._key is None:
-            whole = [{r.key for r in log.pending if r.is_whole} for log in self._logs]
-            return max(set.intersection(*whole), default=None)
+            whole_keys = [{r.key for r in log.pending if r.is_whole} for log in self._logs]
+            return max(set.intersection(*whole_keys), default=None)
         for log in self._logs:
             log.drop(self._key)
         keys = [{record.key for record in log.pending} for log in self._logs]
@@ -211,6 +211,7 @@ class LogFollower:
                 )
 
     def _apply(self, key: Key) -> None:
+        """Write all records up to one boundary while no reader is inside."""
         by_log = [log.up_to(key) for log in self._logs]
         is_whole = self._key is None or any(r[-1].kind is RecordKind.SNAPSHOT for r in by_log)
         if is_whole:
@@ -239,6 +240,7 @@ class LogFollower:
             log.has_gap = False
 
     def _prepare(self, records: Sequence[Record], *, is_whole: bool) -> list[Callable[[], None]]:
+        """Check and convert the records of a boundary; return the functions that write them."""
         changes: dict[str, list[TableChange]] = {}
         for record in records:
             if record.is_whole is is_whole:

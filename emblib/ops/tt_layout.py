@@ -228,6 +228,7 @@ def chunks_of(batch: TTLookup, sample_weights: Tensor | None) -> Iterator[Chunk]
 
 
 def _chunk(batch: TTLookup, f: int, bags: slice, lookups: slice, share: float) -> Chunk:
+    """Return the chunk of some bags of feature `f`; `share` < 1 if it has part of one bag."""
     layout = batch.layout
     first_key = int(batch.feature_tables[f, TTTableColumn.FIRST_KEY])
     t = next(t for t, row in enumerate(layout.tables) if row[TTTableColumn.FIRST_KEY] == first_key)

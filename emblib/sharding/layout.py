@@ -227,6 +227,7 @@ def _rank_layout(
     parts: Sequence[TableShard],
     arrange: Arrange,
 ) -> RankLayout:
+    """Return the layout of a rank with these shards; `arrange` orders its units."""
     units = [
         LookupUnit(f, part.shard, p)
         for p, part in enumerate(parts)

@@ -103,7 +103,7 @@ def is_checkpointed(module: ShardedModule) -> bool:
     return running_forward(training=module.training) is not None
 
 
-def look_up_apart(module: ShardedModule, received: Any) -> LazyAwaitable[Any]:
+def look_up_separately(module: ShardedModule, received: Any) -> LazyAwaitable[Any]:
     """Look up a batch that was sent ahead, but separately: a checkpointed region repeats it."""
     running = running_forward(training=module.training)
     if running is not None:

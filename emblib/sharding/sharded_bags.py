@@ -477,13 +477,13 @@ class PooledOutputDist(nn.Module):
             source_index = len(sources)
             for rank, unit, column in span.units:
                 offset, number = starts[rank, unit]
-                within = column - sources_of.columns[rank, unit]
+                column_in_source = column - sources_of.columns[rank, unit]
                 if rank == replicated_index:
                     width = self._layout.replicated.columns
                     sources.append((sum(received_sizes) + column, width, -1))
                 else:
                     row = number * count if rows is not None and number >= 0 else -1
-                    sources.append((offset + within, unit.columns, row))
+                    sources.append((offset + column_in_source, unit.columns, row))
             mean = first_bag[span.feature] if feature.is_mean else -1
             ends = source_index, len(sources)
             if inputs.is_variable:
@@ -568,7 +568,7 @@ class _PooledStep(OutputStep):
         if self.node_sums is not None:
             flat = self.node_sums.pack(flat)
         codec = self._comm_precision.forward
-        return Values(flat, self._sent, self._received, codec, comes_whole=is_summed)
+        return Values(flat, self._sent, self._received, codec, needs_one_tensor=is_summed)
 
     def assemble(self, received: Received, replica_rows: Tensor | None) -> Tensor:
         tables, values = self._tables, received.values
@@ -588,13 +588,14 @@ class _PooledStep(OutputStep):
         return out.view(self._shape)
 
     def gradient_nbytes(self) -> tuple[list[int], list[int]]:
-        none = torch.empty(0)
-        return self._gradients(none).nbytes()
+        no_values = torch.empty(0)
+        return self._gradients(no_values).nbytes()
 
     def _gradients(self, flat: Tensor) -> Values:
         return Values(flat, self._received, self._sent, self._comm_precision.backward)
 
     def backward(self, grad: Tensor, *, keeps_local: bool) -> tuple[Values, Tensor | None]:
+        """Return the gradients of rows to send, pooled, and those of replicated tables' rows."""
         tables, ranks = self._tables, self._ranks
         total, codec = sum(tables.received_sizes), self._comm_precision.backward
         keeps_local = keeps_local and codec.is_identity and self.node_sums is None

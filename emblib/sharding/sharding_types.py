@@ -335,6 +335,7 @@ def _by_columns(
     shape: TableShape, ranks: Sequence[int], sizes: Sequence[int] | None = None
 ) -> tuple[Shard, ...]:
     # Blocks of whole 16 bytes where the width allows it: kernels read those fastest.
+    """Return shards that cut a table by columns, one per rank of `ranks`."""
     unit = math.lcm(shape.column_unit, 4)
     unit = unit if shape.columns % unit == 0 else shape.column_unit
     spans = blocks(shape.columns, len(ranks), unit)
@@ -352,6 +353,7 @@ def _by_columns(
 
 
 def _check_shard(name: str, shard: Shard, shape: TableShape, world_size: int) -> None:
+    """Raise ValueError for a shard outside its table or the world."""
     if not 0 <= shard.rank < world_size:
         raise ValueError(f"table {name}: a rank must be in [0, {world_size}), got {shard}")
     axes = (

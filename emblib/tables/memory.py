@@ -233,6 +233,8 @@ class Memory:
         """Return weights and states of all tiers but the cache, given those of the device tier.
 
         Unused tiers are empty tensors; trailing ones are omitted.
+
+        `weights` is flat, `states` are flat or `[rows]`; the results have one entry per tier.
         """
         all_weights, all_states = [weights.view(-1)], list(states)
         for tier in range(Tier.DEVICE + 1, self._last_tier + 1):

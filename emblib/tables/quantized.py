@@ -192,6 +192,7 @@ class QuantizedEmbeddingBags(nn.Module):
         check_features(self.tables, self.feature_tables, self.pooling)
 
     def _lay_out(self) -> None:
+        """Assign each table its bytes in `packed`, and each feature its columns."""
         self._locations: list[_TableLocation] = []
         begin = first_row = 0
         for spec, format in zip(self.tables, self.formats, strict=True):
@@ -202,13 +203,13 @@ class QuantizedEmbeddingBags(nn.Module):
             first_row += spec.rows
         self._bytes, self.total_rows = begin, first_row
         self._dims = [self.tables[t].dim for t in self.feature_tables]
-        none = self.pooling is Pooling.NONE
-        self.output_dim = max(self._dims, default=0) if none else sum(self._dims)
+        is_unpooled = self.pooling is Pooling.NONE
+        self.output_dim = max(self._dims, default=0) if is_unpooled else sum(self._dims)
         column, self._layout = 0, []
         for t in self.feature_tables:
             location = self._locations[t]
             self._layout.append(location.feature(column, is_mixed=self.bits < 0))
-            column += 0 if none else location.dim
+            column += 0 if is_unpooled else location.dim
 
     _layout: list[FeatureRow]
 
@@ -415,7 +416,10 @@ class QuantizedEmbeddingBags(nn.Module):
     def _look_up_at_once(
         self, indices: Tensor, offsets: Tensor, sample_weights: Tensor | None
     ) -> Tensor | None:
-        """Check and look up a batch in one op; return None for an invalid one on the CPU."""
+        """Check and look up a batch in one op; return None for an invalid one on the CPU.
+
+        `indices` is `[L]`, `offsets` `[F * B + 1]`, `sample_weights` float32 `[L]` or None.
+        """
         own_check = self._check
         if own_check is None or not own_check.matches(self):
             self._check = own_check = LookupBoundsCheck(self)
@@ -506,9 +510,9 @@ class QuantizedEmbeddingBags(nn.Module):
             f"{name}: {spec.rows} x {spec.dim}"
             for name, spec in zip(self.table_names[:4], self.tables, strict=False)
         )
-        more = f", ... {len(self.tables)} tables" if len(self.tables) > 4 else ""
+        omitted = f", ... {len(self.tables)} tables" if len(self.tables) > 4 else ""
         formats = ", ".join(dict.fromkeys(format.value for format in self.formats))
-        return f"[{sizes}{more}], {formats}, pooling={self.pooling.value}"
+        return f"[{sizes}{omitted}], {formats}, pooling={self.pooling.value}"
 
 
 def _check_range(weights: Tensor) -> None:
@@ -539,21 +543,21 @@ def pack_former_rows(values: Tensor, scales: Tensor, dim: int, bits: int) -> Ten
         ValueError: the tensors are of another table, or their values exceed the range of float16.
     """
     rows, width = scales.size(0) if scales.dim() > 0 else 0, -(-dim * bits // 8)
-    fits = bits in (4, 8) and tuple(values.shape) == (rows, width)
-    if not fits or tuple(scales.shape) != (rows, 2):
+    has_shape = bits in (4, 8) and tuple(values.shape) == (rows, width)
+    if not has_shape or tuple(scales.shape) != (rows, 2):
         raise ValueError(
             f"size mismatch: values {tuple(values.shape)} and scales {tuple(scales.shape)} are not "
             f"of rows of {dim} values with {bits} bits, which have [rows, {width}] and [rows, 2]"
         )
     packed = torch.empty(rows, quant.row_bytes(dim, bits), dtype=torch.uint8, device=values.device)
     for first_row in range(0, rows, _CHUNK):
-        numbers, some = (
+        numbers, block = (
             values[first_row : first_row + _CHUNK],
             scales[first_row : first_row + _CHUNK],
         )
         if bits == 4:
             numbers = torch.stack([numbers & 15, numbers >> 4], dim=2).flatten(1)
-        weights = numbers[:, :dim].float() * some[:, :1] + some[:, 1:]
+        weights = numbers[:, :dim].float() * block[:, :1] + block[:, 1:]
         _check_range(weights)
         quant.quantize_rows_(packed[first_row : first_row + _CHUNK], weights.contiguous(), bits)
     return packed

@@ -402,7 +402,10 @@ class TableBatchedTTEmbeddingBags(FusedTables):
     def _batch(
         self, indices: Tensor, offsets: Tensor, batch_sizes: Sequence[Sequence[int]] | None
     ) -> tt.TTLookup:
-        """Check a batch and return it as ops take it, with repaired offsets and bag layout."""
+        """Check a batch and return it as ops take it, with repaired offsets and bag layout.
+
+        Arguments are those of `forward`.
+        """
         bag_layout, output_dim = self.layout_of_bags(offsets, batch_sizes, indices.device)
         return tt.TTLookup(
             self.core_layout,

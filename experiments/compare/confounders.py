@@ -50,11 +50,11 @@ def find_differences(machines: Sequence[Machine]) -> list[Difference]:
     remarks = ("build of torch", "preset", "CPU threads")
     differing = [
         Difference(
-            Weight.remark if what in remarks else Weight.confounder,
-            str(what),
+            Weight.remark if name in remarks else Weight.confounder,
+            str(name),
             group_by_value(machines, (None if pd.isna(v) else str(v) for v in values)),
         )
-        for what, values in facts.items()
+        for name, values in facts.items()
         if values.nunique() > 1
     ]
     differing += [*_configuration(machines), *_state(machines)]

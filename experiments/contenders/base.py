@@ -207,6 +207,8 @@ def update_rounding(kind: Optimizer, update: Tensor, lr: float) -> Tensor:
     Adagrad divides an element by its own magnitude: next to zero, any result from -lr to lr is
     possible. For other optimizers, and for elements without a gradient, the result is zero, because
     the relative tolerance of the comparison covers rounding.
+
+    `update` is float32 of any shape, and so is the result.
     """
     if kind is not Optimizer.adagrad:
         return torch.zeros_like(update)

@@ -1,4 +1,9 @@
-"""Pairs of workers, base and head, measured alternately in fresh processes."""
+"""Pairs of workers, base and head, measured alternately in fresh processes.
+
+Each pair is a process of both revisions, which build the same points (a phase of one contender on
+one workload) and then take turns, block by block: base head head base, or the reverse. A *trial* is
+all pairs of one run of the gate; `TrialRunner` measures them until `rules.next_request` has enough.
+"""
 
 from __future__ import annotations
 
@@ -204,26 +209,26 @@ def _measure_point(
     job: PairJob, name: str, ask: Callable[..., Any], rng: random.Random
 ) -> PointSamples:
     """Measure the blocks of one point: base head head base, or the reverse, at random."""
-    taken = PointSamples()
+    samples = PointSamples()
     for side in rng.sample(list(Side), 2):
-        taken.warm[side.value] = ask(side, WarmUp(name), name)
-    seconds = min(w["execution_s"] for w in taken.warm.values())
+        samples.warm[side.value] = ask(side, WarmUp(name), name)
+    seconds = min(w["execution_s"] for w in samples.warm.values())
     if 0 < seconds < MIN_SAMPLE_SECONDS:
-        taken.executions = min(MAX_EXECUTIONS, math.ceil(MIN_SAMPLE_SECONDS / seconds))
+        samples.executions = min(MAX_EXECUTIONS, math.ceil(MIN_SAMPLE_SECONDS / seconds))
     pool = job.config.timing.pool
     for block in range(job.config.timing.min_rounds):
         outer, inner = rng.sample(list(Side), 2)
         pair = (2 * block % pool, (2 * block + 1) % pool)  # the same batches on both sides
-        turn = partial(TakeSamples, name, executions=taken.executions)
+        turn = partial(TakeSamples, name, executions=samples.executions)
         first = ask(outer, turn(pair[:1]), name)
-        middle = ask(inner, turn(pair), name)
+        inner_times = ask(inner, turn(pair), name)
         last = ask(outer, turn(pair[1:]), name)
-        taken.of(outer).append([*first, *last])
-        taken.of(inner).append(list(middle))
+        samples.of(outer).append([*first, *last])
+        samples.of(inner).append(list(inner_times))
     if job.check:
         for side in Side:
-            taken.weight[side.value] = ask(side, WeighPoint(name), name)
-    return taken
+            samples.weight[side.value] = ask(side, WeighPoint(name), name)
+    return samples
 
 
 Measure = Callable[[PairJob, Revisions], PairResult]
@@ -363,5 +368,5 @@ class TrialRunner:
 def faster_samples(records: Sequence[Record], point: str, side: Side) -> list[float]:
     """Return the faster sample of every block, over all pairs."""
     key = f"{side.value}_ns"
-    taken = [r[key] for r in records if r["point"] == point and r["status"] == "ok"]
-    return [min(block) / 1e9 for blocks in taken for block in blocks]
+    blocks_by_pair = [r[key] for r in records if r["point"] == point and r["status"] == "ok"]
+    return [min(block) / 1e9 for blocks in blocks_by_pair for block in blocks]

@@ -159,10 +159,11 @@ def _verdict_finding(
     reason = advice(ruling) if ruling.verdict is Verdict.UNSURE else ""
     state = ruling.verdict.value
     if ruling.verdict is Verdict.FASTER:  # more instructions that take less time are no regression
-        grown, more = (
-            [x for x in grown if ("instructions" in x) is more] for more in (False, True)
+        grown, has_instructions = (
+            [x for x in grown if ("instructions" in x) is has_instructions]
+            for has_instructions in (False, True)
         )
-        shrunk = [*shrunk, *more]
+        shrunk = [*shrunk, *has_instructions]
     counts = {
         key: {side: weight[key] for side, weight in weights.items()}
         for key in (TOTAL, NATIVE)
@@ -194,11 +195,11 @@ def changed_counts(
         if key == "hit_rate":
             grown, shrunk = before - after > HIT_RATE_CHANGE, after - before > HIT_RATE_CHANGE
         elif key == "peak_bytes":
-            slack = PEAK_SHARE * before + PEAK_BYTES
-            grown, shrunk = after > before + slack, after < before - slack
+            tolerance = PEAK_SHARE * before + PEAK_BYTES
+            grown, shrunk = after > before + tolerance, after < before - tolerance
         elif key in (TOTAL, NATIVE):
-            slack = INSTRUCTIONS_SHARE * before
-            grown, shrunk = after > before + slack, after < before - slack
+            tolerance = INSTRUCTIONS_SHARE * before
+            grown, shrunk = after > before + tolerance, after < before - tolerance
             text = f"{key.replace('_', ' ')} {before:,.0f} → {after:,.0f} ({after / before:.3f}×)"
         else:
             grown, shrunk = after > before, after < before

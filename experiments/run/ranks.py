@@ -158,19 +158,19 @@ class RankClock(Clock):
             (reading,) = self.inner.read([work])
         except Exception as error:
             reading, raised = Reading(0.0, 0.0, 0.0), error
-        failed = raised or ranks.failed  # the race has already caught the latter
+        failure = raised or ranks.failed  # the race has already caught the latter
         blame = NO_FAILURE
-        if failed is not None:
+        if failure is not None:
             blame = ARM_FAILURE if ranks.failed else CLOCK_FAILURE
         by_rank = ranks.peers.gather(
             [reading.seconds, reading.wall, reading.cost, reading.exposed, blame]
         )
         seconds, wall, cost, exposed, blame = (max(v) for v in zip(*by_rank, strict=True))
         if blame:
-            shared = ranks.share(failed)
+            shared = ranks.share(failure)
             if raised or blame == CLOCK_FAILURE:
                 raise shared
-            if failed is None:
+            if failure is None:
                 ranks.elsewhere[work.key.partition("/")[0]] = shared
                 work.call()  # raises `shared` inside the arm's call, where the race catches it
         else:
@@ -334,36 +334,38 @@ class RankProcesses:
         Raises:
             Died: a rank died or failed; `note` is its note, as ranks may measure different arms.
         """
-        failed: list[int] = []  # ranks in the order in which they failed
+        failed_ranks: list[int] = []  # ranks in the order in which they failed
         with ThreadPoolExecutor(len(self.children)) as pool:
             answers = [
-                pool.submit(self._receive, rank, None if rank else watch, failed)
+                pool.submit(self._receive, rank, None if rank else watch, failed_ranks)
                 for rank in range(len(self.children))
             ]
             wait(answers, return_when="FIRST_EXCEPTION")
-            if failed:
+            if failed_ranks:
                 # A rank may notice a lost connection before the death that caused it.
                 wait(answers, GRACE_SECONDS)
-                failed = list(failed)  # a copy, without the ranks that are killed next
+                failed_ranks = list(failed_ranks)  # a copy, without the ranks that are killed next
                 for child in self.children:
                     child.kill()
-        if not failed:
+        if not failed_ranks:
             return answers[0].result()
-        deaths = {rank: answers[rank].exception() for rank in failed}
-        died = [r for r, death in deaths.items() if isinstance(death, Died) and not death.answered]
-        rank = (died or failed)[0]
+        deaths = {rank: answers[rank].exception() for rank in failed_ranks}
+        dead_ranks = [
+            r for r, death in deaths.items() if isinstance(death, Died) and not death.answered
+        ]
+        rank = (dead_ranks or failed_ranks)[0]
         self.note = self.children[rank].note
         death = deaths[rank]
         status = death.status if isinstance(death, Died) else "error"
         raise Died(status, f"rank {rank}: {death}") from death
 
     def _receive(
-        self, rank: int, watch: Callable[[str], object] | None, failed: list[int]
+        self, rank: int, watch: Callable[[str], object] | None, failed_ranks: list[int]
     ) -> list[Record]:
         try:
             records: list[Record] = self.children[rank].receive(watch)
         except BaseException:
-            failed.append(rank)
+            failed_ranks.append(rank)
             raise
         return records
 

@@ -1,4 +1,10 @@
-"""Clocks for calls on a CPU or GPU, in the modes hot, cold, graph and wall."""
+"""Clocks for calls on a CPU or GPU, in the modes hot, cold, graph and wall.
+
+A *phase* is a function of a batch number, e.g. a training step. `Clock.read` takes samples of it in
+one of the modes that `clock_for` explains. On a GPU, each call is launched behind a kernel that
+spins, so that the launch is over before the GPU reaches the call; spins that turn out too short are
+doubled.
+"""
 
 from __future__ import annotations
 
@@ -147,13 +153,13 @@ class ColdClock(Clock):
         """Take samples whose cost includes emptying the caches."""
         readings = []
         for work in works:
-            call, before = work.call, self.now()
+            call, begin = work.call, self.now()
             self.flush()
             start = self.now()
             call()
             end = self.now()
             seconds = (end - start) / 1e9
-            readings.append(Reading(seconds, seconds, (end - before) / 1e9))
+            readings.append(Reading(seconds, seconds, (end - begin) / 1e9))
         return readings
 
     def describe(self) -> dict[str, object]:
@@ -187,35 +193,35 @@ class CudaClock(Clock):
 
     def _read_alone(self, work: Work) -> Reading:
         """Time from an idle GPU to an idle GPU by the host's clock."""
-        before = self.gpu.now()
+        begin = self.gpu.now()
         self.gpu.synchronise()
         start = self.gpu.now()
         work.call()
         returned = self.gpu.now()
         self.gpu.synchronise()
         end = self.gpu.now()
-        return Reading(end - start, returned - start, end - before)
+        return Reading(end - start, returned - start, end - begin)
 
     def _launch(self, work: Work) -> Launch:
         """Launch a sample behind a spin; lengthen the next spin if this one was too short."""
-        gpu, ahead = self.gpu, self.ahead.get(work.key, self.spin)
+        gpu, spin_s = self.gpu, self.ahead.get(work.key, self.spin)
         if self.mode is Mode.cold:
             gpu.flush()
-        if ahead:
-            gpu.spin(int(ahead * self.cycles_per_second()))
+        if spin_s:
+            gpu.spin(int(spin_s * self.cycles_per_second()))
         start = gpu.event()
-        called = gpu.now()
+        call_start = gpu.now()
         work.call()
-        wall = gpu.now() - called
+        wall = gpu.now() - call_start
         end = gpu.event()
-        exposed = gpu.reached(start)
-        if ahead and not exposed:
+        gpu_was_idle = gpu.reached(start)
+        if spin_s and not gpu_was_idle:
             self.in_vain[work.key] = 0
-        elif ahead:  # spin longer, or never again before work that itself waits for the GPU
+        elif spin_s:  # spin longer, or never again before work that itself waits for the GPU
             self.in_vain[work.key] += 1
-            longer = min(MAX_SPIN_SECONDS, max(2 * ahead, 1.5 * wall))
+            longer = min(MAX_SPIN_SECONDS, max(2 * spin_s, 1.5 * wall))
             self.ahead[work.key] = 0.0 if self.in_vain[work.key] >= MAX_VAIN_SPINS else longer
-        return Launch(start, end, wall, exposed)
+        return Launch(start, end, wall, gpu_was_idle)
 
     def _collect(self, launched: list[Launch], chunk_start: float) -> list[Reading]:
         if not launched:

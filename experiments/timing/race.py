@@ -1,4 +1,10 @@
-"""Interleaved timing: a round runs all phases of all contenders in random order and back."""
+"""Interleaved timing: a round runs all phases of all contenders in random order and back.
+
+A *round* takes two samples of every phase (a timed call) of every arm (a contender): in random
+order, then in the reverse order. The arms stop together, when all are precise or no longer change,
+or when the budget is used up; one that uses most of it stops earlier. Reports compare samples of
+one round only.
+"""
 
 from __future__ import annotations
 
@@ -197,15 +203,17 @@ class Race:
         All stop when the budget is used up, a contender that takes most of it earlier. A very slow
         one may stop before min_rounds, but not before three rounds.
         """
-        timing, enough = self.timing, rounds >= self.timing.min_rounds
+        timing, has_min_rounds = self.timing, rounds >= self.timing.min_rounds
         running = {name: r for name, r in self.results.items() if not r.stop_reason}
         budget = timing.cell_seconds
-        alone = budget / 2 if enough else (2 * budget if rounds >= 3 else math.inf)
-        used_up = enough and sum(self.spent[name] for name in running) > budget
+        max_seconds_of_one = (
+            budget / 2 if has_min_rounds else (2 * budget if rounds >= 3 else math.inf)
+        )
+        used_up = has_min_rounds and sum(self.spent[name] for name in running) > budget
         for name in list(running):
-            if used_up or self.spent[name] > alone:
+            if used_up or self.spent[name] > max_seconds_of_one:
                 running.pop(name).stop_reason = "budget"
-        if not enough:
+        if not has_min_rounds:
             return
         reasons = {}
         for name, result in running.items():

@@ -74,7 +74,7 @@ def warm_up(
     while timing.warmup:
         complete, seconds, medians = _pass(phases, clock, timing.pool, key, cap - warm.seconds)
         warm.seconds += seconds
-        before, warm.typical = warm.typical, medians
+        medians_before, warm.typical = warm.typical, medians
         if not complete:
             return warm
         warm.passes += 1
@@ -83,11 +83,12 @@ def warm_up(
         warm.filling = warm.hit_rate is not None and (
             rate_before is None or abs(warm.hit_rate - rate_before) >= STEADY_HIT_RATE_CHANGE
         )
-        alike = before.keys() == medians.keys() and all(
-            abs(medians[phase] - before[phase]) <= STEADY_SHARE * before[phase] for phase in medians
+        is_stable = medians_before.keys() == medians.keys() and all(
+            abs(medians[phase] - medians_before[phase]) <= STEADY_SHARE * medians_before[phase]
+            for phase in medians
         )
-        enough = warm.passes >= timing.warmup and warm.seconds >= timing.warmup_seconds
-        warm.steady = alike and enough and not warm.filling
+        has_minimum = warm.passes >= timing.warmup and warm.seconds >= timing.warmup_seconds
+        warm.steady = is_stable and has_minimum and not warm.filling
         if warm.steady or warm.seconds >= cap:
             return warm
     return warm

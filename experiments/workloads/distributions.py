@@ -30,10 +30,10 @@ def zipf_ranks(rng: np.random.Generator, count: int, rows: int, s: float, q: flo
     out = np.empty(count, np.int64)
     filled = 0
     while filled < count:
-        u = high + rng.random(count - filled) * (low - high)
-        rank = np.clip(np.rint(_integral_inverse(u, s, q)), 1, rows)
-        good = u >= integral(rank + 0.5, s, q) - _mass(rank, s, q)
-        accepted = rank[good].astype(np.int64)
+        draws = high + rng.random(count - filled) * (low - high)
+        rank = np.clip(np.rint(_integral_inverse(draws, s, q)), 1, rows)
+        is_accepted = draws >= integral(rank + 0.5, s, q) - _mass(rank, s, q)
+        accepted = rank[is_accepted].astype(np.int64)
         out[filled : filled + len(accepted)] = accepted
         filled += len(accepted)
     return out
