@@ -203,8 +203,12 @@ def _check_list(key: str, override: Override) -> None:
 
 def _case_names(overrides: Sequence[str]) -> list[str]:
     """Read the case names of the chosen experiments from their YAML, without composing it."""
-    chosen = [text.lstrip("+").removeprefix("experiment=") for text in overrides]
-    paths = [CONF / "experiment" / f"{name}.yaml" for text in chosen for name in text.split(",")]
+    experiment_names = [text.lstrip("+").removeprefix("experiment=") for text in overrides]
+    paths = [
+        CONF / "experiment" / f"{name}.yaml"
+        for text in experiment_names
+        for name in text.split(",")
+    ]
     loaded = [OmegaConf.load(path) for path in paths if path.is_file()]
     return [str(key) for file in loaded for key in OmegaConf.select(file, "cases", default={})]
 
@@ -328,12 +332,12 @@ def _require(rule: str, value: object, *, holds: bool) -> None:
 
 
 def _unknown_name(
-    what: str, name: str, options: Collection[str], prefix: str, similarity: float
+    category: str, name: str, options: Collection[str], prefix: str, similarity: float
 ) -> str:
     """Return the error about an unknown name: the most similar option, and all options."""
     similar_names = difflib.get_close_matches(name, options, 1, similarity)
     hint = f" Did you mean '{prefix}{similar_names[0]}'?" if similar_names else ""
-    return f"no {what} '{name}'.{hint} There is: {', '.join(options)}"
+    return f"no {category} '{name}'.{hint} There is: {', '.join(options)}"
 
 
 def complete_options(config: Config) -> None:

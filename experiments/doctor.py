@@ -196,8 +196,8 @@ def emblib_libraries() -> Iterator[CheckResult]:
         else:
             yield _compare_with_torch(torch.device("cuda"))
         return
-    built = Path(str(emblib.__file__)).with_name("libemblib_cuda.so").exists()
-    state = "built, not loaded: torch sees no GPU" if built else "not built; torch sees no GPU"
+    has_cuda = Path(str(emblib.__file__)).with_name("libemblib_cuda.so").exists()
+    state = "built, not loaded: torch sees no GPU" if has_cuda else "not built; torch sees no GPU"
     yield CheckResult("CUDA kernels", state)
 
 
@@ -215,10 +215,10 @@ def cpu_kernels(cpu_flags: frozenset[str], isa_limit: str | None) -> CheckResult
     if isa_limit not in order:
         message = f"EMBLIB_ISA={isa_limit} is none of {', '.join(order)}"
         return CheckResult("CPU kernels", message, State.broken, "unset EMBLIB_ISA")
-    chosen = min(best, isa_limit, key=order.index)
-    if chosen == best:
-        return CheckResult("CPU kernels", f"{chosen}, as EMBLIB_ISA={isa_limit} allows")
-    message = f"{chosen} for EMBLIB_ISA={isa_limit}, though this CPU has {best}"
+    isa = min(best, isa_limit, key=order.index)
+    if isa == best:
+        return CheckResult("CPU kernels", f"{isa}, as EMBLIB_ISA={isa_limit} allows")
+    message = f"{isa} for EMBLIB_ISA={isa_limit}, though this CPU has {best}"
     return CheckResult("CPU kernels", message, State.note, "unset EMBLIB_ISA for full speed")
 
 
@@ -366,8 +366,8 @@ def check_gpu(properties: Any, nvml: Nvml | None) -> Iterator[CheckResult]:
         if key in settings:
             value = settings[key]
             rows[label] = f"{value:g} {unit}" if unit else {True: "on", False: "off"}[value]
-    for what, value_shown in rows.items():
-        yield CheckResult(what, value_shown, section=section)
+    for row_label, value_shown in rows.items():
+        yield CheckResult(row_label, value_shown, section=section)
     for flag in flags:
         yield replace(_flagged(flag, flag.replace("_", " "), "yes"), section=section)
 

@@ -130,8 +130,8 @@ def _batch(shape: Shape, rows: int, seed: int, device: torch.device) -> tuple[Te
 
 def short_name(kernel: str) -> str:
     """Return the name of a kernel without namespaces, arguments and return type."""
-    plain = re.sub(r"\(anonymous namespace\)::|\w+::", "", kernel.split("(emb::")[0])
-    return plain.removeprefix("void ").split("(")[0]
+    name = re.sub(r"\(anonymous namespace\)::|\w+::", "", kernel.split("(emb::")[0])
+    return name.removeprefix("void ").split("(")[0]
 
 
 def section(shape: Shape, kernels_of: KernelTimes) -> str:

@@ -241,8 +241,10 @@ def _job_words(words: Sequence[str]) -> Iterator[tuple[str, ...]]:
 
 
 def _launcher(of_hydra: Sequence[str]) -> str:
-    chosen = [w.partition("=")[2] for w in of_hydra if w.lstrip("+").startswith("hydra/launcher=")]
-    name = chosen[-1] if chosen else "basic"
+    launcher_names = [
+        w.partition("=")[2] for w in of_hydra if w.lstrip("+").startswith("hydra/launcher=")
+    ]
+    name = launcher_names[-1] if launcher_names else "basic"
     if name not in LAUNCHERS:
         raise UsageError(f"no hydra/launcher '{name}'. There is: {', '.join(LAUNCHERS)}")
     if LAUNCHERS[name] and not _is_installed(LAUNCHERS[name]):

@@ -172,16 +172,16 @@ def add(words: Sequence[str]) -> int:
             worst = 1
             continue
         try:
-            stored = keep(latest_run(name))
+            run_folder = keep(latest_run(name))
         except ValueError as error:
             print(f"{name}: {error}", file=sys.stderr)
             worst = 1
             continue
-        print(f"kept {os.path.relpath(stored, ROOT)}")
+        print(f"kept {os.path.relpath(run_folder, ROOT)}")
         for other_run in runs_in(REFERENCE, f"*/{name}"):
-            if other_run != stored:
-                paths = [os.path.relpath(path, ROOT) for path in (other_run, stored)]
-                folder = f"reports/compare/{name}/{other_run.parent.name}-{stored.parent.name}"
+            if other_run != run_folder:
+                paths = [os.path.relpath(path, ROOT) for path in (other_run, run_folder)]
+                folder = f"reports/compare/{name}/{other_run.parent.name}-{run_folder.parent.name}"
                 _run_py("compare", *paths, "--out", folder)
     return max(worst, write_pages())
 
@@ -199,11 +199,13 @@ def write_pages() -> int:
 def experiments_to_run(names: Sequence[str]) -> list[str]:
     """Return the named experiments, or those with a reference; raise UsageError."""
     experiments = configure.groups()["experiment"]
-    named = [name.removeprefix("+experiment=") for name in names]
-    for name in named:
+    chosen_names = [name.removeprefix("+experiment=") for name in names]
+    for name in chosen_names:
         if name not in experiments:
             raise UsageError(f"no experiment '{name}'. There is: {', '.join(experiments)}")
-    return named or sorted({path.name for path in runs_in(REFERENCE, "*/*")} & set(experiments))
+    return chosen_names or sorted(
+        {path.name for path in runs_in(REFERENCE, "*/*")} & set(experiments)
+    )
 
 
 def latest_run(name: str) -> Path:

@@ -174,7 +174,8 @@ struct Gradient {
     }
     const auto of = [&](int32_t j) -> const Feature& {
       const int32_t bag = args.sorted_bags[j];
-      return feature[layout != nullptr ? layout[bag].feature : args.batch.quotient(static_cast<uint32_t>(bag))];
+      return feature[layout != nullptr ? layout[bag].feature
+                                       : args.batch.quotient(static_cast<uint32_t>(bag))];
     };
     for (int64_t group = 0; !trusted && group < num_groups; ++group) {
       const int32_t begin = args.segments[group], end = args.segments[group + 1];
@@ -204,8 +205,9 @@ struct Gradient {
 // Return the dim of the table of sorted lookup j.
 int64_t dim_of(const GradArgs& args, int64_t j) {
   const int64_t bag = args.sorted_bags[j];
-  const int64_t feature =
-      args.bag_layout != nullptr ? args.bag_layout[bag].feature : args.batch.quotient(static_cast<uint32_t>(bag));
+  const int64_t feature = args.bag_layout != nullptr
+                              ? args.bag_layout[bag].feature
+                              : args.batch.quotient(static_cast<uint32_t>(bag));
   return args.features[feature].dim;
 }
 
@@ -260,7 +262,8 @@ EMB_HD void prefetch_first(const GradArgs& args, int64_t group, int64_t dim) {
   } else {
     const int64_t bag = args.sorted_bags[j];
     const int64_t feature = args.batch.quotient(static_cast<uint32_t>(bag));
-    element = (bag - feature * args.batch.value()) * args.grad_stride + args.features[feature].column;
+    element =
+        (bag - feature * args.batch.value()) * args.grad_stride + args.features[feature].column;
   }
   const char* row = static_cast<const char*>(args.grad) + element * args.element_size;
   for (int64_t i = 0; i < dim * args.element_size; i += 64) __builtin_prefetch(row + i);

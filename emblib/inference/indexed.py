@@ -27,11 +27,11 @@ class RowIndex:
 
     Args:
         kind: an array, or a hash table.
-        entries: int64, the memory of the index.
+        entries: memory of the index: int64 `[n]`.
         num_entries: entries of the array (int32) or of the hash table (pairs of int64).
         hash_bits: bits of the hash of a key.
-        num_ids: ids are below; -1: any int64 is a key.
-        missing: the row of an id that has none; -1 reads zeros.
+        num_ids: number of ids, which begin at 0; -1 if any int64 is a key.
+        missing: row of an id that has none; -1 reads zeros.
 
     Example:
         >>> index = emblib.inference.RowIndex.of_keys(torch.tensor([7, -3, 2**62]))

@@ -31,7 +31,13 @@ ReadOnly = QuantizedEmbeddingBags | InferenceEmbeddingBags
 
 
 class RowsByKey(NamedTuple):
-    """The keys of a dynamic table, ascending, their rows, and what other keys read."""
+    """The keys of a dynamic table, ascending, their rows, and what other keys read.
+
+    Attributes:
+        keys: int64 `[n]`, ascending.
+        rows: `[n, dim]`, the row of each key.
+        default_value: value of all columns of a key without a row.
+    """
 
     keys: Tensor
     rows: Tensor
@@ -53,7 +59,10 @@ class RowsByKey(NamedTuple):
 
 
 class RowReader(NamedTuple):
-    """The rows of a table: their dtype, a function that yields them in blocks, and their keys."""
+    """The rows of a table: their dtype, a function that yields them in blocks, and their keys.
+
+    Blocks are `[n, dim]`, from row 0 on. `keyed` is None for a table whose ids are row numbers.
+    """
 
     dtype: torch.dtype
     blocks: Callable[[], Iterable[Tensor]]
@@ -142,8 +151,8 @@ class InferenceCollection(nn.Module):
     def nbytes(self) -> dict[str, int]:
         """Return the bytes of the rows, `weights`, and of the `index` of keys, if there is one."""
         total: dict[str, int] = {}
-        for part in self.parts:
-            any_part: Any = part
+        for module in self.parts:
+            any_part: Any = module
             for name, count in any_part.nbytes().items():
                 total[name] = total.get(name, 0) + count
         return total
@@ -270,7 +279,7 @@ def convert(
     parts = []
     for key, tables in groups.items():
         positions = [n for n, unit in enumerate(features) if unit.table in tables]
-        part = _part(
+        module = _part(
             [configs[table] for table in tables],
             readers,
             device,
@@ -280,7 +289,7 @@ def convert(
             output_dtype=dtype if output_dtype is None else output_dtype,
             bounds_check=getattr(source, "bounds_check", BoundsCheck.WARNING),
         )
-        parts.append((part, positions))
+        parts.append((module, positions))
     if not pooled:
         sequences = InferenceEmbeddingCollection(features, configs, parts)
         sequences.need_indices = source.need_indices()

@@ -154,7 +154,15 @@ def _flatten_as(node_type: "_NodeType", node: Any, spec: Any) -> list[Any]:
 
 
 class _NodeType(NamedTuple):
-    """Functions that split objects of one class into leaves and a context, and rebuild them."""
+    """Functions that split objects of one class into leaves and a context, and rebuild them.
+
+    Attributes:
+        kind: the class.
+        flatten: function of an object to its tensors by name, and a context.
+        unflatten: function of leaves and context that builds an object.
+        reorder: function that gives an object the order of keys of a context.
+        context_names: names of the entries of a context.
+    """
 
     kind: type
     flatten: Callable[[Any], Flattened]

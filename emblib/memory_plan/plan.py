@@ -280,8 +280,8 @@ def plan_memory(
         model_tables, importances_of(model_tables, importance), trace, losses, backing
     )
     options = [_candidates(table, methods, serving, device) for table in planned]
-    picked = pick(options, Limits(budget, None if backing is None else backing.nbytes))
-    choices = tuple(_with_reason(c, k) for c, k in zip(options, picked, strict=True))
+    indices = pick(options, Limits(budget, None if backing is None else backing.nbytes))
+    choices = tuple(_with_reason(c, k) for c, k in zip(options, indices, strict=True))
     assumptions = tuple(_assumptions(planned, choices, losses, serving))
     return MemoryPlan(choices, budget, assumptions, backing)
 
@@ -328,6 +328,8 @@ def _tables_with_skew(
 
 @dataclass(frozen=True)
 class _PlannedTable:
+    """A table to plan, with what its losses depend on."""
+
     path: str
     config: TableConfig
     optimizer: Optimizer | None
@@ -349,6 +351,8 @@ class _PlannedTable:
 
 
 class _Option(NamedTuple):
+    """A configuration that could replace a table's: its loss, and the hit rate of its cache."""
+
     config: TableConfig
     loss: float
     hit_rate: float = 1.0

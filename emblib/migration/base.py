@@ -70,7 +70,15 @@ def size(nbytes: float) -> str:
 
 @dataclass(frozen=True)
 class Trained:
-    """Training of a weight by an optimizer of torch: its group, and the states of the weight."""
+    """Training of a weight by an optimizer of torch: its group, and the states of the weight.
+
+    Attributes:
+        optimizer: optimizer of torch that trains the weight.
+        group: parameter group with the weight.
+        state: states of the weight by name; empty before the first step.
+        order: parameters of the group before the migration.
+        in_backward: whether torch applies the optimizer in backward.
+    """
 
     optimizer: TorchOptimizer
     group: dict[str, Any]

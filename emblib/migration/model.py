@@ -302,19 +302,19 @@ def migrate(
     if any("" in paths for _, paths, _ in embeddings):
         raise TypeError("model is an embedding itself: put it into a module, e.g. nn.ModuleList")
     owners = _owners(model)
-    replaced, left = [], []
+    replaced, left_modules = [], []
     with torch.random.fork_rng(devices=[]):  # initial values are drawn, and overwritten
         for module, paths, factory in embeddings:
             try:
                 _check_alone(module, owners)
                 replaced.append(factory(paths, module, optimizers, tables))
             except NotMigrated as reason:
-                left.append(Left(paths[0], str(reason)))
+                left_modules.append(Left(paths[0], str(reason)))
     with torch.no_grad():
         for new in replaced:
             new.carry_over()
             _set_module(model, new.paths, new.new)
-    return Migration(model, replaced, left, optimizers, tables)
+    return Migration(model, replaced, left_modules, optimizers, tables)
 
 
 def _as_list(optimizer: Any) -> list[TorchOptimizer]:
@@ -364,7 +364,7 @@ def _embeddings(model: nn.Module) -> list[tuple[nn.Module, list[str], Factory]]:
         if factory is not None:
             embeddings.setdefault(module, ([], factory))[0].append(path)
             inner_prefixes = (*inner_prefixes, f"{path}." if path else "")
-    return [(module, *rest) for module, rest in embeddings.items()]
+    return [(module, *parameters_and_names) for module, parameters_and_names in embeddings.items()]
 
 
 def _owners(model: nn.Module) -> dict[int, int]:

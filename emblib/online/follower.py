@@ -296,20 +296,20 @@ class _Log:
         is_ahead = newest is None or self.newest is None or self.newest >= newest
         if is_ahead and len(self.pending) >= _MAX_PENDING:
             return False
-        for stored in self._source.read(self._position):
-            record = decode(stored.data, stored.where)
+        for entry in self._source.read(self._position):
+            record = decode(entry.data, entry.where)
             if self._last == (record.sequence, record.time):
-                self._position = stored.position  # written again by a trainer that saw an error
+                self._position = entry.position  # written again by a trainer that saw an error
                 continue
             if self._last is not None and record.sequence != self._last[0] + 1:
                 if not record.is_whole:
                     raise LogError(
-                        f"{stored.where} is record {record.sequence}, after {self._last[0]}: "
+                        f"{entry.where} is record {record.sequence}, after {self._last[0]}: "
                         "those between are missing"
                     )
                 self.has_gap = True
                 self.pending.clear()
-            self._position, self._last = stored.position, (record.sequence, record.time)
+            self._position, self._last = entry.position, (record.sequence, record.time)
             self.newest, count = record.key, count + 1
             self.has_skipped = needs_whole and not record.is_whole and not self.pending
             if not self.has_skipped:
@@ -331,8 +331,8 @@ class _Log:
         """Return the oldest and the newest record to apply, if there are any."""
         oldest = next((record for record in self.pending if is_new(record)), None)
         newest = self.pending[-1] if oldest is not None else None
-        for stored in self._source.read(self._position):
-            newest = decode(stored.data, stored.where)
+        for entry in self._source.read(self._position):
+            newest = decode(entry.data, entry.where)
             if oldest is None and is_new(newest):
                 oldest = newest
         return None if oldest is None or newest is None else (oldest, newest)

@@ -105,7 +105,18 @@ class TableChange(NamedTuple):
 
 
 class Record(NamedTuple):
-    """The changes of the tables of one rank up to a step."""
+    """The changes of the tables of one rank up to a step.
+
+    Attributes:
+        kind: whole tables, or changes since the record before.
+        rank: rank of the trainer that wrote it.
+        num_ranks: number of ranks of the trainer.
+        generation: number of snapshots so far.
+        sequence: number of records so far.
+        step: training step up to which the tables are recorded.
+        time: seconds since 1970 on the trainer's clock.
+        tables: changes by table name, one per shard on the rank.
+    """
 
     kind: RecordKind
     rank: int
@@ -137,15 +148,20 @@ def encode(record: Record) -> bytes:
     tables, tensors = [], list[Tensor]()
     for name, changes in record.tables.items():
         for change in changes:
-            named = {"keys": change.keys, "weight": change.weight, "removed": change.removed}
-            named |= {f"state.{state}": rows for state, rows in change.states.items()}
-            named |= {n: t for n in _OPTIONAL if (t := getattr(change, n)) is not None}
+            tensors_by_name = {
+                "keys": change.keys,
+                "weight": change.weight,
+                "removed": change.removed,
+            }
+            tensors_by_name |= {f"state.{state}": rows for state, rows in change.states.items()}
+            tensors_by_name |= {n: t for n in _OPTIONAL if (t := getattr(change, n)) is not None}
             listed = [
-                [n, str(t.dtype).removeprefix("torch."), list(t.shape)] for n, t in named.items()
+                [n, str(t.dtype).removeprefix("torch."), list(t.shape)]
+                for n, t in tensors_by_name.items()
             ]
             fields = [change.first_column, change.dim, change.tick, change.hash_key]
             tables.append({"name": name, "numbers": fields, "tensors": listed})
-            tensors.extend(named.values())
+            tensors.extend(tensors_by_name.values())
     text = json.dumps({"tables": tables}).encode()
     begin = PREFIX_BYTES + _LENGTH.size + _aligned(len(text))
     data = bytearray(begin + sum(_aligned(tensor.nbytes) for tensor in tensors))

@@ -346,9 +346,9 @@ class IndexedRows:
         indexes[self._table] = RowIndex(
             IndexKind.HASH, entries.flatten(), entries.size(0), bits, missing=missing
         )
-        built = InferenceEmbeddingBags(served.rows, indexes)
-        served.index, served.index_tables = built.index, built.index_tables
-        served.indexes = built.indexes
+        rebuilt = InferenceEmbeddingBags(served.rows, indexes)
+        served.index, served.index_tables = rebuilt.index, rebuilt.index_tables
+        served.indexes = rebuilt.indexes
 
 
 def _search(entries: Tensor, bits: int, keys: Tensor) -> tuple[Tensor, Tensor]:

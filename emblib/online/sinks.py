@@ -129,8 +129,8 @@ class DirectorySink:
         segments = self._segments()
         if segments:
             self._segment, end = segments[-1], 0
-            for stored in self._read_segment(self._segment, 0, is_last=True):
-                end = int(stored.position.split(":")[1])
+            for entry in self._read_segment(self._segment, 0, is_last=True):
+                end = int(entry.position.split(":")[1])
             os.truncate(self._path(self._segment), end)
 
     def _next_segment(self) -> None:

@@ -114,7 +114,13 @@ def bytes_per_slot(order: str, device: str) -> int:
 
 
 class Keys(NamedTuple):
-    """A batch of keys; the module docstring explains segments."""
+    """A batch of keys; the module docstring explains segments.
+
+    Attributes:
+        ids: int64 `[L]`, keys of all segments.
+        starts: int64 `[S + 1]`, first key of each segment, then L.
+        tables: int64 `[S]`, table of each segment.
+    """
 
     ids: Tensor
     starts: Tensor

@@ -56,7 +56,13 @@ _ops = torch.ops.emblib
 
 
 class Routing(NamedTuple):
-    """Routing of ids to ranks, for one layout of units and one set of batch sizes."""
+    """Routing of ids to ranks, for one layout of units and one set of batch sizes.
+
+    Attributes:
+        first_bags: int64 `[F + 1]`, first bag of each feature, then the number of bags.
+        features, blocks: int64 tensors of rows, see the module docstring.
+        copies, units: int64 `[C]` and `[U + 1]`, see the module docstring.
+    """
 
     first_bags: Tensor
     features: Tensor

@@ -470,10 +470,10 @@ def _raise_difference(kinds: Tensor, sent: Tensor, expected: Tensor, *, ranks: R
     if contents[rank] == Content.GRADIENTS and kinds[rank, 2] >> _SCALED_BIT != (
         kinds[peer, 2] >> _SCALED_BIT
     ):
-        scaled, plain = sorted((rank, peer), key=lambda r: -int(kinds[r, 2]))
+        scaled_rank, unscaled_rank = sorted((rank, peer), key=lambda r: -int(kinds[r, 2]))
         raise RuntimeError(
-            f"a torch.amp.GradScaler has scaled the loss of rank {scaled} and not that of rank "
-            f"{plain}: use one on all ranks, or on none"
+            f"a torch.amp.GradScaler has scaled the loss of rank {scaled_rank} and not that of "
+            f"rank {unscaled_rank}: use one on all ranks, or on none"
         )
     if kinds[rank, 2] != kinds[peer, 2] and contents[rank] == Content.GRADIENTS:
         raise RuntimeError(

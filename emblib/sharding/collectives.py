@@ -284,7 +284,10 @@ _BACK = {
 
 @dataclass(frozen=True)
 class _Leg:
-    """One direction of a collective: elements sent to and received from each rank, and codec."""
+    """One direction of a collective.
+
+    `sizes` and `received` are elements sent to and received from each rank, encoded by `codec`.
+    """
 
     pattern: _Pattern
     sizes: tuple[int, ...]

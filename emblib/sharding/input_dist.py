@@ -533,6 +533,8 @@ class InputRequest(NamedTuple):
 
 
 class _Outgoing(NamedTuple):
+    """The batch of one collection, sorted for sending."""
+
     input_dist: InputDist
     inputs: LocalBatch
     batch: OutgoingBatch

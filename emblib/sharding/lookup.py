@@ -39,7 +39,8 @@ class Inputs(NamedTuple):
 class Outputs(NamedTuple):
     """The lookups of a collection, and the function that joins their outputs.
 
-    A lookup whose rows are not sent is represented by its output.
+    `steps` has an output instead of a lookup whose rows are not sent. `join` takes the outputs of
+    all steps, in order, and returns that of the collection.
     """
 
     steps: Sequence[OutputStep | Tensor]

@@ -265,7 +265,7 @@ class _Sources:
     def __init__(self, layout: CollectionLayout, layouts: Sequence[RankLayout]) -> None:
         self.layouts = layouts
         self.all_layouts: list[RankLayout] = [*layouts, layout.replicated]
-        self.widths = [[unit.columns for unit in one.units] for one in layouts]
+        self.widths = [[unit.columns for unit in rank_layout.units] for rank_layout in layouts]
         self.spans = [
             span
             for f in range(len(layout.features))
@@ -529,7 +529,15 @@ class PooledOutputDist(nn.Module):
 
 
 class _PooledRoute(NamedTuple):
-    """Route of the rows of a batch: `sent` elements to each rank, for an output of `shape`."""
+    """Route of the rows of a batch.
+
+    Attributes:
+        tables: where the received rows go in the output.
+        lengths: ids per bag `[bags]`, for means; None for sums.
+        sent: elements to each rank.
+        shape: shape of the output.
+        node_sums: rows that the node sums first; None without.
+    """
 
     tables: _CopyTables
     lengths: Tensor | None
@@ -663,6 +671,6 @@ def _spans_of(layout: CollectionLayout, layouts: Sequence[RankLayout], feature: 
             if unit.shard.columns[0] <= begin and end <= unit.shard.columns[1]
         ]
         covering.sort(key=lambda source: (source[1].shard.rows, source[0]))
-        at = layout.features[feature].column + begin
-        spans.append(_Span(feature, at, end - begin, covering))
+        first = layout.features[feature].column + begin
+        spans.append(_Span(feature, first, end - begin, covering))
     return spans

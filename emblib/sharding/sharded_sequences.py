@@ -66,12 +66,17 @@ class VectorFormat(NamedTuple):
 
 @dataclass(frozen=True)
 class _SequenceRoute:
-    """One batch between its two all-to-alls, as indices of pieces of vectors.
+    """One batch between its two all-to-alls, as indices of pieces of vectors, int64.
 
-    A piece is a slice of `width` columns of a vector. `order` sorts unit-major pieces by rank;
-    `index` is the position in the output of each returned piece. `copies` selects the vectors of
-    replicated tables, and `copies_order` sorts those of all ranks, rank-major, by unit. `sent`,
-    `num_received` and `copied` count pieces and vectors per rank.
+    Attributes:
+        order: `[pieces looked up]`, which sorts unit-major pieces (slices of `width` columns) by
+            rank.
+        index: `[returned pieces]`, the position of each in the output.
+        copies: `[n]`, which selects the vectors of replicated tables; None without such tables.
+        copies_order: order of those of all ranks, rank-major, by unit.
+        sent, num_received: pieces to and from each rank.
+        copied: vectors of replicated tables for each rank.
+        total: number of ids of the batch.
     """
 
     order: Tensor
@@ -532,8 +537,11 @@ class ShardedEmbeddingCollection(StateOfTables):
 class _RepeatedIds(NamedTuple):
     """The ids of a feature before deduplication.
 
-    `inverse` is the index of each id among the distinct ones, `counts` how often each of these
-    occurs.
+    Attributes:
+        ids: `[L]`.
+        lengths: `[bags]`, ids per bag.
+        inverse: int64 `[L]`, index of each id among the distinct ones.
+        counts: int64 `[distinct]`, how often each of these occurs.
     """
 
     ids: Tensor

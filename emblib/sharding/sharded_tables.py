@@ -393,8 +393,13 @@ class ShardedTables(nn.Module):
             fill(table.groups, source.groups, {})
             return table
 
-        def make(parts: Sequence[TableShard], blocks: Mapping[str, tuple[int, int]]) -> TableGroups:
-            slices, reads = slices_of(self.configs, self.plan, parts), self._reads(parts)
+        def make(
+            table_shards: Sequence[TableShard], blocks: Mapping[str, tuple[int, int]]
+        ) -> TableGroups:
+            slices, reads = (
+                slices_of(self.configs, self.plan, table_shards),
+                self._reads(table_shards),
+            )
             groups = TableGroups(
                 slices,
                 reads,
@@ -403,19 +408,21 @@ class ShardedTables(nn.Module):
                 device=device,
                 seeds=seeds,
                 shared={
-                    SliceKey.of(part): shared[part.config.name].shard_of(part, make_shared)
-                    for part in slices
-                    if part.config.name in shared
+                    SliceKey.of(table_slice): shared[table_slice.config.name].shard_of(
+                        table_slice, make_shared
+                    )
+                    for table_slice in slices
+                    if table_slice.config.name in shared
                 },
             )
-            groups.set_bounds_check(source.bounds_check, self._features_of(parts))
+            groups.set_bounds_check(source.bounds_check, self._features_of(table_shards))
             fill(groups, source.groups, blocks)
             return groups
 
         def allocate() -> tuple[TableGroups, TableGroups | None]:
-            groups = make(layout_here.parts, self._key_blocks(layout_here.parts))
-            share_cores(groups, layout_here.parts, self.configs, self._effective_plan(), ranks)
-            return groups, make(replicated.parts, {}) if replicated.parts else None
+            groups = make(layout_here.shards, self._key_blocks(layout_here.shards))
+            share_cores(groups, layout_here.shards, self.configs, self._effective_plan(), ranks)
+            return groups, make(replicated.shards, {}) if replicated.shards else None
 
         # A rank without enough memory must not leave the others waiting in the next collective.
         self.groups, replicas = fingerprint.agree(ranks, allocate)
@@ -460,49 +467,57 @@ class ShardedTables(nn.Module):
             for config in self.configs
         }
 
-    def _reads(self, parts: Sequence[TableShard]) -> list[int]:
+    def _reads(self, table_shards: Sequence[TableShard]) -> list[int]:
         """Return the shard that each unit reads."""
         features = [config.feature_names for config in self.configs]
-        return [p for p, part in enumerate(parts) for _ in features[part.table]]
+        return [
+            shard_index
+            for shard_index, table_shard in enumerate(table_shards)
+            for _ in features[table_shard.table]
+        ]
 
-    def _features_of(self, parts: Sequence[TableShard]) -> list[str]:
+    def _features_of(self, table_shards: Sequence[TableShard]) -> list[str]:
         """Return the name of each unit's feature."""
-        return [name for part in parts for name in self.configs[part.table].feature_names]
+        return [
+            name
+            for table_shard in table_shards
+            for name in self.configs[table_shard.table].feature_names
+        ]
 
-    def _key_blocks(self, parts: Sequence[TableShard]) -> dict[str, tuple[int, int]]:
+    def _key_blocks(self, table_shards: Sequence[TableShard]) -> dict[str, tuple[int, int]]:
         """Return (number, count) of the block of keys of each hash table on this rank, by name."""
         blocks, plan = {}, self._effective_plan()
-        for part in parts:
-            config = self.configs[part.table]
+        for table_shard in table_shards:
+            config = self.configs[table_shard.table]
             if config.storage.is_keyed:
                 shards = sorted(plan[config.name].shards, key=lambda shard: shard.rows)
-                blocks[config.name] = (shards.index(part.shard), len(shards))
+                blocks[config.name] = (shards.index(table_shard.shard), len(shards))
         return blocks
 
     def local_shards(self) -> list[LocalShard]:
         """Return the table shards on this rank, including replicas."""
-        pairs = [(self._layout_here.parts, self.groups)]
+        pairs = [(self._layout_here.shards, self.groups)]
         if self.replicated is not None:
-            pairs.append((self.layout.replicated.parts, self.replicated.groups))
+            pairs.append((self.layout.replicated.shards, self.replicated.groups))
         return [
-            LocalShard(self.configs[part.table].name, part.shard, groups, index)
-            for parts, groups in pairs
-            for index, part in enumerate(parts)
+            LocalShard(self.configs[table_shard.table].name, table_shard.shard, groups, index)
+            for table_shards, groups in pairs
+            for index, table_shard in enumerate(table_shards)
         ]
 
     def handles(self) -> list[ShardHandle]:
         """Return the handle of each shard on this rank."""
         shard_handles = []
-        for part in self.local_shards():
+        for local_shard in self.local_shards():
             first_share = other_share = GradientShare.SHARD
-            if self.replicated is not None and part.groups is self.replicated.groups:
+            if self.replicated is not None and local_shard.groups is self.replicated.groups:
                 first_share = other_share = GradientShare.REPLICA
             elif self.ranks.rank != min(
-                shard.rank for shard in self._effective_plan()[part.table].shards
+                shard.rank for shard in self._effective_plan()[local_shard.table].shards
             ):
                 other_share = GradientShare.COUNTED_ELSEWHERE  # cores that all shards have
-            handle = part.groups.handles[part.index]
-            shard_handles.append(ShardHandle(part.table, handle, first_share, other_share))
+            handle = local_shard.groups.handles[local_shard.index]
+            shard_handles.append(ShardHandle(local_shard.table, handle, first_share, other_share))
         return shard_handles
 
     def storage_config(self, table: str) -> Config:

@@ -123,7 +123,7 @@ def _swap(
 
 def share_cores(
     groups: TableGroups,
-    parts: Sequence[TableShard],
+    table_shards: Sequence[TableShard],
     configs: Sequence[Config],
     plan: Mapping[str, ParameterSharding],
     ranks: RankGroup,
@@ -134,7 +134,7 @@ def share_cores(
 
     Args:
         groups: the tables of this rank.
-        parts: the shards, in the order of the slices of `groups`.
+        table_shards: the shards, in the order of the slices of `groups`.
         configs: configurations of all tables.
         plan: the sharding of each table, by name.
         ranks: the processes.
@@ -150,7 +150,9 @@ def share_cores(
         owners = sorted({shard.rank for shard in sharding.shards})
         if len(sharding.shards) < 2 or ranks.rank not in owners:
             continue
-        local_shards = [i for i, part in enumerate(parts) if part.table == number]
+        local_shards = [
+            i for i, table_shard in enumerate(table_shards) if table_shard.table == number
+        ]
         modules: list[tuple[Any, int]] = [groups.module_of(i) for i in local_shards]
         if len(local_shards) > 1 and not all(autograd.is_fused(m.optimizer) for m, _ in modules):
             raise ValueError(

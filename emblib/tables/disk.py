@@ -318,8 +318,8 @@ class DiskStore:
         with self._syncs.watch():
             for index, local in self._by_block(rows):
                 self._journal.begin(self._epoch)
-                for part in self._journal.append(index, local):
-                    self._journaled[part + self._blocks[index].first] = 1
+                for journaled_rows in self._journal.append(index, local):
+                    self._journaled[journaled_rows + self._blocks[index].first] = 1
 
     def commit(self, numbers: Sequence[float]) -> None:
         """Commit the current tables and `numbers` as the state that opening restores.

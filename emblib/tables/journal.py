@@ -51,6 +51,8 @@ class Block(NamedTuple):
 
 
 class _Record(NamedTuple):
+    """Old bytes of rows of a block: `rows` int64 `[n]`, and `images` with n rows per tensor."""
+
     block: Block
     rows: Tensor
     images: list[Tensor]

@@ -79,7 +79,15 @@ def formats_of(tables: int, bits: int | None, formats: Formats | None) -> tuple[
 
 
 class _TableLocation(NamedTuple):
-    """The bytes and rows of a table in the memory of a module."""
+    """The bytes and rows of a table in the memory of a module.
+
+    Attributes:
+        begin: first byte of the table.
+        first_row: rows of the tables before it.
+        rows, dim: shape of the table.
+        format: code of the format, see `emblib.columns.RowFormatCode`.
+        row_bytes: bytes of a row.
+    """
 
     begin: int
     first_row: int
@@ -593,18 +601,18 @@ class FloatTables(NamedTuple):
             if source.mode not in ("sum", "mean"):
                 raise TypeError(f"an EmbeddingBag must have mode sum or mean, got {source.mode!r}")
             pooling, source = Pooling(source.mode), source.weight
-        named = {"": source} if isinstance(source, Tensor) else source
-        if not isinstance(named, Mapping) or not named:
+        sources_by_name = {"": source} if isinstance(source, Tensor) else source
+        if not isinstance(sources_by_name, Mapping) or not sources_by_name:
             raise TypeError(
                 "source must be TableBatchedEmbeddingBags, TableBatchedTTEmbeddingBags, "
                 "nn.EmbeddingBag, nn.Embedding, a matrix or matrices by name, got "
                 f"{type(source).__name__}"
             )
-        for name, tensor in named.items():
+        for name, tensor in sources_by_name.items():
             if not isinstance(tensor, Tensor) or tensor.dim() != 2:
                 raise TypeError(f"table {name!r} must be a matrix [R, D], got {tensor!r}")
-        specs = [TableSpec(t.size(0), t.size(1), name) for name, t in named.items()]
-        tensors = list(named.values())
+        specs = [TableSpec(t.size(0), t.size(1), name) for name, t in sources_by_name.items()]
+        tensors = list(sources_by_name.values())
         return cls(specs, tensors, pooling, None, torch.float32, tensors[0].device)
 
     def dtypes(self) -> list[torch.dtype]:

@@ -28,7 +28,7 @@ from emblib.trace.file import INTEGERS, LookupTrace, TracedFeature
 
 
 class Bags(NamedTuple):
-    """The lookups of one call for one feature."""
+    """The lookups of one call for one feature: ids `[L]`, and lengths `[bags]`, ids per bag."""
 
     feature: TracedFeature
     ids: Tensor

@@ -117,7 +117,7 @@ class Contender(ABC):
             before: result of `observe` before the step: the touched rows of each table. The
                 optimizer state is zero.
         """
-        outputs, after = [], []
+        outputs, expected_state = [], []
         gradients = split_gradient(batch, self.task.shapes)
         for f, (ids, rows) in enumerate(zip(touched(batch, self.task), before, strict=True)):
             indices, offsets = batch.feature(f)
@@ -125,8 +125,8 @@ class Contender(ABC):
             pooled = pool_rows(leaf, torch.searchsorted(ids, indices), offsets)
             (gradient,) = torch.autograd.grad(pooled, leaf, gradients[f])
             outputs.append(pooled.detach())
-            after.append(first_update(self.task.optimizer, rows, gradient, self.task.lr))
-        return torch.cat(outputs, dim=1), after
+            expected_state.append(first_update(self.task.optimizer, rows, gradient, self.task.lr))
+        return torch.cat(outputs, dim=1), expected_state
 
 
 class OneModule(Contender):

@@ -37,8 +37,8 @@ class TTTables(Contender):
         self.compressed = sorted(largest_first[: task.tt_tables])
         self.plain = [i for i in tables if i not in self.compressed]
         self.trains = self._build_trains([task.shapes[i] for i in self.compressed])
-        rest = dataclasses.replace(task, shapes=tuple(task.shapes[i] for i in self.plain))
-        self.rest = BatchedTables(rest) if self.plain else None
+        plain_task = dataclasses.replace(task, shapes=tuple(task.shapes[i] for i in self.plain))
+        self.rest = BatchedTables(plain_task) if self.plain else None
 
     def _build_trains(self, shapes: Sequence[TableShape]) -> Any:
         """Build the module of the compressed tables, whose shapes are given."""
@@ -148,7 +148,7 @@ def expect_tt(
     batch: Batch, before: State, task: Task, specs: Sequence[emblib.TTSpec]
 ) -> tuple[Tensor, State]:
     """Compute `Contender.expect` for tensor trains with autograd; the state is all cores."""
-    outputs, after, remaining_cores = [], [], list(before)
+    outputs, expected_cores, remaining_cores = [], [], list(before)
     gradients = batch.gradient.split([s.dim for s in specs], dim=1)
     for f, spec in enumerate(specs):
         count = len(spec.row_factors)
@@ -160,11 +160,11 @@ def expect_tt(
         pooled = pool_rows(chain(leaves, indices, spec), torch.arange(len(indices)), offsets)
         outputs.append(pooled.detach())
         gradients_of_cores = torch.autograd.grad(pooled, leaves, gradients[f])
-        after += [
+        expected_cores += [
             first_update(task.optimizer, c.detach(), g, task.lr)
             for c, g in zip(leaves, gradients_of_cores, strict=True)
         ]
-    return torch.cat(outputs, dim=1), after
+    return torch.cat(outputs, dim=1), expected_cores
 
 
 def chain(cores: Sequence[Tensor], indices: Tensor, spec: emblib.TTSpec) -> Tensor:

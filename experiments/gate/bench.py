@@ -21,7 +21,7 @@ from experiments.measure.outcome import status_of, verify
 from experiments.measure.process import note
 from experiments.measure.session import Session
 from experiments.measure.timing import VERIFY_BATCH, task_of
-from experiments.timing.clock import Clock, Phase, Work, clock_for
+from experiments.timing.clock import Clock, Phase, SampleTask, clock_for
 from experiments.timing.passes import counting_pass
 from experiments.timing.warmup import warm_up
 from experiments.workloads.workload import Pool, make_pool, table_shapes
@@ -124,7 +124,7 @@ class Bench:
         for batch in turn.batches:
             call = partial(self._execute, ready.run, batch, turn.executions)
             for _ in range(2):
-                (reading,) = ready.clock.read([Work(call, turn.point)])
+                (reading,) = ready.clock.read([SampleTask(call, turn.point)])
                 self._wait(reading.seconds * (self.setup.idle - 1))
             samples.append(reading.seconds / turn.executions)
         return samples

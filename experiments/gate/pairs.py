@@ -195,9 +195,9 @@ def _measure_pair(
                 check=job.check,
                 core=core,
             )
-            for name, built in ask(side, setup).items():
-                if built.status != "ok":
-                    outcome.fail(name, side, built.status, built.reason)
+            for name, build_result in ask(side, setup).items():
+                if build_result.status != "ok":
+                    outcome.fail(name, side, build_result.status, build_result.reason)
         ready = [p.name for p in job.points if p.name not in outcome.failed]
         for name in rng.sample(ready, len(ready)):
             outcome.taken[name] = _measure_point(job, name, ask, rng)
@@ -263,8 +263,8 @@ class Trial:
                 self.weights[record["point"]] = record["weight"]
         else:
             side = Side(record["side"])
-            built = BuildResult(record["status"], record["reason"])
-            self.failed.setdefault(record["point"], {})[side] = built
+            build_result = BuildResult(record["status"], record["reason"])
+            self.failed.setdefault(record["point"], {})[side] = build_result
             self.evidence.lost.add(record["point"])
 
     def add_counts(self, counts: Counts) -> None:
@@ -346,8 +346,12 @@ class TrialRunner:
                 "pair": job.number,
                 "wall_s": wall,
             }
-            for side, built in outcome.failed.get(point.name, {}).items():
-                lost = {"status": built.status, "reason": built.reason, "side": side.value}
+            for side, build_result in outcome.failed.get(point.name, {}).items():
+                lost = {
+                    "status": build_result.status,
+                    "reason": build_result.reason,
+                    "side": side.value,
+                }
                 records.append(shared | lost)
             if point.name in outcome.taken and point.name not in outcome.failed:
                 taken = outcome.taken[point.name]

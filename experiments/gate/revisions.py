@@ -83,10 +83,10 @@ def commit_facts(sha: str) -> dict[str, str]:
             if git("status", "--porcelain", "--", *PARTS).strip():
                 return {}
             sha = "HEAD"
-        shown = git("show", "--no-patch", "--format=%H%x00%cI%x00%s", sha).decode().strip()
+        fields_text = git("show", "--no-patch", "--format=%H%x00%cI%x00%s", sha).decode().strip()
     except UsageError:  # no git, where both sides are working trees
         return {}
-    return dict(zip(("sha", "date", "subject"), shown.split("\0"), strict=True))
+    return dict(zip(("sha", "date", "subject"), fields_text.split("\0"), strict=True))
 
 
 def default_base(config: Config, *, smoke: bool) -> str:
@@ -131,8 +131,8 @@ def _sources(root: Path) -> Iterator[Path]:
     """Return all source files of emblib and csrc, sorted."""
     for part in PARTS:
         for path in sorted((root / part).rglob("*")):
-            built = path.suffix in (".so", ".pyc") or "__pycache__" in path.parts
-            if path.is_file() and not built:
+            is_built = path.suffix in (".so", ".pyc") or "__pycache__" in path.parts
+            if path.is_file() and not is_built:
                 yield path
 
 

@@ -106,10 +106,10 @@ def _share_words(share: float) -> str:
 
 
 def _change(row: pd.Series) -> str:
-    shown = _signed(row["auc_change"])
+    change = _signed(row["auc_change"])
     if text.missing(row["auc_change_lo"]):
-        return f"{shown} [one seed]"
-    return f"{shown} [{_signed(row['auc_change_lo'])}, {_signed(row['auc_change_hi'])}]"
+        return f"{change} [one seed]"
+    return f"{change} [{_signed(row['auc_change_lo'])}, {_signed(row['auc_change_hi'])}]"
 
 
 def _signed(value: float) -> str:
@@ -187,7 +187,7 @@ def readme_lines(run: Run, command: str, link: str) -> list[str]:
     lines = []
     for method in dict.fromkeys(at_share["contender"]):
         rows_of_method = at_share[at_share["contender"] == method].set_index("data")
-        shown = [
+        lines_shown = [
             _change(rows_of_method.loc[n]) if n in rows_of_method.index else text.NONE
             for n in names
         ]
@@ -195,7 +195,7 @@ def readme_lines(run: Run, command: str, link: str) -> list[str]:
             text.times(rows_of_method.loc[n, "ratio"]) if n in rows_of_method.index else text.NONE
             for n in names
         )
-        lines.append(f"| {TRAINED[str(method)]} | {' | '.join(shown)} | {steps} |")
+        lines.append(f"| {TRAINED[str(method)]} | {' | '.join(lines_shown)} | {steps} |")
     seeds = text.count(int(rows["seeds"].max()), "seed")
     return [
         f"{command}:",
@@ -247,7 +247,7 @@ def figures(run: Run) -> list[Figure]:
     smaller = Scale("times smaller (large tables)", log=2, shown=lambda v: f"{v:g}×")
     slower = Scale("time of a step ÷ plain", shown=lambda v: f"{v:g}×")
     share = _headline_share(run, rows)
-    named = rows[(rows["share"] == share) | (rows["contender"] == PLAIN)]
+    rows_at_share = rows[(rows["share"] == share) | (rows["contender"] == PLAIN)]
     words = "Mean over seeds with its 95 % interval, paired with plain tables (dashed)."
     return [
         Figure(
@@ -263,7 +263,7 @@ def figures(run: Run) -> list[Figure]:
             f"What is lost at which step time, with {_share_words(share)} of the bytes",
             f"{words} Up and to the left is better.",
             "",
-            _panels(named, "ratio", slower),
+            _panels(rows_at_share, "ratio", slower),
             columns=2,
         ),
     ]

@@ -218,11 +218,11 @@ def _sizes(run: Run, cell: str) -> str:
     record = next(r for r in run.records if r["cell"] == cell)
     base = run.sizes(record["section"]) if record["section"] != SWEEP else ""
     p = record["params"]
-    each = (
+    sizes_of_rank = (
         f"{record['features']} tables, {record['rows']:,} rows, D={p['D']}, B={p['B']:,} a rank, "
         f"{record['lookups']:,} lookups a rank and batch"
     )
-    return base if base and record["world_size"] == 1 else each
+    return base if base and record["world_size"] == 1 else sizes_of_rank
 
 
 def _table(every: pd.DataFrame, steps: pd.DataFrame) -> Table:
@@ -305,12 +305,12 @@ def figures(run: Run) -> list[Figure]:
     if not len(rows):
         return []
     predicted = sharding.predictions(run.records)
-    drawn = [
+    result = [
         _torchrec_figure(run, rows),
         _scaling_figure(run, rows, predicted),
         _parts_figure(run, rows),
     ]
-    return [f for f in (*drawn, _prediction_figure(run, predicted)) if f.panels]
+    return [f for f in (*result, _prediction_figure(run, predicted)) if f.panels]
 
 
 def _torchrec_figure(run: Run, rows: pd.DataFrame) -> Figure:

@@ -212,11 +212,11 @@ def figures(run: Run) -> list[Figure]:
         for r in records
     }
     words = sizes.pop() if len(sizes) == 1 else "Sizes differ: see the tables"
-    parts = [_caches, _popularity, _repetition, _reuse, _working_set]
-    drawn = [dataclasses.replace(part(records), sizes=words) for part in parts]
+    drawers = [_caches, _popularity, _repetition, _reuse, _working_set]
+    result = [dataclasses.replace(draw(records), sizes=words) for draw in drawers]
     if any(r["features"] > 1 for r in records):
-        drawn.append(dataclasses.replace(_tables(records), sizes=words))
-    return drawn
+        result.append(dataclasses.replace(_tables(records), sizes=words))
+    return result
 
 
 def _with_styles(records: Sequence[Record]) -> Iterator[tuple[Record, str, str]]:

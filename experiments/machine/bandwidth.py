@@ -97,11 +97,9 @@ def copy_bandwidth(source: Tensor, seconds: float = 0.3) -> float:
 
 def sgemm_rate(device: torch.device, seconds: float = 0.3) -> float:
     """Return the operations per second of a product of float32 matrices."""
-    left, right = torch.ones(2, MATRIX_SIDE, MATRIX_SIDE, device=device)
-    out = torch.empty_like(left)
-    return (
-        2 * MATRIX_SIDE**3 / shortest_call(lambda: torch.mm(left, right, out=out), device, seconds)
-    )
+    a, b = torch.ones(2, MATRIX_SIDE, MATRIX_SIDE, device=device)
+    out = torch.empty_like(a)
+    return 2 * MATRIX_SIDE**3 / shortest_call(lambda: torch.mm(a, b, out=out), device, seconds)
 
 
 def gather_bandwidth(flat: Tensor, row_bytes: int, seconds: float = 0.3) -> tuple[float, str]:
@@ -159,14 +157,14 @@ def _one_table(rows: int, dim: int, device: torch.device) -> emblib.TableBatched
     a small one does not, because the meta device loads half of torch.
     """
     tables = [emblib.TableSpec(rows, dim)]
-    drawn = device.type == "cuda" or 4 * rows * dim <= SMOKE_BYTES
+    is_drawn = device.type == "cuda" or 4 * rows * dim <= SMOKE_BYTES
     module = emblib.TableBatchedEmbeddingBags(
         tables,
         emblib.optim.SGD(1.0),
         bounds_check=emblib.BoundsCheck.NONE,
-        device=device if drawn else "meta",
+        device=device if is_drawn else "meta",
     )
-    module = module if drawn else module.to_empty(device=device)
+    module = module if is_drawn else module.to_empty(device=device)
     with torch.no_grad():
         module.table_weights()[0].fill_(1.0)  # pages that were never written are read too fast
     return module

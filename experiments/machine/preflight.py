@@ -114,13 +114,13 @@ def newer_source(device: torch.device, *, root: Path = ROOT) -> str | None:
         return None
     # `make native` does not touch a library that it finds up to date, but notes the time.
     stamps = [library, Path(sys.prefix) / ".make" / "native"]
-    built = max(stamp.stat().st_mtime for stamp in stamps if stamp.exists())
+    built_at = max(stamp.stat().st_mtime for stamp in stamps if stamp.exists())
     sources = [
         path
         for path in (root / "csrc").rglob("*")
         if path.is_file() and (device.type == "cuda" or path.suffix not in DEVICE_CODE)
     ]
     last = max(sources, key=lambda path: path.stat().st_mtime, default=None)
-    if last is None or last.stat().st_mtime <= built:
+    if last is None or last.stat().st_mtime <= built_at:
         return None
     return str(last.relative_to(root))

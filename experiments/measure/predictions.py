@@ -162,9 +162,9 @@ class _Experiment:
         return torch.from_numpy(ids_drawn), offsets
 
     def _steps(
-        self, order: str, module: Any, stored: int, batches: list[Batch], point: dict[str, Any]
+        self, order: str, module: Any, num_cached: int, batches: list[Batch], point: dict[str, Any]
     ) -> TimedSteps:
-        """Return steps on `batches` of a module that caches the rows below `stored`.
+        """Return steps on `batches` of a module that caches the rows below `num_cached`.
 
         Their work is counted here: `terms` of the lookups that miss the cache, `cache_terms` of
         all. A `point` with facts makes them predicted steps, an empty one fitted steps.
@@ -172,7 +172,7 @@ class _Experiment:
         terms, cache_terms, hits = [], [], []
         for ids, _ in batches:
             distinct = ids.unique()
-            misses = ids[ids >= stored]
+            misses = ids[ids >= num_cached]
             work = self.trains[order].work(misses, torch.tensor([0, len(misses)]))[0]
             nbytes = max(1, work.rows * self.work.D * 4)
             far_misses = len(misses) * max(0.0, 1.0 - NEAR_BYTES / nbytes)
@@ -184,7 +184,7 @@ class _Experiment:
         if point:
             point |= {"hit_rate": mean[0], "row_hit_rate": mean[1]}
             point["rows"] = float(np.mean([row[2] for row in cache_terms]))
-        costs = np.mean(cache_terms, 0) if stored else np.zeros(0)
+        costs = np.mean(cache_terms, 0) if num_cached else np.zeros(0)
         return TimedSteps(module, batches, np.mean(terms, 0), costs, point)
 
     def predicted(self) -> Record:

@@ -151,7 +151,7 @@ def _build(
 ) -> dict[str, Served]:
     """Build, fill and check the tables, in random order; an error becomes the arm's outcome."""
     weights = [fill_(torch.empty(s.rows, s.dim), seed) for seed, s in enumerate(shapes)]
-    built: dict[str, Served] = {}
+    tables_by_arm: dict[str, Served] = {}
     for arm in random.Random(session.seed).sample(cell.arms, len(cell.arms)):
         try:
             session.note(f"{arm.key}|building")
@@ -159,10 +159,10 @@ def _build(
             served.fill(weights)
             session.note(f"{arm.key}|checking")
             verify_served(served, weights, pool.batches[0])
-            built[arm.key] = served
+            tables_by_arm[arm.key] = served
         except Exception as error:  # any error becomes the contender's row
             outcomes[arm.key].fail(error)
-    return built
+    return tables_by_arm
 
 
 def verify_served(served: Served, weights: Sequence[Tensor], batch: Batch) -> None:

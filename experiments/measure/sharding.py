@@ -174,8 +174,8 @@ def steps_and_parts(contender: Contender, pool: Pool) -> dict[str, Phase]:
     }
 
 
-def _run_nth(works: list[Callable[[], object]], number: int) -> object:
-    return works[number]()
+def _run_nth(calls: list[Callable[[], object]], number: int) -> object:
+    return calls[number]()
 
 
 def _fail(error: Exception, number: int) -> object:

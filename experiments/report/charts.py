@@ -171,11 +171,11 @@ def curves(
         if names == "points":
             written += _point_names(axes, lines)
         elif names == "ends":
-            named = [line for line in lines if line.label]
-            right = max((max(line.x) for line in named), default=0.0)
+            labelled_lines = [line for line in lines if line.label]
+            right = max((max(line.x) for line in labelled_lines), default=0.0)
             written += [
                 Name(line.label, (list(line.x)[-1], list(line.y)[-1]), right, line.colour, 12)
-                for line in named
+                for line in labelled_lines
             ]
         elif names and axes.get_legend_handles_labels()[1]:
             _legend(axes, names, columns)

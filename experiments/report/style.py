@@ -113,9 +113,9 @@ def marker_of(contender: str) -> str:
 
 def css_variables() -> dict[str, str]:
     """Return the page's CSS variable by colour; page.css defines both themes."""
-    named = {"ink": INK, "grid": GRID, "slower": SLOWER, "faster": FASTER, **COLOURS}
-    named |= {f"status_{name}": value for name, value in STATUS.items()}
-    return {value: f"--{name.replace('_', '-')}" for name, value in named.items()}
+    colours_by_name = {"ink": INK, "grid": GRID, "slower": SLOWER, "faster": FASTER, **COLOURS}
+    colours_by_name |= {f"status_{name}": value for name, value in STATUS.items()}
+    return {value: f"--{name.replace('_', '-')}" for name, value in colours_by_name.items()}
 
 
 mpl.use("Agg")

@@ -25,7 +25,7 @@ from experiments.measure.outcome import Outcome
 from experiments.measure.process import Child, Died, Limits, is_out_of_memory, note
 from experiments.measure.session import MeasureRequest, RankSync
 from experiments.results.store import Record
-from experiments.timing.clock import Clock, Phase, Reading, Work
+from experiments.timing.clock import Clock, Phase, Reading, SampleTask
 
 # Source of a failure on a rank, gathered with the times of a sample and therefore a float: one
 # contender, which leaves the race, or the clock, without which no rank can go on.
@@ -132,7 +132,7 @@ class RankClock(Clock):
     Attributes:
         inner: clock of this rank.
         ranks: synchronisation.
-        log: seconds by rank of every sample, by the key of its work.
+        log: seconds by rank of every sample, by the key of its task.
     """
 
     def __init__(self, clock: Clock, ranks: ProcessSync) -> None:
@@ -140,11 +140,11 @@ class RankClock(Clock):
         self.min_sample_seconds = clock.min_sample_seconds
         self.log: dict[str, list[tuple[float, ...]]] = {}
 
-    def read(self, works: Iterable[Work]) -> list[Reading]:
+    def read(self, tasks: Iterable[SampleTask]) -> list[Reading]:
         """Take the samples one by one."""
-        return [self._sample(work) for work in works]
+        return [self._sample(task) for task in tasks]
 
-    def _sample(self, work: Work) -> Reading:
+    def _sample(self, task: SampleTask) -> Reading:
         """Take a sample on all ranks at once; every rank returns the slowest one's times.
 
         Every rank makes the same collectives whatever happened on it, or all would wait for each
@@ -155,7 +155,7 @@ class RankClock(Clock):
         ranks.failed = None
         ranks.peers.barrier()
         try:
-            (reading,) = self.inner.read([work])
+            (reading,) = self.inner.read([task])
         except Exception as error:
             reading, raised = Reading(0.0, 0.0, 0.0), error
         failure = raised or ranks.failed  # the race has already caught the latter
@@ -171,10 +171,10 @@ class RankClock(Clock):
             if raised or blame == CLOCK_FAILURE:
                 raise shared
             if failure is None:
-                ranks.elsewhere[work.key.partition("/")[0]] = shared
-                work.call()  # raises `shared` inside the arm's call, where the race catches it
+                ranks.elsewhere[task.key.partition("/")[0]] = shared
+                task.call()  # raises `shared` inside the arm's call, where the race catches it
         else:
-            self.log.setdefault(work.key, []).append(tuple(values[0] for values in by_rank))
+            self.log.setdefault(task.key, []).append(tuple(values[0] for values in by_rank))
         return Reading(seconds, wall, cost, bool(exposed))
 
     def adapt(self, phase: Phase, pool: int) -> Phase:
@@ -196,7 +196,7 @@ class RankClock(Clock):
         """Return the seconds of every rank per sample, or None.
 
         Args:
-            key: key of the work.
+            key: key of the task.
             samples: samples of a phase; the log has those of the warm-up too.
             calls: calls per sample.
         """

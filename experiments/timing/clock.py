@@ -66,10 +66,10 @@ class UnsupportedMode(ValueError):
 
 
 @dataclass(frozen=True)
-class Work:
+class SampleTask:
     """A sample to take.
 
-    Works with the same `key` make the same kind of call, so that a clock can learn the length of
+    Tasks with the same `key` make the same kind of call, so that a clock can learn the length of
     its spin from earlier ones.
     """
 
@@ -110,15 +110,15 @@ class Clock:
     def __init__(self, mode: Mode = Mode.hot) -> None:
         self.mode = mode
 
-    def time(self, work: Callable[[], object]) -> float:
+    def time(self, call: Callable[[], object]) -> float:
         """Make a call and return its seconds."""
         start = time.perf_counter_ns()
-        work()
+        call()
         return (time.perf_counter_ns() - start) / 1e9
 
-    def read(self, works: Iterable[Work]) -> list[Reading]:
-        """Take the samples in order; each work is requested only after the previous sample."""
-        seconds = (self.time(work.call) for work in works)
+    def read(self, tasks: Iterable[SampleTask]) -> list[Reading]:
+        """Take the samples in order; each task is requested only after the previous sample."""
+        seconds = (self.time(task.call) for task in tasks)
         return [Reading(s, s, s) for s in seconds]
 
     def adapt(self, phase: Phase, pool: int) -> Phase:
@@ -149,11 +149,11 @@ class ColdClock(Clock):
         self.now = now
         self.flush = flush or partial(torch.zeros(self.flush_bytes // 4).add_, 1.0)
 
-    def read(self, works: Iterable[Work]) -> list[Reading]:
+    def read(self, tasks: Iterable[SampleTask]) -> list[Reading]:
         """Take samples whose cost includes emptying the caches."""
         readings = []
-        for work in works:
-            call, begin = work.call, self.now()
+        for task in tasks:
+            call, begin = task.call, self.now()
             self.flush()
             start = self.now()
             call()
@@ -177,50 +177,50 @@ class CudaClock(Clock):
         self.in_vain: Counter[str] = Counter()  # key -> longer spins in a row without effect
         self._rate = 0.0
 
-    def read(self, works: Iterable[Work]) -> list[Reading]:
+    def read(self, tasks: Iterable[SampleTask]) -> list[Reading]:
         """Take the samples; wait for the GPU once per 64 of them, in wall mode after each."""
         if self.mode is Mode.wall:
-            return [self._read_alone(work) for work in works]
+            return [self._read_alone(task) for task in tasks]
         readings: list[Reading] = []
         launched: list[Launch] = []
         chunk_start = self.gpu.now()
-        for work in works:
-            launched.append(self._launch(work))
+        for task in tasks:
+            launched.append(self._launch(task))
             if len(launched) == SAMPLES_PER_CHUNK:
                 readings += self._collect(launched, chunk_start)
                 launched, chunk_start = [], self.gpu.now()
         return readings + self._collect(launched, chunk_start)
 
-    def _read_alone(self, work: Work) -> Reading:
+    def _read_alone(self, task: SampleTask) -> Reading:
         """Time from an idle GPU to an idle GPU by the host's clock."""
         begin = self.gpu.now()
         self.gpu.synchronise()
         start = self.gpu.now()
-        work.call()
+        task.call()
         returned = self.gpu.now()
         self.gpu.synchronise()
         end = self.gpu.now()
         return Reading(end - start, returned - start, end - begin)
 
-    def _launch(self, work: Work) -> Launch:
+    def _launch(self, task: SampleTask) -> Launch:
         """Launch a sample behind a spin; lengthen the next spin if this one was too short."""
-        gpu, spin_s = self.gpu, self.ahead.get(work.key, self.spin)
+        gpu, spin_s = self.gpu, self.ahead.get(task.key, self.spin)
         if self.mode is Mode.cold:
             gpu.flush()
         if spin_s:
             gpu.spin(int(spin_s * self.cycles_per_second()))
         start = gpu.event()
         call_start = gpu.now()
-        work.call()
+        task.call()
         wall = gpu.now() - call_start
         end = gpu.event()
         gpu_was_idle = gpu.reached(start)
         if spin_s and not gpu_was_idle:
-            self.in_vain[work.key] = 0
+            self.in_vain[task.key] = 0
         elif spin_s:  # spin longer, or never again before work that itself waits for the GPU
-            self.in_vain[work.key] += 1
+            self.in_vain[task.key] += 1
             longer = min(MAX_SPIN_SECONDS, max(2 * spin_s, 1.5 * wall))
-            self.ahead[work.key] = 0.0 if self.in_vain[work.key] >= MAX_VAIN_SPINS else longer
+            self.ahead[task.key] = 0.0 if self.in_vain[task.key] >= MAX_VAIN_SPINS else longer
         return Launch(start, end, wall, gpu_was_idle)
 
     def _collect(self, launched: list[Launch], chunk_start: float) -> list[Reading]:
@@ -309,15 +309,15 @@ class TorchGpu:
         """Wait for all streams."""
         torch.cuda.synchronize(self.device)
 
-    def capture(self, work: Callable[[], object]) -> Callable[[], object]:
+    def capture(self, call: Callable[[], object]) -> Callable[[], object]:
         """Capture a call as a CUDA graph after three eager ones; return the call that replays."""
         stream = torch.cuda.Stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
             for _ in range(3):
-                work()
+                call()
         torch.cuda.current_stream(self.device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            work()
+            call()
         return graph.replay

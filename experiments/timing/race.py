@@ -21,7 +21,7 @@ from typing import Any
 from experiments.config.schema import TimingConfig
 from experiments.machine.telemetry import Telemetry
 from experiments.timing import statistics
-from experiments.timing.clock import Clock, Phase, Reading, Work
+from experiments.timing.clock import Clock, Phase, Reading, SampleTask
 from experiments.timing.warmup import Warm, warm_up
 
 Samples = dict[str, list[tuple[int, float]]]  # phase -> (round, seconds), ...
@@ -92,13 +92,13 @@ class Race:
             result.conclude(flags, hardware, self.clock.describe())
         return self.results
 
-    def _guard(self, name: str, work: Callable[[], object]) -> None:
+    def _guard(self, name: str, action: Callable[[], object]) -> None:
         """Do the work of a contender; if it raises, it leaves the race and the others continue."""
         result = self.results[name]
         if result.error:
             return
         try:
-            work()
+            action()
         except Exception as error:
             result.error, result.stop_reason = error, "failed"
 
@@ -170,16 +170,16 @@ class Race:
             if not self.results[turn.arm].error:
                 finished.add(index)
 
-        def works() -> Iterator[Work]:
+        def tasks() -> Iterator[SampleTask]:
             for turn in order:
                 if not self.results[turn.arm].error:
                     requested.append(turn)
                     self.note(f"{turn.arm}|timing, round {turn.round + 1}")
                     index = len(requested) - 1
-                    yield Work(partial(call, turn, index), f"{turn.arm}/{turn.phase}")
+                    yield SampleTask(partial(call, turn, index), f"{turn.arm}/{turn.phase}")
 
         try:
-            readings = self.clock.read(works())
+            readings = self.clock.read(tasks())
         except Exception as error:  # a GPU fails after the call: any contender may be the cause
             for name in {turn.arm for turn in order}:
                 self.results[name].error, self.results[name].stop_reason = error, "failed"

@@ -142,18 +142,18 @@ def max_lookup_hits(trace: RowTrace, capacity: int, rounds: int = 400) -> float:
     dual has a price per batch and slot. Any prices bound the optimum from above; `rounds`
     subgradient steps find good ones.
     """
-    since, until, gain, counts = _intervals(trace)
+    begin, end, gain, counts = _intervals(trace)
     batches = len(trace.starts) - 1 - trace.warm
     price = np.zeros(batches)
     best = bound = float((gain * counts).sum())
     for number in range(rounds):
         price_up_to = np.concatenate([[0.0], np.cumsum(price)])
-        profit = gain - (price_up_to[until] - price_up_to[since])
+        profit = gain - (price_up_to[end] - price_up_to[begin])
         served_rows = counts * (profit > 0)
         bound = capacity * price.sum() + float((profit * served_rows).sum())
         best = min(best, bound)
-        change = np.bincount(since, served_rows, batches + 1) - np.bincount(
-            until, served_rows, batches + 1
+        change = np.bincount(begin, served_rows, batches + 1) - np.bincount(
+            end, served_rows, batches + 1
         )
         excess_rows = np.cumsum(change)[:batches] - capacity
         norm = float((excess_rows * excess_rows).sum())
@@ -175,12 +175,12 @@ def _intervals(trace: RowTrace) -> tuple[Ids, Ids, Reals, Reals]:
     next_uses = next_use[uses]
     batch = trace.batch - trace.warm
     is_counted = batch[next_uses] >= 0
-    since = np.maximum(batch[uses[is_counted]] + 1, 0)
-    until = batch[next_uses[is_counted]] + 1
+    begin = np.maximum(batch[uses[is_counted]] + 1, 0)
+    end = batch[next_uses[is_counted]] + 1
     gain = trace.lookups[next_uses[is_counted]]
-    distinct, counts = np.unique(np.stack([since, until, gain]), axis=1, return_counts=True)
-    since, until, gain = distinct
-    return since, until, gain.astype(np.float64), counts.astype(np.float64)
+    distinct, counts = np.unique(np.stack([begin, end, gain]), axis=1, return_counts=True)
+    begin, end, gain = distinct
+    return begin, end, gain.astype(np.float64), counts.astype(np.float64)
 
 
 def expected_top(probabilities: Reals, capacity: int, lookups: int) -> tuple[float, float]:

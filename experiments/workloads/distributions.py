@@ -78,13 +78,13 @@ def permute(ranks: Ids, rows: int, seed: int) -> Ids:
 
 def _feistel(x: NDArray[np.uint64], half: int, keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
     mask = np.uint64((1 << half) - 1)
-    left, right = x >> np.uint64(half), x & mask
+    high_bits, low_bits = x >> np.uint64(half), x & mask
     for key in keys:
-        mixed = (right + np.uint64(1)) * (key | np.uint64(1))
-        mixed ^= mixed >> np.uint64(29)
-        mixed *= np.uint64(0xBF58476D1CE4E5B9)
-        left, right = right, left ^ ((mixed >> np.uint64(32)) & mask)
-    return (left << np.uint64(half)) | right
+        mixed_bits = (low_bits + np.uint64(1)) * (key | np.uint64(1))
+        mixed_bits ^= mixed_bits >> np.uint64(29)
+        mixed_bits *= np.uint64(0xBF58476D1CE4E5B9)
+        high_bits, low_bits = low_bits, high_bits ^ ((mixed_bits >> np.uint64(32)) & mask)
+    return (high_bits << np.uint64(half)) | low_bits
 
 
 def describe_distribution(params: Mapping[str, Any]) -> str:

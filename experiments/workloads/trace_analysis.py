@@ -265,8 +265,8 @@ def fit_halves(lookups: Lookups, rows: int) -> Numbers | None:
     return None if zipf is None else dataclasses.asdict(zipf)
 
 
-def _share(part: float, whole: float) -> float:
-    return part / whole if whole else math.nan
+def _share(count: float, total: float) -> float:
+    return count / total if total else math.nan
 
 
 def spectrum(lookups: Lookups) -> Numbers:

@@ -31,8 +31,13 @@ from emblib.tables import state_dicts
 class Entry:
     """One tensor of a table: its shards, and the memory of those on this rank.
 
-    `memory[i]` are the tensors of local shard i of `shards`; several if slices have copies of it.
-    Without shards, every rank has the full tensor as number 0. `cuts` are those of `RowStates`.
+    Attributes:
+        size: shape of the full tensor.
+        dtype: dtype of the tensor.
+        shards: shards of all ranks; empty if every rank has the full tensor, as number 0.
+        ranks: ranks that have shards.
+        memory: tensors of local shard i by i; several if slices have copies of it.
+        cuts: columns at which states per row are cut, see `RowStates`; None without.
     """
 
     size: tuple[int, ...]

@@ -63,7 +63,14 @@ class _CallPath(NamedTuple):
 
 @dataclass
 class _Mode:
-    """Lookups found in earlier forwards in train or eval mode, with or without gradients."""
+    """Lookups found in earlier forwards in train or eval mode, with or without gradients.
+
+    Attributes:
+        calls: calls whose inputs are sent together; None if not searched yet, or to be searched
+            again.
+        searches: number of forwards that were searched.
+        has_changed: whether a later forward made other calls.
+    """
 
     calls: list[_CallPath] | None = None  # None: not searched, or to be searched again
     searches: int = 0
@@ -72,7 +79,20 @@ class _Mode:
 
 @dataclass
 class _Running:
-    """One running forward: `seen` is for one that is searched, `waiting` for one sent ahead."""
+    """One running forward.
+
+    Attributes:
+        arguments: arguments of the forward.
+        mode: calls that forwards of this mode make.
+        with_grad: whether gradients are enabled.
+        is_searched: whether this forward is searched for the inputs of collections.
+        versions: version counters of the tensors of each input that was sent, by number of the
+            call.
+        seen: calls of a searched forward, each with has_changed and is_alone.
+        calls, ids: calls whose ids were sent, and the ids in flight.
+        waiting: numbers of the calls of a module that it has not made yet.
+        outputs: functions that return the output of a call, by its number.
+    """
 
     arguments: Arguments
     mode: _Mode

@@ -342,6 +342,8 @@ WINDOW = 20
 
 
 class _MeterMark(NamedTuple):
+    """The totals of a meter at one time: examples of this rank, and of all ranks if known."""
+
     time_s: float
     step: int
     local: int

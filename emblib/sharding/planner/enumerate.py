@@ -57,8 +57,15 @@ class Unit:
 class Option:
     """One way to shard a table, before its units are placed.
 
-    `penalty` is 0 for the configured storage, and n for the n-th alternative. `custom_shards`
-    are the shards of an option whose units cannot be placed elsewhere.
+    Attributes:
+        type: sharding type.
+        storage: storage of the table; None for the configured one.
+        units: groups of shards to place.
+        common_cost: cost that all ranks have.
+        penalty: 0 for the configured storage, n for the n-th alternative.
+        custom_shards: shards of an option whose units cannot be placed elsewhere.
+        cuts_rows: whether a shard has a part of the rows.
+        sums_in_nodes: whether nodes sum rows before they are sent.
     """
 
     type: ShardingType
@@ -150,11 +157,11 @@ def allowed_types(
     workload: TableWorkload, topology: Topology, storage: Storage | None
 ) -> list[ShardingType]:
     """Return the types that the constraints allow, by default those that change no result."""
-    chosen = workload.constraints.sharding_types
-    types = [t for t in ShardingType if chosen is None or t in chosen]
+    requested_types = workload.constraints.sharding_types
+    types = [t for t in ShardingType if requested_types is None or t in requested_types]
     if with_storage(workload.config, storage).storage.is_keyed:
         types = [t for t in types if t in _OF_KEYED]
-    if chosen is None:
+    if requested_types is None:
         types = [t for t in types if t not in _ASKED_FOR]
         if not cuts_columns_exactly(workload):
             types = [t for t in types if t not in _BY_COLUMNS]
@@ -234,32 +241,32 @@ def _options(
     penalty: int,
 ) -> Iterator[Option]:
     """Yield the options of one sharding type with one storage."""
-    parts, topology = ShardCosts(workload, model, storage), model.topology
+    shard_costs, topology = ShardCosts(workload, model, storage), model.topology
     if sharding_type is ShardingType.DATA_PARALLEL:
-        yield Option(sharding_type, storage, (), parts.replicated(), penalty)
+        yield Option(sharding_type, storage, (), shard_costs.replicated(), penalty)
         return
     for rule, domain in _rules(workload, topology, sharding_type):
         shards = rule(shape_of(workload.config, storage), topology.world).shards
         if len(shards) < 2 and sharding_type in (ShardingType.COLUMN_WISE, ShardingType.GRID):
             continue
-        yield option_of(parts, sharding_type, shards, domain, penalty)
+        yield option_of(shard_costs, sharding_type, shards, domain, penalty)
 
 
 def option_of(
-    parts: ShardCosts,
+    shard_costs: ShardCosts,
     sharding_type: ShardingType,
     shards: Sequence[Shard],
     domain: Domain,
     penalty: int,
 ) -> Option:
     """Build an option from shards; units with the domain RANK or NODE can be placed again."""
-    topology = parts.model.topology
-    summed = parts.summed(shards)
+    topology = shard_costs.model.topology
+    summed = shard_costs.summed(shards)
     loads = [
-        parts.load(shard, share, is_summed=is_summed)
-        for shard, share, is_summed in zip(shards, parts.shares(shards), summed, strict=True)
+        shard_costs.load(shard, share, is_summed=is_summed)
+        for shard, share, is_summed in zip(shards, shard_costs.shares(shards), summed, strict=True)
     ]
-    common_cost = parts.common_cost(shards)
+    common_cost = shard_costs.common_cost(shards)
     if domain is Domain.WORLD:
         by_rank = _by_rank(shards, loads, topology.world_size)
         common, unit = _split_common(by_rank)
@@ -269,10 +276,10 @@ def option_of(
     else:
         units = tuple(_units(shards, loads, domain, topology))
     custom_shards = tuple(shards) if sharding_type is ShardingType.CUSTOM else ()
-    cuts_rows = any(shard.shape[0] < parts.config.num_embeddings for shard in shards)
+    cuts_rows = any(shard.shape[0] < shard_costs.config.num_embeddings for shard in shards)
     return Option(
         sharding_type,
-        parts.storage,
+        shard_costs.storage,
         units,
         common_cost,
         penalty,
@@ -310,8 +317,8 @@ def _rules(
     elif sharding_type is ShardingType.ROW_WISE:
         yield sharding_types.row_wise(), Domain.WORLD
     elif sharding_type is ShardingType.COLUMN_WISE:
-        for parts in _column_counts(workload, topology.world_size):
-            yield sharding_types.column_wise(range(parts)), Domain.RANK
+        for num_shards in _column_counts(workload, topology.world_size):
+            yield sharding_types.column_wise(range(num_shards)), Domain.RANK
     elif sharding_type is ShardingType.TABLE_ROW_WISE:
         yield sharding_types.table_row_wise(0), Domain.NODE
     elif sharding_type is ShardingType.TABLE_COLUMN_WISE:
@@ -319,8 +326,8 @@ def _rules(
         if workload.config.embedding_dim // topology.local_world_size >= min_partition:
             yield sharding_types.table_column_wise(0), Domain.NODE
     elif sharding_type is ShardingType.GRID:
-        for parts in _column_counts(workload, topology.num_nodes):
-            yield sharding_types.grid(range(parts)), Domain.NODE
+        for num_shards in _column_counts(workload, topology.num_nodes):
+            yield sharding_types.grid(range(num_shards)), Domain.NODE
 
 
 def _column_counts(workload: TableWorkload, max_count: int) -> list[int]:

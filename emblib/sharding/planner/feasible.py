@@ -77,8 +77,8 @@ class _Search:
         if number == len(self.options):
             return True
         if any(
-            need > free + 1.0
-            for need, free in zip(self.remaining[number], self._free(), strict=True)
+            needed_nbytes > free_nbytes + 1.0
+            for needed_nbytes, free_nbytes in zip(self.remaining[number], self._free(), strict=True)
         ):
             return False
         for option in self.options[number]:
@@ -145,10 +145,10 @@ class _Search:
     def _free(self) -> list[float]:
         """Return the free bytes of all ranks together."""
         world = len(self.loads.totals)
-        free = zip(*(self._free_of(rank) for rank in range(world)), strict=True)
+        free_by_pool = zip(*(self._free_of(rank) for rank in range(world)), strict=True)
         return [
             sum(of_ranks) - world * common
-            for of_ranks, common in zip(free, self.loads.common, strict=True)
+            for of_ranks, common in zip(free_by_pool, self.loads.common, strict=True)
         ]
 
 
@@ -185,14 +185,14 @@ def _can_cut(problem: Problem, workload: TableWorkload) -> bool:
 
 def _cut(loads: RankCosts, workload: TableWorkload, problem: Problem) -> PlacedOption | None:
     """Cut a table into blocks of rows sized by the free memory of each rank, the largest first."""
-    parts, shape = ShardCosts(workload, problem.model, None), shape_of(workload.config)
+    shard_costs, shape = ShardCosts(workload, problem.model, None), shape_of(workload.config)
     world, unit = problem.model.topology.world_size, shape.row_unit
 
     def shard(rank: int, begin: int, rows: int) -> Shard:
         return Shard(rank, (begin, begin + rows), (0, shape.columns))
 
     def nbytes(rows: int) -> float:
-        return parts.load(shard(0, 0, rows), rows / shape.rows).nbytes.device
+        return shard_costs.load(shard(0, 0, rows), rows / shape.rows).nbytes.device
 
     def free(rank: int) -> float:
         used = (loads.nbytes[pool][rank] + loads.common[pool] for pool in (0, 1))
@@ -200,13 +200,13 @@ def _cut(loads: RankCosts, workload: TableWorkload, problem: Problem) -> PlacedO
 
     # The memory of every rank for a table cut into `world` blocks, without its rows: at most one
     # row of each block per bag.
-    equal = problem.model.common_cost(workload, [(shape.columns, 1.0 / world, False)] * world)
+    equal_cost = problem.model.common_cost(workload, [(shape.columns, 1.0 / world, False)] * world)
     rows_sent = sum(
         lookup.batch_size * max(lookup.num_features, lookup.ids_per_example)
         for lookup in workload.by_reader
     )
     pieces = world * rows_sent * (shape.columns + 4) * 4
-    common_nbytes = equal.nbytes.device + equal.positions + pieces
+    common_nbytes = equal_cost.nbytes.device + equal_cost.positions + pieces
     first_bytes, all_rows = nbytes(min(unit, shape.rows)), nbytes(shape.rows)
     slope = max((all_rows - first_bytes) / max(shape.rows - unit, 1), 1e-9)
     shards: list[Shard] = []
@@ -228,7 +228,7 @@ def _cut(loads: RankCosts, workload: TableWorkload, problem: Problem) -> PlacedO
             break
     if begin < shape.rows:
         return None
-    option = option_of(parts, ShardingType.CUSTOM, shards, Domain.WORLD, 0)
+    option = option_of(shard_costs, ShardingType.CUSTOM, shards, Domain.WORLD, 0)
     return place(loads, option)
 
 

@@ -133,7 +133,7 @@ def _name(device: torch.device) -> str:
 
 @dataclass(frozen=True)
 class _Costs:
-    """Nanoseconds per id and per bag, forward and backward."""
+    """Nanoseconds per looked-up id and per bag, per updated id and per bag gradient."""
 
     id_ns: float
     bag_ns: float

@@ -142,8 +142,8 @@ class Planner:
         modules: dict[str, dict[str, object]] = {}
         for workload, choice in zip(workloads, plan, strict=True):
             sharding = choice.option.sharding(workload, self.topology, choice.targets)
-            for one in workload.by_reader:
-                modules.setdefault(one.path, {})[one.config.name] = sharding
+            for lookup in workload.by_reader:
+                modules.setdefault(lookup.path, {})[lookup.config.name] = sharding
         return ShardingPlan(modules, self.topology.world)  # type: ignore[arg-type]
 
 

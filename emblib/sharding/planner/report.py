@@ -16,9 +16,13 @@ from emblib.storage import MemoryBytes
 
 
 class RankPrediction(NamedTuple):
-    """One rank: seconds by phase, memory needed and available, and number of table shards.
+    """One rank of a predicted step.
 
-    `seconds` includes the work that all ranks do.
+    Attributes:
+        seconds: seconds by phase, with the work that all ranks do.
+        nbytes: memory that the tables and batches need.
+        free_memory: memory for them, after the reservation.
+        tables: number of table shards.
     """
 
     seconds: tuple[float, ...]
@@ -28,7 +32,14 @@ class RankPrediction(NamedTuple):
 
 
 class TablePrediction(NamedTuple):
-    """One table: its sharding, bytes on all ranks together, and seconds on the slowest rank."""
+    """One table of a predicted step.
+
+    Attributes:
+        workload: the table and its lookups.
+        sharding: its sharding in the plan.
+        nbytes: bytes on all ranks together.
+        step_s: seconds on the slowest rank.
+    """
 
     workload: TableWorkload
     sharding: ParameterSharding
@@ -38,10 +49,14 @@ class TablePrediction(NamedTuple):
 
 @dataclass(frozen=True)
 class Prediction:
-    """The predicted step under a plan.
+    """The predicted step under a plan; printed, it is a report.
 
-    `phases` has the seconds of `PHASES` until the slowest rank is done, `arrange` for work that
-    every rank does whatever the plan, and `overhead`; they add up to `step_s`.
+    Attributes:
+        plan: the plan.
+        phases: seconds of `PHASES` until the slowest rank is done, "arrange" for work that every
+            rank does whatever the plan, and "overhead"; they add up to `step_s`.
+        ranks, tables: predictions of each rank and table.
+        source: origin of the constants.
     """
 
     plan: ShardingPlan
@@ -82,10 +97,10 @@ class Prediction:
 
 def option_for(workload: TableWorkload, sharding: ParameterSharding, model: CostModel) -> Option:
     """Return the option of a given sharding, which may be any tiling."""
-    parts = ShardCosts(workload, model, sharding.storage)
+    shard_costs = ShardCosts(workload, model, sharding.storage)
     if sharding.is_replicated:
-        return Option(ShardingType.DATA_PARALLEL, sharding.storage, (), parts.replicated())
-    return option_of(parts, sharding.type, sharding.shards, Domain.WORLD, 0)
+        return Option(ShardingType.DATA_PARALLEL, sharding.storage, (), shard_costs.replicated())
+    return option_of(shard_costs, sharding.type, sharding.shards, Domain.WORLD, 0)
 
 
 def predict(

@@ -193,8 +193,14 @@ _EPSILON = 1e-9
 class Problem:
     """Tables with their options, and the free memory by rank.
 
-    `max_trials` limits the number of placements that are tried, so that the search takes bounded
-    time and finds the same plan on any machine.
+    Attributes:
+        model: cost model.
+        free_memory: memory of each rank for tables and batches.
+        options: options of each table.
+        weighted: whether ids have weights.
+        max_trials: maximum number of placements that are tried, so that the search takes bounded
+            time and finds the same plan on any machine.
+        tried: number of placements so far.
     """
 
     model: CostModel
