@@ -248,8 +248,8 @@ EMB_DEVICE void write_inverse(const InverseArgs& args, int* range) {
 // Fill `sort.keys` and `sort.positions` from `keys` [n], n > 0.
 template <class Key, class Launcher>
 void launch_keys(const Launcher& launcher, const IndexArray& keys, const SortBuffers<Key>& sort) {
-  launcher(keys_kernel<Key>, blocks_for(sort.n, kTileSize, launcher.blocks(32)), kTileThreads, keys,
-           sort);
+  launcher(keys_kernel<Key>, blocks_for(sort.n, kTileSize, launcher.blocks(kResidentBlocks)),
+           kTileThreads, keys, sort);
 }
 
 // Write the groups of the sorted keys and positions in `sort`. n may be 0.
@@ -265,7 +265,8 @@ void launch_groups(const Launcher& launcher, const SortBuffers<Key>& sort,
 template <class Launcher>
 void launch_inverse(const Launcher& launcher, const InverseArgs& args) {
   if (args.n == 0) return;
-  launcher(inverse_kernel, blocks_for(args.n, kTileSize, launcher.blocks(32)), kTileThreads, args);
+  launcher(inverse_kernel, blocks_for(args.n, kTileSize, launcher.blocks(kResidentBlocks)),
+           kTileThreads, args);
 }
 
 }  // namespace emb::cuda
