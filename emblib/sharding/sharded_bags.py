@@ -532,7 +532,7 @@ class _PooledRoute(NamedTuple):
     """Route of the rows of a batch.
 
     Attributes:
-        tables: where the received rows go in the output.
+        tables: places of the received rows in the output.
         lengths: ids per bag `[bags]`, for means; None for sums.
         sent: elements to each rank.
         shape: shape of the output.

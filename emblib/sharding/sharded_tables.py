@@ -394,12 +394,9 @@ class ShardedTables(nn.Module):
             return table
 
         def make(
-            table_shards: Sequence[TableShard], blocks: Mapping[str, tuple[int, int]]
+            shards: Sequence[TableShard], blocks: Mapping[str, tuple[int, int]]
         ) -> TableGroups:
-            slices, reads = (
-                slices_of(self.configs, self.plan, table_shards),
-                self._reads(table_shards),
-            )
+            slices, reads = slices_of(self.configs, self.plan, shards), self._reads(shards)
             groups = TableGroups(
                 slices,
                 reads,
@@ -408,14 +405,12 @@ class ShardedTables(nn.Module):
                 device=device,
                 seeds=seeds,
                 shared={
-                    SliceKey.of(table_slice): shared[table_slice.config.name].shard_of(
-                        table_slice, make_shared
-                    )
-                    for table_slice in slices
-                    if table_slice.config.name in shared
+                    SliceKey.of(s): shared[s.config.name].shard_of(s, make_shared)
+                    for s in slices
+                    if s.config.name in shared
                 },
             )
-            groups.set_bounds_check(source.bounds_check, self._features_of(table_shards))
+            groups.set_bounds_check(source.bounds_check, self._features_of(shards))
             fill(groups, source.groups, blocks)
             return groups
 
@@ -467,22 +462,14 @@ class ShardedTables(nn.Module):
             for config in self.configs
         }
 
-    def _reads(self, table_shards: Sequence[TableShard]) -> list[int]:
+    def _reads(self, shards: Sequence[TableShard]) -> list[int]:
         """Return the shard that each unit reads."""
         features = [config.feature_names for config in self.configs]
-        return [
-            shard_index
-            for shard_index, table_shard in enumerate(table_shards)
-            for _ in features[table_shard.table]
-        ]
+        return [index for index, shard in enumerate(shards) for _ in features[shard.table]]
 
-    def _features_of(self, table_shards: Sequence[TableShard]) -> list[str]:
+    def _features_of(self, shards: Sequence[TableShard]) -> list[str]:
         """Return the name of each unit's feature."""
-        return [
-            name
-            for table_shard in table_shards
-            for name in self.configs[table_shard.table].feature_names
-        ]
+        return [name for shard in shards for name in self.configs[shard.table].feature_names]
 
     def _key_blocks(self, table_shards: Sequence[TableShard]) -> dict[str, tuple[int, int]]:
         """Return (number, count) of the block of keys of each hash table on this rank, by name."""

@@ -36,7 +36,7 @@ class TablePrediction(NamedTuple):
 
     Attributes:
         workload: the table and its lookups.
-        sharding: its sharding in the plan.
+        sharding: sharding of the table in the plan.
         nbytes: bytes on all ranks together.
         step_s: seconds on the slowest rank.
     """
