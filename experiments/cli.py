@@ -79,10 +79,10 @@ def questions_in_brief() -> str:
     from experiments import configure
 
     names = configure.groups()["experiment"]
-    left = max(map(len, names)) + 4
+    left_width = max(map(len, names)) + 4
     return "\n".join(
-        f"  {name}".ljust(left)
-        + textwrap.shorten(configure.question(name), 100 - left, placeholder=" …")
+        f"  {name}".ljust(left_width)
+        + textwrap.shorten(configure.question(name), 100 - left_width, placeholder=" …")
         for name in names
     )
 
@@ -123,6 +123,7 @@ def _command(name: str, arguments: Sequence[str]) -> int:
 
 
 def _measure(arguments: Sequence[str]) -> int:
+    """Check the words of an experiment and run it; return the exit status."""
     from experiments import configure
 
     flags = {a for a in arguments if a.startswith("-")}
@@ -136,8 +137,8 @@ def _measure(arguments: Sequence[str]) -> int:
         return launch.run(arguments)
     if flags:
         return _hydra(arguments)
-    chosen = _experiments(words)
-    if not chosen:
+    experiment_names = _experiments(words)
+    if not experiment_names:
         configure.check_keys(words)
         print(f"experiments, and what they answer\n{questions_in_brief()}\n", file=sys.stderr)
         raise _no_experiment(words)
@@ -145,7 +146,7 @@ def _measure(arguments: Sequence[str]) -> int:
     from experiments.run import runner  # torch, pandas and matplotlib load only when there is work
 
     gc.freeze()  # collections of torch's objects would take a seventh of a small run
-    return runner.run(config, question=configure.question(chosen[0]), words=words)
+    return runner.run(config, question=configure.question(experiment_names[0]), words=words)
 
 
 def _experiments(words: Sequence[str]) -> list[str]:
@@ -169,26 +170,28 @@ def _hydra(arguments: Sequence[str]) -> int:
     values |= {"-cd", "--config-dir", "-i", "--info"}
     typed = [
         a
-        for before, a in zip(["", *arguments], arguments, strict=False)
-        if not a.startswith("-") and before not in values
+        for previous, a in zip(["", *arguments], arguments, strict=False)
+        if not a.startswith("-") and previous not in values
     ]
     of_hydra = [a for a in typed if re.match(r"[+~]*hydra[./]", a)]
     configure.check_hydra(of_hydra)
     words = [a for a in typed if a not in of_hydra]
     configure.check_keys(words)
-    chosen = _experiments(words)
+    experiment_names = _experiments(words)
     status: int | None = None
 
     def job(composed: DictConfig) -> None:
         nonlocal status
         status = 1  # stays if the run raises
         try:
-            if not chosen:
+            if not experiment_names:
                 raise _no_experiment(words)
             config = configure.to_config(composed)
             from experiments.run import runner
 
-            status = runner.run(config, question=configure.question(chosen[-1]), words=words)
+            status = runner.run(
+                config, question=configure.question(experiment_names[-1]), words=words
+            )
         except UsageError as error:
             print(f"error: {error}", file=sys.stderr)
             status = 2

@@ -196,15 +196,19 @@ def _check_list(key: str, override: Override) -> None:
     """Raise UsageError if the value of a list is written without brackets."""
     value = override.value()
     values = value.list if isinstance(value, ChoiceSweep) else [value]
-    if not all(isinstance(one, list) or str(one).startswith("${") for one in values):
+    if not all(isinstance(item, list) or str(item).startswith("${") for item in values):
         typed = (override.input_line or "").partition("=")[2]
         raise UsageError(f"{key} is a list: write {key}=[{typed}]")
 
 
 def _case_names(overrides: Sequence[str]) -> list[str]:
     """Read the case names of the chosen experiments from their YAML, without composing it."""
-    chosen = [text.lstrip("+").removeprefix("experiment=") for text in overrides]
-    paths = [CONF / "experiment" / f"{name}.yaml" for text in chosen for name in text.split(",")]
+    experiment_names = [text.lstrip("+").removeprefix("experiment=") for text in overrides]
+    paths = [
+        CONF / "experiment" / f"{name}.yaml"
+        for text in experiment_names
+        for name in text.split(",")
+    ]
     loaded = [OmegaConf.load(path) for path in paths if path.is_file()]
     return [str(key) for file in loaded for key in OmegaConf.select(file, "cases", default={})]
 
@@ -236,17 +240,17 @@ def _unknown_key(
     siblings = sorted(k for k in known | set(choices) if k.rpartition(".")[0] == parent)
     skip = "workload." if value.startswith("[") else "sweep."
     by_leaf = {k.rpartition(".")[2]: k for k in sorted(known) if not k.startswith((skip, "cases."))}
-    near = (
+    similar_names = (
         [k for k in siblings if k.lower() == key.lower()]
         # The group is a part of all these names, so they must be more similar.
         or difflib.get_close_matches(key, siblings, 1, 0.9 if parent else 0.6)
         or ([] if parent in known else difflib.get_close_matches(key, known, 1, 0.7))
         or ([] if parent in known else [by_leaf[leaf]] if leaf in by_leaf else [])
     )
-    if near:
-        return f"unknown key '{key}'. Did you mean '{_spell_override(near[0], value)}'?"
-    offered = siblings if parent in known else sorted({k.partition(".")[0] for k in known})
-    return f"unknown key '{key}'. Did you mean one of: {', '.join(offered)}?"
+    if similar_names:
+        return f"unknown key '{key}'. Did you mean '{_spell_override(similar_names[0], value)}'?"
+    options = siblings if parent in known else sorted({k.partition(".")[0] for k in known})
+    return f"unknown key '{key}'. Did you mean one of: {', '.join(options)}?"
 
 
 def _one_line(error: Exception) -> str:
@@ -257,8 +261,8 @@ def _one_line(error: Exception) -> str:
     first = lines[0].rstrip(".") if lines else type(cause).__name__
     options = re.search(r"Invalid value '(\w*)', expected one of \[(.*)\]", first)
     if options:
-        near = difflib.get_close_matches(options[1], options[2].split(", "), 1, 0.4)
-        first += f". Did you mean '{key}={near[0]}'?" if near else ""
+        similar_names = difflib.get_close_matches(options[1], options[2].split(", "), 1, 0.4)
+        first += f". Did you mean '{key}={similar_names[0]}'?" if similar_names else ""
     return f"{key}: {first}" if key else first
 
 
@@ -283,8 +287,10 @@ def check_values(config: Config) -> None:
         _check_point(prefix, point)
         sort = kind.arms.contenders
         if prefix or sort is not Sort.BOTH:  # such a kind measures only its cases
-            wanted = Sort.KEYED if point.keys.loads else sort
-            check_sort(prefix, point.contenders, Sort.BAGS if wanted is Sort.BOTH else wanted)
+            wanted_sort = Sort.KEYED if point.keys.loads else sort
+            check_sort(
+                prefix, point.contenders, Sort.BAGS if wanted_sort is Sort.BOTH else wanted_sort
+            )
         point_kind = kinds.find(point.kind) if point.kind else None  # "" for most cases
         choices = point_kind.arms.choices if point_kind else ()
         for name in point.contenders:
@@ -326,12 +332,12 @@ def _require(rule: str, value: object, *, holds: bool) -> None:
 
 
 def _unknown_name(
-    what: str, name: str, options: Collection[str], prefix: str, similarity: float
+    category: str, name: str, options: Collection[str], prefix: str, similarity: float
 ) -> str:
     """Return the error about an unknown name: the most similar option, and all options."""
-    near = difflib.get_close_matches(name, options, 1, similarity)
-    hint = f" Did you mean '{prefix}{near[0]}'?" if near else ""
-    return f"no {what} '{name}'.{hint} There is: {', '.join(options)}"
+    similar_names = difflib.get_close_matches(name, options, 1, similarity)
+    hint = f" Did you mean '{prefix}{similar_names[0]}'?" if similar_names else ""
+    return f"no {category} '{name}'.{hint} There is: {', '.join(options)}"
 
 
 def complete_options(config: Config) -> None:
@@ -399,6 +405,7 @@ def _check_point(prefix: str, point: Config | CaseConfig) -> None:
 
 
 def _check_workload(prefix: str, workload: WorkloadConfig) -> None:
+    """Raise UsageError for values of a workload that are out of range; `prefix` names its place."""
     traced = workload.distribution is Distribution.trace
     for axis in ("T", "E", "D", "B", "L"):
         # For a trace, 0 means the number in its file.

@@ -196,30 +196,30 @@ def emblib_libraries() -> Iterator[CheckResult]:
         else:
             yield _compare_with_torch(torch.device("cuda"))
         return
-    built = Path(str(emblib.__file__)).with_name("libemblib_cuda.so").exists()
-    state = "built, not loaded: torch sees no GPU" if built else "not built; torch sees no GPU"
+    has_cuda = Path(str(emblib.__file__)).with_name("libemblib_cuda.so").exists()
+    state = "built, not loaded: torch sees no GPU" if has_cuda else "not built; torch sees no GPU"
     yield CheckResult("CUDA kernels", state)
 
 
-def cpu_kernels(cpu_flags: frozenset[str], wish: str | None) -> CheckResult:
+def cpu_kernels(cpu_flags: frozenset[str], isa_limit: str | None) -> CheckResult:
     """Return the CPU kernels that are in use.
 
     Args:
         cpu_flags: instructions of the CPU.
-        wish: value of EMBLIB_ISA, which limits them; None if it is not set.
+        isa_limit: value of EMBLIB_ISA, which limits them; None if it is not set.
     """
     best = next((name for name, f in INSTRUCTIONS.items() if f <= cpu_flags), "baseline")
     order = ["baseline", *reversed(INSTRUCTIONS)]
-    if wish is None:
+    if isa_limit is None:
         return CheckResult("CPU kernels", f"{best}, the best that this CPU has")
-    if wish not in order:
-        words = f"EMBLIB_ISA={wish} is none of {', '.join(order)}"
-        return CheckResult("CPU kernels", words, State.broken, "unset EMBLIB_ISA")
-    chosen = min(best, wish, key=order.index)
-    if chosen == best:
-        return CheckResult("CPU kernels", f"{chosen}, as EMBLIB_ISA={wish} allows")
-    words = f"{chosen} for EMBLIB_ISA={wish}, though this CPU has {best}"
-    return CheckResult("CPU kernels", words, State.note, "unset EMBLIB_ISA for full speed")
+    if isa_limit not in order:
+        message = f"EMBLIB_ISA={isa_limit} is none of {', '.join(order)}"
+        return CheckResult("CPU kernels", message, State.broken, "unset EMBLIB_ISA")
+    isa = min(best, isa_limit, key=order.index)
+    if isa == best:
+        return CheckResult("CPU kernels", f"{isa}, as EMBLIB_ISA={isa_limit} allows")
+    message = f"{isa} for EMBLIB_ISA={isa_limit}, though this CPU has {best}"
+    return CheckResult("CPU kernels", message, State.note, "unset EMBLIB_ISA for full speed")
 
 
 def _compare_with_torch(device: torch.device) -> CheckResult:
@@ -250,16 +250,16 @@ def contenders() -> Iterator[CheckResult]:
     from experiments.contenders import registry
 
     for entry in registry.entries().values():
-        what = f"{entry.name} ({entry.label})"
+        name = f"{entry.name} ({entry.label})"
         if missing := entry.missing():
             reason, _, advice = missing.partition(": ")
-            yield CheckResult(what, reason, State.note, advice)
+            yield CheckResult(name, reason, State.note, advice)
         elif unknown := entry.unknown_versions():
-            yield CheckResult(what, "; ".join(unknown), State.note)
+            yield CheckResult(name, "; ".join(unknown), State.note)
         else:
             versions = ", ".join(f"{p} {v}" for p, v in entry.versions().items())
-            where = "; runs on a GPU only" * entry.cuda_only
-            yield CheckResult(what, (versions or "part of this repository") + where)
+            gpu_note = "; runs on a GPU only" * entry.cuda_only
+            yield CheckResult(name, (versions or "part of this repository") + gpu_note)
 
 
 def processor(
@@ -272,7 +272,7 @@ def processor(
     cpu = cpu or Cpu()
     flags, details = cpu_flags(cpu, len(usable_cores()), sleep)
     cache, mhz, smt = cpu.last_level_cache(), mean_mhz(), cpu.number(f"{CORES}/smt/active")
-    others, quota, throttled = details.get("cores_of_others"), cpu.quota(), cpu.throttled()
+    cores_of_others, quota, throttled = details.get("cores_of_others"), cpu.quota(), cpu.throttled()
     on_off = {True: "on", False: "off"}
     rows = (  # label, value, flag that it may raise
         ("model", cpu.info("model name") or None, ""),
@@ -283,7 +283,11 @@ def processor(
         ("governor", cpu.governor(), "governor"),
         ("boost", None if (boost := cpu.boost()) is None else on_off[boost], ""),
         ("load", f"{details['load']:.2f} in the last minute", ""),
-        ("other processes", None if others is None else f"{others:.2f} cores", "busy"),
+        (
+            "other processes",
+            None if cores_of_others is None else f"{cores_of_others:.2f} cores",
+            "busy",
+        ),
         ("quota", "none" if quota is None else f"{quota:g} cores' worth of time", "quota"),
         ("virtual machine", "yes" if cpu.virtual() else "no", "virtual"),
         (
@@ -292,14 +296,14 @@ def processor(
             "",
         ),
     )
-    for what, value, flag in rows:
+    for label, value, flag in rows:
         if flag in flags:
-            yield _flagged(flag, what, str(value))
-        elif what == "last-level cache" and value is None:
+            yield _flagged(flag, label, str(value))
+        elif label == "last-level cache" and value is None:
             advice = f"{_mib(LIKELY_CACHE_BYTES)} is assumed to empty it"
-            yield CheckResult(what, "not shown", State.note, advice)
+            yield CheckResult(label, "not shown", State.note, advice)
         else:
-            yield CheckResult(what, value or "not shown")
+            yield CheckResult(label, value or "not shown")
 
 
 def memory() -> Iterator[CheckResult]:
@@ -339,12 +343,12 @@ def gpus() -> Iterator[CheckResult]:
 
 def explain_no_gpu(version: str, cuda: str | None, *, driver: bool) -> CheckResult:
     """Return why torch finds no GPU: `cuda` is its CUDA version, `driver` whether one is loaded."""
-    why = f"built for CUDA {cuda}, finds no device" if cuda else "a build for the CPU"
+    build = f"built for CUDA {cuda}, finds no device" if cuda else "a build for the CPU"
     if not driver:
-        return CheckResult("torch", f"{version}: {why}")
+        return CheckResult("torch", f"{version}: {build}")
     remedies = "see CUDA_VISIBLE_DEVICES, and nvidia-smi" if cuda else "install a torch for CUDA"
     advice = f"an NVIDIA driver is loaded: {remedies}"
-    return CheckResult("torch", f"{version}: {why}", State.note, advice)
+    return CheckResult("torch", f"{version}: {build}", State.note, advice)
 
 
 def check_gpu(properties: Any, nvml: Nvml | None) -> Iterator[CheckResult]:
@@ -362,8 +366,8 @@ def check_gpu(properties: Any, nvml: Nvml | None) -> Iterator[CheckResult]:
         if key in settings:
             value = settings[key]
             rows[label] = f"{value:g} {unit}" if unit else {True: "on", False: "off"}[value]
-    for what, shown in rows.items():
-        yield CheckResult(what, shown, section=section)
+    for row_label, value_shown in rows.items():
+        yield CheckResult(row_label, value_shown, section=section)
     for flag in flags:
         yield replace(_flagged(flag, flag.replace("_", " "), "yes"), section=section)
 
@@ -375,11 +379,11 @@ def permissions(folder: Path = ROOT) -> Iterator[CheckResult]:
     else:
         advice = "only an administrator can lock clocks"
         yield CheckResult("administrator", "no", State.note, advice)
-    free = shutil.disk_usage(folder).free
-    few = free <= LITTLE_SPACE_BYTES
+    free_bytes = shutil.disk_usage(folder).free
+    few = free_bytes <= LITTLE_SPACE_BYTES
     yield CheckResult(
         "reports",
-        f"{free / 1e9:.0f} GB free",
+        f"{free_bytes / 1e9:.0f} GB free",
         State.note if few else State.ok,
         "make room, or set report.folder" * few,
     )
@@ -416,8 +420,8 @@ CHECKS: dict[str, Check] = {
 }
 
 
-def _flagged(flag: str, what: str, value: str) -> CheckResult:
-    return CheckResult(what, value, State.note, f"{explain(flag)}: {remedy(flag)}")
+def _flagged(flag: str, label: str, value: str) -> CheckResult:
+    return CheckResult(label, value, State.note, f"{explain(flag)}: {remedy(flag)}")
 
 
 def _mib(size: int) -> str:
@@ -439,8 +443,8 @@ def show(findings: Sequence[CheckResult]) -> None:
         table.add_column(width=1)
         table.add_column(min_width=26)
         table.add_column(overflow="fold")
-        for mark, what, text in rows:
-            table.add_row(mark, Text(what), Text(text))
+        for mark, label, text in rows:
+            table.add_row(mark, Text(label), Text(text))
         console.print(Text(title, style="bold"))
         console.print(Padding(table, (0, 0, 1, 2)))
 

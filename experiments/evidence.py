@@ -101,11 +101,11 @@ GPU_PARTS = (
 )
 
 
-def measure(keep: Callable[[str], Path], names: Sequence[str] = (), *, smoke: bool) -> int:
+def measure(keep_run: Callable[[str], Path], names: Sequence[str] = (), *, smoke: bool) -> int:
     """Measure the plan and store what finished; return 1 where a part failed.
 
     Args:
-        keep: function that stores the newest run of an experiment and returns its folder.
+        keep_run: function that stores the newest run of an experiment and returns its folder.
         names: names of the parts to measure; all by default.
         smoke: whether to try every part at a size that means nothing, and store nothing.
     """
@@ -128,7 +128,7 @@ def measure(keep: Callable[[str], Path], names: Sequence[str] = (), *, smoke: bo
             print(f"{part.name}: did not finish well and is not kept", file=sys.stderr)
             worst = 1
         elif not smoke:
-            stored = folder if part.program else keep(part.name)
+            stored = folder if part.program else keep_run(part.name)
             (stored / STATE).write_text(json.dumps(state, indent=1) + "\n")
             print(f"kept {os.path.relpath(stored, ROOT)}")
     return worst
@@ -155,10 +155,13 @@ def run_watched(command: Sequence[str]) -> tuple[int, dict[str, Any]]:
     load averages, `others_before` and `others_during` cores of other programs, `stolen` a share of
     the time, `seconds` the duration. Children of the command do not count as other programs.
     """
-    before = CpuTime()
+    time_before = CpuTime()
     time.sleep(LOOK_SECONDS)
-    state = {"load_before": round(psutil.getloadavg()[0], 2), "others_before": before.shares()[1]}
-    meanwhile, ours, start = CpuTime(), _child_seconds(), time.monotonic()
+    state = {
+        "load_before": round(psutil.getloadavg()[0], 2),
+        "others_before": time_before.shares()[1],
+    }
+    time_during, child_s_before, start = CpuTime(), _child_seconds(), time.monotonic()
     loads: list[float] = []
     with _adopt_orphans():
         process = subprocess.Popen(command, cwd=ROOT)
@@ -167,11 +170,11 @@ def run_watched(command: Sequence[str]) -> tuple[int, dict[str, Any]]:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(SAMPLE_SECONDS)
     seconds = max(time.monotonic() - start, 1e-3)
-    stolen, used = meanwhile.shares()
-    others = max(0.0, (used or 0.0) - (_child_seconds() - ours) / seconds)
+    stolen, used = time_during.shares()
+    cores_of_others = max(0.0, (used or 0.0) - (_child_seconds() - child_s_before) / seconds)
     return status, state | {
         "load_during": [min(loads), statistics.median(loads), max(loads)],
-        "others_during": round(others, 2),
+        "others_during": round(cores_of_others, 2),
         "stolen": round(stolen or 0.0, 4),
         "seconds": round(seconds),
     }
@@ -210,14 +213,14 @@ def describe_load(state: Mapping[str, Any]) -> str:
     """Say whether the machine did nothing else while a part was measured."""
     if not state:
         return "what else the machine did was not recorded"
-    others = max(state["others_before"] or 0.0, state["others_during"])
-    if others <= BUSY_CORES and state["stolen"] <= MAX_STOLEN_SHARE:
+    cores_of_others = max(state["others_before"] or 0.0, state["others_during"])
+    if cores_of_others <= BUSY_CORES and state["stolen"] <= MAX_STOLEN_SHARE:
         return "on an idle machine"
     low, median, high = state["load_during"]
-    stolen, before = text.percent(state["stolen"]), state["load_before"]
+    stolen, load_before = text.percent(state["stolen"]), state["load_before"]
     return (
-        f"the machine was not idle: others used {others:.1f} cores, {stolen} of the time was "
-        f"stolen, the load was {before:.1f} before and {low:.1f} to {high:.1f} (median "
+        f"the machine was not idle: others used {cores_of_others:.1f} cores, {stolen} of the time "
+        f"was stolen, the load was {load_before:.1f} before and {low:.1f} to {high:.1f} (median "
         f"{median:.1f}) meanwhile"
     )
 
@@ -265,10 +268,10 @@ class StoredEvidence:
     def age(self) -> str:
         """Return e.g. 'commit 1a2b3c, 2026-11-26, before changes of dense tables'."""
         code = f"commit {self.commit}" if self.commit else "of a commit that was not recorded"
-        when = f", {self.date}" if self.date else ""
+        date_note = f", {self.date}" if self.date else ""
         changed = self.changed()
         since = f", before changes of {text.listed(changed)}" if changed else ", of this code"
-        return f"{code}{when}{since}"
+        return f"{code}{date_note}{since}"
 
 
 def _environment_and_contenders(folder: Path) -> tuple[dict[str, Any], set[str]]:

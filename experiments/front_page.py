@@ -158,8 +158,8 @@ def _matrix_cell(rows: Sequence[Mapping[str, Any]]) -> str:
         return "–"
     values = sorted(_median(row) for row in rows)
     won = sum(value >= 1 for value in values)
-    middle = statistics.median(values)
-    return f"**{middle:.2f}×** ({values[0]:.2f}–{values[-1]:.2f}), {won} of {len(values)}"
+    median = statistics.median(values)
+    return f"**{median:.2f}×** ({values[0]:.2f}–{values[-1]:.2f}), {won} of {len(values)}"
 
 
 def _median(row: Mapping[str, Any]) -> float:
@@ -188,15 +188,18 @@ def gpu_ratios(folder: Path = REFERENCE) -> dict[str, dict[tuple[str, str], list
         device = json.loads((path.parent / "environment.json").read_text())["device"]
         with path.open(newline="") as file:
             rows = [row for row in csv.DictReader(file) if row["status"] == "ok"]
-        ours = {
+        tbe_ratios = {
             (row["cell"], row["phase"]): float(row["ratio"])
             for row in rows
             if row["contender"] == "tbe"
         }
         of_device = by_device.setdefault(str(device), {})
         for row in rows:
-            if row["contender"] in ("torch", "fbgemm") and (row["cell"], row["phase"]) in ours:
-                ratio = float(row["ratio"]) / ours[row["cell"], row["phase"]]
+            if (
+                row["contender"] in ("torch", "fbgemm")
+                and (row["cell"], row["phase"]) in tbe_ratios
+            ):
+                ratio = float(row["ratio"]) / tbe_ratios[row["cell"], row["phase"]]
                 of_device.setdefault((row["contender"], row["phase"]), []).append(ratio)
     return by_device
 
@@ -209,8 +212,8 @@ def speed_table(
     for (peer, work, dtype), title in SPEED_ROWS.items():
         cells = []
         for threads in THREADS:
-            wanted = {"pass": work, "dtype": dtype, "peer": peer, "threads": threads}
-            cells.append(_speed_cell([_median(r) for r in rows if wanted.items() <= r.items()]))
+            conditions = {"pass": work, "dtype": dtype, "peer": peer, "threads": threads}
+            cells.append(_speed_cell([_median(r) for r in rows if conditions.items() <= r.items()]))
         phase = GPU_PHASES.get((work, dtype))
         cells += [_speed_cell(gpu.get((peer, phase or ""), [])) for gpu in gpus.values()]
         table.append([title, *cells])
@@ -221,8 +224,8 @@ def speed_table(
 def _speed_cell(shapes: Sequence[float]) -> str:
     if not shapes:
         return "–"
-    middle = f"**{statistics.median(shapes):.2f}×**"
-    return middle if len(shapes) == 1 else f"{middle} ({min(shapes):.2f}–{max(shapes):.2f})"
+    median = f"**{statistics.median(shapes):.2f}×**"
+    return median if len(shapes) == 1 else f"{median} ({min(shapes):.2f}–{max(shapes):.2f})"
 
 
 def front_page(readme: str, folder: Path = REFERENCE) -> str:
@@ -272,5 +275,5 @@ def replace_block(page: str, markers: tuple[str, str], block: str) -> str:
     start, end = markers
     if page.count(start) != 1 or page.count(end) != 1:
         raise ValueError(f"the page must contain {start} and {end} once each")
-    before, rest = page.split(start)
-    return f"{before}{start}\n{block}\n{end}{rest.split(end)[1]}"
+    text_before, text_after = page.split(start)
+    return f"{text_before}{start}\n{block}\n{end}{text_after.split(end)[1]}"

@@ -37,6 +37,7 @@ def reports(folder: Path) -> pd.DataFrame:
 
 
 def _report(directory: Path) -> dict[str, Any]:
+    """Return the entry of a run's report in the gallery."""
     info, environment = read_json(directory, "run.json"), read_json(directory, "environment.json")
     page = directory / "report.md"
     lines = page.read_text().splitlines() if page.is_file() else []

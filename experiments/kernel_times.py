@@ -119,17 +119,19 @@ def device_events(step: Callable[[int], object], steps: int) -> list[Any]:
 def _batch(shape: Shape, rows: int, seed: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Draw ids that are distinct within a table, unless it has too few rows."""
     generator = torch.Generator().manual_seed(seed)
-    wanted = shape.batch * shape.length
-    drawn = [torch.randperm(rows, generator=generator)[:wanted] for _ in range(shape.tables)]
-    ids = torch.cat([d.repeat(-(-wanted // d.numel()))[:wanted] for d in drawn])
+    num_ids = shape.batch * shape.length
+    ids_by_table = [
+        torch.randperm(rows, generator=generator)[:num_ids] for _ in range(shape.tables)
+    ]
+    ids = torch.cat([d.repeat(-(-num_ids // d.numel()))[:num_ids] for d in ids_by_table])
     offsets = torch.arange(0, ids.numel() + 1, shape.length)
     return ids.to(device), offsets.to(device)
 
 
 def short_name(kernel: str) -> str:
     """Return the name of a kernel without namespaces, arguments and return type."""
-    plain = re.sub(r"\(anonymous namespace\)::|\w+::", "", kernel.split("(emb::")[0])
-    return plain.removeprefix("void ").split("(")[0]
+    name = re.sub(r"\(anonymous namespace\)::|\w+::", "", kernel.split("(emb::")[0])
+    return name.removeprefix("void ").split("(")[0]
 
 
 def section(shape: Shape, kernels_of: KernelTimes) -> str:

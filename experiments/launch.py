@@ -89,10 +89,10 @@ def _name(entry: str, listed: Sequence[str]) -> str:
 
 def _nvidia_smi() -> str:
     try:
-        done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30)
+        completed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return done.stdout if done.returncode == 0 else ""
+    return completed.stdout if completed.returncode == 0 else ""
 
 
 def lock_folder() -> Path:
@@ -241,8 +241,10 @@ def _job_words(words: Sequence[str]) -> Iterator[tuple[str, ...]]:
 
 
 def _launcher(of_hydra: Sequence[str]) -> str:
-    chosen = [w.partition("=")[2] for w in of_hydra if w.lstrip("+").startswith("hydra/launcher=")]
-    name = chosen[-1] if chosen else "basic"
+    launcher_names = [
+        w.partition("=")[2] for w in of_hydra if w.lstrip("+").startswith("hydra/launcher=")
+    ]
+    name = launcher_names[-1] if launcher_names else "basic"
     if name not in LAUNCHERS:
         raise UsageError(f"no hydra/launcher '{name}'. There is: {', '.join(LAUNCHERS)}")
     if LAUNCHERS[name] and not _is_installed(LAUNCHERS[name]):
@@ -270,7 +272,7 @@ def _launch(plan: LaunchPlan, folder: Path) -> int:
     local = plan.launcher != "submitit_slurm"  # another machine may have other GPUs
     allowed = {GPUS: ",".join(s.visible for s in list_gpus())} if local else {}
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    before = sys.argv
+    argv_before = sys.argv
     sys.argv = ["run.py", "-m", *words]
     try:
         with _environment({**allowed, "PYTHONPATH": path}):
@@ -280,7 +282,7 @@ def _launch(plan: LaunchPlan, folder: Path) -> int:
     except SystemExit as end:
         return int(bool(end.code))
     finally:
-        sys.argv = before
+        sys.argv = argv_before
     return 0
 
 
@@ -302,12 +304,12 @@ def _settings(plan: LaunchPlan, folder: Path) -> list[str]:
 
 @contextmanager
 def _environment(values: dict[str, str]) -> Iterator[None]:
-    before = {key: os.environ.get(key) for key in values}
+    values_before = {key: os.environ.get(key) for key in values}
     os.environ.update(values)
     try:
         yield
     finally:
-        for key, value in before.items():
+        for key, value in values_before.items():
             os.environ.pop(key)
             if value is not None:
                 os.environ[key] = value
@@ -323,10 +325,10 @@ def run_job(composed: DictConfig) -> None:
     Hydra calls this function in the process that its launcher has started, which for submitit may
     be on another machine; so the launching process learns everything from the file.
     """
-    at = HydraConfig.get()
-    folder, number = Path(at.runtime.output_dir) / JOBS, int(at.job.num)
-    words = [str(word) for word in at.overrides.task]
-    alone = at.runtime.choices["hydra/launcher"] == "basic"
+    job_config = HydraConfig.get()
+    folder, number = Path(job_config.runtime.output_dir) / JOBS, int(job_config.job.num)
+    words = [str(word) for word in job_config.overrides.task]
+    is_local = job_config.runtime.choices["hydra/launcher"] == "basic"
     store, file = RunStore(folder), f"{number}.json"
     store.write_json(file, {"words": words, "status": None})
     began = started = time.monotonic()
@@ -335,7 +337,7 @@ def run_job(composed: DictConfig) -> None:
         with _lock_processors(composed) as environment:
             started = time.monotonic()
             status = _run_job_process(
-                words, environment, None if alone else folder / f"{number}.log"
+                words, environment, None if is_local else folder / f"{number}.log"
             )
     except TooFewProcessors as error:
         print(f"job {number}: {error}", file=sys.stderr)

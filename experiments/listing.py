@@ -100,9 +100,9 @@ def contenders() -> Listing:
     variants = {"rank": "rank", "cache": "cache size", "": ""}
     on_gpu = bool(launch.list_gpus())
     for name, entry in registry.entries().items():
-        elsewhere = NEEDS_A_GPU * (entry.cuda_only and not on_gpu)
-        here = entry.missing() or elsewhere or "; ".join(entry.unknown_versions()) or "yes"
-        section.rows.append((name, entry.label, variants[entry.variants], here))
+        gpu_note = NEEDS_A_GPU * (entry.cuda_only and not on_gpu)
+        availability = entry.missing() or gpu_note or "; ".join(entry.unknown_versions()) or "yes"
+        section.rows.append((name, entry.label, variants[entry.variants], availability))
     return section
 
 
@@ -153,9 +153,9 @@ def references(folder: Path = REFERENCE) -> Listing:
     for path in runs_in(folder, "*/*"):
         environment: dict[str, Any] = read_json(path, "environment.json")
         sha = (environment.get("git") or {}).get("sha") or UNKNOWN
-        when = str(environment.get("time_utc", UNKNOWN))[:10]
+        date = str(environment.get("time_utc", UNKNOWN))[:10]
         device = str(environment.get("device", path.parent.name))
-        section.rows.append((device, path.name, str(environment.get("torch", UNKNOWN)), sha, when))
+        section.rows.append((device, path.name, str(environment.get("torch", UNKNOWN)), sha, date))
     return section
 
 
@@ -204,6 +204,7 @@ def show(names: Sequence[str] = (), console: Console | None = None) -> None:
 
 
 def _table(section: Listing) -> Table:
+    """Return a section as a table of rich; columns of numbers are aligned to the right."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0), show_edge=False)
     for number, title in enumerate(section.columns):
         texts = [row[number] for row in section.rows]
@@ -213,10 +214,10 @@ def _table(section: Listing) -> Table:
             justify="right" if figures else "left",
             no_wrap=max(map(len, texts)) <= UNBROKEN_CHARACTERS,
         )
-    for first, *others in section.rows:
-        name, _, below = first.partition("\n")
-        text = Text.assemble((name, "cyan"), (f"\n{below}" if below else "", "dim"))
-        table.add_row(text, *map(_cell, others))
+    for first, *further_cells in section.rows:
+        name, _, subtitle = first.partition("\n")
+        text = Text.assemble((name, "cyan"), (f"\n{subtitle}" if subtitle else "", "dim"))
+        table.add_row(text, *map(_cell, further_cells))
     return table
 
 

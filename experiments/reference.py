@@ -149,12 +149,14 @@ def with_results(page: str, folder: Path = REFERENCE) -> str:
 def with_questions(page: str) -> str:
     """Return the text of reports/README.md with its table of experiments up to date."""
     start, end = QUESTIONS
-    before, rest = page.split(start)
+    text_before, text_after = page.split(start)
     lines = ["| question | experiment |", "| --- | --- |"]
     for name in configure.groups()["experiment"]:
-        asked = configure.question(name)
-        lines.append(f"| {asked[:1].upper()}{asked[1:]} | `python run.py +experiment={name}` |")
-    return "\n".join([f"{before}{start}", *lines, f"{end}{rest.split(end)[1]}"])
+        question = configure.question(name)
+        lines.append(
+            f"| {question[:1].upper()}{question[1:]} | `python run.py +experiment={name}` |"
+        )
+    return "\n".join([f"{text_before}{start}", *lines, f"{end}{text_after.split(end)[1]}"])
 
 
 def add(words: Sequence[str]) -> int:
@@ -170,16 +172,16 @@ def add(words: Sequence[str]) -> int:
             worst = 1
             continue
         try:
-            stored = keep(latest_run(name))
+            run_folder = keep(latest_run(name))
         except ValueError as error:
             print(f"{name}: {error}", file=sys.stderr)
             worst = 1
             continue
-        print(f"kept {os.path.relpath(stored, ROOT)}")
-        for other in runs_in(REFERENCE, f"*/{name}"):
-            if other != stored:
-                paths = [os.path.relpath(path, ROOT) for path in (other, stored)]
-                folder = f"reports/compare/{name}/{other.parent.name}-{stored.parent.name}"
+        print(f"kept {os.path.relpath(run_folder, ROOT)}")
+        for other_run in runs_in(REFERENCE, f"*/{name}"):
+            if other_run != run_folder:
+                paths = [os.path.relpath(path, ROOT) for path in (other_run, run_folder)]
+                folder = f"reports/compare/{name}/{other_run.parent.name}-{run_folder.parent.name}"
                 _run_py("compare", *paths, "--out", folder)
     return max(worst, write_pages())
 
@@ -197,11 +199,13 @@ def write_pages() -> int:
 def experiments_to_run(names: Sequence[str]) -> list[str]:
     """Return the named experiments, or those with a reference; raise UsageError."""
     experiments = configure.groups()["experiment"]
-    named = [name.removeprefix("+experiment=") for name in names]
-    for name in named:
+    chosen_names = [name.removeprefix("+experiment=") for name in names]
+    for name in chosen_names:
         if name not in experiments:
             raise UsageError(f"no experiment '{name}'. There is: {', '.join(experiments)}")
-    return named or sorted({path.name for path in runs_in(REFERENCE, "*/*")} & set(experiments))
+    return chosen_names or sorted(
+        {path.name for path in runs_in(REFERENCE, "*/*")} & set(experiments)
+    )
 
 
 def latest_run(name: str) -> Path:

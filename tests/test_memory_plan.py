@@ -55,7 +55,7 @@ def smallest(configs: Any, **choices: Any) -> int:
     """Return the least bytes that any plan takes."""
     with pytest.raises(BudgetError) as caught:
         plan_memory(configs, 1, **choices)
-    return caught.value.short + 1
+    return caught.value.missing_nbytes + 1
 
 
 # The skew of ids
@@ -308,7 +308,7 @@ def test_what_does_not_fit_says_by_how_much() -> None:
     assert plan_memory(configs, need, optimizer=ADAGRAD).nbytes == need
     with pytest.raises(BudgetError, match=r"1 B more than the budget.*'t1'") as caught:
         plan_memory(configs, need - 1, optimizer=ADAGRAD)
-    assert caught.value.short == 1
+    assert caught.value.missing_nbytes == 1
 
 
 @pytest.mark.parametrize("share", [0.6, 0.2, 0.02])
@@ -502,7 +502,7 @@ def test_tables_in_host_memory_count_where_it_is_limited() -> None:
     kept = EmbeddingBagConfig(4096, 16, "kept", storage=storage.Dense("managed"))  # type: ignore[arg-type]
     with pytest.raises(BudgetError, match="68 B more than backing has") as caught:
         on_gpu([kept], 1 << 20, 4095 * 68)
-    assert caught.value.short == 68
+    assert caught.value.missing_nbytes == 68
 
 
 def test_a_plan_with_tables_on_disk_trains_within_its_bytes(tmp_path: Path) -> None:

@@ -61,7 +61,8 @@ namespace {
 
 // Write back the rows that a batch evicts, then fetch its rows, with their states.
 //   weights, states      per tier (device, host, disk, cache); states of all tiers, tier-major
-//   hyper                float64, read for stochastic rounding of rows that are written back
+//   hyper                float64 of the optimizer, read for stochastic rounding of rows that are
+//                        written back
 //   tables               int64 [T, 8], as check_tables requires
 //   rows, count          int64 [L] and int32 [1]: the distinct rows of the batch
 //   row_slots, evicted   int32 [L] and int64 [L]: the plan that cache_plan_ returned for them

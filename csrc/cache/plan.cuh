@@ -342,16 +342,16 @@ template <class Launcher>
 void launch_probe(const Launcher& launcher, const CachePlan& plan,
                   const SortBuffers<uint32_t>& sort) {
   if (plan.n == 0) return;
-  launcher(probe_kernel, blocks_for(plan.n, kCacheWarps, launcher.blocks(32)), kCacheThreads, plan,
-           sort);
+  launcher(probe_kernel, blocks_for(plan.n, kCacheWarps, launcher.blocks(kResidentBlocks)),
+           kCacheThreads, plan, sort);
 }
 
 // Write plan.row_slots and nothing else.
 template <class Launcher>
 void launch_locate(const Launcher& launcher, const CachePlan& plan) {
   if (plan.n == 0) return;
-  launcher(locate_kernel, blocks_for(plan.n, kCacheWarps, launcher.blocks(32)), kCacheThreads,
-           plan);
+  launcher(locate_kernel, blocks_for(plan.n, kCacheWarps, launcher.blocks(kResidentBlocks)),
+           kCacheThreads, plan);
 }
 
 // Admit the misses, which have been grouped by set, and count the batch. Write the slots of
@@ -361,12 +361,13 @@ void launch_admit(const Launcher& launcher, const CachePlan& plan, const DeviceM
                   const LookupSlots& lookups = {}) {
   if (plan.n > 0) {
     const int64_t max_sets = plan.n < plan.cache.sets ? plan.n : plan.cache.sets;
-    launcher(admit_kernel, blocks_for(max_sets, kCacheWarps, launcher.blocks(32)), kCacheThreads,
-             plan, groups);
+    launcher(admit_kernel, blocks_for(max_sets, kCacheWarps, launcher.blocks(kResidentBlocks)),
+             kCacheThreads, plan, groups);
   }
-  const unsigned counting = blocks_for(plan.n, 8 * kCacheThreads, launcher.blocks(8));
+  const unsigned counting =
+      blocks_for(plan.n, 8 * kCacheThreads, launcher.blocks(kResidentBlocks / 4));
   const unsigned writing =
-      lookups.n == 0 ? 0 : blocks_for(lookups.n, kTileSize, launcher.blocks(32));
+      lookups.n == 0 ? 0 : blocks_for(lookups.n, kTileSize, launcher.blocks(kResidentBlocks));
   launcher(finish_plan_kernel, counting + writing, kCacheThreads, plan, counting, lookups);
 }
 
@@ -374,8 +375,8 @@ void launch_admit(const Launcher& launcher, const CachePlan& plan, const DeviceM
 template <class Launcher>
 void launch_lookup_slots(const Launcher& launcher, const LookupSlots& args) {
   if (args.n == 0) return;
-  launcher(lookup_slots_kernel, blocks_for(args.n, kTileSize, launcher.blocks(32)), kTileThreads,
-           args);
+  launcher(lookup_slots_kernel, blocks_for(args.n, kTileSize, launcher.blocks(kResidentBlocks)),
+           kTileThreads, args);
 }
 
 }  // namespace emb::cuda

@@ -39,16 +39,25 @@ std::tuple<Tensor, Tensor> plan_next(const PlanCall& call, int64_t lag) {
   }
 }
 
-// Prefetch a batch: return [rows, segments, lookups, bags, count] as tbe_group does, row_slots,
-// int32 [L], and the slot of the row of each lookup, int32 [L]. Return no tensor for an invalid
-// batch, if `check`, a code of BoundsMode, asks for a check; nothing has changed then, and the
-// caller reports and repairs it.
-//   weights, states, hyper, tables   as for cache_move_
+// Prefetch a batch: give its rows slots in the cache, write back the rows that it evicts, and fetch
+// its own. Return [rows, segments, lookups, bags, count], the distinct rows of the batch and their
+// lookups as tbe_group returns them; row_slots, int32 [L], the slot of each distinct row; and the
+// slot of the row of each lookup, int32 [L]. A slot is -1 for a row that is not in the cache.
+// Return no tensor for an invalid batch, if `check`, a code of BoundsMode, asks for a check;
+// nothing has changed then, and the caller reports and repairs it.
+//   weights, states   flat, per tier (device, host, disk, cache); states of all tiers, tier-major
+//   hyper       float64 of the optimizer, read for stochastic rounding of rows written back
+//   tables      int64 [T, 8], a Feature per table
 //   cache       [tags, stamps, counts, counters, clock, conflicts] (conflicts is not used here)
 //   policy      a code of Policy
 //   lag         batches between the oldest one in flight and this one, at least 0
 //   postpones   must be false: only a GPU postpones fetches
-//   features, indices, offsets, bag_layout, total_rows, repaired   as for tbe_group
+//   features    int64 [F, 8]
+//   indices     int32 or int64 [L]
+//   offsets     int32 or int64 [F * B + 1], [bags + 1] with a bag_layout
+//   bag_layout  int64 [bags, 2], see BagLayout; none if all features have B bags
+//   total_rows  rows of all tables, above every linear row id
+//   repaired    whether `offsets` has been repaired
 //   violations  only validated
 std::vector<Tensor> cache_prefetch_(std::vector<Tensor> weights, std::vector<Tensor> states,
                                     const Tensor& hyper, std::vector<Tensor> cache,

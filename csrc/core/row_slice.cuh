@@ -237,6 +237,12 @@ inline int lanes_for(int64_t dim, int columns_of_lane) {
 // The columns of rows are divided among at most so many blocks of a grid.
 inline constexpr int64_t kMaxStripes = 64;
 
+// The most blocks that a multiprocessor holds at once (fewer if their threads or registers fill it
+// before). Grids whose threads loop over the items are limited to a multiple of it per
+// multiprocessor: more where items differ in length, so that new blocks replace those that end
+// early, less for short kernels, whose blocks have little to do.
+inline constexpr int kResidentBlocks = 32;
+
 // Return the number of blocks of a grid for `items` items, `items_per_block` each; at least 1 and
 // at most `max_blocks`.
 inline unsigned blocks_for(int64_t items, int64_t items_per_block, int64_t max_blocks) {

@@ -165,9 +165,9 @@ template <class Key>
 __global__ void __launch_bounds__(kTileThreads)
     groups_kernel(SortBuffers<Key> sort, DeviceGroupOutput out) {
   // A thread has key j * kTileThreads + threadIdx.x of a tile, for j < kThreadKeys. The 32 keys of
-  // a warp for one j are a row, in the order of the tile: row j * kWarps + warp.
+  // a warp for one j are a strip, in the order of the tile: strip j * kWarps + warp.
   constexpr int kThreadKeys = kTileSize / kTileThreads, kWarps = kTileThreads / simt::kWarp;
-  __shared__ int row_groups[kThreadKeys * kWarps];  // groups that begin in each row
+  __shared__ int strip_groups[kThreadKeys * kWarps];  // groups that begin in each strip
   const unsigned lane = threadIdx.x % simt::kWarp, warp = threadIdx.x / simt::kWarp;
   const int ranges = static_cast<int>(num_ranges(sort.n));
   GroupTotals totals = add_ranges(sort.range_counts, ranges);
@@ -183,17 +183,17 @@ __global__ void __launch_bounds__(kTileThreads)
     for (int j = 0; j < kThreadKeys; ++j) {
       const int64_t i = tile + j * kTileThreads + threadIdx.x;
       heads[j] = __ballot_sync(simt::kFullMask, i < end && begins_group(sort, i));
-      if (lane == 0) row_groups[j * kWarps + warp] = __popc(heads[j]);
+      if (lane == 0) strip_groups[j * kWarps + warp] = __popc(heads[j]);
     }
     __syncthreads();
-    int first_group[kThreadKeys];  // number of the first group that begins in this warp's row j
+    int first_group[kThreadKeys];  // number of the first group that begins in this warp's strip j
     int num_groups = 0;            // groups that begin in the tile
 #pragma unroll
-    for (int row = 0; row < kThreadKeys * kWarps; ++row) {
-      if (row % kWarps == static_cast<int>(warp)) {
-        first_group[row / kWarps] = totals.before + num_groups;
+    for (int strip = 0; strip < kThreadKeys * kWarps; ++strip) {
+      if (strip % kWarps == static_cast<int>(warp)) {
+        first_group[strip / kWarps] = totals.before + num_groups;
       }
-      num_groups += row_groups[row];
+      num_groups += strip_groups[strip];
     }
     __syncthreads();
     totals.before += num_groups;
@@ -248,8 +248,8 @@ EMB_DEVICE void write_inverse(const InverseArgs& args, int* range) {
 // Fill `sort.keys` and `sort.positions` from `keys` [n], n > 0.
 template <class Key, class Launcher>
 void launch_keys(const Launcher& launcher, const IndexArray& keys, const SortBuffers<Key>& sort) {
-  launcher(keys_kernel<Key>, blocks_for(sort.n, kTileSize, launcher.blocks(32)), kTileThreads, keys,
-           sort);
+  launcher(keys_kernel<Key>, blocks_for(sort.n, kTileSize, launcher.blocks(kResidentBlocks)),
+           kTileThreads, keys, sort);
 }
 
 // Write the groups of the sorted keys and positions in `sort`. n may be 0.
@@ -265,7 +265,8 @@ void launch_groups(const Launcher& launcher, const SortBuffers<Key>& sort,
 template <class Launcher>
 void launch_inverse(const Launcher& launcher, const InverseArgs& args) {
   if (args.n == 0) return;
-  launcher(inverse_kernel, blocks_for(args.n, kTileSize, launcher.blocks(32)), kTileThreads, args);
+  launcher(inverse_kernel, blocks_for(args.n, kTileSize, launcher.blocks(kResidentBlocks)),
+           kTileThreads, args);
 }
 
 }  // namespace emb::cuda

@@ -168,8 +168,9 @@ void launch_update_rows(const Launcher& launcher, const MatrixGrad& in,
                         const OptimizerStepArgs& step) {
   if (in.rows * in.width == 0) return;
   const MatrixSteps one{{in, step.tiers[0], 0}, nullptr, 1, in.blocks()};
-  launcher(update_matrices_kernel<AtRunTime>, blocks_for(in.blocks(), 1, launcher.blocks(64)),
-           kMatrixThreads, one, step);
+  launcher(update_matrices_kernel<AtRunTime>,
+           blocks_for(in.blocks(), 1, launcher.blocks(2 * kResidentBlocks)), kMatrixThreads, one,
+           step);
 }
 
 // Update the `count` matrices of `matrices`, in device memory, which take `blocks` blocks in all.

@@ -67,7 +67,8 @@ template <class Launcher>
 void launch_quantize(const Launcher& launcher, const QuantizeRows& args, Dtype type) {
   if (args.rows == 0) return;
   constexpr int kWarps = kQuantizeThreads / static_cast<int>(simt::kWarp);
-  const int64_t wanted = (args.rows + kWarps - 1) / kWarps, max_blocks = launcher.blocks(32);
+  const int64_t wanted = (args.rows + kWarps - 1) / kWarps,
+                max_blocks = launcher.blocks(kResidentBlocks);
   const auto blocks = static_cast<unsigned>(wanted < max_blocks ? wanted : max_blocks);
   if (type == Dtype::kFloat) {
     launcher(quantize_kernel<float>, blocks, kQuantizeThreads, args);
@@ -478,7 +479,8 @@ void launch_quant_lookup_of(const Launcher& launcher, const QuantArgs& args) {
   const unsigned stripes = blocks_for(width, lanes * kQuantColumns, kMaxStripes);
   const bool is_short = has_short_quant_bags(args);
   const int64_t items_of_block = (is_short ? kWarp : kWarp / lanes) * (kQuantThreads / kWarp);
-  const unsigned blocks = blocks_for(args.items(), items_of_block, launcher.blocks(256));
+  const unsigned blocks =
+      blocks_for(args.items(), items_of_block, launcher.blocks(8 * kResidentBlocks));
   launcher(is_short ? quant_short_bags_kernel<kFormat> : quant_pool_kernel<kFormat>,
            simt::Dim3(blocks, stripes), simt::Dim3(kQuantThreads), args, lanes);
 }

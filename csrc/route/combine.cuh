@@ -142,7 +142,7 @@ void launch_combine_from(const Launcher& launcher, const DeviceCombine& in, Dtyp
   constexpr int64_t kElementsPerBlock = kCombineThreads * kCombineColumns * 4;
   const auto targets = static_cast<unsigned>(in.num_targets < 65535 ? in.num_targets : 65535);
   const int64_t elements_per_target = in.out_numel / in.num_targets + 1;
-  const int64_t max_blocks = launcher.blocks(32) / targets + 1;
+  const int64_t max_blocks = launcher.blocks(kResidentBlocks) / targets + 1;
   simt::Dim3 grid{};
   grid.x = blocks_for(elements_per_target, kElementsPerBlock, max_blocks);
   grid.y = targets;

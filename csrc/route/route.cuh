@@ -243,7 +243,8 @@ void launch_over_bags(const Launcher& launcher, Kernel kernel, const DeviceRoute
   const bool short_bags = in.bags.num_lookups <= in.bags.num_bags * kShortMean;
   const int bags_of_warp = short_bags ? static_cast<int>(simt::kWarp) : 1;
   const int64_t bags_of_block = int64_t{kRouteThreads / simt::kWarp} * bags_of_warp;
-  const unsigned blocks = blocks_for(in.bags.num_bags, bags_of_block, launcher.blocks(32));
+  const unsigned blocks =
+      blocks_for(in.bags.num_bags, bags_of_block, launcher.blocks(kResidentBlocks));
   launcher(kernel, blocks, kRouteThreads, in, bags_of_warp);
 }
 

@@ -122,9 +122,9 @@ template <class Word, class Launcher>
 void launch_segment_copy(const Launcher& launcher, const Segments& in, const void* values,
                          void* out, int64_t total, int64_t row_nbytes) {
   const int64_t words = row_nbytes / static_cast<int64_t>(sizeof(Word));
-  launcher(segment_copy_kernel<Word>, blocks_for(total * words, kTileSize, launcher.blocks(16)),
-           kTileThreads, in, static_cast<const Word*>(values), static_cast<Word*>(out), total,
-           words);
+  launcher(segment_copy_kernel<Word>,
+           blocks_for(total * words, kTileSize, launcher.blocks(kResidentBlocks / 2)), kTileThreads,
+           in, static_cast<const Word*>(values), static_cast<Word*>(out), total, words);
 }
 
 // Write all `total` output rows, of row_nbytes bytes each; all arrays are in device memory.
@@ -133,7 +133,8 @@ void launch_gather_segments(const Launcher& launcher, const Segments& in, const 
                             void* out, int64_t total, int64_t row_nbytes) {
   if (total * row_nbytes == 0) return;
   const int64_t tiles = scan_tiles(in.count);
-  launcher(segment_sums_kernel, blocks_for(tiles, 1, launcher.blocks(16)), kScanThreads, in, tiles);
+  launcher(segment_sums_kernel, blocks_for(tiles, 1, launcher.blocks(kResidentBlocks / 2)),
+           kScanThreads, in, tiles);
   launcher(segment_tiles_kernel, 1, kScanThreads, in, tiles);
   const auto bits = reinterpret_cast<uintptr_t>(values) | reinterpret_cast<uintptr_t>(out) |
                     static_cast<uintptr_t>(row_nbytes);

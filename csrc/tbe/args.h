@@ -14,25 +14,6 @@
 
 namespace emb {
 
-// Divides 32-bit numbers by a number that is fixed for a whole call: one multiplication instead of
-// a division. With magic = ceil(2^64 / d) the high half of n * magic is n / d for all n, d < 2^32
-// (Lemire, Kaser & Kurz, 2019).
-struct Divider {
-  uint64_t magic;
-
-  EMB_HD explicit Divider(uint32_t divisor) : magic(~uint64_t{0} / divisor + 1) {}
-
-  // d = 1 has a magic of 2^64, which wraps to 0.
-  EMB_HD uint32_t operator()(uint32_t n) const {
-    if (magic == 0) return n;
-#if defined(__CUDA_ARCH__)
-    return static_cast<uint32_t>(__umul64hi(magic, n));
-#else
-    return static_cast<uint32_t>(static_cast<unsigned __int128>(magic) * n >> 64);
-#endif
-  }
-};
-
 // Whether a table has a cache in front of it: none, one of the table's dtype, or one of another.
 enum class Caching : int { kNone = 0, kSame = 1, kMixed = 2 };
 
@@ -102,8 +83,7 @@ struct GradArgs {
   int64_t element_size;     // bytes per element of `grad`
   const Feature* features;  // [F]
   const BagLayout* bag_layout;  // [bags] of a variable batch; null for a fixed one
-  int64_t batch;                // bags per feature of a fixed batch, at least 1
-  Divider batch_divider;        // divides a bag's number by `batch`
+  Divisor batch;                // bags per feature of a fixed batch, at least 1
   // The grouping, as tbe_group returns it: group g is sorted lookups [segments[g],
   // segments[g + 1]); sorted lookup j is lookup sorted_lookups[j] of bag sorted_bags[j].
   const int32_t *segments, *sorted_lookups, *sorted_bags;

@@ -196,7 +196,7 @@ void launch_lookup_keys(const Launcher& launcher, const LookupKeys& in, const Ba
   const int64_t offsets = check.repaired != nullptr ? in.bags.num_bags + 1 : 0;
   const int64_t work = offsets < in.bags.num_lookups ? in.bags.num_lookups : offsets;
   if (work == 0) return;
-  const unsigned blocks = blocks_for(work, kKeyTile, launcher.blocks(32));
+  const unsigned blocks = blocks_for(work, kKeyTile, launcher.blocks(kResidentBlocks));
   if (blocks > 1 && check.repaired != nullptr) {
     launcher.zero(check.progress, 2 * sizeof(*check.progress));
   }

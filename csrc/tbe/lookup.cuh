@@ -555,7 +555,8 @@ template <class Launcher>
 void launch_mixed_lookup(const Launcher& launcher, const DeviceLookupArgs& args) {
   const int64_t items = args.pooling == Pooling::kNone ? args.bags.num_lookups : args.bags.num_bags;
   const int lanes = lanes_for(mean_width(args), kMixedColumns);
-  launcher(mixed_lookup_kernel, blocks_for(items, kLookupThreads / lanes, launcher.blocks(256)),
+  launcher(mixed_lookup_kernel,
+           blocks_for(items, kLookupThreads / lanes, launcher.blocks(8 * kResidentBlocks)),
            kLookupThreads, args, items, lanes);
 }
 
@@ -570,7 +571,7 @@ void launch_lookup_of(const Launcher& launcher, const DeviceLookupArgs& args) {
   const unsigned stripes = blocks_for(mean_dim, lanes * N, kMaxStripes);
   const auto start = [&](auto kernel, int64_t items, int items_of_warp, int threads) {
     const int64_t items_of_block = items_of_warp * (threads / static_cast<int>(simt::kWarp));
-    const unsigned blocks = blocks_for(items, items_of_block, launcher.blocks(256));
+    const unsigned blocks = blocks_for(items, items_of_block, launcher.blocks(8 * kResidentBlocks));
     launcher(kernel, simt::Dim3(blocks, stripes), simt::Dim3(threads), args, lanes);
   };
   if (args.pooling == Pooling::kNone) {

@@ -144,7 +144,8 @@ template <class Launcher>
 void launch_mixed_sample_weights(const Launcher& launcher, const DeviceSampleWeightArgs& args) {
   const int lanes = lanes_for(mean_width(args.lookup), kMixedColumns);
   launcher(mixed_sample_weight_kernel,
-           blocks_for(args.lookup.bags.num_bags, kLookupThreads / lanes, launcher.blocks(256)),
+           blocks_for(args.lookup.bags.num_bags, kLookupThreads / lanes,
+                      launcher.blocks(8 * kResidentBlocks)),
            kLookupThreads, args, lanes);
 }
 
@@ -152,9 +153,10 @@ template <class W, class Launcher>
 void launch_sample_weights_of(const Launcher& launcher, const DeviceSampleWeightArgs& args) {
   const int lanes = lanes_for(mean_width(args.lookup), 16 / sizeof(W));
   const int64_t bags_of_block = kLookupThreads / lanes;
-  launcher(sample_weight_kernel<W>,
-           blocks_for(args.lookup.bags.num_bags, bags_of_block, launcher.blocks(256)),
-           kLookupThreads, args, lanes);
+  launcher(
+      sample_weight_kernel<W>,
+      blocks_for(args.lookup.bags.num_bags, bags_of_block, launcher.blocks(8 * kResidentBlocks)),
+      kLookupThreads, args, lanes);
 }
 
 // Write args.out; `launcher` is a CudaLauncher or, in tests, a simt::HostLauncher.

@@ -38,7 +38,8 @@ EMB_HD void dot_bags(const SampleWeightArgs& args, const Reader& rows, int64_t f
   }
 }
 
-// The SampleWeightFn for tables without a cache, with one of their dtype, and with one of another.
+// A SampleWeightFn for each kind of table: without a cache (below), with a cache of its dtype
+// (cached_grads), with a cache of another dtype (mixed_grads).
 template <class W, class G>
 void sample_weight_grads(const SampleWeightArgs& args, int64_t first_bag, int64_t last_bag) {
   const PlainRows<W, IndexArray> rows(args.rows, args.rows.indices);

@@ -152,8 +152,7 @@ struct Gradient {
             static_cast<int64_t>(grad.element_size()),
             feature_array(features),
             layout,
-            std::max<int64_t>(batch, 1),
-            Divider(static_cast<uint32_t>(std::max<int64_t>(batch, 1))),
+            static_cast<uint32_t>(std::max<int64_t>(batch, 1)),
             segments.const_data_ptr<int32_t>(),
             lookups.const_data_ptr<int32_t>(),
             bags.const_data_ptr<int32_t>(),
@@ -175,7 +174,8 @@ struct Gradient {
     }
     const auto of = [&](int32_t j) -> const Feature& {
       const int32_t bag = args.sorted_bags[j];
-      return feature[layout != nullptr ? layout[bag].feature : args.batch_divider(bag)];
+      return feature[layout != nullptr ? layout[bag].feature
+                                       : args.batch.quotient(static_cast<uint32_t>(bag))];
     };
     for (int64_t group = 0; !trusted && group < num_groups; ++group) {
       const int32_t begin = args.segments[group], end = args.segments[group + 1];
@@ -205,8 +205,9 @@ struct Gradient {
 // Return the dim of the table of sorted lookup j.
 int64_t dim_of(const GradArgs& args, int64_t j) {
   const int64_t bag = args.sorted_bags[j];
-  const int64_t feature =
-      args.bag_layout != nullptr ? args.bag_layout[bag].feature : bag / args.batch;
+  const int64_t feature = args.bag_layout != nullptr
+                              ? args.bag_layout[bag].feature
+                              : args.batch.quotient(static_cast<uint32_t>(bag));
   return args.features[feature].dim;
 }
 
@@ -260,8 +261,9 @@ EMB_HD void prefetch_first(const GradArgs& args, int64_t group, int64_t dim) {
     element = args.sorted_lookups[j] * args.grad_stride;
   } else {
     const int64_t bag = args.sorted_bags[j];
-    const int64_t feature = args.batch_divider(static_cast<uint32_t>(bag));
-    element = (bag - feature * args.batch) * args.grad_stride + args.features[feature].column;
+    const int64_t feature = args.batch.quotient(static_cast<uint32_t>(bag));
+    element =
+        (bag - feature * args.batch.value()) * args.grad_stride + args.features[feature].column;
   }
   const char* row = static_cast<const char*>(args.grad) + element * args.element_size;
   for (int64_t i = 0; i < dim * args.element_size; i += 64) __builtin_prefetch(row + i);

@@ -20,7 +20,7 @@ constexpr int64_t kGradLinesAhead = 32;
 // Return the feature of a bag.
 EMB_HD int64_t feature_of(const GradArgs& args, int64_t bag) {
   return args.bag_layout != nullptr ? args.bag_layout[bag].feature
-                                    : args.batch_divider(static_cast<uint32_t>(bag));
+                                    : args.batch.quotient(static_cast<uint32_t>(bag));
 }
 
 // Return the first element, in args.grad, of the gradient of sorted lookup j.
@@ -28,8 +28,8 @@ EMB_HD int64_t grad_offset(const GradArgs& args, int64_t j) {
   if (args.is_unpooled) return args.sorted_lookups[j] * args.grad_stride;
   const int64_t bag = args.sorted_bags[j];
   if (args.bag_layout != nullptr) return args.bag_layout[bag].element;
-  const int64_t feature = args.batch_divider(static_cast<uint32_t>(bag));
-  return (bag - feature * args.batch) * args.grad_stride + args.features[feature].column;
+  const int64_t feature = args.batch.quotient(static_cast<uint32_t>(bag));
+  return (bag - feature * args.batch.value()) * args.grad_stride + args.features[feature].column;
 }
 
 // Return what that gradient is multiplied by: sample weight, and 1 / length for MEAN.
@@ -302,7 +302,7 @@ struct TableUpdate {
     in_place = plain && decay.l2 == 0.0f;
     grad = nullptr;
     if (table.feature >= 0 && !grads.is_unpooled && grads.bag_layout == nullptr) {
-      first_bag = table.feature * grads.batch;
+      first_bag = table.feature * grads.batch.value();
       stride = grads.grad_stride * grads.element_size;
       grad = static_cast<const char*>(grads.grad) +
              grads.features[table.feature].column * grads.element_size;
@@ -325,7 +325,7 @@ struct TableUpdate {
     if (grad != nullptr) {
       const int64_t bag = args.grads.sorted_bags[j] - first_bag;
       const bool is_of_feature =
-          static_cast<uint64_t>(bag) < static_cast<uint64_t>(args.grads.batch);
+          static_cast<uint64_t>(bag) < static_cast<uint64_t>(args.grads.batch.value());
       return grad + (is_of_feature ? bag : 0) * stride;
     }
     const int64_t offset = grad_offset(args.grads, j);

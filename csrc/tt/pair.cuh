@@ -605,8 +605,8 @@ void launch_contract(const Launcher& launcher, MatmulPrecision precision, const 
     launcher(outer_values_kernel<Products>,
              simt::Dim3(inner_rows, tiles_of(pairs.max_inner_rank, 32)), kPairThreads, pairs);
   });
-  launcher(sum_outer_kernel, blocks_for(pairs.outer_rows, 1, launcher.blocks(64)), kPairThreads,
-           pairs);
+  launcher(sum_outer_kernel, blocks_for(pairs.outer_rows, 1, launcher.blocks(2 * kResidentBlocks)),
+           kPairThreads, pairs);
 }
 
 }  // namespace emb::cuda

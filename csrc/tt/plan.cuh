@@ -224,7 +224,8 @@ struct TtFinishArgs {
 template <class Launcher>
 void launch_tt_keys(const Launcher& launcher, const TtKeysArgs& args) {
   if (args.n == 0) return;
-  launcher(tt_keys_kernel, blocks_for(args.n, kTileSize, launcher.blocks(32)), kTileThreads, args);
+  launcher(tt_keys_kernel, blocks_for(args.n, kTileSize, launcher.blocks(kResidentBlocks)),
+           kTileThreads, args);
 }
 
 // Launch the first two kernels of a plan; `lefts` has the outputs of `args` as inputs.
@@ -239,7 +240,8 @@ template <class Launcher>
 void launch_tt_finish(const Launcher& launcher, const TtFinishArgs& args) {
   const int64_t starts = int64_t{3} * args.num_tables;
   const int64_t work = args.rights.n > starts ? args.rights.n : starts;
-  launcher(tt_finish_kernel, blocks_for(work, kTileSize, launcher.blocks(32)), kTileThreads, args);
+  launcher(tt_finish_kernel, blocks_for(work, kTileSize, launcher.blocks(kResidentBlocks)),
+           kTileThreads, args);
 }
 
 }  // namespace emb::cuda

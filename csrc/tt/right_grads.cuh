@@ -369,11 +369,11 @@ template <class Launcher>
 void launch_right_grads(const Launcher& launcher, bool any_vectors, bool any_scalars,
                         int64_t rights, const TtDeviceRowsArgs& args, const TtRightGrads& out) {
   const int64_t work = chunk_items(rights, args.plan.capacity) * out.max_tiles;
-  const unsigned grid = blocks_for(work, 1, launcher.blocks(64));
+  const unsigned grid = blocks_for(work, 1, launcher.blocks(2 * kResidentBlocks));
   if (any_vectors) launcher(right_partials_kernel<true>, grid, kRowThreads, args, out);
   if (any_scalars) launcher(right_partials_kernel<false>, grid, kRowThreads, args, out);
-  launcher(right_sums_kernel, blocks_for(rights, kRowWarps, launcher.blocks(32)), kRowThreads, args,
-           out);
+  launcher(right_sums_kernel, blocks_for(rights, kRowWarps, launcher.blocks(kResidentBlocks)),
+           kRowThreads, args, out);
 }
 
 }  // namespace emb::cuda

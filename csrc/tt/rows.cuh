@@ -452,7 +452,7 @@ template <class Launcher>
 void launch_tt_rows(const Launcher& launcher, MatmulPrecision precision, const TtKernels& kernels,
                     int64_t lefts, const TtDeviceRowsArgs& args, float* rows) {
   if (kernels.mma_rows) {
-    const unsigned blocks = blocks_for(lefts, kRowWarps, launcher.blocks(64));
+    const unsigned blocks = blocks_for(lefts, kRowWarps, launcher.blocks(2 * kResidentBlocks));
     for (int first = 0; first < args.max_fragments; first += kMaxGridY) {
       const int rest = args.max_fragments - first;
       const simt::Dim3 grid(blocks, static_cast<unsigned>(rest < kMaxGridY ? rest : kMaxGridY));
@@ -462,8 +462,8 @@ void launch_tt_rows(const Launcher& launcher, MatmulPrecision precision, const T
     }
   }
   if (kernels.plain_rows) {
-    launcher(tt_rows_kernel, blocks_for(lefts, kRowWarps, launcher.blocks(64)), kRowThreads, args,
-             rows);
+    launcher(tt_rows_kernel, blocks_for(lefts, kRowWarps, launcher.blocks(2 * kResidentBlocks)),
+             kRowThreads, args, rows);
   }
 }
 
@@ -475,14 +475,14 @@ void launch_left_grads(const Launcher& launcher, MatmulPrecision precision,
                        const float* row_grads) {
   if (kernels.mma_grads) {
     const int64_t warps = lefts * args.max_fragments * args.max_parts;
-    const unsigned grid = blocks_for(warps, kRowWarps, launcher.blocks(64));
+    const unsigned grid = blocks_for(warps, kRowWarps, launcher.blocks(2 * kResidentBlocks));
     with_products(precision, [&](auto products) {
       launcher(mma_left_grads_kernel<decltype(products)>, grid, kRowThreads, args, row_grads);
     });
   }
   if (kernels.plain_grads) {
-    launcher(left_grads_kernel, blocks_for(lefts, kRowWarps, launcher.blocks(64)), kRowThreads,
-             args, row_grads);
+    launcher(left_grads_kernel, blocks_for(lefts, kRowWarps, launcher.blocks(2 * kResidentBlocks)),
+             kRowThreads, args, row_grads);
   }
 }
 
@@ -490,8 +490,8 @@ void launch_left_grads(const Launcher& launcher, MatmulPrecision precision,
 template <class Launcher>
 void launch_right_values(const Launcher& launcher, int64_t rights, const TtDeviceRowsArgs& args,
                          Dtype type, float* values) {
-  launcher(right_values_kernel, blocks_for(rights, kRowWarps, launcher.blocks(64)), kRowThreads,
-           args, type, values);
+  launcher(right_values_kernel, blocks_for(rights, kRowWarps, launcher.blocks(2 * kResidentBlocks)),
+           kRowThreads, args, type, values);
 }
 
 }  // namespace emb::cuda

@@ -90,6 +90,7 @@ class TableConfig:
         self.spec()
 
     def _check_types(self) -> None:
+        """Raise TypeError for an argument of another type."""
         if not isinstance(self.storage, Storage):
             names = ", ".join(f"{kind.__name__}()" for kind in kinds().values())
             raise TypeError(
@@ -108,6 +109,7 @@ class TableConfig:
             )
 
     def _check_initial_values(self) -> None:
+        """Raise for an initializer that the storage does not take."""
         for name in ("weight_init_min", "weight_init_max"):
             bound = getattr(self, name)
             if bound is not None and not isinstance(bound, int | float):

@@ -103,8 +103,8 @@ class PositionWeightedProcessor(PositionWeightedModule):
             max_length = self.max_feature_lengths.get(key, 0)
             _check_lengths(key, by_key[number], max_length)
             rules.append((offset_of.get(key, 0), min(max_length, 1)))
-        one = torch.ones(1, device=lengths.device)  # the weight of all other features
-        all_weights = torch.cat([one, *self.position_weights.values()])
+        unit_weight = torch.ones(1, device=lengths.device)  # the weight of all other features
+        all_weights = torch.cat([unit_weight, *self.position_weights.values()])
         num_ids = features.values().shape[0]
         bags = torch.tensor(features.stride_per_key(), device=lengths.device)
         by_bag = torch.tensor(rules, device=lengths.device).repeat_interleave(

@@ -44,10 +44,14 @@ def fused_tables(prefix: str, handles: Handles) -> list[FusedTableEntry]:
     for table, handle in handles.items():
         parameters = handle.fused_parameters()
         if parameters:
-            named = {f"{prefix}.{table}.{name}": p for name, p in parameters.items()}
+            parameters_by_name = {f"{prefix}.{table}.{name}": p for name, p in parameters.items()}
             optimizer = handle.module.optimizer
             modules = handle.fused_modules()
-            entries.append(FusedTableEntry(optimizer, tuple(named), modules, named, handle))
+            entries.append(
+                FusedTableEntry(
+                    optimizer, tuple(parameters_by_name), modules, parameters_by_name, handle
+                )
+            )
     return entries
 
 

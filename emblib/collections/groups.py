@@ -192,6 +192,7 @@ class TableGroups(nn.Module):
         return make(slices, reads, grouping.optimizer, self.pooling, seeds, device)
 
     def _assign_columns(self) -> None:
+        """Set the first output column of each group, in the order of units."""
         self.order = [u for grouping in self._groupings for u in grouping.units]
         self.dims = [self.slices[s].dim for s in self.reads]
         self.column_of = [0] * len(self.reads)
@@ -325,7 +326,11 @@ class TableGroups(nn.Module):
         id_counts: Sequence[int] | None = None,
         use_counts: Tensor | None = None,
     ) -> list[Tensor]:
-        """Return the output of each group that has units."""
+        """Return the output of each group that has units.
+
+        `ids` is `[L]`, `offsets` `[U * B + 1]` in the order of units, `weights` float32 `[L]` or
+        None, `use_counts` int64 `[L]` or None.
+        """
         parameters.check_registered(self._views)
         inputs = self._take_prefetched(ids)
         if inputs is None:
@@ -453,6 +458,8 @@ class TableGroups(nn.Module):
 
         `forward` must get the same tensor objects, in the order of the prefetches, see
         `TableBatchedEmbeddingBags.prefetch`.
+
+        `ids` is `[L]`, `offsets` `[U * B + 1]` in the order of units.
         """
         cached = [info.module for info in self.active if is_cached(info.module)]
         if not cached:
@@ -579,7 +586,10 @@ def split(
     batch_sizes: Sequence[Sequence[int]] | None,
     id_counts: Sequence[int] | None,
 ) -> list[GroupInput]:
-    """Split a batch into the input of each group that has units."""
+    """Split a batch into the input of each group that has units.
+
+    `ids` is `[L]`, `offsets` `[U * B + 1]`; each input is a view of these.
+    """
     if len(groups) == 1:
         return [GroupInput(groups[0], 0, ids.numel(), ids, offsets, batch_sizes)]
     ends = _bag_ends(groups, offsets, batch_sizes)

@@ -125,6 +125,7 @@ class TableCollection(nn.Module):
     def _make_groups(
         self, device: torch.device | str | None, seeds: Mapping[str, int] | None
     ) -> TableGroups:
+        """Build the modules of the tables; `seeds` are those of initial values by table."""
         return TableGroups(
             [TableSlice.whole(config) for config in self.configs],
             [unit.table for unit in self._units],

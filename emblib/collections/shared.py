@@ -303,7 +303,10 @@ class SharedReader(nn.Module):
         *,
         batch_sizes: Sequence[Sequence[int]] | None = None,
     ) -> Tensor:
-        """Look up a batch; arguments are those of `TableBatchedEmbeddingBags`."""
+        """Look up a batch; arguments are those of `TableBatchedEmbeddingBags`.
+
+        The output is `[B, columns]`, or `[L, dim]` if not pooled.
+        """
         self.table.groups.check_parameters()
         module = self.table.module
         batch_id = BatchId(ids, offsets)

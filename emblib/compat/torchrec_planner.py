@@ -24,7 +24,7 @@ from emblib.compat.torchrec_sharding import (
     refuse_per_table,
 )
 from emblib.sharding import RankGroup, planner
-from emblib.sharding.planner.work import dense_bytes, workloads_of
+from emblib.sharding.planner.workloads import dense_bytes, workloads_of
 from emblib.sharding.ranks import invoke_on_rank_and_broadcast_result
 from emblib.storage import Dense
 

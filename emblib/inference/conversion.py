@@ -112,12 +112,13 @@ def _formats_of(tables: FloatTables) -> list[RowFormat]:
 def _of_dynamic(
     source: DynamicEmbeddingBags, formats: Formats | None, output_dtype: torch.dtype | None
 ) -> InferenceEmbeddingBags:
+    """Copy the rows of dynamic tables in the order of their keys, and make an index of the keys."""
     specs, tensors, indexes = [], [], []
     for keyed, spec in _dynamic_tables(source):
-        index, stored = keyed.indexed()
+        index, rows_by_key = keyed.indexed()
         indexes.append(index)
-        tensors.append(stored)
-        specs.append(TableSpec(max(stored.size(0), 1), spec.dim, spec.name))
+        tensors.append(rows_by_key)
+        specs.append(TableSpec(max(rows_by_key.size(0), 1), spec.dim, spec.name))
     tables = FloatTables(
         specs,
         tensors,
@@ -126,13 +127,13 @@ def _of_dynamic(
         source.output_dtype if output_dtype is None else output_dtype,
         source.hyperparams.device,
     )
-    rows = QuantizedEmbeddingBags.from_float(
+    quantized = QuantizedEmbeddingBags.from_float(
         tables,
         formats=_formats_of(tables) if formats is None else formats,
         bounds_check=BoundsCheck.WARNING,
         include_last_offset=source.include_last_offset,
     )
-    return InferenceEmbeddingBags(rows, indexes)
+    return InferenceEmbeddingBags(quantized, indexes)
 
 
 def _dynamic_tables(source: DynamicEmbeddingBags) -> Iterator[tuple[RowsByKey, DynamicSpec]]:
@@ -188,13 +189,13 @@ def quantization_errors(
     """
     errors = []
     generator = torch.Generator().manual_seed(seed)
-    for name, blocks, rows, table in _compared(source, served):
+    for name, blocks, module, table in _compared(source, served):
         sums = _ErrorSums(generator, bag)
         for block in blocks:
-            if sums.rows + block.size(0) > rows.tables[table].rows:
+            if sums.rows + block.size(0) > module.tables[table].rows:
                 raise ValueError(f"table {name!r} has fewer rows than the source: was it pruned?")
-            sums.add(block, rows.dense_rows(table, sums.rows, block.size(0)))
-        errors.append(sums.result(name, rows, table))
+            sums.add(block, module.dense_rows(table, sums.rows, block.size(0)))
+        errors.append(sums.result(name, module, table))
     return errors
 
 
@@ -204,20 +205,22 @@ def _compared(
     """Yield each table: its name, the rows that it was made of, its module and its number there."""
     if isinstance(served, InferenceCollection):
         readers = collections.readers_of(source)
-        for part in served.parts:
-            any_part: Any = part
-            rows = any_part.rows if isinstance(part, InferenceEmbeddingBags) else any_part
-            for table, name in enumerate(rows.table_names):
-                yield name, readers[name].blocks(), rows, table
+        for table_group in served.parts:
+            any_group: Any = table_group
+            module = (
+                any_group.rows if isinstance(table_group, InferenceEmbeddingBags) else any_group
+            )
+            for table, name in enumerate(module.table_names):
+                yield name, readers[name].blocks(), module, table
         return
-    rows = served.rows if isinstance(served, InferenceEmbeddingBags) else served
+    module = served.rows if isinstance(served, InferenceEmbeddingBags) else served
     if isinstance(source, DynamicEmbeddingBags):
         for table, (keyed, _) in enumerate(_dynamic_tables(source)):
-            yield rows.table_names[table], keyed.rows.split(_CHUNK), rows, table
+            yield module.table_names[table], keyed.rows.split(_CHUNK), module, table
         return
     tables = _float_tables(source)
-    for table, name in enumerate(rows.table_names):
-        yield name, tables.blocks(table), rows, table
+    for table, name in enumerate(module.table_names):
+        yield name, tables.blocks(table), module, table
 
 
 class _ErrorSums:
@@ -229,7 +232,10 @@ class _ErrorSums:
         self._largest = self._squares = self._pooled_errors = self._pooled = 0.0
 
     def add(self, exact: Tensor, served: Tensor) -> None:
-        """Add a block of rows and what is served for it."""
+        """Add a block of rows and what is served for it.
+
+        `exact` and `served` are `[n, dim]` of the same rows; sums are float64 on the CPU.
+        """
         exact = exact.detach().double().cpu()
         error = served.double().cpu() - exact
         self.rows += exact.size(0)
@@ -242,10 +248,10 @@ class _ErrorSums:
         self._pooled_errors += float(error[bags].sum(1).square().sum())
         self._pooled += float(exact[bags].sum(1).square().sum())
 
-    def result(self, name: str, rows: QuantizedEmbeddingBags, table: int) -> QuantizationError:
+    def result(self, name: str, module: QuantizedEmbeddingBags, table: int) -> QuantizationError:
         """Return the errors of the table."""
-        nbytes = rows.table_views()[table]["packed"].nbytes
+        nbytes = module.table_views()[table]["packed"].nbytes
         rms = (self._squares / max(self._values, 1)) ** 0.5
         relative = (self._pooled_errors / self._pooled) ** 0.5 if self._pooled else 0.0
-        format = rows.formats[table]
+        format = module.formats[table]
         return QuantizationError(name, format, self.rows, nbytes, self._largest, rms, relative)

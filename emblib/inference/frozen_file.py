@@ -137,6 +137,7 @@ def read(path: str | Path, *, verify: bool = True) -> FrozenFile:
 
 
 def _read_header(path: Path, file: BinaryIO) -> dict[str, Any]:
+    """Return the header of a frozen file; raise ValueError if it is none, damaged or newer."""
     prefix = file.read(_PREFIX.size)
     if not prefix.startswith(MAGIC):
         raise ValueError(f"{path} is no frozen file of emblib: it does not begin as one")

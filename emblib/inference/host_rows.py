@@ -109,10 +109,10 @@ class HostEmbeddingBags(nn.Module):
             bag_layout, _ = variable_batch(batch_sizes, dims, bags, indices.device)
         index, index_tables = self.stored.index, self.stored.index_tables
         positions = quant.map_ids(index, index_tables, rows.features, indices, ends, bag_layout)
-        others = torch.where(positions >= 0, -1, indices)
+        uncached_indices = torch.where(positions >= 0, -1, indices)
         options: dict[str, Any] = {"batch_sizes": batch_sizes}
         output: Tensor = self.stored.rows(positions, offsets, per_sample_weights, **options)
-        output = output + rows(others, offsets, per_sample_weights, **options)
+        output = output + rows(uncached_indices, offsets, per_sample_weights, **options)
         return output.to(self.output_dtype)
 
     def nbytes(self) -> dict[str, int]:

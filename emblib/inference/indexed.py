@@ -31,11 +31,11 @@ class RowIndex:
 
     Args:
         kind: an array, or a hash table.
-        entries: int64, the memory of the index.
+        entries: memory of the index: int64 `[n]`.
         num_entries: entries of the array (int32) or of the hash table (pairs of int64).
         hash_bits: bits of the hash of a key.
-        num_ids: ids are below; -1: any int64 is a key.
-        missing: the row of an id that has none; -1 reads zeros.
+        num_ids: number of ids, which begin at 0; -1 if any int64 is a key.
+        missing: row of an id that has none; -1 reads zeros.
         fallback: number of rows, from `missing` on, that keys without a row share by their route; 0
             is the row `missing` alone.
 
@@ -70,10 +70,10 @@ class RowIndex:
         """Return the array of ids `[0, len(keep))`, of which those in the mask have rows."""
         num_ids = keep.numel()
         rows = torch.full((num_ids + num_ids % 2,), -1, dtype=torch.int32, device=keep.device)
-        kept = keep.nonzero().view(-1)
-        if kept.numel() >= _MAX_ARRAY_ROWS:
-            raise ValueError(f"an array has rows below 2^31, got {kept.numel()}: use index='hash'")
-        rows[kept] = torch.arange(kept.numel(), dtype=torch.int32, device=keep.device)
+        ids = keep.nonzero().view(-1)
+        if ids.numel() >= _MAX_ARRAY_ROWS:
+            raise ValueError(f"an array has rows below 2^31, got {ids.numel()}: use index='hash'")
+        rows[ids] = torch.arange(ids.numel(), dtype=torch.int32, device=keep.device)
         return cls(IndexKind.ARRAY, rows.view(torch.int64), num_ids, num_ids=num_ids)
 
     def table_row(self, begin: int) -> list[int]:

@@ -34,7 +34,10 @@ ReadOnly = QuantizedEmbeddingBags | InferenceEmbeddingBags
 class RowsByKey(NamedTuple):
     """The keys of a dynamic table, ascending, their rows, and what other keys read.
 
-    `shared` `[n, dim]` are rows that other keys read: fallback rows, or one of the default value.
+    Attributes:
+        keys: int64 `[n]`, ascending.
+        rows: `[n, dim]`, the row of each key.
+        shared: `[m, dim]`, rows that other keys read: fallback rows, or one of the default value.
     """
 
     keys: Tensor
@@ -65,7 +68,10 @@ class RowsByKey(NamedTuple):
 
 
 class RowReader(NamedTuple):
-    """The rows of a table: their dtype, a function that yields them in blocks, and their keys."""
+    """The rows of a table: their dtype, a function that yields them in blocks, and their keys.
+
+    Blocks are `[n, dim]`, from row 0 on. `keyed` is None for a table whose ids are row numbers.
+    """
 
     dtype: torch.dtype
     blocks: Callable[[], Iterable[Tensor]]
@@ -165,8 +171,8 @@ class InferenceCollection(nn.Module):
     def nbytes(self) -> dict[str, int]:
         """Return the bytes of the rows, `weights`, and of the `index` of keys, if there is one."""
         total: dict[str, int] = {}
-        for part in self.parts:
-            any_part: Any = part
+        for module in self.parts:
+            any_part: Any = module
             for name, count in any_part.nbytes().items():
                 total[name] = total.get(name, 0) + count
         return total
@@ -187,11 +193,11 @@ class InferenceCollection(nn.Module):
                 f"{batch.keys()}"
             )
         for tables, positions in zip(self.parts, self.positions, strict=True):
-            wanted = [index[self.features[position].feature] for position in positions]
-            if wanted == list(range(len(batch.keys()))):
+            feature_order = [index[self.features[position].feature] for position in positions]
+            if feature_order == list(range(len(batch.keys()))):
                 yield tables, positions, batch
             else:
-                yield tables, positions, batch.permute(wanted)
+                yield tables, positions, batch.permute(feature_order)
 
 
 class InferenceEmbeddingBagCollection(InferenceCollection):
@@ -280,8 +286,8 @@ def convert(
 ) -> InferenceEmbeddingBagCollection | InferenceEmbeddingCollection:
     """Copy a collection into one for inference; collective if it is sharded."""
     configs, readers = configs_of(source), readers_of(source)
-    kept = [FORMAT_OF[readers[config.name].dtype] for config in configs]
-    wanted = kept if formats is None else formats_of(len(configs), None, formats)
+    dtype_formats = [FORMAT_OF[readers[config.name].dtype] for config in configs]
+    row_formats = dtype_formats if formats is None else formats_of(len(configs), None, formats)
     features = table_features(configs)
     pooled = hasattr(source, "embedding_bag_configs")
     groups: dict[Any, list[int]] = {}  # tables by what those of a part have in common
@@ -293,17 +299,17 @@ def convert(
     parts = []
     for key, tables in groups.items():
         positions = [n for n, unit in enumerate(features) if unit.table in tables]
-        part = _part(
+        module = _part(
             [configs[table] for table in tables],
             readers,
             device,
-            [wanted[table] for table in tables],
+            [row_formats[table] for table in tables],
             pooling=key if pooled else Pooling.NONE,
             feature_tables=[tables.index(features[position].table) for position in positions],
             output_dtype=dtype if output_dtype is None else output_dtype,
             bounds_check=getattr(source, "bounds_check", BoundsCheck.WARNING),
         )
-        parts.append((part, positions))
+        parts.append((module, positions))
     served = [
         ServedFeature(unit.feature, unit.name, configs[unit.table].embedding_dim)
         for unit in features

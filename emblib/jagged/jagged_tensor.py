@@ -308,6 +308,8 @@ def rows_of(values: Tensor, lengths: Tensor) -> list[Tensor]:
 def join(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Return the rows concatenated, and their lengths, int32.
 
+    All rows have one dtype and the same shape apart from dimension 0.
+
     Raises:
         ValueError: no rows, so that there is no dtype.
     """
@@ -432,7 +434,10 @@ def wrong_offsets(offsets: Tensor, lengths: Tensor | None) -> ValueError:
 
 
 def check_content(values: Tensor, lengths: Tensor | None, offsets: Tensor | None) -> None:
-    """Raise ValueError unless the bags cover `values` in order; reads the device."""
+    """Raise ValueError unless the bags cover `values` in order; reads the device.
+
+    `values` is `[N, ...]`, `lengths` `[B]`, `offsets` `[B + 1]`.
+    """
     rows = values.size(0)
     if offsets is not None:
         steps = offsets.diff()
@@ -484,8 +489,8 @@ def nested_text(values: Tensor, lengths: Tensor) -> str:
     bags, start = [], 0
     for length in lengths_shown:
         entries = [_entry(v) for v in values[start : start + min(length, _MAX_VALUES)].tolist()]
-        more = [f"... ({length} in all)"] if length > _MAX_VALUES else []
-        bags.append(f"[{', '.join(entries + more)}]")
+        omitted = [f"... ({length} in all)"] if length > _MAX_VALUES else []
+        bags.append(f"[{', '.join(entries + omitted)}]")
         start += length
     if lengths.numel() > len(lengths_shown):
         bags.append(f"... ({lengths.numel()} bags in all)")

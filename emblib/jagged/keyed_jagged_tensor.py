@@ -527,6 +527,9 @@ class KeyedJaggedTensor(metaclass=TracedClass):
 
         Consecutive features become views; other selections copy.
 
+        `indices_tensor` has the same numbers as `indices`, int32 or int64, on the device of the
+        values; None copies them there.
+
         Args:
             indices: positions of the features.
             indices_tensor: the same on the device, if the caller has it.

@@ -189,6 +189,7 @@ def concat_arguments(batches: Sequence[Any]) -> dict[str, Any]:
 
 
 def _join_strides(batches: Sequence[Any]) -> list[list[int]]:
+    """Join the numbers of bags of batches of different keys."""
     ranks = {len(row) for batch in batches for row in batch.stride_per_key_per_rank()}
     some_are_equal = any(batch.keys() and not batch.variable_stride_per_key() for batch in batches)
     if len(ranks) > 1 or (some_are_equal and ranks != {1}):
@@ -205,6 +206,7 @@ def _join_strides(batches: Sequence[Any]) -> list[list[int]]:
 
 
 def _join_inverse(batches: Sequence[Any]) -> InverseIndices:
+    """Join the inverse indices of batches with different keys."""
     keys: list[str] = []
     rows: list[Tensor] = []
     for batch in batches:

@@ -38,6 +38,7 @@ def _unflatten_jagged(leaves: Iterable[Any], context: Context) -> JaggedTensor:
 
 
 def _flatten_keyed_jagged(batch: KeyedJaggedTensor) -> Flattened:
+    """Return the tensors of a batch, and what they do not contain, for torch's pytrees."""
     leaves = {"_values": batch._values, "_lengths": batch.lengths()}
     if batch._weights is not None:
         leaves["_weights"] = batch._weights
@@ -57,6 +58,7 @@ def _flatten_keyed_jagged(batch: KeyedJaggedTensor) -> Flattened:
 
 
 def _unflatten_keyed_jagged(leaves: Iterable[Any], context: Context) -> KeyedJaggedTensor:
+    """Build a batch again; `leaves` may be anything that pytrees put in place of tensors."""
     keys, strides, stride, is_weighted, inverse_keys = context
     values, lengths, *optional_leaves = leaves
     inverse = None if inverse_keys is None else (inverse_keys, optional_leaves[-1])
@@ -152,7 +154,15 @@ def _flatten_as(node_type: "_NodeType", node: Any, spec: Any) -> list[Any]:
 
 
 class _NodeType(NamedTuple):
-    """Functions that split objects of one class into leaves and a context, and rebuild them."""
+    """Functions that split objects of one class into leaves and a context, and rebuild them.
+
+    Attributes:
+        kind: the class.
+        flatten: function of an object to its tensors by name, and a context.
+        unflatten: function of leaves and context that builds an object.
+        reorder: function that gives an object the order of keys of a context.
+        context_names: names of the entries of a context.
+    """
 
     kind: type
     flatten: Callable[[Any], Flattened]

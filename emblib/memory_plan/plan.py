@@ -36,7 +36,7 @@ from emblib.memory_plan.selection import (
     without_dominated,
 )
 from emblib.optim import SGD, Optimizer
-from emblib.sharding.planner.feasible import size
+from emblib.sharding.planner.feasible import format_bytes
 from emblib.specs import (
     CacheConfig,
     Eviction,
@@ -193,7 +193,9 @@ class MemoryPlan:
             storage_text = "as it is" if choice.method == AS_IT_IS else _describe_storage(choice)
             share = f"1/{choice.plain_nbytes / choice.nbytes:.4g}" if choice.nbytes else "-"
             loss = f"{choice.loss:.3f}"
-            lines.append((name, sizes, storage_text, size(choice.nbytes), share, loss, choice.why))
+            lines.append(
+                (name, sizes, storage_text, format_bytes(choice.nbytes), share, loss, choice.why)
+            )
         widths = [max(len(line[c]) for line in lines) for c in range(len(header) - 1)]
         table = [
             "  ".join(
@@ -202,13 +204,13 @@ class MemoryPlan:
             for line in lines
         ]
         total = (
-            f"{size(self.nbytes)} of {size(self.budget)} allowed and {size(self.plain_nbytes)} as "
-            f"given; mean loss {self.loss:.3f}"
+            f"{format_bytes(self.nbytes)} of {format_bytes(self.budget)} allowed and "
+            f"{format_bytes(self.plain_nbytes)} as given; mean loss {self.loss:.3f}"
         )
         if self.backing is not None:
             total += (
-                f"\n{size(self.backing_nbytes)} of {size(self.backing.nbytes)} allowed in memory "
-                "behind caches"
+                f"\n{format_bytes(self.backing_nbytes)} of {format_bytes(self.backing.nbytes)} "
+                "allowed in memory behind caches"
             )
         return "\n".join([total, "", *table, "", *self.assumptions])
 
@@ -278,8 +280,8 @@ def plan_memory(
         model_tables, importances_of(model_tables, importance), trace, losses, backing
     )
     options = [_candidates(table, methods, serving, device) for table in planned]
-    picked = pick(options, Limits(budget, None if backing is None else backing.nbytes))
-    choices = tuple(_with_reason(c, k) for c, k in zip(options, picked, strict=True))
+    indices = pick(options, Limits(budget, None if backing is None else backing.nbytes))
+    choices = tuple(_with_reason(c, k) for c, k in zip(options, indices, strict=True))
     assumptions = tuple(_assumptions(planned, choices, losses, serving))
     return MemoryPlan(choices, budget, assumptions, backing)
 
@@ -326,6 +328,8 @@ def _tables_with_skew(
 
 @dataclass(frozen=True)
 class _PlannedTable:
+    """A table to plan, with what its losses depend on."""
+
     path: str
     config: TableConfig
     optimizer: Optimizer | None
@@ -347,6 +351,8 @@ class _PlannedTable:
 
 
 class _Option(NamedTuple):
+    """A configuration that could replace a table's: its loss, and the hit rate of its cache."""
+
     config: TableConfig
     loss: float
     hit_rate: float = 1.0
@@ -395,6 +401,7 @@ def _quotient_remainder_options(table: _PlannedTable) -> Iterator[_Option]:
 
 
 def _evicting_options(table: _PlannedTable) -> Iterator[_Option]:
+    """Yield hash tables of fewer rows, which evict, as options."""
     for share in SHARES:
         rows = int(share * table.rows)
         if rows:
@@ -464,13 +471,13 @@ def _is_extrapolated(table: _PlannedTable, choice: MemoryChoice) -> bool:
 
 def _loss_at(curve: Curve, x: float) -> float:
     """Return the loss at x, at most 1: interpolated as a power of x, also beyond the points."""
-    ordered = sorted(curve)
-    if len(ordered) == 1:
-        return ordered[0][1]
-    end = min(max(bisect([point for point, _ in ordered], x), 1), len(ordered) - 1)
-    (left, low), (right, high) = ordered[end - 1], ordered[end]
-    power = math.log(high / low) / math.log(right / left)
-    return float(min(1.0, low * (x / left) ** power))
+    points = sorted(curve)
+    if len(points) == 1:
+        return points[0][1]
+    end = min(max(bisect([point for point, _ in points], x), 1), len(points) - 1)
+    (x_below, loss_below), (x_above, loss_above) = points[end - 1], points[end]
+    power = math.log(loss_above / loss_below) / math.log(x_above / x_below)
+    return float(min(1.0, loss_below * (x / x_below) ** power))
 
 
 def _candidates(
@@ -486,7 +493,7 @@ def _candidates(
             option.config,
             method,
             int(sizes.device),
-            plain,
+            plain_bytes,
             option.loss,
             table.importance,
             backing_nbytes=int(sizes.host + sizes.disk),
@@ -494,7 +501,7 @@ def _candidates(
             lookups=table.lookup_share,
         )
 
-    plain = int(_memory_bytes(table, table.config, serving, device).device)
+    plain_bytes = int(_memory_bytes(table, table.config, serving, device).device)
     candidates = [choice(AS_IT_IS, _Option(table.config, 0.0))]
     if table.config.storage == Dense():
         for method in methods:
@@ -531,15 +538,15 @@ def _with_reason(choices: Sequence[MemoryChoice], picked: int) -> MemoryChoice:
     choice, sentences = choices[picked], []
     better = next((c for c in reversed(choices[:picked]) if c.cost < choice.cost), None)
     if better is not None:
-        more = size(better.nbytes - choice.nbytes)
+        bytes_more = format_bytes(better.nbytes - choice.nbytes)
         sentences.append(
-            f"{_describe_storage(better)} would lose {better.loss:.3f} for {more} more"
+            f"{_describe_storage(better)} would lose {better.loss:.3f} for {bytes_more} more"
         )
     if picked + 1 < len(choices):
         smaller = choices[picked + 1]
-        less = size(choice.nbytes - smaller.nbytes)
+        bytes_less = format_bytes(choice.nbytes - smaller.nbytes)
         sentences.append(
-            f"{_describe_storage(smaller)} would lose {smaller.loss:.3f} for {less} less"
+            f"{_describe_storage(smaller)} would lose {smaller.loss:.3f} for {bytes_less} less"
         )
     return replace(choice, why="; ".join(sentences) or "nothing else is possible")
 
@@ -550,8 +557,9 @@ def _describe_storage(choice: MemoryChoice) -> str:
     if choice.method == "cached" and isinstance(storage, Dense) and storage.cache is not None:
         placement_text = "on disk" if storage.placement is Placement.DISK else "in host memory"
         return (
-            f"{size(choice.backing_nbytes)} {placement_text}, 1/{1 / storage.cache.load_factor:g} "
-            f"of the rows cached, hit rate {choice.hit_rate:.2f}"
+            f"{format_bytes(choice.backing_nbytes)} {placement_text}, "
+            f"1/{1 / storage.cache.load_factor:g} of the rows cached, hit rate "
+            f"{choice.hit_rate:.2f}"
         )
     return names.get(choice.method) or brief(storage)
 
@@ -652,8 +660,8 @@ def _checked_methods(
     if methods is None:
         methods = METHODS if backing is None else (*METHODS, "cached")
     if isinstance(methods, str) or any(method not in _OPTIONS_BY_METHOD for method in methods):
-        known = ", ".join(_OPTIONS_BY_METHOD)
-        raise ValueError(f"methods must be a list of {known}, got {methods!r}")
+        method_names = ", ".join(_OPTIONS_BY_METHOD)
+        raise ValueError(f"methods must be a list of {method_names}, got {methods!r}")
     if ("cached" in methods) is not (backing is not None):
         raise ValueError(
             "the method 'cached' and backing=BackingMemory(nbytes), the memory behind the cache, "

@@ -11,12 +11,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from emblib.collections.configs import TableConfig
-from emblib.sharding.planner.feasible import size
+from emblib.sharding.planner.feasible import format_bytes
+from emblib.sharding.planner.topology import refuse_old_names
 
 AS_IT_IS = "as it is"
 """The method of a table that is not changed."""
@@ -31,23 +32,26 @@ class BudgetError(ValueError):
     """Tables do not fit into the budget, however they are stored.
 
     Attributes:
-        short: bytes missing.
+        missing_nbytes: number of missing bytes.
 
     Example:
         >>> tables = [emblib.EmbeddingBagConfig(10_000, 64, "item")]
         >>> try:
         ...     emblib.plan_memory(tables, 1_000)
         ... except emblib.BudgetError as error:
-        ...     print(f"{error.short:,} bytes are missing")
+        ...     print(f"{error.missing_nbytes:,} bytes are missing")
         24 bytes are missing
     """
 
-    def __init__(self, message: str, short: int = 0) -> None:
+    def __init__(self, message: str, missing_nbytes: int = 0) -> None:
         super().__init__(message)
-        self.short = short
+        self.missing_nbytes = missing_nbytes
+
+    if not TYPE_CHECKING:
+        __getattr__ = refuse_old_names({"short": "missing_nbytes"})
 
     def __reduce__(self) -> tuple[object, ...]:
-        return BudgetError, (str(self), self.short)
+        return BudgetError, (str(self), self.missing_nbytes)
 
 
 @dataclass(frozen=True)
@@ -107,9 +111,9 @@ class Limits(NamedTuple):
     budget: int
     backing: int | None = None
 
-    def allow(self, options: Options, picked: Sequence[int]) -> bool:
+    def allow(self, options: Options, indices: Sequence[int]) -> bool:
         """Return whether the picked choices fit."""
-        nbytes, backing = totals(options, picked)
+        nbytes, backing = totals(options, indices)
         return nbytes <= self.budget and (self.backing is None or backing <= self.backing)
 
 
@@ -134,7 +138,7 @@ def pick(options: Options, limits: Limits) -> list[int]:
     Raises:
         BudgetError: no combination of choices was found that fits.
     """
-    picked = _smallest(options, limits)
+    indices = _smallest(options, limits)
     picks = [_knapsack(options, Limits(limits.budget), _device_units(options))]
     if picks[0] and not limits.allow(options, picks[0]):
         picks = [_knapsack(options, limits, _UNITS_OF_BOTH)]
@@ -142,25 +146,25 @@ def pick(options: Options, limits: Limits) -> list[int]:
         if (
             candidate
             and limits.allow(options, candidate)
-            and _total_cost(options, candidate) < _total_cost(options, picked)
+            and _total_cost(options, candidate) < _total_cost(options, indices)
         ):
-            picked = candidate
-    return _spend_rest(options, picked, limits)
+            indices = candidate
+    return _spend_rest(options, indices, limits)
 
 
-def totals(options: Options, picked: Sequence[int]) -> tuple[int, int]:
+def totals(options: Options, indices: Sequence[int]) -> tuple[int, int]:
     """Return the bytes of device memory and of backing memory."""
-    picked_choices = [choices[k] for choices, k in zip(options, picked, strict=True)]
+    picked_choices = [choices[k] for choices, k in zip(options, indices, strict=True)]
     return sum(c.nbytes for c in picked_choices), sum(c.backing_nbytes for c in picked_choices)
 
 
 def _smallest(options: Options, limits: Limits) -> list[int]:
     """Return choices that minimise device memory within the limit of backing memory."""
-    picked = [len(choices) - 1 for choices in options]
-    nbytes, backing = totals(options, picked)
+    indices = [len(choices) - 1 for choices in options]
+    nbytes, backing = totals(options, indices)
     while limits.backing is not None and backing > limits.backing:
         exchanges = []
-        for t, (choices, k) in enumerate(zip(options, picked, strict=True)):
+        for t, (choices, k) in enumerate(zip(options, indices, strict=True)):
             for index, choice in enumerate(choices):
                 less = choices[k].backing_nbytes - choice.backing_nbytes
                 if less > 0:
@@ -168,25 +172,27 @@ def _smallest(options: Options, limits: Limits) -> list[int]:
         if not exchanges:
             short = backing - limits.backing
             raise BudgetError(
-                f"the tables take at least {size(backing)} of host memory or disk, which is "
-                f"{size(short)} more than backing has: raise it, or move tables to the device",
+                f"the tables take at least {format_bytes(backing)} of host memory or disk, which "
+                f"is {format_bytes(short)} more than backing has: raise it, or move tables to the "
+                "device",
                 short,
             )
-        _, t, picked[t] = min(exchanges)
-        nbytes, backing = totals(options, picked)
+        _, t, indices[t] = min(exchanges)
+        nbytes, backing = totals(options, indices)
     if nbytes > limits.budget:
-        smallest_choices = [choices[k] for choices, k in zip(options, picked, strict=True)]
+        smallest_choices = [choices[k] for choices, k in zip(options, indices, strict=True)]
         largest, short = (
             max(smallest_choices, key=lambda choice: choice.nbytes),
             nbytes - limits.budget,
         )
         raise BudgetError(
-            f"the tables take at least {size(nbytes)}, which is {size(short)} more than the "
-            f"budget of {size(limits.budget)}: raise it, allow other methods, or make tables "
-            f"smaller; the largest is then {largest.before.name!r} with {size(largest.nbytes)}",
+            f"the tables take at least {format_bytes(nbytes)}, which is {format_bytes(short)} "
+            f"more than the budget of {format_bytes(limits.budget)}: raise it, allow other "
+            f"methods, or make tables smaller; the largest is then {largest.before.name!r} with "
+            f"{format_bytes(largest.nbytes)}",
             short,
         )
-    return picked
+    return indices
 
 
 def _device_units(options: Options) -> tuple[int, int]:
@@ -199,28 +205,28 @@ def _knapsack(options: Options, limits: Limits, units: tuple[int, int]) -> list[
     Dynamic programming: `least[i, j]` is the least cost of the tables so far, within i units of
     device memory and j of backing memory.
     """
-    least = torch.zeros(units[0] + 1, units[1] + 1, dtype=torch.float64)
+    least_cost = torch.zeros(units[0] + 1, units[1] + 1, dtype=torch.float64)
     chosen_by_table = []
     for choices in options:
-        costs = torch.full_like(least, math.inf)
-        chosen = torch.zeros_like(least, dtype=torch.int16)
+        costs = torch.full_like(least_cost, math.inf)
+        best_choice = torch.zeros_like(least_cost, dtype=torch.int16)
         for k, choice in enumerate(choices):
             device, backing = _units_used(choice, limits, units)
             if device <= units[0] and backing <= units[1]:
-                cost = least[: units[0] + 1 - device, : units[1] + 1 - backing] + choice.cost
+                cost = least_cost[: units[0] + 1 - device, : units[1] + 1 - backing] + choice.cost
                 target = costs[device:, backing:]
-                chosen[device:, backing:][cost < target] = k
+                best_choice[device:, backing:][cost < target] = k
                 torch.minimum(target, cost, out=target)
-        least = costs
-        chosen_by_table.append(chosen)
-    if not math.isfinite(float(least[-1, -1])):
+        least_cost = costs
+        chosen_by_table.append(best_choice)
+    if not math.isfinite(float(least_cost[-1, -1])):
         return []
-    picked, units_left = [], list(units)
-    for choices, chosen in zip(reversed(options), reversed(chosen_by_table), strict=True):
-        picked.append(int(chosen[units_left[0], units_left[1]]))
-        used = _units_used(choices[picked[-1]], limits, units)
+    indices, units_left = [], list(units)
+    for choices, best_choice in zip(reversed(options), reversed(chosen_by_table), strict=True):
+        indices.append(int(best_choice[units_left[0], units_left[1]]))
+        used = _units_used(choices[indices[-1]], limits, units)
         units_left = [have - units_used for have, units_used in zip(units_left, used, strict=True)]
-    return picked[::-1]
+    return indices[::-1]
 
 
 def _units_used(choice: MemoryChoice, limits: Limits, units: tuple[int, int]) -> tuple[int, int]:
@@ -234,31 +240,33 @@ def _uniform_plans(options: Options) -> Iterator[list[int]]:
     """Yield plans that treat all tables alike: the same method at about the same share of bytes."""
     for method in {choice.method for choices in options for choice in choices}:
         for share in SHARES:
-            picked = []
+            indices = []
             for choices in options:
-                fits = [
+                small_enough = [
                     k
                     for k, choice in enumerate(choices)
                     if choice.method == method and choice.nbytes <= share * choices[0].nbytes
                 ]
-                picked.append(fits[0] if fits else len(choices) - 1)
-            yield picked
+                indices.append(small_enough[0] if small_enough else len(choices) - 1)
+            yield indices
 
 
-def _spend_rest(options: Options, picked: Sequence[int], limits: Limits) -> list[int]:
+def _spend_rest(options: Options, indices: Sequence[int], limits: Limits) -> list[int]:
     """Replace choices by better ones while bytes are left, by descending gain per byte."""
-    result = list(picked)
+    result = list(indices)
     while True:
         nbytes, backing = totals(options, result)
         gains: dict[tuple[int, int], float] = {}  # (table, its better choice) -> gain per byte
         for table, (choices, k) in enumerate(zip(options, result, strict=True)):
             for index, better in enumerate(choices):
                 gain = choices[k].cost - better.cost
-                more = better.nbytes - choices[k].nbytes
+                bytes_more = better.nbytes - choices[k].nbytes
                 backing_after = backing + better.backing_nbytes - choices[k].backing_nbytes
-                fits = limits.backing is None or backing_after <= max(limits.backing, backing)
-                if gain > 0 and nbytes + more <= limits.budget and fits:
-                    gains[table, index] = gain / max(more, 1)
+                has_backing = limits.backing is None or backing_after <= max(
+                    limits.backing, backing
+                )
+                if gain > 0 and nbytes + bytes_more <= limits.budget and has_backing:
+                    gains[table, index] = gain / max(bytes_more, 1)
         if not gains:
             return result
         # Ties: the first table, and the last of its choices.
@@ -266,5 +274,5 @@ def _spend_rest(options: Options, picked: Sequence[int], limits: Limits) -> list
         result[table] = index
 
 
-def _total_cost(options: Options, picked: Sequence[int]) -> float:
-    return sum(choices[k].cost for choices, k in zip(options, picked, strict=True))
+def _total_cost(options: Options, indices: Sequence[int]) -> float:
+    return sum(choices[k].cost for choices, k in zip(options, indices, strict=True))

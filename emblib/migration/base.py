@@ -70,7 +70,15 @@ def size(nbytes: float) -> str:
 
 @dataclass(frozen=True)
 class Trained:
-    """Training of a weight by an optimizer of torch: its group, and the states of the weight."""
+    """Training of a weight by an optimizer of torch: its group, and the states of the weight.
+
+    Attributes:
+        optimizer: optimizer of torch that trains the weight.
+        group: parameter group with the weight.
+        state: states of the weight by name; empty before the first step.
+        order: parameters of the group before the migration.
+        in_backward: whether torch applies the optimizer in backward.
+    """
 
     optimizer: TorchOptimizer
     group: dict[str, Any]
@@ -353,7 +361,7 @@ class Replaced(ABC):
         """Describe how the tables are trained, for the report."""
         if not self.is_fused:
             return "its gradient goes to the same optimizer" if self.is_trained else "not trained"
-        return f"backward applies {', '.join(brief(one) for one in self.optimizers)}"
+        return f"backward applies {', '.join(brief(optimizer) for optimizer in self.optimizers)}"
 
     @abstractmethod
     def carry_over(self) -> None:

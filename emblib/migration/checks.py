@@ -122,32 +122,32 @@ class _Twins:
         self.replaced = replaced
         self.modules: dict[str, nn.ModuleDict] = {}
         self.optimizers: dict[str, list[Any]] = {}
-        for which in ("old", "new"):
+        for side in ("old", "new"):
             module, optimizers = replaced.sample(max_rows, seed)
-            self.modules[which] = nn.ModuleDict({"table": module})
-            self.optimizers[which] = optimizers
+            self.modules[side] = nn.ModuleDict({"table": module})
+            self.optimizers[side] = optimizers
         migrate(self.modules["new"], self.optimizers["new"])
         self.device = replaced.rows(self.modules["old"]["table"])[0].device
 
-    def look_up(self, which: str, bags: Sequence[Bags]) -> Tensor:
+    def look_up(self, side: str, bags: Sequence[Bags]) -> Tensor:
         """Return the output of a module, without gradients."""
         with torch.no_grad():
-            return self.replaced.call(self.modules[which]["table"], bags)
+            return self.replaced.call(self.modules[side]["table"], bags)
 
-    def step(self, which: str, bags: Sequence[Bags]) -> Tensor:
+    def step(self, side: str, bags: Sequence[Bags]) -> Tensor:
         """Make a training step of a module; return its output."""
-        for optimizer in self.optimizers[which]:
+        for optimizer in self.optimizers[side]:
             optimizer.zero_grad()
-        out = self.replaced.call(self.modules[which]["table"], bags)
+        out = self.replaced.call(self.modules[side]["table"], bags)
         generator = torch.Generator().manual_seed(1)
         out.backward(torch.randn(out.shape, generator=generator).to(out))
-        for optimizer in self.optimizers[which]:
+        for optimizer in self.optimizers[side]:
             optimizer.step()
         return out.detach()
 
-    def rows(self, which: str) -> list[Tensor]:
+    def rows(self, side: str) -> list[Tensor]:
         """Return the rows of each table of a module."""
-        return self.replaced.rows(self.modules[which]["table"])
+        return self.replaced.rows(self.modules[side]["table"])
 
 
 def compare(replaced: Replaced, migrate: Migrate, seed: int) -> Difference:
@@ -188,16 +188,16 @@ def measure(
     def time_both(call: Callable[..., Any]) -> Times:
         seconds: dict[str, list[float]] = {"old": [], "new": []}
         for round_ in range(-2, rounds):  # the first two are not counted
-            for which in ("old", "new") if round_ % 2 else ("new", "old"):
+            for side in ("old", "new") if round_ % 2 else ("new", "old"):
                 start = time.perf_counter()
-                call(which, batches[round_ % len(batches)])
+                call(side, batches[round_ % len(batches)])
                 if twins.device.type == "cuda":
                     torch.cuda.synchronize(twins.device)
                 if round_ >= 0:
-                    seconds[which].append(time.perf_counter() - start)
+                    seconds[side].append(time.perf_counter() - start)
         ratios = [old / new for old, new in zip(seconds["old"], seconds["new"], strict=True)]
         quartiles = statistics.quantiles(ratios) if len(ratios) > 1 else ratios * 3
-        old_s, new_s = (statistics.median(seconds[which]) for which in ("old", "new"))
+        old_s, new_s = (statistics.median(seconds[side]) for side in ("old", "new"))
         return Times(old_s, new_s, statistics.median(ratios), quartiles[0], quartiles[2])
 
     step = time_both(twins.step) if replaced.is_trained else None

@@ -78,7 +78,8 @@ class Migration:
         self.warnings = tuple(self._warnings(optimizers))
 
     def _warnings(self, optimizers: Sequence[TorchOptimizer]) -> list[str]:
-        fused = [one for one in self.replaced if one.is_fused]
+        """Return what users of fused tables must know, one sentence each."""
+        fused = [replaced for replaced in self.replaced if replaced.is_fused]
         if not fused:
             return []
         warnings = [
@@ -88,12 +89,12 @@ class Migration:
             "view without gradient, has no effect"
         ]
         warnings += [
-            f"a scheduler over {type(one).__name__} no longer sets the rates of the fused tables: "
-            "make a second one over emblib.collections.optimizers.FusedOptimizer.of(model)"
-            for one in optimizers
-            if hasattr(one.step, "_wrapped_by_lr_sched")
+            f"a scheduler over {type(optimizer).__name__} no longer sets the rates of the fused "
+            "tables: make a second one over emblib.collections.optimizers.FusedOptimizer.of(model)"
+            for optimizer in optimizers
+            if hasattr(optimizer.step, "_wrapped_by_lr_sched")
         ]
-        single = sum(isinstance(one, ReplacedEmbedding) for one in fused)
+        single = sum(isinstance(replaced, ReplacedEmbedding) for replaced in fused)
         if single > 1:
             warnings.append(
                 f"{single} tables are called one by one: one TableBatchedEmbeddingBags or "
@@ -301,19 +302,19 @@ def migrate(
     if any("" in paths for _, paths, _ in embeddings):
         raise TypeError("model is an embedding itself: put it into a module, e.g. nn.ModuleList")
     owners = _owners(model)
-    replaced, left = [], []
+    replaced, left_modules = [], []
     with torch.random.fork_rng(devices=[]):  # initial values are drawn, and overwritten
         for module, paths, factory in embeddings:
             try:
                 _check_alone(module, owners)
                 replaced.append(factory(paths, module, optimizers, tables))
             except NotMigrated as reason:
-                left.append(Left(paths[0], str(reason)))
+                left_modules.append(Left(paths[0], str(reason)))
     with torch.no_grad():
         for new in replaced:
             new.carry_over()
             _set_module(model, new.paths, new.new)
-    return Migration(model, replaced, left, optimizers, tables)
+    return Migration(model, replaced, left_modules, optimizers, tables)
 
 
 def _as_list(optimizer: Any) -> list[TorchOptimizer]:
@@ -363,7 +364,7 @@ def _embeddings(model: nn.Module) -> list[tuple[nn.Module, list[str], Factory]]:
         if factory is not None:
             embeddings.setdefault(module, ([], factory))[0].append(path)
             inner_prefixes = (*inner_prefixes, f"{path}." if path else "")
-    return [(module, *rest) for module, rest in embeddings.items()]
+    return [(module, *parameters_and_names) for module, parameters_and_names in embeddings.items()]
 
 
 def _owners(model: nn.Module) -> dict[int, int]:

@@ -228,11 +228,11 @@ def _last_of(sink: Sink) -> tuple[int, int]:
 
 def _check_names(tables: Sequence[PlainTable]) -> None:
     places = [(table.name, table.first_row, table.first_column) for table in tables]
-    twice = sorted({place[0] for place in places if places.count(place) > 1})
-    if twice:
+    repeated_names = sorted({place[0] for place in places if places.count(place) > 1})
+    if repeated_names:
         raise ValueError(
-            f"tables in a change log must differ in name, and several collections have {twice}: "
-            "make a log of each collection"
+            "tables in a change log must differ in name, and several collections have "
+            f"{repeated_names}: make a log of each collection"
         )
 
 
@@ -250,6 +250,7 @@ class _Writer:
         self._thread.start()
 
     def _run(self) -> None:
+        """Write the queued records, in the writer's thread."""
         while True:
             with self._changed:
                 self._changed.wait_for(

@@ -132,14 +132,14 @@ class Lookups:
     def check(self) -> None:
         """Raise RuntimeError if rows may have changed that no hook has seen."""
         for key, module in self._modules.items():
-            done = module.step - self._steps[key]
+            num_steps = module.step - self._steps[key]
             hooks = [h for _, h in self._hooks if any(t.module is module for t in h.tables)]
-            seen = sum(hook.num_forwards for hook in hooks)
-            if not 0 <= done <= seen:
+            num_forwards = sum(hook.num_forwards for hook in hooks)
+            if not 0 <= num_steps <= num_forwards:
                 raise RuntimeError(
-                    f"tables {module.table_names} made {done} steps since the last entry of the "
-                    f"log, which saw {seen} training forwards: after a checkpoint was loaded or a "
-                    "CUDA graph was replayed, call snapshot(step), which has all rows"
+                    f"tables {module.table_names} made {num_steps} steps since the last entry of "
+                    f"the log, which saw {num_forwards} training forwards: after a checkpoint was "
+                    "loaded or a CUDA graph was replayed, call snapshot(step), which has all rows"
                 )
 
     def commit(self) -> None:
@@ -188,6 +188,7 @@ class PlainChanges:
         return changes
 
     def _copy(self, table: PlainTable, rows: Tensor) -> TableChange:
+        """Return the change of a table: copies of its `rows`, int64 `[n]`, on the host."""
         module = table.module
         module.flush()
         views = module.table_views()[table.number]
@@ -285,6 +286,7 @@ class KeyedChanges:
         return changes
 
     def _copy(self, location: ShardLocation, entries: Entries, removed: Tensor) -> TableChange:
+        """Return the change of a hash table: host copies of entries and of `removed` keys `[n]`."""
         module = location.module
         rows = {name: rows[torch.arange(len(entries))].cpu() for name, rows in entries.rows.items()}
         weight = rows.pop("weight")

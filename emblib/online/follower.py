@@ -180,8 +180,8 @@ class LogFollower:
         if self._key is None and self._is_based:
             self._begin_at_base()
         if self._key is None:
-            whole = [{r.key for r in log.pending if r.is_whole} for log in self._logs]
-            return max(set.intersection(*whole), default=None)
+            whole_keys = [{r.key for r in log.pending if r.is_whole} for log in self._logs]
+            return max(set.intersection(*whole_keys), default=None)
         for log in self._logs:
             log.drop(self._key)
         keys = [{record.key for record in log.pending} for log in self._logs]
@@ -211,6 +211,7 @@ class LogFollower:
                 )
 
     def _apply(self, key: Key) -> None:
+        """Write all records up to one boundary while no reader is inside."""
         by_log = [log.up_to(key) for log in self._logs]
         is_whole = self._key is None or any(r[-1].kind is RecordKind.SNAPSHOT for r in by_log)
         if is_whole:
@@ -239,6 +240,7 @@ class LogFollower:
             log.has_gap = False
 
     def _prepare(self, records: Sequence[Record], *, is_whole: bool) -> list[Callable[[], None]]:
+        """Check and convert the records of a boundary; return the functions that write them."""
         changes: dict[str, list[TableChange]] = {}
         for record in records:
             if record.is_whole is is_whole:
@@ -294,20 +296,20 @@ class _Log:
         is_ahead = newest is None or self.newest is None or self.newest >= newest
         if is_ahead and len(self.pending) >= _MAX_PENDING:
             return False
-        for stored in self._source.read(self._position):
-            record = decode(stored.data, stored.where)
+        for entry in self._source.read(self._position):
+            record = decode(entry.data, entry.where)
             if self._last == (record.sequence, record.time):
-                self._position = stored.position  # written again by a trainer that saw an error
+                self._position = entry.position  # written again by a trainer that saw an error
                 continue
             if self._last is not None and record.sequence != self._last[0] + 1:
                 if not record.is_whole:
                     raise LogError(
-                        f"{stored.where} is record {record.sequence}, after {self._last[0]}: "
+                        f"{entry.where} is record {record.sequence}, after {self._last[0]}: "
                         "those between are missing"
                     )
                 self.has_gap = True
                 self.pending.clear()
-            self._position, self._last = stored.position, (record.sequence, record.time)
+            self._position, self._last = entry.position, (record.sequence, record.time)
             self.newest, count = record.key, count + 1
             self.has_skipped = needs_whole and not record.is_whole and not self.pending
             if not self.has_skipped:
@@ -329,8 +331,8 @@ class _Log:
         """Return the oldest and the newest record to apply, if there are any."""
         oldest = next((record for record in self.pending if is_new(record)), None)
         newest = self.pending[-1] if oldest is not None else None
-        for stored in self._source.read(self._position):
-            newest = decode(stored.data, stored.where)
+        for entry in self._source.read(self._position):
+            newest = decode(entry.data, entry.where)
             if oldest is None and is_new(newest):
                 oldest = newest
         return None if oldest is None or newest is None else (oldest, newest)

@@ -107,7 +107,18 @@ class TableChange(NamedTuple):
 
 
 class Record(NamedTuple):
-    """The changes of the tables of one rank up to a step."""
+    """The changes of the tables of one rank up to a step.
+
+    Attributes:
+        kind: whole tables, or changes since the record before.
+        rank: rank of the trainer that wrote it.
+        num_ranks: number of ranks of the trainer.
+        generation: number of snapshots so far.
+        sequence: number of records so far.
+        step: training step up to which the tables are recorded.
+        time: seconds since 1970 on the trainer's clock.
+        tables: changes by table name, one per shard on the rank.
+    """
 
     kind: RecordKind
     rank: int
@@ -139,28 +150,33 @@ def encode(record: Record) -> bytes:
     tables, tensors = [], list[Tensor]()
     for name, changes in record.tables.items():
         for change in changes:
-            named = {"keys": change.keys, "weight": change.weight, "removed": change.removed}
-            named |= {f"state.{state}": rows for state, rows in change.states.items()}
-            named |= {n: t for n in _OPTIONAL if (t := getattr(change, n)) is not None}
-            named |= {f"fallback.{key}": rows for key, rows in change.fallback.items()}
+            tensors_by_name = {
+                "keys": change.keys,
+                "weight": change.weight,
+                "removed": change.removed,
+            }
+            tensors_by_name |= {f"state.{state}": rows for state, rows in change.states.items()}
+            tensors_by_name |= {n: t for n in _OPTIONAL if (t := getattr(change, n)) is not None}
+            tensors_by_name |= {f"fallback.{key}": rows for key, rows in change.fallback.items()}
             listed = [
-                [n, str(t.dtype).removeprefix("torch."), list(t.shape)] for n, t in named.items()
+                [n, str(t.dtype).removeprefix("torch."), list(t.shape)]
+                for n, t in tensors_by_name.items()
             ]
             fields = [change.first_column, change.dim, change.tick, change.hash_key]
             tables.append({"name": name, "numbers": fields, "tensors": listed})
-            tensors.extend(named.values())
+            tensors.extend(tensors_by_name.values())
     text = json.dumps({"tables": tables}).encode()
     begin = PREFIX_BYTES + _LENGTH.size + _aligned(len(text))
     data = bytearray(begin + sum(_aligned(tensor.nbytes) for tensor in tensors))
     _LENGTH.pack_into(data, PREFIX_BYTES, len(text))
-    at = PREFIX_BYTES + _LENGTH.size
-    data[at : at + len(text)] = text
-    at = begin
+    offset = PREFIX_BYTES + _LENGTH.size
+    data[offset : offset + len(text)] = text
+    offset = begin
     for tensor in tensors:
         if tensor.numel():
-            target = torch.frombuffer(data, dtype=tensor.dtype, count=tensor.numel(), offset=at)
+            target = torch.frombuffer(data, dtype=tensor.dtype, count=tensor.numel(), offset=offset)
             target.copy_(tensor.detach().view(-1))
-        at += _aligned(tensor.nbytes)
+        offset += _aligned(tensor.nbytes)
     numbers = (record.rank, record.num_ranks, record.generation, record.sequence, record.step)
     body = memoryview(data)[PREFIX_BYTES:]
     prefix = (MAGIC, VERSION, record.kind, *numbers, record.time, len(body), zlib.crc32(body))
@@ -173,19 +189,19 @@ def _aligned(nbytes: int) -> int:
     return nbytes + -nbytes % _ALIGNMENT
 
 
-def body_bytes(prefix: bytes, where: str) -> int:
+def body_bytes(prefix: bytes, location: str) -> int:
     """Return the length of the body behind a prefix.
 
     Raises:
-        LogError: it is no prefix of a record; the message begins with `where`.
+        LogError: it is no prefix of a record; the message begins with `location`.
     """
     fields, (crc,) = prefix[: _FIELDS.size], _CRC.unpack(prefix[_FIELDS.size : PREFIX_BYTES])
     if zlib.crc32(fields) != crc or not fields.startswith(MAGIC):
-        raise LogError(f"{where} is damaged: no record begins here; {_WAY_OUT}")
+        raise LogError(f"{location} is damaged: no record begins here; {_WAY_OUT}")
     version, length = _FIELDS.unpack(fields)[1], _FIELDS.unpack(fields)[9]
     if version != VERSION:
         raise LogError(
-            f"{where} has version {version} of the format, this emblib reads version {VERSION}: "
+            f"{location} has version {version} of the format, this emblib reads version {VERSION}: "
             "update the older of trainer and follower"
         )
     return int(length)
@@ -201,41 +217,44 @@ def is_whole(data: bytes) -> bool:
     return len(body) == length and zlib.crc32(body) == crc
 
 
-def decode(data: bytes, where: str) -> Record:
+def decode(data: bytes, location: str) -> Record:
     """Return the record in `data`.
 
     Raises:
-        LogError: it is damaged, or of another version; the message begins with `where`.
+        LogError: it is damaged, or of another version; the message begins with `location`.
     """
     if len(data) < PREFIX_BYTES:
-        raise LogError(f"{where} is truncated; {_WAY_OUT}")
-    body_bytes(data[:PREFIX_BYTES], where)
+        raise LogError(f"{location} is truncated; {_WAY_OUT}")
+    body_bytes(data[:PREFIX_BYTES], location)
     if not is_whole(data):
-        raise LogError(f"{where} is damaged: the checksum of a record is wrong; {_WAY_OUT}")
-    _, _, kind, *numbers, when, _, _ = _FIELDS.unpack(data[: _FIELDS.size])
+        raise LogError(f"{location} is damaged: the checksum of a record is wrong; {_WAY_OUT}")
+    _, _, kind, *numbers, time, _, _ = _FIELDS.unpack(data[: _FIELDS.size])
     rank, num_ranks, generation, sequence, step = numbers
     tables: dict[str, list[TableChange]] = {}
     try:
         for name, change in _tables(memoryview(bytearray(data))[PREFIX_BYTES:]):
             tables.setdefault(name, []).append(change)
         order = (generation, sequence, step)
-        return Record(RecordKind(kind), rank, num_ranks, *order, when, tables)
+        return Record(RecordKind(kind), rank, num_ranks, *order, time, tables)
     except (ValueError, KeyError, TypeError, struct.error) as error:
-        raise LogError(f"{where} is malformed ({error}); {_WAY_OUT}") from error
+        raise LogError(f"{location} is malformed ({error}); {_WAY_OUT}") from error
 
 
 def _tables(body: memoryview) -> Iterator[tuple[str, TableChange]]:
+    """Yield the changes of each table in the body of a record, as views of it."""
     (length,) = _LENGTH.unpack(body[: _LENGTH.size])
-    at = _LENGTH.size + _aligned(length)
+    offset = _LENGTH.size + _aligned(length)
     header: dict[str, Any] = json.loads(bytes(body[_LENGTH.size : _LENGTH.size + length]))
     for table in header["tables"]:
         tensors: dict[str, Tensor] = {}
         for name, dtype_name, shape in table["tensors"]:
             dtype = _DTYPES[dtype_name]
             count = torch.Size(shape).numel()
-            flat = torch.frombuffer(body, dtype=dtype, count=count, offset=at) if count else None
+            flat = (
+                torch.frombuffer(body, dtype=dtype, count=count, offset=offset) if count else None
+            )
             tensors[name] = torch.empty(shape, dtype=dtype) if flat is None else flat.view(shape)
-            at += _aligned(count * dtype.itemsize)
+            offset += _aligned(count * dtype.itemsize)
         first_column, dim, tick, hash_key = table["numbers"]
         yield (
             table["name"],

@@ -67,8 +67,10 @@ def served_tables(model: nn.Module) -> dict[str, ServedTable]:
             for t, name in enumerate(module.rows.table_names):
                 tables.append((name, _indexed(module, t, name)))
     names = [name for name, _ in tables]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ValueError(f"tables of a follower must differ in name, and there are several {twice}")
+    if repeated_names := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(
+            f"tables of a follower must differ in name, and there are several {repeated_names}"
+        )
     return dict(tables)
 
 
@@ -238,8 +240,8 @@ class IndexedRows:
 
         def replace() -> None:
             _, keys, _ = self._live()
-            gone = keys[~torch.isin(keys, change.keys.to(keys.device))]
-            self._apply(gone, change.keys.to(keys.device)[:0], self._view()[:0])
+            removed_keys = keys[~torch.isin(keys, change.keys.to(keys.device))]
+            self._apply(removed_keys, change.keys.to(keys.device)[:0], self._view()[:0])
             write()
 
         return replace
@@ -260,25 +262,29 @@ class IndexedRows:
         """Return the positions of the keys in the index, the keys, and their rows."""
         entries = self._entries()
         is_live = (entries[:, 1] >= 0) & (entries[:, 1] != self._removed_row)
-        at = is_live.nonzero().view(-1)
-        return at, entries[at, 0], entries[at, 1]
+        positions = is_live.nonzero().view(-1)
+        return positions, entries[positions, 0], entries[positions, 1]
 
     def _apply(self, removed: Tensor, keys: Tensor, packed: Tensor) -> None:
+        """Remove keys, then write rows, so that rows of `removed` are free for new `keys`.
+
+        `removed` and `keys` are int64 `[n]`, `packed` uint8 `[len(keys), row_bytes]`.
+        """
         if self._free is None:
             self._begin()
         assert self._free is not None
-        at, is_found = _search(self._entries(), self._index.hash_bits, removed)
-        at = at[is_found]
-        rows = self._entries()[at, 1]
+        positions, is_found = _search(self._entries(), self._index.hash_bits, removed)
+        positions = positions[is_found]
+        rows = self._entries()[positions, 1]
         self._freed = torch.cat([self._freed, rows[rows != self._removed_row]])
-        self._entries()[at, 1] = self._removed_row
-        at, is_found = _search(self._entries(), self._index.hash_bits, keys)
+        self._entries()[positions, 1] = self._removed_row
+        positions, is_found = _search(self._entries(), self._index.hash_bits, keys)
         rows = torch.full_like(keys, -1)
-        rows[is_found] = self._entries()[at[is_found], 1]
+        rows[is_found] = self._entries()[positions[is_found], 1]
         has_row = is_found & (rows != self._removed_row)
         rows[~has_row] = self._take_rows(int((~has_row).sum()))
         self._view()[rows] = packed
-        self._entries()[at[is_found], 1] = rows[is_found]
+        self._entries()[positions[is_found], 1] = rows[is_found]
         self._insert(keys[~is_found], rows[~is_found])
 
     def _take_rows(self, count: int) -> Tensor:
@@ -288,8 +294,8 @@ class IndexedRows:
         count -= freed.numel()
         if count > self._free.numel():
             self._grow(count - self._free.numel())
-        taken, self._free = self._free[:count], self._free[count:]
-        return torch.cat([freed, taken])
+        fresh_rows, self._free = self._free[:count], self._free[count:]
+        return torch.cat([freed, fresh_rows])
 
     def _begin(self) -> None:
         """Find the rows without a key, and a row for removed keys."""
@@ -317,27 +323,27 @@ class IndexedRows:
 
     def _grow(self, num_rows: int) -> None:
         """Build larger rows; those of all tables of the module are copied."""
-        old, free = self._served.rows, self._free
-        assert free is not None
-        specs = list(old.tables)
+        old_rows, free_rows = self._served.rows, self._free
+        assert free_rows is not None
+        specs = list(old_rows.tables)
         spec = specs[self._table]
         size = max(int(spec.rows * _GROWTH), spec.rows + num_rows)
         specs[self._table] = TableSpec(size, spec.dim, spec.name)
         rows = QuantizedEmbeddingBags(
             specs,
-            pooling=old.pooling,
-            feature_tables=old.feature_tables,
-            output_dtype=old.output_dtype,
-            bounds_check=old.bounds_check,
-            device=old.packed.device,
-            include_last_offset=old.include_last_offset,
-            formats=old.formats,
+            pooling=old_rows.pooling,
+            feature_tables=old_rows.feature_tables,
+            output_dtype=old_rows.output_dtype,
+            bounds_check=old_rows.bounds_check,
+            device=old_rows.packed.device,
+            include_last_offset=old_rows.include_last_offset,
+            formats=old_rows.formats,
         )
-        for view, before in zip(rows.table_views(), old.table_views(), strict=True):
-            view["packed"][: before["packed"].size(0)] = before["packed"]
+        for view, old_view in zip(rows.table_views(), old_rows.table_views(), strict=True):
+            view["packed"][: old_view["packed"].size(0)] = old_view["packed"]
         self._served.rows = rows
-        more = torch.arange(spec.rows, size, device=free.device)
-        self._free = torch.cat([free, more])
+        added_rows = torch.arange(spec.rows, size, device=free_rows.device)
+        self._free = torch.cat([free_rows, added_rows])
 
     def _insert(self, keys: Tensor, rows: Tensor) -> None:
         entries, bits = self._entries(), self._index.hash_bits
@@ -360,43 +366,50 @@ class IndexedRows:
         indexes[self._table] = replace(
             self._index, entries=entries.flatten(), num_entries=entries.size(0), hash_bits=bits
         )
-        built = InferenceEmbeddingBags(served.rows, indexes)
-        served.index, served.index_tables = built.index, built.index_tables
-        served.indexes = built.indexes
+        rebuilt = InferenceEmbeddingBags(served.rows, indexes)
+        served.index, served.index_tables = rebuilt.index, rebuilt.index_tables
+        served.indexes = rebuilt.indexes
 
 
 def _search(entries: Tensor, bits: int, keys: Tensor) -> tuple[Tensor, Tensor]:
     """Return where the search of each key ends, and whether it is there.
 
     A search that meets neither the key nor an empty entry ends behind the last entry.
+
+    `entries` is int64 `[n, 2]` (key; row, -1 for an empty entry), `keys` int64 `[k]`; results are
+    int64 and bool `[k]`. `bits` of the hash choose the first entry.
     """
-    at = (keys ^ (keys >> 32 & 0xFFFFFFFF)) * _HASH_FACTOR
-    at = at >> (64 - bits) & ((1 << bits) - 1) if bits else torch.zeros_like(keys)
+    positions = (keys ^ (keys >> 32 & 0xFFFFFFFF)) * _HASH_FACTOR
+    positions = positions >> (64 - bits) & ((1 << bits) - 1) if bits else torch.zeros_like(keys)
     is_found = torch.zeros_like(keys, dtype=torch.bool)
-    waiting = torch.arange(keys.numel(), device=keys.device)
-    while waiting.numel():
-        entry = entries[at[waiting]]
-        is_key = (entry[:, 1] >= 0) & (entry[:, 0] == keys[waiting])
-        is_found[waiting[is_key]] = True
-        waiting = waiting[(entry[:, 1] >= 0) & ~is_key]
-        at[waiting] += 1
-        waiting = waiting[at[waiting] < entries.size(0)]
-    return at, is_found
+    open_searches = torch.arange(keys.numel(), device=keys.device)
+    while open_searches.numel():
+        entry = entries[positions[open_searches]]
+        is_key = (entry[:, 1] >= 0) & (entry[:, 0] == keys[open_searches])
+        is_found[open_searches[is_key]] = True
+        open_searches = open_searches[(entry[:, 1] >= 0) & ~is_key]
+        positions[open_searches] += 1
+        open_searches = open_searches[positions[open_searches] < entries.size(0)]
+    return positions, is_found
 
 
 def _insert(entries: Tensor, bits: int, keys: Tensor, rows: Tensor) -> bool:
-    """Insert keys that are not there; return whether there was an entry for each."""
+    """Insert keys that are not there; return whether there was an entry for each.
+
+    Shapes are those of `_search`; `rows` is int64 `[k]`. Keys that hash to one entry are inserted
+    one per round.
+    """
     while keys.numel():
-        at, _ = _search(entries, bits, keys)
-        if int(at.max()) >= entries.size(0):
+        positions, _ = _search(entries, bits, keys)
+        if int(positions.max()) >= entries.size(0):
             return False
-        order = at.argsort(stable=True)
+        order = positions.argsort(stable=True)
         is_first = torch.ones_like(order, dtype=torch.bool)
-        is_first[1:] = at[order[1:]] != at[order[:-1]]
+        is_first[1:] = positions[order[1:]] != positions[order[:-1]]
         first = order[is_first]
-        entries[at[first]] = torch.stack([keys[first], rows[first]], dim=1)
-        rest = order[~is_first]
-        keys, rows = keys[rest], rows[rest]
+        entries[positions[first]] = torch.stack([keys[first], rows[first]], dim=1)
+        later = order[~is_first]
+        keys, rows = keys[later], rows[later]
     return True
 
 

@@ -129,8 +129,8 @@ class DirectorySink:
         segments = self._segments()
         if segments:
             self._segment, end = segments[-1], 0
-            for stored in self._read_segment(self._segment, 0, is_last=True):
-                end = int(stored.position.split(":")[1])
+            for entry in self._read_segment(self._segment, 0, is_last=True):
+                end = int(entry.position.split(":")[1])
             os.truncate(self._path(self._segment), end)
 
     def _next_segment(self) -> None:
@@ -161,7 +161,8 @@ class DirectorySink:
                 yield from self._read_segment(number, begin, is_last=number == segments[-1])
 
     def _read_segment(self, number: int, begin: int, *, is_last: bool) -> Iterator[Stored]:
-        path, at = self._path(number), begin
+        """Yield the records of one file from `begin` on; stop at one that is being written."""
+        path, offset = self._path(number), begin
         try:
             file = open(path, "rb")  # noqa: SIM115 - closed below
         except FileNotFoundError:
@@ -169,22 +170,22 @@ class DirectorySink:
         with file:
             size = os.fstat(file.fileno()).st_size
             file.seek(begin)
-            while at < size:
-                where = f"{path} at byte {at}"
+            while offset < size:
+                location = f"{path} at byte {offset}"
                 prefix = file.read(PREFIX_BYTES)
                 is_torn = len(prefix) < PREFIX_BYTES
-                length = 0 if is_torn else body_bytes(prefix, where)
+                length = 0 if is_torn else body_bytes(prefix, location)
                 data = prefix + file.read(length)
-                end = at + PREFIX_BYTES + length
+                end = offset + PREFIX_BYTES + length
                 if is_torn or end > size or not is_whole(data):
                     if is_last and end >= size:
                         return
                     raise LogError(
-                        f"{where} is damaged: a record is not whole, and others follow; copy the "
-                        "log again, or have the trainer begin another"
+                        f"{location} is damaged: a record is not whole, and others follow; copy "
+                        "the log again, or have the trainer begin another"
                     )
-                at = end
-                yield Stored(f"{number}:{at}", data, where)
+                offset = end
+                yield Stored(f"{number}:{offset}", data, location)
 
     def trim(self, before: str) -> None:
         """Delete the files before the segment of a position.
@@ -207,9 +208,9 @@ class DirectorySink:
 
     def _segments(self) -> list[int]:
         """Return the numbers of the files; the writer may delete some while they are listed."""
-        numbers, before = self._listed(), None
-        while numbers != before:
-            numbers, before = self._listed(), numbers
+        numbers, previous = self._listed(), None
+        while numbers != previous:
+            numbers, previous = self._listed(), numbers
         return numbers
 
     def _listed(self) -> list[int]:

@@ -74,8 +74,8 @@ class ModelTables:
 
     def add(self, tables: list[PlainTable]) -> None:
         """Add tables, except for those that are here already."""
-        known = {table.identity for table in self.tables}
-        self.tables += [table for table in tables if table.identity not in known]
+        identities = {table.identity for table in self.tables}
+        self.tables += [table for table in tables if table.identity not in identities]
 
 
 def find_tables(model: nn.Module) -> ModelTables:
@@ -127,6 +127,7 @@ def find_tables(model: nn.Module) -> ModelTables:
 
 
 def _add_groups(model_tables: ModelTables, groups: TableGroups) -> None:
+    """Add the tables of a collection, and the calls that read them."""
     tables: dict[int, PlainTable] = {}
     for i, part in enumerate(groups.slices):
         name, (module, number) = part.config.name, groups.module_of(i)

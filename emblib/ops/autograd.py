@@ -26,7 +26,14 @@ from emblib.specs import Pooling
 
 
 class RowLocations(NamedTuple):
-    """Distinct rows of a batch, with their cache slots `[L]` per distinct row and per lookup."""
+    """Distinct rows of a batch, and where they are now.
+
+    Attributes:
+        groups: distinct rows and their lookups, as `tbe_group` returns them.
+        row_slots: int32 `[L]`, cache slot per distinct row, -1 for none; None without a cache.
+        slots: int32 `[L]`, cache slot per lookup, -1 for none; None without a cache.
+        indices: rows that lookups read now; None if they are those of the batch.
+    """
 
     groups: tbe.Groups
     row_slots: Tensor | None = None
@@ -50,7 +57,24 @@ class UpdateHooks(Protocol):
 
 
 class Lookup(NamedTuple):
-    """One batch, with everything that its backward needs; fields as in `emblib.ops.tbe`."""
+    """One batch, with everything that its backward needs.
+
+    Attributes:
+        features: int64 `[F, 8]`, see `emblib.columns.FeatureColumn`.
+        indices: int32 or int64 `[L]`.
+        offsets: int32 or int64 `[F * B + 1]`, or `[bags + 1]` with a `bag_layout`.
+        bag_layout: int64 `[bags, 2]`, feature and first output element of each bag; None if all
+            features have B bags.
+        pooling, total_rows: pooling of the bags; rows of all tables.
+        output_dim: columns of the output; its elements with a `bag_layout`.
+        slots: int32 `[L]`, cache slot of the row of each lookup, -1 for none; None without a cache.
+        trained_features: `features` without the rows of frozen tables, for the update; None if all
+            tables are trained.
+        hooks: callbacks around the update; None without a cache.
+        default_rows: rows that `slots` refer to where there is no cache; read, never updated.
+        repaired: whether `check_bounds` returned `offsets`.
+        joint: `JointStep` of a table that several lookups read; None updates at once.
+    """
 
     features: Tensor
     indices: Tensor
@@ -72,7 +96,14 @@ class Lookup(NamedTuple):
 
 
 class Tiers(NamedTuple):
-    """Memory of a module: weights per memory tier, states tier after tier, and output dtype."""
+    """Memory of a module.
+
+    Attributes:
+        weights: one to four flat tensors, one per memory tier.
+        states: optimizer states, flat: those of the first tier, then those of the second, ...
+        hyperparams: float64, the entries of `emblib.columns.Hyper`.
+        output_dtype: dtype of the output of lookups.
+    """
 
     weights: list[Tensor]
     states: list[Tensor]
@@ -251,13 +282,15 @@ def update_in_backward(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Update the rows of a batch; return the gradients of the anchor and of the sample weights.
 
+    Each is None if it is not required, or without a `scale` (the anchor).
+
     Args:
-        tiers: the memory of the module.
+        tiers: memory of the module, updated in place.
         rule: update rule of the optimizer.
-        batch: the batch that forward looked up.
-        row_weights: factors of the gradient, one per lookup; None is 1.
-        grad: gradient of the output.
-        scale: scale of a `GradScaler`; None if the gradient is not scaled.
+        batch: batch that forward looked up.
+        row_weights: factors of the gradient, float32 `[L]`; None is 1.
+        grad: gradient of the output, of its shape.
+        scale: scale of a `GradScaler`, a scalar; None if the gradient is not scaled.
         required: gradients and updates to compute.
     """
     is_finite = overflow = None
@@ -301,7 +334,11 @@ def _make_step(
     row_weights: Tensor | None,
     counted: Tensor | int = 1,
 ) -> None:
-    """Count a step and update rows; an interrupt leaves both done or neither."""
+    """Count a step and update rows; an interrupt leaves both done or neither.
+
+    `grad` has the shape of the output. `counted` is the increment of the step, a number or a
+    float64 scalar on the device.
+    """
     step = tiers.hyperparams[Hyper.STEP]
     update = _update_call(tiers, rule.name, rule.descent(grad), batch, locations, row_weights)
     if torch.compiler.is_compiling():
@@ -317,7 +354,11 @@ def _make_step(
 def lookup_of_rows(
     features: Sequence[tuple[int, ...]], rows: Sequence[Tensor], total_rows: int
 ) -> Lookup:
-    """Return a batch that looks up `rows[t]` in the table of `features[t]`; all have one dim."""
+    """Return a batch that looks up `rows[t]` in the table of `features[t]`; all have one dim.
+
+    `features` are rows of 8 numbers (`FeatureColumn`); `rows[t]` is int64 `[n]`, row numbers within
+    the table. `total_rows` is the number of rows of all tables.
+    """
     indices = torch.cat(list(rows))
     ends = [0, *itertools.accumulate(r.numel() for r in rows)]
     return Lookup(
@@ -342,8 +383,8 @@ def apply_row_gradients(
 ) -> None:
     """Apply one optimizer step with gradients `[L, dim]` of a batch of `lookup_of_rows`.
 
-    Gradients of a row that occurs several times are added up. `counted` is added to the step
-    count: 0 if the gradients are not finite.
+    Gradients of a row that occurs several times are added up. `counted` is the increment of the
+    step: 0 if the gradients are not finite.
     """
     _make_step(tiers, UpdateRule.of(optimizer), gradients, batch, locations, None, counted)
 
@@ -467,7 +508,10 @@ class GradientLookup(torch.autograd.Function):
 def _dense_grad(
     ctx: Any, grad: Tensor, batch: Lookup, groups: tbe.Groups, sample_weights: Tensor | None
 ) -> Tensor:
-    """Compute the gradient of all weights, as one SGD step with learning rate -1 from zeros."""
+    """Compute the gradient of all weights, as one SGD step with learning rate -1 from zeros.
+
+    The result has the shape of the memory, `[rows, dim]` or flat, and the dtype of the parameters.
+    """
     result = grad.new_zeros(ctx.shape, dtype=ctx.dtype)
     hyper = grad.new_zeros(Hyper.OPTIMIZER_ARGS, dtype=torch.float64)
     for entry in (Hyper.LEARNING_RATE, Hyper.SEED):
@@ -480,6 +524,7 @@ def _dense_grad(
 def _sparse_grad(
     ctx: Any, grad: Tensor, batch: Lookup, groups: tbe.Groups, sample_weights: Tensor | None
 ) -> Tensor:
+    """Return the gradient `[rows, dim]` as a sparse tensor of the distinct rows of the batch."""
     values = tbe.tbe_row_grads(
         grad,
         batch.features,
@@ -502,7 +547,10 @@ def _sparse_grad(
 
 
 def _rows_of_gradient(rows: Tensor, values: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Return a sparse gradient of distinct, ascending rows."""
+    """Return a sparse gradient of distinct, ascending rows.
+
+    `rows` is int64 `[n]`, `values` `[n, dim]`, `shape` that of the parameter.
+    """
     return torch.sparse_coo_tensor(
         rows.unsqueeze(0), values, shape, is_coalesced=True, check_invariants=False
     )
@@ -537,7 +585,12 @@ def lookup(
     offsets: Sequence[WeightOffset] | None = None,
     slower: Sequence[Tensor] = (),
 ) -> Tensor:
-    """Pool each bag; the parameters, views at `offsets` of `memory` or `slower`, get gradients."""
+    """Pool each bag; the parameters, views at `offsets` of `memory` or `slower`, get gradients.
+
+    The output is as of `FusedLookup.forward`. `memory` is `[rows, dim]`, or flat if dims differ,
+    and `slower` the flat weights of the other tiers. `unique` is the number of distinct rows of the
+    batch; None reads it from the device.
+    """
     if not torch.is_grad_enabled():
         return lookup_no_grad([memory.view(-1), *slower], batch, sample_weights, output_dtype)
     gradient_dtype = torch.float32 if optimizer.deferred and HAS_GRAD_DTYPE else memory.dtype
@@ -560,7 +613,10 @@ def lookup_no_grad(
     sample_weights: Tensor | None,
     output_dtype: torch.dtype,
 ) -> Tensor:
-    """Pool each bag, without gradients."""
+    """Pool each bag, without gradients.
+
+    `weights` are as in `Tiers`; the output is as of `FusedLookup.forward`, of `output_dtype`.
+    """
     return tbe.tbe_lookup(
         _readable(weights, batch),
         batch.features,
@@ -576,14 +632,21 @@ def lookup_no_grad(
 
 
 def multiply_weights(sample_weights: Tensor | None, scales: Tensor | None) -> Tensor | None:
-    """Multiply two optional weight tensors; None counts as ones."""
+    """Multiply two optional weight tensors; None counts as ones.
+
+    Both are float32 `[L]`.
+    """
     if sample_weights is None or scales is None:
         return scales if sample_weights is None else sample_weights
     return sample_weights * scales
 
 
 def clip_gradient(grad: Tensor, rule: UpdateRule, scale: Tensor | None = None) -> Tensor:
-    """Clamp the gradient of the output to the bounds of the optimizer, times `scale` if given."""
+    """Clamp the gradient of the output to the bounds of the optimizer, times `scale` if given.
+
+    `grad` may have any shape; `scale` is a scalar. Returned unchanged if the optimizer has no
+    bounds.
+    """
     if rule.max_gradient is None:
         return grad
     bound = largest_within(rule.max_gradient, grad.dtype)
@@ -625,8 +688,8 @@ def _readable(weights: Sequence[Tensor], batch: Lookup) -> Sequence[Tensor]:
     """Return the tiers that a lookup reads, with `default_rows` as the cache tier."""
     if batch.default_rows is None:
         return weights
-    none = batch.default_rows.new_empty(0)
-    return [*weights, *(none for _ in range(3 - len(weights))), batch.default_rows]
+    no_values = batch.default_rows.new_empty(0)
+    return [*weights, *(no_values for _ in range(3 - len(weights))), batch.default_rows]
 
 
 def _update_call(
@@ -637,7 +700,7 @@ def _update_call(
     locations: RowLocations,
     sample_weights: Tensor | None,
 ) -> partial[None]:
-    """Return the call of the op that updates rows, for the caller to make."""
+    """Return the call of the op that updates rows; `grad` has the shape of the output."""
     compiling = torch.compiler.is_compiling()
     return partial(
         tbe.tbe_update_ if compiling else native(tbe.tbe_update_),
@@ -657,6 +720,7 @@ def _update_call(
 
 
 def _sample_weight_grad(grad: Tensor, weights: Sequence[Tensor], batch: Lookup) -> Tensor:
+    """Return the gradients of sample weights, float32 `[L]`: row times gradient of its bag."""
     return tbe.tbe_sample_weight_grad(
         grad,
         _readable(weights, batch),

@@ -122,7 +122,13 @@ def bytes_per_slot(order: str, device: str) -> int:
 
 
 class Keys(NamedTuple):
-    """A batch of keys; the module docstring explains segments."""
+    """A batch of keys; the module docstring explains segments.
+
+    Attributes:
+        ids: int64 `[L]`, keys of all segments.
+        starts: int64 `[S + 1]`, first key of each segment, then L.
+        tables: int64 `[S]`, table of each segment.
+    """
 
     ids: Tensor
     starts: Tensor
@@ -196,17 +202,17 @@ hash_add_rows_ = torch.ops.emblib.hash_add_rows_.default
 hash_evicted_rows = torch.ops.emblib.hash_evicted_rows.default
 
 
-def wanted_buckets(keys: int, buckets: int, most: int, load: int) -> int:
+def wanted_buckets(keys: int, buckets: int, max_buckets: int, load: int) -> int:
     """Return the number of buckets that `hash_grow_` gives a table for this many keys.
 
     A level of 2^n buckets is split while the number of keys grows by a quarter from `load`.
     """
     per_bucket, level = SLOTS * load, 1
-    while 4 * level <= most and 2 * level * per_bucket < keys * 1024:
+    while 4 * level <= max_buckets and 2 * level * per_bucket < keys * 1024:
         level *= 2
-    over = max(0, keys * 1024 - level * per_bucket)
-    limit = 2 * level if 4 * level <= most else most
-    return max(buckets, min(limit, level + -(-4 * over // per_bucket)))
+    excess_keys = max(0, keys * 1024 - level * per_bucket)
+    limit = 2 * level if 4 * level <= max_buckets else max_buckets
+    return max(buckets, min(limit, level + -(-4 * excess_keys // per_bucket)))
 
 
 @torch.library.register_fake("emblib::hash_find")

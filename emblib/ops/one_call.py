@@ -30,6 +30,8 @@ def in_one_call(*calls: partial[Any]) -> None:
 def count_step(step: Tensor, counted: Tensor | int, *updates: partial[Any]) -> None:
     """Increment a scalar step and make the updates that read it, all or nothing.
 
+    `step` is a float64 scalar, `counted` its increment: a number, or a scalar on its device.
+
     Args:
         step: scalar to increment in place. The updates run after the increment; if `counted` is 0,
             it is undone after them.

@@ -56,7 +56,13 @@ _ops = torch.ops.emblib
 
 
 class Routing(NamedTuple):
-    """Routing of ids to ranks, for one layout of units and one set of batch sizes."""
+    """Routing of ids to ranks, for one layout of units and one set of batch sizes.
+
+    Attributes:
+        first_bags: int64 `[F + 1]`, first bag of each feature, then the number of bags.
+        features, blocks: int64 tensors of rows, see the module docstring.
+        copies, units: int64 `[C]` and `[U + 1]`, see the module docstring.
+    """
 
     first_bags: Tensor
     features: Tensor
@@ -92,13 +98,17 @@ def segments_at_end(starts: Tensor, order: Tensor, total: int) -> tuple[Tensor, 
     begins = total - lengths.flip(0).cumsum(0).flip(0)
     positions = torch.arange(total, device=starts.device)
     segment = torch.searchsorted(begins, positions, right=True) - 1
-    at = segment.clamp(min=0)
-    sources = positions - begins[at] + starts.index_select(0, order)[at]
+    segment_or_first = segment.clamp(min=0)
+    sources = positions - begins[segment_or_first] + starts.index_select(0, order)[segment_or_first]
     return torch.where(segment >= 0, sources, -1), begins
 
 
 def take_or_fill(values: Tensor, sources: Tensor, fill: int) -> Tensor:
-    """Return `values` at `sources`, and `fill` where a source is -1."""
+    """Return `values` at `sources`, and `fill` where a source is -1.
+
+    `values` is `[N, ...]`, `sources` int64 `[M]`; the result is `[M, ...]` of the dtype of
+    `values`.
+    """
     values_taken = values.index_select(0, sources.clamp(min=0))
     is_present = (sources >= 0).view(-1, *[1] * (values.dim() - 1))
     return torch.where(is_present, values_taken, fill)

@@ -209,6 +209,8 @@ def unscaled(grad: Tensor, scale: Tensor) -> UnscaledGradient:
     """Divide a gradient by its scale, in float32; nothing is read back from the device.
 
     The step is also not finite if gradients of other ranks are not, see `note_finite`.
+
+    `grad` has any shape, `scale` is a float32 scalar on any device.
     """
     inverse = scale.to(grad.device).double().reciprocal().float()
     gradient = grad.float() * inverse
@@ -223,6 +225,8 @@ def counted_step(hyper: Tensor, grad: Tensor) -> Tensor | int:
 
     The op raises if gradients are scaled when the graph runs. The graph cannot drop it, because the
     step depends on it, nor move it out of backward, because it depends on `grad`.
+
+    `hyper` are the float64 entries of `emblib.columns.Hyper`.
     """
     if not torch.compiler.is_compiling():
         return 1

@@ -56,7 +56,10 @@ def output_shape(
     *,
     variable: bool,
 ) -> tuple[int, ...]:
-    """Return the shape of a lookup's output; `variable` if there is a `bag_layout`."""
+    """Return the shape of a lookup's output; `variable` if there is a `bag_layout`.
+
+    `pooling` is a number of `emblib.ops.codes`. No tensor is read, only shapes.
+    """
     if pooling == codes.POOLING["none"]:
         return indices.numel(), output_dim
     if variable:
@@ -91,6 +94,9 @@ def group(
     """Group lookups by linear row id `row_base + index`; `total_rows` bounds those ids.
 
     `repaired`: `check_bounds` has returned the offsets, so a GPU does not check them again.
+
+    Arguments are as at the top of this file. `total_rows` must exceed every id; groups are in
+    ascending order of ids.
     """
     return Groups(*tbe_group(features, indices, offsets, bag_layout, total_rows, repaired))
 

@@ -110,7 +110,12 @@ class ShareGradients(Protocol):
 class ComputedRows(NamedTuple):
     """The results of a forward pass that its backward needs.
 
-    `rows` and `inverse`, the row of each lookup, are for the gradient of sample weights alone.
+    Attributes:
+        groups: distinct rows and their lookups, as `tbe_group` returns them.
+        plan: halves that the distinct rows share.
+        prefixes: float32 `[num_saved, largest Q_l * rank]`, values of the first left halves.
+        rows: float32 `[L, D]`, the distinct rows; None unless sample weights need a gradient.
+        inverse: int32 `[L]`, the row of each lookup; None without `rows`.
     """
 
     groups: tbe.Groups
@@ -157,6 +162,9 @@ def look_up(
     """Pool each bag; return the output and the values that backward needs (rows if `keeps_rows`).
 
     Calls that only update in backward use `emblib.tables.tt_calls` instead.
+
+    The output is as of `pool`. `num_saved` left halves are stored for backward, which computes the
+    others again.
     """
     if keeps_rows or not _has_whole_passes(batch):
         rows = compute_rows(cores, batch, num_saved)
@@ -212,7 +220,10 @@ def pool(rows: ComputedRows, batch: TTLookup, sample_weights: Tensor | None) -> 
 def lookup(
     cores: Sequence[Tensor], batch: TTLookup, sample_weights: Tensor | None = None
 ) -> Tensor:
-    """Pool each bag; no gradients."""
+    """Pool each bag; no gradients.
+
+    `cores` are those of all tables, `sample_weights` float32 `[L]`; the output is as of `pool`.
+    """
     if is_chunked(batch, sample_weights):
         return lookup_chunks(cores, batch, sample_weights)
     return look_up(cores, batch, sample_weights)[0]
@@ -221,7 +232,10 @@ def lookup(
 def lookup_chunks(
     cores: Sequence[Tensor], batch: TTLookup, sample_weights: Tensor | None
 ) -> Tensor:
-    """Pool each bag chunk by chunk."""
+    """Pool each bag chunk by chunk.
+
+    Arguments and output are those of `lookup`; memory is bounded by the size of a chunk.
+    """
     pooling = codes.POOLING[batch.pooling.value]
     variable = batch.bag_layout is not None
     shape = tbe.output_shape(
@@ -245,14 +259,17 @@ def _pool_chunk(
     sample_weights: Tensor | None,
     out: Tensor,
 ) -> None:
-    """Write, or add if a bag is divided, the output of a chunk."""
+    """Write, or add if a bag is divided, the output of a chunk.
+
+    `out` has the shape of the whole batch's output, float32.
+    """
     weights = None if sample_weights is None else sample_weights[chunk.lookups]
     pooled, _ = look_up(cores[chunk.cores], chunk.batch, weights)
-    at = chunk.elements(out, batch)
+    out_elements = chunk.elements(out, batch)
     if chunk.share < 1.0 and batch.pooling is not Pooling.NONE:
-        out[at] += pooled * (chunk.share if batch.pooling is Pooling.MEAN else 1.0)
+        out[out_elements] += pooled * (chunk.share if batch.pooling is Pooling.MEAN else 1.0)
     else:
-        out[at] = pooled
+        out[out_elements] = pooled
 
 
 def chunk_gradients(
@@ -263,7 +280,11 @@ def chunk_gradients(
     *,
     needs_sample_grad: bool,
 ) -> tuple[list[Tensor], Tensor | None]:
-    """Return the gradients of whole cores, summed over chunks, and those of sample weights."""
+    """Return the gradients of whole cores, summed over chunks, and those of sample weights.
+
+    `grad` has the shape of the output. The gradients are float32: of the shapes of the cores, and
+    `[L]`, or None without `needs_sample_grad`.
+    """
     core_grads = [torch.zeros_like(core, dtype=torch.float32) for core in cores]
     sample_grad = torch.zeros(batch.indices.numel()) if needs_sample_grad else None
     for chunk in chunks_of(batch, sample_weights):
@@ -515,7 +536,10 @@ def _update(
     grad: Tensor,
     sample_weights: Tensor | None,
 ) -> None:
-    """Apply one step of the optimizer to the core rows that the batch uses."""
+    """Apply one step of the optimizer to the core rows that the batch uses.
+
+    `grad` has the shape of the output; `states` are the optimizer states of each core.
+    """
     all_states = [state for of_core in states for state in of_core]
     optimizer, grad = codes.OPTIMIZER[rule.name], rule.descent(grad)
     if _has_whole_passes(batch):
@@ -579,6 +603,9 @@ def update_cores(
 
     `first_rows` has the number of the first row of each core, see `TTLayout.first_core_rows`.
     With `skips_overflow` a step whose gradients are not all finite changes nothing.
+
+    `grads` have the shapes of the cores. `states` are the optimizer states of each core, `hyper`
+    the float64 entries of `emblib.columns.Hyper`.
     """
     is_finite = None
     if skips_overflow:
@@ -625,7 +652,10 @@ def _make_step(
 def _row_grads(
     grad: Tensor, rows: ComputedRows, batch: TTLookup, sample_weights: Tensor | None
 ) -> Tensor:
-    """Return the gradients of the distinct rows."""
+    """Return the gradients of the distinct rows.
+
+    The result is float32 `[L, D]`; rows from the number of distinct rows on are unspecified.
+    """
     return _ops.tbe_row_grads(
         grad,
         batch.key_features,
@@ -641,12 +671,14 @@ def _row_grads(
 def _core_grads(
     row_grads: Tensor, rows: ComputedRows, batch: TTLookup, cores: Sequence[Tensor]
 ) -> list[Tensor]:
+    """Return the gradient of each core, float32 of its shape, from `row_grads` `[L, D]`."""
     return _ops.tt_core_grads(
         cores, rows.plan, rows.prefixes, row_grads, *batch.layout[:3], batch.matmul_code
     )
 
 
 def _sample_weight_grad(grad: Tensor, rows: ComputedRows, batch: TTLookup) -> Tensor:
+    """Return the gradient of sample weights, float32 `[L]`."""
     weights, features, slots = _row_memory(rows, batch)
     return _ops.tbe_sample_weight_grad(
         grad,
@@ -693,5 +725,5 @@ def _row_memory(
     rows = train_rows.rows.view(-1)
     if batch.layout.has_one_dim:
         return [rows], features, None
-    nothing = rows[:0]
-    return [rows, nothing, nothing, rows], features, train_rows.inverse
+    no_rows = rows[:0]
+    return [rows, no_rows, no_rows, rows], features, train_rows.inverse

@@ -57,10 +57,10 @@ def _(
     num_saved: int,
     matmul_precision: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    like = cores[0].new_empty(0, dtype=torch.float32)
-    rows = like.new_empty(plan[2].numel(), _widest(dim_factors, num_cores))
+    no_values = cores[0].new_empty(0, dtype=torch.float32)
+    rows = no_values.new_empty(plan[2].numel(), _widest(dim_factors, num_cores))
     size = left_value_size(cores, dim_factors, num_cores)
-    return rows, like.new_empty(num_saved, size)
+    return rows, no_values.new_empty(num_saved, size)
 
 
 @torch.library.register_fake("emblib::tt_core_grads")

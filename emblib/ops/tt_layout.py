@@ -24,8 +24,13 @@ CHUNK_BYTES = 128 << 20
 class TTLayout(NamedTuple):
     """Layout of the tables of a module, in the form that ops take, see `emblib.ops.tt`.
 
-    `tables` has the rows of the tensor of this name. `num_keys`, `left_ids` and `right_ids` are the
-    numbers of keys and of half ids over all tables; `dim` is the largest dim.
+    Attributes:
+        row_factors, dim_factors: factors of all tables, table after table, one per core.
+        num_cores: number of cores of each table.
+        tables: rows of the tensor `tables`, see `emblib.columns.TTTableColumn`.
+        num_keys, left_ids, right_ids: numbers of keys and of ids of halves over all tables.
+        dim: largest dim.
+        has_one_dim: whether all tables have the same dim.
     """
 
     row_factors: tuple[int, ...]
@@ -97,11 +102,21 @@ def id_table_row(rows: int) -> tuple[int, ...]:
 
 
 class TTLookup(NamedTuple):
-    """One batch; `features` `[3 F, 8]` describe its tables as dense tables, in three ways.
+    """One batch of a module of tensor trains.
 
-    The first F rows describe tables indexed by keys, the next F tables indexed by ids, the last F
-    the computed rows that a GPU pools, see `row_feature`. `repaired` is whether `check_bounds` has
-    returned `offsets`.
+    Attributes:
+        layout: layout of the tables.
+        tables, feature_tables: int64 `[T, 10]` and `[F, 10]`, see `emblib.columns.TTTableColumn`.
+        features: int64 `[3 F, 8]`, which describe the tables as dense ones: first F rows for tables
+            indexed by keys, then F indexed by ids, then F for the computed rows that a GPU pools,
+            see `row_feature`.
+        indices: int32 or int64 `[L]`.
+        offsets: `[F * B + 1]`, or `[bags + 1]` with a `bag_layout`.
+        bag_layout: int64 `[bags, 2]`, see `emblib.ops.tbe`; None if all features have B bags.
+        pooling: pooling of the bags.
+        output_dim, output_dtype: columns and dtype of the output.
+        repaired: whether `check_bounds` returned `offsets`.
+        matmul: minimum precision of products on a GPU.
     """
 
     layout: TTLayout
@@ -228,6 +243,7 @@ def chunks_of(batch: TTLookup, sample_weights: Tensor | None) -> Iterator[Chunk]
 
 
 def _chunk(batch: TTLookup, f: int, bags: slice, lookups: slice, share: float) -> Chunk:
+    """Return the chunk of some bags of feature `f`; `share` < 1 if it has part of one bag."""
     layout = batch.layout
     first_key = int(batch.feature_tables[f, TTTableColumn.FIRST_KEY])
     t = next(t for t, row in enumerate(layout.tables) if row[TTTableColumn.FIRST_KEY] == first_key)

@@ -36,8 +36,8 @@ def decode_steps(prev_iter: Tensor) -> Tensor:
         tensor([       3, 33554432])
     """
     code = prev_iter.to(torch.float32)
-    beyond = (code.view(torch.int32) - _BITS_OF_LAST_PLAIN).clamp(min=0)
-    return code.clamp(0, _LAST_PLAIN).long() + torch.where(code > 0, beyond, 0)
+    steps_beyond = (code.view(torch.int32) - _BITS_OF_LAST_PLAIN).clamp(min=0)
+    return code.clamp(0, _LAST_PLAIN).long() + torch.where(code > 0, steps_beyond, 0)
 
 
 def encode_steps(steps: Tensor) -> Tensor:
@@ -403,11 +403,11 @@ def ensemble_(
     average, swap = step % optimizer.average_every == 0, step % optimizer.swap_every == 0
     if not (average or swap):
         return
-    keep = 0.0 if step <= optimizer.start else optimizer.keep
+    decay = 0.0 if step <= optimizer.start else optimizer.keep
     with torch.no_grad():
         for fast, ema in zip(weights, slow, strict=True):
             if average:
-                ema.lerp_(fast.to(ema), 1.0 - keep)
+                ema.lerp_(fast.to(ema), 1.0 - decay)
             if swap:
                 fast.copy_(ema)
             if average and optimizer.slow is EmaReset.CLEAR:
@@ -426,5 +426,7 @@ def count_largest_(
         return
     if step % counter.update_every == 0:
         largest = [count.max() for count in counters if count.numel() > 0]
-        at = Hyper.OPTIMIZER_ARGS + len(optimizer.parameters()) - 1
-        hyper[at] = 1.0 + (torch.stack([x.to(hyper) for x in largest]).max() if largest else 0.0)
+        column = Hyper.OPTIMIZER_ARGS + len(optimizer.parameters()) - 1
+        hyper[column] = 1.0 + (
+            torch.stack([x.to(hyper) for x in largest]).max() if largest else 0.0
+        )

@@ -174,6 +174,9 @@ def start_all_gather(
 def start_minimum(values: Tensor, ranks: RankGroup) -> Awaitable[Tensor]:
     """Start to take the minimum of `values` over all ranks, element by element, in place.
 
+    `values` may have any shape, equal on all ranks; it must not be used until the result is
+    awaited.
+
     Raises:
         RuntimeError: another thread has a collective over this process group in flight.
     """
@@ -336,14 +339,14 @@ def _parsed(
 ) -> tuple[list[int], list[list[int]]]:
     """Split the numbers of one rank into the common ones and the lists for this rank."""
     begin = num_common + ranks.size
-    at = begin + sum(numbers[num_common : num_common + ranks.rank])
-    rows = []
+    position = begin + sum(numbers[num_common : num_common + ranks.rank])
+    lists = []
     for size in sizes:
-        end = numbers[at]
-        row = numbers[at + 1 : at + 1 + end]
-        rows.append(row + row[-1:] * (size - end))
-        at += 1 + end
-    return numbers[:num_common], rows
+        end = numbers[position]
+        numbers_of_list = numbers[position + 1 : position + 1 + end]
+        lists.append(numbers_of_list + numbers_of_list[-1:] * (size - end))
+        position += 1 + end
+    return numbers[:num_common], lists
 
 
 # Headers
@@ -379,9 +382,9 @@ class Headers:
     ) -> None:
         self._ranks = ranks
         self._in_flight = _enter_collective(ranks)
-        fits = len(numbers) <= self.ROOM
+        has_room = len(numbers) <= self.ROOM
         header = [*kind, *(0,) * (_KIND - len(kind)), *nbytes, *received_nbytes]
-        header += [len(numbers), *numbers] if fits else [-1]
+        header += [len(numbers), *numbers] if has_room else [-1]
         header += (0,) * (_KIND + 2 * ranks.size + 1 + self.ROOM - len(header))
         # By an array, because torch.tensor of a list takes long for every number.
         self._sent = torch.frombuffer(array("q", header * (ranks.size - 1)), dtype=torch.int64)
@@ -467,10 +470,10 @@ def _raise_difference(kinds: Tensor, sent: Tensor, expected: Tensor, *, ranks: R
     if contents[rank] == Content.GRADIENTS and kinds[rank, 2] >> _SCALED_BIT != (
         kinds[peer, 2] >> _SCALED_BIT
     ):
-        scaled, plain = sorted((rank, peer), key=lambda r: -int(kinds[r, 2]))
+        scaled_rank, unscaled_rank = sorted((rank, peer), key=lambda r: -int(kinds[r, 2]))
         raise RuntimeError(
-            f"a torch.amp.GradScaler has scaled the loss of rank {scaled} and not that of rank "
-            f"{plain}: use one on all ranks, or on none"
+            f"a torch.amp.GradScaler has scaled the loss of rank {scaled_rank} and not that of "
+            f"rank {unscaled_rank}: use one on all ranks, or on none"
         )
     if kinds[rank, 2] != kinds[peer, 2] and contents[rank] == Content.GRADIENTS:
         raise RuntimeError(

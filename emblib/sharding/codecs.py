@@ -423,8 +423,8 @@ class Values(NamedTuple):
     """Floating-point values for all ranks, flat, that a codec encodes.
 
     `sizes` and `received_sizes` count the values to and from each rank. `received` is the buffer
-    for incoming values without a codec, allocated if None. `comes_whole`: whether the result must
-    be one tensor that includes the part of this rank.
+    for incoming values without a codec, allocated if None. `needs_one_tensor`: whether the result
+    must be one tensor that includes the part of this rank.
     """
 
     values: Tensor
@@ -432,7 +432,7 @@ class Values(NamedTuple):
     received_sizes: Sequence[int]
     codec: Codec
     received: Tensor | None = None
-    comes_whole: bool = False
+    needs_one_tensor: bool = False
 
     def nbytes(self) -> tuple[list[int], list[int]]:
         """Return the bytes of the messages to each rank, and of those from each rank."""
@@ -462,7 +462,7 @@ def start_values(
     messages, results = [], []
     for values in batch:
         message, local_values = values.encoded(), None
-        may_stay = content is Content.ROWS and not is_merged and not values.comes_whole
+        may_stay = content is Content.ROWS and not is_merged and not values.needs_one_tensor
         if may_stay and _is_read_directly(values.codec, message.sent):
             local_values = local_part(message.sizes, ranks)
         sizes, local, begin = list(values.received_sizes), None, 0

@@ -36,6 +36,239 @@ from emblib.specs import Choice
 _FLOAT32 = CommPrecision()
 
 
+def alltoall_pooled(
+    values: Tensor,
+    batch_sizes: Sequence[int],
+    columns: Sequence[int],
+    ranks: RankGroup,
+    *,
+    comm_precision: CommPrecision = _FLOAT32,
+    gradients: GradientReduction | str = GradientReduction.MEAN,
+) -> Awaitable[Tensor]:
+    """Send pooled rows to the ranks that own the examples, and concatenate features of all ranks.
+
+    `values` [sum B, columns[rank]]: all ranks' examples, the features of this rank. The result is
+    [B[rank], sum columns]: this rank's examples, the features of rank 0, 1, ... side by side.
+    """
+    _check_ranks("batch_sizes", batch_sizes, ranks)
+    _check_ranks("columns", columns, ranks)
+    _check_rows("values", values, 2, sum(batch_sizes))
+    width, batch = columns[ranks.rank], batch_sizes[ranks.rank]
+    if values.size(1) != width:
+        raise ValueError(
+            f"values must have {width} columns, columns[{ranks.rank}] of this rank: "
+            f"got {values.size(1)}"
+        )
+    received_sizes = [batch * n for n in columns]
+
+    def join_columns(received: Tensor) -> Tensor:
+        blocks = zip(received.split(received_sizes), columns, strict=True)
+        return torch.cat([block.view(batch, n) for block, n in blocks], 1)
+
+    options = _Pattern.PARTS, comm_precision, gradients
+    return _start(
+        values, [n * width for n in batch_sizes], received_sizes, ranks, options=options
+    ).then(join_columns)
+
+
+def alltoallv(
+    values: Sequence[Tensor],
+    batch_sizes: Sequence[int],
+    columns: Sequence[Sequence[int]],
+    ranks: RankGroup,
+    *,
+    comm_precision: CommPrecision = _FLOAT32,
+    gradients: GradientReduction | str = GradientReduction.MEAN,
+    dtype: torch.dtype = torch.float32,
+) -> Awaitable[list[Tensor]]:
+    """Do the same as `alltoall_pooled`, with one tensor per table in arguments and result.
+
+    `values[i]` is [sum B, columns[rank][i]]; rank r has `len(columns[r])` of them. The result has
+    [B[rank], n] for every n of columns[0], columns[1], ... All are of `dtype`, which a rank without
+    tables could not know.
+    """
+    _check_ranks("columns", columns, ranks)
+    widths_here = [tensor.size(-1) for tensor in values]
+    if widths_here != list(columns[ranks.rank]):
+        raise ValueError(
+            f"values must have the columns {list(columns[ranks.rank])} of columns[{ranks.rank}]: "
+            f"got {widths_here}"
+        )
+    if any(tensor.dtype != dtype for tensor in values):
+        raise TypeError(
+            f"values must all be {dtype}, got {[tensor.dtype for tensor in values]}: give the "
+            "dtype that all ranks' values have"
+        )
+    empty = torch.empty(sum(batch_sizes), 0, dtype=dtype, device=ranks.device, requires_grad=True)
+    joined = torch.cat(list(values), 1) if values else empty
+    widths = list(itertools.chain(*columns))
+    awaitable = alltoall_pooled(
+        joined,
+        batch_sizes,
+        [sum(n) for n in columns],
+        ranks,
+        comm_precision=comm_precision,
+        gradients=gradients,
+    )
+    return awaitable.then(lambda received: list(received.split(widths, 1)))
+
+
+def variable_batch_alltoall_pooled(
+    values: Tensor,
+    batch_sizes: Sequence[Sequence[int]],
+    batch_sizes_here: Sequence[int],
+    columns: Sequence[Sequence[int]],
+    ranks: RankGroup,
+    *,
+    comm_precision: CommPrecision = _FLOAT32,
+    gradients: GradientReduction | str = GradientReduction.MEAN,
+) -> Awaitable[Tensor]:
+    """Send pooled rows of features with different batch sizes, flat in argument and result.
+
+    `values`: for each rank r, for each feature f of this rank, `batch_sizes[r][f]` rows of
+    `columns[rank][f]`. `batch_sizes_here`: examples of this rank, for the features of rank 0, 1,
+    ... one after another; these are also the numbers of rows in the result, in this order.
+    """
+    _check_ranks("batch_sizes", batch_sizes, ranks)
+    _check_ranks("columns", columns, ranks)
+    widths_here = columns[ranks.rank]
+    sizes = [sum(n * d for n, d in zip(row, widths_here, strict=True)) for row in batch_sizes]
+    _check_rows("values", values, 1, sum(sizes))
+    features = sum(map(len, columns))
+    if len(batch_sizes_here) != features:
+        raise ValueError(
+            f"batch_sizes_here must have an entry for each of the {features} features of all "
+            f"ranks: got {len(batch_sizes_here)}"
+        )
+    rows = iter(batch_sizes_here)
+    received_sizes = [sum(next(rows) * d for d in row) for row in columns]
+    return _start(
+        values, sizes, received_sizes, ranks, options=(_Pattern.PARTS, comm_precision, gradients)
+    )
+
+
+def alltoall_sequence(
+    values: Tensor,
+    sizes: Sequence[int],
+    received_sizes: Sequence[int],
+    ranks: RankGroup,
+    *,
+    comm_precision: CommPrecision = _FLOAT32,
+    gradients: GradientReduction | str = GradientReduction.MEAN,
+) -> Awaitable[Tensor]:
+    """Send unpooled rows: `sizes[r]` rows of `values` [N, D] go to rank r.
+
+    The result is [sum received_sizes, D], those of rank 0 first.
+    """
+    _check_ranks("sizes", sizes, ranks)
+    _check_ranks("received_sizes", received_sizes, ranks)
+    _check_rows("values", values, 2, sum(sizes))
+    width = values.size(1)
+    sent_sizes, received = [n * width for n in sizes], [n * width for n in received_sizes]
+    rows = sum(received_sizes)
+    options = _Pattern.PARTS, comm_precision, gradients
+    return _start(values, sent_sizes, received, ranks, options=options).then(
+        lambda received_sizes: received_sizes.view(rows, width)
+    )
+
+
+def reduce_scatter_pooled(
+    values: Sequence[Tensor],
+    ranks: RankGroup,
+    *,
+    comm_precision: CommPrecision = _FLOAT32,
+    gradients: GradientReduction | str = GradientReduction.MEAN,
+) -> Awaitable[Tensor]:
+    """Sum over all ranks the rows for this one: `values[r]` [B[r], D] is for rank r."""
+    _check_ranks("values", values, ranks)
+    sizes = [tensor.size(0) for tensor in values]
+    all_values = torch.cat(list(values))
+    return reduce_scatter_v_pooled(
+        all_values, sizes, ranks, comm_precision=comm_precision, gradients=gradients
+    )
+
+
+def reduce_scatter_base_pooled(
+    values: Tensor,
+    ranks: RankGroup,
+    *,
+    comm_precision: CommPrecision = _FLOAT32,
+    gradients: GradientReduction | str = GradientReduction.MEAN,
+) -> Awaitable[Tensor]:
+    """Sum over all ranks where each has B examples: [W * B, D] to [B, D]."""
+    if values.size(0) % ranks.size:
+        raise ValueError(
+            f"values must have as many rows for each of {ranks.size} ranks, got {values.size(0)} "
+            "in all; with other numbers use reduce_scatter_v_pooled"
+        )
+    sizes = [values.size(0) // ranks.size] * ranks.size
+    return reduce_scatter_v_pooled(
+        values, sizes, ranks, comm_precision=comm_precision, gradients=gradients
+    )
+
+
+def reduce_scatter_v_pooled(
+    values: Tensor,
+    batch_sizes: Sequence[int],
+    ranks: RankGroup,
+    *,
+    comm_precision: CommPrecision = _FLOAT32,
+    gradients: GradientReduction | str = GradientReduction.MEAN,
+) -> Awaitable[Tensor]:
+    """Sum over all ranks the rows for this one: `values` [sum B, D] to [B[rank], D]."""
+    _check_ranks("batch_sizes", batch_sizes, ranks)
+    _check_rows("values", values, 2, sum(batch_sizes))
+    width, batch = values.size(1), batch_sizes[ranks.rank]
+    sizes, received_sizes = [n * width for n in batch_sizes], [batch * width] * ranks.size
+    options = _Pattern.SUMS, comm_precision, gradients
+    return _start(values, sizes, received_sizes, ranks, options=options).then(
+        lambda sums: sums.view(batch, width)
+    )
+
+
+def all_gather_base_pooled(
+    values: Tensor,
+    ranks: RankGroup,
+    *,
+    batch_sizes: Sequence[int] | None = None,
+    comm_precision: CommPrecision = _FLOAT32,
+    gradients: GradientReduction | str = GradientReduction.MEAN,
+) -> Awaitable[Tensor]:
+    """Gather the rows of all ranks on every rank: [B[rank], D] to [sum B, D]; backward sums.
+
+    Without `batch_sizes` all ranks have as many rows as this one.
+    """
+    sizes = [values.size(0)] * ranks.size if batch_sizes is None else list(batch_sizes)
+    _check_ranks("batch_sizes", sizes, ranks)
+    _check_rows("values", values, 2, sizes[ranks.rank])
+    width, rows = values.size(1), sum(sizes)
+    sent_sizes, received = [values.numel()] * ranks.size, [n * width for n in sizes]
+    options = _Pattern.COPIES, comm_precision, gradients
+    return _start(values, sent_sizes, received, ranks, options=options).then(
+        lambda received_sizes: received_sizes.view(rows, width)
+    )
+
+
+def _start(
+    values: Tensor,
+    sizes: Sequence[int],
+    received_sizes: Sequence[int],
+    ranks: RankGroup,
+    *,
+    options: tuple[_Pattern, CommPrecision, GradientReduction | str],
+) -> Awaitable[Tensor]:
+    """Start a collective whose backward is the opposite one; sizes are elements per rank."""
+    pattern, comm_precision, gradients = options
+    if not values.is_floating_point():
+        raise TypeError(f"values must be floating, got {values.dtype}")
+    sent_sizes, received_sizes = tuple(sizes), tuple(received_sizes)
+    directions = (
+        _Leg(pattern, sent_sizes, received_sizes, comm_precision.forward, ranks),
+        _Leg(_BACK[pattern], received_sizes, sent_sizes, comm_precision.backward, ranks),
+    )
+    return _CollectiveAwaitable(values, _Call(directions, GradientReduction(gradients)))
+
+
 class _Pattern(Choice):
     PARTS = "parts"  # every rank gets a part of its own
     COPIES = "copies"  # every rank gets the same values
@@ -51,7 +284,10 @@ _BACK = {
 
 @dataclass(frozen=True)
 class _Leg:
-    """One direction of a collective: elements sent to and received from each rank, and codec."""
+    """One direction of a collective.
+
+    `sizes` and `received` are elements sent to and received from each rank, encoded by `codec`.
+    """
 
     pattern: _Pattern
     sizes: tuple[int, ...]
@@ -139,25 +375,6 @@ class _CollectiveAwaitable(Awaitable[Tensor]):
         return result
 
 
-def _start(
-    values: Tensor,
-    sizes: Sequence[int],
-    received: Sequence[int],
-    ranks: RankGroup,
-    *,
-    options: tuple[_Pattern, CommPrecision, GradientReduction | str],
-) -> Awaitable[Tensor]:
-    pattern, comm_precision, gradients = options
-    if not values.is_floating_point():
-        raise TypeError(f"values must be floating, got {values.dtype}")
-    sent_sizes, received = tuple(sizes), tuple(received)
-    legs = (
-        _Leg(pattern, sent_sizes, received, comm_precision.forward, ranks),
-        _Leg(_BACK[pattern], received, sent_sizes, comm_precision.backward, ranks),
-    )
-    return _CollectiveAwaitable(values, _Call(legs, GradientReduction(gradients)))
-
-
 def _check_ranks(name: str, per_rank: Sequence[Any], ranks: RankGroup) -> None:
     if len(per_rank) != ranks.size:
         raise ValueError(
@@ -171,216 +388,3 @@ def _check_rows(name: str, values: Tensor, dims: int, rows: int) -> None:
             f"{name} must have {dims} dimensions and {rows} rows, those of the splits: "
             f"got {list(values.shape)}"
         )
-
-
-def alltoall_pooled(
-    values: Tensor,
-    batch_sizes: Sequence[int],
-    columns: Sequence[int],
-    ranks: RankGroup,
-    *,
-    comm_precision: CommPrecision = _FLOAT32,
-    gradients: GradientReduction | str = GradientReduction.MEAN,
-) -> Awaitable[Tensor]:
-    """Send pooled rows to the ranks that own the examples, and concatenate features of all ranks.
-
-    `values` [sum B, columns[rank]]: all ranks' examples, the features of this rank. The result is
-    [B[rank], sum columns]: this rank's examples, the features of rank 0, 1, ... side by side.
-    """
-    _check_ranks("batch_sizes", batch_sizes, ranks)
-    _check_ranks("columns", columns, ranks)
-    _check_rows("values", values, 2, sum(batch_sizes))
-    width, batch = columns[ranks.rank], batch_sizes[ranks.rank]
-    if values.size(1) != width:
-        raise ValueError(
-            f"values must have {width} columns, columns[{ranks.rank}] of this rank: "
-            f"got {values.size(1)}"
-        )
-    received_sizes = [batch * n for n in columns]
-
-    def join_columns(received: Tensor) -> Tensor:
-        blocks = zip(received.split(received_sizes), columns, strict=True)
-        return torch.cat([block.view(batch, n) for block, n in blocks], 1)
-
-    options = _Pattern.PARTS, comm_precision, gradients
-    return _start(
-        values, [n * width for n in batch_sizes], received_sizes, ranks, options=options
-    ).then(join_columns)
-
-
-def alltoallv(
-    values: Sequence[Tensor],
-    batch_sizes: Sequence[int],
-    columns: Sequence[Sequence[int]],
-    ranks: RankGroup,
-    *,
-    comm_precision: CommPrecision = _FLOAT32,
-    gradients: GradientReduction | str = GradientReduction.MEAN,
-    dtype: torch.dtype = torch.float32,
-) -> Awaitable[list[Tensor]]:
-    """Do the same as `alltoall_pooled`, with one tensor per table in arguments and result.
-
-    `values[i]` is [sum B, columns[rank][i]]; rank r has `len(columns[r])` of them. The result has
-    [B[rank], n] for every n of columns[0], columns[1], ... All are of `dtype`, which a rank without
-    tables could not know.
-    """
-    _check_ranks("columns", columns, ranks)
-    widths_here = [tensor.size(-1) for tensor in values]
-    if widths_here != list(columns[ranks.rank]):
-        raise ValueError(
-            f"values must have the columns {list(columns[ranks.rank])} of columns[{ranks.rank}]: "
-            f"got {widths_here}"
-        )
-    if any(tensor.dtype != dtype for tensor in values):
-        raise TypeError(
-            f"values must all be {dtype}, got {[tensor.dtype for tensor in values]}: give the "
-            "dtype that all ranks' values have"
-        )
-    empty = torch.empty(sum(batch_sizes), 0, dtype=dtype, device=ranks.device, requires_grad=True)
-    joined = torch.cat(list(values), 1) if values else empty
-    widths = list(itertools.chain(*columns))
-    together = alltoall_pooled(
-        joined,
-        batch_sizes,
-        [sum(n) for n in columns],
-        ranks,
-        comm_precision=comm_precision,
-        gradients=gradients,
-    )
-    return together.then(lambda received: list(received.split(widths, 1)))
-
-
-def variable_batch_alltoall_pooled(
-    values: Tensor,
-    batch_sizes: Sequence[Sequence[int]],
-    batch_sizes_here: Sequence[int],
-    columns: Sequence[Sequence[int]],
-    ranks: RankGroup,
-    *,
-    comm_precision: CommPrecision = _FLOAT32,
-    gradients: GradientReduction | str = GradientReduction.MEAN,
-) -> Awaitable[Tensor]:
-    """Send pooled rows of features with different batch sizes, flat in argument and result.
-
-    `values`: for each rank r, for each feature f of this rank, `batch_sizes[r][f]` rows of
-    `columns[rank][f]`. `batch_sizes_here`: examples of this rank, for the features of rank 0, 1,
-    ... one after another; these are also the numbers of rows in the result, in this order.
-    """
-    _check_ranks("batch_sizes", batch_sizes, ranks)
-    _check_ranks("columns", columns, ranks)
-    widths_here = columns[ranks.rank]
-    sizes = [sum(n * d for n, d in zip(row, widths_here, strict=True)) for row in batch_sizes]
-    _check_rows("values", values, 1, sum(sizes))
-    features = sum(map(len, columns))
-    if len(batch_sizes_here) != features:
-        raise ValueError(
-            f"batch_sizes_here must have an entry for each of the {features} features of all "
-            f"ranks: got {len(batch_sizes_here)}"
-        )
-    rows = iter(batch_sizes_here)
-    received_sizes = [sum(next(rows) * d for d in row) for row in columns]
-    return _start(
-        values, sizes, received_sizes, ranks, options=(_Pattern.PARTS, comm_precision, gradients)
-    )
-
-
-def alltoall_sequence(
-    values: Tensor,
-    sizes: Sequence[int],
-    received_sizes: Sequence[int],
-    ranks: RankGroup,
-    *,
-    comm_precision: CommPrecision = _FLOAT32,
-    gradients: GradientReduction | str = GradientReduction.MEAN,
-) -> Awaitable[Tensor]:
-    """Send unpooled rows: `sizes[r]` rows of `values` [N, D] go to rank r.
-
-    The result is [sum received_sizes, D], those of rank 0 first.
-    """
-    _check_ranks("sizes", sizes, ranks)
-    _check_ranks("received_sizes", received_sizes, ranks)
-    _check_rows("values", values, 2, sum(sizes))
-    width = values.size(1)
-    sent_sizes, received = [n * width for n in sizes], [n * width for n in received_sizes]
-    rows = sum(received_sizes)
-    how = _Pattern.PARTS, comm_precision, gradients
-    return _start(values, sent_sizes, received, ranks, options=how).then(
-        lambda received_sizes: received_sizes.view(rows, width)
-    )
-
-
-def reduce_scatter_pooled(
-    values: Sequence[Tensor],
-    ranks: RankGroup,
-    *,
-    comm_precision: CommPrecision = _FLOAT32,
-    gradients: GradientReduction | str = GradientReduction.MEAN,
-) -> Awaitable[Tensor]:
-    """Sum over all ranks the rows for this one: `values[r]` [B[r], D] is for rank r."""
-    _check_ranks("values", values, ranks)
-    sizes = [tensor.size(0) for tensor in values]
-    together = torch.cat(list(values))
-    return reduce_scatter_v_pooled(
-        together, sizes, ranks, comm_precision=comm_precision, gradients=gradients
-    )
-
-
-def reduce_scatter_base_pooled(
-    values: Tensor,
-    ranks: RankGroup,
-    *,
-    comm_precision: CommPrecision = _FLOAT32,
-    gradients: GradientReduction | str = GradientReduction.MEAN,
-) -> Awaitable[Tensor]:
-    """Sum over all ranks where each has B examples: [W * B, D] to [B, D]."""
-    if values.size(0) % ranks.size:
-        raise ValueError(
-            f"values must have as many rows for each of {ranks.size} ranks, got {values.size(0)} "
-            "in all; with other numbers use reduce_scatter_v_pooled"
-        )
-    sizes = [values.size(0) // ranks.size] * ranks.size
-    return reduce_scatter_v_pooled(
-        values, sizes, ranks, comm_precision=comm_precision, gradients=gradients
-    )
-
-
-def reduce_scatter_v_pooled(
-    values: Tensor,
-    batch_sizes: Sequence[int],
-    ranks: RankGroup,
-    *,
-    comm_precision: CommPrecision = _FLOAT32,
-    gradients: GradientReduction | str = GradientReduction.MEAN,
-) -> Awaitable[Tensor]:
-    """Sum over all ranks the rows for this one: `values` [sum B, D] to [B[rank], D]."""
-    _check_ranks("batch_sizes", batch_sizes, ranks)
-    _check_rows("values", values, 2, sum(batch_sizes))
-    width, batch = values.size(1), batch_sizes[ranks.rank]
-    sizes, received_sizes = [n * width for n in batch_sizes], [batch * width] * ranks.size
-    options = _Pattern.SUMS, comm_precision, gradients
-    return _start(values, sizes, received_sizes, ranks, options=options).then(
-        lambda sums: sums.view(batch, width)
-    )
-
-
-def all_gather_base_pooled(
-    values: Tensor,
-    ranks: RankGroup,
-    *,
-    batch_sizes: Sequence[int] | None = None,
-    comm_precision: CommPrecision = _FLOAT32,
-    gradients: GradientReduction | str = GradientReduction.MEAN,
-) -> Awaitable[Tensor]:
-    """Gather the rows of all ranks on every rank: [B[rank], D] to [sum B, D]; backward sums.
-
-    Without `batch_sizes` all ranks have as many rows as this one.
-    """
-    sizes = [values.size(0)] * ranks.size if batch_sizes is None else list(batch_sizes)
-    _check_ranks("batch_sizes", sizes, ranks)
-    _check_rows("values", values, 2, sizes[ranks.rank])
-    width, rows = values.size(1), sum(sizes)
-    sent_sizes, received = [values.numel()] * ranks.size, [n * width for n in sizes]
-    how = _Pattern.COPIES, comm_precision, gradients
-    return _start(values, sent_sizes, received, ranks, options=how).then(
-        lambda received_sizes: received_sizes.view(rows, width)
-    )

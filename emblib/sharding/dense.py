@@ -169,9 +169,9 @@ def copy_from_first(module: nn.Module, ranks: RankGroup, ignored: Collection[str
     """Copy all parameters and buffers but those in `ignored` from rank 0 to every rank."""
     if ranks.size == 1:
         return
-    named = [*module.named_parameters(), *module.named_buffers()]
+    named_tensors = [*module.named_parameters(), *module.named_buffers()]
     by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for name, tensor in named:
+    for name, tensor in named_tensors:
         if name not in ignored:
             by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
     for tensors in by_kind.values():

@@ -236,8 +236,8 @@ class _StatusBoard:
     def name_of(self, rank: int) -> str:
         """Return the number of a rank and where it runs."""
         machine, _, pid = self._get(f"who/{rank}").decode().partition("\n")
-        where = f" (process {pid} on {machine.split()[0]})" if pid else ""
-        return f"rank {rank} of {self._ranks.size}{where}"
+        process = f" (process {pid} on {machine.split()[0]})" if pid else ""
+        return f"rank {rank} of {self._ranks.size}{process}"
 
     def find_failure(self, timeout_s: float) -> RankFailure | None:
         """Return the ranks at fault for a failed collective; None if all ranks called it."""

@@ -76,11 +76,14 @@ def agree(
     if any(report != (gathered[0][0], None) for report in gathered):
         failures = {rank: text for rank, (_, text) in enumerate(gathered) if text is not None}
         differences = _differences(ranks.gather_objects(leaves), failures.keys())
-        _raise(differences, failures, error)
+        _raise_disagreement(differences, failures, error)
     return result  # type: ignore[return-value]
 
 
-def _raise(differences: list[str], failures: Mapping[int, str], error: Exception | None) -> None:
+def _raise_disagreement(
+    differences: list[str], failures: Mapping[int, str], error: Exception | None
+) -> None:
+    """Raise one error that names the differences and the ranks that failed."""
     failed = "; ".join(f"rank {rank} failed: {text}" for rank, text in failures.items())
     if differences:
         differences_shown = differences[:_MAX_DIFFERENCES]
@@ -244,8 +247,10 @@ def _values_of(module: Any, device: torch.device) -> dict[str, Any]:
 def _sharding(sharding: ParameterSharding) -> dict[str, Any]:
     description = {"sharding": sharding.type, "planned_storage": sharding.storage}
     for number, shard in enumerate(sharding.shards):
-        (first_row, end), (left, right) = shard.rows, shard.columns
-        description[f"shard {number}"] = f"[{first_row}:{end}, {left}:{right}] on rank {shard.rank}"
+        (first_row, end), (first_column, end_column) = shard.rows, shard.columns
+        description[f"shard {number}"] = (
+            f"[{first_row}:{end}, {first_column}:{end_column}] on rank {shard.rank}"
+        )
     return description
 
 

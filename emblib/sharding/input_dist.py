@@ -492,7 +492,11 @@ class InputDist(nn.Module):
         *,
         merges_rows: bool,
     ) -> IncomingBatch:
-        """Receive the ids and sort them by unit, then by sending rank."""
+        """Receive the ids and sort them by unit, then by sending rank.
+
+        Returns the batch to look up. `ids` has the received ids of all ranks, flat, in the order of
+        ranks; `weights` and `counts` have one entry per id, or are None.
+        """
         payload = ids.wait()
         lengths, segments = _lengths(payload, in_flight)
         starts = running_sums(segments.view(-1))
@@ -529,6 +533,8 @@ class InputRequest(NamedTuple):
 
 
 class _Outgoing(NamedTuple):
+    """The batch of one collection, sorted for sending."""
+
     input_dist: InputDist
     inputs: LocalBatch
     batch: OutgoingBatch

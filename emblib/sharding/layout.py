@@ -31,11 +31,11 @@ class Feature(NamedTuple):
 
 
 class LookupUnit(NamedTuple):
-    """The lookup of one feature in one shard; `part` is the shard's index on its rank."""
+    """The lookup of one feature in one shard; `shard_index` is the shard's number on its rank."""
 
     feature: int
     shard: Shard
-    part: int
+    shard_index: int
 
     @property
     def columns(self) -> int:
@@ -51,13 +51,13 @@ class TableShard(NamedTuple):
 
 
 class RankLayout(NamedTuple):
-    """The shards on one rank (`parts`), and its units, sorted by table module.
+    """The shards on one rank, and its units, sorted by table module.
 
     `columns` is the sum over `units`. `replicated_units` are units of replicated tables whose ids
     are sent to every rank, see `CollectionLayout`.
     """
 
-    parts: tuple[TableShard, ...]
+    shards: tuple[TableShard, ...]
     units: tuple[LookupUnit, ...]
     columns: int
     replicated_units: tuple[LookupUnit, ...] = ()
@@ -89,7 +89,7 @@ class NodeSums(NamedTuple):
 
     Attributes:
         direct: the units of each rank that are not summed, in the order of its layout.
-        nodes: the sums of each node, as units with rank and part -1.
+        nodes: the sums of each node, as units with rank and shard index -1.
         units: `units[r][s]` are the positions in the layout of rank r of the units of sum s of its
             node, in the order of rows.
     """
@@ -173,7 +173,7 @@ def lay_out(
 ) -> CollectionLayout:
     """Compile a plan that `ParameterSharding.check` accepts to a layout."""
     features = features_of(configs, pooled=pooled)
-    parts: list[list[TableShard]] = [[] for _ in range(world_size)]
+    shards_by_rank: list[list[TableShard]] = [[] for _ in range(world_size)]
     copies: list[TableShard] = []
     for t, config in enumerate(configs):
         sharding = plan[config.name]
@@ -181,13 +181,13 @@ def lay_out(
         if sharding.is_replicated:
             copies.append(TableShard(t, whole_table))
         for shard in sharding.shards:
-            parts[shard.rank].append(TableShard(t, shard))
+            shards_by_rank[shard.rank].append(TableShard(t, shard))
 
-    def rank_layout(parts: Sequence[TableShard]) -> RankLayout:
-        return _rank_layout(configs, plan, features, parts, arrange)
+    def rank_layout(table_shards: Sequence[TableShard]) -> RankLayout:
+        return _rank_layout(configs, plan, features, table_shards, arrange)
 
     replicated = rank_layout(copies)
-    ranks = tuple(rank_layout(of_rank) for of_rank in parts)
+    ranks = tuple(rank_layout(of_rank) for of_rank in shards_by_rank)
     return CollectionLayout(features, sum(feature.dim for feature in features), ranks, replicated)
 
 
@@ -200,20 +200,22 @@ def send_ids_to_replicas(layout: CollectionLayout) -> CollectionLayout:
 
 
 def slices_of(
-    configs: Sequence[Config], plan: Mapping[str, ParameterSharding], parts: Sequence[TableShard]
+    configs: Sequence[Config],
+    plan: Mapping[str, ParameterSharding],
+    table_shards: Sequence[TableShard],
 ) -> list[TableSlice]:
     """Return the shards of a rank as table slices."""
     slices = []
-    for part in parts:
-        config = configs[part.table]
+    for table_shard in table_shards:
+        config = configs[table_shard.table]
         sharding = plan[config.name]
         shards = sorted(shard.rows for shard in sharding.shards)
-        number = shards.index(part.shard.rows) if shards else 0
+        number = shards.index(table_shard.shard.rows) if shards else 0
         slices.append(
             TableSlice(
                 with_storage(config, sharding.storage),
-                part.shard.rows,
-                part.shard.columns,
+                table_shard.shard.rows,
+                table_shard.shard.columns,
                 (number, max(len(shards), 1)) if config.storage.is_keyed else None,
             )
         )
@@ -224,18 +226,19 @@ def _rank_layout(
     configs: Sequence[Config],
     plan: Mapping[str, ParameterSharding],
     features: Sequence[Feature],
-    parts: Sequence[TableShard],
+    table_shards: Sequence[TableShard],
     arrange: Arrange,
 ) -> RankLayout:
+    """Return the layout of a rank with these shards; `arrange` orders its units."""
     units = [
-        LookupUnit(f, part.shard, p)
-        for p, part in enumerate(parts)
+        LookupUnit(f, table_shard.shard, shard_index)
+        for shard_index, table_shard in enumerate(table_shards)
         for f, feature in enumerate(features)
-        if feature.table == part.table
+        if feature.table == table_shard.table
     ]
-    order = arrange(slices_of(configs, plan, parts), [unit.part for unit in units])
+    order = arrange(slices_of(configs, plan, table_shards), [unit.shard_index for unit in units])
     ordered = tuple(units[u] for u in order)
-    return RankLayout(tuple(parts), ordered, sum(unit.columns for unit in units))
+    return RankLayout(tuple(table_shards), ordered, sum(unit.columns for unit in units))
 
 
 class Blocks(NamedTuple):

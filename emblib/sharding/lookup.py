@@ -39,7 +39,8 @@ class Inputs(NamedTuple):
 class Outputs(NamedTuple):
     """The lookups of a collection, and the function that joins their outputs.
 
-    A lookup whose rows are not sent is represented by its output.
+    `steps` has an output instead of a lookup whose rows are not sent. `join` takes the outputs of
+    all steps, in order, and returns that of the collection.
     """
 
     steps: Sequence[OutputStep | Tensor]
@@ -103,7 +104,7 @@ def is_checkpointed(module: ShardedModule) -> bool:
     return running_forward(training=module.training) is not None
 
 
-def look_up_apart(module: ShardedModule, received: Any) -> LazyAwaitable[Any]:
+def look_up_separately(module: ShardedModule, received: Any) -> LazyAwaitable[Any]:
     """Look up a batch that was sent ahead, but separately: a checkpointed region repeats it."""
     running = running_forward(training=module.training)
     if running is not None:

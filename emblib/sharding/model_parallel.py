@@ -208,9 +208,11 @@ class DistributedModelParallel(nn.Module):
         """
         collections = sharded_modules(self.module).values()
         model = deepcopy(self.module, {id(collection): collection for collection in collections})
-        inside = {id(part) for collection in collections for part in collection.modules()}
+        collection_modules = {
+            id(part) for collection in collections for part in collection.modules()
+        }
         for part in model.modules():
-            if id(part) not in inside:
+            if id(part) not in collection_modules:
                 _move_own_tensors(part, torch.device(device))
         copied = shallow_copy(self)
         copied.__dict__.pop("fused_optimizer", None)
@@ -251,8 +253,8 @@ def _dense_description(module: nn.Module) -> dict[str, dict[str, Any]]:
         for collection in collections_of(module).values()
         for tensor in (*collection.parameters(), *collection.buffers())
     }
-    named = [*module.named_parameters(), *module.named_buffers()]
-    dense = {name: tensor for name, tensor in named if id(tensor) not in tables}
+    named_tensors = [*module.named_parameters(), *module.named_buffers()]
+    dense = {name: tensor for name, tensor in named_tensors if id(tensor) not in tables}
     description: dict[str, dict[str, Any]] = {"the dense part": {"order": list(dense)}}
     for name, tensor in dense.items():
         description[f"parameter or buffer {name}"] = {

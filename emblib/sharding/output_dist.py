@@ -73,10 +73,10 @@ class OutputStep(ABC):
     """One lookup of a batch, whose rows return to the ranks that own the bags.
 
     Attributes:
-        local: the rows that this rank looked up for all ranks.
-        replica_rows: the rows of replicated tables for the batch of this rank.
+        local: rows that this rank looked up for all ranks, flat or `[bags, columns]`.
+        replica_rows: rows of replicated tables for the batch of this rank; None without such.
         gradient_sink: tensor that gets the gradients of replicated tables' rows of all ranks in
-            backward, see `ReplicatedTables.gradient_sink`.
+            backward, see `ReplicatedTables.gradient_sink`; None without such.
         replica_sizes: elements of the gradients of replicated tables' rows, by rank; empty without
             a `gradient_sink`.
         is_small: whether the rows may travel with those of other lookups, see `IncomingBatch`.
@@ -105,11 +105,17 @@ class OutputStep(ABC):
 
     @abstractmethod
     def rows(self) -> Values:
-        """Return the rows to send."""
+        """Return the rows to send.
+
+        They are flat, ordered by the receiving rank; `Values` has the number of elements for each.
+        """
 
     @abstractmethod
     def assemble(self, received: Received, replica_rows: Tensor | None) -> Tensor:
-        """Return the output."""
+        """Return the output.
+
+        `received` has the rows from all ranks, flat, in the order of ranks.
+        """
 
     @abstractmethod
     def backward(self, grad: Tensor, *, keeps_local: bool) -> tuple[Values, Tensor | None]:
@@ -124,7 +130,10 @@ class OutputStep(ABC):
 
     @abstractmethod
     def local_gradient(self, received: Tensor) -> Tensor:
-        """Return the gradient of `local` from the received gradients."""
+        """Return the gradient of `local` from the received gradients.
+
+        `received` is flat, in the order of ranks; the result has the shape of `local`.
+        """
 
     def sink_gradient(self, gathered: Tensor) -> Tensor:
         """Return the gradient of `gradient_sink`."""
@@ -186,7 +195,11 @@ class _RowsInFlight:
         return result
 
     def assemble(self, index: int, replica_rows: Tensor | None) -> Tensor:
-        """Wait for the rows of a lookup and assemble its output."""
+        """Wait for the rows of a lookup and assemble its output.
+
+        The output is as of `OutputStep.assemble`. Called once per lookup, which frees the received
+        rows.
+        """
         rows = self._rows[index]
         assert rows is not None
         self._rows[index] = None
@@ -196,6 +209,8 @@ class _RowsInFlight:
         """Store the gradient of an output; return the gradient of the replicated tables' rows.
 
         The gradients are sent when all outputs have one.
+
+        `grad` has the shape of the output of lookup `index`.
         """
         step = self._steps[index]
         self._add_to_scaling(grad)
@@ -446,6 +461,12 @@ class NodeSumDist:
         )
 
     def _packing(self, bags: list[list[int]], *, by_unit: bool) -> _Packing:
+        """Compute the order in which the rows of this rank are sent, for one set of batch sizes.
+
+        `bags[u][r]` is the number of bags of unit u for rank r. First come the rows for single
+        ranks, then those that the ranks of this node add up, by the local number of the rank that
+        adds them.
+        """
         world, local_size = self._ranks.size, self._ranks.local_size
         units = self._layout.units
         widths = [unit.columns for unit in units]
@@ -465,8 +486,8 @@ class NodeSumDist:
             ):
                 first = len(pieces)
                 pieces.extend((*positions[rank][i], -1) for i in members)
-                at = end + start
-                targets.append((at, stride, count, width, first, len(pieces), -1))
+                target = end + start
+                targets.append((target, stride, count, width, first, len(pieces), -1))
             size = sum(w * n for w, (n,) in zip(group_widths, group_bags, strict=True))
             end += size
             return size
@@ -546,10 +567,14 @@ class NodeSumStep:
         assert rows is not None
         size = self.local_sizes[self.groups.local.rank]
         received = [size] * self.groups.local.size
-        return Values(rows, self.local_sizes, received, FP32(), comes_whole=True)
+        return Values(rows, self.local_sizes, received, FP32(), needs_one_tensor=True)
 
     def sums(self, received: Tensor) -> Values:
-        """Add up the rows of the ranks of this node, in their order; return the sums to send."""
+        """Add up the rows of the ranks of this node, in their order; return the sums to send.
+
+        `received` is flat, the rows of one rank after the other; the sums are float32 before
+        encoding.
+        """
         world = self.groups.local.size
         size, row = self.local_sizes[self.groups.local.rank], self._packing.row
         total = received
@@ -561,7 +586,7 @@ class NodeSumStep:
                 received, targets.to(device), pieces.to(device), None, size, torch.float32
             )
         codec = self._comm_precision.forward
-        return Values(total, self._packing.sent, self._received, codec, comes_whole=True)
+        return Values(total, self._packing.sent, self._received, codec, needs_one_tensor=True)
 
     def take_gradients(self, gradients: Tensor) -> None:
         """Take the gradients of the sums that this rank received, flat."""
@@ -602,9 +627,9 @@ def start_sums(
         is_merged=is_merged,
     )
     received = {id(step): rows.wait().values for step, rows in zip(is_sent, local, strict=True)}
-    nothing = torch.empty(0, device=groups.local.device)
+    no_rows = torch.empty(0, device=groups.local.device)
     sums = start_values(
-        [step.sums(received.pop(id(step), nothing)) for step in summed],
+        [step.sums(received.pop(id(step), no_rows)) for step in summed],
         groups.across,
         content=Content.ROWS,
         is_merged=is_merged,
@@ -623,13 +648,13 @@ def start_gradients_of_sums(
     if not summed:
         return pending
     groups = summed[0].groups
-    across = start_values(
+    gradient_awaitables = start_values(
         [step.gradients() for step in summed],
         groups.across,
         content=Content.GRADIENTS,
         is_merged=is_merged,
     )
-    received = [gradients.wait().values for gradients in across]
+    received = [gradients.wait().values for gradients in gradient_awaitables]
     gathered: list[Awaitable[Received]] = [
         ReadyAwaitable(Received(gradients))
         if not step.has_sums
@@ -670,6 +695,6 @@ def _appended(
 
 
 def _joined(first: Awaitable[Received], second: Awaitable[Received]) -> Received:
-    both = [received.wait().values for received in (first, second)]
-    parts = [values for values in both if values.numel()]
-    return Received(torch.cat(parts) if len(parts) > 1 else (parts or both)[0])
+    values_of_both = [received.wait().values for received in (first, second)]
+    parts = [values for values in values_of_both if values.numel()]
+    return Received(torch.cat(parts) if len(parts) > 1 else (parts or values_of_both)[0])

@@ -181,11 +181,11 @@ def construct_plan(
     Raises:
         ValueError: a table has no rule, a rule has no table, or shards do not tile a table.
     """
-    missing_tables, unknown = shapes.keys() - rules.keys(), rules.keys() - shapes.keys()
-    if missing_tables or unknown:
+    missing_tables, unknown_tables = shapes.keys() - rules.keys(), rules.keys() - shapes.keys()
+    if missing_tables or unknown_tables:
         raise ValueError(
             "a plan needs a rule for exactly the tables of its collection: missing are "
-            f"{sorted(missing_tables)}, unknown are {sorted(unknown)}"
+            f"{sorted(missing_tables)}, unknown are {sorted(unknown_tables)}"
         )
     plan = {name: rules[name](shape, world) for name, shape in shapes.items()}
     for name, sharding in plan.items():
@@ -204,8 +204,8 @@ def _cells(sharding: ParameterSharding) -> tuple[str, str, str, str]:
     shapes = [f"{rows} x {columns}" for rows, columns in (shard.shape for shard in sharding.shards)]
     distinct = sorted(set(shapes), key=shapes.index)
     parts = ", ".join(f"{shapes.count(shape)} of {shape}" for shape in distinct[:3])
-    more = f", ... {len(shapes)} in all" if len(distinct) > 3 else ""
-    return sharding.type.value, storage, ranges(sharding.ranks), parts + more
+    omitted = f", ... {len(shapes)} in all" if len(distinct) > 3 else ""
+    return sharding.type.value, storage, ranges(sharding.ranks), parts + omitted
 
 
 def ranges(ranks: Sequence[int], max_ranges: int | None = None) -> str:

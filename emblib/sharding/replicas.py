@@ -204,16 +204,16 @@ class ReplicatedModelParallel(DistributedModelParallel):
 def _chunks(tensors: Iterator[Tensor]) -> Iterator[list[Tensor]]:
     """Yield lists of slices of the tensors, in their order, each with about `_CHUNK` values."""
     chunk: list[Tensor] = []
-    free = _CHUNK
+    room_left = _CHUNK
     for tensor in tensors:
         start = 0
         while start < len(tensor):
             per_row = max(1, tensor[0].numel())
-            count = min(len(tensor) - start, max(1, free // per_row))
+            count = min(len(tensor) - start, max(1, room_left // per_row))
             chunk.append(tensor[start : start + count])
-            start, free = start + count, free - count * per_row
-            if free <= 0:
+            start, room_left = start + count, room_left - count * per_row
+            if room_left <= 0:
                 yield chunk
-                chunk, free = [], _CHUNK
+                chunk, room_left = [], _CHUNK
     if chunk:
         yield chunk

@@ -281,11 +281,11 @@ def sharded_form(source: nn.Module, path: str = "") -> Any:
     if base is None:
         names = sorted({kind.__name__ for kind in SHARDED})
         raise TypeError(f"what is sharded must be one of {', '.join(names)}, got {kind.__name__}")
-    between = kind.__mro__[: kind.__mro__.index(base)]
+    subclasses = kind.__mro__[: kind.__mro__.index(base)]
     changed = sorted(
         {
             name
-            for cls in between
+            for cls in subclasses
             for name in vars(cls)
             if hasattr(base, name) and (not name.startswith("__") or name == "__call__")
         }

@@ -265,7 +265,7 @@ class _Sources:
     def __init__(self, layout: CollectionLayout, layouts: Sequence[RankLayout]) -> None:
         self.layouts = layouts
         self.all_layouts: list[RankLayout] = [*layouts, layout.replicated]
-        self.widths = [[unit.columns for unit in one.units] for one in layouts]
+        self.widths = [[unit.columns for unit in rank_layout.units] for rank_layout in layouts]
         self.spans = [
             span
             for f in range(len(layout.features))
@@ -477,13 +477,13 @@ class PooledOutputDist(nn.Module):
             source_index = len(sources)
             for rank, unit, column in span.units:
                 offset, number = starts[rank, unit]
-                within = column - sources_of.columns[rank, unit]
+                column_in_source = column - sources_of.columns[rank, unit]
                 if rank == replicated_index:
                     width = self._layout.replicated.columns
                     sources.append((sum(received_sizes) + column, width, -1))
                 else:
                     row = number * count if rows is not None and number >= 0 else -1
-                    sources.append((offset + within, unit.columns, row))
+                    sources.append((offset + column_in_source, unit.columns, row))
             mean = first_bag[span.feature] if feature.is_mean else -1
             ends = source_index, len(sources)
             if inputs.is_variable:
@@ -529,7 +529,15 @@ class PooledOutputDist(nn.Module):
 
 
 class _PooledRoute(NamedTuple):
-    """Route of the rows of a batch: `sent` elements to each rank, for an output of `shape`."""
+    """Route of the rows of a batch.
+
+    Attributes:
+        tables: places of the received rows in the output.
+        lengths: ids per bag `[bags]`, for means; None for sums.
+        sent: elements to each rank.
+        shape: shape of the output.
+        node_sums: rows that the node sums first; None without.
+    """
 
     tables: _CopyTables
     lengths: Tensor | None
@@ -568,7 +576,7 @@ class _PooledStep(OutputStep):
         if self.node_sums is not None:
             flat = self.node_sums.pack(flat)
         codec = self._comm_precision.forward
-        return Values(flat, self._sent, self._received, codec, comes_whole=is_summed)
+        return Values(flat, self._sent, self._received, codec, needs_one_tensor=is_summed)
 
     def assemble(self, received: Received, replica_rows: Tensor | None) -> Tensor:
         tables, values = self._tables, received.values
@@ -588,13 +596,14 @@ class _PooledStep(OutputStep):
         return out.view(self._shape)
 
     def gradient_nbytes(self) -> tuple[list[int], list[int]]:
-        none = torch.empty(0)
-        return self._gradients(none).nbytes()
+        no_values = torch.empty(0)
+        return self._gradients(no_values).nbytes()
 
     def _gradients(self, flat: Tensor) -> Values:
         return Values(flat, self._received, self._sent, self._comm_precision.backward)
 
     def backward(self, grad: Tensor, *, keeps_local: bool) -> tuple[Values, Tensor | None]:
+        """Return the gradients of rows to send, pooled, and those of replicated tables' rows."""
         tables, ranks = self._tables, self._ranks
         total, codec = sum(tables.received_sizes), self._comm_precision.backward
         keeps_local = keeps_local and codec.is_identity and self.node_sums is None
@@ -662,6 +671,6 @@ def _spans_of(layout: CollectionLayout, layouts: Sequence[RankLayout], feature: 
             if unit.shard.columns[0] <= begin and end <= unit.shard.columns[1]
         ]
         covering.sort(key=lambda source: (source[1].shard.rows, source[0]))
-        at = layout.features[feature].column + begin
-        spans.append(_Span(feature, at, end - begin, covering))
+        first = layout.features[feature].column + begin
+        spans.append(_Span(feature, first, end - begin, covering))
     return spans

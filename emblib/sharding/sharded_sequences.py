@@ -66,12 +66,17 @@ class VectorFormat(NamedTuple):
 
 @dataclass(frozen=True)
 class _SequenceRoute:
-    """One batch between its two all-to-alls, as indices of pieces of vectors.
+    """One batch between its two all-to-alls, as indices of pieces of vectors, int64.
 
-    A piece is a slice of `width` columns of a vector. `order` sorts unit-major pieces by rank;
-    `index` is the position in the output of each returned piece. `copies` selects the vectors of
-    replicated tables, and `copies_order` sorts those of all ranks, rank-major, by unit. `sent`,
-    `num_received` and `copied` count pieces and vectors per rank.
+    Attributes:
+        order: `[pieces looked up]`, which sorts unit-major pieces (slices of `width` columns) by
+            rank.
+        index: `[returned pieces]`, the position of each in the output.
+        copies: `[n]`, which selects the vectors of replicated tables; None without such tables.
+        copies_order: order of those of all ranks, rank-major, by unit.
+        sent, num_received: pieces to and from each rank.
+        copied: vectors of replicated tables for each rank.
+        total: number of ids of the batch.
     """
 
     order: Tensor
@@ -114,7 +119,7 @@ class SequenceTables(ShardedTables):
         all_units = [unit for rank in self.layout.ranks for unit in rank.all_units]
         width, device = format.width, ranks.device
         self._pieces = [unit.columns // width for unit in self._layout_here.units]
-        self._equal = len({unit.columns for unit in all_units}) <= 1
+        self._has_equal_widths = len({unit.columns for unit in all_units}) <= 1
         tables = {
             "first": torch.tensor(
                 [u.shard.columns[0] // width for u in all_units], dtype=torch.int64
@@ -164,12 +169,13 @@ class SequenceTables(ShardedTables):
         return torch.cat([pieces[order.index(f)] for f in range(len(order))])
 
     def _route(self, received: IncomingBatch) -> _SequenceRoute:
+        """Return how the vectors of a batch are sent, and where the received ones go."""
         sent, inputs = received.sent, received.inputs
         assert sent is not None
         units = len(self._layout_here.units)
         counts, replica_grads = received.segments[:, :units], received.segments[:, units:]
         index = self._input_dist.positions(received)
-        if self._equal and self.dim == self.format.width:
+        if self._has_equal_widths and self.dim == self.format.width:
             num_sent = received.num_ids
             num_received = [n - sent.num_replicated_ids for n in sent.num_ids]
         else:
@@ -203,11 +209,11 @@ class SequenceTables(ShardedTables):
         pieces = torch.repeat_interleave(self.pieces, ids)
         begin = index * (self.dim // self.format.width) + first
         ends_of = pieces.cumsum(0)
-        within = torch.arange(int(pieces.sum()), device=index.device)
-        within -= torch.repeat_interleave(ends_of - pieces, pieces)
+        piece_in_id = torch.arange(int(pieces.sum()), device=index.device)
+        piece_in_id -= torch.repeat_interleave(ends_of - pieces, pieces)
         by_unit = (ids * self.pieces).tolist()
         num_received = [sum(by_unit[a:b]) for a, b in pairwise(ends)]
-        return torch.repeat_interleave(begin, pieces) + within, num_received
+        return torch.repeat_interleave(begin, pieces) + piece_in_id, num_received
 
     def _copies_index(self, received: IncomingBatch) -> Tensor | None:
         if self.replicated is None:
@@ -276,6 +282,7 @@ class _SequenceStep(OutputStep):
         return Values(flat, self._num_received, self._sent, codec)
 
     def backward(self, grad: Tensor, *, keeps_local: bool) -> tuple[Values, Tensor | None]:
+        """Return the gradients of vectors to send, and those of replicated tables' vectors."""
         scale, grad = self._tables.scale, grad.contiguous()
         width, ranks = self._tables.format.width, self._tables.ranks
         sent = grad.view(-1, width).index_select(0, self._route.index)
@@ -395,7 +402,7 @@ class ShardedEmbeddingCollection(StateOfTables):
             )
             for (_, width), configs in classes.items()
         )
-        handles = [handle for tables in self._equal() for handle in tables.handles()]
+        handles = [handle for tables in self._sequence_tables() for handle in tables.handles()]
         self.embeddings = ShardParameters(handles, self.ranks)
         self._outputs = self._find_outputs()
 
@@ -404,7 +411,7 @@ class ShardedEmbeddingCollection(StateOfTables):
         order = {config.name: t for t, config in enumerate(self.configs)}
         keys = [key for config in self.configs for key in config.feature_names]
         outputs = []
-        for c, tables in enumerate(self._equal()):
+        for c, tables in enumerate(self._sequence_tables()):
             for f, feature in enumerate(tables.layout.features):
                 table = tables.configs[feature.table].name
                 name = f"{feature.key}@{table}" if keys.count(feature.key) > 1 else feature.key
@@ -419,9 +426,9 @@ class ShardedEmbeddingCollection(StateOfTables):
     @property
     def groups(self) -> TableGroups:
         """Return the table groups of the first class; all classes have the same optimizer."""
-        return self._equal()[0].groups
+        return self._sequence_tables()[0].groups
 
-    def _equal(self) -> list["SequenceTables"]:
+    def _sequence_tables(self) -> list["SequenceTables"]:
         return [tables for tables in self.classes if isinstance(tables, SequenceTables)]
 
     def embedding_configs(self) -> tuple[Any, ...]:
@@ -434,11 +441,11 @@ class ShardedEmbeddingCollection(StateOfTables):
 
     def local_shards(self) -> list[LocalShard]:
         """Return the table shards on this rank, including replicas."""
-        return [part for tables in self._equal() for part in tables.local_shards()]
+        return [part for tables in self._sequence_tables() for part in tables.local_shards()]
 
     def storage_config(self, table: str) -> Config:
         """Return the configuration of a table with the storage that the plan selects."""
-        tables = next(tables for tables in self._equal() if table in tables.plan)
+        tables = next(tables for tables in self._sequence_tables() if table in tables.plan)
         return tables.storage_config(table)
 
     def input_dist(self, features: KeyedJaggedTensor) -> Awaitable[Awaitable[Any]]:
@@ -455,7 +462,7 @@ class ShardedEmbeddingCollection(StateOfTables):
         if self.dedup and features is not None:
             features, repeated = _without_repeats(features, self._features())
             counts = {key: ids.counts for key, ids in repeated.items()}
-        requests = [tables.input_request(features, counts) for tables in self._equal()]
+        requests = [tables.input_request(features, counts) for tables in self._sequence_tables()]
         return Inputs(requests, partial(_Received, repeated=repeated))
 
     def _features(self) -> list[str]:
@@ -464,13 +471,14 @@ class ShardedEmbeddingCollection(StateOfTables):
 
     def prefetch(self, received: Sequence[IncomingBatch]) -> None:
         """Prefetch the rows of a batch into the caches of their tables."""
-        for tables, batch in zip(self._equal(), received, strict=True):
+        for tables, batch in zip(self._sequence_tables(), received, strict=True):
             tables.prefetch(batch)
 
     def compute(self, received: Sequence[IncomingBatch]) -> list[Rows]:
         """Return vectors looked up for all ranks, and replicated tables' vectors of this batch."""
         return [
-            tables.compute(batch) for tables, batch in zip(self._equal(), received, strict=True)
+            tables.compute(batch)
+            for tables, batch in zip(self._sequence_tables(), received, strict=True)
         ]
 
     def output_dist(
@@ -496,7 +504,7 @@ class ShardedEmbeddingCollection(StateOfTables):
 
         steps = [
             tables.output(vectors, batch)
-            for tables, vectors, batch in zip(self._equal(), rows, received, strict=True)
+            for tables, vectors, batch in zip(self._sequence_tables(), rows, received, strict=True)
         ]
         return Outputs(steps, join)
 
@@ -515,7 +523,7 @@ class ShardedEmbeddingCollection(StateOfTables):
         ]
         result = {}
         repeated = getattr(received, "repeated", None)
-        layouts = [tables.layout.features for tables in self._equal()]
+        layouts = [tables.layout.features for tables in self._sequence_tables()]
         for c, f, name in self._outputs:
             values, lengths, ids = split[c][f]
             if repeated is not None:
@@ -529,8 +537,11 @@ class ShardedEmbeddingCollection(StateOfTables):
 class _RepeatedIds(NamedTuple):
     """The ids of a feature before deduplication.
 
-    `inverse` is the index of each id among the distinct ones, `counts` how often each of these
-    occurs.
+    Attributes:
+        ids: `[L]`.
+        lengths: `[bags]`, ids per bag.
+        inverse: int64 `[L]`, index of each id among the distinct ones.
+        counts: int64 `[distinct]`, how often each of these occurs.
     """
 
     ids: Tensor

@@ -94,7 +94,10 @@ class ReplicatedTables(nn.Module):
             return self.groups(ids, offsets, weights, batch_sizes=sizes)
 
     def of_features(self, inputs: LocalBatch, values: Tensor) -> Tensor:
-        """Select the entries of replicated tables' ids from `values`, one per id of the batch."""
+        """Select the entries of replicated tables' ids from `values`, one per id of the batch.
+
+        `values` is `[L]`, the result has one entry per id that the replicated tables get.
+        """
         return reordered(inputs._replace(ids=values, weights=None), self._features, self.order)[0]
 
     def gradient_sink(self, received: IncomingBatch, shape: tuple[int, ...]) -> Tensor:
@@ -165,7 +168,11 @@ class GradientSink(torch.autograd.Function):
 def reordered(
     inputs: LocalBatch, features: list[int], order: Tensor
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return ids, offsets and weights of some features; `order` has the same feature numbers."""
+    """Return ids, offsets and weights of some features; `order` has the same feature numbers.
+
+    `order` is int64 `[n]` on the device of the batch. Ids are `[L]` of these features, offsets
+    int64 `[bags + 1]`, weights `[L]` or None.
+    """
     bags = inputs.first_bags(range(len(inputs.bags)))
     starts, num_ids = inputs.starts(), inputs.num_ids()
     total = sum(num_ids[f] for f in features)
@@ -186,11 +193,11 @@ def common_seeds(
     Dynamic tables keep their seed in `source` on rank 0, so that the hash of their keys stays the
     same.
     """
-    parts = list(slices)
+    all_slices = list(slices)
 
     def seeds() -> dict[str, int]:
-        keyed = [p.config.name for p in parts if p.storage.is_keyed]
-        return new_seeds(parts) | {name: source.seeds[name] for name in keyed}
+        keyed = [p.config.name for p in all_slices if p.storage.is_keyed]
+        return new_seeds(all_slices) | {name: source.seeds[name] for name in keyed}
 
     return invoke_on_rank_and_broadcast_result(ranks, 0, seeds)
 
@@ -209,15 +216,15 @@ def fill(groups: TableGroups, source: TableGroups, blocks: Mapping[str, tuple[in
     """
     if source.device.type == "meta":
         return
-    index_of = {part.config.name: i for i, part in enumerate(source.slices)}
+    index_of = {table_slice.config.name: i for i, table_slice in enumerate(source.slices)}
     for i, to_handle in groups.own_handles():
-        part = groups.slices[i]
-        name = part.config.name
+        table_slice = groups.slices[i]
+        name = table_slice.config.name
         from_handle = source.handles[index_of[name]]
-        if part.storage.resumes(from_handle, to_handle):
+        if table_slice.storage.resumes(from_handle, to_handle):
             continue
-        if type(source.slices[index_of[name]].storage) is type(part.storage):
-            part.storage.copy_slice(part, from_handle, to_handle, blocks.get(name))
+        if type(source.slices[index_of[name]].storage) is type(table_slice.storage):
+            table_slice.storage.copy_slice(table_slice, from_handle, to_handle, blocks.get(name))
         source_module, module = from_handle.module, to_handle.module
         if (
             has_hyperparams(module)
@@ -377,8 +384,8 @@ class ShardedTables(nn.Module):
             return [u for g in group(slices, reads, optimizer, pooling, shared) for u in g.units]
 
         layout = lay_out(self.configs, self._effective_plan(), ranks.size, arrange, pooled=pooled)
-        wholes = map(TableSlice.whole, self.configs)
-        seeds = common_seeds(wholes, source.groups, ranks)
+        whole_tables = map(TableSlice.whole, self.configs)
+        seeds = common_seeds(whole_tables, source.groups, ranks)
         layout_here, replicated = layout.ranks[ranks.rank], layout.replicated
 
         def make_shared(table_slice: TableSlice) -> SharedTable:
@@ -386,8 +393,10 @@ class ShardedTables(nn.Module):
             fill(table.groups, source.groups, {})
             return table
 
-        def make(parts: Sequence[TableShard], blocks: Mapping[str, tuple[int, int]]) -> TableGroups:
-            slices, reads = slices_of(self.configs, self.plan, parts), self._reads(parts)
+        def make(
+            shards: Sequence[TableShard], blocks: Mapping[str, tuple[int, int]]
+        ) -> TableGroups:
+            slices, reads = slices_of(self.configs, self.plan, shards), self._reads(shards)
             groups = TableGroups(
                 slices,
                 reads,
@@ -396,30 +405,30 @@ class ShardedTables(nn.Module):
                 device=device,
                 seeds=seeds,
                 shared={
-                    SliceKey.of(part): shared[part.config.name].shard_of(part, make_shared)
-                    for part in slices
-                    if part.config.name in shared
+                    SliceKey.of(s): shared[s.config.name].shard_of(s, make_shared)
+                    for s in slices
+                    if s.config.name in shared
                 },
             )
-            groups.set_bounds_check(source.bounds_check, self._features_of(parts))
+            groups.set_bounds_check(source.bounds_check, self._features_of(shards))
             fill(groups, source.groups, blocks)
             return groups
 
         def allocate() -> tuple[TableGroups, TableGroups | None]:
-            groups = make(layout_here.parts, self._key_blocks(layout_here.parts))
-            share_cores(groups, layout_here.parts, self.configs, self._effective_plan(), ranks)
-            return groups, make(replicated.parts, {}) if replicated.parts else None
+            groups = make(layout_here.shards, self._key_blocks(layout_here.shards))
+            share_cores(groups, layout_here.shards, self.configs, self._effective_plan(), ranks)
+            return groups, make(replicated.shards, {}) if replicated.shards else None
 
         # A rank without enough memory must not leave the others waiting in the next collective.
-        self.groups, copies = fingerprint.agree(ranks, allocate)
+        self.groups, replicas = fingerprint.agree(ranks, allocate)
         self.replicated = None
-        if copies is not None:
-            equalise(copies, ranks)
-            is_synchronised = _is_fused(copies) and ranks.size > 1
+        if replicas is not None:
+            equalise(replicas, ranks)
+            is_synchronised = _is_fused(replicas) and ranks.size > 1
             if is_synchronised:
                 layout = send_ids_to_replicas(layout)
             self.replicated = ReplicatedTables(
-                layout, copies, ranks, is_synchronised=is_synchronised
+                layout, replicas, ranks, is_synchronised=is_synchronised
             )
         self.layout, self._layout_here = layout, layout.ranks[ranks.rank]
         blocks = blocks_of(self.configs, layout)
@@ -453,49 +462,49 @@ class ShardedTables(nn.Module):
             for config in self.configs
         }
 
-    def _reads(self, parts: Sequence[TableShard]) -> list[int]:
+    def _reads(self, shards: Sequence[TableShard]) -> list[int]:
         """Return the shard that each unit reads."""
         features = [config.feature_names for config in self.configs]
-        return [p for p, part in enumerate(parts) for _ in features[part.table]]
+        return [index for index, shard in enumerate(shards) for _ in features[shard.table]]
 
-    def _features_of(self, parts: Sequence[TableShard]) -> list[str]:
+    def _features_of(self, shards: Sequence[TableShard]) -> list[str]:
         """Return the name of each unit's feature."""
-        return [name for part in parts for name in self.configs[part.table].feature_names]
+        return [name for shard in shards for name in self.configs[shard.table].feature_names]
 
-    def _key_blocks(self, parts: Sequence[TableShard]) -> dict[str, tuple[int, int]]:
+    def _key_blocks(self, table_shards: Sequence[TableShard]) -> dict[str, tuple[int, int]]:
         """Return (number, count) of the block of keys of each hash table on this rank, by name."""
         blocks, plan = {}, self._effective_plan()
-        for part in parts:
-            config = self.configs[part.table]
+        for table_shard in table_shards:
+            config = self.configs[table_shard.table]
             if config.storage.is_keyed:
                 shards = sorted(plan[config.name].shards, key=lambda shard: shard.rows)
-                blocks[config.name] = (shards.index(part.shard), len(shards))
+                blocks[config.name] = (shards.index(table_shard.shard), len(shards))
         return blocks
 
     def local_shards(self) -> list[LocalShard]:
         """Return the table shards on this rank, including replicas."""
-        pairs = [(self._layout_here.parts, self.groups)]
+        pairs = [(self._layout_here.shards, self.groups)]
         if self.replicated is not None:
-            pairs.append((self.layout.replicated.parts, self.replicated.groups))
+            pairs.append((self.layout.replicated.shards, self.replicated.groups))
         return [
-            LocalShard(self.configs[part.table].name, part.shard, groups, index)
-            for parts, groups in pairs
-            for index, part in enumerate(parts)
+            LocalShard(self.configs[table_shard.table].name, table_shard.shard, groups, index)
+            for table_shards, groups in pairs
+            for index, table_shard in enumerate(table_shards)
         ]
 
     def handles(self) -> list[ShardHandle]:
         """Return the handle of each shard on this rank."""
         shard_handles = []
-        for part in self.local_shards():
+        for local_shard in self.local_shards():
             first_share = other_share = GradientShare.SHARD
-            if self.replicated is not None and part.groups is self.replicated.groups:
+            if self.replicated is not None and local_shard.groups is self.replicated.groups:
                 first_share = other_share = GradientShare.REPLICA
             elif self.ranks.rank != min(
-                shard.rank for shard in self._effective_plan()[part.table].shards
+                shard.rank for shard in self._effective_plan()[local_shard.table].shards
             ):
                 other_share = GradientShare.COUNTED_ELSEWHERE  # cores that all shards have
-            handle = part.groups.handles[part.index]
-            shard_handles.append(ShardHandle(part.table, handle, first_share, other_share))
+            handle = local_shard.groups.handles[local_shard.index]
+            shard_handles.append(ShardHandle(local_shard.table, handle, first_share, other_share))
         return shard_handles
 
     def storage_config(self, table: str) -> Config:
@@ -577,8 +586,8 @@ class ShardedTables(nn.Module):
         if order != sorted(order):
             ids, offsets, weights = reordered(inputs, order, self._input_dist.order)
             if counts is not None:
-                counted = inputs._replace(ids=counts, weights=None)
-                counts = reordered(counted, order, self._input_dist.order)[0]
+                counts_as_ids = inputs._replace(ids=counts, weights=None)
+                counts = reordered(counts_as_ids, order, self._input_dist.order)[0]
         bags = [[inputs.bags[f]] for f in order]
         return IncomingBatch(
             inputs,
@@ -596,6 +605,9 @@ class ShardedTables(nn.Module):
 
     def rows(self, received: IncomingBatch) -> Tensor:
         """Look up the received ids in the shards of this rank.
+
+        The result is `[bags, columns]`, `[L, dim]` if not pooled, or flat if units differ in their
+        number of bags: rank after rank, for each rank unit after unit.
 
         Raises:
             ValueError: lookups are weighted and no rank's batch has weights.

@@ -65,7 +65,10 @@ class World(NamedTuple):
 
 
 class TableShape(NamedTuple):
-    """Rows and columns of a table, and the units at whose multiples it may be cut."""
+    """Rows and columns of a table, and the units at whose multiples it may be cut.
+
+    `row_unit` and `column_unit`: rows can be cut at multiples of the first, columns of the second.
+    """
 
     rows: int
     columns: int
@@ -309,10 +312,10 @@ def custom(shards: Sequence[Shard]) -> Rule:
     return lambda shape, world: ParameterSharding(ShardingType.CUSTOM, all_shards)
 
 
-def blocks(size: int, parts: int, unit: int = 1) -> list[Span]:
-    """Cut `size` into up to `parts` spans of ceil(units / parts) units; the last may be shorter."""
+def blocks(size: int, num_spans: int, unit: int = 1) -> list[Span]:
+    """Cut `size` into `num_spans` spans or fewer, of equal whole units; the last may be shorter."""
     units = math.ceil(size / unit)
-    step = math.ceil(units / check_count("parts", parts)) * unit
+    step = math.ceil(units / check_count("num_spans", num_spans)) * unit
     return [(start, min(start + step, size)) for start in range(0, size, step)]
 
 
@@ -335,6 +338,7 @@ def _by_columns(
     shape: TableShape, ranks: Sequence[int], sizes: Sequence[int] | None = None
 ) -> tuple[Shard, ...]:
     # Blocks of whole 16 bytes where the width allows it: kernels read those fastest.
+    """Return shards that cut a table by columns, one per rank of `ranks`."""
     unit = math.lcm(shape.column_unit, 4)
     unit = unit if shape.columns % unit == 0 else shape.column_unit
     spans = blocks(shape.columns, len(ranks), unit)
@@ -352,6 +356,7 @@ def _by_columns(
 
 
 def _check_shard(name: str, shard: Shard, shape: TableShape, world_size: int) -> None:
+    """Raise ValueError for a shard outside its table or the world."""
     if not 0 <= shard.rank < world_size:
         raise ValueError(f"table {name}: a rank must be in [0, {world_size}), got {shard}")
     axes = (

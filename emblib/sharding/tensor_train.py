@@ -54,6 +54,7 @@ class SharedCores:
         return partial(self._add, shard)
 
     def _add(self, shard: int, grads: list[Tensor], apply_gradients: Use) -> None:
+        """Add the gradients of a shard; the last shard of this rank sums over the owners."""
         if shard in self._waiting:
             self._waiting.clear()
             raise RuntimeError(
@@ -66,10 +67,10 @@ class SharedCores:
             return
         waiting, self._waiting = self._waiting, {}
         grads_of_shards = [waiting[shard] for shard in sorted(waiting)]
-        common = [
+        shared_owners = [
             torch.cat([grad.reshape(-1) for grad in grads[1:]]) for grads, _ in grads_of_shards
         ]
-        total = common[0] if len(common) == 1 else torch.stack(common).sum(0)
+        total = shared_owners[0] if len(shared_owners) == 1 else torch.stack(shared_owners).sum(0)
         total = summed(total, self._ranks, self._owners)
         sizes = [grad.numel() for grad in grads_of_shards[0][0][1:]]
         for grads, use_ in grads_of_shards:
@@ -91,8 +92,8 @@ def summed(values: Tensor, ranks: RankGroup, owners: Sequence[int]) -> Tensor:
     received = [pieces[me] if k == me else torch.empty_like(pieces[me]) for k in range(len(owners))]
     _swap(ranks, owners, pieces, received)
     reduced = received[0].clone()
-    for other in received[1:]:
-        reduced += other
+    for value in received[1:]:
+        reduced += value
     total = torch.empty_like(values)
     sums = list(total.split(sizes))
     sums[me].copy_(reduced)
@@ -122,7 +123,7 @@ def _swap(
 
 def share_cores(
     groups: TableGroups,
-    parts: Sequence[TableShard],
+    table_shards: Sequence[TableShard],
     configs: Sequence[Config],
     plan: Mapping[str, ParameterSharding],
     ranks: RankGroup,
@@ -133,7 +134,7 @@ def share_cores(
 
     Args:
         groups: the tables of this rank.
-        parts: the shards, in the order of the slices of `groups`.
+        table_shards: the shards, in the order of the slices of `groups`.
         configs: configurations of all tables.
         plan: the sharding of each table, by name.
         ranks: the processes.
@@ -149,7 +150,9 @@ def share_cores(
         owners = sorted({shard.rank for shard in sharding.shards})
         if len(sharding.shards) < 2 or ranks.rank not in owners:
             continue
-        local_shards = [i for i, part in enumerate(parts) if part.table == number]
+        local_shards = [
+            i for i, table_shard in enumerate(table_shards) if table_shard.table == number
+        ]
         modules: list[tuple[Any, int]] = [groups.module_of(i) for i in local_shards]
         if len(local_shards) > 1 and not all(autograd.is_fused(m.optimizer) for m, _ in modules):
             raise ValueError(

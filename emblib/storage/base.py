@@ -174,7 +174,11 @@ class TableModule(Protocol):
         *,
         batch_sizes: Sequence[Sequence[int]] | None = None,
     ) -> Tensor:
-        """Look up a batch: pooled bags, or one vector per id."""
+        """Look up a batch: pooled bags, or one vector per id.
+
+        `ids` is `[L]`, `offsets` `[F * B + 1]`, `weights` float32 `[L]` or None; the output is `[B,
+        columns]`, or `[L, dim]`.
+        """
 
     def train(self, mode: Any = True) -> Any:
         """Set the training mode."""
@@ -486,12 +490,12 @@ class Storage:
 
 def distinct_names(names: Sequence[str]) -> list[str]:
     """Return the names in order; repeated ones get a number appended, to make all distinct."""
-    given: set[str] = set(names)
+    used_names: set[str] = set(names)
     assigned: set[str] = set()
     result = []
     for name in names:
         unique, number = name, 1
-        while unique in assigned or (unique != name and unique in given):
+        while unique in assigned or (unique != name and unique in used_names):
             number += 1
             unique = f"{name}_{number}"
         assigned.add(unique)

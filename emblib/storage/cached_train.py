@@ -536,6 +536,7 @@ class StoredRowsHandle(DenseHandle):
 
     @torch.no_grad()
     def _write(self, saved: Mapping[str, Tensor]) -> None:
+        """Replace the stored rows by saved ones."""
         bags: CachedTTModule = self._cached[0]
         ids = saved["keys"]
         bags.rows.settle()

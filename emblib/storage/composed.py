@@ -385,7 +385,10 @@ class ComposedModule(nn.Module):
         *,
         batch_sizes: Sequence[Sequence[int]] | None = None,
     ) -> Tensor:
-        """Look up a batch; arguments and output are those of `TableBatchedEmbeddingBags`."""
+        """Look up a batch; arguments and output are those of `TableBatchedEmbeddingBags`.
+
+        `ids` is `[L]`, `offsets` `[F * B + 1]`, `weights` float32 `[L]` or None.
+        """
         layout = None
         if batch_sizes is not None:
             bags = max(offsets.numel() - 1, 0)
@@ -415,10 +418,12 @@ class ComposedModule(nn.Module):
         else:
             feature = self._features_of(ids, offsets, batch_sizes)
             numbers, num_ids = self._numbers[:, feature], self.features[feature, FeatureColumn.ROWS]
-        wide = ids.long()
-        valid = (wide >= 0) & (wide < num_ids)
-        row_ids = self._storage.rows_read(torch.where(valid, wide, 0), numbers, self._rows_per_id)
-        return [torch.where(wide == -1, wide, rows).to(ids.dtype) for rows in row_ids]
+        int64_ids = ids.long()
+        valid = (int64_ids >= 0) & (int64_ids < num_ids)
+        row_ids = self._storage.rows_read(
+            torch.where(valid, int64_ids, 0), numbers, self._rows_per_id
+        )
+        return [torch.where(int64_ids == -1, int64_ids, rows).to(ids.dtype) for rows in row_ids]
 
     def _features_of(
         self, ids: Tensor, offsets: Tensor, batch_sizes: Sequence[Sequence[int]] | None
@@ -433,7 +438,11 @@ class ComposedModule(nn.Module):
         return torch.bucketize(position, borders, right=True)
 
     def _combine(self, looked_up: Tensor, batch_sizes: Sequence[Sequence[int]] | None) -> Tensor:
-        """Combine the looked-up blocks, one per row of an id, into one block of rows or bags."""
+        """Combine the looked-up blocks, one per row of an id, into one block of rows or bags.
+
+        `looked_up` is `[B, rows per id * columns]`, `[rows per id * L, dim]` without pooling, or
+        flat with `batch_sizes`; the result has the same form for one row per id.
+        """
         count, halves = self._rows_per_id, self._storage.joining is Combine.CONCATENATE
         if count == 1:
             return looked_up if self._widths == self._dims else self._widen(looked_up, batch_sizes)

@@ -115,7 +115,10 @@ _FIRST_FACTOR, _SECOND_FACTOR = -4658895280553007687, -7723592293110705685
 
 
 def mixed(ids: Tensor, number: Tensor) -> Tensor:
-    """Hash int64 ids into [0, 2^62) with splitmix64's finaliser; `number` seeds the hash."""
+    """Hash int64 ids into [0, 2^62) with splitmix64's finaliser; `number` seeds the hash.
+
+    `ids` may have any shape, which the result has too.
+    """
     z = ids + (2 * number + 1) * _INCREMENT  # int64 arithmetic wraps modulo 2^64
     z = (z ^ _shift_right(z, 30)) * _FIRST_FACTOR
     z = (z ^ _shift_right(z, 27)) * _SECOND_FACTOR

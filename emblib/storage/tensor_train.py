@@ -331,8 +331,8 @@ class TensorTrain(Storage):
             # The product of the factors may exceed the rows; the last slice includes the excess.
             at_end = rows[1] == table.num_embeddings
             end_digit = sizes[0][0] if at_end else -(-rows[1] // units.rows)
-            left, right = columns[0] // units.columns, -(-columns[1] // units.columns)
-            return (first_digit, end_digit), (left * rank, right * rank)
+            first_unit, end_unit = columns[0] // units.columns, -(-columns[1] // units.columns)
+            return (first_digit, end_digit), (first_unit * rank, end_unit * rank)
 
         return {
             f"cores.{k}": TensorLayout(size, table.data_type, None if k else region)

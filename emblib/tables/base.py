@@ -307,6 +307,8 @@ class FusedTables(nn.Module):
     def load_hyperparams(self, values: Tensor) -> None:
         """Overwrite `hyperparams`, including the step, with saved values.
 
+        `values` is float64, with the entries of `emblib.columns.Hyper`.
+
         Raises:
             ValueError: numbers that the optimizer cannot have; nothing is changed.
         """
@@ -482,8 +484,8 @@ class FusedTables(nn.Module):
             f"{name}: {self._size_of(spec)}"
             for name, spec in zip(self.table_names[:4], self.tables, strict=False)
         )
-        more = f", ... {len(self.tables)} tables" if len(self.tables) > 4 else ""
-        fields = [f"[{sizes}{more}]", brief(self.optimizer), f"pooling={self.pooling.value}"]
+        omitted = f", ... {len(self.tables)} tables" if len(self.tables) > 4 else ""
+        fields = [f"[{sizes}{omitted}]", brief(self.optimizer), f"pooling={self.pooling.value}"]
         if self.precision != Precision():
             fields.append(brief(self.precision))
         return ", ".join(fields)
@@ -568,6 +570,9 @@ def check_bounds(
     `message` is the warning, a format of the numbers `indices` and `offsets` and the text `where`.
     With `is_prefetch` violations are not counted: the lookup of the batch counts them, possibly on
     another stream at the same time. A forward that checkpointing repeats counts them only once.
+
+    `indices` is `[L]`, `offsets` `[F * B + 1]` or `[bags + 1]` with a `bag_layout`; both int32 or
+    int64.
 
     Raises:
         RuntimeError: the batch is on another device than the module; out of bounds in mode FATAL;

@@ -85,10 +85,10 @@ def first_violation(
     invalid = ((used < -1) | (used >= rows)).nonzero()
     if not len(invalid):
         return ""
-    at = int(invalid[0])
+    position = int(invalid[0])
     return (
-        f" (the first: index {int(used[at])} at position {first_offset + at}, "
-        f"{feature_label(module, int(by_index[at]))} of {int(rows[at])} rows)"
+        f" (the first: index {int(used[position])} at position {first_offset + position}, "
+        f"{feature_label(module, int(by_index[position]))} of {int(rows[position])} rows)"
     )
 
 
@@ -108,8 +108,8 @@ def _call_site(module: Any) -> str:
     labels = getattr(module, "feature_labels", None)
     if labels is None:
         labels = [feature_label(module, f) for f in range(len(module.feature_tables))]
-    more = f" and {len(labels) - 3} more" if len(labels) > 3 else ""
-    return f" (in one of: {'; '.join(labels[:3])}{more})"
+    omitted = f" and {len(labels) - 3} more" if len(labels) > 3 else ""
+    return f" (in one of: {'; '.join(labels[:3])}{omitted})"
 
 
 class BoundsReport:
@@ -170,6 +170,7 @@ class BoundsReport:
         self._copy = pinned, event
 
     def _report_copy(self, copied: Tensor) -> None:
+        """Warn about the violations that were counted since the last report."""
         counts: Sequence[int] = copied.tolist()
         self._copy = None
         counts_before = self._reported

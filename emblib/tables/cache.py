@@ -49,7 +49,10 @@ from emblib.tables.row_cache import LaterFetches, RowCache
 
 
 class BatchId(NamedTuple):
-    """The tensors of a batch, by whose identity `forward` recognises a prefetched one."""
+    """The tensors of a batch, by whose identity `forward` recognises a prefetched one.
+
+    `indices` is `[L]`, `offsets` `[bags + 1]`, as the caller passed them.
+    """
 
     indices: Tensor
     offsets: Tensor
@@ -477,10 +480,13 @@ class Prefetcher:
         length = batch.indices.numel()
         if size >= length:
             return [autograd.groups_of(batch)]
-        parts = (_sub_batch(batch, start, start + size) for start in range(0, length, size))
+        pass_batches = (_sub_batch(batch, start, start + size) for start in range(0, length, size))
         # A pass needs only the distinct rows of its lookups; the rest of its groups is freed.
-        nothing = batch.indices.new_empty(0, dtype=torch.int32)
-        return [autograd.groups_of(part)._replace(lookups=nothing, bags=nothing) for part in parts]
+        no_ids = batch.indices.new_empty(0, dtype=torch.int32)
+        return [
+            autograd.groups_of(pass_batch)._replace(lookups=no_ids, bags=no_ids)
+            for pass_batch in pass_batches
+        ]
 
     def _fetch(self, passes: list[tbe.Groups], tiers: autograd.Tiers, number: int) -> Tensor:
         """Fetch the rows of a batch pass by pass; return the slots of the last pass's rows."""
@@ -493,12 +499,12 @@ class Prefetcher:
         else:
             self.last_arrival = number
         # Passes of DISK tables are fetched one by one: each evicts rows that must be journaled.
-        for some in [passes] if disk is None else [[groups] for groups in passes]:
+        for groups_of_pass in [passes] if disk is None else [[groups] for groups in passes]:
             if disk is not None:
-                disk.touch(self._disk_rows(some[0]))
-                evicted = self.cache.evictions(some[0])
+                disk.touch(self._disk_rows(groups_of_pass[0]))
+                evicted = self.cache.evictions(groups_of_pass[0])
                 disk.protect(evicted[evicted >= first] - first)
-            row_slots = self.cache.fetch(tiers, some, later)[-1]
+            row_slots = self.cache.fetch(tiers, groups_of_pass, later)[-1]
         return row_slots
 
     def fetch_later(self, number: int) -> None:

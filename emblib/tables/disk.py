@@ -149,12 +149,15 @@ class DiskStore:
         states: Sequence[State],
         handles: contextlib.ExitStack,
     ) -> None:
+        """Open or create the files of a store, map them, and undo an interrupted commit."""
         self._read_store()
         elements = sum(spec.rows * spec.dim for spec in tables)
         files = [MappedFile(self.directory / "weights.bin", self._layout["weights"], elements)]
-        for state, kept in zip(states, self._layout["states"], strict=True):
+        for state, saved_state in zip(states, self._layout["states"], strict=True):
             path = self.directory / f"state_{state.name}.bin"
-            files.append(MappedFile(path, kept["dtype"], self._rows if state.per_row else elements))
+            files.append(
+                MappedFile(path, saved_state["dtype"], self._rows if state.per_row else elements)
+            )
         sum_files = [_sums_file(file) for file in files]
         if self.created:
             make_room(self.directory, sum(file.nbytes for file in [*files, *sum_files]))
@@ -315,8 +318,8 @@ class DiskStore:
         with self._syncs.watch():
             for index, local in self._by_block(rows):
                 self._journal.begin(self._epoch)
-                for part in self._journal.append(index, local):
-                    self._journaled[part + self._blocks[index].first] = 1
+                for journaled_rows in self._journal.append(index, local):
+                    self._journaled[journaled_rows + self._blocks[index].first] = 1
 
     def commit(self, numbers: Sequence[float]) -> None:
         """Commit the current tables and `numbers` as the state that opening restores.
@@ -462,13 +465,15 @@ def _layout_of(
         return str(value_dtype).removeprefix("torch.")
 
     kinds = {True: word(torch.float32), False: word(state_dtype)}
-    kept = [{"name": s.name, "per_row": s.per_row, "dtype": kinds[s.per_row]} for s in states]
+    state_entries = [
+        {"name": s.name, "per_row": s.per_row, "dtype": kinds[s.per_row]} for s in states
+    ]
     return {
         "format": _FORMAT,
         **FORMAT,
         "byteorder": sys.byteorder,
         "weights": word(dtype),
-        "states": kept,
+        "states": state_entries,
         "tables": [[spec.name, spec.rows, spec.dim] for spec in tables],
     }
 
@@ -494,14 +499,14 @@ def _sums_file(file: MappedFile) -> MappedFile:
 
 def _describe(tables: Sequence[TableSpec], widths: Sequence[int], begin: int, end: int) -> str:
     """Return a text that names the rows in bytes `[begin, end)`; `widths` are bytes per row."""
-    found, at = [], 0
+    ranges, offset = [], 0
     for spec, width in zip(tables, widths, strict=True):
         size = spec.rows * width
-        if at < end and begin < at + size:
-            first, last = max(begin - at, 0) // width, (min(end - at, size) - 1) // width
-            found.append(f"rows {first} to {last} of table {spec.name!r}")
-        at += size
-    return ", ".join(found)
+        if offset < end and begin < offset + size:
+            first, last = max(begin - offset, 0) // width, (min(end - offset, size) - 1) // width
+            ranges.append(f"rows {first} to {last} of table {spec.name!r}")
+        offset += size
+    return ", ".join(ranges)
 
 
 def _pages(tensor: Tensor, rows: Tensor) -> Tensor:

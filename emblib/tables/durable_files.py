@@ -182,10 +182,10 @@ def unseal(content: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: the checksum is missing or wrong.
     """
-    rest = {key: value for key, value in content.items() if key != _CHECKSUM}
-    if content.get(_CHECKSUM) != json_checksum(rest):
+    entries = {key: value for key, value in content.items() if key != _CHECKSUM}
+    if content.get(_CHECKSUM) != json_checksum(entries):
         raise ValueError("its content does not match its checksum")
-    return rest
+    return entries
 
 
 def json_checksum(content: dict[str, Any]) -> int:
@@ -225,10 +225,10 @@ class MappedFile:
         """Map the file and return it as a tensor."""
         if not self.fits():
             size = self.path.stat().st_size if self.path.exists() else None
-            found = "is missing" if size is None else f"has {size} bytes"
+            size_text = "is missing" if size is None else f"has {size} bytes"
             raise RuntimeError(
-                f"{self.path} {found}, its tables have {self.nbytes} bytes; delete the directory "
-                "and start from a checkpoint"
+                f"{self.path} {size_text}, its tables have {self.nbytes} bytes; delete the "
+                "directory and start from a checkpoint"
             )
         if not self.count:
             return torch.empty(0, dtype=self.dtype)
@@ -260,37 +260,39 @@ def zeros(count: int) -> Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
-def make_directory(directory: Path, what: str) -> None:
-    """Create a directory and its parents if missing; `what` names its content in errors."""
+def make_directory(directory: Path, content: str) -> None:
+    """Create a directory and its parents if missing; `content` names its content in errors."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise OSError(
             error.errno,
-            f"the directory of {what} cannot be made ({error.strerror})",
+            f"the directory of {content} cannot be made ({error.strerror})",
             str(directory),
         ) from error
 
 
-def refuse_strangers(directory: Path, what: str, known_file: str) -> None:
+def refuse_strangers(directory: Path, content: str, known_file: str) -> None:
     """Raise ValueError if a directory has files other than a lock and unfinished `known_file`s."""
     unknown_files = sorted(set(os.listdir(directory)) - {LOCK, known_file + _NEW_SUFFIX})
     if unknown_files:
         raise ValueError(
-            f"the directory of {what} must be empty or hold them already; {directory} "
+            f"the directory of {content} must be empty or hold them already; {directory} "
             f"holds {', '.join(unknown_files[:4])}{' and more' if len(unknown_files) > 4 else ''}: "
             "name another one, e.g. a new one in it"
         )
 
 
-def lock(path: Path, what: str, way_out: str = "end it, or delete the module that has them") -> int:
-    """Lock a file exclusively and return its handle; `what` names its content in errors."""
+def lock(
+    path: Path, content: str, way_out: str = "end it, or delete the module that has them"
+) -> int:
+    """Lock a file exclusively and return its handle; `content` names its content in errors."""
     try:
         handle = open_fresh(path, os.O_RDWR)
     except OSError as error:
         raise OSError(
             error.errno,
-            f"{what} need a directory that can be written to ({error.strerror})",
+            f"{content} need a directory that can be written to ({error.strerror})",
             str(path.parent),
         ) from error
     try:
@@ -300,7 +302,7 @@ def lock(path: Path, what: str, way_out: str = "end it, or delete the module tha
         os.close(handle)
         raise OSError(
             error.errno,
-            f"{what} have one owner; these are open in process {holder} ({error.strerror}); "
+            f"{content} have one owner; these are open in process {holder} ({error.strerror}); "
             f"{way_out}",
             str(path.parent),
         ) from error
@@ -312,11 +314,12 @@ def lock(path: Path, what: str, way_out: str = "end it, or delete the module tha
 
 def make_room(directory: Path, nbytes: int) -> None:
     """Raise OSError unless `nbytes` fit: on a full disk a write to a mapping kills the process."""
-    free = shutil.disk_usage(directory).free
-    if free < nbytes:
+    free_bytes = shutil.disk_usage(directory).free
+    if free_bytes < nbytes:
         raise OSError(
             errno.ENOSPC,
-            f"DISK tables of {nbytes} bytes do not fit, {free} are free; name another directory",
+            f"DISK tables of {nbytes} bytes do not fit, {free_bytes} are free; name another "
+            "directory",
             str(directory),
         )
 

@@ -51,6 +51,8 @@ class Block(NamedTuple):
 
 
 class _Record(NamedTuple):
+    """Old bytes of rows of a block: `rows` int64 `[n]`, and `images` with n rows per tensor."""
+
     block: Block
     rows: Tensor
     images: list[Tensor]
@@ -115,11 +117,11 @@ class Journal:
         """
         if os.fstat(self._handle).st_size != self._end:
             durable_files.resize(self._handle, self._end)
-        remaining, at = memoryview(data), self._end
+        remaining, offset = memoryview(data), self._end
         try:
             while remaining:
-                num_written = durable_files.write_at(self._handle, remaining, at)
-                remaining, at = remaining[num_written:], at + num_written
+                num_written = durable_files.write_at(self._handle, remaining, offset)
+                remaining, offset = remaining[num_written:], offset + num_written
         except OSError as error:
             durable_files.resize(self._handle, self._end)
             raise OSError(
@@ -129,7 +131,7 @@ class Journal:
                 "flushes: make room, or flush more often",
                 str(self.path),
             ) from error
-        return at
+        return offset
 
     def clear(self) -> None:
         """Delete all records, after a commit or after rolling them back."""
@@ -190,14 +192,14 @@ class Journal:
         After a restart of the machine the journal ends at the first record that did not reach the
         disk; checksums of pages tell whether its rows changed.
         """
-        at = _HEADER.size
-        while at + _RECORD.size <= len(data):
-            magic, index, count, checksum, own_checksum = _RECORD.unpack_from(data, at)
-            body = at + _RECORD.size
-            if magic != _ROWS or own_checksum != zlib.crc32(data[at : body - _CHECKSUM.size]):
+        offset = _HEADER.size
+        while offset + _RECORD.size <= len(data):
+            magic, index, count, checksum, own_checksum = _RECORD.unpack_from(data, offset)
+            body = offset + _RECORD.size
+            if magic != _ROWS or own_checksum != zlib.crc32(data[offset : body - _CHECKSUM.size]):
                 if self.interrupted:
                     return
-                raise self._damaged(f"the record at byte {at} has a wrong head")
+                raise self._damaged(f"the record at byte {offset} has a wrong head")
             block = self.blocks[index]
             end = body + _body_bytes(block, count)
             if end > len(data):
@@ -205,9 +207,9 @@ class Journal:
             if checksum != zlib.crc32(data[body:end]):
                 if self.interrupted:
                     return
-                raise self._damaged(f"the record at byte {at} has a wrong checksum")
+                raise self._damaged(f"the record at byte {offset} has a wrong checksum")
             yield _Record(block, *_body(block, count, data[body:end]))
-            at = end
+            offset = end
 
     def _damaged(self, defect: str) -> JournalError:
         return JournalError(
@@ -223,12 +225,12 @@ def _body_bytes(block: Block, rows: int) -> int:
 def _body(block: Block, rows: int, data: memoryview) -> tuple[Tensor, list[Tensor]]:
     """Return row numbers and old bytes of a record, as views of its body."""
     numbers = torch.frombuffer(data, dtype=torch.int64, count=rows)
-    at, images = 8 * rows, []
+    offset, images = 8 * rows, []
     for tensor in block.tensors:
         width = tensor.shape[1]
-        flat = torch.frombuffer(data, dtype=torch.uint8, count=rows * width, offset=at)
+        flat = torch.frombuffer(data, dtype=torch.uint8, count=rows * width, offset=offset)
         images.append(flat.view(rows, width))
-        at += rows * width
+        offset += rows * width
     return numbers, images
 
 

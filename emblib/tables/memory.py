@@ -71,7 +71,16 @@ class TableOffset(NamedTuple):
 
 @dataclass(frozen=True)
 class TableLayout:
-    """The locations of the tables of a module, and the sizes of the tiers."""
+    """The locations of the tables of a module, and the sizes of the tiers.
+
+    Attributes:
+        offsets: location of each table.
+        elements, rows: elements of weights and rows by tier, without the cache.
+        total_rows: rows of all tables.
+        first_cached_row, first_disk_row: linear row ids from which on tables are cached, or on
+            disk.
+        cache_stride: elements between the rows of the cache; 0 if nothing is cached.
+    """
 
     offsets: tuple[TableOffset, ...]
     elements: tuple[int, ...]  # by tier, without the cache
@@ -233,6 +242,8 @@ class Memory:
         """Return weights and states of all tiers but the cache, given those of the device tier.
 
         Unused tiers are empty tensors; trailing ones are omitted.
+
+        `weights` is flat, `states` are flat or `[rows]`; the results have one entry per tier.
         """
         all_weights, all_states = [weights.view(-1)], list(states)
         for tier in range(Tier.DEVICE + 1, self._last_tier + 1):

@@ -53,8 +53,8 @@ def is_periodic(optimizer: Optimizer) -> bool:
 def check(optimizer: Optimizer, tables: Sequence[TableSpec], pooling: Pooling) -> None:
     """Raise ValueError for an optimizer that these tables do not support."""
     for spec in tables:
-        near = spec.placement in (Placement.DEVICE, Placement.HOST)
-        if global_decay(optimizer) is not None and not near:
+        is_in_memory = spec.placement in (Placement.DEVICE, Placement.HOST)
+        if global_decay(optimizer) is not None and not is_in_memory:
             raise ValueError(
                 "GlobalDecay looks at the state of every row that is read, so all tables must be "
                 f"on the device, got placement {spec.placement.value}"

@@ -42,6 +42,8 @@ def num_pages(nbytes: int) -> int:
 def pages_of(starts: Tensor, width: int) -> Tensor:
     """Return the pages with the `width` bytes that begin at each of `starts`; pages may repeat.
 
+    `starts` are byte positions, int64 `[n]`; the result is int64.
+
     Args:
         starts: int64 byte positions, one per row.
         width: bytes per row.
@@ -121,6 +123,8 @@ class PageSums:
     def check(self, pages: Tensor) -> None:
         """Verify those of `pages`, which may repeat, that were not verified yet.
 
+        `pages` are page numbers of the file, int64 `[n]`.
+
         Raises:
             ChecksumError: a page is not as the last commit left it.
         """
@@ -153,10 +157,10 @@ class PageSums:
     def _error(self, wrong: list[int]) -> ChecksumError:
         begin = wrong[0] * PAGE
         end = min(begin + PAGE, self.length)
-        more = f", and {len(wrong) - 1} more pages" if len(wrong) > 1 else ""
+        omitted = f", and {len(wrong) - 1} more pages" if len(wrong) > 1 else ""
         return ChecksumError(
             f"{self.path} is damaged: page {wrong[0]} (bytes {begin} to {end - 1}, "
-            f"{self._describe(begin, end)}){more} is not as the last flush left it; {_WAY_OUT}"
+            f"{self._describe(begin, end)}){omitted} is not as the last flush left it; {_WAY_OUT}"
         )
 
     def check_root(self, expected: int) -> None:
@@ -172,7 +176,10 @@ class PageSums:
         self.all_known = self._all_changed = True
 
     def change(self, pages: Tensor) -> None:
-        """Note pages that are about to be written; verify their current content first."""
+        """Note pages that are about to be written; verify their current content first.
+
+        `pages` are page numbers of the file, int64 `[n]`.
+        """
         self.check(pages)
         self._has_sum[pages] = 1
         self._changed[pages] = 1
@@ -232,12 +239,12 @@ class PageSums:
             crcs = array(
                 "I",
                 (
-                    _ZEROS if hole else zlib.crc32(data[at : at + PAGE])
-                    for at, hole in zip(begins, holes, strict=True)
+                    _ZEROS if hole else zlib.crc32(data[begin : begin + PAGE])
+                    for begin, hole in zip(begins, holes, strict=True)
                 ),
             )
         else:
-            crcs = array("I", [zlib.crc32(data[at : at + PAGE]) for at in begins])
+            crcs = array("I", [zlib.crc32(data[begin : begin + PAGE]) for begin in begins])
         return torch.frombuffer(crcs, dtype=torch.uint8).view(-1, WIDTH)
 
 
@@ -253,11 +260,13 @@ def _in_holes(path: Path, pages: Tensor) -> Tensor:
     has_data = torch.zeros(last_page - first_page + 1, dtype=torch.bool)
     handle = os.open(path, os.O_RDONLY)
     try:
-        at, end = first_page * PAGE, (last_page + 1) * PAGE
-        while at < end:
-            begin = os.lseek(handle, at, os.SEEK_DATA)
-            at = os.lseek(handle, begin, os.SEEK_HOLE)
-            has_data[max(begin // PAGE - first_page, 0) : max(num_pages(at) - first_page, 0)] = True
+        offset, end = first_page * PAGE, (last_page + 1) * PAGE
+        while offset < end:
+            begin = os.lseek(handle, offset, os.SEEK_DATA)
+            offset = os.lseek(handle, begin, os.SEEK_HOLE)
+            has_data[
+                max(begin // PAGE - first_page, 0) : max(num_pages(offset) - first_page, 0)
+            ] = True
     except OSError as error:
         if error.errno != errno.ENXIO:  # no data up to the end of the file
             has_data[:] = True

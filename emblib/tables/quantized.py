@@ -79,7 +79,15 @@ def formats_of(tables: int, bits: int | None, formats: Formats | None) -> tuple[
 
 
 class _TableLocation(NamedTuple):
-    """The bytes and rows of a table in the memory of a module."""
+    """The bytes and rows of a table in the memory of a module.
+
+    Attributes:
+        begin: first byte of the table.
+        first_row: rows of the tables before it.
+        rows, dim: shape of the table.
+        format: code of the format, see `emblib.columns.RowFormatCode`.
+        row_bytes: bytes of a row.
+    """
 
     begin: int
     first_row: int
@@ -192,6 +200,7 @@ class QuantizedEmbeddingBags(nn.Module):
         check_features(self.tables, self.feature_tables, self.pooling)
 
     def _lay_out(self) -> None:
+        """Assign each table its bytes in `packed`, and each feature its columns."""
         self._locations: list[_TableLocation] = []
         begin = first_row = 0
         for spec, format in zip(self.tables, self.formats, strict=True):
@@ -202,13 +211,13 @@ class QuantizedEmbeddingBags(nn.Module):
             first_row += spec.rows
         self._bytes, self.total_rows = begin, first_row
         self._dims = [self.tables[t].dim for t in self.feature_tables]
-        none = self.pooling is Pooling.NONE
-        self.output_dim = max(self._dims, default=0) if none else sum(self._dims)
+        is_unpooled = self.pooling is Pooling.NONE
+        self.output_dim = max(self._dims, default=0) if is_unpooled else sum(self._dims)
         column, self._layout = 0, []
         for t in self.feature_tables:
             location = self._locations[t]
             self._layout.append(location.feature(column, is_mixed=self.bits < 0))
-            column += 0 if none else location.dim
+            column += 0 if is_unpooled else location.dim
 
     _layout: list[FeatureRow]
 
@@ -415,7 +424,10 @@ class QuantizedEmbeddingBags(nn.Module):
     def _look_up_at_once(
         self, indices: Tensor, offsets: Tensor, sample_weights: Tensor | None
     ) -> Tensor | None:
-        """Check and look up a batch in one op; return None for an invalid one on the CPU."""
+        """Check and look up a batch in one op; return None for an invalid one on the CPU.
+
+        `indices` is `[L]`, `offsets` `[F * B + 1]`, `sample_weights` float32 `[L]` or None.
+        """
         own_check = self._check
         if own_check is None or not own_check.matches(self):
             self._check = own_check = LookupBoundsCheck(self)
@@ -506,9 +518,9 @@ class QuantizedEmbeddingBags(nn.Module):
             f"{name}: {spec.rows} x {spec.dim}"
             for name, spec in zip(self.table_names[:4], self.tables, strict=False)
         )
-        more = f", ... {len(self.tables)} tables" if len(self.tables) > 4 else ""
+        omitted = f", ... {len(self.tables)} tables" if len(self.tables) > 4 else ""
         formats = ", ".join(dict.fromkeys(format.value for format in self.formats))
-        return f"[{sizes}{more}], {formats}, pooling={self.pooling.value}"
+        return f"[{sizes}{omitted}], {formats}, pooling={self.pooling.value}"
 
 
 def _check_range(weights: Tensor) -> None:
@@ -539,21 +551,21 @@ def pack_former_rows(values: Tensor, scales: Tensor, dim: int, bits: int) -> Ten
         ValueError: the tensors are of another table, or their values exceed the range of float16.
     """
     rows, width = scales.size(0) if scales.dim() > 0 else 0, -(-dim * bits // 8)
-    fits = bits in (4, 8) and tuple(values.shape) == (rows, width)
-    if not fits or tuple(scales.shape) != (rows, 2):
+    has_shape = bits in (4, 8) and tuple(values.shape) == (rows, width)
+    if not has_shape or tuple(scales.shape) != (rows, 2):
         raise ValueError(
             f"size mismatch: values {tuple(values.shape)} and scales {tuple(scales.shape)} are not "
             f"of rows of {dim} values with {bits} bits, which have [rows, {width}] and [rows, 2]"
         )
     packed = torch.empty(rows, quant.row_bytes(dim, bits), dtype=torch.uint8, device=values.device)
     for first_row in range(0, rows, _CHUNK):
-        numbers, some = (
+        numbers, block = (
             values[first_row : first_row + _CHUNK],
             scales[first_row : first_row + _CHUNK],
         )
         if bits == 4:
             numbers = torch.stack([numbers & 15, numbers >> 4], dim=2).flatten(1)
-        weights = numbers[:, :dim].float() * some[:, :1] + some[:, 1:]
+        weights = numbers[:, :dim].float() * block[:, :1] + block[:, 1:]
         _check_range(weights)
         quant.quantize_rows_(packed[first_row : first_row + _CHUNK], weights.contiguous(), bits)
     return packed
@@ -589,18 +601,18 @@ class FloatTables(NamedTuple):
             if source.mode not in ("sum", "mean"):
                 raise TypeError(f"an EmbeddingBag must have mode sum or mean, got {source.mode!r}")
             pooling, source = Pooling(source.mode), source.weight
-        named = {"": source} if isinstance(source, Tensor) else source
-        if not isinstance(named, Mapping) or not named:
+        sources_by_name = {"": source} if isinstance(source, Tensor) else source
+        if not isinstance(sources_by_name, Mapping) or not sources_by_name:
             raise TypeError(
                 "source must be TableBatchedEmbeddingBags, TableBatchedTTEmbeddingBags, "
                 "nn.EmbeddingBag, nn.Embedding, a matrix or matrices by name, got "
                 f"{type(source).__name__}"
             )
-        for name, tensor in named.items():
+        for name, tensor in sources_by_name.items():
             if not isinstance(tensor, Tensor) or tensor.dim() != 2:
                 raise TypeError(f"table {name!r} must be a matrix [R, D], got {tensor!r}")
-        specs = [TableSpec(t.size(0), t.size(1), name) for name, t in named.items()]
-        tensors = list(named.values())
+        specs = [TableSpec(t.size(0), t.size(1), name) for name, t in sources_by_name.items()]
+        tensors = list(sources_by_name.values())
         return cls(specs, tensors, pooling, None, torch.float32, tensors[0].device)
 
     def dtypes(self) -> list[torch.dtype]:

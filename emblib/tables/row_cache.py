@@ -286,11 +286,11 @@ class RowCache(nn.Module):
 
     def no_fetches(self, length: int) -> LaterFetches:
         """Return an empty list of rows to fetch later, for a batch of `length` lookups."""
-        like = self.clock
+        no_entries = self.clock
         return LaterFetches(
-            rows=like.new_empty(length),
-            slots=like.new_empty(length, dtype=torch.int32),
-            num_rows=like.new_zeros(1, dtype=torch.int32),
+            rows=no_entries.new_empty(length),
+            slots=no_entries.new_empty(length, dtype=torch.int32),
+            num_rows=no_entries.new_zeros(1, dtype=torch.int32),
         )
 
     def prefetch(
@@ -466,6 +466,6 @@ def number_of_sets(options: CacheConfig, layout: CacheLayout, device: torch.devi
     """Return the requested number of sets, on a GPU at most what its free memory takes."""
     sets = options.sets or math.ceil(options.load_factor * layout.cached_rows / cache_ops.WAYS)
     if device.type == "cuda":
-        free = torch.cuda.mem_get_info(device)[0] - options.reserved_bytes
-        sets = min(sets, free // layout.bytes_per_set)
+        free_bytes = torch.cuda.mem_get_info(device)[0] - options.reserved_bytes
+        sets = min(sets, free_bytes // layout.bytes_per_set)
     return min(max(sets, 1), _MAX_SETS)

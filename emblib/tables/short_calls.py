@@ -149,6 +149,10 @@ class ShortCalls:
 
     `is_short` tells whether a call is short: tables are in the memory of their device, and backward
     updates them. A copy or pickle of this object is None: the copy of a module makes its own.
+
+    In all methods `indices` is int32 or int64 `[L]`, `offsets` `[F * B + 1]`, `sample_weights`
+    float32 `[L]` or None, and outputs and their gradients are `[B, output_dim]`, or `[L, dim]` for
+    NONE.
     """
 
     def __init__(self, module: ShortCallTables, tiers: Callable[[], autograd.Tiers]) -> None:
@@ -236,7 +240,10 @@ class ShortCalls:
         *,
         in_order: bool,
     ) -> LookedUp:
-        """Look up a batch, and report invalid indices and offsets."""
+        """Look up a batch, and report invalid indices and offsets.
+
+        `in_order` matters for cached tables only, see `CachedCalls.look_up`.
+        """
         check = self._check.begin() if self._check.counts else self._check.check
         results = self._read(module, indices, offsets, sample_weights, check)
         if self._check.counts:
@@ -279,6 +286,7 @@ class ShortCalls:
         sample_weights: Tensor | None,
         slots: Tensor | None = None,
     ) -> Tensor:
+        """Look up a batch with repaired offsets; the output is as of `look_up`."""
         batch = self.batch._replace(indices=indices, offsets=offsets, slots=slots)
         weights = self.tiers.weights
         return autograd.lookup_no_grad(weights, batch, sample_weights, module.output_dtype)
@@ -292,7 +300,10 @@ class ShortCalls:
         flight: InFlight | None,
         is_finite: Tensor | None = None,
     ) -> None:
-        """Apply one optimizer step with the gradient of an output; none if `is_finite` is false."""
+        """Apply one optimizer step with the gradient of an output; none if `is_finite` is false.
+
+        `is_finite` is a bool scalar on the device; None if the gradient is known to be finite.
+        """
         self._update(grad, indices, offsets, sample_weights, None, is_finite)
 
     def _update(
@@ -304,6 +315,11 @@ class ShortCalls:
         located: Sequence[Tensor] | None,
         is_finite: Tensor | None,
     ) -> None:
+        """Run the op of a backward.
+
+        `located` are the groups of the batch and the slots of its distinct rows; None lets the op
+        group the lookups itself.
+        """
         batch = self.batch
         update_in_one_op(
             self.tiers,
@@ -386,6 +402,11 @@ class CachedCalls(ShortCalls):
         *,
         is_prefetched: bool,
     ) -> LookedUp:
+        """Fetch the rows of a batch unless they are prefetched, then read them at their slots.
+
+        An invalid batch is repaired and fetched again. If the lookup fails, the batch is no longer
+        in flight.
+        """
         indices, offsets = batch_id
         prefetcher = self._prefetcher
         check = counted = self._check.begin() if self._check.counts else self._check.check
@@ -426,7 +447,10 @@ class CachedCalls(ShortCalls):
         flight: InFlight | None,
         is_finite: Tensor | None = None,
     ) -> None:
-        """Apply one optimizer step to the rows at their current slots."""
+        """Apply one optimizer step to the rows at their current slots.
+
+        `flight` is the batch in flight that `look_up` returned; its rows may be evicted afterwards.
+        """
         assert flight is not None
         with flight.lock:
             locations = flight.before_update(lookups=False)

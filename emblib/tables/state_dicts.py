@@ -81,7 +81,10 @@ def tensor_problem(
         return f"must be a dense tensor with values, got {value.layout} on {value.device}"
     if shape is not None and (
         value.dim() != len(shape)
-        or any(want not in (None, size) for want, size in zip(shape, value.shape, strict=True))
+        or any(
+            expected_size not in (None, size)
+            for expected_size, size in zip(shape, value.shape, strict=True)
+        )
     ):
         return (
             f"size mismatch: it has shape {tuple(value.shape)}, this module's is "

@@ -133,6 +133,7 @@ class TableBatchedEmbeddingBags(FusedTables):
         self.reset_parameters()
 
     def _check_arguments(self) -> None:
+        """Raise ValueError for options that contradict each other."""
         if not isinstance(self.cache, CacheConfig):
             raise TypeError(
                 f"cache must be a CacheConfig, e.g. CacheConfig(sets=1024), got {self.cache!r}"
@@ -296,7 +297,10 @@ class TableBatchedEmbeddingBags(FusedTables):
         *,
         is_prefetch: bool = False,
     ) -> autograd.Lookup:
-        """Check a batch and return it as ops take it, with repaired offsets and bag layout."""
+        """Check a batch and return it as ops take it, with repaired offsets and bag layout.
+
+        Arguments are those of `forward`.
+        """
         if not self.include_last_offset:
             offsets = base.append_last_offset(indices, offsets)
         source = self if reading is None else reading
@@ -349,6 +353,7 @@ class TableBatchedEmbeddingBags(FusedTables):
         sample_weights: Tensor | None,
         reading: TableReading | None = None,
     ) -> Tensor:
+        """Look up a batch after its checks; the output is as of `forward`."""
         batch, tiers = self._batch(*batch_id, batch_sizes, reading), self._tiers()
         if self._is_periodic and self._begins_step(batch):
             with self._lock:
@@ -365,7 +370,10 @@ class TableBatchedEmbeddingBags(FusedTables):
     def _read_for_gradients(
         self, tiers: autograd.Tiers, batch: autograd.Lookup, sample_weights: Tensor | None
     ) -> Tensor:
-        """Look up a batch whose backward leaves gradients on the parameters."""
+        """Look up a batch whose backward leaves gradients on the parameters.
+
+        `sample_weights` is float32 `[L]`; the output is as of `forward`.
+        """
         trained, offsets = self._gradient_parameters()
         self._unstepped.check(trained)
         if self.optimizer.leaves_gradient is Gradient.SPARSE:
@@ -385,7 +393,10 @@ class TableBatchedEmbeddingBags(FusedTables):
     def _read(
         self, tiers: autograd.Tiers, batch: autograd.Lookup, sample_weights: Tensor | None
     ) -> Tensor:
-        """Look up a batch, reading the rows at `batch.slots` or in their tables."""
+        """Look up a batch, reading the rows at `batch.slots` or in their tables.
+
+        `sample_weights` is float32 `[L]`; the output is as of `forward`.
+        """
         decay, factors = optimizer_hooks.global_decay(self.optimizer), None
         if decay is not None:
             batch, factors = optimizer_hooks.decay_rows(
@@ -586,11 +597,11 @@ class TableBatchedEmbeddingBags(FusedTables):
 
     def nbytes(self) -> dict[str, int]:
         """Return the bytes of `weights`, `optimizer_state`, and `cache` (rows, states and tags)."""
-        elsewhere = self._memory.nbytes()
+        bytes_by_place = self._memory.nbytes()
         states = sum(state.nbytes for state in self._states())
         return {
-            "weights": self.weights.nbytes + elsewhere["weights"],
-            "optimizer_state": states + elsewhere["optimizer_state"],
+            "weights": self.weights.nbytes + bytes_by_place["weights"],
+            "optimizer_state": states + bytes_by_place["optimizer_state"],
             "cache": 0 if self.row_cache is None else self.row_cache.nbytes(),
         }
 

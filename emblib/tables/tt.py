@@ -402,7 +402,10 @@ class TableBatchedTTEmbeddingBags(FusedTables):
     def _batch(
         self, indices: Tensor, offsets: Tensor, batch_sizes: Sequence[Sequence[int]] | None
     ) -> tt.TTLookup:
-        """Check a batch and return it as ops take it, with repaired offsets and bag layout."""
+        """Check a batch and return it as ops take it, with repaired offsets and bag layout.
+
+        Arguments are those of `forward`.
+        """
         bag_layout, output_dim = self.layout_of_bags(offsets, batch_sizes, indices.device)
         return tt.TTLookup(
             self.core_layout,
@@ -500,7 +503,7 @@ class TableBatchedTTEmbeddingBags(FusedTables):
         keys = torch.ops.emblib.tt_keys(
             batch.indices, batch.offsets, batch.bag_layout, batch.feature_tables
         )
-        features, works = len(self.feature_tables), []
+        features, work_by_table = len(self.feature_tables), []
         even = [[(batch.offsets.numel() - 1) // features]] * features
         bags = [0, *accumulate(map(sum, batch_sizes or even))]
         by_feature = keys.split(batch.offsets[bags].diff().tolist())
@@ -511,8 +514,8 @@ class TableBatchedTTEmbeddingBags(FusedTables):
             rights = math.prod(spec.row_factors[1 if len(spec.row_factors) == 2 else 2 :])
             halves = [half.unique().numel() for half in (table_keys // rights, table_keys % rights)]
             distinct = table_keys.numel(), halves[0], halves[1]
-            works.append(TTWork.of(spec.dim_factors, spec.full_ranks, distinct))
-        return works
+            work_by_table.append(TTWork.of(spec.dim_factors, spec.full_ranks, distinct))
+        return work_by_table
 
     @property
     def compression(self) -> float:

@@ -107,6 +107,8 @@ class ShortTrainCalls:
 
         False if a mode or transform of torch must see every op, sample weights need a gradient,
         tables are frozen or share cores, or the CPU looks the batch up in chunks.
+
+        `indices` is `[L]`, `offsets` `[F * B + 1]`, `sample_weights` float32 `[L]` or None.
         """
         return (
             self.is_short
@@ -208,6 +210,9 @@ class ShortTrainCalls:
         """Apply one optimizer step with the gradient of an output; none if `is_finite` is false.
 
         `is_stale`: the cores have changed since the lookup, so saved values are computed again.
+
+        `grad` has the shape of the output; `saved` are the tensors that the lookup returned after
+        it, `is_finite` is a bool scalar or None.
         """
         torch.autograd.graph.increment_version(self._cores)  # first, lest an interrupt omit it
         _backward_(

@@ -125,6 +125,7 @@ def _check(
     nbytes: int | None,
     counts: Tensor | None,
 ) -> None:
+    """Raise for arguments that no decomposition can satisfy."""
     if weight.dim() != 2 or not weight.is_floating_point() or not weight.numel():
         raise ValueError(
             f"weight must be a floating-point matrix [rows, dim], got {tuple(weight.shape)} of "
@@ -172,9 +173,9 @@ class _Cuts:
             right_rows, right_columns = math.prod(p[k + 1 :]), math.prod(q[k + 1 :])
             matrix = remainder.view(rank, p[k], right_rows, q[k], right_columns)
             matrix = matrix.permute(1, 0, 3, 2, 4).reshape(p[k] * rank * q[k], -1)
-            left, right = self._split(matrix, self._limits[k])
-            cores.append(left.reshape(p[k], -1).float())
-            remainder, rank = right.reshape(-1, right_rows, right_columns), left.size(1)
+            left_core, right = self._split(matrix, self._limits[k])
+            cores.append(left_core.reshape(p[k], -1).float())
+            remainder, rank = right.reshape(-1, right_rows, right_columns), left_core.size(1)
             ranks.append(rank)
         last_core = remainder.permute(1, 0, 2).reshape(p[-1], -1)
         self.ranks = tuple(ranks)
@@ -214,7 +215,10 @@ class _Cuts:
         return matrix @ basis, basis.T.contiguous()
 
     def _basis(self, gram: Tensor, limit: int) -> Tensor:
-        """Return the leading eigenvectors of a Gram matrix, as many as the rank needs."""
+        """Return the leading eigenvectors of a Gram matrix, as many as the rank needs.
+
+        `gram` is float64 `[n, n]`; the result is `[n, rank]`, orthonormal columns.
+        """
         values, vectors = torch.linalg.eigh(gram)
         values, vectors = values.flip(0).clamp(min=0.0), vectors.flip(1)
         rank = min(limit, values.numel())
@@ -225,12 +229,15 @@ class _Cuts:
 
 
 def _gram(matrix: Tensor) -> Tensor:
-    """Return `matrix @ matrix.T` in float64, computed by blocks of columns."""
+    """Return `matrix @ matrix.T` in float64, computed by blocks of columns.
+
+    `matrix` is `[n, columns]`; the result is `[n, n]`.
+    """
     gram = torch.zeros(matrix.size(0), matrix.size(0), dtype=torch.float64, device=matrix.device)
     width = max(1, _CHUNK_BYTES // (8 * matrix.size(0)))
     for block in matrix.split(width, dim=1):
-        wide = block.double()
-        gram.addmm_(wide, wide.T)
+        float64_block = block.double()
+        gram.addmm_(float64_block, float64_block.T)
     return gram
 
 
@@ -298,6 +305,8 @@ def _fit_outer(weight: Tensor, spec: TTSpec, cores: list[Tensor], counts: Tensor
 
     Given the other cores, a slice of an outer core is the solution of a least-squares problem over
     its own rows, with `rank` unknowns per column.
+
+    `weight` is `[rows, dim]`, `counts` int64 `[rows]`: the weight of each row.
     """
     for outer in (len(cores) - 1, 0):
         rank = spec.full_ranks[1] if outer == 0 else spec.full_ranks[-2]
@@ -331,10 +340,10 @@ def _fit_outer(weight: Tensor, spec: TTSpec, cores: list[Tensor], counts: Tensor
             else core_before.view(p, rank, q)
         )
         # The ridge pulls towards the old core, which stays where no counted row determines it.
-        fitted = torch.linalg.solve(gram + ridge * eye, target + ridge * core_before)
-        fitted = fitted.transpose(1, 2) if outer == 0 else fitted
+        solution = torch.linalg.solve(gram + ridge * eye, target + ridge * core_before)
+        solution = solution.transpose(1, 2) if outer == 0 else solution
         cores = [*cores]
-        cores[outer] = fitted.reshape(p, -1).float()
+        cores[outer] = solution.reshape(p, -1).float()
     return cores
 
 

@@ -127,7 +127,10 @@ class LookupTrace:
 
 
 class _Lengths(NamedTuple):
-    """Stored lengths: a single value if all are equal."""
+    """Stored lengths: a single value if all are equal.
+
+    `values` is int64 `[samples]`, or `[1]`.
+    """
 
     values: Tensor
     samples: int

@@ -28,7 +28,7 @@ from emblib.trace.file import INTEGERS, LookupTrace, TracedFeature
 
 
 class Bags(NamedTuple):
-    """The lookups of one call for one feature."""
+    """The lookups of one call for one feature: ids `[L]`, and lengths `[bags]`, ids per bag."""
 
     feature: TracedFeature
     ids: Tensor
@@ -67,12 +67,12 @@ def _outermost(root: nn.Module) -> list[NamedEmbedding]:
 
 def distinct(names: Sequence[str]) -> list[str]:
     """Return distinct names: a repeated name gets its position appended, or a larger number."""
-    taken, result = set(names), []
+    used_names, result = set(names), []
     for position, name in enumerate(names):
         new, number = name, position
-        while names.count(name) > 1 and new in taken:
+        while names.count(name) > 1 and new in used_names:
             new, number = f"{name}-{number}", number + 1
-        taken.add(new)
+        used_names.add(new)
         result.append(new)
     return result
 
@@ -107,6 +107,7 @@ def _bags_of_one_length(ids: Tensor) -> tuple[Tensor, Tensor]:
 def _read_bag(
     name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[Bags]:
+    """Return the bags of a call of `nn.EmbeddingBag`."""
     assert isinstance(module, nn.EmbeddingBag)
     ids, offsets = (_argument(args, kwargs, i, n) for i, n in enumerate(("input", "offsets")))
     if offsets is None:
@@ -204,6 +205,7 @@ def _configurations(module: nn.Module) -> list[Any]:
 def _read_keyed(
     name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[Bags]:
+    """Return the bags of a call with a KeyedJaggedTensor, feature by feature."""
     jagged = args[0] if args else next(iter(kwargs.values()), None)
     if jagged is None or not all(hasattr(jagged, n) for n in ("keys", "values", "lengths")):
         raise TypeError(

@@ -75,9 +75,9 @@ class IdSkew:
         while float(sizes @ -torch.expm1(-shares * high)) < rows:
             low, high = high, 2.0 * high
         for _ in range(60):
-            middle = (low + high) / 2
-            is_below = float(sizes @ -torch.expm1(-shares * middle)) < rows
-            low, high = (middle, high) if is_below else (low, middle)
+            guess = (low + high) / 2
+            is_below = float(sizes @ -torch.expm1(-shares * guess)) < rows
+            low, high = (guess, high) if is_below else (low, guess)
         return float((sizes * shares) @ -torch.expm1(-shares * high))
 
     def shared(self, rows: int) -> float:

@@ -51,11 +51,11 @@ def difference(saved: Tensor | None, current: Tensor) -> str:
     """
     current_fields = _fields(current)
     if saved is None and current_fields["ids"] != "as_given":
-        here = current_fields["ids"]
-        return f"there is no {NAME}, so the ids of these cores are as given, here {here}"
+        current_ids = current_fields["ids"]
+        return f"there is no {NAME}, so the ids of these cores are as given, here {current_ids}"
     if saved is None:
         other_layouts = [
-            other for other in _of_equal_shapes(current_fields) if other != current_fields
+            layout for layout in _of_equal_shapes(current_fields) if layout != current_fields
         ]
         if not other_layouts:
             return ""
@@ -119,8 +119,10 @@ def _of_equal_shapes(fields: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield the fields of all tensor trains with equal rows, dim and core shapes."""
     full_ranks = (1, *fields["ranks"], 1)
     widths = [
-        left * q * right
-        for left, q, right in zip(full_ranks, fields["dim_factors"], full_ranks[1:], strict=False)
+        rank_before * q * rank_after
+        for rank_before, q, rank_after in zip(
+            full_ranks, fields["dim_factors"], full_ranks[1:], strict=False
+        )
     ]
     for ranks, dim_factors in _solutions(widths, 1):
         if math.prod(dim_factors) != fields["dim"]:

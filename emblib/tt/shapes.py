@@ -83,8 +83,8 @@ def inverse(permuted: tuple[int, int], rows: int) -> tuple[int, int]:
     multiplier, offset = permuted
     if rows == 1:
         return AS_GIVEN
-    back = pow(multiplier, -1, rows)
-    return back, -back * offset % rows
+    inverse_multiplier = pow(multiplier, -1, rows)
+    return inverse_multiplier, -inverse_multiplier * offset % rows
 
 
 def _ceil_root(value: int, degree: int) -> int:

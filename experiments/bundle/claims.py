@@ -109,11 +109,11 @@ def _hit_rates(run: Run) -> list[Claim]:
     rows = select(run.traces, status="ok")
     return [
         Claim(
-            Measure.hit_rate, f"{row['cell']} · {row['label']}", f"hit rate per {of}", *[rate] * 3
+            Measure.hit_rate, f"{row['cell']} · {row['label']}", f"hit rate per {unit}", *[rate] * 3
         )
         for _, row in rows.iterrows()
-        for of in ("lookup", "row")
-        if not math.isnan(rate := float(row[f"{of}_hit_rate"]))
+        for unit in ("lookup", "row")
+        if not math.isnan(rate := float(row[f"{unit}_hit_rate"]))
     ]
 
 
@@ -139,30 +139,30 @@ def compare(
         why_not: reasons of missing claims, by `Claim.about`.
         tolerance: relative tolerance of ratios of times.
     """
-    again = {claim.key: claim for claim in new}
+    new_by_key = {claim.key: claim for claim in new}
     checked = []
     for claim in old:
-        other, reason = again.get(claim.key), ""
-        if other is None:
+        new_claim, reason = new_by_key.get(claim.key), ""
+        if new_claim is None:
             outcome = ClaimOutcome.unmeasured
             reason = why_not.get(claim.about, "it was not reached")
-        elif claim.measure is Measure.ratio and math.isnan(other.lo):
+        elif claim.measure is Measure.ratio and math.isnan(new_claim.lo):
             outcome, reason = ClaimOutcome.unmeasured, TOO_FEW
         else:
-            fits = holds(claim, other, tolerance)
-            outcome = ClaimOutcome.holds if fits else ClaimOutcome.differs
-        checked.append(CheckedClaim(claim, outcome, other, reason))
+            is_confirmed = holds(claim, new_claim, tolerance)
+            outcome = ClaimOutcome.holds if is_confirmed else ClaimOutcome.differs
+        checked.append(CheckedClaim(claim, outcome, new_claim, reason))
     return checked
 
 
-def holds(claim: Claim, again: Claim, tolerance: float) -> bool:
+def holds(claim: Claim, new_claim: Claim, tolerance: float) -> bool:
     """Return whether a claim holds by RULE."""
     if claim.measure is Measure.nbytes:
-        return claim.value == again.value
+        return claim.value == new_claim.value
     if claim.measure is Measure.hit_rate:
-        return abs(claim.value - again.value) <= HIT_RATE_POINTS
+        return abs(claim.value - new_claim.value) <= HIT_RATE_POINTS
     missing = math.isnan(claim.lo) or math.isnan(claim.hi)
     lo, hi = (claim.value, claim.value) if missing else (claim.lo, claim.hi)
-    if hi < 1 < again.lo or again.hi < 1 < lo:
+    if hi < 1 < new_claim.lo or new_claim.hi < 1 < lo:
         return False
-    return again.lo <= hi * (1 + tolerance) and lo / (1 + tolerance) <= again.hi
+    return new_claim.lo <= hi * (1 + tolerance) and lo / (1 + tolerance) <= new_claim.hi

@@ -40,10 +40,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tolerance", type=float, default=TIME_TOLERANCE, help="of ratios of times"
     )
     checker.add_argument("--timing", default="", metavar="PRESET", help="instead of the run's own")
-    again = commands.add_parser("measure")  # started by `verify --rerun`
-    again.add_argument("config", type=Path)
-    again.add_argument("folder", type=Path)
-    again.add_argument("timing", nargs="?", default="")
+    measure_parser = commands.add_parser("measure")  # started by `verify --rerun`
+    measure_parser.add_argument("config", type=Path)
+    measure_parser.add_argument("folder", type=Path)
+    measure_parser.add_argument("timing", nargs="?", default="")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -101,7 +101,7 @@ def _verify(parsed: argparse.Namespace) -> int:
 
 
 def _rerun(
-    runs: Sequence[dict[str, Any]], unpacked: Path, again: Path, parsed: argparse.Namespace
+    runs: Sequence[dict[str, Any]], unpacked: Path, folder: Path, parsed: argparse.Namespace
 ) -> int:
     """Measure the chosen runs again, print what differs, and return the exit status."""
     from experiments.bundle.rerun import measure_again
@@ -109,18 +109,18 @@ def _rerun(
     names = [str(entry["experiment"]) for entry in runs]
     if unknown := sorted(set(parsed.only) - set(names)):
         raise UsageError(f"--only {unknown[0]}: the bundle has {', '.join(sorted(set(names)))}")
-    chosen = [entry for entry in runs if not parsed.only or entry["experiment"] in parsed.only]
+    chosen_runs = [entry for entry in runs if not parsed.only or entry["experiment"] in parsed.only]
     findings: list[CheckedClaim] = []
-    for number, entry in enumerate(chosen):
+    for number, entry in enumerate(chosen_runs):
         if not entry["claims"]:
             print(f"\n{entry['folder']}: claims nothing that could be compared")
             continue
-        took = f"it took {entry['seconds']} s on {entry['device']}"
-        print(f"\n{entry['folder']}: measuring again ({took})")
+        duration = f"it took {entry['seconds']} s on {entry['device']}"
+        print(f"\n{entry['folder']}: measuring again ({duration})")
         result = measure_again(
             entry,
             unpacked / entry["folder"],
-            again / str(number),
+            folder / str(number),
             tolerance=parsed.tolerance,
             preset=parsed.timing,
         )
@@ -133,12 +133,12 @@ def _rerun(
     return _exit_status(findings)
 
 
-def _print_machine_changes(entry: dict[str, Any], here: dict[str, Any]) -> None:
+def _print_machine_changes(entry: dict[str, Any], environment: dict[str, Any]) -> None:
     """Print how the two machines differ."""
     pairs = {
-        "device": (entry["device"], here.get("device")),
-        "torch": (entry["torch"], here.get("torch")),
-        "commit": (entry["code"].get("sha"), (here.get("git") or {}).get("sha")),
+        "device": (entry["device"], environment.get("device")),
+        "torch": (entry["torch"], environment.get("torch")),
+        "commit": (entry["code"].get("sha"), (environment.get("git") or {}).get("sha")),
     }
     for name, (then, now) in pairs.items():
         if then != now:
@@ -147,12 +147,12 @@ def _print_machine_changes(entry: dict[str, Any], here: dict[str, Any]) -> None:
 
 def _print_findings(findings: Sequence[CheckedClaim]) -> None:
     for finding in findings:
-        claim, again = finding.claim, finding.again
-        if finding.outcome is ClaimOutcome.differs and again is not None:
+        claim, new_claim = finding.claim, finding.again
+        if finding.outcome is ClaimOutcome.differs and new_claim is not None:
             print(
                 f"  DIFFERS {claim.about}: {claim.what} {_shown_number(claim.value)} "
-                f"{text.interval(claim.lo, claim.hi)}, now {_shown_number(again.value)} "
-                f"{text.interval(again.lo, again.hi)}"
+                f"{text.interval(claim.lo, claim.hi)}, now {_shown_number(new_claim.value)} "
+                f"{text.interval(new_claim.lo, new_claim.hi)}"
             )
     reasons = Counter(f.reason for f in findings if f.outcome is ClaimOutcome.unmeasured)
     for reason, count in reasons.most_common():

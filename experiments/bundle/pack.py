@@ -195,10 +195,10 @@ def _source_archive(sha: str) -> bytes | None:
     """Return the commit as a compressed tar file; None where git does not have it."""
     command = ["git", "archive", "--format=tar", f"--prefix=emblib-{sha}/", "--end-of-options", sha]
     try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=60, check=True)
+        completed = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=60, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
-    return gzip.compress(done.stdout, 6, mtime=0)
+    return gzip.compress(completed.stdout, 6, mtime=0)
 
 
 def _source_note(sha: str, *, known: bool) -> str:

@@ -105,13 +105,13 @@ def measure_again(
     if entry["cuda"] and device_kind(device) != "cuda":
         return Remeasurement(_unmeasured(claims, "measured on a GPU, and there is none here"))
     words = ["bundle", "measure", str(packed / "config.yaml"), str(folder), preset]
-    done = subprocess.run([sys.executable, "run.py", *words], cwd=ROOT)
-    if done.returncode == 130:
+    completed = subprocess.run([sys.executable, "run.py", *words], cwd=ROOT)
+    if completed.returncode == 130:
         raise KeyboardInterrupt
     runs = sorted((folder / str(old.config.name)).glob("*/run.json"))
     if not runs:
         return Remeasurement(
-            _unmeasured(claims, f"the run ended with exit status {done.returncode}")
+            _unmeasured(claims, f"the run ended with exit status {completed.returncode}")
         )
     new = Run.read(runs[-1].parent)
     reasons = missing_reasons(new)

@@ -142,8 +142,8 @@ def check(path: Path, folder: Path) -> Verification:
     except (OSError, ValueError) as error:
         raise BundleError(f"it cannot be unpacked: {error}") from error
     checked = Verification(description, notes=[str(note) for note in description["notes"]])
-    same = description["harness"] == harness_digest()
-    if not same:
+    is_same_harness = description["harness"] == harness_digest()
+    if not is_same_harness:
         checked.notes.append(
             "The bundle was packed by another version of the harness. Numbers are compared where "
             "both have them; what the report says in words is not."
@@ -154,7 +154,9 @@ def check(path: Path, folder: Path) -> Verification:
     for number, entry in enumerate(description["runs"]):
         scratch = folder.with_name("rebuilt") / str(number)
         try:
-            problems = _run_problems(entry, folder / entry["folder"], scratch, checked, words=same)
+            problems = _run_problems(
+                entry, folder / entry["folder"], scratch, checked, words=is_same_harness
+            )
         except Exception as error:  # a forged run may raise any error
             problems = [f"its report cannot be rendered ({type(error).__name__}: {error})"]
         checked.problems += [f"{entry['folder']}: {problem}" for problem in problems]
@@ -184,10 +186,16 @@ def _description(contents: Mapping[str, bytes]) -> dict[str, Any]:
 
 def _files_of_no_run(contents: Mapping[str, bytes], runs: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return files that belong to no run."""
-    alone = {archive.SUMS, "bundle.json", "REPRODUCE.md", "LICENSE", "environment/packages.txt"}
-    alone |= {f"source/{(run['code'] or {}).get('sha')}.tar.gz" for run in runs}
+    known_names = {
+        archive.SUMS,
+        "bundle.json",
+        "REPRODUCE.md",
+        "LICENSE",
+        "environment/packages.txt",
+    }
+    known_names |= {f"source/{(run['code'] or {}).get('sha')}.tar.gz" for run in runs}
     folders = ("conf/", *(f"{run['folder']}/" for run in runs))
-    names = sorted(n for n in contents if n not in alone and not n.startswith(folders))
+    names = sorted(n for n in contents if n not in known_names and not n.startswith(folders))
     return [f"{name} belongs to no run that bundle.json has" for name in names]
 
 
@@ -202,30 +210,35 @@ def _run_problems(
     problems = _entry_problems(entry, run) if words else []
     if run.kind.reporting.rebuild:
         return problems  # a note of the bundle says that its numbers are not checked
-    again = _rebuild_tables(folder, scratch)
-    names = {p.name for directory in (folder, again) for p in directory.glob("*.csv")}
+    rebuilt_folder = _rebuild_tables(folder, scratch)
+    names = {p.name for directory in (folder, rebuilt_folder) for p in directory.glob("*.csv")}
     for name in sorted(names):
         if not (folder / name).is_file():
             problems.append(f"{name} is missing, but the samples give it")
-        elif not (again / name).is_file():
+        elif not (rebuilt_folder / name).is_file():
             checked.notes.append(
                 f"{entry['folder']}/{name} is not derived from the samples: not checked"
             )
         else:
-            old, new = _read_table(folder / name), _read_table(again / name)
+            old, new = _read_table(folder / name), _read_table(rebuilt_folder / name)
             different, count = differences(old, new)
             if words:
-                odd = sorted(set(old.columns) ^ set(new.columns))
-                different += [f"{column}: only one of packed and rebuilt has it" for column in odd]
+                unshared_columns = sorted(set(old.columns) ^ set(new.columns))
+                different += [
+                    f"{column}: only one of packed and rebuilt has it"
+                    for column in unshared_columns
+                ]
             problems += [f"{name}: {text}" for text in different]
             checked.numbers += count
-    others = [p for p in folder.rglob("*") if p.is_file() and p.suffix not in (".csv", ".png")]
-    for name in sorted({p.relative_to(folder).as_posix() for p in others} - CHECKED_FILES):
+    further_files = [
+        p for p in folder.rglob("*") if p.is_file() and p.suffix not in (".csv", ".png")
+    ]
+    for name in sorted({p.relative_to(folder).as_posix() for p in further_files} - CHECKED_FILES):
         checked.notes.append(
             f"{entry['folder']}/{name} is not derived from the samples: not checked"
         )
     problems += _claim_problems(entry, run, checked, words=words)
-    return [*problems, *(page_problems(folder, again) if words else [])]
+    return [*problems, *(page_problems(folder, rebuilt_folder) if words else [])]
 
 
 def _entry_problems(entry: Mapping[str, Any], run: Run) -> list[str]:
@@ -242,16 +255,20 @@ def _claim_problems(
     entry: Mapping[str, Any], run: Run, checked: Verification, *, words: bool
 ) -> list[str]:
     """Return claims that do not follow from the samples; with `words` also omitted ones."""
-    now = {(c["about"], c["what"]): c for c in (claim.plain() for claim in claims_of(run))}
+    rebuilt_claims = {
+        (c["about"], c["what"]): c for c in (claim.plain() for claim in claims_of(run))
+    }
     problems = []
     for claim in entry["claims"]:
-        rebuilt = now.pop((claim["about"], claim["what"]), None)
+        rebuilt = rebuilt_claims.pop((claim["about"], claim["what"]), None)
         if rebuilt is None or not all(_equal(claim[n], rebuilt[n]) for n in NUMBERS):
             problems.append(f"claim '{claim['what']}' of {claim['about']} is not in the samples")
         checked.numbers += 1
-    if words and now:
-        about, what = next(iter(now))
-        problems.append(f"{len(now)} claims of the samples were left out: '{what}' of {about}")
+    if words and rebuilt_claims:
+        about, what = next(iter(rebuilt_claims))
+        problems.append(
+            f"{len(rebuilt_claims)} claims of the samples were left out: '{what}' of {about}"
+        )
     return problems
 
 

@@ -50,11 +50,11 @@ def find_differences(machines: Sequence[Machine]) -> list[Difference]:
     remarks = ("build of torch", "preset", "CPU threads")
     differing = [
         Difference(
-            Weight.remark if what in remarks else Weight.confounder,
-            str(what),
+            Weight.remark if name in remarks else Weight.confounder,
+            str(name),
             group_by_value(machines, (None if pd.isna(v) else str(v) for v in values)),
         )
-        for what, values in facts.items()
+        for name, values in facts.items()
         if values.nunique() > 1
     ]
     differing += [*_configuration(machines), *_state(machines)]
@@ -94,9 +94,9 @@ def _facts(runs: Sequence[Run]) -> dict[str, list[Any]]:
     for name in sorted({n for v in variables for n in v or {} if not OTHER_VARIABLES.match(n)}):
         facts[name] = [v.get(name, "not set") if v is not None else None for v in variables]
     facts["preset"] = [OmegaConf.select(r.config, "timing.preset") for r in runs]
-    for what, key in (("CPU threads", "threads"), ("huge pages", "huge_pages")):
-        facts[what] = [None if e.get("gpu") else e.get(key) for e in environments]
-    return {what: values for what, values in facts.items() if values}
+    for fact_name, key in (("CPU threads", "threads"), ("huge pages", "huge_pages")):
+        facts[fact_name] = [None if e.get("gpu") else e.get(key) for e in environments]
+    return {fact_name: values for fact_name, values in facts.items() if values}
 
 
 def _configuration(machines: Sequence[Machine]) -> list[Difference]:

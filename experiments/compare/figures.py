@@ -38,14 +38,14 @@ SHADES = ("#0072b2", "#d55e00", "#009e73", "#7b3fa0", "#8c6d31", "#777777")  # c
 def figures(comparison: Comparison) -> list[Figure]:
     """Return the figures of a comparison that are not empty, the headline first."""
     step, forward = (rates(comparison, phase) for phase in PHASES)
-    drawn = (
+    result = (
         step,
         speedups(comparison),
         forward,
         *against_baseline(comparison),
         *working_set(comparison),
     )
-    return [figure for figure in drawn if figure.panels]
+    return [figure for figure in result if figure.panels]
 
 
 def rates(comparison: Comparison, phase: str) -> Figure:
@@ -58,13 +58,13 @@ def rates(comparison: Comparison, phase: str) -> Figure:
     )
     drawing = _over_machines(comparison, per_second, "million lookups per second")
     panels = [Panel("Lookups per second", drawing, 5.2, 4.2)]
-    words = "No bandwidth is known of every machine."
+    note = "No bandwidth is known of every machine."
     if ceiling_column:
         ceiling = CEILINGS[ceiling_column]
         shares = points.assign(y=100 * points[ceiling_column], lo=math.nan, hi=math.nan)
         drawing = _over_machines(comparison, shares, f"% of {ceiling}")
         panels.append(Panel(f"Share of {ceiling}", drawing, 5.2, 4.2))
-        words = (
+        note = (
             "Right: distinct bytes per second of the task as plain tables would do it, as a share "
             f"of the {ceiling} of the same machine. A level line: the kernel uses the same "
             "share of a faster memory."
@@ -74,7 +74,7 @@ def rates(comparison: Comparison, phase: str) -> Figure:
         f"generations_{phase}",
         f"{phase.capitalize()} from machine to machine: {title}",
         "Left: lookups per second; the bars span the 95 % confidence interval of the median. "
-        f"Higher is better. {words}",
+        f"Higher is better. {note}",
         "",
         panels,
         columns=2,
@@ -97,8 +97,8 @@ def _over_machines(
         lines.append(dataclasses.replace(curve, edge_name=group["name"].iloc[0]))
     last = len(comparison.machines) - 1
     names = ["\n".join(textwrap.wrap(m.label, 15)) for m in comparison.machines]
-    across = Scale("", ticks=range(last + 1), names=names, low=-0.25, high=last + 0.25)
-    return curves(lines, across, Scale(label, log=10), names="", marks=marks)
+    x_scale = Scale("", ticks=range(last + 1), names=names, low=-0.25, high=last + 0.25)
+    return curves(lines, x_scale, Scale(label, log=10), names="", marks=marks)
 
 
 def speedups(comparison: Comparison) -> Figure:
@@ -201,11 +201,11 @@ def working_set(comparison: Comparison) -> list[Figure]:
             size = machine.device.cache_bytes if machine.device else None
             if size:
                 marks.append(Mark(size / 1e6, shade, SHORT, upright=True))
-        across, up = (
+        x_scale, y_scale = (
             Scale("MB of plain tables", log=10),
             Scale(f"% of {CEILINGS[ceiling_column]}", log=10),
         )
-        panels.append(Panel(group["name"].iloc[0], curves(lines, across, up, marks=marks)))
+        panels.append(Panel(group["name"].iloc[0], curves(lines, x_scale, y_scale, marks=marks)))
     return [
         Figure(
             "working_set",

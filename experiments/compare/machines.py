@@ -1,4 +1,8 @@
-"""Runs of an experiment on several machines, joined into a table of measured points."""
+"""Runs of an experiment on several machines, joined into a table of measured points.
+
+Points of several runs are compared if their *role* is the same: the name of a case, or a point of
+the sweep, with the same contender. Ratios between machines are not paired, as `gain` says.
+"""
 
 from __future__ import annotations
 
@@ -111,9 +115,9 @@ class Comparison:
     @property
     def headline(self) -> str:
         """Return the role of the report's headline if all machines have it, else the first role."""
-        wanted = str(self.machines[0].run.config.report.headline) or BASE_POINT
+        headline_role = str(self.machines[0].run.config.report.headline) or BASE_POINT
         roles = self.points["role"]
-        return wanted if (roles == wanted).any() else str(roles.iloc[0])
+        return headline_role if (roles == headline_role).any() else str(roles.iloc[0])
 
     def bandwidth_ratios(self, number: int) -> dict[str, float]:
         """Return the bandwidths of machine `number` ÷ those of the first one, by their source."""
@@ -161,11 +165,11 @@ def fetch(path: Path, scratch: Path) -> Path:
     folder = Path(tempfile.mkdtemp(dir=scratch))
     try:
         command = ["scp", "-rq", "-o", "BatchMode=yes", "--", str(path), str(folder)]
-        done = subprocess.run(command, capture_output=True, text=True)
+        completed = subprocess.run(command, capture_output=True, text=True)
     except FileNotFoundError:
         raise UsageError(f"{path} is on another machine, and there is no scp to copy it") from None
-    if done.returncode:
-        raise UsageError(f"{path} could not be copied: {done.stderr.strip() or 'scp failed'}")
+    if completed.returncode:
+        raise UsageError(f"{path} could not be copied: {completed.stderr.strip() or 'scp failed'}")
     return folder / path.name
 
 
@@ -182,17 +186,17 @@ def comparisons(paths: Sequence[Path], scratch: Path) -> list[tuple[str, list[Pa
     """
     if not any(path.suffix == ".zip" for path in paths):
         return [("", list(paths))]
-    offered = [
+    runs_by_path = [
         _runs_by_experiment(path, scratch / str(number)) for number, path in enumerate(paths)
     ]
-    shared = [name for name in offered[0] if all(name in runs for runs in offered)]
+    shared = [name for name in runs_by_path[0] if all(name in runs for runs in runs_by_path)]
     if not shared:
-        words = "; ".join(
+        contents = "; ".join(
             f"{path.name}: {', '.join(runs) or 'no run'}"
-            for path, runs in zip(paths, offered, strict=True)
+            for path, runs in zip(paths, runs_by_path, strict=True)
         )
-        raise NotComparable(f"these share no experiment ({words})")
-    return [(name, [runs[name] for runs in offered]) for name in shared]
+        raise NotComparable(f"these share no experiment ({contents})")
+    return [(name, [runs[name] for runs in runs_by_path]) for name in shared]
 
 
 def _runs_by_experiment(path: Path, folder: Path) -> dict[str, Path]:
@@ -350,10 +354,10 @@ def missing_points(machines: Sequence[Machine], points: pd.DataFrame) -> list[st
             lines.append(f"{role}: not measured on {', '.join(absent)}")
             continue
         for (_, name), row in group.iterrows():
-            without = [m for m in machines if not row[m.label]]
-            if without:
-                words = "; ".join(_no_result(m, str(role), str(name)) for m in without)
-                lines.append(f"{role}, {name}: {words}")
+            machines_without = [m for m in machines if not row[m.label]]
+            if machines_without:
+                reasons = "; ".join(_no_result(m, str(role), str(name)) for m in machines_without)
+                lines.append(f"{role}, {name}: {reasons}")
     if any(len(m.run.traces) for m in machines):
         lines.append("hit rates of traces through caches: the same on every machine")
     return lines

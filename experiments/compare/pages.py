@@ -67,11 +67,11 @@ def write(runs: Sequence[Path], folder: Path | None, command: str) -> Path:
 def page(comparison: Comparison, command: str) -> Page:
     """Return the page of a comparison; `command` repeats it."""
     machines, points = comparison.machines, comparison.points
-    drawn = figures.figures(comparison)
+    result = figures.figures(comparison)
     name, labels = str(machines[0].run.config.name), [m.label for m in machines]
     resized = points[~points["same"]]["role"].unique()
     commands = [f"{m.run.environment.get('command', '')}  # on {m.name}" for m in machines]
-    others = [
+    published_lines = [
         f"{source.title}: {figure.name} {figure.value:g} {figure.unit}, {figure.device_words} "
         f"({source.source})"
         for source in published.publications_of(name)
@@ -82,17 +82,17 @@ def page(comparison: Comparison, command: str) -> Page:
         name=f"{name} on {len(machines)} machines",
         answer=sentences(comparison),
         sections=[
-            Section("Results", figures=drawn[:1]),
+            Section("Results", figures=result[:1]),
             Section("Machines", table=machines_table(machines)),
             Section("Step", table=points_table(comparison, "step")),
             Section("Forward", table=points_table(comparison, "forward")),
-            Section("Figures", figures=drawn[1:]),
+            Section("Figures", figures=result[1:]),
             Section(
                 "Work of other sizes",
                 points=[f"{role}: {comparison.sizes(role)}" for role in resized],
             ),
             Section("Not compared", points=comparison.left_out),
-            Section("Published elsewhere", points=others),
+            Section("Published elsewhere", points=published_lines),
             Section("How to read this", points=HOW_TO_READ),
             Section(
                 "Sources",
@@ -133,28 +133,28 @@ def _gain(comparison: Comparison, number: int, by_machine: Sequence[Mapping[str,
         else comparison.machines[0].run.title(role)
     )
     sizes = "" if point["same"] else ", each with sizes of its own"
-    ratios, why = comparison.bandwidth_ratios(number), "no bandwidth is known of both"
+    ratios, explanation = comparison.bandwidth_ratios(number), "no bandwidth is known of both"
     for kind, words in (
         ("theory", "its makers state {} the bandwidth"),
         ("copy", "its memory copies {} as much"),
         ("gather", "its memory gathers {} as much"),  # the last known one counts
     ):
         if math.isfinite(ratios[kind]):
-            why = words.format(text.times(ratios[kind]))
+            explanation = words.format(text.times(ratios[kind]))
     shares = [
         f", and the step uses {text.digits(100 * point[column])} % of the {ceiling} "
         f"against {text.digits(100 * first[column])} %"
         for column, ceiling in CEILINGS.items()
         if math.isfinite(point[column]) and math.isfinite(first[column])
     ]
-    why += "".join(shares[:1])
+    explanation += "".join(shares[:1])
     if point["gain_lo"] <= 1 <= point["gain_hi"]:
-        why += "; the interval contains 1, so no difference is shown"
+        explanation += "; the interval contains 1, so no difference is shown"
     elif not math.isfinite(point["gain_lo"]):
-        why += "; from one process of a machine, which gives no interval"
+        explanation += "; from one process of a machine, which gives no interval"
     return (
         f"On {title}{sizes}, a step of {point['name']} does {_times(point)} the lookups per second "
-        f"on {point['label']} that it does on {first['label']}; {why}."
+        f"on {point['label']} that it does on {first['label']}; {explanation}."
     )
 
 
@@ -259,15 +259,15 @@ in `reports/reference/`. How to add a figure or a run:
 
 def overview(extra: Sequence[Path] = ()) -> Page:
     """Return the page of all published figures with verdicts by the references and `extra` runs."""
-    judged = published.judge_references(extra)
-    counts = ", ".join(f"{n} {v.value}" for v, n in published.count_verdicts(judged).items())
+    judgements = published.judge_references(extra)
+    counts = ", ".join(f"{n} {v.value}" for v, n in published.count_verdicts(judgements).items())
     return Page(
         name="Published figures",
-        answer=[f"{len(judged)} figures: {counts}."],
+        answer=[f"{len(judgements)} figures: {counts}."],
         sections=[
             Section(words=[OPENING, published.RULE]),
             *[
-                _source(source, [f for f in judged if f.source is source])
+                _source(source, [f for f in judgements if f.source is source])
                 for source in published.publications()
             ],
         ],
@@ -277,31 +277,34 @@ def overview(extra: Sequence[Path] = ()) -> Page:
 def _source(source: Publication, judgements: Sequence[JudgedFigure]) -> Section:
     """Return the section of a publication: verdicts, and figures that are not run, by reason."""
     command = f"`python run.py +experiment={source.experiment}`. " * bool(source.experiment)
-    judged = [
+    shown_judgements = [
         f for f in judgements if f.verdict is not Reproduction.NOT_RUN or math.isfinite(f.ours)
     ]
     reasons: dict[str, list[PublishedFigure]] = {}
     for finding in judgements:
-        if finding not in judged:
+        if finding not in shown_judgements:
             reasons.setdefault(finding.reason, []).append(finding.figure)
     return Section(
         source.title,
         [f"[{source.source}]({source.url}). {command}{source.note}"],
-        table=anchor_report.table(judged),
+        table=anchor_report.table(shown_judgements),
         parts=[
             Section(
-                words=[f"Not run here: {reason}. Theirs is of {published.their_device(alike[0])}."],
-                points=_listed(alike),
+                words=[
+                    f"Not run here: {reason}. Theirs is of "
+                    f"{published.their_device(figures_not_run[0])}."
+                ],
+                points=_listed(figures_not_run),
             )
-            for reason, alike in reasons.items()
+            for reason, figures_not_run in reasons.items()
         ],
     )
 
 
-def _listed(alike: Sequence[PublishedFigure]) -> list[str]:
+def _listed(published_figures: Sequence[PublishedFigure]) -> list[str]:
     """Return a line per figure; figures with the same prefix before a colon share a line."""
     groups: dict[tuple[str, str], list[str]] = {}
-    for figure in alike:
+    for figure in published_figures:
         begin, colon, end = figure.name.rpartition(": ")
         value = published.shown(figure.value)
         prefix, words = (begin, f"{end} {value}") if colon else (figure.name, value)

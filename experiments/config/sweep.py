@@ -219,9 +219,9 @@ def swept_cells(
         points = [{}, *({axis: v} for axis, values in axes.items() for v in values)]
     else:
         points = [dict(zip(axes, values, strict=True)) for values in _combined(config.design, axes)]
-    seen: set[str] = set()
-    keep = [compile_rule(text) for text in config.where]
-    drop = [compile_rule(text) for text in config.exclude]
+    cell_keys: set[str] = set()
+    where_rules = [compile_rule(text) for text in config.where]
+    exclude_rules = [compile_rule(text) for text in config.exclude]
     for point in points:
         off_base = config.design is Design.one_at_a_time and point
         workload = dataclasses.replace(base, **point)
@@ -229,7 +229,9 @@ def swept_cells(
         sizes = config.cache.fractions
         for arm in arms_of(names, config.tt.ranks if off_base else ranks, sizes, loads):
             values = {"rank": arm.rank} | {axis: getattr(workload, axis) for axis in AXES}
-            if all(rule(values) for rule in keep) and not any(rule(values) for rule in drop):
+            if all(rule(values) for rule in where_rules) and not any(
+                rule(values) for rule in exclude_rules
+            ):
                 arms.append(arm)
         cell = Cell(
             SWEEP,
@@ -241,8 +243,8 @@ def swept_cells(
             kind=kind,
             keys=config.keys,
         )
-        if arms and cell.key not in seen:
-            seen.add(cell.key)
+        if arms and cell.key not in cell_keys:
+            cell_keys.add(cell.key)
             yield cell
 
 

@@ -117,7 +117,7 @@ class Contender(ABC):
             before: result of `observe` before the step: the touched rows of each table. The
                 optimizer state is zero.
         """
-        outputs, after = [], []
+        outputs, expected_state = [], []
         gradients = split_gradient(batch, self.task.shapes)
         for f, (ids, rows) in enumerate(zip(touched(batch, self.task), before, strict=True)):
             indices, offsets = batch.feature(f)
@@ -125,8 +125,8 @@ class Contender(ABC):
             pooled = pool_rows(leaf, torch.searchsorted(ids, indices), offsets)
             (gradient,) = torch.autograd.grad(pooled, leaf, gradients[f])
             outputs.append(pooled.detach())
-            after.append(first_update(self.task.optimizer, rows, gradient, self.task.lr))
-        return torch.cat(outputs, dim=1), after
+            expected_state.append(first_update(self.task.optimizer, rows, gradient, self.task.lr))
+        return torch.cat(outputs, dim=1), expected_state
 
 
 class OneModule(Contender):
@@ -207,6 +207,8 @@ def update_rounding(kind: Optimizer, update: Tensor, lr: float) -> Tensor:
     Adagrad divides an element by its own magnitude: next to zero, any result from -lr to lr is
     possible. For other optimizers, and for elements without a gradient, the result is zero, because
     the relative tolerance of the comparison covers rounding.
+
+    `update` is float32 of any shape, and so is the result.
     """
     if kind is not Optimizer.adagrad:
         return torch.zeros_like(update)

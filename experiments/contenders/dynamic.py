@@ -170,9 +170,9 @@ class DynamicNew(Dynamic):
         """
         super()._fill()
         for table, shape in enumerate(self.task.shapes):
-            free = math.ceil(shape.rows / FILLED_LOAD) - shape.rows
-            for first in range(0, free, IDS_PER_FILL):
-                ids = self._new_keys(min(IDS_PER_FILL, free - first))
+            free_slots = math.ceil(shape.rows / FILLED_LOAD) - shape.rows
+            for first in range(0, free_slots, IDS_PER_FILL):
+                ids = self._new_keys(min(IDS_PER_FILL, free_slots - first))
                 self.module(ids, self._offsets(table, 1, len(ids)))
         super()._fill()
 

@@ -94,15 +94,15 @@ class Fbgemm(OneModule):
 
 def check_dims(task: Task) -> None:
     """Raise Unsupported if the rows of a table are not multiples of COLUMN_MULTIPLE columns."""
-    odd = sorted({s.dim for s in task.shapes if s.dim % COLUMN_MULTIPLE})
-    if odd:
-        raise Unsupported(f"FBGEMM needs D divisible by {COLUMN_MULTIPLE}, got {odd[0]}")
+    refused_dims = sorted({s.dim for s in task.shapes if s.dim % COLUMN_MULTIPLE})
+    if refused_dims:
+        raise Unsupported(f"FBGEMM needs D divisible by {COLUMN_MULTIPLE}, got {refused_dims[0]}")
 
 
 def id_type(task: Task) -> torch.dtype:
     """Return torch.int32 if it can number the rows of all tables together, else torch.int64."""
-    small = sum(s.rows for s in task.shapes) <= torch.iinfo(torch.int32).max
-    return torch.int32 if small else torch.int64
+    fits_int32 = sum(s.rows for s in task.shapes) <= torch.iinfo(torch.int32).max
+    return torch.int32 if fits_int32 else torch.int64
 
 
 class FbgemmManaged(Fbgemm):

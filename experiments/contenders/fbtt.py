@@ -91,10 +91,10 @@ class FbttTables(TTTables):
         return Trains(tt_specs(self.task, shapes), self.task)
 
     def prepare(self, batch: Batch) -> Any:
-        rest, _, gradient = super().prepare(batch)
+        arguments, _, gradient = super().prepare(batch)
         device = self.task.device
         features = [batch.feature(f) for f in self.compressed]
-        return rest, ([(i.to(device), o.to(device)) for i, o in features],), gradient
+        return arguments, ([(i.to(device), o.to(device)) for i, o in features],), gradient
 
     def flops(self, batch: Batch) -> dict[str, float]:
         """Count nothing: FBTT's operations depend on lookups, which emblib's count does not."""

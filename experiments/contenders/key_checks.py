@@ -37,14 +37,17 @@ def verify_keyed(table: KeyTable, space: KeySpace, resident: Tensor) -> None:
     if "find" in table.operations:
         _check_values(table, "find", present, values_of(present, table.task.dim))
     if "find_or_insert_slots" in table.operations:
-        twice = torch.cat([present, present[:3]])
-        _check_slots(table, "find_or_insert_slots", twice, len(present), 0)
+        keys_with_repeats = torch.cat([present, present[:3]])
+        _check_slots(table, "find_or_insert_slots", keys_with_repeats, len(present), 0)
     if table.erases:
         _check_inserts(table, absent, present)
 
 
 def _check_inserts(table: KeyTable, absent: Tensor, present: Tensor) -> None:
-    """Check the operations that insert keys: their results, and the table after each."""
+    """Check the operations that insert keys: their results, and the table after each.
+
+    `absent` and `present` are int64 `[n]`; the keys in `absent` are erased at the end.
+    """
     dim = table.task.dim
     if "find_or_insert" in table.operations:
         _check_values(table, "find_or_insert", absent, values_of(absent, dim))
@@ -74,7 +77,10 @@ def _run(table: KeyTable, operation: str, keys: Tensor) -> Tensor:
 def _check_slots(
     table: KeyTable, operation: str, keys: Tensor, num_present: int, num_absent: int
 ) -> None:
-    """Check the slots of `keys`: present ones, then absent ones, then the first ones again."""
+    """Check the slots of `keys`: present ones, then absent ones, then the first ones again.
+
+    `keys` is int64 `[num_present + num_absent + repeats]`.
+    """
     slots = _run(table, operation, keys)
     if slots.shape != keys.shape:
         raise Wrong(f"{operation}: shape {tuple(slots.shape)} for {len(keys)} keys")
@@ -85,16 +91,19 @@ def _check_slots(
         raise Wrong(f"{operation}: two keys have one slot")
     if (slots[num_present : num_present + num_absent] != table.absent).any():
         raise Wrong(f"{operation}: a key that is not there is found")
-    again = slots[num_present + num_absent :]
-    if not torch.equal(again, present[: len(again)]):
+    repeated_slots = slots[num_present + num_absent :]
+    if not torch.equal(repeated_slots, present[: len(repeated_slots)]):
         raise Wrong(f"{operation}: a key that comes twice has two slots")
 
 
 def _check_values(
-    table: KeyTable, operation: str, keys: Tensor, want: Tensor, *, other: bool = False
+    table: KeyTable, operation: str, keys: Tensor, expected: Tensor, *, other: bool = False
 ) -> None:
-    """Check that an operation returns `want`; `other` passes values that present keys ignore."""
-    passed = want + 1 if other else want
+    """Check that an operation returns `expected`; `other` passes values that present keys ignore.
+
+    `expected` is float32 `[len(keys), dim]`.
+    """
+    passed = expected + 1 if other else expected
     actual: Tensor = getattr(table, operation)(table.prepare(keys, passed))
-    if not torch.equal(actual.cpu(), want):
+    if not torch.equal(actual.cpu(), expected):
         raise Wrong(f"{operation}: values differ from those that were put in")

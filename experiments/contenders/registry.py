@@ -98,9 +98,9 @@ class Entry:
             return f"not built here: {self.install}"
         if all(find_installed(requirement) for requirement in self.requires):
             return ""
-        wanted = [requirement.replace(" | ", " (or ") for requirement in self.requires]
-        wanted = [w + ")" * ("(or " in w) for w in wanted]
-        return f"not installed: {self.install or 'pip install ' + ' '.join(wanted)}"
+        requirements = [requirement.replace(" | ", " (or ") for requirement in self.requires]
+        requirements = [w + ")" * ("(or " in w) for w in requirements]
+        return f"not installed: {self.install or 'pip install ' + ' '.join(requirements)}"
 
     def built(self) -> Path | None:
         """Return the path of the user's library, or of `module`; None without either."""
@@ -137,9 +137,12 @@ class Entry:
                 raise Missing(f"{self.built()} does not load here ({error})") from error
             if not self.requires:
                 raise
-            here = ", ".join(f"{package} {version}" for package, version in self.versions().items())
+            versions = ", ".join(
+                f"{package} {version}" for package, version in self.versions().items()
+            )
             raise Missing(
-                f"{here} does not load here ({error}); known to work: {', '.join(self.requires)}"
+                f"{versions} does not load here ({error}); known to work: "
+                f"{', '.join(self.requires)}"
             ) from error
         return loaded
 
@@ -173,9 +176,11 @@ def identity(name: str) -> dict[str, str]:
     """Return the facts that decide, besides the files of this repository, which program runs."""
     entry = facts_of(name)
     facts = entry.versions()
-    if entry.variable and (built := entry.built()):
-        size, when = (built.stat().st_size, built.stat().st_mtime_ns) if built.exists() else (0, 0)
-        facts["built"] = f"{built} {size} {when}"
+    if entry.variable and (library := entry.built()):
+        size, modified_ns = (
+            (library.stat().st_size, library.stat().st_mtime_ns) if library.exists() else (0, 0)
+        )
+        facts["built"] = f"{library} {size} {modified_ns}"
     if entry.file.parent != HERE:
         facts["file"] = hashlib.blake2b(entry.file.read_bytes(), digest_size=8).hexdigest()
     return facts
@@ -232,8 +237,8 @@ def _fill_versions(
 def _nearest_release(releases: Sequence[str], version: str) -> str:
     """Return the newest release up to `version`, else the oldest; the newest for no version."""
     ordered = sorted(releases, key=_version_numbers)
-    wanted = _version_numbers(version) or (math.inf,)
-    return next((r for r in reversed(ordered) if _version_numbers(r) <= wanted), ordered[0])
+    wanted_numbers = _version_numbers(version) or (math.inf,)
+    return next((r for r in reversed(ordered) if _version_numbers(r) <= wanted_numbers), ordered[0])
 
 
 def _version_numbers(version: str) -> tuple[float, ...]:
@@ -244,26 +249,28 @@ def _version_numbers(version: str) -> tuple[float, ...]:
 
 def _entry(folder: Path, name: str, facts: Mapping[str, Any]) -> Entry:
     """Check the facts of one entry and return it; raise RegistryError, which names the fact."""
-    where = f"{folder.name}/{TABLE}: {name}"
+    location = f"{folder.name}/{TABLE}: {name}"
     if not NAME.fullmatch(name):
-        raise RegistryError(f"{where}: a name is lower-case letters, digits and _")
+        raise RegistryError(f"{location}: a name is lower-case letters, digits and _")
     facts = dict(facts)
     target = TARGET.fullmatch(str(facts.pop("class", "")))
     if not target or not facts.get("label"):
-        raise RegistryError(f"{where} needs a class, as in 'file:Class', and a label")
+        raise RegistryError(f"{location} needs a class, as in 'file:Class', and a label")
     facts["requires"] = tuple(facts.get("requires", ()))
     fields = {f.name: f for f in dataclasses.fields(Entry)}
     for key, value in facts.items():
         if key not in fields or key in ("name", "file", "cls"):
-            raise RegistryError(f"{where}: no fact '{key}'")
+            raise RegistryError(f"{location}: no fact '{key}'")
         if key != "label" and type(value) is not type(fields[key].default):
-            wanted = type(fields[key].default).__name__
-            raise RegistryError(f"{where}: {key} must be a {wanted}, got {value!r}")
+            type_name = type(fields[key].default).__name__
+            raise RegistryError(f"{location}: {key} must be a {type_name}, got {value!r}")
     if facts.get("variants", "") not in VARIANTS:
-        raise RegistryError(f"{where}: variants must be one of {VARIANTS}")
+        raise RegistryError(f"{location}: variants must be one of {VARIANTS}")
     for text in facts["requires"]:
         if not all(REQUIREMENT.fullmatch(part) for part in str(text).split(" | ")):
-            raise RegistryError(f"{where}: requires must be like ['package==1.2.3'], got {text!r}")
+            raise RegistryError(
+                f"{location}: requires must be like ['package==1.2.3'], got {text!r}"
+            )
     return Entry(name=name, file=folder / f"{target[1]}.py", cls=target[2], **facts)
 
 

@@ -69,8 +69,8 @@ class Fp32(Served):
     format: ClassVar[str] = "float32"
 
     def fill(self, weights: Sequence[Tensor]) -> None:
-        named = {f"table{number}": rows for number, rows in enumerate(weights)}
-        self.tables: Any = emblib.inference.for_inference(named, self.format)
+        rows_by_name = {f"table{number}": rows for number, rows in enumerate(weights)}
+        self.tables: Any = emblib.inference.for_inference(rows_by_name, self.format)
 
     def lookup(self, prepared: Feature) -> Tensor:
         pooled: Tensor = self.tables(*prepared)

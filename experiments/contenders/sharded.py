@@ -187,6 +187,7 @@ class ShardedBags(Bags):
     rule: Callable[[float, World], Rule]
 
     def _module(self) -> tuple[Any, list[Block]]:
+        """Build emblib's sharded collection by the plan of the contender."""
         ranks = ranks_of(self.task.device)
         if self.cuts_rows and ranks.size > 1 and self.task.optimizer is Optimizer.rowwise_adagrad:
             raise Unsupported(

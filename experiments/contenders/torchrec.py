@@ -161,6 +161,7 @@ class TorchRecSharded(TorchRecCollection):
         """Return TorchRec's sharding of the table at position `share`, in [0, 1), among all."""
 
     def _module(self) -> tuple[nn.Module, list[Block]]:
+        """Build TorchRec's sharded collection with a fused optimizer."""
         check_dims(self.task)
         device = self.task.device
         if not dist.is_initialized():

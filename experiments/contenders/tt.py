@@ -37,8 +37,8 @@ class TTTables(Contender):
         self.compressed = sorted(largest_first[: task.tt_tables])
         self.plain = [i for i in tables if i not in self.compressed]
         self.trains = self._build_trains([task.shapes[i] for i in self.compressed])
-        rest = dataclasses.replace(task, shapes=tuple(task.shapes[i] for i in self.plain))
-        self.rest = BatchedTables(rest) if self.plain else None
+        plain_task = dataclasses.replace(task, shapes=tuple(task.shapes[i] for i in self.plain))
+        self.rest = BatchedTables(plain_task) if self.plain else None
 
     def _build_trains(self, shapes: Sequence[TableShape]) -> Any:
         """Build the module of the compressed tables, whose shapes are given."""
@@ -63,16 +63,16 @@ class TTTables(Contender):
         device = self.task.device
         columns = split_gradient(batch, self.task.shapes)
         compressed = self._part(batch, self.compressed)
-        rest = self.rest.prepare(self._part(batch, self.plain)) if self.rest else None
-        ordered = [columns[f] for f in (*self.plain, *self.compressed)]
+        plain_batch = self.rest.prepare(self._part(batch, self.plain)) if self.rest else None
+        gradients = [columns[f] for f in (*self.plain, *self.compressed)]
         ids, offsets = compressed.indices.to(device), compressed.offsets.to(device)
-        return rest, (ids, offsets), torch.cat(ordered, dim=1).to(device)
+        return plain_batch, (ids, offsets), torch.cat(gradients, dim=1).to(device)
 
     def _lookup(self, prepared: Any) -> Tensor:
-        rest, arguments_of_trains, _ = prepared
+        plain_batch, arguments_of_trains, _ = prepared
         outputs = []
         if self.rest:
-            ids, offsets, _ = rest
+            ids, offsets, _ = plain_batch
             outputs.append(self.rest.module(ids, offsets))
         outputs.append(self.trains(*arguments_of_trains))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
@@ -104,15 +104,15 @@ class TTTables(Contender):
 
     def expect(self, batch: Batch, before: State) -> tuple[Tensor, State]:
         outputs: list[Tensor] = []
-        after: State = []
-        plain, tt = before[: len(self.plain)], before[len(self.plain) :]
+        plain_state: State = []
+        plain_before, tt_before = before[: len(self.plain)], before[len(self.plain) :]
         if self.rest:
-            output, after = self.rest.expect(self._part(batch, self.plain), plain)
+            output, plain_state = self.rest.expect(self._part(batch, self.plain), plain_before)
             outputs.append(output)
         output, cores = expect_tt(
-            self._part(batch, self.compressed), tt, self.task, self.trains.tables
+            self._part(batch, self.compressed), tt_before, self.task, self.trains.tables
         )
-        return torch.cat([*outputs, output], dim=1), after + cores
+        return torch.cat([*outputs, output], dim=1), plain_state + cores
 
 
 def tt_specs(task: Task, shapes: Sequence[TableShape]) -> list[emblib.TTSpec]:
@@ -148,32 +148,35 @@ def expect_tt(
     batch: Batch, before: State, task: Task, specs: Sequence[emblib.TTSpec]
 ) -> tuple[Tensor, State]:
     """Compute `Contender.expect` for tensor trains with autograd; the state is all cores."""
-    outputs, after, rest = [], [], list(before)
+    outputs, expected_cores, remaining_cores = [], [], list(before)
     gradients = batch.gradient.split([s.dim for s in specs], dim=1)
     for f, spec in enumerate(specs):
         count = len(spec.row_factors)
-        leaves, rest = [c.clone().requires_grad_() for c in rest[:count]], rest[count:]
+        leaves, remaining_cores = (
+            [c.clone().requires_grad_() for c in remaining_cores[:count]],
+            remaining_cores[count:],
+        )
         indices, offsets = batch.feature(f)
         pooled = pool_rows(chain(leaves, indices, spec), torch.arange(len(indices)), offsets)
         outputs.append(pooled.detach())
-        slopes = torch.autograd.grad(pooled, leaves, gradients[f])
-        after += [
+        gradients_of_cores = torch.autograd.grad(pooled, leaves, gradients[f])
+        expected_cores += [
             first_update(task.optimizer, c.detach(), g, task.lr)
-            for c, g in zip(leaves, slopes, strict=True)
+            for c, g in zip(leaves, gradients_of_cores, strict=True)
         ]
-    return torch.cat(outputs, dim=1), after
+    return torch.cat(outputs, dim=1), expected_cores
 
 
 def chain(cores: Sequence[Tensor], indices: Tensor, spec: emblib.TTSpec) -> Tensor:
     """Return the rows [L, D] of ids [L]: products of the cores' slices, [R_k, q_k * R_k+1] each."""
     ranks = spec.full_ranks
     row = torch.ones(len(indices), 1, 1)
-    rest = indices
+    quotient = indices
     digits = []
     for p in reversed(spec.row_factors[1:]):
-        digits.append(rest % p)
-        rest = rest // p
-    for k, digit in enumerate([rest, *reversed(digits)]):
+        digits.append(quotient % p)
+        quotient = quotient // p
+    for k, digit in enumerate([quotient, *reversed(digits)]):
         slices = cores[k].view(cores[k].size(0), ranks[k], -1)[digit]
         row = torch.bmm(row, slices).view(len(indices), -1, ranks[k + 1])
     return row.view(len(indices), -1)

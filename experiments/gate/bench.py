@@ -21,7 +21,7 @@ from experiments.measure.outcome import status_of, verify
 from experiments.measure.process import note
 from experiments.measure.session import Session
 from experiments.measure.timing import VERIFY_BATCH, task_of
-from experiments.timing.clock import Clock, Phase, Work, clock_for
+from experiments.timing.clock import Clock, Phase, SampleTask, clock_for
 from experiments.timing.passes import counting_pass
 from experiments.timing.warmup import warm_up
 from experiments.workloads.workload import Pool, make_pool, table_shapes
@@ -76,8 +76,8 @@ class Bench:
         shapes = table_shapes(work, scale=scale)
         contender = build(point.arm.contender, task_of(point.cell, point.arm, session))
         if self.setup.check:
-            small = dataclasses.replace(work, B=min(VERIFY_BATCH, work.B))
-            verify(contender, make_pool(small, shapes, 1, seed + 1).batches[0])
+            small_workload = dataclasses.replace(work, B=min(VERIFY_BATCH, work.B))
+            verify(contender, make_pool(small_workload, shapes, 1, seed + 1).batches[0])
         pool = self._pool(point.cell)
         prepared = [contender.prepare(batch) for batch in pool.batches]
         phase = getattr(contender, point.phase)
@@ -120,14 +120,14 @@ class Bench:
         The other worker has just filled the caches, and the scheduler may have to wake this
         process. The uncounted execution pays for both, before every sample alike.
         """
-        ready, taken = self.ready[turn.point], []
+        ready, samples = self.ready[turn.point], []
         for batch in turn.batches:
             call = partial(self._execute, ready.run, batch, turn.executions)
             for _ in range(2):
-                (reading,) = ready.clock.read([Work(call, turn.point)])
+                (reading,) = ready.clock.read([SampleTask(call, turn.point)])
                 self._wait(reading.seconds * (self.setup.idle - 1))
-            taken.append(reading.seconds / turn.executions)
-        return taken
+            samples.append(reading.seconds / turn.executions)
+        return samples
 
     def _execute(self, run: Phase, batch: int, executions: int) -> None:
         start = self.now()
@@ -149,8 +149,8 @@ class Bench:
         counters = ready.contender.counters
         if counters():
             pool, reset = self.setup.config.timing.pool, ready.contender.reset_counters
-            counted = counting_pass(ready.step, pool, reset, counters)
-            if counted.get("lookups"):
-                weights["hit_rate"] = counted["lookup_hits"] / counted["lookups"]
+            totals = counting_pass(ready.step, pool, reset, counters)
+            if totals.get("lookups"):
+                weights["hit_rate"] = totals["lookup_hits"] / totals["lookups"]
         peak = memory.measure(partial(ready.step, 0), self.device).get("peak")
         return weights if peak is None else weights | {"peak_bytes": peak}

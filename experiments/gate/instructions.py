@@ -71,8 +71,8 @@ def count(setup: Any, folders: Mapping[str, str]) -> tuple[Counts, str]:
             try:
                 _, errors = process.communicate(timeout=LIMIT_SECONDS)
             except subprocess.TimeoutExpired:
-                for other in runs.values():
-                    other.kill()
+                for started in runs.values():
+                    started.kill()
                 return {}, f"{side} took more than {LIMIT_SECONDS} s"
             if process.returncode:
                 lines = [line for line in errors.strip().splitlines() if not line.startswith("==")]
@@ -83,6 +83,7 @@ def count(setup: Any, folders: Mapping[str, str]) -> tuple[Counts, str]:
 
 
 def _start(side: str, folder: str, message: Path) -> subprocess.Popen[str]:
+    """Start one side under valgrind; its dumps and names go to a folder next to `message`."""
     folder_of_side = message.parent / side
     folder_of_side.mkdir()
     return subprocess.Popen(
@@ -105,9 +106,9 @@ def read_dumps(folder: Path) -> dict[str, dict[str, float]]:
     names = (folder / "names").read_text().splitlines()
     smallest: dict[str, dict[str, float]] = {}
     for number, name in enumerate(names, 1):
-        counted = count_dump((folder / f"dump.{number}").read_text())
-        best = smallest.setdefault(name, counted)
-        smallest[name] = {key: min(best[key], value) for key, value in counted.items()}
+        counts = count_dump((folder / f"dump.{number}").read_text())
+        smallest_counts = smallest.setdefault(name, counts)
+        smallest[name] = {key: min(smallest_counts[key], value) for key, value in counts.items()}
     return smallest
 
 
@@ -121,11 +122,11 @@ def count_dump(text: str) -> dict[str, float]:
     total = native = 0
     current, of_callee = "", False
     for line in text.splitlines():
-        if named := re.match(r"(c?)ob=(\(\d+\))(?: (.+))?", line):
-            if named[3]:
-                objects[named[2]] = named[3]
-            if not named[1]:
-                current = objects[named[2]]
+        if match := re.match(r"(c?)ob=(\(\d+\))(?: (.+))?", line):
+            if match[3]:
+                objects[match[2]] = match[3]
+            if not match[1]:
+                current = objects[match[2]]
         elif line.startswith("calls="):
             of_callee = True
         elif re.match(r"[\d+*-]\S* \d+$", line):

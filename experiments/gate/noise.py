@@ -39,7 +39,7 @@ def run(config: Config, *, question: str, words: Sequence[str]) -> int:
     if config.dry_run:
         return setup.print_plan(config, f"{config.gate.floor_pairs} pairs of processes")
     start = setup.start_gate(config, words)
-    both, store = setup.head_on_both_sides(start, print), start.create()
+    side_folders, store = setup.head_on_both_sides(start, print), start.create()
     began = time.monotonic()
     count = SMOKE_PAIRS if start.smoke else config.gate.floor_pairs
     names = [p.name for p in start.points]
@@ -47,17 +47,19 @@ def run(config: Config, *, question: str, words: Sequence[str]) -> int:
     trial, status = Trial(), "finished"
     with Display(count) as display:
         display.say(setup.heading(start, f"{count} pairs of processes"))
-        runner = TrialRunner(config, start.device, start.points, rules, both, store, display)
+        runner = TrialRunner(
+            config, start.device, start.points, rules, side_folders, store, display
+        )
         try:
-            while left := [n for n in names if n not in trial.evidence.lost]:
-                if len(trial.evidence.first.get(left[0], [])) >= count:
+            while names_left := [n for n in names if n not in trial.evidence.lost]:
+                if len(trial.evidence.first.get(names_left[0], [])) >= count:
                     break
-                runner.step(trial, Request(Stage.first, tuple(left)))
+                runner.step(trial, Request(Stage.first, tuple(names_left)))
                 display.finish("")
         except KeyboardInterrupt:
             status = "interrupted"
-    when = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    floor = setup.noise_floor_content(start.environment, config, trial.evidence.first, when)
+    time_utc = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    floor = setup.noise_floor_content(start.environment, config, trial.evidence.first, time_utc)
     stored_at = store.write_json("noise.json", floor)
     if status == "finished" and not start.smoke:
         floors = RunStore(ROOT / config.gate.noise)
@@ -76,7 +78,7 @@ def write(path: Path) -> str:
     """Write all files that follow from the stored pairs; return the answer."""
     config = OmegaConf.load(path / "config.yaml")
     points: Mapping[str, Mapping[str, Any]] = read_json(path, "noise.json")["points"]
-    failed = {r["point"]: r for r in read_records(path) if r["status"] != "ok"}
+    failures = {r["point"]: r for r in read_records(path) if r["status"] != "ok"}
     pairs, min_effect = int(config.timing.replicates), float(config.gate.min_effect)
     margins = {n: statistics.gate_margin(min_effect, p["mad"], pairs) for n, p in points.items()}
     answer = sentence(points, margins, pairs)
@@ -85,7 +87,7 @@ def write(path: Path) -> str:
         notices.append("Smoke run: tiny tables and two pairs; the numbers have no meaning.")
     if read_json(path, "run.json").get("status") != "finished":
         notices.append("This run was interrupted; it is not stored as the machine's noise floor.")
-    notices += [f"{n}: {r['status']} ({r['reason']})" for n, r in failed.items()]
+    notices += [f"{n}: {r['status']} ({r['reason']})" for n, r in failures.items()]
     lines = []
     for name, p in points.items():
         if p["pairs"] > 1:
@@ -93,7 +95,7 @@ def write(path: Path) -> str:
             hollow = effect.lo <= 1 <= effect.hi
             margin, colour = margins[name], COLOURS["tbe"]
             lines.append(pages.effect_row(name, p["effects"], margin, colour=colour, hollow=hollow))
-    drawn = []
+    result = []
     if lines:
         caption = (
             "Bars: 95 % interval of the mean over all pairs; small dots: single pairs. Grey: "
@@ -101,8 +103,8 @@ def write(path: Path) -> str:
         )
         panel = forest("A against A", lines, "time of one ÷ time of the other")
         title = "Difference of a revision from itself"
-        drawn.append(Figure("funnel", title, caption, "", [panel]))
-    sections = [Section("Noise by point", figures=drawn, table=table(points, margins))]
+        result.append(Figure("funnel", title, caption, "", [panel]))
+    sections = [Section("Noise by point", figures=result, table=table(points, margins))]
     report = pages.page_of(path, str(config.name), [answer], sections, notices=notices, how=HOW)
     document.write(path, report)
     return answer

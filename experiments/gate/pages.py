@@ -151,25 +151,25 @@ def write_outputs(
 
 def sentence(findings: Findings, facts: Mapping[str, Any]) -> str:
     """State the result of the gate in one sentence."""
-    between = f"{facts['head']} against {facts['base']}"
+    revisions = f"{facts['head']} against {facts['base']}"
     if findings.broken:
-        return f"{between}: nothing could be compared: {findings.broken}"
+        return f"{revisions}: nothing could be compared: {findings.broken}"
     bad = [x for x in findings.points if x.regression]
     if bad:
         worst = bad[0]
-        what = f"{worst.point}, {_effect(worst)}" if worst.state == "SLOWER" else worst.point
-        more = f" and {text.count(len(bad) - 1, 'other point')}" * (len(bad) > 1)
-        return f"{between} is worse at {what}{more}."
+        headline = f"{worst.point}, {_effect(worst)}" if worst.state == "SLOWER" else worst.point
+        others = f" and {text.count(len(bad) - 1, 'other point')}" * (len(bad) > 1)
+        return f"{revisions} is worse at {headline}{others}."
     broken = findings.in_states("MISSING", "FAILED")
     if broken:
-        return f"{between}: {text.count(len(broken), 'point')} failed in head."
+        return f"{revisions}: {text.count(len(broken), 'point')} failed in head."
     if not findings.compared:
-        return f"{between}: nothing could be compared."
+        return f"{revisions}: nothing could be compared."
     unsure, total = len(findings.in_states("UNSURE")), len(findings.compared)
     faster = findings.in_states("FASTER")
     gain = f", {text.count(len(faster), 'point')} faster" * bool(faster)
     doubt = f"; unsure of {unsure} of {total}" * bool(unsure)
-    return f"{between}: no slowdown was found at {text.count(total, 'point')}{gain}{doubt}."
+    return f"{revisions}: no slowdown was found at {text.count(total, 'point')}{gain}{doubt}."
 
 
 def _effect(line: PointFinding) -> str:
@@ -201,6 +201,7 @@ def _pairs(ruling: Ruling) -> str:
 def _page(
     path: Path, findings: Findings, facts: Mapping[str, Any], answer: str, status: int
 ) -> Page:
+    """Return the page of a comparison of two revisions."""
     notices = [f"Exit status {status}: {MEANING[status]}."] if status else []
     notices += list(facts.get("notices", ()))
     tiles = [
@@ -212,13 +213,15 @@ def _page(
         for v in (Verdict.SLOWER, Verdict.UNSURE, Verdict.FASTER, Verdict.SAME)
     ]
     sections = [Section("Points", table=table(findings.points), figures=_figures(findings.points))]
-    others = [
+    other_lines = [
         f"{x.state.lower()}: {x.point} – {x.reason}" for x in findings.points if x.ruling is None
     ]
-    others += [f"unsure: {x.point} – {x.reason}" for x in findings.in_states("UNSURE")]
-    others += [f"{x.point}: {change}" for x in findings.points for change in (*x.grown, *x.shrunk)]
-    if others:
-        sections.append(Section("Remarks", others))
+    other_lines += [f"unsure: {x.point} – {x.reason}" for x in findings.in_states("UNSURE")]
+    other_lines += [
+        f"{x.point}: {change}" for x in findings.points for change in (*x.grown, *x.shrunk)
+    ]
+    if other_lines:
+        sections.append(Section("Remarks", other_lines))
     name = str(facts["experiment"])
     return page_of(path, name, [answer], sections, tiles=tiles, notices=notices)
 
@@ -263,7 +266,7 @@ def _figures(lines: Sequence[PointFinding]) -> list[Figure]:
     """Draw the funnel: every ratio, sorted, with its margin."""
     compared = [(line, line.ruling) for line in lines if line.ruling]
     compared.sort(key=lambda x: -x[1].effect.ratio)
-    drawn = [
+    result = [
         effect_row(
             f"{line.point} · {line.state}",
             ruling.second or ruling.first,
@@ -273,14 +276,14 @@ def _figures(lines: Sequence[PointFinding]) -> list[Figure]:
         )
         for line, ruling in compared
     ]
-    if not drawn:
+    if not result:
         return []
     caption = (
         "Bars: 95 % interval over pairs of processes; small dots: single pairs. Grey: within the "
         "margin, which does not count. Filled: slower or faster, confirmed. Right of 1: slower."
     )
-    panel = forest("Times", drawn, "head ÷ base")
-    return [Figure("funnel", "Every point", caption, f"{len(drawn)} points", [panel])]
+    panel = forest("Times", result, "head ÷ base")
+    return [Figure("funnel", "Every point", caption, f"{len(result)} points", [panel])]
 
 
 def junit(findings: Findings, answer: str) -> str:

@@ -1,4 +1,9 @@
-"""Pairs of workers, base and head, measured alternately in fresh processes."""
+"""Pairs of workers, base and head, measured alternately in fresh processes.
+
+Each pair is a process of both revisions, which build the same points (a phase of one contender on
+one workload) and then take turns, block by block: base head head base, or the reverse. A *trial* is
+all pairs of one run of the gate; `TrialRunner` measures them until `rules.next_request` has enough.
+"""
 
 from __future__ import annotations
 
@@ -190,9 +195,9 @@ def _measure_pair(
                 check=job.check,
                 core=core,
             )
-            for name, built in ask(side, setup).items():
-                if built.status != "ok":
-                    outcome.fail(name, side, built.status, built.reason)
+            for name, build_result in ask(side, setup).items():
+                if build_result.status != "ok":
+                    outcome.fail(name, side, build_result.status, build_result.reason)
         ready = [p.name for p in job.points if p.name not in outcome.failed]
         for name in rng.sample(ready, len(ready)):
             outcome.taken[name] = _measure_point(job, name, ask, rng)
@@ -204,26 +209,26 @@ def _measure_point(
     job: PairJob, name: str, ask: Callable[..., Any], rng: random.Random
 ) -> PointSamples:
     """Measure the blocks of one point: base head head base, or the reverse, at random."""
-    taken = PointSamples()
+    samples = PointSamples()
     for side in rng.sample(list(Side), 2):
-        taken.warm[side.value] = ask(side, WarmUp(name), name)
-    seconds = min(w["execution_s"] for w in taken.warm.values())
+        samples.warm[side.value] = ask(side, WarmUp(name), name)
+    seconds = min(w["execution_s"] for w in samples.warm.values())
     if 0 < seconds < MIN_SAMPLE_SECONDS:
-        taken.executions = min(MAX_EXECUTIONS, math.ceil(MIN_SAMPLE_SECONDS / seconds))
+        samples.executions = min(MAX_EXECUTIONS, math.ceil(MIN_SAMPLE_SECONDS / seconds))
     pool = job.config.timing.pool
     for block in range(job.config.timing.min_rounds):
         outer, inner = rng.sample(list(Side), 2)
         pair = (2 * block % pool, (2 * block + 1) % pool)  # the same batches on both sides
-        turn = partial(TakeSamples, name, executions=taken.executions)
+        turn = partial(TakeSamples, name, executions=samples.executions)
         first = ask(outer, turn(pair[:1]), name)
-        middle = ask(inner, turn(pair), name)
+        inner_times = ask(inner, turn(pair), name)
         last = ask(outer, turn(pair[1:]), name)
-        taken.of(outer).append([*first, *last])
-        taken.of(inner).append(list(middle))
+        samples.of(outer).append([*first, *last])
+        samples.of(inner).append(list(inner_times))
     if job.check:
         for side in Side:
-            taken.weight[side.value] = ask(side, WeighPoint(name), name)
-    return taken
+            samples.weight[side.value] = ask(side, WeighPoint(name), name)
+    return samples
 
 
 Measure = Callable[[PairJob, Revisions], PairResult]
@@ -258,8 +263,8 @@ class Trial:
                 self.weights[record["point"]] = record["weight"]
         else:
             side = Side(record["side"])
-            built = BuildResult(record["status"], record["reason"])
-            self.failed.setdefault(record["point"], {})[side] = built
+            build_result = BuildResult(record["status"], record["reason"])
+            self.failed.setdefault(record["point"], {})[side] = build_result
             self.evidence.lost.add(record["point"])
 
     def add_counts(self, counts: Counts) -> None:
@@ -341,8 +346,12 @@ class TrialRunner:
                 "pair": job.number,
                 "wall_s": wall,
             }
-            for side, built in outcome.failed.get(point.name, {}).items():
-                lost = {"status": built.status, "reason": built.reason, "side": side.value}
+            for side, build_result in outcome.failed.get(point.name, {}).items():
+                lost = {
+                    "status": build_result.status,
+                    "reason": build_result.reason,
+                    "side": side.value,
+                }
                 records.append(shared | lost)
             if point.name in outcome.taken and point.name not in outcome.failed:
                 taken = outcome.taken[point.name]
@@ -363,5 +372,5 @@ class TrialRunner:
 def faster_samples(records: Sequence[Record], point: str, side: Side) -> list[float]:
     """Return the faster sample of every block, over all pairs."""
     key = f"{side.value}_ns"
-    taken = [r[key] for r in records if r["point"] == point and r["status"] == "ok"]
-    return [min(block) / 1e9 for blocks in taken for block in blocks]
+    blocks_by_pair = [r[key] for r in records if r["point"] == point and r["status"] == "ok"]
+    return [min(block) / 1e9 for blocks in blocks_by_pair for block in blocks]

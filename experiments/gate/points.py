@@ -31,22 +31,24 @@ class Point:
 def points_of(config: Config) -> list[Point]:
     """Return the points of gate.points; raise UsageError where one names something unknown."""
     cells = {c.section: c for c in expand(config) if c.section != SWEEP}
-    wanted = config.gate.points
-    if not wanted:
+    gate_points = config.gate.points
+    if not gate_points:
         raise UsageError("gate.points is empty: name at least one, e.g. {case: ..., phase: step}")
     points = []
-    for asked in wanted:
-        if asked.case not in cells:
+    for gate_point in gate_points:
+        if gate_point.case not in cells:
             case_names = ", ".join(cells) or "none"
-            raise UsageError(f"gate.points: no case '{asked.case}'. There is: {case_names}")
-        if asked.phase not in PHASES:
-            raise UsageError(f"gate.points: no phase '{asked.phase}'. There is: {list(PHASES)}")
-        cell = cells[asked.case]
-        update = f" {asked.optimizer.value}" * (asked.phase == "step")
+            raise UsageError(f"gate.points: no case '{gate_point.case}'. There is: {case_names}")
+        if gate_point.phase not in PHASES:
+            raise UsageError(
+                f"gate.points: no phase '{gate_point.phase}'. There is: {list(PHASES)}"
+            )
+        cell = cells[gate_point.case]
+        update = f" {gate_point.optimizer.value}" * (gate_point.phase == "step")
         for arm in cell.arms:
-            several = f" {arm.key}" * (len(cell.arms) > 1)
-            name = f"{asked.case}{several} {asked.phase}{update}"
-            points.append(Point(name, cell, arm, asked.phase, asked.optimizer))
+            arm_note = f" {arm.key}" * (len(cell.arms) > 1)
+            name = f"{gate_point.case}{arm_note} {gate_point.phase}{update}"
+            points.append(Point(name, cell, arm, gate_point.phase, gate_point.optimizer))
     names = [p.name for p in points]
     for name in names:
         if names.count(name) > 1:

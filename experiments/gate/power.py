@@ -39,14 +39,14 @@ def run(config: Config, *, question: str, words: Sequence[str]) -> int:
     start = setup.start_gate(config, words)
     if config.gate.inject <= 1 and config.gate.slowed_trials:
         raise UsageError("gate.slowed_trials need gate.inject, e.g. gate.inject=1.10")
-    both = setup.head_on_both_sides(start, print)
+    side_folders = setup.head_on_both_sides(start, print)
     store, records = setup.find_unfinished(start) or (start.create(), [])
     began = time.monotonic()
-    wanted = schedule(config)
+    slowdowns = schedule(config)
     rules = Rules.load(store.path) or start.rules
     rules.save(store)
-    with Display(len(wanted)) as display:
-        display.say(setup.heading(start, f"{len(wanted)} trials of the gate"))
+    with Display(len(slowdowns)) as display:
+        display.say(setup.heading(start, f"{len(slowdowns)} trials of the gate"))
         if records:
             display.say(f"continuing {store.path.name}")
         runner = TrialRunner(
@@ -54,7 +54,7 @@ def run(config: Config, *, question: str, words: Sequence[str]) -> int:
             start.device,
             start.points,
             rules,
-            both,
+            side_folders,
             store,
             display,
             pairs=1 + max((r["pair"] for r in records), default=-1),
@@ -86,13 +86,13 @@ def completed_outcomes(path: Path) -> list[dict[str, Any]]:
     return [trial_outcome(t, names, rules) for t in sorted(trials_done, key=lambda t: t.number)]
 
 
-def _run_trials(runner: TrialRunner, done: dict[int, Trial]) -> str:
+def _run_trials(runner: TrialRunner, earlier_trials: dict[int, Trial]) -> str:
     """Return 'finished', 'interrupted', or 'incomplete': a process failed, the trial is void."""
     display, rules, failures = runner.display, runner.rules, 0
     names = list(rules.margins)
     try:
         for number, slow in enumerate(schedule(runner.config)):
-            earlier_trial = done.get(number)
+            earlier_trial = earlier_trials.get(number)
             trial = earlier_trial or Trial(number, slow)
             was_done = earlier_trial and next_request(names, earlier_trial.evidence, rules) is None
             runner.finish(trial)
@@ -249,11 +249,12 @@ def _page(
     trials: Sequence[Mapping[str, Any]],
     info: Mapping[str, Any],
 ) -> Page:
+    """Return the page of the trials: rates by point, and every trial."""
     config = OmegaConf.load(path / "config.yaml")
     rules = Rules.load(path)
     assert rules is not None
     slow = max((t["slow"] for t in trials), default=1.0)
-    more = [
+    further_rows = [
         f"A first set of pairs alone, without confirmation, would have raised one in "
         f"{rate_words(rates['false_screened'])}.",
         f"Unsure of a point in {rate_words(rates['unsure'])} cases without a change.",
@@ -282,13 +283,13 @@ def _page(
         Section("Every trial", figures=[figure(trials, rules.margins)] if trials else []),
     ]
     return pages.page_of(
-        path, "gate_power", [answer, *more], sections, tiles=tiles, notices=notices
+        path, "gate_power", [answer, *further_rows], sections, tiles=tiles, notices=notices
     )
 
 
-def _tile(rate: Mapping[str, Any], what: str) -> Tile:
+def _tile(rate: Mapping[str, Any], label: str) -> Tile:
     share = "–" if rate["rate"] is None else f"{100 * rate['rate']:.3g} %"
-    return Tile(share, f"{what} ({rate['hits']} of {rate['of']})")
+    return Tile(share, f"{label} ({rate['hits']} of {rate['of']})")
 
 
 def rate_table(rates: Mapping[str, Any]) -> Table:

@@ -51,13 +51,13 @@ class Revision:
 def git(*arguments: str) -> bytes:
     """Return the output of git; raise UsageError with the last line of its error."""
     try:
-        done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True)
+        completed = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True)
     except OSError as error:
         raise UsageError(f"the gate needs git ({error}); gate.base=WORKTREE does not") from error
-    if done.returncode:
-        lines = done.stderr.decode(errors="replace").strip().splitlines() or ["no message"]
+    if completed.returncode:
+        lines = completed.stderr.decode(errors="replace").strip().splitlines() or ["no message"]
         raise UsageError(f"git {' '.join(arguments[:2])}: {lines[-1]}")
-    return done.stdout
+    return completed.stdout
 
 
 def resolve(name: str) -> str:
@@ -83,10 +83,10 @@ def commit_facts(sha: str) -> dict[str, str]:
             if git("status", "--porcelain", "--", *PARTS).strip():
                 return {}
             sha = "HEAD"
-        shown = git("show", "--no-patch", "--format=%H%x00%cI%x00%s", sha).decode().strip()
+        fields_text = git("show", "--no-patch", "--format=%H%x00%cI%x00%s", sha).decode().strip()
     except UsageError:  # no git, where both sides are working trees
         return {}
-    return dict(zip(("sha", "date", "subject"), shown.split("\0"), strict=True))
+    return dict(zip(("sha", "date", "subject"), fields_text.split("\0"), strict=True))
 
 
 def default_base(config: Config, *, smoke: bool) -> str:
@@ -131,8 +131,8 @@ def _sources(root: Path) -> Iterator[Path]:
     """Return all source files of emblib and csrc, sorted."""
     for part in PARTS:
         for path in sorted((root / part).rglob("*")):
-            built = path.suffix in (".so", ".pyc") or "__pycache__" in path.parts
-            if path.is_file() and not built:
+            is_built = path.suffix in (".so", ".pyc") or "__pycache__" in path.parts
+            if path.is_file() and not is_built:
                 yield path
 
 
@@ -161,10 +161,10 @@ def provide_libraries(
 ) -> None:
     """Provide both revisions with native libraries; raise BuildError, which names the revision."""
     natives = {r.sha: _sources_digest(r.folder, "csrc/") for r in (base, head)}
-    same = len(set(natives.values())) == 1
+    is_same = len(set(natives.values())) == 1
     libraries = (
         installed_libraries()
-        if same and natives[head.sha] == _sources_digest(ROOT, "csrc/")
+        if is_same and natives[head.sha] == _sources_digest(ROOT, "csrc/")
         else []
     )
     for revision in (base, head):
@@ -240,10 +240,10 @@ def build(revision: Revision, home: Path, device: str, say: Say) -> list[Path]:
             ["cmake", "--install", str(work), "--prefix", str(work / "installed")],
         ):
             try:
-                done = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, env=tools)
+                completed = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, env=tools)
             except OSError as error:
                 raise BuildError(f"{command[0]} is needed to build it ({error})") from error
-            if done.returncode:
+            if completed.returncode:
                 raise BuildError(f"{_first_error(log)} (all of it: {log})")
     for library in (work / "installed" / "emblib").glob("libemblib_*.so"):
         shutil.copy2(library, folder)

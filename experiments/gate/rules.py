@@ -120,8 +120,10 @@ def next_request(points: Sequence[str], evidence: Evidence, rules: Rules) -> Req
     if new:
         return Request(Stage.first, tuple(new))
     verdicts = {p: _verdict(first[p], rules.margins[p]) for p in points}
-    enough = rules.max_pairs if rules.pairs >= statistics.LEAST_PROCESSES else 0
-    unsure = [p for p in points if verdicts[p] is Verdict.UNSURE and len(first[p]) < enough]
+    max_first_pairs = rules.max_pairs if rules.pairs >= statistics.LEAST_PROCESSES else 0
+    unsure = [
+        p for p in points if verdicts[p] is Verdict.UNSURE and len(first[p]) < max_first_pairs
+    ]
     if unsure:
         return Request(Stage.first, tuple(unsure))
     doubted = [
@@ -134,17 +136,24 @@ def next_request(points: Sequence[str], evidence: Evidence, rules: Rules) -> Req
 
 def decide(points: Sequence[str], evidence: Evidence, rules: Rules) -> dict[str, Ruling]:
     """Decide every point that both sides could run."""
-    measured = [p for p in points if p not in evidence.lost and evidence.first.get(p)]
-    screened = {p: _verdict(evidence.first[p], rules.margins[p]) for p in measured}
-    again = [p for p in measured if screened[p] in CHANGES and evidence.second.get(p)]
+    measured_points = [p for p in points if p not in evidence.lost and evidence.first.get(p)]
+    first_verdicts = {p: _verdict(evidence.first[p], rules.margins[p]) for p in measured_points}
+    confirmable = [
+        p for p in measured_points if first_verdicts[p] in CHANGES and evidence.second.get(p)
+    ]
     direction = {Verdict.SLOWER: 1, Verdict.FASTER: -1}
-    chances = [statistics.p_value(evidence.second[p], direction[screened[p]]) for p in again]
-    adjusted = dict(zip(again, statistics.holm(chances), strict=True))
+    chances = [
+        statistics.p_value(evidence.second[p], direction[first_verdicts[p]]) for p in confirmable
+    ]
+    adjusted = dict(zip(confirmable, statistics.holm(chances), strict=True))
     rulings = {}
-    for point in measured:
+    for point in measured_points:
         margin, first = rules.margins[point], evidence.first[point]
         second = evidence.second.get(point, []) if point in adjusted else []
-        verdict, confirmed = screened[point], _verdict(second, margin) if second else Verdict.UNSURE
+        verdict, confirmed = (
+            first_verdicts[point],
+            _verdict(second, margin) if second else Verdict.UNSURE,
+        )
         if verdict in CHANGES and not (confirmed is verdict and adjusted[point] <= ALPHA):
             verdict = Verdict.UNSURE
         effect = statistics.combine(second or first)
@@ -153,7 +162,7 @@ def decide(points: Sequence[str], evidence: Evidence, rules: Rules) -> dict[str,
             effect,
             margin,
             statistics.smallest_visible(effect, margin),
-            screened[point],
+            first_verdicts[point],
             tuple(first),
             tuple(second),
             adjusted.get(point, math.nan),

@@ -91,13 +91,13 @@ def noise_floor_content(
     environment: Mapping[str, Any],
     config: Config,
     effects: Mapping[str, Sequence[float]],
-    when: str,
+    time_utc: str,
 ) -> dict[str, Any]:
     """Return the content of noise.json: of each point the spread of `effects`, log(A ÷ A)."""
     return {
         "schema": SCHEMA,
         "machine": environment["device"],
-        "measured": when,
+        "measured": time_utc,
         "key": machine_key(environment),
         "measures": measurement_key(config),
         "points": {
@@ -176,13 +176,13 @@ def find_unfinished(start: GateStart) -> tuple[RunStore, list[Record]] | None:
     Its records are returned too, and the new run continues after them.
     """
     folder = ROOT / start.config.report.folder / start.config.name
-    wanted = OmegaConf.to_yaml(OmegaConf.structured(start.config))
+    config_text = OmegaConf.to_yaml(OmegaConf.structured(start.config))
     for path in sorted(folder.glob("*/config.yaml"), reverse=True):
         run = path.parent
-        same = read_json(run, "environment.json").get("context_id")
+        is_same_context = read_json(run, "environment.json").get("context_id")
         if read_json(run, "run.json").get("status") == "finished":
             continue
-        if path.read_text() == wanted and same == start.environment["context_id"]:
+        if path.read_text() == config_text and is_same_context == start.environment["context_id"]:
             store = RunStore(run)
             if store.claim():
                 return store, read_records(run)
@@ -198,22 +198,22 @@ def head_on_both_sides(start: GateStart, say: Callable[[str], object]) -> Revisi
     return Revisions(str(head.folder), str(head.folder))
 
 
-def heading(start: GateStart, what: str) -> str:
+def heading(start: GateStart, activity: str) -> str:
     """Describe what runs where, in one line."""
     environment = start.environment
     margins = "margins from this machine's noise floor" if start.floor else "no noise floor here"
     return (
-        f"{start.config.name} · {what} · {text.count(len(start.points), 'point')} · "
+        f"{start.config.name} · {activity} · {text.count(len(start.points), 'point')} · "
         f"{environment['device']} · torch {environment['torch']} · {margins}"
     )
 
 
-def print_plan(config: Config, what: str) -> int:
+def print_plan(config: Config, activity: str) -> int:
     """Print a dry run: the points and what is done with them; return exit status 0."""
     points = points_of(config)
     for point in points:
         print(f"  {point.name:<32} {point.words}")
-    print(f"\n{text.count(len(points), 'point')}, {what}. Nothing was measured.")
+    print(f"\n{text.count(len(points), 'point')}, {activity}. Nothing was measured.")
     return 0
 
 

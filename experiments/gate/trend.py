@@ -5,6 +5,9 @@ is the base of the other. A commit's level is 1 at the start of a chain, else th
 times the ratio. So runs may be of different machines. Levels are computed for times and for
 instructions. The interval of a level combines the intervals of all runs since the start of its
 chain, and widens along it.
+
+A *level* is the product of the ratios head ÷ base along a chain of runs in which each base is the
+head of the run before, so it is relative to the first commit.
 """
 
 from __future__ import annotations
@@ -152,8 +155,8 @@ class Trend:
         levels: dict[tuple[Commit, str], Level] = {}
         for result in self.runs:
             for name, ratio in result.ratios(point):
-                before = levels.setdefault((result.base, name), Level())
-                levels[result.head, name] = before + ratio
+                base_level = levels.setdefault((result.base, name), Level())
+                levels[result.head, name] = base_level + ratio
         return levels
 
     def moves(self) -> list[PointInRun]:
@@ -191,8 +194,10 @@ def read_trend(folders: Sequence[Path], device: str = "") -> tuple[Trend, list[s
                 runs[result.head] = result
     if not runs:
         reasons = f" ({left_out[0]})" if left_out else ""
-        where = ", ".join(map(str, folders))
-        raise UsageError(f"{where}: no finished run of the gate between two commits{reasons}")
+        folder_names = ", ".join(map(str, folders))
+        raise UsageError(
+            f"{folder_names}: no finished run of the gate between two commits{reasons}"
+        )
     if len({result.device for result in runs.values()}) > 1:
         raise UsageError("there are runs on CPUs and on GPUs: choose with --device cpu or cuda")
     ordered = sorted(runs.values(), key=lambda result: (result.head.date, result.measured))
@@ -273,20 +278,22 @@ def sentences(trend: Trend) -> list[str]:
     """Return what moved, and the points that are farthest from where they began."""
     commits, moves = trend.commits, trend.moves()
     first, last = commits[0], commits[-1]
-    between = f"{text.count(len(commits), 'commit')} from {first.name} to {last.name}"
+    range_words = f"{text.count(len(commits), 'commit')} from {first.name} to {last.name}"
     if moves:
         points = len({move.finding["point"] for move in moves})
         heads = len({move.run.head for move in moves})
         headline = (
-            f"{between}: {text.count(points, 'point')} moved at {text.count(heads, 'commit')}."
+            f"{range_words}: {text.count(points, 'point')} moved at {text.count(heads, 'commit')}."
         )
     else:
-        headline = f"{between}: nothing moved."
+        headline = f"{range_words}: nothing moved."
     answer = [headline]
     for name, (label, _, _) in QUANTITIES.items():
         ends = {}
         for point in trend.points:
-            levels = [level for (_, of), level in trend.levels(point).items() if of == name]
+            levels = [
+                level for (_, quantity), level in trend.levels(point).items() if quantity == name
+            ]
             if levels:
                 ends[point] = levels[-1]
         if ends and name != NATIVE:
@@ -310,11 +317,11 @@ def _figure(trend: Trend) -> Figure:
 def _panel(trend: Trend, point: str) -> Panel:
     """Draw the levels of a point over the commits, a line per chain and quantity."""
     commits = trend.commits
-    at = {commit: number for number, commit in enumerate(commits)}
+    position_of = {commit: number for number, commit in enumerate(commits)}
     levels, lines, labelled = trend.levels(point), [], set()
     for chain in trend.chains():
         for name, (label, colour, line) in QUANTITIES.items():
-            of_chain = [(at[c], levels[c, name]) for c in chain if (c, name) in levels]
+            of_chain = [(position_of[c], levels[c, name]) for c in chain if (c, name) in levels]
             if not of_chain:
                 continue
             x, values = zip(*of_chain, strict=True)
@@ -337,7 +344,7 @@ def _panel(trend: Trend, point: str) -> Panel:
             labelled.add(label)
     for state, colour in MOVED.items():
         dots = [
-            (at[result.head], levels[result.head, TIME].ratio)
+            (position_of[result.head], levels[result.head, TIME].ratio)
             for result in trend.runs
             if result.points.get(point, {}).get("state") == state and (result.head, TIME) in levels
         ]
@@ -346,9 +353,11 @@ def _panel(trend: Trend, point: str) -> Panel:
             lines.append(Curve(x, y, colour, marker="o", line="", size=7, above=True))
     step = max(1, math.ceil(len(commits) / MAX_NAMES))
     ticks = list(range(0, len(commits), step))
-    across = Scale("", ticks=ticks, names=[commits[tick].name for tick in ticks])
-    up = Scale("÷ first commit", reach=FLAT)
-    drawing = curves(lines, across, up, names="below", columns=3, marks=[Mark(1.0, line=DASHED)])
+    x_scale = Scale("", ticks=ticks, names=[commits[tick].name for tick in ticks])
+    y_scale = Scale("÷ first commit", reach=FLAT)
+    drawing = curves(
+        lines, x_scale, y_scale, names="below", columns=3, marks=[Mark(1.0, line=DASHED)]
+    )
     return Panel(point, drawing, WIDTH, PANEL_HEIGHT)
 
 

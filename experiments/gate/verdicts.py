@@ -131,8 +131,8 @@ def collect_findings(
 def _failure_finding(point: Point, failed: Mapping[Side, BuildResult]) -> PointFinding:
     """Classify a failure: of head, new (only base cannot run it), or unavailable on both."""
     head, base = failed.get(Side.head), failed.get(Side.base)
-    built = head or base or BuildResult("error", "no reason was given")
-    reason = f"{built.status}: {built.reason}"
+    build_result = head or base or BuildResult("error", "no reason was given")
+    reason = f"{build_result.status}: {build_result.reason}"
     if head is None:
         return PointFinding(point.name, point.words, "NEW", f"base cannot run it ({reason})")
     if head.status in BROKEN and base is not None:
@@ -159,10 +159,11 @@ def _verdict_finding(
     reason = advice(ruling) if ruling.verdict is Verdict.UNSURE else ""
     state = ruling.verdict.value
     if ruling.verdict is Verdict.FASTER:  # more instructions that take less time are no regression
-        grown, more = (
-            [x for x in grown if ("instructions" in x) is more] for more in (False, True)
+        grown, has_instructions = (
+            [x for x in grown if ("instructions" in x) is has_instructions]
+            for has_instructions in (False, True)
         )
-        shrunk = [*shrunk, *more]
+        shrunk = [*shrunk, *has_instructions]
     counts = {
         key: {side: weight[key] for side, weight in weights.items()}
         for key in (TOTAL, NATIVE)
@@ -189,19 +190,23 @@ def changed_counts(
     """Return deterministic numbers that became worse and better; bytes compare exactly."""
     worse, better = [], []
     for key in sorted(base.keys() & head.keys()):
-        before, after = base[key], head[key]
-        text = f"{key.replace('_', ' ')} {before:,.4g} → {after:,.4g}"
+        base_value, head_value = base[key], head[key]
+        text = f"{key.replace('_', ' ')} {base_value:,.4g} → {head_value:,.4g}"
         if key == "hit_rate":
-            grown, shrunk = before - after > HIT_RATE_CHANGE, after - before > HIT_RATE_CHANGE
+            grown, shrunk = (
+                base_value - head_value > HIT_RATE_CHANGE,
+                head_value - base_value > HIT_RATE_CHANGE,
+            )
         elif key == "peak_bytes":
-            slack = PEAK_SHARE * before + PEAK_BYTES
-            grown, shrunk = after > before + slack, after < before - slack
+            tolerance = PEAK_SHARE * base_value + PEAK_BYTES
+            grown, shrunk = head_value > base_value + tolerance, head_value < base_value - tolerance
         elif key in (TOTAL, NATIVE):
-            slack = INSTRUCTIONS_SHARE * before
-            grown, shrunk = after > before + slack, after < before - slack
-            text = f"{key.replace('_', ' ')} {before:,.0f} → {after:,.0f} ({after / before:.3f}×)"
+            tolerance = INSTRUCTIONS_SHARE * base_value
+            grown, shrunk = head_value > base_value + tolerance, head_value < base_value - tolerance
+            growth = head_value / base_value
+            text = f"{key.replace('_', ' ')} {base_value:,.0f} → {head_value:,.0f} ({growth:.3f}×)"
         else:
-            grown, shrunk = after > before, after < before
+            grown, shrunk = head_value > base_value, head_value < base_value
         worse += [text] * grown
         better += [text] * shrunk
     return worse, better

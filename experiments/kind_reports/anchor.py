@@ -33,23 +33,25 @@ NAMED = 3  # figures that a sentence names
 
 def answer(run: Run) -> list[str]:
     """Count the verdicts; append the answer of a run of the kind `time`."""
-    judged = anchors.judge_run(run)
-    if not judged:
+    judgements = anchors.judge_run(run)
+    if not judgements:
         return [f"No figure in reports/published names {run.config.name} as its experiment."]
-    counts = anchors.count_verdicts(judged)
-    words = ", ".join(f"{n} {verdict.value}" for verdict, n in counts.items())
-    sentences = [f"Of {len(judged)} published figures: {words}."]
+    counts = anchors.count_verdicts(judgements)
+    counts_text = ", ".join(f"{n} {verdict.value}" for verdict, n in counts.items())
+    sentences = [f"Of {len(judgements)} published figures: {counts_text}."]
     for verdict in (Reproduction.REPRODUCED, Reproduction.DIFFERS):
-        named = [f"{f.figure.name} ({_pair(f)})" for f in judged if f.verdict is verdict]
-        if named:
-            sentences.append(f"{verdict.value.capitalize()}: {'; '.join(named)}.")
-    not_run = [f for f in judged if f.verdict is Reproduction.NOT_RUN and math.isfinite(f.ours)]
+        figure_names = [f"{f.figure.name} ({_pair(f)})" for f in judgements if f.verdict is verdict]
+        if figure_names:
+            sentences.append(f"{verdict.value.capitalize()}: {'; '.join(figure_names)}.")
+    not_run = [f for f in judgements if f.verdict is Reproduction.NOT_RUN and math.isfinite(f.ours)]
     if not_run:
-        named = [f"{f.figure.name} ({_pair(f)})" for f in not_run[:NAMED]]
-        more = f"; {len(not_run) - NAMED} more in the table" if len(not_run) > NAMED else ""
-        sentences.append(f"Ours for comparison, without a verdict: {'; '.join(named)}{more}.")
-    rest = timed.answer(run)
-    return sentences + ([] if rest[0].startswith("No answer") else rest)
+        figure_names = [f"{f.figure.name} ({_pair(f)})" for f in not_run[:NAMED]]
+        more_note = f"; {len(not_run) - NAMED} more in the table" if len(not_run) > NAMED else ""
+        sentences.append(
+            f"Ours for comparison, without a verdict: {'; '.join(figure_names)}{more_note}."
+        )
+    timed_answer = timed.answer(run)
+    return sentences + ([] if timed_answer[0].startswith("No answer") else timed_answer)
 
 
 def _pair(finding: JudgedFigure) -> str:
@@ -59,23 +61,23 @@ def _pair(finding: JudgedFigure) -> str:
 
 def tables(run: Run) -> list[tuple[str, str, Table]]:
     """Return (title, explanation, table) of each publication that the run is compared with."""
-    judged = anchors.judge_run(run)
-    sources = {f.source.key: f.source for f in judged}
+    judgements = anchors.judge_run(run)
+    sources = {f.source.key: f.source for f in judgements}
     published = [
         (
             f"Published: {source.title}",
             f"Source: {source.source}. {source.note}".strip(),
-            table([f for f in judged if f.source.key == key]),
+            table([f for f in judgements if f.source.key == key]),
         )
         for key, source in sources.items()
     ]
     return [*published, *keys_report.tables(run)]
 
 
-def table(judged: Sequence[JudgedFigure]) -> Table:
+def table(judgements: Sequence[JudgedFigure]) -> Table:
     """Return one row per figure, conclusive verdicts first; equal reasons are stated once."""
     order = list(Reproduction)
-    rows = sorted(judged, key=lambda f: (order.index(f.verdict), math.isnan(f.ours)))
+    rows = sorted(judgements, key=lambda f: (order.index(f.verdict), math.isnan(f.ours)))
     columns: dict[str, Column] = {
         "figure": lambda f: f.figure.name,
         "theirs": lambda f: Value(shown(f.figure.value), f.figure.value),
@@ -90,15 +92,15 @@ def table(judged: Sequence[JudgedFigure]) -> Table:
 
 
 def _ours(finding: JudgedFigure) -> Value:
-    words = text.digits(finding.ours, 4)
+    number = text.digits(finding.ours, 4)
     if math.isfinite(finding.lo) and math.isfinite(finding.hi):
-        words += f" [{text.digits(finding.lo)}, {text.digits(finding.hi)}]"
-    return Value(words, finding.ours)
+        number += f" [{text.digits(finding.lo)}, {text.digits(finding.hi)}]"
+    return Value(number, finding.ours)
 
 
 def _measured(finding: JudgedFigure) -> str:
-    where = finding.figure.ours
-    return f"{_label(where.arm)}, {finding.device}" if where and finding.device else text.NONE
+    point = finding.figure.ours
+    return f"{_label(point.arm)}, {finding.device}" if point and finding.device else text.NONE
 
 
 def _label(arm: str) -> str:
@@ -112,11 +114,11 @@ def _label(arm: str) -> str:
 def figures(run: Run) -> list[Figure]:
     """Return published figures and ours, then the figures of a run of the kind `time`."""
     pairs = [f for f in anchors.judge_run(run) if f.verdict is not Reproduction.NOT_RUN]
-    drawn = []
+    result = []
     if pairs:
         height = 1.2 + max(FEWEST_LINES, LINE * len(pairs))
         panel = Panel("Ours on the scale of theirs", _pair_chart(pairs), 9.0, height)
-        drawn.append(
+        result.append(
             Figure(
                 "published",
                 "Published figures and ours",
@@ -128,25 +130,25 @@ def figures(run: Run) -> list[Figure]:
                 columns=1,
             )
         )
-    return [*drawn, *timed_figures.figures(run), *keys_report.figures(run)]
+    return [*result, *timed_figures.figures(run), *keys_report.figures(run)]
 
 
 SHADES = {Reproduction.REPRODUCED: "#2e8540", Reproduction.DIFFERS: "#be123c"}
 
 
-def _pair_chart(judged: Sequence[JudgedFigure]) -> Drawing:
+def _pair_chart(judgements: Sequence[JudgedFigure]) -> Drawing:
     """Draw one line per pair, with both numbers, on the scale of their ratio."""
 
     def draw(axes: Axes) -> None:
-        for line, finding in enumerate(judged):
+        for line, finding in enumerate(judgements):
             shade = SHADES[finding.verdict]
             ratio = finding.ours / finding.figure.value
             axes.plot([1.0, ratio], [line, line], color=shade, lw=1.2)
             axes.plot(1.0, line, "D", mfc="none", color=INK, ms=7)
             axes.plot(ratio, line, "o", color=shade, ms=8)
-            words = f"{_pair(finding)}: {finding.verdict.value}"
+            label = f"{_pair(finding)}: {finding.verdict.value}"
             axes.annotate(
-                words,
+                label,
                 (1.0, line),
                 (0, 9),
                 textcoords="offset points",
@@ -156,13 +158,13 @@ def _pair_chart(judged: Sequence[JudgedFigure]) -> Drawing:
             )
         axes.set_xscale("log")
         # At least a factor of 1.5 on both sides: a deviation of 1 % must look small.
-        far = 1.2 * max(
-            [1.25, *(max(f.ours, f.figure.value) / min(f.ours, f.figure.value) for f in judged)]
+        max_ratio = 1.2 * max(
+            [1.25, *(max(f.ours, f.figure.value) / min(f.ours, f.figure.value) for f in judgements)]
         )
-        axes.set_xlim(1 / far, far)
+        axes.set_xlim(1 / max_ratio, max_ratio)
         plain_ticks(axes.xaxis)
-        axes.set_yticks(range(len(judged)), [_short(f.figure.name) for f in judged])
-        axes.set_ylim(len(judged) - 0.4, -0.8)
+        axes.set_yticks(range(len(judgements)), [_short(f.figure.name) for f in judgements])
+        axes.set_ylim(len(judgements) - 0.4, -0.8)
         axes.grid(visible=False, axis="y")
         axes.set_xlabel("ours ÷ published")
 

@@ -1,4 +1,8 @@
-"""What the report of traces through caches says: its answer and its tables."""
+"""What the report of traces through caches says: its answer and its tables.
+
+Rows are traces (`run.traces`): one per cell, policy (a contender or an ideal cache) and size of the
+cache. OF names the two hit rates: per lookup, and per distinct row of a batch.
+"""
 
 from __future__ import annotations
 
@@ -147,9 +151,11 @@ def headline_rows(run: Run) -> pd.DataFrame | None:
     if not len(rows):
         return None
     rows = rows[rows["cell"] == rows["cell"].iloc[0]]
-    wanted = float(run.config.report.subject_cache)
-    near = min(rows["fraction"].unique(), key=lambda f: abs(math.log(f / wanted)))
-    return rows[rows["fraction"] == near]
+    subject_fraction = float(run.config.report.subject_cache)
+    nearest_fraction = min(
+        rows["fraction"].unique(), key=lambda f: abs(math.log(f / subject_fraction))
+    )
+    return rows[rows["fraction"] == nearest_fraction]
 
 
 def good_traces(run: Run) -> pd.DataFrame:
@@ -167,7 +173,7 @@ def section_table(run: Run, section: str) -> Table | None:
     rows = select(good_traces(run), section=section)
     names = list(dict.fromkeys(rows["contender"])) if len(rows) else []
     heads = ["point", "cache"]
-    heads += [f"{of}: {_policy(n)}" for of in ("lookups", "rows") for n in names]
+    heads += [f"{unit}: {_policy(n)}" for unit in ("lookups", "rows") for n in names]
     lines = []
     for (_, fraction), group in rows.groupby(["cell", "fraction"], sort=False):
         first, by_name = group.iloc[0], group.set_index("contender")
@@ -182,8 +188,8 @@ def section_table(run: Run, section: str) -> Table | None:
 def point_words(run: Run, row: pd.Series) -> str:
     """Describe how a trace differs from the sweep's base point, or its skew."""
     axes = [a for a in AXES if run.traces[a].nunique() > 1] or ["s"]
-    words = {a: "uniform" if a == "s" and row[a] == 0 else f"{a}={row[a]:g}" for a in axes}
-    return ", ".join(words.values())
+    axis_values = {a: "uniform" if a == "s" and row[a] == 0 else f"{a}={row[a]:g}" for a in axes}
+    return ", ".join(axis_values.values())
 
 
 def readme_lines(run: Run, command: str, link: str) -> list[str] | None:
@@ -204,8 +210,8 @@ def readme_lines(run: Run, command: str, link: str) -> list[str] | None:
         shares = [text.percent(by_name.get(name, math.nan)) for name in names]
         lines.append([f"{100 * float(str(fraction)):.3g} %", *shares, step])
     table = ["| " + " | ".join(line) + " |" for line in lines]
-    what = f"Share of the lookups of {_workload_words(run)} that the cache serves:"
-    return [f"{command}.", what, "", *table, "", link]
+    caption = f"Share of the lookups of {_workload_words(run)} that the cache serves:"
+    return [f"{command}.", caption, "", *table, "", link]
 
 
 OFFSETS = ((0, 7), (0, -14), (13, -3), (-13, -3))  # from a point to its written size, by curve
@@ -214,8 +220,8 @@ OFFSETS = ((0, 7), (0, -14), (13, -3), (-13, -3))  # from a point to its written
 def figures(run: Run) -> list[Figure]:
     """Return hit rates against size, throughput against hit rate, skew, and the filling."""
     rates = _hit_rates(run)
-    drawn = [*rates[:1], _throughput(run), *rates[1:], _along_axes(run), _filling(run)]
-    return [f for f in drawn if f is not None and f.panels]
+    result = [*rates[:1], _throughput(run), *rates[1:], _along_axes(run), _filling(run)]
+    return [f for f in result if f is not None and f.panels]
 
 
 def policy_curve(contender: str, x: Any, y: Any) -> Curve:
@@ -235,30 +241,32 @@ def _hit_rates(run: Run) -> list[Figure]:
         first = rows[rows["cell"] == cell].iloc[0]
         return tuple(float(first[a]) for a in AXES)
 
-    base, *others = rows["cell"].unique()
+    base, *other_cells = rows["cell"].unique()
     caption = (
         "Share of the lookups, and of the distinct rows of a batch, that hit in the cache once it "
         "has been filled. Solid: measured. Dashed: ideals, which know the whole trace; per "
         "distinct row no cache can exceed the offline optimum. Dotted: the most probable rows of "
         "the distribution of ids, in an endless trace. Higher is better."
     )
-    drawn = []
+    result = []
     for name, title, cells in (
         ("hit_rate", "Hit rate against the size of the cache", [base]),
-        ("hit_rates", "Hit rates of the other workloads", sorted(others, key=axes_of)),
+        ("hit_rates", "Hit rates of the other workloads", sorted(other_cells, key=axes_of)),
     ):
         panels = [
             Panel(
-                f"Per {of[:-1]}, {point_words(run, rows[rows['cell'] == cell].iloc[0])}",
+                f"Per {unit[:-1]}, {point_words(run, rows[rows['cell'] == cell].iloc[0])}",
                 _curves(rows[rows["cell"] == cell], column, legend=cell == cells[0]),
             )
-            for column, of in OF.items()
+            for column, unit in OF.items()
             for cell in cells
         ]
-        words = caption if cells == [base] else "As above. Higher is better."
+        figure_caption = caption if cells == [base] else "As above. Higher is better."
         columns = min(len(cells), 3) if len(cells) > 1 else 0
-        drawn.append(Figure(name, title, words, run.sizes(SWEEP), panels, columns=columns))
-    return drawn
+        result.append(
+            Figure(name, title, figure_caption, run.sizes(SWEEP), panels, columns=columns)
+        )
+    return result
 
 
 def _curves(rows: pd.DataFrame, column: str, *, legend: bool) -> Drawing:
@@ -271,9 +279,9 @@ def _curves(rows: pd.DataFrame, column: str, *, legend: bool) -> Drawing:
     lines.append(Curve(100 * top["fraction"], shares, INK, label, line=":", width=1.2))
     sizes = sorted(100 * rows["fraction"].unique())
     names = [f"{s:.2g}" for s in sizes]
-    across = Scale("size of the cache (% of all rows)", log=10, ticks=sizes, names=names)
-    up = percent_scale(f"hits, {OF[column]} (%)")
-    return curves(lines, across, up, names="best" if legend else "")
+    x_scale = Scale("size of the cache (% of all rows)", log=10, ticks=sizes, names=names)
+    y_scale = percent_scale(f"hits, {OF[column]} (%)")
+    return curves(lines, x_scale, y_scale, names="best" if legend else "")
 
 
 def _throughput(run: Run) -> Figure | None:
@@ -304,22 +312,23 @@ def _throughput(run: Run) -> Figure | None:
 
 
 def _by_hit_rate(rows: pd.DataFrame, label: str) -> Drawing:
+    """Draw time against the share of distinct rows that hit, and times without a cache."""
     cached = rows[rows["row_hit_rate"].notna()].sort_values("row_hit_rate")
     lines = []
     groups = cached.groupby("contender", sort=False)
     for (name, group), offset in zip(groups, itertools.cycle(OFFSETS), strict=False):
         sizes = [f"{100 * size:g}" for size in group["cache"]]
         bounds = {"low": group["lo"], "high": group["hi"]}
-        named = {"names": sizes, "offset": offset, "width": 1.6}
+        name_style = {"names": sizes, "offset": offset, "width": 1.6}
         x = 100 * group["row_hit_rate"]
-        lines.append(contender_curve(str(name), x, group["y"], **bounds, **named))
+        lines.append(contender_curve(str(name), x, group["y"], **bounds, **name_style))
     marks = [
         Mark(r["y"], colour_of(str(r["contender"])), DASHED, 1.5, f"{r['label']}, no cache")
         for _, r in rows[rows["row_hit_rate"].isna()].iterrows()
     ]
-    up = Scale(label, low=0, headroom=1.3)  # room for the legend
+    y_scale = Scale(label, low=0, headroom=1.3)  # room for the legend
     return curves(
-        lines, Scale("distinct rows hit (%)"), up, names="upper left", columns=2, marks=marks
+        lines, Scale("distinct rows hit (%)"), y_scale, names="upper left", columns=2, marks=marks
     )
 
 
@@ -331,17 +340,19 @@ def _along_axes(run: Run) -> Figure | None:
     rows = rows[rows["cache_rows"] == headline["cache_rows"].iloc[0]]
     base, panels = headline.iloc[0], []
     for axis in AXES:
-        others = [a for a in AXES if a != axis]
-        line_rows = rows[(rows[others] == base[others]).all(axis=1)].sort_values(axis)
+        fixed_axes = [a for a in AXES if a != axis]
+        line_rows = rows[(rows[fixed_axes] == base[fixed_axes]).all(axis=1)].sort_values(axis)
         if line_rows[axis].nunique() < 2:
             continue
-        for column, of in OF.items():
+        for column, unit in OF.items():
             lines = [
                 policy_curve(str(name), line[axis], 100 * line[column])
                 for name, line in line_rows.groupby("contender", sort=False)
             ]
-            up = percent_scale(f"hits, {of} (%)")
-            panels.append(Panel(f"Per {of[:-1]}", curves(lines, Scale(AXIS_NAMES[axis]), up)))
+            y_scale = percent_scale(f"hits, {unit} (%)")
+            panels.append(
+                Panel(f"Per {unit[:-1]}", curves(lines, Scale(AXIS_NAMES[axis]), y_scale))
+            )
     return Figure(
         "skew" if run.traces["s"].nunique() > 1 else "axes",
         f"Hit rate of a cache of {size_of(base)} of the rows",
@@ -364,14 +375,14 @@ def _filling(run: Run) -> Figure | None:
         unit, lines = column[: -len("_hit_rate")], []
         for record in records:
             samples, name = record["samples"], record["contender"]
-            every = zip(samples[f"{unit}_hits"], samples[f"{unit}s"], strict=True)
-            shares = [100 * hits / max(total, 1) for hits, total in every]
+            hits_and_totals = zip(samples[f"{unit}_hits"], samples[f"{unit}s"], strict=True)
+            shares = [100 * hits / max(total, 1) for hits, total in hits_and_totals]
             x = range(1, len(shares) + 1)
             lines.append(contender_curve(name, x, shares, marker="", width=1.6))
-        warm = len(records[0]["samples"]["rows"]) - records[0]["batches"]
-        mark = Mark(warm + 0.5, line=":", words="counted from here", upright=True)
-        up = percent_scale("hits (%)")
-        panels.append(Panel(f"Per {of[:-1]}", curves(lines, Scale("batch"), up, marks=[mark])))
+        num_warm = len(records[0]["samples"]["rows"]) - records[0]["batches"]
+        mark = Mark(num_warm + 0.5, line=":", words="counted from here", upright=True)
+        y_scale = percent_scale("hits (%)")
+        panels.append(Panel(f"Per {of[:-1]}", curves(lines, Scale("batch"), y_scale, marks=[mark])))
     return Figure(
         "filling",
         f"From an empty cache of {size_of(headline.iloc[0])} of the rows",

@@ -55,8 +55,8 @@ NOTES = (
 
 def calibrations(run: Run) -> dict[int, Mapping[str, Any]]:
     """Return the constants of each world size."""
-    good = [r for r in run.records if r["status"] == "ok" and "calibration" in r]
-    return {int(r["world_size"]): r["calibration"] for r in good}
+    ok_records = [r for r in run.records if r["status"] == "ok" and "calibration" in r]
+    return {int(r["world_size"]): r["calibration"] for r in ok_records}
 
 
 def write_files(run: Run) -> Mapping[str, str]:
@@ -82,20 +82,20 @@ def answer(run: Run) -> list[str]:
     by_world = calibrations(run)
     if not by_world:
         return ["No answer: the constants could not be measured."]
-    most = max(by_world)
-    costs = by_world[most]
-    near, far = (interpolate(costs[f"lookup_{n}"], ROW) for n in ("near", "far"))
-    slow, fast = (interpolate(costs[f"update_{n}"], ROW) for n in ("far", "near"))
+    max_world = max(by_world)
+    costs = by_world[max_world]
+    near_ns, far_ns = (interpolate(costs[f"lookup_{n}"], ROW) for n in ("near", "far"))
+    slow_ns, fast_ns = (interpolate(costs[f"update_{n}"], ROW) for n in ("far", "near"))
     sentences = [
-        f"On this machine a row of 64 floats costs {text.seconds(near * 1e-9)} to look up where "
-        f"its table is in cache and {text.seconds(far * 1e-9)} where it is far larger, "
-        f"{text.seconds(fast * 1e-9)} and {text.seconds(slow * 1e-9)} to update."
+        f"On this machine a row of 64 floats costs {text.seconds(near_ns * 1e-9)} to look up where "
+        f"its table is in cache and {text.seconds(far_ns * 1e-9)} where it is far larger, "
+        f"{text.seconds(fast_ns * 1e-9)} and {text.seconds(slow_ns * 1e-9)} to update."
     ]
-    if most > 1:
-        link_kind = "link" if _is_measured(run, most, "link_bytes_per_s") else "network"
+    if max_world > 1:
+        link_kind = "link" if _is_measured(run, max_world, "link_bytes_per_s") else "network"
         rate = costs[f"{link_kind}_bytes_per_s"] / 1e9
         sentences.append(
-            f"In a world of {most} an empty all-to-all costs "
+            f"In a world of {max_world} an empty all-to-all costs "
             f"{text.seconds(costs['exchange_s'])} for each other rank, and each sends "
             f"{text.digits(rate)} GB/s."
         )
@@ -110,11 +110,11 @@ def tables(run: Run) -> Sequence[tuple[str, str, Table]]:
     columns: dict[str, Column] = {"what": lambda r: str(r[1]), "constant": lambda r: str(r[0])}
     for world in sorted(by_world):
         columns[text.count(world, "rank")] = functools.partial(_cost, run, by_world[world], world)
-    curves_of = [(name, f"{what}, row of {ROW} bytes") for name, (what, _) in CURVES.items()]
-    every = [*curves_of, *NANOSECONDS.items(), *SECONDS.items(), *LINKS.items()]
-    rows = [row for row in every if row[0] in by_world[max(by_world)]]  # earlier runs have fewer
-    words = f"Constants: {by_world[max(by_world)]['source']}."
-    return [("Constants of the cost model", words, Table.of(rows, columns))]
+    curves_of = [(name, f"{title}, row of {ROW} bytes") for name, (title, _) in CURVES.items()]
+    entries = [*curves_of, *NANOSECONDS.items(), *SECONDS.items(), *LINKS.items()]
+    rows = [row for row in entries if row[0] in by_world[max(by_world)]]  # earlier runs have fewer
+    note = f"Constants: {by_world[max(by_world)]['source']}."
+    return [("Constants of the cost model", note, Table.of(rows, columns))]
 
 
 def _cost(run: Run, costs: Mapping[str, Any], world: int, row: tuple[str, str]) -> Value:
@@ -145,9 +145,9 @@ def figures(run: Run) -> list[Figure]:
         return []
     costs = by_world[max(by_world)]
     lines = []
-    for name, (what, colour) in CURVES.items():
+    for name, (title, colour) in CURVES.items():
         xs, ys = zip(*costs[name], strict=True)
-        lines.append(Curve(xs, ys, COLOURS[colour], what, "o"))
+        lines.append(Curve(xs, ys, COLOURS[colour], title, "o"))
     ticks = sorted({x for name in CURVES for x, _ in costs[name]})
     drawing = curves(lines, Scale("bytes per row", log=2, ticks=ticks), Scale("ns", low=0))
     return [

@@ -46,8 +46,8 @@ def answer(run: Run) -> list[str]:
         f"{text.seconds(first['median_s'])} (median) per call of {first['lookups']:,} new "
         f"keys and at most {_pause(first)}{_memory(first)}."
     ]
-    others = rows[(rows["cell"] == first["cell"]) & (rows["arm"] != first["arm"])]
-    for _, row in others.iterrows():
+    other_rows = rows[(rows["cell"] == first["cell"]) & (rows["arm"] != first["arm"])]
+    for _, row in other_rows.iterrows():
         sentences.append(
             f"{row['label']}: {text.seconds(row['median_s'])}, at most {_pause(row)}{_memory(row)}."
         )
@@ -95,12 +95,12 @@ def figures(run: Run) -> list[Figure]:
         return []
     lines = []
     for record in records:
-        taken = metrics.seconds(record, GROWTH_PHASE)
-        keys = [record["lookups"] * (n + 1) / 1e6 for n in range(len(taken))]
+        call_s = metrics.seconds(record, GROWTH_PHASE)
+        keys = [record["lookups"] * (n + 1) / 1e6 for n in range(len(call_s))]
         label = str(record["label"])
         name = str(record["contender"])
-        lines.append(contender_curve(name, keys, taken, marker="", width=1.0, label=label))
-    up = Scale("time per call", log=10, shown=text.seconds)
+        lines.append(contender_curve(name, keys, call_s, marker="", width=1.0, label=label))
+    y_scale = Scale("time per call", log=10, shown=text.seconds)
     return [
         Figure(
             "growth",
@@ -110,7 +110,7 @@ def figures(run: Run) -> list[Figure]:
             [
                 Panel(
                     "Time per call",
-                    curves(lines, Scale("million keys in the table"), up),
+                    curves(lines, Scale("million keys in the table"), y_scale),
                     1.8 * WIDTH,
                 )
             ],

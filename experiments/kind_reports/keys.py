@@ -50,9 +50,13 @@ def answer(run: Run) -> list[str]:
     if not len(subject_rows):
         return [f"No answer: {run.subject.label} has no result on the headline workload."]
     first = subject_rows.iloc[0]
-    others = rows[(rows["load"] == first["load"]) & (rows["contender"] != first["contender"])]
-    ratios = [_ratio_words(row) for _, row in others.iterrows() if row["contender"] not in CEILINGS]
-    below = [_share_of_ceiling(row) for _, row in others.iterrows() if row["contender"] in CEILINGS]
+    other_rows = rows[(rows["load"] == first["load"]) & (rows["contender"] != first["contender"])]
+    ratios = [
+        _ratio_words(row) for _, row in other_rows.iterrows() if row["contender"] not in CEILINGS
+    ]
+    shares_of_ceilings = [
+        _share_of_ceiling(row) for _, row in other_rows.iterrows() if row["contender"] in CEILINGS
+    ]
     sentence = (
         f"On this machine find* of {_name(first)} reaches {_rate(first)} keys/s on "
         f"{run.title(run.headline)} ({text.seconds(first['median_s'])} for "
@@ -60,7 +64,7 @@ def answer(run: Run) -> list[str]:
     )
     return [
         sentence + (f": {', '.join(ratios)}." if ratios else "."),
-        *([f"That is {' and '.join(below)}."] if below else []),
+        *([f"That is {' and '.join(shares_of_ceilings)}."] if shares_of_ceilings else []),
         *_load_sentence(run, rows),
     ]
 
@@ -70,14 +74,14 @@ def _name(row: pd.Series) -> str:
 
 
 def _ratio_words(row: pd.Series) -> str:
-    what = _name(row)
+    name = _name(row)
     operation = "" if row["phase"] == YARDSTICK else f" ({row['operation']})"
-    return f"{text.ratio(row)} that of {what}{operation}"
+    return f"{text.ratio(row)} that of {name}{operation}"
 
 
 def _share_of_ceiling(row: pd.Series) -> str:
-    what = _name(row)
-    return f"{text.digits(100 * row['ratio'])} % of {what} ({_rate(row)}/s)"
+    name = _name(row)
+    return f"{text.digits(100 * row['ratio'])} % of {name} ({_rate(row)}/s)"
 
 
 def _rate(row: pd.Series) -> str:
@@ -91,8 +95,8 @@ def _load_sentence(run: Run, rows: pd.DataFrame) -> list[str]:
         return []
     low, high = subject_rows["load"].min(), subject_rows["load"].max()
     parts = []
-    for name, one in subject_rows.groupby("operation", sort=False):
-        ends = [one[one["load"] == load] for load in (low, high)]
+    for name, operation_rows in subject_rows.groupby("operation", sort=False):
+        ends = [operation_rows[operation_rows["load"] == load] for load in (low, high)]
         if all(len(e) for e in ends):
             parts.append(f"{name} from {_rate(ends[0].iloc[0])} to {_rate(ends[1].iloc[0])}")
     return [f"From load {low:g} to {high:g}, keys/s change: {', '.join(parts)}."] if parts else []
@@ -145,11 +149,15 @@ def figures(run: Run) -> list[Figure]:
     rows = good_operations(run)
     if not len(rows):
         return []
-    chosen = rows[rows["section"] == run.headline]
-    chosen = chosen if len(chosen) else rows[rows["section"] == rows["section"].iloc[0]]
-    section = str(chosen["section"].iloc[0])
-    panel = Panel(run.title(section), _bars(chosen), 1.8 * WIDTH, 1.0 + LINE * len(chosen))
-    drawn = [
+    headline_rows = rows[rows["section"] == run.headline]
+    headline_rows = (
+        headline_rows if len(headline_rows) else rows[rows["section"] == rows["section"].iloc[0]]
+    )
+    section = str(headline_rows["section"].iloc[0])
+    panel = Panel(
+        run.title(section), _bars(headline_rows), 1.8 * WIDTH, 1.0 + LINE * len(headline_rows)
+    )
+    result = [
         Figure(
             "keys_per_second",
             "Keys per second",
@@ -160,17 +168,17 @@ def figures(run: Run) -> list[Figure]:
             columns=1,
         )
     ]
-    chosen = rows[rows["contender"] == run.subject.contender]
-    chosen = chosen[chosen.groupby("cell")["load"].transform("nunique") > 1]
+    headline_rows = rows[rows["contender"] == run.subject.contender]
+    headline_rows = headline_rows[headline_rows.groupby("cell")["load"].transform("nunique") > 1]
     panels: list[Panel] = []
     for operation in OPERATIONS.values():
-        part = chosen[chosen["operation"] == operation]
+        part = headline_rows[headline_rows["operation"] == operation]
         if len(part):
             panels.append(Panel(operation, _loads(part, legend=not panels)))
     if panels:
         caption = f"{run.subject.label}, by the dimension of its values. Higher is better."
-        drawn.append(Figure("load", "Keys per second against the load", caption, "", panels))
-    return drawn
+        result.append(Figure("load", "Keys per second against the load", caption, "", panels))
+    return result
 
 
 def _bars(rows: pd.DataFrame) -> Drawing:
@@ -192,6 +200,7 @@ def _bars(rows: pd.DataFrame) -> Drawing:
 
 
 def _loads(rows: pd.DataFrame, *, legend: bool) -> Drawing:
+    """Draw the keys per second against the load, a curve per dim."""
     lines = []
     for number, (dim, line) in enumerate(rows.sort_values("load").groupby("D")):
         shade = 0.35 + 0.6 * (number + 1) / rows["D"].nunique()
@@ -205,5 +214,5 @@ def _loads(rows: pd.DataFrame, *, legend: bool) -> Drawing:
                 label=f"D={dim}",
             )
         )
-    across, up = Scale("keys ÷ slots"), Scale("million keys per second", low=0)
-    return charts.curves(lines, across, up, names="best" if legend else "")
+    x_scale, y_scale = Scale("keys ÷ slots"), Scale("million keys per second", low=0)
+    return charts.curves(lines, x_scale, y_scale, names="best" if legend else "")

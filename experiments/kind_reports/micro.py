@@ -35,12 +35,12 @@ def answer(run: Run) -> list[str]:
     sentences = []
     for device in dict.fromkeys(rows["device"].dropna()):
         call = times.get(ONE_CALL.format(device=device))
-        alone = times.get(OP_ALONE.format(device=device))
-        if call and alone:
+        op_times = times.get(OP_ALONE.format(device=device))
+        if call and op_times:
             sentences.append(
                 f"A call that looks up one row takes {text.seconds(call)} ({device}), of which the "
-                f"operation itself takes {text.seconds(alone)}; the rest is the module around it: "
-                "Python, checks of the batch, autograd."
+                f"operation itself takes {text.seconds(op_times)}; the rest is the module around "
+                "it: Python, checks of the batch, autograd."
             )
     slowest = rows.loc[rows["median_s"].idxmax()]
     sentences.append(

@@ -32,17 +32,19 @@ def answer(run: Run) -> list[str]:
     rows = run.frame("predictions")
     if not len(rows):
         return ["No answer: no step was timed."]
-    plain, cached = rows[rows["cached"] == 0], rows[rows["cached"] > 0]
-    ranges = [f"{_ids_words(skew)} {_ratio_range(group)}" for skew, group in plain.groupby("skew")]
+    uncached_rows, cached_rows = rows[rows["cached"] == 0], rows[rows["cached"] > 0]
+    ranges = [
+        f"{_ids_words(skew)} {_ratio_range(group)}" for skew, group in uncached_rows.groupby("skew")
+    ]
     sentences = [
         "The predicted time of a step of tensor trains is, with constants of uniform ids, for "
         f"{'; for '.join(ranges)} times the measured one."
     ]
-    if len(cached):
-        by_hits = (cached["by_hits_s"] / cached["measured_s"]).rename("ratio")
+    if len(cached_rows):
+        by_hits = (cached_rows["by_hits_s"] / cached_rows["measured_s"]).rename("ratio")
         sentences.append(
-            f"With cached rows it is {_ratio_range(cached)} times the measured one; what the hit "
-            f"rate of lookups alone predicts is {_ratio_range(by_hits.to_frame())} times."
+            f"With cached rows it is {_ratio_range(cached_rows)} times the measured one; what the "
+            f"hit rate of lookups alone predicts is {_ratio_range(by_hits.to_frame())} times."
         )
     return sentences
 
@@ -70,19 +72,23 @@ def tables(run: Run) -> Sequence[tuple[str, str, Table]]:
         "predicted": lambda r: time_value(r["predicted_s"]),
         "÷ measured": lambda r: _two_decimals(r["ratio"]),
     }
-    plain, cached = rows[rows["cached"] == 0], rows[rows["cached"] > 0]
-    alone: dict[str, Column] = {
+    uncached_rows, cached_rows = rows[rows["cached"] == 0], rows[rows["cached"] > 0]
+    uncached_columns: dict[str, Column] = {
         "by rows and products": lambda r: _two_decimals(r["two_terms_s"] / r["measured_s"])
     }
-    parts = [("Steps without a cache", "", Table.of(_records(plain), columns | alone))]
-    if len(cached):
+    parts = [
+        ("Steps without a cache", "", Table.of(_records(uncached_rows), columns | uncached_columns))
+    ]
+    if len(cached_rows):
         behind: dict[str, Column] = {
             "stored": lambda r: Value(f"{100 * r['cached']:g} %", r["cached"]),
             "lookups that hit": lambda r: _two_decimals(r["hit_rate"]),
             "distinct that hit": lambda r: _two_decimals(r["row_hit_rate"]),
             "by hits": lambda r: _two_decimals(r["by_hits_s"] / r["measured_s"]),
         }
-        parts.append(("Steps with cached rows", "", Table.of(_records(cached), columns | behind)))
+        parts.append(
+            ("Steps with cached rows", "", Table.of(_records(cached_rows), columns | behind))
+        )
     return [*parts, _constants(run)]
 
 
@@ -130,15 +136,15 @@ def figures(run: Run) -> list[Figure]:
                 line="",
             )
         )
-    measured = Scale("measured ms per step", log=10)
+    x_scale = Scale("measured ms per step", log=10)
     ratio = Scale("predicted ÷ measured", reach=(0.6, 1.4), shown=lambda v: f"{v:g}×")
-    drawing = curves(lines, measured, ratio, names="outside", marks=[Mark(1.0, INK, DASHED)])
-    words = "At the dashed line a prediction is exact. All ranks, orders of ids and batches."
+    drawing = curves(lines, x_scale, ratio, names="outside", marks=[Mark(1.0, INK, DASHED)])
+    note = "At the dashed line a prediction is exact. All ranks, orders of ids and batches."
     return [
         Figure(
             "predictions",
             "Predicted ÷ measured time of a step",
-            words,
+            note,
             text.count(len(rows), "kind of step", "kinds of steps"),
             [Panel("Steps by what they took", drawing, 1.8 * WIDTH)],
             columns=1,

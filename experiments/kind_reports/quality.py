@@ -86,9 +86,9 @@ def good_results(run: Run) -> pd.DataFrame:
 
 def _headline_share(run: Run, rows: pd.DataFrame) -> float:
     """Return the share that is nearest to the headline's."""
-    wanted = float(run.config.report.subject_cache)
+    headline_share = float(run.config.report.subject_cache)
     shares = rows.loc[rows["contender"] != PLAIN, "share"].unique()
-    return float(min(shares, key=lambda s: abs(math.log(s / wanted)), default=1.0))
+    return float(min(shares, key=lambda s: abs(math.log(s / headline_share)), default=1.0))
 
 
 def _best_sentence(run: Run, at_share: pd.DataFrame) -> str:
@@ -106,10 +106,10 @@ def _share_words(share: float) -> str:
 
 
 def _change(row: pd.Series) -> str:
-    shown = _signed(row["auc_change"])
+    change = _signed(row["auc_change"])
     if text.missing(row["auc_change_lo"]):
-        return f"{shown} [one seed]"
-    return f"{shown} [{_signed(row['auc_change_lo'])}, {_signed(row['auc_change_hi'])}]"
+        return f"{change} [one seed]"
+    return f"{change} [{_signed(row['auc_change_lo'])}, {_signed(row['auc_change_hi'])}]"
 
 
 def _signed(value: float) -> str:
@@ -120,15 +120,15 @@ def _smallest_without_loss(rows: pd.DataFrame) -> str:
     """State the smallest share per data set whose AUC is within CLOSE of plain tables."""
     by_data = []
     for data, group in rows.groupby("data", sort=False):
-        near = group[(group["contender"] != PLAIN) & (group["auc_change"] >= -CLOSE)]
-        trains = near[near["contender"].isin(TRAINS)]
-        words = [
-            f"{name} down to {_share_words(some['share'].min())}"
-            f" ({TRAINED[str(some.loc[some['share'].idxmin(), 'contender'])]})"
-            for name, some in (("any method", near), ("a tensor train", trains))
-            if len(some)
+        rows_without_loss = group[(group["contender"] != PLAIN) & (group["auc_change"] >= -CLOSE)]
+        trains = rows_without_loss[rows_without_loss["contender"].isin(TRAINS)]
+        sentences = [
+            f"{name} down to {_share_words(method_rows['share'].min())}"
+            f" ({TRAINED[str(method_rows.loc[method_rows['share'].idxmin(), 'contender'])]})"
+            for name, method_rows in (("any method", rows_without_loss), ("a tensor train", trains))
+            if len(method_rows)
         ]
-        by_data.append(f"{data}: {', '.join(words) or 'no method at any share'}")
+        by_data.append(f"{data}: {', '.join(sentences) or 'no method at any share'}")
     return (
         f"Within {CLOSE} of the AUC of plain tables stay, on {'; on '.join(by_data)}."
         if by_data
@@ -173,8 +173,8 @@ def _interval(row: pd.Series, name: str) -> Value:
     if row["contender"] == PLAIN:
         return Value("0", 0.0)
     low, high = row[f"{name}_lo"], row[f"{name}_hi"]
-    between = "" if text.missing(low) else f" [{_signed(low)}, {_signed(high)}]"
-    return Value.of(row[name], lambda v: _signed(v) + between)
+    interval = "" if text.missing(low) else f" [{_signed(low)}, {_signed(high)}]"
+    return Value.of(row[name], lambda v: _signed(v) + interval)
 
 
 def readme_lines(run: Run, command: str, link: str) -> list[str]:
@@ -187,7 +187,7 @@ def readme_lines(run: Run, command: str, link: str) -> list[str]:
     lines = []
     for method in dict.fromkeys(at_share["contender"]):
         rows_of_method = at_share[at_share["contender"] == method].set_index("data")
-        shown = [
+        lines_shown = [
             _change(rows_of_method.loc[n]) if n in rows_of_method.index else text.NONE
             for n in names
         ]
@@ -195,7 +195,7 @@ def readme_lines(run: Run, command: str, link: str) -> list[str]:
             text.times(rows_of_method.loc[n, "ratio"]) if n in rows_of_method.index else text.NONE
             for n in names
         )
-        lines.append(f"| {TRAINED[str(method)]} | {' | '.join(shown)} | {steps} |")
+        lines.append(f"| {TRAINED[str(method)]} | {' | '.join(lines_shown)} | {steps} |")
     seeds = text.count(int(rows["seeds"].max()), "seed")
     return [
         f"{command}:",
@@ -247,7 +247,7 @@ def figures(run: Run) -> list[Figure]:
     smaller = Scale("times smaller (large tables)", log=2, shown=lambda v: f"{v:g}×")
     slower = Scale("time of a step ÷ plain", shown=lambda v: f"{v:g}×")
     share = _headline_share(run, rows)
-    named = rows[(rows["share"] == share) | (rows["contender"] == PLAIN)]
+    rows_at_share = rows[(rows["share"] == share) | (rows["contender"] == PLAIN)]
     words = "Mean over seeds with its 95 % interval, paired with plain tables (dashed)."
     return [
         Figure(
@@ -263,7 +263,7 @@ def figures(run: Run) -> list[Figure]:
             f"What is lost at which step time, with {_share_words(share)} of the bytes",
             f"{words} Up and to the left is better.",
             "",
-            _panels(named, "ratio", slower),
+            _panels(rows_at_share, "ratio", slower),
             columns=2,
         ),
     ]
@@ -275,14 +275,14 @@ def _panels(rows: pd.DataFrame, column: str, scale: Scale) -> list[Panel]:
     for data, group in rows.groupby("data", sort=False):
         # Intervals may leave the panel: with few seeds some are far wider than all effects.
         low, high = group["auc_change"].min(), group["auc_change"].max()
-        room = 0.5 * (high - low) or CLOSE
-        change = Scale("change of AUC", low=low - room, high=high + room, shown=_short)
+        margin = 0.5 * (high - low) or CLOSE
+        change = Scale("change of AUC", low=low - margin, high=high + margin, shown=_short)
         lines = [
             _curve(str(m), group_of_method, column)
             for m, group_of_method in group.groupby("contender", sort=False)
         ]
-        drawn = curves(lines, scale, change, names="outside", marks=[Mark(0.0, INK, DASHED)])
-        panels.append(Panel(text.capitalised(str(data)), drawn, 1.7 * WIDTH, 1.1 * HEIGHT))
+        drawing = curves(lines, scale, change, names="outside", marks=[Mark(0.0, INK, DASHED)])
+        panels.append(Panel(text.capitalised(str(data)), drawing, 1.7 * WIDTH, 1.1 * HEIGHT))
     return panels
 
 
@@ -291,15 +291,16 @@ def _short(value: float) -> str:
 
 
 def _curve(method: str, rows: pd.DataFrame, column: str) -> Curve:
+    """Return the curve of a method: change of AUC against a column, with intervals."""
     number = list(TRAINED).index(method)
     rows = rows.sort_values(column)
     low, high = rows["auc_change_lo"], rows["auc_change_hi"]
     has_intervals = not low.isna().any()
-    across = rows[column]
+    x = rows[column]
     if column == "times_smaller" and method != PLAIN:
-        across = across * 2 ** (ASIDE * (number - MIDDLE_METHOD))
+        x = x * 2 ** (ASIDE * (number - MIDDLE_METHOD))
     return Curve(
-        across,
+        x,
         rows["auc_change"],
         INK if method == PLAIN else list(COLOURS.values())[number],
         TRAINED[method],

@@ -129,8 +129,8 @@ def _lines(rows: pd.DataFrame) -> Iterator[dict[str, Any]]:
         if row["status"] != "ok":
             yield {**row, "p99": {}}
         elif row["load"] == CLOSED:
-            same = (rows["arm"] == row["arm"]) & (rows["clients"] == row["clients"])
-            loaded = rows[same & (rows["load"] != CLOSED)]
+            is_same_line = (rows["arm"] == row["arm"]) & (rows["clients"] == row["clients"])
+            loaded = rows[is_same_line & (rows["load"] != CLOSED)]
             yield {**row, "p99": dict(zip(loaded["load"], loaded["p99_s"], strict=True))}
 
 
@@ -176,8 +176,8 @@ def figures(run: Run) -> list[Figure]:
             for name, group in of_batch.groupby("contender", sort=False)
         ]
         right = Scale("thousand samples answered per second", log=10)
-        up = Scale("p99, from arrival to answer", log=10, shown=text.seconds)
-        drawing = curves(lines, right, up, names="below", columns=3)
+        y_scale = Scale("p99, from arrival to answer", log=10, shown=text.seconds)
+        drawing = curves(lines, right, y_scale, names="below", columns=3)
         title = f"{text.count(float(batch), 'sample')} per request"
         panels.append(Panel(title, drawing, 1.3 * WIDTH, 1.2 * HEIGHT))
     clients = text.count(rows["clients"].max(), "client")

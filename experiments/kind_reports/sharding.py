@@ -1,4 +1,8 @@
-"""The report of sharded collections: steps against TorchRec's, by ranks, and predicted ones."""
+"""The report of sharded collections: steps against TorchRec's, by ranks, and predicted ones.
+
+`rows` are steps (`kinds.sharding.step_frame`): one per sharding type, world and mode, over all
+processes; `predicted` has what the planner's cost model says of them.
+"""
 
 from __future__ import annotations
 
@@ -77,27 +81,34 @@ def answer(run: Run) -> list[str]:
 
 def _torchrec_sentences(run: Run, rows: pd.DataFrame) -> list[str]:
     """State the ratios of the headline with their times, then the range over all cells."""
-    judged = sharding.torchrec_rows(rows)
-    if not len(judged):
+    compared_rows = sharding.torchrec_rows(rows)
+    if not len(compared_rows):
         return []
-    section = run.headline if (judged["section"] == run.headline).any() else judged.iloc[0].section
-    first = judged[judged["section"] == section]
-    first = first[first["world_size"] == first["world_size"].max()]
-    first = first[first["cell"] == first["cell"].iloc[0]]
-    ours = {(r["cell"], r["arm"]): r["median_s"] for _, r in rows.iterrows()}
+    section = (
+        run.headline
+        if (compared_rows["section"] == run.headline).any()
+        else compared_rows.iloc[0].section
+    )
+    headline_rows = compared_rows[compared_rows["section"] == section]
+    headline_rows = headline_rows[headline_rows["world_size"] == headline_rows["world_size"].max()]
+    headline_rows = headline_rows[headline_rows["cell"] == headline_rows["cell"].iloc[0]]
+    step_s = {(r["cell"], r["arm"]): r["median_s"] for _, r in rows.iterrows()}
     parts = [
         f"{row['type']} {text.ratio(row)} "
         f"({text.seconds(row['median_s'])} against "
-        f"{text.seconds(ours[row['cell'], sharding.counterpart(row['arm'])])})"
-        for _, row in first.iterrows()
+        f"{text.seconds(step_s[row['cell'], sharding.counterpart(row['arm'])])})"
+        for _, row in headline_rows.iterrows()
     ]
-    title = _cell_title(run, str(first["cell"].iloc[0]))
+    title = _cell_title(run, str(headline_rows["cell"].iloc[0]))
     sentences = [
         f"On this machine a step of TorchRec takes, as a multiple of emblib's on {title}: "
         f"{', '.join(parts)}."
     ]
-    if judged["cell"].nunique() > 1:
-        low, high = judged.loc[judged["ratio"].idxmin()], judged.loc[judged["ratio"].idxmax()]
+    if compared_rows["cell"].nunique() > 1:
+        low, high = (
+            compared_rows.loc[compared_rows["ratio"].idxmin()],
+            compared_rows.loc[compared_rows["ratio"].idxmax()],
+        )
         sentences.append(
             f"Over all cells the multiple runs from {text.times(low['ratio'])} ({low['label']} on "
             f"{_cell_title(run, low['cell'])}) to {text.times(high['ratio'])} ({high['label']} on "
@@ -111,15 +122,17 @@ def _scaling_sentences(run: Run, rows: pd.DataFrame) -> list[str]:
 
     That is in the largest world in which every rank has a core; larger ones measure nothing.
     """
-    ours = rows[rows["contender"].str.startswith(SHARDED) & rows["base_s"].notna()]
+    own_rows = rows[rows["contender"].str.startswith(SHARDED) & rows["base_s"].notna()]
     sentences: list[str] = []
-    shared, cores = _core_sentence(run, ours), _usable_cores(run)
-    ours = ours[ours["world_size"] <= cores] if cores else ours
-    largest = ours["world_size"].max() if len(ours) else 1
-    if not largest > 1 or not ours["compute_s"].notna().any():
+    shared, cores = _core_sentence(run, own_rows), _usable_cores(run)
+    own_rows = own_rows[own_rows["world_size"] <= cores] if cores else own_rows
+    largest = own_rows["world_size"].max() if len(own_rows) else 1
+    if not largest > 1 or not own_rows["compute_s"].notna().any():
         return shared
     for scaling in Scaling:
-        last = ours[(ours["world_size"] == largest) & (ours["scaling"] == scaling.value)]
+        last = own_rows[
+            (own_rows["world_size"] == largest) & (own_rows["scaling"] == scaling.value)
+        ]
         if not len(last):
             continue
         headline = last[last["section"] == run.headline]
@@ -183,16 +196,16 @@ def _cell_title(run: Run, cell: str) -> str:
 
 def tables(run: Run) -> Sequence[tuple[str, str, Table]]:
     """Return one table per section, a row per arm and world; then the predictions."""
-    rows, every = measured_steps(run), run.frame("sharding")
+    rows, all_rows = measured_steps(run), run.frame("sharding")
     parts = []
     for section in run.sections():
-        section_rows = every[every["section"] == section]
+        section_rows = all_rows[all_rows["section"] == section]
         for cell in dict.fromkeys(section_rows["cell"]):
             title = _cell_title(run, str(cell))
             case = run.config.cases.get(section)
             note = f" {case.note}" if case is not None and case.note else ""
             line = f"{_sizes(run, str(cell))}.{note}"
-            table = _table(every[every["cell"] == cell], rows[rows["cell"] == cell])
+            table = _table(all_rows[all_rows["cell"] == cell], rows[rows["cell"] == cell])
             parts.append((text.capitalised(title), line, table))
     predicted = sharding.predictions(run.records)
     if len(predicted):
@@ -205,11 +218,11 @@ def _sizes(run: Run, cell: str) -> str:
     record = next(r for r in run.records if r["cell"] == cell)
     base = run.sizes(record["section"]) if record["section"] != SWEEP else ""
     p = record["params"]
-    each = (
+    sizes_of_rank = (
         f"{record['features']} tables, {record['rows']:,} rows, D={p['D']}, B={p['B']:,} a rank, "
         f"{record['lookups']:,} lookups a rank and batch"
     )
-    return base if base and record["world_size"] == 1 else each
+    return base if base and record["world_size"] == 1 else sizes_of_rank
 
 
 def _table(every: pd.DataFrame, steps: pd.DataFrame) -> Table:
@@ -277,8 +290,8 @@ TYPES = {  # sharding type -> colour of the palette and marker, for emblib's and
 def colour(sharding_type: str) -> str:
     """Return the colour of a sharding type; that of others depends on their name."""
     names = list(COLOURS)
-    other = names[zlib.crc32(sharding_type.encode()) % len(names)]
-    return COLOURS[TYPES.get(sharding_type, (other, ""))[0]]
+    fallback = names[zlib.crc32(sharding_type.encode()) % len(names)]
+    return COLOURS[TYPES.get(sharding_type, (fallback, ""))[0]]
 
 
 def marker(sharding_type: str) -> str:
@@ -292,17 +305,19 @@ def figures(run: Run) -> list[Figure]:
     if not len(rows):
         return []
     predicted = sharding.predictions(run.records)
-    drawn = [
+    result = [
         _torchrec_figure(run, rows),
         _scaling_figure(run, rows, predicted),
         _parts_figure(run, rows),
     ]
-    return [f for f in (*drawn, _prediction_figure(run, predicted)) if f.panels]
+    return [f for f in (*result, _prediction_figure(run, predicted)) if f.panels]
 
 
 def _torchrec_figure(run: Run, rows: pd.DataFrame) -> Figure:
     """Draw TorchRec's step ÷ emblib's for every cell and sharding type."""
-    judged = sharding.torchrec_rows(rows).sort_values(["section", "world_size"], kind="stable")
+    compared_rows = sharding.torchrec_rows(rows).sort_values(
+        ["section", "world_size"], kind="stable"
+    )
     titles = {str(r["cell"]): str(r["title"]) for r in run.records}
     lines = [
         Row(
@@ -313,13 +328,16 @@ def _torchrec_figure(run: Run, rows: pd.DataFrame) -> Figure:
             row["ratio_hi"],
             words=text.times(row["ratio"]),
         )
-        for _, row in judged.iterrows()
+        for _, row in compared_rows.iterrows()
     ]
     scale = Scale("TorchRec's step ÷ emblib's", log=10, reach=(0.8, 2.5))
-    one = [Mark(1.0, line=DASHED, upright=True)]
+    equality_mark = [Mark(1.0, line=DASHED, upright=True)]
     title = "TorchRec's step ÷ emblib's"
     panel = Panel(
-        title, charts.row_chart(lines, scale, marks=one), 1.8 * WIDTH, 1.2 + BAR * len(lines)
+        title,
+        charts.row_chart(lines, scale, marks=equality_mark),
+        1.8 * WIDTH,
+        1.2 + BAR * len(lines),
     )
     return Figure(
         "against_torchrec",
@@ -334,17 +352,21 @@ def _torchrec_figure(run: Run, rows: pd.DataFrame) -> Figure:
 
 def _scaling_figure(run: Run, rows: pd.DataFrame, predicted: pd.DataFrame) -> Figure:
     """Draw the step over ranks per kind of scaling, measured and predicted."""
-    ours = rows[rows["contender"].str.startswith(SHARDED)]
+    emblib_rows = rows[rows["contender"].str.startswith(SHARDED)]
     panels = []
     for scaling in Scaling:
-        scaled = ours[(ours["scaling"] == scaling.value) | (ours["world_size"] == 1)]
+        scaled = emblib_rows[
+            (emblib_rows["scaling"] == scaling.value) | (emblib_rows["world_size"] == 1)
+        ]
         if scaled["world_size"].nunique() < 2 or not (scaled["scaling"] == scaling.value).any():
             continue
         first = scaled["section"].iloc[0]
-        beyond = select(predicted, beyond=True, scaling=scaling.value, section=first)
+        predicted_rows = select(predicted, beyond=True, scaling=scaling.value, section=first)
         title = f"{scaling.value.capitalize()} scaling"
         panels.append(
-            Panel(title, _step_curves(scaled[scaled["section"] == first], beyond), 1.1 * WIDTH)
+            Panel(
+                title, _step_curves(scaled[scaled["section"] == first], predicted_rows), 1.1 * WIDTH
+            )
         )
     return Figure(
         "scaling",
@@ -356,16 +378,17 @@ def _scaling_figure(run: Run, rows: pd.DataFrame, predicted: pd.DataFrame) -> Fi
     )
 
 
-def _step_curves(rows: pd.DataFrame, beyond: pd.DataFrame) -> Drawing:
+def _step_curves(rows: pd.DataFrame, predicted_rows: pd.DataFrame) -> Drawing:
+    """Return a curve per sharding type of the step over ranks, measured and predicted."""
     lines = []
     for kind, group in rows.sort_values("world_size").groupby("type", sort=False):
         shade, mark = colour(str(kind)), marker(str(kind))
         lines.append(Curve(group["world_size"], 1e3 * group["median_s"], shade, str(kind), mark))
-        if len(beyond):  # from the last measured point on, what is only predicted
+        if len(predicted_rows):  # from the last measured point on, what is only predicted
             last = group.iloc[-1]
-            more = beyond[beyond["type"] == kind].sort_values("world_size")
-            worlds = [last["world_size"], *more["world_size"]]
-            step_ms = [1e3 * last["median_s"], *(1e3 * more["predicted_s"])]
+            predictions = predicted_rows[predicted_rows["type"] == kind].sort_values("world_size")
+            worlds = [last["world_size"], *predictions["world_size"]]
+            step_ms = [1e3 * last["median_s"], *(1e3 * predictions["predicted_s"])]
             lines.append(Curve(worlds, step_ms, shade, line=DASHED, width=1.2))
             lines.append(Curve(worlds[1:], step_ms[1:], shade, marker=mark, line="", hollow=True))
     if (rows["scaling"] == Scaling.strong.value).any():
@@ -373,9 +396,11 @@ def _step_curves(rows: pd.DataFrame, beyond: pd.DataFrame) -> Drawing:
         start = 1e3 * rows[rows["world_size"] == worlds[0]]["median_s"].min()
         ideal = [start / world for world in worlds]
         lines.append(Curve(worlds, ideal, label="ideal", line=DOTTED, width=1.0))
-    if len(beyond):
+    if len(predicted_rows):
         lines.append(Curve([], [], INK, "predicted", "o", DASHED, 1.2, hollow=True))
-    values = sorted({*rows["world_size"], *(beyond["world_size"] if len(beyond) else ())})
+    values = sorted(
+        {*rows["world_size"], *(predicted_rows["world_size"] if len(predicted_rows) else ())}
+    )
     return curves(lines, Scale("ranks", log=2, ticks=values), Scale("ms per step", log=10))
 
 
@@ -413,13 +438,13 @@ def _parts_figure(run: Run, rows: pd.DataFrame) -> Figure:
 def _prediction_figure(run: Run, predicted: pd.DataFrame) -> Figure:
     """Draw predicted against measured steps; no panel without measured ones."""
     agreement = sharding.prediction_agreement(predicted)
-    words = f" Rank correlation {text.digits(agreement.rank_correlation, 2)}."
-    words = "" if math.isnan(agreement.rank_correlation) else words
+    rank_note = f" Rank correlation {text.digits(agreement.rank_correlation, 2)}."
+    rank_note = "" if math.isnan(agreement.rank_correlation) else rank_note
     panels = []
     if agreement.points:
-        measured, lines = predicted[~predicted["beyond"]], []
-        smallest = measured["world_size"].min()
-        for (kind, world), group in measured.groupby(["type", "world_size"], sort=False):
+        measured_rows, lines = predicted[~predicted["beyond"]], []
+        smallest = measured_rows["world_size"].min()
+        for (kind, world), group in measured_rows.groupby(["type", "world_size"], sort=False):
             lines.append(
                 Curve(
                     1e3 * group["median_s"],
@@ -431,15 +456,17 @@ def _prediction_figure(run: Run, predicted: pd.DataFrame) -> Figure:
                     opacity=0.35 + 0.65 / float(str(world)),
                 )
             )
-        both = 1e3 * pd.concat([measured["median_s"], measured["predicted_s"]])
-        ends = [both.min(), both.max()]
+        all_ms = 1e3 * pd.concat([measured_rows["median_s"], measured_rows["predicted_s"]])
+        ends = [all_ms.min(), all_ms.max()]
         lines.append(Curve(ends, ends, line=DASHED, width=1.0))
-        across, up = (Scale(f"{w} ms per step", log=10) for w in ("measured", "predicted"))
-        panels.append(Panel("Predicted against measured", curves(lines, across, up), 1.3 * WIDTH))
+        x_scale, y_scale = (Scale(f"{w} ms per step", log=10) for w in ("measured", "predicted"))
+        panels.append(
+            Panel("Predicted against measured", curves(lines, x_scale, y_scale), 1.3 * WIDTH)
+        )
     return Figure(
         "predicted",
         "Predicted and measured steps",
-        f"{agreement.points} points; the prediction of a point on the line is exact.{words}",
+        f"{agreement.points} points; the prediction of a point on the line is exact.{rank_note}",
         run.sizes(run.sections()[0]),
         panels,
     )

@@ -1,4 +1,8 @@
-"""What the report of looked-at lookups says: its answer, its table, how to read it."""
+"""What the report of looked-at lookups says: its answer, its table, how to read it.
+
+A record is one trace; its "analysis" has the numbers that the figures draw. `answer` makes the
+sentences, `figures` one figure per question, each with a curve per record.
+"""
 
 from __future__ import annotations
 
@@ -117,8 +121,8 @@ def concentration(record: Record, share: str) -> float:
 def _hit_rate_at(record: Record, policy: str, size: float) -> float:
     """Return the hit rate per lookup at the size nearest to a fraction of the distinct rows."""
     points = record["analysis"]["hit_rates"][policy]
-    wanted = size * record["analysis"]["hit_rates"]["distinct"]
-    nearest = min(points, key=lambda p: abs(math.log(p["cache_rows"] / max(wanted, 1))))
+    wanted_rows = size * record["analysis"]["hit_rates"]["distinct"]
+    nearest = min(points, key=lambda p: abs(math.log(p["cache_rows"] / max(wanted_rows, 1))))
     return float(nearest["lookups"])
 
 
@@ -127,9 +131,9 @@ def _skew_sentence(record: Record) -> list[str]:
     fit = table["fit"]
     if fit is None:
         return ["There are too few lookups to say how skewed they are."]
-    of = f" of the busiest table, {table['name']}," if record["features"] > 1 else ""
+    table_note = f" of the busiest table, {table['name']}," if record["features"] > 1 else ""
     return [
-        f"The zipf distribution nearest to the lookups{of} has s={fit['s']:.2f} and "
+        f"The zipf distribution nearest to the lookups{table_note} has s={fit['s']:.2f} and "
         f"q={fit['q']:.3g}; it puts up to {text.percent(fit['misfit'])} of them at other ranks."
     ]
 
@@ -142,10 +146,12 @@ def busiest(record: Record) -> dict[str, Any]:
 
 def _comparison_sentence(run: Run, record: Record) -> list[str]:
     size = answer_cache_size(run)
-    others = [r for r in trace.good_records(run.records) if r["cell"] != record["cell"]]
-    if not others:
+    other_records = [r for r in trace.good_records(run.records) if r["cell"] != record["cell"]]
+    if not other_records:
         return []
-    parts = [f"{text.percent(_hit_rate_at(r, 'offline', size))} of {name_of(r)}" for r in others]
+    parts = [
+        f"{text.percent(_hit_rate_at(r, 'offline', size))} of {name_of(r)}" for r in other_records
+    ]
     return [f"For comparison, at best it would serve {', '.join(parts)}."]
 
 
@@ -181,8 +187,8 @@ def _point(record: Record) -> str:
 
 
 def _distinct(table: dict[str, Any]) -> Value:
-    of = f" of {table['rows']:,}" if table["rows_known"] and table["rows"] else ""
-    return Value(f"{table['distinct']:,}{of}", table["distinct"])
+    total_note = f" of {table['rows']:,}" if table["rows_known"] and table["rows"] else ""
+    return Value(f"{table['distinct']:,}{total_note}", table["distinct"])
 
 
 def _fitted(table: dict[str, Any], name: str) -> float | None:
@@ -206,11 +212,11 @@ def figures(run: Run) -> list[Figure]:
         for r in records
     }
     words = sizes.pop() if len(sizes) == 1 else "Sizes differ: see the tables"
-    parts = [_caches, _popularity, _repetition, _reuse, _working_set]
-    drawn = [dataclasses.replace(part(records), sizes=words) for part in parts]
+    drawers = [_caches, _popularity, _repetition, _reuse, _working_set]
+    result = [dataclasses.replace(draw(records), sizes=words) for draw in drawers]
     if any(r["features"] > 1 for r in records):
-        drawn.append(dataclasses.replace(_tables(records), sizes=words))
-    return drawn
+        result.append(dataclasses.replace(_tables(records), sizes=words))
+    return result
 
 
 def _with_styles(records: Sequence[Record]) -> Iterator[tuple[Record, str, str]]:
@@ -223,14 +229,16 @@ def _with_styles(records: Sequence[Record]) -> Iterator[tuple[Record, str, str]]
 
 
 def _caches(records: Sequence[Record]) -> Figure:
-    def panel(title: str, of: str) -> Panel:
+    """Draw the hit rates of ideal caches against their size, per lookup and per distinct row."""
+
+    def panel(title: str, unit: str) -> Panel:
         lines = []
         for record, colour, label in _with_styles(records):
             rates = record["analysis"]["hit_rates"]
             curve = {
                 policy: Curve(
                     [100 * p["cache_rows"] / rates["distinct"] for p in rates[policy]],
-                    [100 * p[of] for p in rates[policy]],
+                    [100 * p[unit] for p in rates[policy]],
                     colour,
                 )
                 for policy in ("lru", "offline", "static_top")
@@ -240,14 +248,14 @@ def _caches(records: Sequence[Record]) -> Figure:
                 replace(curve["offline"], line=DASHED, width=1.4, marker="o", size=4),
                 replace(curve["static_top"], line=":", width=1.4),
             ]
-        across = Scale(
+        x_scale = Scale(
             "size of the cache (% of the distinct rows)",
             log=10,
             ticks=[0.1, 1, 10, 100],
             low=0.1,
             high=110,
         )
-        return Panel(title, curves(lines, across, percent_scale("hits (%)"), names="upper left"))
+        return Panel(title, curves(lines, x_scale, percent_scale("hits (%)"), names="upper left"))
 
     return Figure(
         "ideal_hit_rate",
@@ -262,22 +270,25 @@ def _caches(records: Sequence[Record]) -> Figure:
 
 
 def _popularity(records: Sequence[Record]) -> Figure:
-    ranked, together = [], []
+    """Draw the lookups per row by rank, and the lookups of the most popular rows together."""
+    ranked, cumulative = [], []
     for record, colour, label in _with_styles(records):
         busy_table, points = busiest(record), record["analysis"]["busiest"]["ranked"]
         ranks = np.array([rank for rank, _ in points])
         ranked.append(Curve(ranks, [share for _, share in points], colour, label))
         if busy_table["fit"]:
-            fitted = zipf_probabilities(
+            fitted_shares = zipf_probabilities(
                 busy_table["rows"], busy_table["fit"]["s"], busy_table["fit"]["q"]
             )
-            at = np.unique(np.rint(ranks).astype(int))
-            ranked.append(Curve(at, fitted[at - 1], colour, line=DASHED, width=1.2))
+            fitted_ranks = np.unique(np.rint(ranks).astype(int))
+            ranked.append(
+                Curve(fitted_ranks, fitted_shares[fitted_ranks - 1], colour, line=DASHED, width=1.2)
+            )
         tables = record["tables"]
         distinct = sum(t["distinct"] for t in tables)
         shares = {float(k): sum(t["rows_of"][k] for t in tables) for k in tables[0]["rows_of"]}
         x = [100 * rows / distinct for rows in shares.values()]
-        together.append(Curve(x, [100 * s for s in shares], colour, label, "o"))
+        cumulative.append(Curve(x, [100 * s for s in shares], colour, label, "o"))
     rank, share = Scale("rank of the row", log=10), Scale("share of the lookups", log=10)
     rows = Scale("rows, most popular first (% of the distinct rows)", log=10)
     lookups = percent_scale("their lookups (%)")
@@ -291,35 +302,43 @@ def _popularity(records: Sequence[Record]) -> Figure:
         "",
         [
             Panel("Lookups per row, by rank", curves(ranked, rank, share, names="lower left")),
-            Panel("Most popular rows", curves(together, rows, lookups, names="upper left")),
+            Panel("Most popular rows", curves(cumulative, rows, lookups, names="upper left")),
         ],
     )
 
 
 def _repetition(records: Sequence[Record]) -> Figure:
-    like = any(_like_published(r) for r in records)
+    """Draw rows and their lookups by the number of lookups per row."""
+    is_like_published = any(_like_published(r) for r in records)
     names = [*(_binary(e) for e in production.EDGES[1:]), "more"]
 
-    def panel(of: str, published: Sequence[float]) -> Panel:
-        places = range(len(names))
+    def panel(unit: str, published: Sequence[float]) -> Panel:
+        positions = range(len(names))
         lines = [
-            Curve(places, 100 * np.array(r["analysis"]["spectrum"][of]), colour, label, "o", size=3)
+            Curve(
+                positions,
+                100 * np.array(r["analysis"]["spectrum"][unit]),
+                colour,
+                label,
+                "o",
+                size=3,
+            )
             for r, colour, label in _with_styles(records)
         ]
-        if like:
+        if is_like_published:
             stars = 100 * np.array(published)
-            lines.append(Curve(places, stars, INK, "published, 2022", "*", line="", size=7))
-        across = Scale("lookups per row, at most", ticks=places[::2], names=names[::2])
-        up = Scale(f"share of the {of} (%)", low=0)
-        return Panel(text.capitalised(of), curves(lines, across, up))
+            lines.append(Curve(positions, stars, INK, "published, 2022", "*", line="", size=7))
+        x_scale = Scale("lookups per row, at most", ticks=positions[::2], names=names[::2])
+        y_scale = Scale(f"share of the {unit} (%)", low=0)
+        return Panel(text.capitalised(unit), curves(lines, x_scale, y_scale))
 
     stars = " Stars: the published production trace; in its last bins a smaller table has few rows."
     return Figure(
         "repetition",
         "Lookups per row",
-        "Rows by how many lookups they have in the whole trace: the share of the rows in each bin, "
-        f"and the share of all lookups that go to them.{stars * like} Only traces with as many "
-        "lookups per row can be compared.",
+        "Rows by how many lookups they have in the whole trace: the share of the rows in each "
+        f"bin, and the share of all lookups that go to them.{stars * is_like_published} Only "
+        "traces with as many lookups per row can be compared.",
         "",
         [panel("rows", production.ROWS_SHARE), panel("lookups", production.LOOKUPS_SHARE)],
     )
@@ -333,14 +352,16 @@ def _like_published(record: Record) -> bool:
 
 
 def _reuse(records: Sequence[Record]) -> Figure:
-    def panel(title: str, of: Callable[[np.ndarray], np.ndarray], label: str) -> Panel:
+    """Draw the reuse distances of lookups, and their cumulative share."""
+
+    def panel(title: str, transform: Callable[[np.ndarray], np.ndarray], label: str) -> Panel:
         lines = []
-        for record, colour, words in _with_styles(records):
+        for record, colour, name in _with_styles(records):
             distances = record["analysis"]["distances"]
-            y = 100 * of(np.array(distances["reuse"]))
-            lines.append(Curve(distances["edges"][1:], y, colour, words, "o", size=3))
-        across = Scale("reuse distance (rows), below", log=2, shown=_binary)
-        return Panel(title, curves(lines, across, Scale(label, low=0), names="upper left"))
+            y = 100 * transform(np.array(distances["reuse"]))
+            lines.append(Curve(distances["edges"][1:], y, colour, name, "o", size=3))
+        x_scale = Scale("reuse distance (rows), below", log=2, shown=_binary)
+        return Panel(title, curves(lines, x_scale, Scale(label, low=0), names="upper left"))
 
     return Figure(
         "reuse_distance",
@@ -357,15 +378,16 @@ def _reuse(records: Sequence[Record]) -> Figure:
 
 
 def _working_set(records: Sequence[Record]) -> Figure:
+    """Draw the distinct rows over the lookups, and the new rows of each batch."""
     growth, new = [], []
-    most, first = 1, min(r["samples"]["lookups"][0] for r in records)
+    max_rows, first = 1, min(r["samples"]["lookups"][0] for r in records)
     for record, colour, label in _with_styles(records):
         x, y = (np.cumsum(record["samples"][k]) for k in ("lookups", "new"))
-        most = max(most, int(y[-1]))
+        max_rows = max(max_rows, int(y[-1]))
         growth.append(Curve(x, y, colour, label, "o", size=3))
         shares = 100 * np.array(record["samples"]["new"]) / np.array(record["samples"]["rows"])
         new.append(Curve(1 + np.arange(len(shares)), shares, colour, label))
-    ends = [first, max(most, first)]
+    ends = [first, max(max_rows, first)]
     growth.append(Curve(ends, ends, INK, width=0.7))
     lookups = Scale("lookups", log=10, shown=_whole)
     rows = Scale("distinct rows", log=10, shown=_whole)
@@ -400,13 +422,13 @@ def _binary(value: float) -> str:
 def _tables(records: Sequence[Record]) -> Figure:
     def panel(title: str, value: Callable[[dict[str, Any]], float | None], label: str) -> Panel:
         lines = []
-        for record, colour, words in _with_styles(records):
+        for record, colour, name in _with_styles(records):
             points = [(t["distinct"], value(t)) for t in record["tables"]]
             points_with_value = [(x, y) for x, y in points if y is not None]
             xs, ys = [x for x, _ in points_with_value], [y for _, y in points_with_value]
-            lines.append(Curve(xs, ys, colour, words, "o", line="", size=5, opacity=0.7))
-        across = Scale("distinct rows of the table", log=10)
-        return Panel(title, curves(lines, across, Scale(label, low=0)))
+            lines.append(Curve(xs, ys, colour, name, "o", line="", size=5, opacity=0.7))
+        x_scale = Scale("distinct rows of the table", log=10)
+        return Panel(title, curves(lines, x_scale, Scale(label, low=0)))
 
     return Figure(
         "per_table",

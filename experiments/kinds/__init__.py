@@ -85,6 +85,6 @@ def cap(cell: Cell, config: Config) -> Cell:
         from experiments.workloads.workload import table_rows  # loads torch
 
         scale = min(1.0, rows / max(1, *table_rows(workload)))  # 0: unknown rows of a trace
-    plain = cell.section == SWEEP and not cell.ranks
-    title = title_of(workload) if plain else cell.title
+    is_swept = cell.section == SWEEP and not cell.ranks
+    title = title_of(workload) if is_swept else cell.title
     return dataclasses.replace(cell, workload=workload, rows_scale=scale, title=title)

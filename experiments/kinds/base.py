@@ -323,5 +323,5 @@ def check_sort(prefix: str, names: Sequence[str], wanted: Sort) -> None:
                 "kind=serving"
             )
         a = "a table of keys" if entry.keyed else "no table of keys"
-        where = "where keys.loads names loads, or in kind=growth"
-        raise UsageError(f"{prefix}contenders: {name} is {a}; those are measured {where}")
+        condition = "where keys.loads names loads, or in kind=growth"
+        raise UsageError(f"{prefix}contenders: {name} is {a}; those are measured {condition}")

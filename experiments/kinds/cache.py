@@ -1,4 +1,8 @@
-"""The kind `cache`: hit rates of traces through real and ideal caches of several sizes."""
+"""The kind `cache`: hit rates of traces through real and ideal caches of several sizes.
+
+A *record* has the hits of every batch of a trace, in one cache (the arm) of one size. Hit rates are
+those of the last batches; the first ones fill the cache.
+"""
 
 from __future__ import annotations
 
@@ -38,13 +42,13 @@ class Cache(Kind):
     def progress(self, records: Sequence[Record]) -> str:
         """Return the hit rates at the middle size."""
         sizes = sorted({r["cache_rows"] for r in records if "cache_rows" in r})
-        middle = sizes[(len(sizes) - 1) // 2] if sizes else None
+        middle_size = sizes[(len(sizes) - 1) // 2] if sizes else None
         return "% of lookups served: " + " · ".join(
             f"{r['label']}: {r['status']}"
             if r["status"] != "ok"
             else f"{r['label']} {100 * counted_hit_rates(r).lookups:.0f}"
             for r in records
-            if r.get("cache_rows", middle) == middle
+            if r.get("cache_rows", middle_size) == middle_size
         )
 
     def frames(self, records: Sequence[Record], settings: Any) -> dict[str, pd.DataFrame]:
@@ -68,8 +72,8 @@ def counted_hit_rates(record: Record) -> HitRates:
     return HitRates(_share(total, "lookup"), _share(total, "row"))
 
 
-def _share(total: dict[str, int], of: str) -> float:
-    return total[f"{of}_hits"] / total[f"{of}s"] if total[f"{of}s"] else math.nan
+def _share(total: dict[str, int], unit: str) -> float:
+    return total[f"{unit}_hits"] / total[f"{unit}s"] if total[f"{unit}s"] else math.nan
 
 
 def frame(records: Sequence[Record]) -> pd.DataFrame:
@@ -86,10 +90,11 @@ def frame(records: Sequence[Record]) -> pd.DataFrame:
 
 
 def _row(record: Record) -> dict[str, Any]:
+    """Return a row of the frame from a record; nan for what the record does not have."""
     ok = record["status"] == "ok"
     rates = counted_hit_rates(record) if ok else HitRates(math.nan, math.nan)
     lookups = sum(record["samples"]["lookups"][-record["batches"] :]) if ok else 0
-    most = record.get("most_lookup_hits", math.nan)
+    max_hits = record.get("most_lookup_hits", math.nan)
     size = record.get("cache_rows", math.nan)  # absent from the record of a process that died
     names = ("section", "cell", "contender", "arm", "label", "status", "reason", "cache")
     return {
@@ -101,7 +106,7 @@ def _row(record: Record) -> dict[str, Any]:
         "batches": record.get("batches", 0),
         "lookup_hit_rate": rates.lookups,
         "row_hit_rate": rates.rows,
-        "most_lookup_hit_rate": most / lookups if lookups else math.nan,
+        "most_lookup_hit_rate": max_hits / lookups if lookups else math.nan,
         "expected_lookup_hit_rate": record.get("expected_lookup_hit_rate", math.nan),
         "expected_row_hit_rate": record.get("expected_row_hit_rate", math.nan),
         "rows_scale": record["rows_scale"],

@@ -1,4 +1,8 @@
-"""The kinds `keys` (operations on hash tables) and `growth` (tables that fill)."""
+"""The kinds `keys` (operations on hash tables) and `growth` (tables that fill).
+
+A *record* is what a hash table gave in one process, in samples of each *phase* (an operation). Both
+kinds combine the records of all processes to one row.
+"""
 
 from __future__ import annotations
 
@@ -83,18 +87,21 @@ def frame(records: Sequence[Record], subject: str) -> pd.DataFrame:
 
 
 def _row(
-    group: Sequence[Record], phase: str, base: Sequence[Record], pools: metrics.Pools
+    records: Sequence[Record], phase: str, base_records: Sequence[Record], pools: metrics.Pools
 ) -> dict[str, Any]:
-    good = metrics.good(group)
-    record = good[0] if good else group[0]
-    timed = metrics.timed_columns(good, yardstick_as(metrics.good(base), phase), phase, pools)
+    """Return a row of `frame`; arguments as for `row_of` of `metrics.phase_rows`."""
+    ok_records = metrics.good(records)
+    record = ok_records[0] if ok_records else records[0]
+    timed = metrics.timed_columns(
+        ok_records, yardstick_as(metrics.good(base_records), phase), phase, pools
+    )
     names = ("section", "cell", "contender", "arm", "label", "load", "rows_scale", "lookups")
     return {
         **{name: record[name] for name in names},
         "mode": metrics.mode_of(record),
         "phase": phase,
         "operation": OPERATIONS.get(phase, phase),
-        "status": metrics.status_of(group),
+        "status": metrics.status_of(records),
         "reason": record["reason"],
         **record["params"],
         "slots": record.get("slots", math.nan),
@@ -126,33 +133,35 @@ def growth_frame(records: Sequence[Record]) -> pd.DataFrame:
     return pd.DataFrame([_growth_row(group) for group in groups.values()])
 
 
-def _growth_row(group: Sequence[Record]) -> dict[str, Any]:
+def _growth_row(records: Sequence[Record]) -> dict[str, Any]:
     """Return a row of `growth_frame` from the records of a table, one per process."""
-    good = metrics.good(group)
-    record = good[0] if good else group[0]
-    by_process = [metrics.seconds(r, GROWTH_PHASE) for r in good]
+    ok_records = metrics.good(records)
+    record = ok_records[0] if ok_records else records[0]
+    by_process = [metrics.seconds(r, GROWTH_PHASE) for r in ok_records]
     every_call = [s for seconds in by_process for s in seconds]
-    time, ends = statistics.summarise(every_call), statistics.tail(every_call)
+    time, tails = statistics.summarise(every_call), statistics.tail(every_call)
     # The median over processes of the longest call of each.
     longest = statistics.summarise([max(seconds) for seconds in by_process if seconds])
     total = statistics.summarise([sum(seconds) for seconds in by_process if seconds])
-    peak, final = (_median(good, name) for name in ("peak_bytes", "kept_bytes"))
+    peak_bytes, final_bytes = (_median(ok_records, name) for name in ("peak_bytes", "kept_bytes"))
     names = ("section", "cell", "contender", "arm", "label", "lookups")
     return {
         **{name: record[name] for name in names},
         **record["params"],
-        "status": metrics.status_of(group),
+        "status": metrics.status_of(records),
         "reason": record["reason"],
         "keys_there": record.get("keys_there", math.nan),
         "calls": len(by_process[0]) if by_process else 0,
-        "processes": len(good),
+        "processes": len(ok_records),
         "median_s": time.median,
-        "p99_s": ends.p99,
+        "p99_s": tails.p99,
         "longest_s": longest.median,
         "total_s": total.median,
-        "peak_bytes": peak,
-        "kept_bytes": final,
-        "peak_over_kept": peak / final if final and not math.isnan(peak) else math.nan,
+        "peak_bytes": peak_bytes,
+        "kept_bytes": final_bytes,
+        "peak_over_kept": peak_bytes / final_bytes
+        if final_bytes and not math.isnan(peak_bytes)
+        else math.nan,
     }
 
 

@@ -45,6 +45,7 @@ def records_of(
 
 
 def _record(benchmark: Mapping[str, Any], identity: Mapping[str, Any], replicate: int) -> Record:
+    """Return the record of a benchmark, an entry of pytest-benchmark's JSON."""
     extra, stats = benchmark["extra_info"], benchmark["stats"]
     calls = int(extra.get("executions", 1))  # other benchmarks time one call per iteration
     return {
@@ -109,6 +110,7 @@ def frame(records: Sequence[Record]) -> pd.DataFrame:
 
 
 def _row(group: Sequence[Record]) -> dict[str, Any]:
+    """Return the row of a benchmark from its records, one per process."""
     first = group[0]
     by_process = [
         [s for _, s in r["samples"].get("call", [])] for r in group if r["status"] == "ok"

@@ -131,18 +131,20 @@ def frame(records: Sequence[Record]) -> pd.DataFrame:
 
 
 def _row(key: tuple[Any, ...], points: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return a row of the frame from the predicted points of all processes with one key."""
+
     def median(values: Sequence[float | None]) -> float:
         numbers = [v for v in values if v is not None]
         return statistics.summarise(numbers).median if numbers else math.nan
 
     names = ("predicted_s", "two_terms_s", "by_hits_s", "rows", "hit_rate", "row_hit_rate")
-    measured = [statistics.summarise([s for _, s in p["samples"]]).median for p in points]
-    ratios = [p["predicted_s"] / time for p, time in zip(points, measured, strict=True)]
+    measured_s = [statistics.summarise([s for _, s in p["samples"]]).median for p in points]
+    ratios = [p["predicted_s"] / time for p, time in zip(points, measured_s, strict=True)]
     return {
         **dict(zip(POINT, key, strict=True)),
         "processes": len(points),
         **{name: median([p[name] for p in points]) for name in names},
-        "measured_s": median(measured),
+        "measured_s": median(measured_s),
         "ratio": median(ratios),
         "ratio_lo": min(ratios),
         "ratio_hi": max(ratios),

@@ -1,4 +1,8 @@
-"""The kind `quality`: models trained with compressed tables, and their loss of quality."""
+"""The kind `quality`: models trained with compressed tables, and their loss of quality.
+
+A *record* is a trained model: of a method, a share of the bytes, and a seed (the replicate). A row
+is the mean over seeds, and its difference to plain tables is paired by seed.
+"""
 
 from __future__ import annotations
 
@@ -140,8 +144,8 @@ def _with_file(cell: Cell) -> Cell:
         return cell
     path = Path(cell.options["path"]).expanduser()
     if not path.is_file():
-        what = f"there is no file {path}" if cell.options["path"] else "say options.path=FILE"
-        raise UsageError(f"options.data: {name} is read from a file: {what}")
+        remedy = f"there is no file {path}" if cell.options["path"] else "say options.path=FILE"
+        raise UsageError(f"options.data: {name} is read from a file: {remedy}")
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     workload = dataclasses.replace(cell.workload, file=str(path), sha256=digest)
@@ -164,42 +168,51 @@ def frame(records: Sequence[Record]) -> pd.DataFrame:
     return pd.DataFrame([_row(group, base, pools) for group, base in pairs])
 
 
-def _row(group: Sequence[Record], base: Sequence[Record], pools: metrics.Pools) -> dict[str, Any]:
-    good, plain = metrics.good(group), metrics.good(base)
-    record = good[0] if good else group[0]
-    effect = metrics.ratio(good, plain, "step", pools.ratios)
-    excess = [r["log_loss"] - r["oracle_loss"] for r in good if r.get("oracle_loss") is not None]
+def _row(
+    records: Sequence[Record], base_records: Sequence[Record], pools: metrics.Pools
+) -> dict[str, Any]:
+    """Return the row of a method from its records and those of plain tables, one per seed."""
+    ok_records, plain_records = metrics.good(records), metrics.good(base_records)
+    record = ok_records[0] if ok_records else records[0]
+    effect = metrics.ratio(ok_records, plain_records, "step", pools.ratios)
+    excess = [
+        r["log_loss"] - r["oracle_loss"] for r in ok_records if r.get("oracle_loss") is not None
+    ]
     names = ("section", "data", "contender", "arm", "label", "reason")
     return {
         **{name: record.get(name, record["section"]) for name in names},
         "share": record["cache"] or 1.0,
         "status": record["status"],
-        "seeds": len(good),
-        "auc": _mean([r["auc"] for r in good]),
-        **_change_columns(good, plain, "auc"),
-        "log_loss": _mean([r["log_loss"] for r in good]),
-        **_change_columns(good, plain, "log_loss"),
+        "seeds": len(ok_records),
+        "auc": _mean([r["auc"] for r in ok_records]),
+        **_change_columns(ok_records, plain_records, "auc"),
+        "log_loss": _mean([r["log_loss"] for r in ok_records]),
+        **_change_columns(ok_records, plain_records, "log_loss"),
         "excess_log_loss": _mean(excess),
-        "oracle_auc": _mean([r["oracle_auc"] for r in good if r.get("oracle_auc") is not None]),
-        "rates": " ".join(f"{r['rate']:g}" for r in good),
+        "oracle_auc": _mean(
+            [r["oracle_auc"] for r in ok_records if r.get("oracle_auc") is not None]
+        ),
+        "rates": " ".join(f"{r['rate']:g}" for r in ok_records),
         "bytes": record.get("weights_bytes", math.nan),
         "served_bytes": record.get("served_bytes", math.nan),
         "times_smaller": (record.get("large_bytes") or math.nan)
         / (record.get("weights_bytes") or math.nan),
         "step_s": statistics.summarise(
-            [s for r in good for s in metrics.seconds(r, "step")]
+            [s for r in ok_records for s in metrics.seconds(r, "step")]
         ).median,
         **effect.columns(),
     }
 
 
 def _change_columns(
-    records: Sequence[Record], plain: Sequence[Record], name: str
+    records: Sequence[Record], plain_records: Sequence[Record], name: str
 ) -> dict[str, float]:
     """Return the columns about an entry's difference to plain tables, paired by seed."""
-    by_seed = {metrics.replicate_of(r): r[name] for r in plain}
+    by_seed = {metrics.replicate_of(r): r[name] for r in plain_records}
     seeds = [(r[name], by_seed.get(metrics.replicate_of(r))) for r in records]
-    change = t_interval([value - other for value, other in seeds if other is not None])
+    change = t_interval(
+        [value - plain_value for value, plain_value in seeds if plain_value is not None]
+    )
     return {
         f"{name}_change": change.mean,
         f"{name}_change_lo": change.lo,

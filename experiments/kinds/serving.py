@@ -1,4 +1,8 @@
-"""The kind `serving`: latency and throughput of lookups in read-only tables under load."""
+"""The kind `serving`: latency and throughput of lookups in read-only tables under load.
+
+A *record* is what an arm gave in one process: `points`, one per number of clients and load, each
+with counts of latencies. `latencies` adds up the counts of all processes.
+"""
 
 from __future__ import annotations
 
@@ -103,30 +107,31 @@ def latencies(records: Sequence[Record], baseline: str) -> pd.DataFrame:
     groups = _groups(records)
     rows = []
     for (cell, _), group in groups.items():
-        good = metrics.good(group)
-        base = metrics.good(groups.get((cell, baseline), []))
+        ok_records = metrics.good(group)
+        base_records = metrics.good(groups.get((cell, baseline), []))
         shared = {name: group[0][name] for name in NAMES} | group[0]["params"]
         shared |= {"status": metrics.status_of(group), "reason": group[0]["reason"]}
-        keys = dict.fromkeys((p["clients"], p["load"]) for r in good for p in r["points"])
-        rows += [shared | _row(good, base, *key) for key in keys] or [shared]
+        keys = dict.fromkeys((p["clients"], p["load"]) for r in ok_records for p in r["points"])
+        rows += [shared | _row(ok_records, base_records, *key) for key in keys] or [shared]
     return pd.DataFrame(rows)
 
 
 def _row(
-    good: Sequence[Record], base: Sequence[Record], clients: int, load: float
+    ok_records: Sequence[Record], base_records: Sequence[Record], clients: int, load: float
 ) -> dict[str, Any]:
+    """Return a row of `latencies` from records of an arm and the baseline, by process."""
     points = [
         point
-        for record in good
+        for record in ok_records
         for point in record["points"]
         if (point["clients"], point["load"]) == (clients, load)
     ]
     counts = counts_of(points)
-    requests, batch = sum(counts.values()), good[0]["params"]["B"]
+    requests, batch = sum(counts.values()), ok_records[0]["params"]["B"]
     by_process = [percentile(counts_of([point]), 0.99) for point in points]
     is_tail = requests >= MIN_TAIL
     per_second = statistics.summarise([p["requests"] / p["seconds"] for p in points]).median
-    effect = metrics.ratio(good, base, phase_of(clients)) if load == CLOSED else None
+    effect = metrics.ratio(ok_records, base_records, phase_of(clients)) if load == CLOSED else None
     return {
         "clients": clients,
         "load": load,
@@ -142,7 +147,7 @@ def _row(
             [p["offered"] for p in points if p["offered"] is not None]
         ).median,
         **(effect.columns() if effect else {}),
-        "bytes": good[0]["weights_bytes"],
+        "bytes": ok_records[0]["weights_bytes"],
     }
 
 

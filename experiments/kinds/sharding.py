@@ -1,4 +1,8 @@
-"""The kinds `sharding` (collections over ranks) and `calibration` (constants of the cost model)."""
+"""The kinds `sharding` (collections over ranks) and `calibration` (constants of the cost model).
+
+A cell is one workload in a world of ranks, an arm one sharding type; a *record* is what an arm gave
+in one process, `frame` has a row per arm, mode and phase (a step, or a part of one).
+"""
 
 from __future__ import annotations
 
@@ -53,16 +57,16 @@ class OverRanks(Kind):
         case = config.cases.get(cell.section)
         sharding = case.sharding if case else config.sharding
         max_ranks = config.timing.max_ranks or max(sharding.worlds)
-        seen = set()
+        cell_keys = set()
         for ranks in sorted({min(world, max_ranks) for world in sharding.worlds}):
             for scaling in sharding.scaling[:1] if ranks == 1 else sharding.scaling:
                 size = cell.workload.B
                 batch = max(1, size // ranks) if scaling is Scaling.strong else size
-                alone = [a for a in cell.arms if registry.facts_of(a.contender).alone]
-                arms = tuple(a for a in cell.arms if ranks == 1 or a not in alone)
-                if (ranks, batch) in seen or not arms:
+                one_process_arms = [a for a in cell.arms if registry.facts_of(a.contender).alone]
+                arms = tuple(a for a in cell.arms if ranks == 1 or a not in one_process_arms)
+                if (ranks, batch) in cell_keys or not arms:
                     continue
-                seen.add((ranks, batch))
+                cell_keys.add((ranks, batch))
                 yield replace(
                     cell,
                     arms=arms,
@@ -106,8 +110,8 @@ class Calibration(OverRanks):
     )
 
     def progress(self, records: Sequence[Record]) -> str:
-        done = any(record["status"] == "ok" for record in records)
-        return "calibrated" if done else super().progress(records)
+        is_calibrated = any(record["status"] == "ok" for record in records)
+        return "calibrated" if is_calibrated else super().progress(records)
 
 
 def counterpart(contender: str) -> str:
@@ -149,10 +153,11 @@ def frame(records: Sequence[Record]) -> pd.DataFrame:
 
 
 def _row(
-    group: Sequence[Record], phase: str, base: Sequence[Record], pools: metrics.Pools
+    records: Sequence[Record], phase: str, base_records: Sequence[Record], pools: metrics.Pools
 ) -> dict[str, Any]:
-    good = metrics.good(group)
-    record = good[0] if good else group[0]
+    """Return a row of `frame`; arguments as for `row_of` of `metrics.phase_rows`."""
+    ok_records = metrics.good(records)
+    record = ok_records[0] if ok_records else records[0]
     names = ("section", "cell", "contender", "arm", "label", "rows_scale", "lookups")
     return {
         **{name: record[name] for name in names},
@@ -162,9 +167,9 @@ def _row(
         "scaling": record.get("scaling", Scaling.weak.value),
         "mode": metrics.mode_of(record),
         "phase": phase,
-        "status": metrics.status_of(group),
+        "status": metrics.status_of(records),
         "reason": record["reason"],
-        **metrics.timed_columns(good, metrics.good(base), phase, pools),
+        **metrics.timed_columns(ok_records, metrics.good(base_records), phase, pools),
         "weights_bytes": record["weights_bytes"],
     }
 
@@ -178,22 +183,23 @@ def step_frame(rows: pd.DataFrame) -> pd.DataFrame:
     """
     if not len(rows):
         return rows
-    good = rows[(rows["phase"] == STEP) & (rows["status"] == "ok")].copy()
+    ok_rows = rows[(rows["phase"] == STEP) & (rows["status"] == "ok")].copy()
     compute = {
         (r["cell"], r["arm"], r["mode"]): r["median_s"]
         for _, r in rows[rows["phase"] == COMPUTE].iterrows()
     }
-    keys = list(zip(good["cell"], good["arm"], good["mode"], strict=True))
-    good["compute_s"] = [compute.get(key, math.nan) for key in keys]
-    good["communication_s"] = (good["median_s"] - good["compute_s"]).clip(lower=0.0)
-    alone = good[good["world_size"] == 1]
-    base = {_identity(r, r["B"]): float(r["median_s"]) for _, r in alone.iterrows()}
-    good["base_s"] = [base.get(_identity(r, _batch(r)), math.nan) for _, r in good.iterrows()]
+    keys = list(zip(ok_rows["cell"], ok_rows["arm"], ok_rows["mode"], strict=True))
+    ok_rows["compute_s"] = [compute.get(key, math.nan) for key in keys]
+    ok_rows["communication_s"] = (ok_rows["median_s"] - ok_rows["compute_s"]).clip(lower=0.0)
+    rows_of_one_rank = ok_rows[ok_rows["world_size"] == 1]
+    base = {_identity(r, r["B"]): float(r["median_s"]) for _, r in rows_of_one_rank.iterrows()}
+    ok_rows["base_s"] = [base.get(_identity(r, _batch(r)), math.nan) for _, r in ok_rows.iterrows()]
     share = [
-        1 if r["scaling"] == Scaling.weak.value else 1 / r["world_size"] for _, r in good.iterrows()
+        1 if r["scaling"] == Scaling.weak.value else 1 / r["world_size"]
+        for _, r in ok_rows.iterrows()
     ]
-    good["efficiency"] = good["base_s"] * share / good["median_s"]
-    return good
+    ok_rows["efficiency"] = ok_rows["base_s"] * share / ok_rows["median_s"]
+    return ok_rows
 
 
 def _identity(row: Mapping[Any, Any] | pd.Series, batch: int) -> tuple[Any, ...]:

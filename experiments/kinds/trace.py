@@ -1,4 +1,8 @@
-"""The kind `trace`: skew, working set and possible hit rates of a trace of lookups."""
+"""The kind `trace`: skew, working set and possible hit rates of a trace of lookups.
+
+A *record* has the analysis of one trace (`workloads.trace_analysis`), for all tables together and
+for each; there is nothing to time, and one process suffices.
+"""
 
 from __future__ import annotations
 

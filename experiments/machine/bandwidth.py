@@ -70,8 +70,10 @@ def measure(device: torch.device, seconds: float = 1.5) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
     }
     if device.type == "cuda":
-        one = torch.zeros(1, device=device)
-        ceilings["launch_us"] = round(1e6 * shortest_wall(lambda: one.add_(1.0), device, 0.01), 3)
+        element = torch.zeros(1, device=device)
+        ceilings["launch_us"] = round(
+            1e6 * shortest_wall(lambda: element.add_(1.0), device, 0.01), 3
+        )
     else:
         ceilings["random_lines"] = measure_random_lines(size, 0.1 * seconds)
     return ceilings
@@ -81,10 +83,10 @@ def table_bytes(device: torch.device) -> int:
     """Return the bytes of a table that is far larger than the caches, but at most MEMORY_SHARE."""
     if device.type == "cuda":
         cache = int(torch.cuda.get_device_properties(device).L2_cache_size)
-        wanted = max(2 << 30, CACHES_PER_TABLE * cache)
+        size = max(2 << 30, CACHES_PER_TABLE * cache)
     else:
-        wanted = CACHES_PER_TABLE * last_level_cache_bytes()
-    return max(SMOKE_BYTES, min(wanted, int(MEMORY_SHARE * available_bytes(device)) >> 20 << 20))
+        size = CACHES_PER_TABLE * last_level_cache_bytes()
+    return max(SMOKE_BYTES, min(size, int(MEMORY_SHARE * available_bytes(device)) >> 20 << 20))
 
 
 def copy_bandwidth(source: Tensor, seconds: float = 0.3) -> float:
@@ -95,11 +97,9 @@ def copy_bandwidth(source: Tensor, seconds: float = 0.3) -> float:
 
 def sgemm_rate(device: torch.device, seconds: float = 0.3) -> float:
     """Return the operations per second of a product of float32 matrices."""
-    left, right = torch.ones(2, MATRIX_SIDE, MATRIX_SIDE, device=device)
-    out = torch.empty_like(left)
-    return (
-        2 * MATRIX_SIDE**3 / shortest_call(lambda: torch.mm(left, right, out=out), device, seconds)
-    )
+    a, b = torch.ones(2, MATRIX_SIDE, MATRIX_SIDE, device=device)
+    out = torch.empty_like(a)
+    return 2 * MATRIX_SIDE**3 / shortest_call(lambda: torch.mm(a, b, out=out), device, seconds)
 
 
 def gather_bandwidth(flat: Tensor, row_bytes: int, seconds: float = 0.3) -> tuple[float, str]:
@@ -157,14 +157,14 @@ def _one_table(rows: int, dim: int, device: torch.device) -> emblib.TableBatched
     a small one does not, because the meta device loads half of torch.
     """
     tables = [emblib.TableSpec(rows, dim)]
-    drawn = device.type == "cuda" or 4 * rows * dim <= SMOKE_BYTES
+    is_drawn = device.type == "cuda" or 4 * rows * dim <= SMOKE_BYTES
     module = emblib.TableBatchedEmbeddingBags(
         tables,
         emblib.optim.SGD(1.0),
         bounds_check=emblib.BoundsCheck.NONE,
-        device=device if drawn else "meta",
+        device=device if is_drawn else "meta",
     )
-    module = module if drawn else module.to_empty(device=device)
+    module = module if is_drawn else module.to_empty(device=device)
     with torch.no_grad():
         module.table_weights()[0].fill_(1.0)  # pages that were never written are read too fast
     return module
@@ -201,13 +201,13 @@ def shortest_wall(
             torch.cuda.synchronize()
         return now()
 
-    least, deadline, runs = float("inf"), now() + seconds, 0
+    shortest_s, deadline, runs = float("inf"), now() + seconds, 0
     while runs < MIN_RUNS or now() < deadline:
         start = synchronised()
         work()
-        least = min(least, synchronised() - start)
+        shortest_s = min(shortest_s, synchronised() - start)
         runs += 1
-    return least
+    return shortest_s
 
 
 def measure_random_lines(nbytes: int, seconds: float) -> dict[str, dict[str, float]]:
@@ -220,15 +220,15 @@ def measure_random_lines(nbytes: int, seconds: float) -> dict[str, dict[str, flo
         lines = CacheLines(nbytes, huge=huge)
         count = max(1, min(1 << 20, lines.count // 8))
         generator = torch.Generator().manual_seed(count)
-        least, deadline, calls = float("inf"), time.perf_counter() + seconds, 0
+        shortest_s, deadline, calls = float("inf"), time.perf_counter() + seconds, 0
         while calls < 4 or time.perf_counter() < deadline:  # new positions for each call
             positions = lines.positions(torch.randint(2**62, (count,), generator=generator))
             read = lines.take if calls % 2 and torch.get_num_threads() == 1 else lines.read
             start = time.perf_counter()
             read(positions)
-            least, calls = min(least, time.perf_counter() - start), calls + 1
+            shortest_s, calls = min(shortest_s, time.perf_counter() - start), calls + 1
         rates[str(page_bytes(huge=huge))] = {
-            "million_lines_s": round(count / least / 1e6, 3),
+            "million_lines_s": round(count / shortest_s / 1e6, 3),
             "huge_share": round(lines.huge_share, 3),
         }
     return rates
@@ -239,7 +239,7 @@ class CacheLines:
 
     def __init__(self, nbytes: int, *, huge: bool) -> None:
         self.count = max(1, nbytes // LINE_BYTES)
-        before, page = huge_bytes(), page_bytes(huge=True)
+        huge_before, page = huge_bytes(), page_bytes(huge=True)
         size = (self.count * LINE_BYTES // page + 2) * page
         # Private memory, because other rules give huge pages to shared memory.
         self.memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -249,7 +249,7 @@ class CacheLines:
         self.words = np.frombuffer(self.memory, np.int64)[: self.count * WORDS_PER_LINE]
         self.words[:] = 0
         self.words[::WORDS_PER_LINE] = np.arange(self.count)
-        self.huge_share = max(0.0, min(1.0, (huge_bytes() - before) / size))
+        self.huge_share = max(0.0, min(1.0, (huge_bytes() - huge_before) / size))
 
     def positions(self, keys: Tensor) -> Tensor:
         """Return the index of the word to read per key, int64."""

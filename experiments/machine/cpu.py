@@ -53,18 +53,18 @@ class CpuTime:
 
         Both are None if the system counts nothing; the cores also if less than MIN_SECONDS passed.
         """
-        before, now = self._system._asdict(), psutil.cpu_times()._asdict()
-        spent = {state: now[state] - before[state] for state in now}
-        busy = sum(spent.get(s, 0.0) for s in ("user", "nice", "system", "irq", "softirq"))
-        stolen = spent.get("steal", 0.0)
-        total = busy + stolen + spent.get("idle", 0.0) + spent.get("iowait", 0.0)
+        times_before, times = self._system._asdict(), psutil.cpu_times()._asdict()
+        increase = {state: times[state] - times_before[state] for state in times}
+        busy = sum(increase.get(s, 0.0) for s in ("user", "nice", "system", "irq", "softirq"))
+        stolen = increase.get("steal", 0.0)
+        total = busy + stolen + increase.get("idle", 0.0) + increase.get("iowait", 0.0)
         if total <= 0:
             return None, None
         process = os.times()
         process_s = process.user + process.system - self._process.user - self._process.system
         seconds = total / (os.cpu_count() or 1)
-        others = None if seconds < MIN_SECONDS else max(0.0, busy - process_s) / seconds
-        return stolen / total, others
+        cores_of_others = None if seconds < MIN_SECONDS else max(0.0, busy - process_s) / seconds
+        return stolen / total, cores_of_others
 
 
 @dataclass(frozen=True)

@@ -94,6 +94,7 @@ def _cpu_model() -> str:
 
 
 def _gpu_facts(device: torch.device) -> dict[str, Any]:
+    """Return the facts about a GPU: model, memory, driver and clocks."""
     properties = torch.cuda.get_device_properties(device)
     facts = {
         "name": properties.name,
@@ -115,9 +116,9 @@ def _gpu_facts(device: torch.device) -> dict[str, Any]:
 
 def _git(*arguments: str) -> str | None:
     try:
-        done = subprocess.run(
+        completed = subprocess.run(
             ["git", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=10, check=True
         )
-        return done.stdout.strip()
+        return completed.stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None

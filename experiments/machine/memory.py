@@ -42,12 +42,12 @@ def available_bytes(device: torch.device) -> int:
     """Return the free bytes of the device; on a CPU the lower of system's and container's."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    free, cpu = int(psutil.virtual_memory().available), Cpu()
+    free_bytes, cpu = int(psutil.virtual_memory().available), Cpu()
     for limit_file, used_file in CGROUP_FILES:
         limit, used = cpu.number(limit_file), cpu.number(used_file)
         if limit is not None and used is not None:
-            free = min(free, max(0, limit - used))
-    return free
+            free_bytes = min(free_bytes, max(0, limit - used))
+    return free_bytes
 
 
 def measure(work: Callable[[], object], device: torch.device) -> dict[str, int]:
@@ -70,26 +70,29 @@ def measure(work: Callable[[], object], device: torch.device) -> dict[str, int]:
 def _measure_cuda(work: Callable[[], object], device: torch.device) -> dict[str, int | None]:
     """Measure a call by the counters of torch, of the driver and of NVML, see `measure`."""
     torch.cuda.synchronize(device)
-    before, free = torch.cuda.memory_allocated(device), torch.cuda.mem_get_info(device)[0]
-    retries = torch.cuda.memory_stats(device).get("num_alloc_retries", 0)
+    bytes_before, free_before = (
+        torch.cuda.memory_allocated(device),
+        torch.cuda.mem_get_info(device)[0],
+    )
+    retries_before = torch.cuda.memory_stats(device).get("num_alloc_retries", 0)
     torch.cuda.reset_peak_memory_stats(device)
     work()
     torch.cuda.synchronize(device)
     allocated = torch.cuda.max_memory_allocated(device)
-    after = torch.cuda.memory_stats(device).get("num_alloc_retries", 0)
+    retries_after = torch.cuda.memory_stats(device).get("num_alloc_retries", 0)
     nvml = Nvml.open(device)
     try:
         pinned = int(torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0))
     except (AttributeError, RuntimeError):
         pinned = None  # this torch does not count it
     return {
-        "peak": int(allocated - before),
+        "peak": int(allocated - bytes_before),
         "allocated": int(allocated),
         "reserved": int(torch.cuda.max_memory_reserved(device)),
-        "driver": max(0, int(free - torch.cuda.mem_get_info(device)[0])),
+        "driver": max(0, int(free_before - torch.cuda.mem_get_info(device)[0])),
         "process": ((nvml and nvml.processes()) or {}).get(os.getpid()),
         "pinned": pinned,
-        "alloc_retries": int(after - retries),
+        "alloc_retries": int(retries_after - retries_before),
     }
 
 
@@ -107,10 +110,10 @@ def _measure_cpu(work: Callable[[], object]) -> int | None:
         ctypes.CDLL(None).malloc_trim(0)  # free pages would be reused, and count before the call
     if not resettable_peak():
         return None
-    before = _resident("VmRSS")
+    resident_before = _resident("VmRSS")
     work()
     peak = _resident("VmHWM")
-    return None if before is None or peak is None else max(0, peak - before)
+    return None if resident_before is None or peak is None else max(0, peak - resident_before)
 
 
 def _resident(key: str) -> int | None:

@@ -64,10 +64,10 @@ def cpu_flags(
     """Return the flags of the CPU and the facts behind them, without unknown ones."""
     watched = CpuTime()
     sleep(LOOK_SECONDS)
-    _, others = watched.shares()
+    _, cores_of_others = watched.shares()
     cores, quota, governor = len(usable_cores()), cpu.quota(), cpu.governor()
     flags = {
-        "busy": others is not None and others > BUSY_CORES,
+        "busy": cores_of_others is not None and cores_of_others > BUSY_CORES,
         "governor": governor not in (None, "performance"),
         "virtual": cpu.virtual(),
         "quota": quota is not None and quota < threads,
@@ -75,7 +75,7 @@ def cpu_flags(
     }
     details = {
         "load": round(psutil.getloadavg()[0], 2),
-        "cores_of_others": None if others is None else round(others, 2),
+        "cores_of_others": None if cores_of_others is None else round(cores_of_others, 2),
         "cores": cores,
         "threads": threads,
         "governor": governor,
@@ -114,13 +114,13 @@ def newer_source(device: torch.device, *, root: Path = ROOT) -> str | None:
         return None
     # `make native` does not touch a library that it finds up to date, but notes the time.
     stamps = [library, Path(sys.prefix) / ".make" / "native"]
-    built = max(stamp.stat().st_mtime for stamp in stamps if stamp.exists())
+    built_at = max(stamp.stat().st_mtime for stamp in stamps if stamp.exists())
     sources = [
         path
         for path in (root / "csrc").rglob("*")
         if path.is_file() and (device.type == "cuda" or path.suffix not in DEVICE_CODE)
     ]
     last = max(sources, key=lambda path: path.stat().st_mtime, default=None)
-    if last is None or last.stat().st_mtime <= built:
+    if last is None or last.stat().st_mtime <= built_at:
         return None
     return str(last.relative_to(root))

@@ -64,7 +64,9 @@ def digests(device: str, root: Path = ROOT) -> dict[str, str]:
     """Return the digest of each area for a device "cpu" or "cuda"; {} without the sources."""
     if not (root / "csrc").is_dir():
         return {}
-    files = {area: list(_files(device, root, (*BASE, *own))) for area, own in AREAS.items()}
+    files = {
+        area: list(_files(device, root, (*BASE, *area_files))) for area, area_files in AREAS.items()
+    }
     keys = {area: _content_key(root, paths) for area, paths in files.items()}
     cached = _read_cache(root)
     unknown = [area for area, key in keys.items() if key not in cached]
@@ -116,13 +118,15 @@ def _code(path: Path) -> str:
 
 
 def _files(device: str, root: Path, folders: tuple[str, ...]) -> Iterator[Path]:
-    others = tuple(end for kind, ends in OF_DEVICE.items() if kind != device for end in ends)
-    named = {root / name for area in AREAS.values() for name in area}
+    endings_of_others = tuple(
+        end for kind, ends in OF_DEVICE.items() if kind != device for end in ends
+    )
+    files_of_areas = {root / name for area in AREAS.values() for name in area}
     for folder in folders:
         yield from (path for path in (root / folder,) if path.is_file())
         for path in sorted((root / folder).rglob("*")):
             is_code = path.suffix in SUFFIXES and path.name != "__init__.py"
-            if is_code and not path.name.endswith(others) and path not in named:
+            if is_code and not path.name.endswith(endings_of_others) and path not in files_of_areas:
                 yield path
 
 

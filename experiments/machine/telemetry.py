@@ -83,8 +83,12 @@ class CpuTelemetry(Telemetry):
         """Return thermal throttling since the last check; sample load and frequency too."""
         if time.monotonic() - self._sampled > CPU_PERIOD_SECONDS:
             self._sample()
-        before, self._throttled = self._throttled, self.cpu.throttled()
-        if before is None or self._throttled is None or self._throttled <= before:
+        throttled_before, self._throttled = self._throttled, self.cpu.throttled()
+        if (
+            throttled_before is None
+            or self._throttled is None
+            or self._throttled <= throttled_before
+        ):
             return []
         self._heat = True
         return ["cpu_thermal"]

@@ -47,23 +47,23 @@ def cache_cell(cell: Cell, session: Session, seconds: float = 0.0) -> list[Recor
     """
     gc.collect()
     shapes = table_shapes(cell.workload, scale=cell.rows_scale)
-    wanted = cell.cache.warm_batches + cell.cache.batches
-    pool = make_pool(cell.workload, shapes, wanted, session.config.seed)
-    if len(pool.batches) < wanted:
+    num_batches = cell.cache.warm_batches + cell.cache.batches
+    pool = make_pool(cell.workload, shapes, num_batches, session.config.seed)
+    if len(pool.batches) < num_batches:
         raise TraceError(
             f"{cell.workload.file} has {len(pool.batches)} batches of {cell.workload.B:,} samples, "
-            f"cache.warm_batches + cache.batches asks for {wanted}: lower them, or workload.B"
+            f"cache.warm_batches + cache.batches asks for {num_batches}: lower them, or workload.B"
         )
     trace = trace_of(pool, shapes, cell.cache.warm_batches)
-    records, measured = [], set()
+    records, measured_sizes = [], set()
     for arm in cell.arms:
         outcome = Outcome(arm)
         samples: dict[str, list[int]] = {}
         extra: dict[str, Any] = {}
         size = WAYS * cache_sets(shapes, arm.cache)
-        if (arm.contender, size) in measured:
+        if (arm.contender, size) in measured_sizes:
             continue  # fractions of a small table may round to the same number of sets
-        measured.add((arm.contender, size))
+        measured_sizes.add((arm.contender, size))
         session.note(f"{arm.key}|running the trace")
         with outcome.catching():
             if registry.facts_of(arm.contender).keyed:
@@ -95,16 +95,16 @@ def _global_rows(batch: Batch, shapes: tuple[TableShape, ...]) -> Ids:
 def _visit_batches(contender: Contender, pool: Pool) -> dict[str, list[int]]:
     """Return the increase of each counter per batch; raise Unsupported without a cache."""
     contender.reset_counters()
-    before = contender.counters()
-    if not before:
+    counters_before = contender.counters()
+    if not counters_before:
         raise Unsupported("it has no cache, so there is nothing to count")
-    samples: dict[str, list[int]] = {name: [] for name in before}
+    samples: dict[str, list[int]] = {name: [] for name in counters_before}
     for batch in pool.batches:
         contender.visit(contender.prepare(batch))
-        now = contender.counters()
-        for name, value in now.items():
-            samples[name].append(value - before[name])
-        before = now
+        counters = contender.counters()
+        for name, value in counters.items():
+            samples[name].append(value - counters_before[name])
+        counters_before = counters
     return samples
 
 

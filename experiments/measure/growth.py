@@ -1,4 +1,8 @@
-"""Measure a cell of kind growth: the time of every call while hash tables fill from empty."""
+"""Measure a cell of kind growth: the time of every call while hash tables fill from empty.
+
+A cell is a table size with its arms (hash tables), which are filled by turns in one process. Then
+each is filled once more to measure memory, alone.
+"""
 
 from __future__ import annotations
 
@@ -88,13 +92,13 @@ def _fill_in_turns(
 ) -> None:
     """Make every call on every table, then check the tables; samples are (call, seconds)."""
     size, total = call_sizes(cell)
-    chance = random.Random(session.seed)
+    rng = random.Random(session.seed)
     for key in tables:
         outcomes[key].measured.samples = {GROWTH_PHASE: []}
     for number in range(total // size):
         keys = space.run(number * size, size)
         running = [key for key in tables if outcomes[key].status == "ok"]
-        for key in chance.sample(running, len(running)):
+        for key in rng.sample(running, len(running)):
             session.note(f"{key}|call {number + 1}")
             with outcomes[key].catching():
                 outcomes[key].measured.samples[GROWTH_PHASE].append(
@@ -109,7 +113,10 @@ def _fill_in_turns(
 
 
 def _call(table: KeyTable, keys: Tensor) -> float:
-    """Return the seconds of inserting new keys, on a GPU from idle to idle."""
+    """Return the seconds of inserting new keys, on a GPU from idle to idle.
+
+    `keys` is int64 `[n]` on the host; copies to the device are not timed.
+    """
     device = table.task.device
     values, keys = values_of(keys, table.task.dim).to(device), keys.to(device)
     synchronise = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
@@ -150,15 +157,15 @@ def _measure_memory(cell: Cell, arm: Arm, session: Session, space: KeySpace) -> 
             table.fill(keys.to(session.device), values_of(keys, table.task.dim).to(session.device))
         tables.append(table)
 
-    before = _bytes_in_use(session.device)
+    bytes_before = _bytes_in_use(session.device)
     measured = memory.measure(grow, session.device)
-    after = _bytes_in_use(session.device)
-    is_measured = before is not None and after is not None and "peak" in measured
+    bytes_after = _bytes_in_use(session.device)
+    is_measured = bytes_before is not None and bytes_after is not None and "peak" in measured
     tables.clear()
     return {
         "memory": measured,
         "peak_bytes": measured.get("peak"),
-        "kept_bytes": (after or 0) - (before or 0) if is_measured else None,
+        "kept_bytes": (bytes_after or 0) - (bytes_before or 0) if is_measured else None,
     }
 
 

@@ -1,4 +1,8 @@
-"""Measure a cell of kind keys: operations on hash tables at several loads, timed interleaved."""
+"""Measure a cell of kind keys: operations on hash tables at several loads, timed interleaved.
+
+A cell is a workload and a load (keys ÷ slots). Each arm is a hash table: it is filled, checked, and
+then its operations are the phases of one race.
+"""
 
 from __future__ import annotations
 
@@ -112,7 +116,7 @@ def task_of(cell: Cell, arm: Arm, session: Session) -> KeyTask:
 
 def _build(cell: Cell, outcomes: dict[str, Outcome], session: Session) -> dict[str, FilledTable]:
     """Build, fill and check the tables in random order; an error becomes the arm's outcome."""
-    built: dict[str, FilledTable] = {}
+    tables: dict[str, FilledTable] = {}
     inserts = any(name in INSERTING for name in cell.keys.operations) and cell.keys.hits < 1
     for arm in random.Random(session.seed).sample(cell.arms, len(cell.arms)):
         with outcomes[arm.key].catching():
@@ -123,11 +127,11 @@ def _build(cell: Cell, outcomes: dict[str, Outcome], session: Session) -> dict[s
             session.note(f"{arm.key}|filling")
             calls.resident = fill(table, calls)
             session.note(f"{arm.key}|checking")
-            last = calls.space.run(calls.resident - calls.num_present, calls.num_present)
-            verify_keyed(table, calls.space, last)
+            last_keys = calls.space.run(calls.resident - calls.num_present, calls.num_present)
+            verify_keyed(table, calls.space, last_keys)
             table.reset_after_checks()
-            built[arm.key] = FilledTable(table, calls)
-    return built
+            tables[arm.key] = FilledTable(table, calls)
+    return tables
 
 
 def fill(table: KeyTable, calls: Calls) -> int:
@@ -137,21 +141,22 @@ def fill(table: KeyTable, calls: Calls) -> int:
     before the last slot is taken. The keys that calls use are then inserted once more, because some
     of them were evicted too.
     """
-    wanted, inserted = table.task.resident, 0
-    for _ in range(MAX_FILL_ROUNDS + -(-wanted // KEYS_PER_FILL)):
-        missing = wanted - (table.size() if inserted else 0)
-        if inserted >= wanted and missing <= (1 - FULL_SHARE) * wanted:
+    num_wanted, num_inserted = table.task.resident, 0
+    for _ in range(MAX_FILL_ROUNDS + -(-num_wanted // KEYS_PER_FILL)):
+        num_missing = num_wanted - (table.size() if num_inserted else 0)
+        if num_inserted >= num_wanted and num_missing <= (1 - FULL_SHARE) * num_wanted:
             break
-        keys = calls.space.run(inserted, min(KEYS_PER_FILL, max(missing, 1)))
+        keys = calls.space.run(num_inserted, min(KEYS_PER_FILL, max(num_missing, 1)))
         table.fill(keys, values_of(keys, table.task.dim))
-        inserted += len(keys)
-    if inserted > wanted:
-        used = calls.space.run(inserted - calls.num_present, calls.num_present)
-        table.fill(used, values_of(used, table.task.dim))
-    return inserted
+        num_inserted += len(keys)
+    if num_inserted > num_wanted:
+        keys_of_calls = calls.space.run(num_inserted - calls.num_present, calls.num_present)
+        table.fill(keys_of_calls, values_of(keys_of_calls, table.task.dim))
+    return num_inserted
 
 
 def _record(cell: Cell, outcome: Outcome, session: Session, filled: FilledTable | None) -> Record:
+    """Return the record of an arm: its outcome, and the size and content of its table."""
     record = describe(cell, outcome, session) | {
         "load": outcome.arm.load,
         "hits": cell.keys.hits,

@@ -1,4 +1,8 @@
-"""The outcome of a contender as a record, whether it was measured or failed."""
+"""The outcome of a contender as a record, whether it was measured or failed.
+
+`verify` compares a contender with the reference before it is timed. An `Outcome` then collects what
+happened to an arm in a mode, and `describe` turns it into a record (`results.store.Record`).
+"""
 
 from __future__ import annotations
 
@@ -31,31 +35,36 @@ ROUNDING = 5e-7  # error of adding an update to a float32 weight ÷ largest weig
 
 def verify(contender: Contender, batch: Batch) -> None:
     """Compare a forward and a step of a fresh contender with the reference; raise Wrong."""
-    before = contender.observe(batch)
-    output, after = contender.expect(batch, before)
+    state_before = contender.observe(batch)
+    output, expected_state = contender.expect(batch, state_before)
     prepared = contender.prepare(batch)
     _compare("forward", contender.forward(prepared), output, torch.zeros(()))
     contender.step(prepared)
     observed = contender.observe(batch)
-    for number, (start, actual, expected) in enumerate(zip(before, observed, after, strict=True)):
+    for number, (start, actual, expected) in enumerate(
+        zip(state_before, observed, expected_state, strict=True)
+    ):
         update = (expected - start).float()
-        slack = update_rounding(contender.task.optimizer, update, contender.task.lr)
+        tolerance = update_rounding(contender.task.optimizer, update, contender.task.lr)
         if start.numel():
-            slack += ROUNDING * float(start.abs().max())
-        _compare(f"update of parameters {number}", actual - start, update, slack)
+            tolerance += ROUNDING * float(start.abs().max())
+        _compare(f"update of parameters {number}", actual - start, update, tolerance)
 
 
-def _compare(what: str, actual: Tensor, want: Tensor, slack: Tensor) -> None:
-    actual, want = actual.detach().cpu().float(), want.float()
-    if actual.shape != want.shape:
-        raise Wrong(f"{what}: shape {tuple(actual.shape)}, reference has {tuple(want.shape)}")
-    scale = float(want.abs().max()) if want.numel() else 0.0
-    error = (actual - want).abs()
-    if not (error <= RTOL * scale + slack).all():  # also catches NaN
+def _compare(subject: str, actual: Tensor, expected: Tensor, tolerance: Tensor) -> None:
+    """Raise Wrong unless `actual` equals `expected` within `tolerance`; all of one shape."""
+    actual, expected = actual.detach().cpu().float(), expected.float()
+    if actual.shape != expected.shape:
+        raise Wrong(
+            f"{subject}: shape {tuple(actual.shape)}, reference has {tuple(expected.shape)}"
+        )
+    scale = float(expected.abs().max()) if expected.numel() else 0.0
+    error = (actual - expected).abs()
+    if not (error <= RTOL * scale + tolerance).all():  # also catches NaN
         worst = float(error.max())
-        raise Wrong(f"{what}: differs from the reference by up to {worst:.3g} of {scale:.3g}")
-    if not torch.isfinite(want).all():
-        raise Wrong(f"{what}: the reference itself is not finite")
+        raise Wrong(f"{subject}: differs from the reference by up to {worst:.3g} of {scale:.3g}")
+    if not torch.isfinite(expected).all():
+        raise Wrong(f"{subject}: the reference itself is not finite")
 
 
 @dataclass

@@ -109,7 +109,7 @@ class _Experiment:
         """Add the fitted and the predicted steps of a module that caches a share of its rows."""
         orders = (PERMUTED,) if share else (AS_GIVEN, PERMUTED)
         for order in orders:
-            module, stored = self._module(order, share)
+            module, num_cached = self._module(order, share)
             sizes = {
                 (max(1, int(part * count) // self.work.L) * self.work.L, repeats)
                 for count in self.options["lookups"]
@@ -119,28 +119,28 @@ class _Experiment:
             for lookups, repeats in sorted(sizes):
                 ids = max(1, self.work.E if repeats == 1 else lookups // repeats)
                 batches = [self._batch(lookups, 0.0, ids, spread=True) for _ in range(BATCHES)]
-                self.steps.append(self._steps(order, module, stored, batches, {}))
+                self.steps.append(self._steps(order, module, num_cached, batches, {}))
             for lookups in self.options["lookups"]:
                 for skew in self.options["skews"]:
                     batches = [self._batch(lookups, skew, self.work.E) for _ in range(BATCHES)]
                     point = {"rank": self.rank, "skew": skew, "order": order, "cached": share}
                     point["lookups"] = len(batches[0][0])
-                    self.steps.append(self._steps(order, module, stored, batches, point))
+                    self.steps.append(self._steps(order, module, num_cached, batches, point))
 
     def _module(self, order: str, share: float) -> tuple[Any, int]:
         """Return trains that cache `share` of their rows, the most frequent, and their number."""
         if not share:
             return self.trains[order], 0
-        stored = max(1, int(share * self.work.E))
-        cache = emblib.TTCache(stored, emblib.RowEviction.DROP)
+        num_cached = max(1, int(share * self.work.E))
+        cache = emblib.TTCache(num_cached, emblib.RowEviction.DROP)
         bags = emblib.CachedTTEmbeddingBags([self._spec(order)], cache, emblib.optim.SGD(SGD_RATE))
-        hot = torch.arange(stored)
+        cached_ids = torch.arange(num_cached)
         for _ in range(2):
-            _step(bags, (hot, torch.tensor([0, stored])))
+            _step(bags, (cached_ids, torch.tensor([0, num_cached])))
         bags.populate()
-        if not torch.equal(bags.cached_ids(0).sort().values, hot):
+        if not torch.equal(bags.cached_ids(0).sort().values, cached_ids):
             raise Wrong("the cache does not store the ids that were looked up most")
-        return bags, stored
+        return bags, num_cached
 
     def _batch(self, lookups: int, skew: float, ids: int, *, spread: bool = False) -> Batch:
         """Draw `lookups` ids in [0, ids), the most frequent one 0.
@@ -150,21 +150,21 @@ class _Experiment:
         if skew:
             shares = np.arange(1, ids + 1, dtype=np.float64) ** -skew
             ends = shares.cumsum()
-            drawn = np.searchsorted(ends, self.draw.random(lookups) * ends[-1])
-            drawn = drawn.clip(max=ids - 1)
+            ids_drawn = np.searchsorted(ends, self.draw.random(lookups) * ends[-1])
+            ids_drawn = ids_drawn.clip(max=ids - 1)
         else:
-            drawn = self.draw.integers(ids, size=lookups)
+            ids_drawn = self.draw.integers(ids, size=lookups)
         if spread and ids < self.work.E:
-            drawn = self.draw.choice(self.work.E, ids, replace=False)[drawn]
+            ids_drawn = self.draw.choice(self.work.E, ids, replace=False)[ids_drawn]
         offsets = torch.arange(0, lookups + 1, self.work.L)
         if int(offsets[-1]) < lookups:
             offsets = torch.cat([offsets, torch.tensor([lookups])])
-        return torch.from_numpy(drawn), offsets
+        return torch.from_numpy(ids_drawn), offsets
 
     def _steps(
-        self, order: str, module: Any, stored: int, batches: list[Batch], point: dict[str, Any]
+        self, order: str, module: Any, num_cached: int, batches: list[Batch], point: dict[str, Any]
     ) -> TimedSteps:
-        """Return steps on `batches` of a module that caches the rows below `stored`.
+        """Return steps on `batches` of a module that caches the rows below `num_cached`.
 
         Their work is counted here: `terms` of the lookups that miss the cache, `cache_terms` of
         all. A `point` with facts makes them predicted steps, an empty one fitted steps.
@@ -172,46 +172,53 @@ class _Experiment:
         terms, cache_terms, hits = [], [], []
         for ids, _ in batches:
             distinct = ids.unique()
-            missed = ids[ids >= stored]
-            work = self.trains[order].work(missed, torch.tensor([0, len(missed)]))[0]
+            misses = ids[ids >= num_cached]
+            work = self.trains[order].work(misses, torch.tensor([0, len(misses)]))[0]
             nbytes = max(1, work.rows * self.work.D * 4)
-            beyond = len(missed) * max(0.0, 1.0 - NEAR_BYTES / nbytes)
+            far_misses = len(misses) * max(0.0, 1.0 - NEAR_BYTES / nbytes)
             products = work.forward + work.backward
-            terms.append((1, len(missed), beyond, work.rows, products))
+            terms.append((1, len(misses), far_misses, work.rows, products))
             cache_terms.append((1, len(ids), len(distinct)))
-            hits.append((1 - len(missed) / len(ids), 1 - work.rows / len(distinct)))
+            hits.append((1 - len(misses) / len(ids), 1 - work.rows / len(distinct)))
         mean = np.mean(hits, 0)
         if point:
             point |= {"hit_rate": mean[0], "row_hit_rate": mean[1]}
             point["rows"] = float(np.mean([row[2] for row in cache_terms]))
-        costs = np.mean(cache_terms, 0) if stored else np.zeros(0)
+        costs = np.mean(cache_terms, 0) if num_cached else np.zeros(0)
         return TimedSteps(module, batches, np.mean(terms, 0), costs, point)
 
     def predicted(self) -> Record:
         """Return the constants, and a point per predicted kind of step."""
-        plain = [s for s in self.steps if not len(s.cache_terms)]
-        fitted = [s for s in plain if not s.point]
-        terms, times = np.array([s.terms for s in fitted]), np.array([s.seconds for s in fitted])
+        uncached_steps = [s for s in self.steps if not len(s.cache_terms)]
+        fitted_steps = [s for s in uncached_steps if not s.point]
+        terms, times = (
+            np.array([s.terms for s in fitted_steps]),
+            np.array([s.seconds for s in fitted_steps]),
+        )
         constants = _fit(terms, times)
         two_constants = _fit(terms[:, 3:], times)  # rows and multiply-adds alone
         caches: dict[int, np.ndarray] = {}  # constants by module
         for module in {id(s.module): s.module for s in self.steps if len(s.cache_terms)}.values():
-            fitted = [s for s in self.steps if s.module is module and not s.point]
-            rest = np.array([s.seconds - s.terms @ constants for s in fitted])
-            weights = np.array([s.seconds for s in fitted])
-            caches[id(module)] = _fit(np.array([s.cache_terms for s in fitted]), rest, weights)
+            fitted_steps = [s for s in self.steps if s.module is module and not s.point]
+            remaining_s = np.array([s.seconds - s.terms @ constants for s in fitted_steps])
+            weights = np.array([s.seconds for s in fitted_steps])
+            caches[id(module)] = _fit(
+                np.array([s.cache_terms for s in fitted_steps]), remaining_s, weights
+            )
 
         def batch(steps: TimedSteps) -> tuple[Any, ...]:
             return tuple(steps.point[name] for name in ("skew", "order", "lookups"))
 
-        uncached = {batch(s): s.seconds for s in plain if s.point}
+        uncached = {batch(s): s.seconds for s in uncached_steps if s.point}
         points = [
             {
                 **s.point,
                 "predicted_s": float(
                     s.terms @ constants + s.cache_terms @ caches.get(id(s.module), np.zeros(0))
                 ),
-                "two_terms_s": float(s.terms[3:] @ two_constants) if s in plain else math.nan,
+                "two_terms_s": float(s.terms[3:] @ two_constants)
+                if s in uncached_steps
+                else math.nan,
                 "by_hits_s": (1 - s.point["hit_rate"]) * uncached[batch(s)],
                 "samples": s.samples,
             }
@@ -240,12 +247,12 @@ def _time_in_turns(steps: Sequence[TimedSteps], rounds: int, seed: int) -> None:
     clock: Callable[[], int] = time.process_time_ns if one_thread else time.perf_counter_ns
     order = random.Random(seed)
     for number in range(rounds + 1):
-        for one in order.sample(list(steps), len(steps)):
-            batch = one.batches[number % len(one.batches)]
+        for timed_steps in order.sample(list(steps), len(steps)):
+            batch = timed_steps.batches[number % len(timed_steps.batches)]
             start = clock()
-            _step(one.module, batch)
+            _step(timed_steps.module, batch)
             if number:
-                one.samples.append((number, (clock() - start) / 1e9))
+                timed_steps.samples.append((number, (clock() - start) / 1e9))
 
 
 def _step(module: Any, batch: Batch) -> None:

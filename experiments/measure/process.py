@@ -224,8 +224,8 @@ def die_with_parent() -> None:
 
 def _describe(error: BaseException) -> str:
     tail = traceback.extract_tb(error.__traceback__)[-1:]
-    where = "".join(f" ({Path(f.filename).name}:{f.lineno})" for f in tail)
-    return f"{type(error).__name__}: {str(error).strip() or 'no message'}{where}"
+    location = "".join(f" ({Path(f.filename).name}:{f.lineno})" for f in tail)
+    return f"{type(error).__name__}: {str(error).strip() or 'no message'}{location}"
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -248,10 +248,10 @@ def _limit_memory(limit: int | None) -> None:
     status = Path(f"/proc/{os.getpid()}/status").read_text()
     used = next((int(x.split()[1]) << 10 for x in status.splitlines() if x.startswith("VmData")), 0)
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    wanted = used + limit
+    new_limit = used + limit
     resource.setrlimit(
         resource.RLIMIT_DATA,
-        (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard),
+        (new_limit if hard == resource.RLIM_INFINITY else min(new_limit, hard), hard),
     )
 
 

@@ -47,24 +47,24 @@ def quality_cell(cell: Cell, session: Session, seconds: float = 0.0) -> list[Rec
         for outcome in outcomes.values():
             outcome.fail(error)
         return [describe(cell, outcome, session) for outcome in outcomes.values()]
-    sized = dataclasses.replace(cell.workload, sizes=list(data.rows))
-    cell = dataclasses.replace(cell, workload=sized)
-    fits = _train_all(cell, session, data, plan, outcomes)
+    sized_workload = dataclasses.replace(cell.workload, sizes=list(data.rows))
+    cell = dataclasses.replace(cell, workload=sized_workload)
+    trained_models = _train_all(cell, session, data, plan, outcomes)
     session.note("timing steps")
     step_times = step_samples(
-        [one.model for one in fits.values()],
+        [trained.model for trained in trained_models.values()],
         data,
         plan,
         1 if _is_smoke(session) else options["timed_steps"],
         time.perf_counter_ns,
     )
-    for arm, samples in zip(fits, step_times, strict=True):
+    for arm, samples in zip(trained_models, step_times, strict=True):
         outcomes[arm].measured.samples = {"step": samples}
     data_entries = _data_entries(data, plan) | {"lookups": plan.batch * len(data.rows)}
     return [
         describe(cell, outcomes[arm], session, data_entries)
         | {"threads": torch.get_num_threads()}
-        | (_model_entries(fits[arm]) if arm in fits else {})
+        | (_model_entries(trained_models[arm]) if arm in trained_models else {})
         for arm in cell.arms
     ]
 
@@ -99,13 +99,13 @@ def _train_all(
     cell: Cell, session: Session, data: Clicks, plan: TrainingPlan, outcomes: dict[Arm, Outcome]
 ) -> dict[Arm, TrainedModel]:
     """Train every arm, plain tables first, because some methods start from them."""
-    fits: dict[Arm, TrainedModel] = {}
-    plain: StoredTables | None = None
+    trained_models: dict[Arm, TrainedModel] = {}
+    plain_tables: StoredTables | None = None
 
     def make(arm: Arm, rate: float) -> Model:
         task = task_of(data, plan, arm.cache or 1.0, rate)
-        if plain is not None:
-            task = dataclasses.replace(task, trained=plain.weights)
+        if plain_tables is not None:
+            task = dataclasses.replace(task, trained=plain_tables.weights)
         return build(data, plan, arm.contender, task).to(session.device)
 
     def note(arm: Arm) -> Callable[[str], object]:
@@ -113,11 +113,11 @@ def _train_all(
 
     for arm in sorted(cell.arms, key=lambda arm: arm.contender != PLAIN):
         with outcomes[arm].catching():
-            fits[arm] = fit(data, plan, partial(make, arm), note(arm))
-            rows = fits[arm].model.rows
+            trained_models[arm] = fit(data, plan, partial(make, arm), note(arm))
+            rows = trained_models[arm].model.rows
             if arm.contender == PLAIN and isinstance(rows, StoredTables):
-                plain = rows
-    return fits
+                plain_tables = rows
+    return trained_models
 
 
 def _data_entries(data: Clicks, plan: TrainingPlan) -> dict[str, Any]:

@@ -83,7 +83,7 @@ class Load:
         self,
         threads: ThreadPoolExecutor,
         seconds: float,
-        chance: random.Random,
+        rng: random.Random,
         capacity: Load,
     ) -> None:
         """Send a block of requests; `capacity` is the load of closed blocks of as many clients."""
@@ -91,7 +91,7 @@ class Load:
             self.blocks.append(closed_block(threads, self.request, self.clients, seconds))
             return
         rate = self.share * capacity.blocks[-1].per_second
-        times = arrivals(rate, seconds, chance)
+        times = arrivals(rate, seconds, rng)
         self.blocks.append(open_block(threads, self.request, self.clients, times))
         self.offered.append(rate)
 
@@ -151,7 +151,7 @@ def _build(
 ) -> dict[str, Served]:
     """Build, fill and check the tables, in random order; an error becomes the arm's outcome."""
     weights = [fill_(torch.empty(s.rows, s.dim), seed) for seed, s in enumerate(shapes)]
-    built: dict[str, Served] = {}
+    tables_by_arm: dict[str, Served] = {}
     for arm in random.Random(session.seed).sample(cell.arms, len(cell.arms)):
         try:
             session.note(f"{arm.key}|building")
@@ -159,10 +159,10 @@ def _build(
             served.fill(weights)
             session.note(f"{arm.key}|checking")
             verify_served(served, weights, pool.batches[0])
-            built[arm.key] = served
+            tables_by_arm[arm.key] = served
         except Exception as error:  # any error becomes the contender's row
             outcomes[arm.key].fail(error)
-    return built
+    return tables_by_arm
 
 
 def verify_served(served: Served, weights: Sequence[Tensor], batch: Batch) -> None:
@@ -176,15 +176,15 @@ def verify_served(served: Served, weights: Sequence[Tensor], batch: Batch) -> No
         ids, offsets = batch.feature(f)
         offsets = offsets[: CHECKED_BAGS + 1]
         ids = ids[: int(offsets[-1])]
-        wanted = pool_rows(rows, ids, offsets)
-        got = output[: len(wanted), column : column + rows.size(1)]
+        expected_rows = pool_rows(rows, ids, offsets)
+        served_rows = output[: len(expected_rows), column : column + rows.size(1)]
         column += rows.size(1)
-        slack = ROUNDING * float(rows.abs().max()) * torch.ones(len(rows), 1)
+        tolerances = ROUNDING * float(rows.abs().max()) * torch.ones(len(rows), 1)
         if served.bits < 32:
             steps = (rows.amax(1) - rows.amin(1)).unsqueeze(1) / (2**served.bits - 1)
-            slack = slack + 0.6 * steps
-        error, allowed = (got - wanted).abs(), pool_rows(slack, ids, offsets)
-        if got.shape != wanted.shape or not (error <= allowed).all():
+            tolerances = tolerances + 0.6 * steps
+        error, allowed = (served_rows - expected_rows).abs(), pool_rows(tolerances, ids, offsets)
+        if served_rows.shape != expected_rows.shape or not (error <= allowed).all():
             raise Wrong(
                 f"lookup: table {f} differs from float32 rows by up to {float(error.max()):.3g}, "
                 f"allowed is {float(allowed.max()):.3g}"
@@ -217,16 +217,16 @@ def _serve(
     kinds = [(clients, share) for clients in options["clients"] for share in shares]
     loads = {key: {kind: Load(call, *kind) for kind in kinds} for key, call in requests.items()}
     block_s = seconds / max(1, options["rounds"] * len(kinds) * len(requests))
-    chance = random.Random(session.seed)
+    rng = random.Random(session.seed)
     with ThreadPoolExecutor(max(options["clients"])) as threads:
         for clients, share in kinds * options["rounds"]:
-            for key in chance.sample(list(requests), len(requests)):
+            for key in rng.sample(list(requests), len(requests)):
                 if outcomes[key].status != "ok":
                     continue
                 session.note(f"{key}|{clients} clients, load {share:g}")
                 capacity = loads[key][clients, CLOSED]
                 try:
-                    loads[key][clients, share].send(threads, block_s, chance, capacity)
+                    loads[key][clients, share].send(threads, block_s, rng, capacity)
                 except Exception as error:  # any error becomes the contender's row
                     outcomes[key].fail(error)
     for key, by_kind in loads.items():
@@ -245,30 +245,30 @@ def closed_block(
     threads: ThreadPoolExecutor, request: Request, clients: int, seconds: float
 ) -> RequestBlock:
     """Let every client send a request as soon as the last one was answered, each at least once."""
-    together = threading.Barrier(clients)
+    start_barrier = threading.Barrier(clients)
 
     def client(first: int) -> tuple[int, int, list[int]]:
         with torch.inference_mode():  # the mode of a thread
-            together.wait()
+            start_barrier.wait()
             latencies: list[int] = []
             start = now = time.perf_counter_ns()
             end, number = start + int(seconds * NS), first
             while now < end or not latencies:
                 request(number)
-                done = time.perf_counter_ns()
-                latencies.append(done - now)
-                now, number = done, number + clients
+                answered = time.perf_counter_ns()
+                latencies.append(answered - now)
+                now, number = answered, number + clients
             return start, now, latencies
 
     return _gather(threads, client, clients)
 
 
-def arrivals(rate: float, seconds: float, chance: random.Random) -> list[int]:
+def arrivals(rate: float, seconds: float, rng: random.Random) -> list[int]:
     """Return the times in ns, from 0, of random arrivals, at least one: a Poisson process."""
     times = [0.0]
-    while (next_one := times[-1] + chance.expovariate(rate)) < seconds:
+    while (next_one := times[-1] + rng.expovariate(rate)) < seconds:
         times.append(next_one)
-    return [int(at * NS) for at in times]
+    return [int(time_s * NS) for time_s in times]
 
 
 def open_block(
@@ -281,22 +281,22 @@ def open_block(
     def client(_: int) -> tuple[int, int, list[int]]:
         with torch.inference_mode():
             latencies: list[int] = []
-            done = begin
+            answered = begin
             while (number := next(numbers)) < len(times_ns):
-                due = begin + times_ns[number]
-                _wait_until(due)
+                arrival = begin + times_ns[number]
+                _wait_until(arrival)
                 request(number)
-                done = time.perf_counter_ns()
-                latencies.append(done - due)
-            return begin, done, latencies
+                answered = time.perf_counter_ns()
+                latencies.append(answered - arrival)
+            return begin, answered, latencies
 
     return _gather(threads, client, clients)
 
 
 def _wait_until(due_ns: int) -> None:
     """Sleep until shortly before a time, then let other threads run until it has come."""
-    while (left := due_ns - time.perf_counter_ns()) > 0:
-        time.sleep(max(0, left - SPIN_NS) / NS)
+    while (remaining_ns := due_ns - time.perf_counter_ns()) > 0:
+        time.sleep(max(0, remaining_ns - SPIN_NS) / NS)
 
 
 def _gather(
@@ -306,10 +306,15 @@ def _gather(
 
     Else those that are left would disturb the block of the next contender.
     """
-    running = [threads.submit(client, number) for number in range(clients)]
-    wait(running)
-    starts, ends, latencies = zip(*(one.result() for one in running), strict=True)
-    return RequestBlock([ns for own in latencies for ns in own], (max(ends) - min(starts)) / NS)
+    futures = [threads.submit(client, number) for number in range(clients)]
+    wait(futures)
+    starts, ends, latencies = zip(
+        *(client_future.result() for client_future in futures), strict=True
+    )
+    return RequestBlock(
+        [ns for client_latencies in latencies for ns in client_latencies],
+        (max(ends) - min(starts)) / NS,
+    )
 
 
 # Cold start

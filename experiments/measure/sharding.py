@@ -84,18 +84,18 @@ class Predictor:
 
     def of(self, contender: str) -> Record:
         """Return the steps predicted for a contender, for the record; {} if it has no plan."""
-        measured = self.calibration
-        if measured is None or not contender.startswith(registry.SHARDED):
+        calibration = self.calibration
+        if calibration is None or not contender.startswith(registry.SHARDED):
             return {}
         ranks, scaling = self.cell.ranks, self.cell.scaling
-        predicted = [self._step(contender, ranks, scaling, measured)]
+        predicted = [self._step(contender, ranks, scaling, calibration)]
         if 1 < ranks <= self.cores:  # else ranks waited for cores while links were measured
             worlds = self.session.config.sharding
-            beyond = [world for world in worlds.beyond if world > max(worlds.worlds)]
-            links = measured.link_bytes_per_s  # links between nodes were not measured
-            costs = dataclasses.replace(measured, network_bytes_per_s=links)
-            predicted += [self._step(contender, world, scaling, costs) for world in beyond]
-        return {"predicted": predicted, "calibration": calibration_entries(measured)}
+            larger_worlds = [world for world in worlds.beyond if world > max(worlds.worlds)]
+            links = calibration.link_bytes_per_s  # links between nodes were not measured
+            costs = dataclasses.replace(calibration, network_bytes_per_s=links)
+            predicted += [self._step(contender, world, scaling, costs) for world in larger_worlds]
+        return {"predicted": predicted, "calibration": calibration_entries(calibration)}
 
     def _step(
         self, contender: str, ranks: int, scaling: Scaling, costs: planner.Calibration
@@ -165,14 +165,17 @@ def steps_and_parts(contender: Contender, pool: Pool) -> dict[str, Phase]:
     """
     phases = whole_steps(contender, pool)
     try:
-        each = [contender.parts(contender.prepare(batch)) for batch in pool.batches]
+        parts_by_batch = [contender.parts(contender.prepare(batch)) for batch in pool.batches]
     except Exception as error:
         return dict.fromkeys(phases, partial(_fail, error))
-    return phases | {name: partial(_run_nth, [parts[name] for parts in each]) for name in each[0]}
+    return phases | {
+        name: partial(_run_nth, [parts[name] for parts in parts_by_batch])
+        for name in parts_by_batch[0]
+    }
 
 
-def _run_nth(works: list[Callable[[], object]], number: int) -> object:
-    return works[number]()
+def _run_nth(calls: list[Callable[[], object]], number: int) -> object:
+    return calls[number]()
 
 
 def _fail(error: Exception, number: int) -> object:

@@ -1,4 +1,8 @@
-"""Measure a cell of kind time: build and check its contenders, time them, measure their memory."""
+"""Measure a cell of kind time: build and check its contenders, time them, measure their memory.
+
+`measure_cell` runs in a process of its own. Several ranks run it together; `session.sync` then
+makes them agree.
+"""
 
 from __future__ import annotations
 
@@ -46,13 +50,13 @@ def measure_cell(
     shapes = table_shapes(cell.workload, scale=cell.rows_scale)
     pool = make_pool(cell.workload, shapes, timing.pool, session.pool_seed)
     outcomes = {arm.key: Outcome(arm) for arm in cell.arms}
-    built = _build(cell, outcomes, session)
+    contenders = _build(cell, outcomes, session)
     sync = session.sync
     sync.settle(outcomes)
     phases_of = phases_of or whole_steps
     phases = {
         key: sync.phases(key, phases_of(contender, pool))
-        for key, contender in built.items()
+        for key, contender in contenders.items()
         if outcomes[key].status == "ok"
     }
     modes = race_modes(
@@ -62,16 +66,16 @@ def measure_cell(
         outcomes,
         phases,
         lambda mode: sync.clock(clock_for(session.device, mode)),
-        warmed=lambda key: built[key].reset_counters(),
-        counters=lambda key: sync.total(built[key].counters()),
+        warmed=lambda key: contenders[key].reset_counters(),
+        counters=lambda key: sync.total(contenders[key].counters()),
     )
     records, batches = [], facts(pool)
     for in_mode in modes:
         for key in phases:
             if in_mode[key].status == "ok":
                 session.note(f"{key}|weighing")
-                _measure_sizes(in_mode[key], built[key], phases[key], timing)
-                in_mode[key].flops = _flops(built[key], pool)
+                _measure_sizes(in_mode[key], contenders[key], phases[key], timing)
+                in_mode[key].flops = _flops(contenders[key], pool)
         records += [describe(cell, o, session, batches) for o in in_mode.values()]
     return records
 
@@ -145,17 +149,17 @@ def _build(cell: Cell, outcomes: dict[str, Outcome], session: Session) -> dict[s
     The order is random, because memory that is allocated first can be better.
     """
     shapes = table_shapes(cell.workload, scale=cell.rows_scale)
-    small = dataclasses.replace(cell.workload, B=min(VERIFY_BATCH, cell.workload.B))
-    check = make_pool(small, shapes, 1, session.seed + 1).batches[0]
-    built: dict[str, Contender] = {}
+    small_workload = dataclasses.replace(cell.workload, B=min(VERIFY_BATCH, cell.workload.B))
+    check_batch = make_pool(small_workload, shapes, 1, session.seed + 1).batches[0]
+    contenders: dict[str, Contender] = {}
     for arm in random.Random(session.seed).sample(cell.arms, len(cell.arms)):
         with outcomes[arm.key].catching():
             session.note(f"{arm.key}|building")
             contender = build(arm.contender, task_of(cell, arm, session))
             session.note(f"{arm.key}|checking")
-            verify(contender, check)
-            built[arm.key] = contender
-    return built
+            verify(contender, check_batch)
+            contenders[arm.key] = contender
+    return contenders
 
 
 def whole_steps(contender: Contender, pool: Pool) -> dict[str, Phase]:

@@ -27,8 +27,8 @@ def trace_cell(cell: Cell, session: Session, seconds: float) -> list[Record]:
     arm = cell.arms[0]
     session.note(f"{arm.key}|reading")
     shapes = table_shapes(cell.workload, scale=cell.rows_scale)
-    wanted = cell.cache.warm_batches + cell.cache.batches
-    pool = make_pool(cell.workload, shapes, wanted, session.seed)
+    num_batches = cell.cache.warm_batches + cell.cache.batches
+    pool = make_pool(cell.workload, shapes, num_batches, session.seed)
     if len(pool.batches) < MIN_BATCHES:
         raise TraceError(
             f"{cell.workload.file} has {len(pool.batches)} batches of {cell.workload.B:,} samples; "

@@ -122,35 +122,37 @@ def planted(source: DataSource) -> Clicks:
     centres. The log-odds are the sum of the biases, of the products of the vectors of 12 pairs of
     fields, and of a linear function of four numbers.
     """
-    chance = torch.Generator().manual_seed(source.seed)
+    generator = torch.Generator().manual_seed(source.seed)
     count = source.samples or _PLANTED
     sizes = sorted(CRITEO_KAGGLE, reverse=True)[:_FIELDS]
     rows = tuple(max(4, math.ceil(source.scale * size)) for size in sizes)
-    ids = torch.stack([_zipf(n, count, chance) for n in rows], 1)
-    numbers = torch.randn(count, _NUMBERS, generator=chance)
-    odds = -1.0 + 0.3 * numbers @ torch.randn(_NUMBERS, generator=chance)
+    ids = torch.stack([_zipf(n, count, generator) for n in rows], 1)
+    numbers = torch.randn(count, _NUMBERS, generator=generator)
+    odds = -1.0 + 0.3 * numbers @ torch.randn(_NUMBERS, generator=generator)
     vectors = []
     for field, n in enumerate(rows):
-        odds += 0.25 * torch.randn(n, generator=chance)[ids[:, field]]
-        centres = torch.randn(_CLUSTERS, _LATENT, generator=chance)
-        cluster = torch.randint(_CLUSTERS, (n,), generator=chance)
-        table = centres[cluster] + 0.45 * torch.randn(n, _LATENT, generator=chance)
+        odds += 0.25 * torch.randn(n, generator=generator)[ids[:, field]]
+        centres = torch.randn(_CLUSTERS, _LATENT, generator=generator)
+        cluster = torch.randint(_CLUSTERS, (n,), generator=generator)
+        table = centres[cluster] + 0.45 * torch.randn(n, _LATENT, generator=generator)
         vectors.append(table)
     for _ in range(_PAIRS):
-        one, other = torch.randperm(_FIELDS, generator=chance)[:2].tolist()
-        product = (vectors[one][ids[:, one]] * vectors[other][ids[:, other]]).sum(1)
+        first_field, second_field = torch.randperm(_FIELDS, generator=generator)[:2].tolist()
+        product = (
+            vectors[first_field][ids[:, first_field]] * vectors[second_field][ids[:, second_field]]
+        ).sum(1)
         odds += 0.45 / math.sqrt(_LATENT) * product
     chances = torch.sigmoid(odds)
-    labels = (torch.rand(count, generator=chance) < chances).float()
+    labels = (torch.rand(count, generator=generator) < chances).float()
     title = f"planted clicks on {sum(rows):,} ids in order of frequency"
     return Clicks(source.name, title, rows, ids, numbers, labels, _ends(count), chances=chances)
 
 
-def _zipf(rows: int, count: int, chance: torch.Generator) -> Tensor:
+def _zipf(rows: int, count: int, generator: torch.Generator) -> Tensor:
     """Draw `count` ids from a Zipf distribution, whose most frequent id is 0."""
     weights = torch.arange(1, rows + 1, dtype=torch.float64).pow(-_SKEW).cumsum(0)
-    drawn = torch.rand(count, generator=chance, dtype=torch.float64) * weights[-1]
-    return torch.searchsorted(weights, drawn).clamp_(max=rows - 1)
+    draws = torch.rand(count, generator=generator, dtype=torch.float64) * weights[-1]
+    return torch.searchsorted(weights, draws).clamp_(max=rows - 1)
 
 
 def _ends(count: int) -> tuple[int, int]:
@@ -234,8 +236,8 @@ def _clicks(
     ends = _ends(len(ids))
     rows = tuple(int(column.max()) + 1 for column in ids.unbind(1))
     values = np.asarray(numbers, dtype=np.float64)
-    mean, spread = values[: ends[0]].mean(0), values[: ends[0]].std(0)
-    standard = (values - mean) / np.where(spread > 0, spread, 1)
+    mean, deviation = values[: ends[0]].mean(0), values[: ends[0]].std(0)
+    standard = (values - mean) / np.where(deviation > 0, deviation, 1)
     label = torch.from_numpy(np.asarray(labels, dtype=np.float32))
     return Clicks(source.name, title, rows, ids, torch.from_numpy(standard).float(), label, ends)
 
@@ -280,25 +282,25 @@ def interactions(source: DataSource) -> Clicks:
     path = Path(source.path)
     names = ["user", "item", "time"]
     if path.suffix == ".npz":
-        with np.load(path, allow_pickle=False) as stored:
-            if missing := sorted(set(names) - set(stored)):
+        with np.load(path, allow_pickle=False) as arrays:
+            if missing := sorted(set(names) - set(arrays)):
                 raise Unreadable(f"{path} has no array {', '.join(missing)}")
-            frame = pd.DataFrame({name: stored[name] for name in names})
+            frame = pd.DataFrame({name: arrays[name] for name in names})
     else:
         frame = pd.read_csv(path)
         if missing := sorted(set(names) - set(frame)):
             raise Unreadable(f"{path} has no column {', '.join(missing)}")
     frame = _first(frame.sort_values("time", kind="stable"), source)
-    chance = np.random.default_rng(source.seed)
-    other = frame.assign(item=chance.permutation(frame["item"].to_numpy()))
-    both = pd.concat([frame.assign(label=1), other.assign(label=0)])
-    both = both.sort_values("time", kind="stable")
+    rng = np.random.default_rng(source.seed)
+    negatives = frame.assign(item=rng.permutation(frame["item"].to_numpy()))
+    samples = pd.concat([frame.assign(label=1), negatives.assign(label=0)])
+    samples = samples.sort_values("time", kind="stable")
     return _clicks(
         source,
         f"interactions of {path.name}: did it happen?",
-        both[["user", "item"]],
-        both[["time"]].to_numpy(),
-        both["label"] == 1,
+        samples[["user", "item"]],
+        samples[["time"]].to_numpy(),
+        samples["label"] == 1,
     )
 
 

@@ -112,11 +112,11 @@ class StoredTables(Method):
 
     def _count_table(self, config: EmbeddingBagConfig) -> None:
         """Count the bytes of a table, without optimizer states."""
-        whole = storage.TableSlice.whole(config)
-        nbytes = int(config.storage.nbytes(whole, _NO_STATES, "cpu").device)
+        table_slice = storage.TableSlice.whole(config)
+        nbytes = int(config.storage.nbytes(table_slice, _NO_STATES, "cpu").device)
         self.count(nbytes)
         if isinstance(config.storage, storage.Dense):
-            served = int(QUANTISED.nbytes(whole, None, "cpu").device)
+            served = int(QUANTISED.nbytes(table_slice, None, "cpu").device)
             self.served_bytes += served - nbytes
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -194,9 +194,9 @@ def quotient_remainder(
 def train_spec(task: MethodTask, table: int, ids: Any) -> emblib.TTSpec:
     """Return the tensor train of the largest ranks that fit into the permitted bytes."""
     rows = task.rows[table]
-    like = emblib.TTSpec(rows, task.dim, (1, 1), ids=ids, seed=table)
+    one_rank_spec = emblib.TTSpec(rows, task.dim, (1, 1), ids=ids, seed=table)
     try:
-        return emblib.TTSpec.for_bytes(rows, task.dim, task.nbytes(table), like=like)
+        return emblib.TTSpec.for_bytes(rows, task.dim, task.nbytes(table), like=one_rank_spec)
     except ValueError as error:
         raise Unsupported(str(error)) from error
 

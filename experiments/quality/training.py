@@ -71,8 +71,10 @@ class Model(nn.Module):
         self.rows: Method = rows
         self.large = data.large(plan.large)
         self.small = [f for f in range(len(data.rows)) if f not in self.large]
-        rest = MethodTask(tuple(data.rows[f] for f in self.small), plan.dim, 1.0, rows.task.rate)
-        self.others = METHODS[PLAIN](rest) if self.small else None
+        plain_task = MethodTask(
+            tuple(data.rows[f] for f in self.small), plan.dim, 1.0, rows.task.rate
+        )
+        self.others = METHODS[PLAIN](plain_task) if self.small else None
         self.numbers = nn.Linear(data.numbers.size(1), plan.dim)
         count = 1 + len(data.rows)
         self.register_buffer("pairs", torch.triu_indices(count, count, 1), persistent=False)
@@ -89,8 +91,8 @@ class Model(nn.Module):
             fields.append(self.others(ids[:, self.small]))
         vectors = torch.cat(fields, 1)
         products = torch.bmm(vectors, vectors.transpose(1, 2))
-        one, other = self.pairs.unbind()
-        odds: Tensor = self.top(torch.cat([dense, products[:, one, other]], 1))
+        first_fields, second_fields = self.pairs.unbind()
+        odds: Tensor = self.top(torch.cat([dense, products[:, first_fields, second_fields]], 1))
         return odds.squeeze(1)
 
     def step(self, ids: Tensor, numbers: Tensor, labels: Tensor) -> None:
@@ -129,11 +131,11 @@ def fit(
         make: function that returns an untrained model for a learning rate of tables.
         note: function that is called with the present activity.
     """
-    fits = []
+    trained = []
     for rate in plan.rates:
         note(f"training, rate {rate:g}")
-        fits.append(_fit_once(data, plan, make(rate), rate))
-    return min(fits, key=lambda one: one.valid.loss)
+        trained.append(_fit_once(data, plan, make(rate), rate))
+    return min(trained, key=lambda one: one.valid.loss)
 
 
 def _fit_once(data: Clicks, plan: TrainingPlan, model: Model, rate: float) -> TrainedModel:
@@ -153,8 +155,8 @@ def _fit_once(data: Clicks, plan: TrainingPlan, model: Model, rate: float) -> Tr
 
 def batches(data: Clicks, plan: TrainingPlan, epoch: int) -> Iterator[Tensor]:
     """Yield the samples of each step of an epoch, which depend on the seed only."""
-    chance = torch.Generator().manual_seed(1000 * plan.seed + epoch)
-    order = torch.randperm(data.ends[0], generator=chance)
+    generator = torch.Generator().manual_seed(1000 * plan.seed + epoch)
+    order = torch.randperm(data.ends[0], generator=generator)
     yield from order.split(plan.batch)
 
 
@@ -198,7 +200,7 @@ def step_samples(
 
     `clock` is in nanoseconds; a first round warms up.
     """
-    chance = torch.Generator().manual_seed(plan.seed)
+    generator = torch.Generator().manual_seed(plan.seed)
     samples: list[list[tuple[int, float]]] = [[] for _ in models]
     for model in models:
         model.train()
@@ -206,11 +208,11 @@ def step_samples(
     for number in range(rounds + 1):
         batch = next(stream)
         inputs = data.ids[batch], data.numbers[batch], data.labels[batch]
-        for which in torch.randperm(len(models), generator=chance).tolist():
+        for model_index in torch.randperm(len(models), generator=generator).tolist():
             start = clock()
-            models[which].step(*inputs)
+            models[model_index].step(*inputs)
             if number:
-                samples[which].append((number, (clock() - start) / 1e9))
+                samples[model_index].append((number, (clock() - start) / 1e9))
     return samples
 
 

@@ -59,28 +59,28 @@ def _rows_by_phase(run: Run, cell: str, arm: str) -> Rows:
 def _headline(run: Run, step: dict[str, Any], base: dict[str, Any]) -> str:
     """State what a step of the subject saves and costs on the headline workload."""
     subject, baseline, ratio = run.subject.label, run.baseline.label, text.ratio(step)
-    weights, plain = step["weights_bytes"], base["weights_bytes"]
+    weights, base_bytes = step["weights_bytes"], base["weights_bytes"]
     cost = f"{subject} takes {ratio} the step time of {baseline}"
     if step["ratio_hi"] < 1:
         faster = f"{subject} is {text.times(1 / step['ratio'])} as fast as {baseline}"
         cost = f"{faster}: it takes {ratio} its step time"
-    saved, memory = "", f" with the same memory ({text.size(weights)})"
-    if weights != plain:
-        share, sizes = plain / weights, f"{text.size(weights)} against {text.size(plain)}"
-        of = "of the memory" if share >= 1 else "the memory"
-        saved = f"{subject} needs {text.fraction(share)} {of} of {baseline} ({sizes}); "
+    saving, memory = "", f" with the same memory ({text.size(weights)})"
+    if weights != base_bytes:
+        share, sizes = base_bytes / weights, f"{text.size(weights)} against {text.size(base_bytes)}"
+        share_words = "of the memory" if share >= 1 else "the memory"
+        saving = f"{subject} needs {text.fraction(share)} {share_words} of {baseline} ({sizes}); "
         cost, memory = cost.replace(subject, "it", 1), ""
     scale = step["rows_scale"]
     scaled = f" scaled to {text.digits(100 * scale)} % of the rows" if scale < 1 else ""
     mode = "" if step["mode"] == Mode.hot.value else f", mode {step['mode']}"
-    word = text.verdict(step["verdict"])  # empty: too few processes
+    verdict_word = text.verdict(step["verdict"])  # empty: too few processes
     processes = text.count(step["processes"], "process", "processes")
-    verdict = f"; {word}, {processes}" if word else ""
-    if word == "unsure" and math.isfinite(step["visible"]):
+    verdict = f"; {verdict_word}, {processes}" if verdict_word else ""
+    if verdict_word == "unsure" and math.isfinite(step["visible"]):
         percent = f"{100 * step['visible']:.1f} %"
         verdict = f"; unsure: {processes} can show differences of {percent} or more"
     times = f"{text.seconds(step['median_s'])} against {text.seconds(base['median_s'])}"
-    return f"On {run.title(run.headline)}{scaled}, {saved}{cost} ({times}{mode}{verdict}){memory}."
+    return f"On {run.title(run.headline)}{scaled}, {saving}{cost} ({times}{mode}{verdict}){memory}."
 
 
 def _gain(run: Run, cell: str) -> str:
@@ -120,15 +120,15 @@ def tiles(run: Run) -> list[Tile]:
     subject = _rows_by_phase(first, cell, run.subject.key) if cell else {}
     if not subject or subject["step"]["status"] != "ok":
         return []
-    step, shown = subject["step"], []
+    step, result = subject["step"], []
     if step["compression"] != 1:
-        shown.append(Tile(text.fraction(step["compression"]), "of the plain tables' memory"))
+        result.append(Tile(text.fraction(step["compression"]), "of the plain tables' memory"))
     for phase in ("step", "forward"):
         row = subject[phase]
         if not text.missing(row["ratio"]):
-            word = text.verdict(row["verdict"])
+            verdict = text.verdict(row["verdict"])
             interval = text.interval(row["ratio_lo"], row["ratio_hi"])
-            meaning = f"{phase} time of {run.baseline.label} {interval}{word and ': ' + word}"
-            shown.append(Tile(text.times(row["ratio"]), meaning, STYLES.get(word, "")))
+            meaning = f"{phase} time of {run.baseline.label} {interval}{verdict and ': ' + verdict}"
+            result.append(Tile(text.times(row["ratio"]), meaning, STYLES.get(verdict, "")))
     rate = text.digits(step["lookups"] / step["median_s"] / 1e6)
-    return [*shown, Tile(f"{rate} M/s", f"lookups through {run.subject.label}")]
+    return [*result, Tile(f"{rate} M/s", f"lookups through {run.subject.label}")]

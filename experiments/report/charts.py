@@ -171,11 +171,11 @@ def curves(
         if names == "points":
             written += _point_names(axes, lines)
         elif names == "ends":
-            named = [line for line in lines if line.label]
-            right = max((max(line.x) for line in named), default=0.0)
+            labelled_lines = [line for line in lines if line.label]
+            right = max((max(line.x) for line in labelled_lines), default=0.0)
             written += [
                 Name(line.label, (list(line.x)[-1], list(line.y)[-1]), right, line.colour, 12)
-                for line in named
+                for line in labelled_lines
             ]
         elif names and axes.get_legend_handles_labels()[1]:
             _legend(axes, names, columns)
@@ -217,6 +217,7 @@ def _legend(axes: Axes, position: str, columns: int) -> None:
 
 
 def _curve(axes: Axes, line: Curve) -> None:
+    """Draw one curve with its error bars or band, and the names of its points."""
     x, y = list(line.x), list(line.y)
     style: dict[str, Any] = {
         "color": line.colour,
@@ -235,16 +236,16 @@ def _curve(axes: Axes, line: Curve) -> None:
     if has_interval and line.band:
         axes.fill_between(x, low, high, color=line.colour, alpha=0.2, lw=0)
     if has_interval and not line.band:
-        below = [max(0.0, b - a) for a, b in zip(low, y, strict=True)]
-        over = [max(0.0, b - a) for a, b in zip(y, high, strict=True)]
-        axes.errorbar(x, y, yerr=[below, over], capsize=3, **style)
+        errors_below = [max(0.0, b - a) for a, b in zip(low, y, strict=True)]
+        errors_above = [max(0.0, b - a) for a, b in zip(y, high, strict=True)]
+        axes.errorbar(x, y, yerr=[errors_below, errors_above], capsize=3, **style)
     else:
         axes.plot(x, y, **style)
-    for at, name in zip(zip(x, y, strict=True), line.names, strict=False):
+    for point, name in zip(zip(x, y, strict=True), line.names, strict=False):
         if line.offset != (0, 0):
             axes.annotate(
                 name,
-                at,
+                point,
                 line.offset,
                 textcoords="offset points",
                 color=line.colour,
@@ -305,9 +306,11 @@ def _edge_names(lines: Sequence[Curve], marks: Sequence[Mark]) -> list[Name]:
 def _point_names(axes: Axes, lines: Sequence[Curve]) -> list[Name]:
     """Return the names of points, written towards the middle of the panel."""
     low, high = axes.get_xlim()
-    middle = math.sqrt(low * high) if axes.get_xscale() == "log" else (low + high) / 2
+    panel_middle = math.sqrt(low * high) if axes.get_xscale() == "log" else (low + high) / 2
     return [
-        Name(name, (x, y), _end_of(line, x, middle), line.colour, 9 if x < middle else -9)
+        Name(
+            name, (x, y), _end_of(line, x, panel_middle), line.colour, 9 if x < panel_middle else -9
+        )
         for line in lines
         for x, y, name in zip(line.x, line.y, line.names, strict=True)
     ]
@@ -330,32 +333,38 @@ def _write_names(axes: Axes, names: Sequence[Name]) -> None:
     canvas = cast(Canvas, axes.figure)
     scale = 72 / canvas.dpi
     low, high = axes.bbox.y0 * scale, axes.bbox.y1 * scale
-    edge = [name for name in names if name.at_edge]
-    right = [name for name in names if name.shift > 0 and not name.at_edge]
-    left = [name for name in names if name.shift <= 0]
-    groups = [[*right, *left]] if _meet(axes, right, left) else [right, left]
-    for group in (*groups, edge):
-        placed = [(_height(axes, name), name) for name in group]
-        placed.sort(key=lambda pair: pair[0])
-        wanted = [height for height, _ in placed]
-        for (wish, name), height in zip(
-            placed, spread_apart(wanted, NAME_POINTS, low, high), strict=True
+    edge_names = [name for name in names if name.at_edge]
+    right_names = [name for name in names if name.shift > 0 and not name.at_edge]
+    left_names = [name for name in names if name.shift <= 0]
+    groups = (
+        [[*right_names, *left_names]]
+        if _meet(axes, right_names, left_names)
+        else [right_names, left_names]
+    )
+    for group in (*groups, edge_names):
+        names_by_height = [(_height(axes, name), name) for name in group]
+        names_by_height.sort(key=lambda pair: pair[0])
+        wanted_heights = [height for height, _ in names_by_height]
+        for (wanted_height, name), height in zip(
+            names_by_height, spread_apart(wanted_heights, NAME_POINTS, low, high), strict=True
         ):
-            moved = abs(height - wish) > NAME_POINTS / 3
+            is_moved = abs(height - wanted_height) > NAME_POINTS / 3
             y = float(axes.transData.inverted().transform((0.0, height / scale))[1])
-            across = name.transform(axes)
+            name_transform = name.transform(axes)
             axes.annotate(
                 name.words,
                 name.point,
                 (name.x, y),
-                xycoords=across,
-                textcoords=offset_copy(across, canvas, x=name.shift, units="points"),
+                xycoords=name_transform,
+                textcoords=offset_copy(name_transform, canvas, x=name.shift, units="points"),
                 color=name.colour,
                 ha="left" if name.shift > 0 else "right",
                 va="center",
                 fontsize=8 if name.at_edge else 9,
                 annotation_clip=False,
-                arrowprops={"arrowstyle": "-", "color": name.colour, "lw": 0.6} if moved else None,
+                arrowprops={"arrowstyle": "-", "color": name.colour, "lw": 0.6}
+                if is_moved
+                else None,
             )
 
 
@@ -364,17 +373,21 @@ def _height(axes: Axes, name: Name) -> float:
     return float(name.transform(axes).transform(name.point)[1]) * 72 / axes.figure.dpi
 
 
-def _meet(axes: Axes, right: Sequence[Name], left: Sequence[Name]) -> bool:
+def _meet(axes: Axes, right_names: Sequence[Name], left_names: Sequence[Name]) -> bool:
     """Return whether a name right of its point would overlap one left of its point."""
 
     def end(name: Name) -> float:
         x = float(axes.transData.transform((name.x, 1.0))[0]) * 72 / axes.figure.dpi
         return x + name.shift + math.copysign(LETTER_POINTS * len(name.words), name.shift)
 
-    return bool(right and left) and max(map(end, right)) > min(map(end, left))
+    return bool(right_names and left_names) and max(map(end, right_names)) > min(
+        map(end, left_names)
+    )
 
 
-def spread_apart(wanted: Sequence[float], gap: float, low: float, high: float) -> list[float]:
+def spread_apart(
+    wanted_heights: Sequence[float], gap: float, low: float, high: float
+) -> list[float]:
     """Return ascending heights at least `gap` apart, as near to the wanted heights as possible.
 
     Neighbours that would overlap form a block around the mean of their wanted heights; blocks merge
@@ -383,14 +396,14 @@ def spread_apart(wanted: Sequence[float], gap: float, low: float, high: float) -
     blocks: list[
         list[float]
     ] = []  # [sum of the first heights that members want, number of members]
-    for height in sorted(wanted):
+    for height in sorted(wanted_heights):
         blocks.append([height, 1.0])
         while len(blocks) > 1:
-            (total, count), (added, more) = blocks[-2:]
-            if added / more - total / count >= count * gap:
+            (total, count), (added, count_added) = blocks[-2:]
+            if added / count_added - total / count >= count * gap:
                 break
             # The block's first height is the mean of each member's own less its distance.
-            blocks[-2:] = [[total + added - more * count * gap, count + more]]
+            blocks[-2:] = [[total + added - count_added * count * gap, count + count_added]]
     heights: list[float] = []
     for total, count in blocks:
         first = min(total / count, high - (count - 1) * gap)
@@ -451,17 +464,18 @@ def row_chart(
 
 def _dodged(indices: Sequence[int]) -> list[float]:
     """Return heights of rows by the index of their label; those of one label around it."""
-    counts, drawn = Counter(indices), Counter[int]()
+    counts, num_placed = Counter(indices), Counter[int]()
     heights = []
     for index in indices:
         count = counts[index]
         gap = min(0.16, 0.64 / count)
-        heights.append(index + gap * (drawn[index] - (count - 1) / 2))
-        drawn[index] += 1
+        heights.append(index + gap * (num_placed[index] - (count - 1) / 2))
+        num_placed[index] += 1
     return heights
 
 
 def _dot(axes: Axes, row: Row, y: float) -> None:
+    """Draw one row of a row chart at height `y`: interval, value, and small dots of processes."""
     if math.isfinite(row.margin):
         edges = (1 / (1 + row.margin), 1 + row.margin)
         axes.fill_betweenx((y - 0.5, y + 0.5), *edges, color=GRID, alpha=0.6, lw=0)

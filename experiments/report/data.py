@@ -1,4 +1,8 @@
-"""A run directory read back: everything that a report needs, and nothing else."""
+"""A run directory read back: everything that a report needs, and nothing else.
+
+A *section* is a case by name, or "sweep"; a cell is a workload with its arms. `table` is
+results.csv: a row per cell, arm, mode and phase, over all processes.
+"""
 
 from __future__ import annotations
 
@@ -148,8 +152,8 @@ class Run:
 
     def case_reports(self) -> list[CaseReport]:
         """Return what cases of other kinds add to the report."""
-        others = dict.fromkeys(r.get("kind", TIME) for r in self.records)
-        kinds = (find(name) for name in others if name != self.kind.name)
+        kind_names = dict.fromkeys(r.get("kind", TIME) for r in self.records)
+        kinds = (find(name) for name in kind_names if name != self.kind.name)
         return [kind.case_report(self) for kind in kinds]
 
     @property
@@ -207,12 +211,12 @@ class Run:
     def passes(self) -> Mapping[str, int]:
         """Return the number of processes that measured each cell."""
         kinds = {name: find(name).reporting.compared for name in KINDS}
-        judged = {
+        processes = {
             (r["cell"], replicate_of(r))
             for r in self.records
             if kinds[r.get("kind", TIME)] is Compared.PROCESSES
         }
-        return Counter(cell for cell, _ in judged)
+        return Counter(cell for cell, _ in processes)
 
     @property
     def planned(self) -> int:
@@ -234,8 +238,8 @@ class Run:
         if not len(rows):
             return rows.assign(x=[])
         base = rows.iloc[0]
-        others = [other for other in AXES if other != axis]
-        rows = rows[(rows[others] == base[others]).all(axis=1) & (rows["status"] == "ok")]
+        fixed_axes = [axis_name for axis_name in AXES if axis_name != axis]
+        rows = rows[(rows[fixed_axes] == base[fixed_axes]).all(axis=1) & (rows["status"] == "ok")]
         if axis != "rank":  # one variant per contender
             ranks = {0, *(int(r) for r in self.config.tt.ranks)}
             sizes = [0.0, *self.config.cache.fractions[:1]] if "cache" in self.config else [0.0]

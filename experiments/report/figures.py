@@ -1,4 +1,8 @@
-"""The figures of contenders timed together, in the order in which they argue."""
+"""The figures of contenders timed together, in the order in which they argue.
+
+A function returns a list, which is empty where the run has nothing to draw. Rows are those of
+`Run.table`; `Drawing`s are drawn later, by `report.style`.
+"""
 
 from __future__ import annotations
 
@@ -29,10 +33,10 @@ SAME_MEMORY = 1.05  # ratio of the most to the least memory, up to which it is t
 
 def figures(run: Run) -> list[Figure]:
     """Return every figure that this run of one mode has the data for, the main one first."""
-    drawn = [*cost_figures(run), *ratios.forest_figures(run), *ratios.speedup_figures(run)]
-    drawn += [*new_key_figures(run), *sweep_figures(run)]
-    drawn += [*roofline_figures(run), *published(run)]
-    return [f for f in (*drawn, *sample_figures(run)) if f.panels]
+    result = [*cost_figures(run), *ratios.forest_figures(run), *ratios.speedup_figures(run)]
+    result += [*new_key_figures(run), *sweep_figures(run)]
+    result += [*roofline_figures(run), *published(run)]
+    return [f for f in (*result, *sample_figures(run)) if f.panels]
 
 
 def subtitle(run: Run) -> str:
@@ -43,8 +47,8 @@ def subtitle(run: Run) -> str:
     parts += [f"emblib {text.commit(e) or 'no git'}", run.config.optimizer, "+".join(run.modes)]
     processes = sorted(set(run.passes().values()))
     if processes:
-        most = f"{processes[0]}–{processes[-1]}" if len(processes) > 1 else f"{processes[0]}"
-        parts.append(f"{most} process{'es' * (processes[-1] > 1)} per cell")
+        count = f"{processes[0]}–{processes[-1]}" if len(processes) > 1 else f"{processes[0]}"
+        parts.append(f"{count} process{'es' * (processes[-1] > 1)} per cell")
     return " · ".join(str(p) for p in (*parts, f"timing {run.config.timing.preset}"))
 
 
@@ -65,13 +69,13 @@ def cost_figures(run: Run) -> list[Figure]:
     if not len(rows):
         return []
     sizes = rows["weights_bytes"]
-    draw, height, what = _time_by_memory, HEIGHT, "Time against memory"
+    draw, height, quantity = _time_by_memory, HEIGHT, "Time against memory"
     caption = (
         "Each mark is one contender: parameters on the horizontal axis, median time of one "
         "batch on the vertical one, with quartiles. Left and down is better."
     )
     if sizes.max() <= SAME_MEMORY * sizes.min():
-        draw, height, what = _time_bars, 1.3 + BAR_HEIGHT * rows["arm"].nunique(), "Time"
+        draw, height, quantity = _time_bars, 1.3 + BAR_HEIGHT * rows["arm"].nunique(), "Time"
         caption = (
             "Bars: median time of one batch; lines: quartiles; then the time ÷ that of "
             f"{run.baseline.label}. All need {text.size(sizes.max())}. Shorter is better."
@@ -80,11 +84,12 @@ def cost_figures(run: Run) -> list[Figure]:
         Panel(f"Time of {title}", draw(rows[rows["phase"] == phase]), height=height)
         for phase, title in PHASES.items()
     ]
-    title = f"{what} on {run.title(run.headline)}"
+    title = f"{quantity} on {run.title(run.headline)}"
     return [Figure("cost_and_memory", title, caption, run.sizes(run.headline), panels)]
 
 
 def _time_by_memory(rows: pd.DataFrame) -> Drawing:
+    """Draw the time of each contender against its memory."""
     lines = [
         contender_curve(
             str(name),
@@ -99,11 +104,12 @@ def _time_by_memory(rows: pd.DataFrame) -> Drawing:
         for name, unsorted in rows.groupby("contender", sort=False)
         for group in [unsorted.sort_values("weights_bytes")]
     ]
-    across, up = Scale("parameters (MB)", log=10), Scale("time per batch (ms)", log=10)
-    return curves(lines, across, up, names="points")
+    x_scale, y_scale = Scale("parameters (MB)", log=10), Scale("time per batch (ms)", log=10)
+    return curves(lines, x_scale, y_scale, names="points")
 
 
 def _time_bars(rows: pd.DataFrame) -> Drawing:
+    """Draw the time of each contender as a bar, the fastest first."""
     lines = [
         Row(
             str(row["label"]),
@@ -117,8 +123,8 @@ def _time_bars(rows: pd.DataFrame) -> Drawing:
         for _, row in rows.sort_values("median_s").iterrows()
     ]
     longest = max(max(line.value, line.hi) for line in lines)
-    across = Scale("time per batch (ms)", low=0, reach=(0, 1.35 * longest))  # room for the words
-    return row_chart(lines, across)
+    x_scale = Scale("time per batch (ms)", low=0, reach=(0, 1.35 * longest))  # room for the words
+    return row_chart(lines, x_scale)
 
 
 def modes(run: Run) -> list[Figure]:
@@ -127,7 +133,7 @@ def modes(run: Run) -> list[Figure]:
     if len(run.modes) < 2 or not len(rows):
         return []
     panels, last = [], len(run.modes) - 1
-    across = Scale("", ticks=range(last + 1), names=run.modes, low=-0.5, high=last + 0.5)
+    x_scale = Scale("", ticks=range(last + 1), names=run.modes, low=-0.5, high=last + 0.5)
     for phase in PHASES:
         groups = list(rows[rows["phase"] == phase].groupby("arm", sort=False))
         lines = [
@@ -142,7 +148,7 @@ def modes(run: Run) -> list[Figure]:
             )
             for number, (_, group) in enumerate(groups)
         ]
-        drawing = curves(lines, across, Scale("time per batch (ms)", log=10), names="ends")
+        drawing = curves(lines, x_scale, Scale("time per batch (ms)", log=10), names="ends")
         panels.append(Panel(phase.capitalize(), drawing))
     return [
         Figure(
@@ -158,7 +164,7 @@ def modes(run: Run) -> list[Figure]:
 
 def published(run: Run) -> list[Figure]:
     """Return a figure of each case that has a published time per lookup."""
-    drawn = []
+    result = []
     for section in run.sections():
         case = run.config.cases.get(section)
         steps = select(run.of(section), phase="step", status="ok")
@@ -169,16 +175,16 @@ def published(run: Run) -> list[Figure]:
             (row["label"], row["ns_per_lookup"] / 1e3, colour_of(row["contender"]), False)
             for _, row in steps.sort_values("ns_per_lookup").iterrows()
         ]
-        for other in numbers:
-            name = f"{other['label']}\npublished, other machine"
-            bars.append((name, float(other["value"]), colour_of("published"), True))
+        for number in numbers:
+            name = f"{number['label']}\npublished, other machine"
+            bars.append((name, float(number["value"]), colour_of("published"), True))
         lines = [
-            Row(name, value, colour, bar=True, hollow=theirs, words=f"{value:.3g}")
-            for name, value, colour, theirs in bars
+            Row(name, value, colour, bar=True, hollow=is_published, words=f"{value:.3g}")
+            for name, value, colour, is_published in bars
         ]
         longest = max(line.value for line in lines)
         scale = Scale("µs per lookup of a step (log scale)", log=10, reach=(longest, 1.6 * longest))
-        drawn.append(
+        result.append(
             Figure(
                 f"published_{section}",
                 text.capitalised(run.title(section)),
@@ -188,7 +194,7 @@ def published(run: Run) -> list[Figure]:
                 [Panel("Time per lookup", row_chart(lines, scale), 1.2 * WIDTH)],
             )
         )
-    return drawn
+    return result
 
 
 CONTENDER_SHIFT = 0.055  # shift between contenders of one size, on a logarithmic axis
@@ -204,12 +210,12 @@ def roofline_figures(run: Run) -> list[Figure]:
     method = f" Gather: {roofs.gather_method}." if roofs.gather_gb_s else ""
     device = ceilings.of_environment(run.environment)
     theory = device.bandwidth_gb_s if device else None
-    named = f" Dotted: theoretical bandwidth of {device.name}." if device and theory else ""
+    theory_note = f" Dotted: theoretical bandwidth of {device.name}." if device and theory else ""
     return [
         Figure(
             "roofline",
             "Achieved bandwidth and the memory's limits",
-            f"Limits: {limits} bandwidth of memory, measured in the same run.{method}{named} "
+            f"Limits: {limits} bandwidth of memory, measured in the same run.{method}{theory_note} "
             "Hollow: every lookup counted, as most papers do; caches can lift it above the limit. "
             "Filled: each distinct row of a batch counted once, which is nearer to what memory "
             "must deliver. The bytes are those of plain rows for every contender (formula below), "
@@ -226,6 +232,7 @@ def roofline_figures(run: Run) -> list[Figure]:
 
 
 def _roofline(rows: pd.DataFrame, roofs: Roofs, theory: float | None) -> Drawing:
+    """Draw GB/s against bytes per row, with the ceilings of the machine."""
     rows = rows.assign(row_bytes=WEIGHT_BYTES * rows["D"])
     sizes = sorted(int(size) for size in rows["row_bytes"].unique())
     ends = (sizes[0] / 1.6, sizes[-1] * 1.6)
@@ -247,9 +254,9 @@ def _roofline(rows: pd.DataFrame, roofs: Roofs, theory: float | None) -> Drawing
     if theory:
         marks.append(Mark(theory, line=":", words=f"theory {_rate(theory)}"))
     top = max((v for v in (roofs.copy_gb_s, theory, *gather.values()) if v and v > 0), default=1.0)
-    across = Scale("bytes per row (4·D)", log=2, ticks=sizes, low=ends[0], high=ends[1])
-    up = Scale("GB/s", log=10, reach=(top, 1.3 * top))
-    return curves(lines, across, up, names="below", columns=3, marks=marks)
+    x_scale = Scale("bytes per row (4·D)", log=2, ticks=sizes, low=ends[0], high=ends[1])
+    y_scale = Scale("GB/s", log=10, reach=(top, 1.3 * top))
+    return curves(lines, x_scale, y_scale, names="below", columns=3, marks=marks)
 
 
 def _dodge(names: Sequence[str], name: str) -> float:
@@ -290,21 +297,24 @@ def sample_figures(run: Run) -> list[Figure]:
 
 
 def _samples(records: list[dict[str, Any]], phase: str) -> Drawing:
+    """Draw every sample of a phase, a column per contender and process."""
     labels = {r["arm"]: _two_lines(r["label"]) for r in records}
     lines = []
     for number, arm in enumerate(labels):
         processes = sorted((r for r in records if r["arm"] == arm), key=replicate_of)
         width = 0.86 / len(processes)
         for process, record in enumerate(processes):
-            taken = [1e3 * s for s in seconds(record, phase)]
-            left, span = number - 0.43 + process * width, width * (1 - PROCESS_GAP)
-            x = [left + span * (i + 0.5) / len(taken) for i in range(len(taken))]
-            size = 3.2 if len(taken) * len(processes) > FEW_SAMPLES else 6
+            samples_ms = [1e3 * s for s in seconds(record, phase)]
+            x_begin, x_width = number - 0.43 + process * width, width * (1 - PROCESS_GAP)
+            x = [x_begin + x_width * (i + 0.5) / len(samples_ms) for i in range(len(samples_ms))]
+            size = 3.2 if len(samples_ms) * len(processes) > FEW_SAMPLES else 6
             colour = colour_of(record["contender"])
-            lines.append(Curve(x, taken, colour, marker=".", line="", size=size, opacity=0.65))
-            lines.append(Curve([left, left + span], [summarise(taken).median] * 2, width=1.2))
-    across = Scale("", ticks=range(len(labels)), names=list(labels.values()))
-    return curves(lines, across, Scale("time (ms)", log=10))
+            lines.append(Curve(x, samples_ms, colour, marker=".", line="", size=size, opacity=0.65))
+            lines.append(
+                Curve([x_begin, x_begin + x_width], [summarise(samples_ms).median] * 2, width=1.2)
+            )
+    x_scale = Scale("", ticks=range(len(labels)), names=list(labels.values()))
+    return curves(lines, x_scale, Scale("time (ms)", log=10))
 
 
 def _two_lines(label: str) -> str:
@@ -312,8 +322,8 @@ def _two_lines(label: str) -> str:
     gaps = [i for i, c in enumerate(label) if c == " "]
     if len(label) < 9 or not gaps:
         return label
-    at = min(gaps, key=lambda i: abs(i - len(label) / 2))
-    return f"{label[:at]}\n{label[at + 1 :]}"
+    break_position = min(gaps, key=lambda i: abs(i - len(label) / 2))
+    return f"{label[:break_position]}\n{label[break_position + 1 :]}"
 
 
 def sweep_figures(run: Run) -> list[Figure]:
@@ -449,8 +459,8 @@ def _along(
 ) -> Drawing:
     """Return curves along a swept axis, named at their ends."""
     values = sorted({float(v) for v in rows["x"] if axis != "rank" or v > 0})
-    across = Scale(AXIS_NAMES[axis], log=2 * (axis in LOG_AXES), ticks=values)
-    return curves(lines, across, Scale(label, log=10), names="ends", marks=marks)
+    x_scale = Scale(AXIS_NAMES[axis], log=2 * (axis in LOG_AXES), ticks=values)
+    return curves(lines, x_scale, Scale(label, log=10), names="ends", marks=marks)
 
 
 def _by_contender(rows: pd.DataFrame, axis: str) -> Iterable[tuple[str, pd.DataFrame]]:

@@ -85,8 +85,8 @@ def how_to_read(run: Run) -> list[str]:
     if run.kind.reporting.compared < Compared.ROUNDS:
         return []
     notes = [HOW_TO_READ[0], *(MODES[mode] for mode in run.modes if mode in MODES)]
-    several = max(run.passes().values(), default=0) > 1
-    notes += [PROCESSES, VERDICTS] if several else [ONE_PROCESS]
+    has_several = max(run.passes().values(), default=0) > 1
+    notes += [PROCESSES, VERDICTS] if has_several else [ONE_PROCESS]
     notes += HOW_TO_READ[1:]
     ids = {r["params"].get("distribution") for r in run.records}
     notes += [SYNTHETIC] if ids & {"uniform", "zipf"} else []
@@ -97,8 +97,8 @@ def how_to_read(run: Run) -> list[str]:
     notes += [HOST] if any(r.get("wall_samples") for r in run.records) else []
     packages = sorted({pair for r in run.records for pair in r.get("packages", {}).items()})
     if packages:
-        named = ", ".join(f"{package} {version}" for package, version in packages)
-        notes.append(f"Contenders from other packages are those of {named}.")
+        package_versions = ", ".join(f"{package} {version}" for package, version in packages)
+        notes.append(f"Contenders from other packages are those of {package_versions}.")
     return notes
 
 
@@ -176,10 +176,10 @@ def _unfinished(run: Run) -> list[str]:
     sentences, passes = [], run.passes()
     status = run.info.get("status", "finished")
     if status != "finished":
-        done = len({r["cell"] for r in run.records})
-        what = "Interrupted" if status == "interrupted" else f"Ended early ({status})"
+        num_cells = len({r["cell"] for r in run.records})
+        end = "Interrupted" if status == "interrupted" else f"Ended early ({status})"
         sentences.append(
-            f"{what} after {done} of {run.info.get('cells')} cells; the same command goes on."
+            f"{end} after {num_cells} of {run.info.get('cells')} cells; the same command goes on."
         )
     short = [n for n in passes.values() if n < run.planned]
     if short:
@@ -204,5 +204,5 @@ def flag_counts(run: Run) -> dict[str, int]:
     if "flags" not in run.table:
         return {}
     flags = run.table[run.table["phase"] == "step"]["flags"]
-    counts = Counter(flag for words in flags for flag in words.split("; ") if flag)
+    counts = Counter(flag for row_flags in flags for flag in row_flags.split("; ") if flag)
     return dict(counts.most_common())

@@ -42,19 +42,21 @@ def _over_processes(processes: pd.DataFrame) -> dict[str, Any]:
     """Return the outcome of all processes: wrong in one is wrong."""
     # Not string arithmetic on columns: dtypes of texts, of empty columns above all, differ between
     # releases of pandas and with pyarrow.
-    every = zip(processes["status"], processes["reason"], strict=True)
-    bad = [
-        (status, "" if text.missing(why) else str(why)) for status, why in every if status != "ok"
+    outcomes = zip(processes["status"], processes["reason"], strict=True)
+    failures = [
+        (status, "" if text.missing(reason) else str(reason))
+        for status, reason in outcomes
+        if status != "ok"
     ]
-    statuses, reasons = [status for status, _ in bad], [why for _, why in bad]
+    statuses, reasons = [status for status, _ in failures], [reason for _, reason in failures]
     if "wrong" in statuses:
         status = "wrong"
-    elif len(bad) < len(processes):
-        status = "partly" if bad else "ok"
-        reasons = [f"{status}: {why}" for status, why in bad]
+    elif len(failures) < len(processes):
+        status = "partly" if failures else "ok"
+        reasons = [f"{status}: {reason}" for status, reason in failures]
     else:
         status = statuses[0]
-    counts = {"good": len(processes) - len(bad), "total": len(processes)}
+    counts = {"good": len(processes) - len(failures), "total": len(processes)}
     return {
         **processes.iloc[0],
         "status": status,
@@ -68,13 +70,13 @@ def figures(run: Run) -> list[Figure]:
     results = outcome_frame(run)
     if (results["status"] == "ok").all():
         return []
-    words = "; ".join(f"{s}: {MEANING[s]}" for s in MEANING if s in set(results["status"]))
+    legend = "; ".join(f"{s}: {MEANING[s]}" for s in MEANING if s in set(results["status"]))
     results["short"] = results["cell"].map(_short)
     unique = results["short"].nunique() == results["cell"].nunique()
     cells = results["short" if unique else "cell"]
     arms = results["label"]
     # Whichever there is more of stands below each other: names of rows need no tilt.
-    down, across = (arms, cells) if arms.nunique() > cells.nunique() else (cells, arms)
+    y_names, x_names = (arms, cells) if arms.nunique() > cells.nunique() else (cells, arms)
     entries = [
         Square(
             column,
@@ -83,15 +85,15 @@ def figures(run: Run) -> list[Figure]:
             STATUS.get(status, STATUS["error"]),
             0.25 if status == "ok" else 0.6,
         )
-        for column, row, status in zip(across, down, results["status"], strict=True)
+        for column, row, status in zip(x_names, y_names, results["status"], strict=True)
     ]
-    width = max(5.4, 2.6 + 0.55 * across.nunique())
-    height = max(2.2, 0.26 * down.nunique() + 1.6)
+    width = max(5.4, 2.6 + 0.55 * x_names.nunique())
+    height = max(2.2, 0.26 * y_names.nunique() + 1.6)
     return [
         Figure(
             "outcomes",
             "Outcome of every measurement",
-            f"Cells by contenders. {words}. Reasons are in the table.",
+            f"Cells by contenders. {legend}. Reasons are in the table.",
             f"{len(results)} measurements",
             [Panel("Outcomes", squares(entries), width, height)],
         )
@@ -125,8 +127,11 @@ def failures_table(run: Run) -> Table:
 def failures_sentence(run: Run) -> str:
     """Count the measurements that have no result."""
     statuses = outcome_frame(run)["status"]
-    bad = statuses[statuses != "ok"].value_counts()
-    if not len(bad):
+    failures = statuses[statuses != "ok"].value_counts()
+    if not len(failures):
         return run.kind.reporting.success.format(count=len(statuses))
-    words = ", ".join(f"{bad[status]} {status}" for status in MEANING if status in bad)
-    return f"{bad.sum()} of {len(statuses)} measurements have no result, or not all of it: {words}."
+    counts = ", ".join(f"{failures[status]} {status}" for status in MEANING if status in failures)
+    return (
+        f"{failures.sum()} of {len(statuses)} measurements have no result, or not all of it: "
+        f"{counts}."
+    )

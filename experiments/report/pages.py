@@ -24,10 +24,13 @@ def page(run: Run) -> Page:
     answer = run.kind.answer(run)
     if added := [words for case in cases for words in case.answer]:
         answer = [" ".join([*answer[:1], *added]), *answer[1:]]
-    drawn = [section for mode in run.modes for section in mode_sections(run, mode)]
-    main, rest = drawn[:1], drawn[1:]
-    sections = [*main, *(Section(title, [words], table=table) for title, words, table in tables)]
-    sections += rest
+    mode_parts = [section for mode in run.modes for section in mode_sections(run, mode)]
+    first_part, further_parts = mode_parts[:1], mode_parts[1:]
+    sections = [
+        *first_part,
+        *(Section(title, [words], table=table) for title, words, table in tables),
+    ]
+    sections += further_parts
     sections += [
         Section("Failures", [outcomes.failures_sentence(run)], table=outcomes.failures_table(run)),
         Section("How to read this", points=[*notes.how_to_read(run), *run.kind.how_to_read()]),
@@ -64,37 +67,37 @@ def mode_sections(run: Run, mode: str) -> list[Section]:
 
     The first mode also has the figures of the whole run; further modes start folded.
     """
-    alone, first = run.at(mode), mode == run.modes[0]
-    drawn: list[Figure] = []
+    run_in_mode, is_first = run.at(mode), mode == run.modes[0]
+    mode_figures: list[Figure] = []
     if run.config.report.figures:
-        subtitle = figures.subtitle(alone)
-        drawn = [
+        subtitle = figures.subtitle(run_in_mode)
+        mode_figures = [
             dataclasses.replace(
                 figure,
-                name=figure.name if first else f"{figure.name}_{mode}",
-                title=figure.title if first else f"{figure.title} · {mode}",
+                name=figure.name if is_first else f"{figure.name}_{mode}",
+                title=figure.title if is_first else f"{figure.title} · {mode}",
                 subtitle=subtitle,
             )
             for figure in [
-                *run.kind.figures(alone),
-                *(figure for case in alone.case_reports() for figure in case.figures),
+                *run.kind.figures(run_in_mode),
+                *(figure for case in run_in_mode.case_reports() for figure in case.figures),
             ]
         ]
-        drawn += [*figures.modes(run), *outcomes.figures(run)] if first else []
-    cases = [section for name in alone.sections() for section in _case(alone, name)]
-    if first:
+        mode_figures += [*figures.modes(run), *outcomes.figures(run)] if is_first else []
+    cases = [section for name in run_in_mode.sections() for section in _case(run_in_mode, name)]
+    if is_first:
         return [
-            Section("Answer", figures=drawn[:1]),
+            Section("Answer", figures=mode_figures[:1]),
             Section("Results", parts=cases),
-            Section("Figures", figures=drawn[1:]),
+            Section("Figures", figures=mode_figures[1:]),
         ]
     return [
         Section(
             f"Mode: {mode}",
             [notes.MODES.get(mode, "")],
             folded=f"Tables and figures, {mode}",
-            figures=drawn[:1],
-            parts=[*cases, Section(figures=drawn[1:])],
+            figures=mode_figures[:1],
+            parts=[*cases, Section(figures=mode_figures[1:])],
         )
     ]
 

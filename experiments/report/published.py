@@ -130,11 +130,11 @@ def read_publication(path: Path) -> Publication:
     }
     figures = []
     for row in raw.pop("rows", []):
-        where = f"{path.name}, {row.get('name')}"
+        location = f"{path.name}, {row.get('name')}"
         work = {**shared.get("work", {}), **row.get("work", {})}
-        figure = _build(PublishedFigure, {**shared, **row, "work": work}, where)
+        figure = _build(PublishedFigure, {**shared, **row, "work": work}, location)
         if figure.ours is None and not figure.not_here:
-            raise ValueError(f"{where}: say `ours:` or, with the reason, `not_here:`")
+            raise ValueError(f"{location}: say `ours:` or, with the reason, `not_here:`")
         figures.append(figure)
     source = _build(Publication, {"key": path.stem, "figures": [], **raw}, path.name)
     if not figures:
@@ -145,11 +145,11 @@ def read_publication(path: Path) -> Publication:
 T = TypeVar("T", PublishedFigure, Publication)
 
 
-def _build(kind: type[T], values: Mapping[str, Any], where: str) -> T:
+def _build(kind: type[T], values: Mapping[str, Any], location: str) -> T:
     try:
         return cast(T, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(kind), values)))
     except OmegaConfBaseException as error:
-        raise ValueError(f"{where}: {str(error).splitlines()[0]}") from None
+        raise ValueError(f"{location}: {str(error).splitlines()[0]}") from None
 
 
 EXACT, MEASURED = 0.02, 0.15
@@ -195,11 +195,15 @@ def judge_references(extra: Sequence[Path] = (), folder: Path = REFERENCE) -> li
     """Compare every source with each reference of its experiment and each run of `extra`."""
     paths = [path for path in (*runs_in(folder, "*/*"), *extra) if (path / "config.yaml").is_file()]
     runs = [Run.read(path) for path in paths]
-    judged = []
+    judgements = []
     for source in publications():
-        same: list[Run | None] = [run for run in runs if run.config.name == source.experiment]
-        judged += [finding for run in same or [None] for finding in judge_figures(run, source)]
-    return judged
+        runs_of_source: list[Run | None] = [
+            run for run in runs if run.config.name == source.experiment
+        ]
+        judgements += [
+            finding for run in runs_of_source or [None] for finding in judge_figures(run, source)
+        ]
+    return judgements
 
 
 def judge_run(run: Run) -> list[JudgedFigure]:
@@ -227,18 +231,18 @@ def _judge(run: Run | None, source: Publication, figure: PublishedFigure) -> Jud
         row, reason = _row(run, figure, figure.ours)
     if row is None or run is None:
         return JudgedFigure(source, figure, Reproduction.NOT_RUN, reason)
-    ours, lo, hi = _our_number(figure, row)
-    if math.isnan(ours):
+    our_value, lo, hi = _our_number(figure, row)
+    if math.isnan(our_value):
         return JudgedFigure(source, figure, Reproduction.NOT_RUN, "our run has no such number")
     verdict, reason = Reproduction.NOT_RUN, _incomparable(run, figure, row)
     if not reason:
         allowed = EXACT if figure.nature is Nature.exact else MEASURED
-        off = ours / figure.value - 1
-        close = abs(off) <= max(allowed, figure.last_digit / 2 / figure.value)
-        verdict = Reproduction.REPRODUCED if close else Reproduction.DIFFERS
-        reason = f"{abs(100 * off):.1f} % {'above' if off > 0 else 'below'} it"
+        deviation = our_value / figure.value - 1
+        is_close = abs(deviation) <= max(allowed, figure.last_digit / 2 / figure.value)
+        verdict = Reproduction.REPRODUCED if is_close else Reproduction.DIFFERS
+        reason = f"{abs(100 * deviation):.1f} % {'above' if deviation > 0 else 'below'} it"
     device = str(run.environment.get("device", ""))
-    return JudgedFigure(source, figure, verdict, reason, ours, lo, hi, device)
+    return JudgedFigure(source, figure, verdict, reason, our_value, lo, hi, device)
 
 
 def _row(run: Run, figure: PublishedFigure, point: RunPoint) -> tuple[pd.Series | None, str]:
@@ -252,8 +256,8 @@ def _row(run: Run, figure: PublishedFigure, point: RunPoint) -> tuple[pd.Series 
     if not len(table):
         return None, f"our run has no {point.arm} in {point.section}"
     # Judge only the mode in which the published figure was measured.
-    alike = table[table["mode"] == figure.work.get("mode")]
-    row = (alike if len(alike) else table).iloc[0]
+    rows_in_mode = table[table["mode"] == figure.work.get("mode")]
+    row = (rows_in_mode if len(rows_in_mode) else table).iloc[0]
     return (row, "") if row["status"] == "ok" else (None, f"{row['status']}: {row['reason']}")
 
 
@@ -274,15 +278,15 @@ OUR_NUMBERS: Mapping[Quantity, Measure] = {
 def _our_number(figure: PublishedFigure, row: pd.Series) -> tuple[float, float, float]:
     """Return our number and its interval."""
     if figure.quantity is Quantity.times_baseline:
-        ours, *ends = (float(row[name]) for name in ("ratio", "ratio_lo", "ratio_hi"))
+        our_value, *ends = (float(row[name]) for name in ("ratio", "ratio_lo", "ratio_hi"))
     elif figure.quantity in OUR_NUMBERS:
         measure = OUR_NUMBERS[figure.quantity]
-        ours, *ends = (measure(row, float(row[name])) for name in ("median_s", "lo_s", "hi_s"))
+        our_value, *ends = (measure(row, float(row[name])) for name in ("median_s", "lo_s", "hi_s"))
     else:
         return math.nan, math.nan, math.nan
     if figure.nature is Nature.exact:
-        return ours, math.nan, math.nan  # nothing about it is a sample
-    return ours, min(ends), max(ends)
+        return our_value, math.nan, math.nan  # nothing about it is a sample
+    return our_value, min(ends), max(ends)
 
 
 def _incomparable(run: Run, figure: PublishedFigure, row: pd.Series) -> str:
@@ -311,15 +315,15 @@ def work_differences(run: Run, figure: PublishedFigure, row: pd.Series) -> list[
         if r["section"] == row["section"] and r["arm"] == row["arm"] and r["status"] == "ok"
     )
     names = ("optimizer", "rows")
-    ours = {**record["params"], **{name: record[name] for name in names}, "mode": row["mode"]}
+    our_work = {**record["params"], **{name: record[name] for name in names}, "mode": row["mode"]}
 
     def plain(value: Any) -> str:
         return f"{value:,}" if isinstance(value, int) else str(value)
 
     return changes + [
-        f"{key} {plain(ours.get(key))} for {plain(value)}"
+        f"{key} {plain(our_work.get(key))} for {plain(value)}"
         for key, value in figure.work.items()
-        if ours.get(key) != value
+        if our_work.get(key) != value
     ]
 
 

@@ -38,8 +38,8 @@ def forest_figures(run: Run) -> list[Figure]:
     dots = "One process per cell: the interval covers the noise within that process only. "
     if run.table["processes"].max() > 1:
         dots = "Small dots: the ratio within each process. "
-    judged = any(text.verdict(v) for v in run.table["verdict"])
-    band = f"Grey: within {100 * MARGIN:g} %, too small to count. " if judged else ""
+    has_verdicts = any(text.verdict(v) for v in run.table["verdict"])
+    band = f"Grey: within {100 * MARGIN:g} %, too small to count. " if has_verdicts else ""
     return [
         Figure(
             "forest",
@@ -104,21 +104,21 @@ def speedup_figures(run: Run) -> list[Figure]:
     if rows["cell"].nunique() < 2 or not rows["ratio"].notna().any():
         return []
     panels, pair = [], _grid(rows)
-    down, across = pair or ("", "")
+    y_axis, x_axis = pair or ("", "")
     if pair:
-        others = [axis for axis in AXES if axis not in pair]
-        rows = rows[(rows[others] == rows[others].iloc[0]).all(axis=1)].sort_values([*pair])
-        x, y, title = rows[across].map(text.number), rows[down].map(text.number), rows["label"]
+        fixed_axes = [axis for axis in AXES if axis not in pair]
+        rows = rows[(rows[fixed_axes] == rows[fixed_axes].iloc[0]).all(axis=1)].sort_values([*pair])
+        x, y, title = rows[x_axis].map(text.number), rows[y_axis].map(text.number), rows["label"]
     else:
         x, y, title = rows["label"], [sweep_point(run, row) for _, row in rows.iterrows()], ""
     for name, group in rows.assign(x=x, y=y, panel=title).groupby("panel", sort=False):
         for phase in MODEL_PHASES:
-            part = group[group["phase"] == phase]
-            entries = [speedup_square(row, row["x"], row["y"]) for _, row in part.iterrows()]
-            drawing = squares(entries, AXIS_NAMES.get(across, ""), AXIS_NAMES.get(down, ""))
-            height = max(2.2, 0.29 * part["y"].nunique() + 1.3)
-            words = f"{name}, {phase}" if pair else phase.capitalize()
-            panels.append(Panel(words, drawing, WIDTH, height))
+            phase_rows = group[group["phase"] == phase]
+            entries = [speedup_square(row, row["x"], row["y"]) for _, row in phase_rows.iterrows()]
+            drawing = squares(entries, AXIS_NAMES.get(x_axis, ""), AXIS_NAMES.get(y_axis, ""))
+            height = max(2.2, 0.29 * phase_rows["y"].nunique() + 1.3)
+            panel_title = f"{name}, {phase}" if pair else phase.capitalize()
+            panels.append(Panel(panel_title, drawing, WIDTH, height))
     return [
         Figure(
             "speedup",

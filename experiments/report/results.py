@@ -114,15 +114,17 @@ def flatten_environment(tree: dict[str, Any], prefix: str = "") -> list[tuple[st
         elif key == "memory_bytes" and value:
             entries.append((name.replace(" bytes", ""), text.size(value)))
         elif key == "copy_gb_s" and value:
-            shown = f"{text.digits(value)} GB/s (read + write)"
-            entries += [("copy bandwidth", shown)] * (("copy bandwidth", shown) not in entries)
+            bandwidth = f"{text.digits(value)} GB/s (read + write)"
+            entries += [("copy bandwidth", bandwidth)] * (
+                ("copy bandwidth", bandwidth) not in entries
+            )
         elif key == "sgemm_gflop_s" and value:
             entries.append(("float32 matrix products", f"{text.digits(value)} GFLOP/s"))
         elif prefix.endswith("gather gb s "):
             entries.append((f"gather bandwidth, rows of {key} B", f"{text.digits(value)} GB/s"))
         elif value is not None and value != []:
-            shown = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
-            entries.append((name, shown))
+            bandwidth = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+            entries.append((name, bandwidth))
     return entries
 
 

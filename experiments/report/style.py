@@ -113,9 +113,9 @@ def marker_of(contender: str) -> str:
 
 def css_variables() -> dict[str, str]:
     """Return the page's CSS variable by colour; page.css defines both themes."""
-    named = {"ink": INK, "grid": GRID, "slower": SLOWER, "faster": FASTER, **COLOURS}
-    named |= {f"status_{name}": value for name, value in STATUS.items()}
-    return {value: f"--{name.replace('_', '-')}" for name, value in named.items()}
+    colours_by_name = {"ink": INK, "grid": GRID, "slower": SLOWER, "faster": FASTER, **COLOURS}
+    colours_by_name |= {f"status_{name}": value for name, value in STATUS.items()}
+    return {value: f"--{name.replace('_', '-')}" for name, value in colours_by_name.items()}
 
 
 mpl.use("Agg")
@@ -226,13 +226,15 @@ def draw_sheet(figure: Figure, subtitle: str) -> Canvas:
     columns = figure.columns or (2 if count == 4 else min(count, 3))
     rows = -(-count // columns)
     width = max(6.5, (max(p.width for p in figure.panels) - 0.4) * columns)
-    words = [line for text in (figure.sizes, subtitle) for line in wrap(text, int(LETTERS * width))]
+    subtitle_lines = [
+        line for text in (figure.sizes, subtitle) for line in wrap(text, int(LETTERS * width))
+    ]
     title = wrap(figure.title, int(TITLE_LETTERS * width)) or [""]
     tall = max(p.height for p in figure.panels)
     canvas, grid = plt.subplots(
         rows,
         columns,
-        figsize=(width, tall * rows + 0.4 + TITLE_LINE * len(title) + LINE * len(words)),
+        figsize=(width, tall * rows + 0.4 + TITLE_LINE * len(title) + LINE * len(subtitle_lines)),
         layout="constrained",
         squeeze=False,
     )
@@ -242,9 +244,9 @@ def draw_sheet(figure: Figure, subtitle: str) -> Canvas:
     for axes in list(grid.flat)[count:]:
         axes.set_visible(False)
     # The empty lines of the title keep room for the subtitle, which the layout does not know.
-    room = "\n" * max(2, math.ceil(0.75 * len(words)))
+    blank_lines = "\n" * max(2, math.ceil(0.75 * len(subtitle_lines)))
     lines = "\n".join(title)
-    canvas.suptitle(f"{lines}{room}", fontsize=14, fontweight="bold", x=0.01, ha="left")
-    below = 1 - (0.12 + TITLE_LINE * len(title)) / canvas.get_figheight()
-    canvas.text(0.01, below, "\n".join(words), fontsize=9, va="top")
+    canvas.suptitle(f"{lines}{blank_lines}", fontsize=14, fontweight="bold", x=0.01, ha="left")
+    title_bottom = 1 - (0.12 + TITLE_LINE * len(title)) / canvas.get_figheight()
+    canvas.text(0.01, title_bottom, "\n".join(subtitle_lines), fontsize=9, va="top")
     return canvas

@@ -80,10 +80,13 @@ class Table:
         """
         lines = []
         for row in (r for _, r in rows.iterrows()) if isinstance(rows, pd.DataFrame) else rows:
-            failed = bool(names) and row["status"] != "ok"
-            shown = list(columns.values())[: names if failed else None]
-            line = [str(row[of]) if isinstance(of, str) else of(row) for of in shown]
-            if failed:
+            is_failed = bool(names) and row["status"] != "ok"
+            shown_columns = list(columns.values())[: names if is_failed else None]
+            line = [
+                str(row[column]) if isinstance(column, str) else column(row)
+                for column in shown_columns
+            ]
+            if is_failed:
                 line += [str(row["status"]), *[text.NONE] * (len(columns) - names - 1)]
             lines.append([v if isinstance(v, Value) else Value(v) for v in line])
         return cls(list(columns), lines)

@@ -41,12 +41,12 @@ AMOUNTS = (
 def digest(value: Any) -> str:
     """Return a hash, 16 hexadecimal digits, of the JSON of a value; enums count as their values."""
 
-    def plain(other: Any) -> Any:
-        if isinstance(other, enum.Enum):
-            return other.value
-        if dataclasses.is_dataclass(other) and not isinstance(other, type):
-            return dataclasses.asdict(other)
-        raise TypeError(f"{type(other).__name__} has no canonical form")
+    def plain(value: Any) -> Any:
+        if isinstance(value, enum.Enum):
+            return value.value
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            return dataclasses.asdict(value)
+        raise TypeError(f"{type(value).__name__} has no canonical form")
 
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), default=plain)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

@@ -1,4 +1,10 @@
-"""Metrics computed from records by pure functions, so that a new metric needs no new run."""
+"""Metrics computed from records by pure functions, so that a new metric needs no new run.
+
+A *record* is what one arm (a contender) gave in one process, see `store.Record`; a *group* is the
+records of an arm in a cell and mode, one per process. `phase_rows` forms the groups of a kind,
+pairs each with that of its baseline, and makes a row of each phase (a timed call, "forward" or
+"step").
+"""
 
 from __future__ import annotations
 
@@ -57,8 +63,8 @@ def seconds(record: Record, phase: str) -> list[float]:
 
 def host_seconds(group: Sequence[Record], phase: str) -> float:
     """Return the median seconds of the host in a call on a GPU; nan on a CPU."""
-    walls = [float(s) for r in group for _, s in (r.get("wall_samples") or {}).get(phase, [])]
-    return statistics.summarise(walls).median if walls else math.nan
+    host_s = [float(s) for r in group for _, s in (r.get("wall_samples") or {}).get(phase, [])]
+    return statistics.summarise(host_s).median if host_s else math.nan
 
 
 def host_bound(mode: str, gpu_s: float, host_s: float) -> bool:
@@ -140,21 +146,24 @@ def phase_rows(
     """
     groups = group_records(records, kind, lambda r: (r["cell"], r["arm"], mode_of(r)))
     pairs: dict[tuple[str, str], list[tuple[Group, Group]]] = {}
-    measured = []
+    rows_to_make = []
     for (cell, _, mode), group in groups.items():
         base = groups.get((cell, baseline_of(group[0]), mode), [])
         for phase in phases_of(group):
             pairs.setdefault((mode, phase), []).append((group, pair(base, phase)))
-            measured.append((group, mode, phase, base))
+            rows_to_make.append((group, mode, phase, base))
     pools = {key: Pools.of(group_pairs, key[1]) for key, group_pairs in pairs.items()}
     return pd.DataFrame(
-        [row_of(group, phase, base, pools[mode, phase]) for group, mode, phase, base in measured]
+        [
+            row_of(group, phase, base, pools[mode, phase])
+            for group, mode, phase, base in rows_to_make
+        ]
     )
 
 
-def sampled_phases(group: Group, otherwise: str) -> Sequence[str]:
-    """Return the phases with samples in a group, or [`otherwise`] without any."""
-    return next((list(r["samples"]) for r in group if r["samples"]), [otherwise])
+def sampled_phases(group: Group, default: str) -> Sequence[str]:
+    """Return the phases with samples in a group, or [`default`] without any."""
+    return next((list(r["samples"]) for r in group if r["samples"]), [default])
 
 
 @dataclass(frozen=True)
@@ -187,15 +196,16 @@ def mode_of(record: Record) -> str:
 
 
 def _row(
-    group: Sequence[Record], phase: str, base: Sequence[Record], pools: Pools
+    records: Sequence[Record], phase: str, base_records: Sequence[Record], pools: Pools
 ) -> dict[str, Any]:
-    record = next((r for r in group if r["status"] == "ok"), group[0])
-    status, processes = status_of(group), good(group)
-    by_process = [seconds(r, phase) for r in processes]
+    """Return a row of results.csv; arguments as for `row_of` of `phase_rows`."""
+    record = next((r for r in records if r["status"] == "ok"), records[0])
+    status, ok_records = status_of(records), good(records)
+    by_process = [seconds(r, phase) for r in ok_records]
     time = summarise_processes(by_process, pools.times)
-    ends = statistics.tail([s for samples in by_process for s in samples])
-    effect = ratio(processes, good(base), phase, pools.ratios)
-    judged = effect.processes >= PROCESSES_FOR_A_VERDICT
+    tails = statistics.tail([s for samples in by_process for s in samples])
+    effect = ratio(ok_records, good(base_records), phase, pools.ratios)
+    has_verdict = effect.processes >= PROCESSES_FOR_A_VERDICT
     identity = {k: record[k] for k in ("section", "cell", "contender", "rank", "arm", "label")}
     unique = record["unique_rows"] or math.nan
     return {
@@ -206,18 +216,18 @@ def _row(
         "status": status,
         **record["params"],
         **time.columns(),
-        "host_s": (host := host_seconds(processes, phase)),
+        "host_s": (host := host_seconds(ok_records, phase)),
         "host_bound": host_bound(mode_of(record), time.median, host),
-        "min_s": ends.least,
-        "p90_s": ends.p90,
-        "p99_s": ends.p99,
+        "min_s": tails.least,
+        "p90_s": tails.p90,
+        "p99_s": tails.p99,
         "samples": time.n,
-        "processes": len(processes),
+        "processes": len(ok_records),
         "stop_reason": record["stop_reason"],
-        "flags": "; ".join(_flags(group)),
+        "flags": "; ".join(_flags(records)),
         **effect.columns(),
-        "verdict": statistics.verdict(effect, MARGIN).value if judged else "",
-        "visible": statistics.smallest_visible(effect, MARGIN) if judged else math.nan,
+        "verdict": statistics.verdict(effect, MARGIN).value if has_verdict else "",
+        "visible": statistics.smallest_visible(effect, MARGIN) if has_verdict else math.nan,
         "ns_per_lookup": 1e9 * time.median / record["lookups"],
         "lookups_per_s": record["lookups"] / time.median,
         "useful_gb_s": useful_bytes(record, phase) / time.median / 1e9,
@@ -256,9 +266,9 @@ def status_of(group: Sequence[Record]) -> str:
 def _flags(group: Sequence[Record]) -> list[str]:
     """Return the flags of all processes, and that some failed; each once."""
     flags = [flag for r in group for flag in r.get("flags", [])]
-    failed = [r["status"] for r in group if r["status"] != "ok"]
-    if failed and len(failed) < len(group):
-        flags.append(f"{failed[0]} in {len(failed)} of {len(group)} processes")
+    failures = [r["status"] for r in group if r["status"] != "ok"]
+    if failures and len(failures) < len(group):
+        flags.append(f"{failures[0]} in {len(failures)} of {len(group)} processes")
     return list(dict.fromkeys(flags))
 
 
@@ -271,13 +281,13 @@ def summarise_processes(
     interval is widened to contain the median of all samples, which a process with many samples can
     pull away from the mean over processes. `others` is the spread that two processes use.
     """
-    together = statistics.summarise([s for process in samples for s in process])
+    all_samples = statistics.summarise([s for process in samples for s in process])
     medians = [statistics.summarise(process).median for process in samples if process]
     spread = statistics.combine([math.log(m) for m in medians], others)
     if math.isnan(spread.lo):
-        return dataclasses.replace(together, lo=math.nan, hi=math.nan)
-    lo, hi = min(spread.lo, together.median), max(spread.hi, together.median)
-    return dataclasses.replace(together, lo=lo, hi=hi)
+        return dataclasses.replace(all_samples, lo=math.nan, hi=math.nan)
+    lo, hi = min(spread.lo, all_samples.median), max(spread.hi, all_samples.median)
+    return dataclasses.replace(all_samples, lo=lo, hi=hi)
 
 
 def ratio(
@@ -292,14 +302,16 @@ def ratio(
 
 def process_logs(arm: Sequence[Record], base: Sequence[Record], phase: str) -> list[float]:
     """Return log(arm ÷ base) of each process that measured both in a common round."""
-    others = {replicate_of(r): r for r in base}
+    base_by_replicate = {replicate_of(r): r for r in base}
     pairs = [
-        (best_of_rounds(r, phase), best_of_rounds(others[replicate_of(r)], phase))
+        (best_of_rounds(r, phase), best_of_rounds(base_by_replicate[replicate_of(r)], phase))
         for r in arm
-        if replicate_of(r) in others
+        if replicate_of(r) in base_by_replicate
     ]
-    pairs = [(best, other) for best, other in pairs if best.keys() & other.keys()]
-    return [statistics.process_effect(best, other) for best, other in pairs]
+    pairs = [
+        (arm_best, base_best) for arm_best, base_best in pairs if arm_best.keys() & base_best.keys()
+    ]
+    return [statistics.process_effect(arm_best, base_best) for arm_best, base_best in pairs]
 
 
 def timed_columns(
@@ -321,10 +333,10 @@ def replicate_of(record: Record) -> int:
     return int(record.get("replicate", 0))
 
 
-def hit_rate(record: Record, of: str) -> float:
+def hit_rate(record: Record, unit: str) -> float:
     """Return the share of lookups (of="lookup") or rows (of="row") that a cache served, or nan."""
-    counted = record.get("counters") or {}
-    return counted[f"{of}_hits"] / counted[f"{of}s"] if counted.get(f"{of}s") else math.nan
+    counters = record.get("counters") or {}
+    return counters[f"{unit}_hits"] / counters[f"{unit}s"] if counters.get(f"{unit}s") else math.nan
 
 
 def compression(record: Record) -> float:

@@ -1,4 +1,8 @@
-"""Jobs: each measures a cell in a fresh process, or reuses the records of an earlier run."""
+"""Jobs: each measures a cell in a fresh process, or reuses the records of an earlier run.
+
+A cell is a workload with its arms (contenders); a job measures it once. `job_passes` orders the
+jobs, and `earlier_jobs` finds those whose records need not be measured again.
+"""
 
 from __future__ import annotations
 
@@ -70,20 +74,20 @@ def job_passes(cells: Sequence[Cell], config: Config) -> Iterator[list[Job]]:
     """
     headline = config.report.headline
     answer = [cell for cell in cells if headline and cell.section == headline]
-    others = _axes_in_turn([cell for cell in cells if cell not in answer])
-    blocks = [answer, *(others[n : n + BLOCK] for n in range(0, len(others), BLOCK))]
+    other_cells = _axes_in_turn([cell for cell in cells if cell not in answer])
+    blocks = [answer, *(other_cells[n : n + BLOCK] for n in range(0, len(other_cells), BLOCK))]
     numbers = {cell.key: number for number, cell in enumerate(cells)}
     order = 0
     for block in blocks:
         for replicate in range(max((num_replicates(c, config) for c in block), default=0)):
-            chosen = [cell for cell in block if replicate < num_replicates(cell, config)]
+            cells_of_pass = [cell for cell in block if replicate < num_replicates(cell, config)]
             if replicate:
-                random.Random(config.seed + order).shuffle(chosen)
+                random.Random(config.seed + order).shuffle(cells_of_pass)
             yield [
                 Job(cell, replicate, order + position, numbers[cell.key])
-                for position, cell in enumerate(chosen)
+                for position, cell in enumerate(cells_of_pass)
             ]
-            order += len(chosen)
+            order += len(cells_of_pass)
 
 
 def _axes_in_turn(cells: Sequence[Cell]) -> list[Cell]:
@@ -129,7 +133,9 @@ def earlier_jobs(folder: Path, config: Config, context_id: str) -> EarlierJobs:
                 jobs.setdefault((record["point_key"], record["replicate"]), []).append(record)
         for key, parts in jobs.items():
             complete = len(parts) == parts[0]["job_records"]
-            other = any(r["status"] == "timeout" and r.get("limit_s") != limit for r in parts)
-            if complete and not other and all(r["status"] in accepted for r in parts):
+            is_other_limit = any(
+                r["status"] == "timeout" and r.get("limit_s") != limit for r in parts
+            )
+            if complete and not is_other_limit and all(r["status"] in accepted for r in parts):
                 jobs_by_key[key] = parts
     return jobs_by_key

@@ -81,17 +81,17 @@ def run_benchmarks(config: Config, identity: Mapping[str, Any], replicate: int) 
         variables["OMP_NUM_THREADS"] = str(config.device.threads)
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "benchmarks.json"
-        done = subprocess.run(
+        completed = subprocess.run(
             [*pytest_command(config), f"--benchmark-json={target}"],
             cwd=ROOT,
             env=variables,
             capture_output=True,
             text=True,
         )
-        if done.returncode not in (0, 1):
-            tail = "\n".join((done.stdout + done.stderr).strip().splitlines()[-8:])
-            why = "found no benchmark" if done.returncode == NONE_COLLECTED else "broke"
-            raise RuntimeError(f"pytest {why} (exit status {done.returncode})\n{tail}")
+        if completed.returncode not in (0, 1):
+            tail = "\n".join((completed.stdout + completed.stderr).strip().splitlines()[-8:])
+            problem = "found no benchmark" if completed.returncode == NONE_COLLECTED else "broke"
+            raise RuntimeError(f"pytest {problem} (exit status {completed.returncode})\n{tail}")
         timed = json.loads(target.read_text()) if target.exists() and target.stat().st_size else {}
-    failed = failures_of(done.stdout, identity, replicate)
+    failed = failures_of(completed.stdout, identity, replicate)
     return [*records_of({"benchmarks": [], **timed}, identity, replicate), *failed]

@@ -25,7 +25,7 @@ from experiments.measure.outcome import Outcome
 from experiments.measure.process import Child, Died, Limits, is_out_of_memory, note
 from experiments.measure.session import MeasureRequest, RankSync
 from experiments.results.store import Record
-from experiments.timing.clock import Clock, Phase, Reading, Work
+from experiments.timing.clock import Clock, Phase, Reading, SampleTask
 
 # Source of a failure on a rank, gathered with the times of a sample and therefore a float: one
 # contender, which leaves the race, or the clock, without which no rank can go on.
@@ -132,7 +132,7 @@ class RankClock(Clock):
     Attributes:
         inner: clock of this rank.
         ranks: synchronisation.
-        log: seconds by rank of every sample, by the key of its work.
+        log: seconds by rank of every sample, by the key of its task.
     """
 
     def __init__(self, clock: Clock, ranks: ProcessSync) -> None:
@@ -140,11 +140,11 @@ class RankClock(Clock):
         self.min_sample_seconds = clock.min_sample_seconds
         self.log: dict[str, list[tuple[float, ...]]] = {}
 
-    def read(self, works: Iterable[Work]) -> list[Reading]:
+    def read(self, tasks: Iterable[SampleTask]) -> list[Reading]:
         """Take the samples one by one."""
-        return [self._sample(work) for work in works]
+        return [self._sample(task) for task in tasks]
 
-    def _sample(self, work: Work) -> Reading:
+    def _sample(self, task: SampleTask) -> Reading:
         """Take a sample on all ranks at once; every rank returns the slowest one's times.
 
         Every rank makes the same collectives whatever happened on it, or all would wait for each
@@ -155,26 +155,26 @@ class RankClock(Clock):
         ranks.failed = None
         ranks.peers.barrier()
         try:
-            (reading,) = self.inner.read([work])
+            (reading,) = self.inner.read([task])
         except Exception as error:
             reading, raised = Reading(0.0, 0.0, 0.0), error
-        failed = raised or ranks.failed  # the race has already caught the latter
+        failure = raised or ranks.failed  # the race has already caught the latter
         blame = NO_FAILURE
-        if failed is not None:
+        if failure is not None:
             blame = ARM_FAILURE if ranks.failed else CLOCK_FAILURE
         by_rank = ranks.peers.gather(
             [reading.seconds, reading.wall, reading.cost, reading.exposed, blame]
         )
         seconds, wall, cost, exposed, blame = (max(v) for v in zip(*by_rank, strict=True))
         if blame:
-            shared = ranks.share(failed)
+            shared = ranks.share(failure)
             if raised or blame == CLOCK_FAILURE:
                 raise shared
-            if failed is None:
-                ranks.elsewhere[work.key.partition("/")[0]] = shared
-                work.call()  # raises `shared` inside the arm's call, where the race catches it
+            if failure is None:
+                ranks.elsewhere[task.key.partition("/")[0]] = shared
+                task.call()  # raises `shared` inside the arm's call, where the race catches it
         else:
-            self.log.setdefault(work.key, []).append(tuple(values[0] for values in by_rank))
+            self.log.setdefault(task.key, []).append(tuple(values[0] for values in by_rank))
         return Reading(seconds, wall, cost, bool(exposed))
 
     def adapt(self, phase: Phase, pool: int) -> Phase:
@@ -196,7 +196,7 @@ class RankClock(Clock):
         """Return the seconds of every rank per sample, or None.
 
         Args:
-            key: key of the work.
+            key: key of the task.
             samples: samples of a phase; the log has those of the warm-up too.
             calls: calls per sample.
         """
@@ -334,36 +334,38 @@ class RankProcesses:
         Raises:
             Died: a rank died or failed; `note` is its note, as ranks may measure different arms.
         """
-        failed: list[int] = []  # ranks in the order in which they failed
+        failed_ranks: list[int] = []  # ranks in the order in which they failed
         with ThreadPoolExecutor(len(self.children)) as pool:
             answers = [
-                pool.submit(self._receive, rank, None if rank else watch, failed)
+                pool.submit(self._receive, rank, None if rank else watch, failed_ranks)
                 for rank in range(len(self.children))
             ]
             wait(answers, return_when="FIRST_EXCEPTION")
-            if failed:
+            if failed_ranks:
                 # A rank may notice a lost connection before the death that caused it.
                 wait(answers, GRACE_SECONDS)
-                failed = list(failed)  # a copy, without the ranks that are killed next
+                failed_ranks = list(failed_ranks)  # a copy, without the ranks that are killed next
                 for child in self.children:
                     child.kill()
-        if not failed:
+        if not failed_ranks:
             return answers[0].result()
-        deaths = {rank: answers[rank].exception() for rank in failed}
-        died = [r for r, death in deaths.items() if isinstance(death, Died) and not death.answered]
-        rank = (died or failed)[0]
+        deaths = {rank: answers[rank].exception() for rank in failed_ranks}
+        dead_ranks = [
+            r for r, death in deaths.items() if isinstance(death, Died) and not death.answered
+        ]
+        rank = (dead_ranks or failed_ranks)[0]
         self.note = self.children[rank].note
         death = deaths[rank]
         status = death.status if isinstance(death, Died) else "error"
         raise Died(status, f"rank {rank}: {death}") from death
 
     def _receive(
-        self, rank: int, watch: Callable[[str], object] | None, failed: list[int]
+        self, rank: int, watch: Callable[[str], object] | None, failed_ranks: list[int]
     ) -> list[Record]:
         try:
             records: list[Record] = self.children[rank].receive(watch)
         except BaseException:
-            failed.append(rank)
+            failed_ranks.append(rank)
             raise
         return records
 

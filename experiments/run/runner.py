@@ -1,4 +1,9 @@
-"""A run from configuration to report; even a run that ends early has a report."""
+"""A run from configuration to report; even a run that ends early has a report.
+
+`run` expands the configuration to cells, starts a directory, and lets `JobRunner` measure the jobs:
+each in a process of its own, reused if an earlier run has its records, or left out when the budget
+is used up. Whatever happened, `finish` writes the report and derives the exit status.
+"""
 
 from __future__ import annotations
 
@@ -41,79 +46,6 @@ from experiments.workloads.workload import dense_bytes, table_shapes
 
 WIDTH = 120  # columns of the table outside a terminal
 BUILD_BYTES_PER_SECOND = 0.5e9  # rate of building and checking tables
-
-
-def print_plan(cells: Sequence[Cell], config: Config, device: torch.device) -> int:
-    """Print the cells with their memory and time; return exit status 0."""
-    session = Session(config, device, "dry-run")
-    heads = ("contenders", "tables as fp32", "processes", "at most")
-    table = Table(Column("cell", no_wrap=True), *heads, box=None)
-    total, unlimited = 0.0, 0
-    for cell in cells:
-        kind = kinds.find(cell.kind)
-        fitted = fit_memory(cell, session.over_ranks_of(cell))
-        size = text.NONE
-        if kind.measurement.makes_tables:
-            scaled = f" ({100 * fitted.rows_scale:.3g} % of the rows)" * (fitted.rows_scale < 1)
-            shapes = table_shapes(fitted.workload, scale=fitted.rows_scale)
-            size = text.size(dense_bytes(shapes)) + scaled
-        seconds = max_process_seconds(fitted, config) * num_replicates(cell, config)
-        limited = kind.measurement.effort is not Effort.TRAINED
-        total += seconds if limited else 0.0
-        unlimited += not limited
-        table.add_row(
-            cell_words(fitted),
-            ", ".join(arm.key for arm in cell.arms),
-            size,
-            str(num_replicates(cell, config)),
-            text.seconds(seconds) if limited else text.NONE,
-        )
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
-    console.print(table)
-    if values := values_left_out(cells, config):
-        console.print(f"\nWithout {', '.join(values)}: timing.max_cells={config.timing.max_cells}.")
-    limit = config.timing.total_seconds
-    bound = f", cut to about {limit:g} s by timing.total_seconds" if 0 < limit < total else ""
-    times = [f"about {text.seconds(total)} at most{bound}"] if total else []
-    times += [f"no limit for {text.count(unlimited, 'cell')} that train"] if unlimited else []
-    console.print(
-        f"\n{text.count(len(cells), 'cell')}; {'; '.join(times)}; "
-        f"{text.size(memory.available_bytes(device))} of memory free. Nothing was measured."
-    )
-    return 0
-
-
-def max_process_seconds(cell: Cell, config: Config) -> float:
-    """Return an upper estimate of the seconds of a process, with building its tables."""
-    built = 0
-    if dense := dense_arms(cell):
-        built = dense * dense_bytes(table_shapes(cell.workload, scale=cell.rows_scale))
-    return max_job_seconds(cell, config) + built / BUILD_BYTES_PER_SECOND
-
-
-def dense_arms(cell: Cell) -> int:
-    """Return the number of contenders of the cell that hold its tables uncompressed."""
-    if not kinds.find(cell.kind).measurement.makes_tables:
-        return 0
-    return sum(registry.facts_of(arm.contender).dense for arm in cell.arms)
-
-
-def fit_memory(cell: Cell, session: Session) -> Cell:
-    """Return the cell with its tables shrunk if the contenders would exceed the free memory."""
-    kind = kinds.find(cell.kind)
-    if not kind.measurement.makes_tables:
-        return cell
-    shapes = table_shapes(cell.workload, scale=cell.rows_scale)
-    adagrad = session.config.optimizer.value == "adagrad"
-    wanted = max(1, dense_arms(cell)) * dense_bytes(shapes) * (2 if adagrad else 1)
-    if session.device.type == "cpu" and kind.arms.ranks is not Ranks.OF_WORLDS:
-        wanted *= session.config.device.ranks  # all ranks share the memory of the host
-    available = memory.available_bytes(session.device) * session.config.device.memory_share
-    if wanted <= available:
-        return cell
-    return dataclasses.replace(cell, rows_scale=cell.rows_scale * available / wanted)
-
-
 TIMED_SHARE = 0.6  # timing ÷ time of a job, which builds and checks contenders too
 FAILURES = ("error", "timeout", "wrong")
 
@@ -147,25 +79,9 @@ def run(config: Config, *, question: str, words: Sequence[str]) -> int:
     session = Session(config, device, store.path.name)
     with Display(sum(len(jobs) for jobs in job_passes(cells, config))) as display:
         display.say(heading(config, cells, environment))
-        work = JobRunner(session, store, display, earlier, environment["context_id"])
-        status = work.do(cells)
-    return finish(store, config, status=status, question=question, extra=work.summary(cells))
-
-
-def values_left_out(cells: Sequence[Cell], config: Config) -> list[str]:
-    """Return the values of the sweep without a cell because of timing.max_cells, as "D=16"."""
-    if not config.timing.max_cells:
-        return []
-    swept = [cell for cell in cells if cell.section == SWEEP]
-    measured = {axis: {getattr(cell.workload, axis) for cell in swept} for axis in AXES}
-    measured["rank"] = {arm.rank for cell in swept for arm in cell.arms}
-    return [
-        f"{axis}={value:g}"
-        for axis, values in axes_of(config).items()
-        if axis != "B" or not config.timing.max_batch  # a capped batch differs from its value
-        for value in dict.fromkeys(values)
-        if value not in measured[axis]
-    ]
+        jobs = JobRunner(session, store, display, earlier, environment["context_id"])
+        status = jobs.run(cells)
+    return finish(store, config, status=status, question=question, extra=jobs.summary(cells))
 
 
 def device_of(config: Config) -> torch.device:
@@ -184,42 +100,6 @@ def device_of(config: Config) -> torch.device:
             f"{torch.cuda.device_count()}; use fewer, or device=cpu"
         )
     return torch.device(kind)
-
-
-def finish(
-    store: RunStore, config: Config, *, status: str, question: str, extra: dict[str, Any]
-) -> int:
-    """Write run.json and the report, print the answer, and return the exit status.
-
-    Args:
-        store: directory of the run.
-        config: configuration of the run.
-        status: "finished", "interrupted" or the error that ended the run.
-        question: question of the experiment.
-        extra: further entries of run.json, with `outcomes`, the number of records by status.
-    """
-    page = store.path / "index.html"
-    page = page.relative_to(Path.cwd()) if page.is_relative_to(Path.cwd()) else page
-    end = {"experiment": config.name, "question": question, "status": status, **extra}
-    try:
-        store.write_json("run.json", end)
-        summary = write_report(store.path)
-    except (KeyboardInterrupt, OSError) as error:
-        why = f"error: {error}" if isinstance(error, OSError) else "interrupted"
-        again = f"python run.py report {page.parent}"
-        print(f"{why}; there is no report yet: '{again}' writes it", file=sys.stderr)
-        return 1 if isinstance(error, OSError) else 130
-    print(f"\n{summary.answer}\n")
-    outcomes = extra["outcomes"]
-    failures = sum(outcomes.get(name, 0) for name in FAILURES)
-    if failures:
-        print(f"{text.count(failures, 'measurement')} failed; the report says which and why")
-    print(f"report: {page}")
-    if status == "interrupted":
-        return 130
-    if status != "finished":
-        return 1
-    return 5 if failures or (config.strict and outcomes.get("oom", 0)) else 0
 
 
 def heading(config: Config, cells: Sequence[Cell], environment: dict[str, Any]) -> str:
@@ -247,7 +127,7 @@ class StoreError(Exception):
 
 
 class JobRunner:
-    """The jobs of a run, within its budget of time.
+    """Run the jobs of a run one after the other, within its budget of time.
 
     Attributes:
         session: run.
@@ -256,7 +136,7 @@ class JobRunner:
         earlier: records of earlier runs to reuse.
         context_id: context of this run.
         fitted: cells shrunk to memory, by key; every process of a cell has the same tables.
-        walls: seconds of the last process of each cell.
+        process_s: seconds of the last process of each cell.
         outcomes: number of records by status.
         remaining: further processes of each cell that was begun.
         not_begun: cells without time.
@@ -274,17 +154,17 @@ class JobRunner:
         self.earlier, self.context_id = earlier, context_id
         self.started = time.monotonic()
         self.fitted: dict[str, Cell] = {}
-        self.walls: dict[str, float] = {}
+        self.process_s: dict[str, float] = {}
         self.outcomes: Counter[str] = Counter()
         self.jobs = self.reused = self.left_out = 0
         self.remaining: dict[str, int] = {}
         self.not_begun: set[str] = set()
 
-    def do(self, cells: Sequence[Cell]) -> str:
+    def run(self, cells: Sequence[Cell]) -> str:
         """Measure the cells; return "finished", "interrupted" or the error that ended the run."""
         try:
             for jobs in job_passes(cells, self.session.config):
-                self._pass(jobs)
+                self._run_pass(jobs)
             if self.left_out:
                 total = self.session.config.timing.total_seconds
                 self.display.say(
@@ -301,7 +181,7 @@ class JobRunner:
             return f"store: {error}"
         return "finished"
 
-    def _pass(self, jobs: Sequence[Job]) -> None:
+    def _run_pass(self, jobs: Sequence[Job]) -> None:
         for job in jobs:
             if self._fits(job):
                 records = self._records(job)
@@ -332,14 +212,14 @@ class JobRunner:
 
     def _has_time(self, job: Job) -> bool:
         config = self.session.config
-        total, wanted = config.timing.total_seconds, num_replicates(job.cell, config)
-        answers = bool(config.report.headline) and job.cell.section == config.report.headline
+        total, num_processes = config.timing.total_seconds, num_replicates(job.cell, config)
+        is_headline = bool(config.report.headline) and job.cell.section == config.report.headline
         was_measured = job.key(config) in self.earlier
-        if not total or wanted == 1 or answers or was_measured or not self.walls:
+        if not total or num_processes == 1 or is_headline or was_measured or not self.process_s:
             return True
-        typical = sum(self.walls.values()) / len(self.walls)
-        expected = typical * (wanted + sum(self.remaining.values()))
-        return time.monotonic() - self.started + expected <= total
+        mean_s = sum(self.process_s.values()) / len(self.process_s)
+        expected_s = mean_s * (num_processes + sum(self.remaining.values()))
+        return time.monotonic() - self.started + expected_s <= total
 
     def _records(self, job: Job) -> list[Record]:
         """Return the records of a job: those of an earlier run, or newly measured ones.
@@ -348,18 +228,20 @@ class JobRunner:
         are reused only if theirs had the same.
         """
         key, replicate = job.key(self.session.config)
-        old = self.earlier.get((key, replicate))
-        if old is not None and self._same_tables(job.cell, old[0]["rows_scale"]):
+        earlier_records = self.earlier.get((key, replicate))
+        if earlier_records is not None and self._same_tables(
+            job.cell, earlier_records[0]["rows_scale"]
+        ):
             self.reused += 1
             in_this_run = {
                 "run_id": self.session.run_id,
                 "order": job.order,
                 "cell_number": job.number,
             }
-            return [{"reused_from": r["run_id"], **r, **in_this_run} for r in old]
+            return [{"reused_from": r["run_id"], **r, **in_this_run} for r in earlier_records]
         if job.cell.key not in self.fitted:
-            ranked = self.session.over_ranks_of(job.cell)
-            self.fitted[job.cell.key] = fit_memory(job.cell, ranked)
+            ranked_session = self.session.over_ranks_of(job.cell)
+            self.fitted[job.cell.key] = fit_memory(job.cell, ranked_session)
         cell = self.fitted[job.cell.key]
         identity = {
             "point_key": key,
@@ -372,7 +254,7 @@ class JobRunner:
             order=job.order,
             identity=identity,
         )
-        began = time.monotonic()
+        start = time.monotonic()
         name = cell_words(cell)
         records = measure_job(
             dataclasses.replace(job, cell=cell),
@@ -380,7 +262,7 @@ class JobRunner:
             self._seconds(),
             lambda note: self.display.begin(f"{name} {note.replace('|', ' ')}"),
         )
-        self.walls[job.cell.key] = time.monotonic() - began
+        self.process_s[job.cell.key] = time.monotonic() - start
         return records
 
     def _same_tables(self, cell: Cell, scale: float) -> bool:
@@ -397,9 +279,9 @@ class JobRunner:
         timing = self.session.config.timing
         if not timing.total_seconds:
             return timing.cell_seconds
-        left = timing.total_seconds - (time.monotonic() - self.started)
-        share = TIMED_SHARE * left / max(1, self.display.total - self.display.done)
-        return min(timing.cell_seconds, max(share, timing.cell_seconds / 10))
+        remaining_s = timing.total_seconds - (time.monotonic() - self.started)
+        job_share = TIMED_SHARE * remaining_s / max(1, self.display.total - self.display.done)
+        return min(timing.cell_seconds, max(job_share, timing.cell_seconds / 10))
 
     def _print(self, job: Job, records: Sequence[Record]) -> None:
         """Print a line for each cell's first process and for every failure."""
@@ -421,3 +303,130 @@ class JobRunner:
             "outcomes": dict(self.outcomes),
             "seconds": round(time.monotonic() - self.started, 1),
         }
+
+
+def finish(
+    store: RunStore, config: Config, *, status: str, question: str, extra: dict[str, Any]
+) -> int:
+    """Write run.json and the report, print the answer, and return the exit status.
+
+    Args:
+        store: directory of the run.
+        config: configuration of the run.
+        status: "finished", "interrupted" or the error that ended the run.
+        question: question of the experiment.
+        extra: further entries of run.json, with `outcomes`, the number of records by status.
+    """
+    page = store.path / "index.html"
+    page = page.relative_to(Path.cwd()) if page.is_relative_to(Path.cwd()) else page
+    end = {"experiment": config.name, "question": question, "status": status, **extra}
+    try:
+        store.write_json("run.json", end)
+        summary = write_report(store.path)
+    except (KeyboardInterrupt, OSError) as error:
+        problem = f"error: {error}" if isinstance(error, OSError) else "interrupted"
+        command = f"python run.py report {page.parent}"
+        print(f"{problem}; there is no report yet: '{command}' writes it", file=sys.stderr)
+        return 1 if isinstance(error, OSError) else 130
+    print(f"\n{summary.answer}\n")
+    outcomes = extra["outcomes"]
+    failures = sum(outcomes.get(name, 0) for name in FAILURES)
+    if failures:
+        print(f"{text.count(failures, 'measurement')} failed; the report says which and why")
+    print(f"report: {page}")
+    if status == "interrupted":
+        return 130
+    if status != "finished":
+        return 1
+    return 5 if failures or (config.strict and outcomes.get("oom", 0)) else 0
+
+
+def fit_memory(cell: Cell, session: Session) -> Cell:
+    """Return the cell with its tables shrunk if the contenders would exceed the free memory."""
+    kind = kinds.find(cell.kind)
+    if not kind.measurement.makes_tables:
+        return cell
+    shapes = table_shapes(cell.workload, scale=cell.rows_scale)
+    adagrad = session.config.optimizer.value == "adagrad"
+    needed_bytes = max(1, dense_arms(cell)) * dense_bytes(shapes) * (2 if adagrad else 1)
+    if session.device.type == "cpu" and kind.arms.ranks is not Ranks.OF_WORLDS:
+        needed_bytes *= session.config.device.ranks  # all ranks share the memory of the host
+    allowed_bytes = memory.available_bytes(session.device) * session.config.device.memory_share
+    if needed_bytes <= allowed_bytes:
+        return cell
+    return dataclasses.replace(cell, rows_scale=cell.rows_scale * allowed_bytes / needed_bytes)
+
+
+def dense_arms(cell: Cell) -> int:
+    """Return the number of contenders of the cell that hold its tables uncompressed."""
+    if not kinds.find(cell.kind).measurement.makes_tables:
+        return 0
+    return sum(registry.facts_of(arm.contender).dense for arm in cell.arms)
+
+
+def values_left_out(cells: Sequence[Cell], config: Config) -> list[str]:
+    """Return the values of the sweep without a cell because of timing.max_cells, as "D=16"."""
+    if not config.timing.max_cells:
+        return []
+    swept_cells = [cell for cell in cells if cell.section == SWEEP]
+    measured_values = {
+        axis: {getattr(cell.workload, axis) for cell in swept_cells} for axis in AXES
+    }
+    measured_values["rank"] = {arm.rank for cell in swept_cells for arm in cell.arms}
+    return [
+        f"{axis}={value:g}"
+        for axis, values in axes_of(config).items()
+        if axis != "B" or not config.timing.max_batch  # a capped batch differs from its value
+        for value in dict.fromkeys(values)
+        if value not in measured_values[axis]
+    ]
+
+
+def print_plan(cells: Sequence[Cell], config: Config, device: torch.device) -> int:
+    """Print the cells with their memory and time; return exit status 0."""
+    session = Session(config, device, "dry-run")
+    headings = ("contenders", "tables as fp32", "processes", "at most")
+    table = Table(Column("cell", no_wrap=True), *headings, box=None)
+    total, unlimited = 0.0, 0
+    for cell in cells:
+        kind = kinds.find(cell.kind)
+        fitted_cell = fit_memory(cell, session.over_ranks_of(cell))
+        size = text.NONE
+        if kind.measurement.makes_tables:
+            scaled = f" ({100 * fitted_cell.rows_scale:.3g} % of the rows)" * (
+                fitted_cell.rows_scale < 1
+            )
+            shapes = table_shapes(fitted_cell.workload, scale=fitted_cell.rows_scale)
+            size = text.size(dense_bytes(shapes)) + scaled
+        seconds = max_process_seconds(fitted_cell, config) * num_replicates(cell, config)
+        limited = kind.measurement.effort is not Effort.TRAINED
+        total += seconds if limited else 0.0
+        unlimited += not limited
+        table.add_row(
+            cell_words(fitted_cell),
+            ", ".join(arm.key for arm in cell.arms),
+            size,
+            str(num_replicates(cell, config)),
+            text.seconds(seconds) if limited else text.NONE,
+        )
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
+    console.print(table)
+    if values := values_left_out(cells, config):
+        console.print(f"\nWithout {', '.join(values)}: timing.max_cells={config.timing.max_cells}.")
+    limit = config.timing.total_seconds
+    bound = f", cut to about {limit:g} s by timing.total_seconds" if 0 < limit < total else ""
+    times = [f"about {text.seconds(total)} at most{bound}"] if total else []
+    times += [f"no limit for {text.count(unlimited, 'cell')} that train"] if unlimited else []
+    console.print(
+        f"\n{text.count(len(cells), 'cell')}; {'; '.join(times)}; "
+        f"{text.size(memory.available_bytes(device))} of memory free. Nothing was measured."
+    )
+    return 0
+
+
+def max_process_seconds(cell: Cell, config: Config) -> float:
+    """Return an upper estimate of the seconds of a process, with building its tables."""
+    built_bytes = 0
+    if num_dense := dense_arms(cell):
+        built_bytes = num_dense * dense_bytes(table_shapes(cell.workload, scale=cell.rows_scale))
+    return max_job_seconds(cell, config) + built_bytes / BUILD_BYTES_PER_SECOND

@@ -1,4 +1,8 @@
-"""A job in its own process: the code of the child process, and that of the parent."""
+"""A job in its own process: the code of the child process, and that of the parent.
+
+`measure_job` starts a child, which runs `serve`, and collects its records: one per arm and mode. A
+child that dies loses them, so its failed arm is named by its last note, and the others run again.
+"""
 
 from __future__ import annotations
 
@@ -93,8 +97,8 @@ def _start_child(request: MeasureRequest) -> Child | RankProcesses:
 def _arm_at_fault(cell: Cell, noted: str) -> Arm | None:
     """Return the arm that the child's last note names, or the only one; None if it is unknown."""
     key = noted.partition("|")[0]
-    named = [a for a in cell.arms if a.key == key]
-    return named[0] if named else cell.arms[0] if len(cell.arms) == 1 else None
+    arms = [a for a in cell.arms if a.key == key]
+    return arms[0] if arms else cell.arms[0] if len(cell.arms) == 1 else None
 
 
 def _lost_records(cell: Cell, arm: Arm, death: Died, session: Session) -> list[Record]:

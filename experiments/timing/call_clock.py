@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from experiments.config.schema import Mode
-from experiments.timing.clock import Clock, ColdClock, Phase, Reading, UnsupportedMode, Work
+from experiments.timing.clock import Clock, ColdClock, Phase, Reading, SampleTask, UnsupportedMode
 
 
 class TimedCall(ABC):
@@ -66,17 +66,17 @@ class CallClock(Clock):
 
         return run
 
-    def time(self, work: Callable[[], object]) -> float:
+    def time(self, call: Callable[[], object]) -> float:
         self.inside = 0.0
-        work()
+        call()
         return self.inside / 1e9
 
-    def read(self, works: Iterable[Work]) -> list[Reading]:
+    def read(self, tasks: Iterable[SampleTask]) -> list[Reading]:
         """Take samples whose cost includes their preparation."""
         readings = []
-        for work in works:
+        for task in tasks:
             start = self.now()
-            seconds = self.time(work.call)
+            seconds = self.time(task.call)
             readings.append(Reading(seconds, seconds, (self.now() - start) / 1e9))
         return readings
 

@@ -1,4 +1,10 @@
-"""Clocks for calls on a CPU or GPU, in the modes hot, cold, graph and wall."""
+"""Clocks for calls on a CPU or GPU, in the modes hot, cold, graph and wall.
+
+A *phase* is a function of a batch number, e.g. a training step. `Clock.read` takes samples of it in
+one of the modes that `clock_for` explains. On a GPU, each call is launched behind a kernel that
+spins, so that the launch is over before the GPU reaches the call; spins that turn out too short are
+doubled.
+"""
 
 from __future__ import annotations
 
@@ -60,10 +66,10 @@ class UnsupportedMode(ValueError):
 
 
 @dataclass(frozen=True)
-class Work:
+class SampleTask:
     """A sample to take.
 
-    Works with the same `key` make the same kind of call, so that a clock can learn the length of
+    Tasks with the same `key` make the same kind of call, so that a clock can learn the length of
     its spin from earlier ones.
     """
 
@@ -104,15 +110,15 @@ class Clock:
     def __init__(self, mode: Mode = Mode.hot) -> None:
         self.mode = mode
 
-    def time(self, work: Callable[[], object]) -> float:
+    def time(self, call: Callable[[], object]) -> float:
         """Make a call and return its seconds."""
         start = time.perf_counter_ns()
-        work()
+        call()
         return (time.perf_counter_ns() - start) / 1e9
 
-    def read(self, works: Iterable[Work]) -> list[Reading]:
-        """Take the samples in order; each work is requested only after the previous sample."""
-        seconds = (self.time(work.call) for work in works)
+    def read(self, tasks: Iterable[SampleTask]) -> list[Reading]:
+        """Take the samples in order; each task is requested only after the previous sample."""
+        seconds = (self.time(task.call) for task in tasks)
         return [Reading(s, s, s) for s in seconds]
 
     def adapt(self, phase: Phase, pool: int) -> Phase:
@@ -143,17 +149,17 @@ class ColdClock(Clock):
         self.now = now
         self.flush = flush or partial(torch.zeros(self.flush_bytes // 4).add_, 1.0)
 
-    def read(self, works: Iterable[Work]) -> list[Reading]:
+    def read(self, tasks: Iterable[SampleTask]) -> list[Reading]:
         """Take samples whose cost includes emptying the caches."""
         readings = []
-        for work in works:
-            call, before = work.call, self.now()
+        for task in tasks:
+            call, begin = task.call, self.now()
             self.flush()
             start = self.now()
             call()
             end = self.now()
             seconds = (end - start) / 1e9
-            readings.append(Reading(seconds, seconds, (end - before) / 1e9))
+            readings.append(Reading(seconds, seconds, (end - begin) / 1e9))
         return readings
 
     def describe(self) -> dict[str, object]:
@@ -171,51 +177,51 @@ class CudaClock(Clock):
         self.in_vain: Counter[str] = Counter()  # key -> longer spins in a row without effect
         self._rate = 0.0
 
-    def read(self, works: Iterable[Work]) -> list[Reading]:
+    def read(self, tasks: Iterable[SampleTask]) -> list[Reading]:
         """Take the samples; wait for the GPU once per 64 of them, in wall mode after each."""
         if self.mode is Mode.wall:
-            return [self._read_alone(work) for work in works]
+            return [self._read_alone(task) for task in tasks]
         readings: list[Reading] = []
         launched: list[Launch] = []
         chunk_start = self.gpu.now()
-        for work in works:
-            launched.append(self._launch(work))
+        for task in tasks:
+            launched.append(self._launch(task))
             if len(launched) == SAMPLES_PER_CHUNK:
                 readings += self._collect(launched, chunk_start)
                 launched, chunk_start = [], self.gpu.now()
         return readings + self._collect(launched, chunk_start)
 
-    def _read_alone(self, work: Work) -> Reading:
+    def _read_alone(self, task: SampleTask) -> Reading:
         """Time from an idle GPU to an idle GPU by the host's clock."""
-        before = self.gpu.now()
+        begin = self.gpu.now()
         self.gpu.synchronise()
         start = self.gpu.now()
-        work.call()
+        task.call()
         returned = self.gpu.now()
         self.gpu.synchronise()
         end = self.gpu.now()
-        return Reading(end - start, returned - start, end - before)
+        return Reading(end - start, returned - start, end - begin)
 
-    def _launch(self, work: Work) -> Launch:
+    def _launch(self, task: SampleTask) -> Launch:
         """Launch a sample behind a spin; lengthen the next spin if this one was too short."""
-        gpu, ahead = self.gpu, self.ahead.get(work.key, self.spin)
+        gpu, spin_s = self.gpu, self.ahead.get(task.key, self.spin)
         if self.mode is Mode.cold:
             gpu.flush()
-        if ahead:
-            gpu.spin(int(ahead * self.cycles_per_second()))
+        if spin_s:
+            gpu.spin(int(spin_s * self.cycles_per_second()))
         start = gpu.event()
-        called = gpu.now()
-        work.call()
-        wall = gpu.now() - called
+        call_start = gpu.now()
+        task.call()
+        wall = gpu.now() - call_start
         end = gpu.event()
-        exposed = gpu.reached(start)
-        if ahead and not exposed:
-            self.in_vain[work.key] = 0
-        elif ahead:  # spin longer, or never again before work that itself waits for the GPU
-            self.in_vain[work.key] += 1
-            longer = min(MAX_SPIN_SECONDS, max(2 * ahead, 1.5 * wall))
-            self.ahead[work.key] = 0.0 if self.in_vain[work.key] >= MAX_VAIN_SPINS else longer
-        return Launch(start, end, wall, exposed)
+        gpu_was_idle = gpu.reached(start)
+        if spin_s and not gpu_was_idle:
+            self.in_vain[task.key] = 0
+        elif spin_s:  # spin longer, or never again before work that itself waits for the GPU
+            self.in_vain[task.key] += 1
+            longer = min(MAX_SPIN_SECONDS, max(2 * spin_s, 1.5 * wall))
+            self.ahead[task.key] = 0.0 if self.in_vain[task.key] >= MAX_VAIN_SPINS else longer
+        return Launch(start, end, wall, gpu_was_idle)
 
     def _collect(self, launched: list[Launch], chunk_start: float) -> list[Reading]:
         if not launched:
@@ -303,15 +309,15 @@ class TorchGpu:
         """Wait for all streams."""
         torch.cuda.synchronize(self.device)
 
-    def capture(self, work: Callable[[], object]) -> Callable[[], object]:
+    def capture(self, call: Callable[[], object]) -> Callable[[], object]:
         """Capture a call as a CUDA graph after three eager ones; return the call that replays."""
         stream = torch.cuda.Stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
             for _ in range(3):
-                work()
+                call()
         torch.cuda.current_stream(self.device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            work()
+            call()
         return graph.replay

@@ -17,7 +17,7 @@ import torch
 from experiments.config.schema import Mode
 from experiments.machine.cpu import last_level_cache_bytes
 from experiments.timing import statistics
-from experiments.timing.clock import Clock, ColdClock, CudaClock, TorchGpu, Work, clock_for
+from experiments.timing.clock import Clock, ColdClock, CudaClock, SampleTask, TorchGpu, clock_for
 
 FLUSHES = (0.25, 0.5, 1.0, 2.0, 4.0)  # bytes of a flush ÷ last-level cache
 SPINS = (0.0, 10e-6, 50e-6, 200e-6)  # seconds of a spin
@@ -56,29 +56,29 @@ def flushes(device: torch.device) -> list[ClockTimes]:
     """Time the gather with hot caches, and after flushes of every size."""
     cuda = device.type == "cuda"
     cache = TorchGpu(device, 1.0).flush_bytes if cuda else last_level_cache_bytes()
-    call, work = _gather(device, int(TABLE_SHARE * cache))
+    call, name = _gather(device, int(TABLE_SHARE * cache))
     clocks: dict[str, Clock] = {"hot": clock_for(device)}
     for size in FLUSHES:
         cold = CudaClock(TorchGpu(device, size), Mode.cold) if cuda else ColdClock(size=size)
         clocks[f"flush of {size:g}x the cache"] = cold
-    return [_measure(clock, call, work, setting) for setting, clock in clocks.items()]
+    return [_measure(clock, call, name, setting) for setting, clock in clocks.items()]
 
 
 def spins(device: torch.device) -> list[ClockTimes]:
     """Time a short and a long gather on a GPU: behind every spin, as a graph, from idle."""
     times = []
     for size in (1 << 16, 1 << 26):
-        call, work = _gather(device, size)
+        call, name = _gather(device, size)
         for seconds in SPINS:
             clock = CudaClock(TorchGpu(device), spin=seconds)
-            times.append(_measure(clock, call, work, f"spin of {1e6 * seconds:g} µs at first"))
+            times.append(_measure(clock, call, name, f"spin of {1e6 * seconds:g} µs at first"))
 
         def phase(number: int, call: Callable[[], object] = call) -> object:
             return call()
 
         graph = CudaClock(TorchGpu(device), Mode.graph)
-        times.append(_measure(graph, partial(graph.adapt(phase, 1), 0), work, "graph"))
-        times.append(_measure(CudaClock(TorchGpu(device), Mode.wall), call, work, "wall"))
+        times.append(_measure(graph, partial(graph.adapt(phase, 1), 0), name, "graph"))
+        times.append(_measure(CudaClock(TorchGpu(device), Mode.wall), call, name, "wall"))
     return times
 
 
@@ -90,11 +90,11 @@ def _gather(device: torch.device, size: int) -> tuple[Callable[[], object], str]
     return partial(torch.index_select, table, 0, ids, out=out), f"gather of {size / 2**20:g} MiB"
 
 
-def _measure(clock: Clock, call: Callable[[], object], work: str, setting: str) -> ClockTimes:
+def _measure(clock: Clock, call: Callable[[], object], name: str, setting: str) -> ClockTimes:
     """Take a few samples to warm up, then those that count."""
-    works = [Work(call, work)] * SAMPLES
-    clock.read(works[:5])
-    readings = clock.read(works)
+    tasks = [SampleTask(call, name)] * SAMPLES
+    clock.read(tasks[:5])
+    readings = clock.read(tasks)
     s = statistics.summarise([1e6 * r.seconds for r in readings])
     exposed = sum(r.exposed for r in readings) / len(readings)
-    return ClockTimes(work, setting, s.median, s.lo, s.hi, exposed)
+    return ClockTimes(name, setting, s.median, s.lo, s.hi, exposed)

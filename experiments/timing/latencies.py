@@ -38,9 +38,9 @@ def percentile(counts: Mapping[int, int], share: float) -> float:
 
     It is the middle of a bucket, so within 0.5 % of the latency itself.
     """
-    rank, seen = share * sum(counts.values()), 0
+    rank, num_below = share * sum(counts.values()), 0
     for bucket in sorted(counts):
-        seen += counts[bucket]
-        if seen >= rank:
+        num_below += counts[bucket]
+        if num_below >= rank:
             return BUCKET ** (bucket + 0.5) / 1e9
     return math.nan

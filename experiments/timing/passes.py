@@ -64,21 +64,21 @@ def energy_pass(
         RENEWAL_SECONDS old; `window_s` and `calls`. Empty without a counter.
     """
     finish()
-    before, start, calls = joules(), now(), 0
-    if before is None:
+    joules_before, start, calls = joules(), now(), 0
+    if joules_before is None:
         return {}
     while now() - start < seconds:
         for number in range(pool):
             phase(number)
         finish()
         calls += pool
-    after, window = joules(), now() - start
-    if after is None or after <= before or not calls:
+    joules_after, window = joules(), now() - start
+    if joules_after is None or joules_after <= joules_before or not calls:
         return {}
-    each = (after - before) / calls
+    joules_per_call = (joules_after - joules_before) / calls
     return {
-        "joules_per_call": each,
-        "give": each * RENEWAL_SECONDS / window,
+        "joules_per_call": joules_per_call,
+        "give": joules_per_call * RENEWAL_SECONDS / window,
         "window_s": round(window, 3),
         "calls": calls,
     }

@@ -1,4 +1,10 @@
-"""Interleaved timing: a round runs all phases of all contenders in random order and back."""
+"""Interleaved timing: a round runs all phases of all contenders in random order and back.
+
+A *round* takes two samples of every phase (a timed call) of every arm (a contender): in random
+order, then in the reverse order. The arms stop together, when all are precise or no longer change,
+or when the budget is used up; one that uses most of it stops earlier. Reports compare samples of
+one round only.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +21,7 @@ from typing import Any
 from experiments.config.schema import TimingConfig
 from experiments.machine.telemetry import Telemetry
 from experiments.timing import statistics
-from experiments.timing.clock import Clock, Phase, Reading, Work
+from experiments.timing.clock import Clock, Phase, Reading, SampleTask
 from experiments.timing.warmup import Warm, warm_up
 
 Samples = dict[str, list[tuple[int, float]]]  # phase -> (round, seconds), ...
@@ -86,13 +92,13 @@ class Race:
             result.conclude(flags, hardware, self.clock.describe())
         return self.results
 
-    def _guard(self, name: str, work: Callable[[], object]) -> None:
+    def _guard(self, name: str, action: Callable[[], object]) -> None:
         """Do the work of a contender; if it raises, it leaves the race and the others continue."""
         result = self.results[name]
         if result.error:
             return
         try:
-            work()
+            action()
         except Exception as error:
             result.error, result.stop_reason = error, "failed"
 
@@ -164,16 +170,16 @@ class Race:
             if not self.results[turn.arm].error:
                 finished.add(index)
 
-        def works() -> Iterator[Work]:
+        def tasks() -> Iterator[SampleTask]:
             for turn in order:
                 if not self.results[turn.arm].error:
                     requested.append(turn)
                     self.note(f"{turn.arm}|timing, round {turn.round + 1}")
                     index = len(requested) - 1
-                    yield Work(partial(call, turn, index), f"{turn.arm}/{turn.phase}")
+                    yield SampleTask(partial(call, turn, index), f"{turn.arm}/{turn.phase}")
 
         try:
-            readings = self.clock.read(works())
+            readings = self.clock.read(tasks())
         except Exception as error:  # a GPU fails after the call: any contender may be the cause
             for name in {turn.arm for turn in order}:
                 self.results[name].error, self.results[name].stop_reason = error, "failed"
@@ -197,15 +203,17 @@ class Race:
         All stop when the budget is used up, a contender that takes most of it earlier. A very slow
         one may stop before min_rounds, but not before three rounds.
         """
-        timing, enough = self.timing, rounds >= self.timing.min_rounds
+        timing, has_min_rounds = self.timing, rounds >= self.timing.min_rounds
         running = {name: r for name, r in self.results.items() if not r.stop_reason}
         budget = timing.cell_seconds
-        alone = budget / 2 if enough else (2 * budget if rounds >= 3 else math.inf)
-        used_up = enough and sum(self.spent[name] for name in running) > budget
+        max_seconds_of_one = (
+            budget / 2 if has_min_rounds else (2 * budget if rounds >= 3 else math.inf)
+        )
+        used_up = has_min_rounds and sum(self.spent[name] for name in running) > budget
         for name in list(running):
-            if used_up or self.spent[name] > alone:
+            if used_up or self.spent[name] > max_seconds_of_one:
                 running.pop(name).stop_reason = "budget"
-        if not enough:
+        if not has_min_rounds:
             return
         reasons = {}
         for name, result in running.items():

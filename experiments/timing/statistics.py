@@ -47,18 +47,18 @@ class Summary:
 
 def quantile(ordered: Sequence[float], p: float) -> float:
     """Return the p-quantile of sorted values, interpolated linearly as by numpy."""
-    at = p * (len(ordered) - 1)
-    low = math.floor(at)
+    position = p * (len(ordered) - 1)
+    low = math.floor(position)
     high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (at - low)
+    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
 
 
 def interval_rank(n: int) -> int | None:
     """Return the largest k with P(k-th smallest <= median <= k-th largest) >= 95 %, or None."""
-    below, rank = 0.0, None
+    tail_probability, rank = 0.0, None
     for k in range(1, n // 2 + 1):
-        below += math.comb(n, k - 1) / 2**n
-        if 1 - 2 * below < CONFIDENCE:
+        tail_probability += math.comb(n, k - 1) / 2**n
+        if 1 - 2 * tail_probability < CONFIDENCE:
             break
         rank = k
     return rank
@@ -162,12 +162,12 @@ class ProcessSpread:
 
 def pool(comparisons: Iterable[Sequence[float]]) -> ProcessSpread | None:
     """Pool the variance of logs within comparisons; return None if none has two processes."""
-    several = [logs for logs in comparisons if len(logs) >= LEAST_PROCESSES]
-    freedom = sum(len(logs) - 1 for logs in several)
-    if not freedom:
+    groups = [logs for logs in comparisons if len(logs) >= LEAST_PROCESSES]
+    degrees_of_freedom = sum(len(logs) - 1 for logs in groups)
+    if not degrees_of_freedom:
         return None
-    squares = sum((len(logs) - 1) * statistics.variance(logs) for logs in several)
-    return ProcessSpread(math.sqrt(squares / freedom), freedom)
+    squares = sum((len(logs) - 1) * statistics.variance(logs) for logs in groups)
+    return ProcessSpread(math.sqrt(squares / degrees_of_freedom), degrees_of_freedom)
 
 
 def combine(logs: Sequence[float], others: ProcessSpread | None = None) -> Effect:

@@ -9,7 +9,7 @@ from typing import Any
 
 from experiments.config.schema import TimingConfig
 from experiments.timing import statistics
-from experiments.timing.clock import Clock, Phase, Work
+from experiments.timing.clock import Clock, Phase, SampleTask
 
 STEADY_SHARE = 0.02  # maximum difference of the medians of two passes, as a share
 STEADY_HIT_RATE_CHANGE = 0.005  # maximum difference of the hit rates of two passes
@@ -64,7 +64,7 @@ def warm_up(
         phases: phases of the contender.
         clock: clock of the race.
         timing: `warmup` and `warmup_seconds` are minima.
-        key: name of the contender in the keys of works.
+        key: name of the contender in the keys of tasks.
         max_seconds: maximum duration, by default timing.warmup_cap. A slow contender gets as many
             batches as fit, at least one, and does not count as steady.
         counters: running totals of its cache, which are read between passes.
@@ -74,7 +74,7 @@ def warm_up(
     while timing.warmup:
         complete, seconds, medians = _pass(phases, clock, timing.pool, key, cap - warm.seconds)
         warm.seconds += seconds
-        before, warm.typical = warm.typical, medians
+        medians_before, warm.typical = warm.typical, medians
         if not complete:
             return warm
         warm.passes += 1
@@ -83,11 +83,12 @@ def warm_up(
         warm.filling = warm.hit_rate is not None and (
             rate_before is None or abs(warm.hit_rate - rate_before) >= STEADY_HIT_RATE_CHANGE
         )
-        alike = before.keys() == medians.keys() and all(
-            abs(medians[phase] - before[phase]) <= STEADY_SHARE * before[phase] for phase in medians
+        is_stable = medians_before.keys() == medians.keys() and all(
+            abs(medians[phase] - medians_before[phase]) <= STEADY_SHARE * medians_before[phase]
+            for phase in medians
         )
-        enough = warm.passes >= timing.warmup and warm.seconds >= timing.warmup_seconds
-        warm.steady = alike and enough and not warm.filling
+        has_minimum = warm.passes >= timing.warmup and warm.seconds >= timing.warmup_seconds
+        warm.steady = is_stable and has_minimum and not warm.filling
         if warm.steady or warm.seconds >= cap:
             return warm
     return warm
@@ -103,8 +104,10 @@ def _pass(
     times: dict[str, list[float]] = {phase: [] for phase in phases}
     cost, number = 0.0, 0
     for number in range(pool):
-        works = [Work(partial(run, number), f"{key}/{phase}") for phase, run in phases.items()]
-        for phase, reading in zip(phases, clock.read(works), strict=True):
+        tasks = [
+            SampleTask(partial(run, number), f"{key}/{phase}") for phase, run in phases.items()
+        ]
+        for phase, reading in zip(phases, clock.read(tasks), strict=True):
             times[phase].append(reading.seconds)
             cost += reading.cost
         if cost > max_seconds:

@@ -126,12 +126,12 @@ def _soonest(rows: Ids, value: Ids, capacity: int) -> Ids:
 def static_top(trace: RowTrace, capacity: int) -> Hits:
     """Return the hits of a cache that holds the `capacity` most frequent rows of the trace."""
     counts = np.bincount(trace.rows, trace.lookups)
-    chosen = np.zeros(len(counts), bool)
-    chosen[np.argsort(-counts, kind="stable")[:capacity]] = True
-    first = np.ones(len(trace.rows), bool)
-    following = trace.following()
-    first[following[following != NEVER]] = False
-    return hits_per_batch(trace, (chosen[trace.rows] & ~first).astype(np.int64))
+    is_cached = np.zeros(len(counts), bool)
+    is_cached[np.argsort(-counts, kind="stable")[:capacity]] = True
+    is_first_use = np.ones(len(trace.rows), bool)
+    next_use = trace.following()
+    is_first_use[next_use[next_use != NEVER]] = False
+    return hits_per_batch(trace, (is_cached[trace.rows] & ~is_first_use).astype(np.int64))
 
 
 def max_lookup_hits(trace: RowTrace, capacity: int, rounds: int = 400) -> float:
@@ -142,23 +142,25 @@ def max_lookup_hits(trace: RowTrace, capacity: int, rounds: int = 400) -> float:
     dual has a price per batch and slot. Any prices bound the optimum from above; `rounds`
     subgradient steps find good ones.
     """
-    since, until, gain, counts = _intervals(trace)
+    begin, end, gain, counts = _intervals(trace)
     batches = len(trace.starts) - 1 - trace.warm
     price = np.zeros(batches)
     best = bound = float((gain * counts).sum())
     for number in range(rounds):
-        paid = np.concatenate([[0.0], np.cumsum(price)])
-        profit = gain - (paid[until] - paid[since])
-        chosen = counts * (profit > 0)
-        bound = capacity * price.sum() + float((profit * chosen).sum())
+        price_up_to = np.concatenate([[0.0], np.cumsum(price)])
+        profit = gain - (price_up_to[end] - price_up_to[begin])
+        served_rows = counts * (profit > 0)
+        bound = capacity * price.sum() + float((profit * served_rows).sum())
         best = min(best, bound)
-        change = np.bincount(since, chosen, batches + 1) - np.bincount(until, chosen, batches + 1)
-        over = np.cumsum(change)[:batches] - capacity
-        norm = float((over * over).sum())
+        change = np.bincount(begin, served_rows, batches + 1) - np.bincount(
+            end, served_rows, batches + 1
+        )
+        excess_rows = np.cumsum(change)[:batches] - capacity
+        norm = float((excess_rows * excess_rows).sum())
         if norm == 0.0:
             break
         step = 0.05 / (1.0 + number / 20)
-        price = np.maximum(price + over * step * max(best, 1.0) / norm, 0.0)
+        price = np.maximum(price + excess_rows * step * max(best, 1.0) / norm, 0.0)
     return best
 
 
@@ -168,17 +170,17 @@ def _intervals(trace: RowTrace) -> tuple[Ids, Ids, Reals, Reals]:
     The four arrays are: since, until, the lookups served if a row is cached through the interval,
     and the number of rows with such an interval.
     """
-    following = trace.following()
-    first = np.flatnonzero(following != NEVER)
-    second = following[first]
+    next_use = trace.following()
+    uses = np.flatnonzero(next_use != NEVER)
+    next_uses = next_use[uses]
     batch = trace.batch - trace.warm
-    counted = batch[second] >= 0
-    since = np.maximum(batch[first[counted]] + 1, 0)
-    until = batch[second[counted]] + 1
-    gain = trace.lookups[second[counted]]
-    distinct, counts = np.unique(np.stack([since, until, gain]), axis=1, return_counts=True)
-    since, until, gain = distinct
-    return since, until, gain.astype(np.float64), counts.astype(np.float64)
+    is_counted = batch[next_uses] >= 0
+    begin = np.maximum(batch[uses[is_counted]] + 1, 0)
+    end = batch[next_uses[is_counted]] + 1
+    gain = trace.lookups[next_uses[is_counted]]
+    distinct, counts = np.unique(np.stack([begin, end, gain]), axis=1, return_counts=True)
+    begin, end, gain = distinct
+    return begin, end, gain.astype(np.float64), counts.astype(np.float64)
 
 
 def expected_top(probabilities: Reals, capacity: int, lookups: int) -> tuple[float, float]:
@@ -186,10 +188,12 @@ def expected_top(probabilities: Reals, capacity: int, lookups: int) -> tuple[flo
 
     A batch has n = `lookups` independent draws, so it has a row with probability 1 - (1 - p)^n.
     """
-    ordered = np.sort(probabilities)[::-1]
-    present = -np.expm1(lookups * np.log1p(-np.minimum(ordered, 1 - 1e-15)))
-    top = slice(0, capacity)
-    return float(ordered[top].sum()), float(present[top].sum() / present.sum())
+    descending = np.sort(probabilities)[::-1]
+    batch_probability = -np.expm1(lookups * np.log1p(-np.minimum(descending, 1 - 1e-15)))
+    cached_ranks = slice(0, capacity)
+    return float(descending[cached_ranks].sum()), float(
+        batch_probability[cached_ranks].sum() / batch_probability.sum()
+    )
 
 
 class Policy(Enum):
@@ -207,26 +211,26 @@ def run_policy(trace: RowTrace, capacity: int, policy: Policy) -> Hits:
     size = int(trace.rows.max(initial=0)) + 1
     cached = np.zeros(size, bool)
     rank = np.zeros(size, np.int64)
-    hit = np.zeros(len(trace.rows), np.int64)
+    is_hit = np.zeros(len(trace.rows), np.int64)
     for batch, (start, end) in enumerate(zip(trace.starts, trace.starts[1:], strict=False)):
         rows, lookups = trace.rows[start:end], trace.lookups[start:end]
         is_cached = cached[rows]
-        hit[start:end] = is_cached
-        new = rows[~is_cached][np.argsort(trace.positions[start:end][~is_cached])]
+        is_hit[start:end] = is_cached
+        new_rows = rows[~is_cached][np.argsort(trace.positions[start:end][~is_cached])]
         cached_rows = np.flatnonzero(cached)
         candidates = np.setdiff1d(cached_rows, rows, assume_unique=True)
-        over = len(cached_rows) + len(new) - capacity
-        if over > 0:
-            evicted = min(over, len(candidates))
+        excess_rows = len(cached_rows) + len(new_rows) - capacity
+        if excess_rows > 0:
+            evicted = min(excess_rows, len(candidates))
             order = np.argsort(rank[candidates] * size + candidates)
             cached[candidates[order[:evicted]]] = False
-            new = new[: len(new) - (over - evicted)]
-        cached[new] = True
+            new_rows = new_rows[: len(new_rows) - (excess_rows - evicted)]
+        cached[new_rows] = True
         if policy is Policy.exact_lru:
             rank[rows] = batch
         else:
             rank[rows] = np.where(is_cached, rank[rows], 0) + lookups
-    return hits_per_batch(trace, hit)
+    return hits_per_batch(trace, is_hit)
 
 
 def counter_samples(trace: RowTrace, hits: Hits) -> dict[str, list[int]]:

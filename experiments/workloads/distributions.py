@@ -30,10 +30,10 @@ def zipf_ranks(rng: np.random.Generator, count: int, rows: int, s: float, q: flo
     out = np.empty(count, np.int64)
     filled = 0
     while filled < count:
-        u = high + rng.random(count - filled) * (low - high)
-        rank = np.clip(np.rint(_integral_inverse(u, s, q)), 1, rows)
-        good = u >= integral(rank + 0.5, s, q) - _mass(rank, s, q)
-        accepted = rank[good].astype(np.int64)
+        draws = high + rng.random(count - filled) * (low - high)
+        rank = np.clip(np.rint(_integral_inverse(draws, s, q)), 1, rows)
+        is_accepted = draws >= integral(rank + 0.5, s, q) - _mass(rank, s, q)
+        accepted = rank[is_accepted].astype(np.int64)
         out[filled : filled + len(accepted)] = accepted
         filled += len(accepted)
     return out
@@ -78,13 +78,13 @@ def permute(ranks: Ids, rows: int, seed: int) -> Ids:
 
 def _feistel(x: NDArray[np.uint64], half: int, keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
     mask = np.uint64((1 << half) - 1)
-    left, right = x >> np.uint64(half), x & mask
+    high_bits, low_bits = x >> np.uint64(half), x & mask
     for key in keys:
-        mixed = (right + np.uint64(1)) * (key | np.uint64(1))
-        mixed ^= mixed >> np.uint64(29)
-        mixed *= np.uint64(0xBF58476D1CE4E5B9)
-        left, right = right, left ^ ((mixed >> np.uint64(32)) & mask)
-    return (left << np.uint64(half)) | right
+        mixed_bits = (low_bits + np.uint64(1)) * (key | np.uint64(1))
+        mixed_bits ^= mixed_bits >> np.uint64(29)
+        mixed_bits *= np.uint64(0xBF58476D1CE4E5B9)
+        high_bits, low_bits = low_bits, high_bits ^ ((mixed_bits >> np.uint64(32)) & mask)
+    return (high_bits << np.uint64(half)) | low_bits
 
 
 def describe_distribution(params: Mapping[str, Any]) -> str:

@@ -75,30 +75,41 @@ class PopularityClasses:
 @cache
 def popularity_classes() -> PopularityClasses:
     """Fit the rates: maximise the likelihood of the published shares (Richardson-Lucy steps)."""
-    rate = MIN_RATE * 2.0 ** (np.arange(NUM_CLASSES) / 2)
+    rates = MIN_RATE * 2.0 ** (np.arange(NUM_CLASSES) / 2)
     bins = np.stack(
-        [expected_bins(float(r)) for r in rate], axis=2
+        [expected_bins(float(r)) for r in rates], axis=2
     )  # [rows or lookups, bins, classes]
     rows, lookups = bins[0], bins[1] / (LOOKUPS / DISTINCT)
-    precise = np.array(ROWS_SHARE) >= MIN_ROWS_SHARE
-    seen = np.concatenate([rows[precise], lookups])
-    wanted = np.concatenate([np.array(ROWS_SHARE)[precise], np.array(LOOKUPS_SHARE)])
-    weight = np.full(NUM_CLASSES, 1e-3)
+    has_two_digits = np.array(ROWS_SHARE) >= MIN_ROWS_SHARE
+    expected_shares = np.concatenate([rows[has_two_digits], lookups])
+    published_shares = np.concatenate(
+        [np.array(ROWS_SHARE)[has_two_digits], np.array(LOOKUPS_SHARE)]
+    )
+    class_sizes = np.full(NUM_CLASSES, 1e-3)
     for _ in range(FIT_ROUNDS):
-        weight *= (wanted / (seen * weight).sum(1)) @ seen / seen.sum(0)
+        class_sizes *= (
+            (published_shares / (expected_shares * class_sizes).sum(1))
+            @ expected_shares
+            / expected_shares.sum(0)
+        )
     # Six digits, so that machines that add up in another order still draw the same ids.
-    return PopularityClasses(rate, np.array([float(f"{w:.6g}") for w in weight]))
+    return PopularityClasses(rates, np.array([float(f"{w:.6g}") for w in class_sizes]))
 
 
 def expected_bins(rate: float) -> Reals:
     """Return [2, bins] for a row of this rate: the probability and the lookups of each bin."""
-    spread = 12 * rate**0.5 + 12
-    counts = np.arange(max(1, int(rate - spread)), int(rate + spread) + 1)
-    logs = np.concatenate([[0.0], np.cumsum(np.log(np.arange(1, counts[-1] + 1)))])
-    chance = np.exp(counts * np.log(rate) - rate - logs[counts])
-    where = np.searchsorted(EDGES, counts) - 1
-    size = len(EDGES)
-    return np.stack([np.bincount(where, chance, size), np.bincount(where, chance * counts, size)])
+    radius = 12 * rate**0.5 + 12
+    counts = np.arange(max(1, int(rate - radius)), int(rate + radius) + 1)
+    log_factorials = np.concatenate([[0.0], np.cumsum(np.log(np.arange(1, counts[-1] + 1)))])
+    probabilities_of_counts = np.exp(counts * np.log(rate) - rate - log_factorials[counts])
+    bin_of_count = np.searchsorted(EDGES, counts) - 1
+    num_bins = len(EDGES)
+    return np.stack(
+        [
+            np.bincount(bin_of_count, probabilities_of_counts, num_bins),
+            np.bincount(bin_of_count, probabilities_of_counts * counts, num_bins),
+        ]
+    )
 
 
 @dataclass(frozen=True)
@@ -125,30 +136,38 @@ def rank_steps(rows: int) -> RankSteps:
     row_share = np.cumsum((classes.rows / classes.rows.sum())[::-1])
     lookups = (classes.rows * classes.rate)[::-1]
     lookup_share = np.cumsum(lookups / lookups.sum())
-    last = np.rint(row_share * rows).astype(np.int64)
-    last[-1] = rows
-    last = np.unique(last[last > 0])
-    until = np.interp(last / rows, np.append(0.0, row_share), np.append(0.0, lookup_share))
-    return RankSteps(last, np.diff(until / until[-1], prepend=0.0))
+    last_rank = np.rint(row_share * rows).astype(np.int64)
+    last_rank[-1] = rows
+    last_rank = np.unique(last_rank[last_rank > 0])
+    lookups_up_to = np.interp(
+        last_rank / rows, np.append(0.0, row_share), np.append(0.0, lookup_share)
+    )
+    return RankSteps(last_rank, np.diff(lookups_up_to / lookups_up_to[-1], prepend=0.0))
 
 
 def draw_ranks(rng: np.random.Generator, count: int, rows: int) -> Ids:
     """Draw `count` independent ranks in 1..rows, int64."""
     table_steps = rank_steps(rows)
-    until = np.cumsum(table_steps.mass)
-    u = rng.random(count) * until[-1]
-    step = np.minimum(np.searchsorted(until, u, side="right"), len(until) - 1)
-    first = np.concatenate([[0], table_steps.last[:-1]])
-    within = (u - (until[step] - table_steps.mass[step])) / table_steps.mass[step]
-    size = table_steps.last[step] - first[step]
-    return first[step] + 1 + np.clip((within * size).astype(np.int64), 0, size - 1)
+    mass_up_to = np.cumsum(table_steps.mass)
+    draws = rng.random(count) * mass_up_to[-1]
+    step = np.minimum(np.searchsorted(mass_up_to, draws, side="right"), len(mass_up_to) - 1)
+    ranks_before = np.concatenate([[0], table_steps.last[:-1]])
+    position_in_step = (draws - (mass_up_to[step] - table_steps.mass[step])) / table_steps.mass[
+        step
+    ]
+    ranks_in_step = table_steps.last[step] - ranks_before[step]
+    return (
+        ranks_before[step]
+        + 1
+        + np.clip((position_in_step * ranks_in_step).astype(np.int64), 0, ranks_in_step - 1)
+    )
 
 
 def probabilities(rows: int) -> Reals:
     """Return the probability of each rank, [rows], rank 1 first."""
     table_steps = rank_steps(rows)
-    size = np.diff(table_steps.last, prepend=0)
-    return np.repeat(table_steps.mass / size, size)
+    ranks_in_step = np.diff(table_steps.last, prepend=0)
+    return np.repeat(table_steps.mass / ranks_in_step, ranks_in_step)
 
 
 def published_lookups(rows: int) -> int:
@@ -158,7 +177,7 @@ def published_lookups(rows: int) -> int:
 
 def histograms(counts: Ids) -> tuple[Reals, Reals]:
     """Return the share of rows and of lookups per bin, for rows with `counts` > 0 lookups each."""
-    where = np.searchsorted(EDGES, counts) - 1
-    rows = np.bincount(where, minlength=len(EDGES)) / max(1, len(counts))
-    lookups = np.bincount(where, counts, minlength=len(EDGES)) / max(1, int(counts.sum()))
+    bin_of_row = np.searchsorted(EDGES, counts) - 1
+    rows = np.bincount(bin_of_row, minlength=len(EDGES)) / max(1, len(counts))
+    lookups = np.bincount(bin_of_row, counts, minlength=len(EDGES)) / max(1, int(counts.sum()))
     return rows, lookups

@@ -42,11 +42,13 @@ def batch_distances(trace: RowTrace) -> Ids:
     """
     order = np.lexsort((trace.lookups, trace.batch))
     previous = _previous(trace.rows[order])
-    ends = zip(trace.starts[:-1], trace.starts[1:], strict=True)
-    within = [_not_above_before(previous[a:b]) for a, b in ends]
-    earlier = _not_above_before(previous) - np.concatenate([*within, np.zeros(0, np.int64)])
+    batch_ranges = zip(trace.starts[:-1], trace.starts[1:], strict=True)
+    jumps_in_batch = [_not_above_before(previous[a:b]) for a, b in batch_ranges]
+    rows_before_batch = _not_above_before(previous) - np.concatenate(
+        [*jumps_in_batch, np.zeros(0, np.int64)]
+    )
     batch_distance = np.empty(len(previous), np.int64)
-    batch_distance[order] = np.where(previous < 0, NEVER, earlier - (previous + 1))
+    batch_distance[order] = np.where(previous < 0, NEVER, rows_before_batch - (previous + 1))
     return batch_distance
 
 
@@ -111,28 +113,28 @@ class Blocks:
     lookups: Ids
 
     @classmethod
-    def of(cls, ranking: Ids, judged: Ids, rows: int) -> Blocks:
+    def of(cls, ranking: Ids, lookups_to_fit: Ids, rows: int) -> Blocks:
         """Build from the lookups per row in both halves; `rows` counts rows without lookups too."""
         counts, block = np.unique(-ranking, return_inverse=True)
         sizes = np.bincount(block, minlength=len(counts))
-        lookups = np.bincount(block, judged, minlength=len(counts)).astype(np.int64)
-        rest = rows - len(ranking)
-        if rest > 0 and len(counts) and counts[-1] == 0:
-            sizes[-1] += rest
-        elif rest > 0:
-            sizes, lookups = np.append(sizes, rest), np.append(lookups, 0)
+        lookups = np.bincount(block, lookups_to_fit, minlength=len(counts)).astype(np.int64)
+        rows_without_lookups = rows - len(ranking)
+        if rows_without_lookups > 0 and len(counts) and counts[-1] == 0:
+            sizes[-1] += rows_without_lookups
+        elif rows_without_lookups > 0:
+            sizes, lookups = np.append(sizes, rows_without_lookups), np.append(lookups, 0)
         return cls(np.cumsum(sizes), lookups)
 
 
-def fit(ranking: Ids, judged: Ids, rows: int) -> ZipfFit | None:
+def fit(ranking: Ids, lookups_to_fit: Ids, rows: int) -> ZipfFit | None:
     """Fit a Zipf distribution; return None for too few lookups.
 
     Args:
         ranking: lookups per row in the half that ranks the rows.
-        judged: lookups per row in the half whose likelihood is maximised.
+        lookups_to_fit: lookups per row in the half whose likelihood is maximised.
         rows: number of rows of the table.
     """
-    blocks = Blocks.of(ranking, judged, rows)
+    blocks = Blocks.of(ranking, lookups_to_fit, rows)
     if len(blocks.last) < 3 or blocks.lookups.sum() < 100:
         return None
     low, high = np.array([0.0, 0.0]), np.array([MAX_S, np.log1p(rows)])
@@ -165,13 +167,13 @@ def block_masses(blocks: Blocks, s: Reals, q: float) -> Reals:
     exponent = s[:, None]
     head = np.cumsum(np.exp(-exponent * np.log(ranks + q)), axis=1)
     head = np.concatenate([np.zeros((len(s), 1)), head], axis=1)
-    until = head[:, np.minimum(blocks.last, EXACT_RANKS)]
+    mass_up_to = head[:, np.minimum(blocks.last, EXACT_RANKS)]
     if blocks.last[-1] > EXACT_RANKS:
         ends = np.maximum(blocks.last, EXACT_RANKS) + 0.5
         tail = np.stack([integral(ends, float(x), q) for x in s])
         start = np.array([integral(np.array(EXACT_RANKS + 0.5), float(x), q) for x in s])
-        until = until + (tail - start[:, None])
-    return np.diff(until, axis=1, prepend=0.0) / until[:, -1:]
+        mass_up_to = mass_up_to + (tail - start[:, None])
+    return np.diff(mass_up_to, axis=1, prepend=0.0) / mass_up_to[:, -1:]
 
 
 SHARES = (0.1, 0.25, 0.5, 0.75, 0.9, 0.99)  # shares of the lookups to count the rows of
@@ -212,14 +214,14 @@ class Lookups:
 
 def batch_counts(lookups: Lookups) -> dict[str, list[int]]:
     """Return per batch the lookups, the distinct rows, and the rows that are new in the trace."""
-    seen = np.zeros(len(lookups.counts), bool)
+    is_used = np.zeros(len(lookups.counts), bool)
     counts: dict[str, list[int]] = {"lookups": [], "rows": [], "new": []}
     for ids in lookups.slices():
         rows = np.unique(ids)
         counts["lookups"].append(len(ids))
         counts["rows"].append(len(rows))
-        counts["new"].append(int((~seen[rows]).sum()))
-        seen[rows] = True
+        counts["new"].append(int((~is_used[rows]).sum()))
+        is_used[rows] = True
     return counts
 
 
@@ -258,13 +260,13 @@ def fit_halves(lookups: Lookups, rows: int) -> Numbers | None:
     batches, size = lookups.slices(), len(lookups.counts)
     no_ids = np.zeros(0, np.int64)
     halves = [np.concatenate([no_ids, *batches[first::2]]) for first in (0, 1)]
-    ranking, judged = (np.bincount(ids, minlength=size) for ids in halves)
-    zipf = fit(ranking, judged, max(rows, size))
+    ranking, lookups_to_fit = (np.bincount(ids, minlength=size) for ids in halves)
+    zipf = fit(ranking, lookups_to_fit, max(rows, size))
     return None if zipf is None else dataclasses.asdict(zipf)
 
 
-def _share(part: float, whole: float) -> float:
-    return part / whole if whole else math.nan
+def _share(count: float, total: float) -> float:
+    return count / total if total else math.nan
 
 
 def spectrum(lookups: Lookups) -> Numbers:
@@ -280,10 +282,10 @@ def shares_by_rank(lookups: Lookups) -> list[list[float]]:
         return []
     ends = _spaced(len(counts))
     firsts = np.concatenate([[0], ends[:-1]])
-    until = np.concatenate([[0], np.cumsum(counts)])
-    share = (until[ends] - until[firsts]) / (ends - firsts) / counts.sum()
-    middle = np.sqrt((firsts + 1) * ends)
-    return [[float(m), float(v)] for m, v in zip(middle, share, strict=True)]
+    lookups_up_to = np.concatenate([[0], np.cumsum(counts)])
+    share = (lookups_up_to[ends] - lookups_up_to[firsts]) / (ends - firsts) / counts.sum()
+    mean_rank = np.sqrt((firsts + 1) * ends)
+    return [[float(m), float(v)] for m, v in zip(mean_rank, share, strict=True)]
 
 
 def _spaced(last: int) -> Ids:
@@ -319,8 +321,8 @@ def hit_rates(trace: RowTrace, fractions: Sequence[float]) -> Numbers:
 
     LRU has a curve over all sizes; the ideals have points at `fractions` of the distinct rows.
     """
-    counted = slice(int(trace.starts[trace.warm]), None)
-    distance, num_lookups = batch_distances(trace)[counted], trace.lookups[counted]
+    counted_entries = slice(int(trace.starts[trace.warm]), None)
+    distance, num_lookups = batch_distances(trace)[counted_entries], trace.lookups[counted_entries]
     total = int(num_lookups.sum())
 
     def rates(size: int, lookups: int, rows: int) -> Numbers:

@@ -123,20 +123,21 @@ def batches(work: WorkloadConfig, sizes: Sequence[int], count: int) -> Iterator[
 
 def _regroup(blocks: Iterator[list[TableLookups]], size: int) -> Iterator[list[TableLookups]]:
     """Regroup blocks of any size into blocks of `size` samples; drop an incomplete last one."""
-    rest: list[TableLookups] = []
+    pending: list[TableLookups] = []
     for block in blocks:
-        if rest and len(rest[0].lengths):
-            pairs = zip(rest, block, strict=True)
+        if pending and len(pending[0].lengths):
+            pairs = zip(pending, block, strict=True)
             block = [TableLookups(*map(np.concatenate, zip(*pair, strict=True))) for pair in pairs]
-        rest = block
-        while len(rest[0].lengths) >= size:
-            ends = [int(bags.lengths[:size].sum()) for bags in rest]
-            cuts = list(zip(rest, ends, strict=True))
+        pending = block
+        while len(pending[0].lengths) >= size:
+            ends = [int(bags.lengths[:size].sum()) for bags in pending]
+            cuts = list(zip(pending, ends, strict=True))
             yield [TableLookups(bags.ids[:end], bags.lengths[:size]) for bags, end in cuts]
-            rest = [TableLookups(bags.ids[end:], bags.lengths[size:]) for bags, end in cuts]
+            pending = [TableLookups(bags.ids[end:], bags.lengths[size:]) for bags, end in cuts]
 
 
 def _checked_rows(bags: TableLookups, size: int, name: str, work: WorkloadConfig) -> TableBags:
+    """Return bags with ids in [0, size): others are folded, or raise; 0 is any size."""
     ids: Integers = bags.ids
     if not size:
         return TableBags(ids.astype(np.int64), bags.lengths)
@@ -167,27 +168,29 @@ def _checksum(path: Path, size: int, changed: int) -> str:
 def _chosen_columns(work: WorkloadConfig) -> list[TraceTable]:
     """Return the columns of the workload: the named ones, the first T, or all."""
     with converting_read_errors(_path(work)):
-        every = _open(work).columns()
-    names = [column.name for column in every]
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise TraceError(f"{Path(work.file).name} has two tables named '{twice[0]}': rename one")
+        columns = _open(work).columns()
+    names = [column.name for column in columns]
+    if repeated_names := [name for name in names if names.count(name) > 1]:
+        raise TraceError(
+            f"{Path(work.file).name} has two tables named '{repeated_names[0]}': rename one"
+        )
     if work.columns:
-        by_name = {column.name: column for column in every}
+        by_name = {column.name: column for column in columns}
         for name in work.columns:
             if name not in by_name:
-                near = difflib.get_close_matches(name, by_name, 1, 0.4)
-                hint = f" Did you mean '{near[0]}'?" if near else ""
+                similar_names = difflib.get_close_matches(name, by_name, 1, 0.4)
+                hint = f" Did you mean '{similar_names[0]}'?" if similar_names else ""
                 raise TraceError(
                     f"workload.columns: {Path(work.file).name} has no table '{name}'.{hint} There "
                     f"is: {', '.join(list(by_name)[:30])}{', ...' * (len(by_name) > 30)}"
                 )
-        every = [by_name[name] for name in work.columns]
-    if len(every) < work.T:
+        columns = [by_name[name] for name in work.columns]
+    if len(columns) < work.T:
         raise TraceError(
-            f"workload.T must be at most {len(every)}, the tables of {Path(work.file).name}, got "
+            f"workload.T must be at most {len(columns)}, the tables of {Path(work.file).name}, got "
             f"{work.T}; 0 means all"
         )
-    return every[: work.T] if work.T else every
+    return columns[: work.T] if work.T else columns
 
 
 def _open(work: WorkloadConfig) -> Reader:

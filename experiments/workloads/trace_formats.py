@@ -248,6 +248,7 @@ class CriteoReader(LineReader):
         return [TraceTable(f"C{c}") for c in range(1, CRITEO_TABLES + 1)]
 
     def _samples(self, tables: Sequence[int]) -> Iterator[list[list[int]]]:
+        """Yield the bags of the tables, sample by sample: one id each, none where it is missing."""
         with open_text(self.path) as file:
             for number, line in enumerate(file, 1):
                 fields = line.rstrip("\r\n").split("\t")
@@ -289,6 +290,7 @@ class CsvReader(LineReader):
         return [TraceTable(name.strip()) for name in names]
 
     def _samples(self, tables: Sequence[int]) -> Iterator[list[list[int]]]:
+        """Yield the bags of the tables, sample by sample."""
         width = len(self.columns())
         with open_text(self.path) as file:
             lines = csv.reader(file)

@@ -146,8 +146,10 @@ def _lookups(
     lengths = np.full(workload.B, workload.L, np.int64)
     for number in range(count):
         rng = np.random.default_rng([seed, number])
-        drawn = [_feature_ids(rng, workload, s, seed + f) for f, s in enumerate(shapes)]
-        yield [trace_files.TableBags(ids, lengths) for ids in drawn]
+        batches_by_feature = [
+            _feature_ids(rng, workload, s, seed + f) for f, s in enumerate(shapes)
+        ]
+        yield [trace_files.TableBags(ids, lengths) for ids in batches_by_feature]
 
 
 def _feature_ids(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from experiments.timing.clock import Work
+from experiments.timing.clock import SampleTask
 
 
 @dataclass
@@ -69,11 +69,11 @@ class FakeGpu:
         return lambda: self.kernel(seconds)
 
 
-def kernels(gpu: FakeGpu, seconds: float, count: int = 1) -> Work:
+def kernels(gpu: FakeGpu, seconds: float, count: int = 1) -> SampleTask:
     """Work of `count` launches."""
 
     def call() -> None:
         for _ in range(count):
             gpu.kernel(seconds / count)
 
-    return Work(call, "a")
+    return SampleTask(call, "a")

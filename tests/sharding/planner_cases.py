@@ -15,7 +15,7 @@ from emblib.sharding.layout import shape_of
 from emblib.sharding.plan import ShardingPlan, construct_plan
 from emblib.sharding.planner import Planner, Reservation, TableConstraints, TableWorkload, Topology
 from emblib.sharding.planner.simulate import batch_of
-from emblib.sharding.planner.work import tables_of, workloads_of
+from emblib.sharding.planner.workloads import tables_of, workloads_of
 from emblib.sharding.ranks import RankGroup
 from emblib.sharding.sharding_types import (
     Rule,

@@ -53,7 +53,7 @@ def _greedy_table_wise(planner: Planner, works: Sequence[TableWorkload]) -> Shar
     world = planner.topology.world_size
     order = sorted(range(len(works)), key=lambda t: -whole[t].seconds(world))
     spent, taken = [0.0] * world, [0.0] * world
-    common = sum(option.everywhere.nbytes.device for option in whole)
+    common = sum(option.common_cost.nbytes.device for option in whole)
     ranks: dict[int, int] = {}
     for t in order:
         load = whole[t].units[0].members[0]
@@ -232,8 +232,8 @@ def test_plans_tile_their_tables_and_cost_what_the_search_said(seed: int) -> Non
                 w.config,
                 optim.SGD(0.1),
                 False,
-                w.batch,
-                w.ids,
+                w.batch_size,
+                w.ids_per_example,
                 TableConstraints(sharding_types=(sharding_type, ShardingType.TABLE_WISE)),
             )
             for w in works

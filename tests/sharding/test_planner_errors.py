@@ -55,8 +55,8 @@ def test_a_model_with_two_collections() -> None:
     assert set(found.plan) == {"bags", "sequences"}
     assert list(found.plan["bags"]) == ["t0", "t1", "t2"]
     assert found.plan["bags"]["t0"].type is ShardingType.TABLE_WISE
-    works = {table.work.name: table.work for table in found.tables}
-    assert works["sequences.t0"].ids == 7.0
+    works = {table.workload.name: table.workload for table in found.tables}
+    assert works["sequences.t0"].ids_per_example == 7.0
     assert isinstance(works["sequences.t0"].optimizer, optim.Adam)
     again = ShardingPlan.from_json(found.plan.to_json())
     assert again == found.plan
@@ -140,11 +140,15 @@ def test_an_error_says_what_is_short_and_what_to_do() -> None:
     largest = max(works, key=lambda w: w.config.num_embeddings * w.config.embedding_dim)
     assert largest.name in str(error)
     assert "short" in str(error)
-    assert error.short > 0
-    assert len(error.ways) >= 3
-    assert all(way in str(error) for way in error.ways)
+    assert error.missing_nbytes > 0
+    assert len(error.remedies) >= 3
+    assert all(way in str(error) for way in error.remedies)
     copied = pickle.loads(pickle.dumps(error))
-    assert (copied.tables, copied.short, copied.ways) == (error.tables, error.short, error.ways)
+    assert (copied.tables, copied.missing_nbytes, copied.remedies) == (
+        error.tables,
+        error.missing_nbytes,
+        error.remedies,
+    )
 
 
 def test_an_error_names_the_table_that_fits_nowhere() -> None:
@@ -159,7 +163,7 @@ def test_an_error_names_the_table_that_fits_nowhere() -> None:
     ) as caught:
         planner_of(Topology(4, memory=16 * MB)).solve_workloads(works)
     assert caught.value.tables == ("giant",)
-    assert caught.value.short == pytest.approx(100_000 * 64 * 4 - 16 * MB, rel=0.01)
+    assert caught.value.missing_nbytes == pytest.approx(100_000 * 64 * 4 - 16 * MB, rel=0.01)
 
 
 def test_a_reservation_that_leaves_nothing() -> None:

@@ -22,7 +22,7 @@ from emblib.sharding.planner import (
     simulate,
 )
 from emblib.sharding.planner import calibration as figures
-from emblib.sharding.planner.calibration import at
+from emblib.sharding.planner.calibration import interpolate
 from emblib.sharding.planner.estimate import INPUT, LOOKUP, OUTPUT, UPDATE, CostModel
 from emblib.sharding.planner.measure import Sizes, calibrate
 from emblib.sharding.planner.report import Prediction
@@ -30,10 +30,10 @@ from emblib.sharding.planner.simulate import (
     Point,
     batch_of,
     compare,
+    format_simulated,
     rank_correlation,
-    table,
 )
-from emblib.sharding.planner.work import workloads_of
+from emblib.sharding.planner.workloads import workloads_of
 from emblib.sharding.ranks import RankGroup
 from emblib.sharding.sharding_types import ShardingType
 from emblib.specs import Placement
@@ -69,8 +69,8 @@ def test_wrong_constants() -> None:
 
 def test_between_two_points_costs_are_linear() -> None:
     curve = ((10.0, 1.0), (20.0, 3.0), (40.0, 4.0))
-    assert [at(curve, x) for x in (0, 10, 15, 20, 30, 40, 80)] == [1, 1, 2, 3, 3.5, 4, 6]
-    assert at(((10.0, 5.0),), 100.0) == 5.0
+    assert [interpolate(curve, x) for x in (0, 10, 15, 20, 30, 40, 80)] == [1, 1, 2, 3, 3.5, 4, 6]
+    assert interpolate(((10.0, 5.0),), 100.0) == 5.0
 
 
 def _calibrate(ranks: RankGroup) -> Calibration:
@@ -124,7 +124,9 @@ def test_phases_of_a_whole_table_on_one_rank() -> None:
     # Rows out and gradients back.
     assert one[OUTPUT] == pytest.approx(2 * 400 * 64 * 4 * 0.75 / 1e9)
     near, bag = figures.CUDA.lookup_near, figures.CUDA.bag
-    assert one[LOOKUP] == pytest.approx((1200 * at(near, 256) + 400 * at(bag, 256)) * 1e-9)
+    assert one[LOOKUP] == pytest.approx(
+        (1200 * interpolate(near, 256) + 400 * interpolate(bag, 256)) * 1e-9
+    )
     adam = _seconds(_work(1000, 64, 3.0, optim.Adam(0.1)), topology, **nothing)
     assert adam[UPDATE] > one[UPDATE]
     assert adam[LOOKUP] == one[LOOKUP]
@@ -260,7 +262,7 @@ def test_weak_and_strong_scaling() -> None:
         simulate(planner, module, [6], scaling=Scaling.STRONG)
     rows = simulate(planner, module, [8], sharding=ShardingType.ROW_WISE)[0].prediction
     assert {t.sharding.type for t in rows.tables} == {ShardingType.ROW_WISE}
-    lines = table(weak).splitlines()
+    lines = format_simulated(weak).splitlines()
     assert lines[0].split()[0] == "ranks"
     assert len(lines) == 5
     assert lines[-1] == "Predicted, not measured."
@@ -307,5 +309,5 @@ def test_rank_correlation() -> None:
 
 def test_the_model_is_told_of_the_traffic() -> None:
     works = [_work(1000, 64)]
-    model = CostModel(Topology(2), works=works)
+    model = CostModel(Topology(2), workloads=works)
     assert model.traffic == 2 * 100 * 64

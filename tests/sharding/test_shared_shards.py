@@ -532,7 +532,7 @@ def test_a_table_is_planned_once() -> None:
     own = planner.Planner(planner.Topology(4, memory=1 << 24), 64, constraints)
     prediction = own.solve(model)
     names = ["sums.item", "sums.own", "scaled.user", "history.seen"]
-    assert [table.work.name for table in prediction.tables] == names
+    assert [table.workload.name for table in prediction.tables] == names
     item = prediction.tables[0].work
     assert [one.name for one in item.lookups] == ["sums.item", "scaled.item", "history.item"]
     assert sum(one.ids for one in item.lookups) == 2 + 3 + 2

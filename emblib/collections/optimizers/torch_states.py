@@ -17,7 +17,7 @@ State = dict[str, dict[str, Any]]
 
 
 class Template(NamedTuple):
-    """The optimizer of a group, and a copy of its current `hyperparams`, on the CPU."""
+    """The optimizer of a group, and its current `hyperparams`, float64 on the CPU."""
 
     optimizer: Optimizer
     numbers: Tensor

@@ -111,9 +111,9 @@ class SummingStream:
         self._stream.write(remaining)
         sums = self.sums
         while remaining:
-            room = BLOCK_BYTES - sums.nbytes % BLOCK_BYTES
-            chunk, remaining = remaining[:room], remaining[room:]
-            if room == BLOCK_BYTES:
+            block_rest = BLOCK_BYTES - sums.nbytes % BLOCK_BYTES
+            chunk, remaining = remaining[:block_rest], remaining[block_rest:]
+            if block_rest == BLOCK_BYTES:
                 sums.crc32.append(0)
             sums.crc32[-1] = zlib.crc32(chunk, sums.crc32[-1])
             sums.nbytes += len(chunk)
@@ -161,12 +161,12 @@ class CheckedStream(io.RawIOBase):
         Raises:
             CheckpointError: a block has another checksum than when it was saved.
         """
-        room = memoryview(buffer).cast("B")
+        target = memoryview(buffer).cast("B")
         num_read = 0
-        while num_read < len(room) and self._at < self._sums.nbytes:
+        while num_read < len(target) and self._at < self._sums.nbytes:
             number, offset = divmod(self._at, BLOCK_BYTES)
-            chunk = self._checked(number)[offset : offset + len(room) - num_read]
-            room[num_read : num_read + len(chunk)] = chunk
+            chunk = self._checked(number)[offset : offset + len(target) - num_read]
+            target[num_read : num_read + len(chunk)] = chunk
             num_read += len(chunk)
             self._at += len(chunk)
         return num_read

@@ -99,8 +99,8 @@ class CheckpointWriter(dcp.FileSystemWriter):
                 metadata.storage_data[result.index] = result.storage_data
         metadata.storage_meta = self.storage_meta()
         # Ranks that write nothing have an empty file.
-        named = {info.relative_path for info in metadata.storage_data.values()}
-        files = {name: sums for name, sums in files.items() if name in named}
+        used_names = {info.relative_path for info in metadata.storage_data.values()}
+        files = {name: sums for name, sums in files.items() if name in used_names}
         directory = Path(self.path)
         flush_directory(directory)
         with replacing(directory / METADATA) as file:

@@ -25,7 +25,7 @@ KEYS = "keys"
 _NOT_BY_KEY = "clock"  # has the prefix of the keys, but is one number for the table
 
 
-def joined(
+def join_shards(
     states: Mapping[int, Mapping[str, Tensor]], owners: Sequence[int], ranks: RankGroup
 ) -> dict[str, Tensor]:
     """Build the state dict of a dynamic table from those of its shards; a collective over `ranks`.
@@ -55,8 +55,8 @@ def joined(
         {key: value.cpu() for key, value in state.items() if key not in result}
         for state in states.values()
     ]
-    for other in (other for local in ranks.gather_objects(other_entries) for other in local):
-        for key, value in other.items():
+    for entry in (entry for local in ranks.gather_objects(other_entries) for entry in local):
+        for key, value in entry.items():
             result[key] = torch.maximum(result[key], value) if key in result else value
     return result
 
@@ -142,7 +142,7 @@ def keyed_rows(
     Raises:
         ValueError: a shard has keys that another shard owns, where lookups would not find them.
     """
-    gathered = ranks.gather_objects(_described(parts, len(owners)))
+    gathered = ranks.gather_objects(_descriptions(parts, len(owners)))
     columns_of_shard = {number: columns for local in gathered for number, columns in local.items()}
     first_columns, *_ = columns_of_shard.values()
     counts = [columns_of_shard[number][KEYS][1][0] for number in range(len(owners))]
@@ -158,15 +158,15 @@ def keyed_rows(
     return result
 
 
-def _described(
+def _descriptions(
     parts: Mapping[int, Mapping[str, Tensor]], count: int
 ) -> dict[int, dict[str, tuple[torch.dtype, tuple[int, ...]]]]:
     for number, columns in parts.items():
-        strange = columns[KEYS][routing.owner(columns[KEYS], count) != number]
-        if strange.numel():
+        foreign_keys = columns[KEYS][routing.owner(columns[KEYS], count) != number]
+        if foreign_keys.numel():
             raise ValueError(
-                f"part {number} of {count} has {strange.numel()} keys of other parts, e.g. "
-                f"{int(strange[0])}: send ids where emblib.checkpoints.owner says"
+                f"part {number} of {count} has {foreign_keys.numel()} keys of other parts, e.g. "
+                f"{int(foreign_keys[0])}: send ids where emblib.checkpoints.owner says"
             )
     return {
         number: {name: (value.dtype, tuple(value.shape)) for name, value in columns.items()}

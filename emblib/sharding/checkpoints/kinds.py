@@ -31,8 +31,13 @@ from emblib.tables import state_dicts
 class Entry:
     """One tensor of a table: its shards, and the memory of those on this rank.
 
-    `memory[i]` are the tensors of local shard i of `shards`; several if slices have copies of it.
-    Without shards, every rank has the full tensor as number 0. `cuts` are those of `RowStates`.
+    Attributes:
+        size: shape of the full tensor.
+        dtype: dtype of the tensor.
+        shards: shards of all ranks; empty if every rank has the full tensor, as number 0.
+        ranks: ranks that have shards.
+        memory: tensors of local shard i by i; several if slices have copies of it.
+        cuts: columns at which states per row are cut, see `RowStates`; None without.
     """
 
     size: tuple[int, ...]
@@ -66,13 +71,17 @@ class Entry:
         return {i: self._part(value, i, name) for i in self.memory}
 
     def write(self, parts: Mapping[int, Tensor]) -> None:
-        """Copy the result of `parts_of` into the memory of the shards."""
+        """Copy the result of `parts_of` into the memory of the shards.
+
+        `parts` has one tensor per local shard, of its shape.
+        """
         for i, value in parts.items():
             for tensor in self.memory[i]:
                 if tensor.data_ptr() != value.data_ptr():
                     tensor.copy_(value)
 
     def _part(self, value: Tensor, number: int, name: str) -> Tensor:
+        """Return the part of a saved tensor that is for local shard `number`."""
         size = self.size[:1] if self.cuts else self.size
         if isinstance(value, ShardedTable):
             if value.shards != self.shards or tuple(value.size()) != self.size:
@@ -257,6 +266,7 @@ class Table:
         return layouts
 
     def _entry(self, key: str, memory: Mapping[int, Tensor]) -> Entry:
+        """Return the entry of the tensor `key`, whose shards have this memory."""
         layout, is_per_row = self._layouts[key]
         if layout.region is None:
             size = layout.size[:1] if is_per_row else layout.size
@@ -273,7 +283,8 @@ class Table:
             narrow = tuple(shard._replace(columns=(0, 1)) for shard in shards)
             return Entry((rows,), layout.dtype, narrow, self.ranks, tensors)
         by_stretch = tuple(
-            shard._replace(columns=sharded_table.stretches(shard.columns, cuts)) for shard in shards
+            shard._replace(columns=sharded_table.interval_range(shard.columns, cuts))
+            for shard in shards
         )
         return Entry((rows, len(cuts) - 1), layout.dtype, by_stretch, self.ranks, tensors, cuts)
 
@@ -301,7 +312,7 @@ class KeyedTable(Table):
         states = {number: dict(h.state_dict()) for number, h in self._numbered().items()}
         if not self.shards:
             return states[0]
-        return keyed.joined(states, self._owners(), self.ranks)
+        return keyed.join_shards(states, self._owners(), self.ranks)
 
     def parameter_names(self) -> Sequence[str]:
         """Return the names of the entries that loading the table requires."""
@@ -474,14 +485,14 @@ class StateOfTables(nn.Module):
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
-        spread: Any = self
+        tables: Any = self
         handles_prefix = f"{prefix}{self.handles_name}."
         shared_entries = {
             name
-            for name, shared in spread.shared.items()
+            for name, shared in tables.shared.items()
             if shared.entry.is_saved(destination, f"{handles_prefix}{name}.weight")
         }
-        for key, value in module_state(spread, shared_entries).items():
+        for key, value in module_state(tables, shared_entries).items():
             destination[f"{handles_prefix}{key}"] = value
 
     def _load_from_state_dict(
@@ -494,10 +505,10 @@ class StateOfTables(nn.Module):
             for k, v in state_dict.items()
             if k.startswith(handles_prefix)
         }
-        spread: Any = self
+        tables: Any = self
         shared_prefixes = tuple(
             f"{name}."
-            for name, shared in spread.shared.items()
+            for name, shared in tables.shared.items()
             if shared.entry.is_loaded(
                 f"{handles_prefix}{name}.weight", values.get(f"{name}.weight"), missing, errors
             )
@@ -506,18 +517,18 @@ class StateOfTables(nn.Module):
             key: value for key, value in values.items() if not key.startswith(shared_prefixes)
         }
         lacking = [
-            key for key in missing_names(spread, values) if not key.startswith(shared_prefixes)
+            key for key in missing_names(tables, values) if not key.startswith(shared_prefixes)
         ]
         missing.extend(handles_prefix + key for key in lacking)
         # Submodules have no state of their own: all entries are of tables.
-        prefixes = known_prefixes(spread)
+        prefixes = known_prefixes(tables)
         unexpected.extend(
             key
             for key in state_dict
             if key.startswith(prefix) and not key.removeprefix(handles_prefix).startswith(prefixes)
         )
         try:
-            load_module_state(spread, values)
+            load_module_state(tables, values)
         except (ValueError, RuntimeError) as error:
             errors.append(f"{prefix}: {error}")
 
@@ -528,13 +539,13 @@ class StateOfTables(nn.Module):
 
     def table_handles(self) -> DynamicTables:
         """Return the handles of dynamic tables, by name."""
-        spread: Any = self
-        return table_handles(spread)
+        tables: Any = self
+        return table_handles(tables)
 
     def fused_tables(self) -> Sequence[FusedTableEntry]:
         """Return the tables that backward updates, in the same order on every rank."""
-        spread: Any = self
-        return fused_tables(spread, f"{self.handles_name}.")
+        tables: Any = self
+        return fused_tables(tables, f"{self.handles_name}.")
 
     @cached_property
     def fused_optimizer(self) -> Any:
@@ -548,10 +559,10 @@ class StateOfTables(nn.Module):
 
         The states of dynamic tables are in `state_dict`, with the keys.
         """
-        spread: Any = self
+        tables: Any = self
         return {
             f"{self.handles_name}.{parameter}": states
-            for parameter, states in optimizer_state(spread).items()
+            for parameter, states in optimizer_state(tables).items()
         }
 
     def load_optimizer_state(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
@@ -562,10 +573,10 @@ class StateOfTables(nn.Module):
             ValueError: a tensor of another size, or sharded in another way.
         """
         handles_prefix = f"{self.handles_name}."
-        spread: Any = self
+        tables: Any = self
         values = {
             key.removeprefix(handles_prefix): value
             for key, value in state.items()
             if key.startswith(handles_prefix)
         }
-        load_optimizer_state(spread, values)
+        load_optimizer_state(tables, values)

@@ -149,10 +149,10 @@ def load(
         )
     # A collective: each rank finds the saved rows of its dynamic shards, and tells all ranks.
     targets = loading.targets(ranks)
-    rooms = {name: target.room for name, target in targets.items()}
-    read(rooms, loading.reader, ranks)
-    for name, room in rooms.items():
-        targets[name].room = room  # `read` replaces values that are not tensors
+    values = {name: target.room for name, target in targets.items()}
+    read(values, loading.reader, ranks)
+    for name, value in values.items():
+        targets[name].room = value  # `read` replaces values that are not tensors
     agreed(ranks, lambda: loading.finish(targets))
 
 
@@ -359,14 +359,14 @@ class _Loading:
         for leaf in self.leaves:
             size, value = self._size(leaf), leaf.value
             if size is None:
-                fits = not isinstance(value, Tensor)
+                is_valid = not isinstance(value, Tensor)
             elif is_keyed(leaf.name, self.saved):
-                fits = isinstance(value, Tensor) and value.size()[1:] == size[1:]
+                is_valid = isinstance(value, Tensor) and value.size()[1:] == size[1:]
             elif leaf.name in self.cuts or isinstance(value, RowStates):
-                fits = isinstance(value, Tensor) and value.size()[:1] == size[:1]
+                is_valid = isinstance(value, Tensor) and value.size()[:1] == size[:1]
             else:
-                fits = is_tensor_of_size(value, size)
-            if not fits:
+                is_valid = is_tensor_of_size(value, size)
+            if not is_valid:
                 current_size = (
                     tuple(value.size()) if isinstance(value, Tensor) else type(value).__name__
                 )

@@ -123,10 +123,10 @@ def _background(ranks: RankGroup) -> _Background:
     background = _BACKGROUNDS.get(ranks.group)
     if background is None:
         group = None if ranks.group is None else subgroup(ranks)
-        is_single = (
+        own_ranks = (
             RankGroup.single() if group is None else RankGroup(group, local_size=ranks.local_size)
         )
-        background = _Background(is_single, ThreadPoolExecutor(1, "emblib-checkpoint"))
+        background = _Background(own_ranks, ThreadPoolExecutor(1, "emblib-checkpoint"))
         _BACKGROUNDS[ranks.group] = background
     return background
 

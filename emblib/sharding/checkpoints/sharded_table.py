@@ -165,7 +165,7 @@ class ShardedTable(Tensor):
             return args[0].map(lambda part: func(part, *args[1:], **kwargs))
         if func is aten.new_empty.default and tuple(args[1]) == tuple(args[0].size()):
             return args[0].map(lambda part: torch.empty_like(part, **kwargs))
-        if func is aten.copy_.default and _alike(*args[:2]):
+        if func is aten.copy_.default and _have_same_shards(*args[:2]):
             for i, part in args[0].parts.items():
                 part.copy_(args[1].parts[i])
             return args[0]
@@ -233,8 +233,8 @@ class KeyedRows(ShardedTable):
         return KeyedRows(self.size(), self.shards, parts, self.ranks, dtype or self.dtype)
 
 
-def _alike(one: Any, other: Any) -> bool:
-    return isinstance(other, ShardedTable) and one.shards == other.shards
+def _have_same_shards(first: Any, second: Any) -> bool:
+    return isinstance(second, ShardedTable) and first.shards == second.shards
 
 
 def pieces_of(
@@ -257,7 +257,7 @@ def cuts_of(shards: Sequence[Shard]) -> tuple[int, ...]:
     return tuple(sorted({edge for shard in shards for edge in shard.columns}))
 
 
-def stretches(columns: Span, cuts: Sequence[int]) -> Span:
+def interval_range(columns: Span, cuts: Sequence[int]) -> Span:
     """Return the range of the intervals between `cuts` that make up a span of columns."""
     return cuts.index(columns[0]), cuts.index(columns[1])
 

@@ -210,8 +210,8 @@ def _storage_info(value: Any) -> _StorageInfo:
     transforms = fields.get("transform_descriptors") or ()
     if type(transforms) not in (list, tuple) or any(type(item) is not str for item in transforms):
         raise ValueError(f"transform_descriptors of {name} are no names")
-    where = _count(fields["offset"], "the offset"), _count(fields["length"], "the length")
-    return _StorageInfo(name, *where, tuple(transforms) or None)
+    file_range = _count(fields["offset"], "the offset"), _count(fields["length"], "the length")
+    return _StorageInfo(name, *file_range, tuple(transforms) or None)
 
 
 def _size(value: Any) -> torch.Size:
@@ -222,9 +222,9 @@ def _size(value: Any) -> torch.Size:
     return torch.Size(numbers)
 
 
-def _count(value: Any, what: str) -> int:
+def _count(value: Any, subject: str) -> int:
     if type(value) is not int or not 0 <= value <= _MAX_COUNT:
-        raise ValueError(f"{what} is {value!r}")
+        raise ValueError(f"{subject} is {value!r}")
     return value
 
 
@@ -238,9 +238,9 @@ def _fields(value: Any, name: str) -> dict[str, Any]:
     return _of_type(dict, _placeholder(value, name).state, name)
 
 
-def _of_type(kind: type[T], value: Any, what: str) -> T:
+def _of_type(kind: type[T], value: Any, subject: str) -> T:
     if type(value) is not kind:
-        raise TypeError(f"{what} must be a {kind.__name__}, got a {type(value).__name__}")
+        raise TypeError(f"{subject} must be a {kind.__name__}, got a {type(value).__name__}")
     return value
 
 

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from emblib.sharding.pipelines.batches import Lane
 from emblib.sharding.pipelines.inputs import (
-    Ahead,
-    CallsApart,
-    FoundInputs,
-    GivenInputs,
+    CallerInputs,
     Inputs,
+    LearnedInputs,
+    SentBatch,
+    SeparateCalls,
     sharded_modules,
 )
 from emblib.sharding.pipelines.loading import DrainAll, Loader, Meter, Progress, Slot, UnevenInputs
@@ -152,6 +152,7 @@ class TrainPipelineBase:
                 return None
 
     def _train(self, slot: Slot) -> Any:
+        """Run forward, backward and the optimizer on the batch of a slot."""
         assert slot.batch is not None
         batch = slot.batch.take()
         if self.model.training and self.optimizer is None:
@@ -263,13 +264,13 @@ class TrainPipelineSparseDist(TrainPipelineBase):
             on_progress=on_progress,
             ranks=ranks,
         )
-        self._lane, self._apart = Lane(self.device), CallsApart()
-        self._inputs: FoundInputs | GivenInputs = (
-            FoundInputs(model) if inputs is None else GivenInputs(model, inputs)
+        self._lane, self._separate_calls = Lane(self.device), SeparateCalls()
+        self._inputs: LearnedInputs | CallerInputs = (
+            LearnedInputs(model) if inputs is None else CallerInputs(model, inputs)
         )
 
     def _run_forward(self, slot: Slot, batch: Any) -> Any:
-        if isinstance(self._inputs, FoundInputs) and not self._inputs.is_known:
+        if isinstance(self._inputs, LearnedInputs) and not self._inputs.is_known:
             with self._inputs.watching(batch):
                 return self._forward(batch)
         with self._sent(slot).taken():
@@ -294,13 +295,13 @@ class TrainPipelineSparseDist(TrainPipelineBase):
         for slot in self._next_to_send():
             self._sent(slot)
 
-    def _sent(self, slot: Slot) -> Ahead:
+    def _sent(self, slot: Slot) -> SentBatch:
         """Return the inputs of a slot that were sent ahead; send them now if they were not."""
         if slot.sent is None:
             assert slot.batch is not None
             calls = self._inputs(slot.batch.value)
-            slot.sent = Ahead(calls, self._lane, slot.batch, self._apart)
-        sent: Ahead = slot.sent
+            slot.sent = SentBatch(calls, self._lane, slot.batch, self._separate_calls)
+        sent: SentBatch = slot.sent
         return sent
 
 

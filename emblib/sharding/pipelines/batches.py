@@ -49,16 +49,16 @@ def part(value: Any, step: Any) -> Any:
     return getattr(value, step)
 
 
-def leaves(value: Any, seen: set[int] | None = None) -> Iterator[Any]:
+def leaves(value: Any, visited: set[int] | None = None) -> Iterator[Any]:
     """Iterate over the tensors and jagged tensors of a batch in order, each object once."""
-    seen = set() if seen is None else seen
-    if id(value) in seen:
+    visited = set() if visited is None else visited
+    if id(value) in visited:
         return
-    seen.add(id(value))
+    visited.add(id(value))
     if _is_leaf(value):
         yield value
     for _, inner in parts_of(value):
-        yield from leaves(inner, seen)
+        yield from leaves(inner, visited)
 
 
 def _rebuilt(value: Any, act: Callable[[Any], Any]) -> Any:

@@ -22,7 +22,7 @@ from emblib.sharding.lookup import (
     InputCall,
     OutputCall,
     is_checkpointed,
-    look_up_apart,
+    look_up_separately,
     start_joint_input_dist,
     start_joint_output_dist,
 )
@@ -47,7 +47,7 @@ def sharded_modules(model: nn.Module) -> dict[str, Any]:
     return collections
 
 
-class FoundInputs:
+class LearnedInputs:
     """Inputs of collections by their paths in a batch, learned from the first batch.
 
     The first forward runs unchanged and is observed. An input that is an object in the batch is
@@ -74,22 +74,22 @@ class FoundInputs:
         paths = [(call.module, path_to(batch, call.features)) for call in self._calls_seen]
         self._calls_seen = []
         # Calls of a module are matched by their order, so all of its inputs must be known.
-        unknown = {module: None for module, path in paths if path is None}
-        for module in unknown:
+        unlearned = {module: None for module, path in paths if path is None}
+        for module in unlearned:
             warnings.warn(
                 f"the input of {self._names[module] or 'the model'} is not an object of the batch, "
                 "so its ids are not sent ahead; give the pipeline `inputs` that names it, or put "
                 "it into the batch",
                 stacklevel=2,
             )
-        self._paths = [(m, path) for m, path in paths if path is not None and m not in unknown]
+        self._paths = [(m, path) for m, path in paths if path is not None and m not in unlearned]
 
     def _watched(self, module: Any) -> Callable[..., Any]:
-        plain = module.forward
+        plain_forward = module.forward
 
         def forward(kjt: Any) -> Any:
             self._calls_seen.append(InputCall(module, kjt))
-            return plain(kjt)
+            return plain_forward(kjt)
 
         return forward
 
@@ -99,7 +99,7 @@ class FoundInputs:
         return [InputCall(module, follow(batch, path)) for module, path in self._paths]
 
 
-class GivenInputs:
+class CallerInputs:
     """Inputs that a function of the caller returns."""
 
     is_known = True
@@ -113,17 +113,19 @@ class GivenInputs:
         calls = []
         for key, features in self._function(batch).items():
             module = self._modules.get(key) if isinstance(key, str) else key
-            if module is None or all(module is not other for other in self._modules.values()):
+            if module is None or all(
+                module is not known_module for known_module in self._modules.values()
+            ):
                 raise ValueError(
                     f"inputs must be of the sharded collections {sorted(self._modules)}, got "
                     f"{key if isinstance(key, str) else type(key).__name__!r}"
                 )
-            several = features if isinstance(features, Sequence) else [features]
-            calls += [InputCall(module, kjt) for kjt in several]
+            all_features = features if isinstance(features, Sequence) else [features]
+            calls += [InputCall(module, kjt) for kjt in all_features]
         return calls
 
 
-class CallsApart:
+class SeparateCalls:
     """The calls of a forward that look up separately, because they are in checkpointed regions.
 
     A region repeats only its own lookup. With the first batch all calls look up separately, which
@@ -153,7 +155,7 @@ class CallsApart:
         return True
 
 
-class Ahead:
+class SentBatch:
     """The inputs of one batch in flight to the ranks that look them up, sent together.
 
     The first collection that the model calls looks up the batches of all of them, so that their
@@ -161,14 +163,18 @@ class Ahead:
     """
 
     def __init__(
-        self, calls: Sequence[InputCall], lane: Lane, batch: Staged[Any], apart: CallsApart
+        self,
+        calls: Sequence[InputCall],
+        lane: Lane,
+        batch: Staged[Any],
+        separate_calls: SeparateCalls,
     ) -> None:
         self._lane = lane
-        self._calls, self._apart = calls, apart
+        self._calls, self._separate_calls = calls, separate_calls
         # The sizes of all collections travel together, before the ids of all.
         self._sizes: Staged[Awaitable[Any]] | None = lane.run(self._send_sizes, batch)
         self._ids: Staged[list[Awaitable[Any]]] | None = None
-        self._come: Staged[list[Any]] | None = None
+        self._incoming: Staged[list[Any]] | None = None
         self._received: list[Any] | None = None
         self._outputs: dict[int, Callable[[], Any]] = {}
 
@@ -183,13 +189,13 @@ class Ahead:
 
     def prefetch(self, lane: Lane) -> None:
         """Prefetch the rows of the batch into the caches; do nothing the second time."""
-        if self._come is None:
-            self._come = lane.run(self._bring_in, self._receive())
+        if self._incoming is None:
+            self._incoming = lane.run(self._bring_in, self._receive())
 
-    def _bring_in(self, come: list[Any]) -> list[Any]:
-        for call, distributed in zip(self._calls, come, strict=True):
+    def _bring_in(self, received: list[Any]) -> list[Any]:
+        for call, distributed in zip(self._calls, received, strict=True):
             call.module.prefetch(distributed)
-        return come
+        return received
 
     def _receive(self) -> Staged[list[Any]]:
         self.send_ids()
@@ -209,7 +215,7 @@ class Ahead:
             {module: _taking(module, queue) for module, queue in waiting.items()}
         ):
             yield
-        self._apart.is_learned = True
+        self._separate_calls.is_learned = True
         for module, queue in waiting.items():
             if queue:
                 raise RuntimeError(
@@ -221,10 +227,10 @@ class Ahead:
     def _taker(self, index: int, *, with_grad: bool) -> Callable[[], Any]:
         def take() -> Any:
             if self._received is None:
-                self._received = (self._come or self._receive()).take()
+                self._received = (self._incoming or self._receive()).take()
             module = self._calls[index].module
-            if self._apart.contains(index, module):
-                return look_up_apart(module, self._received[index])
+            if self._separate_calls.contains(index, module):
+                return look_up_separately(module, self._received[index])
             if not self._outputs:
                 with torch.set_grad_enabled(with_grad):
                     self._outputs = self._look_up(self._received)
@@ -234,13 +240,13 @@ class Ahead:
 
     def _look_up(self, received: Sequence[Any]) -> dict[int, Callable[[], Any]]:
         """Look up the batches of collections together and start to return their rows."""
-        together = [i for i in range(len(self._calls)) if i not in self._apart.indices]
+        joint_calls = [i for i in range(len(self._calls)) if i not in self._separate_calls.indices]
         calls = [
             OutputCall(module, module.compute(received[i]), received[i])
-            for i in together
+            for i in joint_calls
             for module in (self._calls[i].module,)
         ]
-        return dict(zip(together, start_joint_output_dist(calls), strict=True))
+        return dict(zip(joint_calls, start_joint_output_dist(calls), strict=True))
 
 
 def _wait_for_all(awaitables: list[Awaitable[Any]]) -> list[Any]:

@@ -24,7 +24,7 @@ from emblib.sharding.lookup import (
     InputCall,
     OutputCall,
     is_checkpointed,
-    look_up_apart,
+    look_up_separately,
     start_joint_input_dist,
     start_joint_output_dist,
 )
@@ -63,7 +63,14 @@ class _CallPath(NamedTuple):
 
 @dataclass
 class _Mode:
-    """Lookups found in earlier forwards in train or eval mode, with or without gradients."""
+    """Lookups found in earlier forwards in train or eval mode, with or without gradients.
+
+    Attributes:
+        calls: calls whose inputs are sent together; None if not searched yet, or to be searched
+            again.
+        searches: number of forwards that were searched.
+        has_changed: whether a later forward made other calls.
+    """
 
     calls: list[_CallPath] | None = None  # None: not searched, or to be searched again
     searches: int = 0
@@ -72,7 +79,20 @@ class _Mode:
 
 @dataclass
 class _Running:
-    """One running forward: `seen` is for one that is searched, `waiting` for one sent ahead."""
+    """One running forward.
+
+    Attributes:
+        arguments: arguments of the forward.
+        mode: calls that forwards of this mode make.
+        with_grad: whether gradients are enabled.
+        is_searched: whether this forward is searched for the inputs of collections.
+        versions: version counters of the tensors of each input that was sent, by number of the
+            call.
+        seen: calls of a searched forward, each with has_changed and is_alone.
+        calls, ids: calls whose ids were sent, and the ids in flight.
+        waiting: numbers of the calls of a module that it has not made yet.
+        outputs: functions that return the output of a call, by its number.
+    """
 
     arguments: Arguments
     mode: _Mode
@@ -200,10 +220,11 @@ class JointDist:
         return self._output(running, index)
 
     def _output(self, running: _Running, index: int) -> Any:
+        """Return the output of a call; the first one looks up those of all joint calls."""
         mode_calls = running.mode.calls
         assert mode_calls is not None
         if mode_calls[index].is_alone:
-            return look_up_apart(mode_calls[index].module, running.ids[index].wait())
+            return look_up_separately(mode_calls[index].module, running.ids[index].wait())
         if is_checkpointed(mode_calls[index].module):
             raise RuntimeError(
                 f"{self._names[mode_calls[index].module]} is in a checkpointed region, and was not "
@@ -211,9 +232,11 @@ class JointDist:
                 "collections: set joint_dist.enabled = False of the model on all ranks"
             )
         if not running.outputs:
-            together = [i for i, call in enumerate(mode_calls) if not call.is_alone]
+            joint_calls = [i for i, call in enumerate(mode_calls) if not call.is_alone]
             with torch.set_grad_enabled(running.with_grad):
-                running.outputs = dict(zip(together, _look_up(running, together), strict=True))
+                running.outputs = dict(
+                    zip(joint_calls, _look_up(running, joint_calls), strict=True)
+                )
         return running.outputs.pop(index)()
 
     @graph_break
@@ -235,6 +258,7 @@ class JointDist:
             module.sent_ahead = None
 
     def _settle(self, running: _Running) -> None:
+        """Agree with the other ranks on the calls of this mode, after its first forward."""
         calls, reasons = self._calls_ahead(running)
         described = [(self._names[call.module], repr(call.path), call.is_alone) for call in calls]
         found_by_ranks = self._ranks.gather_objects((described, reasons))
@@ -267,7 +291,9 @@ class JointDist:
             else:
                 calls.append(_CallPath(call.module, path, type(call.features), is_alone))
         # Calls of a module are matched by their order, so all of its inputs must be known.
-        return [one for one in calls if self._names[one.module] not in reasons], reasons
+        return [
+            path_call for path_call in calls if self._names[path_call.module] not in reasons
+        ], reasons
 
     def _set_reasons(self, modules: Mapping[Any, str], reason: str) -> None:
         self._set_reasons_by_path(dict.fromkeys(modules.values(), reason))

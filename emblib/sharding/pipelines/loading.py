@@ -342,6 +342,8 @@ WINDOW = 20
 
 
 class _MeterMark(NamedTuple):
+    """The totals of a meter at one time: examples of this rank, and of all ranks if known."""
+
     time_s: float
     step: int
     local: int
@@ -379,11 +381,14 @@ class Meter:
     def end(self, counted: ExampleCount) -> Progress:
         """End a step and return the progress."""
         last_mark = self._marks[-1]
-        everywhere = (
+        shared_progress = (
             None if counted.all is None or last_mark.all is None else last_mark.all + counted.all
         )
         mark = _MeterMark(
-            time.perf_counter(), last_mark.step + 1, last_mark.local + counted.local, everywhere
+            time.perf_counter(),
+            last_mark.step + 1,
+            last_mark.local + counted.local,
+            shared_progress,
         )
         self._marks.append(mark)
         first_mark = self._marks[0]

@@ -13,7 +13,7 @@ from emblib.sharding.planner.planner import Planner, collective_plan
 from emblib.sharding.planner.report import Prediction
 from emblib.sharding.planner.simulate import Scaling, Simulated, simulate
 from emblib.sharding.planner.topology import Topology
-from emblib.sharding.planner.work import Reservation, TableConstraints, TableWorkload
+from emblib.sharding.planner.workloads import Reservation, TableConstraints, TableWorkload
 from emblib.storage import MemoryBytes
 
 __all__ = [

@@ -139,7 +139,7 @@ class Calibration:
         return cls.from_json(load_json(path))
 
 
-def at(curve: Curve, nbytes: float) -> float:
+def interpolate(curve: Curve, nbytes: float) -> float:
     """Interpolate a curve, in ns; constant before its first point, the last slope beyond."""
     first, last = curve[0], curve[-1]
     if nbytes <= first[0] or len(curve) == 1:

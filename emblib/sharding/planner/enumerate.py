@@ -9,13 +9,13 @@ from emblib.sharding.layout import shape_of, with_storage
 from emblib.sharding.planner.estimate import (
     INPUT,
     NOTHING,
+    CommonCost,
     CostModel,
-    Everywhere,
     Load,
-    filled,
+    share_of_bags_with_ids,
 )
 from emblib.sharding.planner.topology import MemoryNeed, Topology
-from emblib.sharding.planner.work import TableWorkload
+from emblib.sharding.planner.workloads import TableWorkload
 from emblib.sharding.sharding_types import ParameterSharding, Rule, Shard, ShardingType
 from emblib.specs import Choice
 from emblib.storage import Storage, TableSlice
@@ -39,7 +39,7 @@ class Domain(Choice):
 class Unit:
     """A group of shards placed together: one load per rank of its domain, in rank order.
 
-    For the domain WORLD, `Option.everywhere` has the cost that all ranks share; `members` are the
+    For the domain WORLD, `Option.common_cost` has the cost that all ranks share; `members` are the
     additional costs (negative for less) of the ranks from `first` on.
     """
 
@@ -57,48 +57,56 @@ class Unit:
 class Option:
     """One way to shard a table, before its units are placed.
 
-    `penalty` is 0 for the configured storage, and n for the n-th alternative. `fixed` are the
-    shards of an option whose units cannot be placed elsewhere.
+    Attributes:
+        type: sharding type.
+        storage: storage of the table; None for the configured one.
+        units: groups of shards to place.
+        common_cost: cost that all ranks have.
+        penalty: 0 for the configured storage, n for the n-th alternative.
+        custom_shards: shards of an option whose units cannot be placed elsewhere.
+        cuts_rows: whether a shard has a part of the rows.
+        sums_in_nodes: whether nodes sum rows before they are sent.
     """
 
     type: ShardingType
     storage: Storage | None
     units: tuple[Unit, ...]
-    everywhere: Everywhere
+    common_cost: CommonCost
     penalty: int = 0
-    fixed: tuple[Shard, ...] = ()
+    custom_shards: tuple[Shard, ...] = ()
     cuts_rows: bool = False
     sums_in_nodes: bool = False
 
     @property
     def is_sharded(self) -> bool:
         """Return whether ranks exchange anything for the table in a step."""
-        return self.type is not ShardingType.DATA_PARALLEL or self.everywhere.seconds[INPUT] > 0
+        return self.type is not ShardingType.DATA_PARALLEL or self.common_cost.seconds[INPUT] > 0
 
     def seconds(self, world_size: int) -> float:
         """Return the seconds of all ranks together."""
         of_units = sum(unit.seconds for unit in self.units)
-        return of_units + world_size * (sum(self.everywhere.seconds) + self.everywhere.arrange)
+        return of_units + world_size * (sum(self.common_cost.seconds) + self.common_cost.arrange)
 
     def nbytes(self, world_size: int) -> MemoryNeed:
         """Return the bytes on all ranks together."""
-        total = MemoryNeed(0, 0).plus(self.everywhere.nbytes, world_size)
+        total = MemoryNeed(0, 0).plus(self.common_cost.nbytes, world_size)
         for unit in self.units:
             for load in unit.members:
                 total = total.plus(load.nbytes)
         return total
 
     def sharding(
-        self, work: TableWorkload, topology: Topology, targets: Sequence[int]
+        self, workload: TableWorkload, topology: Topology, targets: Sequence[int]
     ) -> ParameterSharding:
         """Return the sharding, given the rank or node of each unit."""
-        shape = shape_of(work.config, self.storage)
+        shape = shape_of(workload.config, self.storage)
         sharding = self._rule(tuple(targets))(shape, topology.world)
         return ParameterSharding(sharding.type, sharding.shards, self.storage)
 
     def _rule(self, targets: tuple[int, ...]) -> Rule:
+        """Return the sharding rule of the type, for these ranks or nodes."""
         if self.type is ShardingType.CUSTOM:
-            return sharding_types.custom(self.fixed)
+            return sharding_types.custom(self.custom_shards)
         makers: dict[ShardingType, Rule] = {
             ShardingType.DATA_PARALLEL: sharding_types.data_parallel(),
             ShardingType.ROW_WISE: sharding_types.row_wise(),
@@ -115,47 +123,47 @@ class Option:
         return rule_of_type[self.type](targets[0])
 
 
-def options_of(work: TableWorkload, model: CostModel) -> list[Option]:
+def options_of(workload: TableWorkload, model: CostModel) -> list[Option]:
     """Return all allowed options, those of the configured storage first.
 
     Raises:
         ValueError: the constraints allow no option.
     """
     options = []
-    storages: list[Storage | None] = [None, *work.constraints.storages]
+    storages: list[Storage | None] = [None, *workload.constraints.storages]
     for penalty, storage in enumerate(storages):
-        for sharding_type in allowed_types(work, model.topology, storage):
-            options += list(_options(work, model, sharding_type, storage, penalty))
+        for sharding_type in allowed_types(workload, model.topology, storage):
+            options += list(_options(workload, model, sharding_type, storage, penalty))
     if not options:
-        requested_types = [t.value for t in work.constraints.sharding_types or ()]
+        requested_types = [t.value for t in workload.constraints.sharding_types or ()]
         raise ValueError(
-            f"no sharding type that is allowed for table {work.name} can hold it: "
+            f"no sharding type that is allowed for table {workload.name} can hold it: "
             f"{requested_types} on {model.topology.num_nodes} nodes of "
             f"{model.topology.local_world_size} ranks"
         )
     return options
 
 
-def cuts_columns_exactly(work: TableWorkload) -> bool:
+def cuts_columns_exactly(workload: TableWorkload) -> bool:
     """Return whether the optimizer updates column shards exactly as it updates the full row.
 
     That holds for optimizers that look at one element at a time.
     """
-    optimizer = work.optimizer
+    optimizer = workload.optimizer
     return optimizer is None or type(optimizer) in (SGD, Adagrad, Adam, External)
 
 
 def allowed_types(
-    work: TableWorkload, topology: Topology, storage: Storage | None
+    workload: TableWorkload, topology: Topology, storage: Storage | None
 ) -> list[ShardingType]:
     """Return the types that the constraints allow, by default those that change no result."""
-    chosen = work.constraints.sharding_types
-    types = [t for t in ShardingType if chosen is None or t in chosen]
-    if with_storage(work.config, storage).storage.is_keyed:
+    requested_types = workload.constraints.sharding_types
+    types = [t for t in ShardingType if requested_types is None or t in requested_types]
+    if with_storage(workload.config, storage).storage.is_keyed:
         types = [t for t in types if t in _OF_KEYED]
-    if chosen is None:
+    if requested_types is None:
         types = [t for t in types if t not in _ASKED_FOR]
-        if not cuts_columns_exactly(work):
+        if not cuts_columns_exactly(workload):
             types = [t for t in types if t not in _BY_COLUMNS]
         if topology.num_nodes == 1 or topology.local_world_size == 1:
             # With one node, or one rank per node, these are the same as ROW_WISE and COLUMN_WISE
@@ -167,12 +175,12 @@ def allowed_types(
     return types
 
 
-class Parts:
+class ShardCosts:
     """Compute the cost of shards of one table with one storage; equal shapes are computed once."""
 
-    def __init__(self, work: TableWorkload, model: CostModel, storage: Storage | None) -> None:
-        self.work, self.model, self.storage = work, model, storage
-        self.config = with_storage(work.config, storage)
+    def __init__(self, workload: TableWorkload, model: CostModel, storage: Storage | None) -> None:
+        self.workload, self.model, self.storage = workload, model, storage
+        self.config = with_storage(workload.config, storage)
         self._loads: dict[tuple[int, int, float, bool], Load] = {}
 
     def shares(self, shards: Sequence[Shard]) -> list[float]:
@@ -194,7 +202,9 @@ class Parts:
         rows: dict[tuple[int, int], float] = {}
         for shard, share in zip(shards, self.shares(shards), strict=True):
             ranks.setdefault(shard.columns, set()).add(shard.rank)
-            rows[shard.columns] = rows.get(shard.columns, 0.0) + filled(self.work, share)
+            rows[shard.columns] = rows.get(shard.columns, 0.0) + share_of_bags_with_ids(
+                self.workload, share
+            )
         # Sums save nothing if each bag has ids in one block only: the other blocks send no row.
         return [
             len(ranks[shard.columns]) == local
@@ -207,65 +217,77 @@ class Parts:
         """Return the cost of a shard for the rank that holds it."""
         key = (*shard.shape, share, is_summed)
         if key not in self._loads:
-            self._loads[key] = self.model.part(
-                self.work, self.slice_of(shard), share, is_summed=is_summed
+            self._loads[key] = self.model.shard_load(
+                self.workload, self.slice_of(shard), share, is_summed=is_summed
             )
         return self._loads[key]
 
-    def everywhere(self, shards: Sequence[Shard]) -> Everywhere:
+    def common_cost(self, shards: Sequence[Shard]) -> CommonCost:
         """Return the cost of the shards for every rank."""
         columns = (shard.shape[1] for shard in shards)
         described = zip(columns, self.shares(shards), self.summed(shards), strict=True)
-        return self.model.everywhere(self.work, described)
+        return self.model.common_cost(self.workload, described)
 
-    def replicated(self) -> Everywhere:
+    def replicated(self) -> CommonCost:
         """Return the cost of a replicated table for every rank."""
-        return self.model.replicated(self.work, TableSlice.whole(self.config))
+        return self.model.replicated(self.workload, TableSlice.whole(self.config))
 
 
 def _options(
-    work: TableWorkload,
+    workload: TableWorkload,
     model: CostModel,
     sharding_type: ShardingType,
     storage: Storage | None,
     penalty: int,
 ) -> Iterator[Option]:
-    parts, topology = Parts(work, model, storage), model.topology
+    """Yield the options of one sharding type with one storage."""
+    shard_costs, topology = ShardCosts(workload, model, storage), model.topology
     if sharding_type is ShardingType.DATA_PARALLEL:
-        yield Option(sharding_type, storage, (), parts.replicated(), penalty)
+        yield Option(sharding_type, storage, (), shard_costs.replicated(), penalty)
         return
-    for rule, domain in _rules(work, topology, sharding_type):
-        shards = rule(shape_of(work.config, storage), topology.world).shards
+    for rule, domain in _rules(workload, topology, sharding_type):
+        shards = rule(shape_of(workload.config, storage), topology.world).shards
         if len(shards) < 2 and sharding_type in (ShardingType.COLUMN_WISE, ShardingType.GRID):
             continue
-        if not parts.config.storage.can_divide(len({shard.rows for shard in shards})):
+        if not shard_costs.config.storage.can_divide(len({shard.rows for shard in shards})):
             continue
-        yield option_of(parts, sharding_type, shards, domain, penalty)
+        yield option_of(shard_costs, sharding_type, shards, domain, penalty)
 
 
 def option_of(
-    parts: Parts, sharding_type: ShardingType, shards: Sequence[Shard], domain: Domain, penalty: int
+    shard_costs: ShardCosts,
+    sharding_type: ShardingType,
+    shards: Sequence[Shard],
+    domain: Domain,
+    penalty: int,
 ) -> Option:
     """Build an option from shards; units with the domain RANK or NODE can be placed again."""
-    topology = parts.model.topology
-    summed = parts.summed(shards)
+    topology = shard_costs.model.topology
+    summed = shard_costs.summed(shards)
     loads = [
-        parts.load(shard, share, is_summed=is_summed)
-        for shard, share, is_summed in zip(shards, parts.shares(shards), summed, strict=True)
+        shard_costs.load(shard, share, is_summed=is_summed)
+        for shard, share, is_summed in zip(shards, shard_costs.shares(shards), summed, strict=True)
     ]
-    everywhere = parts.everywhere(shards)
+    common_cost = shard_costs.common_cost(shards)
     if domain is Domain.WORLD:
         by_rank = _by_rank(shards, loads, topology.world_size)
-        common, unit = _apart(by_rank)
+        common, unit = _split_common(by_rank)
         seconds, nbytes = common
-        everywhere = everywhere._replace(seconds=seconds, nbytes=everywhere.nbytes.plus(nbytes))
+        common_cost = common_cost._replace(seconds=seconds, nbytes=common_cost.nbytes.plus(nbytes))
         units: tuple[Unit, ...] = (unit,)
     else:
         units = tuple(_units(shards, loads, domain, topology))
-    fixed = tuple(shards) if sharding_type is ShardingType.CUSTOM else ()
-    cuts_rows = any(shard.shape[0] < parts.config.num_embeddings for shard in shards)
+    custom_shards = tuple(shards) if sharding_type is ShardingType.CUSTOM else ()
+    cuts_rows = any(shard.shape[0] < shard_costs.config.num_embeddings for shard in shards)
     return Option(
-        sharding_type, parts.storage, units, everywhere, penalty, fixed, cuts_rows, any(summed)
+        sharding_type,
+        shard_costs.storage,
+        units,
+        common_cost,
+        penalty,
+        custom_shards,
+        cuts_rows,
+        any(summed),
     )
 
 
@@ -278,7 +300,7 @@ def _by_rank(shards: Sequence[Shard], loads: Sequence[Load], size: int) -> list[
     return members
 
 
-def _apart(members: Sequence[Load]) -> tuple[Load, Unit]:
+def _split_common(members: Sequence[Load]) -> tuple[Load, Unit]:
     """Split loads into the cost that all ranks share and a unit of the last ranks' differences."""
     common, index = members[0], len(members)
     while index > 0 and members[index - 1] != common:
@@ -289,7 +311,7 @@ def _apart(members: Sequence[Load]) -> tuple[Load, Unit]:
 
 
 def _rules(
-    work: TableWorkload, topology: Topology, sharding_type: ShardingType
+    workload: TableWorkload, topology: Topology, sharding_type: ShardingType
 ) -> Iterator[tuple[Rule, Domain]]:
     """Yield rules with placeholder targets 0, 1, ..., which the search replaces."""
     if sharding_type is ShardingType.TABLE_WISE:
@@ -297,22 +319,22 @@ def _rules(
     elif sharding_type is ShardingType.ROW_WISE:
         yield sharding_types.row_wise(), Domain.WORLD
     elif sharding_type is ShardingType.COLUMN_WISE:
-        for parts in _column_counts(work, topology.world_size):
-            yield sharding_types.column_wise(range(parts)), Domain.RANK
+        for num_shards in _column_counts(workload, topology.world_size):
+            yield sharding_types.column_wise(range(num_shards)), Domain.RANK
     elif sharding_type is ShardingType.TABLE_ROW_WISE:
         yield sharding_types.table_row_wise(0), Domain.NODE
     elif sharding_type is ShardingType.TABLE_COLUMN_WISE:
-        min_partition = work.constraints.min_partition
-        if work.config.embedding_dim // topology.local_world_size >= min_partition:
+        min_partition = workload.constraints.min_partition
+        if workload.config.embedding_dim // topology.local_world_size >= min_partition:
             yield sharding_types.table_column_wise(0), Domain.NODE
     elif sharding_type is ShardingType.GRID:
-        for parts in _column_counts(work, topology.num_nodes):
-            yield sharding_types.grid(range(parts)), Domain.NODE
+        for num_shards in _column_counts(workload, topology.num_nodes):
+            yield sharding_types.grid(range(num_shards)), Domain.NODE
 
 
-def _column_counts(work: TableWorkload, max_count: int) -> list[int]:
+def _column_counts(workload: TableWorkload, max_count: int) -> list[int]:
     """Return the numbers of column shards to try: powers of two, and the largest one."""
-    max_count = min(max_count, work.config.embedding_dim // work.constraints.min_partition)
+    max_count = min(max_count, workload.config.embedding_dim // workload.constraints.min_partition)
     counts = [2**k for k in range(1, max_count.bit_length()) if 2**k <= max_count]
     return sorted({*counts, max_count} - {0, 1})
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from emblib.sharding.planner.calibration import Calibration, Curve, at
-from emblib.sharding.planner.topology import MemoryNeed, Topology
-from emblib.sharding.planner.work import TableWorkload
+from emblib.sharding.planner.calibration import Calibration, Curve, interpolate
+from emblib.sharding.planner.topology import MemoryNeed, Topology, refuse_old_names
+from emblib.sharding.planner.workloads import TableWorkload
 from emblib.storage import MemoryBytes, TableSlice
 from emblib.storage.base import is_fused
 
@@ -47,7 +47,7 @@ class Load(NamedTuple):
         return Load(seconds, self.nbytes.plus(other.nbytes, factor))
 
 
-class Everywhere(NamedTuple):
+class CommonCost(NamedTuple):
     """The cost of a table for every rank: seconds by phase, `arrange` in addition, and bytes.
 
     `positions`: bytes of the original positions of ids, which ranks store if any table is cut by
@@ -63,11 +63,11 @@ class Everywhere(NamedTuple):
     uneven: float = 0.0
 
 
-class _Batch(NamedTuple):
+class _LookupCost(NamedTuple):
     """One collection's lookups in a table: seconds, and bytes in the two phases of `MemoryNeed`.
 
     `io` are the bytes while rows are sent, `updating` those while rows are updated. `arrange`:
-    additional seconds, as in `Everywhere`.
+    additional seconds, as in `CommonCost`.
     """
 
     seconds: Seconds
@@ -79,21 +79,21 @@ class _Batch(NamedTuple):
 NOTHING = Load((0.0, 0.0, 0.0, 0.0), MemoryNeed(0, 0))
 
 
-class Sent(NamedTuple):
+class BytesPerFloat(NamedTuple):
     """Bytes that a float takes in transit: of pooled rows, and of their gradients."""
 
     forward: float = 4.0
     backward: float = 4.0
 
     @classmethod
-    def by(cls, wire: "CommPrecision") -> "Sent":
+    def by(cls, wire: "CommPrecision") -> "BytesPerFloat":
         """Measure the encoded size of floats with the codecs of a `CommPrecision`."""
         rows = torch.zeros(_SAMPLE)
         codecs = wire.forward, wire.backward
         return cls(*(codec.encode(rows, [_SAMPLE]).nbytes / _SAMPLE for codec in codecs))
 
 
-FLOATS = Sent()
+FLOATS = BytesPerFloat()
 
 
 class CostModel:
@@ -103,21 +103,21 @@ class CostModel:
         topology: machine whose constants are used.
         sent: bytes per float in transit.
         batches: number of distributed batches in memory at the same time.
-        works: the tables that are planned together; they share the cache of a rank.
+        workloads: the tables that are planned together; they share the cache of a rank.
     """
 
     def __init__(
         self,
         topology: Topology,
-        sent: Sent = FLOATS,
+        sent: BytesPerFloat = FLOATS,
         batches: int = 1,
-        works: Iterable[TableWorkload] = (),
+        workloads: Iterable[TableWorkload] = (),
     ) -> None:
         self.topology, self.wire, self.batches = topology, sent, batches
         total_bytes = sum(
-            lookup.batch * lookup.ids * lookup.config.embedding_dim
-            for work in works
-            for lookup in work.lookups
+            lookup.batch_size * lookup.ids_per_example * lookup.config.embedding_dim
+            for workload in workloads
+            for lookup in workload.by_reader
         )
         self.traffic = total_bytes * topology.world_size
         self._costs = topology.costs
@@ -131,18 +131,27 @@ class CostModel:
         # The same for rows that the ranks of a node sum first: within it, and between nodes.
         self._s_per_summed = link / local, network / world / local
 
-    # Parts
+    if not TYPE_CHECKING:
+        __getattr__ = refuse_old_names({"part": "shard_load", "everywhere": "common_cost"})
 
-    def part(
-        self, work: TableWorkload, table_slice: TableSlice, share: float, *, is_summed: bool = False
+    # Shards
+
+    def shard_load(
+        self,
+        workload: TableWorkload,
+        table_slice: TableSlice,
+        share: float,
+        *,
+        is_summed: bool = False,
     ) -> Load:
         """Return the cost of a shard that gets the given share of the table's ids.
 
         `is_summed`: whether its node sums its rows with those of other shards.
         """
-        table = table_slice.storage.nbytes(table_slice, work.optimizer, self.device)
+        table = table_slice.storage.nbytes(table_slice, workload.optimizer, self.device)
         batches = [
-            self._batch(lookup, table_slice, share, is_summed=is_summed) for lookup in work.lookups
+            self._batch(lookup, table_slice, share, is_summed=is_summed)
+            for lookup in workload.by_reader
         ]
         seconds = [
             sum(phase) for phase in zip(*(lookup.seconds for lookup in batches), strict=True)
@@ -157,56 +166,60 @@ class CostModel:
         )
 
     def _batch(
-        self, work: TableWorkload, table_slice: TableSlice, share: float, *, is_summed: bool
-    ) -> "_Batch":
+        self, workload: TableWorkload, table_slice: TableSlice, share: float, *, is_summed: bool
+    ) -> "_LookupCost":
         """Return the cost of one collection's lookups in a shard."""
         world, local = self.topology.world_size, self.topology.local_world_size
-        ids = work.batch * world * work.ids * share
-        of_bags = 1.0 if is_summed else filled(work, share)
-        bags = work.batch * world * work.num_features * of_bags
-        rows_out = bags if work.config.pooled else ids
+        ids = workload.batch_size * world * workload.ids_per_example * share
+        of_bags = 1.0 if is_summed else share_of_bags_with_ids(workload, share)
+        bags = workload.batch_size * world * workload.num_features * of_bags
+        rows_out = bags if workload.config.pooled else ids
         floats = rows_out * table_slice.dim
-        sent_bytes = ids * (_ID + (_FLOAT if work.is_weighted else 0)) + bags * _ID
+        sent_bytes = ids * (_ID + (_FLOAT if workload.is_weighted else 0)) + bags * _ID
         output = floats * (self.wire.forward + self.wire.backward) * self._s_per_byte
         if is_summed:
             # Within the node rows are float32, and copied twice: to be sent, and to be summed.
-            within, between = self._s_per_summed
+            s_within, s_between = self._s_per_summed
             copied = 4 * 2 * _FLOAT * self._costs.arrange_ns * _NS
             output = floats * (
-                2 * _FLOAT * within + (self.wire.forward + self.wire.backward) * between + copied
+                2 * _FLOAT * s_within
+                + (self.wire.forward + self.wire.backward) * s_between
+                + copied
             )
         uneven = bags * self._costs.uneven_ns * _NS / 2 if of_bags < 1.0 else 0.0
         seconds = (
             sent_bytes * self._s_per_byte,
-            self._lookup(work, table_slice, ids, rows_out) + uneven,
+            self._lookup(workload, table_slice, ids, rows_out) + uneven,
             output,
-            self._update(work, table_slice, ids, rows_out)
+            self._update(workload, table_slice, ids, rows_out)
             + uneven * table_slice.storage.is_trained,
         )
         # Ids and lengths of each batch in flight, and its outgoing rows or incoming gradients.
         # Unpooled rows are put in order before they are sent, and their gradients afterwards.
-        rows = self._copies_of(work) * _FLOAT * floats
+        rows = self._copies_of(workload) * _FLOAT * floats
         # A rank's own rows count as sent, though those of large messages stay in place.
         io = self._moved * sent_bytes + rows
         grouping = _GROUPING * ids * table_slice.storage.is_trained
-        updating = io + (grouping if work.config.pooled else max(grouping, rows))
+        updating = io + (grouping if workload.config.pooled else max(grouping, rows))
         if is_summed:
             # Also rows in the order of sending, the rows to sum, and the gradients of sums.
             io += 2 * rows + rows / local
             updating = max(updating, self._moved * sent_bytes + 2 * rows + rows / local)
-        return _Batch(seconds, io, updating)
+        return _LookupCost(seconds, io, updating)
 
-    def everywhere(
-        self, work: TableWorkload, shards: Iterable[tuple[int, float, bool]]
-    ) -> Everywhere:
+    def common_cost(
+        self, workload: TableWorkload, shards: Iterable[tuple[int, float, bool]]
+    ) -> CommonCost:
         """Return the cost of a sharded table for every rank: what it sends and combines.
 
         `shards` are the columns and id share of each shard, and whether its node sums its rows.
         """
         shard_list = list(shards)
-        first_load, *other_loads = (self._everywhere(lookup, shard_list) for lookup in work.lookups)
+        first_load, *other_loads = (
+            self._common_cost_of(lookup, shard_list) for lookup in workload.by_reader
+        )
         for load in other_loads:
-            first_load = Everywhere(
+            first_load = CommonCost(
                 first_load.seconds,
                 first_load.arrange + load.arrange,
                 first_load.nbytes.plus(load.nbytes),
@@ -216,21 +229,24 @@ class CostModel:
             )
         return first_load
 
-    def _everywhere(
-        self, work: TableWorkload, shards: Sequence[tuple[int, float, bool]]
-    ) -> Everywhere:
+    def _common_cost_of(
+        self, workload: TableWorkload, shards: Sequence[tuple[int, float, bool]]
+    ) -> CommonCost:
         """Return the cost of one collection's lookups in a sharded table for every rank."""
-        bags, ids = work.batch * work.num_features, work.batch * work.ids
+        bags, ids = (
+            workload.batch_size * workload.num_features,
+            workload.batch_size * workload.ids_per_example,
+        )
         sent = sent_ids = pieces = numbers = looked_up = 0.0
         for columns, share, is_summed in shards:
             sent_ids += ids * share
-            rows = bags * (1.0 if is_summed else filled(work, share))
+            rows = bags * (1.0 if is_summed else share_of_bags_with_ids(workload, share))
             numbers += _NUMBER * bags * (rows < bags)
             looked_up += rows
-            sent += ids * share * (_ID + (_FLOAT if work.is_weighted else 0)) + rows * _ID
-            received = rows / self.topology.local_world_size if is_summed else rows
-            pieces += (received if work.config.pooled else ids * share) * columns
-        out = (bags if work.config.pooled else ids) * work.config.embedding_dim
+            sent += ids * share * (_ID + (_FLOAT if workload.is_weighted else 0)) + rows * _ID
+            received_rows = rows / self.topology.local_world_size if is_summed else rows
+            pieces += (received_rows if workload.config.pooled else ids * share) * columns
+        out = (bags if workload.config.pooled else ids) * workload.config.embedding_dim
         arrange = (
             sent / _ID * self._costs.route_ns
             + numbers / _NUMBER * self._costs.pack_ns
@@ -240,16 +256,18 @@ class CostModel:
         # pieces of rows that are put together.
         in_and_out = self.batches * (ids * _ID + bags * _ID) + 2 * _FLOAT * out
         # The gradients of unpooled rows are first concatenated, then put in order.
-        pieces_nbytes = self._copies_of(work) * _FLOAT * pieces
-        ordered = 0.0 if work.config.pooled else pieces_nbytes
-        combining = in_and_out + (self.batches - 1) * sent + pieces_nbytes + ordered + numbers
-        positions = 0.0 if work.config.pooled else self._moved * sent_ids * _ID
+        pieces_nbytes = self._copies_of(workload) * _FLOAT * pieces
+        ordered_nbytes = 0.0 if workload.config.pooled else pieces_nbytes
+        combining = (
+            in_and_out + (self.batches - 1) * sent + pieces_nbytes + ordered_nbytes + numbers
+        )
+        positions = 0.0 if workload.config.pooled else self._moved * sent_ids * _ID
         arrange, positions = _on_grid(arrange * _NS), float(math.ceil(positions))
-        uneven = 0.0 if numbers or not work.config.pooled else looked_up * self._costs.uneven_ns
-        return Everywhere(
+        uneven = 0.0 if numbers or not workload.config.pooled else looked_up * self._costs.uneven_ns
+        return CommonCost(
             NOTHING.seconds,
             arrange,
-            _need(MemoryBytes(0), combining, in_and_out + ordered),
+            _need(MemoryBytes(0), combining, in_and_out + ordered_nbytes),
             positions,
             packs=numbers > 0,
             uneven=_on_grid(uneven * _NS),
@@ -260,18 +278,18 @@ class CostModel:
         """Return the batches whose ids are in memory in addition to the caller's copy."""
         return self.batches if self.topology.world_size > 1 else self.batches - 1
 
-    def _copies_of(self, work: TableWorkload) -> int:
+    def _copies_of(self, workload: TableWorkload) -> int:
         """Return how often output rows are copied; with one rank, pooled rows are the output."""
-        return 1 if self.topology.world_size > 1 or not work.config.pooled else 0
+        return 1 if self.topology.world_size > 1 or not workload.config.pooled else 0
 
-    def replicated(self, work: TableWorkload, table_slice: TableSlice) -> Everywhere:
+    def replicated(self, workload: TableWorkload, table_slice: TableSlice) -> CommonCost:
         """Return the cost of a replicated table: lookups of its own batch, updates of all."""
-        table = table_slice.storage.nbytes(table_slice, work.optimizer, self.device)
-        batches = [self._replicated(lookup, table_slice) for lookup in work.lookups]
-        if table_slice.storage.is_trained and not is_fused(work.optimizer):
+        table = table_slice.storage.nbytes(table_slice, workload.optimizer, self.device)
+        batches = [self._replicated(lookup, table_slice) for lookup in workload.by_reader]
+        if table_slice.storage.is_trained and not is_fused(workload.optimizer):
             # The gradient of the whole table is summed over the ranks, there and back.
             sent_s = 2 * table_slice.num_rows * table_slice.dim * _FLOAT * self._s_per_byte
-            batches.append(_Batch((0.0, 0.0, sent_s, 0.0), 0.0, 0.0))
+            batches.append(_LookupCost((0.0, 0.0, sent_s, 0.0), 0.0, 0.0))
         seconds = [
             sum(phase) for phase in zip(*(lookup.seconds for lookup in batches), strict=True)
         ]
@@ -279,17 +297,20 @@ class CostModel:
             table, sum(lookup.io for lookup in batches), sum(lookup.updating for lookup in batches)
         )
         arrange = sum(lookup.arrange for lookup in batches)
-        return Everywhere(_exact(seconds), _on_grid(arrange), need)
+        return CommonCost(_exact(seconds), _on_grid(arrange), need)
 
-    def _replicated(self, work: TableWorkload, table_slice: TableSlice) -> "_Batch":
+    def _replicated(self, workload: TableWorkload, table_slice: TableSlice) -> "_LookupCost":
         """Return the cost of one collection's lookups in a replicated table."""
         world = self.topology.world_size
-        bags, ids = work.batch * work.num_features, work.batch * work.ids
-        rows_out = bags if work.config.pooled else ids
-        floats = rows_out * work.config.embedding_dim
-        lookup = self._lookup(work, table_slice, ids, rows_out)
+        bags, ids = (
+            workload.batch_size * workload.num_features,
+            workload.batch_size * workload.ids_per_example,
+        )
+        rows_out = bags if workload.config.pooled else ids
+        floats = rows_out * workload.config.embedding_dim
+        lookup = self._lookup(workload, table_slice, ids, rows_out)
         in_and_out = self.batches * (ids * _ID + bags * _ID) + 2 * _FLOAT * floats
-        combining = in_and_out + (_FLOAT * floats if work.config.pooled else 0.0)
+        combining = in_and_out + (_FLOAT * floats if workload.config.pooled else 0.0)
         updating = in_and_out + _GROUPING * ids
         arrange = 0.0
         if world > 1:
@@ -297,15 +318,17 @@ class CostModel:
             arrange = 6 * _FLOAT * floats * self._costs.arrange_ns * _NS
         if not table_slice.storage.is_trained:
             seconds = 0.0, lookup, 0.0, 0.0
-        elif not is_fused(work.optimizer):
-            seconds = 0.0, lookup, 0.0, self._update(work, table_slice, ids, rows_out)
+        elif not is_fused(workload.optimizer):
+            seconds = 0.0, lookup, 0.0, self._update(workload, table_slice, ids, rows_out)
         else:
             # This rank receives the ids and gradients of all ranks.
-            sent_bytes = (ids * (_ID + (_FLOAT if work.is_weighted else 0)) + bags * _ID) * world
-            update = self._update(work, table_slice, ids * world, rows_out * world)
+            sent_bytes = (
+                ids * (_ID + (_FLOAT if workload.is_weighted else 0)) + bags * _ID
+            ) * world
+            update = self._update(workload, table_slice, ids * world, rows_out * world)
             values = 0.0
             if table_slice.storage.updates_need_rows:
-                update += self._lookup(work, table_slice, ids * world, rows_out * world)
+                update += self._lookup(workload, table_slice, ids * world, rows_out * world)
                 values = _FLOAT * floats * world
             returned_bytes = floats * world * self.wire.backward
             seconds = (
@@ -317,11 +340,11 @@ class CostModel:
             arrange += sent_bytes / _ID * self._costs.route_ns * _NS if world > 1 else 0.0
             # Gradients of this rank and of all ranks. Those of unpooled rows are first concatenated
             # over features, and put in order when they have arrived.
-            everyone = self.batches * sent_bytes + _FLOAT * floats * world
-            combining += everyone * self._copies_of(work)
-            combining += 0.0 if work.config.pooled else 2 * _FLOAT * floats
-            updating = in_and_out + everyone + values + _GROUPING * ids * world
-        return _Batch(seconds, combining, updating, arrange)
+            gathered_nbytes = self.batches * sent_bytes + _FLOAT * floats * world
+            combining += gathered_nbytes * self._copies_of(workload)
+            combining += 0.0 if workload.config.pooled else 2 * _FLOAT * floats
+            updating = in_and_out + gathered_nbytes + values + _GROUPING * ids * world
+        return _LookupCost(seconds, combining, updating, arrange)
 
     # Lookups and updates
 
@@ -347,14 +370,14 @@ class CostModel:
 
     def cached_lookup_ns(self, row_bytes: float) -> float:
         """Return the time to add one row to its bag where the table is in cache."""
-        return at(self._costs.lookup_near, row_bytes)
+        return interpolate(self._costs.lookup_near, row_bytes)
 
     def cached_update_ns(self, row_bytes: float) -> float:
         """Return the time to update one row where the table is in cache."""
-        return at(self._costs.update_near, row_bytes)
+        return interpolate(self._costs.update_near, row_bytes)
 
     def _mixed(
-        self, near: Curve, far: Curve, table_slice: TableSlice, row_nbytes: float, ids: float
+        self, near_ns: Curve, far_ns: Curve, table_slice: TableSlice, row_nbytes: float, ids: float
     ) -> float:
         """Return the ns per row of a shard that is partly in cache.
 
@@ -365,25 +388,27 @@ class CostModel:
         part_traffic = ids * table_slice.dim
         near_bytes = self._costs.near_bytes * (min(1.0, part_traffic / traffic) if traffic else 1.0)
         share = min(1.0, near_bytes / max(table_slice.num_rows * row_nbytes, 1.0))
-        return share * at(near, row_nbytes) + (1.0 - share) * at(far, row_nbytes)
+        return share * interpolate(near_ns, row_nbytes) + (1.0 - share) * interpolate(
+            far_ns, row_nbytes
+        )
 
     def _lookup(
-        self, work: TableWorkload, table_slice: TableSlice, ids: float, rows_out: float
+        self, workload: TableWorkload, table_slice: TableSlice, ids: float, rows_out: float
     ) -> float:
         costs = self._costs
-        rows = table_slice.storage.lookup_ns(table_slice, work.optimizer, ids, self)
-        bags = rows_out * at(costs.bag, table_slice.dim * _FLOAT)
-        return (rows + bags) * _NS + work.num_features * costs.unit_s / 2
+        rows = table_slice.storage.lookup_ns(table_slice, workload.optimizer, ids, self)
+        bags = rows_out * interpolate(costs.bag, table_slice.dim * _FLOAT)
+        return (rows + bags) * _NS + workload.num_features * costs.unit_s / 2
 
     def _update(
-        self, work: TableWorkload, table_slice: TableSlice, ids: float, rows_out: float
+        self, workload: TableWorkload, table_slice: TableSlice, ids: float, rows_out: float
     ) -> float:
         if not table_slice.storage.is_trained:
             return 0.0
         costs = self._costs
-        rows = table_slice.storage.update_ns(table_slice, work.optimizer, ids, self)
-        bags = rows_out * at(costs.bag_gradient, table_slice.dim * _FLOAT)
-        return (rows + bags) * _NS + work.num_features * costs.unit_s / 2
+        rows = table_slice.storage.update_ns(table_slice, workload.optimizer, ids, self)
+        bags = rows_out * interpolate(costs.bag_gradient, table_slice.dim * _FLOAT)
+        return (rows + bags) * _NS + workload.num_features * costs.unit_s / 2
 
     # Steps
 
@@ -424,13 +449,13 @@ def _need(table: MemoryBytes, combining: float, updating: float) -> MemoryNeed:
     )
 
 
-def filled(work: TableWorkload, share: float) -> float:
+def share_of_bags_with_ids(workload: TableWorkload, share: float) -> float:
     """Return the share of a table's bags with ids in a shard; empty bags are not sent if many.
 
     If most bags have ids, all count as sent.
     """
-    if share >= 1.0 or not work.config.pooled:
+    if share >= 1.0 or not workload.config.pooled:
         return 1.0
-    ids = work.ids / work.num_features
+    ids = workload.ids_per_example / workload.num_features
     of_bags = 1.0 - (1.0 - share) ** ids if ids >= 1.0 else ids * share
     return 1.0 if of_bags > _MAX_BAGS else of_bags

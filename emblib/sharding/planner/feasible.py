@@ -1,12 +1,20 @@
 """Plans for tables that hardly fit: any feasible plan, and shards sized by free memory."""
 
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from emblib.sharding.layout import shape_of
-from emblib.sharding.planner.enumerate import Domain, Option, Parts, Unit, allowed_types, option_of
+from emblib.sharding.planner.enumerate import (
+    Domain,
+    Option,
+    ShardCosts,
+    Unit,
+    allowed_types,
+    option_of,
+)
 from emblib.sharding.planner.search import PlacedOption, Plan, Problem, RankCosts, place
-from emblib.sharding.planner.topology import MemoryNeed
-from emblib.sharding.planner.work import TableWorkload
+from emblib.sharding.planner.topology import MemoryNeed, refuse_old_names
+from emblib.sharding.planner.workloads import TableWorkload
 from emblib.sharding.sharding_types import Shard, ShardingType
 from emblib.storage import Dense, MemoryBytes
 
@@ -48,7 +56,7 @@ def any_plan(problem: Problem) -> Plan:
 
 def _largest(option: Option) -> float:
     loads = [max(load.nbytes) for unit in option.units for load in unit.members]
-    return max(loads, default=0.0) + max(option.everywhere.nbytes)
+    return max(loads, default=0.0) + max(option.common_cost.nbytes)
 
 
 class _Search:
@@ -69,8 +77,8 @@ class _Search:
         if number == len(self.options):
             return True
         if any(
-            need > free + 1.0
-            for need, free in zip(self.remaining[number], self._free(), strict=True)
+            needed_nbytes > free_nbytes + 1.0
+            for needed_nbytes, free_nbytes in zip(self.remaining[number], self._free(), strict=True)
         ):
             return False
         for option in self.options[number]:
@@ -81,6 +89,7 @@ class _Search:
         return False
 
     def _units(self, number: int, option: Option, targets: list[int]) -> bool:
+        """Place the other units of an option, then the following tables; undo what fails."""
         if len(targets) == len(option.units):
             if not self.loads.common_fits():
                 return False
@@ -102,16 +111,16 @@ class _Search:
             self.loads.move(unit, target, -1)
         return False
 
-    def _targets(self, unit: Unit, taken: Sequence[int]) -> Iterator[int]:
-        seen = set()
+    def _targets(self, unit: Unit, used_targets: Sequence[int]) -> Iterator[int]:
+        tried_keys = set()
         for target in range(self.loads.num_targets(unit)):
-            if target in taken:
+            if target in used_targets:
                 continue
             if unit.domain is not Domain.WORLD:
-                alike = self._free_memory_key(unit, target)
-                if alike in seen or not self.loads.fits(unit, target):
+                key = self._free_memory_key(unit, target)
+                if key in tried_keys or not self.loads.fits(unit, target):
                     continue
-                seen.add(alike)
+                tried_keys.add(key)
             yield target
 
     def _free_memory_key(self, unit: Unit, target: int) -> tuple[object, ...]:
@@ -136,31 +145,31 @@ class _Search:
     def _free(self) -> list[float]:
         """Return the free bytes of all ranks together."""
         world = len(self.loads.totals)
-        free = zip(*(self._free_of(rank) for rank in range(world)), strict=True)
+        free_by_pool = zip(*(self._free_of(rank) for rank in range(world)), strict=True)
         return [
             sum(of_ranks) - world * common
-            for of_ranks, common in zip(free, self.loads.common, strict=True)
+            for of_ranks, common in zip(free_by_pool, self.loads.common, strict=True)
         ]
 
 
 # Row cuts sized by free memory
 
 
-def cut_to_fit(problem: Problem, works: Sequence[TableWorkload]) -> Plan:
+def cut_to_fit(problem: Problem, workloads: Sequence[TableWorkload]) -> Plan:
     """Cut tables that fit nowhere into unequal blocks of rows; return an empty plan if that fails.
 
     Tables that must not be cut are placed first, then the others, the largest first.
     """
     world = problem.model.topology.world_size
     size = {t: min(max(o.nbytes(world)) for o in opts) for t, opts in enumerate(problem.options)}
-    order = sorted(size, key=lambda t: (_can_cut(problem, works[t]), -size[t], t))
+    order = sorted(size, key=lambda t: (_can_cut(problem, workloads[t]), -size[t], t))
     loads, plan = problem.loads(), dict[int, PlacedOption]()
     for t in order:
         by_bytes = sorted(problem.options[t], key=lambda o: (o.penalty, max(o.nbytes(world))))
         placed = (place(loads, option) for option in by_bytes)
         choice = next((c for c in placed if c is not None), None)
-        if choice is None and _can_cut(problem, works[t]):
-            choice = _cut(loads, works[t], problem)
+        if choice is None and _can_cut(problem, workloads[t]):
+            choice = _cut(loads, workloads[t], problem)
         if choice is None:
             return []
         loads.add(choice)
@@ -168,22 +177,22 @@ def cut_to_fit(problem: Problem, works: Sequence[TableWorkload]) -> Plan:
     return [plan[t] for t in sorted(plan)]
 
 
-def _can_cut(problem: Problem, work: TableWorkload) -> bool:
-    return not work.config.storage.is_keyed and ShardingType.CUSTOM in allowed_types(
-        work, problem.model.topology, None
+def _can_cut(problem: Problem, workload: TableWorkload) -> bool:
+    return not workload.config.storage.is_keyed and ShardingType.CUSTOM in allowed_types(
+        workload, problem.model.topology, None
     )
 
 
-def _cut(loads: RankCosts, work: TableWorkload, problem: Problem) -> PlacedOption | None:
+def _cut(loads: RankCosts, workload: TableWorkload, problem: Problem) -> PlacedOption | None:
     """Cut a table into blocks of rows sized by the free memory of each rank, the largest first."""
-    parts, shape = Parts(work, problem.model, None), shape_of(work.config)
+    shard_costs, shape = ShardCosts(workload, problem.model, None), shape_of(workload.config)
     world, unit = problem.model.topology.world_size, shape.row_unit
 
     def shard(rank: int, begin: int, rows: int) -> Shard:
         return Shard(rank, (begin, begin + rows), (0, shape.columns))
 
     def nbytes(rows: int) -> float:
-        return parts.load(shard(0, 0, rows), rows / shape.rows).nbytes.device
+        return shard_costs.load(shard(0, 0, rows), rows / shape.rows).nbytes.device
 
     def free(rank: int) -> float:
         used = (loads.nbytes[pool][rank] + loads.common[pool] for pool in (0, 1))
@@ -191,16 +200,19 @@ def _cut(loads: RankCosts, work: TableWorkload, problem: Problem) -> PlacedOptio
 
     # The memory of every rank for a table cut into `world` blocks, without its rows: at most one
     # row of each block per bag.
-    equal = problem.model.everywhere(work, [(shape.columns, 1.0 / world, False)] * world)
-    rows_sent = sum(lookup.batch * max(lookup.num_features, lookup.ids) for lookup in work.lookups)
+    equal_cost = problem.model.common_cost(workload, [(shape.columns, 1.0 / world, False)] * world)
+    rows_sent = sum(
+        lookup.batch_size * max(lookup.num_features, lookup.ids_per_example)
+        for lookup in workload.by_reader
+    )
     pieces = world * rows_sent * (shape.columns + 4) * 4
-    common = equal.nbytes.device + equal.positions + pieces
+    common_nbytes = equal_cost.nbytes.device + equal_cost.positions + pieces
     first_bytes, all_rows = nbytes(min(unit, shape.rows)), nbytes(shape.rows)
     slope = max((all_rows - first_bytes) / max(shape.rows - unit, 1), 1e-9)
     shards: list[Shard] = []
     begin = 0
     for rank in sorted(range(world), key=lambda r: (-free(r), r)):
-        free_memory = free(rank) - common
+        free_memory = free(rank) - common_nbytes
         rows = (
             unit + int((free_memory - first_bytes) / slope) // unit * unit
             if free_memory >= first_bytes
@@ -216,7 +228,7 @@ def _cut(loads: RankCosts, work: TableWorkload, problem: Problem) -> PlacedOptio
             break
     if begin < shape.rows:
         return None
-    option = option_of(parts, ShardingType.CUSTOM, shards, Domain.WORLD, 0)
+    option = option_of(shard_costs, ShardingType.CUSTOM, shards, Domain.WORLD, 0)
     return place(loads, option)
 
 
@@ -228,21 +240,29 @@ class PlanError(ValueError):
 
     Attributes:
         tables: tables that do not fit even alone, else all tables; the largest first.
-        short: a lower bound of the missing bytes on all ranks together.
-        ways: changes that would make the tables fit, one sentence each.
+        missing_nbytes: lower bound of the missing bytes on all ranks together.
+        remedies: changes that would make the tables fit, one sentence each.
     """
 
     def __init__(
-        self, message: str, tables: Sequence[str] = (), short: int = 0, ways: Sequence[str] = ()
+        self,
+        message: str,
+        tables: Sequence[str] = (),
+        missing_nbytes: int = 0,
+        remedies: Sequence[str] = (),
     ) -> None:
         super().__init__(message)
-        self.tables, self.short, self.ways = tuple(tables), short, tuple(ways)
+        self.tables, self.remedies = tuple(tables), tuple(remedies)
+        self.missing_nbytes = missing_nbytes
+
+    if not TYPE_CHECKING:
+        __getattr__ = refuse_old_names({"short": "missing_nbytes", "ways": "remedies"})
 
     def __reduce__(self) -> tuple[object, ...]:
-        return PlanError, (str(self), self.tables, self.short, self.ways)
+        return PlanError, (str(self), self.tables, self.missing_nbytes, self.remedies)
 
 
-def size(nbytes: float) -> str:
+def format_bytes(nbytes: float) -> str:
     """Format bytes: `1.50 GiB`."""
     for unit, scale in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if abs(nbytes) >= scale:
@@ -250,39 +270,43 @@ def size(nbytes: float) -> str:
     return f"{nbytes:.0f} B"
 
 
-def no_plan(problem: Problem, works: Sequence[TableWorkload]) -> PlanError:
+def no_plan(problem: Problem, workloads: Sequence[TableWorkload]) -> PlanError:
     """Build the error for a problem without a plan."""
     world = problem.model.topology.world_size
     needs = [min(max(o.nbytes(world)) for o in options) for options in problem.options]
-    order = sorted(range(len(works)), key=lambda t: (-needs[t], t))
+    order = sorted(range(len(workloads)), key=lambda t: (-needs[t], t))
     free_memory = [max(0.0, pool.device) for pool in problem.free_memory]
     too_large = [t for t in order if not _fits_alone(problem, t)]
-    have, need = sum(free_memory), sum(needs)
+    free_nbytes, needed_nbytes = sum(free_memory), sum(needs)
     if too_large:
-        short = max(_short_alone(problem, t) for t in too_large)
+        missing = max(_short_alone(problem, t) for t in too_large)
         subject = (
-            f"{_names(works, needs, too_large)} {'fits' if len(too_large) == 1 else 'fit'} "
-            f"nowhere, even with all memory free; at least {size(short)} short"
+            f"{_names(workloads, needs, too_large)} {'fits' if len(too_large) == 1 else 'fit'} "
+            f"nowhere, even with all memory free; at least {format_bytes(missing)} short"
         )
-    elif need > have:
-        short = need - have
-        subject = f"all tables need {size(need)} at least, {size(short)} more than there is"
-    else:
-        short = 0.0
+    elif needed_nbytes > free_nbytes:
+        missing = needed_nbytes - free_nbytes
         subject = (
-            f"all tables need {size(need)} at least, which is there in all, but no way was found "
-            "to divide them so that each shard fits"
+            f"all tables need {format_bytes(needed_nbytes)} at least, {format_bytes(missing)} more "
+            "than there is"
+        )
+    else:
+        missing = 0.0
+        subject = (
+            f"all tables need {format_bytes(needed_nbytes)} at least, which is there in all, but "
+            "no way was found to divide them so that each shard fits"
         )
     tables_shown = too_large or order
-    ways_out = _ways(problem, works, tables_shown, short, max(free_memory))
+    remedies = _remedies(problem, workloads, tables_shown, missing, max(free_memory))
     ranks = f"{world} ranks" if world > 1 else "1 rank"
+    low, high = format_bytes(min(free_memory)), format_bytes(max(free_memory))
+    free_range = f"{low} to {high}" if max(free_memory) > min(free_memory) else low
     message = (
-        f"no plan fits: {subject}. There are {ranks} with {size(min(free_memory))}"
-        f"{f' to {size(max(free_memory))}' if max(free_memory) > min(free_memory) else ''} each "
-        "for tables and batches (after the reservation). "
-        f"Largest: {_names(works, needs, order)}. Ways out: {'; '.join(ways_out)}"
+        f"no plan fits: {subject}. There are {ranks} with {free_range} each for tables and batches "
+        f"(after the reservation). Largest: {_names(workloads, needs, order)}. Ways out: "
+        f"{'; '.join(remedies)}"
     )
-    return PlanError(message, [works[t].name for t in tables_shown], int(short), ways_out)
+    return PlanError(message, [workloads[t].name for t in tables_shown], int(missing), remedies)
 
 
 def _fits_alone(problem: Problem, t: int) -> bool:
@@ -292,53 +316,63 @@ def _fits_alone(problem: Problem, t: int) -> bool:
 
 def _short_alone(problem: Problem, t: int) -> float:
     """Return the bytes by which the best option of a table exceeds the ranks with most memory."""
-    best: list[float] = []
-    roomiest = sorted((pool.device for pool in problem.free_memory), reverse=True)
+    missing_by_option: list[float] = []
+    free_by_rank = sorted((pool.device for pool in problem.free_memory), reverse=True)
     for option in problem.options[t]:
-        common = option.everywhere.nbytes.device
+        common_nbytes = option.common_cost.nbytes.device
         pieces = [m.nbytes.device for unit in option.units for m in unit.members] or [0.0]
-        pieces += [0.0] * (len(roomiest) - len(pieces))
-        over = zip(sorted(pieces, reverse=True), roomiest, strict=False)
-        best.append(sum(max(0.0, need + common - room) for need, room in over))
-    return min(best)
+        pieces += [0.0] * (len(free_by_rank) - len(pieces))
+        pairs = zip(sorted(pieces, reverse=True), free_by_rank, strict=False)
+        missing_by_option.append(
+            sum(
+                max(0.0, shard_nbytes + common_nbytes - free_nbytes)
+                for shard_nbytes, free_nbytes in pairs
+            )
+        )
+    return min(missing_by_option)
 
 
-def _names(works: Sequence[TableWorkload], needs: Sequence[float], tables: Sequence[int]) -> str:
-    described = ", ".join(f"{works[t].name} ({size(needs[t])})" for t in tables[:_MAX_NAMES])
-    more = len(tables) - _MAX_NAMES
-    return described + (f" and {more} more" if more > 0 else "")
+def _names(
+    workloads: Sequence[TableWorkload], needs: Sequence[float], tables: Sequence[int]
+) -> str:
+    described = ", ".join(
+        f"{workloads[t].name} ({format_bytes(needs[t])})" for t in tables[:_MAX_NAMES]
+    )
+    num_omitted = len(tables) - _MAX_NAMES
+    return described + (f" and {num_omitted} more" if num_omitted > 0 else "")
 
 
-def _ways(
+def _remedies(
     problem: Problem,
-    works: Sequence[TableWorkload],
+    workloads: Sequence[TableWorkload],
     tables: Sequence[int],
-    short: float,
+    missing: float,
     free_memory: float,
 ) -> list[str]:
+    """Return changes that would make the tables fit, one sentence each."""
     topology = problem.model.topology
-    largest = works[tables[0]]
-    ways_out = []
+    largest = workloads[tables[0]]
+    remedies = []
     rows = ShardingType.ROW_WISE
     types = largest.constraints.sharding_types
     if types is not None and rows not in types and topology.world_size > 1:
-        ways_out.append(f"allow {rows.value} for {largest.name}, which cuts it into equal parts")
-    if short > 0 and free_memory > 0:
-        more = -(-int(short) // int(free_memory))
-        ways_out.append(
+        remedies.append(f"allow {rows.value} for {largest.name}, which cuts it into equal parts")
+    if missing > 0 and free_memory > 0:
+        more = -(-int(missing) // int(free_memory))
+        remedies.append(
             f"use {more} more rank{'s' if more > 1 else ''} or more, or ranks with more memory"
         )
     if not largest.constraints.storages and not largest.config.storage.is_keyed:
         storages = _storages(topology.device)
-        ways_out.append(
+        remedies.append(
             f"allow another storage, as TableConstraints(storages=({storages},)) for {largest.name}"
         )
     if largest.config.data_type.itemsize == 4 and largest.config.storage == Dense():
-        ways_out.append("keep tables in 16 bits (data_type=torch.bfloat16)")
+        remedies.append("keep tables in 16 bits (data_type=torch.bfloat16)")
     if largest.optimizer is not None and any(not s.per_row for s in largest.optimizer.states):
-        ways_out.append("take an optimizer with one number a row, as RowwiseAdagrad")
-    ways_out.append("make the batch, or the Reservation, smaller")
-    return ways_out
+        remedies.append("take an optimizer with one number a row, as RowwiseAdagrad")
+    remedies.append("make the batch, or the Reservation, smaller")
+    return remedies
 
 
 def _storages(device: str) -> str:
@@ -351,15 +385,15 @@ def check_free_memory(free_memory: Sequence[MemoryBytes], dense_nbytes: int) -> 
     """Raise PlanError if the reservation leaves a rank no memory."""
     for rank, pool in enumerate(free_memory):
         if pool.device <= 0:
-            ways_out = (
+            remedies = (
                 "reserve less: Reservation(share=..., nbytes=..., dense_copies=...)",
                 "give ranks more memory",
             )
             raise PlanError(
                 f"nothing is left for tables on rank {rank}: the reservation, with "
-                f"{size(dense_nbytes)} of dense parameters, takes {size(-pool.device)} more than "
-                f"there is. Ways out: {'; '.join(ways_out)}",
+                f"{format_bytes(dense_nbytes)} of dense parameters, takes "
+                f"{format_bytes(-pool.device)} more than there is. Ways out: {'; '.join(remedies)}",
                 (),
                 int(-pool.device),
-                ways_out,
+                remedies,
             )

@@ -44,7 +44,7 @@ _ROUNDS = 20
 _DIMS = (8, 32, 64, 128)
 _STATEFUL = (64, 128)  # dims that are measured with Adam as well: rows with twice their state
 _BAGS = 4096
-_FEW, _MANY = 1, 13  # ids per bag: the cost of an id is the slope between the two
+_FEW_IDS, _MANY_IDS = 1, 13  # ids per bag: the cost of an id is the slope between the two
 _SMALL = 1 << 19  # bytes of a table that is in cache
 _VARIANTS = 6  # batches used in turn, so that none finds its own rows in cache
 _COLD = 3  # large buffers used in turn, so that none stays in cache
@@ -86,27 +86,32 @@ def wait(device: torch.device) -> None:
 # What a rank computes
 
 
-def computing(device: torch.device, sizes: Sizes) -> Calibration:
+def measure_rank(device: torch.device, sizes: Sizes) -> Calibration:
     """Measure the constants of one rank; those of links keep their defaults."""
     base = calibration.CUDA if device.type == "cuda" else calibration.CPU
-    fixed = _one_table(device, sizes.rounds)
+    table_overhead = _one_table(device, sizes.rounds)
     step, unit = _units(device, sizes.rounds)
-    near, middle, far = (
-        _Rows(device, nbytes, sizes.rounds, fixed)
+    near_rows, middle_rows, far_rows = (
+        _Rows(device, nbytes, sizes.rounds, table_overhead)
         for nbytes in (_SMALL, sizes.large_bytes // 4, sizes.large_bytes)
     )
-    slow, between, fast = (rows.costs(64, SGD(0.1)).update_ns for rows in (far, middle, near))
-    near_fraction = min(1.0, max(0.02, (slow - between) / max(slow - fast, 1e-3)))
+    far_update_ns, middle_update_ns, near_update_ns = (
+        rows.costs(64, SGD(0.1)).update_ns for rows in (far_rows, middle_rows, near_rows)
+    )
+    near_fraction = min(
+        1.0,
+        max(0.02, (far_update_ns - middle_update_ns) / max(far_update_ns - near_update_ns, 1e-3)),
+    )
     route_ns, arrange_ns = _routing(device, sizes.rounds)
     return replace(
         base,
         source=f"measured on {_name(device)}",
-        lookup_near=near.lookups(),
-        lookup_far=far.lookups(),
-        update_near=near.updates(),
-        update_far=far.updates(),
-        bag=near.bags(),
-        bag_gradient=near.bag_gradients(),
+        lookup_near=near_rows.lookups(),
+        lookup_far=far_rows.lookups(),
+        update_near=near_rows.updates(),
+        update_far=far_rows.updates(),
+        bag=near_rows.bags(),
+        bag_gradient=near_rows.bag_gradients(),
         near_bytes=near_fraction * sizes.large_bytes / 4,
         unit_s=unit,
         step_s=step,
@@ -114,7 +119,7 @@ def computing(device: torch.device, sizes: Sizes) -> Calibration:
         arrange_ns=arrange_ns,
         pack_ns=_packing(device, sizes.rounds),
         uneven_ns=_uneven(device, sizes.rounds),
-        hash_ns=_hashing(device, sizes.rounds, near.costs(64, SGD(0.1)).id_ns),
+        hash_ns=_hashing(device, sizes.rounds, near_rows.costs(64, SGD(0.1)).id_ns),
         tt_ns=_multiply_add(device, sizes.rounds),
     )
 
@@ -128,7 +133,7 @@ def _name(device: torch.device) -> str:
 
 @dataclass(frozen=True)
 class _Costs:
-    """Nanoseconds per id and per bag, forward and backward."""
+    """Nanoseconds per looked-up id and per bag, per updated id and per bag gradient."""
 
     id_ns: float
     bag_ns: float
@@ -139,13 +144,13 @@ class _Costs:
 class _Rows:
     """Measure lookups and updates in one table of a given size.
 
-    `fixed`: seconds of forward and of backward that do not depend on the batch.
+    `overhead_s`: seconds of forward and of backward that do not depend on the batch.
     """
 
     def __init__(
-        self, device: torch.device, nbytes: int, rounds: int, fixed: tuple[float, float]
+        self, device: torch.device, nbytes: int, rounds: int, overhead_s: tuple[float, float]
     ) -> None:
-        self.device, self.nbytes, self.rounds, self.fixed = device, nbytes, rounds, fixed
+        self.device, self.nbytes, self.rounds, self.overhead_s = device, nbytes, rounds, overhead_s
         self._costs: dict[tuple[int, str], _Costs] = {}
 
     def costs(self, dim: int, optimizer: Optimizer) -> _Costs:
@@ -159,11 +164,13 @@ class _Rows:
                 bounds_check=BoundsCheck.NONE,
                 device=self.device,
             )
-            few_s, many_s = self._step(table, rows, _FEW), self._step(table, rows, _MANY)
-            ids = [(b - a) / _BAGS / (_MANY - _FEW) for a, b in zip(few_s, many_s, strict=True)]
+            few_s, many_s = self._step(table, rows, _FEW_IDS), self._step(table, rows, _MANY_IDS)
+            ids = [
+                (b - a) / _BAGS / (_MANY_IDS - _FEW_IDS) for a, b in zip(few_s, many_s, strict=True)
+            ]
             bags = [
-                (seconds - fixed) / _BAGS - _FEW * per_id_s
-                for seconds, fixed, per_id_s in zip(few_s, self.fixed, ids, strict=True)
+                (seconds - overhead) / _BAGS - _FEW_IDS * per_id_s
+                for seconds, overhead, per_id_s in zip(few_s, self.overhead_s, ids, strict=True)
             ]
             ns = [max(1e9 * seconds, 0.0) for seconds in (ids[0], bags[0], ids[1], bags[1])]
             self._costs[key] = _Costs(*ns)
@@ -208,8 +215,8 @@ def _line(points: dict[float, float]) -> Curve:
     total = sum(weights.values())
     x_mean = sum(w * x for x, w in weights.items()) / total
     y_mean = sum(w * points[x] for x, w in weights.items()) / total
-    spread = sum(w * (x - x_mean) ** 2 for x, w in weights.items())
-    slope = sum(w * (x - x_mean) * (points[x] - y_mean) for x, w in weights.items()) / spread
+    variance = sum(w * (x - x_mean) ** 2 for x, w in weights.items())
+    slope = sum(w * (x - x_mean) * (points[x] - y_mean) for x, w in weights.items()) / variance
     slope = max(slope, 0.0)
     if y_mean - slope * x_mean < 0:
         slope = y_mean / x_mean
@@ -381,7 +388,7 @@ def calibrate(ranks: RankGroup | None = None, sizes: Sizes | None = None) -> Cal
     # On all ranks at the same time if each has a core: as in a step, they share memory bandwidth.
     at_once = _has_a_core_each(ranks)
     if ranks.rank == 0 or at_once:
-        calibration = computing(ranks.device, sizes)
+        calibration = measure_rank(ranks.device, sizes)
     ranks.barrier()
     agreed = ranks.gather_objects(calibration)[0]
     assert agreed is not None
@@ -415,13 +422,13 @@ def _has_a_core_each(ranks: RankGroup) -> bool:
 def _overheads(ranks: RankGroup, step_s: float, rounds: int) -> tuple[float, float, float]:
     """Measure seconds per all-to-all and further rank, of replication, and of row cuts."""
     one_each = [table_wise(rank) for rank in range(ranks.size)]
-    spread = _synchronised(ranks, tiny_step(ranks, ranks.size, *one_each), rounds)
+    synchronised_s = _synchronised(ranks, tiny_step(ranks, ranks.size, *one_each), rounds)
     copied = _synchronised(
         ranks, tiny_step(ranks, ranks.size, *one_each[1:], data_parallel()), rounds
     )
-    message_s = max(spread - step_s, 1e-6) / _EXCHANGES / (ranks.size - 1)
+    message_s = max(synchronised_s - step_s, 1e-6) / _EXCHANGES / (ranks.size - 1)
     cut = _synchronised(ranks, tiny_step(ranks, ranks.size, *one_each[1:], row_wise()), rounds)
-    return message_s, max(copied - spread, 0.0), max(cut - spread, 0.0)
+    return message_s, max(copied - synchronised_s, 0.0), max(cut - synchronised_s, 0.0)
 
 
 def _synchronised(ranks: RankGroup, step: Tiny, rounds: int) -> float:
@@ -471,11 +478,13 @@ def _links(ranks: RankGroup, step_s: float, sizes: Sizes) -> tuple[float, ...]:
 def _exchange(ranks: RankGroup, peers: Sequence[int], count: int, rounds: int) -> float:
     """Measure an all-to-all of `count` floats with each of `peers`, by all ranks at once."""
     sizes = [count if r in peers else 0 for r in range(ranks.size)]
-    large = count > 1
-    sent = cycle(torch.ones(sum(sizes), device=ranks.device) for _ in range(_COLD if large else 1))
+    is_large = count > 1
+    outgoing = cycle(
+        torch.ones(sum(sizes), device=ranks.device) for _ in range(_COLD if is_large else 1)
+    )
 
     def once() -> None:
         # It receives into new memory, as in a step.
-        start_all_to_all(next(sent), sizes, sizes, ranks).wait()
+        start_all_to_all(next(outgoing), sizes, sizes, ranks).wait()
 
-    return _fastest(ranks, once, 1 if large else 4, (2 if large else 5) * rounds)
+    return _fastest(ranks, once, 1 if is_large else 4, (2 if is_large else 5) * rounds)

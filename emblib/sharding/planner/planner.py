@@ -7,12 +7,12 @@ from torch import nn
 
 from emblib.sharding.plan import ShardingPlan
 from emblib.sharding.planner.enumerate import Option, options_of
-from emblib.sharding.planner.estimate import FLOATS, CostModel, Sent
+from emblib.sharding.planner.estimate import FLOATS, BytesPerFloat, CostModel
 from emblib.sharding.planner.feasible import any_plan, check_free_memory, cut_to_fit, no_plan
 from emblib.sharding.planner.report import Prediction, predict
 from emblib.sharding.planner.search import Plan, Problem, best_of, starts
 from emblib.sharding.planner.topology import Topology
-from emblib.sharding.planner.work import (
+from emblib.sharding.planner.workloads import (
     Reservation,
     TableConstraints,
     TableWorkload,
@@ -57,7 +57,7 @@ class Planner:
         self.reservation = Reservation() if reservation is None else reservation
         self.max_trials = check_count("max_trials", max_trials)
         self.comm_precision = comm_precision
-        self._sent = FLOATS if comm_precision is None else Sent.by(comm_precision)
+        self._sent = FLOATS if comm_precision is None else BytesPerFloat.by(comm_precision)
 
     def plan(self, module: nn.Module) -> ShardingPlan:
         """Return the plan for all collections of a model.
@@ -70,29 +70,33 @@ class Planner:
 
     def solve(self, module: nn.Module) -> Prediction:
         """Return the plan and its prediction, which `str()` formats as a report."""
-        works = workloads_of(module, self.batch_size, self.constraints)
-        return self.solve_workloads(works, dense_bytes(module))
+        workloads = workloads_of(module, self.batch_size, self.constraints)
+        return self.solve_workloads(workloads, dense_bytes(module))
 
-    def solve_workloads(self, works: Sequence[TableWorkload], dense_nbytes: int = 0) -> Prediction:
+    def solve_workloads(
+        self, workloads: Sequence[TableWorkload], dense_nbytes: int = 0
+    ) -> Prediction:
         """Return the plan and its prediction for tables that belong to no model."""
         free_memory = self.free_memory(dense_nbytes)
         check_free_memory(free_memory, dense_nbytes)
-        model = self.model(works)
-        options = [options_of(work, model) for work in works]
-        problem = self._problem(model, works, options, free_memory)
-        plan = self._search(problem, works)
+        model = self.model(workloads)
+        options = [options_of(workload, model) for workload in workloads]
+        problem = self._problem(model, workloads, options, free_memory)
+        plan = self._search(problem, workloads)
         if not plan:
-            raise no_plan(problem, works)
-        return predict(works, self._effective_plan(works, plan), model, free_memory)
+            raise no_plan(problem, workloads)
+        return predict(workloads, self._effective_plan(workloads, plan), model, free_memory)
 
     def predict(self, module: nn.Module, plan: ShardingPlan) -> Prediction:
         """Predict a step under any plan."""
-        works = workloads_of(module, self.batch_size, self.constraints)
-        return predict(works, plan, self.model(works), self.free_memory(dense_bytes(module)))
+        workloads = workloads_of(module, self.batch_size, self.constraints)
+        return predict(
+            workloads, plan, self.model(workloads), self.free_memory(dense_bytes(module))
+        )
 
-    def model(self, works: Sequence[TableWorkload]) -> CostModel:
+    def model(self, workloads: Sequence[TableWorkload]) -> CostModel:
         """Return the cost model for these tables."""
-        return CostModel(self.topology, self._sent, self.reservation.batches, works)
+        return CostModel(self.topology, self._sent, self.reservation.batches, workloads)
 
     def free_memory(self, dense_nbytes: int = 0) -> list[MemoryBytes]:
         """Return the memory for tables and batches, by rank."""
@@ -102,25 +106,29 @@ class Planner:
     def _problem(
         self,
         model: CostModel,
-        works: Sequence[TableWorkload],
+        workloads: Sequence[TableWorkload],
         options: Sequence[Sequence[Option]],
         free_memory: Sequence[MemoryBytes],
     ) -> Problem:
-        weighted = any(lookup.is_weighted for work in works for lookup in work.lookups)
+        weighted = any(
+            lookup.is_weighted for workload in workloads for lookup in workload.by_reader
+        )
         return Problem(model, free_memory, options, weighted, self.max_trials)
 
-    def _search(self, problem: Problem, works: Sequence[TableWorkload]) -> Plan:
+    def _search(self, problem: Problem, workloads: Sequence[TableWorkload]) -> Plan:
         """Search with the configured storages; add alternatives only if no plan fits."""
         configured = [[o for o in options if not o.penalty] for options in problem.options]
         alternatives = any(
             len(a) < len(b) for a, b in zip(configured, problem.options, strict=True)
         )
-        configured_problem = self._problem(problem.model, works, configured, problem.free_memory)
+        configured_problem = self._problem(
+            problem.model, workloads, configured, problem.free_memory
+        )
         plans = starts(configured_problem) if all(configured) else []
         if not plans:
             plans = [
                 p
-                for p in (any_plan(configured_problem), cut_to_fit(configured_problem, works))
+                for p in (any_plan(configured_problem), cut_to_fit(configured_problem, workloads))
                 if p
             ]
         if plans:
@@ -130,12 +138,12 @@ class Planner:
         plans = starts(problem) or [p for p in (any_plan(problem),) if p]
         return best_of(problem, plans) if plans else []
 
-    def _effective_plan(self, works: Sequence[TableWorkload], plan: Plan) -> ShardingPlan:
+    def _effective_plan(self, workloads: Sequence[TableWorkload], plan: Plan) -> ShardingPlan:
         modules: dict[str, dict[str, object]] = {}
-        for work, choice in zip(works, plan, strict=True):
-            sharding = choice.option.sharding(work, self.topology, choice.targets)
-            for one in work.lookups:
-                modules.setdefault(one.path, {})[one.config.name] = sharding
+        for workload, choice in zip(workloads, plan, strict=True):
+            sharding = choice.option.sharding(workload, self.topology, choice.targets)
+            for lookup in workload.by_reader:
+                modules.setdefault(lookup.path, {})[lookup.config.name] = sharding
         return ShardingPlan(modules, self.topology.world)  # type: ignore[arg-type]
 
 

@@ -5,20 +5,24 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from emblib.sharding.plan import ShardingPlan, ranges
-from emblib.sharding.planner.enumerate import Domain, Option, Parts, option_of
+from emblib.sharding.planner.enumerate import Domain, Option, ShardCosts, option_of
 from emblib.sharding.planner.estimate import PHASES, CostModel
-from emblib.sharding.planner.feasible import size
+from emblib.sharding.planner.feasible import format_bytes
 from emblib.sharding.planner.search import PlacedOption, RankCosts
 from emblib.sharding.planner.topology import MemoryNeed
-from emblib.sharding.planner.work import TableWorkload
+from emblib.sharding.planner.workloads import TableWorkload
 from emblib.sharding.sharding_types import ParameterSharding, ShardingType
 from emblib.storage import MemoryBytes
 
 
 class RankPrediction(NamedTuple):
-    """One rank: seconds by phase, memory needed and available, and number of table shards.
+    """One rank of a predicted step.
 
-    `seconds` includes the work that all ranks do.
+    Attributes:
+        seconds: seconds by phase, with the work that all ranks do.
+        nbytes: memory that the tables and batches need.
+        free_memory: memory for them, after the reservation.
+        tables: number of table shards.
     """
 
     seconds: tuple[float, ...]
@@ -28,9 +32,16 @@ class RankPrediction(NamedTuple):
 
 
 class TablePrediction(NamedTuple):
-    """One table: its sharding, bytes on all ranks together, and seconds on the slowest rank."""
+    """One table of a predicted step.
 
-    work: TableWorkload
+    Attributes:
+        workload: the table and its lookups.
+        sharding: sharding of the table in the plan.
+        nbytes: bytes on all ranks together.
+        step_s: seconds on the slowest rank.
+    """
+
+    workload: TableWorkload
     sharding: ParameterSharding
     nbytes: MemoryNeed
     step_s: float
@@ -38,10 +49,14 @@ class TablePrediction(NamedTuple):
 
 @dataclass(frozen=True)
 class Prediction:
-    """The predicted step under a plan.
+    """The predicted step under a plan; printed, it is a report.
 
-    `phases` has the seconds of `PHASES` until the slowest rank is done, `arrange` for work that
-    every rank does whatever the plan, and `overhead`; they add up to `step_s`.
+    Attributes:
+        plan: the plan.
+        phases: seconds of `PHASES` until the slowest rank is done, "arrange" for work that every
+            rank does whatever the plan, and "overhead"; they add up to `step_s`.
+        ranks, tables: predictions of each rank and table.
+        source: origin of the constants.
     """
 
     plan: ShardingPlan
@@ -69,9 +84,9 @@ class Prediction:
     def fits(self) -> bool:
         """Return whether every rank has enough memory."""
         return all(
-            need <= have or not need
+            needed_nbytes <= free_nbytes or not needed_nbytes
             for rank in self.ranks
-            for need, have in zip(
+            for needed_nbytes, free_nbytes in zip(
                 (rank.nbytes.device, *rank.nbytes[2:]), rank.free_memory, strict=True
             )
         )
@@ -80,16 +95,16 @@ class Prediction:
         return report(self)
 
 
-def option_for(work: TableWorkload, sharding: ParameterSharding, model: CostModel) -> Option:
+def option_for(workload: TableWorkload, sharding: ParameterSharding, model: CostModel) -> Option:
     """Return the option of a given sharding, which may be any tiling."""
-    parts = Parts(work, model, sharding.storage)
+    shard_costs = ShardCosts(workload, model, sharding.storage)
     if sharding.is_replicated:
-        return Option(ShardingType.DATA_PARALLEL, sharding.storage, (), parts.replicated())
-    return option_of(parts, sharding.type, sharding.shards, Domain.WORLD, 0)
+        return Option(ShardingType.DATA_PARALLEL, sharding.storage, (), shard_costs.replicated())
+    return option_of(shard_costs, sharding.type, sharding.shards, Domain.WORLD, 0)
 
 
 def predict(
-    works: Sequence[TableWorkload],
+    workloads: Sequence[TableWorkload],
     plan: ShardingPlan,
     model: CostModel,
     free_memory: Sequence[MemoryBytes],
@@ -103,37 +118,38 @@ def predict(
         raise ValueError(
             f"the plan is for {plan.world}, the topology has {model.topology.world}: plan again"
         )
-    weighted = any(lookup.is_weighted for work in works for lookup in work.lookups)
+    weighted = any(lookup.is_weighted for workload in workloads for lookup in workload.by_reader)
     loads = RankCosts(model, free_memory, weighted=weighted)
     tables = []
-    for work in works:
-        sharding = plan.modules.get(work.path, {}).get(work.config.name)
+    for workload in workloads:
+        sharding = plan.modules.get(workload.path, {}).get(workload.config.name)
         if sharding is None:
-            raise ValueError(f"the plan says nothing of table {work.name}")
-        option = option_for(work, sharding, model)
+            raise ValueError(f"the plan says nothing of table {workload.name}")
+        option = option_for(workload, sharding, model)
         loads.add(PlacedOption(option, (0,) * len(option.units)))
-        tables.append(_table(work, sharding, option, model.topology.world_size))
+        tables.append(_table(workload, sharding, option, model.topology.world_size))
     return _prediction(plan, loads, tuple(tables), model)
 
 
 def _table(
-    work: TableWorkload, sharding: ParameterSharding, option: Option, world_size: int
+    workload: TableWorkload, sharding: ParameterSharding, option: Option, world_size: int
 ) -> TablePrediction:
     members = [load for unit in option.units for load in unit.members]
     of_units = max((sum(load.seconds) for load in members), default=0.0)
-    everywhere = sum(option.everywhere.seconds) + option.everywhere.arrange
-    slowest = max(of_units, 0.0) + everywhere
-    return TablePrediction(work, sharding, option.nbytes(world_size), slowest)
+    common_s = sum(option.common_cost.seconds) + option.common_cost.arrange
+    slowest = max(of_units, 0.0) + common_s
+    return TablePrediction(workload, sharding, option.nbytes(world_size), slowest)
 
 
 def _prediction(
     plan: ShardingPlan, loads: RankCosts, tables: tuple[TablePrediction, ...], model: CostModel
 ) -> Prediction:
+    """Return the prediction of a plan from the costs of all ranks."""
     topology = model.topology
     # Work of all ranks takes as many times longer as there are ranks per core.
-    crowd = topology.local_world_size / topology.computing
+    ranks_per_core = topology.local_world_size / topology.ranks_at_once
     phases = {name: loads.phase(number) for number, name in enumerate(PHASES)}
-    phases["arrange"] = loads.arrange_s * crowd
+    phases["arrange"] = loads.arrange_s * ranks_per_core
     phases["overhead"] = loads.overhead_s
     num_shards = [0] * topology.world_size
     for table in tables:
@@ -143,7 +159,7 @@ def _prediction(
         RankPrediction(
             tuple(
                 seconds[r] + common
-                for seconds, common in zip(loads.seconds, loads.everywhere, strict=True)
+                for seconds, common in zip(loads.seconds, loads.common_seconds, strict=True)
             ),
             MemoryNeed(*(used[r] + c for used, c in zip(loads.nbytes, loads.common, strict=True))),
             MemoryBytes(*loads.free_memory[r][1:]),
@@ -201,23 +217,24 @@ def _grid(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _table_rows(tables: Sequence[TablePrediction]) -> list[list[str]]:
+    """Return a row of text per table, the slowest ones if there are many."""
     rows = [["table", "sharding", "ranks", "rows", "dim", "ids/example", "memory", "ms"]]
     slowest = sorted(tables, key=lambda table: -table.step_s)[:_MAX_TABLES]
     tables_shown = (
         [table for table in tables if table in slowest] if len(tables) > _MAX_TABLES else tables
     )
     for table in tables_shown:
-        config, sharding = table.work.config, table.sharding
+        config, sharding = table.workload.config, table.sharding
         kind = "" if sharding.storage is None else f" as {type(sharding.storage).__name__}"
         rows.append(
             [
-                table.work.name,
+                table.workload.name,
                 sharding.type.value + kind,
                 ranges(sharding.ranks, max_ranges=4) if sharding.shards else "all",
                 f"{config.num_embeddings:,}",
                 str(config.embedding_dim),
-                f"{sum(lookup.ids for lookup in table.work.lookups):g}",
-                size(table.nbytes.device + table.nbytes.host + table.nbytes.disk),
+                f"{sum(lookup.ids_per_example for lookup in table.workload.by_reader):g}",
+                format_bytes(table.nbytes.device + table.nbytes.host + table.nbytes.disk),
                 _ms(table.step_s),
             ]
         )
@@ -227,6 +244,7 @@ def _table_rows(tables: Sequence[TablePrediction]) -> list[list[str]]:
 
 
 def _rank_rows(prediction: Prediction) -> list[list[str]]:
+    """Return a row of text per rank, the slowest ones if there are many."""
     used = [i for i in (2, 3) if any(rank.nbytes[i] for rank in prediction.ranks)]
     heads = ["rank", "tables", "memory", "of", *(MemoryNeed._fields[i] for i in used)]
     rows = [[*heads, *(f"{name} ms" for name in PHASES)]]
@@ -236,16 +254,16 @@ def _rank_rows(prediction: Prediction) -> list[list[str]]:
         order = sorted(order[:_MAX_RANKS])
     for r in order:
         rank = prediction.ranks[r]
-        far = [size(rank.nbytes[i]) for i in used]
+        host_and_disk = [format_bytes(rank.nbytes[i]) for i in used]
         rows.append(
             [
                 *(
                     str(r),
                     str(rank.tables),
-                    size(rank.nbytes.device),
-                    size(rank.free_memory.device),
+                    format_bytes(rank.nbytes.device),
+                    format_bytes(rank.free_memory.device),
                 ),
-                *far,
+                *host_and_disk,
                 *map(_ms, rank.seconds),
             ]
         )
@@ -276,7 +294,7 @@ def _phases(prediction: Prediction) -> list[str]:
     rank = prediction.ranks[fullest]
     share = rank.nbytes.device / max(rank.free_memory.device, 1.0)
     lines.append(
-        f"Fullest: rank {fullest}, {share:.0%} of {size(rank.free_memory.device)} "
+        f"Fullest: rank {fullest}, {share:.0%} of {format_bytes(rank.free_memory.device)} "
         "after the reservation."
     )
     if not prediction.fits:

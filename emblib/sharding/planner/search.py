@@ -45,7 +45,7 @@ class RankCosts:
         self.seconds = [[0.0] * world for _ in PHASES]
         self.totals = [0.0] * world
         self.nbytes = [[0.0] * world for _ in MemoryNeed._fields]
-        self.everywhere = [0.0] * len(PHASES)
+        self.common_seconds = [0.0] * len(PHASES)
         self.arrange = 0.0
         self.common = [0.0] * len(MemoryNeed._fields)
         self.cut = self.summed = self.packing = 0
@@ -97,17 +97,17 @@ class RankCosts:
 
     def add_common(self, option: Option, sign: int = 1) -> None:
         """Add the costs of an option that every rank has."""
-        everywhere = option.everywhere
-        for phase, seconds in enumerate(everywhere.seconds):
-            self.everywhere[phase] += sign * seconds
-        self.arrange += sign * everywhere.arrange
-        for pool, nbytes in enumerate(everywhere.nbytes):
+        common_cost = option.common_cost
+        for phase, seconds in enumerate(common_cost.seconds):
+            self.common_seconds[phase] += sign * seconds
+        self.arrange += sign * common_cost.arrange
+        for pool, nbytes in enumerate(common_cost.nbytes):
             self.common[pool] += sign * nbytes
         self.cut += sign * option.cuts_rows
         self.summed += sign * option.sums_in_nodes
-        self.packing += sign * everywhere.packs
-        self.uneven += sign * everywhere.uneven
-        self._positions += sign * everywhere.positions
+        self.packing += sign * common_cost.packs
+        self.uneven += sign * common_cost.uneven
+        self._positions += sign * common_cost.positions
         # If one table is cut by rows, the positions of ids are stored for all tables.
         counted = self._positions if self.cut else 0.0
         self.common[0] += counted - self._counted
@@ -123,8 +123,12 @@ class RankCosts:
         rank = self.first_rank(unit, target)
         for _, nbytes in unit.members:
             free_memory = self.free_memory[rank]
-            for pool, need in enumerate(nbytes):
-                if need and self.nbytes[pool][rank] + self.common[pool] + need > free_memory[pool]:
+            for pool, needed_nbytes in enumerate(nbytes):
+                if (
+                    needed_nbytes
+                    and self.nbytes[pool][rank] + self.common[pool] + needed_nbytes
+                    > free_memory[pool]
+                ):
                     return False
             rank += 1
         return True
@@ -140,8 +144,8 @@ class RankCosts:
     def phase(self, number: int) -> float:
         """Return the seconds until the slowest rank has finished a phase."""
         topology, seconds = self.topology, self.seconds[number]
-        local, computing = topology.local_world_size, topology.computing
-        common = self.everywhere[number]
+        local, computing = topology.local_world_size, topology.ranks_at_once
+        common = self.common_seconds[number]
         slowest = max(seconds)
         if computing == local:
             return slowest + common
@@ -156,9 +160,9 @@ class RankCosts:
         """Return the predicted seconds of a step."""
         topology = self.topology
         # Work of all ranks takes as many times longer as there are ranks per core.
-        crowd = topology.local_world_size / topology.computing
+        ranks_per_core = topology.local_world_size / topology.ranks_at_once
         phases = sum(self.phase(n) for n in range(len(PHASES)))
-        return phases + self.arrange_s * crowd + self.overhead_s
+        return phases + self.arrange_s * ranks_per_core + self.overhead_s
 
     @property
     def arrange_s(self) -> float:
@@ -189,8 +193,14 @@ _EPSILON = 1e-9
 class Problem:
     """Tables with their options, and the free memory by rank.
 
-    `max_trials` limits the number of placements that are tried, so that the search takes bounded
-    time and finds the same plan on any machine.
+    Attributes:
+        model: cost model.
+        free_memory: memory of each rank for tables and batches.
+        options: options of each table.
+        weighted: whether ids have weights.
+        max_trials: maximum number of placements that are tried, so that the search takes bounded
+            time and finds the same plan on any machine.
+        tried: number of placements so far.
     """
 
     model: CostModel
@@ -254,28 +264,31 @@ def place(
         targets.append(target)
         placed.append((unit, target))
         loads.move(unit, target, 1)
-    fits = len(targets) == len(option.units) and loads.common_fits()
+    is_placed = len(targets) == len(option.units) and loads.common_fits()
     for unit, target in reversed(placed):
         loads.move(unit, target, -1)
     loads.add_common(option, -1)
-    return PlacedOption(option, tuple(targets)) if fits else None
+    return PlacedOption(option, tuple(targets)) if is_placed else None
 
 
 def _target(
-    loads: RankCosts, unit: Unit, taken: Sequence[int], order: Sequence[int] | None
+    loads: RankCosts, unit: Unit, used_targets: Sequence[int], order: Sequence[int] | None
 ) -> int | None:
+    """Return the first rank or node of `order` with memory, then by time; None if none has."""
     if unit.domain is Domain.WORLD:
         return 0  # `common_fits` checks the memory of all ranks at once
     if unit.domain is Domain.RANK:
-        spent = loads.totals
+        rank_seconds = loads.totals
     else:
         local = loads.topology.local_world_size
-        spent = [max(loads.totals[n : n + local]) for n in range(0, len(loads.totals), local)]
-    candidates = sorted(range(len(spent)), key=spent.__getitem__)
+        rank_seconds = [
+            max(loads.totals[n : n + local]) for n in range(0, len(loads.totals), local)
+        ]
+    candidates = sorted(range(len(rank_seconds)), key=rank_seconds.__getitem__)
     if order is not None:
         candidates = [*order, *candidates]
     for target in candidates:
-        if target not in taken and loads.fits(unit, target):
+        if target not in used_targets and loads.fits(unit, target):
             return target
     return None
 
@@ -342,7 +355,7 @@ def starts(problem: Problem) -> list[Plan]:
 
     def step(loads: RankCosts, option: Option) -> float:
         # The mean decides while the slowest rank is not concerned.
-        mean = sum(loads.totals) / world + sum(loads.everywhere) + loads.arrange
+        mean = sum(loads.totals) / world + sum(loads.common_seconds) + loads.arrange
         return loads.step_s() + mean + option.penalty
 
     plans = [
@@ -384,6 +397,7 @@ def _sweep(problem: Problem, plan: Plan, loads: RankCosts, tables: Iterable[int]
 
 
 def _choose_again(problem: Problem, plan: Plan, loads: RankCosts, t: int) -> bool:
+    """Choose the best option of table `t`, all others as they are; return whether it changed."""
     old_score, old_placement = score(loads), plan[t]
     loads.add(old_placement, -1)
     best, best_score = old_placement, old_score
@@ -435,7 +449,7 @@ def _slow_ranks(loads: RankCosts) -> list[int]:
     return list(dict.fromkeys(max(range(len(s)), key=s.__getitem__) for s in series))
 
 
-def _on(loads: RankCosts, choice: PlacedOption, rank: int) -> float:
+def _seconds_on(loads: RankCosts, choice: PlacedOption, rank: int) -> float:
     """Return the seconds that a table costs on a rank."""
     total = 0.0
     for unit, target in zip(choice.option.units, choice.targets, strict=True):
@@ -447,8 +461,8 @@ def _on(loads: RankCosts, choice: PlacedOption, rank: int) -> float:
 
 def _heaviest(loads: RankCosts, plan: Plan, rank: int) -> list[int]:
     """Return the tables on a rank in order of decreasing time."""
-    spent = [(-_on(loads, choice, rank), t) for t, choice in enumerate(plan)]
-    return [t for seconds, t in sorted(spent)[:_HEAVIEST] if seconds < 0]
+    seconds_by_table = [(-_seconds_on(loads, choice, rank), t) for t, choice in enumerate(plan)]
+    return [t for seconds, t in sorted(seconds_by_table)[:_HEAVIEST] if seconds < 0]
 
 
 def _relieve(problem: Problem, plan: Plan, loads: RankCosts) -> bool:
@@ -457,7 +471,7 @@ def _relieve(problem: Problem, plan: Plan, loads: RankCosts) -> bool:
     for rank in _slow_ranks(loads):
         tables.update(dict.fromkeys(_heaviest(loads, plan, rank)))
     common = [
-        (-sum(c.option.everywhere.seconds) - c.option.everywhere.arrange, t)
+        (-sum(c.option.common_cost.seconds) - c.option.common_cost.arrange, t)
         for t, c in enumerate(plan)
     ]
     tables.update(dict.fromkeys(t for _, t in sorted(common)[:_HEAVIEST]))
@@ -474,7 +488,9 @@ def _swap(problem: Problem, plan: Plan, loads: RankCosts) -> bool:
     quiet = sorted(range(len(loads.totals)), key=loads.totals.__getitem__)[:_NEAREST]
     for rank in _slow_ranks(loads):
         of_rank = [t for t in _heaviest(loads, plan, rank) if single.get(t) == rank]
-        other_tables = [t for t, at in single.items() if at in quiet and at != rank]
+        other_tables = [
+            t for t, placed_on in single.items() if placed_on in quiet and placed_on != rank
+        ]
         for a in of_rank:
             for b in other_tables:
                 if problem.exhausted:

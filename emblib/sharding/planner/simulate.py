@@ -18,7 +18,7 @@ from emblib.jagged import KeyedJaggedTensor
 from emblib.sharding.plan import ShardingPlan
 from emblib.sharding.planner.planner import Planner
 from emblib.sharding.planner.report import Prediction
-from emblib.sharding.planner.work import TableConstraints, TableWorkload, workloads_of
+from emblib.sharding.planner.workloads import TableConstraints, TableWorkload, workloads_of
 from emblib.sharding.ranks import RankGroup
 from emblib.sharding.shard import shard
 from emblib.sharding.sharding_types import ShardingType
@@ -62,18 +62,19 @@ def simulate(
         PlanError: the tables do not fit.
     """
     return [
-        _world(planner, module, world_size, Scaling(scaling), sharding)
+        _simulate_world(planner, module, world_size, Scaling(scaling), sharding)
         for world_size in world_sizes
     ]
 
 
-def _world(
+def _simulate_world(
     planner: Planner,
     module: nn.Module,
     world_size: int,
     scaling: Scaling,
     sharding: ShardingType | None,
 ) -> Simulated:
+    """Plan the model for one world size; return the prediction with its batch size."""
     batch = planner.batch_size
     if scaling is Scaling.STRONG:
         global_batch = batch * planner.topology.world_size
@@ -85,8 +86,8 @@ def _world(
         batch = global_batch // world_size
     constraints = dict(planner.constraints)
     if sharding is not None:
-        for work in workloads_of(module, batch, constraints):
-            for lookup in work.lookups:
+        for workload in workloads_of(module, batch, constraints):
+            for lookup in workload.by_reader:
                 constraint = constraints.get(lookup.name, constraints.get(lookup.config.name))
                 constraints[lookup.name] = replace(
                     constraint or TableConstraints(), sharding_types=(sharding,)
@@ -102,7 +103,7 @@ def _world(
     return Simulated(world_size, batch, planner_of_size.solve(module))
 
 
-def table(simulated: Sequence[Simulated]) -> str:
+def format_simulated(simulated: Sequence[Simulated]) -> str:
     """Format worlds as lines: ranks, examples per rank, predicted step, exchange, and rate."""
     rows = [("ranks", "examples/rank", "step ms", "exchange ms", "examples/s")]
     for world_size, batch, prediction in simulated:
@@ -176,42 +177,46 @@ def rank_correlation(points: Sequence[Point]) -> float:
     Raises:
         statistics.StatisticsError: there are fewer than two points, or all are equal.
     """
-    predicted = _orders([point.predicted_s for point in points])
-    measured = _orders([point.measured_s for point in points])
+    predicted = _mean_ranks([point.predicted_s for point in points])
+    measured = _mean_ranks([point.measured_s for point in points])
     return statistics.correlation(predicted, measured)
 
 
-def batch_of(works: Sequence[TableWorkload], seed: int) -> KeyedJaggedTensor:
+def batch_of(workloads: Sequence[TableWorkload], seed: int) -> KeyedJaggedTensor:
     """Draw uniform ids for the tables of one collection, as many as their workloads say.
 
     The ids of a feature of several tables are valid in all of them.
     """
     generator = torch.Generator().manual_seed(seed)
     rows: dict[str, int] = {}  # of the smallest table that a feature reads
-    for work in works:
-        for key in work.config.feature_names:
-            rows[key] = min(rows.get(key, work.config.num_embeddings), work.config.num_embeddings)
+    for workload in workloads:
+        for key in workload.config.feature_names:
+            rows[key] = min(
+                rows.get(key, workload.config.num_embeddings), workload.config.num_embeddings
+            )
     keys, values, lengths = [], [], []
-    for work in works:
-        ids_per_feature = work.ids / work.num_features
-        for key in work.config.feature_names:
+    for workload in workloads:
+        ids_per_feature = workload.ids_per_example / workload.num_features
+        for key in workload.config.feature_names:
             if key in keys:
                 continue  # drawn for another of its tables
-            length = _lengths(ids_per_feature, work.batch, generator)
+            length = _lengths(ids_per_feature, workload.batch_size, generator)
             keys.append(key)
             lengths.append(length)
             size = (int(length.sum()),)
             values.append(torch.randint(rows[key], size, generator=generator))
     ids = torch.cat(values)
-    weights = torch.ones(ids.numel()) if any(work.is_weighted for work in works) else None
+    weights = (
+        torch.ones(ids.numel()) if any(workload.is_weighted for workload in workloads) else None
+    )
     return KeyedJaggedTensor(keys, ids, weights, lengths=torch.cat(lengths))
 
 
 def _lengths(mean: float, batch: int, generator: torch.Generator) -> Tensor:
     """Return bag lengths with the given mean: its floor, and one more for some bags."""
     floor = int(mean)
-    more = torch.rand(batch, generator=generator) < mean - floor
-    return floor + more.long()
+    has_one_more = torch.rand(batch, generator=generator) < mean - floor
+    return floor + has_one_more.long()
 
 
 class _CollectionStep(NamedTuple):
@@ -225,12 +230,13 @@ class _CollectionStep(NamedTuple):
 def _steps(
     planner: Planner, module: nn.Module, plan: ShardingPlan, ranks: RankGroup, seed: int
 ) -> list[_CollectionStep]:
-    workloads = workloads_of(module, planner.batch_size, planner.constraints)
-    works = [lookup for work in workloads for lookup in work.lookups]
+    """Shard the model, and draw a batch and gradients for each of its collections."""
+    by_table = workloads_of(module, planner.batch_size, planner.constraints)
+    workloads = [lookup for workload in by_table for lookup in workload.by_reader]
     sharded = shard(copy.deepcopy(module), plan, ranks)
     steps = []
-    for path in dict.fromkeys(work.path for work in works):
-        of_path = [work for work in works if work.path == path]
+    for path in dict.fromkeys(workload.path for workload in workloads):
+        of_path = [workload for workload in workloads if workload.path == path]
         collection = sharded.get_submodule(path)
         batch = batch_of(of_path, seed + ranks.rank).to(ranks.device)
         gradients = [torch.ones_like(out) * 1e-3 for out in _outputs(collection(batch))]
@@ -259,7 +265,7 @@ def _step_s(steps: Sequence[_CollectionStep], ranks: RankGroup) -> float:
     return max(ranks.gather_objects(seconds))
 
 
-def _orders(values: Sequence[float]) -> list[float]:
+def _mean_ranks(values: Sequence[float]) -> list[float]:
     """Return the position of each value in sorted order; equal values share their mean."""
     order = sorted(values)
     return [order.index(v) + (order.count(v) - 1) / 2 for v in values]

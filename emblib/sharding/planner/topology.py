@@ -1,10 +1,10 @@
 """The machine that a plan is for: ranks, nodes, memory and costs."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -13,6 +13,16 @@ from emblib.sharding.planner.calibration import Calibration
 from emblib.sharding.sharding_types import World
 from emblib.specs import check_count
 from emblib.storage import MemoryBytes
+
+
+def refuse_old_names(new_names: Mapping[str, str]) -> Callable[[Any, str], Any]:
+    """Return a `__getattr__` for a class, which raises with the new name of a renamed attribute."""
+
+    def refuse(instance: Any, name: str) -> Any:
+        hint = f": it is called {new_names[name]!r} now" if name in new_names else ""
+        raise AttributeError(f"{type(instance).__name__!r} has no attribute {name!r}{hint}")
+
+    return refuse
 
 
 class MemoryNeed(NamedTuple):
@@ -94,8 +104,8 @@ class Topology:
         if self.processors is not None:
             check_count("processors", self.processors)
         if self.calibration is None:
-            chosen = defaults.CUDA if self.device == "cuda" else defaults.CPU
-            object.__setattr__(self, "calibration", chosen)
+            constants = defaults.CUDA if self.device == "cuda" else defaults.CPU
+            object.__setattr__(self, "calibration", constants)
 
     @property
     def world(self) -> World:
@@ -114,9 +124,12 @@ class Topology:
         return self.world_size // self.local_world_size
 
     @property
-    def computing(self) -> int:
+    def ranks_at_once(self) -> int:
         """Return how many ranks of a node compute at the same time."""
         return min(self.processors or self.local_world_size, self.local_world_size)
+
+    if not TYPE_CHECKING:
+        __getattr__ = refuse_old_names({"computing": "ranks_at_once"})
 
     def capacity(self) -> list[MemoryBytes]:
         """Return the memory of each rank."""

@@ -20,7 +20,7 @@ from experiments.measure.cache import run_keys
 from experiments.measure.keys import FilledTable, Operation, fill
 from experiments.measure.session import Session
 from experiments.timing.call_clock import CallClock, TimedCall
-from experiments.timing.clock import UnsupportedMode, Work
+from experiments.timing.clock import SampleTask, UnsupportedMode
 from experiments.workloads import cache_bounds
 from experiments.workloads.cache_bounds import RowTrace
 from experiments.workloads.keys import Calls, KeySpace, values_of
@@ -166,7 +166,7 @@ def test_only_the_call_is_timed_and_the_rest_is_its_cost() -> None:
     now = [0]
     clock = CallClock(CPU, Mode.hot, lambda: now[0])
     phase = clock.adapt(Slow(now), 4)
-    (reading,) = clock.read([Work(lambda: [phase(0), phase(1)])])
+    (reading,) = clock.read([SampleTask(lambda: [phase(0), phase(1)])])
     assert reading.seconds == pytest.approx(14e-9)
     assert reading.cost == pytest.approx(2014e-9)
     with pytest.raises(UnsupportedMode, match="no mode graph"):

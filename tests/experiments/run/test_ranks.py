@@ -26,7 +26,7 @@ from experiments.paths import ROOT
 from experiments.results.store import read_records
 from experiments.run import ranks as ranks_module
 from experiments.run.ranks import FailedElsewhere, ProcessSync, RankProcesses
-from experiments.timing.clock import Clock, Phase, Reading, Work
+from experiments.timing.clock import Clock, Phase, Reading, SampleTask
 from experiments.timing.race import Measured, Race
 
 RANKS = 3
@@ -98,11 +98,11 @@ class Scripted(Clock):
     def time(self, work: Callable[[], object]) -> float:
         raise NotImplementedError
 
-    def read(self, works: Iterable[Work]) -> list[Reading]:
-        return [self._one(work) for work in works]
+    def read(self, tasks: Iterable[SampleTask]) -> list[Reading]:
+        return [self._one(task) for task in tasks]
 
-    def _one(self, work: Work) -> Reading:
-        work.call()
+    def _one(self, task: SampleTask) -> Reading:
+        task.call()
         self.taken += 1
         if self.taken == self.fails_at:
             raise RuntimeError("illegal memory access")

@@ -18,9 +18,9 @@ from experiments.timing.clock import (
     ColdClock,
     CudaClock,
     Phase,
+    SampleTask,
     TorchGpu,
     UnsupportedMode,
-    Work,
     clock_for,
 )
 from tests.experiments.fake_gpu import FakeGpu, kernels
@@ -54,7 +54,7 @@ def test_a_cold_sample_begins_after_the_caches_were_emptied() -> None:
     log = []
     ticks: Iterator[int] = iter([0, 7_000_000_000, 9_000_000_000])
     clock = ColdClock(lambda: log.append("flush"), lambda: next(ticks))
-    (reading,) = clock.read([Work(lambda: log.append("work"))])
+    (reading,) = clock.read([SampleTask(lambda: log.append("work"))])
     assert log == ["flush", "work"]
     assert (reading.seconds, reading.cost) == (2.0, 9.0)
 
@@ -105,12 +105,12 @@ def test_work_that_waits_for_the_gpu_is_not_spun_for() -> None:
         gpu.kernel(30e-6)
         gpu.synchronise()
 
-    readings = [clock.read([Work(call, "a")])[0] for _ in range(MAX_VAIN_SPINS + 3)]
+    readings = [clock.read([SampleTask(call, "a")])[0] for _ in range(MAX_VAIN_SPINS + 3)]
     assert all(r.exposed for r in readings)
     assert clock.ahead["a"] == 0.0
     # No spin to wait for any more: the launch and the kernel.
     assert readings[-1].seconds == pytest.approx(30e-6 + gpu.launch)
-    assert clock.read([Work(lambda: gpu.kernel(1e-6), "b")])[0].seconds == pytest.approx(1e-6)
+    assert clock.read([SampleTask(lambda: gpu.kernel(1e-6), "b")])[0].seconds == pytest.approx(1e-6)
 
 
 def test_the_caches_are_emptied_before_each_cold_sample_outside_its_time() -> None:
@@ -157,7 +157,7 @@ def test_graph_mode_captures_every_batch_once_and_replays_it() -> None:
     clock = CudaClock(gpu, Mode.graph)
     phase = clock.adapt(lambda number: [gpu.kernel(1e-6 * (1 + number)) for _ in range(3)], 4)
     assert len(gpu.captured) == 4
-    readings = clock.read([Work(lambda n=n: phase(n)) for n in range(4)])
+    readings = clock.read([SampleTask(lambda n=n: phase(n)) for n in range(4)])
     assert [r.seconds for r in readings] == pytest.approx([3e-6, 6e-6, 9e-6, 12e-6])
     assert [r.wall for r in readings] == pytest.approx([gpu.launch] * 4)  # one launch each
     assert len(gpu.captured) == 4
@@ -190,14 +190,14 @@ def test_a_clock_asks_for_work_as_late_as_it_can() -> None:
     """A contender that fails is then not called again within a round."""
     gpu, asked = FakeGpu(), []
 
-    def works() -> Iterator[Work]:
+    def tasks() -> Iterator[SampleTask]:
         for number in range(3):
             asked.append(number)
-            yield Work(lambda: asked.append("called"))
+            yield SampleTask(lambda: asked.append("called"))
 
     for each in (CudaClock(gpu), Clock(), ColdClock(flush=lambda: None)):
         asked.clear()
-        each.read(works())
+        each.read(tasks())
         assert asked == [0, "called", 1, "called", 2, "called"]
 
 

@@ -10,7 +10,7 @@ import torch
 from experiments.config.schema import Mode, TimingConfig
 from experiments.machine import bandwidth, environment, memory, preflight
 from experiments.machine.telemetry import telemetry_for
-from experiments.timing.clock import Work, clock_for
+from experiments.timing.clock import SampleTask, clock_for
 from experiments.timing.race import Race
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -23,7 +23,7 @@ def test_every_mode_takes_samples(mode: Mode) -> None:
     clock = clock_for(CUDA, mode)
     phase = clock.adapt(lambda number: x.mul_(1.0), 2)
     for _ in range(3):
-        readings = clock.read([Work(lambda n=n: phase(n % 2), "x") for n in range(70)])
+        readings = clock.read([SampleTask(lambda n=n: phase(n % 2), "x") for n in range(70)])
     assert len(readings) == 70
     assert all(r.cost >= r.seconds > 0 for r in readings)
     assert clock.describe()["mode"] == mode.value
@@ -43,7 +43,7 @@ def test_a_short_kernel_is_hidden_from_its_launch() -> None:
     x = torch.ones(256, device=CUDA)
     clock = clock_for(CUDA)
     for _ in range(4):
-        readings = clock.read([Work(lambda: x.add_(1.0), "x") for _ in range(20)])
+        readings = clock.read([SampleTask(lambda: x.add_(1.0), "x") for _ in range(20)])
     assert sum(r.exposed for r in readings) < len(readings)
 
 

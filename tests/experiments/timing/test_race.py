@@ -10,7 +10,7 @@ import pytest
 
 from experiments.config.schema import TimingConfig
 from experiments.machine.telemetry import Telemetry
-from experiments.timing.clock import Clock, Phase, Reading, Work
+from experiments.timing.clock import Clock, Phase, Reading, SampleTask
 from experiments.timing.race import BACK_OFF_SECONDS, MAX_EXECUTIONS, Race
 
 
@@ -245,9 +245,9 @@ def test_the_machine_is_watched_until_the_end_even_a_bad_one() -> None:
 class Late(Script):
     """A GPU that reports a failure only when it is waited for."""
 
-    def read(self, works: Iterable[Work]) -> list[Reading]:
-        for work in works:
-            work.call()
+    def read(self, tasks: Iterable[SampleTask]) -> list[Reading]:
+        for task in tasks:
+            task.call()
         raise RuntimeError("an illegal memory access was encountered")
 
 
@@ -281,8 +281,8 @@ def test_a_contender_that_cannot_be_captured_leaves_before_it_is_timed() -> None
 class Waiting(Script):
     """Every second sample has the launch inside."""
 
-    def read(self, works: Iterable[Work]) -> list[Reading]:
-        seconds = [self.time(work.call) for work in works]
+    def read(self, tasks: Iterable[SampleTask]) -> list[Reading]:
+        seconds = [self.time(task.call) for task in tasks]
         return [Reading(s, s / 2, s, exposed=i % 2 == 0) for i, s in enumerate(seconds)]
 
 

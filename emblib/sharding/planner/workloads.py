@@ -2,13 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from emblib.collections.configs import TableConfig
 from emblib.collections.optimizers.fused import trained_configs
 from emblib.optim import Optimizer
+from emblib.sharding.planner.topology import refuse_old_names
 from emblib.sharding.shard import collections_of
 from emblib.sharding.sharding_types import ShardingType
 from emblib.specs import check_count
@@ -70,21 +71,28 @@ class TableConstraints:
 class TableWorkload:
     """One table of one collection and its lookups in a step.
 
-    `batch` examples per rank, each with `ids` ids in all features of the table together. `readers`
-    are the lookups of a shared table by other collections.
+    Attributes:
+        path: path of the collection in the model; "" for the model itself.
+        config: configuration of the table.
+        optimizer: optimizer of the table; None if it is not trained in backward.
+        is_weighted: whether each id has a weight.
+        batch_size: examples per rank.
+        ids_per_example: mean ids of an example in all features of the table together.
+        constraints: limits on the sharding of the table.
+        readers: lookups of a shared table by other collections.
     """
 
     path: str
     config: TableConfig
     optimizer: Optimizer | None
     is_weighted: bool
-    batch: int
-    ids: float
+    batch_size: int
+    ids_per_example: float
     constraints: TableConstraints = field(default=TableConstraints())
     readers: tuple["TableWorkload", ...] = ()
 
     @property
-    def lookups(self) -> tuple["TableWorkload", ...]:
+    def by_reader(self) -> tuple["TableWorkload", ...]:
         """Return the lookups of the table by each collection that reads it, this one first."""
         return (self, *self.readers)
 
@@ -97,6 +105,11 @@ class TableWorkload:
     def num_features(self) -> int:
         """Return the number of features that read the table."""
         return len(self.config.feature_names)
+
+    if not TYPE_CHECKING:
+        __getattr__ = refuse_old_names(
+            {"lookups": "by_reader", "batch": "batch_size", "ids": "ids_per_example"}
+        )
 
 
 @dataclass(frozen=True)
@@ -154,7 +167,7 @@ def workloads_of(
             shared table differ between collections, or allow another storage than `Dense`; a
             `pooling_factor` has another length than the table has features.
     """
-    works: list[TableWorkload] = []
+    workloads: list[TableWorkload] = []
     numbers: dict[int, int] = {}
     names = set()
     for path, collection in collections_of(module).items():
@@ -166,17 +179,17 @@ def workloads_of(
             table_constraints = constraints.get(
                 full_name, constraints.get(config.name, TableConstraints())
             )
-            work = _work(path, collection, config, table_constraints, batch_size)
-            number = len(works)
+            workload = _workload_of(path, collection, config, table_constraints, batch_size)
+            number = len(workloads)
             if config.name in shared:
                 number = numbers.setdefault(id(shared[config.name]), number)
-                _check_shared(work, works[number] if number < len(works) else work)
-            if number < len(works):
-                first_work = works[number]
-                works[number] = replace(first_work, readers=(*first_work.readers, work))
+                _check_shared(workload, workloads[number] if number < len(workloads) else workload)
+            if number < len(workloads):
+                first_work = workloads[number]
+                workloads[number] = replace(first_work, readers=(*first_work.readers, workload))
             else:
-                works.append(work)
-    if not works:
+                workloads.append(workload)
+    if not workloads:
         raise ValueError(
             "the model has no EmbeddingBagCollection and no EmbeddingCollection, and so nothing "
             "to plan"
@@ -186,30 +199,31 @@ def workloads_of(
         raise ValueError(
             f"constraints for tables that are not there: {sorted(unknown)}; have {sorted(names)}"
         )
-    return works
+    return workloads
 
 
-def _check_shared(work: TableWorkload, first: TableWorkload) -> None:
+def _check_shared(workload: TableWorkload, first: TableWorkload) -> None:
     """Raise ValueError for constraints that a shared table does not support."""
-    constraints, first_constraints = work.constraints, first.constraints
+    constraints, first_constraints = workload.constraints, first.constraints
     if not all(type(storage) is Dense for storage in constraints.storages):
         raise ValueError(
-            f"storages of the shared table {work.name} must be Dense(placement) each, got "
+            f"storages of the shared table {workload.name} must be Dense(placement) each, got "
             f"{constraints.storages}: leave the others out"
         )
     for name in ("sharding_types", "storages", "min_partition"):
         if getattr(constraints, name) != getattr(first_constraints, name):
             raise ValueError(
-                f"{first.name} and {work.name} are one shared table, but their constraints have "
-                f"{name} {getattr(first_constraints, name)} and {getattr(constraints, name)}: give "
-                f"them the same, or one constraint for {work.config.name!r}"
+                f"{first.name} and {workload.name} are one shared table, but their constraints "
+                f"have {name} {getattr(first_constraints, name)} and {getattr(constraints, name)}: "
+                f"give them the same, or one constraint for {workload.config.name!r}"
             )
 
 
-def _work(
-    path: str, collection: Any, config: TableConfig, given: TableConstraints, batch_size: int
+def _workload_of(
+    path: str, collection: Any, config: TableConfig, constraints: TableConstraints, batch_size: int
 ) -> TableWorkload:
-    factors, features = given.pooling_factor, len(config.feature_names)
+    """Return the workload of one table with its constraints."""
+    factors, features = constraints.pooling_factor, len(config.feature_names)
     if isinstance(factors, tuple | list) and len(factors) != features:
         raise ValueError(
             f"pooling_factor of {config.name!r} must be one number, or one a feature = {features}, "
@@ -224,9 +238,9 @@ def _work(
         if config.optimizer is not None
         else getattr(collection, "optimizer", None),
         bool(weighted()) if callable(weighted) else False,
-        given.batch_size or batch_size,
+        constraints.batch_size or batch_size,
         float(ids),
-        given,
+        constraints,
     )
 
 
