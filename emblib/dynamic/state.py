@@ -513,7 +513,10 @@ def set_clock(state: DynamicState, clock: Callable[[], float]) -> None:
 
     Raises:
         ValueError: no table has a ttl that is a time.
+        TypeError: the clock is not a function.
     """
+    if not callable(clock):
+        raise TypeError(f"a clock is a function that returns seconds, got {clock!r}")
     _timed_expiry(state).clock = clock
 
 
@@ -526,8 +529,13 @@ def skip_pause(state: DynamicState, duration: timedelta | None = None) -> None:
         duration: the length of the pause; None is the time since the last training forward.
 
     Raises:
-        ValueError: no table has a ttl that is a time.
+        ValueError: no table has a ttl that is a time, or the pause is negative.
+        TypeError: the pause is not a `datetime.timedelta`.
     """
+    if duration is not None and not isinstance(duration, timedelta):
+        raise TypeError(f"a pause is a datetime.timedelta, or None, got {duration!r}")
+    if duration is not None and duration < timedelta(0):
+        raise ValueError(f"a pause must not be negative, got {duration}")
     _timed_expiry(state).skip(duration)
 
 

@@ -264,3 +264,5 @@ def test_wrong_use() -> None:
     damaged["a.last_uses"] = torch.zeros(1, 2, dtype=torch.int64)
     with pytest.raises(RuntimeError, match=r"a.last_uses: size mismatch"):
         module.load_state_dict(damaged)
+    one_ttl = make(3)
+    one_ttl.load_state_dict(module.state_dict(), strict=False)  # has no use for them
