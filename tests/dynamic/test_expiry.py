@@ -400,7 +400,7 @@ def test_wrong_times_are_refused() -> None:
         module.load_state_dict(damaged)
     with pytest.raises(TypeError, match="a clock is a function"):
         module.set_clock(5)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="a pause is a datetime.timedelta"):
+    with pytest.raises(TypeError, match=r"a pause is a datetime\.timedelta"):
         module.skip_pause(5)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="a pause must not be negative"):
         module.skip_pause(-HOUR)
