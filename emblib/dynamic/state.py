@@ -509,7 +509,8 @@ def set_clock(state: DynamicState, clock: Callable[[], float]) -> None:
     Args:
         state: the tables.
         clock: function that returns the time in seconds. If it is set back, keys look younger, but
-            never older. Copies of the module and pickles have it too.
+            never older. Copies of the module and pickles have it too, so pickles need a function
+            that can be imported, no lambda.
 
     Raises:
         ValueError: no table has a ttl that is a time.
