@@ -375,7 +375,7 @@ def statistics(state: DynamicState, table: int | str) -> TableStatistics:
         keys=index.size(table),
         rows=rows,
         capacity=state.specs[table].rows,
-        nbytes=rows * row_bytes,
+        nbytes=rows * row_bytes + state.specs[table].fallback_rows * state.layout.row_bytes(table),
         tiers=tier_stats(state).get(state.table_names[table]),
         **counts,
     )
