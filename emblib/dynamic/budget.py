@@ -82,9 +82,10 @@ class MemoryBudget:
     lowest-ranked keys are oldest (docs/dynamic.md). All tables together never exceed the budget.
 
     The bytes of a table are those of its rows in use: weights, optimizer states and index, with 8
-    bytes per row for versions, which are recorded only if steps overlap. Overflow rows and the
-    store of a `BackingStore`, counters of admission and statistics do not count. Tables that cannot
-    grow count with their whole size. Tables with `Eviction.NONE` grow, but never shrink.
+    bytes per row for versions, which are recorded only if steps overlap, and its fallback rows.
+    Overflow rows and the store of a `BackingStore`, counters of admission and statistics do not
+    count. Tables that cannot grow count with their whole size. Tables with `Eviction.NONE` grow,
+    but never shrink.
 
     A sharded model has one budget per rank, of the shards that it has; ranks do not communicate.
     Copies of a module and modules that load its checkpoint belong to no budget.
@@ -297,6 +298,7 @@ class _Member:
             buckets = state.index.buckets(number)
             slot_bytes = hash.bytes_per_slot(state.index.order, "cpu") + _VERSION_BYTES
             bucket_bytes = SLOTS * (state.moved_bytes(number) + slot_bytes)
+            fixed_bytes += spec.fallback_rows * state.layout.row_bytes(number)
             if spec.buckets == spec.max_buckets:
                 fixed_bytes += buckets * bucket_bytes
                 continue

@@ -144,6 +144,7 @@ _PAIRS_PER_TTL = 16
 _MAX_PAIRS = 40  # at least 2 * _PAIRS_PER_TTL + 3, which a table has at most
 _MICROSECOND = timedelta(microseconds=1)
 _NO_PAIR = MAX_TICK + 1, 0
+_MAX_SECONDS = 1e12
 
 
 class Sweep(NamedTuple):
@@ -196,7 +197,7 @@ class Expiry(nn.Module):
             if isinstance(ttl, timedelta)
         ]
         self._progress: dict[int, tuple[int, int]] = {}  # next bucket, time up to it; by table
-        times = torch.tensor([[_NO_PAIR] * _MAX_PAIRS] * len(self._lists))
+        times = torch.tensor([[_NO_PAIR] * _MAX_PAIRS] * len(self._lists), dtype=torch.int64)
         self.register_buffer("times", times.view(-1, _MAX_PAIRS, 2))
 
     @property
@@ -205,8 +206,20 @@ class Expiry(nn.Module):
         return bool(self._lists)
 
     def read_clock(self) -> int:
-        """Return the time of the clock in microseconds."""
-        return int(self.clock() * 1e6) if self._lists else 0
+        """Return the time of the clock in microseconds.
+
+        Raises:
+            ValueError: the clock returned no time.
+        """
+        if not self._lists:
+            return 0
+        seconds = float(self.clock())
+        if not 0 <= seconds < _MAX_SECONDS:
+            raise ValueError(
+                f"a clock must return seconds in [0, {_MAX_SECONDS:.0e}), e.g. time.time(), got "
+                f"{seconds}"
+            )
+        return int(seconds * 1e6)
 
     def before(self, table: int, tick: int) -> tuple[int, ...]:
         """Return per lifetime the first tick of use with which a key is alive at `tick` and `now`.
@@ -307,7 +320,7 @@ class Expiry(nn.Module):
         if duration is None:
             pause = self.read_clock() - int(self.times[..., 1].max())
         else:
-            pause = duration // _MICROSECOND
+            pause = min(duration // _MICROSECOND, MAX_TICK)
         shifted = torch.where(is_pair, self.times[..., 1] + max(pause, 0), 0)
         self.times = torch.stack([self.times[..., 0], shifted], dim=-1)
 

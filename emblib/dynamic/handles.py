@@ -365,7 +365,7 @@ class DynamicTable:
                 last, or the changes do not fit it.
         """
         (of_table,) = changes.changes.tables.values()
-        (fallback_rows,) = changes.changes.fallback_rows.values()
+        fallback_rows = next(iter(changes.changes.fallback_rows.values()), {})
 
         def owned(state: DynamicState, index: int, number: int) -> ChangeSet:
             removed = of_table.removed[self._owns(of_table.removed, number)]

@@ -378,7 +378,7 @@ def statistics(state: DynamicState, table: int | str) -> TableStatistics:
         keys=index.size(table),
         rows=rows,
         capacity=state.specs[table].rows,
-        nbytes=rows * row_bytes,
+        nbytes=rows * row_bytes + state.specs[table].fallback_rows * state.layout.row_bytes(table),
         tiers=tier_stats(state).get(state.table_names[table]),
         **counts,
     )
@@ -512,11 +512,15 @@ def set_clock(state: DynamicState, clock: Callable[[], float]) -> None:
     Args:
         state: the tables.
         clock: function that returns the time in seconds. If it is set back, keys look younger, but
-            never older. Copies of the module and pickles have it too.
+            never older. Copies of the module and pickles have it too, so pickles need a function
+            that can be imported, no lambda.
 
     Raises:
         ValueError: no table has a ttl that is a time.
+        TypeError: the clock is not a function.
     """
+    if not callable(clock):
+        raise TypeError(f"a clock is a function that returns seconds, got {clock!r}")
     _timed_expiry(state).clock = clock
 
 
@@ -529,8 +533,13 @@ def skip_pause(state: DynamicState, duration: timedelta | None = None) -> None:
         duration: the length of the pause; None is the time since the last training forward.
 
     Raises:
-        ValueError: no table has a ttl that is a time.
+        ValueError: no table has a ttl that is a time, or the pause is negative.
+        TypeError: the pause is not a `datetime.timedelta`.
     """
+    if duration is not None and not isinstance(duration, timedelta):
+        raise TypeError(f"a pause is a datetime.timedelta, or None, got {duration!r}")
+    if duration is not None and duration < timedelta(0):
+        raise ValueError(f"a pause must not be negative, got {duration}")
     _timed_expiry(state).skip(duration)
 
 

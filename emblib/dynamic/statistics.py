@@ -100,7 +100,7 @@ class TableStatistics:
         keys: number of keys in the table.
         rows: number of rows in use, which grows.
         capacity: maximum number of rows.
-        nbytes: bytes of the rows in use, with optimizer states and index.
+        nbytes: bytes of the rows in use and fallback rows, with optimizer states and index.
         lookups: positions of batches.
         hits: lookups whose key had a row before the batch.
         inserted: keys that got a row.

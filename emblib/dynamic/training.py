@@ -347,7 +347,7 @@ def expire_keys(state: DynamicState, table: int | str | None = None) -> dict[str
     sweeps = [sweep for sweep in sweeps if number in (None, sweep.table)]
     if expiry is None or not sweeps:
         subject = state.table_names if number is None else repr(state.table_names[number])
-        raise ValueError(f"{subject}: keys expire in tables with DynamicSpec(ttl=...)")
+        raise ValueError(f"{subject} without ttl: keys expire in tables with DynamicSpec(ttl=...)")
     names = [state.table_names[sweep.table] for sweep in sweeps]
     counts = state.complete(lambda: _run_sweeps(state, sweeps, effects))
     return dict(zip(names, counts, strict=True))

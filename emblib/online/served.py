@@ -93,10 +93,13 @@ def _indexed(served: InferenceEmbeddingBags, table: int, name: str) -> ServedTab
 
 
 def _check_fallback(name: str, change: TableChange, count: int) -> None:
-    if bool(change.fallback) != bool(count):
+    has_rows = bool(change.fallback)
+    if has_rows != bool(count) or (
+        has_rows and not fallback.are_keys(change.fallback["keys"], count)
+    ):
         raise LogError(
             f"table {name!r} has {count} fallback rows, and that of the log has "
-            f"{'some' if change.fallback else 'none'}: they are different tables"
+            f"{'another number' if has_rows else 'none'}: they are different tables"
         )
 
 

@@ -77,9 +77,9 @@ class InsertPolicy(Choice):
 class OnInsertFailure(Choice):
     """Reaction of a training forward to keys of its batch that found no slot.
 
-    In every mode such a key reads `DynamicSpec.default_value`, is not trained, and is counted in
-    `stats()`. WARN warns and RAISE raises at the end of that forward; on CUDA both wait for the
-    device.
+    In every mode such a key reads `DynamicSpec.default_value` and is not trained, unless there are
+    `fallback_rows`, and is counted in `stats()`. WARN warns and RAISE raises at the end of that
+    forward; on CUDA both wait for the device.
 
     Example:
         >>> spec = emblib.DynamicSpec(

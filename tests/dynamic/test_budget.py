@@ -248,6 +248,21 @@ def test_tables_that_cannot_grow_count_too() -> None:
     assert [(t.name, t.rows) for t in budget.tables()] == [("b", 96)]
 
 
+def test_fallback_rows_count() -> None:
+    spec = DynamicSpec(1024, DIM, initial_capacity=32, fallback_rows=500)
+    bags = DynamicEmbeddingBags([spec], optim.Adagrad(0.1))
+    nbytes = sum(bags.nbytes().values())
+    assert nbytes > 500 * 2 * DIM * 4
+    assert bags.statistics(0).nbytes == nbytes
+    with pytest.raises(ValueError, match="bytes already"):
+        MemoryBudget(nbytes - 1).attach(bags)
+    budget = MemoryBudget(nbytes + 4 * 32 * 100)
+    budget.attach(bags)
+    for step in range(4):
+        train(bags, drawn(step, 0, 5000, 256))
+        check(budget, bags)
+
+
 def test_a_collection_has_one_budget() -> None:
     configs = [
         EmbeddingBagConfig(1024, DIM, name, [f"f_{name}"], storage=Hash(initial_capacity=32))

@@ -1,6 +1,7 @@
 """Scores of the STEP and CUSTOM kind, and the sweep that lets unused keys expire."""
 
 import copy
+import math
 import pickle
 import time
 from collections.abc import Callable
@@ -26,7 +27,7 @@ from emblib.dynamic.hash_index import MAX_TICK, HashIndex
 from emblib.dynamic.saving import snapshots
 from emblib.dynamic.saving.checkpoint import table_entries
 from emblib.ops.hash import Keys
-from emblib.specs import DynamicSpec, Eviction
+from emblib.specs import DynamicSpec, Eviction, PerFeature
 from emblib.storage import Hash
 
 
@@ -226,7 +227,7 @@ def test_expire_keys_does_not_wait_for_training(device: torch.device) -> None:
     assert module.table_handles()["items"].expire_keys() == 2
     assert module.stats()["items"]["expired"] == 3
     by_steps = DynamicEmbeddingBags([DynamicSpec(64, 4, ttl=8), DynamicSpec(64, 4)])
-    with pytest.raises(ValueError, match="'table_1': keys expire in tables with DynamicSpec"):
+    with pytest.raises(ValueError, match="'table_1' without ttl: keys expire in tables"):
         by_steps.expire_keys(1)
     assert by_steps.expire_keys() == {"table_0": 0}
 
@@ -340,6 +341,29 @@ def test_replaced_tables_forget_the_times_of_the_old(tmp_path: Path) -> None:
     assert module.expire_keys() == {"items": 0}
     clock.seconds += 3600
     assert module.expire_keys() == {"items": 2}
+    for _ in range(100):
+        use(module, 7, 8)
+        clock.seconds += 100
+    module.table_handles()["items"].set_entries(source.table_handles()["items"].entries())
+    assert module.expire_keys() == {"items": 0}
+    by_steps = DynamicEmbeddingBags([DynamicSpec(64, 4, name="items", ttl=8)], optim.SGD(0.1))
+    source.table_handles()["items"].save(tmp_path)
+    by_steps.table_handles()["items"].load(tmp_path)
+    assert present(by_steps) == {5, 6}
+
+
+def test_dumps_of_other_ttls_have_no_ages(tmp_path: Path) -> None:
+    module, clock = timed()
+    use(module, 1, 2)
+    module.save(tmp_path)
+    spec = DynamicSpec(64, 4, name="items", ttl=PerFeature(HOUR, 2 * HOUR))
+    other = DynamicEmbeddingBags([spec], optim.SGD(0.1), feature_tables=[0, 0])
+    clock.seconds += 9999
+    other.set_clock(clock)
+    other.load(tmp_path)
+    assert other.expire_keys() == {"items": 0}
+    clock.seconds += 7201
+    assert other.expire_keys() == {"items": 2}
 
 
 def test_the_maximum_over_ranks_is_true_of_each() -> None:
@@ -374,6 +398,20 @@ def test_wrong_times_are_refused() -> None:
     damaged["expiry.times"] = damaged["expiry.times"] - 2**62 - 2
     with pytest.raises(RuntimeError, match=r"expiry.times: counts must be >= 0"):
         module.load_state_dict(damaged)
+    with pytest.raises(TypeError, match="a clock is a function"):
+        module.set_clock(5)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"a pause is a datetime\.timedelta"):
+        module.skip_pause(5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="a pause must not be negative"):
+        module.skip_pause(-HOUR)
+    module.skip_pause(timedelta.max)
+    for seconds in (-1.0, 1e30, math.nan, math.inf):
+        module.set_clock(lambda seconds=seconds: seconds)
+        with pytest.raises(ValueError, match=r"a clock must return seconds in \[0, 1e\+12\)"):
+            use(module, 98, 99)
+    module.set_clock(Clock())
+    assert 99 not in present(module)  # nothing was changed
+    use(module, 98, 99)
     two = [DynamicSpec(32, 4, name=name, ttl=HOUR) for name in "ab"]
     with pytest.raises(ValueError, match=r"share admission counters, scores or times"):
         DynamicEmbeddingBags(two).table_handles()["a"].save("nowhere")

@@ -323,6 +323,9 @@ def test_changes_have_them(tmp_path: Path) -> None:
             assert all(torch.equal(want[key], got[key]) for key in want)
     want, got = (m.table_handles()["c"].fallback_rows() for m in (plain, fifth))
     assert all(torch.equal(want[key], got[key]) for key in want)
+    older = plain.table_handles()["c"].changes_since(0)  # as of a version without fallback rows
+    older = older._replace(changes=older.changes._replace(fallback_rows={}))
+    fifth.table_handles()["c"].apply_changes(older)
     fifth.table_handles()["c"].load(tmp_path / "table")
     assert torch.equal(fifth.table_handles()["c"].fallback_rows()["sum"], want["sum"])
 
@@ -412,3 +415,6 @@ def test_wrong_use() -> None:
     damaged["a.fallback.weight"] = torch.zeros(3, 4)
     with pytest.raises(RuntimeError, match=r"a.fallback.weight: size mismatch"):
         module.load_state_dict(damaged)
+    del damaged["a.fallback.weight"]
+    with pytest.raises(RuntimeError, match=r"a.fallback.weight is missing"):
+        module.load_state_dict(damaged, strict=False)

@@ -3,6 +3,7 @@
 import copy
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from emblib import (
     optim,
 )
 from emblib.dynamic.saving import snapshots
-from emblib.dynamic.saving.checkpoint import table_entries
+from emblib.dynamic.saving.checkpoint import set_table_entries, table_entries
 from emblib.reference.hash import is_admitted, is_alive
 from emblib.sharding import DistributedModelParallel
 from emblib.storage import Hash
@@ -190,6 +191,17 @@ def test_entries_without_them_count_as_used_by_all() -> None:
         step(module, torch.tensor([8]), torch.tensor([0, 1, 1, 1, 1]))
     assert present(module) == {7, 8}
     plain.load_state_dict({k: v for k, v in module.state_dict().items() if "last_uses" not in k})
+    for_ever, entries = make(PerFeature(2, 2, None)), table_entries(module, 0)
+    uses = entries.rows["last_uses"]
+    rows = {"weight": entries.rows["weight"], "last_uses": uses[torch.arange(2)].float()}
+    with pytest.raises(ValueError, match="last_uses of 'a' are ticks in int64"):
+        set_table_entries(for_ever, 0, replace(entries, rows=rows))
+    del rows["last_uses"]
+    oldest = replace(entries, stamps=torch.zeros(2, dtype=torch.int64), rows=rows)
+    set_table_entries(for_ever, 0, oldest)
+    for _ in range(8):
+        step(for_ever, torch.tensor([9]), torch.tensor([0, 1, 1, 1, 1]))
+    assert present(for_ever) == {7, 8, 9}
 
 
 @pytest.mark.parametrize(
@@ -264,3 +276,5 @@ def test_wrong_use() -> None:
     damaged["a.last_uses"] = torch.zeros(1, 2, dtype=torch.int64)
     with pytest.raises(RuntimeError, match=r"a.last_uses: size mismatch"):
         module.load_state_dict(damaged)
+    one_ttl = make(3)
+    one_ttl.load_state_dict(module.state_dict(), strict=False)  # has no use for them

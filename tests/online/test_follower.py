@@ -353,3 +353,16 @@ def test_snapshots_of_some_ranks_are_an_error(tmp_path: Path) -> None:
     with pytest.raises(LogError, match="step 7 is a snapshot in some logs only"):
         follower.apply()
     assert follower.step == 4
+
+
+def test_fallback_rows_of_another_number_are_refused(tmp_path: Path) -> None:
+    def bags(fallback_rows: int) -> emblib.DynamicEmbeddingBags:
+        spec = emblib.DynamicSpec(64, 4, name="item", fallback_rows=fallback_rows)
+        return emblib.DynamicEmbeddingBags([spec], optim.SGD(0.1), seed=0)
+
+    sink = DirectorySink(tmp_path)
+    with ChangeLog(bags(8), sink):
+        pass
+    for model in (bags(4), inference.for_inference(bags(4), "int8"), bags(0)):
+        with pytest.raises(LogError, match="fallback rows, and that of the log has another number"):
+            LogFollower(model, sink).apply()

@@ -79,6 +79,7 @@ def set_table_entries(
     report: Report | None = None,
     *,
     hash_key: int | None = None,
+    keeps_times: bool = False,
 ) -> Loaded:
     """Replace the entries of a table; if not all fit, keep those that would be evicted last.
 
@@ -93,6 +94,8 @@ def set_table_entries(
         report: function that is called as rows are written.
         hash_key: `index.hash_key` of the table that the entries are from, so that keys share
             buckets as they do there; None keeps that of this table.
+        keeps_times: whether the times of `expiry` are those of the entries; else they count as used
+            at the next step, where the ttl is a time.
 
     Raises:
         ValueError: entries that do not fit, before anything is changed.
@@ -106,11 +109,15 @@ def set_table_entries(
         nonlocal report
         report_once, report = report, None  # if it raises, the rest is loaded without it
         if state.backing is None:
-            return loading.replace(target, entries, report_once)
-        state.backing.drop_overflow_rows()
-        state.backing.store.clear(table)
-        state.index.empty(table, hash_key)
-        return state.backing.load_entries(table, entries, report_once)
+            loaded = loading.replace(target, entries, report_once)
+        else:
+            state.backing.drop_overflow_rows()
+            state.backing.store.clear(table)
+            state.index.empty(table, hash_key)
+            loaded = state.backing.load_entries(table, entries, report_once)
+        if state.expiry is not None and not keeps_times:
+            state.expiry.forget(table)
+        return loaded
 
     return state.complete(write)
 
@@ -252,8 +259,9 @@ def _tensor_problems(state: DynamicState, saved: Mapping[str, Any]) -> Iterator[
                 problem = state_dicts.tensor_problem(saved[key], view, (size, *view.shape[1:]))
                 if problem:
                     yield f"{key}: {problem}"
-        if f"{name}.{LAST_USES}" in saved:
-            shape = (size, len(state.specs[t].lifetimes) - 1)
+        levels = len(state.specs[t].lifetimes) - 1
+        if levels and f"{name}.{LAST_USES}" in saved:
+            shape = (size, levels)
             if problem := state_dicts.tensor_problem(
                 saved[f"{name}.{LAST_USES}"], int64_scalar, shape
             ):
@@ -337,7 +345,7 @@ def replace_tables(
         report_once, report = report, None  # if it raises, the rest is loaded without it
         loaded = {
             state.table_names[t]: set_table_entries(
-                state, t, of_table, report_once, hash_key=hash_keys.get(t)
+                state, t, of_table, report_once, hash_key=hash_keys.get(t), keeps_times=True
             )
             for t, of_table in entries.items()
         }
@@ -406,7 +414,12 @@ def check_child_state(
         if state.scores is not None and by_child["scores"]:
             dumps.check_state("scores", by_child["scores"], state.scores.state_dict())
         if by_child.get("expiry"):
-            dumps.check_state("expiry", by_child["expiry"], state.parts()["expiry"].state_dict())
+            expected = state.parts()["expiry"].state_dict()
+            times = by_child["expiry"].get("times", torch.empty(0))
+            if len(times) != len(expected["times"]):  # of other ttls: the ages are not known
+                by_child["expiry"] = {}
+            else:
+                dumps.check_state("expiry", by_child["expiry"], expected)
     return by_child
 
 

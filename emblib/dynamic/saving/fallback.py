@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from emblib.dynamic import keys as routing
+from emblib.dynamic.saving.entries import WEIGHT
 from emblib.dynamic.state import DynamicState
 from emblib.tables import state_dicts
 
@@ -72,19 +73,27 @@ def owned_by_name(named: Mapping[str, Tensor], number: int, count: int) -> dict[
     return result
 
 
+def are_keys(keys: Tensor, count: int) -> bool:
+    """Return whether all keys are those of fallback rows of a table with `count` of them."""
+    keys = keys.cpu()
+    return torch.equal(routing.keys_of_ranges(count)[routing.range_of(keys, count)], keys)
+
+
 def problems(state: DynamicState, table: int, rows: FallbackRows) -> Iterator[str]:
     """Yield one message per problem of rows that `write` would write to a table."""
     count = state.specs[table].fallback_rows
     if not rows or not count:
         return
     views = state.layout.fallback_views(state.row_buffers, table)
-    keys = rows.get(KEYS, torch.empty(0))
+    for name in (KEYS, WEIGHT):
+        if name not in rows:
+            yield f"{FALLBACK}.{name} is missing, without which the others have no meaning"
+            return
+    keys = rows[KEYS]
     if problem := state_dicts.tensor_problem(keys, torch.empty(0, dtype=torch.int64), (None,)):
         yield f"{FALLBACK}.{KEYS}: {problem}"
         return
-    if not torch.equal(
-        routing.keys_of_ranges(count)[routing.range_of(keys.cpu(), count)], keys.cpu()
-    ):
+    if not are_keys(keys, count):
         yield (
             f"{FALLBACK}.{KEYS}: the rows are of a table with another number of fallback rows than "
             f"{count}: choose DynamicSpec.fallback_rows as there, or leave these entries out"

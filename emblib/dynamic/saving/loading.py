@@ -284,6 +284,9 @@ def _check_rows(target: TableTarget, entries: Entries) -> None:
             f"entries of {target.name!r} must have the rows {list(target.views)}, or the weight "
             f"alone, which leaves states at their first value; got {list(entries.rows)}"
         )
+    uses = entries.rows.get(LAST_USES)
+    if uses is not None and uses.dtype != torch.int64:
+        raise ValueError(f"{LAST_USES} of {target.name!r} are ticks in int64, got {uses.dtype}")
     for name in sorted(names):
         rows = entries.rows[name]
         expected_shape = tuple(target.views[name].shape[1:])
@@ -477,7 +480,8 @@ def _write(target: TableTarget, entries: Entries, slots: Tensor, report: Report 
         if target.last_uses is not None and target.last_uses.size(1):
             uses = entries.rows.get(LAST_USES)
             if uses is None or tuple(uses.shape[1:]) != tuple(target.last_uses.shape[1:]):
-                used = entries.stamps[placed][:, None]  # by a feature that is not known
+                # By a feature that is not known; 0 would be no use by one of the level.
+                used = entries.stamps[placed][:, None].clamp(min=1)
             else:
                 used = uses[placed]
             target.last_uses[slots[placed].to(device)] = used.to(device)

@@ -442,8 +442,6 @@ def set_table(state: DynamicState, table: int, dump: TableDump, report: Report |
         report_once, report = report, None  # if it raises, the rest is loaded without it
         loaded = set_table_entries(state, table, dump.entries, report_once, hash_key=dump.hash_key)
         fallback.write(state, table, dump.fallback_rows)
-        if state.expiry is not None:
-            state.expiry.forget(table)
         set_child_state(state, dump.others, dump.directory)
         state.index.set_tick(max(dump.clock, state.index.tick))
         if float(dump.hyperparameters[Hyper.STEP]) > float(state.hyperparams[Hyper.STEP]):

@@ -165,7 +165,9 @@ class BackingTier:
             )
         fast.index.set_tick(int(note["tick"]))
         if fast.expiry is not None and "times" in note:
-            fast.expiry.times = torch.tensor(note["times"])
+            times = torch.tensor(note["times"])
+            if times.shape == fast.expiry.times.shape:  # else of other ttls: ages are not known
+                fast.expiry.times = times
         for table, text in enumerate(note.get("fallback", ())):
             self._set_fallback(table, base64.b64decode(text))
         fast.load_hyperparams(torch.tensor(note["hyper"], dtype=torch.float64))
