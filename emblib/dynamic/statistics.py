@@ -207,7 +207,7 @@ class StatisticsCollector:
     """
 
     def __init__(self, num_tables: int, remember: int = 0) -> None:
-        self.remember = check_count("remember", remember, minimum=0)
+        self.remember = remember = check_count("remember", remember, minimum=0)
         self._num_tables = num_tables
         self._ages = torch.zeros(num_tables * _NUM_BINS, dtype=torch.int64)
         self._total_age, self._refused, self._not_admitted, self._reinserted = (

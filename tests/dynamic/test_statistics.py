@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
+import numpy as np
 import pytest
 import torch
 
@@ -155,6 +156,13 @@ def test_demoted_rows_count_as_evicted_ones() -> None:
     assert found.eviction_ages.total_age == sum(ages)
     # A promoted row was demoted before, by an eviction or when it found no slot.
     assert 0 < (found.reinserted or 0) <= found.tiers.promoted
+
+
+def test_numbers_of_remembered_keys_may_be_of_numpy() -> None:
+    bags = module()
+    bags.track_statistics(remember=np.int64(100))  # type: ignore[arg-type]
+    train(bags, batch(0))
+    assert bags.statistics("item").reinserted == 0
 
 
 def test_memory_of_evicted_keys_is_bounded() -> None:
