@@ -322,8 +322,11 @@ def append_csv(
     writer = csv.writer(text, lineterminator="\n")
     size = path.stat().st_size if path.exists() else 0
     if size:
-        with path.open(newline="", encoding="utf-8") as file:
-            header = next(csv.reader(file))
+        with path.open("rb") as file:
+            (header,) = csv.reader([file.readline().decode()])
+            file.seek(-1, os.SEEK_END)
+            if file.read() != b"\n":  # a process ended within a line
+                text.write("\n")
         if header != columns:
             raise ValueError(f"{path} is no series, its columns are {header}; name another file")
     else:

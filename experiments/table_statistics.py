@@ -7,6 +7,7 @@ the share of inserted keys that had been evicted before, if keys were remembered
 from __future__ import annotations
 
 import argparse
+import csv
 import itertools
 import math
 from pathlib import Path
@@ -53,12 +54,15 @@ def read(paths: list[Path]) -> tuple[dict[str, pd.DataFrame], list[str]]:
     frames = []
     for path in paths:
         try:
-            frame = pd.read_csv(path, keep_default_na=False, dtype=str, encoding="utf-8")
-        except (OSError, ValueError) as error:
+            with path.open(newline="", encoding="utf-8") as file:
+                columns, *lines = [*csv.reader(file)] or [[]]
+        except (OSError, ValueError, csv.Error) as error:
             raise UsageError(f"{path} cannot be read: {error}") from error
-        if missing := sorted(_NEEDED - set(frame.columns)):
+        if missing := sorted(_NEEDED - set(columns)):
             raise UsageError(f"{path} is not a series of table statistics: no columns {missing}")
-        frames.append(frame)
+        # Lines that a process left unfinished lack fields.
+        whole_lines = [line for line in lines if len(line) == len(columns)]
+        frames.append(pd.DataFrame(whole_lines, columns=columns))
     rows = pd.concat(frames, ignore_index=True)
     if rows.empty:
         raise UsageError("the series have no snapshots; call emblib.telemetry.append_csv first")
@@ -164,7 +168,13 @@ def _ages(series: dict[str, pd.DataFrame]) -> list[Curve]:
 def _line(name: str, colour: str, marker: str, x: object, y: object) -> Curve:
     points = [(float(a), float(b)) for a, b in zip(x, y, strict=True) if not math.isnan(b)]  # type: ignore[call-overload]
     size = 4.0 if len(points) < 60 else 0.0
-    xs, ys = [a for a, _ in points], [b for _, b in points]
+    xs, ys = list[float](), list[float]()
+    for a, b in points:
+        if xs and a < xs[-1]:  # the steps begin again, and so does the line
+            xs.append(math.nan)
+            ys.append(math.nan)
+        xs.append(a)
+        ys.append(b)
     # Matplotlib reads text between $ as formulas, and leaves labels that begin with _ out.
     label = name.replace("$", r"\$")
     label = f" {label}" if label.startswith("_") else label

@@ -1,5 +1,6 @@
 """The figure of a series of table statistics, from training whose course is known."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -58,9 +59,23 @@ def test_counts_that_restart_are_those_since_then(tmp_path: Path) -> None:
     assert list(twice["few"]["step"]) == [*range(1, 7), *range(1, 7)]
     rates = [table_statistics._rates(series, "hits", "lookups") for series in (once, twice)]
     for line, of_both in zip(*rates, strict=True):
-        assert list(of_both.y) == [*line.y, 0.0, *line.y]  # the first batch has no hits
+        assert of_both.y[: len(line.y)] == line.y
+        assert math.isnan(of_both.y[len(line.y)])
+        assert of_both.y[len(line.y) + 1 :] == [0.0, *line.y]  # the first batch has no hits
     ages = [table_statistics._ages(series) for series in (once, twice)]
     assert ages[0] == ages[1]
+
+
+def test_a_line_that_was_not_finished_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    write_series(path, steps=3)
+    path.write_text(path.read_text()[:-100])  # within the last line, of "many"
+    write_series(path, steps=3, first_second=100)
+    series, _ = table_statistics.read([path])
+    assert {name: list(rows["step"]) for name, rows in series.items()} == {
+        "few": [1, 2, 3, 1, 2, 3],
+        "many": [1, 2, 1, 2, 3],
+    }
 
 
 def test_names_stay_text_and_tables_left_out_are_named(
