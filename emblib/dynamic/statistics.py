@@ -14,6 +14,7 @@ lower bound.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
@@ -79,12 +80,17 @@ class AgeHistogram:
     def since(self, earlier: AgeHistogram) -> AgeHistogram:
         """Return the keys that were added after an earlier histogram of the same table.
 
-        If the counts were reset in between, these are all keys.
+        If the counts were reset in between, these are all keys. A reset is recognised by numbers
+        that no keys have.
         """
-        pairs = [a - b for a, b in zip(self.counts, earlier.counts, strict=True)]
-        if min(pairs) < 0:
+        counts = [a - b for a, b in zip(self.counts, earlier.counts, strict=True)]
+        total_age = self.total_age - earlier.total_age
+        lowest = (0, *(bound + 1 for bound in AGE_BOUNDS))
+        min_total = sum(n * age for n, age in zip(counts, lowest, strict=True))
+        max_total = math.inf if counts[-1] else sum(map(operator.mul, counts, AGE_BOUNDS))
+        if min(counts) < 0 or not min_total <= total_age <= max_total:
             return self
-        return AgeHistogram(tuple(pairs), self.total_age - earlier.total_age)
+        return AgeHistogram(tuple(counts), total_age)
 
 
 @dataclass(frozen=True)

@@ -295,6 +295,9 @@ def test_histograms_of_ages() -> None:
     assert later.quantile(1.0) == math.inf
     assert later.since(ages).counts[-1] == later.since(ages).num_keys == 1
     assert ages.since(later) == ages  # after a reset
+    # After a reset more keys than before, of which 10 would have a total age of 20.
+    old, young = ((0,) * 5 + (n,) + (0,) * 27 for n in (10, 20))
+    assert AgeHistogram(young, 340).since(AgeHistogram(old, 320)) == AgeHistogram(young, 340)
 
 
 def test_ages_above_all_bounds_are_counted() -> None:
