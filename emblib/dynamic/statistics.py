@@ -235,7 +235,11 @@ class StatisticsCollector:
         other_key = (self._place_of(keys) != place_of_zero).int().argmax()
         of_table = torch.where(keys == place_of_zero, other_key, 0)
         # A spare last place takes what is masked on a GPU.
-        self._evicted_keys = torch.cat([of_table.repeat(self._num_tables), of_table[:1]])
+        evicted_keys = torch.cat([of_table.repeat(self._num_tables), of_table[:1]])
+        if self._evicted_keys is None:
+            self._evicted_keys = evicted_keys
+        else:  # in place, since a captured step writes to this memory
+            self._evicted_keys.copy_(evicted_keys)
 
     def _place_of(self, keys: Tensor) -> Tensor:
         return keys * _MULTIPLIER >> 64 - self._places_log2 & (1 << self._places_log2) - 1

@@ -23,7 +23,7 @@ from emblib import (
     optim,
 )
 from emblib.dynamic import AgeHistogram, TableStatistics
-from emblib.dynamic.statistics import AGE_BOUNDS
+from emblib.dynamic.statistics import AGE_BOUNDS, StatisticsCollector
 from tests.interrupts import each_line
 
 NAMES = ("item", "user")
@@ -163,6 +163,23 @@ def test_numbers_of_remembered_keys_may_be_of_numpy() -> None:
     bags.track_statistics(remember=np.int64(100))  # type: ignore[arg-type]
     train(bags, batch(0))
     assert bags.statistics("item").reinserted == 0
+
+
+def test_a_clear_keeps_the_memory_of_captured_steps() -> None:
+    bags = module()
+    bags.track_statistics(remember=100)
+    train(bags, batch(0))
+    assert bags.state.statistics is not None
+    before = memory_of(bags.state.statistics)
+    bags.clear()
+    bags.reset_stats()
+    train(bags, batch(0))
+    assert memory_of(bags.state.statistics) == before
+
+
+def memory_of(collector: StatisticsCollector) -> dict[str, int]:
+    values = vars(collector).items()
+    return {name: value.data_ptr() for name, value in values if isinstance(value, torch.Tensor)}
 
 
 def test_memory_of_evicted_keys_is_bounded() -> None:
