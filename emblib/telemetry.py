@@ -18,7 +18,7 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsIndex
 
 from torch import nn
 
@@ -29,7 +29,7 @@ from emblib.tables import TableBatchedEmbeddingBags
 
 __all__ = ["append_csv", "local_statistics", "prometheus_text", "write_textfile"]
 
-Labels = Mapping[str, str]
+Labels = Mapping[str, str | int]
 _LABEL_NAME = re.compile(r"(?!__)[a-zA-Z_][a-zA-Z0-9_]*")
 _RESERVED = ("module", "table", "reason", "cache", "le")
 AGE_METRIC = "emblib_eviction_age_steps"
@@ -71,6 +71,7 @@ def prometheus_text(model: nn.Module, labels: Labels | None = None) -> str:
         labels: labels of all samples, e.g. `{"rank": "0"}`.
 
     Raises:
+        TypeError: a label is neither a string nor an int.
         ValueError: a label that Prometheus does not accept, or one that is used here.
 
     Example:
@@ -80,13 +81,7 @@ def prometheus_text(model: nn.Module, labels: Labels | None = None) -> str:
         >>> print(next(line for line in text.splitlines() if line.startswith("emblib_rows")))
         emblib_rows{rank="0",module="",table="item"} 32
     """
-    labels = {} if labels is None else dict(labels)
-    for name in labels:
-        if not _LABEL_NAME.fullmatch(name) or name in _RESERVED:
-            raise ValueError(
-                "a label is letters, digits and _, without __ in front, and none of "
-                f"{', '.join(_RESERVED)}; got {name!r}"
-            )
+    labels = _checked(labels)
     metrics: dict[str, _Metric] = {}
     for (path, table), statistics in local_statistics(model).items():
         _add_dynamic(metrics, {**labels, "module": path, "table": table}, statistics)
@@ -98,6 +93,21 @@ def prometheus_text(model: nn.Module, labels: Labels | None = None) -> str:
     return "".join(line for metric in metrics.values() for line in metric.lines())
 
 
+def _checked(labels: Labels | None) -> dict[str, str]:
+    """Return labels as text; raise TypeError or ValueError for others than Prometheus accepts."""
+    texts = {}
+    for name, value in ({} if labels is None else dict(labels)).items():
+        if not isinstance(name, str) or not _LABEL_NAME.fullmatch(name) or name in _RESERVED:
+            raise ValueError(
+                "a label is letters, digits and _, without __ in front, and none of "
+                f"{', '.join(_RESERVED)}; got {name!r}"
+            )
+        if not isinstance(value, str | SupportsIndex):
+            raise TypeError(f"the label {name!r} must be a string or an int, got {value!r}")
+        texts[name] = str(value)
+    return texts
+
+
 def write_textfile(model: nn.Module, path: str | Path, labels: Labels | None = None) -> None:
     """Write `prometheus_text` to a file, as the textfile collector of node_exporter reads it.
 
@@ -105,13 +115,16 @@ def write_textfile(model: nn.Module, path: str | Path, labels: Labels | None = N
     rank a file of its own; the collector reads names that end in `.prom`.
 
     Raises:
-        OSError: the file cannot be written; then the old one stays.
+        OSError: the file cannot be written, then the old one stays; or the path is a device, pipe
+            or directory, which cannot be replaced.
     """
     path = Path(path)
+    if path.exists() and not path.is_file():
+        raise OSError(f"{path} is not a regular file: a textfile replaces it; name another path")
     text = prometheus_text(model, labels)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
-        temporary.write_text(text)
+        temporary.write_text(text, encoding="utf-8")
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -129,7 +142,7 @@ class _Metric:
     help: str
     samples: dict[tuple[str, tuple[tuple[str, str], ...]], float] = field(default_factory=dict)
 
-    def add(self, labels: Labels, value: float, suffix: str = "") -> None:
+    def add(self, labels: Mapping[str, str], value: float, suffix: str = "") -> None:
         """Add a value to a sample: slices of one table may be in several modules."""
         key = suffix, tuple(labels.items())
         self.samples[key] = self.samples.get(key, 0) + value
@@ -202,7 +215,7 @@ def _add(
     metrics: dict[str, _Metric],
     name: str,
     text: str,
-    labels: Labels,
+    labels: Mapping[str, str],
     value: float | None,
 ) -> None:
     """Add a sample, unless its value is not known; names that end in `_total` are counters."""
@@ -300,25 +313,35 @@ def append_csv(
         time_s: time in seconds since 1970; None is now.
 
     Raises:
-        ValueError: the file has other columns.
+        OSError: the file cannot be written; then it stays as it was.
+        TypeError: a label is neither a string nor an int.
+        ValueError: the file has other columns, or a label is none that Prometheus accepts.
     """
     path, columns = Path(path), csv_columns()
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    has_header = path.exists() and path.stat().st_size > 0
-    if has_header:
-        with path.open(newline="") as file:
-            header = next(csv.reader(file))
+    size = path.stat().st_size if path.exists() else 0
+    if size:
+        with path.open("rb") as file:
+            (header,) = csv.reader([file.readline().decode()])
+            file.seek(-1, os.SEEK_END)
+            if file.read() != b"\n":  # a process ended within a line
+                text.write("\n")
         if header != columns:
             raise ValueError(f"{path} is no series, its columns are {header}; name another file")
     else:
         writer.writerow(columns)
-    now = time.time() if time_s is None else time_s
-    label_text = ";".join(f"{name}={value}" for name, value in (labels or {}).items())
+    now = time.time() if time_s is None else float(time_s)
+    label_text = ";".join(f"{name}={value}" for name, value in _checked(labels).items())
     for (module, table), statistics in local_statistics(model).items():
         writer.writerow([now, label_text, module, table, *_csv_numbers(statistics)])
-    with path.open("a", newline="") as file:
-        file.write(text.getvalue())
+    try:
+        with path.open("a", newline="", encoding="utf-8") as file:
+            file.write(text.getvalue())
+    except OSError:  # e.g. a full disk: no part of a line stays
+        if path.is_file():
+            os.truncate(path, size)
+        raise
 
 
 def _csv_numbers(statistics: TableStatistics) -> Sequence[Any]:

@@ -7,6 +7,7 @@ the share of inserted keys that had been evicted before, if keys were remembered
 from __future__ import annotations
 
 import argparse
+import csv
 import itertools
 import math
 from pathlib import Path
@@ -19,7 +20,7 @@ from experiments.report.style import COLOURS, Figure, Panel, draw, theme
 
 MAX_TABLES = 8
 _AGE = "age_"
-_NEEDED = {"step", "module", "table", "labels", "lookups", "hits", "inserted", "load"}
+_NEEDED = {"time_s", "step", "module", "table", "labels", "lookups", "hits", "inserted", "load"}
 _COLOURS = ("tbe", "tt", "torch", "reference_tt", "cached_lru", "sky", "cached_lfu", "published")
 _MARKERS = "os^Dvp*h"
 
@@ -32,7 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Draw the figure; return 0."""
-    series = read(arguments.series)
+    series, left_out = read(arguments.series)
+    if left_out:
+        print(f"the {MAX_TABLES} tables of most lookups are drawn, left out are {left_out}")
     arguments.out.mkdir(parents=True, exist_ok=True)
     with theme():
         draw(figure(series), "", arguments.out)
@@ -40,8 +43,10 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def read(paths: list[Path]) -> dict[str, pd.DataFrame]:
-    """Return the snapshots of each table, by ascending step; at most `MAX_TABLES` of most lookups.
+def read(paths: list[Path]) -> tuple[dict[str, pd.DataFrame], list[str]]:
+    """Return the snapshots of each table in order of time, and the names of tables left out.
+
+    At most `MAX_TABLES` tables are read, those of most lookups.
 
     Raises:
         UsageError: a file is not a series, or none has a snapshot.
@@ -49,25 +54,30 @@ def read(paths: list[Path]) -> dict[str, pd.DataFrame]:
     frames = []
     for path in paths:
         try:
-            frame = pd.read_csv(path, keep_default_na=False, na_values={"labels": []})
-        except (OSError, ValueError) as error:
+            with path.open(newline="", encoding="utf-8") as file:
+                columns, *lines = [*csv.reader(file)] or [[]]
+        except (OSError, ValueError, csv.Error) as error:
             raise UsageError(f"{path} cannot be read: {error}") from error
-        if missing := sorted(_NEEDED - set(frame.columns)):
+        if missing := sorted(_NEEDED - set(columns)):
             raise UsageError(f"{path} is not a series of table statistics: no columns {missing}")
-        frames.append(frame)
-    rows = pd.concat(frames)
+        # Lines that a process left unfinished lack fields.
+        whole_lines = [line for line in lines if len(line) == len(columns)]
+        frames.append(pd.DataFrame(whole_lines, columns=columns))
+    rows = pd.concat(frames, ignore_index=True)
     if rows.empty:
         raise UsageError("the series have no snapshots; call emblib.telemetry.append_csv first")
     names = ["labels", "module", "table"]
     numbers = [c for c in rows.columns if c not in names]
     rows[numbers] = rows[numbers].apply(pd.to_numeric, errors="coerce")
-    rows[names] = rows[names].astype(str)
     # A name is as short as tells the tables apart.
     parts = ["table", *(n for n in names[:2] if rows.groupby("table")[n].nunique().max() > 1)]
     rows["name"] = rows[parts].agg(lambda row: " ".join(word for word in row if word), axis=1)
-    grouped = {str(name): part.sort_values("step") for name, part in rows.groupby("name")}
+    grouped = {
+        str(name): part.sort_values("time_s", kind="stable") for name, part in rows.groupby("name")
+    }
     busiest = sorted(grouped, key=lambda name: (-grouped[name]["lookups"].max(), name))
-    return {name: grouped[name] for name in sorted(busiest[:MAX_TABLES])}
+    drawn, left_out = sorted(busiest[:MAX_TABLES]), sorted(busiest[MAX_TABLES:])
+    return {name: grouped[name] for name in drawn}, left_out
 
 
 def figure(series: dict[str, pd.DataFrame]) -> Figure:
@@ -102,20 +112,29 @@ def _styles(series: dict[str, pd.DataFrame]) -> dict[str, tuple[str, str]]:
     return {name: (COLOURS[c], m) for name, (c, m) in zip(series, styles, strict=False)}
 
 
+def _increments(rows: pd.DataFrame, columns: list[str]) -> pd.DataFrame:
+    """Return what was counted from each snapshot to the next; NaN for the first.
+
+    Counts that restarted in between, as by `clear` or in a new process, are those since then.
+    """
+    counts = rows[["step", "lookups", "hits", "inserted", *columns]]
+    has_restarted = (counts.diff() < 0).any(axis=1)
+    increments = rows[columns].diff()
+    return increments.where(~has_restarted, rows[columns])
+
+
 def _rates(series: dict[str, pd.DataFrame], part: str, total: str) -> list[Curve]:
     """Return the share of one count in another, from snapshot to snapshot, in percent."""
     lines = []
     for name, (colour, marker) in _styles(series).items():
-        rows = series[name].drop_duplicates("step")
+        rows = series[name]
         if part not in rows or rows[part].isna().all():
             continue
-        steps = rows[["step", part, total]].dropna().diff()
-        steps["at"] = rows["step"]
-        # Counts that were reset between two snapshots are less than before.
-        valid = steps[(steps[total] > 0) & (steps[part] >= 0)]
-        share = 100 * valid[part] / valid[total]
+        increments = _increments(rows, [part, total])
+        valid = increments[(increments[total] > 0) & (increments[part] <= increments[total])]
         if len(valid):
-            lines.append(_line(name, colour, marker, valid["at"], share))
+            steps = rows.loc[valid.index, "step"]
+            lines.append(_line(name, colour, marker, steps, 100 * valid[part] / valid[total]))
     return lines
 
 
@@ -131,7 +150,10 @@ def _ages(series: dict[str, pd.DataFrame]) -> list[Curve]:
     lines = []
     for name, (colour, marker) in _styles(series).items():
         rows = series[name]
-        bins = {c.removeprefix(_AGE): rows[c].max() for c in rows if str(c).startswith(_AGE)}
+        columns = [str(c) for c in rows if str(c).startswith(_AGE)]
+        counted = _increments(rows, columns)
+        counted.iloc[0] = rows[columns].iloc[0]
+        bins = {c.removeprefix(_AGE): counted[c].sum(min_count=1) for c in columns}
         counts = {float(bound): n for bound, n in bins.items() if n == n and bound != "+Inf"}
         used = [bound for bound, n in counts.items() if n > 0]
         total = sum(n for n in bins.values() if n == n)
@@ -146,5 +168,14 @@ def _ages(series: dict[str, pd.DataFrame]) -> list[Curve]:
 def _line(name: str, colour: str, marker: str, x: object, y: object) -> Curve:
     points = [(float(a), float(b)) for a, b in zip(x, y, strict=True) if not math.isnan(b)]  # type: ignore[call-overload]
     size = 4.0 if len(points) < 60 else 0.0
-    xs, ys = [a for a, _ in points], [b for _, b in points]
-    return Curve(xs, ys, colour, label=name, marker=marker, size=size)
+    xs, ys = list[float](), list[float]()
+    for a, b in points:
+        if xs and a < xs[-1]:  # the steps begin again, and so does the line
+            xs.append(math.nan)
+            ys.append(math.nan)
+        xs.append(a)
+        ys.append(b)
+    # Matplotlib reads text between $ as formulas, and leaves labels that begin with _ out.
+    label = name.replace("$", r"\$")
+    label = f" {label}" if label.startswith("_") else label
+    return Curve(xs, ys, colour, label=label, marker=marker, size=size)

@@ -2,12 +2,17 @@
 
 import csv
 import math
+import os
 import re
+import resource
+import signal
+import sys
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -220,6 +225,54 @@ def test_a_model_without_tables_has_no_metrics() -> None:
 def test_labels_that_prometheus_does_not_accept(name: str) -> None:
     with pytest.raises(ValueError, match="a label is letters"):
         telemetry.prometheus_text(nn.Linear(2, 2), {name: "x"})
+
+
+def test_labels_are_strings_or_integers(tmp_path: Path) -> None:
+    bags = DynamicEmbeddingBags([DynamicSpec(32, 4, name="item")], optim.SGD(0.1))
+    path = tmp_path / "series.csv"
+    families = parse(telemetry.prometheus_text(bags, {"rank": 3, "shard": np.int64(4)}))  # type: ignore[dict-item]
+    assert value(families, "emblib_rows", rank="3", shard="4") == 32
+    for labels, error in (({"rank": None}, TypeError), ({1: "x"}, ValueError)):
+        with pytest.raises(error, match="label"):
+            telemetry.prometheus_text(bags, labels)  # type: ignore[arg-type]
+        with pytest.raises(error, match="label"):
+            telemetry.append_csv(bags, path, labels)  # type: ignore[arg-type]
+    assert not path.exists()
+
+
+def test_no_device_is_replaced_by_a_textfile(model: Mixed, tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for path in (pipe, tmp_path):
+        with pytest.raises(OSError, match="is not a regular file"):
+            telemetry.write_textfile(model, path)
+    assert pipe.is_fifo()
+
+
+def test_files_are_utf_8_in_any_locale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("locale.getencoding", lambda: "ascii")
+    bags = DynamicEmbeddingBags([DynamicSpec(32, 4, name="Schuhgröße")], optim.SGD(0.1))
+    telemetry.write_textfile(bags, tmp_path / "a.prom")
+    telemetry.append_csv(bags, tmp_path / "a.csv")
+    for path in tmp_path.iterdir():
+        assert "Schuhgröße" in path.read_bytes().decode()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of file sizes raise on Linux")
+def test_a_full_disk_leaves_no_part_of_a_line(model: Mixed, tmp_path: Path) -> None:
+    path = tmp_path / "series.csv"
+    telemetry.append_csv(model, path)
+    before = path.read_bytes()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 30, limits[1]))
+        with pytest.raises(OSError, match="File too large"):
+            telemetry.append_csv(model, path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert path.read_bytes() == before
 
 
 def test_a_textfile_is_replaced_at_once(

@@ -177,8 +177,8 @@ class TableCollection(nn.Module):
         if torch.compiler.is_exporting() and not self._is_exportable():
             raise RuntimeError(
                 "torch.export takes collections of one kind of table without keys: export "
-                "emblib.inference.for_inference(collection), which keeps every bit, or with a "
-                "format makes it smaller"
+                "emblib.inference.for_inference(collection), which keeps the rows as they are, or "
+                "in a format that is smaller"
             )
         return (
             isinstance(features, KeyedJaggedTensor) and features.keys() == self._features_in_order
@@ -600,7 +600,9 @@ class _ColumnOrder:
             targets[:, TargetColumn.FIRST_BAG] = torch.where(
                 divided, targets[:, TargetColumn.FIRST_BAG] * batch, -1
             )
-            last = self._last_descriptors = batch, targets.to(device), self._pieces.to(device)
+            last = batch, targets.to(device), self._pieces.to(device)
+            if type(last[1]) is Tensor:  # those of a trace have no values
+                self._last_descriptors = last
         return last[1], last[2]
 
     def __call__(self, out: Tensor, batch: KeyedJaggedTensor) -> Tensor:

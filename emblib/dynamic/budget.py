@@ -23,8 +23,9 @@ from __future__ import annotations
 import math
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -88,7 +89,8 @@ class MemoryBudget:
     but never shrink.
 
     A sharded model has one budget per rank, of the shards that it has; ranks do not communicate.
-    Copies of a module and modules that load its checkpoint belong to no budget.
+    Copies of a module and modules that load its checkpoint belong to no budget; a copy of a budget
+    has no tables.
 
     Args:
         nbytes: the number of bytes.
@@ -122,6 +124,11 @@ class MemoryBudget:
         self.share, self.ratio = share, ratio
         self._lock = threading.Lock()
         self._members: list[_Member] = []
+
+    def __reduce__(self) -> tuple[Callable[[int], MemoryBudget], tuple[int]]:
+        """Make copies and pickles budgets of the same numbers, without tables."""
+        make = partial(type(self), interval=self.interval, share=self.share, ratio=self.ratio)
+        return make, (self.nbytes,)
 
     def attach(self, model: nn.Module) -> None:
         """Add all dynamic tables of a model, after it has its optimizers and is sharded.

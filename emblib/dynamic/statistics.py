@@ -14,6 +14,7 @@ lower bound.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
@@ -79,12 +80,17 @@ class AgeHistogram:
     def since(self, earlier: AgeHistogram) -> AgeHistogram:
         """Return the keys that were added after an earlier histogram of the same table.
 
-        If the counts were reset in between, these are all keys.
+        If the counts were reset in between, these are all keys. A reset is recognised by numbers
+        that no keys have.
         """
-        pairs = [a - b for a, b in zip(self.counts, earlier.counts, strict=True)]
-        if min(pairs) < 0:
+        counts = [a - b for a, b in zip(self.counts, earlier.counts, strict=True)]
+        total_age = self.total_age - earlier.total_age
+        lowest = (0, *(bound + 1 for bound in AGE_BOUNDS))
+        min_total = sum(n * age for n, age in zip(counts, lowest, strict=True))
+        max_total = math.inf if counts[-1] else sum(map(operator.mul, counts, AGE_BOUNDS))
+        if min(counts) < 0 or not min_total <= total_age <= max_total:
             return self
-        return AgeHistogram(tuple(pairs), self.total_age - earlier.total_age)
+        return AgeHistogram(tuple(counts), total_age)
 
 
 @dataclass(frozen=True)
@@ -207,7 +213,7 @@ class StatisticsCollector:
     """
 
     def __init__(self, num_tables: int, remember: int = 0) -> None:
-        self.remember = check_count("remember", remember, minimum=0)
+        self.remember = remember = check_count("remember", remember, minimum=0)
         self._num_tables = num_tables
         self._ages = torch.zeros(num_tables * _NUM_BINS, dtype=torch.int64)
         self._total_age, self._refused, self._not_admitted, self._reinserted = (
@@ -229,7 +235,11 @@ class StatisticsCollector:
         other_key = (self._place_of(keys) != place_of_zero).int().argmax()
         of_table = torch.where(keys == place_of_zero, other_key, 0)
         # A spare last place takes what is masked on a GPU.
-        self._evicted_keys = torch.cat([of_table.repeat(self._num_tables), of_table[:1]])
+        evicted_keys = torch.cat([of_table.repeat(self._num_tables), of_table[:1]])
+        if self._evicted_keys is None:
+            self._evicted_keys = evicted_keys
+        else:  # in place, since a captured step writes to this memory
+            self._evicted_keys.copy_(evicted_keys)
 
     def _place_of(self, keys: Tensor) -> Tensor:
         return keys * _MULTIPLIER >> 64 - self._places_log2 & (1 << self._places_log2) - 1

@@ -420,10 +420,16 @@ def _report_failures(state: DynamicState, inserted: InsertedBatch) -> None:
         reads = f"read {spec.default_value} and are not trained"
         if spec.fallback_rows:
             reads = "read and train fallback rows"
+        is_limited = state.index.limits[t] < spec.max_buckets
+        size = (
+            f"of {state.index.capacity(t)} rows in a memory budget"
+            if is_limited
+            else (f"of capacity {spec.rows}")
+        )
         message = (
-            f"emblib: {count} keys found no slot in table {state.table_names[t]!r} of capacity "
-            f"{spec.rows} (eviction {spec.eviction.value}): they {reads}; choose a larger "
-            "capacity, or smaller batches"
+            f"emblib: {count} keys found no slot in table {state.table_names[t]!r} {size} "
+            f"(eviction {spec.eviction.value}): they {reads}; choose a larger "
+            f"{'budget' if is_limited else 'capacity'}, or smaller batches"
         )
         if spec.on_insert_failure is OnInsertFailure.RAISE:
             raise RuntimeError(message)

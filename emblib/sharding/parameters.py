@@ -11,7 +11,7 @@ from emblib.collections.optimizers.keyed import GradientShare
 from emblib.sharding.all_to_all import start_all_gather
 from emblib.sharding.ranks import RankGroup
 from emblib.storage import TableHandle
-from emblib.tables.parameters import check_registered, refuse_replacement, registered
+from emblib.tables.parameters import Registered, check_registered, refuse_replacement
 
 
 @dataclass(frozen=True)
@@ -57,11 +57,11 @@ class ShardParameters(nn.Module):
                 self._parameters[f"{name}.{key}"] = parameter
                 share = shard.other_shares if i else shard.first_core_share
                 _mark(parameter, share, self._ranks)
-        self._registered = registered([self])
+        self._registered = dict(self._parameters)
 
     def check(self) -> None:
         """Raise RuntimeError if a parameter was replaced: lookups would not read the new one."""
-        check_registered(self._registered)
+        check_registered(Registered(self, *entry) for entry in self._registered.items())
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self.__dict__.get("_parameters", {}) and isinstance(value, nn.Parameter):

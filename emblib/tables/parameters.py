@@ -421,9 +421,9 @@ def _notify_owner(parameter: TableParameter) -> None:
 
 
 class Registered(NamedTuple):
-    """A parameter in the registry of its module."""
+    """A parameter and the module that has it, whose registry `torch.export` replaces by a copy."""
 
-    registry: Mapping[str, nn.Parameter | None]
+    module: nn.Module
     name: str
     parameter: nn.Parameter | None
 
@@ -431,7 +431,7 @@ class Registered(NamedTuple):
 def registered(modules: Iterable[nn.Module]) -> list[Registered]:
     """Return the parameters that are registered directly in these modules."""
     return [
-        Registered(module._parameters, name, parameter)
+        Registered(module, name, parameter)
         for module in modules
         for name, parameter in module._parameters.items()
     ]
@@ -444,8 +444,8 @@ def check_registered(views: Iterable[Registered]) -> None:
     """
     if torch.compiler.is_compiling():
         return
-    for registry, name, parameter in views:
-        if registry.get(name) is not parameter:
+    for module, name, parameter in views:
+        if module._parameters.get(name) is not parameter:
             refuse_replacement(name)
 
 

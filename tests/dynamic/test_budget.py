@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import pickle
 import threading
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from emblib import (
     HostRows,
     KeyedJaggedTensor,
     MemoryBudget,
+    OnInsertFailure,
     init,
     optim,
 )
@@ -213,6 +215,34 @@ def test_checkpoints_load_as_far_as_the_budget_allows(tmp_path: Path) -> None:
         train(copied, *(drawn(step, t, 2000) for t in range(2)))
     assert copied.capacity(0) == 1024
     check(budget, bags)
+
+
+def test_a_model_that_has_its_budget_can_be_copied() -> None:
+    model = torch.nn.Module()
+    model.bags = tables()
+    model.budget = budget_of(256, model.bags, interval=5)
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        budget = copied.budget
+        assert (budget.nbytes, budget.interval) == (model.budget.nbytes, 5)
+        assert budget.tables() == []
+        budget.attach(copied.bags)
+        train(copied.bags, drawn(0, 0, 2000), drawn(0, 1, 2000))
+        check(budget, copied.bags)
+
+
+def test_keys_without_a_slot_are_due_to_the_budget() -> None:
+    spec = DynamicSpec(
+        1024,
+        DIM,
+        name="a",
+        initial_capacity=32,
+        eviction=Eviction.NONE,
+        on_insert_failure=OnInsertFailure.RAISE,
+    )
+    bags = DynamicEmbeddingBags([spec], optim.SGD(0.1))
+    budget_of(64, bags)
+    with pytest.raises(RuntimeError, match=r"'a' of 64 rows in a memory budget .* larger budget"):
+        train(bags, torch.arange(200))
 
 
 def test_wrong_use(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from emblib.dynamic import StoredRows
 from emblib.dynamic.shrinking import release_memory
 from emblib.reference.hash import HashModel
 from emblib.tables import memory
+from tests.hash_cases import Batch
 from tests.interrupts import each_line
 
 EVICTIONS = [e for e in Eviction if e is not Eviction.NONE]
@@ -104,6 +105,32 @@ def test_a_random_program_is_that_of_the_reference(eviction: Eviction) -> None:
         assert rows_of(bags, 1 - table) == other
         keys = torch.tensor(list(after))
         assert bool((bags.find(table, keys) >= 0).all())
+
+
+@pytest.mark.parametrize("eviction", EVICTIONS, ids=lambda e: e.value)
+def test_evictions_after_shrinks_are_those_of_one_reference(eviction: Eviction) -> None:
+    """The reference follows all steps and has no eviction queues, which shrinks leave stale."""
+    bags, draw = module(eviction, capacity=160), random.Random(7)
+    model = HashModel.of(bags.index.tensors()[:5], bags.index.order)
+    for _ in range(80):
+        if draw.random() < 0.8:
+            count = draw.randint(1, 40)
+            ids = [[draw.randint(0, 400) for _ in range(count)] for _ in range(2)]
+            if eviction is Eviction.CUSTOM:
+                bags.set_eviction_score(draw.randint(-3, 3))
+            scores = [bags.table_handles()[name].score() or 0 for name in ("item", "user")]
+            bags(torch.tensor(ids[0] + ids[1]), torch.tensor([0, count, 2 * count]))
+            batch, ones = Batch.of((0, ids[0]), (1, ids[1])).positions, [1] * (2 * count)
+            misses = model.misses(batch, model.touch(batch, ones, scores), ones)
+            model.grow(misses)
+            model.insert(misses, scores)
+        else:
+            table = draw.randint(0, 1)
+            buckets = draw.randint(2, bags.index.buckets(table))
+            leaving = model.shrink(table, buckets)
+            assert bags.shrink(table, buckets * 32) == len(leaving)
+        assert_same_index(bags, model)
+    assert bags.stats()["item"]["evicted"] > 200
 
 
 def test_the_lowest_ranked_keys_leave() -> None:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
+import numpy as np
 import pytest
 import torch
 
@@ -22,7 +23,7 @@ from emblib import (
     optim,
 )
 from emblib.dynamic import AgeHistogram, TableStatistics
-from emblib.dynamic.statistics import AGE_BOUNDS
+from emblib.dynamic.statistics import AGE_BOUNDS, StatisticsCollector
 from tests.interrupts import each_line
 
 NAMES = ("item", "user")
@@ -157,6 +158,30 @@ def test_demoted_rows_count_as_evicted_ones() -> None:
     assert 0 < (found.reinserted or 0) <= found.tiers.promoted
 
 
+def test_numbers_of_remembered_keys_may_be_of_numpy() -> None:
+    bags = module()
+    bags.track_statistics(remember=np.int64(100))  # type: ignore[arg-type]
+    train(bags, batch(0))
+    assert bags.statistics("item").reinserted == 0
+
+
+def test_a_clear_keeps_the_memory_of_captured_steps() -> None:
+    bags = module()
+    bags.track_statistics(remember=100)
+    train(bags, batch(0))
+    assert bags.state.statistics is not None
+    before = memory_of(bags.state.statistics)
+    bags.clear()
+    bags.reset_stats()
+    train(bags, batch(0))
+    assert memory_of(bags.state.statistics) == before
+
+
+def memory_of(collector: StatisticsCollector) -> dict[str, int]:
+    values = vars(collector).items()
+    return {name: value.data_ptr() for name, value in values if isinstance(value, torch.Tensor)}
+
+
 def test_memory_of_evicted_keys_is_bounded() -> None:
     """Of 64 places, key 0 included, no key is recognised that was never evicted."""
     bags = module()
@@ -287,6 +312,9 @@ def test_histograms_of_ages() -> None:
     assert later.quantile(1.0) == math.inf
     assert later.since(ages).counts[-1] == later.since(ages).num_keys == 1
     assert ages.since(later) == ages  # after a reset
+    # After a reset more keys than before, of which 10 would have a total age of 20.
+    old, young = ((0,) * 5 + (n,) + (0,) * 27 for n in (10, 20))
+    assert AgeHistogram(young, 340).since(AgeHistogram(old, 320)) == AgeHistogram(young, 340)
 
 
 def test_ages_above_all_bounds_are_counted() -> None:

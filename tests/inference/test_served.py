@@ -217,6 +217,28 @@ def test_exported_for_any_batch(tmp_path: Any) -> None:
         assert torch.equal(program(ids, lengths), model(ids, lengths))
 
 
+@pytest.mark.parametrize("storage", [None, Hash()], ids=["dense", "keyed"])
+def test_a_collection_trains_on_after_an_export(storage: Hash | None) -> None:
+    """Whether the export succeeds or is refused; nothing of it stays in the collection."""
+    fields: dict[str, Any] = {} if storage is None else {"storage": storage}
+    configs = [
+        EmbeddingBagConfig(30, 4, name, [name], pooling=pooling, **fields)
+        for name, pooling in (("a", Pooling.MEAN), ("b", Pooling.SUM))
+    ]
+    source = EmbeddingBagCollection(configs, optimizer=optim.SGD(0.1))
+    example = KeyedJaggedTensor(["a", "b"], torch.arange(12), lengths=torch.full((4,), 3))
+    if storage is None:
+        program = export(source, (example,)).module()
+        assert torch.equal(program(example).values(), source(example).values())
+    else:
+        with pytest.raises(RuntimeError, match="for_inference"):
+            export(source, (example,))
+    out = source(example).values()
+    assert type(out) is torch.Tensor
+    out.sum().backward()
+    assert not torch.equal(source(example).values(), out)
+
+
 def test_a_part_that_no_file_can_hold(tmp_path: Any) -> None:
     served = for_inference(EmbeddingBagCollection(bag_configs(), optimizer=optim.SGD(0.1)))
     served.parts[0] = torch.nn.Identity()
