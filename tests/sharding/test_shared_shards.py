@@ -533,16 +533,19 @@ def test_a_table_is_planned_once() -> None:
     prediction = own.solve(model)
     names = ["sums.item", "sums.own", "scaled.user", "history.seen"]
     assert [table.workload.name for table in prediction.tables] == names
-    item = prediction.tables[0].work
-    assert [one.name for one in item.lookups] == ["sums.item", "scaled.item", "history.item"]
-    assert sum(one.ids for one in item.lookups) == 2 + 3 + 2
+    item = prediction.tables[0].workload
+    assert [one.name for one in item.by_reader] == ["sums.item", "scaled.item", "history.item"]
+    assert sum(one.ids_per_example for one in item.by_reader) == 2 + 3 + 2
     for name in ("item", "user"):
         found = [tables[name] for tables in prediction.plan.modules.values() if name in tables]
         assert len(found) > 1
         assert all(one == found[0] for one in found)
     large = replace(item, config=replace(item.config, num_embeddings=1 << 20))
     whole, costs = TableSlice.whole(large.config), own.model([item])
-    for cost in (costs.part, lambda work, part, share: costs.replicated(work, part)):
+    for cost in (
+        costs.shard_load,
+        lambda workload, shard, share: costs.replicated(workload, shard),
+    ):
         together, alone = cost(large, whole, 1.0), cost(replace(large, readers=()), whole, 1.0)
         assert 0 < together.nbytes.device - alone.nbytes.device < 1 << 20
         assert sum(together.seconds) > sum(alone.seconds)
