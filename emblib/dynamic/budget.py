@@ -130,13 +130,23 @@ class MemoryBudget:
         make = partial(type(self), interval=self.interval, share=self.share, ratio=self.ratio)
         return make, (self.nbytes,)
 
+    def __repr__(self) -> str:
+        options = f"interval={self.interval}, share={self.share:g}, ratio={self.ratio:g}"
+        return f"MemoryBudget({self.nbytes}, {options})"
+
     def attach(self, model: nn.Module) -> None:
         """Add all dynamic tables of a model, after it has its optimizers and is sharded.
 
         Raises:
+            TypeError: not a module.
             ValueError: tables on CUDA, tables of another budget, or tables that use more bytes
                 already than the budget has left; nothing is changed.
         """
+        if not isinstance(model, nn.Module):
+            raise TypeError(
+                f"a memory budget takes a module, got {type(model).__name__}: call attach once per "
+                "model"
+            )
         names: dict[int, dict[int, str]] = {}
         states: dict[int, DynamicState] = {}
         for name, handle in tables_of(model).items():

@@ -255,6 +255,9 @@ def test_wrong_use(tmp_path: Path) -> None:
     assert [table.name for table in budget.tables()] == ["a", "b"]
     with pytest.raises(ValueError, match="the model has none"):
         budget.attach(torch.nn.Linear(2, 2))
+    with pytest.raises(TypeError, match="takes a module, got list"):
+        budget.attach([bags])  # type: ignore[arg-type]
+    assert repr(budget).endswith("interval=64, share=0.0625, ratio=1.5)")
     for options in ({"share": 0.0}, {"share": 0.6}, {"ratio": 1.0}, {"interval": 0}):
         with pytest.raises(ValueError, match=rf"{next(iter(options))} must be"):
             MemoryBudget(100, **options)  # type: ignore[arg-type]
