@@ -347,6 +347,7 @@ def _part(
         index, read = None, reader.blocks
         if reader.keyed is not None:
             index, stored = reader.keyed.indexed()
+            # At least one row, of zeros, so that no table is without memory.
             read, size = partial(stored.split, _BLOCK), max(len(stored), 1)
         specs.append(TableSpec(size, config.embedding_dim, config.name))
         blocks.append(read)
