@@ -54,7 +54,7 @@ taken from there (rerun=all measures everything again).
 
 exit status
   0  done; running out of memory is a result (with strict=true it is a failure)
-  1  the tool broke                       2  wrong usage
+  1  internal error                       2  wrong usage
   3  the gate: a confirmed regression     4  the gate is not sure, and gate.strict=true
   5  done, but a contender failed, was wrong or ran out of time
   6  the gate: nothing to compare         130  interrupted; what was measured is kept and reported

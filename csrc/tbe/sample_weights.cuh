@@ -12,14 +12,20 @@ struct DeviceSampleWeightArgs {
   // The lookup whose weights these are. `output` is not used; map.columns is the row stride of
   // `grad`.
   DeviceLookupArgs lookup;
-  const void* grad;  // [B, columns], or [columns] in a variable batch
+  const void* grad;  // [B, columns]; flat [map size] in a variable batch, see BagMap
   Dtype grad_type;
   float* out;  // [L], zeros before: lookups without a row are not written
 };
 
-// Return the dot product of N columns of each lane's row, at distance `offset` from `weights` (-1:
-// none), with `grad`, for the first `steps` lanes of a group. `valid` is the number of columns to
-// the end of the row. Called by all lanes of a warp.
+// Blocks per multiprocessor, which bound the registers of a thread.
+inline constexpr int kSampleWeightBlocks = 3, kMixedSampleWeightBlocks = 4;
+// A grid has at most this many times the blocks that run at once: bags differ in length, so new
+// blocks replace those that end early.
+inline constexpr int kSampleWeightWaves = 8;
+
+// Return the dot product of N columns of each lane's row with `grad`, for the first `steps` lanes
+// of a group. The row is at distance `offset` from `weights`; a missing row, -1, is zeros. `valid`
+// is the number of columns to the end of the row. Called by all lanes of a warp.
 template <class W, int N, bool kVector>
 EMB_DEVICE float dot_rows(const W* weights, int64_t offset, int valid, const LaneGroup& lane,
                           int steps, const float (&grad)[N]) {
@@ -115,7 +121,7 @@ EMB_DEVICE void for_bag_gradients(const DeviceSampleWeightArgs& args, const Lane
 
 // Grid-stride over bags; `lanes` is the number of lanes per bag, W the dtype of all rows.
 template <class W>
-__global__ void __launch_bounds__(kLookupThreads, 3)
+__global__ void __launch_bounds__(kLookupThreads, kSampleWeightBlocks)
     sample_weight_kernel(DeviceSampleWeightArgs args, int lanes) {
   constexpr int N = 16 / sizeof(W);
   const LaneGroup lane(lanes);
@@ -130,7 +136,7 @@ __global__ void __launch_bounds__(kLookupThreads, 3)
 }
 
 // Do the same for tables and a cache of two dtypes.
-[[maybe_unused]] static __global__ void __launch_bounds__(kLookupThreads, 4)
+[[maybe_unused]] static __global__ void __launch_bounds__(kLookupThreads, kMixedSampleWeightBlocks)
     mixed_sample_weight_kernel(DeviceSampleWeightArgs args, int lanes) {
   const LaneGroup lane(lanes);
   const auto dot = [&](const BagTask& task, int column, int longest,
@@ -145,7 +151,7 @@ void launch_mixed_sample_weights(const Launcher& launcher, const DeviceSampleWei
   const int lanes = lanes_for(mean_width(args.lookup), kMixedColumns);
   launcher(mixed_sample_weight_kernel,
            blocks_for(args.lookup.bags.num_bags, kLookupThreads / lanes,
-                      launcher.blocks(8 * kResidentBlocks)),
+                      launcher.blocks(kSampleWeightWaves * kResidentBlocks)),
            kLookupThreads, args, lanes);
 }
 
@@ -153,10 +159,10 @@ template <class W, class Launcher>
 void launch_sample_weights_of(const Launcher& launcher, const DeviceSampleWeightArgs& args) {
   const int lanes = lanes_for(mean_width(args.lookup), 16 / sizeof(W));
   const int64_t bags_of_block = kLookupThreads / lanes;
-  launcher(
-      sample_weight_kernel<W>,
-      blocks_for(args.lookup.bags.num_bags, bags_of_block, launcher.blocks(8 * kResidentBlocks)),
-      kLookupThreads, args, lanes);
+  launcher(sample_weight_kernel<W>,
+           blocks_for(args.lookup.bags.num_bags, bags_of_block,
+                      launcher.blocks(kSampleWeightWaves * kResidentBlocks)),
+           kLookupThreads, args, lanes);
 }
 
 // Write args.out; `launcher` is a CudaLauncher or, in tests, a simt::HostLauncher.

@@ -27,9 +27,8 @@ inline constexpr int kUpdateWarps = kUpdateThreads / static_cast<int>(simt::kWar
 inline constexpr int kLog2Columns = 2;
 static_assert(1 << kLog2Columns == kColumns);
 
-// For each selection of optimizers: the slices (four columns of a row) in the registers of a lane,
-// and the blocks per multiprocessor, which bound the registers of a thread: 6 blocks leave 80, 5
-// leave 96, 4 leave 128. The compiler needs the most registers for Blackwell.
+// Blocks per multiprocessor bound the registers of a thread: 6 blocks leave 80, 5 leave 96, 4 leave
+// 128. The compiler needs the most registers for Blackwell.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
 inline constexpr int kMaxBlocksPerSm = 4;
 #elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
@@ -40,6 +39,8 @@ inline constexpr int kMaxBlocksPerSm = 6;
 struct DefaultUpdateShape {
   static constexpr int kSlices = 2, kBlocks = kMaxBlocksPerSm < 5 ? kMaxBlocksPerSm : 5;
 };
+// For each selection of optimizers: kSlices, the slices (four columns of a row) in the registers of
+// a lane, and kBlocks, the blocks per multiprocessor.
 template <class Selection>
 struct UpdateShape : DefaultUpdateShape {};
 template <>
@@ -96,7 +97,8 @@ struct TileRow {
   uint32_t high;      // lower 16 bits of the high words of `weight` and, shifted by 16, of `grad`
   float scale;        // factor of its gradient, if it has one lookup
   int begin, length;  // its sorted lookups [begin, begin + length); length 0: nothing to update
-  bool is_summed;     // the gradient is a sum, or is aligned otherwise than the row: sum_lookups
+  bool is_summed;     // gradient goes through shared memory: several lookups, or not aligned like
+                      // the row
   int64_t id;         // linear row id
   int64_t state;      // entry of the row-wise states in its tier
   float states[kMaxRowStates];
@@ -105,6 +107,7 @@ struct TileRow {
   uint32_t packed_layout;
 
   static constexpr int kVectorBit = 1, kTierShift = 1, kDimShift = 3;
+  static_assert(kTiers <= 1 << (kDimShift - kTierShift));
 
   // Read row u of the grouping. Without an optimizer, the row is row u of the result.
   template <class Selection>
@@ -117,7 +120,9 @@ struct TileRow {
     const uint32_t bag = bag_of(args, from);
     const Feature feature = args.features[args.map.feature(bag)];
     const int64_t grad_element = to - from == 1 ? grad_offset(args, from, bag) : 0;
-    RowLocation location{0, static_cast<int64_t>(u) * args.result_stride, 0};
+    RowLocation location{.tier = kDeviceTier,
+                         .element = static_cast<int64_t>(u) * args.result_stride,
+                         .state_row = 0};
     if constexpr (Selection::kHasOptimizer) {
       location = locate_update(feature, row - feature.row_base, slot, step.tiers[kCacheTier]);
 #pragma unroll
@@ -126,8 +131,8 @@ struct TileRow {
           states[s] = step.tiers[location.tier].row_states[s][location.state_row];
       }
     }
-    // The row alone determines the columns of a lane, so that a gradient that is a view has the
-    // bits of its copy.
+    // The row alone determines the columns of a lane, so that results are bitwise equal for aligned
+    // and unaligned gradients.
     const bool vectors =
         (feature.dim | location.element) % kColumns == 0 && step.aligned[location.tier];
     const int shift = vectors ? kLog2Columns : 0;
@@ -620,9 +625,8 @@ void launch_chunks(const Launcher& launcher, const DeviceGradArgs& args, int64_t
 
 // Update all rows of the grouping in `args`; without an optimizer, write their gradients to the
 // weights of tier 0 of `optimizer`. `mean_dim`, the mean width of the features, determines the
-// lanes per row. A grouping that knows the step counts it; if it has not, pass `step` to count it
-// here, and as scratch `num_updated`, [1] of device memory. A null `num_updated` says that it has,
-// and `step` is not used.
+// lanes per row. Pass `num_updated` ([1], scratch on the device) and `step` if tbe_group has not
+// counted the step; null: already counted, and `step` is ignored.
 template <class Launcher>
 void launch_update(const Launcher& launcher, DeviceGradArgs args,
                    const OptimizerStepArgs& optimizer, int64_t mean_dim, const StepCount& step = {},

@@ -35,7 +35,9 @@ from emblib.tables.reading import TableReading
 
 __all__ = ["SharedTable", "SharedTables", "duplicate_tables", "share_tables"]
 
-_CHOSEN_BY_READER = ("feature_names", "pooling", "optimizer")
+# A reader chooses its features and pooling. `optimizer` is compared separately: None accepts the
+# table's.
+_NOT_IN_COMMON_FIELDS = ("feature_names", "pooling", "optimizer")
 
 
 class SharedTables:
@@ -97,12 +99,13 @@ class SharedTables:
         self, name: str, feature_names: Sequence[str], pooling: Pooling = Pooling.SUM
     ) -> EmbeddingBagConfig:
         """Return the configuration with which an `EmbeddingBagCollection` reads a table."""
-        values = self[name].values() | {"feature_names": tuple(feature_names), "pooling": pooling}
-        return EmbeddingBagConfig(**values)
+        return EmbeddingBagConfig(
+            **self[name].common_fields(), feature_names=tuple(feature_names), pooling=pooling
+        )
 
     def unpooled(self, name: str, feature_names: Sequence[str]) -> EmbeddingConfig:
         """Return the configuration with which an `EmbeddingCollection` reads a table."""
-        return EmbeddingConfig(**self[name].values(), feature_names=tuple(feature_names))
+        return EmbeddingConfig(**self[name].common_fields(), feature_names=tuple(feature_names))
 
     def read_by(self, configs: Sequence[TableConfig]) -> dict[str, SharedTable]:
         """Return the tables that configurations name, by name.
@@ -191,16 +194,16 @@ class SharedTable:
         """Return whether backward makes one update for all lookups."""
         return autograd.updates_in_backward(self.module.optimizer)
 
-    def values(self) -> dict[str, Any]:
+    def common_fields(self) -> dict[str, Any]:
         """Return the configuration fields on which all readers must agree."""
-        names = (f.name for f in fields(TableConfig) if f.name not in _CHOSEN_BY_READER)
+        names = (f.name for f in fields(TableConfig) if f.name not in _NOT_IN_COMMON_FIELDS)
         return {name: getattr(self.config, name) for name in names}
 
     def check_reader(self, config: TableConfig) -> None:
         """Raise ValueError if a configuration differs from this table."""
         differences = {
             name: (value, getattr(config, name))
-            for name, value in self.values().items()
+            for name, value in self.common_fields().items()
             if getattr(config, name) != value
         }
         if config.optimizer not in (None, self.config.optimizer):
@@ -269,9 +272,11 @@ class SharedReader(nn.Module):
         self.table, self._num_features, self._pooling = table, num_features, pooling
         table.add_reader(self)
         self.output_dtype = torch.float32
-        # The collection sets these two; the counts are of its own lookups alone.
+        # The collection sets these two.
         self.bounds_check, self.feature_labels = BoundsCheck.WARNING, [""] * num_features
-        self.features = self.bounds_violations = torch.empty(0, device="meta")
+        # Made on the device at the first lookup. The violations are those of this reader's lookups.
+        self.features = torch.empty(0, device="meta")
+        self.bounds_violations = torch.empty(0, device="meta")
 
     @property
     def row_cache(self) -> Any:
@@ -321,7 +326,7 @@ class SharedReader(nn.Module):
         module.prefetch_as(self._reading(), BatchId(ids, offsets), batch_sizes)
 
     def nbytes(self) -> dict[str, int]:
-        """Return the bytes of the table: every collection that reads it counts them."""
+        """Return the bytes of the table; every collection that reads it counts them in full."""
         return self.table.groups.nbytes()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -455,7 +460,7 @@ def duplicate_tables(model: nn.Module) -> dict[str, list[str]]:
         >>> emblib.duplicate_tables(torch.nn.ModuleDict({"left": left, "right": right}))
         {'item': ['left', 'right']}
     """
-    return {name: sorted(readers) for name, readers in _duplicates(model)}
+    return {name: sorted(collections) for name, collections in _duplicates(model)}
 
 
 def _duplicates(model: nn.Module) -> list[tuple[str, dict[str, Any]]]:
@@ -476,10 +481,10 @@ def _duplicates(model: nn.Module) -> list[tuple[str, dict[str, Any]]]:
 
 
 def _identity(collection: Any, handles: Any, name: str) -> Any:
-    """Return an object that is the same for all collections that read the same table."""
+    """Return an object that all collections which read the same table have in common."""
     if isinstance(handles, dict):
         return handles[name]
-    return getattr(collection, "shared", {}).get(name, collection)  # a sharded one
+    return getattr(collection, "shared", {}).get(name, collection)  # of a sharded collection
 
 
 def share_tables(model: nn.Module, names: Iterable[str] | None = None) -> dict[str, list[str]]:
@@ -521,8 +526,9 @@ def share_tables(model: nn.Module, names: Iterable[str] | None = None) -> dict[s
     shared_tables = {name: _make_shared_table(name, duplicates[name]) for name in shared_names}
     tables_by_collection: dict[int, tuple[Any, dict[str, SharedTable]]] = {}
     for name, table in shared_tables.items():
-        for reader in duplicates[name].values():
-            tables_by_collection.setdefault(id(reader), (reader, {}))[1][name] = table
+        for collection in duplicates[name].values():
+            tables_by_collection.setdefault(id(collection), (collection, {}))[1][name] = table
+    # All tables are checked, because `read_shared` copies those that stay unshared.
     for collection, _ in tables_by_collection.values():
         for config in collection.configs:
             config.storage.check_copied(config)
@@ -550,10 +556,10 @@ def _check_alike(first: TableConfig, second: TableConfig, first_path: str, path:
         )
 
 
-def _make_shared_table(name: str, readers: Mapping[str, Any]) -> SharedTable:
+def _make_shared_table(name: str, collections_by_path: Mapping[str, Any]) -> SharedTable:
     """Construct the shared table for all tables of a name; the caller copies the rows."""
     table: SharedTable | None = None
-    for path, collection in readers.items():
+    for path, collection in collections_by_path.items():
         if not callable(getattr(collection, "read_shared", None)):
             raise TypeError(
                 f"the collection {path!r} with table {name!r} is sharded: call share_tables before "

@@ -27,8 +27,6 @@ from torch import Tensor, nn
 
 from emblib import Pooling, Precision, TableBatchedEmbeddingBags, TableSpec, optim
 from emblib.compat import fbgemm_arguments, fbgemm_modules
-from emblib.compat import fbgemm_arguments as optimizers
-from emblib.compat.fbgemm_arguments import float_dtype
 from emblib.compat.fbgemm_int8 import Int8Tables
 from emblib.compat.fbgemm_operators import bucketize, jagged
 from emblib.compat.fbgemm_reporting import (
@@ -108,8 +106,8 @@ class DenseTableBatchedEmbeddingBagsCodegen(nn.Module):
             pooling=Pooling(self.pooling_mode.name.lower()),
             feature_tables=feature_table_map,
             precision=Precision(
-                weights=float_dtype("weights_precision", self.weights_precision),
-                output=float_dtype("output_dtype", output),
+                weights=fbgemm_arguments.float_dtype("weights_precision", self.weights_precision),
+                output=fbgemm_arguments.float_dtype("output_dtype", output),
             ),
             device="cpu" if use_cpu else "cuda",
         )
@@ -366,21 +364,21 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
         super().__init__()
         self._build(fbgemm_arguments.normalise(given))
 
-    def _build(self, a: SimpleNamespace) -> None:
-        self.bags = _tables_of(a)
+    def _build(self, arguments: SimpleNamespace) -> None:
+        self.bags = _tables_of(arguments)
         with torch.no_grad():
             for weights in self.bags.table_weights():
                 weights.zero_()
-        self._arguments = a
-        self._describe(a)
-        self._use_buffers(a.preallocated_host_buffers or {})
-        self._counters = CacheCounters(self.bags, a)
-        self._averaging = optimizers.in_place_average(a)
+        self._arguments = arguments
+        self._describe(arguments)
+        self._use_buffers(arguments.preallocated_host_buffers or {})
+        self._counters = CacheCounters(self.bags, arguments)
+        self._averaging = fbgemm_arguments.in_place_average(arguments)
         self.uuid = str(uuid.uuid4())
         self.step = 0
         self.prefetch_stream: torch.cuda.Stream | None = None
         self._ahead = 0  # batches prefetched and not looked up yet
-        config = a.stats_reporter_config
+        config = arguments.stats_reporter_config
         self.stats_reporter = config.create_reporter() if config is not None else None
         names = (self.logging_table_name, self.uuid)
         reporter = self.stats_reporter
@@ -406,12 +404,12 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
     ) -> Tensor:
         """Look up, pool, and tie the update of the tables to the backward pass.
 
-        See `emblib.TableBatchedEmbeddingBags.forward`; the identities are read by nothing. With
-        `vbe_output` the result is written into it, from `vbe_output_offsets` `[ranks, F]` on per
-        rank and feature, and it is what is returned.
+        See `emblib.TableBatchedEmbeddingBags.forward`. `hash_zch_identities` and
+        `hash_zch_runtime_meta` are ignored. With `vbe_output`, write the block of rank r and
+        feature f at `vbe_output_offsets[r, f]`, and return `vbe_output`.
         """
-        into_output = vbe_output is not None, vbe_output_offsets is not None
-        if any(into_output) and not (all(into_output) and batch_size_per_feature_per_rank):
+        is_given = vbe_output is not None, vbe_output_offsets is not None
+        if any(is_given) and not (all(is_given) and batch_size_per_feature_per_rank):
             raise ValueError(
                 "vbe_output, vbe_output_offsets and batch_size_per_feature_per_rank go together"
             )
@@ -428,9 +426,10 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
         dims = [self.dims[t] for t in self.feature_table_map]
         sizes = torch.tensor(batch_size_per_feature_per_rank).t() * torch.tensor(dims)
         starts = vbe_output_offsets.to(output.device, torch.int64).flatten()
-        into = jagged.segment_positions(starts, sizes.flatten().to(output.device), output.numel())
+        sizes = sizes.flatten().to(output.device)
+        positions = jagged.segment_positions(starts, sizes, output.numel())
         flat = vbe_output if vbe_output.dim() == 1 else vbe_output.view(-1)
-        flat.index_copy_(0, into, output.to(vbe_output.dtype))
+        flat.index_copy_(0, positions, output.to(vbe_output.dtype))
         return vbe_output
 
     def _look_up(
@@ -447,9 +446,10 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
         weights = None if per_sample_weights is None else per_sample_weights.float()
         weights = mask_gradients(weights, feature_requires_grad, offsets, sizes, self.bags)
         if self.optimizer is EmbOptimType.NONE:
+            # The size of the sparse gradient; without it, backward would wait for the device.
             self.bags.num_distinct_rows = total_unique_indices
         lookup = functools.partial(self.bags, indices, offsets, weights, batch_sizes=sizes)
-        if torch.compiler.is_compiling() and not self._attended():
+        if torch.compiler.is_compiling() and not self._needs_python_hooks():
             return lookup()
         self._begin_step(indices)
         with self._counters.counting():
@@ -484,10 +484,10 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
         vbe_output: Tensor | None = None,
         vbe_output_offsets: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None, VBEMetadata]:
-        """Return copies of the inputs of a lookup in one dtype and repaired, and their layout.
+        """Return the layout of a batch, and copies of its tensors: of one dtype, and repaired.
 
-        `forward` needs no such call. Invalid input raises or is repaired as `bounds_check_mode`
-        says, and the caller's tensors stay as they are.
+        `forward` needs no such call. `bounds_check_mode` decides whether invalid input raises or is
+        repaired. The caller's tensors are not written to.
         """
         sizes = batch_size_per_feature_per_rank
         indices = self._cast(indices).clone()
@@ -509,8 +509,8 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
         moved: list[Any] = [x.to(device) if isinstance(x, Tensor) else x for x in layout]
         return indices, offsets, weights, VBEMetadata(*moved)
 
-    def _attended(self) -> bool:
-        """Return whether a forward does more than look up; others compile into one graph."""
+    def _needs_python_hooks(self) -> bool:
+        """Return whether a forward does more than look up; if not, it compiles into one graph."""
         writes_back = self._arguments.extra_optimizer_config.use_writeback_bwd_prehook
         observed = self._events is not None or self._counters.active
         return observed or writes_back or self._averaging is not None
@@ -643,27 +643,27 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
     def update_hyper_parameters(self, params_dict: dict[str, float]) -> None:
         """Change `lr`, `eps`, `beta1`, `beta2`, `weight_decay`, `lower_bound`."""
         self._require_fused("update_hyper_parameters")
-        optimizers.update(self.bags, self._arguments, params_dict)
+        fbgemm_arguments.update(self.bags, self._arguments, params_dict)
 
 
-def _tables_of(a: SimpleNamespace) -> Any:
+def _tables_of(arguments: SimpleNamespace) -> Any:
     """Return the module that does the work."""
-    if a.weights_precision is SparseType.INT8:
-        return Int8Tables(a)
+    if arguments.weights_precision is SparseType.INT8:
+        return Int8Tables(arguments)
     return TableBatchedEmbeddingBags(
-        fbgemm_arguments.tables(a),
-        optimizers.optimizer(a),
-        pooling=fbgemm_arguments.pooling(a),
-        feature_tables=a.feature_table_map,
-        precision=fbgemm_arguments.precision(a),
-        bounds_check=fbgemm_arguments.bounds_check(a),
-        cache=fbgemm_arguments.cache(a),
-        device=a.device,
+        fbgemm_arguments.tables(arguments),
+        fbgemm_arguments.optimizer(arguments),
+        pooling=fbgemm_arguments.pooling(arguments),
+        feature_tables=arguments.feature_table_map,
+        precision=fbgemm_arguments.precision(arguments),
+        bounds_check=fbgemm_arguments.bounds_check(arguments),
+        cache=fbgemm_arguments.cache(arguments),
+        device=arguments.device,
     )
 
 
 _installation = fbgemm_modules.Installation(
-    {name: found for name, found in globals().items() if name in __all__ and name != "install"}
+    {name: value for name, value in globals().items() if name in __all__ and name != "install"}
 )
 
 

@@ -7,7 +7,7 @@ Change the import and keep the code:
 
 `docs/fbtt.md` says what each argument and attribute is here. What differs: it runs on a CPU; every
 optimizer is the one of its name; updates reach all rows of the cores; indices are checked; and rows
-that leave the cache return what they learned to the cores, as far as these can take it on.
+evicted from the cache are projected back onto the cores, approximately.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ from emblib.reference import tt as reference
 
 
 class OptimType(enum.Enum):
-    """Optimizers by FBTT's names; each is the one of its name (there: SGD, or Adagrad)."""
+    """Optimizers by FBTT's names; each is the one of its name.
+
+    FBTT runs SGD or Adagrad for all of these.
+    """
 
     SGD = "sgd"
     EXACT_SGD = "exact_sgd"
@@ -58,12 +61,12 @@ _WITHOUT_EPS = (optim.SGD, optim.LARS)
 
 DISTRIBUTIONS = {
     "uniform": "positive_uniform",
-    "naive-uniform": "unscaled_uniform",  # its scale is its point
+    "naive-uniform": "unscaled_uniform",  # keeps FBTT's scale, which users choose it for
     "normal": "gaussian",
     "approx-uniform": "approx_uniform",
     "approx-normal": "sampled_gaussian",
 }
-"""FBTT's `weight_dist`, and the `init` of emblib that is drawn."""
+"""The `init` of emblib for each `weight_dist` of FBTT."""
 
 
 def _initializer(weight_dist: str) -> str:
@@ -78,9 +81,9 @@ def _initializer(weight_dist: str) -> str:
 def suggested_tt_shapes(n: int, d: int = 3, allow_round_up: bool = True) -> list[int]:
     """Return d factors of n, or of n rounded up, that are close to each other.
 
-    Of n and n rounded up to multiples of 10, 100, ... the number whose factors have the greatest
-    entropy is taken, the first of equal ones. Factors are ascending, then small and large ones take
-    turns.
+    The candidates are n, and n rounded up to multiples of 10, 100, ...; the one whose factors have
+    the greatest entropy is chosen, the first of equal ones. The smaller and the larger half of its
+    factors, each ascending, alternate in the result.
 
     Example:
         >>> from emblib.compat.fbtt import suggested_tt_shapes
@@ -163,6 +166,9 @@ class TableBatchedTTEmbeddingBag(nn.Module):
         optimizer_state: the first state of each core, laid out like it; empty for SGD.
         cache_weight: `[cache_size, D]`, the stored rows of the first table; None without a cache.
             With `sparse=False` and one table it is their parameter.
+
+    `enforce_embedding_dim` is accepted and ignored: it keeps FBTT from rounding the dimension up,
+    which never happens here.
     """
 
     def __init__(
@@ -215,7 +221,8 @@ class TableBatchedTTEmbeddingBag(nn.Module):
             bags = StackedTTBags(specs, rule, init=init, device=device)
         self.weight_dist = weight_dist
         trains: Any = bags.trains if isinstance(bags, StackedCachedTTBags) else bags
-        self.tt_cores = trains.stacked  # before `bags`, which follows it to another device
+        # Registered before `bags`: `to()` moves children in this order, and `bags` reads the cores.
+        self.tt_cores = trains.stacked
         self.bags = bags
 
     def _rule(self) -> optim.Optimizer:
@@ -224,8 +231,8 @@ class TableBatchedTTEmbeddingBag(nn.Module):
             return optim.External(gradient=optim.Gradient.DENSE)
         kind = _OPTIMIZERS[OptimType(self.optimizer)]
         options = {} if kind in _WITHOUT_EPS else {"eps": self.eps}
-        made: optim.Optimizer = kind(self.learning_rate, **options)
-        return made
+        optimizer: optim.Optimizer = kind(self.learning_rate, **options)
+        return optimizer
 
     @property
     def _trains(self) -> StackedTTBags:

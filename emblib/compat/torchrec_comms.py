@@ -46,22 +46,22 @@ class QuantizedCommCodec(Subscripted, metaclass=Interface):
 
 
 class FbgemmCodec(fbgemm_comms.QuantizedCommCodec):
-    """FBGEMM's codec of messages, with contexts, and emblib's of the same format.
+    """An FBGEMM message codec; `native` is emblib's codec of the same format.
 
-    Sharded collections and collectives send by `native`, which needs no context.
+    Sharded collections and collectives encode with `native`, which needs no context.
     """
 
     def __init__(
         self, kind: CommType, loss_scale: float | None, row_dim: int | None, *, is_e4m3: bool
     ) -> None:
         super().__init__(SparseType[kind.name], loss_scale, row_dim, is_fwd=is_e4m3)
-        rows: dict[str, Any] = {} if row_dim is None else {"row_dim": row_dim}
+        row_options: dict[str, Any] = {} if row_dim is None else {"row_dim": row_dim}
         fp8 = codecs.FP8Format.E4M3 if is_e4m3 else codecs.FP8Format.E5M2
         self.native: codecs.Codec = {
             CommType.FP16: lambda: codecs.FP16(loss_scale or 1.0),
             CommType.BF16: codecs.BF16,
-            CommType.INT8: lambda: codecs.INT8(**rows),
-            CommType.FP8: lambda: codecs.FP8(**rows, format=fp8),
+            CommType.INT8: lambda: codecs.INT8(**row_options),
+            CommType.FP8: lambda: codecs.FP8(**row_options, format=fp8),
             CommType.FP32: codecs.FP32,
         }[kind]()
 
@@ -70,8 +70,8 @@ class FbgemmCodec(fbgemm_comms.QuantizedCommCodec):
 class QCommsConfig:
     """Encoding of rows (forward) and of their gradients (backward).
 
-    A loss scale is for fp16; `fp8_quantize_dim` is how many values share a scale, of fp8 and int8.
-    fp8 is e4m3 forward, and e5m2 backward unless `fp8_bwd_uses_143`.
+    Loss scales apply to fp16 only. `fp8_quantize_dim` is the number of values that share a scale in
+    fp8 and int8. fp8 is e4m3 forward, and e5m2 backward unless `fp8_bwd_uses_143`.
     """
 
     forward_precision: CommType = CommType.FP32
@@ -111,13 +111,18 @@ def get_qcomm_codecs_registry(
     c = qcomms_config
     if (c.forward_precision, c.backward_precision) == (CommType.FP32, CommType.FP32):
         return None
-    row = c.fp8_quantize_dim
-    back = c.fp8_quantize_dim_bwd or row
-    found = QuantizedCommCodecs(
-        FbgemmCodec(c.forward_precision, c.forward_loss_scale, row, is_e4m3=True),
-        FbgemmCodec(c.backward_precision, c.backward_loss_scale, back, is_e4m3=c.fp8_bwd_uses_143),
+    forward_dim = c.fp8_quantize_dim
+    backward_dim = c.fp8_quantize_dim_bwd or forward_dim
+    both_directions = QuantizedCommCodecs(
+        FbgemmCodec(c.forward_precision, c.forward_loss_scale, forward_dim, is_e4m3=True),
+        FbgemmCodec(
+            c.backward_precision,
+            c.backward_loss_scale,
+            backward_dim,
+            is_e4m3=c.fp8_bwd_uses_143,
+        ),
     )
-    return {op.name: found for op in comm_ops or CommOp}
+    return {op.name: both_directions for op in comm_ops or CommOp}
 
 
 def comm_precision_of(
@@ -139,25 +144,29 @@ def comm_precision_of(
     return registry[op.name].precision()
 
 
-# Whether backward divides by the number of ranks: of the collectives called by themselves, as
-# sharded collections are told when they are made.
-_division = {"on": True}
+# Whether backward divides gradients by the number of ranks. Applies only to the collectives below;
+# a sharded collection gets `gradients=` when it is constructed.
+_divides_gradients = True
 
 
 def get_gradient_division() -> bool:
     """Return whether the collectives below divide gradients by the number of ranks."""
-    return _division["on"]
+    return _divides_gradients
 
 
 def set_gradient_division(val: bool) -> None:
     """Set whether the collectives below divide gradients by the number of ranks."""
-    _division["on"] = bool(val)
+    global _divides_gradients
+    _divides_gradients = bool(val)
 
 
-def _how(group: Any, codec: QuantizedCommCodecs | None) -> tuple[RankGroup, dict[str, Any]]:
+def _ranks_and_options(
+    group: Any, codec: QuantizedCommCodecs | None
+) -> tuple[RankGroup, dict[str, Any]]:
+    """Return the ranks, and the keyword arguments of emblib's collectives."""
     return RankGroup.from_value(group), {
         "comm_precision": CommPrecision() if codec is None else codec.precision(),
-        "gradients": "mean" if _division["on"] else "sum",
+        "gradients": "mean" if _divides_gradients else "sum",
     }
 
 
@@ -174,9 +183,9 @@ def alltoall_pooled(
 
     The tensors of sizes are not needed.
     """
-    ranks, how = _how(group, codecs)
+    ranks, options = _ranks_and_options(group, codecs)
     return collectives.alltoall_pooled(
-        a2a_pooled_embs_tensor, list(batch_size_per_rank), list(dim_sum_per_rank), ranks, **how
+        a2a_pooled_embs_tensor, list(batch_size_per_rank), list(dim_sum_per_rank), ranks, **options
     )
 
 
@@ -188,32 +197,37 @@ def variable_batch_alltoall_pooled(
     group: Any = None,
     codecs: QuantizedCommCodecs | None = None,
 ) -> Awaitable[Tensor]:
-    """Exchange pooled rows of features with different batch sizes; both sides are flat."""
-    ranks, how = _how(group, codecs)
+    """Exchange pooled rows of features with different batch sizes.
+
+    Argument and result are flat. The argument has, for each rank r and each feature f of this rank,
+    rows `[B[r][f], D[f]]`; the result, for each rank r and each feature f of rank r, rows
+    `[B of f on this rank, D[f]]`.
+    """
+    ranks, options = _ranks_and_options(group, codecs)
     return collectives.variable_batch_alltoall_pooled(
         a2a_pooled_embs_tensor,
         batch_size_per_rank_per_feature,
         batch_size_per_feature_pre_a2a,
         emb_dim_per_rank_per_feature,
         ranks,
-        **how,
+        **options,
     )
 
 
 def reduce_scatter_pooled(
     inputs: Sequence[Tensor], group: Any = None, codecs: QuantizedCommCodecs | None = None
 ) -> Awaitable[Tensor]:
-    """Reduce-scatter: sum over ranks the block that each has for this rank."""
-    ranks, how = _how(group, codecs)
-    return collectives.reduce_scatter_pooled(inputs, ranks, **how)
+    """Reduce-scatter: sum over all ranks their `inputs[this rank]`, `[B of this rank, D]`."""
+    ranks, options = _ranks_and_options(group, codecs)
+    return collectives.reduce_scatter_pooled(inputs, ranks, **options)
 
 
 def reduce_scatter_base_pooled(
     input: Tensor, group: Any = None, codecs: QuantizedCommCodecs | None = None
 ) -> Awaitable[Tensor]:
     """Reduce-scatter `[W * B, D]` to `[B, D]`."""
-    ranks, how = _how(group, codecs)
-    return collectives.reduce_scatter_base_pooled(input, ranks, **how)
+    ranks, options = _ranks_and_options(group, codecs)
+    return collectives.reduce_scatter_base_pooled(input, ranks, **options)
 
 
 def reduce_scatter_v_pooled(
@@ -223,16 +237,16 @@ def reduce_scatter_v_pooled(
     codecs: QuantizedCommCodecs | None = None,
 ) -> Awaitable[Tensor]:
     """Reduce-scatter `[sum B, D]` to `[B of this rank, D]`."""
-    ranks, how = _how(group, codecs)
-    return collectives.reduce_scatter_v_pooled(input, list(input_splits), ranks, **how)
+    ranks, options = _ranks_and_options(group, codecs)
+    return collectives.reduce_scatter_v_pooled(input, list(input_splits), ranks, **options)
 
 
 def all_gather_base_pooled(
     input: Tensor, group: Any = None, codecs: QuantizedCommCodecs | None = None
 ) -> Awaitable[Tensor]:
     """Gather `[B, D]` of all ranks to `[W * B, D]`."""
-    ranks, how = _how(group, codecs)
-    return collectives.all_gather_base_pooled(input, ranks, **how)
+    ranks, options = _ranks_and_options(group, codecs)
+    return collectives.all_gather_base_pooled(input, ranks, **options)
 
 
 def alltoall_sequence(
@@ -246,25 +260,26 @@ def alltoall_sequence(
     group: Any = None,
     codecs: QuantizedCommCodecs | None = None,
 ) -> Awaitable[Tensor]:
-    """Send one vector per id back to the ranks that own the ids.
+    """Return the looked-up vectors to the ranks that sent the ids.
 
     Args:
-        a2a_sequence_embs_tensor: vectors `[N, D]`, feature after feature, for each rank by rank.
+        a2a_sequence_embs_tensor: vectors `[N, D]`, in segments: by feature, then by rank.
         forward_recat_tensor: the order that brings these segments into rank-major order.
         backward_recat_tensor: the inverse of `forward_recat_tensor`; ignored.
         lengths_after_sparse_data_all2all: ids per bag, in the order of the vectors.
-        input_splits: ids that each rank gets of those that this rank sent.
-        output_splits: ids that this rank received of each rank.
-        variable_batch_size: ignored: the lengths say it.
+        input_splits: ids that this rank sent to each rank: the vectors that it receives.
+        output_splits: ids received from each rank: the vectors sent back.
+        variable_batch_size: ignored: the lengths determine it.
         group: the process group.
         codecs: encodings of vectors and gradients.
     """
-    ranks, how = _how(group, codecs)
+    ranks, options = _ranks_and_options(group, codecs)
     values, order = a2a_sequence_embs_tensor, forward_recat_tensor
     if order is not None and order.numel():
         counts = lengths_after_sparse_data_all2all.reshape(order.numel(), -1).sum(1).tolist()
-        places = torch.arange(values.size(0), device=values.device).split(counts)
-        values = values.index_select(0, torch.cat([places[i] for i in order.tolist()]))
+        segments = torch.arange(values.size(0), device=values.device).split(counts)
+        values = values.index_select(0, torch.cat([segments[i] for i in order.tolist()]))
+    # TorchRec names the pair for the ids; vectors travel the other way, so the two are swapped.
     return collectives.alltoall_sequence(
-        values, list(output_splits), list(input_splits), ranks, **how
+        values, list(output_splits), list(input_splits), ranks, **options
     )

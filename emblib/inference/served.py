@@ -1,7 +1,7 @@
 """Collections for inference: the features of a batch, looked up in read-only tables.
 
-Tables of a collection that are pooled in the same way, or without pooling have the same dim, are in
-one module, a *part*: a lookup is one call per part.
+A *part* is one module: tables with the same pooling, or, without pooling, with the same dim. A
+lookup is one call per part.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -38,6 +38,7 @@ class RowsByKey(NamedTuple):
         keys: int64 `[n]`, ascending.
         rows: `[n, dim]`, the row of each key.
         shared: `[m, dim]`, rows that other keys read: fallback rows, or one of the default value.
+        has_fallback: whether `shared` has fallback rows, among which each other key has its own.
     """
 
     keys: Tensor
@@ -183,7 +184,8 @@ class InferenceCollection(nn.Module):
         if batch.variable_stride_per_key():
             raise ValueError(
                 "collections for inference take batches with as many bags for every feature, got "
-                f"{batch.stride_per_key()}: expand the batch, or look it up in the trained one"
+                f"{batch.stride_per_key()}: expand the batch, or look it up in the collection that "
+                "was converted"
             )
         index = batch.index_per_key()
         missing = sorted({feature.feature for feature in self.features} - set(index))
@@ -258,7 +260,7 @@ class InferenceEmbeddingCollection(InferenceCollection):
         torch.Size([3, 16])
     """
 
-    need_indices = False
+    need_indices = False  # whether the result has the ids as its weights
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
         """Return the vectors `[L, D]` by feature, as jagged as the ids.
@@ -273,18 +275,26 @@ class InferenceEmbeddingCollection(InferenceCollection):
             vectors = tables(batch.values(), batch.offsets()).split(sizes)
             ids = batch.values().split(sizes)
             lengths = batch.lengths().split(batch.stride_per_key())
-            for position, rows, feature_ids, ends in zip(
+            for position, rows, feature_ids, feature_lengths in zip(
                 positions, vectors, ids, lengths, strict=True
             ):
                 weights = feature_ids if self.need_indices else None
-                by_position[position] = JaggedTensor.from_valid(rows, weights, ends, None)
+                by_position[position] = JaggedTensor.from_valid(
+                    rows, weights, feature_lengths, None
+                )
         return {name: by_position[position] for position, name in enumerate(self._names)}
 
 
 def convert(
     source: Any, formats: Formats | None, output_dtype: torch.dtype | None
 ) -> InferenceEmbeddingBagCollection | InferenceEmbeddingCollection:
-    """Copy a collection into one for inference; collective if it is sharded."""
+    """Copy a collection into one for inference; collective if it is sharded.
+
+    Args:
+        source: the collection.
+        formats: formats of the rows of each table; None keeps their dtypes.
+        output_dtype: dtype of the output; None keeps the collection's, float32 if it is sharded.
+    """
     configs, readers = configs_of(source), readers_of(source)
     dtype_formats = [FORMAT_OF[readers[config.name].dtype] for config in configs]
     row_formats = dtype_formats if formats is None else formats_of(len(configs), None, formats)
@@ -337,6 +347,7 @@ def _part(
         index, read = None, reader.blocks
         if reader.keyed is not None:
             index, stored = reader.keyed.indexed()
+            # At least one row, of zeros, so that no table is without memory.
             read, size = partial(stored.split, _BLOCK), max(len(stored), 1)
         specs.append(TableSpec(size, config.embedding_dim, config.name))
         blocks.append(read)

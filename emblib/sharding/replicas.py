@@ -31,7 +31,8 @@ class ReplicatedModelParallel(DistributedModelParallel):
     Ids and rows are exchanged within a group only; each replica takes memory. Gradients of the
     dense part are averaged over all ranks in every step. Replicas of the tables drift apart until
     `sync()` averages them: call it every few steps, and before a checkpoint or an evaluation. With
-    plain SGD and a `sync` per step the result is that of `DistributedModelParallel`.
+    plain SGD, `gradients=MEAN` and a `sync` per step the result is that of
+    `DistributedModelParallel`; with SUM the update is that of all ranks ÷ the number of replicas.
 
     Args:
         module: the model, as for `DistributedModelParallel`. All tables need a fused optimizer.
@@ -142,28 +143,33 @@ class ReplicatedModelParallel(DistributedModelParallel):
     ) -> None:
         """Apply a collective to float32 buffers of the values that replicas share."""
         for chunk in _chunks(self._replicated_values(optimizer_states=optimizer_states)):
-            buffer = torch.cat([part.float().reshape(-1) for part in chunk])
+            buffer = torch.cat([value.float().reshape(-1) for value in chunk])
             collective(buffer)
-            for part, values in zip(chunk, buffer.split([p.numel() for p in chunk]), strict=True):
-                part.copy_(values.view_as(part))
+            new_values = buffer.split([value.numel() for value in chunk])
+            for value, new_value in zip(chunk, new_values, strict=True):
+                value.copy_(new_value.view_as(value))
+        # Tables on disk need a commit of what was written to their views.
         for groups in self._table_groups():
             for handle in groups.handles:
                 handle.commit()
 
     def _table_groups(self) -> Iterator[TableGroups]:
         """Yield the `TableGroups` of all tables on this rank, including replicated tables."""
-        for part in sharded_modules(self.module).values():
-            yield from {id(shard.groups): shard.groups for shard in part.local_shards()}.values()
+        for module in sharded_modules(self.module).values():
+            yield from {id(shard.groups): shard.groups for shard in module.local_shards()}.values()
 
     def _replicated_values(self, *, optimizer_states: bool) -> Iterator[Tensor]:
-        """Yield the values that replicas share, each once, as views of the tables."""
+        """Yield the values that replicas share, each once, as views of the tables.
+
+        Integer states, such as counters, are not shared: each replica keeps its own.
+        """
         listed = set()  # a shared table is in the groups of several collections
         for groups in self._table_groups():
-            for part, views in enumerate(groups.all_views()):
-                if groups.handles[part] in listed:
+            for index, views in enumerate(groups.all_views()):
+                if groups.handles[index] in listed:
                     continue
-                listed.add(groups.handles[part])
-                trained = groups.parameters_of(part).keys()
+                listed.add(groups.handles[index])
+                trained = groups.parameters_of(index).keys()
                 for name, view in views.items():
                     if view.is_floating_point() and (optimizer_states or name in trained):
                         yield view.detach()
@@ -172,8 +178,8 @@ class ReplicatedModelParallel(DistributedModelParallel):
         """Raise ValueError for tables whose replicas cannot be averaged."""
         keyed = [
             config.name
-            for part in sharded_modules(self.module).values()
-            for config in part.configs
+            for module in sharded_modules(self.module).values()
+            for config in module.configs
             if config.storage.is_keyed
         ]
         if keyed:
@@ -182,7 +188,7 @@ class ReplicatedModelParallel(DistributedModelParallel):
                 "use DistributedModelParallel, which shards their keys over all ranks"
             )
         for groups in self._table_groups():
-            if not all(autograd.is_fused(info.module.optimizer) for info in groups.groups):
+            if not all(autograd.is_fused(group.module.optimizer) for group in groups.groups):
                 raise ValueError(
                     "tables of replicas need a fused optimizer: pass optimizer=, or set that of "
                     "each table"
@@ -194,10 +200,10 @@ class ReplicatedModelParallel(DistributedModelParallel):
             f"table {config.name} of {path or 'the model'}": {
                 "rows": config.num_embeddings,
                 "dim": config.embedding_dim,
-                "sharding": str(part.plan[config.name]),
+                "sharding": str(module.plan[config.name]),
             }
-            for path, part in sharded_modules(self.module).items()
-            for config in part.configs
+            for path, module in sharded_modules(self.module).items()
+            for config in module.configs
         }
 
 

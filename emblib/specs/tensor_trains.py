@@ -82,8 +82,8 @@ class TTSpec:
         return (1, *self.ranks, 1)
 
     @property
-    def permutation(self) -> tuple[int, int]:
-        """Return multiplier and offset: id i has row `(multiplier * i + offset) % rows`."""
+    def permutation(self) -> shapes.Permutation:
+        """Return the permutation of ids: id i has row `(multiplier * i + offset) % rows`."""
         if self.ids is IdOrder.AS_GIVEN:
             return shapes.AS_GIVEN
         return shapes.permutation(self.rows, self.seed)

@@ -13,6 +13,7 @@ the multiplier has no factor in common with the number of rows.
 import math
 import random
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 
 def row_factors(rows: int, cores: int) -> tuple[int, ...]:
@@ -42,7 +43,7 @@ def max_ranks(row_factors: Sequence[int], dim_factors: Sequence[int]) -> tuple[i
 
     Rank k connects the first k cores to the others. As a matrix of `prod(p_j * q_j)` rows (j < k)
     by `prod(p_j * q_j)` columns (j >= k) the table has at most the smaller of the two as its rank,
-    so a larger rank k adds weights without effect.
+    so that is the largest rank with an effect.
     """
     sizes = [p * q for p, q in zip(row_factors, dim_factors, strict=True)]
     return tuple(min(math.prod(sizes[:k]), math.prod(sizes[k:])) for k in range(1, len(sizes)))
@@ -63,28 +64,36 @@ def check_ranks(
             )
 
 
-AS_GIVEN = (1, 0)
-"""The multiplier and offset that change nothing."""
+class Permutation(NamedTuple):
+    """A permutation of the ids of a table: id i has row `(multiplier * i + offset) % rows`."""
+
+    multiplier: int
+    offset: int
 
 
-def permutation(rows: int, seed: int) -> tuple[int, int]:
-    """Return a multiplier and an offset for a table, drawn from a seed."""
+AS_GIVEN = Permutation(1, 0)
+"""The permutation that changes nothing."""
+
+
+def permutation(rows: int, seed: int) -> Permutation:
+    """Return the permutation of a table, drawn from a seed."""
     if rows < 5:
         return AS_GIVEN
     draw = random.Random(seed)
-    # Not near 0, 1/2 or 1 times the rows, with which neighbours would stay neighbours.
+    # Multipliers near 0 or `rows` would leave neighbours together. Those near half of `rows` leave
+    # ids at distance 2 together, but are not excluded: stored tables depend on the draw.
     while math.gcd(multiplier := draw.randrange(rows // 5, rows - rows // 5), rows) > 1:
         pass
-    return multiplier, draw.randrange(rows)
+    return Permutation(multiplier, draw.randrange(rows))
 
 
-def inverse(permuted: tuple[int, int], rows: int) -> tuple[int, int]:
-    """Return the multiplier and offset of the inverse permutation."""
-    multiplier, offset = permuted
+def inverse(permutation: Permutation, rows: int) -> Permutation:
+    """Return the inverse permutation."""
+    multiplier, offset = permutation
     if rows == 1:
         return AS_GIVEN
     inverse_multiplier = pow(multiplier, -1, rows)
-    return inverse_multiplier, -inverse_multiplier * offset % rows
+    return Permutation(inverse_multiplier, -inverse_multiplier * offset % rows)
 
 
 def _ceil_root(value: int, degree: int) -> int:

@@ -16,7 +16,7 @@ from experiments.config.schema import UsageError
 from experiments.report import text
 
 STATUS = """\
-exit status of verify: 0 everything holds; 1 the tool broke; 2 wrong usage; 3 the bundle is damaged,
+exit status of verify: 0 everything holds; 1 internal error; 2 wrong usage; 3 the bundle is damaged,
 or a number does not follow from its samples; 4 a claim did not hold when it was measured again; 5
 some claims could not be measured again; 6 none could; 130 interrupted.
 """
@@ -37,9 +37,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     checker.add_argument("--rerun", action="store_true", help="measure again what is claimed")
     checker.add_argument("--only", nargs="+", default=[], metavar="EXPERIMENT", help="rerun these")
     checker.add_argument(
-        "--tolerance", type=float, default=TIME_TOLERANCE, help="of ratios of times"
+        "--tolerance",
+        type=float,
+        default=TIME_TOLERANCE,
+        help="largest relative change of a time ratio that still holds",
     )
-    checker.add_argument("--timing", default="", metavar="PRESET", help="instead of the run's own")
+    checker.add_argument(
+        "--timing", default="", metavar="PRESET", help="timing preset used for rerun"
+    )
     measure_parser = commands.add_parser("measure")  # started by `verify --rerun`
     measure_parser.add_argument("config", type=Path)
     measure_parser.add_argument("folder", type=Path)
@@ -47,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Pack or verify a bundle; a damaged bundle is status 3."""
+    """Run an action; a BundleError is status 3 of `verify`, status 2 of the others."""
     try:
         if arguments.action == "pack":
             return _pack(arguments)
@@ -101,7 +106,7 @@ def _verify(parsed: argparse.Namespace) -> int:
 
 
 def _rerun(
-    runs: Sequence[dict[str, Any]], unpacked: Path, folder: Path, parsed: argparse.Namespace
+    runs: Sequence[pack.RunEntry], unpacked: Path, folder: Path, parsed: argparse.Namespace
 ) -> int:
     """Measure the chosen runs again, print what differs, and return the exit status."""
     from experiments.bundle.rerun import measure_again
@@ -130,10 +135,11 @@ def _rerun(
             print(f"  {result.reason}")
         _print_findings(result.findings)
         findings += result.findings
+    _print_summary(findings)
     return _exit_status(findings)
 
 
-def _print_machine_changes(entry: dict[str, Any], environment: dict[str, Any]) -> None:
+def _print_machine_changes(entry: pack.RunEntry, environment: dict[str, Any]) -> None:
     """Print how the two machines differ."""
     pairs = {
         "device": (entry["device"], environment.get("device")),
@@ -165,11 +171,15 @@ def _shown_number(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else text.digits(value)
 
 
+def _print_summary(findings: Sequence[CheckedClaim]) -> None:
+    if findings:
+        counts = Counter(f.outcome for f in findings)
+        words = ", ".join(f"{n} {outcome.value}" for outcome, n in counts.items())
+        print(f"\n{len(findings)} claims: {words}")
+
+
 def _exit_status(findings: Sequence[CheckedClaim]) -> int:
     outcomes = Counter(f.outcome for f in findings)
-    if not findings:
-        return 6
-    print(f"\n{len(findings)} claims: " + ", ".join(f"{n} {o.value}" for o, n in outcomes.items()))
     if outcomes[ClaimOutcome.differs]:
         return 4
     if not outcomes[ClaimOutcome.holds]:

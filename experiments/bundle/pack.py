@@ -10,11 +10,11 @@ import json
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import jinja2
 from omegaconf import OmegaConf
@@ -44,6 +44,34 @@ DERIVED = ("*.png", "index.html", "report.md", "results.csv", "hit_rates.csv", "
 COPY_SUFFIXES = (".svg", ".parquet")
 
 
+class RunEntry(TypedDict):
+    """A run in bundle.json; what the run did not record is None or empty."""
+
+    folder: str  # its folder in the bundle
+    experiment: str
+    kind: str
+    question: str
+    status: str | None
+    smoke: bool
+    command: str  # the command line that measured it
+    seconds: float | None  # duration
+    device: str | None  # name of the device
+    cuda: bool
+    torch: str | None  # version
+    code: dict[str, Any]  # commit `sha`, and whether the work tree was `dirty`
+    hardware_id: str | None
+    claims: list[dict[str, Any]]  # see `Claim.plain`
+
+
+class BundleDescription(TypedDict):
+    """bundle.json."""
+
+    bundle_version: int
+    harness: str  # digest of the harness that packed it
+    runs: list[RunEntry]
+    notes: list[str]
+
+
 @dataclass(frozen=True)
 class Packed:
     """The result of packing.
@@ -69,7 +97,7 @@ def pack(directories: Sequence[Path], out: Path, folder: Path) -> Packed:
     `folder` is a scratch folder, in which the reports are rebuilt.
     """
     contents: dict[str, bytes] = {}
-    runs: list[dict[str, Any]] = []
+    runs: list[RunEntry] = []
     notes: list[str] = []
     for directory in directories:
         name = _folder_in_bundle(directory, [r["folder"] for r in runs])
@@ -95,7 +123,7 @@ def pack(directories: Sequence[Path], out: Path, folder: Path) -> Packed:
     contents["environment/packages.txt"] = _installed_packages().encode()
     if (ROOT / "LICENSE").is_file():
         contents["LICENSE"] = (ROOT / "LICENSE").read_bytes()
-    description = {
+    description: BundleDescription = {
         "bundle_version": VERSION,
         "harness": harness_digest(),
         "runs": runs,
@@ -154,7 +182,7 @@ def _copy_rebuilt(directory: Path, target: Path) -> Run:
         ) from error
 
 
-def reproduce(description: Mapping[str, Any]) -> str:
+def reproduce(description: BundleDescription) -> str:
     """Render REPRODUCE.md from bundle.json."""
     runs = description["runs"]
     claims = [
@@ -170,7 +198,7 @@ def reproduce(description: Mapping[str, Any]) -> str:
     )
 
 
-def run_entry(name: str, run: Run) -> dict[str, Any]:
+def run_entry(name: str, run: Run) -> RunEntry:
     """Return a run's entry of bundle.json."""
     environment = run.environment
     return {

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from html.parser import HTMLParser
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pandas as pd
 from omegaconf import OmegaConf
@@ -19,7 +19,13 @@ from omegaconf import OmegaConf
 from experiments.bundle import archive
 from experiments.bundle.archive import BundleError
 from experiments.bundle.claims import claims_of
-from experiments.bundle.pack import VERSION, harness_digest, reproduce, run_entry
+from experiments.bundle.pack import (
+    VERSION,
+    BundleDescription,
+    harness_digest,
+    reproduce,
+    run_entry,
+)
 from experiments.report import write_report
 from experiments.report.data import Run
 
@@ -127,7 +133,7 @@ class Verification:
         notes: remarks for the reader.
     """
 
-    description: dict[str, Any]
+    description: BundleDescription
     numbers: int = 0
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -163,7 +169,7 @@ def check(path: Path, folder: Path) -> Verification:
     return checked
 
 
-def _description(contents: Mapping[str, bytes]) -> dict[str, Any]:
+def _description(contents: Mapping[str, bytes]) -> BundleDescription:
     """Return bundle.json after checking that its runs are inside the bundle."""
     if "bundle.json" not in contents:
         raise BundleError("it has no bundle.json: not a bundle")
@@ -179,7 +185,8 @@ def _description(contents: Mapping[str, bytes]) -> dict[str, Any]:
             for part, names in needed:
                 if missing := set(names) - set(part):
                     raise KeyError(min(missing))
-        return dict(description, notes=list(description["notes"]), harness=description["harness"])
+        needed_keys = {"notes": list(description["notes"]), "harness": description["harness"]}
+        return cast(BundleDescription, description | needed_keys)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise BundleError(f"bundle.json cannot be read ({error!r})") from error
 

@@ -1,4 +1,8 @@
-"""The schema of a run's configuration; conf/*.yaml may set these keys only."""
+"""The schema of a run's configuration; conf/*.yaml may set these keys only.
+
+A *cell* is one workload on which contenders are measured side by side. An *arm* of a cell is a
+contender with its variant: its rank, size of cache, or load.
+"""
 
 from __future__ import annotations
 
@@ -203,7 +207,7 @@ class KeysConfig:
             "insert_and_evict",
         ]
     )
-    first: float = 0.01  # initial slots of a growing table ÷ its final slots
+    first: float = 0.01  # initial slots ÷ final slots of a table that grows
 
 
 @dataclass
@@ -266,12 +270,12 @@ class TimingConfig:
     replicates: int = 3  # fresh processes per cell; a verdict needs 3
     modes: list[Mode] = field(default_factory=lambda: [Mode.hot])
     pool: int = 8  # distinct batches, used in turns
-    warmup: int = 3  # minimum of passes over the pool before the first sample
-    warmup_seconds: float = 0.2  # minimum of warm-up, which ends when two passes are alike
-    warmup_cap: float = 1.0  # maximum of warm-up; slow contenders then see fewer batches
+    warmup: int = 3  # minimum number of passes over the pool before the first sample
+    warmup_seconds: float = 0.2  # minimum warm-up time; it ends when passes take equal time
+    warmup_cap: float = 1.0  # maximum warm-up time; slow contenders then see fewer batches
     min_seconds: float = 0.2  # sum of the samples of a phase before it may count as precise
     min_rounds: int = 6  # 6 is the minimum that gives a 95 % interval
-    max_rounds: int = 50  # maximum of rounds, each with two samples per phase
+    max_rounds: int = 50  # maximum number of rounds, each with two samples per phase
     cell_seconds: float = 2.5  # timing budget of a cell, all contenders together
     total_seconds: float = 75.0  # budget of the run, which shortens and drops cells; 0: none
     precision: float = 0.01  # relative half-width of the median's 95 % interval that ends timing
@@ -291,7 +295,7 @@ class DeviceConfig:
     threads: int = 0  # CPU threads; 0: torch's default
     memory_share: float = 0.6  # tables ÷ free memory beyond which tables are shrunk
     ranks: int = 1  # processes that measure a cell together, each with its own batches
-    strict: bool = False  # raise an error on a machine that is unfit to measure on
+    strict: bool = False  # end with an error (status 2) on a machine that is unfit to measure on
 
 
 @dataclass
@@ -310,10 +314,10 @@ class GateConfig:
     base: str = ""  # a git revision; empty: origin/main, else HEAD; a smoke run: head
     head: str = "WORKTREE"  # or a git revision
     points: list[GatePoint] = field(default_factory=list)
-    max_pairs: int = 9  # pairs of processes at most, for a point unsure after timing.replicates
+    max_pairs: int = 9  # maximum pairs of processes of a point unsure after timing.replicates
     min_effect: float = 0.05  # smaller effects do not count
-    max_margin: float = 0.1  # a point whose noise asks for more is not gated
-    strict: bool = False  # unsure, or too noisy to gate, is exit status 4
+    max_margin: float = 0.1  # points that could only detect effects larger than this are not gated
+    strict: bool = False  # end with exit status 4 if a point is unsure or too noisy to gate
     instructions: bool = True  # count them with callgrind, on the CPU with one thread
     noise: str = "reports/noise"  # folder of the noise floors, one file per machine
     floor_pairs: int = 24  # pairs of processes of a noise floor
@@ -344,7 +348,7 @@ class Config:
     seed: int = 1
     rerun: Rerun = Rerun.none
     dry_run: bool = False  # print the cells with their memory and time, measure nothing
-    strict: bool = False  # running out of memory is a failure too, not a result
+    strict: bool = False  # end with exit status 5 if a cell ran out of memory, as if it had failed
     optimizer: Optimizer = Optimizer.sgd
     lr: float = 0.01
     workload: WorkloadConfig = field(default_factory=WorkloadConfig)

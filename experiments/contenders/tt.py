@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -118,7 +117,8 @@ class TTTables(Contender):
 def tt_specs(task: Task, shapes: Sequence[TableShape]) -> list[emblib.TTSpec]:
     """Return the tensor train of each table; emblib chooses factors that the task leaves open.
 
-    A small table has a lower rank if its cores cannot use the task's.
+    The rank of a table is at most what its cores can use, so small tables may get less than
+    `task.rank`.
 
     Raises:
         Unsupported: no table can use the task's rank, so the contender's name would be wrong.
@@ -136,12 +136,9 @@ def tt_specs(task: Task, shapes: Sequence[TableShape]) -> list[emblib.TTSpec]:
 
 def _tt_spec(task: Task, shape: TableShape) -> emblib.TTSpec:
     cores = len(task.dim_factors) or (3 if shape.dim >= 8 else 2)  # a factor of D per core
-    factors = emblib.TTSpec(
-        shape.rows, shape.dim, (1,) * (cores - 1), task.row_factors, task.dim_factors
-    )
-    sizes = [p * q for p, q in zip(factors.row_factors, factors.dim_factors, strict=True)]
-    max_ranks = [min(math.prod(sizes[:k]), math.prod(sizes[k:])) for k in range(1, cores)]
-    return dataclasses.replace(factors, ranks=tuple(min(task.rank, r) for r in max_ranks))
+    ranks = (task.rank,) * (cores - 1)
+    spec = emblib.TTSpec(shape.rows, shape.dim, ranks, task.row_factors, task.dim_factors)
+    return spec.usable()
 
 
 def expect_tt(

@@ -1,4 +1,4 @@
-"""What the report of looked-at lookups says: its answer, its table, how to read it.
+"""Text, table and figures of the report of a lookup trace (kind trace).
 
 A record is one trace; its "analysis" has the numbers that the figures draw. `answer` makes the
 sentences, `figures` one figure per question, each with a curve per record.
@@ -18,12 +18,12 @@ from omegaconf import OmegaConf
 from experiments.config.schema import Distribution
 from experiments.config.sweep import SWEEP
 from experiments.kinds import trace
+from experiments.kinds.trace import TableNumbers, TraceRecord
 from experiments.report import text
 from experiments.report.charts import DASHED, Curve, Scale, curves, percent_scale
 from experiments.report.data import Run
 from experiments.report.style import COLOURS, INK, Figure, Panel
 from experiments.report.tables import Column, Table, Value, count_value, number_value, percent_value
-from experiments.results.store import Record
 from experiments.workloads import production
 from experiments.workloads.distributions import describe_distribution, zipf_probabilities
 
@@ -31,10 +31,10 @@ NOTES = (
     "'Distinct' rows are those looked up at all. A batch's distinct share is its distinct rows ÷ "
     "its lookups, which is what a table that acts once per row has to move.",
     "Skew: P(rank) ~ (rank + q)^-s by maximum likelihood. Ranks come from the even batches and "
-    "the likelihood from the odd ones, because rows that are ranked by the counts one fits show "
-    "skew in pure chance. 'Misfit' is the largest difference between the cumulative shares of the "
-    "distribution and of the lookups; where rows have few lookups each, ranks are uncertain, and "
-    "a true zipf distribution has a misfit of a few percent too.",
+    "the likelihood from the odd ones, because rows ranked by the same counts that are fitted look "
+    "skewed even if all are equally popular. 'Misfit' is the largest difference between the "
+    "cumulative shares of the distribution and of the lookups; where rows have few lookups each, "
+    "ranks are uncertain, and a true zipf distribution has a misfit of a few percent too.",
     "Reuse distance: distinct other rows looked up between two lookups of the same row, lookup "
     "by lookup (a cache of C rows that replaces the least recently used one serves exactly the "
     "lookups with a distance below C).",
@@ -49,8 +49,11 @@ NOTES = (
 )
 
 
-def answer_record(run: Run) -> Record | None:
-    """Return the case of the answer: the user's own trace, else the headline case."""
+def answer_record(run: Run) -> TraceRecord | None:
+    """Return the record that the answer describes: the user's own trace, else the headline case.
+
+    None if it was not measured.
+    """
     sections = [SWEEP] if _names_a_file(run) else [SWEEP, str(run.config.report.headline)]
     for section in sections:
         for record in trace.good_records(run.records):
@@ -74,11 +77,11 @@ def answer(run: Run) -> list[str]:
         reason = failed["reason"] if failed else "the run ended before"
         return [f"No answer: the trace {run.config.workload.file} was not analysed ({reason})."]
     if record is None:
-        return ["No answer: no lookups were looked at before the run ended."]
+        return ["No answer: no lookups were analysed before the run ended."]
     return [_headline(run, record), *_skew_sentence(record), *_comparison_sentence(run, record)]
 
 
-def _headline(run: Run, record: Record) -> str:
+def _headline(run: Run, record: TraceRecord) -> str:
     """State repetition and concentration, and the hit rates of an ideal and of an LRU cache."""
     analysis, size = record["analysis"], answer_cache_size(run)
     samples = record["samples"]
@@ -96,7 +99,7 @@ def _headline(run: Run, record: Record) -> str:
     )
 
 
-def name_of(record: Record) -> str:
+def name_of(record: TraceRecord) -> str:
     """Return the name of the lookups."""
     p = record["params"]
     if p["distribution"] == Distribution.zipf.value:
@@ -112,13 +115,13 @@ def answer_cache_size(run: Run) -> float:
     return float(run.config.report.subject_cache)
 
 
-def concentration(record: Record, share: str) -> float:
+def concentration(record: TraceRecord, share: str) -> float:
     """Return the fewest rows with that share of the lookups ÷ rows looked up, over all tables."""
     rows = sum(table["rows_of"][share] for table in record["tables"])
     return rows / max(1, sum(table["distinct"] for table in record["tables"]))
 
 
-def _hit_rate_at(record: Record, policy: str, size: float) -> float:
+def _hit_rate_at(record: TraceRecord, policy: str, size: float) -> float:
     """Return the hit rate per lookup at the size nearest to a fraction of the distinct rows."""
     points = record["analysis"]["hit_rates"][policy]
     wanted_rows = size * record["analysis"]["hit_rates"]["distinct"]
@@ -126,7 +129,7 @@ def _hit_rate_at(record: Record, policy: str, size: float) -> float:
     return float(nearest["lookups"])
 
 
-def _skew_sentence(record: Record) -> list[str]:
+def _skew_sentence(record: TraceRecord) -> list[str]:
     table = busiest(record)
     fit = table["fit"]
     if fit is None:
@@ -138,13 +141,12 @@ def _skew_sentence(record: Record) -> list[str]:
     ]
 
 
-def busiest(record: Record) -> dict[str, Any]:
+def busiest(record: TraceRecord) -> TableNumbers:
     """Return the table with most lookups."""
-    tables: list[dict[str, Any]] = record["tables"]
-    return tables[record["analysis"]["busiest"]["table"]]
+    return record["tables"][record["analysis"]["busiest"]["table"]]
 
 
-def _comparison_sentence(run: Run, record: Record) -> list[str]:
+def _comparison_sentence(run: Run, record: TraceRecord) -> list[str]:
     size = answer_cache_size(run)
     other_records = [r for r in trace.good_records(run.records) if r["cell"] != record["cell"]]
     if not other_records:
@@ -159,7 +161,7 @@ def section_table(run: Run, section: str) -> Table:
     """Return one row per table."""
     records = [r for r in trace.good_records(run.records) if r["section"] == section]
     rows = [
-        table | {"label": (f"{_point(record)} · " if len(records) > 1 else "") + table["name"]}
+        {**table, "label": (f"{_point(record)} · " if len(records) > 1 else "") + table["name"]}
         for record in records
         for table in record["tables"]
     ]
@@ -181,7 +183,7 @@ def section_table(run: Run, section: str) -> Table:
     return Table.of(rows, columns)
 
 
-def _point(record: Record) -> str:
+def _point(record: TraceRecord) -> str:
     p = record["params"]
     return f"E={p['E']:,} B={p['B']:,} L={p['L']} s={p['s']:g}"
 
@@ -195,9 +197,18 @@ def _fitted(table: dict[str, Any], name: str) -> float | None:
     return table["fit"][name] if table["fit"] else None
 
 
-# Lookups are no contenders: they take the colours in order.
-ORDER = ("tbe", "tt", "torch", "reference_tt", "cached_lru", "cached_lfu", "managed", "disk_lru")
-COMPARABLE = 1.5  # a window of up to so many times the published one, or its inverse, is like it
+# Records have no colours of their own: they take those of these contenders, in this order.
+COLOUR_ORDER = (
+    "tbe",
+    "tt",
+    "torch",
+    "reference_tt",
+    "cached_lru",
+    "cached_lfu",
+    "managed",
+    "disk_lru",
+)
+COMPARABLE = 1.5  # a trace is like the published one up to this factor of its lookups, either way
 
 
 def figures(run: Run) -> list[Figure]:
@@ -219,16 +230,16 @@ def figures(run: Run) -> list[Figure]:
     return result
 
 
-def _with_styles(records: Sequence[Record]) -> Iterator[tuple[Record, str, str]]:
+def _with_styles(records: Sequence[TraceRecord]) -> Iterator[tuple[TraceRecord, str, str]]:
     """Yield each record with its colour and its name."""
     for i, record in enumerate(records):
         words = name_of(record).removeprefix("lookups of the ").replace(" lookups", "")
         if sum(name_of(r) == name_of(record) for r in records) > 1:
             words += f" E={record['params']['E']:,} B={record['params']['B']:,}"
-        yield record, COLOURS[ORDER[i % len(ORDER)]], words
+        yield record, COLOURS[COLOUR_ORDER[i % len(COLOUR_ORDER)]], words
 
 
-def _caches(records: Sequence[Record]) -> Figure:
+def _caches(records: Sequence[TraceRecord]) -> Figure:
     """Draw the hit rates of ideal caches against their size, per lookup and per distinct row."""
 
     def panel(title: str, unit: str) -> Panel:
@@ -269,7 +280,7 @@ def _caches(records: Sequence[Record]) -> Figure:
     )
 
 
-def _popularity(records: Sequence[Record]) -> Figure:
+def _popularity(records: Sequence[TraceRecord]) -> Figure:
     """Draw the lookups per row by rank, and the lookups of the most popular rows together."""
     ranked, cumulative = [], []
     for record, colour, label in _with_styles(records):
@@ -307,7 +318,7 @@ def _popularity(records: Sequence[Record]) -> Figure:
     )
 
 
-def _repetition(records: Sequence[Record]) -> Figure:
+def _repetition(records: Sequence[TraceRecord]) -> Figure:
     """Draw rows and their lookups by the number of lookups per row."""
     is_like_published = any(_like_published(r) for r in records)
     names = [*(_binary(e) for e in production.EDGES[1:]), "more"]
@@ -332,26 +343,30 @@ def _repetition(records: Sequence[Record]) -> Figure:
         y_scale = Scale(f"share of the {unit} (%)", low=0)
         return Panel(text.capitalised(unit), curves(lines, x_scale, y_scale))
 
-    stars = " Stars: the published production trace; in its last bins a smaller table has few rows."
+    about_stars = (
+        " Stars: the published production trace; in its last bins a smaller table has few rows."
+        if is_like_published
+        else ""
+    )
     return Figure(
         "repetition",
         "Lookups per row",
         "Rows by how many lookups they have in the whole trace: the share of the rows in each "
-        f"bin, and the share of all lookups that go to them.{stars * is_like_published} Only "
+        f"bin, and the share of all lookups that go to them.{about_stars} Only "
         "traces with as many lookups per row can be compared.",
         "",
         [panel("rows", production.ROWS_SHARE), panel("lookups", production.LOOKUPS_SHARE)],
     )
 
 
-def _like_published(record: Record) -> bool:
+def _like_published(record: TraceRecord) -> bool:
     window = record.get("published_window")
     if not window:
         return False
     return 1 / COMPARABLE < sum(record["samples"]["lookups"]) / window < COMPARABLE
 
 
-def _reuse(records: Sequence[Record]) -> Figure:
+def _reuse(records: Sequence[TraceRecord]) -> Figure:
     """Draw the reuse distances of lookups, and their cumulative share."""
 
     def panel(title: str, transform: Callable[[np.ndarray], np.ndarray], label: str) -> Panel:
@@ -377,7 +392,7 @@ def _reuse(records: Sequence[Record]) -> Figure:
     )
 
 
-def _working_set(records: Sequence[Record]) -> Figure:
+def _working_set(records: Sequence[TraceRecord]) -> Figure:
     """Draw the distinct rows over the lookups, and the new rows of each batch."""
     growth, new = [], []
     max_rows, first = 1, min(r["samples"]["lookups"][0] for r in records)
@@ -419,8 +434,8 @@ def _binary(value: float) -> str:
     return f"{value / 1024:,.3g} Ki" if value >= 1024 else f"{value:g}"
 
 
-def _tables(records: Sequence[Record]) -> Figure:
-    def panel(title: str, value: Callable[[dict[str, Any]], float | None], label: str) -> Panel:
+def _tables(records: Sequence[TraceRecord]) -> Figure:
+    def panel(title: str, value: Callable[[TableNumbers], float | None], label: str) -> Panel:
         lines = []
         for record, colour, name in _with_styles(records):
             points = [(t["distinct"], value(t)) for t in record["tables"]]

@@ -6,9 +6,9 @@ for each; there is nothing to time, and one process suffices.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NotRequired, TypedDict, cast
 
 import pandas as pd
 
@@ -23,6 +23,40 @@ COLUMNS = (
     *("rows", "lookups", "distinct", "batch_distinct_share", "bag_mean", "bag_max"),
     *("bags_empty", "once", "cache", "offline", "lru"),
 )
+
+
+class TableNumbers(TypedDict):
+    """The analysis of one table; shares are of 1."""
+
+    name: str
+    rows: int  # those stated, else those looked up
+    rows_known: bool  # whether the trace states them
+    lookups: int
+    distinct: int  # rows looked up
+    batch_distinct_share: float  # sum of the distinct rows of each batch ÷ lookups
+    bag_mean: float  # ids per bag
+    bag_max: int
+    bags_empty: float  # share of bags
+    once: float  # share of the distinct rows that are looked up once
+    rows_of: dict[str, int]  # fewest rows that have this share of the lookups
+    fit: dict[str, float] | None  # s, q, misfit of the nearest Zipf distribution
+    cache: float  # size of a cache of this table ÷ its distinct rows
+    offline: float  # hit rate per lookup of this cache, offline optimum
+    lru: float
+
+
+class TraceRecord(TypedDict):
+    """The record of one trace: the keys that its tables and report read."""
+
+    status: str
+    section: str
+    cell: str
+    params: dict[str, Any]  # the workload
+    features: int  # tables
+    tables: list[TableNumbers]
+    analysis: dict[str, Any]  # of all tables together, see `measure.trace.analyse_together`
+    samples: dict[str, list[int]]  # per batch: `lookups`, distinct `rows`, and `new` ones
+    published_window: NotRequired[int]  # lookups like those published, for production-like ids
 
 
 class Trace(base.Kind):
@@ -60,9 +94,11 @@ class Trace(base.Kind):
         return {"tables": tables(records), "ideal_hit_rates": ideal_hit_rates(records)}
 
 
-def good_records(records: Sequence[Record]) -> list[Record]:
+def good_records(records: Sequence[Record]) -> list[TraceRecord]:
     """Return the good records of the kind."""
-    return [r for r in records if r.get("kind") == Trace.name and r["status"] == "ok"]
+    return [
+        cast(TraceRecord, r) for r in records if r.get("kind") == Trace.name and r["status"] == "ok"
+    ]
 
 
 def tables(records: Sequence[Record]) -> pd.DataFrame:
@@ -76,14 +112,15 @@ def tables(records: Sequence[Record]) -> pd.DataFrame:
     return pd.DataFrame([row for r in good_records(records) for row in _tables(r)])
 
 
-def _tables(record: Record) -> Iterator[dict[str, Any]]:
+def _tables(record: TraceRecord) -> Iterator[dict[str, Any]]:
     for table in record["tables"]:
-        fit = table["fit"] or {"s": None, "q": None, "misfit": None}
+        numbers: Mapping[str, Any] = table
+        fit: Mapping[str, float | None] = table["fit"] or {"s": None, "q": None, "misfit": None}
         yield {
             "section": record["section"],
             "cell": record["cell"],
             "table": table["name"],
-            **{name: table[name] for name in COLUMNS},
+            **{name: numbers[name] for name in COLUMNS},
             **{f"rows_of_{share:g}": table["rows_of"][f"{share:g}"] for share in SHARES},
             **fit,
         }

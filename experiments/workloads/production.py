@@ -11,6 +11,7 @@ looked up once).
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cache
 
@@ -46,10 +47,12 @@ EDGES = tuple(edge for edge, _, _ in BINS)
 ROWS_SHARE = tuple(rows for _, rows, _ in BINS)
 LOOKUPS_SHARE = tuple(lookups for _, _, lookups in BINS)
 
-# Rates are expected lookups per published batch, half an octave apart. The histograms leave both
-# ends open: here a row with less than one lookup in two batches is never used, and no row occurs
-# twice in a sample. (Then the 7.6 % of the lookups in the last bin belong to about 1,400 rows.)
-MIN_RATE, NUM_CLASSES = 0.5, 37
+# Rates are expected lookups per published batch: from MIN_RATE to SAMPLES (0.5 · 2^18), in half
+# octaves: 37 classes. The histograms leave both ends open: here a row with less than one lookup in
+# two batches is never used, and no row occurs twice in a sample. (Then the 7.6 % of the lookups in
+# the last bin belong to about 1,400 rows.)
+MIN_RATE = 0.5
+NUM_CLASSES = 1 + round(2 * math.log2(SAMPLES / MIN_RATE))
 MIN_ROWS_SHARE = 0.004  # smaller published shares of rows have one digit only
 FIT_ROUNDS = 4000
 
@@ -79,6 +82,7 @@ def popularity_classes() -> PopularityClasses:
     bins = np.stack(
         [expected_bins(float(r)) for r in rates], axis=2
     )  # [rows or lookups, bins, classes]
+    # Per distinct row of the published batch; times class sizes, these are shares as published.
     rows, lookups = bins[0], bins[1] / (LOOKUPS / DISTINCT)
     has_two_digits = np.array(ROWS_SHARE) >= MIN_ROWS_SHARE
     expected_shares = np.concatenate([rows[has_two_digits], lookups])
@@ -97,7 +101,11 @@ def popularity_classes() -> PopularityClasses:
 
 
 def expected_bins(rate: float) -> Reals:
-    """Return [2, bins] for a row of this rate: the probability and the lookups of each bin."""
+    """Return, for a row of this rate, what its count contributes to each bin.
+
+    The result is [2, bins]: probability that the row's count is in the bin, and expected lookups
+    there.
+    """
     radius = 12 * rate**0.5 + 12
     counts = np.arange(max(1, int(rate - radius)), int(rate + radius) + 1)
     log_factorials = np.concatenate([[0.0], np.cumsum(np.log(np.arange(1, counts[-1] + 1)))])
@@ -129,8 +137,8 @@ class RankSteps:
 def rank_steps(rows: int) -> RankSteps:
     """Return the distribution of ranks on a table of `rows` rows.
 
-    Rank r has the lookups of the r-th of `rows` equal parts of all rows, by popularity. So on a
-    small table a rank may stand for several classes.
+    Sort all rows by popularity and cut them into `rows` equal parts: rank r is as popular as part
+    r. So on a small table a rank may stand for several classes.
     """
     classes = popularity_classes()
     row_share = np.cumsum((classes.rows / classes.rows.sum())[::-1])
@@ -152,9 +160,8 @@ def draw_ranks(rng: np.random.Generator, count: int, rows: int) -> Ids:
     draws = rng.random(count) * mass_up_to[-1]
     step = np.minimum(np.searchsorted(mass_up_to, draws, side="right"), len(mass_up_to) - 1)
     ranks_before = np.concatenate([[0], table_steps.last[:-1]])
-    position_in_step = (draws - (mass_up_to[step] - table_steps.mass[step])) / table_steps.mass[
-        step
-    ]
+    mass = table_steps.mass[step]
+    position_in_step = (draws - (mass_up_to[step] - mass)) / mass
     ranks_in_step = table_steps.last[step] - ranks_before[step]
     return (
         ranks_before[step]
@@ -171,7 +178,7 @@ def probabilities(rows: int) -> Reals:
 
 
 def published_lookups(rows: int) -> int:
-    """Return the lookups per batch of the published batch, scaled to a table of `rows` rows."""
+    """Return the lookups of the published batch, scaled to a table of `rows` rows."""
     return round(rows / popularity_classes().rows_per_distinct * LOOKUPS / DISTINCT)
 
 

@@ -280,7 +280,7 @@ def test_a_trace_of_ones_own_is_what_the_answer_is_about(run: Path) -> None:
 
 def test_nothing_looked_at_yet(run: Path) -> None:
     (run / "points.jsonl").write_text("")
-    assert "No answer: no lookups were looked at" in write_report(run).answer
+    assert "No answer: no lookups were analysed" in write_report(run).answer
 
 
 def test_a_trace_that_failed_is_not_answered_for_by_other_lookups(run: Path) -> None:
