@@ -40,6 +40,7 @@ PARSED = {
     "compare": "takes runs of several machines: compare/test_machines.py",
     "reference": "writes into the repository, or measures for hours: test_reference.py",
     "bundle": "packs and verifies runs: bundle/test_verify.py",
+    "statistics": "draws files of a training program: test_table_statistics.py",
     "gallery": "copies reports: test_gallery.py",
     "kernel_times": "needs a GPU: tests/pretend/test_kernel_times.py",
     "list": "test_listing.py",
