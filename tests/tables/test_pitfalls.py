@@ -94,9 +94,8 @@ def test_an_update_that_raises_is_no_step(kind: str) -> None:
     kept = {name: getattr(module, name).clone() for name in names}
     for name in names:
         getattr(module, name).resize_(0)
-    loss = module(INDICES, OFFSETS).sum()
-    with pytest.raises(RuntimeError, match="state"):
-        loss.backward()
+    with pytest.raises(RuntimeError, match=r"state|row buffer 1, which has 0 elements"):
+        module(INDICES, OFFSETS).sum().backward()  # a dynamic table raises in its forward
     assert module.step == 1
     for name in names:
         getattr(module, name).resize_(kept[name].shape).copy_(kept[name])
