@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from emblib.dynamic import keys as routing
+from emblib.dynamic import shrinking, training
 from emblib.dynamic import state as dynamic_state
-from emblib.dynamic import training
 from emblib.dynamic.saving import checkpoint, fallback, table_dumps
 from emblib.dynamic.saving.dumps import Part, Report
 from emblib.dynamic.saving.entries import Changes, Entries, concatenate
@@ -31,7 +31,7 @@ from emblib.dynamic.saving.table_dumps import ChangeSet
 from emblib.dynamic.state import DynamicState
 from emblib.dynamic.statistics import TableStatistics
 from emblib.dynamic.tiers.store import TierStats
-from emblib.specs import DynamicSpec
+from emblib.specs import DynamicSpec, check_count
 
 T = TypeVar("T")
 
@@ -267,6 +267,34 @@ class DynamicTable:
         """
         for _, state, _ in self.local_shards():
             dynamic_state.set_clock(state, clock)
+
+    def reserve(self, rows: int) -> None:
+        """Grow the table to the size that `rows` keys need, at most to its capacity.
+
+        Each shard grows by its part; call it on all ranks.
+        """
+        rows_of_shard = self._divide(rows)
+        for _, state, index in self.local_shards():
+            dynamic_state.reserve(state, index, rows_of_shard)
+
+    def shrink(self, rows: int) -> int:
+        """Shrink the table to `rows` rows, and return how many keys were evicted, over all shards.
+
+        Each shard shrinks to its part, see `DynamicEmbeddingBags.shrink`; call it on all ranks.
+
+        Raises:
+            ValueError: less than `initial_capacity`, a table on CUDA, or one that evicts no keys.
+        """
+        rows_of_shard = self._divide(rows)
+        return sum(
+            self._everywhere(
+                "shrink", lambda state, index: shrinking.shrink(state, index, rows_of_shard)
+            )
+        )
+
+    def _divide(self, rows: int) -> int:
+        """Return the part of a number of rows that each shard has, rounded up."""
+        return -(-check_count("rows", rows) // len(self.owners))
 
     def track_evictions(self, max_keys: int = 1 << 24) -> None:
         """Record keys that leave from now on, at most `max_keys` per shard; call it on all ranks.

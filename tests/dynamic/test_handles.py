@@ -63,6 +63,20 @@ def test_counts_and_keys(device: torch.device) -> None:
     assert [spec.name for spec in bags.tables] == ["item", "user"]
 
 
+def test_a_table_grows_in_advance_and_shrinks() -> None:
+    specs = [DynamicSpec(1024, 4, name=name, initial_capacity=64) for name in ("item", "user")]
+    item = DynamicEmbeddingBags(specs, optim.Adam(0.1)).table_handles()["item"]
+    item.reserve(400)
+    assert item.capacity() >= 400
+    assert item.shrink(40) == 0
+    assert item.capacity() == 64
+    with pytest.raises(ValueError, match="shrinks to its initial_capacity"):
+        item.shrink(32)
+    for call in (item.reserve, item.shrink):
+        with pytest.raises(ValueError, match="rows must be"):
+            call(0)
+
+
 def test_status_of_keys(device: torch.device) -> None:
     bags = module(device)
     asked = torch.tensor([9, 5, 77])

@@ -206,6 +206,30 @@ def fail_alone(ranks: RankGroup, directory: Path) -> list[str]:
     return errors
 
 
+def grow_and_shrink(ranks: RankGroup) -> tuple[list[int], int]:
+    """Capacities and sizes of a table that grows in advance and shrinks by its parts."""
+    config = EmbeddingBagConfig(4096, 4, "user", ["u"], storage=Hash(initial_capacity=32))
+    tables = EmbeddingBagCollection([config], optimizer=optim.Adam(0.1))
+    model = DistributedModelParallel(tables, ranks, plan={"": {"user": row_wise()}})
+    user = model.tables["user"]
+    user.reserve(512)
+    numbers = [user.capacity()]
+    ids = torch.arange(400) + 1000 * ranks.rank
+    model(KeyedJaggedTensor(["u"], ids, lengths=torch.ones_like(ids))).values().sum().backward()
+    numbers.append(user.size())
+    evicted = user.shrink(256)
+    return [*numbers, user.capacity(), user.size()], evicted
+
+
+def test_a_sharded_table_grows_and_shrinks_by_its_parts() -> None:
+    first, second = worlds.run(2, grow_and_shrink)
+    assert first == second
+    (reserved, before, capacity, after), evicted = first
+    assert reserved >= 512
+    assert (before, capacity) == (800, 256)
+    assert after == before - evicted <= capacity
+
+
 def out_of_step(ranks: RankGroup) -> str:
     """The error where ranks call different methods."""
     model = DistributedModelParallel(source().to(ranks.device), ranks, plan={"": PLAN})
