@@ -1,6 +1,9 @@
 """Modules of dynamic tables, what trains them and what compares them, for tests of checkpoints."""
 
-from collections.abc import Iterator
+import copy
+import pickle
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +19,7 @@ from emblib import (
     Precision,
     optim,
 )
+from emblib.dynamic.saving import snapshots
 from emblib.init import Uniform
 
 EVICTIONS = list(Eviction)
@@ -121,3 +125,33 @@ def assert_same_bytes(one: DynamicEmbeddingBags, other: DynamicEmbeddingBags) ->
             assert torch.equal(mine[there], its[there])
     assert torch.equal(one.index.clock, other.index.clock)
     assert torch.equal(one.hyperparams, other.hyperparams)
+
+
+def _from_state_dict(module: Any, make: Callable[[], Any], path: Path) -> Any:
+    other = make()
+    other.load_state_dict(pickle.loads(pickle.dumps(module.state_dict())))
+    return other
+
+
+def _from_dump(module: Any, make: Callable[[], Any], path: Path) -> Any:
+    other = make()
+    module.save(path)
+    other.load(path)
+    return other
+
+
+def _from_snapshot(module: Any, make: Callable[[], Any], path: Path) -> Any:
+    other = make()
+    snapshots.save(module, path)
+    other.load(path)
+    return other
+
+
+# Ways to copy a module, of a module, a function that makes one without keys, and a folder.
+COPIES: dict[str, Callable[[Any, Callable[[], Any], Path], Any]] = {
+    "deepcopy": lambda module, make, path: copy.deepcopy(module),
+    "pickle": lambda module, make, path: pickle.loads(pickle.dumps(module)),
+    "state_dict": _from_state_dict,
+    "dump": _from_dump,
+    "snapshot": _from_snapshot,
+}

@@ -1,8 +1,5 @@
 """Fallback rows: what keys without a row read and train, wherever tables are kept and saved."""
 
-import copy
-import pickle
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +28,13 @@ from emblib import (
     optim,
 )
 from emblib.dynamic.keys import KeyStatus, keys_of_ranges, owner
-from emblib.dynamic.saving import snapshots
 from emblib.dynamic.saving.dumps import Part
 from emblib.dynamic.saving.entries import as_part, join_parts
 from emblib.dynamic.saving.table_dumps import apply_changes, changes_since
 from emblib.init import Constant, Uniform
 from emblib.sharding import DistributedModelParallel
 from emblib.storage import Hash, TableSlice
-from tests.dynamic.dynamic_cases import assert_same_content
+from tests.dynamic.dynamic_cases import COPIES, assert_same_content
 from tests.dynamic.tier_cases import Pair
 
 FIRST = Uniform(-0.5, 0.5)
@@ -256,43 +252,11 @@ def test_late_updates_go_to_the_row_that_was_read(device: torch.device) -> None:
     assert torch.equal(handle.fallback_rows()["weight"], before)
 
 
-def _state_dict(module: DynamicEmbeddingBags, path: Path) -> DynamicEmbeddingBags:
-    other = make()
-    other.load_state_dict(pickle.loads(pickle.dumps(module.state_dict())))
-    return other
-
-
-def _dump(module: DynamicEmbeddingBags, path: Path) -> DynamicEmbeddingBags:
-    other = make()
-    module.save(path)
-    other.load(path)
-    return other
-
-
-def _snapshot(module: DynamicEmbeddingBags, path: Path) -> DynamicEmbeddingBags:
-    other = make()
-    snapshots.save(module, path)
-    other.load(path)
-    return other
-
-
-@pytest.mark.parametrize(
-    "save",
-    [
-        lambda module, path: copy.deepcopy(module),
-        lambda module, path: pickle.loads(pickle.dumps(module)),
-        _state_dict,
-        _dump,
-        _snapshot,
-    ],
-    ids=["deepcopy", "pickle", "state_dict", "dump", "snapshot"],
-)
-def test_copies_have_them(
-    save: Callable[[DynamicEmbeddingBags, Path], DynamicEmbeddingBags], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("way", COPIES)
+def test_copies_have_them(way: str, tmp_path: Path) -> None:
     module = make()
     train(module, 0, 1, 2)
-    other = save(module, tmp_path)
+    other = COPIES[way](module, make, tmp_path)
     assert_same_content(module, other)
     for either in (module, other):
         train(either, 3, 4)

@@ -1,8 +1,5 @@
 """Features of a shared table with thresholds and times to live of their own."""
 
-import copy
-import pickle
-from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -27,12 +24,11 @@ from emblib import (
     PerFeature,
     optim,
 )
-from emblib.dynamic.saving import snapshots
 from emblib.dynamic.saving.checkpoint import set_table_entries, table_entries
 from emblib.reference.hash import is_admitted, is_alive
 from emblib.sharding import DistributedModelParallel
 from emblib.storage import Hash
-from tests.dynamic.dynamic_cases import assert_same_content
+from tests.dynamic.dynamic_cases import COPIES, assert_same_content
 
 TABLES = [0, 1, 0, 0]  # feature 1 reads another table
 TTLS = (16, 70, 30)  # of features 0, 2 and 3
@@ -136,44 +132,12 @@ def test_no_memory_without_it() -> None:
     assert make().nbytes()["index"] == plain.nbytes()["index"] + 2 * 8 * 32
 
 
-def _loaded(module: DynamicEmbeddingBags, path: Path) -> DynamicEmbeddingBags:
-    other = make()
-    other.load_state_dict(pickle.loads(pickle.dumps(module.state_dict())))
-    return other
-
-
-def _dumped(module: DynamicEmbeddingBags, path: Path) -> DynamicEmbeddingBags:
-    other = make()
-    module.save(path)
-    other.load(path)
-    return other
-
-
-def _snapped(module: DynamicEmbeddingBags, path: Path) -> DynamicEmbeddingBags:
-    other = make()
-    snapshots.save(module, path)
-    other.load(path)
-    return other
-
-
-@pytest.mark.parametrize(
-    "save",
-    [
-        lambda module, path: copy.deepcopy(module),
-        lambda module, path: pickle.loads(pickle.dumps(module)),
-        _loaded,
-        _dumped,
-        _snapped,
-    ],
-    ids=["deepcopy", "pickle", "state_dict", "dump", "snapshot"],
-)
-def test_copies_go_on_alike(
-    save: Callable[[DynamicEmbeddingBags, Path], DynamicEmbeddingBags], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("way", COPIES)
+def test_copies_go_on_alike(way: str, tmp_path: Path) -> None:
     model, generator, module = Model(), torch.Generator().manual_seed(4), make()
     for _ in range(25):
         step(module, *model.batch(generator))
-    other = save(module, tmp_path)
+    other = COPIES[way](module, make, tmp_path)
     for _ in range(25):
         batch = model.batch(generator)
         for either in (module, other):
