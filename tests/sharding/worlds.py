@@ -37,7 +37,7 @@ from datetime import timedelta
 from multiprocessing import connection
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from experiments.measure.process import kill_with_parent
 
@@ -177,10 +177,8 @@ def _connect(folder: Path) -> Connection:
     """
     if SHARED in os.environ:
         folder = Path(tempfile.gettempdir(), f"worlds-{os.environ[SHARED]}-{ON_GPUS}")
-        folder.mkdir(exist_ok=True)
     address = folder / "host"
-    with (folder / "lock").open("w") as lock, socket.socket(socket.AF_UNIX) as door:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with _locked(folder), socket.socket(socket.AF_UNIX) as door:
         with contextlib.suppress(OSError):
             return connection.Client(str(address), "AF_UNIX")
         address.unlink(missing_ok=True)
@@ -199,6 +197,29 @@ def _connect(folder: Path) -> Connection:
             )
         )
         return connection.Client(str(address), "AF_UNIX")
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold the lock of a folder, which is made where another process has removed it."""
+    while True:
+        folder.mkdir(exist_ok=True)
+        try:
+            lock = (folder / "lock").open("w")
+        except FileNotFoundError:
+            continue
+        with lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if _is_in_place(lock):
+                yield
+                return
+
+
+def _is_in_place(file: TextIO) -> bool:
+    """Return whether an open file is still the one of its name."""
+    with contextlib.suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(file.fileno()), os.stat(file.name))
+    return False
 
 
 def _first_word(pipe: Connection) -> tuple[int, Connection]:
@@ -277,7 +298,7 @@ def main(folder: str, number: str) -> None:
     gc.freeze()  # a collection of a rank would look through all that torch has loaded, and copy it
     door = socket.socket(fileno=int(number))
     clients = [Connection(door.accept()[0].detach())]
-    while clients:
+    while clients or not _close_door(Path(folder), door):
         for ready in connection.wait([door, *clients]):
             if ready is door:
                 clients.append(Connection(door.accept()[0].detach()))
@@ -300,7 +321,15 @@ def main(folder: str, number: str) -> None:
                 children.append(child)
             with contextlib.suppress(OSError):  # the client has gone
                 ready.send(children[0] if program else children)
-    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _close_door(folder: Path, door: socket.socket) -> bool:
+    """Let no client in any more; False if one has come since the last one left."""
+    with _locked(folder):  # nothing connects meanwhile
+        if connection.wait([door], 0):
+            return False
+        shutil.rmtree(folder, ignore_errors=True)
+    return True
 
 
 def _be_rank(folder: Path, number: int, rank: int) -> None:
