@@ -14,7 +14,6 @@ import math
 import os
 import re
 import time
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +25,7 @@ from emblib.collections.groups import TableGroups
 from emblib.dynamic.cached_tt import CachedTTEmbeddingBags
 from emblib.dynamic.statistics import AGE_BOUNDS, AgeHistogram, TableStatistics
 from emblib.tables import TableBatchedEmbeddingBags
+from emblib.tables.durable_files import saving
 
 __all__ = ["append_csv", "local_statistics", "prometheus_text", "write_textfile"]
 
@@ -122,12 +122,8 @@ def write_textfile(model: nn.Module, path: str | Path, labels: Labels | None = N
     if path.exists() and not path.is_file():
         raise OSError(f"{path} is not a regular file: a textfile replaces it; name another path")
     text = prometheus_text(model, labels)
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with saving(path) as file:
+        file.write(text.encode())
 
 
 # The metrics

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from emblib.columns import HashCounter
+from emblib.columns import HashCounter, HashEntryColumn
 from emblib.dynamic.hash_index import HashIndex, InsertedBatch
 from emblib.ops.effects import Effects
 from emblib.ops.hash import Keys, tables_of
@@ -125,12 +125,14 @@ class LastUses:
             effects: native calls that were made before an interruption.
         """
         entries = index.table_entries(table)[window]
-        is_old = (index.table_tags(table)[window] != 0) & (entries[:, 1] < before[0])
+        stamps = entries[:, HashEntryColumn.STAMP]
+        is_old = (index.table_tags(table)[window] != 0) & (stamps < before[0])
         uses = self.view(table)[window][: is_old.numel()]
         for level, tick in enumerate(before[1:]):
             is_old &= uses[:, level] < tick
         # A copy: after an interruption the keys may be gone already.
-        keys: Tensor = effects.once(torch.ops.aten.clone.default, entries[is_old, 0])
+        old_keys = entries[is_old, HashEntryColumn.KEY]
+        keys: Tensor = effects.once(torch.ops.aten.clone.default, old_keys)
         index.erase(Keys.of(keys, table), effects)
         counts = keys.new_zeros(index.counters.shape)
         counts[table, HashCounter.EXPIRED] = keys.numel()

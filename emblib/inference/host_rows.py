@@ -66,20 +66,13 @@ class HostEmbeddingBags(nn.Module):
         indexes = [replace(index, num_ids=-1) for index in pruned.indexes if index is not None]
         self.stored = InferenceEmbeddingBags(pruned.rows, indexes).to(device)
         self.device = self.stored.index.device
-        self.rows = QuantizedEmbeddingBags(
-            tables.tables,
-            pooling=tables.pooling,
-            feature_tables=tables.feature_tables,
-            bounds_check=tables.bounds_check,
-            device="meta",
-            include_last_offset=tables.include_last_offset,
-            formats=tables.formats,
-        )
+        sizes = [spec.rows for spec in tables.tables]
+        self.rows = tables.with_rows(sizes, device="meta")
         packed = tables.packed
         if self.device.type == "cuda":
             packed = map_pinned(packed.pin_memory(), self.device)
         self.rows.use_memory(packed)
-        self.stored.rows.output_dtype = torch.float32
+        self.rows.output_dtype = self.stored.rows.output_dtype = torch.float32
 
     def forward(
         self,

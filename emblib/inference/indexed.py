@@ -18,7 +18,6 @@ from emblib.dynamic.keys import range_of
 from emblib.dynamic.training import feature_starts
 from emblib.ops import quant
 from emblib.ops.hash import Keys, tables_of
-from emblib.specs import TableSpec
 from emblib.tables import QuantizedEmbeddingBags
 from emblib.tables.base import append_last_offset, variable_batch
 
@@ -293,19 +292,7 @@ def prune(
         spec.rows if mask is None else int(mask.sum())
         for spec, mask in zip(tables.tables, masks, strict=True)
     ]
-    rows = QuantizedEmbeddingBags(
-        [
-            TableSpec(size, spec.dim, spec.name)
-            for size, spec in zip(sizes, tables.tables, strict=True)
-        ],
-        pooling=tables.pooling,
-        feature_tables=tables.feature_tables,
-        output_dtype=tables.output_dtype,
-        bounds_check=tables.bounds_check,
-        device=tables.packed.device,
-        include_last_offset=tables.include_last_offset,
-        formats=tables.formats,
-    )
+    rows = tables.with_rows(sizes)
     for view, old, mask in zip(rows.table_views(), tables.table_views(), masks, strict=True):
         view["packed"].copy_(old["packed"] if mask is None else old["packed"][mask])
     return InferenceEmbeddingBags(rows, indexes)

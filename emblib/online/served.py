@@ -328,24 +328,14 @@ class IndexedRows:
         """Build larger rows; those of all tables of the module are copied."""
         old_rows, free_rows = self._served.rows, self._free
         assert free_rows is not None
-        specs = list(old_rows.tables)
-        spec = specs[self._table]
-        size = max(int(spec.rows * _GROWTH), spec.rows + num_rows)
-        specs[self._table] = TableSpec(size, spec.dim, spec.name)
-        rows = QuantizedEmbeddingBags(
-            specs,
-            pooling=old_rows.pooling,
-            feature_tables=old_rows.feature_tables,
-            output_dtype=old_rows.output_dtype,
-            bounds_check=old_rows.bounds_check,
-            device=old_rows.packed.device,
-            include_last_offset=old_rows.include_last_offset,
-            formats=old_rows.formats,
-        )
+        sizes = [spec.rows for spec in old_rows.tables]
+        rows_before = sizes[self._table]
+        sizes[self._table] = max(int(rows_before * _GROWTH), rows_before + num_rows)
+        rows = old_rows.with_rows(sizes)
         for view, old_view in zip(rows.table_views(), old_rows.table_views(), strict=True):
             view["packed"][: old_view["packed"].size(0)] = old_view["packed"]
         self._served.rows = rows
-        added_rows = torch.arange(spec.rows, size, device=free_rows.device)
+        added_rows = torch.arange(rows_before, sizes[self._table], device=free_rows.device)
         self._free = torch.cat([free_rows, added_rows])
 
     def _insert(self, keys: Tensor, rows: Tensor) -> None:

@@ -239,6 +239,30 @@ class QuantizedEmbeddingBags(nn.Module):
         self.packed.zero_()
         self.bounds_violations.zero_()
 
+    def with_rows(
+        self, rows: Sequence[int], *, device: torch.device | str | None = None
+    ) -> "QuantizedEmbeddingBags":
+        """Return tables of zeros that differ in their numbers of rows alone.
+
+        Args:
+            rows: rows of each table.
+            device: device of the result; None is that of these tables.
+        """
+        specs = [
+            TableSpec(count, spec.dim, spec.name)
+            for count, spec in zip(rows, self.tables, strict=True)
+        ]
+        return QuantizedEmbeddingBags(
+            specs,
+            pooling=self.pooling,
+            feature_tables=self.feature_tables,
+            output_dtype=self.output_dtype,
+            bounds_check=self.bounds_check,
+            device=self.packed.device if device is None else device,
+            include_last_offset=self.include_last_offset,
+            formats=self.formats,
+        )
+
     @classmethod
     def from_float(
         cls,
