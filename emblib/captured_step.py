@@ -157,7 +157,8 @@ class CapturedStep:
         """Free all graphs and forget the layout of batches: the next steps are captured again.
 
         Call it after changes that a graph does not see: numbers in `param_groups`, `train()` or
-        `eval()`, frozen or moved parameters, other tables or optimizers.
+        `eval()`, frozen or moved parameters, other tables or optimizers, `track_statistics` or
+        `track_evictions` of a table.
         """
         if self._stream is not None:
             torch.cuda.synchronize(self._device)  # nothing may use what is freed here

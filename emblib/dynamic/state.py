@@ -353,6 +353,8 @@ def tier_stats(state: DynamicState) -> dict[str, TierStats]:
 def track_statistics(state: DynamicState, *, remember: int = 0) -> None:
     """Count from now on ages of evicted keys, keys that return, and lookups without a row.
 
+    A `CapturedStep` that is captured already counts them after its `reset`.
+
     Args:
         state: the tables.
         remember: number of evicted keys per table to remember, 8 bytes each, in order to count how

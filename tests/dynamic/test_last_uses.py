@@ -240,5 +240,12 @@ def test_wrong_use() -> None:
     damaged["a.last_uses"] = torch.zeros(1, 2, dtype=torch.int64)
     with pytest.raises(RuntimeError, match=r"a.last_uses: size mismatch"):
         module.load_state_dict(damaged)
+    step(module, torch.tensor([7]), torch.tensor([0, 1, 1, 1, 1]))
+    before = dict(module.state_dict())
+    for tick in (-1, 1 << 40):  # a key with a later tick would never expire
+        damaged = before | {"a.last_uses": torch.full_like(before["a.last_uses"], tick)}
+        with pytest.raises(RuntimeError, match="last_uses of 'a' must be ticks up to its newest"):
+            module.load_state_dict(damaged)
+    torch.testing.assert_close(dict(module.state_dict()), before, rtol=0, atol=0)
     one_ttl = make(3)
     one_ttl.load_state_dict(module.state_dict(), strict=False)  # has no use for them

@@ -1,5 +1,6 @@
 """Memory budgets of sharded models: each rank keeps one of its own, without communication."""
 
+import pytest
 import torch
 
 from emblib import (
@@ -43,3 +44,20 @@ def train_in_a_budget(ranks: RankGroup) -> list[int]:
 def test_every_rank_has_a_budget() -> None:
     for rows in worlds.run(2, train_in_a_budget):
         assert rows[0] > 2 * rows[1] >= 64
+
+
+def shard_tables_of_a_budget(ranks: RankGroup) -> str:
+    """Shard a model after `attach`; return the error."""
+    config = EmbeddingBagConfig(1024, 4, "a", ["a"], storage=Hash(initial_capacity=64))
+    model = EmbeddingBagCollection([config], optimizer=optim.SGD(0.1))
+    MemoryBudget(1 << 20).attach(model)
+    with pytest.raises(ValueError, match="memory budget") as raised:
+        DistributedModelParallel(model, ranks, plan={"": {"a": row_wise()}})
+    return str(raised.value)
+
+
+def test_whole_tables_of_a_budget_are_not_sharded() -> None:
+    """Their shards would be in no budget, although `attach` was called."""
+    for text in worlds.run(2, shard_tables_of_a_budget):
+        assert "table 'a' is in a memory budget" in text
+        assert "shard the model first" in text

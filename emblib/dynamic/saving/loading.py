@@ -7,7 +7,7 @@ the last few entries search for the shortest chain of moves one by one.
 """
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -287,6 +287,15 @@ def _check_rows(target: TableTarget, entries: Entries) -> None:
     uses = entries.rows.get(LAST_USES)
     if uses is not None and uses.dtype != torch.int64:
         raise ValueError(f"{LAST_USES} of {target.name!r} are ticks in int64, got {uses.dtype}")
+    if _has_levels_of(uses, target):
+        newest = max(entries.newest_stamp(), 1)
+        for block in torch.arange(len(entries)).split(_KEYS_PER_CALL):
+            values = uses[block]
+            if values.numel() and not 0 <= int(values.min()) <= int(values.max()) <= newest:
+                raise ValueError(
+                    f"{LAST_USES} of {target.name!r} must be ticks up to its newest stamp "
+                    f"{newest}, got {int(values.min())} to {int(values.max())}"
+                )
     for name in sorted(names):
         rows = entries.rows[name]
         expected_shape = tuple(target.views[name].shape[1:])
@@ -295,6 +304,14 @@ def _check_rows(target: TableTarget, entries: Entries) -> None:
                 f"{name} of {target.name!r} must have rows of shape {list(expected_shape)}, got "
                 f"{list(rows.shape[1:])}; it is of another table or optimizer"
             )
+
+
+def _has_levels_of(uses: Rows | None, target: TableTarget) -> TypeGuard[Rows]:
+    """Return whether saved last uses have the levels of a table, else it ignores them."""
+    own = target.last_uses
+    if own is None or uses is None or not own.size(1):
+        return False
+    return tuple(uses.shape[1:]) == tuple(own.shape[1:])
 
 
 def replace(target: TableTarget, entries: Entries, report: Report | None = None) -> Loaded:
@@ -479,11 +496,10 @@ def _write(target: TableTarget, entries: Entries, slots: Tensor, report: Report 
     with torch.no_grad():
         if target.last_uses is not None and target.last_uses.size(1):
             uses = entries.rows.get(LAST_USES)
-            if uses is None or tuple(uses.shape[1:]) != tuple(target.last_uses.shape[1:]):
-                # By a feature that is not known; 0 would be no use by one of the level.
-                used = entries.stamps[placed][:, None].clamp(min=1)
-            else:
+            if _has_levels_of(uses, target):
                 used = uses[placed]
+            else:  # by a feature that is not known; 0 would be no use by one of the level
+                used = entries.stamps[placed][:, None].clamp(min=1)
             target.last_uses[slots[placed].to(device)] = used.to(device)
         for name, view in target.views.items():
             rows, num_written = entries.rows.get(name), 0
