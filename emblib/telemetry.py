@@ -24,6 +24,7 @@ from torch import nn
 from emblib.collections.groups import TableGroups
 from emblib.dynamic.cached_tt import CachedTTEmbeddingBags
 from emblib.dynamic.statistics import AGE_BOUNDS, AgeHistogram, TableStatistics
+from emblib.sharding.dense import unwrapped
 from emblib.tables import TableBatchedEmbeddingBags
 from emblib.tables.durable_files import saving
 
@@ -38,8 +39,9 @@ AGE_METRIC = "emblib_eviction_age_steps"
 def local_statistics(model: nn.Module) -> dict[tuple[str, str], TableStatistics]:
     """Return the numbers of the dynamic tables of a model, on this rank, by module path and name.
 
-    Of a sharded table these are the shards of this rank, added up; a table without a shard here is
-    left out.
+    Paths are those within a `DistributedModelParallel`, if `model` is one, so they are the same
+    without ranks. Of a sharded table these are the shards of this rank, added up; a table without a
+    shard here is left out.
 
     Example:
         >>> table = emblib.DynamicSpec(capacity=32, dim=4, name="item")
@@ -50,7 +52,7 @@ def local_statistics(model: nn.Module) -> dict[tuple[str, str], TableStatistics]
     """
     statistics: dict[tuple[str, str], TableStatistics] = {}
     paths: list[str] = []
-    for path, module in model.named_modules():
+    for path, module in unwrapped(model).named_modules():
         is_inside = any(not outer or path.startswith(f"{outer}.") for outer in paths)
         if is_inside or not hasattr(module, "table_handles"):
             continue
@@ -85,7 +87,7 @@ def prometheus_text(model: nn.Module, labels: Labels | None = None) -> str:
     metrics: dict[str, _Metric] = {}
     for (path, table), statistics in local_statistics(model).items():
         _add_dynamic(metrics, {**labels, "module": path, "table": table}, statistics)
-    for path, module in model.named_modules():
+    for path, module in unwrapped(model).named_modules():
         # The modules of a collection's tables are not among its submodules.
         inner = module.table_modules() if isinstance(module, TableGroups) else ()
         for tables in (module, *inner):

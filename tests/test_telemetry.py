@@ -35,6 +35,7 @@ from emblib import (
     optim,
     telemetry,
 )
+from emblib.sharding import DistributedModelParallel
 from emblib.storage import Dense, Hash
 
 DOCS = Path(__file__).resolve().parents[1] / "docs" / "operations.md"
@@ -215,6 +216,18 @@ def test_the_text_has_the_counters_of_all_tables(model: Mixed) -> None:
     # A table that is not tracked has no numbers for what it does not count.
     ages = families["emblib_eviction_age_steps"].samples
     assert {dict(s.labels)["module"] for s in ages} == {"keyed"}
+
+
+def test_paths_are_the_same_over_ranks() -> None:
+    """Dashboards that name a module go on when the model is sharded."""
+    config = EmbeddingBagConfig(64, 4, "user", ["user"], storage=Hash())
+    plain = nn.ModuleDict({"bags": EmbeddingBagCollection([config], optimizer=optim.SGD(0.1))})
+    texts = [telemetry.prometheus_text(plain)]
+    sharded = DistributedModelParallel(plain)
+    assert list(telemetry.local_statistics(sharded)) == [("bags", "user")]
+    texts.append(telemetry.prometheus_text(sharded))
+    assert texts[0] == texts[1]
+    assert 'module="bags",table="user"' in texts[0]
 
 
 def test_a_model_without_tables_has_no_metrics() -> None:
