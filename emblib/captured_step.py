@@ -158,7 +158,7 @@ class CapturedStep:
 
         Call it after changes that a graph does not see: numbers in `param_groups`, `train()` or
         `eval()`, frozen or moved parameters, other tables or optimizers, `track_statistics` or
-        `track_evictions` of a table.
+        `track_evictions`.
         """
         if self._stream is not None:
             torch.cuda.synchronize(self._device)  # nothing may use what is freed here

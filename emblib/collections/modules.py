@@ -288,13 +288,14 @@ class TableCollection(nn.Module):
         unknown = sorted(optimizers.keys() - names)
         if unknown:
             raise KeyError(f"there are no tables {unknown}; there are {sorted(names)}")
-        for name in optimizers.keys() & self._shared.keys():
+        shared_names = optimizers.keys() & self._shared.keys()
+        if optimizers.keys() - shared_names:
+            self.check_replaced()
+        for name in shared_names:
             self._shared[name].set_optimizer(optimizers[name])
         optimizers = {k: v for k, v in optimizers.items() if k not in self._shared}
         if not optimizers:
             return
-        for config in self.configs:
-            config.storage.check_copied(config)
         old_groups, configs = self.groups, self.configs
         self.configs = tuple(
             replace(config, optimizer=optimizers[config.name])
@@ -312,6 +313,13 @@ class TableCollection(nn.Module):
         groups.adopt(old_groups)
         groups.train(self.training)
         self._set_groups(groups)
+
+    def check_replaced(self) -> None:
+        """Raise ValueError if new modules cannot take the place of those of the tables."""
+        for config in self.configs:
+            config.storage.check_copied(config)
+        for handle in self.groups.handles:
+            handle.check_replaced()
 
     @torch.no_grad()
     def read_shared(self, tables: Mapping[str, SharedTable]) -> None:

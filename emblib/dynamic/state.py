@@ -353,7 +353,7 @@ def tier_stats(state: DynamicState) -> dict[str, TierStats]:
 def track_statistics(state: DynamicState, *, remember: int = 0) -> None:
     """Count from now on ages of evicted keys, keys that return, and lookups without a row.
 
-    A `CapturedStep` that is captured already counts them after its `reset`.
+    A `CapturedStep` whose graph was captured before does not count them until its `reset`.
 
     Args:
         state: the tables.

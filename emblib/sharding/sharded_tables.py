@@ -18,7 +18,6 @@ from emblib.collections.groups import SliceKey, TableGroups, group
 from emblib.collections.optimizers.fused import trained_configs
 from emblib.collections.optimizers.keyed import GradientShare
 from emblib.collections.shared import SharedTable
-from emblib.dynamic import tables_of
 from emblib.jagged import KeyedJaggedTensor
 from emblib.jagged.jagged_tensor import running_sums
 from emblib.ops import autograd, route
@@ -203,21 +202,6 @@ def common_seeds(
     return invoke_on_rank_and_broadcast_result(ranks, 0, seeds)
 
 
-def _check_budgets(source: nn.Module) -> None:
-    """Raise ValueError if whole tables are in a memory budget, which would not have their shards.
-
-    All ranks raise, since all have the same source.
-    """
-    if source.groups.device.type == "meta":
-        return
-    for name, table in tables_of(source).items():
-        if any(state.budget is not None for _, state, _ in table.local_shards()):
-            raise ValueError(
-                f"table {name!r} is in a memory budget, which does not follow it into its shards; "
-                "shard the model first, then call MemoryBudget.attach on the sharded model"
-            )
-
-
 @torch.no_grad()
 def fill(groups: TableGroups, source: TableGroups, blocks: Mapping[str, tuple[int, int]]) -> None:
     """Copy weights and optimizer states of the whole tables into the shards of `groups`.
@@ -399,7 +383,8 @@ class ShardedTables(nn.Module):
         def arrange(slices: Sequence[TableSlice], reads: Sequence[int]) -> list[int]:
             return [u for g in group(slices, reads, optimizer, pooling, shared) for u in g.units]
 
-        _check_budgets(source)
+        for handle in source.groups.handles:
+            handle.check_replaced()
         layout = lay_out(self.configs, self._effective_plan(), ranks.size, arrange, pooled=pooled)
         whole_tables = map(TableSlice.whole, self.configs)
         seeds = common_seeds(whole_tables, source.groups, ranks)

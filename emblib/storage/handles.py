@@ -85,6 +85,9 @@ class TableHandle(nn.Module):
             parameters.refuse_replacement(name)
         super().__setattr__(name, value)
 
+    def check_replaced(self) -> None:
+        """Raise ValueError if a new module cannot take the place of the table's module."""
+
     def before_read(self) -> None:
         """Write cached rows back, so that the parameters have the newest values."""
 

@@ -424,6 +424,15 @@ class HashHandle(TableHandle):
         if not self._is_placeholder:
             super().set_trained(parameter, trained=trained)
 
+    def check_replaced(self) -> None:
+        """Raise ValueError for a table in a memory budget, which a new module would not be in."""
+        if not self._is_placeholder and self.module.state.budget is not None:
+            raise ValueError(
+                f"table {self.module.table_names[self.index]!r} is in a memory budget, and this "
+                "makes a new module that would be in none: set optimizers, share tables and shard "
+                "the model first, then call MemoryBudget.attach"
+            )
+
     def adopt(self, other: HashHandle) -> None:
         """Copy the keys and rows of another handle, and take over its parameter object."""
         if self._is_placeholder:

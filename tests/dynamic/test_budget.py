@@ -20,8 +20,10 @@ from emblib import (
     KeyedJaggedTensor,
     MemoryBudget,
     OnInsertFailure,
+    duplicate_tables,
     init,
     optim,
+    share_tables,
 )
 from emblib.dynamic.saving import snapshots
 from emblib.storage import Hash
@@ -310,6 +312,28 @@ def test_a_collection_has_one_budget() -> None:
     assert sum(table.capacity() for table in model.tables.values()) <= 256
     assert budget.used() <= budget.nbytes
     assert [table.name for table in budget.tables()] == ["a", "b"]
+
+
+def test_tables_of_a_budget_are_not_replaced() -> None:
+    """New modules would be in no budget, although `attach` was called."""
+    hashed = EmbeddingBagConfig(1024, DIM, "a", ["a"], storage=Hash(initial_capacity=64))
+    item = EmbeddingBagConfig(16, DIM, "item", ["item"])
+    first, second = (
+        EmbeddingBagCollection(c, optimizer=optim.SGD(0.1)) for c in ([hashed, item], [item])
+    )
+    model = torch.nn.ModuleDict({"first": first, "second": second})
+    budget = MemoryBudget(1 << 20)
+    budget.attach(model)
+    used, groups = budget.used(), first.groups
+    for replace in (
+        lambda: first.set_optimizers({"item": optim.Adam(0.1)}),
+        lambda: share_tables(model),
+    ):
+        with pytest.raises(ValueError, match="table 'a' is in a memory budget"):
+            replace()
+    assert first.groups is groups
+    assert budget.used() == used > 0
+    assert duplicate_tables(model) == {"item": ["first", "second"]}
 
 
 def test_threads_share_a_budget() -> None:

@@ -307,7 +307,7 @@ def _check_rows(target: TableTarget, entries: Entries) -> None:
 
 
 def _has_levels_of(uses: Rows | None, target: TableTarget) -> TypeGuard[Rows]:
-    """Return whether saved last uses have the levels of a table, else it ignores them."""
+    """Return whether saved last uses have the levels of a table; others are ignored."""
     own = target.last_uses
     if own is None or uses is None or not own.size(1):
         return False
