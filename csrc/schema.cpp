@@ -143,6 +143,17 @@ STABLE_TORCH_LIBRARY(emblib, m) {
       "tier_swap_(Tensor(a!)[] row_buffers, Tensor slots, Tensor status, Tensor evicted,"
       " Tensor found, Tensor rows, SymInt first_overflow) -> (Tensor slots, Tensor status,"
       " Tensor demoted, Tensor demoted_rows, Tensor refused, Tensor found_slots)");
+  // hash_insert_batch_ for tables in front of stores in host memory, which it reads.
+  m.def(
+      "tier_insert_batch_(Tensor(a!)[] index, Tensor(b!)[] row_buffers, Tensor features, Tensor "
+      "ids,"
+      " Tensor offsets, Tensor tables, Tensor? batch_scores, int order, int insert_policy,"
+      " Tensor layout, Tensor rules, int seed, Tensor[] store_indices, Tensor[] records,"
+      " int[] first_overflow) -> Tensor[]");
+  m.def(
+      "tier_put_(Tensor(a!)[] store_index, Tensor(b!) records, Tensor keys, Tensor stamps,"
+      " Tensor scores, Tensor values, int order)"
+      " -> (Tensor dropped, Tensor dropped_values)");
   m.def(
       "tier_read(Tensor records, Tensor slots, SymInt row_bytes)"
       " -> (Tensor positions, Tensor words, Tensor values)");

@@ -41,6 +41,8 @@ REFERENCES: dict[str, Callable[..., object] | str] = {
     "hash_erase_": key_table.HashModel.erase,
     "hash_expire_": key_table.HashModel.expire,
     "hash_initial_rows_": hash.initial_rows_,
+    "tier_insert_batch_": "hash_insert_batch_, hash_find and tier_swap_, whose references it has",
+    "tier_put_": "hash_touch_, hash_insert_, tier_read and tier_write_, whose references it has",
     "tier_swap_": tiers.swap_,
     "tier_read": tiers.read,
     "tier_write_": tiers.write_,
@@ -85,6 +87,8 @@ CPU_ONLY = {
     "hash_insert_batch_": "a GPU must not wait for the host, which chooses between it and others",
     "cache_evictions": "rows are journaled for tables in files, which a GPU cannot have",
     "tier_swap_": "on a GPU rows are packed by several ops, since the host waits for them anyway",
+    "tier_insert_batch_": "like hash_insert_batch_, and its stores are in host memory",
+    "tier_put_": "a store of rows is in host memory",
     "tier_read": "a store of rows is in host memory",
     "tier_write_": "a store of rows is in host memory",
 }
@@ -119,7 +123,7 @@ def _opchecked() -> set[str]:
     for path in (ROOT / "tests").rglob("test_*.py"):
         text = path.read_text()
         if "torch.library.opcheck(" in text:
-            found.update(re.findall(r"opcheck\((?:torch\.ops\.emblib\.|ops\.)?(\w+)", text))
+            found.update(re.findall(r"opcheck\(\s*(?:torch\.ops\.emblib\.|ops\.)?(\w+)", text))
             found.update(re.findall(r'^\s+"(\w+)": \(', text, re.MULTILINE))
     return found
 

@@ -6,6 +6,8 @@
 //   (3) The missing ones are inserted, and their rows get their first values.
 //   (4) The positions are grouped by key. The sizes of groups are known from (1), so this is one
 //       pass, not a sort. The backward pass takes the groups.
+// In front of stores in host memory (tier_insert_batch_), rows of evicted keys are copied out after
+// (3), and rows of the store to their keys.
 // Index and rows end as hash_touch_, hash_insert_ and hash_initial_rows_ leave them. A batch is
 // *served*, or the op changes nothing: see HashBatchCall.
 #include <torch/csrc/stable/library.h>
@@ -22,6 +24,7 @@
 #include "core/parallel.h"
 #include "core/scratch.h"
 #include "hash/entries.h"
+#include "hash/packed_rows.h"
 
 namespace emb {
 
@@ -49,7 +52,7 @@ bool copy_offsets(const I* offsets, int64_t num_bags, int64_t n, int32_t* copy) 
   return signs >= 0 && offsets[0] == 0 && static_cast<int64_t>(offsets[num_bags]) == n;
 }
 
-// The arguments of `hash_insert_batch_`, checked.
+// The arguments of `op`, hash_insert_batch_ or tier_insert_batch_, checked.
 //   row_buffers, layout, rules, seed  as in hash_initial_rows_
 //   features        int64 [F, 8], see Feature
 //   ids             int64 [n], the key of each lookup
@@ -57,7 +60,6 @@ bool copy_offsets(const I* offsets, int64_t num_bags, int64_t n, int32_t* copy) 
 //   tables          int64 [F], the table of each feature
 //   batch_scores    int64 [T] or null, see HashScoring
 struct HashBatchCall {
-  static constexpr const char* kOp = "hash_insert_batch_";
   HashIndex index;
   HashScoring scoring;
   bool competes;
@@ -69,14 +71,15 @@ struct HashBatchCall {
   InitialRows rows;
   bool has_valid_offsets;
 
-  HashBatchCall(const std::vector<Tensor>& tensors, std::vector<Tensor>& row_buffers,
+  HashBatchCall(const char* op, const std::vector<Tensor>& tensors,
+                std::vector<Tensor>& row_buffers,
                 const Tensor& features_, const Tensor& ids, const Tensor& offsets_,
                 const Tensor& tables, const std::optional<Tensor>& batch_scores, int64_t order,
                 int64_t insert_policy, const Tensor& layout, const Tensor& rules)
-      : index(kOp, tensors),
-        scoring(kOp, index, order, batch_scores, ids),
-        competes(parse_competes(kOp, insert_policy)),
-        bags(kOp, checked(features_, ids, offsets_), offsets_, std::nullopt, Pooling::kNone,
+      : index(op, tensors),
+        scoring(op, index, order, batch_scores, ids),
+        competes(parse_competes(op, insert_policy)),
+        bags(op, checked(op, features_, ids, offsets_), offsets_, std::nullopt, Pooling::kNone,
              kUnlimited),
         features(feature_array(features_)),
         n(ids.numel()),
@@ -85,10 +88,10 @@ struct HashBatchCall {
         starts(allocate(ids, {bags.num_features() + 1})),
         first_misses(allocate_zeros(ids, {index.num_tables + 1}, ScalarType::Long)),
         none(allocate(ids, {0})),
-        batch(kOp, ids, starts, tables),
-        rows(kOp, checked({row_buffers, layout, rules, ids, none, first_misses, none})) {
-    check_same_device(kOp, "ids", ids, tensors[0]);
-    index.check_tables(kOp);
+        batch(op, ids, starts, tables),
+        rows(op, checked(op, {row_buffers, layout, rules, ids, none, first_misses, none})) {
+    check_same_device(op, "ids", ids, tensors[0]);
+    index.check_tables(op);
     const Tensor contiguous = as_contiguous(offsets_);
     const IndexArray given = index_array(contiguous);
     int32_t* copy = offsets.mutable_data_ptr<int32_t>();
@@ -99,17 +102,17 @@ struct HashBatchCall {
     if (!has_valid_offsets) return;
     int64_t* start = starts.mutable_data_ptr<int64_t>();
     for (int64_t f = 0; f <= bags.num_features(); ++f) start[f] = copy[bags.first_bags[f]];
-    batch.check_segments(kOp, index.num_tables);
+    batch.check_segments(op, index.num_tables);
   }
 
  private:
-  static const Tensor& checked(const Tensor& features, const Tensor& ids, const Tensor& offsets) {
-    check_features(kOp, features);
-    check_lookups(kOp, ids, offsets);
+  static const Tensor& checked(const char* op, const Tensor& features, const Tensor& ids, const Tensor& offsets) {
+    check_features(op, features);
+    check_lookups(op, ids, offsets);
     return features;
   }
-  static const InitialInputs& checked(const InitialInputs& in) {
-    in.check(kOp);
+  static const InitialInputs& checked(const char* op, const InitialInputs& in) {
+    in.check(op);
     return in;
   }
 };
@@ -278,13 +281,16 @@ struct MissingKeys {
     status.resize(keys.size());
   }
 
-  // Insert them, write their rows, and complete `found`.
+  // Insert them. Writes the evicted entries, [count, 3], unless `evicted` is null.
   void insert(const HashBatchCall& call, const DistinctKeys& distinct, const int64_t* offsets,
-              int64_t seed, int64_t* found) {
+              int64_t* evicted) {
     insert_misses(
         call.index, call.scoring, call.competes, Misses(call.index.num_tables, offsets),
-        {distinct.keys.get(), keys.data(), uses.data(), slots.data(), status.data(), nullptr});
-    call.rows.write(distinct.keys.get(), keys.data(), offsets, slots.data(), seed);
+        {distinct.keys.get(), keys.data(), uses.data(), slots.data(), status.data(), evicted});
+  }
+
+  // Complete `found`, the slots of all keys.
+  void add_slots(int64_t* found) const {
     for (size_t miss = 0; miss < keys.size(); ++miss) found[keys[miss]] = slots[miss];
   }
 };
@@ -393,7 +399,7 @@ std::vector<Tensor> hash_insert_batch_(std::vector<Tensor> tensors, std::vector<
                                        std::optional<Tensor> batch_scores, int64_t order,
                                        int64_t insert_policy, const Tensor& layout,
                                        const Tensor& rules, int64_t seed) {
-  const HashBatchCall call(tensors, row_buffers, features, ids, offsets, tables, batch_scores,
+  const HashBatchCall call("hash_insert_batch_", tensors, row_buffers, features, ids, offsets, tables, batch_scores,
                            order, insert_policy, layout, rules);
   if (!call.has_valid_offsets) return {};
   const TableSegments segments(call.batch, call.index.num_tables);
@@ -405,7 +411,12 @@ std::vector<Tensor> hash_insert_batch_(std::vector<Tensor> tensors, std::vector<
   touch_keys(call, distinct, found.get());
   int64_t* first_misses = call.first_misses.mutable_data_ptr<int64_t>();
   MissingKeys missing(call, segments, distinct, found.get(), first_misses);
-  if (!missing.keys.empty()) missing.insert(call, distinct, first_misses, seed, found.get());
+  if (!missing.keys.empty()) {
+    missing.insert(call, distinct, first_misses, nullptr);
+    call.rows.write(distinct.keys.get(), missing.keys.data(), first_misses, missing.slots.data(),
+                    seed);
+    missing.add_slots(found.get());
+  }
   groups.write(call, segments, distinct, found.get());
   std::vector<Tensor> results{call.offsets,    call.starts,    groups.slots, groups.rows,
                               groups.segments, groups.lookups, groups.bags,  groups.count};
@@ -415,7 +426,278 @@ std::vector<Tensor> hash_insert_batch_(std::vector<Tensor> tensors, std::vector<
   return results;
 }
 
+// The stores in host memory behind the tables of a batch, checked.
+//   stores          the tensors of an index of one table per table of the batch, one after the
+//                   other; it has the keys in the store
+//   records         uint8 [S, stride] per table, by slot of its store: stamp, score, packed row
+//   first_overflow  the first overflow row of each table
+struct BatchStores {
+  enum RecordWord { kStampWord, kScoreWord, kRecordWords };
+
+  struct Store {
+    HashIndex index;
+    Records records;
+    PackedRows rows;  // of the table, by slot
+    int64_t first_overflow;
+  };
+  std::vector<Store> stores;
+
+  BatchStores(const char* op, const HashBatchCall& call, const std::vector<Tensor>& indices,
+              const std::vector<Tensor>& records, const std::vector<int64_t>& first_overflow) {
+    constexpr int64_t kIndexTensors = 6;
+    const int64_t num_tables = call.index.num_tables;
+    STD_TORCH_CHECK(static_cast<int64_t>(indices.size()) == kIndexTensors * num_tables &&
+                        static_cast<int64_t>(records.size()) == num_tables &&
+                        static_cast<int64_t>(first_overflow.size()) == num_tables,
+                    op, ": each of ", num_tables, " tables needs the ", kIndexTensors,
+                    " tensors of an index, records and first_overflow, got ", indices.size(), ", ",
+                    records.size(), " and ", first_overflow.size());
+    for (int64_t t = 0; t < num_tables; ++t) {
+      const auto first = indices.begin() + kIndexTensors * t;
+      PackedRows rows(call.rows.rows_of(t));
+      const int64_t row_bytes = rows.row_bytes;
+      stores.push_back({HashIndex(op, {first, first + kIndexTensors}),
+                        Records(op, records[t], row_bytes), std::move(rows), first_overflow[t]});
+      const Store& store = stores.back();
+      store.index.check_tables(op);
+      STD_TORCH_CHECK(store.index.num_tables == 1, op, ": a store has one table, got ",
+                      store.index.num_tables);
+      STD_TORCH_CHECK(
+          store.records.stride == kRecordWords * Records::kWordBytes + row_bytes &&
+              store.records.count >= store.index.num_slots,
+          op, ": records must be [", store.index.num_slots, ", ",
+          kRecordWords * Records::kWordBytes + row_bytes, "], got [", store.records.count, ", ",
+          store.records.stride, "]");
+      const int64_t slots = call.index.field(t, kMaxBuckets) * kSlots;
+      STD_TORCH_CHECK(first_overflow[t] >= slots && first_overflow[t] <= store.rows.slots, op,
+                      ": first_overflow must be in [", slots, ", ", store.rows.slots,
+                      "], from the slots of the table to its rows, got ", first_overflow[t]);
+    }
+  }
+
+  // Return whether every table has an overflow row for each key, so that none can be left out.
+  bool have_rows_for(const DistinctKeys& distinct) const {
+    for (size_t t = 0; t < stores.size(); ++t) {
+      const int64_t keys = distinct.first_keys[t + 1] - distinct.first_keys[t];
+      if (keys > stores[t].rows.slots - stores[t].first_overflow) return false;
+    }
+    return true;
+  }
+};
+
+// The missing keys of a batch that are in a store.
+struct StoredMisses {
+  std::vector<int64_t> slots;  // by miss: the record of its key, kNoSlot if it has none
+
+  // Find them. Where the order counts uses, add those of the record to the uses of the miss.
+  StoredMisses(const HashBatchCall& call, const BatchStores& stores, const DistinctKeys& distinct,
+               const int64_t* offsets, MissingKeys* missing)
+      : slots(missing->keys.size()) {
+    std::vector<int64_t> keys(missing->keys.size());
+    for (size_t miss = 0; miss < keys.size(); ++miss) {
+      keys[miss] = distinct.keys[missing->keys[miss]];
+    }
+    for (int64_t t = 0; t < call.index.num_tables; ++t) {
+      const BatchStores::Store& store = stores.stores[t];
+      const HashTable table = store.index.table(0);
+      parallel_balanced(offsets[t + 1] - offsets[t], kKeysPerTask, kUnitCost,
+                        [&](int64_t begin, int64_t end) {
+                          const int64_t first = offsets[t] + begin;
+                          hash_find_kernels().find(table, keys.data() + first, end - begin, nullptr,
+                                                   slots.data() + first);
+                        });
+      if (!order_counts_uses(call.scoring.order)) continue;
+      for (int64_t miss = offsets[t]; miss < offsets[t + 1]; ++miss) {
+        if (slots[miss] == kNoSlot) continue;
+        int64_t score;
+        std::memcpy(&score,
+                    store.records.at(slots[miss]) + BatchStores::kScoreWord * Records::kWordBytes,
+                    sizeof(score));
+        missing->uses[miss] = add_uses(score, missing->uses[miss]);
+      }
+    }
+  }
+};
+
+// What an insertion in front of a store did to the misses of one table, in their order.
+struct SwappedTable {
+  Tensor demoted, demoted_rows;  // keys, stamps and scores [3, k] and rows [k, row_bytes] evicted
+  Tensor promoted, refused;      // keys that left the store; keys, uses [2, r] in overflow rows
+  int64_t num_found = 0;         // misses that were in the store
+};
+
+// Copy the rows of evicted keys of table t out of their slots, and rows of the store to those of
+// their keys. Misses without a slot get overflow rows. Write slots and status of the misses as they
+// are then: kHit for a row of the store, kNew for a miss that was refused.
+SwappedTable swap_rows(const Tensor& like, const BatchStores& stores, int64_t t,
+                       const DistinctKeys& distinct, const StoredMisses& stored,
+                       const int64_t* offsets, const int64_t* evicted, MissingKeys* missing) {
+  const BatchStores::Store& store = stores.stores[t];
+  const int64_t first = offsets[t], n = offsets[t + 1] - first;
+  const int64_t bytes = store.rows.row_bytes;
+  std::vector<int64_t> outs(n, -1), promoted, refused;
+  SwappedTable swapped;
+  int64_t num_demoted = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    const int64_t miss = first + i;
+    const auto status = static_cast<InsertStatus>(missing->status[miss]);
+    const bool is_found = stored.slots[miss] != kNoSlot;
+    swapped.num_found += is_found;
+    if (status == InsertStatus::kEvicting) outs[i] = num_demoted++;
+    if (status == InsertStatus::kRefused) {
+      missing->slots[miss] = store.first_overflow + static_cast<int64_t>(refused.size());
+      missing->status[miss] = static_cast<uint8_t>(InsertStatus::kNew);
+      refused.push_back(miss);
+    } else if (is_found) {
+      promoted.push_back(distinct.keys[missing->keys[miss]]);
+    }
+    if (is_found) missing->status[miss] = static_cast<uint8_t>(InsertStatus::kHit);
+  }
+  swapped.demoted = allocate_words(like, {3, num_demoted});
+  swapped.demoted_rows = allocate_output(like, {num_demoted, bytes}, ScalarType::Byte);
+  swapped.promoted = allocate_words(like, {static_cast<int64_t>(promoted.size())});
+  std::copy(promoted.begin(), promoted.end(), swapped.promoted.mutable_data_ptr<int64_t>());
+  const auto num_refused = static_cast<int64_t>(refused.size());
+  swapped.refused = allocate_words(like, {2, num_refused});
+  int64_t* const refused_words = swapped.refused.mutable_data_ptr<int64_t>();
+  for (int64_t i = 0; i < num_refused; ++i) {
+    refused_words[i] = distinct.keys[missing->keys[refused[i]]];
+    refused_words[num_refused + i] = missing->uses[refused[i]];
+  }
+  int64_t* const words = swapped.demoted.mutable_data_ptr<int64_t>();
+  char* const out = static_cast<char*>(swapped.demoted_rows.mutable_data_ptr());
+  const auto record = [&](int64_t i) {
+    return stored.slots[first + i] == kNoSlot ? nullptr
+                                              : store.records.at(stored.slots[first + i]);
+  };
+  const auto cost = [&](int64_t i) { return 2 * bytes * i; };
+  parallel_balanced(n, kBytesPerTask, cost, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      if (i + kRowsAhead < end) {
+        store.rows.prefetch(missing->slots[first + i + kRowsAhead]);
+        const char* const later = record(i + kRowsAhead);
+        if (later != nullptr) prefetch_row(later, store.records.stride);
+      }
+      const int64_t slot = missing->slots[first + i];
+      if (outs[i] >= 0) {
+        for (int word = 0; word < 3; ++word) {
+          words[word * num_demoted + outs[i]] = evicted[3 * (first + i) + word];
+        }
+        store.rows.read(slot, out + outs[i] * bytes);
+      }
+      const char* const row = record(i);
+      if (row != nullptr) store.rows.write(slot, row + store.records.head_bytes());
+    }
+  });
+  return swapped;
+}
+
+// The misses of a batch by position, as hash_touch_ returns them.
+struct MissPositions {
+  Tensor first, groups;
+
+  MissPositions(const Tensor& ids, const HashBatchCall& call, const TableSegments& tables,
+                const DistinctKeys& distinct, const MissingKeys& missing)
+      : first(allocate_words(ids, {static_cast<int64_t>(missing.keys.size())})),
+        groups(allocate_output(ids, {call.n}, ScalarType::Int)) {
+    const auto num_misses = static_cast<int32_t>(missing.keys.size());
+    const Scratch<int32_t> miss_of = new_scratch<int32_t>(distinct.count());
+    std::fill(miss_of.get(), miss_of.get() + distinct.count(), -1);
+    for (int32_t miss = 0; miss < num_misses; ++miss) miss_of[missing.keys[miss]] = miss;
+    int64_t* const positions = first.mutable_data_ptr<int64_t>();
+    int32_t* const group = groups.mutable_data_ptr<int32_t>();
+    tables.for_tables([&](int64_t t) {
+      const int32_t* const of_table = miss_of.get() + distinct.first_keys[t];
+      // Backwards, so that the first position of a key is written last.
+      for (int64_t s = tables.first[t + 1] - 1; s >= tables.first[t]; --s) {
+        const int64_t f = tables.segments[s];
+        for (int64_t i = call.batch.starts[f + 1] - 1; i >= call.batch.starts[f]; --i) {
+          group[i] = of_table[distinct.numbers[i]];
+          if (group[i] >= 0) positions[group[i]] = i;
+        }
+      }
+    });
+  }
+};
+
+// Return a copy of a vector as an int64 or uint8 tensor.
+template <class T>
+Tensor tensor_of(const Tensor& like, const std::vector<T>& values) {
+  constexpr auto kType = sizeof(T) == sizeof(int64_t) ? ScalarType::Long : ScalarType::Byte;
+  Tensor copy = allocate(like, {static_cast<int64_t>(values.size())}, kType);
+  std::copy(values.begin(), values.end(), static_cast<T*>(copy.mutable_data_ptr()));
+  return copy;
+}
+
+// Insert a batch into tables in front of stores in host memory, which are read only. Return nothing
+// and change nothing if hash_insert_batch_ does not serve the batch, or if it might have more keys
+// in overflow rows than there are. Otherwise return the first eight results of hash_insert_batch_
+// and, if keys were missing, by miss: first position, uses with those in the store, slot, status as
+// swap_rows leaves it; the miss of each position, int32 [n]; the misses of each table, [T + 1]; the
+// number of misses of each table that were in its store, [T]; and the tensors of SwappedTable, four
+// per table.
+std::vector<Tensor> tier_insert_batch_(
+    std::vector<Tensor> tensors, std::vector<Tensor> row_buffers, const Tensor& features,
+    const Tensor& ids, const Tensor& offsets, const Tensor& tables,
+    std::optional<Tensor> batch_scores, int64_t order, int64_t insert_policy, const Tensor& layout,
+    const Tensor& rules, int64_t seed, std::vector<Tensor> store_indices,
+    std::vector<Tensor> records, std::vector<int64_t> first_overflow) {
+  const char* op = "tier_insert_batch_";
+  const HashBatchCall call(op, tensors, row_buffers, features, ids, offsets, tables, batch_scores,
+                           order, insert_policy, layout, rules);
+  const BatchStores stores(op, call, store_indices, records, first_overflow);
+  if (!call.has_valid_offsets) return {};
+  const TableSegments segments(call.batch, call.index.num_tables);
+  if (!segments.are_balanced()) return {};
+  const DistinctKeys distinct(call.batch, segments, call.index);
+  if (!fit(call.index, distinct) || !stores.have_rows_for(distinct)) return {};
+  const BatchGroups groups(ids, call.n);
+  const Scratch<int64_t> found = new_scratch<int64_t>(distinct.count());
+  touch_keys(call, distinct, found.get());
+  int64_t* first_misses = call.first_misses.mutable_data_ptr<int64_t>();
+  MissingKeys missing(call, segments, distinct, found.get(), first_misses);
+  std::vector<Tensor> of_misses;
+  if (!missing.keys.empty()) {
+    const StoredMisses stored(call, stores, distinct, first_misses, &missing);
+    const Scratch<int64_t> evicted =
+        new_scratch<int64_t>(3 * static_cast<int64_t>(missing.keys.size()));
+    missing.insert(call, distinct, first_misses, evicted.get());
+    std::vector<int64_t> num_found;
+    std::vector<Tensor> swapped;
+    for (int64_t t = 0; t < call.index.num_tables; ++t) {
+      const SwappedTable table = swap_rows(ids, stores, t, distinct, stored, first_misses,
+                                           evicted.get(), &missing);
+      num_found.push_back(table.num_found);
+      swapped.insert(swapped.end(),
+                     {table.demoted, table.demoted_rows, table.promoted, table.refused});
+    }
+    std::vector<int64_t> new_slots = missing.slots;
+    for (size_t miss = 0; miss < new_slots.size(); ++miss) {
+      if (stored.slots[miss] != kNoSlot) new_slots[miss] = kNoSlot;
+    }
+    call.rows.write(distinct.keys.get(), missing.keys.data(), first_misses, new_slots.data(), seed);
+    missing.add_slots(found.get());
+    const MissPositions positions(ids, call, segments, distinct, missing);
+    of_misses = {positions.first,
+                 tensor_of(ids, missing.uses),
+                 tensor_of(ids, missing.slots),
+                 tensor_of(ids, missing.status),
+                 positions.groups,
+                 call.first_misses,
+                 tensor_of(ids, num_found)};
+    of_misses.insert(of_misses.end(), swapped.begin(), swapped.end());
+  }
+  groups.write(call, segments, distinct, found.get());
+  std::vector<Tensor> results{call.offsets,    call.starts,    groups.slots, groups.rows,
+                              groups.segments, groups.lookups, groups.bags,  groups.count};
+  results.insert(results.end(), of_misses.begin(), of_misses.end());
+  return results;
+}
+
 }  // namespace
 }  // namespace emb
 
-STABLE_TORCH_LIBRARY_IMPL(emblib, CPU, m) { EMB_IMPL(m, emb, hash_insert_batch_); }
+STABLE_TORCH_LIBRARY_IMPL(emblib, CPU, m) {
+  EMB_IMPL(m, emb, hash_insert_batch_);
+  EMB_IMPL(m, emb, tier_insert_batch_);
+}

@@ -3,10 +3,13 @@
 #pragma once
 
 #include <algorithm>
+#include <optional>
+#include <tuple>
 #include <vector>
 
 #include "core/parallel.h"
 #include "hash/check.h"
+#include "hash/rows.h"
 
 namespace emb {
 
@@ -38,6 +41,16 @@ struct MissArrays {
 void insert_misses(const HashIndex& index, const HashScoring& scoring, bool competes,
                    const Misses& misses, const MissArrays& arrays);
 
+// The ops of these names, which `tier_put_` calls.
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> hash_touch_(
+    std::vector<Tensor> index, const Tensor& ids, const Tensor& starts, const Tensor& tables,
+    std::optional<Tensor> counts, std::optional<Tensor> batch_scores, int64_t order);
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> hash_insert_(
+    std::vector<Tensor> index, const Tensor& ids, const Tensor& first, const Tensor& totals,
+    const Tensor& offsets, std::optional<Tensor> admitted, std::optional<Tensor> batch_scores,
+    int64_t order, int64_t insert_policy, std::optional<Tensor> slots,
+    std::optional<Tensor> groups);
+
 // The row buffers of all tables, and how their new rows begin. The tensors own the memory.
 class InitialRows {
  public:
@@ -48,6 +61,9 @@ class InitialRows {
   // offsets[t + 1]), in parallel, unless the slot is -1. The key of a miss is ids[first[i]].
   void write(const int64_t* ids, const int64_t* first, const int64_t* offsets, const int64_t* slots,
              int64_t seed) const;
+
+  // Return the rows of a table by slot, one matrix per row buffer.
+  std::vector<RowBytes> rows_of(int64_t table) const;
 
  private:
   struct Buffer {

@@ -135,6 +135,8 @@ void list_misses(const TouchCall& call, const int64_t* slots) {
   std::fill(out.totals + count, out.totals + batch.n, 0);
 }
 
+}  // namespace
+
 // Begin a training step: advance the clock, find the keys, update the entries of hits, count
 // lookups and hits, and list the misses. See TouchCall for arguments and results.
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> hash_touch_(
@@ -160,6 +162,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> hash_touch_(
   list_misses(call, out);
   return call.results();
 }
+
+namespace {
 
 // The minimum number of misses that pick a bucket in a round of an insertion, and of buckets that a
 // table grows by, per thread.
@@ -331,6 +335,8 @@ void fill_positions(const InsertCall& call) {
   });
 }
 
+}  // namespace
+
 // Insert the admitted misses of a batch: into an empty slot, or by eviction of an entry that the
 // batch does not use. See InsertCall for arguments and results. `ids` are those of the batch;
 // `first`, `totals` and `offsets` are results of hash_touch_.
@@ -356,6 +362,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> hash_insert_(
   fill_positions(call);
   return call.results();
 }
+
+namespace {
 
 // Remove keys. Return the slot that each position emptied, int64 [n]; -1 if its key is missing or
 // an earlier position removed it.

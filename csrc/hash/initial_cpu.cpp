@@ -70,6 +70,18 @@ InitialRows::InitialRows(const char* op, const InitialInputs& in)
   }
 }
 
+std::vector<RowBytes> InitialRows::rows_of(int64_t table) const {
+  const auto num_buffers = static_cast<int64_t>(buffers_.size());
+  std::vector<RowBytes> rows;
+  for (int64_t p = 0; p < num_buffers; ++p) {
+    const InitialLayout& x = layout_[table * num_buffers + p];
+    const int64_t size = size_of(buffers_[p].type);
+    rows.push_back({buffers_[p].data + x.offset * size, x.dim * size, x.stride * size, x.rows,
+                    alignment_of(static_cast<uintptr_t>(size))});
+  }
+  return rows;
+}
+
 void InitialRows::write(const int64_t* ids, const int64_t* first, const int64_t* offsets,
                         const int64_t* slots, int64_t seed) const {
   const InitialTable& table = initial_table();

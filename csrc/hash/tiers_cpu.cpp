@@ -19,75 +19,11 @@
 #include "core/output_memory.h"
 #include "core/parallel.h"
 #include "hash/args.h"
-#include "hash/check.h"
-#include "hash/rows.h"
+#include "hash/entries.h"
+#include "hash/packed_rows.h"
 
 namespace emb {
 namespace {
-
-constexpr int64_t kCacheLine = 64;
-constexpr int64_t kMaxPrefetch = 16 * kCacheLine;  // the hardware prefetches the rest of a long row
-constexpr int64_t kRowsAhead = 8;                  // rows between a prefetch and the copy
-constexpr int64_t kBytesPerTask = 1 << 16;         // minimum number of bytes that a thread copies
-
-void prefetch_row(const char* row, int64_t bytes) {
-  for (int64_t at = 0; at < std::min(bytes, kMaxPrefetch); at += kCacheLine) {
-    __builtin_prefetch(row + at);
-  }
-  if (bytes > 0) __builtin_prefetch(row + std::min(bytes, kMaxPrefetch) - 1);
-}
-
-// Return an uninitialised int64 tensor of these sizes on the CPU.
-Tensor allocate_words(const Tensor& like, const std::vector<int64_t>& sizes) {
-  return allocate(like, sizes, ScalarType::Long);
-}
-
-// Return the bytes of a contiguous uint8 matrix [n, bytes], which `name` is.
-char* byte_rows(const char* op, const char* name, const Tensor& rows, int64_t n, int64_t bytes) {
-  check_dtype(op, name, rows, ScalarType::Byte, "uint8");
-  STD_TORCH_CHECK(
-      rows.dim() == 2 && rows.size(0) == n && rows.size(1) == bytes && rows.is_contiguous(), op,
-      ": ", name, " must be contiguous of shape [", n, ", ", bytes, "]");
-  return static_cast<char*>(rows.mutable_data_ptr());
-}
-
-// The row buffers of a table, each a matrix by slot, and where a packed row has the bytes of each.
-struct PackedRows {
-  std::vector<RowBytes> buffers;
-  int64_t row_bytes = 0;             // of a packed row
-  int64_t slots = int64_t{1} << 62;  // slots that all buffers have
-
-  PackedRows(const char* op, const std::vector<Tensor>& matrices, const Tensor& like) {
-    for (const Tensor& matrix : matrices) {
-      buffers.push_back(RowMatrix(op, matrix, like).as_bytes({}));
-      row_bytes += buffers.back().bytes;
-      slots = std::min(slots, buffers.back().count);
-    }
-  }
-
-  void prefetch(int64_t slot) const {
-    for (const RowBytes& buffer : buffers) prefetch_row(row(buffer, slot), buffer.bytes);
-  }
-
-  void read(int64_t slot, char* packed) const {
-    for (const RowBytes& buffer : buffers) {
-      std::memcpy(packed, row(buffer, slot), buffer.bytes);
-      packed += buffer.bytes;
-    }
-  }
-
-  void write(int64_t slot, const char* packed) const {
-    for (const RowBytes& buffer : buffers) {
-      std::memcpy(row(buffer, slot), packed, buffer.bytes);
-      packed += buffer.bytes;
-    }
-  }
-
- private:
-  static char* row(const RowBytes& buffer, int64_t slot) {
-    return static_cast<char*>(buffer.data) + slot * buffer.stride;
-  }
-};
 
 // A miss whose slot takes part in a swap.
 struct Move {
@@ -207,32 +143,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> tier_swap_(
   return {call.slots, call.status, call.demoted, call.demoted_rows, call.refused, call.found_slots};
 }
 
-// The records of a store, uint8 [S, stride]: some words of 64 bits, then the bytes of a row, which
-// may be none. They are in memory or in a mapped file.
-struct Records {
-  char* data;
-  int64_t count, stride, num_words;
-
-  Records(const char* op, const Tensor& records, int64_t row_bytes) {
-    count = records.dim() == 2 ? records.size(0) : 0;
-    stride = records.dim() == 2 ? records.size(1) : 0;
-    data = byte_rows(op, "records", records, count, stride);
-    STD_TORCH_CHECK(row_bytes >= 0 && row_bytes <= stride, op, ": records must have a row of ",
-                    row_bytes, " bytes, got ", stride);
-    num_words = (stride - row_bytes) / kWordBytes;
-  }
-
-  static constexpr int64_t kWordBytes = sizeof(int64_t);
-
-  char* at(int64_t slot) const { return data + slot * stride; }
-  int64_t head_bytes() const { return num_words * kWordBytes; }
-
-  void check_slot(const char* op, int64_t slot) const {
-    STD_TORCH_CHECK(slot >= -1 && slot < count, op, ": slots must be records in [0, ", count,
-                    "), or -1 for none, got ", slot);
-  }
-};
-
 // Read the records of those slots that are not -1.
 std::tuple<Tensor, Tensor, Tensor> tier_read(const Tensor& records_in, const Tensor& slots_in,
                                              int64_t row_bytes) {
@@ -296,11 +206,121 @@ void tier_write_(Tensor records_in, const Tensor& slots_in, const Tensor& words_
   });
 }
 
+// Put rows into a store in host memory: an index of one table, and its records of stamp, score and
+// row. The keys are int64 [n], distinct, with stamps and scores [n] and values uint8 [n, row_bytes].
+// A row replaces that of its key; in a full store it evicts the row of the lowest rank. Return keys,
+// stamps and scores [3, k] and values [k, row_bytes] of the rows that have no record any more: those
+// of evicted keys, then those of `keys` without a slot.
+std::tuple<Tensor, Tensor> tier_put_(std::vector<Tensor> store_index, Tensor records_in,
+                                     const Tensor& keys, const Tensor& stamps_in,
+                                     const Tensor& scores_in, const Tensor& values_in,
+                                     int64_t order_code) {
+  const char* op = "tier_put_";
+  const HashIndex index(op, store_index);
+  index.check_tables(op);
+  STD_TORCH_CHECK(index.num_tables == 1, op, ": a store has one table, got ", index.num_tables);
+  const int64_t n = keys.numel(), bytes = values_in.dim() == 2 ? values_in.size(1) : 0;
+  const Records records(op, records_in, bytes);
+  STD_TORCH_CHECK(records.num_words == 2 && records.count >= index.num_slots, op,
+                  ": records must have two words and a row of ", bytes, " bytes for each of ",
+                  index.num_slots, " slots, got [", records.count, ", ", records.stride, "]");
+  const auto* key = required_array<int64_t>(op, "keys", keys, n, keys);
+  const auto* stamps = required_array<int64_t>(op, "stamps", stamps_in, n, keys);
+  const auto* scores = required_array<int64_t>(op, "scores", scores_in, n, keys);
+  const char* values = byte_rows(op, "values", values_in, n, bytes);
+  const Order order = parse_order(op, order_code, index.words);
+  STD_TORCH_CHECK(order != Order::kNone && order != Order::kAssigned, op,
+                  ": a store evicts by stamps or by counts of uses");
+  if (n == 0) {
+    return {allocate_words(keys, {3, 0}), allocate(keys, {0, bytes}, ScalarType::Byte)};
+  }
+
+  // Every row that is in the store must be older than this call, so that it can be evicted.
+  *index.clock = std::max(*index.clock, *std::max_element(stamps, stamps + n));
+  Tensor starts = allocate_words(keys, {2}), tables = allocate_zeros(keys, {1}, ScalarType::Long);
+  starts.mutable_data_ptr<int64_t>()[0] = 0;
+  starts.mutable_data_ptr<int64_t>()[1] = n;
+  std::optional<Tensor> no_uses, none;
+  if (order_counts_uses(order)) no_uses = allocate_zeros(keys, {n}, ScalarType::Long);
+  auto [found, first, groups, totals, offsets] =
+      hash_touch_(store_index, keys, starts, tables, no_uses, none, order_code);
+  const int64_t num_misses = offsets.const_data_ptr<int64_t>()[1];
+  const auto* at = first.const_data_ptr<int64_t>();
+  if (order_counts_uses(order)) {  // new rows rank by their scores
+    auto* uses = totals.mutable_data_ptr<int64_t>();
+    for (int64_t miss = 0; miss < num_misses; ++miss) uses[miss] = scores[at[miss]];
+  }
+  const auto [miss_slots, status, evicted, slots, key_status] =
+      hash_insert_(store_index, keys, first, totals, offsets, none, none, order_code,
+                   static_cast<int64_t>(InsertPolicy::kWins), found, groups);
+
+  const auto* slot = slots.const_data_ptr<int64_t>();
+  const auto* miss_slot = miss_slots.const_data_ptr<int64_t>();
+  const auto* evicted_words = evicted.const_data_ptr<int64_t>();
+  const auto* states = static_cast<const uint8_t*>(status.const_data_ptr());
+  std::vector<int64_t> evicting, refused;
+  for (int64_t miss = 0; miss < num_misses; ++miss) {
+    if (states[miss] == static_cast<uint8_t>(InsertStatus::kEvicting)) evicting.push_back(miss);
+  }
+  for (int64_t i = 0; i < n; ++i) {
+    if (slot[i] < 0) refused.push_back(i);
+  }
+  const auto num_evicted = static_cast<int64_t>(evicting.size());
+  const int64_t num_dropped = num_evicted + static_cast<int64_t>(refused.size());
+  Tensor dropped = allocate_words(keys, {3, num_dropped});
+  Tensor dropped_values = allocate_output(keys, {num_dropped, bytes}, ScalarType::Byte);
+  auto* words = dropped.mutable_data_ptr<int64_t>();
+  auto* out = static_cast<char*>(dropped_values.mutable_data_ptr());
+  const auto drop = [&](int64_t k, int64_t id, int64_t stamp, int64_t score, const char* row) {
+    words[k] = id;
+    words[num_dropped + k] = stamp;
+    words[2 * num_dropped + k] = score;
+    std::memcpy(out + k * bytes, row, bytes);
+  };
+  for (int64_t k = 0; k < num_evicted; ++k) {
+    const char* record = records.at(miss_slot[evicting[k]]);
+    int64_t head[2];
+    std::memcpy(head, record, sizeof(head));
+    drop(k, evicted_words[3 * evicting[k]], head[0], head[1], record + sizeof(head));
+  }
+  for (int64_t k = num_evicted; k < num_dropped; ++k) {
+    const int64_t i = refused[k - num_evicted];
+    drop(k, key[i], stamps[i], scores[i], values + i * bytes);
+  }
+
+  // A record is whole before its entry ranks as the row does.
+  const auto cost = [&](int64_t i) { return records.stride * i; };
+  parallel_balanced(n, kBytesPerTask, cost, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      if (i + kRowsAhead < end && slot[i + kRowsAhead] >= 0) {
+        prefetch_row(records.at(slot[i + kRowsAhead]), records.stride);
+      }
+      if (slot[i] < 0) continue;
+      char* record = records.at(slot[i]);
+      const int64_t head[2] = {stamps[i], scores[i]};
+      std::memcpy(record, head, sizeof(head));
+      std::memcpy(record + sizeof(head), values + i * bytes, bytes);
+    }
+  });
+  const HashTable table = index.table(0);
+  EvictionQueue* queues = index.queues_of(0);
+  for (int64_t i = 0; i < n; ++i) {
+    if (slot[i] < 0) continue;
+    int64_t* entry = table.entry(slot[i]);
+    entry[kStamp] = stamps[i];
+    if (has_scores(order)) entry[kScore] = scores[i];
+    // The rank of the entry fell; the queue of a bucket that is not full is empty.
+    if (queues != nullptr) queues[slot[i] / kSlots].size = 0;
+  }
+  return {dropped, dropped_values};
+}
+
 }  // namespace
 }  // namespace emb
 
 STABLE_TORCH_LIBRARY_IMPL(emblib, CPU, m) {
   EMB_IMPL(m, emb, tier_swap_);
+  EMB_IMPL(m, emb, tier_put_);
   EMB_IMPL(m, emb, tier_read);
   EMB_IMPL(m, emb, tier_write_);
 }

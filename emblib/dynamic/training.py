@@ -19,9 +19,9 @@ from emblib.dynamic.keys import LastBatch
 from emblib.dynamic.rows import RowLayout, TrainingUpdate
 from emblib.dynamic.saving.checkpoint import table_entries
 from emblib.dynamic.state import DynamicState, of_state
-from emblib.dynamic.tiers.backing_tier import BatchPlacement
+from emblib.dynamic.tiers.backing_tier import BatchPlacement, BatchPlacementAtOnce
 from emblib.dynamic.tiers.store import FoundRows
-from emblib.ops import codes, hash
+from emblib.ops import codes, hash, tiers
 from emblib.ops.derivatives import refuse_tangents
 from emblib.ops.effects import Effects
 from emblib.ops.hash import Keys, Misses, tables_of
@@ -76,6 +76,11 @@ def insert_batch(state: DynamicState, keys: Keys, counts: Tensor | None = None) 
     return inserted
 
 
+_NUM_RESULTS_OF_HITS = 3 + len(
+    Groups._fields
+)  # of `hash_insert_batch_`: offsets, starts, slots, groups
+
+
 class BatchAtOnce(NamedTuple):
     """A training batch that one op inserted.
 
@@ -96,7 +101,7 @@ def inserts_at_once(state: DynamicState) -> bool:
     """Return whether an insertion needs no decision between its steps, so that one op makes it."""
     return (
         state.admission is None
-        and state.backing is None
+        and (state.backing is None or state.backing.serves_at_once)
         and state.expiry is None
         and state.eviction_log is None
         and state.statistics is None
@@ -129,13 +134,17 @@ def insert_at_once(
     """
     # Raises before anything is changed.
     scores = None if state.scores is None else state.scores.of_next_batch()
-    index, effects = state.index, Effects()
+    index, backing, effects = state.index, state.backing, Effects()
+    op = hash.hash_insert_batch_ if backing is None else tiers.tier_insert_batch_
+    placement: BatchPlacementAtOnce | None = None
 
     def insert() -> BatchAtOnce | None:
+        nonlocal placement
+        store_arguments = () if backing is None or len(effects) else backing.begin_batch()
         effects.restart()
         index.begin_insertion(effects)
         results = effects.once(
-            hash.hash_insert_batch_,
+            op,
             index.tensors(),
             row_buffers,
             features,
@@ -146,18 +155,28 @@ def insert_at_once(
             codes.HASH_ORDER[index.order],
             codes.INSERT_POLICY[index.insert_policy],
             *state.row_initializer.arguments(),
+            *store_arguments,
         )
         if not results:
             return None
-        repaired, starts, slots, *groups = results
-        has_misses = len(groups) > len(Groups._fields)
+        repaired, starts, slots, *groups = results[:_NUM_RESULTS_OF_HITS]
+        of_misses = results[_NUM_RESULTS_OF_HITS:]
         keys = Keys(ids, starts, tables)
-        inserted = InsertedBatch(slots, status=groups.pop() if has_misses else None)
-        if has_misses:
+        inserted = InsertedBatch(slots)
+        if of_misses and backing is None:
+            inserted = inserted._replace(status=of_misses[0])
+        elif of_misses and backing is not None:
+            if placement is None:
+                placement = backing.placement_of(of_misses, scores)
+            inserted = inserted._replace(misses=placement.misses, result=placement.result)
+            backing.take_at_once(placement)
+        if of_misses:
             index.end_insertion(keys, inserted)
         if state.scores is not None:
             state.scores.advance(effects)
         state.last_batch = LastBatch(inserted, keys, ids._version)
+        if of_misses and backing is not None:
+            backing.move_rows()
         return BatchAtOnce(keys, repaired, slots, groups)
 
     return state.lock.complete(insert, lambda: not len(effects))

@@ -14,6 +14,18 @@ packed matrix, and out of that into the other tier.
   stored rows, `NEW` for refused misses), keys, stamps and scores of evicted keys, int64 `[3, k]`,
   their rows, the refused misses, and the slots of `found`. A stored row without a slot, -1, is not
   written
+- `tier_insert_batch_(index, row_buffers, features, ids, offsets, tables, batch_scores, order,
+  insert_policy, layout, rules, seed, store_indices, records, first_overflow)` inserts a training
+  batch like `emblib.ops.hash.insert_batch_` into tables in front of stores in host memory: missing
+  keys that are in the store get their rows from there, and the rows of evicted keys are copied out.
+  The stores are only read. `store_indices` has the tensors of one index per table, one after the
+  other, `records` uint8 `[S, 16 + row_bytes]` stamp, score and row by slot of that index, and
+  `first_overflow` the first overflow row per table. Returns nothing, with nothing changed, if it
+  does not serve the batch; else the first eight results of `insert_batch_` and, if keys were
+  missing, the fields of `InsertedMisses` and, per table, of `SwappedMisses`
+- `tier_put_(store_index, records, keys, stamps, scores, values, order)` puts rows of distinct keys
+  into such a store, which evicts the lowest rows when it is full. Returns keys, stamps and scores
+  of the rows that were dropped, int64 `[3, k]`, and their values
 - `tier_read(records, slots, row_bytes)` reads records of a store, uint8 `[S, stride]`: some words
   of 8 bytes, then the bytes of a row; either may be missing. Returns the positions of slots that
   are not -1, their words, int64 `[words, m]`, and rows, uint8 `[m, row_bytes]`
@@ -22,10 +34,55 @@ packed matrix, and out of that into the other tier.
 The definition is `emblib.reference.tiers`.
 """
 
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 
+from emblib.ops.hash import hash_insert_batch_
+
+
+class InsertedMisses(NamedTuple):
+    """The misses of a batch that `tier_insert_batch_` inserted, in the order of tables.
+
+    Attributes:
+        first: int64 `[M]`, the first position of the key.
+        uses: int64 `[M]`, uses of the key in the batch and, where uses are counted, in the store.
+        slots: int64 `[M]`, the slot of the key in its table; overflow rows follow the slots.
+        status: uint8 `[M]`, `HIT` for a row of the store, `NEW` or `EVICTING` for a new one.
+        groups: int32 `[L]`, the miss of each position, -1 for a hit.
+        offsets: int64 `[T + 1]`, the misses of each table.
+        num_stored: int64 `[T]`, the number of misses that were in the store.
+    """
+
+    first: Tensor
+    uses: Tensor
+    slots: Tensor
+    status: Tensor
+    groups: Tensor
+    offsets: Tensor
+    num_stored: Tensor
+
+
+class SwappedMisses(NamedTuple):
+    """The rows of one table that `tier_insert_batch_` moved.
+
+    Attributes:
+        demoted: int64 `[3, k]`, keys, stamps and scores of the evicted rows.
+        demoted_rows: uint8 `[k, row_bytes]`, these rows.
+        promoted: int64 `[p]`, keys that have a slot and are still in the store.
+        refused: int64 `[2, r]`, keys and uses of the misses in overflow rows, in their order.
+    """
+
+    demoted: Tensor
+    demoted_rows: Tensor
+    promoted: Tensor
+    refused: Tensor
+
+
 tier_swap_ = torch.ops.emblib.tier_swap_.default
+tier_insert_batch_ = torch.ops.emblib.tier_insert_batch_.default
+tier_put_ = torch.ops.emblib.tier_put_.default
 tier_read = torch.ops.emblib.tier_read.default
 tier_write_ = torch.ops.emblib.tier_write_.default
 
@@ -50,6 +107,35 @@ def _(
         slots.new_empty(num_refused),
         torch.empty_like(found),
     )
+
+
+@torch.library.register_fake("emblib::tier_insert_batch_")
+def _(
+    index: list[Tensor],
+    row_buffers: list[Tensor],
+    features: Tensor,
+    ids: Tensor,
+    offsets: Tensor,
+    *rest: Any,
+) -> list[Tensor]:
+    results: list[Tensor] = hash_insert_batch_(
+        index, row_buffers, features, ids, offsets, *rest[:7]
+    )
+    return results
+
+
+@torch.library.register_fake("emblib::tier_put_")
+def _(
+    store_index: list[Tensor],
+    records: Tensor,
+    keys: Tensor,
+    stamps: Tensor,
+    scores: Tensor,
+    values: Tensor,
+    order: int,
+) -> tuple[Tensor, Tensor]:
+    num_dropped = torch.library.get_ctx().new_dynamic_size()
+    return keys.new_empty(3, num_dropped), values.new_empty(num_dropped, values.size(1))
 
 
 @torch.library.register_fake("emblib::tier_read")

@@ -37,7 +37,10 @@ class Calls:
         self.directory, self.optimizer = directory, chance.choice(OPTIMIZERS)
         self.mode = chance.choice(list(TierMode))
         evictions = (Eviction.LRU, Eviction.LFU, Eviction.LRU_LFU, Eviction.NONE)
-        self.rules: dict[str, object] = {"eviction": chance.choice(evictions), "default_value": 0.5}
+        self.rules: dict[str, object] = {
+            "eviction": chance.choice(evictions),
+            "default_value": chance.choice([0.0, 0.5]),
+        }
         if chance.random() < 0.3:
             self.rules["admission"] = FrequencyAdmission(chance.randrange(2, 4), ExactCounter(4096))
         sizes = (1, 32, 64, 96, 300)

@@ -16,7 +16,7 @@ from emblib.ops.primitives import group
 from emblib.reference import hash, tiers
 from emblib.reference.cache import CacheModel, flush, move
 from emblib.reference.hash import HashModel
-from emblib.specs import DynamicSpec
+from emblib.specs import DynamicSpec, Eviction
 from tests import cache_cases, hash_cases
 from tests.fuzz.call import FLOATS, Arguments, Call, close, drawn_seed, same
 from tests.ops import test_tiers
@@ -497,6 +497,37 @@ def _tier_swap(draw: random.Random) -> Call:
     return Call("tier_swap_", drawn, check)
 
 
+def _tier_insert_batch(draw: random.Random) -> Call:
+    """Return a batch in front of empty stores, so that no row moves."""
+    plain = _hash_insert_batch(draw)
+    index, _, *rest, layout, rules, seed = plain.arguments
+    num_tables, rows = index[2].shape[0], 1 << 14
+    layout = layout.clone()
+    layout[:, 0, 2] = rows
+    stores = [test_tiers.StoreInMemory(32, Eviction.LRU).index.tensors() for _ in range(num_tables)]
+    records = [torch.zeros(32, 20, dtype=torch.uint8) for _ in range(num_tables)]
+    in_store = ([tensor for store in stores for tensor in store], records, [rows // 2] * num_tables)
+    call = (index, [torch.zeros(rows)], *rest, layout, rules, seed, *in_store)
+    return Call("tier_insert_batch_", call, plain.check)
+
+
+def _tier_put(draw: random.Random) -> Call:
+    eviction = draw.choice([Eviction.LRU, Eviction.LFU, Eviction.LRU_LFU])
+    store, twin_store = (test_tiers.StoreInMemory(64, eviction) for _ in range(2))
+    for number, count in enumerate([40, draw.choice([1, 90])]):
+        rows = test_tiers.draw_rows(count, number, number)
+        want = twin_store.put_op_by_op(rows)
+        if number == 0:
+            store.put(rows)
+
+    def check(_: Arguments, got: Any) -> None:
+        for one, other in zip(got, want, strict=True):
+            same(one, other)
+
+    order = HASH_ORDER[store.index.order]
+    return Call("tier_put_", (store.index.tensors(), store.records, *rows, order), check)
+
+
 def _tier_read(draw: random.Random) -> Call:
     records, slots, *_ = test_tiers.draw_records(draw.choice([0, 1, 90]))
     want = tiers.read(records, slots, 13)
@@ -541,6 +572,8 @@ STATE_CALLS: dict[str, Callable[[random.Random], Call]] = {
     "hash_add_rows_": _hash_add_rows,
     "hash_evicted_rows": _hash_evicted_rows,
     "hash_initial_rows_": _hash_initial_rows,
+    "tier_insert_batch_": _tier_insert_batch,
+    "tier_put_": _tier_put,
     "tier_swap_": _tier_swap,
     "tier_read": _tier_read,
     "tier_write_": _tier_write,

@@ -9,7 +9,7 @@ from torch import Tensor
 from emblib.columns import FeatureRow
 from emblib.dynamic.hash_index import HashIndex
 from emblib.init import Uniform
-from emblib.ops import hash, tbe
+from emblib.ops import hash, tbe, tiers
 from emblib.ops.codes import HASH_ORDER, INSERT_POLICY
 from emblib.specs import DynamicSpec, Eviction, InsertPolicy
 from tests.hash_cases import EDGE_KEYS, HASH_KEYS
@@ -169,3 +169,40 @@ def test_opcheck() -> None:
     # It returns a list and mutates: compiled code does not call it.
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(torch.ops.emblib.hash_insert_batch_.default, arguments, test_utils=checks)
+    stores = [HashIndex([DynamicSpec(32, 1)], hash_keys=[5]).tensors() for _ in range(2)]
+    records = [torch.zeros(32, 16 + 4 * (DIM + 1), dtype=torch.uint8) for _ in range(2)]
+    indices = [tensor for store in stores for tensor in store]
+    in_store = (indices, records, [64, 160])
+    assert tiers.tier_insert_batch_(*arguments, *in_store) == []  # there are no overflow rows
+    tables.rows[:] = [torch.zeros(232 * DIM), torch.zeros(232)]
+    tables.initial[0][:, :, 2] += 8
+    torch.library.opcheck(
+        torch.ops.emblib.tier_insert_batch_.default, (*arguments, *in_store), test_utils=checks
+    )
+
+
+@pytest.mark.parametrize(
+    ("number", "value", "message"),
+    [
+        (0, [], "each of 2 tables needs the 6 tensors of an index"),
+        (1, [torch.zeros(32, 31, dtype=torch.uint8)] * 2, r"records must be \[32, 32\]"),
+        (1, [torch.zeros(31, 32, dtype=torch.uint8)] * 2, r"records must be \[32, 32\]"),
+        (2, [63, 160], r"first_overflow must be in \[64, 64\]"),
+        (2, [64, 161], r"first_overflow must be in \[160, 160\]"),
+    ],
+)
+def test_wrong_stores_raise_before_anything_changes(
+    number: int, value: object, message: str
+) -> None:
+    tables = Tables(Eviction.LRU, InsertPolicy.ALWAYS_EVICT, (64, 160))
+    ids, offsets = torch.arange(6), torch.tensor([0, 2, 4, 6])
+    batch = (tables.features, ids, offsets, FEATURE_TABLES, None)
+    arguments = (tables.index.tensors(), tables.rows, *batch, *tables.codes, *tables.initial)
+    stores = [HashIndex([DynamicSpec(32, 1)], hash_keys=[5]).tensors() for _ in range(2)]
+    records = [torch.zeros(32, 16 + 4 * (DIM + 1), dtype=torch.uint8) for _ in range(2)]
+    in_store: list[object] = [[x for store in stores for x in store], records, [64, 160]]
+    in_store[number] = value
+    before = [tensor.clone() for tensor in tables.index.tensors()]
+    with pytest.raises(RuntimeError, match=message):
+        tiers.tier_insert_batch_(*arguments, *in_store)
+    assert all(map(torch.equal, before, tables.index.tensors()))

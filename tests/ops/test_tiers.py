@@ -6,9 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from emblib.ops import tiers
+from emblib.dynamic.hash_index import HashIndex
+from emblib.ops import hash, tiers
+from emblib.ops.codes import HASH_ORDER
 from emblib.reference import tiers as reference
 from emblib.reference.hash import EVICTING, NEW, NOT_ADMITTED, REFUSED
+from emblib.specs import DynamicSpec, Eviction
 
 ROWS, OVERFLOW = 900, 400  # rows of the buffers, and those of them that are overflow rows
 COUNTS = (0, 1, 37, 450)
@@ -40,6 +43,65 @@ def draw_records(count: int, words: int = 2) -> tuple[Tensor, Tensor, Tensor, Te
     heads = torch.randint(-(2**63), 2**63 - 1, (words, count), generator=draw)
     values = torch.randint(0, 256, (count, 13), generator=draw, dtype=torch.uint8)
     return records, slots, heads, values
+
+
+class StoreInMemory:
+    """An index of one table, and its records of stamp, score and a row of 13 bytes."""
+
+    def __init__(self, rows: int, eviction: Eviction) -> None:
+        self.index = HashIndex([DynamicSpec(rows, 1, eviction=eviction)], hash_keys=[11])
+        self.records = torch.zeros(self.index.specs[0].rows, 29, dtype=torch.uint8)
+
+    def put(self, rows: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        order = HASH_ORDER[self.index.order]
+        dropped: tuple[Tensor, Tensor] = tiers.tier_put_(
+            self.index.tensors(), self.records, *rows, order
+        )
+        return dropped
+
+    def put_op_by_op(self, rows: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        """Do what `tier_put_` does, with the ops that have a reference."""
+        keys, stamps, scores, values = rows
+        words = torch.stack([keys, stamps, scores])
+        index = self.index
+        index.set_tick(max(index.tick, int(stamps.max())))
+        is_scored = index.order in hash.SCORED
+
+        def rank_by_score(keys: hash.Keys, misses: hash.Misses) -> None:
+            count = int(misses.offsets[-1])
+            misses.counts[:count] = scores[misses.first[:count]]
+
+        inserted = index.insert(
+            hash.Keys.of(keys),
+            torch.zeros_like(keys) if is_scored else None,
+            admit=rank_by_score if is_scored else None,
+        )
+        slots, dropped = inserted.slots, [words[:, :0]]
+        dropped_rows = [values[:0]]
+        if inserted.result is not None:
+            is_evicting = inserted.result.status == EVICTING
+            evicted_slots = inserted.result.slots[is_evicting]
+            _, heads, evicted_rows = tiers.tier_read(self.records, evicted_slots, 13)
+            dropped.append(torch.cat([inserted.result.evicted[is_evicting, :1].T, heads]))
+            dropped_rows.append(evicted_rows)
+        dropped.append(words[:, slots < 0])
+        dropped_rows.append(values[slots < 0])
+        tiers.tier_write_(self.records, slots, words[1:].contiguous(), values)
+        has_slot = slots >= 0
+        index.set_entries(
+            0, slots[has_slot], stamps[has_slot], scores[has_slot] if is_scored else None
+        )
+        return torch.cat(dropped, dim=1), torch.cat(dropped_rows)
+
+
+def draw_rows(count: int, seed: int, last_stamp: int) -> tuple[Tensor, ...]:
+    """Return keys, stamps up to `last_stamp`, scores and rows of 13 bytes to put."""
+    draw = torch.Generator().manual_seed(seed)
+    keys = torch.randperm(700, generator=draw)[:count] - 350
+    stamps = torch.randint(max(0, last_stamp - 5), last_stamp + 1, (count,), generator=draw)
+    scores = torch.randint(1, 9, (count,), generator=draw)
+    values = torch.randint(0, 256, (count, 13), generator=draw, dtype=torch.uint8)
+    return keys, stamps, scores, values
 
 
 def same_bytes(got: list[Tensor], want: list[Tensor]) -> None:
@@ -80,6 +142,37 @@ def test_records_are_those_of_the_reference(words: int, thread_counts: list[int]
                 assert torch.equal(part, wanted)
 
 
+@pytest.mark.parametrize("eviction", [Eviction.LRU, Eviction.LFU, Eviction.LRU_LFU])
+def test_puts_are_those_of_the_ops_one_by_one(eviction: Eviction, thread_counts: list[int]) -> None:
+    one, other = (StoreInMemory(200, eviction) for _ in range(2))
+    num_dropped = 0
+    for step, count in enumerate([1, 90, 90, 3, 200, 2, 90, 400, 17, 90, 5, 90] * 3):
+        rows = draw_rows(count, step, 3 * step)
+        want = other.put_op_by_op(rows)
+        torch.set_num_threads(thread_counts[step % len(thread_counts)])
+        got = one.put(rows)
+        for part, wanted in zip(got, want, strict=True):
+            assert torch.equal(part, wanted)
+        num_dropped += got[0].shape[1]
+        used = other.index.tags != 0
+        assert torch.equal(one.index.tags, other.index.tags)
+        for name in ("entries", "tables", "clock", "counters"):
+            mine, wanted = (getattr(store.index, name) for store in (one, other))
+            assert torch.equal(*(x[used] if name == "entries" else x for x in (mine, wanted)))
+        assert torch.equal(one.records[used], other.records[used])
+        if step % 4 == 3:  # rows leave the store, so that buckets are not full any more
+            for store in (one, other):
+                store.index.erase(hash.Keys.of(rows[0][:50]))
+    assert num_dropped > 1000
+
+
+def test_put_of_nothing() -> None:
+    store = StoreInMemory(64, Eviction.LRU)
+    dropped, values = store.put(tuple(part[:0] for part in draw_rows(3, 0, 1)))
+    assert (dropped.shape, values.shape) == ((3, 0), (0, 13))
+    assert store.index.tick == 0
+
+
 def test_records_of_words_alone() -> None:
     heads, slots = torch.arange(12).view(2, 6), torch.tensor([5, 0, -1, 2, 1, 4])
     records = torch.zeros(6, 16, dtype=torch.uint8)
@@ -98,6 +191,12 @@ def test_records_of_words_alone() -> None:
         ("tier_swap_", 5, torch.zeros(18, 3, dtype=torch.uint8), r"rows must be contiguous"),
         ("tier_swap_", 6, ROWS - 1, "slots of misses must be rows"),
         ("tier_swap_", 6, ROWS + 1, r"first_overflow must be in \[0, 900\], got 901"),
+        ("tier_put_", 1, torch.zeros(64, 28, dtype=torch.uint8), "two words and a row of 13 bytes"),
+        ("tier_put_", 1, torch.zeros(63, 29, dtype=torch.uint8), "for each of 64 slots"),
+        ("tier_put_", 3, torch.zeros(2).long(), "stamps must be contiguous with 3 entries"),
+        ("tier_put_", 5, torch.zeros(2, 13, dtype=torch.uint8), "values must be contiguous"),
+        ("tier_put_", 6, HASH_ORDER["none"], "evicts by stamps or by counts"),
+        ("tier_put_", 6, HASH_ORDER["lfu"], "entries"),
         ("tier_read", 1, torch.tensor([-2]), "slots must be records .* got -2"),
         ("tier_read", 2, 30, "records must have a row of 30 bytes, got 29"),
         ("tier_write_", 1, torch.full((37,), ROWS), "slots must be records"),
@@ -109,7 +208,10 @@ def test_wrong_arguments_raise_before_anything_is_written(
     name: str, number: int, value: object, message: str
 ) -> None:
     records, slots, *rest = draw_records(37)
+    store = StoreInMemory(64, Eviction.LRU)
+    put = [store.records, *draw_rows(3, 0, 1), HASH_ORDER["lru"]]
     arguments: dict[str, list[Any]] = {
+        "tier_put_": [store.index.tensors(), *put],
         "tier_swap_": [*draw_swap(torch.float32, 4, 37)],
         "tier_read": [records, slots, 13],
         "tier_write_": [records, slots, *rest],
@@ -125,7 +227,11 @@ def test_wrong_arguments_raise_before_anything_is_written(
 
 def test_opcheck() -> None:
     records, slots, *rest = draw_records(37)
+    store = StoreInMemory(64, Eviction.LRU)
+    store.put(draw_rows(60, 1, 1))
+    put = (store.records, *draw_rows(30, 2, 2), HASH_ORDER["lru"])
     cases: dict[str, tuple[Any, ...]] = {
+        "tier_put_": (store.index.tensors(), *put),
         "tier_swap_": (*draw_swap(torch.float32, 4, 37),),
         "tier_read": (records, slots, 13),
         "tier_write_": (records, slots, *rest),

@@ -27,6 +27,7 @@ from emblib.dynamic.rows import RowLayout
 from emblib.dynamic.saving.dumps import DumpProgress, Report
 from emblib.dynamic.saving.entries import ConcatenatedRows, Entries, SelectedRows, best_first
 from emblib.dynamic.saving.loading import Loaded
+from emblib.dynamic.tiers.host import HostRows
 from emblib.dynamic.tiers.store import (
     BATCH,
     BackingStore,
@@ -39,6 +40,7 @@ from emblib.dynamic.tiers.store import (
 from emblib.ops import hash, tiers
 from emblib.ops.effects import Effects
 from emblib.ops.hash import InsertResult, Keys, Misses, tables_of
+from emblib.ops.tiers import InsertedMisses, SwappedMisses
 from emblib.specs import DynamicSpec
 
 _COUNTING_ORDERS = ("lfu", "lru_lfu")
@@ -82,6 +84,24 @@ class BatchPlacement(NamedTuple):
 
     misses: list[SwappedRows]
     positions: Tensor | None
+    overflow: list[StoredRows]
+    moves: Moves
+    counts: list[dict[str, int]]
+
+
+class BatchPlacementAtOnce(NamedTuple):
+    """What became of a batch with misses that one op inserted.
+
+    Attributes:
+        misses: the misses of the batch.
+        result: their slots and status.
+        overflow: as in `BatchPlacement`, like the next ones.
+        moves: rows that move between the tiers.
+        counts: counters of `TierStats` after the batch, per table.
+    """
+
+    misses: Misses
+    result: InsertResult
     overflow: list[StoredRows]
     moves: Moves
     counts: list[dict[str, int]]
@@ -237,6 +257,58 @@ class BackingTier:
             stored_uses = records.rows.scores.to(counts.device)
             counts[at] = stored_uses + torch.minimum(counts[at], hash.MAX_USES - stored_uses)
 
+    # Batches that one op inserts
+
+    @property
+    def serves_at_once(self) -> bool:
+        """Return whether `tier_insert_batch_` can read the store: all rows are in a `HostRows`."""
+        return isinstance(self.store.behind, HostRows) and not self.store.has_rows_in_memory
+
+    def begin_batch(self) -> tuple[list[Tensor], list[Tensor], list[int]]:
+        """Prepare for a batch; return the arguments of `tier_insert_batch_` about the store."""
+        self.write_back()
+        self.generation += 1
+        store = self.store.behind
+        assert isinstance(store, HostRows)
+        return *store.tensors(), [spec.rows for spec in self.fast.specs]
+
+    def placement_of(
+        self, results: Sequence[Tensor], batch_scores: Tensor | None
+    ) -> "BatchPlacementAtOnce":
+        """Return what becomes of a batch with misses.
+
+        Args:
+            results: results of `tier_insert_batch_` about the misses.
+            batch_scores: int64 `[T]`, of this batch, where scores are assigned.
+        """
+        inserted = InsertedMisses(*results[: len(InsertedMisses._fields)])
+        width, at = len(SwappedMisses._fields), len(InsertedMisses._fields)
+        moves, overflow, all_counts = Moves({}, {}), [], []
+        offsets, num_stored = inserted.offsets.tolist(), inserted.num_stored.tolist()
+        for t, counts in enumerate(self._counts):
+            swapped = SwappedMisses(*results[at + width * t : at + width * (t + 1)])
+            moves.promoted[t] = swapped.promoted
+            moves.demoted[t] = StoredRows.from_words(swapped.demoted, swapped.demoted_rows)
+            refused_keys, uses = swapped.refused.unbind()
+            overflow.append(self._rows_without_values(t, refused_keys, uses, batch_scores))
+            counts = dict(counts)
+            counts["backing_hits"] += num_stored[t]
+            counts["new"] += offsets[t + 1] - offsets[t] - num_stored[t]
+            counts["promoted"] += swapped.promoted.numel()
+            counts["demoted"] += swapped.demoted.shape[1]
+            counts["served_in_place"] += refused_keys.numel()
+            all_counts.append(counts)
+        misses = Misses(inserted.first, inserted.groups, inserted.uses, inserted.offsets)
+        evicted = inserted.slots.new_empty(0, 3)  # the demoted rows have them
+        result = InsertResult(inserted.slots, inserted.status, evicted)
+        return BatchPlacementAtOnce(misses, result, overflow, moves, all_counts)
+
+    def take_at_once(self, placement: "BatchPlacementAtOnce") -> None:
+        """Record the placement of a batch; repeated calls have no further effect."""
+        self._counts, self._overflow = placement.counts, placement.overflow
+        self._overflow_is_dirty = any(rows.keys.numel() for rows in placement.overflow)
+        self._moves = placement.moves
+
     # After the keys of a batch are inserted
 
     def place(
@@ -297,10 +369,17 @@ class BackingTier:
             return StoredRows.none(0)
         refused = misses.offsets[table] + refused
         refused_keys = keys.ids[misses.first[refused]].cpu()
-        stamps = torch.full_like(refused_keys, self.fast.index.tick)
-        scores = self._scores(table, misses.counts[refused].cpu(), batch_scores)
-        no_values = torch.empty(refused_keys.numel(), 0, dtype=torch.uint8)
-        return StoredRows(refused_keys, stamps, scores, no_values)
+        uses = misses.counts[refused].cpu()
+        return self._rows_without_values(table, refused_keys, uses, batch_scores)
+
+    def _rows_without_values(
+        self, table: int, keys: Tensor, uses: Tensor, batch_scores: Tensor | None
+    ) -> StoredRows:
+        if not keys.numel():
+            return StoredRows.none(0)
+        stamps = torch.full_like(keys, self.fast.index.tick)
+        scores = self._scores(table, uses, batch_scores)
+        return StoredRows(keys, stamps, scores, torch.empty(keys.numel(), 0, dtype=torch.uint8))
 
     def _swap(
         self,

@@ -5,7 +5,6 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from emblib.columns import HashEntryColumn
 from emblib.dynamic.hash_index import HashIndex
 from emblib.dynamic.keys import hash_keys_of
 from emblib.dynamic.tiers.store import (
@@ -16,8 +15,9 @@ from emblib.dynamic.tiers.store import (
     StoreShard,
     check_row,
 )
-from emblib.ops import hash, tiers
-from emblib.ops.hash import Keys, Misses
+from emblib.ops import codes, tiers
+from emblib.ops.effects import Effects
+from emblib.ops.hash import Keys
 from emblib.specs import DynamicSpec, Eviction, check_count
 from emblib.tables import memory
 
@@ -126,39 +126,15 @@ class HostRows:
     def put(self, table: int, rows: StoredRows) -> StoredRows:
         """See `RowStore`."""
         rows = check_row(self._tables[table], rows)
-        index, dropped = self._indices[table], StoredRows.none(self._tables[table].row_bytes)
-        if not rows.keys.numel():
-            return rows
-        newest = int(rows.stamps.max())
-        if newest > index.tick:  # makes every stored row older than the new ones
-            index.set_tick(newest)
-        is_scored = index.order in hash.SCORED
+        index = self._indices[table]
+        index.begin_insertion(Effects())
+        order = codes.HASH_ORDER[index.order]
+        dropped = tiers.tier_put_(index.tensors(), self._records[table], *rows, order)
+        return StoredRows.from_words(*dropped)
 
-        def count_uses_by_score(keys: Keys, misses: Misses) -> None:
-            """Write the scores of new keys into `misses.counts`: the index evicts by them first."""
-            count = int(misses.offsets[-1])
-            misses.counts[:count] = rows.scores[misses.first[:count]]
-
-        inserted = index.insert(
-            Keys.of(rows.keys),
-            torch.zeros_like(rows.keys) if is_scored else None,
-            admit=count_uses_by_score if is_scored else None,
-        )
-        slots, result = inserted.slots, inserted.result
-        if result is not None and int(result.status.max()) > hash.NEW:
-            evicting = result.status == hash.EVICTING
-            evicted_keys = result.evicted[:, HashEntryColumn.KEY][evicting]
-            evicted = self._read(table, evicted_keys, result.slots[evicting]).rows
-            row_bytes = self._tables[table].row_bytes
-            dropped = StoredRows.concatenate([evicted, rows.at(slots < 0)], row_bytes)
-        words = torch.stack([rows.stamps, rows.scores])
-        tiers.tier_write_(self._records[table], slots, words, rows.values)
-        stamps, scores = rows.stamps, rows.scores
-        if dropped.keys.numel():
-            has_slot = slots >= 0
-            slots, stamps, scores = slots[has_slot], stamps[has_slot], scores[has_slot]
-        index.set_entries(0, slots, stamps, scores if is_scored else None)
-        return dropped
+    def tensors(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the tensors of the indices of all tables, and the records of each table."""
+        return [tensor for index in self._indices for tensor in index.tensors()], self._records
 
     def erase(self, table: int, keys: Tensor) -> Tensor:
         """See `RowStore`."""

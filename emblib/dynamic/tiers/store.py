@@ -422,6 +422,11 @@ class PrefetchedRows:
             self._forget(table, rows.keys)
             self._kept_rows[table].append(rows)
 
+    @property
+    def has_rows_in_memory(self) -> bool:
+        """Return whether rows are kept in memory in front of the store."""
+        return any(self._kept_rows) or any(self._prefetched)
+
     @_exclusive
     def count_prefetched(self, table: int, keys: Tensor) -> int:
         """Return the number of `keys` with a prefetched row."""

@@ -1,0 +1,119 @@
+"""Batches in front of `HostRows` that one op inserts: the same bits as the ops one by one."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from emblib import BackingStore, DynamicEmbeddingBags, HostRows, TierMode, optim
+from emblib.dynamic import training
+from emblib.dynamic.hash_index import HashIndex
+from emblib.specs import Eviction
+from tests.dynamic.tier_cases import batch, specs
+
+EVICTIONS = [Eviction.LRU, Eviction.LFU, Eviction.LRU_LFU, Eviction.STEP]
+
+
+def _module(eviction: Eviction, mode: TierMode, store_rows: int) -> DynamicEmbeddingBags:
+    store = HostRows(store_rows, Eviction.LFU if eviction is Eviction.LFU else Eviction.LRU, seed=5)
+    return DynamicEmbeddingBags(
+        specs((32, 64), eviction=eviction),
+        optim.Adam(0.1),
+        backing=BackingStore(store, mode, max_misses=200),
+        feature_tables=(0, 1, 0),
+        seed=3,
+    )
+
+
+def _store(module: DynamicEmbeddingBags) -> HostRows:
+    assert module.state.backing is not None
+    store = module.state.backing.store.behind
+    assert isinstance(store, HostRows)
+    return store
+
+
+def _assert_same_index(index: HashIndex, other: HashIndex) -> Tensor:
+    """Compare all but the queues; return which slots are used."""
+    used = index.tags != 0
+    assert torch.equal(index.tags, other.tags)
+    assert torch.equal(index.entries[used], other.entries[used])
+    for name in ("tables", "clock", "counters"):
+        assert torch.equal(getattr(index, name), getattr(other, name)), name
+    return used
+
+
+def _assert_same(module: DynamicEmbeddingBags, other: DynamicEmbeddingBags) -> None:
+    _assert_same_index(module.state.index, other.state.index)
+    pairs = zip(module.state.row_buffers, other.state.row_buffers, strict=True)
+    assert all(torch.equal(*pair) for pair in pairs)
+    indices, records = _store(module)._indices, _store(module)._records
+    for t, index in enumerate(_store(other)._indices):
+        used = _assert_same_index(indices[t], index)
+        assert torch.equal(
+            records[t][: used.numel()][used], _store(other)._records[t][: used.numel()][used]
+        )
+    assert module.tier_stats() == other.tier_stats()
+
+
+@pytest.mark.parametrize("store_rows", [96, 2048])
+@pytest.mark.parametrize("mode", TierMode)
+@pytest.mark.parametrize("eviction", EVICTIONS)
+def test_equals_the_ops_one_by_one(
+    eviction: Eviction,
+    mode: TierMode,
+    store_rows: int,
+    monkeypatch: pytest.MonkeyPatch,
+    thread_counts: list[int],
+) -> None:
+    served: list[bool] = []
+
+    def insert_at_once(*arguments: object) -> training.BatchAtOnce | None:
+        inserted = at_once(*arguments)  # type: ignore[arg-type]
+        served.append(inserted is not None)
+        return inserted
+
+    at_once = training.insert_at_once
+    monkeypatch.setattr(training, "insert_at_once", insert_at_once)
+    module, other = (_module(eviction, mode, store_rows) for _ in range(2))
+    for step in range(60):
+        ids, offsets = batch(step, 40 if step % 3 else 110)
+        torch.set_num_threads(thread_counts[step % len(thread_counts)])
+        ones = torch.ones_like(ids)  # given counts are not for the op
+        outs = module(ids, offsets), other(ids, offsets, counts=ones)
+        assert torch.equal(*outs)
+        assert torch.equal(module.key_status(), other.key_status())
+        if step % 5 != 4:
+            for out in outs:
+                out.sin().sum().backward()
+        if step % 7 == 6:  # an update after rows have moved
+            late = module(*batch(step + 1000, 40)), other(*batch(step + 1000, 40), counts=ones[:40])
+            for out in outs if outs[0].grad_fn is not None and step % 5 == 4 else late:
+                out.sum().backward()
+        _assert_same(module, other)
+    assert all(served)
+    stats = module.tier_stats()["a"]
+    assert min(stats.hits, stats.backing_hits, stats.new, stats.promoted, stats.demoted) > 20
+    assert stats.served_in_place > 20
+    assert (stats.dropped > 20) is (store_rows == 96)
+
+
+def test_more_distinct_keys_than_overflow_rows_are_inserted_one_by_one() -> None:
+    module = _module(Eviction.LRU, TierMode.CACHING, 2048)
+    offsets = torch.tensor([0, 150, 150, 250])  # 250 keys of the first table, 200 overflow rows
+    with pytest.raises(RuntimeError, match="may have 200 ids of a table that are not in the fast"):
+        module(torch.arange(250), offsets)
+    assert module.size("a") == 0
+    module(torch.arange(250) % 190, offsets)
+    assert module.size("a") == 190
+
+
+def test_prefetched_rows_are_used() -> None:
+    module, other = (_module(Eviction.LRU, TierMode.CACHING, 2048) for _ in range(2))
+    for step in range(6):
+        ids, offsets = batch(step)
+        if step:
+            module.prefetch(ids, offsets)
+            assert module.state.backing is not None
+            module.state.backing.store.wait()
+        assert torch.equal(module(ids, offsets), other(ids, offsets))
+    assert module.tier_stats()["a"].prefetched > 20
+    assert other.tier_stats()["a"].prefetched == 0
