@@ -151,9 +151,8 @@ STABLE_TORCH_LIBRARY(emblib, m) {
       " Tensor layout, Tensor rules, int seed, Tensor[] store_indices, Tensor[] records,"
       " int[] first_overflow) -> Tensor[]");
   m.def(
-      "tier_put_(Tensor(a!)[] store_index, Tensor(b!) records, Tensor keys, Tensor stamps,"
-      " Tensor scores, Tensor values, int order)"
-      " -> (Tensor dropped, Tensor dropped_values)");
+      "tier_put_(Tensor(a!)[] store_index, Tensor(b!) records, Tensor lifted, Tensor entries,"
+      " Tensor rows, int order) -> (Tensor dropped, Tensor dropped_rows)");
   m.def(
       "tier_read(Tensor records, Tensor slots, SymInt row_bytes)"
       " -> (Tensor positions, Tensor words, Tensor values)");

@@ -72,10 +72,10 @@ struct HashBatchCall {
   bool has_valid_offsets;
 
   HashBatchCall(const char* op, const std::vector<Tensor>& tensors,
-                std::vector<Tensor>& row_buffers,
-                const Tensor& features_, const Tensor& ids, const Tensor& offsets_,
-                const Tensor& tables, const std::optional<Tensor>& batch_scores, int64_t order,
-                int64_t insert_policy, const Tensor& layout, const Tensor& rules)
+                std::vector<Tensor>& row_buffers, const Tensor& features_, const Tensor& ids,
+                const Tensor& offsets_, const Tensor& tables,
+                const std::optional<Tensor>& batch_scores, int64_t order, int64_t insert_policy,
+                const Tensor& layout, const Tensor& rules)
       : index(op, tensors),
         scoring(op, index, order, batch_scores, ids),
         competes(parse_competes(op, insert_policy)),
@@ -106,7 +106,8 @@ struct HashBatchCall {
   }
 
  private:
-  static const Tensor& checked(const char* op, const Tensor& features, const Tensor& ids, const Tensor& offsets) {
+  static const Tensor& checked(const char* op, const Tensor& features, const Tensor& ids,
+                               const Tensor& offsets) {
     check_features(op, features);
     check_lookups(op, ids, offsets);
     return features;
@@ -399,8 +400,8 @@ std::vector<Tensor> hash_insert_batch_(std::vector<Tensor> tensors, std::vector<
                                        std::optional<Tensor> batch_scores, int64_t order,
                                        int64_t insert_policy, const Tensor& layout,
                                        const Tensor& rules, int64_t seed) {
-  const HashBatchCall call("hash_insert_batch_", tensors, row_buffers, features, ids, offsets, tables, batch_scores,
-                           order, insert_policy, layout, rules);
+  const HashBatchCall call("hash_insert_batch_", tensors, row_buffers, features, ids, offsets,
+                           tables, batch_scores, order, insert_policy, layout, rules);
   if (!call.has_valid_offsets) return {};
   const TableSegments segments(call.batch, call.index.num_tables);
   if (!segments.are_balanced()) return {};
@@ -462,12 +463,11 @@ struct BatchStores {
       store.index.check_tables(op);
       STD_TORCH_CHECK(store.index.num_tables == 1, op, ": a store has one table, got ",
                       store.index.num_tables);
-      STD_TORCH_CHECK(
-          store.records.stride == kRecordWords * Records::kWordBytes + row_bytes &&
-              store.records.count >= store.index.num_slots,
-          op, ": records must be [", store.index.num_slots, ", ",
-          kRecordWords * Records::kWordBytes + row_bytes, "], got [", store.records.count, ", ",
-          store.records.stride, "]");
+      STD_TORCH_CHECK(store.records.stride == kRecordWords * Records::kWordBytes + row_bytes &&
+                          store.records.count >= store.index.num_slots,
+                      op, ": records must be [", store.index.num_slots, ", ",
+                      kRecordWords * Records::kWordBytes + row_bytes, "], got [",
+                      store.records.count, ", ", store.records.stride, "]");
       const int64_t slots = call.index.field(t, kMaxBuckets) * kSlots;
       STD_TORCH_CHECK(first_overflow[t] >= slots && first_overflow[t] <= store.rows.slots, op,
                       ": first_overflow must be in [", slots, ", ", store.rows.slots,
@@ -519,78 +519,91 @@ struct StoredMisses {
   }
 };
 
-// What an insertion in front of a store did to the misses of one table, in their order.
-struct SwappedTable {
-  Tensor demoted, demoted_rows;  // keys, stamps and scores [3, k] and rows [k, row_bytes] evicted
-  Tensor promoted, refused;      // keys that left the store; keys, uses [2, r] in overflow rows
-  int64_t num_found = 0;         // misses that were in the store
-};
+// The numbers of rows of a table that a batch moved between the tiers.
+enum TierCount { kStored, kNew, kPromoted, kDemoted, kRefusedKeys, kTierCounts };
 
-// Copy the rows of evicted keys of table t out of their slots, and rows of the store to those of
-// their keys. Misses without a slot get overflow rows. Write slots and status of the misses as they
-// are then: kHit for a row of the store, kNew for a miss that was refused.
-SwappedTable swap_rows(const Tensor& like, const BatchStores& stores, int64_t t,
-                       const DistinctKeys& distinct, const StoredMisses& stored,
-                       const int64_t* offsets, const int64_t* evicted, MissingKeys* missing) {
-  const BatchStores::Store& store = stores.stores[t];
-  const int64_t first = offsets[t], n = offsets[t + 1] - first;
-  const int64_t bytes = store.rows.row_bytes;
-  std::vector<int64_t> outs(n, -1), promoted, refused;
-  SwappedTable swapped;
-  int64_t num_demoted = 0;
-  for (int64_t i = 0; i < n; ++i) {
-    const int64_t miss = first + i;
-    const auto status = static_cast<InsertStatus>(missing->status[miss]);
-    const bool is_found = stored.slots[miss] != kNoSlot;
-    swapped.num_found += is_found;
-    if (status == InsertStatus::kEvicting) outs[i] = num_demoted++;
-    if (status == InsertStatus::kRefused) {
-      missing->slots[miss] = store.first_overflow + static_cast<int64_t>(refused.size());
-      missing->status[miss] = static_cast<uint8_t>(InsertStatus::kNew);
-      refused.push_back(miss);
-    } else if (is_found) {
-      promoted.push_back(distinct.keys[missing->keys[miss]]);
-    }
-    if (is_found) missing->status[miss] = static_cast<uint8_t>(InsertStatus::kHit);
-  }
-  swapped.demoted = allocate_words(like, {3, num_demoted});
-  swapped.demoted_rows = allocate_output(like, {num_demoted, bytes}, ScalarType::Byte);
-  swapped.promoted = allocate_words(like, {static_cast<int64_t>(promoted.size())});
-  std::copy(promoted.begin(), promoted.end(), swapped.promoted.mutable_data_ptr<int64_t>());
-  const auto num_refused = static_cast<int64_t>(refused.size());
-  swapped.refused = allocate_words(like, {2, num_refused});
-  int64_t* const refused_words = swapped.refused.mutable_data_ptr<int64_t>();
-  for (int64_t i = 0; i < num_refused; ++i) {
-    refused_words[i] = distinct.keys[missing->keys[refused[i]]];
-    refused_words[num_refused + i] = missing->uses[refused[i]];
-  }
-  int64_t* const words = swapped.demoted.mutable_data_ptr<int64_t>();
-  char* const out = static_cast<char*>(swapped.demoted_rows.mutable_data_ptr());
-  const auto record = [&](int64_t i) {
-    return stored.slots[first + i] == kNoSlot ? nullptr
-                                              : store.records.at(stored.slots[first + i]);
-  };
-  const auto cost = [&](int64_t i) { return 2 * bytes * i; };
-  parallel_balanced(n, kBytesPerTask, cost, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      if (i + kRowsAhead < end) {
-        store.rows.prefetch(missing->slots[first + i + kRowsAhead]);
-        const char* const later = record(i + kRowsAhead);
-        if (later != nullptr) prefetch_row(later, store.records.stride);
+// What a batch moves between a table and its store. The memory is allocated before the batch is
+// inserted: an error after that would lose evicted rows.
+struct TableMoves {
+  Tensor demoted, demoted_rows;  // evicted entries [misses, 3], their rows [misses, row_bytes]
+  Tensor promoted, refused;      // keys that left the store [misses]; keys, uses [misses, 2] of
+                                 // misses in overflow rows
+  std::vector<int64_t> outs;     // by miss of the table: number of the demoted row, -1 for none
+  int64_t counts[kTierCounts] = {};
+
+  TableMoves(const Tensor& like, int64_t misses, int64_t row_bytes)
+      : demoted(allocate_words(like, {misses, 3})),
+        demoted_rows(allocate_output(like, {misses, row_bytes}, ScalarType::Byte)),
+        promoted(allocate_words(like, {misses})),
+        refused(allocate_words(like, {misses, 2})),
+        outs(misses, -1) {}
+
+  // Copy the rows of evicted keys of table t out of their slots, and rows of the store to those of
+  // their keys. Misses without a slot get overflow rows. Write slots and status of the misses as
+  // they are then: kHit for a row of the store, kNew for a miss that was refused.
+  void swap(const BatchStores::Store& store, const DistinctKeys& distinct,
+            const StoredMisses& stored, int64_t first, const int64_t* evicted,
+            MissingKeys* missing) {
+    const auto n = static_cast<int64_t>(outs.size());
+    const int64_t bytes = store.rows.row_bytes;
+    auto* const promoted_keys = promoted.mutable_data_ptr<int64_t>();
+    auto* const refused_words = refused.mutable_data_ptr<int64_t>();
+    for (int64_t i = 0; i < n; ++i) {
+      const int64_t miss = first + i;
+      const int64_t key = distinct.keys[missing->keys[miss]];
+      const auto status = static_cast<InsertStatus>(missing->status[miss]);
+      const bool is_stored = stored.slots[miss] != kNoSlot;
+      ++counts[is_stored ? kStored : kNew];
+      if (status == InsertStatus::kEvicting) outs[i] = counts[kDemoted]++;
+      if (status == InsertStatus::kRefused) {
+        const int64_t number = counts[kRefusedKeys]++;
+        missing->slots[miss] = store.first_overflow + number;
+        missing->status[miss] = static_cast<uint8_t>(InsertStatus::kNew);
+        refused_words[2 * number] = key;
+        refused_words[2 * number + 1] = missing->uses[miss];
+      } else if (is_stored) {
+        promoted_keys[counts[kPromoted]++] = key;
       }
-      const int64_t slot = missing->slots[first + i];
-      if (outs[i] >= 0) {
-        for (int word = 0; word < 3; ++word) {
-          words[word * num_demoted + outs[i]] = evicted[3 * (first + i) + word];
+      if (is_stored) missing->status[miss] = static_cast<uint8_t>(InsertStatus::kHit);
+    }
+    auto* const entries = demoted.mutable_data_ptr<int64_t>();
+    auto* const out = static_cast<char*>(demoted_rows.mutable_data_ptr());
+    const auto record = [&](int64_t i) {
+      return stored.slots[first + i] == kNoSlot ? nullptr
+                                                : store.records.at(stored.slots[first + i]);
+    };
+    const auto cost = [&](int64_t i) { return 2 * bytes * i; };
+    parallel_balanced(n, kBytesPerTask, cost, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) {
+        if (i + kRowsAhead < end) {
+          store.rows.prefetch(missing->slots[first + i + kRowsAhead]);
+          const char* const later = record(i + kRowsAhead);
+          if (later != nullptr) prefetch_row(later, store.records.stride);
         }
-        store.rows.read(slot, out + outs[i] * bytes);
+        const int64_t slot = missing->slots[first + i];
+        if (outs[i] >= 0) {
+          std::memcpy(entries + 3 * outs[i], evicted + 3 * (first + i), 3 * sizeof(int64_t));
+          store.rows.read(slot, out + outs[i] * bytes);
+        }
+        const char* const row = record(i);
+        if (row != nullptr) store.rows.write(slot, row + store.records.head_bytes());
       }
-      const char* const row = record(i);
-      if (row != nullptr) store.rows.write(slot, row + store.records.head_bytes());
-    }
-  });
-  return swapped;
-}
+    });
+  }
+
+  // Add what moved to the results of tier_insert_batch_.
+  void add_to(std::vector<Tensor>* results) const {
+    results->insert(
+        results->end(),
+        {first_rows(demoted, counts[kDemoted]), first_rows(demoted_rows, counts[kDemoted]),
+         first_rows(promoted, counts[kPromoted]), first_rows(refused, counts[kRefusedKeys])});
+  }
+
+ private:
+  static Tensor first_rows(Tensor tensor, int64_t count) {
+    return count == tensor.size(0) ? tensor : torch::stable::narrow(tensor, 0, 0, count);
+  }
+};
 
 // The misses of a batch by position, as hash_touch_ returns them.
 struct MissPositions {
@@ -633,9 +646,8 @@ Tensor tensor_of(const Tensor& like, const std::vector<T>& values) {
 // and change nothing if hash_insert_batch_ does not serve the batch, or if it might have more keys
 // in overflow rows than there are. Otherwise return the first eight results of hash_insert_batch_
 // and, if keys were missing, by miss: first position, uses with those in the store, slot, status as
-// swap_rows leaves it; the miss of each position, int32 [n]; the misses of each table, [T + 1]; the
-// number of misses of each table that were in its store, [T]; and the tensors of SwappedTable, four
-// per table.
+// TableMoves::swap leaves it; the miss of each position, int32 [n]; the misses of each table,
+// [T + 1]; the counts of each table, [T, kTierCounts]; the tensors of TableMoves, four per table.
 std::vector<Tensor> tier_insert_batch_(
     std::vector<Tensor> tensors, std::vector<Tensor> row_buffers, const Tensor& features,
     const Tensor& ids, const Tensor& offsets, const Tensor& tables,
@@ -659,33 +671,36 @@ std::vector<Tensor> tier_insert_batch_(
   std::vector<Tensor> of_misses;
   if (!missing.keys.empty()) {
     const StoredMisses stored(call, stores, distinct, first_misses, &missing);
+    const MissPositions positions(ids, call, segments, distinct, missing);
+    const int64_t num_tables = call.index.num_tables;
+    std::vector<TableMoves> moves;
+    for (int64_t t = 0; t < num_tables; ++t) {
+      moves.emplace_back(ids, first_misses[t + 1] - first_misses[t],
+                         stores.stores[t].rows.row_bytes);
+    }
     const Scratch<int64_t> evicted =
         new_scratch<int64_t>(3 * static_cast<int64_t>(missing.keys.size()));
+    Tensor counts = allocate_words(ids, {num_tables, kTierCounts});
+    std::vector<int64_t> new_slots(missing.keys.size());
     missing.insert(call, distinct, first_misses, evicted.get());
-    std::vector<int64_t> num_found;
-    std::vector<Tensor> swapped;
-    for (int64_t t = 0; t < call.index.num_tables; ++t) {
-      const SwappedTable table = swap_rows(ids, stores, t, distinct, stored, first_misses,
-                                           evicted.get(), &missing);
-      num_found.push_back(table.num_found);
-      swapped.insert(swapped.end(),
-                     {table.demoted, table.demoted_rows, table.promoted, table.refused});
+    for (int64_t t = 0; t < num_tables; ++t) {
+      moves[t].swap(stores.stores[t], distinct, stored, first_misses[t], evicted.get(), &missing);
+      std::copy_n(moves[t].counts, kTierCounts,
+                  counts.mutable_data_ptr<int64_t>() + t * kTierCounts);
     }
-    std::vector<int64_t> new_slots = missing.slots;
     for (size_t miss = 0; miss < new_slots.size(); ++miss) {
-      if (stored.slots[miss] != kNoSlot) new_slots[miss] = kNoSlot;
+      new_slots[miss] = stored.slots[miss] == kNoSlot ? missing.slots[miss] : kNoSlot;
     }
     call.rows.write(distinct.keys.get(), missing.keys.data(), first_misses, new_slots.data(), seed);
     missing.add_slots(found.get());
-    const MissPositions positions(ids, call, segments, distinct, missing);
     of_misses = {positions.first,
                  tensor_of(ids, missing.uses),
                  tensor_of(ids, missing.slots),
                  tensor_of(ids, missing.status),
                  positions.groups,
                  call.first_misses,
-                 tensor_of(ids, num_found)};
-    of_misses.insert(of_misses.end(), swapped.begin(), swapped.end());
+                 counts};
+    for (const TableMoves& of_table : moves) of_table.add_to(&of_misses);
   }
   groups.write(call, segments, distinct, found.get());
   std::vector<Tensor> results{call.offsets,    call.starts,    groups.slots, groups.rows,

@@ -50,6 +50,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> hash_insert_(
     const Tensor& offsets, std::optional<Tensor> admitted, std::optional<Tensor> batch_scores,
     int64_t order, int64_t insert_policy, std::optional<Tensor> slots,
     std::optional<Tensor> groups);
+Tensor hash_erase_(std::vector<Tensor> index, const Tensor& ids, const Tensor& starts,
+                   const Tensor& tables);
 
 // The row buffers of all tables, and how their new rows begin. The tensors own the memory.
 class InitialRows {

@@ -363,7 +363,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> hash_insert_(
   return call.results();
 }
 
-namespace {
+namespace {}  // namespace
 
 // Remove keys. Return the slot that each position emptied, int64 [n]; -1 if its key is missing or
 // an earlier position removed it.
@@ -396,6 +396,8 @@ Tensor hash_erase_(std::vector<Tensor> tensors, const Tensor& ids, const Tensor&
   }
   return slots;
 }
+
+namespace {
 
 // Remove the keys of table t that were last used before the clock was `before`, from its buckets
 // [first_bucket, first_bucket + num_buckets). Return bool [num_buckets * 32]: which slots of these

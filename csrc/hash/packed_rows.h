@@ -13,9 +13,10 @@
 namespace emb {
 
 inline constexpr int64_t kCacheLine = 64;
-inline constexpr int64_t kMaxPrefetch = 16 * kCacheLine;  // the hardware prefetches the rest of a long row
-inline constexpr int64_t kRowsAhead = 8;                  // rows between a prefetch and the copy
-inline constexpr int64_t kBytesPerTask = 1 << 16;         // minimum number of bytes that a thread copies
+inline constexpr int64_t kMaxPrefetch =
+    16 * kCacheLine;                               // the hardware prefetches the rest of a long row
+inline constexpr int64_t kRowsAhead = 8;           // rows between a prefetch and the copy
+inline constexpr int64_t kBytesPerTask = 1 << 16;  // minimum number of bytes that a thread copies
 
 inline void prefetch_row(const char* row, int64_t bytes) {
   for (int64_t at = 0; at < std::min(bytes, kMaxPrefetch); at += kCacheLine) {
@@ -30,7 +31,8 @@ inline Tensor allocate_words(const Tensor& like, const std::vector<int64_t>& siz
 }
 
 // Return the bytes of a contiguous uint8 matrix [n, bytes], which `name` is.
-inline char* byte_rows(const char* op, const char* name, const Tensor& rows, int64_t n, int64_t bytes) {
+inline char* byte_rows(const char* op, const char* name, const Tensor& rows, int64_t n,
+                       int64_t bytes) {
   check_dtype(op, name, rows, ScalarType::Byte, "uint8");
   STD_TORCH_CHECK(
       rows.dim() == 2 && rows.size(0) == n && rows.size(1) == bytes && rows.is_contiguous(), op,
@@ -72,7 +74,8 @@ struct PackedRows {
   }
 
  private:
-  static std::vector<RowBytes> matrices_as_bytes(const char* op, const std::vector<Tensor>& matrices,
+  static std::vector<RowBytes> matrices_as_bytes(const char* op,
+                                                 const std::vector<Tensor>& matrices,
                                                  const Tensor& like) {
     std::vector<RowBytes> rows;
     for (const Tensor& matrix : matrices) rows.push_back(RowMatrix(op, matrix, like).as_bytes({}));

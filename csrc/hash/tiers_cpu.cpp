@@ -206,113 +206,155 @@ void tier_write_(Tensor records_in, const Tensor& slots_in, const Tensor& words_
   });
 }
 
-// Put rows into a store in host memory: an index of one table, and its records of stamp, score and
-// row. The keys are int64 [n], distinct, with stamps and scores [n] and values uint8 [n, row_bytes].
-// A row replaces that of its key; in a full store it evicts the row of the lowest rank. Return keys,
-// stamps and scores [3, k] and values [k, row_bytes] of the rows that have no record any more: those
-// of evicted keys, then those of `keys` without a slot.
-std::tuple<Tensor, Tensor> tier_put_(std::vector<Tensor> store_index, Tensor records_in,
-                                     const Tensor& keys, const Tensor& stamps_in,
-                                     const Tensor& scores_in, const Tensor& values_in,
-                                     int64_t order_code) {
-  const char* op = "tier_put_";
-  const HashIndex index(op, store_index);
-  index.check_tables(op);
-  STD_TORCH_CHECK(index.num_tables == 1, op, ": a store has one table, got ", index.num_tables);
-  const int64_t n = keys.numel(), bytes = values_in.dim() == 2 ? values_in.size(1) : 0;
-  const Records records(op, records_in, bytes);
-  STD_TORCH_CHECK(records.num_words == 2 && records.count >= index.num_slots, op,
-                  ": records must have two words and a row of ", bytes, " bytes for each of ",
-                  index.num_slots, " slots, got [", records.count, ", ", records.stride, "]");
-  const auto* key = required_array<int64_t>(op, "keys", keys, n, keys);
-  const auto* stamps = required_array<int64_t>(op, "stamps", stamps_in, n, keys);
-  const auto* scores = required_array<int64_t>(op, "scores", scores_in, n, keys);
-  const char* values = byte_rows(op, "values", values_in, n, bytes);
-  const Order order = parse_order(op, order_code, index.words);
-  STD_TORCH_CHECK(order != Order::kNone && order != Order::kAssigned, op,
-                  ": a store evicts by stamps or by counts of uses");
-  if (n == 0) {
-    return {allocate_words(keys, {3, 0}), allocate(keys, {0, bytes}, ScalarType::Byte)};
+// A store in host memory: an index of one table, and records of stamp, score and row by its slots.
+struct HostStore {
+  HashIndex index;
+  Records records;
+  Order order;
+
+  HostStore(const char* op, const std::vector<Tensor>& index_, const Tensor& records_,
+            int64_t row_bytes, int64_t order_code)
+      : index(op, index_),
+        records(op, records_, row_bytes),
+        order(parse_order(op, order_code, index.words)) {
+    index.check_tables(op);
+    STD_TORCH_CHECK(index.num_tables == 1, op, ": a store has one table, got ", index.num_tables);
+    STD_TORCH_CHECK(records.num_words == kHeadWords && records.count >= index.num_slots, op,
+                    ": records must have two words and a row of ", row_bytes, " bytes for each of ",
+                    index.num_slots, " slots, got [", records.count, ", ", records.stride, "]");
+    STD_TORCH_CHECK(order != Order::kNone && order != Order::kAssigned, op,
+                    ": a store evicts by stamps or by counts of uses");
   }
 
-  // Every row that is in the store must be older than this call, so that it can be evicted.
-  *index.clock = std::max(*index.clock, *std::max_element(stamps, stamps + n));
-  Tensor starts = allocate_words(keys, {2}), tables = allocate_zeros(keys, {1}, ScalarType::Long);
-  starts.mutable_data_ptr<int64_t>()[0] = 0;
-  starts.mutable_data_ptr<int64_t>()[1] = n;
-  std::optional<Tensor> no_uses, none;
-  if (order_counts_uses(order)) no_uses = allocate_zeros(keys, {n}, ScalarType::Long);
-  auto [found, first, groups, totals, offsets] =
-      hash_touch_(store_index, keys, starts, tables, no_uses, none, order_code);
-  const int64_t num_misses = offsets.const_data_ptr<int64_t>()[1];
-  const auto* at = first.const_data_ptr<int64_t>();
-  if (order_counts_uses(order)) {  // new rows rank by their scores
-    auto* uses = totals.mutable_data_ptr<int64_t>();
-    for (int64_t miss = 0; miss < num_misses; ++miss) uses[miss] = scores[at[miss]];
-  }
-  const auto [miss_slots, status, evicted, slots, key_status] =
-      hash_insert_(store_index, keys, first, totals, offsets, none, none, order_code,
-                   static_cast<int64_t>(InsertPolicy::kWins), found, groups);
+  static constexpr int64_t kHeadWords = 2;
 
-  const auto* slot = slots.const_data_ptr<int64_t>();
-  const auto* miss_slot = miss_slots.const_data_ptr<int64_t>();
-  const auto* evicted_words = evicted.const_data_ptr<int64_t>();
-  const auto* states = static_cast<const uint8_t*>(status.const_data_ptr());
-  std::vector<int64_t> evicting, refused;
+  // Read the record in a slot: stamp and score to `head`, the row to `row`.
+  void read(int64_t slot, int64_t* head, char* row) const {
+    const char* record = records.at(slot);
+    std::memcpy(head, record, records.head_bytes());
+    std::memcpy(row, record + records.head_bytes(), records.stride - records.head_bytes());
+  }
+  void write(int64_t slot, const int64_t* head, const char* row) const {
+    char* record = records.at(slot);
+    std::memcpy(record, head, records.head_bytes());
+    std::memcpy(record + records.head_bytes(), row, records.stride - records.head_bytes());
+  }
+
+  // Give the entry in a slot its stamp and score. Its rank may fall, so its bucket's queue is
+  // emptied.
+  void set_entry(int64_t slot, const int64_t* head) const {
+    int64_t* entry = index.table(0).entry(slot);
+    entry[kStamp] = head[0];
+    if (has_scores(order)) entry[kScore] = head[1];
+    if (EvictionQueue* queues = index.queues_of(0)) queues[slot / kSlots].size = 0;
+  }
+};
+
+// Return the entries and rows that have no record after `entries` were put: those that were evicted
+// and those that found no slot. `first` is the entry of each miss.
+std::tuple<Tensor, Tensor> copy_dropped(const HostStore& store, const int64_t* entries,
+                                        const char* rows, int64_t n, const int64_t* slots,
+                                        const int64_t* miss_slots, const uint8_t* status,
+                                        const int64_t* evicted, int64_t num_misses,
+                                        const Tensor& like) {
+  const int64_t bytes = store.records.stride - store.records.head_bytes();
+  const auto is_evicting = [&](int64_t miss) {
+    return status[miss] == static_cast<uint8_t>(InsertStatus::kEvicting);
+  };
+  int64_t count = std::count_if(slots, slots + n, [](int64_t slot) { return slot < 0; });
+  for (int64_t miss = 0; miss < num_misses; ++miss) count += is_evicting(miss);
+  Tensor dropped = allocate_words(like, {count, 3});
+  Tensor dropped_rows = allocate_output(like, {count, bytes}, ScalarType::Byte);
+  auto* entry = dropped.mutable_data_ptr<int64_t>();
+  auto* row = static_cast<char*>(dropped_rows.mutable_data_ptr());
   for (int64_t miss = 0; miss < num_misses; ++miss) {
-    if (states[miss] == static_cast<uint8_t>(InsertStatus::kEvicting)) evicting.push_back(miss);
+    if (!is_evicting(miss)) continue;
+    entry[kKey] = evicted[3 * miss + kKey];
+    store.read(miss_slots[miss], entry + kStamp, row);
+    entry += 3;
+    row += bytes;
   }
   for (int64_t i = 0; i < n; ++i) {
-    if (slot[i] < 0) refused.push_back(i);
+    if (slots[i] >= 0) continue;
+    std::memcpy(entry, entries + 3 * i, 3 * sizeof(int64_t));
+    std::memcpy(row, rows + i * bytes, bytes);
+    entry += 3;
+    row += bytes;
   }
-  const auto num_evicted = static_cast<int64_t>(evicting.size());
-  const int64_t num_dropped = num_evicted + static_cast<int64_t>(refused.size());
-  Tensor dropped = allocate_words(keys, {3, num_dropped});
-  Tensor dropped_values = allocate_output(keys, {num_dropped, bytes}, ScalarType::Byte);
-  auto* words = dropped.mutable_data_ptr<int64_t>();
-  auto* out = static_cast<char*>(dropped_values.mutable_data_ptr());
-  const auto drop = [&](int64_t k, int64_t id, int64_t stamp, int64_t score, const char* row) {
-    words[k] = id;
-    words[num_dropped + k] = stamp;
-    words[2 * num_dropped + k] = score;
-    std::memcpy(out + k * bytes, row, bytes);
+  return {dropped, dropped_rows};
+}
+
+// Remove the keys `lifted`, int64 [m], from a store, and put rows into it: `entries` int64 [n, 3]
+// has their keys, which are distinct, stamps and scores, `rows` is uint8 [n, row_bytes]. A row
+// replaces that of its key; in a full store it evicts the row of the lowest rank. Return entries
+// and rows that were dropped, [k, 3] and [k, row_bytes]: the evicted ones, then those of `entries`
+// without a slot.
+std::tuple<Tensor, Tensor> tier_put_(std::vector<Tensor> index, Tensor records,
+                                     const Tensor& lifted, const Tensor& entries_in,
+                                     const Tensor& rows_in, int64_t order_code) {
+  const char* op = "tier_put_";
+  const int64_t n = entries_in.dim() == 2 ? entries_in.size(0) : 0;
+  const int64_t bytes = rows_in.dim() == 2 ? rows_in.size(1) : 0;
+  const HostStore store(op, index, records, bytes, order_code);
+  const auto* entries = required_array<int64_t>(op, "entries", entries_in, 3 * n, lifted);
+  const char* rows = byte_rows(op, "rows", rows_in, n, bytes);
+  required_array<int64_t>(op, "lifted", lifted, lifted.numel(), entries_in);
+  STD_TORCH_CHECK(lifted.dim() == 1 && entries_in.dim() == 2, op,
+                  ": lifted must be [m] and entries [n, 3]");
+
+  const auto segment = [&](int64_t count) {
+    Tensor starts = allocate_words(lifted, {2});
+    starts.mutable_data_ptr<int64_t>()[0] = 0;
+    starts.mutable_data_ptr<int64_t>()[1] = count;
+    return starts;
   };
-  for (int64_t k = 0; k < num_evicted; ++k) {
-    const char* record = records.at(miss_slot[evicting[k]]);
-    int64_t head[2];
-    std::memcpy(head, record, sizeof(head));
-    drop(k, evicted_words[3 * evicting[k]], head[0], head[1], record + sizeof(head));
-  }
-  for (int64_t k = num_evicted; k < num_dropped; ++k) {
-    const int64_t i = refused[k - num_evicted];
-    drop(k, key[i], stamps[i], scores[i], values + i * bytes);
+  const Tensor table_0 = allocate_zeros(lifted, {1}, ScalarType::Long);
+  if (lifted.numel() > 0) hash_erase_(index, lifted, segment(lifted.numel()), table_0);
+  if (n == 0) {
+    return {allocate_words(lifted, {0, 3}), allocate(lifted, {0, bytes}, ScalarType::Byte)};
   }
 
-  // A record is whole before its entry ranks as the row does.
-  const auto cost = [&](int64_t i) { return records.stride * i; };
+  Tensor keys = allocate_words(lifted, {n});
+  auto* key = keys.mutable_data_ptr<int64_t>();
+  int64_t newest = entries[kStamp];
+  for (int64_t i = 0; i < n; ++i) {
+    key[i] = entries[3 * i + kKey];
+    newest = std::max(newest, entries[3 * i + kStamp]);
+  }
+  // Every row in the store must be older than this call, so that it can be evicted.
+  *store.index.clock = std::max(*store.index.clock, newest);
+  const bool counts_uses = order_counts_uses(store.order);
+  std::optional<Tensor> no_uses, none;
+  if (counts_uses) no_uses = allocate_zeros(lifted, {n}, ScalarType::Long);
+  auto [found, first, groups, totals, offsets] =
+      hash_touch_(index, keys, segment(n), table_0, no_uses, none, order_code);
+  const int64_t num_misses = offsets.const_data_ptr<int64_t>()[1];
+  if (counts_uses) {  // new rows rank by their scores
+    const auto* at = first.const_data_ptr<int64_t>();
+    auto* uses = totals.mutable_data_ptr<int64_t>();
+    for (int64_t miss = 0; miss < num_misses; ++miss) uses[miss] = entries[3 * at[miss] + kScore];
+  }
+  const auto [miss_slots, status, evicted, slots_out, key_status] =
+      hash_insert_(index, keys, first, totals, offsets, none, none, order_code,
+                   static_cast<int64_t>(InsertPolicy::kWins), found, groups);
+  const auto* slots = slots_out.const_data_ptr<int64_t>();
+  auto dropped = copy_dropped(store, entries, rows, n, slots, miss_slots.const_data_ptr<int64_t>(),
+                              static_cast<const uint8_t*>(status.const_data_ptr()),
+                              evicted.const_data_ptr<int64_t>(), num_misses, lifted);
+
+  const auto cost = [&](int64_t i) { return store.records.stride * i; };
   parallel_balanced(n, kBytesPerTask, cost, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
-      if (i + kRowsAhead < end && slot[i + kRowsAhead] >= 0) {
-        prefetch_row(records.at(slot[i + kRowsAhead]), records.stride);
+      if (i + kRowsAhead < end && slots[i + kRowsAhead] >= 0) {
+        prefetch_row(store.records.at(slots[i + kRowsAhead]), store.records.stride);
       }
-      if (slot[i] < 0) continue;
-      char* record = records.at(slot[i]);
-      const int64_t head[2] = {stamps[i], scores[i]};
-      std::memcpy(record, head, sizeof(head));
-      std::memcpy(record + sizeof(head), values + i * bytes, bytes);
+      if (slots[i] >= 0) store.write(slots[i], entries + 3 * i + kStamp, rows + i * bytes);
     }
   });
-  const HashTable table = index.table(0);
-  EvictionQueue* queues = index.queues_of(0);
   for (int64_t i = 0; i < n; ++i) {
-    if (slot[i] < 0) continue;
-    int64_t* entry = table.entry(slot[i]);
-    entry[kStamp] = stamps[i];
-    if (has_scores(order)) entry[kScore] = scores[i];
-    // The rank of the entry fell; the queue of a bucket that is not full is empty.
-    if (queues != nullptr) queues[slot[i] / kSlots].size = 0;
+    if (slots[i] >= 0) store.set_entry(slots[i], entries + 3 * i + kStamp);
   }
-  return {dropped, dropped_values};
+  return dropped;
 }
 
 }  // namespace

@@ -23,9 +23,10 @@ packed matrix, and out of that into the other tier.
   `first_overflow` the first overflow row per table. Returns nothing, with nothing changed, if it
   does not serve the batch; else the first eight results of `insert_batch_` and, if keys were
   missing, the fields of `InsertedMisses` and, per table, of `SwappedMisses`
-- `tier_put_(store_index, records, keys, stamps, scores, values, order)` puts rows of distinct keys
-  into such a store, which evicts the lowest rows when it is full. Returns keys, stamps and scores
-  of the rows that were dropped, int64 `[3, k]`, and their values
+- `tier_put_(store_index, records, lifted, entries, rows, order)` removes the keys `lifted`, int64
+  `[m]`, from such a store and puts rows into it: `entries` int64 `[n, 3]` has keys, which are
+  distinct, stamps and scores, `rows` is uint8 `[n, row_bytes]`. A full store evicts the lowest
+  rows. Returns entries and rows that were dropped
 - `tier_read(records, slots, row_bytes)` reads records of a store, uint8 `[S, stride]`: some words
   of 8 bytes, then the bytes of a row; either may be missing. Returns the positions of slots that
   are not -1, their words, int64 `[words, m]`, and rows, uint8 `[m, row_bytes]`
@@ -52,7 +53,8 @@ class InsertedMisses(NamedTuple):
         status: uint8 `[M]`, `HIT` for a row of the store, `NEW` or `EVICTING` for a new one.
         groups: int32 `[L]`, the miss of each position, -1 for a hit.
         offsets: int64 `[T + 1]`, the misses of each table.
-        num_stored: int64 `[T]`, the number of misses that were in the store.
+        counts: int64 `[T, 5]`, the numbers of misses that were in the store, that were new, of rows
+            promoted, demoted, and served in overflow rows.
     """
 
     first: Tensor
@@ -61,17 +63,17 @@ class InsertedMisses(NamedTuple):
     status: Tensor
     groups: Tensor
     offsets: Tensor
-    num_stored: Tensor
+    counts: Tensor
 
 
 class SwappedMisses(NamedTuple):
     """The rows of one table that `tier_insert_batch_` moved.
 
     Attributes:
-        demoted: int64 `[3, k]`, keys, stamps and scores of the evicted rows.
+        demoted: int64 `[k, 3]`, keys, stamps and scores of the evicted rows.
         demoted_rows: uint8 `[k, row_bytes]`, these rows.
         promoted: int64 `[p]`, keys that have a slot and are still in the store.
-        refused: int64 `[2, r]`, keys and uses of the misses in overflow rows, in their order.
+        refused: int64 `[r, 2]`, keys and uses of the misses in overflow rows, in their order.
     """
 
     demoted: Tensor
@@ -128,14 +130,13 @@ def _(
 def _(
     store_index: list[Tensor],
     records: Tensor,
-    keys: Tensor,
-    stamps: Tensor,
-    scores: Tensor,
-    values: Tensor,
+    lifted: Tensor,
+    entries: Tensor,
+    rows: Tensor,
     order: int,
 ) -> tuple[Tensor, Tensor]:
     num_dropped = torch.library.get_ctx().new_dynamic_size()
-    return keys.new_empty(3, num_dropped), values.new_empty(num_dropped, values.size(1))
+    return entries.new_empty(num_dropped, 3), rows.new_empty(num_dropped, rows.size(1))
 
 
 @torch.library.register_fake("emblib::tier_read")

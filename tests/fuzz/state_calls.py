@@ -516,9 +516,9 @@ def _tier_put(draw: random.Random) -> Call:
     store, twin_store = (test_tiers.StoreInMemory(64, eviction) for _ in range(2))
     for number, count in enumerate([40, draw.choice([1, 90])]):
         rows = test_tiers.draw_rows(count, number, number)
-        want = twin_store.put_op_by_op(rows)
+        want = twin_store.put_op_by_op(*rows)
         if number == 0:
-            store.put(rows)
+            store.put(*rows)
 
     def check(_: Arguments, got: Any) -> None:
         for one, other in zip(got, want, strict=True):

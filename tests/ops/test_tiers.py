@@ -52,18 +52,23 @@ class StoreInMemory:
         self.index = HashIndex([DynamicSpec(rows, 1, eviction=eviction)], hash_keys=[11])
         self.records = torch.zeros(self.index.specs[0].rows, 29, dtype=torch.uint8)
 
-    def put(self, rows: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+    def put(self, lifted: Tensor, entries: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         order = HASH_ORDER[self.index.order]
         dropped: tuple[Tensor, Tensor] = tiers.tier_put_(
-            self.index.tensors(), self.records, *rows, order
+            self.index.tensors(), self.records, lifted, entries, values, order
         )
         return dropped
 
-    def put_op_by_op(self, rows: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+    def put_op_by_op(
+        self, lifted: Tensor, entries: Tensor, values: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Do what `tier_put_` does, with the ops that have a reference."""
-        keys, stamps, scores, values = rows
-        words = torch.stack([keys, stamps, scores])
         index = self.index
+        index.erase(hash.Keys.of(lifted))
+        if not entries.shape[0]:
+            return entries, values
+        words = entries.T.contiguous()
+        keys, stamps, scores = words.unbind()
         index.set_tick(max(index.tick, int(stamps.max())))
         is_scored = index.order in hash.SCORED
 
@@ -91,17 +96,18 @@ class StoreInMemory:
         index.set_entries(
             0, slots[has_slot], stamps[has_slot], scores[has_slot] if is_scored else None
         )
-        return torch.cat(dropped, dim=1), torch.cat(dropped_rows)
+        return torch.cat(dropped, dim=1).T, torch.cat(dropped_rows)
 
 
-def draw_rows(count: int, seed: int, last_stamp: int) -> tuple[Tensor, ...]:
-    """Return keys, stamps up to `last_stamp`, scores and rows of 13 bytes to put."""
+def draw_rows(count: int, seed: int, last_stamp: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return keys to lift; entries with stamps up to `last_stamp`, and rows of 13 bytes to put."""
     draw = torch.Generator().manual_seed(seed)
     keys = torch.randperm(700, generator=draw)[:count] - 350
     stamps = torch.randint(max(0, last_stamp - 5), last_stamp + 1, (count,), generator=draw)
     scores = torch.randint(1, 9, (count,), generator=draw)
     values = torch.randint(0, 256, (count, 13), generator=draw, dtype=torch.uint8)
-    return keys, stamps, scores, values
+    lifted = torch.randint(-350, 350, (count // 3,), generator=draw)
+    return lifted, torch.stack([keys, stamps, scores], dim=1), values
 
 
 def same_bytes(got: list[Tensor], want: list[Tensor]) -> None:
@@ -148,29 +154,30 @@ def test_puts_are_those_of_the_ops_one_by_one(eviction: Eviction, thread_counts:
     num_dropped = 0
     for step, count in enumerate([1, 90, 90, 3, 200, 2, 90, 400, 17, 90, 5, 90] * 3):
         rows = draw_rows(count, step, 3 * step)
-        want = other.put_op_by_op(rows)
+        want = other.put_op_by_op(*rows)
         torch.set_num_threads(thread_counts[step % len(thread_counts)])
-        got = one.put(rows)
+        got = one.put(*rows)
         for part, wanted in zip(got, want, strict=True):
             assert torch.equal(part, wanted)
-        num_dropped += got[0].shape[1]
+        num_dropped += got[0].shape[0]
         used = other.index.tags != 0
         assert torch.equal(one.index.tags, other.index.tags)
         for name in ("entries", "tables", "clock", "counters"):
             mine, wanted = (getattr(store.index, name) for store in (one, other))
             assert torch.equal(*(x[used] if name == "entries" else x for x in (mine, wanted)))
         assert torch.equal(one.records[used], other.records[used])
-        if step % 4 == 3:  # rows leave the store, so that buckets are not full any more
-            for store in (one, other):
-                store.index.erase(hash.Keys.of(rows[0][:50]))
     assert num_dropped > 1000
 
 
 def test_put_of_nothing() -> None:
     store = StoreInMemory(64, Eviction.LRU)
-    dropped, values = store.put(tuple(part[:0] for part in draw_rows(3, 0, 1)))
-    assert (dropped.shape, values.shape) == ((3, 0), (0, 13))
+    lifted, entries, values = draw_rows(9, 0, 1)
+    dropped, dropped_values = store.put(lifted[:0], entries[:0], values[:0])
+    assert (dropped.shape, dropped_values.shape) == ((0, 3), (0, 13))
     assert store.index.tick == 0
+    store.put(lifted[:0], entries, values)
+    store.put(entries[:4, 0].contiguous(), entries[:0], values[:0])
+    assert store.index.size(0) == 5
 
 
 def test_records_of_words_alone() -> None:
@@ -193,10 +200,11 @@ def test_records_of_words_alone() -> None:
         ("tier_swap_", 6, ROWS + 1, r"first_overflow must be in \[0, 900\], got 901"),
         ("tier_put_", 1, torch.zeros(64, 28, dtype=torch.uint8), "two words and a row of 13 bytes"),
         ("tier_put_", 1, torch.zeros(63, 29, dtype=torch.uint8), "for each of 64 slots"),
-        ("tier_put_", 3, torch.zeros(2).long(), "stamps must be contiguous with 3 entries"),
-        ("tier_put_", 5, torch.zeros(2, 13, dtype=torch.uint8), "values must be contiguous"),
-        ("tier_put_", 6, HASH_ORDER["none"], "evicts by stamps or by counts"),
-        ("tier_put_", 6, HASH_ORDER["lfu"], "entries"),
+        ("tier_put_", 2, torch.zeros(2, 2).long(), r"lifted must be \[m\] and entries \[n, 3\]"),
+        ("tier_put_", 3, torch.zeros(3, 2).long(), "entries must be contiguous with 9 entries"),
+        ("tier_put_", 4, torch.zeros(2, 13, dtype=torch.uint8), "rows must be contiguous"),
+        ("tier_put_", 5, HASH_ORDER["none"], "evicts by stamps or by counts"),
+        ("tier_put_", 5, HASH_ORDER["lfu"], "entries"),
         ("tier_read", 1, torch.tensor([-2]), "slots must be records .* got -2"),
         ("tier_read", 2, 30, "records must have a row of 30 bytes, got 29"),
         ("tier_write_", 1, torch.full((37,), ROWS), "slots must be records"),
@@ -228,7 +236,7 @@ def test_wrong_arguments_raise_before_anything_is_written(
 def test_opcheck() -> None:
     records, slots, *rest = draw_records(37)
     store = StoreInMemory(64, Eviction.LRU)
-    store.put(draw_rows(60, 1, 1))
+    store.put(*draw_rows(60, 1, 1))
     put = (store.records, *draw_rows(30, 2, 2), HASH_ORDER["lru"])
     cases: dict[str, tuple[Any, ...]] = {
         "tier_put_": (store.index.tensors(), *put),

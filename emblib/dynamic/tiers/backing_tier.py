@@ -45,6 +45,8 @@ from emblib.specs import DynamicSpec
 
 _COUNTING_ORDERS = ("lfu", "lru_lfu")
 _COUNTERS = [field.name for field in fields(TierStats)][2:]
+# The columns of `InsertedMisses.counts`.
+_COUNTERS_OF_BATCH = ("backing_hits", "new", "promoted", "demoted", "served_in_place")
 
 
 class Moves(NamedTuple):
@@ -53,10 +55,12 @@ class Moves(NamedTuple):
     Attributes:
         promoted: keys that have a slot and are still in the store.
         demoted: rows that have no slot and are not yet in the store.
+        exchanged: both, of tables in front of a `HostRows`.
     """
 
     promoted: dict[int, Tensor]
     demoted: dict[int, StoredRows]
+    exchanged: dict[int, SwappedMisses]
 
 
 class SwappedRows(NamedTuple):
@@ -155,7 +159,7 @@ class BackingTier:
         self._overflow = [StoredRows.none(table.row_bytes) for table in tables]
         self._overflow_is_dirty = False
         self._widths = [table.row_bytes for table in tables]
-        self._moves = Moves({}, {})
+        self._moves = Moves({}, {}, {})
         self.reset_stats()
         if self.store.note:
             self._resume(json.loads(self.store.note))
@@ -281,22 +285,17 @@ class BackingTier:
             results: results of `tier_insert_batch_` about the misses.
             batch_scores: int64 `[T]`, of this batch, where scores are assigned.
         """
-        inserted = InsertedMisses(*results[: len(InsertedMisses._fields)])
         width, at = len(SwappedMisses._fields), len(InsertedMisses._fields)
-        moves, overflow, all_counts = Moves({}, {}), [], []
-        offsets, num_stored = inserted.offsets.tolist(), inserted.num_stored.tolist()
-        for t, counts in enumerate(self._counts):
+        inserted = InsertedMisses(*results[:at])
+        moves, overflow, all_counts = Moves({}, {}, {}), [], []
+        for t, new_counts in enumerate(inserted.counts.tolist()):
             swapped = SwappedMisses(*results[at + width * t : at + width * (t + 1)])
-            moves.promoted[t] = swapped.promoted
-            moves.demoted[t] = StoredRows.from_words(swapped.demoted, swapped.demoted_rows)
-            refused_keys, uses = swapped.refused.unbind()
+            moves.exchanged[t] = swapped
+            refused_keys, uses = swapped.refused.unbind(1)
             overflow.append(self._rows_without_values(t, refused_keys, uses, batch_scores))
-            counts = dict(counts)
-            counts["backing_hits"] += num_stored[t]
-            counts["new"] += offsets[t + 1] - offsets[t] - num_stored[t]
-            counts["promoted"] += swapped.promoted.numel()
-            counts["demoted"] += swapped.demoted.shape[1]
-            counts["served_in_place"] += refused_keys.numel()
+            counts = dict(self._counts[t])
+            for name, count in zip(_COUNTERS_OF_BATCH, new_counts, strict=True):
+                counts[name] += count
             all_counts.append(counts)
         misses = Misses(inserted.first, inserted.groups, inserted.uses, inserted.offsets)
         evicted = inserted.slots.new_empty(0, 3)  # the demoted rows have them
@@ -332,7 +331,7 @@ class BackingTier:
         assert misses is not None
         assert result is not None
         offsets = misses.offsets.tolist()
-        moves, swaps, overflow, all_counts = Moves({}, {}), [], [], []
+        moves, swaps, overflow, all_counts = Moves({}, {}, {}), [], [], []
         for t, found in enumerate(rows):
             swapped = self._swap(t, result, slice(offsets[t], offsets[t + 1]), found, effects)
             swaps.append(swapped)
@@ -466,7 +465,10 @@ class BackingTier:
         Both stay recorded until the store is done. After an error the next call removes promoted
         rows again, and demoted rows that the store cannot take stay in memory until `flush`.
         """
-        promoted, demoted = self._moves
+        promoted, demoted, exchanged = self._moves
+        for t in list(exchanged):
+            self._exchange(t, exchanged[t])
+            del exchanged[t]
         try:
             for t in list(promoted):
                 self.store.lift(t, promoted[t])
@@ -482,6 +484,12 @@ class BackingTier:
                 del demoted[t]
             if failed is not None:
                 raise failed
+
+    def _exchange(self, table: int, rows: SwappedMisses) -> None:
+        """Lift and put rows of a table; after an interruption do both again."""
+        dropped = self.store.exchange(table, rows.promoted, rows.demoted, rows.demoted_rows)
+        if dropped.numel():
+            self._count_dropped(table, dropped)
 
     def _put_again(self, table: int, rows: StoredRows) -> None:
         """Put rows into the store; try once more after an error other than of the disk.
@@ -500,10 +508,14 @@ class BackingTier:
             return
         self._expect_evictions(table)
         dropped = self.store.put(table, rows).keys
-        if dropped.numel() and not from_overflow:  # one served in place is written back later
-            dropped = dropped[~torch.isin(dropped, self._overflow[table].keys)]
-        self.fast.record_evictions(table, dropped)
-        self._counts[table]["dropped"] += dropped.numel()
+        self._count_dropped(table, dropped, from_overflow=from_overflow)
+
+    def _count_dropped(self, table: int, keys: Tensor, *, from_overflow: bool = False) -> None:
+        """Count and record keys that left the store."""
+        if keys.numel() and not from_overflow:  # one served in place is written back later
+            keys = keys[~torch.isin(keys, self._overflow[table].keys)]
+        self.fast.record_evictions(table, keys)
+        self._counts[table]["dropped"] += keys.numel()
 
     # Overflow rows
 
@@ -764,7 +776,7 @@ class BackingTier:
     def clear(self) -> None:
         """Remove all rows from the store."""
         self._overflow_is_dirty = False
-        self._moves = Moves({}, {})
+        self._moves = Moves({}, {}, {})
         self.drop_overflow_rows()
         for t in range(len(self._widths)):
             self.store.clear(t)

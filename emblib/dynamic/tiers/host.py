@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from emblib.columns import HashEntryColumn
 from emblib.dynamic.hash_index import HashIndex
 from emblib.dynamic.keys import hash_keys_of
 from emblib.dynamic.tiers.store import (
@@ -16,7 +17,6 @@ from emblib.dynamic.tiers.store import (
     check_row,
 )
 from emblib.ops import codes, tiers
-from emblib.ops.effects import Effects
 from emblib.ops.hash import Keys
 from emblib.specs import DynamicSpec, Eviction, check_count
 from emblib.tables import memory
@@ -126,11 +126,30 @@ class HostRows:
     def put(self, table: int, rows: StoredRows) -> StoredRows:
         """See `RowStore`."""
         rows = check_row(self._tables[table], rows)
+        entries = torch.stack(rows[:3], dim=1)
+        return StoredRows.from_entries(*self._put(table, rows.keys[:0], entries, rows.values))
+
+    def exchange(self, table: int, lifted: Tensor, entries: Tensor, values: Tensor) -> Tensor:
+        """Do `lift` and `put` in one call; return the keys of the rows that were dropped.
+
+        Args:
+            table: number of the table.
+            lifted: int64 `[m]`, the keys to remove.
+            entries: int64 `[n, 3]`, keys, stamps and scores of the rows to put.
+            values: uint8 `[n, row_bytes]`, these rows.
+        """
+        return self._put(table, lifted, entries, values)[0][:, HashEntryColumn.KEY]
+
+    def _put(
+        self, table: int, lifted: Tensor, entries: Tensor, values: Tensor
+    ) -> tuple[Tensor, Tensor]:
         index = self._indices[table]
-        index.begin_insertion(Effects())
+        index.version += 1
         order = codes.HASH_ORDER[index.order]
-        dropped = tiers.tier_put_(index.tensors(), self._records[table], *rows, order)
-        return StoredRows.from_words(*dropped)
+        dropped: tuple[Tensor, Tensor] = tiers.tier_put_(
+            index.tensors(), self._records[table], lifted, entries, values, order
+        )
+        return dropped
 
     def tensors(self) -> tuple[list[Tensor], list[Tensor]]:
         """Return the tensors of the indices of all tables, and the records of each table."""

@@ -64,6 +64,12 @@ class StoredRows(NamedTuple):
         keys, stamps, scores = words.unbind()
         return cls(keys, stamps, scores, values)
 
+    @classmethod
+    def from_entries(cls, entries: Tensor, values: Tensor) -> "StoredRows":
+        """Make rows from keys, stamps and scores as int64 `[n, 3]`."""
+        keys, stamps, scores = entries.unbind(1)
+        return cls(keys, stamps, scores, values)
+
     def at(self, select: Tensor) -> "StoredRows":
         """Return the rows that a mask or positions select."""
         return StoredRows(*(column[select] for column in self))
@@ -491,6 +497,14 @@ class PrefetchedRows:
         if self._kept_rows[table] or self._prefetched[table]:
             self._forget(table, torch.cat([rows.keys, left_over.keys]))
         return left_over
+
+    @_exclusive
+    def exchange(self, table: int, lifted: Tensor, entries: Tensor, values: Tensor) -> Tensor:
+        """Lift rows from a `HostRows` and put others into it; return the keys of dropped rows."""
+        if self.has_rows_in_memory:
+            self._forget(table, torch.cat([lifted, entries[:, 0]]))
+        dropped: Tensor = self.behind.exchange(table, lifted, entries, values)  # type: ignore[attr-defined]
+        return dropped
 
     @_exclusive
     def erase(self, table: int, keys: Tensor) -> Tensor:
