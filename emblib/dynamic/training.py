@@ -19,7 +19,7 @@ from emblib.dynamic.keys import LastBatch
 from emblib.dynamic.rows import RowLayout, TrainingUpdate
 from emblib.dynamic.saving.checkpoint import table_entries
 from emblib.dynamic.state import DynamicState, of_state
-from emblib.dynamic.tiers.backing_tier import BatchPlacement, BatchPlacementAtOnce
+from emblib.dynamic.tiers.moves import BatchPlacement, BatchPlacementAtOnce
 from emblib.dynamic.tiers.store import FoundRows
 from emblib.ops import codes, hash, tiers
 from emblib.ops.derivatives import refuse_tangents
@@ -176,7 +176,7 @@ def insert_at_once(
             state.scores.advance(effects)
         state.last_batch = LastBatch(inserted, keys, ids._version)
         if of_misses and backing is not None:
-            backing.move_rows()
+            backing.begin_moves()
         return BatchAtOnce(keys, repaired, slots, groups)
 
     return state.lock.complete(insert, lambda: not len(effects))
@@ -247,7 +247,7 @@ class BatchInsertion:
             state.last_batch = LastBatch(inserted, keys, keys.ids._version)
             self._is_written = True
         if state.backing is not None and inserted.misses is not None:
-            state.backing.move_rows()
+            state.backing.begin_moves()
         if state.expiry is not None:
             self._expire(state.expiry)
         return inserted

@@ -16,18 +16,24 @@ import json
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from emblib.dynamic.eviction import EvictionLog, Expiry
-from emblib.dynamic.hash_index import HashIndex, InsertedBatch
-from emblib.dynamic.rows import RowLayout
+from emblib.dynamic.hash_index import InsertedBatch
 from emblib.dynamic.saving.dumps import DumpProgress, Report
 from emblib.dynamic.saving.entries import ConcatenatedRows, Entries, SelectedRows, best_first
 from emblib.dynamic.saving.loading import Loaded
+from emblib.dynamic.tiers.fast_rows import FastRows, FastTier, as_bytes
 from emblib.dynamic.tiers.host import HostRows
+from emblib.dynamic.tiers.moves import (
+    BatchPlacement,
+    BatchPlacementAtOnce,
+    MoveJob,
+    Moves,
+    SwappedRows,
+)
 from emblib.dynamic.tiers.store import (
     BATCH,
     BackingStore,
@@ -41,102 +47,14 @@ from emblib.ops import hash, tiers
 from emblib.ops.effects import Effects
 from emblib.ops.hash import InsertResult, Keys, Misses, tables_of
 from emblib.ops.tiers import InsertedMisses, SwappedMisses
-from emblib.specs import DynamicSpec
 
 _COUNTING_ORDERS = ("lfu", "lru_lfu")
 _COUNTERS = [field.name for field in fields(TierStats)][2:]
+# Rows of fewer bytes per batch are moved sooner than they are handed to a thread: reports/LOG.md,
+# 2026-11-27.
+MIN_BACKGROUND_BYTES = 1 << 18
 # The columns of `InsertedMisses.counts`.
 _COUNTERS_OF_BATCH = ("backing_hits", "new", "promoted", "demoted", "served_in_place")
-
-
-class Moves(NamedTuple):
-    """Rows that are moving between the tiers, by table.
-
-    Attributes:
-        promoted: keys that have a slot and are still in the store.
-        demoted: rows that have no slot and are not yet in the store.
-        exchanged: both, of tables in front of a `HostRows`.
-    """
-
-    promoted: dict[int, Tensor]
-    demoted: dict[int, StoredRows]
-    exchanged: dict[int, SwappedMisses]
-
-
-class SwappedRows(NamedTuple):
-    """Result of `emblib.ops.tiers.tier_swap_` for one table."""
-
-    slots: Tensor
-    status: Tensor
-    demoted: Tensor
-    demoted_rows: Tensor
-    refused: Tensor
-    found_slots: Tensor
-
-
-class BatchPlacement(NamedTuple):
-    """Slots that the rows of a batch get; slots >= `DynamicSpec.rows` are overflow rows.
-
-    Attributes:
-        misses: slots and status by miss, per table, and what else the swap of rows returned.
-        positions: int64 `[L]`, the slot of each position of the batch; None if no row is in an
-            overflow row.
-        overflow: keys that are served in overflow rows, per table, without values.
-        moves: rows that move between the tiers.
-        counts: counters of `TierStats` after the batch, per table.
-    """
-
-    misses: list[SwappedRows]
-    positions: Tensor | None
-    overflow: list[StoredRows]
-    moves: Moves
-    counts: list[dict[str, int]]
-
-
-class BatchPlacementAtOnce(NamedTuple):
-    """What became of a batch with misses that one op inserted.
-
-    Attributes:
-        misses: the misses of the batch.
-        result: their slots and status.
-        overflow: as in `BatchPlacement`, like the next ones.
-        moves: rows that move between the tiers.
-        counts: counters of `TierStats` after the batch, per table.
-    """
-
-    misses: Misses
-    result: InsertResult
-    overflow: list[StoredRows]
-    moves: Moves
-    counts: list[dict[str, int]]
-
-
-def _as_bytes(rows: Sequence[Tensor]) -> Tensor:
-    """Join matrices of n rows as uint8 `[n, bytes of a row]` on the CPU."""
-    return torch.cat([buffer.view(torch.uint8) for buffer in rows], dim=1).cpu()
-
-
-class FastTier(Protocol):
-    """The tables in front of a store, see `emblib.dynamic.state.DynamicState`."""
-
-    specs: tuple[DynamicSpec, ...]
-    table_names: list[str]
-    optimizer_name: str
-    index: HashIndex
-    layout: RowLayout
-    hyperparams: Tensor
-    expiry: Expiry | None
-    eviction_log: EvictionLog | None
-
-    @property
-    def row_buffers(self) -> list[Tensor]:
-        """Return weights and optimizer states as flat tensors, by slot."""
-
-    def load_hyperparams(self, values: Tensor) -> None:
-        """Overwrite `hyperparams` with saved values."""
-
-    def record_evictions(self, table: int, keys: Tensor) -> None:
-        """Record keys that left a table, if evictions are tracked."""
 
 
 class BackingTier:
@@ -159,10 +77,15 @@ class BackingTier:
         self._overflow = [StoredRows.none(table.row_bytes) for table in tables]
         self._overflow_is_dirty = False
         self._widths = [table.row_bytes for table in tables]
-        self._moves = Moves({}, {}, {})
-        self.reset_stats()
+        self._job: MoveJob | None = None  # the moves of the last batch
+        self._counts = [dict.fromkeys(_COUNTERS, 0) for _ in tables]
+        self._background = backing.background
         if self.store.note:
             self._resume(json.loads(self.store.note))
+
+    @property
+    def _fast_rows(self) -> FastRows:
+        return FastRows(self.fast)
 
     @property
     def fast(self) -> FastTier:
@@ -192,12 +115,17 @@ class BackingTier:
             times = torch.tensor(note["times"])
             if times.shape == fast.expiry.times.shape:  # else of other ttls: ages are not known
                 fast.expiry.times = times
-        for table, text in enumerate(note.get("fallback", ())):
-            self._set_fallback(table, base64.b64decode(text))
+        try:
+            for table, text in enumerate(note.get("fallback", ())):
+                self._fast_rows.set_fallback(table, base64.b64decode(text))
+        except ValueError:
+            self.store.close()
+            raise
         fast.load_hyperparams(torch.tensor(note["hyper"], dtype=torch.float64))
 
     def reset_stats(self) -> None:
         """Set the counts of `stats` to zero."""
+        self.move_rows()
         self._counts = [dict.fromkeys(_COUNTERS, 0) for _ in self._widths]
 
     def stats(self) -> dict[str, TierStats]:
@@ -265,8 +193,11 @@ class BackingTier:
 
     @property
     def serves_at_once(self) -> bool:
-        """Return whether `tier_insert_batch_` can read the store: all rows are in a `HostRows`."""
-        return isinstance(self.store.behind, HostRows) and not self.store.has_rows_in_memory
+        """Return whether `tier_insert_batch_` can read the store: all rows are in a `HostRows`.
+
+        Not in an object of a subclass, which may have other methods.
+        """
+        return type(self.store.behind) is HostRows and not self.store.has_rows_in_memory
 
     def begin_batch(self) -> tuple[list[Tensor], list[Tensor], list[int]]:
         """Prepare for a batch; return the arguments of `tier_insert_batch_` about the store."""
@@ -278,7 +209,7 @@ class BackingTier:
 
     def placement_of(
         self, results: Sequence[Tensor], batch_scores: Tensor | None
-    ) -> "BatchPlacementAtOnce":
+    ) -> BatchPlacementAtOnce:
         """Return what becomes of a batch with misses.
 
         Args:
@@ -302,11 +233,11 @@ class BackingTier:
         result = InsertResult(inserted.slots, inserted.status, evicted)
         return BatchPlacementAtOnce(misses, result, overflow, moves, all_counts)
 
-    def take_at_once(self, placement: "BatchPlacementAtOnce") -> None:
+    def take_at_once(self, placement: BatchPlacementAtOnce) -> None:
         """Record the placement of a batch; repeated calls have no further effect."""
         self._counts, self._overflow = placement.counts, placement.overflow
         self._overflow_is_dirty = any(rows.keys.numel() for rows in placement.overflow)
-        self._moves = placement.moves
+        self._set_moves(placement.moves)
 
     # After the keys of a batch are inserted
 
@@ -317,7 +248,7 @@ class BackingTier:
         rows: Sequence[FoundRows],
         batch_scores: Tensor | None,
         effects: Effects,
-    ) -> "BatchPlacement":
+    ) -> BatchPlacement:
         """Copy evicted rows out of their slots and stored rows in; keys without one overflow.
 
         Args:
@@ -389,7 +320,7 @@ class BackingTier:
         effects: Effects,
     ) -> SwappedRows:
         """Swap rows with the store, see `emblib.ops.tiers`; `of_table` are the table's misses."""
-        buffers, first_overflow = [*self._buffers_of(table)], self.fast.specs[table].rows
+        buffers, first_overflow = [*self._fast_rows.buffers_of(table)], self.fast.specs[table].rows
         slots, status, evicted = (column[of_table] for column in result)
         positions, rows = found.positions, found.rows.values.contiguous()
         if not slots.is_cuda:
@@ -400,7 +331,7 @@ class BackingTier:
         )
         used = slice(int(count))
         demoted = torch.stack([keys, stamps, scores])[:, used].cpu()
-        demoted_rows = _as_bytes([column[used] for column in values])
+        demoted_rows = as_bytes([column[used] for column in values])
         slots, status = slots.clone(), status.clone()
         refused = (status == hash.REFUSED).nonzero().view(-1)
         slots[refused] = self._overflow_slots(table, refused.numel()).to(slots.device)
@@ -408,10 +339,10 @@ class BackingTier:
         status[positions.to(status.device)] = hash.HIT
         found_slots = slots.cpu()[positions]
         has_row = found_slots >= 0
-        self._scatter(table, found_slots[has_row], rows[has_row])
+        self._fast_rows.scatter(table, found_slots[has_row], rows[has_row])
         return SwappedRows(slots, status, demoted, demoted_rows, refused, found_slots)
 
-    def take(self, inserted: InsertedBatch, placement: "BatchPlacement") -> Tensor | None:
+    def take(self, inserted: InsertedBatch, placement: BatchPlacement) -> Tensor | None:
         """Record the placement of a batch; repeated calls have no further effect.
 
         Returns:
@@ -429,7 +360,7 @@ class BackingTier:
         if placement.positions is not None:
             inserted.slots.copy_(placement.positions)
         self._overflow_is_dirty = any(rows.keys.numel() for rows in placement.overflow)
-        self._moves = placement.moves
+        self._set_moves(placement.moves)
         if all(s.found_slots.numel() == s.slots.numel() for s in placement.misses):
             return None
         return torch.where(result.status == hash.HIT, -1, result.slots)
@@ -457,7 +388,30 @@ class BackingTier:
             num_demoted: number of demoted rows so far, these included.
         """
         self._counts[table]["demoted"] = num_demoted
-        self._moves.demoted[table] = rows
+        if self._job is None or self._job.moves.demoted.get(table) is not rows:
+            self.move_rows()
+            self._set_moves(Moves({}, {table: rows}, {}))
+
+    def _set_moves(self, moves: Moves) -> None:
+        if self._job is None or self._job.moves is not moves:
+            self._job = MoveJob(self.store, moves)
+
+    def begin_moves(self) -> None:
+        """Move rows like `move_rows`, but in the background where `BackingStore.background` says.
+
+        Repeated calls have no further effect. Every call that uses the store waits for the moves.
+        """
+        job = self._job
+        if job is None:
+            return
+        background = self._background
+        if background is None:  # a `HostRows` raises no error
+            has_errors = type(self.store.behind) is not HostRows
+            background = not has_errors and job.nbytes >= MIN_BACKGROUND_BYTES
+        if background and self.fast.eviction_log is None:
+            job.start()
+        else:
+            self.move_rows()
 
     def move_rows(self) -> None:
         """Remove promoted rows from the store, and put demoted rows into it.
@@ -465,43 +419,19 @@ class BackingTier:
         Both stay recorded until the store is done. After an error the next call removes promoted
         rows again, and demoted rows that the store cannot take stay in memory until `flush`.
         """
-        promoted, demoted, exchanged = self._moves
-        for t in list(exchanged):
-            self._exchange(t, exchanged[t])
-            del exchanged[t]
-        try:
-            for t in list(promoted):
-                self.store.lift(t, promoted[t])
-                del promoted[t]
-        finally:
-            failed: Exception | None = None
-            for t in list(demoted):
-                try:
-                    self._put_again(t, demoted[t])
-                except Exception as error:
-                    self.store.keep(t, demoted[t])
-                    failed = error
-                del demoted[t]
-            if failed is not None:
-                raise failed
-
-    def _exchange(self, table: int, rows: SwappedMisses) -> None:
-        """Lift and put rows of a table; after an interruption do both again."""
-        dropped = self.store.exchange(table, rows.promoted, rows.demoted, rows.demoted_rows)
-        if dropped.numel():
-            self._count_dropped(table, dropped)
-
-    def _put_again(self, table: int, rows: StoredRows) -> None:
-        """Put rows into the store; try once more after an error other than of the disk.
-
-        Such an error (e.g. Ctrl-C) may have interrupted the `put`, which a second call completes.
-        """
-        try:
-            self._put(table, rows)
-        except OSError:
-            raise
-        except Exception:
-            self._put(table, rows)
+        job = self._job
+        if job is None:
+            return
+        tables = [*job.moves.demoted, *job.moves.exchanged]
+        for t in tables:
+            self._expect_evictions(t)
+        job.run()
+        none = torch.empty(0, dtype=torch.int64)
+        for t in {*tables, *job.dropped}:
+            self._count_dropped(t, job.dropped.pop(t, none))
+        self._job = None
+        if job.error is not None:
+            raise job.error
 
     def _put(self, table: int, rows: StoredRows, *, from_overflow: bool = False) -> None:
         if not rows.keys.numel():
@@ -535,7 +465,7 @@ class BackingTier:
             self._check_overflow(t, records.positions.numel())
             overflow = torch.full_like(distinct, -1)
             overflow[records.positions] = self._overflow_slots(t, records.positions.numel())
-            self._scatter(t, overflow[records.positions], records.rows.values)
+            self._fast_rows.scatter(t, overflow[records.positions], records.rows.values)
             slots[at] = overflow[groups].to(slots.device)
             self._overflow[t] = records.rows
         return slots
@@ -548,7 +478,7 @@ class BackingTier:
             return
         for t, rows in enumerate(self._overflow):
             if rows.keys.numel():
-                values = self._gather(t, self._overflow_slots(t, rows.keys.numel()))
+                values = self._fast_rows.gather(t, self._overflow_slots(t, rows.keys.numel()))
                 self._put(t, rows._replace(values=values), from_overflow=True)
         self._overflow_is_dirty = False
 
@@ -567,28 +497,7 @@ class BackingTier:
         first_overflow = self.fast.specs[table].rows
         return torch.arange(first_overflow, first_overflow + count)
 
-    # Rows as bytes
-
-    def _buffers_of(self, table: int) -> Iterator[Tensor]:
-        """Yield each row buffer of a table, overflow rows included, as `[rows, width]`."""
-        layout = self.fast.layout
-        rows = self.fast.specs[table].rows + layout.overflow_rows
-        for number, buffer in enumerate(self.fast.row_buffers):
-            begin, width = layout.first_element(table, number), layout.width(table, number)
-            yield buffer[begin : begin + rows * width].view(rows, width)
-
-    def _gather(self, table: int, slots: Tensor) -> Tensor:
-        slots = slots.to(self.fast.index.tags.device)
-        return _as_bytes([hash.hash_read_rows(b, slots, 0.0) for b in self._buffers_of(table)])
-
-    def _scatter(self, table: int, slots: Tensor, values: Tensor) -> None:
-        at, slots = 0, slots.to(self.fast.index.tags.device)
-        for buffer in self._buffers_of(table):
-            width = buffer.shape[1] * buffer.itemsize
-            # A copy even of one row: a view of another dtype needs aligned bytes.
-            rows = values[:, at : at + width].clone(memory_format=torch.contiguous_format)
-            hash.hash_write_rows_(buffer, slots, rows.view(buffer.dtype).to(buffer.device))
-            at += width
+    # Entries in and out
 
     def read_values(self, table: int, buffer: int, keys: Tensor) -> Tensor:
         """Read one kind of value of keys in the store, `[n, dim]` or `[n]`.
@@ -597,6 +506,7 @@ class BackingTier:
             RuntimeError: a key has left the store since `join_entries`.
         """
         layout = self.fast.layout
+        self.move_rows()
         records = self.store.read(table, keys)
         if records.positions.numel() < keys.numel():
             raise RuntimeError(
@@ -612,8 +522,6 @@ class BackingTier:
             layout.dtypes[buffer]
         )
         return values_of_buffer.view(-1) if layout.per_row(buffer) else values_of_buffer
-
-    # Entries in and out
 
     def join_entries(self, table: int, fast: Entries, since: int | None) -> Entries:
         """Append the entries in the store to those of the fast tier; rows are read when indexed."""
@@ -670,6 +578,7 @@ class BackingTier:
 
     def absent(self, table: int, keys: Tensor) -> Tensor:
         """Return the keys that are not in the store."""
+        self.move_rows()
         in_store = torch.zeros(keys.numel(), dtype=torch.bool)
         in_store[self.store.read(table, keys).positions] = True
         return keys[~in_store]
@@ -683,7 +592,9 @@ class BackingTier:
         columns = (entries.keys, entries.stamps, scores, entries.slots)
         for keys, stamps, some, slots in zip(*(c.split(BATCH) for c in columns), strict=True):
             if keys.numel():
-                yield StoredRows(keys.cpu(), stamps.cpu(), some.cpu(), self._gather(table, slots))
+                yield StoredRows(
+                    keys.cpu(), stamps.cpu(), some.cpu(), self._fast_rows.gather(table, slots)
+                )
 
     @torch.no_grad()
     def flush(self) -> None:
@@ -695,36 +606,17 @@ class BackingTier:
             numbers["times"] = fast.expiry.times.tolist()
         if fast.layout.has_fallback:
             tables = range(len(self._widths))
-            numbers["fallback"] = [base64.b64encode(self._fallback(t)).decode() for t in tables]
+            numbers["fallback"] = [
+                base64.b64encode(self._fast_rows.fallback(t)).decode() for t in tables
+            ]
         note = json.dumps({"planes": self._describe_rows(), **numbers})
         self.store.flush([self.iter_fast_rows(t) for t in range(len(self._widths))], note)
 
-    def _fallback(self, table: int) -> bytes:
-        """Return the bytes of a table's fallback rows, which no row of the store has."""
-        views = self.fast.layout.fallback_views(self.fast.row_buffers, table).values()
-        rows = torch.cat([view.detach().cpu().reshape(-1).view(torch.uint8) for view in views])
-        data = bytearray(rows.numel())
-        if data:
-            torch.frombuffer(data, dtype=torch.uint8).copy_(rows)
-        return bytes(data)
-
-    @torch.no_grad()
-    def _set_fallback(self, table: int, data: bytes) -> None:
-        views = self.fast.layout.fallback_views(self.fast.row_buffers, table).values()
-        nbytes = sum(view.nbytes for view in views)
-        if len(data) != nbytes:
-            self.store.close()
-            raise ValueError(
-                f"the store has fallback rows of {len(data)} bytes for table "
-                f"{self.fast.table_names[table]!r}, this module {nbytes}: choose "
-                "DynamicSpec.fallback_rows as there, or name another store"
-            )
-        at = 0
-        for view in views:
-            if view.numel():
-                rows = torch.frombuffer(bytearray(data[at : at + view.nbytes]), dtype=view.dtype)
-                view.copy_(rows.view(view.shape))
-            at += view.nbytes
+    def close(self) -> None:
+        """Close the store; undo changes since the last flush."""
+        if self._job is not None:
+            self._job.cancel()
+        self.store.close()
 
     def prefetch(self, keys: Keys) -> None:
         """Start reading the rows of a later batch that are in the store."""
@@ -776,7 +668,8 @@ class BackingTier:
     def clear(self) -> None:
         """Remove all rows from the store."""
         self._overflow_is_dirty = False
-        self._moves = Moves({}, {}, {})
+        if self._job is not None:
+            self._job.cancel()
         self.drop_overflow_rows()
         for t in range(len(self._widths)):
             self.store.clear(t)

@@ -252,6 +252,10 @@ class BackingStore:
         max_misses: maximum number of ids of a table per batch that are not in the fast tier. Each
             reserves an overflow row, so None is 2^20 on the CPU, where they take only address
             space, and 2^16 on CUDA, where they take memory.
+        background: whether evicted rows are put into the store by a thread while the caller goes
+            on. Errors of the store, such as a full disk, are then raised by the next call that
+            uses it. None is True for batches that evict at least 256 KiB into a `HostRows`, which
+            raises none, else False. While evictions are tracked, no thread is used.
 
     Example:
         >>> backing = emblib.BackingStore(emblib.HostRows(capacity=1_000))
@@ -266,6 +270,7 @@ class BackingStore:
     store: RowStore
     mode: TierMode = TierMode.CACHING
     max_misses: int | None = None
+    background: bool | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.store, RowStore):
@@ -390,7 +395,8 @@ class PrefetchedRows:
     def after_fork(self) -> None:
         """Drop the thread of the parent, and a lock that it may have held.
 
-        That thread only appends to lists of prefetched rows, one entry at a time.
+        It may have been prefetching, which only appends to lists, one entry at a time. Jobs that
+        move rows are finished before a process forks (`emblib.dynamic.tiers.moves`).
         """
         self._thread, self._futures = None, []
         if self._lock.acquire(blocking=False):
@@ -404,12 +410,16 @@ class PrefetchedRows:
         Raises:
             Exception: the store raised it in an earlier prefetch.
         """
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, "emblib rows")
         finished = [future for future in self._futures if future.done()]
         self._futures = [future for future in self._futures if future not in finished]
-        self._futures.append(self._thread.submit(_prefetch, weakref.ref(self), table, keys))
+        self._futures.append(self.submit(_prefetch, weakref.ref(self), table, keys))
         _raise_first(finished)
+
+    def submit(self, function: Callable[..., None], *arguments: Any) -> Future[None]:
+        """Have the store's thread call a function, after those that it was given before."""
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, "emblib rows")
+        return self._thread.submit(function, *arguments)
 
     def wait(self) -> None:
         """Wait until no prefetch is running.
