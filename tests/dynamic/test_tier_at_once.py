@@ -1,5 +1,9 @@
 """Batches in front of `HostRows` that one op inserts: the same bits as the ops one by one."""
 
+import random
+import threading
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
@@ -7,8 +11,13 @@ from torch import Tensor
 from emblib import BackingStore, DynamicEmbeddingBags, HostRows, TierMode, optim
 from emblib.dynamic import training
 from emblib.dynamic.hash_index import HashIndex
-from emblib.specs import Eviction
-from tests.dynamic.tier_cases import batch, specs
+from emblib.dynamic.saving.checkpoint import table_entries
+from emblib.dynamic.tiers.store import RowStore
+from emblib.init import Normal
+from emblib.specs import DynamicSpec, Eviction
+from tests.dynamic.test_tier_stores import FullStore
+from tests.dynamic.tier_cases import STORES, batch, specs
+from tests.thread_cases import in_fork
 
 EVICTIONS = [Eviction.LRU, Eviction.LFU, Eviction.LRU_LFU, Eviction.STEP]
 
@@ -117,3 +126,157 @@ def test_prefetched_rows_are_used() -> None:
         assert torch.equal(module(ids, offsets), other(ids, offsets))
     assert module.tier_stats()["a"].prefetched > 20
     assert other.tier_stats()["a"].prefetched == 0
+
+
+class _Blocked:
+    """Holds the thread of a module's store until it is released."""
+
+    def __init__(self, module: DynamicEmbeddingBags) -> None:
+        assert module.state.backing is not None
+        self._released = threading.Event()
+        module.state.backing.store.submit(self._released.wait)
+
+    def release(self) -> None:
+        self._released.set()
+
+
+def _in_background(store: RowStore, mode: TierMode, *, background: bool) -> DynamicEmbeddingBags:
+    return DynamicEmbeddingBags(
+        specs((32, 64)),
+        optim.Adam(0.1),
+        backing=BackingStore(store, mode, background=background),
+        feature_tables=(0, 1, 0),
+        seed=3,
+    )
+
+
+@pytest.mark.parametrize("mode", TierMode)
+@pytest.mark.parametrize("kind", [*STORES])
+def test_moves_in_the_background_change_no_result(
+    kind: str, mode: TierMode, tmp_path: Path
+) -> None:
+    for folder in "ab":
+        (tmp_path / folder).mkdir()
+    stores = STORES[kind](tmp_path / "a"), STORES[kind](tmp_path / "b")
+    module, other = (
+        _in_background(store, mode, background=is_first)
+        for store, is_first in zip(stores, (True, False), strict=True)
+    )
+    chance = random.Random(kind)
+    for step in range(60):
+        ids, offsets = batch(step, chance.choice([10, 120]))
+        call = chance.choice(["train", "train", "train", "look up", "erase", "flush", "state"])
+        outs = []
+        for tables in (module, other):
+            if call == "train":
+                out = tables(ids, offsets)
+                if step % 4:
+                    out.sin().sum().backward()
+            elif call == "look up":
+                with torch.no_grad():
+                    out = tables.eval()(ids, offsets)
+                tables.train()
+            elif call == "erase":
+                out = tables.erase(step % 2, ids)
+            elif call == "flush":
+                tables.flush()
+                out = torch.tensor([tables.size(0), tables.size(1)])
+            else:
+                state = tables.state_dict()
+                out = torch.cat(
+                    [v.flatten().double() for v in state.values() if isinstance(v, Tensor)]
+                )
+            outs.append(out)
+        assert torch.equal(*outs), call
+        assert module.tier_stats() == other.tier_stats() or call == "train"
+    assert module.tier_stats() == other.tier_stats()
+    assert module.tier_stats()["a"].demoted > 100
+    for tables in (module, other):
+        tables.close()
+
+
+def test_a_call_makes_the_moves_that_the_thread_has_not_begun() -> None:
+    module = _in_background(HostRows(2048, seed=5), TierMode.CACHING, background=True)
+    module(*batch(0))
+    blocked = _Blocked(module)
+    module(*batch(1))
+    backing = module.state.backing
+    assert backing is not None
+    job = backing._job
+    assert job is not None
+    assert job.moves.exchanged  # not made yet
+    module(*batch(2))  # does not wait for the thread
+    assert not job.moves.exchanged
+    blocked.release()
+
+
+def test_a_full_disk_is_reported_by_the_next_call() -> None:
+    store = FullStore(4096)
+    module = _in_background(store, TierMode.CACHING, background=True)
+    for step in range(4):
+        module(*batch(step)).sum().backward()
+    module.flush()
+    keys = {t: set(table_entries(module, t).keys.tolist()) for t in range(2)}
+    store.full = True
+    module(*batch(50))  # its rows are moved in the background
+    with pytest.raises(OSError, match="No space left"):
+        module(*batch(51))
+    store.full = False
+    for t in range(2):
+        assert keys[t] <= set(table_entries(module, t).keys.tolist())
+    module(*batch(52))
+
+
+def test_a_forked_process_has_the_moved_rows() -> None:
+    module = _in_background(HostRows(2048, seed=5), TierMode.CACHING, background=True)
+    for step in range(4):
+        module(*batch(step)).sum().backward()
+    expected = module(*batch(4))
+    blocked = _Blocked(module)
+    module(*batch(5))  # moves wait for the thread, and are made before the fork
+
+    def compare() -> None:
+        with torch.no_grad():
+            module.eval()
+            assert torch.equal(module(*batch(4)), expected)
+
+    assert in_fork(compare) == ""
+    blocked.release()
+
+
+@pytest.mark.parametrize(
+    ("store", "background", "evictions", "uses_thread"),
+    [
+        (HostRows(1 << 16), None, 2000, True),
+        (HostRows(1 << 16), None, 100, False),
+        (HostRows(1 << 16), True, 100, True),
+        (HostRows(1 << 16), False, 2000, False),
+        (FullStore(1 << 16), None, 2000, False),
+    ],
+)
+def test_when_a_thread_moves_rows(
+    store: HostRows, background: bool | None, evictions: int, uses_thread: bool
+) -> None:
+    backing = BackingStore(store, background=background)
+    table = DynamicSpec(4096, 64, initializer=Normal())
+    module = DynamicEmbeddingBags([table], optim.SGD(0.1), backing=backing)
+    module(torch.arange(20_000), torch.tensor([0, 20_000]))
+    blocked = _Blocked(module)
+    module(torch.arange(20_000, 20_000 + evictions), torch.tensor([0, evictions]))
+    tier = module.state.backing
+    assert tier is not None
+    assert (tier._job is not None and any(tier._job.moves)) is uses_thread
+    blocked.release()
+    assert [stats.demoted > evictions / 2 for stats in module.tier_stats().values()] == [True]
+
+
+def test_no_thread_moves_rows_while_evictions_are_tracked() -> None:
+    module = _in_background(HostRows(96, seed=5), TierMode.CACHING, background=True)
+    module.track_evictions()
+    blocked = _Blocked(module)
+    for step in range(8):
+        module(*batch(step))
+    assert module.state.backing is not None
+    assert module.state.backing._job is None
+    blocked.release()
+    assert module.tier_stats()["a"].dropped > 0

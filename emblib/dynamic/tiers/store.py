@@ -415,7 +415,7 @@ class PrefetchedRows:
         self._futures.append(self.submit(_prefetch, weakref.ref(self), table, keys))
         _raise_first(finished)
 
-    def submit(self, function: Callable[..., None], *arguments: Any) -> Future[None]:
+    def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
         """Have the store's thread call a function, after those that it was given before."""
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "emblib rows")
