@@ -31,7 +31,7 @@ from tests import nightly
 from tests.interrupts import interrupt_at_line, interrupting
 
 DIM, CAPACITY, KEYS, BATCH = 4, 32, 150, 20
-STORES = ("none", "host", "disk", "sqlite")
+STORES = ("none", "host", "background", "disk", "sqlite")
 
 
 class Trained:
@@ -49,10 +49,13 @@ class Trained:
     ) -> None:
         backings: dict[str, Callable[[], RowStore]] = {
             "host": lambda: HostRows(1000, seed=1),
+            "background": lambda: HostRows(1000, seed=1),
             "disk": lambda: DiskRows(directory / "rows"),
             "sqlite": lambda: SqliteRows(directory / "rows.db"),
         }
-        backing = BackingStore(backings[store](), mode) if store in backings else None
+        background = store == "background"
+        made = backings.get(store)
+        backing = made and BackingStore(made(), mode, background=background)
         spec = DynamicSpec(CAPACITY, DIM, name="t", initializer=init.KeyModulo(), **fields)
         self.module = DynamicEmbeddingBags([spec], optim.SGD(1.0), seed=1, backing=backing)
         self.keeps_keys = store != "none"
