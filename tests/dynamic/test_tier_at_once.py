@@ -13,8 +13,7 @@ from emblib.dynamic import training
 from emblib.dynamic.hash_index import HashIndex
 from emblib.dynamic.saving.checkpoint import table_entries
 from emblib.dynamic.tiers.store import RowStore
-from emblib.init import Normal
-from emblib.specs import DynamicSpec, Eviction
+from emblib.specs import Eviction
 from tests.dynamic.test_tier_stores import FullStore
 from tests.dynamic.tier_cases import STORES, batch, specs
 from tests.thread_cases import in_fork
@@ -244,30 +243,23 @@ def test_a_forked_process_has_the_moved_rows() -> None:
     blocked.release()
 
 
-@pytest.mark.parametrize(
-    ("store", "background", "evictions", "uses_thread"),
-    [
-        (HostRows(1 << 16), None, 2000, True),
-        (HostRows(1 << 16), None, 100, False),
-        (HostRows(1 << 16), True, 100, True),
-        (HostRows(1 << 16), False, 2000, False),
-        (FullStore(1 << 16), None, 2000, False),
-    ],
-)
-def test_when_a_thread_moves_rows(
-    store: HostRows, background: bool | None, evictions: int, uses_thread: bool
-) -> None:
-    backing = BackingStore(store, background=background)
-    table = DynamicSpec(4096, 64, initializer=Normal())
-    module = DynamicEmbeddingBags([table], optim.SGD(0.1), backing=backing)
-    module(torch.arange(20_000), torch.tensor([0, 20_000]))
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("store", [HostRows(2048), FullStore(2048)], ids=["host", "other"])
+def test_a_thread_moves_rows_where_that_is_chosen(store: HostRows, *, background: bool) -> None:
+    module = _in_background(store, TierMode.CACHING, background=background)
+    module(*batch(0))
     blocked = _Blocked(module)
-    module(torch.arange(20_000, 20_000 + evictions), torch.tensor([0, evictions]))
+    module(*batch(1))
     tier = module.state.backing
     assert tier is not None
-    assert (tier._job is not None and any(tier._job.moves)) is uses_thread
+    assert (tier._job is not None and any(tier._job.moves)) is background
     blocked.release()
-    assert [stats.demoted > evictions / 2 for stats in module.tier_stats().values()] == [True]
+    module.close()
+
+
+def test_a_wrong_choice_raises() -> None:
+    with pytest.raises(TypeError, match="background must be True or False, got 'yes'"):
+        BackingStore(HostRows(10), background="yes")  # type: ignore[arg-type]
 
 
 def test_no_thread_moves_rows_while_evictions_are_tracked() -> None:

@@ -50,9 +50,6 @@ from emblib.ops.tiers import InsertedMisses, SwappedMisses
 
 _COUNTING_ORDERS = ("lfu", "lru_lfu")
 _COUNTERS = [field.name for field in fields(TierStats)][2:]
-# Rows of fewer bytes per batch are moved sooner than they are handed to a thread: reports/LOG.md,
-# 2026-11-27.
-MIN_BACKGROUND_BYTES = 1 << 18
 # The columns of `InsertedMisses.counts`.
 _COUNTERS_OF_BATCH = ("backing_hits", "new", "promoted", "demoted", "served_in_place")
 
@@ -79,7 +76,7 @@ class BackingTier:
         self._widths = [table.row_bytes for table in tables]
         self._job: MoveJob | None = None  # the moves of the last batch
         self._counts = [dict.fromkeys(_COUNTERS, 0) for _ in tables]
-        self._background = backing.background
+        self._in_background = backing.background
         if self.store.note:
             self._resume(json.loads(self.store.note))
 
@@ -404,11 +401,7 @@ class BackingTier:
         job = self._job
         if job is None:
             return
-        background = self._background
-        if background is None:  # a `HostRows` raises no error
-            has_errors = type(self.store.behind) is not HostRows
-            background = not has_errors and job.nbytes >= MIN_BACKGROUND_BYTES
-        if background and self.fast.eviction_log is None:
+        if self._in_background and self.fast.eviction_log is None:
             job.start()
         else:
             self.move_rows()

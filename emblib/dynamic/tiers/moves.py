@@ -97,14 +97,6 @@ class MoveJob:
         self.error: Exception | None = None
         self._lock = threading.Lock()
 
-    @property
-    def nbytes(self) -> int:
-        """Return the bytes of the rows that are put into the store."""
-        rows = [rows.values for rows in self.moves.demoted.values()]
-        return sum(v.nbytes for v in rows) + sum(
-            swapped.demoted_rows.nbytes for swapped in self.moves.exchanged.values()
-        )
-
     def start(self) -> None:
         """Have the store's thread run the job, unless another thread calls `run` before."""
         _running.add(self)

@@ -252,10 +252,10 @@ class BackingStore:
         max_misses: maximum number of ids of a table per batch that are not in the fast tier. Each
             reserves an overflow row, so None is 2^20 on the CPU, where they take only address
             space, and 2^16 on CUDA, where they take memory.
-        background: whether evicted rows are put into the store by a thread while the caller goes
-            on. Errors of the store, such as a full disk, are then raised by the next call that
-            uses it. None is True for batches that evict at least 256 KiB into a `HostRows`, which
-            raises none, else False. While evictions are tracked, no thread is used.
+        background: whether a thread puts evicted rows into the store while the caller goes on. It
+            saves time where a processor is free, see docs/tiers.md. The next call that uses the
+            store waits for the thread, and raises its errors, such as a full disk. While evictions
+            are tracked, no thread is used.
 
     Example:
         >>> backing = emblib.BackingStore(emblib.HostRows(capacity=1_000))
@@ -270,7 +270,7 @@ class BackingStore:
     store: RowStore
     mode: TierMode = TierMode.CACHING
     max_misses: int | None = None
-    background: bool | None = None
+    background: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.store, RowStore):
@@ -279,6 +279,8 @@ class BackingStore:
                 f"{self.store!r}"
             )
         object.__setattr__(self, "mode", TierMode(self.mode))
+        if not isinstance(self.background, bool):
+            raise TypeError(f"background must be True or False, got {self.background!r}")
         if self.max_misses is not None:
             object.__setattr__(self, "max_misses", check_count("max_misses", self.max_misses))
 
