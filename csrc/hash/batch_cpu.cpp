@@ -24,7 +24,6 @@
 #include "core/parallel.h"
 #include "core/scratch.h"
 #include "hash/entries.h"
-#include "hash/packed_rows.h"
 
 namespace emb {
 

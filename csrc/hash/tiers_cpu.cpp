@@ -20,7 +20,6 @@
 #include "core/parallel.h"
 #include "hash/args.h"
 #include "hash/entries.h"
-#include "hash/packed_rows.h"
 
 namespace emb {
 namespace {

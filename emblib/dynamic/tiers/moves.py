@@ -63,12 +63,12 @@ class BatchPlacement(NamedTuple):
 
 
 class BatchPlacementAtOnce(NamedTuple):
-    """What became of a batch with misses that one op inserted.
+    """Placement of a batch with misses that one op inserted.
 
     Attributes:
         misses: the misses of the batch.
-        result: their slots and status.
-        overflow: as in `BatchPlacement`, like the next ones.
+        result: slots and status by miss.
+        overflow: keys that are served in overflow rows, per table, without values.
         moves: rows that move between the tiers.
         counts: counters of `TierStats` after the batch, per table.
     """
