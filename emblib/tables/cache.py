@@ -501,9 +501,12 @@ class Prefetcher:
         # Passes of DISK tables are fetched one by one: each evicts rows that must be journaled.
         for groups_of_pass in [passes] if disk is None else [[groups] for groups in passes]:
             if disk is not None:
-                disk.touch(self._disk_rows(groups_of_pass[0]))
                 evicted = self.cache.evictions(groups_of_pass[0])
-                disk.protect(evicted[evicted >= first] - first)
+                evicted = evicted[evicted >= first] - first
+                if disk.fetch(evicted):  # then pages of fetched rows are not in memory either
+                    disk.fetch(self._rows_to_fetch(groups_of_pass[0]))
+                disk.touch(self._disk_rows(groups_of_pass[0]))
+                disk.protect(evicted)
             row_slots = self.cache.fetch(tiers, groups_of_pass, later)[-1]
         return row_slots
 
@@ -548,6 +551,11 @@ class Prefetcher:
         self.begin_use()
         self.protect_conflicts(locations)
         return locations
+
+    def _rows_to_fetch(self, groups: tbe.Groups) -> Tensor:
+        """Return the rows of a batch on disk that are not in the cache, as `_disk_rows` does."""
+        rows, first = groups.rows[: int(groups.count)], self.memory.layout.first_disk_row
+        return rows[(self.cache.find(groups)[: rows.numel()] < 0) & (rows >= first)] - first
 
     def _disk_rows(self, groups: tbe.Groups) -> Tensor:
         """Return the rows of a batch on disk, counted from the first row there."""
