@@ -13,6 +13,7 @@ import torch
 
 from emblib import CacheConfig, Placement, TableBatchedEmbeddingBags, TableSpec, Verify, optim
 from emblib.optim import State
+from emblib.tables import cache
 from emblib.tables.disk import DiskStore
 from emblib.tables.durable_files import ChecksumError
 from emblib.tables.page_sums import PageSums
@@ -362,29 +363,47 @@ def test_holes_of_a_file_count_as_zeros_without_being_read(tmp_path: Path) -> No
 def test_rows_between_cache_and_disk_are_read_ahead(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fetched: list[list[int]] = []
+    fetched: list[set[int]] = []
+    evicted: set[int] = set()
+    is_cold = True
 
     def fetch(store: DiskStore, rows: torch.Tensor) -> bool:
-        fetched.append(rows.sort().values.tolist())
-        return bool(rows.numel())
+        fetched.append({*rows.tolist()})
+        return is_cold and bool(rows.numel())
+
+    def protect(store: DiskStore, rows: torch.Tensor) -> None:
+        evicted.update(rows.tolist())
 
     monkeypatch.setattr(DiskStore, "fetch", fetch)
+    monkeypatch.setattr(DiskStore, "protect", protect)
+    monkeypatch.setattr(cache, "_SAMPLED_ROWS", 8)
+    monkeypatch.setattr(cache, "_FETCHES_PER_PROBE", 3)
     module = TableBatchedEmbeddingBags(
         [TableSpec(500, 4, "warm"), TableSpec(4000, 4, "a", Placement.DISK)],
         optim.SGD(0.1),
         cache=CacheConfig(load_factor=0.032, directory=tmp_path),  # 128 rows
     )
 
-    def look_up(first: int) -> list[list[int]]:
+    def look_up(first: int) -> list[set[int]]:
         fetched.clear()
-        module(torch.arange(first, first + 128).repeat(2), torch.tensor([0, 128, 256]))
+        evicted.clear()
+        rows = torch.cat([torch.arange(50), torch.arange(first, first + 128)])
+        with torch.no_grad():
+            module(rows, torch.tensor([0, 50, 178]))
         return fetched[:]
 
-    assert look_up(0) == [[]]
-    assert look_up(0) == [[]]
-    evicted, missing = look_up(64)
+    sample, moved = look_up(0)
+    assert 3 < len(sample) < 40
+    assert sample < moved == {*range(128)}
+    assert not evicted
+    sample, moved = look_up(64)
+    assert sample < moved
     assert evicted
-    assert set(evicted) < {*range(64)}
     # Some of the rows that were looked up before had found their set of the cache full.
-    assert {*range(128, 192)} <= set(missing) < {*range(64, 192)}
-    assert len(missing) < 100
+    assert {*range(128, 192)} <= moved - evicted < {*range(64, 192)}
+    assert evicted < moved
+    assert len(moved) < 200
+    is_cold = False
+    assert [len(look_up(first)) for first in range(1000, 1800, 100)] == [1, 0, 0, 1, 0, 0, 1, 0]
+    is_cold = True
+    assert [len(look_up(first)) for first in range(2000, 2400, 100)] == [0, 2, 2, 2]
