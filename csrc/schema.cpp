@@ -158,6 +158,19 @@ STABLE_TORCH_LIBRARY(emblib, m) {
       " -> (Tensor positions, Tensor words, Tensor values)");
   m.def("tier_write_(Tensor(a!) records, Tensor slots, Tensor words, Tensor values) -> ()");
 
+  // Pages of the files of a store, which are mapped into memory, on the CPU.
+  m.def("page_crc32(Tensor data, Tensor pages, SymInt page_bytes) -> Tensor");
+  m.def(
+      "pages_without_mark(Tensor marks, Tensor rows, SymInt width, SymInt first_byte,"
+      " SymInt page_bytes) -> Tensor");
+  m.def(
+      "mark_pages_(Tensor(a!)[] marks, Tensor rows, SymInt width, SymInt first_byte,"
+      " SymInt page_bytes) -> ()");
+  m.def("file_slots(Tensor slots, Tensor file_slots, Tensor? is_hidden) -> Tensor");
+  m.def(
+      "fetch_pages(Tensor data, Tensor rows, SymInt width, SymInt first_byte)"
+      " -> (Tensor unreadable, SymInt num_ranges)");
+
   // Tensor-train tables: they produce rows for the ops above.
   m.def(
       "tt_keys(Tensor indices, Tensor offsets, Tensor? bag_layout, Tensor feature_tables)"

@@ -11,7 +11,7 @@ import torch
 
 from emblib.ops import codes
 from emblib.reference import cache as row_cache
-from emblib.reference import hash, quant, random, route, tbe, tiers, tt
+from emblib.reference import hash, pages, quant, random, route, tbe, tiers, tt
 from emblib.reference import hash as key_table
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -46,6 +46,11 @@ REFERENCES: dict[str, Callable[..., object] | str] = {
     "tier_swap_": tiers.swap_,
     "tier_read": tiers.read,
     "tier_write_": tiers.write_,
+    "page_crc32": pages.crc32,
+    "pages_without_mark": pages.without_mark,
+    "mark_pages_": pages.mark_,
+    "file_slots": pages.file_slots,
+    "fetch_pages": "changes no value: it reads pages into memory",
     "tt_keys": tt.keys,
     "tt_stored": tt.stored,
     "tt_count_": tt.count_,
@@ -91,6 +96,10 @@ CPU_ONLY = {
     "tier_put_": "a store of rows is in host memory",
     "tier_read": "a store of rows is in host memory",
     "tier_write_": "a store of rows is in host memory",
+    **dict.fromkeys(
+        ("page_crc32", "pages_without_mark", "mark_pages_", "file_slots", "fetch_pages"),
+        "files are mapped into host memory",
+    ),
 }
 
 

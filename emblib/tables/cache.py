@@ -80,6 +80,8 @@ class BatchId(NamedTuple):
 
 
 _ORDER = "forward must get the batches in the order they were prefetched"
+_SAMPLED_ROWS = 128  # rows of a batch whose pages are looked for in memory, unless in the cache
+_FETCHES_PER_PROBE = 8  # fetches per such probe, while pages are found in memory
 
 
 class _Ticket(weakref.ref["InFlight"]):
@@ -255,6 +257,7 @@ class Prefetcher:
         self._tickets: dict[int, _Ticket] = {}  # ticket per batch in flight
         self._dropped: deque[_Ticket] = deque()  # to be released by the next batch
         self._later: deque[_DeferredFetch] = deque()  # in the order of the tickets
+        self._fetches_until_probe = 0  # see `_read_pages`
         self._filled, self._used = _LastWork(), _LastWork()  # prefetches; finds and updates
         self._fetched = _LastWork()  # deferred fetches
         self._streams: list[torch.cuda.Stream] = []  # up to two streams that have work
@@ -501,9 +504,11 @@ class Prefetcher:
         # Passes of DISK tables are fetched one by one: each evicts rows that must be journaled.
         for groups_of_pass in [passes] if disk is None else [[groups] for groups in passes]:
             if disk is not None:
-                disk.touch(self._disk_rows(groups_of_pass[0]))
                 evicted = self.cache.evictions(groups_of_pass[0])
-                disk.protect(evicted[evicted >= first] - first)
+                evicted = evicted[evicted >= first] - first
+                self._read_pages(groups_of_pass[0], evicted)
+                disk.touch(self._disk_rows(groups_of_pass[0]))
+                disk.protect(evicted)
             row_slots = self.cache.fetch(tiers, groups_of_pass, later)[-1]
         return row_slots
 
@@ -548,6 +553,30 @@ class Prefetcher:
         self.begin_use()
         self.protect_conflicts(locations)
         return locations
+
+    def _read_pages(self, groups: tbe.Groups, evicted: Tensor) -> None:
+        """Read the pages of rows on disk that a fetch copies to the cache or back, many at a time.
+
+        A sample of the rows decides, at every fetch while pages are missing in memory, else now and
+        then.
+        """
+        self._fetches_until_probe -= 1
+        if self._fetches_until_probe > 0:
+            return
+        disk, rows = self.memory.disk, groups.rows[: int(groups.count)]
+        assert disk is not None
+        sample = rows[:: max(rows.numel() // _SAMPLED_ROWS, 1)]
+        if disk.fetch(self._missing_on_disk(groups, sample)):
+            disk.fetch(torch.cat([self._missing_on_disk(groups, rows), evicted]))
+        else:
+            self._fetches_until_probe = _FETCHES_PER_PROBE
+
+    def _missing_on_disk(self, groups: tbe.Groups, rows: Tensor) -> Tensor:
+        """Return those of `rows` of a batch that are on disk and not in the cache."""
+        count = torch.full_like(groups.count, rows.numel())
+        slots = self.cache.find(groups._replace(rows=rows.contiguous(), count=count))
+        first = self.memory.layout.first_disk_row
+        return rows[(slots < 0) & (rows >= first)] - first
 
     def _disk_rows(self, groups: tbe.Groups) -> Tensor:
         """Return the rows of a batch on disk, counted from the first row there."""

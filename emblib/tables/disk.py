@@ -60,7 +60,6 @@ from emblib.tables.page_sums import (
     check_upgrade,
     mentioning_restart,
     num_pages,
-    pages_of,
 )
 
 _JOURNAL, _STORE = "journal", "store.json"
@@ -242,6 +241,28 @@ class DiskStore:
                 "delete the directory and start over"
             )
 
+    def fetch(self, rows: Tensor) -> bool:
+        """Read the pages of rows into memory, many at a time, if a probe finds some not there.
+
+        Args:
+            rows: rows as `protect` takes them.
+
+        Returns:
+            bool: whether the weights of some were not in memory.
+
+        Raises:
+            OSError: a page cannot be read.
+        """
+        rows = self._numbers_of(rows)
+        is_any_read = False
+        for index, local in self._by_block(rows if len(self._blocks) == 1 else rows.sort().values):
+            (weights, *states), tensors = self._sums, self._blocks[index].tensors
+            if weights.fetch(*_rows_of(tensors[0], local)):
+                is_any_read = True
+                for sums, tensor in zip(states, tensors[1:], strict=True):
+                    sums.fetch(*_rows_of(tensor, local))
+        return is_any_read
+
     def touch(self, rows: Tensor) -> None:
         """Verify the pages of rows that are about to be read, unless verified before.
 
@@ -257,7 +278,7 @@ class DiskStore:
         rows = rows[self._touched[rows] == 0].unique()
         for index, local in self._by_block(rows):
             for sums, tensor in zip(self._sums, self._blocks[index].tensors, strict=True):
-                sums.check(_pages(tensor, local))
+                sums.check(*_rows_of(tensor, local))
         self._touched[rows] = 1
 
     def check_all(self) -> None:
@@ -314,7 +335,7 @@ class DiskStore:
         rows = rows[self._journaled[rows] == 0].unique()
         for index, local in self._by_block(rows):
             for sums, tensor in zip(self._sums, self._blocks[index].tensors, strict=True):
-                sums.change(_pages(tensor, local))
+                sums.change(*_rows_of(tensor, local))
         with self._syncs.watch():
             for index, local in self._by_block(rows):
                 self._journal.begin(self._epoch)
@@ -509,10 +530,9 @@ def _describe(tables: Sequence[TableSpec], widths: Sequence[int], begin: int, en
     return ", ".join(ranges)
 
 
-def _pages(tensor: Tensor, rows: Tensor) -> Tensor:
-    """Return the file pages of rows of a block; `tensor` is the block's slice of the file."""
-    width = tensor.shape[1]
-    return pages_of(rows * width + int(tensor.storage_offset()), width)
+def _rows_of(tensor: Tensor, rows: Tensor) -> tuple[Tensor, int, int]:
+    """Return rows of a block, their width and first byte; `tensor` is its slice of the file."""
+    return rows, tensor.shape[1], int(tensor.storage_offset())
 
 
 def _blocks(

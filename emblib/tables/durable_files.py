@@ -25,6 +25,8 @@ from typing import Any, BinaryIO, Protocol
 import torch
 from torch import Tensor
 
+from emblib.ops import pages
+
 _CHECKSUM = "checksum"
 
 
@@ -116,6 +118,34 @@ def open_file(path: Path) -> int:
 def write_at(handle: int, data: memoryview, at: int) -> int:
     """Write at a position; return the number of bytes written, which may be fewer."""
     return os.pwrite(handle, data, at)
+
+
+def fetch_rows(path: Path, data: Tensor, rows: Tensor, width: int, first_byte: int = 0) -> bool:
+    """Read the pages of rows of a mapped file that are about to be used, many at a time.
+
+    Without it page faults read them one after the other, and one that fails ends the process.
+    Returns False if a probe of the pages found them in memory.
+
+    Args:
+        path: path of the file, for errors.
+        data: bytes of the file from its first one on, as mapped.
+        rows: rows of the file, int64 `[n]`; -1 for none.
+        width: bytes per row.
+        first_byte: position of row 0.
+
+    Raises:
+        OSError: a page cannot be read.
+    """
+    unreadable, num_ranges = pages.fetch_pages(data, rows, width, first_byte)
+    if unreadable.numel():
+        raise OSError(
+            errno.EIO,
+            f"the bytes at {int(unreadable[0])} cannot be read: the file was cut off while it was "
+            "open, or the disk failed. Open the directory again: it goes back to the last commit "
+            "or says what is lost",
+            str(path),
+        )
+    return bool(num_ranges)
 
 
 def resize(handle: int, size: int) -> None:

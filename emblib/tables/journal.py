@@ -25,6 +25,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from emblib.ops.pages import crc32
 from emblib.tables import durable_files
 
 _HEADER = struct.Struct("<8sQ36sI")  # magic, epoch, id of the machine's start, checksum
@@ -101,7 +102,8 @@ class Journal:
         numbers.copy_(rows)
         for tensor, image in zip(block.tensors, images, strict=True):
             torch.index_select(tensor, 0, rows, out=image)
-        head = _RECORD.pack(_ROWS, index, rows.numel(), zlib.crc32(body), 0)[: -_CHECKSUM.size]
+        checksum = crc32(torch.frombuffer(body, dtype=torch.uint8))
+        head = _RECORD.pack(_ROWS, index, rows.numel(), checksum, 0)[: -_CHECKSUM.size]
         data[: _RECORD.size] = head + _CHECKSUM.pack(zlib.crc32(head))
         return data
 

@@ -10,16 +10,17 @@ import contextlib
 import errno
 import mmap
 import os
+import sys
 import zlib
-from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from emblib.ops import pages as page_ops
 from emblib.specs import Verify
-from emblib.tables.durable_files import ChecksumError, zeros
+from emblib.tables.durable_files import ChecksumError, fetch_rows, zeros
 
 PAGE = 4096
 SUFFIX = ".crc"
@@ -27,7 +28,10 @@ WIDTH = 4  # bytes of a checksum
 FORMAT = {"page_bytes": PAGE, "page_checksum": "crc32"}
 UNCHECKED = 1  # the format of stores before there were checksums
 _CHUNK = 1 << 18  # pages that are processed at a time
-_ZEROS = zlib.crc32(bytes(PAGE))
+_FETCHED = 1 << 12  # pages that are read from the disk at a time to be verified
+_ZEROS = torch.tensor(
+    [*zlib.crc32(bytes(PAGE)).to_bytes(WIDTH, sys.byteorder)], dtype=torch.uint8, device="cpu"
+)  # checksum of a page of zeros
 _WAY_OUT = (
     "restore the tables from a checkpoint into another directory, or take the bytes as they are "
     'with verify="off": the next flush then makes new checksums'
@@ -37,25 +41,6 @@ _WAY_OUT = (
 def num_pages(nbytes: int) -> int:
     """Return the number of pages that `nbytes` take."""
     return -(-nbytes // PAGE)
-
-
-def pages_of(starts: Tensor, width: int) -> Tensor:
-    """Return the pages with the `width` bytes that begin at each of `starts`; pages may repeat.
-
-    `starts` are byte positions, int64 `[n]`; the result is int64.
-
-    Args:
-        starts: int64 byte positions, one per row.
-        width: bytes per row.
-    """
-    if not width or not starts.numel():
-        return torch.empty(0, dtype=torch.int64)
-    first_pages, last_pages = starts // PAGE, (starts + (width - 1)) // PAGE
-    span = int((last_pages - first_pages).max()) + 1
-    if span == 1:
-        return first_pages
-    pages = first_pages[:, None] + torch.arange(span)
-    return pages[pages <= last_pages[:, None]]
 
 
 def check_upgrade(directory: Path, verify: Verify) -> None:
@@ -85,6 +70,9 @@ def mentioning_restart(*, interrupted: bool) -> Iterator[None]:
 class PageSums:
     """Checksums of one file: verified before the first use of a page, renewed by commits.
 
+    Where a method takes `rows`, `width` and `first_byte`, row r of int64 `rows`, `[n]` has `width`
+    bytes from `first_byte + r * width` on, and -1 is no row. By default rows are pages.
+
     Args:
         path: path of the file with the pages.
         describe: function that names the rows in bytes `[begin, end)`, for errors.
@@ -98,7 +86,8 @@ class PageSums:
     def __init__(self, path: Path, describe: Callable[[int, int], str]) -> None:
         self.path, self._describe = path, describe
         self.length = 0
-        self._data = self._sum_bytes = memoryview(b"")
+        self._data = torch.empty(0, dtype=torch.uint8)
+        self._sum_bytes = memoryview(b"")
         self.sums = torch.empty(0, WIDTH, dtype=torch.uint8)
         # Flags per page: verified or written since opening; changed since the commit; journaled.
         self._has_sum, self._changed, self._journaled = zeros(0), zeros(0), zeros(0)
@@ -106,7 +95,7 @@ class PageSums:
 
     def resize(self, data: mmap.mmap | None, sums: mmap.mmap | None) -> None:
         """Use new mappings of the file and of its checksums, after a change of their size."""
-        self._data = memoryview(b"" if data is None else data)
+        self._data = self._data[:0] if data is None else torch.frombuffer(data, dtype=torch.uint8)
         self._sum_bytes = memoryview(b"" if sums is None else sums)
         if sums is not None:
             self.sums = torch.frombuffer(sums, dtype=torch.uint8).view(-1, WIDTH)
@@ -120,18 +109,24 @@ class PageSums:
         """Return the number of pages that the last commit covered."""
         return num_pages(self.length)
 
-    def check(self, pages: Tensor) -> None:
-        """Verify those of `pages`, which may repeat, that were not verified yet.
+    def fetch(self, rows: Tensor, width: int, first_byte: int = 0) -> bool:
+        """Read the pages of rows that are about to be used; return False if they are in memory.
 
-        `pages` are page numbers of the file, int64 `[n]`.
+        Raises:
+            OSError: a page cannot be read.
+        """
+        return fetch_rows(self.path, self._data, rows, width, first_byte)
+
+    def check(self, rows: Tensor, width: int = PAGE, first_byte: int = 0) -> None:
+        """Verify the pages of rows that were not verified yet.
 
         Raises:
             ChecksumError: a page is not as the last commit left it.
         """
         if self.all_known:
             return
-        pages = pages[pages < self.pages]
-        pages = pages[self._has_sum[pages] == 0]
+        has_sum = self._has_sum[: self.pages]
+        pages = page_ops.pages_without_mark(has_sum, rows, width, first_byte, PAGE)
         if pages.numel():
             self._verify(pages.unique())
 
@@ -175,14 +170,14 @@ class PageSums:
         """Accept the present content of all pages; the next commit recomputes their checksums."""
         self.all_known = self._all_changed = True
 
-    def change(self, pages: Tensor) -> None:
-        """Note pages that are about to be written; verify their current content first.
+    def change(self, rows: Tensor, width: int = PAGE, first_byte: int = 0) -> None:
+        """Note rows that are about to be written; verify the current content of their pages first.
 
-        `pages` are page numbers of the file, int64 `[n]`.
+        Raises:
+            ChecksumError: a page is not as the last commit left it.
         """
-        self.check(pages)
-        self._has_sum[pages] = 1
-        self._changed[pages] = 1
+        self.check(rows, width, first_byte)
+        page_ops.mark_pages_([self._has_sum, self._changed], rows, width, first_byte, PAGE)
 
     def extend(self, length: int) -> None:
         """Note that the next commit covers `length` bytes."""
@@ -230,22 +225,16 @@ class PageSums:
 
     def _sums_of(self, pages: Tensor, length: int, *, skip_holes: bool = False) -> Tensor:
         """Return the checksums of the present content of pages, uint8 `[n, 4]`."""
-        if not pages.numel():
-            return torch.empty(0, WIDTH, dtype=torch.uint8)
-        data = self._data[:length]
-        begins = (pages * PAGE).tolist()
-        if skip_holes:
-            holes = (_in_holes(self.path, pages) & (pages < length // PAGE)).tolist()
-            crcs = array(
-                "I",
-                (
-                    _ZEROS if hole else zlib.crc32(data[begin : begin + PAGE])
-                    for begin, hole in zip(begins, holes, strict=True)
-                ),
-            )
-        else:
-            crcs = array("I", [zlib.crc32(data[begin : begin + PAGE]) for begin in begins])
-        return torch.frombuffer(crcs, dtype=torch.uint8).view(-1, WIDTH)
+        if skip_holes and pages.numel():
+            is_read = ~(_in_holes(self.path, pages) & (pages < length // PAGE))
+            sums = _ZEROS.repeat(pages.numel(), 1)
+            sums[is_read] = self._sums_of(pages[is_read], length)
+            return sums
+        blocks = [torch.empty(0, WIDTH, dtype=torch.uint8)]
+        for block in pages.split(_FETCHED):
+            self.fetch(block, PAGE)
+            blocks.append(page_ops.page_crc32(self._data[:length], block, PAGE))
+        return torch.cat(blocks)
 
 
 def _extended(flags: Tensor, count: int) -> Tensor:

@@ -31,6 +31,33 @@ def test_places_are_those_of_a_dict(least: int, monkeypatch: pytest.MonkeyPatch)
     assert again.add(gone).max() < places.high, "freed places are given first"
 
 
+def test_slots_that_were_freed_last_are_reused_first() -> None:
+    places = SlotAllocator()
+    assert places.add(torch.arange(3000)).tolist() == [*range(3000)]
+    places.remove(torch.arange(900))
+    places.remove(torch.arange(900, 2000))
+    places.remove(torch.tensor([2500, 2400]))
+    want = [2400, 2500, 1999, 1998]
+    assert places.add(torch.arange(5000, 5004)).tolist() == want
+    assert places.add(torch.arange(6000, 8000))[-3:].tolist() == [0, 3000, 3001]
+    assert places.find(torch.tensor([5002, 2999, 7999, 0])).tolist() == [1999, 2999, 3001, -1]
+
+
+@pytest.mark.parametrize("least", [256, 1 << 16])
+def test_hidden_slots_are_not_found(least: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither those of the index nor those of the keys that found no bucket."""
+    monkeypatch.setattr(slots, "_MIN_CAPACITY", least)
+    monkeypatch.setattr(slots, "_MAX_LOAD", 0.99)
+    monkeypatch.setattr(slots.secrets, "randbits", lambda bits: 1)  # some hashes fit all keys
+    places = SlotAllocator()
+    places.add(torch.arange(250))
+    assert bool(places._overflow_keys) == (least == 256)
+    hidden = torch.arange(250).remainder(3).eq(0).to(torch.uint8)
+    keys = torch.arange(260)
+    want = [key if key < 250 and key % 3 else -1 for key in keys.tolist()]
+    assert places.find(keys, hidden).tolist() == want
+
+
 def test_an_index_reserves_little_before_it_is_filled() -> None:
     """Limits on a process's data count address space: stores of many tables must fit below."""
     assert sum(t.nbytes for t in SlotAllocator()._index.tensors()) < 4 << 20

@@ -207,6 +207,49 @@ def test_by_touch_only_rows_that_are_used_are_verified(tmp_path: Path) -> None:
     assert {k for k in table if found[k] != table[k]} == {3, 500, 1000}
 
 
+@pytest.mark.parametrize("file", ["heads_0.bin", "rows_0.bin"])
+def test_a_file_that_is_cut_off_while_it_is_open_is_told(file: str, tmp_path: Path) -> None:
+    """Reading the mapping behind the end of the file would end the process."""
+    store = DiskRows(tmp_path)
+    store.open(SMALL)
+    keys = torch.arange(5000)
+    store.put(0, random_rows(keys, 12, 0))
+    store.flush([[]], "")
+    expected = contents(store, 0)
+    path = tmp_path / file
+    data = path.read_bytes()
+    os.truncate(path, len(data) - 4096)
+    for call in (
+        lambda: store.read(0, keys),
+        lambda: store.put(0, random_rows(keys, 12, 1)),
+        lambda: store.put(0, random_rows([7000], 12, 1)),
+    ):
+        with pytest.raises(RuntimeError, match=rf"{file} is shorter than its \d+ rows"):
+            call()
+    path.write_bytes(data)  # the same file
+    assert contents(store, 0) == expected
+    store.close()
+
+
+def test_rows_that_were_read_are_lifted_where_they_are_then(tmp_path: Path) -> None:
+    """Slots of the last read may be freed and reused before its keys are lifted."""
+    store = DiskRows(tmp_path)
+    store.open(SMALL)
+    keys = torch.arange(20)
+    store.put(0, random_rows(keys, 12, 0))
+    records = store.read(0, keys)
+    store.erase(0, keys[:10])
+    store.put(0, random_rows(torch.arange(100, 110), 12, 1))
+    store.lift(0, records.rows.keys)
+    assert contents(store, 0).keys() == {*range(100, 110)}
+    records = store.read(0, torch.tensor([103, 101, 999, 108]))
+    store.erase(0, torch.tensor([108]))
+    store.lift(0, records.rows.keys)
+    store.lift(0, records.rows.keys)
+    assert contents(store, 0).keys() == {*range(100, 110)} - {101, 103, 108}
+    store.close()
+
+
 def test_a_store_without_checksums_gets_them_when_asked_to(tmp_path: Path) -> None:
     store, table = filled(tmp_path)
     store.close()

@@ -2,7 +2,10 @@
 
 import gc
 import json
+import mmap
+import os
 import shutil
+import zlib
 from pathlib import Path
 
 import pytest
@@ -10,8 +13,10 @@ import torch
 
 from emblib import CacheConfig, Placement, TableBatchedEmbeddingBags, TableSpec, Verify, optim
 from emblib.optim import State
+from emblib.tables import cache
 from emblib.tables.disk import DiskStore
 from emblib.tables.durable_files import ChecksumError
+from emblib.tables.page_sums import PageSums
 
 TABLES = [TableSpec(900, 8, "a"), TableSpec(300, 8, "b"), TableSpec(5, 3000, "c")]
 STATES = [State("sum", per_row=True), State("m")]
@@ -295,3 +300,110 @@ def test_what_users_write_to_tables_is_in_the_next_checksums(tmp_path: Path) -> 
             assert torch.equal(state, states[key])
         del other
         shutil.rmtree(copy)
+
+
+def test_a_file_that_has_lost_pages_is_told_by_a_fetch(tmp_path: Path) -> None:
+    """Reading them through the mapping would end the process."""
+    store = open_store(tmp_path)
+    fill(store)
+    store.close()
+    store = open_store(tmp_path, Verify.OFF)
+    os.truncate(tmp_path / "weights.bin", 3 * 4096)
+    assert not store.fetch(torch.tensor([], dtype=torch.int64))
+    with pytest.raises(OSError, match=r"bytes at 12288 cannot be read: .* cut off .*weights\.bin"):
+        store.fetch(torch.tensor([500, 384, 1204, 3]))
+    with pytest.raises(IndexError):
+        store.fetch(torch.tensor([1205]))
+
+
+@pytest.mark.parametrize("is_cold", [False, True])
+def test_a_fetch_reads_states_only_if_weights_are_read(
+    is_cold: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[str, list[int], int, int]] = []
+
+    def fetch(sums: PageSums, rows: torch.Tensor, width: int, first_byte: int = 0) -> bool:
+        calls.append((sums.path.name, rows.tolist(), width, first_byte))
+        return is_cold
+
+    store = open_store(tmp_path)
+    monkeypatch.setattr(PageSums, "fetch", fetch)
+    assert store.fetch(torch.tensor([1203, 7, 1000, 0, 1200])) == is_cold
+    # Tables a and b have one width, so they are one block of 1200 rows; c begins after it.
+    weights = [("weights.bin", [0, 7, 1000], 32, 0), ("weights.bin", [0, 3], 12000, 4800 * 8)]
+    states = [
+        ("state_sum.bin", [0, 7, 1000], 4, 0),
+        ("state_m.bin", [0, 7, 1000], 16, 0),
+        ("state_sum.bin", [0, 3], 4, 4800),
+        ("state_m.bin", [0, 3], 6000, 4800 * 4),
+    ]
+    assert sorted(calls) == sorted([*weights, *states] if is_cold else weights)
+
+
+def test_holes_of_a_file_count_as_zeros_without_being_read(tmp_path: Path) -> None:
+    """The last page is shorter, so it has another checksum even if it is a hole."""
+    path, length = tmp_path / "file", 3 * 4096 + 100
+    handle = os.open(path, os.O_RDWR | os.O_CREAT)
+    os.ftruncate(handle, length)
+    os.pwrite(handle, b"some", 4096)
+    os.fsync(handle)
+    content = path.read_bytes()
+    want = [zlib.crc32(content[page * 4096 : (page + 1) * 4096]) for page in range(4)]
+    for skip_holes in (True, False):
+        sums = PageSums(path, lambda begin, end: "")
+        sums.resize(mmap.mmap(handle, length), mmap.mmap(-1, 16))
+        sums.accept_all()
+        pages, found = zip(*sums.renewed(length, skip_holes=skip_holes), strict=True)
+        assert torch.cat(pages).tolist() == [0, 1, 2, 3]
+        words = torch.cat(found).view(torch.int32).view(-1).tolist()
+        assert [word & 0xFFFFFFFF for word in words] == want
+    os.close(handle)
+
+
+def test_rows_between_cache_and_disk_are_read_ahead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetched: list[set[int]] = []
+    evicted: set[int] = set()
+    is_cold = True
+
+    def fetch(store: DiskStore, rows: torch.Tensor) -> bool:
+        fetched.append({*rows.tolist()})
+        return is_cold and bool(rows.numel())
+
+    def protect(store: DiskStore, rows: torch.Tensor) -> None:
+        evicted.update(rows.tolist())
+
+    monkeypatch.setattr(DiskStore, "fetch", fetch)
+    monkeypatch.setattr(DiskStore, "protect", protect)
+    monkeypatch.setattr(cache, "_SAMPLED_ROWS", 8)
+    monkeypatch.setattr(cache, "_FETCHES_PER_PROBE", 3)
+    module = TableBatchedEmbeddingBags(
+        [TableSpec(500, 4, "warm"), TableSpec(4000, 4, "a", Placement.DISK)],
+        optim.SGD(0.1),
+        cache=CacheConfig(load_factor=0.032, directory=tmp_path),  # 128 rows
+    )
+
+    def look_up(first: int) -> list[set[int]]:
+        fetched.clear()
+        evicted.clear()
+        rows = torch.cat([torch.arange(50), torch.arange(first, first + 128)])
+        with torch.no_grad():
+            module(rows, torch.tensor([0, 50, 178]))
+        return fetched[:]
+
+    sample, moved = look_up(0)
+    assert 3 < len(sample) < 40
+    assert sample < moved == {*range(128)}
+    assert not evicted
+    sample, moved = look_up(64)
+    assert sample < moved
+    assert evicted
+    # Some of the rows that were looked up before had found their set of the cache full.
+    assert {*range(128, 192)} <= moved - evicted < {*range(64, 192)}
+    assert evicted < moved
+    assert len(moved) < 200
+    is_cold = False
+    assert [len(look_up(first)) for first in range(1000, 1800, 100)] == [1, 0, 0, 1, 0, 0, 1, 0]
+    is_cold = True
+    assert [len(look_up(first)) for first in range(2000, 2400, 100)] == [0, 2, 2, 2]

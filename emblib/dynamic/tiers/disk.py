@@ -22,7 +22,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,6 +36,7 @@ from emblib.dynamic.tiers.store import (
     StoreShard,
     check_row,
 )
+from emblib.ops import pages as page_ops
 from emblib.ops import tiers
 from emblib.specs import Verify
 from emblib.tables import durable_files
@@ -63,7 +64,6 @@ from emblib.tables.page_sums import (
     check_upgrade,
     mentioning_restart,
     num_pages,
-    pages_of,
 )
 
 HEAD = 4  # int64 per head: used, key, stamp, score
@@ -82,11 +82,7 @@ class GrowingFile:
 
     def begin(self, count: int) -> None:
         """Map the first `count` rows and truncate the rest of the file."""
-        if os.fstat(self._handle).st_size < count * self.width:
-            raise RuntimeError(
-                f"{self.path} is shorter than its {count} rows; delete the directory and start "
-                "from a checkpoint"
-            )
+        self._check_length(count)
         durable_files.resize(self._handle, count * self.width)
         self.grow(count)
 
@@ -106,6 +102,17 @@ class GrowingFile:
         self.mapped.madvise(mmap.MADV_RANDOM)
         self.rows = torch.frombuffer(self.mapped, dtype=torch.uint8).view(count, self.width)
 
+    def _check_length(self, count: int) -> None:
+        if os.fstat(self._handle).st_size < count * self.width:
+            raise RuntimeError(
+                f"{self.path} is shorter than its {count} rows; delete the directory and start "
+                "from a checkpoint"
+            )
+
+    def check_length(self) -> None:
+        """Raise RuntimeError if the file was cut off: using its mapping would end the process."""
+        self._check_length(self.rows.shape[0])
+
     def flush(self) -> None:
         """Flush the file to the disk."""
         durable_files.sync_file(self._handle, self.path)
@@ -113,6 +120,13 @@ class GrowingFile:
     def close(self) -> None:
         """Close the file; the rows stay readable."""
         os.close(self._handle)
+
+
+class _SlotsOfKeys(NamedTuple):
+    """Keys of a table and their slots."""
+
+    keys: Tensor
+    slots: Tensor
 
 
 class RowFile:
@@ -137,6 +151,8 @@ class RowFile:
         self.committed = 0
         self.is_changing = False  # whether slots of keys are being assigned or freed
         self.journaled, self.in_fast_tier = zeros(0), zeros(0)  # uint8 by slot
+        # The result of the last read, unless slots were assigned or freed since.
+        self._last_read: _SlotsOfKeys | None = None
 
     def begin(self, committed: int) -> None:
         """Map the slots of the last commit, before the journal is rolled back."""
@@ -164,6 +180,7 @@ class RowFile:
         """
         if not self.is_changing:
             return
+        self._last_read = None
         heads = self._words()[: self.count]
         used = heads[:, 0] != 0
         at = used.nonzero().squeeze(1)
@@ -208,12 +225,28 @@ class RowFile:
         Raises:
             ChecksumError: their pages differ from the last commit.
         """
+        self._fetch(slots)
         self.change_heads(slots)
-        self.sums[1].change(pages_of(slots * self.row_bytes, self.row_bytes))
+        self.sums[1].change(slots, self.row_bytes)
 
     def change_heads(self, slots: Tensor) -> None:
         """Prepare for writing heads at slots, see `change`."""
-        self.sums[0].change(pages_of(slots * self.heads.width, self.heads.width))
+        self.sums[0].change(slots, self.heads.width)
+
+    def check_lengths(self) -> None:
+        """Raise RuntimeError if a file was cut off while it was open."""
+        for file in self._files:
+            file.check_length()
+
+    def _fetch(self, slots: Tensor) -> None:
+        """Read the pages of rows that are not in memory, many at a time; -1 is no row.
+
+        Raises:
+            OSError: a page cannot be read.
+        """
+        heads, values = self.sums
+        if values.fetch(slots, self.row_bytes):  # a page has far more heads: it is in memory longer
+            heads.fetch(slots, self.heads.width)
 
     def sums_to_renew(self) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Yield the kind (0 heads, 1 values), changed pages, and their new checksums."""
@@ -231,8 +264,12 @@ class RowFile:
     def assign(self, keys: Tensor) -> tuple[Tensor, Tensor]:
         """Return the slots of distinct keys, assigning missing ones, and the new keys."""
         slots = self.allocator.find(keys)
-        new_keys = keys[slots < 0]
-        slots[slots < 0] = self.allocator.add(new_keys)
+        is_new = slots < 0
+        new_keys = keys[is_new]
+        if not new_keys.numel():
+            return slots, new_keys
+        self._last_read = None
+        slots[is_new] = self.allocator.add(new_keys)
         if self.allocator.high > self.count:
             try:
                 self._resize(max(self.allocator.high, self.count + self.count // 4))
@@ -249,10 +286,15 @@ class RowFile:
 
     def rows(self, slots: Tensor) -> StoredRows:
         """Return the rows at slots, after verifying their pages at first use."""
-        self.sums[1].check(pages_of(slots * self.row_bytes, self.row_bytes))
-        _, heads, _ = tiers.tier_read(self.heads.rows, slots, 0)
-        _, _, values = tiers.tier_read(self.values.rows, slots, self.row_bytes)
-        return StoredRows.from_words(heads[1:], values)
+        return self.find_rows(slots).rows
+
+    def find_rows(self, slots: Tensor) -> FoundRows:
+        """Return the rows at slots, -1 for none, after verifying their pages at first use."""
+        self._fetch(slots)
+        self.sums[1].check(slots, self.row_bytes)
+        positions, words, _ = tiers.tier_read(self.heads.rows, slots, 0)
+        _, _, rows = tiers.tier_read(self.values.rows, slots, self.row_bytes)
+        return FoundRows(positions, StoredRows.from_words(words[1:], rows))
 
     def differing(self, slots: Tensor, rows: StoredRows) -> Tensor:
         """Return which of `rows` differ from the content of their slots."""
@@ -261,12 +303,9 @@ class RowFile:
         is_equal &= (current.stamps == rows.stamps) & (current.scores == rows.scores)
         return ~(is_equal & (self._words()[slots, 0] != 0))
 
-    def find_stored(self, keys: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (positions, slots) of those `keys` that are stored and not in the fast tier."""
-        slots = self.allocator.find(keys)
-        at = (slots >= 0).nonzero().squeeze(1)
-        at = at[self.in_fast_tier[slots[at]] == 0]
-        return at, slots[at]
+    def find_stored(self, keys: Tensor) -> Tensor:
+        """Return the slots of `keys`; -1 for those that are not stored, or in the fast tier."""
+        return self.allocator.find(keys, self.in_fast_tier)
 
     @property
     def top(self) -> int:
@@ -284,12 +323,26 @@ class RowFile:
 
     def read_stored(self, keys: Tensor) -> FoundRows:
         """Return the rows of the stored keys."""
-        at, slots = self.find_stored(keys)
-        return FoundRows(at, self.rows(slots))
+        slots = self.find_stored(keys)
+        records = self.find_rows(slots)
+        self._last_read = _SlotsOfKeys(records.rows.keys, slots[records.positions])
+        return records
+
+    def mark_in_fast_tier(self, keys: Tensor) -> None:
+        """Mark the rows of the stored keys as promoted."""
+        last = self._last_read  # a batch promotes what it has read
+        is_read = last is not None and torch.equal(last.keys, keys)
+        slots = last.slots if last is not None and is_read else self.find_stored(keys)
+        page_ops.mark_pages_([self.in_fast_tier], slots, 1, 0, 1)
+
+    def unjournaled(self, slots: Tensor) -> Tensor:
+        """Return those of distinct slots whose committed content is not in the journal yet."""
+        return page_ops.pages_without_mark(self.journaled, slots, 1, 0, 1)
 
     def free(self, slots: Tensor) -> None:
         """Free slots that are journaled already."""
         words = self._words()
+        self._last_read = None
         self.allocator.remove(words[slots, 1])
         words[slots, 0] = 0
         self.in_fast_tier[slots] = 0
@@ -473,6 +526,7 @@ class DiskRows:
             )
         self._finish_commit()
         row_file = self._row_files[table]
+        row_file.check_lengths()
         row_file.recover()
         return row_file
 
@@ -480,7 +534,7 @@ class DiskRows:
         """Journal the last commit's content of slots, once between two commits."""
         self._syncs.check()
         row_file = self._row_files[table]
-        slots = slots[row_file.journaled[slots] == 0]
+        slots = row_file.unjournaled(slots)
         if slots.numel():
             with self._syncs.watch():
                 self._journal.begin(self._epoch)
@@ -504,9 +558,7 @@ class DiskRows:
 
     def lift(self, table: int, keys: Tensor) -> None:
         """See `RowStore`; this writes to no file."""
-        row_file = self._row_file(table)
-        _, slots = row_file.find_stored(keys)
-        row_file.in_fast_tier[slots] = 1
+        self._row_file(table).mark_in_fast_tier(keys)
 
     def put(self, table: int, rows: StoredRows) -> StoredRows:
         """See `RowStore`; no row is dropped."""
@@ -522,9 +574,7 @@ class DiskRows:
     def erase(self, table: int, keys: Tensor) -> Tensor:
         """See `RowStore`."""
         row_file = self._row_file(table)
-        at, _ = row_file.find_stored(keys)
-        is_stored = torch.zeros(keys.numel(), dtype=torch.bool)
-        is_stored[at] = True
+        is_stored = row_file.find_stored(keys) >= 0
         slots = row_file.allocator.find(keys)
         self._free(table, slots[slots >= 0])
         return is_stored

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from emblib.dynamic.hash_index import HashIndex, RowBuffers
+from emblib.ops import pages, tiers
 from emblib.ops.hash import Keys
 from emblib.specs import DynamicSpec, Eviction
 from emblib.tables import memory
@@ -15,6 +16,7 @@ from emblib.tables import memory
 _MIN_CAPACITY = 1 << 16
 _GROWTH = 16
 _MAX_LOAD = 0.75  # keys per slot of an index; below, few keys find both of their buckets full
+_MIN_FREE = 1024  # entries of the smallest stack of free slots
 
 
 class SlotAllocator:
@@ -22,12 +24,16 @@ class SlotAllocator:
 
     An interrupted call leaves it inconsistent; the owner then rebuilds it from the heads of the
     rows.
+
+    Attributes:
+        high: end of the slots that were ever assigned.
     """
 
     def __init__(self) -> None:
         self._make(_MIN_CAPACITY)
-        self._free: list[int] = []
-        self.high = 0  # end of the slots that were ever assigned
+        self._free = torch.empty(_MIN_FREE, dtype=torch.int64)  # a stack of free slots
+        self._num_free = 0
+        self.high = 0
 
     def _make(self, capacity: int) -> None:
         """Create an empty map of a capacity."""
@@ -37,6 +43,7 @@ class SlotAllocator:
         # Slots do not depend on the hash key, so a random one is used.
         self._index = HashIndex([spec], "cpu", [secrets.randbits(64) - (1 << 63)])
         self._by_slot = memory.reserve(spec.rows, torch.int64, torch.device("cpu"))
+        self._records = self._by_slot.view(torch.uint8).view(spec.rows, 8)  # the same memory
         self._overflow_keys: dict[int, int] = {}  # keys both of whose buckets are full
 
     def _reserve(self, keys: int) -> None:
@@ -62,40 +69,64 @@ class SlotAllocator:
         """Return the number of keys with a slot."""
         return self._index.size(0) + len(self._overflow_keys)
 
-    def find(self, keys: Tensor) -> Tensor:
-        """Return the slot of each key, -1 for none."""
+    def find(self, keys: Tensor, is_hidden: Tensor | None = None) -> Tensor:
+        """Return the slot of each key, -1 for none.
+
+        Args:
+            keys: int64 `[n]`, in any order; keys may repeat.
+            is_hidden: uint8 by slot, slots to return -1 for; None for none.
+        """
         slots = self._index.find(Keys.of(keys))
-        file_slots = torch.where(slots < 0, -1, self._by_slot[slots.clamp(min=0)])
+        slots_of_keys: Tensor = pages.file_slots(slots, self._by_slot, is_hidden)
         if self._overflow_keys:
             for at in (slots < 0).nonzero().view(-1).tolist():
-                file_slots[at] = self._overflow_keys.get(int(keys[at]), -1)
-        return file_slots
+                slot = self._overflow_keys.get(int(keys[at]), -1)
+                is_used = slot >= 0 and (is_hidden is None or not is_hidden[slot])
+                slots_of_keys[at] = slot if is_used else -1
+        return slots_of_keys
 
     def add(self, keys: Tensor) -> Tensor:
         """Assign slots to distinct keys that have none, and return them."""
         count = keys.numel()
         self._reserve(count)
-        reused = [self._free.pop() for _ in range(min(count, len(self._free)))]
-        unused = torch.arange(self.high, self.high + count - len(reused))
+        num_reused = min(count, self._num_free)
+        self._num_free -= num_reused
+        reused = self._free[self._num_free : self._num_free + num_reused].flip(0)
+        unused = torch.arange(self.high, self.high + count - num_reused)
         self.high += unused.numel()
-        file_slots = torch.cat([torch.tensor(reused, dtype=torch.int64), unused])
+        file_slots = torch.cat([reused, unused])
         self._set(keys, file_slots)
         return file_slots
 
     def _set(self, keys: Tensor, file_slots: Tensor) -> None:
         rows = RowBuffers([self._by_slot], torch.tensor([[[0, 8]]]), self._use)
         slots = self._index.insert(Keys.of(keys), rows=rows).slots
-        has_slot = slots >= 0
-        self._by_slot[slots[has_slot]] = file_slots[has_slot]
-        overflow = zip(keys[~has_slot].tolist(), file_slots[~has_slot].tolist(), strict=True)
-        self._overflow_keys.update(overflow)
+        no_values = self._records.new_empty(keys.numel(), 0)
+        tiers.tier_write_(self._records, slots, file_slots, no_values)
+        lowest = int(slots.min()) if slots.numel() else 0
+        if lowest < 0:
+            has_no_slot = slots < 0
+            overflow_keys, overflow_slots = keys[has_no_slot], file_slots[has_no_slot]
+            self._overflow_keys.update(
+                zip(overflow_keys.tolist(), overflow_slots.tolist(), strict=True)
+            )
 
     def remove(self, keys: Tensor) -> None:
         """Free the slots of distinct keys, all of which have one."""
-        self._free += self.find(keys).tolist()
+        self._push(self.find(keys))
         slots = self._index.erase(Keys.of(keys))
         for key in keys[slots < 0].tolist():
             del self._overflow_keys[key]
+
+    def _push(self, slots: Tensor) -> None:
+        """Add slots to the stack of free ones; the last one is reused first."""
+        num_free = self._num_free + slots.numel()
+        if num_free > self._free.numel():
+            larger = torch.empty(max(num_free, 2 * self._free.numel()), dtype=torch.int64)
+            larger[: self._num_free] = self._free[: self._num_free]
+            self._free = larger
+        self._free[self._num_free : num_free] = slots
+        self._num_free = num_free
 
     def restore(self, keys: Tensor, file_slots: Tensor, high: int) -> None:
         """Replace the map by these keys and slots; the other slots below `high` are free."""
@@ -104,5 +135,6 @@ class SlotAllocator:
         self._set(keys, file_slots)
         free = torch.ones(high, dtype=torch.bool)
         free[file_slots] = False
-        self._free = free.nonzero().squeeze(1).flip(0).tolist()
+        self._num_free = 0
+        self._push(free.nonzero().squeeze(1).flip(0))
         self.high = high

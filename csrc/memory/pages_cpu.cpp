@@ -1,0 +1,296 @@
+// Pages of files that are mapped into memory: checksums, marks by page, and reads ahead of use.
+//
+// A store marks pages by bytes: verified, changed, journaled. Its rows touch one or several pages
+// each, so `pages_without_mark` and `mark_pages_` take row numbers and go through them once.
+//
+// `fetch_pages` reads the pages of rows that are about to be used. Page faults of a copy would read
+// them one after the other, each for a whole latency of the disk. Instead the kernel is first
+// advised of all of them, which starts the reads and returns, so the disk has a queue; then they
+// are mapped, which waits for each and tells a page that cannot be read from others (a fault would
+// be the signal SIGBUS). One thread keeps the queue full, so torch's threads do not matter. A probe
+// of some rows skips all of that where pages are in memory, as they are almost always. Measured
+// (reports/LOG.md): 4.5 times the rows per second of page faults, as many as io_uring.
+// emblib/ops/pages.py describes arguments and results.
+#include <torch/csrc/stable/library.h>
+
+#include <algorithm>
+#include <cstring>
+#include <tuple>
+#include <vector>
+
+#include "core/check.h"
+#include "core/isa.h"
+#include "core/output_memory.h"
+#include "core/parallel.h"
+#include "memory/crc32.h"
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cerrno>
+#endif
+
+namespace emb {
+namespace {
+
+constexpr int64_t kBytesPerTask = 1 << 17;  // minimum number of bytes that a thread sums
+
+// Return a contiguous uint8 vector's bytes.
+unsigned char* byte_array(const char* op, const char* name, const Tensor& tensor) {
+  check_dtype(op, name, tensor, ScalarType::Byte, "uint8");
+  STD_TORCH_CHECK(tensor.dim() == 1 && tensor.is_contiguous(), op, ": ", name,
+                  " must be a contiguous vector");
+  return static_cast<unsigned char*>(tensor.mutable_data_ptr());
+}
+
+// Return a contiguous int64 vector's numbers.
+const int64_t* number_array(const char* op, const char* name, const Tensor& tensor) {
+  check_dtype(op, name, tensor, ScalarType::Long, "int64");
+  STD_TORCH_CHECK(tensor.dim() == 1 && tensor.is_contiguous(), op, ": ", name,
+                  " must be a contiguous vector");
+  return tensor.const_data_ptr<int64_t>();
+}
+
+// Return a vector of int64 with these numbers.
+Tensor as_tensor(const Tensor& like, const std::vector<int64_t>& numbers) {
+  Tensor tensor = allocate(like, {static_cast<int64_t>(numbers.size())}, ScalarType::Long);
+  std::copy(numbers.begin(), numbers.end(), tensor.mutable_data_ptr<int64_t>());
+  return tensor;
+}
+
+using Crc = uint32_t (*)(const unsigned char*, int64_t);
+
+Crc pick_crc() {
+#if defined(EMB_X86)
+  if (cpu_isa() != Isa::kBaseline && __builtin_cpu_supports("pclmul")) return crc32_by_folding;
+#endif
+  return crc32_by_tables;
+}
+
+// Return the CRC-32 of pages of `data`; the last page may be short.
+Tensor page_crc32(const Tensor& data_in, const Tensor& pages_in, int64_t page_bytes) {
+  const char* op = "page_crc32";
+  const unsigned char* data = byte_array(op, "data", data_in);
+  const int64_t* pages = number_array(op, "pages", pages_in);
+  STD_TORCH_CHECK(page_bytes > 0, op, ": page_bytes must be positive, got ", page_bytes);
+  const int64_t size = data_in.numel(), n = pages_in.numel();
+  const int64_t num_pages = size / page_bytes + (size % page_bytes != 0);
+  for (int64_t i = 0; i < n; ++i) {
+    STD_TORCH_CHECK(pages[i] >= 0 && pages[i] < num_pages, op, ": pages must be in [0, ", num_pages,
+                    "), got ", pages[i]);
+  }
+  constexpr int64_t kCrcBytes = sizeof(uint32_t);
+  Tensor sums = allocate(data_in, {n, kCrcBytes});
+  auto* out = static_cast<char*>(sums.mutable_data_ptr());
+  static const Crc crc32 = pick_crc();
+  const auto cost = [&](int64_t i) { return std::min(page_bytes, size) * i; };
+  parallel_balanced(n, kBytesPerTask, cost, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t first = pages[i] * page_bytes;
+      const uint32_t crc = crc32(data + first, std::min(page_bytes, size - first));
+      std::memcpy(out + kCrcBytes * i, &crc, kCrcBytes);
+    }
+  });
+  return sums;
+}
+
+// The bytes of rows of one width, and their pages.
+struct RowPages {
+  const int64_t* rows;
+  int64_t n, width, first_byte, page_bytes;
+
+  RowPages(const char* op, const Tensor& rows_in, int64_t width_in, int64_t first_byte_in,
+           int64_t page_bytes_in)
+      : rows(number_array(op, "rows", rows_in)),
+        n(rows_in.numel()),
+        width(width_in),
+        first_byte(first_byte_in),
+        page_bytes(page_bytes_in) {
+    STD_TORCH_CHECK(width >= 0 && first_byte >= 0 && page_bytes > 0, op,
+                    ": width and first_byte must not be negative and page_bytes must be positive, "
+                    "got ",
+                    width, ", ", first_byte, " and ", page_bytes);
+  }
+
+  bool has_bytes(int64_t i) const { return rows[i] >= 0 && width > 0; }
+  int64_t begin(int64_t i) const { return first_byte + rows[i] * width; }
+  int64_t first_page(int64_t i) const { return begin(i) / page_bytes; }
+  int64_t last_page(int64_t i) const { return (begin(i) + width - 1) / page_bytes; }
+};
+
+// Return those pages of rows whose mark is 0, in order; a page of several rows may repeat.
+Tensor pages_without_mark(const Tensor& marks_in, const Tensor& rows_in, int64_t width,
+                          int64_t first_byte, int64_t page_bytes) {
+  const char* op = "pages_without_mark";
+  const unsigned char* marks = byte_array(op, "marks", marks_in);
+  const RowPages rows(op, rows_in, width, first_byte, page_bytes);
+  const int64_t num_pages = marks_in.numel();
+  std::vector<int64_t> unmarked;
+  for (int64_t i = 0; i < rows.n; ++i) {
+    if (!rows.has_bytes(i)) continue;
+    const int64_t last = std::min(rows.last_page(i), num_pages - 1);
+    for (int64_t page = rows.first_page(i); page <= last; ++page) {
+      if (marks[page] == 0 && (unmarked.empty() || unmarked.back() != page)) {
+        unmarked.push_back(page);
+      }
+    }
+  }
+  return as_tensor(rows_in, unmarked);
+}
+
+// Set the marks of all pages of rows to 1, in every vector of marks.
+void mark_pages_(std::vector<Tensor> marks_in, const Tensor& rows_in, int64_t width,
+                 int64_t first_byte, int64_t page_bytes) {
+  const char* op = "mark_pages_";
+  const RowPages rows(op, rows_in, width, first_byte, page_bytes);
+  std::vector<unsigned char*> marks;
+  int64_t num_pages = kUnlimited;
+  for (const Tensor& tensor : marks_in) {
+    marks.push_back(byte_array(op, "marks", tensor));
+    num_pages = std::min(num_pages, tensor.numel());
+  }
+  for (int64_t i = 0; i < rows.n; ++i) {
+    STD_TORCH_CHECK(!rows.has_bytes(i) || rows.last_page(i) < num_pages, op,
+                    ": rows must be on the first ", num_pages, " pages, got row ", rows.rows[i]);
+  }
+  for (int64_t i = 0; i < rows.n; ++i) {
+    if (!rows.has_bytes(i)) continue;
+    for (int64_t page = rows.first_page(i); page <= rows.last_page(i); ++page) {
+      for (unsigned char* mark : marks) mark[page] = 1;
+    }
+  }
+}
+
+// Return the entry of `file_slots` for every slot of an index; -1 for none and where `is_hidden`
+// marks the entry.
+Tensor file_slots(const Tensor& slots_in, const Tensor& file_slots_in,
+                  const std::optional<Tensor>& is_hidden) {
+  const char* op = "file_slots";
+  const int64_t* slots = number_array(op, "slots", slots_in);
+  const int64_t* slot_of = number_array(op, "file_slots", file_slots_in);
+  const unsigned char* hidden = is_hidden ? byte_array(op, "is_hidden", *is_hidden) : nullptr;
+  const int64_t n = slots_in.numel(), count = file_slots_in.numel();
+  const int64_t num_hidden = is_hidden ? is_hidden->numel() : 0;
+  Tensor result = allocate(slots_in, {n});
+  int64_t* out = result.mutable_data_ptr<int64_t>();
+  constexpr int64_t kAhead = 16;  // slots between a prefetch and its use
+  for (int64_t i = 0; i < n; ++i) {
+    STD_TORCH_CHECK(slots[i] >= -1 && slots[i] < count, op, ": slots must be in [-1, ", count,
+                    "), got ", slots[i]);
+    if (i + kAhead < n) __builtin_prefetch(slot_of + std::max<int64_t>(slots[i + kAhead], 0));
+    out[i] = slots[i] < 0 ? -1 : slot_of[slots[i]];
+  }
+  if (hidden == nullptr) return result;
+  for (int64_t i = 0; i < n; ++i) {
+    STD_TORCH_CHECK(out[i] < num_hidden, op, ": is_hidden must have an entry per file slot, got ",
+                    num_hidden, " for slot ", out[i]);
+    if (out[i] >= 0 && hidden[out[i]] != 0) out[i] = -1;
+  }
+  return result;
+}
+
+#if defined(__linux__)
+
+#if !defined(MADV_POPULATE_READ)
+#define MADV_POPULATE_READ 22  // Linux 5.14
+#endif
+
+// The kernel reads at most the device's read-ahead per advice, 128 KiB by default.
+constexpr int64_t kBytesPerAdvice = 1 << 17;
+constexpr int64_t kProbes = 16;  // rows whose pages are looked for in memory
+
+// Whole pages of memory.
+struct PageRange {
+  char *begin, *end;
+};
+
+// Whether a page is in memory; true where the system does not say.
+bool is_resident(char* page, int64_t page_bytes) {
+  unsigned char answer = 0;
+  return mincore(page, page_bytes, &answer) != 0 || (answer & 1) != 0;
+}
+
+// Map pages for reading, which waits until they are read; false if one of them cannot be.
+bool map_pages(const PageRange& range) {
+  if (madvise(range.begin, range.end - range.begin, MADV_POPULATE_READ) == 0) return true;
+  return errno != EFAULT && errno != EHWPOISON;  // others: a kernel before 5.14, a lack of memory
+}
+
+// Read the pages of rows; return the first page of each range with one that cannot be read.
+std::vector<char*> fetch_ranges(const std::vector<PageRange>& ranges, int64_t page_bytes) {
+  std::vector<char*> unreadable;
+  for (const PageRange& range : ranges) {
+    for (char* at = range.begin; at < range.end; at += kBytesPerAdvice) {
+      madvise(at, std::min<int64_t>(range.end - at, kBytesPerAdvice), MADV_WILLNEED);
+    }
+  }
+  for (const PageRange& range : ranges) {
+    if (map_pages(range)) continue;
+    for (char* page = range.begin; page < range.end; page += page_bytes) {
+      if (map_pages({page, page + page_bytes})) continue;
+      unreadable.push_back(page);
+      break;
+    }
+  }
+  return unreadable;
+}
+
+#endif
+
+// Read the pages of rows of a mapped file that are not in memory, many at a time. Returns the bytes
+// of `data` at which pages begin that cannot be read, one per range of neighbouring rows, and how
+// many ranges were read: none if the probed pages are in memory.
+std::tuple<Tensor, int64_t> fetch_pages(const Tensor& data_in, const Tensor& rows_in, int64_t width,
+                                        int64_t first_byte) {
+  const char* op = "fetch_pages";
+  auto* data = reinterpret_cast<char*>(byte_array(op, "data", data_in));
+  const RowPages rows(op, rows_in, width, first_byte, 1);
+  const int64_t size = data_in.numel();
+  std::vector<int64_t> positions;
+  int64_t num_ranges = 0;
+  for (int64_t i = 0; i < rows.n; ++i) {
+    STD_TORCH_CHECK(!rows.has_bytes(i) || rows.begin(i) < size, op, ": rows must begin in data of ",
+                    size, " bytes, got row ", rows.rows[i]);
+  }
+#if defined(__linux__)
+  static const int64_t page_bytes = sysconf(_SC_PAGESIZE);
+  const auto floor_page = [&](int64_t byte) {
+    return reinterpret_cast<char*>(reinterpret_cast<uintptr_t>(data + byte) / page_bytes *
+                                   page_bytes);
+  };
+  bool are_resident = true;
+  const int64_t step = (rows.n + kProbes - 1) / kProbes;
+  for (int64_t i = 0; i < rows.n && are_resident; i += step) {
+    are_resident = !rows.has_bytes(i) || is_resident(floor_page(rows.begin(i)), page_bytes);
+  }
+  if (are_resident) return {as_tensor(rows_in, positions), num_ranges};
+  std::vector<PageRange> ranges;
+  for (int64_t i = 0; i < rows.n; ++i) {
+    if (!rows.has_bytes(i)) continue;
+    char* begin = floor_page(rows.begin(i));
+    char* end = floor_page(std::min(rows.begin(i) + width, size) - 1) + page_bytes;
+    if (!ranges.empty() && begin >= ranges.back().begin && begin <= ranges.back().end) {
+      ranges.back().end = std::max(ranges.back().end, end);
+    } else {
+      ranges.push_back({begin, end});
+    }
+  }
+  num_ranges = static_cast<int64_t>(ranges.size());
+  for (char* page : fetch_ranges(ranges, page_bytes)) {
+    positions.push_back(std::max<int64_t>(page - data, 0));
+  }
+#endif
+  return {as_tensor(rows_in, positions), num_ranges};
+}
+
+}  // namespace
+}  // namespace emb
+
+STABLE_TORCH_LIBRARY_IMPL(emblib, CPU, m) {
+  EMB_IMPL(m, emb, page_crc32);
+  EMB_IMPL(m, emb, pages_without_mark);
+  EMB_IMPL(m, emb, mark_pages_);
+  EMB_IMPL(m, emb, file_slots);
+  EMB_IMPL(m, emb, fetch_pages);
+}

@@ -1,0 +1,72 @@
+"""Pages of the files of a store, which are mapped into memory, on the CPU.
+
+`rows` are the numbers of rows of `width` bytes, int64 `[n]`; row r has the bytes from
+`first_byte + r * width` on, and -1 is no row. Pages have `page_bytes` bytes and are numbered from
+byte 0. Marks are uint8 by page, 0 or 1.
+
+- `page_crc32(data, pages, page_bytes)` returns the CRC-32 of pages of `data`, uint8 `[N]`, as zlib
+  computes it: uint8 `[n, 4]`, each the bytes of an unsigned number of the machine. The last page of
+  `data` may be short
+- `pages_without_mark(marks, rows, width, first_byte, page_bytes)` returns the pages of rows whose
+  mark is 0, int64 `[m]`, in the order of the rows. A page of several rows may repeat; pages past
+  the end of `marks` are left out
+- `mark_pages_(marks, rows, width, first_byte, page_bytes)` sets the marks of the pages of rows in
+  each of the list `marks`
+- `file_slots(slots, file_slots, is_hidden)` returns the entry of `file_slots` for each slot, int64
+  `[n]`: -1 for slot -1, and for entries that `is_hidden`, uint8 by entry, marks; it may be None
+- `fetch_pages(data, rows, width, first_byte)` reads the pages of rows of a mapped file into memory
+  if a probe of some of them finds one that is not there; the last row may end after `data`. Returns
+  the bytes of `data` at which pages begin that cannot be read, int64 `[m]`, at most one per range
+  of neighbouring rows, and the number of ranges that were read. A page cannot be read if the file
+  was cut off or the disk has failed: using it ends the process with `SIGBUS`. Systems other than
+  Linux read pages at their use
+
+`crc32(data)` returns the CRC-32 of a whole uint8 `[N]`.
+
+The definition is `emblib.reference.pages`.
+"""
+
+import torch
+from torch import Tensor
+
+page_crc32 = torch.ops.emblib.page_crc32.default
+pages_without_mark = torch.ops.emblib.pages_without_mark.default
+mark_pages_ = torch.ops.emblib.mark_pages_.default
+file_slots = torch.ops.emblib.file_slots.default
+fetch_pages = torch.ops.emblib.fetch_pages.default
+
+
+@torch.library.register_fake("emblib::page_crc32")
+def _(data: Tensor, pages: Tensor, page_bytes: int) -> Tensor:
+    return data.new_empty(pages.numel(), 4)
+
+
+@torch.library.register_fake("emblib::pages_without_mark")
+def _(marks: Tensor, rows: Tensor, width: int, first_byte: int, page_bytes: int) -> Tensor:
+    return rows.new_empty(torch.library.get_ctx().new_dynamic_size())
+
+
+@torch.library.register_fake("emblib::mark_pages_")
+def _(marks: list[Tensor], rows: Tensor, width: int, first_byte: int, page_bytes: int) -> None:
+    return None
+
+
+@torch.library.register_fake("emblib::file_slots")
+def _(slots: Tensor, file_slots: Tensor, is_hidden: Tensor | None) -> Tensor:
+    return torch.empty_like(slots)
+
+
+@torch.library.register_fake("emblib::fetch_pages")
+def _(data: Tensor, rows: Tensor, width: int, first_byte: int) -> tuple[Tensor, torch.SymInt]:
+    context = torch.library.get_ctx()
+    return rows.new_empty(context.new_dynamic_size()), context.new_dynamic_size()
+
+
+_FIRST = torch.zeros(1, dtype=torch.int64, device="cpu")
+
+
+def crc32(data: Tensor) -> int:
+    """Return the CRC-32 of bytes, uint8 `[N]`, as `zlib.crc32` does."""
+    if not data.numel():
+        return 0
+    return int(page_crc32(data, _FIRST, data.numel()).view(torch.int32)) & 0xFFFFFFFF

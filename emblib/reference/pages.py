@@ -1,0 +1,61 @@
+"""Pages of the files of a store: the definition of `emblib.ops.pages`.
+
+`fetch_pages` has none, since it changes no value.
+"""
+
+import zlib
+from array import array
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def crc32(data: Tensor, pages: Tensor, page_bytes: int) -> Tensor:
+    """Return zlib's CRC-32 of pages, uint8 `[n, 4]`.
+
+    Args:
+        data: uint8 `[N]`, the bytes of all pages; the last page may be short.
+        pages: int64 `[n]`, numbers of pages.
+        page_bytes: bytes per page.
+    """
+    content = bytes(data.tolist())
+    begins = [page * page_bytes for page in pages.tolist()]
+    crcs = array("I", [zlib.crc32(content[begin : begin + page_bytes]) for begin in begins])
+    if not crcs:
+        return torch.empty(0, 4, dtype=torch.uint8)
+    return torch.frombuffer(crcs, dtype=torch.uint8).view(-1, 4)
+
+
+def pages_of(rows: Tensor, width: int, first_byte: int, page_bytes: int) -> Tensor:
+    """Return the pages of rows; pages of several rows repeat."""
+    begins = [first_byte + row * width for row in rows.tolist() if row >= 0 and width]
+    pages = [range(at // page_bytes, (at + width - 1) // page_bytes + 1) for at in begins]
+    return torch.tensor([page for row_pages in pages for page in row_pages], dtype=torch.int64)
+
+
+def without_mark(
+    marks: Tensor, rows: Tensor, width: int, first_byte: int, page_bytes: int
+) -> Tensor:
+    """Return the pages of rows that have a mark and it is 0; a page may repeat."""
+    pages = pages_of(rows, width, first_byte, page_bytes)
+    pages = pages[pages < marks.numel()]
+    return pages[marks[pages] == 0]
+
+
+def mark_(
+    marks: Sequence[Tensor], rows: Tensor, width: int, first_byte: int, page_bytes: int
+) -> None:
+    """Set the marks of the pages of rows in every vector of marks."""
+    for vector in marks:
+        vector[pages_of(rows, width, first_byte, page_bytes)] = 1
+
+
+def file_slots(slots: Tensor, file_slots: Tensor, is_hidden: Tensor | None) -> Tensor:
+    """Return the entry of each slot, -1 for slot -1 and for hidden entries."""
+    entries = torch.full_like(slots, -1)
+    entries[slots >= 0] = file_slots[slots[slots >= 0]]
+    if is_hidden is not None:
+        is_used = entries >= 0
+        entries[is_used] = torch.where(is_hidden[entries[is_used]] == 0, entries[is_used], -1)
+    return entries
