@@ -69,6 +69,8 @@ def insert_batch(state: DynamicState, keys: Keys, counts: Tensor | None = None) 
     """
     if state.budget is not None:
         state.budget.begin_step(state)
+    if state.backing is not None:  # raises errors of the last step's moves before this one begins
+        state.backing.move_rows()
     insertion = BatchInsertion(state, keys, counts)
     inserted = state.lock.complete(insertion.run, insertion.is_optional)
     if inserted.result is not None:
@@ -228,7 +230,7 @@ class BatchInsertion:
             state.last_batch = LastBatch(inserted, keys, keys.ids._version)
             self._is_written = True
         if state.backing is not None and inserted.misses is not None:
-            state.backing.move_rows()
+            state.backing.start_moves()
         if state.expiry is not None:
             self._expire(state.expiry)
         return inserted

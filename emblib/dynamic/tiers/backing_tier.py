@@ -12,6 +12,7 @@ back before the store is used again. A new key that finds no slot gets an overfl
 """
 
 import base64
+import contextlib
 import json
 import weakref
 from collections.abc import Iterator, Sequence
@@ -32,6 +33,7 @@ from emblib.dynamic.tiers.store import (
     BackingStore,
     FoundRows,
     PrefetchedRows,
+    RowMoves,
     StoredRows,
     StoredTable,
     TierStats,
@@ -43,18 +45,6 @@ from emblib.specs import DynamicSpec
 
 _COUNTING_ORDERS = ("lfu", "lru_lfu")
 _COUNTERS = [field.name for field in fields(TierStats)][2:]
-
-
-class Moves(NamedTuple):
-    """Rows that are moving between the tiers, by table.
-
-    Attributes:
-        promoted: keys that have a slot and are still in the store.
-        demoted: rows that have no slot and are not yet in the store.
-    """
-
-    promoted: dict[int, Tensor]
-    demoted: dict[int, StoredRows]
 
 
 class SwappedRows(NamedTuple):
@@ -83,7 +73,7 @@ class BatchPlacement(NamedTuple):
     misses: list[SwappedRows]
     positions: Tensor | None
     overflow: list[StoredRows]
-    moves: Moves
+    moves: RowMoves
     counts: list[dict[str, int]]
 
 
@@ -135,10 +125,16 @@ class BackingTier:
         self._overflow = [StoredRows.none(table.row_bytes) for table in tables]
         self._overflow_is_dirty = False
         self._widths = [table.row_bytes for table in tables]
-        self._moves = Moves({}, {})
+        self._moves: RowMoves | None = None
+        self._writes_behind = backing.write_behind
         self.reset_stats()
         if self.store.note:
             self._resume(json.loads(self.store.note))
+
+    def __del__(self) -> None:
+        # Its thread may be in a call, and would keep the store open. It may also be this thread.
+        with contextlib.suppress(AttributeError, RuntimeError):
+            self.store.stop()
 
     @property
     def fast(self) -> FastTier:
@@ -174,6 +170,7 @@ class BackingTier:
 
     def reset_stats(self) -> None:
         """Set the counts of `stats` to zero."""
+        self.move_rows()
         self._counts = [dict.fromkeys(_COUNTERS, 0) for _ in self._widths]
 
     def stats(self) -> dict[str, TierStats]:
@@ -260,7 +257,7 @@ class BackingTier:
         assert misses is not None
         assert result is not None
         offsets = misses.offsets.tolist()
-        moves, swaps, overflow, all_counts = Moves({}, {}), [], [], []
+        moves, swaps, overflow, all_counts = RowMoves(), [], [], []
         for t, found in enumerate(rows):
             swapped = self._swap(t, result, slice(offsets[t], offsets[t + 1]), found, effects)
             swaps.append(swapped)
@@ -379,50 +376,47 @@ class BackingTier:
             num_demoted: number of demoted rows so far, these included.
         """
         self._counts[table]["demoted"] = num_demoted
+        if self._moves is None:
+            self._moves = RowMoves()
         self._moves.demoted[table] = rows
 
+    def start_moves(self) -> None:
+        """Move rows as `move_rows` does, in the store's thread with `BackingStore.write_behind`.
+
+        With an eviction log they are moved here: the log has the keys that the store drops.
+        """
+        if self._writes_behind and self._moves is not None and self.fast.eviction_log is None:
+            self.store.start(self._moves)
+        else:
+            self.move_rows()
+
     def move_rows(self) -> None:
-        """Remove promoted rows from the store, and put demoted rows into it.
-
-        Both stay recorded until the store is done. After an error the next call removes promoted
-        rows again, and demoted rows that the store cannot take stay in memory until `flush`.
-        """
-        promoted, demoted = self._moves
+        """Remove promoted rows from the store, and put demoted rows into it; see `RowMoves`."""
+        moves = self._moves
+        if moves is None:
+            return
+        if self.fast.eviction_log is not None:
+            for t, rows in moves.demoted.items():
+                if rows.keys.numel():
+                    self._expect_evictions(t)
         try:
-            for t in list(promoted):
-                self.store.lift(t, promoted[t])
-                del promoted[t]
+            self.store.make(moves)
         finally:
-            failed: Exception | None = None
-            for t in list(demoted):
-                try:
-                    self._put_again(t, demoted[t])
-                except Exception as error:
-                    self.store.keep(t, demoted[t])
-                    failed = error
-                del demoted[t]
-            if failed is not None:
-                raise failed
-
-    def _put_again(self, table: int, rows: StoredRows) -> None:
-        """Put rows into the store; try once more after an error other than of the disk.
-
-        Such an error (e.g. Ctrl-C) may have interrupted the `put`, which a second call completes.
-        """
-        try:
-            self._put(table, rows)
-        except OSError:
-            raise
-        except Exception:
-            self._put(table, rows)
+            while moves.dropped:
+                self._record_dropped(*moves.dropped[0], self._overflow)
+                del moves.dropped[0]
+        self._moves = None
 
     def _put(self, table: int, rows: StoredRows, *, from_overflow: bool = False) -> None:
         if not rows.keys.numel():
             return
         self._expect_evictions(table)
         dropped = self.store.put(table, rows).keys
-        if dropped.numel() and not from_overflow:  # one served in place is written back later
-            dropped = dropped[~torch.isin(dropped, self._overflow[table].keys)]
+        self._record_dropped(table, dropped, [] if from_overflow else self._overflow)
+
+    def _record_dropped(self, table: int, dropped: Tensor, overflow: Sequence[StoredRows]) -> None:
+        if dropped.numel() and overflow:  # one served in place is written back later
+            dropped = dropped[~torch.isin(dropped, overflow[table].keys)]
         self.fast.record_evictions(table, dropped)
         self._counts[table]["dropped"] += dropped.numel()
 
@@ -505,7 +499,9 @@ class BackingTier:
         Raises:
             RuntimeError: a key has left the store since `join_entries`.
         """
-        layout = self.fast.layout
+        layout, moves = self.fast.layout, self._moves
+        if moves is not None:
+            self.store.attempt(moves)
         records = self.store.read(table, keys)
         if records.positions.numel() < keys.numel():
             raise RuntimeError(
@@ -579,6 +575,7 @@ class BackingTier:
 
     def absent(self, table: int, keys: Tensor) -> Tensor:
         """Return the keys that are not in the store."""
+        self.move_rows()
         in_store = torch.zeros(keys.numel(), dtype=torch.bool)
         in_store[self.store.read(table, keys).positions] = True
         return keys[~in_store]
@@ -685,7 +682,7 @@ class BackingTier:
     def clear(self) -> None:
         """Remove all rows from the store."""
         self._overflow_is_dirty = False
-        self._moves = Moves({}, {})
+        self._moves = None
         self.drop_overflow_rows()
         for t in range(len(self._widths)):
             self.store.clear(t)

@@ -11,8 +11,10 @@ next begins empty.
 """
 
 import concurrent.futures
+import contextlib
 import functools
 import itertools
+import os
 import re
 import threading
 import warnings
@@ -92,9 +94,11 @@ class FoundRows(NamedTuple):
 class RowStore(Protocol):
     """Store rows of several tables by key; tensors are on the CPU, all int64 keys are legal.
 
-    Calls come from one thread at a time. A call that raises its own error has changed nothing.
-    An exception from outside (Ctrl-C, a lack of memory) may end a call anywhere; the caller then
-    repeats `lift`, `put`, `erase`, `expire` and `clear` with the same arguments.
+    Calls come from one thread at a time, but not always from the same one: `prefetch` and
+    `BackingStore(write_behind=True)` call the store in a thread of their own. A call that raises
+    its own error has changed nothing. An exception from outside (Ctrl-C, a lack of memory) may end
+    a call anywhere; the caller then repeats `lift`, `put`, `erase`, `expire` and `clear` with the
+    same arguments.
 
     Attributes:
         note: the text passed to the last `flush`; empty in a new store.
@@ -246,6 +250,9 @@ class BackingStore:
         max_misses: maximum number of ids of a table per batch that are not in the fast tier. Each
             reserves an overflow row, so None is 2^20 on the CPU, where they take only address
             space, and 2^16 on CUDA, where they take memory.
+        write_behind: whether another thread removes promoted rows from the store and adds demoted
+            ones, while the caller goes on with the step. Results are the same. The store's methods
+            are then called by either thread, though only by one at a time.
 
     Example:
         >>> backing = emblib.BackingStore(emblib.HostRows(capacity=1_000))
@@ -260,6 +267,7 @@ class BackingStore:
     store: RowStore
     mode: TierMode = TierMode.CACHING
     max_misses: int | None = None
+    write_behind: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.store, RowStore):
@@ -360,10 +368,31 @@ def _exclusive(
     return call
 
 
+class RowMoves:
+    """Rows that are moving between the tiers, by table.
+
+    `PrefetchedRows.make` removes each from here once the store has removed or taken it, so it can
+    be called again, by any thread, and makes the rest.
+
+    Attributes:
+        promoted: keys that have a slot and are still in the store.
+        demoted: rows that have no slot and are not yet in the store.
+        dropped: tables, and keys that the store has dropped for demoted rows of the table.
+        errors: exceptions of the store that no caller has seen yet.
+    """
+
+    def __init__(self) -> None:
+        self.promoted: dict[int, Tensor] = {}
+        self.demoted: dict[int, StoredRows] = {}
+        self.dropped: list[tuple[int, Tensor]] = []
+        self.errors: list[Exception] = []
+
+
 class PrefetchedRows:
     """A `RowStore` in front of another that reads prefetched rows from memory.
 
-    Another thread prefetches; calls to the store are made one at a time. Prefetched rows, the last
+    Another thread prefetches and moves rows; calls to the store are made one at a time. It changes
+    nothing but the store, this object and `RowMoves`. Prefetched rows, the last
     `MAX_PREFETCHED` per table, are copies of rows that stay in the store, so prefetching changes no
     result. Rows that the store could not take are kept in memory, and committed by `flush` like
     rows of the fast tier.
@@ -379,18 +408,91 @@ class PrefetchedRows:
         self._lock = threading.RLock()
         self._thread: ThreadPoolExecutor | None = None
         self._futures: list[Future[None]] = []
+        self._started: RowMoves | None = None
+        _stores.add(self)
         call_in_forks(self)
 
-    def after_fork(self) -> None:
-        """Drop the thread of the parent, and a lock that it may have held.
+    def before_fork(self) -> None:
+        """Make the moves that were started; no other thread is in the store until `release`."""
+        self._lock.acquire()
+        if self._started is not None:
+            self.attempt(self._started)
 
-        That thread only appends to lists of prefetched rows, one entry at a time.
-        """
+    def release(self) -> None:
+        """Let other threads use the store again, after a fork, in either process."""
+        self._lock.release()
+
+    def after_fork(self) -> None:
+        """Drop the thread of the parent, and its work."""
         self._thread, self._futures = None, []
-        if self._lock.acquire(blocking=False):
-            self._lock.release()
-        else:
-            self._lock = threading.RLock()
+
+    def start(self, moves: RowMoves) -> None:
+        """Have the thread make moves; call `make` before anything that depends on them."""
+        self._started = moves
+        # If there is no thread (at exit, or since there are too many), the next call makes them.
+        with contextlib.suppress(RuntimeError):
+            self._submit(_move, moves)
+
+    @_exclusive
+    def attempt(self, moves: RowMoves) -> None:
+        """Make moves, and note the error of the store, if there is one, for the next `make`."""
+        try:
+            self._move(moves)
+        except Exception as error:
+            moves.errors.append(error)
+
+    @_exclusive
+    def make(self, moves: RowMoves) -> None:
+        """Make moves, or the rest of them.
+
+        After an error the next call removes promoted rows again. Demoted rows that the store cannot
+        take stay in memory until `flush`.
+
+        Raises:
+            Exception: the store raised it, in this call or in the thread.
+        """
+        try:
+            self._move(moves)
+        except Exception:
+            moves.errors = []
+            raise
+        self._started = None
+        if moves.errors:
+            errors, moves.errors = moves.errors, []
+            raise errors[0]
+
+    def _move(self, moves: RowMoves) -> None:
+        try:
+            for t in list(moves.promoted):
+                self.lift(t, moves.promoted[t])
+                del moves.promoted[t]
+        finally:
+            failed: Exception | None = None
+            for t in list(moves.demoted):
+                try:
+                    self._put_again(t, moves)
+                except Exception as error:
+                    self.keep(t, moves.demoted[t])
+                    failed = error
+                del moves.demoted[t]
+            if failed is not None:
+                raise failed
+
+    def _put_again(self, table: int, moves: RowMoves) -> None:
+        """Put demoted rows; try once more after an error other than of the disk.
+
+        Such an error (e.g. Ctrl-C) may have interrupted the `put`, which a second call completes.
+        """
+        rows = moves.demoted[table]
+        if not rows.keys.numel():
+            return
+        try:
+            dropped = self.put(table, rows).keys
+        except OSError:
+            raise
+        except Exception:
+            dropped = self.put(table, rows).keys
+        moves.dropped.append((table, dropped))
 
     def prefetch(self, table: int, keys: Tensor) -> None:
         """Start reading the rows of keys into memory.
@@ -398,12 +500,15 @@ class PrefetchedRows:
         Raises:
             Exception: the store raised it in an earlier prefetch.
         """
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, "emblib rows")
         finished = [future for future in self._futures if future.done()]
         self._futures = [future for future in self._futures if future not in finished]
-        self._futures.append(self._thread.submit(_prefetch, weakref.ref(self), table, keys))
+        self._futures.append(self._submit(_prefetch, table, keys))
         _raise_first(finished)
+
+    def _submit(self, function: Callable[..., None], *arguments: Any) -> Future[None]:
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, "emblib rows")
+        return self._thread.submit(function, weakref.ref(self), *arguments)
 
     def wait(self) -> None:
         """Wait until no prefetch is running.
@@ -545,11 +650,15 @@ class PrefetchedRows:
         self.behind.flush(blocks_by_table, note)
         self.note = note
 
-    def close(self) -> None:
-        """See `RowStore`."""
+    def stop(self) -> None:
+        """Have the thread end its work, and then itself."""
         if self._thread is not None:
             self._thread.shutdown()
             self._thread = None
+
+    def close(self) -> None:
+        """See `RowStore`."""
+        self.stop()
         self.behind.close()
 
 
@@ -573,3 +682,33 @@ def _prefetch(store: "weakref.ref[PrefetchedRows]", table: int, keys: Tensor) ->
     rows = store()
     if rows is not None:
         rows.read_ahead(table, keys)
+
+
+def _move(store: "weakref.ref[PrefetchedRows]", moves: RowMoves) -> None:
+    """Make moves in the thread."""
+    rows = store()
+    if rows is not None:
+        rows.attempt(moves)
+
+
+_stores: "weakref.WeakSet[PrefetchedRows]" = weakref.WeakSet()
+_forking = threading.RLock()
+_stores_at_fork: list[PrefetchedRows] = []  # whose locks the forking thread holds
+
+
+def _before_fork() -> None:
+    _forking.acquire()
+    for store in list(_stores):
+        _stores_at_fork.append(store)
+        store.before_fork()
+
+
+def _after_fork() -> None:
+    releases = [_forking.release, *(store.release for store in _stores_at_fork)]
+    _stores_at_fork.clear()
+    for release in reversed(releases):
+        with contextlib.suppress(RuntimeError):  # Ctrl-C has ended `_before_fork`
+            release()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork)
