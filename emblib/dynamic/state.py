@@ -559,4 +559,4 @@ def flush(state: DynamicState) -> None:
 def close(state: DynamicState) -> None:
     """Close the backing store; undo changes since the last flush. The module is unusable then."""
     if state.backing is not None:
-        state.backing.close()
+        state.backing.store.close()

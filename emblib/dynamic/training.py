@@ -69,6 +69,8 @@ def insert_batch(state: DynamicState, keys: Keys, counts: Tensor | None = None) 
     """
     if state.budget is not None:
         state.budget.begin_step(state)
+    if state.backing is not None:  # raises errors of the last step's moves before this one begins
+        state.backing.move_rows()
     insertion = BatchInsertion(state, keys, counts)
     inserted = state.lock.complete(insertion.run, insertion.is_optional)
     if inserted.result is not None:
@@ -176,7 +178,7 @@ def insert_at_once(
             state.scores.advance(effects)
         state.last_batch = LastBatch(inserted, keys, ids._version)
         if of_misses and backing is not None:
-            backing.begin_moves()
+            backing.start_moves()
         return BatchAtOnce(keys, repaired, slots, groups)
 
     return state.lock.complete(insert, lambda: not len(effects))
@@ -247,7 +249,7 @@ class BatchInsertion:
             state.last_batch = LastBatch(inserted, keys, keys.ids._version)
             self._is_written = True
         if state.backing is not None and inserted.misses is not None:
-            state.backing.begin_moves()
+            state.backing.start_moves()
         if state.expiry is not None:
             self._expire(state.expiry)
         return inserted

@@ -31,7 +31,8 @@ from tests import nightly
 from tests.interrupts import interrupt_at_line, interrupting
 
 DIM, CAPACITY, KEYS, BATCH = 4, 32, 150, 20
-STORES = ("none", "host", "background", "disk", "sqlite")
+STORES = ("none", "host", "disk", "sqlite")
+BEHIND = "_behind"  # of stores with write_behind
 
 
 class Trained:
@@ -49,13 +50,13 @@ class Trained:
     ) -> None:
         backings: dict[str, Callable[[], RowStore]] = {
             "host": lambda: HostRows(1000, seed=1),
-            "background": lambda: HostRows(1000, seed=1),
             "disk": lambda: DiskRows(directory / "rows"),
             "sqlite": lambda: SqliteRows(directory / "rows.db"),
         }
-        background = store == "background"
-        made = backings.get(store)
-        backing = made and BackingStore(made(), mode, background=background)
+        kind, behind = store.removesuffix(BEHIND), store.endswith(BEHIND)
+        backing = (
+            BackingStore(backings[kind](), mode, write_behind=behind) if kind in backings else None
+        )
         spec = DynamicSpec(CAPACITY, DIM, name="t", initializer=init.KeyModulo(), **fields)
         self.module = DynamicEmbeddingBags([spec], optim.SGD(1.0), seed=1, backing=backing)
         self.keeps_keys = store != "none"
@@ -116,7 +117,7 @@ class Trained:
             self.check(keys)
 
 
-@pytest.fixture(params=STORES)
+@pytest.fixture(params=(*STORES, "host" + BEHIND, "disk" + BEHIND))
 def trained(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Trained]:
     """Yield trained tables over each store."""
     tables = Trained(request.param, tmp_path)
@@ -329,7 +330,7 @@ def test_hash_table() -> None:
         )
 
 
-@pytest.mark.parametrize("store", STORES[1:])
+@pytest.mark.parametrize("store", [*STORES[1:], "host" + BEHIND, "sqlite" + BEHIND])
 def test_signals(store: str, tmp_path: Path) -> None:
     """Ctrl-C at any time of training."""
 

@@ -92,9 +92,13 @@ def test_a_key_that_leaves_between_forward_and_backward_is_counted() -> None:
     }
 
 
+@pytest.mark.parametrize("write_behind", [False, True])
 @pytest.mark.parametrize("store", STORES)
-def test_two_threads_train_their_keys_in_two_tiers_as_one_does(tmp_path: Path, store: str) -> None:
-    module, serial = make_tiered(STORES[store](tmp_path)), make()
+def test_two_threads_train_their_keys_in_two_tiers_as_one_does(
+    tmp_path: Path, store: str, write_behind: bool
+) -> None:
+    module = make_tiered(STORES[store](tmp_path), write_behind=write_behind)
+    serial = make()
     widen(module)
 
     def ahead() -> None:
@@ -164,4 +168,4 @@ def test_copies_have_locks_of_their_own() -> None:
 
 def test_forks(tmp_path: Path) -> None:
     """Tables of its own for the child, or a refusal; nothing for stores in files."""
-    assert run_alone(thread_steps, "all", tmp_path).count("as promised") == 4
+    assert run_alone(thread_steps, "all", tmp_path).count("as promised") == 5

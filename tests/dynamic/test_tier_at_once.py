@@ -1,8 +1,6 @@
 """Batches in front of `HostRows` that one op inserts: the same bits as the ops one by one."""
 
-import random
 import threading
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,11 +9,8 @@ from torch import Tensor
 from emblib import BackingStore, DynamicEmbeddingBags, HostRows, TierMode, optim
 from emblib.dynamic import training
 from emblib.dynamic.hash_index import HashIndex
-from emblib.dynamic.saving.checkpoint import table_entries
-from emblib.dynamic.tiers.store import RowStore
 from emblib.specs import Eviction
-from tests.dynamic.test_tier_stores import FullStore
-from tests.dynamic.tier_cases import STORES, batch, specs
+from tests.dynamic.tier_cases import batch, specs
 from tests.thread_cases import in_fork
 
 EVICTIONS = [Eviction.LRU, Eviction.LFU, Eviction.LRU_LFU, Eviction.STEP]
@@ -133,101 +128,39 @@ class _Blocked:
     def __init__(self, module: DynamicEmbeddingBags) -> None:
         assert module.state.backing is not None
         self._released = threading.Event()
-        module.state.backing.store.submit(self._released.wait)
+        module.state.backing.store._submit(lambda _: self._released.wait())
 
     def release(self) -> None:
         self._released.set()
 
 
-def _in_background(store: RowStore, mode: TierMode, *, background: bool) -> DynamicEmbeddingBags:
+def _behind() -> DynamicEmbeddingBags:
     return DynamicEmbeddingBags(
         specs((32, 64)),
         optim.Adam(0.1),
-        backing=BackingStore(store, mode, background=background),
+        backing=BackingStore(HostRows(2048, seed=5), write_behind=True),
         feature_tables=(0, 1, 0),
         seed=3,
     )
 
 
-@pytest.mark.parametrize("mode", TierMode)
-@pytest.mark.parametrize("kind", [*STORES])
-def test_moves_in_the_background_change_no_result(
-    kind: str, mode: TierMode, tmp_path: Path
-) -> None:
-    for folder in "ab":
-        (tmp_path / folder).mkdir()
-    stores = STORES[kind](tmp_path / "a"), STORES[kind](tmp_path / "b")
-    module, other = (
-        _in_background(store, mode, background=is_first)
-        for store, is_first in zip(stores, (True, False), strict=True)
-    )
-    chance = random.Random(kind)
-    for step in range(60):
-        ids, offsets = batch(step, chance.choice([10, 120]))
-        call = chance.choice(["train", "train", "train", "look up", "erase", "flush", "state"])
-        outs = []
-        for tables in (module, other):
-            if call == "train":
-                out = tables(ids, offsets)
-                if step % 4:
-                    out.sin().sum().backward()
-            elif call == "look up":
-                with torch.no_grad():
-                    out = tables.eval()(ids, offsets)
-                tables.train()
-            elif call == "erase":
-                out = tables.erase(step % 2, ids)
-            elif call == "flush":
-                tables.flush()
-                out = torch.tensor([tables.size(0), tables.size(1)])
-            else:
-                state = tables.state_dict()
-                out = torch.cat(
-                    [v.flatten().double() for v in state.values() if isinstance(v, Tensor)]
-                )
-            outs.append(out)
-        assert torch.equal(*outs), call
-        assert module.tier_stats() == other.tier_stats() or call == "train"
-    assert module.tier_stats() == other.tier_stats()
-    assert module.tier_stats()["a"].demoted > 100
-    for tables in (module, other):
-        tables.close()
-
-
 def test_a_call_makes_the_moves_that_the_thread_has_not_begun() -> None:
-    module = _in_background(HostRows(2048, seed=5), TierMode.CACHING, background=True)
+    module = _behind()
     module(*batch(0))
     blocked = _Blocked(module)
     module(*batch(1))
     backing = module.state.backing
     assert backing is not None
-    job = backing._job
-    assert job is not None
-    assert job.moves.exchanged  # not made yet
+    moves = backing._moves
+    assert moves is not None
+    assert moves.exchanged  # not made yet
     module(*batch(2))  # does not wait for the thread
-    assert not job.moves.exchanged
+    assert not moves.exchanged
     blocked.release()
 
 
-def test_a_full_disk_is_reported_by_the_next_call() -> None:
-    store = FullStore(4096)
-    module = _in_background(store, TierMode.CACHING, background=True)
-    for step in range(4):
-        module(*batch(step)).sum().backward()
-    module.flush()
-    keys = {t: set(table_entries(module, t).keys.tolist()) for t in range(2)}
-    store.full = True
-    module(*batch(50))  # its rows are moved in the background
-    with pytest.raises(OSError, match="No space left"):
-        module(*batch(51))
-    store.full = False
-    for t in range(2):
-        assert keys[t] <= set(table_entries(module, t).keys.tolist())
-    module(*batch(52))
-
-
 def test_a_forked_process_has_the_moved_rows() -> None:
-    module = _in_background(HostRows(2048, seed=5), TierMode.CACHING, background=True)
+    module = _behind()
     for step in range(4):
         module(*batch(step)).sum().backward()
     expected = module(*batch(4))
@@ -241,34 +174,3 @@ def test_a_forked_process_has_the_moved_rows() -> None:
 
     assert in_fork(compare) == ""
     blocked.release()
-
-
-@pytest.mark.parametrize("background", [False, True])
-@pytest.mark.parametrize("store", [HostRows(2048), FullStore(2048)], ids=["host", "other"])
-def test_a_thread_moves_rows_where_that_is_chosen(store: HostRows, *, background: bool) -> None:
-    module = _in_background(store, TierMode.CACHING, background=background)
-    module(*batch(0))
-    blocked = _Blocked(module)
-    module(*batch(1))
-    tier = module.state.backing
-    assert tier is not None
-    assert (tier._job is not None and any(tier._job.moves)) is background
-    blocked.release()
-    module.close()
-
-
-def test_a_wrong_choice_raises() -> None:
-    with pytest.raises(TypeError, match="background must be True or False, got 'yes'"):
-        BackingStore(HostRows(10), background="yes")  # type: ignore[arg-type]
-
-
-def test_no_thread_moves_rows_while_evictions_are_tracked() -> None:
-    module = _in_background(HostRows(96, seed=5), TierMode.CACHING, background=True)
-    module.track_evictions()
-    blocked = _Blocked(module)
-    for step in range(8):
-        module(*batch(step))
-    assert module.state.backing is not None
-    assert module.state.backing._job is None
-    blocked.release()
-    assert module.tier_stats()["a"].dropped > 0

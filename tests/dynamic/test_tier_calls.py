@@ -31,8 +31,9 @@ CALLS = (
 class Calls:
     """Both modules, and the batches between their forward and their backward."""
 
-    def __init__(self, seed: int, directory: Path) -> None:
+    def __init__(self, seed: int, directory: Path, *, write_behind: bool) -> None:
         self.chance = chance = random.Random(seed)
+        self.write_behind = write_behind
         self.kind = chance.choice(list(STORES))
         self.directory, self.optimizer = directory, chance.choice(OPTIMIZERS)
         self.mode = chance.choice(list(TierMode))
@@ -56,7 +57,8 @@ class Calls:
         tables = specs(self.capacities, **self.rules)
         if self.begins_small:
             tables = [replace(spec, initial_capacity=1) for spec in tables]
-        tiers = BackingStore(STORES[self.kind](self.directory), self.mode)
+        store = STORES[self.kind](self.directory)
+        tiers = BackingStore(store, self.mode, write_behind=self.write_behind)
         return DynamicEmbeddingBags(
             tables, self.optimizer, backing=tiers, feature_tables=(0, 1, 0), seed=3
         )
@@ -107,9 +109,10 @@ class Calls:
             assert self.small.size(t) == self.big.size(t)
 
 
+@pytest.mark.parametrize("write_behind", [False, True], ids=["", "write_behind"])
 @pytest.mark.parametrize("seed", range(8))
-def test_any_calls_in_any_order(seed: int, tmp_path: Path) -> None:
-    calls = Calls(seed, tmp_path)
+def test_any_calls_in_any_order(seed: int, write_behind: bool, tmp_path: Path) -> None:
+    calls = Calls(seed, tmp_path, write_behind=write_behind)
     for number in range(30):
         calls.call(calls.chance.choice(CALLS), number)
     calls.compare()

@@ -317,7 +317,7 @@ def test_bad_arguments_are_told(tmp_path: Path) -> None:
     module.close()
 
 
-@pytest.mark.parametrize("kind", ["disk", "sqlite"])
+@pytest.mark.parametrize("kind", ["disk", "sqlite", "disk_behind", "sqlite_behind"])
 def test_kills_lead_back_to_the_last_flush(kind: str, tmp_path: Path) -> None:
     """At any time, and in the middle of moving rows down."""
     done = run_alone(tier_kills, kind, tmp_path)

@@ -6,6 +6,8 @@ OpenMP may hang.
 
 import gc
 import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,7 +20,7 @@ from emblib.checkpoints import table_entries
 from emblib.dynamic.tiers.disk import DiskRows
 from emblib.dynamic.tiers.host import HostRows
 from emblib.dynamic.tiers.sqlite import SqliteRows
-from emblib.dynamic.tiers.store import RowStore
+from emblib.dynamic.tiers.store import RowStore, StoredRows
 from emblib.init import KeyModulo
 from tests.thread_cases import held_elsewhere, in_fork
 
@@ -36,10 +38,11 @@ def make(capacity: int = 4 * KEYS, **options: object) -> DynamicEmbeddingBags:
     return DynamicEmbeddingBags([spec], optim.SGD(1.0))
 
 
-def make_tiered(store: RowStore) -> DynamicEmbeddingBags:
+def make_tiered(store: RowStore, *, write_behind: bool = False) -> DynamicEmbeddingBags:
     """The same with most rows in the lower tier."""
     spec = DynamicSpec(64, DIM, name="t", initializer=KeyModulo())
-    return DynamicEmbeddingBags([spec], optim.SGD(1.0), backing=BackingStore(store))
+    backing = BackingStore(store, write_behind=write_behind)
+    return DynamicEmbeddingBags([spec], optim.SGD(1.0), backing=backing)
 
 
 def one_each(keys: Tensor) -> tuple[Tensor, Tensor]:
@@ -127,11 +130,46 @@ def a_fork_refuses_tables_that_another_thread_was_in() -> None:
     train(module, drawn(1))
 
 
+class SlowRows(HostRows):
+    """A store that takes half of the rows, and a while later the others."""
+
+    is_within_put = threading.Event()
+
+    def put(self, table: int, rows: StoredRows) -> StoredRows:
+        half = torch.arange(rows.keys.numel()) % 2 == 0
+        super().put(table, rows.at(half))
+        self.is_within_put.set()
+        time.sleep(0.05)
+        return super().put(table, rows.at(~half))
+
+
+def a_fork_waits_for_rows_that_move() -> None:
+    """Both processes have all rows then."""
+    store = SlowRows(4 * KEYS)
+    module, serial = make_tiered(store, write_behind=True), make()
+    for step in range(6):
+        for trained in (serial, module):
+            store.is_within_put.clear()
+            train(trained, drawn(step))
+    assert store.is_within_put.wait(60)
+
+    def work() -> None:
+        assert rows_of(module) == rows_of(serial)
+        for trained in (serial, module):
+            steps(trained, 1, 6)()
+        assert rows_of(module) == rows_of(serial)
+
+    assert in_fork(work) == ""
+    work()
+
+
 def main(directory: Path) -> None:
     """All cases, one after the other."""
     torch.set_num_threads(1)
     a_fork_refuses_tables_that_another_thread_was_in()
     print("another thread: as promised")
+    a_fork_waits_for_rows_that_move()
+    print("moving rows: as promised")
     for store in STORES:
         (directory / store).mkdir(parents=True)
         a_fork_leaves_the_store_alone(directory / store, store)

@@ -1,6 +1,7 @@
 """Kills processes that train tables in two tiers and compares what is found with one large table.
 
-`python -m tests.dynamic.tier_kills disk|sqlite DIRECTORY SEED` prints what it did. It fails if a
+`python -m tests.dynamic.tier_kills disk|sqlite[_behind] DIRECTORY SEED` prints what it did; with
+`_behind`, rows are moved with `BackingStore(write_behind=True)`. It fails if a
 key, a stamp or a bit of a row, a state or a number is not as after the last flush that returned, or
 after the one that was under way.
 """
@@ -44,10 +45,10 @@ def tables(*capacities: int) -> list[DynamicSpec]:
     ]
 
 
-def make(kind: str, directory: Path) -> DynamicEmbeddingBags:
+def make(kind: str, directory: Path, *, write_behind: bool = False) -> DynamicEmbeddingBags:
     """Opened if it is there."""
     directory.mkdir(exist_ok=True)
-    store = BackingStore(FILES[kind](directory))
+    store = BackingStore(FILES[kind](directory), write_behind=write_behind)
     return DynamicEmbeddingBags(tables(96, 64), optim.Adam(0.01), backing=store, seed=0)
 
 
@@ -64,7 +65,9 @@ def train(module: DynamicEmbeddingBags, step: int) -> None:
     out.backward(torch.randn(out.shape, generator=torch.Generator().manual_seed(-step)))
 
 
-def writer(kind: str, directory: Path, board: Board, last_put: int = 0) -> Callable[[], None]:
+def writer(
+    kind: str, directory: Path, board: Board, last_put: int = 0, *, write_behind: bool = False
+) -> Callable[[], None]:
     """What is killed: opens the tables and trains on, a batch prefetched, without an end.
 
     With `last_put` it kills itself in the middle of that call to the store.
@@ -74,7 +77,7 @@ def writer(kind: str, directory: Path, board: Board, last_put: int = 0) -> Calla
         torch.set_num_threads(1)
         flushed = board.acknowledged
         board.write(flushed, Phase.OPENING)
-        module = make(kind, directory)
+        module = make(kind, directory, write_behind=write_behind)
         store = module.backing.store.behind
         put, step = store.put, module.step
 
@@ -101,7 +104,9 @@ def writer(kind: str, directory: Path, board: Board, last_put: int = 0) -> Calla
     return work
 
 
-def run(kind: str, directory: Path, seed: int, rounds: int) -> Counter[str]:
+def run(
+    kind: str, directory: Path, seed: int, rounds: int, *, write_behind: bool = False
+) -> Counter[str]:
     """Kill, open, compare with the same steps in one large table, and go on from there."""
     chance, board, done = random.Random(seed), Board(), Counter[str]()
     plain = DynamicEmbeddingBags(tables(8192, 8192), optim.Adam(0.01), seed=0)
@@ -110,11 +115,13 @@ def run(kind: str, directory: Path, seed: int, rounds: int) -> Counter[str]:
         target = list(Phase)[number % len(Phase)]
         if target == Phase.DEMOTING:
             puts = chance.randrange(1, 40)
-            assert killed_at_call(writer(kind, directory, board, puts))
+            work = writer(kind, directory, board, puts, write_behind=write_behind)
+            assert killed_at_call(work)
         else:
             flushes = 0 if target == Phase.OPENING else chance.randrange(3)
             after = plain.step + flushes * FLUSH_EVERY
-            assert killed_in(board, target, writer(kind, directory, board), chance, after)
+            work = writer(kind, directory, board, write_behind=write_behind)
+            assert killed_in(board, target, work, chance, after)
         done[Phase(board.phase).name] += 1
         module = make(kind, directory)
         flushed = board.acknowledged
@@ -136,7 +143,9 @@ def run(kind: str, directory: Path, seed: int, rounds: int) -> Counter[str]:
 def main() -> None:
     """See the module."""
     torch.set_num_threads(1)
-    print(dict(run(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), rounds=len(Phase))))
+    kind, directory, seed = sys.argv[1].removesuffix("_behind"), Path(sys.argv[2]), int(sys.argv[3])
+    behind = kind != sys.argv[1]
+    print(dict(run(kind, directory, seed, rounds=len(Phase), write_behind=behind)))
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ back before the store is used again. A new key that finds no slot gets an overfl
 """
 
 import base64
+import contextlib
 import json
 import weakref
 from collections.abc import Iterator, Sequence
@@ -27,18 +28,12 @@ from emblib.dynamic.saving.entries import ConcatenatedRows, Entries, SelectedRow
 from emblib.dynamic.saving.loading import Loaded
 from emblib.dynamic.tiers.fast_rows import FastRows, FastTier, as_bytes
 from emblib.dynamic.tiers.host import HostRows
-from emblib.dynamic.tiers.moves import (
-    BatchPlacement,
-    BatchPlacementAtOnce,
-    MoveJob,
-    Moves,
-    SwappedRows,
-)
+from emblib.dynamic.tiers.placement import BatchPlacement, BatchPlacementAtOnce, SwappedRows
+from emblib.dynamic.tiers.prefetched_rows import PrefetchedRows, RowMoves
 from emblib.dynamic.tiers.store import (
     BATCH,
     BackingStore,
     FoundRows,
-    PrefetchedRows,
     StoredRows,
     StoredTable,
     TierStats,
@@ -74,11 +69,16 @@ class BackingTier:
         self._overflow = [StoredRows.none(table.row_bytes) for table in tables]
         self._overflow_is_dirty = False
         self._widths = [table.row_bytes for table in tables]
-        self._job: MoveJob | None = None  # the moves of the last batch
-        self._counts = [dict.fromkeys(_COUNTERS, 0) for _ in tables]
-        self._in_background = backing.background
+        self._moves: RowMoves | None = None
+        self._writes_behind = backing.write_behind
+        self.reset_stats()
         if self.store.note:
             self._resume(json.loads(self.store.note))
+
+    def __del__(self) -> None:
+        # Its thread may be in a call, and would keep the store open. It may also be this thread.
+        with contextlib.suppress(AttributeError, RuntimeError):
+            self.store.stop()
 
     @property
     def _fast_rows(self) -> FastRows:
@@ -215,7 +215,7 @@ class BackingTier:
         """
         width, at = len(SwappedMisses._fields), len(InsertedMisses._fields)
         inserted = InsertedMisses(*results[:at])
-        moves, overflow, all_counts = Moves({}, {}, {}), [], []
+        moves, overflow, all_counts = RowMoves(), [], []
         for t, new_counts in enumerate(inserted.counts.tolist()):
             swapped = SwappedMisses(*results[at + width * t : at + width * (t + 1)])
             moves.exchanged[t] = swapped
@@ -234,7 +234,7 @@ class BackingTier:
         """Record the placement of a batch; repeated calls have no further effect."""
         self._counts, self._overflow = placement.counts, placement.overflow
         self._overflow_is_dirty = any(rows.keys.numel() for rows in placement.overflow)
-        self._set_moves(placement.moves)
+        self._moves = placement.moves
 
     # After the keys of a batch are inserted
 
@@ -259,7 +259,7 @@ class BackingTier:
         assert misses is not None
         assert result is not None
         offsets = misses.offsets.tolist()
-        moves, swaps, overflow, all_counts = Moves({}, {}, {}), [], [], []
+        moves, swaps, overflow, all_counts = RowMoves(), [], [], []
         for t, found in enumerate(rows):
             swapped = self._swap(t, result, slice(offsets[t], offsets[t + 1]), found, effects)
             swaps.append(swapped)
@@ -357,7 +357,7 @@ class BackingTier:
         if placement.positions is not None:
             inserted.slots.copy_(placement.positions)
         self._overflow_is_dirty = any(rows.keys.numel() for rows in placement.overflow)
-        self._set_moves(placement.moves)
+        self._moves = placement.moves
         if all(s.found_slots.numel() == s.slots.numel() for s in placement.misses):
             return None
         return torch.where(result.status == hash.HIT, -1, result.slots)
@@ -385,60 +385,49 @@ class BackingTier:
             num_demoted: number of demoted rows so far, these included.
         """
         self._counts[table]["demoted"] = num_demoted
-        if self._job is None or self._job.moves.demoted.get(table) is not rows:
-            self.move_rows()
-            self._set_moves(Moves({}, {table: rows}, {}))
+        if self._moves is None:
+            self._moves = RowMoves()
+        self._moves.demoted[table] = rows
 
-    def _set_moves(self, moves: Moves) -> None:
-        if self._job is None or self._job.moves is not moves:
-            self._job = MoveJob(self.store, moves)
+    def start_moves(self) -> None:
+        """Move rows as `move_rows` does, in the store's thread with `BackingStore.write_behind`.
 
-    def begin_moves(self) -> None:
-        """Move rows like `move_rows`, but in the background where `BackingStore.background` says.
-
-        Repeated calls have no further effect. Every call that uses the store waits for the moves.
+        With an eviction log they are moved here: the log has the keys that the store drops.
         """
-        job = self._job
-        if job is None:
-            return
-        if self._in_background and self.fast.eviction_log is None:
-            job.start()
+        if self._writes_behind and self._moves is not None and self.fast.eviction_log is None:
+            self.store.start(self._moves)
         else:
             self.move_rows()
 
     def move_rows(self) -> None:
-        """Remove promoted rows from the store, and put demoted rows into it.
-
-        Both stay recorded until the store is done. After an error the next call removes promoted
-        rows again, and demoted rows that the store cannot take stay in memory until `flush`.
-        """
-        job = self._job
-        if job is None:
+        """Remove promoted rows from the store, and put demoted rows into it; see `RowMoves`."""
+        moves = self._moves
+        if moves is None:
             return
-        tables = [*job.moves.demoted, *job.moves.exchanged]
-        for t in tables:
-            self._expect_evictions(t)
-        job.run()
-        none = torch.empty(0, dtype=torch.int64)
-        for t in {*tables, *job.dropped}:
-            self._count_dropped(t, job.dropped.pop(t, none))
-        self._job = None
-        if job.error is not None:
-            raise job.error
+        if self.fast.eviction_log is not None:
+            for t, rows in moves.demoted.items():
+                if rows.keys.numel():
+                    self._expect_evictions(t)
+        try:
+            self.store.make(moves)
+        finally:
+            while moves.dropped:
+                self._record_dropped(*moves.dropped[0], self._overflow)
+                del moves.dropped[0]
+        self._moves = None
 
     def _put(self, table: int, rows: StoredRows, *, from_overflow: bool = False) -> None:
         if not rows.keys.numel():
             return
         self._expect_evictions(table)
         dropped = self.store.put(table, rows).keys
-        self._count_dropped(table, dropped, from_overflow=from_overflow)
+        self._record_dropped(table, dropped, [] if from_overflow else self._overflow)
 
-    def _count_dropped(self, table: int, keys: Tensor, *, from_overflow: bool = False) -> None:
-        """Count and record keys that left the store."""
-        if keys.numel() and not from_overflow:  # one served in place is written back later
-            keys = keys[~torch.isin(keys, self._overflow[table].keys)]
-        self.fast.record_evictions(table, keys)
-        self._counts[table]["dropped"] += keys.numel()
+    def _record_dropped(self, table: int, dropped: Tensor, overflow: Sequence[StoredRows]) -> None:
+        if dropped.numel() and overflow:  # one served in place is written back later
+            dropped = dropped[~torch.isin(dropped, overflow[table].keys)]
+        self.fast.record_evictions(table, dropped)
+        self._counts[table]["dropped"] += dropped.numel()
 
     # Overflow rows
 
@@ -498,8 +487,9 @@ class BackingTier:
         Raises:
             RuntimeError: a key has left the store since `join_entries`.
         """
-        layout = self.fast.layout
-        self.move_rows()
+        layout, moves = self.fast.layout, self._moves
+        if moves is not None:
+            self.store.attempt(moves)
         records = self.store.read(table, keys)
         if records.positions.numel() < keys.numel():
             raise RuntimeError(
@@ -605,12 +595,6 @@ class BackingTier:
         note = json.dumps({"planes": self._describe_rows(), **numbers})
         self.store.flush([self.iter_fast_rows(t) for t in range(len(self._widths))], note)
 
-    def close(self) -> None:
-        """Close the store; undo changes since the last flush."""
-        if self._job is not None:
-            self._job.cancel()
-        self.store.close()
-
     def prefetch(self, keys: Keys) -> None:
         """Start reading the rows of a later batch that are in the store."""
         is_missing = self.fast.index.find(keys) < 0
@@ -661,8 +645,8 @@ class BackingTier:
     def clear(self) -> None:
         """Remove all rows from the store."""
         self._overflow_is_dirty = False
-        if self._job is not None:
-            self._job.cancel()
+        if self._moves is not None:
+            self.store.cancel(self._moves)
         self.drop_overflow_rows()
         for t in range(len(self._widths)):
             self.store.clear(t)

@@ -10,24 +10,17 @@ tier too: it commits all rows of both tiers, and the fast tier of the process th
 next begins empty.
 """
 
-import concurrent.futures
-import functools
-import itertools
 import re
-import threading
 import warnings
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from emblib.specs import Choice, DynamicSpec, InsertPolicy, check_count
-from emblib.tables.locks import call_in_forks
 from emblib.tables.parameters import caller_level
 
 BATCH = 1 << 16  # rows per batch when all rows of a table are moved
@@ -98,9 +91,11 @@ class FoundRows(NamedTuple):
 class RowStore(Protocol):
     """Store rows of several tables by key; tensors are on the CPU, all int64 keys are legal.
 
-    Calls come from one thread at a time. A call that raises its own error has changed nothing.
-    An exception from outside (Ctrl-C, a lack of memory) may end a call anywhere; the caller then
-    repeats `lift`, `put`, `erase`, `expire` and `clear` with the same arguments.
+    Calls come from one thread at a time, but not always from the same one: `prefetch` and
+    `BackingStore(write_behind=True)` call the store in a thread of their own. A call that raises
+    its own error has changed nothing. An exception from outside (Ctrl-C, a lack of memory) may end
+    a call anywhere; the caller then repeats `lift`, `put`, `erase`, `expire` and `clear` with the
+    same arguments.
 
     Attributes:
         note: the text passed to the last `flush`; empty in a new store.
@@ -252,10 +247,9 @@ class BackingStore:
         max_misses: maximum number of ids of a table per batch that are not in the fast tier. Each
             reserves an overflow row, so None is 2^20 on the CPU, where they take only address
             space, and 2^16 on CUDA, where they take memory.
-        background: whether a thread puts evicted rows into the store while the caller goes on. It
-            saves time where a processor is free, see docs/tiers.md. The next call that uses the
-            store waits for the thread, and raises its errors, such as a full disk. While evictions
-            are tracked, no thread is used.
+        write_behind: whether another thread removes promoted rows from the store and adds demoted
+            ones, while the caller goes on with the step. Results are the same. The store's methods
+            are then called by either thread, though only by one at a time.
 
     Example:
         >>> backing = emblib.BackingStore(emblib.HostRows(capacity=1_000))
@@ -270,7 +264,7 @@ class BackingStore:
     store: RowStore
     mode: TierMode = TierMode.CACHING
     max_misses: int | None = None
-    background: bool = False
+    write_behind: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.store, RowStore):
@@ -279,8 +273,8 @@ class BackingStore:
                 f"{self.store!r}"
             )
         object.__setattr__(self, "mode", TierMode(self.mode))
-        if not isinstance(self.background, bool):
-            raise TypeError(f"background must be True or False, got {self.background!r}")
+        if not isinstance(self.write_behind, bool):
+            raise TypeError(f"write_behind must be True or False, got {self.write_behind!r}")
         if self.max_misses is not None:
             object.__setattr__(self, "max_misses", check_count("max_misses", self.max_misses))
 
@@ -354,253 +348,3 @@ class TierStats:
     def hit_rate(self) -> float:
         """Return the fraction of lookups that hit the fast tier; NaN without lookups."""
         return self.hits / self.lookups if self.lookups else float("nan")
-
-
-MAX_PREFETCHED = 1 << 20  # rows per table
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
-
-
-def _exclusive(
-    method: Callable[Concatenate["PrefetchedRows", _P], _R],
-) -> Callable[Concatenate["PrefetchedRows", _P], _R]:
-    """Make a method hold the lock of the store while it runs, like `emblib.tables.locks.atomic`."""
-
-    @functools.wraps(method)
-    def call(self: "PrefetchedRows", /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
-        with self._lock: return method(self, *args, **kwargs)  # fmt: skip  # noqa: E701
-
-    return call
-
-
-class PrefetchedRows:
-    """A `RowStore` in front of another that reads prefetched rows from memory.
-
-    Another thread prefetches; calls to the store are made one at a time. Prefetched rows, the last
-    `MAX_PREFETCHED` per table, are copies of rows that stay in the store, so prefetching changes no
-    result. Rows that the store could not take are kept in memory, and committed by `flush` like
-    rows of the fast tier.
-    """
-
-    def __init__(self, store: RowStore, tables: Sequence[StoredTable]) -> None:
-        store.open(tables)
-        self.behind = store
-        self.note = store.note
-        self._widths = [table.row_bytes for table in tables]
-        self._kept_rows: list[list[StoredRows]] = [[] for _ in tables]
-        self._prefetched: list[list[StoredRows]] = [[] for _ in tables]
-        self._lock = threading.RLock()
-        self._thread: ThreadPoolExecutor | None = None
-        self._futures: list[Future[None]] = []
-        call_in_forks(self)
-
-    def after_fork(self) -> None:
-        """Drop the thread of the parent, and a lock that it may have held.
-
-        It may have been prefetching, which only appends to lists, one entry at a time. Jobs that
-        move rows are finished before a process forks (`emblib.dynamic.tiers.moves`).
-        """
-        self._thread, self._futures = None, []
-        if self._lock.acquire(blocking=False):
-            self._lock.release()
-        else:
-            self._lock = threading.RLock()
-
-    def prefetch(self, table: int, keys: Tensor) -> None:
-        """Start reading the rows of keys into memory.
-
-        Raises:
-            Exception: the store raised it in an earlier prefetch.
-        """
-        finished = [future for future in self._futures if future.done()]
-        self._futures = [future for future in self._futures if future not in finished]
-        self._futures.append(self.submit(_prefetch, weakref.ref(self), table, keys))
-        _raise_first(finished)
-
-    def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        """Have the store's thread call a function, after those that it was given before."""
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, "emblib rows")
-        return self._thread.submit(function, *arguments)
-
-    def wait(self) -> None:
-        """Wait until no prefetch is running.
-
-        Raises:
-            Exception: the first one that the store raised meanwhile.
-        """
-        futures, self._futures = self._futures, []
-        concurrent.futures.wait(futures)
-        _raise_first(futures)
-
-    @_exclusive
-    def keep(self, table: int, rows: StoredRows) -> None:
-        """Keep rows in memory that the store behind could not take."""
-        if rows.keys.numel():
-            self._forget(table, rows.keys)
-            self._kept_rows[table].append(rows)
-
-    @property
-    def has_rows_in_memory(self) -> bool:
-        """Return whether rows are kept in memory in front of the store."""
-        return any(self._kept_rows) or any(self._prefetched)
-
-    @_exclusive
-    def count_prefetched(self, table: int, keys: Tensor) -> int:
-        """Return the number of `keys` with a prefetched row."""
-        blocks = (*self._kept_rows[table], *self._prefetched[table])
-        return int(torch.isin(keys, torch.cat([p.keys for p in blocks])).sum()) if blocks else 0
-
-    @_exclusive
-    def read_ahead(self, table: int, keys: Tensor) -> None:
-        """Read rows that are not in memory yet from the store."""
-        keys, prefetched = keys.unique(), self._prefetched[table]
-        present_keys = torch.cat([keys[:0], *(rows.keys for rows in prefetched)])
-        rows = self.behind.read(table, keys[~torch.isin(keys, present_keys)]).rows
-        count = present_keys.numel() + rows.keys.numel()
-        if rows.keys.numel():
-            prefetched.append(rows)
-        while count > MAX_PREFETCHED and len(prefetched) > 1:
-            count -= prefetched.pop(0).keys.numel()
-
-    def _forget(self, table: int, keys: Tensor) -> None:
-        self._forget_prefetched(table, keys)
-        if keys.numel() and self._kept_rows[table]:
-            self._kept_rows[table][:] = _without(self._kept_rows[table], keys)
-
-    def _forget_prefetched(self, table: int, keys: Tensor) -> None:
-        if keys.numel() and self._prefetched[table]:
-            self._prefetched[table][:] = _without(self._prefetched[table], keys)
-
-    def open(self, tables: Sequence[StoredTable]) -> None:
-        """Do nothing, since the store behind is open already."""
-
-    @_exclusive
-    def read(self, table: int, keys: Tensor) -> FoundRows:
-        """See `RowStore`."""
-        blocks = (*self._kept_rows[table], *self._prefetched[table])
-        if not blocks:
-            return self.behind.read(table, keys)
-        positions = torch.arange(keys.numel())
-        founds = []
-        for rows in blocks:
-            records = matched(keys[positions], rows)
-            founds.append(FoundRows(positions[records.positions], records.rows))
-            is_left = torch.ones_like(positions, dtype=torch.bool)
-            is_left[records.positions] = False
-            positions = positions[is_left]
-        records = self.behind.read(table, keys[positions])
-        founds.append(FoundRows(positions[records.positions], records.rows))
-        rows = StoredRows.concatenate((records.rows for records in founds), self._widths[table])
-        return FoundRows(torch.cat([records.positions for records in founds]), rows)
-
-    @_exclusive
-    def lift(self, table: int, keys: Tensor) -> None:
-        """See `RowStore`."""
-        self._forget(table, keys)
-        self.behind.lift(table, keys)
-
-    @_exclusive
-    def put(self, table: int, rows: StoredRows) -> StoredRows:
-        """See `RowStore`."""
-        # Copies of rows that are about to be replaced must not outlive an interruption.
-        self._forget_prefetched(table, rows.keys)
-        left_over = self.behind.put(table, rows)
-        if self._kept_rows[table] or self._prefetched[table]:
-            self._forget(table, torch.cat([rows.keys, left_over.keys]))
-        return left_over
-
-    @_exclusive
-    def exchange(self, table: int, lifted: Tensor, entries: Tensor, values: Tensor) -> Tensor:
-        """Lift rows from a `HostRows` and put others into it; return the keys of dropped rows."""
-        if self.has_rows_in_memory:
-            self._forget(table, torch.cat([lifted, entries[:, 0]]))
-        dropped: Tensor = self.behind.exchange(table, lifted, entries, values)  # type: ignore[attr-defined]
-        return dropped
-
-    @_exclusive
-    def erase(self, table: int, keys: Tensor) -> Tensor:
-        """See `RowStore`."""
-        is_erased = torch.zeros(keys.numel(), dtype=torch.bool)
-        is_erased[self.read(table, keys).positions] = True
-        self._forget(table, keys)
-        self.behind.erase(table, keys)
-        return is_erased
-
-    @_exclusive
-    def expire(self, table: int, before: int) -> Tensor:
-        """See `RowStore`."""
-        expired_keys = [rows.keys[rows.stamps < before] for rows in self._kept_rows[table]]
-        gone = torch.cat([*expired_keys, self.behind.expire(table, before)])
-        self._forget(table, gone)
-        return gone
-
-    def iterate(self, table: int, batch: int = BATCH) -> Iterator[StoredRows]:
-        """See `RowStore`."""
-        self.wait()
-        for rows in self._kept_rows[table]:
-            yield from rows.split(batch)
-        pending = self._kept_keys(table)
-        for rows in self.behind.iterate(table, batch):
-            # A `put` that raised may have stored some of the rows that are also kept in memory.
-            yield rows.at(~torch.isin(rows.keys, pending)) if pending.numel() else rows
-
-    def _kept_keys(self, table: int) -> Tensor:
-        none = torch.empty(0, dtype=torch.int64)
-        return torch.cat([none, *(rows.keys for rows in self._kept_rows[table])])
-
-    @_exclusive
-    def size(self, table: int) -> int:
-        """See `RowStore`."""
-        size, pending = self.behind.size(table), self._kept_keys(table)
-        if not pending.numel():
-            return size
-        return size + pending.numel() - self.behind.read(table, pending).positions.numel()
-
-    def clear(self, table: int) -> None:
-        """See `RowStore`."""
-        self.wait()
-        self._kept_rows[table], self._prefetched[table] = [], []
-        self.behind.clear(table)
-
-    def flush(self, fast_rows: Sequence[Iterable[StoredRows]], note: str) -> None:
-        """See `RowStore`."""
-        self.wait()
-        self._flush(fast_rows, note)
-
-    @_exclusive
-    def _flush(self, fast_rows: Sequence[Iterable[StoredRows]], note: str) -> None:
-        blocks_by_table = [
-            itertools.chain(*pair) for pair in zip(self._kept_rows, fast_rows, strict=True)
-        ]
-        self.behind.flush(blocks_by_table, note)
-        self.note = note
-
-    def close(self) -> None:
-        """See `RowStore`."""
-        if self._thread is not None:
-            self._thread.shutdown()
-            self._thread = None
-        self.behind.close()
-
-
-def _without(blocks: Sequence[StoredRows], keys: Tensor) -> list[StoredRows]:
-    """Return rows without those of some keys."""
-    remaining = []
-    for rows in blocks:
-        stays = ~torch.isin(rows.keys, keys)
-        if stays.any():
-            remaining.append(rows if stays.all() else rows.at(stays))
-    return remaining
-
-
-def _raise_first(futures: Sequence[Future[None]]) -> None:
-    for future in futures:
-        future.result()
-
-
-def _prefetch(store: "weakref.ref[PrefetchedRows]", table: int, keys: Tensor) -> None:
-    """Read rows in the thread; a store that was deleted meanwhile is not kept open."""
-    rows = store()
-    if rows is not None:
-        rows.read_ahead(table, keys)
