@@ -14,7 +14,7 @@ from emblib.dynamic.saving import snapshots
 from emblib.dynamic.saving.dumps import DumpProgress
 from emblib.dynamic.saving.entries import Entries
 from emblib.dynamic.tiers import backing_tier
-from emblib.dynamic.tiers import store as row_stage
+from emblib.dynamic.tiers import prefetched_rows as row_stage
 from emblib.dynamic.tiers.disk import DiskRows
 from emblib.dynamic.tiers.host import HostRows
 from emblib.dynamic.tiers.store import FoundRows, StoredRows
