@@ -110,11 +110,11 @@ _SOURCES: tuple[_ModuleType, ...] = (
 
 def _find_names() -> dict[str, _Any]:
     names = {name for text in (*_MODULES.values(), _OTHERS) for name in text.split()}
-    found = {
+    values_by_name = {
         name: next(vars(m)[name] for m in _SOURCES if name in vars(m))
         for name in names - _RAISES.keys()
     }
-    return dict(sorted(found.items()))
+    return dict(sorted(values_by_name.items()))
 
 
 def _make_modules() -> dict[str, _ModuleType]:
@@ -148,8 +148,8 @@ def install() -> None:
     Raises:
         RuntimeError: the real dynamicemb was imported before.
     """
-    known = _sys.modules.get("dynamicemb")
-    if known is not None and known is not _sys.modules[__name__]:
+    imported_module = _sys.modules.get("dynamicemb")
+    if imported_module is not None and imported_module is not _sys.modules[__name__]:
         raise RuntimeError("dynamicemb was imported already: call install() before")
     _sys.modules["dynamicemb"] = _sys.modules[__name__]
     _sys.modules.update({f"dynamicemb.{name}": module for name, module in _modules.items()})

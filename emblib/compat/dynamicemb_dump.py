@@ -54,15 +54,15 @@ def _by_module(
         return
     if not isinstance(numbers, Mapping):
         raise TypeError(f"must be an int, or ints by module and table, got {numbers!r}")
-    known = {name for path, last, _ in modules for name in (path, last)}
-    if unknown := sorted(numbers.keys() - known):
+    valid_names = {name for path, short_path, _ in modules for name in (path, short_path)}
+    if unknown := sorted(numbers.keys() - valid_names):
         raise ValueError(
             f"the model has no modules {unknown} with dynamic tables; it has "
             f"{[path for path, _, _ in modules]}"
         )
-    for path, last, module in modules:
-        if path in numbers or last in numbers:
-            yield path, module, dict(numbers.get(path, numbers.get(last, {})))
+    for path, short_path, module in modules:
+        if path in numbers or short_path in numbers:
+            yield path, module, dict(numbers.get(path, numbers.get(short_path, {})))
 
 
 def set_score(model: nn.Module, table_score: Scores) -> None:
@@ -85,10 +85,10 @@ def incremental_dump(
     Both are by path of the module and name of the table. Keys are those of all ranks of `pg`, which
     all call this; None is all processes.
     """
-    found, scores = {}, {}
+    rows_by_module, scores = {}, {}
     for path, module, thresholds in _by_module(model, score_threshold):
-        found[path], scores[path] = module.incremental_dump(thresholds, pg)
-    return found, scores
+        rows_by_module[path], scores[path] = module.incremental_dump(thresholds, pg)
+    return rows_by_module, scores
 
 
 def DynamicEmbDump(
@@ -146,10 +146,10 @@ def dump_module(
 
 
 def _chosen(module: DynamicEmbTables, names: Sequence[str] | None) -> list[str]:
-    wanted = module.table_names if names is None else list(names)
-    if unknown := sorted(set(wanted) - set(module.table_names)):
+    requested_names = module.table_names if names is None else list(names)
+    if unknown := sorted(set(requested_names) - set(module.table_names)):
         raise ValueError(f"there are no tables {unknown}, there are {module.table_names}")
-    return wanted
+    return requested_names
 
 
 def _dump(
@@ -172,14 +172,14 @@ def _dump(
     try:
         for directory, module, name in tables:
             with _together(ranks):
-                found = module.saved_entries(name, ranks, left_out)
+                table_entries = module.saved_entries(name, ranks, left_out)
                 arguments = {**module.opt_args(name), **written_by}
                 table_module, index = module.table_module_of(name)
                 stage_dynamicemb(
                     table_module,
                     directory,
                     index,
-                    replace(found, arguments=arguments),
+                    replace(table_entries, arguments=arguments),
                     part=part,
                     uses_first=module.uses_first(name),
                 )
@@ -215,12 +215,12 @@ def _check_target(root: Path, *, allow_overwrite: bool) -> None:
 
 def _check_same(ranks: RankGroup, root: Path, tables: Sequence[_Named]) -> None:
     """Raise ValueError on every rank where ranks would write or read other tables."""
-    own = (str(root), [(str(directory), name) for directory, _, name in tables])
-    for rank, theirs in enumerate(ranks.gather_objects(own)):
-        if theirs != own:
+    local_description = (str(root), [(str(directory), name) for directory, _, name in tables])
+    for rank, theirs in enumerate(ranks.gather_objects(local_description)):
+        if theirs != local_description:
             raise ValueError(
-                f"all ranks must give the same path and tables; rank {ranks.rank} gives {own}, "
-                f"rank {rank} {theirs}"
+                f"all ranks must give the same path and tables; rank {ranks.rank} gives "
+                f"{local_description}, rank {rank} {theirs}"
             )
 
 
@@ -291,7 +291,7 @@ def load_module(
 def _load(ranks: RankGroup, root: Path, tables: Sequence[_Named], left_out: Sequence[str]) -> None:
     _check_same(ranks, root, tables)
     optim = "states" not in left_out
-    found, arguments = [], {}
+    tables_read, arguments = [], {}
     with _together(ranks):
         for directory, module, name in tables:
             file = dynamicemb_files.arguments_path(directory, name)
@@ -299,10 +299,10 @@ def _load(ranks: RankGroup, root: Path, tables: Sequence[_Named], left_out: Sequ
             arguments[_label(directory, name)] = (file, content)
             saved = module.check_opt_args(name, file, content, with_optimizer=optim)
             entries = _read(ranks, directory, module, name, left_out)
-            found.append(_Found(module, name, saved, entries))
+            tables_read.append(_Found(module, name, saved, entries))
         dynamicemb_files.check_one_dump(arguments)
     with _together(ranks, "some tables were changed already: load again"):
-        for table in found:
+        for table in tables_read:
             set_dynamicemb(*table.module.table_module_of(table.name), table.entries)
             table.module.take_opt_args(table.name, table.saved)
 
@@ -315,23 +315,25 @@ def _read(
     left_out: Sequence[str],
 ) -> DynamicEmbTable:
     """Read the entries of a table that this rank owns."""
-    same = dynamicemb_files.world_size(directory, name) == ranks.size
-    own = same and module.reads_own_files
+    has_same_world_size = dynamicemb_files.world_size(directory, name) == ranks.size
+    reads_own_file = has_same_world_size and module.reads_own_files
     table_module, index = module.table_module_of(name)
-    found = read_dynamicemb(
+    table_entries = read_dynamicemb(
         table_module,
         directory,
         index,
-        rank=ranks.rank if own else None,
+        rank=ranks.rank if reads_own_file else None,
         leave_out=left_out,
         uses_first=module.uses_first(name),
     )
-    return found if own or ranks.size == 1 else module.owned(name, ranks, found)
+    if reads_own_file or ranks.size == 1:
+        return table_entries
+    return module.owned(name, ranks, table_entries)
 
 
-def _left_out(**wanted: bool | None) -> list[str]:
+def _left_out(**flags: bool | None) -> list[str]:
     """Return which of "states" and "counts" are not wanted."""
-    return [word for word, is_wanted in wanted.items() if not is_wanted]
+    return [word for word, is_wanted in flags.items() if not is_wanted]
 
 
 def _tables_of(
@@ -344,9 +346,11 @@ def _tables_of(
             "the model has no BatchedDynamicEmbeddingTablesV2, so there is nothing to do",
             stacklevel=3,
         )
-    for path, last, module in modules:
-        wanted = module.table_names if names is None else names.get(path, names.get(last, ()))
-        if unknown := sorted(set(wanted) - set(module.table_names)):
+    for path, short_path, module in modules:
+        requested_names = (
+            module.table_names if names is None else names.get(path, names.get(short_path, ()))
+        )
+        if unknown := sorted(set(requested_names) - set(module.table_names)):
             raise ValueError(f"{path} has no tables {unknown}, it has {module.table_names}")
-        for name in wanted:
+        for name in requested_names:
             yield root / path, module, name

@@ -53,7 +53,9 @@ class DynamicEmbDataType(enum.Enum):
 
 
 DTYPE_NUM_BYTES = {
-    one.value: one.value.itemsize for one in DynamicEmbDataType if one.value.is_floating_point
+    member.value: member.value.itemsize
+    for member in DynamicEmbDataType
+    if member.value.is_floating_point
 }
 
 
@@ -238,7 +240,7 @@ class _ShardedDynamic(type):
         if not isinstance(instance, cls.emblib_class):
             return False
         collection: Any = instance
-        return any(isinstance(one.storage, DynamicEmbHash) for one in collection.configs)
+        return any(isinstance(member.storage, DynamicEmbHash) for member in collection.configs)
 
     def __call__(cls, *_: Any, **__: Any) -> Any:
         raise NotImplementedError(

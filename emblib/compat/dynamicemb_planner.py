@@ -225,12 +225,12 @@ class DynamicEmbeddingShardingPlanner(EmbeddingShardingPlanner):
             )
 
     def _dynamic(self) -> dict[str, DynamicEmbTableOptions]:
-        found = {}
-        for name, given in self._given.items():
-            options = getattr(given, "dynamicemb_options", None)
-            if getattr(given, "use_dynamicemb", False) and options is not None:
-                found[name] = options
-        return found
+        options_by_table = {}
+        for name, constraint in self._given.items():
+            options = getattr(constraint, "dynamicemb_options", None)
+            if getattr(constraint, "use_dynamicemb", False) and options is not None:
+                options_by_table[name] = options
+        return options_by_table
 
     def collective_plan(
         self, module: nn.Module, sharders: Sequence[Any] = (), pg: Any = None
@@ -290,8 +290,8 @@ class DynamicEmbeddingShardingPlanner(EmbeddingShardingPlanner):
 
 
 def _configs_in(module: nn.Module) -> list[Any]:
-    found: Any = collections_of(module).values()
-    return [config for collection in found for config in collection.configs]
+    collections: Any = collections_of(module).values()
+    return [config for collection in collections for config in collection.configs]
 
 
 def _complete(options: DynamicEmbTableOptions, config: Any, world_size: int) -> None:
@@ -345,17 +345,19 @@ def get_planner(
     constraints: dict[str, ParameterConstraints] = {}
     for config in eb_configs:
         if config.name in data_parallel_embedding_table_names:
-            made = DynamicEmbParameterConstraints(sharding_types=[ShardingType.DATA_PARALLEL.value])
+            constraint = DynamicEmbParameterConstraints(
+                sharding_types=[ShardingType.DATA_PARALLEL.value]
+            )
         elif config.name in dynamicemb_options_dict:
-            made = DynamicEmbParameterConstraints(
+            constraint = DynamicEmbParameterConstraints(
                 use_dynamicemb=True, dynamicemb_options=dynamicemb_options_dict[config.name]
             )
         else:
-            made = DynamicEmbParameterConstraints(
+            constraint = DynamicEmbParameterConstraints(
                 sharding_types=[ShardingType.ROW_WISE.value],
                 compute_kernels=kernels[pipeline_type],
             )
-        constraints[config.name] = made
+        constraints[config.name] = constraint
     ranks = RankGroup.from_value(pg)
     topology = Topology(
         world_size=ranks.size,

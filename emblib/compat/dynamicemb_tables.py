@@ -56,22 +56,24 @@ def split(
     """
     rows = [_rows_there(o, s, rule, device) for o, s in zip(options, specs, strict=True)]
     store = options[0].external_storage
-    if store is None and all(there >= s.rows for there, s in zip(rows, specs, strict=True)):
+    if store is None and all(fast_rows >= s.rows for fast_rows, s in zip(rows, specs, strict=True)):
         return list(specs), None
-    for there, s in zip(rows, specs, strict=True):
-        if s.eviction is Eviction.NONE and there < s.rows:
+    for fast_rows, s in zip(rows, specs, strict=True):
+        if s.eviction is Eviction.NONE and fast_rows < s.rows:
             raise NotImplementedError(
-                f"table {s.name!r} has NO_EVICTION and {s.rows} rows, of which {there} are in "
+                f"table {s.name!r} has NO_EVICTION and {s.rows} rows, of which {fast_rows} are in "
                 "local_hbm_for_values: rows that do not fit would be evicted; make it larger"
             )
-    behind = [max(s.rows - there, 1) for there, s in zip(rows, specs, strict=True)]
+    slow_rows = [max(s.rows - fast_rows, 1) for fast_rows, s in zip(rows, specs, strict=True)]
     mode = TierMode.CACHING if options[0].caching else TierMode.HYBRID
     fast = [
-        replace(s, capacity=there, initial_capacity=min(s.initial_capacity or there, there))
-        for there, s in zip(rows, specs, strict=True)
+        replace(
+            s, capacity=fast_rows, initial_capacity=min(s.initial_capacity or fast_rows, fast_rows)
+        )
+        for fast_rows, s in zip(rows, specs, strict=True)
     ]
     if store is None:
-        store = HostRows(behind, specs[0].eviction)
+        store = HostRows(slow_rows, specs[0].eviction)
     return fast, BackingStore(store, mode)
 
 
@@ -86,8 +88,8 @@ def _rows_there(
     As there, a budget below a bucket is rounded up to it, with a warning; a bucket is 32 rows here.
     """
     row_bytes = bytes_per_row(options.embedding_dtype or torch.float32, spec.dim, rule)
-    given = options.local_hbm_for_values or options.global_hbm_for_values
-    if not given and not options.caching:
+    budget_bytes = options.local_hbm_for_values or options.global_hbm_for_values
+    if not budget_bytes and not options.caching:
         if device.type == "cpu":
             return spec.rows
         raise NotImplementedError(
@@ -95,13 +97,13 @@ def _rows_there(
             f"memory; give it at least the {row_bytes * 32} bytes of a bucket, and at most the "
             f"{row_bytes * spec.rows} bytes of all rows"
         )
-    if given < _BUCKET * row_bytes:
+    if budget_bytes < _BUCKET * row_bytes:
         warnings.warn(
-            f"local_hbm_for_values of table {spec.name!r} is {given} bytes, and a bucket of "
+            f"local_hbm_for_values of table {spec.name!r} is {budget_bytes} bytes, and a bucket of "
             f"{_BUCKET} rows takes {_BUCKET * row_bytes}: it is rounded up to one bucket",
             stacklevel=3,
         )
-    return min(max(given // row_bytes // _BUCKET, 1) * _BUCKET, spec.rows)
+    return min(max(budget_bytes // row_bytes // _BUCKET, 1) * _BUCKET, spec.rows)
 
 
 def bytes_per_row(dtype: torch.dtype, dim: int, rule: optim.Optimizer) -> int:
@@ -155,7 +157,7 @@ class Cache:
 
     def _counts(self) -> tuple[int, int]:
         stats = self._bags.tier_stats().values()
-        return sum(one.lookups for one in stats), sum(one.hits for one in stats)
+        return sum(table.lookups for table in stats), sum(table.hits for table in stats)
 
 
 class BatchedDynamicEmbeddingTablesV2(DynamicEmbTables, nn.Module):
@@ -193,7 +195,7 @@ class BatchedDynamicEmbeddingTablesV2(DynamicEmbTables, nn.Module):
         counter_based_regularization: CounterBasedRegularizationDefinition | None = None,
         cowclip_regularization: CowClipDefinition | None = None,
     ) -> None:
-        given = SimpleNamespace(**{k: v for k, v in locals().items() if k != "self"})
+        arguments = SimpleNamespace(**{k: v for k, v in locals().items() if k != "self"})
         super().__init__()
         self._options = _checked(table_options)
         self._names = _names(table_names, len(self._options))
@@ -202,7 +204,7 @@ class BatchedDynamicEmbeddingTablesV2(DynamicEmbTables, nn.Module):
         self.index_type = self._options[0].index_type or torch.int64
         self.use_index_dedup = use_index_dedup
         self.prefetch_pipeline = prefetch_pipeline
-        self.bags = self._make(given)
+        self.bags = self._make(arguments)
         has_cache = self._options[0].caching and self.bags.backing is not None
         self._cache = Cache(self.bags) if has_cache else None
         self._prefetched: deque[_Prefetched] = deque()  # by prefetch, not yet by forward
@@ -211,25 +213,25 @@ class BatchedDynamicEmbeddingTablesV2(DynamicEmbTables, nn.Module):
             if options.init_capacity is None:
                 options.init_capacity = options.max_capacity
 
-    def _make(self, a: SimpleNamespace) -> DynamicEmbeddingBags:
-        optimizer, state = dynamicemb_arguments.optimizer(a), a.initial_accumulator_value
+    def _make(self, args: SimpleNamespace) -> DynamicEmbeddingBags:
+        optimizer, state = dynamicemb_arguments.optimizer(args), args.initial_accumulator_value
         if not self._options[0].training:
-            optimizer, state = optim.SGD(a.learning_rate), 0.0  # which keeps no state
+            optimizer, state = optim.SGD(args.learning_rate), 0.0  # which keeps no state
         specs = [
             dynamicemb_arguments.spec(options, name, state)
             for options, name in zip(self._options, self._names, strict=True)
         ]
-        device = dynamicemb_arguments.device(a.device, self._options)
+        device = dynamicemb_arguments.device(args.device, self._options)
         backing = None
-        if not a.enforce_hbm:
+        if not args.enforce_hbm:
             specs, backing = split(self._options, specs, optimizer, device)
         return DynamicEmbeddingBags(
             specs,
             optimizer,
             backing=backing,
             pooling=dynamicemb_arguments.POOLINGS[self.pooling_mode],
-            feature_tables=a.feature_table_map,
-            precision=dynamicemb_arguments.precision(a),
+            feature_tables=args.feature_table_map,
+            precision=dynamicemb_arguments.precision(args),
             seed=int(torch.randint(2**53, ())),
             device=device,
         )

@@ -360,9 +360,9 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
         is_qr_tbe: bool = False,
         preallocated_host_buffers: dict[str, Tensor] | None = None,
     ) -> None:
-        given = {key: value for key, value in locals().items() if key not in ("self", "__class__")}
+        arguments = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
         super().__init__()
-        self._build(fbgemm_arguments.normalise(given))
+        self._build(fbgemm_arguments.normalise(arguments))
 
     def _build(self, arguments: SimpleNamespace) -> None:
         self.bags = _tables_of(arguments)

@@ -103,16 +103,16 @@ def _most_even(value: int, parts: int) -> tuple[int, ...]:
     return max(_factorisations(value, parts, 1), key=_entropy)
 
 
-def _factorisations(value: int, parts: int, least: int) -> list[tuple[int, ...]]:
+def _factorisations(value: int, parts: int, min_factor: int) -> list[tuple[int, ...]]:
     """Return all ascending tuples of factors >= least."""
     if parts == 1:
-        return [(value,)] if value >= least else []
-    divisors = (f for f in range(least, math.isqrt(value) + 1) if value % f == 0)
+        return [(value,)] if value >= min_factor else []
+    divisors = (f for f in range(min_factor, math.isqrt(value) + 1) if value % f == 0)
     return [
-        (factor, *rest)
+        (factor, *other_factors)
         for factor in divisors
         if factor**parts <= value
-        for rest in _factorisations(value // factor, parts - 1, factor)
+        for other_factors in _factorisations(value // factor, parts - 1, factor)
     ]
 
 
@@ -214,8 +214,8 @@ class TableBatchedTTEmbeddingBag(nn.Module):
         rule = self._rule()
         bags: StackedTTBags | StackedCachedTTBags
         if use_cache:
-            counted = num_tables * self.hashtbl_size
-            cache = TTCache(self.cache_size, RowEviction.PROJECT, counted)
+            num_counted_ids = num_tables * self.hashtbl_size
+            cache = TTCache(self.cache_size, RowEviction.PROJECT, num_counted_ids)
             bags = StackedCachedTTBags(specs, cache, rule, init=init, device=device)
         else:
             bags = StackedTTBags(specs, rule, init=init, device=device)
@@ -389,8 +389,8 @@ class TTEmbeddingBag(TableBatchedTTEmbeddingBag):
         enforce_embedding_dim: bool = False,
         device: torch.device | str | None = None,
     ) -> None:
-        given = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
-        super().__init__(1, **given)
+        arguments = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
+        super().__init__(1, **arguments)
 
     def forward(
         self, indices: Tensor, offsets: Tensor | None = None, warmup: bool = True

@@ -120,31 +120,31 @@ class Fallback:
 
     def _copy(self, name: str) -> ModuleType | None:
         """Execute TorchRec's file of a module under another name, once; None without a file."""
-        copied = _COPIES + name.replace(".", "_")
-        if copied in sys.modules:
-            return sys.modules[copied]
-        found = PathFinder.find_spec(name, [str(self._directory(name).parent)])
-        if name == self._library or found is None or found.origin is None:
+        copy_name = _COPIES + name.replace(".", "_")
+        if copy_name in sys.modules:
+            return sys.modules[copy_name]
+        source_spec = PathFinder.find_spec(name, [str(self._directory(name).parent)])
+        if name == self._library or source_spec is None or source_spec.origin is None:
             return None
-        spec = importlib.util.spec_from_file_location(copied, found.origin)
+        spec = importlib.util.spec_from_file_location(copy_name, source_spec.origin)
         assert spec is not None
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
-        sys.modules[copied] = module  # dataclasses look their module up
+        sys.modules[copy_name] = module  # dataclasses look their module up
         try:
             spec.loader.exec_module(module)
         except Exception as error:
-            del sys.modules[copied]
+            del sys.modules[copy_name]
             raise FallbackError(
-                f"{found.origin} cannot be executed over emblib's names of {self._library} "
+                f"{source_spec.origin} cannot be executed over emblib's names of {self._library} "
                 f"({type(error).__name__}: {error}). "
                 + _WAY_OUT.get(self._library, "Name what it lacks in an issue."),
                 name=name,
             ) from error
         # Its functions meet the tree's objects: one type for each name that both have.
         tree = vars(self._modules[name]) if name in self._modules else {}
-        both = set(tree.get("__all__", ())) & vars(module).keys() & tree.keys()
-        vars(module).update({each: tree[each] for each in both})
+        shared_names = set(tree.get("__all__", ())) & vars(module).keys() & tree.keys()
+        vars(module).update({shared_name: tree[shared_name] for shared_name in shared_names})
         return module
 
     def _directory(self, name: str) -> Path:

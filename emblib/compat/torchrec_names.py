@@ -309,21 +309,21 @@ def page() -> str:
         pairs = [(n, o or n) for n, _, o in (entry.partition("=") for entry in text.split())]
         if not pairs:
             continue
-        found: dict[str, list[str]] = {"works": [], "differs": [], "raises": []}
+        names_by_kind: dict[str, list[str]] = {"works": [], "differs": [], "raises": []}
         for name, other in pairs:
             kind = "raises" if other in RAISES else "differs" if other in DIFFERS else "works"
             counts[kind] += 1
-            found[kind].append(name)
+            names_by_kind[kind].append(name)
         lines += ["", f"#### `torchrec{'.' + path if path else ''}`", ""]
-        if found["works"]:
-            lines.append(f"Works: {', '.join(f'`{name}`' for name in found['works'])}.")
+        if names_by_kind["works"]:
+            lines.append(f"Works: {', '.join(f'`{name}`' for name in names_by_kind['works'])}.")
         rows: dict[tuple[str, str], list[str]] = {}
         for kind, texts in (("differs", DIFFERS), ("raises", RAISES)):
             for name, other in pairs:
-                if name in found[kind]:
+                if name in names_by_kind[kind]:
                     rows.setdefault((kind, texts[other]), []).append(f"`{name}`")
         if rows:
-            lines += [""] * bool(found["works"])
+            lines += [""] * bool(names_by_kind["works"])
             lines += ["| name | | how it differs, or what to use instead |", "| --- | --- | --- |"]
             lines += [f"| {', '.join(n)} | {kind} | {text} |" for (kind, text), n in rows.items()]
     total = sum(counts.values())

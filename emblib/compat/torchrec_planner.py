@@ -73,10 +73,10 @@ class Topology:
             )
         self.world_size, self.compute_device = world_size, compute_device
         self.local_world_size = local_world_size or world_size
-        # A plan for GPUs can be made on a machine without them, if their memory is given.
+        # A plan for GPUs can be made on a machine without them, if their memory is bandwidths.
         elsewhere = compute_device == "cuda" and hbm_cap and not torch.cuda.is_available()
         make: Any = planner.Topology if elsewhere else planner.Topology.detect
-        found: planner.Topology = make(
+        detected: planner.Topology = make(
             world_size, self.local_world_size, device=compute_device, calibration=calibration
         )
         memory = hbm_cap if compute_device == "cuda" else ddr_cap
@@ -85,13 +85,13 @@ class Topology:
             changes["host_memory"] = ddr_cap
         if ssd_cap is not None:
             changes["disk"] = ssd_cap
-        given: dict[str, Any] = {
+        bandwidths: dict[str, Any] = {
             _RATES[name]: 1e3 * rate for name, rate in rates.items() if rate is not None
         }
-        if given:
-            assert found.calibration is not None
-            changes["calibration"] = dataclasses.replace(found.calibration, **given)
-        self.native: planner.Topology = dataclasses.replace(found, **changes)
+        if bandwidths:
+            assert detected.calibration is not None
+            changes["calibration"] = dataclasses.replace(detected.calibration, **bandwidths)
+        self.native: planner.Topology = dataclasses.replace(detected, **changes)
 
 
 @dataclass
@@ -265,16 +265,20 @@ class EmbeddingEnumerator:
             f"and print(plan) shows what it chose and what each table costs. {FIRST_DOOR}"
         )
 
-    def agreed(self, name: str, other: Any) -> Any:
+    def agreed(self, name: str, given_value: Any) -> Any:
         """Return an argument that enumerator and planner or estimator share, of whichever has it.
 
         Raises:
             ValueError: both have it, and differ.
         """
-        own = getattr(self, name)
-        if own and other and getattr(own, "native", own) != getattr(other, "native", other):
+        local = getattr(self, name)
+        if (
+            local
+            and given_value
+            and getattr(local, "native", local) != getattr(given_value, "native", given_value)
+        ):
             raise ValueError(f"enumerator, estimators and planner must have the same {name}")
-        return own or other
+        return local or given_value
 
 
 class EmbeddingShardingPlanner:
@@ -356,10 +360,10 @@ class EmbeddingShardingPlanner:
         """Plan on rank 0, and return its plan on all ranks."""
         ranks = RankGroup.from_value(pg)
         native = self._native(ranks)
-        found: ShardingPlan = invoke_on_rank_and_broadcast_result(
+        plan: ShardingPlan = invoke_on_rank_and_broadcast_result(
             ranks, 0, lambda: self._planned(native, module, sharders)
         )
-        return found
+        return plan
 
     def _planned(
         self, native: planner.Planner, module: nn.Module, sharders: Sequence[Any]
@@ -396,14 +400,14 @@ def plan_with_report(
     as_planned: Callable[[planner.TableWorkload], planner.TableWorkload] | None = None,
 ) -> ShardingPlan:
     """Plan with the optimizers of the sharders; `as_planned` changes what is planned per table."""
-    works = [
+    workloads = [
         dataclasses.replace(work, optimizer=work.optimizer or _optimizer_of(module, work, sharders))
         for work in workloads_of(module, native.batch_size, native.constraints)
     ]
     if as_planned is not None:
-        works = [as_planned(work) for work in works]
-    found = native.solve_workloads(works, dense_bytes(module))
-    return plan_of(found.plan, native.topology.device, str(found))
+        workloads = [as_planned(work) for work in workloads]
+    result = native.solve_workloads(workloads, dense_bytes(module))
+    return plan_of(result.plan, native.topology.device, str(result))
 
 
 def _optimizer_of(module: nn.Module, work: planner.TableWorkload, sharders: Sequence[Any]) -> Any:

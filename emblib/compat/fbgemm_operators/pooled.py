@@ -95,10 +95,13 @@ def regroup_keyed_tensor(
     pieces = _pieces(keys, lengths)
     result = []
     for group in groups:
-        chosen = (pieces[key] for key in group)
+        group_pieces = (pieces[key] for key in group)
         result.append(
             torch.cat(
-                [pooled_embs[tensor].narrow(1, start, width) for tensor, start, width in chosen],
+                [
+                    pooled_embs[tensor].narrow(1, start, width)
+                    for tensor, start, width in group_pieces
+                ],
                 dim=1,
             )
         )
@@ -207,7 +210,7 @@ def batch_index_select_dim0(
     sizes = [rows * width for rows, width in zip(input_rows, input_columns, strict=True)]
     if not sizes:
         return inputs[:0]
-    chosen = [
+    selected_rows = [
         part.view(rows, width).index_select(0, index)
         for part, rows, width, index in zip(
             inputs.split(sizes),
@@ -218,8 +221,8 @@ def batch_index_select_dim0(
         )
     ]
     if permute_output_dim_0_1:
-        return torch.cat(chosen, dim=1).flatten()
-    return torch.cat([rows.flatten() for rows in chosen])
+        return torch.cat(selected_rows, dim=1).flatten()
+    return torch.cat([rows.flatten() for rows in selected_rows])
 
 
 @operator("batch_index_select_dim0_tensor")
