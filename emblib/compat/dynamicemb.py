@@ -11,10 +11,11 @@ or keep the imports, too:
     import emblib.compat.dynamicemb
     emblib.compat.dynamicemb.install()  # before anything imports dynamicemb
 
-`docs/dynamicemb.md` says what each option is here. What differs: it runs on a CPU; what a new row
-starts with follows from the seed and its key; one batch has one result, on any number of threads;
-options that DynamicEmb drops silently have their effect or raise. What there is not: its inference
-tables. The planner and sharders are used with `emblib.compat.torchrec`.
+`docs/dynamicemb.md` lists the meaning of every option in emblib. Differences: tables also run on a
+CPU; the initial values of a row follow from the seed and its key; the result of a batch does not
+depend on the number of threads; options that DynamicEmb drops silently take effect or raise.
+DynamicEmb's inference tables are missing. The planner and the sharders are used with
+`emblib.compat.torchrec`.
 """
 
 import sys as _sys

@@ -57,7 +57,7 @@ def eviction(strategy: dynamicemb_types.ScoreStrategy) -> Eviction:
 
 
 def evict_strategy(strategy: dynamicemb_types.ScoreStrategy) -> DynamicEmbEvictStrategy:
-    """DynamicEmb's name for what a score strategy evicts by."""
+    """Return DynamicEmb's name of the eviction order of a score strategy."""
     return DynamicEmbEvictStrategy.LFU if isinstance(strategy, tuple) else _EVICTIONS[strategy][1]
 
 

@@ -100,28 +100,28 @@ def DynamicEmbDump(
     pg: Any = None,
     allow_overwrite: bool = False,
 ) -> None:
-    """Write the tables of a model in DynamicEmb's files, a directory a module.
+    """Write the tables of a model in DynamicEmb's files, one directory per module.
 
-    All ranks of `pg` call this; each writes what its own tables have, as
-    `<table>_emb_keys.rank_<r>.world_size_<W>` and so on. What is there already stays until every
-    rank has written its files, so there must be room for both. Then the files of all tables are
-    replaced together: after a failure or an interrupt all tables are those of the old dump or all
-    those of the new one. If the process is killed in between, `DynamicEmbLoad` refuses what is
-    there; the old files are in `.<table>.old` then.
+    All ranks of `pg` call this; each writes the entries of its own tables, in files such as
+    `<table>_emb_keys.rank_<r>.world_size_<W>`. The files of an earlier dump stay until every rank
+    has written its new files, so the disk needs space for both. Then the files of all tables are
+    replaced together: after a failure or an interrupt, all files are old or all are new. If the
+    process is killed while it replaces them, `DynamicEmbLoad` refuses the directory; the old files
+    are in `.<table>.old` then.
 
     Args:
         path: directory of the dump, created if it is missing; all ranks must see the same one.
         model: model whose `BatchedDynamicEmbeddingTablesV2` are all written.
         table_names: tables to write, by name or path of their module; None writes all.
         optim: whether optimizer states are written.
-        counter: whether what admission counted is written.
+        counter: whether the counts of admission are written.
         pg: the ranks; None is all processes, or this one where none were initialised.
-        allow_overwrite: whether `path` may have something in it.
+        allow_overwrite: whether `path` may be a directory that is not empty.
 
     Raises:
-        FileExistsError: it has, or is no directory.
-        OSError: a file could not be written or moved; what was there is as it was.
-        RuntimeError: another rank failed; what was there is as it was.
+        FileExistsError: `path` is not empty and may not be overwritten, or is no directory.
+        OSError: a file could not be written or moved; the earlier files are unchanged.
+        RuntimeError: another rank failed; the earlier files are unchanged.
     """
     ranks, root = RankGroup.from_value(pg), Path(path)
     tables = list(_tables_of(root, model, table_names))
@@ -192,7 +192,7 @@ def _dump(
 
 
 def _discard(ranks: RankGroup, names: Sequence[tuple[Path, str]]) -> None:
-    """Delete what was staged. Rank 0 does: it alone knows whether files are being moved."""
+    """Delete the staged files, on rank 0, which alone knows whether files are being moved."""
     for directory, name in names if ranks.rank == 0 else ():
         dynamicemb_files.discard(directory, name)
 
@@ -252,19 +252,18 @@ def DynamicEmbLoad(
     counter: bool | None = False,
     pg: Any = None,
 ) -> None:
-    """Read what DynamicEmb dumped, there or here, on any number of ranks.
+    """Read a dump of DynamicEmb or of `DynamicEmbDump`, on any number of ranks.
 
     All ranks of `pg` call this. If as many ranks load as dumped, each reads its own files, else all
-    files, and takes the keys that `dist_type` sends to it. With `optim` the numbers of the
-    optimizer are loaded too, as there: learning rate and step. All files of all tables, also the
-    numbers in `<table>_opt_args.json`, are read and checked before the first table is changed, on
-    any rank.
+    files, and takes the keys that `dist_type` routes to it. With `optim`, learning rate and step
+    are loaded as well, as in DynamicEmb. All files of all tables, including the numbers in
+    `<table>_opt_args.json`, are read and checked before the first table is changed, on any rank.
 
     Raises:
         DumpError: a file is missing or damaged, or tables are of different dumps; nothing is
             changed.
-        ValueError: the dump is of another optimizer, score strategy or way of routing keys; nothing
-            is changed.
+        ValueError: the dump is of another optimizer, score strategy or `dist_type`; nothing is
+            changed.
         RuntimeError: another rank failed; the message says whether tables were changed, which only
             happens where a rank runs out of memory.
     """

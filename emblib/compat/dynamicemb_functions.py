@@ -162,7 +162,7 @@ def _whole(path: Path, content: Mapping[str, Any], name: str, minimum: int, maxi
 
 
 class DynamicEmbTables:
-    """Base of what has tables of DynamicEmb: a module, or a sharded collection.
+    """Base of modules and sharded collections with DynamicEmb's tables.
 
     The tables of this process are parts of `emblib.DynamicEmbeddingBags`.
     """
@@ -192,7 +192,7 @@ class DynamicEmbTables:
     def saved_entries(
         self, name: str, ranks: RankGroup, leave_out: Sequence[str]
     ) -> DynamicEmbTable:
-        """Return what this rank writes of a table; all ranks call this."""
+        """Return the entries of a table that this rank writes; all ranks call this."""
         module, index = self.table_module_of(name)
         return export_dynamicemb(module, index, {}, leave_out=leave_out)
 
@@ -282,7 +282,7 @@ class DynamicEmbTables:
         table_names: Sequence[str] | None = None,
         pg: Any = None,
     ) -> None:
-        """Read what `dump` wrote, as `DynamicEmbLoad` does."""
+        """Read the files of `dump`, as `DynamicEmbLoad` does."""
         from emblib.compat.dynamicemb_dump import load_module
 
         load_module(save_dir, self, table_names, optim=optim, counter=counter, pg=pg)
@@ -336,7 +336,7 @@ class DynamicEmbTables:
     def check_opt_args(
         self, table: str, path: Path, content: Mapping[str, Any], *, with_optimizer: bool
     ) -> Saved:
-        """Check what was saved with a table, for `take_opt_args`; change nothing.
+        """Check the saved numbers of a table and return them for `take_opt_args`; change nothing.
 
         Args:
             table: name of the table.
@@ -355,7 +355,7 @@ class DynamicEmbTables:
         return checked(path, content, rule, counts_steps=counts_steps)
 
     def take_opt_args(self, table: str, saved: Saved) -> None:
-        """Go on from what `check_opt_args` returned."""
+        """Set the numbers that `check_opt_args` returned."""
         module, index = self.table_module_of(table)
         if saved.step_score is not None:
             module.set_eviction_step(index, saved.step_score)
@@ -407,7 +407,7 @@ def is_compound(strategy: Any) -> bool:
 
 
 def agree(ranks: RankGroup, error: Exception | None, outcome: str) -> None:
-    """Raise on every rank what went wrong on any, and the outcome; all ranks call this."""
+    """Raise on every rank if any rank failed, and say the outcome; all ranks call this."""
     messages = ranks.gather_objects(None if error is None else f"{type(error).__name__}: {error}")
     if error is not None:
         raise error

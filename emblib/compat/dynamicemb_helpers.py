@@ -207,14 +207,14 @@ def find_sharded_modules(module: nn.Module, path: str = "") -> list[tuple[str, s
 
 
 def get_dynamic_emb_module(model: nn.Module) -> list[DynamicEmbTables]:
-    """Return what has dynamic tables in a model: modules, and tables of sharded collections."""
+    """Return the modules of dynamic tables in a model, and the tables of sharded collections."""
     return [tables for _, _, tables in modules_of(model)]
 
 
 def check_emb_collection_modules(
     module: nn.Module, ret_list: list[Any], visited: set[int] | None = None
 ) -> None:
-    """Append to a list what has dynamic tables in a module, once.
+    """Append the result of `get_dynamic_emb_module` to a list, once per module.
 
     Args:
         module: model or part of one.

@@ -48,7 +48,7 @@ DEFAULT_BUCKET_CAPACITY = 128
 
 
 def align_to_table_size(n: int, alignment: int = BUCKET_ALIGNMENT) -> int:
-    """Return `n` rounded up to a multiple of `alignment`, at least one of them."""
+    """Return `n` rounded up to a positive multiple of `alignment`."""
     return max(-(-int(n) // alignment), 1) * alignment
 
 
@@ -84,7 +84,7 @@ def get_table_value_bytes(
 ) -> int:
     """Return the bytes of rows and optimizer states of a table over all ranks.
 
-    States are float32 here, whatever the dtype of the rows (there: of the dtype of the rows).
+    States are float32; in DynamicEmb they have the dtype of the rows.
     """
     rows = get_sharded_table_capacity(embedding_config, world_size, bucket_capacity) * world_size
     dtype = data_type_to_dtype(embedding_config.data_type)
@@ -169,9 +169,10 @@ class DynamicEmbeddingEnumerator(EmbeddingEnumerator):
 class DynamicEmbeddingShardingPlanner(EmbeddingShardingPlanner):
     """Planner of models with dynamic tables, with DynamicEmb's arguments.
 
-    Planning fills in the options of dynamic tables as there: `dim`, `max_capacity` (per rank),
-    `init_capacity`, `local_hbm_for_values` and bounds of the initializer. An `enumerator` must have
-    the constraints of the planner; `eb_configs` are compared with the tables of the model.
+    Planning fills in the options of dynamic tables, as in DynamicEmb: `dim`, `max_capacity` (per
+    rank), `init_capacity`, `local_hbm_for_values` and bounds of the initializer. An `enumerator`
+    must have the constraints of the planner; `eb_configs` are compared with the tables of the
+    model.
 
     Raises:
         ValueError: constraints and configurations with other names, a name that occurs twice, or
@@ -295,7 +296,7 @@ def _configs_in(module: nn.Module) -> list[Any]:
 
 
 def _complete(options: DynamicEmbTableOptions, config: Any, world_size: int) -> None:
-    """Fill in what a planner knows of a table, as DynamicEmb's does; twice changes nothing."""
+    """Fill in the options that follow from the plan, as DynamicEmb does; idempotent."""
     bucket = options.bucket_capacity
     options.dim = config.embedding_dim
     options.max_capacity = get_sharded_table_capacity(config, world_size, bucket)

@@ -201,7 +201,7 @@ class _DynamicSharder:
 
 
 class RowsLeftToDump(KeyedRows):
-    """Rows of a dynamic table in a state dict, of which pickles have none.
+    """Rows of a dynamic table in a state dict; pickling drops the rows.
 
     In DynamicEmb, state dicts have one number in place of a table, whose rows `DynamicEmbDump` has.
     `emblib.sharding.checkpoints.save` has all rows.

@@ -85,7 +85,8 @@ def _rows_there(
 ) -> int:
     """Return the number of rows of a table in device memory, at least one bucket.
 
-    As there, a budget below a bucket is rounded up to it, with a warning; a bucket is 32 rows here.
+    As in DynamicEmb, a budget below one bucket is rounded up to it, with a warning. A bucket of
+    emblib is 32 rows.
     """
     row_bytes = bytes_per_row(options.embedding_dtype or torch.float32, spec.dim, rule)
     budget_bytes = options.local_hbm_for_values or options.global_hbm_for_values

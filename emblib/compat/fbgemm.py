@@ -231,7 +231,7 @@ def keep_first_lookups(
     if dims is not None and lengths.numel() and int(lengths.max()) > 1:
         raise ValueError(
             "use_writeback_bwd_prehook needs bags of at most one lookup, got one of "
-            f"{int(lengths.max())}; look the rows up one a bag, or with PoolingMode.NONE"
+            f"{int(lengths.max())}; look the rows up in bags of one, or with PoolingMode.NONE"
         )
     features = len(feature_tables)
     feature = bag // max(lengths.numel() // max(features, 1), 1)

@@ -295,7 +295,7 @@ _USES = {
     EmbOptimType.NONE: (),
 }
 SUPPORTED = tuple(_USES)
-# Asked for and not given would change what is learned; the other numbers merely have no part.
+# Numbers whose loss would change the training result, so that they raise; others only warn.
 _MUST_ACT = ("weight_decay", "max_norm")
 _OPTIONS_OF = {
     "counter_based_regularization": "weight_decay_mode=WeightDecayMode.COUNTER",

@@ -241,7 +241,7 @@ class QuantizedCommCodec:
 
 
 def none_throws(optional: Any, message: str = "Unexpected `None`") -> Any:
-    """Return what is not None."""
+    """Return the entries that are not None."""
     if optional is None:
         raise AssertionError(message)
     return optional

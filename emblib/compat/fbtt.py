@@ -272,10 +272,11 @@ class TableBatchedTTEmbeddingBag(nn.Module):
         return out.view(-1, self.num_tables, self.embedding_dim).transpose(0, 1)
 
     def _lacks_last_offset(self, indices: Tensor, offsets: Tensor) -> bool:
-        """Return whether offsets are without their last entry, the number of indices.
+        """Return whether offsets lack their last entry, the number of indices.
 
-        The number of offsets says it for several tables. For one, a CPU reads the last of them; a
-        GPU reads that of the first batch, so that later ones do not wait for it.
+        With several tables, the number of offsets determines it. With one table, the last offset
+        is read: on a CPU for each batch, on a GPU for the first only, so that later batches do not
+        wait for the device.
         """
         count = offsets.numel()
         if self.num_tables > 1 or not count:
@@ -345,7 +346,7 @@ class TableBatchedTTEmbeddingBag(nn.Module):
     def update_cache(self, indices: Tensor) -> None:
         """Count uses of ids of the first table without a lookup; training lookups count theirs.
 
-        Without a cache this does nothing, as there.
+        Without a cache this does nothing, as in FBTT.
         """
         if isinstance(self.bags, StackedCachedTTBags):
             ids = indices.flatten().long()
@@ -354,7 +355,7 @@ class TableBatchedTTEmbeddingBag(nn.Module):
             )
 
     def reset_cache(self) -> None:
-        """Return what stored rows learned to the cores, and forget all counts."""
+        """Project the cached rows onto the cores, empty the cache, and forget all counts."""
         self._cached().empty_cache()
 
     def _cached(self) -> StackedCachedTTBags:

@@ -202,10 +202,10 @@ class StateDictReader:
         self._entries.update(stacked)
 
     def _convert_fbtt(self) -> None:
-        """Convert FBTT's entries, and take what it does not save from the module.
+        """Convert FBTT's entries; entries that FBTT does not save stay those of the module.
 
-        FBTT saves neither ranks nor factors of the dimension: cores of equal shapes are taken for
-        those of this module, as there.
+        FBTT saves neither ranks nor factors of the dimension: cores of equal shapes are assumed to
+        have those of this module, as in FBTT.
         """
         module_entries = self._bags.state_dict(prefix=self._bags_prefix)
         self._check_rows(self._entries.pop(f"{self._prefix}L", None))

@@ -3,11 +3,10 @@
 The same serves FBGEMM's Python files behind emblib's `fbgemm_gpu`, see `emblib.compat.fbgemm`.
 
 With `emblib.compat.torchrec.install(fallback=True)` a module of TorchRec that the tree lacks is
-executed from TorchRec's own file, under its own name; what it imports of TorchRec is the tree. So
-TorchRec's `DLRM` is built over `emblib.EmbeddingBagCollection`, and there is one type for each
-name. A module of the tree that lacks a name has it from a second copy of TorchRec's file, executed
-under a name of its own; so has one whose name raises, if that file runs over the tree. Names that
-the tree has stay the tree's.
+executed from TorchRec's own file, under its own name. Its imports of TorchRec resolve to the tree,
+so TorchRec's `DLRM` is built over `emblib.EmbeddingBagCollection`, and each name has one type. If a
+module of the tree lacks a name, or the name raises, a second copy of TorchRec's file, executed
+under another name, provides it, if the file runs over the tree. Other names of the tree stay.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class FallbackError(ImportError):
 
 
 class Fallback:
-    """The files of the installed TorchRec, for what a tree of modules lacks.
+    """The files of the installed TorchRec, for names and modules that a tree of modules lacks.
 
     Args:
         modules: modules of the tree by full name, the library itself among them.
@@ -59,7 +58,7 @@ class Fallback:
         self._raising: dict[tuple[str, str], Any] = {}  # by module and name
 
     def install(self) -> None:
-        """Serve what the tree lacks, from now on."""
+        """Serve the names and modules that the tree lacks, from now on."""
         for name, module in self._modules.items():
             if self._directory(name).is_dir() and not hasattr(module, "__path__"):
                 module.__path__ = []  # so that modules below it are searched

@@ -1,9 +1,8 @@
 """Migration of TorchRec's unsharded collections: emblib's collections take their places.
 
-A migrated collection is emblib's, with the keys of TorchRec's state dict, and takes and returns
-what TorchRec's does: a `KeyedJaggedTensor` of TorchRec gives a `KeyedTensor` or `JaggedTensor`s of
-TorchRec, one of emblib those of emblib. Each table has the optimizer of its weight, so that tables
-may differ in it.
+A migrated collection is emblib's, with the keys of TorchRec's state dict. Its results are of the
+library of the batch: a `KeyedJaggedTensor` of TorchRec gives a `KeyedTensor` or `JaggedTensor`s of
+TorchRec. Each table has the optimizer of its weight, so tables may have different optimizers.
 """
 
 from __future__ import annotations
@@ -80,7 +79,7 @@ def _of_library(output: Any, types: Any) -> Any:
 
 
 class MigratedEmbeddingBagCollection(EmbeddingBagCollection):
-    """A collection of emblib in the place of TorchRec's."""
+    """A collection of emblib that replaces one of TorchRec."""
 
     trained_by = ""  # the optimizer of torch.optim that has its parameters
 
@@ -91,7 +90,7 @@ class MigratedEmbeddingBagCollection(EmbeddingBagCollection):
 
 
 class MigratedEmbeddingCollection(EmbeddingCollection):
-    """A collection of emblib in the place of TorchRec's."""
+    """A collection of emblib that replaces one of TorchRec."""
 
     trained_by = ""  # the optimizer of torch.optim that has its parameters
 
@@ -129,7 +128,7 @@ class _WithTypes:
         parent.__init__(source, *arguments, optimizer=optimizer, **options)
 
     def inputs(self, features: Any) -> Inputs:
-        """Return what to send of a batch of either library."""
+        """Return the ids to send, of a batch of either library."""
         batch = _keyed(features)
         parent: Any = super()
         inputs: Inputs = parent.inputs(None if batch is None else KeyedJaggedTensor.adopt(batch))

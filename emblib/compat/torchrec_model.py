@@ -428,7 +428,7 @@ def _common_setting(settings: Sequence[Any]) -> Any:
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
-    """Raise ValueError for options that would change what a pipeline does."""
+    """Raise ValueError for options of TorchRec's pipelines that emblib's lack."""
     set_options = sorted(name for name, value in options.items() if value)
     if set_options:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""TorchRec's modules and names, and what emblib has for each: one table for imports and docs.
+"""TorchRec's modules and names, and emblib's counterpart of each: one table for imports and docs.
 
 `MODULES` maps each module of TorchRec to its names, of which `name=other` is the name `other` of
 `emblib.compat.torchrec`. A name works as TorchRec's does unless `DIFFERS` says how it differs, or

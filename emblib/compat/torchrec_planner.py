@@ -45,7 +45,7 @@ class Topology:
 
     `hbm_cap` and `ddr_cap` are bytes a rank may use of a GPU's memory and of the host's; on a CPU
     rows are in the latter. Left out, they are what the machine has: TorchRec assumes 32 and 128
-    GiB. Bandwidths are bytes per millisecond, as there: between the ranks of a host
+    GiB. Bandwidths are bytes per millisecond, as in TorchRec: between the ranks of a host
     (`intra_host_bw`), between hosts (`inter_host_bw`), of a GPU to host memory
     (`hbm_to_ddr_mem_bw`) and of disks (`ssd_mem_bw`); left out, they are those of
     `emblib.sharding.planner.Calibration`, which also has the measured times of lookups.
@@ -399,7 +399,7 @@ def plan_with_report(
     sharders: Sequence[Any],
     as_planned: Callable[[planner.TableWorkload], planner.TableWorkload] | None = None,
 ) -> ShardingPlan:
-    """Plan with the optimizers of the sharders; `as_planned` changes what is planned per table."""
+    """Plan with the optimizers of the sharders; `as_planned` replaces each table's workload."""
     workloads = [
         dataclasses.replace(work, optimizer=work.optimizer or _optimizer_of(module, work, sharders))
         for work in workloads_of(module, native.batch_size, native.constraints)

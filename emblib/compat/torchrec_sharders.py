@@ -296,7 +296,7 @@ class _WithContexts(Subscripted):
         return self._make_context()
 
     def input_dist(self, ctx: Any, features: Any = None) -> Any:
-        """Start to send ids: two waits return what `compute` takes."""
+        """Start to send ids; two waits return the argument of `compute`."""
         parent: Any = super()
         return parent.input_dist(features if isinstance(ctx, _Context) else ctx)
 

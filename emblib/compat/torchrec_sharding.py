@@ -337,7 +337,7 @@ class ShardingPlan:
     """Plan of each collection, by its path in the model."""
 
     plan: dict[str, EmbeddingModuleShardingPlan]
-    report: str = ""  # what a planner has to say of it
+    report: str = ""  # the planner's report, shown by `print`
 
     def get_plan_for_module(self, module_path: str) -> EmbeddingModuleShardingPlan | None:
         """Return the plan of one collection, if there is one."""
@@ -447,8 +447,8 @@ def row_wise(
     def rule(shape: TableShape, world: World) -> sharding.ParameterSharding:
         if len(sizes) > world.size or sum(sizes) != shape.rows:
             raise ValueError(
-                f"sizes must be at most one a rank = {world.size} and add up to {shape.rows} rows, "
-                f"got {sizes}"
+                f"sizes must be at most one per rank = {world.size} and add up to {shape.rows} "
+                f"rows, got {sizes}"
             )
         ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
         shards = tuple(

@@ -328,7 +328,7 @@ def _tables_with_skew(
 
 @dataclass(frozen=True)
 class _PlannedTable:
-    """A table to plan, with what its losses depend on."""
+    """A table to plan, with the data that its losses depend on."""
 
     path: str
     config: TableConfig

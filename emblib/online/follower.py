@@ -120,7 +120,7 @@ class LogFollower:
 
     @property
     def lag(self) -> Lag:
-        """Return how far the tables are behind, which reads what is new in the logs."""
+        """Return how far the tables are behind; reads the new entries of the logs."""
         with self._applying:
             heads = [log.unapplied(self._is_new) for log in self._logs]
         seconds = max((time.time() - oldest.time for oldest, _ in filter(None, heads)), default=0.0)

@@ -1,4 +1,4 @@
-"""Optimizers in plain PyTorch: the definition of what a fused update does to a row.
+"""Optimizers in plain PyTorch: the definition of the fused update of a row.
 
 `OPTIMIZERS` maps the name of every functor of `csrc/optim` to its rule, a function from a
 `RowBatch` to new weights and states. Arithmetic is in the dtype of the gradients, e.g. float64;
@@ -356,8 +356,8 @@ def update_rows_(
 ) -> None:
     """Apply `optimizer` to every row of `weights [R, W]` whose gradient is not all zero.
 
-    Arithmetic is in the dtype of `grads`; what is written is rounded as `hyper` selects, row i with
-    the random numbers of row `first_row + i`.
+    Arithmetic is in the dtype of `grads`. Written values are rounded as `hyper` selects, in row i
+    with the random numbers of row `first_row + i`.
     """
     touched = grads.ne(0).any(1).nonzero().squeeze(1)
     local = [state[touched] for state in states]

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from emblib.columns import PieceColumn, TargetColumn
 from emblib.jagged import KeyedJaggedTensor, KeyedTensor
 from emblib.ops import route
 from emblib.optim import Optimizer
@@ -319,8 +320,9 @@ class PooledOutputDist(nn.Module):
         order = [unit.feature for unit in layout.ranks[0].units]
         self._in_order = not self._divides and order == list(range(len(layout.features)))
         constant, by_bag = self._equal_batch_tables()
+        columns = {"targets": len(TargetColumn), "sources": len(PieceColumn)}
         for name, rows in (("constant", constant), ("by_bag", by_bag)):
-            for kind, width, table in zip(("targets", "sources"), (7, 3), rows, strict=True):
+            for (kind, width), table in zip(columns.items(), rows, strict=True):
                 tensor = torch.tensor(table, dtype=torch.int64).view(-1, width)
                 self.register_buffer(f"{name}_{kind}", tensor.to(ranks.device), persistent=False)
 
@@ -495,8 +497,8 @@ class PooledOutputDist(nn.Module):
         device = self.constant_targets.device
         replicated = self._layout.replicated.units
         return _CopyTables(
-            torch.tensor(targets, dtype=torch.int64).view(-1, 7).to(device),
-            torch.tensor(sources, dtype=torch.int64).view(-1, 3).to(device),
+            torch.tensor(targets, dtype=torch.int64).view(-1, len(TargetColumn)).to(device),
+            torch.tensor(sources, dtype=torch.int64).view(-1, len(PieceColumn)).to(device),
             rows,
             received_sizes,
             sum(bags[unit.feature] * unit.columns for unit in replicated),

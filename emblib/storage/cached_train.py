@@ -201,7 +201,7 @@ class CachedTTModule(CachedTTEmbeddingBags):
 
     @torch.no_grad()
     def set_lookup_counts(self, table: int, counts: Mapping[str, Tensor], tick: int) -> None:
-        """Replace the counts of a table by what `lookup_counts` returned at clock `tick`."""
+        """Replace the counts of a table by the result of `lookup_counts` at clock `tick`."""
         tick = max(self.counts.index.tick, tick)  # `load` below must not advance the clock
         self._forget_counts(table)
         device = self.key_of_row.device

@@ -63,7 +63,7 @@ class RowStateTarget(Target):
         spans = [(0, size[0])]
         if isinstance(value, ShardedTable):
             spans = [value.shards[i].rows for i in value.parts]
-        # Boxes of a rank may share rows; what is read is cut so that each row is read once.
+        # Shards of a rank may share rows; disjoint spans read each row once.
         self._spans = _disjoint(spans)
         shards = [Shard(0, span, (0, self._width)) for span in self._spans]
         parts = {
@@ -172,7 +172,7 @@ def latest(directory: str | Path, ranks: Group = None) -> Path | None:
 
 
 def load_export(path: str | Path) -> dict[str, Any]:
-    """Return what `export` wrote, on the CPU; not a collective.
+    """Load a file of `export` to the CPU; not a collective.
 
     Raises:
         CheckpointError: the file is damaged, or it names something that may run code.

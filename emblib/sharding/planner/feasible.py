@@ -370,7 +370,7 @@ def _remedies(
     if largest.config.data_type.itemsize == 4 and largest.config.storage == Dense():
         remedies.append("keep tables in 16 bits (data_type=torch.bfloat16)")
     if largest.optimizer is not None and any(not s.per_row for s in largest.optimizer.states):
-        remedies.append("take an optimizer with one number a row, as RowwiseAdagrad")
+        remedies.append("take an optimizer with one number per row, as RowwiseAdagrad")
     remedies.append("make the batch, or the Reservation, smaller")
     return remedies
 

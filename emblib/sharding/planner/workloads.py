@@ -226,8 +226,8 @@ def _workload_of(
     factors, features = constraints.pooling_factor, len(config.feature_names)
     if isinstance(factors, tuple | list) and len(factors) != features:
         raise ValueError(
-            f"pooling_factor of {config.name!r} must be one number, or one a feature = {features}, "
-            f"got {len(factors)}"
+            f"pooling_factor of {config.name!r} must be one number, or one per feature = "
+            f"{features}, got {len(factors)}"
         )
     ids = sum(factors) if isinstance(factors, tuple | list) else factors * features
     weighted = getattr(collection, "is_weighted", None)
