@@ -187,9 +187,9 @@ class MemoryPlan:
         header = ("table", "rows x dim", "stored as", "bytes", "of plain", "loss", "why")
         lines = [header]
         for choice in self.choices:
-            given = choice.before
-            name = f"{choice.path}.{given.name}" if choice.path else given.name
-            sizes = f"{given.num_embeddings:,} x {given.embedding_dim}"
+            config = choice.before
+            name = f"{choice.path}.{config.name}" if choice.path else config.name
+            sizes = f"{config.num_embeddings:,} x {config.embedding_dim}"
             storage_text = "as it is" if choice.method == AS_IT_IS else _describe_storage(choice)
             share = f"1/{choice.plain_nbytes / choice.nbytes:.4g}" if choice.nbytes else "-"
             loss = f"{choice.loss:.3f}"
@@ -533,17 +533,17 @@ def _memory_bytes(
     return sizes
 
 
-def _with_reason(choices: Sequence[MemoryChoice], picked: int) -> MemoryChoice:
+def _with_reason(choices: Sequence[MemoryChoice], index: int) -> MemoryChoice:
     """Return the picked choice, with the next larger and smaller ones as its reason."""
-    choice, sentences = choices[picked], []
-    better = next((c for c in reversed(choices[:picked]) if c.cost < choice.cost), None)
+    choice, sentences = choices[index], []
+    better = next((c for c in reversed(choices[:index]) if c.cost < choice.cost), None)
     if better is not None:
         bytes_more = format_bytes(better.nbytes - choice.nbytes)
         sentences.append(
             f"{_describe_storage(better)} would lose {better.loss:.3f} for {bytes_more} more"
         )
-    if picked + 1 < len(choices):
-        smaller = choices[picked + 1]
+    if index + 1 < len(choices):
+        smaller = choices[index + 1]
         bytes_less = format_bytes(choice.nbytes - smaller.nbytes)
         sentences.append(
             f"{_describe_storage(smaller)} would lose {smaller.loss:.3f} for {bytes_less} less"

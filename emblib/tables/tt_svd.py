@@ -351,10 +351,10 @@ def _counted_chunks(
     weight: Tensor, spec: TTSpec, counts: Tensor
 ) -> Iterator[tuple[Tensor, tuple[Tensor, Tensor]]]:
     """Yield (ids `[n]`, (values `[n, D]`, counts `[n]`)) of chunks of accessed rows."""
-    counted = counts.nonzero().squeeze(1).to(weight.device)
+    counted_ids = counts.nonzero().squeeze(1).to(weight.device)
     widest = max(spec.ranks) ** 2 * spec.dim
     step = max(1, _CHUNK_BYTES // (8 * widest))
-    for ids in counted.split(step):
+    for ids in counted_ids.split(step):
         yield ids, (weight.detach()[ids], counts.to(weight.device)[ids])
 
 

@@ -166,8 +166,8 @@ def cut_to_fit(problem: Problem, workloads: Sequence[TableWorkload]) -> Plan:
     loads, plan = problem.loads(), dict[int, PlacedOption]()
     for t in order:
         by_bytes = sorted(problem.options[t], key=lambda o: (o.penalty, max(o.nbytes(world))))
-        placed = (place(loads, option) for option in by_bytes)
-        choice = next((c for c in placed if c is not None), None)
+        placements = (place(loads, option) for option in by_bytes)
+        choice = next((c for c in placements if c is not None), None)
         if choice is None and _can_cut(problem, workloads[t]):
             choice = _cut(loads, workloads[t], problem)
         if choice is None:

@@ -349,8 +349,8 @@ def table_wise(problem: Problem) -> Plan:
     order = sorted(range(len(ranked)), key=lambda t: (-ranked[t][0].seconds(world), t))
     loads, plan = problem.loads(), dict[int, PlacedOption]()
     for t in order:
-        placed = (place(loads, option) for option in ranked[t])
-        choice = next((c for c in placed if c is not None), None)
+        placements = (place(loads, option) for option in ranked[t])
+        choice = next((c for c in placements if c is not None), None)
         if choice is None:
             return []
         loads.add(choice)

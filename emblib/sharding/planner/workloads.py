@@ -146,8 +146,8 @@ class Reservation:
 
         Of host memory and disk only `share` is reserved.
         """
-        left = capacity.times(1.0 - self.share)
-        return left._replace(device=left.device - self.nbytes - self.dense_copies * dense_bytes)
+        memory = capacity.times(1.0 - self.share)
+        return memory._replace(device=memory.device - self.nbytes - self.dense_copies * dense_bytes)
 
 
 def tables_of(collection: Any) -> Sequence[TableConfig]:
