@@ -102,7 +102,8 @@ class BackingMemory:
         min_hit_rate: minimum share of lookups that a cache is expected to serve, 0 to 1.
 
     Raises:
-        TypeError, ValueError: a wrong number.
+        TypeError: `nbytes` is no integer.
+        ValueError: `nbytes` is below 1, or `min_hit_rate` is not in [0, 1].
 
     Example:
         >>> backing = emblib.BackingMemory(nbytes=1 << 33, directory="tables", min_hit_rate=0.8)

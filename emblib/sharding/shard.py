@@ -295,7 +295,8 @@ def sharded_form(source: nn.Module, path: str = "") -> Any:
         raise TypeError(
             f"the collection{f' at {path!r}' if path else ''} is a {kind.__name__}, a subclass of "
             f"{base.__name__} that changes {', '.join(changed_names)}, which its sharded form "
-            "would not do: put the collection into a module that does it, or leave it out of the plan"
+            "would not do: put the collection into a module that does it, or leave it out of the "
+            "plan"
         )
     _check_instance(source, base, path)
     return SHARDED[base]
