@@ -144,7 +144,10 @@ def _group(batch: TTLookup) -> tuple[tbe.Groups, TTPlan]:
 
 
 def compute_rows(cores: Sequence[Tensor], batch: TTLookup, num_saved: int) -> ComputedRows:
-    """Group the lookups and compute the distinct rows, saving `num_saved` left halves."""
+    """Group the lookups and compute the distinct rows, saving `num_saved` left halves.
+
+    `cores` are those of all tables, table after table.
+    """
     groups, plan = _group(batch)
     rows, prefixes = _ops.tt_rows(cores, plan, *batch.layout[:3], num_saved, batch.matmul_code)
     inverse = _ops.group_inverse(groups.segments, groups.lookups, groups.count)

@@ -183,7 +183,7 @@ class GlobalDecay:
             raise ValueError(f"lower_bound is a factor <= 1, got {self.lower_bound}")
 
     def scale(self, prev_iter: Tensor, step: Tensor | int, lr: Tensor | float) -> Tensor:
-        """Return the decay factors of rows that were last updated at step `prev_iter`.
+        """Return the decay factors of rows that were last updated at step `prev_iter`, `[n]`.
 
         A factor is `max(lower_bound, (1 - lr * rate) ** (step - previous - 1))`, with `previous`
         decoded from `prev_iter` (`decode_steps`), and 1 for rows never updated and for steps before

@@ -149,7 +149,7 @@ class ShardedEmbeddingBagCollection(StateOfTables, ShardedTables):
         return start_input_dist(self, features)
 
     def inputs(self, features: KeyedJaggedTensor | None) -> Inputs:
-        """Return what to send of a batch; None for a rank that stops a joint input_dist."""
+        """Return the request to send a batch; None stops a joint input_dist, on all ranks."""
         return Inputs([self.input_request(features)], _only)
 
     def compute(self, received: IncomingBatch) -> tuple[Tensor, Tensor | None]:
@@ -383,7 +383,10 @@ class PooledOutputDist(nn.Module):
         )
 
     def local_output(self, local: Tensor, received: IncomingBatch) -> Tensor:
-        """Return the output if this rank pooled all rows and nothing was sent."""
+        """Return the output, `local` with its columns in the order of the tables.
+
+        For a rank that pooled all rows, so that nothing was sent; `local` is the pooled rows.
+        """
         if self._in_order and not received.by_unit:
             return local
         tables = self._tables(received)

@@ -87,7 +87,7 @@ class Journal:
         self._end = end  # not before: an interrupt must not leave a header that is never synced
 
     def append(self, block: int, rows: Tensor) -> Iterator[Tensor]:
-        """Record the old bytes of rows, numbered within a block; yield the rows of each record.
+        """Record the old bytes of rows, int64 `[n]` within a block; yield the rows of each record.
 
         A row may be overwritten once it was yielded. Rows that are not consumed are not recorded.
         """

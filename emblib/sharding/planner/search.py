@@ -318,9 +318,9 @@ def greedy(
     Stops early, with fewer choices than tables, if a table fits nowhere.
     """
     loads, plan = problem.loads(), dict[int, PlacedOption]()
-    for t in order:
+    for table in order:
         best: tuple[float, PlacedOption] | None = None
-        for option in problem.options[t]:
+        for option in problem.options[table]:
             choice = place(loads, option)
             if choice is None:
                 continue
@@ -331,9 +331,9 @@ def greedy(
                 best = value, choice
         if best is None:
             break
-        plan[t] = best[1]
+        plan[table] = best[1]
         loads.add(best[1])
-    return [plan[t] for t in sorted(plan)] if len(plan) == len(problem.options) else []
+    return [plan[table] for table in sorted(plan)] if len(plan) == len(problem.options) else []
 
 
 def table_wise(problem: Problem) -> Plan:
@@ -346,16 +346,16 @@ def table_wise(problem: Problem) -> Plan:
         sorted(options, key=lambda o: (o.penalty, o.type is not ShardingType.TABLE_WISE))
         for options in problem.options
     ]
-    order = sorted(range(len(ranked)), key=lambda t: (-ranked[t][0].seconds(world), t))
+    order = sorted(range(len(ranked)), key=lambda table: (-ranked[table][0].seconds(world), table))
     loads, plan = problem.loads(), dict[int, PlacedOption]()
-    for t in order:
-        placements = (place(loads, option) for option in ranked[t])
+    for table in order:
+        placements = (place(loads, option) for option in ranked[table])
         choice = next((c for c in placements if c is not None), None)
         if choice is None:
             return []
         loads.add(choice)
-        plan[t] = choice
-    return [plan[t] for t in sorted(plan)]
+        plan[table] = choice
+    return [plan[table] for table in sorted(plan)]
 
 
 def starts(problem: Problem) -> list[Plan]:
@@ -410,12 +410,12 @@ def _sweep(problem: Problem, plan: Plan, loads: RankCosts, tables: Iterable[int]
     return moved
 
 
-def _choose_again(problem: Problem, plan: Plan, loads: RankCosts, t: int) -> bool:
-    """Choose the best option of table `t`, all others as they are; return whether it changed."""
-    old_score, old_placement = score(loads), plan[t]
+def _choose_again(problem: Problem, plan: Plan, loads: RankCosts, table: int) -> bool:
+    """Choose the best option of `table`, all others unchanged; return whether it changed."""
+    old_score, old_placement = score(loads), plan[table]
     loads.add(old_placement, -1)
     best, best_score = old_placement, old_score
-    for option in problem.options[t]:
+    for option in problem.options[table]:
         for choice in _placings(loads, option):
             loads.add(choice)
             problem.tried += 1
@@ -424,7 +424,7 @@ def _choose_again(problem: Problem, plan: Plan, loads: RankCosts, t: int) -> boo
             if _better(new_score, best_score):
                 best, best_score = choice, new_score
     loads.add(best)
-    plan[t] = best
+    plan[table] = best
     return best is not old_placement
 
 
@@ -505,20 +505,20 @@ def _swap(problem: Problem, plan: Plan, loads: RankCosts) -> bool:
         other_tables = [
             t for t, placed_on in single.items() if placed_on in quiet and placed_on != rank
         ]
-        for a in of_rank:
-            for b in other_tables:
+        for slow_table in of_rank:
+            for other_table in other_tables:
                 if problem.exhausted:
                     return False
                 problem.tried += 1
-                if _swapped(plan, loads, a, b):
+                if _swapped(plan, loads, slow_table, other_table):
                     return True
     return False
 
 
-def _swapped(plan: Plan, loads: RankCosts, a: int, b: int) -> bool:
+def _swapped(plan: Plan, loads: RankCosts, first_table: int, second_table: int) -> bool:
     """Swap the ranks of two tables if that shortens the step; return whether it did."""
     old_score = score(loads)
-    old_placements = plan[a], plan[b]
+    old_placements = plan[first_table], plan[second_table]
     new_placements = (
         PlacedOption(old_placements[0].option, old_placements[1].targets),
         PlacedOption(old_placements[1].option, old_placements[0].targets),
@@ -530,7 +530,7 @@ def _swapped(plan: Plan, loads: RankCosts, a: int, b: int) -> bool:
         if loads.fits(new_placements[1].option.units[0], new_placements[1].targets[0]):
             loads.add(new_placements[1])
             if _better(score(loads), old_score):
-                plan[a], plan[b] = new_placements
+                plan[first_table], plan[second_table] = new_placements
                 return True
             loads.add(new_placements[1], -1)
         loads.add(new_placements[0], -1)
