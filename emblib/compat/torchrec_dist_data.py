@@ -102,7 +102,10 @@ class KJTAllToAll(nn.Module):
     Args:
         pg: the process group.
         splits: features for each rank, in the order of the batch.
-        stagger: 1: the ranks are received in order.
+        stagger: number that must be 1: batches of ranks follow each other in rank order.
+
+    Raises:
+        ValueError: another number of splits than ranks, or another `stagger`.
     """
 
     def __init__(self, pg: Any, splits: Sequence[int], stagger: int = 1) -> None:
@@ -168,7 +171,11 @@ class KJTAllToAll(nn.Module):
 def _feature_major(
     keys: list[str], messages: list[list[int]], values: Any, weights: Any
 ) -> KeyedJaggedTensor:
-    """Return a batch from rank-major messages of lengths and ids."""
+    """Return a batch from rank-major messages of lengths and ids.
+
+    `messages` has for each rank the bags per feature and the ids of each feature; `values` and
+    `weights` are awaitables of the received lengths and ids, and weights.
+    """
     strides, counts = [row[0] for row in messages], [row[1:] for row in messages]
     num_features = len(keys)
     sizes = [

@@ -144,10 +144,10 @@ class ParameterConstraints:
         Raises:
             ValueError: batch sizes that differ by feature.
         """
-        types = self.sharding_types
-        named = None
-        if types is not None:
-            named = tuple(sharding.ShardingType(ShardingType(t).value) for t in types)
+        types = None
+        if self.sharding_types is not None:
+            values = (ShardingType(t).value for t in self.sharding_types)
+            types = tuple(map(sharding.ShardingType, values))
         if self.batch_sizes is not None and len(set(self.batch_sizes)) > 1:
             raise ValueError(f"batch_sizes of a table must be equal, got {self.batch_sizes}")
         kernels = self._kernels()
@@ -157,7 +157,7 @@ class ParameterConstraints:
         if self.min_partition is not None:
             options["min_partition"] = self.min_partition
         return planner.TableConstraints(
-            sharding_types=named,
+            sharding_types=types,
             storages=tuple(storages[k] for k in kernels if k in storages),
             pooling_factor=factors[0] if len(factors) == 1 else factors,
             batch_size=self.batch_sizes[0] if self.batch_sizes else None,
@@ -243,20 +243,20 @@ class EmbeddingEnumerator:
         estimator: Any = None,
         **others: Any,
     ) -> None:
-        given_estimators = estimator if isinstance(estimator, Sequence) else [estimator]
-        if any(not isinstance(e, EmbeddingPerfEstimator | None) for e in given_estimators):
+        estimators = estimator if isinstance(estimator, Sequence) else [estimator]
+        if any(not isinstance(e, EmbeddingPerfEstimator | None) for e in estimators):
             others["estimator"] = estimator
-        if given := sorted(name for name, value in others.items() if value is not None):
+        if unsupported := sorted(name for name, value in others.items() if value is not None):
             raise ValueError(
-                f"{', '.join(given)} must be left out: emblib's planner has one enumeration and "
-                f"one measured cost model. {FIRST_DOOR}"
+                f"{', '.join(unsupported)} must be left out: emblib's planner has one enumeration "
+                f"and one measured cost model. {FIRST_DOOR}"
             )
         self.topology, self.batch_size = topology, batch_size
         self.constraints = dict(constraints or {})
-        for given in given_estimators:
-            if given is not None:
-                self.agreed("topology", given.topology)
-                self.constraints = self.agreed("constraints", given.constraints)
+        for each in estimators:
+            if each is not None:
+                self.agreed("topology", each.topology)
+                self.constraints = self.agreed("constraints", each.constraints)
 
     def enumerate(self, module: nn.Module, sharders: Sequence[Any]) -> list[Any]:
         """Raise NotImplementedError: the options of a plan are not objects here."""
@@ -265,30 +265,25 @@ class EmbeddingEnumerator:
             f"and print(plan) shows what it chose and what each table costs. {FIRST_DOOR}"
         )
 
-    def agreed(self, name: str, given_value: Any) -> Any:
-        """Return an argument that enumerator and planner or estimator share, of whichever has it.
+    def agreed(self, name: str, other: Any) -> Any:
+        """Return the attribute `name`, or if it is empty `other`, that of a planner or estimator.
 
         Raises:
-            ValueError: both have it, and differ.
+            ValueError: both are set, and differ.
         """
-        local = getattr(self, name)
-        if (
-            local
-            and given_value
-            and getattr(local, "native", local) != getattr(given_value, "native", given_value)
-        ):
+        value = getattr(self, name)
+        if value and other and getattr(value, "native", value) != getattr(other, "native", other):
             raise ValueError(f"enumerator, estimators and planner must have the same {name}")
-        return local or given_value
+        return value or other
 
 
 class EmbeddingShardingPlanner:
     """Planner of the collections of a model.
 
-    What `enumerator` has, topology, batch size and constraints, counts as the planner's own.
-
+    Topology, batch size and constraints may be arguments or those of `enumerator`.
     `storage_reservation` is one of the classes above, or an `emblib.sharding.planner.Reservation`.
-    Each of `callbacks` gets the plan on rank 0 and returns the plan to use. What emblib's planner
-    says of the plan is printed by `print(plan)`.
+    Each of `callbacks` gets the plan on rank 0 and returns the plan to use. `print(plan)` shows the
+    report of emblib's planner.
 
     Raises:
         ValueError: parts of TorchRec's planner, which emblib's does not have.
@@ -316,11 +311,11 @@ class EmbeddingShardingPlanner:
             "stats": stats,
             "timeout_seconds": timeout_seconds,
         }
-        given = [name for name, value in parts.items() if value is not None]
-        if given:
+        unsupported = [name for name, value in parts.items() if value is not None]
+        if unsupported:
             raise ValueError(
-                f"{', '.join(given)} must be left out: emblib's planner has one search, whose "
-                "length is max_trials of emblib.sharding.planner.Planner, a measured cost model, "
+                f"{', '.join(unsupported)} must be left out: emblib's planner has one search, "
+                "whose length is max_trials of emblib.sharding.planner.Planner, a measured cost model, "
                 "and a report that print(plan) shows; constraints and callbacks change its plans. "
                 + FIRST_DOOR
             )
@@ -332,11 +327,12 @@ class EmbeddingShardingPlanner:
         if isinstance(storage_reservation, StorageReservation):
             storage_reservation = storage_reservation.reservation
         self._reservation = storage_reservation or planner.Reservation()
-        self._constraints = {name: given.to_emblib() for name, given in (constraints or {}).items()}
+        constraints = constraints or {}
+        self._constraints = {name: each.to_emblib() for name, each in constraints.items()}
         self._forced = {
             name: storage
-            for name, given in (constraints or {}).items()
-            if (storage := given.forced_storage()) is not None
+            for name, each in constraints.items()
+            if (storage := each.forced_storage()) is not None
         }
         self._callbacks = list(callbacks or ())
 

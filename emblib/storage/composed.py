@@ -45,7 +45,7 @@ from emblib.storage.handles import TableHandle
 from emblib.tables import optimizer_hooks, state_dicts
 from emblib.tables.base import check_bounds, variable_batch
 
-_SEED_FACTOR = 0x632BE59BD9B4E019  # odd, so that the seeds of components differ
+_SEED_FACTOR = 0x632BE59BD9B4E019  # arbitrary: separates the seeds of components
 
 
 class Combine(Choice):

@@ -18,7 +18,7 @@ from emblib.ops import primitives
 from emblib.storage.base import TableDescription, TableSlice
 
 _BLOCK_ELEMENTS = 1 << 22
-_SEED_FACTOR = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: multiples are spread evenly modulo 2^64
+_SEED_FACTOR = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, to separate the seeds of blocks
 
 
 def new_seeds(slices: Iterable[TableSlice]) -> dict[str, int]:

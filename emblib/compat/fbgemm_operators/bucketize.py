@@ -19,6 +19,7 @@ from emblib.ops import route
 
 _Buckets = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
 
+# Parts of the schemas of block_bucketize_sparse_features and its variants.
 _OPTIONS = (
     "Tensor? batch_size_per_feature=None, SymInt max_B=-1, Tensor[]? block_bucketize_pos=None, "
 )
@@ -49,7 +50,7 @@ def _bags_and_features(
 
 
 def _group(lengths: Tensor, bag: Tensor, bucket: Tensor, buckets: int) -> tuple[Tensor, Tensor]:
-    """Return the stable order by bucket and bag, and the lengths `[buckets * bags]`."""
+    """Return the stable order of lookups by bucket and bag, and the lengths `[buckets * bags]`."""
     slot = bucket * lengths.numel() + bag
     order = torch.sort(slot, stable=True).indices
     counts = torch.zeros(buckets * lengths.numel(), dtype=lengths.dtype, device=lengths.device)
@@ -277,14 +278,16 @@ def block_bucketize_sparse_features_inference(
     )
 
 
+_NUM_LEADING = 10  # positional arguments before `return_bucket_mapping`, which variants lack
 _KEEP = ("keep_orig_idx", "total_num_blocks", "keep_orig_idx_per_feature")
 """The arguments that follow `return_bucket_mapping`."""
 
 
 def _bucketize(arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    trailing = dict(zip(_KEEP, arguments[10:], strict=False))
-    whole: Any = block_bucketize_sparse_features_inference
-    return whole(*arguments[:10], **trailing, **options)[:5]
+    """Call the inference operator without `return_bucket_mapping`; drop its last result."""
+    trailing = dict(zip(_KEEP, arguments[_NUM_LEADING:], strict=False))
+    bucketize: Any = block_bucketize_sparse_features_inference
+    return bucketize(*arguments[:_NUM_LEADING], **trailing, **options)[:-1]
 
 
 @operator(
@@ -416,7 +419,7 @@ def bounds_check_indices(
 
 @operator("get_infos_metadata")
 def get_infos_metadata(unused: Tensor, B: int, T: int) -> tuple[int, int]:
-    """Return the bits that 32 bits have for a bag where a feature takes the rest, and a mask."""
+    """Return the bits of a bag's number in 32 bits that also have its feature, and their mask."""
     check(T > 0 and B > 0, f"B and T must be positive, got {B} and {T}")
     bits = 32 - T.bit_length()
     check(bits > 0 and 2**bits > B, f"{B} bags and {T} features do not fit into 32 bits")
@@ -489,9 +492,10 @@ def transpose_embedding_input(
     """Sort lookups by row, for backward passes.
 
     Returns:
-        rows of all tables one after the other of each lookup; the same sorted; what looked them up,
-        by bag or, with `nobag`, by position; the distinct rows, filled up to the number of lookups;
-        the lookups of each; their number `[1]`; the sums of the lookups.
+        the linear row of each lookup, `hash_size_cumsum[feature] + index`, `[L]`; these, sorted;
+        the bag of each sorted lookup or, with `nobag`, its position and feature; the distinct rows,
+        padded to `[L]`; the number of lookups of each, padded to `[L]`; the number of distinct
+        rows, `[1]`; the running sums of the numbers of lookups, padded to `[L + 1]`.
     """
     check(not is_index_select, "is_index_select is not supported: use batch_index_select_dim0")
     features = hash_size_cumsum.numel() - 1

@@ -126,7 +126,7 @@ def permute_1d_sparse_data(
     weights: Tensor | None = None,
     permuted_lengths_sum: SymInt | None = None,
 ) -> _Permuted:
-    """Return lengths, values and weights of the segments `permute`; they may repeat or lack."""
+    """Return lengths, values and weights of the segments `permute`; it may omit or repeat some."""
     permuted_lengths = lengths.index_select(0, permute)
     total = int(permuted_lengths.sum()) if permuted_lengths_sum is None else permuted_lengths_sum
     starts, order = complete_cumsum(lengths.long()), permute.long()
@@ -213,7 +213,7 @@ def permute_2d_sparse_preallocated_out(
 def expand_into_jagged_permute(
     permute: Tensor, input_offset: Tensor, output_offset: Tensor, output_size: SymInt
 ) -> Tensor:
-    """Return the permutation of entries that a permutation of segments is."""
+    """Expand a permutation of segments to the permutation of their entries."""
     check_one_per("input_offset", input_offset, "segment, and one more", permute.numel() + 1)
     check_one_per("output_offset", output_offset, "segment, and one more", permute.numel() + 1)
     starts = input_offset.index_select(0, permute).to(permute.dtype)
@@ -228,7 +228,7 @@ def _pad_level(values: Tensor, offsets: Tensor, max_length: int, padding: float)
     check_offsets("offsets", offsets)
     position = torch.arange(max_length, dtype=offsets.dtype, device=offsets.device)
     index = offsets[:-1].unsqueeze(1) + position
-    # Row 0 is the padding: offsets beyond the values then name a row that there is not.
+    # Row 0 is the padding. Offsets beyond the values select a row that does not exist, and raise.
     index = torch.where(index < offsets[1:].unsqueeze(1), index + 1, 0)
     extra = values.new_full((1, *values.shape[1:]), padding)
     rows = torch.cat([extra, values]).index_select(0, index.flatten())
@@ -307,7 +307,7 @@ def dense_to_jagged(
 def jagged_dense_add(
     x_values: Tensor, x_offsets: Sequence[Tensor], y: Tensor
 ) -> tuple[Tensor, list[Tensor]]:
-    """Add dense `[B, N, ..., D]` to jagged values; what lies beyond N stays as it is."""
+    """Add dense `[B, N, ..., D]` to jagged values; values beyond N do not change."""
     return x_values + dense_to_jagged(y, x_offsets, x_values.size(0))[0], list(x_offsets)
 
 

@@ -55,7 +55,7 @@ def permute_duplicate_pooled_embs(
     inv_offset_dim_list: Tensor,
     inv_permute_list: Tensor,
 ) -> Tensor:
-    """Return the blocks of columns `permute_list`, which may repeat and lack blocks."""
+    """Return the blocks of columns `permute_list`, which may omit or repeat some."""
     return _permute_columns(pooled_embs, offset_dim_list, permute_list, None)
 
 
@@ -108,6 +108,9 @@ def regroup_keyed_tensor(
     return result
 
 
+_LINK = 5  # last column of a permutation of `kt_regroup_arguments`
+
+
 @operator("kt_regroup_arguments")
 def kt_regroup_arguments(
     embs: Tensor,
@@ -135,12 +138,12 @@ def kt_regroup_arguments(
         widths.append(column)
     for numbers in uses.values():
         if len(numbers) > 1:
-            rows[numbers[0]][5] = numbers[1]
+            rows[numbers[0]][_LINK] = numbers[1]
             for number, following in zip(numbers[1:], [*numbers[2:], len(rows)], strict=True):
-                rows[number][5] = -following
+                rows[number][_LINK] = -following
     device = embs.device
     return (
-        torch.tensor(rows, dtype=torch.int32, device=device).view(-1, 6),
+        torch.tensor(rows, dtype=torch.int32, device=device).view(-1, _LINK + 1),
         torch.tensor([sum(row) for row in lengths], dtype=torch.int32, device=device),
         torch.tensor(widths, dtype=torch.int32, device=device),
         widths,

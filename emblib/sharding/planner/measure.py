@@ -53,7 +53,7 @@ _EXTRA_TABLES = 64  # tables whose steps, compared with that of one, give the co
 _TINY = TableShape(64, 8)  # rows and columns of tables whose rows cost nothing
 _ROUND_S = 5e-3  # duration of a round
 _NS_PER_S = 1e9
-_MIN_NEAR_FRACTION = 0.02  # of a quarter of the large table: no cache is smaller
+_MIN_NEAR_FRACTION = 0.02  # of a quarter of the large table, so that the cache is not empty
 
 
 @dataclass(frozen=True)
