@@ -315,9 +315,9 @@ class EmbeddingShardingPlanner:
         if unsupported:
             raise ValueError(
                 f"{', '.join(unsupported)} must be left out: emblib's planner has one search, "
-                "whose length is max_trials of emblib.sharding.planner.Planner, a measured cost model, "
-                "and a report that print(plan) shows; constraints and callbacks change its plans. "
-                + FIRST_DOOR
+                "whose length is max_trials of emblib.sharding.planner.Planner, a measured cost "
+                "model, and a report that print(plan) shows; constraints and callbacks change its "
+                "plans. " + FIRST_DOOR
             )
         if enumerator is not None:
             topology = enumerator.agreed("topology", topology)

@@ -474,8 +474,8 @@ class NodeSumDist:
         units = self._layout.units
         widths = [unit.columns for unit in units]
         positions = _positions(widths, bags, world, by_unit=by_unit)
-        targets: list[tuple[int, ...]] = []
-        pieces: list[tuple[int, int, int]] = []
+        targets: list[route.Target] = []
+        pieces: list[route.Piece] = []
         end = 0
 
         def pack(rank: int, groups: Sequence[Sequence[int]]) -> int:
@@ -488,9 +488,8 @@ class NodeSumDist:
                 groups, starts, group_widths, group_bags, strict=True
             ):
                 first = len(pieces)
-                pieces.extend((*positions[rank][i], -1) for i in members)
-                target = end + start
-                targets.append((target, stride, count, width, first, len(pieces), -1))
+                pieces.extend(route.Piece(*positions[rank][i]) for i in members)
+                targets.append(route.Target(end + start, stride, count, width, first, len(pieces)))
             size = sum(w * n for w, (n,) in zip(group_widths, group_bags, strict=True))
             end += size
             return size
@@ -582,8 +581,8 @@ class NodeSumStep:
         size, row = self.local_sizes[self.groups.local.rank], self._packing.row
         total = received
         if size:
-            targets = torch.tensor([[0, row, size // row, row, 0, world, -1]])
-            pieces = torch.tensor([[rank * size, row, -1] for rank in range(world)])
+            targets = torch.tensor([route.Target(0, row, size // row, row, 0, world)])
+            pieces = torch.tensor([route.Piece(rank * size, row) for rank in range(world)])
             device = received.device
             total = route.combine(
                 received, targets.to(device), pieces.to(device), None, size, torch.float32
