@@ -36,7 +36,7 @@ from emblib.compat.fbgemm_types import (
     WeightDecayMode,
 )
 
-_BUCKET = 32  # rows
+_BUCKET_ROWS = 32
 
 
 def split(
@@ -54,7 +54,7 @@ def split(
         NotImplementedError: a GPU without memory for values; tables without eviction that do not
             fit.
     """
-    rows = [_rows_there(o, s, rule, device) for o, s in zip(options, specs, strict=True)]
+    rows = [_num_fast_rows(o, s, rule, device) for o, s in zip(options, specs, strict=True)]
     store = options[0].external_storage
     if store is None and all(fast_rows >= s.rows for fast_rows, s in zip(rows, specs, strict=True)):
         return list(specs), None
@@ -77,7 +77,7 @@ def split(
     return fast, BackingStore(store, mode)
 
 
-def _rows_there(
+def _num_fast_rows(
     options: DynamicEmbTableOptions,
     spec: DynamicSpec,
     rule: optim.Optimizer,
@@ -95,16 +95,16 @@ def _rows_there(
             return spec.rows
         raise NotImplementedError(
             f"table {spec.name!r} has local_hbm_for_values = 0, which keeps all rows in host "
-            f"memory; give it at least the {row_bytes * 32} bytes of a bucket, and at most the "
-            f"{row_bytes * spec.rows} bytes of all rows"
+            f"memory; give it at least the {row_bytes * _BUCKET_ROWS} bytes of a bucket, and at "
+            f"most the {row_bytes * spec.rows} bytes of all rows"
         )
-    if budget_bytes < _BUCKET * row_bytes:
+    if budget_bytes < _BUCKET_ROWS * row_bytes:
         warnings.warn(
             f"local_hbm_for_values of table {spec.name!r} is {budget_bytes} bytes, and a bucket of "
-            f"{_BUCKET} rows takes {_BUCKET * row_bytes}: it is rounded up to one bucket",
+            f"{_BUCKET_ROWS} rows takes {_BUCKET_ROWS * row_bytes}: it is rounded up to one bucket",
             stacklevel=3,
         )
-    return min(max(budget_bytes // row_bytes // _BUCKET, 1) * _BUCKET, spec.rows)
+    return min(max(budget_bytes // row_bytes // _BUCKET_ROWS, 1) * _BUCKET_ROWS, spec.rows)
 
 
 def bytes_per_row(dtype: torch.dtype, dim: int, rule: optim.Optimizer) -> int:
@@ -247,16 +247,22 @@ class BatchedDynamicEmbeddingTablesV2(DynamicEmbTables, nn.Module):
         total_unique_indices: int | None = None,
         pooling_weights: Tensor | None = None,
     ) -> Tensor:
-        """`[B, sum D]`, or `[L, D]` for NONE.
+        """Pool rows to `[B, sum D]`, or return `[L, D]` for pooling NONE.
 
         Args:
             indices: ids, cast to `index_type`.
             offsets: `[F * B + 1]`, feature-major.
-            per_sample_weights: how many uses each lookup stands for, where eviction is by them.
-            feature_requires_grad: unsupported: NotImplementedError unless None.
-            batch_size_per_feature_per_rank: unsupported: NotImplementedError unless None.
-            total_unique_indices: unsupported: NotImplementedError unless None.
-            pooling_weights: scale the rows, for SUM and MEAN.
+            per_sample_weights: number of uses that each lookup stands for, `[L]`; only with scores
+                that count uses (LFU, or TIMESTAMP and LFU).
+            feature_requires_grad: argument that must be None.
+            batch_size_per_feature_per_rank: argument that must be None.
+            total_unique_indices: argument that must be None.
+            pooling_weights: factors of the rows, `[L]`, for SUM and MEAN.
+
+        Raises:
+            NotImplementedError: an argument that must be None.
+            RuntimeError: training of tables with `training=False`.
+            ValueError: weights that the pooling mode or the score strategy does not use.
         """
         _refuse(
             feature_requires_grad=feature_requires_grad,
@@ -281,17 +287,17 @@ class BatchedDynamicEmbeddingTablesV2(DynamicEmbTables, nn.Module):
 
     @contextmanager
     def _scores_at(self, prefetched: _Prefetched) -> Iterator[None]:
-        """Give the next batch the scores it was prefetched with; the counted steps stay."""
+        """Use the scores of the batch's prefetch inside the context; the step count stays."""
         scores = self.bags.scores
         if scores is None or prefetched.scores is None:
             yield
             return
-        now = scores.values.clone()
+        current = scores.values.clone()
         scores.values.copy_(prefetched.scores)
         try:
             yield
         finally:
-            scores.values.copy_(now)
+            scores.values.copy_(current)
 
     def _ids(self, indices: Tensor) -> Tensor:
         if indices.dtype is torch.uint64:
@@ -322,18 +328,18 @@ class BatchedDynamicEmbeddingTablesV2(DynamicEmbTables, nn.Module):
         batch_size_per_feature_per_rank: list[list[int]] | None = None,
         frequency_counters: Tensor | None = None,
     ) -> None:
-        """Fix the scores of a coming batch, and read its rows that are behind the device's memory.
+        """Fix the scores of a later batch, and read its rows from the backing store.
 
-        In training a prefetched batch gets the scores of now, also where another is set before its
-        `forward`, and counts as a step: the next batch has the next STEP score. Training forwards
-        take prefetched batches in their order. Keys get their rows in `forward`.
+        In training, a prefetched batch keeps the scores of the time of `prefetch`, even if others
+        are set before its `forward`, and counts as a step: the next batch has the next STEP score.
+        Training forwards take prefetched batches in their order. Keys get their rows in `forward`.
 
         Args:
             indices: ids, as in `forward`.
             offsets: offsets of the bags, as `forward` takes them.
-            forward_stream: ignored; streams are those that torch uses.
-            batch_size_per_feature_per_rank: unsupported: NotImplementedError unless None.
-            frequency_counters: how many uses each lookup stands for, instead of
+            forward_stream: ignored: work runs on the current stream.
+            batch_size_per_feature_per_rank: argument that must be None.
+            frequency_counters: number of uses that each lookup stands for, instead of
                 `per_sample_weights` of `forward`.
         """
         _refuse(batch_size_per_feature_per_rank=batch_size_per_feature_per_rank)

@@ -83,8 +83,8 @@ class Trained:
     optimizer: TorchOptimizer
     group: dict[str, Any]
     state: dict[str, Any]
-    order: list[nn.Parameter]  # parameters of the group before the migration
-    in_backward: bool  # whether torch applies the optimizer in backward
+    order: list[nn.Parameter]
+    in_backward: bool
 
     @staticmethod
     def of(optimizers: Sequence[TorchOptimizer], weight: nn.Parameter) -> Trained | None:
