@@ -38,7 +38,7 @@ class Int8Tables(nn.Module):
     """The tables and lookups of a training module with `weights_precision=SparseType.INT8`.
 
     Args:
-        a: the normalised arguments of the module.
+        args: the normalised arguments of the module.
     """
 
     weights: Tensor
