@@ -161,7 +161,7 @@ class CapturedStep:
         `track_evictions`.
         """
         if self._stream is not None:
-            torch.cuda.synchronize(self._device)  # nothing may use what is freed here
+            torch.cuda.synchronize(self._device)  # nothing may use the memory that is freed
         self._classes.clear()
         self._layout = self._pool = None
         self._steps_before_capture = 0
@@ -339,7 +339,7 @@ class _OptimizerMemory(NamedTuple):
     addresses: list[int]
 
     def replaced(self) -> str | None:
-        """Return what was replaced since the capture, "states" or "parameters", or None."""
+        """Return "states" or "parameters" if these were replaced since the capture, else None."""
         if vars(self.optimizer).get("state") is not self.state:
             return "states"
         pointers = [parameter.data_ptr() for parameter in self.parameters]

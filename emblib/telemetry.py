@@ -1,6 +1,6 @@
 """Numbers of a model's tables for monitoring: Prometheus text, files of it, and series in CSV.
 
-`prometheus_text` walks a model and writes what its tables count anyway: dynamic tables with their
+`prometheus_text` walks a model and writes the counters of its tables: dynamic tables with their
 tiers, caches of dense tables, and caches of tensor-train tables. It communicates with no other
 rank. Each rank exports its own shards, with its rank as a label, and the monitoring system adds
 them up. Reading counters waits for the device, so call it from time to time, not in every step.

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from emblib import columns
-from emblib.ops import tt
+from emblib.ops import route, tt
 
 CSRC = Path(__file__).resolve().parents[1] / "csrc"
 
@@ -89,3 +89,13 @@ def test_plans_have_the_tensors_of_csrc() -> None:
 def test_a_feature_row_has_the_columns_of_features() -> None:
     names = [member.name.lower() for member in columns.FeatureColumn]
     assert list(columns.FeatureRow._fields) == names
+
+
+@pytest.mark.parametrize(
+    ("row", "enum"),
+    [(route.Target, columns.TargetColumn), (route.Piece, columns.PieceColumn)],
+)
+def test_rows_of_combine_have_the_fields_of_their_columns(
+    row: type[route.Target] | type[route.Piece], enum: type[IntEnum]
+) -> None:
+    assert [field.upper() for field in row._fields] == [column.name for column in enum]

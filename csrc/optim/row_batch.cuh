@@ -247,7 +247,7 @@ struct RowBatch {
     }
   }
 
-  // Convert what was loaded to floats.
+  // Convert the loaded values to floats.
   template <class Selection>
   EMB_DEVICE void convert(Selection, const OptimizerStepArgs& args, const TierMemory& tier) {
     widen<kSlices>(tier.weight_type, weights);

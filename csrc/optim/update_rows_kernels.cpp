@@ -44,7 +44,7 @@ EMB_HD RowViews open_row(const TierMemory& tier, int64_t start, int64_t width, f
   return views;
 }
 
-// Store what open_row copied; `id` is that of the row in the random numbers.
+// Store the copies of open_row; `id` is that of the row in the random numbers.
 template <class Opt>
 EMB_HD void close_row(const TierMemory& tier, int64_t start, int64_t width, const RowViews& views,
                       const Rounding& rounding, int64_t id) {

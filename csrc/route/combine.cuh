@@ -35,7 +35,7 @@ EMB_DEVICE bool lies_inside(int64_t offset, int64_t width, int64_t numel) {
   return offset >= 0 && width <= numel && offset <= numel - width;
 }
 
-// Return by what a row of a target is divided: its length, at least 1, or 1 if it has none.
+// Return the divisor of a row of a target: the length of its bag, at least 1; 1 without lengths.
 EMB_DEVICE float combine_divisor(const DeviceCombine& in, const Target& target, int64_t row) {
   const int64_t bag = target.first_bag + row;
   if (target.first_bag < 0 || bag >= in.num_lengths) return 1.0f;

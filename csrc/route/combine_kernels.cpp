@@ -9,7 +9,7 @@
 namespace emb::EMB_ISA {
 namespace {
 
-// Return by what a row of a target is divided: its length, at least 1, or 1 if it has none.
+// Return the divisor of a row of a target: the length of its bag, at least 1; 1 without lengths.
 EMB_HD float divisor(const CombineArgs& args, const Target& target, int64_t row) {
   if (target.first_bag < 0) return 1.0f;
   const int64_t length = args.lengths[target.first_bag + row];

@@ -76,7 +76,7 @@ struct SampleWeightTable {
 // threads.
 inline constexpr int64_t kChunkLookups = 1024;
 
-// The gradient of every sorted lookup: where it is and what it is multiplied by.
+// The gradient of every sorted lookup: its location and its factor.
 struct GradArgs {
   const void* grad;         // [B, columns]; [columns] of a variable batch; [L, D] without pooling
   int64_t grad_stride;      // elements between rows of `grad`

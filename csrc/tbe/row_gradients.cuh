@@ -106,7 +106,7 @@ EMB_DEVICE int64_t grad_offset(const DeviceGradArgs& args, int j, uint32_t bag) 
   return args.map.element(bag, args.features[args.map.feature(bag)].column);
 }
 
-// Return what that gradient is multiplied by: sample weight, and 1 / length for MEAN.
+// Return the factor of that gradient: its sample weight, times 1 / length for MEAN.
 EMB_DEVICE float grad_weight(const DeviceGradArgs& args, int j, uint32_t bag) {
   float weight = 1.0f;
   if (args.pooling == Pooling::kMean) {

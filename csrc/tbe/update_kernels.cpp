@@ -32,7 +32,7 @@ EMB_HD int64_t grad_offset(const GradArgs& args, int64_t j) {
   return (bag - feature * args.batch.value()) * args.grad_stride + args.features[feature].column;
 }
 
-// Return what that gradient is multiplied by: sample weight, and 1 / length for MEAN.
+// Return the factor of that gradient: its sample weight, times 1 / length for MEAN.
 EMB_HD float grad_scale(const GradArgs& args, int64_t j) {
   const float scale = args.bag_scale ? args.bag_scale[args.sorted_bags[j]] : 1.0f;
   return args.sample_weights ? scale * args.sample_weights[args.sorted_lookups[j]] : scale;
@@ -163,7 +163,7 @@ EMB_HD float* open_row(void* data, Dtype type, const RowUpdate& target, float* s
   return scratch;
 }
 
-// Store what open_row copied; `tensor` selects the random numbers of stochastic rounding.
+// Store the copies of open_row; `tensor` selects the random numbers of stochastic rounding.
 EMB_HD void close_row(const float* values, void* data, Dtype type, const RowUpdate& target,
                       const Rounding& rounding, uint32_t tensor) {
   if (type == Dtype::kFloat) return;

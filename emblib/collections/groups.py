@@ -648,7 +648,14 @@ def by_rank(
     outs: Sequence[Tensor],
     batch_sizes: Sequence[Sequence[int]],
 ) -> Tensor:
-    """Join the outputs of groups for variable batch sizes: rank after rank, group after group."""
+    """Join the outputs of groups for variable batch sizes: rank after rank, group after group.
+
+    Args:
+        groups: the groups, in the order of `outs`.
+        dims: columns of the output of each unit.
+        outs: output of each group, flat, rank after rank.
+        batch_sizes: `[units][ranks]`, bags of each unit.
+    """
     blocks, unit = [], 0
     for info, out in zip(groups, outs, strict=True):
         sizes = batch_sizes[unit : unit + len(info.units)]
@@ -672,7 +679,7 @@ class CachedModule(TableModule, Protocol):
         *,
         batch_sizes: Sequence[Sequence[int]] | None = None,
     ) -> None:
-        """Load the rows of a batch."""
+        """Load the rows of a batch, whose tensors are those of the later `forward`."""
 
 
 def is_cached(module: TableModule) -> TypeGuard[CachedModule]:

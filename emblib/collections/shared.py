@@ -321,7 +321,10 @@ class SharedReader(nn.Module):
     def prefetch(
         self, ids: Tensor, offsets: Tensor, *, batch_sizes: Sequence[Sequence[int]] | None = None
     ) -> None:
-        """Fetch the rows of a later batch into the cache, if there is one."""
+        """Fetch the rows of a later batch into the cache, if there is one.
+
+        The arguments are those of `TableBatchedEmbeddingBags.prefetch`.
+        """
         module = self.table.module
         module.prefetch_as(self._reading(), BatchId(ids, offsets), batch_sizes)
 

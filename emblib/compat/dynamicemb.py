@@ -11,10 +11,11 @@ or keep the imports, too:
     import emblib.compat.dynamicemb
     emblib.compat.dynamicemb.install()  # before anything imports dynamicemb
 
-`docs/dynamicemb.md` says what each option is here. What differs: it runs on a CPU; what a new row
-starts with follows from the seed and its key; one batch has one result, on any number of threads;
-options that DynamicEmb drops silently have their effect or raise. What there is not: its inference
-tables. The planner and sharders are used with `emblib.compat.torchrec`.
+`docs/dynamicemb.md` lists the meaning of every option in emblib. Differences: tables also run on a
+CPU; the initial values of a row follow from the seed and its key; the result of a batch does not
+depend on the number of threads; options that DynamicEmb drops silently take effect or raise.
+DynamicEmb's inference tables are missing. The planner and the sharders are used with
+`emblib.compat.torchrec`.
 """
 
 import sys as _sys
@@ -110,11 +111,11 @@ _SOURCES: tuple[_ModuleType, ...] = (
 
 def _find_names() -> dict[str, _Any]:
     names = {name for text in (*_MODULES.values(), _OTHERS) for name in text.split()}
-    found = {
+    values_by_name = {
         name: next(vars(m)[name] for m in _SOURCES if name in vars(m))
         for name in names - _RAISES.keys()
     }
-    return dict(sorted(found.items()))
+    return dict(sorted(values_by_name.items()))
 
 
 def _make_modules() -> dict[str, _ModuleType]:
@@ -148,8 +149,8 @@ def install() -> None:
     Raises:
         RuntimeError: the real dynamicemb was imported before.
     """
-    known = _sys.modules.get("dynamicemb")
-    if known is not None and known is not _sys.modules[__name__]:
+    imported_module = _sys.modules.get("dynamicemb")
+    if imported_module is not None and imported_module is not _sys.modules[__name__]:
         raise RuntimeError("dynamicemb was imported already: call install() before")
     _sys.modules["dynamicemb"] = _sys.modules[__name__]
     _sys.modules.update({f"dynamicemb.{name}": module for name, module in _modules.items()})

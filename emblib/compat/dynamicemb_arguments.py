@@ -57,7 +57,7 @@ def eviction(strategy: dynamicemb_types.ScoreStrategy) -> Eviction:
 
 
 def evict_strategy(strategy: dynamicemb_types.ScoreStrategy) -> DynamicEmbEvictStrategy:
-    """DynamicEmb's name for what a score strategy evicts by."""
+    """Return DynamicEmb's name of the eviction order of a score strategy."""
     return DynamicEmbEvictStrategy.LFU if isinstance(strategy, tuple) else _EVICTIONS[strategy][1]
 
 
@@ -104,11 +104,11 @@ def _check(options: DynamicEmbTableOptions, name: str) -> None:
             f"such as emblib.DiskRows(directory), got {store!r}: classes of DynamicEmb's protocol "
             "Storage are not called"
         )
-    asked = options.evict_strategy
-    if asked not in (DynamicEmbEvictStrategy.LRU, evict_strategy(options.score_strategy)):
+    requested, required = options.evict_strategy, evict_strategy(options.score_strategy)
+    if requested not in (DynamicEmbEvictStrategy.LRU, required):
         raise ValueError(
-            f"evict_strategy follows from score_strategy, which evicts by "
-            f"{evict_strategy(options.score_strategy).name}; got {asked.name}; leave it out"
+            f"evict_strategy follows from score_strategy, which evicts by {required.name}; got "
+            f"{requested.name}; leave it out"
         )
     width = options.bucket_capacity
     if width == dynamicemb_types.MAX_BUCKET_CAPACITY:
@@ -177,30 +177,32 @@ def _check_mode(options: DynamicEmbTableOptions) -> OnInsertFailure:
 
     DynamicEmb's would grow beyond max_capacity.
     """
-    asked = _CHECKS[DynamicEmbCheckMode(options.safe_check_mode)]
-    full = options.score_strategy is DynamicEmbScoreStrategy.NO_EVICTION
-    return OnInsertFailure.WARN if full and asked is OnInsertFailure.IGNORE else asked
+    requested = _CHECKS[DynamicEmbCheckMode(options.safe_check_mode)]
+    never_evicts = options.score_strategy is DynamicEmbScoreStrategy.NO_EVICTION
+    return (
+        OnInsertFailure.WARN if never_evicts and requested is OnInsertFailure.IGNORE else requested
+    )
 
 
-def precision(a: SimpleNamespace) -> Precision:
+def precision(args: SimpleNamespace) -> Precision:
     """Dtypes of a module: one of the weights for all tables; state is float32."""
-    dtypes = {o.embedding_dtype or torch.float32 for o in a.table_options}
+    dtypes = {o.embedding_dtype or torch.float32 for o in args.table_options}
     if len(dtypes) > 1:
         names = sorted(map(str, dtypes))
         raise ValueError(f"tables of a module need one embedding_dtype, got {names}")
     (weights,) = dtypes
     rounding = None
-    if a.stochastic_rounding and weights is not torch.float32:
+    if args.stochastic_rounding and weights is not torch.float32:
         rounding = StochasticRounding(torch.initial_seed() % 2**53)
-    return Precision(weights=weights, output=a.output_dtype, stochastic_rounding=rounding)
+    return Precision(weights=weights, output=args.output_dtype, stochastic_rounding=rounding)
 
 
-def device(given: Any, options: Sequence[DynamicEmbTableOptions]) -> torch.device:
+def device(requested_device: Any, options: Sequence[DynamicEmbTableOptions]) -> torch.device:
     """Return the device of the tables: the given one, else GPU `device_id` if torch sees one."""
     number = options[0].device_id
-    if given is None and number is not None and torch.cuda.is_available():
-        given = torch.device("cuda", number)
-    return torch.empty(0, device=given).device
+    if requested_device is None and number is not None and torch.cuda.is_available():
+        requested_device = torch.device("cuda", number)
+    return torch.empty(0, device=requested_device).device
 
 
 _ADAGRAD = ("eps", "initial_accumulator_value")
@@ -225,38 +227,38 @@ _DEFAULTS = {
 }
 
 
-def optimizer(a: SimpleNamespace) -> optim.Optimizer:
+def optimizer(args: SimpleNamespace) -> optim.Optimizer:
     """Return the optimizer that the arguments describe.
 
     Raises:
         NotImplementedError: an optimizer or an option that DynamicEmb does not run either.
         ValueError: a number that would have no effect.
     """
-    kind = EmbOptimType(getattr(a.optimizer, "value", a.optimizer))
+    kind = EmbOptimType(getattr(args.optimizer, "value", args.optimizer))
     if kind not in _USES:
         raise NotImplementedError(
             f"optimizer {kind.name} is not supported; those that are: "
             f"{', '.join(k.name for k in _USES)}"
         )
     for name in _DEFAULTS.keys() - set(_USES[kind]):
-        if getattr(a, name) != _DEFAULTS[name]:
+        if getattr(args, name) != _DEFAULTS[name]:
             raise ValueError(
-                f"{name}={getattr(a, name)} has no part in {kind.name} (DynamicEmb ignores it): "
+                f"{name}={getattr(args, name)} has no part in {kind.name} (DynamicEmb ignores it): "
                 "leave it out"
             )
-    _check_decay(a, kind)
-    common: dict[str, Any] = {"lr": a.learning_rate}
-    if a.gradient_clipping:
-        common["max_gradient"] = a.max_gradient
+    _check_decay(args, kind)
+    common: dict[str, Any] = {"lr": args.learning_rate}
+    if args.gradient_clipping:
+        common["max_gradient"] = args.max_gradient
     match kind:
         case EmbOptimType.ADAM:
-            if a.weight_decay:
-                common["weight_decay"] = optim.Decoupled(a.weight_decay)
-            return optim.Adam(betas=(a.beta1, a.beta2), eps=a.eps, **common)
+            if args.weight_decay:
+                common["weight_decay"] = optim.Decoupled(args.weight_decay)
+            return optim.Adam(betas=(args.beta1, args.beta2), eps=args.eps, **common)
         case EmbOptimType.EXACT_ADAGRAD:
-            return optim.Adagrad(eps=a.eps, **common)
+            return optim.Adagrad(eps=args.eps, **common)
         case EmbOptimType.EXACT_ROWWISE_ADAGRAD:
-            return optim.RowwiseAdagrad(eps=a.eps, **common)
+            return optim.RowwiseAdagrad(eps=args.eps, **common)
     return optim.SGD(**common)
 
 
@@ -276,8 +278,8 @@ def default_optimizer(kind: EmbOptimType) -> optim.Optimizer:
     )
 
 
-def _check_decay(a: SimpleNamespace, kind: EmbOptimType) -> None:
-    mode = WeightDecayMode(a.weight_decay_mode)
+def _check_decay(args: SimpleNamespace, kind: EmbOptimType) -> None:
+    mode = WeightDecayMode(args.weight_decay_mode)
     modes = {WeightDecayMode.NONE}
     if kind is EmbOptimType.ADAM:
         modes.add(WeightDecayMode.DECOUPLE)  # what its decay is under either name
@@ -287,7 +289,7 @@ def _check_decay(a: SimpleNamespace, kind: EmbOptimType) -> None:
             f"{mode.name} (DynamicEmb ignores it)"
         )
     for name in ("counter_based_regularization", "cowclip_regularization"):
-        if getattr(a, name) is not None:
+        if getattr(args, name) is not None:
             raise NotImplementedError(
                 f"{name} has no effect in DynamicEmb and is not supported; for plain tables see "
                 "emblib.optim.RowwiseAdagrad(counter=...)"

@@ -54,15 +54,15 @@ def _by_module(
         return
     if not isinstance(numbers, Mapping):
         raise TypeError(f"must be an int, or ints by module and table, got {numbers!r}")
-    known = {name for path, last, _ in modules for name in (path, last)}
-    if unknown := sorted(numbers.keys() - known):
+    valid_names = {name for path, short_path, _ in modules for name in (path, short_path)}
+    if unknown := sorted(numbers.keys() - valid_names):
         raise ValueError(
             f"the model has no modules {unknown} with dynamic tables; it has "
             f"{[path for path, _, _ in modules]}"
         )
-    for path, last, module in modules:
-        if path in numbers or last in numbers:
-            yield path, module, dict(numbers.get(path, numbers.get(last, {})))
+    for path, short_path, module in modules:
+        if path in numbers or short_path in numbers:
+            yield path, module, dict(numbers.get(path, numbers.get(short_path, {})))
 
 
 def set_score(model: nn.Module, table_score: Scores) -> None:
@@ -85,10 +85,10 @@ def incremental_dump(
     Both are by path of the module and name of the table. Keys are those of all ranks of `pg`, which
     all call this; None is all processes.
     """
-    found, scores = {}, {}
+    rows_by_module, scores = {}, {}
     for path, module, thresholds in _by_module(model, score_threshold):
-        found[path], scores[path] = module.incremental_dump(thresholds, pg)
-    return found, scores
+        rows_by_module[path], scores[path] = module.incremental_dump(thresholds, pg)
+    return rows_by_module, scores
 
 
 def DynamicEmbDump(
@@ -100,28 +100,28 @@ def DynamicEmbDump(
     pg: Any = None,
     allow_overwrite: bool = False,
 ) -> None:
-    """Write the tables of a model in DynamicEmb's files, a directory a module.
+    """Write the tables of a model in DynamicEmb's files, one directory per module.
 
-    All ranks of `pg` call this; each writes what its own tables have, as
-    `<table>_emb_keys.rank_<r>.world_size_<W>` and so on. What is there already stays until every
-    rank has written its files, so there must be room for both. Then the files of all tables are
-    replaced together: after a failure or an interrupt all tables are those of the old dump or all
-    those of the new one. If the process is killed in between, `DynamicEmbLoad` refuses what is
-    there; the old files are in `.<table>.old` then.
+    All ranks of `pg` call this; each writes the entries of its own tables, in files such as
+    `<table>_emb_keys.rank_<r>.world_size_<W>`. The files of an earlier dump stay until every rank
+    has written its new files, so the disk needs space for both. Then the files of all tables are
+    replaced together: after a failure or an interrupt, all files are old or all are new. If the
+    process is killed while it replaces them, `DynamicEmbLoad` refuses the directory; the old files
+    are in `.<table>.old` then.
 
     Args:
         path: directory of the dump, created if it is missing; all ranks must see the same one.
         model: model whose `BatchedDynamicEmbeddingTablesV2` are all written.
         table_names: tables to write, by name or path of their module; None writes all.
         optim: whether optimizer states are written.
-        counter: whether what admission counted is written.
+        counter: whether the counts of admission are written.
         pg: the ranks; None is all processes, or this one where none were initialised.
-        allow_overwrite: whether `path` may have something in it.
+        allow_overwrite: whether `path` may be a directory that is not empty.
 
     Raises:
-        FileExistsError: it has, or is no directory.
-        OSError: a file could not be written or moved; what was there is as it was.
-        RuntimeError: another rank failed; what was there is as it was.
+        FileExistsError: `path` is not empty and may not be overwritten, or is no directory.
+        OSError: a file could not be written or moved; the earlier files are unchanged.
+        RuntimeError: another rank failed; the earlier files are unchanged.
     """
     ranks, root = RankGroup.from_value(pg), Path(path)
     tables = list(_tables_of(root, model, table_names))
@@ -146,10 +146,10 @@ def dump_module(
 
 
 def _chosen(module: DynamicEmbTables, names: Sequence[str] | None) -> list[str]:
-    wanted = module.table_names if names is None else list(names)
-    if unknown := sorted(set(wanted) - set(module.table_names)):
+    requested_names = module.table_names if names is None else list(names)
+    if unknown := sorted(set(requested_names) - set(module.table_names)):
         raise ValueError(f"there are no tables {unknown}, there are {module.table_names}")
-    return wanted
+    return requested_names
 
 
 def _dump(
@@ -172,14 +172,14 @@ def _dump(
     try:
         for directory, module, name in tables:
             with _together(ranks):
-                found = module.saved_entries(name, ranks, left_out)
+                table_entries = module.saved_entries(name, ranks, left_out)
                 arguments = {**module.opt_args(name), **written_by}
                 table_module, index = module.table_module_of(name)
                 stage_dynamicemb(
                     table_module,
                     directory,
                     index,
-                    replace(found, arguments=arguments),
+                    replace(table_entries, arguments=arguments),
                     part=part,
                     uses_first=module.uses_first(name),
                 )
@@ -192,7 +192,7 @@ def _dump(
 
 
 def _discard(ranks: RankGroup, names: Sequence[tuple[Path, str]]) -> None:
-    """Delete what was staged. Rank 0 does: it alone knows whether files are being moved."""
+    """Delete the staged files, on rank 0, which alone knows whether files are being moved."""
     for directory, name in names if ranks.rank == 0 else ():
         dynamicemb_files.discard(directory, name)
 
@@ -215,12 +215,12 @@ def _check_target(root: Path, *, allow_overwrite: bool) -> None:
 
 def _check_same(ranks: RankGroup, root: Path, tables: Sequence[_Named]) -> None:
     """Raise ValueError on every rank where ranks would write or read other tables."""
-    own = (str(root), [(str(directory), name) for directory, _, name in tables])
-    for rank, theirs in enumerate(ranks.gather_objects(own)):
-        if theirs != own:
+    local_description = (str(root), [(str(directory), name) for directory, _, name in tables])
+    for rank, theirs in enumerate(ranks.gather_objects(local_description)):
+        if theirs != local_description:
             raise ValueError(
-                f"all ranks must give the same path and tables; rank {ranks.rank} gives {own}, "
-                f"rank {rank} {theirs}"
+                f"all ranks must give the same path and tables; rank {ranks.rank} gives "
+                f"{local_description}, rank {rank} {theirs}"
             )
 
 
@@ -252,19 +252,18 @@ def DynamicEmbLoad(
     counter: bool | None = False,
     pg: Any = None,
 ) -> None:
-    """Read what DynamicEmb dumped, there or here, on any number of ranks.
+    """Read a dump of DynamicEmb or of `DynamicEmbDump`, on any number of ranks.
 
     All ranks of `pg` call this. If as many ranks load as dumped, each reads its own files, else all
-    files, and takes the keys that `dist_type` sends to it. With `optim` the numbers of the
-    optimizer are loaded too, as there: learning rate and step. All files of all tables, also the
-    numbers in `<table>_opt_args.json`, are read and checked before the first table is changed, on
-    any rank.
+    files, and takes the keys that `dist_type` routes to it. With `optim`, learning rate and step
+    are loaded as well, as in DynamicEmb. All files of all tables, including the numbers in
+    `<table>_opt_args.json`, are read and checked before the first table is changed, on any rank.
 
     Raises:
         DumpError: a file is missing or damaged, or tables are of different dumps; nothing is
             changed.
-        ValueError: the dump is of another optimizer, score strategy or way of routing keys; nothing
-            is changed.
+        ValueError: the dump is of another optimizer, score strategy or `dist_type`; nothing is
+            changed.
         RuntimeError: another rank failed; the message says whether tables were changed, which only
             happens where a rank runs out of memory.
     """
@@ -291,7 +290,7 @@ def load_module(
 def _load(ranks: RankGroup, root: Path, tables: Sequence[_Named], left_out: Sequence[str]) -> None:
     _check_same(ranks, root, tables)
     optim = "states" not in left_out
-    found, arguments = [], {}
+    tables_read, arguments = [], {}
     with _together(ranks):
         for directory, module, name in tables:
             file = dynamicemb_files.arguments_path(directory, name)
@@ -299,10 +298,10 @@ def _load(ranks: RankGroup, root: Path, tables: Sequence[_Named], left_out: Sequ
             arguments[_label(directory, name)] = (file, content)
             saved = module.check_opt_args(name, file, content, with_optimizer=optim)
             entries = _read(ranks, directory, module, name, left_out)
-            found.append(_Found(module, name, saved, entries))
+            tables_read.append(_Found(module, name, saved, entries))
         dynamicemb_files.check_one_dump(arguments)
     with _together(ranks, "some tables were changed already: load again"):
-        for table in found:
+        for table in tables_read:
             set_dynamicemb(*table.module.table_module_of(table.name), table.entries)
             table.module.take_opt_args(table.name, table.saved)
 
@@ -315,23 +314,25 @@ def _read(
     left_out: Sequence[str],
 ) -> DynamicEmbTable:
     """Read the entries of a table that this rank owns."""
-    same = dynamicemb_files.world_size(directory, name) == ranks.size
-    own = same and module.reads_own_files
+    has_same_world_size = dynamicemb_files.world_size(directory, name) == ranks.size
+    reads_own_file = has_same_world_size and module.reads_own_files
     table_module, index = module.table_module_of(name)
-    found = read_dynamicemb(
+    table_entries = read_dynamicemb(
         table_module,
         directory,
         index,
-        rank=ranks.rank if own else None,
+        rank=ranks.rank if reads_own_file else None,
         leave_out=left_out,
         uses_first=module.uses_first(name),
     )
-    return found if own or ranks.size == 1 else module.owned(name, ranks, found)
+    if reads_own_file or ranks.size == 1:
+        return table_entries
+    return module.owned(name, ranks, table_entries)
 
 
-def _left_out(**wanted: bool | None) -> list[str]:
+def _left_out(**flags: bool | None) -> list[str]:
     """Return which of "states" and "counts" are not wanted."""
-    return [word for word, is_wanted in wanted.items() if not is_wanted]
+    return [word for word, is_wanted in flags.items() if not is_wanted]
 
 
 def _tables_of(
@@ -344,9 +345,11 @@ def _tables_of(
             "the model has no BatchedDynamicEmbeddingTablesV2, so there is nothing to do",
             stacklevel=3,
         )
-    for path, last, module in modules:
-        wanted = module.table_names if names is None else names.get(path, names.get(last, ()))
-        if unknown := sorted(set(wanted) - set(module.table_names)):
+    for path, short_path, module in modules:
+        requested_names = (
+            module.table_names if names is None else names.get(path, names.get(short_path, ()))
+        )
+        if unknown := sorted(set(requested_names) - set(module.table_names)):
             raise ValueError(f"{path} has no tables {unknown}, it has {module.table_names}")
-        for name in wanted:
+        for name in requested_names:
             yield root / path, module, name

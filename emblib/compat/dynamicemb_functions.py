@@ -152,15 +152,17 @@ def _hyper(path: Path, content: Mapping[str, Any], rule: Any) -> dict[str, Any]:
     return hyper
 
 
-def _whole(path: Path, content: Mapping[str, Any], name: str, least: int, most: int) -> int:
+def _whole(path: Path, content: Mapping[str, Any], name: str, minimum: int, maximum: int) -> int:
     number: int = field(path, content, name, int)
-    if not least <= number <= most:
-        raise DumpError(f"{path} is malformed: {name!r} must be in [{least}, {most}], is {number}")
+    if not minimum <= number <= maximum:
+        raise DumpError(
+            f"{path} is malformed: {name!r} must be in [{minimum}, {maximum}], is {number}"
+        )
     return number
 
 
 class DynamicEmbTables:
-    """Base of what has tables of DynamicEmb: a module, or a sharded collection.
+    """Base of modules and sharded collections with DynamicEmb's tables.
 
     The tables of this process are parts of `emblib.DynamicEmbeddingBags`.
     """
@@ -190,14 +192,14 @@ class DynamicEmbTables:
     def saved_entries(
         self, name: str, ranks: RankGroup, leave_out: Sequence[str]
     ) -> DynamicEmbTable:
-        """Return what this rank writes of a table; all ranks call this."""
+        """Return the entries of a table that this rank writes; all ranks call this."""
         module, index = self.table_module_of(name)
         return export_dynamicemb(module, index, {}, leave_out=leave_out)
 
-    def owned(self, name: str, ranks: RankGroup, found: DynamicEmbTable) -> DynamicEmbTable:
+    def owned(self, name: str, ranks: RankGroup, dump: DynamicEmbTable) -> DynamicEmbTable:
         """Return the entries of a dump of other ranks whose keys this rank has."""
-        dist_type = str(found.arguments.get("dist_type", self.dist_type(name)))
-        return found.owned(
+        dist_type = str(dump.arguments.get("dist_type", self.dist_type(name)))
+        return dump.owned(
             lambda keys: dynamicemb_files.owner(keys, ranks.size, dist_type) == ranks.rank
         )
 
@@ -280,7 +282,7 @@ class DynamicEmbTables:
         table_names: Sequence[str] | None = None,
         pg: Any = None,
     ) -> None:
-        """Read what `dump` wrote, as `DynamicEmbLoad` does."""
+        """Read the files of `dump`, as `DynamicEmbLoad` does."""
         from emblib.compat.dynamicemb_dump import load_module
 
         load_module(save_dir, self, table_names, optim=optim, counter=counter, pg=pg)
@@ -334,7 +336,7 @@ class DynamicEmbTables:
     def check_opt_args(
         self, table: str, path: Path, content: Mapping[str, Any], *, with_optimizer: bool
     ) -> Saved:
-        """Check what was saved with a table, for `take_opt_args`; change nothing.
+        """Check the saved numbers of a table and return them for `take_opt_args`; change nothing.
 
         Args:
             table: name of the table.
@@ -353,7 +355,7 @@ class DynamicEmbTables:
         return checked(path, content, rule, counts_steps=counts_steps)
 
     def take_opt_args(self, table: str, saved: Saved) -> None:
-        """Go on from what `check_opt_args` returned."""
+        """Set the numbers that `check_opt_args` returned."""
         module, index = self.table_module_of(table)
         if saved.step_score is not None:
             module.set_eviction_step(index, saved.step_score)
@@ -371,23 +373,23 @@ class DynamicEmbTables:
         `pg`, which all call this; None is all processes.
         """
         ranks = RankGroup.from_value(pg)
-        found: dict[str, tuple[Tensor, Tensor]] = {}
+        entries_by_table: dict[str, tuple[Tensor, Tensor]] = {}
         for name, threshold in named_thresholds.items():
             self._check_name(name)
             local_rows = self._rows_since(name, threshold)
-            every = ranks.gather_objects(local_rows)
-            keys, rows = (torch.cat(parts) for parts in zip(*every, strict=True))
+            rows_by_rank = ranks.gather_objects(local_rows)
+            keys, rows = (torch.cat(parts) for parts in zip(*rows_by_rank, strict=True))
             order = keys.argsort()
-            found[name] = (keys[order], rows[order])
+            entries_by_table[name] = (keys[order], rows[order])
         scores = self.get_score()
-        return found, {name: scores[name] for name in named_thresholds if name in scores}
+        return entries_by_table, {name: scores[name] for name in named_thresholds if name in scores}
 
     def _rows_since(self, name: str, threshold: int) -> tuple[Tensor, Tensor]:
-        found = table_entries(*self.table_module_of(name))
+        entries = table_entries(*self.table_module_of(name))
         is_timed = is_compound(self.options_of(name).score_strategy)
-        scores = found.stamps if found.scores is None or is_timed else found.scores
-        chosen = (scores >= threshold).nonzero().view(-1)
-        return found.keys[chosen], found.rows["weight"][chosen].cpu()
+        scores = entries.stamps if entries.scores is None or is_timed else entries.scores
+        positions = (scores >= threshold).nonzero().view(-1)
+        return entries.keys[positions], entries.rows["weight"][positions].cpu()
 
     def uses_first(self, table: str) -> bool:
         """Return whether files store a key's uses before its time, as (LFU, TIMESTAMP) does."""
@@ -405,7 +407,7 @@ def is_compound(strategy: Any) -> bool:
 
 
 def agree(ranks: RankGroup, error: Exception | None, outcome: str) -> None:
-    """Raise on every rank what went wrong on any, and the outcome; all ranks call this."""
+    """Raise on every rank if any rank failed, and say the outcome; all ranks call this."""
     messages = ranks.gather_objects(None if error is None else f"{type(error).__name__}: {error}")
     if error is not None:
         raise error
@@ -423,7 +425,7 @@ def fill(
 ) -> None:
     """Insert random keys into a table until it has `size`, by training forwards without update."""
     feature = module.feature_tables.index(index)
-    spec, before = module.tables[index], module.training
+    spec, was_training = module.tables[index], module.training
     module.train()
     try:
         while (missing := size - module.size(index)) > 0:
@@ -433,10 +435,10 @@ def fill(
             offsets[feature + 1 :] = keys.numel()
             uses = 1 if spec.admission is None else spec.admission.max_threshold
             counts = torch.full_like(keys, uses)
-            here, device = module.size(index), module.weights.device
+            size_before, device = module.size(index), module.weights.device
             with torch.enable_grad():
                 module(keys.to(device), offsets.to(device), counts=counts.to(device))
-            if module.size(index) <= here:
+            if module.size(index) <= size_before:
                 return
     finally:
-        module.train(before)
+        module.train(was_training)

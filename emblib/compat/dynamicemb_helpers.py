@@ -53,7 +53,9 @@ class DynamicEmbDataType(enum.Enum):
 
 
 DTYPE_NUM_BYTES = {
-    one.value: one.value.itemsize for one in DynamicEmbDataType if one.value.is_floating_point
+    member.value: member.value.itemsize
+    for member in DynamicEmbDataType
+    if member.value.is_floating_point
 }
 
 
@@ -205,14 +207,14 @@ def find_sharded_modules(module: nn.Module, path: str = "") -> list[tuple[str, s
 
 
 def get_dynamic_emb_module(model: nn.Module) -> list[DynamicEmbTables]:
-    """Return what has dynamic tables in a model: modules, and tables of sharded collections."""
+    """Return the modules of dynamic tables in a model, and the tables of sharded collections."""
     return [tables for _, _, tables in modules_of(model)]
 
 
 def check_emb_collection_modules(
     module: nn.Module, ret_list: list[Any], visited: set[int] | None = None
 ) -> None:
-    """Append to a list what has dynamic tables in a module, once.
+    """Append the result of `get_dynamic_emb_module` to a list, once per module.
 
     Args:
         module: model or part of one.
@@ -238,7 +240,7 @@ class _ShardedDynamic(type):
         if not isinstance(instance, cls.emblib_class):
             return False
         collection: Any = instance
-        return any(isinstance(one.storage, DynamicEmbHash) for one in collection.configs)
+        return any(isinstance(member.storage, DynamicEmbHash) for member in collection.configs)
 
     def __call__(cls, *_: Any, **__: Any) -> Any:
         raise NotImplementedError(

@@ -48,7 +48,7 @@ DEFAULT_BUCKET_CAPACITY = 128
 
 
 def align_to_table_size(n: int, alignment: int = BUCKET_ALIGNMENT) -> int:
-    """Return `n` rounded up to a multiple of `alignment`, at least one of them."""
+    """Return `n` rounded up to a positive multiple of `alignment`."""
     return max(-(-int(n) // alignment), 1) * alignment
 
 
@@ -84,7 +84,7 @@ def get_table_value_bytes(
 ) -> int:
     """Return the bytes of rows and optimizer states of a table over all ranks.
 
-    States are float32 here, whatever the dtype of the rows (there: of the dtype of the rows).
+    States are float32; in DynamicEmb they have the dtype of the rows.
     """
     rows = get_sharded_table_capacity(embedding_config, world_size, bucket_capacity) * world_size
     dtype = data_type_to_dtype(embedding_config.data_type)
@@ -169,9 +169,10 @@ class DynamicEmbeddingEnumerator(EmbeddingEnumerator):
 class DynamicEmbeddingShardingPlanner(EmbeddingShardingPlanner):
     """Planner of models with dynamic tables, with DynamicEmb's arguments.
 
-    Planning fills in the options of dynamic tables as there: `dim`, `max_capacity` (per rank),
-    `init_capacity`, `local_hbm_for_values` and bounds of the initializer. An `enumerator` must have
-    the constraints of the planner; `eb_configs` are compared with the tables of the model.
+    Planning fills in the options of dynamic tables, as in DynamicEmb: `dim`, `max_capacity` (per
+    rank), `init_capacity`, `local_hbm_for_values` and bounds of the initializer. An `enumerator`
+    must have the constraints of the planner; `eb_configs` are compared with the tables of the
+    model.
 
     Raises:
         ValueError: constraints and configurations with other names, a name that occurs twice, or
@@ -225,12 +226,12 @@ class DynamicEmbeddingShardingPlanner(EmbeddingShardingPlanner):
             )
 
     def _dynamic(self) -> dict[str, DynamicEmbTableOptions]:
-        found = {}
-        for name, given in self._given.items():
-            options = getattr(given, "dynamicemb_options", None)
-            if getattr(given, "use_dynamicemb", False) and options is not None:
-                found[name] = options
-        return found
+        options_by_table = {}
+        for name, constraint in self._given.items():
+            options = getattr(constraint, "dynamicemb_options", None)
+            if getattr(constraint, "use_dynamicemb", False) and options is not None:
+                options_by_table[name] = options
+        return options_by_table
 
     def collective_plan(
         self, module: nn.Module, sharders: Sequence[Any] = (), pg: Any = None
@@ -290,12 +291,12 @@ class DynamicEmbeddingShardingPlanner(EmbeddingShardingPlanner):
 
 
 def _configs_in(module: nn.Module) -> list[Any]:
-    found: Any = collections_of(module).values()
-    return [config for collection in found for config in collection.configs]
+    collections: Any = collections_of(module).values()
+    return [config for collection in collections for config in collection.configs]
 
 
 def _complete(options: DynamicEmbTableOptions, config: Any, world_size: int) -> None:
-    """Fill in what a planner knows of a table, as DynamicEmb's does; twice changes nothing."""
+    """Fill in the options that follow from the plan, as DynamicEmb does; idempotent."""
     bucket = options.bucket_capacity
     options.dim = config.embedding_dim
     options.max_capacity = get_sharded_table_capacity(config, world_size, bucket)
@@ -345,17 +346,19 @@ def get_planner(
     constraints: dict[str, ParameterConstraints] = {}
     for config in eb_configs:
         if config.name in data_parallel_embedding_table_names:
-            made = DynamicEmbParameterConstraints(sharding_types=[ShardingType.DATA_PARALLEL.value])
+            constraint = DynamicEmbParameterConstraints(
+                sharding_types=[ShardingType.DATA_PARALLEL.value]
+            )
         elif config.name in dynamicemb_options_dict:
-            made = DynamicEmbParameterConstraints(
+            constraint = DynamicEmbParameterConstraints(
                 use_dynamicemb=True, dynamicemb_options=dynamicemb_options_dict[config.name]
             )
         else:
-            made = DynamicEmbParameterConstraints(
+            constraint = DynamicEmbParameterConstraints(
                 sharding_types=[ShardingType.ROW_WISE.value],
                 compute_kernels=kernels[pipeline_type],
             )
-        constraints[config.name] = made
+        constraints[config.name] = constraint
     ranks = RankGroup.from_value(pg)
     topology = Topology(
         world_size=ranks.size,

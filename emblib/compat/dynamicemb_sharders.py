@@ -126,8 +126,8 @@ def dynamic_config(
     )
     values = {f.name: getattr(config, f.name) for f in fields(native)}
     bounds = {"weight_init_min": None, "weight_init_max": None, "init_fn": None}
-    changed = {"num_embeddings": rows, "storage": storage, "data_type": weights, **bounds}
-    return native(**{**values, **changed})
+    replaced_fields = {"num_embeddings": rows, "storage": storage, "data_type": weights, **bounds}
+    return native(**{**values, **replaced_fields})
 
 
 class _DynamicSharder:
@@ -149,10 +149,10 @@ class _DynamicSharder:
             collection = module.get_submodule(path)
             if not dynamic or not isinstance(collection, self.module_type):
                 continue
-            made = self.dynamic_collection(collection, tables)
+            dynamic_collection = self.dynamic_collection(collection, tables)
             if not path:
-                return made
-            replace_child(module, collection, made)
+                return dynamic_collection
+            replace_child(module, collection, dynamic_collection)
         return module
 
     def dynamic_collection(self, collection: Any, tables: Mapping[str, Any]) -> nn.Module:
@@ -186,12 +186,12 @@ class _DynamicSharder:
     ) -> nn.Module:
         """Return the sharded collection."""
         parent: Any = super()
-        if any(isinstance(one, DynamicEmbParameterSharding) for one in params.values()):
+        if any(isinstance(sharding, DynamicEmbParameterSharding) for sharding in params.values()):
             ranks = ranks_of(env, device)
             module = fingerprint.agree(ranks, lambda: self.dynamic_collection(module, params))
-        made: nn.Module = parent.shard(module, params, env, device, module_fqn)
-        self.finish(made)
-        return made
+        sharded: nn.Module = parent.shard(module, params, env, device, module_fqn)
+        self.finish(sharded)
+        return sharded
 
     def finish(self, model: nn.Module) -> None:
         """Let `torch.save` take state dicts of a sharded model, without rows of dynamic tables."""
@@ -201,7 +201,7 @@ class _DynamicSharder:
 
 
 class RowsLeftToDump(KeyedRows):
-    """Rows of a dynamic table in a state dict, of which pickles have none.
+    """Rows of a dynamic table in a state dict; pickling drops the rows.
 
     In DynamicEmb, state dicts have one number in place of a table, whose rows `DynamicEmbDump` has.
     `emblib.sharding.checkpoints.save` has all rows.
@@ -227,13 +227,13 @@ def _leave_rows_to_dump(module: Any, state: dict[str, Any], prefix: str, _: Any)
             )
 
 
-def _own_params(given: Mapping[str, Any] | None) -> tuple[dict[str, Any], float]:
+def _own_params(fused_params: Mapping[str, Any] | None) -> tuple[dict[str, Any], float]:
     """Return fused_params without those of dynamic tables, and the initial state.
 
     Raises:
         ValueError: an output dtype other than float32.
     """
-    params = dict(given or {})
+    params = dict(fused_params or {})
     output = params.pop("output_dtype", None)
     if output not in (None, SparseType.FP32, torch.float32):
         raise ValueError(f"output_dtype must be FP32, got {output}: lookups return float32")
@@ -308,35 +308,35 @@ class ShardedCollectionTables(DynamicEmbTables):
         """Return which keys this rank has, bool."""
         return owner(keys, self._ranks.size) == self._ranks.rank
 
-    def owned(self, name: str, ranks: RankGroup, found: DynamicEmbTable) -> DynamicEmbTable:
+    def owned(self, name: str, ranks: RankGroup, dump: DynamicEmbTable) -> DynamicEmbTable:
         """Return the entries of a dump whose keys this rank has."""
-        return found.owned(self.owns)
+        return dump.owned(self.owns)
 
     def saved_entries(
         self, name: str, ranks: RankGroup, leave_out: Sequence[str]
     ) -> DynamicEmbTable:
         """Return the entries that this rank writes: those whose keys `dist_type` routes to it."""
         module, index = self.table_module_of(name)
-        found = fingerprint.agree(
+        entries = fingerprint.agree(
             ranks, lambda: export_dynamicemb(module, index, {}, leave_out=leave_out)
         )
         if ranks.size == 1:
-            return found
+            return entries
         dist_type = self.dist_type(name)
         if dist_type == "continuous":  # which here says nothing about where a key is
             dist_type = "roundrobin"
-        own: list[DynamicEmbTable] = []
+        received_parts: list[DynamicEmbTable] = []
         for rank in range(ranks.size):
-            part = found.owned(partial(_goes_to, rank, ranks.size, dist_type))
+            part = entries.owned(partial(_goes_to, rank, ranks.size, dist_type))
             parts = ranks.gather_objects(replace(part, entries=_copied(part.entries)))
             if rank == ranks.rank:
-                own = parts
-        counts = [part.counts for part in own if part.counts is not None]
-        joined = [torch.cat(parts) for parts in zip(*counts, strict=True)]
+                received_parts = parts
+        counts = [part.counts for part in received_parts if part.counts is not None]
+        counts_by_kind = [torch.cat(parts) for parts in zip(*counts, strict=True)]
         return DynamicEmbTable(
-            concatenate([part.entries for part in own]),
-            found.arguments,
-            (joined[0], joined[1]) if joined else None,
+            concatenate([part.entries for part in received_parts]),
+            entries.arguments,
+            (counts_by_kind[0], counts_by_kind[1]) if counts_by_kind else None,
         )
 
 

@@ -36,7 +36,7 @@ from emblib.compat.fbgemm_types import (
     WeightDecayMode,
 )
 
-_BUCKET = 32  # rows
+_BUCKET_ROWS = 32
 
 
 def split(
@@ -54,28 +54,30 @@ def split(
         NotImplementedError: a GPU without memory for values; tables without eviction that do not
             fit.
     """
-    rows = [_rows_there(o, s, rule, device) for o, s in zip(options, specs, strict=True)]
+    rows = [_num_fast_rows(o, s, rule, device) for o, s in zip(options, specs, strict=True)]
     store = options[0].external_storage
-    if store is None and all(there >= s.rows for there, s in zip(rows, specs, strict=True)):
+    if store is None and all(fast_rows >= s.rows for fast_rows, s in zip(rows, specs, strict=True)):
         return list(specs), None
-    for there, s in zip(rows, specs, strict=True):
-        if s.eviction is Eviction.NONE and there < s.rows:
+    for fast_rows, s in zip(rows, specs, strict=True):
+        if s.eviction is Eviction.NONE and fast_rows < s.rows:
             raise NotImplementedError(
-                f"table {s.name!r} has NO_EVICTION and {s.rows} rows, of which {there} are in "
+                f"table {s.name!r} has NO_EVICTION and {s.rows} rows, of which {fast_rows} are in "
                 "local_hbm_for_values: rows that do not fit would be evicted; make it larger"
             )
-    behind = [max(s.rows - there, 1) for there, s in zip(rows, specs, strict=True)]
+    slow_rows = [max(s.rows - fast_rows, 1) for fast_rows, s in zip(rows, specs, strict=True)]
     mode = TierMode.CACHING if options[0].caching else TierMode.HYBRID
     fast = [
-        replace(s, capacity=there, initial_capacity=min(s.initial_capacity or there, there))
-        for there, s in zip(rows, specs, strict=True)
+        replace(
+            s, capacity=fast_rows, initial_capacity=min(s.initial_capacity or fast_rows, fast_rows)
+        )
+        for fast_rows, s in zip(rows, specs, strict=True)
     ]
     if store is None:
-        store = HostRows(behind, specs[0].eviction)
+        store = HostRows(slow_rows, specs[0].eviction)
     return fast, BackingStore(store, mode)
 
 
-def _rows_there(
+def _num_fast_rows(
     options: DynamicEmbTableOptions,
     spec: DynamicSpec,
     rule: optim.Optimizer,
@@ -83,25 +85,26 @@ def _rows_there(
 ) -> int:
     """Return the number of rows of a table in device memory, at least one bucket.
 
-    As there, a budget below a bucket is rounded up to it, with a warning; a bucket is 32 rows here.
+    As in DynamicEmb, a budget below one bucket is rounded up to it, with a warning. A bucket of
+    emblib is 32 rows.
     """
     row_bytes = bytes_per_row(options.embedding_dtype or torch.float32, spec.dim, rule)
-    given = options.local_hbm_for_values or options.global_hbm_for_values
-    if not given and not options.caching:
+    budget_bytes = options.local_hbm_for_values or options.global_hbm_for_values
+    if not budget_bytes and not options.caching:
         if device.type == "cpu":
             return spec.rows
         raise NotImplementedError(
             f"table {spec.name!r} has local_hbm_for_values = 0, which keeps all rows in host "
-            f"memory; give it at least the {row_bytes * 32} bytes of a bucket, and at most the "
-            f"{row_bytes * spec.rows} bytes of all rows"
+            f"memory; give it at least the {row_bytes * _BUCKET_ROWS} bytes of a bucket, and at "
+            f"most the {row_bytes * spec.rows} bytes of all rows"
         )
-    if given < _BUCKET * row_bytes:
+    if budget_bytes < _BUCKET_ROWS * row_bytes:
         warnings.warn(
-            f"local_hbm_for_values of table {spec.name!r} is {given} bytes, and a bucket of "
-            f"{_BUCKET} rows takes {_BUCKET * row_bytes}: it is rounded up to one bucket",
+            f"local_hbm_for_values of table {spec.name!r} is {budget_bytes} bytes, and a bucket of "
+            f"{_BUCKET_ROWS} rows takes {_BUCKET_ROWS * row_bytes}: it is rounded up to one bucket",
             stacklevel=3,
         )
-    return min(max(given // row_bytes // _BUCKET, 1) * _BUCKET, spec.rows)
+    return min(max(budget_bytes // row_bytes // _BUCKET_ROWS, 1) * _BUCKET_ROWS, spec.rows)
 
 
 def bytes_per_row(dtype: torch.dtype, dim: int, rule: optim.Optimizer) -> int:
@@ -155,7 +158,7 @@ class Cache:
 
     def _counts(self) -> tuple[int, int]:
         stats = self._bags.tier_stats().values()
-        return sum(one.lookups for one in stats), sum(one.hits for one in stats)
+        return sum(table.lookups for table in stats), sum(table.hits for table in stats)
 
 
 class BatchedDynamicEmbeddingTablesV2(DynamicEmbTables, nn.Module):
@@ -193,7 +196,7 @@ class BatchedDynamicEmbeddingTablesV2(DynamicEmbTables, nn.Module):
         counter_based_regularization: CounterBasedRegularizationDefinition | None = None,
         cowclip_regularization: CowClipDefinition | None = None,
     ) -> None:
-        given = SimpleNamespace(**{k: v for k, v in locals().items() if k != "self"})
+        arguments = SimpleNamespace(**{k: v for k, v in locals().items() if k != "self"})
         super().__init__()
         self._options = _checked(table_options)
         self._names = _names(table_names, len(self._options))
@@ -202,7 +205,7 @@ class BatchedDynamicEmbeddingTablesV2(DynamicEmbTables, nn.Module):
         self.index_type = self._options[0].index_type or torch.int64
         self.use_index_dedup = use_index_dedup
         self.prefetch_pipeline = prefetch_pipeline
-        self.bags = self._make(given)
+        self.bags = self._make(arguments)
         has_cache = self._options[0].caching and self.bags.backing is not None
         self._cache = Cache(self.bags) if has_cache else None
         self._prefetched: deque[_Prefetched] = deque()  # by prefetch, not yet by forward
@@ -211,25 +214,25 @@ class BatchedDynamicEmbeddingTablesV2(DynamicEmbTables, nn.Module):
             if options.init_capacity is None:
                 options.init_capacity = options.max_capacity
 
-    def _make(self, a: SimpleNamespace) -> DynamicEmbeddingBags:
-        optimizer, state = dynamicemb_arguments.optimizer(a), a.initial_accumulator_value
+    def _make(self, args: SimpleNamespace) -> DynamicEmbeddingBags:
+        optimizer, state = dynamicemb_arguments.optimizer(args), args.initial_accumulator_value
         if not self._options[0].training:
-            optimizer, state = optim.SGD(a.learning_rate), 0.0  # which keeps no state
+            optimizer, state = optim.SGD(args.learning_rate), 0.0  # which keeps no state
         specs = [
             dynamicemb_arguments.spec(options, name, state)
             for options, name in zip(self._options, self._names, strict=True)
         ]
-        device = dynamicemb_arguments.device(a.device, self._options)
+        device = dynamicemb_arguments.device(args.device, self._options)
         backing = None
-        if not a.enforce_hbm:
+        if not args.enforce_hbm:
             specs, backing = split(self._options, specs, optimizer, device)
         return DynamicEmbeddingBags(
             specs,
             optimizer,
             backing=backing,
             pooling=dynamicemb_arguments.POOLINGS[self.pooling_mode],
-            feature_tables=a.feature_table_map,
-            precision=dynamicemb_arguments.precision(a),
+            feature_tables=args.feature_table_map,
+            precision=dynamicemb_arguments.precision(args),
             seed=int(torch.randint(2**53, ())),
             device=device,
         )
@@ -244,16 +247,22 @@ class BatchedDynamicEmbeddingTablesV2(DynamicEmbTables, nn.Module):
         total_unique_indices: int | None = None,
         pooling_weights: Tensor | None = None,
     ) -> Tensor:
-        """`[B, sum D]`, or `[L, D]` for NONE.
+        """Pool rows to `[B, sum D]`, or return `[L, D]` for pooling NONE.
 
         Args:
             indices: ids, cast to `index_type`.
             offsets: `[F * B + 1]`, feature-major.
-            per_sample_weights: how many uses each lookup stands for, where eviction is by them.
-            feature_requires_grad: unsupported: NotImplementedError unless None.
-            batch_size_per_feature_per_rank: unsupported: NotImplementedError unless None.
-            total_unique_indices: unsupported: NotImplementedError unless None.
-            pooling_weights: scale the rows, for SUM and MEAN.
+            per_sample_weights: number of uses that each lookup stands for, `[L]`; only with scores
+                that count uses (LFU, or TIMESTAMP and LFU).
+            feature_requires_grad: argument that must be None.
+            batch_size_per_feature_per_rank: argument that must be None.
+            total_unique_indices: argument that must be None.
+            pooling_weights: factors of the rows, `[L]`, for SUM and MEAN.
+
+        Raises:
+            NotImplementedError: an argument that must be None.
+            RuntimeError: training of tables with `training=False`.
+            ValueError: weights that the pooling mode or the score strategy does not use.
         """
         _refuse(
             feature_requires_grad=feature_requires_grad,
@@ -278,17 +287,17 @@ class BatchedDynamicEmbeddingTablesV2(DynamicEmbTables, nn.Module):
 
     @contextmanager
     def _scores_at(self, prefetched: _Prefetched) -> Iterator[None]:
-        """Give the next batch the scores it was prefetched with; the counted steps stay."""
+        """Use the scores of the batch's prefetch inside the context; the step count stays."""
         scores = self.bags.scores
         if scores is None or prefetched.scores is None:
             yield
             return
-        now = scores.values.clone()
+        current = scores.values.clone()
         scores.values.copy_(prefetched.scores)
         try:
             yield
         finally:
-            scores.values.copy_(now)
+            scores.values.copy_(current)
 
     def _ids(self, indices: Tensor) -> Tensor:
         if indices.dtype is torch.uint64:
@@ -319,18 +328,18 @@ class BatchedDynamicEmbeddingTablesV2(DynamicEmbTables, nn.Module):
         batch_size_per_feature_per_rank: list[list[int]] | None = None,
         frequency_counters: Tensor | None = None,
     ) -> None:
-        """Fix the scores of a coming batch, and read its rows that are behind the device's memory.
+        """Fix the scores of a later batch, and read its rows from the backing store.
 
-        In training a prefetched batch gets the scores of now, also where another is set before its
-        `forward`, and counts as a step: the next batch has the next STEP score. Training forwards
-        take prefetched batches in their order. Keys get their rows in `forward`.
+        In training, a prefetched batch keeps the scores of the time of `prefetch`, even if others
+        are set before its `forward`, and counts as a step: the next batch has the next STEP score.
+        Training forwards take prefetched batches in their order. Keys get their rows in `forward`.
 
         Args:
             indices: ids, as in `forward`.
             offsets: offsets of the bags, as `forward` takes them.
-            forward_stream: ignored; streams are those that torch uses.
-            batch_size_per_feature_per_rank: unsupported: NotImplementedError unless None.
-            frequency_counters: how many uses each lookup stands for, instead of
+            forward_stream: ignored: work runs on the current stream.
+            batch_size_per_feature_per_rank: argument that must be None.
+            frequency_counters: number of uses that each lookup stands for, instead of
                 `per_sample_weights` of `forward`.
         """
         _refuse(batch_size_per_feature_per_rank=batch_size_per_feature_per_rank)

@@ -35,7 +35,7 @@ DynamicEmbEvictStrategy = enum.Enum(
 class DynamicEmbScoreStrategy(enum.IntEnum):
     """Meaning of a key's score; the tuple (TIMESTAMP, LFU) has both, in either order.
 
-    TIMESTAMP is the number of the training step here, where DynamicEmb reads a clock.
+    TIMESTAMP is the number of the training step; in DynamicEmb it is a clock.
     """
 
     TIMESTAMP = 0
@@ -86,7 +86,8 @@ class AdmissionStrategy(abc.ABC):
 class FrequencyAdmissionStrategy(AdmissionStrategy):
     """Keys get a row once they were seen `threshold` times.
 
-    `initializer_args` is what the others read in training; None is the table's initializer.
+    In training, keys without a row read values by `initializer_args`; None uses the initializer of
+    the table.
     """
 
     def __init__(
@@ -129,7 +130,7 @@ def _zeros() -> DynamicEmbInitializerArgs:
 
 @dataclass(eq=False)
 class DynamicEmbTableOptions:
-    """The options of one table; `docs/dynamicemb.md` says what each is here."""
+    """The options of one table; `docs/dynamicemb.md` lists the meaning of each in emblib."""
 
     embedding_dtype: torch.dtype | None = None
     dim: int | None = None

@@ -231,7 +231,7 @@ def keep_first_lookups(
     if dims is not None and lengths.numel() and int(lengths.max()) > 1:
         raise ValueError(
             "use_writeback_bwd_prehook needs bags of at most one lookup, got one of "
-            f"{int(lengths.max())}; look the rows up one a bag, or with PoolingMode.NONE"
+            f"{int(lengths.max())}; look the rows up in bags of one, or with PoolingMode.NONE"
         )
     features = len(feature_tables)
     feature = bag // max(lengths.numel() // max(features, 1), 1)
@@ -360,9 +360,9 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableViews):
         is_qr_tbe: bool = False,
         preallocated_host_buffers: dict[str, Tensor] | None = None,
     ) -> None:
-        given = {key: value for key, value in locals().items() if key not in ("self", "__class__")}
+        arguments = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
         super().__init__()
-        self._build(fbgemm_arguments.normalise(given))
+        self._build(fbgemm_arguments.normalise(arguments))
 
     def _build(self, arguments: SimpleNamespace) -> None:
         self.bags = _tables_of(arguments)

@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -81,48 +81,59 @@ _WHOLE_ROW_STATES = {
 }
 
 
-def normalise(given: Mapping[str, Any]) -> SimpleNamespace:
+class EmbeddingSpec(NamedTuple):
+    """An entry of `embedding_specs`, with emblib's enum members."""
+
+    rows: int
+    dim: int
+    location: EmbeddingLocation
+    compute_device: ComputeDevice
+
+
+def normalise(arguments: Mapping[str, Any]) -> SimpleNamespace:
     """Raise for unsupported arguments; return the others with emblib's enum members."""
-    a = SimpleNamespace(**given)
+    args = SimpleNamespace(**arguments)
     for name, reason in _WITHOUT_MEANING.items():
-        if getattr(a, name) not in (None, False):
+        if getattr(args, name) not in (None, False):
             raise NotImplementedError(f"{name} is not supported: {reason}; leave it out")
     for name, kind in _ENUMS.items():
-        if getattr(a, name) is not None:
-            setattr(a, name, as_member(kind, getattr(a, name)))
-    if not a.embedding_specs:
+        if getattr(args, name) is not None:
+            setattr(args, name, as_member(kind, getattr(args, name)))
+    if not args.embedding_specs:
         raise ValueError("embedding_specs must have at least one table")
-    a.embedding_specs = [
-        (
+    args.embedding_specs = [
+        EmbeddingSpec(
             operator.index(rows),
             operator.index(dim),
             as_member(EmbeddingLocation, location),
             as_member(ComputeDevice, device),
         )
-        for rows, dim, location, device in a.embedding_specs
+        for rows, dim, location, device in args.embedding_specs
     ]
-    tables = len(a.embedding_specs)
-    if a.feature_table_map is None:
-        a.feature_table_map = list(range(tables))
-    a.feature_table_map = [operator.index(t) for t in a.feature_table_map]
-    if a.table_names is not None and len(a.table_names) != tables:
-        raise ValueError(f"table_names must have {tables} names, got {len(a.table_names)}")
-    if a.extra_optimizer_config is None:
-        a.extra_optimizer_config = UserEnabledConfigDefinition()
+    tables = len(args.embedding_specs)
+    if args.feature_table_map is None:
+        args.feature_table_map = list(range(tables))
+    args.feature_table_map = [operator.index(t) for t in args.feature_table_map]
+    if args.table_names is not None and len(args.table_names) != tables:
+        raise ValueError(f"table_names must have {tables} names, got {len(args.table_names)}")
+    if args.extra_optimizer_config is None:
+        args.extra_optimizer_config = UserEnabledConfigDefinition()
     for name in ("embedding_table_index_type", "embedding_table_offset_type"):
-        if getattr(a, name) not in (torch.int32, torch.int64):
-            raise ValueError(f"{name} must be torch.int32 or torch.int64, got {getattr(a, name)}")
-    a.compute_device = _compute_device(a)
-    a.device = _device(a)
-    return a
+        if getattr(args, name) not in (torch.int32, torch.int64):
+            raise ValueError(
+                f"{name} must be torch.int32 or torch.int64, got {getattr(args, name)}"
+            )
+    args.compute_device = _compute_device(args)
+    args.device = _device(args)
+    return args
 
 
-def _compute_device(a: SimpleNamespace) -> ComputeDevice:
-    devices = {spec[3] for spec in a.embedding_specs}
+def _compute_device(args: SimpleNamespace) -> ComputeDevice:
+    devices = {spec.compute_device for spec in args.embedding_specs}
     if len(devices) > 1:
         raise ValueError(f"all tables must have the same ComputeDevice, got {sorted(devices)}")
     device = devices.pop()
-    locations = {spec[2] for spec in a.embedding_specs}
+    locations = {spec.location for spec in args.embedding_specs}
     if device is ComputeDevice.MTIA or EmbeddingLocation.MTIA in locations:
         raise NotImplementedError(
             "MTIA is an accelerator emblib has no kernels for; use ComputeDevice.CPU or CUDA"
@@ -135,52 +146,58 @@ def _compute_device(a: SimpleNamespace) -> ComputeDevice:
     return device
 
 
-def _device(a: SimpleNamespace) -> torch.device:
+def _device(args: SimpleNamespace) -> torch.device:
     """Return the requested device, or that of the compute device."""
-    kind = "cpu" if a.compute_device is ComputeDevice.CPU else "cuda"
-    if a.device is None:
+    kind = "cpu" if args.compute_device is ComputeDevice.CPU else "cuda"
+    if args.device is None:
         if kind == "cuda" and not torch.cuda.is_available():
             raise RuntimeError(
                 "ComputeDevice.CUDA needs a GPU, and torch sees none; use ComputeDevice.CPU with "
                 "EmbeddingLocation.HOST"
             )
         return torch.device(kind)
-    device = torch.device("cuda", a.device) if isinstance(a.device, int) else torch.device(a.device)
+    device = (
+        torch.device("cuda", args.device)
+        if isinstance(args.device, int)
+        else torch.device(args.device)
+    )
     if device.type not in (kind, "meta"):
-        raise ValueError(f"device {device} does not go with {a.compute_device!r}")
+        raise ValueError(f"device {device} does not go with {args.compute_device!r}")
     return device
 
 
-def tables(a: SimpleNamespace) -> list[TableSpec]:
+def tables(args: SimpleNamespace) -> list[TableSpec]:
     """Return rows, dim, name and placement of each table."""
-    states = _WHOLE_ROW_STATES.get(a.optimizer, ())
+    states = _WHOLE_ROW_STATES.get(args.optimizer, ())
     specs = []
-    for (rows, dim, location, _), name in zip(a.embedding_specs, _names(a), strict=True):
-        placement = Placement.DEVICE if a.enforce_hbm else _PLACEMENTS[location]
-        leaves = a.uvm_non_rowwise_momentum and states and a.compute_device is ComputeDevice.CUDA
-        if leaves and placement is Placement.DEVICE and not a.enforce_hbm:
+    for (rows, dim, location, _), name in zip(args.embedding_specs, _names(args), strict=True):
+        placement = Placement.DEVICE if args.enforce_hbm else _PLACEMENTS[location]
+        leaves = (
+            args.uvm_non_rowwise_momentum and states and args.compute_device is ComputeDevice.CUDA
+        )
+        if leaves and placement is Placement.DEVICE and not args.enforce_hbm:
             placement = Placement.MANAGED
         specs.append(TableSpec(rows, dim, name, placement))
     return specs
 
 
-def _names(a: SimpleNamespace) -> list[str]:
+def _names(args: SimpleNamespace) -> list[str]:
     """Return the names of the tables for emblib: without dots, each distinct."""
     names: list[str] = []
-    for t, name in enumerate(a.table_names or [""] * len(a.embedding_specs)):
+    for t, name in enumerate(args.table_names or [""] * len(args.embedding_specs)):
         name = name.replace(".", "_")
         names.append(f"{name}_{t}" if name and name in names else name)
     return names
 
 
-def pooling(a: SimpleNamespace) -> Pooling:
+def pooling(args: SimpleNamespace) -> Pooling:
     """Return SUM, MEAN or NONE."""
-    return Pooling(a.pooling_mode.name.lower())
+    return Pooling(args.pooling_mode.name.lower())
 
 
-def bounds_check(a: SimpleNamespace) -> BoundsCheck:
+def bounds_check(args: SimpleNamespace) -> BoundsCheck:
     """Return the mode without the version of FBGEMM's kernel."""
-    return BoundsCheck(a.bounds_check_mode.name.removeprefix("V2_").lower())
+    return BoundsCheck(args.bounds_check_mode.name.removeprefix("V2_").lower())
 
 
 def float_dtype(name: str, kind: SparseType) -> torch.dtype:
@@ -193,55 +210,55 @@ def float_dtype(name: str, kind: SparseType) -> torch.dtype:
     return _FLOATS[kind]
 
 
-def precision(a: SimpleNamespace) -> Precision:
+def precision(args: SimpleNamespace) -> Precision:
     """Return the dtypes of weights, output and states, and the rounding of 16-bit values."""
-    weights = float_dtype("weights_precision", a.weights_precision)
-    states = _state_dtype(a)
+    weights = float_dtype("weights_precision", args.weights_precision)
+    states = _state_dtype(args)
     narrow = weights != torch.float32 or states != torch.float32
     rounding = StochasticRounding(torch.initial_seed() % 2**53)
     return Precision(
         weights=weights,
-        output=float_dtype("output_dtype", a.output_dtype),
+        output=float_dtype("output_dtype", args.output_dtype),
         states=states,
-        stochastic_rounding=rounding if narrow and a.stochastic_rounding else None,
+        stochastic_rounding=rounding if narrow and args.stochastic_rounding else None,
     )
 
 
-def _state_dtype(a: SimpleNamespace) -> torch.dtype:
+def _state_dtype(args: SimpleNamespace) -> torch.dtype:
     """Return the dtype of states of row length; states of one number per row are float32."""
-    given = a.optimizer_state_dtypes or {}
-    unknown = set(given) - {"momentum1", "momentum2"}
+    requested = args.optimizer_state_dtypes or {}
+    unknown = set(requested) - {"momentum1", "momentum2"}
     if unknown:
         raise ValueError(f"optimizer_state_dtypes has momentum1, momentum2, got {sorted(unknown)}")
-    dtypes = {key: float_dtype(key, as_member(SparseType, kind)) for key, kind in given.items()}
-    of_rows = _WHOLE_ROW_STATES.get(a.optimizer, ())
-    for key in dtypes.keys() - set(of_rows):
+    dtypes = {key: float_dtype(key, as_member(SparseType, kind)) for key, kind in requested.items()}
+    row_states = _WHOLE_ROW_STATES.get(args.optimizer, ())
+    for key in dtypes.keys() - set(row_states):
         if dtypes[key] != torch.float32:
             warnings.warn(
-                f"emblib: {key} of {a.optimizer.name} is no state as long as a row; optimizer_"
+                f"emblib: {key} of {args.optimizer.name} is no state as long as a row; optimizer_"
                 f"state_dtypes[{key!r}] is without effect",
                 stacklevel=5,
             )
-    asked = {dtypes.get(key, torch.float32) for key in of_rows}
-    if len(asked) > 1:
+    state_dtypes = {dtypes.get(key, torch.float32) for key in row_states}
+    if len(state_dtypes) > 1:
         raise NotImplementedError(
-            f"momentum1 and momentum2 of {a.optimizer.name} must have one dtype, got "
-            f"{a.optimizer_state_dtypes}"
+            f"momentum1 and momentum2 of {args.optimizer.name} must have one dtype, got "
+            f"{args.optimizer_state_dtypes}"
         )
-    return asked.pop() if asked else torch.float32
+    return state_dtypes.pop() if state_dtypes else torch.float32
 
 
-def cache(a: SimpleNamespace) -> CacheConfig | None:
+def cache(args: SimpleNamespace) -> CacheConfig | None:
     """Return the cache, or None if no table has one."""
-    if not any(spec.placement.cached for spec in tables(a)):
+    if not any(spec.placement.cached for spec in tables(args)):
         return None
-    passes = a.multipass_prefetch_config
-    dtype = a.cache_precision
+    passes = args.multipass_prefetch_config
+    dtype = args.cache_precision
     return CacheConfig(
-        policy=CachePolicy(a.cache_algorithm.name.lower()),
-        load_factor=a.cache_load_factor,
-        sets=a.cache_sets,
-        reserved_bytes=int(a.cache_reserved_memory),
+        policy=CachePolicy(args.cache_algorithm.name.lower()),
+        load_factor=args.cache_load_factor,
+        sets=args.cache_sets,
+        reserved_bytes=int(args.cache_reserved_memory),
         dtype=None if dtype is None else float_dtype("cache_precision", dtype),
         passes=None
         if passes is None
@@ -278,7 +295,7 @@ _USES = {
     EmbOptimType.NONE: (),
 }
 SUPPORTED = tuple(_USES)
-# Asked for and not given would change what is learned; the other numbers merely have no part.
+# Numbers whose loss would change the training result, so that they raise; others only warn.
 _MUST_ACT = ("weight_decay", "max_norm")
 _OPTIONS_OF = {
     "counter_based_regularization": "weight_decay_mode=WeightDecayMode.COUNTER",
@@ -289,42 +306,42 @@ _OPTIONS_OF = {
 }
 
 
-def optimizer(a: SimpleNamespace) -> optim.Optimizer:
+def optimizer(args: SimpleNamespace) -> optim.Optimizer:
     """Return the optimizer that the arguments of the module describe.
 
     Raises:
         NotImplementedError: an optimizer or an option that emblib does not have.
         ValueError: an option that would have no effect although it should.
     """
-    if a.optimizer not in _USES:
+    if args.optimizer not in _USES:
         raise NotImplementedError(
-            f"optimizer {a.optimizer.name} is not supported; those that are: "
+            f"optimizer {args.optimizer.name} is not supported; those that are: "
             f"{', '.join(kind.name for kind in _USES)}"
         )
-    _check_inert_numbers(a)
-    _check_options(a)
+    _check_inert_numbers(args)
+    _check_options(args)
     common: dict[str, Any] = {}
-    if a.gradient_clipping:
-        common["max_gradient"] = a.max_gradient
-    if a.optimizer is EmbOptimType.NONE:
+    if args.gradient_clipping:
+        common["max_gradient"] = args.max_gradient
+    if args.optimizer is EmbOptimType.NONE:
         return optim.External(gradient=optim.Gradient.SPARSE, **common)
-    return _MAKERS[a.optimizer](a, {"lr": a.learning_rate, **common})
+    return _MAKERS[args.optimizer](args, {"lr": args.learning_rate, **common})
 
 
-def _check_inert_numbers(a: SimpleNamespace) -> None:
+def _check_inert_numbers(args: SimpleNamespace) -> None:
     """Raise for hyperparameters that the optimizer does not have."""
-    for name in _DEFAULTS.keys() - set(_USES[a.optimizer]):
-        if getattr(a, name) == _DEFAULTS[name]:
+    for name in _DEFAULTS.keys() - set(_USES[args.optimizer]):
+        if getattr(args, name) == _DEFAULTS[name]:
             continue
-        what = f"{name}={getattr(a, name)} has no part in {a.optimizer.name}"
+        what = f"{name}={getattr(args, name)} has no part in {args.optimizer.name}"
         if name in _MUST_ACT:
             raise ValueError(f"{what}: leave it out, or choose an optimizer that has it")
         warnings.warn(f"emblib: {what}", stacklevel=5)
 
 
-def _check_options(a: SimpleNamespace) -> None:
+def _check_options(args: SimpleNamespace) -> None:
     """Raise for option objects of another mode or optimizer, and for modes without theirs."""
-    mode, kind = a.weight_decay_mode, a.optimizer
+    mode, kind = args.weight_decay_mode, args.optimizer
     modes = {WeightDecayMode.NONE}
     if kind is EmbOptimType.EXACT_ROWWISE_ADAGRAD:
         modes = set(WeightDecayMode)
@@ -336,24 +353,24 @@ def _check_options(a: SimpleNamespace) -> None:
             f"got {mode.name}"
         )
     rowwise = kind is EmbOptimType.EXACT_ROWWISE_ADAGRAD
-    if rowwise and mode is WeightDecayMode.NONE and a.weight_decay != 0.0:
+    if rowwise and mode is WeightDecayMode.NONE and args.weight_decay != 0.0:
         raise ValueError(
-            f"weight_decay={a.weight_decay} has no part in {kind.name} with "
+            f"weight_decay={args.weight_decay} has no part in {kind.name} with "
             "weight_decay_mode=WeightDecayMode.NONE: leave it out, or choose a mode that has it, "
             "e.g. WeightDecayMode.L2 or WeightDecayMode.DECOUPLE"
         )
-    wanted = {
+    needs = {
         "counter_based_regularization": mode is WeightDecayMode.COUNTER,
         "cowclip_regularization": mode is WeightDecayMode.COWCLIP,
         "global_weight_decay": mode is WeightDecayMode.DECOUPLE_GLOBAL,
         "ensemble_mode": None if kind is EmbOptimType.ENSEMBLE_ROWWISE_ADAGRAD else False,
         "emainplace_mode": None if kind is EmbOptimType.EMAINPLACE_ROWWISE_ADAGRAD else False,
     }
-    for name, needed in wanted.items():
-        given = getattr(a, name) is not None
-        if needed is not None and given is not needed:
+    for name, needed in needs.items():
+        is_passed = getattr(args, name) is not None
+        if needed is not None and is_passed is not needed:
             raise ValueError(f"{name} goes with {_OPTIONS_OF[name]}, got one without the other")
-    extra = a.extra_optimizer_config
+    extra = args.extra_optimizer_config
     if extra.use_rowwise_bias_correction:
         raise NotImplementedError(
             "use_rowwise_bias_correction is not supported: bias corrections follow the step of the "
@@ -369,62 +386,62 @@ def _check_options(a: SimpleNamespace) -> None:
         raise ValueError(f"use_writeback_bwd_prehook is of EXACT_SGD, got {kind.name}")
 
 
-def _decay(kind: Callable[[float], Any], a: SimpleNamespace) -> Any:
-    return kind(a.weight_decay) if a.weight_decay else None
+def _decay(kind: Callable[[float], Any], args: SimpleNamespace) -> Any:
+    return kind(args.weight_decay) if args.weight_decay else None
 
 
-def _rowwise_adagrad(a: SimpleNamespace, common: dict[str, Any]) -> optim.Optimizer:
+def _rowwise_adagrad(args: SimpleNamespace, common: dict[str, Any]) -> optim.Optimizer:
     """Convert weight decay, of any mode."""
-    common |= {"eps": a.eps, "max_norm": a.max_norm}
-    mode = a.weight_decay_mode
+    common |= {"eps": args.eps, "max_norm": args.max_norm}
+    mode = args.weight_decay_mode
     if mode is WeightDecayMode.L2:
-        common["weight_decay"] = _decay(optim.L2, a)
+        common["weight_decay"] = _decay(optim.L2, args)
     elif mode is WeightDecayMode.DECOUPLE:
-        common["weight_decay"] = _decay(optim.Decoupled, a)
+        common["weight_decay"] = _decay(optim.Decoupled, args)
     elif mode is WeightDecayMode.DECOUPLE_GLOBAL:
-        given = a.global_weight_decay
+        global_decay = args.global_weight_decay
         common["global_decay"] = optim.GlobalDecay(
-            a.weight_decay, given.start_iter, given.lower_bound
+            args.weight_decay, global_decay.start_iter, global_decay.lower_bound
         )
     elif mode is WeightDecayMode.COUNTER:
-        common["counter"] = _counter(a.counter_based_regularization)
-        common["weight_decay"] = _counter_decay(a, a.counter_based_regularization)
+        common["counter"] = _counter(args.counter_based_regularization)
+        common["weight_decay"] = _counter_decay(args, args.counter_based_regularization)
     elif mode is WeightDecayMode.COWCLIP:
-        clip = a.cowclip_regularization
+        clip = args.cowclip_regularization
         common["counter"] = optim.CowClip(
             clip.counter_halflife, clip.weight_norm_coefficient, clip.lower_bound
         )
-        common["weight_decay"] = _counter_decay(a, clip)
+        common["weight_decay"] = _counter_decay(args, clip)
     return optim.RowwiseAdagrad(**common)
 
 
-def _counter(given: CounterBasedRegularizationDefinition) -> optim.Counter:
-    if int(given.grad_sum_decay) != -1:
+def _counter(definition: CounterBasedRegularizationDefinition) -> optim.Counter:
+    if int(definition.grad_sum_decay) != -1:
         raise NotImplementedError(
             "grad_sum_decay must be GradSumDecay.NO_DECAY: FBGEMM's kernels have no rule for "
-            f"another, got {given.grad_sum_decay!r}"
+            f"another, got {definition.grad_sum_decay!r}"
         )
-    tail = given.tail_id_threshold
+    tail = definition.tail_id_threshold
     return optim.Counter(
-        halflife=given.counter_halflife,
-        start=given.adjustment_iter,
-        bound=given.adjustment_ub,
+        halflife=definition.counter_halflife,
+        start=definition.adjustment_iter,
+        bound=definition.adjustment_ub,
         tail={
             LearningRateMode.EQUAL: optim.TailRate.EQUAL,
             LearningRateMode.TAIL_ID_LR_INCREASE: optim.TailRate.RAISED,
             LearningRateMode.TAIL_ID_LR_DECREASE: optim.TailRate.LOWERED,
             LearningRateMode.COUNTER_SGD: optim.TailRate.BY_COUNT,
-        }[as_member(LearningRateMode, given.learning_rate_mode)],
+        }[as_member(LearningRateMode, definition.learning_rate_mode)],
         threshold=optim.RelativeThreshold(tail.val) if tail.is_ratio else tail.val,
-        update_every=given.max_counter_update_freq,
+        update_every=definition.max_counter_update_freq,
     )
 
 
 def _counter_decay(
-    a: SimpleNamespace, given: CounterBasedRegularizationDefinition | CowClipDefinition
+    args: SimpleNamespace, definition: CounterBasedRegularizationDefinition | CowClipDefinition
 ) -> Any:
     """Convert the weight decay of counter-based regularisation."""
-    mode = as_member(CounterWeightDecayMode, given.counter_weight_decay_mode)
+    mode = as_member(CounterWeightDecayMode, definition.counter_weight_decay_mode)
     if mode is CounterWeightDecayMode.NONE:
         return None
     kinds: dict[CounterWeightDecayMode, Callable[[float], Any]] = {
@@ -432,42 +449,42 @@ def _counter_decay(
         CounterWeightDecayMode.DECOUPLE: optim.Decoupled,
         CounterWeightDecayMode.ADAGRADW: optim.AdagradW,
     }
-    return kinds[mode](a.weight_decay)
+    return kinds[mode](args.weight_decay)
 
 
 def _adam(kind: type[Any]) -> Callable[[SimpleNamespace, dict[str, Any]], optim.Optimizer]:
-    def make(a: SimpleNamespace, common: dict[str, Any]) -> optim.Optimizer:
-        decay = _decay(optim.Decoupled, a)
-        return kind(**common, betas=(a.beta1, a.beta2), eps=a.eps, weight_decay=decay)
+    def make(args: SimpleNamespace, common: dict[str, Any]) -> optim.Optimizer:
+        decay = _decay(optim.Decoupled, args)
+        return kind(**common, betas=(args.beta1, args.beta2), eps=args.eps, weight_decay=decay)
 
     return make
 
 
-def _lars(a: SimpleNamespace, common: dict[str, Any]) -> optim.Optimizer:
-    decay = _decay(optim.L2, a)
-    return optim.LARS(**common, momentum=a.momentum, eta=a.eta, weight_decay=decay)
+def _lars(args: SimpleNamespace, common: dict[str, Any]) -> optim.Optimizer:
+    decay = _decay(optim.L2, args)
+    return optim.LARS(**common, momentum=args.momentum, eta=args.eta, weight_decay=decay)
 
 
-def _ensemble(a: SimpleNamespace, common: dict[str, Any]) -> optim.Optimizer:
-    given = a.ensemble_mode or EnsembleModeDefinition()
-    clears = as_member(StepMode, given.step_mode) is StepMode.NONE
+def _ensemble(args: SimpleNamespace, common: dict[str, Any]) -> optim.Optimizer:
+    mode = args.ensemble_mode or EnsembleModeDefinition()
+    clears = as_member(StepMode, mode.step_mode) is StepMode.NONE
     return optim.EnsembleRowwiseAdagrad(
         **common,
-        eps=a.eps,
-        average_every=int(given.step_ema),
-        swap_every=int(given.step_swap),
-        start=int(given.step_start),
-        keep=given.step_ema_coef,
+        eps=args.eps,
+        average_every=int(mode.step_ema),
+        swap_every=int(mode.step_swap),
+        start=int(mode.step_start),
+        keep=mode.step_ema_coef,
         slow=optim.EmaReset.CLEAR if clears else optim.EmaReset.KEEP,
     )
 
 
 _MAKERS: dict[EmbOptimType, Callable[[SimpleNamespace, dict[str, Any]], optim.Optimizer]] = {
-    EmbOptimType.EXACT_SGD: lambda a, common: optim.SGD(**common),
-    EmbOptimType.EXACT_ADAGRAD: lambda a, common: optim.Adagrad(**common, eps=a.eps),
+    EmbOptimType.EXACT_SGD: lambda args, common: optim.SGD(**common),
+    EmbOptimType.EXACT_ADAGRAD: lambda args, common: optim.Adagrad(**common, eps=args.eps),
     EmbOptimType.EXACT_ROWWISE_ADAGRAD: _rowwise_adagrad,
-    EmbOptimType.EMAINPLACE_ROWWISE_ADAGRAD: lambda a, common: optim.RowwiseAdagrad(
-        **common, eps=a.eps
+    EmbOptimType.EMAINPLACE_ROWWISE_ADAGRAD: lambda args, common: optim.RowwiseAdagrad(
+        **common, eps=args.eps
     ),
     EmbOptimType.ENSEMBLE_ROWWISE_ADAGRAD: _ensemble,
     EmbOptimType.ADAM: _adam(optim.Adam),
@@ -486,47 +503,51 @@ _UPDATED = {
 }
 
 
-def _with_numbers_of(bags: TableBatchedEmbeddingBags, a: SimpleNamespace) -> SimpleNamespace:
+def _with_numbers_of(bags: TableBatchedEmbeddingBags, args: SimpleNamespace) -> SimpleNamespace:
     """Return the arguments with the numbers that act now, which a checkpoint may have set."""
-    current = SimpleNamespace(**vars(a))
+    current = SimpleNamespace(**vars(args))
     current.learning_rate, now = bags.learning_rate, bags.optimizer
-    current.eps = getattr(now, "eps", a.eps)
-    current.beta1, current.beta2 = getattr(now, "betas", (a.beta1, a.beta2))
+    current.eps = getattr(now, "eps", args.eps)
+    current.beta1, current.beta2 = getattr(now, "betas", (args.beta1, args.beta2))
     decay = getattr(now, "global_decay", None) or now.weight_decay
     if decay is not None:
         current.weight_decay = decay.rate
     return current
 
 
-def update(bags: TableBatchedEmbeddingBags, a: SimpleNamespace, new: Mapping[str, float]) -> None:
-    """Change arguments `a` and the optimizer; arguments it lacks are only stored in `a`."""
-    changed = _with_numbers_of(bags, a)
+def update(
+    bags: TableBatchedEmbeddingBags, args: SimpleNamespace, new: Mapping[str, float]
+) -> None:
+    """Change arguments `args` and the optimizer; arguments it lacks are only stored in `args`."""
+    new_args = _with_numbers_of(bags, args)
     for name, value in new.items():
         if name in _UPDATED:
-            setattr(changed, _UPDATED[name], value)
+            setattr(new_args, _UPDATED[name], value)
         elif name == "lower_bound":
-            if changed.global_weight_decay is not None:
-                decay = replace(changed.global_weight_decay, lower_bound=value)
-                changed.global_weight_decay = decay
+            if new_args.global_weight_decay is not None:
+                decay = replace(new_args.global_weight_decay, lower_bound=value)
+                new_args.global_weight_decay = decay
         else:
             raise NotImplementedError(
                 f"Setting hyper-parameter {name} is not supported; those that can be set: "
                 f"{', '.join((*_UPDATED, 'lower_bound'))}"
             )
-    uses = _USES[a.optimizer]
+    uses = _USES[args.optimizer]
     inert = [name for name in new if name != "lower_bound" and _UPDATED[name] not in uses]
-    if "lower_bound" in new and a.weight_decay_mode is not WeightDecayMode.DECOUPLE_GLOBAL:
+    if "lower_bound" in new and args.weight_decay_mode is not WeightDecayMode.DECOUPLE_GLOBAL:
         inert.append("lower_bound")
     if inert:
         warnings.warn(
-            f"emblib: {', '.join(inert)} have no part in {a.optimizer.name}", stacklevel=3
+            f"emblib: {', '.join(inert)} have no part in {args.optimizer.name}", stacklevel=3
         )
-    acting = SimpleNamespace(**vars(changed))
+    used_args = SimpleNamespace(**vars(new_args))
     for name in _DEFAULTS.keys() - set(uses):
-        setattr(acting, name, _DEFAULTS[name])
-    made = optimizer(acting)
-    bags.set_hyperparameters(**{field.name: getattr(made, field.name) for field in fields(made)})
-    vars(a).update(vars(changed))
+        setattr(used_args, name, _DEFAULTS[name])
+    new_optimizer = optimizer(used_args)
+    bags.set_hyperparameters(
+        **{field.name: getattr(new_optimizer, field.name) for field in fields(new_optimizer)}
+    )
+    vars(args).update(vars(new_args))
 
 
 class InPlaceAverage:
@@ -549,11 +570,11 @@ class InPlaceAverage:
                 weights[:, half:].lerp_(weights[:, :half], self.share)
 
 
-def in_place_average(a: SimpleNamespace) -> InPlaceAverage | None:
+def in_place_average(args: SimpleNamespace) -> InPlaceAverage | None:
     """Return the averaging of EMAINPLACE_ROWWISE_ADAGRAD; None for other optimizers."""
-    if a.optimizer is not EmbOptimType.EMAINPLACE_ROWWISE_ADAGRAD:
+    if args.optimizer is not EmbOptimType.EMAINPLACE_ROWWISE_ADAGRAD:
         return None
-    odd = [spec[1] for spec in a.embedding_specs if spec[1] % 2]
+    odd = [spec.dim for spec in args.embedding_specs if spec.dim % 2]
     if odd:
         raise ValueError(f"EMAINPLACE_ROWWISE_ADAGRAD needs even dims, got {odd}")
-    return InPlaceAverage(a.emainplace_mode or EmainplaceModeDefinition())
+    return InPlaceAverage(args.emainplace_mode or EmainplaceModeDefinition())

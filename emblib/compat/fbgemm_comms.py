@@ -1,6 +1,5 @@
 """FBGEMM's modules around the tables: codecs of messages and permutations of pooled embeddings."""
 
-import enum
 import itertools
 import os
 from collections.abc import Callable, Sequence
@@ -11,19 +10,19 @@ import torch
 from torch import Tensor, nn
 
 from emblib.compat.fbgemm_operators import messages, pooled, rowwise
+from emblib.compat.fbgemm_operators.messages import RoundingMode
 from emblib.compat.fbgemm_types import SparseType, as_member
 
 _ROW_OVERHEAD = 8  # bytes: float32 scale and minimum of an INT8 row, scale and 0 of a FP8 row
 _HALVES = {SparseType.FP16: torch.float16, SparseType.BF16: torch.bfloat16}
 
 
-RoundingMode = enum.IntEnum("RoundingMode", "nearest floor even stochastic ceil", start=0)
-"""Rounding of the exponent of a group of an MX4 message."""
-
-
 @dataclass
 class QuantizationContext:
-    """Row length of a message before and after its quantisation."""
+    """Sizes of a message: `row_dim` values per row, `row_dim_quant` bytes after quantisation.
+
+    `padded_dim_sum_per_rank` is set by `QuantizedCommCodec.padded_size`.
+    """
 
     row_dim: int = 32
     row_dim_quant: int = -1
@@ -241,7 +240,7 @@ class QuantizedCommCodec:
 
 
 def none_throws(optional: Any, message: str = "Unexpected `None`") -> Any:
-    """Return what is not None."""
+    """Return `optional`; raise AssertionError with `message` if it is None."""
     if optional is None:
         raise AssertionError(message)
     return optional

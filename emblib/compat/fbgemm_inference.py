@@ -12,7 +12,7 @@ import logging
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,17 @@ from emblib.ops import codes, quant, tbe
 
 _logger = logging.getLogger(__name__)
 
-_Spec = tuple[str, int, int, SparseType, EmbeddingLocation]
+
+class QuantizedSpec(NamedTuple):
+    """An entry of `embedding_specs`, with emblib's enum members."""
+
+    name: str
+    rows: int
+    dim: int
+    format: SparseType
+    location: EmbeddingLocation
+
+
 _Rows = tuple[Tensor, Tensor | None]
 
 _HEADER = 4  # bytes of scale and bias, two float16
@@ -43,8 +53,21 @@ _FLOATS = {
     SparseType.BF16: torch.bfloat16,
     SparseType.FP32: torch.float32,
 }
-_FP8 = {4: (RowFormat.FP8_E4M3, 7, 0x7E), 5: (RowFormat.FP8_E5M2, 15, 0x7B)}
-"""By exponent bits the format, its exponent bias, and the byte of its largest number."""
+
+
+class _FP8Format(NamedTuple):
+    """Values of an FP8 format: its rows' format, exponent bias, and byte of its largest number."""
+
+    rows: RowFormat
+    bias: int
+    largest: int
+
+
+_FP8 = {  # by exponent bits
+    4: _FP8Format(RowFormat.FP8_E4M3, 7, 0x7E),
+    5: _FP8Format(RowFormat.FP8_E5M2, 15, 0x7B),
+}
+_MAX_SCALE_EXPONENT = 15  # of a float16, which holds the scale of a row
 
 _FIXED: dict[str, tuple[Any, str]] = {
     "record_cache_metrics": (None, "there is no cache"),
@@ -82,7 +105,7 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
 
     def __init__(
         self,
-        embedding_specs: list[_Spec],
+        embedding_specs: list[tuple[str, int, int, SparseType, EmbeddingLocation]],
         feature_table_map: list[int] | None = None,
         index_remapping: list[Tensor] | None = None,
         pooling_mode: PoolingMode = PoolingMode.SUM,
@@ -140,8 +163,8 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
         self.enforce_hbm, self.uvm_host_mapped = enforce_hbm, uvm_host_mapped
         self.feature_names_per_table = feature_names_per_table
         self.indices_dtype = indices_dtype
-        self.feature_names: list[str] = [spec[0] for spec in self.embedding_specs]
-        self._dims = [self.embedding_specs[t][2] for t in self.feature_table_map]
+        self.feature_names: list[str] = [spec.name for spec in self.embedding_specs]
+        self._dims = [self.embedding_specs[t].dim for t in self.feature_table_map]
         if self.pooling_mode is PoolingMode.NONE and len(set(self._dims)) > 1:
             raise ValueError(f"without pooling all tables must have one dim, got {self._dims}")
         self.total_D: int = sum(self._dims)
@@ -253,7 +276,9 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
         rows = QuantizedEmbeddingBags(
             [TableSpec(*spec[1:3]) for spec in self.embedding_specs],
             formats=[
-                _FP8[self.fp8_exponent_bits][0] if kind is SparseType.FP8 else RowFormat[kind.name]
+                _FP8[self.fp8_exponent_bits].rows
+                if kind is SparseType.FP8
+                else RowFormat[kind.name]
                 for _, _, _, kind, _ in self.embedding_specs
             ],
             pooling=Pooling(self.pooling_mode.name.lower()),
@@ -262,9 +287,9 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
             bounds_check=BoundsCheck(mode.name.removeprefix("V2_").lower()),
             device=self._device,
         )
-        bias = _FP8[self.fp8_exponent_bits][1] - self.fp8_exponent_bias
+        bias = _FP8[self.fp8_exponent_bits].bias - self.fp8_exponent_bias
         for view, spec in zip(rows.table_views(), self.embedding_specs, strict=True):
-            if spec[3] is SparseType.FP8:
+            if spec.format is SparseType.FP8:
                 view["packed"][:, : _HEADER // 2].view(torch.float16).fill_(2.0**bias)
         self._serve(rows)
 
@@ -294,7 +319,7 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
         result: list[tuple[Tensor, Tensor | None, Tensor | None]] = []
         padded = split_scale_bias_mode == 0
         for rows, spec in zip(self._rows(padded=padded), self.embedding_specs, strict=True):
-            if split_scale_bias_mode == 0 or not _has_header(spec[3]):
+            if split_scale_bias_mode == 0 or not _has_header(spec.format):
                 result.append((rows, None, None))
                 continue
             numbers, header = rows[:, _HEADER:], rows[:, :_HEADER]
@@ -339,21 +364,21 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
         if len(q_weight_list) != len(targets):
             raise ValueError(f"expected {len(targets)} tables, got {len(q_weight_list)}")
         copies: list[tuple[Tensor, Tensor]] = []
-        for (name, _, _, kind, _), target, given in zip(
+        for (name, _, _, kind, _), target, sources in zip(
             self.embedding_specs, targets, q_weight_list, strict=True
         ):
-            for view, values in zip(target, given, strict=True):
+            for view, values in zip(target, sources, strict=True):
                 if view is None and values is None:
                     continue
                 expected = None if view is None else list(view.shape)
-                found = None if values is None else list(values.shape)
-                is_of_each_row = expected is not None and found == expected[1:]
-                if view is None or values is None or not (expected == found or is_of_each_row):
-                    raise ValueError(f"table {name!r}: expected {expected}, got {found}")
+                got = None if values is None else list(values.shape)
+                is_of_each_row = expected is not None and got == expected[1:]
+                if view is None or values is None or not (expected == got or is_of_each_row):
+                    raise ValueError(f"table {name!r}: expected {expected}, got {got}")
                 if values.dtype != torch.uint8:
                     raise ValueError(f"table {name!r}: rows must be uint8, got {values.dtype}")
                 if kind is SparseType.FP8:
-                    largest = _FP8[self.fp8_exponent_bits][2]
+                    largest = _FP8[self.fp8_exponent_bits].largest
                     if values.numel() and int((values & 0x7F).max()) > largest:
                         raise ValueError(f"table {name!r}: FP8 rows have bytes up to {largest:#x}")
                 copies.append((view, values))
@@ -366,10 +391,10 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
         for (rows, _), spec in zip(
             self.split_embedding_weights(), self.embedding_specs, strict=True
         ):
-            if spec[3] in _FLOATS:
-                rows.view(_FLOATS[spec[3]]).uniform_(-1, 1)
+            if spec.format in _FLOATS:
+                rows.view(_FLOATS[spec.format]).uniform_(-1, 1)
             else:  # of FP8 those of both formats that are finite
-                rows.random_(0, 0x78 if spec[3] is SparseType.FP8 else 0xFF)
+                rows.random_(0, 0x78 if spec.format is SparseType.FP8 else 0xFF)
 
     def embedding_inplace_update(
         self,
@@ -420,7 +445,7 @@ class IntNBitTableBatchedEmbeddingBagsCodegen(nn.Module):
 
     def extra_repr(self) -> str:
         """Describe tables and pooling."""
-        formats = sorted({spec[3].name for spec in self.embedding_specs})
+        formats = sorted({spec.format.name for spec in self.embedding_specs})
         return f"{len(self.embedding_specs)} tables, {', '.join(formats)}, {self.pooling_mode.name}"
 
 
@@ -478,18 +503,18 @@ def index_of_map(rows: Tensor, *, is_array: bool) -> RowIndex:
     if is_array:
         entries = torch.nn.functional.pad(rows.int(), (0, ids % 2), value=-1).view(torch.int64)
         return replace(RowIndex.of_mask(rows >= 0), entries=entries)
-    kept = (rows >= 0).nonzero().view(-1)
-    entries, _ = quant.hash_entries(kept, rows[kept].long())
-    return replace(RowIndex.of_keys(kept, num_ids=ids), entries=entries.flatten())
+    kept_ids = (rows >= 0).nonzero().view(-1)
+    entries, _ = quant.hash_entries(kept_ids, rows[kept_ids].long())
+    return replace(RowIndex.of_keys(kept_ids, num_ids=ids), entries=entries.flatten())
 
 
 # Arguments
 
 
-def _check_fixed(given: Mapping[str, Any]) -> None:
+def _check_fixed(arguments: Mapping[str, Any]) -> None:
     """Raise for arguments without a counterpart."""
     for name, (only, reason) in _FIXED.items():
-        value = given[name]
+        value = arguments[name]
         if value != only:
             raise NotImplementedError(f"{name} must be {only!r}, got {value!r}: {reason}")
 
@@ -504,30 +529,31 @@ def _device(device: str | int | torch.device | None) -> torch.device:
     return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
 
 
-def _specs(given: Sequence[_Spec]) -> list[_Spec]:
+def _specs(embedding_specs: Sequence[tuple[Any, ...]]) -> list[QuantizedSpec]:
     """Check formats and dims; return the specs with emblib's enum members."""
-    if not given:
+    if not embedding_specs:
         raise ValueError("embedding_specs must have at least one table")
-    result: list[_Spec] = []
-    for name, rows, dim, kind, location in given:
+    result: list[QuantizedSpec] = []
+    for name, rows, dim, kind, location in embedding_specs:
         kind = as_member(SparseType, kind)
-        known = (*_FLOATS, SparseType.FP8)
-        if kind not in known and not _has_header(kind):
+        headerless_formats = (*_FLOATS, SparseType.FP8)
+        if kind not in headerless_formats and not _has_header(kind):
             raise NotImplementedError(
                 f"table {name!r}: rows of {kind.name} are not supported; formats are INT8, INT4, "
-                f"INT2, {', '.join(k.name for k in known)}"
+                f"INT2, {', '.join(k.name for k in headerless_formats)}"
             )
         if dim * kind.bit_rate() % 8:
             raise ValueError(
                 f"table {name!r}: rows of {kind.name} must fill whole bytes, got dim {dim}"
             )
-        result.append((name, rows, dim, kind, as_member(EmbeddingLocation, location)))
+        location = as_member(EmbeddingLocation, location)
+        result.append(QuantizedSpec(name, rows, dim, kind, location))
     return result
 
 
 def _check_fp8(bits: int, bias: int) -> None:
     """Raise for FP8 rows that no scale in float16 makes those of a format of torch."""
-    if bits not in _FP8 or not -15 <= _FP8[bits][1] - bias <= 15:
+    if bits not in _FP8 or abs(_FP8[bits].bias - bias) > _MAX_SCALE_EXPONENT:
         raise NotImplementedError(
             "FP8 rows have 4 or 5 exponent bits, and a bias within 15 of 7 or 15, got "
             f"fp8_exponent_bits={bits}, fp8_exponent_bias={bias}"
@@ -539,7 +565,9 @@ def _has_header(kind: SparseType) -> bool:
     return kind in (SparseType.INT8, SparseType.INT4, SparseType.INT2)
 
 
-def _returns_bytes(output: SparseType, specs: Sequence[_Spec], pooling: PoolingMode) -> bool:
+def _returns_bytes(
+    output: SparseType, specs: Sequence[QuantizedSpec], pooling: PoolingMode
+) -> bool:
     """Return whether lookups return the bytes of rows.
 
     Raises:
@@ -547,18 +575,21 @@ def _returns_bytes(output: SparseType, specs: Sequence[_Spec], pooling: PoolingM
     """
     if not _has_header(output):
         return False
-    others = {spec[3].name for spec in specs if spec[3] is not output}
-    if pooling is not PoolingMode.NONE or others:
+    other_formats = {spec.format.name for spec in specs if spec.format is not output}
+    if pooling is not PoolingMode.NONE or other_formats:
         raise NotImplementedError(
             f"output_dtype {output.name} returns the bytes of rows of that format, with "
-            f"PoolingMode.NONE; got {pooling.name} and rows of {sorted(others or {output.name})}"
+            f"PoolingMode.NONE; got {pooling.name} and rows of "
+            f"{sorted(other_formats or {output.name})}"
         )
     return True
 
 
-def _check_locations(specs: Sequence[_Spec], device: torch.device, *, enforce: bool) -> bool:
+def _check_locations(
+    specs: Sequence[QuantizedSpec], device: torch.device, *, enforce: bool
+) -> bool:
     """Raise for rows outside the memory of the device; return whether that is a CPU's."""
-    locations = {spec[4] for spec in specs}
+    locations = {spec.location for spec in specs}
     is_cpu = device.type == "cpu" or (
         device.type == "meta" and locations == {EmbeddingLocation.HOST}
     )

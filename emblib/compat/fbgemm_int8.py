@@ -38,7 +38,7 @@ class Int8Tables(nn.Module):
     """The tables and lookups of a training module with `weights_precision=SparseType.INT8`.
 
     Args:
-        a: the normalised arguments of the module.
+        args: the normalised arguments of the module.
     """
 
     weights: Tensor
@@ -46,23 +46,23 @@ class Int8Tables(nn.Module):
     hyperparams: Tensor
     anchor: Tensor
 
-    def __init__(self, a: SimpleNamespace) -> None:
+    def __init__(self, args: SimpleNamespace) -> None:
         super().__init__()
-        self._shapes = [(rows, dim + _HEADER) for rows, dim, _, _ in a.embedding_specs]
-        self._features = list(a.feature_table_map)
-        self._pooling = a.pooling_mode
-        self._output = float_dtype("output_dtype", a.output_dtype)
-        self._check = BoundsCheckMode[a.bounds_check_mode.name.removeprefix("V2_")].value
+        self._shapes = [(rows, dim + _HEADER) for rows, dim, _, _ in args.embedding_specs]
+        self._features = list(args.feature_table_map)
+        self._pooling = args.pooling_mode
+        self._output = float_dtype("output_dtype", args.output_dtype)
+        self._check = BoundsCheckMode[args.bounds_check_mode.name.removeprefix("V2_")].value
         self.optimizer = optim.SGD(0.0)
-        self.learning_rate = a.learning_rate
+        self.learning_rate = args.learning_rate
         self.tables: list[Any] = []  # none is cached
         size = sum(rows * width for rows, width in self._shapes)
-        rows = torch.tensor([self._shapes[t][0] for t in self._features], device=a.device)
-        self.register_buffer("weights", torch.zeros(size, dtype=torch.uint8, device=a.device))
+        rows = torch.tensor([self._shapes[t][0] for t in self._features], device=args.device)
+        self.register_buffer("weights", torch.zeros(size, dtype=torch.uint8, device=args.device))
         self.register_buffer("rows", rows, persistent=False)
-        numbers = torch.zeros(len(optim.Hyper), dtype=torch.float64, device=a.device)
+        numbers = torch.zeros(len(optim.Hyper), dtype=torch.float64, device=args.device)
         self.register_buffer("hyperparams", numbers, persistent=False)
-        anchor = torch.zeros((), device=a.device, requires_grad=True)
+        anchor = torch.zeros((), device=args.device, requires_grad=True)
         self.register_buffer("anchor", anchor, persistent=False)
 
     def table_weights(self) -> list[Tensor]:
@@ -93,17 +93,20 @@ class Int8Tables(nn.Module):
         counter = torch.zeros(1, dtype=torch.int64, device=indices.device)
         bucketize.bounds_check_indices(self.rows, indices, offsets, self._check, counter)
         features = len(self._features)
-        batch = (offsets.numel() - 1) // features
-        ends = offsets[::batch].tolist() if batch else [0] * (features + 1)
+        batch_size = (offsets.numel() - 1) // features
+        ends = offsets[::batch_size].tolist() if batch_size else [0] * (features + 1)
         weights = None if per_sample_weights is None else per_sample_weights.detach()
         blocks, tables = [], self.table_weights()
         for feature, table in enumerate(self._features):
-            here = slice(ends[feature], ends[feature + 1])
-            ids = indices[here]
+            id_range = slice(ends[feature], ends[feature + 1])
+            ids = indices[id_range]
             rows = rowwise.fused_8bit_to_float(tables[table].index_select(0, ids.clamp(min=0)))
             rows.masked_fill_((ids < 0).unsqueeze(1), 0.0)
-            starts = offsets[feature * batch : (feature + 1) * batch + 1].long() - ends[feature]
-            scales = None if weights is None else weights[here]
+            starts = (
+                offsets[feature * batch_size : (feature + 1) * batch_size + 1].long()
+                - ends[feature]
+            )
+            scales = None if weights is None else weights[id_range]
             blocks.append(self._pool(rows, starts, scales))
         output = torch.cat(blocks, int(self._pooling is not PoolingMode.NONE)).to(self._output)
         result: Tensor = _Untrained.apply(output, self.anchor)

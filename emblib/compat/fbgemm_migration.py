@@ -42,7 +42,7 @@ def _arguments(old: Any) -> dict[str, Any]:
     has_decay = has_decay and acts and "weight_decay" not in ignored
     has_norm = kind == "EXACT_ROWWISE_ADAGRAD" and "max_norm" not in ignored
     placements = old.weights_physical_placements
-    found = {
+    arguments = {
         "embedding_specs": [
             (rows, dim, place, device)
             for (rows, dim, _, device), place in zip(old.embedding_specs, placements, strict=True)
@@ -73,16 +73,16 @@ def _arguments(old: Any) -> dict[str, Any]:
         **_options(old, names),
     }
     if old.max_D_cache:
-        found["cache_algorithm"] = old.cache_algorithm
-        found["cache_sets"] = old.lxu_cache_state.size(0)
+        arguments["cache_algorithm"] = old.cache_algorithm
+        arguments["cache_sets"] = old.lxu_cache_state.size(0)
         dtype = old.lxu_cache_weights.dtype
-        found["cache_precision"] = names.SparseType.from_dtype(dtype)
+        arguments["cache_precision"] = names.SparseType.from_dtype(dtype)
     if kind in ("PARTIAL_ROWWISE_ADAM", "ENSEMBLE_ROWWISE_ADAGRAD"):
         number = 1 if kind == "PARTIAL_ROWWISE_ADAM" else 2
         state = getattr(old, f"momentum{number}_dev")
-        kept = names.SparseType.from_dtype(state.dtype)
-        found["optimizer_state_dtypes"] = {f"momentum{number}": kept}
-    return found
+        state_format = names.SparseType.from_dtype(state.dtype)
+        arguments["optimizer_state_dtypes"] = {f"momentum{number}": state_format}
+    return arguments
 
 
 def _shortest(number: float) -> float:
@@ -93,22 +93,22 @@ def _shortest(number: float) -> float:
 
 def _ignored(old: Any) -> list[str]:
     """Return the options of a module that FBGEMM's kernels for a CPU ignore."""
-    found = []
+    ignored_options = []
     if old.use_cpu and old.optimizer_args.max_norm:
-        found.append("max_norm")
+        ignored_options.append("max_norm")
     is_single = len(old.feature_table_map) == len(old.embedding_specs)
     if old.use_cpu and is_single and old.weight_decay_mode.name in ("L2", "DECOUPLE"):
-        found.append("weight_decay")
-    return found
+        ignored_options.append("weight_decay")
+    return ignored_options
 
 
 def _options(old: Any, names: Any) -> dict[str, Any]:
     """Return the option objects of a module's weight decay and optimizer."""
     args, kind, decay = old.optimizer_args, old.optimizer.name, old.weight_decay_mode.name
     hidden = vars(old)
-    found: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     if decay == "COUNTER":
-        found["counter_based_regularization"] = names.CounterBasedRegularizationDefinition(
+        options["counter_based_regularization"] = names.CounterBasedRegularizationDefinition(
             counter_weight_decay_mode=names.CounterWeightDecayMode(args.weight_decay_mode),
             counter_halflife=args.counter_halflife,
             adjustment_iter=args.adjustment_iter,
@@ -121,30 +121,30 @@ def _options(old: Any, names: Any) -> dict[str, Any]:
             max_counter_update_freq=hidden["_max_counter_update_freq"],
         )
     elif decay == "COWCLIP":
-        found["cowclip_regularization"] = names.CowClipDefinition(
+        options["cowclip_regularization"] = names.CowClipDefinition(
             counter_weight_decay_mode=names.CounterWeightDecayMode(args.weight_decay_mode),
             counter_halflife=args.counter_halflife,
             weight_norm_coefficient=args.weight_norm_coefficient,
             lower_bound=args.lower_bound,
         )
     elif decay == "DECOUPLE_GLOBAL":
-        found["global_weight_decay"] = names.GlobalWeightDecayDefinition(
+        options["global_weight_decay"] = names.GlobalWeightDecayDefinition(
             start_iter=old.gwd_start_iter, lower_bound=old.gwd_lower_bound
         )
     if kind == "ENSEMBLE_ROWWISE_ADAGRAD":
         numbers = hidden["_ensemble_mode"]
         mode = names.StepMode(int(numbers["step_mode"]))
-        found["ensemble_mode"] = names.EnsembleModeDefinition(**{**numbers, "step_mode": mode})
+        options["ensemble_mode"] = names.EnsembleModeDefinition(**{**numbers, "step_mode": mode})
     elif kind == "EMAINPLACE_ROWWISE_ADAGRAD":
-        found["emainplace_mode"] = names.EmainplaceModeDefinition(**hidden["_emainplace_mode"])
+        options["emainplace_mode"] = names.EmainplaceModeDefinition(**hidden["_emainplace_mode"])
     if old.use_rowwise_bias_correction or old.use_writeback_bwd_prehook:
-        found["extra_optimizer_config"] = names.UserEnabledConfigDefinition(
+        options["extra_optimizer_config"] = names.UserEnabledConfigDefinition(
             use_rowwise_bias_correction=old.use_rowwise_bias_correction,
             use_writeback_bwd_prehook=old.use_writeback_bwd_prehook,
             writeback_first_feature_only=hidden["_writeback_first_feature_only"],
             precompute_writeback=hidden["_precompute_writeback"],
         )
-    return found
+    return options
 
 
 def _step(module: Any) -> int:
@@ -154,14 +154,14 @@ def _step(module: Any) -> int:
 
 @torch.no_grad()
 def _copy_values(
-    source: Any, target: Any, rows: Sequence[Tensor] | None = None, *, counted: bool
+    source: Any, target: Any, rows: Sequence[Tensor] | None = None, *, counts_rows: bool
 ) -> None:
     """Copy rows, states and numbers from one module with FBGEMM's interface to another.
 
     Args:
         source: module to read.
         target: module to write.
-        counted: whether the optimizer counts how often rows are seen.
+        counts_rows: whether the optimizer counts how often rows are seen.
         rows: the rows of each table to read; None for all, in order.
     """
     source.flush()
@@ -180,7 +180,7 @@ def _copy_values(
     else:
         target.iter.fill_(step)
         target.iter_cpu.fill_(step)
-    if counted:
+    if counts_rows:
         target.max_counter.copy_(source.max_counter)
     target.set_learning_rate(_shortest(source.get_learning_rate()))
     target.reset_cache_states()
@@ -264,9 +264,9 @@ class ReplacedSplitTBE(_ReplacedTBE):
         cache = _nbytes([getattr(old, name) for name in names])
         states = [state for table in old.split_optimizer_states() for state in table]
         before = TrainingMemory(_nbytes(old.split_embedding_weights()), _nbytes(states), 0, cache)
-        kept = [state for table in new.table_optimizer_states() for state in table.values()]
+        new_states = [state for table in new.table_optimizer_states() for state in table.values()]
         cache = new.nbytes().get("cache", 0)
-        return before, TrainingMemory(_nbytes(new.table_weights()), _nbytes(kept), 0, cache)
+        return before, TrainingMemory(_nbytes(new.table_weights()), _nbytes(new_states), 0, cache)
 
     @property
     def optimizers(self) -> list[optim.Optimizer]:
@@ -275,7 +275,7 @@ class ReplacedSplitTBE(_ReplacedTBE):
 
     def copy_values(self, source: Any, target: Any) -> None:
         """Copy rows, states, step and learning rate between old and new module."""
-        _copy_values(source, target, counted=self._is_counted)
+        _copy_values(source, target, counts_rows=self._is_counted)
 
     def carry_over(self) -> None:
         """Copy rows, states, step and learning rate into the new module."""
@@ -291,7 +291,7 @@ class ReplacedSplitTBE(_ReplacedTBE):
         rows = [chosen_rows(spec[0], max_rows, seed) for spec in specs]
         fewer = [(len(few), *spec[1:]) for few, spec in zip(rows, specs, strict=True)]
         module = type(self.old)(**{**self._made_with, "embedding_specs": fewer})
-        _copy_values(self.new, module, rows, counted=self._is_counted)
+        _copy_values(self.new, module, rows, counts_rows=self._is_counted)
         return module, []
 
 

@@ -103,12 +103,12 @@ def _contents(names: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         "INT8_EMB_ROW_DIM_OFFSET": 8,
     }
     options = {
-        name: found
-        for name, found in training.items()
+        name: value
+        for name, value in training.items()
         if name.endswith(("Definition", "Mode", "Threshold", "Decay", "Prefix"))
         and name not in kinds
     }
-    monitoring = {name: found for name, found in names.items() if "StatsReporter" in name}
+    monitoring = {name: value for name, value in names.items() if "StatsReporter" in name}
     partial = {"PartiallyMaterializedTensor": _RAISES["PartiallyMaterializedTensor"]}
     inference = {
         "IntNBitTableBatchedEmbeddingBagsCodegen": (
@@ -161,17 +161,17 @@ class Installation:
     def __init__(self, names: Mapping[str, Any]) -> None:
         contents = _contents(names)
         self._modules: dict[str, ModuleType] = {}
-        for path, found in contents.items():
-            full = f"{ROOT}.{path}" if path else ROOT
-            module = ModuleType(full, "Names of FBGEMM, of emblib; see docs/torchrec.md.")
+        for path, names_of_module in contents.items():
+            full_name = f"{ROOT}.{path}" if path else ROOT
+            module = ModuleType(full_name, "Names of FBGEMM, of emblib; see docs/torchrec.md.")
             is_package = any(p.startswith(f"{path}." if path else "") and p for p in contents)
-            module.__spec__ = ModuleSpec(full, None, is_package=is_package)
+            module.__spec__ = ModuleSpec(full_name, None, is_package=is_package)
             if is_package:
                 module.__path__ = []
-            vars(module).update(found)
-            module.__dict__["__all__"] = sorted(found)
-            self._modules[full] = module
-            parent, _, name = full.rpartition(".")
+            vars(module).update(names_of_module)
+            module.__dict__["__all__"] = sorted(names_of_module)
+            self._modules[full_name] = module
+            parent, _, name = full_name.rpartition(".")
             if parent:
                 setattr(self._modules[parent], name, module)
         # As in FBGEMM's wheels, where it says that the operators need not be loaded by hand.

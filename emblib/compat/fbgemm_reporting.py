@@ -134,15 +134,15 @@ class CacheCounters:
     whether there is a cache; `gathers`: whether gather_uvm_cache_stats was asked for.
     """
 
-    def __init__(self, bags: TableBatchedEmbeddingBags, a: SimpleNamespace) -> None:
-        metrics = RecordCacheMetrics(*(a.record_cache_metrics or (False, False)))
+    def __init__(self, bags: TableBatchedEmbeddingBags, args: SimpleNamespace) -> None:
+        metrics = RecordCacheMetrics(*(args.record_cache_metrics or (False, False)))
         self._bags = bags
         self._batches, self._by_table = metrics
-        self.gathers = bool(a.gather_uvm_cache_stats)
+        self.gathers = bool(args.gather_uvm_cache_stats)
         self.cached = any(spec.placement.cached for spec in bags.tables)
-        counted = len(bags.tables) if self._by_table else 0
+        num_tables = len(bags.tables) if self._by_table else 0
         self.cache_miss_counter = torch.zeros(2, dtype=torch.int64)
-        self.table_wise_cache_miss = torch.zeros(counted, dtype=torch.int64)
+        self.table_wise_cache_miss = torch.zeros(num_tables, dtype=torch.int64)
         self._last = torch.zeros(len(_NAMES), dtype=torch.int64)
         self._logged = torch.zeros(len(_NAMES), dtype=torch.int64)
 
@@ -175,8 +175,10 @@ class CacheCounters:
             return  # the batch had been prefetched
         self._last = new[0]
         if self._batches:
-            missed = new[0, _UNIQUE_MISSES]
-            self.cache_miss_counter += torch.stack([(missed > 0).long(), missed])
+            num_unique_misses = new[0, _UNIQUE_MISSES]
+            self.cache_miss_counter += torch.stack(
+                [(num_unique_misses > 0).long(), num_unique_misses]
+            )
         if self._by_table:
             self.table_wise_cache_miss += new[1:, _UNIQUE_MISSES]
 
@@ -221,7 +223,7 @@ def prefetch_passes(
 
 
 class Timer:
-    """Durations of parts of a step; on a GPU those of the stream, reported once known."""
+    """Report milliseconds of parts of a step; on a GPU those of the stream, once they are known."""
 
     def __init__(self, report: Callable[[int, float], None]) -> None:
         self._report = report
@@ -231,22 +233,22 @@ class Timer:
     def recording(self, step: int, device: torch.device) -> Iterator[None]:
         """Time the work of `step` inside the context, on the current stream."""
         if device.type != "cuda":
-            start = time.perf_counter()
+            start_s = time.perf_counter()
             yield
-            self._report(step, 1e3 * (time.perf_counter() - start))
+            self._report(step, 1e3 * (time.perf_counter() - start_s))
             return
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        first.record()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
         yield
-        last.record()
-        self._pending.append((step, first, last))
+        end.record()
+        self._pending.append((step, start, end))
         self._lazy_report()
 
     def _lazy_report(self) -> None:
         """Report finished durations, without waiting."""
         while self._pending and self._pending[0][2].query():
-            step, first, last = self._pending.popleft()
-            self._report(step, first.elapsed_time(last))
+            step, start, end = self._pending.popleft()
+            self._report(step, start.elapsed_time(end))
 
 
 class Events:

@@ -54,23 +54,23 @@ class TableViews(nn.Module):
     feature_dims: Tensor
     _arguments: SimpleNamespace
 
-    def _describe(self, a: SimpleNamespace) -> None:
+    def _describe(self, args: SimpleNamespace) -> None:
         """Set sizes and choices under FBGEMM's names."""
-        rows = [spec[0] for spec in a.embedding_specs]
-        self.embedding_specs = a.embedding_specs
-        self.feature_table_map: list[int] = list(a.feature_table_map)
-        self.dims: list[int] = [spec[1] for spec in a.embedding_specs]
+        rows = [spec.rows for spec in args.embedding_specs]
+        self.embedding_specs = args.embedding_specs
+        self.feature_table_map: list[int] = list(args.feature_table_map)
+        self.dims: list[int] = [spec.dim for spec in args.embedding_specs]
         self.current_device = self.bags.hyperparams.device
-        self.use_cpu = a.compute_device is ComputeDevice.CPU
-        self.pooling_mode = a.pooling_mode
-        self.weights_precision = a.weights_precision
-        self.output_dtype: int = a.output_dtype.as_int()
-        self.optimizer = a.optimizer
-        self.table_names: list[str] | None = a.table_names
-        self.logging_table_name = self.get_table_name_for_logging(a.table_names)
-        self.embedding_shard_info = a.embedding_shard_info
+        self.use_cpu = args.compute_device is ComputeDevice.CPU
+        self.pooling_mode = args.pooling_mode
+        self.weights_precision = args.weights_precision
+        self.output_dtype: int = args.output_dtype.as_int()
+        self.optimizer = args.optimizer
+        self.table_names: list[str] | None = args.table_names
+        self.logging_table_name = self.get_table_name_for_logging(args.table_names)
+        self.embedding_shard_info = args.embedding_shard_info
         self.max_D = max(self.dims)
-        cached = [dim for _, dim, place, _ in a.embedding_specs if place == _CACHED]
+        cached = [dim for _, dim, place, _ in args.embedding_specs if place == _CACHED]
         self.max_D_cache = max(cached, default=0)
         dims = [self.dims[t] for t in self.feature_table_map]
         self.total_D = sum(dims)
@@ -84,7 +84,7 @@ class TableViews(nn.Module):
             "feature_dims": torch.tensor(dims),
         }
         for name, tensor in sizes.items():
-            device = "cpu" if name == "feature_dims" else a.device
+            device = "cpu" if name == "feature_dims" else args.device
             self.register_buffer(name, tensor.to(device), persistent=False)
 
     @staticmethod
@@ -180,20 +180,20 @@ class TableViews(nn.Module):
         ]
 
     def _state_has_iter(self) -> bool:
-        a = self._arguments
-        if a.weight_decay_mode is WeightDecayMode.DECOUPLE_GLOBAL:
+        args = self._arguments
+        if args.weight_decay_mode is WeightDecayMode.DECOUPLE_GLOBAL:
             return True
-        if a.weight_decay_mode is not WeightDecayMode.COUNTER:
+        if args.weight_decay_mode is not WeightDecayMode.COUNTER:
             return False
-        mode = a.counter_based_regularization.counter_weight_decay_mode
+        mode = args.counter_based_regularization.counter_weight_decay_mode
         return int(mode) == CounterWeightDecayMode.ADAGRADW
 
     def _prefixes(self) -> dict[str, str]:
         """Return emblib's name of each optimizer state, by FBGEMM's names of it."""
         if "bags" not in self._modules or self.optimizer is EmbOptimType.NONE:
             return {}
-        kept = {state.name for state in self.bags.optimizer.states}
-        names = [name for name in STATE_ORDER if name in kept]
+        state_names = {state.name for state in self.bags.optimizer.states}
+        names = [name for name in STATE_ORDER if name in state_names]
         return {f"momentum{i}": name for i, name in enumerate(names, 1)} | {n: n for n in names}
 
     def get_states(self, prefix: str) -> States:
@@ -219,19 +219,19 @@ class TableViews(nn.Module):
             raise DoesNotHavePrefix(f"there is no {prefix}, only {['weights', *self._prefixes()]}")
         memory = [views[0].new_empty(0)] * len(_PLACES)
         offsets = [int(view.storage_offset()) for view in views]
-        locations = [spec[2] for spec in self.embedding_specs]
+        locations = [spec.location for spec in self.embedding_specs]
         places = [1 if self.use_cpu else 2 if where in _OUTSIDE else 0 for where in locations]
         for place in set(places):
-            here = [t for t, other in enumerate(places) if other == place]
-            if len({views[t].untyped_storage().data_ptr() for t in here}) > 1:
+            tables_there = [t for t, other in enumerate(places) if other == place]
+            if len({views[t].untyped_storage().data_ptr() for t in tables_there}) > 1:
                 raise NotImplementedError(
                     f"{prefix}_{_PLACES[place]}: the tables lie in several pieces of memory; use "
                     "split_embedding_weights() or split_optimizer_states()"
                 )
-            first = min(offsets[t] for t in here)
-            count = max(offsets[t] + views[t].numel() for t in here) - first
-            memory[place] = views[here[0]].detach().as_strided((count,), (1,), first)
-            for t in here:
+            first = min(offsets[t] for t in tables_there)
+            count = max(offsets[t] + views[t].numel() for t in tables_there) - first
+            memory[place] = views[tables_there[0]].detach().as_strided((count,), (1,), first)
+            for t in tables_there:
                 offsets[t] -= first
         return (
             memory[0],
@@ -243,8 +243,8 @@ class TableViews(nn.Module):
 
     def get_all_states(self) -> list[States]:
         """Return `get_states` of the weights and of each optimizer state, in FBGEMM's order."""
-        kept = [name for name in self._prefixes() if name in STATE_ORDER]
-        return [self.get_states(prefix) for prefix in ("weights", *kept)]
+        prefixes = [name for name in self._prefixes() if name in STATE_ORDER]
+        return [self.get_states(prefix) for prefix in ("weights", *prefixes)]
 
     def _use_buffers(self, buffers: Mapping[str, Tensor]) -> None:
         """Let tables and states on a CPU have the given memory, with the values in it.
@@ -263,17 +263,17 @@ class TableViews(nn.Module):
                     f"preallocated_host_buffers may have {[*targets]} of tables on a CPU, got "
                     f"{name!r}"
                 )
-            own = getattr(self.bags, targets[name])
-            expected = (own.dtype, own.device, (own.numel(),))
-            found = (buffer.dtype, buffer.device, tuple(buffer.shape))
-            if found != expected or not buffer.is_contiguous():
+            memory = getattr(self.bags, targets[name])
+            expected = (memory.dtype, memory.device, (memory.numel(),))
+            got = (buffer.dtype, buffer.device, tuple(buffer.shape))
+            if got != expected or not buffer.is_contiguous():
                 raise AssertionError(
                     f"preallocated_host_buffers[{name!r}] must be contiguous and of {expected}, "
-                    f"got {found}"
+                    f"got {got}"
                 )
         for name, buffer in buffers.items():
-            own = getattr(self.bags, targets[name])
-            own.data = buffer.view(own.shape)
+            memory = getattr(self.bags, targets[name])
+            memory.data = buffer.view(memory.shape)
 
     def get_optimizer_buffer(self, state: str) -> Tensor:
         """Return a state of all tables in device memory, by emblib's or FBGEMM's name.
@@ -300,8 +300,8 @@ class TableViews(nn.Module):
     @property
     def max_counter(self) -> Tensor:
         """Return the maximum row_counter at its last computation plus one, `[1]`."""
-        counted = self._arguments.weight_decay_mode is WeightDecayMode.COUNTER
-        return self.bags.hyperparams[-1:] if counted else self.bags.hyperparams.new_ones(1)
+        is_counted = self._arguments.weight_decay_mode is WeightDecayMode.COUNTER
+        return self.bags.hyperparams[-1:] if is_counted else self.bags.hyperparams.new_ones(1)
 
     @property
     def optimizer_args(self) -> SimpleNamespace:

@@ -103,16 +103,16 @@ def _most_even(value: int, parts: int) -> tuple[int, ...]:
     return max(_factorisations(value, parts, 1), key=_entropy)
 
 
-def _factorisations(value: int, parts: int, least: int) -> list[tuple[int, ...]]:
+def _factorisations(value: int, parts: int, min_factor: int) -> list[tuple[int, ...]]:
     """Return all ascending tuples of factors >= least."""
     if parts == 1:
-        return [(value,)] if value >= least else []
-    divisors = (f for f in range(least, math.isqrt(value) + 1) if value % f == 0)
+        return [(value,)] if value >= min_factor else []
+    divisors = (f for f in range(min_factor, math.isqrt(value) + 1) if value % f == 0)
     return [
-        (factor, *rest)
+        (factor, *other_factors)
         for factor in divisors
         if factor**parts <= value
-        for rest in _factorisations(value // factor, parts - 1, factor)
+        for other_factors in _factorisations(value // factor, parts - 1, factor)
     ]
 
 
@@ -214,8 +214,8 @@ class TableBatchedTTEmbeddingBag(nn.Module):
         rule = self._rule()
         bags: StackedTTBags | StackedCachedTTBags
         if use_cache:
-            counted = num_tables * self.hashtbl_size
-            cache = TTCache(self.cache_size, RowEviction.PROJECT, counted)
+            num_counted_ids = num_tables * self.hashtbl_size
+            cache = TTCache(self.cache_size, RowEviction.PROJECT, num_counted_ids)
             bags = StackedCachedTTBags(specs, cache, rule, init=init, device=device)
         else:
             bags = StackedTTBags(specs, rule, init=init, device=device)
@@ -272,10 +272,11 @@ class TableBatchedTTEmbeddingBag(nn.Module):
         return out.view(-1, self.num_tables, self.embedding_dim).transpose(0, 1)
 
     def _lacks_last_offset(self, indices: Tensor, offsets: Tensor) -> bool:
-        """Return whether offsets are without their last entry, the number of indices.
+        """Return whether offsets lack their last entry, the number of indices.
 
-        The number of offsets says it for several tables. For one, a CPU reads the last of them; a
-        GPU reads that of the first batch, so that later ones do not wait for it.
+        With several tables, the number of offsets determines it. With one table, the last offset
+        is read: on a CPU for each batch, on a GPU for the first only, so that later batches do not
+        wait for the device.
         """
         count = offsets.numel()
         if self.num_tables > 1 or not count:
@@ -345,7 +346,7 @@ class TableBatchedTTEmbeddingBag(nn.Module):
     def update_cache(self, indices: Tensor) -> None:
         """Count uses of ids of the first table without a lookup; training lookups count theirs.
 
-        Without a cache this does nothing, as there.
+        Without a cache this does nothing, as in FBTT.
         """
         if isinstance(self.bags, StackedCachedTTBags):
             ids = indices.flatten().long()
@@ -354,7 +355,7 @@ class TableBatchedTTEmbeddingBag(nn.Module):
             )
 
     def reset_cache(self) -> None:
-        """Return what stored rows learned to the cores, and forget all counts."""
+        """Project the cached rows onto the cores, empty the cache, and forget all counts."""
         self._cached().empty_cache()
 
     def _cached(self) -> StackedCachedTTBags:
@@ -389,8 +390,8 @@ class TTEmbeddingBag(TableBatchedTTEmbeddingBag):
         enforce_embedding_dim: bool = False,
         device: torch.device | str | None = None,
     ) -> None:
-        given = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
-        super().__init__(1, **given)
+        arguments = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
+        super().__init__(1, **arguments)
 
     def forward(
         self, indices: Tensor, offsets: Tensor | None = None, warmup: bool = True

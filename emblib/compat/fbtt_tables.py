@@ -24,15 +24,17 @@ class StackedCores(nn.ParameterList):
 
     def as_list(self) -> list[nn.Parameter]:
         """Return the parameters; iterating over a `ParameterList` is slow."""
-        own: Any = list(self._parameters.values())
-        return own if len(own) == len(self) else list(self)
+        parameters: Any = list(self._parameters.values())
+        return parameters if len(parameters) == len(self) else list(self)
 
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, local_metadata: dict[str, Any], *arguments: Any
     ) -> None:
         """Copy the values, whatever `assign` says: lookups read this memory."""
-        copying = {k: v for k, v in local_metadata.items() if k != "assign_to_params_buffers"}
-        super()._load_from_state_dict(state_dict, prefix, copying, *arguments)
+        metadata_for_copy = {
+            k: v for k, v in local_metadata.items() if k != "assign_to_params_buffers"
+        }
+        super()._load_from_state_dict(state_dict, prefix, metadata_for_copy, *arguments)
 
 
 class CoreViews:
@@ -119,7 +121,11 @@ class StackedTTBags(TableBatchedTTEmbeddingBags):
     def core_states(self) -> list[list[Tensor]]:
         """Return the optimizer states of each core, views of the stacked ones."""
         stacked = self.stacked_states()
-        return [[state[t] for state in of] for t in range(len(self.tables)) for of in stacked]
+        return [
+            [state[t] for state in states_of_core]
+            for t in range(len(self.tables))
+            for states_of_core in stacked
+        ]
 
     def _mark_parameters(self) -> None:
         for core in self.stacked.as_list():
@@ -196,18 +202,18 @@ class StateDictReader:
         self._entries.update(stacked)
 
     def _convert_fbtt(self) -> None:
-        """Convert FBTT's entries, and take what it does not save from the module.
+        """Convert FBTT's entries; entries that FBTT does not save stay those of the module.
 
-        FBTT saves neither ranks nor factors of the dimension: cores of equal shapes are taken for
-        those of this module, as there.
+        FBTT saves neither ranks nor factors of the dimension: cores of equal shapes are assumed to
+        have those of this module, as in FBTT.
         """
-        own = self._bags.state_dict(prefix=self._bags_prefix)
+        module_entries = self._bags.state_dict(prefix=self._bags_prefix)
         self._check_rows(self._entries.pop(f"{self._prefix}L", None))
-        self._convert_states(own)
+        self._convert_states(module_entries)
         names = ("hashtbl", "cache_freq", "cache_state", "cache_weight", "cache_optimizer_state")
         saved = {name: self._entries.pop(f"{self._prefix}{name}", None) for name in names}
-        self._convert_cache(own, saved)
-        self._entries.update(own)
+        self._convert_cache(module_entries, saved)
+        self._entries.update(module_entries)
 
     def _check_rows(self, saved: Tensor | None) -> None:
         """Add an error where the digits of ids, FBTT's `L`, are of other row factors."""
@@ -220,7 +226,7 @@ class StateDictReader:
                 "that was saved"
             )
 
-    def _convert_states(self, own: MutableMapping[str, Any]) -> None:
+    def _convert_states(self, module_entries: MutableMapping[str, Any]) -> None:
         """Convert FBTT's optimizer states, sums of squares, if the module has such."""
         has_sums = [state.name for state in self._trains.optimizer.states] == ["sum"]
         for k, states in enumerate(self._trains.stacked_states()):
@@ -229,7 +235,7 @@ class StateDictReader:
             if saved is None or not saved.numel():
                 continue
             if has_sums and saved.shape == states[0].shape:
-                own[f"{self._trains_prefix}state_sum_{k}"] = saved
+                module_entries[f"{self._trains_prefix}state_sum_{k}"] = saved
             elif saved.count_nonzero():
                 self._errors.append(
                     f"{name}: FBTT's states are Adagrad's, whatever its optimizer is called, and "
@@ -238,20 +244,20 @@ class StateDictReader:
                 )
 
     def _convert_cache(
-        self, own: MutableMapping[str, Any], saved: Mapping[str, Tensor | None]
+        self, module_entries: MutableMapping[str, Any], saved: Mapping[str, Tensor | None]
     ) -> None:
         """Convert counts and stored rows; without them the cache is empty afterwards."""
         ids, slots, rows = saved["hashtbl"], saved["cache_state"], saved["cache_weight"]
-        counted = torch.zeros(0, dtype=torch.int64) if ids is None else ids[ids >= 0].cpu()
+        counted_ids = torch.zeros(0, dtype=torch.int64) if ids is None else ids[ids >= 0].cpu()
         stored: dict[int, int] = {}
         if ids is not None and slots is not None and rows is not None:
             slots = slots[ids >= 0].long().cpu()
-            alone = torch.bincount(slots[slots >= 0], minlength=len(rows)) == 1
+            has_one_id = torch.bincount(slots[slots >= 0], minlength=len(rows)) == 1
             # An id that took the place of another in the hash table shares its slot.
             stored = {
                 slot: key
-                for key, slot in zip(counted.tolist(), slots.tolist(), strict=True)
-                if slot >= 0 and alone[slot]
+                for key, slot in zip(counted_ids.tolist(), slots.tolist(), strict=True)
+                if slot >= 0 and has_one_id[slot]
             }
         if self._cached is None:
             if stored:
@@ -260,26 +266,36 @@ class StateDictReader:
                     "which the cores do not have: construct the module with use_cache=True"
                 )
             return
-        own[f"{self._bags_prefix}key_of_row"] = torch.full_like(self._cached.key_of_row, -1)
+        module_entries[f"{self._bags_prefix}key_of_row"] = torch.full_like(
+            self._cached.key_of_row, -1
+        )
         counts = f"{self._bags_prefix}counts."
         uses = saved["cache_freq"]
-        own[f"{counts}keys"] = counted
-        own[f"{counts}values"] = torch.zeros(len(counted), 1)
-        own[f"{counts}stamps"] = torch.zeros_like(counted)
-        own[f"{counts}scores"] = (
-            torch.ones_like(counted) if ids is None or uses is None else uses[ids >= 0].to(counted)
+        module_entries[f"{counts}keys"] = counted_ids
+        module_entries[f"{counts}values"] = torch.zeros(len(counted_ids), 1)
+        module_entries[f"{counts}stamps"] = torch.zeros_like(counted_ids)
+        module_entries[f"{counts}scores"] = (
+            torch.ones_like(counted_ids)
+            if ids is None or uses is None
+            else uses[ids >= 0].to(counted_ids)
         )
         if stored and rows is not None:
             keys = torch.full((len(rows),), -1)
             keys[list(stored)] = torch.tensor(list(stored.values()))
-            own[f"{self._bags_prefix}key_of_row"] = keys
+            module_entries[f"{self._bags_prefix}key_of_row"] = keys
             table = f"{self._bags_prefix}rows.{self._cached.rows.table_names[0]}."
             for name, view in self._cached.rows.table_views()[0].items():
                 size = (len(rows), *view.shape[1:])
-                own[f"{table}{name}"] = rows if name == "weight" else view.new_zeros(size)
+                module_entries[f"{table}{name}"] = (
+                    rows if name == "weight" else view.new_zeros(size)
+                )
             sums, state = saved["cache_optimizer_state"], f"{table}sum"
-            if sums is not None and state in own and sums.shape == own[state].shape:
-                own[state] = sums
+            if (
+                sums is not None
+                and state in module_entries
+                and sums.shape == module_entries[state].shape
+            ):
+                module_entries[state] = sums
 
     def _check_layout(self) -> None:
         """Add an error where cores are of another tensor train, or of another shape."""
@@ -290,11 +306,15 @@ class StateDictReader:
                     f"{self._prefix}tt_cores.{k}: it must be {list(core.shape)}, tables first, got "
                     f"{list(saved.shape)}"
                 )
-        saved, here = self._entries.get(self._trains_prefix + LAYOUT), self._trains.tt_layout.cpu()
-        if saved is not None and not torch.equal(saved.cpu(), here):
+        saved, layout = (
+            self._entries.get(self._trains_prefix + LAYOUT),
+            self._trains.tt_layout.cpu(),
+        )
+        if saved is not None and not torch.equal(saved.cpu(), layout):
             self._errors.append(
                 f"{self._trains_prefix}{LAYOUT}: the cores are of another tensor train, rows, dim, "
-                f"row factors, dim factors and ranks are {saved.tolist()} and here {here.tolist()}"
+                f"row factors, dim factors and ranks are {saved.tolist()} there and "
+                f"{layout.tolist()} here"
             )
 
     def _keep_own(self) -> None:

@@ -62,13 +62,13 @@ _MORE = ("EmbOptimType",)  # of FBGEMM: `fused_params` have it
 
 def names() -> dict[str, Any]:
     """Return what implements each name of the table; names that raise are not among them."""
-    wanted = [entry.rpartition("=")[2] for text in MODULES.values() for entry in text.split()]
-    found: dict[str, Any] = {}
-    for name in dict.fromkeys([*wanted, *_MORE]):
+    entries = [entry.rpartition("=")[2] for text in MODULES.values() for entry in text.split()]
+    values_by_name: dict[str, Any] = {}
+    for name in dict.fromkeys([*entries, *_MORE]):
         if name in _OTHERS:
-            found[name] = _OTHERS[name]
+            values_by_name[name] = _OTHERS[name]
             continue
         source = next((m for m in _SOURCES if name in vars(m)), None)
         if source is not None and name not in RAISES:
-            found[name] = vars(source)[name]
-    return found
+            values_by_name[name] = vars(source)[name]
+    return values_by_name

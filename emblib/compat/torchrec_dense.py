@@ -37,7 +37,7 @@ class Perceptron(nn.Module):
     Args:
         in_size: columns of the input.
         out_size: columns of the output.
-        bias: whether the layer has one.
+        bias: whether the layer adds a bias.
         activation: a module or a function of tensors.
         device: device of the parameters.
         dtype: dtype of the parameters.
@@ -70,7 +70,7 @@ class MLP(nn.Module):
     Args:
         in_size: columns of the input.
         layer_sizes: columns of the output of each layer.
-        bias: whether the layers have one.
+        bias: whether the layers add a bias.
         activation: "relu", "sigmoid", "swish_layernorm", a function of tensors, a module, of which
             every layer has a copy, or a class or function that makes one.
         device: device of the parameters.
@@ -78,7 +78,7 @@ class MLP(nn.Module):
         activation_on_last: whether the last layer has the activation.
 
     Raises:
-        ValueError: another name.
+        ValueError: `activation` is a name other than these.
     """
 
     def __init__(
@@ -93,12 +93,14 @@ class MLP(nn.Module):
     ) -> None:
         super().__init__()
         sizes, layers = [in_size, *layer_sizes], []
-        for number, (before, after) in enumerate(pairwise(sizes), 1):
+        for number, (in_columns, out_columns) in enumerate(pairwise(sizes), 1):
             is_last = number == len(layer_sizes)
-            chosen: Activation = nn.Identity()
+            layer_activation: Activation = nn.Identity()
             if activation_on_last or not is_last:
-                chosen = _activation(activation, after, device)
-            layers.append(Perceptron(before, after, bias, chosen, device, dtype))
+                layer_activation = _activation(activation, out_columns, device)
+            layers.append(
+                Perceptron(in_columns, out_columns, bias, layer_activation, device, dtype)
+            )
         self._mlp = nn.Sequential(*layers)
 
     def forward(self, input: Tensor) -> Tensor:
@@ -107,22 +109,22 @@ class MLP(nn.Module):
         return out
 
 
-def _activation(given: Any, size: int, device: torch.device | None) -> Activation:
+def _activation(activation: Any, size: int, device: torch.device | None) -> Activation:
     """Return the activation of a layer with `size` outputs."""
-    if given == "swish_layernorm":
+    if activation == "swish_layernorm":
         return SwishLayerNorm(size, device=device)
-    if isinstance(given, str):
-        if given not in _ACTIVATIONS:
+    if isinstance(activation, str):
+        if activation not in _ACTIVATIONS:
             raise ValueError(
                 f"activation must be {', '.join(map(repr, _ACTIVATIONS))}, 'swish_layernorm', a "
-                f"function or a module, got {given!r}"
+                f"function or a module, got {activation!r}"
             )
-        return _ACTIVATIONS[given]
-    if isinstance(given, nn.Module):
-        return deepcopy(given)
+        return _ACTIVATIONS[activation]
+    if isinstance(activation, nn.Module):
+        return deepcopy(activation)
     try:
-        made = given()
+        constructed = activation()  # a class, or a function that returns a module
     except TypeError:
-        made = None  # it takes a tensor
-    result: Activation = made if isinstance(made, nn.Module) else given
+        constructed = None  # a function of a tensor
+    result: Activation = constructed if isinstance(constructed, nn.Module) else activation
     return result

@@ -102,7 +102,10 @@ class KJTAllToAll(nn.Module):
     Args:
         pg: the process group.
         splits: features for each rank, in the order of the batch.
-        stagger: 1: the ranks are received in order.
+        stagger: number that must be 1: batches of ranks follow each other in rank order.
+
+    Raises:
+        ValueError: another number of splits than ranks, or another `stagger`.
     """
 
     def __init__(self, pg: Any, splits: Sequence[int], stagger: int = 1) -> None:
@@ -124,33 +127,32 @@ class KJTAllToAll(nn.Module):
                 "KJTAllToAll needs one batch size for all features; sharded collections take "
                 "batches with stride_per_key_per_rank"
             )
-        own = self._splits[ranks.rank]
-        stride, counts = batch.stride(), batch.length_per_key()
+        num_features = self._splits[ranks.rank]
+        stride = batch.stride()
         parts = batch.split(self._splits)
         header = [number for part in parts for number in (stride, *part.length_per_key())]
         sent = torch.tensor(header, device=batch.device())
         pending = start_all_to_all(
             sent,
             [1 + n for n in self._splits],
-            [1 + own] * ranks.size,
+            [1 + num_features] * ranks.size,
             ranks,
             content=Content.SIZES,
         )
-        assert len(counts) == len(batch.keys())
         return DeferredAwaitable(partial(self._send, batch, parts, pending))
 
     def _send(
         self, batch: KeyedJaggedTensor, parts: Sequence[KeyedJaggedTensor], pending: Any
     ) -> Awaitable[KeyedJaggedTensor]:
-        ranks, own = self._ranks, self._splits[self._ranks.rank]
-        received = pending.wait().view(ranks.size, 1 + own).tolist()
+        ranks, num_features = self._ranks, self._splits[self._ranks.rank]
+        received = pending.wait().view(ranks.size, 1 + num_features).tolist()
         strides = [row[0] for row in received]
         ids = [sum(row[1:]) for row in received]
         message = [t.to(batch.values().dtype) for p in parts for t in (p.lengths(), p.values())]
         sizes = [part.lengths().numel() + part.values().numel() for part in parts]
-        back = [own * stride + n for stride, n in zip(strides, ids, strict=True)]
+        received_sizes = [num_features * stride + n for stride, n in zip(strides, ids, strict=True)]
         sent = torch.cat(message) if message else batch.values()[:0]
-        values = start_all_to_all(sent, sizes, back, ranks, content=Content.IDS)
+        values = start_all_to_all(sent, sizes, received_sizes, ranks, content=Content.IDS)
         values.wait()  # over one group, collectives of the host follow each other
         weights = None
         if batch.weights_or_none() is not None:
@@ -162,32 +164,40 @@ class KJTAllToAll(nn.Module):
                 content=Content.WEIGHTS,
             )
         first = sum(self._splits[: ranks.rank])
-        keys = batch.keys()[first : first + own]
+        keys = batch.keys()[first : first + num_features]
         return DeferredAwaitable(partial(_feature_major, keys, received, values, weights))
 
 
 def _feature_major(
-    keys: list[str], received: list[list[int]], values: Any, weights: Any
+    keys: list[str], messages: list[list[int]], values: Any, weights: Any
 ) -> KeyedJaggedTensor:
-    """Return a batch from rank-major messages of lengths and ids."""
-    strides, counts = [row[0] for row in received], [row[1:] for row in received]
-    own = len(keys)
-    sizes = [n for stride, row in zip(strides, counts, strict=True) for n in [stride] * own + row]
+    """Return a batch from rank-major messages of lengths and ids.
+
+    `messages` has for each rank the bags per feature and the ids of each feature; `values` and
+    `weights` are awaitables of the received lengths and ids, and weights.
+    """
+    strides, counts = [row[0] for row in messages], [row[1:] for row in messages]
+    num_features = len(keys)
+    sizes = [
+        n
+        for stride, row in zip(strides, counts, strict=True)
+        for n in [stride] * num_features + row
+    ]
     pieces = list(values.wait().split(sizes))
     scales = None if weights is None else list(weights.wait().split([n for c in counts for n in c]))
 
     def in_order(first: int, step: int, tensors: Sequence[Tensor]) -> Tensor:
-        world = len(received)
-        chosen = [tensors[r * step + first + f] for f in range(own) for r in range(world)]
-        return torch.cat(chosen) if chosen else tensors[0][:0] if tensors else values.wait()
+        world = len(messages)
+        ordered = [tensors[r * step + first + f] for f in range(num_features) for r in range(world)]
+        return torch.cat(ordered) if ordered else tensors[0][:0] if tensors else values.wait()
 
     return KeyedJaggedTensor(
         keys,
-        in_order(own, 2 * own, pieces),
-        None if scales is None else in_order(0, own, scales),
-        in_order(0, 2 * own, pieces).long(),
+        in_order(num_features, 2 * num_features, pieces),
+        None if scales is None else in_order(0, num_features, scales),
+        in_order(0, 2 * num_features, pieces).long(),
         stride=sum(strides),
-        length_per_key=[sum(row[f] for row in counts) for f in range(own)],
+        length_per_key=[sum(row[f] for row in counts) for f in range(num_features)],
     )
 
 
@@ -454,8 +464,10 @@ class SequenceEmbeddingsAllToAll(nn.Module):
         super().__init__()
         self._pg, self._codecs = pg, codecs
         ranks = RankGroup.from_value(pg)
-        own = features_per_rank[ranks.rank]
-        self._order = torch.arange(own * ranks.size).view(own, ranks.size).t().reshape(-1)
+        num_features = features_per_rank[ranks.rank]
+        self._order = (
+            torch.arange(num_features * ranks.size).view(num_features, ranks.size).t().reshape(-1)
+        )
 
     def forward(
         self,

@@ -3,11 +3,10 @@
 The same serves FBGEMM's Python files behind emblib's `fbgemm_gpu`, see `emblib.compat.fbgemm`.
 
 With `emblib.compat.torchrec.install(fallback=True)` a module of TorchRec that the tree lacks is
-executed from TorchRec's own file, under its own name; what it imports of TorchRec is the tree. So
-TorchRec's `DLRM` is built over `emblib.EmbeddingBagCollection`, and there is one type for each
-name. A module of the tree that lacks a name has it from a second copy of TorchRec's file, executed
-under a name of its own; so has one whose name raises, if that file runs over the tree. Names that
-the tree has stay the tree's.
+executed from TorchRec's own file, under its own name. Its imports of TorchRec resolve to the tree,
+so TorchRec's `DLRM` is built over `emblib.EmbeddingBagCollection`, and each name has one type. If a
+module of the tree lacks a name, or the name raises, a second copy of TorchRec's file, executed
+under another name, provides it, if the file runs over the tree. Other names of the tree stay.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class FallbackError(ImportError):
 
 
 class Fallback:
-    """The files of the installed TorchRec, for what a tree of modules lacks.
+    """The files of the installed TorchRec, for names and modules that a tree of modules lacks.
 
     Args:
         modules: modules of the tree by full name, the library itself among them.
@@ -59,7 +58,7 @@ class Fallback:
         self._raising: dict[tuple[str, str], Any] = {}  # by module and name
 
     def install(self) -> None:
-        """Serve what the tree lacks, from now on."""
+        """Serve the names and modules that the tree lacks, from now on."""
         for name, module in self._modules.items():
             if self._directory(name).is_dir() and not hasattr(module, "__path__"):
                 module.__path__ = []  # so that modules below it are searched
@@ -120,31 +119,31 @@ class Fallback:
 
     def _copy(self, name: str) -> ModuleType | None:
         """Execute TorchRec's file of a module under another name, once; None without a file."""
-        copied = _COPIES + name.replace(".", "_")
-        if copied in sys.modules:
-            return sys.modules[copied]
-        found = PathFinder.find_spec(name, [str(self._directory(name).parent)])
-        if name == self._library or found is None or found.origin is None:
+        copy_name = _COPIES + name.replace(".", "_")
+        if copy_name in sys.modules:
+            return sys.modules[copy_name]
+        source_spec = PathFinder.find_spec(name, [str(self._directory(name).parent)])
+        if name == self._library or source_spec is None or source_spec.origin is None:
             return None
-        spec = importlib.util.spec_from_file_location(copied, found.origin)
+        spec = importlib.util.spec_from_file_location(copy_name, source_spec.origin)
         assert spec is not None
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
-        sys.modules[copied] = module  # dataclasses look their module up
+        sys.modules[copy_name] = module  # dataclasses look their module up
         try:
             spec.loader.exec_module(module)
         except Exception as error:
-            del sys.modules[copied]
+            del sys.modules[copy_name]
             raise FallbackError(
-                f"{found.origin} cannot be executed over emblib's names of {self._library} "
+                f"{source_spec.origin} cannot be executed over emblib's names of {self._library} "
                 f"({type(error).__name__}: {error}). "
                 + _WAY_OUT.get(self._library, "Name what it lacks in an issue."),
                 name=name,
             ) from error
         # Its functions meet the tree's objects: one type for each name that both have.
         tree = vars(self._modules[name]) if name in self._modules else {}
-        both = set(tree.get("__all__", ())) & vars(module).keys() & tree.keys()
-        vars(module).update({each: tree[each] for each in both})
+        shared_names = set(tree.get("__all__", ())) & vars(module).keys() & tree.keys()
+        vars(module).update({shared_name: tree[shared_name] for shared_name in shared_names})
         return module
 
     def _directory(self, name: str) -> Path:

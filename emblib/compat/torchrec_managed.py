@@ -69,14 +69,14 @@ class DistanceLFU_EvictionPolicy(LFU_EvictionPolicy):
 
 
 class MCHManagedCollisionModule(nn.Module):
-    """Number of rows and eviction of one table, with TorchRec's arguments.
+    """Number of rows and eviction policy of one table, with TorchRec's arguments.
 
     Args:
         zch_size: rows of the table.
-        device: a record; the tables are on the device of the collection.
+        device: value of the attribute `device`; tables are on the device of the collection.
         eviction_policy: one of the policies of this module.
         eviction_interval: ignored: a full table evicts when a new id needs a row.
-        input_hash_size: passed to `input_hash_func`.
+        input_hash_size: second argument of `input_hash_func`.
         input_hash_func: function of ids and `input_hash_size`, applied to ids before the lookup.
         name: ignored.
         buckets: ignored: any number of ranks shards and loads a hash table.
@@ -97,20 +97,20 @@ class MCHManagedCollisionModule(nn.Module):
         if not isinstance(eviction_policy, LFU_EvictionPolicy):
             raise TypeError(f"eviction_policy must be one of this package, got {eviction_policy!r}")
         self.device, self.eviction = torch.device(device), eviction_policy.eviction
-        self._sizes = zch_size, input_hash_size, buckets
+        self._num_rows, self._max_id, self._buckets = zch_size, input_hash_size, buckets
         self.input_hash_func = input_hash_func
 
     def output_size(self) -> int:
-        """Return the rows of the table."""
-        return self._sizes[0]
+        """Return the number of rows of the table."""
+        return self._num_rows
 
     def input_size(self) -> int:
-        """Return the bound of ids."""
-        return self._sizes[1]
+        """Return `input_hash_size`, the exclusive upper bound of ids."""
+        return self._max_id
 
     def buckets(self) -> int:
-        """Return the buckets that were asked for."""
-        return self._sizes[2]
+        """Return the `buckets` of the constructor."""
+        return self._buckets
 
 
 class ManagedCollisionCollection(nn.Module):
@@ -181,20 +181,20 @@ class ManagedCollisionCollection(nn.Module):
         if not self.hashes:
             return features
         batch = KeyedJaggedTensor.adopt(features)
-        parts = list(batch.values().split(batch.length_per_key()))
-        for at, key in enumerate(batch.keys()):
+        ids_by_key = list(batch.values().split(batch.length_per_key()))
+        for index, key in enumerate(batch.keys()):
             if (module := self.hashes.get(key)) is not None:
                 assert module.input_hash_func is not None
-                hashed = module.input_hash_func(parts[at], module.input_size())
-                if hashed.shape != parts[at].shape:
+                hashed = module.input_hash_func(ids_by_key[index], module.input_size())
+                if hashed.shape != ids_by_key[index].shape:
                     raise ValueError(
                         f"input_hash_func of feature {key!r} must return an id per id, "
-                        f"{list(parts[at].shape)}, got {list(hashed.shape)}"
+                        f"{list(ids_by_key[index].shape)}, got {list(hashed.shape)}"
                     )
-                parts[at] = hashed
+                ids_by_key[index] = hashed
         return KeyedJaggedTensor.from_valid(
             batch.keys(),
-            torch.cat(parts),
+            torch.cat(ids_by_key),
             batch.weights_or_none(),
             batch.lengths_or_none(),
             batch.offsets_or_none(),
@@ -279,14 +279,19 @@ class ManagedCollisionEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharde
     def __init__(
         self, ebc_sharder: Any = None, mc_sharder: Any = None, qcomm_codecs_registry: Any = None
     ) -> None:
-        given = ebc_sharder or EmbeddingBagCollectionSharder()
-        super().__init__(given.fused_params, qcomm_codecs_registry or given.qcomm_codecs_registry)
+        sharder = ebc_sharder or EmbeddingBagCollectionSharder()
+        super().__init__(
+            sharder.fused_params, qcomm_codecs_registry or sharder.qcomm_codecs_registry
+        )
 
 
 class ManagedCollisionEmbeddingCollectionSharder(EmbeddingCollectionSharder):
     """Sharder of the collections in managed collision collections, with the arguments of another.
 
     `mc_sharder` is ignored: keys are routed as those of every hash table are.
+
+    Raises:
+        ValueError: `fused_params` that `ec_sharder` does not have.
     """
 
     def __init__(
@@ -296,6 +301,8 @@ class ManagedCollisionEmbeddingCollectionSharder(EmbeddingCollectionSharder):
         fused_params: Mapping[str, Any] | None = None,
         qcomm_codecs_registry: Any = None,
     ) -> None:
-        given = ec_sharder or EmbeddingCollectionSharder(fused_params)
-        codecs = qcomm_codecs_registry or given.qcomm_codecs_registry
-        super().__init__(given.fused_params, codecs, given.options["use_index_dedup"])
+        sharder = ec_sharder or EmbeddingCollectionSharder(fused_params)
+        if fused_params and dict(fused_params) != dict(sharder.fused_params or {}):
+            raise ValueError("fused_params must be those of ec_sharder: pass them to it")
+        codecs = qcomm_codecs_registry or sharder.qcomm_codecs_registry
+        super().__init__(sharder.fused_params, codecs, sharder.options["use_index_dedup"])

@@ -1,9 +1,8 @@
 """Migration of TorchRec's unsharded collections: emblib's collections take their places.
 
-A migrated collection is emblib's, with the keys of TorchRec's state dict, and takes and returns
-what TorchRec's does: a `KeyedJaggedTensor` of TorchRec gives a `KeyedTensor` or `JaggedTensor`s of
-TorchRec, one of emblib those of emblib. Each table has the optimizer of its weight, so that tables
-may differ in it.
+A migrated collection is emblib's, with the keys of TorchRec's state dict. Its results are of the
+library of the batch: a `KeyedJaggedTensor` of TorchRec gives a `KeyedTensor` or `JaggedTensor`s of
+TorchRec. Each table has the optimizer of its weight, so tables may have different optimizers.
 """
 
 from __future__ import annotations
@@ -73,14 +72,14 @@ def _of_library(output: Any, types: Any) -> Any:
         )
     return {
         name: types.JaggedTensor(
-            values=one.values(), lengths=one.lengths(), weights=one.weights_or_none()
+            values=jagged.values(), lengths=jagged.lengths(), weights=jagged.weights_or_none()
         )
-        for name, one in output.items()
+        for name, jagged in output.items()
     }
 
 
 class MigratedEmbeddingBagCollection(EmbeddingBagCollection):
-    """A collection of emblib in the place of TorchRec's."""
+    """A collection of emblib that replaces one of TorchRec."""
 
     trained_by = ""  # the optimizer of torch.optim that has its parameters
 
@@ -91,7 +90,7 @@ class MigratedEmbeddingBagCollection(EmbeddingBagCollection):
 
 
 class MigratedEmbeddingCollection(EmbeddingCollection):
-    """A collection of emblib in the place of TorchRec's."""
+    """A collection of emblib that replaces one of TorchRec."""
 
     trained_by = ""  # the optimizer of torch.optim that has its parameters
 
@@ -129,7 +128,7 @@ class _WithTypes:
         parent.__init__(source, *arguments, optimizer=optimizer, **options)
 
     def inputs(self, features: Any) -> Inputs:
-        """Return what to send of a batch of either library."""
+        """Return the ids to send, of a batch of either library."""
         batch = _keyed(features)
         parent: Any = super()
         inputs: Inputs = parent.inputs(None if batch is None else KeyedJaggedTensor.adopt(batch))
@@ -153,7 +152,7 @@ class _WithTypes:
 
         def join(pending: list[Any]) -> LazyAwaitable[Any]:
             output: LazyAwaitable[Any] = outputs.join(pending)
-            output.then(lambda one: _of_library(one, received.types))
+            output.then(lambda result: _of_library(result, received.types))
             return output
 
         return outputs._replace(join=join)
@@ -186,7 +185,7 @@ class ReplacedCollection(Replaced):
             TorchWeight(child.weight, Trained.of(optimizers, child.weight))
             for child in _children(old).values()
         ]
-        fused = [optimizer_for(one.trained, one.weight, tables) for one in self.weights]
+        fused = [optimizer_for(w.trained, w.weight, tables) for w in self.weights]
         _check_steps(self.weights, [optimizer for optimizer, _ in fused])
         self.note = "; ".join(dict.fromkeys(note for _, note in fused if note))
         super().__init__(paths, old, _collection(old, [optimizer for optimizer, _ in fused]))
@@ -225,7 +224,7 @@ class ReplacedCollection(Replaced):
     @property
     def is_trained(self) -> bool:
         """Return whether an optimizer of torch trained a weight."""
-        return any(one.trained is not None and one.weight.requires_grad for one in self.weights)
+        return any(w.trained is not None and w.weight.requires_grad for w in self.weights)
 
     def sizes(self) -> str:
         """Return tables and rows."""
@@ -272,8 +271,8 @@ class ReplacedCollection(Replaced):
     def call(self, module: Any, bags: Sequence[Bags]) -> Tensor:
         """Look up the bags, each feature with those of its first table."""
         first: dict[str, Bags] = {}
-        for (names, _), one in zip(self.features(), bags, strict=True):
-            first.setdefault(names[0].removeprefix(f"{self.paths[0]}."), one)
+        for (names, _), feature_bags in zip(self.features(), bags, strict=True):
+            first.setdefault(names[0].removeprefix(f"{self.paths[0]}."), feature_bags)
         ids, lengths = (torch.cat(part) for part in zip(*first.values(), strict=True))
         weights = None
         if getattr(self.old, "_is_weighted", False):
@@ -281,7 +280,7 @@ class ReplacedCollection(Replaced):
         kind: Any = sys.modules[_JAGGED]
         out = module(kind.KeyedJaggedTensor(list(first), ids, weights=weights, lengths=lengths))
         if isinstance(out, Mapping):
-            return torch.cat([one.values() for one in out.values()])
+            return torch.cat([jagged.values() for jagged in out.values()])
         pooled: Tensor = out.values()
         return pooled
 
@@ -371,12 +370,12 @@ def _check_steps(weights: Sequence[TorchWeight], fused: Sequence[optim.Optimizer
 
 def _tbes(collection: Any) -> list[tuple[Any, int]]:
     """Return FBGEMM's module of each table, and its number there."""
-    found = {
+    modules_by_table = {
         config.name: (lookups.get_submodule("_emb_module"), number)
         for lookups in vars(collection)["_emb_modules"]
         for number, config in enumerate(vars(lookups)["_embedding_tables"])
     }
-    return [found[config.name] for config in _configs(collection)]
+    return [modules_by_table[config.name] for config in _configs(collection)]
 
 
 def _states(module: Any, number: int) -> list[Tensor]:
@@ -444,8 +443,8 @@ def _collection(
             tables.append(EmbeddingConfig(**common))
     device = next(iter(children.values())).weight.device
     kind = MigratedEmbeddingBagCollection if pooled else MigratedEmbeddingCollection
-    made: Any = kind(tables, device=device, **_options(old))
-    return made
+    collection: Any = kind(tables, device=device, **_options(old))
+    return collection
 
 
 def _smaller(old: Any, max_rows: int | None, seed: int) -> tuple[Any, list[Tensor]]:

@@ -92,17 +92,18 @@ def shard(
         raise TypeError(f"there is no sharder of {type(module).__name__}: pass one")
     collection: Any = module
     names = [config.name for config in collection.configs]
-    given = dict.fromkeys(names, plan) if isinstance(plan, Placing) else dict(plan)
-    open_tables = {name: one for name, one in given.items() if isinstance(one, Placing)}
+    shardings = dict.fromkeys(names, plan) if isinstance(plan, Placing) else dict(plan)
+    open_tables = [name for name, value in shardings.items() if isinstance(value, Placing)]
     if open_tables:
-        everything = {
-            name: one if isinstance(one, Placing) else _as_it_is(one) for name, one in given.items()
+        placings = {
+            name: value if isinstance(value, Placing) else _as_it_is(value)
+            for name, value in shardings.items()
         }
-        made = construct_module_sharding_plan(
-            module, everything, sharder, env.ranks.local_size, env.world_size, env.ranks.device.type
+        module_plan = construct_module_sharding_plan(
+            module, placings, sharder, env.ranks.local_size, env.world_size, env.ranks.device.type
         )
-        given = {name: made[name] if name in open_tables else one for name, one in given.items()}
-    sharded: nn.Module = sharder.shard(module, given, env, device)
+        shardings |= {name: module_plan[name] for name in open_tables}
+    sharded: nn.Module = sharder.shard(module, shardings, env, device)
     return sharded
 
 
@@ -150,10 +151,10 @@ def shard_modules(
         sharder = _sharder_of(collection, sharders)
         if sharder is None:
             continue
-        made = sharder.shard(collection, tables, env, device, path)
+        sharded = sharder.shard(collection, tables, env, device, path)
         if not path:
-            return made
-        replace_child(module, collection, made)
+            return sharded
+        replace_child(module, collection, sharded)
     if init_params and (device is None or torch.device(device).type != "meta"):
         materialise(module, torch.device(env.ranks.device if device is None else device))
     return module
@@ -240,7 +241,18 @@ def shard_quant_model(
 ) -> tuple[nn.Module, ShardingPlan]:
     """Put the quantised tables of a model on devices of this process, in place.
 
-    The rows are kept: `assign_weights_to_tbe` is not needed. `sharding_device` has no effect.
+    The rows are kept: `assign_weights_to_tbe` is not needed.
+
+    Args:
+        model: model with quantised collections; modified.
+        world_size: number of devices.
+        compute_device: "cuda" or "cpu".
+        sharding_device: ignored.
+        sharders: sharders by module class; None uses the default ones.
+        device_memory_size: bytes for tables on a GPU; None for no limit. Ignored on a CPU.
+        constraints: constraints by table, which must allow table-wise sharding.
+        ddr_cap: bytes for tables on a CPU; None for no limit. Ignored on GPUs.
+        sharding_plan: plan to use; None places the largest tables first.
 
     Raises:
         ValueError: constraints that are not table-wise, or too little memory.
@@ -299,8 +311,8 @@ class DistributedModelParallel(sharding.DistributedModelParallel):
         def checked() -> tuple[
             Optimizer | None, CommPrecision | None, sharding.ShardingPlan | None
         ]:
-            optimizer = _one([s.optimizer for s in sharders])
-            comm_precision = _one([s.comm_precision for s in sharders])
+            optimizer = _common_setting([s.optimizer for s in sharders])
+            comm_precision = _common_setting([s.comm_precision for s in sharders])
             return (
                 optimizer,
                 comm_precision,
@@ -404,24 +416,24 @@ def _prepared(module: nn.Module, plan: Any, prepares: Sequence[Callable[..., Any
     return module
 
 
-def _one(found: Sequence[Any]) -> Any:
-    """Return the settings of the sharders that have any."""
-    said = [value for value in found if value is not None]
-    if any(value != said[0] for value in said):
+def _common_setting(settings: Sequence[Any]) -> Any:
+    """Return the setting of the sharders that have one (not None); ValueError if they differ."""
+    present = [value for value in settings if value is not None]
+    if any(value != present[0] for value in present):
         raise ValueError(
-            f"sharders of one model must agree, got {said}: give tables that differ their "
+            f"sharders of one model must agree, got {present}: give tables that differ their "
             "optimizer by apply_optimizer_in_backward"
         )
-    return said[0] if said else None
+    return present[0] if present else None
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
-    """Raise ValueError for options that would change what a pipeline does."""
-    given = sorted(name for name, value in options.items() if value)
-    if given:
+    """Raise ValueError for options of TorchRec's pipelines that emblib's lack."""
+    set_options = sorted(name for name, value in options.items() if value)
+    if set_options:
         raise ValueError(
-            f"{', '.join(given)} must be left out: the pipelines of emblib neither compile nor "
-            f"rewrite the model, and free batches when they are trained. {FIRST_DOOR}"
+            f"{', '.join(set_options)} must be left out: the pipelines of emblib neither compile "
+            f"nor rewrite the model, and free batches when they are trained. {FIRST_DOOR}"
         )
 
 

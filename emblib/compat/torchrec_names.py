@@ -1,4 +1,4 @@
-"""TorchRec's modules and names, and what emblib has for each: one table for imports and docs.
+"""TorchRec's modules and names, and emblib's counterpart of each: one table for imports and docs.
 
 `MODULES` maps each module of TorchRec to its names, of which `name=other` is the name `other` of
 `emblib.compat.torchrec`. A name works as TorchRec's does unless `DIFFERS` says how it differs, or
@@ -309,21 +309,21 @@ def page() -> str:
         pairs = [(n, o or n) for n, _, o in (entry.partition("=") for entry in text.split())]
         if not pairs:
             continue
-        found: dict[str, list[str]] = {"works": [], "differs": [], "raises": []}
+        names_by_kind: dict[str, list[str]] = {"works": [], "differs": [], "raises": []}
         for name, other in pairs:
             kind = "raises" if other in RAISES else "differs" if other in DIFFERS else "works"
             counts[kind] += 1
-            found[kind].append(name)
+            names_by_kind[kind].append(name)
         lines += ["", f"#### `torchrec{'.' + path if path else ''}`", ""]
-        if found["works"]:
-            lines.append(f"Works: {', '.join(f'`{name}`' for name in found['works'])}.")
+        if names_by_kind["works"]:
+            lines.append(f"Works: {', '.join(f'`{name}`' for name in names_by_kind['works'])}.")
         rows: dict[tuple[str, str], list[str]] = {}
         for kind, texts in (("differs", DIFFERS), ("raises", RAISES)):
             for name, other in pairs:
-                if name in found[kind]:
+                if name in names_by_kind[kind]:
                     rows.setdefault((kind, texts[other]), []).append(f"`{name}`")
         if rows:
-            lines += [""] * bool(found["works"])
+            lines += [""] * bool(names_by_kind["works"])
             lines += ["| name | | how it differs, or what to use instead |", "| --- | --- | --- |"]
             lines += [f"| {', '.join(n)} | {kind} | {text} |" for (kind, text), n in rows.items()]
     total = sum(counts.values())

@@ -35,8 +35,8 @@ class KeyedOptimizer(optimizers.KeyedOptimizer, metaclass=Interface):
         state: Mapping[Any, Any],
         param_groups: Collection[Mapping[str, Any]],
     ) -> None:
-        known = {id(parameter) for parameter in params.values()}
-        if any(id(parameter) not in known for parameter in state):
+        parameter_ids = {id(parameter) for parameter in params.values()}
+        if any(id(parameter) not in parameter_ids for parameter in state):
             raise ValueError("All state keys must be params.")
         super().__init__(params, [dict(group) for group in param_groups])
         for parameter, values in state.items():
@@ -57,6 +57,10 @@ class RowWiseAdagrad(torch.optim.Optimizer):
         initial_accumulator_value: initial value of the sums of squared gradients.
         eps: constant that is added to the root of the sum.
         maximize: whether to ascend.
+
+    Raises:
+        ValueError: a number is negative or NaN.
+        RuntimeError: in `step`, a sparse gradient.
     """
 
     def __init__(

@@ -45,7 +45,7 @@ class Topology:
 
     `hbm_cap` and `ddr_cap` are bytes a rank may use of a GPU's memory and of the host's; on a CPU
     rows are in the latter. Left out, they are what the machine has: TorchRec assumes 32 and 128
-    GiB. Bandwidths are bytes per millisecond, as there: between the ranks of a host
+    GiB. Bandwidths are bytes per millisecond, as in TorchRec: between the ranks of a host
     (`intra_host_bw`), between hosts (`inter_host_bw`), of a GPU to host memory
     (`hbm_to_ddr_mem_bw`) and of disks (`ssd_mem_bw`); left out, they are those of
     `emblib.sharding.planner.Calibration`, which also has the measured times of lookups.
@@ -73,10 +73,10 @@ class Topology:
             )
         self.world_size, self.compute_device = world_size, compute_device
         self.local_world_size = local_world_size or world_size
-        # A plan for GPUs can be made on a machine without them, if their memory is given.
+        # A plan for GPUs can be made on a machine without them, if their memory is bandwidths.
         elsewhere = compute_device == "cuda" and hbm_cap and not torch.cuda.is_available()
         make: Any = planner.Topology if elsewhere else planner.Topology.detect
-        found: planner.Topology = make(
+        detected: planner.Topology = make(
             world_size, self.local_world_size, device=compute_device, calibration=calibration
         )
         memory = hbm_cap if compute_device == "cuda" else ddr_cap
@@ -85,13 +85,13 @@ class Topology:
             changes["host_memory"] = ddr_cap
         if ssd_cap is not None:
             changes["disk"] = ssd_cap
-        given: dict[str, Any] = {
+        bandwidths: dict[str, Any] = {
             _RATES[name]: 1e3 * rate for name, rate in rates.items() if rate is not None
         }
-        if given:
-            assert found.calibration is not None
-            changes["calibration"] = dataclasses.replace(found.calibration, **given)
-        self.native: planner.Topology = dataclasses.replace(found, **changes)
+        if bandwidths:
+            assert detected.calibration is not None
+            changes["calibration"] = dataclasses.replace(detected.calibration, **bandwidths)
+        self.native: planner.Topology = dataclasses.replace(detected, **changes)
 
 
 @dataclass
@@ -144,10 +144,10 @@ class ParameterConstraints:
         Raises:
             ValueError: batch sizes that differ by feature.
         """
-        types = self.sharding_types
-        named = None
-        if types is not None:
-            named = tuple(sharding.ShardingType(ShardingType(t).value) for t in types)
+        types = None
+        if self.sharding_types is not None:
+            values = (ShardingType(t).value for t in self.sharding_types)
+            types = tuple(map(sharding.ShardingType, values))
         if self.batch_sizes is not None and len(set(self.batch_sizes)) > 1:
             raise ValueError(f"batch_sizes of a table must be equal, got {self.batch_sizes}")
         kernels = self._kernels()
@@ -157,7 +157,7 @@ class ParameterConstraints:
         if self.min_partition is not None:
             options["min_partition"] = self.min_partition
         return planner.TableConstraints(
-            sharding_types=named,
+            sharding_types=types,
             storages=tuple(storages[k] for k in kernels if k in storages),
             pooling_factor=factors[0] if len(factors) == 1 else factors,
             batch_size=self.batch_sizes[0] if self.batch_sizes else None,
@@ -243,20 +243,20 @@ class EmbeddingEnumerator:
         estimator: Any = None,
         **others: Any,
     ) -> None:
-        given_estimators = estimator if isinstance(estimator, Sequence) else [estimator]
-        if any(not isinstance(e, EmbeddingPerfEstimator | None) for e in given_estimators):
+        estimators = estimator if isinstance(estimator, Sequence) else [estimator]
+        if any(not isinstance(e, EmbeddingPerfEstimator | None) for e in estimators):
             others["estimator"] = estimator
-        if given := sorted(name for name, value in others.items() if value is not None):
+        if unsupported := sorted(name for name, value in others.items() if value is not None):
             raise ValueError(
-                f"{', '.join(given)} must be left out: emblib's planner has one enumeration and "
-                f"one measured cost model. {FIRST_DOOR}"
+                f"{', '.join(unsupported)} must be left out: emblib's planner has one enumeration "
+                f"and one measured cost model. {FIRST_DOOR}"
             )
         self.topology, self.batch_size = topology, batch_size
         self.constraints = dict(constraints or {})
-        for given in given_estimators:
-            if given is not None:
-                self.agreed("topology", given.topology)
-                self.constraints = self.agreed("constraints", given.constraints)
+        for each in estimators:
+            if each is not None:
+                self.agreed("topology", each.topology)
+                self.constraints = self.agreed("constraints", each.constraints)
 
     def enumerate(self, module: nn.Module, sharders: Sequence[Any]) -> list[Any]:
         """Raise NotImplementedError: the options of a plan are not objects here."""
@@ -266,25 +266,24 @@ class EmbeddingEnumerator:
         )
 
     def agreed(self, name: str, other: Any) -> Any:
-        """Return an argument that enumerator and planner or estimator share, of whichever has it.
+        """Return the attribute `name`, or if it is empty `other`, that of a planner or estimator.
 
         Raises:
-            ValueError: both have it, and differ.
+            ValueError: both are set, and differ.
         """
-        own = getattr(self, name)
-        if own and other and getattr(own, "native", own) != getattr(other, "native", other):
+        value = getattr(self, name)
+        if value and other and getattr(value, "native", value) != getattr(other, "native", other):
             raise ValueError(f"enumerator, estimators and planner must have the same {name}")
-        return own or other
+        return value or other
 
 
 class EmbeddingShardingPlanner:
     """Planner of the collections of a model.
 
-    What `enumerator` has, topology, batch size and constraints, counts as the planner's own.
-
+    Topology, batch size and constraints may be arguments or those of `enumerator`.
     `storage_reservation` is one of the classes above, or an `emblib.sharding.planner.Reservation`.
-    Each of `callbacks` gets the plan on rank 0 and returns the plan to use. What emblib's planner
-    says of the plan is printed by `print(plan)`.
+    Each of `callbacks` gets the plan on rank 0 and returns the plan to use. `print(plan)` shows the
+    report of emblib's planner.
 
     Raises:
         ValueError: parts of TorchRec's planner, which emblib's does not have.
@@ -312,13 +311,13 @@ class EmbeddingShardingPlanner:
             "stats": stats,
             "timeout_seconds": timeout_seconds,
         }
-        given = [name for name, value in parts.items() if value is not None]
-        if given:
+        unsupported = [name for name, value in parts.items() if value is not None]
+        if unsupported:
             raise ValueError(
-                f"{', '.join(given)} must be left out: emblib's planner has one search, whose "
-                "length is max_trials of emblib.sharding.planner.Planner, a measured cost model, "
-                "and a report that print(plan) shows; constraints and callbacks change its plans. "
-                + FIRST_DOOR
+                f"{', '.join(unsupported)} must be left out: emblib's planner has one search, "
+                "whose length is max_trials of emblib.sharding.planner.Planner, a measured cost "
+                "model, and a report that print(plan) shows; constraints and callbacks change its "
+                "plans. " + FIRST_DOOR
             )
         if enumerator is not None:
             topology = enumerator.agreed("topology", topology)
@@ -328,11 +327,12 @@ class EmbeddingShardingPlanner:
         if isinstance(storage_reservation, StorageReservation):
             storage_reservation = storage_reservation.reservation
         self._reservation = storage_reservation or planner.Reservation()
-        self._constraints = {name: given.to_emblib() for name, given in (constraints or {}).items()}
+        constraints = constraints or {}
+        self._constraints = {name: each.to_emblib() for name, each in constraints.items()}
         self._forced = {
             name: storage
-            for name, given in (constraints or {}).items()
-            if (storage := given.forced_storage()) is not None
+            for name, each in constraints.items()
+            if (storage := each.forced_storage()) is not None
         }
         self._callbacks = list(callbacks or ())
 
@@ -356,10 +356,10 @@ class EmbeddingShardingPlanner:
         """Plan on rank 0, and return its plan on all ranks."""
         ranks = RankGroup.from_value(pg)
         native = self._native(ranks)
-        found: ShardingPlan = invoke_on_rank_and_broadcast_result(
+        plan: ShardingPlan = invoke_on_rank_and_broadcast_result(
             ranks, 0, lambda: self._planned(native, module, sharders)
         )
-        return found
+        return plan
 
     def _planned(
         self, native: planner.Planner, module: nn.Module, sharders: Sequence[Any]
@@ -395,15 +395,15 @@ def plan_with_report(
     sharders: Sequence[Any],
     as_planned: Callable[[planner.TableWorkload], planner.TableWorkload] | None = None,
 ) -> ShardingPlan:
-    """Plan with the optimizers of the sharders; `as_planned` changes what is planned per table."""
-    works = [
+    """Plan with the optimizers of the sharders; `as_planned` replaces each table's workload."""
+    workloads = [
         dataclasses.replace(work, optimizer=work.optimizer or _optimizer_of(module, work, sharders))
         for work in workloads_of(module, native.batch_size, native.constraints)
     ]
     if as_planned is not None:
-        works = [as_planned(work) for work in works]
-    found = native.solve_workloads(works, dense_bytes(module))
-    return plan_of(found.plan, native.topology.device, str(found))
+        workloads = [as_planned(work) for work in workloads]
+    result = native.solve_workloads(workloads, dense_bytes(module))
+    return plan_of(result.plan, native.topology.device, str(result))
 
 
 def _optimizer_of(module: nn.Module, work: planner.TableWorkload, sharders: Sequence[Any]) -> Any:

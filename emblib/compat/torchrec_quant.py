@@ -40,11 +40,11 @@ def _with_type(config: Any, data_type: DataType | torch.dtype) -> Any:
 
 
 def _refuse(arguments: Mapping[str, Any]) -> None:
-    given = sorted(name for name, value in arguments.items() if value)
-    if given:
+    set_arguments = sorted(name for name, value in arguments.items() if value)
+    if set_arguments:
         raise ValueError(
-            f"{', '.join(given)} must be left out: they lay out FBGEMM's tables; load_state_dict "
-            "takes the `values` and `scales` of each table"
+            f"{', '.join(set_arguments)} must be left out: they lay out FBGEMM's tables; "
+            "load_state_dict takes the `values` and `scales` of each table"
         )
 
 
@@ -96,9 +96,9 @@ class _Quantised:
         flag = {cls._flag: getattr(module, cls._flag)()}
         with skip_initial_values():
             kind: Any = cls
-            made = kind(configs, device=module.device, output_dtype=output, **flag)
-        made.copy_rows(module)
-        return made
+            quantised = kind(configs, device=module.device, output_dtype=output, **flag)
+        quantised.copy_rows(module)
+        return quantised
 
 
 class QuantEmbeddingBagCollection(_Quantised, emblib_collections.EmbeddingBagCollection):
@@ -209,9 +209,9 @@ class _OverDevices(Subscripted, nn.Module):
             return module  # nothing to copy
         configs = [config for config in self.configs if placed[config.name] == number]
         with skip_initial_values():
-            made = self._like(module, configs, target)
-        made.copy_rows(module)
-        return made
+            part = self._like(module, configs, target)
+        part.copy_rows(module)
+        return part
 
     def _like(self, module: Any, configs: Sequence[Any], device: torch.device) -> Any:
         raise NotImplementedError
@@ -236,12 +236,12 @@ class _OverDevices(Subscripted, nn.Module):
 
     def tbes_configs(self) -> dict[nn.Module, Any]:
         """Return the kernels, and the configurations of the tables in each."""
-        found: dict[nn.Module, Any] = {}
+        configs_by_module: dict[nn.Module, Any] = {}
         for part in self.parts:
             groups: Any = part.groups
             for info in groups.groups:
-                found[info.module] = [groups.slices[s].config for s in info.slices]
-        return found
+                configs_by_module[info.module] = [groups.slices[s].config for s in info.slices]
+        return configs_by_module
 
     def copy(self, device: torch.device) -> Any:
         """Return this module: the tables stay on their devices."""
@@ -273,8 +273,8 @@ class ShardedQuantEmbeddingBagCollection(_OverDevices):
         return KeyedTensor(names, [block.shape[1] for block in blocks], torch.cat(blocks, 1))
 
     def _blocks(self, part: Any, batch: KeyedJaggedTensor) -> Any:
-        found = part(batch.to(part.device, non_blocking=True))
-        return found.values().to(self._device).split(found.length_per_key(), 1)
+        result = part(batch.to(part.device, non_blocking=True))
+        return result.values().to(self._device).split(result.length_per_key(), 1)
 
     def embedding_bag_configs(self) -> list[Any]:
         """Return the configurations of the tables."""
@@ -293,8 +293,8 @@ class ShardedQuantEmbeddingCollection(_OverDevices):
         return dict(self._outputs(features))
 
     def _blocks(self, part: Any, batch: KeyedJaggedTensor) -> Any:
-        found = part(batch.to(part.device, non_blocking=True))
-        return [jagged.to(self._device) for jagged in found.values()]
+        result = part(batch.to(part.device, non_blocking=True))
+        return [jagged.to(self._device) for jagged in result.values()]
 
     def embedding_configs(self) -> list[Any]:
         """Return the configurations of the tables."""
@@ -336,8 +336,8 @@ class _QuantSharder(Subscripted):
             over: nn.Module = self._over_devices(module, params, env, None, device)
             return over
         plan = {name: parameter.to_emblib() for name, parameter in params.items()}
-        made: nn.Module = self._over_ranks(module, plan, env.ranks)
-        return made.eval()
+        sharded: nn.Module = self._over_ranks(module, plan, env.ranks)
+        return sharded.eval()
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
         """Return the sharding types: whole tables, and blocks of rows over processes."""
@@ -371,17 +371,17 @@ def local_plan(module: nn.Module, world_size: int, capacity: int | None = None) 
         ValueError: more bytes on a device than `capacity`.
     """
     sharder = _QuantSharder()
-    found = _quantised(module)
+    collections = _quantised(module)
     sizes = {
         (path, name): rows.numel()
-        for path, collection in found.items()
+        for path, collection in collections.items()
         for name, rows in sharder.shardable_parameters(collection).items()
     }
-    for path, collection in found.items():
+    for path, collection in collections.items():
         for config in collection.configs:
             sizes.setdefault((path, config.name), config.num_embeddings * config.embedding_dim * 4)
     loads = [0] * world_size
-    plans: dict[str, dict[str, ParameterSharding]] = {path: {} for path in found}
+    plans: dict[str, dict[str, ParameterSharding]] = {path: {} for path in collections}
     for (path, name), size in sorted(sizes.items(), key=lambda item: (-item[1], item[0])):
         device = loads.index(min(loads))
         loads[device] += size
@@ -444,17 +444,17 @@ def quantize_embeddings(
         if kind is None or type(part) in mapping.values():
             return None
         part.qconfig = qconfig  # type: ignore[assignment]
-        found: nn.Module = mapping[kind].from_float(part)
-        return found
+        quantised_child: nn.Module = mapping[kind].from_float(part)
+        return quantised_child
 
-    whole = converted(module)
-    if whole is not None:
-        return whole
+    quantised_root = converted(module)
+    if quantised_root is not None:
+        return quantised_root
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
-            found = converted(child)
-            if found is not None:
-                setattr(parent, name, found)
+            quantised_child = converted(child)
+            if quantised_child is not None:
+                setattr(parent, name, quantised_child)
     return module
 
 

@@ -133,8 +133,8 @@ class ScriptKeyedJaggedTensor:
     def stride_per_key_per_rank(self) -> list[list[int]]:
         """Return the bags of each feature and rank; empty where all features have `stride()`."""
         strides: list[list[int]] = []
-        given = self._stride_per_key_per_rank
-        return strides if given is None else given
+        per_rank = self._stride_per_key_per_rank
+        return strides if per_rank is None else per_rank
 
     def offset_per_key(self) -> list[int]:
         """Return the first value of each feature, and the end of the last."""
@@ -171,12 +171,12 @@ class ScriptKeyedJaggedTensor:
 
     def to_dict(self) -> dict[str, JaggedTensor]:
         """Return the bags of each feature."""
-        found: dict[str, JaggedTensor] = {}
+        features: dict[str, JaggedTensor] = {}
         for part in self.split([1] * len(self._keys)):
-            found[part.keys()[0]] = JaggedTensor(
+            features[part.keys()[0]] = JaggedTensor(
                 part.values(), part.weights_or_none(), part.lengths(), None
             )
-        return found
+        return features
 
     def __getitem__(self, key: str) -> JaggedTensor:
         """Return the bags of `key`."""
@@ -203,17 +203,17 @@ class ScriptKeyedTensor:
 
     def __getitem__(self, key: str) -> Tensor:
         """Return the block of `key`."""
-        at = self._keys.index(key)
-        first = sum(self._length_per_key[:at])
-        return self._values[:, first : first + self._length_per_key[at]]
+        index = self._keys.index(key)
+        first = sum(self._length_per_key[:index])
+        return self._values[:, first : first + self._length_per_key[index]]
 
     def to_dict(self) -> dict[str, Tensor]:
         """Return the block of each key."""
         blocks: dict[str, Tensor] = {}
         first = 0
-        for at, key in enumerate(self._keys):
-            blocks[key] = self._values[:, first : first + self._length_per_key[at]]
-            first += self._length_per_key[at]
+        for index, key in enumerate(self._keys):
+            blocks[key] = self._values[:, first : first + self._length_per_key[index]]
+            first += self._length_per_key[index]
         return blocks
 
 
@@ -295,10 +295,10 @@ def _regroup(keyed_tensors: list[KeyedTensor], groups: list[list[str]]) -> list[
 def _regroup_as_dict(
     keyed_tensors: list[KeyedTensor], groups: list[list[str]], keys: list[str]
 ) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
+    grouped: dict[str, Tensor] = {}
     for key, values in zip(keys, _regroup(keyed_tensors, groups)):  # noqa: B905 (TorchScript)
-        found[key] = values
-    return found
+        grouped[key] = values
+    return grouped
 
 
 _FUNCTIONS: tuple[tuple[Any, Any], ...] = (
@@ -432,10 +432,10 @@ class ScriptableBags(nn.Module):
             bags: list[Tensor] = []
             scales: list[Tensor] = []
             for key in self.wanted[number]:
-                at = keys.index(key)
-                first, last = int(offsets[at * stride]), int(offsets[(at + 1) * stride])
+                position = keys.index(key)
+                first, last = int(offsets[position * stride]), int(offsets[(position + 1) * stride])
                 ids.append(values[first:last])
-                bags.append(lengths[at * stride : (at + 1) * stride])
+                bags.append(lengths[position * stride : (position + 1) * stride])
                 if self.weighted and weights is not None:
                     scales.append(weights[first:last].float())
             counts = torch.cat(bags)
@@ -469,12 +469,12 @@ class ScriptableVectors(ScriptableBags):
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:  # type: ignore[override]
         """Return a row per id by feature, as the collection does."""
-        found: dict[str, JaggedTensor] = {}
-        for at, block in enumerate(self.blocks_of(features)):
-            bags = features[self.features[at]]
+        vectors: dict[str, JaggedTensor] = {}
+        for index, block in enumerate(self.blocks_of(features)):
+            bags = features[self.features[index]]
             ids: Tensor | None = bags.values() if self.need_indices else None
-            found[self.names[at]] = JaggedTensor(block, ids, bags.lengths(), None)
-        return found
+            vectors[self.names[index]] = JaggedTensor(block, ids, bags.lengths(), None)
+        return vectors
 
 
 class ScriptableRegroup(nn.Module):
@@ -489,11 +489,11 @@ class ScriptableRegroup(nn.Module):
 
     def forward(self, keyed_tensors: list[KeyedTensor]) -> dict[str, Tensor]:
         """Return the concatenated blocks of each group by its name."""
-        found = _regroup_as_dict(keyed_tensors, self.groups, self.keys)
+        vectors = _regroup_as_dict(keyed_tensors, self.groups, self.keys)
         if self.casts:
             for key in self.keys:
-                found[key] = found[key].to(self.dtype)
-        return found
+                vectors[key] = vectors[key].to(self.dtype)
+        return vectors
 
 
 class KTRegroupAsDict(jagged.KTRegroupAsDict):
@@ -520,8 +520,8 @@ class KTRegroupAsDict(jagged.KTRegroupAsDict):
 
     def forward(self, keyed_tensors: list[KeyedTensor]) -> dict[str, Tensor]:
         """Return the concatenated blocks of each group by its name."""
-        found = super().forward(keyed_tensors)
-        return {name: found[name].to(self._dtype) for name in found} if self._dtype else found
+        vectors = super().forward(keyed_tensors)
+        return {name: vectors[name].to(self._dtype) for name in vectors} if self._dtype else vectors
 
     def __prepare_scriptable__(self) -> nn.Module:
         return ScriptableRegroup(self.groups, self.keys, self._dtype)

@@ -185,14 +185,14 @@ def fuse_embedding_optimizer(
     """Fuse an optimizer into all collections of a model, in place, and return the model."""
     _refuse_location(location)
     kinds = emblib_collections.EmbeddingBagCollection | emblib_collections.EmbeddingCollection
-    found = [m for m in model.modules() if isinstance(m, kinds)]
-    params = [parameter for collection in found for parameter in collection.parameters()]
+    collections = [m for m in model.modules() if isinstance(m, kinds)]
+    params = [parameter for collection in collections for parameter in collection.parameters()]
     apply_optimizer_in_backward(optimizer_type, params, optimizer_kwargs)
     fused = {
         EmbeddingBagCollection: FusedEmbeddingBagCollection,
         EmbeddingCollection: FusedEmbeddingCollection,
     }
-    for collection in found:  # the classes differ in `fused_optimizer()` only
+    for collection in collections:  # the classes differ in `fused_optimizer()` only
         collection.__class__ = fused.get(type(collection), type(collection))
     return model.to(device)
 
@@ -271,14 +271,14 @@ class _WithContexts(Subscripted):
         module_fqn: str | None = None,
         **options: Any,
     ) -> None:
-        given = {
+        arguments = {
             "comm_precision": comm_precision_of(qcomm_codecs_registry, pooled=self._pooled),
             "optimizer": optimizer_of(fused_params),
         }
         options = {name: value for name, value in options.items() if value is not None}
         ranks = ranks_of(env, device) if isinstance(env, ShardingEnv) else env
         plan = _native_plan(table_name_to_parameter_sharding)
-        super().__init__(module, plan, ranks, **{**given, **options})  # type: ignore[call-arg]
+        super().__init__(module, plan, ranks, **{**arguments, **options})  # type: ignore[call-arg]
 
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
@@ -296,7 +296,7 @@ class _WithContexts(Subscripted):
         return self._make_context()
 
     def input_dist(self, ctx: Any, features: Any = None) -> Any:
-        """Start to send ids: two waits return what `compute` takes."""
+        """Start to send ids; two waits return the argument of `compute`."""
         parent: Any = super()
         return parent.input_dist(features if isinstance(ctx, _Context) else ctx)
 
@@ -333,8 +333,8 @@ class _WithContexts(Subscripted):
 
 def _native_plan(plan: Mapping[str, Any]) -> dict[str, sharding.ParameterSharding]:
     return {
-        name: one.to_emblib() if isinstance(one, ParameterSharding) else one
-        for name, one in plan.items()
+        name: parameter.to_emblib() if isinstance(parameter, ParameterSharding) else parameter
+        for name, parameter in plan.items()
     }
 
 
@@ -513,9 +513,9 @@ def ranks_of(env: ShardingEnv, device: torch.device | str | None) -> RankGroup:
     return RankGroup(ranks.group, local_size=ranks.local_size, device=device)
 
 
-def replace_child(module: nn.Module, child: nn.Module, made: nn.Module) -> None:
+def replace_child(module: nn.Module, child: nn.Module, replacement: nn.Module) -> None:
     """Put a module in the place of another, wherever a model has it."""
     for parent in list(module.modules()):
         for name, each in list(parent.named_children()):
             if each is child:
-                setattr(parent, name, made)
+                setattr(parent, name, replacement)

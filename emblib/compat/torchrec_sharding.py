@@ -110,15 +110,15 @@ class ShardedTensor(ShardedTable):
 
     def local_shards(self) -> list[LocalShard]:
         """Return the shards of this rank; their tensors are the memory of the table."""
-        found = []
+        local = []
         for number, part in self.parts.items():
             shard, dims = self.shards[number], self.dim()
             offsets = [shard.rows[0], shard.columns[0]][:dims]
-            place = ShardMetadata(
+            metadata = ShardMetadata(
                 offsets, list(shard.shape)[:dims], f"rank:{shard.rank}/{part.device.type}"
             )
-            found.append(LocalShard(part, place))
-        return found
+            local.append(LocalShard(part, metadata))
+        return local
 
     def local_tensor(self) -> Tensor:
         """Return the values of the only shard of this rank.
@@ -171,10 +171,10 @@ class CacheParams:
 
     def __post_init__(self) -> None:
         names = ("reserved_memory", "precision", "stats", "multipass_prefetch_config")
-        given = [name for name in names if getattr(self, name) is not None]
-        if given:
+        set_options = [name for name in names if getattr(self, name) is not None]
+        if set_options:
             raise ValueError(
-                f"{', '.join(given)} of CacheParams must be None: give the table "
+                f"{', '.join(set_options)} of CacheParams must be None: give the table "
                 "storage=Dense(Placement.MANAGED_CACHING, CacheConfig(...)), which has emblib's "
                 f"options (any cache may be prefetched). {FIRST_DOOR}"
             )
@@ -197,11 +197,13 @@ class CacheParams:
 def refuse_per_table(owner: str, values: Mapping[str, Any]) -> None:
     """Raise ValueError for options of FBGEMM's tables that are elsewhere in emblib."""
     # A mode may have the value 0.
-    given = [name for name, value in values.items() if value is not None and value is not False]
-    if given:
-        ways = "; ".join(f"{name}: {WAYS[name]}" for name in given)
+    set_options = [
+        name for name, value in values.items() if value is not None and value is not False
+    ]
+    if set_options:
+        ways = "; ".join(f"{name}: {WAYS[name]}" for name in set_options)
         raise ValueError(
-            f"{', '.join(given)} of {owner} must be left out here. {ways}. {FIRST_DOOR}"
+            f"{', '.join(set_options)} of {owner} must be left out here. {ways}. {FIRST_DOOR}"
         )
 
 
@@ -279,7 +281,7 @@ class ParameterSharding:
     ) -> ParameterSharding:
         """Convert from emblib's class."""
         if table.is_replicated:
-            made = cls(table.type.value, kernel)
+            converted = cls(table.type.value, kernel)
         else:
             shards = [
                 ShardMetadata(
@@ -290,9 +292,9 @@ class ParameterSharding:
                 for shard in table.shards
             ]
             ranks = [shard.rank for shard in table.shards]
-            made = cls(_type_name(table), kernel, ranks, EnumerableShardingSpec(shards))
-        made.set_storage(table.storage)
-        return made
+            converted = cls(_type_name(table), kernel, ranks, EnumerableShardingSpec(shards))
+        converted.set_storage(table.storage)
+        return converted
 
     def set_storage(self, storage: Any) -> None:
         """Set the kernel and the parameters of its cache that name a storage of emblib's."""
@@ -306,9 +308,9 @@ class ParameterSharding:
 
 
 def _type_name(table: sharding.ParameterSharding) -> str:
-    known = [kind.value for kind in ShardingType]
+    torchrec_names = [kind.value for kind in ShardingType]
     # Parts of any other tiling are still parts: TorchRec has no word for it.
-    return table.type.value if table.type.value in known else ShardingType.ROW_WISE.value
+    return table.type.value if table.type.value in torchrec_names else ShardingType.ROW_WISE.value
 
 
 def _box(shard: Any) -> Shard:
@@ -335,7 +337,7 @@ class ShardingPlan:
     """Plan of each collection, by its path in the model."""
 
     plan: dict[str, EmbeddingModuleShardingPlan]
-    report: str = ""  # what a planner has to say of it
+    report: str = ""  # the planner's report, shown by `print`
 
     def get_plan_for_module(self, module_path: str) -> EmbeddingModuleShardingPlan | None:
         """Return the plan of one collection, if there is one."""
@@ -445,8 +447,8 @@ def row_wise(
     def rule(shape: TableShape, world: World) -> sharding.ParameterSharding:
         if len(sizes) > world.size or sum(sizes) != shape.rows:
             raise ValueError(
-                f"sizes must be at most one a rank = {world.size} and add up to {shape.rows} rows, "
-                f"got {sizes}"
+                f"sizes must be at most one per rank = {world.size} and add up to {shape.rows} "
+                f"rows, got {sizes}"
             )
         ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
         shards = tuple(

@@ -55,12 +55,12 @@ def entries(module: str) -> dict[str, str]:
     return {name: other or name for name, _, other in pairs}
 
 
-def make_modules(package: ModuleType, found: Mapping[str, Any]) -> dict[str, ModuleType]:
+def make_modules(package: ModuleType, implementations: Mapping[str, Any]) -> dict[str, ModuleType]:
     """Make the modules of the table below `package`, and register them with `sys.modules`.
 
     Args:
         package: `emblib.compat.torchrec` itself, the module of TorchRec's root.
-        found: the implementations by name.
+        implementations: the implementations by name.
 
     Raises:
         ImportError: the table has a name that is neither implemented nor raises.
@@ -77,8 +77,8 @@ def make_modules(package: ModuleType, found: Mapping[str, Any]) -> dict[str, Mod
             module.__path__ = []
         names = entries(path)
         for name, other in names.items():
-            if other in found:
-                setattr(module, name, found[other])
+            if other in implementations:
+                setattr(module, name, implementations[other])
             elif other in raises:
                 setattr(module, name, raises[other])
             else:

@@ -84,10 +84,10 @@ def data_type_to_dtype(data_type: DataType | torch.dtype) -> torch.dtype:
     """
     if isinstance(data_type, torch.dtype):
         return data_type
-    found = _DTYPES.get(DataType(data_type).value)
-    if found is None:
+    dtype = _DTYPES.get(DataType(data_type).value)
+    if dtype is None:
         raise ValueError(f"{data_type} is quantised and has no dtype; use one of {list(_DTYPES)}")
-    return found
+    return dtype
 
 
 @dataclass
@@ -211,9 +211,9 @@ class _Config:
         was_quantised = isinstance(current["storage"], Quantized)
         if name == "data_type" and (was_quantised or value in _BITS):
             current["storage"] = None
-        changed = type(self)(**{**current, name: value})
+        new_config = type(self)(**{**current, name: value})
         for field_name in current:
-            object.__setattr__(self, field_name, getattr(changed, field_name))
+            object.__setattr__(self, field_name, getattr(new_config, field_name))
 
     def num_features(self) -> int:
         """Return the number of features that read the table."""
@@ -248,15 +248,15 @@ def optimizer_of(fused_params: Mapping[str, Any] | None) -> Optimizer | None:
     """
     if not fused_params:
         return None
-    found = optimizers.from_fused_params(fused_params)
-    unknown = sorted(found.rest.keys() - IDLE)
+    fused = optimizers.from_fused_params(fused_params)
+    unknown = sorted(fused.rest.keys() - IDLE)
     if unknown:
         raise ValueError(
             f"fused_params {unknown} have no effect here: the storage of a table selects the "
             "memory of its rows and their cache, e.g. "
             "storage=Dense(Placement.MANAGED_CACHING, CacheConfig())"
         )
-    return found.optimizer
+    return fused.optimizer
 
 
 def dtype_to_data_type(dtype: torch.dtype) -> DataType:
@@ -265,12 +265,14 @@ def dtype_to_data_type(dtype: torch.dtype) -> DataType:
     Raises:
         ValueError: a dtype that rows cannot have.
     """
-    known = {torch.uint8: DataType.INT8, torch.int8: DataType.INT8, torch.qint8: DataType.INT8}
-    known |= {torch.quint8: DataType.INT8, torch.quint4x2: DataType.INT4}
-    known |= {value: DataType(name) for name, value in _DTYPES.items()}
-    if dtype not in known:
-        raise ValueError(f"rows have one of {[str(one) for one in known]}, got {dtype}")
-    return known[dtype]
+    data_types = {torch.uint8: DataType.INT8, torch.int8: DataType.INT8, torch.qint8: DataType.INT8}
+    data_types |= {torch.quint8: DataType.INT8, torch.quint4x2: DataType.INT4}
+    data_types |= {value: DataType(name) for name, value in _DTYPES.items()}
+    if dtype not in data_types:
+        raise ValueError(
+            f"rows have one of {[str(valid_dtype) for valid_dtype in data_types]}, got {dtype}"
+        )
+    return data_types[dtype]
 
 
 class QuantConfig(NamedTuple):

@@ -209,8 +209,8 @@ def state_dict_gather(src: Mapping[str, Any], dst: Mapping[str, Tensor]) -> None
     """
     for key, target in dst.items():
         value = src[key]
-        whole = value.full_tensor() if hasattr(value, "full_tensor") else value
-        target.copy_(whole)
+        full_value = value.full_tensor() if hasattr(value, "full_tensor") else value
+        target.copy_(full_value)
 
 
 def state_dict_to_device(
@@ -225,10 +225,10 @@ def merge_fused_params(
     param_fused_params: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return the arguments of a sharder, replaced by those of a table; `lr` is the rate there."""
-    own = dict(param_fused_params or {})
-    if "lr" in own:
-        own["learning_rate"] = own.pop("lr")
-    return {**(fused_params or {}), **own}
+    table_params = dict(param_fused_params or {})
+    if "lr" in table_params:
+        table_params["learning_rate"] = table_params.pop("lr")
+    return {**(fused_params or {}), **table_params}
 
 
 def init_parameters(module: nn.Module, device: torch.device) -> None:

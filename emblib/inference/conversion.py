@@ -56,9 +56,9 @@ def for_inference(
 
     Args:
         source: `DynamicEmbeddingBags`, with or without a backing store; `CachedTTEmbeddingBags`;
-            what `QuantizedEmbeddingBags.from_float` takes, which are modules of plain and
-            tensor-train tables, `nn.EmbeddingBag`, `nn.Embedding` and matrices; or a collection of
-            dense, tensor-train and dynamic tables, of which the result takes the same batches.
+            a source of `QuantizedEmbeddingBags.from_float` (a module of dense or tensor-train
+            tables, `nn.EmbeddingBag`, `nn.Embedding` or a matrix); or a collection of dense,
+            tensor-train and dynamic tables, whose result takes the same batches.
         formats: format of the rows of all tables, or of each; None keeps the dtype of the rows.
         output_dtype: dtype of the output; None is that of the source.
 

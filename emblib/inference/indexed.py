@@ -56,7 +56,13 @@ class RowIndex:
     def of_keys(
         cls, keys: Tensor, *, num_ids: int = -1, missing: int = -1, fallback: int = 0
     ) -> "RowIndex":
-        """Return the hash table of distinct int64 `keys`, of which the i-th has row i."""
+        """Return the hash table of `keys`, int64 `[n]`, of which the i-th has row i.
+
+        The other arguments are the fields of these names. Reads the keys from the device.
+
+        Raises:
+            ValueError: a key occurs twice.
+        """
         if keys.unique().numel() != keys.numel():
             raise ValueError(f"keys must be distinct, got {keys.numel()} with duplicates")
         rows = torch.arange(keys.numel(), device=keys.device)
@@ -66,7 +72,11 @@ class RowIndex:
 
     @classmethod
     def of_mask(cls, keep: Tensor) -> "RowIndex":
-        """Return the array of ids `[0, len(keep))`, of which those in the mask have rows."""
+        """Return the array of ids `[0, len(keep))`, of which those in the bool mask have rows.
+
+        Raises:
+            ValueError: 2^31 rows or more.
+        """
         num_ids = keep.numel()
         rows = torch.full((num_ids + num_ids % 2,), -1, dtype=torch.int32, device=keep.device)
         ids = keep.nonzero().view(-1)

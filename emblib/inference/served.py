@@ -32,7 +32,7 @@ ReadOnly = QuantizedEmbeddingBags | InferenceEmbeddingBags
 
 
 class RowsByKey(NamedTuple):
-    """The keys of a dynamic table, ascending, their rows, and what other keys read.
+    """The keys and rows of a dynamic table, and the rows that other keys read.
 
     Attributes:
         keys: int64 `[n]`, ascending.
@@ -154,7 +154,7 @@ class InferenceCollection(nn.Module):
 
     Args:
         features: features of the collection, in the order of its output.
-        parts: read-only tables, with the positions in `features` of what they look up, in order.
+        parts: read-only tables, each with the positions in `features` of its features, in order.
     """
 
     def __init__(

@@ -651,10 +651,10 @@ class KeyedJaggedTensor(metaclass=TracedClass):
         dtype: torch.dtype | None = None,
     ) -> "KeyedJaggedTensor":
         """Copy to `device`; convert the weights to `dtype`. Arguments are those of `Tensor.to`."""
-        moved = self._map_tensors(lambda t: t.to(device, non_blocking=non_blocking))
-        if dtype is not None and moved._weights is not None:
-            moved._weights = moved._weights.to(dtype)
-        return moved
+        on_device = self._map_tensors(lambda t: t.to(device, non_blocking=non_blocking))
+        if dtype is not None and on_device._weights is not None:
+            on_device._weights = on_device._weights.to(dtype)
+        return on_device
 
     def pin_memory(self) -> "KeyedJaggedTensor":
         """Copy to page-locked memory, so that copies to a GPU can be asynchronous."""

@@ -38,7 +38,7 @@ def _unflatten_jagged(leaves: Iterable[Any], context: Context) -> JaggedTensor:
 
 
 def _flatten_keyed_jagged(batch: KeyedJaggedTensor) -> Flattened:
-    """Return the tensors of a batch, and what they do not contain, for torch's pytrees."""
+    """Return the tensors of a batch, and its keys and sizes as context, for torch's pytrees."""
     leaves = {"_values": batch._values, "_lengths": batch.lengths()}
     if batch._weights is not None:
         leaves["_weights"] = batch._weights

@@ -102,7 +102,8 @@ class BackingMemory:
         min_hit_rate: minimum share of lookups that a cache is expected to serve, 0 to 1.
 
     Raises:
-        TypeError, ValueError: a wrong number.
+        TypeError: `nbytes` is no integer.
+        ValueError: `nbytes` is below 1, or `min_hit_rate` is not in [0, 1].
 
     Example:
         >>> backing = emblib.BackingMemory(nbytes=1 << 33, directory="tables", min_hit_rate=0.8)
@@ -187,9 +188,9 @@ class MemoryPlan:
         header = ("table", "rows x dim", "stored as", "bytes", "of plain", "loss", "why")
         lines = [header]
         for choice in self.choices:
-            given = choice.before
-            name = f"{choice.path}.{given.name}" if choice.path else given.name
-            sizes = f"{given.num_embeddings:,} x {given.embedding_dim}"
+            config = choice.before
+            name = f"{choice.path}.{config.name}" if choice.path else config.name
+            sizes = f"{config.num_embeddings:,} x {config.embedding_dim}"
             storage_text = "as it is" if choice.method == AS_IT_IS else _describe_storage(choice)
             share = f"1/{choice.plain_nbytes / choice.nbytes:.4g}" if choice.nbytes else "-"
             loss = f"{choice.loss:.3f}"
@@ -328,7 +329,7 @@ def _tables_with_skew(
 
 @dataclass(frozen=True)
 class _PlannedTable:
-    """A table to plan, with what its losses depend on."""
+    """A table to plan, with the data that its losses depend on."""
 
     path: str
     config: TableConfig
@@ -533,17 +534,17 @@ def _memory_bytes(
     return sizes
 
 
-def _with_reason(choices: Sequence[MemoryChoice], picked: int) -> MemoryChoice:
+def _with_reason(choices: Sequence[MemoryChoice], index: int) -> MemoryChoice:
     """Return the picked choice, with the next larger and smaller ones as its reason."""
-    choice, sentences = choices[picked], []
-    better = next((c for c in reversed(choices[:picked]) if c.cost < choice.cost), None)
+    choice, sentences = choices[index], []
+    better = next((c for c in reversed(choices[:index]) if c.cost < choice.cost), None)
     if better is not None:
         bytes_more = format_bytes(better.nbytes - choice.nbytes)
         sentences.append(
             f"{_describe_storage(better)} would lose {better.loss:.3f} for {bytes_more} more"
         )
-    if picked + 1 < len(choices):
-        smaller = choices[picked + 1]
+    if index + 1 < len(choices):
+        smaller = choices[index + 1]
         bytes_less = format_bytes(choice.nbytes - smaller.nbytes)
         sentences.append(
             f"{_describe_storage(smaller)} would lose {smaller.loss:.3f} for {bytes_less} less"

@@ -202,8 +202,8 @@ def _device_units(options: Options) -> tuple[int, int]:
 def _knapsack(options: Options, limits: Limits, units: tuple[int, int]) -> list[int]:
     """Return the indices of the best choices; empty if bytes rounded up to units do not fit.
 
-    Dynamic programming: `least[i, j]` is the least cost of the tables so far, within i units of
-    device memory and j of backing memory.
+    Dynamic programming: `least_cost[i, j]` is the least cost of the tables so far, within i units
+    of device memory and j of backing memory. `units` are the numbers of units of both limits.
     """
     least_cost = torch.zeros(units[0] + 1, units[1] + 1, dtype=torch.float64)
     chosen_by_table = []

@@ -83,8 +83,8 @@ class Trained:
     optimizer: TorchOptimizer
     group: dict[str, Any]
     state: dict[str, Any]
-    order: list[nn.Parameter]  # parameters of the group before the migration
-    in_backward: bool  # whether torch applies the optimizer in backward
+    order: list[nn.Parameter]
+    in_backward: bool
 
     @staticmethod
     def of(optimizers: Sequence[TorchOptimizer], weight: nn.Parameter) -> Trained | None:
@@ -290,7 +290,10 @@ class TorchWeight:
         return names & table.states.keys()
 
     def state_of(self, table: MigratedTable, rows: Tensor | None = None) -> dict[str, Any]:
-        """Return the state that the optimizer of torch would have now, for all or some `rows`."""
+        """Return the state that the optimizer of torch would have now.
+
+        `rows`: numbers of the rows whose state is returned, int64 `[n]`; None for all.
+        """
         assert self.trained is not None
         state = dict(self.trained.state)
         names = (

@@ -2,7 +2,7 @@
 
 `record` copies the changed rows; a thread encodes them and appends the bytes to the sink. If that
 fails, the entry stays in memory; the next call raises, and lets the thread try again. From time to
-time the log gets all rows, a compaction, and drops what is older than the one before it.
+time all rows are written, a compaction, and entries older than the previous compaction are dropped.
 """
 
 import threading

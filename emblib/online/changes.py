@@ -249,7 +249,7 @@ class KeyedChanges:
         self.commit()
 
     def commit(self) -> None:
-        """Go on from here: what was copied is in the log."""
+        """Note that the copied changes are in the log; later copies begin here."""
         states = [location.module.state for _, location in self._shards]
         self._ticks = [state.index.tick for state in states]
         self._marks = [state.eviction_log.num_replacements for state in states]

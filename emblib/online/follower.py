@@ -120,7 +120,7 @@ class LogFollower:
 
     @property
     def lag(self) -> Lag:
-        """Return how far the tables are behind, which reads what is new in the logs."""
+        """Return how far the tables are behind; reads the new entries of the logs."""
         with self._applying:
             heads = [log.unapplied(self._is_new) for log in self._logs]
         seconds = max((time.time() - oldest.time for oldest, _ in filter(None, heads)), default=0.0)
@@ -165,7 +165,7 @@ class LogFollower:
         return any([log.poll(newest, needs_whole=not has_base) for log in self._logs])
 
     def run(self, stop: threading.Event, interval_s: float = 1.0) -> None:
-        """Apply what comes until `stop` is set; errors are raised."""
+        """Apply new boundaries every `interval_s` seconds until `stop` is set; raise errors."""
         while not stop.is_set():
             self.apply()
             stop.wait(interval_s)
@@ -339,27 +339,30 @@ class _Log:
 
 
 class ReaderLock:
-    """A lock for any number of readers or one writer; a writer that waits comes first."""
+    """A lock for any number of readers or one writer; a writer that waits comes first.
+
+    A thread may nest `reading`. Callers make sure that two threads never write at the same time.
+    """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._num_readers = 0
         self._is_writing = False
-        self._here = threading.local()
+        self._of_thread = threading.local()
 
     @contextmanager
     def reading(self) -> Iterator[None]:
         """Enter when there is no writer, or this thread reads already."""
-        depth = getattr(self._here, "depth", 0)
+        depth = getattr(self._of_thread, "depth", 0)
         if depth == 0:
             with self._changed:
                 self._changed.wait_for(lambda: not self._is_writing)
                 self._num_readers += 1
-        self._here.depth = depth + 1
+        self._of_thread.depth = depth + 1
         try:
             yield
         finally:
-            self._here.depth = depth
+            self._of_thread.depth = depth
             if depth == 0:
                 self._leave()
 
@@ -370,8 +373,12 @@ class ReaderLock:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Enter when there is no reader; there is one writer at a time."""
-        if getattr(self._here, "depth", 0):
+        """Enter when there is no reader; new readers wait until the writer leaves.
+
+        Raises:
+            RuntimeError: this thread is a reader.
+        """
+        if getattr(self._of_thread, "depth", 0):
             raise RuntimeError("apply() would wait for this thread: leave reading() first")
         with self._changed:
             self._is_writing = True

@@ -4,9 +4,9 @@
 function that writes them, which the follower calls while there is no reader.
 
 Read-only tables of keys have a hash table that is built once: entries sorted by the hash of their
-key, a search ends at the key or at an empty entry. Here it takes new keys too, at the empty entry
-where the search for them ends. A removed key keeps its entry, with the row of the default value, so
-that no search ends early. Where rows or entries run out, a larger table is built.
+key, a search ends at the key or at an empty entry. A follower also inserts new keys, at the empty
+entry where the search for them ends. A removed key keeps its entry, with the row of the default
+value, so that no search ends early. Where rows or entries run out, a larger table is built.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,7 +31,6 @@ from emblib.specs import Placement, TableSpec
 from emblib.tables import QuantizedEmbeddingBags, TableBatchedEmbeddingBags
 
 Write = Callable[[], None]
-_HASH_FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)  # as int64; see csrc/quant/index.h
 _SPARE_ENTRIES = 64  # at the end of a hash table, for keys that hash there
 _FULL = 0.7  # of the range of the hash, from which on a larger hash table is built
 _GROWTH = 1.5  # of the rows
@@ -372,7 +371,7 @@ def _search(entries: Tensor, bits: int, keys: Tensor) -> tuple[Tensor, Tensor]:
     `entries` is int64 `[n, 2]` (key; row, -1 for an empty entry), `keys` int64 `[k]`; results are
     int64 and bool `[k]`. `bits` of the hash choose the first entry.
     """
-    positions = (keys ^ (keys >> 32 & 0xFFFFFFFF)) * _HASH_FACTOR
+    positions = (keys ^ (keys >> 32 & 0xFFFFFFFF)) * quant.HASH_FACTOR
     positions = positions >> (64 - bits) & ((1 << bits) - 1) if bits else torch.zeros_like(keys)
     is_found = torch.zeros_like(keys, dtype=torch.bool)
     open_searches = torch.arange(keys.numel(), device=keys.device)

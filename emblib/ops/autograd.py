@@ -39,7 +39,6 @@ class RowLocations(NamedTuple):
     row_slots: Tensor | None = None
     slots: Tensor | None = None
     indices: Tensor | None = None
-    """The rows that lookups read now, if they differ from those of the batch."""
 
 
 class UpdateHooks(Protocol):
@@ -65,7 +64,8 @@ class Lookup(NamedTuple):
         offsets: int32 or int64 `[F * B + 1]`, or `[bags + 1]` with a `bag_layout`.
         bag_layout: int64 `[bags, 2]`, feature and first output element of each bag; None if all
             features have B bags.
-        pooling, total_rows: pooling of the bags; rows of all tables.
+        pooling: pooling of the bags.
+        total_rows: rows of all tables.
         output_dim: columns of the output; its elements with a `bag_layout`.
         slots: int32 `[L]`, cache slot of the row of each lookup, -1 for none; None without a cache.
         trained_features: `features` without the rows of frozen tables, for the update; None if all
@@ -85,14 +85,10 @@ class Lookup(NamedTuple):
     output_dim: int
     slots: Tensor | None = None
     trained_features: Tensor | None = None
-    """`features` for the update; None uses `features`."""
     hooks: UpdateHooks | None = None
     default_rows: Tensor | None = None
-    """Rows that `slots` refer to where there is no cache; read, never updated."""
     repaired: bool = False
-    """Whether `check_bounds` returned `offsets`."""
     joint: Any = None
-    """The `JointStep` of a table that several lookups read; None updates at once."""
 
 
 class Tiers(NamedTuple):
@@ -314,12 +310,12 @@ def update_in_backward(
     if required.update:
         if batch.trained_features is not None:
             locations = _of_trained_tables(batch, locations)
-        counted = counted_step(tiers.hyperparams, grad)
+        step_increment = counted_step(tiers.hyperparams, grad)
         if is_finite is not None:  # without rows nothing is updated
             count = locations.groups.count * is_finite
             locations = locations._replace(groups=locations.groups._replace(count=count))
-            counted = is_finite.to(tiers.hyperparams.dtype)
-        _make_step(tiers, rule, grad, batch, locations, row_weights, counted)
+            step_increment = is_finite.to(tiers.hyperparams.dtype)
+        _make_step(tiers, rule, grad, batch, locations, row_weights, step_increment)
     if batch.hooks is not None:
         batch.hooks.after_update()
     return overflow, sample_grad
@@ -332,23 +328,23 @@ def _make_step(
     batch: Lookup,
     locations: RowLocations,
     row_weights: Tensor | None,
-    counted: Tensor | int = 1,
+    step_increment: Tensor | int = 1,
 ) -> None:
     """Count a step and update rows; an interrupt leaves both done or neither.
 
-    `grad` has the shape of the output. `counted` is the increment of the step, a number or a
-    float64 scalar on the device.
+    `grad` has the shape of the output. `step_increment` is a number, or a float64 scalar on the
+    device.
     """
     step = tiers.hyperparams[Hyper.STEP]
     update = _update_call(tiers, rule.name, rule.descent(grad), batch, locations, row_weights)
     if torch.compiler.is_compiling():
-        step.add_(counted)
+        step.add_(step_increment)
         update()
         torch.autograd.graph.increment_version(tiers.weights)
         return
     if _may_move(tiers.hyperparams):  # before the update, so that no interrupt can omit it
         torch.autograd.graph.increment_version(tiers.weights)
-    count_step(step, counted, update)
+    count_step(step, step_increment, update)
 
 
 def lookup_of_rows(
@@ -379,14 +375,14 @@ def apply_row_gradients(
     locations: RowLocations,
     gradients: Tensor,
     *,
-    counted: Tensor | int = 1,
+    step_increment: Tensor | int = 1,
 ) -> None:
     """Apply one optimizer step with gradients `[L, dim]` of a batch of `lookup_of_rows`.
 
-    Gradients of a row that occurs several times are added up. `counted` is the increment of the
-    step: 0 if the gradients are not finite.
+    Gradients of a row that occurs several times are added up. `step_increment` is 0 if the
+    gradients are not finite, else 1.
     """
-    _make_step(tiers, UpdateRule.of(optimizer), gradients, batch, locations, None, counted)
+    _make_step(tiers, UpdateRule.of(optimizer), gradients, batch, locations, None, step_increment)
 
 
 def _of_trained_tables(batch: Lookup, locations: RowLocations) -> RowLocations:

@@ -185,10 +185,10 @@ def apply_contributions(
     is_finite = torch.stack(known_flags).all() if known_flags else None
     if is_finite is not None:  # without rows nothing is updated
         groups = groups._replace(count=groups.count * is_finite)
-    counted = 1 if is_finite is None else is_finite.to(tiers.hyperparams.dtype)
+    step_increment = 1 if is_finite is None else is_finite.to(tiers.hyperparams.dtype)
     locations = locate(groups)
     autograd.apply_row_gradients(
-        tiers, optimizer, batch, locations, torch.cat(values), counted=counted
+        tiers, optimizer, batch, locations, torch.cat(values), step_increment=step_increment
     )
     for contribution in contributions:
         if contribution.batch.hooks is not None:

@@ -27,20 +27,18 @@ def in_one_call(*calls: partial[Any]) -> None:
     list(map(call, calls))
 
 
-def count_step(step: Tensor, counted: Tensor | int, *updates: partial[Any]) -> None:
+def count_step(step: Tensor, increment: Tensor | int, *updates: partial[Any]) -> None:
     """Increment a scalar step and make the updates that read it, all or nothing.
 
-    `step` is a float64 scalar, `counted` its increment: a number, or a scalar on its device.
-
     Args:
-        step: scalar to increment in place. The updates run after the increment; if `counted` is 0,
-            it is undone after them.
-        counted: number that is added to the step: 1, or a tensor with 0 for a step that is skipped.
+        step: float64 scalar to increment in place, before the updates; undone after them if
+            `increment` is 0.
+        increment: 1, or a scalar on the device of `step`, 0 for a step that is skipped.
         updates: calls of `native` ops, which check their arguments before they write.
     """
     calls = [partial(step.add_, 1), *updates]
-    if isinstance(counted, Tensor):
-        calls.append(partial(step.add_, counted - 1))
+    if isinstance(increment, Tensor):
+        calls.append(partial(step.add_, increment - 1))
     results: list[Any] = []
     try:
         results.extend(map(call, calls))

@@ -87,7 +87,7 @@ def format_argument(codes: Iterable[int]) -> int:
     return min(distinct) if len(distinct) == 1 else -sum(1 << code for code in distinct)
 
 
-_HASH_FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)  # as int64, of 2^64 divided by the golden ratio
+HASH_FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)  # as int64, of 2^64 divided by the golden ratio
 
 
 def hash_bits(num_keys: int) -> int:
@@ -101,7 +101,7 @@ def hash_entries(keys: Tensor, rows: Tensor) -> tuple[Tensor, int]:
     The result does not depend on the order of the keys.
     """
     bits = hash_bits(keys.numel())
-    hashes = (keys ^ (keys >> 32 & 0xFFFFFFFF)) * _HASH_FACTOR
+    hashes = (keys ^ (keys >> 32 & 0xFFFFFFFF)) * HASH_FACTOR
     hashes = hashes >> (64 - bits) & ((1 << bits) - 1) if bits else torch.zeros_like(keys)
     order = keys.argsort()
     order = order[hashes[order].argsort(stable=True)]

@@ -71,6 +71,26 @@ class Routing(NamedTuple):
     units: Tensor
 
 
+class Target(NamedTuple):
+    """A row of the `targets` of `combine`; the fields are those of `TargetColumn`."""
+
+    offset: int
+    stride: int
+    rows: int
+    width: int
+    first_piece: int
+    end_piece: int
+    first_bag: int = -1
+
+
+class Piece(NamedTuple):
+    """A row of the `pieces` of `combine`; the fields are those of `PieceColumn`."""
+
+    offset: int
+    stride: int
+    first_row: int = -1
+
+
 def gather_segments(values: Tensor, starts: Tensor, order: Tensor, total: int) -> Tensor:
     """Concatenate segments `order` of `values`; differentiable, repeats accumulate."""
     refuse_tangents("values", values)

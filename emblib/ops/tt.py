@@ -144,7 +144,10 @@ def _group(batch: TTLookup) -> tuple[tbe.Groups, TTPlan]:
 
 
 def compute_rows(cores: Sequence[Tensor], batch: TTLookup, num_saved: int) -> ComputedRows:
-    """Group the lookups and compute the distinct rows, saving `num_saved` left halves."""
+    """Group the lookups and compute the distinct rows, saving `num_saved` left halves.
+
+    `cores` are those of all tables, table after table.
+    """
     groups, plan = _group(batch)
     rows, prefixes = _ops.tt_rows(cores, plan, *batch.layout[:3], num_saved, batch.matmul_code)
     inverse = _ops.group_inverse(groups.segments, groups.lookups, groups.count)
@@ -632,19 +635,19 @@ def _make_step(
 
     A step that is not finite is not counted; its `updates` change nothing.
     """
-    counted = counted_step(hyper, grad)
+    step_increment = counted_step(hyper, grad)
     if torch.compiler.is_compiling():
-        hyper[Hyper.STEP].add_(counted)
+        hyper[Hyper.STEP].add_(step_increment)
         for update in updates:
             update()
         torch.autograd.graph.increment_version(cores)
         return
     if is_finite is not None:
-        counted = is_finite.to(hyper.dtype)
+        step_increment = is_finite.to(hyper.dtype)
     torch.autograd.graph.increment_version(cores)  # first, lest an interrupt omit it
     count_step(
         hyper[Hyper.STEP],
-        counted,
+        step_increment,
         *(partial(native(update.func), *update.args) for update in updates),
     )
 

@@ -183,7 +183,7 @@ class GlobalDecay:
             raise ValueError(f"lower_bound is a factor <= 1, got {self.lower_bound}")
 
     def scale(self, prev_iter: Tensor, step: Tensor | int, lr: Tensor | float) -> Tensor:
-        """Return the decay factors of rows that were last updated at step `prev_iter`.
+        """Return the decay factors of rows that were last updated at step `prev_iter`, `[n]`.
 
         A factor is `max(lower_bound, (1 - lr * rate) ** (step - previous - 1))`, with `previous`
         decoded from `prev_iter` (`decode_steps`), and 1 for rows never updated and for steps before
@@ -194,9 +194,11 @@ class GlobalDecay:
         current_step = torch.as_tensor(step, dtype=torch.float64, device=prev_iter.device)
         rate = torch.as_tensor(lr, dtype=torch.float64, device=prev_iter.device) * self.rate
         previous = decode_steps(prev_iter)
-        missed = current_step.clamp(max=LAST_STEP) - previous - 1
-        factor = ((1 - rate).clamp(min=0) ** missed.clamp(min=0)).clamp(min=self.lower_bound)
-        holds = (previous > 0) & (missed > 0) & (current_step >= self.start)
+        num_missed_steps = current_step.clamp(max=LAST_STEP) - previous - 1
+        factor = ((1 - rate).clamp(min=0) ** num_missed_steps.clamp(min=0)).clamp(
+            min=self.lower_bound
+        )
+        holds = (previous > 0) & (num_missed_steps > 0) & (current_step >= self.start)
         return torch.where(holds, factor, 1.0).to(prev_iter.dtype)
 
 

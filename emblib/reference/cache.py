@@ -164,8 +164,8 @@ class CacheMemory:
             if cached.numel() == self.weights[Tier.CACHE].numel():  # as long as the row
                 pairs.append((state[row_slice], cached[slot_slice]))
             else:
-                at = state_base + row - first_row
-                pairs.append((state[at : at + 1], cached[slot : slot + 1]))
+                element = state_base + row - first_row
+                pairs.append((state[element : element + 1], cached[slot : slot + 1]))
         return pairs
 
     def fetch(self, row: int, slot: int) -> None:

@@ -156,16 +156,16 @@ class ReferenceHashTable:
             self.buckets,
             wanted_buckets(keys, self.buckets, self.most, self.load),
         )
-        moved: dict[int, int] = {}
+        new_slots: dict[int, int] = {}
         for slot, entry in enumerate(self.slots[: old_buckets * SLOTS]):
             if entry is None:
                 continue
             first_bucket, _ = addresses(entry.key, old_buckets, self.hash_key)
             bucket = self.addresses(entry.key)[0 if first_bucket == slot // SLOTS else 1]
             if bucket != slot // SLOTS:
-                moved[slot] = bucket * SLOTS + self.bucket(bucket).index(None)
-                self.slots[moved[slot]], self.slots[slot] = entry, None
-        return moved
+                new_slots[slot] = bucket * SLOTS + self.bucket(bucket).index(None)
+                self.slots[new_slots[slot]], self.slots[slot] = entry, None
+        return new_slots
 
 
 class HashModel:
@@ -231,8 +231,8 @@ class HashModel:
                 pending = self._round(table, pending, score)
                 begin, number = end, number + 1
             for miss in misses_of_table:
-                placed = miss.status in (NEW, EVICTING)
-                table.counters["inserted"] += placed
+                is_stored = miss.status in (NEW, EVICTING)
+                table.counters["inserted"] += is_stored
                 table.counters["evicted"] += miss.status == EVICTING
                 table.counters["refused"] += miss.status == REFUSED
                 table.counters["not_admitted"] += miss.status == NOT_ADMITTED
@@ -358,35 +358,35 @@ class HashModel:
         return freed
 
     def shrink(self, t: int, buckets: int) -> list[HashEntry]:
-        """Dissolve the buckets of a table from number `buckets` on; return the entries that leave.
+        """Remove the buckets of a table from number `buckets` on; return the dropped entries.
 
-        Of the dissolved entries, the lowest-ranked ones leave, in proportion to the entries of the
-        table that have no slot left. The others are inserted, the highest-ranked first, like the
-        missing keys of a batch that evict others; their stamps and scores stay.
+        Of the entries of the removed buckets, the lowest-ranked ones are dropped, in proportion to
+        the entries of the table that have no slot left. The others are inserted, the highest-ranked
+        first, like the missing keys of a batch that evict others; their stamps and scores stay.
         """
         table, size, counters = self.tables[t], self.tables[t].size, dict(self.tables[t].counters)
-        dissolved = [entry for entry in table.slots[buckets * SLOTS :] if entry is not None]
-        dissolved.sort(key=self._rank, reverse=True)
+        displaced = [entry for entry in table.slots[buckets * SLOTS :] if entry is not None]
+        displaced.sort(key=self._rank, reverse=True)
         num_lacking = max(0, size - buckets * SLOTS)
-        num_inserted = len(dissolved) - num_lacking * len(dissolved) // max(1, size)
+        num_inserted = len(displaced) - num_lacking * len(displaced) // max(1, size)
         table.slots[buckets * SLOTS :] = [None] * ((table.most - buckets) * SLOTS)
         table.buckets = buckets
-        misses = [Miss(entry.key, [], total=entry.score) for entry in dissolved[:num_inserted]]
+        misses = [Miss(entry.key, [], total=entry.score) for entry in displaced[:num_inserted]]
         policy, self.insert_policy = self.insert_policy, "wins"
         of_tables: list[list[Miss]] = [[] for _ in self.tables]
         of_tables[t] = misses
         self.insert(of_tables, [0] * len(self.tables))
         self.insert_policy = policy
-        leaving = dissolved[num_inserted:]
-        for miss, entry in zip(misses, dissolved, strict=False):
+        dropped = displaced[num_inserted:]
+        for miss, entry in zip(misses, displaced, strict=False):
             if miss.slot < 0:
-                leaving.append(entry)
+                dropped.append(entry)
                 continue
             table.slots[miss.slot] = entry
             if miss.evicted is not None:
-                leaving.append(miss.evicted)
-        table.counters = {**counters, "evicted": counters["evicted"] + len(leaving)}
-        return leaving
+                dropped.append(miss.evicted)
+        table.counters = {**counters, "evicted": counters["evicted"] + len(dropped)}
+        return dropped
 
     # As tensors
 

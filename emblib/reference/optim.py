@@ -1,4 +1,4 @@
-"""Optimizers in plain PyTorch: the definition of what a fused update does to a row.
+"""Optimizers in plain PyTorch: the definition of the fused update of a row.
 
 `OPTIMIZERS` maps the name of every functor of `csrc/optim` to its rule, a function from a
 `RowBatch` to new weights and states. Arithmetic is in the dtype of the gradients, e.g. float64;
@@ -155,10 +155,10 @@ def _global_decay(rows: RowBatch) -> tuple[Tensor, States]:
     _, max_norm, rate, min_scale, start = rows.numbers
     sums, previous = rows.states
     steps = decode_steps(previous).double()
-    keep, missed = torch.ones_like(sums), min(rows.step, LAST_STEP) - steps - 1
+    keep, num_missed_steps = torch.ones_like(sums), min(rows.step, LAST_STEP) - steps - 1
     if rows.step >= start:
-        lazy = (max(1 - rows.lr * rate, 0.0) ** missed.clamp(min=0)).clamp(min=min_scale)
-        keep = torch.where((steps > 0) & (missed > 0), lazy.to(keep), keep)
+        lazy = (max(1 - rows.lr * rate, 0.0) ** num_missed_steps.clamp(min=0)).clamp(min=min_scale)
+        keep = torch.where((steps > 0) & (num_missed_steps > 0), lazy.to(keep), keep)
         previous = _current_step_state(rows, previous)
     total = sums + rows.g.square().mean(1)
     decayed = _scale_rows(keep * (1 - rows.lr * rate), rows.decayed)
@@ -225,8 +225,10 @@ def _counter(rows: RowBatch) -> tuple[Tensor, States]:
                 step = plain * count.sqrt()
             if halflife == -2:
                 step = _adagrad_rate(rows, total, (rows.lr * count).clamp(max=bound))
-            missed = _steps_since_update(rows).clamp(max=rows.step - start) - 1
-            lazy = torch.where(missed == 0, 1.0, max(1 - rows.lr * rate, 0.0) ** missed)
+            num_missed_steps = _steps_since_update(rows).clamp(max=rows.step - start) - 1
+            lazy = torch.where(
+                num_missed_steps == 0, 1.0, max(1 - rows.lr * rate, 0.0) ** num_missed_steps
+            )
             step, keep = step * lazy, (1 - rate * rows.lr) * lazy
     new_rows = _scale_rows(keep, rows.decayed) - _scale_rows(step, rows.g)
     return _limit_norm(new_rows, max_norm), [total, _current_step_state(rows, total), count]
@@ -356,8 +358,8 @@ def update_rows_(
 ) -> None:
     """Apply `optimizer` to every row of `weights [R, W]` whose gradient is not all zero.
 
-    Arithmetic is in the dtype of `grads`; what is written is rounded as `hyper` selects, row i with
-    the random numbers of row `first_row + i`.
+    Arithmetic is in the dtype of `grads`. Written values are rounded as `hyper` selects, in row i
+    with the random numbers of row `first_row + i`.
     """
     touched = grads.ne(0).any(1).nonzero().squeeze(1)
     local = [state[touched] for state in states]

@@ -29,7 +29,9 @@ def quantize_rows(weights: Tensor, format: int) -> Tensor:
     if format >= RowFormatCode.FP16:
         return _pad_row(rows.to(_FLOATS[RowFormatCode(format)]).view(torch.uint8))
     largest = torch.finfo(torch.float16).max
-    low, high = (x.clamp(-largest, largest) + 0.0 for x in rows.aminmax(dim=1, keepdim=True))
+    low, high = (
+        extremum.clamp(-largest, largest) + 0.0 for extremum in rows.aminmax(dim=1, keepdim=True)
+    )
     if format in _FLOATS:
         dtype = _FLOATS[RowFormatCode(format)]
         max_number = torch.finfo(dtype).max

@@ -168,18 +168,20 @@ def stored(
             rows are stored.
         row_of_slot: int64 `[S]`, the stored row of each slot, -1 for none.
     """
-    counted = torch.where(indices == ids, keys, -1)
+    counted_keys = torch.where(indices == ids, keys, -1)
     if slots is None:
-        return ids[:0], ids[:0], counted
+        return ids[:0], ids[:0], counted_keys
     rows = torch.where(slots >= 0, row_of_slot[slots.clamp(min=0)], -1)
-    return torch.where(rows < 0, ids, -1), rows, counted
+    return torch.where(rows < 0, ids, -1), rows, counted_keys
 
 
-def count_(counted: Tensor, rows: Tensor, starts: Tensor, tables: Tensor, counters: Tensor) -> None:
+def count_(
+    counted_keys: Tensor, rows: Tensor, starts: Tensor, tables: Tensor, counters: Tensor
+) -> None:
     """Add lookups and hits by table to the first two columns of `counters`, int64 `[T, 2 or more]`.
 
     Args:
-        counted: int64 `[L]`, the keys to count, -1 for none.
+        counted_keys: int64 `[L]`, the keys to count, -1 for none.
         rows: int64 `[L]`, stored row of each lookup, -1 for misses; empty: no hits.
         starts: int64 `[F + 1]`, first lookup of each feature; earlier ones are not counted.
         tables: int64 `[F]`.
@@ -187,7 +189,7 @@ def count_(counted: Tensor, rows: Tensor, starts: Tensor, tables: Tensor, counte
     """
     for f, table in enumerate(tables.tolist()):
         ids_of_feature = slice(int(starts[f]), int(starts[f + 1]))
-        is_lookup = counted[ids_of_feature] >= 0
+        is_lookup = counted_keys[ids_of_feature] >= 0
         counters[table, 0] += is_lookup.sum()
         if len(rows):
             counters[table, 1] += (is_lookup & (rows[ids_of_feature] >= 0)).sum()

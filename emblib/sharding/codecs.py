@@ -38,7 +38,8 @@ from emblib.sharding.awaitables import Awaitable, DeferredAwaitable
 from emblib.sharding.ranks import RankGroup
 from emblib.specs import Choice
 
-_SCALE_BYTES = 4
+_SCALE_BYTES = 4  # of the float32 scale of a row
+_FP16_OVERFLOW = 65519.9  # 65520 rounds to infinity; the product may be rounded up
 # The smallest normal float32: a scale below it would lose precision.
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 
@@ -144,8 +145,8 @@ class BF16(_HalfPrecision):
 
     def bound(self, values: Tensor, splits: Sequence[int] | None = None) -> Tensor:
         """Implement `Codec`."""
-        half_of_smallest = 2.0**-134
-        return (values.double().abs() * 2.0**-8).clamp_(min=half_of_smallest)
+        half_of_smallest = 2.0**-134  # half of the smallest subnormal number of bfloat16
+        return (values.double().abs() * 2.0**-8).clamp_(min=half_of_smallest)  # 8 significant bits
 
 
 @dataclass(frozen=True)
@@ -187,10 +188,12 @@ class FP16(_HalfPrecision):
     def bound(self, values: Tensor, splits: Sequence[int] | None = None) -> Tensor:
         """Implement `Codec`."""
         exact = values.double().abs()
+        # float16 has 11 significant bits; its smallest subnormal number is 2^-24.
         bound = (exact * 2.0**-11).clamp_(min=2.0**-25 / self.loss_scale)
         if not float(self.loss_scale).hex().startswith("0x1.0000000000000p"):
             bound *= 1 + 2.0**-10  # both products are rounded too
-        return bound.masked_fill_(exact * self.loss_scale >= 65519.9, float("inf"))
+        overflows = exact * self.loss_scale >= _FP16_OVERFLOW
+        return bound.masked_fill_(overflows, float("inf"))
 
 
 @dataclass(frozen=True)
@@ -329,6 +332,7 @@ class FP8(_ScaledRows):
         """Implement `Codec`."""
         exact, scales = self._row_bound(values, splits)
         wide = self.format == FP8Format.E5M2
+        # 3 or 4 significant bits, and half of the smallest subnormal number of the format.
         relative, absolute = (2.0**-3, 2.0**-17) if wide else (2.0**-4, 2.0**-10)
         bound = torch.maximum(exact * relative, scales * absolute)
         return bound + exact * 2.0**-22  # the quotient and the product are rounded too

@@ -272,7 +272,7 @@ def _start(
 class _Pattern(Choice):
     PARTS = "parts"  # every rank gets a part of its own
     COPIES = "copies"  # every rank gets the same values
-    SUMS = "sums"  # every rank gets a part of its own, and adds up what it receives
+    SUMS = "sums"  # every rank gets a part of its own, and adds up the parts that it receives
 
 
 _BACK = {

@@ -36,6 +36,7 @@ from emblib.sharding.ranks import RankGroup
 
 _LOG = logging.getLogger(__name__)
 _POLL_SECONDS = 0.05
+_MAX_STATE_CHARACTERS = 2000  # of an error that other ranks quote
 _GAVE_UP, _DONE, _FAILED = "gave up", "done", "failed"
 # Errors of gloo and NCCL are plain RuntimeErrors.
 _COLLECTIVE_ERROR = re.compile(
@@ -140,9 +141,8 @@ class detect_rank_failures:
             elif isinstance(error, RankFailure):
                 self._board.write_exit_state(_GAVE_UP)
             elif not is_collective_error(error):
-                self._board.write_exit_state(
-                    f"{_FAILED} with {type(error).__name__}: {error}"[:2000]
-                )
+                state = f"{_FAILED} with {type(error).__name__}: {error}"
+                self._board.write_exit_state(state[:_MAX_STATE_CHARACTERS])
             else:
                 failure = self._board.find_failure(self._timeout)
                 self._board.write_exit_state(_GAVE_UP)
@@ -415,7 +415,7 @@ def _wait_for_gloo_threads(seconds: float = 2.0) -> None:
 
 
 def _gloo_threads() -> dict[str, tuple[str, str]]:
-    """Return by thread id: its state, and its number of voluntary context switches."""
+    """Return state and number of voluntary context switches of gloo's threads, by thread id."""
     threads = {}
     for path in Path("/proc/self/task").glob("*/status"):
         with suppress(OSError):  # the thread has just ended
@@ -445,7 +445,7 @@ def _join(backend: str | None, timeout: timedelta) -> None:
 
 
 def meet(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.Store:
-    """Return a part of `store` that only the processes which call this now use.
+    """Return a fresh part of `store` for the `size` processes that call this now.
 
     Rank 0 opens a round with a new number. Each other rank joins the newest round that it sees,
     under a unique name, until it finds the name among the members of the round: a round of a
@@ -461,9 +461,9 @@ def meet(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.St
         meeting.set("newest", number)
         members: dict[str, str] = {}
         while len(members) < size - 1:
-            for r in range(1, size):
-                if str(r) not in members and meeting.check([f"{number}/{r}"]):
-                    members[str(r)] = meeting.get(f"{number}/{r}").decode()
+            for member in map(str, range(1, size)):
+                if member not in members and meeting.check([f"{number}/{member}"]):
+                    members[member] = meeting.get(f"{number}/{member}").decode()
             missing_ranks = [r for r in range(1, size) if str(r) not in members]
             _check_time(end, f"ranks {missing_ranks} of {size} have not started", timeout)
         meeting.set(f"{number}/members", json.dumps(members))

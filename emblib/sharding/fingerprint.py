@@ -103,13 +103,13 @@ def _differences(by_rank: Sequence[_Leaves], failed: Any) -> list[str]:
     """Return a text per value that differs between ranks; ranks that failed may lack values."""
     texts = []
     for subject in dict.fromkeys(subject for leaves in by_rank for subject in leaves):
-        lacking = [
+        ranks_without = [
             rank
             for rank, leaves in enumerate(by_rank)
             if subject not in leaves and rank not in failed
         ]
-        if lacking:
-            texts.append(f"{subject} is missing on {_ranks_text(lacking)}")
+        if ranks_without:
+            texts.append(f"{subject} is missing on {_ranks_text(ranks_without)}")
             continue
         described = {
             rank: leaves[subject] for rank, leaves in enumerate(by_rank) if subject in leaves

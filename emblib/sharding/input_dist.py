@@ -9,6 +9,7 @@ there are any. Small messages of several collections share one collective.
 """
 
 from collections.abc import Sequence
+from enum import IntEnum, IntFlag
 from functools import partial
 from itertools import accumulate, pairwise
 from operator import mul
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from emblib.columns import RouteBlockColumn, RouteFeatureColumn
 from emblib.jagged.jagged_tensor import running_sums
 from emblib.jagged.keyed_layout import bounds_of
 from emblib.ops import route
@@ -31,15 +33,27 @@ from emblib.sharding.awaitables import Awaitable, DeferredAwaitable
 from emblib.sharding.layout import Blocks, CollectionLayout, sum_in_nodes
 from emblib.sharding.ranks import RankGroup, sums_in_nodes
 
-# Entries of a header before the number of bags of each unit: number of ids for the receiving rank;
-# how many of them are for replicated tables; kind of batch; 0 if all units have the same number of
-# bags, 1 if they differ, 2 if they differ and nodes cannot sum the rows of this batch.
-_HEADER = 4
 _MAX_MERGED_NBYTES = 1 << 19  # copying larger messages costs more than a collective each
 _MAX_SHARE_OF_BAGS = 0.75  # empty bags are dropped only if at most this share remains
-_MIN_SAVED = (
-    1 << 16
-)  # elements of rows; for small batches the work on indices costs more than it saves
+_MIN_SAVED = 1 << 16  # elements of rows; dropping fewer costs more work on indices than it saves
+
+
+class _Header(IntEnum):
+    """Entries of a header before the number of bags of each unit."""
+
+    NUM_IDS = 0  # for the receiving rank
+    NUM_REPLICATED_IDS = 1  # of these, those for replicated tables
+    KIND = 2  # a `_Kind`
+    BY_UNIT = 3  # 0: all units have equally many bags; 1: they differ; 2: and nodes cannot sum rows
+
+
+class _Kind(IntFlag):
+    """Properties that the batches of all ranks must share."""
+
+    LONG_IDS = 1
+    WEIGHTS = 2
+    VARIABLE = 4  # features may differ in their number of bags
+    COUNTS = 8
 
 
 class LocalBatch(NamedTuple):
@@ -229,11 +243,15 @@ class InputDist(nn.Module):
         ]
         self._summed_units, self._num_sums = self._units_of_sums(layout)
         self._dims = [feature.dim for feature in layout.features]
-        self.is_whole = all(blocks_ <= 1 for _, blocks_, _, _ in blocks.features)
+        self.is_whole = all(num_blocks <= 1 for _, num_blocks, _, _ in blocks.features)
         tables = {
             "order": torch.tensor(self._all, dtype=torch.int64),
-            "features": torch.tensor(blocks.features, dtype=torch.int64).view(-1, 4),
-            "blocks": torch.tensor(blocks.blocks, dtype=torch.int64).view(-1, 3),
+            "features": torch.tensor(blocks.features, dtype=torch.int64).view(
+                -1, len(RouteFeatureColumn)
+            ),
+            "blocks": torch.tensor(blocks.blocks, dtype=torch.int64).view(
+                -1, len(RouteBlockColumn)
+            ),
             "units": torch.tensor(blocks.units, dtype=torch.int64),
             "own_order": torch.tensor(self._segment_order(1), dtype=torch.int64),
             "own_weight_order": torch.tensor(self._segment_order(0), dtype=torch.int64),
@@ -273,7 +291,7 @@ class InputDist(nn.Module):
     @property
     def header_size(self) -> int:
         """Return the number of entries of a header for this rank."""
-        return _HEADER + len(self._features[self._ranks.rank])
+        return len(_Header) + len(self._features[self._ranks.rank])
 
     def outgoing(self, inputs: LocalBatch) -> OutgoingBatch:
         """Sort a batch by destination: rank, then unit."""
@@ -313,7 +331,7 @@ class InputDist(nn.Module):
 
     def empty_headers(self) -> list[list[int]]:
         """Return headers of the size of `headers(...)`, for a rank without a batch."""
-        return [[0] * (_HEADER + end - begin) for begin, end in self._spans]
+        return [[0] * (len(_Header) + end - begin) for begin, end in self._spans]
 
     def row_nbytes(self, inputs: LocalBatch) -> int:
         """Return the bytes of the rows that the ranks return for a batch, without codecs."""
@@ -439,9 +457,7 @@ class InputDist(nn.Module):
         has_ids = (lengths > 0).view(len(unit_bags), -1)
         if whole_units:
             has_ids[whole_units] = True
-        # Number bags with ids; others get -1. With masked_fill this takes ten times as long.
-        rows = has_ids.cumsum(1, dtype=torch.int32).mul_(has_ids).sub_(1)
-        return lengths[has_ids.view(-1)], rows.view(-1), has_ids.sum(1).tolist()
+        return lengths[has_ids.view(-1)], number_bags(has_ids).view(-1), has_ids.sum(1).tolist()
 
     def positions(self, received: IncomingBatch) -> Tensor:
         """Return the position in the batch of each id sent, without those for replicated tables."""
@@ -465,22 +481,26 @@ class InputDist(nn.Module):
         Raises:
             RuntimeError: the batches of ranks are of different kinds, on every rank.
         """
-        _check_kinds([header[2] for header in headers])
+        _check_kinds([header[_Header.KIND] for header in headers])
         positions = None if self._is_pooled else batch.positions
-        num_ids = [header[0] for header in headers]
-        num_bags = [sum(header[_HEADER:]) for header in headers]
+        num_ids = [header[_Header.NUM_IDS] for header in headers]
+        num_bags = [sum(header[len(_Header) :]) for header in headers]
         return _InFlight(
             inputs=inputs,
             batch=batch._replace(
                 lengths=None, ids=None, weights=None, positions=positions, counts=None
             ),
-            bags=[list(of_unit) for of_unit in zip(*(h[_HEADER:] for h in headers), strict=True)],
-            by_unit=any(header[3] for header in headers),
+            bags=[
+                list(of_unit) for of_unit in zip(*(h[len(_Header) :] for h in headers), strict=True)
+            ],
+            by_unit=any(header[_Header.BY_UNIT] for header in headers),
             num_bags=num_bags,
             sizes=[a + b for a, b in zip(num_bags, num_ids, strict=True)],
-            num_ids=[header[0] - header[1] for header in headers],
-            num_replicated_ids=sum(header[1] for header in headers),
-            skips_sums=any(header[3] == 2 for header in headers),
+            num_ids=[
+                header[_Header.NUM_IDS] - header[_Header.NUM_REPLICATED_IDS] for header in headers
+            ],
+            num_replicated_ids=sum(header[_Header.NUM_REPLICATED_IDS] for header in headers),
+            skips_sums=any(header[_Header.BY_UNIT] == 2 for header in headers),
         )
 
     def finish(
@@ -502,7 +522,7 @@ class InputDist(nn.Module):
         starts = running_sums(segments.view(-1))
         total = payload.numel() - lengths.numel()
 
-        def by_unit(values: Awaitable[Tensor] | None) -> Tensor | None:
+        def in_unit_order(values: Awaitable[Tensor] | None) -> Tensor | None:
             if values is None:
                 return None
             firsts = running_sums(segments[:, 1:].reshape(-1))
@@ -513,7 +533,7 @@ class InputDist(nn.Module):
             sent=in_flight.batch,
             ids=route.gather_segments(payload, starts, self.own_order, total),
             offsets=running_sums(lengths),
-            weights=by_unit(weights),
+            weights=in_unit_order(weights),
             bags=in_flight.bags,
             by_unit=in_flight.by_unit,
             segments=segments[:, 1:],
@@ -521,8 +541,17 @@ class InputDist(nn.Module):
             num_replicated_ids=in_flight.num_replicated_ids,
             merges_rows=merges_rows,
             skips_sums=in_flight.skips_sums,
-            counts=by_unit(counts),
+            counts=in_unit_order(counts),
         )
+
+
+def number_bags(has_ids: Tensor) -> Tensor:
+    """Return the number of each bag among those of its unit with ids; -1 for bags without.
+
+    `has_ids` is bool `[units, bags]`, the result int32 of that shape. Nothing is read back.
+    """
+    # `masked_fill_(~has_ids, -1)` takes half as long again.
+    return has_ids.cumsum(1, dtype=torch.int32).mul_(has_ids).sub_(1)
 
 
 class InputRequest(NamedTuple):
@@ -604,25 +633,25 @@ def _send_ids(
         for i, request in enumerate(outgoing)
     ]
     messages: list[Message] = []
-    for (_, _, batch), coming in zip(outgoing, in_flight, strict=True):
+    for (_, _, batch), expected in zip(outgoing, in_flight, strict=True):
         payload = torch.cat(_interleaved(batch))
         sizes = [a + b for a, b in zip(batch.num_bags, batch.num_ids, strict=True)]
-        messages.append(Message(payload, sizes, coming.sizes))
+        messages.append(Message(payload, sizes, expected.sizes))
         if batch.weights is not None:
-            messages.append(Message(batch.weights.detach(), batch.num_ids, coming.received_ids()))
+            messages.append(Message(batch.weights.detach(), batch.num_ids, expected.received_ids()))
         if batch.counts is not None:
-            messages.append(Message(batch.counts, batch.num_ids, coming.received_ids()))
+            messages.append(Message(batch.counts, batch.num_ids, expected.received_ids()))
     payloads = iter(start_all_to_alls(messages, ranks, content=Content.IDS, is_merged=merges_ids))
     results: list[Awaitable[IncomingBatch]] = []
-    for (input_dist, _, batch), coming in zip(outgoing, in_flight, strict=True):
+    for (input_dist, _, batch), expected in zip(outgoing, in_flight, strict=True):
         ids, weights = next(payloads), None
         if batch.weights is not None:
             weights = DifferentiableAllToAllAwaitable(
-                batch.weights, batch.num_ids, coming.received_ids(), ranks, next(payloads)
+                batch.weights, batch.num_ids, expected.received_ids(), ranks, next(payloads)
             )
         counts = None if batch.counts is None else next(payloads)
         finish = partial(input_dist.finish, merges_rows=merges_rows)
-        results.append(DeferredAwaitable(partial(finish, coming, ids, weights, counts)))
+        results.append(DeferredAwaitable(partial(finish, expected, ids, weights, counts)))
     return results
 
 
@@ -651,19 +680,23 @@ def _lengths(payload: Tensor, in_flight: _InFlight) -> tuple[Tensor, Tensor]:
 
 
 def _batch_kind(inputs: LocalBatch) -> int:
-    is_long = inputs.ids.dtype is torch.int64
-    has_weights, has_counts = inputs.weights is not None, inputs.counts is not None
-    return is_long + 2 * has_weights + 4 * inputs.is_variable + 8 * has_counts
+    return (
+        _Kind.LONG_IDS * (inputs.ids.dtype is torch.int64)
+        + _Kind.WEIGHTS * (inputs.weights is not None)
+        + _Kind.VARIABLE * inputs.is_variable
+        + _Kind.COUNTS * (inputs.counts is not None)
+    )
 
 
 def _check_kinds(kinds: list[int]) -> None:
-    """Raise RuntimeError on every rank where the batches of ranks are of different kinds."""
+    """Raise RuntimeError, on every rank, unless the batches of all ranks are of one kind."""
     if len(set(kinds)) == 1:
         return
     descriptions = [
-        f"rank {rank}: {'int64' if kind & 1 else 'int32'}{', weights' if kind & 2 else ''}"
-        f"{', features of different batch sizes' if kind & 4 else ''}"
-        f"{', dedup' if kind & 8 else ''}"
+        f"rank {rank}: {'int64' if kind & _Kind.LONG_IDS else 'int32'}"
+        f"{', weights' if kind & _Kind.WEIGHTS else ''}"
+        f"{', features of different batch sizes' if kind & _Kind.VARIABLE else ''}"
+        f"{', dedup' if kind & _Kind.COUNTS else ''}"
         for rank, kind in enumerate(kinds)
     ]
     raise RuntimeError(
@@ -673,7 +706,7 @@ def _check_kinds(kinds: list[int]) -> None:
 
 
 def _interleaved(batch: OutgoingBatch) -> list[Tensor]:
-    """Return the lengths, then the ids, for one rank after another."""
+    """Return the lengths and the ids for rank 0, those for rank 1, and so on."""
     assert batch.lengths is not None
     assert batch.ids is not None
     lengths, ids = batch.lengths.split(batch.num_bags), batch.ids.split(batch.num_ids)

@@ -287,8 +287,8 @@ def _move_own_tensors(part: nn.Module, device: torch.device) -> None:
     """Move the parameters and buffers of a module, without those of its submodules."""
     for name, parameter in part._parameters.items():
         if parameter is not None:
-            moved = parameter.detach().to(device)
-            part._parameters[name] = nn.Parameter(moved, parameter.requires_grad)
+            on_device = parameter.detach().to(device)
+            part._parameters[name] = nn.Parameter(on_device, parameter.requires_grad)
     for name, buffer in part._buffers.items():
         if buffer is not None:
             part._buffers[name] = buffer.to(device)

@@ -39,6 +39,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from emblib.columns import PieceColumn, TargetColumn
 from emblib.ops import route
 from emblib.ops.derivatives import once_differentiable
 from emblib.ops.scaled_gradients import known_scale, note_finite
@@ -154,7 +155,9 @@ class _RowsInFlight:
         self._headers: Headers | None = None
         self._announced: set[int] = set()
         self._ready_gradients: dict[int, tuple[Values, Tensor | None]] = {}
-        self._coming: dict[int, tuple[Awaitable[Received], Awaitable[Tensor] | None]] = {}
+        self._gradients_in_flight: dict[
+            int, tuple[Awaitable[Received], Awaitable[Tensor] | None]
+        ] = {}
         self._scaling: _Scaling | None = None
         # A rank without tables takes part in backward too: the anchor requires a gradient.
         anchor = torch.empty((), device=ranks.device, requires_grad=True)
@@ -235,7 +238,7 @@ class _RowsInFlight:
         if self._scaling is not None:
             self._scaling.agree()
             self._scaling = None
-        local, gathered = self._coming.pop(index)
+        local, gathered = self._gradients_in_flight.pop(index)
         step = self._steps[index]
         return (
             step.local_gradient(local.wait().values),
@@ -284,7 +287,7 @@ class _RowsInFlight:
                     content=Content.GRADIENTS,
                     has_header=False,
                 )
-            self._coming[index] = local, gathered
+            self._gradients_in_flight[index] = local, gathered
 
 
 class _Scaling:
@@ -471,8 +474,8 @@ class NodeSumDist:
         units = self._layout.units
         widths = [unit.columns for unit in units]
         positions = _positions(widths, bags, world, by_unit=by_unit)
-        targets: list[tuple[int, ...]] = []
-        pieces: list[tuple[int, int, int]] = []
+        targets: list[route.Target] = []
+        pieces: list[route.Piece] = []
         end = 0
 
         def pack(rank: int, groups: Sequence[Sequence[int]]) -> int:
@@ -485,9 +488,8 @@ class NodeSumDist:
                 groups, starts, group_widths, group_bags, strict=True
             ):
                 first = len(pieces)
-                pieces.extend((*positions[rank][i], -1) for i in members)
-                target = end + start
-                targets.append((target, stride, count, width, first, len(pieces), -1))
+                pieces.extend(route.Piece(*positions[rank][i]) for i in members)
+                targets.append(route.Target(end + start, stride, count, width, first, len(pieces)))
             size = sum(w * n for w, (n,) in zip(group_widths, group_bags, strict=True))
             end += size
             return size
@@ -502,8 +504,8 @@ class NodeSumDist:
         device = self._ranks.device
         sum_widths = [unit.columns for unit in self.summed.units]
         return _Packing(
-            targets=torch.tensor(targets, dtype=torch.int64).view(-1, 7).to(device),
-            pieces=torch.tensor(pieces, dtype=torch.int64).view(-1, 3).to(device),
+            targets=torch.tensor(targets, dtype=torch.int64).view(-1, len(TargetColumn)).to(device),
+            pieces=torch.tensor(pieces, dtype=torch.int64).view(-1, len(PieceColumn)).to(device),
             local_numel=sum(w * sum(counts) for w, counts in zip(widths, bags, strict=True)),
             numel=end,
             num_direct=num_direct,
@@ -579,8 +581,8 @@ class NodeSumStep:
         size, row = self.local_sizes[self.groups.local.rank], self._packing.row
         total = received
         if size:
-            targets = torch.tensor([[0, row, size // row, row, 0, world, -1]])
-            pieces = torch.tensor([[rank * size, row, -1] for rank in range(world)])
+            targets = torch.tensor([route.Target(0, row, size // row, row, 0, world)])
+            pieces = torch.tensor([route.Piece(rank * size, row) for rank in range(world)])
             device = received.device
             total = route.combine(
                 received, targets.to(device), pieces.to(device), None, size, torch.float32
@@ -612,7 +614,7 @@ class NodeSumStep:
 def start_sums(
     steps: Sequence[NodeSumStep | None], direct: Sequence[Awaitable[Received]], *, is_merged: bool
 ) -> list[Awaitable[Received]]:
-    """Sum rows within the node and start to send the sums; they follow what `direct` receives.
+    """Sum rows within the node and start to send the sums; they follow the results of `direct`.
 
     Waits for the ranks of this node.
     """
@@ -634,7 +636,7 @@ def start_sums(
         content=Content.ROWS,
         is_merged=is_merged,
     )
-    return _appended(steps, pending, sums)
+    return _append_sums(steps, pending, sums)
 
 
 def start_gradients_of_sums(
@@ -642,7 +644,7 @@ def start_gradients_of_sums(
 ) -> list[Awaitable[Received]]:
     """Start to send the gradients of sums to the ranks of the nodes that made them.
 
-    They follow what `direct` receives. Waits for the ranks with the local number of this one.
+    They follow the results of `direct`. Waits for the ranks with the local number of this one.
     """
     pending, summed = list(direct), [step for step in steps if step is not None]
     if not summed:
@@ -672,14 +674,14 @@ def start_gradients_of_sums(
         )
         for step, gradients in zip(summed, received, strict=True)
     ]
-    return _appended(steps, pending, gathered)
+    return _append_sums(steps, pending, gathered)
 
 
 def _received(pending: Awaitable[Tensor]) -> Received:
     return Received(pending.wait())
 
 
-def _appended(
+def _append_sums(
     steps: Sequence[NodeSumStep | None],
     first: Sequence[Awaitable[Received]],
     second: Sequence[Awaitable[Received]],

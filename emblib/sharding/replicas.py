@@ -148,7 +148,7 @@ class ReplicatedModelParallel(DistributedModelParallel):
             new_values = buffer.split([value.numel() for value in chunk])
             for value, new_value in zip(chunk, new_values, strict=True):
                 value.copy_(new_value.view_as(value))
-        # Tables on disk need a commit of what was written to their views.
+        # Tables on disk need a commit of the writes to their views.
         for groups in self._table_groups():
             for handle in groups.handles:
                 handle.commit()

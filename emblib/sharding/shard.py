@@ -282,7 +282,7 @@ def sharded_form(source: nn.Module, path: str = "") -> Any:
         names = sorted({kind.__name__ for kind in SHARDED})
         raise TypeError(f"what is sharded must be one of {', '.join(names)}, got {kind.__name__}")
     subclasses = kind.__mro__[: kind.__mro__.index(base)]
-    changed = sorted(
+    changed_names = sorted(
         {
             name
             for cls in subclasses
@@ -291,11 +291,12 @@ def sharded_form(source: nn.Module, path: str = "") -> Any:
         }
         - _HARMLESS
     )
-    if changed:
+    if changed_names:
         raise TypeError(
             f"the collection{f' at {path!r}' if path else ''} is a {kind.__name__}, a subclass of "
-            f"{base.__name__} that changes {', '.join(changed)}, which its sharded form would not "
-            "do: put the collection into a module that does it, or leave it out of the plan"
+            f"{base.__name__} that changes {', '.join(changed_names)}, which its sharded form "
+            "would not do: put the collection into a module that does it, or leave it out of the "
+            "plan"
         )
     _check_instance(source, base, path)
     return SHARDED[base]

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from emblib.columns import PieceColumn, TargetColumn
 from emblib.jagged import KeyedJaggedTensor, KeyedTensor
 from emblib.ops import route
 from emblib.optim import Optimizer
@@ -148,7 +149,7 @@ class ShardedEmbeddingBagCollection(StateOfTables, ShardedTables):
         return start_input_dist(self, features)
 
     def inputs(self, features: KeyedJaggedTensor | None) -> Inputs:
-        """Return what to send of a batch; None for a rank that stops a joint input_dist."""
+        """Return the request to send a batch; None stops a joint input_dist, on all ranks."""
         return Inputs([self.input_request(features)], _only)
 
     def compute(self, received: IncomingBatch) -> tuple[Tensor, Tensor | None]:
@@ -319,8 +320,9 @@ class PooledOutputDist(nn.Module):
         order = [unit.feature for unit in layout.ranks[0].units]
         self._in_order = not self._divides and order == list(range(len(layout.features)))
         constant, by_bag = self._equal_batch_tables()
+        columns = {"targets": len(TargetColumn), "sources": len(PieceColumn)}
         for name, rows in (("constant", constant), ("by_bag", by_bag)):
-            for kind, width, table in zip(("targets", "sources"), (7, 3), rows, strict=True):
+            for (kind, width), table in zip(columns.items(), rows, strict=True):
                 tensor = torch.tensor(table, dtype=torch.int64).view(-1, width)
                 self.register_buffer(f"{name}_{kind}", tensor.to(ranks.device), persistent=False)
 
@@ -381,7 +383,10 @@ class PooledOutputDist(nn.Module):
         )
 
     def local_output(self, local: Tensor, received: IncomingBatch) -> Tensor:
-        """Return the output if this rank pooled all rows and nothing was sent."""
+        """Return the output, `local` with its columns in the order of the tables.
+
+        For a rank that pooled all rows, so that nothing was sent; `local` is the pooled rows.
+        """
         if self._in_order and not received.by_unit:
             return local
         tables = self._tables(received)
@@ -443,21 +448,29 @@ class PooledOutputDist(nn.Module):
         """
         layouts = self._sources.all_layouts
         columns_before = [0, *accumulate(source.columns for source in layouts)]
-        targets: list[tuple[int, ...]] = []
-        targets_by_bag: list[tuple[int, ...]] = []
-        sources: list[tuple[int, int, int]] = []
-        sources_by_bag: list[tuple[int, int, int]] = []
+        targets: list[route.Target] = []
+        targets_by_bag: list[route.Target] = []
+        sources: list[route.Piece] = []
+        sources_by_bag: list[route.Piece] = []
         for span in self._sources.spans:
             source_index = len(sources)
             for rank, _, column in span.units:
-                sources.append((column, layouts[rank].columns, -1))
-                sources_by_bag.append((columns_before[rank], 0, 0))
+                sources.append(route.Piece(column, layouts[rank].columns))
+                sources_by_bag.append(route.Piece(columns_before[rank], stride=0, first_row=0))
             is_mean = self._layout.features[span.feature].is_mean
-            ends = source_index, len(sources)
             targets.append(
-                (span.column, self._layout.columns, 0, span.width, *ends, 0 if is_mean else -1)
+                route.Target(
+                    offset=span.column,
+                    stride=self._layout.columns,
+                    rows=0,
+                    width=span.width,
+                    first_piece=source_index,
+                    end_piece=len(sources),
+                    first_bag=0 if is_mean else -1,
+                )
             )
-            targets_by_bag.append((0, 0, 1, 0, 0, 0, span.feature if is_mean else 0))
+            first_bag = span.feature if is_mean else 0
+            targets_by_bag.append(route.Target(0, 0, 1, 0, 0, 0, first_bag))
         return (targets, sources), (targets_by_bag, sources_by_bag)
 
     def _tables_by_unit(self, received: IncomingBatch) -> _CopyTables:
@@ -465,13 +478,13 @@ class PooledOutputDist(nn.Module):
         starts, received_sizes = self._starts_by_unit(received)
         inputs, sent = received.inputs, received.sent
         bags, features, rows = inputs.bags, self._layout.features, sent.rows if sent else None
-        first_bag = [0, *accumulate(bags)]
+        first_bags = [0, *accumulate(bags)]
         first_element = [0, *accumulate(n * f.dim for n, f in zip(bags, features, strict=True))]
         # The rows of replicated tables lie side by side, unless features differ in batch size.
         sources_of = self._sources_of(received)
         replicated_index = -1 if inputs.is_variable else len(sources_of.layouts)
-        targets: list[tuple[int, ...]] = []
-        sources: list[tuple[int, int, int]] = []
+        targets: list[route.Target] = []
+        sources: list[route.Piece] = []
         for span in sources_of.spans:
             feature, count = features[span.feature], bags[span.feature]
             source_index = len(sources)
@@ -480,23 +493,30 @@ class PooledOutputDist(nn.Module):
                 column_in_source = column - sources_of.columns[rank, unit]
                 if rank == replicated_index:
                     width = self._layout.replicated.columns
-                    sources.append((sum(received_sizes) + column, width, -1))
+                    sources.append(route.Piece(sum(received_sizes) + column, width))
                 else:
                     row = number * count if rows is not None and number >= 0 else -1
-                    sources.append((offset + column_in_source, unit.columns, row))
-            mean = first_bag[span.feature] if feature.is_mean else -1
-            ends = source_index, len(sources)
+                    sources.append(route.Piece(offset + column_in_source, unit.columns, row))
+            offset, stride = span.column, self._layout.columns
             if inputs.is_variable:
-                offset = first_element[span.feature] + span.column - feature.column
-                targets.append((offset, feature.dim, count, span.width, *ends, mean))
-            else:
-                width = self._layout.columns
-                targets.append((span.column, width, count, span.width, *ends, mean))
+                offset += first_element[span.feature] - feature.column
+                stride = feature.dim
+            targets.append(
+                route.Target(
+                    offset=offset,
+                    stride=stride,
+                    rows=count,
+                    width=span.width,
+                    first_piece=source_index,
+                    end_piece=len(sources),
+                    first_bag=first_bags[span.feature] if feature.is_mean else -1,
+                )
+            )
         device = self.constant_targets.device
         replicated = self._layout.replicated.units
         return _CopyTables(
-            torch.tensor(targets, dtype=torch.int64).view(-1, 7).to(device),
-            torch.tensor(sources, dtype=torch.int64).view(-1, 3).to(device),
+            torch.tensor(targets, dtype=torch.int64).view(-1, len(TargetColumn)).to(device),
+            torch.tensor(sources, dtype=torch.int64).view(-1, len(PieceColumn)).to(device),
             rows,
             received_sizes,
             sum(bags[unit.feature] * unit.columns for unit in replicated),
@@ -532,7 +552,7 @@ class _PooledRoute(NamedTuple):
     """Route of the rows of a batch.
 
     Attributes:
-        tables: places of the received rows in the output.
+        tables: locations of the received rows in the output.
         lengths: ids per bag `[bags]`, for means; None for sums.
         sent: elements to each rank.
         shape: shape of the output.

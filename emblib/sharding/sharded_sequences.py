@@ -225,9 +225,14 @@ class SequenceTables(ShardedTables):
 
 def _transposed(counts: Tensor, total: int) -> Tensor:
     """Return the order that makes `total` rows in A-major segments, `counts` `[A, B]`, B-major."""
-    a, b = counts.shape
+    num_rows, num_columns = counts.shape
     starts = running_sums(counts.reshape(-1).long())
-    order = torch.arange(a * b, device=counts.device).view(a, b).t().reshape(-1)
+    order = (
+        torch.arange(num_rows * num_columns, device=counts.device)
+        .view(num_rows, num_columns)
+        .t()
+        .reshape(-1)
+    )
     return route.gather_segments(torch.arange(total, device=counts.device), starts, order, total)
 
 
@@ -457,7 +462,7 @@ class ShardedEmbeddingCollection(StateOfTables):
         return start_input_dist(self, features)
 
     def inputs(self, features: KeyedJaggedTensor | None) -> Inputs:
-        """Return what to send of a batch; None for a rank that stops a joint input_dist."""
+        """Return the request to send a batch; None stops a joint input_dist, on all ranks."""
         repeated = counts = None
         if self.dedup and features is not None:
             features, repeated = _without_repeats(features, self._features())
@@ -550,7 +555,10 @@ class _RepeatedIds(NamedTuple):
     counts: Tensor
 
     def expand(self, vectors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the vector of every id, the lengths of bags and the ids."""
+        """Return the vector of every id `[L, dim]`, the lengths of bags and the ids.
+
+        `vectors` are those of the distinct ids, `[n, dim]`.
+        """
         # An embedding: its backward adds in a fixed order on a GPU, that of index_select does not.
         return nn.functional.embedding(self.inverse, vectors), self.lengths, self.ids
 

@@ -182,6 +182,8 @@ def table_wise(rank: int) -> Rule:
 def row_wise(ranks: Sequence[int] | None = None) -> Rule:
     """Split the table into blocks of rows on `ranks`, by default on all.
 
+    A table of fewer rows than ranks has no shard on the last ranks.
+
     Example:
         >>> bags = emblib.EmbeddingBagCollection([emblib.EmbeddingBagConfig(8, 8, "item")])
         >>> rules = {"item": emblib.sharding.row_wise()}
@@ -204,7 +206,8 @@ def row_wise(ranks: Sequence[int] | None = None) -> Rule:
 def column_wise(ranks: Sequence[int] | None = None, *, sizes: Sequence[int] | None = None) -> Rule:
     """Split the table into blocks of columns on `ranks`, by default on all.
 
-    `sizes` are the columns per rank; by default blocks are as equal as possible.
+    `sizes` are the columns per rank; by default blocks are as equal as possible, and multiples of 4
+    columns if the width is one, so that a narrow table has no shard on the last ranks.
 
     Example:
         >>> bags = emblib.EmbeddingBagCollection([emblib.EmbeddingBagConfig(8, 8, "item")])
@@ -284,12 +287,14 @@ def grid(nodes: Sequence[int] | None = None) -> Rule:
     """
 
     def rule(shape: TableShape, world: World) -> ParameterSharding:
-        node_numbers = range(-(-world.size // world.local_size)) if nodes is None else nodes
-        columns = _by_columns(shape, tuple(node_numbers))
+        num_nodes = -(-world.size // world.local_size)
+        node_numbers = tuple(range(num_nodes) if nodes is None else nodes)
+        ranks_of_node = {node: world.ranks_of(node) for node in node_numbers}
+        columns = _by_columns(shape, node_numbers)
         shards = tuple(
             Shard(rows.rank, rows.rows, block.columns)
             for block in columns
-            for rows in _by_rows(shape, world.ranks_of(block.rank))
+            for rows in _by_rows(shape, ranks_of_node[block.rank])
         )
         return ParameterSharding(ShardingType.GRID, shards)
 
@@ -324,7 +329,12 @@ def _whole(shape: TableShape) -> tuple[Span, Span]:
 
 
 def _ranks(ranks: Sequence[int] | None, world: World) -> tuple[int, ...]:
-    return tuple(range(world.size)) if ranks is None else tuple(ranks)
+    """Return `ranks`, by default all; ValueError for ranks outside the world."""
+    chosen = tuple(range(world.size)) if ranks is None else tuple(ranks)
+    outside = [rank for rank in chosen if not 0 <= rank < world.size]
+    if outside or not chosen:
+        raise ValueError(f"ranks must be in [0, {world.size}), at least one, got {list(chosen)}")
+    return chosen
 
 
 def _by_rows(shape: TableShape, ranks: Sequence[int]) -> tuple[Shard, ...]:
@@ -337,8 +347,8 @@ def _by_rows(shape: TableShape, ranks: Sequence[int]) -> tuple[Shard, ...]:
 def _by_columns(
     shape: TableShape, ranks: Sequence[int], sizes: Sequence[int] | None = None
 ) -> tuple[Shard, ...]:
+    """Return shards that cut a table by columns: one per rank, fewer of a narrow table."""
     # Blocks of whole 16 bytes where the width allows it: kernels read those fastest.
-    """Return shards that cut a table by columns, one per rank of `ranks`."""
     unit = math.lcm(shape.column_unit, 4)
     unit = unit if shape.columns % unit == 0 else shape.column_unit
     spans = blocks(shape.columns, len(ranks), unit)

@@ -201,7 +201,7 @@ class CachedTTModule(CachedTTEmbeddingBags):
 
     @torch.no_grad()
     def set_lookup_counts(self, table: int, counts: Mapping[str, Tensor], tick: int) -> None:
-        """Replace the counts of a table by what `lookup_counts` returned at clock `tick`."""
+        """Replace the counts of a table by the result of `lookup_counts` at clock `tick`."""
         tick = max(self.counts.index.tick, tick)  # `load` below must not advance the clock
         self._forget_counts(table)
         device = self.key_of_row.device
@@ -543,9 +543,11 @@ class StoredRowsHandle(DenseHandle):
         with bags.rows.overwriting():
             tensors = self._tensors()
             capacity = len(tensors["weight"])
-            used = (ids >= 0).nonzero().squeeze(1)
+            stored_positions = (ids >= 0).nonzero().squeeze(1)
             if len(ids) != capacity:
-                ids = torch.cat([ids[used], ids.new_full((capacity - len(used),), -1)])
+                ids = torch.cat(
+                    [ids[stored_positions], ids.new_full((capacity - len(stored_positions),), -1)]
+                )
             for name, view in tensors.items():
                 values = saved.get(name)
                 if values is None:
@@ -554,7 +556,9 @@ class StoredRowsHandle(DenseHandle):
                     view.copy_(values)
                 else:
                     view.zero_()
-                    view[: len(used)] = values[used.to(values.device)].to(view)
+                    view[: len(stored_positions)] = values[stored_positions.to(values.device)].to(
+                        view
+                    )
         bags.set_stored_ids(self.index, ids)
         bags.set_statistics(self.index, saved)
 

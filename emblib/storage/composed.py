@@ -45,6 +45,8 @@ from emblib.storage.handles import TableHandle
 from emblib.tables import optimizer_hooks, state_dicts
 from emblib.tables.base import check_bounds, variable_batch
 
+_SEED_FACTOR = 0x632BE59BD9B4E019  # arbitrary: separates the seeds of components
+
 
 class Combine(Choice):
     """Operation that combines the rows which an id reads into its row.
@@ -357,7 +359,7 @@ class ComposedModule(nn.Module):
     def _component_seeds(self, seeds: Sequence[int]) -> list[int]:
         """Return one seed per component, derived from one seed per table."""
         return [
-            (seed + k * 0x632BE59BD9B4E019) % (2**63 - 1)
+            (seed + k * _SEED_FACTOR) % (2**63 - 1)
             for seed, components in zip(seeds, self._components, strict=True)
             for k in range(len(components))
         ]

@@ -323,7 +323,7 @@ class DenseModule(TableBatchedEmbeddingBags):
         self.reset_parameters()
 
     def commit(self) -> None:
-        """Commit what was written to the views, if the tables are on disk."""
+        """Commit writes to the views, if the tables are on disk."""
         with self.overwriting():
             pass
 
@@ -395,7 +395,7 @@ class DenseHandle(TableHandle):
         }
 
     def commit(self) -> None:
-        """Commit what was written to the views, if the table is on disk."""
+        """Commit writes to the views, if the table is on disk."""
         self.module.commit()
 
     def adopt(self, other: DenseHandle) -> None:

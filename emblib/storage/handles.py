@@ -120,7 +120,7 @@ class TableHandle(nn.Module):
         yield from self.dense_rows().split(_BLOCK_ROWS)
 
     def commit(self) -> None:
-        """Commit what was written to the views, if the table is on disk."""
+        """Commit writes to the views, if the table is on disk."""
 
     def fused_parameters(self) -> dict[str, nn.Parameter]:
         """Return the parameters by name if a fused optimizer updates them, else nothing."""

@@ -18,6 +18,7 @@ from emblib.ops import primitives
 from emblib.storage.base import TableDescription, TableSlice
 
 _BLOCK_ELEMENTS = 1 << 22
+_SEED_FACTOR = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, to separate the seeds of blocks
 
 
 def new_seeds(slices: Iterable[TableSlice]) -> dict[str, int]:
@@ -97,7 +98,7 @@ def _blocks(table_slice: TableSlice, seed: int) -> Iterator[tuple[range, int]]:
     """Yield (rows of the table, seed) of each block that a slice overlaps."""
     step, rows = _rows_of_block(table_slice.config), table_slice.config.num_embeddings
     for number in range(table_slice.rows[0] // step, -(-table_slice.rows[1] // step)):
-        block_seed = (seed + number * 0x9E3779B97F4A7C15) % (2**63 - 1)
+        block_seed = (seed + number * _SEED_FACTOR) % (2**63 - 1)
         yield range(number * step, min((number + 1) * step, rows)), block_seed
 
 

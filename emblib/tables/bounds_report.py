@@ -80,14 +80,14 @@ def first_violation(
         bags = bag_layout[:, 0]
     by_index = bags.repeat_interleave(offsets.diff())
     first_offset = int(offsets[0])
-    used = indices[first_offset : first_offset + len(by_index)]
+    checked_ids = indices[first_offset : first_offset + len(by_index)]
     rows = features[by_index, FeatureColumn.ROWS]
-    invalid = ((used < -1) | (used >= rows)).nonzero()
+    invalid = ((checked_ids < -1) | (checked_ids >= rows)).nonzero()
     if not len(invalid):
         return ""
     position = int(invalid[0])
     return (
-        f" (the first: index {int(used[position])} at position {first_offset + position}, "
+        f" (the first: index {int(checked_ids[position])} at position {first_offset + position}, "
         f"{feature_label(module, int(by_index[position]))} of {int(rows[position])} rows)"
     )
 

@@ -414,13 +414,13 @@ class DiskStore:
                     self._journal_sums(k, pages)
                 sums.sums.index_copy_(0, pages, fresh)
 
-    def _journal_sums(self, k: int, pages: Tensor) -> None:
-        """Journal checksums of file `k` before they are replaced, once per epoch."""
-        pages = self._sums[k].unjournaled(pages)
+    def _journal_sums(self, block_index: int, pages: Tensor) -> None:
+        """Journal checksums of file `block_index` before they are replaced, once per epoch."""
+        pages = self._sums[block_index].unjournaled(pages)
         if pages.numel():
             self._journal.begin(self._epoch)
-            for part in self._journal.append(len(self._blocks) + k, pages):
-                self._sums[k].note_journaled(part)
+            for part in self._journal.append(len(self._blocks) + block_index, pages):
+                self._sums[block_index].note_journaled(part)
 
     @contextlib.contextmanager
     def writing_everything(self) -> Iterator[None]:

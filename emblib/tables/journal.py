@@ -28,7 +28,10 @@ from torch import Tensor
 from emblib.ops.pages import crc32
 from emblib.tables import durable_files
 
-_HEADER = struct.Struct("<8sQ36sI")  # magic, epoch, id of the machine's start, checksum
+_BOOT_ID_BYTES = 36
+_HEADER = struct.Struct(
+    f"<8sQ{_BOOT_ID_BYTES}sI"
+)  # magic, epoch, id of the machine's start, checksum
 _RECORD = struct.Struct("<4sIQII")  # magic, block, rows, checksum of the body, checksum of this
 _MAGIC, _ROWS = b"emblib-1", b"rows"
 _CHECKSUM = struct.Struct("<I")
@@ -85,7 +88,7 @@ class Journal:
         self._end = end  # not before: an interrupt must not leave a header that is never synced
 
     def append(self, block: int, rows: Tensor) -> Iterator[Tensor]:
-        """Record the old bytes of rows, numbered within a block; yield the rows of each record.
+        """Record the old bytes of rows, int64 `[n]` within a block; yield the rows of each record.
 
         A row may be overwritten once it was yielded. Rows that are not consumed are not recorded.
         """
@@ -237,10 +240,11 @@ def _body(block: Block, rows: int, data: memoryview) -> tuple[Tensor, list[Tenso
 
 
 def machine_start() -> bytes:
-    """Return the machine's boot id, 36 bytes; zeros if it has none."""
+    """Return the machine's boot id, `_BOOT_ID_BYTES` long; zeros if it has none."""
+    boot_id = b""
     with contextlib.suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_bytes().strip().ljust(36, b"\0")[:36]
-    return bytes(36)
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()
+    return boot_id.ljust(_BOOT_ID_BYTES, b"\0")[:_BOOT_ID_BYTES]
 
 
 def warn_of_restart(directory: Path) -> None:

@@ -46,8 +46,8 @@ def global_decay(optimizer: Optimizer) -> GlobalDecay | None:
 
 def is_periodic(optimizer: Optimizer) -> bool:
     """Return whether `before_forward` does anything for this optimizer."""
-    counted = isinstance(optimizer, RowwiseAdagrad) and isinstance(optimizer.counter, Counter)
-    return counted or isinstance(optimizer, EnsembleRowwiseAdagrad)
+    counts_rows = isinstance(optimizer, RowwiseAdagrad) and isinstance(optimizer.counter, Counter)
+    return counts_rows or isinstance(optimizer, EnsembleRowwiseAdagrad)
 
 
 def check(optimizer: Optimizer, tables: Sequence[TableSpec], pooling: Pooling) -> None:

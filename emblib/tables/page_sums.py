@@ -205,7 +205,7 @@ class PageSums:
                 yield pages[differing], sums[differing]
 
     def unjournaled(self, pages: Tensor) -> Tensor:
-        """Return those of `pages` whose committed checksums are not in the journal yet."""
+        """Return those of `pages`, int64 `[n]`, whose committed checksums are not journaled yet."""
         return pages[(pages < self.pages) & (self._journaled[pages] == 0)]
 
     def note_journaled(self, pages: Tensor) -> None:

@@ -341,7 +341,7 @@ def _as_plain(values: Tensor) -> Tensor:
 
 
 def set_data(parameter: nn.Parameter, values: Tensor) -> None:
-    """Make a parameter a view of other memory."""
+    """Make a parameter a view of the memory of `values`, of any shape; values are not copied."""
     with torch._C.DisableTorchFunctionSubclass():
         Tensor.data.__set__(parameter, values)  # type: ignore[attr-defined]
 

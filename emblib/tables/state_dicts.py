@@ -162,11 +162,11 @@ def key_problem(keys: Any, limit: int, size: int | None = None) -> str:
     problem = tensor_problem(keys, torch.empty(0, dtype=torch.int64), (size,))
     if problem:
         return problem
-    used = keys[keys >= 0]
-    if bool((keys < -1).any()) or bool((used >= limit).any()):
+    used_keys = keys[keys >= 0]
+    if bool((keys < -1).any()) or bool((used_keys >= limit).any()):
         return f"must be ids of a table of {limit} rows, or -1, got {keys}"
-    if used.unique().numel() < used.numel():
-        return f"each id must be there once, got {used}"
+    if used_keys.unique().numel() < used_keys.numel():
+        return f"each id must be there once, got {used_keys}"
     return ""
 
 

@@ -21,12 +21,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from emblib.specs import TTSpec, check_float_dtype
+from emblib.specs import TTSpec, check_count, check_float_dtype
 from emblib.tt import shapes
 
 _LOG = logging.getLogger(__name__)
-_CHUNK_BYTES = 64 << 20
-_FIT_SWEEPS = 3
+_CHUNK_BYTES = 64 << 20  # of float64 rows that are converted at once
+_FIT_SWEEPS = 3  # fits of the first and the last core by turns
 _RIDGE = 1e-6  # of the mean squared regressor; too few counted rows may not determine a slice
 
 
@@ -63,7 +63,8 @@ def decompose(
     Args:
         weight: `[rows, dim]`, of any floating dtype.
         spec: factors of rows and dim, by default those of `TTSpec` for 3 cores.
-        ranks: the inner ranks; those that the cores cannot use are lowered.
+        ranks: the inner ranks, one per cut between two cores, each at least 1; ranks that the
+            cores cannot use are lowered.
         error: relative error that all cuts together may cause; the smallest such ranks are chosen.
             Rounding the cores to 16 bits adds to it.
         nbytes: maximum bytes of the cores in `dtype`; the largest equal ranks that fit are chosen.
@@ -72,7 +73,9 @@ def decompose(
         dtype: dtype to which the values of the cores are rounded: float32, float16 or bfloat16.
 
     Raises:
-        ValueError: not one of the sizes, or of a wrong shape; another dtype.
+        TypeError: a rank is no integer.
+        ValueError: none or several of the sizes; a size, `counts` or `spec` that does not fit the
+            table; another dtype.
 
     Source: Oseledets, Tensor-Train Decomposition, SIAM J. Sci. Comput. 33 (2011).
 
@@ -132,7 +135,9 @@ def _check(
             f"{weight.dtype}"
         )
     sizes = [
-        name for name, size in (("ranks", ranks), ("error", error), ("nbytes", nbytes)) if size
+        name
+        for name, size in (("ranks", ranks), ("error", error), ("nbytes", nbytes))
+        if size is not None
     ]
     if len(sizes) > 1 or (not sizes and spec is None):
         raise ValueError(
@@ -141,6 +146,15 @@ def _check(
         )
     if spec is not None and (spec.rows, spec.dim) != tuple(weight.shape):
         raise ValueError(f"weight must be {spec.rows} x {spec.dim}, got {tuple(weight.shape)}")
+    if ranks is not None:
+        num_cuts = len(ranks) if spec is None else len(spec.ranks)
+        if not ranks or len(ranks) != num_cuts:
+            raise ValueError(
+                f"ranks must be one number per cut between cores, {num_cuts or 'at least 1'}, got "
+                f"{tuple(ranks)}"
+            )
+        for rank in ranks:
+            check_count("each of ranks", rank)
     if error is not None and not 0 < error < 1:
         raise ValueError(f"error must be in (0, 1), got {error}")
     if counts is not None and (counts.shape != weight.shape[:1] or bool((counts < 0).any())):
@@ -198,11 +212,11 @@ class _Cuts:
         rank, inner = basis.size(1), math.prod(q[1:])
         shape = rank, math.prod(p[1:]), inner
         projected = torch.empty(shape, dtype=torch.float32, device=basis.device)
-        begin, turned = 0, basis.T.float()
+        begin, projection = 0, basis.T.float()
         for digits, values in _slices(self._weight, self._spec):
             columns = values.float().view(p[0], digits, q[0], inner)
             unfolded = columns.permute(0, 2, 1, 3).reshape(p[0] * q[0], digits * inner)
-            projected[:, begin : begin + digits] = (turned @ unfolded).view(rank, digits, inner)
+            projected[:, begin : begin + digits] = (projection @ unfolded).view(rank, digits, inner)
             begin += digits
         return projected
 
@@ -351,10 +365,10 @@ def _counted_chunks(
     weight: Tensor, spec: TTSpec, counts: Tensor
 ) -> Iterator[tuple[Tensor, tuple[Tensor, Tensor]]]:
     """Yield (ids `[n]`, (values `[n, D]`, counts `[n]`)) of chunks of accessed rows."""
-    counted = counts.nonzero().squeeze(1).to(weight.device)
+    counted_ids = counts.nonzero().squeeze(1).to(weight.device)
     widest = max(spec.ranks) ** 2 * spec.dim
     step = max(1, _CHUNK_BYTES // (8 * widest))
-    for ids in counted.split(step):
+    for ids in counted_ids.split(step):
         yield ids, (weight.detach()[ids], counts.to(weight.device)[ids])
 
 

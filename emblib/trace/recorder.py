@@ -362,7 +362,7 @@ class _Hook:
 
 
 class _NoHook:
-    """Hook that does nothing: what a `_Hook` becomes in a copied or saved module."""
+    """Hook that does nothing; it replaces a `_Hook` in a copied or saved module."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         pass

@@ -11,7 +11,9 @@ from torch import Tensor
 
 ZIPF = 1.05  # exponent of the assumed skew of ids without a trace
 _GROUPS = 128  # approximate number of groups of ids with about equal frequency
-_GRID = 120  # points of the numerical integration
+_GRID = 120  # points of the numerical integration, evenly spaced in log t
+_LOG_BEFORE, _LOG_AFTER = 9, 4  # log t from 9 below -log(max share) to 4 above -log(min share)
+_BISECTIONS = 60  # halvings of an interval: more than a float64 resolves
 _MIN_FACTOR = 1e-60  # products of smaller factors are denormal numbers, which are slow
 
 
@@ -74,7 +76,7 @@ class IdSkew:
         low, high = 0.0, 1.0
         while float(sizes @ -torch.expm1(-shares * high)) < rows:
             low, high = high, 2.0 * high
-        for _ in range(60):
+        for _ in range(_BISECTIONS):
             guess = (low + high) / 2
             is_below = float(sizes @ -torch.expm1(-shares * guess)) < rows
             low, high = (guess, high) if is_below else (low, guess)
@@ -103,7 +105,8 @@ class IdSkew:
     def _decay(self) -> tuple[Tensor, Tensor]:
         """Return exp(-s t) `[used groups, T]` on a grid of t, and the width of each step of t."""
         shares = self.shares[self.shares > 0]
-        low, high = -math.log(float(shares.max())) - 9, -math.log(float(shares.min())) + 4
+        low = -math.log(float(shares.max())) - _LOG_BEFORE
+        high = -math.log(float(shares.min())) + _LOG_AFTER
         grid = torch.linspace(low, high, _GRID, dtype=torch.float64).exp()
         decay = torch.outer(-shares, grid).exp().clamp(min=_MIN_FACTOR)
         return decay, grid * (high - low) / (_GRID - 1)

@@ -153,6 +153,10 @@ def test_sequences() -> None:
     assert found["g"].weights().tolist() == [-3, 2**61]
     sharder = torchrec.ManagedCollisionEmbeddingCollectionSharder(fused_params={"learning_rate": 1})
     assert sharder.optimizer is not None
+    same = torchrec.ManagedCollisionEmbeddingCollectionSharder(
+        sharder, fused_params={"learning_rate": 1}
+    )
+    assert same.fused_params == sharder.fused_params
 
 
 @pytest.mark.parametrize(
@@ -170,6 +174,12 @@ def test_sequences() -> None:
         (
             lambda: bags(*parts(input_hash_func=lambda ids, size: ids[:1]))(batch()),
             "an id per id",
+        ),
+        (
+            lambda: torchrec.ManagedCollisionEmbeddingCollectionSharder(
+                torchrec.EmbeddingCollectionSharder(), fused_params={"learning_rate": 1}
+            ),
+            "fused_params must be those of ec_sharder",
         ),
     ],
 )

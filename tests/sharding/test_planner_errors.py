@@ -175,7 +175,7 @@ def test_a_reservation_that_leaves_nothing() -> None:
 def test_wrong_arguments() -> None:
     with pytest.raises(ValueError, match="must divide world_size = 6"):
         Topology(6, 4)
-    with pytest.raises(ValueError, match="one a rank = 2"):
+    with pytest.raises(ValueError, match="one per rank = 2"):
         Topology(2, memory=(1, 2, 3))
     with pytest.raises(TypeError, match="must be an int, got '16GB'"):
         Topology(2, memory="16GB")  # type: ignore[arg-type]
@@ -190,7 +190,7 @@ def test_wrong_arguments() -> None:
         Planner(Topology(2), 16, {"nope": TableConstraints()}).plan(_model())
     with pytest.raises(ValueError, match="nothing to plan"):
         Planner(Topology(2), 16).plan(torch.nn.Linear(2, 2))
-    with pytest.raises(ValueError, match="one a feature = 2"):
+    with pytest.raises(ValueError, match="one per feature = 2"):
         Planner(Topology(2), 16, {"sequences.t0": TableConstraints(pooling_factor=(1.0,))}).plan(
             _model()
         )

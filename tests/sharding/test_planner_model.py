@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from emblib import EmbeddingBagCollection, optim
 from emblib.collections.configs import EmbeddingBagConfig
 from emblib.sharding.codecs import BF16, INT8, CommPrecision
+from emblib.sharding.input_dist import number_bags
 from emblib.sharding.planner import (
     Calibration,
     Planner,
@@ -19,6 +21,7 @@ from emblib.sharding.planner import (
     TableConstraints,
     TableWorkload,
     Topology,
+    measure,
     simulate,
 )
 from emblib.sharding.planner import calibration as figures
@@ -266,6 +269,16 @@ def test_weak_and_strong_scaling() -> None:
     assert lines[0].split()[0] == "ranks"
     assert len(lines) == 5
     assert lines[-1] == "Predicted, not measured."
+
+
+def test_packing_numbers_the_bags_as_input_dist_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    has_ids = torch.tensor([[False, True, True], [True, False, False]])
+    assert number_bags(has_ids).tolist() == [[-1, 0, 1], [0, -1, -1]]
+    calls: list[torch.Tensor] = []
+    monkeypatch.setattr(measure, "number_bags", calls.append)
+    monkeypatch.setattr(measure, "timed", lambda function, device, rounds: function() or 1.0)
+    measure.measure_packing(torch.device("cpu"), 1)
+    assert len(calls) == 1
 
 
 # Against measurements

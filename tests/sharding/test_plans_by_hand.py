@@ -26,7 +26,9 @@ from emblib.sharding import (
     ShardingType,
     World,
     checkpoints,
+    column_wise,
     construct_module_plan,
+    grid,
     row_wise,
     table_wise,
 )
@@ -169,3 +171,18 @@ def test_paths_of_a_plan() -> None:
 def test_checkpoints(call: Callable[[Any], None], error: str) -> None:
     with pytest.raises(TypeError, match=error):
         call({"step": 1})
+
+
+@pytest.mark.parametrize(
+    ("rule", "error"),
+    [
+        (row_wise([0, 4]), r"ranks must be in \[0, 4\), at least one, got \[0, 4\]"),
+        (row_wise([]), "at least one, got"),
+        (column_wise([0, -1]), r"ranks must be in \[0, 4\)"),  # one block of 4 columns: on rank 0
+        (grid([0, 2]), r"node must be in \[0, 2\)"),
+    ],
+)
+def test_rules_refuse_ranks_that_a_narrow_table_would_not_use(rule: Any, error: str) -> None:
+    bags = EmbeddingBagCollection([EmbeddingBagConfig(8, 4, "item")])
+    with pytest.raises(ValueError, match=error):
+        construct_module_plan(bags, {"item": rule}, World(size=4, local_size=2))

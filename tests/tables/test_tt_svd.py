@@ -184,3 +184,19 @@ def test_ranks_are_lowered_to_those_of_use(caplog: pytest.LogCaptureFixture) -> 
     assert spec.ranks == (6, 3)
     assert "are (6, 3) now" in caplog.text
     TTEmbeddingBag(spec)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"spec": SPECS[0], "ranks": (2, 2, 2)}, "one number per cut between cores, 2, got"),
+        ({"spec": SPECS[0], "ranks": ()}, "one number per cut between cores, 2, got"),
+        ({"ranks": ()}, "one number per cut between cores, at least 1, got"),
+        ({"ranks": (2, -1)}, "each of ranks must be >= 1, got -1"),
+        ({"ranks": (0, 2)}, "each of ranks must be >= 1, got 0"),
+        ({"ranks": (2, 2), "nbytes": 0}, "say once how large"),
+    ],
+)
+def test_ranks_that_no_train_has_raise(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        decompose(torch.randn(120, 8), **arguments)  # type: ignore[arg-type]

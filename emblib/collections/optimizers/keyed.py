@@ -300,7 +300,7 @@ class GradientClippingOptimizer(OptimizerWrapper):
         return [p for group in self.param_groups for p in group["params"] if not p.is_meta]
 
     def clip_grad_norm_(self) -> Tensor:
-        """Clip the norm of all gradients now, and return what it was."""
+        """Clip the norm of all gradients now, and return the norm before."""
         return clip_grad_norm_(self._parameters(), self.max_gradient, self.norm_type)
 
     def step(self, closure: Any = None) -> Any:

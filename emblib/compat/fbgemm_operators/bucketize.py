@@ -19,6 +19,7 @@ from emblib.ops import route
 
 _Buckets = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
 
+# Parts of the schemas of block_bucketize_sparse_features and its variants.
 _OPTIONS = (
     "Tensor? batch_size_per_feature=None, SymInt max_B=-1, Tensor[]? block_bucketize_pos=None, "
 )
@@ -49,7 +50,7 @@ def _bags_and_features(
 
 
 def _group(lengths: Tensor, bag: Tensor, bucket: Tensor, buckets: int) -> tuple[Tensor, Tensor]:
-    """Return the stable order by bucket and bag, and the lengths `[buckets * bags]`."""
+    """Return the stable order of lookups by bucket and bag, and the lengths `[buckets * bags]`."""
     slot = bucket * lengths.numel() + bag
     order = torch.sort(slot, stable=True).indices
     counts = torch.zeros(buckets * lengths.numel(), dtype=lengths.dtype, device=lengths.device)
@@ -149,20 +150,22 @@ def _split_at(
     A feature with blocks of 0 rows has raw ids, which are spread over its blocks and bounds.
     """
     bucket, row = indices % buckets, indices // buckets
-    for number, starts in enumerate(blocks.bounds or ()):
+    for feature_index, starts in enumerate(blocks.bounds or ()):
         starts = starts.to(indices.dtype)
-        is_raw = blocks.sizes[number] == 0
+        is_raw = blocks.sizes[feature_index] == 0
         count = (
-            torch.full_like(starts[0], buckets) if blocks.total is None else blocks.total[number]
+            torch.full_like(starts[0], buckets)
+            if blocks.total is None
+            else blocks.total[feature_index]
         )
         spread = indices % count * starts[-1] // count
-        place = torch.where(is_raw, spread, indices)
-        found = torch.searchsorted(starts, place, right=True) - 1
-        here = (feature == number) & (found >= 0) & (found < buckets)
-        found = found.clamp(0, buckets - 1)
-        bucket = torch.where(here, found, bucket)
-        local = torch.where(is_raw, indices // count, indices - starts[found])
-        row = torch.where(here, local.to(row.dtype), row)
+        position = torch.where(is_raw, spread, indices)
+        block = torch.searchsorted(starts, position, right=True) - 1
+        is_in_block = (feature == feature_index) & (block >= 0) & (block < buckets)
+        block = block.clamp(0, buckets - 1)
+        bucket = torch.where(is_in_block, block, bucket)
+        local = torch.where(is_raw, indices // count, indices - starts[block])
+        row = torch.where(is_in_block, local.to(row.dtype), row)
     return bucket, row
 
 
@@ -247,7 +250,9 @@ def block_bucketize_sparse_features_inference(
     )
     is_simple = block_bucketize_pos is None and total_num_blocks is None
     if is_simple and block_sizes.numel() and not return_bucket_mapping:
-        found = _bucketize_natively(lengths, indices, block_sizes, batch_size_per_feature, my_size)
+        buckets = _bucketize_natively(
+            lengths, indices, block_sizes, batch_size_per_feature, my_size
+        )
     else:
         bag, feature = _bags_and_features(lengths, indices, block_sizes, batch_size_per_feature)
         if block_bucketize_pos is None:
@@ -255,32 +260,34 @@ def block_bucketize_sparse_features_inference(
         else:
             bucket, row = _split_at(indices, feature, blocks, my_size)
         order, counts = _group(lengths, bag, bucket, my_size)
-        found = _Bucketed(counts, row[order], order, bucket.to(indices.dtype))
-    rows = found.rows
+        buckets = _Bucketed(counts, row[order], order, bucket.to(indices.dtype))
+    rows = buckets.rows
     if keep_orig_idx_per_feature is not None:
         _, feature = _bags_and_features(lengths, indices, block_sizes, batch_size_per_feature)
         keep = keep_orig_idx_per_feature.bool()[feature]
-        rows = torch.where(keep[found.positions], indices[found.positions], rows)
+        rows = torch.where(keep[buckets.positions], indices[buckets.positions], rows)
     elif keep_orig_idx:
-        rows = indices[found.positions]
+        rows = indices[buckets.positions]
     return (
-        found.lengths,
+        buckets.lengths,
         rows,
-        None if weights is None else weights[found.positions],
-        _bag_positions(lengths, indices)[found.positions] if bucketize_pos else None,
-        invert_permute(found.positions).to(indices.dtype) if sequence else None,
-        found.bucket if return_bucket_mapping else None,
+        None if weights is None else weights[buckets.positions],
+        _bag_positions(lengths, indices)[buckets.positions] if bucketize_pos else None,
+        invert_permute(buckets.positions).to(indices.dtype) if sequence else None,
+        buckets.bucket if return_bucket_mapping else None,
     )
 
 
+_NUM_LEADING = 10  # positional arguments before `return_bucket_mapping`, which variants lack
 _KEEP = ("keep_orig_idx", "total_num_blocks", "keep_orig_idx_per_feature")
 """The arguments that follow `return_bucket_mapping`."""
 
 
 def _bucketize(arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    kept = dict(zip(_KEEP, arguments[10:], strict=False))
-    whole: Any = block_bucketize_sparse_features_inference
-    return whole(*arguments[:10], **kept, **options)[:5]
+    """Call the inference operator without `return_bucket_mapping`; drop its last result."""
+    trailing = dict(zip(_KEEP, arguments[_NUM_LEADING:], strict=False))
+    bucketize: Any = block_bucketize_sparse_features_inference
+    return bucketize(*arguments[:_NUM_LEADING], **trailing, **options)[:-1]
 
 
 @operator(
@@ -289,8 +296,8 @@ def _bucketize(arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
 )
 def block_bucketize_sparse_features(*arguments: Any, **options: Any) -> _Buckets:
     """Distribute lookups as `block_bucketize_sparse_features_inference`, without the buckets."""
-    made: _Buckets = _bucketize(arguments, options)
-    return made
+    result: _Buckets = _bucketize(arguments, options)
+    return result
 
 
 @operator(
@@ -310,10 +317,10 @@ def block_bucketize_sparse_features_2d_weights(
     **options: Any,
 ) -> _Buckets:
     """Distribute lookups as `block_bucketize_sparse_features`, with weights `[L, weights_dim]`."""
-    first = lengths, indices, bucketize_pos, sequence, block_sizes, my_size
+    leading = lengths, indices, bucketize_pos, sequence, block_sizes, my_size
     rows = weights.view(-1, weights_dim)
-    made: _Buckets = _bucketize((*first, rows, *arguments), options)
-    return made
+    result: _Buckets = _bucketize((*leading, rows, *arguments), options)
+    return result
 
 
 @operator("populate_bucketized_permute")
@@ -353,8 +360,8 @@ def bucketize_sparse_features(
     bag = _segments(lengths, indices.numel())
     order, counts = _group(lengths, bag, indices % my_size, my_size)
     position = _bag_positions(lengths, indices)[order] if bucketize_pos else None
-    chosen = None if weights is None else weights[order]
-    return counts, (indices // my_size)[order], chosen, position
+    bucketized_weights = None if weights is None else weights[order]
+    return counts, (indices // my_size)[order], bucketized_weights, position
 
 
 @operator("bounds_check_indices", writes="indices offsets warning weights")
@@ -392,9 +399,9 @@ def bounds_check_indices(
     else:
         feature = torch.searchsorted(B_offsets.to(bag.dtype), bag, right=True) - 1
     start = int(repaired[0]) if bags >= 0 and offsets.numel() else 0
-    checked = indices[start:]
+    checked_ids = indices[start:]
     rows = rows_per_table.to(indices.dtype)[feature]
-    invalid = (checked < -1) | (checked >= rows)
+    invalid = (checked_ids < -1) | (checked_ids >= rows)
     count = int(invalid.sum()) + int((repaired != offsets).sum())
     if not count:
         return
@@ -406,13 +413,13 @@ def bounds_check_indices(
     if bounds_check_mode == 1:
         warning += count
         warnings.warn(f"emblib: repaired {count} indices or offsets out of range", stacklevel=2)
-    checked.masked_fill_(invalid, 0)
+    checked_ids.masked_fill_(invalid, 0)
     offsets.copy_(repaired)
 
 
 @operator("get_infos_metadata")
 def get_infos_metadata(unused: Tensor, B: int, T: int) -> tuple[int, int]:
-    """Return the bits that 32 bits have for a bag where a feature takes the rest, and a mask."""
+    """Return the bits of a bag's number in 32 bits that also have its feature, and their mask."""
     check(T > 0 and B > 0, f"B and T must be positive, got {B} and {T}")
     bits = 32 - T.bit_length()
     check(bits > 0 and 2**bits > B, f"{B} bags and {T} features do not fit into 32 bits")
@@ -485,29 +492,30 @@ def transpose_embedding_input(
     """Sort lookups by row, for backward passes.
 
     Returns:
-        rows of all tables one after the other of each lookup; the same sorted; what looked them up,
-        by bag or, with `nobag`, by position; the distinct rows, filled up to the number of lookups;
-        the lookups of each; their number `[1]`; the sums of the lookups.
+        the linear row of each lookup, `hash_size_cumsum[feature] + index`, `[L]`; these, sorted;
+        the bag of each sorted lookup or, with `nobag`, its position and feature; the distinct rows,
+        padded to `[L]`; the number of lookups of each, padded to `[L]`; the number of distinct
+        rows, `[1]`; the running sums of the numbers of lookups, padded to `[L + 1]`.
     """
     check(not is_index_select, "is_index_select is not supported: use batch_index_select_dim0")
     features = hash_size_cumsum.numel() - 1
-    batch = (offsets.numel() - 1) // features
+    batch_size = (offsets.numel() - 1) // features
     bag = _segments(offsets.diff(), indices.numel())
-    info = (bag // max(batch, 1) << info_B_num_bits) | bag % max(batch, 1)
-    feature = bag // max(batch, 1)
+    info = (bag // max(batch_size, 1) << info_B_num_bits) | bag % max(batch_size, 1)
+    feature = bag // max(batch_size, 1)
     if vbe_b_t_map is not None:
         info = vbe_b_t_map[bag].long() & 0xFFFFFFFF
         feature = info >> info_B_num_bits
     if nobag:
         info = torch.arange(indices.numel(), device=indices.device) * features + feature
     linear = indices + hash_size_cumsum[feature].to(indices.dtype)
-    found, order = torch.sort(linear, stable=True)
-    rows, counts = torch.unique_consecutive(found, return_counts=True)
+    sorted_linear, order = torch.sort(linear, stable=True)
+    rows, counts = torch.unique_consecutive(sorted_linear, return_counts=True)
     fill = (0, indices.numel() - rows.numel())
     sums = functional.pad(counts.cumsum(0), (1, 0))
     return (
         linear,
-        found,
+        sorted_linear,
         info[order].to(torch.int64 if nobag else torch.int32),
         functional.pad(rows, fill),
         functional.pad(counts, fill).int(),

@@ -34,10 +34,12 @@ def _bins_of(predictions: Tensor, lower: float, upper: float, bins: int) -> Tens
 def _segments(value: Tensor, lengths: Tensor, num_segments: int) -> Tensor:
     """Return the segment of each example: 0 without a value or beyond the last, else value + 1."""
     value, lengths = value.flatten(), lengths.flatten()
-    last = max(value.numel() - 1, 0)
-    first = complete_cumsum(lengths)[:-1].long().clamp(max=last)
-    known = functional.pad(value, (0, int(not value.numel()))).index_select(0, first).long() + 1
-    return torch.where((lengths == 1) & (known <= num_segments), known, 0).clamp(min=0)
+    last_position = max(value.numel() - 1, 0)
+    position = complete_cumsum(lengths)[:-1].long().clamp(max=last_position)
+    segment = (
+        functional.pad(value, (0, int(not value.numel()))).index_select(0, position).long() + 1
+    )
+    return torch.where((lengths == 1) & (segment <= num_segments), segment, 0).clamp(min=0)
 
 
 def _calibrate(
@@ -45,14 +47,14 @@ def _calibrate(
     bins: Tensor,
     examples: Tensor,
     positives: Tensor,
-    enough: int,
+    min_examples: int,
     weight: float,
     logit: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    count = examples.index_select(0, bins)
-    share = positives.index_select(0, bins) / count
+    num_examples = examples.index_select(0, bins)
+    share = positives.index_select(0, bins) / num_examples
     calibrated = share * weight + predictions * (1.0 - weight)
-    result = torch.where(count > enough, calibrated, predictions)
+    result = torch.where(num_examples > min_examples, calibrated, predictions)
     return result.to(logit.dtype).view_as(logit), bins
 
 
@@ -73,10 +75,10 @@ def histogram_binning_calibration(
     bin_ctr_weight_value: float,
 ) -> tuple[Tensor, Tensor]:
     """Return calibrated predictions and the bins, of equal width."""
-    found = _predictions(logit.flatten(), positive_weight)
-    bins = _bins_of(found, lower_bound, upper_bound, bin_num_examples.numel())
+    predictions = _predictions(logit.flatten(), positive_weight)
+    bins = _bins_of(predictions, lower_bound, upper_bound, bin_num_examples.numel())
     counts = bin_num_examples, bin_num_positives
-    return _calibrate(found, bins, *counts, bin_ctr_in_use_after, bin_ctr_weight_value, logit)
+    return _calibrate(predictions, bins, *counts, bin_ctr_in_use_after, bin_ctr_weight_value, logit)
 
 
 @operator("histogram_binning_calibration_by_feature")
@@ -95,11 +97,11 @@ def histogram_binning_calibration_by_feature(
     bin_ctr_weight_value: float,
 ) -> tuple[Tensor, Tensor]:
     """Return calibrated predictions and the bins; each segment has `num_bins` of its own."""
-    found = _predictions(logit.flatten(), positive_weight)
-    first = _segments(segment_value, segment_lengths, num_segments) * num_bins
-    bins = _bins_of(found, lower_bound, upper_bound, num_bins) + first
+    predictions = _predictions(logit.flatten(), positive_weight)
+    first_bin = _segments(segment_value, segment_lengths, num_segments) * num_bins
+    bins = _bins_of(predictions, lower_bound, upper_bound, num_bins) + first_bin
     counts = bin_num_examples, bin_num_positives
-    return _calibrate(found, bins, *counts, bin_ctr_in_use_after, bin_ctr_weight_value, logit)
+    return _calibrate(predictions, bins, *counts, bin_ctr_in_use_after, bin_ctr_weight_value, logit)
 
 
 @operator("generic_histogram_binning_calibration_by_feature")
@@ -122,11 +124,11 @@ def generic_histogram_binning_calibration_by_feature(
         f"bin_num_examples must have {(num_segments + 1) * num_bins} bins, got "
         f"{bin_num_examples.numel()}",
     )
-    found = _predictions(logit.flatten(), positive_weight)
-    first = _segments(segment_value, segment_lengths, num_segments) * num_bins
-    bins = torch.searchsorted(bin_boundaries, found) + first
+    predictions = _predictions(logit.flatten(), positive_weight)
+    first_bin = _segments(segment_value, segment_lengths, num_segments) * num_bins
+    bins = torch.searchsorted(bin_boundaries, predictions) + first_bin
     counts = bin_num_examples, bin_num_positives
-    return _calibrate(found, bins, *counts, bin_ctr_in_use_after, bin_ctr_weight_value, logit)
+    return _calibrate(predictions, bins, *counts, bin_ctr_in_use_after, bin_ctr_weight_value, logit)
 
 
 # Unary embeddings
@@ -138,16 +140,16 @@ def batched_unary_embeddings(
 ) -> Tensor:
     """Return sums of one number per lookup, `[N, B, T]`, of N tasks with weights `[N, rows]`."""
     tables = table_offsets.numel() - 1
-    batch = (offsets.numel() - 1) // tables
+    batch_size = (offsets.numel() - 1) // tables
     lengths = offsets.diff()
     bag = torch.arange(lengths.numel(), device=indices.device).repeat_interleave(
         lengths, output_size=indices.numel()
     )
-    rows = indices.long() + table_offsets[:-1].long().index_select(0, bag // max(batch, 1))
-    chosen = weight.view(weight.size(0), -1).index_select(1, rows)
-    sums = torch.zeros(weight.size(0), tables * batch, device=weight.device)
-    sums = sums.index_add(1, bag, chosen.float()).to(weight.dtype)
-    return sums.view(-1, tables, batch).transpose(1, 2).contiguous()
+    rows = indices.long() + table_offsets[:-1].long().index_select(0, bag // max(batch_size, 1))
+    values = weight.view(weight.size(0), -1).index_select(1, rows)
+    sums = torch.zeros(weight.size(0), tables * batch_size, device=weight.device)
+    sums = sums.index_add(1, bag, values.float()).to(weight.dtype)
+    return sums.view(-1, tables, batch_size).transpose(1, 2).contiguous()
 
 
 @operator("permute102_baddbmm_permute102")
@@ -165,15 +167,15 @@ def bottom_k_per_row(input: Tensor, k_offsets: Tensor, requires_unique: bool) ->
     rows = input.reshape(-1, input.size(-1))
     counts = k_offsets.diff().tolist()
     is_fixed = len(counts) == 1
-    chosen = []
+    bottom_values = []
     for row, k in zip(rows, counts * len(rows) if is_fixed else counts, strict=True):
         if not requires_unique:
-            chosen.append(row[:k])
+            bottom_values.append(row[:k])
             continue
         distinct = list(dict.fromkeys(row.tolist()))[:k]
         check(len(distinct) == k, f"too skewed distribution: {len(distinct)} of {k} values differ")
-        chosen.append(torch.tensor(sorted(distinct), dtype=input.dtype, device=input.device))
-    result = torch.cat(chosen)
+        bottom_values.append(torch.tensor(sorted(distinct), dtype=input.dtype, device=input.device))
+    result = torch.cat(bottom_values)
     return result.view(input.size(0), -1, counts[0]) if is_fixed else result
 
 
@@ -181,17 +183,17 @@ def bottom_k_per_row(input: Tensor, k_offsets: Tensor, requires_unique: bool) ->
 
 
 def _check_lists(
-    indices: Sequence[Tensor], others: Sequence[Tensor], weights: Sequence[Tensor]
+    indices: Sequence[Tensor], offsets: Sequence[Tensor], weights: Sequence[Tensor]
 ) -> None:
     check(len(indices) > 0, "there must be at least one tensor of indices")
     check(
-        len(indices) == len(others) == len(weights),
+        len(indices) == len(offsets) == len(weights),
         f"there must be offsets or lengths and weights for each of {len(indices)} indices, got "
-        f"{len(others)} and {len(weights)}",
+        f"{len(offsets)} and {len(weights)}",
     )
-    for index, other, weight in zip(indices, others, weights, strict=True):
+    for index, offset, weight in zip(indices, offsets, weights, strict=True):
         check_ids("indices", index)
-        check_ids("offsets or lengths", other)
+        check_ids("offsets or lengths", offset)
         check(
             weight.numel() in (0, index.numel()),
             f"weights must be one per index = {index.numel()} or none, got {weight.numel()}",
@@ -243,35 +245,38 @@ def _combine(
     indices: Sequence[Tensor],
     offsets: Sequence[Tensor],
     weights: Sequence[Tensor],
-    has_last: Tensor,
+    has_last_offset: Tensor,
     batch_size: int | None,
 ) -> _Combined:
     _check_lists(indices, offsets, weights)
-    check(has_last.numel() == len(indices), "include_last_offsets must have one entry per table")
+    check(
+        has_last_offset.numel() == len(indices),
+        "include_last_offsets must have one entry per table",
+    )
     sizes = [index.numel() for index in indices]
     ends = sizes
-    if batch_size is None and bool(has_last.all()):
+    if batch_size is None and bool(has_last_offset.all()):
         ends = [
             int(offset[-1]) if offset.numel() else size
             for offset, size in zip(offsets, sizes, strict=True)
         ]
         check(all(e <= s for e, s in zip(ends, sizes, strict=True)), "offsets exceed the indices")
         # A table whose last offset is 0 has its indices in their place, as FBGEMM has it.
-        kept = [end or size for end, size in zip(ends, sizes, strict=True)]
+        num_unpadded = [end or size for end, size in zip(ends, sizes, strict=True)]
     else:
-        kept = sizes
-    joined = [index[:end] for index, end in zip(indices, kept, strict=True)]
-    joined += [index[end:] for index, end in zip(indices, kept, strict=True)]
-    first = 0
-    starts = [offsets[0].new_zeros(1)]
-    for offset, end, last in zip(offsets, ends, has_last.tolist(), strict=True):
-        inner = offset[1 : offset.numel() - int(last)] + first
-        first += end
-        bags = 1 if batch_size is None else batch_size - inner.numel()
-        starts += [inner, offset.new_full((bags,), first)]
+        num_unpadded = sizes
+    index_parts = [index[:end] for index, end in zip(indices, num_unpadded, strict=True)]
+    index_parts += [index[end:] for index, end in zip(indices, num_unpadded, strict=True)]
+    first_index = 0
+    offset_parts = [offsets[0].new_zeros(1)]
+    for offset, end, is_last_offset in zip(offsets, ends, has_last_offset.tolist(), strict=True):
+        inner_offsets = offset[1 : offset.numel() - int(is_last_offset)] + first_index
+        first_index += end
+        bags = 1 if batch_size is None else batch_size - inner_offsets.numel()
+        offset_parts += [inner_offsets, offset.new_full((bags,), first_index)]
     return (
-        torch.cat([part.int() for part in joined]),
-        torch.cat([part.int() for part in starts]),
+        torch.cat([part.int() for part in index_parts]),
+        torch.cat([part.int() for part in offset_parts]),
         _combine_weights(indices, weights, ends, sum(sizes)),
     )
 
@@ -300,5 +305,7 @@ def padding_fused_tbe_input_combine_with_length(
     batch_size: int,
 ) -> _Combined:
     """Concatenate as `tbe_input_combine_with_length`, with lengths of 0 up to `batch_size`."""
-    padded = [functional.pad(x, (0, batch_size - x.numel())) for x in lengths_list]
-    return tbe_input_combine_with_length(indices_list, padded, per_sample_weights)
+    padded_lengths = [
+        functional.pad(lengths, (0, batch_size - lengths.numel())) for lengths in lengths_list
+    ]
+    return tbe_input_combine_with_length(indices_list, padded_lengths, per_sample_weights)

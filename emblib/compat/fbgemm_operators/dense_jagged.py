@@ -28,7 +28,7 @@ _Jagged = tuple[Tensor, Tensor]
 
 @operator("jagged_dense_elementwise_add")
 def jagged_dense_add_to_dense(x_values: Tensor, x_offsets: Sequence[Tensor], y: Tensor) -> Tensor:
-    """Add jagged values to dense `[B, N, ..., D]`; what lies beyond N is left out."""
+    """Add jagged values to dense `[B, N, ..., D]`; values beyond N are dropped."""
     return jagged_to_padded_dense(x_values, x_offsets, y.shape[1 : 1 + len(x_offsets)]) + y
 
 
@@ -36,7 +36,7 @@ def jagged_dense_add_to_dense(x_values: Tensor, x_offsets: Sequence[Tensor], y: 
 def jagged_dense_dense_add(
     x_values: Tensor, x_offsets: Sequence[Tensor], y_0: Tensor, y_1: Tensor
 ) -> tuple[Tensor, list[Tensor]]:
-    """Add two dense tensors to jagged values; what lies beyond N stays as it is."""
+    """Add two dense tensors to jagged values; values beyond N do not change."""
     total = x_values.size(0)
     first, second = (dense_to_jagged(y, x_offsets, total)[0] for y in (y_0, y_1))
     return x_values + first + second, list(x_offsets)
@@ -131,12 +131,12 @@ def jagged_index_add_2d_v1(
 @operator("jagged_slice")
 def jagged_slice(x_values: Tensor, x_lengths: Tensor, start: Tensor, slice_length: int) -> _Jagged:
     """Return up to `slice_length` values of each sequence from `start` on, and their lengths."""
-    left = x_lengths - start
+    num_available = x_lengths - start
     check(
-        not bool(((start < 0) | (left < 0)).any()),
+        not bool(((start < 0) | (num_available < 0)).any()),
         "start must be within the sequences, whose lengths are x_lengths",
     )
-    lengths = left.clamp(max=slice_length)
+    lengths = num_available.clamp(max=slice_length)
     index = segment_positions(complete_cumsum(x_lengths)[:-1] + start, lengths)
     return x_values.index_select(0, index), lengths
 

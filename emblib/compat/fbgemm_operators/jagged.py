@@ -87,16 +87,18 @@ def segment_sum_csr(batch_size: SymInt, csr_seg: Tensor, values: Tensor) -> Tens
     """Return the sums of `values` between consecutive entries of `batch_size * csr_seg`."""
     check_offsets("csr_seg", csr_seg)
     if values.is_floating_point():
-        ends, used = csr_seg * batch_size, values
+        ends, summed_values = csr_seg * batch_size, values
         if ends.device.type == "cpu":
-            last = int(ends[-1])
+            end = int(ends[-1])
             check(
-                int(ends[0]) >= 0 and last <= values.size(0) and bool((ends.diff() >= 0).all()),
+                int(ends[0]) >= 0 and end <= values.size(0) and bool((ends.diff() >= 0).all()),
                 "batch_size * csr_seg must increase within the number of values = "
                 f"{values.size(0)}, got {ends.tolist()}",
             )
-            used = values[:last]
-        return torch.segment_reduce(used, "sum", lengths=ends.diff(), initial=0.0, unsafe=True)
+            summed_values = values[:end]
+        return torch.segment_reduce(
+            summed_values, "sum", lengths=ends.diff(), initial=0.0, unsafe=True
+        )
     sums = functional.pad(values.cumsum(0, dtype=torch.int64), (1, 0))
     return sums.index_select(0, csr_seg.long() * batch_size).diff().to(values.dtype)
 
@@ -112,8 +114,8 @@ def invert_permute(permute: Tensor) -> Tensor:
 
 
 def _select(values: Tensor, weights: Tensor | None, index: Tensor) -> tuple[Tensor, Tensor | None]:
-    chosen = None if weights is None else weights.index_select(0, index)
-    return values.index_select(0, index), chosen
+    selected_weights = None if weights is None else weights.index_select(0, index)
+    return values.index_select(0, index), selected_weights
 
 
 @operator("permute_1D_sparse_data")
@@ -124,12 +126,14 @@ def permute_1d_sparse_data(
     weights: Tensor | None = None,
     permuted_lengths_sum: SymInt | None = None,
 ) -> _Permuted:
-    """Return lengths, values and weights of the segments `permute`; they may repeat or lack."""
-    permuted = lengths.index_select(0, permute)
-    total = int(permuted.sum()) if permuted_lengths_sum is None else permuted_lengths_sum
+    """Return lengths, values and weights of the segments `permute`; it may omit or repeat some."""
+    permuted_lengths = lengths.index_select(0, permute)
+    total = int(permuted_lengths.sum()) if permuted_lengths_sum is None else permuted_lengths_sum
     starts, order = complete_cumsum(lengths.long()), permute.long()
-    moved = None if weights is None else route.gather_segments(weights, starts, order, total)
-    return permuted, route.gather_segments(values, starts, order, total), moved
+    permuted_weights = (
+        None if weights is None else route.gather_segments(weights, starts, order, total)
+    )
+    return permuted_lengths, route.gather_segments(values, starts, order, total), permuted_weights
 
 
 @operator("permute_2D_sparse_data")
@@ -141,10 +145,10 @@ def permute_2d_sparse_data(
     permuted_lengths_sum: SymInt | None = None,
 ) -> _Permuted:
     """Return lengths `[P, B]`, values and weights of the rows `permute` of lengths `[T, B]`."""
-    _, moved, chosen = permute_1d_sparse_data(
+    _, permuted_values, permuted_weights = permute_1d_sparse_data(
         permute, lengths.sum(1), values, weights, permuted_lengths_sum
     )
-    return lengths.index_select(0, permute), moved, chosen
+    return lengths.index_select(0, permute), permuted_values, permuted_weights
 
 
 operator(
@@ -171,10 +175,10 @@ def permute_2d_sparse_data_input1d(
     permuted_lengths_sum: SymInt | None = None,
 ) -> _Permuted:
     """Permute as `permute_2D_sparse_data`, with lengths `[T * stride]`."""
-    permuted, moved, chosen = permute_2d_sparse_data(
+    permuted_lengths, permuted_values, permuted_weights = permute_2d_sparse_data(
         permute, lengths.view(-1, stride), values, weights, permuted_lengths_sum
     )
-    return permuted.view(-1), moved, chosen
+    return permuted_lengths.view(-1), permuted_values, permuted_weights
 
 
 @operator(
@@ -194,22 +198,22 @@ def permute_2d_sparse_preallocated_out(
     permuted_weights_out: Tensor | None = None,
 ) -> _Permuted:
     """Permute as `permute_2D_sparse_data`, into the tensors that are given."""
-    found = permute_2d_sparse_data(permute, lengths, values, weights, permuted_lengths_sum)
-    given = permuted_lengths_out, permuted_indices_out, permuted_weights_out
-    for result, out in zip(found, given, strict=True):
+    results = permute_2d_sparse_data(permute, lengths, values, weights, permuted_lengths_sum)
+    outputs = permuted_lengths_out, permuted_indices_out, permuted_weights_out
+    for result, out in zip(results, outputs, strict=True):
         check(out is None or result is None or out.shape == result.shape, "an output does not fit")
-    copied = [
+    written = [
         result if out is None or result is None else out.copy_(result)
-        for result, out in zip(found, given, strict=True)
+        for result, out in zip(results, outputs, strict=True)
     ]
-    return copied[0], copied[1], copied[2]  # type: ignore[return-value]
+    return written[0], written[1], written[2]  # type: ignore[return-value]
 
 
 @operator("expand_into_jagged_permute")
 def expand_into_jagged_permute(
     permute: Tensor, input_offset: Tensor, output_offset: Tensor, output_size: SymInt
 ) -> Tensor:
-    """Return the permutation of entries that a permutation of segments is."""
+    """Expand a permutation of segments to the permutation of their entries."""
     check_one_per("input_offset", input_offset, "segment, and one more", permute.numel() + 1)
     check_one_per("output_offset", output_offset, "segment, and one more", permute.numel() + 1)
     starts = input_offset.index_select(0, permute).to(permute.dtype)
@@ -224,7 +228,7 @@ def _pad_level(values: Tensor, offsets: Tensor, max_length: int, padding: float)
     check_offsets("offsets", offsets)
     position = torch.arange(max_length, dtype=offsets.dtype, device=offsets.device)
     index = offsets[:-1].unsqueeze(1) + position
-    # Row 0 is the padding: offsets beyond the values then name a row that there is not.
+    # Row 0 is the padding. Offsets beyond the values select a row that does not exist, and raise.
     index = torch.where(index < offsets[1:].unsqueeze(1), index + 1, 0)
     extra = values.new_full((1, *values.shape[1:]), padding)
     rows = torch.cat([extra, values]).index_select(0, index.flatten())
@@ -303,7 +307,7 @@ def dense_to_jagged(
 def jagged_dense_add(
     x_values: Tensor, x_offsets: Sequence[Tensor], y: Tensor
 ) -> tuple[Tensor, list[Tensor]]:
-    """Add dense `[B, N, ..., D]` to jagged values; what lies beyond N stays as it is."""
+    """Add dense `[B, N, ..., D]` to jagged values; values beyond N do not change."""
     return x_values + dense_to_jagged(y, x_offsets, x_values.size(0))[0], list(x_offsets)
 
 
@@ -350,13 +354,13 @@ def reorder_batched_ad_lengths(
         broadcast_lengths: whether a request has one length per table for all its ads.
         max_batch_size: number of ads to fill the tables up to, with zeros; 0 for none.
     """
-    given = batch_offsets.numel() - 1 if broadcast_lengths else num_ads_in_batch
+    lengths_per_table = batch_offsets.numel() - 1 if broadcast_lengths else num_ads_in_batch
     check(
-        given > 0 and cat_ad_lengths.numel() % given == 0,
-        f"cat_ad_lengths must have as many entries per table as {given}, got "
+        lengths_per_table > 0 and cat_ad_lengths.numel() % lengths_per_table == 0,
+        f"cat_ad_lengths must have as many entries per table as {lengths_per_table}, got "
         f"{cat_ad_lengths.numel()}",
     )
-    tables = cat_ad_lengths.numel() // given
+    tables = cat_ad_lengths.numel() // lengths_per_table
     segments = _source_segments(batch_offsets, num_ads_in_batch, tables, broadcast_lengths)
     lengths = cat_ad_lengths.index_select(0, segments)
     if not max_batch_size:
@@ -434,8 +438,10 @@ def jagged_index_select(
     values: Tensor, lengths: Tensor, indices: Tensor, num_dense_output_rows: int | None = None
 ) -> list[Tensor]:
     """Return the values `[L, D]` of the segments `indices`, and their lengths."""
-    chosen, rows, _ = permute_1d_sparse_data(indices, lengths, values, None, num_dense_output_rows)
-    return [rows, chosen]
+    selected_lengths, rows, _ = permute_1d_sparse_data(
+        indices, lengths, values, None, num_dense_output_rows
+    )
+    return [rows, selected_lengths]
 
 
 @operator("jagged_index_select_2d_forward_v2")
@@ -465,11 +471,15 @@ def keyed_jagged_index_select_dim1(
     """Return values, lengths and weights of the samples `indices` of every key."""
     check_one_per("offsets", offsets, "bag, and one more", lengths.numel() + 1)
     check_one_per("weights", weights, "value", values.size(0))
-    chosen = lengths.view(-1, batch_size).index_select(1, indices).flatten()
+    selected_lengths = lengths.view(-1, batch_size).index_select(1, indices).flatten()
     starts = offsets[:-1].view(-1, batch_size).index_select(1, indices).flatten()
-    index = segment_positions(starts, chosen, selected_lengths_sum)
-    moved, moved_weights = _select(values, weights, index)
-    return [moved, chosen] if moved_weights is None else [moved, chosen, moved_weights]
+    index = segment_positions(starts, selected_lengths, selected_lengths_sum)
+    selected_values, selected_weights = _select(values, weights, index)
+    return (
+        [selected_values, selected_lengths]
+        if selected_weights is None
+        else [selected_values, selected_lengths, selected_weights]
+    )
 
 
 @operator("jagged_unique_indices")
@@ -499,13 +509,15 @@ def jagged_unique_indices(
         features > 0 and (offsets.numel() - 1) % features == 0,
         f"offsets must have F * B + 1 entries for F = {features} features, got {offsets.numel()}",
     )
-    batch = (offsets.numel() - 1) // features
-    lengths_of_features = offsets[::batch].diff() if batch else offsets.new_zeros(features)
+    batch_size = (offsets.numel() - 1) // features
+    lengths_of_features = (
+        offsets[::batch_size].diff() if batch_size else offsets.new_zeros(features)
+    )
     first_row = hash_size_cumsum[:-1].repeat_interleave(
         lengths_of_features, output_size=indices.numel()
     )
     unique, reverse = torch.unique(indices + first_row, return_inverse=True)
-    bags = hash_size_offsets.diff() * batch
+    bags = hash_size_offsets.diff() * batch_size
     first_rows = hash_size_cumsum.index_select(0, hash_size_offsets)
     table = torch.searchsorted(first_rows[1:].contiguous(), unique, right=True)
     counts = torch.zeros_like(bags).scatter_add(0, table, torch.ones_like(table))
@@ -513,8 +525,8 @@ def jagged_unique_indices(
     table_of_bag = torch.arange(bags.numel(), device=bags.device).repeat_interleave(
         bags, output_size=offsets.numel() - 1
     )
-    share, rest = counts // bags.clamp(min=1), counts % bags.clamp(min=1)
-    lengths = share[table_of_bag] + (rank < rest[table_of_bag])
+    share, remainder = counts // bags.clamp(min=1), counts % bags.clamp(min=1)
+    lengths = share[table_of_bag] + (rank < remainder[table_of_bag])
     unique_indices = (unique - first_rows.index_select(0, table)).to(indices.dtype)
     return lengths, complete_cumsum(lengths), unique_indices, reverse
 
@@ -535,16 +547,16 @@ def jagged_hash_size_cumsum(
     return complete_cumsum(rows), complete_cumsum(torch.ones_like(rows))
 
 
-def _unique(linear: Tensor, *, counted: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return distinct values, their number and, if counted, uses; filled up with 0."""
+def _unique(linear: Tensor, *, with_counts: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return distinct values, their number and, `with_counts`, uses; filled up with 0."""
     check(linear.dim() == 1, f"linear_indices must be 1D, got {list(linear.shape)}")
     values, counts = torch.unique(linear, return_counts=True)
     fill = (0, linear.numel() - values.numel())
-    number = torch.tensor([values.numel()], dtype=torch.int32, device=linear.device)
+    num_distinct = torch.tensor([values.numel()], dtype=torch.int32, device=linear.device)
     return (
         functional.pad(values, fill),
-        number,
-        functional.pad(counts.int(), fill) if counted else None,
+        num_distinct,
+        functional.pad(counts.int(), fill) if with_counts else None,
     )
 
 
@@ -553,7 +565,7 @@ def get_unique_indices(
     linear_indices: Tensor, max_indices: int, compute_count: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return distinct indices, filled up with 0, their number, and int32 uses of each."""
-    return _unique(linear_indices, counted=compute_count)
+    return _unique(linear_indices, with_counts=compute_count)
 
 
 @operator("get_unique_indices_with_inverse")
@@ -565,4 +577,4 @@ def get_unique_indices_with_inverse(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Return what `get_unique_indices` does, and the int32 order that sorts the indices."""
     order = linear_indices.argsort(stable=True).int() if compute_inverse_indices else None
-    return *_unique(linear_indices, counted=compute_count), order
+    return *_unique(linear_indices, with_counts=compute_count), order

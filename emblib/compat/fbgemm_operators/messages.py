@@ -7,6 +7,8 @@ a byte per value (sign, 2 exponent bits, 1 mantissa bit; ties round away from ze
 of the exponent.
 """
 
+import enum
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -20,8 +22,13 @@ _MIN_NORMAL = 2.0**-126  # of a float32
 _SCALE_BYTES = 8  # of a FP8 row
 _FP8_FORMATS = {True: (4, 15, 0.9375), False: (5, 31, 0.875)}
 """Exponent bits, bias and largest value, forward and backward."""
+_MX4_MAX_EXPONENT = 2  # 4 is the largest power of two of MX4
 _MX4_VALUES = (0, 0.5, 1, 1.5, 2, 3, 4, 6)
 _MX4_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5)
+
+
+RoundingMode = enum.IntEnum("RoundingMode", "nearest floor even stochastic ceil", start=0)
+"""Rounding of the exponent of a group of an MX4 message."""
 
 
 def _power_of_two(exponent: Tensor) -> Tensor:
@@ -33,7 +40,7 @@ def _power_of_two(exponent: Tensor) -> Tensor:
 
 @operator("FloatToHFP8Quantized")
 def to_hfp8(input: Tensor, ebits: int, exponent_bias: int, max_pos: float) -> Tensor:
-    """Return the bytes of values, clamped to `max_pos`."""
+    """Return values of any shape as uint8, clamped to `max_pos`, see the module."""
     mantissa_bits = 7 - ebits
     values = input.float()
     size = values.abs().fmin(torch.full_like(values[..., :1], max_pos))
@@ -53,7 +60,7 @@ def to_hfp8(input: Tensor, ebits: int, exponent_bias: int, max_pos: float) -> Te
 
 @operator("HFP8QuantizedToFloat")
 def hfp8_to_float(input: Tensor, ebits: int, exponent_bias: int) -> Tensor:
-    """Return the float32 values of bytes."""
+    """Return the float32 values of bytes, of the shape of `input`."""
     code = input.int()
     size = ((code & 0x7F) << (_MANTISSA_BITS - 7 + ebits)).view(torch.float32)
     # As a float32 the bits are the value over a power of two, for subnormal bytes too.
@@ -88,20 +95,20 @@ def fp8_rows_to_float(input: Tensor, forward: bool, output_dtype: int = 0) -> Te
 def _shared_exponent(largest: Tensor, rounding: int) -> Tensor:
     """Return the exponent of a group's largest value; `rounding` is a member of RoundingMode."""
     exponent = largest.masked_fill(largest == 0, _MIN_NORMAL)
-    if rounding in (2, 3):  # even and stochastic: what is added to the bits below the mantissa
-        below = _MANTISSA_BITS - 1  # MX4 has 1 bit of mantissa
+    if rounding in (RoundingMode.even, RoundingMode.stochastic):
+        below = _MANTISSA_BITS - 1  # bits that are rounded off: MX4 has 1 bit of mantissa
         added: Tensor | int = (1 << (below - 1)) - 1
-        if rounding == 3:
+        if rounding == RoundingMode.stochastic:
             noise = torch.randint_like(exponent, high=2**31 - 1, dtype=torch.int32)
             added = noise & ((1 << below) - 1)
         exponent = (exponent.view(torch.int32) + added).view(torch.float32)
     exponent = exponent.log2()
-    if rounding == 4:
+    if rounding == RoundingMode.ceil:
         return exponent.ceil()
-    return (exponent + 0.5).floor() if rounding == 0 else exponent.floor()
+    return (exponent + 0.5).floor() if rounding == RoundingMode.nearest else exponent.floor()
 
 
-def to_mx4(values: Tensor, group_size: int = 32, rounding: int = 2) -> Tensor:
+def to_mx4(values: Tensor, group_size: int = 32, rounding: int = RoundingMode.even) -> Tensor:
     """Quantise `[..., D]` to groups of `group_size` along the last dimension.
 
     Args:
@@ -118,7 +125,7 @@ def to_mx4(values: Tensor, group_size: int = 32, rounding: int = 2) -> Tensor:
     groups = functional.pad(values.float(), (0, fill)).reshape(-1, group_size)
     exponent = _shared_exponent(groups.abs().amax(1, keepdim=True), rounding)
     # Rounding makes NaN of the largest float32 values, as their exponent has none above it.
-    exponent = exponent.nan_to_num(128.0, posinf=128.0) - 2  # 4 is the largest power of two of MX4
+    exponent = exponent.nan_to_num(128.0, posinf=128.0) - _MX4_MAX_EXPONENT
     exponent = exponent.clamp(-127, 125).int()
     scaled = groups / _power_of_two(exponent)
     midpoints = scaled.new_tensor(_MX4_MIDPOINTS)

@@ -55,7 +55,7 @@ def permute_duplicate_pooled_embs(
     inv_offset_dim_list: Tensor,
     inv_permute_list: Tensor,
 ) -> Tensor:
-    """Return the blocks of columns `permute_list`, which may repeat and lack blocks."""
+    """Return the blocks of columns `permute_list`, which may omit or repeat some."""
     return _permute_columns(pooled_embs, offset_dim_list, permute_list, None)
 
 
@@ -95,14 +95,20 @@ def regroup_keyed_tensor(
     pieces = _pieces(keys, lengths)
     result = []
     for group in groups:
-        chosen = (pieces[key] for key in group)
+        group_pieces = (pieces[key] for key in group)
         result.append(
             torch.cat(
-                [pooled_embs[tensor].narrow(1, start, width) for tensor, start, width in chosen],
+                [
+                    pooled_embs[tensor].narrow(1, start, width)
+                    for tensor, start, width in group_pieces
+                ],
                 dim=1,
             )
         )
     return result
+
+
+_LINK = 5  # last column of a permutation of `kt_regroup_arguments`
 
 
 @operator("kt_regroup_arguments")
@@ -132,12 +138,12 @@ def kt_regroup_arguments(
         widths.append(column)
     for numbers in uses.values():
         if len(numbers) > 1:
-            rows[numbers[0]][5] = numbers[1]
+            rows[numbers[0]][_LINK] = numbers[1]
             for number, following in zip(numbers[1:], [*numbers[2:], len(rows)], strict=True):
-                rows[number][5] = -following
+                rows[number][_LINK] = -following
     device = embs.device
     return (
-        torch.tensor(rows, dtype=torch.int32, device=device).view(-1, 6),
+        torch.tensor(rows, dtype=torch.int32, device=device).view(-1, _LINK + 1),
         torch.tensor([sum(row) for row in lengths], dtype=torch.int32, device=device),
         torch.tensor(widths, dtype=torch.int32, device=device),
         widths,
@@ -207,7 +213,7 @@ def batch_index_select_dim0(
     sizes = [rows * width for rows, width in zip(input_rows, input_columns, strict=True)]
     if not sizes:
         return inputs[:0]
-    chosen = [
+    selected_rows = [
         part.view(rows, width).index_select(0, index)
         for part, rows, width, index in zip(
             inputs.split(sizes),
@@ -218,8 +224,8 @@ def batch_index_select_dim0(
         )
     ]
     if permute_output_dim_0_1:
-        return torch.cat(chosen, dim=1).flatten()
-    return torch.cat([rows.flatten() for rows in chosen])
+        return torch.cat(selected_rows, dim=1).flatten()
+    return torch.cat([rows.flatten() for rows in selected_rows])
 
 
 @operator("batch_index_select_dim0_tensor")

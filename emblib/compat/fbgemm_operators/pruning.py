@@ -20,10 +20,10 @@ def _first_slots(ids: Tensor, capacity: Tensor) -> Tensor:
     """Return the first slot of each id, by MurmurHash3's final mix of its width."""
     if ids.dtype != torch.int32:
         return unsigned_modulo(mix(ids), capacity)
-    h = ids.long() & _MASK
+    bits = ids.long() & _MASK
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
-        h = ((h ^ (h >> shift)) * factor) & _MASK
-    return (h ^ (h >> 16)) % capacity
+        bits = ((bits ^ (bits >> shift)) * factor) & _MASK
+    return (bits ^ (bits >> 16)) % capacity
 
 
 def _map_of(ids: Tensor, offsets: Tensor, map_offsets: Tensor) -> tuple[Tensor, Tensor]:
@@ -53,9 +53,9 @@ def map_ids(ids: Tensor, first: Tensor, count: Tensor, rows: Tensor) -> Tensor:
     """
     if not rows.numel():
         return ids.clone()
-    inside = (ids >= 0) & (ids < count)
-    found = rows[torch.where(inside, first + ids, 0)].to(ids.dtype)
-    return torch.where(count > 0, torch.where(inside, found, _FREE), ids)
+    is_inside = (ids >= 0) & (ids < count)
+    mapped_rows = rows[torch.where(is_inside, first + ids, 0)].to(ids.dtype)
+    return torch.where(count > 0, torch.where(is_inside, mapped_rows, _FREE), ids)
 
 
 @operator("embedding_bag_rowwise_prune")
@@ -75,17 +75,17 @@ def embedding_bag_rowwise_prune(
     """
     check(threshold >= 0, f"threshold must not be negative, got {threshold}")
     check(indicator.numel() == len(weight), f"indicator must have {len(weight)} entries")
-    kept = (indicator.abs() if abs else indicator) > threshold
-    lacking = min(min_num_rows, len(weight)) - int(kept.sum())
-    if lacking > 0:  # the last ones, as each row is decided on by those that follow it
-        kept[(~kept).nonzero()[-lacking:, 0]] = True
+    is_kept = (indicator.abs() if abs else indicator) > threshold
+    num_missing = min(min_num_rows, len(weight)) - int(is_kept.sum())
+    if num_missing > 0:  # the last ones, as each row is decided on by those that follow it
+        is_kept[(~is_kept).nonzero()[-num_missing:, 0]] = True
     size, dtype = weight.size(1), compressed_indices_dtype
     if min_save_ratio is not None and not (
         4 * (len(weight) + min_num_rows * size) < min_save_ratio * 4 * weight.numel()
     ):
         return weight, torch.zeros(1, dtype=dtype)
-    rows = torch.where(kept, kept.cumsum(0) - 1, _FREE)
-    return weight[kept], rows.to(dtype)
+    rows = torch.where(is_kept, is_kept.cumsum(0) - 1, _FREE)
+    return weight[is_kept], rows.to(dtype)
 
 
 @operator("pruned_array_lookup")
@@ -115,15 +115,17 @@ def pruned_hashmap_insert(
         hash_table_offsets: first slot of each table, and the end.
     """
     first, capacity = _map_of(indices, offsets, hash_table_offsets)
-    wanted = (dense_indices != _FREE) & (capacity > 0)
+    is_stored = (dense_indices != _FREE) & (capacity > 0)
     slots = _first_slots(indices, capacity.clamp(min=1))
     entries = hash_table.tolist()
-    used = torch.stack([indices.long(), dense_indices.long(), first, capacity, slots])[:, wanted]
-    for id_, row, start, size, slot in used.t().tolist():
+    insertions = torch.stack([indices.long(), dense_indices.long(), first, capacity, slots])[
+        :, is_stored
+    ]
+    for id_, row, start, size, slot in insertions.t().tolist():
         for step in range(size):
-            at = start + (slot + step) % size
-            if entries[at][0] in (_FREE, id_):
-                entries[at] = [id_, row]
+            position = start + (slot + step) % size
+            if entries[position][0] in (_FREE, id_):
+                entries[position] = [id_, row]
                 break
         else:
             check(False, f"a hash map of {size} slots is full: give it more")
@@ -137,15 +139,15 @@ def pruned_hashmap_lookup(
     """Return the row of each id, -1 for ids that are not in the map."""
     first, capacity = _map_of(indices, offsets, hash_table_offsets)
     result = torch.where(capacity > 0, torch.full_like(indices, _FREE), indices)
-    at = torch.arange(indices.numel(), device=indices.device)[capacity > 0]
+    undecided = torch.arange(indices.numel(), device=indices.device)[capacity > 0]
     slots = _first_slots(indices, capacity.clamp(min=1))
     for step in range(int(capacity.max()) if capacity.numel() else 0):
-        if not at.numel():  # only ids that are not decided yet are looked at again
+        if not undecided.numel():  # only ids that are not decided yet are looked at again
             break
-        found = hash_table[first[at] + (slots[at] + step) % capacity[at]]
-        hit = found[:, 0] == indices[at]
-        result[at[hit]] = found[hit, 1].to(indices.dtype)
-        at = at[~hit & (found[:, 0] != _FREE) & (step + 1 < capacity[at])]
+        entries = hash_table[first[undecided] + (slots[undecided] + step) % capacity[undecided]]
+        is_hit = entries[:, 0] == indices[undecided]
+        result[undecided[is_hit]] = entries[is_hit, 1].to(indices.dtype)
+        undecided = undecided[~is_hit & (entries[:, 0] != _FREE) & (step + 1 < capacity[undecided])]
     return result
 
 

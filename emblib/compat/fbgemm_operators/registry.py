@@ -46,8 +46,8 @@ def operator(schema: str, writes: str = "") -> Callable[[_Function], _Function]:
     """
 
     def enter(function: _Function) -> _Function:
-        whole = schema if "(" in schema else schema + _schema_of(function, writes.split())
-        OPERATORS[whole.partition("(")[0]] = (whole, function)
+        full_schema = schema if "(" in schema else schema + _schema_of(function, writes.split())
+        OPERATORS[full_schema.partition("(")[0]] = (full_schema, function)
         return function
 
     return enter

@@ -63,11 +63,11 @@ def mix(bits: Tensor) -> Tensor:
 def hash_ids(ids: Tensor, second: int = 0, seed: int = 0) -> Tensor:
     """Return MurmurHash3 of pairs of 64 bits, `(id, second)`, folded to 64 bits of an int64."""
     factors = _signed(0x87C37B91114253D5), _signed(0x4CF5AD432745937F)
-    first = _rotate(ids.long() * factors[0], 31) * factors[1]
-    upper = (_rotate(first ^ _signed(seed), 27) + _signed(seed)) * 5 + 0x52DCE729
-    last = torch.full_like(first, _signed(second % 2**64))
-    last = _rotate(last * factors[1], 33) * factors[0]
-    lower = (_rotate(last ^ _signed(seed), 31) + upper) * 5 + 0x38495AB5
+    first_word = _rotate(ids.long() * factors[0], 31) * factors[1]
+    upper = (_rotate(first_word ^ _signed(seed), 27) + _signed(seed)) * 5 + 0x52DCE729
+    second_word = torch.full_like(first_word, _signed(second % 2**64))
+    second_word = _rotate(second_word * factors[1], 33) * factors[0]
+    lower = (_rotate(second_word ^ _signed(seed), 31) + upper) * 5 + 0x38495AB5
     upper, lower = upper ^ 16, lower ^ 16
     upper = upper + lower
     lower = mix(lower + upper)
@@ -158,29 +158,31 @@ def zero_collision_hash(
     check((opt_in_prob == -1) == (num_reserved_slots == -1), "reserve slots with opt_in_prob only")
     check(num_reserved_slots == -1 or num_reserved_slots > 0, "num_reserved_slots must be positive")
     size: Tensor | int = identities.size(0) if local_sizes is None else local_sizes
-    opted_in = size if opt_in_prob == -1 else size - num_reserved_slots
+    num_probed_slots = size if opt_in_prob == -1 else size - num_reserved_slots
     shift = torch.zeros_like(input, dtype=torch.int64) if offsets is None else offsets
     bits = hash_ids(input)
-    wanted = input if identities.dtype == input.dtype else input.fmod(_IDENTITIES)
-    position = unsigned_modulo(bits, opted_in)
+    identity_of_id = input if identities.dtype == input.dtype else input.fmod(_IDENTITIES)
+    position = unsigned_modulo(bits, num_probed_slots)
     if disable_fallback:
         slots = torch.full_like(position, -1)
     elif opt_in_prob == -1:
         slots = position + shift
     else:
-        slots = opted_in + unsigned_modulo(bits, num_reserved_slots) + shift
+        slots = num_probed_slots + unsigned_modulo(bits, num_reserved_slots) + shift
     # Only ids that are not found yet are looked at again.
     open_ids = torch.arange(len(input), device=input.device)
     flat = identities.flatten()
     for _ in range(max_probe):
         if not len(open_ids):
             break
-        at = position[open_ids]
-        slot = at + shift[open_ids]
-        is_found = flat[slot] == wanted[open_ids]
+        open_positions = position[open_ids]
+        slot = open_positions + shift[open_ids]
+        is_found = flat[slot] == identity_of_id[open_ids]
         slots[open_ids[is_found]] = slot[is_found]
-        limit = opted_in[open_ids] if isinstance(opted_in, Tensor) else opted_in
-        position[open_ids] = (at + 1) % limit
+        limit = (
+            num_probed_slots[open_ids] if isinstance(num_probed_slots, Tensor) else num_probed_slots
+        )
+        position[open_ids] = (open_positions + 1) % limit
         open_ids = open_ids[~is_found]
     return slots, None
 
@@ -250,13 +252,13 @@ def prune_embedding_tables(
     """
     if iter > pruning_interval:
         row_utils.mul_(_DECAY)
-    moved = []
+    moved_rows = []
     for part, rows in zip(_tables(buffer_offsets), emb_sizes, strict=True):
         threshold = _threshold(row_utils[part], rows, iter)
-        moved.append(_prune(address_lookups[part], row_utils[part], threshold))
-    counts = torch.tensor([0, *map(len, moved)], device=buffer_offsets.device)
-    total = sum(map(len, moved))
-    rows = torch.cat(moved) if total else torch.zeros(1, dtype=torch.int64).to(counts.device)
+        moved_rows.append(_prune(address_lookups[part], row_utils[part], threshold))
+    counts = torch.tensor([0, *map(len, moved_rows)], device=buffer_offsets.device)
+    total = sum(map(len, moved_rows))
+    rows = torch.cat(moved_rows) if total else torch.zeros(1, dtype=torch.int64).to(counts.device)
     return rows, counts.cumsum(0), total
 
 
@@ -294,10 +296,12 @@ def remap_indices_update_utils(
     for feature, (table, start, length) in enumerate(features):
         if not length or len(buffer_offsets) < 2:
             continue
-        first = buffer_offsets[table]
-        ids = first + values[start : start + length]
+        table_start = buffer_offsets[table]
+        ids = table_start + values[start : start + length]
         if update_util:
-            used = ids if full_values_list is None else first + full_values_list[feature]
-            row_util.add_(torch.bincount(used, minlength=len(row_util)))
+            counted_ids = (
+                ids if full_values_list is None else table_start + full_values_list[feature]
+            )
+            row_util.add_(torch.bincount(counted_ids, minlength=len(row_util)))
         remapped[start : start + length] = address_lookup[ids].to(values.dtype)
     return remapped

@@ -6,6 +6,10 @@ from torch import Tensor
 from emblib.compat.fbgemm_operators.checks import DTYPES, check, check_rows
 from emblib.compat.fbgemm_operators.registry import operator
 
+_MAX_CODE = 255.0  # of 8 bits
+_EPS = 1e-8  # FBGEMM's, for rows of one value
+_HALF_HEADER_BYTES = 4  # of scale and minimum in float16
+
 
 def _range(values: Tensor) -> tuple[Tensor, Tensor]:
     values = values.float()
@@ -28,8 +32,8 @@ def to_fused_8bit(t: Tensor) -> Tensor:
     check_rows("t", t)
     low, high = _range(t)
     width = high - low
-    codes = ((t.float() - low) * (255.0 / (width + 1e-8))).round().clamp(0, 255)
-    return torch.cat([codes.to(torch.uint8), _as_bytes(width / 255.0), _as_bytes(low)], dim=-1)
+    codes = ((t.float() - low) * (_MAX_CODE / (width + _EPS))).round().clamp(0, _MAX_CODE)
+    return torch.cat([codes.to(torch.uint8), _as_bytes(width / _MAX_CODE), _as_bytes(low)], dim=-1)
 
 
 for _source in ("Float", "Half", "FloatOrHalf"):
@@ -48,13 +52,13 @@ def fused_8bit_to_float(
     Args:
         input: rows of codes, scale and minimum.
         output_dtype: number of the dtype: 0 for float32, 1 for float16, 5 for bfloat16.
-        scale_bias_last: whether scale and minimum are at the end of a row, not at its begin.
-        quant_padding_float_type: whether they are float32, not float16 (at the begin only).
+        scale_bias_last: whether scale and minimum are at the end of a row, not at its start.
+        quant_padding_float_type: whether they are float32, not float16 (at the start only).
     """
     check_rows("input", input)
     check(
         quant_padding_float_type or not scale_bias_last,
-        "float16 scale and minimum (quant_padding_float_type=False) are at the begin of a row",
+        "float16 scale and minimum (quant_padding_float_type=False) are at the start of a row",
     )
     kind = torch.float32 if quant_padding_float_type else torch.float16
     size = 2 * kind.itemsize
@@ -128,9 +132,10 @@ def fused_nbit_to_float(
     """Return the values of rows of `bit_rate`-bit codes, see `fused_8bit_to_float`."""
     _check_bits(bit_rate)
     check_rows("input", input)
-    codes, header = input[..., :-4], input[..., -4:]
+    size = _HALF_HEADER_BYTES
+    codes, header = input[..., :-size], input[..., -size:]
     if not scale_bias_last:
-        codes, header = input[..., 4:], input[..., :4]
+        codes, header = input[..., size:], input[..., :size]
     return _decode(unpack_nbit(codes, bit_rate), header, torch.float16, output_dtype)
 
 

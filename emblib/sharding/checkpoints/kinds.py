@@ -516,10 +516,10 @@ class StateOfTables(nn.Module):
         values = {
             key: value for key, value in values.items() if not key.startswith(shared_prefixes)
         }
-        lacking = [
+        absent_names = [
             key for key in missing_names(tables, values) if not key.startswith(shared_prefixes)
         ]
-        missing.extend(handles_prefix + key for key in lacking)
+        missing.extend(handles_prefix + key for key in absent_names)
         # Submodules have no state of their own: all entries are of tables.
         prefixes = known_prefixes(tables)
         unexpected.extend(

@@ -63,7 +63,7 @@ class RowStateTarget(Target):
         spans = [(0, size[0])]
         if isinstance(value, ShardedTable):
             spans = [value.shards[i].rows for i in value.parts]
-        # Boxes of a rank may share rows; what is read is cut so that each row is read once.
+        # Shards of a rank may share rows; disjoint spans read each row once.
         self._spans = _disjoint(spans)
         shards = [Shard(0, span, (0, self._width)) for span in self._spans]
         parts = {
@@ -171,8 +171,18 @@ def latest(directory: str | Path, ranks: Group = None) -> Path | None:
     return RankGroup.from_value(ranks).gather_objects(look())[0]
 
 
+_MAX_LISTED = 5  # names or problems in an error message
+
+
+def _listed(texts: Sequence[str], separator: str = ", ") -> str:
+    """Join the first texts, and say how many more there are."""
+    num_omitted = len(texts) - _MAX_LISTED
+    omitted = [f"and {num_omitted} more"] if num_omitted > 0 else []
+    return separator.join([*texts[:_MAX_LISTED], *omitted])
+
+
 def load_export(path: str | Path) -> dict[str, Any]:
-    """Return what `export` wrote, on the CPU; not a collective.
+    """Load a file of `export` to the CPU; not a collective.
 
     Raises:
         CheckpointError: the file is damaged, or it names something that may run code.
@@ -213,9 +223,8 @@ class _Loading:
         self._check_quantised(missing_names)
         if missing_names and strict:
             raise CheckpointError(
-                f"{path} does not have {', '.join(missing_names[:5])}"
-                f"{f' and {len(missing_names) - 5} more' if len(missing_names) > 5 else ''}: it is "
-                "of another model; strict=False leaves them as they are"
+                f"{path} does not have {_listed(missing_names)}: it is of another model; "
+                "strict=False leaves them as they are"
             )
         self.leaves = [leaf for leaf in all_leaves if leaf.name in self.saved]
         self._check_sizes()
@@ -229,8 +238,8 @@ class _Loading:
         ]
         if former:
             raise CheckpointError(
-                f"{self.path} has the rows of {', '.join(former[:5])} as before 0.1.0, with scales "
-                "apart from numbers: quantise the trained tables again, with "
+                f"{self.path} has the rows of {_listed(former)} as before 0.1.0, with scales apart "
+                "from numbers: quantise the trained tables again, with "
                 "collection.quantized(), or read it with torch.distributed.checkpoint and load "
                 "that into the unsharded collection, whose load_state_dict converts the rows"
             )
@@ -243,11 +252,11 @@ class _Loading:
         """
         from emblib.sharding.checkpoints.unpickling import is_whole
 
-        lacking = sorted(name for name in names if not is_whole(self.saved[name]))
-        if lacking:
+        incomplete_names = sorted(name for name in names if not is_whole(self.saved[name]))
+        if incomplete_names:
             raise CheckpointError(
-                f"{self.path} is damaged: it does not have all of {', '.join(lacking[:5])}; load "
-                "another checkpoint, e.g. an older one"
+                f"{self.path} is damaged: it does not have all of {_listed(incomplete_names)}; "
+                "load another checkpoint, e.g. an older one"
             )
 
     def _cuts(self, notes: bytes) -> dict[str, tuple[int, ...]]:
@@ -332,21 +341,21 @@ class _Loading:
         if saved_layouts:
             read(saved_layouts, self.reader, RankGroup.single())
         # Older checkpoints have cores without a layout.
-        lacking = {
+        tables_without = {
             name
             for name in layouts.keys() - saved_layouts.keys()
             if _sibling(name, "cores.0") in self.saved
         }
         wrong = [
             f"{_sibling(name, 'cores')}: {problem}"
-            for name in sorted(saved_layouts.keys() | lacking)
+            for name in sorted(saved_layouts.keys() | tables_without)
             if (problem := layout_entry.difference(saved_layouts.get(name), layouts[name].value))
         ]
         if wrong:
-            raise CheckpointError(f"{self.path} is of other tables; {'; '.join(wrong[:5])}")
-        for name in lacking:  # the sizes of the cores are checked instead
+            raise CheckpointError(f"{self.path} is of other tables; {_listed(wrong, '; ')}")
+        for name in tables_without:  # the sizes of the cores are checked instead
             del layouts[name].container[layouts[name].key]
-        return [leaf for leaf in all_leaves if leaf.name not in lacking]
+        return [leaf for leaf in all_leaves if leaf.name not in tables_without]
 
     def _size(self, leaf: Leaf) -> torch.Size | None:
         """Return the saved size; None for values that are not tensors."""
@@ -374,8 +383,7 @@ class _Loading:
                 wrong.append(f"{leaf.name}: saved is {saved}, here is {current_size}")
         if wrong:
             raise CheckpointError(
-                f"{self.path} is of other tables or another optimizer; {'; '.join(wrong[:5])}"
-                f"{f'; and {len(wrong) - 5} more' if len(wrong) > 5 else ''}"
+                f"{self.path} is of other tables or another optimizer; {_listed(wrong, '; ')}"
             )
 
     def targets(self, ranks: RankGroup) -> dict[str, Target]:

@@ -23,7 +23,7 @@ from emblib.sharding.ranks import RankGroup, subgroup
 from emblib.tables.durable_files import save_archive, saving
 
 NOTES = "emblib"
-"""The entry of a checkpoint that tells what its tensors do not: a JSON text, as bytes."""
+"""The entry of a checkpoint for metadata: a JSON text, as bytes."""
 
 Group = RankGroup | dist.ProcessGroup | dist.DeviceMesh | None
 
@@ -85,7 +85,7 @@ def _with_notes(content: dict[str, Any]) -> dict[str, Any]:
     content = checked_values(content)
     if NOTES in content:
         raise ValueError(
-            f"{NOTES!r} is the name of what a checkpoint tells of itself: take another"
+            f"{NOTES!r} is the entry for the metadata of a checkpoint: take another name"
         )
     cuts = {
         leaf.name: leaf.value.cuts for leaf in leaves(content) if isinstance(leaf.value, RowStates)

@@ -105,9 +105,9 @@ class TrainPipelineBase:
     def progress(self, batches: Iterator[Any]) -> Any:
         """Train the next batch and return the output of `forward`.
 
-        All ranks call this equally often. With another iterator than last time, what was read from
-        that one is trained first. On a rank that has no batch left the output is that of an empty
-        one.
+        All ranks call this equally often. If `batches` is another iterator than in the last call,
+        batches that were read ahead from the earlier one are trained first. On a rank without
+        further batches the output is that of an empty batch.
 
         Raises:
             StopIteration: all ranks are drained (`StopAtShortest`: one is); the next call may bring
@@ -174,7 +174,7 @@ class TrainPipelineBase:
         return self._forward(batch)
 
     def _output_of(self, result: Any) -> tuple[Any, Any]:
-        """Return the loss and the output of what `forward` returned."""
+        """Split the result of `forward` into loss and output."""
         if isinstance(result, tuple | list) and len(result) == 2:
             return result[0], result[1]
         return result, result

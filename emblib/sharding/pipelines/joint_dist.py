@@ -241,7 +241,7 @@ class JointDist:
 
     @graph_break
     def end(self) -> None:
-        """End a forward; all ranks compare what they found in one that was searched."""
+        """End a forward; after one that was searched, all ranks compare their findings."""
         running = self._running
         self.end_early()
         if running is None:

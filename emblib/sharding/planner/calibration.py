@@ -131,7 +131,7 @@ class Calibration:
 
     @classmethod
     def load(cls, path: str | Path) -> "Calibration":
-        """Read what `save` wrote.
+        """Read a file of `save`.
 
         Raises:
             ValueError: the file is damaged or not a calibration.

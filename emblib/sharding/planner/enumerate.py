@@ -225,8 +225,8 @@ class ShardCosts:
     def common_cost(self, shards: Sequence[Shard]) -> CommonCost:
         """Return the cost of the shards for every rank."""
         columns = (shard.shape[1] for shard in shards)
-        described = zip(columns, self.shares(shards), self.summed(shards), strict=True)
-        return self.model.common_cost(self.workload, described)
+        shard_costs = zip(columns, self.shares(shards), self.summed(shards), strict=True)
+        return self.model.common_cost(self.workload, shard_costs)
 
     def replicated(self) -> CommonCost:
         """Return the cost of a replicated table for every rank."""

@@ -25,13 +25,14 @@ PHASES = ("input", "lookup", "output", "update")
 INPUT, LOOKUP, OUTPUT, UPDATE = range(4)
 Seconds = tuple[float, float, float, float]
 
-_ID = 8  # bytes; int32 ids take half
-_FLOAT = 4
-_GROUPING = 20  # bytes per id while the lookups of a batch are grouped by row
-_NS = 1e-9
-_SAMPLE = 4096
-_MAX_BAGS = 0.75  # `_MAX_SHARE_OF_BAGS` of `emblib.sharding.input_dist`
-_NUMBER = 4  # bytes of a row index that is sent
+_ID_BYTES = 8  # of int64 ids, and of lengths; int32 ones take half
+_FLOAT_BYTES = 4
+_GROUPING_BYTES = 20  # per id, while the lookups of a batch are grouped by row
+_S_PER_NS = 1e-9
+_SAMPLE_FLOATS = 4096  # floats that are encoded to measure the size of a codec's messages
+_MAX_SHARE_OF_BAGS = 0.75  # as in `emblib.sharding.input_dist`
+_ROW_INDEX_BYTES = 4  # of a bag's position among the bags that are sent
+_GRID_S = 2.0**-44  # 0.06 ps
 
 
 class Load(NamedTuple):
@@ -42,17 +43,24 @@ class Load(NamedTuple):
 
     def plus(self, other: "Load", factor: int) -> "Load":
         """Add `factor` times another load; -1 subtracts it."""
+        # Unrolled, because the search adds loads often.
         (a, b, c, d), (e, f, g, h) = self.seconds, other.seconds
         seconds = a + factor * e, b + factor * f, c + factor * g, d + factor * h
         return Load(seconds, self.nbytes.plus(other.nbytes, factor))
 
 
 class CommonCost(NamedTuple):
-    """The cost of a table for every rank: seconds by phase, `arrange` in addition, and bytes.
+    """The cost of a table for every rank.
 
-    `positions`: bytes of the original positions of ids, which ranks store if any table is cut by
-    rows. `packs`: whether bags without ids are not sent. `uneven`: additional seconds of this table
-    if another table packs, because features then differ in their number of bags.
+    Attributes:
+        seconds: seconds by phase.
+        arrange: seconds of the work that every rank does, whatever shards it has.
+        nbytes: bytes of batches and replicas.
+        positions: bytes of the original positions of ids, which ranks store if any table is cut by
+            rows.
+        packs: whether bags without ids are not sent.
+        uneven: additional seconds of this table if another table packs, because features then
+            differ in their number of bags.
     """
 
     seconds: Seconds
@@ -64,10 +72,13 @@ class CommonCost(NamedTuple):
 
 
 class _LookupCost(NamedTuple):
-    """One collection's lookups in a table: seconds, and bytes in the two phases of `MemoryNeed`.
+    """The cost of one collection's lookups in a table.
 
-    `io` are the bytes while rows are sent, `updating` those while rows are updated. `arrange`:
-    additional seconds, as in `CommonCost`.
+    Attributes:
+        seconds: seconds by phase.
+        io: bytes while rows are sent, which count at the peak `combining` of `MemoryNeed`.
+        updating: bytes while rows are updated.
+        arrange: additional seconds, as in `CommonCost`.
     """
 
     seconds: Seconds
@@ -80,17 +91,19 @@ NOTHING = Load((0.0, 0.0, 0.0, 0.0), MemoryNeed(0, 0))
 
 
 class BytesPerFloat(NamedTuple):
-    """Bytes that a float takes in transit: of pooled rows, and of their gradients."""
+    """Bytes that a float takes in transit: `forward` in rows, `backward` in their gradients."""
 
     forward: float = 4.0
     backward: float = 4.0
 
     @classmethod
     def by(cls, wire: "CommPrecision") -> "BytesPerFloat":
-        """Measure the encoded size of floats with the codecs of a `CommPrecision`."""
-        rows = torch.zeros(_SAMPLE)
+        """Measure the mean encoded size of floats with the codecs of a `CommPrecision`."""
+        rows = torch.zeros(_SAMPLE_FLOATS)
         codecs = wire.forward, wire.backward
-        return cls(*(codec.encode(rows, [_SAMPLE]).nbytes / _SAMPLE for codec in codecs))
+        return cls(
+            *(codec.encode(rows, [_SAMPLE_FLOATS]).nbytes / _SAMPLE_FLOATS for codec in codecs)
+        )
 
 
 FLOATS = BytesPerFloat()
@@ -175,18 +188,20 @@ class CostModel:
         bags = workload.batch_size * world * workload.num_features * of_bags
         rows_out = bags if workload.config.pooled else ids
         floats = rows_out * table_slice.dim
-        sent_bytes = ids * (_ID + (_FLOAT if workload.is_weighted else 0)) + bags * _ID
+        sent_bytes = (
+            ids * (_ID_BYTES + (_FLOAT_BYTES if workload.is_weighted else 0)) + bags * _ID_BYTES
+        )
         output = floats * (self.wire.forward + self.wire.backward) * self._s_per_byte
         if is_summed:
             # Within the node rows are float32, and copied twice: to be sent, and to be summed.
             s_within, s_between = self._s_per_summed
-            copied = 4 * 2 * _FLOAT * self._costs.arrange_ns * _NS
+            copied = 4 * 2 * _FLOAT_BYTES * self._costs.arrange_ns * _S_PER_NS
             output = floats * (
-                2 * _FLOAT * s_within
+                2 * _FLOAT_BYTES * s_within
                 + (self.wire.forward + self.wire.backward) * s_between
                 + copied
             )
-        uneven = bags * self._costs.uneven_ns * _NS / 2 if of_bags < 1.0 else 0.0
+        uneven = bags * self._costs.uneven_ns * _S_PER_NS / 2 if of_bags < 1.0 else 0.0
         seconds = (
             sent_bytes * self._s_per_byte,
             self._lookup(workload, table_slice, ids, rows_out) + uneven,
@@ -196,10 +211,10 @@ class CostModel:
         )
         # Ids and lengths of each batch in flight, and its outgoing rows or incoming gradients.
         # Unpooled rows are put in order before they are sent, and their gradients afterwards.
-        rows = self._copies_of(workload) * _FLOAT * floats
+        rows = self._copies_of(workload) * _FLOAT_BYTES * floats
         # A rank's own rows count as sent, though those of large messages stay in place.
         io = self._moved * sent_bytes + rows
-        grouping = _GROUPING * ids * table_slice.storage.is_trained
+        grouping = _GROUPING_BYTES * ids * table_slice.storage.is_trained
         updating = io + (grouping if workload.config.pooled else max(grouping, rows))
         if is_summed:
             # Also rows in the order of sending, the rows to sum, and the gradients of sums.
@@ -210,7 +225,7 @@ class CostModel:
     def common_cost(
         self, workload: TableWorkload, shards: Iterable[tuple[int, float, bool]]
     ) -> CommonCost:
-        """Return the cost of a sharded table for every rank: what it sends and combines.
+        """Return the cost of a sharded table for every rank, of sending and combining.
 
         `shards` are the columns and id share of each shard, and whether its node sums its rows.
         """
@@ -241,28 +256,31 @@ class CostModel:
         for columns, share, is_summed in shards:
             sent_ids += ids * share
             rows = bags * (1.0 if is_summed else share_of_bags_with_ids(workload, share))
-            numbers += _NUMBER * bags * (rows < bags)
+            numbers += _ROW_INDEX_BYTES * bags * (rows < bags)
             looked_up += rows
-            sent += ids * share * (_ID + (_FLOAT if workload.is_weighted else 0)) + rows * _ID
+            sent += (
+                ids * share * (_ID_BYTES + (_FLOAT_BYTES if workload.is_weighted else 0))
+                + rows * _ID_BYTES
+            )
             received_rows = rows / self.topology.local_world_size if is_summed else rows
             pieces += (received_rows if workload.config.pooled else ids * share) * columns
         out = (bags if workload.config.pooled else ids) * workload.config.embedding_dim
         arrange = (
-            sent / _ID * self._costs.route_ns
-            + numbers / _NUMBER * self._costs.pack_ns
-            + 2 * (pieces + out) * _FLOAT * self._costs.arrange_ns
+            sent / _ID_BYTES * self._costs.route_ns
+            + numbers / _ROW_INDEX_BYTES * self._costs.pack_ns
+            + 2 * (pieces + out) * _FLOAT_BYTES * self._costs.arrange_ns
         )
         # The caller's batch, the output and its gradient. `combining` adds the sent ids and the
         # pieces of rows that are put together.
-        in_and_out = self.batches * (ids * _ID + bags * _ID) + 2 * _FLOAT * out
+        in_and_out = self.batches * (ids * _ID_BYTES + bags * _ID_BYTES) + 2 * _FLOAT_BYTES * out
         # The gradients of unpooled rows are first concatenated, then put in order.
-        pieces_nbytes = self._copies_of(workload) * _FLOAT * pieces
+        pieces_nbytes = self._copies_of(workload) * _FLOAT_BYTES * pieces
         ordered_nbytes = 0.0 if workload.config.pooled else pieces_nbytes
         combining = (
             in_and_out + (self.batches - 1) * sent + pieces_nbytes + ordered_nbytes + numbers
         )
-        positions = 0.0 if workload.config.pooled else self._moved * sent_ids * _ID
-        arrange, positions = _on_grid(arrange * _NS), float(math.ceil(positions))
+        positions = 0.0 if workload.config.pooled else self._moved * sent_ids * _ID_BYTES
+        arrange, positions = _on_grid(arrange * _S_PER_NS), float(math.ceil(positions))
         uneven = 0.0 if numbers or not workload.config.pooled else looked_up * self._costs.uneven_ns
         return CommonCost(
             NOTHING.seconds,
@@ -270,7 +288,7 @@ class CostModel:
             _need(MemoryBytes(0), combining, in_and_out + ordered_nbytes),
             positions,
             packs=numbers > 0,
-            uneven=_on_grid(uneven * _NS),
+            uneven=_on_grid(uneven * _S_PER_NS),
         )
 
     @property
@@ -288,7 +306,7 @@ class CostModel:
         batches = [self._replicated(lookup, table_slice) for lookup in workload.by_reader]
         if table_slice.storage.is_trained and not is_fused(workload.optimizer):
             # The gradient of the whole table is summed over the ranks, there and back.
-            sent_s = 2 * table_slice.num_rows * table_slice.dim * _FLOAT * self._s_per_byte
+            sent_s = 2 * table_slice.num_rows * table_slice.dim * _FLOAT_BYTES * self._s_per_byte
             batches.append(_LookupCost((0.0, 0.0, sent_s, 0.0), 0.0, 0.0))
         seconds = [
             sum(phase) for phase in zip(*(lookup.seconds for lookup in batches), strict=True)
@@ -309,13 +327,13 @@ class CostModel:
         rows_out = bags if workload.config.pooled else ids
         floats = rows_out * workload.config.embedding_dim
         lookup = self._lookup(workload, table_slice, ids, rows_out)
-        in_and_out = self.batches * (ids * _ID + bags * _ID) + 2 * _FLOAT * floats
-        combining = in_and_out + (_FLOAT * floats if workload.config.pooled else 0.0)
-        updating = in_and_out + _GROUPING * ids
+        in_and_out = self.batches * (ids * _ID_BYTES + bags * _ID_BYTES) + 2 * _FLOAT_BYTES * floats
+        combining = in_and_out + (_FLOAT_BYTES * floats if workload.config.pooled else 0.0)
+        updating = in_and_out + _GROUPING_BYTES * ids
         arrange = 0.0
         if world > 1:
             # Rows are appended to the received ones and copied to the output; gradients back.
-            arrange = 6 * _FLOAT * floats * self._costs.arrange_ns * _NS
+            arrange = 6 * _FLOAT_BYTES * floats * self._costs.arrange_ns * _S_PER_NS
         if not table_slice.storage.is_trained:
             seconds = 0.0, lookup, 0.0, 0.0
         elif not is_fused(workload.optimizer):
@@ -323,13 +341,13 @@ class CostModel:
         else:
             # This rank receives the ids and gradients of all ranks.
             sent_bytes = (
-                ids * (_ID + (_FLOAT if workload.is_weighted else 0)) + bags * _ID
+                ids * (_ID_BYTES + (_FLOAT_BYTES if workload.is_weighted else 0)) + bags * _ID_BYTES
             ) * world
             update = self._update(workload, table_slice, ids * world, rows_out * world)
             values = 0.0
             if table_slice.storage.updates_need_rows:
                 update += self._lookup(workload, table_slice, ids * world, rows_out * world)
-                values = _FLOAT * floats * world
+                values = _FLOAT_BYTES * floats * world
             returned_bytes = floats * world * self.wire.backward
             seconds = (
                 sent_bytes * self._s_per_byte,
@@ -337,13 +355,15 @@ class CostModel:
                 returned_bytes * self._s_per_byte,
                 update,
             )
-            arrange += sent_bytes / _ID * self._costs.route_ns * _NS if world > 1 else 0.0
+            arrange += (
+                sent_bytes / _ID_BYTES * self._costs.route_ns * _S_PER_NS if world > 1 else 0.0
+            )
             # Gradients of this rank and of all ranks. Those of unpooled rows are first concatenated
             # over features, and put in order when they have arrived.
-            gathered_nbytes = self.batches * sent_bytes + _FLOAT * floats * world
+            gathered_nbytes = self.batches * sent_bytes + _FLOAT_BYTES * floats * world
             combining += gathered_nbytes * self._copies_of(workload)
-            combining += 0.0 if workload.config.pooled else 2 * _FLOAT * floats
-            updating = in_and_out + gathered_nbytes + values + _GROUPING * ids * world
+            combining += 0.0 if workload.config.pooled else 2 * _FLOAT_BYTES * floats
+            updating = in_and_out + gathered_nbytes + values + _GROUPING_BYTES * ids * world
         return _LookupCost(seconds, combining, updating, arrange)
 
     # Lookups and updates
@@ -397,8 +417,8 @@ class CostModel:
     ) -> float:
         costs = self._costs
         rows = table_slice.storage.lookup_ns(table_slice, workload.optimizer, ids, self)
-        bags = rows_out * interpolate(costs.bag, table_slice.dim * _FLOAT)
-        return (rows + bags) * _NS + workload.num_features * costs.unit_s / 2
+        bags = rows_out * interpolate(costs.bag, table_slice.dim * _FLOAT_BYTES)
+        return (rows + bags) * _S_PER_NS + workload.num_features * costs.unit_s / 2
 
     def _update(
         self, workload: TableWorkload, table_slice: TableSlice, ids: float, rows_out: float
@@ -407,8 +427,8 @@ class CostModel:
             return 0.0
         costs = self._costs
         rows = table_slice.storage.update_ns(table_slice, workload.optimizer, ids, self)
-        bags = rows_out * interpolate(costs.bag_gradient, table_slice.dim * _FLOAT)
-        return (rows + bags) * _NS + workload.num_features * costs.unit_s / 2
+        bags = rows_out * interpolate(costs.bag_gradient, table_slice.dim * _FLOAT_BYTES)
+        return (rows + bags) * _S_PER_NS + workload.num_features * costs.unit_s / 2
 
     # Steps
 
@@ -428,17 +448,18 @@ class CostModel:
         return sum(2 * (costs.exchange_s + (size - 2) * costs.message_s) for size in sizes)
 
 
-# Seconds are multiples of 2^-44 (0.06 ps) and bytes are whole numbers, so sums are exact in any
-# order: subtracting what was added restores the old sum, and equal loads stay equal.
+# Seconds are multiples of `_GRID_S` and bytes are whole numbers, so sums are exact in any order:
+# subtracting what was added restores the old sum, and equal loads stay equal.
 
 
 def _on_grid(seconds: float) -> float:
-    return round(seconds * 2.0**44) / 2.0**44
+    return round(seconds / _GRID_S) * _GRID_S
 
 
 def _exact(seconds: Sequence[float]) -> Seconds:
-    a, b, c, d = seconds
-    return _on_grid(a), _on_grid(b), _on_grid(c), _on_grid(d)
+    """Round the seconds of the four phases to the grid."""
+    input_s, lookup_s, output_s, update_s = map(_on_grid, seconds)
+    return input_s, lookup_s, output_s, update_s
 
 
 def _need(table: MemoryBytes, combining: float, updating: float) -> MemoryNeed:
@@ -458,4 +479,4 @@ def share_of_bags_with_ids(workload: TableWorkload, share: float) -> float:
         return 1.0
     ids = workload.ids_per_example / workload.num_features
     of_bags = 1.0 - (1.0 - share) ** ids if ids >= 1.0 else ids * share
-    return 1.0 if of_bags > _MAX_BAGS else of_bags
+    return 1.0 if of_bags > _MAX_SHARE_OF_BAGS else of_bags

@@ -161,20 +161,24 @@ def cut_to_fit(problem: Problem, workloads: Sequence[TableWorkload]) -> Plan:
     Tables that must not be cut are placed first, then the others, the largest first.
     """
     world = problem.model.topology.world_size
-    size = {t: min(max(o.nbytes(world)) for o in opts) for t, opts in enumerate(problem.options)}
-    order = sorted(size, key=lambda t: (_can_cut(problem, workloads[t]), -size[t], t))
+    size = {
+        table: min(max(o.nbytes(world)) for o in opts) for table, opts in enumerate(problem.options)
+    }
+    order = sorted(
+        size, key=lambda table: (_can_cut(problem, workloads[table]), -size[table], table)
+    )
     loads, plan = problem.loads(), dict[int, PlacedOption]()
-    for t in order:
-        by_bytes = sorted(problem.options[t], key=lambda o: (o.penalty, max(o.nbytes(world))))
-        placed = (place(loads, option) for option in by_bytes)
-        choice = next((c for c in placed if c is not None), None)
-        if choice is None and _can_cut(problem, workloads[t]):
-            choice = _cut(loads, workloads[t], problem)
+    for table in order:
+        by_bytes = sorted(problem.options[table], key=lambda o: (o.penalty, max(o.nbytes(world))))
+        placements = (place(loads, option) for option in by_bytes)
+        choice = next((c for c in placements if c is not None), None)
+        if choice is None and _can_cut(problem, workloads[table]):
+            choice = _cut(loads, workloads[table], problem)
         if choice is None:
             return []
         loads.add(choice)
-        plan[t] = choice
-    return [plan[t] for t in sorted(plan)]
+        plan[table] = choice
+    return [plan[table] for table in sorted(plan)]
 
 
 def _can_cut(problem: Problem, workload: TableWorkload) -> bool:
@@ -309,16 +313,16 @@ def no_plan(problem: Problem, workloads: Sequence[TableWorkload]) -> PlanError:
     return PlanError(message, [workloads[t].name for t in tables_shown], int(missing), remedies)
 
 
-def _fits_alone(problem: Problem, t: int) -> bool:
+def _fits_alone(problem: Problem, table: int) -> bool:
     loads = problem.loads()
-    return any(place(loads, option) is not None for option in problem.options[t])
+    return any(place(loads, option) is not None for option in problem.options[table])
 
 
-def _short_alone(problem: Problem, t: int) -> float:
+def _short_alone(problem: Problem, table: int) -> float:
     """Return the bytes by which the best option of a table exceeds the ranks with most memory."""
     missing_by_option: list[float] = []
     free_by_rank = sorted((pool.device for pool in problem.free_memory), reverse=True)
-    for option in problem.options[t]:
+    for option in problem.options[table]:
         common_nbytes = option.common_cost.nbytes.device
         pieces = [m.nbytes.device for unit in option.units for m in unit.members] or [0.0]
         pieces += [0.0] * (len(free_by_rank) - len(pieces))
@@ -370,7 +374,7 @@ def _remedies(
     if largest.config.data_type.itemsize == 4 and largest.config.storage == Dense():
         remedies.append("keep tables in 16 bits (data_type=torch.bfloat16)")
     if largest.optimizer is not None and any(not s.per_row for s in largest.optimizer.states):
-        remedies.append("take an optimizer with one number a row, as RowwiseAdagrad")
+        remedies.append("take an optimizer with one number per row, as RowwiseAdagrad")
     remedies.append("make the batch, or the Reservation, smaller")
     return remedies
 

@@ -22,6 +22,7 @@ from emblib.jagged.jagged_tensor import running_sums
 from emblib.ops import route
 from emblib.optim import SGD, Adam, Optimizer
 from emblib.sharding.all_to_all import start_all_to_all
+from emblib.sharding.input_dist import number_bags
 from emblib.sharding.plan import construct_plan
 from emblib.sharding.planner import calibration
 from emblib.sharding.planner.calibration import Calibration, Curve
@@ -42,13 +43,17 @@ from emblib.tables import TableBatchedEmbeddingBags, TTEmbeddingBag
 
 _ROUNDS = 20
 _DIMS = (8, 32, 64, 128)
-_STATEFUL = (64, 128)  # dims that are measured with Adam as well: rows with twice their state
+_ADAM_DIMS = (64, 128)  # measured with Adam as well, whose states are twice as long as the row
 _BAGS = 4096
 _FEW_IDS, _MANY_IDS = 1, 13  # ids per bag: the cost of an id is the slope between the two
-_SMALL = 1 << 19  # bytes of a table that is in cache
-_VARIANTS = 6  # batches used in turn, so that none finds its own rows in cache
-_COLD = 3  # large buffers used in turn, so that none stays in cache
-_TABLES = 64
+_CACHED_BYTES = 1 << 19  # bytes of a table that is in cache
+_NUM_BATCHES = 6  # batches used in turn, so that none finds its own rows in cache
+_NUM_COLD_BUFFERS = 3  # large buffers used in turn, so that none stays in cache
+_EXTRA_TABLES = 64  # tables whose steps, compared with that of one, give the cost of a table
+_TINY = TableShape(64, 8)  # rows and columns of tables whose rows cost nothing
+_ROUND_S = 5e-3  # duration of a round
+_NS_PER_S = 1e9
+_MIN_NEAR_FRACTION = 0.02  # of a quarter of the large table, so that the cache is not empty
 
 
 @dataclass(frozen=True)
@@ -60,7 +65,7 @@ class Sizes:
 
 
 def timed(function: Callable[[], object], device: torch.device, rounds: int) -> float:
-    """Return the seconds per call of a computation: the minimum over rounds of 5 ms each."""
+    """Return the seconds per call of a computation: the minimum over rounds of `_ROUND_S`."""
     is_serial = device.type == "cpu" and torch.get_num_threads() == 1
     clock = time.thread_time if is_serial else time.perf_counter
 
@@ -73,7 +78,7 @@ def timed(function: Callable[[], object], device: torch.device, rounds: int) -> 
         return (clock() - start) / times
 
     once(1)
-    times = max(1, round(5e-3 / max(once(1), 1e-7)))
+    times = max(1, round(_ROUND_S / max(once(1), 1e-7)))
     return min(once(times) for _ in range(rounds))
 
 
@@ -93,14 +98,17 @@ def measure_rank(device: torch.device, sizes: Sizes) -> Calibration:
     step, unit = _units(device, sizes.rounds)
     near_rows, middle_rows, far_rows = (
         _Rows(device, nbytes, sizes.rounds, table_overhead)
-        for nbytes in (_SMALL, sizes.large_bytes // 4, sizes.large_bytes)
+        for nbytes in (_CACHED_BYTES, sizes.large_bytes // 4, sizes.large_bytes)
     )
     far_update_ns, middle_update_ns, near_update_ns = (
         rows.costs(64, SGD(0.1)).update_ns for rows in (far_rows, middle_rows, near_rows)
     )
     near_fraction = min(
         1.0,
-        max(0.02, (far_update_ns - middle_update_ns) / max(far_update_ns - near_update_ns, 1e-3)),
+        max(
+            _MIN_NEAR_FRACTION,
+            (far_update_ns - middle_update_ns) / max(far_update_ns - near_update_ns, 1e-3),
+        ),
     )
     route_ns, arrange_ns = _routing(device, sizes.rounds)
     return replace(
@@ -117,7 +125,7 @@ def measure_rank(device: torch.device, sizes: Sizes) -> Calibration:
         step_s=step,
         route_ns=route_ns,
         arrange_ns=arrange_ns,
-        pack_ns=_packing(device, sizes.rounds),
+        pack_ns=measure_packing(device, sizes.rounds),
         uneven_ns=_uneven(device, sizes.rounds),
         hash_ns=_hashing(device, sizes.rounds, near_rows.costs(64, SGD(0.1)).id_ns),
         tt_ns=_multiply_add(device, sizes.rounds),
@@ -172,7 +180,7 @@ class _Rows:
                 (seconds - overhead) / _BAGS - _FEW_IDS * per_id_s
                 for seconds, overhead, per_id_s in zip(few_s, self.overhead_s, ids, strict=True)
             ]
-            ns = [max(1e9 * seconds, 0.0) for seconds in (ids[0], bags[0], ids[1], bags[1])]
+            ns = [max(_NS_PER_S * seconds, 0.0) for seconds in (ids[0], bags[0], ids[1], bags[1])]
             self._costs[key] = _Costs(*ns)
         return self._costs[key]
 
@@ -180,7 +188,7 @@ class _Rows:
         """Measure the seconds of forward, and of backward with the update."""
         offsets = torch.arange(_BAGS + 1, device=self.device) * ids
         batches = cycle(
-            [torch.randint(rows, (_BAGS * ids,), device=self.device) for _ in range(_VARIANTS)]
+            [torch.randint(rows, (_BAGS * ids,), device=self.device) for _ in range(_NUM_BATCHES)]
         )
         grad = torch.randn(_BAGS, table.tables[0].dim, device=self.device) * 1e-3
         return _timed_step(lambda: table(next(batches), offsets), grad, self.device, self.rounds)
@@ -192,7 +200,7 @@ class _Rows:
     def updates(self) -> Curve:
         """Return the curve of ns per updated id by bytes of the row and its state."""
         points = {4.0 * d: self.costs(d, SGD(0.1)).update_ns for d in _DIMS}
-        for d in _STATEFUL:
+        for d in _ADAM_DIMS:
             optimizer = Adam(0.1)
             points[float(row_bytes(optimizer, d, 4))] = self.costs(d, optimizer).update_ns
         return _line(points)
@@ -236,12 +244,15 @@ def _timed_step(
 def _one_table(device: torch.device, rounds: int) -> tuple[float, float]:
     """Measure the seconds of forward and backward of one table on a minimal batch."""
     module = TableBatchedEmbeddingBags(
-        [TableSpec(64, 8)], SGD(0.1), bounds_check=BoundsCheck.NONE, device=device
+        [TableSpec(_TINY.rows, _TINY.columns)],
+        SGD(0.1),
+        bounds_check=BoundsCheck.NONE,
+        device=device,
     )
     ids = torch.zeros(1, dtype=torch.int64, device=device)
     offsets = torch.arange(2, device=device)
     return _timed_step(
-        lambda: module(ids, offsets), torch.ones(1, 8, device=device), device, rounds
+        lambda: module(ids, offsets), torch.ones(1, _TINY.columns, device=device), device, rounds
     )
 
 
@@ -252,8 +263,8 @@ def _units(device: torch.device, rounds: int) -> tuple[float, float]:
         step = tiny_step(RankGroup.single(device), tables, table_wise(0))
         return timed(lambda: step.forward().backward(step.gradient), device, rounds)
 
-    one_s, many_s = step_of(1), step_of(_TABLES + 1)
-    return one_s, max(many_s - one_s, 0.0) / _TABLES
+    one_s, many_s = step_of(1), step_of(_EXTRA_TABLES + 1)
+    return one_s, max(many_s - one_s, 0.0) / _EXTRA_TABLES
 
 
 class Tiny(NamedTuple):
@@ -267,16 +278,18 @@ def tiny_step(ranks: RankGroup, tables: int, *rules: Rule) -> Tiny:
     """Build a step with one id for each of several small tables, sharded by the rules in turn."""
     names = [f"t{t}" for t in range(tables)]
     source = EmbeddingBagCollection(
-        [EmbeddingBagConfig(64, 8, name) for name in names], device="meta", optimizer=SGD(0.1)
+        [EmbeddingBagConfig(_TINY.rows, _TINY.columns, name) for name in names],
+        device="meta",
+        optimizer=SGD(0.1),
     )
     world = World(ranks.size, ranks.local_size)
-    shapes = dict.fromkeys(names, TableShape(64, 8))
+    shapes = dict.fromkeys(names, _TINY)
     plan_rules = {name: rules[t % len(rules)] for t, name in enumerate(names)}
     plan = construct_plan(shapes, plan_rules, world)
     collection = ShardedEmbeddingBagCollection(source, plan, ranks)
     lengths = torch.ones(tables, dtype=torch.int64, device=ranks.device)
     batch = KeyedJaggedTensor(names, lengths, lengths=lengths)
-    gradient = torch.ones(1, 8 * tables, device=ranks.device)
+    gradient = torch.ones(1, _TINY.columns * tables, device=ranks.device)
     return Tiny(lambda: collection(batch).values(), gradient)
 
 
@@ -286,11 +299,11 @@ def _routing(device: torch.device, rounds: int) -> tuple[float, float]:
     ids = torch.randint(rows, (bags,), device=device)
     offsets = torch.arange(bags + 1, device=device)
     quarters = [(k * rows // 4, k, 1) for k in range(4)]
-    described = (
+    routing_arrays = (
         *([0, bags], [[0, 4, rows, 0]], quarters, [0, 1, 2, 3]),
         [k * bags for k in range(5)],
     )
-    routing = [torch.tensor(part, device=device) for part in described]
+    routing = [torch.tensor(part, device=device) for part in routing_arrays]
     num_bags = 4 * bags
 
     def send() -> None:
@@ -299,32 +312,32 @@ def _routing(device: torch.device, rounds: int) -> tuple[float, float]:
         route.route_ids(ids, offsets, *routing, starts=starts, total=bags)
 
     # As many rows as large batches have, copied from memory that is in no cache to new memory.
-    lines = 2 * bags
-    sources = [torch.randn(lines * width, device=device) for _ in range(_COLD)]
+    num_rows = 2 * bags
+    sources = [torch.randn(num_rows * width, device=device) for _ in range(_NUM_COLD_BUFFERS)]
     source = cycle(sources)
-    targets = torch.tensor([[0, width, lines, width, 0, 1, -1]], device=device)
-    pieces = torch.tensor([[0, width, -1]], device=device)
+    targets = torch.tensor([route.Target(0, width, num_rows, width, 0, 1)], device=device)
+    pieces = torch.tensor([route.Piece(0, width)], device=device)
 
     def arrange() -> None:
-        route.combine(next(source), targets, pieces, None, lines * width, torch.float32)
+        route.combine(next(source), targets, pieces, None, num_rows * width, torch.float32)
 
     # `arrange_ns` is per byte that is read or written, `route_ns` per received id.
     return (
-        timed(send, device, rounds) / bags * 1e9,
-        timed(arrange, device, rounds) / (2 * sources[0].nbytes) * 1e9,
+        timed(send, device, rounds) / bags * _NS_PER_S,
+        timed(arrange, device, rounds) / (2 * sources[0].nbytes) * _NS_PER_S,
     )
 
 
-def _packing(device: torch.device, rounds: int) -> float:
-    """Measure the ns to drop a bag without ids, as `InputDist` does."""
+def measure_packing(device: torch.device, rounds: int) -> float:
+    """Measure the ns per bag to drop bags without ids, as `InputDist` does."""
     lengths = torch.randint(0, 2, (16 * _BAGS,), device=device)
 
     def pack() -> None:
         has_ids = (lengths > 0).view(16, -1)
-        has_ids.cumsum(1, dtype=torch.int32).sub_(1).masked_fill_(~has_ids, -1)
+        number_bags(has_ids)
         lengths[has_ids.view(-1)]
 
-    return timed(pack, device, rounds) / lengths.numel() * 1e9
+    return timed(pack, device, rounds) / lengths.numel() * _NS_PER_S
 
 
 def _uneven(device: torch.device, rounds: int) -> float:
@@ -345,7 +358,7 @@ def _uneven(device: torch.device, rounds: int) -> float:
 
         return timed(run, device, rounds)
 
-    return max(step(uneven) - step(None), 0.0) / (tables * _BAGS) * 1e9
+    return max(step(uneven) - step(None), 0.0) / (tables * _BAGS) * _NS_PER_S
 
 
 def _hashing(device: torch.device, rounds: int, plain_ns: float) -> float:
@@ -358,7 +371,7 @@ def _hashing(device: torch.device, rounds: int, plain_ns: float) -> float:
     module.eval()
     with torch.no_grad():
         seconds = timed(lambda: module(ids, offsets), device, rounds)
-    return max(seconds / keys * 1e9 - plain_ns, 0.0)
+    return max(seconds / keys * _NS_PER_S - plain_ns, 0.0)
 
 
 def _multiply_add(device: torch.device, rounds: int) -> float:
@@ -369,11 +382,13 @@ def _multiply_add(device: torch.device, rounds: int) -> float:
     offsets = torch.arange(_BAGS + 1, device=device)
     with torch.no_grad():
         seconds = timed(lambda: module(ids, offsets), device, rounds)
-    return seconds * 1e9 / _BAGS / multiply_adds(spec)
+    return seconds * _NS_PER_S / _BAGS / multiply_adds(spec)
 
 
 _EXCHANGES = 4  # all-to-alls of a step: header, ids, rows, gradients
-_MESSAGE = 1 << 21  # elements to each rank: larger than caches, like the rows of large batches
+_MESSAGE_FLOATS = (
+    1 << 21
+)  # elements to each rank: larger than caches, like the rows of large batches
 
 
 def calibrate(ranks: RankGroup | None = None, sizes: Sizes | None = None) -> Calibration:
@@ -390,22 +405,22 @@ def calibrate(ranks: RankGroup | None = None, sizes: Sizes | None = None) -> Cal
     if ranks.rank == 0 or at_once:
         calibration = measure_rank(ranks.device, sizes)
     ranks.barrier()
-    agreed = ranks.gather_objects(calibration)[0]
-    assert agreed is not None
+    measured = ranks.gather_objects(calibration)[0]
+    assert measured is not None
     if ranks.size == 1:
-        return agreed
-    links = ranks.gather_objects(_links(ranks, agreed.step_s, sizes))
+        return measured
+    links = ranks.gather_objects(_links(ranks, measured.step_s, sizes))
     latency, copies, blocks, link, network = (max(column) for column in zip(*links, strict=True))
     nodes = f"{ranks.nodes} nodes" if ranks.nodes > 1 else "one node"
     return replace(
-        agreed,
-        source=f"{agreed.source}, {ranks.size} ranks on {nodes}",
+        measured,
+        source=f"{measured.source}, {ranks.size} ranks on {nodes}",
         exchange_s=latency,
         message_s=latency,
         copies_s=copies,
         blocks_s=blocks,
-        link_bytes_per_s=1.0 / link if link else agreed.link_bytes_per_s,
-        network_bytes_per_s=1.0 / network if network else agreed.network_bytes_per_s,
+        link_bytes_per_s=1.0 / link if link else measured.link_bytes_per_s,
+        network_bytes_per_s=1.0 / network if network else measured.network_bytes_per_s,
     )
 
 
@@ -423,12 +438,14 @@ def _overheads(ranks: RankGroup, step_s: float, rounds: int) -> tuple[float, flo
     """Measure seconds per all-to-all and further rank, of replication, and of row cuts."""
     one_each = [table_wise(rank) for rank in range(ranks.size)]
     synchronised_s = _synchronised(ranks, tiny_step(ranks, ranks.size, *one_each), rounds)
-    copied = _synchronised(
+    replicated_s = _synchronised(
         ranks, tiny_step(ranks, ranks.size, *one_each[1:], data_parallel()), rounds
     )
     message_s = max(synchronised_s - step_s, 1e-6) / _EXCHANGES / (ranks.size - 1)
-    cut = _synchronised(ranks, tiny_step(ranks, ranks.size, *one_each[1:], row_wise()), rounds)
-    return message_s, max(copied - synchronised_s, 0.0), max(cut - synchronised_s, 0.0)
+    row_cut_s = _synchronised(
+        ranks, tiny_step(ranks, ranks.size, *one_each[1:], row_wise()), rounds
+    )
+    return message_s, max(replicated_s - synchronised_s, 0.0), max(row_cut_s - synchronised_s, 0.0)
 
 
 def _synchronised(ranks: RankGroup, step: Tiny, rounds: int) -> float:
@@ -470,8 +487,8 @@ def _links(ranks: RankGroup, step_s: float, sizes: Sizes) -> tuple[float, ...]:
         if not ranks.gather_objects(len(peers))[0]:
             costs.append(0.0)
             continue
-        seconds = _exchange(ranks, peers, _MESSAGE, sizes.rounds)
-        costs.append(max(seconds - latency, 1e-9) / (len(peers) * _MESSAGE * 4))
+        seconds = _exchange(ranks, peers, _MESSAGE_FLOATS, sizes.rounds)
+        costs.append(max(seconds - latency, 1e-9) / (len(peers) * _MESSAGE_FLOATS * 4))
     return tuple(costs)
 
 
@@ -480,7 +497,8 @@ def _exchange(ranks: RankGroup, peers: Sequence[int], count: int, rounds: int) -
     sizes = [count if r in peers else 0 for r in range(ranks.size)]
     is_large = count > 1
     outgoing = cycle(
-        torch.ones(sum(sizes), device=ranks.device) for _ in range(_COLD if is_large else 1)
+        torch.ones(sum(sizes), device=ranks.device)
+        for _ in range(_NUM_COLD_BUFFERS if is_large else 1)
     )
 
     def once() -> None:

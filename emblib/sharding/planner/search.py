@@ -33,6 +33,19 @@ class RankCosts:
         model: cost model of everything that does not depend on the batch.
         free_memory: bytes for tables and batches, by rank.
         weighted: whether any collection sends weights.
+
+    Attributes:
+        seconds: seconds of shards, by phase and rank.
+        totals: seconds of shards by rank, all phases together.
+        nbytes: bytes of shards, by field of `MemoryNeed` and rank.
+        common_seconds: seconds of every rank, by phase.
+        arrange: seconds of every rank outside the phases, see `CommonCost`.
+        common: bytes of every rank, by field of `MemoryNeed`.
+        num_row_cuts, num_node_sums, num_packing: tables that are cut by rows, whose nodes sum rows,
+            and whose empty bags are not sent.
+        uneven: sum of `CommonCost.uneven`.
+        penalty: sum of the options' penalties.
+        num_sharded, num_replicated: tables that are exchanged, and tables without shards.
     """
 
     def __init__(
@@ -48,12 +61,12 @@ class RankCosts:
         self.common_seconds = [0.0] * len(PHASES)
         self.arrange = 0.0
         self.common = [0.0] * len(MemoryNeed._fields)
-        self.cut = self.summed = self.packing = 0
+        self.num_row_cuts = self.num_node_sums = self.num_packing = 0
         self.uneven = 0.0
         self._positions = self._counted = 0.0
         self.penalty = 0
-        self.sharded = 0
-        self.replicated = 0
+        self.num_sharded = 0
+        self.num_replicated = 0
         self._exchanges_s, self._sums_s = model.exchanges_s(weighted=weighted), model.sums_s()
 
     # Changes
@@ -71,22 +84,22 @@ class RankCosts:
         return self.topology.num_nodes if unit.domain is Domain.NODE else 1
 
     def move(self, unit: Unit, target: int, sign: int) -> None:
-        """Add a unit (sign 1) or remove it (sign -1)."""
+        """Add a unit to a rank or node (sign 1) or remove it (sign -1)."""
         rank = self.first_rank(unit, target)
         combining, updating, host, disk = self.nbytes
-        first, second, third, fourth = self.seconds
+        input_s, lookup_s, output_s, update_s = self.seconds
         totals = self.totals
-        for (a, b, c, d), nbytes in unit.members:
-            first[rank] += sign * a
-            second[rank] += sign * b
-            third[rank] += sign * c
-            fourth[rank] += sign * d
+        for (a, b, c, d), nbytes in unit.members:  # unrolled: the search moves units often
+            input_s[rank] += sign * a
+            lookup_s[rank] += sign * b
+            output_s[rank] += sign * c
+            update_s[rank] += sign * d
             totals[rank] += sign * (a + b + c + d)
-            combining[rank] += sign * nbytes[0]
-            updating[rank] += sign * nbytes[1]
-            if nbytes[2] or nbytes[3]:
-                host[rank] += sign * nbytes[2]
-                disk[rank] += sign * nbytes[3]
+            combining[rank] += sign * nbytes.combining
+            updating[rank] += sign * nbytes.updating
+            if nbytes.host or nbytes.disk:
+                host[rank] += sign * nbytes.host
+                disk[rank] += sign * nbytes.disk
             rank += 1
 
     def add(self, choice: PlacedOption, sign: int = 1) -> None:
@@ -103,18 +116,18 @@ class RankCosts:
         self.arrange += sign * common_cost.arrange
         for pool, nbytes in enumerate(common_cost.nbytes):
             self.common[pool] += sign * nbytes
-        self.cut += sign * option.cuts_rows
-        self.summed += sign * option.sums_in_nodes
-        self.packing += sign * common_cost.packs
+        self.num_row_cuts += sign * option.cuts_rows
+        self.num_node_sums += sign * option.sums_in_nodes
+        self.num_packing += sign * common_cost.packs
         self.uneven += sign * common_cost.uneven
         self._positions += sign * common_cost.positions
         # If one table is cut by rows, the positions of ids are stored for all tables.
-        counted = self._positions if self.cut else 0.0
+        counted = self._positions if self.num_row_cuts else 0.0
         self.common[0] += counted - self._counted
         self._counted = counted
         self.penalty += sign * option.penalty
-        self.sharded += sign * option.is_sharded
-        self.replicated += sign * (not option.units)
+        self.num_sharded += sign * option.is_sharded
+        self.num_replicated += sign * (not option.units)
 
     # Questions
 
@@ -159,7 +172,7 @@ class RankCosts:
     def step_s(self) -> float:
         """Return the predicted seconds of a step."""
         topology = self.topology
-        # Work of all ranks takes as many times longer as there are ranks per core.
+        # Ranks that share a core do the work of every rank one after the other.
         ranks_per_core = topology.local_world_size / topology.ranks_at_once
         phases = sum(self.phase(n) for n in range(len(PHASES)))
         return phases + self.arrange_s * ranks_per_core + self.overhead_s
@@ -167,26 +180,27 @@ class RankCosts:
     @property
     def arrange_s(self) -> float:
         """Return the seconds in which every rank orders ids and rows, whatever it stores."""
-        return self.arrange + (self.uneven if self.packing else 0.0)
+        return self.arrange + (self.uneven if self.num_packing else 0.0)
 
     @property
     def overhead_s(self) -> float:
         """Return the seconds that do not depend on the batch."""
         costs = self.topology.costs
-        exchanges = self._exchanges_s if self.sharded else 0.0
-        blocks = costs.blocks_s if self.cut else 0.0
-        copies = costs.copies_s if self.replicated else 0.0
-        sums = self._sums_s if self.summed else 0.0
+        exchanges = self._exchanges_s if self.num_sharded else 0.0
+        blocks = costs.blocks_s if self.num_row_cuts else 0.0
+        copies = costs.copies_s if self.num_replicated else 0.0
+        sums = self._sums_s if self.num_node_sums else 0.0
         return costs.step_s + exchanges + blocks + copies + sums
 
     def spread(self) -> float:
-        """Return the sum of squares of the ranks' seconds, which prefers even plans."""
+        """Return the sum of squares of the ranks' seconds; of equal sums the most even is least."""
         return sum(map(operator.mul, self.totals, self.totals))
 
 
 _NEAREST = 6  # number of least loaded ranks that are tried for a table
 _HEAVIEST = 12  # number of a slow rank's tables that are tried at a time
-_EPSILON = 1e-9
+_TOLERANCE = 1e-9  # relative; smaller differences of seconds are none
+_PENALTY_NBYTES = 1e15  # counted per penalty, more than any table has
 
 
 @dataclass
@@ -239,9 +253,9 @@ def score(loads: RankCosts) -> Score:
 def _better(new: Score, old: Score) -> bool:
     if new[0] != old[0]:
         return new[0] < old[0]
-    if abs(new[1] - old[1]) > _EPSILON * old[1]:
+    if abs(new[1] - old[1]) > _TOLERANCE * old[1]:
         return new[1] < old[1]
-    return new[2] < old[2] * (1 - _EPSILON)
+    return new[2] < old[2] * (1 - _TOLERANCE)
 
 
 # Where one table goes
@@ -304,22 +318,22 @@ def greedy(
     Stops early, with fewer choices than tables, if a table fits nowhere.
     """
     loads, plan = problem.loads(), dict[int, PlacedOption]()
-    for t in order:
+    for table in order:
         best: tuple[float, PlacedOption] | None = None
-        for option in problem.options[t]:
+        for option in problem.options[table]:
             choice = place(loads, option)
             if choice is None:
                 continue
             loads.add(choice)
             value = key(loads, option)
             loads.add(choice, -1)
-            if best is None or value < best[0] * (1 - _EPSILON):
+            if best is None or value < best[0] * (1 - _TOLERANCE):
                 best = value, choice
         if best is None:
             break
-        plan[t] = best[1]
+        plan[table] = best[1]
         loads.add(best[1])
-    return [plan[t] for t in sorted(plan)] if len(plan) == len(problem.options) else []
+    return [plan[table] for table in sorted(plan)] if len(plan) == len(problem.options) else []
 
 
 def table_wise(problem: Problem) -> Plan:
@@ -332,16 +346,16 @@ def table_wise(problem: Problem) -> Plan:
         sorted(options, key=lambda o: (o.penalty, o.type is not ShardingType.TABLE_WISE))
         for options in problem.options
     ]
-    order = sorted(range(len(ranked)), key=lambda t: (-ranked[t][0].seconds(world), t))
+    order = sorted(range(len(ranked)), key=lambda table: (-ranked[table][0].seconds(world), table))
     loads, plan = problem.loads(), dict[int, PlacedOption]()
-    for t in order:
-        placed = (place(loads, option) for option in ranked[t])
-        choice = next((c for c in placed if c is not None), None)
+    for table in order:
+        placements = (place(loads, option) for option in ranked[table])
+        choice = next((c for c in placements if c is not None), None)
         if choice is None:
             return []
         loads.add(choice)
-        plan[t] = choice
-    return [plan[t] for t in sorted(plan)]
+        plan[table] = choice
+    return [plan[table] for table in sorted(plan)]
 
 
 def starts(problem: Problem) -> list[Plan]:
@@ -354,7 +368,7 @@ def starts(problem: Problem) -> list[Plan]:
     by_size = sorted(tables, key=lambda t: (-size[t], t))
 
     def step(loads: RankCosts, option: Option) -> float:
-        # The mean decides while the slowest rank is not concerned.
+        # The mean decides between choices that do not change the time of the slowest rank.
         mean = sum(loads.totals) / world + sum(loads.common_seconds) + loads.arrange
         return loads.step_s() + mean + option.penalty
 
@@ -365,10 +379,10 @@ def starts(problem: Problem) -> list[Plan]:
     ]
     if not any(plans):
 
-        def small(loads: RankCosts, option: Option) -> float:
-            return option.penalty * 1e15 + max(option.nbytes(world))
+        def size_on_all_ranks(loads: RankCosts, option: Option) -> float:
+            return option.penalty * _PENALTY_NBYTES + max(option.nbytes(world))
 
-        plans.append(greedy(problem, by_size, small))
+        plans.append(greedy(problem, by_size, size_on_all_ranks))
     return [plan for plan in plans if plan]
 
 
@@ -396,12 +410,12 @@ def _sweep(problem: Problem, plan: Plan, loads: RankCosts, tables: Iterable[int]
     return moved
 
 
-def _choose_again(problem: Problem, plan: Plan, loads: RankCosts, t: int) -> bool:
-    """Choose the best option of table `t`, all others as they are; return whether it changed."""
-    old_score, old_placement = score(loads), plan[t]
+def _choose_again(problem: Problem, plan: Plan, loads: RankCosts, table: int) -> bool:
+    """Choose the best option of `table`, all others unchanged; return whether it changed."""
+    old_score, old_placement = score(loads), plan[table]
     loads.add(old_placement, -1)
     best, best_score = old_placement, old_score
-    for option in problem.options[t]:
+    for option in problem.options[table]:
         for choice in _placings(loads, option):
             loads.add(choice)
             problem.tried += 1
@@ -410,7 +424,7 @@ def _choose_again(problem: Problem, plan: Plan, loads: RankCosts, t: int) -> boo
             if _better(new_score, best_score):
                 best, best_score = choice, new_score
     loads.add(best)
-    plan[t] = best
+    plan[table] = best
     return best is not old_placement
 
 
@@ -491,20 +505,20 @@ def _swap(problem: Problem, plan: Plan, loads: RankCosts) -> bool:
         other_tables = [
             t for t, placed_on in single.items() if placed_on in quiet and placed_on != rank
         ]
-        for a in of_rank:
-            for b in other_tables:
+        for slow_table in of_rank:
+            for other_table in other_tables:
                 if problem.exhausted:
                     return False
                 problem.tried += 1
-                if _swapped(plan, loads, a, b):
+                if _swapped(plan, loads, slow_table, other_table):
                     return True
     return False
 
 
-def _swapped(plan: Plan, loads: RankCosts, a: int, b: int) -> bool:
+def _swapped(plan: Plan, loads: RankCosts, first_table: int, second_table: int) -> bool:
     """Swap the ranks of two tables if that shortens the step; return whether it did."""
     old_score = score(loads)
-    old_placements = plan[a], plan[b]
+    old_placements = plan[first_table], plan[second_table]
     new_placements = (
         PlacedOption(old_placements[0].option, old_placements[1].targets),
         PlacedOption(old_placements[1].option, old_placements[0].targets),
@@ -516,7 +530,7 @@ def _swapped(plan: Plan, loads: RankCosts, a: int, b: int) -> bool:
         if loads.fits(new_placements[1].option.units[0], new_placements[1].targets[0]):
             loads.add(new_placements[1])
             if _better(score(loads), old_score):
-                plan[a], plan[b] = new_placements
+                plan[first_table], plan[second_table] = new_placements
                 return True
             loads.add(new_placements[1], -1)
         loads.add(new_placements[0], -1)

@@ -91,7 +91,7 @@ class Topology:
             memory = tuple(memory)
             if len(memory) != self.world_size:
                 raise ValueError(
-                    f"memory must be one number, or one a rank = {self.world_size}, got "
+                    f"memory must be one number, or one per rank = {self.world_size}, got "
                     f"{len(memory)}"
                 )
         for value in memory if isinstance(memory, tuple) else (memory,):

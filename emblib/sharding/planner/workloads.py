@@ -146,8 +146,8 @@ class Reservation:
 
         Of host memory and disk only `share` is reserved.
         """
-        left = capacity.times(1.0 - self.share)
-        return left._replace(device=left.device - self.nbytes - self.dense_copies * dense_bytes)
+        memory = capacity.times(1.0 - self.share)
+        return memory._replace(device=memory.device - self.nbytes - self.dense_copies * dense_bytes)
 
 
 def tables_of(collection: Any) -> Sequence[TableConfig]:
@@ -226,8 +226,8 @@ def _workload_of(
     factors, features = constraints.pooling_factor, len(config.feature_names)
     if isinstance(factors, tuple | list) and len(factors) != features:
         raise ValueError(
-            f"pooling_factor of {config.name!r} must be one number, or one a feature = {features}, "
-            f"got {len(factors)}"
+            f"pooling_factor of {config.name!r} must be one number, or one per feature = "
+            f"{features}, got {len(factors)}"
         )
     ids = sum(factors) if isinstance(factors, tuple | list) else factors * features
     weighted = getattr(collection, "is_weighted", None)
