@@ -111,6 +111,14 @@ struct RowPages {
                     ": width and first_byte must not be negative and page_bytes must be positive, "
                     "got ",
                     width, ", ", first_byte, " and ", page_bytes);
+    STD_TORCH_CHECK(width <= kUnlimited / 4 && first_byte <= kUnlimited / 4, op,
+                    ": width and first_byte must be at most 2^60, got ", width, " and ",
+                    first_byte);
+    const int64_t max_row = width == 0 ? kUnlimited : kUnlimited / 4 / width;
+    for (int64_t i = 0; i < n; ++i) {
+      STD_TORCH_CHECK(rows[i] <= max_row, op, ": rows must end before byte 2^62, got row ", rows[i],
+                      " of ", width, " bytes");
+    }
   }
 
   bool has_bytes(int64_t i) const { return rows[i] >= 0 && width > 0; }
@@ -144,6 +152,7 @@ void mark_pages_(std::vector<Tensor> marks_in, const Tensor& rows_in, int64_t wi
                  int64_t first_byte, int64_t page_bytes) {
   const char* op = "mark_pages_";
   const RowPages rows(op, rows_in, width, first_byte, page_bytes);
+  if (marks_in.empty()) return;
   std::vector<unsigned char*> marks;
   int64_t num_pages = kUnlimited;
   for (const Tensor& tensor : marks_in) {

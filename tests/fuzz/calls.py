@@ -25,6 +25,7 @@ from emblib.reference import random as counters
 from emblib.specs import Pooling, TTSpec
 from tests import quant_cases, route_cases
 from tests.fuzz.call import FLOATS, INTS, Arguments, Call, close, drawn_seed, same
+from tests.fuzz.page_calls import PAGE_CALLS
 from tests.fuzz.state_calls import STATE_CALLS
 from tests.optimizer_cases import CASES as OPTIMIZER_CASES
 from tests.simt.cases import Case, Data
@@ -660,6 +661,7 @@ def _fill_uniform(draw: random.Random) -> Call:
 
 CALLS: dict[str, Callable[[random.Random], Call]] = {
     **STATE_CALLS,
+    **PAGE_CALLS,
     "group": _group,
     "group_inverse": _group_inverse,
     "bounds_check": _bounds_check,
