@@ -68,6 +68,7 @@ class BackingTier:
         self.generation = 0  # counts the assignments of overflow rows
         self._overflow = [StoredRows.none(table.row_bytes) for table in tables]
         self._overflow_is_dirty = False
+        self._no_rows = StoredRows.none(0)
         self._widths = [table.row_bytes for table in tables]
         self._moves: RowMoves | None = None
         self._writes_behind = backing.write_behind
@@ -142,8 +143,10 @@ class BackingTier:
         self.generation += 1
         offsets = misses.offsets.tolist()
         missing_keys = keys.ids[misses.first[: offsets[-1]]].cpu()
+        limit = self.fast.layout.overflow_rows
         for t in range(len(self._widths)):
-            self._check_overflow(t, offsets[t + 1] - offsets[t])
+            if offsets[t + 1] - offsets[t] > limit:
+                self._check_overflow(t, offsets[t + 1] - offsets[t])
         return [
             self._read(t, missing_keys[offsets[t] : offsets[t + 1]], erase_expired=True)
             for t in range(len(self._widths))
@@ -160,10 +163,10 @@ class BackingTier:
 
     def _read(self, table: int, keys: Tensor, *, erase_expired: bool = False) -> FoundRows:
         """Return the rows of keys in the store that have not expired."""
-        records = self.store.read(table, keys)
-        if self.fast.expiry is None:
+        records, fast = self.store.read(table, keys), self.fast
+        if fast.expiry is None:
             return records
-        alive = records.rows.stamps >= self.fast.expiry.before(table, self.fast.index.tick)[0]
+        alive = records.rows.stamps >= fast.expiry.before(table, fast.index.tick)[0]
         if erase_expired:
             self.store.erase(table, records.rows.keys[~alive])
         return FoundRows(records.positions[alive], records.rows.at(alive))
@@ -258,20 +261,22 @@ class BackingTier:
         misses, result = inserted.misses, inserted.result
         assert misses is not None
         assert result is not None
-        offsets = misses.offsets.tolist()
+        offsets, specs = misses.offsets.tolist(), self.fast.specs
         moves, swaps, overflow, all_counts = RowMoves(), [], [], []
         for t, found in enumerate(rows):
             swapped = self._swap(t, result, slice(offsets[t], offsets[t + 1]), found, effects)
             swaps.append(swapped)
             moves.demoted[t] = StoredRows.from_words(swapped.demoted, swapped.demoted_rows)
-            overflow.append(self._refused_rows(t, keys, misses, swapped.refused, batch_scores))
-            promoted = swapped.found_slots >= 0
+            promoted, refused_rows = swapped.found_slots >= 0, self._no_rows
             if swapped.refused.numel():
-                promoted &= swapped.found_slots < self.fast.specs[t].rows
+                promoted &= swapped.found_slots < specs[t].rows
+                refused_rows = self._refused_rows(t, keys, misses, swapped.refused, batch_scores)
+            overflow.append(refused_rows)
             moves.promoted[t] = found.rows.keys[promoted]
             counts = dict(self._counts[t])
             counts["backing_hits"] += found.positions.numel()
-            counts["prefetched"] += self.store.count_prefetched(t, found.rows.keys)
+            if found.positions.numel():
+                counts["prefetched"] += self.store.count_prefetched(t, found.rows.keys)
             counts["new"] += offsets[t + 1] - offsets[t] - found.positions.numel()
             counts["promoted"] += moves.promoted[t].numel()
             counts["demoted"] += moves.demoted[t].keys.numel()
@@ -292,8 +297,6 @@ class BackingTier:
         batch_scores: Tensor | None,
     ) -> StoredRows:
         """Return the rows of a table's misses that found no slot, without values."""
-        if not refused.numel():
-            return StoredRows.none(0)
         refused = misses.offsets[table] + refused
         refused_keys = keys.ids[misses.first[refused]].cpu()
         uses = misses.counts[refused].cpu()
@@ -426,8 +429,9 @@ class BackingTier:
     def _record_dropped(self, table: int, dropped: Tensor, overflow: Sequence[StoredRows]) -> None:
         if dropped.numel() and overflow:  # one served in place is written back later
             dropped = dropped[~torch.isin(dropped, overflow[table].keys)]
-        self.fast.record_evictions(table, dropped)
-        self._counts[table]["dropped"] += dropped.numel()
+        if dropped.numel() or self.fast.eviction_log is not None:
+            self.fast.record_evictions(table, dropped)
+            self._counts[table]["dropped"] += dropped.numel()
 
     # Overflow rows
 

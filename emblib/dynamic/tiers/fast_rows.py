@@ -53,9 +53,10 @@ class FastRows:
 
     def buffers_of(self, table: int) -> Iterator[Tensor]:
         """Yield each row buffer of a table, overflow rows included, as `[rows, width]`."""
-        layout = self._fast.layout
-        rows = self._fast.specs[table].rows + layout.overflow_rows
-        for number, buffer in enumerate(self._fast.row_buffers):
+        fast = self._fast
+        layout = fast.layout
+        rows = fast.specs[table].rows + layout.overflow_rows
+        for number, buffer in enumerate(fast.row_buffers):
             begin, width = layout.first_element(table, number), layout.width(table, number)
             yield buffer[begin : begin + rows * width].view(rows, width)
 
