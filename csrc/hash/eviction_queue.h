@@ -274,18 +274,16 @@ EMB_HD bool is_below_rest(const EvictionQueue& queue, int i, uint32_t element) {
 EMB_HD bool scan_elements(const QueuedBucket& bucket, EvictionCandidate* candidate) {
   EvictionQueue& queue = *bucket.queue;
   *candidate = {};
-  uint32_t code = 0;  // of the candidate
   for (int i = 0; i < queue.size; ++i) {
-    if (candidate->slot != kNoSlot && queue.elements[i] >> kWayBits > code) return true;
-    const int way = way_at(queue, i);
-    if (!bucket.is_evictable(way)) continue;
-    if (settle_element(bucket, i)) {
-      --i;
-      continue;
+    while (i < queue.size && settle_element(bucket, i)) {
     }
-    const EvictionCandidate other = bucket.candidate(way);
-    if (candidate->slot == kNoSlot || less(other.rank, candidate->rank)) *candidate = other;
-    code = queue.elements[i] >> kWayBits;
+    if (i == queue.size) break;
+    const int way = way_at(queue, i);
+    if (bucket.is_evictable(way)) {
+      const EvictionCandidate other = bucket.candidate(way);
+      if (candidate->slot == kNoSlot || less(other.rank, candidate->rank)) *candidate = other;
+    }
+    if (candidate->slot != kNoSlot && is_below_rest(queue, i, queue.elements[i])) return true;
   }
   return candidate->slot != kNoSlot;
 }
@@ -344,12 +342,12 @@ EMB_HD bool settle_first(const QueuedBucket& bucket, EvictionCandidate* candidat
       return false;
     }
   } else {
-    if (!bucket.is_evictable(*way) || !is_below_rest(queue, 0, queue.elements[0])) {
-      *way = queue.size > 1 ? way_at(queue, 1) : *way;
-      return false;
-    }
     if (settle_element(bucket, 0)) {
       *way = queue.size > 0 ? first_way(queue) : -1;
+      return false;
+    }
+    if (!bucket.is_evictable(*way) || !is_below_rest(queue, 0, queue.elements[0])) {
+      *way = queue.size > 1 ? way_at(queue, 1) : *way;
       return false;
     }
   }

@@ -355,7 +355,7 @@ def test_queues_follow_ranks_that_rise_and_fall(order: str, count: int) -> None:
 @pytest.mark.parametrize("span", [1000, 2**63 - 1])
 @pytest.mark.parametrize("order", ["lru", "lfu", "lru_lfu", "assigned"])
 def test_queues_are_exact_where_codes_tie(order: str, span: int, spread: int) -> None:
-    """New keys and scores of any magnitude enter queues anywhere, also full ones."""
+    """New keys and scores of any magnitude enter queues anywhere, more than a queue has room for."""
     twin = Twin(Tables(((3, 3, 1024),), order, queues=True), _ops())
     draw = torch.Generator().manual_seed(span % 97 + spread % 89)
     pool = torch.randint(-span, span, (600,), generator=draw)
