@@ -261,11 +261,11 @@ class Twin:
 
     def _check_queues(self) -> None:
         """That only full buckets have a queue, and its elements are distinct slots."""
-        for bucket, line in enumerate(self.index[5] if self.tables.queues else ()):
-            size, order = line.view(torch.uint8)[16:18].tolist()
-            is_lru = order == HASH_ORDER["lru"]
-            elements = line[3:].view(torch.uint8 if is_lru else torch.int32)
-            assert len({element % SLOTS for element in elements[:size].tolist()}) == size
+        for bucket, line in enumerate(
+            self.index[5].view(torch.uint8).tolist() if self.tables.queues else ()
+        ):
+            size, elements = line[8], [element % SLOTS for element in line[24 : 24 + line[8]]]
+            assert len(set(elements)) == size
             assert size == 0 or self.index[0][bucket * SLOTS : (bucket + 1) * SLOTS].all()
 
     def find(self, batch: Batch) -> Tensor:

