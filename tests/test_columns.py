@@ -93,9 +93,9 @@ def test_a_feature_row_has_the_columns_of_features() -> None:
 
 @pytest.mark.parametrize(
     ("row", "enum"),
-    [(route.Target, columns.TargetColumn), (route.Piece, columns.PieceColumn)],
+    [(route.TargetRow, columns.TargetColumn), (route.PieceRow, columns.PieceColumn)],
 )
 def test_rows_of_combine_have_the_fields_of_their_columns(
-    row: type[route.Target] | type[route.Piece], enum: type[IntEnum]
+    row: type[route.TargetRow] | type[route.PieceRow], enum: type[IntEnum]
 ) -> None:
     assert [field.upper() for field in row._fields] == [column.name for column in enum]

@@ -71,7 +71,7 @@ class Routing(NamedTuple):
     units: Tensor
 
 
-class Target(NamedTuple):
+class TargetRow(NamedTuple):
     """A row of the `targets` of `combine`; the fields are those of `TargetColumn`."""
 
     offset: int
@@ -83,7 +83,7 @@ class Target(NamedTuple):
     first_bag: int = -1
 
 
-class Piece(NamedTuple):
+class PieceRow(NamedTuple):
     """A row of the `pieces` of `combine`; the fields are those of `PieceColumn`."""
 
     offset: int

@@ -474,8 +474,8 @@ class NodeSumDist:
         units = self._layout.units
         widths = [unit.columns for unit in units]
         positions = _positions(widths, bags, world, by_unit=by_unit)
-        targets: list[route.Target] = []
-        pieces: list[route.Piece] = []
+        targets: list[route.TargetRow] = []
+        pieces: list[route.PieceRow] = []
         end = 0
 
         def pack(rank: int, groups: Sequence[Sequence[int]]) -> int:
@@ -488,8 +488,10 @@ class NodeSumDist:
                 groups, starts, group_widths, group_bags, strict=True
             ):
                 first = len(pieces)
-                pieces.extend(route.Piece(*positions[rank][i]) for i in members)
-                targets.append(route.Target(end + start, stride, count, width, first, len(pieces)))
+                pieces.extend(route.PieceRow(*positions[rank][i]) for i in members)
+                targets.append(
+                    route.TargetRow(end + start, stride, count, width, first, len(pieces))
+                )
             size = sum(w * n for w, (n,) in zip(group_widths, group_bags, strict=True))
             end += size
             return size
@@ -581,8 +583,8 @@ class NodeSumStep:
         size, row = self.local_sizes[self.groups.local.rank], self._packing.row
         total = received
         if size:
-            targets = torch.tensor([route.Target(0, row, size // row, row, 0, world)])
-            pieces = torch.tensor([route.Piece(rank * size, row) for rank in range(world)])
+            targets = torch.tensor([route.TargetRow(0, row, size // row, row, 0, world)])
+            pieces = torch.tensor([route.PieceRow(rank * size, row) for rank in range(world)])
             device = received.device
             total = route.combine(
                 received, targets.to(device), pieces.to(device), None, size, torch.float32

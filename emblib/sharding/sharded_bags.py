@@ -448,18 +448,18 @@ class PooledOutputDist(nn.Module):
         """
         layouts = self._sources.all_layouts
         columns_before = [0, *accumulate(source.columns for source in layouts)]
-        targets: list[route.Target] = []
-        targets_by_bag: list[route.Target] = []
-        sources: list[route.Piece] = []
-        sources_by_bag: list[route.Piece] = []
+        targets: list[route.TargetRow] = []
+        targets_by_bag: list[route.TargetRow] = []
+        sources: list[route.PieceRow] = []
+        sources_by_bag: list[route.PieceRow] = []
         for span in self._sources.spans:
             source_index = len(sources)
             for rank, _, column in span.units:
-                sources.append(route.Piece(column, layouts[rank].columns))
-                sources_by_bag.append(route.Piece(columns_before[rank], stride=0, first_row=0))
+                sources.append(route.PieceRow(column, layouts[rank].columns))
+                sources_by_bag.append(route.PieceRow(columns_before[rank], stride=0, first_row=0))
             is_mean = self._layout.features[span.feature].is_mean
             targets.append(
-                route.Target(
+                route.TargetRow(
                     offset=span.column,
                     stride=self._layout.columns,
                     rows=0,
@@ -470,7 +470,7 @@ class PooledOutputDist(nn.Module):
                 )
             )
             first_bag = span.feature if is_mean else 0
-            targets_by_bag.append(route.Target(0, 0, 1, 0, 0, 0, first_bag))
+            targets_by_bag.append(route.TargetRow(0, 0, 1, 0, 0, 0, first_bag))
         return (targets, sources), (targets_by_bag, sources_by_bag)
 
     def _tables_by_unit(self, received: IncomingBatch) -> _CopyTables:
@@ -483,8 +483,8 @@ class PooledOutputDist(nn.Module):
         # The rows of replicated tables lie side by side, unless features differ in batch size.
         sources_of = self._sources_of(received)
         replicated_index = -1 if inputs.is_variable else len(sources_of.layouts)
-        targets: list[route.Target] = []
-        sources: list[route.Piece] = []
+        targets: list[route.TargetRow] = []
+        sources: list[route.PieceRow] = []
         for span in sources_of.spans:
             feature, count = features[span.feature], bags[span.feature]
             source_index = len(sources)
@@ -493,16 +493,16 @@ class PooledOutputDist(nn.Module):
                 column_in_source = column - sources_of.columns[rank, unit]
                 if rank == replicated_index:
                     width = self._layout.replicated.columns
-                    sources.append(route.Piece(sum(received_sizes) + column, width))
+                    sources.append(route.PieceRow(sum(received_sizes) + column, width))
                 else:
                     row = number * count if rows is not None and number >= 0 else -1
-                    sources.append(route.Piece(offset + column_in_source, unit.columns, row))
+                    sources.append(route.PieceRow(offset + column_in_source, unit.columns, row))
             offset, stride = span.column, self._layout.columns
             if inputs.is_variable:
                 offset += first_element[span.feature] - feature.column
                 stride = feature.dim
             targets.append(
-                route.Target(
+                route.TargetRow(
                     offset=offset,
                     stride=stride,
                     rows=count,

@@ -6,7 +6,8 @@ it; arguments and results are pickled, and the seed is the same on all ranks. An
 raised with its traceback. Functions may set the limits of `input_dist`, which are restored. The
 processes are forked by one that has imported torch and emblib, for all that share the tests, so
 that another world costs a tenth of a second; one is made whenever a test has left the last one
-unfit. `run_module` runs a program in such a fork.
+unfit. That process imports the module for which a world is made before it forks, so that the ranks
+need not each import it. `run_module` runs a program in such a fork.
 
 With EMBLIB_TEST_RANKS=cuda the device of a rank is a GPU, which the functions find in
 `ranks.device`: one of its own, or one of the two pretend GPUs (docs/pretend_gpu.md), over NCCL or
@@ -37,7 +38,7 @@ from datetime import timedelta
 from multiprocessing import connection
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 from experiments.measure.process import kill_with_parent
 
@@ -56,6 +57,32 @@ class RankError(AssertionError):
     def __init__(self, message: str, answers: dict[int, Any]) -> None:
         super().__init__(message)
         self.answers = answers
+
+
+class World(NamedTuple):
+    """An order to fork ranks.
+
+    Attributes:
+        number: the number of the world among those of a client.
+        module: the module that all ranks need.
+    """
+
+    number: int
+    module: str
+
+
+class Program(NamedTuple):
+    """An order to run a module as the main program in a fork.
+
+    Attributes:
+        name: the module.
+        words: the arguments of the command line.
+        outputs: the files of the standard output and of errors.
+    """
+
+    name: str
+    words: Sequence[str]
+    outputs: Sequence[Path]
 
 
 # In the test's process
@@ -80,7 +107,7 @@ class Pool:
     ) -> list[Any]:
         """See `run` of the module."""
         if not self._pipes:
-            self._start()
+            self._start(name.partition(":")[0])
         order = pickle.dumps((size, name, args))
         for pipe in self._pipes[:size]:
             pipe.send_bytes(order)
@@ -94,7 +121,7 @@ class Pool:
         """See `run_module` of the module."""
         outputs = [self._folder / "stdout", self._folder / "stderr"]
         succeeded = False
-        self._orders.send((self._folder, (name, words, outputs)))
+        self._orders.send((self._folder, Program(name, words, outputs)))
         pid = self._orders.recv()
         with self._accept() as pipe, contextlib.suppress(EOFError, OSError):
             succeeded = pipe.poll(patience) and bool(pipe.recv())
@@ -142,9 +169,10 @@ class Pool:
         time.sleep(0.2)
         return stack.read_text() if stack.exists() else "?"
 
-    def _start(self) -> None:
+    def _start(self, module: str) -> None:
+        """Start the ranks of a world whose first function is of `module`."""
         self._worlds += 1
-        self._orders.send((self._folder, self._worlds))
+        self._orders.send((self._folder, World(self._worlds, module)))
         self._pids = self._orders.recv()
         arrived = dict(_first_word(self._accept()) for _ in range(RANKS))
         self._pipes = [arrived[rank] for rank in range(RANKS)]
@@ -310,17 +338,30 @@ def main(folder: str, number: str) -> None:
                 clients.remove(ready)
                 ready.close()
                 continue
-            program = isinstance(what, tuple)
+            if isinstance(what, World):
+                _import_once(what.module)
             children = []
-            for rank in range(1 if program else RANKS):
+            for rank in range(RANKS if isinstance(what, World) else 1):
                 child = os.fork()
                 if child == 0:
                     for other in (door, *clients):
                         other.close()
-                    _be_program(asked, *what) if program else _be_rank(asked, what, rank)
+                    if isinstance(what, World):
+                        _be_rank(asked, what.number, rank)
+                    _be_program(asked, *what)
                 children.append(child)
             with contextlib.suppress(OSError):  # the client has gone
-                ready.send(children[0] if program else children)
+                ready.send(children if isinstance(what, World) else children[0])
+
+
+def _import_once(module: str) -> None:
+    """Import a module for all ranks that are forked from now on."""
+    if module in sys.modules:
+        return
+    # The ranks raise it again, with the traceback.
+    with contextlib.suppress(BaseException):
+        importlib.import_module(module)
+    gc.freeze()
 
 
 def _close_door(folder: Path, door: socket.socket) -> bool:
@@ -428,4 +469,5 @@ def _limits_restored() -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    # Orders are pickled: their classes are those of this module, not of `__main__`.
+    importlib.import_module("tests.sharding.worlds").main(*sys.argv[1:])

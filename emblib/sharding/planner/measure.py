@@ -315,8 +315,8 @@ def _routing(device: torch.device, rounds: int) -> tuple[float, float]:
     num_rows = 2 * bags
     sources = [torch.randn(num_rows * width, device=device) for _ in range(_NUM_COLD_BUFFERS)]
     source = cycle(sources)
-    targets = torch.tensor([route.Target(0, width, num_rows, width, 0, 1)], device=device)
-    pieces = torch.tensor([route.Piece(0, width)], device=device)
+    targets = torch.tensor([route.TargetRow(0, width, num_rows, width, 0, 1)], device=device)
+    pieces = torch.tensor([route.PieceRow(0, width)], device=device)
 
     def arrange() -> None:
         route.combine(next(source), targets, pieces, None, num_rows * width, torch.float32)
