@@ -19,7 +19,7 @@ from emblib.dynamic.keys import LastBatch
 from emblib.dynamic.rows import RowLayout, TrainingUpdate
 from emblib.dynamic.saving.checkpoint import table_entries
 from emblib.dynamic.state import DynamicState, of_state
-from emblib.dynamic.tiers.placement import BatchPlacement, BatchPlacementAtOnce
+from emblib.dynamic.tiers.backing_tier import BatchPlacement, BatchPlacementAtOnce
 from emblib.dynamic.tiers.store import FoundRows
 from emblib.ops import codes, hash, tiers
 from emblib.ops.derivatives import refuse_tangents

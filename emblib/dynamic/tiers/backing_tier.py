@@ -17,7 +17,7 @@ import json
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,7 +28,6 @@ from emblib.dynamic.saving.entries import ConcatenatedRows, Entries, SelectedRow
 from emblib.dynamic.saving.loading import Loaded
 from emblib.dynamic.tiers.fast_rows import FastRows, FastTier, as_bytes
 from emblib.dynamic.tiers.host import HostRows
-from emblib.dynamic.tiers.placement import BatchPlacement, BatchPlacementAtOnce, SwappedRows
 from emblib.dynamic.tiers.prefetched_rows import PrefetchedRows, RowMoves
 from emblib.dynamic.tiers.store import (
     BATCH,
@@ -47,6 +46,54 @@ _COUNTING_ORDERS = ("lfu", "lru_lfu")
 _COUNTERS = [field.name for field in fields(TierStats)][2:]
 # The columns of `InsertedMisses.counts`.
 _COUNTERS_OF_BATCH = ("backing_hits", "new", "promoted", "demoted", "served_in_place")
+
+
+class SwappedRows(NamedTuple):
+    """Result of `emblib.ops.tiers.tier_swap_` for one table."""
+
+    slots: Tensor
+    status: Tensor
+    demoted: Tensor
+    demoted_rows: Tensor
+    refused: Tensor
+    found_slots: Tensor
+
+
+class BatchPlacement(NamedTuple):
+    """Slots that the rows of a batch get; slots >= `DynamicSpec.rows` are overflow rows.
+
+    Attributes:
+        misses: slots and status by miss, per table, and what else the swap of rows returned.
+        positions: int64 `[L]`, the slot of each position of the batch; None if no row is in an
+            overflow row.
+        overflow: keys that are served in overflow rows, per table, without values.
+        moves: rows that move between the tiers.
+        counts: counters of `TierStats` after the batch, per table.
+    """
+
+    misses: list[SwappedRows]
+    positions: Tensor | None
+    overflow: list[StoredRows]
+    moves: RowMoves
+    counts: list[dict[str, int]]
+
+
+class BatchPlacementAtOnce(NamedTuple):
+    """Placement of a batch with misses that one op inserted.
+
+    Attributes:
+        misses: the misses of the batch.
+        result: slots and status by miss.
+        overflow: keys that are served in overflow rows, per table, without values.
+        moves: rows that move between the tiers.
+        counts: counters of `TierStats` after the batch, per table.
+    """
+
+    misses: Misses
+    result: InsertResult
+    overflow: list[StoredRows]
+    moves: RowMoves
+    counts: list[dict[str, int]]
 
 
 class BackingTier:
