@@ -169,7 +169,7 @@ STABLE_TORCH_LIBRARY(emblib, m) {
   m.def("file_slots(Tensor slots, Tensor file_slots, Tensor? is_hidden) -> Tensor");
   m.def(
       "fetch_pages(Tensor data, Tensor rows, SymInt width, SymInt first_byte)"
-      " -> (Tensor unreadable, SymInt num_ranges)");
+      " -> (Tensor unreadable, Tensor num_ranges)");
 
   // Tensor-train tables: they produce rows for the ops above.
   m.def(

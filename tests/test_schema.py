@@ -206,6 +206,14 @@ def test_has_a_cpu_kernel(op: str) -> None:
 
 
 @pytest.mark.parametrize("op", sorted(schemas()))
+def test_returns_tensors_alone(op: str) -> None:
+    """`torch.jit.trace` refuses operators that return numbers."""
+    results = schemas()[op].partition("-> ")[2]
+    kinds = re.findall(r"(\w+(?:\(\w!\))?(?:\[\])?)(?: \w+)?(?:[,)]|$)", results)
+    assert set(kinds) <= {"Tensor", "Tensor(a!)", "Tensor[]"}, results
+
+
+@pytest.mark.parametrize("op", sorted(schemas()))
 def test_has_a_cuda_kernel(op: str) -> None:
     assert (op in _registered_in("*/*_cuda.cu", "CUDA")) != (op in CPU_ONLY)
 

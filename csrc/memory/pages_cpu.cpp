@@ -249,9 +249,9 @@ std::vector<char*> fetch_ranges(const std::vector<PageRange>& ranges, int64_t pa
 
 // Read the pages of rows of a mapped file that are not in memory, many at a time. Returns the bytes
 // of `data` at which pages begin that cannot be read, one per range of neighbouring rows, and how
-// many ranges were read: none if the probed pages are in memory.
-std::tuple<Tensor, int64_t> fetch_pages(const Tensor& data_in, const Tensor& rows_in, int64_t width,
-                                        int64_t first_byte) {
+// many ranges were read, int64 [1]: none if the probed pages are in memory.
+std::tuple<Tensor, Tensor> fetch_pages(const Tensor& data_in, const Tensor& rows_in, int64_t width,
+                                       int64_t first_byte) {
   const char* op = "fetch_pages";
   auto* data = reinterpret_cast<char*>(byte_array(op, "data", data_in));
   const RowPages rows(op, rows_in, width, first_byte, 1);
@@ -273,7 +273,7 @@ std::tuple<Tensor, int64_t> fetch_pages(const Tensor& data_in, const Tensor& row
   for (int64_t i = 0; i < rows.n && are_resident; i += step) {
     are_resident = !rows.has_bytes(i) || is_resident(floor_page(rows.begin(i)), page_bytes);
   }
-  if (are_resident) return {as_tensor(rows_in, positions), num_ranges};
+  if (are_resident) return {as_tensor(rows_in, positions), as_tensor(rows_in, {num_ranges})};
   std::vector<PageRange> ranges;
   for (int64_t i = 0; i < rows.n; ++i) {
     if (!rows.has_bytes(i)) continue;
@@ -290,7 +290,7 @@ std::tuple<Tensor, int64_t> fetch_pages(const Tensor& data_in, const Tensor& row
     positions.push_back(std::max<int64_t>(page - data, 0));
   }
 #endif
-  return {as_tensor(rows_in, positions), num_ranges};
+  return {as_tensor(rows_in, positions), as_tensor(rows_in, {num_ranges})};
 }
 
 }  // namespace

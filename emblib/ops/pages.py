@@ -17,9 +17,9 @@ byte 0. Marks are uint8 by page, 0 or 1.
 - `fetch_pages(data, rows, width, first_byte)` reads the pages of rows of a mapped file into memory
   if a probe of some of them finds one that is not there; the last row may end after `data`. Returns
   the bytes of `data` at which pages begin that cannot be read, int64 `[m]`, at most one per range
-  of neighbouring rows, and the number of ranges that were read. A page cannot be read if the file
-  was cut off or the disk has failed: using it ends the process with `SIGBUS`. Systems other than
-  Linux read pages at their use
+  of neighbouring rows, and the number of ranges that were read, int64 `[1]`. A page cannot be read
+  if the file was cut off or the disk has failed: using it ends the process with `SIGBUS`. Systems
+  other than Linux read pages at their use
 
 `crc32(data)` returns the CRC-32 of a whole uint8 `[N]`.
 
@@ -57,9 +57,8 @@ def _(slots: Tensor, file_slots: Tensor, is_hidden: Tensor | None) -> Tensor:
 
 
 @torch.library.register_fake("emblib::fetch_pages")
-def _(data: Tensor, rows: Tensor, width: int, first_byte: int) -> tuple[Tensor, torch.SymInt]:
-    context = torch.library.get_ctx()
-    return rows.new_empty(context.new_dynamic_size()), context.new_dynamic_size()
+def _(data: Tensor, rows: Tensor, width: int, first_byte: int) -> tuple[Tensor, Tensor]:
+    return rows.new_empty(torch.library.get_ctx().new_dynamic_size()), rows.new_empty(1)
 
 
 _FIRST = torch.zeros(1, dtype=torch.int64, device="cpu")
