@@ -199,8 +199,10 @@ struct HashTable {
 //   - known ranks ascend in the queue; entries that are no elements rank above the last known rank
 //   - an entry ranks at its known rank if its stamp is at most the time of that rank, otherwise it
 //     has been used since, and ranks at least as high
-//   - a bucket with empty slots has an empty queue.
-// Who breaks them, because tags or entries are written or a rank falls, empties the queue.
+//   - a bucket with empty slots has an empty queue
+//   - if the bucket is full and the clock is `exhausted_at`, the batch uses all entries.
+// Who breaks them, because tags or entries are written or a rank falls, empties the queue. Stamps
+// that fall also reset `exhausted_at`.
 struct EvictionQueue {
   int64_t sorted_at;         // the clock at which the elements were sorted, the time of tag 0
   uint8_t size;              // number of elements
@@ -209,7 +211,7 @@ struct EvictionQueue {
   uint8_t locked;            // 1 while a thread of `choose` uses the queue
   uint16_t at[6];            // times after sorted_at; 0 is an unused tag
   uint8_t elements[kSlots];  // in ascending order of known ranks
-  uint8_t unused[8];
+  int64_t exhausted_at;      // the clock at which no entry could be evicted; 0 if not known
 };
 inline constexpr int64_t kQueueWords = sizeof(EvictionQueue) / sizeof(int64_t);
 static_assert(kQueueWords == 8);  // one cache line

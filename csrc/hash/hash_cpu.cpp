@@ -182,8 +182,8 @@ void grow_table(const HashIndex& index, int64_t t, int64_t old, const RowBuffer*
   if (queues == nullptr) return;
   const uint64_t old_mask = address_mask(old);
   for (int64_t bucket = old; bucket < table.buckets; ++bucket) {
-    queues[bucket].size = 0;
-    queues[address(static_cast<uint64_t>(bucket), old, old_mask)].size = 0;
+    queues[bucket] = {};
+    queues[address(static_cast<uint64_t>(bucket), old, old_mask)] = {};
   }
 }
 

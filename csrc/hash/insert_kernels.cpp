@@ -196,17 +196,25 @@ EMB_HD bool settle_first(const QueuedBucket& bucket) {
   return true;
 }
 
+// Return whether no entry of a full bucket may be evicted, as far as its queue knows. Within a
+// batch no entry becomes older, so this stays true until the next one.
+EMB_HD bool is_exhausted(const HashInsertion& insertion, const EvictionQueue& queue) {
+  return queue.exhausted_at == insertion.stamp;
+}
+
 // Return the entry of a full bucket that is evicted first: the one of the lowest rank among those
 // that this batch does not use.
 EMB_HD EvictionCandidate candidate_of(const QueuedBucket& bucket) {
   EvictionQueue& queue = *bucket.queue;
-  if (bucket.insertion.order == Order::kNone) return {};
+  if (bucket.insertion.order == Order::kNone || is_exhausted(bucket.insertion, queue)) return {};
   while (settle_first(bucket)) {
   }
   EvictionCandidate candidate;
-  if (queue.size > 0 && scan_queue(bucket, &candidate)) return candidate;
-  sort_queue(bucket);
-  scan_queue(bucket, &candidate);
+  if (queue.size == 0 || !scan_queue(bucket, &candidate)) {
+    sort_queue(bucket);
+    scan_queue(bucket, &candidate);
+  }
+  if (candidate.slot == kNoSlot) queue.exhausted_at = bucket.insertion.stamp;
   return candidate;
 }
 
@@ -287,7 +295,10 @@ struct ChoosingBucket {
     EvictionQueue* queue = insertion.queues + bucket;
     const QueuedBucket queued(insertion, bucket, queue);
     int way = -1;
+    bool exhausted = false;
     with_queue(queue, is_shared, [&] {
+      exhausted = is_exhausted(insertion, *queue);
+      if (exhausted) return;
       const bool has_moved = settle_first(queued);
       if (queue->size == 0) return;
       const uint8_t first = queue->elements[0];
@@ -298,7 +309,7 @@ struct ChoosingBucket {
     });
     if (is_decided) return;
     if (way >= 0) return __builtin_prefetch(queued.entries + way * insertion.table.words);
-    if (insertion.order == Order::kNone || count_free(insertion) > 0) return;
+    if (exhausted || insertion.order == Order::kNone || count_free(insertion) > 0) return;
     constexpr int64_t kLine = 64 / sizeof(int64_t);
     for (int64_t w = 0; w < kSlots * insertion.table.words; w += kLine) {
       __builtin_prefetch(queued.entries + w);

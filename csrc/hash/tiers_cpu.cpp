@@ -245,7 +245,10 @@ struct HostStore {
     int64_t* entry = index.table(0).entry(slot);
     entry[kStamp] = head[0];
     if (has_scores(order)) entry[kScore] = head[1];
-    if (EvictionQueue* queues = index.queues_of(0)) queues[slot / kSlots].size = 0;
+    EvictionQueue* queues = index.queues_of(0);
+    if (queues == nullptr) return;
+    queues[slot / kSlots].size = 0;
+    queues[slot / kSlots].exhausted_at = 0;
   }
 };
 
