@@ -118,7 +118,7 @@ def lock_slots(
         pause: function that waits between two attempts.
 
     Raises:
-        NotEnough: there are fewer slots.
+        TooFewProcessors: there are fewer slots.
     """
     if count > len(slots):
         raise TooFewProcessors(
@@ -374,11 +374,12 @@ def _lock_processors(config: DictConfig | Config) -> Iterator[dict[str, str]]:
 
 
 def _ranks(config: DictConfig | Config) -> int:
-    """Return the maximum number of concurrent ranks."""
+    """Return the maximum number of concurrent ranks; `timing.max_ranks` caps those of worlds."""
     if kinds.find(str(config.kind)).arms.ranks is not Ranks.OF_WORLDS:
         return int(config.device.ranks)
     settings = [config.sharding, *(case.sharding for case in config.cases.values())]
-    return max(int(world) for sharding in settings for world in sharding.worlds)
+    max_world = max(int(world) for sharding in settings for world in sharding.worlds)
+    return min(max_world, int(config.timing.max_ranks or max_world))
 
 
 def _run_job_process(words: Sequence[str], environment: dict[str, str], log: Path | None) -> int:

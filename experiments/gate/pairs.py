@@ -13,7 +13,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
@@ -202,7 +202,8 @@ def _measure_pair(
         for name in rng.sample(ready, len(ready)):
             outcome.taken[name] = _measure_point(job, name, ask, rng)
         for worker in workers.values():
-            worker.send(None)
+            with suppress(Died):  # all its points are measured
+                worker.send(None)
 
 
 def _measure_point(

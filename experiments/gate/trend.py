@@ -178,6 +178,7 @@ def read_trend(folders: Sequence[Path], device: str = "") -> tuple[Trend, list[s
         UsageError: no folder, no run between two commits, or runs on CPUs and on GPUs.
     """
     runs: dict[Commit, GateRun] = {}
+    devices = set()
     left_out = []
     for folder in folders:
         if not folder.is_dir():
@@ -190,6 +191,7 @@ def read_trend(folders: Sequence[Path], device: str = "") -> tuple[Trend, list[s
                 left_out.append(f"{path.relative_to(folder)}: {reason}")
                 continue
             result = _gate_run(saved)
+            devices.add(result.device)
             if result.head not in runs or runs[result.head].measured < result.measured:
                 runs[result.head] = result
     if not runs:
@@ -198,7 +200,7 @@ def read_trend(folders: Sequence[Path], device: str = "") -> tuple[Trend, list[s
         raise UsageError(
             f"{folder_names}: no finished run of the gate between two commits{reasons}"
         )
-    if len({result.device for result in runs.values()}) > 1:
+    if len(devices) > 1:
         raise UsageError("there are runs on CPUs and on GPUs: choose with --device cpu or cuda")
     ordered = sorted(runs.values(), key=lambda result: (result.head.date, result.measured))
     return Trend(ordered), left_out

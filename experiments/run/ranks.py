@@ -340,13 +340,16 @@ class RankProcesses:
                 pool.submit(self._receive, rank, None if rank else watch, failed_ranks)
                 for rank in range(len(self.children))
             ]
-            wait(answers, return_when="FIRST_EXCEPTION")
-            if failed_ranks:
-                # A rank may notice a lost connection before the death that caused it.
-                wait(answers, GRACE_SECONDS)
-                failed_ranks = list(failed_ranks)  # a copy, without the ranks that are killed next
-                for child in self.children:
-                    child.kill()
+            try:
+                wait(answers, return_when="FIRST_EXCEPTION")
+                if failed_ranks:
+                    # A rank may notice a lost connection before the death that caused it.
+                    wait(answers, GRACE_SECONDS)
+                    failed_ranks = list(failed_ranks)  # a copy, without ranks that are killed next
+                    self._kill()
+            except BaseException:  # Ctrl-C; the pool waits for its threads, and they for children
+                self._kill()
+                raise
         if not failed_ranks:
             return answers[0].result()
         deaths = {rank: answers[rank].exception() for rank in failed_ranks}
@@ -358,6 +361,10 @@ class RankProcesses:
         death = deaths[rank]
         status = death.status if isinstance(death, Died) else "error"
         raise Died(status, f"rank {rank}: {death}") from death
+
+    def _kill(self) -> None:
+        for child in self.children:
+            child.kill()
 
     def _receive(
         self, rank: int, watch: Callable[[str], object] | None, failed_ranks: list[int]

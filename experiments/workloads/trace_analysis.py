@@ -138,6 +138,7 @@ def fit(ranking: Ids, lookups_to_fit: Ids, rows: int) -> ZipfFit | None:
     if len(blocks.last) < 3 or blocks.lookups.sum() < 100:
         return None
     low, high = np.array([0.0, 0.0]), np.array([MAX_S, np.log1p(rows)])
+    limits = high
     best = (0.0, 0.0)
     for _ in range(ROUNDS):
         s = np.linspace(low[0], high[0], POINTS)
@@ -147,7 +148,7 @@ def fit(ranking: Ids, lookups_to_fit: Ids, rows: int) -> ZipfFit | None:
         best = (float(s[at_s]), float(log_q[at_q]))
         half = (high - low) * ZOOM / 2
         low = np.maximum(np.array(best) - half, 0.0)
-        high = np.array(best) + half
+        high = np.minimum(np.array(best) + half, limits)
     s_best, q_best = best[0], float(np.expm1(best[1]))
     mass = block_masses(blocks, np.array([s_best]), q_best)[0]
     observed = np.cumsum(blocks.lookups) / blocks.lookups.sum()

@@ -215,6 +215,13 @@ def test_a_job_is_alone_on_what_it_measures(
     assert processors("device=cpu", "timing=smoke") == ({}, [])
 
 
+def test_a_job_locks_as_many_gpus_as_its_largest_world_has_ranks() -> None:
+    words = ["+experiment=sharding_scaling", "sharding.worlds=[1,4]"]
+    assert launch._ranks(configure.load(words)) == 4
+    assert launch._ranks(configure.load([*words, "timing=smoke"])) == 2  # timing.max_ranks
+    assert launch._ranks(configure.load([*words, "timing.max_ranks=8"])) == 4
+
+
 # Launchers for real
 
 

@@ -62,6 +62,8 @@ class Pretender:
         self.log.append((self.side, "closed"))
 
     def send(self, message: Any) -> None:
+        if message is None and self.traits.get("leaves") is self.side:
+            raise Died("error", "the process crashed (SIGSEGV)")
         self.message = message
         self.log.append((self.side, message))
 
@@ -152,6 +154,18 @@ def test_a_worker_that_never_works_costs_all(config: Config, points: list[Point]
     assert not found.taken
     assert {side for sides in found.failed.values() for side in sides} == {Side.base}
     assert len(found.failed) == len(points)
+
+
+@pytest.mark.parametrize("side", list(Side))
+def test_a_crash_after_the_last_point_costs_nothing(
+    config: Config, points: list[Point], side: Side
+) -> None:
+    log: list[tuple[Side, Any]] = []
+    job = PairJob(points, config, "cpu", 0)
+    found = run_pair(job, Revisions(), fake_workers(log, leaves=side))
+    assert set(found.taken) == {p.name for p in points}
+    assert not found.failed
+    assert sum(message == "closed" for _, message in log) == 2
 
 
 def test_a_point_that_one_side_cannot_do_is_not_measured(

@@ -113,6 +113,15 @@ def test_devices_are_not_mixed(tmp_path: Path) -> None:
     assert [run.device for run in shown.runs] == ["cuda"]
 
 
+def test_a_later_run_on_another_device_replaces_none(tmp_path: Path) -> None:
+    on_cpu = gate("a", "b", 2, finding("wide", 1.0))
+    on_gpu = gate("a", "b", 2, finding("wide", 2.0), device="cuda", measured="2026-12-01")
+    with pytest.raises(UsageError, match="choose with --device"):
+        trend.read_trend([store(tmp_path, on_cpu, on_gpu)])
+    shown, _ = trend.read_trend([tmp_path], "cpu")
+    assert [run.points["wide"]["ratio"] for run in shown.runs] == [1.0]
+
+
 def test_the_page_says_what_moved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     moved = finding("wide", 1.31, **counts(100, 103)) | {"state": "SLOWER", "grown": ["more"]}
     runs = (

@@ -385,6 +385,19 @@ def test_the_records_are_those_of_the_first_rank() -> None:
     )
 
 
+def test_an_interrupt_ends_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the pool would wait for its threads, which wait for the ranks' records."""
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ranks_module, "wait", interrupted)
+    children = ScriptedChild("tbe", 5.0, []), ScriptedChild("tbe", 5.0, [])
+    with pytest.raises(KeyboardInterrupt):
+        receive(*children)
+    assert all(child.killed.is_set() for child in children)
+
+
 @pytest.mark.slow
 def test_two_ranks_of_a_run(tmp_path: Path) -> None:
     """A failure and a death on rank 1 are rows; the rest is measured on both ranks."""

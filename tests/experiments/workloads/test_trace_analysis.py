@@ -120,6 +120,13 @@ def test_ranking_rows_by_the_counts_one_fits_would_find_skew_in_chance() -> None
     assert naive.s > 0.1
 
 
+def test_a_fit_stays_within_its_bounds() -> None:
+    steep = np.array([10**6, 1000, 20, 2, 1])
+    found = trace_analysis.fit(steep, steep, len(steep))
+    assert found is not None
+    assert found.s == trace_analysis.MAX_S
+
+
 def test_too_little_to_fit() -> None:
     assert trace_analysis.fit(np.array([3, 1]), np.array([2, 2]), 2) is None
 
