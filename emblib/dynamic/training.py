@@ -137,6 +137,8 @@ def insert_at_once(
     # Raises before anything is changed.
     scores = None if state.scores is None else state.scores.of_next_batch()
     index, backing, effects = state.index, state.backing, Effects()
+    if backing is not None:  # raises errors of the last step's moves before this one begins
+        backing.move_rows()
     op = hash.hash_insert_batch_ if backing is None else tiers.tier_insert_batch_
     placement: BatchPlacementAtOnce | None = None
 
