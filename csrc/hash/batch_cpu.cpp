@@ -299,21 +299,22 @@ struct MissingKeys {
 // the order of tables and numbers. Positions of keys without a slot are in no group and come last.
 struct BatchGroups {
   Tensor slots, rows, segments, lookups, bags, count;
+  Scratch<int32_t> next;  // by key: where its positions continue
 
-  BatchGroups(const Tensor& ids, int64_t n)
+  BatchGroups(const Tensor& ids, int64_t n, int64_t num_keys)
       : slots(allocate_output(ids, {n}, ScalarType::Long)),
         rows(allocate_output(ids, {n}, ScalarType::Long)),
         segments(allocate_output(ids, {n + 1}, ScalarType::Int)),
         lookups(allocate_output(ids, {n}, ScalarType::Int)),
         bags(allocate_output(ids, {n}, ScalarType::Int)),
-        count(allocate(ids, {1}, ScalarType::Int)) {}
+        count(allocate(ids, {1}, ScalarType::Int)),
+        next(new_scratch<int32_t>(num_keys)) {}
 
   // Write all of them; `found` are the slots of keys.
   void write(const HashBatchCall& call, const TableSegments& tables, const DistinctKeys& distinct,
              const int64_t* found) const {
     const int64_t num_tables = call.index.num_tables;
-    const Scratch<int32_t> next = new_scratch<int32_t>(distinct.count());  // by key
-    std::vector<int32_t> next_ungrouped(num_tables + 1, 0);                // by table
+    std::vector<int32_t> next_ungrouped(num_tables + 1, 0);  // by table
     std::vector<int64_t> first_rows(num_tables, 0);
     for (int64_t f = 0; f < call.batch.segments; ++f) {
       first_rows[call.batch.tables[f]] = call.features[f].row_base;
@@ -406,7 +407,7 @@ std::vector<Tensor> hash_insert_batch_(std::vector<Tensor> tensors, std::vector<
   if (!segments.are_balanced()) return {};
   const DistinctKeys distinct(call.batch, segments, call.index);
   if (!fit(call.index, distinct)) return {};
-  const BatchGroups groups(ids, call.n);
+  const BatchGroups groups(ids, call.n, distinct.count());
   const Scratch<int64_t> found = new_scratch<int64_t>(distinct.count());
   touch_keys(call, distinct, found.get());
   int64_t* first_misses = call.first_misses.mutable_data_ptr<int64_t>();
@@ -518,11 +519,14 @@ struct StoredMisses {
   }
 };
 
+// The numbers of results of tier_insert_batch_ about misses: of all tables, and per table.
+constexpr int64_t kMissResults = 7, kMoveResults = 4;
+
 // The numbers of rows of a table that a batch moved between the tiers.
 enum TierCount { kStored, kNew, kPromoted, kDemoted, kRefusedKeys, kTierCounts };
 
-// What a batch moves between a table and its store. The memory is allocated before the batch is
-// inserted: an error after that would lose evicted rows.
+// What a batch moves between a table and its store. Its memory, and that of the other results, is
+// allocated before the batch is inserted: an error after that would lose evicted rows.
 struct TableMoves {
   Tensor demoted, demoted_rows;  // evicted entries [misses, 3], their rows [misses, row_bytes]
   Tensor promoted, refused;      // keys that left the store [misses]; keys, uses [misses, 2] of
@@ -632,13 +636,10 @@ struct MissPositions {
   }
 };
 
-// Return a copy of a vector as an int64 or uint8 tensor.
+// Copy a vector of int64_t or uint8_t to a tensor of as many elements of that type.
 template <class T>
-Tensor tensor_of(const Tensor& like, const std::vector<T>& values) {
-  constexpr auto kType = sizeof(T) == sizeof(int64_t) ? ScalarType::Long : ScalarType::Byte;
-  Tensor copy = allocate(like, {static_cast<int64_t>(values.size())}, kType);
-  std::copy(values.begin(), values.end(), static_cast<T*>(copy.mutable_data_ptr()));
-  return copy;
+void copy_to(const std::vector<T>& values, Tensor tensor) {
+  std::copy(values.begin(), values.end(), static_cast<T*>(tensor.mutable_data_ptr()));
 }
 
 // Insert a batch into tables in front of stores in host memory, which are read only. Return nothing
@@ -662,7 +663,7 @@ std::vector<Tensor> tier_insert_batch_(
   if (!segments.are_balanced()) return {};
   const DistinctKeys distinct(call.batch, segments, call.index);
   if (!fit(call.index, distinct) || !stores.have_rows_for(distinct)) return {};
-  const BatchGroups groups(ids, call.n);
+  const BatchGroups groups(ids, call.n, distinct.count());
   const Scratch<int64_t> found = new_scratch<int64_t>(distinct.count());
   touch_keys(call, distinct, found.get());
   int64_t* first_misses = call.first_misses.mutable_data_ptr<int64_t>();
@@ -679,8 +680,12 @@ std::vector<Tensor> tier_insert_batch_(
     }
     const Scratch<int64_t> evicted =
         new_scratch<int64_t>(3 * static_cast<int64_t>(missing.keys.size()));
+    const auto num_misses = static_cast<int64_t>(missing.keys.size());
+    Tensor uses = allocate_words(ids, {num_misses}), slots = allocate_words(ids, {num_misses});
+    Tensor status = allocate(ids, {num_misses}, ScalarType::Byte);
     Tensor counts = allocate_words(ids, {num_tables, kTierCounts});
     std::vector<int64_t> new_slots(missing.keys.size());
+    of_misses.reserve(kMissResults + kMoveResults * num_tables);
     missing.insert(call, distinct, first_misses, evicted.get());
     for (int64_t t = 0; t < num_tables; ++t) {
       moves[t].swap(stores.stores[t], distinct, stored, first_misses[t], evicted.get(), &missing);
@@ -692,13 +697,13 @@ std::vector<Tensor> tier_insert_batch_(
     }
     call.rows.write(distinct.keys.get(), missing.keys.data(), first_misses, new_slots.data(), seed);
     missing.add_slots(found.get());
-    of_misses = {positions.first,
-                 tensor_of(ids, missing.uses),
-                 tensor_of(ids, missing.slots),
-                 tensor_of(ids, missing.status),
-                 positions.groups,
-                 call.first_misses,
-                 counts};
+    copy_to(missing.uses, uses);
+    copy_to(missing.slots, slots);
+    copy_to(missing.status, status);
+    for (const Tensor& result :
+         {positions.first, uses, slots, status, positions.groups, call.first_misses, counts}) {
+      of_misses.push_back(result);
+    }
     for (const TableMoves& of_table : moves) of_table.add_to(&of_misses);
   }
   groups.write(call, segments, distinct, found.get());

@@ -363,8 +363,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> hash_insert_(
   return call.results();
 }
 
-namespace {}  // namespace
-
 // Remove keys. Return the slot that each position emptied, int64 [n]; -1 if its key is missing or
 // an earlier position removed it.
 Tensor hash_erase_(std::vector<Tensor> tensors, const Tensor& ids, const Tensor& starts,

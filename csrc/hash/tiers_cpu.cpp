@@ -1,5 +1,6 @@
 // Rows that move between the slots of a dynamic table and its backing store, on the CPU:
-// `tier_swap_` for the table's side, `tier_read` and `tier_write_` for records of a store.
+// `tier_swap_` for the table's side, `tier_read` and `tier_write_` for records of a store, and
+// `tier_put_` for a store with an index in host memory.
 //
 // Between the tiers a row is packed: its bytes in all row buffers, weights then optimizer states,
 // one after the other. So it is copied twice, out of one tier into a packed matrix, and from there
@@ -218,9 +219,11 @@ struct HostStore {
         order(parse_order(op, order_code, index.words)) {
     index.check_tables(op);
     STD_TORCH_CHECK(index.num_tables == 1, op, ": a store has one table, got ", index.num_tables);
-    STD_TORCH_CHECK(records.num_words == kHeadWords && records.count >= index.num_slots, op,
-                    ": records must have two words and a row of ", row_bytes, " bytes for each of ",
-                    index.num_slots, " slots, got [", records.count, ", ", records.stride, "]");
+    STD_TORCH_CHECK(records.stride == kHeadWords * Records::kWordBytes + row_bytes &&
+                        records.count >= index.num_slots,
+                    op, ": records must have two words and a row of ", row_bytes,
+                    " bytes for each of ", index.num_slots, " slots, got [", records.count, ", ",
+                    records.stride, "]");
     STD_TORCH_CHECK(order != Order::kNone && order != Order::kAssigned, op,
                     ": a store evicts by stamps or by counts of uses");
   }

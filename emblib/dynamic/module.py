@@ -255,7 +255,7 @@ class DynamicEmbeddingBags(FusedTables):
             self._reset_common()
             self.clear()
 
-        self.state.complete(reset)
+        self.state.lock.complete(reset, lambda: True)  # moves to the store are cancelled
 
     @atomic
     def track_optimizer_state(self, optimizer: torch.optim.Optimizer) -> None:

@@ -237,7 +237,13 @@ class DynamicState:
     def complete(
         self, make: Callable[[], _R], is_optional: Callable[[], bool] = lambda: True
     ) -> _R:
-        """Make a change of the tables, see `CompletingLock.complete`."""
+        """Make a change of the tables, see `CompletingLock.complete`.
+
+        The moves of the last step are made first, so that their errors are raised before the change
+        begins.
+        """
+        if self.backing is not None:
+            self.backing.move_rows()
         return self.lock.complete(make, is_optional)
 
 
@@ -421,6 +427,8 @@ def nbytes(state: DynamicState) -> dict[str, int]:
 def track_evictions(state: DynamicState, max_keys: int = 1 << 24) -> EvictionLog:
     """Record from now on which keys leave and when, at most `max_keys` per table."""
     if state.eviction_log is None:
+        if state.backing is not None:  # no thread may move rows while there is a log
+            state.backing.move_rows()
         state.eviction_log = EvictionLog(len(state.specs), state.index.tick, max_keys)
     return state.eviction_log
 

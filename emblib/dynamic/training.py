@@ -404,7 +404,8 @@ def clear(state: DynamicState) -> None:
         tick = state.index.tick
         for t in range(len(state.specs)):
             state.record_evictions(t, table_entries(state, t).keys)
-    state.complete(lambda: _clear(state, tick))
+    # Not `state.complete`: moves to the store are cancelled, so that clearing works without it.
+    state.lock.complete(lambda: _clear(state, tick), lambda: True)
 
 
 def _clear(state: DynamicState, tick: int) -> None:

@@ -165,6 +165,67 @@ def test_an_error_of_the_store_is_raised_by_the_next_call() -> None:
     assert [key for key in theirs if not torch.equal(mine[key], theirs[key])] == []
 
 
+@pytest.mark.parametrize("name", ["train", "erase", "load"])
+def test_a_call_that_raises_an_error_of_the_thread_changes_nothing(name: str) -> None:
+    store = GatedRows()
+    module = make(store)
+    store.gate.set()
+    for step in range(3):
+        train(module, step)
+    state = module.state_dict()
+    store.is_full = True
+    store.waits.clear()
+    train(module, 3)
+    assert store.waits.wait(10)
+    index = module.state.index
+    tick, keys = index.tick, index.export(0).keys.tolist()
+    calls = {
+        "train": lambda: train(module, 4),
+        "erase": lambda: module.erase(0, torch.arange(500)),
+        "load": lambda: module.load_state_dict(state),
+    }
+    with pytest.raises(OSError, match="No space left"):
+        calls[name]()
+    store.is_full = False
+    assert index.tick == tick
+    assert index.export(0).keys.tolist() == keys
+    calls[name]()
+
+
+def test_clear_cancels_what_a_store_cannot_take() -> None:
+    store = GatedRows()
+    module = make(store)
+    store.gate.set()
+    for step in range(3):
+        train(module, step)
+    module.size(0)  # all rows are written back
+    store.is_full = True
+    train(module, 3)
+    module.reset_parameters()
+    assert module.size(0) == module.size(1) == 0
+    store.is_full = False
+    train(module, 4)
+
+
+def test_evictions_are_tracked_after_the_moves_of_the_last_step() -> None:
+    store = GatedRows(96)
+    module = make(store)
+    for step in range(3):
+        store.gate.set()
+        train(module, step)
+    module.size(0)
+    store.gate.clear()
+    store.waits.clear()
+    train(module, 3)
+    assert store.waits.wait(10)
+    opening = threading.Timer(0.05, store.gate.set)
+    opening.start()
+    module.track_evictions()
+    assert store.gate.is_set()
+    opening.join()
+    train(module, 4)
+
+
 @pytest.mark.parametrize("ends", ["close", "del"])
 def test_rows_in_motion_arrive_before_the_store_is_closed(ends: str, tmp_path: Path) -> None:
     def tables(store: RowStore, module: DynamicEmbeddingBags) -> list[StoredTable]:

@@ -200,6 +200,7 @@ def test_records_of_words_alone() -> None:
         ("tier_swap_", 6, ROWS + 1, r"first_overflow must be in \[0, 900\], got 901"),
         ("tier_put_", 1, torch.zeros(64, 28, dtype=torch.uint8), "two words and a row of 13 bytes"),
         ("tier_put_", 1, torch.zeros(63, 29, dtype=torch.uint8), "for each of 64 slots"),
+        ("tier_put_", 4, torch.zeros(3, 9, dtype=torch.uint8), "a row of 9 bytes"),
         ("tier_put_", 2, torch.zeros(2, 2).long(), r"lifted must be \[m\] and entries \[n, 3\]"),
         ("tier_put_", 3, torch.zeros(3, 2).long(), "entries must be contiguous with 9 entries"),
         ("tier_put_", 4, torch.zeros(2, 13, dtype=torch.uint8), "rows must be contiguous"),

@@ -455,7 +455,7 @@ class BackingTier:
         if moves is None:
             return
         if self.fast.eviction_log is not None:
-            for t, rows in moves.demoted.items():
+            for t, rows in list(moves.demoted.items()):
                 if rows.keys.numel():
                     self._expect_evictions(t)
         try:
@@ -697,6 +697,7 @@ class BackingTier:
         """Remove all rows from the store."""
         self._overflow_is_dirty = False
         if self._moves is not None:
+            self.store.attempt(self._moves)  # so that counters do not depend on the thread
             self.store.cancel(self._moves)
         self.drop_overflow_rows()
         for t in range(len(self._widths)):

@@ -3,6 +3,7 @@
 import concurrent.futures
 import contextlib
 import functools
+import gc
 import itertools
 import os
 import threading
@@ -49,7 +50,7 @@ class RowMoves:
     be called again, by any thread, and makes the rest.
 
     Attributes:
-        exchanged: both of the next, of tables in front of a `HostRows`.
+        exchanged: promoted keys and demoted rows of tables in front of a `HostRows`.
         promoted: keys that have a slot and are still in the store.
         demoted: rows that have no slot and are not yet in the store.
         dropped: tables, and keys that the store has dropped for demoted rows of the table.
@@ -142,6 +143,7 @@ class PrefetchedRows:
         """Forget moves that are not made yet."""
         for rows in (moves.exchanged, moves.promoted, moves.demoted):
             rows.clear()
+        moves.errors = []
 
     def _move(self, moves: RowMoves) -> None:
         for t in list(moves.exchanged):
@@ -168,7 +170,8 @@ class PrefetchedRows:
     def _put_again(self, table: int, moves: RowMoves) -> None:
         """Put demoted rows; try once more after an error other than of the disk.
 
-        Such an error (e.g. Ctrl-C) may have interrupted the `put`, which a second call completes.
+        Such an error, e.g. a lack of memory, may have ended the `put` in the middle; a second call
+        completes it. The rows that the first call dropped are then not counted.
         """
         rows = moves.demoted[table]
         if not rows.keys.numel():
@@ -396,14 +399,22 @@ _forking = threading.RLock()
 _stores_at_fork: list[PrefetchedRows] = []  # whose locks the forking thread holds
 
 
+_collects_garbage: list[bool] = []  # whether the collector is to be enabled after the fork
+
+
 def _before_fork() -> None:
     _forking.acquire()
+    # A collected `BackingTier` waits for its thread, which may wait for a lock taken below.
+    _collects_garbage.append(gc.isenabled())
+    gc.disable()
     for store in list(_stores):
         _stores_at_fork.append(store)
         store.before_fork()
 
 
 def _after_fork() -> None:
+    if _collects_garbage and _collects_garbage.pop():
+        gc.enable()
     releases = [_forking.release, *(store.release for store in _stores_at_fork)]
     _stores_at_fork.clear()
     for release in reversed(releases):
