@@ -116,8 +116,8 @@ struct RowPages {
                     first_byte);
     const int64_t max_row = width == 0 ? kUnlimited : kUnlimited / 4 / width;
     for (int64_t i = 0; i < n; ++i) {
-      STD_TORCH_CHECK(rows[i] <= max_row, op, ": rows must end before byte 2^62, got row ", rows[i],
-                      " of ", width, " bytes");
+      STD_TORCH_CHECK(rows[i] <= max_row, op, ": rows must end before byte 2^62, got row ",
+                      rows[i], " of ", width, " bytes");
     }
   }
 
@@ -268,17 +268,24 @@ std::tuple<Tensor, Tensor> fetch_pages(const Tensor& data_in, const Tensor& rows
     return reinterpret_cast<char*>(reinterpret_cast<uintptr_t>(data + byte) / page_bytes *
                                    page_bytes);
   };
+  const auto first_page = [&](int64_t i) { return floor_page(rows.begin(i)); };
+  const auto last_page = [&](int64_t i) {
+    return floor_page(std::min(rows.begin(i) + width, size) - 1);
+  };
+  int64_t num_rows = 0;  // that have bytes
+  for (int64_t i = 0; i < rows.n; ++i) num_rows += rows.has_bytes(i);
+  const int64_t step = (num_rows + kProbes - 1) / kProbes;
   bool are_resident = true;
-  const int64_t step = (rows.n + kProbes - 1) / kProbes;
-  for (int64_t i = 0; i < rows.n && are_resident; i += step) {
-    are_resident = !rows.has_bytes(i) || is_resident(floor_page(rows.begin(i)), page_bytes);
+  for (int64_t i = 0, number = 0; i < rows.n && are_resident; ++i) {
+    if (!rows.has_bytes(i) || number++ % step != 0) continue;
+    are_resident = is_resident(first_page(i), page_bytes) && is_resident(last_page(i), page_bytes);
   }
   if (are_resident) return {as_tensor(rows_in, positions), as_tensor(rows_in, {num_ranges})};
   std::vector<PageRange> ranges;
   for (int64_t i = 0; i < rows.n; ++i) {
     if (!rows.has_bytes(i)) continue;
-    char* begin = floor_page(rows.begin(i));
-    char* end = floor_page(std::min(rows.begin(i) + width, size) - 1) + page_bytes;
+    char* begin = first_page(i);
+    char* end = last_page(i) + page_bytes;
     if (!ranges.empty() && begin >= ranges.back().begin && begin <= ranges.back().end) {
       ranges.back().end = std::max(ranges.back().end, end);
     } else {

@@ -104,7 +104,7 @@ def _most_even(value: int, parts: int) -> tuple[int, ...]:
 
 
 def _factorisations(value: int, parts: int, min_factor: int) -> list[tuple[int, ...]]:
-    """Return all ascending tuples of factors >= least."""
+    """Return all ascending tuples of factors >= `min_factor`."""
     if parts == 1:
         return [(value,)] if value >= min_factor else []
     divisors = (f for f in range(min_factor, math.isqrt(value) + 1) if value % f == 0)

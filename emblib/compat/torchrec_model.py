@@ -129,7 +129,7 @@ def shard_modules(
             processes.
         device: device of the tables; None is the device of the ranks.
         plan: plan of all collections; None makes one with the default planner.
-        sharders: sharders by module class; None uses the default ones of all collections.
+        sharders: list of sharders, one per module class; None uses those of all collections.
         init_params: whether other modules on the meta device are allocated and initialized.
     """
     env = ShardingEnv(RankGroup()) if env is None else env
@@ -248,7 +248,7 @@ def shard_quant_model(
         world_size: number of devices.
         compute_device: "cuda" or "cpu".
         sharding_device: ignored.
-        sharders: sharders by module class; None uses the default ones.
+        sharders: list of sharders, one per module class; None uses the default ones.
         device_memory_size: bytes for tables on a GPU; None for no limit. Ignored on a CPU.
         constraints: constraints by table, which must allow table-wise sharding.
         ddr_cap: bytes for tables on a CPU; None for no limit. Ignored on GPUs.

@@ -73,7 +73,7 @@ class Topology:
             )
         self.world_size, self.compute_device = world_size, compute_device
         self.local_world_size = local_world_size or world_size
-        # A plan for GPUs can be made on a machine without them, if their memory is bandwidths.
+        # A plan for GPUs can be made on a machine without them, if `hbm_cap` is given.
         elsewhere = compute_device == "cuda" and hbm_cap and not torch.cuda.is_available()
         make: Any = planner.Topology if elsewhere else planner.Topology.detect
         detected: planner.Topology = make(

@@ -61,6 +61,7 @@ from emblib.tables.base import (
     variable_batch,
     warn_of_dtype,
 )
+from emblib.tables.grad_mode import without_gradients
 from emblib.tables.graph_break import graph_break
 from emblib.tables.recomputation import running_forward
 from emblib.tables.tt import join_blocks
@@ -354,7 +355,7 @@ class CachedTTEmbeddingBags(nn.Module):
             )
         return True
 
-    @torch.no_grad()
+    @without_gradients
     def _count_skipped_steps(self) -> None:
         """Add the steps that skipped the stored rows to the step of their optimizer."""
         if self._step_offset is not None:
@@ -394,7 +395,7 @@ class CachedTTEmbeddingBags(nn.Module):
                 "backward, or use every=None and call populate()"
             )
 
-    @torch.no_grad()
+    @without_gradients
     def _find(
         self, indices: Tensor, offsets: Tensor, batch_sizes: Sequence[Sequence[int]] | None
     ) -> _Lookups:
@@ -419,7 +420,7 @@ class CachedTTEmbeddingBags(nn.Module):
         feature = torch.bucketize(position, starts[1:-1], right=True)
         return torch.where(ids >= 0, ids + self.key_bases[feature], -1)
 
-    @torch.no_grad()
+    @without_gradients
     def _count(self, batch: _Lookups, missed_before: Tensor | None) -> None:
         """Count the ids of a training lookup; `missed_before` is `_missed()` before the lookup.
 
@@ -460,7 +461,7 @@ class CachedTTEmbeddingBags(nn.Module):
         if due_tables:
             self._populate(due_tables)
 
-    @torch.no_grad()
+    @without_gradients
     def _populate(self, tables: Iterable[int]) -> None:
         exported = list(self.counts.export())
         keys = torch.cat([part.keys for part in exported]) if exported else self.key_of_row[:0]
@@ -561,7 +562,7 @@ class CachedTTEmbeddingBags(nn.Module):
         weight = self.rows.table_weights()[table].detach()
         return weight[rows.to(weight.device)].to(rows.device).float()
 
-    @torch.no_grad()
+    @without_gradients
     def to_dense(self, table: int) -> Tensor:
         """Return a table as a dense float32 `[rows, D]` matrix, stored rows included."""
         spec = self.tables[table]
@@ -619,7 +620,7 @@ class CachedTTEmbeddingBags(nn.Module):
         self.counters[own] = 0
         self.changes[own] = 0.0
 
-    @torch.no_grad()
+    @without_gradients
     def empty_cache(self, table: int | None = None) -> None:
         """Remove all stored rows and forget all counts, of one table or (None) of all.
 

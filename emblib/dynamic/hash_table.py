@@ -23,6 +23,7 @@ from emblib.ops.primitives import group
 from emblib.specs import SLOTS, DynamicSpec, Eviction, check_count, check_float_dtype
 from emblib.tables import memory, state_dicts
 from emblib.tables.changes import CompletingLock
+from emblib.tables.grad_mode import without_gradients
 from emblib.tables.locks import atomic
 
 
@@ -210,7 +211,7 @@ class HashTable(nn.Module):
         """Return which keys are in the table, bool `[n]`."""
         return self.slots(keys) >= 0
 
-    @torch.no_grad()
+    @without_gradients
     @atomic
     def insert_or_assign(
         self, keys: Tensor, values: Tensor, scores: Tensor | int | None = None
@@ -218,7 +219,7 @@ class HashTable(nn.Module):
         """Write the values of keys, inserting new ones."""
         return self._insert_values(keys, values, scores)
 
-    @torch.no_grad()
+    @without_gradients
     @atomic
     def insert_and_evict(
         self,
@@ -261,7 +262,7 @@ class HashTable(nn.Module):
 
         return self._lock.complete(make, lambda: not effects.has_made(hash.hash_insert_))
 
-    @torch.no_grad()
+    @without_gradients
     @atomic
     def find_or_insert(
         self, keys: Tensor, values: Tensor | None = None, scores: Tensor | int | None = None
@@ -273,7 +274,7 @@ class HashTable(nn.Module):
         """
         return self._find_or_insert(keys, values, scores, reads=True)
 
-    @torch.no_grad()
+    @without_gradients
     @atomic
     def find_or_insert_slots(
         self, keys: Tensor, values: Tensor | None = None, scores: Tensor | int | None = None
@@ -308,7 +309,7 @@ class HashTable(nn.Module):
         """Return the slots of a batch in segments, as `slots` does; -1 outside the segments."""
         return self.index.find(keys)
 
-    @torch.no_grad()
+    @without_gradients
     @atomic
     def count(self, keys: Keys) -> None:
         """Count a batch in segments: insert or touch its keys, without writing new rows.
@@ -383,7 +384,7 @@ class HashTable(nn.Module):
             evicted=TableRows(keys, rows[0], stamps, scores), num_evicted=count
         )
 
-    @torch.no_grad()
+    @without_gradients
     @atomic
     def assign(self, keys: Tensor, values: Tensor) -> Tensor:
         """Write the values of keys that are in the table; return which are, bool `[n]`."""
@@ -393,7 +394,7 @@ class HashTable(nn.Module):
         self._write(slots, values)
         return slots >= 0
 
-    @torch.no_grad()
+    @without_gradients
     @atomic
     def accumulate(self, keys: Tensor, deltas: Tensor) -> Tensor:
         """Add to the values of keys that are in the table; return which are, bool `[n]`.
@@ -455,7 +456,7 @@ class HashTable(nn.Module):
                     exported.keys[at], self.values[slots], exported.stamps[at], scores[at]
                 )
 
-    @torch.no_grad()
+    @without_gradients
     @atomic
     def load(self, rows: TableRows) -> Insertion:
         """Insert exported rows with their stamps and scores; keys are distinct.

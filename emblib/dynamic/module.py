@@ -37,6 +37,7 @@ from emblib.tables import hyperparameters, recomputation, state_dicts
 from emblib.tables.base import FusedTables, SpecKind, append_last_offset, check_bounds
 from emblib.tables.bounds_report import is_padded
 from emblib.tables.changes import CompletingLock
+from emblib.tables.grad_mode import without_gradients
 from emblib.tables.graph_break import graph_break
 from emblib.tables.locks import atomic
 from emblib.tables.parameters import check_not_replicated
@@ -246,7 +247,7 @@ class DynamicEmbeddingBags(FusedTables):
     save = table_dumps.save
     load = table_dumps.load
 
-    @torch.no_grad()
+    @without_gradients
     @atomic
     def reset_parameters(self) -> None:
         """Remove all keys and reset optimizer, counters and admission as at construction."""
@@ -468,7 +469,7 @@ class DynamicEmbeddingBags(FusedTables):
         is_wanted = self._updates_in_backward or self.weights.requires_grad
         return self.training and with_grad and is_wanted
 
-    @torch.no_grad()
+    @without_gradients
     def _find_keys(self, keys: Keys) -> BatchReads:
         state = self.state
         slots = state.index.find(keys) if state.backing is None else state.backing.search(keys)
@@ -515,7 +516,7 @@ class DynamicEmbeddingBags(FusedTables):
         return autograd.Tiers([weights], states, self.hyperparams, self.output_dtype)
 
     @graph_break
-    @torch.no_grad()
+    @without_gradients
     @atomic
     def prefetch(
         self,

@@ -31,6 +31,7 @@ from emblib.dynamic.tiers.store import StoredRows
 from emblib.ops import codes, hash
 from emblib.ops.effects import Effects
 from emblib.specs import SLOTS, check_count
+from emblib.tables.grad_mode import without_gradients
 
 
 @of_state
@@ -130,7 +131,7 @@ class _TableShrink:
         """Return whether the shrink may be abandoned: nothing was written yet."""
         return not self._has_written
 
-    @torch.no_grad()
+    @without_gradients
     def run(self) -> int:
         """Shrink the table, or complete that; return the number of evicted keys."""
         self._has_written = True

@@ -30,11 +30,12 @@ from emblib.optim import External, Optimizer, description
 from emblib.specs import SLOTS, DynamicSpec, OnInsertFailure, Pooling, brief
 from emblib.tables import optimizer_hooks
 from emblib.tables.bounds_report import is_padded
+from emblib.tables.grad_mode import without_gradients
 from emblib.tables.parameters import caller_level, is_updated_in_backward, loses_values
 from emblib.tables.recomputation import RunningForward
 
 
-@torch.no_grad()  # an interrupt at the end of a `with` block would leave gradients disabled
+@without_gradients
 def insert_or_repeat(
     state: DynamicState, keys: Keys, counts: Tensor | None, running: RunningForward | None
 ) -> TrainingUpdate:
@@ -115,7 +116,7 @@ def inserts_at_once(state: DynamicState) -> bool:
     )
 
 
-@torch.no_grad()
+@without_gradients
 def insert_at_once(
     state: DynamicState,
     row_buffers: list[Tensor],

@@ -18,8 +18,8 @@ byte 0. Marks are uint8 by page, 0 or 1.
   if a probe of some of them finds one that is not there; the last row may end after `data`. Returns
   the bytes of `data` at which pages begin that cannot be read, int64 `[m]`, at most one per range
   of neighbouring rows, and the number of ranges that were read, int64 `[1]`. A page cannot be read
-  if the file was cut off or the disk has failed: using it ends the process with `SIGBUS`. Systems
-  other than Linux read pages at their use
+  if the file was cut off or the disk has failed: using it ends the process with `SIGBUS`. Linux
+  before 5.14 cannot tell it, and systems other than Linux read pages at their use
 
 `crc32(data)` returns the CRC-32 of a whole uint8 `[N]`.
 

@@ -182,7 +182,7 @@ def table_wise(rank: int) -> Rule:
 def row_wise(ranks: Sequence[int] | None = None) -> Rule:
     """Split the table into blocks of rows on `ranks`, by default on all.
 
-    A table of fewer rows than ranks has no shard on the last ranks.
+    A block has `ceil(rows / ranks)` rows; the last ranks may have fewer, or no shard.
 
     Example:
         >>> bags = emblib.EmbeddingBagCollection([emblib.EmbeddingBagConfig(8, 8, "item")])
@@ -206,8 +206,9 @@ def row_wise(ranks: Sequence[int] | None = None) -> Rule:
 def column_wise(ranks: Sequence[int] | None = None, *, sizes: Sequence[int] | None = None) -> Rule:
     """Split the table into blocks of columns on `ranks`, by default on all.
 
-    `sizes` are the columns per rank; by default blocks are as equal as possible, and multiples of 4
-    columns if the width is one, so that a narrow table has no shard on the last ranks.
+    `sizes` are the columns per rank. By default a block has `ceil(columns / ranks)` columns,
+    rounded up to a multiple of 4 if the table's width is one; the last ranks may have fewer, or no
+    shard.
 
     Example:
         >>> bags = emblib.EmbeddingBagCollection([emblib.EmbeddingBagConfig(8, 8, "item")])

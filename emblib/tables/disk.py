@@ -248,7 +248,7 @@ class DiskStore:
             rows: rows as `protect` takes them.
 
         Returns:
-            bool: whether the weights of some were not in memory.
+            bool: whether weights or states of some were not in memory.
 
         Raises:
             OSError: a page cannot be read.
@@ -256,11 +256,8 @@ class DiskStore:
         rows = self._numbers_of(rows)
         is_any_read = False
         for index, local in self._by_block(rows if len(self._blocks) == 1 else rows.sort().values):
-            (weights, *states), tensors = self._sums, self._blocks[index].tensors
-            if weights.fetch(*_rows_of(tensors[0], local)):
-                is_any_read = True
-                for sums, tensor in zip(states, tensors[1:], strict=True):
-                    sums.fetch(*_rows_of(tensor, local))
+            for sums, tensor in zip(self._sums, self._blocks[index].tensors, strict=True):
+                is_any_read |= sums.fetch(*_rows_of(tensor, local))
         return is_any_read
 
     def touch(self, rows: Tensor) -> None:

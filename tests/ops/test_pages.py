@@ -145,6 +145,31 @@ def test_pages_that_are_not_in_memory_are_read(tmp_path: Path) -> None:
 
 
 @linux
+@pytest.mark.parametrize(
+    ("rows", "width", "warm"),
+    [
+        # One row in 4000 is stored: the others are not looked for.
+        (torch.where(torch.arange(4000) == 3999, 50, -1), PAGE, None),
+        # The first page of the row is in memory, its last one is not.
+        (torch.tensor([0]), 128 * PAGE, 0),
+    ],
+    ids=["absent", "long"],
+)
+def test_a_probe_looks_at_rows_and_their_ends(
+    rows: torch.Tensor, width: int, warm: int | None, tmp_path: Path
+) -> None:
+    handle, data = mapped_file(tmp_path / "file", 256 * PAGE)
+    os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+    if warm is not None:
+        pages.fetch_pages(data, torch.tensor([warm]), PAGE, 0)
+    num_ranges = int(pages.fetch_pages(data, rows, width, 0)[1])
+    if in_memory(data, torch.tensor([255]), PAGE):
+        pytest.skip("this file system keeps all pages in memory")
+    assert num_ranges == 1
+    os.close(handle)
+
+
+@linux
 def test_a_long_range_is_read_whole(tmp_path: Path) -> None:
     """The system reads only the first 128 KiB for one advice."""
     handle, data = mapped_file(tmp_path / "file", 1 << 20)

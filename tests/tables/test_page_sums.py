@@ -317,7 +317,7 @@ def test_a_file_that_has_lost_pages_is_told_by_a_fetch(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_cold", [False, True])
-def test_a_fetch_reads_states_only_if_weights_are_read(
+def test_a_fetch_reads_weights_and_states(
     is_cold: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[tuple[str, list[int], int, int]] = []
@@ -337,7 +337,7 @@ def test_a_fetch_reads_states_only_if_weights_are_read(
         ("state_sum.bin", [0, 3], 4, 4800),
         ("state_m.bin", [0, 3], 6000, 4800 * 4),
     ]
-    assert sorted(calls) == sorted([*weights, *states] if is_cold else weights)
+    assert sorted(calls) == sorted([*weights, *states])
 
 
 def test_holes_of_a_file_count_as_zeros_without_being_read(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from emblib.dynamic import keys as routing
 from emblib.dynamic.saving.entries import WEIGHT
 from emblib.dynamic.state import DynamicState
 from emblib.tables import state_dicts
+from emblib.tables.grad_mode import without_gradients
 
 FALLBACK = "fallback"
 KEYS = "keys"
@@ -111,7 +112,7 @@ def check(state: DynamicState, table: int, rows: FallbackRows) -> None:
         raise ValueError(f"{state.table_names[table]}.{problem}")
 
 
-@torch.no_grad()
+@without_gradients
 def write(state: DynamicState, table: int, rows: FallbackRows) -> None:
     """Overwrite fallback rows; states that are missing get their first value."""
     if not rows or not state.specs[table].fallback_rows:

@@ -13,6 +13,7 @@ import torch
 from emblib.dynamic.saving import dumps
 from emblib.dynamic.saving.checkpoint import naming
 from emblib.dynamic.state import DynamicState, StateOwner, of_state
+from emblib.tables.grad_mode import without_gradients
 
 _ENTRIES = ("index", "rows", "hyper", "admission", "scores")
 
@@ -65,7 +66,7 @@ def restore(state: DynamicState, snapshot: Mapping[str, Any]) -> None:
     state.complete(lambda: _write(state, snapshot))
 
 
-@torch.no_grad()
+@without_gradients
 def _write(state: DynamicState, snapshot: Mapping[str, Any]) -> None:
     state.index.restore(snapshot["index"])
     state.layout.restore(state.row_buffers, snapshot["rows"])

@@ -41,6 +41,7 @@ from emblib.ops import hash, tiers
 from emblib.ops.effects import Effects
 from emblib.ops.hash import InsertResult, Keys, Misses, tables_of
 from emblib.ops.tiers import InsertedMisses, SwappedMisses
+from emblib.tables.grad_mode import without_gradients
 
 _COUNTING_ORDERS = ("lfu", "lru_lfu")
 _COUNTERS = [field.name for field in fields(TierStats)][2:]
@@ -503,7 +504,7 @@ class BackingTier:
             self._overflow[t] = records.rows
         return slots
 
-    @torch.no_grad()
+    @without_gradients
     def write_back(self) -> None:
         """Write overflow rows that were updated back to the store."""
         self.move_rows()
@@ -519,7 +520,7 @@ class BackingTier:
         """Record that backward is about to update overflow rows."""
         self._overflow_is_dirty = True
 
-    @torch.no_grad()
+    @without_gradients
     def drop_overflow_rows(self) -> None:
         """Write overflow rows back and forget them, before rows in the store change."""
         self.write_back()
@@ -576,7 +577,7 @@ class BackingTier:
             joined,
         )
 
-    @torch.no_grad()
+    @without_gradients
     def load_entries(self, table: int, entries: Entries, report: Report | None) -> Loaded:
         """Put entries, whose keys are not in the fast tier, into the store.
 
@@ -630,7 +631,7 @@ class BackingTier:
                     keys.cpu(), stamps.cpu(), some.cpu(), self._fast_rows.gather(table, slots)
                 )
 
-    @torch.no_grad()
+    @without_gradients
     def flush(self) -> None:
         """Commit both tiers."""
         self.write_back()
@@ -653,7 +654,7 @@ class BackingTier:
         for t in range(len(self._widths)):
             self.store.prefetch(t, keys.ids[is_missing & (tables == t)].cpu())
 
-    @torch.no_grad()
+    @without_gradients
     def erase(self, table: int, keys: Tensor) -> Tensor:
         """Remove keys from the store; return by position whether one was there (once per key)."""
         self.drop_overflow_rows()
@@ -672,7 +673,7 @@ class BackingTier:
         if log is not None:
             log.expect(table, self.fast.index.tick)
 
-    @torch.no_grad()
+    @without_gradients
     def assign_scores(self, table: int, keys: Tensor, scores: Tensor) -> Tensor:
         """Set the scores of distinct keys in the store; return which have a row, bool `[n]`."""
         self.drop_overflow_rows()
@@ -692,7 +693,7 @@ class BackingTier:
             self.drop_overflow_rows()
         return expired.numel()
 
-    @torch.no_grad()
+    @without_gradients
     def clear(self) -> None:
         """Remove all rows from the store."""
         self._overflow_is_dirty = False

@@ -82,7 +82,7 @@ class GrowingFile:
 
     def begin(self, count: int) -> None:
         """Map the first `count` rows and truncate the rest of the file."""
-        self._check_length(count)
+        self._check_length(count, "delete the directory and start from a checkpoint")
         durable_files.resize(self._handle, count * self.width)
         self.grow(count)
 
@@ -102,16 +102,17 @@ class GrowingFile:
         self.mapped.madvise(mmap.MADV_RANDOM)
         self.rows = torch.frombuffer(self.mapped, dtype=torch.uint8).view(count, self.width)
 
-    def _check_length(self, count: int) -> None:
+    def _check_length(self, count: int, way_out: str) -> None:
         if os.fstat(self._handle).st_size < count * self.width:
-            raise RuntimeError(
-                f"{self.path} is shorter than its {count} rows; delete the directory and start "
-                "from a checkpoint"
-            )
+            raise RuntimeError(f"{self.path} is shorter than its {count} rows; {way_out}")
 
     def check_length(self) -> None:
         """Raise RuntimeError if the file was cut off: using its mapping would end the process."""
-        self._check_length(self.rows.shape[0])
+        self._check_length(
+            self.rows.shape[0],
+            "it was cut off while it was open: open the directory again, which goes back to the "
+            "last commit or says what is lost",
+        )
 
     def flush(self) -> None:
         """Flush the file to the disk."""
@@ -245,8 +246,8 @@ class RowFile:
             OSError: a page cannot be read.
         """
         heads, values = self.sums
-        if values.fetch(slots, self.row_bytes):  # a page has far more heads: it is in memory longer
-            heads.fetch(slots, self.heads.width)
+        values.fetch(slots, self.row_bytes)
+        heads.fetch(slots, self.heads.width)
 
     def sums_to_renew(self) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Yield the kind (0 heads, 1 values), changed pages, and their new checksums."""

@@ -11,6 +11,7 @@ from emblib.dynamic.hash_index import HashIndex
 from emblib.dynamic.rows import RowLayout
 from emblib.ops import hash
 from emblib.specs import DynamicSpec
+from emblib.tables.grad_mode import without_gradients
 
 
 class FastTier(Protocol):
@@ -84,7 +85,7 @@ class FastRows:
             torch.frombuffer(data, dtype=torch.uint8).copy_(rows)
         return bytes(data)
 
-    @torch.no_grad()
+    @without_gradients
     def set_fallback(self, table: int, data: bytes) -> None:
         """Set the fallback rows of a table from bytes; ValueError for another number of them."""
         views = self._fast.layout.fallback_views(self._fast.row_buffers, table).values()

@@ -15,6 +15,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from emblib.dynamic.tiers.host import HostRows
 from emblib.dynamic.tiers.store import (
     BATCH,
     FoundRows,
@@ -292,8 +293,8 @@ class PrefetchedRows:
         """Lift rows from a `HostRows` and put others into it; return the keys of dropped rows."""
         if self.has_rows_in_memory:
             self._forget(table, torch.cat([lifted, entries[:, 0]]))
-        dropped: Tensor = self.behind.exchange(table, lifted, entries, values)  # type: ignore[attr-defined]
-        return dropped
+        assert isinstance(self.behind, HostRows)
+        return self.behind.exchange(table, lifted, entries, values)
 
     @_exclusive
     def erase(self, table: int, keys: Tensor) -> Tensor:

@@ -1,0 +1,56 @@
+"""Functions without gradients: gradients are back on however they end."""
+
+import signal
+import time
+
+import pytest
+import torch
+
+from emblib.tables.grad_mode import without_gradients
+
+
+@without_gradients
+def _modes(count: int) -> list[bool]:
+    """Return whether gradients are enabled here, after as many nested calls."""
+    return [torch.is_grad_enabled(), *(_modes(count - 1) if count else ())]
+
+
+def test_gradients_are_off_inside_alone() -> None:
+    assert _modes(3) == [False] * 4
+    assert torch.is_grad_enabled()
+    with torch.no_grad():
+        assert _modes(0) == [False]
+        assert not torch.is_grad_enabled()
+
+
+def test_an_exception_leaves_gradients_as_they_were() -> None:
+    @without_gradients
+    def fail() -> None:
+        raise ValueError("wrong")
+
+    with pytest.raises(ValueError, match="wrong"):
+        fail()
+    assert torch.is_grad_enabled()
+
+
+def test_signals_leave_gradients_as_they_were() -> None:
+    """A thousand interrupts; `torch.no_grad` leaves gradients off after some of them."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    interrupts = 0
+    try:
+        while interrupts < 1000:
+            try:
+                signal.setitimer(signal.ITIMER_REAL, 0.0002)
+                end = time.monotonic() + 60
+                while time.monotonic() < end:
+                    _modes(5)
+            except KeyboardInterrupt:
+                interrupts += 1
+            assert torch.is_grad_enabled()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
