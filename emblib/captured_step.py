@@ -18,7 +18,7 @@ from __future__ import annotations
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -255,6 +255,7 @@ class CapturedStep:
         except BaseException as error:
             for parameter, gradient in gradients:
                 parameter.grad = gradient
+            self._end_capture_of_random_numbers()
             if not isinstance(error, Exception):
                 raise
             raise RuntimeError(_capture_error(error, size_class.waits)) from error
@@ -264,6 +265,19 @@ class CapturedStep:
         size_class.result = result
         size_class.optimizer_memory = self._optimizer_memory()
         size_class.graph = graph  # last, so that an interrupt before it leads to another capture
+
+    def _end_capture_of_random_numbers(self) -> None:
+        """Free torch's generator from a capture that CUDA refused, which an empty capture does.
+
+        Torch ends the capture of its generator only with a graph; until then every random number
+        that is drawn on the device raises "Offset increment outside graph capture".
+        """
+        with warnings.catch_warnings(), suppress(RuntimeError):
+            warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
+            with torch.cuda.graph(
+                torch.cuda.CUDAGraph(), stream=self._stream, capture_error_mode="thread_local"
+            ):
+                pass
 
     # Optimizers
 

@@ -118,14 +118,14 @@ def device_events(step: Callable[[int], object], steps: int) -> list[Any]:
 
 def _batch(shape: Shape, rows: int, seed: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Draw ids that are distinct within a table, unless it has too few rows."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(seed)
     num_ids = shape.batch * shape.length
     ids_by_table = [
-        torch.randperm(rows, generator=generator)[:num_ids] for _ in range(shape.tables)
+        torch.randperm(rows, generator=generator, device=device)[:num_ids]
+        for _ in range(shape.tables)
     ]
     ids = torch.cat([d.repeat(-(-num_ids // d.numel()))[:num_ids] for d in ids_by_table])
-    offsets = torch.arange(0, ids.numel() + 1, shape.length)
-    return ids.to(device), offsets.to(device)
+    return ids, torch.arange(0, ids.numel() + 1, shape.length, device=device)
 
 
 def short_name(kernel: str) -> str:

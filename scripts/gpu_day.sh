@@ -91,11 +91,11 @@ if ((passed)) || [ -n "${FORCE:-}" ]; then
   bench updates 60 "updates and grouping by kernel, against FBGEMM"
   bench host 30 "what the host needs for forwards and steps"
   bench trains 50 "tensor trains against FBTT"
-  bench hash 40 "hash tables against HierarchicalKV, dynamic steps"
+  bench hash 60 "hash tables against HierarchicalKV, dynamic steps"
   bench caches 35 "cached tables against FBGEMM, prefetch, the bus"
   bench quantised 20 "quantised lookups"
-  bench matrix 60 "forward and step of every optimizer against peers"
-  part kernels 20 "kernels of a step against a model of bytes" \
+  bench matrix 45 "forward and step of every optimizer against peers"
+  part kernels 30 "kernels of a step against a model of bytes" \
     "$python" run.py kernel_times --out "$perf/kernels.md" || true
   limit=$((22 * minutes / 10))
   for name in ${EXPERIMENTS-tt_vs_tbe peers}; do
@@ -111,7 +111,7 @@ sanitized=${SANITIZED:-tests/ops/test_update.py tests/ops/test_tbe.py tests/ops/
 if [ -n "$list" ] || command -v compute-sanitizer > /dev/null; then
   for tool in racecheck memcheck; do
     # shellcheck disable=SC2086  # a list of files
-    open_ended=1 part "$tool" 40 "$tool over tests of kernels, as far as it gets" \
+    open_ended=1 part "$tool" 30 "$tool over tests of kernels, as far as it gets" \
       compute-sanitizer --tool "$tool" --error-exitcode 9 --target-processes all \
       "$python" -m pytest -q -x -k cuda $sanitized || true
   done

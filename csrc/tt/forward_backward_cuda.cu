@@ -491,9 +491,10 @@ std::vector<Tensor> tt_lookup_checked_(
   TtDeviceBatch batch = new_batch(op, shapes, cores, features, indices, offsets, matmul_precision);
   const TtTableIds* table = tt_table_ids(op, "tables", tables);
   check_same_device(op, "tables", tables, indices);
-  STD_TORCH_CHECK(tables.size(0) == shapes.size() &&
-                      feature_tables.size(0) * kTtFeatureKinds == features.size(0),
-                  op, ": tables and feature_tables must have a row per table and per feature");
+  const Tensor key_features = tt_features(op, features, kTtOfKeys);
+  STD_TORCH_CHECK(
+      tables.size(0) == shapes.size() && feature_tables.size(0) == key_features.size(0), op,
+      ": tables and feature_tables must have a row per table and per feature");
   check_sample_weights(op, sample_weights, indices);
   const int64_t n = indices.numel();
   const CudaLauncher launcher(indices);
@@ -518,7 +519,7 @@ std::vector<Tensor> tt_lookup_checked_(
                             *check, violations);
   }
   make_keys(op, launcher, indices, checked, bag_layout, feature_tables, keys);
-  group_lookups(op, tt_features(op, features, kTtOfKeys),
+  group_lookups(op, key_features,
                 torch::stable::from_blob(keys, {n}, {1}, indices.device(), ScalarType::Long),
                 checked, bag_layout, shapes.first_keys.back(), check.has_value(), state.groups);
   const GroupArrays& groups = state.groups;

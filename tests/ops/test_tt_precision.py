@@ -323,4 +323,9 @@ def test_opcheck(name: str) -> None:
             5,
         ),
     }
-    torch.library.opcheck(getattr(ops, name).default, calls[name])
+    checks = ["test_schema", "test_autograd_registration", "test_faketensor"]
+    if not cores[0].is_cuda:  # there the ends of tensors that are returned are unspecified
+        checks.append("test_aot_dispatch_dynamic")
+    elif name == "tt_core_grads":  # the gradients are parts of one tensor
+        checks.remove("test_faketensor")
+    torch.library.opcheck(getattr(ops, name).default, calls[name], test_utils=checks)
