@@ -161,7 +161,7 @@ def test_keys_that_expire_are_refused() -> None:
     batch = JaggedTensor(torch.tensor([3, 1]), lengths=torch.tensor([2]))
     for _ in range(3):
         step(batch)
-    with pytest.raises(RuntimeError, match=r"cannot be captured.*item"):
+    with pytest.raises(RuntimeError, match=r"cannot be captured.*(item|capturing)"):
         step(batch)
 
 
@@ -438,7 +438,7 @@ def test_a_step_that_waits_is_refused() -> None:
     before = training.values()
     line = step_that_reads.__code__.co_firstlineno + 1
     for _ in range(2):
-        with pytest.raises(RuntimeError, match=r"cannot be captured.*item") as refusal:
+        with pytest.raises(RuntimeError, match=r"cannot be captured.*(item|capturing)") as refusal:
             step(Problem().batch(3))
         assert f"{__file__}:{line}" in str(refusal.value)
         assert "run_eagerly" in str(refusal.value)
@@ -483,6 +483,8 @@ def test_an_interrupted_step_is_made_or_not() -> None:
     for attempt in each_line(step=3):
         with attempt:
             step(problem.batch(5))
+        # The interrupt may have come before the caller's stream waited for that of the step.
+        torch.cuda.synchronize()
         now = other.values()
         assert any(all(torch.equal(now[key], want[key]) for key in now) for want in (before, after))
         with torch.no_grad():

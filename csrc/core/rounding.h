@@ -4,6 +4,9 @@
 // number of threads and on any device.
 #pragma once
 
+#include <cmath>
+#include <type_traits>
+
 #include "core/codes.h"
 #include "core/half.h"
 #include "core/random.h"
@@ -39,8 +42,9 @@ struct Rounding {
 
 // Return `x` rounded to T, away from zero with a probability that is the fraction of the distance
 // from the next value towards zero. `word` is a uniform random word. A finite value becomes
-// infinite only if rounding to nearest makes it infinite; NaN stays NaN. The functions have no
-// branches, so that loops over them vectorise.
+// infinite only if rounding to nearest makes it infinite; NaN stays NaN. The probability is exact
+// to 2^-13 of the distance, as a fraction that is truncated: bias below 2^-37 for numbers below
+// 2^-14 in half, none otherwise. The functions have no branches, so that loops over them vectorise.
 template <class T>
 EMB_HD T round_randomly(float x, uint32_t word);
 
@@ -60,24 +64,56 @@ EMB_HD bfloat16 round_randomly<bfloat16>(float x, uint32_t word) {
   return {static_cast<uint16_t>((bits >> 16 & 0x8000u) | rounded)};
 }
 
+// Return the bits of |x| * 2^-112, truncated. The factor moves the exponent bias from 127 to 15, so
+// that they are those of a half followed by 13 more: for numbers below 2^-14 too, whose spacing is
+// 2^-24 in half and 2^-37 here.
+EMB_HD uint32_t half_bits_and_13_more(float x) {
+#if defined(__CUDA_ARCH__)
+  return float_bits(__fmul_rz(fabsf(x), 0x1p-112f));
+#else
+  // In integers: a processor may take subnormal numbers for zeros, or a hundred cycles for each.
+  const uint32_t magnitude = float_bits(x) & 0x7fffffffu;
+  const uint32_t shift = 113u - (magnitude >> 23);  // a large number where x is normal in half
+  const uint32_t subnormal = ((magnitude & 0x7fffffu) | 0x800000u) >> (shift < 31u ? shift : 31u);
+  return magnitude < 0x38800000u ? subnormal : magnitude - 0x38000000u;
+#endif
+}
+
 template <>
 EMB_HD half16 round_randomly<half16>(float x, uint32_t word) {
   const uint32_t bits = float_bits(x), magnitude = bits & 0x7fffffffu;
-  const uint32_t normal = (magnitude - 0x38000000u + (word & 0x1fffu)) >> 13;
-  // Below 2^-14 the spacing is 2^-24: `mantissa` * 2^-shift counts it. For shifts beyond 31 bits
-  // the mantissa itself is shifted, which loses less than 2^-31 of the spacing.
-  const uint32_t exponent = magnitude >> 23;
-  const uint32_t implicit = exponent > 0 ? 0x800000u : 0u;
-  const uint32_t shift = 126u - (exponent > 0 ? exponent : 1u);
-  const uint32_t low = shift < 31u ? shift : 31u;
-  const uint32_t high = shift - low < 31u ? shift - low : 31u;
-  const uint32_t mantissa = ((magnitude & 0x7fffffu) | implicit) >> (high & 31u);
-  const uint32_t mask = (1u << (low & 31u)) - 1u;
-  const uint32_t subnormal = (mantissa + (word & mask)) >> (low & 31u);
-  uint32_t rounded = magnitude < 0x38800000u ? subnormal : normal;
+  uint32_t rounded = (half_bits_and_13_more(x) + (word & 0x1fffu)) >> 13;
   rounded = rounded < 0x7c00u ? rounded : magnitude >= 0x477ff000u ? 0x7c00u : 0x7bffu;
   rounded = magnitude > 0x7f800000u ? 0x7e00u : rounded;  // NaN
   return {static_cast<uint16_t>((bits >> 16 & 0x8000u) | rounded)};
+}
+
+// Round four numbers as round_randomly does, and pack two to a word. What is too large for an
+// addition and a shift is rare, and costs a branch for all four: a fused update of 16-bit rows is
+// bound by these instructions.
+template <class T>
+EMB_HD void round_four(const float (&x)[4], const Random4& random, uint32_t (&packed)[2]) {
+  constexpr bool kIsHalf = std::is_same_v<T, half16>;
+  uint32_t rounded[4], large = 0;
+  for (int k = 0; k < 4; ++k) {
+    if (kIsHalf) {
+      rounded[k] = (half_bits_and_13_more(x[k]) + (random.word[k] & 0x1fffu)) >> 13;
+      large |= rounded[k] >= 0x7c00u;
+    } else {
+      const uint32_t magnitude = float_bits(x[k]) & 0x7fffffffu;
+      rounded[k] = (magnitude + (random.word[k] & 0xffffu)) >> 16;
+      large |= magnitude >= 0x7f7f0000u;
+    }
+  }
+  if (large) {
+    for (int k = 0; k < 4; ++k) {
+      rounded[k] = round_randomly<T>(x[k], random.word[k]).bits & 0x7fffu;
+    }
+  }
+  for (int i = 0; i < 2; ++i) {
+    packed[i] = rounded[2 * i] | rounded[2 * i + 1] << 16 | (float_bits(x[2 * i]) >> 16 & 0x8000u) |
+                (float_bits(x[2 * i + 1]) & 0x80000000u);
+  }
 }
 
 }  // namespace emb

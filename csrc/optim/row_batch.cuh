@@ -208,12 +208,7 @@ EMB_DEVICE void store_slice_randomly(const RowLayout& layout, const Rounding& ro
   if (layout.vectors) {
     const Random4 random = rounding.words(row, static_cast<uint32_t>(column) / kColumns, tensor);
     simt::Pack8 pack;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      pack.word[i] =
-          round_randomly<T>(x[2 * i], random.word[2 * i]).bits |
-          static_cast<uint32_t>(round_randomly<T>(x[2 * i + 1], random.word[2 * i + 1]).bits) << 16;
-    }
+    round_four<T>(x, random, pack.word);
     *reinterpret_cast<simt::Pack8*>(data) = pack;
   } else {
 #pragma unroll 1

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from emblib.collections.groups import TableGroups
@@ -14,6 +13,7 @@ from emblib.columns import Hyper
 from emblib.ops import autograd
 from emblib.optim import Optimizer
 from emblib.storage import TableHandle
+from emblib.tables.grad_mode import without_gradients
 
 HYPER = "hyper"
 Handles = Mapping[str, TableHandle]
@@ -79,7 +79,7 @@ def _states(
             yield f"{prefix}.{table}.{parameter}", module, states
 
 
-@torch.no_grad()
+@without_gradients
 def load_optimizer_state(
     groups: TableGroups,
     prefix: str,

@@ -23,6 +23,7 @@ from emblib.specs import BoundsCheck, Pooling, brief, check_float_dtype
 from emblib.storage import Storage, TableHandle, TableModule, TableSlice
 from emblib.storage.initial_values import new_seeds
 from emblib.tables import parameters
+from emblib.tables.grad_mode import without_gradients
 from emblib.tables.locks import ModuleLock
 
 __all__ = ["GroupInfo", "SliceKey", "TableGroups"]
@@ -433,7 +434,7 @@ class TableGroups(nn.Module):
             else:
                 self._storage_of(g).reset(module, [self.seeds[name] for name in names])
 
-    @torch.no_grad()
+    @without_gradients
     def adopt(self, other: TableGroups) -> None:
         """Take over the weights and the parameter objects of `other`, which has the same slices.
 

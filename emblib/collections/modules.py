@@ -32,6 +32,7 @@ from emblib.storage import Quantized, TableHandle, TableSlice
 from emblib.storage.base import has_hyperparams
 from emblib.storage.initial_values import skip_initial_values
 from emblib.tables import state_dicts
+from emblib.tables.grad_mode import without_gradients
 
 
 class TableFeature:
@@ -321,7 +322,7 @@ class TableCollection(nn.Module):
         for handle in self.groups.handles:
             handle.check_replaced()
 
-    @torch.no_grad()
+    @without_gradients
     def read_shared(self, tables: Mapping[str, SharedTable]) -> None:
         """Read shared tables in place of those of this collection with their names.
 

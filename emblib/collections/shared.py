@@ -30,6 +30,7 @@ from emblib.storage.base import has_hyperparams
 from emblib.storage.dense import DenseHandle, DenseModule
 from emblib.tables import state_dicts
 from emblib.tables.cache import BatchId
+from emblib.tables.grad_mode import without_gradients
 from emblib.tables.optimizer_hooks import global_decay
 from emblib.tables.reading import TableReading
 
@@ -232,7 +233,7 @@ class SharedTable:
         handle = old_groups.handles[0]
         self._set_groups(groups, handle)
 
-    @torch.no_grad()
+    @without_gradients
     def adopt(self, source: TableHandle) -> None:
         """Take over rows, optimizer state and parameter of a collection's table."""
         old_module, module = source.module, self.module

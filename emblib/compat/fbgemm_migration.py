@@ -29,6 +29,7 @@ from emblib.migration import (
     TrainingMemory,
     chosen_rows,
 )
+from emblib.tables.grad_mode import without_gradients
 
 
 def _arguments(old: Any) -> dict[str, Any]:
@@ -152,7 +153,7 @@ def _step(module: Any) -> int:
     return max(int(module.iter), int(module.iter_cpu))
 
 
-@torch.no_grad()
+@without_gradients
 def _copy_values(
     source: Any, target: Any, rows: Sequence[Tensor] | None = None, *, counts_rows: bool
 ) -> None:

@@ -22,6 +22,7 @@ from emblib import optim
 from emblib.ops import autograd
 from emblib.optim import Optimizer
 from emblib.specs import brief
+from emblib.tables.grad_mode import without_gradients
 
 Bags = tuple[Tensor, Tensor]
 """Ids `[L]` and lengths `[B]` of a feature."""
@@ -374,7 +375,7 @@ class Replaced(ABC):
     def carry_back(self) -> None:
         """Copy rows and states into the old module, and restore the groups of optimizers."""
 
-    @torch.no_grad()
+    @without_gradients
     def copy_values(self, source: Any, target: Any) -> None:
         """Copy from old to new module, or back, the values that the old one's state dict has."""
         for rows, values in zip(self.rows(target), self.rows(source), strict=True):

@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from types import TracebackType
 
-import torch
 from torch import nn
 
 from emblib.online.changes import KeyedChanges, Lookups, PlainChanges
@@ -20,6 +19,7 @@ from emblib.online.sinks import Sink, check_sink
 from emblib.online.tables import PlainTable, find_tables
 from emblib.sharding import ReplicatedModelParallel
 from emblib.specs import Choice, check_count
+from emblib.tables.grad_mode import without_gradients
 
 
 class WhenFull(Choice):
@@ -135,7 +135,7 @@ class ChangeLog:
         else:
             self._put(RecordKind.DELTA, self.step)  # says at which step the log begins
 
-    @torch.no_grad()
+    @without_gradients
     def record(self, step: int) -> bool:
         """Log the rows that changed since the last entry, between training steps.
 
@@ -165,7 +165,7 @@ class ChangeLog:
             self._put(RecordKind.COMPACTION, step)
         return True
 
-    @torch.no_grad()
+    @without_gradients
     def snapshot(self, step: int) -> None:
         """Log all rows, which every follower then loads; the step may be before the last one.
 

@@ -43,8 +43,8 @@ def words(seed: int, rows: Tensor, dim: int, step: int, tensor: int) -> Tensor:
 def round_stochastically(values: Tensor, dtype: torch.dtype, words: Tensor) -> Tensor:
     """Round `values` (as float32) up or down at random to `dtype`; float32 stays exact.
 
-    The probability of either neighbour is proportional to its proximity. A finite value becomes
-    infinite only if rounding to nearest makes it infinite.
+    The probability of either neighbour is proportional to its proximity, to 2^-13 of their distance
+    in float16. A finite value becomes infinite only if rounding to nearest makes it infinite.
     """
     values = values.float()
     if dtype not in (torch.float16, torch.bfloat16):
@@ -65,14 +65,11 @@ def _round_to_bfloat(magnitude: Tensor, words: Tensor) -> Tensor:
 
 
 def _round_to_half(magnitude: Tensor, words: Tensor) -> Tensor:
-    normal = (magnitude - 0x38000000 + (words & 0x1FFF)) >> 13
-    exponent = magnitude >> 23
-    mantissa = (magnitude & 0x7FFFFF) | torch.where(exponent > 0, 0x800000, 0)
-    # Below 2^-14 numbers are spaced by 2^-24; see csrc/core/rounding.h for the limit of 31 bits.
-    shift = (126 - exponent.clamp(min=1)).clamp(min=0)
-    low, high = shift.clamp(max=31), (shift - 31).clamp(0, 31)
-    subnormal = ((mantissa >> high) + (words & ((1 << low) - 1))) >> low
-    return torch.where(magnitude < 0x38800000, subnormal, normal)
+    # The bits of a half and 13 more, the rest truncated; below 2^-14 halves are spaced by 2^-24.
+    mantissa = (magnitude & 0x7FFFFF) | 0x800000
+    subnormal = mantissa >> (113 - (magnitude >> 23)).clamp(0, 31)
+    bits = torch.where(magnitude < 0x38800000, subnormal, magnitude - 0x38000000)
+    return (bits + (words & 0x1FFF)) >> 13
 
 
 States = list[Tensor]

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from emblib.sharding.ranks import RankGroup
+from emblib.tables.grad_mode import without_gradients
 
 
 @dataclass(frozen=True)
@@ -164,7 +165,7 @@ def _tensors_of(submodule: nn.Module) -> list[Tensor]:
     return [*submodule.parameters(recurse=False), *submodule.buffers(recurse=False)]
 
 
-@torch.no_grad()
+@without_gradients
 def copy_from_first(module: nn.Module, ranks: RankGroup, ignored: Collection[str]) -> None:
     """Copy all parameters and buffers but those in `ignored` from rank 0 to every rank."""
     if ranks.size == 1:

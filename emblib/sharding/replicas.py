@@ -21,6 +21,7 @@ from emblib.sharding.plan import ShardingPlan
 from emblib.sharding.ranks import RankGroup
 from emblib.sharding.shard import Rules
 from emblib.sharding.sharded_tables import GradientReduction
+from emblib.tables.grad_mode import without_gradients
 
 _CHUNK = 1 << 23  # float32 values per message
 
@@ -110,7 +111,7 @@ class ReplicatedModelParallel(DistributedModelParallel):
         """Return all ranks: they average the gradients of the dense part."""
         return self.all_ranks
 
-    @torch.no_grad()
+    @without_gradients
     def sync(self, *, optimizer_states: bool = True) -> None:
         """Average the tables over replicas; all ranks call this together.
 
@@ -128,7 +129,7 @@ class ReplicatedModelParallel(DistributedModelParallel):
 
         self._exchange_tables(average, optimizer_states=optimizer_states)
 
-    @torch.no_grad()
+    @without_gradients
     def _copy_tables_from_first(self) -> None:
         """Copy the tables and optimizer states of the first replica to all others."""
         if self.replicas.size == 1:

@@ -56,6 +56,7 @@ from emblib.specs import Choice, Pooling
 from emblib.storage import TableSlice
 from emblib.storage.base import has_hyperparams
 from emblib.storage.initial_values import new_seeds
+from emblib.tables.grad_mode import without_gradients
 
 
 class ReplicatedTables(nn.Module):
@@ -202,7 +203,7 @@ def common_seeds(
     return invoke_on_rank_and_broadcast_result(ranks, 0, seeds)
 
 
-@torch.no_grad()
+@without_gradients
 def fill(groups: TableGroups, source: TableGroups, blocks: Mapping[str, tuple[int, int]]) -> None:
     """Copy weights and optimizer states of the whole tables into the shards of `groups`.
 
@@ -234,7 +235,7 @@ def fill(groups: TableGroups, source: TableGroups, blocks: Mapping[str, tuple[in
             module.load_hyperparams(source_module.hyperparams)
 
 
-@torch.no_grad()
+@without_gradients
 def equalise(groups: TableGroups, ranks: RankGroup) -> None:
     """Copy the replicated tables of rank 0 to all ranks."""
     if ranks.size == 1:

@@ -33,6 +33,7 @@ from emblib.storage.base import MemoryBytes, TableSlice, distinct_names, stored_
 from emblib.storage.dense import Dense, DenseHandle, DenseModule
 from emblib.storage.tt_module import TTHandle, TTModule, core_views
 from emblib.tables import state_dicts
+from emblib.tables.grad_mode import without_gradients
 
 _WORD_BYTES = 8  # of a key or the number of a row
 _STATISTICS = ("counters", "changes", "since")  # entries of `cache` that are not by row
@@ -180,7 +181,7 @@ class CachedTTModule(CachedTTEmbeddingBags):
         keys = self._keys(table)
         return torch.where(keys < 0, keys, keys - self._first_key[table])
 
-    @torch.no_grad()
+    @without_gradients
     def set_stored_ids(self, table: int, ids: Tensor) -> None:
         """Set the id of each stored row, int64 `[rows]`, -1 for free rows.
 
@@ -199,7 +200,7 @@ class CachedTTModule(CachedTTEmbeddingBags):
         order = ids.argsort()
         return {"keys": ids[order], "stamps": rows.stamps[order], "scores": rows.scores[order]}
 
-    @torch.no_grad()
+    @without_gradients
     def set_lookup_counts(self, table: int, counts: Mapping[str, Tensor], tick: int) -> None:
         """Replace the counts of a table by the result of `lookup_counts` at clock `tick`."""
         tick = max(self.counts.index.tick, tick)  # `load` below must not advance the clock
@@ -534,7 +535,7 @@ class StoredRowsHandle(DenseHandle):
         if "keys" in saved:
             self._write(saved)
 
-    @torch.no_grad()
+    @without_gradients
     def _write(self, saved: Mapping[str, Tensor]) -> None:
         """Replace the stored rows by saved ones."""
         bags: CachedTTModule = self._cached[0]

@@ -16,6 +16,7 @@ from torch import Tensor
 from emblib.init import ByRows
 from emblib.ops import primitives
 from emblib.storage.base import TableDescription, TableSlice
+from emblib.tables.grad_mode import without_gradients
 
 _BLOCK_ELEMENTS = 1 << 22
 _SEED_FACTOR = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, to separate the seeds of blocks
@@ -48,7 +49,7 @@ def skips_initial_values() -> bool:
     return _is_skipping.get()
 
 
-@torch.no_grad()
+@without_gradients
 def draw(table_slice: TableSlice, weight: Tensor, seed: int) -> None:
     """Write the initial values of a slice of a dense table into `weight` `[rows, dim]`.
 

@@ -39,6 +39,7 @@ from emblib.specs import (
 )
 from emblib.tables import hyperparameters, parameters, state_dicts
 from emblib.tables.bounds_report import BOUNDS_MESSAGE, first_violation, report_of
+from emblib.tables.grad_mode import without_gradients
 from emblib.tables.locks import ModuleLock, atomic
 from emblib.tables.parameters import caller_level
 from emblib.tables.recomputation import is_repeated
@@ -303,7 +304,7 @@ class FusedTables(nn.Module):
             )
         hyperparameters.set_fields(self, changes)
 
-    @torch.no_grad()
+    @without_gradients
     def load_hyperparams(self, values: Tensor) -> None:
         """Overwrite `hyperparams`, including the step, with saved values.
 
@@ -323,7 +324,7 @@ class FusedTables(nn.Module):
         return hyper
 
     @atomic
-    @torch.no_grad()
+    @without_gradients
     def apply_gradients(self) -> None:
         """Make one step of a deferred optimizer with the gradients that backward left.
 

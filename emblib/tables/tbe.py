@@ -26,6 +26,7 @@ from emblib.tables import base, hyperparameters, optimizer_hooks, parameters, st
 from emblib.tables.base import FusedTables, SpecKind
 from emblib.tables.bounds_report import BatchCheck
 from emblib.tables.cache import BatchId, Prefetcher
+from emblib.tables.grad_mode import without_gradients
 from emblib.tables.graph_break import graph_break
 from emblib.tables.locks import atomic
 from emblib.tables.memory import Memory
@@ -511,6 +512,7 @@ class TableBatchedEmbeddingBags(FusedTables):
             self._prefetch(self._prefetcher, reading, batch_id, batch_sizes)
 
     @graph_break
+    @without_gradients
     def _prefetch(
         self,
         prefetcher: Prefetcher,
@@ -526,7 +528,7 @@ class TableBatchedEmbeddingBags(FusedTables):
         timed: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if self._reporting is not None:
             timed = self._reporting.timed("tbe.prefetch_time", batch_id.indices.device)
-        with torch.no_grad(), timed:
+        with timed:
             batch = self._batch(*batch_id, batch_sizes, reading, is_prefetch=True)
             prefetcher.prefetch(batch, self._tiers(), batch_id, self._no_check())
 

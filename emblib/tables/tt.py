@@ -38,6 +38,7 @@ from emblib.tables.base import (
     bags_of_equal_length,
     check_bounds,
 )
+from emblib.tables.grad_mode import without_gradients
 from emblib.tables.tt_calls import ShortTrainCalls
 from emblib.tables.tt_svd import decompose
 from emblib.tt import layout_entry
@@ -485,7 +486,7 @@ class TableBatchedTTEmbeddingBags(FusedTables):
             ),
         }
 
-    @torch.no_grad()
+    @without_gradients
     def work(
         self,
         indices: Tensor,

@@ -400,7 +400,7 @@ def test_a_day_with_a_gpu_tests_before_it_times_and_bundles_the_runs(gpu_day: Ma
         "run.py doctor",
         "-m pytest -q -k cuda",
         f"-m tests.bench.gpu updates --out {folder} --seconds 48",
-        f"-m tests.bench.gpu matrix --out {folder} --seconds 48",
+        f"-m tests.bench.gpu matrix --out {folder} --seconds 33",
         f"run.py kernel_times --out {folder}/kernels.md",
         f"run.py +experiment=tbe report.folder='{folder}/runs' device=cuda timing=quick "
         "timing.total_seconds=22 lr=0.1",

@@ -25,6 +25,7 @@ from emblib.ops.autograd import is_fused
 from emblib.optim import NO_UPDATE, Optimizer
 from emblib.storage.handles import TableHandle, handle_of, is_marked_by_torch
 from emblib.tables.base import FusedTables
+from emblib.tables.grad_mode import without_gradients
 from emblib.tables.hyperparameters import numbers_of
 from emblib.tables.parameters import is_updated_in_backward
 
@@ -157,7 +158,7 @@ class FusedOptimizer(KeyedOptimizer):
             }
             module.load_optimizer_state(states)
 
-    @torch.no_grad()
+    @without_gradients
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state dict of the same tables, of this class or of `torch.optim`.
 

@@ -13,6 +13,7 @@ from torch.optim import Optimizer as TorchOptimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from emblib.specs import Choice
+from emblib.tables.grad_mode import without_gradients
 
 State = dict[str, dict[str, Any]]
 
@@ -65,7 +66,7 @@ class KeyedOptimizer(TorchOptimizer):
         ]
         return {"state": self.keyed_state(), "param_groups": groups}
 
-    @torch.no_grad()
+    @without_gradients
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state dict of the same parameters and groups.
 
@@ -357,7 +358,7 @@ def is_marked(parameter: Tensor) -> bool:
     return parameter in _marks
 
 
-@torch.no_grad()
+@without_gradients
 def clip_grad_norm_(
     parameters: Tensor | Iterable[Tensor],
     max_norm: float,
@@ -405,7 +406,7 @@ def clip_grad_norm_(
     return total
 
 
-@torch.no_grad()
+@without_gradients
 def clip_grad_value_(parameters: Iterable[Tensor], clip_value: float) -> None:
     """Clamp every gradient to `[-clip_value, clip_value]`, also sparse ones."""
     with_grad = [p for p in parameters if p.grad is not None]
