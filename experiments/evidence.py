@@ -4,8 +4,8 @@
 `cpu_peers` and `optimizer_steps` of tests.bench against FBGEMM and nn.EmbeddingBag, the experiments
 `peers` (with TorchRec and TensorLy where they are installed) and `hash_load_factor` (with cykhash),
 and on a machine with a GPU what `GPU_PARTS` names, in about half an hour on a CPU. Cells of the
-matrix and of the experiments have at least five processes. What else the machine did before and
-meanwhile is stored with each part, in machine.json. `timing=smoke` tries the plan only.
+CPU's matrix and of the experiments have at least five processes. What else the machine did before
+and meanwhile is stored with each part, in machine.json. `timing=smoke` tries the plan only.
 
 A measurement stores digests of the code that it is of (experiments/machine/sources.py). Where that
 code has changed since, the generated text says so; a test compares the text. A change of a kernel
@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import yaml
@@ -36,6 +36,9 @@ from experiments.machine import sources
 from experiments.machine.cpu import BUSY_CORES, MAX_STOLEN_SHARE, CpuTime
 from experiments.paths import REFERENCE, ROOT
 from experiments.report import text
+
+if TYPE_CHECKING:
+    import torch
 
 PROCESSES = 5  # per cell
 STATE = "machine.json"  # what else the machine did
@@ -57,18 +60,25 @@ SAMPLE_SECONDS = 5.0  # between two samples of the load during a part
 
 @dataclass(frozen=True)
 class Part:
-    """A command of the plan: an experiment, or a program of tests.bench, with its settings."""
+    """A command of the plan: an experiment, or a program of tests.bench, with its settings.
+
+    Attributes:
+        name: name of the experiment, or of the folder and the file of a program's results.
+        settings: words of the command line.
+        program: words after `python -m`; "" for an experiment.
+        smoke: settings of a program for a size that means nothing.
+    """
 
     name: str
     settings: Sequence[str] = ()
-    program: bool = False
-    smoke: Sequence[str] = ()  # settings of a program for a size that means nothing
+    program: str = ""
+    smoke: Sequence[str] = ()
 
     def command(self, *, smoke: bool, out: Path) -> list[str]:
         """Return the command that measures the part; a program writes to `out`."""
         if self.program:
             chosen = [*self.settings, *(self.smoke if smoke else ())]
-            return [sys.executable, "-m", f"tests.bench.{self.name}", *chosen, "--out", str(out)]
+            return [sys.executable, "-m", *self.program.split(), *chosen, "--out", str(out)]
         chosen = [f"timing.replicates={PROCESSES}", *self.settings]
         if smoke:
             chosen = ["timing=smoke", *(w for w in self.settings if w.startswith("device"))]
@@ -79,13 +89,13 @@ CPU_PARTS = (
     Part(
         "cpu_matrix",
         ("--curated", "--pages", "small", "--processes", str(PROCESSES)),
-        program=True,
+        program="tests.bench.cpu_matrix",
         smoke=("--processes", "1", "--seconds", "0.01", "--points", "T1", "D16", "B1"),
     ),
-    Part("cpu_peers", program=True, smoke=("--rounds", "1", "--cases", "B")),
+    Part("cpu_peers", program="tests.bench.cpu_peers", smoke=("--rounds", "1", "--cases", "B")),
     Part(
         "optimizer_steps",
-        program=True,
+        program="tests.bench.optimizer_steps",
         smoke=("--seconds", "0.01", "--cases", "B", "--options", "rowwise adagrad"),
     ),
     Part("peers", ("device=cpu", "device.threads=1", "timing.total_seconds=300")),
@@ -95,7 +105,12 @@ CPU_PARTS = (
     ),
 )
 GPU_PARTS = (
-    Part("gpu_matrix", ("device=cuda", "timing.total_seconds=400")),
+    Part(
+        "matrix",
+        ("--device", "cuda", "--seconds", "150"),
+        program="tests.bench.gpu matrix",
+        smoke=("--tiny", "--seconds", "1"),
+    ),
     Part("peers", ("device=cuda", "timing.total_seconds=240")),
     Part("tt_vs_tbe", ("device=cuda", "timing.total_seconds=240")),
 )
@@ -119,7 +134,9 @@ def measure(keep_run: Callable[[str], Path], names: Sequence[str] = (), *, smoke
         )
     worst = 0
     for part in (part for part in plan if not names or part.name in names):
-        folder = (ROOT / "reports" / "runs" / "smoke" if smoke else cpu_folder()) / part.name
+        device = torch.device("cuda" if part in GPU_PARTS else "cpu")
+        home = ROOT / "reports" / "runs" / "smoke" if smoke else program_folder(device)
+        folder = home / part.name
         command = part.command(smoke=smoke, out=folder)
         print("$ " + " ".join(["python", *command[1:]]), flush=True)
         status, state = run_watched(command)
@@ -134,13 +151,11 @@ def measure(keep_run: Callable[[str], Path], names: Sequence[str] = (), *, smoke
     return worst
 
 
-def cpu_folder() -> Path:
-    """Return the folder of this CPU with all its threads, where results of programs are stored."""
-    import torch  # as in `measure`
+def program_folder(device: torch.device) -> Path:
+    """Return the folder where results of programs on a device, with all its threads, are stored."""
+    from experiments.machine import environment  # as in `measure`
 
-    from experiments.machine import environment
-
-    return REFERENCE / device_folder(environment.device_name(torch.device("cpu")))
+    return REFERENCE / device_folder(environment.device_name(device))
 
 
 def device_folder(device: str) -> str:

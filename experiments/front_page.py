@@ -1,7 +1,7 @@
 """Tables of speed, the time of peers ÷ emblib's: of README.md, and in detail of docs/benchmarks.md.
 
 The README has one table: per pass and peer the median over all measured shapes, and the worst and
-the best of them, on the CPU and on each GPU that has references.
+the best of them, on the CPU and on each GPU whose matrix (tests/bench/gpu/matrix.py) is stored.
 
 `tests/bench/cpu_peers.py` measures three large workloads against FBGEMM in one process, in
 alternating rounds. A cell of that table is the median over the rounds; ties and losses are marked.
@@ -12,7 +12,6 @@ of that table sums up all shapes; those where emblib is slower are listed below 
 
 from __future__ import annotations
 
-import csv
 import json
 import statistics
 from collections.abc import Mapping, Sequence
@@ -177,35 +176,33 @@ SPEED_ROWS = {
     ("fbgemm", "forward", "fp16"): "FBGEMM, lookup, fp16 rows",
     ("fbgemm", "sgd", "fp16"): "FBGEMM, training step, SGD, fp16 rows",
 }
-# (pass, dtype) of cpu_matrix -> the phase of a run with the same work; its optimizer is SGD.
-GPU_PHASES = {("forward", "fp32"): "forward", ("sgd", "fp32"): "step"}
+# Times of a GPU's matrix whose ratios a page has, see tests/bench/gpu/matrix.py.
+DEVICE_TIME, CALL_TIME = "device_ratio", "elapsed_ratio"
+Work = tuple[str, str, str]  # peer, pass, dtype
+GpuRatios = dict[Work, list[float]]  # one per shape
 
 
-def gpu_ratios(folder: Path = REFERENCE) -> dict[str, dict[tuple[str, str], list[float]]]:
-    """Return the peers' times ÷ emblib's by GPU, and by (contender, phase); one per shape."""
-    by_device: dict[str, dict[tuple[str, str], list[float]]] = {}
-    for path in sorted(folder.glob("nvidia-*/*/results.csv")):
-        device = json.loads((path.parent / "environment.json").read_text())["device"]
-        with path.open(newline="") as file:
-            rows = [row for row in csv.DictReader(file) if row["status"] == "ok"]
-        tbe_ratios = {
-            (row["cell"], row["phase"]): float(row["ratio"])
-            for row in rows
-            if row["contender"] == "tbe"
-        }
-        of_device = by_device.setdefault(str(device), {})
-        for row in rows:
-            if (
-                row["contender"] in ("torch", "fbgemm")
-                and (row["cell"], row["phase"]) in tbe_ratios
-            ):
-                ratio = float(row["ratio"]) / tbe_ratios[row["cell"], row["phase"]]
-                of_device.setdefault((row["contender"], row["phase"]), []).append(ratio)
+def gpu_ratios(folder: Path = REFERENCE, time: str = DEVICE_TIME) -> dict[str, GpuRatios]:
+    """Return the peers' times ÷ emblib's by GPU, of eager calls: on the device or whole."""
+    by_device: dict[str, GpuRatios] = {}
+    for path in gpu_matrices(folder):
+        content = json.loads(path.read_text())
+        of_device = by_device.setdefault(str(content["device"]), {})
+        for row in content["rows"]:
+            if row.get("mode") == "eager" and row.get(time):
+                key = row["contender"], row["work"], row["dtype"]
+                of_device.setdefault(key, []).append(row[time])
     return by_device
 
 
+def gpu_matrices(folder: Path = REFERENCE) -> list[Path]:
+    """Return the stored results of the matrix on GPUs."""
+    return sorted(folder.glob("nvidia-*/matrix/matrix.json"))
+
+
 def speed_table(
-    rows: Sequence[Mapping[str, Any]], gpus: Mapping[str, Mapping[tuple[str, str], list[float]]]
+    rows: Sequence[Mapping[str, Any]],
+    gpus: Mapping[str, Mapping[tuple[str, str, str], list[float]]],
 ) -> str:
     """Return the Markdown table of the README: median, worst and best per pass and machine."""
     table = []
@@ -214,8 +211,7 @@ def speed_table(
         for threads in THREADS:
             conditions = {"pass": work, "dtype": dtype, "peer": peer, "threads": threads}
             cells.append(_speed_cell([_median(r) for r in rows if conditions.items() <= r.items()]))
-        phase = GPU_PHASES.get((work, dtype))
-        cells += [_speed_cell(gpu.get((peer, phase or ""), [])) for gpu in gpus.values()]
+        cells += [_speed_cell(gpu.get((peer, work, dtype), [])) for gpu in gpus.values()]
         table.append([title, *cells])
     heads = [*(f"CPU, {text.count(n, 'thread')}" for n in THREADS), *gpus]
     return markdown_table(["the peer's time ÷ emblib's", *heads], table)
@@ -238,14 +234,21 @@ def front_page(readme: str, folder: Path = REFERENCE) -> str:
 def speed_sources(rows: Sequence[Mapping[str, Any]], folder: Path = REFERENCE) -> list[str]:
     """Return a line per machine of the table of speed: its measurements and their commits."""
     lines = [f"- CPU: {matrix_source(rows, folder / DEVICE)}."]
-    by_device: dict[str, list[Path]] = {}
-    for path in sorted(folder.glob("nvidia-*/*/results.csv")):
-        by_device.setdefault(path.parent.parent.name, []).append(path.parent)
-    for runs in by_device.values():
-        device = json.loads((runs[0] / "environment.json").read_text())["device"]
-        ages = dict.fromkeys(StoredEvidence.read(run).age() for run in runs)
-        names = text.listed([f"`{run.name}`" for run in runs])
-        lines.append(f"- {device}: {names}, {'; '.join(ages)}.")
+    calls = gpu_ratios(folder, CALL_TIME)
+    for path in gpu_matrices(folder):
+        content = json.loads(path.read_text())
+        shapes = len({row["shape"] for row in content["rows"] if "shape" in row})
+        of_calls = calls[content["device"]]
+        medians = " and ".join(
+            f"{statistics.median(of_calls['fbgemm', work, 'fp32']):.2f}× ({name})"
+            for work, name in (("forward", "lookup"), ("sgd", "step with SGD"))
+            if ("fbgemm", work, "fp32") in of_calls
+        )
+        age = StoredEvidence.read(path.parent).age()
+        lines.append(
+            f"- {content['device']}: times on the device, {shapes} shapes, {age}. Of eager calls "
+            f"with their launches FBGEMM's time ÷ emblib's is {medians}."
+        )
     return lines
 
 

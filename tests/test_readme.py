@@ -1,6 +1,7 @@
 """README.md says what is true: its example runs, its sizes hold, its links lead somewhere."""
 
 import importlib
+import json
 import re
 from pathlib import Path
 
@@ -189,16 +190,26 @@ def test_the_pages_show_the_committed_ratios() -> None:
 def test_a_row_of_speed_has_the_median_the_worst_and_the_best() -> None:
     row = {"shape": "x", "dtype": "fp32", "pass": "sgd", "peer": "fbgemm", "pages": "small"}
     rows = [{**row, "threads": 1, "ratios": [ratio] * 3} for ratio in (0.5, 2.0, 4.0)]
-    table = front_page.speed_table(rows, {"A GPU": {("fbgemm", "step"): [0.8]}})
+    table = front_page.speed_table(rows, {"A GPU": {("fbgemm", "sgd", "fp32"): [0.8]}})
     assert "| FBGEMM, training step, SGD | **2.00×** (0.50–4.00) | – | **0.80×** |" in table
     assert "| FBGEMM, lookup | – | – | – |" in table
 
 
-def test_ratios_on_a_gpu_are_those_of_a_run() -> None:
-    """Each is the peer's time ÷ the baseline's, by emblib's time ÷ the baseline's."""
-    h100 = front_page.gpu_ratios()["NVIDIA H100 80GB HBM3"]
-    assert h100["fbgemm", "step"] == pytest.approx([1 / 1.188354], rel=1e-4)
-    assert len(h100["torch", "step"]) == 4
+def test_ratios_on_a_gpu_are_those_of_its_matrix(tmp_path: Path) -> None:
+    """Of eager calls: on the device, or whole."""
+    row = {"contender": "fbgemm", "work": "sgd", "dtype": "fp32", "mode": "eager", "shape": "x"}
+    rows = [
+        {**row, "device_ratio": 1.25, "elapsed_ratio": 1.5},
+        {**row, "device_ratio": 9.0, "elapsed_ratio": 9.0, "mode": "captured"},
+        {**row, "device_ratio": None, "elapsed_ratio": None, "contender": "emblib"},
+        {"point": "one that failed", "status": "OutOfMemoryError"},
+    ]
+    folder = tmp_path / "nvidia-x" / "matrix"
+    folder.mkdir(parents=True)
+    (folder / "matrix.json").write_text(json.dumps({"device": "X", "rows": rows}))
+    key = ("fbgemm", "sgd", "fp32")
+    assert front_page.gpu_ratios(tmp_path) == {"X": {key: [1.25]}}
+    assert front_page.gpu_ratios(tmp_path, front_page.CALL_TIME) == {"X": {key: [1.5]}}
 
 
 def test_the_front_page_names_the_measured_shapes() -> None:

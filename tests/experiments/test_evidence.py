@@ -153,7 +153,7 @@ def test_the_plan_has_its_processes_and_a_part_that_fails_is_not_kept(
         return tmp_path
 
     monkeypatch.setattr(evidence, "run_watched", watched)
-    monkeypatch.setattr(evidence, "cpu_folder", lambda: tmp_path)
+    monkeypatch.setattr(evidence, "program_folder", lambda device: tmp_path)
     monkeypatch.setattr(evidence, "ROOT", tmp_path)
     assert evidence.measure(keep, smoke=False) == 1
     assert kept == ["hash_load_factor"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from experiments.machine import environment
 from tests.bench.gpu.watch import POOL, Call, Times, Watch, race
 
 MEMORY_SHARE = 0.8  # of the free memory may be used by the tables of a point
@@ -97,6 +99,7 @@ class Bench:
             "torch": torch.__version__,
             "tiny": self.tiny,
             "load": os.getloadavg(),
+            "environment": environment.describe(self.device, sys.argv[1:]),
             "figures": self.figures,
             "notes": self.notes,
             "rows": self.rows,
