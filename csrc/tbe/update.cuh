@@ -67,15 +67,31 @@ struct UpdateShape<AtRunTime> : DefaultUpdateShape {
 
 // A grid has at most this many times the blocks that run at once.
 inline constexpr int kUpdateWaves = 8;
+// A warp that runs has at least this many tiles, if there are enough rows: with fewer, the warps
+// whose rows have the most lookups run on alone.
+inline constexpr int kTilesOfWarp = 3;
+// Lookups of a row that a lane locates at once; two would spill on Ampere.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+inline constexpr int kLookupsOfLane = 1;
+#else
+inline constexpr int kLookupsOfLane = 3;
+#endif
 
 // The tile of a warp: 2^log2_lanes lanes form a group (enough for a row of mean width), and a group
 // holds 2^log2_rows rows: as many as it has lanes in large batches, fewer in small ones, which
 // keeps all warps busy.
 struct RowTile {
   int log2_lanes, log2_rows;
+  uint32_t warps;  // that run at once
 
   // Return the number of rows in a tile.
   EMB_HD uint32_t all_rows() const { return simt::kWarp >> log2_lanes << log2_rows; }
+  // Return the tile for `count` rows, which the host does not know: at most as many rows as here.
+  EMB_DEVICE RowTile for_rows(uint32_t count) const {
+    RowTile tile = *this;
+    while (tile.log2_rows > 0 && count < kTilesOfWarp * warps * tile.all_rows()) --tile.log2_rows;
+    return tile;
+  }
   // Return which row of the tile this lane holds; a number beyond the tile if it holds none.
   EMB_DEVICE uint32_t row_of_lane() const {
     const unsigned lane = threadIdx.x % simt::kWarp, rank = lane & ((1u << log2_lanes) - 1);
@@ -232,27 +248,44 @@ struct TileUpdate {
   EMB_DEVICE void add_lookups(int begin, int length, int column, float (&sum)[kColumns]) const {
     const int longest = __reduce_max_sync(simt::kFullMask, length);
 #pragma unroll 1
-    for (int tile = 0; tile < longest; tile += layout.lanes) {
-      const int j = tile + layout.rank();
-      int64_t offset = -1;
-      float scale = 1.0f;
-      if (j < length) {
-        const uint32_t bag = bag_of(args, begin + j);
-        offset = grad_offset(args, begin + j, bag);
-        scale = grad_weight(args, begin + j, bag);
+    for (int tile = 0; tile < longest; tile += kLookupsOfLane * layout.lanes) {
+      // The loads that lead to a gradient depend on each other, so those of several are in flight.
+      int64_t offsets[kLookupsOfLane];
+      float scales[kLookupsOfLane];
+      bool is_aligned = true;
+#pragma unroll
+      for (int q = 0; q < kLookupsOfLane; ++q) {
+        const int j = tile + q * layout.lanes + layout.rank();
+        offsets[q] = -1;
+        scales[q] = 1.0f;
+        if (j < length) {
+          const uint32_t bag = bag_of(args, begin + j);
+          offsets[q] = grad_offset(args, begin + j, bag);
+          scales[q] = grad_weight(args, begin + j, bag);
+          is_aligned &= offsets[q] % kColumns == 0;
+        }
       }
       // A gradient that is not aligned is read by element, in the columns of the row.
-      const bool vectors = __all_sync(simt::kFullMask, offset < 0 || offset % kColumns == 0) &&
-                           layout.vectors && reads_vectors(args);
-      const int steps = longest - tile < layout.lanes ? longest - tile : layout.lanes;
-      if (!vectors) {
-        add_apart(offset, scale, column, steps, sum);
-      } else if (args.grad_type == Dtype::kFloat) {
-        add_vectors<float>(offset, scale, column, steps, sum);
-      } else if (args.grad_type == Dtype::kHalf) {
-        add_vectors<half16>(offset, scale, column, steps, sum);
-      } else {
-        add_vectors<bfloat16>(offset, scale, column, steps, sum);
+      const bool vectors =
+          __all_sync(simt::kFullMask, is_aligned) && layout.vectors && reads_vectors(args);
+#pragma unroll 1
+      for (int left = longest - tile, q = 0; left > 0 && q < kLookupsOfLane;
+           left -= layout.lanes, ++q) {
+        const int steps = left < layout.lanes ? left : layout.lanes;
+        if (!vectors) {
+          add_apart(offsets[0], scales[0], column, steps, sum);
+        } else if (args.grad_type == Dtype::kFloat) {
+          add_vectors<float>(offsets[0], scales[0], column, steps, sum);
+        } else if (args.grad_type == Dtype::kHalf) {
+          add_vectors<half16>(offsets[0], scales[0], column, steps, sum);
+        } else {
+          add_vectors<bfloat16>(offsets[0], scales[0], column, steps, sum);
+        }
+#pragma unroll
+        for (int k = 1; k < kLookupsOfLane; ++k) {  // a variable index would take them to memory
+          offsets[k - 1] = offsets[k];
+          scales[k - 1] = scales[k];
+        }
       }
     }
   }
@@ -568,7 +601,7 @@ EMB_DEVICE void update_tile(const DeviceGradArgs& args, const OptimizerStepArgs&
 // columns of wide rows, only for optimizers without states or sums per row.
 template <class Selection>
 __global__ void __launch_bounds__(kUpdateThreads, UpdateShape<Selection>::kBlocks)
-    update_kernel(DeviceGradArgs args, OptimizerStepArgs optimizer, RowTile tile) {
+    update_kernel(DeviceGradArgs args, OptimizerStepArgs optimizer, RowTile widest_tile) {
   __shared__ StepStorage storage;
   __shared__ TileRow rows_of_warps[kUpdateThreads];
   __shared__ uint32_t num_rows;  // not a local: takes no register while rows are updated
@@ -576,6 +609,7 @@ __global__ void __launch_bounds__(kUpdateThreads, UpdateShape<Selection>::kBlock
       __shared__ float row_gradient[UpdateShape<Selection>::kSlices][kUpdateThreads][kColumns];
   __shared__ float row_sums[Selection::kHasSums ? kUpdateThreads : 1][kMaxRowSums];
   const auto count = static_cast<uint32_t>(*args.num_groups);
+  const RowTile tile = widest_tile.for_rows(count);
   // The grid is sized by lookups, so with repeated rows some blocks have no tile: they return
   // before they build their step.
   if (blockIdx.x * kUpdateWarps * tile.all_rows() >= count) return;
@@ -599,9 +633,9 @@ __global__ void __launch_bounds__(kUpdateThreads, UpdateShape<Selection>::kBlock
 }
 
 // Return the tile for at most `num_rows` rows of `mean_dim` columns on average: of up to 32 rows,
-// but so few that `warps` warps are busy, if there are enough rows.
+// but so few that `warps` warps, which run at once, are busy, if there are enough rows.
 inline RowTile divide_rows(int64_t num_rows, int64_t mean_dim, int64_t warps) {
-  RowTile tile{2, 0};
+  RowTile tile{2, 0, static_cast<uint32_t>(warps)};
   while ((1 << tile.log2_lanes) < lanes_for(mean_dim, kColumns)) ++tile.log2_lanes;
   tile.log2_rows = tile.log2_lanes;
   while (tile.log2_rows > 0 && num_rows < warps * tile.all_rows()) --tile.log2_rows;

@@ -492,9 +492,8 @@ std::vector<Tensor> tt_lookup_checked_(
   const TtTableIds* table = tt_table_ids(op, "tables", tables);
   check_same_device(op, "tables", tables, indices);
   const Tensor key_features = tt_features(op, features, kTtOfKeys);
-  STD_TORCH_CHECK(
-      tables.size(0) == shapes.size() && feature_tables.size(0) == key_features.size(0), op,
-      ": tables and feature_tables must have a row per table and per feature");
+  STD_TORCH_CHECK(tables.size(0) == shapes.size() && feature_tables.size(0) == key_features.size(0),
+                  op, ": tables and feature_tables must have a row per table and per feature");
   check_sample_weights(op, sample_weights, indices);
   const int64_t n = indices.numel();
   const CudaLauncher launcher(indices);

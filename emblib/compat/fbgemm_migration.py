@@ -29,7 +29,6 @@ from emblib.migration import (
     TrainingMemory,
     chosen_rows,
 )
-from emblib.tables.grad_mode import without_gradients
 
 
 def _arguments(old: Any) -> dict[str, Any]:
@@ -153,7 +152,7 @@ def _step(module: Any) -> int:
     return max(int(module.iter), int(module.iter_cpu))
 
 
-@without_gradients
+@torch.no_grad()
 def _copy_values(
     source: Any, target: Any, rows: Sequence[Tensor] | None = None, *, counts_rows: bool
 ) -> None:

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from emblib import optim
 from emblib.collections import optimizers
 from emblib.compat.torchrec_types import Interface
-from emblib.tables.grad_mode import without_gradients
 
 
 class KeyedOptimizer(optimizers.KeyedOptimizer, metaclass=Interface):
@@ -93,7 +92,7 @@ class RowWiseAdagrad(torch.optim.Optimizer):
                 )
                 self.state[parameter] = {"step": torch.tensor(0.0), "sum": total}
 
-    @without_gradients
+    @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         """Make a step, and return the loss of `closure` if there is one."""
         loss = None

@@ -138,7 +138,20 @@ def python_code(source: str) -> str:
             node
         ):
             node.body = node.body[1:] or [ast.Pass()]
-    return ast.unparse(tree)
+    return ast.unparse(_Parts().visit(tree))
+
+
+class _Parts(ast.NodeTransformer):
+    """Replaces f-strings by tuples of their parts: Python 3.12 quotes f-strings in another way."""
+
+    def visit_JoinedStr(self, node: ast.JoinedStr) -> ast.expr:
+        self.generic_visit(node)
+        return ast.Tuple([ast.Constant("f"), *node.values], ast.Load())
+
+    def visit_FormattedValue(self, node: ast.FormattedValue) -> ast.expr:
+        self.generic_visit(node)
+        spec = node.format_spec or ast.Constant(None)
+        return ast.Tuple([node.value, ast.Constant(node.conversion), spec], ast.Load())
 
 
 def cpp_code(source: str) -> str:
