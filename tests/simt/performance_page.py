@@ -40,9 +40,10 @@ PR 3993](https://github.com/pytorch/FBGEMM/pull/3993)); launches, the sort of th
 come on top. `python run.py kernel_times` measures on the GPU that is there.
 
 Lookups reach the model. Updates of float32 rows need a fifth more time than the model; before
-`update_kernel` took rows in batches (commit 68e6426) they needed two to three times as much. Updates
-of fp16 rows are bound by instructions, not by bytes: with stochastic rounding they take 619 us in
-the first batch and 464 in the second, without 477 and 322, where the model says 320 and 161.
+`update_kernel` took rows in batches (commit 68e6426) they needed two to three times as much.
+Updates of fp16 rows are bound by instructions, not by bytes: with stochastic rounding they take
+619 us in the first batch and 464 in the second, without 477 and 322, where the model says 320 and
+161.
 
 | batch | forward | backward and update | forward: model | measured | update: model | measured |
 | --- | ---: | ---: | ---: | ---: | ---: | ---: |
