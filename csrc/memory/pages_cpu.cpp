@@ -116,8 +116,8 @@ struct RowPages {
                     first_byte);
     const int64_t max_row = width == 0 ? kUnlimited : kUnlimited / 4 / width;
     for (int64_t i = 0; i < n; ++i) {
-      STD_TORCH_CHECK(rows[i] <= max_row, op, ": rows must end before byte 2^62, got row ",
-                      rows[i], " of ", width, " bytes");
+      STD_TORCH_CHECK(rows[i] <= max_row, op, ": rows must end before byte 2^62, got row ", rows[i],
+                      " of ", width, " bytes");
     }
   }
 
