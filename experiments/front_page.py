@@ -237,18 +237,20 @@ def speed_sources(rows: Sequence[Mapping[str, Any]], folder: Path = REFERENCE) -
     calls = gpu_ratios(folder, CALL_TIME)
     for path in gpu_matrices(folder):
         content = json.loads(path.read_text())
-        shapes = len({row["shape"] for row in content["rows"] if "shape" in row})
-        of_calls = calls[content["device"]]
-        medians = " and ".join(
-            f"{statistics.median(of_calls['fbgemm', work, 'fp32']):.2f}× ({name})"
+        if content["notes"]:
+            raise ValueError(f"{path} is not whole: {content['notes'][0]}")
+        shapes = len({row["shape"] for row in content["rows"] if row.get(DEVICE_TIME)})
+        line = f"- {content['device']}: times on the device, {shapes} shapes, "
+        line += f"{StoredEvidence.read(path.parent).age()}."
+        medians = [
+            f"{statistics.median(ratios):.2f}× ({name})"
             for work, name in (("forward", "lookup"), ("sgd", "step with SGD"))
-            if ("fbgemm", work, "fp32") in of_calls
-        )
-        age = StoredEvidence.read(path.parent).age()
-        lines.append(
-            f"- {content['device']}: times on the device, {shapes} shapes, {age}. Of eager calls "
-            f"with their launches FBGEMM's time ÷ emblib's is {medians}."
-        )
+            if (ratios := calls[content["device"]].get(("fbgemm", work, "fp32")))
+        ]
+        if medians:
+            line += " Of eager calls with their launches FBGEMM's time ÷ emblib's is "
+            line += f"{text.listed(medians)}."
+        lines.append(line)
     return lines
 
 

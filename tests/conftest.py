@@ -125,9 +125,11 @@ def _torch_state() -> dict[str, object]:
 @pytest.fixture(autouse=True)
 def _same_torch_state() -> Iterator[None]:
     """Fail a test that leaves torch in another state: tests after it would fail instead."""
-    before = _torch_state()
+    before, with_gradients = _torch_state(), torch.is_grad_enabled()
     yield
-    assert _torch_state() == before
+    after = _torch_state()
+    torch.set_grad_enabled(with_gradients)
+    assert after == before
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

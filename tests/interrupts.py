@@ -17,6 +17,10 @@ from typing import Any
 import emblib
 
 ROOT = str(Path(emblib.__file__).parent)
+# Between a change of the mode and its `try` or `finally` no signal is handled, as there is no call;
+# an exception that a trace function raises there would leave gradients off. Real signals are in
+# tests/tables/test_grad_mode.py.
+ATOMIC = str(Path(ROOT, "tables", "grad_mode.py"))
 
 
 @functools.cache
@@ -47,7 +51,8 @@ class Injection:
     def trace(self, frame: FrameType, event: str, _: Any) -> Any:
         """Be the trace function of a thread."""
         if event == "call":
-            return self.trace if frame.f_code.co_filename.startswith(ROOT) else None
+            name = frame.f_code.co_filename
+            return self.trace if name.startswith(ROOT) and name != ATOMIC else None
         if event == "line" and frame.f_lasti not in _exits(frame.f_code):
             self._left -= 1
             if self._left == 0:

@@ -67,8 +67,8 @@ struct UpdateShape<AtRunTime> : DefaultUpdateShape {
 
 // A grid has at most this many times the blocks that run at once.
 inline constexpr int kUpdateWaves = 8;
-// A warp that runs has at least this many tiles, if there are enough rows: with fewer, the warps
-// whose rows have the most lookups run on alone.
+// There are at least this many tiles for each warp that runs at once, if there are enough rows: with
+// fewer, the warps whose rows have the most lookups run on alone.
 inline constexpr int kTilesOfWarp = 3;
 // Lookups of a row that a lane locates at once; two would spill on Ampere.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900

@@ -5,6 +5,8 @@ from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
 import torch
+from torch._C import DisableTorchFunction as _DisableTorchFunction
+from torch._C import _set_grad_enabled
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -16,7 +18,9 @@ def without_gradients(function: Callable[_P, _R]) -> Callable[_P, _R]:
     `torch.no_grad` enters and leaves in Python: a signal that is handled there leaves gradients
     disabled for the rest of the process, and training goes on without updates. Here a signal comes
     inside the `try` or after gradients are as before, because Python handles signals only between
-    calls. It is for functions that return a value, not for generators.
+    calls, and the mode is set in C: without the function modes of `torch.device(...)` and
+    `torch.set_default_device`, which are Python. It is for functions that return a value, not for
+    generators.
 
     Example:
         >>> from emblib.tables.grad_mode import without_gradients
@@ -27,10 +31,13 @@ def without_gradients(function: Callable[_P, _R]) -> Callable[_P, _R]:
     @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         was_enabled = torch.is_grad_enabled()
+        in_c, again_in_c = _DisableTorchFunction(), _DisableTorchFunction()
         try:
-            torch._C._set_grad_enabled(False)  # noqa: SLF001 (a module of torch)
+            with in_c:
+                _set_grad_enabled(False)
             return function(*args, **kwargs)
         finally:
-            torch._C._set_grad_enabled(was_enabled)  # noqa: SLF001 (a module of torch)
+            with again_in_c:
+                _set_grad_enabled(was_enabled)
 
     return call

@@ -56,6 +56,7 @@ BASE = (
 OF_DEVICE = {"cpu": ("_cpu.cpp", "_kernels.cpp"), "cuda": (".cu", ".cuh")}
 SUFFIXES = (".py", ".h", ".cpp", ".cu", ".cuh")
 CACHE_FILE = Path("build", "source_digests.json")  # below the root; deleting it is harmless
+ALGORITHM = 2  # raised with every change of `python_code` and `cpp_code`
 MAX_CACHED = 120  # digests in the file: those of ten states of the sources
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/|(\"(?:\\.|[^\"\\\n])*\")", re.DOTALL)
 
@@ -78,8 +79,8 @@ def digests(device: str, root: Path = ROOT) -> dict[str, str]:
 
 
 def _content_key(root: Path, paths: list[Path]) -> str:
-    """Return a hash of names and bytes, and of the Python version, whose ast.unparse may differ."""
-    key = hashlib.blake2b(repr(sys.version_info[:2]).encode(), digest_size=16)
+    """Return a hash of names and bytes, and of what else digests depend on: algorithm, Python."""
+    key = hashlib.blake2b(repr((ALGORITHM, sys.version_info[:2])).encode(), digest_size=16)
     for path in paths:
         content = hashlib.blake2b(path.read_bytes()).hexdigest()
         key.update(f"{path.relative_to(root).as_posix()}\0{content}\0".encode())

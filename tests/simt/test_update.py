@@ -37,6 +37,24 @@ def test_narrow_weights_and_states(name: str, dtypes: str) -> None:
     check(Problem(CASES[name], weights_dtype=weights, states_dtype=states, dims=dims))
 
 
+@pytest.mark.parametrize("name", ["sgd", "rowwise_adagrad", "adam"])
+@pytest.mark.parametrize(
+    ("rows", "dims", "batch", "longest"),
+    [
+        ((1200, 7, 1), (8, 20, 3), 700, 2),
+        ((1200, 7, 1), (8, 20, 3), 100, 20),
+        ((400, 7, 1), (300, 20, 3), 200, 2),
+        ((400, 7, 1), (300, 20, 3), 60, 6),
+    ],
+    ids=str,
+)
+def test_tiles_of_several_rows(
+    name: str, rows: tuple[int, ...], dims: tuple[int, ...], batch: int, longest: int
+) -> None:
+    """A group of lanes holds several rows where a batch has many: narrow, wide, used often."""
+    check(Problem(CASES[name], rows, dims, batch=batch, longest=longest))
+
+
 @pytest.mark.parametrize("layout", [False, True])
 @pytest.mark.parametrize("dims", [(8, 20, 3), (1100, 20, 3)], ids=str)
 def test_long_segments(*, layout: bool, dims: tuple[int, ...]) -> None:

@@ -2,6 +2,8 @@
 
 import signal
 import time
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -33,8 +35,12 @@ def test_an_exception_leaves_gradients_as_they_were() -> None:
     assert torch.is_grad_enabled()
 
 
-def test_signals_leave_gradients_as_they_were() -> None:
-    """A thousand interrupts; `torch.no_grad` leaves gradients off after some of them."""
+@pytest.mark.parametrize("mode", [nullcontext, lambda: torch.device("cpu")])
+def test_signals_leave_gradients_as_they_were(mode: Any) -> None:
+    """A thousand interrupts; `torch.no_grad` leaves gradients off after some of them.
+
+    A device as a context is a mode that handles torch's functions in Python.
+    """
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
@@ -46,8 +52,9 @@ def test_signals_leave_gradients_as_they_were() -> None:
             try:
                 signal.setitimer(signal.ITIMER_REAL, 0.0002)
                 end = time.monotonic() + 60
-                while time.monotonic() < end:
-                    _modes(5)
+                with mode():
+                    while time.monotonic() < end:
+                        _modes(5)
             except KeyboardInterrupt:
                 interrupts += 1
             assert torch.is_grad_enabled()

@@ -38,6 +38,8 @@ class Bench:
 
     def __post_init__(self) -> None:
         self.watch = Watch(self.device)
+        self.environment = environment.describe(self.device, ())
+        self.environment["command"] = " ".join(["python -m tests.bench.gpu", *sys.argv[1:]])
 
     def left(self) -> float:
         """Return the seconds that the part has left."""
@@ -99,7 +101,7 @@ class Bench:
             "torch": torch.__version__,
             "tiny": self.tiny,
             "load": os.getloadavg(),
-            "environment": environment.describe(self.device, sys.argv[1:]),
+            "environment": self.environment,
             "figures": self.figures,
             "notes": self.notes,
             "rows": self.rows,
