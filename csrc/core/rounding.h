@@ -1,7 +1,7 @@
 // Stochastic rounding from float to 16 bits. A value is rounded up or down at random, such that its
-// mean is exact: updates far below one unit in the last place still count on average. The random
-// words come from a counter made of row, columns, step and tensor, so they are the same on any
-// number of threads and on any device.
+// mean is exact (to 2^-37 where half is subnormal): updates far below one unit in the last place
+// still count on average. The random words come from a counter made of row, columns, step and
+// tensor, so they are the same on any number of threads and on any device.
 #pragma once
 
 #include <cmath>

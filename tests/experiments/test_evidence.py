@@ -64,6 +64,12 @@ def test_a_digest_is_of_the_code_of_its_area_and_device(
     assert {area for area in after if after[area] != before[area]} == changed
 
 
+def test_digests_do_not_depend_on_how_python_quotes() -> None:
+    """Python 3.12 and newer unparse f-strings in another way, so their parts are written."""
+    code = sources.python_code("x = f'{a!r:>{w}} \\'b\\''  # text")
+    assert code == """x = ('f', (a, 114, ('f', '>', (w, -1, None))), " 'b'")"""
+
+
 def test_there_are_no_digests_without_the_sources(tmp_path: Path) -> None:
     assert sources.digests("cpu", tmp_path) == {}
 

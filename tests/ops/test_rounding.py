@@ -96,6 +96,32 @@ def test_same_bits_everywhere(name: str, place: str, dtype: torch.dtype) -> None
     assert not torch.equal(want[tiers - 1], other[tiers - 1]), "another seed, other bits"
 
 
+@pytest.mark.parametrize("dtype", NARROW)
+def test_rare_numbers_have_the_same_bits_everywhere(dtype: torch.dtype) -> None:
+    """Too large to round up, NaN, subnormal: reference, CPU and emulated CUDA."""
+    # Steps of a fraction of the spacing at the largest number, beyond it too.
+    lr = 4.0 if dtype == torch.float16 else 2.0**119
+    problem = Problem(  # the slots of the cache are aligned, so that kernels round four at once
+        optim.SGD(lr),
+        (40, 7, 1),
+        (64, 20, 3),
+        weights_dtype=dtype,
+        rounding=2**40 + 5,
+        **PLACES["all_cached"],
+    )
+    limits = torch.finfo(dtype)
+    rare = [limits.max, -limits.max, torch.nan, limits.tiny, -limits.tiny, 1e-7, 0.0]
+    for weights in problem.weights:
+        weights.copy_(torch.tensor(rare).repeat(weights.numel() // len(rare) + 1)[: len(weights)])
+    want = problem.expected()
+    for got in (run(problem), run_emulated(problem)):
+        for a, b in zip(got, want, strict=True):
+            assert torch.equal(a.isnan(), b.isnan())
+            assert torch.equal(a[~a.isnan()], b[~b.isnan()])
+    assert want[-1].isinf().any()
+    assert (want[-1].abs() == limits.max).any()
+
+
 @pytest.mark.parametrize("states", [*NARROW, torch.float32])
 def test_same_bits_on_any_number_of_threads(states: torch.dtype, thread_counts: list[int]) -> None:
     problem = Problem(
