@@ -86,8 +86,8 @@ EMB_HD bool may_replace(Policy policy, int64_t lookups, int64_t order) {
 // Return the table of a linear row, or -1 if no table has it. Here and below, `tables` must ascend
 // by row_base, and those with a cache must be the last ones; on the CPU check_tables checks both.
 EMB_HD int find_table(const Feature* tables, int num_tables, int64_t row) {
-  int low = -1,
-      high = num_tables;  // [low, high) contains the last table that begins at or before `row`
+  // [low, high) contains the last table that begins at or before `row`.
+  int low = -1, high = num_tables;
   while (high - low > 1) {
     const int middle = low + (high - low) / 2;
     if (tables[middle].row_base <= row) {
@@ -127,7 +127,7 @@ EMB_HD int64_t end_of_rows(const Feature* tables, int num_tables) {
 // The state of a cache.
 struct CacheState {
   int64_t* tags;         // [sets, kWays] linear row of each way, negative for an empty one
-  int64_t* usage_words;  // [sets, kWays], see usage_word
+  int64_t* usage_words;  // [sets, kWays], see usage_word; the tensor `stamps` of the ops
   int32_t* counts;       // [cached rows], LFU only: lookups so far of rows that are not cached
   int64_t sets;
   int64_t first_row;  // first cached linear row, whose count is counts[0]
@@ -160,13 +160,13 @@ struct MissGroups {
   const int32_t *sets, *segments, *permutation;
 };
 
-// Their functions. Calls for disjoint ranges may run at once.
+// The functions of the kernels for one instruction set. Calls for disjoint ranges may run at once.
 struct CachePlanTable {
   // Write row_slots of rows [begin, end), which must be cached rows: -1 for misses. Unless `misses`
   // is null, list the misses there; it has room for end - begin. Return the number of misses, 0 if
   // `misses` is null.
   int64_t (*locate)(const CachePlanArgs&, int64_t begin, int64_t end, Miss* misses);
-  // Do as `locate`; also set `evicted` to kNoMove, stamp the hits, and count the lookups.
+  // Do what `locate` does; also set `evicted` to kNoMove, stamp the hits, and count the lookups.
   int64_t (*probe)(const CachePlanArgs&, int64_t begin, int64_t end, Miss* misses);
   // Assign ways to the misses of groups [begin, end).
   void (*admit)(const CachePlanArgs&, const MissGroups&, int64_t begin, int64_t end);
@@ -184,7 +184,7 @@ struct TierTensor {
   Dtype type;
 };
 
-// Where rows move, and between which tensors.
+// The tensors between which rows move, by tier, and the tables in them.
 struct CacheMemory {
   const Feature* tables;  // [num_tables]
   int num_tables;
@@ -264,9 +264,8 @@ struct PostponedFetches {
   EMB_HD void note_conflict(int64_t row) const { conflicts[set_of(row, sets)] = clock[0]; }
 };
 
-// The CPU kernels of `cache_move_` and `cache_flush_`.
-
-// Their functions. Calls for disjoint ranges may run at once.
+// The functions of the CPU kernels of `cache_move_` and `cache_flush_` for one instruction set.
+// Calls for disjoint ranges may run at once.
 struct CacheMoveTable {
   // Write back the rows that rows [begin, end) of the batch evict, then fetch rows [begin, end).
   void (*move)(const CacheMemory&, const CacheMoves&, int64_t begin, int64_t end);

@@ -28,7 +28,7 @@ inline int64_t check_tags(const char* op, const Tensor& tags) {
   return tags.size(0);
 }
 
-// Check these, and that the tensor has `numel` entries.
+// Do what check_cache_tensor does, and check that the tensor has `numel` entries.
 inline void check_cache_vector(const char* op, const char* name, const Tensor& tensor,
                                ScalarType type, int64_t numel, const Tensor& like) {
   check_cache_tensor(op, name, tensor, type, like);
@@ -40,7 +40,7 @@ inline void check_cache_vector(const char* op, const char* name, const Tensor& t
 // first `count`, int32 [1], exist. `like` is a tensor on the cache's device.
 inline void check_rows(const char* op, const Tensor& rows, const Tensor& count,
                        const Tensor& like) {
-  STD_TORCH_CHECK(rows.numel() <= kMaxLookups, op, ": at most 2^31 - 1 rows a call, got ",
+  STD_TORCH_CHECK(rows.numel() <= kMaxLookups, op, ": at most 2^31 - 1 rows per call, got ",
                   rows.numel());
   check_cache_tensor(op, "rows", rows, ScalarType::Long, like);
   check_cache_vector(op, "count", count, ScalarType::Int, 1, like);
@@ -65,7 +65,7 @@ struct PlanCall {
   const int32_t *segments = nullptr, *count = nullptr;  // [n + 1], [1]
   int64_t n = 0;
 
-  // Check all but the rows. `words` are the stamps, see usage_word.
+  // Check all but the rows. `words`, the argument `stamps`, are usage words (see usage_word).
   PlanCall(const char* op, const Tensor& tags, const Tensor& words, const Tensor& counts,
            const Tensor& counters_in, const Tensor& clock_in, const Tensor& tables, int64_t policy)
       : op(op), tags(tags), tables(tables) {
@@ -103,7 +103,7 @@ struct PlanCall {
 // The tensors of `cache`, the state of a cache, in their order.
 enum CacheTensor : int {
   kCacheTags,
-  kCacheStamps,
+  kCacheStamps,  // the usage words
   kCacheCounts,
   kCacheCounters,
   kCacheClock,
@@ -147,8 +147,8 @@ inline void check_tables(const char* op, const Tensor& tables) {
 
 // Check the weights (four tensors, one per tier), states, `hyper` and `tables` of `cache_move_` and
 // `cache_flush_`, and return them. `states` are tier-major: all of tier 0, then all of tier 1, ..
-// Whether a state has one entry per element or one per row follows from its size in the cache tier,
-// whose rows have at least four elements. That tables lie inside the tensors is not checked.
+// A state is by row or by element: its size in the cache tier, whose rows have at least four
+// elements, says which. It is not checked that tables lie inside the tensors.
 inline CacheMemory cache_memory(const char* op, std::vector<Tensor>& weights,
                                 std::vector<Tensor>& states, const Tensor& hyper,
                                 const Tensor& tables) {
@@ -181,7 +181,7 @@ inline CacheMemory cache_memory(const char* op, std::vector<Tensor>& weights,
       if (tier != kCacheTier || k == 0 || tensor.numel() == memory.cache_elements) continue;
       STD_TORCH_CHECK(tensor.numel() < memory.cache_elements, op,
                       ": a state in the cache must be as long as the weights there = ",
-                      memory.cache_elements, " or have one entry a slot, got ", tensor.numel());
+                      memory.cache_elements, " or have one entry per slot, got ", tensor.numel());
       memory.by_row |= 1u << k;
       memory.cache_rows = tensor.numel() < memory.cache_rows ? tensor.numel() : memory.cache_rows;
     }

@@ -74,7 +74,7 @@ EMB_DEVICE int lanes_of_move(int accesses) {
   return lanes;
 }
 
-// What a group needs of the move that lane `source` has; all lanes pass their move. Without a
+// The move that lane `source` has, as its group needs it; all lanes pass their move. Without a
 // source (-1) both dims are 0. Called by the whole warp.
 struct SharedMove {
   int64_t out_element, in_element;  // first elements of the rows in their tiers

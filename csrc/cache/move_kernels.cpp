@@ -1,6 +1,6 @@
 // Moves rows and their optimizer states between the cache and the tiers of their tables on one CPU
-// thread: a copy if both have one dtype, otherwise a conversion. Rows are processed in blocks, of
-// which all lines are prefetched before the first row is copied.
+// thread, see CacheMoveTable (cache/args.h): a copy if both have one dtype, otherwise a conversion.
+// Rows are processed in blocks, of which all lines are prefetched before the first row is copied.
 #include "cache/args.h"
 #include "core/vec.h"
 

@@ -268,7 +268,7 @@ struct HostPlan {
     const int64_t first_row = first_cached_row(tables, num_tables);
     STD_TORCH_CHECK(call.cache.policy == Policy::kLru || first_row == INT64_MAX ||
                         call.num_counts >= end_of_rows(tables, num_tables) - first_row,
-                    call.op, ": counts must have one entry a cached row = ",
+                    call.op, ": counts must have one entry per cached row = ",
                     end_of_rows(tables, num_tables) - first_row, ", got ", call.num_counts);
     STD_TORCH_CHECK(call.cache.sets > 0 || batch.first_cacheable == batch.num_rows, call.op,
                     ": a cache needs at least one set");
@@ -396,7 +396,7 @@ Tensor cache_lookup_slots(const Tensor& row_slots, const Tensor& segments, const
   const int64_t groups = *count.const_data_ptr<int32_t>();
   STD_TORCH_CHECK(groups >= 0 && groups <= n && groups <= row_slots.numel() && segment[groups] <= n,
                   op, ": count and segments must come from one call of tbe_group and row_slots ",
-                  "must have an entry a row of it, got count ", groups);
+                  "must have an entry per row of it, got count ", groups);
   int32_t signs = segment[0];
   for (int64_t g = 0; g < groups; ++g) {
     signs |= segment[g + 1] | (segment[g + 1] - segment[g]);

@@ -48,7 +48,8 @@ std::tuple<Tensor, Tensor> plan_next(const PlanCall& call, int64_t lag) {
 //   weights, states   flat, per tier (device, host, disk, cache); states of all tiers, tier-major
 //   hyper       float64 of the optimizer, read for stochastic rounding of rows written back
 //   tables      int64 [T, 8], a Feature per table
-//   cache       [tags, stamps, counts, counters, clock, conflicts] (conflicts is not used here)
+//   cache       [tags, stamps, counts, counters, clock, conflicts], see emblib/ops/cache.py;
+//               conflicts is not used here
 //   policy      a code of Policy
 //   lag         batches between the oldest one in flight and this one, at least 0
 //   postpones   must be false: only a GPU postpones fetches

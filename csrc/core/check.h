@@ -229,7 +229,7 @@ inline void check_lookups(const char* op, const Tensor& indices, const Tensor& o
   check_index_dtype(op, "offsets", offsets);
   check_same_device(op, "offsets", offsets, indices);
   STD_TORCH_CHECK(indices.numel() <= kMaxLookups && offsets.numel() <= kMaxLookups, op,
-                  ": at most 2^31 - 1 lookups and bags a call, got ", indices.numel(), " and ",
+                  ": at most 2^31 - 1 lookups and bags per call, got ", indices.numel(), " and ",
                   offsets.numel() - 1, "; split the batch");
   STD_TORCH_CHECK(offsets.numel() > 1 || indices.numel() == 0, op, ": ", indices.numel(),
                   " indices but no bags: offsets must have F*B + 1 entries, got ", offsets.numel());
@@ -251,9 +251,8 @@ inline void check_slots(const char* op, const std::optional<Tensor>& slots, cons
   if (!slots) return;
   check_dtype(op, "slots", *slots, ScalarType::Int, "int32");
   STD_TORCH_CHECK(slots->dim() == 1 && slots->numel() == indices.numel() && slots->is_contiguous(),
-                  op,
-                  ": slots must be a contiguous vector with one entry a lookup = ", indices.numel(),
-                  ", got ", slots->numel());
+                  op, ": slots must be a contiguous vector with one entry per lookup = ",
+                  indices.numel(), ", got ", slots->numel());
   check_same_device(op, "slots", *slots, indices);
 }
 
@@ -265,7 +264,7 @@ inline void check_sample_weights(const char* op, const std::optional<Tensor>& sa
   check_dtype(op, "sample_weights", *sample_weights, ScalarType::Float, "float32");
   STD_TORCH_CHECK(
       sample_weights->dim() == 1 && sample_weights->numel() == indices_or_lookups.numel(), op,
-      ": sample_weights must be a vector with one entry a lookup = ", indices_or_lookups.numel(),
+      ": sample_weights must be a vector with one entry per lookup = ", indices_or_lookups.numel(),
       ", got ", sample_weights->numel(), " in ", sample_weights->dim(), " dimensions");
   check_same_device(op, "sample_weights", *sample_weights, indices_or_lookups);
 }

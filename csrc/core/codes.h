@@ -6,11 +6,11 @@
 
 namespace emb {
 
-// How the rows of a bag become an output row. Without pooling, every lookup has an output row.
+// The pooling of the rows of a bag to an output row. Without, every lookup has an output row.
 enum class Pooling : int { kSum, kMean, kNone };
 inline constexpr const char* kPoolings[] = {"sum", "mean", "none"};
 
-// What `bounds_check` does about violations: raise, warn, or only repair. There is no code for
+// The reaction of `bounds_check` to violations: raise, warn, or only repair. There is no code for
 // BoundsCheck.NONE, for which the caller skips the op.
 enum class BoundsMode : int { kFatal, kWarning, kIgnore };
 inline constexpr const char* kBoundsModes[] = {"fatal", "warning", "ignore"};
@@ -22,8 +22,8 @@ inline constexpr const char* kBoundsModes[] = {"fatal", "warning", "ignore"};
 enum class Policy : int { kLru, kLfu };
 inline constexpr const char* kPolicies[] = {"lru", "lfu"};
 
-// How the entries of a bucket of a hash table are ranked; the lowest one is evicted first. The
-// comment at a member names what is compared, the first difference decides.
+// The ranking of the entries of a bucket of a hash table; the lowest one is evicted first. The
+// comment at a member names what is compared; the first difference decides.
 enum class Order : int {
   kNone,     // nothing is compared: no entry is ever evicted
   kLru,      // stamp, key
@@ -33,12 +33,12 @@ enum class Order : int {
 };
 inline constexpr const char* kOrders[] = {"none", "lru", "lfu", "lru_lfu", "assigned"};
 
-// What a new key of a hash table needs to evict an entry: nothing (kWins), or a rank at least as
-// high as that of the entry (kCompetes); otherwise it is refused.
+// The condition for a new key of a hash table to evict an entry: none (kWins), or a rank at least
+// as high as that of the entry (kCompetes); otherwise the key is refused.
 enum class InsertPolicy : int { kWins, kCompetes };
 inline constexpr const char* kInsertPolicies[] = {"wins", "competes"};
 
-// How exact matrix products on tensor cores are, see core/mma.cuh.
+// The accuracy of matrix products on tensor cores, see core/mma.cuh.
 enum class MatmulPrecision : int { kFloat32, kTf32, kBf16 };
 inline constexpr const char* kMatmulPrecisions[] = {"float32", "tf32", "bf16"};
 

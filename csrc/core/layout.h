@@ -70,7 +70,7 @@ enum Tier : int { kDeviceTier = 0, kHostTier = 1, kDiskTier = 2, kCacheTier = 3 
 
 inline constexpr int kTiers = 4;
 
-// Where the weights and states of a row are stored.
+// The location of the weights and states of a row.
 struct RowLocation {
   int tier;           // a Tier
   int64_t element;    // first element of the row in the tier's weights and element-wise states

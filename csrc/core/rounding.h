@@ -17,7 +17,7 @@ namespace emb {
 // numbered from kRoundState on. kRoundWriteBack is added for the write-back of a cached row.
 enum RoundedTensor : uint32_t { kRoundWeights = 0, kRoundState = 1, kRoundWriteBack = 8 };
 
-// How the values of one step are rounded to 16 bits.
+// The rounding of the values of one step to 16 bits.
 struct Rounding {
   uint64_t seed;    // the key of the random words
   uint32_t step;    // number of the step

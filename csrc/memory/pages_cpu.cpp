@@ -214,7 +214,7 @@ struct PageRange {
   char *begin, *end;
 };
 
-// Whether a page is in memory; true where the system does not say.
+// Return whether a page is in memory; true where the system does not say.
 bool is_resident(char* page, int64_t page_bytes) {
   unsigned char answer = 0;
   return mincore(page, page_bytes, &answer) != 0 || (answer & 1) != 0;

@@ -9,7 +9,7 @@
 
 namespace emb {
 
-// What all of them share: the moments and their bias corrections.
+// Base of the optimizers of this file: the moments and their bias corrections.
 struct AdamMoments {
   enum Column : int { kBeta1 = kOptimizerArgs, kBeta2, kEps };  // entries of `hyper`
   static constexpr bool kCountsSteps = true;

@@ -123,7 +123,7 @@ inline void check_tiers(const char* op, int64_t optimizer, const std::vector<Ten
 inline void check_row_slots(const char* op, const Tensor& row_slots, int64_t groups) {
   check_dtype(op, "row_slots", row_slots, ScalarType::Int, "int32");
   STD_TORCH_CHECK(row_slots.dim() == 1 && row_slots.is_contiguous() && row_slots.numel() >= groups,
-                  op, ": row_slots must be a contiguous vector with one entry a group = ", groups,
+                  op, ": row_slots must be a contiguous vector with one entry per group = ", groups,
                   " or more, got ", row_slots.numel());
 }
 

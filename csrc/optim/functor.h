@@ -1,4 +1,4 @@
-// What the optimizers have in common: the form of a functor, and weight decay.
+// The common part of the optimizers: the form of a functor, and weight decay.
 //
 // A functor is the arithmetic of an optimizer on registers: it knows no thread index, no device and
 // no dtype. It is built from `hyper`, the optimizer's float64 vector: the common entries that

@@ -13,9 +13,10 @@
 
 namespace emb::cuda {
 
-// Which columns of a row a lane processes. If rows can be read in vectors, the four columns of a
-// lane in a slice are neighbours; otherwise they are `lanes` apart, so that the lanes of a group
-// read neighbours at once. All but `rank` and `lane_column` is the same in all lanes of a warp.
+// The columns of a row that each lane processes. If rows can be read in vectors, the four columns
+// of a lane in a slice are neighbours; otherwise they are `lanes` apart, so that the lanes of a
+// group read neighbours at once. All but `rank` and `lane_column` is the same in all lanes of a
+// warp.
 struct RowLayout {
   int dim = 0, lanes = 4;
   int log2_slices = 0;  // slices of a row in a batch

@@ -16,7 +16,7 @@ namespace emb {
 
 enum class IndexKind : int { kNone = 0, kArray = 1, kHash = 2 };
 
-// How the ids of a feature are mapped: a row of the `tables` tensor.
+// The mapping of the ids of a feature: a row of the `tables` tensor.
 struct IndexTable {
   int64_t kind;
   int64_t begin;      // first element of its part of `index`

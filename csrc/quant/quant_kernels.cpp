@@ -157,7 +157,7 @@ namespace {
 // The lookup. Rows are converted to floats before they are added: separate sums of their offsets
 // would cancel in long bags.
 
-// How many lookups ahead rows are prefetched: a row is one line, or a few.
+// Lookups between the prefetch of a row and its use; a row is one cache line, or a few.
 constexpr int64_t kAhead = 16;
 
 // The scale and offset of a row times its weight, in all lanes.
@@ -178,7 +178,7 @@ struct ScaleFactors {
     by = _mm256_moveldup_ps(pairs);
     plus = _mm256_movehdup_ps(pairs);
 #else
-    // As to_float of finite halves, of both at once.
+    // The same as to_float of two finite halves, both at once.
     const Ints halves = {header & 0xffff, header >> 16};
     const Vec magnitude = reinterpret_cast<Vec>((halves & 0x7fff) << 13) * 0x1p112f;
     const Ints sign = (halves & 0x8000) << 16;

@@ -13,8 +13,8 @@
 
 namespace emb {
 
-// How the block of an id is chosen: by the range of rows that has it, by a hash of the id, or by
-// range for ids of the table and by remainder for larger ones.
+// The rule that chooses the block of an id: by the range of rows that has it, by a hash of the id,
+// or by range for ids of the table and by remainder for larger ones.
 enum RouteRule : int64_t { kByRange = 0, kByKey = 1, kByRangeElseSpread = 2 };
 
 // A row of `features`: blocks [first_block, first_block + num_blocks) of a table of `rows` rows.
@@ -57,13 +57,13 @@ EMB_HD int64_t block_of_row(const RouteBlock* blocks, int64_t count, int64_t row
   return first;
 }
 
-// Where an id goes.
+// The destination of an id.
 struct RoutedId {
   int64_t block;  // number of the block among those of its feature
   int64_t id;     // the id in the numbering of the rank that has the block
 };
 
-// Return where an id of a feature goes; `blocks` are those of the feature, at least one.
+// Return the destination of an id of a feature; `blocks` are those of the feature, at least one.
 EMB_HD RoutedId route_id(const RouteFeature& feature, const RouteBlock* blocks, int64_t id) {
   if (feature.rule == kByKey) return {owner(id, feature.num_blocks), id};
   if (feature.rule == kByRangeElseSpread && id >= feature.rows) {

@@ -36,7 +36,7 @@ struct RouteInputs {
     check_index_dtype(op, "offsets", offsets);
     check_same_device(op, "offsets", offsets, ids);
     STD_TORCH_CHECK(ids.numel() <= kMaxLookups && offsets.numel() <= kMaxLookups, op,
-                    ": at most 2^31 - 1 lookups and bags a call, got ", ids.numel(), " and ",
+                    ": at most 2^31 - 1 lookups and bags per call, got ", ids.numel(), " and ",
                     offsets.numel() - 1, "; split the batch");
     check_int64_rows(op, "first_bags", first_bags, 1, ids);
     check_int64_rows(op, "features", features, kRouteFeatureColumns, ids);

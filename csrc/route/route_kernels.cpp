@@ -265,8 +265,8 @@ bool count(const RouteArgs& args, int64_t f, int64_t begin, int64_t end) {
   return true;
 }
 
-// Where the ids of each block are written, for its first copy: [cursor, end) of the outputs, from
-// `start` on. One entry per block each, in args.scratch.
+// The outputs of each block's first copy: its ids go to [start, end), the next one to `cursor`.
+// Each array has one entry per block, in args.scratch.
 struct WriteCursors {
   int64_t *cursor, *end, *start;
 

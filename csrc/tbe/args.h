@@ -14,7 +14,7 @@
 
 namespace emb {
 
-// Whether a table has a cache in front of it: none, one of the table's dtype, or one of another.
+// The cache in front of a table: none, one of the table's dtype, or one of another dtype.
 enum class Caching : int { kNone = 0, kSame = 1, kMixed = 2 };
 
 // The rows that the lookups of one feature read: those of its table, or of the cache in front of

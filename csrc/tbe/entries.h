@@ -97,31 +97,32 @@ struct GroupArrays {
   int32_t* num_groups;                    // [1]
 };
 
-// As `bounds_check`, but return the offsets alone, and add the violations to `violations`, int64
-// [2], in the mode "warning" only.
+// Do what `bounds_check` does, but return the offsets alone, and add the violations to
+// `violations`, int64 [2], in the mode "warning" only.
 Tensor bounds_check_(const Tensor& indices, const Tensor& offsets, const Tensor& features,
                      std::optional<Tensor> bag_layout, int64_t mode_code, Tensor violations);
 
-// As `tbe_group`, but write the grouping to `out`; `op` is the calling op's name for messages.
+// Do what `tbe_group` does, but write the grouping to `out`; `op` is the calling op's name for
+// messages.
 void group_lookups(const char* op, const Tensor& features, const Tensor& indices,
                    const Tensor& offsets, const std::optional<Tensor>& bag_layout,
                    int64_t total_rows, bool repaired, const GroupArrays& out);
 
-// As emb::tbe_lookup; that rows cover the output is not checked.
+// The counterpart of emb::tbe_lookup; it does not check that rows cover the output.
 Tensor tbe_lookup(std::vector<Tensor> weights, const Tensor& features, const Tensor& indices,
                   const Tensor& offsets, std::optional<Tensor> slots,
                   std::optional<Tensor> bag_layout, std::optional<Tensor> sample_weights,
                   int64_t pooling, int64_t columns, ScalarType output_dtype);
 
-// As emb::sum_row_grads, but `groups` and `out` are device memory, and `indices` serves only for
-// the number of lookups. That no dim exceeds `dim` is not checked.
+// The counterpart of emb::sum_row_grads. `groups` and `out` are in device memory, and `indices`
+// serves only for the number of lookups. It does not check that no dim exceeds `dim`.
 void sum_row_grads(const char* op, const Tensor& grad, const Tensor& features,
                    const Tensor& indices, const GroupArrays& groups, const Tensor& offsets,
                    const std::optional<Tensor>& bag_layout,
                    const std::optional<Tensor>& sample_weights, int64_t pooling, int64_t dim,
                    float* out);
 
-// As emb::tbe_group.
+// The counterpart of emb::tbe_group.
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> tbe_group(const Tensor& features,
                                                              const Tensor& indices,
                                                              const Tensor& offsets,

@@ -67,8 +67,8 @@ struct UpdateShape<AtRunTime> : DefaultUpdateShape {
 
 // A grid has at most this many times the blocks that run at once.
 inline constexpr int kUpdateWaves = 8;
-// There are at least this many tiles for each warp that runs at once, if there are enough rows: with
-// fewer, the warps whose rows have the most lookups run on alone.
+// There are at least this many tiles for each warp that runs at once, if there are enough rows:
+// with fewer, the warps whose rows have the most lookups run on alone.
 inline constexpr int kTilesOfWarp = 3;
 // Lookups of a row that a lane locates at once; two would spill on Ampere.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
@@ -118,8 +118,8 @@ struct TileRow {
   int64_t id;         // linear row id
   int64_t state;      // entry of the row-wise states in its tier
   float states[kMaxRowStates];
-  // What rows of one batch share, by the bit where it starts: whether they are read in vectors, the
-  // tier, dim. `update_tile` unpacks it.
+  // Three fields that the rows of one batch share, by the bit where each starts: whether rows are
+  // read in vectors, the tier, and dim. `update_tile` unpacks them.
   uint32_t packed_layout;
 
   static constexpr int kVectorBit = 1, kTierShift = 1, kDimShift = 3;

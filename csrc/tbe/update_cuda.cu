@@ -82,7 +82,7 @@ class BackwardCall {
     check_row_slots(op, *row_slots, 0);
     check_same_device(op, "row_slots", *row_slots, grad_);
     STD_TORCH_CHECK(row_slots->numel() == args_.num_lookups, op,
-                    ": row_slots must have one entry a lookup = ", args_.num_lookups, ", got ",
+                    ": row_slots must have one entry per lookup = ", args_.num_lookups, ", got ",
                     row_slots->numel());
     args_.row_slots = row_slots->const_data_ptr<int32_t>();
   }

@@ -28,7 +28,7 @@ inline TtShape tt_row_shape(const char* op, const std::vector<int64_t>& row_fact
   TtShape shape{};
   shape.cores = static_cast<int>(row_factors.size());
   STD_TORCH_CHECK(shape.cores >= 2 && shape.cores <= kMaxCores, op,
-                  ": row_factors must have 2 to 4 entries, one a core, got ", row_factors.size());
+                  ": row_factors must have 2 to 4 entries, one per core, got ", row_factors.size());
   double rows = 1.0;
   for (int k = 0; k < shape.cores; ++k) {
     STD_TORCH_CHECK(row_factors[k] >= 1, op, ": row factors must be >= 1, got ", row_factors[k]);

@@ -252,8 +252,8 @@ std::tuple<Tensor, Tensor> tt_rows(std::vector<Tensor> cores, std::vector<Tensor
   return {rows, prefixes};
 }
 
-// Where the gradients of all cores are in one tensor. Cores that are no part of a pair come first:
-// only rows that the batch uses are written there, so they must be zeros before.
+// The layout of one tensor with the gradients of all cores. Cores that are no part of a pair come
+// first: only rows that the batch uses are written there, so they must be zeros before.
 struct GradMemory {
   std::vector<int64_t> offsets;   // first float of each core
   int64_t zeros = 0, floats = 0;  // floats that must be zeros, floats of the tensor
@@ -414,7 +414,7 @@ void tt_update_(std::vector<Tensor> cores, std::vector<Tensor> states, const Ten
   run_backward(batch, cores, prefixes, row_grads, grad_memory, grads, launcher, steps);
 }
 
-// What a forward pass keeps for its backward pass, in one tensor.
+// The memory that a forward pass keeps for its backward pass, in one tensor.
 struct ForwardState {
   GroupArrays groups{};
   PlanArrays plan{};

@@ -180,9 +180,9 @@ struct OperandTile {
   }
 };
 
-// Where the lines of the halves of an inner row are, kLines at a time, in shared memory. Three
-// tables take turns: one is written while the copies of the next tile, and the results of this one,
-// use the other two.
+// Tables in shared memory of where the lines of the halves of an inner row are, kLines at a time.
+// Three tables take turns: one is written while the copies of the next tile, and the results of
+// this one, use the other two.
 template <int kLines>
 struct LineTables {
   int64_t outer[3][kLines];  // elements into the outer core; -1 after the last line

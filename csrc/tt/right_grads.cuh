@@ -29,7 +29,7 @@ EMB_HD int64_t chunk_items(int64_t rights, int64_t rows) { return rights + rows 
 // 2 (begin / 64) + c: such a half has more than 64 rows, so no other half has the same slots.
 EMB_HD int64_t chunk_slots(int64_t rows) { return 2 * (rows / kChunkRows) + 2; }
 
-// What the kernels need besides TtDeviceRowsArgs; all in device memory.
+// The arguments of the kernels besides TtDeviceRowsArgs; all arrays are in device memory.
 struct TtRightGrads {
   const float* row_grads;  // [M][row_stride] gradients of the rows
   bool has_vectors;        // row_grads allows vectors, and 32 bits hold all offsets in quads

@@ -440,7 +440,7 @@ struct TtReverse {
 inline constexpr int kMaxGridY = 65535;
 inline constexpr int kRowWarps = kRowThreads / static_cast<int>(simt::kWarp);
 
-// Which kernels the tables of a batch need.
+// The kernels that the tables of a batch need.
 struct TtKernels {
   bool mma_rows = false, plain_rows = false;
   bool mma_grads = false, plain_grads = false;

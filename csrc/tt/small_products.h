@@ -8,7 +8,7 @@
 
 namespace emb::EMB_ISA {
 
-// Whether a product is stored, or added to the stored values.
+// The use of a product: it is stored, or added to the stored values.
 enum class Store { kSet, kAdd };
 
 // c[m, n] = (kSet) or += (kAdd) the sum over k of a[m, k] * b[k, n]. Strides are in elements;

@@ -406,11 +406,11 @@ def test_wrong_input_is_refused() -> None:
     outside[1, 0] += 10_000
     for call, changed, message in (
         (plan, {"policy": 2}, "policy must be one of .*, got 2"),
-        (plan, {"policy": CACHE_POLICY["lfu"]}, "one entry a cached row = 100, got 0"),
+        (plan, {"policy": CACHE_POLICY["lfu"]}, "one entry per cached row = 100, got 0"),
         (
             plan,
             {"policy": CACHE_POLICY["lfu"], "counts": torch.zeros(3).int()},
-            "one entry a cached row = 100",
+            "one entry per cached row = 100",
         ),
         (plan, {"tags": twin.tags.view(-1)}, r"tags must be \[sets, 32\]"),
         (plan, {"stamps": twin.stamps[:1]}, "stamps must have 64 entries, got 32"),

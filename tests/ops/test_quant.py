@@ -279,7 +279,7 @@ def test_wrong_input_is_refused() -> None:
         ((*good, POOLING["none"], 8, 9, torch.float32), "one dim for all features, got 8 and 9"),
         ((*good, 3, *rest[1:]), "pooling must be one of .*, got 3"),
         ((*good, *rest[:3], torch.int64), "output_dtype must be float32"),
-        ((*good[:5], torch.ones(3), *rest), "one entry a lookup"),
+        ((*good[:5], torch.ones(3), *rest), "one entry per lookup"),
         (
             (*good[:5], torch.ones(data.indices.numel()), POOLING["none"], *rest[1:]),
             "need sum or mean",

@@ -153,7 +153,7 @@ def test_external_gradient_matches_reference(name: str, device: torch.device) ->
         want.sum().backward()
     grad = module.weights.grad
     assert grad.is_sparse
-    assert grad._indices().unique().numel() == grad._nnz(), "one entry a distinct row"
+    assert grad._indices().unique().numel() == grad._nnz(), "one entry per distinct row"
     wanted = torch.zeros_like(want_weights) if want_weights.grad is None else want_weights.grad
     assert_close(grad.to_dense().double().flatten(), wanted, **tolerance(case))
 
@@ -392,7 +392,7 @@ def test_fake_shapes_of_pooling_none() -> None:
         ({"indices": torch.zeros(2, 4, dtype=torch.int64)}, "indices must have 1 dimension, got 2"),
         ({"offsets": torch.zeros(4, dtype=torch.int64)}, "F.B . 1 entries for F = 2 features, got"),
         ({"offsets": torch.zeros(0, dtype=torch.int64)}, "8 indices but no bags"),
-        ({"sample_weights": torch.zeros(8, 1)}, "one entry a lookup = 8, got 8 in 2 dimensions"),
+        ({"sample_weights": torch.zeros(8, 1)}, "one entry per lookup = 8, got 8 in 2 dimensions"),
         (
             {"features": torch.tensor([[0, 0, 1 << 62, 4, 0, 0, 0, 0]] * 2)},
             "feature 0 lies outside",
@@ -401,7 +401,7 @@ def test_fake_shapes_of_pooling_none() -> None:
             {"features": torch.tensor([[0, 0, 5, 4, -(1 << 33), 0, 0, 0]] * 2)},
             "feature 0 lies outside",
         ),
-        ({"sample_weights": torch.zeros(3)}, "one entry a lookup = 8, got 3"),
+        ({"sample_weights": torch.zeros(3)}, "one entry per lookup = 8, got 3"),
         ({"sample_weights": torch.zeros(8).double()}, "sample_weights must be float32"),
         ({"pooling": -1}, "pooling must be one of .*, got -1"),
         ({"output_dim": 20}, "lies outside the weights"),

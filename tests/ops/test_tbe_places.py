@@ -285,7 +285,7 @@ def _layout(bag: int, feature: int, element: int) -> Tensor:
             "rows of the cache that hold its own",
         ),
         ({"slots": torch.zeros(6)}, "slots must be int32, got float32"),
-        ({"slots": torch.zeros(5, dtype=torch.int32)}, "one entry a lookup = 6, got 5"),
+        ({"slots": torch.zeros(5, dtype=torch.int32)}, "one entry per lookup = 6, got 5"),
         ({"bag_layout": torch.zeros(5, 2, dtype=torch.int64)}, "for bags = 6, one less than"),
         ({"bag_layout": torch.zeros(6, 2)}, "bag_layout must be int64"),
         ({"bag_layout": _layout(5, 2, 28)}, "features of 0 to 1 .* bag 5 has feature 2 at"),

@@ -92,7 +92,7 @@ def test_narrow_weights_and_states(name: str, dtypes: str) -> None:
         ({"segments": 14}, "must come from one call"),
         ({"grad": torch.zeros(3, 39)}, "grad must have 6 rows for pooling sum, got 3"),
         ({"grad": torch.zeros(6, 20)}, "feature 1 lies outside"),
-        ({"row_slots": torch.zeros(2, dtype=torch.int32)}, "one entry a group = "),
+        ({"row_slots": torch.zeros(2, dtype=torch.int32)}, "one entry per group = "),
         ({"row_slots": torch.zeros(99)}, "row_slots must be int32"),
         ({"bag_layout": torch.zeros(3, 2, dtype=torch.int64)}, "contiguous .bags, 2. tensor"),
         ({"bag_layout": torch.zeros(24, 2, dtype=torch.int64)}, "a vector with bag_layout"),

@@ -287,7 +287,7 @@ def test_wrong_forward_input_is_refused() -> None:
         module(INDICES, torch.tensor([0, 1, 3, 5]))
     with pytest.raises(RuntimeError, match="indices must be int32 or int64"):
         module(INDICES.float(), OFFSETS)
-    with pytest.raises(RuntimeError, match="one entry a lookup = 5, got 2"):
+    with pytest.raises(RuntimeError, match="one entry per lookup = 5, got 2"):
         module(INDICES, OFFSETS, torch.ones(2))
 
 
